@@ -1,0 +1,23 @@
+"""Small additions to JAX that the model is written with: which values a layer keeps for its backward pass, and named random keys."""
+
+import zlib
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+_SAVED = "save_for_backward"
+
+
+def explicit_activation_checkpointing(function):
+    """Keeps for the backward pass the function's inputs and the values under `save_for_backward`, and nothing else; the rest is computed again."""
+    return jax.checkpoint(function, policy=jax.checkpoint_policies.save_only_these_names(_SAVED))
+
+
+def save_for_backward(x):
+    """Keeps `x` for the backward pass of the enclosing `explicit_activation_checkpointing`; returns it."""
+    return checkpoint_name(x, _SAVED)
+
+
+def fold_in_str(key, string: str):
+    """A random key for each name: `jax.random.fold_in` with the string's CRC-32, the same in every process and release."""
+    return jax.random.fold_in(key, zlib.crc32(string.encode()))

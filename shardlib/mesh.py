@@ -1,0 +1,55 @@
+"""The one place that knows JAX's young API: which mesh is current, which of its axes are manual, and how a step is mapped."""
+
+import warnings
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+
+
+def current_mesh() -> Mesh | AbstractMesh | None:
+    """The mesh of `with jax.set_mesh(mesh)`, of the older `with Mesh(...)`, or None. Concrete where JAX allows it (outside of jit)."""
+    abstract = jax.sharding.get_abstract_mesh()
+    if not abstract.empty:
+        try:
+            mesh = jax.sharding.get_mesh()
+        except ValueError:  # inside jit only the abstract mesh may be read
+            return abstract
+        return abstract if mesh.empty else mesh
+    # `with Mesh(...)` can be read under a deprecated name only (jax 0.10.2); this goes when JAX drops that context.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from jax.interpreters import pxla
+
+        mesh = pxla.thread_resources.env.physical_mesh
+    return None if mesh.empty else mesh
+
+
+def manual_axes() -> dict[str, int]:
+    """Name and size of each mesh axis that the code being traced is mapped over by `shard_map`, in the mesh's order."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return {name: size for name, size in mesh.shape.items() if name in mesh.manual_axes}
+
+
+def make_mesh(shape: dict[str, int], devices=None) -> Mesh:
+    """A mesh with axes of type Auto: under Explicit ones (`jax.make_mesh`'s choice) `shard_map` refuses arrays that are not placed yet."""
+    return jax.make_mesh(tuple(shape.values()), tuple(shape), axis_types=(AxisType.Auto,) * len(shape), devices=devices)
+
+
+def shard_map(f, mesh, in_specs, out_specs):
+    """`jax.shard_map` under which the function that is differentiated is the sum over devices of what each returns."""
+    mapped = jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    if AxisType.Explicit not in mesh.axis_types:
+        return mapped
+    return lambda *args: mapped(*jax.sharding.reshard(args, place(mesh, in_specs)))
+
+
+def place(mesh, specs):
+    """The tree of `NamedSharding` for a tree of `PartitionSpec`."""
+    return jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, jax.sharding.PartitionSpec)
+    )
+
+
+def trace_with_axes(f, axes: dict[str, int], *args):
+    """The jaxpr of `f` for shapes local to a device, with the axes' names and sizes but no mesh and no device."""
+    return jax.make_jaxpr(f, axis_env=list(axes.items()))(*args)

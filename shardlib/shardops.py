@@ -1,0 +1,620 @@
+"""The operations that know how values lie on the mesh; what moves between devices is in the string.
+
+    w = shardops.all_gather('M/d F/t -> M F/t', w)                               # split -> same over d
+    y = shardops.einsum_unreduced('B/d L F/t, M F/t -> B/d L M +t', x, w)        # sends nothing: still a sum over t
+    y = shardops.psum_scatter('B/d L M +t -> B/d L M/t', y)                      # takes the sum, keeps a part
+
+All are called inside `typed_shard_map` (or `jax.shard_map(..., check_vma=False)`). Each raises `ShardingError`, with the operation,
+its string, local and global shapes, the mesh and, where one is likely, the corrected string, if the string is not one for the
+operation or contradicts the operands' sizes; and, in the check, if an operand does not lie as the string says.
+
+The gradient's type is the value's with *same* and *pending* exchanged, so the backward pass sends, line by line:
+all_gather <-> reduce-scatter, psum <-> psum, all_to_all and ppermute their reverses, the others nothing.
+
+"Bytes" below are those that leave one device, for an axis of n devices and x bytes on each device before the operation.
+"""
+
+import functools
+import math
+import string as _strings
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from shardlib import check as _check
+from shardlib.check import State
+from shardlib.shardtypes import DType, bind, letters_of_scope, mapped_axes, mesh_text, not_divisible
+from shardlib.spec import Dim, Recipe, ShardingError, Spec, as_text, parse, parse_operation, users_line
+
+
+# -- What all operations share -----------------------------------------------------------------------------------------
+def _operate(name, text, operands, plan, execute, rule=None):
+    """Checks the string and the sizes, then runs the operation.
+
+    `plan(recipe)` raises if the string is not one for the operation; else it returns what `execute(planned, axes, *operands)` needs.
+    Its attribute-free results are cached by string. `planned['moves']` are the axes over which data are sent.
+    """
+    text = as_text(text)
+    axes = mapped_axes()
+    shapes = None
+    try:
+        if not axes:
+            raise ShardingError("called outside of shard_map: there are no mesh axes here\n  fix: call it inside a function under typed_shard_map")
+        recipe, planned = _planned(plan, text, len(operands), tuple(axes))
+        letters = letters_of_scope()
+        shapes = [bind(spec, jnp.shape(operand), axes, letters) for spec, operand in zip(recipe.operands, operands)]
+        sizes = {dim.name: size for spec, shape in zip(recipe.operands, shapes) for dim, size in zip(spec.dims, shape)}
+        for dim in recipe.result.dims:
+            size = sizes[dim.name] if dim.name in sizes else _size_of(dim, letters)
+            if size % math.prod(axes[axis] for axis in dim.axes):
+                raise ShardingError(not_divisible(dim, size, axes))
+    except ShardingError as error:
+        raise ShardingError(f"{error}\n{_context(name, text, operands, shapes, axes)}\n  at {users_line()}") from None
+
+    def require(states):
+        try:
+            if rule is not None:
+                return rule(recipe, states)
+            for spec, state in zip(recipe.operands, states):
+                _check.require(spec, state, strict=True)
+            return [State.of(recipe.result)]
+        except ShardingError as error:
+            raise ShardingError(f"{error}\n{_context(name, text, operands, shapes, axes)}") from None
+
+    return _check.mark(require, functools.partial(execute, planned, axes), *operands, moves=planned["moves"])
+
+
+@functools.lru_cache(maxsize=None)
+def _planned(plan, text, operands, mesh_axes) -> tuple[Recipe, dict]:
+    recipe = parse_operation(text, operands)
+    for spec in (*recipe.operands, recipe.result):
+        for dim in spec.dims:
+            if dim.indexed and plan not in (_plan_index, _plan_ppermute):
+                raise ShardingError(f"[{dim.name}]: only index_unreduced and ppermute mark a dim with [ ]")
+            if dim.name == "..." and plan is not _plan_sum:
+                raise ShardingError("'...' is for sum_unreduced alone: name the dims")
+    legal = [str(spec.in_mesh_order(mesh_axes)) for spec in (*recipe.operands, recipe.result)]
+    if legal != [str(spec) for spec in (*recipe.operands, recipe.result)]:
+        raise ShardingError(f"axes are written in the order of the mesh's axes ({', '.join(mesh_axes)}): write '{', '.join(legal[:-1])} -> {legal[-1]}'")
+    return recipe, {"moves": (), **plan(recipe, mesh_axes)}
+
+
+def _context(name, text, operands, shapes, axes) -> str:
+    local = ", ".join(f"{jnp.result_type(x)}{list(jnp.shape(x))}" for x in operands)
+    whole = f", global {', '.join(str(list(shape)) for shape in shapes)}" if shapes else ""
+    return f"  in shardops.{name}('{text}'), local {local}{whole}, {mesh_text(axes)}"
+
+
+def _size_of(dim: Dim, letters) -> int:
+    if dim.name.isdigit():
+        return int(dim.name)
+    if dim.name not in letters:
+        raise ShardingError(f"the size of {dim.name} is not known here: no operand and no annotation of this scope has it")
+    return letters[dim.name][0]
+
+
+def _corrected(recipe: Recipe, result: Spec) -> str:
+    return f"write '{', '.join(map(str, recipe.operands))} -> {result}'"
+
+
+def _same_dims(recipe: Recipe) -> list[tuple[int, Dim, Dim]]:
+    """Pairs operand and result dims of an operation that keeps the dims."""
+    (operand,), result = recipe.operands, recipe.result
+    if operand.names != result.names:
+        raise ShardingError(f"the operation keeps the dims, {' '.join(operand.names) or 'none'}, but the result has {' '.join(result.names) or 'none'}")
+    return [(position, before, after) for position, (before, after) in enumerate(zip(operand.dims, result.dims))]
+
+
+def _suffix(longer: Dim, shorter: Dim, doing: str) -> tuple[str, ...]:
+    """The minor axes that `longer` has and `shorter` has not: only those can be gathered or scattered, else the parts would not be neighbours."""
+    if longer.axes[: len(shorter.axes)] != shorter.axes:
+        raise ShardingError(f"{shorter} and {longer}: {doing} a dim's minor axes only, the last ones, since the parts over a major axis alone are not neighbours")
+    return longer.axes[len(shorter.axes) :]
+
+
+def _ordered(axes, mesh_axes) -> tuple[str, ...]:
+    return tuple(axis for axis in mesh_axes if axis in axes)
+
+
+def _element(dtype):
+    return dtype.dtype if isinstance(dtype, DType) else jnp.dtype(dtype)
+
+
+def axis_size(name: str) -> int:
+    """The number of devices along a mesh axis. Raises `ShardingError` for an axis that the mesh lacks, or outside of shard_map."""
+    axes = mapped_axes()
+    if name not in axes:
+        raise ShardingError(f"axis_size('{name}'): the {mesh_text(axes)} has no such axis here\n  at {users_line()}")
+    return axes[name]
+
+
+# -- split -> same -----------------------------------------------------------------------------------------------------
+def all_gather(spec: str | bytes, x, *, dtype=None, reduce_dtype=None):
+    """Gathers the parts of the dims that lose an axis: split -> same.
+
+        all_gather('M/d F/t -> M F/t', w)
+        all_gather('M/d/t -> M', w)                                   one collective over both
+        all_gather('M/d F/t -> M F/t', w, dtype=bf16, reduce_dtype=f32)
+
+    Args:
+      dtype: cast to this before sending; the result has it.
+      reduce_dtype: the gradient is cast to this before its reduction, then to the operand's type. With a cast by hand before
+        the gather, the gradient's reduction would run in the gathered type.
+    Sends: (n - 1) x bytes in `dtype`; in the backward pass a reduce-scatter of (n - 1) x bytes in `reduce_dtype`.
+    """
+
+    def execute(planned, axes, x):
+        wire, reduced = _element(dtype or x.dtype), _element(reduce_dtype or dtype or x.dtype)
+
+        def gather(x):
+            x = x.astype(wire)
+            for position, names in planned["gathered"]:
+                x = lax.all_gather(x, names, axis=position, tiled=True)
+            return x
+
+        if wire == reduced == x.dtype:
+            return gather(x)  # JAX's own transpose is the reduce-scatter
+        gather_cast = jax.custom_vjp(gather)
+
+        def backward(_, cotangent):
+            cotangent = cotangent.astype(reduced)
+            for position, names in reversed(planned["gathered"]):
+                cotangent = lax.psum_scatter(cotangent, names, scatter_dimension=position, tiled=True)
+            return (cotangent.astype(operand_dtype),)
+
+        operand_dtype = x.dtype
+        gather_cast.defvjp(lambda x: (gather(x), None), backward)
+        return gather_cast(x)
+
+    return _operate("all_gather", spec, (x,), _plan_gather, execute)
+
+
+def _plan_gather(recipe, mesh_axes):
+    gathered = []
+    (operand,), result = recipe.operands, recipe.result
+    for position, before, after in _same_dims(recipe):
+        if names := _suffix(before, after, "all_gather gathers"):
+            gathered.append((position, names))
+    if operand.pending != result.pending:
+        raise ShardingError(f"all_gather takes no sum: {_corrected(recipe, Spec(result.dims, operand.pending))}")
+    if not gathered:
+        raise ShardingError(f"gathers nothing: '{operand}' and '{result}' are split alike")
+    return {"gathered": gathered, "moves": tuple(axis for _, names in gathered for axis in names)}
+
+
+def pmax(spec: str | bytes, x):
+    """The largest over the dims that the result lacks, over all devices: split -> same. No gradient: stop it first.
+
+        pmax('B/d L V/t -> B/d L', lax.stop_gradient(logits))
+
+    Sends: an all-reduce of the result, about 2 (n - 1) / n of its bytes.
+    """
+
+    def execute(planned, axes, x):
+        local = jnp.max(x, axis=planned["dropped"])
+
+        @jax.custom_jvp
+        def largest(local):
+            return lax.pmax(local, planned["moves"]) if planned["moves"] else local
+
+        @largest.defjvp
+        def _refuse(primals, tangents):
+            raise ShardingError(f"pmax has no gradient: pass it lax.stop_gradient(x)\n  in shardops.pmax('{as_text(spec)}')")
+
+        return largest(local)
+
+    return _operate("pmax", spec, (x,), _plan_pmax, execute)
+
+
+def _dropped(recipe):
+    (operand,), result = recipe.operands, recipe.result
+    kept = [dim for dim in operand.dims if dim.name in result.names]
+    dropped = [position for position, dim in enumerate(operand.dims) if dim.name not in result.names]
+    return kept, tuple(dropped), frozenset(axis for position in dropped for axis in operand.dims[position].axes)
+
+
+def _plan_pmax(recipe, mesh_axes):
+    kept, dropped, axes = _dropped(recipe)
+    if recipe.operands[0].pending:
+        raise ShardingError("the largest of a sum is not the largest of its terms: reduce the pending axes first")
+    if not dropped:
+        raise ShardingError("the result lacks no dim: the largest over what?")
+    if recipe.result != Spec(tuple(kept)):
+        raise ShardingError(f"the other dims stay as they are: {_corrected(recipe, Spec(tuple(kept)))}")
+    return {"dropped": dropped, "moves": _ordered(axes, mesh_axes)}
+
+
+# -- pending -> split, pending -> same ---------------------------------------------------------------------------------
+def psum_scatter(spec: str | bytes, x):
+    """Takes the sum over the pending axes and leaves each device its part: pending -> split.
+
+        psum_scatter('B/d L M +t -> B/d L M/t', y)
+
+    Sends: (n - 1) / n of x bytes; in the backward pass an all-gather of as much.
+    """
+
+    def execute(planned, axes, x):
+        for position, names in planned["scattered"]:
+            x = lax.psum_scatter(x, names, scatter_dimension=position, tiled=True)
+        return x
+
+    return _operate("psum_scatter", spec, (x,), _plan_scatter, execute)
+
+
+def _plan_scatter(recipe, mesh_axes):
+    (operand,), result = recipe.operands, recipe.result
+    scattered = [(position, names) for position, before, after in _same_dims(recipe) if (names := _suffix(after, before, "psum_scatter splits"))]
+    gained = {axis for _, names in scattered for axis in names}
+    taken = set(operand.pending) - set(result.pending)
+    if set(result.pending) - set(operand.pending):
+        raise ShardingError(f"the result is pending over {', '.join(set(result.pending) - set(operand.pending))}, the operand is not")
+    if not taken or gained != taken:
+        raise ShardingError(
+            f"psum_scatter takes the sum over axes that some dim is then split over: '{operand}' to '{result}' takes the sum over {', '.join(sorted(taken)) or 'none'} and splits over {', '.join(sorted(gained)) or 'none'}"
+        )
+    return {"scattered": scattered, "moves": _ordered(gained, mesh_axes)}
+
+
+def psum(spec: str | bytes, x):
+    """Takes the sum over the pending axes that the result lacks: pending -> same.
+
+        psum('B/d L +t -> B/d L', total)
+
+    Sends: 2 (n - 1) / n of x bytes; as much in the backward pass.
+    """
+    return _operate("psum", spec, (x,), _plan_psum, lambda planned, axes, x: lax.psum(x, planned["moves"]))
+
+
+def _plan_psum(recipe, mesh_axes):
+    (operand,), result = recipe.operands, recipe.result
+    if operand.dims != result.dims:
+        raise ShardingError(f"psum keeps the dims: {_corrected(recipe, Spec(operand.dims, result.pending))}")
+    taken = set(operand.pending) - set(result.pending)
+    if not taken or set(result.pending) - set(operand.pending):
+        raise ShardingError(f"takes no sum: the operand must be pending over more axes than the result, as in '{Spec(operand.dims, ('t',))} -> {Spec(operand.dims)}'")
+    return {"moves": _ordered(taken, mesh_axes)}
+
+
+# -- split -> split ----------------------------------------------------------------------------------------------------
+def all_to_all(spec: str | bytes, x):
+    """Moves a split from one dim to another.
+
+        all_to_all('E/t C M -> E C/t M', x)
+
+    Sends: (n - 1) / n of x bytes; as much in the backward pass.
+    """
+
+    def execute(planned, axes, x):
+        return lax.all_to_all(x, planned["moves"], split_axis=planned["gains"], concat_axis=planned["loses"], tiled=True)
+
+    return _operate("all_to_all", spec, (x,), _plan_all_to_all, execute)
+
+
+def _plan_all_to_all(recipe, mesh_axes):
+    loses, gains = [], []
+    for position, before, after in _same_dims(recipe):
+        if len(before.axes) > len(after.axes):
+            loses.append((position, _suffix(before, after, "all_to_all moves")))
+        elif before.axes != after.axes:
+            gains.append((position, _suffix(after, before, "all_to_all moves")))
+    if len(loses) != 1 or len(gains) != 1 or loses[0][1] != gains[0][1] or recipe.operands[0].pending != recipe.result.pending:
+        raise ShardingError("all_to_all moves the same axes from one dim to one other, as in 'E/t C M -> E C/t M'")
+    return {"loses": loses[0][0], "gains": gains[0][0], "moves": loses[0][1]}
+
+
+def ppermute(spec: str | bytes, x, shift: int):
+    """Passes each device's part on: the device at index i along the axis sends to i + shift, around the end.
+
+        ppermute('S/p M -> S/p M', x, 1)
+        ppermute('[S/p] M/t -> [S/p] M/t', x, 1)         where several dims are split, [ ] says which one moves
+
+    Sends: x bytes; as much in the backward pass.
+    """
+
+    def execute(planned, axes, x):
+        (axis,) = planned["moves"]
+        return lax.ppermute(x, axis, [(index, (index + shift) % axes[axis]) for index in range(axes[axis])])
+
+    return _operate("ppermute", spec, (x,), _plan_ppermute, execute)
+
+
+def _plan_ppermute(recipe, mesh_axes):
+    (operand,), result = recipe.operands, recipe.result
+    if operand != result:
+        raise ShardingError(f"ppermute keeps the type: {_corrected(recipe, operand)}")
+    moving = [dim for dim in operand.dims if dim.indexed] or [dim for dim in operand.dims if dim.axes]
+    if len(moving) != 1 or len(moving[0].axes) != 1:
+        raise ShardingError("ppermute moves one dim that is split over one axis: mark it, as in '[S/p] M/t -> [S/p] M/t'")
+    return {"moves": moving[0].axes}
+
+
+# -- Nothing is sent ---------------------------------------------------------------------------------------------------
+def einsum_unreduced(spec: str | bytes, x, y, **jnp_kwargs):
+    """`jnp.einsum` of two operands. A contraction over a dim that is split over t leaves the result pending, '+t'.
+
+        einsum_unreduced('B/d L F/t, M F/t -> B/d L M +t', h, w_down)
+
+    Args:
+      jnp_kwargs: passed on, such as preferred_element_type.
+    Sends: nothing.
+    """
+
+    def execute(planned, axes, x, y):
+        return jnp.einsum(planned["equation"], x, y, **jnp_kwargs)
+
+    return _operate("einsum_unreduced", spec, (x, y), _plan_einsum, execute)
+
+
+def _plan_einsum(recipe, mesh_axes):
+    lies: dict[str, Dim] = {}
+    for operand in recipe.operands:
+        for dim in operand.dims:
+            if operand.names.count(dim.name) > 1:
+                raise ShardingError(f"dim {dim.name} stands twice in '{operand}'")
+            if lies.setdefault(dim.name, dim).axes != dim.axes:
+                raise ShardingError(f"{lies[dim.name]} in one operand, {dim} in the other: the devices' parts do not match")
+    first, second = recipe.operands
+    for a, b in ((first, second), (second, first)):
+        for axis in a.pending:
+            if axis in b.split or axis in b.pending:
+                raise ShardingError(f"'{a}' is pending over {axis}, and '{b}' is not the same along it: reduce it first")
+    for name in recipe.result.names:
+        if name not in lies:
+            raise ShardingError(f"dim {name} of the result is in no operand")
+    contracted = {axis for name, dim in lies.items() if name not in recipe.result.names for axis in dim.axes}
+    dims = tuple(lies[name] for name in recipe.result.names)
+    expected = Spec(dims, _ordered(contracted | set(first.pending) | set(second.pending), mesh_axes))
+    for axis in [*(axis for dim in dims for axis in dim.axes), *expected.pending]:
+        if [*(axis for dim in dims for axis in dim.axes), *expected.pending].count(axis) > 1:
+            raise ShardingError(f"two dims that are split over {axis} meet in the result '{expected}': each device has only the parts of its own index, gather one of them first")
+    if recipe.result != expected:
+        owed = f": the contraction leaves a sum over {', '.join(sorted(contracted))}" if contracted - set(recipe.result.pending) else ""
+        raise ShardingError(f"the result is '{expected}', not '{recipe.result}'{owed}\n  fix: {_corrected(recipe, expected)}")
+    letter = dict(zip(lies, _strings.ascii_letters))
+    words = ["".join(letter[name] for name in each.names) for each in (first, second, recipe.result)]
+    return {"equation": f"{words[0]},{words[1]}->{words[2]}"}
+
+
+def sum_unreduced(spec: str | bytes, x):
+    """Sums over the dims that the result lacks; a split one leaves its axes pending.
+
+        sum_unreduced('B/d L V/t -> B/d L +t', e)
+        sum_unreduced('... -> +d +t', g * g)            any dims, which must be split over just d and t
+
+    Sends: nothing.
+    """
+
+    def rule(recipe, states):
+        (operand,), result = recipe.operands, recipe.result
+        if "..." not in operand.names:
+            _check.require(operand, states[0], strict=True)
+            return [State.of(result)]
+        for axis in states[0].split | states[0].pending | set(result.pending):
+            true = states[0].word(axis)
+            if axis not in result.pending:
+                raise ShardingError(f"'...' is {true} along {axis}: the result is pending over it, write '+{axis}'")
+            if true != ("pending" if axis in operand.pending else "split"):
+                raise ShardingError(f"'...' is {true} along {axis}: the sum of what is the same would count it once for each device")
+        return [State.of(result)]
+
+    def execute(planned, axes, x):
+        return jnp.sum(x, axis=planned["dropped"])
+
+    return _operate("sum_unreduced", spec, (x,), _plan_sum, execute, rule)
+
+
+def _plan_sum(recipe, mesh_axes):
+    (operand,), result = recipe.operands, recipe.result
+    if "..." in operand.names:
+        if operand.names != ("...",) or result.dims:
+            raise ShardingError("'...' stands for all dims, and all are summed: '... -> +d +t'")
+        return {"dropped": None}
+    kept, dropped, axes = _dropped(recipe)
+    expected = Spec(tuple(kept), _ordered(axes | set(operand.pending), mesh_axes))
+    if not dropped:
+        raise ShardingError("the result lacks no dim: the sum over what?")
+    if result != expected:
+        raise ShardingError(f"the result is '{expected}', not '{result}'\n  fix: {_corrected(recipe, expected)}")
+    return {"dropped": dropped}
+
+
+def index_unreduced(spec: str | bytes, table, indices):
+    """Looks rows up in a table whose indexed dim, in [ ], may be split: a device gives zero for the rows that it does not hold.
+
+        index_unreduced('[V/t] M, B/d L -> B/d L M +t', embed, ids)
+        index_unreduced('B/d L [V/t], B/d L -> B/d L +t', logits, targets)      a table for each index: dims that both have
+
+    Indices outside of the dim give zero. Sends: nothing.
+    """
+
+    def execute(planned, axes, table, indices):
+        position, names = planned["position"], planned["names"]
+        rows = table.shape[position]
+        first = lax.axis_index(names) * rows if names else 0
+        local = indices.astype(jnp.int32) - first
+        held = (local >= 0) & (local < rows)
+        if planned["own"]:  # a sum over one-hot rows: its transpose is a product, where a gather's would be a slow scatter
+            one_hot = lax.broadcasted_iota(jnp.int32, table.shape, position) == jnp.expand_dims(local, position)
+            return jnp.sum(jnp.where(one_hot, table, jnp.zeros((), table.dtype)), axis=position)
+        found = jnp.take(jnp.moveaxis(table, position, 0), jnp.where(held, local, 0), axis=0)
+        held = held.reshape(held.shape + (1,) * (found.ndim - held.ndim))
+        return jnp.where(held, found, jnp.zeros((), found.dtype))
+
+    return _operate("index_unreduced", spec, (table, indices), _plan_index, execute)
+
+
+def _plan_index(recipe, mesh_axes):
+    table, indices = recipe.operands
+    marked = [position for position, dim in enumerate(table.dims) if dim.indexed]
+    if len(marked) != 1 or any(dim.indexed for dim in (*indices.dims, *recipe.result.dims)):
+        raise ShardingError("the table's indexed dim, and no other, stands in [ ], as in '[V/t] M, B/d L -> B/d L M +t'")
+    if table.pending or indices.pending:
+        raise ShardingError("a pending table or index: reduce it first")
+    position = marked[0]
+    names = table.dims[position].axes
+    own = (*table.dims[:position], *table.dims[position + 1 :]) == indices.dims
+    if not own and (clash := set(indices.split) & table.split):
+        raise ShardingError(f"table and indices are both split over {', '.join(sorted(clash))}: a device looks up only its own indices in its own rows, gather one of them first")
+    if not own and (both := set(indices.names) & set(table.names)):
+        raise ShardingError(f"table and indices share {', '.join(sorted(both))}: either all dims but the indexed one are the indices' dims, or none")
+    expected = Spec(indices.dims if own else (*indices.dims, *table.dims[:position], *table.dims[position + 1 :]), names)
+    if recipe.result != expected:
+        raise ShardingError(f"the result is '{expected}', not '{recipe.result}'\n  fix: {_corrected(recipe, expected)}")
+    return {"position": position, "names": names, "own": own}
+
+
+def slice(spec: str | bytes, x):
+    """Each device keeps its part: same -> split.
+
+        slice('M -> M/t', scale)
+
+    Sends: nothing.
+    """
+
+    def execute(planned, axes, x):
+        for position, names in planned["sliced"]:
+            size = x.shape[position] // math.prod(axes[name] for name in names)
+            x = lax.dynamic_slice_in_dim(x, lax.axis_index(names) * size, size, position)
+        return x
+
+    return _operate("slice", spec, (x,), _plan_slice, execute)
+
+
+def _plan_slice(recipe, mesh_axes):
+    sliced = [(position, names) for position, before, after in _same_dims(recipe) if (names := _suffix(after, before, "slice splits"))]
+    if not sliced or recipe.operands[0].pending != recipe.result.pending:
+        raise ShardingError("slice splits dims and changes nothing else, as in 'M -> M/t'")
+    return {"sliced": sliced}
+
+
+def pending(spec: str | bytes, x):
+    """Makes one term of a sum of what is the same: the first device along the axes keeps it, the others hold zero.
+
+        pending('X -> X +t', x)
+
+    Sends: nothing.
+    """
+
+    def execute(planned, axes, x):
+        return jnp.where(lax.axis_index(planned["new"]) == 0, x, jnp.zeros((), x.dtype))
+
+    return _operate("pending", spec, (x,), _plan_pending, execute)
+
+
+def _plan_pending(recipe, mesh_axes):
+    (operand,), result = recipe.operands, recipe.result
+    new = set(result.pending) - set(operand.pending)
+    if operand.dims != result.dims or not new or set(operand.pending) - set(result.pending):
+        raise ShardingError(f"pending adds pending axes and changes nothing else, as in '{Spec(operand.dims)} -> {Spec(operand.dims, ('t',))}'")
+    return {"new": _ordered(new, mesh_axes)}
+
+
+def zeros(spec: str | bytes, dtype, **sizes: int):
+    """Zeros of that type, pending ones too (a scan's first carry). Sizes are the scope's letters, or given: zeros('M/d', f32, M=512)."""
+    return _make("zeros", spec, dtype, 0, sizes)
+
+
+def full(spec: str | bytes, value, dtype, **sizes: int):
+    """An array of that type that holds `value` everywhere. Raises `ShardingError` for a pending type: write pending(spec, full(...))."""
+    return _make("full", spec, dtype, value, sizes)
+
+
+def _make(name, text, dtype, value, sizes):
+    text, axes = as_text(text), mapped_axes()
+    try:
+        spec = parse(text)
+        if not axes:
+            raise ShardingError("called outside of shard_map: there are no mesh axes here")
+        spec.require_mesh_order(axes)
+        if spec.pending and name == "full":
+            raise ShardingError(f"a pending value is a sum of the devices' terms\n  fix: shardops.pending('{Spec(spec.dims)} -> {spec}', shardops.full('{Spec(spec.dims)}', ...))")
+        letters = letters_of_scope() | {letter: (size, "the arguments") for letter, size in sizes.items()}
+        shape = []
+        for dim in spec.dims:
+            size, parts = _size_of(dim, letters), math.prod(axes[axis] for axis in dim.axes)
+            if size % parts:
+                raise ShardingError(not_divisible(dim, size, axes))
+            shape.append(size // parts)
+    except ShardingError as error:
+        raise ShardingError(f"{error}\n  in shardops.{name}('{text}'), {mesh_text(axes)}\n  at {users_line()}") from None
+    return _check.mark(lambda states: [State.of(spec)], lambda: jnp.full(shape, value, _element(dtype)))
+
+
+def local(spec: str | bytes, function, *operands):
+    """Runs a device-local function, a kernel, of a declared type; the check sees only the types.
+
+        local('B/d L Q K/t D, B/d S K/t D -> B/d L Q K/t D', attend, q, k)
+
+    Proved: operands lie as the string says, and no axis along which one differs is called the same in the result. Not proved: that the
+    function treats split dims part by part. Sends: nothing, and the function must not either.
+    """
+
+    def execute(planned, axes, *operands):
+        return function(*operands)
+
+    result = _operate("local", spec, operands, _plan_local, execute)
+    try:
+        bind(parse_operation(as_text(spec), len(operands)).result, jnp.shape(result), mapped_axes(), letters_of_scope())
+    except ShardingError as error:
+        raise ShardingError(f"{error}\n{_context('local', as_text(spec), operands, None, mapped_axes())}, result {list(jnp.shape(result))}\n  at {users_line()}") from None
+    return result
+
+
+def _plan_local(recipe, mesh_axes):
+    for axis in mesh_axes:
+        differs = any(axis in operand.split or axis in operand.pending for operand in recipe.operands)
+        if any(axis in operand.pending for operand in recipe.operands) and axis not in recipe.result.pending:
+            raise ShardingError(f"an operand is pending over {axis} and the result is not: reduce it first")
+        if differs and axis not in recipe.result.split and axis not in recipe.result.pending:
+            raise ShardingError(f"an operand differs along {axis}, the result says it is the same: nothing is sent inside a local function")
+    return {}
+
+
+# -- Gradients ---------------------------------------------------------------------------------------------------------
+def value_and_grad(function, argnums: int = 0, has_aux: bool = False):
+    """`jax.value_and_grad` of a loss whose every mesh axis is pending, '+d +t': what is differentiated is the sum over all devices.
+
+    Each gradient has its weight's type with same and pending exchanged: that of a weight 'M' (the same over d and t) is 'M +d +t', still to be
+    reduced; that of a weight 'M/d' is 'M/d +t'; of a fully split one, fully split.
+
+    Raises:
+      ShardingError: in the check, for a loss that is the same along an axis (it would count once for each device).
+    """
+
+    @functools.wraps(function)
+    def differentiate(*args):
+        if _check.checking() is None:
+            return jax.value_and_grad(function, argnums, has_aux)(*args)
+        # The backward pass need not be traced: the theory of the types gives the gradients' (see shardlib/check.py).
+        result = function(*args)
+        loss = result[0] if has_aux else result
+        leaves, tree = jax.tree.flatten(args[argnums])
+        mesh_axes = tuple(mapped_axes())
+        axes = frozenset(mesh_axes)
+
+        def rule(states):
+            loss_state, *weights = states
+            for axis in sorted(axes - loss_state.pending):
+                raise ShardingError(
+                    f"the loss is {loss_state.word(axis)} along {axis}: what is differentiated is the sum over all devices, so it would count once for each device along {axis}\n"
+                    f"  fix: return it pending, '{Spec((), mesh_axes)}', before any psum\n  in shardops.value_and_grad"
+                )
+            return [State(state.dims, state.split, axes - state.split - state.pending) for state in weights]
+
+        if jnp.shape(loss) != ():
+            raise ShardingError(f"the loss must be a scalar, it has shape {list(jnp.shape(loss))}\n  in shardops.value_and_grad\n  at {users_line()}")
+        gradients = _check.mark(rule, lambda loss, *leaves: [jnp.zeros_like(leaf) for leaf in leaves], loss, *leaves)
+        return result, jax.tree.unflatten(tree, gradients)
+
+    return differentiate
+
+
+def grad(function, argnums: int = 0, has_aux: bool = False):
+    """`jax.grad` of such a loss; see `value_and_grad`."""
+
+    def differentiate(*args):
+        value, gradients = value_and_grad(function, argnums, has_aux)(*args)
+        return (gradients, value[1]) if has_aux else gradients
+
+    return differentiate

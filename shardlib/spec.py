@@ -1,0 +1,154 @@
+"""The strings of the notation: how a value lies on the mesh, parsed once into a cached recipe.
+
+    'B/d L M/t'      dims B, L, M; B is split over mesh axis d, M over t
+    'B/d L M +t'     pending: the true value is the sum over t of what the devices hold
+    '2 M/d K/t D'    an integer is a dim of that size
+    'M/d/t'          one dim split over two axes, major first, in the order of the mesh's axes
+    ''               a scalar that is the same on every device
+"""
+
+import functools
+import os
+import re
+import sys
+import sysconfig
+from dataclasses import dataclass
+
+import jax
+from jax.sharding import PartitionSpec
+
+_DIM = re.compile(r"(?P<open>\[)?(?P<name>[A-Za-z_]\w*|\d+|\.\.\.)(?P<axes>(/[A-Za-z_]\w*)*)(?P<close>\])?")
+_PENDING = re.compile(r"\+([A-Za-z_]\w*)")
+
+
+class ShardingError(TypeError):
+    """What the notation says and what the program does differ. The message names the operation, its string, the shapes, the mesh and the line."""
+
+
+@dataclass(frozen=True)
+class Dim:
+    """A dim's name (or size, in digits), the mesh axes it is split over, and whether it stands in `[ ]` (the dim that is indexed)."""
+
+    name: str
+    axes: tuple[str, ...] = ()
+    indexed: bool = False
+
+    def __str__(self):
+        text = "/".join((self.name, *self.axes))
+        return f"[{text}]" if self.indexed else text
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One value's type: its dims, and the axes over which it is pending."""
+
+    dims: tuple[Dim, ...]
+    pending: tuple[str, ...] = ()
+
+    def __str__(self):
+        return " ".join([*map(str, self.dims), *("+" + axis for axis in self.pending)])
+
+    @property
+    def split(self) -> frozenset[str]:
+        """The axes that some dim is split over."""
+        return frozenset(axis for dim in self.dims for axis in dim.axes)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(dim.name for dim in self.dims)
+
+    @property
+    def partition_spec(self) -> PartitionSpec:
+        if self.pending:
+            raise ShardingError(f"'{self}' is pending over {', '.join(self.pending)}: a pending value has no meaning outside of shard_map")
+        return PartitionSpec(*(dim.axes[0] if len(dim.axes) == 1 else dim.axes or None for dim in self.dims))
+
+    def in_mesh_order(self, mesh_axes) -> "Spec":
+        """The one legal spelling: axes in the order of the mesh's axes. Raises `ShardingError` for an axis that the mesh lacks."""
+        for axis in [*(a for dim in self.dims for a in dim.axes), *self.pending]:
+            if axis not in mesh_axes:
+                raise ShardingError(f"'{self}' names mesh axis {axis}, but the mesh has {', '.join(mesh_axes) or 'no axes'}")
+        order = list(mesh_axes).index
+        dims = tuple(Dim(dim.name, tuple(sorted(dim.axes, key=order)), dim.indexed) for dim in self.dims)
+        return Spec(dims, tuple(sorted(self.pending, key=order)))
+
+    def require_mesh_order(self, mesh_axes):
+        legal = self.in_mesh_order(mesh_axes)
+        if legal != self:
+            raise ShardingError(f"axes are written in the order of the mesh's axes ({', '.join(mesh_axes)}): write '{legal}', not '{self}'")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """An operation's string: the types of its operands and of its result."""
+
+    text: str
+    operands: tuple[Spec, ...]
+    result: Spec
+
+
+def as_text(text: str | bytes) -> str:
+    """`f32[b'...']` means what `f32['...']` means: published programs write bytes, since typeguard evaluates strings."""
+    return text.decode() if isinstance(text, bytes) else text
+
+
+@functools.lru_cache(maxsize=None)
+def parse(text: str) -> Spec:
+    """Parses one value's type.
+
+    >>> parse('B/d L M +t').pending
+    ('t',)
+    """
+    dims, pending = [], []
+    for word in text.split():
+        if match := _PENDING.fullmatch(word):
+            pending.append(match[1])
+            continue
+        match = _DIM.fullmatch(word)
+        if match is None or bool(match["open"]) != bool(match["close"]):
+            raise ShardingError(
+                f"cannot read '{word}' in '{text}': a dim is a name or an integer, then /axis for each axis it is split over, as in 'B/d L 2 M/d/t'; pending axes come last, as in '+t'"
+            )
+        if pending:
+            raise ShardingError(f"in '{text}' the dim '{word}' stands after a pending axis: pending axes come last")
+        dims.append(Dim(match["name"], tuple(match["axes"].split("/")[1:]), bool(match["open"])))
+    used = [*(axis for dim in dims for axis in dim.axes), *pending]
+    for axis in used:
+        if used.count(axis) > 1:
+            raise ShardingError(f"'{text}' uses mesh axis {axis} twice: an axis is split over one dim, or pending, or not mentioned")
+    return Spec(tuple(dims), tuple(pending))
+
+
+@functools.lru_cache(maxsize=None)
+def parse_operation(text: str, operands: int) -> Recipe:
+    """Parses an operation's string, 'A, B -> C', with the number of operands that the operation takes."""
+    left, arrow, right = text.partition("->")
+    parts = left.split(",")
+    if not arrow or "->" in right or "," in right:
+        raise ShardingError("an operation's string is 'operand -> result', with commas between operands")
+    if len(parts) != operands:
+        raise ShardingError(f"the string has {len(parts)} operand{'s' * (len(parts) != 1)}, the operation takes {operands}")
+    return Recipe(text, tuple(parse(part.strip()) for part in parts), parse(right.strip()))
+
+
+# -- Where an error is -------------------------------------------------------------------------------------------------
+_NOT_USERS = (
+    os.path.dirname(os.path.abspath(__file__)) + os.sep,
+    os.path.dirname(os.path.abspath(jax.__file__)) + os.sep,
+    sysconfig.get_paths()["stdlib"] + os.sep,
+    sysconfig.get_paths()["purelib"] + os.sep,
+    "<",
+)
+
+
+def is_users(file_name: str) -> bool:
+    """Whether a frame is of the user's program: not of shardlib, JAX, Python's or an installed package's own files."""
+    return not file_name.startswith(_NOT_USERS)
+
+
+def users_line() -> str:
+    """'file:line' of the innermost frame of the user's program."""
+    frame = sys._getframe(1)
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    return "unknown line" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"

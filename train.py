@@ -1,0 +1,358 @@
+"""Trains a Llama-style language model; all mathematics, memory and communication of a step is in this file.
+
+    python -m train                                          # a small model, eight devices simulated on a CPU
+    python -m train --config-name=c4_a100x8_1b               # configs/ has one file for each model and machine
+    python -m train training.steps=200 mesh.d=8 mesh.t=1     # any key can be set; --help lists them
+    python -m train check_only=true                          # proves the types below on the mesh, without a device
+
+Legend, the same letters for weights and activations:
+    B batch, L length (S where two of them meet), M d_model, Q query heads per key head, K key heads, D d_head, F d_ff, V vocabulary
+Mesh: d splits data and weights (fully sharded data parallelism), t splits heads, d_ff and vocabulary (tensor parallelism).
+A type: f32['B/d L M/t'] has B split over d and M over t, and is the same along no axis; '+t' is a sum over t that is not yet taken.
+
+To change: the model, `Layer` and `forward`; what is kept for the backward pass, the `save_for_backward` lines; the
+optimizer, `training_step`; what is decayed, `DECAYED`; a hyperparameter, its dataclass (configs/base.yaml has defaults).
+"""
+
+import functools
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_extra import explicit_activation_checkpointing, fold_in_str, save_for_backward
+from runtime.config import RunConfig, run
+from runtime.data import TokenBatch
+from shardlib import shardops
+from shardlib.shardtypes import Array, ComputeType, bool_, f32, i32, pytree_dataclass, typed_shard_map, u32
+from shardlib.typed import typed
+
+# The type of activations and of gathered weights: bfloat16, or what model.compute_dtype says.
+act = ComputeType('act', jnp.bfloat16)
+
+
+# == Hyperparameters ===================================================================================================
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    d_model: int  # M
+    n_q_per_kv: int  # Q
+    n_kv: int  # K
+    d_head: int  # D
+    layers: int
+    vocab: int  # V
+    d_ff: int  # F
+    rope_max_timescale: int  # base of the rotary angles
+    norm_eps: float = 1e-6  # added to the mean square in RMSNorm
+    compute_dtype: str = 'bfloat16'  # of activations and matrix products: bfloat16 or float32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokens:
+    batch: int  # rows a step, over all devices
+    len: int  # tokens a row
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    seed: int
+    steps: int
+    warmup_steps: int  # the learning rate climbs linearly over these
+    steps_for_lr: int  # then follows a cosine to its floor, reached here
+    learning_rate: float  # its largest value
+    cosine_learning_rate_final_fraction: float  # the floor, as a fraction of learning_rate
+    adam_b1: float
+    adam_b2: float
+    adam_eps: float  # added to the root of the second moment
+    adam_eps_root: float  # added under the root
+    weight_decay: float  # of matrices only, see DECAYED
+    tokens: Tokens
+    microbatches: int = 1  # parts of a step's batch that are computed one after another
+    max_grad_norm: float = 1.0  # gradients are scaled down to this global norm
+    # float32 sends twice the bytes of bfloat16 in each reduce-scatter; bfloat16 rounds each of the d partial sums to 8 bits.
+    gradient_reduce_dtype: str = 'float32'
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(RunConfig):
+    model: Model
+    training: Training
+
+
+# == Weights ===========================================================================================================
+@pytree_dataclass
+class Layer:
+    ln1: f32['M/d/t']
+    ln2: f32['M/d/t']
+    w_q: f32['M/d Q K/t D']
+    w_kv: f32['2 M/d K/t D']
+    w_o: f32['M/d Q K/t D']
+    w_gate: f32['M/d F/t']
+    w_up: f32['M/d F/t']
+    w_down: f32['M/d F/t']
+
+
+@pytree_dataclass
+class Weights:
+    embed: f32['V/t M/d']
+    unembed: f32['V/t M/d']
+    transformer: Array['layers', Layer]
+    final_layer_norm: f32['M/d/t']
+
+
+# Weight decay pulls matrices to zero, not norms (whose neutral value is one) nor embeddings (whose rare rows would vanish).
+_LAYER_DECAYED = Layer(ln1=0.0, ln2=0.0, w_q=1.0, w_kv=1.0, w_o=1.0, w_gate=1.0, w_up=1.0, w_down=1.0)
+DECAYED = Weights(embed=0.0, unembed=0.0, transformer=_LAYER_DECAYED, final_layer_norm=0.0)
+
+
+@pytree_dataclass
+class State:
+    weights: Weights  # float32 masters: 12 bytes a parameter with the two moments, over all d x t devices
+    adam_mu: Weights
+    adam_nu: Weights
+
+
+@pytree_dataclass
+class Metrics:
+    loss: f32['']
+    learning_rate: f32['']
+    grad_norm: f32['']
+    skipped_steps: u32['']
+
+
+def init_state(model: Model, seed: jax.Array) -> State:
+    """The first state. Under `jax.jit(..., out_shardings=make_shardings(State))` each device draws only its shard, of the same values on every mesh."""
+    N, M, Q, K, D, F, V = model.layers, model.d_model, model.n_q_per_kv, model.n_kv, model.d_head, model.d_ff, model.vocab
+
+    def normal(name, shape, fan_in, scale=1.0):
+        key = fold_in_str(jax.random.key(seed), name)
+        # 0.8796 is the standard deviation of a normal distribution that is cut at 2.
+        return jax.random.truncated_normal(key, -2, 2, shape, jnp.float32) * (scale / 0.87962566 / fan_in**0.5)
+
+    layer = Layer(
+        ln1=jnp.ones((N, M), jnp.float32),
+        ln2=jnp.ones((N, M), jnp.float32),
+        w_q=normal('w_q', (N, M, Q, K, D), M, scale=D**-0.5),  # attention logits are q·k: their 1/sqrt(D) is here
+        w_kv=normal('w_kv', (N, 2, M, K, D), M),
+        w_o=normal('w_o', (N, M, Q, K, D), Q * K * D),
+        w_gate=normal('w_gate', (N, M, F), M),
+        w_up=normal('w_up', (N, M, F), M),
+        w_down=normal('w_down', (N, M, F), F),
+    )
+    embed, unembed = normal('embed', (V, M), M), normal('unembed', (V, M), M)
+    weights = Weights(embed=embed, unembed=unembed, transformer=layer, final_layer_norm=jnp.ones((M,), jnp.float32))
+    zeros = functools.partial(jax.tree.map, jnp.zeros_like, weights)
+    return State(weights=weights, adam_mu=zeros(), adam_nu=zeros())
+
+
+# == Forward pass ======================================================================================================
+@typed
+def rms_norm(x: act['B/d L M'], scale: f32['M'], eps: float) -> act['B/d L M']:
+    x = x.astype(jnp.float32)
+    mean_square = shardops.sum_unreduced('B/d L M -> B/d L', x * x) / x.shape[-1]
+    return (x * lax.rsqrt(mean_square + eps)[:, :, None] * scale[None, None]).astype(act.dtype)
+
+
+@typed
+def rotary(x: act['B/d L Q K/t D'], base: float) -> act['B/d L Q K/t D']:
+    """Rotates the two halves of D by angles position · base^(-i / (D/2)) (Su et al. 2021, section 3.2.2)."""
+    half = x.shape[-1] // 2
+    frequency = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angle = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None] * frequency[None]
+    sin, cos = jnp.sin(angle)[None, :, None, None], jnp.cos(angle)[None, :, None, None]
+    x1, x2 = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
+    return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(act.dtype)
+
+
+@typed
+def attention(
+    q: act['B/d L Q K/t D'], k: act['B/d S K/t D'], v: act['B/d S K/t D'], segment: i32['B/d L']
+) -> act['B/d L Q K/t D']:
+    """Causal, within each segment."""
+    position = jnp.arange(segment.shape[1])
+    allowed = (segment[:, :, None] == segment[:, None, :]) & (position[:, None] >= position[None])[None]
+    logits = shardops.einsum_unreduced('B/d L Q K/t D, B/d S K/t D -> B/d Q K/t L S', q, k, preferred_element_type=jnp.float32)
+    logits = jnp.where(allowed[:, None, None], logits, -1e30)
+    largest = shardops.pmax('B/d Q K/t L S -> B/d Q K/t L', lax.stop_gradient(logits))
+    e = jnp.exp(logits - largest[..., None])
+    total = shardops.sum_unreduced('B/d Q K/t L S -> B/d Q K/t L', e)
+    probs: act['B/d Q K/t L S'] = (e / total[..., None]).astype(act.dtype)
+    return shardops.einsum_unreduced('B/d Q K/t L S, B/d S K/t D -> B/d L Q K/t D', probs, v)
+
+
+@typed
+def forward(model: Model, reduce_dtype: str, bos_id: int, weights: Weights, batch: TokenBatch) -> act['B/d L M']:
+    """The hidden states before the unembedding."""
+    gather = functools.partial(shardops.all_gather, dtype=act, reduce_dtype=reduce_dtype)
+
+    with jax.named_scope('embed'):
+        first = batch.is_seq_start.at[:, 0].set(True)  # a row's first position starts a segment
+        before = jnp.roll(batch.targets, 1, axis=1)
+        inputs: u32['B/d L'] = jnp.where(first, jnp.uint32(bos_id), before)
+        segment: i32['B/d L'] = jnp.cumsum(first, axis=1, dtype=jnp.int32)
+        embed = gather('V/t M/d -> V/t M', weights.embed)
+        x = shardops.index_unreduced('[V/t] M, B/d L -> B/d L M +t', embed, inputs)
+        x = shardops.psum_scatter('B/d L M +t -> B/d L M/t', x)
+
+    @explicit_activation_checkpointing
+    def layer(x: act['B/d L M/t'], w: Layer) -> tuple[act['B/d L M/t'], None]:
+        with jax.named_scope('attention'):
+            ln1 = shardops.all_gather('M/d/t -> M', w.ln1)  # norms stay float32: they are small
+            gx = shardops.all_gather('B/d L M/t -> B/d L M', x)
+            nx = rms_norm(gx, ln1, model.norm_eps)
+            w_q = gather('M/d Q K/t D -> M Q K/t D', w.w_q)
+            q = shardops.einsum_unreduced('B/d L M, M Q K/t D -> B/d L Q K/t D', nx, w_q)
+            q = save_for_backward(rotary(q, model.rope_max_timescale))  # 2QKD/t bytes a token, spares a product with w_q
+            w_kv = gather('2 M/d K/t D -> 2 M K/t D', w.w_kv)
+            k = shardops.einsum_unreduced('B/d L M, M K/t D -> B/d L K/t D', nx, w_kv[0])
+            k = save_for_backward(rotary(k[:, :, None], model.rope_max_timescale)[:, :, 0])  # 2KD/t bytes, as above
+            v = shardops.einsum_unreduced('B/d L M, M K/t D -> B/d L K/t D', nx, w_kv[1])
+            v = save_for_backward(v)  # 2KD/t bytes, as above
+            o = save_for_backward(attention(q, k, v, segment))  # 2QKD/t bytes, spares the product of probabilities and v
+            w_o = gather('M/d Q K/t D -> M Q K/t D', w.w_o)
+            y = shardops.einsum_unreduced('B/d L Q K/t D, M Q K/t D -> B/d L M +t', o, w_o)
+            y = shardops.psum_scatter('B/d L M +t -> B/d L M/t', y)
+            x = save_for_backward(x + y)  # 2M/t bytes, spares the product with w_o and its reduce-scatter
+
+        with jax.named_scope('ffn'):
+            ln2 = shardops.all_gather('M/d/t -> M', w.ln2)
+            gx = shardops.all_gather('B/d L M/t -> B/d L M', x)
+            nx = rms_norm(gx, ln2, model.norm_eps)
+            w_gate = gather('M/d F/t -> M F/t', w.w_gate)
+            gate = shardops.einsum_unreduced('B/d L M, M F/t -> B/d L F/t', nx, w_gate)
+            gate = save_for_backward(gate)  # 2F/t bytes a token, spares a product with w_gate
+            w_up = gather('M/d F/t -> M F/t', w.w_up)
+            up = shardops.einsum_unreduced('B/d L M, M F/t -> B/d L F/t', nx, w_up)
+            up = save_for_backward(up)  # 2F/t bytes a token, spares a product with w_up
+            hidden = jax.nn.silu(gate) * up
+            w_down = gather('M/d F/t -> M F/t', w.w_down)
+            y = shardops.einsum_unreduced('B/d L F/t, M F/t -> B/d L M +t', hidden, w_down)
+            y = shardops.psum_scatter('B/d L M +t -> B/d L M/t', y)
+            return x + y, None
+
+    x, _ = lax.scan(layer, x, weights.transformer)
+
+    with jax.named_scope('final_norm'):
+        final = shardops.all_gather('M/d/t -> M', weights.final_layer_norm)
+        gx = shardops.all_gather('B/d L M/t -> B/d L M', x)
+        return rms_norm(gx, final, model.norm_eps)
+
+
+# == Loss ==============================================================================================================
+# Positions whose logits are in memory at once. All of them in float32 would be 4 B L V / (d t) bytes, and the same for their
+# gradient (1.07 GB each a device for c4_a100x8_1b); a chunk takes LOSS_CHUNK / L of it and is computed again in the backward pass.
+LOSS_CHUNK = 256
+
+
+@typed
+def loss_sum(x: act['B/d L M'], unembed: f32['V/t M'], batch: TokenBatch) -> f32['+d +t']:
+    """The sum of -log softmax over all targets. With the vocabulary split over t, what is sent is two float32 a token."""
+    chunk = LOSS_CHUNK if x.shape[1] % LOSS_CHUNK == 0 else x.shape[1]
+
+    @jax.checkpoint  # keeps nothing: logits are computed again
+    def add_chunk(total: f32['+d +t'], rows: tuple[act['B/d L M'], u32['B/d L'], bool_['B/d L']]) -> tuple[f32['+d +t'], None]:
+        x, targets, is_target = rows
+        # The matrix product is in bfloat16; `unembed` enters as float32 so that its gradient adds up over chunks in float32.
+        logits = shardops.einsum_unreduced(
+            'B/d L M, V/t M -> B/d L V/t', x, unembed.astype(act.dtype), preferred_element_type=jnp.float32
+        )
+        largest = shardops.pmax('B/d L V/t -> B/d L', lax.stop_gradient(logits))
+        e = shardops.sum_unreduced('B/d L V/t -> B/d L +t', jnp.exp(logits - largest[..., None]))
+        log_normalizer = largest + jnp.log(shardops.psum('B/d L +t -> B/d L', e))
+        # The target's logit is on one device of t and zero on the others: it stays a pending sum.
+        at_target = shardops.index_unreduced('B/d L [V/t], B/d L -> B/d L +t', logits, targets)
+        loss = shardops.pending('B/d L -> B/d L +t', log_normalizer) - at_target
+        return total + shardops.sum_unreduced('B/d L +t -> +d +t', loss * is_target.astype(jnp.float32)), None
+
+    def chunks(a):  # chunk, B/d, position in the chunk, ...
+        return jnp.moveaxis(a.reshape(a.shape[0], -1, chunk, *a.shape[2:]), 1, 0)
+
+    rows = jax.tree.map(chunks, (x, batch.targets, batch.is_target))
+    total, _ = lax.scan(add_chunk, shardops.zeros('+d +t', f32), rows)
+    return total
+
+
+# == Optimizer and step ================================================================================================
+def learning_rate(training: Training, step: jax.Array) -> jax.Array:
+    """Linear warmup, then a cosine to its floor (Loshchilov and Hutter 2017, section 3), where it stays."""
+    step = step.astype(jnp.float32)
+    warm = jnp.minimum(1.0, (step + 1) / max(training.warmup_steps, 1))
+    decay_steps = max(training.steps_for_lr - training.warmup_steps, 1)
+    fraction = jnp.clip((step - training.warmup_steps) / decay_steps, 0.0, 1.0)
+    floor = training.cosine_learning_rate_final_fraction
+    cosine = floor + (1 - floor) * 0.5 * (1 + jnp.cos(jnp.pi * fraction))
+    return training.learning_rate * warm * cosine
+
+
+@typed
+def training_step(
+    model: Model, training: Training, bos_id: int, state: State, skipped_steps: u32[''], step: u32[''], batch: TokenBatch
+) -> tuple[State, Metrics]:
+    """One update by AdamW (Loshchilov and Hutter 2019, algorithm 2); `step` counts from 0."""
+
+    with jax.named_scope('count_targets'):
+        targets = shardops.sum_unreduced('B/d L -> +d', batch.is_target.astype(jnp.float32))
+        targets: f32[''] = jnp.maximum(shardops.psum('+d -> ', targets), 1)
+
+    def loss(weights: Weights, batch: TokenBatch) -> f32['+d +t']:
+        reduce_dtype = training.gradient_reduce_dtype
+        x = forward(model, reduce_dtype, bos_id, weights, batch)
+        unembed = shardops.all_gather('V/t M/d -> V/t M', weights.unembed, dtype=act, reduce_dtype=reduce_dtype)
+        return loss_sum(x, unembed.astype(jnp.float32), batch) / targets
+
+    def add_microbatch(sums: tuple[f32['+d +t'], Weights], batch: TokenBatch) -> tuple[tuple[f32['+d +t'], Weights], None]:
+        # The barrier keeps XLA from gathering embed, unembed and the final norm once for all microbatches: that would
+        # keep 2 · 2VM/t bytes (and their gradients) in memory throughout, which is what microbatches are there to save.
+        weights, batch = lax.optimization_barrier((state.weights, batch))
+        value, gradient = shardops.value_and_grad(loss)(weights, batch)
+        return jax.tree.map(jnp.add, sums, (value, gradient)), None
+
+    with jax.named_scope('gradient'):
+        rows = jax.tree.map(lambda a: a.reshape(training.microbatches, -1, *a.shape[1:]), batch)
+        zero = shardops.zeros('+d +t', f32), jax.tree.map(jnp.zeros_like, state.weights)
+        (value, gradient), _ = lax.scan(add_microbatch, zero, rows)
+        gradient: Weights = gradient
+
+    with jax.named_scope('clip'):
+        value = shardops.psum('+d +t -> ', value)
+        square = sum(shardops.sum_unreduced('... -> +d +t', g * g) for g in jax.tree.leaves(gradient))
+        grad_norm = jnp.sqrt(shardops.psum('+d +t -> ', square))
+        clip = jnp.minimum(1.0, training.max_grad_norm / jnp.maximum(grad_norm, 1e-30))
+
+    with jax.named_scope('adamw'):
+        b1, b2, count = training.adam_b1, training.adam_b2, step.astype(jnp.float32) + 1
+        rate = learning_rate(training, step)
+        mu = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * (clip * g), state.adam_mu, gradient)
+        nu = jax.tree.map(lambda n, g: b2 * n + (1 - b2) * (clip * g) ** 2, state.adam_nu, gradient)
+
+        def update(w, m, n, decayed):
+            m, n = m / (1 - b1**count), n / (1 - b2**count)  # bias correction
+            direction = m / (jnp.sqrt(n + training.adam_eps_root) + training.adam_eps)
+            return w - rate * (direction + training.weight_decay * decayed * w)
+
+        weights = jax.tree.map(update, state.weights, mu, nu, DECAYED)
+        finite = jnp.isfinite(value) & jnp.isfinite(grad_norm)  # a step that is not changes nothing
+        new_state = State(weights=weights, adam_mu=mu, adam_nu=nu)
+        new_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new_state, state)
+
+    skipped_steps = skipped_steps + jnp.where(finite, jnp.uint32(0), jnp.uint32(1))
+    return new_state, Metrics(loss=value, learning_rate=rate, grad_norm=grad_norm, skipped_steps=skipped_steps)
+
+
+@typed
+def validation_step(model: Model, bos_id: int, weights: Weights, batch: TokenBatch) -> tuple[f32[''], f32['']]:
+    """The sum of the losses of a batch's targets, and their number."""
+    x = forward(model, 'float32', bos_id, weights, batch)
+    unembed = shardops.all_gather('V/t M/d -> V/t M', weights.unembed, dtype=act)
+    total = shardops.psum('+d +t -> ', loss_sum(x, unembed.astype(jnp.float32), batch))
+    targets = shardops.sum_unreduced('B/d L -> +d', batch.is_target.astype(jnp.float32))
+    return total, shardops.psum('+d -> ', targets)
+
+
+def model_flops(model: Model, tokens: Tokens) -> float:
+    """FLOPs of a step's matrix products, forward and backward, nothing computed twice, of attention the causal half."""
+    heads = model.n_q_per_kv * model.n_kv * model.d_head
+    layer = 2 * model.d_model * (heads + model.n_kv * model.d_head) + 3 * model.d_model * model.d_ff
+    products = model.layers * layer + model.vocab * model.d_model
+    attention = model.layers * heads * tokens.len  # q·k and probabilities·v, each L²/2 products of a row
+    return 6.0 * (products + attention) * tokens.batch * tokens.len
