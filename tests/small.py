@@ -1,0 +1,75 @@
+"""A model small enough to compile in seconds, with heads enough for every mesh, and ways to run train.py's functions on it."""
+
+import contextlib
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import reference
+
+import train
+from runtime.data import TokenBatch
+from shardlib.mesh import make_mesh
+from shardlib.shardtypes import make_shardings, typed_shard_map
+
+MODEL = train.Model(d_model=64, n_q_per_kv=2, n_kv=8, d_head=8, layers=2, vocab=128, d_ff=96, rope_max_timescale=256)
+TRAINING = train.Training(
+    seed=0, steps=10, warmup_steps=2, steps_for_lr=10, learning_rate=1e-2, cosine_learning_rate_final_fraction=0.1, adam_b1=0.9,
+    adam_b2=0.95, adam_eps=1e-8, adam_eps_root=0.0, weight_decay=0.1, tokens=train.Tokens(batch=16, len=32),
+)  # fmt: skip
+BATCH = reference.random_batch(MODEL, batch=16, length=32, seed=1)
+
+
+@contextlib.contextmanager
+def on_mesh(d, t, dtype="float32"):
+    """The mesh d x t of simulated devices, with activations in `dtype`."""
+    before = train.act.dtype
+    train.act.dtype = dtype
+    try:
+        with jax.set_mesh(make_mesh({"d": d, "t": t}, devices=jax.devices()[: d * t])):
+            yield
+    finally:
+        train.act.dtype = before
+
+
+def as_weights(tree) -> train.Weights:
+    """The reference's nested dict as train.py's dataclass."""
+    return train.Weights(**{**tree, "transformer": train.Layer(**tree["transformer"])})
+
+
+def state_of(tree) -> train.State:
+    """A state with these weights and no moments, placed on the current mesh."""
+    weights = as_weights(tree)
+    zeros = functools.partial(jax.tree.map, np.zeros_like, weights)
+    return jax.device_put(train.State(weights=weights, adam_mu=zeros(), adam_nu=zeros()), make_shardings(train.State))
+
+
+def batch_of(batch) -> TokenBatch:
+    arrays = TokenBatch(targets=batch.targets.astype(np.uint32), is_seq_start=batch.is_seq_start, is_target=batch.is_target)
+    return jax.device_put(arrays, make_shardings(TokenBatch))
+
+
+def step(model, training, state, batch, number=0, bos_id=0):
+    """One training step, checked and compiled; returns the new state and the metrics as numpy arrays."""
+    mapped = typed_shard_map(functools.partial(train.training_step, model, training, bos_id))
+    return jax.tree.map(np.asarray, jax.jit(mapped)(state, jnp.uint32(0), jnp.uint32(number), batch))
+
+
+def loss_and_gradient(model, training, weights, batch, bos_id=0):
+    """The loss and the gradient of a step, read off the first moment: with b1 = 0 and no clipping it is the gradient."""
+    training = dataclasses.replace(training, adam_b1=0.0, max_grad_norm=1e30)
+    state, metrics = step(model, training, state_of(weights), batch_of(batch), bos_id=bos_id)
+    return metrics.loss, state.adam_mu
+
+
+def hidden_and_logits(model, weights, batch, bos_id=0):
+    """All logits, B L V: the forward pass with the unembedding applied by numpy."""
+
+    def forward(weights: train.Weights, batch: TokenBatch) -> train.act["B/d L M"]:
+        return train.forward(model, "float32", bos_id, weights, batch)
+
+    placed = jax.device_put(as_weights(weights), make_shardings(train.Weights))
+    hidden = jax.jit(typed_shard_map(forward))(placed, batch_of(batch))
+    return np.asarray(hidden, np.float32) @ weights["unembed"].T
