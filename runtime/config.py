@@ -1,0 +1,301 @@
+"""What to run: yaml files and `key=value` composed by hydra, then rebuilt here into typed, frozen dataclasses.
+
+    python -m train --config-name=c4_h200x1_84m training.steps=100 paths.model_name=first_try
+    python -m train --help        # every key with its type and default, every config with its first line
+    python -m train --cfg job     # what hydra composes, without running it
+    python -m train -m training.learning_rate=3e-3,1e-2    # a sweep: one run after the other, each in its own folder
+
+hydra composes untyped yaml and lets `+paths.mistyped=x` through, and its typed mode cuts 2.9 to 2 and reads "no" as a
+boolean. So it only composes. runtime/config_rebuild.py checks keys and types and reports all problems at once;
+runtime/config_checks.py then refuses combinations that cannot run. Importing these imports no JAX.
+"""
+
+import contextlib
+import dataclasses
+import difflib
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import hydra
+import yaml
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException, MissingConfigException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from runtime.config_checks import check_combinations
+from runtime.config_rebuild import MISSING, Origins, all_keys, find_origins, from_here, rebuild, shown
+from runtime.errors import RunError
+
+CONFIG_FOLDER = Path(__file__).resolve().parents[1] / "configs"
+DEFAULT_CONFIG = "local_test_synthetic"
+
+C = TypeVar("C")
+
+
+# ---------------------------------------------------------------- the keys
+
+
+@dataclass(frozen=True, kw_only=True)
+class Paths:
+    root_working_dir: str = "runs"  # folder or URL that holds the run folders; `~` is expanded
+    model_name: str  # the run's folder under root_working_dir; the config's name where none is given
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mesh:
+    d: int  # devices along axis d: the batch, and the master weights and Adam state (FSDP)
+    t: int  # devices along axis t: heads, d_ff and vocabulary (tensor parallelism)
+
+
+@dataclass(frozen=True, kw_only=True)
+class IO:
+    max_io_threads: int = 64  # threads that read the data set and read and write checkpoints, per host
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlatTokens:
+    filespec: str  # folder or URL of the flat-tokens data set (groups `train` and `validation`); `~` is expanded
+    seed: int = 0  # of the order of the training data; each epoch draws a new one from it
+    sequence_packing: bool = True  # rows are cut from the joined sequences; false: one sequence a row, cut or padded
+    epochs: int = 1  # passes over the training data that the run may make
+    read_blocks_per_shuffle_buffer: int = 64  # blocks whose rows are shuffled together; two such buffers are in memory
+    sequences_per_read_block: int = 128  # neighbouring rows (unpacked, a row is a sequence) that are read at once
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """All of a run but its hyperparameters, which train.py adds as `model` and `training`."""
+
+    # Where each key was set, for messages: the loader fills it in. Not a key, and no part of equality.
+    origins: ClassVar[Origins] = Origins()
+
+    paths: Paths
+    mesh: Mesh
+    num_hosts: int = 1  # processes that run this job together, one a host
+    checkpoint_interval: int  # steps from one checkpoint to the next; the last step is always saved
+    eval_interval: int  # steps from one validation loss to the next; there is always one at the end
+    log_interval: int  # steps from one logged line to the next: the device is waited for only then
+    check_only: bool = False  # check the step's sharding on the configured mesh, without devices, and stop
+    io: IO = field(default_factory=IO)
+    flat_tokens: FlatTokens
+
+
+# Published keys that are not needed here. Refused, since ignoring a key would run something else than was asked for.
+REFUSED_KEYS = {
+    "flat_tokens.streams": "the order of the data is a computed permutation of all of it, so there are no independent "
+    "streams to mix: delete the key",
+    "hf_dataset": "training straight from a Hugging Face data set is not there yet: write it as a flat-tokens data set, "
+    "name that in flat_tokens.filespec, and delete this section",
+}
+
+
+# ---------------------------------------------------------------- entry points
+
+
+def run(main: Callable[[Any], None], config_class: type, config_name: str = DEFAULT_CONFIG) -> None:
+    """Composes the config that the command line asks for and calls main with it, once, or once for each job of a sweep.
+
+        if __name__ == "__main__":
+            runtime.config.run(main, Config)
+
+    Exits with 1 after a RunError, which is printed to stderr as `error: ...` without a traceback, and with 130 after an
+    interrupt. Any other exception is a defect and passes through.
+    """
+    arguments = sys.argv[1:]
+    if "--help" in arguments or "-h" in arguments:
+        print(_help(main, config_class, config_name))
+        return
+
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra then raises its errors for us to print, instead of printing a page
+    failed = False
+
+    def job(composed: DictConfig) -> None:
+        # Caught here rather than outside hydra, so that one refused job does not end a sweep.
+        try:
+            main(_finish(config_class, composed, HydraConfig.get()))
+        except RunError as error:
+            nonlocal failed
+            failed = True
+            print(f"error: {error}", file=sys.stderr)
+
+    try:
+        with tempfile.TemporaryDirectory() as sweep_folder:
+            sys.argv[1:] = _hydra_arguments(arguments, sweep_folder)
+            with _readable_errors():
+                hydra.main(version_base="1.3", config_path=str(CONFIG_FOLDER), config_name=config_name)(job)()
+    except RunError as error:
+        failed = True
+        print(f"error: {error}", file=sys.stderr)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
+    finally:
+        sys.argv[1:] = arguments
+    if failed:
+        sys.exit(1)
+
+
+def load(config_class: type[C], config_name: str = DEFAULT_CONFIG, overrides: Sequence[str] = ()) -> C:
+    """The same config as the command line would give, for tests and tools.
+
+        load(Config, "local_test_synthetic", ["training.steps=5"])
+
+    Raises RunError where `run` would print one.
+    """
+    with _readable_errors(), hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONFIG_FOLDER)):
+        composed = hydra.compose(config_name, [_tolerant(text) for text in overrides], return_hydra_config=True)
+        hydra_node = composed.hydra
+        with open_dict(composed):
+            del composed["hydra"]
+        return _finish(config_class, composed, hydra_node)
+
+
+def to_yaml(config: Any) -> str:
+    """The resolved config as yaml that loads again; for the run folder's config.yaml."""
+    return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)))
+
+
+def prepare_devices(config: RunConfig) -> None:
+    """Lets JAX simulate the devices that the mesh needs, if it finds only a CPU. Call it before JAX's first operation.
+
+    A GPU's or TPU's devices stay as they are. XLA_FLAGS=--xla_force_host_platform_device_count=N and
+    JAX_NUM_CPU_DEVICES, where set, decide instead; so does JAX once it has started.
+    """
+    import jax  # here, since tools that need no JAX load configs too
+
+    given_by_user = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    if config.check_only or given_by_user or jax.config.jax_num_cpu_devices != -1:
+        return
+    try:
+        jax.config.update("jax_num_cpu_devices", max(1, config.mesh.d * config.mesh.t // config.num_hosts))
+    except RuntimeError:  # JAX has started (a second job of a sweep): check_mesh says so if devices are too few
+        return
+
+
+# ---------------------------------------------------------------- from hydra's tree to ours
+
+
+def _finish(config_class: type[C], composed: DictConfig, hydra_node: DictConfig) -> C:
+    """A config_class from what hydra composed, or a RunError with everything that is wrong with it."""
+    with _readable_errors():
+        content = OmegaConf.to_container(composed, resolve=True)
+    if issubclass(config_class, RunConfig) and isinstance(content.setdefault("paths", {}), dict):
+        content["paths"]["model_name"] = _model_name(content["paths"].get("model_name", MISSING), hydra_node)
+
+    folders = [Path(source.path) for source in hydra_node.runtime.config_sources if source.schema == "file"]
+    origins = find_origins(hydra_node.job.config_name, folders, hydra_node.overrides.task)
+    config = rebuild(config_class, content, origins, REFUSED_KEYS)
+    if isinstance(config, RunConfig):
+        paths = dataclasses.replace(config.paths, root_working_dir=os.path.expanduser(config.paths.root_working_dir))
+        flat_tokens = dataclasses.replace(config.flat_tokens, filespec=os.path.expanduser(config.flat_tokens.filespec))
+        config = dataclasses.replace(config, paths=paths, flat_tokens=flat_tokens)
+        object.__setattr__(config, "origins", origins)  # frozen for everyone else
+        check_combinations(config)
+    return config
+
+
+def _model_name(given: Any, hydra_node: DictConfig) -> Any:
+    """The run's name: the given one or the config's; in a sweep with the job's overrides, so that none share a folder."""
+    name = Path(hydra_node.job.config_name).name if given == MISSING else given
+    overrides = [text.lstrip("+") for text in hydra_node.overrides.task]
+    overrides = [text for text in overrides if not text.startswith("paths.model_name=")]
+    if hydra_node.mode != RunMode.MULTIRUN or not overrides or not isinstance(name, str):
+        return name
+    return name + "_" + re.sub(r"[^\w.=,-]", "-", "_".join(overrides))
+
+
+# ---------------------------------------------------------------- hydra's arguments and errors
+
+# hydra shall only compose: no folder and no log of its own; the run folder is ours.
+HYDRA_SETTINGS = ("hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none")
+OVERRIDE = re.compile(r"\+{0,2}(?P<key>[A-Za-z_][\w.]*)=(?P<value>.*)", re.DOTALL)
+
+
+def _hydra_arguments(arguments: Sequence[str], sweep_folder: str) -> list[str]:
+    """The command line as hydra takes it: flags first, and a sweep's own files in a folder that is thrown away."""
+    overrides = [text for text in arguments if re.match(r"[+~]{0,2}[A-Za-z_][\w./@]*=|~[A-Za-z_]", text)]
+    flags = [text for text in arguments if text not in overrides]
+    sweep = (f"hydra.sweep.dir='{sweep_folder}'", "hydra.sweep.subdir=.")
+    return [*flags, "--", *HYDRA_SETTINGS, *sweep, *(_tolerant(text) for text in overrides)]
+
+
+def _tolerant(override: str) -> str:
+    """An override that hydra takes whether or not the key is there: `a=1` and `+a=1` become `++a=1`.
+
+    So `+paths.model_name=x` and `paths.model_name=x` both work, in configs that set the key and in those that do not,
+    and a mistyped key comes to our check and its message. `~` is quoted, which hydra's grammar has no place for.
+    """
+    match = OVERRIDE.fullmatch(override)
+    if not match or match["key"].partition(".")[0] == "hydra" or (CONFIG_FOLDER / match["key"]).is_dir():
+        return override
+    value = match["value"]
+    if "~" in value and not re.search(r"""['"\[{(]""", value):
+        value = ",".join(f"'{choice}'" if "~" in choice else choice for choice in value.split(","))
+    return f"++{match['key']}={value}"
+
+
+@contextlib.contextmanager
+def _readable_errors() -> Iterator[None]:
+    """Turns what hydra, omegaconf and the yaml reader raise into a RunError of one line."""
+    try:
+        yield
+    except MissingConfigException as error:
+        if not str(error).startswith("Cannot find primary config"):
+            raise RunError(_one_line(error)) from error
+        names = _config_names()
+        nearest = difflib.get_close_matches(str(error.missing_cfg_file), names, n=1)
+        hint = f"; the nearest is {nearest[0]}" if nearest else ""
+        folder = from_here(CONFIG_FOLDER)
+        raise RunError(
+            f"there is no config {error.missing_cfg_file} in {folder}{hint}; there are {', '.join(names)}"
+        ) from error
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        raise RunError(_one_line(error)) from error
+
+
+def _one_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines()]
+    lines = [line for line in lines if line and not line.startswith(("See https:", "object_type="))]
+    return " ".join(lines).replace("'++", "'")
+
+
+def _config_names() -> list[str]:
+    return sorted(file.stem for file in CONFIG_FOLDER.glob("*.yaml") if file.stem != "base")
+
+
+def _help(main: Callable[[Any], None], config_class: type, config_name: str) -> str:
+    """What --help prints: usage, every config with its first comment line, every key with its type and default."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    program = f"python -m {spec.name}" if spec else f"python {sys.argv[0]}"
+    about = (sys.modules[main.__module__].__doc__ or "").strip().splitlines()[:1]
+    lines = [
+        *about,
+        "",
+        f"usage: {program} [--config-name=NAME] [key=value ...]",
+        "",
+        f"  --config-name=NAME  a yaml file of {from_here(CONFIG_FOLDER)}, by default {config_name}",
+        "  --config-dir=FOLDER another folder to look for it in",
+        "  key=value           overrides a key; +key=value is the same",
+        "  --cfg job           prints what the config says and runs nothing",
+        "  -m key=a,b          one run after the other, each with one of the values, each in its own run folder",
+        "  --hydra-help        hydra's other flags",
+        "",
+        "configs:",
+    ]
+    for name in _config_names():
+        first = (CONFIG_FOLDER / f"{name}.yaml").read_text().partition("\n")[0].lstrip("# ")
+        lines.append(f"  {name:24} {first}")
+    lines += ["", "keys, with type and default:"]
+    for key, (kind, each) in all_keys(config_class).items():
+        if not dataclasses.is_dataclass(kind):
+            default = "" if each.default is dataclasses.MISSING else f" = {shown(each.default)}"
+            lines.append(f"  {key}: {kind.__name__}{default}")
+    return "\n".join(lines)

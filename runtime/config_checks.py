@@ -1,0 +1,269 @@
+"""Combinations that cannot run, refused before anything is compiled: each message says what to set instead.
+
+These functions read a config and a few numbers and nothing else, so each is called as soon as its numbers are known:
+check_combinations by the loader, check_num_hosts and check_mesh when the devices are there, check_dataset when the data
+set is open, check_resume when a checkpoint is found.
+"""
+
+from collections.abc import Iterator
+from operator import attrgetter
+from typing import Any
+
+from runtime.config_rebuild import refuse, shown
+from runtime.errors import RunError
+
+# Key and unit. What is counted must be there at least once: an interval of 0 steps would never come to an end.
+COUNTS = {
+    "mesh.d": "devices",
+    "mesh.t": "devices",
+    "num_hosts": "processes",
+    "checkpoint_interval": "steps",
+    "eval_interval": "steps",
+    "log_interval": "steps",
+    "io.max_io_threads": "threads",
+    "flat_tokens.epochs": "passes over the training data",
+    "flat_tokens.read_blocks_per_shuffle_buffer": "blocks",
+    "flat_tokens.sequences_per_read_block": "sequences",
+    "training.steps": "steps",
+    "training.steps_for_lr": "steps",
+    "training.tokens.batch": "rows",
+    "training.tokens.len": "tokens",
+    "training.microbatches": "microbatches",
+    "model.d_model": "",
+    "model.n_q_per_kv": "heads",
+    "model.n_kv": "heads",
+    "model.d_head": "",
+    "model.layers": "layers",
+    "model.vocab": "ids",
+    "model.d_ff": "",
+    "model.rope_max_timescale": "positions",
+}
+NOT_NEGATIVE = ("training.warmup_steps", "training.weight_decay", "training.adam_eps", "training.adam_eps_root")
+ABOVE_ZERO = ("training.learning_rate", "training.max_grad_norm", "model.norm_eps")
+FRACTIONS = ("training.cosine_learning_rate_final_fraction",)
+BETAS = ("training.adam_b1", "training.adam_b2")
+SEEDS = ("training.seed", "flat_tokens.seed")
+CHOICES = {"model.compute_dtype": ("bfloat16", "float32"), "training.gradient_reduce_dtype": ("float32", "bfloat16")}
+TEXTS = ("paths.root_working_dir", "paths.model_name", "flat_tokens.filespec")
+
+
+def check_combinations(config: Any) -> None:
+    """Refuses values out of range, sizes that the mesh cannot split, and schedules that contradict themselves.
+
+    config has the keys of runtime.config.RunConfig and those of train.py's Model and Training, which this room does not
+    import. Raises RunError with every problem, each with the file or `command line` that set the key.
+    """
+    refuse(list(_out_of_range(config)))  # first and alone, since the divisions below need sizes above 0
+    refuse([*_indivisible(config), *_contradictions(config)])
+
+
+def _out_of_range(config: Any) -> Iterator[str]:
+    for key, unit in COUNTS.items():
+        if _get(config, key) < 1:
+            yield _problem(config, key, f"expected 1 or more {unit}".rstrip())
+    for key in NOT_NEGATIVE:
+        if _get(config, key) < 0:
+            yield _problem(config, key, "expected 0 or more")
+    for key in ABOVE_ZERO:
+        if _get(config, key) <= 0:
+            yield _problem(config, key, "expected more than 0")
+    for key in FRACTIONS:
+        if not 0 <= _get(config, key) <= 1:
+            yield _problem(config, key, "expected a fraction, 0 to 1")
+    for key in BETAS:
+        if not 0 <= _get(config, key) < 1:
+            yield _problem(config, key, "expected 0 or more and less than 1")
+    for key in SEEDS:
+        if not 0 <= _get(config, key) < 2**32:
+            yield _problem(config, key, "expected 0 to 4294967295 (32 bits)")
+    for key, choices in CHOICES.items():
+        if _get(config, key) not in choices:
+            yield _problem(config, key, f"expected {' or '.join(choices)}")
+    for key in TEXTS:
+        if not _get(config, key).strip():
+            yield _problem(config, key, "expected a name")
+    name = config.paths.model_name
+    if name.startswith(("/", "~")) or ".." in name.split("/"):
+        yield _problem(
+            config,
+            "paths.model_name",
+            "expected a folder's name under paths.root_working_dir; set that for another place",
+        )
+
+
+def _indivisible(config: Any) -> Iterator[str]:
+    d, t = config.mesh.d, config.mesh.t
+    # The dims that arrays are split along: 'V/t M/d' (and 'M/d/t'), 'K/t', 'F/t'. 'M/t' of the activations follows.
+    for dim, key in (("V", "model.vocab"), ("K", "model.n_kv"), ("F", "model.d_ff")):
+        size = _get(config, key)
+        if size % t:
+            yield _problem(
+                config,
+                key,
+                f"dim {dim} is split over axis t (mesh.t = {t}), and {size} is no multiple of {t}: set {key} to "
+                f"{_nearest_multiples(size, t)}, or mesh.t to {_nearest_divisors(size, t)}",
+            )
+    if config.model.d_model % (d * t):
+        size = config.model.d_model
+        yield _problem(
+            config,
+            "model.d_model",
+            f"dim M is split over the axes d and t (mesh.d × mesh.t = {d} × {t} = {d * t}), and {size} is no multiple of "
+            f"{d * t}: set model.d_model to {_nearest_multiples(size, d * t)}",
+        )
+    batch, microbatches = config.training.tokens.batch, config.training.microbatches
+    if batch % (d * microbatches):
+        yield _problem(
+            config,
+            "training.tokens.batch",
+            f"dim B is split into training.microbatches and over axis d (training.microbatches × mesh.d = "
+            f"{microbatches} × {d} = {d * microbatches}), and {batch} is no multiple of {d * microbatches}: "
+            f"set training.tokens.batch to {_nearest_multiples(batch, d * microbatches)}",
+        )
+    if (d * t) % config.num_hosts:
+        yield _problem(
+            config,
+            "num_hosts",
+            f"the mesh's {d * t} devices (mesh.d × mesh.t = {d} × {t}) cannot be shared evenly by {config.num_hosts} hosts: "
+            f"set num_hosts to {_nearest_divisors(d * t, config.num_hosts)}",
+        )
+
+
+def _contradictions(config: Any) -> Iterator[str]:
+    training, model = config.training, config.model
+    if model.d_head % 2:
+        yield _problem(
+            config,
+            "model.d_head",
+            f"rotary embeddings turn the two halves of a head, so it must be even: set it to {_nearest_multiples(model.d_head, 2)}",
+        )
+    if training.steps_for_lr < training.warmup_steps:
+        yield _problem(
+            config,
+            "training.steps_for_lr",
+            f"the learning rate's schedule ends before its warmup does (training.warmup_steps = {training.warmup_steps}): "
+            f"set training.steps_for_lr to at least {training.warmup_steps}, usually to training.steps = {training.steps}",
+        )
+    if training.adam_eps == 0 and training.adam_eps_root == 0:
+        yield _problem(
+            config,
+            "training.adam_eps",
+            "with training.adam_eps_root = 0 too, Adam divides 0 by 0 where a gradient is 0: set it to 1e-8, say",
+        )
+
+
+def check_num_hosts(config: Any, process_count: int) -> None:
+    """Refuses a job whose processes are more or fewer than num_hosts says."""
+    if config.num_hosts != process_count:
+        raise RunError(
+            _problem(
+                config,
+                "num_hosts",
+                f"this job has {process_count} process{'es' if process_count > 1 else ''}: start one on each of "
+                f"{config.num_hosts} hosts, or set num_hosts={process_count}",
+            )
+        )
+
+
+def check_mesh(config: Any, device_count: int, platform: str) -> None:
+    """Refuses a mesh that these devices cannot form. On one host a smaller mesh is fine and leaves devices idle.
+
+    device_count: of all processes. platform: JAX's name of it, 'cpu', 'gpu' or 'tpu'.
+    """
+    d, t = config.mesh.d, config.mesh.t
+    needed = d * t
+    if needed == device_count or (needed < device_count and config.num_hosts == 1):
+        return
+    fix = f"set mesh.d and mesh.t so that their product is {device_count}"
+    if platform == "cpu":
+        fix += (
+            f", or simulate {needed // config.num_hosts} devices"
+            + (" in each process" if config.num_hosts > 1 else "")
+            + f": XLA_FLAGS=--xla_force_host_platform_device_count={needed // config.num_hosts}"
+        )
+    elif needed > device_count:
+        fix += ", or run on more devices; check_only=true checks the step without any"
+    raise RunError(
+        f"{config.origins.of('mesh.d')}: mesh.d × mesh.t = {d} × {t}: expected {device_count} devices"
+        f"{'' if config.num_hosts > 1 else ' or fewer'}, since this job has {device_count} ({platform}), not {needed}: {fix}"
+    )
+
+
+def check_dataset(config: Any, max_token_id: int, steps_available: int, bos_id: int = 0) -> None:
+    """Refuses a vocabulary too small for the data, and more steps than flat_tokens.epochs passes over the data hold.
+
+    max_token_id, bos_id: of the data set. steps_available: whole steps in flat_tokens.epochs passes over `train`.
+    """
+    filespec, steps, epochs = config.flat_tokens.filespec, config.training.steps, config.flat_tokens.epochs
+    problems = []
+    if config.model.vocab <= max(max_token_id, bos_id):
+        what = f"token ids up to {max_token_id}" if max_token_id >= bos_id else f"the bos_id {bos_id}"
+        t, needed = config.mesh.t, max(max_token_id, bos_id) + 1
+        fix = -(-needed // t) * t
+        problems.append(
+            _problem(
+                config,
+                "model.vocab",
+                f"the data set {filespec} has {what}: set model.vocab to {fix} or more"
+                + (f", a multiple of mesh.t = {t}" if t > 1 else ""),
+            )
+        )
+    if steps_available < 1:
+        problems.append(
+            _problem(
+                config,
+                "training.tokens.batch",
+                f"the data set {filespec} is too small for one step of {config.training.tokens.batch} × "
+                f"{config.training.tokens.len} tokens (batch × len) in flat_tokens.epochs = {epochs}: set training.tokens.batch or "
+                f"training.tokens.len lower, or name a larger data set",
+            )
+        )
+    elif steps > steps_available:
+        needed = -(-steps * epochs // steps_available)
+        problems.append(
+            _problem(
+                config,
+                "training.steps",
+                f"the data set {filespec} holds {steps_available} steps in flat_tokens.epochs = {epochs}: set "
+                f"flat_tokens.epochs={needed}, or training.steps={steps_available}",
+            )
+        )
+    refuse(problems)
+
+
+def check_resume(config: Any, checkpoint_step: int) -> None:
+    """Refuses to go on from a checkpoint that has all the steps already.
+
+    checkpoint_step: how many steps the checkpoint has behind it.
+    """
+    if config.training.steps <= checkpoint_step:
+        folder = f"{config.paths.root_working_dir}/{config.paths.model_name}"
+        raise RunError(
+            _problem(
+                config,
+                "training.steps",
+                f"nothing to train: the run in {folder} has a checkpoint after {checkpoint_step} steps; raise training.steps, or "
+                "give the new run its own paths.model_name",
+            )
+        )
+
+
+def _get(config: Any, key: str) -> Any:
+    return attrgetter(key)(config)
+
+
+def _problem(config: Any, key: str, text: str) -> str:
+    return f"{config.origins.of(key)}: {key} = {shown(_get(config, key))}: {text}"
+
+
+def _nearest_multiples(size: int, factor: int) -> str:
+    """'60 or 64' for 63 and 4."""
+    below = size // factor * factor
+    return f"{below} or {below + factor}" if below else f"{factor}"
+
+
+def _nearest_divisors(size: int, near: int) -> str:
+    """'1 or 3' for 3 and 2: the divisors of size next to near."""
+    below = next((n for n in range(near - 1, 0, -1) if size % n == 0), None)
+    above = next((n for n in range(near + 1, min(size, 64 * near) + 1) if size % n == 0), None)
+    return " or ".join(str(n) for n in (below, above) if n)

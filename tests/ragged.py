@@ -1,0 +1,62 @@
+"""What the tests of the data format and of the loader share: ragged data, a loader's config and the check of a message."""
+
+import dataclasses
+import re
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from runtime.errors import RunError
+from runtime.flat_tokens import open_split
+from shardlib.mesh import make_mesh
+
+EXAMPLE = [np.array(ids) for ids in ([1, 2], [3, 4, 5], [6, 7, 8])]  # of the format's description
+
+
+@dataclasses.dataclass(frozen=True)
+class FlatTokens:
+    filespec: str
+    seed: int = 0
+    sequence_packing: bool = True
+    epochs: int = 1
+    read_blocks_per_shuffle_buffer: int = 3
+    sequences_per_read_block: int = 4
+
+
+def sharding(d=1, t=1):
+    return NamedSharding(make_mesh({"d": d, "t": t}, jax.devices()[: d * t]), PartitionSpec("d", None))
+
+
+def ragged(seed, count=100, longest=40, largest_id=1000):
+    """Random sequences, several of them empty."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, largest_id + 1, rng.integers(0, longest + 1)) for _ in range(count)]
+
+
+def encoded(sequences):
+    return np.concatenate(
+        [[2 * token + (place == 0) for place, token in enumerate(ids)] for ids in sequences if len(ids)]
+    ).astype(np.uint32)
+
+
+def as_numpy(batch):
+    return np.asarray(batch.targets), np.asarray(batch.is_seq_start), np.asarray(batch.is_target)
+
+
+def assert_equal(left, right):
+    for a, b in zip(as_numpy(left), as_numpy(right)):
+        np.testing.assert_array_equal(a, b)
+
+
+def assert_refuses(message, function, *args, **kwargs):
+    """The whole message, in which … stands for anything."""
+    with pytest.raises(RunError) as error:
+        function(*args, **kwargs)
+    assert re.fullmatch(re.escape(message).replace("…", ".*"), str(error.value), re.DOTALL), str(error.value)
+
+
+def read_from_chunks(monkeypatch):
+    """Makes loaders read from chunks also what is small enough to be kept in memory."""
+    monkeypatch.setattr("runtime.data.open_split", lambda path, split: open_split(path, split, resident_bytes=0))
