@@ -19,13 +19,17 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jax_extra import explicit_activation_checkpointing, fold_in_str, save_for_backward
+from runtime.checkpoint import latest_step, read_attributes, restore, save
 from runtime.config import RunConfig, run
-from runtime.data import TokenBatch
+from runtime.config_checks import check_dataset, check_resume
+from runtime.data import Loader, TokenBatch
+from runtime.run import Run, report_check, run_folder, start
 from shardlib import shardops
-from shardlib.shardtypes import Array, ComputeType, bool_, f32, i32, pytree_dataclass, typed_shard_map, u32
+from shardlib.shardtypes import Array, ComputeType, bool_, f32, i32, make_shardings, pytree_dataclass, typed_shard_map, u32
 from shardlib.typed import typed
 
 # The type of activations and of gathered weights: bfloat16, or what model.compute_dtype says.
@@ -340,13 +344,15 @@ def training_step(
 
 
 @typed
-def validation_step(model: Model, bos_id: int, weights: Weights, batch: TokenBatch) -> tuple[f32[''], f32['']]:
-    """The sum of the losses of a batch's targets, and their number."""
+def validation_step(
+    model: Model, bos_id: int, weights: Weights, loss: f32[''], targets: f32[''], batch: TokenBatch
+) -> tuple[f32[''], f32['']]:
+    """Adds a batch's losses and its number of targets to the sums so far."""
     x = forward(model, 'float32', bos_id, weights, batch)
     unembed = shardops.all_gather('V/t M/d -> V/t M', weights.unembed, dtype=act)
-    total = shardops.psum('+d +t -> ', loss_sum(x, unembed.astype(jnp.float32), batch))
-    targets = shardops.sum_unreduced('B/d L -> +d', batch.is_target.astype(jnp.float32))
-    return total, shardops.psum('+d -> ', targets)
+    loss = loss + shardops.psum('+d +t -> ', loss_sum(x, unembed.astype(jnp.float32), batch))
+    batch_targets = shardops.sum_unreduced('B/d L -> +d', batch.is_target.astype(jnp.float32))
+    return loss, targets + shardops.psum('+d -> ', batch_targets)
 
 
 def model_flops(model: Model, tokens: Tokens) -> float:
@@ -356,3 +362,68 @@ def model_flops(model: Model, tokens: Tokens) -> float:
     products = model.layers * layer + model.vocab * model.d_model
     attention = model.layers * heads * tokens.len  # q·k and probabilities·v, each L²/2 products of a row
     return 6.0 * (products + attention) * tokens.batch * tokens.len
+
+
+# == Main loop =========================================================================================================
+def shapes(config: Config, sharded: bool = True) -> tuple[State, jax.ShapeDtypeStruct, TokenBatch]:
+    """Shapes, and on a mesh shardings, of a step's arguments: state, a counter, batch."""
+    rows = config.training.tokens.batch, config.training.tokens.len
+    counter = jax.ShapeDtypeStruct((), jnp.uint32)
+    state = jax.eval_shape(functools.partial(init_state, config.model), counter)
+    batch = TokenBatch(*(jax.ShapeDtypeStruct(rows, dtype) for dtype in (jnp.uint32, jnp.bool_, jnp.bool_)))
+    if not sharded:
+        return state, counter, batch
+    place = lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
+    return jax.tree.map(place, (state, counter, batch), make_shardings(tuple[State, u32[''], TokenBatch]))
+
+
+def main(config: Config) -> None:
+    """Trains a language model on a flat-tokens data set, as a config in configs/ says."""
+    model, training, tokens = config.model, config.training, config.training.tokens
+    act.dtype = model.compute_dtype
+    if config.check_only:
+        state, counter, batch = shapes(config, sharded=False)
+        step = typed_shard_map(functools.partial(training_step, model, training, 0))
+        report_check(config, step, state, counter, counter, batch)
+        number = jax.ShapeDtypeStruct((), jnp.float32)
+        return report_check(config, typed_shard_map(functools.partial(validation_step, model, 0)), state.weights, number, number, batch)
+
+    with jax.set_mesh(start(config)):
+        state_shape, counter_shape, batch_shape = shapes(config)
+        data = functools.partial(Loader, config.flat_tokens, batch=tokens.batch, length=tokens.len, sharding=batch_shape.targets.sharding)
+        with data(split='train') as train_data, data(split='validation', shuffle=False) as validation_data:
+            check_dataset(config, max(train_data.max_token_id, validation_data.max_token_id), train_data.steps, train_data.bos_id)
+            checkpoints = run_folder(config) / 'checkpoints'
+            done = latest_step(checkpoints) or 0
+            check_resume(config, done)
+
+            step_function = typed_shard_map(functools.partial(training_step, model, training, train_data.bos_id))
+            step_function = jax.jit(step_function, donate_argnums=0).lower(state_shape, counter_shape, counter_shape, batch_shape).compile()
+            validate = jax.jit(typed_shard_map(functools.partial(validation_step, model, train_data.bos_id)))
+            if done:
+                state = restore(checkpoints, done, state_shape)
+                skipped_steps = np.uint32(read_attributes(checkpoints, done)['skipped_steps'])
+            else:
+                init = jax.jit(functools.partial(init_state, model), out_shardings=make_shardings(State))
+                state, skipped_steps = init(np.uint32(training.seed)), np.uint32(0)
+
+            with Run(config, training.steps, done, tokens.batch * tokens.len, model_flops(model, tokens)) as run:
+                run.show(step_function)
+                for step in run.steps():
+                    state, metrics = step_function(state, skipped_steps, np.uint32(step), train_data.load(step))
+                    skipped_steps = metrics.skipped_steps
+                    run.log(step, (state, metrics), metrics)
+                    if run.due(step, config.eval_interval):
+                        with run.tracker.paused():
+                            loss = targets = np.float32(0)
+                            for index in range(validation_data.steps):
+                                loss, targets = validate(state.weights, loss, targets, validation_data.load(index))
+                                run.stay_close(loss)
+                            run.tracker.log_validation(step + 1, float(loss) / max(float(targets), 1))
+                    if run.due(step, config.checkpoint_interval):
+                        with run.tracker.paused():
+                            save(checkpoints, step + 1, state, {'skipped_steps': int(skipped_steps), 'seed': training.seed})
+
+
+if __name__ == '__main__':
+    run(main, Config)

@@ -15,13 +15,13 @@ def current_mesh() -> Mesh | AbstractMesh | None:
         except ValueError:  # inside jit only the abstract mesh may be read
             return abstract
         return abstract if mesh.empty else mesh
-    # `with Mesh(...)` can be read under a deprecated name only (jax 0.10.2); this goes when JAX drops that context.
+    # `with Mesh(...)` can be read under a deprecated name only (jax 0.10.2); where JAX has dropped it, there is no such context.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         from jax.interpreters import pxla
 
-        mesh = pxla.thread_resources.env.physical_mesh
-    return None if mesh.empty else mesh
+        resources = getattr(pxla, "thread_resources", None)
+    return None if resources is None or resources.env.physical_mesh.empty else resources.env.physical_mesh
 
 
 def manual_axes() -> dict[str, int]:

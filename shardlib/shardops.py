@@ -23,9 +23,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardlib import check as _check
-from shardlib.check import State
 from shardlib.shardtypes import DType, bind, letters_of_scope, mapped_axes, mesh_text, not_divisible
 from shardlib.spec import Dim, Recipe, ShardingError, Spec, as_text, parse, parse_operation, users_line
+from shardlib.states import State, require
 
 
 # -- What all operations share -----------------------------------------------------------------------------------------
@@ -52,17 +52,17 @@ def _operate(name, text, operands, plan, execute, rule=None):
     except ShardingError as error:
         raise ShardingError(f"{error}\n{_context(name, text, operands, shapes, axes)}\n  at {users_line()}") from None
 
-    def require(states):
+    def checked(states):
         try:
             if rule is not None:
                 return rule(recipe, states)
             for spec, state in zip(recipe.operands, states):
-                _check.require(spec, state, strict=True)
+                require(spec, state, strict=True)
             return [State.of(recipe.result)]
         except ShardingError as error:
             raise ShardingError(f"{error}\n{_context(name, text, operands, shapes, axes)}") from None
 
-    return _check.mark(require, functools.partial(execute, planned, axes), *operands, moves=planned["moves"])
+    return _check.mark(checked, functools.partial(execute, planned, axes), *operands, moves=planned["moves"], sealed=plan is _plan_local)
 
 
 @functools.lru_cache(maxsize=None)
@@ -388,7 +388,7 @@ def sum_unreduced(spec: str | bytes, x):
     def rule(recipe, states):
         (operand,), result = recipe.operands, recipe.result
         if "..." not in operand.names:
-            _check.require(operand, states[0], strict=True)
+            require(operand, states[0], strict=True)
             return [State.of(result)]
         for axis in states[0].split | states[0].pending | set(result.pending):
             true = states[0].word(axis)

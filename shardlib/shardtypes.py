@@ -29,6 +29,7 @@ from jax.sharding import NamedSharding
 from shardlib import check as _check
 from shardlib.mesh import current_mesh, manual_axes, place, shard_map
 from shardlib.spec import Dim, ShardingError, Spec, as_text, parse, users_line
+from shardlib.states import State, require
 
 # -- Letters -----------------------------------------------------------------------------------------------------------
 _letters: contextvars.ContextVar[dict[str, tuple[int, str]] | None] = contextvars.ContextVar("letters", default=None)
@@ -107,6 +108,15 @@ def letters_of_scope() -> dict:
     return {} if letters is None else letters
 
 
+def _parse_type(text: str | bytes) -> Spec:
+    """Parses a type, in which the marks that belong to operations alone have no place."""
+    spec = parse(as_text(text))
+    for dim in spec.dims:
+        if dim.indexed or dim.name == "...":
+            raise ShardingError(f"'{spec}': '{dim}' belongs in an operation's string; a type names each dim")
+    return spec
+
+
 # -- Array types -------------------------------------------------------------------------------------------------------
 class DType:
     """An element type; `f32['B/d L']` (or `f32[b'B/d L']`, `f32('B/d L')`) is a type of arrays."""
@@ -115,7 +125,7 @@ class DType:
         self.name, self.dtype = name, jnp.dtype(dtype)
 
     def __getitem__(self, spec: str | bytes) -> "ArrayType":
-        return ArrayType(self, parse(as_text(spec)))
+        return ArrayType(self, _parse_type(spec))
 
     __call__ = __getitem__
 
@@ -212,6 +222,22 @@ def make_partition_specs(cls):
     return map_type(lambda array: array.spec.partition_spec, cls)
 
 
+def is_fully_sharded(spec) -> bool:
+    """Whether a `PartitionSpec` (or an array type) uses every axis of the current mesh, so that no two devices hold the same.
+
+        all(map(is_fully_sharded, jax.tree.leaves(make_partition_specs(Weights))))
+    """
+    axes = mapped_axes()
+    if not axes:
+        mesh = current_mesh()
+        if mesh is None:
+            raise ShardingError("is_fully_sharded needs a mesh: call it under `with jax.set_mesh(mesh):`")
+        axes = mesh.shape
+    entries = spec.spec.partition_spec if isinstance(spec, ArrayType) else spec
+    used = {axis for entry in entries if entry is not None for axis in (entry if isinstance(entry, tuple) else (entry,))}
+    return used == set(axes)
+
+
 def make_shardings(cls):
     """The same tree of `NamedSharding` on the current mesh.
 
@@ -235,7 +261,7 @@ def check(dtype, shape_spec: str | bytes | Spec, value, *, what: str = "the anno
     Raises:
       ShardingError: where it is not so.
     """
-    spec = shape_spec if isinstance(shape_spec, Spec) else parse(as_text(shape_spec))
+    spec = shape_spec if isinstance(shape_spec, Spec) else _parse_type(shape_spec)
     try:
         if not hasattr(value, "dtype") or not hasattr(value, "shape"):
             raise ShardingError(f"expected an array, got {type(value).__name__}")
@@ -254,12 +280,12 @@ def check(dtype, shape_spec: str | bytes | Spec, value, *, what: str = "the anno
 
     def rule(states):
         try:
-            _check.require(spec, states[0], strict=False)
+            require(spec, states[0], strict=False)
         except ShardingError as error:
             raise ShardingError(f"{error}\n  {_against(dtype, spec, value, what)}") from None
-        return [_check.State.of(spec)]
+        return [State.of(spec)]
 
-    return _check.mark(rule, lambda x: jax.ad_checkpoint.checkpoint_name(x, "annotated"), value)
+    return _check.mark_value(rule, value)
 
 
 def _against(dtype, spec, value, what) -> str:
@@ -277,7 +303,10 @@ def _check_outside(spec: Spec, value):
     mesh = current_mesh()
     if mesh is None:
         mesh = getattr(getattr(value, "sharding", None), "mesh", None)
-    axes = dict(mesh.shape) if mesh is not None and mesh.axis_names else dict.fromkeys(spec.split, 1)
+    if mesh is not None and mesh.axis_names:
+        axes = dict(mesh.shape)
+    else:  # no mesh to compare with: any order of axes will do
+        axes = {axis: 1 for dim in spec.dims for axis in dim.axes}
     bind(spec, value.shape, axes, letters_of_scope(), local=False)
     if isinstance(value, jax.core.Tracer) or not isinstance(value, jax.Array) or not isinstance(mesh, jax.sharding.Mesh) or mesh.empty:
         return  # inside jit XLA chooses; a numpy array is not placed yet
@@ -294,6 +323,12 @@ def check_tree(type_, value, leading: tuple[Dim, ...] = (), *, what: str = "the 
         return check(array.element, array.spec, value, what=what)
     if isinstance(type_, Stacked):
         return check_tree(type_.cls, value, leading + type_.dims, what=what)
+    if typing.get_origin(type_) is tuple:
+        items = typing.get_args(type_)
+        if not isinstance(value, tuple) or len(value) != len(items):
+            got = f"{len(value)} items" if isinstance(value, tuple) else type(value).__name__
+            raise ShardingError(f"expected a tuple of {len(items)} items, got {got}\n  against {what}\n  at {users_line()}")
+        return tuple(check_tree(inner, item, leading, what=f"item {index} of {what}") for index, (inner, item) in enumerate(zip(items, value)))
     if not isinstance(value, type_):
         raise ShardingError(f"expected {type_.__name__}, got {type(value).__name__}\n  against {what}\n  at {users_line()}")
     checked = {}
@@ -352,16 +387,18 @@ class typed_shard_map:
     def __init__(self, function, check: bool = True):
         self.function, self.checked = function, check
         functools.update_wrapper(self, function)
-        self.signature = inspect.signature(function)
+        self.signature = inspect.signature(function, eval_str=True)
 
     def __call__(self, *args, **kwargs):
         mesh = current_mesh()
         if mesh is None:
-            raise ShardingError(f"typed_shard_map needs a mesh: call {self._name} under `with jax.set_mesh(mesh):`")
-        types, values = self._bind(args, kwargs)
+            raise ShardingError(f"typed_shard_map needs a mesh: call {self.name} under `with jax.set_mesh(mesh):`\n  at {users_line()}")
+        names, types, values = self._bind(args, kwargs)
+        self._global(mesh, names, types, values)
         if self.checked:
-            self.check(mesh, *values)
-        return shard_map(self._scoped, mesh, tuple(map(make_partition_specs, types)), make_partition_specs(self._result_type))(*values)
+            self.check(mesh, *args, **kwargs)
+        body = functools.partial(self._body, names, types)
+        return shard_map(body, mesh, tuple(map(make_partition_specs, types)), make_partition_specs(self._result_type))(*values)
 
     def check(self, mesh, *args, **kwargs) -> int:
         """Checks the function for arguments of these global shapes (arrays or `ShapeDtypeStruct`) on a mesh, which may be abstract.
@@ -369,50 +406,77 @@ class typed_shard_map:
         Returns the number of claims that were proved. Nothing runs and no device is used.
         """
         axes = dict(mesh.shape)
-        types, values = self._bind(args, kwargs)
-        letters, in_specs, local_values = {}, [], []
-        for name, type_, value in zip(self.signature.parameters, types, values):
+        names, types, values = self._bind(args, kwargs)
+        in_specs = self._global(mesh, names, types, values)
 
-            def localize(array, leaf, name=name):
-                try:
-                    if leaf.dtype != array.element.dtype:
-                        raise ShardingError(f"the element type is {leaf.dtype}")
-                    bind(array.spec, leaf.shape, axes, letters, local=False)
-                except ShardingError as error:
-                    raise ShardingError(
-                        f"{error}\n  in argument {name} of {self._name}: {array!r}, value {leaf.dtype}{list(leaf.shape)} globally, {mesh_text(axes)}"
-                    ) from None
-                in_specs.append(array.spec)
-                parts = [int(np.prod([axes[axis] for axis in dim.axes], dtype=int)) for dim in array.spec.dims]
-                return jax.ShapeDtypeStruct(tuple(size // part for size, part in zip(leaf.shape, parts)), leaf.dtype)
+        def localize(spec, leaf):
+            parts = [int(np.prod([axes[axis] for axis in dim.axes], dtype=int)) for dim in spec.dims]
+            return jax.ShapeDtypeStruct(tuple(size // part for size, part in zip(leaf.shape, parts)), leaf.dtype)
 
-            local_values.append(jax.tree.map(localize, map_type(lambda array: array, type_), value))
-        out_specs = []
-        map_type(lambda array: out_specs.append(array.spec), self._result_type)
-        for spec in out_specs:
-            spec.partition_spec, spec.require_mesh_order(axes)
-        return _check.verify(self._scoped, axes, local_values, in_specs, out_specs)
+        leaves, tree = jax.tree.flatten(values)
+        local_values = jax.tree.unflatten(tree, map(localize, in_specs, leaves))
+        return _check.verify(functools.partial(self._body, names, types), axes, local_values, in_specs)
+
+    def _global(self, mesh, names, types, values) -> list[Spec]:
+        """Checks the arguments' global shapes and the spelling of all types; returns the types of the arguments' leaves."""
+        axes, letters, specs = dict(mesh.shape), {}, []
+
+        def check_leaf(array, leaf, name):
+            specs.append(array.spec)
+            try:
+                if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+                    raise ShardingError(f"expected an array, got {type(leaf).__name__}")
+                if leaf.dtype != array.element.dtype:
+                    raise ShardingError(f"the element type is {leaf.dtype}")
+                array.spec.partition_spec  # refuses pending types
+                bind(array.spec, leaf.shape, axes, letters, local=False)
+            except ShardingError as error:
+                got = f"{leaf.dtype}{list(leaf.shape)} globally" if hasattr(leaf, "dtype") else type(leaf).__name__
+                raise ShardingError(f"{error}\n  in argument {name} of {self.name}: {array!r}, value {got}, {mesh_text(axes)}\n  at {users_line()}") from None
+
+        for name, type_, value in zip(names, types, values):
+            wanted = map_type(lambda array: array, type_)
+            if jax.tree.structure(wanted) != jax.tree.structure(value):
+                got = type(value).__name__ if jax.tree.structure(value).num_nodes == 1 else jax.tree.structure(value)
+                raise ShardingError(f"argument {name} of {self.name} is no {type_!r} but {got}\n  at {users_line()}")
+            jax.tree.map(functools.partial(check_leaf, name=name), wanted, value)
+        try:
+            for spec in jax.tree.leaves(map_type(lambda array: array.spec, self._result_type), is_leaf=lambda x: isinstance(x, Spec)):
+                spec.partition_spec, spec.require_mesh_order(axes)
+        except ShardingError as error:
+            raise ShardingError(f"{error}\n  in the result of {self.name}, {mesh_text(axes)}\n  at {users_line()}") from None
+        return specs
 
     @property
-    def _name(self):
-        return getattr(self.function, "__name__", "the function")
+    def name(self) -> str:
+        return getattr(self._unwrapped, "__name__", "the function")
+
+    @property
+    def _unwrapped(self):
+        return self.function.func if isinstance(self.function, functools.partial) else self.function
 
     @property
     def _result_type(self):
         result = self.signature.return_annotation
         if result is inspect.Signature.empty:
-            raise ShardingError(f"typed_shard_map needs a return annotation on {self._name}")
+            raise ShardingError(f"typed_shard_map needs a return annotation on {self.name}")
         return result
 
     def _bind(self, args, kwargs):
-        bound = self.signature.bind(*args, **kwargs)
-        types = [self.signature.parameters[name].annotation for name in bound.arguments]
-        for name, type_ in zip(bound.arguments, types):
-            if type_ is inspect.Parameter.empty:
-                raise ShardingError(f"typed_shard_map needs an annotation on argument {name} of {self._name}")
-        return types, list(bound.arguments.values())
+        arguments = self.signature.bind(*args, **kwargs).arguments
+        for name in arguments:
+            parameter = self.signature.parameters[name]
+            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                raise ShardingError(f"typed_shard_map needs named arguments, {self.name} takes {parameter}")
+            if parameter.annotation is parameter.empty:
+                raise ShardingError(f"typed_shard_map needs an annotation on argument {name} of {self.name}")
+        return list(arguments), [self.signature.parameters[name].annotation for name in arguments], list(arguments.values())
 
-    def _scoped(self, *args):
+    def _body(self, names, types, *args):
+        code = getattr(inspect.unwrap(self._unwrapped), "__code__", None)
+        place = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
         with Scope():
-            return self.function(*args)
-
+            args = [check_tree(type_, value, what=f"argument {name} of {self.name}") for name, type_, value in zip(names, types, args)]
+            bound = inspect.BoundArguments(self.signature, dict(zip(names, args)))
+            result = self.function(*bound.args, **bound.kwargs)
+            return check_tree(self._result_type, result, what=f"the result of {self.name}{place}")

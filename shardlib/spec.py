@@ -12,6 +12,7 @@ import os
 import re
 import sys
 import sysconfig
+import traceback
 from dataclasses import dataclass
 
 import jax
@@ -152,3 +153,9 @@ def users_line() -> str:
     while frame is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
     return "unknown line" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def line_of(error: BaseException) -> str:
+    """'file:line' of the innermost frame of the user's program on the way to where an error was raised."""
+    lines = [f"{frame.f_code.co_filename}:{number}" for frame, number in traceback.walk_tb(error.__traceback__) if is_users(frame.f_code.co_filename)]
+    return lines[-1] if lines else "unknown line"

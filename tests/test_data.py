@@ -13,7 +13,7 @@ from runtime.data import Loader, Order, ReadAhead, TokenBatch, permute
 from runtime.errors import RunError
 from runtime.flat_tokens import write_split
 from shardlib.shardtypes import check_tree
-from tests.ragged import (
+from ragged import (
     EXAMPLE,
     FlatTokens,
     as_numpy,

@@ -10,7 +10,7 @@ from runtime import flat_tokens
 from runtime.data import Loader
 from runtime.errors import RunError
 from runtime.flat_tokens import open_split, write_split
-from tests.ragged import (
+from ragged import (
     EXAMPLE,
     FlatTokens,
     as_numpy,

@@ -100,9 +100,9 @@ def check(module, mesh):
     state = jax.eval_shape(functools.partial(module.init_state, model), jnp.uint32(0))
     shape = lambda dtype, *dims: jax.ShapeDtypeStruct(dims, dtype)
     batch = module.TokenBatch(shape(jnp.uint32, 16, 32), shape(bool, 16, 32), shape(bool, 16, 32))
-    number = shape(jnp.uint32)
+    number, loss = shape(jnp.uint32), shape(jnp.float32)
     proved = typed_shard_map(functools.partial(module.training_step, model, training, 0)).check(mesh, state, number, number, batch)
-    return proved + typed_shard_map(functools.partial(module.validation_step, model, 0)).check(mesh, state.weights, batch)
+    return proved + typed_shard_map(functools.partial(module.validation_step, model, 0)).check(mesh, state.weights, loss, loss, batch)
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: f"{mesh[0]}x{mesh[1]}")

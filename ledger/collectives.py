@@ -1,0 +1,259 @@
+"""The collectives of a step, how often each runs and with how many bytes: as the source writes them, and as XLA compiled them.
+
+    axes = {"d": 4, "t": 2}
+    traced = jax.jit(typed_shard_map(step)).trace(*shapes)
+    table = written(traced.jaxpr, axes)
+    table[Collective("all-gather", ("d",), "float32", 4096, "forward", "train.py:197")]       # times a step
+    differences(table, compiled(traced.lower().compile().as_text(), axes))                    # [] where XLA does as it is told
+
+Both tables are counted by walking the program, with the turns of its loops as factors. Nothing runs.
+"""
+
+import collections
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+
+from ledger.hlo_text import Computation, Instruction, Module, parse
+from shardlib.spec import is_users
+
+# JAX's primitives that send, and HLO's word for each. Any other that names mesh axes must be in SEND_NOTHING.
+KINDS = {
+    "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "psum": "all-reduce",
+    "pmax": "all-reduce",
+    "pmin": "all-reduce",
+    "all_to_all": "all-to-all",
+    "ppermute": "collective-permute",
+}
+SEND_NOTHING = {"axis_index", "pvary"}
+HLO_DTYPES = {
+    "pred": "bool", "s8": "int8", "s16": "int16", "s32": "int32", "s64": "int64", "u8": "uint8", "u16": "uint16", "u32": "uint32",
+    "u64": "uint64", "f8e4m3fn": "float8_e4m3fn", "f8e5m2": "float8_e5m2", "bf16": "bfloat16", "f16": "float16", "f32": "float32",
+    "f64": "float64",
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Collective:
+    kind: str  # HLO's word
+    axes: tuple[str, ...]  # mesh axes that it goes over, in the mesh's order; those of a single device are left out
+    dtype: str
+    bytes: int  # of the operand on one device
+    phase: str  # forward, recomputed, backward: of what is differentiated; update: the rest of the step
+    line: str  # of the user's program, 'train.py:197'; '' where it is not known
+
+    def __str__(self):
+        return f"{self.kind} over {' × '.join(self.axes)}, {self.bytes} bytes of {self.dtype}, {self.phase}"
+
+
+Table = collections.Counter[Collective]  # times a step
+
+
+# -- Comparing ---------------------------------------------------------------------------------------------------------
+def totals(table: Table) -> Table:
+    """The same without lines: what two tables are compared by, since XLA keeps the lines of most operations only."""
+    total: Table = collections.Counter()
+    for row, times in table.items():
+        total[dataclasses.replace(row, line="")] += times
+    return total
+
+
+def differences(ours: Table, theirs: Table) -> list[str]:
+    """What is not the same in the two tables, as written and as compiled, a line of text each, with the lines of the source."""
+    left, right = totals(ours), totals(theirs)
+    texts = []
+    for row in sorted(left.keys() | right.keys()):
+        if left[row] != right[row]:
+            lines = sorted({each.line or "a line not known" for each in (*ours, *theirs) if dataclasses.replace(each, line="") == row})
+            texts.append(f"written {left[row]}, compiled {right[row]} times a step: {row} ({', '.join(lines)})")
+    return texts
+
+
+def widened(table: Table) -> Table:
+    """What XLA:CPU, which has no bfloat16 collectives, makes of a table: the same in float32, twice the bytes."""
+    wide: Table = collections.Counter()
+    for row, times in table.items():
+        narrow = row.dtype == "bfloat16"
+        wide[dataclasses.replace(row, dtype="float32", bytes=2 * row.bytes) if narrow else row] += times
+    return wide
+
+
+def _phase(stack: str) -> str:
+    """The phase by JAX's name stack."""
+    for mark, phase in (("rematted_computation", "recomputed"), ("transpose(", "backward"), ("jvp(", "forward")):
+        if mark in stack:
+            return phase
+    return "update"
+
+
+def _finish(table: Table) -> Table:
+    """A program in which nothing is differentiated, such as a validation step, is all forward."""
+    if any(row.phase != "update" for row in table):
+        return table
+    return collections.Counter({dataclasses.replace(row, phase="forward"): times for row, times in table.items()})
+
+
+def _add(table: Table, inner: Table, times: int) -> None:
+    for row, count in inner.items():
+        table[row] += count * times
+
+
+def _any_branch(branches: Iterable[Table], place: str) -> Table:
+    """The collectives of the one branch that will run. Raises `ValueError` if they are not the same in all."""
+    first, *others = branches
+    if any(totals(other) != totals(first) for other in others):
+        raise ValueError(f"the branches at {place} do not run the same collectives: which of them will run is not known")
+    return first
+
+
+# -- As written --------------------------------------------------------------------------------------------------------
+def written(jaxpr: Jaxpr | ClosedJaxpr, mesh_axes: dict[str, int]) -> Table:
+    """The collectives of a traced step, with the lines that write them.
+
+    Args:
+      jaxpr: of the jitted step, `jax.jit(step).trace(...).jaxpr`.
+      mesh_axes: name and size of each mesh axis, in the mesh's order.
+    Raises:
+      ValueError: where the count is not known before the step runs: a collective in `lax.while_loop`, or in some branches of `lax.cond` only; and
+        for a primitive over mesh axes of which this module does not know what it sends.
+    """
+    return _finish(_written(jaxpr, mesh_axes, "", ""))
+
+
+def _written(jaxpr, axes, outer_stack, outer_line) -> Table:
+    table: Table = collections.Counter()
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        name, params = eqn.primitive.name, eqn.params
+        # A body's name stack starts anew, and the body of a custom_jvp has no frame of the user's: join the one, inherit the other.
+        stack, line = f"{outer_stack}/{eqn.source_info.name_stack}", _users_line(eqn) or outer_line
+        over = _axes_of(eqn, axes)
+        if over and name in KINDS:
+            if params.get("axis_index_groups") is not None:
+                raise ValueError(f"'{name}' at {line} has axis_index_groups: write it over mesh axes")
+            for aval in (operand.aval for operand in eqn.invars):
+                row = Collective(KINDS[name], over, aval.dtype.name, aval.size * aval.dtype.itemsize, _phase(stack), line)
+                table[row] += 1
+        elif over and name not in SEND_NOTHING:
+            raise ValueError(f"'{name}' over {', '.join(over)} at {line}: ledger/collectives.py does not know what it sends")
+        values = [each for value in params.values() for each in (value if isinstance(value, tuple | list) else (value,))]
+        bodies = [_written(each, axes, stack, line) for each in values if isinstance(each, Jaxpr | ClosedJaxpr)]
+        if name == "while" and any(bodies):
+            raise ValueError(f"a collective in the while loop at {line}: how often it will run is not known\n  fix: write lax.scan")
+        for body in [_any_branch(bodies, line)] if name == "cond" else bodies:
+            _add(table, body, params["length"] if name == "scan" else 1)
+    return table
+
+
+def _axes_of(eqn: JaxprEqn, axes: dict[str, int]) -> tuple[str, ...]:
+    names = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+    names = names if isinstance(names, tuple | list) else (names,)
+    return tuple(axis for axis, size in axes.items() if axis in names and size > 1)
+
+
+def _users_line(eqn: JaxprEqn) -> str:
+    traceback = eqn.source_info.traceback
+    for frame in traceback.frames if traceback is not None else ():
+        if is_users(frame.file_name):
+            return f"{Path(frame.file_name).name}:{frame.line_num}"
+    return ""
+
+
+# -- As compiled -------------------------------------------------------------------------------------------------------
+def compiled(text: str, mesh_axes: dict[str, int]) -> Table:
+    """The collectives of an optimized program. One that XLA combined of several is several rows again, one for each operand.
+
+    Args:
+      text: the HLO module, `jax.stages.Compiled.as_text()`.
+      mesh_axes: name and size of each mesh axis, in the mesh's order. A collective whose groups are those of no mesh axes has the groups' text as
+        its only axis.
+    Raises:
+      ValueError: for groups in a spelling that is not known, a loop that sends and whose turns are not known, branches that send differently.
+    """
+    module = parse(text)
+    return _finish(_compiled(module, module.computations[module.entry], mesh_axes))
+
+
+def _compiled(module: Module, computation: Computation, axes) -> Table:
+    table: Table = collections.Counter()
+    for instruction in computation.instructions.values():
+        if instruction.is_done:
+            continue
+        if instruction.opcode in KINDS.values():
+            if over := axes_of_groups(instruction.attributes, axes):
+                for dtype, size, (line, stack) in _operands(module, computation, instruction):
+                    table[Collective(instruction.opcode, over, dtype, size, _phase(stack), line)] += 1
+            continue  # what it calls is the addition
+        keys = ("calls", "to_apply", "body", "branch_computations", "true_computation", "false_computation")
+        bodies = [_compiled(module, body, axes) for body in module.callees(instruction, *keys)]
+        for body in [_any_branch(bodies, instruction.name)] if instruction.opcode == "conditional" else bodies:
+            _add(table, body, _turns(module, instruction) if body and instruction.opcode == "while" else 1)
+    return table
+
+
+def _operands(module: Module, computation: Computation, instruction: Instruction) -> list[tuple[str, int, tuple[str, str]]]:
+    """Type, bytes, and source with name stack of each operand."""
+    sizes = []
+    for name in instruction.operands:
+        dtype, dims = re.match(r"(\w+)\[([\d,]*)\]", computation.instructions[name].shape).groups()
+        dtype = HLO_DTYPES[dtype]
+        sizes.append((dtype, math.prod(int(dim) for dim in dims.split(",") if dim) * jnp.dtype(dtype).itemsize))
+    if instruction.opcode == "all-to-all":  # its operands are the parts for each device
+        sizes = [(sizes[0][0], sum(size for _, size in sizes))]
+    # Of a combined collective the items of the result still say where they are from.
+    places = {0: instruction} if len(sizes) == 1 else {}
+    results = {instruction.name} | {each.name for each in computation.instructions.values() if each.is_done and instruction.name in each.operands}
+    for each in computation.instructions.values():
+        if len(sizes) > 1 and each.opcode == "get-tuple-element" and each.operands[0] in results:
+            places[int(re.search(r"index=(\d+)", each.attributes)[1])] = each
+    return [(*size, module.metadata(places[index]) if index in places else ("", "")) for index, size in enumerate(sizes)]
+
+
+def _turns(module: Module, loop: Instruction) -> int:
+    """How often a loop's body runs: as XLA has found, or the bound that an index from 0 in steps of 1 is compared with."""
+    if known := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes):
+        return int(known[1])
+    (condition,) = module.callees(loop, "condition")
+    steps = [inner for each in condition.instructions.values() for inner in (each, *module.inner(each))]
+    bounds = {each.literal for each in steps if each.opcode == "constant" and each.is_counter}
+    if len(bounds) != 1 or not any("direction=LT" in each.attributes for each in steps):
+        raise ValueError(f"the turns of the loop {loop.name} are not known, and a collective is in it")
+    return int(bounds.pop())
+
+
+def axes_of_groups(attributes: str, mesh_axes: dict[str, int]) -> tuple[str, ...]:
+    """The mesh axes over which an HLO collective goes, by its attributes; devices are numbered in the order of the mesh.
+
+        axes_of_groups("replica_groups={{0,1},{2,3}}", {"d": 2, "t": 2})                  # ('t',)
+        axes_of_groups("replica_groups=[2,2]<=[2,2]T(1,0)", {"d": 2, "t": 2})             # ('d',)
+        axes_of_groups("source_target_pairs={{0,2},{2,0}}", {"d": 2, "t": 2})             # ('d',)
+        axes_of_groups("replica_groups={{0,3},{1,2}}", {"d": 2, "t": 2})                  # ('{{0,3},{1,2}}',)
+    """
+    shape = tuple(mesh_axes.values())
+    ids = np.arange(math.prod(shape)).reshape(shape)
+    text = re.search(r"(?:replica_groups|source_target_pairs)=([{\[](?:[\d,<=T(){}\[\]]*[})\]])?)", attributes)
+    text = text[1] if text else ""
+    iota = re.fullmatch(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
+    if iota:
+        groups, dims, order = ([int(n) for n in part.split(",")] if part else None for part in iota.groups())
+        groups = np.arange(math.prod(dims)).reshape(dims).transpose(order).reshape(groups).tolist()
+    elif re.fullmatch(r"\{(\{[\d,]+\},?)*\}", text):
+        groups = [[int(n) for n in part.split(",")] for part in re.findall(r"\{([\d,]+)\}", text)] or [ids.ravel().tolist()]
+    else:
+        raise ValueError(f"HLO text: the groups of a collective are in a spelling that is not known: {attributes.strip(', ')[:160]!r}")
+    # The axes along which the members of some group, or a source and its target, have different places.
+    along = [any(len({np.unravel_index(n, shape)[axis] for n in group}) > 1 for group in groups) for axis in range(len(shape))]
+    over = tuple(name for name, differs in zip(mesh_axes, along) if differs)
+    if "source_target_pairs" in attributes:
+        return over
+    split = np.moveaxis(ids, [axis for axis, differs in enumerate(along) if differs], range(-sum(along), 0)) if over else ids
+    expected = split.reshape(-1, math.prod(mesh_axes[name] for name in over))
+    return over if {frozenset(group) for group in groups} == {frozenset(group) for group in expected.tolist()} else (text,)
