@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
+from einops import rearrange
 from jax import lax
 
 from jax_extra import explicit_activation_checkpointing, fold_in_str, save_for_backward
@@ -27,9 +28,18 @@ from runtime.checkpoint import latest_step, read_attributes, restore, save
 from runtime.config import RunConfig, run
 from runtime.config_checks import check_dataset, check_resume
 from runtime.data import Loader, TokenBatch
-from runtime.run import Run, report_check, run_folder, start
+from runtime.run import Run, report_check, run_folder, start, with_shardings
 from shardlib import shardops
-from shardlib.shardtypes import Array, ComputeType, bool_, f32, i32, make_shardings, pytree_dataclass, typed_shard_map, u32
+from shardlib.shardtypes import (
+    Array,
+    ComputeType,
+    f32,
+    i32,
+    make_shardings,
+    pytree_dataclass,
+    typed_shard_map,
+    u32,
+)
 from shardlib.typed import typed
 
 # The type of activations and of gathered weights: bfloat16, or what model.compute_dtype says.
@@ -126,7 +136,8 @@ class Metrics:
 
 def init_state(model: Model, seed: jax.Array) -> State:
     """The first state. Under `jax.jit(..., out_shardings=make_shardings(State))` each device draws only its shard, of the same values on every mesh."""
-    N, M, Q, K, D, F, V = model.layers, model.d_model, model.n_q_per_kv, model.n_kv, model.d_head, model.d_ff, model.vocab
+    N, M, F, V = model.layers, model.d_model, model.d_ff, model.vocab
+    Q, K, D = model.n_q_per_kv, model.n_kv, model.d_head
 
     def normal(name, shape, fan_in, scale=1.0):
         key = fold_in_str(jax.random.key(seed), name)
@@ -172,10 +183,12 @@ def rotary(x: act['B/d L Q K/t D'], base: float) -> act['B/d L Q K/t D']:
 def attention(
     q: act['B/d L Q K/t D'], k: act['B/d S K/t D'], v: act['B/d S K/t D'], segment: i32['B/d L']
 ) -> act['B/d L Q K/t D']:
-    """Causal, within each segment."""
+    """Causal, and only within each segment."""
     position = jnp.arange(segment.shape[1])
     allowed = (segment[:, :, None] == segment[:, None, :]) & (position[:, None] >= position[None])[None]
-    logits = shardops.einsum_unreduced('B/d L Q K/t D, B/d S K/t D -> B/d Q K/t L S', q, k, preferred_element_type=jnp.float32)
+    logits = shardops.einsum_unreduced(
+        'B/d L Q K/t D, B/d S K/t D -> B/d Q K/t L S', q, k, preferred_element_type=jnp.float32
+    )
     logits = jnp.where(allowed[:, None, None], logits, -1e30)
     largest = shardops.pmax('B/d Q K/t L S -> B/d Q K/t L', lax.stop_gradient(logits))
     e = jnp.exp(logits - largest[..., None])
@@ -206,17 +219,20 @@ def forward(model: Model, reduce_dtype: str, bos_id: int, weights: Weights, batc
             nx = rms_norm(gx, ln1, model.norm_eps)
             w_q = gather('M/d Q K/t D -> M Q K/t D', w.w_q)
             q = shardops.einsum_unreduced('B/d L M, M Q K/t D -> B/d L Q K/t D', nx, w_q)
-            q = save_for_backward(rotary(q, model.rope_max_timescale))  # 2QKD/t bytes a token, spares a product with w_q
+            q = rotary(q, model.rope_max_timescale)
+            q = save_for_backward(q)  # 2QKD/t bytes a token, spares a product with w_q
             w_kv = gather('2 M/d K/t D -> 2 M K/t D', w.w_kv)
             k = shardops.einsum_unreduced('B/d L M, M K/t D -> B/d L K/t D', nx, w_kv[0])
-            k = save_for_backward(rotary(k[:, :, None], model.rope_max_timescale)[:, :, 0])  # 2KD/t bytes, as above
+            k = rotary(k[:, :, None], model.rope_max_timescale)[:, :, 0]
+            k = save_for_backward(k)  # 2KD/t bytes a token, spares a product with w_k
             v = shardops.einsum_unreduced('B/d L M, M K/t D -> B/d L K/t D', nx, w_kv[1])
-            v = save_for_backward(v)  # 2KD/t bytes, as above
-            o = save_for_backward(attention(q, k, v, segment))  # 2QKD/t bytes, spares the product of probabilities and v
+            v = save_for_backward(v)  # 2KD/t bytes a token, spares a product with w_v
+            o = attention(q, k, v, segment)
+            o = save_for_backward(o)  # 2QKD/t bytes a token, spares the product of probabilities and v
             w_o = gather('M/d Q K/t D -> M Q K/t D', w.w_o)
             y = shardops.einsum_unreduced('B/d L Q K/t D, M Q K/t D -> B/d L M +t', o, w_o)
             y = shardops.psum_scatter('B/d L M +t -> B/d L M/t', y)
-            x = save_for_backward(x + y)  # 2M/t bytes, spares the product with w_o and its reduce-scatter
+            x = save_for_backward(x + y)  # 2M/t bytes a token, spares the product with w_o and its reduce-scatter
 
         with jax.named_scope('ffn'):
             ln2 = shardops.all_gather('M/d/t -> M', w.ln2)
@@ -249,14 +265,17 @@ LOSS_CHUNK = 256
 
 
 @typed
-def loss_sum(x: act['B/d L M'], unembed: f32['V/t M'], batch: TokenBatch) -> f32['+d +t']:
+def loss_sum(model: Model, reduce_dtype: str, bos_id: int, weights: Weights, batch: TokenBatch) -> f32['+d +t']:
     """The sum of -log softmax over all targets. With the vocabulary split over t, what is sent is two float32 a token."""
+    x = forward(model, reduce_dtype, bos_id, weights, batch)
+    unembed = shardops.all_gather('V/t M/d -> V/t M', weights.unembed, dtype=act, reduce_dtype=reduce_dtype)
+    # Float32, so that its gradient adds up over chunks in float32; the matrix product is in bfloat16 all the same.
+    unembed = unembed.astype(jnp.float32)
     chunk = LOSS_CHUNK if x.shape[1] % LOSS_CHUNK == 0 else x.shape[1]
 
     @jax.checkpoint  # keeps nothing: logits are computed again
-    def add_chunk(total: f32['+d +t'], rows: tuple[act['B/d L M'], u32['B/d L'], bool_['B/d L']]) -> tuple[f32['+d +t'], None]:
-        x, targets, is_target = rows
-        # The matrix product is in bfloat16; `unembed` enters as float32 so that its gradient adds up over chunks in float32.
+    def add_chunk(total: f32['+d +t'], rows: tuple[act['B/d L M'], TokenBatch]) -> tuple[f32['+d +t'], None]:
+        x, batch = rows
         logits = shardops.einsum_unreduced(
             'B/d L M, V/t M -> B/d L V/t', x, unembed.astype(act.dtype), preferred_element_type=jnp.float32
         )
@@ -264,14 +283,11 @@ def loss_sum(x: act['B/d L M'], unembed: f32['V/t M'], batch: TokenBatch) -> f32
         e = shardops.sum_unreduced('B/d L V/t -> B/d L +t', jnp.exp(logits - largest[..., None]))
         log_normalizer = largest + jnp.log(shardops.psum('B/d L +t -> B/d L', e))
         # The target's logit is on one device of t and zero on the others: it stays a pending sum.
-        at_target = shardops.index_unreduced('B/d L [V/t], B/d L -> B/d L +t', logits, targets)
+        at_target = shardops.index_unreduced('B/d L [V/t], B/d L -> B/d L +t', logits, batch.targets)
         loss = shardops.pending('B/d L -> B/d L +t', log_normalizer) - at_target
-        return total + shardops.sum_unreduced('B/d L +t -> +d +t', loss * is_target.astype(jnp.float32)), None
+        return total + shardops.sum_unreduced('B/d L +t -> +d +t', loss * batch.is_target.astype(jnp.float32)), None
 
-    def chunks(a):  # chunk, B/d, position in the chunk, ...
-        return jnp.moveaxis(a.reshape(a.shape[0], -1, chunk, *a.shape[2:]), 1, 0)
-
-    rows = jax.tree.map(chunks, (x, batch.targets, batch.is_target))
+    rows = jax.tree.map(lambda a: rearrange(a, 'B (N L) ... -> N B L ...', L=chunk), (x, batch))
     total, _ = lax.scan(add_chunk, shardops.zeros('+d +t', f32), rows)
     return total
 
@@ -282,7 +298,8 @@ def learning_rate(training: Training, step: jax.Array) -> jax.Array:
     step = step.astype(jnp.float32)
     warm = jnp.minimum(1.0, (step + 1) / max(training.warmup_steps, 1))
     decay_steps = max(training.steps_for_lr - training.warmup_steps, 1)
-    fraction = jnp.clip((step - training.warmup_steps) / decay_steps, 0.0, 1.0)
+    fraction = jnp.maximum(0.0, (step - training.warmup_steps) / decay_steps)
+    fraction = jnp.where(step < training.steps_for_lr, fraction, 1.0)
     floor = training.cosine_learning_rate_final_fraction
     cosine = floor + (1 - floor) * 0.5 * (1 + jnp.cos(jnp.pi * fraction))
     return training.learning_rate * warm * cosine
@@ -290,7 +307,13 @@ def learning_rate(training: Training, step: jax.Array) -> jax.Array:
 
 @typed
 def training_step(
-    model: Model, training: Training, bos_id: int, state: State, skipped_steps: u32[''], step: u32[''], batch: TokenBatch
+    model: Model,
+    training: Training,
+    bos_id: int,
+    state: State,
+    skipped_steps: u32[''],
+    step: u32[''],
+    batch: TokenBatch,
 ) -> tuple[State, Metrics]:
     """One update by AdamW (Loshchilov and Hutter 2019, algorithm 2); `step` counts from 0."""
 
@@ -299,12 +322,11 @@ def training_step(
         targets: f32[''] = jnp.maximum(shardops.psum('+d -> ', targets), 1)
 
     def loss(weights: Weights, batch: TokenBatch) -> f32['+d +t']:
-        reduce_dtype = training.gradient_reduce_dtype
-        x = forward(model, reduce_dtype, bos_id, weights, batch)
-        unembed = shardops.all_gather('V/t M/d -> V/t M', weights.unembed, dtype=act, reduce_dtype=reduce_dtype)
-        return loss_sum(x, unembed.astype(jnp.float32), batch) / targets
+        return loss_sum(model, training.gradient_reduce_dtype, bos_id, weights, batch) / targets
 
-    def add_microbatch(sums: tuple[f32['+d +t'], Weights], batch: TokenBatch) -> tuple[tuple[f32['+d +t'], Weights], None]:
+    def add_microbatch(
+        sums: tuple[f32['+d +t'], Weights], batch: TokenBatch
+    ) -> tuple[tuple[f32['+d +t'], Weights], None]:
         # The barrier keeps XLA from gathering embed, unembed and the final norm once for all microbatches: that would
         # keep 2 · 2VM/t bytes (and their gradients) in memory throughout, which is what microbatches are there to save.
         weights, batch = lax.optimization_barrier((state.weights, batch))
@@ -312,7 +334,7 @@ def training_step(
         return jax.tree.map(jnp.add, sums, (value, gradient)), None
 
     with jax.named_scope('gradient'):
-        rows = jax.tree.map(lambda a: a.reshape(training.microbatches, -1, *a.shape[1:]), batch)
+        rows = jax.tree.map(lambda a: rearrange(a, '(N B) L -> N B L', N=training.microbatches), batch)
         zero = shardops.zeros('+d +t', f32), jax.tree.map(jnp.zeros_like, state.weights)
         (value, gradient), _ = lax.scan(add_microbatch, zero, rows)
         gradient: Weights = gradient
@@ -348,9 +370,7 @@ def validation_step(
     model: Model, bos_id: int, weights: Weights, loss: f32[''], targets: f32[''], batch: TokenBatch
 ) -> tuple[f32[''], f32['']]:
     """Adds a batch's losses and its number of targets to the sums so far."""
-    x = forward(model, 'float32', bos_id, weights, batch)
-    unembed = shardops.all_gather('V/t M/d -> V/t M', weights.unembed, dtype=act)
-    loss = loss + shardops.psum('+d +t -> ', loss_sum(x, unembed.astype(jnp.float32), batch))
+    loss = loss + shardops.psum('+d +t -> ', loss_sum(model, 'float32', bos_id, weights, batch))
     batch_targets = shardops.sum_unreduced('B/d L -> +d', batch.is_target.astype(jnp.float32))
     return loss, targets + shardops.psum('+d -> ', batch_targets)
 
@@ -365,64 +385,68 @@ def model_flops(model: Model, tokens: Tokens) -> float:
 
 
 # == Main loop =========================================================================================================
-def shapes(config: Config, sharded: bool = True) -> tuple[State, jax.ShapeDtypeStruct, TokenBatch]:
-    """Shapes, and on a mesh shardings, of a step's arguments: state, a counter, batch."""
+def mapped_steps(config: Config, bos_id: int) -> tuple[typed_shard_map, typed_shard_map]:
+    """The training step and the validation step over the mesh."""
+    step = functools.partial(training_step, config.model, config.training, bos_id)
+    return typed_shard_map(step), typed_shard_map(functools.partial(validation_step, config.model, bos_id))
+
+
+def shapes(config: Config) -> tuple[State, TokenBatch]:
+    """The global shapes of the state and of a batch."""
     rows = config.training.tokens.batch, config.training.tokens.len
-    counter = jax.ShapeDtypeStruct((), jnp.uint32)
-    state = jax.eval_shape(functools.partial(init_state, config.model), counter)
-    batch = TokenBatch(*(jax.ShapeDtypeStruct(rows, dtype) for dtype in (jnp.uint32, jnp.bool_, jnp.bool_)))
-    if not sharded:
-        return state, counter, batch
-    place = lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
-    return jax.tree.map(place, (state, counter, batch), make_shardings(tuple[State, u32[''], TokenBatch]))
+    state = jax.eval_shape(functools.partial(init_state, config.model), np.uint32(0))
+    return state, TokenBatch(*(jax.ShapeDtypeStruct(rows, dtype) for dtype in (jnp.uint32, jnp.bool_, jnp.bool_)))
 
 
 def main(config: Config) -> None:
     """Trains a language model on a flat-tokens data set, as a config in configs/ says."""
-    model, training, tokens = config.model, config.training, config.training.tokens
-    act.dtype = model.compute_dtype
+    training, tokens, zero = config.training, config.training.tokens, np.uint32(0)
+    act.dtype = config.model.compute_dtype
+    state, batch = shapes(config)
     if config.check_only:
-        state, counter, batch = shapes(config, sharded=False)
-        step = typed_shard_map(functools.partial(training_step, model, training, 0))
-        report_check(config, step, state, counter, counter, batch)
-        number = jax.ShapeDtypeStruct((), jnp.float32)
-        return report_check(config, typed_shard_map(functools.partial(validation_step, model, 0)), state.weights, number, number, batch)
+        step, validate = mapped_steps(config, bos_id=0)
+        report_check(config, step, state, zero, zero, batch)
+        return report_check(config, validate, state.weights, np.float32(0), np.float32(0), batch)
 
     with jax.set_mesh(start(config)):
-        state_shape, counter_shape, batch_shape = shapes(config)
-        data = functools.partial(Loader, config.flat_tokens, batch=tokens.batch, length=tokens.len, sharding=batch_shape.targets.sharding)
-        with data(split='train') as train_data, data(split='validation', shuffle=False) as validation_data:
-            check_dataset(config, max(train_data.max_token_id, validation_data.max_token_id), train_data.steps, train_data.bos_id)
+        sharding = make_shardings(TokenBatch).targets
+        load = functools.partial(Loader, config.flat_tokens, batch=tokens.batch, length=tokens.len, sharding=sharding)
+        with load(split='train') as data, load(split='validation', shuffle=False) as validation_data:
+            largest_id = max(data.max_token_id, validation_data.max_token_id)
+            check_dataset(config, largest_id, data.steps, data.bos_id)
             checkpoints = run_folder(config) / 'checkpoints'
             done = latest_step(checkpoints) or 0
             check_resume(config, done)
 
-            step_function = typed_shard_map(functools.partial(training_step, model, training, train_data.bos_id))
-            step_function = jax.jit(step_function, donate_argnums=0).lower(state_shape, counter_shape, counter_shape, batch_shape).compile()
-            validate = jax.jit(typed_shard_map(functools.partial(validation_step, model, train_data.bos_id)))
+            step, validate = mapped_steps(config, data.bos_id)
+            state, batch = with_shardings((state, batch), make_shardings(tuple[State, TokenBatch]))
+            step = jax.jit(step, donate_argnums=0).lower(state, zero, zero, batch).compile()
+            validate = jax.jit(validate)
             if done:
-                state = restore(checkpoints, done, state_shape)
+                state = restore(checkpoints, done, state)
                 skipped_steps = np.uint32(read_attributes(checkpoints, done)['skipped_steps'])
             else:
-                init = jax.jit(functools.partial(init_state, model), out_shardings=make_shardings(State))
-                state, skipped_steps = init(np.uint32(training.seed)), np.uint32(0)
+                init = jax.jit(functools.partial(init_state, config.model), out_shardings=make_shardings(State))
+                state, skipped_steps = init(np.uint32(training.seed)), zero
 
-            with Run(config, training.steps, done, tokens.batch * tokens.len, model_flops(model, tokens)) as run:
-                run.show(step_function)
-                for step in run.steps():
-                    state, metrics = step_function(state, skipped_steps, np.uint32(step), train_data.load(step))
+            flops = model_flops(config.model, tokens)
+            with Run(config, training.steps, done, tokens.batch * tokens.len, flops) as run:
+                run.show(step)
+                for number in run.steps():
+                    state, metrics = step(state, skipped_steps, np.uint32(number), data.load(number))
                     skipped_steps = metrics.skipped_steps
-                    run.log(step, (state, metrics), metrics)
-                    if run.due(step, config.eval_interval):
+                    run.log(number, (state, metrics), metrics)
+                    if run.due(number, config.eval_interval):
                         with run.tracker.paused():
                             loss = targets = np.float32(0)
                             for index in range(validation_data.steps):
                                 loss, targets = validate(state.weights, loss, targets, validation_data.load(index))
                                 run.stay_close(loss)
-                            run.tracker.log_validation(step + 1, float(loss) / max(float(targets), 1))
-                    if run.due(step, config.checkpoint_interval):
+                            run.tracker.log_validation(number + 1, float(loss) / max(float(targets), 1))
+                    if run.due(number, config.checkpoint_interval):
                         with run.tracker.paused():
-                            save(checkpoints, step + 1, state, {'skipped_steps': int(skipped_steps), 'seed': training.seed})
+                            attributes = {'skipped_steps': int(skipped_steps), 'seed': training.seed}
+                            save(checkpoints, number + 1, state, attributes)
 
 
 if __name__ == '__main__':

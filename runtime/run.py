@@ -1,9 +1,9 @@
 """The mechanics around the steps: devices and mesh, the run folder, what is due when, and `check_only`.
 
-    with jax.set_mesh(start(config)), Run(config, done_steps, model_flops) as run:
-        for step in run.steps():
-            ...
-            run.log(step, metrics)
+with jax.set_mesh(start(config)), Run(config, done_steps, model_flops) as run:
+    for step in run.steps():
+        ...
+        run.log(step, metrics)
 """
 
 import collections
@@ -45,6 +45,13 @@ def start(config: RunConfig) -> jax.sharding.Mesh:
     return make_mesh(mesh, devices=jax.devices()[: config.mesh.d * config.mesh.t])
 
 
+def with_shardings(shapes: Any, shardings: Any) -> Any:
+    """The tree of `ShapeDtypeStruct` with a sharding each."""
+    return jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes, shardings
+    )
+
+
 def run_folder(config: RunConfig) -> Path:
     return Path(config.paths.root_working_dir) / config.paths.model_name
 
@@ -53,7 +60,7 @@ def report_check(config: RunConfig, step: typed_shard_map, *arguments: Any) -> N
     """Proves the types of a step on the config's mesh, without a device, and prints what was proved.
 
     Args:
-      arguments: the step's, as `ShapeDtypeStruct` of global shapes.
+      arguments: the step's, arrays or `ShapeDtypeStruct` of global shapes.
     Raises:
       RunError: with the first claim that is not so, and its line.
     """
@@ -81,10 +88,11 @@ class Run:
       tokens_per_step, model_flops_per_step: of the global batch.
     """
 
-    def __init__(self, config: RunConfig, total_steps: int, done_steps: int, tokens_per_step: int, model_flops_per_step: float):
+    def __init__(
+        self, config: RunConfig, total_steps: int, done_steps: int, tokens_per_step: int, model_flops_per_step: float
+    ):
         self._config, self._total, self._done = config, total_steps, done_steps
         self.folder = run_folder(config)
-        self.checkpoints = self.folder / "checkpoints"
         self.is_leader = jax.process_index() == 0
         if self.is_leader:
             self.folder.mkdir(parents=True, exist_ok=True)

@@ -191,6 +191,8 @@ def pmax(spec: str | bytes, x):
     Sends: an all-reduce of the result, about 2 (n - 1) / n of its bytes.
     """
 
+    line = users_line()
+
     def execute(planned, axes, x):
         local = jnp.max(x, axis=planned["dropped"])
 
@@ -200,7 +202,7 @@ def pmax(spec: str | bytes, x):
 
         @largest.defjvp
         def _refuse(primals, tangents):
-            raise ShardingError(f"pmax has no gradient: pass it lax.stop_gradient(x)\n  in shardops.pmax('{as_text(spec)}')")
+            raise ShardingError(f"pmax has no gradient: pass it lax.stop_gradient(x)\n  in shardops.pmax('{as_text(spec)}')\n  at {line}")
 
         return largest(local)
 
@@ -546,8 +548,8 @@ def local(spec: str | bytes, function, *operands):
 
         local('B/d L Q K/t D, B/d S K/t D -> B/d L Q K/t D', attend, q, k)
 
-    Proved: operands lie as the string says, and no axis along which one differs is called the same in the result. Not proved: that the
-    function treats split dims part by part. Sends: nothing, and the function must not either.
+    Proved: operands lie as the string says, the result differs along the same axes as they do, and the function sends nothing and takes
+    no other value that is split. Not proved: that it treats split dims part by part, and is linear in what is pending.
     """
 
     def execute(planned, axes, *operands):
@@ -563,16 +565,20 @@ def local(spec: str | bytes, function, *operands):
 
 def _plan_local(recipe, mesh_axes):
     for axis in mesh_axes:
-        differs = any(axis in operand.split or axis in operand.pending for operand in recipe.operands)
-        if any(axis in operand.pending for operand in recipe.operands) and axis not in recipe.result.pending:
-            raise ShardingError(f"an operand is pending over {axis} and the result is not: reduce it first")
-        if differs and axis not in recipe.result.split and axis not in recipe.result.pending:
+        split = any(axis in operand.split for operand in recipe.operands)
+        owed = any(axis in operand.pending for operand in recipe.operands)
+        claimed = axis in recipe.result.split or axis in recipe.result.pending
+        if owed and (split or axis not in recipe.result.pending):
+            raise ShardingError(f"an operand is pending over {axis} and {'another is split over it' if split else 'the result is not'}: reduce it first")
+        if split and not claimed:
             raise ShardingError(f"an operand differs along {axis}, the result says it is the same: nothing is sent inside a local function")
+        if claimed and not split and not owed:
+            raise ShardingError(f"the operands are the same along {axis}, and so is the result: a local function does not know which device it runs on")
     return {}
 
 
 # -- Gradients ---------------------------------------------------------------------------------------------------------
-def value_and_grad(function, argnums: int = 0, has_aux: bool = False):
+def value_and_grad(function, argnums: int | tuple[int, ...] = 0, has_aux: bool = False):
     """`jax.value_and_grad` of a loss whose every mesh axis is pending, '+d +t': what is differentiated is the sum over all devices.
 
     Each gradient has its weight's type with same and pending exchanged: that of a weight 'M' (the same over d and t) is 'M +d +t', still to be
@@ -589,7 +595,7 @@ def value_and_grad(function, argnums: int = 0, has_aux: bool = False):
         # The backward pass need not be traced: the theory of the types gives the gradients' (see shardlib/check.py).
         result = function(*args)
         loss = result[0] if has_aux else result
-        leaves, tree = jax.tree.flatten(args[argnums])
+        leaves, tree = jax.tree.flatten(args[argnums] if isinstance(argnums, int) else tuple(args[argument] for argument in argnums))
         mesh_axes = tuple(mapped_axes())
         axes = frozenset(mesh_axes)
 
@@ -610,7 +616,7 @@ def value_and_grad(function, argnums: int = 0, has_aux: bool = False):
     return differentiate
 
 
-def grad(function, argnums: int = 0, has_aux: bool = False):
+def grad(function, argnums: int | tuple[int, ...] = 0, has_aux: bool = False):
     """`jax.grad` of such a loss; see `value_and_grad`."""
 
     def differentiate(*args):

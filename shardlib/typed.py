@@ -43,9 +43,10 @@ def _rewritten(function):
         lines, first = inspect.getsourcelines(function)
     except OSError:
         raise ShardingError(f"@typed needs the source of {function.__name__}, which cannot be read: define it in a file") from None
-    tree = ast.parse(textwrap.dedent("".join(lines)))
-    ast.increment_lineno(tree, first - 1)
-    (definition,) = tree.body
+    # Under an `if`, a function that is indented parses as it stands; to remove the indent would change its strings.
+    tree = ast.parse("if True:\n" + "".join(lines) if lines[0][0].isspace() else "if True:\n " + " ".join(lines))
+    ast.increment_lineno(tree, first - 2)
+    definition = tree.body[0].body[0]
     definition.decorator_list = []
     definition.args.defaults = [ast.Constant(None)] * len(definition.args.defaults)  # the function keeps its own
     definition.args.kw_defaults = [default and ast.Constant(None) for default in definition.args.kw_defaults]

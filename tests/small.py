@@ -47,14 +47,21 @@ def state_of(tree) -> train.State:
 
 
 def batch_of(batch) -> TokenBatch:
-    arrays = TokenBatch(targets=batch.targets.astype(np.uint32), is_seq_start=batch.is_seq_start, is_target=batch.is_target)
+    arrays = TokenBatch(
+        targets=batch.targets.astype(np.uint32), is_seq_start=batch.is_seq_start, is_target=batch.is_target
+    )
     return jax.device_put(arrays, make_shardings(TokenBatch))
 
 
+@functools.lru_cache
+def _compiled(model, training, bos_id, mesh, dtype, loss_chunk):
+    return jax.jit(typed_shard_map(functools.partial(train.training_step, model, training, bos_id)))
+
+
 def step(model, training, state, batch, number=0, bos_id=0):
-    """One training step, checked and compiled; returns the new state and the metrics as numpy arrays."""
-    mapped = typed_shard_map(functools.partial(train.training_step, model, training, bos_id))
-    return jax.tree.map(np.asarray, jax.jit(mapped)(state, jnp.uint32(0), jnp.uint32(number), batch))
+    """One training step, checked and compiled once for each of its settings; returns the new state and the metrics as numpy arrays."""
+    mapped = _compiled(model, training, bos_id, jax.sharding.get_mesh(), train.act.dtype, train.LOSS_CHUNK)
+    return jax.tree.map(np.asarray, mapped(state, jnp.uint32(0), jnp.uint32(number), batch))
 
 
 def loss_and_gradient(model, training, weights, batch, bos_id=0):

@@ -47,7 +47,9 @@ def test_gradient_equals_the_reference_in_float32(mesh, microbatches, weights, t
 @pytest.mark.parametrize("mesh", [(1, 1), (4, 2)], ids=["1x1", "4x2"])
 def test_bfloat16_is_as_near_as_the_plain_reference(mesh, weights, truth):
     """In bfloat16 loss and gradient are no further from float64 than 1.5 times the plain reference in bfloat16."""
-    plain_loss, plain = reference.loss_and_grad(weights, small.BATCH, small.MODEL, dtype=np.float32, compute_dtype=jnp.bfloat16)
+    plain_loss, plain = reference.loss_and_grad(
+        weights, small.BATCH, small.MODEL, dtype=np.float32, compute_dtype=jnp.bfloat16
+    )
     with small.on_mesh(*mesh, dtype="bfloat16"):
         loss, gradient = small.loss_and_gradient(small.MODEL, small.TRAINING, weights, small.BATCH)
     ours, plains = distances(gradient, truth[1]), distances(small.as_weights(plain), truth[1])

@@ -1,0 +1,36 @@
+# `make train` and `make test` set up all they need in .venv; afterwards neither needs a network.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: train test test-slow lint format clean
+.DEFAULT_GOAL := train
+
+train: $(VENV)/runtime  ## the small job on simulated devices
+	$(BIN)/python -m train
+
+test: $(VENV)/tests  ## all tests but the slow ones
+	$(BIN)/python -m pytest -m "not slow" -n 2
+
+test-slow: $(VENV)/tests
+	$(BIN)/python -m pytest -m slow
+
+lint: $(VENV)/tests
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(VENV)/tests
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) runs
+
+$(VENV)/runtime: requirements-cpu.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-cpu.txt
+	touch $@
+
+$(VENV)/tests: $(VENV)/runtime requirements-test.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-test.txt
+	touch $@
