@@ -24,11 +24,9 @@ from einops import rearrange
 from jax import lax
 
 from jax_extra import explicit_activation_checkpointing, fold_in_str, save_for_backward
-from runtime.checkpoint import latest_step, read_attributes, restore, save
 from runtime.config import RunConfig, run
-from runtime.config_checks import check_dataset, check_resume
-from runtime.data import Loader, TokenBatch
-from runtime.run import Run, report_check, run_folder, start, with_shardings
+from runtime.data import TokenBatch
+from runtime.run import Run, report_check, start, with_shardings
 from shardlib import shardops
 from shardlib.shardtypes import (
     Array,
@@ -375,8 +373,9 @@ def validation_step(
     return loss, targets + shardops.psum('+d -> ', batch_targets)
 
 
-def model_flops(model: Model, tokens: Tokens) -> float:
+def model_flops(config: Config) -> float:
     """FLOPs of a step's matrix products, forward and backward, nothing computed twice, of attention the causal half."""
+    model, tokens = config.model, config.training.tokens
     heads = model.n_q_per_kv * model.n_kv * model.d_head
     layer = 2 * model.d_model * (heads + model.n_kv * model.d_head) + 3 * model.d_model * model.d_ff
     products = model.layers * layer + model.vocab * model.d_model
@@ -400,7 +399,7 @@ def shapes(config: Config) -> tuple[State, TokenBatch]:
 
 def main(config: Config) -> None:
     """Trains a language model on a flat-tokens data set, as a config in configs/ says."""
-    training, tokens, zero = config.training, config.training.tokens, np.uint32(0)
+    zero = np.uint32(0)
     act.dtype = config.model.compute_dtype
     state, batch = shapes(config)
     if config.check_only:
@@ -408,45 +407,31 @@ def main(config: Config) -> None:
         report_check(config, step, state, zero, zero, batch)
         return report_check(config, validate, state.weights, np.float32(0), np.float32(0), batch)
 
-    with jax.set_mesh(start(config)):
-        sharding = make_shardings(TokenBatch).targets
-        load = functools.partial(Loader, config.flat_tokens, batch=tokens.batch, length=tokens.len, sharding=sharding)
-        with load(split='train') as data, load(split='validation', shuffle=False) as validation_data:
-            largest_id = max(data.max_token_id, validation_data.max_token_id)
-            check_dataset(config, largest_id, data.steps, data.bos_id)
-            checkpoints = run_folder(config) / 'checkpoints'
-            done = latest_step(checkpoints) or 0
-            check_resume(config, done)
+    with jax.set_mesh(start(config)), Run(config, make_shardings(TokenBatch).targets, model_flops(config)) as run:
+        step, validate = mapped_steps(config, run.data.bos_id)
+        state, batch = with_shardings((state, batch), make_shardings(tuple[State, TokenBatch]))
+        step = run.show(jax.jit(step, donate_argnums=0).lower(state, zero, zero, batch).compile())
+        validate = jax.jit(validate)
+        if run.done_steps:
+            state, skipped_steps = run.restore(state), np.uint32(run.attributes['skipped_steps'])
+        else:
+            init = jax.jit(functools.partial(init_state, config.model), out_shardings=make_shardings(State))
+            state, skipped_steps = init(np.uint32(config.training.seed)), zero
 
-            step, validate = mapped_steps(config, data.bos_id)
-            state, batch = with_shardings((state, batch), make_shardings(tuple[State, TokenBatch]))
-            step = jax.jit(step, donate_argnums=0).lower(state, zero, zero, batch).compile()
-            validate = jax.jit(validate)
-            if done:
-                state = restore(checkpoints, done, state)
-                skipped_steps = np.uint32(read_attributes(checkpoints, done)['skipped_steps'])
-            else:
-                init = jax.jit(functools.partial(init_state, config.model), out_shardings=make_shardings(State))
-                state, skipped_steps = init(np.uint32(training.seed)), zero
-
-            flops = model_flops(config.model, tokens)
-            with Run(config, training.steps, done, tokens.batch * tokens.len, flops) as run:
-                run.show(step)
-                for number in run.steps():
-                    state, metrics = step(state, skipped_steps, np.uint32(number), data.load(number))
-                    skipped_steps = metrics.skipped_steps
-                    run.log(number, (state, metrics), metrics)
-                    if run.due(number, config.eval_interval):
-                        with run.tracker.paused():
-                            loss = targets = np.float32(0)
-                            for index in range(validation_data.steps):
-                                loss, targets = validate(state.weights, loss, targets, validation_data.load(index))
-                                run.stay_close(loss)
-                            run.tracker.log_validation(number + 1, float(loss) / max(float(targets), 1))
-                    if run.due(number, config.checkpoint_interval):
-                        with run.tracker.paused():
-                            attributes = {'skipped_steps': int(skipped_steps), 'seed': training.seed}
-                            save(checkpoints, number + 1, state, attributes)
+        for number in run.steps():
+            state, metrics = step(state, skipped_steps, np.uint32(number), run.data.load(number))
+            skipped_steps = metrics.skipped_steps
+            run.log(number, (state, metrics), metrics)
+            if run.due(number, config.eval_interval):
+                with run.paused():
+                    loss = targets = np.float32(0)
+                    for index in range(run.validation_data.steps):
+                        loss, targets = validate(state.weights, loss, targets, run.validation_data.load(index))
+                        run.stay_close(loss)
+                    run.log_validation(number, loss, targets)
+            if run.due(number, config.checkpoint_interval):
+                with run.paused():
+                    run.save(number, state, {'skipped_steps': int(skipped_steps), 'seed': config.training.seed})
 
 
 if __name__ == '__main__':

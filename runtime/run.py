@@ -16,8 +16,10 @@ from typing import Any
 import jax
 
 from ledger.hardware import peak_flops_per_s
+from runtime.checkpoint import latest_step, read_attributes, restore, save
 from runtime.config import RunConfig, prepare_devices, to_yaml
-from runtime.config_checks import check_mesh, check_num_hosts
+from runtime.config_checks import check_dataset, check_mesh, check_num_hosts, check_resume
+from runtime.data import Loader
 from runtime.errors import RunError
 from runtime.hlo_graph import StepGraph
 from runtime.profiling import Profiler
@@ -52,10 +54,6 @@ def with_shardings(shapes: Any, shardings: Any) -> Any:
     )
 
 
-def run_folder(config: RunConfig) -> Path:
-    return Path(config.paths.root_working_dir) / config.paths.model_name
-
-
 def report_check(config: RunConfig, step: typed_shard_map, *arguments: Any) -> None:
     """Proves the types of a step on the config's mesh, without a device, and prints what was proved.
 
@@ -79,74 +77,98 @@ def report_check(config: RunConfig, step: typed_shard_map, *arguments: Any) -> N
 
 
 class Run:
-    """One run's folder, metrics, profile and graph, and which steps are still to do.
+    """One run: its folder, data, checkpoints, metrics, profile and graph, and which steps are still to do.
 
     Args:
-      config: written to the run folder as config.yaml.
-      total_steps: of the whole run.
-      done_steps: those behind the checkpoint that it goes on from.
-      tokens_per_step, model_flops_per_step: of the global batch.
+      config: train.py's; written to the run folder as config.yaml.
+      sharding: of a batch's arrays 'B/d L'.
+      model_flops_per_step: of the global batch.
+    Raises:
+      RunError: the data do not fit the config, or the run has all its steps already. Nothing is written then.
     """
 
-    def __init__(
-        self, config: RunConfig, total_steps: int, done_steps: int, tokens_per_step: int, model_flops_per_step: float
-    ):
-        self._config, self._total, self._done = config, total_steps, done_steps
-        self.folder = run_folder(config)
-        self.is_leader = jax.process_index() == 0
-        if self.is_leader:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
-        peak = peak_flops_per_s(jax.devices()[0].device_kind)
-        self.tracker = Tracker(
-            self.folder,
-            start_step=done_steps,
-            total_steps=total_steps,
-            tokens_per_step=tokens_per_step,
-            model_flops_per_step=model_flops_per_step,
-            peak_flops_per_s=None if peak is None else peak * config.mesh.d * config.mesh.t,
-            log_interval=config.log_interval,
-            is_leader=self.is_leader,
-        )
-        self._profiler = Profiler(self.folder, start_step=done_steps, total_steps=total_steps, is_leader=self.is_leader)
-        self._graph: StepGraph | None = None
+    def __init__(self, config: Any, sharding: jax.sharding.Sharding, model_flops_per_step: float):
+        self._config, tokens = config, config.training.tokens
+        self._total = config.training.steps
+        self.folder = Path(config.paths.root_working_dir) / config.paths.model_name
+        self._checkpoints = self.folder / "checkpoints"
+        self._threads = config.io.max_io_threads
+        rows = {"batch": tokens.batch, "length": tokens.len, "sharding": sharding, "io_threads": self._threads}
+        with contextlib.ExitStack() as opened:
+            self.data = opened.enter_context(Loader(config.flat_tokens, "train", **rows))
+            self.validation_data = opened.enter_context(Loader(config.flat_tokens, "validation", **rows, shuffle=False))
+            largest_id = max(self.data.max_token_id, self.validation_data.max_token_id)
+            check_dataset(config, largest_id, self.data.steps, self.data.bos_id)
+            self.done_steps = latest_step(self._checkpoints) or 0
+            check_resume(config, self.done_steps)
+            self.attributes = read_attributes(self._checkpoints, self.done_steps) if self.done_steps else {}
+
+            is_leader = jax.process_index() == 0
+            if is_leader:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                (self.folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+            peak = peak_flops_per_s(jax.devices()[0].device_kind)
+            steps = {"start_step": self.done_steps, "total_steps": self._total, "is_leader": is_leader}
+            self._tracker = Tracker(
+                self.folder,
+                **steps,
+                tokens_per_step=tokens.batch * tokens.len,
+                model_flops_per_step=model_flops_per_step,
+                peak_flops_per_s=None if peak is None else peak * config.mesh.d * config.mesh.t,
+                log_interval=config.log_interval,
+            )
+            opened.enter_context(self._tracker)
+            self._profiler = opened.enter_context(Profiler(self.folder, **steps))
+            self._open = opened.pop_all()
+        self._is_leader = is_leader
         self._in_flight: collections.deque[jax.Array] = collections.deque()
-        self._open = contextlib.ExitStack()
 
     def __enter__(self) -> "Run":
-        self._open.enter_context(self.tracker)
-        self._open.enter_context(self._profiler)
         return self
 
     def __exit__(self, *error) -> None:
         self._open.__exit__(*error)
-        if self._graph is not None:
-            self._graph.close()
 
     def show(self, compiled: jax.stages.Compiled) -> jax.stages.Compiled:
         """Writes the compiled step as text and graph, in the background; returns it."""
-        if self.is_leader and not (self.folder / "step.svg").exists():
-            self._graph = StepGraph(compiled, self.folder)
+        if self._is_leader and not (self.folder / "step.svg").exists():
+            self._open.callback(StepGraph(compiled, self.folder).close)
         return compiled
 
+    def restore(self, shapes: Any) -> Any:
+        """The state of the checkpoint that the run goes on from; `shapes` is its tree of `ShapeDtypeStruct` with shardings."""
+        return restore(self._checkpoints, self.done_steps, shapes, max_io_threads=self._threads)
+
+    def save(self, step: int, state: Any, attributes: dict[str, Any]) -> None:
+        """Writes the state after a step as a checkpoint; returns when it is complete."""
+        save(self._checkpoints, step + 1, state, attributes, max_io_threads=self._threads)
+
     def steps(self) -> Iterator[int]:
-        """The steps to do, from 0; each is profiled if it is one of those."""
-        for step in range(self._done, self._total):
+        """The steps to do, counted from 0."""
+        for step in range(self.done_steps, self._total):
             self._profiler.before_step(step + 1)
             yield step
+
+    def due(self, step: int, interval: int) -> bool:
+        """Whether something that is done every `interval` steps, and at the end, is due after this step."""
+        return (step + 1) % interval == 0 or step + 1 == self._total
 
     def log(self, step: int, outputs: Any, metrics: Any) -> None:
         """Takes what a step that was just dispatched returns; its numbers are read later, when they are due."""
         self._profiler.after_step(step + 1, outputs)
-        self.tracker.log(step + 1, vars(metrics))
+        self._tracker.log(step + 1, vars(metrics))
         self.stay_close(metrics.loss)
+
+    def log_validation(self, step: int, loss: jax.Array, targets: jax.Array) -> None:
+        """Logs the mean of the validation split's losses after a step, from their sum and their number."""
+        self._tracker.log_validation(step + 1, float(loss) / max(float(targets), 1))
+
+    def paused(self) -> contextlib.AbstractContextManager:
+        """What is done inside does not count as a step's time."""
+        return self._tracker.paused()
 
     def stay_close(self, output: jax.Array) -> None:
         """Called with an output of each program that is dispatched: lets the device be PROGRAMS_IN_FLIGHT behind, not more."""
         self._in_flight.append(output)
         if len(self._in_flight) > PROGRAMS_IN_FLIGHT:
             self._in_flight.popleft().block_until_ready()
-
-    def due(self, step: int, interval: int) -> bool:
-        """Whether something that is done every `interval` steps, and at the end, is due after this step."""
-        return (step + 1) % interval == 0 or step + 1 == self._total

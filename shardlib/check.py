@@ -128,6 +128,7 @@ class _Walk:
     def __init__(self, check: Check):
         self.check = check
         self.line: str | None = None  # of the jitted function that is being walked: inner lines may come from a cached trace
+        self.near = "unknown line"  # of the equation around the one that is walked: JAX's own functions have none
         self.divergent: frozenset[str] = frozenset()  # axes along which devices may take different branches here
         self.own_gradient = False  # inside a jax.custom_vjp
 
@@ -141,8 +142,8 @@ class _Walk:
             return known[atom] if atom in known else State(whole(atom.aval.ndim))  # a constant is the same everywhere
 
         for eqn in jaxpr.eqns:
-            outer = self.line
-            line = self.line or _line(eqn)
+            outer = self.line, self.near
+            line = self.near = self.line or _line(eqn) or self.near
             if eqn.primitive.name in ("jit", "pjit"):
                 self.line = line
             try:
@@ -150,7 +151,7 @@ class _Walk:
             except ShardingError as error:
                 raise error if "\n  at " in str(error) else ShardingError(f"{error}\n  at {line}") from None
             finally:
-                self.line = outer
+                self.line, self.near = outer
             known.update(zip(eqn.outvars, results, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
@@ -281,10 +282,10 @@ def _all_axis_names(jaxpr) -> set[str]:
     return found
 
 
-def _line(eqn) -> str:
+def _line(eqn) -> str | None:
     traceback = eqn.source_info.traceback
     for frame in traceback.frames if traceback is not None else ():
         if is_users(frame.file_name):
             return f"{frame.file_name}:{frame.line_num}"
-    return "unknown line"
+    return None
 

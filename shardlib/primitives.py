@@ -2,7 +2,7 @@
 
 Of *pending* only what is linear keeps the meaning: `LINEAR` lists it. Of *split* only what treats each device's part by itself:
 one rule a primitive says which dim of the result is split, and refuses a reduction, an index or a shift along a split dim.
-What has no rule and is not elementwise is refused for split values: `shardops.local` gives it a type.
+What has no rule and is not in `ELEMENTWISE` is refused for split values: `shardops.local` gives it a type.
 
 The names are those of jax 0.10 and 0.11.
 """
@@ -26,6 +26,15 @@ LINEAR = {
     **dict.fromkeys(("scatter-add",), (0, 2)),
 }
 BILINEAR = {"mul", "dot_general"}
+ELEMENTWISE = set(
+    """
+    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil clamp clz complex conj
+    convert_element_type copy copy_p cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag
+    integer_pow is_finite le le_to lgamma log log1p logistic lt lt_to max min mul mulhi name ne neg nextafter not or polygamma population_count pow real
+    reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt
+    square stop_gradient sub tan tanh xor zeta
+    """.split()
+)
 _KEEP_ZERO = {"broadcast_in_dim", "convert_element_type", "reshape", "neg", "copy"}
 
 
@@ -95,7 +104,7 @@ def dims(eqn, states) -> list[Dims]:
         return RULES[name](name, eqn.params, rows, shapes, outs)
     if name.startswith(("random_", "threefry", "rng_")):  # which numbers a device draws is not proved
         return [(None,) * len(out) for out in outs]
-    if len(set(outs)) == 1 and all(_broadcasts(shape, outs[0]) for shape in shapes):
+    if name in ELEMENTWISE and all(_broadcasts(shape, outs[0]) for shape in shapes):
         alike = [_stretched(name, row, shape, outs[0]) for row, shape in zip(rows, shapes) if shape]
         return [agree(name, alike) if alike else (None,) * len(outs[0])] * len(outs)
     for row in rows:

@@ -278,11 +278,13 @@ def check(dtype, shape_spec: str | bytes | Spec, value, *, what: str = "the anno
     if _check.checking() is None:
         return value
 
+    context = _against(dtype, spec, value, what)  # now: the walk comes when the trace is over
+
     def rule(states):
         try:
             require(spec, states[0], strict=False)
         except ShardingError as error:
-            raise ShardingError(f"{error}\n  {_against(dtype, spec, value, what)}") from None
+            raise ShardingError(f"{error}\n  {context}") from None
         return [State.of(spec)]
 
     return _check.mark_value(rule, value)

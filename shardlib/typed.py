@@ -13,7 +13,6 @@ letters and checks arguments and result by the signature. Types that are not of 
 import ast
 import functools
 import inspect
-import textwrap
 import types
 import typing
 
@@ -44,9 +43,10 @@ def _rewritten(function):
     except OSError:
         raise ShardingError(f"@typed needs the source of {function.__name__}, which cannot be read: define it in a file") from None
     # Under an `if`, a function that is indented parses as it stands; to remove the indent would change its strings.
-    tree = ast.parse("if True:\n" + "".join(lines) if lines[0][0].isspace() else "if True:\n " + " ".join(lines))
-    ast.increment_lineno(tree, first - 2)
-    definition = tree.body[0].body[0]
+    indented = lines[0][0].isspace()
+    tree = ast.parse("if True:\n" * indented + "".join(lines))
+    ast.increment_lineno(tree, first - 1 - indented)
+    definition = tree.body[0].body[0] if indented else tree.body[0]
     definition.decorator_list = []
     definition.args.defaults = [ast.Constant(None)] * len(definition.args.defaults)  # the function keeps its own
     definition.args.kw_defaults = [default and ast.Constant(None) for default in definition.args.kw_defaults]

@@ -1,0 +1,134 @@
+"""`python -m train` from its command line to its run folder, on a model that compiles in seconds."""
+
+import json
+import re
+import sys
+
+import numpy as np
+import pytest
+
+import train
+from runtime.config import load, run
+from runtime.flat_tokens import write_split
+
+TINY = [
+    "model.d_model=32", "model.n_kv=4", "model.d_head=8", "model.d_ff=64", "training.tokens.batch=16", "training.tokens.len=32",
+    "training.steps=12", "training.warmup_steps=2", "training.steps_for_lr=12", "checkpoint_interval=4", "eval_interval=6",
+    "log_interval=1", "model.vocab=128",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def data(tmp_path_factory):
+    """A data set of 20 steps of 16 x 32 tokens below 128, and as little again for validation."""
+    path = tmp_path_factory.mktemp("data") / "tiny.zarr"
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 200), ("validation", 20)):
+        write_split(path, split, [rng.integers(1, 128, rng.integers(1, 104)) for _ in range(count)])
+    TINY.append(f"flat_tokens.filespec={path}")
+    yield
+    TINY.pop()
+
+
+def start(monkeypatch, *overrides):
+    """Runs as `python -m train <TINY> <overrides>` would; returns the exit status."""
+    monkeypatch.setattr(sys, "argv", ["train", *TINY, *overrides])
+    try:
+        run(train.main, train.Config)
+    except SystemExit as stop:
+        return stop.code
+    return 0
+
+
+def losses(folder):
+    """The training losses of a run by step."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(data, tmp_path_factory):
+    """The folder of a run of 12 steps on the mesh 4 x 2, never stopped."""
+    folder = tmp_path_factory.mktemp("runs")
+    train.main(load(train.Config, "local_test_synthetic", [*TINY, f"paths.root_working_dir={folder}", "paths.model_name=whole"]))
+    return folder / "whole"
+
+
+def test_a_run_leaves_all_that_it_should(uninterrupted):
+    """Config, metrics with the documented keys, the compiled step as text and picture, checkpoints at each interval and the end."""
+    assert {"config.yaml", "metrics.jsonl", "step.hlo.txt", "step.svg", "checkpoints", "profile"} <= {path.name for path in uninterrupted.iterdir()}
+    lines = [json.loads(line) for line in (uninterrupted / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "validation_loss" in line] == [6, 12]
+    steps = [line for line in lines if "loss" in line]
+    assert [line["step"] for line in steps] == list(range(1, 13))
+    for line in steps:
+        assert {"step", "loss", "learning_rate", "grad_norm", "tokens_per_s", "step_time_s", "mfu", "skipped_steps"} <= set(line)
+    assert sorted(path.name for path in (uninterrupted / "checkpoints").iterdir()) == ["0000000004", "0000000008", "0000000012"]
+
+
+def test_a_stopped_run_goes_on_bit_for_bit(uninterrupted, monkeypatch, tmp_path):
+    """Stopped after 5 steps and started again, the losses of steps 6 to 12 are bit for bit those of the run that was never stopped."""
+    where = [f"paths.root_working_dir={tmp_path}", "+paths.model_name=halves"]
+    assert start(monkeypatch, *where, "training.steps=5") == 0
+    assert start(monkeypatch, *where) == 0
+    assert losses(tmp_path / "halves") == losses(uninterrupted)
+
+
+def test_a_run_goes_on_on_another_mesh(uninterrupted, monkeypatch, tmp_path):
+    """Stopped after 5 steps on 4 x 2 and resumed on 2 x 4, the losses are those of the uninterrupted run to bfloat16's rounding."""
+    where = [f"paths.root_working_dir={tmp_path}", "paths.model_name=moved"]
+    assert start(monkeypatch, *where, "training.steps=5") == 0
+    assert start(monkeypatch, *where, "mesh.d=2", "mesh.t=4") == 0
+    whole, moved = losses(uninterrupted), losses(tmp_path / "moved")
+    assert all(moved[step] == whole[step] for step in range(1, 6))
+    np.testing.assert_allclose([moved[step] for step in range(6, 13)], [whole[step] for step in range(6, 13)], rtol=2e-3)
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["flat_tokens.filespec=nowhere.zarr"], r"nowhere\.zarr.*does not exist"),
+        (["model.vocab=64"], r"model\.vocab = 64: the data set .*tiny\.zarr has token ids up to 127: set model\.vocab to 128 or more"),
+        (["training.steps=100000"], r"training\.steps = 100000: the data set .*tiny\.zarr holds \d+ steps in flat_tokens\.epochs = 1: set flat_tokens\.epochs="),
+        (["mesh.d=16"], r"mesh\.d × mesh\.t = 16 × 2: expected 8 devices or fewer.*XLA_FLAGS=--xla_force_host_platform_device_count=32"),
+        (["num_hosts=1", "training.tokens.batch=62"], r"training\.tokens\.batch = 62"),
+        (["checkpoint_interval=0"], r"checkpoint_interval = 0"),
+        (["training.steps=-5"], r"training\.steps = -5"),
+        (["+paths.mistyped=x"], r"paths\.mistyped is not a key"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)  # fmt: skip
+def test_bad_input_is_one_message_and_no_traceback(overrides, message, monkeypatch, capsys, tmp_path):
+    """What cannot run ends with status 1 and a message that names the key and the fix, before anything is compiled or written."""
+    assert start(monkeypatch, f"paths.root_working_dir={tmp_path}/runs", *overrides) == 1
+    printed = capsys.readouterr().err
+    assert re.search(message, printed, re.DOTALL) and printed.startswith("error: ") and "Traceback" not in printed
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_finished_run_says_so(uninterrupted, monkeypatch, capsys):
+    """A run that has all its steps is not started again in silence."""
+    assert start(monkeypatch, f"paths.root_working_dir={uninterrupted.parent}", "paths.model_name=whole") == 1
+    assert "nothing to train: the run in" in capsys.readouterr().err
+
+
+def test_check_only_says_what_was_proved(monkeypatch, capsys):
+    """check_only=true proves both steps on a mesh for which there are no devices, and ends with status 0."""
+    assert start(monkeypatch, "check_only=true", "mesh.d=8", "mesh.t=4") == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"training_step on the mesh d=8 × t=4: \d{3} claims proved in", printed)
+    assert re.search(r"validation_step on the mesh d=8 × t=4: \d{3} claims proved in", printed)
+    assert "Not proved" in printed
+
+
+def test_check_only_refuses_a_wrong_program(monkeypatch, capsys):
+    """A forgotten reduction ends check_only with status 1 and names the line; no traceback."""
+    right = train.shardops.psum_scatter
+
+    def forgotten(spec, x):
+        return x if spec == 'B/d L M +t -> B/d L M/t' else right(spec, x)
+
+    monkeypatch.setattr(train.shardops, "psum_scatter", forgotten)
+    assert start(monkeypatch, "check_only=true") == 1
+    printed = capsys.readouterr().err
+    assert printed.startswith("error: training_step is refused on the mesh d=4 × t=2:") and re.search(r"train\.py:\d+", printed)
