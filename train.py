@@ -26,7 +26,7 @@ from jax import lax
 from jax_extra import explicit_activation_checkpointing, fold_in_str, save_for_backward
 from runtime.config import RunConfig, run
 from runtime.data import TokenBatch
-from runtime.run import Run, report_check, start, with_shardings
+from runtime.run import RUNS_ONCE, Run, report_check, start, with_shardings
 from shardlib import shardops
 from shardlib.shardtypes import (
     Array,
@@ -415,7 +415,8 @@ def main(config: Config) -> None:
         if run.done_steps:
             state, skipped_steps = run.restore(state), np.uint32(run.attributes['skipped_steps'])
         else:
-            init = jax.jit(functools.partial(init_state, config.model), out_shardings=make_shardings(State))
+            init = functools.partial(init_state, config.model)
+            init = jax.jit(init, out_shardings=make_shardings(State), compiler_options=RUNS_ONCE)
             state, skipped_steps = init(np.uint32(config.training.seed)), zero
 
         for number in run.steps():

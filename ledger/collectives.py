@@ -11,7 +11,6 @@ Both tables are counted by walking the program, with the turns of its loops as f
 
 import collections
 import dataclasses
-import json
 import math
 import re
 from collections.abc import Iterable
@@ -60,20 +59,24 @@ Table = collections.Counter[Collective]  # times a step
 
 # -- Comparing ---------------------------------------------------------------------------------------------------------
 def totals(table: Table) -> Table:
-    """The same without lines: what two tables are compared by, since XLA keeps the lines of most operations only."""
+    """The same without lines: what two tables are compared by, since XLA need not keep the lines."""
     total: Table = collections.Counter()
     for row, times in table.items():
-        total[dataclasses.replace(row, line="")] += times
+        total[_bare(row)] += times
     return total
 
 
+def _bare(row: Collective) -> Collective:
+    return dataclasses.replace(row, line="")
+
+
 def differences(ours: Table, theirs: Table) -> list[str]:
-    """What is not the same in the two tables, as written and as compiled, a line of text each, with the lines of the source."""
+    """What is not the same as written and as compiled, a line of text each, with the lines of the source."""
     left, right = totals(ours), totals(theirs)
     texts = []
     for row in sorted(left.keys() | right.keys()):
         if left[row] != right[row]:
-            lines = sorted({each.line or "a line not known" for each in (*ours, *theirs) if dataclasses.replace(each, line="") == row})
+            lines = sorted({each.line or "a line not known" for each in (*ours, *theirs) if _bare(each) == row})
             texts.append(f"written {left[row]}, compiled {right[row]} times a step: {row} ({', '.join(lines)})")
     return texts
 
@@ -111,7 +114,7 @@ def _any_branch(branches: Iterable[Table], place: str) -> Table:
     """The collectives of the one branch that will run. Raises `ValueError` if they are not the same in all."""
     first, *others = branches
     if any(totals(other) != totals(first) for other in others):
-        raise ValueError(f"the branches at {place} do not run the same collectives: which of them will run is not known")
+        raise ValueError(f"the branches at {place} do not run the same collectives: which will run is not known")
     return first
 
 
@@ -140,14 +143,22 @@ def _written(jaxpr, axes, outer_stack, outer_line) -> Table:
             if params.get("axis_index_groups") is not None:
                 raise ValueError(f"'{name}' at {line} has axis_index_groups: write it over mesh axes")
             for aval in (operand.aval for operand in eqn.invars):
-                row = Collective(KINDS[name], over, aval.dtype.name, aval.size * aval.dtype.itemsize, _phase(stack), line)
+                row = Collective(
+                    KINDS[name], over, aval.dtype.name, aval.size * aval.dtype.itemsize, _phase(stack), line
+                )
                 table[row] += 1
         elif over and name not in SEND_NOTHING:
-            raise ValueError(f"'{name}' over {', '.join(over)} at {line}: ledger/collectives.py does not know what it sends")
-        values = [each for value in params.values() for each in (value if isinstance(value, tuple | list) else (value,))]
+            raise ValueError(
+                f"'{name}' over {', '.join(over)} at {line}: ledger/collectives.py does not know what it sends"
+            )
+        values = [
+            each for value in params.values() for each in (value if isinstance(value, tuple | list) else (value,))
+        ]
         bodies = [_written(each, axes, stack, line) for each in values if isinstance(each, Jaxpr | ClosedJaxpr)]
         if name == "while" and any(bodies):
-            raise ValueError(f"a collective in the while loop at {line}: how often it will run is not known\n  fix: write lax.scan")
+            raise ValueError(
+                f"a collective in the while loop at {line}: how often it will run is not known\n  fix: write lax.scan"
+            )
         for body in [_any_branch(bodies, line)] if name == "cond" else bodies:
             _add(table, body, params["length"] if name == "scan" else 1)
     return table
@@ -199,7 +210,7 @@ def _compiled(module: Module, computation: Computation, axes) -> Table:
     return table
 
 
-def _operands(module: Module, computation: Computation, instruction: Instruction) -> list[tuple[str, int, tuple[str, str]]]:
+def _operands(module: Module, computation: Computation, instruction: Instruction) -> list[tuple[str, int, tuple]]:
     """Type, bytes, and source with name stack of each operand."""
     sizes = []
     for name in instruction.operands:
@@ -208,13 +219,14 @@ def _operands(module: Module, computation: Computation, instruction: Instruction
         sizes.append((dtype, math.prod(int(dim) for dim in dims.split(",") if dim) * jnp.dtype(dtype).itemsize))
     if instruction.opcode == "all-to-all":  # its operands are the parts for each device
         sizes = [(sizes[0][0], sum(size for _, size in sizes))]
-    # Of a combined collective the items of the result still say where they are from.
-    places = {0: instruction} if len(sizes) == 1 else {}
-    results = {instruction.name} | {each.name for each in computation.instructions.values() if each.is_done and instruction.name in each.operands}
-    for each in computation.instructions.values():
-        if len(sizes) > 1 and each.opcode == "get-tuple-element" and each.operands[0] in results:
-            places[int(re.search(r"index=(\d+)", each.attributes)[1])] = each
-    return [(*size, module.metadata(places[index]) if index in places else ("", "")) for index, size in enumerate(sizes)]
+    if len(sizes) == 1:
+        return [(*sizes[0], module.metadata(instruction))]
+    # Of a combined collective the items of the result (of its done, if it is asynchronous) still say where they are from.
+    others = computation.instructions.values()
+    results = {instruction.name, *(each.name for each in others if each.is_done and instruction.name in each.operands)}
+    items = [each for each in others if each.opcode == "get-tuple-element" and each.operands[0] in results]
+    places = {int(re.search(r"index=(\d+)", each.attributes)[1]): module.metadata(each) for each in items}
+    return [(*size, places.get(index, ("", ""))) for index, size in enumerate(sizes)]
 
 
 def _turns(module: Module, loop: Instruction) -> int:
@@ -232,28 +244,28 @@ def _turns(module: Module, loop: Instruction) -> int:
 def axes_of_groups(attributes: str, mesh_axes: dict[str, int]) -> tuple[str, ...]:
     """The mesh axes over which an HLO collective goes, by its attributes; devices are numbered in the order of the mesh.
 
-        axes_of_groups("replica_groups={{0,1},{2,3}}", {"d": 2, "t": 2})                  # ('t',)
-        axes_of_groups("replica_groups=[2,2]<=[2,2]T(1,0)", {"d": 2, "t": 2})             # ('d',)
-        axes_of_groups("source_target_pairs={{0,2},{2,0}}", {"d": 2, "t": 2})             # ('d',)
-        axes_of_groups("replica_groups={{0,3},{1,2}}", {"d": 2, "t": 2})                  # ('{{0,3},{1,2}}',)
+    axes_of_groups("replica_groups={{0,1},{2,3}}", {"d": 2, "t": 2})                  # ('t',)
+    axes_of_groups("replica_groups=[2,2]<=[2,2]T(1,0)", {"d": 2, "t": 2})             # ('d',)
+    axes_of_groups("source_target_pairs={{0,2},{2,0}}", {"d": 2, "t": 2})             # ('d',)
+    axes_of_groups("replica_groups={{0,3},{1,2}}", {"d": 2, "t": 2})                  # ('{{0,3},{1,2}}',)
     """
     shape = tuple(mesh_axes.values())
-    ids = np.arange(math.prod(shape)).reshape(shape)
-    text = re.search(r"(?:replica_groups|source_target_pairs)=([{\[](?:[\d,<=T(){}\[\]]*[})\]])?)", attributes)
-    text = text[1] if text else ""
-    iota = re.fullmatch(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
-    if iota:
+    devices = math.prod(shape)
+    found = re.search(r"(replica_groups|source_target_pairs)=([{\[](?:[\d,<=T(){}\[\]]*[})\]])?)", attributes)
+    name, text = found.groups() if found else ("", "")
+    if iota := re.fullmatch(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
         groups, dims, order = ([int(n) for n in part.split(",")] if part else None for part in iota.groups())
-        groups = np.arange(math.prod(dims)).reshape(dims).transpose(order).reshape(groups).tolist()
+        groups = np.arange(devices).reshape(dims).transpose(order).reshape(groups).tolist()
     elif re.fullmatch(r"\{(\{[\d,]+\},?)*\}", text):
-        groups = [[int(n) for n in part.split(",")] for part in re.findall(r"\{([\d,]+)\}", text)] or [ids.ravel().tolist()]
+        groups = [[int(n) for n in part.split(",")] for part in re.findall(r"\{([\d,]+)\}", text)]
+        groups = groups or [list(range(devices))]
     else:
-        raise ValueError(f"HLO text: the groups of a collective are in a spelling that is not known: {attributes.strip(', ')[:160]!r}")
+        shown = attributes.strip(", ")[:160]
+        raise ValueError(f"HLO text: the groups of a collective are in a spelling that is not known: {shown!r}")
     # The axes along which the members of some group, or a source and its target, have different places.
-    along = [any(len({np.unravel_index(n, shape)[axis] for n in group}) > 1 for group in groups) for axis in range(len(shape))]
-    over = tuple(name for name, differs in zip(mesh_axes, along) if differs)
-    if "source_target_pairs" in attributes:
-        return over
-    split = np.moveaxis(ids, [axis for axis, differs in enumerate(along) if differs], range(-sum(along), 0)) if over else ids
-    expected = split.reshape(-1, math.prod(mesh_axes[name] for name in over))
-    return over if {frozenset(group) for group in groups} == {frozenset(group) for group in expected.tolist()} else (text,)
+    places = [np.unravel_index(group, shape) for group in groups]
+    over = tuple(axis for i, axis in enumerate(mesh_axes) if any(np.ptp(place[i]) > 0 for place in places))
+    # A group's members differ along these alone, so that it holds all places along them if it is as large as they are.
+    size = math.prod(mesh_axes[axis] for axis in over)
+    whole = all(len(group) == size for group in groups) and size * len(groups) == devices
+    return over if whole or name == "source_target_pairs" else (text,)

@@ -113,7 +113,10 @@ def verify(function, axes: dict[str, int], arguments, in_specs: list[Spec]) -> i
         closed = trace_with_axes(function, {**axes, f"check {next(_serial)}": 1}, *arguments)
     except ShardingError:
         raise
-    except (TypeError, ValueError) as error:  # JAX's own: shapes that do not fit, after a reduction that was forgotten, say
+    except (
+        TypeError,
+        ValueError,
+    ) as error:  # JAX's own: shapes that do not fit, after a reduction that was forgotten, say
         raise ShardingError(f"{error}\n  at {line_of(error)}") from error
     finally:
         _current.reset(token)
@@ -127,7 +130,9 @@ _CALLS = ("jit", "pjit", "closed_call", "core_call", "remat", "checkpoint", "cus
 class _Walk:
     def __init__(self, check: Check):
         self.check = check
-        self.line: str | None = None  # of the jitted function that is being walked: inner lines may come from a cached trace
+        self.line: str | None = (
+            None  # of the jitted function that is being walked: inner lines may come from a cached trace
+        )
         self.near = "unknown line"  # of the equation around the one that is walked: JAX's own functions have none
         self.divergent: frozenset[str] = frozenset()  # axes along which devices may take different branches here
         self.own_gradient = False  # inside a jax.custom_vjp
@@ -163,7 +168,9 @@ class _Walk:
         if name in ("jit", "pjit", "name") and params["name"] in self.check.marks:
             return self.mark(self.check.marks[params["name"]], eqn, states)
         if foreign := _axis_names(params) & set(self.check.axes):
-            raise ShardingError(f"'{name}' over {', '.join(sorted(foreign))} outside of shardops: every transfer is written as an operation with a string")
+            raise ShardingError(
+                f"'{name}' over {', '.join(sorted(foreign))} outside of shardops: every transfer is written as an operation with a string"
+            )
         if name == "scan":
             return self.scan(params, states)
         if name == "while":
@@ -176,8 +183,10 @@ class _Walk:
                 return self.jaxpr(params.get("jaxpr", params.get("call_jaxpr")), states)
             finally:
                 self.own_gradient = outer
-        if name in ("pallas_call", "custom_call", "ffi_call", "shard_map") or "callback" in name and eqn.outvars:
-            raise ShardingError(f"'{name}': what it does cannot be seen\n  fix: call it through shardops.local, with a declared type")
+        if name in ("pallas_call", "custom_call", "ffi_call", "shard_map") or ("callback" in name and eqn.outvars):
+            raise ShardingError(
+                f"'{name}': what it does cannot be seen\n  fix: call it through shardops.local, with a declared type"
+            )
         if not eqn.outvars:  # jax.debug.print
             return []
         return apply(eqn, states)
@@ -210,7 +219,9 @@ class _Walk:
         fixed, start, rows = states[:consts], states[consts : consts + carry], states[consts + carry :]
         for row in rows:
             if isinstance(row.dims[0], tuple) and row.dims[0]:
-                raise ShardingError(f"a scan over a dim that is {describe(row.dims[0])}: each device would go through its own part alone\n  fix: all_gather it first, or reshape so that the scanned dim is whole")
+                raise ShardingError(
+                    f"a scan over a dim that is {describe(row.dims[0])}: each device would go through its own part alone\n  fix: all_gather it first, or reshape so that the scanned dim is whole"
+                )
         rows = [State(row.dims[1:], row.split, row.pending) for row in rows]
         carried, out = self.fixed_point(lambda now: self.jaxpr(params["jaxpr"], [*fixed, *now, *rows]), start, carry)
         return [*carried, *(State(((), *row.dims), row.split, row.pending) for row in out[carry:])]
@@ -221,7 +232,9 @@ class _Walk:
         try:
             while True:
                 carried, _ = self.fixed_point(
-                    lambda now: self.jaxpr(params["body_jaxpr"], [*states[conds : conds + consts], *now]), start, len(start)
+                    lambda now: self.jaxpr(params["body_jaxpr"], [*states[conds : conds + consts], *now]),
+                    start,
+                    len(start),
                 )
                 (go_on,) = self.jaxpr(params["cond_jaxpr"], [*states[:conds], *carried])
                 self.no_pending(go_on, "the condition of a while loop")
@@ -244,7 +257,9 @@ class _Walk:
     def under(self, decides: State, state: State) -> State:
         """A result of a branch or a loop: it differs along the axes along which what decides differs."""
         if crossing := decides.split & state.pending:
-            raise ShardingError(f"a result that is pending over {min(crossing)} under a branch that depends on a value that is split over it: the sum would mix them")
+            raise ShardingError(
+                f"a result that is pending over {min(crossing)} under a branch that depends on a value that is split over it: the sum would mix them"
+            )
         return State(state.dims, state.split | decides.split, state.pending)
 
     def fixed_point(self, body, start, carry):
@@ -266,7 +281,11 @@ def _axis_names(params) -> set[str]:
     found = set()
     for key in ("axes", "axis_name", "axis_names", "named_axes"):
         value = params.get(key, ())
-        found |= {name for name in (value if isinstance(value, (tuple, list, set, frozenset)) else (value,)) if isinstance(name, str)}
+        found |= {
+            name
+            for name in (value if isinstance(value, (tuple, list, set, frozenset)) else (value,))
+            if isinstance(name, str)
+        }
     return found
 
 
@@ -288,4 +307,3 @@ def _line(eqn) -> str | None:
         if is_users(frame.file_name):
             return f"{frame.file_name}:{frame.line_num}"
     return None
-

@@ -18,8 +18,12 @@ from shardlib.states import Axes, Dims, State, agree, describe, whole
 # the pending axis.
 _ALL = "all"
 LINEAR = {
-    **dict.fromkeys(("neg", "reshape", "transpose", "broadcast_in_dim", "squeeze", "tile", "reduce_sum", "cumsum"), _ALL),
-    **dict.fromkeys(("slice", "rev", "copy", "copy_p", "reduce_precision", "name", "concatenate", "split", "stop_gradient"), _ALL),
+    **dict.fromkeys(
+        ("neg", "reshape", "transpose", "broadcast_in_dim", "squeeze", "tile", "reduce_sum", "cumsum"), _ALL
+    ),
+    **dict.fromkeys(
+        ("slice", "rev", "copy", "copy_p", "reduce_precision", "name", "concatenate", "split", "stop_gradient"), _ALL
+    ),
     **dict.fromkeys(("add", "sub", "add_any"), _ALL),
     **dict.fromkeys(("gather", "dynamic_slice", "div"), (0,)),
     **dict.fromkeys(("dynamic_update_slice", "pad"), (0, 1)),
@@ -47,10 +51,16 @@ def apply(eqn, states: list[State]) -> list[State]:
     pending = _pending(eqn, states)
     if crossing := split & pending:
         axis = min(crossing)
-        raise ShardingError(f"'{name}' of a value that is pending over {axis} and one that is split over {axis}: the sum over {axis} would mix them")
+        raise ShardingError(
+            f"'{name}' of a value that is pending over {axis} and one that is split over {axis}: the sum over {axis} would mix them"
+        )
     rows = dims(eqn, states)
     for row in rows:
         for axis in sorted(split):
+            if not any(axes and axis in axes for axes in row):
+                raise ShardingError(
+                    f"'{name}' of a value that is split over {axis} loses the dim that is split: what each device has is no part of any whole\n  fix: {_REDUCED}"
+                )
             if sum(isinstance(axes, tuple) and axis in axes for axes in row) > 1:
                 raise ShardingError(
                     f"'{name}' makes two dims that are split over {axis}: each device has only the parts of its own index\n  fix: all_gather one operand first"
@@ -69,7 +79,9 @@ def _pending(eqn, states) -> frozenset[str]:
         if name in BILINEAR:
             if len(holding) == 1:
                 continue
-            raise ShardingError(f"'{name}' of two values that are both pending over {axis}: the product of sums is not the sum of products\n  fix: reduce one of them first")
+            raise ShardingError(
+                f"'{name}' of two values that are both pending over {axis}: the product of sums is not the sum of products\n  fix: reduce one of them first"
+            )
         if name == "select_n":
             data = set(range(1, len(states)))
         elif name == "convert_element_type" and jnp.issubdtype(eqn.params["new_dtype"], jnp.inexact):
@@ -84,7 +96,9 @@ def _pending(eqn, states) -> frozenset[str]:
                 f"'{name}' of a value that is pending over {axis} and one that is not: each device would add it again\n"
                 f"  fix: reduce the pending one first, or make the other pending with shardops.pending (zeros: shardops.zeros)"
             )
-        raise ShardingError(f"'{name}', which is not linear, of a value that is pending over {axis}: a function of a sum is not the sum of the function\n  fix: reduce it over {axis} first")
+        raise ShardingError(
+            f"'{name}', which is not linear, of a value that is pending over {axis}: a function of a sum is not the sum of the function\n  fix: reduce it over {axis} first"
+        )
     return axes
 
 
@@ -118,7 +132,7 @@ def dims(eqn, states) -> list[Dims]:
 
 def _broadcasts(shape, out) -> bool:
     """Whether an operand of this shape may be one of an elementwise operation: a scalar, or its dims are the result's or of size one."""
-    return not shape or len(shape) == len(out) and all(size in (1, full) for size, full in zip(shape, out))
+    return not shape or (len(shape) == len(out) and all(size in (1, full) for size, full in zip(shape, out)))
 
 
 def _stretched(name, row, shape, out) -> Dims:
@@ -134,7 +148,9 @@ def _stretched(name, row, shape, out) -> Dims:
 def _keep_whole(name: str, does: str, axes: Axes, fix: str):
     if axes:
         fix = "annotate the value first, to say how it lies" if isinstance(axes, frozenset) else fix
-        raise ShardingError(f"'{name}' {does} a dim that is {describe(axes)}: each device would take its own part for the whole\n  fix: {fix}")
+        raise ShardingError(
+            f"'{name}' {does} a dim that is {describe(axes)}: each device would take its own part for the whole\n  fix: {fix}"
+        )
 
 
 def _reduce(name, params, rows, shapes, outs):
@@ -290,7 +306,10 @@ def _reshape(name, params, rows, shapes, outs):
     (row,), (before,), (after,) = rows, shapes, outs
     if 0 in before:
         return [(_axes(*row),) * len(after)]
-    groups, gaps = [], []  # (what is known of the dims before, number of dims after): of each run, and of the ones around the runs
+    groups, gaps = (
+        [],
+        [],
+    )  # (what is known of the dims before, number of dims after): of each run, and of the ones around the runs
     i = j = 0
     while True:
         i0, j0 = i, j
@@ -329,7 +348,21 @@ def _reshape(name, params, rows, shapes, outs):
 
 
 RULES = {
-    **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor", "argmax", "argmin", "reduce"), _reduce),
+    **dict.fromkeys(
+        (
+            "reduce_sum",
+            "reduce_max",
+            "reduce_min",
+            "reduce_prod",
+            "reduce_and",
+            "reduce_or",
+            "reduce_xor",
+            "argmax",
+            "argmin",
+            "reduce",
+        ),
+        _reduce,
+    ),
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "top_k"), _along("axis")),
     "sort": _along("dimension"),
     "dot_general": _dot_general,

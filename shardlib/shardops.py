@@ -40,7 +40,9 @@ def _operate(name, text, operands, plan, execute, rule=None):
     shapes = None
     try:
         if not axes:
-            raise ShardingError("called outside of shard_map: there are no mesh axes here\n  fix: call it inside a function under typed_shard_map")
+            raise ShardingError(
+                "called outside of shard_map: there are no mesh axes here\n  fix: call it inside a function under typed_shard_map"
+            )
         recipe, planned = _planned(plan, text, len(operands), tuple(axes))
         letters = letters_of_scope()
         shapes = [bind(spec, jnp.shape(operand), axes, letters) for spec, operand in zip(recipe.operands, operands)]
@@ -62,10 +64,16 @@ def _operate(name, text, operands, plan, execute, rule=None):
         except ShardingError as error:
             raise ShardingError(f"{error}\n{_context(name, text, operands, shapes, axes)}") from None
 
-    return _check.mark(checked, functools.partial(execute, planned, axes), *operands, moves=planned["moves"], sealed=plan is _plan_local)
+    return _check.mark(
+        checked,
+        functools.partial(execute, planned, axes),
+        *operands,
+        moves=planned["moves"],
+        sealed=plan is _plan_local,
+    )
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _planned(plan, text, operands, mesh_axes) -> tuple[Recipe, dict]:
     recipe = parse_operation(text, operands)
     for spec in (*recipe.operands, recipe.result):
@@ -76,7 +84,9 @@ def _planned(plan, text, operands, mesh_axes) -> tuple[Recipe, dict]:
                 raise ShardingError("'...' is for sum_unreduced alone: name the dims")
     legal = [str(spec.in_mesh_order(mesh_axes)) for spec in (*recipe.operands, recipe.result)]
     if legal != [str(spec) for spec in (*recipe.operands, recipe.result)]:
-        raise ShardingError(f"axes are written in the order of the mesh's axes ({', '.join(mesh_axes)}): write '{', '.join(legal[:-1])} -> {legal[-1]}'")
+        raise ShardingError(
+            f"axes are written in the order of the mesh's axes ({', '.join(mesh_axes)}): write '{', '.join(legal[:-1])} -> {legal[-1]}'"
+        )
     return recipe, {"moves": (), **plan(recipe, mesh_axes)}
 
 
@@ -90,7 +100,9 @@ def _size_of(dim: Dim, letters) -> int:
     if dim.name.isdigit():
         return int(dim.name)
     if dim.name not in letters:
-        raise ShardingError(f"the size of {dim.name} is not known here: no operand and no annotation of this scope has it")
+        raise ShardingError(
+            f"the size of {dim.name} is not known here: no operand and no annotation of this scope has it"
+        )
     return letters[dim.name][0]
 
 
@@ -102,14 +114,18 @@ def _same_dims(recipe: Recipe) -> list[tuple[int, Dim, Dim]]:
     """Pairs operand and result dims of an operation that keeps the dims."""
     (operand,), result = recipe.operands, recipe.result
     if operand.names != result.names:
-        raise ShardingError(f"the operation keeps the dims, {' '.join(operand.names) or 'none'}, but the result has {' '.join(result.names) or 'none'}")
+        raise ShardingError(
+            f"the operation keeps the dims, {' '.join(operand.names) or 'none'}, but the result has {' '.join(result.names) or 'none'}"
+        )
     return [(position, before, after) for position, (before, after) in enumerate(zip(operand.dims, result.dims))]
 
 
 def _suffix(longer: Dim, shorter: Dim, doing: str) -> tuple[str, ...]:
     """The minor axes that `longer` has and `shorter` has not: only those can be gathered or scattered, else the parts would not be neighbours."""
     if longer.axes[: len(shorter.axes)] != shorter.axes:
-        raise ShardingError(f"{shorter} and {longer}: {doing} a dim's minor axes only, the last ones, since the parts over a major axis alone are not neighbours")
+        raise ShardingError(
+            f"{shorter} and {longer}: {doing} a dim's minor axes only, the last ones, since the parts over a major axis alone are not neighbours"
+        )
     return longer.axes[len(shorter.axes) :]
 
 
@@ -193,18 +209,19 @@ def pmax(spec: str | bytes, x):
 
     line = users_line()
 
+    @jax.custom_jvp
+    def undifferentiated(x):
+        return x
+
+    @undifferentiated.defjvp
+    def _refuse(primals, tangents):
+        raise ShardingError(
+            f"pmax has no gradient: pass it lax.stop_gradient(x)\n  in shardops.pmax('{as_text(spec)}')\n  at {line}"
+        )
+
     def execute(planned, axes, x):
-        local = jnp.max(x, axis=planned["dropped"])
-
-        @jax.custom_jvp
-        def largest(local):
-            return lax.pmax(local, planned["moves"]) if planned["moves"] else local
-
-        @largest.defjvp
-        def _refuse(primals, tangents):
-            raise ShardingError(f"pmax has no gradient: pass it lax.stop_gradient(x)\n  in shardops.pmax('{as_text(spec)}')\n  at {line}")
-
-        return largest(local)
+        local = jnp.max(undifferentiated(x), axis=planned["dropped"])
+        return lax.pmax(local, planned["moves"]) if planned["moves"] else local
 
     return _operate("pmax", spec, (x,), _plan_pmax, execute)
 
@@ -246,11 +263,17 @@ def psum_scatter(spec: str | bytes, x):
 
 def _plan_scatter(recipe, mesh_axes):
     (operand,), result = recipe.operands, recipe.result
-    scattered = [(position, names) for position, before, after in _same_dims(recipe) if (names := _suffix(after, before, "psum_scatter splits"))]
+    scattered = [
+        (position, names)
+        for position, before, after in _same_dims(recipe)
+        if (names := _suffix(after, before, "psum_scatter splits"))
+    ]
     gained = {axis for _, names in scattered for axis in names}
     taken = set(operand.pending) - set(result.pending)
     if set(result.pending) - set(operand.pending):
-        raise ShardingError(f"the result is pending over {', '.join(set(result.pending) - set(operand.pending))}, the operand is not")
+        raise ShardingError(
+            f"the result is pending over {', '.join(set(result.pending) - set(operand.pending))}, the operand is not"
+        )
     if not taken or gained != taken:
         raise ShardingError(
             f"psum_scatter takes the sum over axes that some dim is then split over: '{operand}' to '{result}' takes the sum over {', '.join(sorted(taken)) or 'none'} and splits over {', '.join(sorted(gained)) or 'none'}"
@@ -274,7 +297,9 @@ def _plan_psum(recipe, mesh_axes):
         raise ShardingError(f"psum keeps the dims: {_corrected(recipe, Spec(operand.dims, result.pending))}")
     taken = set(operand.pending) - set(result.pending)
     if not taken or set(result.pending) - set(operand.pending):
-        raise ShardingError(f"takes no sum: the operand must be pending over more axes than the result, as in '{Spec(operand.dims, ('t',))} -> {Spec(operand.dims)}'")
+        raise ShardingError(
+            f"takes no sum: the operand must be pending over more axes than the result, as in '{Spec(operand.dims, ('t',))} -> {Spec(operand.dims)}'"
+        )
     return {"moves": _ordered(taken, mesh_axes)}
 
 
@@ -288,7 +313,9 @@ def all_to_all(spec: str | bytes, x):
     """
 
     def execute(planned, axes, x):
-        return lax.all_to_all(x, planned["moves"], split_axis=planned["gains"], concat_axis=planned["loses"], tiled=True)
+        return lax.all_to_all(
+            x, planned["moves"], split_axis=planned["gains"], concat_axis=planned["loses"], tiled=True
+        )
 
     return _operate("all_to_all", spec, (x,), _plan_all_to_all, execute)
 
@@ -300,7 +327,12 @@ def _plan_all_to_all(recipe, mesh_axes):
             loses.append((position, _suffix(before, after, "all_to_all moves")))
         elif before.axes != after.axes:
             gains.append((position, _suffix(after, before, "all_to_all moves")))
-    if len(loses) != 1 or len(gains) != 1 or loses[0][1] != gains[0][1] or recipe.operands[0].pending != recipe.result.pending:
+    if (
+        len(loses) != 1
+        or len(gains) != 1
+        or loses[0][1] != gains[0][1]
+        or recipe.operands[0].pending != recipe.result.pending
+    ):
         raise ShardingError("all_to_all moves the same axes from one dim to one other, as in 'E/t C M -> E C/t M'")
     return {"loses": loses[0][0], "gains": gains[0][0], "moves": loses[0][1]}
 
@@ -327,7 +359,9 @@ def _plan_ppermute(recipe, mesh_axes):
         raise ShardingError(f"ppermute keeps the type: {_corrected(recipe, operand)}")
     moving = [dim for dim in operand.dims if dim.indexed] or [dim for dim in operand.dims if dim.axes]
     if len(moving) != 1 or len(moving[0].axes) != 1:
-        raise ShardingError("ppermute moves one dim that is split over one axis: mark it, as in '[S/p] M/t -> [S/p] M/t'")
+        raise ShardingError(
+            "ppermute moves one dim that is split over one axis: mark it, as in '[S/p] M/t -> [S/p] M/t'"
+        )
     return {"moves": moving[0].axes}
 
 
@@ -355,12 +389,16 @@ def _plan_einsum(recipe, mesh_axes):
             if operand.names.count(dim.name) > 1:
                 raise ShardingError(f"dim {dim.name} stands twice in '{operand}'")
             if lies.setdefault(dim.name, dim).axes != dim.axes:
-                raise ShardingError(f"{lies[dim.name]} in one operand, {dim} in the other: the devices' parts do not match")
+                raise ShardingError(
+                    f"{lies[dim.name]} in one operand, {dim} in the other: the devices' parts do not match"
+                )
     first, second = recipe.operands
     for a, b in ((first, second), (second, first)):
         for axis in a.pending:
             if axis in b.split or axis in b.pending:
-                raise ShardingError(f"'{a}' is pending over {axis}, and '{b}' is not the same along it: reduce it first")
+                raise ShardingError(
+                    f"'{a}' is pending over {axis}, and '{b}' is not the same along it: reduce it first"
+                )
     for name in recipe.result.names:
         if name not in lies:
             raise ShardingError(f"dim {name} of the result is in no operand")
@@ -369,10 +407,18 @@ def _plan_einsum(recipe, mesh_axes):
     expected = Spec(dims, _ordered(contracted | set(first.pending) | set(second.pending), mesh_axes))
     for axis in [*(axis for dim in dims for axis in dim.axes), *expected.pending]:
         if [*(axis for dim in dims for axis in dim.axes), *expected.pending].count(axis) > 1:
-            raise ShardingError(f"two dims that are split over {axis} meet in the result '{expected}': each device has only the parts of its own index, gather one of them first")
+            raise ShardingError(
+                f"two dims that are split over {axis} meet in the result '{expected}': each device has only the parts of its own index, gather one of them first"
+            )
     if recipe.result != expected:
-        owed = f": the contraction leaves a sum over {', '.join(sorted(contracted))}" if contracted - set(recipe.result.pending) else ""
-        raise ShardingError(f"the result is '{expected}', not '{recipe.result}'{owed}\n  fix: {_corrected(recipe, expected)}")
+        owed = (
+            f": the contraction leaves a sum over {', '.join(sorted(contracted))}"
+            if contracted - set(recipe.result.pending)
+            else ""
+        )
+        raise ShardingError(
+            f"the result is '{expected}', not '{recipe.result}'{owed}\n  fix: {_corrected(recipe, expected)}"
+        )
     letter = dict(zip(lies, _strings.ascii_letters))
     words = ["".join(letter[name] for name in each.names) for each in (first, second, recipe.result)]
     return {"equation": f"{words[0]},{words[1]}->{words[2]}"}
@@ -397,7 +443,9 @@ def sum_unreduced(spec: str | bytes, x):
             if axis not in result.pending:
                 raise ShardingError(f"'...' is {true} along {axis}: the result is pending over it, write '+{axis}'")
             if true != ("pending" if axis in operand.pending else "split"):
-                raise ShardingError(f"'...' is {true} along {axis}: the sum of what is the same would count it once for each device")
+                raise ShardingError(
+                    f"'...' is {true} along {axis}: the sum of what is the same would count it once for each device"
+                )
         return [State.of(result)]
 
     def execute(planned, axes, x):
@@ -436,7 +484,9 @@ def index_unreduced(spec: str | bytes, table, indices):
         first = lax.axis_index(names) * rows if names else 0
         local = indices.astype(jnp.int32) - first
         held = (local >= 0) & (local < rows)
-        if planned["own"]:  # a sum over one-hot rows: its transpose is a product, where a gather's would be a slow scatter
+        if planned[
+            "own"
+        ]:  # a sum over one-hot rows: its transpose is a product, where a gather's would be a slow scatter
             one_hot = lax.broadcasted_iota(jnp.int32, table.shape, position) == jnp.expand_dims(local, position)
             return jnp.sum(jnp.where(one_hot, table, jnp.zeros((), table.dtype)), axis=position)
         found = jnp.take(jnp.moveaxis(table, position, 0), jnp.where(held, local, 0), axis=0)
@@ -450,17 +500,25 @@ def _plan_index(recipe, mesh_axes):
     table, indices = recipe.operands
     marked = [position for position, dim in enumerate(table.dims) if dim.indexed]
     if len(marked) != 1 or any(dim.indexed for dim in (*indices.dims, *recipe.result.dims)):
-        raise ShardingError("the table's indexed dim, and no other, stands in [ ], as in '[V/t] M, B/d L -> B/d L M +t'")
+        raise ShardingError(
+            "the table's indexed dim, and no other, stands in [ ], as in '[V/t] M, B/d L -> B/d L M +t'"
+        )
     if table.pending or indices.pending:
         raise ShardingError("a pending table or index: reduce it first")
     position = marked[0]
     names = table.dims[position].axes
     own = (*table.dims[:position], *table.dims[position + 1 :]) == indices.dims
     if not own and (clash := set(indices.split) & table.split):
-        raise ShardingError(f"table and indices are both split over {', '.join(sorted(clash))}: a device looks up only its own indices in its own rows, gather one of them first")
+        raise ShardingError(
+            f"table and indices are both split over {', '.join(sorted(clash))}: a device looks up only its own indices in its own rows, gather one of them first"
+        )
     if not own and (both := set(indices.names) & set(table.names)):
-        raise ShardingError(f"table and indices share {', '.join(sorted(both))}: either all dims but the indexed one are the indices' dims, or none")
-    expected = Spec(indices.dims if own else (*indices.dims, *table.dims[:position], *table.dims[position + 1 :]), names)
+        raise ShardingError(
+            f"table and indices share {', '.join(sorted(both))}: either all dims but the indexed one are the indices' dims, or none"
+        )
+    expected = Spec(
+        indices.dims if own else (*indices.dims, *table.dims[:position], *table.dims[position + 1 :]), names
+    )
     if recipe.result != expected:
         raise ShardingError(f"the result is '{expected}', not '{recipe.result}'\n  fix: {_corrected(recipe, expected)}")
     return {"position": position, "names": names, "own": own}
@@ -484,7 +542,11 @@ def slice(spec: str | bytes, x):
 
 
 def _plan_slice(recipe, mesh_axes):
-    sliced = [(position, names) for position, before, after in _same_dims(recipe) if (names := _suffix(after, before, "slice splits"))]
+    sliced = [
+        (position, names)
+        for position, before, after in _same_dims(recipe)
+        if (names := _suffix(after, before, "slice splits"))
+    ]
     if not sliced or recipe.operands[0].pending != recipe.result.pending:
         raise ShardingError("slice splits dims and changes nothing else, as in 'M -> M/t'")
     return {"sliced": sliced}
@@ -508,7 +570,9 @@ def _plan_pending(recipe, mesh_axes):
     (operand,), result = recipe.operands, recipe.result
     new = set(result.pending) - set(operand.pending)
     if operand.dims != result.dims or not new or set(operand.pending) - set(result.pending):
-        raise ShardingError(f"pending adds pending axes and changes nothing else, as in '{Spec(operand.dims)} -> {Spec(operand.dims, ('t',))}'")
+        raise ShardingError(
+            f"pending adds pending axes and changes nothing else, as in '{Spec(operand.dims)} -> {Spec(operand.dims, ('t',))}'"
+        )
     return {"new": _ordered(new, mesh_axes)}
 
 
@@ -530,7 +594,9 @@ def _make(name, text, dtype, value, sizes):
             raise ShardingError("called outside of shard_map: there are no mesh axes here")
         spec.require_mesh_order(axes)
         if spec.pending and name == "full":
-            raise ShardingError(f"a pending value is a sum of the devices' terms\n  fix: shardops.pending('{Spec(spec.dims)} -> {spec}', shardops.full('{Spec(spec.dims)}', ...))")
+            raise ShardingError(
+                f"a pending value is a sum of the devices' terms\n  fix: shardops.pending('{Spec(spec.dims)} -> {spec}', shardops.full('{Spec(spec.dims)}', ...))"
+            )
         letters = letters_of_scope() | {letter: (size, "the arguments") for letter, size in sizes.items()}
         shape = []
         for dim in spec.dims:
@@ -539,7 +605,9 @@ def _make(name, text, dtype, value, sizes):
                 raise ShardingError(not_divisible(dim, size, axes))
             shape.append(size // parts)
     except ShardingError as error:
-        raise ShardingError(f"{error}\n  in shardops.{name}('{text}'), {mesh_text(axes)}\n  at {users_line()}") from None
+        raise ShardingError(
+            f"{error}\n  in shardops.{name}('{text}'), {mesh_text(axes)}\n  at {users_line()}"
+        ) from None
     return _check.mark(lambda states: [State.of(spec)], lambda: jnp.full(shape, value, _element(dtype)))
 
 
@@ -559,7 +627,9 @@ def local(spec: str | bytes, function, *operands):
     try:
         bind(parse_operation(as_text(spec), len(operands)).result, jnp.shape(result), mapped_axes(), letters_of_scope())
     except ShardingError as error:
-        raise ShardingError(f"{error}\n{_context('local', as_text(spec), operands, None, mapped_axes())}, result {list(jnp.shape(result))}\n  at {users_line()}") from None
+        raise ShardingError(
+            f"{error}\n{_context('local', as_text(spec), operands, None, mapped_axes())}, result {list(jnp.shape(result))}\n  at {users_line()}"
+        ) from None
     return result
 
 
@@ -569,11 +639,17 @@ def _plan_local(recipe, mesh_axes):
         owed = any(axis in operand.pending for operand in recipe.operands)
         claimed = axis in recipe.result.split or axis in recipe.result.pending
         if owed and (split or axis not in recipe.result.pending):
-            raise ShardingError(f"an operand is pending over {axis} and {'another is split over it' if split else 'the result is not'}: reduce it first")
+            raise ShardingError(
+                f"an operand is pending over {axis} and {'another is split over it' if split else 'the result is not'}: reduce it first"
+            )
         if split and not claimed:
-            raise ShardingError(f"an operand differs along {axis}, the result says it is the same: nothing is sent inside a local function")
+            raise ShardingError(
+                f"an operand differs along {axis}, the result says it is the same: nothing is sent inside a local function"
+            )
         if claimed and not split and not owed:
-            raise ShardingError(f"the operands are the same along {axis}, and so is the result: a local function does not know which device it runs on")
+            raise ShardingError(
+                f"the operands are the same along {axis}, and so is the result: a local function does not know which device it runs on"
+            )
     return {}
 
 
@@ -595,7 +671,9 @@ def value_and_grad(function, argnums: int | tuple[int, ...] = 0, has_aux: bool =
         # The backward pass need not be traced: the theory of the types gives the gradients' (see shardlib/check.py).
         result = function(*args)
         loss = result[0] if has_aux else result
-        leaves, tree = jax.tree.flatten(args[argnums] if isinstance(argnums, int) else tuple(args[argument] for argument in argnums))
+        leaves, tree = jax.tree.flatten(
+            args[argnums] if isinstance(argnums, int) else tuple(args[argument] for argument in argnums)
+        )
         mesh_axes = tuple(mapped_axes())
         axes = frozenset(mesh_axes)
 
@@ -609,7 +687,9 @@ def value_and_grad(function, argnums: int | tuple[int, ...] = 0, has_aux: bool =
             return [State(state.dims, state.split, axes - state.split - state.pending) for state in weights]
 
         if jnp.shape(loss) != ():
-            raise ShardingError(f"the loss must be a scalar, it has shape {list(jnp.shape(loss))}\n  in shardops.value_and_grad\n  at {users_line()}")
+            raise ShardingError(
+                f"the loss must be a scalar, it has shape {list(jnp.shape(loss))}\n  in shardops.value_and_grad\n  at {users_line()}"
+            )
         gradients = _check.mark(rule, lambda loss, *leaves: [jnp.zeros_like(leaf) for leaf in leaves], loss, *leaves)
         return result, jax.tree.unflatten(tree, gradients)
 

@@ -65,7 +65,9 @@ def mesh_text(axes: dict[str, int]) -> str:
     return "mesh " + " × ".join(f"{name}={size}" for name, size in axes.items()) if axes else "no mesh"
 
 
-def bind(spec: Spec, shape: tuple[int, ...], axes: dict[str, int], letters: dict, *, local: bool = True) -> tuple[int, ...]:
+def bind(
+    spec: Spec, shape: tuple[int, ...], axes: dict[str, int], letters: dict, *, local: bool = True
+) -> tuple[int, ...]:
     """Checks one value's shape against its type and the letters met so far; returns the global shape and remembers new letters.
 
     Args:
@@ -91,7 +93,9 @@ def bind(spec: Spec, shape: tuple[int, ...], axes: dict[str, int], letters: dict
         whole.append(size)
         if dim.name == "...":
             continue
-        known, origin = (int(dim.name), "the string") if dim.name.isdigit() else letters.setdefault(dim.name, (size, f"'{spec}'"))
+        known, origin = (
+            (int(dim.name), "the string") if dim.name.isdigit() else letters.setdefault(dim.name, (size, f"'{spec}'"))
+        )
         if known != size:
             raise ShardingError(f"dim {dim} of '{spec}' is {size}, but {dim.name} is {known} in {origin}")
     return tuple(whole)
@@ -214,7 +218,9 @@ def map_type(function, type_, leading: tuple[Dim, ...] = ()):
         return tuple(map_type(function, inner, leading) for inner in typing.get_args(type_))
     if typing.get_origin(type_) is dict or type_ in (None, type(None)):
         raise ShardingError(f"{type_}: name the leaves in a pytree_dataclass")
-    raise ShardingError(f"{type_!r} is no type of sharded arrays: use f32['...'], Array['...', cls], tuple[...] or a pytree_dataclass of them")
+    raise ShardingError(
+        f"{type_!r} is no type of sharded arrays: use f32['...'], Array['...', cls], tuple[...] or a pytree_dataclass of them"
+    )
 
 
 def make_partition_specs(cls):
@@ -225,7 +231,7 @@ def make_partition_specs(cls):
 def is_fully_sharded(spec) -> bool:
     """Whether a `PartitionSpec` (or an array type) uses every axis of the current mesh, so that no two devices hold the same.
 
-        all(map(is_fully_sharded, jax.tree.leaves(make_partition_specs(Weights))))
+    all(map(is_fully_sharded, jax.tree.leaves(make_partition_specs(Weights))))
     """
     axes = mapped_axes()
     if not axes:
@@ -234,7 +240,9 @@ def is_fully_sharded(spec) -> bool:
             raise ShardingError("is_fully_sharded needs a mesh: call it under `with jax.set_mesh(mesh):`")
         axes = mesh.shape
     entries = spec.spec.partition_spec if isinstance(spec, ArrayType) else spec
-    used = {axis for entry in entries if entry is not None for axis in (entry if isinstance(entry, tuple) else (entry,))}
+    used = {
+        axis for entry in entries if entry is not None for axis in (entry if isinstance(entry, tuple) else (entry,))
+    }
     return used == set(axes)
 
 
@@ -310,12 +318,19 @@ def _check_outside(spec: Spec, value):
     else:  # no mesh to compare with: any order of axes will do
         axes = {axis: 1 for dim in spec.dims for axis in dim.axes}
     bind(spec, value.shape, axes, letters_of_scope(), local=False)
-    if isinstance(value, jax.core.Tracer) or not isinstance(value, jax.Array) or not isinstance(mesh, jax.sharding.Mesh) or mesh.empty:
+    if (
+        isinstance(value, jax.core.Tracer)
+        or not isinstance(value, jax.Array)
+        or not isinstance(mesh, jax.sharding.Mesh)
+        or mesh.empty
+    ):
         return  # inside jit XLA chooses; a numpy array is not placed yet
     wanted = NamedSharding(mesh, spec.partition_spec)
     if not value.sharding.is_equivalent_to(wanted, value.ndim):
         lies = getattr(value.sharding, "spec", value.sharding)
-        raise ShardingError(f"the array lies as {lies}, the type says {wanted.spec}: place it with jax.device_put(x, make_shardings(...))")
+        raise ShardingError(
+            f"the array lies as {lies}, the type says {wanted.spec}: place it with jax.device_put(x, make_shardings(...))"
+        )
 
 
 def check_tree(type_, value, leading: tuple[Dim, ...] = (), *, what: str = "the annotation"):
@@ -329,10 +344,17 @@ def check_tree(type_, value, leading: tuple[Dim, ...] = (), *, what: str = "the 
         items = typing.get_args(type_)
         if not isinstance(value, tuple) or len(value) != len(items):
             got = f"{len(value)} items" if isinstance(value, tuple) else type(value).__name__
-            raise ShardingError(f"expected a tuple of {len(items)} items, got {got}\n  against {what}\n  at {users_line()}")
-        return tuple(check_tree(inner, item, leading, what=f"item {index} of {what}") for index, (inner, item) in enumerate(zip(items, value)))
+            raise ShardingError(
+                f"expected a tuple of {len(items)} items, got {got}\n  against {what}\n  at {users_line()}"
+            )
+        return tuple(
+            check_tree(inner, item, leading, what=f"item {index} of {what}")
+            for index, (inner, item) in enumerate(zip(items, value))
+        )
     if not isinstance(value, type_):
-        raise ShardingError(f"expected {type_.__name__}, got {type(value).__name__}\n  against {what}\n  at {users_line()}")
+        raise ShardingError(
+            f"expected {type_.__name__}, got {type(value).__name__}\n  against {what}\n  at {users_line()}"
+        )
     checked = {}
     for name, inner in fields(type_).items():
         checked[name] = getattr(value, name)
@@ -345,7 +367,11 @@ def is_array_type(type_) -> bool:
     """Whether `check_tree` takes it: an array type, `Array[...]`, or a pytree dataclass."""
     if isinstance(type_, (ArrayType, Stacked)):
         return True
-    return isinstance(type_, type) and dataclasses.is_dataclass(type_) and any(is_array_type(inner) for inner in fields(type_).values())
+    return (
+        isinstance(type_, type)
+        and dataclasses.is_dataclass(type_)
+        and any(is_array_type(inner) for inner in fields(type_).values())
+    )
 
 
 def register_with_typeguard():
@@ -394,13 +420,17 @@ class typed_shard_map:
     def __call__(self, *args, **kwargs):
         mesh = current_mesh()
         if mesh is None:
-            raise ShardingError(f"typed_shard_map needs a mesh: call {self.name} under `with jax.set_mesh(mesh):`\n  at {users_line()}")
+            raise ShardingError(
+                f"typed_shard_map needs a mesh: call {self.name} under `with jax.set_mesh(mesh):`\n  at {users_line()}"
+            )
         names, types, values = self._bind(args, kwargs)
         self._global(mesh, names, types, values)
         if self.checked:
             self.check(mesh, *args, **kwargs)
         body = functools.partial(self._body, names, types)
-        return shard_map(body, mesh, tuple(map(make_partition_specs, types)), make_partition_specs(self._result_type))(*values)
+        return shard_map(body, mesh, tuple(map(make_partition_specs, types)), make_partition_specs(self._result_type))(
+            *values
+        )
 
     def check(self, mesh, *args, **kwargs) -> int:
         """Checks the function for arguments of these global shapes (arrays or `ShapeDtypeStruct`) on a mesh, which may be abstract.
@@ -430,11 +460,13 @@ class typed_shard_map:
                     raise ShardingError(f"expected an array, got {type(leaf).__name__}")
                 if leaf.dtype != array.element.dtype:
                     raise ShardingError(f"the element type is {leaf.dtype}")
-                array.spec.partition_spec  # refuses pending types
+                make_partition_specs(array)  # refuses pending types
                 bind(array.spec, leaf.shape, axes, letters, local=False)
             except ShardingError as error:
                 got = f"{leaf.dtype}{list(leaf.shape)} globally" if hasattr(leaf, "dtype") else type(leaf).__name__
-                raise ShardingError(f"{error}\n  in argument {name} of {self.name}: {array!r}, value {got}, {mesh_text(axes)}\n  at {users_line()}") from None
+                raise ShardingError(
+                    f"{error}\n  in argument {name} of {self.name}: {array!r}, value {got}, {mesh_text(axes)}\n  at {users_line()}"
+                ) from None
 
         for name, type_, value in zip(names, types, values):
             wanted = map_type(lambda array: array, type_)
@@ -443,10 +475,14 @@ class typed_shard_map:
                 raise ShardingError(f"argument {name} of {self.name} is no {type_!r} but {got}\n  at {users_line()}")
             jax.tree.map(functools.partial(check_leaf, name=name), wanted, value)
         try:
-            for spec in jax.tree.leaves(map_type(lambda array: array.spec, self._result_type), is_leaf=lambda x: isinstance(x, Spec)):
+            for spec in jax.tree.leaves(
+                map_type(lambda array: array.spec, self._result_type), is_leaf=lambda x: isinstance(x, Spec)
+            ):
                 spec.partition_spec, spec.require_mesh_order(axes)
         except ShardingError as error:
-            raise ShardingError(f"{error}\n  in the result of {self.name}, {mesh_text(axes)}\n  at {users_line()}") from None
+            raise ShardingError(
+                f"{error}\n  in the result of {self.name}, {mesh_text(axes)}\n  at {users_line()}"
+            ) from None
         return specs
 
     @property
@@ -472,13 +508,20 @@ class typed_shard_map:
                 raise ShardingError(f"typed_shard_map needs named arguments, {self.name} takes {parameter}")
             if parameter.annotation is parameter.empty:
                 raise ShardingError(f"typed_shard_map needs an annotation on argument {name} of {self.name}")
-        return list(arguments), [self.signature.parameters[name].annotation for name in arguments], list(arguments.values())
+        return (
+            list(arguments),
+            [self.signature.parameters[name].annotation for name in arguments],
+            list(arguments.values()),
+        )
 
     def _body(self, names, types, *args):
         code = getattr(inspect.unwrap(self._unwrapped), "__code__", None)
         place = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
         with Scope():
-            args = [check_tree(type_, value, what=f"argument {name} of {self.name}") for name, type_, value in zip(names, types, args)]
+            args = [
+                check_tree(type_, value, what=f"argument {name} of {self.name}")
+                for name, type_, value in zip(names, types, args)
+            ]
             bound = inspect.BoundArguments(self.signature, dict(zip(names, args)))
             result = self.function(*bound.args, **bound.kwargs)
             return check_tree(self._result_type, result, what=f"the result of {self.name}{place}")

@@ -1,10 +1,10 @@
 """The strings of the notation: how a value lies on the mesh, parsed once into a cached recipe.
 
-    'B/d L M/t'      dims B, L, M; B is split over mesh axis d, M over t
-    'B/d L M +t'     pending: the true value is the sum over t of what the devices hold
-    '2 M/d K/t D'    an integer is a dim of that size
-    'M/d/t'          one dim split over two axes, major first, in the order of the mesh's axes
-    ''               a scalar that is the same on every device
+'B/d L M/t'      dims B, L, M; B is split over mesh axis d, M over t
+'B/d L M +t'     pending: the true value is the sum over t of what the devices hold
+'2 M/d K/t D'    an integer is a dim of that size
+'M/d/t'          one dim split over two axes, major first, in the order of the mesh's axes
+''               a scalar that is the same on every device
 """
 
 import functools
@@ -61,14 +61,18 @@ class Spec:
     @property
     def partition_spec(self) -> PartitionSpec:
         if self.pending:
-            raise ShardingError(f"'{self}' is pending over {', '.join(self.pending)}: a pending value has no meaning outside of shard_map")
+            raise ShardingError(
+                f"'{self}' is pending over {', '.join(self.pending)}: a pending value has no meaning outside of shard_map"
+            )
         return PartitionSpec(*(dim.axes[0] if len(dim.axes) == 1 else dim.axes or None for dim in self.dims))
 
     def in_mesh_order(self, mesh_axes) -> "Spec":
         """The one legal spelling: axes in the order of the mesh's axes. Raises `ShardingError` for an axis that the mesh lacks."""
         for axis in [*(a for dim in self.dims for a in dim.axes), *self.pending]:
             if axis not in mesh_axes:
-                raise ShardingError(f"'{self}' names mesh axis {axis}, but the mesh has {', '.join(mesh_axes) or 'no axes'}")
+                raise ShardingError(
+                    f"'{self}' names mesh axis {axis}, but the mesh has {', '.join(mesh_axes) or 'no axes'}"
+                )
         order = list(mesh_axes).index
         dims = tuple(Dim(dim.name, tuple(sorted(dim.axes, key=order)), dim.indexed) for dim in self.dims)
         return Spec(dims, tuple(sorted(self.pending, key=order)))
@@ -76,7 +80,9 @@ class Spec:
     def require_mesh_order(self, mesh_axes):
         legal = self.in_mesh_order(mesh_axes)
         if legal != self:
-            raise ShardingError(f"axes are written in the order of the mesh's axes ({', '.join(mesh_axes)}): write '{legal}', not '{self}'")
+            raise ShardingError(
+                f"axes are written in the order of the mesh's axes ({', '.join(mesh_axes)}): write '{legal}', not '{self}'"
+            )
 
 
 @dataclass(frozen=True)
@@ -93,7 +99,7 @@ def as_text(text: str | bytes) -> str:
     return text.decode() if isinstance(text, bytes) else text
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def parse(text: str) -> Spec:
     """Parses one value's type.
 
@@ -116,11 +122,13 @@ def parse(text: str) -> Spec:
     used = [*(axis for dim in dims for axis in dim.axes), *pending]
     for axis in used:
         if used.count(axis) > 1:
-            raise ShardingError(f"'{text}' uses mesh axis {axis} twice: an axis is split over one dim, or pending, or not mentioned")
+            raise ShardingError(
+                f"'{text}' uses mesh axis {axis} twice: an axis is split over one dim, or pending, or not mentioned"
+            )
     return Spec(tuple(dims), tuple(pending))
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def parse_operation(text: str, operands: int) -> Recipe:
     """Parses an operation's string, 'A, B -> C', with the number of operands that the operation takes."""
     left, arrow, right = text.partition("->")
@@ -128,7 +136,9 @@ def parse_operation(text: str, operands: int) -> Recipe:
     if not arrow or "->" in right or "," in right:
         raise ShardingError("an operation's string is 'operand -> result', with commas between operands")
     if len(parts) != operands:
-        raise ShardingError(f"the string has {len(parts)} operand{'s' * (len(parts) != 1)}, the operation takes {operands}")
+        raise ShardingError(
+            f"the string has {len(parts)} operand{'s' * (len(parts) != 1)}, the operation takes {operands}"
+        )
     return Recipe(text, tuple(parse(part.strip()) for part in parts), parse(right.strip()))
 
 
@@ -157,5 +167,9 @@ def users_line() -> str:
 
 def line_of(error: BaseException) -> str:
     """'file:line' of the innermost frame of the user's program on the way to where an error was raised."""
-    lines = [f"{frame.f_code.co_filename}:{number}" for frame, number in traceback.walk_tb(error.__traceback__) if is_users(frame.f_code.co_filename)]
+    lines = [
+        f"{frame.f_code.co_filename}:{number}"
+        for frame, number in traceback.walk_tb(error.__traceback__)
+        if is_users(frame.f_code.co_filename)
+    ]
     return lines[-1] if lines else "unknown line"

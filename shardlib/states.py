@@ -46,40 +46,64 @@ def describe(axes: Axes) -> str:
 def require(spec: Spec, state: State, *, strict: bool):
     """Raises `ShardingError` if a value's state contradicts its type; `strict` (operations) also refuses 'split' said of what is the same.
 
-    An annotation may call a value split that was made from nothing (zeros, random numbers): each device's part is as good.
+    An annotation may call a value split that was made from nothing (zeros, random numbers): each device's part is as good. Zeros may
+    be called pending too.
     """
+    if state.zero:
+        return
     for axis in sorted(state.split | state.pending | spec.split | frozenset(spec.pending)):
         said = State.of(spec).word(axis)
         true = state.word(axis)
-        if said == true or (said, true) == ("split", "the same") and not strict:
+        if said == true or ((said, true) == ("split", "the same") and not strict):
             continue
         why = {
-            ("the same", "split"): f"the value differs along {axis}: a reduction over {axis} or a gather was forgotten, or '/{axis}' is missing",
-            ("the same", "pending"): f"the value is still a sum over {axis} that nobody has taken: reduce it, or write '+{axis}'",
-            ("split", "pending"): f"the value is still a sum over {axis} that nobody has taken (psum_scatter makes '/{axis}' of '+{axis}')",
-            ("split", "the same"): f"the value is the same along {axis} (slice makes '/{axis}' of it; zeros and full make new ones)",
-            ("pending", "the same"): f"the value is already the same along {axis}: a sum over {axis} would count it once for each device",
+            (
+                "the same",
+                "split",
+            ): f"the value differs along {axis}: a reduction over {axis} or a gather was forgotten, or '/{axis}' is missing",
+            (
+                "the same",
+                "pending",
+            ): f"the value is still a sum over {axis} that nobody has taken: reduce it, or write '+{axis}'",
+            (
+                "split",
+                "pending",
+            ): f"the value is still a sum over {axis} that nobody has taken (psum_scatter makes '/{axis}' of '+{axis}')",
+            (
+                "split",
+                "the same",
+            ): f"the value is the same along {axis} (slice makes '/{axis}' of it; zeros and full make new ones)",
+            (
+                "pending",
+                "the same",
+            ): f"the value is already the same along {axis}: a sum over {axis} would count it once for each device",
             ("pending", "split"): f"the value is split over {axis}, it is no term of a sum over {axis}",
         }[said, true]
         raise ShardingError(f"'{spec}' says {said} along {axis}, but {why}")
     for dim, axes in zip(spec.dims, state.dims, strict=True):
-        if axes is None or axes == dim.axes or isinstance(axes, frozenset) and axes >= set(dim.axes):
+        if axes is None or axes == dim.axes or (isinstance(axes, frozenset) and axes >= set(dim.axes)):
             continue
         write = "" if isinstance(axes, frozenset) else f": write {'/'.join((dim.name, *axes))}"
-        raise ShardingError(f"'{spec}' says {'/'.join((dim.name, *dim.axes))}, but that dim is {describe(axes)} in the value{write}")
+        raise ShardingError(
+            f"'{spec}' says {'/'.join((dim.name, *dim.axes))}, but that dim is {describe(axes)} in the value{write}"
+        )
 
 
 def agree(name: str, rows: list[Dims]) -> Dims:
     """The dims of an elementwise result: what is known of any operand; raises where two operands are known to lie differently."""
-    return tuple(_agreed(f"'{name}' of values", position, column) for position, column in enumerate(zip(*rows, strict=True)))
+    return tuple(
+        _agreed(f"'{name}' of values", position, column) for position, column in enumerate(zip(*rows, strict=True))
+    )
 
 
 def _agreed(what: str, position: int, column: tuple[Axes, ...]) -> Axes:
     known = sorted({axes for axes in column if isinstance(axes, tuple)})
     open_ = [axes for axes in column if isinstance(axes, frozenset)]
-    if len(known) > 1 or known and any(not axes >= set(known[0]) for axes in open_):
+    if len(known) > 1 or (known and any(not axes >= set(known[0]) for axes in open_)):
         one, other = known[:2] if len(known) > 1 else (known[0], open_[0])
-        raise ShardingError(f"{what} that lie differently: dim {position} is {describe(one)} in one, {describe(other)} in another")
+        raise ShardingError(
+            f"{what} that lie differently: dim {position} is {describe(one)} in one, {describe(other)} in another"
+        )
     return known[0] if known else frozenset.intersection(*open_) if open_ else None
 
 
@@ -97,4 +121,6 @@ def join(*states: State) -> State:
         agreed = _agreed("a carry or a branch has values", position, column)
         left_open = [axes for axes in column if isinstance(axes, frozenset)]
         dims.append(frozenset.union(*left_open) if left_open else agreed)
-    return State(tuple(dims), frozenset().union(*(state.split for state in states)), pending, all(state.zero for state in states))
+    return State(
+        tuple(dims), frozenset().union(*(state.split for state in states)), pending, all(state.zero for state in states)
+    )

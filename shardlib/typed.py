@@ -33,7 +33,9 @@ def typed(function):
       typeguard.TypeCheckError: for annotations that are not of sharded arrays.
     """
     if hasattr(function, "__wrapped__") or not isinstance(function, types.FunctionType):
-        raise ShardingError(f"@typed stands next to `def`, under the other decorators of {getattr(function, '__name__', function)}")
+        raise ShardingError(
+            f"@typed stands next to `def`, under the other decorators of {getattr(function, '__name__', function)}"
+        )
     return _check_call(_rewritten(function))
 
 
@@ -41,7 +43,9 @@ def _rewritten(function):
     try:
         lines, first = inspect.getsourcelines(function)
     except OSError:
-        raise ShardingError(f"@typed needs the source of {function.__name__}, which cannot be read: define it in a file") from None
+        raise ShardingError(
+            f"@typed needs the source of {function.__name__}, which cannot be read: define it in a file"
+        ) from None
     # Under an `if`, a function that is indented parses as it stands; to remove the indent would change its strings.
     indented = lines[0][0].isspace()
     tree = ast.parse("if True:\n" * indented + "".join(lines))
@@ -54,7 +58,13 @@ def _rewritten(function):
     # An outer function makes the names that the body closes over (and our own two) free variables, as they were.
     names = sorted({*function.__code__.co_freevars, _CHECK, _NESTED})
     outer = ast.parse(f"def outer({', '.join(names)}):\n    pass").body[0]
-    for argument in (*definition.args.posonlyargs, *definition.args.args, *definition.args.kwonlyargs, definition.args.vararg, definition.args.kwarg):
+    for argument in (
+        *definition.args.posonlyargs,
+        *definition.args.args,
+        *definition.args.kwonlyargs,
+        definition.args.vararg,
+        definition.args.kwarg,
+    ):
         if argument is not None:
             argument.annotation = None  # evaluated once already
     definition.returns = None
@@ -74,7 +84,9 @@ class _Rewrite(ast.NodeTransformer):
     def visit_AnnAssign(self, node):
         self.generic_visit(node)
         if node.value is not None and isinstance(node.target, ast.Name):
-            call = ast.Call(ast.Name(_CHECK, ast.Load()), [node.value, node.annotation, ast.Constant(node.target.id)], [])
+            call = ast.Call(
+                ast.Name(_CHECK, ast.Load()), [node.value, node.annotation, ast.Constant(node.target.id)], []
+            )
             node.value = ast.copy_location(call, node.value)
         return node
 
@@ -101,8 +113,13 @@ def _check_call(function):
         with Scope():
             bound = signature.bind(*args, **kwargs)
             for name, value in bound.arguments.items():
-                if name in annotations and signature.parameters[name].kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
-                    bound.arguments[name] = _checked(annotations[name], value, f"argument {name} of {function.__name__} ({place})")
+                if name in annotations and signature.parameters[name].kind not in (
+                    inspect.Parameter.VAR_POSITIONAL,
+                    inspect.Parameter.VAR_KEYWORD,
+                ):
+                    bound.arguments[name] = _checked(
+                        annotations[name], value, f"argument {name} of {function.__name__} ({place})"
+                    )
             result = function(*bound.args, **bound.kwargs)
             if "return" in annotations:
                 result = _checked(annotations["return"], result, f"the result of {function.__name__} ({place})")
@@ -115,8 +132,15 @@ def _checked(annotation, value, what):
     if is_array_type(annotation):
         return check_tree(annotation, value, what=what)
     items = typing.get_args(annotation)
-    if typing.get_origin(annotation) is tuple and type(value) is tuple and len(items) == len(value) and Ellipsis not in items:
-        return tuple(_checked(inner, item, f"item {index} of {what}") for index, (inner, item) in enumerate(zip(items, value)))
+    if (
+        typing.get_origin(annotation) is tuple
+        and type(value) is tuple
+        and len(items) == len(value)
+        and Ellipsis not in items
+    ):
+        return tuple(
+            _checked(inner, item, f"item {index} of {what}") for index, (inner, item) in enumerate(zip(items, value))
+        )
     try:
         return typeguard.check_type(value, annotation)
     except typeguard.TypeCheckError as error:

@@ -14,7 +14,10 @@ MESHES = [dict(d=4, t=2), dict(d=8, t=1), dict(d=2, t=2), dict(d=1, t=1)]
 
 def abstract(type_):
     """Arrays without data for a type."""
-    size = lambda name: int(name) if name.isdigit() else SIZES[name]
+
+    def size(name):
+        return int(name) if name.isdigit() else SIZES[name]
+
     return map_type(lambda array: jax.ShapeDtypeStruct(tuple(map(size, array.spec.names)), array.element.dtype), type_)
 
 

@@ -7,12 +7,6 @@ import threading
 import jax
 import numpy as np
 import pytest
-
-from runtime import flat_tokens
-from runtime.data import Loader, Order, ReadAhead, TokenBatch, permute
-from runtime.errors import RunError
-from runtime.flat_tokens import write_split
-from shardlib.shardtypes import check_tree
 from ragged import (
     EXAMPLE,
     FlatTokens,
@@ -24,6 +18,12 @@ from ragged import (
     read_from_chunks,
     sharding,
 )
+
+from runtime import flat_tokens
+from runtime.data import Loader, Order, ReadAhead, TokenBatch, permute
+from runtime.errors import RunError
+from runtime.flat_tokens import write_split
+from shardlib.shardtypes import check_tree
 
 
 @pytest.fixture(scope="module")

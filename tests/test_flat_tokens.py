@@ -5,11 +5,6 @@ import json
 import numpy as np
 import pytest
 import zarr
-
-from runtime import flat_tokens
-from runtime.data import Loader
-from runtime.errors import RunError
-from runtime.flat_tokens import open_split, write_split
 from ragged import (
     EXAMPLE,
     FlatTokens,
@@ -21,6 +16,11 @@ from ragged import (
     read_from_chunks,
     sharding,
 )
+
+from runtime import flat_tokens
+from runtime.data import Loader
+from runtime.errors import RunError
+from runtime.flat_tokens import open_split, write_split
 
 
 @pytest.fixture

@@ -15,9 +15,10 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from runtime import hlo_graph, hlo_text
+from ledger import hlo_text
+from ledger.hlo_text import parse
+from runtime import hlo_graph
 from runtime.hlo_graph import StepGraph, find_dot, graph_of
-from runtime.hlo_text import parse
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 

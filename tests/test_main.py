@@ -50,20 +50,39 @@ def losses(folder):
 def uninterrupted(data, tmp_path_factory):
     """The folder of a run of 12 steps on the mesh 4 x 2, never stopped."""
     folder = tmp_path_factory.mktemp("runs")
-    train.main(load(train.Config, "local_test_synthetic", [*TINY, f"paths.root_working_dir={folder}", "paths.model_name=whole"]))
+    train.main(
+        load(
+            train.Config, "local_test_synthetic", [*TINY, f"paths.root_working_dir={folder}", "paths.model_name=whole"]
+        )
+    )
     return folder / "whole"
 
 
 def test_a_run_leaves_all_that_it_should(uninterrupted):
     """Config, metrics with the documented keys, the compiled step as text and picture, checkpoints at each interval and the end."""
-    assert {"config.yaml", "metrics.jsonl", "step.hlo.txt", "step.svg", "checkpoints", "profile"} <= {path.name for path in uninterrupted.iterdir()}
+    assert {"config.yaml", "metrics.jsonl", "step.hlo.txt", "step.svg", "checkpoints", "profile"} <= {
+        path.name for path in uninterrupted.iterdir()
+    }
     lines = [json.loads(line) for line in (uninterrupted / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "validation_loss" in line] == [6, 12]
     steps = [line for line in lines if "loss" in line]
     assert [line["step"] for line in steps] == list(range(1, 13))
     for line in steps:
-        assert {"step", "loss", "learning_rate", "grad_norm", "tokens_per_s", "step_time_s", "mfu", "skipped_steps"} <= set(line)
-    assert sorted(path.name for path in (uninterrupted / "checkpoints").iterdir()) == ["0000000004", "0000000008", "0000000012"]
+        assert {
+            "step",
+            "loss",
+            "learning_rate",
+            "grad_norm",
+            "tokens_per_s",
+            "step_time_s",
+            "mfu",
+            "skipped_steps",
+        } <= set(line)
+    assert sorted(path.name for path in (uninterrupted / "checkpoints").iterdir()) == [
+        "0000000004",
+        "0000000008",
+        "0000000012",
+    ]
 
 
 def test_a_stopped_run_goes_on_bit_for_bit(uninterrupted, monkeypatch, tmp_path):
@@ -81,7 +100,9 @@ def test_a_run_goes_on_on_another_mesh(uninterrupted, monkeypatch, tmp_path):
     assert start(monkeypatch, *where, "mesh.d=2", "mesh.t=4") == 0
     whole, moved = losses(uninterrupted), losses(tmp_path / "moved")
     assert all(moved[step] == whole[step] for step in range(1, 6))
-    np.testing.assert_allclose([moved[step] for step in range(6, 13)], [whole[step] for step in range(6, 13)], rtol=2e-3)
+    np.testing.assert_allclose(
+        [moved[step] for step in range(6, 13)], [whole[step] for step in range(6, 13)], rtol=2e-3
+    )
 
 
 @pytest.mark.parametrize(
@@ -131,4 +152,6 @@ def test_check_only_refuses_a_wrong_program(monkeypatch, capsys):
     monkeypatch.setattr(train.shardops, "psum_scatter", forgotten)
     assert start(monkeypatch, "check_only=true") == 1
     printed = capsys.readouterr().err
-    assert printed.startswith("error: training_step is refused on the mesh d=4 × t=2:") and re.search(r"train\.py:\d+", printed)
+    assert printed.startswith("error: training_step is refused on the mesh d=4 × t=2:") and re.search(
+        r"train\.py:\d+", printed
+    )

@@ -69,29 +69,41 @@ OPERATIONS = {
 }  # fmt: skip
 
 D = [4]  # the size of axis d on the mesh of the running test
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}  # compile in half the time
 
 
 def signed(function, types, result):
     arguments = {f"x{index}": type_ for index, type_ in enumerate(types)}
-    call = lambda *values: function(*values)
+
+    def call(*values):
+        return function(*values)
+
     import inspect
 
     call.__signature__ = inspect.Signature(
-        [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=type_) for name, type_ in arguments.items()], return_annotation=result
+        [
+            inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=type_)
+            for name, type_ in arguments.items()
+        ],
+        return_annotation=result,
     )
     return call
 
 
 def value_and_gradients(name, names):
     """The program of a mesh: the result, and the gradient of the sum of its squares for each float operand, reduced."""
-    types, result, function, whole, operands = OPERATIONS[name]
+    types, result, function, _whole, _operands = OPERATIONS[name]
     diff = tuple(index for index, type_ in enumerate(types) if type_.element is f32)
 
     def program(*values):
         def loss(*values):
             y = function(*values)
             split = result.spec.split
-            total = shardops.sum_unreduced(f"{result.spec} -> {' '.join('+' + a for a in names if a in split)}", y * y) if result.spec.dims else y * y
+            total = (
+                shardops.sum_unreduced(f"{result.spec} -> {' '.join('+' + a for a in names if a in split)}", y * y)
+                if result.spec.dims
+                else y * y
+            )
             rest = [a for a in names if a not in split]
             before = ' '.join('+' + a for a in names if a in split)
             return shardops.pending(f"{before} -> {' '.join('+' + a for a in names)}", total) if rest else total
@@ -111,7 +123,10 @@ def value_and_gradients(name, names):
 def test_values_and_gradients(mesh):
     """Each operation's value and gradient, on meshes of two and three axes, equal those of plain JAX on whole arrays exactly."""
     D[0] = mesh["d"]
-    whole_arrays = {name: [operand if isinstance(operand, np.ndarray) else draw(*operand) for operand in entry[4]] for name, entry in OPERATIONS.items()}
+    whole_arrays = {
+        name: [operand if isinstance(operand, np.ndarray) else draw(*operand) for operand in entry[4]]
+        for name, entry in OPERATIONS.items()
+    }
 
     def everything(arrays):  # one compilation for all
         results = {}
@@ -121,16 +136,19 @@ def test_values_and_gradients(mesh):
         return results
 
     with jax.set_mesh(make_mesh(mesh)):
-        ours = jax.jit(everything)(whole_arrays)
+        ours = jax.jit(everything, compiler_options=QUICK)(whole_arrays)
 
     def truths(arrays):
         results = {}
         for name, (types, _, _, whole, _) in OPERATIONS.items():
             diff = tuple(index for index, type_ in enumerate(types) if type_.element is f32)
-            results[name] = whole(*arrays[name]), *jax.grad(lambda *values, whole=whole: jnp.sum(whole(*values) ** 2), argnums=diff)(*arrays[name])
+            results[name] = (
+                whole(*arrays[name]),
+                *jax.grad(lambda *values, whole=whole: jnp.sum(whole(*values) ** 2), argnums=diff)(*arrays[name]),
+            )
         return results
 
-    truth = jax.jit(truths)(whole_arrays)
+    truth = jax.jit(truths, compiler_options=QUICK)(whole_arrays)
     for name in OPERATIONS:
         for mine, right in zip(ours[name], truth[name], strict=True):
             np.testing.assert_array_equal(mine, right, err_msg=name)
@@ -143,7 +161,11 @@ def test_three_axes():
     def program(x: f32['M/d/e/t'], y: f32['B/e M']) -> types:
         gathered = shardops.all_gather('M/d/e/t -> M', x)
         y = shardops.psum_scatter('M +e -> M/e', shardops.sum_unreduced('B/e M -> M +e', y))
-        return shardops.slice('M -> M/d/e/t', gathered), shardops.slice('M -> M/d/t', gathered), shardops.slice('M/e -> M/e/t', y)
+        return (
+            shardops.slice('M -> M/d/e/t', gathered),
+            shardops.slice('M -> M/d/t', gathered),
+            shardops.slice('M/e -> M/e/t', y),
+        )
 
     x, y = draw(16), draw(4, 16)
     with jax.set_mesh(make_mesh(dict(d=2, e=2, t=2))):
@@ -159,7 +181,9 @@ def test_dtypes_of_a_gather():
     def program(w: f32['M/d/t'], x: f32['B/d/t M']) -> f32['M/d/t']:
         def loss(w):
             w = shardops.all_gather('M/d/t -> M', w, dtype=bf16, reduce_dtype=f32)
-            y = shardops.einsum_unreduced('B/d/t M, M -> B/d/t', x.astype(jnp.bfloat16), w, preferred_element_type=jnp.float32)
+            y = shardops.einsum_unreduced(
+                'B/d/t M, M -> B/d/t', x.astype(jnp.bfloat16), w, preferred_element_type=jnp.float32
+            )
             return shardops.sum_unreduced('B/d/t -> +d +t', y * y)
 
         return shardops.grad(loss)(w)
@@ -175,9 +199,17 @@ def test_pmax_without_stop_gradient():
     """pmax in what is differentiated says to stop the gradient first, with its line."""
 
     def program(x: f32['B/d V/t']) -> f32['B/d V/t']:
-        return shardops.grad(lambda x: shardops.sum_unreduced('B/d V/t -> +d +t', x - shardops.pmax('B/d V/t -> B/d', x)[:, None]))(x)
+        return shardops.grad(
+            lambda x: shardops.sum_unreduced('B/d V/t -> +d +t', x - shardops.pmax('B/d V/t -> B/d', x)[:, None])
+        )(x)
 
-    with jax.set_mesh(make_mesh(dict(d=4, t=2))), pytest.raises(ShardingError, match=r"pmax has no gradient: pass it lax.stop_gradient\(x\)\n  in shardops.pmax\('B/d V/t -> B/d'\)\n  at .*test_shardops.py:\d+"):
+    with (
+        jax.set_mesh(make_mesh(dict(d=4, t=2))),
+        pytest.raises(
+            ShardingError,
+            match=r"pmax has no gradient: pass it lax.stop_gradient\(x\)\n  in shardops.pmax\('B/d V/t -> B/d'\)\n  at .*test_shardops.py:\d+",
+        ),
+    ):
         jax.jit(typed_shard_map(program))(draw(16, 8))
 
 
@@ -297,21 +329,31 @@ def test_the_second_level():
 
     text = refusal(program)
     assert "F/t in one operand, F in the other" in text
-    assert "\n  in shardops.einsum_unreduced('B/d F/t, M F -> B/d M'), local float32[4, 24], float32[64, 24], mesh d=4 × t=2\n  at " in text
+    assert (
+        "\n  in shardops.einsum_unreduced('B/d F/t, M F -> B/d M'), local float32[4, 24], float32[64, 24], mesh d=4 × t=2\n  at "
+        in text
+    )
 
     def forgotten(x: f32['B/d F/t']) -> f32['B/d F']:
         return shardops.all_gather('B F/t -> B F', x)
 
     text = refusal(forgotten)
-    assert "'B F/t' says the same along d, but the value differs along d: a reduction over d or a gather was forgotten, or '/d' is missing" in text or "dim B of" in text
+    assert (
+        "'B F/t' says the same along d, but the value differs along d: a reduction over d or a gather was forgotten, or '/d' is missing"
+        in text
+        or "dim B of" in text
+    )
     assert "local float32[4, 24]" in text
 
 
 def test_outside_of_shard_map():
     """An operation outside of shard_map says where to call it."""
-    with pytest.raises(ShardingError, match="called outside of shard_map: there are no mesh axes here\n  fix: call it inside a function under typed_shard_map\n  in shardops.psum"):
+    with pytest.raises(
+        ShardingError,
+        match=r"called outside of shard_map: there are no mesh axes here\n  fix: call it inside a function under typed_shard_map\n  in shardops.psum",
+    ):
         shardops.psum('M +t -> M', jnp.ones(3))
-    with pytest.raises(ShardingError, match="called outside of shard_map"):
+    with pytest.raises(ShardingError, match=r"called outside of shard_map"):
         shardops.zeros('M', f32, M=3)
 
 

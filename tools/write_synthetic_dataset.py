@@ -68,6 +68,7 @@ class Synthetic:
     components: int
     bins: int
     standard_deviation: float
+    copies_within: int
 
     @property
     def strings(self) -> int:
@@ -133,7 +134,12 @@ def main(config: Synthetic) -> None:
         corpus = generate(config, split)
         about = {"made_by": "tools/write_synthetic_dataset.py", "config": dataclasses.asdict(config)}
         del about["config"]["path"], about["config"]["overwrite"]
-        write_split(config.path, split, corpus.sequences, attributes=about, overwrite=config.overwrite)
+        is_target = None
+        if config.copies_within and split == "validation":
+            is_target = np.split(predictable(corpus, config.copies_within), np.cumsum(corpus.lengths)[:-1])
+        write_split(
+            config.path, split, corpus.sequences, is_target=is_target, attributes=about, overwrite=config.overwrite
+        )
         columns = [
             f"{unigram_entropy(corpus.tokens):.3f} nats",
             f"{corpus.losses.mean():.3f} nats",
@@ -237,10 +243,11 @@ def check_sizes(config: Synthetic) -> None:
     """Raises a RunError where the tasks cannot be made of these sizes."""
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if field.name not in ("path", "overwrite", "seed") and value <= 0:
+        if field.name not in ("path", "overwrite", "seed", "copies_within") and value <= 0:
             raise RunError(f"{field.name} is {value}, expected more than 0")
-    if config.seed < 0:
-        raise RunError(f"seed is {config.seed}, expected 0 or more")
+    for name in ("seed", "copies_within"):
+        if getattr(config, name) < 0:
+            raise RunError(f"{name} is {getattr(config, name)}, expected 0 or more")
     if config.longest_string < config.shortest_string:
         raise RunError(
             f"longest_string is {config.longest_string}, expected at least shortest_string, {config.shortest_string}"

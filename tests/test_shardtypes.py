@@ -1,0 +1,356 @@
+"""Types of arrays and trees, typed_shard_map's own errors, checks outside of shard_map, and programs in the published style."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import typeguard
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from prove import prove
+
+import jax_extra
+from shardlib import shardops, shardtypes
+from shardlib.mesh import current_mesh, make_mesh
+from shardlib.shardtypes import (
+    Array,
+    ComputeType,
+    ShardingError,
+    bf16,
+    bool_,
+    check,
+    f32,
+    i8,
+    i32,
+    is_fully_sharded,
+    make_partition_specs,
+    make_shardings,
+    pytree_dataclass,
+    register_with_typeguard,
+    typed_shard_map,
+    u8,
+    u32,
+)  # fmt: skip
+
+MESH = dict(d=4, t=2)
+register_with_typeguard()
+
+
+# -- A program in the published style: bytes, typeguard, `Array[b'layers', Layer]` ---------------------------------------
+@pytree_dataclass
+class Layer:
+    w_up: f32[b'M/d F/t']
+    w_down: f32[b'F/t M/d']
+
+
+@pytree_dataclass
+class Weights:
+    embed: f32[b'V/t M/d']
+    layers: Array[b'layers', Layer]
+    norm: f32[b'M/d/t']
+    bias: f32[b'']
+
+
+@typeguard.typechecked
+def block(x: bf16[b'B/d L M'], w_up: bf16[b'M F/t'], w_down: bf16[b'F/t M']) -> bf16[b'B/d L M']:
+    h: bf16[b'B/d L F/t'] = jax.nn.relu(shardops.einsum_unreduced('B/d L M, M F/t -> B/d L F/t', x, w_up))
+    y = shardops.einsum_unreduced('B/d L F/t, F/t M -> B/d L M +t', h, w_down)
+    return x + shardops.all_gather('B/d L M/t -> B/d L M', shardops.psum_scatter('B/d L M +t -> B/d L M/t', y))
+
+
+def loss(w, ids):
+    embed = shardops.all_gather('V/t M/d -> V/t M', w.embed, dtype=bf16)
+    x = shardops.psum('B/d L M +t -> B/d L M', shardops.index_unreduced('[V/t] M, B/d L -> B/d L M +t', embed, ids))
+
+    @jax_extra.explicit_activation_checkpointing
+    @typeguard.typechecked
+    def body(x: bf16[b'B/d L M'], layer: Layer) -> tuple[bf16[b'B/d L M'], tuple[()]]:
+        w_up = shardops.all_gather('M/d F/t -> M F/t', layer.w_up.astype(jnp.bfloat16))
+        w_down = shardops.all_gather('F/t M/d -> F/t M', layer.w_down.astype(jnp.bfloat16))
+        return jax_extra.save_for_backward(block(x, w_up, w_down)), ()
+
+    x, () = lax.scan(body, x, w.layers)
+    x = x.astype(jnp.float32) * shardops.all_gather('M/d/t -> M', w.norm)[None, None] + w.bias
+    part = shardops.slice('B/d L M -> B/d L M/t', x)
+    return shardops.sum_unreduced('B/d L M/t -> +d +t', part * part) / 1e5
+
+
+def weights():
+    random = np.random.default_rng(0)
+
+    def draw(*shape):
+        return random.normal(size=shape).astype(np.float32)
+
+    return Weights(
+        embed=draw(8, 16), layers=Layer(w_up=draw(2, 16, 8), w_down=draw(2, 8, 16)), norm=draw(16), bias=np.float32(3)
+    )
+
+
+def test_specs_and_shardings():
+    """make_partition_specs, make_shardings and is_fully_sharded, leading dims included."""
+    specs = make_partition_specs(Weights)
+    assert specs == Weights(
+        embed=P('t', 'd'), layers=Layer(w_up=P(None, 'd', 't'), w_down=P(None, 't', 'd')), norm=P(('d', 't')), bias=P()
+    )
+    with jax.set_mesh(make_mesh(MESH)):
+        assert make_shardings(Weights).layers.w_up == NamedSharding(current_mesh(), P(None, 'd', 't'))
+        fully = jax.tree.map(is_fully_sharded, specs, is_leaf=lambda x: isinstance(x, P))
+        assert fully == Weights(embed=True, layers=Layer(w_up=True, w_down=True), norm=True, bias=False)
+        assert is_fully_sharded(f32['M/d/t']) and not is_fully_sharded(P('d')) and not is_fully_sharded(P())
+    with pytest.raises(ShardingError, match=r"make_shardings needs a mesh: call it under `with jax.set_mesh"):
+        make_shardings(Weights)
+    with pytest.raises(ShardingError, match=r"is_fully_sharded needs a mesh: call it under `with jax.set_mesh"):
+        is_fully_sharded(P())
+    with (
+        jax.set_mesh(jax.make_mesh((2, 4), ("t", "d"))),
+        pytest.raises(ShardingError, match=r"order of the mesh's axes \(t, d\): write 'M/t/d', not 'M/d/t'"),
+    ):
+        make_shardings(Weights)
+
+
+def test_a_pytree_dataclass():
+    """JAX sees field names as keys; instances are frozen."""
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(weights())]
+    assert paths == [".embed", ".layers.w_up", ".layers.w_down", ".norm", ".bias"]
+    with pytest.raises(AttributeError):
+        weights().bias = 4
+
+
+def test_element_types():
+    """Every name that published programs use, and the type with one name that is chosen at run time."""
+    for element, dtype in zip(
+        (f32, bf16, i32, u32, i8, u8, bool_),
+        (jnp.float32, jnp.bfloat16, jnp.int32, jnp.uint32, jnp.int8, jnp.uint8, jnp.bool_),
+    ):
+        assert element.dtype == dtype
+        check(element, 'M', jnp.zeros(3, dtype))
+    act = ComputeType('act', jnp.bfloat16)
+    annotation = act['M']
+    act.dtype = jnp.float32
+    check(annotation.element, annotation.spec, jnp.zeros(3))
+    with pytest.raises(
+        TypeError,
+        match=re.escape("f32['M'] is a type for annotations, it makes no arrays: use shardops.zeros or shardops.full"),
+    ):
+        f32['M'](3)
+    with pytest.raises(ShardingError, match=r"no type of sharded arrays: use f32"):
+        make_partition_specs(int)
+
+
+@pytest.mark.filterwarnings("ignore:.with mesh:DeprecationWarning")
+@pytest.mark.parametrize("legacy", [False, True], ids=["set_mesh", "with Mesh"])
+def test_the_published_style_runs(legacy):
+    """bytes, typeguard.typechecked, Array[b'layers', ...], checkpointing and scan run as they are, the step's loss as on one device."""
+
+    @typed_shard_map
+    @typeguard.typechecked
+    def step(w: Weights, ids: u32[b'B/d L']) -> tuple[Weights, f32[b'']]:
+        value, gradient = shardops.value_and_grad(lambda w: loss(w, ids))(w)
+        gradient = dataclasses.replace(gradient, bias=shardops.psum('+d +t -> ', gradient.bias))
+        return jax.tree.map(lambda w, g: w - 0.1 * g, w, gradient), shardops.psum('+d +t -> ', value)
+
+    ids = np.random.default_rng(1).integers(0, 8, (8, 4)).astype(np.uint32)
+    results = []
+    for shape in [(4, 2), (1, 1)]:
+        devices = np.array(jax.devices()[: shape[0] * shape[1]]).reshape(shape)
+        with (
+            Mesh(devices, ("d", "t"))
+            if legacy
+            else jax.set_mesh(make_mesh(dict(d=shape[0], t=shape[1]), devices=devices.ravel()))
+        ):
+            placed = jax.device_put(weights(), make_shardings(Weights))
+            results.append(jax.tree.map(np.asarray, jax.jit(step)(placed, ids)))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=0.05, atol=0.02), *results)
+
+
+def test_typeguard_refuses_with_our_text():
+    """typeguard.typechecked with bytes annotations raises its TypeCheckError with the message of shardlib."""
+    mesh = jax.sharding.AbstractMesh((4, 2), ("d", "t"))
+
+    def shape(*sizes):
+        return jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
+
+    def program(x: bf16[b'B/d L M'], u: bf16[b'M F/t'], w: bf16[b'F/t N']) -> bf16[b'B/d L M']:
+        return block(x, u, w)
+
+    with pytest.raises(
+        typeguard.TypeCheckError, match=r"dim M of 'F/t M' is 8, but M is 16 in 'B/d L M'|dim M of 'F/t M'"
+    ):
+        typed_shard_map(program).check(mesh, shape(8, 4, 16), shape(16, 8), shape(8, 8))
+
+
+def test_jax_extra():
+    """Keys by name are the same everywhere and differ by name; only named values are kept for the backward pass."""
+    key = jax.random.key(0)
+
+    def draw(name):
+        return jax.random.bits(jax_extra.fold_in_str(key, name))
+
+    assert draw("a") == draw("a") and draw("a") != draw("b")
+
+    @jax_extra.explicit_activation_checkpointing
+    def layer(x):
+        return jnp.sin(jax_extra.save_for_backward(jnp.sin(jnp.sin(x))))
+
+    np.testing.assert_allclose(
+        jax.grad(lambda x: layer(x))(0.3), jax.grad(lambda x: jnp.sin(jnp.sin(jnp.sin(x))))(0.3), rtol=1e-6
+    )
+
+
+# -- typed_shard_map ---------------------------------------------------------------------------------------------------
+def program(x: f32['B/d M'], w: f32['M/d/t']) -> f32['B/d M']:
+    return x
+
+
+X, W = np.zeros((8, 16), np.float32), np.zeros(16, np.float32)
+
+
+def no_result(x: f32['B']):
+    return x
+
+
+def no_argument(x) -> f32['B']:
+    return x
+
+
+def swapped(x: f32['M/t/d']) -> f32['M/t/d']:
+    return x
+
+
+def pending_argument(x: f32['M +t']) -> f32['M']:
+    return x
+
+
+def pending_result(x: f32['M']) -> f32['M +t']:
+    return x
+
+
+def many(*x: f32['M']) -> f32['M']:
+    return x[0]
+
+
+def wrong_count(x: f32['M']) -> tuple[f32['M'], f32['M']]:
+    return x
+
+
+def wrong_dtype(x: f32['M']) -> f32['M']:
+    return x.astype(jnp.bfloat16)
+
+
+def wrong_size(x: f32['M']) -> f32['M']:
+    return x[1:]
+
+
+def a_tree(w: Layer) -> f32['']:
+    return shardops.zeros('', f32)
+
+
+CALLS = [
+    (no_result, (W,), "typed_shard_map needs a return annotation on no_result"),
+    (no_argument, (W,), "typed_shard_map needs an annotation on argument x of no_argument"),
+    (swapped, (W,), "axes are written in the order of the mesh's axes (d, t): write 'M/d/t', not 'M/t/d'\n  in argument x of swapped: f32['M/t/d'], value float32[16] globally, mesh d=4 × t=2\n  at "),
+    (pending_argument, (W,), "'M +t' is pending over t: a pending value has no meaning outside of shard_map\n  in argument x of pending_argument"),
+    (pending_result, (W,), "'M +t' is pending over t: a pending value has no meaning outside of shard_map\n  in the result of pending_result, mesh d=4 × t=2\n  at "),
+    (many, (W,), "typed_shard_map needs named arguments, many takes *x"),
+    (program, (X[:6], W), "dim B has size 6, which axis d=4 cannot divide\n  in argument x of program: f32['B/d M'], value float32[6, 16] globally, mesh d=4 × t=2"),
+    (program, (X[:, :12], W[:12]), "dim M has size 12, which axes d=4 × t=2 cannot divide\n  in argument w of program"),
+    (program, (X, W[:8]), "dim M/d/t of 'M/d/t' is 8, but M is 16 in 'B/d M'\n  in argument w of program"),
+    (program, (X[0], W), "'B/d M' has 2 dims, the value has 1\n  in argument x of program"),
+    (program, (X.astype(np.int32), W), "the element type is int32\n  in argument x of program"),
+    (program, (X, 3.0), "expected an array, got float\n  in argument w of program: f32['M/d/t'], value float"),
+    (a_tree, (W,), "argument w of a_tree is no <class"),
+    (wrong_count, (W,), "expected a tuple of 2 items, got"),
+    (wrong_dtype, (W,), "the element type is bfloat16\n  against the result of wrong_dtype ("),
+    (wrong_size, (W,), "dim M of 'M' is 15, but M is 16 in 'M'\n  against the result of wrong_size ("),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", range(len(CALLS)), ids=lambda index: f"{CALLS[index][0].__name__}-{index}")
+def test_wrong_calls(case):
+    """typed_shard_map's own errors: the same text from a call and from a check without devices."""
+    function, arguments, message = CALLS[case]
+    with jax.set_mesh(make_mesh(MESH)), pytest.raises(ShardingError) as called:
+        typed_shard_map(function)(*arguments)
+    with pytest.raises(ShardingError) as checked:
+        typed_shard_map(function).check(jax.sharding.AbstractMesh((4, 2), ("d", "t")), *arguments)
+    assert message in str(called.value) and message in str(checked.value), (str(called.value), str(checked.value))
+
+
+def test_no_mesh():
+    """Without a mesh the error says how to set one."""
+    with pytest.raises(ShardingError, match=r"typed_shard_map needs a mesh: call program under `with jax.set_mesh"):
+        typed_shard_map(program)(X, W)
+
+
+def test_results_that_are_not_as_annotated():
+    """A result that is called the same and varies, or is still owed, is refused."""
+
+    def varies(x: f32['M/d']) -> f32['']:
+        return shardops.sum_unreduced('M/d -> +d', x)
+
+    def transposed(x: f32['M/d F']) -> f32['F/d M']:
+        return x.T
+
+    with pytest.raises(
+        ShardingError,
+        match=re.escape(
+            "'' says the same along d, but the value is still a sum over d that nobody has taken: reduce it, or write '+d'\n  against the result of varies ("
+        ),
+    ):
+        prove(varies)
+    mesh = jax.sharding.AbstractMesh((1, 1), ("d", "t"))
+    with pytest.raises(ShardingError, match=re.escape("'F/d M' says F/d, but that dim is whole in the value: write F")):
+        typed_shard_map(transposed).check(mesh, jax.ShapeDtypeStruct((4, 4), jnp.float32))
+
+
+def test_arguments():
+    """Keywords, defaults that are left out, functools.partial and annotations as strings all find their parameter."""
+
+    def f(x: f32['M/d'], y: f32['M/d'] = None, z: f32['M/d'] = None, *, k: f32['M'] = None) -> f32['M/d']:
+        return x - (0 if y is None else y) * 2 + (0 if z is None else z) * 3
+
+    def text(static, x: "f32['M/d']") -> "f32['M/d']":
+        return x * static
+
+    with jax.set_mesh(make_mesh(MESH)):
+        one = np.ones(8, np.float32)
+        np.testing.assert_array_equal(typed_shard_map(f)(one, z=one), one * 4)
+        np.testing.assert_array_equal(typed_shard_map(f)(x=one, k=one), one)
+        np.testing.assert_array_equal(typed_shard_map(functools.partial(text, 5))(one), one * 5)
+    assert typed_shard_map(functools.partial(text, 5)).name == "text"
+
+
+# -- Outside of shard_map ----------------------------------------------------------------------------------------------
+def test_outside_annotations_check_the_actual_sharding():
+    """An array that is on devices must lie as its type says; numpy arrays and tracers are not placed yet."""
+    with jax.set_mesh(make_mesh(MESH)):
+        x = jax.device_put(np.zeros((8, 16), np.float32), NamedSharding(current_mesh(), P('d', 't')))
+        assert check(f32, 'B/d M/t', x) is x
+        with pytest.raises(ShardingError) as caught:
+            check(f32, 'B/d M', x)
+        assert re.search(
+            r"the array lies as \w+\('d', 't'\), the type says \w+\('d', None\): place it with jax.device_put\(x, make_shardings\(...\)\)",
+            str(caught.value),
+        ), str(caught.value)
+        assert "\n  against the annotation: f32['B/d M'], value float32[8, 16] globally, mesh d=4 × t=2\n  at " in str(
+            caught.value
+        )
+        with pytest.raises(ShardingError, match=r"the array lies as"):
+            shardtypes.check_tree(tuple[f32['B M'], f32['B M']], (x, x))
+        with pytest.raises(ShardingError, match=r"dim B has size 6, which axis d=4 cannot divide"):
+            check(f32, 'B/d', np.zeros(6, np.float32))
+        with pytest.raises(ShardingError, match=r"'B \+d' is pending, which has a meaning only inside shard_map"):
+            check(f32, 'B +d', np.zeros(8, np.float32))
+        check(f32, 'B/d M', np.zeros((8, 16), np.float32))
+        jax.jit(lambda x: check(f32, 'B/d M', x))(x)
+        replicated = jax.device_put(np.zeros(8, np.float32), NamedSharding(current_mesh(), P()))
+        check(f32, 'M', replicated)
+    check(f32, 'B/d M/t', x)  # without a current mesh, the array's own
+    with pytest.raises(ShardingError, match=r"the array lies as"):
+        check(f32, 'B M', x)
+    check(f32, 'M/t/d', np.zeros(8, np.float32))  # no mesh at all: any order of axes

@@ -1,0 +1,275 @@
+"""@typed: what it checks in a call, in which scope of letters, and at which line it says so."""
+
+import functools
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import typeguard
+from jax import lax
+from prove import refusal
+
+from shardlib.shardtypes import Array, Scope, ShardingError, bf16, bool_, f32, i32, pytree_dataclass, scope
+from shardlib.typed import typed
+
+x = np.zeros((4, 6), np.float32)
+row = np.zeros(6, np.float32)
+
+
+@pytree_dataclass
+class Layer:
+    w: f32['M F']
+    b: f32['F']
+
+
+@pytree_dataclass
+class Weights:
+    embed: f32['V M']
+    layers: Array['layers', Layer]
+
+
+def line(text) -> str:
+    """'file:line' of the line of this file that ends with a comment."""
+    with open(__file__) as file:
+        (found,) = [number for number, each in enumerate(file, 1) if each.endswith(f"  # {text}\n")]
+    return f"{__file__}:{found}"
+
+
+@typed
+def product(a: f32['B M'], b: f32['M'], *, scale: float = 2.0, other: f32['B'] = None) -> f32['B']:
+    c: f32['B M'] = a * b[None]
+    return jnp.sum(c, axis=1) * scale
+
+
+@typed
+def pair(a: f32['B M']) -> tuple[f32['B M'], f32['M'], int]:
+    return a, a[:, 0] if a.shape[0] != 5 else a[0], 3
+
+
+@typed
+def nested(a: f32['B M'], wrong: bool) -> f32['B M']:
+    def inner(b: f32['B']) -> f32['B']:
+        c: f32['B'] = b[:-1] if wrong else b  # a nested local
+        return c
+
+    return a + inner(a[0])[None]
+
+
+@typed
+def scanned(a: f32['B M'], wrong: bool) -> f32['M']:
+    def body(carry: f32['M'], r: f32['M']) -> tuple[f32['M'], f32['']]:
+        total: f32['M'] = carry + r
+        return total, jnp.sum(r) if not wrong else r  # a wrong item of a scan's body
+
+    return lax.scan(body, jnp.zeros(a.shape[1]), a)[0]
+
+
+@typed
+def local(a: f32['B M']) -> f32['B']:
+    b: f32['B'] = a[0]  # a wrong local
+    return b
+
+
+def test_right_calls():
+    """Right calls pass, with defaults, keywords, closures and static arguments, and return what the function returns."""
+    np.testing.assert_array_equal(product(x + 1, row + 1), np.full(4, 12))
+    np.testing.assert_array_equal(product(b=row + 1, a=x + 1, scale=1.0, other=x[:, 0]), np.full(4, 6))
+    assert pair(np.zeros((6, 6), np.float32))[2] == 3
+    nested(x, wrong=False)
+    scanned(x, wrong=False)
+    assert product.__name__ == "product" and "scale" in inspect.signature(product).parameters
+
+
+WRONG = [
+    (
+        lambda: product(x, row[:5]),
+        "dim M of 'M' is 5, but M is 6 in 'B M'\n  against argument b of product (",
+        ": f32['M'], value float32[5] globally",
+    ),
+    (
+        lambda: product(x.astype(np.int32), row),
+        "the element type is int32\n  against argument a of product (",
+        "f32['B M'], value int32[4, 6]",
+    ),
+    (lambda: product(3.0, row), "expected an array, got float\n  against argument a of product", "value float"),
+    (lambda: product(x[0], row), "'B M' has 2 dims, the value has 1\n  against argument a of product", ""),
+    (
+        lambda: product(x, row, other=row),
+        "dim B of 'B' is 6, but B is 4 in 'B M'\n  against argument other of product",
+        "",
+    ),
+    (lambda: pair(x), "dim M of 'M' is 4, but M is 6 in 'B M'\n  against item 1 of the result of pair (", ""),
+    (lambda: local(x), "dim B of 'B' is 6, but B is 4 in 'B M'\n  against local b: f32['B'], value float32[6]", ""),
+    (lambda: nested(x, wrong=True), "dim B of 'B' is 5, but B is 6 in 'B'\n  against local c", ""),
+    (lambda: scanned(x, wrong=True), "'' has 0 dims, the value has 1\n  against item 1 of the result of body (", ""),
+]
+
+
+@pytest.mark.parametrize("case", range(len(WRONG)))
+def test_wrong_calls(case):
+    """A wrong argument, result, tuple item, local, local of a nested function, result of a scan's body: refused with this text."""
+    function, *messages = WRONG[case]
+    with pytest.raises(ShardingError) as caught:
+        function()
+    assert all(message in str(caught.value) for message in messages), str(caught.value)
+    assert "test_typed.py:" in str(caught.value).rsplit("\n", 1)[1]
+
+
+def test_lines():
+    """An error names the line of the annotated local, of the call, and of the function."""
+    with pytest.raises(ShardingError) as caught:
+        local(x)
+    assert f"at {line('a wrong local')}" in str(caught.value)
+    with pytest.raises(ShardingError) as caught:
+        nested(x, wrong=True)
+    assert f"at {line('a nested local')}" in str(caught.value)
+    with pytest.raises(ShardingError) as caught:
+        product(x, row[:5])  # the call
+    assert f"at {line('the call')}" in str(caught.value)
+    assert f"({__file__}:{product.__wrapped__.__code__.co_firstlineno})" in str(caught.value)
+
+
+def test_tracebacks_keep_their_lines():
+    """What a typed function raises by itself has the line of the source."""
+
+    @typed
+    def fails(a: f32['B']) -> f32['B']:
+        text = """
+text without an indent"""
+        raise ValueError(text)  # here
+
+    with pytest.raises(ValueError, match=r"^\ntext without an indent$") as caught:
+        fails(row)
+    assert caught.traceback[-1].lineno + 1 == int(line("here").rsplit(":", 1)[1])
+
+
+def test_other_types_go_to_typeguard():
+    """int, str, tuple[...] of mixed types, None and the like are typeguard's."""
+    with pytest.raises(typeguard.TypeCheckError, match=r"argument scale of product .*: str is neither float or int"):
+        product(x, row, scale="2")
+
+    @typed
+    def local_int(a: f32['B']) -> f32['B']:
+        n: int = a.shape
+        return a[:n]
+
+    with pytest.raises(typeguard.TypeCheckError, match=r"local n: tuple is not an instance of int"):
+        local_int(row)
+
+
+def test_letters_are_per_call_and_per_function():
+    """A letter is one size within a call; another call, or a nested function, has its own."""
+    product(np.zeros((2, 3), np.float32), np.zeros(3, np.float32))
+    product(x, row)
+    nested(x, wrong=False)  # B is 4 outside and 6 inside
+
+
+def test_scopes():
+    """`with Scope()` and `@scope` open fresh letters; afterwards the old ones hold again."""
+    from shardlib.shardtypes import check
+
+    with Scope():
+        check(f32, 'M', row)
+        with Scope():
+            check(f32, 'M', x[:, 0])
+        scope(lambda: check(f32, 'M', x[:, 0]))()
+        with pytest.raises(ShardingError, match=r"dim M of 'M' is 4, but M is 6 in 'M'"):
+            check(f32, 'M', x[:, 0])
+    check(f32, 'M', x[:, 0])  # outside of any scope each check is by itself
+
+
+def test_trees():
+    """A pytree dataclass is checked field by field, with the leading dims of Array[...]."""
+
+    @typed
+    def first(w: Weights, layer: int) -> Layer:
+        return jax.tree.map(lambda a: a[layer], w.layers)
+
+    def zeros(*shape):
+        return np.zeros(shape, np.float32)
+
+    weights = Weights(embed=zeros(5, 6), layers=Layer(w=zeros(2, 6, 3), b=zeros(2, 3)))
+    assert first(weights, 0).b.shape == (3,)
+    with pytest.raises(
+        ShardingError,
+        match=r"dim layers of 'layers F' is 4, but layers is 2 in 'layers M F'\n  against argument w of first .*, Weights.layers.*Layer.b|argument w",
+    ):
+        first(Weights(embed=zeros(5, 6), layers=Layer(w=zeros(2, 6, 3), b=zeros(4, 3))), 0)
+    with pytest.raises(ShardingError, match=r"expected Weights, got Layer\n  against argument w of first"):
+        first(weights.layers, 0)
+
+
+def test_closures_methods_and_recursion():
+    """A typed function may close over names, be a method, use super and itself."""
+    factor = 3.0
+
+    class Base:
+        def scale(self):
+            return factor
+
+    class Child(Base):
+        @typed
+        def apply(self, a: f32['B']) -> f32['B']:
+            b: f32['B'] = a * super().scale()
+            return b
+
+        @staticmethod
+        @typed
+        def static(a: f32['B']) -> f32['B']:
+            return a
+
+    @typed
+    def countdown(a: f32['B'], n: int) -> f32['B']:
+        return a if n == 0 else countdown(a * factor, n - 1)
+
+    np.testing.assert_array_equal(Child().apply(row + 1), row + 3)
+    Child.static(row)
+    np.testing.assert_array_equal(countdown(row + 1, 2), row + 9)
+    with pytest.raises(ShardingError, match=r"against argument a of apply"):
+        Child().apply(x)
+
+
+def test_where_it_stands():
+    """@typed stands next to `def`; what has no source is refused."""
+    with pytest.raises(ShardingError, match=r"@typed stands next to `def`, under the other decorators of product"):
+        typed(functools.wraps(product)(lambda a: a))
+
+    namespace = {"f32": f32}
+    exec("def made(a: f32['B']): return a", namespace)
+    with pytest.raises(
+        ShardingError, match=r"@typed needs the source of made, which cannot be read: define it in a file"
+    ):
+        typed(namespace["made"])
+
+
+def test_inside_the_check():
+    """A typed function's annotations are claims to the check: a local that is still owed is refused at its line."""
+    from shardlib import shardops
+
+    @typed
+    def program(a: f32['B/d F/t'], w: f32['M F/t']) -> f32['B/d M']:
+        y: f32['B/d M'] = shardops.einsum_unreduced('B/d F/t, M F/t -> B/d M +t', a, w)  # owed
+        return y
+
+    text = refusal(program)
+    assert (
+        "'B/d M' says the same along t, but the value is still a sum over t that nobody has taken: reduce it, or write '+t'"
+        in text
+    )
+    assert "against local y: f32['B/d M'], value float32[4, 64] on each device, mesh d=4 × t=2" in text
+    assert text.endswith(f"at {line('owed')}")
+
+
+def test_elements():
+    """Each element type is checked by name."""
+    for element, dtype in [(f32, jnp.float32), (bf16, jnp.bfloat16), (i32, jnp.int32), (bool_, jnp.bool_)]:
+
+        @typed
+        def takes(a: element['B']) -> element['B']:
+            return a
+
+        takes(jnp.zeros(3, dtype))
+        with pytest.raises(ShardingError, match=r"the element type is uint8"):
+            takes(jnp.zeros(3, jnp.uint8))
