@@ -1,5 +1,6 @@
 """Eight simulated devices, strict promotion, quick compilation: what every test stands on. Must run before JAX starts."""
 
+import logging
 import os
 
 # Most of a test's time is LLVM's. Without its optimizations, and with XLA's older code generator, the small training step compiles in
@@ -12,6 +13,18 @@ os.environ["XLA_FLAGS"] = " ".join([
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
+import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture(autouse=True)
+def own_logging():
+    """Takes back what hydra sets up for logging: its handler writes to a stream that pytest closes after the test."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    for handler in set(root.handlers) - set(handlers):
+        root.removeHandler(handler)
+    root.setLevel(level)
