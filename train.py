@@ -257,7 +257,7 @@ def forward(model: Model, reduce_dtype: str, bos_id: int, weights: Weights, batc
 
 
 # == Loss ==============================================================================================================
-# Positions whose logits are in memory at once. All of them in float32 would be 4 B L V / (d t) bytes, and the same for their
+# Positions of a row whose logits are in memory at once, at most. All of them in float32 would be 4 B L V / (d t) bytes, and the same for their
 # gradient (1.07 GB each a device for c4_a100x8_1b); a chunk takes LOSS_CHUNK / L of it and is computed again in the backward pass.
 LOSS_CHUNK = 256
 
@@ -269,7 +269,7 @@ def loss_sum(model: Model, reduce_dtype: str, bos_id: int, weights: Weights, bat
     unembed = shardops.all_gather('V/t M/d -> V/t M', weights.unembed, dtype=act, reduce_dtype=reduce_dtype)
     # Float32, so that its gradient adds up over chunks in float32; the matrix product is in bfloat16 all the same.
     unembed = unembed.astype(jnp.float32)
-    chunk = LOSS_CHUNK if x.shape[1] % LOSS_CHUNK == 0 else x.shape[1]
+    chunk = max(size for size in range(1, LOSS_CHUNK + 1) if x.shape[1] % size == 0)
 
     @jax.checkpoint  # keeps nothing: logits are computed again
     def add_chunk(total: f32['+d +t'], rows: tuple[act['B/d L M'], TokenBatch]) -> tuple[f32['+d +t'], None]:

@@ -37,7 +37,6 @@ def _operate(name, text, operands, plan, execute, rule=None):
     """
     text = as_text(text)
     axes = mapped_axes()
-    shapes = None
     try:
         if not axes:
             raise ShardingError(
@@ -52,7 +51,7 @@ def _operate(name, text, operands, plan, execute, rule=None):
             if size % math.prod(axes[axis] for axis in dim.axes):
                 raise ShardingError(not_divisible(dim, size, axes))
     except ShardingError as error:
-        raise ShardingError(f"{error}\n{_context(name, text, operands, shapes, axes)}\n  at {users_line()}") from None
+        raise ShardingError(f"{error}\n{_context(name, text, operands, axes)}\n  at {users_line()}") from None
 
     def checked(states):
         try:
@@ -62,7 +61,7 @@ def _operate(name, text, operands, plan, execute, rule=None):
                 require(spec, state, strict=True)
             return [State.of(recipe.result)]
         except ShardingError as error:
-            raise ShardingError(f"{error}\n{_context(name, text, operands, shapes, axes)}") from None
+            raise ShardingError(f"{error}\n{_context(name, text, operands, axes)}") from None
 
     return _check.mark(
         checked,
@@ -90,10 +89,25 @@ def _planned(plan, text, operands, mesh_axes) -> tuple[Recipe, dict]:
     return recipe, {"moves": (), **plan(recipe, mesh_axes)}
 
 
-def _context(name, text, operands, shapes, axes) -> str:
+def _context(name, text, operands, axes) -> str:
+    """The second level of an error: operation, string, shapes on a device and, where the string fits them, of the whole, mesh."""
     local = ", ".join(f"{jnp.result_type(x)}{list(jnp.shape(x))}" for x in operands)
-    whole = f", global {', '.join(str(list(shape)) for shape in shapes)}" if shapes else ""
+    try:
+        specs = parse_operation(text, len(operands)).operands
+        shapes = [_global_shape(spec, jnp.shape(operand), axes) for spec, operand in zip(specs, operands)]
+    except (
+        ShardingError,
+        KeyError,
+    ):  # the string cannot be read, or names an axis that the mesh lacks: that is the error
+        shapes = [None]
+    whole = "" if None in shapes else f", global {', '.join(map(str, shapes))}"
     return f"  in shardops.{name}('{text}'), local {local}{whole}, {mesh_text(axes)}"
+
+
+def _global_shape(spec: Spec, shape, axes) -> list[int] | None:
+    if len(spec.dims) != len(shape):
+        return None
+    return [size * math.prod(axes[axis] for axis in dim.axes) for dim, size in zip(spec.dims, shape)]
 
 
 def _size_of(dim: Dim, letters) -> int:
@@ -628,7 +642,7 @@ def local(spec: str | bytes, function, *operands):
         bind(parse_operation(as_text(spec), len(operands)).result, jnp.shape(result), mapped_axes(), letters_of_scope())
     except ShardingError as error:
         raise ShardingError(
-            f"{error}\n{_context('local', as_text(spec), operands, None, mapped_axes())}, result {list(jnp.shape(result))}\n  at {users_line()}"
+            f"{error}\n{_context('local', as_text(spec), operands, mapped_axes())}, result {list(jnp.shape(result))}\n  at {users_line()}"
         ) from None
     return result
 

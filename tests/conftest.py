@@ -28,3 +28,11 @@ def own_logging():
     for handler in set(root.handlers) - set(handlers):
         root.removeHandler(handler)
     root.setLevel(level)
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Prints what tests recorded as "summary", also those that ran in another process."""
+    for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed"):
+        for name, text in report.user_properties:
+            if name == "summary" and report.when == "call":
+                terminalreporter.write_line(text)

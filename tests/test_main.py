@@ -7,6 +7,7 @@ import sys
 import numpy as np
 import pytest
 
+import tools.write_synthetic_dataset as tool
 import train
 from runtime.config import load, run
 from runtime.flat_tokens import write_split
@@ -103,6 +104,37 @@ def test_a_run_goes_on_on_another_mesh(uninterrupted, monkeypatch, tmp_path):
     np.testing.assert_allclose(
         [moved[step] for step in range(6, 13)], [whole[step] for step in range(6, 13)], rtol=2e-3
     )
+
+
+def test_sequences_that_are_not_packed(monkeypatch, tmp_path):
+    """A row a sequence, padded: the run trains, and its losses are finite."""
+    assert (
+        start(
+            monkeypatch, f"paths.root_working_dir={tmp_path}", "flat_tokens.sequence_packing=false", "training.steps=2"
+        )
+        == 0
+    )
+    (run_folder,) = tmp_path.iterdir()
+    assert all(np.isfinite(loss) for loss in losses(run_folder).values())
+
+
+@pytest.mark.slow
+def test_the_small_job_goes_on_bit_for_bit(monkeypatch, tmp_path):
+    """local_test_synthetic as it is, stopped at step 20: the losses of steps 21 to 50 are bit for bit those of an uninterrupted run, and it has learnt more than frequencies."""
+    for name, steps in [("whole", [50]), ("halves", [20, 50])]:
+        for last in steps:
+            overrides = [
+                f"paths.root_working_dir={tmp_path}",
+                f"paths.model_name={name}",
+                f"training.steps={last}",
+                "log_interval=1",
+            ]
+            train.main(load(train.Config, "local_test_synthetic", overrides))
+    whole = losses(tmp_path / "whole")
+    assert len(whole) == 50 and losses(tmp_path / "halves") == whole
+    validation = json.loads((tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()[-1])
+    corpus = tool.generate(load(tool.Synthetic, "write_synthetic_dataset", []), "validation")
+    assert validation["validation_loss"] < tool.unigram_entropy(corpus.tokens)
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,7 @@ def test_the_program_itself_passes(mesh):
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: f"{mesh[0]}x{mesh[1]}")
-def test_every_mutant_is_refused(mesh, tmp_path, capsys):
+def test_every_mutant_is_refused(mesh, tmp_path, record_property):
     """Each collective removed, doubled, with its axes exchanged or one axis too few, and each '+axis' dropped: refused with a line of the file."""
     survivors, unlocated, made = [], [], mutants()
     for index, (name, line, source) in enumerate(made):
@@ -137,7 +137,8 @@ def test_every_mutant_is_refused(mesh, tmp_path, capsys):
                 unlocated.append((name, line, str(error)))
         else:
             survivors.append((name, line))
-    with capsys.disabled():
-        print(f"\n{len(made)} mutants of train.py on the mesh {mesh[0]} x {mesh[1]}: {len(survivors)} accepted")
+    record_property(
+        "summary", f"{len(made)} mutants of train.py on the mesh {mesh[0]} x {mesh[1]}: {len(survivors)} accepted"
+    )
     assert not survivors and not unlocated
     assert len(made) > 100

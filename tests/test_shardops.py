@@ -330,7 +330,7 @@ def test_the_second_level():
     text = refusal(program)
     assert "F/t in one operand, F in the other" in text
     assert (
-        "\n  in shardops.einsum_unreduced('B/d F/t, M F -> B/d M'), local float32[4, 24], float32[64, 24], mesh d=4 × t=2\n  at "
+        "\n  in shardops.einsum_unreduced('B/d F/t, M F -> B/d M'), local float32[4, 24], float32[64, 24], global [16, 48], [64, 24], mesh d=4 × t=2\n  at "
         in text
     )
 
