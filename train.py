@@ -404,8 +404,8 @@ def main(config: Config) -> None:
     state, batch = shapes(config)
     if config.check_only:
         step, validate = mapped_steps(config, bos_id=0)
-        report_check(config, step, state, zero, zero, batch)
-        return report_check(config, validate, state.weights, np.float32(0), np.float32(0), batch)
+        sums = np.float32(0), np.float32(0)
+        return report_check(config, (step, (state, zero, zero, batch)), (validate, (state.weights, *sums, batch)))
 
     with jax.set_mesh(start(config)), Run(config, make_shardings(TokenBatch).targets, model_flops(config)) as run:
         step, validate = mapped_steps(config, run.data.bos_id)

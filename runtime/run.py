@@ -58,25 +58,27 @@ def with_shardings(shapes: Any, shardings: Any) -> Any:
     )
 
 
-def report_check(config: RunConfig, step: typed_shard_map, *arguments: Any) -> None:
-    """Proves the types of a step on the config's mesh, without a device, and prints what was proved.
+def report_check(config: RunConfig, *checks: tuple[typed_shard_map, tuple]) -> None:
+    """Proves the types of mapped functions on the config's mesh, without a device, and prints what was proved.
 
     Args:
-      arguments: the step's, arrays or `ShapeDtypeStruct` of global shapes.
+      checks: each function with its arguments, arrays or `ShapeDtypeStruct` of global shapes.
     Raises:
       RunError: with the first claim that is not so, and its line.
     """
     mesh = jax.sharding.AbstractMesh((config.mesh.d, config.mesh.t), ("d", "t"))
-    began = time.perf_counter()
-    try:
-        proved = step.check(mesh, *arguments)
-    except ShardingError as error:
-        raise RunError(f"{step.name} is refused on the mesh d={config.mesh.d} × t={config.mesh.t}:\n{error}") from None
+    where = f"on the mesh d={config.mesh.d} × t={config.mesh.t}"
+    for function, arguments in checks:
+        began = time.perf_counter()
+        try:
+            proved = function.check(mesh, *arguments)
+        except ShardingError as error:
+            raise RunError(f"{function.name} is refused {where}:\n{error}") from None
+        print_line(f"{function.name} {where}: {proved} claims proved in {time.perf_counter() - began:.1f} s.")
     print_line(
-        f"{step.name} on the mesh d={config.mesh.d} × t={config.mesh.t}: {proved} claims proved in {time.perf_counter() - began:.1f} s.\n"
-        "  Proved: at each operation and annotation, along which axes the value is split, the same or a sum not yet taken; no\n"
-        "  reduction is forgotten or doubled, and every transfer is an operation with a string.\n"
-        "  Not proved: which rows a device sees, random keys, arithmetic with a device's index, the mathematics."
+        "Proved: at each operation and annotation, along which axes the value is split, the same, or a sum not yet taken. So no\n"
+        "reduction is forgotten or doubled, and every transfer is an operation with a string.\n"
+        "Not proved: which rows of the data a device sees, random keys, arithmetic with a device's index or a local size, the mathematics."
     )
 
 
