@@ -2,13 +2,14 @@
 
     python -m train                                          # a small model, eight devices simulated on a CPU
     python -m train --config-name=c4_a100x8_1b               # configs/ has one file for each model and machine
-    python -m train training.steps=200 mesh.d=8 mesh.t=1     # any key can be set; --help lists them
+    python -m train training.steps=80 mesh.d=8 mesh.t=1      # any key can be set; --help lists them
     python -m train check_only=true                          # proves the types below on the mesh, without a device
 
 Legend, the same letters for weights and activations:
-    B batch, L length (S where two of them meet), M d_model, Q query heads per key head, K key heads, D d_head, F d_ff, V vocabulary
+    B batch, L position of a query, S position of a key, M d_model, Q query heads per key head, K key heads, D d_head, F d_ff, V vocabulary
 Mesh: d splits data and weights (fully sharded data parallelism), t splits heads, d_ff and vocabulary (tensor parallelism).
-A type: f32['B/d L M/t'] has B split over d and M over t, and is the same along no axis; '+t' is a sum over t that is not yet taken.
+A type: in f32['B/d L M/t'] B is split over d and M over t. Along an axis that is not mentioned all devices hold the same.
+'+t': each device along t holds one term of a sum.
 
 To change: the model, `Layer` and `forward`; what is kept for the backward pass, the `save_for_backward` lines; the
 optimizer, `training_step`; what is decayed, `DECAYED`; a hyperparameter, its dataclass (configs/base.yaml has defaults).
@@ -70,18 +71,19 @@ class Training:
     seed: int
     steps: int
     warmup_steps: int  # the learning rate climbs linearly over these
-    steps_for_lr: int  # then follows a cosine to its floor, reached here
+    steps_for_lr: int  # then follows a cosine, which is at its floor from this step on, counted from 0
     learning_rate: float  # its largest value
     cosine_learning_rate_final_fraction: float  # the floor, as a fraction of learning_rate
     adam_b1: float
     adam_b2: float
     adam_eps: float  # added to the root of the second moment
     adam_eps_root: float  # added under the root
-    weight_decay: float  # of matrices only, see DECAYED
+    weight_decay: float  # w loses learning_rate · weight_decay · w; matrices only, see DECAYED
     tokens: Tokens
     microbatches: int = 1  # parts of a step's batch that are computed one after another
-    max_grad_norm: float = 1.0  # gradients are scaled down to this global norm
-    # float32 sends twice the bytes of bfloat16 in each reduce-scatter; bfloat16 rounds each of the d partial sums to 8 bits.
+    max_grad_norm: float = 1.0  # a gradient whose global norm is larger is scaled down to it
+    # Of the reduce-scatter of gathered weights' gradients: float32 sends 4 bytes an element; bfloat16 sends 2 and rounds each sum
+    # on its way over the d devices to 8 bits. Before it, each device's product is rounded to bfloat16 either way.
     gradient_reduce_dtype: str = 'float32'
 
 
@@ -119,7 +121,7 @@ DECAYED = Weights(embed=0.0, unembed=0.0, transformer=_LAYER_DECAYED, final_laye
 
 @pytree_dataclass
 class State:
-    weights: Weights  # float32 masters: 12 bytes a parameter with the two moments, over all d x t devices
+    weights: Weights  # float32; with the two moments 12 bytes a parameter, divided over all d · t devices
     adam_mu: Weights
     adam_nu: Weights
 
@@ -152,7 +154,7 @@ def init_state(model: Model, seed: jax.Array) -> State:
         w_up=normal('w_up', (N, M, F), M),
         w_down=normal('w_down', (N, M, F), F),
     )
-    embed, unembed = normal('embed', (V, M), M), normal('unembed', (V, M), M)
+    embed, unembed = normal('embed', (V, M), M), normal('unembed', (V, M), M)  # embed starts like unembed
     weights = Weights(embed=embed, unembed=unembed, transformer=layer, final_layer_norm=jnp.ones((M,), jnp.float32))
     zeros = functools.partial(jax.tree.map, jnp.zeros_like, weights)
     return State(weights=weights, adam_mu=zeros(), adam_nu=zeros())
@@ -161,6 +163,7 @@ def init_state(model: Model, seed: jax.Array) -> State:
 # == Forward pass ======================================================================================================
 @typed
 def rms_norm(x: act['B/d L M'], scale: f32['M'], eps: float) -> act['B/d L M']:
+    """x / sqrt(mean(x²) + eps) · scale, in float32 (Zhang and Sennrich 2019, section 4)."""
     x = x.astype(jnp.float32)
     mean_square = shardops.sum_unreduced('B/d L M -> B/d L', x * x) / x.shape[-1]
     return (x * lax.rsqrt(mean_square + eps)[:, :, None] * scale[None, None]).astype(act.dtype)
@@ -168,7 +171,7 @@ def rms_norm(x: act['B/d L M'], scale: f32['M'], eps: float) -> act['B/d L M']:
 
 @typed
 def rotary(x: act['B/d L Q K/t D'], base: float) -> act['B/d L Q K/t D']:
-    """Rotates the two halves of D by angles position · base^(-i / (D/2)) (Su et al. 2021, section 3.2.2)."""
+    """Rotates dims i and i + D/2 by position · base^(-i / (D/2)) (Su et al. 2021, section 3.2.2, where neighbours are paired)."""
     half = x.shape[-1] // 2
     frequency = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angle = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None] * frequency[None]
@@ -200,31 +203,37 @@ def forward(model: Model, reduce_dtype: str, bos_id: int, weights: Weights, batc
     """The hidden states before the unembedding."""
     gather = functools.partial(shardops.all_gather, dtype=act, reduce_dtype=reduce_dtype)
 
+    @explicit_activation_checkpointing  # else a mask of M bytes a token
+    def embed(table: f32['V/t M/d'], inputs: u32['B/d L']) -> act['B/d L M/t']:
+        table = gather('V/t M/d -> V/t M', table)
+        x = shardops.index_unreduced('[V/t] M, B/d L -> B/d L M +t', table, inputs)
+        return shardops.psum_scatter('B/d L M +t -> B/d L M/t', x)
+
     with jax.named_scope('embed'):
         first = batch.is_seq_start.at[:, 0].set(True)  # a row's first position starts a segment
         before = jnp.roll(batch.targets, 1, axis=1)
         inputs: u32['B/d L'] = jnp.where(first, jnp.uint32(bos_id), before)
         segment: i32['B/d L'] = jnp.cumsum(first, axis=1, dtype=jnp.int32)
-        embed = gather('V/t M/d -> V/t M', weights.embed)
-        x = shardops.index_unreduced('[V/t] M, B/d L -> B/d L M +t', embed, inputs)
-        x = shardops.psum_scatter('B/d L M +t -> B/d L M/t', x)
+        x = embed(weights.embed, inputs)
 
+    # Kept for the backward pass, besides each layer's input (2M/t bytes a token): the values under save_for_backward. Bytes are
+    # those of one layer and one token of the device's rows, in bfloat16.
     @explicit_activation_checkpointing
     def layer(x: act['B/d L M/t'], w: Layer) -> tuple[act['B/d L M/t'], None]:
         with jax.named_scope('attention'):
             ln1 = shardops.all_gather('M/d/t -> M', w.ln1)  # norms stay float32: they are small
-            gx = shardops.all_gather('B/d L M/t -> B/d L M', x)
-            nx = rms_norm(gx, ln1, model.norm_eps)
+            gathered = shardops.all_gather('B/d L M/t -> B/d L M', x)
+            normed = rms_norm(gathered, ln1, model.norm_eps)
             w_q = gather('M/d Q K/t D -> M Q K/t D', w.w_q)
-            q = shardops.einsum_unreduced('B/d L M, M Q K/t D -> B/d L Q K/t D', nx, w_q)
+            q = shardops.einsum_unreduced('B/d L M, M Q K/t D -> B/d L Q K/t D', normed, w_q)
             q = rotary(q, model.rope_max_timescale)
             q = save_for_backward(q)  # 2QKD/t bytes a token, spares a product with w_q
             w_kv = gather('2 M/d K/t D -> 2 M K/t D', w.w_kv)
-            k = shardops.einsum_unreduced('B/d L M, M K/t D -> B/d L K/t D', nx, w_kv[0])
+            k = shardops.einsum_unreduced('B/d L M, M K/t D -> B/d L K/t D', normed, w_kv[0])
             k = rotary(k[:, :, None], model.rope_max_timescale)[:, :, 0]
-            k = save_for_backward(k)  # 2KD/t bytes a token, spares a product with w_k
-            v = shardops.einsum_unreduced('B/d L M, M K/t D -> B/d L K/t D', nx, w_kv[1])
-            v = save_for_backward(v)  # 2KD/t bytes a token, spares a product with w_v
+            k = save_for_backward(k)  # 2KD/t bytes a token, spares the product with w_kv[0]
+            v = shardops.einsum_unreduced('B/d L M, M K/t D -> B/d L K/t D', normed, w_kv[1])
+            v = save_for_backward(v)  # 2KD/t bytes a token, spares the product with w_kv[1]
             o = attention(q, k, v, segment)
             o = save_for_backward(o)  # 2QKD/t bytes a token, spares the product of probabilities and v
             w_o = gather('M/d Q K/t D -> M Q K/t D', w.w_o)
@@ -234,13 +243,13 @@ def forward(model: Model, reduce_dtype: str, bos_id: int, weights: Weights, batc
 
         with jax.named_scope('ffn'):
             ln2 = shardops.all_gather('M/d/t -> M', w.ln2)
-            gx = shardops.all_gather('B/d L M/t -> B/d L M', x)
-            nx = rms_norm(gx, ln2, model.norm_eps)
+            gathered = shardops.all_gather('B/d L M/t -> B/d L M', x)
+            normed = rms_norm(gathered, ln2, model.norm_eps)
             w_gate = gather('M/d F/t -> M F/t', w.w_gate)
-            gate = shardops.einsum_unreduced('B/d L M, M F/t -> B/d L F/t', nx, w_gate)
+            gate = shardops.einsum_unreduced('B/d L M, M F/t -> B/d L F/t', normed, w_gate)
             gate = save_for_backward(gate)  # 2F/t bytes a token, spares a product with w_gate
             w_up = gather('M/d F/t -> M F/t', w.w_up)
-            up = shardops.einsum_unreduced('B/d L M, M F/t -> B/d L F/t', nx, w_up)
+            up = shardops.einsum_unreduced('B/d L M, M F/t -> B/d L F/t', normed, w_up)
             up = save_for_backward(up)  # 2F/t bytes a token, spares a product with w_up
             hidden = jax.nn.silu(gate) * up
             w_down = gather('M/d F/t -> M F/t', w.w_down)
@@ -251,9 +260,10 @@ def forward(model: Model, reduce_dtype: str, bos_id: int, weights: Weights, batc
     x, _ = lax.scan(layer, x, weights.transformer)
 
     with jax.named_scope('final_norm'):
-        final = shardops.all_gather('M/d/t -> M', weights.final_layer_norm)
-        gx = shardops.all_gather('B/d L M/t -> B/d L M', x)
-        return rms_norm(gx, final, model.norm_eps)
+        scale = shardops.all_gather('M/d/t -> M', weights.final_layer_norm)
+        gathered = shardops.all_gather('B/d L M/t -> B/d L M', x)
+        # Keeps `gathered`, 2M bytes a token, and not the norm's float32 values, 8M.
+        return explicit_activation_checkpointing(functools.partial(rms_norm, eps=model.norm_eps))(gathered, scale)
 
 
 # == Loss ==============================================================================================================
@@ -264,14 +274,14 @@ LOSS_CHUNK = 256
 
 @typed
 def loss_sum(model: Model, reduce_dtype: str, bos_id: int, weights: Weights, batch: TokenBatch) -> f32['+d +t']:
-    """The sum of -log softmax over all targets. With the vocabulary split over t, what is sent is two float32 a token."""
+    """The sum of -log softmax over all targets. The vocabulary is split over t: two float32 a token are sent, never logits."""
     x = forward(model, reduce_dtype, bos_id, weights, batch)
     unembed = shardops.all_gather('V/t M/d -> V/t M', weights.unembed, dtype=act, reduce_dtype=reduce_dtype)
-    # Float32, so that its gradient adds up over chunks in float32; the matrix product is in bfloat16 all the same.
+    # Float32, so that its gradient adds up over chunks in float32 (4VM/t bytes each); the products are in bfloat16 all the same.
     unembed = unembed.astype(jnp.float32)
     chunk = max(size for size in range(1, LOSS_CHUNK + 1) if x.shape[1] % size == 0)
 
-    @jax.checkpoint  # keeps nothing: logits are computed again
+    @jax.checkpoint  # keeps its inputs alone, 2M bytes a token: logits are computed again
     def add_chunk(total: f32['+d +t'], rows: tuple[act['B/d L M'], TokenBatch]) -> tuple[f32['+d +t'], None]:
         x, batch = rows
         logits = shardops.einsum_unreduced(
@@ -313,20 +323,20 @@ def training_step(
     step: u32[''],
     batch: TokenBatch,
 ) -> tuple[State, Metrics]:
-    """One update by AdamW (Loshchilov and Hutter 2019, algorithm 2); `step` counts from 0."""
+    """One update by AdamW (Loshchilov and Hutter 2019, algorithm 2, the decay times the learning rate); `step` counts from 0."""
 
     with jax.named_scope('count_targets'):
-        targets = shardops.sum_unreduced('B/d L -> +d', batch.is_target.astype(jnp.float32))
-        targets: f32[''] = jnp.maximum(shardops.psum('+d -> ', targets), 1)
+        target_count = shardops.sum_unreduced('B/d L -> +d', batch.is_target.astype(jnp.float32))
+        target_count: f32[''] = jnp.maximum(shardops.psum('+d -> ', target_count), 1)
 
     def loss(weights: Weights, batch: TokenBatch) -> f32['+d +t']:
-        return loss_sum(model, training.gradient_reduce_dtype, bos_id, weights, batch) / targets
+        return loss_sum(model, training.gradient_reduce_dtype, bos_id, weights, batch) / target_count
 
     def add_microbatch(
         sums: tuple[f32['+d +t'], Weights], batch: TokenBatch
     ) -> tuple[tuple[f32['+d +t'], Weights], None]:
-        # The barrier keeps XLA from gathering embed, unembed and the final norm once for all microbatches: that would
-        # keep 2 · 2VM/t bytes (and their gradients) in memory throughout, which is what microbatches are there to save.
+        # Without the barrier XLA gathers embed, unembed and the final norm before the loop and holds them throughout: 4VM/t
+        # bytes, 268 MB a device for c4_a100x8_2b. The price is that each microbatch gathers them again.
         weights, batch = lax.optimization_barrier((state.weights, batch))
         value, gradient = shardops.value_and_grad(loss)(weights, batch)
         return jax.tree.map(jnp.add, sums, (value, gradient)), None
@@ -374,12 +384,13 @@ def validation_step(
 
 
 def model_flops(config: Config) -> float:
-    """FLOPs of a step's matrix products, forward and backward, nothing computed twice, of attention the causal half."""
+    """FLOPs of a step's matrix products, forward and backward, none counted twice; of attention the causal half of whole rows."""
     model, tokens = config.model, config.training.tokens
     heads = model.n_q_per_kv * model.n_kv * model.d_head
     layer = 2 * model.d_model * (heads + model.n_kv * model.d_head) + 3 * model.d_model * model.d_ff
     products = model.layers * layer + model.vocab * model.d_model
     attention = model.layers * heads * tokens.len  # q·k and probabilities·v, each L²/2 products of a row
+    # 2 FLOPs for a multiply and an add; forward once, backward twice.
     return 6.0 * (products + attention) * tokens.batch * tokens.len
 
 

@@ -82,7 +82,7 @@ class RunConfig:
     num_hosts: int = 1  # processes that run this job together, one a host
     checkpoint_interval: int  # steps from one checkpoint to the next; the last step is always saved
     eval_interval: int  # steps from one validation loss to the next; there is always one at the end
-    log_interval: int  # steps from one logged line to the next: the device is waited for only then
+    log_interval: int  # steps from one logged line to the next: numbers are read from the device only then
     check_only: bool = False  # check the step's sharding on the configured mesh, without devices, and stop
     io: IO = field(default_factory=IO)
     flat_tokens: FlatTokens

@@ -1,9 +1,9 @@
 """The mechanics around the steps: devices and mesh, the run folder, what is due when, and `check_only`.
 
-with jax.set_mesh(start(config)), Run(config, done_steps, model_flops) as run:
+with jax.set_mesh(start(config)), Run(config, sharding, model_flops_per_step) as run:
     for step in run.steps():
-        ...
-        run.log(step, metrics)
+        state, metrics = training_step(state, run.data.load(step))
+        run.log(step, (state, metrics), metrics)
 """
 
 import collections
@@ -27,7 +27,7 @@ from runtime.tracking import Tracker, print_line
 from shardlib.mesh import make_mesh
 from shardlib.shardtypes import ShardingError, typed_shard_map
 
-# The device never runs dry, and the host does not run away from it: with 32 programs in flight, simulated devices stop for
+# How far the host may be ahead. The device never runs dry of work, and the host does not run away from it: with 32 programs in flight, simulated devices stop for
 # ever (jax 0.10.2: the next program waits for a place in each device's queue while it already holds others').
 PROGRAMS_IN_FLIGHT = 8
 

@@ -386,12 +386,25 @@ def einsum_unreduced(spec: str | bytes, x, y, **jnp_kwargs):
         einsum_unreduced('B/d L F/t, M F/t -> B/d L M +t', h, w_down)
 
     Args:
-      jnp_kwargs: passed on, such as preferred_element_type.
+      jnp_kwargs: passed on. With preferred_element_type=float32 of bfloat16 operands the sums stay in float32; the gradient's
+        products are in bfloat16 too (JAX would take the result's gradient in float32, and multiply at the rate of that).
     Sends: nothing.
     """
 
     def execute(planned, axes, x, y):
-        return jnp.einsum(planned["equation"], x, y, **jnp_kwargs)
+        def product(x, y):
+            return jnp.einsum(planned["equation"], x, y, **jnp_kwargs)
+
+        if x.dtype != y.dtype or jnp_kwargs.get("preferred_element_type", x.dtype) == x.dtype:
+            return product(x, y)
+
+        def backward(operands, cotangent):
+            _, transpose = jax.vjp(lambda x, y: jnp.einsum(planned["equation"], x, y), *operands)
+            return transpose(cotangent.astype(operands[0].dtype))
+
+        widened = jax.custom_vjp(product)
+        widened.defvjp(lambda x, y: (product(x, y), (x, y)), backward)
+        return widened(x, y)
 
     return _operate("einsum_unreduced", spec, (x, y), _plan_einsum, execute)
 
