@@ -1,4 +1,4 @@
-"""Small additions to JAX that the model is written with: which values a layer keeps for its backward pass, and named random keys."""
+"""Small additions to JAX: which values a layer keeps for its backward pass, and named random keys."""
 
 import zlib
 
@@ -9,7 +9,7 @@ _SAVED = "save_for_backward"
 
 
 def explicit_activation_checkpointing(function):
-    """Keeps for the backward pass the function's inputs and the values under `save_for_backward`, and nothing else; the rest is computed again."""
+    """Keeps for the backward pass the inputs and the values under `save_for_backward`; the rest is computed again."""
     return jax.checkpoint(function, policy=jax.checkpoint_policies.save_only_these_names(_SAVED))
 
 
@@ -19,5 +19,5 @@ def save_for_backward(x):
 
 
 def fold_in_str(key, string: str):
-    """A random key for each name: `jax.random.fold_in` with the string's CRC-32, the same in every process and release."""
+    """A random key for each name: `jax.random.fold_in` with the string's CRC-32, the same in every process."""
     return jax.random.fold_in(key, zlib.crc32(string.encode()))

@@ -6,13 +6,14 @@
     python -m train check_only=true                          # proves the types below on the mesh, without a device
 
 Legend, the same letters for weights and activations:
-    B batch, L position of a query, S position of a key, M d_model, Q query heads per key head, K key heads, D d_head, F d_ff, V vocabulary
-Mesh: d splits data and weights (fully sharded data parallelism), t splits heads, d_ff and vocabulary (tensor parallelism).
-A type: in f32['B/d L M/t'] B is split over d and M over t. Along an axis that is not mentioned all devices hold the same.
+    B batch, L position of a query, S position of a key, M d_model, F d_ff, V vocabulary,
+    K key heads, Q query heads per key head, D d_head
+Mesh: d splits data and weights (fully sharded data parallelism), t heads, d_ff and vocabulary (tensor parallelism).
+A type: in f32['B/d L M/t'] B is split over d and M over t. Along an axis not mentioned all devices hold the same.
 '+t': each device along t holds one term of a sum.
 
 To change: the model, `Layer` and `forward`; what is kept for the backward pass, the `save_for_backward` lines; the
-optimizer, `training_step`; what is decayed, `DECAYED`; a hyperparameter, its dataclass (configs/base.yaml has defaults).
+optimizer, `training_step`; what is decayed, `DECAYED`; a hyperparameter, its dataclass (defaults: configs/base.yaml).
 """
 
 import functools
@@ -82,8 +83,8 @@ class Training:
     tokens: Tokens
     microbatches: int = 1  # parts of a step's batch that are computed one after another
     max_grad_norm: float = 1.0  # a gradient whose global norm is larger is scaled down to it
-    # Of the reduce-scatter of gathered weights' gradients: float32 sends 4 bytes an element; bfloat16 sends 2 and rounds each sum
-    # on its way over the d devices to 8 bits. Before it, each device's product is rounded to bfloat16 either way.
+    # Of the reduce-scatter of gathered weights' gradients: float32 sends 4 bytes an element; bfloat16 2, and rounds
+    # each sum on its way over the d devices to 8 bits. Before it, each device's product is bfloat16 either way.
     gradient_reduce_dtype: str = 'float32'
 
 
@@ -114,7 +115,7 @@ class Weights:
     final_layer_norm: f32['M/d/t']
 
 
-# Weight decay pulls matrices to zero, not norms (whose neutral value is one) nor embeddings (whose rare rows would vanish).
+# Weight decay pulls matrices to zero, not norms (neutral at one) nor embeddings (whose rare rows would vanish).
 _LAYER_DECAYED = Layer(ln1=0.0, ln2=0.0, w_q=1.0, w_kv=1.0, w_o=1.0, w_gate=1.0, w_up=1.0, w_down=1.0)
 DECAYED = Weights(embed=0.0, unembed=0.0, transformer=_LAYER_DECAYED, final_layer_norm=0.0)
 
@@ -135,8 +136,8 @@ class Metrics:
 
 
 def init_state(model: Model, seed: jax.Array) -> State:
-    """The first state. Under `jax.jit(..., out_shardings=make_shardings(State))` each device draws only its shard, of the same values on every mesh."""
-    N, M, F, V = model.layers, model.d_model, model.d_ff, model.vocab
+    """The first state. Jitted with sharded outputs each device draws its shard alone, the same values on any mesh."""
+    layers, M, F, V = model.layers, model.d_model, model.d_ff, model.vocab
     Q, K, D = model.n_q_per_kv, model.n_kv, model.d_head
 
     def normal(name, shape, fan_in, scale=1.0):
@@ -145,14 +146,14 @@ def init_state(model: Model, seed: jax.Array) -> State:
         return jax.random.truncated_normal(key, -2, 2, shape, jnp.float32) * (scale / 0.87962566 / fan_in**0.5)
 
     layer = Layer(
-        ln1=jnp.ones((N, M), jnp.float32),
-        ln2=jnp.ones((N, M), jnp.float32),
-        w_q=normal('w_q', (N, M, Q, K, D), M, scale=D**-0.5),  # attention logits are q·k: their 1/sqrt(D) is here
-        w_kv=normal('w_kv', (N, 2, M, K, D), M),
-        w_o=normal('w_o', (N, M, Q, K, D), Q * K * D),
-        w_gate=normal('w_gate', (N, M, F), M),
-        w_up=normal('w_up', (N, M, F), M),
-        w_down=normal('w_down', (N, M, F), F),
+        ln1=jnp.ones((layers, M), jnp.float32),
+        ln2=jnp.ones((layers, M), jnp.float32),
+        w_q=normal('w_q', (layers, M, Q, K, D), M, scale=D**-0.5),  # attention logits are q·k: their 1/sqrt(D) is here
+        w_kv=normal('w_kv', (layers, 2, M, K, D), M),
+        w_o=normal('w_o', (layers, M, Q, K, D), Q * K * D),
+        w_gate=normal('w_gate', (layers, M, F), M),
+        w_up=normal('w_up', (layers, M, F), M),
+        w_down=normal('w_down', (layers, M, F), F),
     )
     embed, unembed = normal('embed', (V, M), M), normal('unembed', (V, M), M)  # embed starts like unembed
     weights = Weights(embed=embed, unembed=unembed, transformer=layer, final_layer_norm=jnp.ones((M,), jnp.float32))
@@ -171,7 +172,7 @@ def rms_norm(x: act['B/d L M'], scale: f32['M'], eps: float) -> act['B/d L M']:
 
 @typed
 def rotary(x: act['B/d L Q K/t D'], base: float) -> act['B/d L Q K/t D']:
-    """Rotates dims i and i + D/2 by position · base^(-i / (D/2)) (Su et al. 2021, section 3.2.2, where neighbours are paired)."""
+    """Rotates dims i and i + D/2 by position · base^(-i / (D/2)) (Su et al. 2021, 3.2.2; there neighbours pair)."""
     half = x.shape[-1] // 2
     frequency = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angle = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None] * frequency[None]
@@ -216,8 +217,8 @@ def forward(model: Model, reduce_dtype: str, bos_id: int, weights: Weights, batc
         segment: i32['B/d L'] = jnp.cumsum(first, axis=1, dtype=jnp.int32)
         x = embed(weights.embed, inputs)
 
-    # Kept for the backward pass, besides each layer's input (2M/t bytes a token): the values under save_for_backward. Bytes are
-    # those of one layer and one token of the device's rows, in bfloat16.
+    # Kept for the backward pass, besides each layer's input (2M/t bytes a token): the values under save_for_backward.
+    # Bytes are those of one layer and one token of the device's rows, in bfloat16.
     @explicit_activation_checkpointing
     def layer(x: act['B/d L M/t'], w: Layer) -> tuple[act['B/d L M/t'], None]:
         with jax.named_scope('attention'):
@@ -267,17 +268,17 @@ def forward(model: Model, reduce_dtype: str, bos_id: int, weights: Weights, batc
 
 
 # == Loss ==============================================================================================================
-# Positions of a row whose logits are in memory at once, at most. All of them in float32 would be 4 B L V / (d t) bytes, and the same for their
-# gradient (1.07 GB each a device for c4_a100x8_1b); a chunk takes LOSS_CHUNK / L of it and is computed again in the backward pass.
+# Positions of a row whose logits are in memory at once, at most. All of them in float32 would be 4 B L V / (d t) bytes,
+# and the same for their gradient (1.07 GB each a device for c4_a100x8_1b); a chunk takes LOSS_CHUNK / L of it.
 LOSS_CHUNK = 256
 
 
 @typed
 def loss_sum(model: Model, reduce_dtype: str, bos_id: int, weights: Weights, batch: TokenBatch) -> f32['+d +t']:
-    """The sum of -log softmax over all targets. The vocabulary is split over t: two float32 a token are sent, never logits."""
+    """The sum of -log softmax over all targets. V is split over t: two float32 a token are sent, never logits."""
     x = forward(model, reduce_dtype, bos_id, weights, batch)
     unembed = shardops.all_gather('V/t M/d -> V/t M', weights.unembed, dtype=act, reduce_dtype=reduce_dtype)
-    # Float32, so that its gradient adds up over chunks in float32 (4VM/t bytes each); the products are in bfloat16 all the same.
+    # Float32, so that its gradient adds up over chunks in float32 (4VM/t bytes each); the products are in bfloat16.
     unembed = unembed.astype(jnp.float32)
     chunk = max(size for size in range(1, LOSS_CHUNK + 1) if x.shape[1] % size == 0)
 
@@ -295,7 +296,7 @@ def loss_sum(model: Model, reduce_dtype: str, bos_id: int, weights: Weights, bat
         loss = shardops.pending('B/d L -> B/d L +t', log_normalizer) - at_target
         return total + shardops.sum_unreduced('B/d L +t -> +d +t', loss * batch.is_target.astype(jnp.float32)), None
 
-    rows = jax.tree.map(lambda a: rearrange(a, 'B (N L) ... -> N B L ...', L=chunk), (x, batch))
+    rows = jax.tree.map(lambda a: rearrange(a, 'B (chunk L) ... -> chunk B L ...', L=chunk), (x, batch))
     total, _ = lax.scan(add_chunk, shardops.zeros('+d +t', f32), rows)
     return total
 
@@ -323,7 +324,7 @@ def training_step(
     step: u32[''],
     batch: TokenBatch,
 ) -> tuple[State, Metrics]:
-    """One update by AdamW (Loshchilov and Hutter 2019, algorithm 2, the decay times the learning rate); `step` counts from 0."""
+    """An update by AdamW (Loshchilov and Hutter 2019, algorithm 2, decay times learning rate); `step` counts from 0."""
 
     with jax.named_scope('count_targets'):
         target_count = shardops.sum_unreduced('B/d L -> +d', batch.is_target.astype(jnp.float32))
@@ -335,14 +336,14 @@ def training_step(
     def add_microbatch(
         sums: tuple[f32['+d +t'], Weights], batch: TokenBatch
     ) -> tuple[tuple[f32['+d +t'], Weights], None]:
-        # Without the barrier XLA gathers embed, unembed and the final norm before the loop and holds them throughout: 4VM/t
-        # bytes, 268 MB a device for c4_a100x8_2b. The price is that each microbatch gathers them again.
+        # Without the barrier XLA gathers embed, unembed and the final norm before the loop and holds them throughout:
+        # 4VM/t bytes, 268 MB a device for c4_a100x8_2b. The price is that each microbatch gathers them again.
         weights, batch = lax.optimization_barrier((state.weights, batch))
         value, gradient = shardops.value_and_grad(loss)(weights, batch)
         return jax.tree.map(jnp.add, sums, (value, gradient)), None
 
     with jax.named_scope('gradient'):
-        rows = jax.tree.map(lambda a: rearrange(a, '(N B) L -> N B L', N=training.microbatches), batch)
+        rows = jax.tree.map(lambda a: rearrange(a, '(parts B) L -> parts B L', parts=training.microbatches), batch)
         zero = shardops.zeros('+d +t', f32), jax.tree.map(jnp.zeros_like, state.weights)
         (value, gradient), _ = lax.scan(add_microbatch, zero, rows)
         gradient: Weights = gradient
@@ -384,7 +385,7 @@ def validation_step(
 
 
 def model_flops(config: Config) -> float:
-    """FLOPs of a step's matrix products, forward and backward, none counted twice; of attention the causal half of whole rows."""
+    """FLOPs of a step's matrix products, forward and backward, each once; attention's causal half of whole rows."""
     model, tokens = config.model, config.training.tokens
     heads = model.n_q_per_kv * model.n_kv * model.d_head
     layer = 2 * model.d_model * (heads + model.n_kv * model.d_head) + 3 * model.d_model * model.d_ff

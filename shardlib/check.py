@@ -8,9 +8,9 @@ over the jaxpr then carries, for every value and mesh axis, one of three states:
     same       all devices hold the same
     pending    the devices hold the terms of a sum
 
-Between marks stands ordinary JAX, device by device (`shardlib/primitives.py`): it keeps *same* if every operand is the same, makes
-*split* of split, and *pending* of pending where it is linear. The walk does not go by the sizes of mesh axes, so that what is
-refused on a 4 x 2 mesh is refused on a single device too.
+Between marks stands ordinary JAX, device by device (`shardlib/primitives.py`): it keeps *same* if every operand is the
+same, makes *split* of split, and *pending* of pending where it is linear. The walk does not go by the sizes of mesh
+axes, so that what is refused on a 4 x 2 mesh is refused on a single device too.
 
 Backward passes are not walked: the gradient's type follows from the value's by exchanging same and pending
 (`shardops.value_and_grad`), since each operation's transpose does just that.
@@ -33,7 +33,8 @@ from shardlib.states import State, describe, join, whole
 
 @dataclass(frozen=True)
 class Mark:
-    """An operation or an annotation in the trace: its rule, the axes it sends over, the ranks of its operands, its line."""
+    """An operation or an annotation in the trace: its rule, the axes it sends over, the ranks of its operands, its
+    line."""
 
     rule: Callable
     moves: frozenset[str]
@@ -62,10 +63,11 @@ def checking() -> dict[str, int] | None:
 
 
 def mark(rule, implementation, *operands, moves: tuple[str, ...] = (), sealed: bool = False):
-    """Calls `implementation(*operands)`; in a check, as a mark with `rule(states of the operands' leaves) -> states of the results' leaves`.
+    """Calls `implementation(*operands)`; in a check, as a mark with `rule(states of the operands' leaves) -> states of
+    the results' leaves`.
 
-    `moves` are the axes over which devices exchange data: all of them must get there, so a mark under a branch that depends on them is refused.
-    A `sealed` implementation is the user's own, and must not send anything.
+    `moves` are the axes over which devices exchange data: all of them must get there, so a mark under a branch that
+    depends on them is refused. A `sealed` implementation is the user's own, and must not send anything.
     """
     if _current.get() is None:
         return implementation(*operands)
@@ -109,7 +111,8 @@ def verify(function, axes: dict[str, int], arguments, in_specs: list[Spec]) -> i
     check = Check(dict(axes))
     token = _current.set(check)
     try:
-        # The extra axis is in the key of every cache of traced functions, so that nothing traced here is met by the real trace.
+        # The extra axis is in the key of every cache of traced functions, so that nothing traced here is met by the
+        # real trace.
         closed = trace_with_axes(function, {**axes, f"check {next(_serial)}": 1}, *arguments)
     except ShardingError:
         raise

@@ -1,4 +1,5 @@
-"""The one place that knows JAX's young API: which mesh is current, which of its axes are manual, and how a step is mapped."""
+"""The one place that knows JAX's young API: which mesh is current, which of its axes are manual, and how a step is
+mapped."""
 
 import warnings
 
@@ -7,7 +8,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 
 def current_mesh() -> Mesh | AbstractMesh | None:
-    """The mesh of `with jax.set_mesh(mesh)`, of the older `with Mesh(...)`, or None. Concrete where JAX allows it (outside of jit)."""
+    """The mesh of `with jax.set_mesh(mesh)`, of the older `with Mesh(...)`, or None. Concrete where JAX allows it
+    (outside of jit)."""
     abstract = jax.sharding.get_abstract_mesh()
     if not abstract.empty:
         try:
@@ -15,7 +17,8 @@ def current_mesh() -> Mesh | AbstractMesh | None:
         except ValueError:  # inside jit only the abstract mesh may be read
             return abstract
         return abstract if mesh.empty else mesh
-    # `with Mesh(...)` can be read under a deprecated name only (jax 0.10.2); where JAX has dropped it, there is no such context.
+    # `with Mesh(...)` can be read under a deprecated name only (jax 0.10.2); where JAX has dropped it, there is no such
+    # context.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         from jax.interpreters import pxla
@@ -31,7 +34,8 @@ def manual_axes() -> dict[str, int]:
 
 
 def make_mesh(shape: dict[str, int], devices=None) -> Mesh:
-    """A mesh with axes of type Auto: under Explicit ones (`jax.make_mesh`'s choice) `shard_map` refuses arrays that are not placed yet."""
+    """A mesh with axes of type Auto: under Explicit ones (`jax.make_mesh`'s choice) `shard_map` refuses arrays that are
+    not placed yet."""
     return jax.make_mesh(tuple(shape.values()), tuple(shape), axis_types=(AxisType.Auto,) * len(shape), devices=devices)
 
 

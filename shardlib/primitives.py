@@ -1,8 +1,8 @@
 """What JAX's own operations do, device by device, to values that are split or pending over mesh axes.
 
-Of *pending* only what is linear keeps the meaning: `LINEAR` lists it. Of *split* only what treats each device's part by itself:
-one rule a primitive says which dim of the result is split, and refuses a reduction, an index or a shift along a split dim.
-What has no rule and is not in `ELEMENTWISE` is refused for split values: `shardops.local` gives it a type.
+Of *pending* only what is linear keeps the meaning: `LINEAR` lists it. Of *split* only what treats each device's part by
+itself: one rule a primitive says which dim of the result is split, and refuses a reduction, an index or a shift along a
+split dim. What has no rule and is not in `ELEMENTWISE` is refused for split values: `shardops.local` gives it a type.
 
 The names are those of jax 0.10 and 0.11.
 """
@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from shardlib.spec import ShardingError
 from shardlib.states import Axes, Dims, State, agree, describe, whole
 
-# Linear in the operands at these positions together ('all': in each of them, all of one state), with the others the same along
-# the pending axis.
+# Linear in the operands at these positions together ('all': in each of them, all of one state), with the others the
+# same along the pending axis.
 _ALL = "all"
 LINEAR = {
     **dict.fromkeys(
@@ -109,7 +109,7 @@ _GATHERED = "all_gather it first, or all_to_all the split to another dim"
 
 
 def dims(eqn, states) -> list[Dims]:
-    """What splits each dim of each result. Raises where a device would take its own part of a split dim for the whole."""
+    """What splits each dim of each result. Raises where a device would take its part of a split dim for all."""
     name = eqn.primitive.name
     rows = [state.dims for state in states]
     shapes = [tuple(getattr(atom.aval, "shape", ())) for atom in eqn.invars]
@@ -131,7 +131,8 @@ def dims(eqn, states) -> list[Dims]:
 
 
 def _broadcasts(shape, out) -> bool:
-    """Whether an operand of this shape may be one of an elementwise operation: a scalar, or its dims are the result's or of size one."""
+    """Whether an operand of this shape may be one of an elementwise operation: a scalar, or its dims are the result's
+    or of size one."""
     return not shape or (len(shape) == len(out) and all(size in (1, full) for size, full in zip(shape, out)))
 
 
@@ -301,8 +302,9 @@ def _axes(*entries: Axes) -> frozenset[str]:
 
 
 def _reshape(name, params, rows, shapes, outs):
-    """Runs of dims of equal size correspond. A dim that stays by itself stays as it is; dims that merge are split as the major one is;
-    of a split dim that is divided, which part stays split is left open (microbatches are whole, heads are split)."""
+    """Runs of dims of equal size correspond. A dim that stays by itself stays as it is; dims that merge are split as
+    the major one is; of a split dim that is divided, which part stays split is left open (microbatches are whole, heads
+    are split)."""
     (row,), (before,), (after,) = rows, shapes, outs
     if 0 in before:
         return [(_axes(*row),) * len(after)]

@@ -4,9 +4,10 @@
     y = shardops.einsum_unreduced('B/d L F/t, M F/t -> B/d L M +t', x, w)        # sends nothing: still a sum over t
     y = shardops.psum_scatter('B/d L M +t -> B/d L M/t', y)                      # takes the sum, keeps a part
 
-All are called inside `typed_shard_map` (or `jax.shard_map(..., check_vma=False)`). Each raises `ShardingError`, with the operation,
-its string, local and global shapes, the mesh and, where one is likely, the corrected string, if the string is not one for the
-operation or contradicts the operands' sizes; and, in the check, if an operand does not lie as the string says.
+All are called inside `typed_shard_map` (or `jax.shard_map(..., check_vma=False)`). Each raises `ShardingError`, with
+the operation, its string, local and global shapes, the mesh and, where one is likely, the corrected string, if the
+string is not one for the operation or contradicts the operands' sizes; and, in the check, if an operand does not lie as
+the string says.
 
 The gradient's type is the value's with *same* and *pending* exchanged, so the backward pass sends, line by line:
 all_gather <-> reduce-scatter, psum <-> psum, all_to_all and ppermute their reverses, the others nothing.
@@ -32,8 +33,9 @@ from shardlib.states import State, require
 def _operate(name, text, operands, plan, execute, rule=None):
     """Checks the string and the sizes, then runs the operation.
 
-    `plan(recipe)` raises if the string is not one for the operation; else it returns what `execute(planned, axes, *operands)` needs.
-    Its attribute-free results are cached by string. `planned['moves']` are the axes over which data are sent.
+    `plan(recipe)` raises if the string is not one for the operation; else it returns what `execute(planned, axes,
+    *operands)` needs. Its attribute-free results are cached by string. `planned['moves']` are the axes over which data
+    are sent.
     """
     text = as_text(text)
     axes = mapped_axes()
@@ -90,7 +92,8 @@ def _planned(plan, text, operands, mesh_axes) -> tuple[Recipe, dict]:
 
 
 def _context(name, text, operands, axes) -> str:
-    """The second level of an error: operation, string, shapes on a device and, where the string fits them, of the whole, mesh."""
+    """The second level of an error: operation, string, shapes on a device and, where the string fits them, of the
+    whole, mesh."""
     local = ", ".join(f"{jnp.result_type(x)}{list(jnp.shape(x))}" for x in operands)
     try:
         specs = parse_operation(text, len(operands)).operands
@@ -135,7 +138,8 @@ def _same_dims(recipe: Recipe) -> list[tuple[int, Dim, Dim]]:
 
 
 def _suffix(longer: Dim, shorter: Dim, doing: str) -> tuple[str, ...]:
-    """The minor axes that `longer` has and `shorter` has not: only those can be gathered or scattered, else the parts would not be neighbours."""
+    """The minor axes that `longer` has and `shorter` has not: only those can be gathered or scattered, else the parts
+    would not be neighbours."""
     if longer.axes[: len(shorter.axes)] != shorter.axes:
         raise ShardingError(
             f"{shorter} and {longer}: {doing} a dim's minor axes only, the last ones, since the parts over a major axis alone are not neighbours"
@@ -152,7 +156,8 @@ def _element(dtype):
 
 
 def axis_size(name: str) -> int:
-    """The number of devices along a mesh axis. Raises `ShardingError` for an axis that the mesh lacks, or outside of shard_map."""
+    """The number of devices along a mesh axis. Raises `ShardingError` for an axis that the mesh lacks, or outside of
+    shard_map."""
     axes = mapped_axes()
     if name not in axes:
         raise ShardingError(f"axis_size('{name}'): the {mesh_text(axes)} has no such axis here\n  at {users_line()}")
@@ -169,8 +174,8 @@ def all_gather(spec: str | bytes, x, *, dtype=None, reduce_dtype=None):
 
     Args:
       dtype: cast to this before sending; the result has it.
-      reduce_dtype: the gradient is cast to this before its reduction, then to the operand's type. With a cast by hand before
-        the gather, the gradient's reduction would run in the gathered type.
+      reduce_dtype: the gradient is cast to this before its reduction, then to the operand's type. With a cast by hand
+        before the gather, the gradient's reduction would run in the gathered type.
     Sends: (n - 1) x bytes in `dtype`; in the backward pass a reduce-scatter of (n - 1) x bytes in `reduce_dtype`.
     """
 
@@ -386,8 +391,9 @@ def einsum_unreduced(spec: str | bytes, x, y, **jnp_kwargs):
         einsum_unreduced('B/d L F/t, M F/t -> B/d L M +t', h, w_down)
 
     Args:
-      jnp_kwargs: passed on. With preferred_element_type=float32 of bfloat16 operands the sums stay in float32; the gradient's
-        products are in bfloat16 too (JAX would take the result's gradient in float32, and multiply at the rate of that).
+      jnp_kwargs: passed on. With preferred_element_type=float32 of bfloat16 operands the sums stay in float32; the
+        gradient's products are in bfloat16 too (JAX would take the result's gradient in float32, and multiply at the
+        rate of that).
     Sends: nothing.
     """
 
@@ -497,10 +503,11 @@ def _plan_sum(recipe, mesh_axes):
 
 
 def index_unreduced(spec: str | bytes, table, indices):
-    """Looks rows up in a table whose indexed dim, in [ ], may be split: a device gives zero for the rows that it does not hold.
+    """Looks rows up in a table whose indexed dim, in [ ], may be split: a device gives zero for the rows that it does
+    not hold.
 
         index_unreduced('[V/t] M, B/d L -> B/d L M +t', embed, ids)
-        index_unreduced('B/d L [V/t], B/d L -> B/d L +t', logits, targets)      a table for each index: dims that both have
+        index_unreduced('B/d L [V/t], B/d L -> B/d L +t', logits, targets)      a table for each index: its dims
 
     Indices outside of the dim give zero. Sends: nothing.
     """
@@ -604,12 +611,14 @@ def _plan_pending(recipe, mesh_axes):
 
 
 def zeros(spec: str | bytes, dtype, **sizes: int):
-    """Zeros of that type, pending ones too (a scan's first carry). Sizes are the scope's letters, or given: zeros('M/d', f32, M=512)."""
+    """Zeros of that type, pending ones too (a scan's first carry). Sizes are the scope's letters, or given:
+    zeros('M/d', f32, M=512)."""
     return _make("zeros", spec, dtype, 0, sizes)
 
 
 def full(spec: str | bytes, value, dtype, **sizes: int):
-    """An array of that type that holds `value` everywhere. Raises `ShardingError` for a pending type: write pending(spec, full(...))."""
+    """An array of that type that holds `value` everywhere. Raises `ShardingError` for a pending type: write
+    pending(spec, full(...))."""
     return _make("full", spec, dtype, value, sizes)
 
 
@@ -643,8 +652,9 @@ def local(spec: str | bytes, function, *operands):
 
         local('B/d L Q K/t D, B/d S K/t D -> B/d L Q K/t D', attend, q, k)
 
-    Proved: operands lie as the string says, the result differs along the same axes as they do, and the function sends nothing and takes
-    no other value that is split. Not proved: that it treats split dims part by part, and is linear in what is pending.
+    Proved: operands lie as the string says, the result differs along the same axes as they do, and the function sends
+    nothing and takes no other value that is split. Not proved: that it treats split dims part by part, and is linear in
+    what is pending.
     """
 
     def execute(planned, axes, *operands):
@@ -682,10 +692,11 @@ def _plan_local(recipe, mesh_axes):
 
 # -- Gradients ---------------------------------------------------------------------------------------------------------
 def value_and_grad(function, argnums: int | tuple[int, ...] = 0, has_aux: bool = False):
-    """`jax.value_and_grad` of a loss whose every mesh axis is pending, '+d +t': what is differentiated is the sum over all devices.
+    """`jax.value_and_grad` of a loss whose every mesh axis is pending, '+d +t': what is differentiated is the sum over
+    all devices.
 
-    Each gradient has its weight's type with same and pending exchanged: that of a weight 'M' (the same over d and t) is 'M +d +t', still to be
-    reduced; that of a weight 'M/d' is 'M/d +t'; of a fully split one, fully split.
+    Each gradient has its weight's type with same and pending exchanged: that of a weight 'M' (the same over d and t) is
+    'M +d +t', still to be reduced; that of a weight 'M/d' is 'M/d +t'; of a fully split one, fully split.
 
     Raises:
       ShardingError: in the check, for a loss that is the same along an axis (it would count once for each device).

@@ -11,7 +11,8 @@
 
     make_shardings(Weights)                 # the same tree of NamedSharding on the current mesh
 
-Letters are sizes: within one scope (a call of a `typed` function, `with Scope():`, `@scope`) a letter is one global size.
+Letters are sizes: within one scope (a call of a `typed` function, `with Scope():`, `@scope`) a letter is one global
+size.
 """
 
 import contextlib
@@ -68,7 +69,8 @@ def mesh_text(axes: dict[str, int]) -> str:
 def bind(
     spec: Spec, shape: tuple[int, ...], axes: dict[str, int], letters: dict, *, local: bool = True
 ) -> tuple[int, ...]:
-    """Checks one value's shape against its type and the letters met so far; returns the global shape and remembers new letters.
+    """Checks one value's shape against its type and the letters met so far; returns the global shape and remembers new
+    letters.
 
     Args:
       spec: the type.
@@ -76,7 +78,8 @@ def bind(
       axes: the mesh's axes and their sizes.
       letters: size and origin of each letter in this scope; changed.
     Raises:
-      ShardingError: another rank, an axis written out of the mesh's order, an integer or a letter of another size, a size that an axis does not divide.
+      ShardingError: another rank, an axis written out of the mesh's order, an integer or a letter of another size, a
+        size that an axis does not divide.
     """
     spec.require_mesh_order(axes)
     dims = spec.dims
@@ -138,7 +141,8 @@ class DType:
 
 
 class ComputeType(DType):
-    """An element type with one name in the source that is chosen at run time: `act.dtype = jnp.float32` before anything is traced."""
+    """An element type with one name in the source that is chosen at run time: `act.dtype = jnp.float32` before anything
+    is traced."""
 
     @property
     def dtype(self):
@@ -207,7 +211,8 @@ def fields(cls) -> dict[str, typing.Any]:
 
 
 def map_type(function, type_, leading: tuple[Dim, ...] = ()):
-    """The tree of `function(ArrayType)` for a type that is made of pytree dataclasses, `Array[...]`, tuples and array types."""
+    """The tree of `function(ArrayType)` for a type that is made of pytree dataclasses, `Array[...]`, tuples and array
+    types."""
     if isinstance(type_, ArrayType):
         return function(type_.with_leading(leading))
     if isinstance(type_, Stacked):
@@ -229,7 +234,8 @@ def make_partition_specs(cls):
 
 
 def is_fully_sharded(spec) -> bool:
-    """Whether a `PartitionSpec` (or an array type) uses every axis of the current mesh, so that no two devices hold the same.
+    """Whether a `PartitionSpec` (or an array type) uses every axis of the current mesh, so that no two devices hold the
+    same.
 
     all(map(is_fully_sharded, jax.tree.leaves(make_partition_specs(Weights))))
     """
@@ -263,8 +269,8 @@ def make_shardings(cls):
 def check(dtype, shape_spec: str | bytes | Spec, value, *, what: str = "the annotation"):
     """Checks that an array is of the type `dtype[shape_spec]`; returns it.
 
-    Inside `shard_map`: element type, sizes against the scope's letters, and, while a function is being checked, how it lies on the mesh.
-    Outside: the actual sharding of arrays that are on devices.
+    Inside `shard_map`: element type, sizes against the scope's letters, and, while a function is being checked, how it
+    lies on the mesh. Outside: the actual sharding of arrays that are on devices.
 
     Raises:
       ShardingError: where it is not so.
@@ -402,8 +408,9 @@ class typed_shard_map:
         @typed_shard_map
         def step(weights: Weights, batch: f32['B/d L']) -> tuple[Weights, f32['']]: ...
 
-    The mesh is the current one (`with jax.set_mesh(mesh):`). Annotations give `shard_map` its specs. The check traces the function once more,
-    abstractly, at each call: call it inside `jax.jit`, so that this happens once per compilation. An eager call is checked and compiled anew each time.
+    The mesh is the current one (`with jax.set_mesh(mesh):`). Annotations give `shard_map` its specs. The check traces
+    the function once more, abstractly, at each call: call it inside `jax.jit`, so that this happens once per
+    compilation. An eager call is checked and compiled anew each time.
 
     Args:
       function: its arguments and result are annotated with types of sharded arrays.
@@ -433,7 +440,8 @@ class typed_shard_map:
         )
 
     def check(self, mesh, *args, **kwargs) -> int:
-        """Checks the function for arguments of these global shapes (arrays or `ShapeDtypeStruct`) on a mesh, which may be abstract.
+        """Checks the function for arguments of these global shapes (arrays or `ShapeDtypeStruct`) on a mesh, which may
+        be abstract.
 
         Returns the number of claims that were proved. Nothing runs and no device is used.
         """
@@ -450,7 +458,8 @@ class typed_shard_map:
         return _check.verify(functools.partial(self._body, names, types), axes, local_values, in_specs)
 
     def _global(self, mesh, names, types, values) -> list[Spec]:
-        """Checks the arguments' global shapes and the spelling of all types; returns the types of the arguments' leaves."""
+        """Checks the arguments' global shapes and the spelling of all types; returns the types of the arguments'
+        leaves."""
         axes, letters, specs = dict(mesh.shape), {}, []
 
         def check_leaf(array, leaf, name):

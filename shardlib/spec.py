@@ -23,12 +23,14 @@ _PENDING = re.compile(r"\+([A-Za-z_]\w*)")
 
 
 class ShardingError(TypeError):
-    """What the notation says and what the program does differ. The message names the operation, its string, the shapes, the mesh and the line."""
+    """What the notation says and what the program does differ. The message names the operation, its string, the shapes,
+    the mesh and the line."""
 
 
 @dataclass(frozen=True)
 class Dim:
-    """A dim's name (or size, in digits), the mesh axes it is split over, and whether it stands in `[ ]` (the dim that is indexed)."""
+    """A dim's name (or size, in digits), the mesh axes it is split over, and whether it stands in `[ ]` (the dim that
+    is indexed)."""
 
     name: str
     axes: tuple[str, ...] = ()
@@ -67,7 +69,8 @@ class Spec:
         return PartitionSpec(*(dim.axes[0] if len(dim.axes) == 1 else dim.axes or None for dim in self.dims))
 
     def in_mesh_order(self, mesh_axes) -> "Spec":
-        """The one legal spelling: axes in the order of the mesh's axes. Raises `ShardingError` for an axis that the mesh lacks."""
+        """The one legal spelling: axes in the order of the mesh's axes. Raises `ShardingError` for an axis that the
+        mesh lacks."""
         for axis in [*(a for dim in self.dims for a in dim.axes), *self.pending]:
             if axis not in mesh_axes:
                 raise ShardingError(

@@ -1,4 +1,5 @@
-"""How a value lies on the mesh, as the check knows it: split, same or pending along each axis, and which axes split which dim."""
+"""How a value lies on the mesh, as the check knows it: split, same or pending along each axis, and which axes split
+which dim."""
 
 from dataclasses import dataclass
 
@@ -6,8 +7,9 @@ from shardlib.spec import ShardingError, Spec
 
 # What is known of one dim:
 #   ('d', 't')              split over these axes, major first; () is whole
-#   frozenset({'d'})        after a reshape: split over some of these, or whole; the next annotation or operation says which
-#   None                    made from nothing, as zeros are: each device's part is as good as the whole, it fits any type
+#   frozenset({'d'})        after a reshape: split over some of these, or whole; the next annotation or operation says
+# which   None                    made from nothing, as zeros are: each device's part is as good as the whole, it fits
+# any type
 Axes = tuple[str, ...] | frozenset[str] | None
 Dims = tuple[Axes, ...]
 
@@ -44,10 +46,11 @@ def describe(axes: Axes) -> str:
 
 
 def require(spec: Spec, state: State, *, strict: bool):
-    """Raises `ShardingError` if a value's state contradicts its type; `strict` (operations) also refuses 'split' said of what is the same.
+    """Raises `ShardingError` if a value's state contradicts its type; `strict` (operations) also refuses 'split' said
+    of what is the same.
 
-    An annotation may call a value split that was made from nothing (zeros, random numbers): each device's part is as good. Zeros may
-    be called pending too.
+    An annotation may call a value split that was made from nothing (zeros, random numbers): each device's part is as
+    good. Zeros may be called pending too.
     """
     if state.zero:
         return
@@ -90,7 +93,8 @@ def require(spec: Spec, state: State, *, strict: bool):
 
 
 def agree(name: str, rows: list[Dims]) -> Dims:
-    """The dims of an elementwise result: what is known of any operand; raises where two operands are known to lie differently."""
+    """The dims of an elementwise result: what is known of any operand; raises where two operands are known to lie
+    differently."""
     return tuple(
         _agreed(f"'{name}' of values", position, column) for position, column in enumerate(zip(*rows, strict=True))
     )

@@ -1,13 +1,15 @@
-"""`@typed`: checks a function's arguments, its result, its annotated locals, and those of functions nested in it, at each call.
+"""`@typed`: checks a function's arguments, its result, its annotated locals, and those of functions nested in it, at
+each call.
 
     @typed
     def up(x: bf16['B/d L M'], w: bf16['M F/t']) -> bf16['B/d L F/t']:
         h: bf16['B/d L F/t'] = shardops.einsum_unreduced('B/d L M, M F/t -> B/d L F/t', x, w)
         return h
 
-What it really does: it reads the function's source, turns each annotated local `x: T = v` into `x: T = check(v, T)`, gives each
-nested function the same treatment, and compiles the result under the same file name and lines. A call opens a fresh scope of
-letters and checks arguments and result by the signature. Types that are not of sharded arrays go to typeguard.
+What it really does: it reads the function's source, turns each annotated local `x: T = v` into `x: T = check(v, T)`,
+gives each nested function the same treatment, and compiles the result under the same file name and lines. A call opens
+a fresh scope of letters and checks arguments and result by the signature. Types that are not of sharded arrays go to
+typeguard.
 """
 
 import ast
@@ -28,7 +30,8 @@ def typed(function):
     """Checks each call of the function; see the module's docstring.
 
     Raises:
-      ShardingError: at decoration, if another decorator stands between it and `def`, or the source cannot be read; at a call, for what
+      ShardingError: at decoration, if another decorator stands between it and `def`, or the source cannot be read; at
+        a call, for what
         contradicts an annotation.
       typeguard.TypeCheckError: for annotations that are not of sharded arrays.
     """
