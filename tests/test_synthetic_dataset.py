@@ -81,7 +81,7 @@ def test_command(tmp_path):
     heading, train, validation, last = done.stdout.splitlines()
     assert heading.split("  ")[0] == "split" and "unigram entropy" in heading and "knowing the tasks" in heading
     assert train.startswith("train ") and validation.startswith("validation ") and train.count(" nats") == 2
-    assert last == f"ids 1 to 673, 4 sequences a split, in {tmp_path}/data"
+    assert last == f"ids 1 to 259, 4 sequences a split, in {tmp_path}/data"
     done = subprocess.run([*command, "overwrite=false"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1
     message = f"error: {tmp_path}/data holds the split 'train' already: write to a new path, or say overwrite=true to replace it\n"
@@ -91,9 +91,9 @@ def test_command(tmp_path):
 BAD_SIZES = [
     ("sequences=0", "sequences is 0, expected more than 0"),
     ("seed=-1", "seed is -1, expected 0 or more"),
-    ("longest_string=2", "longest_string is 2, expected at least shortest_string, 3"),
-    ("alphabet_size=5", "alphabet_size is 5, expected at least longest_string, 6: no letter comes twice"),
-    ("distance_letters=6", "distance_letters is 6, expected more than longest_string, 6, else nothing repeats"),
+    ("longest_string=1", "longest_string is 1, expected at least shortest_string, 2"),
+    ("alphabet_size=2", "alphabet_size is 2, expected at least longest_string, 3: no letter comes twice"),
+    ("distance_letters=3", "distance_letters is 3, expected more than longest_string, 3, else nothing repeats"),
 ]
 
 
@@ -129,11 +129,11 @@ def test_array_types_are_checked(function, arguments, message, monkeypatch):
 
 
 def test_spread():
-    """Frequencies alone leave over 5 nats a token; knowing the tasks leaves less than a third, and half of all tokens no doubt."""
+    """Frequencies alone leave over 4.5 nats a token; knowing the tasks leaves less than a third, and half of all tokens no doubt."""
     for split in SPLITS:
         made = corpus(split)
-        assert tool.unigram_entropy(made.tokens) > 5.8
-        assert made.losses.mean() < 1.9
+        assert tool.unigram_entropy(made.tokens) > 4.5
+        assert made.losses.mean() < tool.unigram_entropy(made.tokens) / 3
         assert 0.45 < tool.predictable(made).mean() < 0.55
 
 
