@@ -83,6 +83,7 @@ class Training:
     tokens: Tokens
     microbatches: int = 1  # parts of a step's batch that are computed one after another
     max_grad_norm: float = 1.0  # a gradient whose global norm is larger is scaled down to it
+    max_consecutive_bad_steps: int = 10  # so many in a row whose loss or gradient is not finite stop the run
     # Of the reduce-scatter of gathered weights' gradients: float32 sends 4 bytes an element; bfloat16 2, and rounds
     # each sum on its way over the d devices to 8 bits. Before it, each device's product is bfloat16 either way.
     gradient_reduce_dtype: str = 'float32'

@@ -1,10 +1,11 @@
-"""The collectives of a step, how often each runs and with how many bytes: as the source writes them, and as XLA compiled them.
+"""The collectives of a step, how often each runs and with how many bytes: as the source writes them, and as XLA
+compiled them.
 
     axes = {"d": 4, "t": 2}
     traced = jax.jit(typed_shard_map(step)).trace(*shapes)
     table = written(traced.jaxpr, axes)
     table[Collective("all-gather", ("d",), "float32", 4096, "forward", "train.py:197")]       # times a step
-    differences(table, compiled(traced.lower().compile().as_text(), axes))                    # [] where XLA does as it is told
+    differences(table, compiled(traced.lower().compile().as_text(), axes))     # [] where XLA does as it is told
 
 Both tables are counted by walking the program, with the turns of its loops as factors. Nothing runs.
 """
@@ -13,27 +14,15 @@ import collections
 import dataclasses
 import math
 import re
-from collections.abc import Iterable
-from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
+from ledger.costs import KINDS, Collective, Table, any_branch, count, totals
 from ledger.hlo_text import Computation, Instruction, Module, parse
-from shardlib.spec import is_users
+from ledger.program import phase_of, read
 
-# JAX's primitives that send, and HLO's word for each. Any other that names mesh axes must be in SEND_NOTHING.
-KINDS = {
-    "all_gather": "all-gather",
-    "reduce_scatter": "reduce-scatter",
-    "psum": "all-reduce",
-    "pmax": "all-reduce",
-    "pmin": "all-reduce",
-    "all_to_all": "all-to-all",
-    "ppermute": "collective-permute",
-}
-SEND_NOTHING = {"axis_index", "pvary"}
 HLO_DTYPES = {
     "pred": "bool", "s8": "int8", "s16": "int16", "s32": "int32", "s64": "int64", "u8": "uint8", "u16": "uint16", "u32": "uint32",
     "u64": "uint64", "f8e4m3fn": "float8_e4m3fn", "f8e5m2": "float8_e5m2", "bf16": "bfloat16", "f16": "float16", "f32": "float32",
@@ -41,31 +30,7 @@ HLO_DTYPES = {
 }  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True, order=True)
-class Collective:
-    kind: str  # HLO's word
-    axes: tuple[str, ...]  # mesh axes that it goes over, in the mesh's order; those of a single device are left out
-    dtype: str
-    bytes: int  # of the operand on one device
-    phase: str  # forward, recomputed, backward: of what is differentiated; update: the rest of the step
-    line: str  # of the user's program, 'train.py:197'; '' where it is not known
-
-    def __str__(self):
-        return f"{self.kind} over {' × '.join(self.axes)}, {self.bytes} bytes of {self.dtype}, {self.phase}"
-
-
-Table = collections.Counter[Collective]  # times a step
-
-
 # -- Comparing ---------------------------------------------------------------------------------------------------------
-def totals(table: Table) -> Table:
-    """The same without lines: what two tables are compared by, since XLA need not keep the lines."""
-    total: Table = collections.Counter()
-    for row, times in table.items():
-        total[_bare(row)] += times
-    return total
-
-
 def _bare(row: Collective) -> Collective:
     return dataclasses.replace(row, line="")
 
@@ -90,14 +55,6 @@ def widened(table: Table) -> Table:
     return wide
 
 
-def _phase(stack: str) -> str:
-    """The phase by JAX's name stack."""
-    for mark, phase in (("rematted_computation", "recomputed"), ("transpose(", "backward"), ("jvp(", "forward")):
-        if mark in stack:
-            return phase
-    return "update"
-
-
 def _finish(table: Table) -> Table:
     """A program in which nothing is differentiated, such as a validation step, is all forward."""
     if any(row.phase != "update" for row in table):
@@ -106,88 +63,29 @@ def _finish(table: Table) -> Table:
 
 
 def _add(table: Table, inner: Table, times: int) -> None:
-    for row, count in inner.items():
-        table[row] += count * times
-
-
-def _any_branch(branches: Iterable[Table], place: str) -> Table:
-    """The collectives of the one branch that will run. Raises `ValueError` if they are not the same in all."""
-    first, *others = branches
-    if any(totals(other) != totals(first) for other in others):
-        raise ValueError(f"the branches at {place} do not run the same collectives: which will run is not known")
-    return first
+    for row, inner_times in inner.items():
+        table[row] += inner_times * times
 
 
 # -- As written --------------------------------------------------------------------------------------------------------
 def written(jaxpr: Jaxpr | ClosedJaxpr, mesh_axes: dict[str, int]) -> Table:
-    """The collectives of a traced step, with the lines that write them.
-
-    Args:
-      jaxpr: of the jitted step, `jax.jit(step).trace(...).jaxpr`.
-      mesh_axes: name and size of each mesh axis, in the mesh's order.
-    Raises:
-      ValueError: where the count is not known before the step runs: a collective in `lax.while_loop`, or in some branches of `lax.cond` only; and
-        for a primitive over mesh axes of which this module does not know what it sends.
-    """
-    return _finish(_written(jaxpr, mesh_axes, "", ""))
-
-
-def _written(jaxpr, axes, outer_stack, outer_line) -> Table:
-    table: Table = collections.Counter()
-    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        name, params = eqn.primitive.name, eqn.params
-        # A body's name stack starts anew, and the body of a custom_jvp has no frame of the user's: join the one, inherit the other.
-        stack, line = f"{outer_stack}/{eqn.source_info.name_stack}", _users_line(eqn) or outer_line
-        over = _axes_of(eqn, axes)
-        if over and name in KINDS:
-            if params.get("axis_index_groups") is not None:
-                raise ValueError(f"'{name}' at {line} has axis_index_groups: write it over mesh axes")
-            for aval in (operand.aval for operand in eqn.invars):
-                row = Collective(
-                    KINDS[name], over, aval.dtype.name, aval.size * aval.dtype.itemsize, _phase(stack), line
-                )
-                table[row] += 1
-        elif over and name not in SEND_NOTHING:
-            raise ValueError(
-                f"'{name}' over {', '.join(over)} at {line}: ledger/collectives.py does not know what it sends"
-            )
-        values = [
-            each for value in params.values() for each in (value if isinstance(value, tuple | list) else (value,))
-        ]
-        bodies = [_written(each, axes, stack, line) for each in values if isinstance(each, Jaxpr | ClosedJaxpr)]
-        if name == "while" and any(bodies):
-            raise ValueError(
-                f"a collective in the while loop at {line}: how often it will run is not known\n  fix: write lax.scan"
-            )
-        for body in [_any_branch(bodies, line)] if name == "cond" else bodies:
-            _add(table, body, params["length"] if name == "scan" else 1)
-    return table
-
-
-def _axes_of(eqn: JaxprEqn, axes: dict[str, int]) -> tuple[str, ...]:
-    names = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-    names = names if isinstance(names, tuple | list) else (names,)
-    return tuple(axis for axis, size in axes.items() if axis in names and size > 1)
-
-
-def _users_line(eqn: JaxprEqn) -> str:
-    traceback = eqn.source_info.traceback
-    for frame in traceback.frames if traceback is not None else ():
-        if is_users(frame.file_name):
-            return f"{Path(frame.file_name).name}:{frame.line_num}"
-    return ""
+    """The collectives of a traced step, `jax.jit(step).trace(...).jaxpr`, with the lines that write them; see
+    `ledger.costs.count`."""
+    return count(read(jaxpr), mesh_axes).collectives
 
 
 # -- As compiled -------------------------------------------------------------------------------------------------------
 def compiled(text: str, mesh_axes: dict[str, int]) -> Table:
-    """The collectives of an optimized program. One that XLA combined of several is several rows again, one for each operand.
+    """The collectives of an optimized program. One that XLA combined of several is several rows again, one for each
+    operand.
 
     Args:
       text: the HLO module, `jax.stages.Compiled.as_text()`.
-      mesh_axes: name and size of each mesh axis, in the mesh's order. A collective whose groups are those of no mesh axes has the groups' text as
-        its only axis.
+      mesh_axes: name and size of each mesh axis, in the mesh's order. A collective whose groups are those of no mesh
+        axes has the groups' text as its only axis.
     Raises:
-      ValueError: for groups in a spelling that is not known, a loop that sends and whose turns are not known, branches that send differently.
+      ValueError: for groups in a spelling that is not known, a loop that sends and whose turns are not known, branches
+        that send differently.
     """
     module = parse(text)
     return _finish(_compiled(module, module.computations[module.entry], mesh_axes))
@@ -201,11 +99,11 @@ def _compiled(module: Module, computation: Computation, axes) -> Table:
         if instruction.opcode in KINDS.values():
             if over := axes_of_groups(instruction.attributes, axes):
                 for dtype, size, (line, stack) in _operands(module, computation, instruction):
-                    table[Collective(instruction.opcode, over, dtype, size, _phase(stack), line)] += 1
+                    table[Collective(instruction.opcode, over, dtype, size, phase_of(stack), line)] += 1
             continue  # what it calls is the addition
         keys = ("calls", "to_apply", "body", "branch_computations", "true_computation", "false_computation")
         bodies = [_compiled(module, body, axes) for body in module.callees(instruction, *keys)]
-        for body in [_any_branch(bodies, instruction.name)] if instruction.opcode == "conditional" else bodies:
+        for body in [any_branch(bodies, instruction.name)] if instruction.opcode == "conditional" else bodies:
             _add(table, body, _turns(module, instruction) if body and instruction.opcode == "while" else 1)
     return table
 
@@ -221,7 +119,8 @@ def _operands(module: Module, computation: Computation, instruction: Instruction
         sizes = [(sizes[0][0], sum(size for _, size in sizes))]
     if len(sizes) == 1:
         return [(*sizes[0], module.metadata(instruction))]
-    # Of a combined collective the items of the result (of its done, if it is asynchronous) still say where they are from.
+    # Of a combined collective the items of the result (of its done, if it is asynchronous) still say where they are
+    # from.
     others = computation.instructions.values()
     results = {instruction.name, *(each.name for each in others if each.is_done and instruction.name in each.operands)}
     items = [each for each in others if each.opcode == "get-tuple-element" and each.operands[0] in results]
@@ -230,7 +129,8 @@ def _operands(module: Module, computation: Computation, instruction: Instruction
 
 
 def _turns(module: Module, loop: Instruction) -> int:
-    """How often a loop's body runs: as XLA has found, or the bound that an index from 0 in steps of 1 is compared with."""
+    """How often a loop's body runs: as XLA has found, or the bound that an index from 0 in steps of 1 is compared
+    with."""
     if known := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes):
         return int(known[1])
     (condition,) = module.callees(loop, "condition")
@@ -242,7 +142,8 @@ def _turns(module: Module, loop: Instruction) -> int:
 
 
 def axes_of_groups(attributes: str, mesh_axes: dict[str, int]) -> tuple[str, ...]:
-    """The mesh axes over which an HLO collective goes, by its attributes; devices are numbered in the order of the mesh.
+    """The mesh axes over which an HLO collective goes, by its attributes; devices are numbered in the order of the
+    mesh.
 
     axes_of_groups("replica_groups={{0,1},{2,3}}", {"d": 2, "t": 2})                  # ('t',)
     axes_of_groups("replica_groups=[2,2]<=[2,2]T(1,0)", {"d": 2, "t": 2})             # ('d',)

@@ -1,230 +1,286 @@
-"""Checkpoints: any pytree of JAX arrays as a zarr group that any zarr reader opens, restored onto any mesh.
+"""One checkpoint: a pytree of JAX arrays as a zarr group that any zarr reader opens, restored onto any mesh.
 
-    save("runs/a/checkpoints", 20, state, {"bad_steps": 0}, max_io_threads=64)
-    step = latest_step("runs/a/checkpoints")                      # 20; None where there is no complete one
-    state = restore("runs/a/checkpoints", step, jax.eval_shape(...), max_io_threads=64)
-    zarr.open("runs/a/checkpoints/0000000020")["weights/transformer/w_q"][:]
+    saved = open_checkpoint(store, "0000000020", pool)
+    state = restore(saved, shapes, pool)                      # jax.ShapeDtypeStructs with shardings
+    w_q = read_leaf(saved, "weights/transformer/w_q", pool)   # numpy
+    chunks, faults = verify(saved, pool)
 
-The format is docs/formats.md's "PyTree-zarr checkpoint". A group is a checkpoint once its attribute `write_completed` is
-true. The leader sets it last: after every host has said that each of its writes succeeded and is on the disk, and after
-seeing that every chunk's file is there. The directory is local, or a file system that all hosts share.
+The format is docs/formats.md's "PyTree-zarr". A chunk is one file: its values and their crc32c. Zarr itself writes and parses the metadata, and
+decodes the chunks of other writers; all in memory, so that every byte that is read or written passes through the store. The root's `zarr.json`
+is written last, and removed first. A directory without it, or without its attribute `write_completed: true`, is not a checkpoint.
 """
 
+import dataclasses
 import itertools
+import json
 import math
-import os
-import re
-import shutil
-import sys
+import zlib
 from collections.abc import Iterator
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from pathlib import Path
+from concurrent.futures import FIRST_EXCEPTION, Executor, Future, wait
 from typing import Any
 
+import google_crc32c
 import jax
 import numcodecs
 import numpy as np
 import zarr
-from jax.experimental import multihost_utils
+import zarr.buffer.cpu
 
 from runtime.errors import RunError
+from runtime.store import LocalStore, RemoteStore
 
-MAX_CHUNK_BYTES = 64 * 2**20
 COMPLETED = "write_completed"
+CHECKSUMS = "metadata_crc32c"  # an attribute of the root: of each metadata file by its path, and, by "", of the other attributes
+METADATA_FILES = ("zarr.json", ".zgroup", ".zarray", ".zattrs")
+# What decoders raise at bytes that they cannot read; the last is zlib's own.
+UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OSError, EOFError, zlib.error)
+
+Store = LocalStore | RemoteStore
+Bounds = tuple[tuple[int, int], ...]  # (start, stop) of each dim
 
 
-def save(directory: str | Path, step: int, tree: Any, attributes: dict[str, Any], *, max_io_threads: int = 16) -> None:
-    """Writes `tree` and `attributes` (JSON values) as checkpoint `step`; returns when it is complete and on the disk.
-
-    Called by all hosts alike; each writes its own shards, one host those that are replicated. An incomplete checkpoint
-    of the same step is replaced. The arrays' types are those of plain numpy: not bfloat16, for which zarr has no type.
-
-    Raises RunError, on every host, when the checkpoint is already there or when any write on any host failed. It is then
-    not complete, and a later run skips it.
-    """
-    path, leader = _path(directory, step), jax.process_index() == 0
-    leaves = {names[0]: leaf for names, leaf in _named_leaves(tree)}
-    unfit = [f"  {name}: {leaf.dtype}" for name, leaf in leaves.items() if not _storable(leaf.dtype)]
-    if unfit:
-        raise RunError(f"checkpoint {path}: zarr has no such type; save these in float32:\n" + "\n".join(unfit))
-
-    with ThreadPoolExecutor(max_io_threads) as pool:
-        _finish({pool.submit(_create, path, leaves, attributes): path} if leader else {}, "created")
-        opening = pool.submit(_arrays, path, "r+")
-        _finish({opening: path}, "opened")
-        writes: dict[Future, Path] = {}
-        for name, leaf in leaves.items():
-            # A chunk of zeros is written too, so a missing one is a lost one. zarr does not store this choice.
-            array = opening.result()[name].with_config({"write_empty_chunks": True})
-            for shard in leaf.addressable_shards:
-                if shard.replica_id == 0:
-                    for region, key in _chunks(array, _bounds(shard.index, leaf.shape)):
-                        file = path / name / key
-                        writes[pool.submit(_write_chunk, array, region, shard, file)] = file
-        _finish(writes, "written")
-        _finish({pool.submit(_complete, path): path} if leader else {}, "completed")
+class Incomplete(RunError):
+    """The checkpoint was not written to its end, or is being deleted."""
 
 
-def restore(directory: str | Path, step: int, like: Any, *, max_io_threads: int = 16) -> Any:
-    """Reads checkpoint `step` into a tree like `like`, whose leaves are jax.ShapeDtypeStructs with shardings.
-
-    The values are bit for bit those that were saved, on whatever mesh. Each host reads the chunks that its devices need,
-    and holds one leaf at a time. Takes zarr formats 2 and 3, and a leaf's path spelled `weights/transformer/w_q`,
-    `weightstransformerw_q` or `.weights.transformer.w_q`.
-
-    Raises RunError when there is no such complete checkpoint; with all differences at once, when its leaves are not those
-    of `like`; and for a chunk that is missing or damaged, with its path.
-    """
-    path = _path(directory, step)
-    if fault := _fault(path):
-        raise RunError(f"no complete checkpoint at {path}: {fault}")
-    found, wanted = _arrays(path, "r"), _named_leaves(like)
-    names = [next((name for name in names if name in found), None) for names, _ in wanted]
-    differences = []
-    for name, (spellings, leaf) in zip(names, wanted):
-        expected = f"expected {leaf.dtype}{list(leaf.shape)}"
-        if name is None:
-            differences.append(f"  {spellings[0]}: missing, {expected}")
-        elif (found[name].shape, found[name].dtype) != (leaf.shape, leaf.dtype):
-            differences.append(f"  {name}: holds {found[name].dtype}{list(found[name].shape)}, {expected}")
-    differences += [f"  {name}: in the checkpoint only" for name in sorted(found.keys() - set(names))]
-    if differences:
-        fix = "Restore with the model that saved it, or start a run with another name."
-        raise RunError("\n".join([f"checkpoint {path} is not of this state:", *differences, fix]))
-
-    with ThreadPoolExecutor(max_io_threads) as pool:
-        leaves = [_read_leaf(pool, found[name], path / name, leaf) for name, (_, leaf) in zip(names, wanted)]
-    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+class Damaged(RunError):
+    """The checkpoint was complete, and is not what was written any more."""
 
 
-def read_attributes(directory: str | Path, step: int) -> dict[str, Any]:
-    """The attributes that checkpoint `step` was saved with. Raises RunError when it is not there or not complete."""
-    path = _path(directory, step)
-    if fault := _fault(path):
-        raise RunError(f"no complete checkpoint at {path}: {fault}")
-    return {name: value for name, value in zarr.open_group(path, mode="r").attrs.items() if name != COMPLETED}
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """The chunks of a leaf."""
 
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    chunk: tuple[int, ...]  # a chunk's shape
 
-def latest_step(directory: str | Path) -> int | None:
-    """The newest complete checkpoint's step, or None; says on stderr which newer ones it passes over, and why."""
-    paths = Path(directory).iterdir() if Path(directory).is_dir() else []
-    for path in sorted((path for path in paths if re.fullmatch(r"\d{10}", path.name)), reverse=True):
-        fault = _fault(path)
-        if fault is None:
-            return int(path.name)
-        print(f"checkpoint {path} is passed over: {fault}", file=sys.stderr)
-    return None
+    def within(self, bounds: Bounds) -> Iterator[tuple[tuple[int, ...], Bounds]]:
+        """The numbers and the bounds of each chunk that has a part within bounds."""
+        numbers = [range(start // size, -(-stop // size)) for (start, stop), size in zip(bounds, self.chunk)]
+        for number in itertools.product(*numbers):
+            edges = zip(number, self.chunk, self.shape)
+            yield number, tuple((n * size, min((n + 1) * size, end)) for n, size, end in edges)
 
+    def all(self) -> Iterator[tuple[tuple[int, ...], Bounds]]:
+        return self.within(tuple((0, size) for size in self.shape))
 
-# ---- writing ---------------------------------------------------------------------------------------------------------
-
-
-def _create(path: Path, leaves: dict[str, jax.Array], attributes: dict[str, Any]) -> None:
-    if path.exists():
-        if _fault(path) is None:
-            raise RunError(f"checkpoint {path} is already there and complete; remove it to save this step again")
-        shutil.rmtree(path)
-    group = zarr.create_group(path, attributes={**attributes, COMPLETED: False})
-    for name, leaf in leaves.items():
-        group.create_array(
-            name,
-            shape=leaf.shape,
-            dtype=leaf.dtype,
-            chunks=_chunk_shape(leaf.sharding.shard_shape(leaf.shape), leaf.dtype.itemsize),
-            compressors=zarr.codecs.Crc32cCodec(),  # a checksum alone: compression saves 7 % of float32 weights
-            chunk_key_encoding={"name": "default", "separator": "."},  # a leaf's chunks in one directory
-        )
-
-
-def _chunk_shape(shard_shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """A shard's shape, its leading dims divided evenly until it has at most MAX_CHUNK_BYTES: a chunk has one writer."""
-    shape = [max(1, size) for size in shard_shape]
-    while math.prod(shape) * itemsize > MAX_CHUNK_BYTES and math.prod(shape) > 1:
-        dim = next(i for i, size in enumerate(shape) if size > 1)
-        shape[dim] //= next(n for n in range(2, shape[dim] + 1) if shape[dim] % n == 0)
-    return tuple(shape)
-
-
-def _write_chunk(array: zarr.Array, region: tuple[slice, ...], shard: jax.Shard, file: Path) -> None:
-    origin = [start for start, _ in _bounds(shard.index, array.shape)]
-    within = tuple(slice(part.start - start, part.stop - start) for part, start in zip(region, origin))
-    array[region] = np.asarray(shard.data)[within]
-    _flush(file)  # which also finds a write that left no file
-
-
-def _complete(path: Path) -> None:
-    """The leader's last act; every write has been reported as on the disk by now."""
-    for name, array in _arrays(path, "r").items():
-        for _, key in _chunks(array, [(0, size) for size in array.shape]):
-            if not (path / name / key).is_file():
-                raise RunError(f"{path / name / key} is not there. Do all hosts share this directory?")
-    for parent, _, files in os.walk(path):
-        _flush(*(Path(parent) / file for file in files if file == "zarr.json"), Path(parent))
-    zarr.open_group(path, mode="r+").attrs[COMPLETED] = True
-    _flush(path / "zarr.json", path, path.parent, path.parent.parent)
-
-
-def _flush(*paths: Path) -> None:
-    """Waits until files or directories are on the disk, whatever happens to the machine."""
-    for path in paths:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    @property
+    def file_bytes(self) -> int:
+        """Of a chunk that we write: values and crc32c."""
+        return math.prod(self.chunk) * self.dtype.itemsize + 4
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
-def _fault(path: Path) -> str | None:
-    """What keeps `path` from being a complete checkpoint; None if it is one."""
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint whose metadata have been read, in zarr format 2 or 3."""
+
+    store: Store
+    name: str
+    attributes: dict[str, Any]  # without those of the format itself
+    arrays: dict[str, zarr.Array]  # in memory, without chunks
+    metadata: dict[str, Any]  # files' contents by path
+
+    @property
+    def path(self) -> str:
+        return self.store.path(self.name)
+
+    def grid(self, name: str) -> Grid:
+        array = self.arrays[name]
+        return Grid(array.shape, array.dtype, array.shards or array.chunks)  # a file is a shard where there are any
+
+    def read_chunk(self, name: str, number: tuple[int, ...], bounds: Bounds) -> np.ndarray:
+        """The values of a chunk, all that lie in the array. Raises Damaged, naming the file."""
+        array, grid = self.arrays[name], self.grid(name)
+        key = array.metadata.encode_chunk_key(number)
+        try:
+            content = self.store.read(f"{self.name}/{name}/{key}")
+        except FileNotFoundError:  # zarr would return zeros
+            raise self._damaged(f"{name}/{key} is missing") from None
+        if _is_ours(array):
+            if len(content) != grid.file_bytes:
+                raise self._damaged(f"{name}/{key} has {len(content)} bytes and was written with {grid.file_bytes}")
+            values = np.frombuffer(content, np.uint8, len(content) - 4)
+            if google_crc32c.value(values) != int.from_bytes(content[-4:], "little"):
+                raise self._damaged(f"{name}/{key} does not have the checksum that it was written with")
+            whole = values.view(array.dtype).reshape(grid.chunk)
+            return whole[tuple(slice(stop - start) for start, stop in bounds)]
+        if any(isinstance(codec, numcodecs.Blosc) for codec in array.compressors):
+            # numcodecs 0.16 decodes a file that was cut short to garbage, when its values were not compressible.
+            written = int.from_bytes(content[12:16], "little")  # of the whole file, by blosc's header
+            if written != len(content):
+                raise self._damaged(f"{name}/{key} has {len(content)} bytes and was written with {written}")
+        files = {
+            file.removeprefix(f"{name}/"): there for file, there in self.metadata.items() if file.startswith(f"{name}/")
+        }
+        files[key] = zarr.buffer.cpu.Buffer.from_bytes(content)
+        try:
+            alone = zarr.open_array(zarr.storage.MemoryStore(files), mode="r")
+            return alone[tuple(slice(*part) for part in bounds)]
+        except UNREADABLE as error:
+            raise self._damaged(f"{name}/{key} cannot be decoded ({type(error).__name__}: {error})") from error
+
+    def _damaged(self, what: str) -> Damaged:
+        return Damaged(f"checkpoint {self.path} is damaged: {what}")
+
+
+def read_attributes(store: Store, name: str) -> dict[str, Any]:
+    """The attributes of a complete checkpoint, by reading one file.
+
+    Raises:
+      Incomplete: it is none.
+      Damaged: the attributes are not those that were written.
+    """
+    return _without_ours(_read_root(store, name))
+
+
+def open_checkpoint(store: Store, name: str, pool: Executor) -> Checkpoint:
+    """Reads the metadata. Raises as read_attributes, and Damaged for any file of metadata."""
+    path, root = store.path(name), _read_root(store, name)
+    checksums = root.get(CHECKSUMS, {})
+    found = [file for file in store.files(name) if file.rpartition("/")[2] in METADATA_FILES]
+    for file in checksums:
+        if file and file not in found:
+            raise Damaged(f"checkpoint {path} is damaged: {file} is missing")
+    reads = {file: pool.submit(store.read, f"{name}/{file}") for file in found}
+    finish({read: store.path(f"{name}/{file}") for file, read in reads.items()}, "read")
+    contents = {file: read.result() for file, read in reads.items()}
+    for file, content in contents.items():
+        if file in checksums and google_crc32c.value(content) != checksums[file]:
+            raise Damaged(f"checkpoint {path} is damaged: {file} does not have the checksum that it was written with")
+    metadata = {file: zarr.buffer.cpu.Buffer.from_bytes(content) for file, content in contents.items()}
     try:
-        completed = zarr.open_group(path, mode="r").attrs.get(COMPLETED)
-    except FileNotFoundError:
-        return "there is no zarr group"
-    except ValueError as error:  # a metadata file that ends early
-        return f"its metadata cannot be read ({error})"
-    except OSError as error:  # may be a complete one: to pass it over could lose a run's work
-        raise RunError(f"checkpoint {path} cannot be opened: {error}") from error
-    return None if completed is True else "it was not written to its end"
+        group = zarr.open_group(zarr.storage.MemoryStore(metadata), mode="r", use_consolidated=False)
+        arrays = {name: array for name, array in group.members(max_depth=None) if isinstance(array, zarr.Array)}
+    except UNREADABLE as error:
+        raise Damaged(f"checkpoint {path} is damaged: its metadata cannot be read ({error})") from error
+    return Checkpoint(store, name, _without_ours(root), arrays, metadata)
 
 
-def _read_leaf(pool: ThreadPoolExecutor, array: zarr.Array, path: Path, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+def restore(checkpoint: Checkpoint, like: Any, pool: Executor) -> Any:
+    """Reads a tree like `like`, whose leaves are jax.ShapeDtypeStructs with shardings.
+
+    The values are bit for bit those that were saved, on whatever mesh. Each host reads the chunks that its devices need, each once, and
+    holds one leaf at a time beside those that are on its devices. A leaf's path may be spelled `weights/transformer/w_q`,
+    `weightstransformerw_q` or `.weights.transformer.w_q`.
+
+    Raises:
+      RunError: the leaves are not those of `like`; with all differences.
+      Damaged: a chunk is missing or is not what was written, with its path.
+    """
+    wanted = named_leaves(like)
+    names = [next((name for name in names if name in checkpoint.arrays), None) for names, _ in wanted]
+    differences = []
+    for name, (spellings, leaf) in zip(names, wanted):
+        expected = f"expected {leaf.dtype}{list(leaf.shape)}"
+        if name is None:
+            differences.append(f"  {spellings[0]}: missing, {expected}")
+        elif (found := checkpoint.grid(name)) and (found.shape, found.dtype) != (leaf.shape, leaf.dtype):
+            differences.append(f"  {name}: holds {found.dtype}{list(found.shape)}, {expected}")
+    differences += [f"  {name}: in the checkpoint only" for name in sorted(checkpoint.arrays.keys() - set(names))]
+    if differences:
+        fix = "Restore with the model that saved it, or start a run with another name."
+        raise RunError("\n".join([f"checkpoint {checkpoint.path} is not of this state:", *differences, fix]))
+    leaves = [_read_leaf(checkpoint, name, leaf, pool) for name, (_, leaf) in zip(names, wanted)]
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+def read_leaf(checkpoint: Checkpoint, name: str, pool: Executor) -> np.ndarray:
+    """A whole leaf, on the host."""
+    shape = checkpoint.grid(name).shape
+    whole = tuple((0, size) for size in shape)
+    return _read_blocks(checkpoint, name, [whole], pool)[whole]
+
+
+def verify(checkpoint: Checkpoint, pool: Executor) -> tuple[int, list[str]]:
+    """Reads a checkpoint through: the number of its chunks, and what is wrong, a line a chunk."""
+    reads = []
+    for name in checkpoint.arrays:
+        for number, bounds in checkpoint.grid(name).all():
+            reads.append(pool.submit(lambda *chunk: checkpoint.read_chunk(*chunk) is None, name, number, bounds))
+    faults = []
+    for read in reads:
+        error = read.exception()
+        if error is not None and not isinstance(error, Damaged):
+            raise error
+        if error is not None:
+            faults.append(str(error).removeprefix(f"checkpoint {checkpoint.path} is damaged: "))
+    return len(reads), faults
+
+
+def _read_root(store: Store, name: str) -> dict[str, Any]:
+    path = store.path(name)
+    for file in ("zarr.json", ".zattrs"):
+        try:
+            content = json.loads(store.read(f"{name}/{file}"))
+            attributes = content.get("attributes", {}) if file == "zarr.json" else content
+            completed, checksums = attributes.get(COMPLETED), attributes.get(CHECKSUMS)
+        except FileNotFoundError:
+            continue
+        except OSError as error:  # it may be a complete one: to pass it over could lose a run's work
+            raise RunError(f"checkpoint {path} cannot be opened: {type(error).__name__}: {error}") from error
+        except (ValueError, AttributeError) as error:
+            raise Damaged(f"checkpoint {path} is damaged: {file} cannot be read ({error})") from error
+        if completed is not True:
+            break
+        if checksums is not None and (
+            not isinstance(checksums, dict) or checksums.get("") != attributes_checksum(_without_ours(attributes))
+        ):
+            raise Damaged(f"checkpoint {path} is damaged: the attributes in {file} are not those that were written")
+        return attributes
+    raise Incomplete(f"checkpoint {path} was not written to its end")
+
+
+def _read_leaf(checkpoint: Checkpoint, name: str, leaf: jax.ShapeDtypeStruct, pool: Executor) -> jax.Array:
     indices = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
-    blocks = {bounds: None for bounds in (_bounds(index, leaf.shape) for index in indices)}  # replicas are read once
-    reads: dict[Future, Path] = {}
-    for bounds in blocks:
-        blocks[bounds] = np.empty([stop - start for start, stop in bounds], leaf.dtype)
-        for region, key in _chunks(array, bounds):
-            within = tuple(slice(part.start - start, part.stop - start) for part, (start, _) in zip(region, bounds))
-            reads[pool.submit(_read_chunk, array, region, blocks[bounds], within, path / key)] = path / key
-    _finish(reads, "read")
+    blocks = _read_blocks(checkpoint, name, [bounds_of(index, leaf.shape) for index in indices], pool)
     return jax.make_array_from_callback(
-        leaf.shape, leaf.sharding, lambda index: blocks[_bounds(index, leaf.shape)], dtype=leaf.dtype
+        leaf.shape, leaf.sharding, lambda index: blocks[bounds_of(index, leaf.shape)], dtype=leaf.dtype
     )
 
 
-def _read_chunk(array: zarr.Array, region: tuple, block: np.ndarray, within: tuple, file: Path) -> None:
-    if not file.is_file():  # zarr would return zeros
-        raise RunError(f"{file} is missing: the checkpoint has lost a chunk. Remove it, so that an older one is used.")
-    if any(isinstance(codec, numcodecs.Blosc) for codec in array.compressors):
-        # numcodecs 0.16 decodes a file that was cut short to garbage, when its values were not compressible.
-        with file.open("rb") as stored:
-            size = int.from_bytes(stored.read(16)[12:], "little")  # of the whole file, by blosc's header
-        if size != file.stat().st_size:
-            raise RunError(f"{file} is damaged: it has {file.stat().st_size} bytes and was written with {size}")
-    block[within] = array[region]
+def _read_blocks(checkpoint: Checkpoint, name: str, wanted: list[Bounds], pool: Executor) -> dict[Bounds, np.ndarray]:
+    """The values within each of these bounds; a chunk that is needed for several of them is read once."""
+    grid = checkpoint.grid(name)
+    blocks = {bounds: np.empty([stop - start for start, stop in bounds], grid.dtype) for bounds in wanted}
+    needed: dict[tuple, list[Bounds]] = {}
+    for bounds in blocks:
+        for chunk in grid.within(bounds):
+            needed.setdefault(chunk, []).append(bounds)
+
+    def read(number: tuple[int, ...], part: Bounds) -> None:
+        values = checkpoint.read_chunk(name, number, part)
+        for bounds in needed[number, part]:
+            both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(part, bounds))
+            blocks[bounds][relative(both, bounds)] = values[relative(both, part)]
+
+    finish({pool.submit(read, *chunk): f"{checkpoint.path}/{name}" for chunk in needed}, "read")
+    return blocks
 
 
 # ---- both ------------------------------------------------------------------------------------------------------------
 
 
-def _path(directory: str | Path, step: int) -> Path:
-    return Path(directory) / f"{step:010d}"
+def finish(futures: dict[Future, str], done: str) -> None:
+    """Waits for work on files, by their paths; stops at the first failure, and raises it as a RunError that names file and cause."""
+    wait(futures, return_when=FIRST_EXCEPTION)
+    for future in futures:
+        future.cancel()
+    wait(futures)
+    for future, path in futures.items():
+        if future.cancelled():
+            continue
+        error = future.exception()
+        if isinstance(error, OSError):
+            raise RunError(f"{path} could not be {done}: {type(error).__name__}: {error}") from error
+        if error is not None:
+            raise error
 
 
-def _named_leaves(tree: Any) -> list[tuple[list[str], Any]]:
+def named_leaves(tree: Any) -> list[tuple[list[str], Any]]:
     """Each leaf with the spellings of its path: ours, which is written, and the two that others have published."""
     named = []
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
@@ -235,44 +291,27 @@ def _named_leaves(tree: Any) -> list[tuple[list[str], Any]]:
     return named
 
 
-def _storable(dtype: Any) -> bool:
-    return isinstance(dtype, np.dtype) and dtype.kind in "biufc"
+def _without_ours(attributes: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in attributes.items() if key not in (COMPLETED, CHECKSUMS)}
 
 
-def _arrays(path: Path, mode: str) -> dict[str, zarr.Array]:
-    members = zarr.open_group(path, mode=mode).members(max_depth=None)
-    return {name: member for name, member in members if isinstance(member, zarr.Array)}
+def attributes_checksum(attributes: dict[str, Any]) -> int:
+    return google_crc32c.value(json.dumps(attributes, sort_keys=True).encode())
 
 
-def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """A shard's index as (start, stop) of each dim."""
+def _is_ours(array: zarr.Array) -> bool:
+    codecs = getattr(array.metadata, "codecs", ())  # format 2 has none
+    types = [type(codec) for codec in codecs]
+    little = types[:1] == [zarr.codecs.BytesCodec] and codecs[0].endian in (
+        None,
+        zarr.codecs.BytesCodec(endian="little").endian,
+    )
+    return little and types[1:] == [zarr.codecs.Crc32cCodec]
+
+
+def bounds_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Bounds:
     return tuple(part.indices(size)[:2] for part, size in zip(index, shape))
 
 
-def _chunks(array: zarr.Array, bounds: Any) -> Iterator[tuple[tuple[slice, ...], str]]:
-    """The parts of the region `bounds` that lie in one chunk each, with the name of the chunk's file."""
-    sizes = array.shards or array.chunks  # of what is one file
-    numbers = [range(start // size, -(-stop // size)) for (start, stop), size in zip(bounds, sizes)]
-    for chunk in itertools.product(*numbers):
-        edges = [(number * size, (number + 1) * size) for number, size in zip(chunk, sizes)]
-        region = (slice(max(a, start), min(b, stop)) for (a, b), (start, stop) in zip(edges, bounds))
-        yield tuple(region), array.metadata.encode_chunk_key(chunk)
-
-
-def _finish(tasks: dict[Future, Path], done: str) -> None:
-    """Waits for the tasks of all hosts; if one fails anywhere, no more are begun and every host raises RunError."""
-    wait(tasks, return_when=FIRST_EXCEPTION)
-    for task in tasks:
-        task.cancel()
-    wait(tasks)
-    errors = [(path, task.exception()) for task, path in tasks.items() if not task.cancelled() and task.exception()]
-    failed = [bool(errors)]
-    if jax.process_count() > 1:
-        failed = multihost_utils.process_allgather(np.array(bool(errors)))
-    if errors:
-        path, error = errors[0]
-        if isinstance(error, RunError):
-            raise error
-        raise RunError(f"{path} could not be {done}: {type(error).__name__}: {error}") from error
-    if any(failed):
-        raise RunError(f"checkpoint: host {np.argmax(failed)} failed (not {done}); its own message says why")
+def relative(part: Bounds, origin: Any) -> tuple[slice, ...]:
+    return tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(part, origin))

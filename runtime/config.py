@@ -31,7 +31,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from runtime.config_checks import check_combinations
-from runtime.config_rebuild import MISSING, Origins, all_keys, find_origins, from_here, rebuild, shown
+from runtime.config_rebuild import MISSING, Origins, all_keys, as_tree, find_origins, from_here, rebuild, shown
 from runtime.errors import RunError
 
 CONFIG_FOLDER = Path(__file__).resolve().parents[1] / "configs"
@@ -58,16 +58,46 @@ class Mesh:
 @dataclass(frozen=True, kw_only=True)
 class IO:
     max_io_threads: int = 64  # threads that read the data set and read and write checkpoints, per host
+    max_data_bytes: int = 4 * 2**30  # host memory for reading flat tokens; what would need more is refused (docs/data.md)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    interval_minutes: float | None = None  # saves also when the last one is so old; null: checkpoint_interval alone says when
+    keep_last: int | None = None  # newest checkpoints that are kept; null keeps all
+    keep_every: int | None = None  # with keep_last, also those whose step is a multiple of this; null keeps none besides
+    async_: bool = True  # written while training goes on; false: training waits until it is written
+    timeout_s: float = 600.0  # a save that takes longer, because a host died or the disk hangs, stops the run
 
 
 @dataclass(frozen=True, kw_only=True)
 class FlatTokens:
-    filespec: str  # folder or URL of the flat-tokens data set (groups `train` and `validation`); `~` is expanded
+    filespec: str | None = None  # folder or URL of a data set (groups `train` and `validation`), unless `mixture` or `hf_dataset`
     seed: int = 0  # of the order of the training data; each epoch draws a new one from it
-    sequence_packing: bool = True  # rows are cut from the joined sequences; false: one sequence a row, cut or padded
-    epochs: int = 1  # passes over the training data that the run may make
-    read_blocks_per_shuffle_buffer: int = 64  # blocks whose rows are shuffled together; two such buffers are in memory
-    sequences_per_read_block: int = 128  # neighbouring rows (unpacked, a row is a sequence) that are read at once
+    sequence_packing: bool = True  # rows are cut from the joined sequences; false: a row holds tokens of one sequence, padded
+    long_sequences: str = "split"  # unpacked, one that is longer than a row: split into several rows, or truncate to the first
+    epochs: int = 1  # passes over the training data that the run may make; a mixture has no such end
+    # Blocks whose rows are shuffled together. Two such buffers, of each source, are in memory: 5 bytes a token, of this host's rows.
+    read_blocks_per_shuffle_buffer: int = 64
+    sequences_per_read_block: int = 128  # neighbouring rows that are read at once, best a chunk's worth of tokens (docs/data.md)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    filespec: str  # folder or URL of a flat-tokens data set; `~` is expanded
+    weight: float  # share of the rows, relative to the other sources'
+
+
+@dataclass(frozen=True, kw_only=True)
+class HuggingFaceDataset:
+    # Of a data set on the Hugging Face hub (allenai/c4), or a folder of .txt, .jsonl or .parquet files; read as it is.
+    path: str | None = None
+    name: str | None = None  # which of its configurations (en)
+    tokenizer: str | None = None  # as tools.tokenize_text takes it: bytes_utf8, a tokenizer.json, a name on the hub
+    text_field: str = "text"  # of each document
+    train_split: str = "train"  # what the data set calls it
+    validation_split: str = "validation"  # of which validation_batches batches are read
+    num_workers: int = 2  # threads that tokenize, per host
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,16 +114,21 @@ class RunConfig:
     eval_interval: int  # steps from one validation loss to the next; there is always one at the end
     log_interval: int  # steps from one logged line to the next: numbers are read from the device only then
     check_only: bool = False  # check the step's sharding on the configured mesh, without devices, and stop
+    allow_config_change: bool = False  # resume although the model, the data or the seed are not those of the checkpoint
     io: IO = field(default_factory=IO)
-    flat_tokens: FlatTokens
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    validation_batches: int | None = None  # that a validation loss reads, the first of the split; null reads all of it
+    flat_tokens: FlatTokens = field(default_factory=FlatTokens)
+    mixture: tuple[Source, ...] = ()  # several data sets, read as flat_tokens says, by weight: [{filespec: a.zarr, weight: 0.7}, …]
+    hf_dataset: HuggingFaceDataset = field(default_factory=HuggingFaceDataset)
 
 
 # Published keys that are not needed here. Refused, since ignoring a key would run something else than was asked for.
 REFUSED_KEYS = {
     "flat_tokens.streams": "the order of the data is a computed permutation of all of it, so there are no independent "
     "streams to mix: delete the key",
-    "hf_dataset": "training straight from a Hugging Face data set is not there yet: write it as a flat-tokens data set, "
-    "name that in flat_tokens.filespec, and delete this section",
+    "hf_dataset.sequences_packed_per_batch": "documents are packed without gaps, and what a batch has no room for begins the next "
+    "one, so that no number of sequences has to be guessed: delete the key",
 }
 
 
@@ -106,8 +141,9 @@ def run(main: Callable[[Any], None], config_class: type, config_name: str = DEFA
         if __name__ == "__main__":
             runtime.config.run(main, Config)
 
-    Exits with 1 after a RunError, which is printed to stderr as `error: ...` without a traceback, and with 130 after an
-    interrupt. Any other exception is a defect and passes through.
+    Exits with 1 after a RunError, which is printed to stderr as `error: ...` without a traceback, with 130 after an
+    interrupt, and with 75 when a signal stopped a run that can go on (runtime/signals.py). Any other exception is a defect
+    and passes through.
     """
     arguments = sys.argv[1:]
     if "--help" in arguments or "-h" in arguments:
@@ -160,7 +196,7 @@ def load(config_class: type[C], config_name: str = DEFAULT_CONFIG, overrides: Se
 
 def to_yaml(config: Any) -> str:
     """The resolved config as yaml that loads again; for the run folder's config.yaml."""
-    return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)))
+    return OmegaConf.to_yaml(OmegaConf.create(as_tree(config)))
 
 
 def prepare_devices(config: RunConfig) -> None:
@@ -195,8 +231,11 @@ def _finish(config_class: type[C], composed: DictConfig, hydra_node: DictConfig)
     config = rebuild(config_class, content, origins, REFUSED_KEYS)
     if isinstance(config, RunConfig):
         paths = dataclasses.replace(config.paths, root_working_dir=os.path.expanduser(config.paths.root_working_dir))
-        flat_tokens = dataclasses.replace(config.flat_tokens, filespec=os.path.expanduser(config.flat_tokens.filespec))
-        config = dataclasses.replace(config, paths=paths, flat_tokens=flat_tokens)
+        flat_tokens, *mixture = (
+            dataclasses.replace(source, filespec=source.filespec and os.path.expanduser(source.filespec))
+            for source in (config.flat_tokens, *config.mixture)
+        )
+        config = dataclasses.replace(config, paths=paths, flat_tokens=flat_tokens, mixture=tuple(mixture))
         object.__setattr__(config, "origins", origins)  # frozen for everyone else
         check_combinations(config)
     return config

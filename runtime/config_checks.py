@@ -20,8 +20,13 @@ COUNTS = {
     "checkpoint_interval": "steps",
     "eval_interval": "steps",
     "log_interval": "steps",
+    "checkpoint.keep_last": "checkpoints, or null for all",
+    "checkpoint.keep_every": "steps, or null",
     "io.max_io_threads": "threads",
+    "io.max_data_bytes": "bytes",
+    "validation_batches": "batches, or null for all",
     "flat_tokens.epochs": "passes over the training data",
+    "hf_dataset.num_workers": "threads",
     "flat_tokens.read_blocks_per_shuffle_buffer": "blocks",
     "flat_tokens.sequences_per_read_block": "sequences",
     "training.steps": "steps",
@@ -29,6 +34,7 @@ COUNTS = {
     "training.tokens.batch": "rows",
     "training.tokens.len": "tokens",
     "training.microbatches": "microbatches",
+    "training.max_consecutive_bad_steps": "steps",
     "model.d_model": "",
     "model.n_q_per_kv": "heads",
     "model.n_kv": "heads",
@@ -39,12 +45,22 @@ COUNTS = {
     "model.rope_max_timescale": "positions",
 }
 NOT_NEGATIVE = ("training.warmup_steps", "training.weight_decay", "training.adam_eps", "training.adam_eps_root")
-ABOVE_ZERO = ("training.learning_rate", "training.max_grad_norm", "model.norm_eps")
+ABOVE_ZERO = (
+    "training.learning_rate",
+    "training.max_grad_norm",
+    "model.norm_eps",
+    "checkpoint.interval_minutes",
+    "checkpoint.timeout_s",
+)
 FRACTIONS = ("training.cosine_learning_rate_final_fraction",)
 BETAS = ("training.adam_b1", "training.adam_b2")
 SEEDS = ("training.seed", "flat_tokens.seed")
-CHOICES = {"model.compute_dtype": ("bfloat16", "float32"), "training.gradient_reduce_dtype": ("float32", "bfloat16")}
-TEXTS = ("paths.root_working_dir", "paths.model_name", "flat_tokens.filespec")
+CHOICES = {
+    "model.compute_dtype": ("bfloat16", "float32"),
+    "training.gradient_reduce_dtype": ("float32", "bfloat16"),
+    "flat_tokens.long_sequences": ("split", "truncate"),
+}
+TEXTS = ("paths.root_working_dir", "paths.model_name", "flat_tokens.filespec", "hf_dataset.path")
 
 
 def check_combinations(config: Any) -> None:
@@ -54,18 +70,18 @@ def check_combinations(config: Any) -> None:
     import. Raises RunError with every problem, each with the file or `command line` that set the key.
     """
     refuse(list(_out_of_range(config)))  # first and alone, since the divisions below need sizes above 0
-    refuse([*_indivisible(config), *_contradictions(config)])
+    refuse([*_sources(config), *_indivisible(config), *_contradictions(config)])
 
 
 def _out_of_range(config: Any) -> Iterator[str]:
     for key, unit in COUNTS.items():
-        if _get(config, key) < 1:
+        if _get(config, key) is not None and _get(config, key) < 1:
             yield _problem(config, key, f"expected 1 or more {unit}".rstrip())
     for key in NOT_NEGATIVE:
         if _get(config, key) < 0:
             yield _problem(config, key, "expected 0 or more")
     for key in ABOVE_ZERO:
-        if _get(config, key) <= 0:
+        if _get(config, key) is not None and _get(config, key) <= 0:
             yield _problem(config, key, "expected more than 0")
     for key in FRACTIONS:
         if not 0 <= _get(config, key) <= 1:
@@ -80,7 +96,7 @@ def _out_of_range(config: Any) -> Iterator[str]:
         if _get(config, key) not in choices:
             yield _problem(config, key, f"expected {' or '.join(choices)}")
     for key in TEXTS:
-        if not _get(config, key).strip():
+        if _get(config, key) is not None and not _get(config, key).strip():
             yield _problem(config, key, "expected a name")
     name = config.paths.model_name
     if name.startswith(("/", "~")) or ".." in name.split("/"):
@@ -89,6 +105,60 @@ def _out_of_range(config: Any) -> Iterator[str]:
             "paths.model_name",
             "expected a folder's name under paths.root_working_dir; set that for another place",
         )
+
+
+def _sources(config: Any) -> Iterator[str]:
+    """Exactly one of three keys says where the data come from."""
+    keys = ("flat_tokens.filespec", "mixture", "hf_dataset.path")
+    given = [key for key in keys if _get(config, key)]
+    if not given:
+        yield (
+            f"{config.origins.config_file}: flat_tokens.filespec is missing: expected the data set to train on; add it there, or "
+            "flat_tokens.filespec=... to the command line (or `mixture`, or hf_dataset.path)"
+        )
+    for other in given[1:]:
+        yield (
+            f"{config.origins.of(other)}: {other} is set, and so is {given[0]} ({config.origins.of(given[0])}): expected one of them, "
+            f"since each says where the data come from; delete the other, on the command line by {given[0]}="
+            f"{'[]' if given[0] == 'mixture' else 'null'}"
+        )
+    if config.hf_dataset.path:
+        yield from _stream(config)
+    names = [source.filespec for source in config.mixture]
+    for index, source in enumerate(config.mixture):
+        where = f"{config.origins.of('mixture')}: mixture[{index}]"
+        if not source.filespec.strip():
+            yield f"{where}.filespec = {shown(source.filespec)}: expected a name"
+        if source.filespec in names[:index]:
+            yield f"{where}.filespec = {shown(source.filespec)}: it is in the mixture already: add up the weights"
+        if source.weight <= 0:
+            yield f"{where}.weight = {shown(source.weight)}: expected more than 0; delete a source that is not to be read"
+    if config.mixture and config.flat_tokens.epochs != 1:
+        yield _problem(
+            config,
+            "flat_tokens.epochs",
+            "a mixture has no end: a source that runs out starts its next epoch; delete the key",
+        )
+
+
+def _stream(config: Any) -> Iterator[str]:
+    """What hf_dataset.path needs, and what has no meaning with it."""
+    if not config.hf_dataset.tokenizer:
+        yield _problem(
+            config,
+            "hf_dataset.tokenizer",
+            "expected bytes_utf8, a tokenizer.json, or the name of a tokenizer on the Hugging Face hub",
+        )
+    if config.validation_batches is None:
+        yield _problem(
+            config,
+            "validation_batches",
+            "with hf_dataset.path, each validation reads the same first batches, which are kept in memory: set it to 16, say",
+        )
+    if config.flat_tokens.epochs != 1:
+        yield _problem(config, "flat_tokens.epochs", "hf_dataset.path has no end: it begins again; delete the key")
+    if not config.flat_tokens.sequence_packing:
+        yield _problem(config, "flat_tokens.sequence_packing", "hf_dataset.path is always packed; delete the key")
 
 
 def _indivisible(config: Any) -> Iterator[str]:
@@ -144,6 +214,13 @@ def _contradictions(config: Any) -> Iterator[str]:
             f"the learning rate's schedule ends before its warmup does (training.warmup_steps = {training.warmup_steps}): "
             f"set training.steps_for_lr to at least {training.warmup_steps}, usually to training.steps = {training.steps}",
         )
+    if config.checkpoint.keep_every and not config.checkpoint.keep_last:
+        yield _problem(
+            config,
+            "checkpoint.keep_every",
+            "it says which checkpoints outlive checkpoint.keep_last, which is null and keeps all: set that to 1 or more, or "
+            "checkpoint.keep_every to null",
+        )
     if training.adam_eps == 0 and training.adam_eps_root == 0:
         yield _problem(
             config,
@@ -189,12 +266,15 @@ def check_mesh(config: Any, device_count: int, platform: str) -> None:
     )
 
 
-def check_dataset(config: Any, max_token_id: int, steps_available: int, bos_id: int = 0) -> None:
+def check_dataset(config: Any, max_token_id: int, steps_available: int | None, bos_id: int = 0) -> None:
     """Refuses a vocabulary too small for the data, and more steps than flat_tokens.epochs passes over the data hold.
 
-    max_token_id, bos_id: of the data set. steps_available: whole steps in flat_tokens.epochs passes over `train`.
+    max_token_id, bos_id: of the data set. steps_available: whole steps in flat_tokens.epochs passes over `train`; None where
+    there is no end.
     """
-    filespec, steps, epochs = config.flat_tokens.filespec, config.training.steps, config.flat_tokens.epochs
+    filespec = config.flat_tokens.filespec or config.hf_dataset.path or ", ".join(one.filespec for one in config.mixture)
+    steps, epochs = config.training.steps, config.flat_tokens.epochs
+    source = f"the tokenizer {config.hf_dataset.tokenizer}" if config.hf_dataset.path else f"the data set {filespec}"
     problems = []
     if config.model.vocab <= max(max_token_id, bos_id):
         what = f"token ids up to {max_token_id}" if max_token_id >= bos_id else f"the bos_id {bos_id}"
@@ -204,11 +284,13 @@ def check_dataset(config: Any, max_token_id: int, steps_available: int, bos_id: 
             _problem(
                 config,
                 "model.vocab",
-                f"the data set {filespec} has {what}: set model.vocab to {fix} or more"
+                f"{source} has {what}: set model.vocab to {fix} or more"
                 + (f", a multiple of mesh.t = {t}" if t > 1 else ""),
             )
         )
-    if steps_available < 1:
+    if steps_available is None:
+        pass
+    elif steps_available < 1:
         problems.append(
             _problem(
                 config,

@@ -37,7 +37,7 @@ class Origins:
         while key:
             if key in self.by_key:
                 return self.by_key[key]
-            key = key.rpartition(".")[0]
+            key = key.rpartition("[" if key.endswith("]") else ".")[0]
         return self.config_file
 
 
@@ -53,14 +53,18 @@ def rebuild(config_class: type[C], content: Any, origins: Origins, refused: Mapp
     """A config_class that holds what content says, or a RunError with everything that is wrong with it.
 
     content: nested dicts. refused: keys that once had a meaning, with why they have none now.
-    Fields are int, float, bool, str or frozen dataclasses of these.
+    Fields are int, float, bool, str, `| None` where None is their default, frozen dataclasses of these, or tuples of such dataclasses. A field `async_` is the key `async`: the underscore
+    at its end is there only because the key is a word of Python.
     """
     known = all_keys(config_class)
     problems: list[str] = []
 
+    def kind_of(key: str) -> type:
+        return known[_any_item(key)][0]
+
     def section(section_class: type, content: Any, prefix: str) -> Any:
         """An instance of section_class, or None after adding to problems; prefix is its key and a dot, or empty."""
-        fields = {each.name: each for each in dataclasses.fields(section_class)}
+        fields = {_key(each): each for each in dataclasses.fields(section_class)}
         if not isinstance(content, dict):
             expected = f"expected a section with the keys {', '.join(fields)}"
             problems.append(_wrong(prefix.rstrip("."), content, expected, origins))
@@ -70,19 +74,27 @@ def rebuild(config_class: type[C], content: Any, origins: Origins, refused: Mapp
                 problems.append(_unknown_key(f"{prefix}{name}", value, known, origins, refused))
         values = {name: field_value(f"{prefix}{name}", each, content) for name, each in fields.items()}
         given = {name: value for name, value in values.items() if value is not None}
-        return None if problems else section_class(**given)
+        return None if problems else section_class(**{fields[name].name: value for name, value in given.items()})
 
     def field_value(key: str, each: dataclasses.Field, content: dict) -> Any:
         """The field's value; None where the default holds, or after adding to problems."""
-        kind = known[key][0]
-        value = content.get(each.name, MISSING)
-        if value == MISSING and _has_default(each):
+        kind = kind_of(key)
+        value = content.get(_key(each), MISSING)
+        if (value == MISSING and _has_default(each)) or (value is None and each.default is None):
             return None
         if dataclasses.is_dataclass(kind):
             return section(kind, {} if value == MISSING else value, f"{key}.")
+        if item := _item(kind):
+            if not isinstance(value, list):
+                names = ", ".join(f"{_key(field)}: …" for field in dataclasses.fields(item))
+                problems.append(_wrong(key, value, f"expected a list, [{{{names}}}, …]", origins))
+                return None
+            return tuple(section(item, values, f"{key}[{index}].") for index, values in enumerate(value))
         if value == MISSING:
-            add = f"add it there, or {key}=... to the command line"
-            problems.append(f"{origins.config_file}: {key} is missing: expected {EXPECTED[kind]}; {add}")
+            where, add = origins.config_file, f"add it there, or {key}=... to the command line"
+            if "[" in key:  # of an item, which the command line sets only with its whole list
+                where, add = origins.of(key), "add it there"
+            problems.append(f"{where}: {key} is missing: expected {EXPECTED[kind]}; {add}")
             return None
         converted = _converted(value, kind)
         if converted is None:
@@ -96,17 +108,43 @@ def rebuild(config_class: type[C], content: Any, origins: Origins, refused: Mapp
 
 
 def all_keys(section_class: type, prefix: str = "") -> dict[str, tuple[type, dataclasses.Field]]:
-    """Every key that a config of this class may have, sections included: {'mesh': ..., 'mesh.d': (int, ...), ...}."""
+    """Every key that a config of this class may have, sections included: {'mesh': ..., 'mesh.d': (int, ...), ...}; of a list's items `list[].key`."""
     types = typing.get_type_hints(section_class)
     keys = {}
     for each in dataclasses.fields(section_class):
-        key, kind = prefix + each.name, types[each.name]
+        key, kind = prefix + _key(each), types[each.name]
+        if each.default is None:
+            (kind,) = set(typing.get_args(kind)) - {type(None)}  # of `int | None`
         keys[key] = (kind, each)
         if dataclasses.is_dataclass(kind):
             keys |= all_keys(kind, f"{key}.")
+        elif item := _item(kind):
+            keys |= all_keys(item, f"{key}[].")
         elif kind not in EXPECTED:
             raise TypeError(f"{section_class.__name__}.{each.name}: a config cannot hold {kind}")
     return keys
+
+
+def as_tree(config: Any) -> Any:
+    """The config as nested dicts by key, and lists: what `rebuild` took."""
+    if isinstance(config, tuple):
+        return [as_tree(item) for item in config]
+    if not dataclasses.is_dataclass(config):
+        return config
+    return {_key(each): as_tree(getattr(config, each.name)) for each in dataclasses.fields(config)}
+
+
+def _key(each: dataclasses.Field) -> str:
+    return each.name.removesuffix("_")
+
+
+def _item(kind: type) -> type | None:
+    """X of tuple[X, ...]; None for another kind."""
+    return typing.get_args(kind)[0] if typing.get_origin(kind) is tuple else None
+
+
+def _any_item(key: str) -> str:
+    return re.sub(r"\[\d+\]", "[]", key)
 
 
 def _has_default(each: dataclasses.Field) -> bool:
@@ -162,7 +200,7 @@ def _unknown_key(key: str, value: Any, known: Mapping[str, Any], origins: Origin
 
     key = first
     section, _, name = key.rpartition(".")
-    siblings = [other.rpartition(".")[2] for other in known if other.rpartition(".")[0] == section]
+    siblings = [other.rpartition(".")[2] for other in known if other.rpartition(".")[0] == _any_item(section)]
     nearest = [f"{section}.{other}".lstrip(".") for other in difflib.get_close_matches(name, siblings, n=1)]
     if not nearest and not siblings:  # the section itself is unknown
         nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
@@ -170,7 +208,7 @@ def _unknown_key(key: str, value: Any, known: Mapping[str, Any], origins: Origin
     if nearest:
         hint = f"the nearest is {nearest[0]}"
     else:
-        of_section = f"of {section} " if section in known else ""
+        of_section = f"of {section} " if siblings and section else ""
         hint = f"the keys {of_section}are {', '.join(siblings or [each for each in known if '.' not in each])}"
     return f"{where}: {key} is not a key: {hint}; correct it or delete it"
 

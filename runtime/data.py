@@ -3,29 +3,36 @@
     with Loader(config.flat_tokens, "train", batch=64, length=1024, sharding=sharding) as loader:
         batch = loader.load(step)       # a TokenBatch of global arrays
 
-A batch is a function of the seed and the step and of nothing else: no state is kept, so a run that resumes at step k, on
+A batch is a function of the config and the step and of nothing else: no state is kept, so a run that resumes at step k, on
 whatever mesh and hosts, sees what an uninterrupted one would. What makes that cheap is an order that is computed rather
-than stored: a permutation of blocks of neighbouring rows, and of the rows in groups of such blocks (shuffle buffers).
+than stored (runtime/order.py): a permutation of blocks of neighbouring rows, and of the rows in groups of such blocks (shuffle
+buffers); and, of several data sets, a pattern that says whose row comes next.
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from typing import Any, Protocol
 
 import jax
 import numpy as np
+import zarr
 
 from runtime.errors import RunError
-from runtime.flat_tokens import ENCODED_PADDING, open_split
+from runtime.flat_tokens import ENCODED_PADDING, Split, open_split
+from runtime.order import Interleaving, Order
+from runtime.read_ahead import ReadAhead
+from runtime.rows import PackedRows, SequenceRows
 from shardlib.shardtypes import bool_, pytree_dataclass, u32
 
 BATCHES_AHEAD = 3  # on the device already while a step runs
 BUFFERS_AHEAD = 1  # so that a step never waits for a whole shuffle buffer; host memory is twice the buffer
-FEISTEL_ROUNDS = 8
-
-T = TypeVar("T")
+UNSHUFFLED_BATCHES = 8  # that are read at once where rows are read in the order they are stored in
+BYTES_A_TOKEN = 5  # of a buffer: the encoded token and whether it is a target
+CHUNKS_A_THREAD = 3  # while it reads one: compressed, decoded, and copied
+NO_END = 2**62
 
 
 @pytree_dataclass
@@ -35,22 +42,59 @@ class TokenBatch:
     is_target: bool_['B/d L']  # False for context and padding: no part of the loss
 
 
+def token_batch(
+    tokens: np.ndarray, is_target: np.ndarray, host_rows: np.ndarray, batch: int, sharding: jax.sharding.Sharding
+) -> TokenBatch:
+    """The global batch of `batch` rows, of which each host gives its own.
+
+    Args:
+      tokens, is_target: uint32 as flat tokens are stored, and bool; both [len(host_rows), length].
+      host_rows: the rows of the batch that this host's devices hold, in increasing order.
+    """
+
+    def place(values: np.ndarray) -> jax.Array:
+        def part(index):
+            first, last, _ = index[0].indices(batch)
+            begin = np.searchsorted(host_rows, first)
+            return values[begin : begin + last - first, index[1]]
+
+        return jax.make_array_from_callback((batch, values.shape[1]), sharding, part)
+
+    return TokenBatch(
+        targets=place(tokens >> np.uint32(1)),
+        is_seq_start=place((tokens & np.uint32(1)).astype(bool)),
+        is_target=place(is_target),
+    )
+
+
 class FlatTokensConfig(Protocol):
     """What the loader reads of runtime.config.FlatTokens."""
 
-    filespec: str
+    filespec: str | None
     seed: int
     sequence_packing: bool
+    long_sequences: str
     epochs: int
     read_blocks_per_shuffle_buffer: int
     sequences_per_read_block: int
 
 
-class Loader:
-    """Loads the batches of one split.
+class MixtureSource(Protocol):
+    """What the loader reads of runtime.config.Source."""
 
-    A row is, packed, `length` tokens in the order they are stored in, whatever sequences they belong to; not packed, it is
-    one sequence, padded or cut at its end. Padding is no target, and each position of it is a segment of its own.
+    filespec: str
+    weight: float
+
+
+class Loader:
+    """Loads the batches of one split of a data set, or of a mixture of several.
+
+    A row is, packed, `length` tokens in the order they are stored in, whatever sequences they belong to; not packed, tokens
+    of one sequence, padded at its end, a longer one being split into several rows or cut. Padding is no target, and each
+    position of it is a segment of its own.
+
+    Rows come epoch after epoch, without a gap: a batch may hold an epoch's last rows and the next one's first. In a mixture each source
+    goes through its own epochs, and of any number of rows has its share, by weight, to within one row.
 
     Args:
       flat_tokens: the section of the config.
@@ -58,19 +102,23 @@ class Loader:
       batch: rows of a batch, over all hosts.
       length: tokens of a row.
       sharding: of arrays 'B/d L'; each host reads only those rows that its own devices need.
-      shuffle: False gives each row once, in the order they are stored in (for validation); the last batch is filled up with
-        rows that are no target.
+      mixture: the sources, if there are several, instead of flat_tokens.filespec.
+      shuffle: False, for validation, gives the rows in the order they are stored in, each once; the last batch is filled up with
+        rows that are no target. A mixture ends where the first of its sources does.
+      batches: no more than so many of an unshuffled split; None: all.
       io_threads: threads that read at the same time.
+      max_bytes: of host memory.
     Raises:
-      RunError: the data set cannot be opened, or holds less than a batch.
+      RunError: a data set cannot be opened, there is less than a batch, memory would not be enough, or sources do not
+        go together.
     """
 
     max_token_id: int  # no token id is larger
     bos_id: int  # the input that stands before a sequence's first token
-    rows: int  # of an epoch
-    dropped_tokens: int  # at the end of the split, packed: too few for a row
-    steps_per_epoch: int
-    steps: int  # of all epochs; one epoch, unless shuffled
+    rows: int  # of an epoch, of all sources together
+    dropped_tokens: int  # of an epoch: at the ends of splits, too few for a row, or cut from long sequences
+    steps: int | None  # of all epochs; None: a mixture has no end
+    memory_bytes: int  # of the host, at most
 
     def __init__(
         self,
@@ -80,35 +128,40 @@ class Loader:
         batch: int,
         length: int,
         sharding: jax.sharding.Sharding,
+        mixture: Sequence[MixtureSource] = (),
         shuffle: bool = True,
+        batches: int | None = None,
         io_threads: int = 8,
+        max_bytes: int = 2**32,
     ):
-        self._split = open_split(flat_tokens.filespec, split)
-        self._batch, self._length, self._sharding, self._threads = batch, length, sharding, io_threads
-        self._packed, self._shuffle, self._epochs = flat_tokens.sequence_packing, shuffle, flat_tokens.epochs
-        self.max_token_id, self.bos_id = self._split.max_token_id, self._split.bos_id
-
-        token_count = self._split.token_count
-        self.rows = token_count // length if self._packed else self._split.sequence_count
-        self.dropped_tokens = token_count - self.rows * length if self._packed else 0
-        self.steps_per_epoch = self.rows // batch if shuffle else math.ceil(self.rows / batch)
-        self.steps = self.steps_per_epoch * (self._epochs if shuffle else 1)
-        if self.steps_per_epoch == 0:
-            raise RunError(
-                f"{self._rows_text()}, which is less than one batch of {batch}: lower training.tokens.batch or training.tokens.len, or use more data"
-            )
-        self._order = Order(
-            self.rows,
-            flat_tokens.sequences_per_read_block,
-            flat_tokens.read_blocks_per_shuffle_buffer,
-            flat_tokens.seed if shuffle else None,
-        )
+        self._batch, self._length, self._sharding, self._shuffle = batch, length, sharding, shuffle
+        self._epochs = flat_tokens.epochs if shuffle else 1
+        self._interleaving = Interleaving([source.weight for source in mixture] or [1])
         # The rows of each batch that this host's devices hold, in increasing order.
         indices = sharding.addressable_devices_indices_map((batch, length)).values()
         self._host_rows = np.unique(np.concatenate([np.arange(batch)[rows] for rows, _ in indices]))
-        epochs = self._epochs if shuffle else 1
-        self._buffers = ReadAhead(self._read_buffer, epochs * self._order.buffers, BUFFERS_AHEAD, "read_buffers")
-        self._batches = ReadAhead(self._read_batch, self.steps, BATCHES_AHEAD, "read_batches")
+        self._is_host_row = np.isin(np.arange(batch), self._host_rows)
+        self._pool = ThreadPoolExecutor(io_threads, thread_name_prefix="read_chunks")
+        self._sources: list[_Source] = []
+        self._batches: ReadAhead[TokenBatch] | None = None
+        try:
+            for name in [source.filespec for source in mixture] or [flat_tokens.filespec]:
+                self._sources.append(self._open(flat_tokens, name, split))
+            self._agree()
+            self._end = self._count_rows(batches)
+            self.steps = None if self._end == NO_END else (self._end if shuffle else self._end + batch - 1) // batch
+            self._refuse_too_little()
+            self._bound_memory(io_threads, max_bytes)
+        except BaseException:
+            self.close()
+            raise
+        for index, source in enumerate(self._sources):
+            wanted = functools.partial(self._is_wanted, index)
+            source.read_ahead(
+                wanted, NO_END if self.steps is None else int(self._interleaving.counts(self._end)[index])
+            )
+        steps = NO_END if self.steps is None else self.steps
+        self._batches = ReadAhead(self._read_batch, steps, BATCHES_AHEAD, "read_batches")
 
     def load(self, step: int) -> TokenBatch:
         """The batch of a step, the first being 0; in any order, though reading on from the last one is fastest.
@@ -116,23 +169,77 @@ class Loader:
         Raises:
           RunError: the data hold fewer steps, or cannot be read.
         """
-        if not 0 <= step < self.steps:
-            epochs = step // self.steps_per_epoch + 1
+        if step < 0 or (self.steps is not None and step >= self.steps):
+            epochs = math.ceil((step + 1) * self._batch / self.rows)
             fix = (
                 f"set flat_tokens.epochs to {epochs} or more, or lower training.steps"
                 if self._shuffle
                 else "an unshuffled pass reads each row once"
             )
             raise RunError(
-                f"there is no batch for step {step}: {self._rows_text()}, {self.steps_per_epoch} batches of {self._batch} an epoch, "
-                f"{self.steps} steps in all (flat_tokens.epochs is {self._epochs}): {fix}"
+                f"there is no batch for step {step}: {self._texts()}, {self.steps} batches of {self._batch} "
+                f"in flat_tokens.epochs = {self._epochs}: {fix}"
             )
         return self._batches(step)
 
+    @property
+    def waited_s(self) -> float:
+        """For how long load() has waited, in all."""
+        return self._batches.waited_s
+
+    @property
+    def summary(self) -> str:
+        """What is read and what is left out, in one line."""
+        if self.steps is None:
+            end = "without end"
+        elif self._shuffle:
+            left = self._end - self.steps * self._batch
+            end = f"{self.steps:,} steps in {self._epochs} {'epoch' if self._epochs == 1 else 'epochs'}, {left:,} rows left over at the end"
+        else:
+            end = f"{self.steps:,} batches of {self._batch} are read"
+        shares = self._interleaving.shares / self._interleaving.shares.sum()
+        texts = [
+            (f"{share:.2%} from " if len(shares) > 1 else "") + source.rows.text
+            for share, source in zip(shares, self._sources)
+        ]
+        return f"{'; '.join(texts)}; {end}; at most {self.memory_bytes / 1e6:,.0f} MB of host memory"
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What tells this split from another, as JSON values: a checkpoint keeps it, so that no run goes on with other data."""
+        identity = {name: getattr(self, name) for name in ("rows", "dropped_tokens", "max_token_id", "bos_id")}
+        if len(self._sources) == 1:
+            return identity
+        rows = [source.rows.count for source in self._sources]
+        return {**identity, "rows": rows, "shares": self._interleaving.shares.tolist()}
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint must hold to go on after the batches loaded so far: nothing, since the step says all."""
+        return {}
+
+    def resume(self, step: int, state: dict[str, Any]) -> None:
+        """Goes on with this step where an earlier loader's `state` says."""
+
+    def metrics(self, step: int) -> dict[str, Any]:
+        """What a log says of the data up to a step: of a mixture, tokens read from each source, padding included; else nothing."""
+        if len(self._sources) == 1:
+            return {}
+        counts = self._interleaving.counts((step + 1) * self._batch) * self._length
+        return {"tokens_per_source": {source.name: count for source, count in zip(self._sources, counts.tolist())}}
+
+    def rows_of(self, step: int) -> list[str]:
+        """Where each row of a step's batch, on all hosts, comes from; for a person who looks at what made a step bad."""
+        positions = np.arange(step * self._batch, min((step + 1) * self._batch, self._end))
+        sources, ordinals = self._interleaving.at(positions)
+        return [self._sources[source].place_of(ordinal) for source, ordinal in zip(sources.tolist(), ordinals.tolist())]
+
     def close(self) -> None:
         """Ends the threads. What they are reading is finished first, what is queued is not begun."""
-        self._batches.close()
-        self._buffers.close()
+        if self._batches is not None:
+            self._batches.close()
+        for source in self._sources:
+            source.close()
+        self._pool.shutdown()
 
     def __enter__(self) -> "Loader":
         return self
@@ -140,178 +247,155 @@ class Loader:
     def __exit__(self, *_) -> None:
         self.close()
 
-    def _rows_text(self) -> str:
-        if self._packed:
-            return f"{self._split.where} holds {self._split.token_count} tokens, {self.rows} rows of {self._length}"
-        return f"{self._split.where} holds {self.rows} sequences"
+    # ---- what is there
+
+    def _open(self, flat_tokens: FlatTokensConfig, name: str, split: str) -> "_Source":
+        opened = open_split(name, split)
+        if flat_tokens.sequence_packing:
+            rows = PackedRows(opened, self._length)
+        else:
+            rows = SequenceRows(opened, self._length, flat_tokens.long_sequences == "truncate", self._pool)
+        if self._shuffle:
+            sizes = flat_tokens.sequences_per_read_block, flat_tokens.read_blocks_per_shuffle_buffer
+            order = Order(rows.count, *sizes, flat_tokens.seed)
+        else:
+            order = Order(rows.count, self._batch, UNSHUFFLED_BATCHES, None)
+        return _Source(name, opened, rows, order, self._length, self._pool)
+
+    def _agree(self) -> None:
+        splits = [source.split for source in self._sources]
+        if len({split.bos_id for split in splits}) > 1:
+            texts = ", ".join(f"{split.bos_id} in {split.where}" for split in splits)
+            raise RunError(
+                f"the sources of the mixture differ in bos_id, the input before a sequence's first token: {texts}; expected the same "
+                "in all: write them with one tokenizer"
+            )
+        self.bos_id, self.max_token_id = splits[0].bos_id, max(split.max_token_id for split in splits)
+        self.rows = sum(source.rows.count for source in self._sources)
+        self.dropped_tokens = sum(source.rows.dropped_tokens for source in self._sources)
+
+    def _count_rows(self, batches: int | None) -> int:
+        """How many rows there are to read."""
+        counts = [source.rows.count for source in self._sources]
+        if self._shuffle:
+            return counts[0] * self._epochs if len(counts) == 1 else NO_END
+        # Up to the first row that a source does not have.
+        ends = [int(self._interleaving.rows_of(index, np.array([count]))[0]) for index, count in enumerate(counts)]
+        return min(ends) if batches is None else min(*ends, batches * self._batch)
+
+    def _refuse_too_little(self) -> None:
+        fix = "lower training.tokens.batch or training.tokens.len, or use more data"
+        for source in self._sources:
+            if len(self._sources) > 1 and source.rows.count == 0:
+                raise RunError(f"{source.rows.text}: a source of a mixture needs at least one row; {fix}")
+        if self.steps == 0:
+            raise RunError(
+                f"{self._texts()}: in flat_tokens.epochs = {self._epochs} that is less than one batch of {self._batch}; {fix}"
+            )
+
+    def _texts(self) -> str:
+        return "; ".join(source.rows.text for source in self._sources)
+
+    def _bound_memory(self, io_threads: int, max_bytes: int) -> None:
+        own = len(self._host_rows)
+        buffers = 0
+        for source in self._sources:
+            rows = min(source.order.rows_per_block * source.order.blocks_per_buffer, source.order.rows)
+            if len(self._sources) == 1:  # of a mixture all rows of a source may be one host's
+                rows = min(rows, (rows // self._batch + 2) * own)
+            buffers += (1 + BUFFERS_AHEAD) * rows * (self._length * BYTES_A_TOKEN + 8)
+        arrays = [array for source in self._sources for array in source.arrays]
+        kept = sum(array.nbytes for array in arrays if isinstance(array, np.ndarray))
+        chunks = [array.chunks[0] * array.dtype.itemsize for array in arrays if isinstance(array, zarr.Array)]
+        reading = io_threads * CHUNKS_A_THREAD * max(chunks, default=0)
+        batches = (BATCHES_AHEAD + 2) * own * self._length * 2 * BYTES_A_TOKEN
+        self.memory_bytes = buffers + kept + reading + batches
+        if self.memory_bytes > max_bytes:
+            raise RunError(
+                f"reading {', '.join(source.split.where for source in self._sources)} takes up to {self.memory_bytes:,} bytes of host memory, "
+                f"more than io.max_data_bytes = {max_bytes:,}: {buffers:,} for {1 + BUFFERS_AHEAD} shuffle buffers of each source, {reading:,} for "
+                f"chunks in {io_threads} threads, {kept:,} for small arrays that are kept, {batches:,} for batches. Lower "
+                "flat_tokens.read_blocks_per_shuffle_buffer, flat_tokens.sequences_per_read_block or io.max_io_threads, or raise io.max_data_bytes"
+            )
+
+    # ---- reading
+
+    def _is_wanted(self, source: int, ordinals: np.ndarray) -> np.ndarray:
+        """Which of a source's rows this host reads."""
+        positions = self._interleaving.rows_of(source, ordinals)
+        end = self._end if self.steps is None or not self._shuffle else self.steps * self._batch
+        return self._is_host_row[positions % self._batch] & (positions < end)
 
     def _read_batch(self, step: int) -> TokenBatch:
-        epoch, step_of_epoch = divmod(step, self.steps_per_epoch)
-        positions = step_of_epoch * self._batch + self._host_rows
+        positions = step * self._batch + self._host_rows
         tokens = np.full((len(positions), self._length), ENCODED_PADDING)
         is_target = np.zeros(tokens.shape, bool)
-        there = positions[positions < self.rows]  # the last batch of an unshuffled pass may go beyond
-        ends = [self._order.buffer_of(epoch, place) for place in there[[0, -1]].tolist()] if len(there) else [0, -1]
-        for index in range(ends[0], ends[1] + 1):
-            buffer = self._buffers(epoch * self._order.buffers + index)
-            _, here, source = np.intersect1d(there, buffer.positions, assume_unique=True, return_indices=True)
-            tokens[here], is_target[here] = buffer.tokens[source], buffer.is_target[source]
-
-        def place(values: np.ndarray) -> jax.Array:
-            def part(index):
-                first, last, _ = index[0].indices(self._batch)
-                begin = np.searchsorted(self._host_rows, first)
-                return values[begin : begin + last - first, index[1]]
-
-            return jax.make_array_from_callback((self._batch, self._length), self._sharding, part)
-
-        return TokenBatch(
-            targets=place(tokens >> np.uint32(1)),
-            is_seq_start=place((tokens & np.uint32(1)) != 0),
-            is_target=place(is_target),
-        )
-
-    def _read_buffer(self, index: int) -> "_Buffer":
-        epoch, buffer = divmod(index, self._order.buffers)
-        first, rows = self._order.rows_of(epoch, buffer)
-        positions = first + np.arange(len(rows))
-        used = np.isin(positions % self._batch, self._host_rows) & (positions < self.steps_per_epoch * self._batch)
-        positions, rows = positions[used], rows[used]
-        if self._packed:
-            starts, stops = rows * self._length, (rows + 1) * self._length
-        else:
-            starts, stops = self._split.sequence_ranges(rows, self._threads)
-            stops = np.minimum(stops, starts + self._length)
-        return _Buffer(positions, *self._split.read_rows(starts, stops, self._length, self._threads))
+        sources, ordinals = self._interleaving.at(positions)
+        there = positions < self._end  # the last batch of an unshuffled pass may go beyond
+        for index, source in enumerate(self._sources):
+            rows = np.flatnonzero(there & (sources == index))
+            for at, buffer, place in source.find(ordinals[rows]):
+                tokens[rows[at]], is_target[rows[at]] = buffer.tokens[place], buffer.is_target[place]
+        return token_batch(tokens, is_target, self._host_rows, self._batch, self._sharding)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Buffer:
     """This host's rows of a shuffle buffer, in the order in which batches take them."""
 
-    positions: np.ndarray  # in the epoch's stream of rows
+    ordinals: np.ndarray  # int64 [rows], increasing: of the source's rows, counted over all epochs
     tokens: np.ndarray  # uint32 [rows, length], as stored
     is_target: np.ndarray  # bool [rows, length]
 
 
-class ReadAhead(Generic[T]):
-    """The results of a function of 0, 1, … count - 1, computed by one thread, the next few before they are asked for.
+class _Source:
+    """The rows of one data set in the order of its epochs, one after another, read by shuffle buffers."""
 
-        read = ReadAhead(slow, count=100, ahead=3, name="slow")
-        read(0), read(1)    # the second is there already, and 2, 3, 4 are on their way
-        read(50)            # goes on from there
+    def __init__(
+        self, name: str, split: Split, rows: PackedRows | SequenceRows, order: Order, length: int, pool: Executor
+    ):
+        self.name, self.split, self.rows, self.order = name, split, rows, order
+        self._length, self._pool = length, pool
+        self._buffers: ReadAhead[_Buffer] | None = None
 
-    An exception of the function is raised to whoever asks for that result; asking again computes it again.
-    """
+    @property
+    def arrays(self) -> list[zarr.Array | np.ndarray]:
+        split = self.split
+        return [array for array in (split.encoded_tokens, split.seq_starts, split.is_target) if array is not None]
 
-    def __init__(self, function: Callable[[int], T], count: int, ahead: int, name: str):
-        self._function, self._count, self._ahead = function, count, ahead
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
-        self._futures: dict[int, Future[T]] = {}
+    def read_ahead(self, wanted: Callable[[np.ndarray], np.ndarray], count: int) -> None:
+        """Prepares to read the first `count` rows, as far as they are wanted."""
+        self._wanted = wanted
+        buffers = NO_END if count == NO_END else self._buffer_of(count - 1) + 1 if count else 0
+        self._buffers = ReadAhead(self._read, buffers, BUFFERS_AHEAD, "read_buffers")
 
-    def __call__(self, index: int) -> T:
-        wanted = range(index, min(index + self._ahead + 1, self._count))
-        for other in [known for known in self._futures if known not in wanted]:
-            self._futures.pop(other).cancel()
-        for new in wanted:
-            if new not in self._futures:
-                self._futures[new] = self._pool.submit(self._function, new)
-        future = self._futures[index]
-        if future.exception() is not None:
-            del self._futures[index]
-        return future.result()
+    def find(self, ordinals: np.ndarray) -> Iterator[tuple[slice, _Buffer, np.ndarray]]:
+        """The buffers that hold these rows, which are increasing: which of them a buffer holds, and where in it."""
+        begin = 0
+        while begin < len(ordinals):
+            buffer = self._buffers(self._buffer_of(int(ordinals[begin])))
+            end = int(np.searchsorted(ordinals, buffer.ordinals[-1], side="right"))
+            yield slice(begin, end), buffer, np.searchsorted(buffer.ordinals, ordinals[begin:end])
+            begin = end
+
+    def place_of(self, ordinal: int) -> str:
+        epoch, place = divmod(ordinal, self.rows.count)
+        first, rows = self.order.rows_of(epoch, self.order.buffer_of(epoch, place))
+        (start,), (stop,) = self.rows.ranges(rows[place - first : place - first + 1], self._pool)
+        return f"tokens {start} to {stop - 1} of {self.split.where}"
 
     def close(self) -> None:
-        self._pool.shutdown(cancel_futures=True)
+        if self._buffers is not None:
+            self._buffers.close()
 
+    def _buffer_of(self, ordinal: int) -> int:
+        epoch, place = divmod(ordinal, self.rows.count)
+        return epoch * self.order.buffers + self.order.buffer_of(epoch, place)
 
-# ---------------------------------------------------------------- the order
-
-
-@dataclasses.dataclass(frozen=True)
-class Order:
-    """The order of the rows of an epoch: a permutation that is computed, so that any place in it is reached at once.
-
-    Blocks of neighbouring rows (the last may be shorter) are permuted; the rows of `blocks_per_buffer` blocks that then
-    follow one another are permuted among themselves. A seed of None leaves all as it is.
-    """
-
-    rows: int
-    rows_per_block: int
-    blocks_per_buffer: int
-    seed: int | None
-
-    @property
-    def blocks(self) -> int:
-        return math.ceil(self.rows / self.rows_per_block)
-
-    @property
-    def buffers(self) -> int:
-        return math.ceil(self.blocks / self.blocks_per_buffer)
-
-    def rows_of(self, epoch: int, buffer: int) -> tuple[int, np.ndarray]:
-        """The buffer's first position in the epoch's stream of rows, and the rows from there on."""
-        first_block = buffer * self.blocks_per_buffer
-        blocks = np.arange(first_block, min(first_block + self.blocks_per_buffer, self.blocks))
-        if self.seed is not None:
-            blocks = permute(blocks, self.blocks, self._key(epoch))
-        rows = (blocks[:, None] * self.rows_per_block + np.arange(self.rows_per_block)).reshape(-1)
-        rows = rows[rows < self.rows]
-        if self.seed is not None:
-            rows = rows[permute(np.arange(len(rows)), len(rows), self._key(epoch, buffer))]
-        return self._first_position(epoch, first_block), rows
-
-    def buffer_of(self, epoch: int, position: int) -> int:
-        """The buffer that holds a position of the epoch's stream."""
-        buffer = position // (self.rows_per_block * self.blocks_per_buffer)
-        # The short block, where it comes earlier, moves all that follows forward: by less than a block, so by one buffer at most.
-        return buffer + (position >= self._first_position(epoch, (buffer + 1) * self.blocks_per_buffer))
-
-    def _first_position(self, epoch: int, block: int) -> int:
-        """Where the block that comes at this place of the order begins."""
-        block = min(block, self.blocks)
-        short_block = self.blocks - 1
-        if self.seed is not None:
-            short_block = int(permute(np.array([short_block]), self.blocks, self._key(epoch), inverse=True)[0])
-        missing = self.blocks * self.rows_per_block - self.rows
-        return block * self.rows_per_block - (missing if block > short_block else 0)
-
-    def _key(self, epoch: int, buffer: int = -1) -> tuple[int, ...]:
-        return (self.seed % 2**64, epoch, buffer + 1)
-
-
-def permute(index: np.ndarray, size: int, key: tuple[int, ...], *, inverse: bool = False) -> np.ndarray:
-    """Where a permutation of 0 … size - 1, which the key chooses, takes each index; nothing of the size is stored.
-
-        permute(np.arange(5), 5, key=(0,))                        # the five numbers in some order
-        permute(np.array([10**12]), 10**13, key=(0, 3))           # costs the same
-
-    A Feistel network on pairs (left, right) of a grid with at least `size` places: each round adds to one half a hash of the
-    other, which can be undone. What lands outside is sent on until it is inside (cycle walking).
-    """
-    left_size = math.isqrt(size - 1) + 1 if size else 1
-    right_size = -(-size // left_size) if size else 1
-    keys = list(enumerate(np.random.SeedSequence(key).generate_state(FEISTEL_ROUNDS, np.uint64)))
-
-    def once(place: np.ndarray) -> np.ndarray:
-        left, right = np.divmod(place, right_size)
-        for turn, round_key in reversed(keys) if inverse else keys:
-            sign = -1 if inverse else 1
-            if turn % 2:
-                right = (right + sign * _hash(left, round_key, right_size)) % right_size
-            else:
-                left = (left + sign * _hash(right, round_key, left_size)) % left_size
-        return left * right_size + right
-
-    place = once(np.asarray(index, np.int64))
-    while (outside := place >= size).any():
-        place[outside] = once(place[outside])
-    return place
-
-
-def _hash(values: np.ndarray, key: np.uint64, size: int) -> np.ndarray:
-    """Numbers below size that look random: the finalizer of SplitMix64."""
-    bits = values.astype(np.uint64) + key
-    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return ((bits ^ (bits >> np.uint64(31))) % np.uint64(size)).astype(np.int64)
+    def _read(self, index: int) -> _Buffer:
+        epoch, buffer = divmod(index, self.order.buffers)
+        first, rows = self.order.rows_of(epoch, buffer)
+        ordinals = epoch * self.rows.count + first + np.arange(len(rows))
+        wanted = self._wanted(ordinals)
+        starts, stops = self.rows.ranges(rows[wanted], self._pool)
+        return _Buffer(ordinals[wanted], *self.split.read_rows(starts, stops, self._length, self._pool))

@@ -9,16 +9,19 @@
 A data set is a zarr group of such groups, `train` and `validation`. Format 2 and format 3 of zarr are read, 3 is written.
 """
 
+import contextlib
 import dataclasses
 import os
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+import re
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Executor
 from typing import Any
 
 import numpy as np
 import zarr
 import zarr.errors
 
+from runtime.chunks import check_blosc, open_checked, read, read_errors, read_ranges
 from runtime.errors import RunError
 
 LARGEST_ID = 2**31 - 1  # one bit of 32 tells where a sequence starts
@@ -26,7 +29,6 @@ CHUNK_TOKENS = 2**18  # 1 MiB of tokens is one file: a quarter of that on disk, 
 RESIDENT_BYTES = (
     64 * 2**20
 )  # an array no larger is read once and kept: small rows out of many chunks would decode each often
-RUN_CHUNKS = 64  # at most so many neighbouring chunks are decoded by one read
 ENCODED_PADDING = np.uint32(1)  # id 0 that starts a sequence: what pads is a segment of its own, so no token can see it
 
 # zarr reads a chunk file that is lost as the fill value. These are impossible values, so a lost chunk is found when it is read.
@@ -60,25 +62,16 @@ def write_split(
     Raises:
       RunError: the split is there already, the data set is of zarr format 2, or a sequence is not as above.
     """
-    where = absolute_path(path)
-    try:
-        dataset = zarr.open_group(where, mode="a")
-    except (OSError, ValueError, ImportError) as error:
-        raise RunError(f"cannot write a data set at {where}: {error}") from error
-    if dataset.metadata.zarr_format != 3:
-        raise RunError(f"{where} is of zarr format 2, and only format 3 is written: write to a new path")
+    where, dataset = absolute_path(path), open_for_writing(path)
     if split in dataset and not overwrite:
         raise RunError(
             f"{where} holds the split '{split}' already: write to a new path, or say overwrite=true to replace it"
         )
 
-    group = dataset.create_group(split, overwrite=overwrite)
-    tokens = _Appender(group, "encoded_tokens", "uint32", chunk_tokens, _LOST_TOKENS)
-    starts = _Appender(group, "seq_starts", "uint64", max(1, chunk_tokens // 8), _LOST_STARTS)
-    targets = None if is_target is None else _Appender(group, "is_target", "bool", chunk_tokens, False)
+    writer = SplitWriter(
+        dataset, split, with_targets=is_target is not None, chunk_tokens=chunk_tokens, overwrite=overwrite
+    )
     masks = None if is_target is None else iter(is_target)
-
-    token_count, max_token_id = 0, 0
     for index, sequence in enumerate(sequences):
         ids = np.asarray(sequence)
         if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
@@ -92,42 +85,140 @@ def write_split(
                 raise RunError(
                     f"sequence {index} for {where}/{split} holds the token id {wrong}, expected 0 to {LARGEST_ID}"
                 )
-            max_token_id = max(max_token_id, largest)
-        encoded = ids.astype(np.uint32) << np.uint32(1)
-        encoded[:1] |= np.uint32(1)
-        tokens.append(encoded)
-        starts.append(np.array([token_count], np.uint64))
-        if masks is not None:
-            mask = np.asarray(next(masks, None))
-            if mask.dtype != bool or mask.shape != ids.shape:
-                raise RunError(
-                    f"is_target of sequence {index} for {where}/{split} is {mask.dtype}{list(mask.shape)}, expected bool{list(ids.shape)}"
-                )
-            targets.append(mask)
-        token_count += ids.size
-    starts.append(np.array([token_count], np.uint64))
-    for appender in (tokens, starts, targets):
-        if appender is not None:
-            appender.flush()
-    # Last, since a split without max_token_id does not open: one that was only half written is never taken for whole.
-    group.attrs.update({**(attributes or {}), "bos_id": int(bos_id), "max_token_id": max_token_id})
+        mask = None if masks is None else np.asarray(next(masks, None))
+        if mask is not None and (mask.dtype != bool or mask.shape != ids.shape):
+            raise RunError(
+                f"is_target of sequence {index} for {where}/{split} is {mask.dtype}{list(mask.shape)}, expected bool{list(ids.shape)}"
+            )
+        writer.append(ids.astype(np.uint32), np.array([ids.size]), mask)
+    writer.finish(bos_id, attributes)
+
+
+def open_for_writing(path: str | os.PathLike) -> zarr.Group:
+    """The group of a data set that is there or is made now.
+
+    Raises:
+      RunError: it cannot be, or is of zarr format 2.
+    """
+    where = absolute_path(path)
+    try:
+        dataset = zarr.open_group(where, mode="a")
+    except (OSError, ValueError, ImportError) as error:
+        raise RunError(f"cannot write a data set at {where}: {error}") from error
+    if dataset.metadata.zarr_format != 3:
+        raise RunError(f"{where} is of zarr format 2, and only format 3 is written: write to a new path")
+    return dataset
+
+
+class SplitWriter:
+    """Appends sequences to a split, holding no more than a chunk in memory; can go on where a recorded state was.
+
+        writer = SplitWriter(dataset, "train")
+        writer.append(ids, lengths)      # all ids of some sequences one after another, and how many each has
+        state = writer.flush()           # all of it is stored now
+        writer = SplitWriter(dataset, "train", resume=state)    # after a crash: as if nothing had come after flush()
+        writer.finish(bos_id=0)          # the split opens from now on
+
+    What is stored does not depend on how the sequences were grouped, nor on flush() and resume.
+
+    Args:
+      dataset: the open group, of zarr format 3, that the split is or shall be in.
+      with_targets: every append gives is_target.
+      resume: what flush() returned; the split must be there. Without it the split is made.
+      overwrite: a split that is there already is replaced.
+    Raises:
+      RunError: by every method, a write that failed.
+    """
+
+    def __init__(
+        self,
+        dataset: zarr.Group,
+        split: str,
+        *,
+        with_targets: bool = False,
+        chunk_tokens: int = CHUNK_TOKENS,
+        resume: dict[str, int] | None = None,
+        overwrite: bool = False,
+    ):
+        self.where = f"{dataset.store_path}/{split}".removeprefix("file://")
+        state = resume or {"tokens": 0, "sequences": 0, "max_token_id": 0}
+        self.token_count, self.sequence_count, self.max_token_id = (
+            state[key] for key in ("tokens", "sequences", "max_token_id")
+        )
+        with self._failing_writes():
+            self.group = dataset.create_group(split, overwrite=overwrite) if resume is None else dataset[split]
+            arrays = [
+                ("encoded_tokens", "uint32", chunk_tokens, _LOST_TOKENS, self.token_count),
+                ("seq_starts", "uint64", max(1, chunk_tokens // 8), _LOST_STARTS, self.sequence_count),
+                ("is_target", "bool", chunk_tokens, False, self.token_count),
+            ]
+            self.appenders = [
+                _Appender(self.group, *array, resume=resume is not None) for array in arrays[: 2 + with_targets]
+            ]
+
+    def append(self, ids: np.ndarray, lengths: np.ndarray, is_target: np.ndarray | None = None) -> None:
+        """Appends sequences: uint32 ids up to 2³¹ - 1, how many each sequence has, and which are targets."""
+        starts = np.cumsum(lengths) - lengths
+        encoded = ids << np.uint32(1)
+        encoded[starts[lengths > 0]] |= np.uint32(1)
+        starts = starts.astype(np.uint64) + np.uint64(self.token_count)
+        with self._failing_writes():
+            for appender, values in zip(self.appenders, (encoded, starts, is_target)):
+                appender.append(values)
+        self.token_count += len(ids)
+        self.sequence_count += len(lengths)
+        self.max_token_id = max(self.max_token_id, int(ids.max(initial=0)))
+
+    def flush(self) -> dict[str, int]:
+        """Stores all that was appended, in a local folder also through the system's caches; what `resume` goes on from."""
+        with self._failing_writes():
+            for appender in self.appenders:
+                appender.flush()
+                appender.to_disk()
+        return {"tokens": self.token_count, "sequences": self.sequence_count, "max_token_id": self.max_token_id}
+
+    def finish(self, bos_id: int, attributes: dict[str, Any] | None = None) -> None:
+        """Completes the split. Nothing can be appended any more."""
+        with self._failing_writes():
+            self.appenders[1].append(np.array([self.token_count], np.uint64))
+            for appender in self.appenders:
+                appender.flush()
+            # Last, since a split without max_token_id does not open: one that was only half written is never taken for whole.
+            self.group.attrs.update({**(attributes or {}), "bos_id": int(bos_id), "max_token_id": self.max_token_id})
+
+    @contextlib.contextmanager
+    def _failing_writes(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise RunError(f"cannot write {self.where}: {error}") from error
 
 
 class _Appender:
     """Gathers pieces of a zarr array and writes whole chunks of it."""
 
-    def __init__(self, group: zarr.Group, name: str, dtype: str, chunk: int, fill_value: int | bool):
-        compressor = zarr.codecs.BloscCodec(cname="zstd", clevel=1, shuffle="shuffle")
-        self.array = group.create_array(
-            name,
-            shape=(0,),
-            dtype=dtype,
-            chunks=(chunk,),
-            compressors=compressor,
-            fill_value=fill_value,
-            config={"write_empty_chunks": True},
-        )
-        self.chunk, self.pieces, self.count = chunk, [], 0
+    def __init__(
+        self, group: zarr.Group, name: str, dtype: str, chunk: int, fill_value: int | bool, length: int, resume: bool
+    ):
+        # An array that is gone on with keeps its first `length` values; those of its last chunk are taken back to memory.
+        self.start = length - length % chunk  # what lies before is in whole chunks
+        self.on_disk = self.start // chunk  # that many chunks are known to be on the disk
+        if resume:
+            self.array = group[name]
+            self.array.resize((length,))
+            tail = self.array[self.start :]
+        else:
+            self.array = group.create_array(
+                name,
+                shape=(0,),
+                dtype=dtype,
+                chunks=(chunk,),
+                compressors=zarr.codecs.BloscCodec(cname="zstd", clevel=1, shuffle="shuffle"),
+                fill_value=fill_value,
+                config={"write_empty_chunks": True},
+            )
+            tail = np.zeros(0, dtype)
+        self.chunk, self.pieces, self.count = chunk, [tail], len(tail)
 
     def append(self, piece: np.ndarray) -> None:
         self.pieces.append(piece)
@@ -136,13 +227,31 @@ class _Appender:
             self._write(self.count - self.count % self.chunk)
 
     def flush(self) -> None:
+        """Writes what is left too. It stays in memory, since its chunk is written again when it is full."""
         if self.count:
             self._write(self.count)
 
+    def to_disk(self) -> None:
+        """Waits until the chunks that were written are on the disk, and finds one that is not there; a local folder's only."""
+        store = self.array.store
+        if isinstance(store, zarr.storage.LocalStore):
+            for index in range(self.on_disk, -(-self.array.shape[0] // self.chunk)):
+                path = store.root / self.array.path / self.array.metadata.encode_chunk_key((index,))
+                descriptor = os.open(path, os.O_RDONLY)
+                try:
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
+        self.on_disk = self.start // self.chunk
+
     def _write(self, count: int) -> None:
         gathered = np.concatenate(self.pieces)
-        self.array.append(gathered[:count])
-        self.pieces, self.count = [gathered[count:]], len(gathered) - count
+        if self.start + count > self.array.shape[0]:
+            self.array.resize((self.start + count,))
+        self.array[self.start : self.start + count] = gathered[:count]
+        whole = count - count % self.chunk
+        self.start += whole
+        self.pieces, self.count = [gathered[whole:]], len(gathered) - whole
 
 
 # ---------------------------------------------------------------- reading
@@ -167,27 +276,8 @@ class Split:
     def sequence_count(self) -> int:
         return self.seq_starts.shape[0] - 1
 
-    def sequence_ranges(self, sequences: np.ndarray, threads: int = 8) -> tuple[np.ndarray, np.ndarray]:
-        """Where each of these sequences starts and ends, in tokens.
-
-        Raises:
-          RunError: seq_starts cannot be read, decreases, or leaves the tokens.
-        """
-        first = np.asarray(sequences, np.int64)
-        ends = np.zeros((len(first), 2), np.uint64)
-        read_ranges(self.seq_starts, first, first + 2, ends, f"seq_starts of {self.where}", threads)
-        wrong = (ends[:, 0] > ends[:, 1]) | (ends[:, 1] > self.token_count)
-        if wrong.any():
-            row = int(np.argmax(wrong))
-            raise RunError(
-                f"seq_starts of {self.where} says that sequence {first[row]} goes from {ends[row, 0]} to {ends[row, 1]}, "
-                f"expected increasing numbers up to {self.token_count}: the data set is damaged, write it again"
-            )
-        ends = ends.astype(np.int64)
-        return ends[:, 0], ends[:, 1]
-
     def read_rows(
-        self, starts: np.ndarray, stops: np.ndarray, length: int, threads: int = 8
+        self, starts: np.ndarray, stops: np.ndarray, length: int, pool: Executor
     ) -> tuple[np.ndarray, np.ndarray]:
         """The tokens from starts[i] to stops[i] as row i, as they are stored, and which are targets; padded at the end to `length`.
 
@@ -197,17 +287,18 @@ class Split:
           RunError: the tokens cannot be read, or an id is larger than max_token_id.
         """
         tokens = np.full((len(starts), length), ENCODED_PADDING)
-        read_ranges(self.encoded_tokens, starts, stops, tokens, f"encoded_tokens of {self.where}", threads)
+        read_ranges(self.encoded_tokens, starts, stops, tokens, f"encoded_tokens of {self.where}", pool)
         if tokens.size and int(tokens.max()) >> 1 > self.max_token_id:
+            row, place = np.argwhere(tokens >> np.uint32(1) > self.max_token_id)[0]
             raise RunError(
-                f"encoded_tokens of {self.where} holds the token id {int(tokens.max()) >> 1}, which is larger than its max_token_id "
-                f"{self.max_token_id}: a chunk was lost or damaged, or the writer was wrong; write or copy the data set again"
+                f"encoded_tokens of {self.where} holds the token id {tokens[row, place] >> 1} at {starts[row] + place}, which is larger than its "
+                f"max_token_id {self.max_token_id}: a chunk was damaged, or the writer was wrong; write or copy the data set again"
             )
         if self.is_target is None:
             is_target = np.arange(length) < (stops - starts)[:, None]
         else:
             is_target = np.zeros((len(starts), length), bool)
-            read_ranges(self.is_target, starts, stops, is_target, f"is_target of {self.where}", threads)
+            read_ranges(self.is_target, starts, stops, is_target, f"is_target of {self.where}", pool)
         return tokens, is_target
 
 
@@ -225,13 +316,17 @@ def open_split(path: str | os.PathLike, split: str, *, resident_bytes: int = RES
         "set flat_tokens.filespec to a flat-tokens data set, or write one (python -m tools.write_synthetic_dataset)"
     )
     try:
-        dataset = zarr.open_group(where, mode="r")
+        dataset = open_checked(where)
         present = sorted(dataset.keys())
     except (FileNotFoundError, zarr.errors.GroupNotFoundError) as error:
         if "://" in where or not os.path.exists(where):
             raise RunError(f"the data set {where} does not exist: {advice}") from error
         raise RunError(f"{where} exists but is no zarr group, so it is no data set: {advice}") from error
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+    except ImportError as error:  # fsspec's text names the package last: "Install s3fs to access S3"
+        package = re.search(r"nstall (\w+)", str(error))
+        fix = f"pip install {package[1]}" if package else "install what it needs"
+        raise RunError(f"the data set {where} cannot be opened ({error}): {fix}") from error
+    except (*read_errors(), KeyError, TypeError) as error:
         raise RunError(f"the data set {where} cannot be opened ({type(error).__name__}: {error}): {advice}") from error
     if split not in present and "encoded_tokens" in present:
         raise RunError(
@@ -252,7 +347,7 @@ def open_split(path: str | os.PathLike, split: str, *, resident_bytes: int = RES
         raise RunError(
             f"seq_starts of {where} is empty, expected where each sequence starts and, last, the number of tokens"
         )
-    first, last = (int(_read(seq_starts, i, i + 1, f"seq_starts of {where}")[0]) for i in (0, seq_starts.shape[0] - 1))
+    first, last = (int(read(seq_starts, i, i + 1, f"seq_starts of {where}")[0]) for i in (0, seq_starts.shape[0] - 1))
     if first != 0:
         raise RunError(
             f"seq_starts of {where} starts with {first}, expected 0: the data set is damaged, write it again"
@@ -267,7 +362,7 @@ def open_split(path: str | os.PathLike, split: str, *, resident_bytes: int = RES
 
     def resident(array, name):
         small = array is not None and array.shape[0] * array.dtype.itemsize <= resident_bytes
-        return _read(array, 0, array.shape[0], f"{name} of {where}") if small else array
+        return read(array, 0, array.shape[0], f"{name} of {where}") if small else array
 
     return Split(
         where,
@@ -279,59 +374,10 @@ def open_split(path: str | os.PathLike, split: str, *, resident_bytes: int = RES
     )
 
 
-def read_ranges(
-    array: zarr.Array | np.ndarray, starts: np.ndarray, stops: np.ndarray, out: np.ndarray, what: str, threads: int
-) -> None:
-    """Copies array[starts[i]:stops[i]] to the front of out[i], for all i, decoding each chunk once.
-
-    Ranges that lie in the same or in neighbouring chunks are read together; what lies apart is read by several threads.
-
-    Raises:
-      RunError: a chunk cannot be read.
-    """
-    chunk = array.chunks[0] if isinstance(array, zarr.Array) else max(1, array.shape[0])
-    order = np.argsort(starts, kind="stable")
-    order = order[stops[order] > starts[order]]
-    if not len(order):
-        return
-    first_chunk = starts[order] // chunk
-    last_chunk = np.maximum.accumulate((stops[order] - 1) // chunk)
-    runs, begin = [], 0
-    for i in range(1, len(order) + 1):
-        # A new run may only begin in a chunk that the last one did not reach, else that chunk would be decoded twice.
-        apart = i == len(order) or first_chunk[i] > last_chunk[i - 1] + 1
-        full = not apart and first_chunk[i] > last_chunk[i - 1] and first_chunk[i] - first_chunk[begin] >= RUN_CHUNKS
-        if apart or full:
-            runs.append(order[begin:i])
-            begin = i
-
-    def read(rows: np.ndarray) -> None:
-        low, high = int(starts[rows].min()), int(stops[rows].max())
-        values = _read(array, low, high, what)
-        for row, start, stop in zip(rows.tolist(), (starts[rows] - low).tolist(), (stops[rows] - low).tolist()):
-            out[row, : stop - start] = values[start:stop]
-
-    if len(runs) == 1:
-        read(runs[0])
-        return
-    with ThreadPoolExecutor(min(threads, len(runs)), thread_name_prefix="read_ranges") as pool:
-        for _ in pool.map(read, runs):  # going through the results raises what a thread raised
-            pass
-
-
 def absolute_path(path: str | os.PathLike) -> str:
     """The path that is opened and that messages name: absolute, `~` expanded; a URL as it is."""
     path = os.fspath(path)
     return path if "://" in path else os.path.abspath(os.path.expanduser(path))
-
-
-def _read(array, start: int, stop: int, what: str) -> np.ndarray:
-    try:
-        return np.asarray(array[start:stop])
-    except (OSError, ValueError, RuntimeError) as error:
-        raise RunError(
-            f"cannot read {what} from {start} to {stop} ({error}): the data set is damaged, write or copy it again"
-        ) from error
 
 
 def _member(group: zarr.Group, name: str, where: str) -> zarr.Group | zarr.Array | None:
@@ -339,7 +385,7 @@ def _member(group: zarr.Group, name: str, where: str) -> zarr.Group | zarr.Array
         return group[name]
     except KeyError:
         return None
-    except (OSError, ValueError, TypeError) as error:
+    except (*read_errors(), TypeError) as error:
         raise RunError(
             f"'{name}' of {where} cannot be opened ({type(error).__name__}: {error}): write or copy it again"
         ) from error
@@ -355,6 +401,7 @@ def _open_array(group: zarr.Group, where: str, name: str, dtype: type) -> zarr.A
         raise RunError(
             f"{name} of {where} is {array.dtype}{list(array.shape)}, expected {np.dtype(dtype)} of one dimension"
         )
+    check_blosc(array)
     return array
 
 

@@ -1,38 +1,51 @@
 """The mechanics around the steps: devices and mesh, the run folder, what is due when, and `check_only`.
 
 with jax.set_mesh(start(config)), Run(config, sharding, model_flops_per_step) as run:
+    state = run.restore(shapes) if run.done_steps else init()
     for step in run.steps():
         state, metrics = training_step(state, run.data.load(step))
         run.log(step, (state, metrics), metrics)
+        if run.save_due(step):
+            run.save(step, state, attributes)
 """
 
 import collections
 import contextlib
+import json
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 from ledger.hardware import peak_flops_per_s
-from runtime.checkpoint import latest_step, read_attributes, restore, save
+from runtime import resume
+from runtime.bad_steps import BadSteps
+from runtime.checkpoints import Checkpoints
 from runtime.config import RunConfig, prepare_devices, to_yaml
 from runtime.config_checks import check_dataset, check_mesh, check_num_hosts, check_resume
-from runtime.data import Loader
 from runtime.errors import RunError
 from runtime.hlo_graph import StepGraph
+from runtime.lock import Ownership
 from runtime.profiling import Profiler
+from runtime.signals import STOPPED, StopSignals
+from runtime.sources import open_data
 from runtime.tracking import Tracker, print_line
 from shardlib.mesh import make_mesh
 from shardlib.shardtypes import ShardingError, typed_shard_map
 
-# How far the host may be ahead. The device never runs dry of work, and the host does not run away from it: with 32 programs in flight, simulated devices stop for
-# ever (jax 0.10.2: the next program waits for a place in each device's queue while it already holds others').
+# How far the host may be ahead. The device never runs dry of work, and the host does not run away from it: with 32
+# programs in flight, simulated devices stop for ever (jax 0.10.2: the next program waits for a place in each device's
+# queue while it already holds others').
 PROGRAMS_IN_FLIGHT = 8
 
-# For a program that runs once its compilation is what takes time. XLA:CPU compiles the initialization in 2.3 s of CPU time with
-# this and in 16.2 s without, to a program that draws the same bits (2.4M parameters, two cores, jax 0.10.2, 2026-11-21).
+# For a program that runs once its compilation is what takes time. XLA:CPU compiles the initialization in 2.3 s of CPU
+# time with this and in 16.2 s without, to a program that draws the same bits (2.4M parameters, two cores, jax 0.10.2,
+# 2026-11-21).
 RUNS_ONCE = {"xla_backend_optimization_level": 1}
 
 
@@ -85,55 +98,61 @@ def report_check(config: RunConfig, *checks: tuple[typed_shard_map, tuple]) -> N
 class Run:
     """One run: its folder, data, checkpoints, metrics, profile and graph, and which steps are still to do.
 
+    The folder is owned by this run until it is closed. With a URL as root_working_dir it holds the checkpoints, and
+    what else a run leaves is in `runs` on the leader's disk.
+
     Args:
       config: train.py's; written to the run folder as config.yaml.
       sharding: of a batch's arrays 'B/d L'.
       model_flops_per_step: of the global batch.
     Raises:
-      RunError: the data do not fit the config, or the run has all its steps already. Nothing is written then.
+      RunError: the data do not fit the config, another run owns the folder, the checkpoint was trained with another
+        configuration, or the run has all its steps already. Nothing is written then.
+      SystemExit: at the end, with the status STOPPED, when a signal stopped the run before its last step.
     """
 
     def __init__(self, config: Any, sharding: jax.sharding.Sharding, model_flops_per_step: float):
-        self._config, tokens = config, config.training.tokens
+        self._config, self._model_flops = config, model_flops_per_step
         self._total = config.training.steps
-        self.folder = Path(config.paths.root_working_dir) / config.paths.model_name
-        self._checkpoints = self.folder / "checkpoints"
-        self._threads = config.io.max_io_threads
-        rows = {"batch": tokens.batch, "length": tokens.len, "sharding": sharding, "io_threads": self._threads}
+        self._is_leader = jax.process_index() == 0
+        root, name = config.paths.root_working_dir, config.paths.model_name
+        self._store = f"{root.rstrip('/')}/{name}"  # of checkpoints and owner
+        self.folder = Path("runs" if "://" in root else root) / name
         with contextlib.ExitStack() as opened:
-            self.data = opened.enter_context(Loader(config.flat_tokens, "train", **rows))
-            self.validation_data = opened.enter_context(Loader(config.flat_tokens, "validation", **rows, shuffle=False))
+            self.data = opened.enter_context(open_data(config, "train", sharding))
+            self.validation_data = opened.enter_context(open_data(config, "validation", sharding))
             largest_id = max(self.data.max_token_id, self.validation_data.max_token_id)
             check_dataset(config, largest_id, self.data.steps, self.data.bos_id)
-            self.done_steps = latest_step(self._checkpoints) or 0
+            self._signals = opened.enter_context(StopSignals())
+            self._owner = self._own(opened)
+            self._checkpoints = Checkpoints(
+                f"{self._store}/checkpoints",
+                keep_last=config.checkpoint.keep_last,
+                keep_every=config.checkpoint.keep_every,
+                asynchronous=config.checkpoint.async_,
+                timeout_s=config.checkpoint.timeout_s,
+                max_io_threads=config.io.max_io_threads,
+            )
+            opened.push(self._close_checkpoints)
+            self._go_on_from(self._checkpoints.latest() or 0)
             check_resume(config, self.done_steps)
-            self.attributes = read_attributes(self._checkpoints, self.done_steps) if self.done_steps else {}
-
-            is_leader = jax.process_index() == 0
-            if is_leader:
+            if self._is_leader:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 (self.folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
-            peak = peak_flops_per_s(jax.devices()[0].device_kind)
-            steps = {"start_step": self.done_steps, "total_steps": self._total, "is_leader": is_leader}
-            self._tracker = Tracker(
-                self.folder,
-                **steps,
-                tokens_per_step=tokens.batch * tokens.len,
-                model_flops_per_step=model_flops_per_step,
-                peak_flops_per_s=None if peak is None else peak * config.mesh.d * config.mesh.t,
-                log_interval=config.log_interval,
-            )
-            opened.enter_context(self._tracker)
-            self._profiler = opened.enter_context(Profiler(self.folder, **steps))
+                print_line(f"training data: {self.data.summary}")
+                print_line(f"validation data: {self.validation_data.summary}")
             self._open = opened.pop_all()
-        self._is_leader = is_leader
+        self._tracker: Tracker | None = None
         self._in_flight: collections.deque[jax.Array] = collections.deque()
+        self._stopping = self._save_is_late = False
 
     def __enter__(self) -> "Run":
         return self
 
     def __exit__(self, *error) -> None:
         self._open.__exit__(*error)
+        if self._stopping and error[0] is None:
+            sys.exit(STOPPED)
 
     def show(self, compiled: jax.stages.Compiled) -> jax.stages.Compiled:
         """Writes the compiled step as text and graph, in the background; returns it."""
@@ -142,28 +161,74 @@ class Run:
         return compiled
 
     def restore(self, shapes: Any) -> Any:
-        """The state of the checkpoint that the run goes on from; `shapes` is its tree of `ShapeDtypeStruct` with shardings."""
-        return restore(self._checkpoints, self.done_steps, shapes, max_io_threads=self._threads)
+        """The state of the newest checkpoint that reads whole; `done_steps` and `attributes` are then its own.
+
+        Args:
+          shapes: the state's tree of `ShapeDtypeStruct` with shardings.
+        """
+        step, state = self._checkpoints.restore(shapes)
+        if step != self.done_steps:
+            self._go_on_from(step)
+        if self._is_leader:
+            print_line(f"going on after step {step} of {self._total}")
+        return state
+
+    def save_due(self, step: int) -> bool:
+        """Whether the state after this step is to be saved: by steps, by minutes, at the end, and for a signal.
+
+        By steps and minutes it waits for a step that is not bad. The state is that of the last good one, but it may be
+        what makes steps bad, and then the checkpoint before is the better one and shall not be deleted for it.
+        """
+        if step + 1 == self._total or self._stopping:
+            self._stop_if_bad()
+            return True
+        if self.due(step, self._config.checkpoint_interval) or self._save_is_late or self._minutes_are_over(step):
+            self._stop_if_bad()
+            self._save_is_late = self._bad_steps.in_a_row > 0
+            return not self._save_is_late
+        return False
 
     def save(self, step: int, state: Any, attributes: dict[str, Any]) -> None:
-        """Writes the state after a step as a checkpoint; returns when it is complete."""
-        save(self._checkpoints, step + 1, state, attributes, max_io_threads=self._threads)
+        """Saves the state after a step; returns when it is copied or, without checkpoint.async, complete."""
+        attributes = {
+            **attributes,
+            **resume.description(self._config, self.data.identity),
+            "data_position": self.data.state(),
+        }
+        stall_s = self._checkpoints.save(step + 1, state, attributes)
+        self._tracker.log_checkpoint(step + 1, stall_s)
+        self._saved_at = time.monotonic()
 
     def steps(self) -> Iterator[int]:
-        """The steps to do, counted from 0."""
+        """The steps to do, counted from 0, until all are done or a signal has come."""
+        self._begin()
         for step in range(self.done_steps, self._total):
+            self._checkpoints.raise_failure()
+            if self._owner is not None:
+                self._owner.check()
             self._profiler.before_step(step + 1)
             yield step
+            if self._stopping:
+                print_line(f"stopped after step {step + 1} of {self._total}; started again, the run goes on from there")
+                return
+        self._stop_if_bad()
 
     def due(self, step: int, interval: int) -> bool:
-        """Whether something that is done every `interval` steps, and at the end, is due after this step."""
-        return (step + 1) % interval == 0 or step + 1 == self._total
+        """Whether something that is done every `interval` steps, and at the end, is due after this step.
+
+        Nothing is after the step at which a signal stops the run: who stops it may not wait for long.
+        """
+        return not self._stopping and ((step + 1) % interval == 0 or step + 1 == self._total)
 
     def log(self, step: int, outputs: Any, metrics: Any) -> None:
         """Takes what a step that was just dispatched returns; its numbers are read later, when they are due."""
         self._profiler.after_step(step + 1, outputs)
-        self._tracker.log(step + 1, vars(metrics))
+        self._tracker.log(step + 1, vars(metrics), self.data.waited_s, self.data.metrics(step))
+        if step % self._config.log_interval == 0:  # the tracker has just read the step before
+            self._stop_if_bad()
+        self._bad_steps.note(step + 1, vars(metrics))
         self.stay_close(metrics.loss)
+        self._stopping = self._signals.stop_after(step) and step + 1 < self._total
 
     def log_validation(self, step: int, loss: jax.Array, targets: jax.Array) -> None:
         """Logs the mean of the validation split's losses after a step, from their sum and their number."""
@@ -174,7 +239,93 @@ class Run:
         return self._tracker.paused()
 
     def stay_close(self, output: jax.Array) -> None:
-        """Called with an output of each program that is dispatched: lets the device be PROGRAMS_IN_FLIGHT behind, not more."""
+        """Called with an output of each program dispatched: lets the device be PROGRAMS_IN_FLIGHT behind, not more."""
         self._in_flight.append(output)
         if len(self._in_flight) > PROGRAMS_IN_FLIGHT:
             self._in_flight.popleft().block_until_ready()
+
+    # ---- where the run stands
+
+    def _own(self, opened: contextlib.ExitStack) -> Ownership | None:
+        """Owns the folder, on the leader for all hosts. Raises RunError on all of them."""
+        owner, refusal = None, None
+        if self._is_leader:
+            try:
+                owner = opened.enter_context(Ownership(self._store))
+            except RunError as error:
+                refusal = error
+        if jax.process_count() > 1 and multihost_utils.broadcast_one_to_all(np.array(refusal is not None)):
+            refusal = refusal or RunError(f"{self._store} is in use by another run; the message of host 0 says which")
+        if refusal is not None:
+            raise refusal
+        return owner
+
+    def _go_on_from(self, step: int) -> None:
+        """Takes over where the checkpoint after `step` steps stands; from 0, nothing."""
+        self.done_steps = step
+        self.attributes = self._checkpoints.attributes(step) if step else {}
+        where = f"checkpoint {self._store}/checkpoints/{step:010d}"
+        changes = resume.compare(self._config, self.data.identity, self.attributes, where)
+        if changes and self._is_leader:
+            print_line("\n".join([f"the configuration is another than that of {where}:", *changes]))
+
+    def _begin(self) -> None:
+        """Opens what depends on the step that the run goes on from, which is known only when the state is restored."""
+        self.data.resume(self.done_steps, self.attributes.get("data_position", {}))
+        config, tokens = self._config, self._config.training.tokens
+        steps = {"start_step": self.done_steps, "total_steps": self._total, "is_leader": self._is_leader}
+        peak = peak_flops_per_s(jax.devices()[0].device_kind)
+        self._tracker = Tracker(
+            self.folder,
+            **steps,
+            tokens_per_step=tokens.batch * tokens.len,
+            model_flops_per_step=self._model_flops,
+            peak_flops_per_s=None if peak is None else peak * config.mesh.d * config.mesh.t,
+            log_interval=config.log_interval,
+        )
+        self._open.enter_context(self._tracker)
+        self._profiler = self._open.enter_context(Profiler(self.folder, **steps))
+        self._bad_steps = BadSteps(config.training.max_consecutive_bad_steps, self.attributes.get("skipped_steps", 0))
+        self._saved_at = time.monotonic()
+        self._signals.training = True
+
+    # ---- what can end it early
+
+    def _minutes_are_over(self, step: int) -> bool:
+        """By the leader's clock, which the other hosts ask for at the steps that are logged."""
+        minutes = self._config.checkpoint.interval_minutes
+        if not minutes:
+            return False
+        are_over = time.monotonic() - self._saved_at >= 60 * minutes
+        if jax.process_count() == 1:
+            return are_over
+        is_logged = (step + 1) % self._config.log_interval == 0
+        return is_logged and bool(multihost_utils.broadcast_one_to_all(np.array(are_over)))
+
+    def _stop_if_bad(self) -> None:
+        """Reads the steps so far, which were waited for already; raises RunError when too many in a row were bad."""
+        bad = self._bad_steps.read()
+        if not bad:
+            return
+        records = [{**step, "rows": self.data.rows_of(step["step"] - 1)} for step in bad]
+        file = self.folder / "bad_steps.json"
+        if self._is_leader:
+            file.write_text(json.dumps(records, indent=1))
+        first, rows = bad[0], records[0]["rows"]
+        saved = self._checkpoints.latest()
+        raise RunError(
+            f"{len(bad)} steps in a row had a loss or a gradient that is not finite, the first of them step "
+            f"{first['step']}: loss {first['loss']}, gradient norm {first['grad_norm']}. None of them changed the weights; "
+            + ("no checkpoint was saved yet" if saved is None else f"the last checkpoint is that after step {saved}")
+            + f".\nThe {len(rows)} rows of step {first['step']} are {', '.join(rows[:4])}{', …' if len(rows) > 4 else ''}: "
+            f"{file} has all rows of all these steps. Look at them; then start again with other data, a lower "
+            "training.learning_rate, or a higher training.max_consecutive_bad_steps."
+        )
+
+    def _close_checkpoints(self, error_type: type[BaseException] | None, *_) -> None:
+        try:
+            self._checkpoints.close()
+        except RunError as error:
+            if error_type is None:
+                raise
+            print_line(f"error: {error}")  # besides the one that ends the run

@@ -38,13 +38,15 @@ class Tracker:
                     with tracker.paused():
                         tracker.log_validation(step, validation_loss(state))
 
-    A line of `metrics.jsonl` is `step`, `time` (s since 1970), all `metrics` by their names, `step_time_s`, `tokens_per_s`
-    and `mfu` (0..1); of a validation, `step`, `time`, `validation_loss`. Floats are written with all their digits, so that
-    losses can be compared bit for bit. What is not known is null: the mfu of unknown hardware, and the three timings of a
-    process's first line (its step is mostly compilation). A float that is not finite is the string "NaN", "Infinity" or
-    "-Infinity", which JSON cannot write as a number.
+    A line of `metrics.jsonl` is `step`, `time` (s since 1970), all `metrics` by their names, `step_time_s`, `tokens_per_s`,
+    `mfu` (0..1) and `data_wait_s`; of a validation, `step`, `time`, `validation_loss`; of a checkpoint, `step`, `time`,
+    `checkpoint_stall_s`. Floats are written with all their digits, so that losses can be compared bit for bit. What is not
+    known is null: the mfu of unknown hardware, and the three timings of a process's first line (its step is mostly
+    compilation). A float that is not finite is the string "NaN", "Infinity" or "-Infinity", which JSON cannot write as a
+    number.
 
-    `step_time_s` is the mean wall time of the steps since the line before, without what `paused` excludes.
+    `step_time_s` is the mean wall time of the steps since the line before, without what `paused` excludes; `data_wait_s` the part of
+    it, also a mean a step, for which the leader waited for its data (of the first line, for its first batch).
 
     Args:
         run_folder: where `metrics.jsonl` is appended to; created if missing.
@@ -79,11 +81,13 @@ class Tracker:
         self._peak_flops_per_s = peak_flops_per_s
         self._log_interval = log_interval
         self._is_leader = is_leader
-        self._due: tuple[int, Mapping[str, jax.Array]] | None = None  # a step whose metrics are still to be read
+        # A step whose metrics are still to be read, with what is known already.
+        self._due: tuple[int, Mapping[str, jax.Array], dict[str, Any]] | None = None
         self._latest: Mapping[str, jax.Array] | None = None  # metrics of the last step dispatched
         self._first_reading: tuple[int, float] | None = None  # step, and when it was known to be finished
         self._last_reading: tuple[int, float] | None = None
         self._paused_s = 0.0  # since the last reading
+        self._data_waited = (start_step, 0.0)  # at the last line: the step, and the time waited up to it
         self._bar: tqdm | None = None
         if is_leader:
             path = Path(run_folder) / "metrics.jsonl"
@@ -101,25 +105,36 @@ class Tracker:
                     bar_format="step {n_fmt}/{total_fmt} |{bar}| {desc}",
                 )
 
-    def log(self, step: int, metrics: Mapping[str, jax.Array]) -> None:
+    def log(
+        self,
+        step: int,
+        metrics: Mapping[str, jax.Array],
+        data_waited_s: float = 0.0,
+        data_metrics: Mapping[str, Any] | None = None,
+    ) -> None:
         """Takes the scalars of a step that was just dispatched; reads and writes those of an earlier one that is due.
 
         Args:
             step: finished updates once this step is done, 1 to `total_steps`, increasing.
             metrics: scalars, replicated on all devices; `loss` among them.
+            data_waited_s: for how long all steps so far waited for their data.
+            data_metrics: further values of the line, on the host already.
         """
         if not self._is_leader:
             return
         self.flush()
         self._latest = metrics
         if step in (self._start_step + 1, self._total_steps) or step % self._log_interval == 0:
-            self._due = (step, metrics)
+            last_step, waited_s = self._data_waited
+            self._data_waited = (step, data_waited_s)
+            wait_s = (data_waited_s - waited_s) / (step - last_step)
+            self._due = (step, metrics, {"data_wait_s": wait_s, **(data_metrics or {})})
 
     def flush(self) -> None:
         """Reads and writes what is due, waiting for its step."""
         if self._due is None:
             return
-        step, metrics = self._due
+        step, metrics, of_data = self._due
         self._due = None
         fetched = jax.device_get(dict(metrics))  # all copies at once; its keys come out sorted
         values = {name: np.asarray(fetched[name]).item() for name in metrics}
@@ -135,7 +150,8 @@ class Tracker:
         self._last_reading = (step, now)
         self._first_reading = self._first_reading or self._last_reading
         self._paused_s = 0.0
-        self._write(step, {**values, "step_time_s": step_time_s, "tokens_per_s": tokens_per_s, "mfu": mfu})
+        timings = {"step_time_s": step_time_s, "tokens_per_s": tokens_per_s, "mfu": mfu}
+        self._write(step, {**values, **timings, **of_data})
         self._show(step, self._status(step, now, values["loss"], tokens_per_s, mfu))
 
     def log_validation(self, step: int, loss: jax.Array | float) -> None:
@@ -146,6 +162,12 @@ class Tracker:
         loss = float(loss)
         self._write(step, {"validation_loss": loss})
         print_line(f"step {step}/{self._total_steps}: validation loss {loss:.4f}")
+
+    def log_checkpoint(self, step: int, stall_s: float) -> None:
+        """Writes for how long saving the state after `step` updates held the training up."""
+        if self._is_leader:
+            self.flush()
+            self._write(step, {"checkpoint_stall_s": stall_s})
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

@@ -11,9 +11,11 @@ os.environ["XLA_FLAGS"] = " ".join([
     "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
 ])  # fmt: skip
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["HF_HUB_OFFLINE"] = "1"  # what the tests read is on the disk
 
 import jax
 import pytest
+from object_store import object_store, object_store_server  # noqa: F401 fixtures
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

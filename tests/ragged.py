@@ -20,6 +20,7 @@ class FlatTokens:
     filespec: str
     seed: int = 0
     sequence_packing: bool = True
+    long_sequences: str = "truncate"
     epochs: int = 1
     read_blocks_per_shuffle_buffer: int = 3
     sequences_per_read_block: int = 4

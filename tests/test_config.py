@@ -18,7 +18,8 @@ from runtime.errors import RunError
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted(file.stem for file in (ROOT / "configs").glob("*.yaml"))
-RUN_CONFIGS = [name for name in CONFIGS if name not in ("base", "write_synthetic_dataset")]
+IS_OF_A_TOOL = {name: "python -m tools." in (ROOT / f"configs/{name}.yaml").read_text() for name in CONFIGS}
+RUN_CONFIGS = [name for name in CONFIGS if name != "base" and not IS_OF_A_TOOL[name]]
 
 
 # The same keys as train.py's, so that these tests say what runtime/ alone guarantees.
@@ -58,6 +59,7 @@ class Training:
     tokens: Tokens
     microbatches: int = 1
     max_grad_norm: float = 1.0
+    max_consecutive_bad_steps: int = 10
     gradient_reduce_dtype: str = "float32"
 
 
@@ -237,11 +239,21 @@ WRONG = [
     ("+training.use_single_pod=true", "command line: training.use_single_pod is not a key"),
     # keys that were published and are not needed
     ("+flat_tokens.streams=2", "command line: flat_tokens.streams is refused: the order of the data is a computed permutation of all of it, so there are no independent streams to mix: delete the key"),
-    ("+hf_dataset.path=allenai/c4", "command line: hf_dataset is refused: training straight from a Hugging Face data set is not there yet: write it as a flat-tokens data set, name that in flat_tokens.filespec, and delete this section"),
+    ("+hf_dataset.sequences_packed_per_batch=120", "command line: hf_dataset.sequences_packed_per_batch is refused: documents are packed without gaps, and what a batch has no room for begins the next one, so that no number of sequences has to be guessed: delete the key"),
     # missing keys
     ("~training.steps", f"{FILE}: training.steps is missing: expected a whole number; add it there, or training.steps=... to the command line"),
     ("training.learning_rate=???", f"{FILE}: training.learning_rate is missing: expected a number; add it there, or"),
-    ("~flat_tokens", f"{FILE}: flat_tokens.filespec is missing: expected text; add it there, or flat_tokens.filespec="),
+    ("~flat_tokens", f"{FILE}: flat_tokens.filespec is missing: expected the data set to train on; add it there, or flat_tokens.filespec=... to the command line (or `mixture`, or hf_dataset.path)"),
+    # where the data come from
+    ("mixture=[{filespec:a,weight:1}]", f"command line: mixture is set, and so is flat_tokens.filespec ({FILE}): expected one of them, since each says where the data come from; delete the other, on the command line by flat_tokens.filespec=null"),
+    ("flat_tokens.filespec=null", f"{FILE}: flat_tokens.filespec is missing: expected the data set to train on"),
+    ("mixture=3", "command line: mixture = 3: expected a list, [{filespec: …, weight: …}, …]"),
+    ("mixture=[a.zarr]", 'command line: mixture[0] = "a.zarr": expected a section with the keys filespec, weight'),
+    ("mixture=[{filespec:a}]", "command line: mixture[0].weight is missing: expected a number; add it there"),
+    ("mixture=[{filespec:a,weight:1,wieght:1}]", "command line: mixture[0].wieght is not a key: the nearest is mixture[0].weight; correct it or delete it"),
+    ("mixture=[{filespec:a,weight:yes}]", 'command line: mixture[0].weight = "yes": expected a number'),
+    ("validation_batches=0", "command line: validation_batches = 0: expected 1 or more batches, or null for all"),
+    ("flat_tokens.long_sequences=cut", 'command line: flat_tokens.long_sequences = "cut": expected split or truncate'),
     # wrong types
     ("training.steps=2.9", "command line: training.steps = 2.9: expected a whole number; write training.steps=2 or training.steps=3"),
     ("training.steps=1e3", "command line: training.steps = 1000.0: expected a whole number; write training.steps=1000"),
@@ -314,6 +326,33 @@ def test_a_wrong_override_is_refused(override, text):
     """One line: where, the key, what it was, what is expected, the fix."""
     found = message(override)
     assert text in found and "\n" not in found
+
+
+MIXTURES = [
+    (["mixture=[{filespec:a,weight:1},{filespec:a,weight:2}]"], 'command line: mixture[1].filespec = "a": it is in the mixture already: add up the weights'),
+    (["mixture=[{filespec:a,weight:0}]"], "command line: mixture[0].weight = 0.0: expected more than 0; delete a source that is not to be read"),
+    (["mixture=[{filespec:' ',weight:1}]"], 'command line: mixture[0].filespec = " ": expected a name'),
+    (["mixture=[{filespec:a,weight:1}]", "flat_tokens.epochs=2"], "command line: flat_tokens.epochs = 2: a mixture has no end: a source that runs out starts its next epoch; delete the key"),
+    (["mixture=[{filespec:a,weight:1}]", "hf_dataset={path:x,tokenizer:bytes_utf8}", "validation_batches=1"], "command line: hf_dataset.path is set, and so is mixture (command line): expected one of them, since each says where the data come from; delete the other, on the command line by mixture=[]"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("overrides, text", MIXTURES, ids=[" ".join(overrides) for overrides, _ in MIXTURES])
+def test_a_wrong_mixture_is_refused(overrides, text):
+    """One line for what is wrong with a mixture, in itself or beside other keys."""
+    found = message("flat_tokens.filespec=null", *overrides)
+    assert text in found and "\n" not in found
+
+
+def test_a_mixture_comes_back(config_folder):
+    """A mixture is a list of data sets with weights, from a file or the command line, and config.yaml says it again; `~` is expanded."""
+    overrides = ["flat_tokens.filespec=null", "mixture=[{filespec:'~/a',weight:0.7},{filespec:s3://b/c,weight:3}]"]
+    (config_folder / "one.yaml").write_text((ROOT / FILE).read_text())
+    config = load(Config, "one", overrides)
+    assert [(one.filespec, one.weight) for one in config.mixture] == [(os.path.expanduser("~/a"), 0.7), ("s3://b/c", 3.0)]
+    assert config.flat_tokens.filespec is None and config.validation_batches is None
+    (config_folder / "again.yaml").write_text(to_yaml(config))
+    assert load(Config, "again") == config
 
 
 def test_a_wrong_file_is_named(config_folder):

@@ -3,6 +3,8 @@
 import dataclasses
 import shutil
 import threading
+import time
+import tracemalloc
 
 import jax
 import numpy as np
@@ -19,10 +21,11 @@ from ragged import (
     sharding,
 )
 
-from runtime import flat_tokens
-from runtime.data import Loader, Order, ReadAhead, TokenBatch, permute
+from runtime import chunks, flat_tokens
+from runtime.data import Loader, TokenBatch
 from runtime.errors import RunError
 from runtime.flat_tokens import write_split
+from runtime.read_ahead import ReadAhead
 from shardlib.shardtypes import check_tree
 
 
@@ -39,9 +42,9 @@ def data(tmp_path_factory):
 
 
 def all_rows(loader, epoch=0):
-    """Rows of an epoch as (targets, is_seq_start, is_target), in the order of the batches."""
-    steps = range(epoch * loader.steps_per_epoch, (epoch + 1) * loader.steps_per_epoch)
-    return [np.concatenate(arrays) for arrays in zip(*(as_numpy(loader.load(step)) for step in steps))]
+    """Rows of an epoch as (targets, is_seq_start, is_target), in the order of the batches, which must end where it does."""
+    steps = -(-loader.rows // len(as_numpy(loader.load(0))[0]))
+    return [np.concatenate(a) for a in zip(*(as_numpy(loader.load(epoch * steps + step)) for step in range(steps)))]
 
 
 @pytest.mark.parametrize("resident", [True, False])
@@ -64,30 +67,24 @@ def test_packed_rows(data, resident, monkeypatch):
 @pytest.mark.parametrize("resident", [True, False])
 @pytest.mark.parametrize("with_mask", [True, False])
 def test_unpacked_rows(tmp_path, resident, with_mask, monkeypatch):
-    """Not packed, a row is a sequence, cut or padded at its end, also an empty one; padding is no target and sees nothing."""
+    """Not packed, a row is a sequence, cut or padded at its end; an empty one has none; padding is no target and sees nothing."""
     if not resident:
         read_from_chunks(monkeypatch)
     sequences = ragged(5)
+    assert not all(map(len, sequences)) and max(map(len, sequences)) > 24
     masks = [np.arange(len(ids)) % 3 > 0 if with_mask else np.ones(len(ids), bool) for ids in sequences]
     write_split(tmp_path / "data", "train", sequences, is_target=masks if with_mask else None, chunk_tokens=64)
     config = FlatTokens(str(tmp_path / "data"), sequence_packing=False)
     with Loader(config, "train", batch=8, length=24, sharding=sharding(), shuffle=False) as loader:
         targets, is_seq_start, is_target = all_rows(loader)
-    assert loader.rows == len(sequences) and not all(map(len, sequences)) and max(map(len, sequences)) > 24
-    for row, (ids, mask) in enumerate(zip(sequences, masks)):
+    rows = [(ids, mask) for ids, mask in zip(sequences, masks) if len(ids)]
+    assert loader.rows == len(rows)
+    assert loader.dropped_tokens == sum(max(0, len(ids) - 24) for ids in sequences)
+    for row, (ids, mask) in enumerate(rows):
         count = min(len(ids), 24)
         np.testing.assert_array_equal(targets[row], np.concatenate([ids[:count], np.zeros(24 - count, int)]))
         np.testing.assert_array_equal(is_target[row], np.concatenate([mask[:count], np.zeros(24 - count, bool)]))
         np.testing.assert_array_equal(is_seq_start[row], (np.arange(24) == 0) | (np.arange(24) >= count))
-
-
-def test_only_empty_sequences(tmp_path):
-    """Sequences that are all empty make rows of padding, not a crash."""
-    write_split(tmp_path / "data", "train", [np.array([], int)] * 4)
-    config = FlatTokens(str(tmp_path / "data"), sequence_packing=False)
-    with Loader(config, "train", batch=2, length=4, sharding=sharding()) as loader:
-        targets, is_seq_start, is_target = all_rows(loader)
-    assert loader.steps == 2 and not targets.any() and is_seq_start.all() and not is_target.any()
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -96,7 +93,8 @@ def test_each_row_once_an_epoch(tmp_path, packing, blocks, rows_per_block):
     """Each row comes once in each epoch, whatever the sizes of blocks and buffers, and each epoch has an order of its own."""
     sequences = [np.full(8, index) for index in range(60)]  # so that a row's first token is its number
     write_split(tmp_path / "data", "train", sequences, chunk_tokens=100)
-    config = FlatTokens(str(tmp_path / "data"), 0, packing, 3, blocks, rows_per_block)
+    sizes = {"read_blocks_per_shuffle_buffer": blocks, "sequences_per_read_block": rows_per_block}
+    config = FlatTokens(str(tmp_path / "data"), sequence_packing=packing, epochs=3, **sizes)
     with Loader(config, "train", batch=5, length=8, sharding=sharding()) as loader:
         orders = [tuple(all_rows(loader, epoch)[0][:, 0].tolist()) for epoch in range(3)]
     assert loader.steps == 36
@@ -106,53 +104,13 @@ def test_each_row_once_an_epoch(tmp_path, packing, blocks, rows_per_block):
         assert tuple(all_rows(loader)[0][:, 0].tolist()) not in orders
 
 
-def test_last_partial_batch_is_dropped(data):
-    """A batch never reaches into the next epoch: what is too little for a batch is left out of this one."""
-    with Loader(FlatTokens(str(data), epochs=2), "train", batch=7, length=16, sharding=sharding()) as loader:
-        assert (
-            loader.rows % 7
-            and loader.steps_per_epoch == loader.rows // 7
-            and loader.steps == 2 * loader.steps_per_epoch
-        )
-
-
-@pytest.mark.parametrize(
-    "rows, rows_per_block, blocks", [(1, 1, 1), (2, 3, 1), (17, 4, 2), (100, 3, 5), (101, 8, 3), (64, 200, 1)]
-)
-def test_order(rows, rows_per_block, blocks):
-    """Buffers follow one another without gaps, hold whole blocks, and a position's buffer is found without walking there."""
-    order = Order(rows, rows_per_block, blocks, seed=7)
-    for epoch in range(4):
-        seen = []
-        for buffer in range(order.buffers):
-            first, here = order.rows_of(epoch, buffer)
-            assert first == len(seen) and len(here)
-            assert {order.buffer_of(epoch, first + place) for place in range(len(here))} == {buffer}
-            assert len({row // rows_per_block for row in here.tolist()}) <= blocks
-            seen += here.tolist()
-        assert sorted(seen) == list(range(rows))
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 16, 17, 1000, 4097])
-def test_permute(size):
-    """It is a permutation, its inverse undoes it, and other keys give others."""
-    whole = np.arange(size)
-    there = permute(whole, size, (0, 1))
-    np.testing.assert_array_equal(np.sort(there), whole)
-    np.testing.assert_array_equal(permute(there, size, (0, 1), inverse=True), whole)
-    np.testing.assert_array_equal(permute(whole[size // 2 :], size, (0, 1)), there[size // 2 :])
-    if size > 10:
-        assert (permute(whole, size, (0, 2)) != there).mean() > 0.5
-
-
-def test_permute_is_fair():
-    """Over many keys, each index goes to each place about equally often."""
-    counts = np.zeros((17, 17))
-    for key in range(1700):
-        counts[np.arange(17), permute(np.arange(17), 17, (key,))] += 1
-    assert 0.7 < ((counts - 100) ** 2 / 100).sum() / 16**2 < 1.3
-    big = permute(np.arange(3) + 10**12, 10**13, (0,))  # nothing of the size is stored
-    assert len(set(big.tolist())) == 3 and (big < 10**13).all()
+def test_epochs_follow_one_another(data):
+    """A batch that an epoch's last rows do not fill goes on with the next epoch's; what is left after the last is no batch."""
+    with Loader(FlatTokens(str(data), epochs=3), "train", batch=7, length=16, sharding=sharding()) as loader:
+        assert loader.rows % 7 and loader.steps == 3 * loader.rows // 7
+        rows = np.concatenate([as_numpy(loader.load(step))[0] for step in range(loader.steps)])
+    epochs = [sorted(map(tuple, rows[epoch * loader.rows : (epoch + 1) * loader.rows].tolist())) for epoch in range(2)]
+    assert epochs[0] == epochs[1] and len(rows) < 3 * loader.rows
 
 
 # ---------------------------------------------------------------- steps, meshes, hosts, threads
@@ -251,24 +209,23 @@ def test_each_chunk_is_decoded_once_a_buffer(data, monkeypatch):
     """However many rows of a shuffle buffer lie in a chunk, it is decoded once for all of them."""
     read_from_chunks(monkeypatch)
     reads = []
-    read = flat_tokens._read
+    read = chunks.read
     monkeypatch.setattr(
-        flat_tokens,
-        "_read",
+        chunks,
+        "read",
         lambda array, start, stop, what: (reads.append((what, start, stop)), read(array, start, stop, what))[1],
     )
     config = FlatTokens(str(data), read_blocks_per_shuffle_buffer=1000)  # an epoch is one buffer
     with Loader(config, "train", batch=4, length=8, sharding=sharding()) as loader:
         for step in range(loader.steps):
             loader.load(step)
-    chunks = [
+    decoded = [
         chunk
         for what, start, stop in reads
         if what.startswith("encoded")
         for chunk in range(start // 64, (stop - 1) // 64 + 1)
     ]
-    assert len(chunks) == len(set(chunks)) > 20
-    assert len(chunks) > 3 * sum(what.startswith("encoded") for what, *_ in reads)  # and neighbours are read together
+    assert len(decoded) == len(set(decoded)) > 20
 
 
 def test_thread_reads_ahead():
@@ -325,7 +282,9 @@ def test_loader_exceptions_surface(tmp_path, monkeypatch):
     with Loader(config, "train", batch=4, length=8, sharding=sharding()) as loader:
         loader.load(0)
         shutil.rmtree(path / "train" / "encoded_tokens" / "c")
-        with pytest.raises(RunError, match="holds the token id 2147483647, which is larger than its max_token_id"):
+        with pytest.raises(
+            RunError, match=r"cannot read encoded_tokens of .*/train from \d+ to \d+ \(the file .*/c/\d+ is missing\)"
+        ):
             for step in range(loader.steps):
                 loader.load(step)
 
@@ -345,23 +304,107 @@ def test_too_little(tmp_path):
     write_split(example, "train", EXAMPLE)
     config = FlatTokens(str(example), epochs=2)
     message = (
-        f"{example}/train holds 8 tokens, 4 rows of 2, which is less than one batch of 5: "
-        "lower training.tokens.batch or training.tokens.len, or use more data"
+        f"8 tokens of {example}/train in 4 rows of 2, 0 at its end being too few for a row: in flat_tokens.epochs = 2 that is less than "
+        "one batch of 9; lower training.tokens.batch or training.tokens.len, or use more data"
     )
-    assert_refuses(message, Loader, config, "train", batch=5, length=2, sharding=sharding())
+    assert_refuses(message, Loader, config, "train", batch=9, length=2, sharding=sharding())
     unpacked = dataclasses.replace(config, sequence_packing=False)
-    message = f"{example}/train holds 3 sequences, which is less than one batch of 4: lower training.tokens.batch or training.tokens.len, or use more data"
-    assert_refuses(message, Loader, unpacked, "train", batch=4, length=2, sharding=sharding())
+    message = (
+        f"3 sequences, 8 tokens, of {example}/train in 3 rows of up to 2, 2 of them longer and cut there, 2 tokens being left out: in "
+        "flat_tokens.epochs = 2 that is less than one batch of 7; lower training.tokens.batch or training.tokens.len, or use more data"
+    )
+    assert_refuses(message, Loader, unpacked, "train", batch=7, length=2, sharding=sharding())
     with Loader(config, "train", batch=2, length=2, sharding=sharding()) as loader:
         loader.load(3)
         message = (
-            f"there is no batch for step 4: {example}/train holds 8 tokens, 4 rows of 2, 2 batches of 2 an epoch, 4 steps in all "
-            "(flat_tokens.epochs is 2): set flat_tokens.epochs to 3 or more, or lower training.steps"
+            f"there is no batch for step 4: 8 tokens of {example}/train in 4 rows of 2, 0 at its end being too few for a row, 4 batches of 2 "
+            "in flat_tokens.epochs = 2: set flat_tokens.epochs to 3 or more, or lower training.steps"
         )
         assert_refuses(message, loader.load, 4)
     with Loader(config, "train", batch=2, length=2, sharding=sharding(), shuffle=False) as loader:
         message = (
-            f"there is no batch for step 2: {example}/train holds 8 tokens, 4 rows of 2, 2 batches of 2 an epoch, 2 steps in all "
-            "(flat_tokens.epochs is 2): an unshuffled pass reads each row once"
+            f"there is no batch for step 2: 8 tokens of {example}/train in 4 rows of 2, 0 at its end being too few for a row, 2 batches of 2 "
+            "in flat_tokens.epochs = 1: an unshuffled pass reads each row once"
         )
         assert_refuses(message, loader.load, 2)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_memory_is_bounded(tmp_path, monkeypatch, packing):
+    """What a loader says it takes at most is more than it takes, and not much more; more than io.max_data_bytes is refused with what it is for."""
+    read_from_chunks(monkeypatch)
+    rng = np.random.default_rng(0)
+    sequences = [rng.integers(0, 1000, rng.integers(200, 400)) for _ in range(8000)]  # 10 MB
+    write_split(tmp_path / "data", "train", sequences, chunk_tokens=2**14)
+    sizes = {"read_blocks_per_shuffle_buffer": 32, "sequences_per_read_block": 64}
+    config = FlatTokens(str(tmp_path / "data"), sequence_packing=packing, **sizes)
+    rows = {"batch": 64, "length": 256, "sharding": sharding(), "io_threads": 4}
+    tracemalloc.start()
+    with Loader(config, "train", **rows) as loader:
+        before = tracemalloc.get_traced_memory()[0]
+        for step in range(80):
+            loader.load(step)
+        peak = tracemalloc.get_traced_memory()[1] - before
+    tracemalloc.stop()
+    assert 0.5 * loader.memory_bytes < peak < loader.memory_bytes < 8 * 10**6
+    message = (
+        f"reading {tmp_path}/data/train takes up to {loader.memory_bytes:,} bytes of host memory, more than io.max_data_bytes = 1,000,000: "
+        "5,275,648 for 2 shuffle buffers of each source, … for chunks in 4 threads, 0 for small arrays that are kept, … for batches. Lower "
+        "flat_tokens.read_blocks_per_shuffle_buffer, flat_tokens.sequences_per_read_block or io.max_io_threads, or raise io.max_data_bytes"
+    )
+    assert_refuses(message, Loader, config, "train", **rows, max_bytes=10**6)
+
+
+def test_what_is_left_out_is_said(data):
+    """The line that a run prints says what is read, which tokens make no row, which rows no batch, and the memory."""
+    rows = {"batch": 7, "length": 16, "sharding": sharding()}
+    with Loader(FlatTokens(str(data), epochs=2), "train", **rows) as loader:
+        tokens = sum(map(len, ragged(0)))
+        assert loader.summary == (
+            f"{tokens:,} tokens of {data}/train in {tokens // 16:,} rows of 16, {tokens % 16} at its end being too few for a row; "
+            f"{2 * (tokens // 16) // 7} steps in 2 epochs, {2 * (tokens // 16) % 7} rows left over at the end; "
+            f"at most {loader.memory_bytes / 1e6:.0f} MB of host memory"
+        )
+    config = FlatTokens(str(data), sequence_packing=False)
+    with Loader(config, "validation", **rows, shuffle=False, batches=3) as loader:
+        lengths = [len(ids) for ids in ragged(1)]
+        cut = sum(max(0, length - 16) for length in lengths)
+        assert loader.summary == (
+            f"100 sequences, {sum(lengths):,} tokens, of {data}/validation in {sum(map(bool, lengths))} rows of up to 16, "
+            f"{sum(length > 16 for length in lengths)} of them longer and cut there, {cut:,} tokens being left out; 3 batches of 7 are read; "
+            f"at most {loader.memory_bytes / 1e6:.0f} MB of host memory"
+        )
+
+
+def test_validation_batches(data, monkeypatch):
+    """So many batches are the first of all, and no more than these are read."""
+    read_from_chunks(monkeypatch)
+    rows = {"batch": 8, "length": 16, "sharding": sharding(), "shuffle": False}
+    with Loader(FlatTokens(str(data)), "validation", **rows) as whole:
+        expected = [whole.load(step) for step in range(3)]
+    read = []
+    read_rows = flat_tokens.Split.read_rows
+    watched = lambda self, starts, *rest: (read.extend(starts.tolist()), read_rows(self, starts, *rest))[1]  # noqa: E731
+    monkeypatch.setattr(flat_tokens.Split, "read_rows", watched)
+    with Loader(FlatTokens(str(data)), "validation", **rows, batches=3) as loader:
+        for _ in range(2):
+            for step in range(loader.steps):
+                assert_equal(loader.load(step), expected[step])
+    assert loader.steps == 3 and len(set(read)) == 24
+    with Loader(FlatTokens(str(data)), "validation", **rows, batches=10**6) as loader:
+        assert loader.steps == whole.steps
+
+
+def test_the_time_waited_is_counted(data, monkeypatch):
+    """`waited_s` grows by what load() has to wait for slow storage, and hardly where batches are there already."""
+    read_rows = flat_tokens.Split.read_rows
+    slow = lambda *args: (time.sleep(0.3), read_rows(*args))[1]  # noqa: E731
+    monkeypatch.setattr(flat_tokens.Split, "read_rows", slow)
+    config = FlatTokens(str(data), read_blocks_per_shuffle_buffer=1000)  # an epoch is one buffer
+    with Loader(config, "train", batch=4, length=8, sharding=sharding()) as loader:
+        loader.load(0)
+        assert 0.3 <= loader.waited_s < 3
+        time.sleep(0.5)
+        before = loader.waited_s
+        loader.load(1)
+        assert loader.waited_s - before < 0.1

@@ -1,0 +1,228 @@
+"""The forecast of a device's memory: which values are alive when most bytes are, found by following each from where it
+is made to its last use.
+
+    peak = forecast(read(traced.jaxpr), groups, donated)    # groups: what each argument is, 'weights' or 'batch', say
+    peak.bytes, peak.by_kind()["saved activations"], peak.held[0].line
+
+A model of what XLA does, kept simple:
+
+- Values that operations pass on element by element are computed where they are needed and take no memory (XLA fuses
+  them). Memory is taken by results of matrix products, collectives, reductions, scatters and loops, by what goes into
+  these (reductions read through), and by results of the step.
+- A value lives from the operation that makes it to the last one that reads it. One that is computed from a value of
+  the same size that ends there takes its place; so does what a loop carries, and a result of the step that of a
+  donated argument.
+- A loop holds its arguments and all its results, and on top what its body holds at most.
+"""
+
+import collections
+import dataclasses
+
+from ledger.costs import KINDS, origin, read_in_backward
+from ledger.program import OPAQUE, Block, Operation, Value
+
+WEIGHTS, OPTIMIZER, BATCH = "weights", "optimizer state", "batch"
+GRADIENTS, SAVED, GATHERED, OTHER = "gradients", "saved activations", "gathered weights", "other values"
+GROUPS = (WEIGHTS, OPTIMIZER, BATCH, GRADIENTS, SAVED, GATHERED, OTHER)
+
+# Operations whose result is their operand under another name.
+_SAME = {"reshape", "squeeze", "transpose", "expand_dims", "copy", "name", "reduce_precision", "stop_gradient"}
+_SAME |= {"optimization_barrier", "checkpoint", "shard_map", "pvary"}
+_LOOPS = {"scan", "while", "cond"}
+# Operations whose operands have to lie in memory.
+_READ = set("dot_general conv_general_dilated sort top_k cumsum cumlogsumexp cummax dynamic_update_slice".split())
+_READ |= {*KINDS, *_LOOPS, *OPAQUE}
+# Operations whose result may take the place of an operand that ends there.
+_IN_PLACE = {"psum", "pmax", "pmin", "dynamic_update_slice"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """One value in memory: what it counts as, the line that made it, its bytes on a device."""
+
+    kind: str  # one of GROUPS
+    line: str  # '' for the step's arguments
+    phase: str
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+
+
+@dataclasses.dataclass
+class Memory:
+    """The moment at which most is held, and all that is held then; and the largest values of the whole step."""
+
+    line: str  # of the operation that runs then
+    phase: str
+    held: list[Held]  # largest first
+    largest: list[Held]  # besides arguments, whether or not they are alive then
+
+    @property
+    def bytes(self) -> int:
+        return sum(each.bytes for each in self.held)
+
+    def by_kind(self) -> dict[str, int]:
+        sums = dict.fromkeys(GROUPS, 0)
+        for each in self.held:
+            sums[each.kind] += each.bytes
+        return sums
+
+
+def forecast(block: Block, groups: list[str], donated: list[bool]) -> Memory:
+    """Follows the values of a step.
+
+    Args:
+      block: the step, `read(jaxpr)`.
+      groups: of each of its arguments, what it is: 'weights', 'optimizer state' or 'batch'.
+      donated: of each of its arguments, whether a result may take its place.
+    """
+    arguments = [_held(value, group) for group, value in zip(groups, block.inputs, strict=True)]
+    places = collections.Counter((value.shape, value.dtype) for value, free in zip(block.inputs, donated) if free)
+    placed = set()
+    for value in block.outputs:
+        if places[value.shape, value.dtype]:
+            places[value.shape, value.dtype] -= 1
+            placed.add(value)
+    weights = {(held.shape, held.dtype) for held in arguments if held.kind == WEIGHTS}
+    step = _Lifetimes(block, groups, weights, placed)
+    held = sorted([*arguments, *step.held], key=lambda each: -each.bytes)
+    return Memory(step.line, step.phase, held, sorted(step.seen, key=lambda each: -each.bytes))
+
+
+class _Lifetimes:
+    """From when to when each value of a block is in memory, and what the block holds besides its arguments when it
+    holds most.
+
+    Times are positions in the block; the end is one more. `placed` are results that take the place of an argument;
+    `slices` those arguments that are parts of a larger array, so that they need memory of their own where they have to
+    lie there by themselves.
+    """
+
+    def __init__(self, block: Block, kinds: list[str], weights: set, placed=frozenset(), slices=frozenset()):
+        self.kinds, self.weights, self.slices = dict(zip(block.inputs, kinds, strict=True)), weights, slices
+        self.born: dict[Value, int] = {}
+        self.last: dict[Value, int] = {}
+        self.heirs: list[tuple[Value, set[Value]]] = []  # values with those whose place they may take
+        bodies: dict[int, _Lifetimes] = {}
+        for now, op in enumerate(block.operations):
+            if op.name in _READ or op.name.startswith("scatter"):
+                for value in op.inputs:
+                    self.lay_down(value, now)
+            elif op.name.startswith(("reduce_", "arg")) and op.name not in _SAME:
+                self.read(op.inputs, now)
+            else:
+                continue  # computed where it is needed
+            for value in op.outputs:
+                self.born[value] = self.last[value] = now
+                if op.name in _IN_PLACE or op.name in _LOOPS or op.name.startswith("scatter"):
+                    self.heirs.append((value, {self.origin(each) for each in op.inputs}))
+            if op.name in _LOOPS:
+                bodies[now] = max((self.body(op, each) for each in op.blocks), key=lambda body: body.bytes)
+        end = len(block.operations)
+        for value in block.outputs:
+            self.lay_down(value, end, placed=value in placed)
+        for heir, before in self.heirs:
+            for value in before:
+                if self.last.get(value) == self.born[heir] and value in self.born and value.bytes == heir.bytes:
+                    self.last[value] -= 1
+                    break
+        self.seen = [each for body in bodies.values() for each in body.seen]
+        self.seen += [self.describe(value) for value in self.born]
+        moments = {now: self.alive(now) + (bodies[now].held if now in bodies else []) for now in self.born.values()}
+        at = max(moments, key=lambda now: sum(each.bytes for each in moments[now]), default=end)
+        self.held = moments.get(at, [])
+        self.bytes = sum(each.bytes for each in self.held)
+        op = block.operations[at] if at < end else None
+        self.line, self.phase = (op.line, op.phase) if op else ("", "update")
+        if at in bodies and bodies[at].line:
+            self.line, self.phase = bodies[at].line, bodies[at].phase
+
+    def body(self, op: Operation, block: Block) -> "_Lifetimes":
+        """What the body of a loop holds besides what the loop holds."""
+        if op.name != "scan":
+            return _Lifetimes(block, [OTHER] * len(block.inputs), self.weights)
+        consts, carry = op.params["num_consts"], op.params["num_carry"]
+        kinds = [self.kind(self.origin(value)) for value in op.inputs]
+        layer_weights = self.weights | {(shape[1:], dtype) for shape, dtype in self.weights}
+        # A carry is written over once it is not read any more; JAX hands it on at the end of the body.
+        carried = {new for new, old in zip(block.outputs, block.inputs[consts : consts + carry]) if old is not new}
+        slices = set(block.inputs[consts + carry :])
+        return _Lifetimes(block, kinds, layer_weights, carried, slices)
+
+    def same(self, value: Value) -> Value | None:
+        """The operand that a value is under another name."""
+        op = value.maker
+        if op is None or not op.inputs:
+            return None
+        changes_nothing = op.name in ("broadcast_in_dim", "convert_element_type") and (
+            op.inputs[0].bytes == value.bytes and op.inputs[0].dtype == value.dtype
+        )
+        if op.name not in _SAME and not changes_nothing:
+            return None
+        return op.inputs[op.outputs.index(value) if len(op.outputs) > 1 else 0]
+
+    def origin(self, value: Value) -> Value:
+        while (same := self.same(value)) is not None:
+            value = same
+        return value
+
+    def sources(self, value: Value) -> set[Value]:
+        """The values in memory that one is computed from; itself, if it is there."""
+        found, ahead, met = set(), [self.origin(value)], set()
+        while ahead:
+            each = ahead.pop()
+            if each in met or each.literal:
+                continue
+            met.add(each)
+            if each in self.born or each.maker is None:
+                found.add(each)
+            else:
+                ahead += map(self.origin, each.maker.inputs)
+        return found
+
+    def read(self, values: list[Value], now: int) -> None:
+        for value in values:
+            for source in self.sources(value):
+                self.last[source] = now
+
+    def lay_down(self, value: Value, now: int, placed: bool = False) -> None:
+        """Reads a value that has to lie in memory now, and computes it now if it is not there yet.
+
+        `placed`: it takes an argument's place.
+        """
+        value = self.origin(value)
+        before = self.sources(value)
+        for source in before:
+            self.last[source] = now
+        is_there = value in self.born or value.literal or (value.maker is None and value not in self.slices)
+        if not is_there and not placed:
+            self.born[value] = self.last[value] = now
+            self.heirs.append((value, before - {value}))
+
+    def kind(self, value: Value) -> str:
+        """What a value counts as."""
+        if value not in self.kinds:
+            op, kind = value.maker, OTHER
+            first = op.inputs[0] if op is not None and op.inputs else None
+            if op is not None and op.name in ("all_gather", "convert_element_type", "slice", "dynamic_slice"):
+                kind = GATHERED if self.kind(self.origin(first)) in (WEIGHTS, GATHERED) else OTHER
+            if kind == OTHER and op is not None and read_in_backward(value):
+                kind = SAVED
+            elif kind == OTHER and op is not None and op.phase in ("backward", "update"):
+                kind = GRADIENTS if (value.shape, value.dtype) in self.weights else OTHER
+            self.kinds[value] = kind
+        return self.kinds[value]
+
+    def describe(self, value: Value) -> Held:
+        return _held(value, self.kind(value), value.maker or value.uses[0])
+
+    def alive(self, now: int) -> list[Held]:
+        return [self.describe(value) for value, birth in self.born.items() if birth <= now <= self.last[value]]
+
+
+def _held(value: Value, kind: str, op: Operation | None = None) -> Held:
+    """`op`: what makes the value; of a part that a loop's body needs by itself, what needs it; None for an argument."""
+    line = op.line if op else ""
+    if kind == SAVED and value.maker:
+        line = origin(value)[0]  # of what a loop returns, the line that made it
+    return Held(kind, line, op.phase if op else "", value.dtype, value.shape, value.bytes)

@@ -1,0 +1,44 @@
+"""Reading ahead: a function's next results are computed by a thread while the last one is used."""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class ReadAhead(Generic[T]):
+    """The results of a function of 0, 1, … count - 1, computed by one thread, the next few before they are asked for.
+
+        read = ReadAhead(slow, count=100, ahead=3, name="slow")
+        read(0), read(1)    # the second is there already, and 2, 3, 4 are on their way
+        read(50)            # goes on from there
+        read.waited_s       # for how long those who asked had to wait, in all
+
+    An exception of the function is raised to whoever asks for that result; asking again computes it again.
+    """
+
+    def __init__(self, function: Callable[[int], T], count: int, ahead: int, name: str):
+        self._function, self._count, self._ahead = function, count, ahead
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._futures: dict[int, Future[T]] = {}
+        self.waited_s = 0.0
+
+    def __call__(self, index: int) -> T:
+        wanted = range(index, min(index + self._ahead + 1, self._count))
+        for other in [known for known in self._futures if known not in wanted]:
+            self._futures.pop(other).cancel()
+        for new in wanted:
+            if new not in self._futures:
+                self._futures[new] = self._pool.submit(self._function, new)
+        future = self._futures[index]
+        began = time.perf_counter()
+        failed = future.exception() is not None
+        self.waited_s += time.perf_counter() - began
+        if failed:
+            del self._futures[index]
+        return future.result()
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)

@@ -1,0 +1,85 @@
+"""SIGTERM and SIGINT while training: the step in flight is finished and saved, and the run ends with its own status.
+
+    with StopSignals() as signals:
+        signals.training = True
+        for step in range(steps):
+            ...
+            if signals.stop_after(step):
+                save(step)
+                break
+
+The status is STOPPED, 75, which sysexits.h calls EX_TEMPFAIL: started again, the run goes on. A second signal exits at
+once, with 128 and the signal's number, whatever the process is doing; so does the first, with 75, while nothing is to
+be saved yet.
+"""
+
+import os
+import signal
+import socket
+import sys
+import threading
+
+import jax
+from jax.experimental import multihost_utils
+
+STOPPED = 75
+
+
+class StopSignals:
+    """Takes SIGTERM and SIGINT while the context is open; does nothing outside the main thread, where Python takes none.
+
+    With several hosts a signal on any of them stops all after the same step, on which JAX's coordination service lets
+    them agree. It has a handler of SIGTERM of its own, which stays, so a second SIGTERM is not noticed there; a second
+    SIGINT is.
+    """
+
+    training = False  # whether there is a state to save
+
+    def __init__(self):
+        self._several_hosts = jax.process_count() > 1
+        self._numbers = [signal.SIGINT] if self._several_hosts else [signal.SIGINT, signal.SIGTERM]
+        self._received: signal.Signals | None = None
+        self._in_main_thread = threading.current_thread() is threading.main_thread()
+
+    def __enter__(self) -> "StopSignals":
+        if self._in_main_thread:
+            # Python calls a handler only between two of its own instructions: not while the main thread compiles or
+            # waits for a device. But it writes the signal's number into this socket at once, and a thread reads it.
+            self._reader, self._writer = socket.socketpair()
+            self._writer.setblocking(False)
+            self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno())
+            self._handlers_before = {number: signal.signal(number, lambda *_: None) for number in self._numbers}
+            threading.Thread(target=self._watch, name="signals", daemon=True).start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self._in_main_thread:
+            for number, handler in self._handlers_before.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(self._wakeup_before)
+            self._writer.close()  # which ends the thread
+
+    def stop_after(self, step: int) -> bool:
+        """Whether the run shall stop after this step. Called once for each step; with several hosts by all of them."""
+        if self._several_hosts:
+            return multihost_utils.reached_preemption_sync_point(step)
+        return self._received is not None
+
+    def _watch(self) -> None:
+        while number := self._reader.recv(1):
+            if number[0] in self._numbers:
+                self._take(signal.Signals(number[0]))
+        self._reader.close()
+
+    def _take(self, number: signal.Signals) -> None:
+        if self._received is not None:
+            os._exit(128 + number)
+        self._received = number
+        if self._several_hosts:
+            os.kill(os.getpid(), signal.SIGTERM)  # to JAX, which tells the other hosts
+        elif not self.training:
+            print(f"{number.name}: no step is done yet, nothing to save", file=sys.stderr, flush=True)
+            os._exit(STOPPED)
+        print(
+            f"{number.name}: saving after the step in flight; a second one exits at once", file=sys.stderr, flush=True
+        )

@@ -1,0 +1,87 @@
+"""A small state of awkward bits on any mesh, and checkpoints of it: what the checkpoints' tests share."""
+
+import dataclasses
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from runtime.checkpoints import Checkpoints
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Transformer:
+    w_q: jax.Array
+    ln1: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Weights:
+    embed: jax.Array
+    transformer: Transformer
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class State:
+    weights: Weights
+    counts: dict[str, jax.Array]
+
+
+SPECS = State(Weights(P('t', 'd'), Transformer(P(None, 'd', 't'), P(None, ('d', 't')))), {"flags": P(), "step": P()})
+CHUNKS = 8 + 8 + 8 + 1 + 1  # of the state on 4 × 2
+
+
+def mesh_of(d, t):
+    return Mesh(np.array(jax.devices()[: d * t]).reshape(d, t), ('d', 't'))
+
+
+def numpy_state(seed=0):
+    """Bits no rounding would survive: any pattern of float32 (NaN payloads, -0, subnormals), and zeros, the fill value."""
+    rng = np.random.default_rng(seed)
+    bits = rng.integers(0, 2**32, (16, 24), np.uint32).view(np.float32)
+    w_q = rng.standard_normal((3, 16, 8)).astype(np.float32)
+    w_q[1] = 0.0
+    counts = {"flags": rng.random(5) < 0.5, "step": np.array(7, np.int32)}
+    return State(Weights(bits, Transformer(w_q, np.zeros((3, 16), np.float32))), counts)
+
+
+def put(state, mesh):
+    return jax.tree.map(lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec)), state, SPECS)
+
+
+def like(state, mesh):
+    def describe(leaf, spec):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+    return jax.tree.map(describe, state, SPECS)
+
+
+def assert_same_bits(restored, expected):
+    for a, b in zip(jax.tree.leaves(restored), jax.tree.leaves(expected), strict=True):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape)
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+def open_checkpoints(directory, *, asynchronous=False, keep_last=None, keep_every=None, timeout_s=20, threads=4):
+    return Checkpoints(
+        str(directory),
+        keep_last=keep_last,
+        keep_every=keep_every,
+        asynchronous=asynchronous,
+        timeout_s=timeout_s,
+        max_io_threads=threads,
+    )
+
+
+def save(directory, step, state=None, attributes=None, mesh=(4, 2)):
+    """A complete checkpoint of the state."""
+    state = numpy_state() if state is None else state
+    open_checkpoints(directory).save(step, put(state, mesh_of(*mesh)), attributes or {})
+
+
+def restore(directory, mesh=(4, 2), state=None):
+    return open_checkpoints(directory).restore(like(numpy_state() if state is None else state, mesh_of(*mesh)))

@@ -1,0 +1,50 @@
+"""Ledgers of train.py's step for the configs, on meshes that need no device."""
+
+import functools
+import importlib.util
+import sys
+
+import jax
+import numpy as np
+
+import train
+from ledger.step import Ledger, of_step
+from runtime.config import load
+
+
+def traced(module, config) -> jax.stages.Traced:
+    """The training step of train.py, or of a changed copy of it, traced on the config's mesh."""
+    before, module.act.dtype = module.act.dtype, config.model.compute_dtype
+    try:
+        zero, (state, batch) = np.uint32(0), module.shapes(config)
+        step, _ = module.mapped_steps(config, 0)
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((config.mesh.d, config.mesh.t), ("d", "t"))):
+            return jax.jit(step, donate_argnums=0).trace(state, zero, zero, batch)
+    finally:
+        module.act.dtype = before
+
+
+@functools.cache
+def ledger_of(name: str, *overrides: str) -> Ledger:
+    """The ledger for a config."""
+    config = load(train.Config, name, overrides)
+    tokens = config.training.tokens.batch * config.training.tokens.len
+    mesh = {"d": config.mesh.d, "t": config.mesh.t}
+    return of_step(traced(train, config), mesh, source=train.__file__, tokens=tokens)
+
+
+def ledger_of_changed(folder, name: str, text: str) -> Ledger:
+    """The ledger for a config of a changed train.py, written to a folder and read from there."""
+    path = folder / "train.py"
+    path.write_text(text)
+    spec = importlib.util.spec_from_file_location("changed_train", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["changed_train"] = module
+    try:
+        spec.loader.exec_module(module)
+        config = load(module.Config, name)
+        tokens = config.training.tokens.batch * config.training.tokens.len
+        mesh = {"d": config.mesh.d, "t": config.mesh.t}
+        return of_step(traced(module, config), mesh, source=path, tokens=tokens)
+    finally:
+        del sys.modules["changed_train"]

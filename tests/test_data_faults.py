@@ -1,0 +1,140 @@
+"""Data that are not as they should be, or not to be had, on a disk and in an object store: an error with the place, never a hang or a zero."""
+
+import json
+import sys
+
+import fsspec
+import numpy as np
+import pytest
+import zarr
+from ragged import FlatTokens, assert_equal, assert_refuses, ragged, read_from_chunks, sharding
+
+import train
+from runtime.config import run
+from runtime.data import Loader
+from runtime.flat_tokens import open_split, write_split
+
+DAMAGED = "the data set is damaged or out of reach; write or copy it again"
+
+
+def load_all(path, packing=True):
+    config = FlatTokens(path, sequence_packing=packing)
+    with Loader(config, "train", batch=8, length=8, sharding=sharding(), shuffle=False) as loader:
+        return [loader.load(step) for step in range(loader.steps)]
+
+
+@pytest.fixture(params=["disk", "object_store"])
+def path(request, tmp_path):
+    """Where a data set of 64 tokens a chunk is, with a mask."""
+    path = (
+        f"{request.getfixturevalue('object_store')}/data" if request.param == "object_store" else str(tmp_path / "data")
+    )
+    sequences = ragged(0)
+    write_split(path, "train", sequences, is_target=[ids % 3 > 0 for ids in sequences], chunk_tokens=64)
+    return path
+
+
+def test_the_same_from_everywhere(path, tmp_path, monkeypatch):
+    """From an object store, and from chunks, come the batches that come from a disk."""
+    read_from_chunks(monkeypatch)
+    sequences = ragged(0)
+    write_split(tmp_path / "other", "train", sequences, is_target=[ids % 3 > 0 for ids in sequences], chunk_tokens=640)
+    for packing in (True, False):
+        for one, other in zip(load_all(path, packing), load_all(str(tmp_path / "other"), packing)):
+            assert_equal(one, other)
+
+
+@pytest.mark.parametrize("name, chunk, packing, tokens", [
+    ("encoded_tokens", 2, True, "128 to 192"),
+    ("is_target", 2, True, "128 to 192"),
+    ("seq_starts", 3, False, "0 to 101"),
+])  # fmt: skip
+def test_lost_and_truncated_chunks(path, name, chunk, packing, tokens, monkeypatch):
+    """A chunk's file that is missing, empty, cut short or longer is an error that names the array, the tokens and the file."""
+    read_from_chunks(monkeypatch)
+    file = f"{path}/train/{name}/c/{chunk}"
+    with fsspec.open(file, "rb") as stored:
+        whole = stored.read()
+    where = f"cannot read {name} of {path}/train from {tokens} (the file train/{name}/c/{chunk} "
+    for damaged in (b"", whole[:10], whole[:-1], whole + b"x"):
+        with fsspec.open(file, "wb") as stored:
+            stored.write(damaged)
+        message = f"{where}has {len(damaged)} bytes and was written with another number): {DAMAGED}"
+        assert_refuses(message, load_all, path, packing)
+    files, inside = fsspec.url_to_fs(file)
+    files.rm(inside)
+    assert_refuses(f"{where}is missing): {DAMAGED}", load_all, path, packing)
+
+
+@pytest.mark.parametrize("compressor", ["zstd", "gzip", None, "crc"])
+def test_other_compressors(tmp_path, compressor, monkeypatch):
+    """Also where others wrote with another compressor, or none, a chunk that was cut short is an error."""
+    read_from_chunks(monkeypatch)
+    codecs = {"zstd": zarr.codecs.ZstdCodec(), "gzip": zarr.codecs.GzipCodec(), "crc": zarr.codecs.Crc32cCodec()}
+    values = {"encoded_tokens": np.arange(2000, dtype=np.uint32) * 2, "seq_starts": np.array([0, 2000], np.uint64)}
+    group = zarr.open_group(tmp_path / "data", mode="w").create_group("train", attributes={"max_token_id": 2000})
+    for name, array in values.items():
+        compressors = [codecs[compressor]] if compressor else None
+        group.create_array(name, shape=array.shape, dtype=array.dtype, chunks=(500,), compressors=compressors)[:] = (
+            array
+        )
+    load_all(tmp_path / "data")
+    file = tmp_path / "data/train/encoded_tokens/c/1"
+    file.write_bytes(file.read_bytes()[:-7])
+    message = f"cannot read encoded_tokens of {tmp_path}/data/train from 500 to 1000 (…): {DAMAGED}"
+    assert_refuses(message, load_all, tmp_path / "data")
+
+
+def test_ids_over_the_largest(path, monkeypatch):
+    """An id that is larger than max_token_id is named with its place, wherever its row comes."""
+    read_from_chunks(monkeypatch)
+    zarr.open_group(path, mode="r+")["train/encoded_tokens"][333] = 2 * 5000
+    message = (
+        f"encoded_tokens of {path}/train holds the token id 5000 at 333, which is larger than its max_token_id 1000: a chunk was damaged, "
+        "or the writer was wrong; write or copy the data set again"
+    )
+    assert_refuses(message, load_all, path)
+
+
+def test_stores_that_are_not_there(object_store, monkeypatch):
+    """A missing bucket, data set, split or package is one line with what to do."""
+    advice = (
+        "set flat_tokens.filespec to a flat-tokens data set, or write one (python -m tools.write_synthetic_dataset)"
+    )
+    message = f"the data set s3://no-such-bucket/data does not exist: {advice}"
+    assert_refuses(message, open_split, "s3://no-such-bucket/data", "train")
+    assert_refuses(
+        f"the data set {object_store}/no does not exist: {advice}", open_split, f"{object_store}/no", "train"
+    )
+    write_split(f"{object_store}/data", "train", ragged(0))
+    message = f"the data set {object_store}/data has no split 'validation'; it holds 'train'"
+    assert_refuses(message, open_split, f"{object_store}/data", "validation")
+    message = "the data set gs://a/b cannot be opened (…gcsfs…): pip install gcsfs"
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    assert_refuses(message, open_split, "gs://a/b", "train")
+
+
+def test_a_run_stops_where_its_data_are_damaged(tmp_path, monkeypatch, capfd):
+    """A chunk that is lost while training runs ends it with one line and status 1, after the steps that did not need it."""
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 400), ("validation", 20)):
+        write_split(tmp_path / "data", split, [rng.integers(1, 128, 100) for _ in range(count)], chunk_tokens=1024)
+    read_from_chunks(monkeypatch)
+    (tmp_path / "data/train/encoded_tokens/c/20").unlink()
+    overrides = [
+        "model.d_model=32", "model.n_kv=4", "model.d_head=8", "model.d_ff=64", "model.layers=1", "model.vocab=128", "log_interval=1",
+        "training.tokens.batch=16", "training.tokens.len=32", "training.steps=70", "training.warmup_steps=2", "training.steps_for_lr=70",
+        "flat_tokens.read_blocks_per_shuffle_buffer=4", "flat_tokens.sequences_per_read_block=32", "flat_tokens.seed=1",
+        f"flat_tokens.filespec={tmp_path}/data", f"paths.root_working_dir={tmp_path}", "paths.model_name=run", "mesh.d=2", "mesh.t=1",
+    ]  # fmt: skip
+    monkeypatch.setattr(sys, "argv", ["train", *overrides])
+    with pytest.raises(SystemExit) as stop:
+        run(train.main, train.Config)
+    assert stop.value.code == 1
+    (error,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error:")]
+    assert (
+        f"cannot read encoded_tokens of {tmp_path}/data/train from 20480 to 21504 (the file train/encoded_tokens/c/20 is missing)"
+        in error
+    )
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert 4 < max(line["step"] for line in lines) < 70

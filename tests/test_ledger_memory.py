@@ -1,0 +1,162 @@
+"""The forecast of memory: on small programs what one counts by hand, on the step what XLA says."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+import small
+from jax import lax
+from ledgers import ledger_of
+
+import train
+from ledger.check import FEWER, WIDENED, differences, peak_bytes, report
+from ledger.memory import GROUPS, forecast
+from ledger.program import read
+from ledger.step import of_step
+from shardlib.shardtypes import typed_shard_map
+
+
+def f32(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def besides_arguments(function, *shapes, donated=()):
+    """Bytes at the peak that are no arguments', largest first."""
+    block = read(jax.make_jaxpr(function)(*shapes))
+    free = [index in donated for index in range(len(block.inputs))]
+    memory = forecast(block, ["batch"] * len(block.inputs), free)
+    arguments = sum(value.bytes for value in block.inputs)
+    assert memory.bytes == sum(memory.by_kind().values()) and memory.by_kind()["batch"] >= arguments
+    return [held.bytes for held in memory.held if held.line]
+
+
+def test_products_and_what_lies_between():
+    """Of x @ v @ w the first product lives until the second is made; of three the first is gone by then."""
+    x, v, w, u = f32(8, 16), f32(16, 32), f32(32, 4), f32(4, 2)
+    assert besides_arguments(lambda x, v, w: x @ v @ w, x, v, w) == [8 * 32 * 4, 8 * 4 * 4]
+    assert besides_arguments(lambda x, v, w, u: x @ v @ w @ u, x, v, w, u) == [8 * 32 * 4, 8 * 4 * 4]
+
+
+def test_elementwise_operations_take_no_memory():
+    """Between two products they take one array, in the place of the product; before a sum none."""
+    x, w, v = f32(8, 16), f32(16, 32), f32(32, 4)
+    assert besides_arguments(lambda x, w, v: jnp.sin(2 * (x @ w) + 1) @ v, x, w, v) == [8 * 32 * 4, 8 * 4 * 4]
+    assert besides_arguments(lambda x, w: jnp.sum(jnp.sin(x @ w)), x, w) == [8 * 32 * 4, 4]
+
+
+def test_results_take_the_place_of_donated_arguments():
+    """An update of the weights takes memory unless they are donated."""
+
+    def update(w, g):
+        return w - 0.1 * g
+
+    assert besides_arguments(update, f32(64), f32(64)) == [256]
+    assert besides_arguments(update, f32(64), f32(64), donated=[0]) == []
+
+
+def test_a_loop_holds_what_it_stacks_and_one_turn_of_its_body():
+    """A scan over layers holds its carry, all that it returns, and in its body the product."""
+
+    def layers(x, w):
+        def layer(x, w):
+            h = x @ w
+            return jnp.sin(h), jnp.cos(h)
+
+        return lax.scan(layer, x, w)
+
+    carry, stack, weight = 8 * 16 * 4, 5 * 8 * 16 * 4, 16 * 16 * 4
+    # cos(h) takes the product's place; a layer's weights are a part of w that the product needs by itself.
+    held = besides_arguments(layers, f32(8, 16), f32(5, 16, 16))
+    assert held == [stack, weight, carry, carry]
+
+
+def test_the_parts_of_the_step():
+    """Weights and optimizer state are 12 bytes a parameter over all devices; twice the microbatches keep half; half
+    the mesh needs more."""
+    ledger, half = ledger_of("c4_a100x8_1b"), ledger_of("c4_a100x8_1b", "training.microbatches=2")
+    kinds, halved = ledger.memory.by_kind(), half.memory.by_kind()
+    assert tuple(kinds) == GROUPS and sum(kinds.values()) == ledger.memory.bytes
+    assert kinds["weights"] == 4 * ledger.parameters // 8 and kinds["optimizer state"] == 2 * kinds["weights"]
+    tokens = 64 * 1024 // 8
+    assert kinds["batch"] == 6 * tokens + 2 * 4 + 4 * tokens  # the batch, two counters, the microbatch's own targets
+    kept = sum(row.bytes * row.times for row in ledger.saved)
+    assert kept // 2 - 2**28 < sum(row.bytes * row.times for row in half.saved) < kept // 2 + 2**28
+    assert abs(halved["saved activations"] / kinds["saved activations"] - 0.5) < 0.01
+    assert half.memory.bytes < ledger.memory.bytes
+    scores = [each for each in ledger.memory.largest if each.shape == (8, 16, 1024, 1024, 1)]
+    assert {each.bytes for each in scores} == {4 * 8 * 16 * 1024 * 1024}
+
+
+# -- Against the compiled step -----------------------------------------------------------------------------------------
+@functools.cache
+def traced_step(microbatches, dtype):
+    training = dataclasses.replace(small.TRAINING, microbatches=microbatches)
+    with small.on_mesh(4, 2, dtype):
+        step = typed_shard_map(functools.partial(train.training_step, small.MODEL, training, 0))
+        state = small.state_of(reference.random_weights(small.MODEL, seed=0))
+        zero = np.uint32(0)
+        traced = jax.jit(step, donate_argnums=0).trace(state, zero, zero, small.batch_of(small.BATCH))
+        return of_step(traced, {"d": 4, "t": 2}, source=train.__file__, tokens=16 * 32), traced
+
+
+@functools.cache
+def ledger_and_compiled(microbatches, dtype):
+    ledger, traced = traced_step(microbatches, dtype)
+    return ledger, traced.lower().compile()
+
+
+def test_the_report_of_a_step_that_sends_what_is_written(record_property):
+    """In float32 there is no difference: one line says so, another the forecast's ratio to XLA's."""
+    ledger, compiled = ledger_and_compiled(2, "float32")
+    assert differences(ledger, compiled.as_text()) == []
+    lines, agrees = report(ledger, compiled)
+    assert agrees
+    assert lines[0] == "The compiled step sends what is written: 169 collectives, equal by kind, axes, type and bytes."
+    assert lines[1].startswith("Memory of a device: forecast ") and len(lines) == 2
+    record_property("summary", f"memory of the small step, float32, XLA:CPU: {lines[1]}")
+    assert 0.5 < ledger.memory.bytes / peak_bytes(compiled) < 1.5
+
+
+def test_what_is_widened_is_no_warning():
+    """The bfloat16 step as XLA:CPU compiles it, which is the float32 step's collectives: a row for each that is
+    widened, and one line in the report."""
+    ledger, (_, compiled) = traced_step(2, "bfloat16")[0], ledger_and_compiled(2, "float32")
+    rows = differences(ledger, compiled.as_text())
+    assert {(row.dtype, row.compiled, row.reason) for row in rows} == {("bfloat16", 0, WIDENED)} and len(rows) == 4
+    lines, agrees = report(ledger, compiled)
+    assert agrees and lines[0] == (
+        "The compiled step sends what is written: 169 collectives, equal by kind, axes, type and bytes; what is bfloat16 is sent as float32, "
+        "twice the bytes, as all bfloat16 is by XLA:CPU."
+    )
+
+
+@pytest.mark.slow
+def test_every_difference_has_its_reason(monkeypatch):
+    """In bfloat16 and without the barrier XLA widens collectives and takes gathers out of the microbatch loop: rows
+    with lines and reasons."""
+    monkeypatch.setattr(lax, "optimization_barrier", lambda x: x)
+    ledger, traced = traced_step.__wrapped__(2, "bfloat16")
+    compiled = traced.lower().compile()
+    rows = differences(ledger, compiled.as_text())
+    assert {row.reason for row in rows if row.dtype == "bfloat16"} == {WIDENED}
+    lines, agrees = report(ledger, compiled)
+    assert not agrees and lines[0] == "warning: the compiled step does not send what is written:"
+    # What is widened is then as often there as written; what is left over are the gathers of embed and unembed, and of
+    # the final norm.
+    assert {(row.written, row.compiled) for row in rows if row.reason != WIDENED} == {(28, 26), (18, 17)}
+    (norm,) = [row for row in rows if row.bytes == 32 and row.axes == ("d", "t")]
+    assert (norm.written, norm.compiled) == (18, 17) and norm.reason.startswith("taken out of the loop at train.py:")
+    assert str(norm).startswith("all-gather over d × t, 32 bytes of float32 (train.py:")
+    assert "written 18, compiled 17 times a step: taken out of the loop at" in str(norm)
+
+
+def test_what_is_not_compiled_at_all():
+    """A program that sends nothing lacks every row."""
+    ledger, _ = ledger_and_compiled(2, "float32")
+    empty = "HloModule m, num_partitions=8\n\nENTRY %main (x: f32[]) -> f32[] {\n  ROOT %x = f32[] parameter(0)\n}\n"
+    rows = differences(ledger, empty)
+    assert {row.reason for row in rows} == {FEWER} and sum(row.written for row in rows) == 169

@@ -1,0 +1,426 @@
+"""Writes your own text as a flat-tokens data set: files or a Hugging Face data set in, token ids out.
+
+    python -m tools.tokenize_text input=corpus.txt output=corpus.zarr validation_fraction=0.1
+    python -m tools.tokenize_text input='web/*.jsonl.zst' output=web.zarr tokenizer=openai-community/gpt2
+    python -m tools.tokenize_text input=qa.jsonl format=prompt output=qa.zarr tokenizer=train_bpe bpe_vocab=8192
+    python -m tools.tokenize_text hf_dataset.path=roneneldan/TinyStories hf_dataset.validation_split=validation output=stories.zarr
+
+This process reads blocks of text in order, others turn them into ids, and this one writes these in the same order. Every few
+seconds it records how far it is in the data set itself. Killed at any moment, the same command goes on from there, and ends with
+the same bytes: what is written is a function of the text alone.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import json
+import multiprocessing
+import os
+import pathlib
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+
+import zarr
+from tqdm import tqdm
+
+import runtime.config
+from runtime.config_rebuild import refuse
+from runtime.errors import RunError
+from runtime.flat_tokens import LARGEST_ID, SplitWriter, absolute_path, open_for_writing
+from runtime.tokenizers import (
+    BYTES,
+    Tokenizer,
+    load_dataset_tokenizer,
+    load_tokenizer,
+    save_dataset_tokenizer,
+    train_bpe,
+)
+from tools.text_records import Tokenized, drawn, read_documents, start_worker, tokenize, work_on
+from tools.text_sources import Block, Settings, Source, hub_source, list_files, read_blocks
+
+RECORD_S = 15.0  # seconds between two records of how far it is: what a killed run does again
+SHOWN_BAD_RECORDS = 10
+TRAIN_BPE = "train_bpe"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubDataset:
+    path: str = ""
+    name: str = ""
+    split: str = "train"
+    validation_split: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizeText:
+    """The keys of configs/tokenize_text.yaml, which also says what they are for."""
+
+    input: str = ""
+    hf_dataset: HubDataset = field(default_factory=HubDataset)
+    output: str
+    overwrite: bool
+    tokenizer: str
+    bpe_vocab: int
+    bpe_bytes: int
+    bos_id: int | None = None
+    chat_template: str
+    format: str
+    text_field: str
+    in_field: str
+    out_field: str
+    messages_field: str
+    separator: str
+    document_bytes: int
+    validation: str
+    validation_fraction: float
+    seed: int
+    on_bad_record: str
+    processes: int
+
+    @property
+    def settings(self) -> Settings:
+        """What of it says which documents there are."""
+        fields = {
+            "text": (self.text_field,),
+            "prompt": (self.in_field, self.out_field),
+            "chat": (self.messages_field,),
+        }
+        given = self.validation or self.hf_dataset.validation_split
+        fraction = 0.0 if given else self.validation_fraction
+        separator = unescaped(self.separator).encode()
+        return Settings(self.format, fields[self.format], separator, self.document_bytes, fraction, self.seed)
+
+    @property
+    def has_validation(self) -> bool:
+        return bool(self.validation or self.hf_dataset.validation_split or self.validation_fraction)
+
+
+def unescaped(text: str) -> str:
+    r"""Text with \\n for a new line, as a command line gives it."""
+    return text.encode("ascii", "backslashreplace").decode("unicode_escape")
+
+
+# ---------------------------------------------------------------- from beginning to end
+
+
+def main(config: TokenizeText) -> None:
+    check(config)
+    sources = find_sources(config)
+    # A run goes on where another was if these are the same. How many processes there are makes no difference.
+    about = dataclasses.asdict(config)
+    for key in ("output", "overwrite", "on_bad_record", "processes"):
+        del about[key]
+    made_by = {"tool": "tools/tokenize_text.py", "config": about, "input_size": sum(source.size for source in sources)}
+    inputs = hashlib.sha256(json.dumps([dataclasses.astuple(source) for source in sources]).encode()).hexdigest()
+
+    dataset = open_for_writing(config.output)
+    with alone_in(config.output), failing_writes(config.output):
+        if dataset.attrs.get("made_by") == made_by and not config.overwrite:
+            print(f"{config.output} is complete: {counted(dataset.attrs['counts'])}. overwrite=true writes it again")
+            return
+        state = dataset.attrs.get("tokenizing")
+        if not state or (state["made_by"], state["inputs"]) != (made_by, inputs):
+            state = {"made_by": made_by, "inputs": inputs, "position": None, "splits": {}, "counts": {}}
+            begin(config, sources, dataset, state)
+        counts = write(config, sources, dataset, state)
+        # One write turns what was going on into what is complete.
+        attributes = {"tokenizer": dataset.attrs["tokenizer"], "made_by": made_by, "counts": counts}
+        dataset.attrs.put(attributes)
+        remove_partial_files(config.output)
+    print(f"{config.output}: {counted(counts)}; flat_tokens.filespec={config.output} trains on it")
+    print(f"model.vocab must be at least {dataset.attrs['tokenizer']['vocab']} (tokenizer {config.tokenizer})")
+
+
+def begin(config: TokenizeText, sources: list[Source], dataset: zarr.Group, state: dict) -> None:
+    """Refuses to write over what is there, makes the tokenizer, and records that nothing is written yet."""
+    # A run that was killed in here leaves a tokenizer at most, which is no more than this one writes.
+    present = [*(name for name in dataset.keys() if name != "tokenizer_json"), *(set(dataset.attrs) - {"tokenizer"})]
+    if present and not config.overwrite:
+        if "tokenizing" in dataset.attrs:
+            what = (
+                "the beginning of a data set that was made with another config, or from an input that has changed since"
+            )
+        elif "made_by" in dataset.attrs:
+            what = "a data set that was made with another config, or from an input that has changed since"
+        else:
+            what = f"{', '.join(sorted(present))} already"
+        raise RunError(f"{config.output} holds {what}: write to a new path, or say overwrite=true to replace it")
+    tokenizer = make_tokenizer(config, sources)
+    dataset.attrs.put({})
+    for name in list(dataset.keys()):
+        del dataset[name]
+    save_dataset_tokenizer(dataset, tokenizer)
+    dataset.attrs["tokenizing"] = state
+
+
+def write(config: TokenizeText, sources: list[Source], dataset: zarr.Group, state: dict) -> dict:
+    """Goes on from the state to the end of the sources, recording it now and then; what was counted."""
+    remove_partial_files(config.output)
+    tokenizer, settings = load_dataset_tokenizer(config.output), config.settings
+    begun = bool(state["splits"])
+    writers = {
+        split: SplitWriter(
+            dataset,
+            split,
+            with_targets=config.format != "text",
+            resume=state["splits"].get(split),
+            overwrite=True,  # what a run wrote that was killed before its first record
+        )
+        for split in ("train", "validation")[: 1 + config.has_validation]
+    }
+    position, counts = state["position"], {"tokens": 0, "documents": 0, "empty": 0, "bad": 0, **state["counts"]}
+
+    def record() -> None:
+        splits = {split: writer.flush() for split, writer in writers.items()}
+        dataset.attrs["tokenizing"] = {**state, "position": position, "splits": splits, "counts": counts}
+
+    if not begun:
+        record()
+    recorded, bad_before = time.monotonic(), counts["bad"]
+    blocks = read_blocks(sources, settings, position)
+    total = sum(source.size for source in sources)
+    with progress_bar(total) as bar, tokenized(blocks, tokenizer, settings, process_count(config, sources)) as results:
+        start, tokens_before = time.monotonic(), counts["tokens"]
+        for block, result in results:
+            if result.bad and config.on_bad_record == "fail":
+                record()
+                raise RunError(f"{result.bad[0]}; on_bad_record=skip leaves out such records")
+            for reason in result.bad[: max(0, SHOWN_BAD_RECORDS - counts["bad"] + bad_before)]:
+                bar.write(f"left out: {reason}", file=sys.stderr)
+            for split, sequences in result.sequences.items():
+                writers[split].append(sequences.ids, sequences.lengths, sequences.is_target)
+                counts["tokens"] += len(sequences.ids)
+                counts["documents"] += len(sequences.lengths)
+            counts["empty"] += result.empty
+            counts["bad"] += len(result.bad)
+            position = block.position
+            rate = (counts["tokens"] - tokens_before) / (time.monotonic() - start)
+            bar.set_description_str(
+                f"{counts['documents']:,} documents, {counts['tokens']:,} tokens, {rate:,.0f} tokens/s", False
+            )
+            bar.update(min(block.done, total or block.done) - bar.n)
+            if time.monotonic() - recorded > RECORD_S:
+                record()
+                recorded = time.monotonic()
+    record()
+    for split, writer in writers.items():
+        if not writer.token_count:
+            fix = "give validation=..., a larger validation_fraction, or documents that are more and smaller (separator, document_bytes)"
+            raise RunError(
+                f"no document came to the split '{split}' of {config.output} ({counted(counts)})"
+                + (f": {fix}; and overwrite=true" if split == "validation" else "")
+            )
+        writer.finish(tokenizer.bos_id, {"tokenizer": tokenizer.name})
+    return counts
+
+
+@contextlib.contextmanager
+def tokenized(
+    blocks: Iterator[Block], tokenizer: Tokenizer, settings: Settings, processes: int
+) -> Iterator[Iterator[tuple[Block, Tokenized]]]:
+    """What becomes of the blocks, in their order, by so many processes; a few blocks for each are under way at once."""
+    if processes == 1:
+        yield ((block, tokenize(block, tokenizer, settings)) for block in blocks)
+        return
+    pool = ProcessPoolExecutor(
+        processes,
+        # A fork would copy the locks of threads that are not there in the copy.
+        multiprocessing.get_context("spawn"),
+        start_worker,
+        (tokenizer, settings),
+    )
+
+    def in_order() -> Iterator[tuple[Block, Tokenized]]:
+        under_way = deque()
+        for block in blocks:
+            under_way.append((block, pool.submit(work_on, block)))
+            if len(under_way) > 2 * processes:
+                block, future = under_way.popleft()
+                yield block, future.result()
+        for block, future in under_way:
+            yield block, future.result()
+
+    try:
+        yield in_order()
+    except BrokenProcessPool as error:
+        raise RunError(
+            "a process that tokenizes died, of too little memory perhaps: say fewer processes=...; the same command goes on"
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+# ---------------------------------------------------------------- what it begins with
+
+
+def check(config: TokenizeText) -> None:
+    """Refuses values that make no sense, all at once."""
+    problems = []
+
+    def expect(holds: bool, key: str, expected: str) -> None:
+        if not holds:
+            problems.append(f"{key} is {getattr(config, key)!r}, expected {expected}")
+
+    if bool(config.input) == bool(config.hf_dataset.path):
+        problems.append("expected one of input (a path, glob or URL) and hf_dataset.path (the name of a data set)")
+    if config.hf_dataset.path:
+        expect(not config.validation, "validation", "hf_dataset.validation_split in its place, or neither")
+    expect(config.format in ("text", "prompt", "chat"), "format", "text, prompt or chat")
+    expect(config.on_bad_record in ("fail", "skip"), "on_bad_record", "fail or skip")
+    expect(0 <= config.validation_fraction < 1, "validation_fraction", "a number from 0 to less than 1")
+    expect(0 <= config.seed < 2**64, "seed", "a number from 0 to less than 2⁶⁴")
+    expect(config.document_bytes >= 4, "document_bytes", "4 or more")
+    expect(config.processes >= 0, "processes", "0 or more")
+    expect(0 <= (config.bos_id or 0) <= LARGEST_ID, "bos_id", f"an id from 0 to {LARGEST_ID}")
+    expect(257 <= config.bpe_vocab <= LARGEST_ID, "bpe_vocab", f"257 (the bytes and one) to {LARGEST_ID}")
+    expect(config.bpe_bytes > 0, "bpe_bytes", "more than 0")
+    try:
+        unescaped(config.separator)
+    except UnicodeDecodeError:
+        expect(False, "separator", "text, with \\n for a new line and \\\\ for a backslash")
+    refuse(problems)
+
+
+def find_sources(config: TokenizeText) -> list[Source]:
+    """What is read, in this order. A file that `validation` names too is none of the training split's."""
+    rest = "" if config.settings.validation_fraction else "train"
+    if hub := config.hf_dataset.path:
+        sources = [hub_source(hub, config.hf_dataset.name, config.hf_dataset.split, rest)]
+        if config.hf_dataset.validation_split:
+            sources.append(hub_source(hub, config.hf_dataset.name, config.hf_dataset.validation_split, "validation"))
+        return sources
+    held_out = list_files(config.validation, "validation") if config.validation else []
+    names = {source.name for source in held_out}
+    sources = [source for source in list_files(config.input, rest) if source.name not in names]
+    if not sources:
+        raise RunError(
+            f"validation={config.validation} names all files of input={config.input}, so nothing is left to train on"
+        )
+    for source in sources + held_out:
+        if source.kind == "text" and config.format != "text":
+            raise RunError(
+                f"{source.name} is plain text by its suffix, but format={config.format} needs records: .jsonl or .parquet"
+            )
+    return sources + held_out
+
+
+def make_tokenizer(config: TokenizeText, sources: list[Source]) -> Tokenizer:
+    template = None
+    if config.chat_template:
+        try:
+            template = pathlib.Path(config.chat_template).expanduser().read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise RunError(f"chat_template={config.chat_template} cannot be read ({error})") from error
+    if config.tokenizer == TRAIN_BPE:
+        tokenizer = dataclasses.replace(trained_tokenizer(config, sources, template), chat_template=template or "")
+        if config.bos_id is not None:
+            tokenizer = dataclasses.replace(tokenizer, bos_id=config.bos_id)
+    else:
+        tokenizer = load_tokenizer(config.tokenizer, bos_id=config.bos_id, chat_template=template)
+    if config.format == "chat" and not tokenizer.chat_template:
+        raise RunError(f"the tokenizer {config.tokenizer} has no chat template: give one, chat_template=FILE of jinja")
+    return tokenizer
+
+
+def trained_tokenizer(config: TokenizeText, sources: list[Source], template: str | None) -> Tokenizer:
+    """A byte-level BPE of the training documents: all of them, or of every so many-th block as many as bpe_bytes asks for."""
+    sources = [source for source in sources if source.split != "validation"]
+    stride = max(1, sum(source.size for source in sources if source.kind != "hub") // config.bpe_bytes)
+    some = sources[:: min(stride, len(sources))]
+    every = max(1, stride // min(stride, len(sources)))
+    stand_in = load_tokenizer(BYTES, chat_template=template)  # for the chats' sake, which it renders
+    count = 0
+
+    def texts() -> Iterator[str]:
+        nonlocal count
+        for number, block in enumerate(read_blocks(some, config.settings, None)):
+            documents = read_documents(block, stand_in, config.settings)[0] if number % every == 0 else ()
+            for document in documents:
+                if config.settings.validation_fraction and drawn(document, config.settings):
+                    continue
+                parts = (
+                    (message.get("content") or "" for message in document[0]) if config.format == "chat" else document
+                )
+                for part in parts:
+                    yield part
+                    count += len(part)
+            if count >= config.bpe_bytes:
+                return
+
+    tokenizer = train_bpe(texts(), config.bpe_vocab)
+    if not count:
+        raise RunError(f"{config.input or config.hf_dataset.path} holds no text that a tokenizer could be trained on")
+    print(f"trained a byte-level BPE on {count:,} characters: {tokenizer.vocab} ids")
+    return tokenizer
+
+
+def process_count(config: TokenizeText, sources: list[Source]) -> int:
+    """As configured; else one for each core, where it pays to start them."""
+    small = sum(source.size for source in sources) < 8 * 2**20 and sources[0].kind != "hub"
+    # Bytes are made sooner than they are sent to another process.
+    return config.processes or (1 if small or config.tokenizer == BYTES else len(os.sched_getaffinity(0)))
+
+
+# ---------------------------------------------------------------- the output
+
+
+@contextlib.contextmanager
+def alone_in(path: str) -> Iterator[None]:
+    """Refuses a local data set that another process is writing; elsewhere nothing can tell."""
+    if "://" in path:
+        yield
+        return
+    descriptor = os.open(absolute_path(path), os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # gone with the process, however it ends
+        yield
+    except BlockingIOError as error:
+        raise RunError(f"{path} is being written by another process: wait for it, or write to another path") from error
+    finally:
+        os.close(descriptor)
+
+
+def remove_partial_files(path: str) -> None:
+    """Removes what zarr had begun to write when a run was killed."""
+    if "://" not in path:
+        for partial in pathlib.Path(absolute_path(path)).rglob("*.partial"):
+            partial.unlink()
+
+
+@contextlib.contextmanager
+def failing_writes(path: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise RunError(f"cannot write {path}: {error}") from error
+
+
+# ---------------------------------------------------------------- what is said
+
+
+def progress_bar(total: int) -> tqdm:
+    return tqdm(
+        total=total or None,
+        file=sys.stderr,
+        mininterval=0.5 if sys.stderr.isatty() else 30.0,
+        bar_format="{percentage:3.0f}%|{bar:20}| {desc} [{elapsed}<{remaining}]" if total else "{desc} [{elapsed}]",
+    )
+
+
+def counted(counts: dict) -> str:
+    text = f"{counts['documents']:,} documents, {counts['tokens']:,} tokens"
+    if counts["empty"]:
+        text += f"; {counts['empty']:,} empty documents left out"
+    if counts["bad"]:
+        text += f"; {counts['bad']:,} bad records left out"
+    return text
+
+
+if __name__ == "__main__":
+    runtime.config.run(main, TokenizeText, "tokenize_text")
