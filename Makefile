@@ -3,11 +3,19 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test test-slow lint format clean
+.PHONY: train shakespeare test test-slow lint format clean
 .DEFAULT_GOAL := train
 
 train: $(VENV)/runtime  ## the small job on simulated devices
 	$(BIN)/python -m train
+
+shakespeare: $(VENV)/runtime shakespeare.zarr  ## 1.1M parameters on Shakespeare's works, and a text that they then write
+	$(BIN)/python -m train --config-name=local_shakespeare
+	$(BIN)/python -m tools.sample runs/local_shakespeare
+
+shakespeare.zarr: | $(VENV)/runtime  # the texts are in the public domain; tools/fetch_shakespeare.py says more
+	$(BIN)/python -m tools.fetch_shakespeare
+	$(BIN)/python -m tools.tokenize_text input='shakespeare/train/*.txt' validation='shakespeare/validation/*.txt' output=$@
 
 test: $(VENV)/tests  ## all tests but the slow ones
 	$(BIN)/python -m pytest -m "not slow" -n 2

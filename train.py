@@ -182,6 +182,7 @@ def rotary(x: act['B/d L Q K/t D'], base: float) -> act['B/d L Q K/t D']:
     return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(act.dtype)
 
 
+@jax.named_scope('causal')  # half of its products are masked: MFU counts the other half
 @typed
 def attention(
     q: act['B/d L Q K/t D'], k: act['B/d S K/t D'], v: act['B/d S K/t D'], segment: i32['B/d L']
@@ -385,17 +386,6 @@ def validation_step(
     return loss, targets + shardops.psum('+d -> ', batch_targets)
 
 
-def model_flops(config: Config) -> float:
-    """FLOPs of a step's matrix products, forward and backward, each once; attention's causal half of whole rows."""
-    model, tokens = config.model, config.training.tokens
-    heads = model.n_q_per_kv * model.n_kv * model.d_head
-    layer = 2 * model.d_model * (heads + model.n_kv * model.d_head) + 3 * model.d_model * model.d_ff
-    products = model.layers * layer + model.vocab * model.d_model
-    attention = model.layers * heads * tokens.len  # q·k and probabilities·v, each L²/2 products of a row
-    # 2 FLOPs for a multiply and an add; forward once, backward twice.
-    return 6.0 * (products + attention) * tokens.batch * tokens.len
-
-
 # == Main loop =========================================================================================================
 def mapped_steps(config: Config, bos_id: int) -> tuple[typed_shard_map, typed_shard_map]:
     """The training step and the validation step over the mesh."""
@@ -420,10 +410,10 @@ def main(config: Config) -> None:
         sums = np.float32(0), np.float32(0)
         return report_check(config, (step, (state, zero, zero, batch)), (validate, (state.weights, *sums, batch)))
 
-    with jax.set_mesh(start(config)), Run(config, make_shardings(TokenBatch).targets, model_flops(config)) as run:
+    with jax.set_mesh(start(config)), Run(config, make_shardings(TokenBatch).targets) as run:
         step, validate = mapped_steps(config, run.data.bos_id)
         state, batch = with_shardings((state, batch), make_shardings(tuple[State, TokenBatch]))
-        step = run.show(jax.jit(step, donate_argnums=0).lower(state, zero, zero, batch).compile())
+        step = run.compile(jax.jit(step, donate_argnums=0).trace(state, zero, zero, batch), __file__)
         validate = jax.jit(validate)
         if run.done_steps:
             state, skipped_steps = run.restore(state), np.uint32(run.attributes['skipped_steps'])

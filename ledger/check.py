@@ -1,9 +1,9 @@
 """Holds a ledger against the program that XLA made of its step: what is sent, and the memory.
 
-    compiled = traced.lower().compile()
-    for row in differences(ledger, compiled.as_text()):
-        print(row)                                  # nothing, where XLA does as it is told
-    lines, agrees = report(ledger, compiled)        # ["The compiled step sends what is written: ...", ...], True
+compiled = traced.lower().compile()
+for row in differences(ledger, compiled.as_text()):
+    print(row)                                  # nothing, where XLA does as it is told
+lines, agrees = report(ledger, compiled)        # ["The compiled step sends what is written: ...", ...], True
 """
 
 import collections

@@ -1,6 +1,7 @@
 """The mechanics around the steps: devices and mesh, the run folder, what is due when, and `check_only`.
 
-with jax.set_mesh(start(config)), Run(config, sharding, model_flops_per_step) as run:
+with jax.set_mesh(start(config)), Run(config, sharding) as run:
+    training_step = run.compile(jax.jit(training_step).trace(state, batch), __file__)
     state = run.restore(shapes) if run.done_steps else init()
     for step in run.steps():
         state, metrics = training_step(state, run.data.load(step))
@@ -22,7 +23,9 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from ledger.check import report
 from ledger.hardware import peak_flops_per_s
+from ledger.step import of_step
 from runtime import resume
 from runtime.bad_steps import BadSteps
 from runtime.checkpoints import Checkpoints
@@ -104,15 +107,14 @@ class Run:
     Args:
       config: train.py's; written to the run folder as config.yaml.
       sharding: of a batch's arrays 'B/d L'.
-      model_flops_per_step: of the global batch.
     Raises:
       RunError: the data do not fit the config, another run owns the folder, the checkpoint was trained with another
         configuration, or the run has all its steps already. Nothing is written then.
       SystemExit: at the end, with the status STOPPED, when a signal stopped the run before its last step.
     """
 
-    def __init__(self, config: Any, sharding: jax.sharding.Sharding, model_flops_per_step: float):
-        self._config, self._model_flops = config, model_flops_per_step
+    def __init__(self, config: Any, sharding: jax.sharding.Sharding):
+        self._config = config
         self._total = config.training.steps
         self._is_leader = jax.process_index() == 0
         root, name = config.paths.root_working_dir, config.paths.model_name
@@ -154,10 +156,27 @@ class Run:
         if self._stopping and error[0] is None:
             sys.exit(STOPPED)
 
-    def show(self, compiled: jax.stages.Compiled) -> jax.stages.Compiled:
-        """Writes the compiled step as text and graph, in the background; returns it."""
-        if self._is_leader and not (self.folder / "step.svg").exists():
-            self._open.callback(StepGraph(compiled, self.folder).close)
+    def compile(self, traced: jax.stages.Traced, source: str) -> jax.stages.Compiled:
+        """Compiles the step, and says what it costs: by its ledger before, and held against XLA's program after.
+
+        Writes the ledger and, in the background, the program as text and graph.
+
+        Args:
+          source: the file that the ledger annotates.
+        """
+        tokens = self._config.training.tokens
+        mesh = {"d": self._config.mesh.d, "t": self._config.mesh.t}
+        ledger = of_step(traced, mesh, source=source, tokens=tokens.batch * tokens.len)
+        self._flops = {"mfu": ledger.model_flops, "hfu": ledger.hardware_flops, "mfu_6nd": ledger.flops_6nd}
+        if self._is_leader:
+            ledger.write(self.folder)
+            print_line("\n".join(ledger.summary()))
+        compiled = traced.lower().compile()
+        if self._is_leader:
+            lines, _ = report(ledger, compiled)
+            print_line("\n".join(lines))
+            if not (self.folder / "step.svg").exists():
+                self._open.callback(StepGraph(compiled, self.folder).close)
         return compiled
 
     def restore(self, shapes: Any) -> Any:
@@ -279,7 +298,7 @@ class Run:
             self.folder,
             **steps,
             tokens_per_step=tokens.batch * tokens.len,
-            model_flops_per_step=self._model_flops,
+            flops_per_step=self._flops,
             peak_flops_per_s=None if peak is None else peak * config.mesh.d * config.mesh.t,
             log_interval=config.log_interval,
         )
@@ -315,11 +334,11 @@ class Run:
         saved = self._checkpoints.latest()
         raise RunError(
             f"{len(bad)} steps in a row had a loss or a gradient that is not finite, the first of them step "
-            f"{first['step']}: loss {first['loss']}, gradient norm {first['grad_norm']}. None of them changed the weights; "
+            f"{first['step']}: loss {first['loss']}, gradient norm {first['grad_norm']}. None changed the weights; "
             + ("no checkpoint was saved yet" if saved is None else f"the last checkpoint is that after step {saved}")
-            + f".\nThe {len(rows)} rows of step {first['step']} are {', '.join(rows[:4])}{', …' if len(rows) > 4 else ''}: "
-            f"{file} has all rows of all these steps. Look at them; then start again with other data, a lower "
-            "training.learning_rate, or a higher training.max_consecutive_bad_steps."
+            + f".\nThe {len(rows)} rows of step {first['step']} are {', '.join(rows[:4])}"
+            f"{', …' if len(rows) > 4 else ''}: {file} has all rows of all these steps. Look at them; then start again with "
+            "other data, a lower training.learning_rate, or a higher training.max_consecutive_bad_steps."
         )
 
     def _close_checkpoints(self, error_type: type[BaseException] | None, *_) -> None:

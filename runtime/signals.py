@@ -26,7 +26,7 @@ STOPPED = 75
 
 
 class StopSignals:
-    """Takes SIGTERM and SIGINT while the context is open; does nothing outside the main thread, where Python takes none.
+    """Takes SIGTERM and SIGINT while the context is open; outside the main thread, where Python takes none, it is idle.
 
     With several hosts a signal on any of them stops all after the same step, on which JAX's coordination service lets
     them agree. It has a handler of SIGTERM of its own, which stays, so a second SIGTERM is not noticed there; a second

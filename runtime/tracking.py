@@ -39,9 +39,9 @@ class Tracker:
                         tracker.log_validation(step, validation_loss(state))
 
     A line of `metrics.jsonl` is `step`, `time` (s since 1970), all `metrics` by their names, `step_time_s`, `tokens_per_s`,
-    `mfu` (0..1) and `data_wait_s`; of a validation, `step`, `time`, `validation_loss`; of a checkpoint, `step`, `time`,
+    `mfu`, `hfu` and `mfu_6nd` (0..1) and `data_wait_s`; of a validation, `step`, `time`, `validation_loss`; of a checkpoint, `step`, `time`,
     `checkpoint_stall_s`. Floats are written with all their digits, so that losses can be compared bit for bit. What is not
-    known is null: the mfu of unknown hardware, and the three timings of a process's first line (its step is mostly
+    known is null: the shares of unknown hardware's peak, and the three timings of a process's first line (its step is mostly
     compilation). A float that is not finite is the string "NaN", "Infinity" or "-Infinity", which JSON cannot write as a
     number.
 
@@ -53,7 +53,7 @@ class Tracker:
         start_step: finished updates at the start. Lines of later steps, which an interrupted run left, are dropped first.
         total_steps: the last step's number.
         tokens_per_step: of the global batch.
-        model_flops_per_step: of the global batch; forward and backward, nothing recomputed.
+        flops_per_step: of the global batch, by the name that their share of the peak is logged under.
         peak_flops_per_s: of all devices together, or None if not known.
         log_interval: steps from line to line.
         is_leader: whether this process reads, writes and prints; the others do nothing here.
@@ -69,7 +69,7 @@ class Tracker:
         start_step: int,
         total_steps: int,
         tokens_per_step: int,
-        model_flops_per_step: float,
+        flops_per_step: Mapping[str, float],
         peak_flops_per_s: float | None,
         log_interval: int,
         is_leader: bool,
@@ -77,7 +77,7 @@ class Tracker:
         self._start_step = start_step
         self._total_steps = total_steps
         self._tokens_per_step = tokens_per_step
-        self._model_flops_per_step = model_flops_per_step
+        self._flops_per_step = flops_per_step
         self._peak_flops_per_s = peak_flops_per_s
         self._log_interval = log_interval
         self._is_leader = is_leader
@@ -140,19 +140,21 @@ class Tracker:
         values = {name: np.asarray(fetched[name]).item() for name in metrics}
         now = time.perf_counter()
 
-        step_time_s = tokens_per_s = mfu = None
+        step_time_s = tokens_per_s = None
+        utilization = dict.fromkeys(self._flops_per_step)
         if self._last_reading is not None:
             last_step, last_time = self._last_reading
             step_time_s = (now - last_time - self._paused_s) / (step - last_step)
             tokens_per_s = self._tokens_per_step / step_time_s
             if self._peak_flops_per_s is not None:
-                mfu = self._model_flops_per_step / step_time_s / self._peak_flops_per_s
+                for name, flops in self._flops_per_step.items():
+                    utilization[name] = flops / step_time_s / self._peak_flops_per_s
         self._last_reading = (step, now)
         self._first_reading = self._first_reading or self._last_reading
         self._paused_s = 0.0
-        timings = {"step_time_s": step_time_s, "tokens_per_s": tokens_per_s, "mfu": mfu}
+        timings = {"step_time_s": step_time_s, "tokens_per_s": tokens_per_s, **utilization}
         self._write(step, {**values, **timings, **of_data})
-        self._show(step, self._status(step, now, values["loss"], tokens_per_s, mfu))
+        self._show(step, self._status(step, now, values["loss"], tokens_per_s, utilization["mfu"]))
 
     def log_validation(self, step: int, loss: jax.Array | float) -> None:
         """Writes and prints the loss on the validation split after `step` updates; waits for it."""

@@ -10,6 +10,7 @@ import itertools
 import os
 from collections.abc import Iterator
 
+import fsspec.asyn
 import pytest
 import zarr
 
@@ -46,8 +47,11 @@ def object_store(object_store_server: str, monkeypatch: pytest.MonkeyPatch) -> I
     bucket = f"bucket-{os.getpid()}-{next(_numbers)}"
     s3fs.S3FileSystem().mkdir(bucket)
     yield f"s3://{bucket}"
-    # zarr leaves its sessions open, and aiohttp would warn when one is collected, in whatever test runs then.
+    # Sessions that stay open, and zarr's do, are warned of by aiohttp when they are collected, in whatever test runs then.
     for file_system in list(s3fs.S3FileSystem._cache.values()):
-        if file_system.asynchronous and file_system._s3 is not None:
-            zarr.core.sync.sync(file_system._s3.close())
+        if file_system._s3 is not None:
+            if file_system.asynchronous:
+                zarr.core.sync.sync(file_system._s3.close())
+            else:
+                fsspec.asyn.sync(file_system.loop, file_system._s3.close)
     s3fs.S3FileSystem.clear_instance_cache()

@@ -23,19 +23,16 @@ def load_all(path, packing=True):
         return [loader.load(step) for step in range(loader.steps)]
 
 
-@pytest.fixture(params=["disk", "object_store"])
-def path(request, tmp_path):
-    """Where a data set of 64 tokens a chunk is, with a mask."""
-    path = (
-        f"{request.getfixturevalue('object_store')}/data" if request.param == "object_store" else str(tmp_path / "data")
-    )
+def write(path):
+    """A data set of 64 tokens a chunk, with a mask; returns its path."""
     sequences = ragged(0)
     write_split(path, "train", sequences, is_target=[ids % 3 > 0 for ids in sequences], chunk_tokens=64)
-    return path
+    return str(path)
 
 
-def test_the_same_from_everywhere(path, tmp_path, monkeypatch):
-    """From an object store, and from chunks, come the batches that come from a disk."""
+def test_the_same_from_an_object_store(object_store, tmp_path, monkeypatch):
+    """From an object store come the batches that come from a disk, whatever the chunks."""
+    path = write(f"{object_store}/data")
     read_from_chunks(monkeypatch)
     sequences = ragged(0)
     write_split(tmp_path / "other", "train", sequences, is_target=[ids % 3 > 0 for ids in sequences], chunk_tokens=640)
@@ -44,14 +41,16 @@ def test_the_same_from_everywhere(path, tmp_path, monkeypatch):
             assert_equal(one, other)
 
 
-@pytest.mark.parametrize("name, chunk, packing, tokens", [
-    ("encoded_tokens", 2, True, "128 to 192"),
-    ("is_target", 2, True, "128 to 192"),
-    ("seq_starts", 3, False, "0 to 101"),
+@pytest.mark.parametrize("place, name, chunk, packing, tokens", [
+    ("disk", "encoded_tokens", 2, True, "128 to 192"),
+    ("disk", "is_target", 2, True, "128 to 192"),
+    ("disk", "seq_starts", 3, False, "0 to 101"),
+    ("object_store", "encoded_tokens", 2, True, "128 to 192"),
 ])  # fmt: skip
-def test_lost_and_truncated_chunks(path, name, chunk, packing, tokens, monkeypatch):
+def test_lost_and_truncated_chunks(request, tmp_path, place, name, chunk, packing, tokens, monkeypatch):
     """A chunk's file that is missing, empty, cut short or longer is an error that names the array, the tokens and the file."""
     read_from_chunks(monkeypatch)
+    path = write(f"{request.getfixturevalue('object_store')}/data" if place == "object_store" else tmp_path / "data")
     file = f"{path}/train/{name}/c/{chunk}"
     with fsspec.open(file, "rb") as stored:
         whole = stored.read()
@@ -81,12 +80,13 @@ def test_other_compressors(tmp_path, compressor, monkeypatch):
     load_all(tmp_path / "data")
     file = tmp_path / "data/train/encoded_tokens/c/1"
     file.write_bytes(file.read_bytes()[:-7])
-    message = f"cannot read encoded_tokens of {tmp_path}/data/train from 500 to 1000 (…): {DAMAGED}"
+    message = f"cannot read encoded_tokens of {tmp_path}/data/train from 500 to … (…): {DAMAGED}"
     assert_refuses(message, load_all, tmp_path / "data")
 
 
-def test_ids_over_the_largest(path, monkeypatch):
+def test_ids_over_the_largest(tmp_path, monkeypatch):
     """An id that is larger than max_token_id is named with its place, wherever its row comes."""
+    path = write(tmp_path / "data")
     read_from_chunks(monkeypatch)
     zarr.open_group(path, mode="r+")["train/encoded_tokens"][333] = 2 * 5000
     message = (

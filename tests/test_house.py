@@ -13,7 +13,7 @@ MAY_IMPORT = {
     "shardlib": set(),
     "kernels": {"shardlib"},
     "ledger": {"shardlib"},
-    # runtime reads the hardware's peak for the MFU that it logs.
+    # A run writes its ledger, holds it against the compiled step, and logs MFU by it.
     "runtime": {"shardlib", "ledger"},
 }
 ROOMS = {"train", "jax_extra", "shardlib", "kernels", "ledger", "runtime", "tools", "tests"}

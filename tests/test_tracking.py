@@ -30,7 +30,7 @@ def open_tracker(folder, **changed) -> Tracker:
         start_step=0,
         total_steps=10,
         tokens_per_step=4096,
-        model_flops_per_step=1e9,
+        flops_per_step={"mfu": 1e9, "hfu": 2e9},
         peak_flops_per_s=1e12,
         log_interval=4,
         is_leader=True,
@@ -133,7 +133,7 @@ def test_rates_are_the_mean_since_the_line_before(tmp_path, monkeypatch):
     assert first["step_time_s"] is None and first["tokens_per_s"] is None and first["mfu"] is None
     assert second["step_time_s"] == third["step_time_s"] == last["step_time_s"] == 2
     assert second["tokens_per_s"] == 2048
-    assert second["mfu"] == 1e9 / 2 / 1e12
+    assert second["mfu"] == 1e9 / 2 / 1e12 and second["hfu"] == 2e9 / 2 / 1e12
 
 
 def test_pauses_do_not_count(tmp_path, monkeypatch):
@@ -271,7 +271,7 @@ RUN = """
 import sys, time
 import jax.numpy as jnp
 from runtime.tracking import Tracker, print_line
-with Tracker(sys.argv[1], start_step=0, total_steps=6, tokens_per_step=4096, model_flops_per_step=1e9,
+with Tracker(sys.argv[1], start_step=0, total_steps=6, tokens_per_step=4096, flops_per_step={"mfu": 1e9},
              peak_flops_per_s=None, log_interval=2, is_leader=True) as tracker:
     for step in range(1, 7):
         tracker.log(step, {'loss': jnp.float32(7.25)})

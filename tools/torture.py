@@ -124,8 +124,9 @@ def torture(config: Torture) -> Count:
     differing = [step for step, loss in whole.losses().items() if life.losses().get(step) != loss]
     if differing or count.lost_checkpoints or len(life.losses()) != config.steps:
         raise RunError(
-            f"{len(differing)} steps have another loss, the first {differing[:1]}; {len(life.losses())} of {config.steps} "
-            f"steps are there; {count.lost_checkpoints} checkpoints were lost. {folder} has both runs and each start's log."
+            f"{len(differing)} steps have another loss, the first {differing[:1]}; {len(life.losses())} of "
+            f"{config.steps} steps are there; {count.lost_checkpoints} checkpoints were lost. {folder} has both runs "
+            "and the log of each start."
         )
     return count
 
