@@ -98,17 +98,17 @@ def _compiled(module: Module, computation: Computation, axes) -> Table:
             continue
         if instruction.opcode in KINDS.values():
             if over := axes_of_groups(instruction.attributes, axes):
-                for dtype, size, (line, stack) in _operands(module, computation, instruction):
+                for dtype, size, (line, stack) in operands(module, computation, instruction):
                     table[Collective(instruction.opcode, over, dtype, size, phase_of(stack), line)] += 1
             continue  # what it calls is the addition
         keys = ("calls", "to_apply", "body", "branch_computations", "true_computation", "false_computation")
         bodies = [_compiled(module, body, axes) for body in module.callees(instruction, *keys)]
         for body in [any_branch(bodies, instruction.name)] if instruction.opcode == "conditional" else bodies:
-            _add(table, body, _turns(module, instruction) if body and instruction.opcode == "while" else 1)
+            _add(table, body, turns(module, instruction) if body and instruction.opcode == "while" else 1)
     return table
 
 
-def _operands(module: Module, computation: Computation, instruction: Instruction) -> list[tuple[str, int, tuple]]:
+def operands(module: Module, computation: Computation, instruction: Instruction) -> list[tuple[str, int, tuple]]:
     """Type, bytes, and source with name stack of each operand."""
     sizes = []
     for name in instruction.operands:
@@ -128,7 +128,7 @@ def _operands(module: Module, computation: Computation, instruction: Instruction
     return [(*size, places.get(index, ("", ""))) for index, size in enumerate(sizes)]
 
 
-def _turns(module: Module, loop: Instruction) -> int:
+def turns(module: Module, loop: Instruction) -> int:
     """How often a loop's body runs: as XLA has found, or the bound that an index from 0 in steps of 1 is compared
     with."""
     if known := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes):

@@ -13,10 +13,15 @@ A model of what XLA does, kept simple:
   the same size that ends there takes its place; so does what a loop carries, and a result of the step that of a
   donated argument.
 - A loop holds its arguments and all its results, and on top what its body holds at most.
+
+By the same model it counts what is moved to and from memory: what takes memory is written once, and read once by each
+operation that needs it there; results of a step, or of a turn of a loop, are computed together and read what they share
+once. Of a gather, a slice and a scatter only the rows that it touches count. Nothing stays in a cache.
 """
 
 import collections
 import dataclasses
+import math
 
 from ledger.costs import KINDS, origin, read_in_backward
 from ledger.program import OPAQUE, Block, Operation, Value
@@ -32,6 +37,8 @@ _LOOPS = {"scan", "while", "cond"}
 # Operations whose operands have to lie in memory.
 _READ = set("dot_general conv_general_dilated sort top_k cumsum cumlogsumexp cummax dynamic_update_slice".split())
 _READ |= {*KINDS, *_LOOPS, *OPAQUE}
+# Operations that read as much of their first operand as their result has.
+_PARTS = {"gather", "slice", "dynamic_slice"}
 # Operations whose result may take the place of an operand that ends there.
 _IN_PLACE = {"psum", "pmax", "pmin", "dynamic_update_slice"}
 
@@ -56,10 +63,15 @@ class Memory:
     phase: str
     held: list[Held]  # largest first
     largest: list[Held]  # besides arguments, whether or not they are alive then
+    moved: collections.Counter[tuple[str, str]]  # bytes read and written in the step, by line and phase
 
     @property
     def bytes(self) -> int:
         return sum(each.bytes for each in self.held)
+
+    def moved_bytes(self, *phases: str) -> int:
+        """Read and written in these phases or in all."""
+        return sum(moved for (_, phase), moved in self.moved.items() if not phases or phase in phases)
 
     def by_kind(self) -> dict[str, int]:
         sums = dict.fromkeys(GROUPS, 0)
@@ -86,7 +98,8 @@ def forecast(block: Block, groups: list[str], donated: list[bool]) -> Memory:
     weights = {(held.shape, held.dtype) for held in arguments if held.kind == WEIGHTS}
     step = _Lifetimes(block, groups, weights, placed)
     held = sorted([*arguments, *step.held], key=lambda each: -each.bytes)
-    return Memory(step.line, step.phase, held, sorted(step.seen, key=lambda each: -each.bytes))
+    largest = sorted(step.seen, key=lambda each: -each.bytes)
+    return Memory(step.line, step.phase, held, largest, step.moved)
 
 
 class _Lifetimes:
@@ -103,22 +116,28 @@ class _Lifetimes:
         self.born: dict[Value, int] = {}
         self.last: dict[Value, int] = {}
         self.heirs: list[tuple[Value, set[Value]]] = []  # values with those whose place they may take
+        self.moved: collections.Counter[tuple[str, str]] = collections.Counter()
         bodies: dict[int, _Lifetimes] = {}
         for now, op in enumerate(block.operations):
             if op.name in _READ or op.name.startswith("scatter"):
                 for value in op.inputs:
+                    self.compute([value])
                     self.lay_down(value, now)
             elif op.name.startswith(("reduce_", "arg")) and op.name not in _SAME:
                 self.read(op.inputs, now)
             else:
                 continue  # computed where it is needed
+            self.moved[op.line, op.phase] += self.touched(op)
             for value in op.outputs:
                 self.born[value] = self.last[value] = now
                 if op.name in _IN_PLACE or op.name in _LOOPS or op.name.startswith("scatter"):
                     self.heirs.append((value, {self.origin(each) for each in op.inputs}))
             if op.name in _LOOPS:
                 bodies[now] = max((self.body(op, each) for each in op.blocks), key=lambda body: body.bytes)
+                for place, moved in bodies[now].moved.items():
+                    self.moved[place] += moved * op.length
         end = len(block.operations)
+        self.compute(block.outputs)
         for value in block.outputs:
             self.lay_down(value, end, placed=value in placed)
         for heir, before in self.heirs:
@@ -184,6 +203,40 @@ class _Lifetimes:
         for value in values:
             for source in self.sources(value):
                 self.last[source] = now
+
+    def parts_read(self, values: list[Value]) -> dict[Value, int]:
+        """The values in memory that these are computed from, with how many bytes are read of each."""
+        found, met = {}, set()
+        ahead = [(self.origin(value), math.inf) for value in values]
+        while ahead:
+            each, most = ahead.pop()
+            if (each, most) in met or each.literal:
+                continue
+            met.add((each, most))
+            if each in self.born or each.maker is None:
+                found[each] = max(found.get(each, 0), min(each.bytes, most))
+            else:
+                most = min(most, each.bytes) if each.maker.name in _PARTS else most
+                ahead += [(self.origin(value), most) for value in each.maker.inputs]
+        return found
+
+    def compute(self, values: list[Value]) -> None:
+        """Counts what is moved to compute values, together, that are not in memory yet."""
+        new = {self.origin(value): None for value in values}
+        new = [value for value in new if value.maker is not None and value not in self.born]
+        for value in new:
+            self.moved[value.maker.line, value.maker.phase] += value.bytes
+        if new:
+            self.moved[new[0].maker.line, new[0].maker.phase] += sum(self.parts_read(new).values())
+
+    def touched(self, op: Operation) -> int:
+        """Bytes that an operation reads and writes."""
+        if op.name in _LOOPS:
+            return 0  # its body does
+        if op.name.startswith("scatter") or op.name == "dynamic_update_slice":
+            rows = max(value.bytes for value in op.inputs[1:])
+            return sum(value.bytes for value in op.inputs[1:]) + 2 * rows
+        return sum(self.parts_read(op.inputs).values()) + sum(value.bytes for value in op.outputs)
 
     def lay_down(self, value: Value, now: int, placed: bool = False) -> None:
         """Reads a value that has to lie in memory now, and computes it now if it is not there yet.

@@ -72,24 +72,24 @@ def text(ledger) -> str:
         "",
         *_HEAD,
     ]
-    shown = _shown(ledger, margin)
-    for place, (number_, source) in enumerate(shown):
-        if number_ != (shown[place - 1][0] if place else 0) + 1:
+    rows = shown(ledger, margin.lines)
+    for place, (number_, source) in enumerate(rows):
+        if number_ != (rows[place - 1][0] if place else 0) + 1:
             lines.append(f"{margin.of('')}    ⋮")
         line = f"{margin.of(f'{ledger.source}:{number_}')}{number_:>5} {source}"
         lines.append(line if len(line) <= WIDTH else line[: WIDTH - 1] + "…")
-    for place in sorted(margin.lines - {f"{ledger.source}:{number_}" for number_, _ in shown}):
+    for place in sorted(margin.lines - {f"{ledger.source}:{number_}" for number_, _ in rows}):
         lines.append(f"{margin.of(place)} {place or 'a line that is not known'}")
     lines += ["", *_totals(ledger), "", *_sent(ledger), "", *_kept(ledger), "", *_memory(ledger)]
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
-def _shown(ledger, margin: _Margin) -> list[tuple[int, str]]:
-    """Numbers and texts of the lines of all functions and statements that cost anything."""
+def shown(ledger, lines: set[str]) -> list[tuple[int, str]]:
+    """Numbers and texts of the lines of all functions and statements that have one of these lines, which cost."""
     found = []
     for node in ast.parse("\n".join(ledger.text)).body:
         first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))])
-        if any(f"{ledger.source}:{line}" in margin.lines for line in range(first, node.end_lineno + 1)):
+        if any(f"{ledger.source}:{line}" in lines for line in range(first, node.end_lineno + 1)):
             found += [(line, ledger.text[line - 1]) for line in range(first, node.end_lineno + 1)]
     return found
 
@@ -138,7 +138,7 @@ def _kept(ledger) -> list[str]:
         why = {"input": "input of a checkpoint", "": "nobody asked for it"}.get(row.why, row.why)
         times = f"{row.times} × " if row.times > 1 else ""
         lines.append(
-            f"  {number(row.bytes * row.times):>7}  {times + _array(row):<34} {row.line:<14} {why:<22} {_name(ledger, row.line)}"
+            f"  {number(row.bytes * row.times):>7}  {times + array(row):<34} {row.line:<14} {why:<22} {name_of(ledger, row.line)}"
         )
     total = sum(row.bytes * row.times for row in ledger.saved)
     return [*lines, f"  {number(total) or '0':>7}  in all (what is under a thousandth of the largest is not listed)"]
@@ -160,13 +160,13 @@ def _memory(ledger) -> list[str]:
         times = f"{listed[each]} × " if listed[each] > 1 else ""
         mark = "*" if at_peak[each] else " "
         lines.append(
-            f" {mark}{number(each.bytes):>7}  {times + _array(each):<34} {each.line:<14} {each.phase:<11} {each.kind:<18} "
-            f"{_name(ledger, each.line)}"
+            f" {mark}{number(each.bytes):>7}  {times + array(each):<34} {each.line:<14} {each.phase:<11} {each.kind:<18} "
+            f"{name_of(ledger, each.line)}"
         )
-    return [*lines, "", "To need less", *(f"  {line}" for line in _advice(ledger))]
+    return [*lines, "", "To need less", *(f"  {line}" for line in advice(ledger))]
 
 
-def _advice(ledger) -> list[str]:
+def advice(ledger) -> list[str]:
     """What would make it fit, with the bytes that each would save, roughly."""
     kinds = ledger.memory.by_kind()
     of_rows = kinds["saved activations"] + kinds["other values"]
@@ -179,7 +179,7 @@ def _advice(ledger) -> list[str]:
     asked = [row for row in ledger.saved if row.why not in ("", "input")]
     for row in sorted(asked, key=lambda row: -row.bytes * row.times)[:2]:
         lines.append(
-            f"without {_name(ledger, row.line)} kept at {row.line}: up to {gigabytes(row.bytes * row.times)} less, "
+            f"without {name_of(ledger, row.line)} kept at {row.line}: up to {gigabytes(row.bytes * row.times)} less, "
             "and what makes it is computed again"
         )
     return lines
@@ -197,16 +197,16 @@ def summary(ledger, hbm_bytes: int | None) -> list[str]:
         parts = [f"{kind} {gigabytes(part)}" for kind, part in ledger.memory.by_kind().items() if part]
         lines += [
             f"It will not fit: {', '.join(parts)}. To need less:",
-            *(f"  {line}" for line in _advice(ledger)),
+            *(f"  {line}" for line in advice(ledger)),
         ]
     return lines
 
 
-def _array(row: Held) -> str:
+def array(row: Held) -> str:
     return f"{row.dtype}[{', '.join(map(str, row.shape))}]"
 
 
-def _name(ledger, place: str) -> str:
+def name_of(ledger, place: str) -> str:
     """What the source calls the value that a line makes: the name that is assigned to, else the line's text."""
     file, _, line = place.rpartition(":")
     if file != ledger.source:

@@ -60,7 +60,8 @@ def start(config: RunConfig) -> jax.sharding.Mesh:
     """
     prepare_devices(config)
     if config.num_hosts > 1:
-        jax.distributed.initialize()
+        # A host whose others died ends with its own message; by default it would wait for them for five minutes.
+        jax.distributed.initialize(shutdown_timeout_seconds=30)
     check_num_hosts(config, jax.process_count())
     check_mesh(config, jax.device_count(), jax.default_backend())
     mesh = {"d": config.mesh.d, "t": config.mesh.t}

@@ -334,7 +334,7 @@ def test_memory_is_bounded(tmp_path, monkeypatch, packing):
     """What a loader says it takes at most is more than it takes, and not much more; more than io.max_data_bytes is refused with what it is for."""
     read_from_chunks(monkeypatch)
     rng = np.random.default_rng(0)
-    sequences = [rng.integers(0, 1000, rng.integers(200, 400)) for _ in range(8000)]  # 10 MB
+    sequences = [rng.integers(0, 1000, rng.integers(200, 400)) for _ in range(4000)]  # 5 MB
     write_split(tmp_path / "data", "train", sequences, chunk_tokens=2**14)
     sizes = {"read_blocks_per_shuffle_buffer": 32, "sequences_per_read_block": 64}
     config = FlatTokens(str(tmp_path / "data"), sequence_packing=packing, **sizes)
@@ -342,7 +342,7 @@ def test_memory_is_bounded(tmp_path, monkeypatch, packing):
     tracemalloc.start()
     with Loader(config, "train", **rows) as loader:
         before = tracemalloc.get_traced_memory()[0]
-        for step in range(80):
+        for step in range(60):
             loader.load(step)
         peak = tracemalloc.get_traced_memory()[1] - before
     tracemalloc.stop()

@@ -24,9 +24,9 @@ def load_all(path, packing=True):
 
 
 def write(path):
-    """A data set of 64 tokens a chunk, with a mask; returns its path."""
+    """A data set of 256 tokens a chunk, with a mask; returns its path."""
     sequences = ragged(0)
-    write_split(path, "train", sequences, is_target=[ids % 3 > 0 for ids in sequences], chunk_tokens=64)
+    write_split(path, "train", sequences, is_target=[ids % 3 > 0 for ids in sequences], chunk_tokens=256)
     return str(path)
 
 
@@ -42,10 +42,10 @@ def test_the_same_from_an_object_store(object_store, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("place, name, chunk, packing, tokens", [
-    ("disk", "encoded_tokens", 2, True, "128 to 192"),
-    ("disk", "is_target", 2, True, "128 to 192"),
-    ("disk", "seq_starts", 3, False, "0 to 101"),
-    ("object_store", "encoded_tokens", 2, True, "128 to 192"),
+    ("disk", "encoded_tokens", 2, True, "512 to 768"),
+    ("disk", "is_target", 2, True, "512 to 768"),
+    ("disk", "seq_starts", 1, False, "0 to 101"),
+    ("object_store", "encoded_tokens", 2, True, "512 to 768"),
 ])  # fmt: skip
 def test_lost_and_truncated_chunks(request, tmp_path, place, name, chunk, packing, tokens, monkeypatch):
     """A chunk's file that is missing, empty, cut short or longer is an error that names the array, the tokens and the file."""
@@ -115,26 +115,42 @@ def test_stores_that_are_not_there(object_store, monkeypatch):
 
 
 def test_a_run_stops_where_its_data_are_damaged(tmp_path, monkeypatch, capfd):
-    """A chunk that is lost while training runs ends it with one line and status 1, after the steps that did not need it."""
+    """A chunk of one source of a mixture that is lost ends a run with one line and status 1, after the steps that did not need it, whose
+    metrics say how long they waited for data and how many tokens came from each source."""
     rng = np.random.default_rng(0)
-    for split, count in (("train", 400), ("validation", 20)):
-        write_split(tmp_path / "data", split, [rng.integers(1, 128, 100) for _ in range(count)], chunk_tokens=1024)
+    a, b = (str(tmp_path / name) for name in "ab")
+    for path in (a, b):
+        for split, count in (("train", 400), ("validation", 20)):
+            write_split(path, split, [rng.integers(1, 128, 100) for _ in range(count)], chunk_tokens=1024)
     read_from_chunks(monkeypatch)
-    (tmp_path / "data/train/encoded_tokens/c/20").unlink()
+    (tmp_path / "a/train/encoded_tokens/c/20").unlink()
     overrides = [
-        "model.d_model=32", "model.n_kv=4", "model.d_head=8", "model.d_ff=64", "model.layers=1", "model.vocab=128", "log_interval=1",
-        "training.tokens.batch=16", "training.tokens.len=32", "training.steps=70", "training.warmup_steps=2", "training.steps_for_lr=70",
-        "flat_tokens.read_blocks_per_shuffle_buffer=4", "flat_tokens.sequences_per_read_block=32", "flat_tokens.seed=1",
-        f"flat_tokens.filespec={tmp_path}/data", f"paths.root_working_dir={tmp_path}", "paths.model_name=run", "mesh.d=2", "mesh.t=1",
+        "model.d_model=32", "model.n_kv=4", "model.d_head=8", "model.d_ff=64", "model.layers=1", "model.vocab=128", "log_interval=2",
+        "training.tokens.batch=16", "training.tokens.len=32", "training.steps=120", "training.warmup_steps=2", "training.steps_for_lr=120",
+        "flat_tokens.read_blocks_per_shuffle_buffer=4", "flat_tokens.sequences_per_read_block=32", "flat_tokens.seed=1", "mesh.d=2",
+        "flat_tokens.filespec=null", f"mixture=[{{filespec:'{a}',weight:3}},{{filespec:'{b}',weight:1}}]", "validation_batches=1",
+        f"paths.root_working_dir={tmp_path}", "paths.model_name=run", "mesh.t=1", "eval_interval=1000", "checkpoint_interval=1000",
     ]  # fmt: skip
     monkeypatch.setattr(sys, "argv", ["train", *overrides])
     with pytest.raises(SystemExit) as stop:
         run(train.main, train.Config)
     assert stop.value.code == 1
-    (error,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error:")]
+    said = capfd.readouterr()
+    (error,) = [line for line in said.err.splitlines() if line.startswith("error:")]
+    place = (
+        f"cannot read encoded_tokens of {a}/train from 20480 to 21504 (the file train/encoded_tokens/c/20 is missing)"
+    )
+    assert place in error
     assert (
-        f"cannot read encoded_tokens of {tmp_path}/data/train from 20480 to 21504 (the file train/encoded_tokens/c/20 is missing)"
-        in error
+        f"training data: 75.00% from 40,000 tokens of {a}/train in 1,250 rows of 32, 0 at its end being too few for a row; 25"
+        in said.out
+    )
+    assert (
+        f"of {b}/validation in 62 rows of 32, 16 at its end being too few for a row; 1 batches of 16 are read; at most"
+        in said.out
     )
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    assert 4 < max(line["step"] for line in lines) < 70
+    assert 4 < max(line["step"] for line in lines) < 120
+    for line in lines:
+        assert line["tokens_per_source"] == {a: line["step"] * 12 * 32, b: line["step"] * 4 * 32}
+        assert line["data_wait_s"] >= 0

@@ -226,7 +226,7 @@ def test_4096_devices_take_seconds():
 
 
 def test_what_is_kept_is_what_jax_says(capsys):
-    """On a function without loops, shapes and lines are those of jax.ad_checkpoint.print_saved_residuals, arguments
+    """On a function without loops, shapes are those of jax.ad_checkpoint.print_saved_residuals, arguments
     left out."""
 
     @explicit_activation_checkpointing

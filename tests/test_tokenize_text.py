@@ -566,6 +566,7 @@ def test_dead_process(tmp_path, monkeypatch):
 # ---------------------------------------------------------------- what the documentation says
 
 
+@pytest.mark.slow
 def test_your_own_text_in_five_commands(tmp_path):
     """The commands of docs/data.md, but for the installation, run as they are written, offline; training is cut to two steps."""
     section = (ROOT / "docs" / "data.md").read_text().split("## Your own text in five commands")[1]
