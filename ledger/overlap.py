@@ -13,9 +13,9 @@ from ledger.costs import KINDS
 from ledger.hlo_text import Computation, Instruction, Module, parse
 from ledger.program import phase_of
 
-# Instructions that do nothing by themselves.
+# Opcodes that do nothing by themselves.
 _NOTHING = {"parameter", "constant", "bitcast", "get-tuple-element", "tuple", "after-all", "partition-id", "replica-id"}
-_PRODUCT = re.compile(r'custom_call_target="(__cublas|__cudnn)')
+_LIBRARY = re.compile(r'custom_call_target="__(cublas|cudnn)')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Sent:
     bytes: int  # of its operands on one device
     times: int  # in a step
     products: tuple[str, ...]  # lines of the matrix products that run meanwhile
-    others: int  # how many other operations do
+    others: int  # other operations that do
 
     @property
     def stands_alone(self) -> bool:
@@ -38,58 +38,84 @@ class Sent:
         if self.products:
             meanwhile = f"while {', '.join(self.products)} multipl{'ies' if len(self.products) == 1 else 'y'}"
         elif self.others:
-            meanwhile = f"beside {self.others} operation{'s' if self.others > 1 else ''} without a matrix product"
+            meanwhile = f"beside {self.others} operation{'s' if self.others > 1 else ''}, no matrix product"
         else:
-            meanwhile = "alone: nothing is computed meanwhile"
+            meanwhile = "alone"
         lines = ", ".join(self.lines) or "a line that is not known"
         return f"{self.kind} of {lines} ({self.phase}), {self.bytes / 1e6:,.2f} MB, ×{self.times}: {meanwhile}"
 
 
 def overlaps(text: str) -> list[Sent]:
-    """All collectives over more than one device, those that send most first.
+    """All collectives, those that send most first.
 
     Args:
-      text: the scheduled HLO module, `jax.stages.Compiled.as_text()`: its instructions stand in the order in which they
-        run.
+      text: the scheduled HLO module, `jax.stages.Compiled.as_text()`, whose instructions stand in the order in which
+        they run.
     """
     module = parse(text)
-    rows = _of(module, module.computations[module.entry], 1)
-    return sorted(rows, key=lambda row: (-row.bytes * row.times, row))if False else sorted(
-        rows, key=lambda row: -row.bytes * row.times
-    )
+    rows = _rows(module, module.computations[module.entry], 1)
+    return sorted(rows, key=lambda row: -row.bytes * row.times)
 
 
-def _of(module: Module, computation: Computation, times: int) -> list[Sent]:
-    rows = []
-    order = list(computation.instructions.values())
+def _rows(module: Module, computation: Computation, times: int) -> list[Sent]:
+    rows, order = [], list(computation.instructions.values())
     for place, instruction in enumerate(order):
         if instruction.is_done:
             continue
-        if (sending := _sending(module, instruction)) is not None:
-            inner, where = sending
-            parts = [(line, stack) for _, _, (line, stack) in operands(module, where, inner)]
-            if not any(line for line, _ in parts):
-                parts = [module.metadata(instruction)]
-            meanwhile = order[place + 1 : _end(order, place)]
-            rows.append(
-                Sent(
-                    kind=inner.opcode,
-                    lines=tuple(dict.fromkeys(line for line, _ in parts if line)),
-                    phase=phase_of(parts[0][1]),
-                    bytes=sum(size for _, size, _ in operands(module, where, inner)),
-                    times=times,
-                    products=tuple(
-                        dict.fromkeys(module.metadata(each)[0] or "?" for each in meanwhile if _is_product(module, each))
-                    ),
-                    others=sum(1 for each in meanwhile if _works(module, each)),
-                )
-            )
+        sending = _sending(module, computation, instruction)
+        if sending is None:
+            inner_times = times * (turns(module, instruction) if instruction.opcode == "while" else 1)
+            for body in module.callees(instruction, "calls", "to_apply", "body", "branch_computations"):
+                rows += _rows(module, body, inner_times)
             continue
-        for body in module.callees(instruction, "calls", "to_apply", "body", "branch_computations"):
-            turns_of = turns(module, instruction) if instruction.opcode == "while" else 1
-            rows += _of(module, body, times * turns_of)
+        inner, where = sending
+        meanwhile = [each for each in order[place + 1 : _end(order, place)] if _works(each)]
+        if where is not computation and instruction.opcode == "fusion":  # sends and computes in one
+            meanwhile += [each for each in where.instructions.values() if each is not inner and _works(each)]
+        products = [each for each in meanwhile if _is_product(module, each)]
+        parts = operands(module, where, inner)
+        places = [place for _, _, place in parts if place[0]] or [module.metadata(instruction)]
+        rows.append(
+            Sent(
+                kind=inner.opcode,
+                lines=tuple(dict.fromkeys(line for line, _ in places if line)),
+                phase=phase_of(places[0][1]),
+                bytes=sum(size for _, size, _ in parts),
+                times=times,
+                products=tuple(dict.fromkeys(module.metadata(each)[0] or "a product" for each in products)),
+                others=len(meanwhile) - len(products),
+            )
+        )
     return rows
 
 
-def _sending(module: Module, instruction: Instruction) -> tuple[Instruction, Computation] | None:
-    """The collective that an instruction is, or starts, and the computation that it stands in."""
+def _sending(
+    module: Module, computation: Computation, instruction: Instruction
+) -> tuple[Instruction, Computation] | None:
+    """The collective that an instruction is, or that it wraps, and the computation in which that stands."""
+    if instruction.opcode in KINDS.values():
+        return instruction, computation
+    if instruction.opcode in ("async", "fusion"):
+        for body in module.callees(instruction, "calls"):
+            for inner in body.instructions.values():
+                if (found := _sending(module, body, inner)) is not None:
+                    return found
+    return None
+
+
+def _end(order: list[Instruction], start: int) -> int:
+    """Where the asynchronous instruction at `start` is done; a synchronous one is at once."""
+    for place in range(start + 1, len(order)):
+        if order[place].is_done and order[place].operands[0] == order[start].name:
+            return place
+    return start
+
+
+def _works(instruction: Instruction) -> bool:
+    return instruction.opcode not in _NOTHING and not instruction.is_done and instruction.opcode not in KINDS.values()
+
+
+def _is_product(module: Module, instruction: Instruction) -> bool:
+    if _LIBRARY.search(instruction.attributes) or instruction.opcode == "while":
+        return bool(_LIBRARY.search(instruction.attributes))
+    return any(each.opcode in ("dot", "convolution") for each in module.inner(instruction))

@@ -199,3 +199,41 @@ def _dims(axes: tuple[str, ...], mesh: dict[str, int], dims: int) -> int:
     largest = max(wide, key=mesh.get)
     others = len([axis for axis in axes if axis != largest])
     return max(others + (dims - (len(wide) - 1) if largest in axes else 0), 1)
+
+
+# -- As text -----------------------------------------------------------------------------------------------------------
+def text(estimate: Roofline) -> list[str]:
+    """The times by phase, MFU, and how fast each kind of collective can be sent; n/a where a figure is not known."""
+    columns = "compute", "memory", "communication", "overlapped", "alone"
+    lines = [f"{'Time of a step at the least':<30}" + "".join(f"{column:>15}" for column in columns) + "  bound by"]
+    rows = [
+        (phase.name, *phase.times.values(), phase.overlapped_s, phase.alone_s, phase.bound) for phase in estimate.phases
+    ]
+    rows.append(("all", *estimate.totals.values(), estimate.step_s, estimate.step_alone_s, estimate.bound))
+    for name, *times, bound in rows:
+        lines.append(f"  {name:<28}" + "".join(f"{seconds(each):>15}" for each in times) + f"  {bound or 'n/a'}")
+    lines += [
+        f"MFU: at most {percent(estimate.mfu)}, if within each phase everything overlaps; {percent(estimate.mfu_alone)} if "
+        "nothing does.",
+        "",
+        f"{'Sent by one device':<30}{'over':<9}{'phase':<12}{'bytes':>10}{'at':>14}{'takes':>12}",
+    ]
+    for each in sorted(estimate.sendings, key=lambda each: -each.sent_bytes):
+        rate = "n/a" if each.bytes_per_s is None else f"{each.bytes_per_s / 1e9:,.1f} GB/s"
+        where = "  between hosts" if each.crosses_hosts else ""
+        lines.append(
+            f"  {each.kind:<28}{' × '.join(each.axes):<9}{each.phase:<12}{each.sent_bytes:>10.3g}{rate:>14}"
+            f"{seconds(each.sent_s):>12}{where}"
+        )
+    return lines if estimate.sendings else [*lines[:-1], "Nothing is sent."]
+
+
+def seconds(value: float | None) -> str:
+    """n/a, 1.35 s, 12.3 ms, 4 µs."""
+    if value is None:
+        return "n/a"
+    return f"{value:,.2f} s" if value >= 1 else f"{value * 1e3:,.2f} ms" if value >= 1e-4 else f"{value * 1e6:,.1f} µs"
+
+
+def percent(value: float | None) -> str:
+    return "n/a" if value is None else f"{value:.1%}"

@@ -357,6 +357,7 @@ class _Source:
         self.name, self.split, self.rows, self.order = name, split, rows, order
         self._length, self._pool = length, pool
         self._buffers: ReadAhead[_Buffer] | None = None
+        self._memory: list[tuple[np.ndarray, np.ndarray] | None] = [None] * (1 + BUFFERS_AHEAD)
 
     @property
     def arrays(self) -> list[zarr.Array | np.ndarray]:
@@ -398,4 +399,12 @@ class _Source:
         ordinals = epoch * self.rows.count + first + np.arange(len(rows))
         wanted = self._wanted(ordinals)
         starts, stops = self.rows.ranges(rows[wanted], self._pool)
-        return _Buffer(ordinals[wanted], *self.split.read_rows(starts, stops, self._length, self._pool))
+        # A buffer is filled only after the one before the last was asked past, whose memory it takes over: new memory costs as much time as
+        # decoding where the system hands it out page by page.
+        slot = index % len(self._memory)
+        if self._memory[slot] is None or len(self._memory[slot][0]) < len(starts):
+            shape = (len(starts), self._length)
+            self._memory[slot] = np.empty(shape, np.uint32), np.empty(shape, bool)
+        tokens, is_target = (array[: len(starts)] for array in self._memory[slot])
+        self.split.read_rows(starts, stops, tokens, is_target, self._pool)
+        return _Buffer(ordinals[wanted], tokens, is_target)

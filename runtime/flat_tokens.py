@@ -277,16 +277,18 @@ class Split:
         return self.seq_starts.shape[0] - 1
 
     def read_rows(
-        self, starts: np.ndarray, stops: np.ndarray, length: int, pool: Executor
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens from starts[i] to stops[i] as row i, as they are stored, and which are targets; padded at the end to `length`.
+        self, starts: np.ndarray, stops: np.ndarray, tokens: np.ndarray, is_target: np.ndarray, pool: Executor
+    ) -> None:
+        """Fills row i with the tokens from starts[i] to stops[i], as they are stored, and with which are targets.
 
-        What pads is ENCODED_PADDING and no target.
+        What pads a row at its end is ENCODED_PADDING and no target.
 
+        Args:
+          tokens, is_target: to be filled: uint32 and bool, [rows, length].
         Raises:
           RunError: the tokens cannot be read, or an id is larger than max_token_id.
         """
-        tokens = np.full((len(starts), length), ENCODED_PADDING)
+        tokens.fill(ENCODED_PADDING)
         read_ranges(self.encoded_tokens, starts, stops, tokens, f"encoded_tokens of {self.where}", pool)
         if tokens.size and int(tokens.max()) >> 1 > self.max_token_id:
             row, place = np.argwhere(tokens >> np.uint32(1) > self.max_token_id)[0]
@@ -295,11 +297,10 @@ class Split:
                 f"max_token_id {self.max_token_id}: a chunk was damaged, or the writer was wrong; write or copy the data set again"
             )
         if self.is_target is None:
-            is_target = np.arange(length) < (stops - starts)[:, None]
+            np.less(np.arange(tokens.shape[1]), (stops - starts)[:, None], out=is_target)
         else:
-            is_target = np.zeros((len(starts), length), bool)
+            is_target.fill(False)
             read_ranges(self.is_target, starts, stops, is_target, f"is_target of {self.where}", pool)
-        return tokens, is_target
 
 
 def open_split(path: str | os.PathLike, split: str, *, resident_bytes: int = RESIDENT_BYTES) -> Split:

@@ -19,7 +19,8 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from multiprocessing.connection import Connection
+from pathlib import Path
 
 import fsspec
 import jax
@@ -31,6 +32,7 @@ from runtime.errors import RunError
 from runtime.flat_tokens import open_split, write_split
 
 MEGABYTE = 1e6
+PROCESSES = multiprocessing.get_context("spawn")
 SERVER_ENVIRONMENT = {
     "AWS_ACCESS_KEY_ID": "benchmark",
     "AWS_SECRET_ACCESS_KEY": "benchmark",
@@ -109,18 +111,19 @@ def write(path: str, tokens: int) -> None:
 def served(path: str) -> Iterator[str]:
     """The URL of a copy of a data set in an object store on this machine."""
     try:
+        import moto.server  # noqa: F401
         import s3fs
-        from moto.server import ThreadedMotoServer
     except ImportError as error:
         raise RunError(
             f"object_store=true needs a package that is not there ({error}): pip install s3fs moto flask flask-cors"
         ) from error
     # In a process of its own, as a real one is on another machine.
-    ready = multiprocessing.get_context("spawn").Queue()
-    server = multiprocessing.get_context("spawn").Process(target=serve, args=(ready,), daemon=True)
+    receiver, sender = PROCESSES.Pipe(duplex=False)
+    server = PROCESSES.Process(target=serve, args=(sender,), daemon=True)
     server.start()
-    os.environ.update(SERVER_ENVIRONMENT, AWS_ENDPOINT_URL=ready.get(timeout=60))
-    del ThreadedMotoServer
+    if not receiver.poll(60):
+        raise RunError("the object store of this machine did not start within a minute")
+    os.environ.update(SERVER_ENVIRONMENT, AWS_ENDPOINT_URL=receiver.recv())
     files = s3fs.S3FileSystem()
     files.mkdir("benchmark")
     files.put(f"{fsspec.url_to_fs(path)[1]}/", "benchmark/data.zarr", recursive=True)
@@ -130,40 +133,43 @@ def served(path: str) -> Iterator[str]:
         server.terminate()
 
 
-def serve(ready: Any) -> None:
+def serve(sender: Connection) -> None:
     from moto.server import ThreadedMotoServer
 
     logging.getLogger("werkzeug").setLevel(logging.WARNING)  # else a line a request
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
-    ready.put("http://{}:{}".format(*server.get_host_and_port()))
+    sender.send("http://{}:{}".format(*server.get_host_and_port()))
     while True:
         time.sleep(60)
 
 
 def measured(config: Benchmark, path: str, packed: bool, step_s: float = 0.0) -> dict[str, float]:
     """The figures of `measure`, from a new process."""
-    results = multiprocessing.get_context("spawn").Queue()
-    process = multiprocessing.get_context("spawn").Process(target=measure, args=(config, path, packed, step_s, results))
+    receiver, sender = PROCESSES.Pipe(duplex=False)
+    process = PROCESSES.Process(target=measure, args=(config, path, packed, step_s, sender))
     process.start()
-    process.join()
-    if process.exitcode:
-        raise RunError(f"reading {path} failed; the message above says why")
-    return results.get()
+    sender.close()
+    try:
+        return receiver.recv()
+    except EOFError:
+        raise RunError(f"reading {path} failed; the message above says why") from None
+    finally:
+        process.join()
 
 
-def measure(config: Benchmark, path: str, packed: bool, step_s: float, results: Any) -> None:
+def measure(config: Benchmark, path: str, packed: bool, step_s: float, sender: Connection) -> None:
     """Loads batches for some seconds after a first shuffle buffer, which is what brings the data into the system's cache."""
     os.environ["JAX_PLATFORMS"] = os.environ.get("JAX_PLATFORMS", "cpu")
     sizes = config.read_blocks_per_shuffle_buffer, config.sequences_per_read_block
     options = {"io_threads": config.max_io_threads, "sharding": jax.sharding.SingleDeviceSharding(jax.devices()[0])}
     jax.block_until_ready(jax.numpy.zeros(1))
-    memory_before = peak_memory()
     try:
         loader = Loader(FlatTokens(path, packed, *sizes), "train", batch=config.batch, length=config.length, **options)
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
+    memory_before = peak_memory()
     with loader:
         step = 0
         epoch = min(loader.rows // config.batch, 4 * sizes[0] * sizes[1] // config.batch)
@@ -176,7 +182,7 @@ def measure(config: Benchmark, path: str, packed: bool, step_s: float, results: 
             time.sleep(step_s)
             tokens += config.batch * config.length if packed else int(np.sum(batch.is_target))
         took, steps = time.perf_counter() - began, step + 1 - first
-    results.put({
+    sender.send({
         "tokens_per_s": tokens / took,
         "cpu_ns": (time.process_time() - cpu) / max(tokens, 1) * 1e9,
         "memory_bytes": peak_memory() - memory_before,
@@ -188,8 +194,11 @@ def measure(config: Benchmark, path: str, packed: bool, step_s: float, results: 
 
 def peak_memory() -> int:
     """The most memory that this process had, in bytes."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    status = Path("/proc/self/status")
+    if status.exists():  # there getrusage counts the process that started this one too
+        (line,) = [line for line in status.read_text().splitlines() if line.startswith("VmHWM")]
+        return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def show(name: str, figures: dict[str, float]) -> None:

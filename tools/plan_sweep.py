@@ -1,0 +1,189 @@
+"""Every mesh for a number of devices, and MFU against the number of devices: `python -m tools.plan sweep=true`."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from html import escape
+from pathlib import Path
+
+from tqdm import tqdm
+
+from ledger import hardware, roofline
+from ledger.page import gigabytes
+from runtime.errors import RunError
+from tools import plan
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """One way to run a step."""
+
+    d: int
+    t: int
+    microbatches: int
+    batch: int
+    memory_bytes: int
+    fits: bool
+    estimate: roofline.Roofline
+
+
+def sweep(config: plan.Plan, machine: hardware.Hardware) -> None:
+    """Prints a table for each number of devices, and draws the picture. Raises RunError where there is no mesh."""
+    if None in (machine.peak_flops_per_s, machine.hbm_bytes, machine.hbm_bytes_per_s):
+        raise RunError("a sweep is sorted by time: give hardware=, with peak_flops_per_s, hbm_bytes, hbm_bytes_per_s")
+    own = config.mesh.d * config.mesh.t
+    first = own if config.hosts is None else config.hosts * config.devices_per_host
+    if config.up_to_devices is not None and config.up_to_devices < first:
+        raise RunError(f"up_to_devices = {config.up_to_devices}: expected {first}, with which it begins, or more")
+    best: list[Choice] = []
+    for devices in counts(first, config.up_to_devices):
+        batch = config.training.tokens.batch
+        if config.up_to_devices is not None and config.batch_grows:
+            batch = max(batch * devices // own, 1)
+        found, refusal = choices(config, machine, devices, batch)
+        print("\n".join(table(config, devices, batch, found, refusal)), end="\n\n", flush=True)
+        best += [choice for choice in found if choice.fits][:1]
+    rows = "the batch grows with the devices" if config.batch_grows else "the batch is the same for all"
+    print("Assumed:", *(f"- {each}" for each in roofline.ASSUMPTIONS), sep="\n")
+    print("- A mesh that fits is not tried with more microbatches: they gather weights again and save no time.")
+    if config.picture is not None:
+        if config.up_to_devices is None:
+            raise RunError("picture shows MFU against devices: set up_to_devices")
+        Path(config.picture).write_text(picture(config, best, rows), encoding="utf-8")
+        print(f"{config.picture}: predicted MFU for {first} to {config.up_to_devices} devices; {rows}")
+
+
+def counts(first: int, last: int | None) -> list[int]:
+    """first, twice as many, and so on up to last.
+
+    >>> counts(8, 40)
+    [8, 16, 32]
+    """
+    return [first * 2**power for power in range(int(math.log2((last or first) / first)) + 1)]
+
+
+def choices(config: plan.Plan, machine: hardware.Hardware, devices: int, batch: int) -> tuple[list[Choice], str]:
+    """All meshes of so many devices, those that fit first, the fastest first; and why a mesh that can't be is refused."""
+    found, refusal = [], ""
+    meshes = [(devices // t, t) for t in range(1, devices + 1) if devices % t == 0]
+    for d, t in tqdm(meshes, desc=f"{devices} devices", leave=False):
+        for microbatches in powers(batch // d):
+            try:
+                tried = of_shape(config, d, t, batch, microbatches)
+            except RunError as error:
+                refusal = refusal or f"d={d} × t={t}: {error}"
+                break
+            choice = choose(tried, machine)
+            found.append(choice)
+            if choice.fits:
+                break
+    return sorted(found, key=lambda each: (not each.fits, each.estimate.step_s, each.estimate.step_alone_s)), refusal
+
+
+def powers(most: int) -> Iterator[int]:
+    """1, 2, 4, ... up to `most`; 1 at least."""
+    yield from (2**power for power in range(max(most, 1).bit_length()))
+
+
+def of_shape(config: plan.Plan, d: int, t: int, batch: int, microbatches: int) -> plan.Plan:
+    tokens = dataclasses.replace(config.training.tokens, batch=batch)
+    training = dataclasses.replace(config.training, tokens=tokens, microbatches=microbatches)
+    per_host = min(config.devices_per_host, d * t)
+    mesh = dataclasses.replace(config.mesh, d=d, t=t)
+    return plan.changed(
+        config, mesh=mesh, training=training, hosts=max(d * t // per_host, 1), devices_per_host=per_host
+    )
+
+
+def choose(config: plan.Plan, machine: hardware.Hardware) -> Choice:
+    ledger = plan.ledger_of(config)
+    return Choice(
+        d=config.mesh.d,
+        t=config.mesh.t,
+        microbatches=config.training.microbatches,
+        batch=config.training.tokens.batch,
+        memory_bytes=ledger.memory.bytes,
+        fits=ledger.memory.bytes <= machine.hbm_bytes,
+        estimate=roofline.roofline(ledger, machine, config.devices_per_host),
+    )
+
+
+def table(config: plan.Plan, devices: int, batch: int, found: list[Choice], refusal: str) -> list[str]:
+    """One row for each choice."""
+    lines = [
+        f"{config.paths.model_name} on {devices:,} × {config.hardware}, {batch:,} × {config.training.tokens.len:,} tokens a step",
+        f"{'d':>6}{'t':>5}{'microbatches':>14}{'memory':>12}{'overlapped':>13}{'MFU':>8}{'alone':>13}{'MFU':>8}  bound by",
+    ]
+    for each in found:
+        estimate = each.estimate
+        lines.append(
+            f"{each.d:>6}{each.t:>5}{each.microbatches:>14}{gigabytes(each.memory_bytes):>12}"
+            f"{roofline.seconds(estimate.step_s):>13}{roofline.percent(estimate.mfu):>8}"
+            f"{roofline.seconds(estimate.step_alone_s):>13}{roofline.percent(estimate.mfu_alone):>8}  {estimate.bound or 'n/a'}"
+            f"{'' if each.fits else ', does not fit'}"
+        )
+    if refusal:
+        lines.append(f"Other meshes cannot be, such as {refusal}")
+    return lines
+
+
+# -- The picture -------------------------------------------------------------------------------------------------------
+WIDTH, HEIGHT, LEFT, TOP, PLOT_WIDTH, PLOT_HEIGHT = 760, 560, 60, 50, 660, 300
+CURVES = (("mfu", "everything overlaps", "#1f6feb"), ("mfu_alone", "nothing overlaps", "#b35900"))
+
+
+def picture(config: plan.Plan, best: list[Choice], rows: str) -> str:
+    """An SVG of the MFU of the fastest mesh that fits, against the number of devices, with what it assumes."""
+    sizes = [math.log2(each.d * each.t) for each in best] or [0]
+    span = max(sizes[-1] - sizes[0], 1)
+
+    def place(index: int, mfu: float) -> tuple[float, float]:
+        return LEFT + (sizes[index] - sizes[0]) / span * PLOT_WIDTH, TOP + (1 - mfu) * PLOT_HEIGHT
+
+    title = f"{config.paths.model_name} on {config.hardware}: predicted MFU of the fastest mesh; {rows}"
+    parts = [f'<text x="{LEFT}" y="26" font-size="15">{escape(title)}</text>']
+    for tenth in range(0, 11, 2):
+        y = TOP + (1 - tenth / 10) * PLOT_HEIGHT
+        parts.append(f'<path d="M{LEFT} {y:.1f}h{PLOT_WIDTH}" stroke="#ddd"/>')
+        parts.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{10 * tenth} %</text>')
+    for index, each in enumerate(best):
+        x, _ = place(index, 0)
+        for line, label in enumerate((f"{each.d * each.t:,}", f"{each.d} × {each.t}", f"{each.microbatches}")):
+            parts.append(
+                f'<text x="{x:.1f}" y="{TOP + PLOT_HEIGHT + 18 + 15 * line}" text-anchor="middle">{label}</text>'
+            )
+    for line, label in enumerate(("devices", "d × t", "parts")):  # microbatches
+        y = TOP + PLOT_HEIGHT + 18 + 15 * line
+        parts.append(f'<text x="4" y="{y}" fill="#555">{label}</text>')
+    for number, (key, label, colour) in enumerate(CURVES):
+        points = [(*place(index, getattr(each.estimate, key) or 0), each) for index, each in enumerate(best)]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y, _ in points)
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        parts += [
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}"><title>{each.d * each.t:,} devices: '
+            f"{roofline.percent(getattr(each.estimate, key))}, bound by {each.estimate.bound}</title></circle>"
+            for x, y, each in points
+        ]
+        parts.append(
+            f'<text x="{LEFT + 10 + 170 * number}" y="{TOP + PLOT_HEIGHT - 10}" fill="{colour}">● {label}</text>'
+        )
+    for line, text in enumerate(_wrapped(["Assumed:", *(f"- {each}" for each in roofline.ASSUMPTIONS)])):
+        y = TOP + PLOT_HEIGHT + 76 + 13 * line
+        parts.append(f'<text x="{LEFT}" y="{y}" font-size="10.5" fill="#555">{escape(text)}</text>')
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
+        f'font-family="sans-serif" font-size="12"><rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>\n'
+        + "\n".join(parts)
+        + "\n</svg>\n"
+    )
+
+
+def _wrapped(texts: list[str], width: int = 118) -> Iterator[str]:
+    for text in texts:
+        line = ""
+        for word in text.split():
+            if len(line) + len(word) >= width:
+                yield line
+                line = " "
+            line = f"{line} {word}" if line else word
+        yield line
