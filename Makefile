@@ -39,6 +39,6 @@ $(VENV)/runtime: requirements-cpu.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-cpu.txt
 	touch $@
 
-$(VENV)/tests: $(VENV)/runtime requirements-test.txt
+$(VENV)/tests: $(VENV)/runtime requirements-test.txt requirements-text.txt requirements-s3.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-test.txt
 	touch $@

@@ -27,7 +27,7 @@ _KINDS = {
     "gathered weights": "put together from all devices' parts, for a product",
     "other values": "what is computed on the way",
 }
-_LISTED = 40  # rows of a table of values in memory
+_LISTED = 24  # rows of a table of values in memory
 
 
 def page(ledger, roofline=None) -> str:
@@ -87,7 +87,7 @@ _READING = """<section id="reading"><h2>How it is counted</h2>
 <ul>
 <li>k, M, G, T, P: thousands, millions, 10⁹, 10¹², 10¹⁵; GB are 10⁹ bytes. A multiply and an add are two FLOPs. FLOPs are
 those of matrix products; what is computed element by element has none here.</li>
-<li><b>Forward again</b>: computed once more for the backward pass, because it was not kept.</li>
+<li><b>Recomputed</b>: computed once more, or sent, for the backward pass, because it was not kept.</li>
 <li><b>Bytes sent</b> leave a device while as many enter it. In a ring of n devices an all-gather of parts of b bytes sends
 (n − 1) b; a reduce-scatter or all-to-all of b bytes (n − 1)/n b; an all-reduce twice that; a permutation b.</li>
 <li><b>Bytes kept</b> are made in the forward pass and read in the backward pass.</li>
@@ -102,7 +102,7 @@ def _header(ledger, roofline) -> str:
     mesh = " × ".join(f"{axis}={size:,}" for axis, size in ledger.mesh.items())
     facts = {
         "Program": ledger.source,
-        "Model": f"{amount(ledger.parameters, '').strip()} parameters",
+        "Model": f"{ledger.parameters:,} parameters",
         "Mesh": f"{mesh}: {_devices(ledger)}",
         "Tokens a step": f"{ledger.tokens:,} ({ledger.tokens / ledger.devices:,.0f} a device)",
     }
@@ -126,18 +126,18 @@ otherwise.</p>
 def _cards(ledger) -> str:
     lines = html_source.sums(ledger)
     whole = html_source.all_lines(lines)
-    over = {name: f"over {' × '.join(axes)}" for name, axes in html_source.axes_of(ledger).items()}
+    labels = html_source.labels(ledger)
     kinds = {_class(kind): part for kind, part in ledger.memory.by_kind().items()}
     flops = (
         f"{_devices(ledger)} together: {amount(ledger.hardware_flops, 'FLOP')}, of which the model needs "
-        f"{amount(ledger.model_flops, 'FLOP')}: causal products as half, nothing again. MFU counts these."
+        f"{amount(ledger.model_flops, 'FLOP')}: causal products as half, nothing recomputed. MFU counts these."
     )
     peak = f"Most while {_link(ledger, ledger.memory.line)} runs." if ledger.memory.line else ""
     return "\n".join(
         (
-            _card("Computes", "in matrix products", whole.flops, "FLOP", html_source.PHASES, flops),
-            _card("Sends", "to other devices", whole.sent, "B", over, _most(ledger, lines, "sent")),
-            _card("Keeps", "for the backward pass", whole.kept, "B", html_source.WHY, _most(ledger, lines, "kept")),
+            _card("Computes", "in matrix products", whole.flops, "FLOP", labels["flops"], flops),
+            _card("Sends", "to other devices", whole.sent, "B", labels["sent"], _most(ledger, lines, "sent")),
+            _card("Keeps", "for the backward pass", whole.kept, "B", labels["kept"], _most(ledger, lines, "kept")),
             _card("Needs", "of memory (forecast)", kinds, "B", {_class(kind): kind for kind in GROUPS}, peak),
         )
     )
@@ -181,50 +181,52 @@ def _memory(ledger, roofline) -> str:
         fits = f" A device has {amount(room, 'B')}; this is {percent(memory.bytes / room)} of it."
         fits += " <b>It will not fit.</b>" if memory.bytes > room else ""
     where = f" That is while {_link(ledger, memory.line)} runs ({memory.phase})." if memory.line else ""
-    rows = [(kind, kinds[kind], kinds[kind] / memory.bytes, what) for kind, what in _KINDS.items()]
-    columns = {
-        "value": "code",
-        "bytes": "B",
-        "number": "count",
-        "kind": "",
-        "array": "code",
-        "phase": "",
-        "line": "line",
-    }
+    rows = [(kind, kinds[kind], kinds[kind] / max(memory.bytes, 1), what) for kind, what in _KINDS.items()]
     alive = collections.Counter(memory.held)
     others = collections.Counter(each for each in memory.largest if each not in alive)
-
-    def values(counter: collections.Counter) -> list[tuple]:
-        return [
-            (_called(ledger, each), each.bytes * times, times, each.kind, array(each), each.phase, each.line)
-            for each, times in sorted(counter.items(), key=lambda item: -item[0].bytes * item[1])[:_LISTED]
-        ]
-
-    return f"""<p>Forecast of the peak: <b>{amount(memory.bytes, "B")}</b>.{fits}{where} Each cell below is a value that is
-in memory then.</p>
-{_cells(ledger, alive, max(memory.bytes, room or 0))}
+    return f"""<p>Forecast of the peak: <b>{amount(memory.bytes, "B")}</b>.{where} Each cell below is a value that is in memory
+then.{fits}</p>
+{_cells(ledger, alive)}
 {legend([(_class(kind), kind, amount(kinds[kind], "B")) for kind in GROUPS if kinds[kind]])}
 {table("What the memory is for", {"kind": "", "bytes": "B", "of all": "percent", "what it is": ""}, rows)}
-<details open><summary>The largest values at the peak</summary>{table("In memory at the peak", columns, values(alive))}</details>
-<details><summary>Large values at other times</summary>{table("Not in memory at the peak", columns, values(others))}</details>
+<details open><summary>The largest values at the peak</summary>{_values(ledger, "In memory at the peak", alive)}</details>
+<details><summary>Large values at other times</summary>{_values(ledger, "Not in memory at the peak", others)}</details>
 <h3>To need less</h3>
 <ul>{"".join(f"<li>{escape(each)}</li>" for each in advice(ledger))}</ul>"""
 
 
-def _cells(ledger, alive: collections.Counter, full: float) -> str:
-    """The stacked bar: kinds in order, in each its values, largest first. What is too thin to be seen has no cell."""
-    kinds = []
+def _cells(ledger, alive: collections.Counter) -> str:
+    """The stacked bar: kinds in order, in each its values, largest first. What is too thin to be seen has no
+    cell, what is too thin to be read no name."""
+    kinds, full = [], max(ledger.memory.bytes, 1)
     for kind in GROUPS:
         values = {each: each.bytes * times for each, times in alive.items() if each.kind == kind}
         cells = "".join(
             f'<i style="flex-grow:{size}" title="{escape(_called(ledger, each))}: {amount(size, "B")}">'
-            f"{escape(_called(ledger, each))}</i>"
+            f"{escape(_called(ledger, each)) if size * 30 > full else ''}</i>"
             for each, size in sorted(values.items(), key=lambda item: -item[1])
             if size * 500 > full
         )
         width = 100 * sum(values.values()) / full
         kinds.append(f'<span class="{_class(kind)}" style="width:{width:.3g}%">{cells}</span>' if width else "")
     return f'<div class="held" aria-hidden="true">{"".join(kinds)}</div>'
+
+
+def _values(ledger, caption: str, values: collections.Counter) -> str:
+    columns = {
+        "bytes": "B",
+        "number": "count",
+        "value": "code",
+        "kind": "",
+        "array": "code",
+        "phase": "",
+        "line": "line",
+    }
+    rows = [
+        (each.bytes * times, times, _called(ledger, each), each.kind, array(each), each.phase or "argument", each.line)
+        for each, times in values.items()
+    ]
+    return table(caption, columns, sorted(rows, key=lambda row: -row[0])[:_LISTED])
 
 
 def _called(ledger, each) -> str:

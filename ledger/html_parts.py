@@ -1,12 +1,15 @@
 """The pieces that ledger.html is put together from: amounts, bars, legends, tables, coloured source."""
 
+import functools
 import io
 import keyword
 import re
 import tokenize
 from html import escape
 
+from ledger.memory import GROUPS
 from ledger.page import number
+from ledger.program import PHASES
 
 # -- Amounts -----------------------------------------------------------------------------------------------------------
 
@@ -26,10 +29,10 @@ def seconds(value: float | None) -> str:
     """Three digits: 1.23 s, 45.6 ms, 7.89 µs; n/a for what is not known."""
     if value is None:
         return "n/a"
-    for scale, unit in ((1, "s"), (1e-3, "ms")):
+    for scale, unit in ((1, "s"), (1e-3, "ms"), (1e-6, "µs")):
         if value >= 0.9995 * scale:
-            return f"{number(value / scale)}\N{NO-BREAK SPACE}{unit}"
-    return f"{value / 1e-6:.3g}\N{NO-BREAK SPACE}µs"
+            return f"{value / scale:#.3g}".rstrip(".") + f"\N{NO-BREAK SPACE}{unit}"
+    return "under 1 µs" if value else "0 s"
 
 
 def percent(part: float | None) -> str:
@@ -40,12 +43,16 @@ def percent(part: float | None) -> str:
 
 # -- Bars and legends --------------------------------------------------------------------------------------------------
 Parts = dict[str, float]  # from a class of html.css, which gives the colour, to an amount
+# The classes, in the order in which bars and legends show them.
+MANY_AXES = 6  # sets of mesh axes with a colour of their own
+ORDER = (*PHASES, *(f"axes{number}" for number in range(MANY_AXES)), "asked", "input", "unasked")
+ORDER += tuple(kind.replace(" ", "-") for kind in GROUPS)
 
 
 def bar(parts: Parts, full: float) -> str:
     """A stacked bar; `full` is the amount that takes the whole width. For the eye alone: numbers stand beside it."""
-    shown = {name: value for name, value in parts.items() if value}
-    cells = "".join(f'<i class="{name}" style="width:{100 * value / full:.3g}%"></i>' for name, value in shown.items())
+    shown = [(name, 100 * parts[name] / full) for name in ORDER if parts.get(name)]
+    cells = "".join(f'<i class="{name}" style="width:{width:.3g}%"></i>' for name, width in shown)
     return f'<span class="bar" aria-hidden="true">{cells}</span>'
 
 
@@ -65,8 +72,8 @@ def table(caption: str, columns: dict[str, str], rows: list[tuple]) -> str:
     """A table that html.js makes sortable.
 
     Args:
-      columns: from the heading to what is below it: a unit ('FLOP', 'B'), 'count', 'percent', 'line' for a place in
-        the source, 'code', or '' for words.
+      columns: from the heading to what is below it: a unit ('FLOP', 'B'), 'count', 'percent', 's' for seconds or None,
+        'line' for a place in the source, 'code', or '' for words.
       rows: tuples of as many values.
     """
     head = "".join(f'<th scope="col"{_numeric(kind)}>{escape(name)}</th>' for name, kind in columns.items())
@@ -81,24 +88,24 @@ def table(caption: str, columns: dict[str, str], rows: list[tuple]) -> str:
 
 
 def _numeric(kind: str) -> str:
-    return ' class="n"' if kind in ("FLOP", "B", "count", "percent") else ""
+    return ' class="n"' if kind in ("FLOP", "B", "s", "count", "percent") else ""
 
 
 def _cell(value, kind: str) -> str:
     if kind == "line":
         place = value.rpartition(":")[2]
-        text = f'<a href="#L{place}">{escape(value)}</a>' if place else "not known"
+        text = f'<a href="#L{place}">{escape(value)}</a>' if place else "–"
         return f'<td data-v="{place or 0}">{text}</td>'
     if kind == "code":
         return f"<td><code>{escape(value)}</code></td>"
     if not kind:
         return f"<td>{escape(value)}</td>"
-    text = f"{value:,}" if kind == "count" else percent(value) if kind == "percent" else amount(value, kind)
-    return f'<td class="n" data-v="{value:.10g}">{text}</td>'
+    shown = {"count": "{:,}".format, "percent": percent, "s": seconds}.get(kind) or functools.partial(amount, unit=kind)
+    return f'<td class="n" data-v="{-1 if value is None else value}">{shown(value)}</td>'
 
 
 # -- Source ------------------------------------------------------------------------------------------------------------
-_LAYOUT = {"NEWLINE", "INDENT", "DEDENT", "NL", "COMMENT", "ENCODING"}
+_BEFORE_A_STATEMENT = {"ENCODING", "NEWLINE", "INDENT", "DEDENT"}
 
 
 def coloured(text: list[str]) -> list[str]:
@@ -107,7 +114,7 @@ def coloured(text: list[str]) -> list[str]:
     before = "ENCODING"
     for token in tokenize.generate_tokens(io.StringIO("\n".join(text)).readline):
         kind, name = tokenize.tok_name[token.type], ""
-        if kind == "COMMENT" or (kind == "STRING" and before in _LAYOUT):
+        if kind == "COMMENT" or (kind == "STRING" and before in _BEFORE_A_STATEMENT):
             name = "c"
         elif kind == "STRING" or kind.startswith("FSTRING"):
             name = "s"
@@ -118,7 +125,7 @@ def coloured(text: list[str]) -> list[str]:
             for line in range(first, last + 1):
                 stop = end if line == last else len(text[line - 1])
                 marks.setdefault(line, []).append((start if line == first else 0, stop, name))
-        before = kind
+        before = before if kind in ("NL", "COMMENT") else kind
     return [_coloured(line, marks.get(number_, [])) for number_, line in enumerate(text, 1)]
 
 

@@ -1,4 +1,4 @@
-"""The roofline as a picture, for ledger.html: what each phase of a step waits for, and how far from the roofs it is."""
+"""The roofline as a picture, for ledger.html: what each phase of a step waits for, and how near it is to the roofs."""
 
 import math
 from html import escape
@@ -7,157 +7,166 @@ from ledger import hardware
 from ledger.html_parts import amount, legend, percent, seconds, table
 
 LANES = {"compute": "compute", "memory": "memory traffic", "communication": "communication"}
-WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 460, 300, 64, 44, 14, 14  # of the diagram, in its own units
-
-
-def name_of(machine: hardware.Hardware) -> str:
-    """The first name under which the table of hardware has these figures."""
-    known = {**hardware.HARDWARE, **hardware.NAMES}
-    return next((name for name, each in known.items() if each == machine), "this hardware")
 
 
 def verdict(roofline) -> str:
     """The step's time in a sentence."""
-    name = escape(name_of(roofline.hardware))
+    known = {**hardware.HARDWARE, **hardware.NAMES}
+    name = next((name for name, each in known.items() if each == roofline.hardware), "this hardware")
     if roofline.step_s is None:
-        return f"How long a step takes on {name} is not said: its data sheet lacks a figure (n/a below)."
+        return f"How long a step takes on {escape(name)} is not said: a figure of it is not known."
     return (
-        f"On {name} a step takes at least <b>{seconds(roofline.step_s)}</b> (MFU at most "
-        f"<b>{percent(roofline.mfu)}</b>), most of all for {LANES[roofline.bound]}; with no overlap at all "
-        f"{seconds(roofline.step_alone_s)} ({percent(roofline.mfu_alone)})."
+        f"On {escape(name)} a step takes at least <b>{seconds(roofline.step_s)}</b> (MFU at most "
+        f"<b>{percent(roofline.mfu)}</b>), most of all for {LANES[roofline.bound]}; without any overlap "
+        f"{seconds(roofline.step_alone_s)} (MFU {percent(roofline.mfu_alone)})."
     )
 
 
 def section(roofline) -> str:
-    from ledger.roofline import ASSUMPTIONS  # imports ledger.step, which imports this
+    from ledger.roofline import ASSUMPTIONS  # not above: it imports ledger.step, which imports this
 
-    machine, phases = roofline.hardware, [each for each in roofline.phases if any(each.times.values())]
-    rates = [
-        ("products", machine.peak_flops_per_s, "FLOP/s"),
-        ("memory", machine.hbm_bytes, "B"),
-        ("to and from it", machine.hbm_bytes_per_s, "B/s"),
-        (f"to the other devices of its {roofline.devices_per_host}", machine.link_bytes_per_s, "B/s"),
-        ("to other hosts", machine.network_bytes_per_s, "B/s"),
-    ]
-    figures = "; ".join(f"{name} {'n/a' if rate is None else amount(rate, unit)}" for name, rate, unit in rates)
+    machine = roofline.hardware
+    rates = {
+        "matrix products": (machine.peak_flops_per_s, "FLOP/s"),
+        "memory": (machine.hbm_bytes, "B"),
+        "to and from memory": (machine.hbm_bytes_per_s, "B/s"),
+        f"to the others of {roofline.devices_per_host} in a host": (machine.link_bytes_per_s, "B/s"),
+        "to other hosts": (machine.network_bytes_per_s, "B/s"),
+    }
+    figures = ", ".join(
+        f"{name} {'n/a' if rate is None else amount(rate, unit)}" for name, (rate, unit) in rates.items()
+    )
+    phases = [each for each in roofline.phases if any(each.times.values())]
+    columns = {
+        "phase": "",
+        "bound by": "",
+        **dict.fromkeys(LANES.values(), "s"),
+        "overlapped": "s",
+        "one after another": "s",
+    }
     rows = [
-        (each.name, LANES.get(each.bound, "n/a"), *(seconds(time) for time in each.times.values()))
-        + (seconds(each.overlapped_s), seconds(each.alone_s))
+        (each.name, LANES.get(each.bound, "n/a"), *each.times.values(), each.overlapped_s, each.alone_s)
         for each in phases
     ]
-    columns = dict.fromkeys(("phase", "bound by", *LANES.values(), "overlapped", "one after another"), "")
-    return f"""<p>{verdict(roofline)} One device: {escape(figures)}.</p>
+    return f"""<p>{verdict(roofline)} A device of this kind: {escape(figures)}.</p>
 <h3>A step in time</h3>
-<p>In each phase the three go on at the same time, and the longest decides how long it takes. What is left blank is waiting.</p>
+<p>In each phase the three go on at the same time, and the longest decides how long it takes. Where a row is blank, it
+waits.</p>
 {_lanes(phases)}
-{table("Seconds of a step, by phase", columns, rows)}
+{table("Time of each phase", columns, rows)}
 <h3>The roofs</h3>
-<p>Each phase by the FLOPs it does for a byte: ● a byte to or from memory, ▲ a byte sent. On the flat roof
-compute is the limit, on a slope that byte's path is.</p>
+<p>Each phase by its FLOPs for each byte: ● that is read from memory or written to it, ▲ that is sent. On the flat roof
+the phase can compute at full speed; on a slope it waits for bytes. A ▲ that lies between slopes sends at several
+speeds.</p>
 {_diagram(roofline, phases)}
 <details><summary>What this assumes</summary><ul>{"".join(f"<li>{escape(each)}</li>" for each in ASSUMPTIONS)}</ul>
-<p>Figures: {escape(machine.source) or "given by the user"}.</p></details>"""
+<p>Source of the figures: {escape(machine.source) or "given by the user"}.</p></details>"""
 
 
+# -- A step in time ----------------------------------------------------------------------------------------------------
 def _lanes(phases) -> str:
-    """For each of the three a row of bars, side by side by phase; a phase is as wide as its longest."""
-    lengths = [max([time for time in each.times.values() if time] or [0]) for each in phases]
-    whole = sum(lengths)
-    heads = "".join(
-        f'<span style="width:{100 * length / whole:.4g}%">{each.name} {seconds(length)}</span>'
-        for each, length in zip(phases, lengths, strict=True)
-    )
-    lanes = [f'<div class="lane heads" aria-hidden="true"><b></b><div>{heads}</div></div>']
-    for lane, label in LANES.items():
-        cells = "".join(
-            f'<span style="width:{100 * length / whole:.4g}%"><i class="{each.name}" '
-            f'style="width:{100 * (each.times[lane] or 0) / length:.4g}%"></i></span>'
-            for each, length in zip(phases, lengths, strict=True)
+    """For each of the three a row of bars, one for each phase, which is as wide as its longest."""
+    lengths = {each.name: max(time for time in each.times.values() if time) for each in phases}
+    whole = sum(lengths.values())
+
+    def row(label: str, cells: dict[str, str], kind: str = "") -> str:
+        spans = "".join(
+            f'<span style="width:{100 * lengths[name] / whole:.4g}%">{cell}</span>' for name, cell in cells.items()
         )
-        times = [each.times[lane] for each in phases]
-        total = None if None in times else sum(times)
-        lanes.append(f'<div class="lane"><b>{label} {seconds(total)}</b><div aria-hidden="true">{cells}</div></div>')
-    return f'<div class="lanes">{"".join(lanes)}</div>' + legend(
-        [(each.name, each.name, seconds(each.overlapped_s)) for each in phases]
-    )
+        return f'<div class="lane {kind}"><b>{label}</b><div aria-hidden="true">{spans}</div></div>'
+
+    found = [row("", {name: name if length > whole / 12 else "" for name, length in lengths.items()}, "heads")]
+    for lane, label in LANES.items():
+        times = {each.name: each.times[lane] for each in phases}
+        cells = {
+            name: f'<i class="{name}" style="width:{100 * (time or 0) / lengths[name]:.4g}%"></i>'
+            for name, time in times.items()
+        }
+        found.append(row(f"{label} {seconds(None if None in times.values() else sum(times.values()))}", cells))
+    keys = legend([(each.name, each.name, seconds(each.overlapped_s)) for each in phases])
+    return f'<div class="lanes">{"".join(found)}</div>{keys}'
+
+
+# -- The roofs ---------------------------------------------------------------------------------------------------------
+WIDTH, HEIGHT = 460, 300  # of the diagram, in its own units
+LEFT, RIGHT, TOP, BOTTOM = 58, 436, 14, 256  # of its frame
 
 
 def _diagram(roofline, phases) -> str:
-    """The roofline proper, as SVG: FLOP/s over FLOPs a byte, both logarithmic."""
-    peak = roofline.hardware.peak_flops_per_s
-    if peak is None:
-        return "<p>n/a: the peak rate of products is not known.</p>"
-    roofs = [
-        ("memory", roofline.hardware.hbm_bytes_per_s),
-        ("links", roofline.hardware.link_bytes_per_s),
-        ("network", roofline.hardware.network_bytes_per_s if any(s.crosses_hosts for s in roofline.sendings) else None),
-    ]
-    roofs = [(name, rate) for name, rate in roofs if rate]
-    points = []  # phase, what a byte does, FLOPs a byte, FLOP/s
+    """FLOP/s over FLOPs a byte, both logarithmic, as SVG."""
+    peak, roofs = roofline.hardware.peak_flops_per_s, _roofs(roofline)
+    points = []  # phase, mark, FLOPs a byte, FLOP/s
     for each in phases:
         for mark, moved, time in (("●", each.hbm_bytes, each.hbm_s), ("▲", each.sent_bytes, each.sent_s)):
-            if each.flops and moved and time:
+            if peak and each.flops and moved and time:
                 points.append((each.name, mark, each.flops / moved, min(peak, each.flops / time)))
-    across = [intensity for *_, intensity, _ in points] + [peak / rate for _, rate in roofs]
-    if not across:
-        return "<p>n/a: the speeds of memory and links are not known.</p>"
-    low, high = math.floor(math.log10(min(across)) - 0.3), math.ceil(math.log10(max(across)) + 0.3)
-    top = math.log10(peak) + 0.35
-    bottom = min(math.floor(min([math.log10(rate) for *_, rate in points] or [top - 2])), math.floor(top - 1.5))
+    if not points:
+        return "<p>n/a: a figure of this hardware is not known.</p>"
+    across = [intensity for _, _, intensity, _ in points] + [peak / rate for rate in roofs.values()]
+    low, high = math.floor(math.log10(min(across) / 2)), math.ceil(math.log10(max(across) * 2))
+    bottom = math.floor(math.log10(min(min(rate for *_, rate in points), peak / 30)))
+    top = math.log10(peak * 2.2)
 
-    def x(value):
-        return LEFT + (math.log10(value) - low) / (high - low) * (WIDTH - LEFT - RIGHT)
+    def x(intensity: float) -> float:
+        return LEFT + (math.log10(intensity) - low) / (high - low) * (RIGHT - LEFT)
 
-    def y(value):
-        return HEIGHT - BOTTOM - (math.log10(value) - bottom) / (top - bottom) * (HEIGHT - BOTTOM - TOP)
+    def y(rate: float) -> float:
+        return BOTTOM - (math.log10(rate) - bottom) / (top - bottom) * (BOTTOM - TOP)
 
     drawn = []
     for power in range(low, high + 1):
-        drawn.append(f'<path class="grid" d="M{x(10**power):.1f} {TOP}V{HEIGHT - BOTTOM}"/>')
-        drawn.append(
-            f'<text x="{x(10**power):.1f}" y="{HEIGHT - BOTTOM + 15}" text-anchor="middle">{10**power:g}</text>'
-        )
+        drawn.append(f'<path class="grid" d="M{x(10.0**power):.1f} {TOP}V{BOTTOM}"/>')
+        drawn.append(_text(x(10.0**power), BOTTOM + 15, _power(power)))
     for power in range(bottom, math.floor(top) + 1):
-        drawn.append(f'<path class="grid" d="M{LEFT} {y(10.0**power):.1f}H{WIDTH - RIGHT}"/>')
-        drawn.append(
-            f'<text x="{LEFT - 5}" y="{y(10.0**power) + 4:.1f}" text-anchor="end">{amount(10.0**power, "")}</text>'
-        )
-    starts = [max(10.0**low, 10.0**bottom / rate) for _, rate in roofs]
-    for (name, rate), start in zip(roofs, starts, strict=True):
-        drawn.append(
-            f'<path class="roof {name}" d="M{x(start):.1f} {y(start * rate):.1f}L{x(peak / rate):.1f} {y(peak):.1f}"/>'
-        )
-        middle = math.sqrt(start * peak / rate)
-        angle = math.degrees(math.atan2(y(peak) - y(start * rate), x(peak / rate) - x(start)))
-        drawn.append(
-            f'<text class="name" text-anchor="middle" transform="translate({x(middle):.1f} {y(middle * rate) - 6:.1f}) '
-            f'rotate({angle:.1f})">{name} {amount(rate, "B/s")}</text>'
-        )
-    ridge = min(peak / rate for _, rate in roofs) if roofs else 10.0**low
-    drawn.append(f'<path class="roof" d="M{x(ridge):.1f} {y(peak):.1f}H{WIDTH - RIGHT}"/>')
-    drawn.append(
-        f'<text class="name" x="{WIDTH - RIGHT}" y="{y(peak) - 6:.1f}" text-anchor="end">peak {amount(peak, "FLOP/s")}</text>'
-    )
+        drawn.append(f'<path class="grid" d="M{LEFT} {y(10.0**power):.1f}H{RIGHT}"/>')
+        drawn.append(_text(LEFT - 5, y(10.0**power) + 4, _power(power), "end"))
+    taken = [(x(intensity), y(rate)) for _, _, intensity, rate in points]  # where no name should be written
+    for number, (name, rate) in enumerate(roofs.items()):
+        start, ridge = max(10.0**low, 10.0**bottom / rate), peak / rate
+        line = f"M{x(start):.1f} {y(start * rate):.1f}L{x(ridge):.1f} {y(peak):.1f}H{RIGHT}"
+        drawn.append(f'<path class="roof{number}" d="{line}"/>')
+        angle = math.degrees(math.atan2(y(peak) - y(start * rate), x(ridge) - x(start)))
+        places = [start ** (1 - along) * ridge**along for along in (0.3, 0.45, 0.6, 0.72)]
+        spots = [(x(at), y(at * rate) - 8) for at in places]
+        spot = max(spots, key=lambda spot: min(math.dist(spot, each) for each in taken))
+        taken.append(spot)
+        place = f"translate({spot[0]:.1f} {spot[1]:.1f}) rotate({angle:.1f})"
+        drawn.append(f'<text class="name" text-anchor="middle" transform="{place}">{escape(name)}</text>')
+    drawn.append(_text(RIGHT, y(peak) - 11, f"peak {amount(peak, 'FLOP/s')}", "end"))
     for name, mark, intensity, rate in points:
         at, up = x(intensity), y(rate)
-        shape = (
-            f'<circle cx="{at:.1f}" cy="{up:.1f}" r="5.5"'
-            if mark == "●"
-            else (f'<path d="M{at:.1f} {up - 6.5:.1f}l6.5 11h-13z"')
-        )
-        drawn.append(
-            f'{shape} class="point {name}"><title>{name}: {intensity:.3g} FLOPs a byte, '
-            f'{amount(rate, "FLOP/s")}</title></{"circle" if mark == "●" else "path"}>'
-        )
-    drawn.append(f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 8}" text-anchor="middle">FLOPs a byte</text>')
-    drawn.append(
-        f'<text transform="translate(13 {(TOP + HEIGHT - BOTTOM) / 2}) rotate(-90)" text-anchor="middle">FLOP/s</text>'
-    )
-    said = "; ".join(
-        f"{name}, {'memory' if mark == '●' else 'sent'}: {intensity:.3g} FLOPs a byte"
-        for name, mark, intensity, _ in points
-    )
+        shape = f"M{at:.1f} {up - 7:.1f}l6.5 11.5h-13z"
+        if mark == "●":
+            shape = f"M{at - 5.5:.1f} {up:.1f}a5.5 5.5 0 1 0 11 0a5.5 5.5 0 1 0 -11 0z"
+        said = f"{name}, {'memory' if mark == '●' else 'sent'}: {intensity:.3g} FLOPs a byte, {amount(rate, 'FLOP/s')}"
+        drawn.append(f'<path class="point {name}" d="{shape}"><title>{said}</title></path>')
+    drawn.append(_text((LEFT + RIGHT) / 2, HEIGHT - 8, "FLOPs a byte"))
+    middle = (TOP + BOTTOM) / 2
+    drawn.append(f'<text transform="translate(13 {middle}) rotate(-90)" text-anchor="middle">FLOP/s</text>')
+    label = "The roofline of the phases; the table above has its times."
     return (
-        f'<svg class="roofline" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="Roofline. {said}.">'
-        f"{''.join(drawn)}</svg>"
+        f'<svg class="roofline" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{"".join(drawn)}</svg>'
     )
+
+
+def _roofs(roofline) -> dict[str, float]:
+    """The slopes, by what is written on them: bytes/s of memory, and of each speed at which a part of the bytes is sent
+    that is not negligible."""
+    speeds, sent = {}, sum(each.sent_bytes for each in roofline.sendings)
+    for each in roofline.sendings:
+        if each.bytes_per_s and each.sent_bytes > sent / 1000:
+            speeds.setdefault(each.bytes_per_s, set()).add(" × ".join(each.axes))
+    roofs = {f"{', '.join(sorted(axes))}: {amount(rate, 'B/s')}": rate for rate, axes in sorted(speeds.items())[::-1]}
+    memory = roofline.hardware.hbm_bytes_per_s
+    return ({f"memory: {amount(memory, 'B/s')}": memory} if memory else {}) | roofs
+
+
+def _text(x: float, y: float, text: str, anchor: str = "middle") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+
+
+def _power(power: int) -> str:
+    """10 to a power: 100 G."""
+    prefixes = {0: "", 3: "k", 6: "M", 9: "G", 12: "T", 15: "P", 18: "E"}
+    thousands = power - power % 3
+    return f"{10 ** (power % 3)} {prefixes[thousands]}".strip() if thousands in prefixes else f"{10.0**power:g}"

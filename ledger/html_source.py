@@ -4,26 +4,23 @@ import collections
 import dataclasses
 from html import escape
 
-from ledger.html_parts import Parts, amount, bar, coloured, key, table
+from ledger.html_parts import MANY_AXES, Parts, amount, bar, coloured, key, table
 from ledger.page import array, name_of, shown
+from ledger.program import PHASES
 
-PHASES = {"forward": "forward", "recomputed": "forward again", "backward": "backward", "update": "update"}
 WHY = {"asked": "save_for_backward", "input": "inputs of checkpoints", "unasked": "nobody asked for it"}
+FOLDED = 4  # so many lines in a row that cost nothing are folded
 # The three columns of the margin: unit, and the word after an amount where columns do not stand under their headings.
 COLUMNS = {"flops": ("FLOP", ""), "sent": ("B", "sent"), "kept": ("B", "kept")}
-
-
-def parts() -> Parts:
-    return dataclasses.field(default_factory=collections.Counter)
 
 
 @dataclasses.dataclass
 class Line:
     """What a line costs on one device in a step; each sum by the class that colours it."""
 
-    flops: Parts = parts()  # by phase
-    sent: Parts = parts()  # by mesh axes
-    kept: Parts = parts()  # by why
+    flops: Parts = dataclasses.field(default_factory=collections.Counter)  # by phase
+    sent: Parts = dataclasses.field(default_factory=collections.Counter)  # by mesh axes
+    kept: Parts = dataclasses.field(default_factory=collections.Counter)  # by why
     runs: int = 0  # in a step, without the backward pass
 
     def add(self, what: str, name: str, value: float, runs: int) -> None:
@@ -36,7 +33,7 @@ class Line:
 
 def sums(ledger) -> dict[str, Line]:
     """Of each line that costs anything, by its place, 'train.py:197'."""
-    axes = {value: name for name, value in axes_of(ledger).items()}
+    axes = axes_of(ledger)
     lines = collections.defaultdict(Line)
     for row, times in ledger.costs.products.items():
         lines[row.line].add("flops", row.phase, row.flops * times, times * (row.phase != "backward"))
@@ -58,12 +55,20 @@ def all_lines(lines: dict[str, Line]) -> Line:
     return whole
 
 
-def axes_of(ledger) -> dict[str, tuple[str, ...]]:
-    """The sets of mesh axes that anything is sent over, each with a class of its own: axes0, axes1, ..."""
+def axes_of(ledger) -> dict[tuple[str, ...], str]:
+    """The class of each set of mesh axes that anything is sent over: axes0, axes1, ..."""
     place = {axis: number for number, axis in enumerate(ledger.mesh)}
     found = {row.axes for row in ledger.costs.collectives}
     order = sorted(found, key=lambda axes: (len(axes), [place[axis] for axis in axes]))
-    return {f"axes{number}": axes for number, axes in enumerate(order)}
+    return {axes: f"axes{min(number, MANY_AXES - 1)}" for number, axes in enumerate(order)}
+
+
+def labels(ledger) -> dict[str, dict[str, str]]:
+    """What each class means, for the three columns of the margin."""
+    over = {}
+    for axes, name in axes_of(ledger).items():
+        over[name] = f"{over[name]} or {' × '.join(axes)}" if name in over else f"over {' × '.join(axes)}"
+    return {"flops": {phase: phase for phase in PHASES}, "sent": over, "kept": WHY}
 
 
 # -- Rows --------------------------------------------------------------------------------------------------------------
@@ -128,7 +133,7 @@ def source(ledger) -> str:
         while stop <= len(code) and (stop in visible) == (start in visible):
             stop += 1
         inside = "".join(map(row, range(start, stop)))
-        if start not in visible:
+        if start not in visible and stop - start >= FOLDED:
             summary = f"<summary>⋮ lines {start} to {stop - 1} cost nothing</summary>"
             inside = f'<details class="fold">{summary}\n{inside}</details>\n'
         found.append(inside)
@@ -167,13 +172,8 @@ def _head(whole: Line) -> str:
 
 
 def _legend(ledger, whole: Line) -> str:
-    over = {name: " × ".join(axes) for name, axes in axes_of(ledger).items()}
     found = []
-    for what, title, labels in (
-        ("flops", "FLOPs:", PHASES),
-        ("sent", "Bytes sent over:", over),
-        ("kept", "Bytes kept:", WHY),
-    ):
-        keys = "".join(key(name, label) for name, label in labels.items() if name in getattr(whole, what))
+    for (what, names), title in zip(labels(ledger).items(), ("FLOPs", "Bytes sent", "Bytes kept"), strict=True):
+        keys = "".join(key(name, label) for name, label in names.items() if name in getattr(whole, what))
         found.append(f"<div><b>{title}</b> {keys or 'none'}</div>")
     return f'<div class="keys">{"".join(found)}</div>'

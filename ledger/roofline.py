@@ -25,16 +25,16 @@ if TYPE_CHECKING:  # which shows this one on its page
 
 ASSUMPTIONS = (
     "Every matrix product runs at the peak bfloat16 rate, whatever its shape and type.",
-    "Memory: matrix products, collectives, reductions, scatters and loops read their operands and write their results "
-    "once; what is computed element by element in between is fused into what needs it; the update reads and writes "
-    "weights and optimizer state once. Nothing stays in a cache.",
-    "Collectives go around a ring at the links' full speed, without latency; they are not slowed down by one another.",
+    "Memory: products, collectives, reductions and scatters read their operands and write their results once; what is "
+    "computed element by element before them reads and writes once more; the update reads and writes weights and "
+    "optimizer state once. Nothing stays in a cache.",
+    "Collectives go around a ring at the links' full speed, one after another, without latency.",
     "Devices of a host are neighbours in the mesh, its last axis first. Between hosts, all devices of a host share its "
     "network adapters evenly.",
     "On a torus the largest mesh axis has all dims but one for each other axis, and a collective uses the links of its "
     "axes' dims.",
-    "Overlapped: within a phase the three take as long as the longest of them. Alone: as long as all of them. Reading "
-    "data, checkpoints and the host take no time.",
+    "Overlapped: within a phase compute, memory and communication take as long as the longest of them. Alone: as long as "
+    "all of them. Reading data, checkpoints and the host take no time.",
 )
 
 

@@ -4,7 +4,7 @@
     with jax.sharding.use_abstract_mesh(AbstractMesh((512, 8), ("d", "t"))):      # any mesh, no device
         ledger = of_step(step.trace(*shapes), {"d": 512, "t": 8}, source=__file__, tokens=4096 * 1024)
     ledger.memory.bytes, ledger.model_flops, ledger.costs.collectives
-    ledger.write("runs/first")                                                    # ledger.txt and ledger.json
+    ledger.write("runs/first")                                      # ledger.txt, ledger.json and ledger.html
 
 docs/ledger.md explains a page and the keys of the JSON.
 """
@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from ledger import page
+from ledger import html, page
 from ledger.costs import Costs, Saved, count, saved
 from ledger.memory import BATCH, OPTIMIZER, WEIGHTS, Memory, forecast
 from ledger.program import PHASES, read
@@ -66,8 +66,10 @@ class Ledger:
         device's memory."""
         return page.summary(self, hbm_bytes)
 
-    def write(self, folder: str | Path) -> None:
-        """Writes ledger.txt and ledger.json."""
+    def write(self, folder: str | Path, roofline=None) -> None:
+        """Writes ledger.txt, ledger.json and ledger.html; the last with a `ledger.roofline.Roofline` where there is
+        one."""
+        (Path(folder) / "ledger.html").write_text(html.page(self, roofline), encoding="utf-8")
         (Path(folder) / "ledger.txt").write_text(page.text(self), encoding="utf-8")
         (Path(folder) / "ledger.json").write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
 

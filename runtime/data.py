@@ -9,11 +9,11 @@ than stored (runtime/order.py): a permutation of blocks of neighbouring rows, an
 buffers); and, of several data sets, a pattern that says whose row comes next.
 """
 
-import dataclasses
+import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 import jax
@@ -21,18 +21,17 @@ import numpy as np
 import zarr
 
 from runtime.errors import RunError
-from runtime.flat_tokens import ENCODED_PADDING, Split, open_split
+from runtime.flat_tokens import ENCODED_PADDING, open_split
 from runtime.order import Interleaving, Order
-from runtime.read_ahead import ReadAhead
+from runtime.read_ahead import NO_END, ReadAhead
+from runtime.row_stream import BUFFERS_AHEAD, RowStream
 from runtime.rows import PackedRows, SequenceRows
 from shardlib.shardtypes import bool_, pytree_dataclass, u32
 
 BATCHES_AHEAD = 3  # on the device already while a step runs
-BUFFERS_AHEAD = 1  # so that a step never waits for a whole shuffle buffer; host memory is twice the buffer
 UNSHUFFLED_BATCHES = 8  # that are read at once where rows are read in the order they are stored in
 BYTES_A_TOKEN = 5  # of a buffer: the encoded token and whether it is a target
 CHUNKS_A_THREAD = 3  # while it reads one: compressed, decoded, and copied
-NO_END = 2**62
 
 
 @pytree_dataclass
@@ -142,9 +141,10 @@ class Loader:
         self._host_rows = np.unique(np.concatenate([np.arange(batch)[rows] for rows, _ in indices]))
         self._is_host_row = np.isin(np.arange(batch), self._host_rows)
         self._pool = ThreadPoolExecutor(io_threads, thread_name_prefix="read_chunks")
-        self._sources: list[_Source] = []
+        self._sources: list[RowStream] = []
         self._batches: ReadAhead[TokenBatch] | None = None
-        try:
+        with contextlib.ExitStack() as opened:
+            opened.callback(self.close)
             for name in [source.filespec for source in mixture] or [flat_tokens.filespec]:
                 self._sources.append(self._open(flat_tokens, name, split))
             self._agree()
@@ -152,9 +152,7 @@ class Loader:
             self.steps = None if self._end == NO_END else (self._end if shuffle else self._end + batch - 1) // batch
             self._refuse_too_little()
             self._bound_memory(io_threads, max_bytes)
-        except BaseException:
-            self.close()
-            raise
+            opened.pop_all()
         for index, source in enumerate(self._sources):
             wanted = functools.partial(self._is_wanted, index)
             source.read_ahead(
@@ -249,7 +247,7 @@ class Loader:
 
     # ---- what is there
 
-    def _open(self, flat_tokens: FlatTokensConfig, name: str, split: str) -> "_Source":
+    def _open(self, flat_tokens: FlatTokensConfig, name: str, split: str) -> RowStream:
         opened = open_split(name, split)
         if flat_tokens.sequence_packing:
             rows = PackedRows(opened, self._length)
@@ -260,7 +258,7 @@ class Loader:
             order = Order(rows.count, *sizes, flat_tokens.seed)
         else:
             order = Order(rows.count, self._batch, UNSHUFFLED_BATCHES, None)
-        return _Source(name, opened, rows, order, self._length, self._pool)
+        return RowStream(name, opened, rows, order, self._length, self._pool)
 
     def _agree(self) -> None:
         splits = [source.split for source in self._sources]
@@ -337,74 +335,3 @@ class Loader:
             for at, buffer, place in source.find(ordinals[rows]):
                 tokens[rows[at]], is_target[rows[at]] = buffer.tokens[place], buffer.is_target[place]
         return token_batch(tokens, is_target, self._host_rows, self._batch, self._sharding)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Buffer:
-    """This host's rows of a shuffle buffer, in the order in which batches take them."""
-
-    ordinals: np.ndarray  # int64 [rows], increasing: of the source's rows, counted over all epochs
-    tokens: np.ndarray  # uint32 [rows, length], as stored
-    is_target: np.ndarray  # bool [rows, length]
-
-
-class _Source:
-    """The rows of one data set in the order of its epochs, one after another, read by shuffle buffers."""
-
-    def __init__(
-        self, name: str, split: Split, rows: PackedRows | SequenceRows, order: Order, length: int, pool: Executor
-    ):
-        self.name, self.split, self.rows, self.order = name, split, rows, order
-        self._length, self._pool = length, pool
-        self._buffers: ReadAhead[_Buffer] | None = None
-        self._memory: list[tuple[np.ndarray, np.ndarray] | None] = [None] * (1 + BUFFERS_AHEAD)
-
-    @property
-    def arrays(self) -> list[zarr.Array | np.ndarray]:
-        split = self.split
-        return [array for array in (split.encoded_tokens, split.seq_starts, split.is_target) if array is not None]
-
-    def read_ahead(self, wanted: Callable[[np.ndarray], np.ndarray], count: int) -> None:
-        """Prepares to read the first `count` rows, as far as they are wanted."""
-        self._wanted = wanted
-        buffers = NO_END if count == NO_END else self._buffer_of(count - 1) + 1 if count else 0
-        self._buffers = ReadAhead(self._read, buffers, BUFFERS_AHEAD, "read_buffers")
-
-    def find(self, ordinals: np.ndarray) -> Iterator[tuple[slice, _Buffer, np.ndarray]]:
-        """The buffers that hold these rows, which are increasing: which of them a buffer holds, and where in it."""
-        begin = 0
-        while begin < len(ordinals):
-            buffer = self._buffers(self._buffer_of(int(ordinals[begin])))
-            end = int(np.searchsorted(ordinals, buffer.ordinals[-1], side="right"))
-            yield slice(begin, end), buffer, np.searchsorted(buffer.ordinals, ordinals[begin:end])
-            begin = end
-
-    def place_of(self, ordinal: int) -> str:
-        epoch, place = divmod(ordinal, self.rows.count)
-        first, rows = self.order.rows_of(epoch, self.order.buffer_of(epoch, place))
-        (start,), (stop,) = self.rows.ranges(rows[place - first : place - first + 1], self._pool)
-        return f"tokens {start} to {stop - 1} of {self.split.where}"
-
-    def close(self) -> None:
-        if self._buffers is not None:
-            self._buffers.close()
-
-    def _buffer_of(self, ordinal: int) -> int:
-        epoch, place = divmod(ordinal, self.rows.count)
-        return epoch * self.order.buffers + self.order.buffer_of(epoch, place)
-
-    def _read(self, index: int) -> _Buffer:
-        epoch, buffer = divmod(index, self.order.buffers)
-        first, rows = self.order.rows_of(epoch, buffer)
-        ordinals = epoch * self.rows.count + first + np.arange(len(rows))
-        wanted = self._wanted(ordinals)
-        starts, stops = self.rows.ranges(rows[wanted], self._pool)
-        # A buffer is filled only after the one before the last was asked past, whose memory it takes over: new memory costs as much time as
-        # decoding where the system hands it out page by page.
-        slot = index % len(self._memory)
-        if self._memory[slot] is None or len(self._memory[slot][0]) < len(starts):
-            shape = (len(starts), self._length)
-            self._memory[slot] = np.empty(shape, np.uint32), np.empty(shape, bool)
-        tokens, is_target = (array[: len(starts)] for array in self._memory[slot])
-        self.split.read_rows(starts, stops, tokens, is_target, self._pool)
-        return _Buffer(ordinals[wanted], tokens, is_target)

@@ -22,9 +22,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import fsspec
-
 from runtime.errors import RunError
+from runtime.store import open_store
 
 HEARTBEAT_S = 10.0
 SILENT_S = 3 * HEARTBEAT_S  # an owner of which nothing is heard for so long is dead
@@ -56,27 +55,38 @@ class Ownership:
         self._heart = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 
     def __enter__(self) -> "Ownership":
-        if (found := self._file.take()) is not None:
-            _say(f"{self._folder} was left by {_who(found)}, or is still in use: watching for {SILENT_S:g} s")
-            self._watch(found)
-            _say(f"nothing is heard of it: {self._folder} is taken over")
-        self._file.write({**self._record, "beat": 0})
-        if (now := self._file.read()) is None or now.get("run") != self._record["run"]:  # two started at once
-            raise RunError(_in_use(self._folder, now or {}))
+        try:
+            self._take()
+        except OSError as error:
+            raise RunError(f"{self._folder}/{NAME} cannot be written: {type(error).__name__}: {error}") from error
         self._heart.start()
         return self
 
     def __exit__(self, *_) -> None:
         self._closed.set()
         self._heart.join()
-        if self._taken_by is None:
-            self._file.remove()
-        self._file.close()
+        try:
+            if self._taken_by is None:
+                self._file.remove()
+        except OSError as error:
+            _say(f"{self._folder}/{NAME} could not be removed: {error}")
+        finally:
+            self._file.close()
 
     def check(self) -> None:
         """Raises RunError if another run has taken the folder."""
         if self._taken_by is not None:
             raise RunError(f"{_in_use(self._folder, self._taken_by)} It took the folder while this run stood still.")
+
+    def _take(self) -> None:
+        if (found := self._file.take()) is not None:
+            _say(f"{self._folder} was left by {_who(found)}, or is still in use: watching for {SILENT_S:g} s")
+            self._watch(found)
+            _say(f"nothing is heard of it: {self._folder} is taken over")
+        self._file.write({**self._record, "beat": 0})
+        if (now := self._file.read()) is None or now.get("run") != self._record["run"]:  # two started at once
+            self._file.close()
+            raise RunError(_in_use(self._folder, now or {}))
 
     def _watch(self, found: Record) -> None:
         end = time.monotonic() + SILENT_S
@@ -160,23 +170,22 @@ class _Object:
     """owner.json in an object store, which has no locks: whoever may own it is watched."""
 
     def __init__(self, folder: str):
-        self._url = f"{folder.rstrip('/')}/{NAME}"
-        self._store, self._path = fsspec.core.url_to_fs(self._url, use_listings_cache=False)
+        self._store = open_store(folder, timeout_s=SILENT_S)
 
     def take(self) -> Record | None:
         return self.read()
 
     def read(self) -> Record | None:
         try:
-            return _parsed(self._store.cat_file(self._path))
+            return _parsed(self._store.read(NAME))
         except FileNotFoundError:
             return None
 
     def write(self, record: Record) -> None:
-        self._store.pipe_file(self._path, json.dumps(record).encode())
+        self._store.write(NAME, json.dumps(record).encode())
 
     def remove(self) -> None:
-        self._store.rm_file(self._path)
+        self._store.remove(NAME)
 
     def close(self) -> None:
         pass

@@ -7,6 +7,8 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
+NO_END = 2**62  # as a count: more than will ever be asked for
+
 
 class ReadAhead(Generic[T]):
     """The results of a function of 0, 1, … count - 1, computed by one thread, the next few before they are asked for.

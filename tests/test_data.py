@@ -209,11 +209,11 @@ def test_each_chunk_is_decoded_once_a_buffer(data, monkeypatch):
     """However many rows of a shuffle buffer lie in a chunk, it is decoded once for all of them."""
     read_from_chunks(monkeypatch)
     reads = []
-    read = chunks.read
+    read = chunks._read
     monkeypatch.setattr(
         chunks,
-        "read",
-        lambda array, start, stop, what: (reads.append((what, start, stop)), read(array, start, stop, what))[1],
+        "_read",
+        lambda values, start, stop, what: (reads.append((what, start, stop)), read(values, start, stop, what))[1],
     )
     config = FlatTokens(str(data), read_blocks_per_shuffle_buffer=1000)  # an epoch is one buffer
     with Loader(config, "train", batch=4, length=8, sharding=sharding()) as loader:

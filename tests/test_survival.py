@@ -312,6 +312,13 @@ def test_an_owner_on_another_host_is_watched(where, fast_heart, tmp_path, capsys
     assert file.read() is None
 
 
+def test_a_folder_that_cannot_be_written(tmp_path):
+    """One message with the file and the cause."""
+    (tmp_path / "file").touch()
+    with pytest.raises(RunError, match=rf"{tmp_path}/file/run/owner\.json cannot be written: NotADirectoryError: "):
+        Ownership(tmp_path / "file/run").__enter__()
+
+
 def test_an_owner_that_stood_still_notices(fast_heart, tmp_path):
     """Who was taken for dead, and wakes up, does not write on: the next step raises."""
     with Ownership(f"memory://{tmp_path.name}") as owner:

@@ -67,10 +67,10 @@ def main(config: Plan) -> None:
     if config.up_to_devices or config.picture:
         raise RunError("up_to_devices and picture belong to a sweep: add sweep=true")
     config = on_mesh(config)
-    ledger = ledger_of(config)
-    print("\n".join(report(config, ledger, machine)), flush=True)
+    variables = environment(config) if config.compile else {}
+    print("\n".join(report(config, ledger_of(config), machine)), flush=True)
     if config.compile:
-        compile_absent(config)
+        compile_absent(config, variables)
 
 
 def machine_of(config: Plan) -> hardware.Hardware:
@@ -170,12 +170,16 @@ def report(config: Plan, ledger: Ledger, machine: hardware.Hardware) -> list[str
     ]
 
 
-def compile_absent(config: Plan) -> None:
-    """Compiles the step in a process of its own, whose environment says for what. Raises RunError if it cannot."""
+def environment(config: Plan) -> dict[str, str]:
+    """Of the process that compiles. Raises RunError if nothing can, or a package is missing."""
     try:
-        variables = absent.environment(config.hardware or "no hardware")
+        return absent.environment(config.hardware or "no hardware")
     except absent.CannotCompile as error:
         raise RunError(str(error)) from None
+
+
+def compile_absent(config: Plan, variables: dict[str, str]) -> None:
+    """Compiles the step in a process of its own, whose environment says for what. Raises RunError if it cannot."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "planned.yaml").write_text(runtime.config.to_yaml(config))
         command = [sys.executable, "-m", "tools.plan_compile", f"--config-dir={folder}", "--config-name=planned"]

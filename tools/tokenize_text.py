@@ -119,8 +119,9 @@ def main(config: TokenizeText) -> None:
     made_by = {"tool": "tools/tokenize_text.py", "config": about, "input_size": sum(source.size for source in sources)}
     inputs = hashlib.sha256(json.dumps([dataclasses.astuple(source) for source in sources]).encode()).hexdigest()
 
-    dataset = open_for_writing(config.output)
+    open_for_writing(config.output)  # the folder must be there for alone_in
     with alone_in(config.output), failing_writes(config.output):
+        dataset = open_for_writing(config.output)
         if dataset.attrs.get("made_by") == made_by and not config.overwrite:
             print(f"{config.output} is complete: {counted(dataset.attrs['counts'])}. overwrite=true writes it again")
             return

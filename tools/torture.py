@@ -52,7 +52,7 @@ class Torture:
 @dataclass
 class Count:
     kills: int = 0
-    in_saving: int = 0  # after these an incomplete checkpoint was there
+    in_saving: int = 0  # these left a checkpoint that the killed process had not completed
     in_starting: int = 0  # before the first step
     restarts: int = 0
     lost_checkpoints: int = 0  # starts that went on from an older one than the newest complete one
@@ -87,7 +87,7 @@ def torture(config: Torture) -> Count:
     save_s = time.monotonic() - began
     whole.end()
 
-    count, resumed, newest = Count(), 0, 0
+    count, newest = Count(), 0
     while count.kills < config.kills:
         life = Life(config, "tortured", count.restarts)
         kind = draw.choices(["starting", "saving", "stepping"], [1, 5, 4])[0]
@@ -108,19 +108,18 @@ def torture(config: Torture) -> Count:
                 f"{3 * config.checkpoint_interval * (config.kills + 1)} say, and epochs if the data do not suffice"
             )
         count.kills += 1
+        count.restarts += 1
         count.in_saving += life.is_saving()
-        resumed = life.resumed_from()
-        count.in_starting += life.last_step() <= newest
-        if resumed is not None and resumed < newest:
-            count.lost_checkpoints += 1
+        count.in_starting += life.last_step() == 0
+        count.lost_checkpoints += life.lost(newest)
         newest = life.newest_complete()
         count.repeated_steps += max(life.last_step() - newest, 0)
-        count.restarts += 1
-        print(f"kill {count.kills}: after step {life.last_step()}, newest checkpoint {newest}", flush=True)
+        moment = "in a save" if life.is_saving() else "between saves" if life.last_step() else "while it started"
+        print(f"kill {count.kills}: {moment}; last step {life.last_step()}, newest checkpoint {newest}", flush=True)
 
     life = Life(config, "tortured", count.restarts)
     life.end()
-    count.lost_checkpoints += life.resumed_from() < newest
+    count.lost_checkpoints += life.lost(newest)
     differing = [step for step, loss in whole.losses().items() if life.losses().get(step) != loss]
     if differing or count.lost_checkpoints or len(life.losses()) != config.steps:
         raise RunError(
@@ -135,7 +134,7 @@ class Life:
     """One process of a run, from its start to its end or its kill."""
 
     def __init__(self, config: Torture, name: str, number: int):
-        root = Path(config.folder).absolute()
+        root, self._began = Path(config.folder).absolute(), time.time()
         self._folder, self._log = root / name, root / f"{name}.{number}.log"
         # What was compiled once is not compiled again: the same program, and a start takes seconds.
         cache = {
@@ -190,21 +189,26 @@ class Life:
         return {record["step"]: record["loss"] for record in records if "loss" in record}
 
     def last_step(self) -> int:
-        return max(self.losses(), default=0)
+        """The last step that this process has done; 0 while it starts."""
+        steps = re.findall(r"^step (\d+)/\d+: loss", self._log.read_text(), re.MULTILINE)
+        return int(steps[-1]) if steps else 0
 
     def is_saving(self) -> bool:
-        """Whether there is a checkpoint that is not complete."""
-        return any(not _is_complete(path) for path in self._checkpoints())
+        """Whether there is a checkpoint that this process has begun and not completed."""
+        try:
+            begun = [path for path in self._checkpoints() if path.stat().st_mtime >= self._began]
+        except FileNotFoundError:  # one that an earlier process had begun is removed just now
+            return False
+        return any(not _is_complete(path) for path in begun)
 
     def newest_complete(self) -> int:
         return max((int(path.name) for path in self._checkpoints() if _is_complete(path)), default=0)
 
-    def resumed_from(self) -> int | None:
-        """The step that it said it goes on from; 0 where it began; None if it was killed before it said either."""
-        text = self._log.read_text()
-        if said := re.search(r"going on after step (\d+) of", text):
-            return int(said[1])
-        return 0 if re.search(r"^step 1/", text, re.MULTILINE) else None
+    def lost(self, newest: int) -> bool:
+        """Whether the process went on from an older checkpoint than the newest complete one, or began anew."""
+        if said := re.search(r"going on after step (\d+) of", self._log.read_text()):
+            return int(said[1]) < newest
+        return self.last_step() > 0 and newest > 0
 
     def _checkpoints(self) -> list[Path]:
         folder = self._folder / "checkpoints"
