@@ -8,6 +8,7 @@ lines, agrees = report(ledger, compiled)        # ["The compiled step sends what
 
 import collections
 import dataclasses
+import math
 
 import jax
 
@@ -20,6 +21,8 @@ from ledger.step import Ledger
 WIDENED = "sent as float32, twice the bytes, as all bfloat16 is by XLA:CPU"
 FEWER = "eliminated, or merged with an equal one"
 MORE = "not known why"
+JOINED = "joined end to end with others: as many bytes in all"
+AS_ALL_REDUCE = "run as an all-reduce, of which each device keeps its part, as XLA:TPU does with small ones"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +71,24 @@ def differences(ledger: Ledger, text: str) -> list[Difference]:
     for row in sorted(left.keys() | right.keys()):
         if left[row] != right[row]:
             add(row, left[row], right[row], _reason(left[row], right[row], ledger))
-    return rows
+    return _explained(rows, ledger.mesh)
+
+
+def _explained(rows: list[Difference], mesh: dict[str, int]) -> list[Difference]:
+    """The same rows; those that are one thing done in another way say so."""
+    reasons: dict[Difference, str] = {}
+    for row in rows:
+        same = [other for other in rows if (other.axes, other.dtype) == (row.axes, row.dtype)]
+        joined = [other for other in same if other.kind == row.kind]
+        if row.reason == MORE and sum(other.bytes * (other.written - other.compiled) for other in joined) == 0:
+            reasons |= dict.fromkeys(joined, JOINED)
+        devices = math.prod(mesh.get(axis, 1) for axis in row.axes)
+        wholes = {"reduce-scatter": row.bytes, "all-gather": row.bytes / devices}  # of which it may stand in the place
+        replaced = [other for other in same if other.compiled < other.written and wholes.get(other.kind) == other.bytes]
+        fewer = sum(other.written - other.compiled for other in replaced)
+        if row.kind == "all-reduce" and row.reason == MORE and fewer == row.compiled - row.written:
+            reasons |= dict.fromkeys((row, *replaced), AS_ALL_REDUCE)
+    return [dataclasses.replace(row, reason=reasons.get(row, row.reason)) for row in rows]
 
 
 def _without_phases(table: Table) -> Table:

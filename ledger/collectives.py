@@ -88,21 +88,32 @@ def compiled(text: str, mesh_axes: dict[str, int]) -> Table:
         that send differently.
     """
     module = parse(text)
-    return _finish(_compiled(module, module.computations[module.entry], mesh_axes))
+    return _finish(_compiled(module, module.computations[module.entry], mesh_axes, set()))
 
 
-def _compiled(module: Module, computation: Computation, axes) -> Table:
+def chain(instruction: Instruction) -> str:
+    """Of a collective that XLA:TPU has cut into several fusions, to compute in them meanwhile, what it calls all of
+    these; '' for another."""
+    found = re.search(r'chain_id="(\d+)"', instruction.attributes)
+    return found[1] if found else ""
+
+
+def _compiled(module: Module, computation: Computation, axes, chains: set[str]) -> Table:
+    """`chains`: those that are counted already."""
     table: Table = collections.Counter()
     for instruction in computation.instructions.values():
         if instruction.is_done:
             continue
         if instruction.opcode in KINDS.values():
+            if (link := chain(instruction)) and link in chains:
+                continue
+            chains.add(link)
             if over := axes_of_groups(instruction.attributes, axes):
                 for dtype, size, (line, stack) in operands(module, computation, instruction):
                     table[Collective(instruction.opcode, over, dtype, size, phase_of(stack), line)] += 1
             continue  # what it calls is the addition
         keys = ("calls", "to_apply", "body", "branch_computations", "true_computation", "false_computation")
-        bodies = [_compiled(module, body, axes) for body in module.callees(instruction, *keys)]
+        bodies = [_compiled(module, body, axes, chains) for body in module.callees(instruction, *keys)]
         for body in [any_branch(bodies, instruction.name)] if instruction.opcode == "conditional" else bodies:
             _add(table, body, turns(module, instruction) if body and instruction.opcode == "while" else 1)
     return table

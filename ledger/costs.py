@@ -2,7 +2,7 @@
 pass.
 
     costs = count(read(traced.jaxpr), {"d": 4, "t": 2})
-    costs.products[Product("train.py:229", "forward", 2 * 16 * 64 * 256 * 128, "bfloat16", False)]     # times a step
+    costs.products[Product("train.py:229", "forward", 2 * 16 * 64 * 256 * 128, "bfloat16", 1.0)]     # times a step
     costs.collectives[Collective("all-gather", ("d",), "float32", 4096, "forward", "train.py:197")]
 
 Each row is of one line of the source and one phase; a loop's body counts as often as it runs. Nothing runs.
@@ -11,6 +11,7 @@ Each row is of one line of the source and one phase; a loop's body counts as oft
 import collections
 import dataclasses
 import math
+import re
 from collections.abc import Iterable
 
 from ledger.program import OPAQUE, Block, Operation, Value
@@ -26,8 +27,11 @@ KINDS = {
     "ppermute": "collective-permute",
 }
 SEND_NOTHING = {"axis_index", "pvary"}
-# A product under `jax.named_scope('causal')` is masked to the positions before: the model needs half of it.
-CAUSAL = "causal"
+# Names of scopes. Of the products in `jax.named_scope('causal')` the model needs half, since they are masked to the
+# positions before; in 'needed=3:4' three quarters. In 'flops:NAME=5:4' each run of the kernel NAME computes 5 FLOPs, of
+# which the model needs 4.
+_NEEDED = re.compile(r"(?<![\w.])(?:causal|needed=(\d+):(\d+))(?![\w.])")
+_KERNEL = re.compile(r"flops:([^\s=]+)=(\d+):(\d+)")
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -62,7 +66,7 @@ class Product:
     phase: str
     flops: int  # a multiply and an add are two
     dtype: str  # of the operands
-    causal: bool  # half of it is masked
+    needed: float  # of its FLOPs, the part that the model needs: 0.5 where half is masked
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -106,9 +110,10 @@ class Costs:
         return sum(row.flops * times for row, times in self.products.items() if not phases or row.phase in phases)
 
     def model_flops(self) -> float:
-        """Of the products of the forward and the backward pass, nothing recomputed, causal ones as half."""
+        """Of the products of the forward and the backward pass, nothing recomputed, of masked ones what the model
+        needs."""
         rows = [(row, times) for row, times in self.products.items() if row.phase in ("forward", "backward")]
-        return sum(row.flops * times / (2 if row.causal else 1) for row, times in rows)
+        return sum(row.flops * times * row.needed for row, times in rows)
 
 
 # -- Products, collectives, loops --------------------------------------------------------------------------------------
@@ -126,10 +131,11 @@ def count(block: Block, mesh_axes: dict[str, int]) -> Costs:
     costs = Costs()
     for op in block.operations:
         _count_collective(op, mesh_axes, costs)
-        flops = _flops(op)
+        flops, needed = _kernel_flops(op) if op.name in OPAQUE else (_flops(op), _needed(op.scopes))
         if flops is not None:
-            dtype, causal = op.inputs[0].dtype, CAUSAL in _words(op.scopes) and op.name not in OPAQUE
-            costs.products[Product(op.line, op.phase, flops, dtype, causal)] += 1
+            # A kernel's first operands may be tables of its blocks: the type is that of the largest.
+            dtype = max(op.inputs, key=lambda value: value.bytes).dtype if op.name in OPAQUE else op.inputs[0].dtype
+            costs.products[Product(op.line, op.phase, flops, dtype, needed)] += 1
         elif op.name in OPAQUE:
             costs.kernels[op.line, op.name] += 1
         bodies = [count(body, mesh_axes) for body in op.blocks]
@@ -180,21 +186,32 @@ def any_branch(branches: Iterable[Table], place: str) -> Table:
 
 
 def _flops(op: Operation) -> int | None:
-    """FLOPs of a matrix product or a convolution, or what a kernel declares; None for anything else."""
+    """FLOPs of a matrix product or a convolution; None for anything else."""
     if op.name == "dot_general":
         (contracted, _), _ = op.params["dimension_numbers"]
         return 2 * math.prod(op.outputs[0].shape) * math.prod(op.inputs[0].shape[dim] for dim in contracted)
     if op.name == "conv_general_dilated":
         kernel, features = op.inputs[1].shape, op.params["dimension_numbers"].rhs_spec[0]
         return 2 * math.prod(op.outputs[0].shape) * math.prod(kernel) // kernel[features]
-    declared = op.params.get("cost_estimate") if op.name == "pallas_call" else None
-    return None if declared is None else declared.flops
+    return None
 
 
-def _words(scopes: str) -> list[str]:
-    for mark in ("jvp(", "transpose(", ")"):
-        scopes = scopes.replace(mark, "/")
-    return scopes.split("/")
+def _needed(scopes: str) -> float:
+    """The part that the model needs of products in these scopes: what the innermost says."""
+    found = _NEEDED.findall(scopes)
+    needed, run = found[-1] if found else (1, 1)
+    return int(needed) / int(run) if needed else 0.5
+
+
+def _kernel_flops(op: Operation) -> tuple[int | None, float]:
+    """FLOPs of a kernel and the part that the model needs, as a scope around it or its `cost_estimate` declares;
+    None where nothing does."""
+    name = op.params.get("target_name") or op.params.get("name")
+    for declared, run, needed in reversed(_KERNEL.findall(op.scopes)):
+        if declared == name:
+            return int(run), int(needed) / int(run)
+    estimate = op.params.get("cost_estimate")
+    return (None, 1.0) if estimate is None else (estimate.flops, 1.0)
 
 
 # -- What is kept for the backward pass --------------------------------------------------------------------------------

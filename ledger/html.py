@@ -85,14 +85,15 @@ is its most expensive line. <b>Open a line</b> (click it, or Enter) for each of 
 
 _READING = """<section id="reading"><h2>How it is counted</h2>
 <ul>
-<li>k, M, G, T, P: thousands, millions, 10⁹, 10¹², 10¹⁵; GB are 10⁹ bytes. A multiply and an add are two FLOPs. FLOPs are
-those of matrix products; what is computed element by element has none here.</li>
+<li>k, M, G, T, P: thousands, millions, 10⁹, 10¹², 10¹⁵; GB are 10⁹ bytes. A multiply and an add are two FLOPs.
+FLOPs are those of matrix products; what is computed element by element has none here.</li>
+<li><b>Needed</b>: the part of a product that the model needs; half of it where the other half is masked.</li>
 <li><b>Recomputed</b>: computed once more, or sent, for the backward pass, because it was not kept.</li>
-<li><b>Bytes sent</b> leave a device while as many enter it. In a ring of n devices an all-gather of parts of b bytes sends
-(n − 1) b; a reduce-scatter or all-to-all of b bytes (n − 1)/n b; an all-reduce twice that; a permutation b.</li>
+<li><b>Bytes sent</b> leave a device while as many enter it. In a ring of n devices an all-gather of parts of b bytes
+sends (n − 1) b; a reduce-scatter or all-to-all of b bytes (n − 1)/n b; an all-reduce twice that; a permutation b.</li>
 <li><b>Bytes kept</b> are made in the forward pass and read in the backward pass.</li>
-<li><b>Memory</b> is a forecast: each value from where it is made to its last use, in the order of the program. A compiler
-may reorder, pad, or keep more.</li>
+<li><b>Memory</b> is a forecast: each value from where it is made to its last use, in the order of the program. A
+compiler may reorder, pad, or keep more.</li>
 <li>What happens in another file counts at the line that leads there.</li>
 </ul></section>"""
 
@@ -130,7 +131,7 @@ def _cards(ledger) -> str:
     kinds = {_class(kind): part for kind, part in ledger.memory.by_kind().items()}
     flops = (
         f"{_devices(ledger)} together: {amount(ledger.hardware_flops, 'FLOP')}, of which the model needs "
-        f"{amount(ledger.model_flops, 'FLOP')}: causal products as half, nothing recomputed. MFU counts these."
+        f"{amount(ledger.model_flops, 'FLOP')}: nothing masked, nothing recomputed. MFU counts these."
     )
     peak = f"Most while {_link(ledger, ledger.memory.line)} runs." if ledger.memory.line else ""
     return "\n".join(
@@ -184,13 +185,15 @@ def _memory(ledger, roofline) -> str:
     rows = [(kind, kinds[kind], kinds[kind] / max(memory.bytes, 1), what) for kind, what in _KINDS.items()]
     alive = collections.Counter(memory.held)
     others = collections.Counter(each for each in memory.largest if each not in alive)
-    return f"""<p>Forecast of the peak: <b>{amount(memory.bytes, "B")}</b>.{where} Each cell below is a value that is in memory
-then.{fits}</p>
+    return f"""<p>Forecast of the peak: <b>{amount(memory.bytes, "B")}</b>.{where} Each cell below is a value that is in
+memory then.{fits}</p>
 {_cells(ledger, alive)}
 {legend([(_class(kind), kind, amount(kinds[kind], "B")) for kind in GROUPS if kinds[kind]])}
 {table("What the memory is for", {"kind": "", "bytes": "B", "of all": "percent", "what it is": ""}, rows)}
-<details open><summary>The largest values at the peak</summary>{_values(ledger, "In memory at the peak", alive)}</details>
-<details><summary>Large values at other times</summary>{_values(ledger, "Not in memory at the peak", others)}</details>
+<details open><summary>The largest values at the peak</summary>
+{_values(ledger, "In memory at the peak", alive)}</details>
+<details><summary>Large values at other times</summary>
+{_values(ledger, "Not in memory at the peak", others)}</details>
 <h3>To need less</h3>
 <ul>{"".join(f"<li>{escape(each)}</li>" for each in advice(ledger))}</ul>"""
 

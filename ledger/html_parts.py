@@ -38,7 +38,7 @@ def seconds(value: float | None) -> str:
 def percent(part: float | None) -> str:
     if part is None:
         return "n/a"
-    return "< 0.1 %" if 0 < part < 0.001 else f"{part:.1%}".replace("%", "\N{NO-BREAK SPACE}%")
+    return "< 0.1\N{NO-BREAK SPACE}%" if 0 < part < 0.001 else f"{part:.1%}".replace("%", "\N{NO-BREAK SPACE}%")
 
 
 # -- Bars and legends --------------------------------------------------------------------------------------------------

@@ -73,8 +73,8 @@ def labels(ledger) -> dict[str, dict[str, str]]:
 
 # -- Rows --------------------------------------------------------------------------------------------------------------
 _HEADINGS = {
-    "Matrix products": {"line": "line", "phase": "", "operands": "", "causal": "", "one": "FLOP", "times": "count"}
-    | {"together": "FLOP", "of all": "percent"},
+    "Matrix products": {"line": "line", "phase": "", "operands": "", "needed": "percent", "one": "FLOP"}
+    | {"times": "count", "together": "FLOP", "of all": "percent"},
     "Sent to other devices": {"line": "line", "phase": "", "kind": "", "over": "", "type": "", "operand": "B"}
     | {"one sends": "B", "times": "count", "together": "B", "of all": "percent"},
     "Kept for the backward pass": {"line": "line", "value": "code", "because of": "", "array": "code", "one": "B"}
@@ -87,8 +87,9 @@ def rows(ledger) -> dict[str, list[tuple]]:
     costs, whole = ledger.costs, all_lines(sums(ledger))
     found = [[], [], []]
     for row, times in costs.products.items():
-        flops, causal = row.flops * times, "half masked" if row.causal else ""
-        found[0].append((row.line, row.phase, row.dtype, causal, row.flops, times, flops, flops / whole.total("flops")))
+        flops = row.flops * times
+        share = flops / max(whole.total("flops"), 1)
+        found[0].append((row.line, row.phase, row.dtype, row.needed, row.flops, times, flops, share))
     for row, times in costs.collectives.items():
         one, axes = row.sent_bytes(ledger.mesh), " × ".join(row.axes)
         share = one * times / whole.total("sent")

@@ -13,6 +13,9 @@ A model of what XLA does, kept simple:
   the same size that ends there takes its place; so does what a loop carries, and a result of the step that of a
   donated argument.
 - A loop holds its arguments and all its results, and on top what its body holds at most.
+- A product's result that is only needed in a wider type is written in that type.
+- Products whose result goes into a reduce-scatter, the gradients of gathered weights, are put off to the end of the
+  layer: they run while others' are sent. What they read stays until then.
 
 By the same model it counts what is moved to and from memory: what takes memory is written once, and read once by each
 operation that needs it there; results of a step, or of a turn of a loop, are computed together and read what they share
@@ -33,6 +36,7 @@ GROUPS = (WEIGHTS, OPTIMIZER, BATCH, GRADIENTS, SAVED, GATHERED, OTHER)
 # Operations whose result is their operand under another name.
 _SAME = {"reshape", "squeeze", "transpose", "expand_dims", "copy", "name", "reduce_precision", "stop_gradient"}
 _SAME |= {"optimization_barrier", "checkpoint", "shard_map", "pvary"}
+_CONVERTS = _SAME | {"convert_element_type"}
 _LOOPS = {"scan", "while", "cond"}
 # Operations whose operands have to lie in memory.
 _READ = set("dot_general conv_general_dilated sort top_k cumsum cumlogsumexp cummax dynamic_update_slice".split())
@@ -113,6 +117,7 @@ class _Lifetimes:
 
     def __init__(self, block: Block, kinds: list[str], weights: set, placed=frozenset(), slices=frozenset()):
         self.kinds, self.weights, self.slices = dict(zip(block.inputs, kinds, strict=True)), weights, slices
+        self.results = set(block.outputs)
         self.born: dict[Value, int] = {}
         self.last: dict[Value, int] = {}
         self.heirs: list[tuple[Value, set[Value]]] = []  # values with those whose place they may take
@@ -128,16 +133,23 @@ class _Lifetimes:
             else:
                 continue  # computed where it is needed
             self.moved[op.line, op.phase] += self.touched(op)
-            for value in op.outputs:
+            for index, value in enumerate(map(self.written_as, op.outputs)):
                 self.born[value] = self.last[value] = now
+                before = op.inputs
+                if op.name == "scan":  # what it carries, but not what it stacks
+                    first = op.params["num_consts"]
+                    before = before[first + index : first + index + 1] if index < op.params["num_carry"] else []
                 if op.name in _IN_PLACE or op.name in _LOOPS or op.name.startswith("scatter"):
-                    self.heirs.append((value, {self.origin(each) for each in op.inputs}))
+                    self.heirs.append((value, {self.origin(each) for each in before}))
             if op.name in _LOOPS:
                 bodies[now] = max((self.body(op, each) for each in op.blocks), key=lambda body: body.bytes)
                 for place, moved in bodies[now].moved.items():
                     self.moved[place] += moved * op.length
         end = len(block.operations)
         self.compute(block.outputs)
+        for op in block.operations:
+            if op.name == "dot_general" and op.phase == "backward" and _is_reduced(op.outputs[0]):
+                self.read(op.inputs, end)
         for value in block.outputs:
             self.lay_down(value, end, placed=value in placed)
         for heir, before in self.heirs:
@@ -179,6 +191,17 @@ class _Lifetimes:
         if op.name not in _SAME and not changes_nothing:
             return None
         return op.inputs[op.outputs.index(value) if len(op.outputs) > 1 else 0]
+
+    def written_as(self, value: Value) -> Value:
+        """A product's result in the wider type to which all that need it convert it; any other value itself."""
+        wide = value
+        while value.maker.name == "dot_general" and wide not in self.results and len(wide.uses) == 1:
+            if wide.uses[0].name not in _CONVERTS:
+                break
+            (wide,) = wide.uses[0].outputs
+            if wide.bytes > value.bytes:
+                return wide
+        return value
 
     def origin(self, value: Value) -> Value:
         while (same := self.same(value)) is not None:
@@ -271,6 +294,13 @@ class _Lifetimes:
 
     def alive(self, now: int) -> list[Held]:
         return [self.describe(value) for value, birth in self.born.items() if birth <= now <= self.last[value]]
+
+
+def _is_reduced(value: Value) -> bool:
+    """Whether a value, perhaps under another name or type, goes into a reduce-scatter."""
+    return any(
+        op.name == "reduce_scatter" or (op.name in _CONVERTS and _is_reduced(op.outputs[0])) for op in value.uses
+    )
 
 
 def _held(value: Value, kind: str, op: Operation | None = None) -> Held:

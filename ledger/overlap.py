@@ -8,7 +8,7 @@ between its start and its end, or that it stands alone.
 import dataclasses
 import re
 
-from ledger.collectives import operands, turns
+from ledger.collectives import chain, operands, turns
 from ledger.costs import KINDS
 from ledger.hlo_text import Computation, Instruction, Module, parse
 from ledger.program import phase_of
@@ -59,6 +59,7 @@ def overlaps(text: str) -> list[Sent]:
 
 def _rows(module: Module, computation: Computation, times: int) -> list[Sent]:
     rows, order = [], list(computation.instructions.values())
+    parts_of: dict[str, int] = {}  # of a collective that is cut into several, its row
     for place, instruction in enumerate(order):
         if instruction.is_done:
             continue
@@ -75,17 +76,23 @@ def _rows(module: Module, computation: Computation, times: int) -> list[Sent]:
         products = [each for each in meanwhile if _is_product(module, each)]
         parts = operands(module, where, inner)
         places = [place for _, _, place in parts if place[0]] or [module.metadata(instruction)]
-        rows.append(
-            Sent(
-                kind=inner.opcode,
-                lines=tuple(dict.fromkeys(line for line, _ in places if line)),
-                phase=phase_of(places[0][1]),
-                bytes=sum(size for _, size, _ in parts),
-                times=times,
-                products=tuple(dict.fromkeys(module.metadata(each)[0] or "a product" for each in products)),
-                others=len(meanwhile) - len(products),
-            )
+        row = Sent(
+            kind=inner.opcode,
+            lines=tuple(dict.fromkeys(line for line, _ in places if line)),
+            phase=phase_of(places[0][1]),
+            bytes=sum(size for _, size, _ in parts),
+            times=times,
+            products=tuple(dict.fromkeys(module.metadata(each)[0] or "a product" for each in products)),
+            others=len(meanwhile) - len(products),
         )
+        if (link := chain(inner)) in parts_of:
+            before = rows[parts_of[link]]
+            both = tuple(dict.fromkeys(before.products + row.products))
+            rows[parts_of[link]] = dataclasses.replace(before, products=both, others=before.others + row.others)
+            continue
+        if link:
+            parts_of[link] = len(rows)
+        rows.append(row)
     return rows
 
 

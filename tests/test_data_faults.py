@@ -55,7 +55,7 @@ def test_lost_and_truncated_chunks(request, tmp_path, place, name, chunk, packin
     with fsspec.open(file, "rb") as stored:
         whole = stored.read()
     where = f"cannot read {name} of {path}/train from {tokens} (the file train/{name}/c/{chunk} "
-    for damaged in (b"", whole[:10], whole[:-1], whole + b"x"):
+    for damaged in (b"", whole[:10], whole[:-1], whole + b"x") if place == "disk" else (whole[:-1],):
         with fsspec.open(file, "wb") as stored:
             stored.write(damaged)
         message = f"{where}has {len(damaged)} bytes and was written with another number): {DAMAGED}"

@@ -80,7 +80,7 @@ def products_by_hand(s: Sizes) -> collections.Counter:
     for line, flops, forward, recomputed in rows:
         causal = int(line.split(":")[1]) in attention
         for phase, times in (("forward", forward), ("recomputed", recomputed), ("backward", 2 * forward)):
-            table[Product(line, phase, flops, s.dtype, causal)] += times
+            table[Product(line, phase, flops, s.dtype, 0.5 if causal else 1.0)] += times
     return +table
 
 

@@ -123,7 +123,7 @@ def test_nothing_is_loaded(machine):
 
 @cases
 def test_the_sums_of_each_line_are_the_ledgers(name, overrides):
-    """The numbers in the margin, and the bars' widths by phase, axes and reason: each sum's part of the largest line's."""
+    """The numbers in the margin, and the bars' widths by phase, axes and reason: parts of the largest line's sum."""
     ledger = ledger_of(name, *overrides)
     parser, sums = Parser(page(ledger)), by_line(ledger)
     shown = {key: text for key, text in parser.texts.items() if key[1] in (1, 2, 3)}

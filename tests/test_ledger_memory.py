@@ -1,5 +1,6 @@
 """The forecast of memory: on small programs what one counts by hand, on the step what XLA says."""
 
+import collections
 import dataclasses
 import functools
 
@@ -13,7 +14,9 @@ from jax import lax
 from ledgers import ledger_of
 
 import train
-from ledger.check import FEWER, WIDENED, differences, peak_bytes, report
+from ledger.check import AS_ALL_REDUCE, FEWER, JOINED, MORE, WIDENED, differences, peak_bytes, report
+from ledger.collectives import compiled as compiled_collectives
+from ledger.costs import Collective
 from ledger.memory import GROUPS, forecast
 from ledger.program import read
 from ledger.step import of_step
@@ -72,6 +75,32 @@ def test_a_loop_holds_what_it_stacks_and_one_turn_of_its_body():
     # cos(h) takes the product's place; a layer's weights are a part of w that the product needs by itself.
     held = besides_arguments(layers, f32(8, 16), f32(5, 16, 16))
     assert held == [stack, weight, carry, carry]
+
+
+def test_a_product_is_written_in_the_type_that_is_needed():
+    """A bfloat16 product that is only read as float32 is held as float32; one that is read as it is, is not."""
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((8, 16), (16, 32)))
+    assert besides_arguments(lambda x, w: jnp.sum((x @ w).astype(jnp.float32)), x, w) == [8 * 32 * 4, 4]
+    two = besides_arguments(lambda x, w: (jnp.sum((h := x @ w).astype(jnp.float32)), h), x, w)
+    assert two == [8 * 32 * 2, 4]
+
+
+def test_gradients_that_are_sent_are_computed_last():
+    """What a product reads whose result goes into a reduce-scatter stays to the end of the block."""
+
+    def held(sent):
+        def loss(w, x, v):
+            return jnp.sum(jnp.sin(jnp.sin(x @ w) @ v) @ v)
+
+        def step(w, x, v):
+            grad_w, grad_v = jax.grad(loss, (0, 2))(w, x, v)
+            return (lax.psum_scatter(grad_w, "d", tiled=True) if sent else grad_w), grad_v
+
+        block = read(jax.make_jaxpr(step, axis_env=[("d", 2)])(f32(64, 64), f32(1024, 64), f32(64, 64)))
+        memory = forecast(block, ["batch"] * 3, [False] * 3)
+        return sum(each.bytes for each in memory.held if each.line) // (1024 * 64 * 4)
+
+    assert held(True) >= held(False)
 
 
 def test_the_parts_of_the_step():
@@ -160,3 +189,44 @@ def test_what_is_not_compiled_at_all():
     empty = "HloModule m, num_partitions=8\n\nENTRY %main (x: f32[]) -> f32[] {\n  ROOT %x = f32[] parameter(0)\n}\n"
     rows = differences(ledger, empty)
     assert {row.reason for row in rows} == {FEWER} and sum(row.written for row in rows) == 169
+
+
+def program(*instructions):
+    """A program of these collectives on a mesh of 4 × 2, each of the whole of a float32 parameter."""
+    body = "".join(
+        f"  %c{i} = f32[8] {kind}(%x{i}), replica_groups={groups}\n" for i, (kind, _, groups) in enumerate(instructions)
+    )
+    parameters = "".join(f"  %x{i} = f32[{size}] parameter({i})\n" for i, (_, size, _) in enumerate(instructions))
+    return f"HloModule m, num_partitions=8\n\nENTRY %main () -> f32[] {{\n{parameters}{body}  ROOT %r = f32[] constant(0)\n}}\n"
+
+
+def test_what_is_done_in_another_way_has_its_reason():
+    """All-reduces of a step joined into one of as many bytes; a reduce-scatter and an all-gather run as all-reduces."""
+    ledger, _ = ledger_and_compiled(2, "float32")
+    over_all = "{{0,1,2,3,4,5,6,7}}"
+
+    def rows(*written, compiled):
+        costs = dataclasses.replace(ledger.costs, collectives=collections.Counter())
+        for kind, size in written:
+            costs.collectives[Collective(kind, ("d", "t"), "float32", 4 * size, "update", "train.py:1")] += 1
+        changed = dataclasses.replace(ledger, costs=costs)
+        found = differences(changed, program(*((kind, size, over_all) for kind, size in compiled)))
+        return [(row.kind, row.bytes, row.written, row.compiled, row.reason) for row in found]
+
+    assert rows(("all-reduce", 1), ("all-reduce", 1), compiled=[("all-reduce", 2)]) == [
+        ("all-reduce", 4, 2, 0, JOINED),
+        ("all-reduce", 8, 0, 1, JOINED),
+    ]
+    assert rows(("reduce-scatter", 16), ("all-gather", 2), compiled=[("all-reduce", 16)] * 2) == [
+        ("all-gather", 8, 1, 0, AS_ALL_REDUCE),
+        ("all-reduce", 64, 0, 2, AS_ALL_REDUCE),
+        ("reduce-scatter", 64, 1, 0, AS_ALL_REDUCE),
+    ]
+    assert rows(("reduce-scatter", 16), compiled=[("all-reduce", 16)] * 2)[0][-1] == MORE
+
+
+def test_a_collective_cut_into_several_counts_once():
+    """XLA:TPU marks the parts of one collective by a chain."""
+    ledger, _ = ledger_and_compiled(2, "float32")
+    text = program(*[("all-gather", 2, "{{0,1,2,3,4,5,6,7}}, frontend_attributes={chain_id=\"3\"}")] * 4)
+    assert sum(compiled_collectives(text, ledger.mesh).values()) == 1

@@ -62,8 +62,8 @@ def uninterrupted(data, tmp_path_factory):
 
 
 def test_a_run_leaves_all_that_it_should(uninterrupted):
-    """Config, metrics with the documented keys, the compiled step as text and picture, checkpoints at each interval and the end."""
-    assert {"config.yaml", "metrics.jsonl", "step.hlo.txt", "step.svg", "checkpoints", "profile"} <= {
+    """Config, metrics with the documented keys, the ledger, the compiled step as text, checkpoints at each interval and the end."""
+    assert {"config.yaml", "metrics.jsonl", "step.hlo.txt", "ledger.html", "checkpoints", "profile"} <= {
         path.name for path in uninterrupted.iterdir()
     }
     lines = [json.loads(line) for line in (uninterrupted / "metrics.jsonl").read_text().splitlines()]

@@ -128,32 +128,23 @@ def test_a_mesh_that_cannot_split():
 
 
 def test_a_sweep(capsys, tmp_path):
-    """All meshes of 8 and of 16 devices, what fits first, the fastest first; a picture of the best that names them."""
+    """All meshes of 4 and of 8 devices, with microbatches until they fit; what fits first, the fastest first; a picture."""
     file = tmp_path / "mfu.svg"
-    tiny = "own_hardware=[{name: tiny, peak_flops_per_s: 1.0e+12, hbm_bytes: 330000, hbm_bytes_per_s: 1.0e+11, link_bytes_per_s: 1.0e+10}]"
-    overrides = [
-        *SMALL,
-        tiny,
-        "hardware=tiny",
-        "devices_per_host=16",
-        "sweep=true",
-        "up_to_devices=16",
-        f"picture={file}",
-    ]
-    text = planned(capsys, "local_test_synthetic", *overrides)
+    figures = "peak_flops_per_s: 1.0e+12, hbm_bytes: 450000, hbm_bytes_per_s: 1.0e+11, link_bytes_per_s: 1.0e+10"
+    text = planned(
+        capsys, "local_test_synthetic", *SMALL, "model.n_kv=2", "training.tokens.batch=8", "mesh.d=2", "mesh.t=2",
+        f"own_hardware=[{{name: tiny, {figures}}}]", "hardware=tiny", "sweep=true", "up_to_devices=8", f"picture={file}",
+    )  # fmt: skip
     first, second, _ = text.split("\n\n", 2)
     rows = [line.split() for line in first.splitlines()[2:] if line[0] == " "]
-    assert {(row[0], row[1]) for row in rows} == {("8", "1"), ("4", "2"), ("2", "4")}
-    fits = ["fit" not in row for row in rows]
-    assert fits == sorted(fits, reverse=True) and True in fits and False in fits
-    times = [float(row[5].replace("ms", "")) for row, fit in zip(rows, fits) if fit]
-    assert times == sorted(times)
-    counts = [int(row[2]) for row in rows if (row[0], row[1]) == ("8", "1")]
-    assert sorted(counts) == [2**power for power in range(len(counts))]  # until it fits
+    assert {tuple(row[:3]) for row in rows if "fit" not in row} == {("4", "1", "2"), ("2", "2", "2")}
+    assert {tuple(row[:3]) for row in rows if "fit" in row} == {("4", "1", "1"), ("2", "2", "1")}
+    assert ["fit" in row for row in rows] == [False, False, True, True]
+    assert [row[6] for row in rows] == ["µs"] * 4 and all(float(rows[i][5]) <= float(rows[i + 1][5]) for i in (0, 2))
     assert (
-        "Other meshes cannot be, such as d=1 × t=8: configs/local_test_synthetic.yaml: " not in first or "dim" in first
+        "Other meshes cannot be, such as d=1 × t=4: command line: model.n_kv = 2: dim K is split over axis t" in first
     )
-    assert second.startswith("local_test_synthetic on 16 × tiny, 32 × 32 tokens a step")
+    assert second.startswith("local_test_synthetic on 8 × tiny, 16 × 32 tokens a step")
     svg = ElementTree.parse(file).getroot()
     words = " ".join(element.text or "" for element in svg.iter())
     assert "predicted MFU of the fastest mesh; the batch grows with the devices" in words and "Assumed:" in words

@@ -21,7 +21,7 @@ def read_all(loader):
 
 SEQUENCES = st.lists(st.lists(st.integers(0, 2**31 - 1) | st.integers(0, 9), max_size=20), min_size=1, max_size=15)
 PROPERTY = settings(
-    max_examples=25, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=20, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 
 
@@ -175,7 +175,7 @@ def test_many_sequences_are_found(tmp_path, monkeypatch):
     monkeypatch.setattr(rows_module, "READ_AT_ONCE", 64)
     read_from_chunks(monkeypatch)
     sequences = ragged(7, count=1000, longest=20)
-    write_split(tmp_path / "data", "train", sequences, chunk_tokens=64)
+    write_split(tmp_path / "data", "train", sequences, chunk_tokens=512)
     expected = [ids[i : i + 6] for ids in sequences for i in range(0, len(ids), 6)]
     config = FlatTokens(
         str(tmp_path / "data"), sequence_packing=False, long_sequences="split", sequences_per_read_block=7
@@ -203,7 +203,7 @@ def test_seq_starts_out_of_order(tmp_path, monkeypatch, at, values, message):
     monkeypatch.setattr(rows_module, "READ_AT_ONCE", 64)
     monkeypatch.setattr(rows_module, "BLOCK", 16)
     read_from_chunks(monkeypatch)
-    write_split(tmp_path / "data", "train", ragged(2, count=600), chunk_tokens=64)
+    write_split(tmp_path / "data", "train", ragged(2, count=600), chunk_tokens=1024)
     zarr.open_group(tmp_path / "data", mode="r+")["train/seq_starts"][at] = values
     config = FlatTokens(str(tmp_path / "data"), sequence_packing=False)
     text = f"seq_starts of {tmp_path}/data/train says that {message}, expected increasing numbers up to …: the data set is damaged, write it again"

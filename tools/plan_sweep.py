@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import textwrap
 from collections.abc import Iterator
 from html import escape
 from pathlib import Path
@@ -128,7 +129,7 @@ def table(config: plan.Plan, devices: int, batch: int, found: list[Choice], refu
 
 
 # -- The picture -------------------------------------------------------------------------------------------------------
-WIDTH, HEIGHT, LEFT, TOP, PLOT_WIDTH, PLOT_HEIGHT = 760, 560, 60, 50, 660, 300
+WIDTH, LEFT, TOP, PLOT_WIDTH, PLOT_HEIGHT = 760, 60, 50, 660, 300
 CURVES = (("mfu", "everything overlaps", "#1f6feb"), ("mfu_alone", "nothing overlaps", "#b35900"))
 
 
@@ -167,23 +168,15 @@ def picture(config: plan.Plan, best: list[Choice], rows: str) -> str:
         parts.append(
             f'<text x="{LEFT + 10 + 170 * number}" y="{TOP + PLOT_HEIGHT - 10}" fill="{colour}">● {label}</text>'
         )
-    for line, text in enumerate(_wrapped(["Assumed:", *(f"- {each}" for each in roofline.ASSUMPTIONS)])):
+    texts = "Assumed:", *(f"- {each}" for each in roofline.ASSUMPTIONS)
+    assumed = [line for text in texts for line in textwrap.wrap(text, 125)]
+    for line, text in enumerate(assumed):
         y = TOP + PLOT_HEIGHT + 76 + 13 * line
         parts.append(f'<text x="{LEFT}" y="{y}" font-size="10.5" fill="#555">{escape(text)}</text>')
+    height = TOP + PLOT_HEIGHT + 84 + 13 * len(assumed)
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
-        f'font-family="sans-serif" font-size="12"><rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>\n'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
+        f'font-family="sans-serif" font-size="12"><rect width="{WIDTH}" height="{height}" fill="white"/>\n'
         + "\n".join(parts)
         + "\n</svg>\n"
     )
-
-
-def _wrapped(texts: list[str], width: int = 118) -> Iterator[str]:
-    for text in texts:
-        line = ""
-        for word in text.split():
-            if len(line) + len(word) >= width:
-                yield line
-                line = " "
-            line = f"{line} {word}" if line else word
-        yield line

@@ -1,0 +1,90 @@
+"""Attention over packed rows without logits of length² in memory: kernels with the meaning of train.py's `attention`.
+
+    o = shardops.local(
+        'B/d L Q K/t D, B/d S K/t D, B/d S K/t D, B/d L -> B/d L Q K/t D', KERNELS["blockwise"], q, k, v, segment
+    )
+
+| name         | runs on                              | in memory besides operands, result and their gradients      |
+| ------------ | ------------------------------------ | ----------------------------------------------------------- |
+| blockwise    | everything                           | logits of a block; a sum in float32 for each of the results |
+| cudnn        | NVIDIA from Hopper on, 16-bit types  | 4 bytes a head, position of a row and segment that may be   |
+| cudnn_masked | NVIDIA from Ampere on, 16-bit types  | a mask, 2 bytes for each pair of positions of a row         |
+| splash       | TPU                                  | 512 bytes a head and position                               |
+
+Each is a function (q, k, v, segment) -> o, with a gradient of its own:
+
+    q        'B L Q K D'; query head (Q, K) reads key head K. The logits are q·k: no factor.
+    k, v     'B L K D'
+    segment  int32 'B L': a position sees those before it, and itself, that are next to each other with its number
+    o        'B L Q K D' in q's type
+
+For the backward pass each keeps o and the logits' log-sum-exp, 2 Q K D + 4 Q K bytes a token in bfloat16 (`cudnn`: more,
+see there), under the name of `save_for_backward`: a layer with `explicit_activation_checkpointing` runs the kernel once.
+The caller does not save o again, it would be kept twice.
+"""
+
+import functools
+import logging
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from kernels import blockwise, cudnn, splash
+
+_SAVED = "save_for_backward"  # as jax_extra.save_for_backward
+
+
+def _with_gradient(forward, backward):
+    """A kernel of its two halves; the name under which it keeps what lies between them is the policy's."""
+
+    @jax.custom_vjp
+    def attention(q, k, v, segment):
+        return forward(q, k, v, segment)[0]
+
+    def keep(q, k, v, segment):
+        o, log_sum_exp = (checkpoint_name(x, _SAVED) for x in forward(q, k, v, segment))
+        return o, (q, k, v, segment, o, log_sum_exp)
+
+    attention.defvjp(keep, lambda kept, gradient: (*backward(*kept, gradient), None))
+    return attention
+
+
+KERNELS = {
+    "blockwise": _with_gradient(blockwise.forward, blockwise.backward),
+    "cudnn": _with_gradient(cudnn.packed_forward, cudnn.packed_backward),
+    "cudnn_masked": _with_gradient(cudnn.masked_forward, cudnn.masked_backward),
+    "splash": functools.partial(splash.attention, save_as=_SAVED),
+}
+
+
+def fastest(platform: str, capability: float, dtype, d_head: int) -> str:
+    """The name of the kernel for a device.
+
+    Args:
+      platform: JAX's word: 'cpu', 'gpu', 'tpu'.
+      capability: of an NVIDIA GPU, its compute capability; 0 of all others.
+      dtype: of the activations.
+      d_head: D.
+    """
+    if platform == "tpu":
+        return "splash"
+    widest = 256 if capability >= 9 else 128
+    if capability < 8 or jax.numpy.dtype(dtype).itemsize != 2 or d_head % 8 or d_head > widest:
+        return "blockwise"
+    return "cudnn" if capability >= 9 else "cudnn_masked"
+
+
+def choose(model) -> str:
+    """What `model.attention` names; for 'auto' the kernel of the current mesh's devices, `blockwise` if it has none."""
+    if model.attention != "auto":
+        return model.attention
+    mesh = jax.sharding.get_mesh()
+    if mesh.empty:
+        return "blockwise"
+    device = mesh.devices.flat[0]
+    # AMD's says 'gfx942', a CPU has none.
+    capability = getattr(device, "compute_capability", "")
+    capability = float(capability) if capability.replace(".", "").isdigit() else 0.0
+    name = fastest(device.platform, capability, model.compute_dtype, model.d_head)
+    logging.getLogger(__name__).info("attention by %s, on %s", name, device.device_kind)
+    return name

@@ -1,0 +1,49 @@
+"""JAX's splash attention on TPUs: a Pallas kernel with segment ids, which skips what the causal mask leaves out."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu import splash_attention
+
+from kernels import declared
+
+LANES = 128  # a row is filled up to a multiple of these
+BLOCK = 512
+
+
+def attention(q, k, v, segment, save_as: str, interpret: bool = False):
+    """'B L Q K D', with the kernel's own gradient; its result and the logits' log-sum-exp are kept under `save_as`.
+
+    `interpret` runs the kernel's body as plain JAX, on any device, slowly: for tests.
+    """
+    batch, length, groups, heads, dim = q.shape
+    padded = -(-length // LANES) * LANES
+    queries, keys, values = (_by_head(x, padded) for x in (q, k[:, :, None], v[:, :, None]))
+    segment = jnp.pad(segment, ((0, 0), (0, padded - length)), constant_values=-1)  # a segment of its own
+
+    block = math.gcd(padded, BLOCK)
+    names = "block_q block_kv block_kv_compute block_q_dkv block_kv_dkv block_kv_dkv_compute block_q_dq block_kv_dq"
+    causal = splash_attention.CausalMask((padded, padded))
+    kernel = splash_attention.make_splash_mha_single_device(
+        splash_attention.MultiHeadMask([causal] * (heads * groups)),
+        block_sizes=splash_attention.BlockSizes(**dict.fromkeys(names.split(), block)),
+        residual_checkpoint_name=save_as,
+        interpret=interpret,
+    )
+    # Half of the pairs of positions are masked. The backward pass has the logits again in each of its two kernels.
+    each = q.size * length  # 2 · B L (K Q) D · L / 2
+    fwd, dq, dkv = (2 * each, 2 * each), (3 * each, each), (4 * each, 3 * each)
+    kind = "segmented_no_residuals"
+    flops = {"splash_mha_fwd_segmented_residuals": fwd, f"splash_mha_fwd_{kind}": fwd}
+    flops |= {f"splash_mha_dq_{kind}": dq, f"splash_mha_dkv_{kind}": dkv}
+    with declared.kernel_flops(**flops):
+        ids = splash_attention.SegmentIds(segment, segment)
+        o = jax.vmap(kernel)(queries, keys, values, segment_ids=ids)
+    return o.reshape(batch, heads, groups, padded, dim).transpose(0, 3, 2, 1, 4)[:, :length]
+
+
+def _by_head(x, length: int):
+    """'B L Q K D' -> 'B (K Q) L D', filled up to `length`."""
+    x = jnp.pad(x, ((0, 0), (0, length - x.shape[1]), *(((0, 0),) * 3)))
+    return x.transpose(0, 3, 2, 1, 4).reshape(x.shape[0], -1, length, x.shape[-1])

@@ -1,0 +1,278 @@
+"""The attention kernels of kernels/: each that can run here equals the reference, and all lower for their platforms."""
+
+import dataclasses
+import functools
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+import small
+from ledgers import ledger_of
+
+from jax_extra import explicit_activation_checkpointing
+from kernels import blockwise, splash
+from kernels.attention import KERNELS, fastest
+from ledger.costs import count, saved
+from ledger.program import read
+
+RUNNABLE = {
+    "blockwise": KERNELS["blockwise"],
+    "splash": functools.partial(splash.attention, save_as="save_for_backward", interpret=True),
+}
+
+
+def operands(length, batch=2, Q=2, K=2, D=8, seed=0, dtype=jnp.float32, segments=4.0):
+    """q, k, v, segment, the gradient of o; q·k has a deviation of one."""
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape):
+        return jnp.asarray(rng.standard_normal(shape), dtype)
+
+    segment = np.cumsum(rng.random((batch, length)) < segments / length, axis=1)
+    q = normal(batch, length, Q, K, D) * jnp.asarray(D**-0.5, dtype)
+    k, v = normal(batch, length, K, D), normal(batch, length, K, D)
+    return q, k, v, jnp.asarray(segment, jnp.int32), normal(batch, length, Q, K, D)
+
+
+def with_gradient(attention):
+    """(q, k, v, segment, gradient of o) -> o and the gradients of q, k, v."""
+
+    def both(q, k, v, segment, gradient):
+        o, backward = jax.vjp(lambda q, k, v: attention(q, k, v, segment), q, k, v)
+        return o, *backward(gradient)
+
+    return jax.jit(both)
+
+
+def truth(q, k, v, segment, gradient):
+    """The same by tests/reference.py in float64."""
+    position = np.arange(segment.shape[1])
+    same = np.asarray(segment)[:, :, None] == np.asarray(segment)[:, None, :]
+    allowed = same & (position[:, None] >= position[None])[None]
+    with jax.enable_x64(True), jax.default_matmul_precision("highest"):
+        q, k, v, gradient = (jnp.asarray(np.asarray(x, np.float64)) for x in (q, k, v, gradient))
+
+        def attention(q, k, v, _):
+            return reference.attention(q, k, v, jnp.asarray(allowed), jnp.float64)
+
+        return [np.asarray(x) for x in with_gradient(attention)(q, k, v, segment, gradient)]
+
+
+def distances(results, expected):
+    """Of o and of each gradient: norm of the difference over the norm."""
+    results = [np.asarray(x, np.float64) for x in results]
+    return [np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in zip(results, expected, strict=True)]
+
+
+@pytest.mark.parametrize(
+    "block, length, Q, K",
+    [(256, 33, 2, 2), (16, 40, 1, 2), (16, 33, 2, 1), (16, 64, 3, 2), (8, 1, 2, 2)],
+    ids=["one block", "uneven blocks", "one key head", "even blocks", "one position"],
+)
+def test_blockwise_equals_the_reference(block, length, Q, K, monkeypatch):
+    """In float32, o and the gradients of q, k and v on ragged segments are those of float64 to 2e-6."""
+    monkeypatch.setattr(blockwise, "BLOCK", block)
+    given = operands(length, Q=Q, K=K)
+    assert max(distances(with_gradient(KERNELS["blockwise"])(*given), truth(*given))) < 2e-6
+
+
+def test_splash_equals_the_reference():
+    """The TPU's kernel, interpreted, on a row that is no multiple of its lanes: o and the gradients to 2e-6."""
+    given = operands(length=100, batch=1, Q=2, K=1)
+    assert max(distances(with_gradient(RUNNABLE["splash"])(*given), truth(*given))) < 2e-6
+
+
+def einsum(q, k, v, segment):
+    """As train.py's `attention`, on one device."""
+    position = jnp.arange(segment.shape[1])
+    allowed = (segment[:, :, None] == segment[:, None, :]) & (position[:, None] >= position[None])[None]
+    logits = jnp.einsum('BLQKD,BSKD->BQKLS', q, k, preferred_element_type=jnp.float32)
+    probabilities = jax.nn.softmax(jnp.where(allowed[:, None, None], logits, -1e30), axis=-1)
+    return jnp.einsum('BQKLS,BSKD->BLQKD', probabilities.astype(q.dtype), v)
+
+
+def test_bfloat16_is_no_worse_than_the_plain_products(monkeypatch):
+    """In bfloat16, over eight batches, blockwise is as near to float64 as the einsum, to a tenth; o and each
+    gradient."""
+    monkeypatch.setattr(blockwise, "BLOCK", 16)
+    ours, plain = [], []
+    kernel, products = with_gradient(KERNELS["blockwise"]), with_gradient(einsum)
+    for seed in range(8):
+        given = operands(length=40, seed=seed, dtype=jnp.bfloat16)
+        expected = truth(*given)
+        ours.append(distances(kernel(*given), expected))
+        plain.append(distances(products(*given), expected))
+    ours, plain = (np.sqrt(np.mean(np.square(rows), axis=0)) for rows in (ours, plain))
+    assert (ours < 1.1 * plain).all() and (ours < 5e-3).all(), (ours, plain)
+
+
+@pytest.mark.parametrize("name", RUNNABLE)
+def test_no_position_sees_a_later_one_or_another_segment(name, monkeypatch):
+    """Another key and value at one position move o at exactly that and the later positions of its segment; another
+    query only its own."""
+    monkeypatch.setattr(blockwise, "BLOCK", 16)
+    q, k, v, segment, _ = operands(length=40, batch=1, Q=1, K=1, segments=2.0, seed=3)
+    attention, place = jax.jit(RUNNABLE[name]), 17
+    before = np.asarray(attention(q, k, v, segment))
+    reached = (np.asarray(segment[0]) == segment[0, place]) & (np.arange(40) >= place)
+    assert 1 < reached.sum() < 40 - place and len(set(np.asarray(segment[0, :place]))) > 1
+    for changed, where in [
+        ((q, k.at[0, place].add(1), v), reached),
+        ((q, k, v.at[0, place].add(1)), reached),
+        ((q.at[0, place].add(1), k, v), np.arange(40) == place),
+    ]:
+        moved = np.any(np.asarray(attention(*changed, segment)) != before, axis=(2, 3, 4))[0]
+        np.testing.assert_array_equal(moved, where)
+
+
+def avals(jaxpr):
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        yield from (variable.aval for variable in eqn.outvars)
+        for value in eqn.params.values():
+            for inner in value if isinstance(value, tuple | list) else (value,):
+                if hasattr(getattr(inner, "jaxpr", inner), "eqns"):
+                    yield from avals(inner)
+
+
+@pytest.mark.parametrize("name", ["blockwise", "cudnn"])
+def test_nothing_of_length_squared(name):
+    """Forward and backward of a row of 4096: no array has the length in two dims, none as many elements."""
+    shapes = jax.eval_shape(functools.partial(operands, 4096, batch=1, Q=1, K=1, D=64, dtype=jnp.bfloat16))
+    for aval in avals(jax.make_jaxpr(with_gradient(KERNELS[name]))(*shapes)):
+        assert list(aval.shape).count(4096) < 2 and aval.size < 4096**2 / 2, aval
+
+
+def test_the_layer_keeps_result_and_log_sum_exp_alone():
+    """Under the layer's checkpoint the backward pass reads o and the log-sum-exp as kept: no product of the kernel is
+    run for a second time but the logits', and o is kept once."""
+    given = operands(length=32)
+
+    @explicit_activation_checkpointing
+    def layer(q, k, v, w):
+        q, k, v = (x * w for x in (q, k, v))
+        o = KERNELS["blockwise"](q, k, v, given[3])
+        return o * w
+
+    def loss(w):
+        return jnp.sum(jnp.sin(layer(*given[:3], w)))
+
+    block = read(jax.make_jaxpr(jax.value_and_grad(loss))(jnp.ones(())))
+    kept = [(row.shape, row.why) for row in saved(block) if row.shape]
+    assert kept == [((2, 32, 2, 2, 8), "save_for_backward"), ((2, 4, 32), "save_for_backward")]
+    phases = [row.phase for row, times in count(block, {}).products.items() for _ in range(times)]
+    assert sorted(phases) == ["backward"] * 4 + ["forward"] * 2 + ["recomputed"]
+
+
+SHAPES = dict(length=1000, batch=2, Q=2, K=4, D=64, dtype=jnp.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "name, blocks, again", [("blockwise", 4, 1), ("cudnn", 4, 0), ("cudnn_masked", 1, 0), ("splash", 1, 0)]
+)
+def test_every_kernel_has_the_same_model_flops(name, blocks, again):
+    """Model FLOPs are half of six products of length² whichever kernel runs; what runs is counted apart, and no kernel
+    is left uncounted."""
+    step = with_gradient(KERNELS[name])
+    costs = count(read(jax.make_jaxpr(step)(*jax.eval_shape(functools.partial(operands, **SHAPES)))), {})
+    product = 2 * 2 * (2 * 4) * 64 * 1000**2
+    forward, backward = ({**dict.fromkeys(KERNELS, half)} for half in (2, 5))
+    assert not costs.kernels
+    assert costs.flops() > 0 and forward and backward and blocks and again is not None
+    assert sum(row.flops * times * row.needed for row, times in costs.products.items()) == pytest.approx(
+        {"blockwise": 3.5, "cudnn": 3.5}.get(name, 3.0) * product, rel=1e-9
+    )
+
+
+def lowered(name, platform, **changes) -> str:
+    shapes = jax.eval_shape(functools.partial(operands, **{**SHAPES, **changes}))
+    return with_gradient(KERNELS[name]).trace(*shapes).lower(lowering_platforms=(platform,)).as_text()
+
+
+def test_splash_lowers_for_tpus():
+    """Forward, gradient of q, gradient of k and v: three kernels."""
+    assert lowered("splash", "tpu").count("stablehlo.custom_call @tpu_custom_call") == 3
+
+
+@pytest.mark.parametrize("name, mask", [("cudnn", "PADDING_CAUSAL"), ("cudnn_masked", "CAUSAL")])
+def test_cudnn_lowers_for_nvidia(name, mask):
+    """Forward and backward are one call each, with the settings and operands that cuDNN reads."""
+    text = lowered(name, "cuda")
+    calls = re.findall(r'custom_call @(__cudnn\$\w+)\((.*?)\) \{(.*?)\} : \((.*?)\) -> ', text)
+    names = ["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"]
+    if name == "cudnn_masked":
+        names = ["__cudnn$fmhaScaleBiasSoftmax", "__cudnn$fmhaScaleBiasSoftmaxBackward"]
+    assert [call[0] for call in calls] == names
+    for _, _, attributes, types in calls:
+        config = json.loads(re.search(r'backend_config = "(.*?[^\\])"', attributes)[1].replace('\\22', '"'))
+        settings = config["cudnn_fmha_backend_config"]
+        assert settings["fmha_scale"] == 1.0 and settings["mask_type"] == mask
+        assert settings["intermediate_tensor_shape"]["dimensions"] == ["2", "8", "1000", "1000"]
+        extra = {"cudnn": ["2x8xi32"] * 2 + ["2x9xi32"] * 2, "cudnn_masked": ["2x1x1000x1000xbf16"]}[name]
+        assert settings["max_seg_per_batch"] == (8 if name == "cudnn" else 1)
+        assert all(types.count(f"tensor<{text}>") >= extra.count(text) for text in extra), types
+        assert "tensor<2x1000x8x64xbf16>" in types and "tensor<2x1000x4x64xbf16>" in types
+
+
+def test_offsets_of_segments():
+    """Offsets and lengths of all rows' segments, one after another, in elements; empty ones at the end."""
+    from kernels import cudnn
+
+    segment = jnp.asarray([[3, 3, 3, 4, 4, 7], [1, 2, 2, 2, 2, 2]], jnp.int32)
+    sequences = cudnn._Sequences(segment)
+    lengths, _, offsets, key_offsets = sequences.operands(jnp.zeros((2, 6, 2, 3, 8)), jnp.zeros((2, 6, 3, 8)))
+    assert not sequences.fit and sequences.most_a_row == 2  # four sequences for five segments
+    segment = segment.at[0, 5].set(4)
+    sequences = cudnn._Sequences(segment)
+    lengths, _, offsets, key_offsets = sequences.operands(jnp.zeros((2, 6, 2, 3, 8)), jnp.zeros((2, 6, 3, 8)))
+    assert sequences.fit and lengths.tolist() == [[3, 3], [1, 5]]
+    assert offsets.ravel().tolist() == [48 * each for each in (0, 3, 6, 7, 12, 12)]
+    assert key_offsets.ravel().tolist() == [24 * each for each in (0, 3, 6, 7, 12, 12)]
+
+
+@pytest.mark.parametrize(
+    "platform, capability, dtype, d_head, name",
+    [
+        ("cpu", 0, "bfloat16", 128, "blockwise"),
+        ("tpu", 0, "float32", 128, "splash"),
+        ("gpu", 9.0, "bfloat16", 128, "cudnn"),
+        ("gpu", 9.0, "bfloat16", 256, "cudnn"),
+        ("gpu", 8.0, "bfloat16", 128, "cudnn_masked"),
+        ("gpu", 8.0, "bfloat16", 256, "blockwise"),
+        ("gpu", 7.5, "bfloat16", 128, "blockwise"),
+        ("gpu", 9.0, "float32", 128, "blockwise"),
+        ("gpu", 9.0, "bfloat16", 100, "blockwise"),
+        ("gpu", 0, "bfloat16", 128, "blockwise"),
+    ],
+)
+def test_the_platform_chooses(platform, capability, dtype, d_head, name):
+    """By platform, compute capability (AMD has none), type and size of a head."""
+    assert fastest(platform, capability, dtype, d_head) == name
+
+
+@pytest.mark.parametrize("mesh", [(1, 1), (4, 2)], ids=["1x1", "4x2"])
+def test_a_step_with_the_kernel_is_the_steps_with_the_products(mesh):
+    """Loss and gradient of train.py's step by blocks are those by plain products, to rounding in float32."""
+    weights = reference.random_weights(small.MODEL, seed=0)
+    results = []
+    for name in ("einsum", "blockwise"):
+        model = dataclasses.replace(small.MODEL, attention=name)
+        with small.on_mesh(*mesh):
+            results.append(small.loss_and_gradient(model, small.TRAINING, weights, small.BATCH))
+    (plain, expected), (loss, gradient) = results
+    assert abs(loss - plain) < 1e-6 * abs(plain)
+    for a, b in zip(jax.tree.leaves(gradient), jax.tree.leaves(expected)):
+        assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(b)
+
+
+def test_the_ledger_of_a_run_is_the_same_but_for_what_runs():
+    """Model FLOPs of a published configuration are those of the plain products, by each kernel; attention's rows stand
+    at its line."""
+    plain = ledger_of("c4_a100x8_1b", "model.attention=einsum")
+    for name in KERNELS:
+        ledger = ledger_of("c4_a100x8_1b", f"model.attention={name}")
+        assert ledger.model_flops == pytest.approx(plain.model_flops, rel=1e-12), name
+        assert not ledger.costs.kernels and ledger.hardware_flops < plain.hardware_flops
