@@ -57,9 +57,7 @@ def packed_backward(q, k, v, segment, o, log_sum_exp, gradient):
 
     def fits(q, k, v, segment, o, log_sum_exp, gradient):
         operands = sequences.operands(q, k)
-        return _backward(
-            q, k, v, (), operands, o, log_sum_exp, gradient, "PADDING_CAUSAL", sequences.most_a_row
-        )
+        return _backward(q, k, v, (), operands, o, log_sum_exp, gradient, "PADDING_CAUSAL", sequences.most_a_row)
 
     def too_many(q, k, v, segment, o, log_sum_exp, gradient):
         return blockwise.backward(q, k, v, segment, o, log_sum_exp[: len(segment)], gradient)

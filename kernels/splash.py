@@ -37,7 +37,8 @@ def attention(q, k, v, segment, save_as: str, interpret: bool = False):
     kind = "segmented_no_residuals"
     flops = {"splash_mha_fwd_segmented_residuals": fwd, f"splash_mha_fwd_{kind}": fwd}
     flops |= {f"splash_mha_dq_{kind}": dq, f"splash_mha_dkv_{kind}": dkv}
-    with declared.kernel_flops(**flops):
+    # Besides its kernels it has a product, of o and its gradient, that is no product of the model's.
+    with declared.share(0, 1), declared.kernel_flops(**flops):
         ids = splash_attention.SegmentIds(segment, segment)
         o = jax.vmap(kernel)(queries, keys, values, segment_ids=ids)
     return o.reshape(batch, heads, groups, padded, dim).transpose(0, 3, 2, 1, 4)[:, :length]
