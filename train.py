@@ -433,7 +433,7 @@ def main(config: Config) -> None:
                         loss, targets = validate(state.weights, loss, targets, run.validation_data.load(index))
                         run.stay_close(loss)
                     run.log_validation(number, loss, targets)
-            if run.due(number, config.checkpoint_interval):
+            if run.save_due(number):
                 with run.paused():
                     run.save(number, state, {'skipped_steps': int(skipped_steps), 'seed': config.training.seed})
 
