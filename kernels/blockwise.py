@@ -8,7 +8,6 @@ block of queries are never computed. Plain JAX: it runs everywhere, and a row no
 Arrays of blocks: n blocks of a row, B rows, K key heads, R = Q · block queries, S = block keys, D.
 """
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -21,8 +20,8 @@ BLOCK = 256
 
 def forward(q, k, v, segment):
     """Returns o, 'B L Q K D', and the logits' log-sum-exp in float32, 'B (K Q) L'."""
-    batch, length, groups, heads, dim = q.shape
-    blocks, block = _blocks(length)
+    length, groups = q.shape[1], q.shape[2]
+    blocks, _ = _blocks(length)
     queries, keys, values = _split(q, blocks), _split(k, blocks), _split(v, blocks)
     segments = _split_segment(segment, blocks)
     with _share(length):
@@ -90,7 +89,7 @@ def _blocks(length: int) -> tuple[int, int]:
 
 
 def _share(length: int):
-    """A product of all pairs of blocks that are not masked runs blocks · (blocks + 1) / 2 · block² · (...) FLOPs."""
+    """Of length² pairs of positions the model needs half; blocks · (blocks + 1) / 2 pairs of blocks run."""
     blocks, block = _blocks(length)
     return declared.share(length**2, blocks * (blocks + 1) * block**2)
 

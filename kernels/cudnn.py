@@ -97,7 +97,7 @@ class _Sequences:
 
     def operands(self, q, k):
         """Lengths of queries' and keys' sequences, 'B P', and their offsets in elements, 'B P+1'."""
-        rows, length = self.shape
+        rows = self.shape[0]
         # A row has one offset more than it has segments; those to spare are at the very end.
         offsets = jnp.pad(self.offsets, (0, rows - 1), constant_values=self.tokens).reshape(rows, -1)
         return self.lengths, self.lengths, *(offsets * jnp.int32(x.size // self.tokens) for x in (q, k))

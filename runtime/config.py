@@ -58,28 +58,42 @@ class Mesh:
 @dataclass(frozen=True, kw_only=True)
 class IO:
     max_io_threads: int = 64  # threads that read the data set and read and write checkpoints, per host
-    max_data_bytes: int = 4 * 2**30  # host memory for reading flat tokens; what would need more is refused (docs/data.md)
+    max_data_bytes: int = (
+        4 * 2**30
+    )  # host memory for reading flat tokens; what would need more is refused (docs/data.md)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    interval_minutes: float | None = None  # saves also when the last one is so old; null: checkpoint_interval alone says when
+    interval_minutes: float | None = (
+        None  # saves also when the last one is so old; null: checkpoint_interval alone says when
+    )
     keep_last: int | None = None  # newest checkpoints that are kept; null keeps all
-    keep_every: int | None = None  # with keep_last, also those whose step is a multiple of this; null keeps none besides
+    keep_every: int | None = (
+        None  # with keep_last, also those whose step is a multiple of this; null keeps none besides
+    )
     async_: bool = True  # written while training goes on; false: training waits until it is written
     timeout_s: float = 600.0  # a save that takes longer, because a host died or the disk hangs, stops the run
 
 
 @dataclass(frozen=True, kw_only=True)
 class FlatTokens:
-    filespec: str | None = None  # folder or URL of a data set (groups `train` and `validation`), unless `mixture` or `hf_dataset`
+    filespec: str | None = (
+        None  # folder or URL of a data set (groups `train` and `validation`), unless `mixture` or `hf_dataset`
+    )
     seed: int = 0  # of the order of the training data; each epoch draws a new one from it
-    sequence_packing: bool = True  # rows are cut from the joined sequences; false: a row holds tokens of one sequence, padded
-    long_sequences: str = "split"  # unpacked, one that is longer than a row: split into several rows, or truncate to the first
+    sequence_packing: bool = (
+        True  # rows are cut from the joined sequences; false: a row holds tokens of one sequence, padded
+    )
+    long_sequences: str = (
+        "split"  # unpacked, one that is longer than a row: split into several rows, or truncate to the first
+    )
     epochs: int = 1  # passes over the training data that the run may make; a mixture has no such end
     # Blocks whose rows are shuffled together. Two such buffers, of each source, are in memory: 5 bytes a token, of this host's rows.
     read_blocks_per_shuffle_buffer: int = 64
-    sequences_per_read_block: int = 128  # neighbouring rows that are read at once, best a chunk's worth of tokens (docs/data.md)
+    sequences_per_read_block: int = (
+        128  # neighbouring rows that are read at once, best a chunk's worth of tokens (docs/data.md)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +133,9 @@ class RunConfig:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     validation_batches: int | None = None  # that a validation loss reads, the first of the split; null reads all of it
     flat_tokens: FlatTokens = field(default_factory=FlatTokens)
-    mixture: tuple[Source, ...] = ()  # several data sets, read as flat_tokens says, by weight: [{filespec: a.zarr, weight: 0.7}, …]
+    mixture: tuple[
+        Source, ...
+    ] = ()  # several data sets, read as flat_tokens says, by weight: [{filespec: a.zarr, weight: 0.7}, …]
     hf_dataset: HuggingFaceDataset = field(default_factory=HuggingFaceDataset)
 
 

@@ -272,7 +272,9 @@ def check_dataset(config: Any, max_token_id: int, steps_available: int | None, b
     max_token_id, bos_id: of the data set. steps_available: whole steps in flat_tokens.epochs passes over `train`; None where
     there is no end.
     """
-    filespec = config.flat_tokens.filespec or config.hf_dataset.path or ", ".join(one.filespec for one in config.mixture)
+    filespec = (
+        config.flat_tokens.filespec or config.hf_dataset.path or ", ".join(one.filespec for one in config.mixture)
+    )
     steps, epochs = config.training.steps, config.flat_tokens.epochs
     source = f"the tokenizer {config.hf_dataset.tokenizer}" if config.hf_dataset.path else f"the data set {filespec}"
     problems = []

@@ -349,7 +349,10 @@ def test_a_mixture_comes_back(config_folder):
     overrides = ["flat_tokens.filespec=null", "mixture=[{filespec:'~/a',weight:0.7},{filespec:s3://b/c,weight:3}]"]
     (config_folder / "one.yaml").write_text((ROOT / FILE).read_text())
     config = load(Config, "one", overrides)
-    assert [(one.filespec, one.weight) for one in config.mixture] == [(os.path.expanduser("~/a"), 0.7), ("s3://b/c", 3.0)]
+    assert [(one.filespec, one.weight) for one in config.mixture] == [
+        (os.path.expanduser("~/a"), 0.7),
+        ("s3://b/c", 3.0),
+    ]
     assert config.flat_tokens.filespec is None and config.validation_batches is None
     (config_folder / "again.yaml").write_text(to_yaml(config))
     assert load(Config, "again") == config

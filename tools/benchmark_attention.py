@@ -1,0 +1,109 @@
+"""Times the attention kernels on the device at hand and holds them against plain products, a JSON line each.
+
+    python -m tools.benchmark_attention                                # the c4 models' heads: 8 rows of 1024, 16 × 128
+    python -m tools.benchmark_attention --rows 1 --length 32768 --segments 64 --kernels cudnn cudnn_masked
+    JAX_PLATFORMS=cpu python -m tools.benchmark_attention --length 128 --heads 4 --d_head 32 --kernels einsum blockwise
+
+Times are medians of runs one after another, in seconds; `tflops_per_s` counts what the model needs (half of the pairs of
+positions, two products forward and four backward); `distance` is that of o and of the gradients of q, k and v from
+float32 products, norm over norm, on one row; `temporary_bytes` is XLA's memory besides operands and results.
+"""
+
+import argparse
+import functools
+import json
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kernels.attention import KERNELS
+
+
+def einsum(q, k, v, segment):
+    """As train.py's `attention`, with all logits in memory."""
+    position = jnp.arange(segment.shape[1])
+    allowed = (segment[:, :, None] == segment[:, None]) & (position[:, None] >= position)[None]
+    logits = jnp.einsum('BLQKD,BSKD->BQKLS', q, k, preferred_element_type=jnp.float32)
+    probabilities = jax.nn.softmax(jnp.where(allowed[:, None, None], logits, -1e30), axis=-1)
+    return jnp.einsum('BQKLS,BSKD->BLQKD', probabilities.astype(q.dtype), v)
+
+
+def jax_masked(q, k, v, segment):
+    """JAX's own way to the kernel of `cudnn_masked`."""
+    same = (segment[:, :, None] == segment[:, None])[:, None]
+    heads = q.swapaxes(2, 3).reshape(*q.shape[:2], -1, q.shape[-1])
+    o = jax.nn.dot_product_attention(heads, k, v, mask=same, scale=1.0, is_causal=True, implementation="cudnn")
+    return o.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1]).swapaxes(2, 3)
+
+
+WAYS = {"einsum": jax.checkpoint(einsum), "jax_masked": jax_masked, **KERNELS}
+
+
+def with_gradient(attention, q, k, v, segment, gradient):
+    o, backward = jax.vjp(lambda q, k, v: attention(q, k, v, segment), q, k, v)
+    return o, *backward(gradient)
+
+
+def operands(arguments):
+    rng = np.random.default_rng(0)
+    rows, length, D = arguments.rows, arguments.length, arguments.d_head
+    Q, K = arguments.groups, arguments.heads
+
+    def normal(*shape, deviation=1.0):
+        return jnp.asarray(deviation * rng.standard_normal(shape, np.float32), arguments.dtype)
+
+    segment = np.cumsum(rng.random((rows, length)) < arguments.segments / length, axis=1)
+    q, k, v = normal(rows, length, Q, K, D, deviation=D**-0.5), normal(rows, length, K, D), normal(rows, length, K, D)
+    return q, k, v, jnp.asarray(segment, jnp.int32), normal(rows, length, Q, K, D)
+
+
+def median_s(compiled, given, runs: int) -> float:
+    """Of `runs` runs, each waited for, after two that warm up."""
+    times = []
+    for _ in range(runs + 2):
+        began = time.perf_counter()
+        jax.block_until_ready(compiled(*given))
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[2:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    sizes = dict(rows=8, length=1024, heads=16, groups=1, d_head=128, segments=4, runs=20)
+    for name, default in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"(default: {default})")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--kernels", nargs="+", default=["einsum", "blockwise"], choices=list(WAYS))
+    arguments = parser.parse_args()
+    given = operands(arguments)
+    product = 2 * given[0].size * arguments.length / 2
+    row = [x[:1] for x in given]
+    exact = [x if x.dtype == jnp.int32 else x.astype(jnp.float32) for x in row]
+    expected = None
+    if arguments.length <= 4096:
+        with jax.default_matmul_precision("highest"):
+            expected = jax.jit(functools.partial(with_gradient, einsum))(*exact)
+
+    for name in arguments.kernels:
+        both = jax.jit(functools.partial(with_gradient, WAYS[name]))
+        began = time.perf_counter()
+        compiled = both.lower(*given).compile()
+        compile_s = time.perf_counter() - began
+        forward_s = median_s(jax.jit(WAYS[name]).lower(*given[:4]).compile(), given[:4], arguments.runs)
+        both_s = median_s(compiled, given, arguments.runs)
+        line = {"kernel": name, "device": jax.devices()[0].device_kind, **vars(arguments), "compile_s": compile_s}
+        line |= {"forward_s": forward_s, "forward_and_backward_s": both_s}
+        line |= {"tflops_per_s": 6 * product / both_s / 1e12}
+        line["temporary_bytes"] = compiled.memory_analysis().temp_size_in_bytes
+        if expected is not None:
+            pairs = zip(both(*row), expected, strict=True)
+            line["distance"] = [float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)) for a, b in pairs]
+        del line["kernels"], line["runs"]
+        print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()
