@@ -136,7 +136,7 @@ def compile(traced: jax.stages.Traced) -> jax.stages.Compiled:
 def _bytes_line(text: str) -> str:
     """Of XLA's pages about too large a program, the sentence with the bytes."""
     found = re.search(r"[^.\n]*(?:[Uu]sed|[Nn]eeds?|allocat)\w*[^\n]*?\d[\d.]*\s*[KMG]?i?B?\b[^\n]*", text)
-    return (found[0] if found else text.splitlines()[0]).strip()
+    return (found[0] if found else text.splitlines()[0]).strip().removeprefix("RESOURCE_EXHAUSTED: ")
 
 
 def _first_line(error: Exception) -> str:

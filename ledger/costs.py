@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterable
 
 from ledger.program import OPAQUE, Block, Operation, Value
+from shardlib.mesh import scan_counts
 
 # JAX's primitives that send, and HLO's word for each. Any other that names mesh axes must be in SEND_NOTHING.
 KINDS = {
@@ -258,7 +259,7 @@ def origin(value: Value) -> tuple[str, str, Value, int]:
     if op.name == "scan":
         position = next(index for index, output in enumerate(op.outputs) if output is value)
         inner = op.blocks[0].outputs[position]
-        stacked = position >= op.params["num_carry"]
+        stacked = position >= scan_counts(op.params)[1]
         if inner.maker is None:  # a body's own argument, such as the layer's input
             return op.line, "", inner if stacked else value, op.length if stacked else 1
         line, why, each, times = origin(inner)

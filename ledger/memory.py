@@ -28,6 +28,7 @@ import math
 
 from ledger.costs import KINDS, origin, read_in_backward
 from ledger.program import OPAQUE, Block, Operation, Value
+from shardlib.mesh import scan_counts
 
 WEIGHTS, OPTIMIZER, BATCH = "weights", "optimizer state", "batch"
 GRADIENTS, SAVED, GATHERED, OTHER = "gradients", "saved activations", "gathered weights", "other values"
@@ -137,8 +138,8 @@ class _Lifetimes:
                 self.born[value] = self.last[value] = now
                 before = op.inputs
                 if op.name == "scan":  # what it carries, but not what it stacks
-                    first = op.params["num_consts"]
-                    before = before[first + index : first + index + 1] if index < op.params["num_carry"] else []
+                    first, carry = scan_counts(op.params)
+                    before = before[first + index : first + index + 1] if index < carry else []
                 if op.name in _IN_PLACE or op.name in _LOOPS or op.name.startswith("scatter"):
                     self.heirs.append((value, {self.origin(each) for each in before}))
             if op.name in _LOOPS:
@@ -172,7 +173,7 @@ class _Lifetimes:
         """What the body of a loop holds besides what the loop holds."""
         if op.name != "scan":
             return _Lifetimes(block, [OTHER] * len(block.inputs), self.weights)
-        consts, carry = op.params["num_consts"], op.params["num_carry"]
+        consts, carry = scan_counts(op.params)
         kinds = [self.kind(self.origin(value)) for value in op.inputs]
         layer_weights = self.weights | {(shape[1:], dtype) for shape, dtype in self.weights}
         # A carry is written over once it is not read any more; JAX hands it on at the end of the body.

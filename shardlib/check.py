@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from shardlib.mesh import trace_with_axes
+from shardlib.mesh import scan_counts, trace_with_axes
 from shardlib.primitives import apply
 from shardlib.spec import ShardingError, Spec, is_users, line_of, users_line
 from shardlib.states import State, describe, join, whole
@@ -218,7 +218,7 @@ class _Walk:
 
     # -- Control flow: carries reach a fixed point; branches join ------------------------------------------------------
     def scan(self, params, states):
-        consts, carry = params["num_consts"], params["num_carry"]
+        consts, carry = scan_counts(params)
         fixed, start, rows = states[:consts], states[consts : consts + carry], states[consts + carry :]
         for row in rows:
             if isinstance(row.dims[0], tuple) and row.dims[0]:

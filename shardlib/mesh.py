@@ -1,5 +1,5 @@
-"""The one place that knows JAX's young API: which mesh is current, which of its axes are manual, and how a step is
-mapped."""
+"""The one place that knows JAX's young API: which mesh is current, which of its axes are manual, how a step is mapped, what
+a scan's operands are."""
 
 import warnings
 
@@ -57,3 +57,12 @@ def place(mesh, specs):
 def trace_with_axes(f, axes: dict[str, int], *args):
     """The jaxpr of `f` for shapes local to a device, with the axes' names and sizes but no mesh and no device."""
     return jax.make_jaxpr(f, axis_env=list(axes.items()))(*args)
+
+
+def scan_counts(params: dict) -> tuple[int, int]:
+    """How many operands of a scan's equation are constants, and how many after these its carry. jax 0.11 says it in
+    another way than 0.10."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(consts), len(carry)

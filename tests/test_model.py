@@ -10,6 +10,7 @@ import reference
 import small
 
 import train
+from shardlib.mesh import scan_counts
 
 
 @pytest.fixture(scope="module")
@@ -94,8 +95,8 @@ def test_the_unembedding_gradient_adds_up_in_float32(monkeypatch):
     def visit(jaxpr):
         for eqn in jaxpr.eqns:
             if eqn.primitive.name == "scan":
-                first = eqn.params["num_consts"]
-                carries.extend(v.aval for v in eqn.invars[first : first + eqn.params["num_carry"]])
+                first, carry = scan_counts(eqn.params)
+                carries.extend(v.aval for v in eqn.invars[first : first + carry])
             for value in eqn.params.values():
                 for inner in value if isinstance(value, (tuple, list)) else (value,):
                     inner = getattr(inner, "jaxpr", inner)
