@@ -23,6 +23,9 @@ MOST = 64
 
 def forward(q, k, v, segment):
     """Returns o, 'B L Q K D', and the logits' log-sum-exp in float32, 'B (K Q) L'."""
+    # Without the barrier JAX takes the masks of all pairs of blocks, which are the same for each layer, out of the loop
+    # over layers and keeps them: length² bytes a head.
+    q, segment = lax.optimization_barrier((q, segment))
     length, groups = q.shape[1], q.shape[2]
     blocks, _ = _blocks(length)
     queries, keys, values = _split(q, blocks), _split(k, blocks), _split(v, blocks)
@@ -52,6 +55,7 @@ def forward(q, k, v, segment):
 
 def backward(q, k, v, segment, o, log_sum_exp, gradient):
     """The gradients of q, k and v, from what `forward` returned and the gradient of its o."""
+    o, segment = lax.optimization_barrier((o, segment))  # as in `forward`
     length, groups = q.shape[1], q.shape[2]
     blocks, _ = _blocks(length)
     queries, keys, values = _split(q, blocks), _split(k, blocks), _split(v, blocks)
