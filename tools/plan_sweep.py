@@ -129,7 +129,7 @@ def table(config: plan.Plan, devices: int, batch: int, found: list[Choice], refu
 
 
 # -- The picture -------------------------------------------------------------------------------------------------------
-WIDTH, LEFT, TOP, PLOT_WIDTH, PLOT_HEIGHT = 760, 60, 50, 660, 300
+WIDTH, LEFT, TOP, PLOT_WIDTH, PLOT_HEIGHT = 760, 76, 50, 644, 300
 CURVES = (("mfu", "everything overlaps", "#1f6feb"), ("mfu_alone", "nothing overlaps", "#b35900"))
 
 
