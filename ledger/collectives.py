@@ -159,8 +159,14 @@ def axes_of_groups(attributes: str, mesh_axes: dict[str, int]) -> tuple[str, ...
     axes_of_groups("replica_groups={{0,1},{2,3}}", {"d": 2, "t": 2})                  # ('t',)
     axes_of_groups("replica_groups=[2,2]<=[2,2]T(1,0)", {"d": 2, "t": 2})             # ('d',)
     axes_of_groups("source_target_pairs={{0,2},{2,0}}", {"d": 2, "t": 2})             # ('d',)
+    axes_of_groups("replica_groups=mesh['d'=2,'t'=2] {'d'}", {"d": 2, "t": 2})        # ('d',)
     axes_of_groups("replica_groups={{0,3},{1,2}}", {"d": 2, "t": 2})                  # ('{{0,3},{1,2}}',)
     """
+    if named := re.search(r"replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}", attributes):  # as of jax 0.11
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
+        over = re.findall(r"'(\w+)'", named[2])
+        if sizes == mesh_axes and named[2] == ",".join(f"'{axis}'" for axis in over):
+            return tuple(axis for axis, size in mesh_axes.items() if axis in over and size > 1)
     shape = tuple(mesh_axes.values())
     devices = math.prod(shape)
     found = re.search(r"(replica_groups|source_target_pairs)=([{\[](?:[\d,<=T(){}\[\]]*[})\]])?)", attributes)
