@@ -24,7 +24,6 @@ The caller does not save o again, it would be kept twice.
 """
 
 import functools
-import logging
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -72,19 +71,3 @@ def fastest(platform: str, capability: float, dtype, d_head: int) -> str:
     if capability < 8 or jax.numpy.dtype(dtype).itemsize != 2 or d_head % 8 or d_head > widest:
         return "blockwise"
     return "cudnn" if capability >= 9 else "cudnn_masked"
-
-
-def choose(model) -> str:
-    """What `model.attention` names; for 'auto' the kernel of the current mesh's devices, `blockwise` if it has none."""
-    if model.attention != "auto":
-        return model.attention
-    mesh = jax.sharding.get_mesh()
-    if mesh.empty:
-        return "blockwise"
-    device = mesh.devices.flat[0]
-    # AMD's says 'gfx942', a CPU has none.
-    capability = getattr(device, "compute_capability", "")
-    capability = float(capability) if capability.replace(".", "").isdigit() else 0.0
-    name = fastest(device.platform, capability, model.compute_dtype, model.d_head)
-    logging.getLogger(__name__).info("attention by %s, on %s", name, device.device_kind)
-    return name

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import numpy as np
 import reference
 
 import train
+from runtime.config import run
 from runtime.data import TokenBatch
 from shardlib.mesh import make_mesh
 from shardlib.shardtypes import make_shardings, typed_shard_map
@@ -80,3 +82,13 @@ def hidden_and_logits(model, weights, batch, bos_id=0):
     placed = jax.device_put(as_weights(weights), make_shardings(train.Weights))
     hidden = jax.jit(typed_shard_map(forward))(placed, batch_of(batch))
     return np.asarray(hidden, np.float32) @ weights["unembed"].T
+
+
+def start_training(monkeypatch, *overrides):
+    """Runs as `python -m train <overrides>` would; returns the exit status."""
+    monkeypatch.setattr(sys, "argv", ["train", *overrides])
+    try:
+        run(train.main, train.Config)
+    except SystemExit as stop:
+        return stop.code
+    return 0

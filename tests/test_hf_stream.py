@@ -16,11 +16,12 @@ import datasets
 import jax
 import numpy as np
 import pytest
+import small
 from ragged import as_numpy, assert_equal, assert_refuses, sharding
 
 import train
 from runtime import token_stream
-from runtime.config import HuggingFaceDataset, load, run
+from runtime.config import HuggingFaceDataset, load
 from runtime.errors import RunError
 from runtime.hf_stream import HuggingFaceLoader, host_share
 from runtime.token_stream import TokenStream
@@ -485,12 +486,7 @@ TINY = [
 
 def start(monkeypatch, *overrides):
     """Runs as `python -m train <TINY> <overrides>` would; returns the exit status."""
-    monkeypatch.setattr(sys, "argv", ["train", *TINY, *overrides])
-    try:
-        run(train.main, train.Config)
-    except SystemExit as stop:
-        return stop.code
-    return 0
+    return small.start_training(monkeypatch, *TINY, *overrides)
 
 
 def losses(folder):

@@ -8,10 +8,11 @@ import sys
 
 import numpy as np
 import pytest
+import small
 
 import tools.write_synthetic_dataset as tool
 import train
-from runtime.config import load, run
+from runtime.config import load
 from runtime.flat_tokens import write_split
 
 TINY = [
@@ -35,12 +36,7 @@ def data(tmp_path_factory):
 
 def start(monkeypatch, *overrides):
     """Runs as `python -m train <TINY> <overrides>` would; returns the exit status."""
-    monkeypatch.setattr(sys, "argv", ["train", *TINY, *overrides])
-    try:
-        run(train.main, train.Config)
-    except SystemExit as stop:
-        return stop.code
-    return 0
+    return small.start_training(monkeypatch, *TINY, *overrides)
 
 
 def losses(folder):
