@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train shakespeare test test-slow lint format clean
+.PHONY: train shakespeare test test-slow golden lint format clean
 .DEFAULT_GOAL := train
 
 train: $(VENV)/runtime  ## the small job on simulated devices
@@ -18,10 +18,13 @@ shakespeare.zarr: | $(VENV)/runtime  # the texts are in the public domain; tools
 	$(BIN)/python -m tools.tokenize_text input='shakespeare/train/*.txt' validation='shakespeare/validation/*.txt' output=$@
 
 test: $(VENV)/tests  ## all tests but the slow ones
-	$(BIN)/python -m pytest -m "not slow" -n 2
+	$(BIN)/python -m pytest -m "not slow" -n 2 -rs
 
 test-slow: $(VENV)/tests
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow -rs
+
+golden: $(VENV)/runtime  ## the losses that tests/test_golden.py expects, written anew
+	$(BIN)/python -m tests.renew_golden
 
 lint: $(VENV)/tests
 	$(BIN)/ruff check .
@@ -39,6 +42,6 @@ $(VENV)/runtime: requirements-cpu.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-cpu.txt
 	touch $@
 
-$(VENV)/tests: $(VENV)/runtime requirements-test.txt requirements-text.txt requirements-s3.txt
+$(VENV)/tests: $(VENV)/runtime requirements-test.txt requirements-text.txt requirements-s3.txt requirements-trackers.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-test.txt
 	touch $@

@@ -8,14 +8,19 @@ from jax.ad_checkpoint import checkpoint_name
 _SAVED = "save_for_backward"
 
 
-def explicit_activation_checkpointing(function):
-    """Keeps for the backward pass the inputs and the values under `save_for_backward`; the rest is computed again."""
-    return jax.checkpoint(function, policy=jax.checkpoint_policies.save_only_these_names(_SAVED))
+def explicit_activation_checkpointing(function, names=(_SAVED,)):
+    """Keeps for the backward pass the inputs that it needs and the values under `save_for_backward`; the rest is
+    computed again.
+
+    Args:
+      names: those under which values are kept; the others are computed again too.
+    """
+    return jax.checkpoint(function, policy=jax.checkpoint_policies.save_only_these_names(*names))
 
 
-def save_for_backward(x):
+def save_for_backward(x, name=_SAVED):
     """Keeps `x` for the backward pass of the enclosing `explicit_activation_checkpointing`; returns it."""
-    return checkpoint_name(x, _SAVED)
+    return checkpoint_name(x, name)
 
 
 def fold_in_str(key, string: str):

@@ -26,6 +26,7 @@ from einops import rearrange
 from jax import lax
 
 from jax_extra import explicit_activation_checkpointing, fold_in_str, save_for_backward
+from kernels.attention import KERNELS, chosen
 from runtime.config import RunConfig, run
 from runtime.data import TokenBatch
 from runtime.run import RUNS_ONCE, Run, report_check, start, with_shardings
@@ -59,6 +60,7 @@ class Model:
     rope_max_timescale: int  # base of the rotary angles
     norm_eps: float = 1e-6  # added to the mean square in RMSNorm
     compute_dtype: str = 'bfloat16'  # of activations and matrix products: bfloat16 or float32
+    attention: str = 'auto'  # einsum, as written below; a kernel of kernels/attention.py; auto: the device's fastest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +86,7 @@ class Training:
     microbatches: int = 1  # parts of a step's batch that are computed one after another
     max_grad_norm: float = 1.0  # a gradient whose global norm is larger is scaled down to it
     max_consecutive_bad_steps: int = 10  # so many in a row whose loss or gradient is not finite stop the run
+    save_for_backward: str = 'everything'  # what each layer keeps: a policy of SAVED
     # Of the reduce-scatter of gathered weights' gradients: float32 sends 4 bytes an element; bfloat16 2, and rounds
     # each sum on its way over the d devices to 8 bits. Before it, each device's product is bfloat16 either way.
     gradient_reduce_dtype: str = 'float32'
@@ -185,9 +188,12 @@ def rotary(x: act['B/d L Q K/t D'], base: float) -> act['B/d L Q K/t D']:
 @jax.named_scope('causal')  # half of its products are masked: MFU counts the other half
 @typed
 def attention(
-    q: act['B/d L Q K/t D'], k: act['B/d S K/t D'], v: act['B/d S K/t D'], segment: i32['B/d L']
+    by: str, q: act['B/d L Q K/t D'], k: act['B/d S K/t D'], v: act['B/d S K/t D'], segment: i32['B/d L']
 ) -> act['B/d L Q K/t D']:
-    """Causal, and only within each segment."""
+    """Causal, and only within each segment: by 'einsum', as written here, or by a kernel with this meaning."""
+    if by != 'einsum':  # nothing of L x S in memory; it keeps o and, in float32, the logits' log-sum-exp by itself
+        types = 'B/d L Q K/t D, B/d S K/t D, B/d S K/t D, B/d L -> B/d L Q K/t D'
+        return shardops.local(types, KERNELS[chosen(by, act.dtype, q.shape[-1])], q, k, v, segment)
     position = jnp.arange(segment.shape[1])
     allowed = (segment[:, :, None] == segment[:, None, :]) & (position[:, None] >= position[None])[None]
     logits = shardops.einsum_unreduced(
@@ -198,13 +204,26 @@ def attention(
     e = jnp.exp(logits - largest[..., None])
     total = shardops.sum_unreduced('B/d Q K/t L S -> B/d Q K/t L', e)
     probs: act['B/d Q K/t L S'] = (e / total[..., None]).astype(act.dtype)
-    return shardops.einsum_unreduced('B/d Q K/t L S, B/d S K/t D -> B/d L Q K/t D', probs, v)
+    o = shardops.einsum_unreduced('B/d Q K/t L S, B/d S K/t D -> B/d L Q K/t D', probs, v)
+    return save_for_backward(o)  # 2QKD/t bytes a token, spares the product of probabilities and v
+
+
+# What a layer keeps for its backward pass, by training.save_for_backward: the values under these names, in bfloat16 the
+# bytes a token that the lines say. The more is kept, the less is computed and sent again:
+SAVED = {
+    # 4M + (4QKD + 4KD + 4F)/t: no product and no gather of activations twice
+    'everything': ('save_for_backward', 'gathered'),
+    # (4M + 4QKD + 4KD + 4F)/t: the two gathers of activations over t again, 2M bytes a token each
+    'products': ('save_for_backward', 'split'),
+    # 2M/t, each layer's input: besides them all the layer's products again, a third more FLOPs
+    'inputs': (),
+}
 
 
 @typed
-def forward(model: Model, reduce_dtype: str, bos_id: int, weights: Weights, batch: TokenBatch) -> act['B/d L M']:
+def forward(model: Model, training: Training, bos_id: int, weights: Weights, batch: TokenBatch) -> act['B/d L M']:
     """The hidden states before the unembedding."""
-    gather = functools.partial(shardops.all_gather, dtype=act, reduce_dtype=reduce_dtype)
+    gather = functools.partial(shardops.all_gather, dtype=act, reduce_dtype=training.gradient_reduce_dtype)
 
     @explicit_activation_checkpointing  # else a mask of M bytes a token
     def embed(table: f32['V/t M/d'], inputs: u32['B/d L']) -> act['B/d L M/t']:
@@ -219,13 +238,18 @@ def forward(model: Model, reduce_dtype: str, bos_id: int, weights: Weights, batc
         segment: i32['B/d L'] = jnp.cumsum(first, axis=1, dtype=jnp.int32)
         x = embed(weights.embed, inputs)
 
-    # Kept for the backward pass, besides each layer's input (2M/t bytes a token): the values under save_for_backward.
-    # Bytes are those of one layer and one token of the device's rows, in bfloat16.
-    @explicit_activation_checkpointing
-    def layer(x: act['B/d L M/t'], w: Layer) -> tuple[act['B/d L M/t'], None]:
+    # The norms of all layers travel together, in float32: they are small. 8M bytes a layer, held throughout.
+    ln1 = shardops.all_gather('layers M/d/t -> layers M', weights.transformer.ln1)
+    ln2 = shardops.all_gather('layers M/d/t -> layers M', weights.transformer.ln2)
+
+    # Kept for the backward pass: the values under save_for_backward whose names the policy has. Bytes are those of one
+    # layer and one token of the device's rows, in bfloat16.
+    @functools.partial(explicit_activation_checkpointing, names=SAVED[training.save_for_backward])
+    def layer(x: act['B/d L M/t'], ws: tuple[f32['M'], f32['M'], Layer]) -> tuple[act['B/d L M/t'], None]:
+        ln1, ln2, w = ws
         with jax.named_scope('attention'):
-            ln1 = shardops.all_gather('M/d/t -> M', w.ln1)  # norms stay float32: they are small
             gathered = shardops.all_gather('B/d L M/t -> B/d L M', x)
+            gathered = save_for_backward(gathered, 'gathered')  # 2M bytes a token, in the place of the input's 2M/t
             normed = rms_norm(gathered, ln1, model.norm_eps)
             w_q = gather('M/d Q K/t D -> M Q K/t D', w.w_q)
             q = shardops.einsum_unreduced('B/d L M, M Q K/t D -> B/d L Q K/t D', normed, w_q)
@@ -237,16 +261,15 @@ def forward(model: Model, reduce_dtype: str, bos_id: int, weights: Weights, batc
             k = save_for_backward(k)  # 2KD/t bytes a token, spares the product with w_kv[0]
             v = shardops.einsum_unreduced('B/d L M, M K/t D -> B/d L K/t D', normed, w_kv[1])
             v = save_for_backward(v)  # 2KD/t bytes a token, spares the product with w_kv[1]
-            o = attention(q, k, v, segment)
-            o = save_for_backward(o)  # 2QKD/t bytes a token, spares the product of probabilities and v
+            o = attention(model.attention, q, k, v, segment)
             w_o = gather('M/d Q K/t D -> M Q K/t D', w.w_o)
             y = shardops.einsum_unreduced('B/d L Q K/t D, M Q K/t D -> B/d L M +t', o, w_o)
             y = shardops.psum_scatter('B/d L M +t -> B/d L M/t', y)
-            x = save_for_backward(x + y)  # 2M/t bytes a token, spares the product with w_o and its reduce-scatter
+            x = save_for_backward(x + y, 'split')  # 2M/t bytes a token, spares the product with w_o and its sum
 
         with jax.named_scope('ffn'):
-            ln2 = shardops.all_gather('M/d/t -> M', w.ln2)
             gathered = shardops.all_gather('B/d L M/t -> B/d L M', x)
+            gathered = save_for_backward(gathered, 'gathered')  # 2M bytes a token, spares that and the gather
             normed = rms_norm(gathered, ln2, model.norm_eps)
             w_gate = gather('M/d F/t -> M F/t', w.w_gate)
             gate = shardops.einsum_unreduced('B/d L M, M F/t -> B/d L F/t', normed, w_gate)
@@ -260,7 +283,7 @@ def forward(model: Model, reduce_dtype: str, bos_id: int, weights: Weights, batc
             y = shardops.psum_scatter('B/d L M +t -> B/d L M/t', y)
             return x + y, None
 
-    x, _ = lax.scan(layer, x, weights.transformer)
+    x, _ = lax.scan(layer, x, (ln1, ln2, weights.transformer))
 
     with jax.named_scope('final_norm'):
         scale = shardops.all_gather('M/d/t -> M', weights.final_layer_norm)
@@ -276,31 +299,35 @@ LOSS_CHUNK = 256
 
 
 @typed
-def loss_sum(model: Model, reduce_dtype: str, bos_id: int, weights: Weights, batch: TokenBatch) -> f32['+d +t']:
+def loss_sum(model: Model, training: Training, bos_id: int, weights: Weights, batch: TokenBatch) -> f32['+d +t']:
     """The sum of -log softmax over all targets. V is split over t: two float32 a token are sent, never logits."""
-    x = forward(model, reduce_dtype, bos_id, weights, batch)
-    unembed = shardops.all_gather('V/t M/d -> V/t M', weights.unembed, dtype=act, reduce_dtype=reduce_dtype)
+    x = forward(model, training, bos_id, weights, batch)
+    gather = functools.partial(shardops.all_gather, dtype=act, reduce_dtype=training.gradient_reduce_dtype)
+    unembed = gather('V/t M/d -> V/t M', weights.unembed)
     # Float32, so that its gradient adds up over chunks in float32 (4VM/t bytes each); the products are in bfloat16.
     unembed = unembed.astype(jnp.float32)
-    chunk = max(size for size in range(1, LOSS_CHUNK + 1) if x.shape[1] % size == 0)
 
-    @jax.checkpoint  # keeps its inputs alone, 2M bytes a token: logits are computed again
-    def add_chunk(total: f32['+d +t'], rows: tuple[act['B/d L M'], TokenBatch]) -> tuple[f32['+d +t'], None]:
-        x, batch = rows
+    @explicit_activation_checkpointing
+    def chunk_loss(unembed: f32['V/t M'], x: act['B/d L M'], batch: TokenBatch) -> f32['+d +t']:
         logits = shardops.einsum_unreduced(
             'B/d L M, V/t M -> B/d L V/t', x, unembed.astype(act.dtype), preferred_element_type=jnp.float32
         )
+        logits = save_for_backward(logits)  # 4V/t bytes a token of one chunk, spares the product
         largest = shardops.pmax('B/d L V/t -> B/d L', lax.stop_gradient(logits))
-        e = shardops.sum_unreduced('B/d L V/t -> B/d L +t', jnp.exp(logits - largest[..., None]))
-        log_normalizer = largest + jnp.log(shardops.psum('B/d L +t -> B/d L', e))
+        largest = save_for_backward(largest)  # 4 bytes a token of one chunk, spares the maximum over t
+        total = shardops.sum_unreduced('B/d L V/t -> B/d L +t', jnp.exp(logits - largest[..., None]))
+        total = shardops.psum('B/d L +t -> B/d L', total)
+        total = save_for_backward(total)  # 4 bytes a token of one chunk, spares the sum over t
+        log_normalizer = largest + jnp.log(total)
         # The target's logit is on one device of t and zero on the others: it stays a pending sum.
         at_target = shardops.index_unreduced('B/d L [V/t], B/d L -> B/d L +t', logits, batch.targets)
         loss = shardops.pending('B/d L -> B/d L +t', log_normalizer) - at_target
-        return total + shardops.sum_unreduced('B/d L +t -> +d +t', loss * batch.is_target.astype(jnp.float32)), None
+        return shardops.sum_unreduced('B/d L +t -> +d +t', loss * batch.is_target.astype(jnp.float32))
 
-    rows = jax.tree.map(lambda a: rearrange(a, 'B (chunk L) ... -> chunk B L ...', L=chunk), (x, batch))
-    total, _ = lax.scan(add_chunk, shardops.zeros('+d +t', f32), rows)
-    return total
+    chunk = max(size for size in range(1, LOSS_CHUNK + 1) if x.shape[1] % size == 0)
+    x, batch = jax.tree.map(lambda a: rearrange(a, 'B (chunk L) ... -> chunk B L ...', L=chunk), (x, batch))
+    # Each chunk's gradient is computed right after its loss: of x 2M bytes a token are kept, in the place of x.
+    return shardops.sum_over_chunks(chunk_loss, unembed, x, batch)
 
 
 # == Optimizer and step ================================================================================================
@@ -333,7 +360,7 @@ def training_step(
         target_count: f32[''] = jnp.maximum(shardops.psum('+d -> ', target_count), 1)
 
     def loss(weights: Weights, batch: TokenBatch) -> f32['+d +t']:
-        return loss_sum(model, training.gradient_reduce_dtype, bos_id, weights, batch) / target_count
+        return loss_sum(model, training, bos_id, weights, batch) / target_count
 
     def add_microbatch(
         sums: tuple[f32['+d +t'], Weights], batch: TokenBatch
@@ -378,10 +405,16 @@ def training_step(
 
 @typed
 def validation_step(
-    model: Model, bos_id: int, weights: Weights, loss: f32[''], targets: f32[''], batch: TokenBatch
+    model: Model,
+    training: Training,
+    bos_id: int,
+    weights: Weights,
+    loss: f32[''],
+    targets: f32[''],
+    batch: TokenBatch,
 ) -> tuple[f32[''], f32['']]:
     """Adds a batch's losses and its number of targets to the sums so far."""
-    loss = loss + shardops.psum('+d +t -> ', loss_sum(model, 'float32', bos_id, weights, batch))
+    loss = loss + shardops.psum('+d +t -> ', loss_sum(model, training, bos_id, weights, batch))
     batch_targets = shardops.sum_unreduced('B/d L -> +d', batch.is_target.astype(jnp.float32))
     return loss, targets + shardops.psum('+d -> ', batch_targets)
 
@@ -389,8 +422,8 @@ def validation_step(
 # == Main loop =========================================================================================================
 def mapped_steps(config: Config, bos_id: int) -> tuple[typed_shard_map, typed_shard_map]:
     """The training step and the validation step over the mesh."""
-    step = functools.partial(training_step, config.model, config.training, bos_id)
-    return typed_shard_map(step), typed_shard_map(functools.partial(validation_step, config.model, bos_id))
+    steps = (functools.partial(each, config.model, config.training, bos_id) for each in (training_step, validation_step))
+    return tuple(map(typed_shard_map, steps))
 
 
 def shapes(config: Config) -> tuple[State, TokenBatch]:

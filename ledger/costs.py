@@ -82,7 +82,8 @@ class Saved:
     """What JAX keeps of the forward pass for the backward pass."""
 
     line: str
-    why: str  # the name it is saved under, such as save_for_backward; "input" of a checkpoint; "": nobody asked for it
+    why: str  # the name it is saved under, such as save_for_backward; "input" of a checkpoint; "gradient", computed ahead; "":
+    # nobody asked for it
     dtype: str
     shape: tuple[int, ...]  # on one device, of one layer
     bytes: int  # the same
@@ -226,6 +227,8 @@ def saved(block: Block) -> list[Saved]:
                 line, why, each, times = origin(value)
                 if not why and any(reader.name == "checkpoint" for reader in readers):
                     why = "input"
+                elif not why and _is_gradient(each):
+                    why = "gradient"
                 rows.append(Saved(line, why, each.dtype, each.shape, each.bytes, times))
         for body in op.blocks:
             rows += saved(body)
@@ -233,10 +236,22 @@ def saved(block: Block) -> list[Saved]:
 
 
 def read_in_backward(value: Value) -> list[Operation]:
-    """The operations of the backward pass that read a value of the forward pass; none for other values."""
-    if value.maker is None or value.maker.phase != "forward":
+    """The operations of the backward pass that read a value of the forward pass; none for other values.
+
+    A loop of the forward pass that computes gradients right after what they are of, as of a loss in chunks, keeps none
+    of it.
+    """
+    if value.maker is None or value.maker.phase != "forward" or value.maker.within == "forward":
         return []
     return [reader for reader in _readers(value) if reader.phase in ("recomputed", "backward")]
+
+
+def _is_gradient(value: Value) -> bool:
+    """Whether a value, perhaps a sum, is a gradient that the forward pass computes right after what it is of."""
+    op = value.maker
+    if op is None or op.phase == "backward" or op.name != "add":
+        return op is not None and op.phase == "backward"
+    return any(map(_is_gradient, op.inputs))
 
 
 def _readers(value: Value) -> list[Operation]:

@@ -25,6 +25,7 @@ class Hardware:
     network_bytes_per_s: float | None = None
     slice_devices: int | None = None  # that `link` joins at most, over many hosts; None: the devices of one host
     torus_dims: int = 0  # dims of the torus that the links form, each with two links; 0: all through switches
+    capability: float = 0  # an NVIDIA GPU's compute capability, by which kernels are chosen; 0 of all others
     source: str = ""
 
 
@@ -36,47 +37,57 @@ GBIT = 1e9 / 8
 # PCIe models have no switch between GPUs, and no network of their own: n/a.
 _A100_SHEET = "NVIDIA A100 data sheet, r4: BF16 312 TFLOPS (624 with sparsity); "
 _A100_LINKS = "NVLink 600 GB/s both directions together; DGX A100 data sheet: 8 ConnectX-6 of 200 Gb/s for 8 GPUs"
-A100_40GB_PCIE = Hardware(312e12, 40 * GIB, 1555e9, source=_A100_SHEET + "40 GB, 1,555 GB/s (first edition)")
+A100_40GB_PCIE = Hardware(
+    312e12, 40 * GIB, 1555e9, capability=8.0, source=_A100_SHEET + "40 GB, 1,555 GB/s (first edition)"
+)
 A100_40GB_SXM = Hardware(
     312e12,
     40 * GIB,
     1555e9,
     300e9,
     200 * GBIT,
+    capability=8.0,
     source=_A100_SHEET + "40 GB, 1,555 GB/s (first edition); " + _A100_LINKS,
 )
-A100_80GB_PCIE = Hardware(312e12, 80 * GIB, 1935e9, source=_A100_SHEET + "80 GB PCIe, 1,935 GB/s")
+A100_80GB_PCIE = Hardware(312e12, 80 * GIB, 1935e9, capability=8.0, source=_A100_SHEET + "80 GB PCIe, 1,935 GB/s")
 A100_80GB_SXM = Hardware(
-    312e12, 80 * GIB, 2039e9, 300e9, 200 * GBIT, source=_A100_SHEET + "80 GB SXM, 2,039 GB/s; " + _A100_LINKS
+    312e12,
+    80 * GIB,
+    2039e9,
+    300e9,
+    200 * GBIT,
+    capability=8.0,
+    source=_A100_SHEET + "80 GB SXM, 2,039 GB/s; " + _A100_LINKS,
 )
 
 # BF16 with sparsity, halved for dense.
 _HOPPER_LINKS = "NVLink 900 GB/s both directions together; DGX BasePOD reference: 8 ConnectX-7 of 400 Gb/s for 8 GPUs"
 H100_SXM = Hardware(
     1979e12 / 2, 80 * GIB, 3.35e12, 450e9, 400 * GBIT,
-    source="NVIDIA H100 data sheet, SXM: BF16 1,979 TFLOPS with sparsity, 80 GB, 3.35 TB/s; " + _HOPPER_LINKS,
+    capability=9.0, source="NVIDIA H100 data sheet, SXM: BF16 1,979 TFLOPS with sparsity, 80 GB, 3.35 TB/s; " + _HOPPER_LINKS,
 )  # fmt: skip
 H100_NVL = Hardware(
     1671e12 / 2,
     94 * GIB,
     3.9e12,
+    capability=9.0,
     source="NVIDIA H100 data sheet, NVL: BF16 1,671 TFLOPS with sparsity, 94 GB, 3.9 TB/s",
 )
 H100_PCIE = Hardware(
     1513e12 / 2, 80 * GIB, 2e12,
-    source="NVIDIA H100 data sheet, first edition, PCIe: BF16 1,513 TFLOPS with sparsity, 80 GB, 2 TB/s",
+    capability=9.0, source="NVIDIA H100 data sheet, first edition, PCIe: BF16 1,513 TFLOPS with sparsity, 80 GB, 2 TB/s",
 )  # fmt: skip
 H200_SXM = Hardware(
     1979e12 / 2, 141 * GIB, 4.8e12, 450e9, 400 * GBIT,
-    source="NVIDIA H200 data sheet, SXM: BF16 1,979 TFLOPS with sparsity, 141 GB, 4.8 TB/s; " + _HOPPER_LINKS,
+    capability=9.0, source="NVIDIA H200 data sheet, SXM: BF16 1,979 TFLOPS with sparsity, 141 GB, 4.8 TB/s; " + _HOPPER_LINKS,
 )  # fmt: skip
 H200_NVL = Hardware(
     1671e12 / 2, 141 * GIB, 4.8e12,
-    source="NVIDIA H200 data sheet, NVL: BF16 1,671 TFLOPS with sparsity, 141 GB, 4.8 TB/s",
+    capability=9.0, source="NVIDIA H200 data sheet, NVL: BF16 1,671 TFLOPS with sparsity, 141 GB, 4.8 TB/s",
 )  # fmt: skip
 B200 = Hardware(
     2250e12, 180 * GIB, 8e12, 900e9, 400 * GBIT,
-    source="NVIDIA HGX B200 (8 GPUs): FP16/BF16 36 PFLOPS with sparsity, NVLink 1.8 TB/s a GPU both directions together; "
+    capability=10.0, source="NVIDIA HGX B200 (8 GPUs): FP16/BF16 36 PFLOPS with sparsity, NVLink 1.8 TB/s a GPU both directions together; "
     "DGX B200 data sheet: 1,440 GB and 64 TB/s for 8; DGX BasePOD reference: 8 ConnectX-7 of 400 Gb/s for 8 GPUs",
 )  # fmt: skip
 

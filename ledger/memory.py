@@ -199,7 +199,7 @@ class _Lifetimes:
         while value.maker.name == "dot_general" and wide not in self.results and len(wide.uses) == 1:
             if wide.uses[0].name not in _CONVERTS:
                 break
-            (wide,) = wide.uses[0].outputs
+            wide = _passed_on(wide.uses[0], wide)
             if wide.bytes > value.bytes:
                 return wide
         return value
@@ -297,10 +297,16 @@ class _Lifetimes:
         return [self.describe(value) for value, birth in self.born.items() if birth <= now <= self.last[value]]
 
 
+def _passed_on(op: Operation, value: Value) -> Value:
+    """What one of `_CONVERTS` makes of an operand; those that have several give each back."""
+    return op.outputs[op.inputs.index(value) if len(op.outputs) > 1 else 0]
+
+
 def _is_reduced(value: Value) -> bool:
     """Whether a value, perhaps under another name or type, goes into a reduce-scatter."""
     return any(
-        op.name == "reduce_scatter" or (op.name in _CONVERTS and _is_reduced(op.outputs[0])) for op in value.uses
+        op.name == "reduce_scatter" or (op.name in _CONVERTS and _is_reduced(_passed_on(op, value)))
+        for op in value.uses
     )
 
 

@@ -135,7 +135,9 @@ def _kept(ledger) -> list[str]:
     for row in sorted(ledger.saved, key=lambda row: -row.bytes * row.times):
         if row.bytes * row.times * 1000 < max(each.bytes * each.times for each in ledger.saved):
             continue
-        why = {"input": "input of a checkpoint", "": "nobody asked for it"}.get(row.why, row.why)
+        why = {"input": "input of a checkpoint", "gradient": "a gradient, made ahead", "": "nobody asked for it"}.get(
+            row.why, row.why
+        )
         times = f"{row.times} × " if row.times > 1 else ""
         lines.append(
             f"  {number(row.bytes * row.times):>7}  {times + array(row):<34} {row.line:<14} {why:<22} {name_of(ledger, row.line)}"

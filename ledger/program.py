@@ -47,6 +47,7 @@ class Operation:
     scopes: str  # JAX's name stack, those of the enclosing loops included
     line: str  # of the user's program, 'train.py:197'; '' where it is not known
     blocks: list["Block"] = field(default_factory=list)
+    within: str = "update"  # the phase of the loop or branch in whose block it is
 
     @property
     def length(self) -> int:
@@ -80,9 +81,17 @@ def read(jaxpr: Jaxpr | ClosedJaxpr, source: str | Path | None = None) -> Block:
         never a place.
     """
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-    if [eqn.primitive.name for eqn in jaxpr.eqns] == ["shard_map"] and jaxpr.eqns[0].invars == jaxpr.invars:
-        jaxpr = jaxpr.eqns[0].params["jaxpr"]
-    block = _Reader(None if source is None else str(Path(source).absolute())).block(jaxpr, "", "")
+    reader = _Reader(None if source is None else str(Path(source).absolute()))
+    # jax 0.11 says for each argument where it is to be before the one shard_map; a step's arguments are there.
+    placed = {eqn.outvars[0]: eqn.invars[0] for eqn in jaxpr.eqns if eqn.primitive.name == "reshard"}
+    mapped = [eqn for eqn in jaxpr.eqns if eqn.primitive.name != "reshard"]
+    operands = [placed.get(var, var) if isinstance(var, Var) else None for var in mapped[0].invars] if mapped else []
+    if [eqn.primitive.name for eqn in mapped] == ["shard_map"] and set(jaxpr.invars) <= set(operands):
+        block = reader.block(mapped[0].params["jaxpr"], "", "")
+        # Besides the step's arguments go in constants, such as a table of a kernel's blocks.
+        block.inputs = [block.inputs[operands.index(var)] for var in jaxpr.invars]
+    else:
+        block = reader.block(jaxpr, "", "")
     operations = [op for op, _ in block.runs()]
     if all(op.phase == "update" for op in operations):  # nothing is differentiated, as in a validation step
         for op in operations:
@@ -115,6 +124,8 @@ class _Reader:
         jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
         inputs, operations = [_value(var) for var in jaxpr.invars], []
         outputs = self.write_out(jaxpr, inputs, operations, scopes, line, "")
+        for op in operations:
+            op.within = phase_of(scopes)
         return _without_dead_code(Block(inputs, operations, outputs))
 
     def write_out(self, jaxpr, inputs, operations, scopes, outer_line, fixed_line) -> list[Value]:

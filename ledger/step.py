@@ -107,6 +107,11 @@ class Ledger:
                 "at": {"line": self.memory.line, "phase": self.memory.phase},
                 "held": [dataclasses.asdict(each) for each in self.memory.held],
                 "largest": [dataclasses.asdict(each) for each in self.memory.largest[:24]],
+                "moved": [
+                    {"line": line, "phase": phase, "bytes": moved}
+                    for (line, phase), moved in sorted(self.memory.moved.items())
+                    if moved
+                ],
             },
             "text": self.text,
         }

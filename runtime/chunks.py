@@ -1,12 +1,16 @@
-"""Reading parts of one-dimensional zarr arrays: each chunk is decoded once, and one that is lost or damaged is an error.
+"""Chunks of one-dimensional zarr arrays: each is decoded once when parts are read, and one that is lost or damaged is an error.
 
     group = open_checked("my.zarr")
     read_ranges(group["train/encoded_tokens"], starts, stops, out, "encoded_tokens of my.zarr/train", pool)
+    write_chunk(array, 3, values)     # the fourth of an array in a local folder
 
 zarr reads a chunk that is not there as its fill value, and numcodecs (0.16) decodes a blosc file that was cut short to
 garbage where its values were not compressible. `open_checked` gives a group of arrays that do neither.
 """
 
+import atexit
+import os
+import pathlib
 import struct
 import sys
 import threading
@@ -21,6 +25,7 @@ import numpy as np
 import zarr
 import zarr.abc.store
 import zarr.codecs
+import zarr.core.sync
 import zarr.storage
 
 from runtime.errors import RunError
@@ -29,6 +34,7 @@ METADATA = ("zarr.json", ".zarray", ".zattrs", ".zgroup", ".zmetadata")
 BLOSC_HEADER = struct.Struct("<4B3I")  # last are the sizes of the content, of its blocks, and of the whole
 
 _scratch = threading.local()
+_to_be_closed: set[int] = set()  # file systems, which fsspec keeps to the end, by their ids
 
 
 class CheckedStore(zarr.storage.WrapperStore):
@@ -58,9 +64,29 @@ def check_frame(key: str, frame: Any) -> None:
         raise OSError(f"the file {key} has {len(frame)} bytes and was written with another number")
 
 
+def open_group(path: str, mode: str) -> zarr.Group:
+    """zarr.open_group, whose connections to an object store are closed when the program ends; nothing else closes them, and aiohttp
+    may then print "Unclosed client session"."""
+    group = zarr.open_group(path, mode=mode)
+    file_system = getattr(group.store, "fs", None)
+    if file_system is not None and id(file_system) not in _to_be_closed:
+        _to_be_closed.add(id(file_system))
+        atexit.register(_close, file_system)  # runs before zarr's own, which ends the loop that the connections live in
+    return group
+
+
+def _close(file_system: Any) -> None:
+    for name in (
+        "_s3",
+        "_session",
+    ):  # s3fs's, gcsfs's; neither has a public name, nor a close() for those that zarr makes
+        if (session := getattr(file_system, name, None)) is not None:
+            zarr.core.sync.sync(session.close(), timeout=5)
+
+
 def open_checked(path: str) -> zarr.Group:
     """The group at a path or URL, to be read through a CheckedStore; raises what zarr does."""
-    group = zarr.open_group(path, mode="r")
+    group = open_group(path, mode="r")
     return zarr.open_group(CheckedStore(group.store), path=group.path, mode="r")
 
 
@@ -113,6 +139,26 @@ def _chunk(array: zarr.Array, number: int) -> np.ndarray:
         _scratch.bytes = np.empty(size, np.uint8)
     numcodecs.blosc.decompress(frame, _scratch.bytes[:size])
     return _scratch.bytes[:size].view(array.dtype)
+
+
+def chunk_file(array: zarr.Array, number: int) -> pathlib.Path:
+    """The file of a chunk; the array is in a local folder."""
+    return array.store.root / array.path / array.metadata.encode_chunk_key((number,))
+
+
+def write_chunk(array: zarr.Array, number: int, values: np.ndarray) -> None:
+    """Writes a whole chunk of a local array that blosc alone compresses; its file is there whole or not at all.
+
+    The file is the one that `array[...] = values` writes, which takes three to five times as long, in zarr's event loop and threads.
+    """
+    codec = array.compressors[-1]
+    shuffle = ("noshuffle", "shuffle", "bitshuffle").index(codec.shuffle.value)
+    compressor = numcodecs.Blosc(codec.cname.value, codec.clevel, shuffle, codec.blocksize)
+    file = chunk_file(array, number)
+    partial = file.with_name(f"{file.name}.partial")
+    file.parent.mkdir(exist_ok=True)
+    partial.write_bytes(compressor.encode(values.astype(values.dtype.newbyteorder("<"), copy=False)))
+    os.replace(partial, file)
 
 
 def read_errors() -> tuple[type[Exception], ...]:

@@ -32,7 +32,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from runtime.config_checks import check_combinations
 from runtime.config_rebuild import MISSING, Origins, all_keys, as_tree, find_origins, from_here, rebuild, shown
-from runtime.errors import RunError
+from runtime.errors import RunError, leave, print_error
+from runtime.tuning import tune
 
 CONFIG_FOLDER = Path(__file__).resolve().parents[1] / "configs"
 DEFAULT_CONFIG = "local_test_synthetic"
@@ -53,6 +54,14 @@ class Paths:
 class Mesh:
     d: int  # devices along axis d: the batch, and the master weights and Adam state (FSDP)
     t: int  # devices along axis t: heads, d_ff and vocabulary (tensor parallelism)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    # Who the processes of a job are, where the launcher that starts them does not say it (docs/hosts.md).
+    coordinator: str | None = None  # HOST:PORT, where process 0 listens and all others reach it; null: found
+    process_id: int | None = None  # of this process, from 0; null: found
+    num_processes: int | None = None  # of the job, the same as num_hosts; null: found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +124,17 @@ class HuggingFaceDataset:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Tracking:
+    # Besides metrics.jsonl and report.html, which there always are (docs/runs.md).
+    tensorboard: bool = False  # event files in the run folder: tensorboard --logdir runs
+    wandb: bool = False  # Weights & Biases
+    clearml: bool = False  # ClearML
+    trackio: bool = False  # trackio: a database in the run folder
+    project: str = "clearshard"  # under which the last three show the run
+    offline: bool = False  # Weights & Biases and ClearML write into the run folder and send nothing
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """All of a run but its hyperparameters, which train.py adds as `model` and `training`."""
 
@@ -124,6 +144,7 @@ class RunConfig:
     paths: Paths
     mesh: Mesh
     num_hosts: int = 1  # processes that run this job together, one a host
+    cluster: Cluster = field(default_factory=Cluster)
     checkpoint_interval: int  # steps from one checkpoint to the next; the last step is always saved
     eval_interval: int  # steps from one validation loss to the next; there is always one at the end
     log_interval: int  # steps from one logged line to the next: numbers are read from the device only then
@@ -137,6 +158,7 @@ class RunConfig:
         Source, ...
     ] = ()  # several data sets, read as flat_tokens says, by weight: [{filespec: a.zarr, weight: 0.7}, …]
     hf_dataset: HuggingFaceDataset = field(default_factory=HuggingFaceDataset)
+    tracking: Tracking = field(default_factory=Tracking)
 
 
 # Published keys that are not needed here. Refused, since ignoring a key would run something else than was asked for.
@@ -176,7 +198,7 @@ def run(main: Callable[[Any], None], config_class: type, config_name: str = DEFA
         except RunError as error:
             nonlocal failed
             failed = True
-            print(f"error: {error}", file=sys.stderr)
+            print_error(error)
 
     try:
         with tempfile.TemporaryDirectory() as sweep_folder:
@@ -185,14 +207,14 @@ def run(main: Callable[[Any], None], config_class: type, config_name: str = DEFA
                 hydra.main(version_base="1.3", config_path=str(CONFIG_FOLDER), config_name=config_name)(job)()
     except RunError as error:
         failed = True
-        print(f"error: {error}", file=sys.stderr)
+        print_error(error)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        sys.exit(130)
+        leave(130)
     finally:
         sys.argv[1:] = arguments
     if failed:
-        sys.exit(1)
+        leave(1)
 
 
 def load(config_class: type[C], config_name: str = DEFAULT_CONFIG, overrides: Sequence[str] = ()) -> C:
@@ -223,6 +245,7 @@ def prepare_devices(config: RunConfig) -> None:
     """
     import jax  # here, since tools that need no JAX load configs too
 
+    tune()
     given_by_user = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     if config.check_only or given_by_user or jax.config.jax_num_cpu_devices != -1:
         return

@@ -5,6 +5,7 @@ check_combinations by the loader, check_num_hosts and check_mesh when the device
 set is open, check_resume when a checkpoint is found.
 """
 
+import re
 from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any
@@ -17,6 +18,7 @@ COUNTS = {
     "mesh.d": "devices",
     "mesh.t": "devices",
     "num_hosts": "processes",
+    "cluster.num_processes": "processes, or null",
     "checkpoint_interval": "steps",
     "eval_interval": "steps",
     "log_interval": "steps",
@@ -57,10 +59,12 @@ BETAS = ("training.adam_b1", "training.adam_b2")
 SEEDS = ("training.seed", "flat_tokens.seed")
 CHOICES = {
     "model.compute_dtype": ("bfloat16", "float32"),
+    "model.attention": ("auto", "einsum", "blockwise", "cudnn", "cudnn_masked", "splash"),
     "training.gradient_reduce_dtype": ("float32", "bfloat16"),
+    "training.save_for_backward": ("everything", "products", "inputs"),
     "flat_tokens.long_sequences": ("split", "truncate"),
 }
-TEXTS = ("paths.root_working_dir", "paths.model_name", "flat_tokens.filespec", "hf_dataset.path")
+TEXTS = ("paths.root_working_dir", "paths.model_name", "flat_tokens.filespec", "hf_dataset.path", "tracking.project")
 
 
 def check_combinations(config: Any) -> None:
@@ -201,6 +205,7 @@ def _indivisible(config: Any) -> Iterator[str]:
 
 def _contradictions(config: Any) -> Iterator[str]:
     training, model = config.training, config.model
+    yield from _cluster(config)
     if model.d_head % 2:
         yield _problem(
             config,
@@ -227,6 +232,18 @@ def _contradictions(config: Any) -> Iterator[str]:
             "training.adam_eps",
             "with training.adam_eps_root = 0 too, Adam divides 0 by 0 where a gradient is 0: set it to 1e-8, say",
         )
+
+
+def _cluster(config: Any) -> Iterator[str]:
+    """What the keys say about the other processes must be possible for num_hosts of them."""
+    coordinator, process = config.cluster.coordinator, config.cluster.process_id
+    if coordinator is not None and not re.fullmatch(r".+:\d+", coordinator):
+        yield _problem(config, "cluster.coordinator", "expected HOST:PORT, of the host that runs process 0")
+    if process is not None and not 0 <= process < config.num_hosts:
+        expected = f"expected 0 to {config.num_hosts - 1}, since num_hosts = {config.num_hosts}"
+        yield _problem(config, "cluster.process_id", expected)
+    if coordinator is not None and config.num_hosts == 1:
+        yield _problem(config, "num_hosts", "cluster.coordinator is set: expected how many processes it coordinates")
 
 
 def check_num_hosts(config: Any, process_count: int) -> None:

@@ -1,5 +1,49 @@
-"""The one exception that a person who runs clearshard is meant to read."""
+"""The one exception that a person who runs clearshard is meant to read, how it is printed, and how a process ends with it."""
+
+import os
+import sys
+import time
+from typing import NoReturn
+
+# The status of one of several processes that an exception ended, not a RunError: that with which JAX itself ends the
+# others. It may be the machine's fault, so that starting again helps.
+DIED = 134
+LEADER_LINGERS_S = 5.0  # so that others which meet the same error print theirs: they end when process 0 does
+
+_process = ""  # of several: "host gpu-07 (process 7 of 16): "
+_lingers_s = 0.0
 
 
 class RunError(Exception):
     """What is wrong, where, what was expected and the fix. The entry point prints it alone, without a traceback, and exits with 1."""
+
+
+def one_of_several(host: str, index: int, count: int) -> None:
+    """Says that this process is one of several: its last messages begin with its name, and it ends without waiting."""
+    global _process, _lingers_s
+    _process = f"host {host} (process {index} of {count}): "
+    _lingers_s = LEADER_LINGERS_S if index == 0 else 0.0
+    sys.excepthook = _end
+
+
+def print_error(error: BaseException, kind: str = "error") -> None:
+    """Prints a message on stderr, at once, so that those of several processes do not run into each other."""
+    sys.stderr.write(f"{_process}{kind}: {error}\n")
+    sys.stderr.flush()
+
+
+def leave(status: int) -> NoReturn:
+    """Ends the process after an error. JAX's own end would wait for the other processes, which may wait for this one."""
+    if _process:
+        sys.stdout.flush()
+        time.sleep(_lingers_s)
+        os._exit(status)
+    sys.exit(status)
+
+
+def _end(kind: type[BaseException], error: BaseException, traceback: object) -> None:
+    sys.__excepthook__(kind, error, traceback)
+    print_error(error, kind.__name__)
+    if kind.__name__ == "JaxRuntimeError":
+        print_error(RuntimeError("most likely another process ended first: the message of its host says why"), "hint")
+    leave(DIED)

@@ -24,21 +24,25 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from ledger.check import report
-from ledger.hardware import peak_flops_per_s
+from ledger.hardware import of_device_kind, peak_flops_per_s
+from ledger.roofline import roofline
 from ledger.step import of_step
 from runtime import resume
 from runtime.bad_steps import BadSteps
 from runtime.checkpoints import Checkpoints
-from runtime.config import RunConfig, prepare_devices, to_yaml
-from runtime.config_checks import check_dataset, check_mesh, check_num_hosts, check_resume
+from runtime.cluster import domain, sent_over_network
+from runtime.cluster import start as start  # train.py's name for it
+from runtime.config import RunConfig, to_yaml
+from runtime.config_checks import check_dataset, check_resume
 from runtime.errors import RunError
 from runtime.hlo_graph import StepGraph
 from runtime.lock import Ownership
 from runtime.profiling import Profiler
+from runtime.report import Report, environment
 from runtime.signals import STOPPED, StopSignals
-from runtime.sources import open_data
-from runtime.tracking import Tracker, print_line
-from shardlib.mesh import make_mesh
+from runtime.sources import bytes_per_token, open_data
+from runtime.trackers import Trackers
+from runtime.tracking import Tracker, flattened, print_line, wrapped
 from shardlib.shardtypes import ShardingError, typed_shard_map
 
 # How far the host may be ahead. The device never runs dry of work, and the host does not run away from it: with 32
@@ -50,22 +54,6 @@ PROGRAMS_IN_FLIGHT = 8
 # time with this and in 16.2 s without, to a program that draws the same bits (2.4M parameters, two cores, jax 0.10.2,
 # 2026-11-21).
 RUNS_ONCE = {"xla_backend_optimization_level": 1}
-
-
-def start(config: RunConfig) -> jax.sharding.Mesh:
-    """Starts JAX, on several hosts with its own discovery of the cluster, and returns the config's mesh.
-
-    Raises:
-      RunError: the hosts or the devices are not those that the config says.
-    """
-    prepare_devices(config)
-    if config.num_hosts > 1:
-        # A host whose others died ends with its own message; by default it would wait for them for five minutes.
-        jax.distributed.initialize(shutdown_timeout_seconds=30)
-    check_num_hosts(config, jax.process_count())
-    check_mesh(config, jax.device_count(), jax.default_backend())
-    mesh = {"d": config.mesh.d, "t": config.mesh.t}
-    return make_mesh(mesh, devices=jax.devices()[: config.mesh.d * config.mesh.t])
 
 
 def with_shardings(shapes: Any, shardings: Any) -> Any:
@@ -122,6 +110,8 @@ class Run:
         self._store = f"{root.rstrip('/')}/{name}"  # of checkpoints and owner
         self.folder = Path("runs" if "://" in root else root) / name
         with contextlib.ExitStack() as opened:
+            # First, so that it ends last: waiting for a tracker holds up no checkpoint.
+            self._trackers = opened.enter_context(Trackers(config, self.folder, is_leader=self._is_leader))
             self.data = opened.enter_context(open_data(config, "train", sharding))
             self.validation_data = opened.enter_context(open_data(config, "validation", sharding))
             largest_id = max(self.data.max_token_id, self.validation_data.max_token_id)
@@ -142,8 +132,8 @@ class Run:
             if self._is_leader:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 (self.folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
-                print_line(f"training data: {self.data.summary}")
-                print_line(f"validation data: {self.validation_data.summary}")
+                print_line(wrapped(f"training data: {self.data.summary}"))
+                print_line(wrapped(f"validation data: {self.validation_data.summary}"))
             self._open = opened.pop_all()
         self._tracker: Tracker | None = None
         self._in_flight: collections.deque[jax.Array] = collections.deque()
@@ -170,12 +160,19 @@ class Run:
         ledger = of_step(traced, mesh, source=source, tokens=tokens.batch * tokens.len)
         self._flops = {"mfu": ledger.model_flops, "hfu": ledger.hardware_flops, "mfu_6nd": ledger.flops_6nd}
         if self._is_leader:
-            ledger.write(self.folder)
-            print_line("\n".join(ledger.summary()))
+            devices = jax.sharding.get_mesh().devices.ravel()
+            joined = [domain(each) for each in devices].count(domain(devices[0]))
+            machine = of_device_kind(devices[0].device_kind)  # None: its figures are not known
+            ledger.write(self.folder, machine and roofline(ledger, machine, joined))
+            lines = ledger.summary(machine and machine.hbm_bytes)
+            lines += sent_over_network(ledger, jax.sharding.get_mesh())
+            print_line("\n".join(map(wrapped, lines)))
+            about = json.dumps(environment(lines), indent=1)
+            (self.folder / "environment.json").write_text(about, encoding="utf-8")
         compiled = traced.lower().compile()
         if self._is_leader:
             lines, _ = report(ledger, compiled)
-            print_line("\n".join(lines))
+            print_line("\n".join(map(wrapped, lines)))
             if not (self.folder / "step.svg").exists():
                 self._open.callback(StepGraph(compiled, self.folder).close)
         return compiled
@@ -229,7 +226,9 @@ class Run:
             self._profiler.before_step(step + 1)
             yield step
             if self._stopping:
-                print_line(f"stopped after step {step + 1} of {self._total}; started again, the run goes on from there")
+                if self._is_leader:
+                    what = f"stopped after step {step + 1} of {self._total}"
+                    print_line(f"{what}; started again, the run goes on from there")
                 return
         self._stop_if_bad()
 
@@ -243,11 +242,12 @@ class Run:
     def log(self, step: int, outputs: Any, metrics: Any) -> None:
         """Takes what a step that was just dispatched returns; its numbers are read later, when they are due."""
         self._profiler.after_step(step + 1, outputs)
-        self._tracker.log(step + 1, vars(metrics), self.data.waited_s, self.data.metrics(step))
+        metrics = flattened(metrics)
+        self._tracker.log(step + 1, metrics, self.data.waited_s, self.data.metrics(step))
         if step % self._config.log_interval == 0:  # the tracker has just read the step before
             self._stop_if_bad()
-        self._bad_steps.note(step + 1, vars(metrics))
-        self.stay_close(metrics.loss)
+        self._bad_steps.note(step + 1, metrics)
+        self.stay_close(metrics["loss"])
         self._stopping = self._signals.stop_after(step) and step + 1 < self._total
 
     def log_validation(self, step: int, loss: jax.Array, targets: jax.Array) -> None:
@@ -295,6 +295,9 @@ class Run:
         config, tokens = self._config, self._config.training.tokens
         steps = {"start_step": self.done_steps, "total_steps": self._total, "is_leader": self._is_leader}
         peak = peak_flops_per_s(jax.devices()[0].device_kind)
+        self._trackers.start(self.done_steps)
+        # Before the tracker, so that its last page has the tracker's last line.
+        self._open.enter_context(Report(self.folder, is_leader=self._is_leader))
         self._tracker = Tracker(
             self.folder,
             **steps,
@@ -302,6 +305,8 @@ class Run:
             flops_per_step=self._flops,
             peak_flops_per_s=None if peak is None else peak * config.mesh.d * config.mesh.t,
             log_interval=config.log_interval,
+            bytes_per_token=bytes_per_token(config),
+            on_line=self._trackers.put,
         )
         self._open.enter_context(self._tracker)
         self._profiler = self._open.enter_context(Profiler(self.folder, **steps))

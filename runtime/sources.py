@@ -3,9 +3,13 @@
 from typing import Any
 
 import jax
+import numpy as np
+import zarr
 
 from runtime.data import Loader
+from runtime.flat_tokens import absolute_path
 from runtime.hf_stream import HuggingFaceLoader
+from runtime.tokenizers import BYTES
 
 
 def open_data(config: Any, split: str, sharding: jax.sharding.Sharding) -> Loader | HuggingFaceLoader:
@@ -34,3 +38,27 @@ def open_data(config: Any, split: str, sharding: jax.sharding.Sharding) -> Loade
         io_threads=config.io.max_io_threads,
         max_bytes=config.io.max_data_bytes,
     )
+
+
+def bytes_per_token(config: Any) -> float | None:
+    """How many bytes of text a token of the data stands for, the mean; None where the data do not say.
+
+    Of bytes_utf8 that is 1. Of another tokenizer it is known where tools.tokenize_text read plain text, of which it
+    recorded the size. Of a mixture it is the mean by weight, if all sources say it.
+    """
+    if config.hf_dataset.path:
+        return 1.0 if config.hf_dataset.tokenizer == BYTES else None
+    weights = {source.filespec: source.weight for source in config.mixture} or {config.flat_tokens.filespec: 1.0}
+    known = [_bytes_per_token(zarr.open_group(absolute_path(path), mode="r").attrs.asdict()) for path in weights]
+    return None if None in known else float(np.average(known, weights=list(weights.values())))
+
+
+def _bytes_per_token(attributes: dict[str, Any]) -> float | None:
+    if (attributes.get("tokenizer") or {}).get("name") == BYTES:
+        return 1.0
+    made_by = attributes.get("made_by") or {}
+    written = made_by.get("config") or {}
+    inputs = [written.get(key) for key in ("input", "validation") if written.get(key)]
+    if "counts" in attributes and inputs and all(name.endswith(".txt") for name in inputs):
+        return made_by["input_size"] / max(attributes["counts"]["tokens"], 1)
+    return None

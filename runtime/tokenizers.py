@@ -27,6 +27,7 @@ import numpy as np
 import zarr
 import zarr.errors
 
+from runtime.chunks import open_group
 from runtime.errors import RunError
 from runtime.flat_tokens import LARGEST_ID, absolute_path
 
@@ -67,10 +68,10 @@ class Tokenizer:
     def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """The ids of all texts one after another, uint32, and how many each text has, int64."""
         if not self.json:
-            lengths = [len(text) if text.isascii() else len(text.encode()) for text in texts]
-            ids = np.frombuffer("".join(texts).encode(), np.uint8).astype(np.uint32)
+            encoded = [text.encode() for text in texts]
+            ids = np.frombuffer(b"".join(encoded), np.uint8).astype(np.uint32)
             ids += np.uint32(1)
-            return ids, np.array(lengths, np.int64)
+            return ids, np.array([len(each) for each in encoded], np.int64)
         encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
         lengths = np.fromiter(map(len, encodings), np.int64, len(encodings))
         ids = chain.from_iterable(encoding.ids for encoding in encodings)
@@ -306,7 +307,7 @@ def train_bpe(texts: Iterable[str], vocab: int) -> Tokenizer:
 
 def save_dataset_tokenizer(path: str | os.PathLike | zarr.Group, tokenizer: Tokenizer) -> None:
     """Puts the tokenizer into a data set that is there, in place of the one it had, so that the data set is enough to decode it."""
-    dataset = path if isinstance(path, zarr.Group) else zarr.open_group(absolute_path(path), mode="r+")
+    dataset = path if isinstance(path, zarr.Group) else open_group(absolute_path(path), mode="r+")
     about = {**dataclasses.asdict(tokenizer), "vocab": tokenizer.vocab}
     content = about.pop("json").encode()
     if content:
@@ -324,7 +325,7 @@ def load_dataset_tokenizer(path: str | os.PathLike) -> Tokenizer | None:
     """
     where = absolute_path(path)
     try:
-        dataset = zarr.open_group(where, mode="r")
+        dataset = open_group(where, mode="r")
         about = dataset.attrs.get("tokenizer")
         if about is None:
             return None

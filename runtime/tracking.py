@@ -5,12 +5,15 @@ dispatched, so that reading them costs no idle time.
 """
 
 import contextlib
+import dataclasses
 import json
 import math
 import os
+import resource
 import sys
+import textwrap
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,24 @@ def print_line(text: str) -> None:
     sys.stdout.flush()
 
 
+def wrapped(line: str) -> str:
+    """A line for a terminal, in several where it is longer than 120 columns; those that follow are indented."""
+    return textwrap.fill(line, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+
+
+def flattened(metrics: Any, name: str = "") -> dict[str, Any]:
+    """Scalars by their names, of nested mappings and dataclasses.
+
+    flattened({"loss": 1.5, "grad_norm": {"embed": 0.5}})      # {"loss": 1.5, "grad_norm/embed": 0.5}
+    """
+    if dataclasses.is_dataclass(metrics):
+        metrics = vars(metrics)
+    if not isinstance(metrics, Mapping):
+        return {name: metrics}
+    parts = (flattened(value, f"{name}/{key}" if name else key) for key, value in metrics.items())
+    return {name: scalar for part in parts for name, scalar in part.items()}
+
+
 class Tracker:
     """Writes a line of metrics every `log_interval` steps, and at the first and the last.
 
@@ -38,15 +59,13 @@ class Tracker:
                     with tracker.paused():
                         tracker.log_validation(step, validation_loss(state))
 
-    A line of `metrics.jsonl` is `step`, `time` (s since 1970), all `metrics` by their names, `step_time_s`, `tokens_per_s`,
-    `mfu`, `hfu` and `mfu_6nd` (0..1) and `data_wait_s`; of a validation, `step`, `time`, `validation_loss`; of a checkpoint, `step`, `time`,
-    `checkpoint_stall_s`. Floats are written with all their digits, so that losses can be compared bit for bit. What is not
-    known is null: the shares of unknown hardware's peak, and the three timings of a process's first line (its step is mostly
-    compilation). A float that is not finite is the string "NaN", "Infinity" or "-Infinity", which JSON cannot write as a
-    number.
+    A line of `metrics.jsonl` is `step`, `time` (s since 1970) and numbers by their names, nested ones joined by '/'; docs/runs.md
+    says what each is. Floats are written with all their digits, so that losses can be compared bit for bit. What is not known is
+    null: the shares of unknown hardware's peak, and the timings of a process's first line (its step is mostly compilation). A
+    float that is not finite is the string "NaN", "Infinity" or "-Infinity", which JSON cannot write as a number.
 
-    `step_time_s` is the mean wall time of the steps since the line before, without what `paused` excludes; `data_wait_s` the part of
-    it, also a mean a step, for which the leader waited for its data (of the first line, for its first batch).
+    Timings are means a step since the line before, without what `paused` excludes: `step_time_s` is wall time; for `data_wait_s`
+    of it the leader waited for its data; `device_s` is the rest, in which it kept its devices at work.
 
     Args:
         run_folder: where `metrics.jsonl` is appended to; created if missing.
@@ -56,10 +75,13 @@ class Tracker:
         flops_per_step: of the global batch, by the name that their share of the peak is logged under.
         peak_flops_per_s: of all devices together, or None if not known.
         log_interval: steps from line to line.
+        bytes_per_token: of the data's text, for bits per byte; None if not known.
+        on_line: called with each line that is written; returns at once.
         is_leader: whether this process reads, writes and prints; the others do nothing here.
 
     Raises:
-        RunError: if `metrics.jsonl` has a line that is no record of a step (a half-written last one is dropped).
+        RunError: if `metrics.jsonl` has a line that is no record of a step (a half-written last one is dropped). That it cannot
+            be written (a full disk) stops nothing: it is said once, and the lines are written when they can be.
     """
 
     def __init__(
@@ -73,6 +95,8 @@ class Tracker:
         peak_flops_per_s: float | None,
         log_interval: int,
         is_leader: bool,
+        bytes_per_token: float | None = None,
+        on_line: Callable[[str], None] = lambda line: None,
     ):
         self._start_step = start_step
         self._total_steps = total_steps
@@ -81,6 +105,8 @@ class Tracker:
         self._peak_flops_per_s = peak_flops_per_s
         self._log_interval = log_interval
         self._is_leader = is_leader
+        self._bytes_per_token = bytes_per_token
+        self._on_line = on_line
         # A step whose metrics are still to be read, with what is known already.
         self._due: tuple[int, Mapping[str, jax.Array], dict[str, Any]] | None = None
         self._latest: Mapping[str, jax.Array] | None = None  # metrics of the last step dispatched
@@ -93,9 +119,8 @@ class Tracker:
             path = Path(run_folder) / "metrics.jsonl"
             path.parent.mkdir(parents=True, exist_ok=True)
             _drop_steps_after(path, start_step)
-            self._file = path.open(
-                "a", encoding="utf-8", buffering=1
-            )  # line by line: a killed run loses no finished line
+            self._path, self._unwritten, self._is_failing = path, b"", False
+            self._file = path.open("ab", buffering=0)  # a killed run loses no finished line
             if sys.stdout.isatty():
                 self._bar = tqdm(
                     total=total_steps,
@@ -108,7 +133,7 @@ class Tracker:
     def log(
         self,
         step: int,
-        metrics: Mapping[str, jax.Array],
+        metrics: Any,
         data_waited_s: float = 0.0,
         data_metrics: Mapping[str, Any] | None = None,
     ) -> None:
@@ -116,19 +141,20 @@ class Tracker:
 
         Args:
             step: finished updates once this step is done, 1 to `total_steps`, increasing.
-            metrics: scalars, replicated on all devices; `loss` among them.
+            metrics: scalars, replicated on all devices, `loss` among them; a mapping or a dataclass, which may be nested.
             data_waited_s: for how long all steps so far waited for their data.
             data_metrics: further values of the line, on the host already.
         """
         if not self._is_leader:
             return
         self.flush()
+        metrics = flattened(metrics)
         self._latest = metrics
         if step in (self._start_step + 1, self._total_steps) or step % self._log_interval == 0:
             last_step, waited_s = self._data_waited
             self._data_waited = (step, data_waited_s)
             wait_s = (data_waited_s - waited_s) / (step - last_step)
-            self._due = (step, metrics, {"data_wait_s": wait_s, **(data_metrics or {})})
+            self._due = (step, metrics, {"data_wait_s": wait_s, **flattened(data_metrics or {})})
 
     def flush(self) -> None:
         """Reads and writes what is due, waiting for its step."""
@@ -140,11 +166,12 @@ class Tracker:
         values = {name: np.asarray(fetched[name]).item() for name in metrics}
         now = time.perf_counter()
 
-        step_time_s = tokens_per_s = None
+        step_time_s = tokens_per_s = device_s = None
         utilization = dict.fromkeys(self._flops_per_step)
         if self._last_reading is not None:
             last_step, last_time = self._last_reading
             step_time_s = (now - last_time - self._paused_s) / (step - last_step)
+            device_s = step_time_s - of_data["data_wait_s"]
             tokens_per_s = self._tokens_per_step / step_time_s
             if self._peak_flops_per_s is not None:
                 for name, flops in self._flops_per_step.items():
@@ -152,8 +179,8 @@ class Tracker:
         self._last_reading = (step, now)
         self._first_reading = self._first_reading or self._last_reading
         self._paused_s = 0.0
-        timings = {"step_time_s": step_time_s, "tokens_per_s": tokens_per_s, **utilization}
-        self._write(step, {**values, **timings, **of_data})
+        timings = {"step_time_s": step_time_s, "device_s": device_s, "tokens_per_s": tokens_per_s, **utilization}
+        self._write(step, {**values, **self._of_loss(values["loss"]), **timings, **of_data, **memory()})
         self._show(step, self._status(step, now, values["loss"], tokens_per_s, utilization["mfu"]))
 
     def log_validation(self, step: int, loss: jax.Array | float) -> None:
@@ -162,7 +189,8 @@ class Tracker:
             return
         self.flush()
         loss = float(loss)
-        self._write(step, {"validation_loss": loss})
+        derived = {f"validation_{name}": value for name, value in self._of_loss(loss).items()}
+        self._write(step, {"validation_loss": loss, **derived})
         print_line(f"step {step}/{self._total_steps}: validation loss {loss:.4f}")
 
     def log_checkpoint(self, step: int, stall_s: float) -> None:
@@ -204,13 +232,36 @@ class Tracker:
 
     def _close_outputs(self) -> None:
         if self._is_leader:
+            self._write_lines()
             self._file.close()
             if self._bar is not None:
                 self._bar.close()
 
     def _write(self, step: int, values: dict[str, Any]) -> None:
         record = {"step": step, "time": time.time(), **values}
-        self._file.write(json.dumps({name: _to_json(value) for name, value in record.items()}, allow_nan=False) + "\n")
+        line = json.dumps({name: _to_json(value) for name, value in record.items()}, allow_nan=False) + "\n"
+        self._unwritten += line.encode()
+        self._write_lines()
+        self._on_line(line)
+
+    def _write_lines(self) -> None:
+        """Writes what is not written yet. Where it cannot, as on a full disk, training goes on."""
+        try:
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+            self._is_failing = False
+        except OSError as error:
+            if not self._is_failing:
+                print_line(f"warning: {self._path} cannot be written ({error.strerror}). Training goes on; lines wait in memory.")
+            self._is_failing = True
+
+    def _of_loss(self, loss: float) -> dict[str, float | None]:
+        """What else a mean loss, in nats a token, can be given as."""
+        nats_per_byte = None if self._bytes_per_token is None else loss / self._bytes_per_token
+        return {
+            "perplexity": math.exp(loss) if not loss > 700 else math.inf,  # beyond, float64 ends
+            "bits_per_byte": None if nats_per_byte is None else nats_per_byte / math.log(2),
+        }
 
     def _status(self, step: int, now: float, loss: float, tokens_per_s: float | None, mfu: float | None) -> str:
         if tokens_per_s is None:
@@ -227,6 +278,15 @@ class Tracker:
         else:
             self._bar.n = step
             self._bar.set_description_str(status)
+
+
+def memory() -> dict[str, int | None]:
+    """The most that was in use so far, in bytes: of the fullest of this process's devices (None where JAX does not say, as on
+    a CPU), and of the process itself (its resident set, which on a CPU holds the arrays of its simulated devices too)."""
+    devices = [device.memory_stats() or {} for device in jax.local_devices()]
+    peaks = [stats["peak_bytes_in_use"] for stats in devices if "peak_bytes_in_use" in stats]
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return {"device_peak_memory_bytes": max(peaks, default=None), "host_peak_memory_bytes": resident}
 
 
 def _to_json(value: Any) -> Any:

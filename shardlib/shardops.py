@@ -151,6 +151,31 @@ def _ordered(axes, mesh_axes) -> tuple[str, ...]:
     return tuple(axis for axis in mesh_axes if axis in axes)
 
 
+def _wide(names, axes) -> tuple[str, ...]:
+    """The axes of more than one device. Along the others nothing is sent; XLA:CPU would copy for them, and widen
+    bfloat16 to float32."""
+    return tuple(name for name in names if axes[name] > 1)
+
+
+def _sent(dims, axes) -> list[tuple[int, tuple[str, ...]]]:
+    """Positions of dims with the axes over which they are sent."""
+    return [(position, names) for position, each in dims if (names := _wide(each, axes))]
+
+
+def _gather(x, names, position: int):
+    """The devices' parts next to each other along a dim. They travel as they lie in memory, one after another: a gather
+    along a minor dim would make XLA lay out its result by that dim, and transpose the elements before and after."""
+    parts = jnp.moveaxis(lax.all_gather(x, names), 0, position)
+    return parts.reshape(*x.shape[:position], -1, *x.shape[position + 1 :])
+
+
+def _scatter(x, names, position: int):
+    """The sum over the devices, to each its part of a dim; the transpose of `_gather`."""
+    devices = math.prod(lax.axis_size(name) for name in names)
+    parts = x.reshape(*x.shape[:position], devices, -1, *x.shape[position + 1 :])
+    return lax.psum_scatter(jnp.moveaxis(parts, position, 0), names)
+
+
 def _element(dtype):
     return dtype.dtype if isinstance(dtype, DType) else jnp.dtype(dtype)
 
@@ -184,8 +209,8 @@ def all_gather(spec: str | bytes, x, *, dtype=None, reduce_dtype=None):
 
         def gather(x):
             x = x.astype(wire)
-            for position, names in planned["gathered"]:
-                x = lax.all_gather(x, names, axis=position, tiled=True)
+            for position, names in _sent(planned["gathered"], axes):
+                x = _gather(x, names, position)
             return x
 
         if wire == reduced == x.dtype:
@@ -194,8 +219,8 @@ def all_gather(spec: str | bytes, x, *, dtype=None, reduce_dtype=None):
 
         def backward(_, cotangent):
             cotangent = cotangent.astype(reduced)
-            for position, names in reversed(planned["gathered"]):
-                cotangent = lax.psum_scatter(cotangent, names, scatter_dimension=position, tiled=True)
+            for position, names in reversed(_sent(planned["gathered"], axes)):
+                cotangent = _scatter(cotangent, names, position)
             return (cotangent.astype(operand_dtype),)
 
         operand_dtype = x.dtype
@@ -240,7 +265,8 @@ def pmax(spec: str | bytes, x):
 
     def execute(planned, axes, x):
         local = jnp.max(undifferentiated(x), axis=planned["dropped"])
-        return lax.pmax(local, planned["moves"]) if planned["moves"] else local
+        names = _wide(planned["moves"], axes)
+        return lax.pmax(local, names) if names else local
 
     return _operate("pmax", spec, (x,), _plan_pmax, execute)
 
@@ -273,8 +299,8 @@ def psum_scatter(spec: str | bytes, x):
     """
 
     def execute(planned, axes, x):
-        for position, names in planned["scattered"]:
-            x = lax.psum_scatter(x, names, scatter_dimension=position, tiled=True)
+        for position, names in _sent(planned["scattered"], axes):
+            x = _scatter(x, names, position)
         return x
 
     return _operate("psum_scatter", spec, (x,), _plan_scatter, execute)
@@ -307,7 +333,12 @@ def psum(spec: str | bytes, x):
 
     Sends: 2 (n - 1) / n of x bytes; as much in the backward pass.
     """
-    return _operate("psum", spec, (x,), _plan_psum, lambda planned, axes, x: lax.psum(x, planned["moves"]))
+
+    def execute(planned, axes, x):
+        names = _wide(planned["moves"], axes)
+        return lax.psum(x, names) if names else x
+
+    return _operate("psum", spec, (x,), _plan_psum, execute)
 
 
 def _plan_psum(recipe, mesh_axes):
@@ -332,9 +363,10 @@ def all_to_all(spec: str | bytes, x):
     """
 
     def execute(planned, axes, x):
-        return lax.all_to_all(
-            x, planned["moves"], split_axis=planned["gains"], concat_axis=planned["loses"], tiled=True
-        )
+        names = _wide(planned["moves"], axes)
+        if not names:
+            return x
+        return lax.all_to_all(x, names, split_axis=planned["gains"], concat_axis=planned["loses"], tiled=True)
 
     return _operate("all_to_all", spec, (x,), _plan_all_to_all, execute)
 
@@ -367,6 +399,8 @@ def ppermute(spec: str | bytes, x, shift: int):
 
     def execute(planned, axes, x):
         (axis,) = planned["moves"]
+        if axes[axis] == 1:
+            return x
         return lax.ppermute(x, axis, [(index, (index + shift) % axes[axis]) for index in range(axes[axis])])
 
     return _operate("ppermute", spec, (x,), _plan_ppermute, execute)
@@ -732,6 +766,45 @@ def value_and_grad(function, argnums: int | tuple[int, ...] = 0, has_aux: bool =
         return result, jax.tree.unflatten(tree, gradients)
 
     return differentiate
+
+
+def sum_over_chunks(function, shared, x, others):
+    """The sum of `function(shared, x[i], others[i])`, scalar losses '+d +t', over the leading dim; in a gradient, the
+    losses' own are computed in the same scan, right after each loss.
+
+        total = sum_over_chunks(chunk_loss, unembed, hidden, batch)
+
+    So nothing that is made inside is kept or made twice: in the place of `x` its gradient is kept until the backward
+    pass, and that of `shared` is summed up in its own type (Hsu et al. 2024, section 3.2, where chunks are rows).
+
+    Args:
+      shared: an array, the same one for each chunk; differentiated.
+      x: an array with a leading dim of chunks; differentiated.
+      others: tree of arrays with the same leading dim; not differentiated.
+    Sends: what `function` sends.
+    """
+
+    def total(shared, x, others):
+        start = zeros(str(Spec((), tuple(mapped_axes()))), jnp.float32)
+        return lax.scan(lambda sum, chunk: (sum + function(shared, *chunk), None), start, (x, others))[0]
+
+    if _check.checking() is not None:
+        return total(shared, x, others)
+
+    def with_gradient(shared, x, others):
+        def add(sums, chunk):
+            value, (by_shared, by_x) = jax.value_and_grad(function, (0, 1))(shared, *chunk)
+            return (sums[0] + value, sums[1] + by_shared), by_x
+
+        (value, by_shared), by_x = lax.scan(add, (jnp.float32(0), jnp.zeros_like(shared)), (x, others))
+        return value, (by_shared, by_x)
+
+    def backward(kept, gradient):
+        return *((gradient * each.astype(jnp.float32)).astype(each.dtype) for each in kept), None
+
+    differentiated = jax.custom_vjp(total)
+    differentiated.defvjp(with_gradient, backward)
+    return differentiated(shared, x, others)
 
 
 def grad(function, argnums: int | tuple[int, ...] = 0, has_aux: bool = False):

@@ -26,8 +26,8 @@ def traced(module, config) -> jax.stages.Traced:
 
 @functools.cache
 def ledger_of(name: str, *overrides: str) -> Ledger:
-    """The ledger for a config."""
-    config = load(train.Config, name, overrides)
+    """The ledger for a config; attention by what train.py writes out, unless the overrides say otherwise."""
+    config = load(train.Config, name, ("model.attention=einsum", *overrides))
     tokens = config.training.tokens.batch * config.training.tokens.len
     mesh = {"d": config.mesh.d, "t": config.mesh.t}
     return of_step(traced(train, config), mesh, source=train.__file__, tokens=tokens)
@@ -42,7 +42,7 @@ def ledger_of_changed(folder, name: str, text: str) -> Ledger:
     sys.modules["changed_train"] = module
     try:
         spec.loader.exec_module(module)
-        config = load(module.Config, name)
+        config = load(module.Config, name, ("model.attention=einsum",))
         tokens = config.training.tokens.batch * config.training.tokens.len
         mesh = {"d": config.mesh.d, "t": config.mesh.t}
         return of_step(traced(module, config), mesh, source=path, tokens=tokens)

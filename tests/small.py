@@ -77,7 +77,7 @@ def hidden_and_logits(model, weights, batch, bos_id=0):
     """All logits, B L V: the forward pass with the unembedding applied by numpy."""
 
     def forward(weights: train.Weights, batch: TokenBatch) -> train.act["B/d L M"]:
-        return train.forward(model, "float32", bos_id, weights, batch)
+        return train.forward(model, TRAINING, bos_id, weights, batch)
 
     placed = jax.device_put(as_weights(weights), make_shardings(train.Weights))
     hidden = jax.jit(typed_shard_map(forward))(placed, batch_of(batch))

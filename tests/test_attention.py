@@ -1,5 +1,6 @@
 """The attention kernels of kernels/: each that can run here equals the reference, and all lower for their platforms."""
 
+import dataclasses
 import functools
 import json
 import re
@@ -9,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
+import small
+from ledgers import ledger_of
 
 from jax_extra import explicit_activation_checkpointing
 from kernels import blockwise, cudnn, splash
@@ -252,3 +255,27 @@ def test_offsets_of_segments():
 def test_the_platform_chooses(platform, capability, dtype, d_head, name):
     """By platform, compute capability (AMD has none), type and size of a head."""
     assert fastest(platform, capability, dtype, d_head) == name
+
+
+def test_a_step_with_the_kernel_is_the_steps_with_the_products():
+    """Loss and gradient of train.py's step by blocks are those by plain products, to rounding in float32."""
+    weights = reference.random_weights(small.MODEL, seed=0)
+    results = []
+    for name in ("einsum", "blockwise"):
+        model = dataclasses.replace(small.MODEL, attention=name)
+        with small.on_mesh(4, 2):
+            results.append(small.loss_and_gradient(model, small.TRAINING, weights, small.BATCH))
+    (plain, expected), (loss, gradient) = results
+    assert abs(loss - plain) < 1e-6 * abs(plain)
+    for a, b in zip(jax.tree.leaves(gradient), jax.tree.leaves(expected)):
+        assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(b)
+
+
+def test_the_ledger_of_a_run_is_the_same_but_for_what_runs():
+    """Model FLOPs of a published configuration are those of the plain products, by each kernel; attention's rows stand
+    at its line."""
+    plain = ledger_of("c4_a100x8_1b", "model.attention=einsum")
+    for name in ("blockwise", "splash"):
+        ledger = ledger_of("c4_a100x8_1b", f"model.attention={name}")
+        assert ledger.model_flops == pytest.approx(plain.model_flops, rel=1e-12), name
+        assert not ledger.costs.kernels and ledger.hardware_flops < plain.hardware_flops

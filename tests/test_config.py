@@ -35,6 +35,7 @@ class Model:
     rope_max_timescale: int
     norm_eps: float = 1e-6
     compute_dtype: str = "bfloat16"
+    attention: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class Training:
     microbatches: int = 1
     max_grad_norm: float = 1.0
     max_consecutive_bad_steps: int = 10
+    save_for_backward: str = "everything"
     gradient_reduce_dtype: str = "float32"
 
 
@@ -297,6 +299,8 @@ WRONG = [
     ("training.cosine_learning_rate_final_fraction=1.5", "= 1.5: expected a fraction, 0 to 1"),
     ("training.seed=-1", "command line: training.seed = -1: expected 0 to 4294967295 (32 bits)"),
     ("model.compute_dtype=float16", "command line: model.compute_dtype = \"float16\": expected bfloat16 or float32"),
+    ("model.attention=flash", 'model.attention = "flash": expected auto or einsum or blockwise'),
+    ("training.save_for_backward=all", 'training.save_for_backward = "all": expected everything or products or inputs'),
     ("training.gradient_reduce_dtype=bf16", "training.gradient_reduce_dtype = \"bf16\": expected float32 or bfloat16"),
     ("flat_tokens.filespec=''", "command line: flat_tokens.filespec = \"\": expected a name"),
     ("paths.model_name=../x", "command line: paths.model_name = \"../x\": expected a folder's name under paths.root_working_dir"),

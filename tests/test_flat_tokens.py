@@ -1,6 +1,7 @@
 """The flat-tokens format: what is stored, what others stored, and what is said of data that are not as they should be."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from ragged import (
     sharding,
 )
 
-from runtime import flat_tokens
+from runtime import chunks, flat_tokens
 from runtime.data import Loader
 from runtime.errors import RunError
 from runtime.flat_tokens import open_split, write_split
@@ -61,15 +62,15 @@ def test_example_batch(example):
 
 
 def test_stored_as_said(example):
-    """New data sets are zarr format 3, compressed by blosc zstd at level 1 with byte shuffle."""
+    """New data sets are zarr format 3, compressed by blosc lz4 at level 9 with byte shuffle."""
     metadata = json.loads((example / "train" / "encoded_tokens" / "zarr.json").read_text())
     assert metadata["zarr_format"] == 3
     blosc = metadata["codecs"][-1]
     assert blosc["name"] == "blosc"
     assert {**blosc["configuration"], "blocksize": 0} == {
         "typesize": 4,
-        "cname": "zstd",
-        "clevel": 1,
+        "cname": "lz4",
+        "clevel": 9,
         "shuffle": "shuffle",
         "blocksize": 0,
     }
@@ -108,12 +109,50 @@ def test_ids_of_31_bits(tmp_path):
 def test_writer_holds_a_chunk_at_most(tmp_path, monkeypatch):
     """The writer's memory does not grow with the data: it never holds more than a chunk and a sequence."""
     held = []
-    append = flat_tokens._Appender.append
+    write = flat_tokens.write_chunk
     monkeypatch.setattr(
-        flat_tokens._Appender, "append", lambda self, piece: (append(self, piece), held.append(self.count))[0]
+        flat_tokens, "write_chunk", lambda *chunk: (held.append((chunk[1], len(chunk[2]))), write(*chunk))
     )
     write_split(tmp_path / "data", "train", (np.arange(10) for _ in range(1000)), chunk_tokens=64)
-    assert max(held) < 64
+    assert held[-2:] == [(156, 64), (125, 8)] and {size for _, size in held} == {64, 8}  # tokens, starts
+
+
+@pytest.mark.parametrize("dtype", ["uint32", "uint64", "bool"])
+@pytest.mark.parametrize("cname", ["lz4", "zstd"])
+def test_chunks_are_the_files_that_zarr_writes(tmp_path, dtype, cname):
+    """A chunk that is written past zarr is, byte for byte, the file that zarr writes, with whichever codec of blosc the array has."""
+    group, values = zarr.open_group(tmp_path), np.random.default_rng(0).integers(0, 1000, 300).astype(dtype)
+    codec = zarr.codecs.BloscCodec(cname=cname, clevel=5, shuffle="bitshuffle" if dtype == "bool" else "shuffle")
+    options = dict(shape=(300,), dtype=dtype, chunks=(300,), compressors=codec, config={"write_empty_chunks": True})
+    ours, theirs = (group.create_array(name, **options) for name in ("ours", "theirs"))
+    chunks.write_chunk(ours, 0, values)
+    theirs[:] = values
+    assert (tmp_path / "ours/c/0").read_bytes() == (tmp_path / "theirs/c/0").read_bytes()
+    assert os.listdir(tmp_path / "ours/c") == ["0"]
+
+
+def test_a_writer_goes_on(tmp_path):
+    """What a writer that goes on from a recorded state stores is what one that was not interrupted stores, whatever was written since."""
+    parts = [[np.arange(each, each + 50) for each in range(part, part + 6)] for part in (0, 10, 20)]
+    write_split(tmp_path / "whole", "train", parts[0] + parts[2], chunk_tokens=16)
+
+    def append(writer, sequences):
+        for each in sequences:
+            writer.append(each.astype(np.uint32), np.array([len(each)]))
+
+    dataset = flat_tokens.open_for_writing(tmp_path / "stopped")
+    writer = flat_tokens.SplitWriter(dataset, "train", chunk_tokens=16)
+    append(writer, parts[0])
+    state = writer.flush()
+    append(writer, parts[1] + parts[2])
+    writer = flat_tokens.SplitWriter(dataset, "train", chunk_tokens=16, resume=state)
+    append(writer, parts[2])
+    writer.finish(bos_id=0)
+    files = [
+        {str(file.relative_to(tmp_path / name)): file.read_bytes() for file in (tmp_path / name).rglob("*") if file.is_file()}
+        for name in ("whole", "stopped")
+    ]  # fmt: skip
+    assert files[0] == files[1]
 
 
 def test_writer_refuses(tmp_path):

@@ -278,3 +278,39 @@ def test_what_is_no_data_set(data, tmp_path, capsys):
     assert (
         status == 1 and lines[-1] == f"error: the data set {data} has no split 'test'; it holds 'train', 'validation'"
     )
+
+
+# ---------------------------------------------------------------- an object store
+
+IN_AN_OBJECT_STORE = """
+import atexit, gc, sys
+
+def connections():
+    import aiohttp
+    found = [each for each in gc.get_objects() if isinstance(each, aiohttp.ClientSession)]
+    print("connections:", len(found), "open:", sum(not each.closed for each in found))
+
+atexit.register(connections)  # the first, so the last that runs
+import tools.inspect_dataset
+sys.exit(tools.inspect_dataset.main(sys.argv[1:]))
+"""
+
+
+def test_in_an_object_store(data, object_store, capsys):
+    """A data set in an object store is shown and verified, its damage is found, and its connections are closed at the end."""
+    import s3fs
+
+    url, files = f"{object_store}/data.zarr", s3fs.S3FileSystem()
+    files.put(f"{data}/", url, recursive=True)
+    here = inspect(capsys, data, "--samples", 3)[1]
+    assert inspect(capsys, url, "--samples", 3)[:2] == (0, [f"{url} (zarr format 3)", *here[1:]])
+    done = subprocess.run(
+        [sys.executable, "-c", IN_AN_OBJECT_STORE, url, "--verify"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    *_, verdict, connections = done.stdout.splitlines()
+    assert verdict == f"{url}: as the format says" and connections.endswith("open: 0") and "s: 0 " not in connections
+    files.rm(f"{url}/train/encoded_tokens/c/3")
+    status, lines, _ = inspect(capsys, url, "--verify")
+    assert status == 1 and lines[-1] == f"{url}: 1 violation of the format"
+    assert "train/encoded_tokens/c/3 is missing" in " ".join(lines)

@@ -1,6 +1,7 @@
 """What the ledger counts is what one counts by hand from the sizes of the model."""
 
 import collections
+import dataclasses
 import json
 import math
 import re
@@ -19,7 +20,8 @@ import train
 from jax_extra import explicit_activation_checkpointing, save_for_backward
 from ledger import page
 from ledger.costs import Collective, Product, Saved, count, saved
-from ledger.program import read
+from ledger.memory import GROUPS
+from ledger.program import PHASES, read
 from runtime.config import load
 from tools import ledger_diff
 
@@ -27,10 +29,13 @@ SOURCE = Path(train.__file__).read_text().splitlines()
 CASES = [
     ("local_test_synthetic", ()),
     ("local_test_synthetic", ("mesh.d=1", "mesh.t=2", "training.microbatches=4", "model.compute_dtype=float32")),
+    ("local_test_synthetic", ("training.save_for_backward=products",)),
+    ("local_test_synthetic", ("training.save_for_backward=inputs",)),
     ("c4_a100x8_1b", ()),
     ("c4_a100x8_1b", ("mesh.d=2", "mesh.t=4", "training.microbatches=2")),
     ("c4_a100x8_2b", ("mesh.d=512", "mesh.t=8", "training.tokens.batch=4096")),
 ]
+CASES = [(name, ("model.attention=einsum", *overrides)) for name, overrides in CASES]
 cases = pytest.mark.parametrize("name, overrides", CASES, ids=lambda value: value if isinstance(value, str) else "")
 
 
@@ -54,6 +59,7 @@ class Sizes:
         self.c = max(size for size in range(1, train.LOSS_CHUNK + 1) if self.L % size == 0)
         self.C = self.L // self.c
         self.dtype, self.a = model.compute_dtype, jnp.dtype(model.compute_dtype).itemsize
+        self.kept = config.training.save_for_backward
         self.config = config
 
 
@@ -61,19 +67,20 @@ def products_by_hand(s: Sizes) -> collections.Counter:
     b, L, M, F, V, heads = s.b, s.L, s.M, s.F, s.V, s.Q * s.K * s.D
     scores = 2 * b * s.Q * s.K * L * L * s.D
     layer, chunks = s.N * s.m, s.C * s.m
-    # Line, FLOPs, times forward, times recomputed: what save_for_backward keeps is not. The backward pass has two of
-    # each.
+    again = layer if s.kept == "inputs" else 0
+    # Line, FLOPs, times forward, times recomputed: what save_for_backward keeps is not, nor what only the next layer
+    # reads. The backward pass has two of each.
     rows = [
-        (line_of("q = shardops.einsum"), 2 * b * L * M * heads, layer, 0),
-        (line_of("k = shardops.einsum"), 2 * b * L * M * s.K * s.D, layer, 0),
-        (line_of("v = shardops.einsum"), 2 * b * L * M * s.K * s.D, layer, 0),
+        (line_of("q = shardops.einsum"), 2 * b * L * M * heads, layer, again),
+        (line_of("k = shardops.einsum"), 2 * b * L * M * s.K * s.D, layer, again),
+        (line_of("v = shardops.einsum"), 2 * b * L * M * s.K * s.D, layer, again),
         (line_of("logits = shardops.einsum", after="def attention"), scores, layer, layer),
-        (line_of("shardops.einsum_unreduced('B/d Q K/t L S, B/d S K/t D"), scores, layer, 0),
-        (line_of("y = shardops.einsum"), 2 * b * L * heads * M, layer, 0),
-        (line_of("gate = shardops.einsum"), 2 * b * L * M * F, layer, 0),
-        (line_of("up = shardops.einsum"), 2 * b * L * M * F, layer, 0),
+        (line_of("o = shardops.einsum_unreduced('B/d Q K/t L S, B/d S K/t D"), scores, layer, again),
+        (line_of("y = shardops.einsum"), 2 * b * L * heads * M, layer, again),
+        (line_of("gate = shardops.einsum"), 2 * b * L * M * F, layer, again),
+        (line_of("up = shardops.einsum"), 2 * b * L * M * F, layer, again),
         (line_of("y = shardops.einsum", after="hidden = "), 2 * b * L * F * M, layer, 0),
-        (line_of("logits = shardops.einsum", after="def add_chunk"), 2 * b * s.c * M * V, chunks, chunks),
+        (line_of("logits = shardops.einsum", after="def chunk_loss"), 2 * b * s.c * M * V, chunks, 0),
     ]
     table = collections.Counter()
     attention = range(*(int(line_of(text).split(":")[1]) for text in ("def attention", "def forward")))
@@ -101,18 +108,20 @@ def collectives_by_hand(s: Sizes) -> collections.Counter:
         reduced = whole * jnp.dtype(reduce_dtype).itemsize
         add("reduce-scatter", axes, reduce_dtype, reduced, "backward", line, times)
 
-    def scatter(snippet, whole, times, after=""):
+    def scatter(snippet, whole, times, after="", again=False):
         line = line_of(snippet, after)
+        add("reduce-scatter", "t", s.dtype, whole * s.a, "recomputed", line, times * again)
         add("reduce-scatter", "t", s.dtype, whole * s.a, "forward", line, times)
         add("all-gather", "t", s.dtype, whole * s.a // s.t, "backward", line, times)
 
     layer, rows, heads = s.N * s.m, s.b * s.L * s.M, s.Q * s.K * s.D
     gather("table = gather(", "d", s.dtype, s.V * s.M, s.m, again=False)
     scatter("return shardops.psum_scatter(", rows, s.m)
-    for norm, after in (("ln1 = ", "def layer"), ("ln2 = ", "def layer")):
-        gather(norm, "dt", "float32", s.M, layer, after=after)
-    gather("gathered = ", "t", s.dtype, rows, layer, after="def layer", reduce_dtype=s.dtype)
-    gather("gathered = ", "t", s.dtype, rows, layer, after="ln2 = shardops", reduce_dtype=s.dtype)
+    for norm in ("ln1 = ", "ln2 = "):
+        gather(norm, "dt", "float32", s.N * s.M, s.m, again=False, after="def forward")
+    again = s.kept != "everything"
+    gather("gathered = ", "t", s.dtype, rows, layer, again=again, after="def layer", reduce_dtype=s.dtype)
+    gather("gathered = ", "t", s.dtype, rows, layer, again=again, after="named_scope('ffn')", reduce_dtype=s.dtype)
     for snippet, size in (
         ("w_q", heads),
         ("w_kv", 2 * s.K * s.D),
@@ -122,55 +131,59 @@ def collectives_by_hand(s: Sizes) -> collections.Counter:
         ("w_down", s.F),
     ):
         gather(f"{snippet} = gather(", "d", s.dtype, s.M * size, layer)
-    scatter("y = shardops.psum_scatter(", rows, layer)
+    scatter("y = shardops.psum_scatter(", rows, layer, again=s.kept == "inputs")
     scatter("y = shardops.psum_scatter(", rows, layer, after="hidden = ")
     gather("scale = shardops.all_gather(", "dt", "float32", s.M, s.m, again=False)
     gather("gathered = ", "t", s.dtype, rows, s.m, again=False, after="scale = shardops", reduce_dtype=s.dtype)
-    gather("unembed = shardops.all_gather(", "d", s.dtype, s.V * s.M, s.m, again=False)
+    gather("unembed = gather(", "d", s.dtype, s.V * s.M, s.m, again=False)
     for snippet, phases in (
-        ("largest = shardops.pmax(", ("forward", "recomputed")),
-        ("shardops.psum('B/d L +t -> B/d L', e)", ("forward", "recomputed", "backward")),
+        ("largest = shardops.pmax(", ("forward",)),
+        ("total = shardops.psum('B/d L +t -> B/d L'", ("forward", "backward")),
     ):
         for phase in phases:
-            line = line_of(snippet, after="def add_chunk")
+            line = line_of(snippet, after="def chunk_loss")
             add("all-reduce", "t", "float32", s.b * s.c * 4, phase, line, s.C * s.m)
     add("all-reduce", "d", "float32", 4, "update", line_of("shardops.psum('+d -> '"), 1)
     for snippet in ("value = shardops.psum(", "shardops.psum('+d +t -> ', square)"):
         add("all-reduce", "dt", "float32", 4, "update", line_of(snippet, after="def training_step"), 1)
-    return table
+    return +table
 
 
 def saved_by_hand(s: Sizes) -> list[Saved]:
     b, L, t = s.b, s.L, s.t
     kept = "save_for_backward"
+    split, whole = (b, L, s.M // t), (b, L, s.M)
+    heads, keys, width = (b, L, s.Q, s.K, s.D), (b, L, s.K, s.D), (b, L, s.F)
+    of_layer = {
+        "inputs": [("lax.scan(layer", "input", split)],
+        "products": [("lax.scan(layer", "input", split), ("x = save", "split", split)],
+        "everything": [("gathered = save", "gathered", whole), ("gathered = save", "gathered", whole, "'ffn'")],
+    }[s.kept]
+    if s.kept != "inputs":
+        of_layer += [("q = save", kept, heads), ("k = save", kept, keys), ("v = save", kept, keys)]
+        of_layer += [
+            ("return save_for_backward(o)", kept, heads),
+            ("gate = save", kept, width),
+            ("up = save", kept, width),
+        ]
     rows = [
         ("inputs: u32['B/d L'] =", "input", "uint32", (b, L), 1),
         ("segment: i32['B/d L'] =", "input", "int32", (b, L), 1),
-        ("q = save", kept, s.dtype, (b, L, s.Q, s.K, s.D), s.N),
-        ("k = save", kept, s.dtype, (b, L, s.K, s.D), s.N),
-        ("v = save", kept, s.dtype, (b, L, s.K, s.D), s.N),
-        ("o = save", kept, s.dtype, (b, L, s.Q, s.K, s.D), s.N),
-        ("x = save", kept, s.dtype, (b, L, s.M // t), s.N),
-        ("gate = save", kept, s.dtype, (b, L, s.F), s.N),
-        ("up = save", kept, s.dtype, (b, L, s.F), s.N),
-        ("lax.scan(layer", "input", s.dtype, (b, L, s.M // t), s.N),
+        ("ln1 = ", "input", "float32", (s.N, s.M), 1),
+        ("ln2 = ", "input", "float32", (s.N, s.M), 1),
         ("scale = shardops.all_gather", "input", "float32", (s.M,), 1),
-        ("gathered = shardops.all_gather('B/d L M/t -> B/d L M', x)", "input", s.dtype, (b, L, s.M), 1),
-        ("rows = jax.tree.map(", "input", s.dtype, (s.C, b, s.c, s.M), 1),
-        ("rows = jax.tree.map(", "input", "uint32", (s.C, b, s.c), 1),
-        ("rows = jax.tree.map(", "input", "bool", (s.C, b, s.c), 1),
+        # Over an axis of one device nothing is gathered: it is the last layer's result.
+        ("gathered = " if t > 1 else "return x + y", "input", s.dtype, (b, L, s.M), 1),
+        # Of the loss's chunks their gradients, in the place of what they would be computed from.
+        ("logits = shardops.einsum", "gradient", s.dtype, (b, s.c, s.M), s.C),
+        ("return shardops.sum_over_chunks", "gradient", "float32", (s.V, s.M), 1),
     ]
-    if s.dtype == "float32":  # the cast does nothing: it is the gathered array that is kept
-        rows.append(("unembed = shardops.all_gather", "input", "float32", (s.V, s.M), 1))
-    else:
-        rows.append(("unembed = unembed.astype", "input", "float32", (s.V, s.M), 1))
-    after = {"gathered = shardops.all_gather('B/d L M/t -> B/d L M', x)": "scale = shardops"}
-    return sorted(
-        Saved(
-            line_of(text, after.get(text, "")), why, dtype, shape, math.prod(shape) * jnp.dtype(dtype).itemsize, times
-        )
-        for text, why, dtype, shape, times in rows
-    )
+    after = {"gathered = ": "scale = shardops"}
+    after |= {"logits = shardops.einsum": "def chunk_loss", "ln1 = ": "def forward", "ln2 = ": "def forward"}
+    rows = [(line_of(text, after.get(text, "")), *others) for text, *others in rows]
+    rows += [(line_of(text, *after), why, s.dtype, shape, s.N) for text, why, shape, *after in of_layer]
+    sizes = [math.prod(shape) * jnp.dtype(dtype).itemsize for _, _, dtype, shape, _ in rows]
+    return sorted(Saved(*row[:4], size, row[4]) for row, size in zip(rows, sizes, strict=True))
 
 
 @cases
@@ -184,7 +197,9 @@ def test_products_are_those_by_hand(name, overrides):
     products = s.N * layer + s.V * s.M
     scores = s.N * s.Q * s.K * s.D * s.L
     assert ledger.model_flops == 6 * (products + scores) * s.b * s.m * s.L * s.d * s.t
-    again = s.N * 2 * s.Q * s.K * s.D * s.L + 2 * s.V * s.M  # scores and logits, once more
+    again = 2 * scores  # once more
+    if s.kept == "inputs":  # and all else of the layer but its last product
+        again += 2 * scores + s.N * 2 * (layer - s.M * s.F)
     assert ledger.hardware_flops == (6 * products + 12 * scores + again) * s.b * s.m * s.L * s.d * s.t
     parameters = s.t * (2 * s.V * s.M + s.N * layer) + s.M * (2 * s.N + 1)
     assert ledger.parameters == parameters and ledger.flops_6nd == 6 * parameters * s.b * s.m * s.L * s.d
@@ -304,9 +319,31 @@ def test_the_page_fits_a_terminal_and_says_what_costs(tmp_path):
         read_back["flops_per_device"].values()
     )
     assert read_back["memory"]["bytes"] == sum(each["bytes"] for each in read_back["memory"]["held"])
-    documented = (Path(train.__file__).parent / "docs" / "ledger.md").read_text()
-    for key in read_back:
-        assert f"`{key}`" in documented, key
+
+
+def nested(value) -> set[str]:
+    """The keys of a JSON value's rows, at any depth; not those that are data: axes, phases, kinds of memory."""
+    if isinstance(value, list):
+        return set().union(*map(nested, value))
+    if not isinstance(value, dict):
+        return set()
+    keys = {key for key in value if key not in ("d", "t", *PHASES, *GROUPS)}
+    return keys.union(*map(nested, value.values()))
+
+
+def test_the_keys_of_the_json_are_documented():
+    """docs/ledger.md has a table with every key of ledger.json and every key of its rows, in backticks, and no other."""
+    ledger = ledger_of("local_test_synthetic")
+    kernels = collections.Counter({("train.py:1", "a_kernel"): 1})
+    ledger = dataclasses.replace(ledger, costs=dataclasses.replace(ledger.costs, kernels=kernels))
+    text = (Path(train.__file__).parent / "docs" / "ledger.md").read_text()
+    table = text[text.index("| key | what |") :].split("\n\n")[0].splitlines()[2:]
+    documented: dict[str, set[str]] = {}
+    for row in table:
+        _, keys, what, _ = row.split("|")
+        for key in re.findall(r"`(\w+)`", keys):
+            documented[key] = set(re.findall(r"`(\w+)`", what))
+    assert documented == {key: nested(value) for key, value in json.loads(json.dumps(ledger.to_json())).items()}
 
 
 def test_the_summary_says_what_to_change_if_it_does_not_fit():

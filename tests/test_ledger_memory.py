@@ -18,6 +18,7 @@ from ledger.check import AS_ALL_REDUCE, FEWER, JOINED, MORE, WIDENED, difference
 from ledger.collectives import compiled as compiled_collectives
 from ledger.costs import Collective
 from ledger.memory import GROUPS, forecast
+from ledger.memory import _is_reduced as is_reduced
 from ledger.program import read
 from ledger.step import of_step
 from shardlib.shardtypes import typed_shard_map
@@ -83,6 +84,54 @@ def test_a_product_is_written_in_the_type_that_is_needed():
     assert besides_arguments(lambda x, w: jnp.sum((x @ w).astype(jnp.float32)), x, w) == [8 * 32 * 4, 4]
     two = besides_arguments(lambda x, w: (jnp.sum((h := x @ w).astype(jnp.float32)), h), x, w)
     assert two == [8 * 32 * 2, 4]
+
+
+def test_a_barrier_of_several_hands_each_on():
+    """A product that goes through a barrier together with others is followed to its own result: written in the wider
+    type where that alone is read, put off where that goes into a reduce-scatter; the others' results do not matter."""
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((8, 16), (16, 32)))
+
+    def barrier(x, w):
+        _, y, _ = lax.optimization_barrier((x, x @ w, w))
+        return jnp.sum(y.astype(jnp.float32))
+
+    assert besides_arguments(barrier, x, w) == [8 * 32 * 4, 4]
+
+    def scattered(x, w, first):
+        with jax.named_scope("transpose(jvp())"):
+            product = x @ w
+        both = lax.optimization_barrier((product, 2 * x) if first else (2 * x, product))
+        return lax.psum_scatter(both[0 if first else 1], "d", tiled=True)
+
+    for first in (True, False):
+        block = read(jax.make_jaxpr(functools.partial(scattered, first=first), axis_env=[("d", 2)])(x, w))
+        (product,) = [op for op in block.operations if op.name == "dot_general"]
+        assert is_reduced(product.outputs[0])
+        (barrier,) = [op for op in block.operations if op.name == "optimization_barrier"]
+        assert not is_reduced(barrier.inputs[1 if first else 0])
+
+
+def test_constants_and_placed_arguments_of_the_step():
+    """What goes into the step besides its arguments, a table made by numpy, is none of them; an argument that is placed
+    first, as jax 0.11 places all, is one of a device's part."""
+    mesh = jax.sharding.AbstractMesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
+    parts = jax.sharding.PartitionSpec("d")
+    table = np.arange(32, dtype=np.float32)
+
+    def step(first, x):
+        mapped = jax.shard_map(
+            lambda first, x: (x[: len(table)] * table, first * x[:16]),
+            in_specs=(jax.sharding.PartitionSpec(), parts),
+            out_specs=parts,
+        )
+        return mapped(first, jax.sharding.reshard(x, parts))
+
+    with jax.sharding.use_abstract_mesh(mesh):
+        jaxpr = jax.jit(step).trace(f32(16), f32(1024)).jaxpr
+    block = read(jaxpr)
+    assert [value.shape for value in block.inputs] == [(16,), (128,)]
+    memory = forecast(block, ["batch", "weights"], [False, False])
+    assert memory.by_kind()["weights"] == 4 * 128 and memory.by_kind()["batch"] == 4 * 16
 
 
 def test_gradients_that_are_sent_are_computed_last():

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -42,7 +43,8 @@ def test_a_plan(capsys):
     text = planned(capsys, "c4_a100x8_1b", "hardware=h200", "hosts=4", "devices_per_host=8")
     lines = text.splitlines()
     assert lines[0] == (
-        "c4_a100x8_1b on 32 × h200: 4 hosts of 8, mesh d=32 × t=1; 64 × 1,024 tokens a step in 1 microbatch."
+        "c4_a100x8_1b on 32 × h200: 4 hosts of 8, mesh d=32 × t=1; 64 × 1,024 tokens a step in 1 microbatch; "
+        "attention by cudnn."
     )
     assert lines[1].startswith("A step: 4.024e+14 model FLOPs, 4.2e+14 with what is recomputed; each device sends ")
     assert "of 151.40 GB (forecast)" in lines[1]
@@ -81,6 +83,36 @@ def test_own_hardware(capsys):
     assert "No hardware is given: no times." in text and "MFU: at most n/a" in text
 
 
+@pytest.mark.parametrize(
+    "hardware, kernel",
+    [
+        ("h200", "cudnn"),
+        ("a100_80gb", "cudnn_masked"),
+        ("NVIDIA B200", "cudnn"),
+        ("tpu_v5e", "splash"),
+        (None, "blockwise"),
+    ],
+)
+def test_the_kernel_is_the_planned_devices(hardware, kernel):
+    """Not that of the machine that plans; one that the config names stays."""
+    key = "hardware=" + (hardware or "null")
+    for attention, expected in (("auto", kernel), ("einsum", "einsum")):
+        config = load(plan.Plan, "c4_a100x8_1b", [key, f"model.attention={attention}"])
+        assert plan.with_kernel(config, plan.machine_of(config)).model.attention == expected
+
+
+def test_a_folder(capsys, tmp_path):
+    """The ledger of the planned machine as text, JSON and page, which has the machine's roofline."""
+    folder = tmp_path / "planned"
+    text = planned(capsys, "local_test_synthetic", "hardware=h200", "mesh.d=8", "mesh.t=2", f"folder={folder}", *SMALL)
+    assert text.endswith(f"\n{folder}: ledger.txt, ledger.json, ledger.html\n")
+    assert sorted(path.name for path in folder.iterdir()) == ["ledger.html", "ledger.json", "ledger.txt"]
+    assert json.loads((folder / "ledger.json").read_text())["mesh"] == {"d": 8, "t": 2}
+    page = (folder / "ledger.html").read_text()
+    assert '<svg class="roofline"' in page and "On NVIDIA H200 a step takes at least" in page
+    assert "the mesh d=8 × t=2" in (folder / "ledger.txt").read_text()
+
+
 def test_unknown_hardware():
     """A name that is not known is refused; none is guessed."""
     assert refused("c4_a100x8_1b", "hardware=h300").startswith(
@@ -98,6 +130,7 @@ def test_unknown_hardware():
         (["hosts=0"], "hosts and devices_per_host: expected 1 or more"),
         (["mesh.d=16", "devices_per_host=6"], "16 devices are no whole number of hosts of devices_per_host = 6"),
         (["picture=mfu.svg"], "up_to_devices and picture belong to a sweep: add sweep=true"),
+        (["sweep=true", "folder=runs/plan"], "folder is for the ledger of one mesh: leave it or sweep=true out"),
         (["sweep=true"], "a sweep is sorted by time: give hardware="),
         (
             ["sweep=true", "hardware=h200", "up_to_devices=4"],

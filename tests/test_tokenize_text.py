@@ -18,6 +18,7 @@ import zarr
 from ragged import assert_refuses
 
 import runtime.config
+import runtime.flat_tokens
 import tools.text_sources
 import tools.tokenize_text
 from runtime.flat_tokens import open_split
@@ -507,17 +508,21 @@ def test_failed_write(tmp_path, monkeypatch):
     monkeypatch.setattr(tools.text_sources, "BLOCK_BYTES", 5000)
     monkeypatch.setattr(tools.tokenize_text, "RECORD_S", 0.0)
     tokenize(f"input={source}", f"output={tmp_path}/whole.zarr")
-    put, left = zarr.storage.LocalStore.set, 0
+    put, write_chunk, left = zarr.storage.LocalStore.set, runtime.flat_tokens.write_chunk, 0
 
-    async def full(self, key, value, *rest):
+    def use_space():
         nonlocal left
         left -= 1
         if not left:
             raise OSError(errno.ENOSPC, "No space left on device")
+
+    async def put_or_fail(self, key, value, *rest):
+        use_space()
         return await put(self, key, value, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(zarr.storage.LocalStore, "set", full)
+        patch.setattr(zarr.storage.LocalStore, "set", put_or_fail)
+        patch.setattr(runtime.flat_tokens, "write_chunk", lambda *chunk: (use_space(), write_chunk(*chunk)))
         for left in (3, 12, 21, 22, 23, 24, 25):  # chunks, metadata, the record of progress  # noqa: B007
             assert_refuses(
                 f"cannot write {tmp_path}/x.zarr…: [Errno 28] No space left on device",
@@ -533,13 +538,13 @@ def test_failed_write(tmp_path, monkeypatch):
 def test_lost_chunk_is_found_by_the_writer(tmp_path, monkeypatch):
     """A chunk that was written and is not there when its place is recorded is an error, never a hole."""
     source = write_lines(tmp_path / "a.jsonl", [{"text": "x"}])
-    put = zarr.storage.LocalStore.set
+    write_chunk = runtime.flat_tokens.write_chunk
 
-    async def forgetful(self, key, value, *rest):
-        if key != "train/encoded_tokens/c/0":
-            return await put(self, key, value, *rest)
+    def forgetful(array, *chunk):
+        if array.path != "train/encoded_tokens":
+            write_chunk(array, *chunk)
 
-    monkeypatch.setattr(zarr.storage.LocalStore, "set", forgetful)
+    monkeypatch.setattr(runtime.flat_tokens, "write_chunk", forgetful)
     message = f"cannot write {tmp_path}/x.zarr/train: [Errno 2] No such file or directory: '{tmp_path}/x.zarr/train/encoded_tokens/c/0'"
     assert_refuses(message.replace("'", "…"), tokenize, f"input={source}", f"output={tmp_path}/x.zarr")
 

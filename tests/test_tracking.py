@@ -1,10 +1,13 @@
 """metrics.jsonl and the progress line."""
 
+import dataclasses
 import fcntl
 import json
+import math
 import os
 import pty
 import re
+import resource
 import select
 import struct
 import subprocess
@@ -20,7 +23,7 @@ import pytest
 
 from runtime import tracking
 from runtime.errors import RunError
-from runtime.tracking import Tracker
+from runtime.tracking import Tracker, flattened, memory, wrapped
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -84,7 +87,8 @@ def test_lines_at_the_first_step_every_interval_and_the_last(tmp_path):
             tracker.log(step, metrics_of(step / 3))
     lines = records(tmp_path)
     assert [line["step"] for line in lines] == [1, 4, 8, 10]
-    names = "step time loss learning_rate grad_norm skipped_steps step_time_s tokens_per_s mfu hfu data_wait_s".split()
+    names = """step time loss learning_rate grad_norm skipped_steps perplexity bits_per_byte step_time_s device_s tokens_per_s mfu
+        hfu data_wait_s device_peak_memory_bytes host_peak_memory_bytes""".split()
     assert all(list(line) == names for line in lines)
     assert lines[1]["skipped_steps"] == 0 and isinstance(lines[1]["skipped_steps"], int)
     assert abs(lines[0]["time"] - time.time()) < 60
@@ -150,7 +154,8 @@ def test_pauses_do_not_count(tmp_path, monkeypatch):
     tracker.flush()
     lines = records(tmp_path)
     assert [line["step"] for line in lines] == [1, 2, 2, 4]
-    assert lines[2].keys() == {"step", "time", "validation_loss"} and lines[2]["validation_loss"] == 3.5
+    names = {"step", "time", "validation_loss", "validation_perplexity", "validation_bits_per_byte"}
+    assert lines[2].keys() == names and lines[2]["validation_loss"] == 3.5
     assert lines[1]["step_time_s"] == lines[3]["step_time_s"] == 2
     tracker.close()
 
@@ -246,6 +251,104 @@ def test_a_file_that_is_not_ours_is_refused(tmp_path, bad):
     ):
         open_tracker(tmp_path, start_step=4)
     assert len(path.read_text().splitlines()) == 3
+
+
+@dataclasses.dataclass
+class Nested:
+    """As train.py's metrics may be."""
+
+    loss: float
+    grad_norm: dict
+
+
+def test_nested_metrics_have_flat_names():
+    """Mappings and dataclasses, however deep; the order stays."""
+    nested = {"loss": 1.0, "b": Nested(2.0, {"embed": 3.0, "layer": {"w_q": 4.0}}), "a": 5}
+    assert list(flattened(nested).items()) == [
+        ("loss", 1.0), ("b/loss", 2.0), ("b/grad_norm/embed", 3.0), ("b/grad_norm/layer/w_q", 4.0), ("a", 5),
+    ]  # fmt: skip
+
+
+def test_nested_metrics_are_logged(tmp_path):
+    """Of a dataclass with a mapping, and of the data's own: flat in the file."""
+    with open_tracker(tmp_path) as tracker:
+        tracker.log(
+            1, Nested(jnp.float32(1), {"embed": jnp.float32(0.5)}), 0.0, {"tokens_per_source": {"a/b.zarr": 512}}
+        )
+    (line,) = records(tmp_path)
+    assert (line["loss"], line["grad_norm/embed"], line["tokens_per_source/a/b.zarr"]) == (1, 0.5, 512)
+
+
+def test_perplexity_and_bits_per_byte(tmp_path):
+    """Of a loss of 3 nats a token, 4 bytes each: e³, and 3 / 4 / ln 2; validation likewise. Beyond float64, infinity; of NaN, NaN."""
+    with open_tracker(tmp_path, log_interval=1, bytes_per_token=4.0) as tracker:
+        for step, loss in enumerate((3.0, 1e30, float("nan")), 1):
+            tracker.log(step, metrics_of(loss))
+        tracker.log_validation(3, 3.0)
+    first, second, third, validation = records(tmp_path)
+    assert first["perplexity"] == validation["validation_perplexity"] == math.exp(3)
+    assert first["bits_per_byte"] == validation["validation_bits_per_byte"] == 3 / 4 / math.log(2)
+    assert (second["perplexity"], third["perplexity"], third["bits_per_byte"]) == ("Infinity", "NaN", "NaN")
+
+
+def test_parts_of_a_step_add_up(tmp_path, monkeypatch):
+    """Steps of 2 s, of which data were waited for 0.5 s: the rest is the devices'."""
+    clock = Clock(monkeypatch)
+    with open_tracker(tmp_path) as tracker:
+        for step in range(1, 5):
+            tracker.log(step, metrics_of(1), data_waited_s=0.5 * step)
+            clock.now += 2
+    first, second = records(tmp_path)
+    assert (first["device_s"], first["data_wait_s"]) == (None, 0.5)
+    assert (second["step_time_s"], second["data_wait_s"], second["device_s"]) == (2, 0.5, 1.5)
+
+
+def test_memory():
+    """The process's is that of its working set; a CPU's devices say nothing, others their most since the start."""
+
+    class Device:
+        def __init__(self, peak):
+            self.peak = peak
+
+        def memory_stats(self):
+            return self.peak and {"peak_bytes_in_use": self.peak}
+
+    values = memory()
+    assert 1e8 < values["host_peak_memory_bytes"] < 1e12 and values["device_peak_memory_bytes"] is None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tracking.jax, "local_devices", lambda: [Device(5), Device(7), Device(None)])
+        assert memory()["device_peak_memory_bytes"] == 7
+
+
+def test_a_full_disk_stops_nothing(tmp_path, capsys):
+    """Said once; what could not be written then is written later, in order; other listeners have every line at once."""
+    said = []
+    with open_tracker(tmp_path, log_interval=1, on_line=said.append) as tracker:
+        tracker.log(1, metrics_of(1))
+        tracker.flush()
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "metrics.jsonl").stat().st_size + 100, before[1]))
+        try:
+            for step in (2, 3, 4):
+                tracker.log(step, metrics_of(step))
+            tracker.flush()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert len(said) == 4 and (tmp_path / "metrics.jsonl").read_text().count("\n") == 1
+        tracker.log(5, metrics_of(5))
+    assert [line["loss"] for line in records(tmp_path)] == [1, 2, 3, 4, 5]
+    assert "".join(said) == (tmp_path / "metrics.jsonl").read_text()
+    output = capsys.readouterr().out
+    assert output.count("cannot be written (File too large). Training goes on; lines wait in memory.") == 1
+
+
+def test_long_lines_are_broken():
+    """At blanks, 120 columns at most, indented; a path stays whole."""
+    line = "a line of words " * 12 + "/" + "x" * 150
+    lines = wrapped(line).split("\n")
+    assert [len(each) <= 120 for each in lines] == [True, True, False] and lines[1].startswith("  ")
+    assert " ".join(each.strip() for each in lines) == line
+    assert wrapped("short") == "short"
 
 
 def test_other_processes_do_nothing(tmp_path, capsys):

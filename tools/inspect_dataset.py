@@ -20,7 +20,7 @@ import numpy as np
 import zarr
 from tqdm import tqdm
 
-from runtime.chunks import read, read_errors
+from runtime.chunks import open_group, read, read_errors
 from runtime.errors import RunError
 from runtime.flat_tokens import Split, absolute_path, open_split
 from runtime.tokenizers import Tokenizer, load_dataset_tokenizer
@@ -58,7 +58,7 @@ def inspect(options: argparse.Namespace) -> int:
     """Prints what there is to say; the exit status."""
     where = absolute_path(options.path)
     names = splits_of(where)
-    dataset = zarr.open_group(where, mode="r")
+    dataset = open_group(where, mode="r")
     if options.split:
         names = [options.split]
     print(f"{where} (zarr format {dataset.metadata.zarr_format})")
@@ -94,7 +94,7 @@ def splits_of(where: str) -> list[str]:
     """The names of a data set's splits, among them `train` and `validation`, which it should have."""
     present = []
     try:
-        for name, member in zarr.open_group(where, mode="r").members():
+        for name, member in open_group(where, mode="r").members():
             if isinstance(member, zarr.Group):
                 present.append(name)
     except (*read_errors(), KeyError, TypeError, ImportError):

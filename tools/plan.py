@@ -1,6 +1,7 @@
 """What a step costs on a machine that is not here: FLOPs, memory, bytes sent, and how long it takes at the least.
 
     python -m tools.plan --config-name=c4_a100x8_1b hardware=h200 hosts=4 devices_per_host=8
+    python -m tools.plan --config-name=c4_a100x8_1b hardware=h200 hosts=4 folder=runs/plan         # and ledger.html
     python -m tools.plan --config-name=c4_a100x8_1b hardware=h200 hosts=4 sweep=true                # every mesh
     python -m tools.plan --config-name=c4_a100x8_1b hardware=h200 hosts=1 sweep=true up_to_devices=256 picture=mfu.svg
     python -m tools.plan --config-name=c4_a100x8_1b hardware=tpu_v5p hosts=2 devices_per_host=4 compile=true
@@ -21,6 +22,7 @@ import numpy as np
 
 import runtime.config
 import train
+from kernels.attention import fastest
 from ledger import absent, hardware, roofline
 from ledger.memory import GROUPS
 from ledger.page import gigabytes
@@ -50,6 +52,7 @@ class Plan(train.Config):
     own_hardware: tuple[OwnHardware, ...] = ()  # [{name: mine, peak_flops_per_s: 1.0e15, ...}]
     hosts: int | None = None  # null: as many as the mesh needs
     devices_per_host: int = 8  # neighbours in the mesh's order
+    folder: str | None = None  # ledger.txt, ledger.json and ledger.html for the machine are written there
     compile: bool = False  # compile it ahead of time too (requirements-plan.txt)
     sweep: bool = False  # every mesh of so many devices, each with the fewest microbatches that fit and with fewer
     up_to_devices: int | None = None  # with sweep: also for twice the devices, and so on up to these
@@ -60,7 +63,10 @@ class Plan(train.Config):
 def main(config: Plan) -> None:
     """What a step costs on a machine that is not here: FLOPs, memory, bytes sent, and how long it takes at the least."""
     machine = machine_of(config)
+    config = with_kernel(config, machine)
     if config.sweep:
+        if config.folder is not None:
+            raise RunError("folder is for the ledger of one mesh: leave it or sweep=true out")
         from tools.plan_sweep import sweep  # imports this file
 
         return sweep(config, machine)
@@ -68,7 +74,12 @@ def main(config: Plan) -> None:
         raise RunError("up_to_devices and picture belong to a sweep: add sweep=true")
     config = on_mesh(config)
     variables = environment(config) if config.compile else {}
-    print("\n".join(report(config, ledger_of(config), machine)), flush=True)
+    ledger = ledger_of(config)
+    print("\n".join(report(config, ledger, machine)), flush=True)
+    if config.folder is not None:
+        Path(config.folder).mkdir(parents=True, exist_ok=True)
+        ledger.write(config.folder, roofline.roofline(ledger, machine, config.devices_per_host))
+        print(f"{config.folder}: ledger.txt, ledger.json, ledger.html")
     if config.compile:
         compile_absent(config, variables)
 
@@ -89,6 +100,15 @@ def machine_of(config: Plan) -> hardware.Hardware:
             "peak_flops_per_s: ..., hbm_bytes: ...}]"
         )
     return found
+
+
+def with_kernel(config: Plan, machine: hardware.Hardware) -> Plan:
+    """The config with the attention that the planned device would choose, not this one."""
+    if config.model.attention != "auto":
+        return config
+    platform = "tpu" if machine.torus_dims else "gpu" if machine.capability else "cpu"
+    kernel = fastest(platform, machine.capability, config.model.compute_dtype, config.model.d_head)
+    return changed(config, model=dataclasses.replace(config.model, attention=kernel))
 
 
 def on_mesh(config: Plan) -> Plan:
@@ -152,7 +172,8 @@ def report(config: Plan, ledger: Ledger, machine: hardware.Hardware) -> list[str
     lines = [
         f"{config.paths.model_name} on {d * t:,} × {config.hardware or 'n/a'}: {config.hosts} host{'s' * (config.hosts > 1)} of "
         f"{config.devices_per_host}, mesh d={d} × t={t}; {tokens.batch:,} × {tokens.len:,} tokens a step in "
-        f"{config.training.microbatches} microbatch{'es' * (config.training.microbatches > 1)}.",
+        f"{config.training.microbatches} microbatch{'es' * (config.training.microbatches > 1)}; attention by "
+        f"{config.model.attention}.",
         *ledger.summary(machine.hbm_bytes),
         "",
         f"Memory of one device: forecast of the peak {gigabytes(ledger.memory.bytes)} of "

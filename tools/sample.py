@@ -44,7 +44,7 @@ def main() -> None:
             tokenizer = tokenizer_of(config)
             prompt = tokenizer.encode_batch([arguments.prompt])[0].tolist()
             drawn = sample(
-                config.model, weights, tokenizer.bos_id, prompt,
+                config.model, config.training, weights, tokenizer.bos_id, prompt,
                 tokens=arguments.tokens, length=config.training.tokens.len, temperature=arguments.temperature, seed=arguments.seed,
             )  # fmt: skip
             for text in pieces(tokenizer, prompt, drawn):
@@ -85,13 +85,13 @@ def tokenizer_of(config: train.Config) -> Tokenizer:
 
 
 def sample(
-    model: train.Model, weights: train.Weights, bos_id: int, ids: list[int],
+    model: train.Model, training: train.Training, weights: train.Weights, bos_id: int, ids: list[int],
     *, tokens: int, length: int, temperature: float, seed: int,
 ) -> Iterator[int]:  # fmt: skip
     """Draws tokens that go on from these ids, one after another, each from softmax(logits / temperature)."""
 
     def next_logits(weights: train.Weights, row: TokenBatch, position: i32['']) -> f32['B/d V/t']:
-        x = train.forward(model, "float32", bos_id, weights, row)
+        x = train.forward(model, training, bos_id, weights, row)
         unembed = shardops.all_gather('V/t M/d -> V/t M', weights.unembed, dtype=train.act)
         last = lax.dynamic_index_in_dim(x, position, axis=1, keepdims=False)
         return shardops.einsum_unreduced('B/d M, V/t M -> B/d V/t', last, unembed, preferred_element_type=jnp.float32)

@@ -62,30 +62,33 @@ def work_on(block: Block) -> Tokenized:
 def tokenize(block: Block, tokenizer: Tokenizer, settings: Settings) -> Tokenized:
     """The token ids of a block's documents, for each split in their order, and the records that are none."""
     documents, bad = read_documents(block, tokenizer, settings)
-    if not documents:
-        return Tokenized({}, 0, bad)
-    is_target = None
+    by_split = {"train": documents, "validation": []}
+    if block.split:
+        by_split = {block.split: documents}
+    elif settings.validation_fraction:
+        by_split = {"train": [], "validation": []}
+        for document in documents:
+            by_split["validation" if drawn(document, settings) else "train"].append(document)
+    sequences, empty = {}, 0
+    for split, some in by_split.items():
+        if some:
+            found = encoded(some, block.source, tokenizer, settings)
+            lengths = found.lengths[found.lengths > 0]
+            sequences[split] = dataclasses.replace(found, lengths=lengths)
+            empty += len(some) - len(lengths)
+    return Tokenized(sequences, empty, bad)
+
+
+def encoded(documents: list[tuple], source: str, tokenizer: Tokenizer, settings: Settings) -> Sequences:
+    """The ids of documents, which are from `source`, and the lengths of all, 0 for one without a token."""
     if settings.format == "chat":
         ids, is_target = (np.concatenate([document[part] for document in documents]) for part in (1, 2))
-        lengths = np.array([len(ids) for _, ids, _ in documents])
-    else:
-        texts = [part for document in documents for part in document]
-        with plain_exceptions(f"the tokenizer {tokenizer.name} does not take the text of {block.source} ({{}})"):
-            ids, lengths = tokenizer.encode_flat(texts)
-        if settings.format == "prompt":
-            is_target = np.repeat(np.arange(len(lengths)) % 2 == 1, lengths)
-            lengths = lengths.reshape(-1, 2).sum(axis=1)
-
-    in_validation = np.full(len(documents), block.split == "validation")
-    if settings.validation_fraction and not block.split:
-        in_validation[:] = [drawn(document, settings) for document in documents]
-    sequences = {}
-    for split, chosen in (("train", ~in_validation), ("validation", in_validation)):
-        if chosen.any():
-            tokens = slice(None) if chosen.all() else np.repeat(chosen, lengths)
-            mask = None if is_target is None else is_target[tokens]
-            sequences[split] = Sequences(ids[tokens], lengths[chosen & (lengths > 0)], mask)
-    return Tokenized(sequences, int((lengths == 0).sum()), bad)
+        return Sequences(ids, np.array([len(ids) for _, ids, _ in documents]), is_target)
+    with plain_exceptions(f"the tokenizer {tokenizer.name} does not take the text of {source} ({{}})"):
+        ids, lengths = tokenizer.encode_flat([part for document in documents for part in document])
+    if settings.format == "prompt":
+        return Sequences(ids, lengths.reshape(-1, 2).sum(axis=1), np.repeat(np.arange(len(lengths)) % 2 == 1, lengths))
+    return Sequences(ids, lengths, None)
 
 
 def drawn(document: tuple, settings: Settings) -> bool:

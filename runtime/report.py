@@ -1,0 +1,170 @@
+"""report.html in the run folder: curves, costs, configuration and environment as one page, renewed while the run goes on.
+
+    write_report("runs/first")                     # from the files of the run folder, and from nothing else
+    with Report("runs/first", is_leader=True):     # again and again, in a thread
+        train()
+
+A page is built from what the folder holds (metrics.jsonl, config.yaml, environment.json, samples.txt), so that it can be
+written again at any time: python -m tools.report runs/first.
+"""
+
+import dataclasses
+import json
+import os
+import platform
+import socket
+import sys
+import threading
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+import yaml
+
+from runtime.errors import RunError
+from runtime.tracking import print_line
+
+INTERVAL_S = 60.0  # from one writing to the next, at least
+LARGEST_SHARE = 0.01  # of the time that goes into writing: a long run's page takes longer, and is written less often
+LONGEST_WAIT_S = 30.0  # for the last one, at the end of a run
+PACKAGES = ("jax", "jaxlib", "numpy", "zarr", "hydra-core", "libtpu", "jax-cuda13-plugin")
+
+
+@dataclasses.dataclass(frozen=True)
+class Recorded:
+    """What a run left."""
+
+    name: str
+    folder: Path
+    lines: list[dict[str, Any]]  # of metrics.jsonl
+    config: dict[str, Any]  # by key, 'training.tokens.batch'
+    environment: dict[str, Any]  # see `environment`
+    samples: str  # text that somebody put into samples.txt
+
+
+def read_run(path: str | Path) -> Recorded:
+    """Reads a run folder, or a file of metrics alone.
+
+    Raises:
+      RunError: there are no metrics, or a line is none.
+    """
+    path = Path(path)
+    file = path / "metrics.jsonl" if path.is_dir() else path
+    folder = file.parent
+    lines = []
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise RunError(f"{file}: {error.strerror}: give a run folder, runs/NAME, or a file of metrics") from error
+    for number, line in enumerate(text.splitlines(keepends=True), 1):
+        if not line.endswith("\n"):
+            break  # it is being written
+        try:
+            record = json.loads(line)
+            record["step"], record["time"] = int(record["step"]), float(record["time"])
+        except (ValueError, TypeError, KeyError) as error:
+            raise RunError(f"{file}, line {number}: expected metrics of a step, but got {line.strip()[:80]!r}") from error
+        lines.append(record)
+
+    def beside(name: str) -> str:
+        there = folder / name
+        return there.read_text(encoding="utf-8", errors="replace") if path.is_dir() and there.exists() else ""
+
+    name = path.resolve().name if path.is_dir() else path.name
+    config = by_key(yaml.safe_load(beside("config.yaml")) or {})
+    return Recorded(name, folder, lines, config, json.loads(beside("environment.json") or "{}"), beside("samples.txt"))
+
+
+def by_key(tree: Any, key: str = "") -> dict[str, Any]:
+    """{'training': {'seed': 0}} as {'training.seed': 0}."""
+    if not isinstance(tree, dict):
+        return {key: tree}
+    return {k: v for name, part in tree.items() for k, v in by_key(part, f"{key}.{name}".lstrip(".")).items()}
+
+
+def environment(ledger_summary: list[str]) -> dict[str, Any]:
+    """What the run runs on, as JSON values.
+
+    Args:
+      ledger_summary: what a step costs, in lines.
+    """
+    devices = jax.devices()
+    kinds = sorted({device.device_kind for device in devices})
+    installed = {package: _version(package) for package in PACKAGES}
+    return {
+        "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "host": socket.gethostname(),
+        "hosts": jax.process_count(),
+        "devices": f"{len(devices)} × {', '.join(kinds)} ({jax.default_backend()})",
+        "cpu_cores": os.cpu_count(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "packages": {package: version for package, version in installed.items() if version},
+        "command": " ".join(sys.orig_argv),
+        "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
+        "ledger": ledger_summary,
+    }
+
+
+def write_report(folder: str | Path) -> None:
+    """Writes report.html into a run folder, all or nothing.
+
+    Raises:
+      RunError: the folder has no metrics.
+    """
+    from runtime.report_page import report_page
+
+    write_page(Path(folder) / "report.html", report_page(read_run(folder)))
+
+
+def write_page(path: Path, page: str) -> None:
+    """Writes a file that a browser may be reading."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(page, encoding="utf-8")
+    os.replace(part, path)
+
+
+class Report:
+    """Keeps a run's report.html up to date, in a thread: every INTERVAL_S, less often where it takes long, and at the end.
+
+    That it cannot be written stops nothing and is said once.
+    """
+
+    def __init__(self, folder: str | Path, *, is_leader: bool):
+        self._folder = Path(folder)
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._write, name="report", daemon=True) if is_leader else None
+
+    def __enter__(self) -> "Report":
+        if self._thread is not None:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._end.set()
+        if self._thread is not None:
+            self._thread.join(LONGEST_WAIT_S)
+            if self._thread.is_alive():
+                print_line(f"{self._folder / 'report.html'} is given up: it was not written within {LONGEST_WAIT_S:g} s.")
+
+    def _write(self) -> None:
+        is_last, wait_s = False, INTERVAL_S
+        while not is_last:
+            is_last = self._end.wait(wait_s)
+            begin = time.perf_counter()
+            try:
+                write_report(self._folder)
+            except (OSError, RunError, ImportError) as error:
+                fix = " (pip install -r requirements-cpu.txt)" if isinstance(error, ImportError) else ""
+                print_line(f"warning: {self._folder / 'report.html'} is not written: {error}{fix}. Training goes on.")
+                return
+            wait_s = max(INTERVAL_S, (time.perf_counter() - begin) / LARGEST_SHARE)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

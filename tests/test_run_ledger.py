@@ -1,0 +1,62 @@
+"""What a run says of its step before and after it is compiled."""
+
+import contextlib
+import dataclasses
+import functools
+import types
+
+import jax
+import numpy as np
+import reference
+import small
+from jax import lax
+
+import runtime.run
+import train
+from ledger.hardware import Hardware
+from shardlib.shardtypes import typed_shard_map
+
+
+def compiled(tmp_path, capsys) -> list[str]:
+    """What `Run.compile` prints of the small float32 step in two microbatches on the mesh 4 × 2."""
+    training = dataclasses.replace(small.TRAINING, microbatches=2)
+    mesh = types.SimpleNamespace(d=4, t=2)
+    (tmp_path / "step.svg").touch()  # the graph is drawn already
+    with contextlib.ExitStack() as opened, small.on_mesh(4, 2, "float32"):
+        run = types.SimpleNamespace(
+            _config=types.SimpleNamespace(training=training, mesh=mesh), _is_leader=True, folder=tmp_path, _open=opened
+        )
+        step = typed_shard_map(functools.partial(train.training_step, small.MODEL, training, 0))
+        state, zero = small.state_of(reference.random_weights(small.MODEL, seed=0)), np.uint32(0)
+        traced = jax.jit(step, donate_argnums=0).trace(state, zero, zero, small.batch_of(small.BATCH))
+        assert isinstance(runtime.run.Run.compile(run, traced, train.__file__), jax.stages.Compiled)
+    assert set(run._flops) == {"mfu", "hfu", "mfu_6nd"}
+    return capsys.readouterr().out.splitlines()
+
+
+def test_a_step_that_sends_what_is_written(tmp_path, capsys):
+    """What it costs, that compiled and written agree, and memory: a line each. Of a CPU no figure is known: nothing
+    is said of how long the step takes, and none is guessed."""
+    costs, agreement, memory = compiled(tmp_path, capsys)
+    assert costs.startswith("A step: ") and " MB (forecast)." in costs and " of " not in costs.partition("needs")[2]
+    assert agreement == "The compiled step sends what is written: 169 collectives, equal by kind, axes, type and bytes."
+    assert memory.startswith("Memory of a device: forecast ")
+    page = (tmp_path / "ledger.html").read_text(encoding="utf-8")
+    assert "How long a step takes is not said: the hardware is not known." in page and "<svg" not in page
+
+
+def test_a_known_device_and_a_step_that_does_not_send_what_is_written(tmp_path, capsys, monkeypatch):
+    """The summary compares the forecast with the device's memory before it compiles, and says what to change where it
+    does not fit; ledger.html has the roofline. Of what XLA does in another way there is a warning with the rows."""
+    monkeypatch.setattr(runtime.run, "of_device_kind", lambda kind: Hardware(1e12, 10**5, 1e11, 1e10))
+    monkeypatch.setattr(lax, "optimization_barrier", lambda x: x)  # XLA takes gathers out of the loop then
+    costs, *lines = compiled(tmp_path, capsys)
+    assert costs.endswith(" of 0.10 MB (forecast).")
+    assert lines[0].startswith("It will not fit: weights ") and lines[0].endswith("To need less:")
+    assert lines[1].startswith("  twice the microbatches, or half the batch: about ")
+    warning = lines.index("warning: the compiled step does not send what is written:")
+    for row in lines[warning + 1 : -1]:
+        assert row.startswith("  all-gather over d") and "taken out of the loop at train.py:" in row
+    assert len(lines) == warning + 4
+    page = (tmp_path / "ledger.html").read_text(encoding="utf-8")
+    assert '<svg class="roofline"' in page and "It will not fit." in page

@@ -1,0 +1,159 @@
+"""Compares runs: a table, what their configurations differ in, and a page with their curves over one another.
+
+    python -m tools.compare runs/first runs/second                        # writes compare.html too
+    python -m tools.compare runs/first runs/second --output first_second.html
+    python -m tools.compare runs/now tests/golden/cpu.jsonl --assert-equal --tolerance 0.01
+
+With --assert-equal nothing is written. Exits with 1, and the first step and metric that differ, unless all runs have the
+same steps and the same values, but for what a machine's speed and memory say. Exits with 2 where a run cannot be read.
+"""
+
+import argparse
+import math
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+from ledger.html_parts import percent, seconds
+from runtime.errors import RunError
+from runtime.report import Recorded, read_run, write_page
+from runtime.report_page import compare_page
+
+# What the machine decides, and not the training; of names that end so, all.
+MEASURED = ("time", "tokens_per_s", "mfu", "hfu", "mfu_6nd")
+MEASURED_ENDS = ("_s", "_memory_bytes")
+COLUMNS = ("run", "steps", "loss", "validation", "step time", "tokens/s", "MFU")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, prog="python -m tools.compare"
+    )
+    parser.add_argument("run", nargs="+", help="a run folder, or a file of metrics")
+    parser.add_argument("--output", default="compare.html", help="the page (%(default)s)")
+    parser.add_argument("--assert-equal", action="store_true", help="only check that the runs' metrics are equal")
+    parser.add_argument("--tolerance", type=float, default=0.0, help="with --assert-equal, relative (%(default)g)")
+    arguments = parser.parse_args()
+    try:
+        runs = with_short_names([read_run(path) for path in arguments.run], arguments.run)
+        if arguments.assert_equal:
+            for other in runs[1:]:
+                print(equal(runs[0], other, arguments.tolerance))
+            return
+        changed = differences(runs)
+        write_page(Path(arguments.output), compare_page(runs, changed, (list(COLUMNS), list(map(row, runs)))))
+    except Different as difference:
+        sys.exit(str(difference))
+    except RunError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    print("\n".join([*as_text([COLUMNS, *map(row, runs)]), ""]))
+    if changed:
+        print("\n".join(as_text([("configuration", *(run.name for run in runs)), *shown(changed)])))
+    else:
+        print("The configurations are equal.")
+    print(f"Curves: {arguments.output}")
+
+
+class Different(Exception):
+    """Two runs are not equal."""
+
+
+def with_short_names(runs: list[Recorded], paths: list[str]) -> list[Recorded]:
+    """The runs, named by their folders; by their whole paths where two folders are called the same."""
+    names = [run.name for run in runs]
+    if len(set(names)) == len(names):
+        return runs
+    return [Recorded(path, run.folder, run.lines, run.config, run.environment, run.samples) for path, run in zip(paths, runs)]
+
+
+def differences(runs: list[Recorded]) -> dict[str, list[Any]]:
+    """The keys that not all configurations have the same value of, but for the run's own place; None: no such key."""
+    keys = sorted({key for run in runs for key in run.config if not key.startswith("paths.")})
+    values = {key: [run.config.get(key) for run in runs] for key in keys}
+    return {key: each for key, each in values.items() if any(value != each[0] for value in each)}
+
+
+def row(run: Recorded) -> list[str]:
+    """A run in numbers: its last losses, and medians of its speed."""
+
+    def values(name: str) -> list[float]:
+        return [line[name] for line in run.lines if isinstance(line.get(name), int | float)]
+
+    def last(name: str) -> str:
+        return f"{values(name)[-1]:.4f}" if values(name) else "n/a"
+
+    def median(name: str) -> float | None:
+        return statistics.median(values(name)) if values(name) else None
+
+    rate = median("tokens_per_s")
+    steps = max((line["step"] for line in run.lines), default=0)
+    shown_rate = "n/a" if rate is None else f"{rate:,.0f}"
+    losses = [last("loss"), last("validation_loss")]
+    return [run.name, f"{steps:,}", *losses, seconds(median("step_time_s")), shown_rate, percent(median("mfu"))]
+
+
+def shown(changed: dict[str, list[Any]]) -> list[list[str]]:
+    return [[key, *("–" if value is None else str(value) for value in values)] for key, values in changed.items()]
+
+
+def as_text(rows: list) -> list[str]:
+    """Rows with their columns below one another."""
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(cells, widths)).rstrip() for cells in rows]
+
+
+def equal(one: Recorded, other: Recorded, tolerance: float) -> str:
+    """Says how many values are equal.
+
+    Args:
+      tolerance: relative to the larger of two values; 0: bit for bit.
+    Raises:
+      Different: with the first step, in their order, that has another value or is in one run alone.
+    """
+    tables = [_table(run) for run in (one, other)]
+    count, largest = 0, 0.0
+    for step in sorted(tables[0].keys() | tables[1].keys()):
+        values = [table.get(step, {}) for table in tables]
+        for name in dict.fromkeys([*values[0], *values[1]]):
+            pair = [each.get(name, "nothing") for each in values]
+            difference = _difference(*pair)
+            if difference > tolerance:
+                by = f", a relative difference of {difference:.2g}" if math.isfinite(difference) else ""
+                raise Different(
+                    f"step {step}, {name}: {pair[0]!r} in {one.name}, {pair[1]!r} in {other.name}{by}; expected "
+                    + (f"{tolerance:g} at most" if tolerance else "equality")
+                )
+            count, largest = count + 1, max(largest, difference)
+    if not count:
+        raise Different(f"{one.name} and {other.name} have no value in common to compare")
+    how = f"equal to a relative difference of {largest:.2g}" if largest else "equal"
+    return f"{one.name} and {other.name}: {count:,} values of {len(tables[0]):,} steps are {how}."
+
+
+def is_measured(name: str) -> bool:
+    return name in MEASURED or name.endswith(MEASURED_ENDS)
+
+
+def _table(run: Recorded) -> dict[int, dict[str, Any]]:
+    """What the training alone decides, by step and name."""
+    table: dict[int, dict[str, Any]] = {}
+    for line in run.lines:
+        values = {name: value for name, value in line.items() if name != "step" and not is_measured(name)}
+        if values:
+            table.setdefault(line["step"], {}).update(values)
+    return table
+
+
+def _difference(one: Any, other: Any) -> float:
+    """Relative; infinite between things that cannot be compared, such as a number and NaN, which is written as a string."""
+    if one == other:
+        return 0.0
+    if not (isinstance(one, int | float) and isinstance(other, int | float)):
+        return math.inf
+    return abs(one - other) / max(abs(one), abs(other))
+
+
+if __name__ == "__main__":
+    main()
