@@ -30,6 +30,7 @@ from kernels.attention import KERNELS, chosen
 from runtime.config import RunConfig, run
 from runtime.data import TokenBatch
 from runtime.run import RUNS_ONCE, Run, report_check, start, with_shardings
+from runtime.tracking import print_line
 from shardlib import shardops
 from shardlib.shardtypes import (
     Array,
@@ -132,11 +133,23 @@ class State:
 
 
 @pytree_dataclass
+class Groups:  # of weights, for metrics
+    embed: f32['']
+    unembed: f32['']
+    attention: f32['']
+    ffn: f32['']
+    norms: f32['']
+
+
+@pytree_dataclass
 class Metrics:
     loss: f32['']
     learning_rate: f32['']
-    grad_norm: f32['']
+    grad_norm: f32['']  # of the whole gradient, before clipping
     skipped_steps: u32['']
+    grad_norm_of: Groups  # before clipping
+    weight_norm_of: Groups
+    update_ratio_of: Groups  # norm of the step's change over the weights' norm
 
 
 def init_state(model: Model, seed: jax.Array) -> State:
@@ -344,14 +357,18 @@ def learning_rate(training: Training, step: jax.Array) -> jax.Array:
 
 
 @typed
+def norms(tree: Weights) -> Groups:
+    """The norm of each group of weights, or of their gradients or updates; one sum over all devices."""
+    layer = tree.transformer
+    attention, ffn = (layer.w_q, layer.w_kv, layer.w_o), (layer.w_gate, layer.w_up, layer.w_down)
+    groups = (tree.embed,), (tree.unembed,), attention, ffn, (layer.ln1, layer.ln2, tree.final_layer_norm)
+    squares = [sum(shardops.sum_unreduced('... -> +d +t', w * w) for w in group) for group in groups]
+    return Groups(*jnp.sqrt(shardops.psum('groups +d +t -> groups', jnp.stack(squares))))
+
+
+@typed
 def training_step(
-    model: Model,
-    training: Training,
-    bos_id: int,
-    state: State,
-    skipped_steps: u32[''],
-    step: u32[''],
-    batch: TokenBatch,
+    model: Model, training: Training, bos_id: int, state: State, skipped: u32[''], step: u32[''], batch: TokenBatch
 ) -> tuple[State, Metrics]:
     """An update by AdamW (Loshchilov and Hutter 2019, algorithm 2, decay times learning rate); `step` counts from 0."""
 
@@ -379,8 +396,8 @@ def training_step(
 
     with jax.named_scope('clip'):
         value = shardops.psum('+d +t -> ', value)
-        square = sum(shardops.sum_unreduced('... -> +d +t', g * g) for g in jax.tree.leaves(gradient))
-        grad_norm = jnp.sqrt(shardops.psum('+d +t -> ', square))
+        grad_norm_of = norms(gradient)
+        grad_norm = jnp.sqrt(sum(norm * norm for norm in vars(grad_norm_of).values()))
         clip = jnp.minimum(1.0, training.max_grad_norm / jnp.maximum(grad_norm, 1e-30))
 
     with jax.named_scope('adamw'):
@@ -399,19 +416,24 @@ def training_step(
         new_state = State(weights=weights, adam_mu=mu, adam_nu=nu)
         new_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new_state, state)
 
-    skipped_steps = skipped_steps + jnp.where(finite, jnp.uint32(0), jnp.uint32(1))
-    return new_state, Metrics(loss=value, learning_rate=rate, grad_norm=grad_norm, skipped_steps=skipped_steps)
+    with jax.named_scope('metrics'):
+        weight_norm_of = norms(new_state.weights)
+        changes = norms(jax.tree.map(jnp.subtract, new_state.weights, state.weights))
+        metrics = Metrics(
+            loss=value,
+            learning_rate=rate,
+            grad_norm=grad_norm,
+            skipped_steps=skipped + jnp.where(finite, jnp.uint32(0), jnp.uint32(1)),
+            grad_norm_of=grad_norm_of,
+            weight_norm_of=weight_norm_of,
+            update_ratio_of=jax.tree.map(jnp.divide, changes, weight_norm_of),
+        )
+    return new_state, metrics
 
 
 @typed
 def validation_step(
-    model: Model,
-    training: Training,
-    bos_id: int,
-    weights: Weights,
-    loss: f32[''],
-    targets: f32[''],
-    batch: TokenBatch,
+    model: Model, training: Training, bos_id: int, weights: Weights, loss: f32[''], targets: f32[''], batch: TokenBatch
 ) -> tuple[f32[''], f32['']]:
     """Adds a batch's losses and its number of targets to the sums so far."""
     loss = loss + shardops.psum('+d +t -> ', loss_sum(model, training, bos_id, weights, batch))
@@ -422,8 +444,8 @@ def validation_step(
 # == Main loop =========================================================================================================
 def mapped_steps(config: Config, bos_id: int) -> tuple[typed_shard_map, typed_shard_map]:
     """The training step and the validation step over the mesh."""
-    steps = (functools.partial(each, config.model, config.training, bos_id) for each in (training_step, validation_step))
-    return tuple(map(typed_shard_map, steps))
+    given = config.model, config.training, bos_id
+    return tuple(typed_shard_map(functools.partial(step, *given)) for step in (training_step, validation_step))
 
 
 def shapes(config: Config) -> tuple[State, TokenBatch]:
@@ -444,6 +466,7 @@ def main(config: Config) -> None:
         return report_check(config, (step, (state, zero, zero, batch)), (validate, (state.weights, *sums, batch)))
 
     with jax.set_mesh(start(config)), Run(config, make_shardings(TokenBatch).targets) as run:
+        print_line(f'attention: {chosen(config.model.attention, act.dtype, config.model.d_head)}')
         step, validate = mapped_steps(config, run.data.bos_id)
         state, batch = with_shardings((state, batch), make_shardings(tuple[State, TokenBatch]))
         step = run.compile(jax.jit(step, donate_argnums=0).trace(state, zero, zero, batch), __file__)

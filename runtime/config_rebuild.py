@@ -53,7 +53,7 @@ def rebuild(config_class: type[C], content: Any, origins: Origins, refused: Mapp
     """A config_class that holds what content says, or a RunError with everything that is wrong with it.
 
     content: nested dicts. refused: keys that once had a meaning, with why they have none now.
-    Fields are int, float, bool, str, `| None` where None is their default, frozen dataclasses of these, or tuples of such dataclasses. A field `async_` is the key `async`: the underscore
+    Fields are int, float, bool, str, `| None` where None is their default, frozen dataclasses of these, or tuples of such dataclasses or of str. A field `async_` is the key `async`: the underscore
     at its end is there only because the key is a word of Python.
     """
     known = all_keys(config_class)
@@ -85,10 +85,14 @@ def rebuild(config_class: type[C], content: Any, origins: Origins, refused: Mapp
         if dataclasses.is_dataclass(kind):
             return section(kind, {} if value == MISSING else value, f"{key}.")
         if item := _item(kind):
-            if not isinstance(value, list):
-                names = ", ".join(f"{_key(field)}: …" for field in dataclasses.fields(item))
-                problems.append(_wrong(key, value, f"expected a list, [{{{names}}}, …]", origins))
+            are_sections = dataclasses.is_dataclass(item)
+            if not isinstance(value, list) or not (are_sections or all(type(each) is item for each in value)):
+                names = ", ".join(f"{_key(field)}: …" for field in dataclasses.fields(item)) if are_sections else ""
+                form = f"[{{{names}}}, …]" if are_sections else "of text, [a, b, …]"
+                problems.append(_wrong(key, value, f"expected a list, {form}", origins))
                 return None
+            if not are_sections:
+                return tuple(value)
             return tuple(section(item, values, f"{key}[{index}].") for index, values in enumerate(value))
         if value == MISSING:
             where, add = origins.config_file, f"add it there, or {key}=... to the command line"
@@ -118,9 +122,9 @@ def all_keys(section_class: type, prefix: str = "") -> dict[str, tuple[type, dat
         keys[key] = (kind, each)
         if dataclasses.is_dataclass(kind):
             keys |= all_keys(kind, f"{key}.")
-        elif item := _item(kind):
-            keys |= all_keys(item, f"{key}[].")
-        elif kind not in EXPECTED:
+        elif dataclasses.is_dataclass(_item(kind)):
+            keys |= all_keys(_item(kind), f"{key}[].")
+        elif kind not in EXPECTED and _item(kind) is not str:
             raise TypeError(f"{section_class.__name__}.{each.name}: a config cannot hold {kind}")
     return keys
 

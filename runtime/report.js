@@ -41,7 +41,7 @@ function draw(chart, place) {
     height: 290, margin: { l: 8, r: 8, t: 6, b: 8 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     font: { family: getComputedStyle(document.body).fontFamily, size: 12, color: css("ink") },
     hovermode: "x unified", hoverlabel: { bgcolor: css("ground"), bordercolor: css("soft"), font: { color: css("ink") } },
-    showlegend: traces.length > 1, legend: { orientation: "h", y: -0.2, yanchor: "top", x: 0, font: { size: 11 } },
+    showlegend: chart.series.length > 1, legend: { orientation: "h", y: -0.2, yanchor: "top", x: 0, font: { size: 11 } },
     xaxis: { ...axis, title: { text: x === "step" ? "step" : "hours", standoff: 6, font: { size: 11 } } },
     yaxis: { ...axis, type: form.log.checked ? "log" : "linear", tickformat: formats[chart.unit], exponentformat: "power",
       rangemode: "nonnegative" },

@@ -1,11 +1,11 @@
-"""report.html in the run folder: curves, costs, configuration and environment as one page, renewed while the run goes on.
+"""report.html in the run folder: curves, costs, configuration and environment in one page, renewed as the run goes on.
 
     write_report("runs/first")                     # from the files of the run folder, and from nothing else
     with Report("runs/first", is_leader=True):     # again and again, in a thread
         train()
 
-A page is built from what the folder holds (metrics.jsonl, config.yaml, environment.json, samples.txt), so that it can be
-written again at any time: python -m tools.report runs/first.
+A page is built from what the folder holds (metrics.jsonl, config.yaml, environment.json, samples.txt), so that it can
+be written again at any time: python -m tools.report runs/first.
 """
 
 import dataclasses
@@ -65,7 +65,9 @@ def read_run(path: str | Path) -> Recorded:
             record = json.loads(line)
             record["step"], record["time"] = int(record["step"]), float(record["time"])
         except (ValueError, TypeError, KeyError) as error:
-            raise RunError(f"{file}, line {number}: expected metrics of a step, but got {line.strip()[:80]!r}") from error
+            raise RunError(
+                f"{file}, line {number}: expected metrics of a step, but got {line.strip()[:80]!r}"
+            ) from error
         lines.append(record)
 
     def beside(name: str) -> str:
@@ -82,6 +84,11 @@ def by_key(tree: Any, key: str = "") -> dict[str, Any]:
     if not isinstance(tree, dict):
         return {key: tree}
     return {k: v for name, part in tree.items() for k, v in by_key(part, f"{key}.{name}".lstrip(".")).items()}
+
+
+def as_yaml(value: Any) -> str:
+    """A value of a configuration as one would write it there."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def environment(ledger_summary: list[str]) -> dict[str, Any]:
@@ -127,7 +134,7 @@ def write_page(path: Path, page: str) -> None:
 
 
 class Report:
-    """Keeps a run's report.html up to date, in a thread: every INTERVAL_S, less often where it takes long, and at the end.
+    """Keeps report.html up to date, in a thread: every INTERVAL_S, less often where it takes long, and at the end.
 
     That it cannot be written stops nothing and is said once.
     """
@@ -147,7 +154,9 @@ class Report:
         if self._thread is not None:
             self._thread.join(LONGEST_WAIT_S)
             if self._thread.is_alive():
-                print_line(f"{self._folder / 'report.html'} is given up: it was not written within {LONGEST_WAIT_S:g} s.")
+                print_line(
+                    f"{self._folder / 'report.html'} is given up: it was not written within {LONGEST_WAIT_S:g} s."
+                )
 
     def _write(self) -> None:
         is_last, wait_s = False, INTERVAL_S

@@ -13,7 +13,7 @@ from typing import Any
 
 import ledger.html_parts
 from ledger.html_parts import amount, percent, seconds
-from runtime.report import Recorded
+from runtime.report import Recorded, as_yaml
 
 POINTS = 2000  # of a curve; of a longer one every second is shown, or every third, …
 # What is drawn together: title, unit, and the metrics by name; 'name/' stands for all that begin so.
@@ -22,9 +22,9 @@ CHARTS = (
     ("Bits per byte", "", ("bits_per_byte", "validation_bits_per_byte")),
     ("Perplexity", "", ("perplexity", "validation_perplexity")),
     ("Learning rate", "", ("learning_rate",)),
-    ("Gradient norm", "", ("grad_norm", "grad_norm/")),
-    ("Weight norm", "", ("weight_norm", "weight_norm/")),
-    ("Update to weight", "ratio of norms", ("update_ratio", "update_ratio/")),
+    ("Gradient norm", "", ("grad_norm", "grad_norm_of/")),
+    ("Weight norm", "", ("weight_norm_of/",)),
+    ("Update to weight", "ratio of norms", ("update_ratio_of/",)),
     ("Throughput", "tokens/s", ("tokens_per_s",)),
     ("Time of a step", "s", ("step_time_s", "device_s", "data_wait_s", "checkpoint_stall_s")),
     ("Share of the devices' peak", "share", ("mfu", "hfu", "mfu_6nd")),
@@ -69,7 +69,9 @@ def report_page(run: Recorded) -> str:
     return _page(run.name, body, [run])
 
 
-def compare_page(runs: list[Recorded], differences: dict[str, list[Any]], summary: tuple[list[str], list[list[str]]]) -> str:
+def compare_page(
+    runs: list[Recorded], differences: dict[str, list[Any]], summary: tuple[list[str], list[list[str]]]
+) -> str:
     """Several runs over one another.
 
     Args:
@@ -77,8 +79,12 @@ def compare_page(runs: list[Recorded], differences: dict[str, list[Any]], summar
       summary: the table that the terminal shows: its headings, and a row a run.
     """
     names = [run.name for run in runs]
-    rows = [[key, *("–" if value is None else str(value) for value in values)] for key, values in differences.items()]
-    table = _rows("Configuration that differs", ["key", *names], rows) if rows else "<p>The configurations are equal.</p>"
+    rows = [
+        [key, *("–" if value is None else as_yaml(value) for value in values)] for key, values in differences.items()
+    ]
+    table = (
+        _rows("Configuration that differs", ["key", *names], rows) if rows else "<p>The configurations are equal.</p>"
+    )
     body = f"""<header><h1>{len(runs)} runs</h1></header>
 <section id="numbers"><h2>In numbers</h2>{_rows("At the end", *summary)}</section>
 {_curves(runs)}
@@ -110,7 +116,9 @@ def _charts(runs: list[Recorded]) -> list[dict[str, Any]]:
     names = list(dict.fromkeys(name for each in of_runs for name in each))
     left, charts = set(names), []
     for title, unit, wanted in CHARTS:
-        shown = [name for each in wanted for name in names if name == each or (each[-1] == "/" and name.startswith(each))]
+        shown = [
+            name for each in wanted for name in names if name == each or (each[-1] == "/" and name.startswith(each))
+        ]
         left -= set(shown)
         charts.append((title, unit, shown))
     charts += [(name.replace("_", " "), "", [name]) for name in names if name in left]
@@ -152,7 +160,9 @@ def _cards(run: Recorded) -> str:
     validated = [line["validation_loss"] for line in run.lines if isinstance(line.get("validation_loss"), float)]
     lowest = f"lowest {min(validated):.4f}" if validated else ""
     bits = latest("bits_per_byte")
-    loss = f"{number(latest('grad_norm'), '.3g')} gradient norm" + ("" if bits is None else f"; {bits:.4f} bits per byte")
+    loss = f"{number(latest('grad_norm'), '.3g')} gradient norm" + (
+        "" if bits is None else f"; {bits:.4f} bits per byte"
+    )
     rate, memory = latest("tokens_per_s"), latest("device_peak_memory_bytes")
     host = latest("host_peak_memory_bytes")
     skipped = latest("skipped_steps")
@@ -182,8 +192,7 @@ def _now(run: Recorded) -> str:
 
 
 def _table(caption: str, values: dict[str, Any]) -> str:
-    shown = [[key, json.dumps(value) if isinstance(value, list | dict) else str(value)] for key, value in values.items()]
-    return _rows(caption, ["key", "value"], shown)
+    return _rows(caption, ["key", "value"], [[key, as_yaml(value)] for key, value in values.items()])
 
 
 def _rows(caption: str, headings: list[str], rows: list[list[str]]) -> str:

@@ -4,8 +4,8 @@ from typing import Any
 
 import jax
 import numpy as np
-import zarr
 
+from runtime.chunks import open_group
 from runtime.data import Loader
 from runtime.flat_tokens import absolute_path
 from runtime.hf_stream import HuggingFaceLoader
@@ -49,7 +49,7 @@ def bytes_per_token(config: Any) -> float | None:
     if config.hf_dataset.path:
         return 1.0 if config.hf_dataset.tokenizer == BYTES else None
     weights = {source.filespec: source.weight for source in config.mixture} or {config.flat_tokens.filespec: 1.0}
-    known = [_bytes_per_token(zarr.open_group(absolute_path(path), mode="r").attrs.asdict()) for path in weights]
+    known = [_bytes_per_token(open_group(absolute_path(path), mode="r").attrs.asdict()) for path in weights]
     return None if None in known else float(np.average(known, weights=list(weights.values())))
 
 

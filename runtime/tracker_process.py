@@ -107,7 +107,7 @@ TRACKERS = {each.__name__: each for each in (tensorboard, wandb, clearml, tracki
 
 
 def remembered(run: Mapping[str, Any], new: Callable[[], str] | None = None) -> str | None:
-    """What the tracker calls the run, in a file so that a resumed run continues its curves; `new` names it the first time."""
+    """What the tracker calls the run, kept in a file for when it is resumed; `new` names it the first time."""
     file = Path(run["folder"]) / "id"
     if not file.exists() and new is not None:
         file.write_text(new(), encoding="utf-8")

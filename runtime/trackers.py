@@ -4,8 +4,8 @@
         trackers.start(done_steps=0)
         trackers.put('{"step": 1, "time": 1.79e9, "loss": 7.59}\\n')   # never waits
 
-Each is a process of its own (runtime/tracker_process.py) that a thread feeds from a bounded queue. So none can stop or slow
-the training: one that fails, or takes no more lines, is named once and left out, and metrics.jsonl has all lines anyway.
+Each is a process of its own (runtime/tracker_process.py) that a thread feeds from a bounded queue. So none can stop or
+slow the training: one that fails, or takes no more lines, is named once, and metrics.jsonl has all lines anyway.
 """
 
 import importlib.util
@@ -53,14 +53,14 @@ class Trackers:
             packages = " ".join(PACKAGES[name][1] for name in missing)
             keys = " ".join(f"tracking.{name}=false" for name in missing)
             raise RunError(
-                f"{' and '.join(f'tracking.{name}' for name in missing)} cannot be used, since the package is not installed: "
-                f"pip install {packages} (all: pip install -r requirements-trackers.txt), or {keys}"
+                f"{' and '.join(f'tracking.{name}' for name in missing)} cannot be used, since the package is not "
+                f"installed: pip install {packages} (all: pip install -r requirements-trackers.txt), or {keys}"
             )
         self._config, self._folder, self._names = config, run_folder, names if is_leader else []
         self._feeds: list[_Feed] = []
 
     def start(self, done_steps: int) -> None:
-        """Starts them. Steps after `done_steps`, which an interrupted run left, are repeated, and their curves continue."""
+        """Starts them. Their curves continue; steps after `done_steps`, which an interrupted run left, are repeated."""
         run = {
             "project": self._config.tracking.project,
             "name": self._config.paths.model_name,

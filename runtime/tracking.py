@@ -59,13 +59,14 @@ class Tracker:
                     with tracker.paused():
                         tracker.log_validation(step, validation_loss(state))
 
-    A line of `metrics.jsonl` is `step`, `time` (s since 1970) and numbers by their names, nested ones joined by '/'; docs/runs.md
-    says what each is. Floats are written with all their digits, so that losses can be compared bit for bit. What is not known is
-    null: the shares of unknown hardware's peak, and the timings of a process's first line (its step is mostly compilation). A
-    float that is not finite is the string "NaN", "Infinity" or "-Infinity", which JSON cannot write as a number.
+    A line of `metrics.jsonl` is `step`, `time` (s since 1970) and numbers by their names, nested ones joined by '/';
+    docs/runs.md says what each is. Floats are written with all their digits, so that losses can be compared bit for bit.
+    What is not known is null: the shares of unknown hardware's peak, and the timings of a process's first line (its step
+    is mostly compilation). A float that is not finite is the string "NaN", "Infinity" or "-Infinity", which JSON cannot
+    write as a number.
 
-    Timings are means a step since the line before, without what `paused` excludes: `step_time_s` is wall time; for `data_wait_s`
-    of it the leader waited for its data; `device_s` is the rest, in which it kept its devices at work.
+    Timings are means a step since the line before, without what `paused` excludes: `step_time_s` is wall time; for
+    `data_wait_s` of it the leader waited for its data; `device_s` is the rest, in which it kept its devices at work.
 
     Args:
         run_folder: where `metrics.jsonl` is appended to; created if missing.
@@ -80,8 +81,8 @@ class Tracker:
         is_leader: whether this process reads, writes and prints; the others do nothing here.
 
     Raises:
-        RunError: if `metrics.jsonl` has a line that is no record of a step (a half-written last one is dropped). That it cannot
-            be written (a full disk) stops nothing: it is said once, and the lines are written when they can be.
+        RunError: if `metrics.jsonl` has a line that is no record of a step (a half-written last one is dropped). That it
+            cannot be written (a full disk) stops nothing: it is said once, and the lines are written when they can be.
     """
 
     def __init__(
@@ -141,7 +142,7 @@ class Tracker:
 
         Args:
             step: finished updates once this step is done, 1 to `total_steps`, increasing.
-            metrics: scalars, replicated on all devices, `loss` among them; a mapping or a dataclass, which may be nested.
+            metrics: scalars, replicated on all devices, `loss` among them; a mapping or dataclass that may be nested.
             data_waited_s: for how long all steps so far waited for their data.
             data_metrics: further values of the line, on the host already.
         """
@@ -252,7 +253,9 @@ class Tracker:
             self._is_failing = False
         except OSError as error:
             if not self._is_failing:
-                print_line(f"warning: {self._path} cannot be written ({error.strerror}). Training goes on; lines wait in memory.")
+                print_line(
+                    f"warning: {self._path} cannot be written ({error.strerror}). Training goes on; lines wait in memory."
+                )
             self._is_failing = True
 
     def _of_loss(self, loss: float) -> dict[str, float | None]:
@@ -281,8 +284,8 @@ class Tracker:
 
 
 def memory() -> dict[str, int | None]:
-    """The most that was in use so far, in bytes: of the fullest of this process's devices (None where JAX does not say, as on
-    a CPU), and of the process itself (its resident set, which on a CPU holds the arrays of its simulated devices too)."""
+    """The most that was in use so far, in bytes: of the fullest of this process's devices (None where JAX does not say, as
+    on a CPU), and of the process itself (its resident set, in which the arrays of simulated devices are too)."""
     devices = [device.memory_stats() or {} for device in jax.local_devices()]
     peaks = [stats["peak_bytes_in_use"] for stats in devices if "peak_bytes_in_use" in stats]
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

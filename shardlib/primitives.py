@@ -24,6 +24,7 @@ LINEAR = {
     **dict.fromkeys(
         ("slice", "rev", "copy", "copy_p", "reduce_precision", "name", "concatenate", "split", "stop_gradient"), _ALL
     ),
+    **dict.fromkeys(("stack", "unstack"), _ALL),
     **dict.fromkeys(("add", "sub", "add_any"), _ALL),
     **dict.fromkeys(("gather", "dynamic_slice", "div"), (0,)),
     **dict.fromkeys(("dynamic_update_slice", "pad"), (0, 1)),
@@ -282,6 +283,18 @@ def _concatenate(name, params, rows, shapes, outs):
     return [tuple(row)]
 
 
+def _stack(name, params, rows, shapes, outs):
+    row = list(agree(name, rows))
+    row.insert(params["axis"], ())
+    return [tuple(row)]
+
+
+def _unstack(name, params, rows, shapes, outs):
+    axis = params["axis"]
+    _keep_whole(name, "takes parts of", rows[0][axis], _INDEXED)
+    return [(*rows[0][:axis], *rows[0][axis + 1 :])] * len(outs)
+
+
 def _iota(name, params, rows, shapes, outs):
     return [tuple(() if axis == params["dimension"] else None for axis in range(len(outs[0])))]
 
@@ -378,6 +391,8 @@ RULES = {
     "gather": _gather,
     **dict.fromkeys(("scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max", "scatter-sub"), _scatter),
     "concatenate": _concatenate,
+    "stack": _stack,
+    "unstack": _unstack,
     "iota": _iota,
     "rev": _rev,
     "split": _split,

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from runtime.flat_tokens import write_split
 
@@ -23,6 +24,7 @@ TINY = [
     "eval_interval=6", "validation_batches=2", "log_interval=1", "mesh.d=4", "mesh.t=2", "flat_tokens.filespec=null",
 ]  # fmt: skip
 TWO = ["num_hosts=2"]
+STARTED: list[subprocess.Popen] = []
 FOR_EVER = ["training.steps=100000", "checkpoint_interval=100000", "eval_interval=100000"]
 
 
@@ -63,7 +65,18 @@ def start_two(arguments: list[str], env: dict[str, str], *, output: Path) -> lis
         with open(f"{output}.{index}", "w") as file:
             command = [*TRAIN, *arguments, *TWO, *who, f"cluster.process_id={index}"]
             processes.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=file, stderr=subprocess.STDOUT))
+    STARTED.extend(processes)
     return processes
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    """A test that fails leaves no process behind."""
+    yield
+    while STARTED:
+        process = STARTED.pop()
+        process.kill()
+        process.wait()
 
 
 def records(folder: Path) -> list[dict]:

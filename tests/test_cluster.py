@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 import several_hosts as hosts
+from several_hosts import nothing_is_left  # noqa: F401 a fixture
 
 import train
 from runtime import cluster, errors
@@ -323,3 +324,26 @@ def test_a_process_that_dies_ends_the_other(ends, how, mixture, cache, tmp_path)
     assert status in (134, -signal.SIGABRT) and took_s < cluster.SILENT_S + 30, printed
     own = rf"\nhost \S+ \(process {1 - ends} of 2\): hint: most likely another process ended first"
     assert re.search(own, printed) or "This most likely indicates that another task died" in printed
+
+
+MISSING = """
+from runtime import cluster
+cluster.WAITING_S, cluster.START_S = 1, 5
+import train
+from runtime.config import run
+run(train.main, train.Config)
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_never_comes(mixture, cache, tmp_path):
+    """Who waits at the start says for whom, and that it will end; it does so after START_S, by JAX, with status 134."""
+    who = [f"cluster.coordinator=localhost:{hosts.free_port()}", "cluster.num_processes=2", "cluster.process_id=0"]
+    arguments = [*mixture, *hosts.TWO, *hosts.where(tmp_path / "run"), *who]
+    program = [sys.executable, "-c", MISSING, *arguments]
+    ended = subprocess.run(program, cwd=hosts.ROOT, env=hosts.environment(cache), capture_output=True, text=True)
+    assert ended.returncode == -signal.SIGABRT
+    assert re.search(
+        r"host \S+: waiting for the others of 2 processes for 1 s; after 5 s this ends with status 134\. Do",
+        ended.stderr,
+    )

@@ -8,6 +8,7 @@ import jax
 import pytest
 import small
 from renew_golden import FOLDER, NAME, RUN
+from test_trackers import tensorboard_curves
 
 from runtime.report import read_run
 from tools.compare import equal
@@ -23,7 +24,8 @@ def folder(tmp_path_factory):
     """The run that golden losses are of."""
     root = tmp_path_factory.mktemp("golden")
     with pytest.MonkeyPatch.context() as monkeypatch:
-        assert small.start_training(monkeypatch, *RUN, f"paths.root_working_dir={root}") == 0
+        more = f"paths.root_working_dir={root}", "tracking.tensorboard=true"
+        assert small.start_training(monkeypatch, *RUN, *more) == 0
     return root / NAME
 
 
@@ -40,6 +42,19 @@ def test_a_run_leaves_its_report(folder):
     assert "step 10 of 10" in page and "A step: " in page and "plotly.js" in page
     environment = json.loads((folder / "environment.json").read_text())
     assert environment["packages"]["jax"] == jax.__version__ and environment["ledger"]
+
+
+def test_a_tracker_that_is_asked_for_has_the_run(folder):
+    """TensorBoard's files have the last step's loss, bit for bit that of metrics.jsonl, and the validation's."""
+    shown = tensorboard_curves(folder)
+    logged = {
+        (line["step"], name): line[name]
+        for line in read_run(folder).lines
+        for name in ("loss", "validation_loss")
+        if name in line
+    }
+    assert {key: value for key, value in shown.items() if key[1] in ("loss", "validation_loss")} == logged
+    assert (10, "validation_loss") in logged
 
 
 def test_metrics_are_those_that_are_documented(folder):

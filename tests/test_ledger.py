@@ -144,8 +144,9 @@ def collectives_by_hand(s: Sizes) -> collections.Counter:
             line = line_of(snippet, after="def chunk_loss")
             add("all-reduce", "t", "float32", s.b * s.c * 4, phase, line, s.C * s.m)
     add("all-reduce", "d", "float32", 4, "update", line_of("shardops.psum('+d -> '"), 1)
-    for snippet in ("value = shardops.psum(", "shardops.psum('+d +t -> ', square)"):
-        add("all-reduce", "dt", "float32", 4, "update", line_of(snippet, after="def training_step"), 1)
+    add("all-reduce", "dt", "float32", 4, "update", line_of("value = shardops.psum("), 1)
+    # The norms of five groups of weights: of the gradient, the weights and the update.
+    add("all-reduce", "dt", "float32", 20, "update", line_of("shardops.psum('groups +d +t -> groups'"), 3)
     return +table
 
 

@@ -6,14 +6,18 @@ import re
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import zarr
 
 from runtime import report
+from runtime.config import FlatTokens, HuggingFaceDataset, Source
 from runtime.errors import RunError
 from runtime.report import Report, by_key, environment, read_run, write_report
 from runtime.report_page import POINTS, curves, report_page
+from runtime.sources import bytes_per_token
 from tools import compare
 from tools.report import main as report_again
 
@@ -22,7 +26,15 @@ def write_run(folder, losses, *, config="training: {steps: 100, seed: 0}\nmodel:
     """A run folder as a run of so many steps leaves it, a line a step."""
     folder.mkdir()
     lines = [
-        {"step": step, "time": 1.7e9 + 36 * step, "loss": loss, "tokens_per_s": 1000.0 + step, "mfu": None, "step_time_s": 0.5, **more}
+        {
+            "step": step,
+            "time": 1.7e9 + 36 * step,
+            "loss": loss,
+            "tokens_per_s": 1000.0 + step,
+            "mfu": None,
+            "step_time_s": 0.5,
+            **more,
+        }
         for step, loss in enumerate(losses, 1)
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -39,7 +51,9 @@ def data_of(page: str) -> dict:
 def test_the_page_holds_all_and_loads_nothing(tmp_path):
     """Curves as data, the ledger's summary, configuration, environment, links to the files that are there, samples; no
     address that a browser would fetch from but in plotly's own script."""
-    folder = write_run(tmp_path / "first", [3.0, 2.5, 2.25], validation_loss=2.75, bits_per_byte=3.2, **{"grad_norm/embed": 0.5})
+    folder = write_run(
+        tmp_path / "first", [3.0, 2.5, 2.25], validation_loss=2.75, bits_per_byte=3.2, **{"grad_norm_of/embed": 0.5}
+    )
     (folder / "step.svg").write_text("<svg/>")
     (folder / "samples.txt").write_text("To be, or <not>")
     write_report(folder)
@@ -50,9 +64,16 @@ def test_the_page_holds_all_and_loads_nothing(tmp_path):
         {"run": 0, "name": "loss", "step": [1, 2, 3], "hours": [0.0, 0.01, 0.02], "value": [3.0, 2.5, 2.25]},
         {"run": 0, "name": "validation_loss", "step": [1, 2, 3], "hours": [0.0, 0.01, 0.02], "value": [2.75] * 3},
     ]
-    assert [each["name"] for each in charts["Gradient norm"]] == ["grad_norm/embed"]
+    assert [each["name"] for each in charts["Gradient norm"]] == ["grad_norm_of/embed"]
     assert "Share of the devices' peak" not in charts  # mfu is null: nothing to draw
-    for text in ("step 3 of 100", "A step: 5 FLOPs &lt;all&gt;.", "To be, or &lt;not&gt;", "training.steps", "jaxlib", "2.2500"):
+    for text in (
+        "step 3 of 100",
+        "A step: 5 FLOPs &lt;all&gt;.",
+        "To be, or &lt;not&gt;",
+        "training.steps",
+        "jaxlib",
+        "2.2500",
+    ):
         assert text in page, text
     assert '<a href="step.svg">' in page and '<a href="ledger.html">' not in page
     scripts = re.findall(r"<script.*?>.*?</script>", page, re.DOTALL)
@@ -67,7 +88,12 @@ def test_the_page_holds_all_and_loads_nothing(tmp_path):
 def test_long_curves_are_thinned_and_what_is_not_finite_is_left_out():
     """Of 100,001 points at most POINTS, the last among them; NaN, infinities and null have none."""
     lines = [{"step": step, "time": float(step), "loss": 1 / step} for step in range(1, 100_002)]
-    lines[0]["grad_norm"], lines[1]["grad_norm"], lines[2]["grad_norm"], lines[3]["grad_norm"] = "NaN", "Infinity", None, 1
+    lines[0]["grad_norm"], lines[1]["grad_norm"], lines[2]["grad_norm"], lines[3]["grad_norm"] = (
+        "NaN",
+        "Infinity",
+        None,
+        1,
+    )
     run = report.Recorded("long", None, lines, {}, {}, "")
     found = curves(run)
     assert POINTS / 2 < len(found["loss"]["step"]) <= POINTS and found["loss"]["step"][-1] == 100_001
@@ -125,7 +151,10 @@ def test_a_page_that_takes_long_is_written_less_often(tmp_path, monkeypatch):
     "error, text",
     [
         (OSError(28, "No space left on device"), "[Errno 28] No space left on device"),
-        (ModuleNotFoundError("No module named 'plotly'"), "No module named 'plotly' (pip install -r requirements-cpu.txt)"),
+        (
+            ModuleNotFoundError("No module named 'plotly'"),
+            "No module named 'plotly' (pip install -r requirements-cpu.txt)",
+        ),
     ],
 )
 def test_a_page_that_cannot_be_written_stops_nothing(tmp_path, monkeypatch, capsys, error, text):
@@ -157,13 +186,55 @@ def test_what_is_no_metrics_is_refused(tmp_path):
     folder = write_run(tmp_path / "first", [3.0])
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"loss": 1}\n')
-    with pytest.raises(RunError, match=re.escape("metrics.jsonl, line 2: expected metrics of a step, but got '{\"loss\": 1}'")):
+    with pytest.raises(
+        RunError, match=re.escape("metrics.jsonl, line 2: expected metrics of a step, but got '{\"loss\": 1}'")
+    ):
         read_run(folder)
 
 
 def test_by_key():
     """Nested sections become keys as on the command line; a list stays one value."""
     assert by_key({"a": {"b": 1, "c": {"d": None}}, "e": [{"f": 2}]}) == {"a.b": 1, "a.c.d": None, "e": [{"f": 2}]}
+
+
+BYTES = {"tokenizer": {"name": "bytes_utf8"}}
+WRITTEN = {"tool": "tools/tokenize_text.py", "input_size": 4200}
+BPE = {
+    "tokenizer": {"name": "bpe_512"},
+    "counts": {"tokens": 1000},
+    "made_by": {**WRITTEN, "config": {"input": "*.txt", "validation": ""}},
+}
+LINES = {**BPE, "made_by": {**WRITTEN, "config": {"input": "*.jsonl", "validation": ""}}}
+HUB = {**BPE, "made_by": {**WRITTEN, "config": {"input": "", "validation": ""}}}
+
+
+@pytest.mark.parametrize(
+    "attributes, expected",
+    [
+        ([BYTES], 1.0),
+        ([BPE], 4.2),
+        ([LINES], None),
+        ([HUB], None),
+        ([{}], None),
+        ([BYTES, BPE], 1.8),
+        ([BYTES, {}], None),
+    ],
+)
+def test_bytes_per_token(tmp_path, attributes, expected):
+    """One of bytes; what plain text gave; else not known; of a mixture, 3 to 1, the mean by weight if all are known."""
+    for index, each in enumerate(attributes):
+        zarr.open_group(tmp_path / str(index), mode="w", attributes=each)
+    sources = [Source(filespec=str(tmp_path / str(index)), weight=3 - 2 * index) for index in range(len(attributes))]
+    mixture = tuple(sources) if len(sources) > 1 else ()
+    flat_tokens = FlatTokens(filespec=None if mixture else sources[0].filespec)
+    config = SimpleNamespace(flat_tokens=flat_tokens, mixture=mixture, hf_dataset=HuggingFaceDataset())
+    assert bytes_per_token(config) == pytest.approx(expected)
+
+
+def test_bytes_per_token_of_a_stream():
+    """By the tokenizer that the config names."""
+    streams = [HuggingFaceDataset(path="x", tokenizer=name) for name in ("bytes_utf8", "gpt2")]
+    assert [bytes_per_token(SimpleNamespace(hf_dataset=each)) for each in streams] == [1.0, None]
 
 
 # ---- tools.compare
@@ -191,7 +262,7 @@ def test_compare_prints_a_table_and_the_differences_and_writes_a_page(tmp_path, 
         "second  2      2.7500  2.0000      500\N{NO-BREAK SPACE}ms     1,002     n/a",
         "",
         "configuration  first  second",
-        "new            –      True",
+        "new            –      true",
         "training.seed  0      1",
         f"Curves: {tmp_path}/both.html",
     ]
@@ -217,7 +288,10 @@ def test_equal_runs(tmp_path, monkeypatch, capsys):
     first = write_run(tmp_path / "first", [3.0, 0.1], host_peak_memory_bytes=1)
     second = write_run(tmp_path / "second", [3.0, 0.1], host_peak_memory_bytes=2, data_wait_s=7.0)
     arguments = (first, second / "metrics.jsonl", "--assert-equal")
-    assert run_compare(monkeypatch, capsys, *arguments) == (0, "first and metrics.jsonl: 2 values of 2 steps are equal.\n")
+    assert run_compare(monkeypatch, capsys, *arguments) == (
+        0,
+        "first and metrics.jsonl: 2 values of 2 steps are equal.\n",
+    )
 
 
 @pytest.mark.parametrize(
@@ -254,14 +328,35 @@ def test_a_tolerance_is_kept_and_said(tmp_path, monkeypatch, capsys):
 
 def test_a_run_that_is_not_there(tmp_path):
     """Exit status 2, in a process of its own."""
-    done = subprocess.run([sys.executable, "-m", "tools.compare", tmp_path / "x", tmp_path / "y"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "tools.compare", tmp_path / "x", tmp_path / "y"], capture_output=True, text=True
+    )
     assert done.returncode == 2
-    assert done.stderr == f"error: {tmp_path}/x: No such file or directory: give a run folder, runs/NAME, or a file of metrics\n"
+    assert (
+        done.stderr
+        == f"error: {tmp_path}/x: No such file or directory: give a run folder, runs/NAME, or a file of metrics\n"
+    )
 
 
 def test_what_the_machine_decides():
     """Names of speed and memory; none that the training decides."""
-    measured = ("time", "step_time_s", "data_wait_s", "device_s", "checkpoint_stall_s", "tokens_per_s", "mfu", "mfu_6nd")
+    measured = (
+        "time",
+        "step_time_s",
+        "data_wait_s",
+        "device_s",
+        "checkpoint_stall_s",
+        "tokens_per_s",
+        "mfu",
+        "mfu_6nd",
+    )
     assert all(map(compare.is_measured, (*measured, "host_peak_memory_bytes", "device_peak_memory_bytes")))
-    decided = ("loss", "validation_loss", "skipped_steps", "tokens_per_source/a.zarr", "grad_norm/embed", "bits_per_byte")
+    decided = (
+        "loss",
+        "validation_loss",
+        "skipped_steps",
+        "tokens_per_source/a.zarr",
+        "grad_norm_of/embed",
+        "bits_per_byte",
+    )
     assert not any(map(compare.is_measured, decided)) and math.isclose(compare._difference(1.0, 1.1), 0.1 / 1.1)

@@ -11,6 +11,7 @@ import sys
 import numpy as np
 import pytest
 import several_hosts as hosts
+from several_hosts import nothing_is_left  # noqa: F401 a fixture
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch")
 MISSING = [name for name in PROGRAMS if not shutil.which(name)]

@@ -241,7 +241,9 @@ def test_the_last_words_of_a_tracker_are_told(tmp_path, capsys, monkeypatch):
     """An error in the package: the last line that it printed."""
     replace_process(monkeypatch, tmp_path, "raise ValueError('no API key: run wandb login')")
     write_run(tmp_path / "run", config_of("wandb"), 0, range(1, 6), factor=1.0)
-    assert capsys.readouterr().out.startswith("warning: tracking.wandb failed (ValueError: no API key: run wandb login).")
+    assert capsys.readouterr().out.startswith(
+        "warning: tracking.wandb failed (ValueError: no API key: run wandb login)."
+    )
 
 
 KILLED = """

@@ -4,8 +4,8 @@
     python -m tools.compare runs/first runs/second --output first_second.html
     python -m tools.compare runs/now tests/golden/cpu.jsonl --assert-equal --tolerance 0.01
 
-With --assert-equal nothing is written. Exits with 1, and the first step and metric that differ, unless all runs have the
-same steps and the same values, but for what a machine's speed and memory say. Exits with 2 where a run cannot be read.
+With --assert-equal nothing is written. Exits with 1, and the first step and metric that differ, unless all runs have
+the same steps and values, but for what a machine's speed and memory say. Exits with 2 where a run cannot be read.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from typing import Any
 
 from ledger.html_parts import percent, seconds
 from runtime.errors import RunError
-from runtime.report import Recorded, read_run, write_page
+from runtime.report import Recorded, as_yaml, read_run, write_page
 from runtime.report_page import compare_page
 
 # What the machine decides, and not the training; of names that end so, all.
@@ -65,7 +65,10 @@ def with_short_names(runs: list[Recorded], paths: list[str]) -> list[Recorded]:
     names = [run.name for run in runs]
     if len(set(names)) == len(names):
         return runs
-    return [Recorded(path, run.folder, run.lines, run.config, run.environment, run.samples) for path, run in zip(paths, runs)]
+    return [
+        Recorded(path, run.folder, run.lines, run.config, run.environment, run.samples)
+        for path, run in zip(paths, runs)
+    ]
 
 
 def differences(runs: list[Recorded]) -> dict[str, list[Any]]:
@@ -95,7 +98,7 @@ def row(run: Recorded) -> list[str]:
 
 
 def shown(changed: dict[str, list[Any]]) -> list[list[str]]:
-    return [[key, *("–" if value is None else str(value) for value in values)] for key, values in changed.items()]
+    return [[key, *("–" if value is None else as_yaml(value) for value in values)] for key, values in changed.items()]
 
 
 def as_text(rows: list) -> list[str]:
@@ -147,7 +150,7 @@ def _table(run: Recorded) -> dict[int, dict[str, Any]]:
 
 
 def _difference(one: Any, other: Any) -> float:
-    """Relative; infinite between things that cannot be compared, such as a number and NaN, which is written as a string."""
+    """Relative; infinite between what cannot be compared, as a number and NaN, which is written as a string."""
     if one == other:
         return 0.0
     if not (isinstance(one, int | float) and isinstance(other, int | float)):

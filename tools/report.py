@@ -1,7 +1,7 @@
 """Writes the report.html of a run folder again: after samples.txt has come to it, say, or with this version's look.
 
-    python -m tools.sample runs/first > runs/first/samples.txt
-    python -m tools.report runs/first
+python -m tools.sample runs/first > runs/first/samples.txt
+python -m tools.report runs/first
 """
 
 import argparse

@@ -1,0 +1,348 @@
+"""How fast a training step is, on whatever devices there are: a JSON line each, a table, and whether it got slower.
+
+    python -m tools.benchmark device=cpu                                            # three jobs for a CPU
+    python -m tools.benchmark configs=[c4_h200x1_84m,c4_h200x1_1b] profile=true     # on the devices at hand
+    python -m tools.benchmark 'configs=["c4_h200x1_1b training.microbatches=2"]'    # any key of training can be set
+    python -m tools.benchmark compare=runs/benchmark/old.jsonl                      # its jobs once more; status 1: slower
+    python -m tools.benchmark compare=old.jsonl new=new.jsonl                       # two files, nothing runs
+
+Each job is a process of its own: train.py's step on random tokens, compiled anew, on one host. On an accelerator the mesh
+becomes that of all devices there are, with the config's `t` as far as it divides them.
+
+An accelerator is timed without synchronization: WARM_UP_STEPS and `steps` are dispatched as in training, up to
+PROGRAMS_IN_FLIGHT ahead, and a step's time is that between its end and the end of the one before. A CPU's step is waited
+for, and followed by PRODUCTS products of 1024³ in bfloat16 and as many in float32, with the machine to themselves: the
+speed of a shared machine drifts from minute to minute, so the step's rate (6 × parameters × tokens per second) is divided
+by that of the bfloat16 product at that moment, and `share_of_matmul` is the median of these shares.
+"""
+
+import collections
+import functools
+import json
+import math
+import multiprocessing
+import platform
+import re
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hydra.core.global_hydra import GlobalHydra
+
+import runtime.config
+import train
+from ledger.check import peak_bytes
+from ledger.hardware import of_device_kind
+from ledger.page import gigabytes
+from ledger.roofline import roofline
+from ledger.step import of_step
+from runtime.config_checks import check_combinations
+from runtime.data import TokenBatch
+from runtime.errors import RunError, print_error
+from runtime.profiling import PROFILED_STEPS, SETTLING_STEPS, Profiler
+from runtime.report import environment
+from runtime.run import PROGRAMS_IN_FLIGHT, RUNS_ONCE, start, with_shardings
+from runtime.tracking import memory
+from shardlib.shardtypes import make_shardings
+from tools.benchmark_table import Line, compared, read, table
+
+CPU_JOBS = ("local_test_synthetic mesh.d=1 mesh.t=1", "local_test_synthetic", "local_18m")
+WARM_UP_STEPS = 3
+PRODUCTS = 6  # of each type after a CPU's step; the median counts
+PROCESSES = multiprocessing.get_context("spawn")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Benchmark:
+    """The keys of configs/benchmark.yaml, which also says what they are for."""
+
+    configs: tuple[str, ...] = ()
+    device: str | None = None
+    steps: int = 20
+    profile: bool = False
+    file: str | None = None
+    compare: str | None = None
+    new: str | None = None
+
+
+def main(config: Benchmark) -> None:
+    """How fast a training step is, on whatever devices there are, and whether it got slower."""
+    jobs = jobs_of(config)
+    if config.new is not None:
+        lines = read(config.new)
+    else:
+        lines = measure_all(config, jobs)
+    print("\n".join(table(lines)), flush=True)
+    if config.compare is not None:
+        text, slower = compared(read(config.compare), lines)
+        print("\n".join(["", f"Compared with {config.compare}:", *text]), flush=True)
+        if slower:
+            raise RunError(f"slower than in {config.compare} by more than the spread explains: {', '.join(slower)}")
+    if len(lines) < len(jobs):
+        raise RunError(f"{len(jobs) - len(lines)} of {len(jobs)} jobs were not measured, for the reasons above")
+
+
+def jobs_of(config: Benchmark) -> tuple[str, ...]:
+    """What is to be measured; nothing with `new`. Raises RunError for keys that do not fit together."""
+    if config.device not in (None, "cpu"):
+        raise RunError(f"device = {config.device}: expected cpu, or null for the devices that JAX finds")
+    if config.steps < 2:
+        raise RunError(f"steps = {config.steps}: expected 2 or more, best 20: the spread needs them")
+    if config.new is not None:
+        if config.compare is None or config.configs:
+            raise RunError("new is a file that is compared with another: add compare=OLD.jsonl, leave configs out")
+        return ()
+    if config.configs:
+        return config.configs
+    if config.compare is not None:
+        return tuple(line["config"] for line in read(config.compare))
+    if config.device == "cpu":
+        return CPU_JOBS
+    raise RunError("nothing to measure: set configs=[NAME,...], device=cpu, or compare=OLD.jsonl")
+
+
+def measure_all(config: Benchmark, jobs: tuple[str, ...]) -> list[Line]:
+    """Measures the jobs one after another and writes their lines, each as soon as it is known, to the file and stdout."""
+    GlobalHydra.instance().clear()  # it has composed this tool's config, and composes one at a time
+    for job in jobs:
+        config_of(job)  # a mistake in the last one is said before the first one has run
+    path = Path(config.file or f"runs/benchmark/{time.strftime('%Y-%m-%d_%H%M%S')}.jsonl").expanduser()
+    if path.exists():
+        raise RunError(
+            f"file = {path}: it is there already, and may be what you want to compare with: give another name"
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = []
+    with path.open("x", encoding="utf-8") as file:
+        for job in jobs:
+            receiver, sender = PROCESSES.Pipe(duplex=False)
+            process = PROCESSES.Process(target=measure, args=(config, job, path.with_suffix(""), sender))
+            process.start()
+            sender.close()
+            try:
+                line, notes = receiver.recv()
+            except EOFError:  # it has said why; the other jobs may still run
+                print(f"{job} was not measured: the message above says why", file=sys.stderr, flush=True)
+                continue
+            finally:
+                process.join()
+            lines.append(line)
+            print(json.dumps(line), file=file, flush=True)
+            print("\n".join([json.dumps(line), *(f"  {note}" for note in notes)]), flush=True)
+    print(f"\nwritten to {path}")
+    return lines
+
+
+def config_of(job: str) -> train.Config:
+    name, *overrides = job.split()
+    return runtime.config.load(train.Config, name, ["num_hosts=1", *overrides])
+
+
+def measure(benchmark: Benchmark, job: str, folder: Path, sender: Connection) -> None:
+    """In a process of its own: sends the job's line and what else is to be said."""
+    try:
+        if benchmark.device == "cpu":
+            jax.config.update("jax_platforms", "cpu")
+        config = config_of(job)
+        runtime.config.prepare_devices(config)
+        jax.config.update("jax_enable_compilation_cache", False)  # else compile_s would be that of reading a file
+        config = on_devices(config, jax.device_count(), jax.default_backend())
+        mesh = start(config)
+        # Before the mesh is set: the products run on one device, and the intra-op threads of all.
+        products = products_on(mesh.devices.flat[0]) if jax.default_backend() == "cpu" else {}
+        with jax.set_mesh(mesh):
+            sender.send(figures(benchmark, job, config, mesh, products, folder))
+    except RunError as error:
+        print_error(error)
+        sys.exit(1)
+
+
+def on_devices(config: train.Config, devices: int, backend: str) -> train.Config:
+    """The config on all the devices there are; on a CPU, which simulates as many as are asked for, as it is."""
+    if backend == "cpu":
+        return config
+    t = math.gcd(config.mesh.t, devices)
+    changed = replace(config, mesh=replace(config.mesh, d=devices // t, t=t))
+    object.__setattr__(changed, "origins", config.origins)  # frozen for everyone else
+    check_combinations(changed)
+    return changed
+
+
+def figures(
+    benchmark: Benchmark,
+    job: str,
+    config: train.Config,
+    mesh: jax.sharding.Mesh,
+    products: dict[str, Callable],
+    folder: Path,
+) -> tuple[Line, list[str]]:
+    """The job's line, and notes for a reader."""
+    train.act.dtype = config.model.compute_dtype
+    zero, tokens = np.uint32(0), config.training.tokens.batch * config.training.tokens.len
+    step, _ = train.mapped_steps(config, bos_id=0)
+    shapes = with_shardings(train.shapes(config), make_shardings(tuple[train.State, TokenBatch]))
+    traced = jax.jit(step, donate_argnums=0).trace(shapes[0], zero, zero, shapes[1])
+    ledger = of_step(traced, dict(mesh.shape), source=train.__file__, tokens=tokens)
+    began = time.perf_counter()
+    compiled = traced.lower().compile()
+    compile_s = time.perf_counter() - began
+
+    init = functools.partial(train.init_state, config.model)
+    init = jax.jit(init, out_shardings=make_shardings(train.State), compiler_options=RUNS_ONCE)
+    batch, numbers = random_batch(config), iter(range(2**31))
+    state, metrics = init(np.uint32(config.training.seed)), None
+
+    def next_step() -> tuple[train.State, train.Metrics]:
+        nonlocal state, metrics
+        skipped_steps = zero if metrics is None else metrics.skipped_steps
+        state, metrics = compiled(state, skipped_steps, np.uint32(next(numbers)), batch)
+        return state, metrics
+
+    if products:
+        times, rates = timed_between_products(next_step, benchmark.steps, products)
+        shares = [ledger.flops_6nd / s / rate for s, rate in zip(times, rates["bfloat16"], strict=True)]
+    else:
+        times = timed_in_flight(next_step, benchmark.steps)
+    peak_memory = memory()["device_peak_memory_bytes"]
+
+    kind, about, step_s = mesh.devices.flat[0].device_kind, environment([]), statistics.median(times)
+    machine = of_device_kind(kind)
+    bound = machine and roofline(ledger, machine, devices_per_host=mesh.size)
+    peak = machine and machine.peak_flops_per_s and machine.peak_flops_per_s * mesh.size
+    hardware = {"device": kind, "cpu": processor(), "cpu_cores": about["cpu_cores"]}
+    if products:
+        hardware["matmul_gflops_float32"] = statistics.median(rates["float32"]) / 1e9
+    line = {
+        "config": job,
+        "devices": mesh.size,
+        "mesh": dict(mesh.shape),
+        "tokens_per_s": tokens / step_s,
+        "step_time_s": step_s,
+        "step_time_spread_s": quartile_distance(times),
+        "mfu": peak and ledger.model_flops / step_s / peak,
+        "hfu": peak and ledger.hardware_flops / step_s / peak,
+        "mfu_6nd": peak and ledger.flops_6nd / step_s / peak,
+        "gflops_6nd": ledger.flops_6nd / step_s / 1e9,
+        "matmul_gflops": statistics.median(rates["bfloat16"]) / 1e9 if products else None,
+        "share_of_matmul": statistics.median(shares) if products else None,
+        # Of one device: what its allocator counted; where there is none, what XLA says that the program needs.
+        "peak_memory_bytes": peak_bytes(compiled) if peak_memory is None else peak_memory,
+        "compile_s": compile_s,
+        "predicted_step_time_s": bound and bound.step_s,
+        "hardware": hardware,
+        "versions": {"python": about["python"], **about["packages"], "XLA_FLAGS": about["XLA_FLAGS"]},
+    }
+    notes = [f"loss {float(metrics.loss):.3f} after {next(numbers)} steps; forecast of the peak of memory "
+             f"{gigabytes(ledger.memory.bytes)}"]  # fmt: skip
+    if products:
+        notes += cpu_notes(ledger, times, rates, shares)
+    if benchmark.profile:
+        notes.append(f"trace: {profile(next_step, folder / job.replace(' ', '_'))}")
+    return line, notes
+
+
+def random_batch(config: train.Config) -> TokenBatch:
+    """Tokens of no data set, in sequences of 20 on average."""
+    rows, rng = (config.training.tokens.batch, config.training.tokens.len), np.random.default_rng(0)
+    batch = TokenBatch(
+        targets=rng.integers(0, config.model.vocab, rows).astype(np.uint32),
+        is_seq_start=rng.random(rows) < 0.05,
+        is_target=np.ones(rows, bool),
+    )
+    return jax.device_put(batch, make_shardings(TokenBatch))
+
+
+def timed_in_flight(next_step: Callable, steps: int) -> list[float]:
+    """Seconds of each step. The device always has the next steps at hand, so that the host does not hold it up."""
+    in_flight: collections.deque[jax.Array] = collections.deque()
+    ends = []
+
+    def wait() -> None:
+        in_flight.popleft().block_until_ready()
+        ends.append(time.perf_counter())
+
+    for _ in range(WARM_UP_STEPS + steps):
+        in_flight.append(next_step()[1].loss)
+        if len(in_flight) > PROGRAMS_IN_FLIGHT:
+            wait()
+    while in_flight:
+        wait()
+    return np.diff(ends[WARM_UP_STEPS - 1 :]).tolist()
+
+
+def products_on(device: jax.Device) -> dict[str, Callable]:
+    """By type, a product of 1024³ that is to be run there."""
+    products = {}
+    for dtype in ("bfloat16", "float32"):
+        ones = jax.device_put(jnp.ones((1024, 1024), dtype), device)
+        products[dtype] = functools.partial(jax.jit(jnp.matmul).lower(ones, ones).compile(), ones, ones)
+    return products
+
+
+def timed_between_products(
+    next_step: Callable, steps: int, products: dict[str, Callable]
+) -> tuple[list[float], dict[str, list[float]]]:
+    """Seconds of each step, and FLOP/s of each product right after it."""
+    times, rates = [], {dtype: [] for dtype in products}
+    for _ in range(WARM_UP_STEPS + steps):
+        times.append(took(next_step))
+        for dtype, product in products.items():
+            rates[dtype].append(2 * 1024**3 / statistics.median(took(product) for _ in range(PRODUCTS)))
+    return times[WARM_UP_STEPS:], {dtype: each[WARM_UP_STEPS:] for dtype, each in rates.items()}
+
+
+def took(work: Callable) -> float:
+    began = time.perf_counter()
+    jax.block_until_ready(work())
+    return time.perf_counter() - began
+
+
+def quartile_distance(values: list[float]) -> float:
+    first, _, third = statistics.quantiles(values, n=4, method="inclusive")
+    return third - first
+
+
+def cpu_notes(ledger, times: list[float], rates: dict, shares: list[float]) -> list[str]:
+    """What a CPU's line leaves out: the shares' quartiles, float32, and the floor that the products alone set."""
+    first, middle, third = statistics.quantiles(shares, n=4, method="inclusive")
+    of_float32 = statistics.median(ledger.flops_6nd / s / rate for s, rate in zip(times, rates["float32"], strict=True))
+    products = statistics.median(
+        ledger.hardware_flops / rate / s for s, rate in zip(times, rates["bfloat16"], strict=True)
+    )
+    return [
+        f"share of the bfloat16 product {middle:.3f}, half of the steps between {first:.3f} and {third:.3f}; of the float32 "
+        f"product {of_float32:.3f}; steps from {min(times):.3f} to {max(times):.3f} s",
+        f"all {ledger.hardware_flops / 1e9:.1f} GFLOP of products that run would take {products:.1%} of the step at the bfloat16 "
+        "product's rate",
+    ]
+
+
+def profile(next_step: Callable, folder: Path) -> Path:
+    """Traces some steps; returns the folder of the trace."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    steps = SETTLING_STEPS + PROFILED_STEPS
+    with Profiler(folder, start_step=0, total_steps=steps, is_leader=True) as profiler:
+        for number in range(1, steps + 1):
+            profiler.before_step(number)
+            profiler.after_step(number, next_step())
+    return folder / "profile"
+
+
+def processor() -> str:
+    """The CPU's name, where Linux or Python knows it."""
+    path = Path("/proc/cpuinfo")
+    names = re.findall(r"^model name\s*: (.*)$", path.read_text(), re.MULTILINE) if path.exists() else []
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+if __name__ == "__main__":
+    runtime.config.run(main, Benchmark, "benchmark")
