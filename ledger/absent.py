@@ -123,10 +123,11 @@ gpu_device_info {{
 }}"""
 
 
-def compile(traced: jax.stages.Traced) -> jax.stages.Compiled:
-    """Compiles a step that was traced on a mesh of absent devices. Raises `TooLarge` if it does not fit."""
+def compile(traced: jax.stages.Traced, options: dict[str, str]) -> jax.stages.Compiled:
+    """Compiles a step that was traced on a mesh of absent devices, with these options of XLA's. Raises `TooLarge` if it
+    does not fit."""
     try:
-        return traced.lower().compile()
+        return traced.lower().compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise

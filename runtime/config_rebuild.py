@@ -88,8 +88,8 @@ def rebuild(config_class: type[C], content: Any, origins: Origins, refused: Mapp
             are_sections = dataclasses.is_dataclass(item)
             if not isinstance(value, list) or not (are_sections or all(type(each) is item for each in value)):
                 names = ", ".join(f"{_key(field)}: …" for field in dataclasses.fields(item)) if are_sections else ""
-                form = f"[{{{names}}}, …]" if are_sections else "of text, [a, b, …]"
-                problems.append(_wrong(key, value, f"expected a list, {form}", origins))
+                form = f", [{{{names}}}, …]" if are_sections else " of text, [a, b, …]"
+                problems.append(_wrong(key, value, f"expected a list{form}", origins))
                 return None
             if not are_sections:
                 return tuple(value)

@@ -43,6 +43,7 @@ from runtime.signals import STOPPED, StopSignals
 from runtime.sources import bytes_per_token, open_data
 from runtime.trackers import Trackers
 from runtime.tracking import Tracker, flattened, print_line, wrapped
+from runtime.tuning import options
 from shardlib.shardtypes import ShardingError, typed_shard_map
 
 # How far the host may be ahead. The device never runs dry of work, and the host does not run away from it: with 32
@@ -169,7 +170,7 @@ class Run:
             print_line("\n".join(map(wrapped, lines)))
             about = json.dumps(environment(lines), indent=1)
             (self.folder / "environment.json").write_text(about, encoding="utf-8")
-        compiled = traced.lower().compile()
+        compiled = traced.lower().compile(compiler_options=options(jax.default_backend()))
         if self._is_leader:
             lines, _ = report(ledger, compiled)
             print_line("\n".join(map(wrapped, lines)))

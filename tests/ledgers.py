@@ -18,7 +18,9 @@ def traced(module, config) -> jax.stages.Traced:
     try:
         zero, (state, batch) = np.uint32(0), module.shapes(config)
         step, _ = module.mapped_steps(config, 0)
-        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((config.mesh.d, config.mesh.t), ("d", "t"))):
+        automatic = (jax.sharding.AxisType.Auto,) * 2  # jax 0.11's default is another
+        mesh = jax.sharding.AbstractMesh((config.mesh.d, config.mesh.t), ("d", "t"), axis_types=automatic)
+        with jax.sharding.use_abstract_mesh(mesh):
             return jax.jit(step, donate_argnums=0).trace(state, zero, zero, batch)
     finally:
         module.act.dtype = before

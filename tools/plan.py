@@ -159,7 +159,8 @@ def trace(config: train.Config, mesh: jax.sharding.AbstractMesh | jax.sharding.M
 def ledger_of(config: train.Config) -> Ledger:
     """The ledger of the config's step on its mesh, without a device."""
     mesh = {"d": config.mesh.d, "t": config.mesh.t}
-    abstract = jax.sharding.AbstractMesh(tuple(mesh.values()), tuple(mesh))
+    automatic = (jax.sharding.AxisType.Auto,) * len(mesh)  # as of the meshes of runs; jax 0.11's default is another
+    abstract = jax.sharding.AbstractMesh(tuple(mesh.values()), tuple(mesh), axis_types=automatic)
     with jax.sharding.use_abstract_mesh(abstract):
         traced = trace(config, abstract, train.shapes(config))
     tokens = config.training.tokens

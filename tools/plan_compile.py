@@ -15,6 +15,7 @@ from ledger import absent, check, overlap
 from ledger.page import gigabytes
 from runtime.errors import RunError
 from runtime.run import with_shardings
+from runtime.tuning import options
 from shardlib.mesh import make_mesh
 from shardlib.shardtypes import make_shardings
 from tools.plan import Plan, ledger_of, trace
@@ -30,7 +31,7 @@ def main(config: Plan) -> None:
             shapes = with_shardings(train.shapes(config), make_shardings(tuple[train.State, train.TokenBatch]))
             traced = trace(config, mesh, shapes)
             began = time.perf_counter()
-            compiled = absent.compile(traced)
+            compiled = absent.compile(traced, options("tpu" if config.hardware in absent.TPUS else "gpu"))
     except absent.TooLarge as error:
         raise RunError(f"XLA says that it does not fit (forecast {gigabytes(ledger.memory.bytes)}): {error}") from None
     except absent.CannotCompile as error:

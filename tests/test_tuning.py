@@ -1,0 +1,48 @@
+"""What is set before JAX starts: programs on disk, XLA's options, memory that stays."""
+
+import os
+import subprocess
+import sys
+
+from runtime.tuning import OPTIONS, options
+
+COUNT = """
+import sys, jax
+misses = []
+jax.monitoring.register_event_listener(lambda name, **_: name.endswith("/cache_misses") and misses.append(name))
+hits = []
+jax.monitoring.register_event_listener(lambda name, **_: name.endswith("/cache_hits") and hits.append(name))
+import train
+from runtime.config import run
+sys.argv = ["train", *sys.argv[1:]]
+try:
+    run(train.main, train.Config)
+finally:
+    print("missed", len(misses), "found", len(hits))
+"""
+SMALL = "model.d_model=32 model.n_kv=2 model.d_head=8 model.d_ff=64 training.tokens.batch=8 training.tokens.len=16"
+
+
+def test_a_second_start_compiles_nothing(tmp_path):
+    """The same configuration in another run folder finds every program that the first start compiled."""
+    counts = []
+    for name in ("first", "second"):
+        given = f"{SMALL} training.steps=2 training.steps_for_lr=2 training.warmup_steps=1 validation_batches=1"
+        environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "programs"), "JAX_PLATFORMS": "cpu"}
+        command = [sys.executable, "-c", COUNT, *given.split(), f"paths.root_working_dir={tmp_path}"]
+        done = subprocess.run(
+            [*command, f"paths.model_name={name}"], capture_output=True, text=True, env=environment, timeout=300
+        )
+        assert done.returncode == 0, done.stderr
+        _, missed, _, found = done.stdout.splitlines()[-1].split()
+        counts.append((int(missed), int(found)))
+    (compiled, _), (again, found) = counts
+    assert compiled >= 3 and again == 0 and found >= compiled
+
+
+def test_what_the_user_sets_wins(monkeypatch):
+    """An option that stands in LIBTPU_INIT_ARGS or XLA_FLAGS is left to the user; a platform without options has none."""
+    name = next(iter(OPTIONS["tpu"]))
+    assert options("tpu") == OPTIONS["tpu"] and options("cpu") == {}
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", f"--{name}=false")
+    assert name not in options("tpu") and len(options("tpu")) == len(OPTIONS["tpu"]) - 1
