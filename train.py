@@ -205,8 +205,10 @@ def attention(
 ) -> act['B/d L Q K/t D']:
     """Causal, and only within each segment: by 'einsum', as written here, or by a kernel with this meaning."""
     if by != 'einsum':  # nothing of L x S in memory; it keeps o and, in float32, the logits' log-sum-exp by itself
-        types = 'B/d L Q K/t D, B/d S K/t D, B/d S K/t D, B/d L -> B/d L Q K/t D'
-        return shardops.local(types, KERNELS[chosen(by, act.dtype, q.shape[-1])], q, k, v, segment)
+        kernel = KERNELS[chosen(by, act.dtype, q.shape[-1])]
+        return shardops.local(
+            'B/d L Q K/t D, B/d S K/t D, B/d S K/t D, B/d L -> B/d L Q K/t D', kernel, q, k, v, segment
+        )
     position = jnp.arange(segment.shape[1])
     allowed = (segment[:, :, None] == segment[:, None, :]) & (position[:, None] >= position[None])[None]
     logits = shardops.einsum_unreduced(

@@ -491,6 +491,49 @@ def test_has_aux_and_several_arguments():
     np.testing.assert_allclose(aux, np.sum(a * b * x), rtol=1e-5)
 
 
+def chunked(finish):
+    """A loss over chunks of rows with a weight that is split over t; `finish` makes it from the chunk's '+d +t' sum."""
+
+    def program(w: f32['V/t M'], x: f32['L B/d M'], y: f32['L B/d']) -> tuple[f32[''], f32['V/t M'], f32['L B/d M']]:
+        def chunk_loss(w: f32['V/t M'], x: f32['B/d M'], y: f32['B/d']) -> f32['+d +t']:
+            logits = shardops.einsum_unreduced('B/d M, V/t M -> B/d V/t', x, w)
+            total = shardops.psum('B/d +t -> B/d', shardops.sum_unreduced('B/d V/t -> B/d +t', jnp.exp(logits)))
+            loss = shardops.pending('B/d -> B/d +t', y * jnp.log(total))
+            return finish(shardops.sum_unreduced('B/d +t -> +d +t', loss))
+
+        def loss(w, x):
+            return 3 * shardops.sum_over_chunks(chunk_loss, w, x, y)
+
+        value, (dw, dx) = shardops.value_and_grad(loss, argnums=(0, 1))(w, x)
+        dw = shardops.psum('V/t M +d -> V/t M', dw)
+        return shardops.psum('+d +t -> ', value), dw, shardops.psum('L B/d M +t -> L B/d M', dx)
+
+    return program
+
+
+def test_the_gradient_over_chunks_is_that_of_the_sum():
+    """sum_over_chunks' value and gradients are jax.grad's of the same loss on whole arrays, on every mesh."""
+    program = chunked(lambda loss: loss)
+    prove_everywhere(program)
+    random = np.random.default_rng(1)
+    w, x, y = (random.normal(size=shape).astype(np.float32) for shape in ((8, 4), (3, 8, 4), (3, 8)))
+
+    def whole(w, x):
+        return 3 * jnp.sum(y * jax.nn.logsumexp(jnp.einsum("cbm,vm->cbv", x, w), axis=-1))
+
+    expected = whole(w, x), *jax.grad(whole, (0, 1))(w, x)
+    for d, t in ((1, 1), (4, 2), (2, 4)):
+        with jax.set_mesh(make_mesh(dict(d=d, t=t), devices=jax.devices()[: d * t])):
+            for ours, theirs in zip(jax.jit(typed_shard_map(program))(w, x, y), expected, strict=True):
+                np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=1e-5)
+
+
+def test_a_chunks_loss_that_is_not_pending_is_refused():
+    """A chunk's loss that is summed over devices would be counted once for each of them: refused."""
+    program = chunked(lambda loss: shardops.psum('+d +t -> ', loss))
+    assert "'add' of a value that is pending over d and one that is not" in refused_everywhere(program)
+
+
 def test_the_check_and_the_run_share_no_cached_trace():
     """A jitted helper with value_and_grad inside, which the check traces with stand-ins for gradients, gives true gradients in the run."""
 
