@@ -49,7 +49,7 @@ def start(monkeypatch, *arguments):
 def test_a_line_has_its_keys_and_they_agree(tmp_path):
     """A job in a process of its own gives one line of exactly the stated keys, also in the file; its figures follow from each other."""
     path = tmp_path / "sub/new.jsonl"
-    command = [sys.executable, "-m", "tools.benchmark", "device=cpu", "steps=3", f"file={path}", f'configs=["{TINY}"]']
+    command = [sys.executable, "-m", "tools.benchmark", "device=cpu", "steps=2", f"file={path}", f'configs=["{TINY}"]']
     run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=600)
     assert run.returncode == 0 and not run.stderr, run.stderr
     (text,) = path.read_text().splitlines()
@@ -119,20 +119,24 @@ def test_the_mesh_is_that_of_the_devices_there_are(monkeypatch):
         (dict(step_time_s=1.0, share=0.75), dict(step_time_s=1.0, share=0.60), "1.250       0.040      slower"),
     ],
 )
-def test_what_is_slower(monkeypatch, tmp_path, capsys, was, now, verdict):
-    """By more than half of both spreads and by more than 2 %; on a CPU by the share of the product. Then the status is 1."""
-    old, new = written(tmp_path / "old.jsonl", line(**was)), written(tmp_path / "new.jsonl", line(**now))
-    status = start(monkeypatch, f"compare={old}", f"new={new}")
+def test_what_is_slower(was, now, verdict):
+    """By more than half of both spreads and by more than 2 %; on a CPU by the share of the product."""
+    text, slower = benchmark_table.compared([line(**was)], [line(**now)])
+    assert text[1].startswith("a (1 device)") and text[1].endswith(verdict)
+    ratio = float(verdict.split()[0])
+    assert slower == ([f"a (1 device) by {ratio - 1:.1%}"] if verdict.endswith("slower") else [])
+
+
+def test_slower_is_status_1(monkeypatch, tmp_path, capsys):
+    """Two files are compared without running anything: both tables, and status 1 with one line of error if a job is slower."""
+    old, new = written(tmp_path / "old.jsonl", line()), written(tmp_path / "new.jsonl", line(step_time_s=1.25))
+    assert start(monkeypatch, f"compare={new}", f"new={old}") == 0
     output = capsys.readouterr()
-    row = next(text for text in output.out.splitlines() if text.startswith("a (1 device)") and text.endswith(verdict))
-    assert row
-    assert status == (1 if "slower" in verdict else 0)
-    if status:
-        ratio = float(verdict.split()[0])
-        assert (
-            output.err
-            == f"error: slower than in {old} by more than the spread explains: a (1 device) by {ratio - 1:.1%}\n"
-        )
+    assert not output.err and f"Compared with {new}:" in output.out and "faster" in output.out
+    assert start(monkeypatch, f"compare={old}", f"new={new}") == 1
+    assert capsys.readouterr().err == (
+        f"error: slower than in {old} by more than the spread explains: a (1 device) by 25.0%\n"
+    )
 
 
 def test_only_the_same_is_compared():
@@ -140,7 +144,7 @@ def test_only_the_same_is_compared():
     old = [line("a"), line("b"), line("c")]
     new = [line("d", 9.0), line("b", 9.0, devices=2), line("c", 9.0, hardware={"device": "NVIDIA H100", "cpu": "x"})]
     text, slower = benchmark_table.compared(old, new)
-    assert not slower and [row.split("  ")[-1] for row in text[1:3]] == ["not in the old file"] * 2
+    assert not slower and [row.split("  ")[-1].strip() for row in text[1:3]] == ["not in the old file"] * 2
     assert text[3].endswith("{'device': 'NVIDIA H200', 'cpu': 'x', 'cpu_cores': 8}: not compared")
 
 
