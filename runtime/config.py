@@ -1,8 +1,8 @@
 """What to run: yaml files and `key=value` composed by hydra, then rebuilt here into typed, frozen dataclasses.
 
     python -m train --config-name=c4_h200x1_84m training.steps=100 paths.model_name=first_try
-    python -m train --help        # every key with its type and default, every config with its first line
-    python -m train --cfg job     # what hydra composes, without running it
+    python -m train --help        # every key with its type, default and meaning, every config with its first line
+    python -m train --cfg job     # what hydra composes, each key explained, without running it
     python -m train -m training.learning_rate=3e-3,1e-2    # a sweep: one run after the other, each in its own folder
 
 hydra composes untyped yaml and lets `+paths.mistyped=x` through, and its typed mode cuts 2.9 to 2 and reads "no" as a
@@ -13,6 +13,7 @@ runtime/config_checks.py then refuses combinations that cannot run. Importing th
 import contextlib
 import dataclasses
 import difflib
+import io
 import os
 import re
 import sys
@@ -31,7 +32,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from runtime.config_checks import check_combinations
-from runtime.config_rebuild import MISSING, Origins, all_keys, as_tree, find_origins, from_here, rebuild, shown
+from runtime.config_help import annotated, help_of_keys
+from runtime.config_rebuild import MISSING, Origins, as_tree, find_origins, from_here, rebuild
+from runtime.config_sweep import Sweep
 from runtime.errors import RunError, leave, print_error
 from runtime.tuning import tune
 
@@ -58,7 +61,8 @@ class Mesh:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    # Who the processes of a job are, where the launcher that starts them does not say it (docs/hosts.md).
+    """Who the processes of a job are, where the launcher that starts them does not say it (docs/hosts.md)."""
+
     coordinator: str | None = None  # HOST:PORT, where process 0 listens and all others reach it; null: found
     process_id: int | None = None  # of this process, from 0; null: found
     num_processes: int | None = None  # of the job, the same as num_hosts; null: found
@@ -125,7 +129,8 @@ class HuggingFaceDataset:
 
 @dataclass(frozen=True, kw_only=True)
 class Tracking:
-    # Besides metrics.jsonl and report.html, which there always are (docs/runs.md).
+    """Besides metrics.jsonl and report.html, which there always are (docs/runs.md)."""
+
     tensorboard: bool = False  # event files in the run folder: tensorboard --logdir runs
     wandb: bool = False  # Weights & Biases
     clearml: bool = False  # ClearML
@@ -190,21 +195,31 @@ def run(main: Callable[[Any], None], config_class: type, config_name: str = DEFA
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra then raises its errors for us to print, instead of printing a page
     failed = False
+    sweep = Sweep()
 
     def job(composed: DictConfig) -> None:
         # Caught here rather than outside hydra, so that one refused job does not end a sweep.
+        nonlocal failed
+        hydra_node = HydraConfig.get()
+        sweep.has_table = hydra_node.mode == RunMode.MULTIRUN and issubclass(config_class, RunConfig)
         try:
-            main(_finish(config_class, composed, HydraConfig.get()))
+            with sweep.job(hydra_node.overrides.task) as one:
+                one.config = _finish(config_class, composed, hydra_node)
+                main(one.config)
         except RunError as error:
-            nonlocal failed
             failed = True
             print_error(error)
 
     try:
-        with tempfile.TemporaryDirectory() as sweep_folder:
+        with tempfile.TemporaryDirectory() as sweep_folder, sweep:
             sys.argv[1:] = _hydra_arguments(arguments, sweep_folder)
-            with _readable_errors():
+            line = " ".join(arguments)
+            is_shown = re.search(r"(^| )(--cfg|-c)[ =]job( |$)", line) and not re.search(r"(^| )(--package|-p)[ =]", line)
+            shown = io.StringIO() if is_shown else sys.stdout
+            with _readable_errors(), contextlib.redirect_stdout(shown):
                 hydra.main(version_base="1.3", config_path=str(CONFIG_FOLDER), config_name=config_name)(job)()
+            if is_shown:
+                print(annotated(config_class, shown.getvalue(), _explaining_file(config_class, config_name)))
     except RunError as error:
         failed = True
         print_error(error)
@@ -350,7 +365,7 @@ def _config_names() -> list[str]:
 
 
 def _help(main: Callable[[Any], None], config_class: type, config_name: str) -> str:
-    """What --help prints: usage, every config with its first comment line, every key with its type and default."""
+    """What --help prints: usage, every config with its first comment line, every key explained."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     program = f"python -m {spec.name}" if spec else f"python {sys.argv[0]}"
     about = (sys.modules[main.__module__].__doc__ or "").strip().splitlines()[:1]
@@ -362,7 +377,7 @@ def _help(main: Callable[[Any], None], config_class: type, config_name: str) -> 
         f"  --config-name=NAME  a yaml file of {from_here(CONFIG_FOLDER)}, by default {config_name}",
         "  --config-dir=FOLDER another folder to look for it in",
         "  key=value           overrides a key; +key=value is the same",
-        "  --cfg job           prints what the config says and runs nothing",
+        "  --cfg job           prints all keys with their values and what they mean, and runs nothing",
         "  -m key=a,b          one run after the other, each with one of the values, each in its own run folder",
         "  --hydra-help        hydra's other flags",
         "",
@@ -371,9 +386,10 @@ def _help(main: Callable[[Any], None], config_class: type, config_name: str) -> 
     for name in _config_names():
         first = (CONFIG_FOLDER / f"{name}.yaml").read_text().partition("\n")[0].lstrip("# ")
         lines.append(f"  {name:24} {first}")
-    lines += ["", "keys, with type and default:"]
-    for key, (kind, each) in all_keys(config_class).items():
-        if not dataclasses.is_dataclass(kind):
-            default = "" if each.default is dataclasses.MISSING else f" = {shown(each.default)}"
-            lines.append(f"  {key}: {kind.__name__}{default}")
-    return "\n".join(lines)
+    keys = help_of_keys(config_class, _explaining_file(config_class, config_name))
+    return "\n".join([*lines, "", "keys, with type and default:", *keys])
+
+
+def _explaining_file(config_class: type, config_name: str) -> Path:
+    """The yaml whose comments explain keys besides the dataclasses': what all runs share, or the tool's own."""
+    return CONFIG_FOLDER / ("base.yaml" if issubclass(config_class, RunConfig) else f"{config_name}.yaml")

@@ -1,0 +1,109 @@
+"""Every key explains itself: --help and --cfg job, from the comments in the source."""
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import yaml
+
+import train
+from runtime.config import load, to_yaml
+from runtime.config_help import annotated, explanations, help_of_keys
+from tools.plan import Plan
+
+ROOT = Path(__file__).parents[1]
+BASE = ROOT / "configs/base.yaml"
+
+
+@dataclass(frozen=True)
+class Section:
+    """What belongs together."""
+
+    size: int  # bytes of it
+    # Lines above, where
+    # there is none beside.
+    name: str = "x"
+    other: int = 3  # in the field's lines
+
+
+@dataclass(frozen=True)
+class Some:
+    section: Section = field(default_factory=Section)
+    items: tuple[Section, ...] = ()  # several
+    bare: int = 1
+    both: int = 2  # B
+
+
+def small(tmp_path):
+    file = tmp_path / "some.yaml"
+    file.write_text("# A file.\n\n# of the file\nbare: 1\nboth: ???  # longer\nsection:\n  size: 7  # more # yet\n")
+    return file
+
+
+def test_where_explanations_are_found(tmp_path):
+    """Beside the field, in its lines, above it, in the class's docstring, and then in the yaml."""
+    assert explanations(Some, small(tmp_path)) == {
+        "section": "What belongs together.",
+        "section.size": "bytes of it; more # yet",
+        "section.name": "Lines above, where there is none beside.",
+        "section.other": "in the field's lines",
+        "items": "several",
+        "items[].size": "bytes of it",
+        "items[].name": "Lines above, where there is none beside.",
+        "items[].other": "in the field's lines",
+        "bare": "of the file",
+        "both": "B; longer",
+    }
+
+
+def test_help_has_defaults_and_where_they_are_from(tmp_path):
+    """The field's own default, or else the yaml's, which is named."""
+    lines = help_of_keys(Some, small(tmp_path))
+    assert lines[:4] == ["", "  section: What belongs together.", "  section.size: int = 7 in some.yaml", "      bytes of it; more # yet"]  # fmt: skip
+    assert '  section.name: str = "x"' in lines and "  items: list = []" in lines and "  items[].size: int" in lines
+
+
+@pytest.mark.parametrize("config_class", [train.Config, Plan])
+def test_no_key_is_without_explanation(config_class):
+    """Each key of a run says in words what it is: not one letter, not its own name."""
+    sections = {
+        "paths",
+        "mesh",
+        "io",
+        "checkpoint",
+        "flat_tokens",
+        "hf_dataset",
+        "model",
+        "training",
+        "training.tokens",
+    }
+    explained = explanations(config_class, BASE)
+    assert {key for key, text in explained.items() if len(text.split()) < 2} <= sections | {
+        "tracking.clearml",
+        "model.rope_max_timescale",
+    }
+    lines = help_of_keys(config_class, BASE)
+    assert max(map(len, lines)) <= 120
+    assert "      HOST:PORT, where process 0 listens and all others reach it; null: found" in lines
+
+
+def test_cfg_job_is_the_whole_config_with_comments(monkeypatch):
+    """What it prints loads as the config that it shows, and has each key with its explanation within 120 columns."""
+    monkeypatch.chdir(ROOT)
+    config = load(train.Config)
+    composed = (ROOT / "configs/local_test_synthetic.yaml").read_text()
+    text = annotated(train.Config, composed, BASE)
+    assert max(map(len, text.splitlines())) <= 120
+    shown, whole = yaml.safe_load(text), yaml.safe_load(to_yaml(config))
+    for key in ("checkpoint", "cluster", "tracking", "io", "hf_dataset", "model", "mesh"):
+        assert shown[key] == whole[key]
+    for line in ("  layers: 2 +# how many, all alike", "  timeout_s: 600.0 +# a save that takes longer", "  t: 2 +# devices along axis t"):  # fmt: skip
+        assert re.search(f"^{line}", text, re.MULTILINE)
+
+
+def test_cfg_job_shows_what_is_wrong_too():
+    """A config that would be refused can be looked at: an unknown key, a section that is none, a value still to be given."""
+    text = annotated(train.Config, "mesh: 3\ntraining: {stebs: 5}\nmodel: {d_model: ???}\n", BASE)
+    shown = yaml.safe_load(text)
+    assert shown["mesh"] == 3 and shown["training"]["stebs"] == 5 and shown["model"]["d_model"] == "???"

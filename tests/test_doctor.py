@@ -1,0 +1,170 @@
+"""tools.doctor: what it finds, what it says of what is wrong, and its exit status."""
+
+import os
+import re
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+import train
+from runtime.config import load
+from runtime.store import LocalStore
+from tools import doctor, doctor_measure
+from tools.doctor import BROKEN, GOOD, OPTION, OTHER, Finding, needed_parts, optional_parts
+from tools.doctor_measure import collectives, storage
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def in_the_repository(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Measures on little, so that it takes no time."""
+    monkeypatch.setattr(doctor_measure, "PRODUCT_SIZE", {"cpu": 64})
+    monkeypatch.setattr(doctor_measure, "COLLECTIVE_BYTES", {"cpu": 4096})
+    monkeypatch.setattr(doctor_measure, "FILE_BYTES", 1000)
+
+
+@pytest.fixture
+def versions(monkeypatch):
+    """Versions that importlib.metadata shall find instead of the true ones; None: not installed."""
+    others: dict[str, str | None] = {}
+    true_version = metadata.version
+
+    def version(name):
+        found = others[name] if name in others else true_version(name)
+        if found is None:
+            raise metadata.PackageNotFoundError(name)
+        return found
+
+    monkeypatch.setattr(metadata, "version", version)
+    return others
+
+
+def run(monkeypatch, *arguments):
+    """`python -m tools.doctor ARGUMENTS` in this process; returns the exit status."""
+    monkeypatch.setattr(sys, "argv", ["doctor.py", *arguments])
+    try:
+        doctor.program()
+    except SystemExit as stop:
+        return stop.code
+    return 0
+
+
+def by_part(findings):
+    return {finding.part: finding for finding in findings}
+
+
+def mesh(d, t):
+    return doctor_measure.start(load(train.Config, overrides=[f"mesh.d={d}", f"mesh.t={t}"]))
+
+
+def test_the_whole_table(monkeypatch, capsys, tmp_path, small):
+    """A machine where all is well: a row for each part in its order, 120 columns, status 0, no file left."""
+    assert run(monkeypatch, f"paths.root_working_dir={tmp_path}/runs") == 0
+    text = capsys.readouterr().out
+    rows = [line[7:33].strip() for line in text.splitlines() if line[:7].strip() in (GOOD, OPTION, OTHER)]
+    parts = [name for name, _, _ in doctor.OPTIONAL]
+    measured = ["devices", "mesh", "matrix product bfloat16", "matrix product float32"]
+    sent = [f"{kind} {axis}" for axis in "dt" for kind in ("all-gather", "reduce-scatter", "all-reduce")]
+    assert rows == ["python", "packages", *parts, *measured, *sent, "store", "graph of the step"]
+    assert max(map(len, text.splitlines())) <= 120
+    assert "8 × cpu (cpu), processes: 1" in text and "d=4 × t=2" in text
+    assert text.endswith(f"All {len(rows)} are well.\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_wrong_is_named_last_with_status_1(monkeypatch, capsys, tmp_path, small):
+    """A mesh that the devices are too few for and a store that cannot be written: both have a fix; the rest is measured."""
+    (tmp_path / "file").write_text("")
+    assert run(monkeypatch, "mesh.d=16", f"paths.root_working_dir={tmp_path}/file") == 1
+    shown = capsys.readouterr()
+    text = re.sub(r"\s+", " ", shown.out)
+    assert "WRONG mesh d=16 × t=2: command line: mesh.d × mesh.t = 16 × 2: expected 8 devices or fewer" in text
+    assert "fix: mesh.d=8 mesh.t=1" in text and "matrix product bfloat16" in text and "all-gather" not in text
+    assert "WRONG store" in text and f'fix: mkdir -p "{tmp_path}/file"' in text
+    found = re.fullmatch(r"error: 2 of \d+ are missing or broken: mesh, store; each has its fix beside it\n", shown.err)
+    assert found and max(map(len, shown.out.splitlines())) <= 120
+
+
+def test_it_runs_where_no_package_is_installed():
+    """A Python without any package: each is named with the command that installs the tested version; status 1, no traceback."""
+    done = subprocess.run(
+        [sys.executable, "-S", "-m", "tools.doctor"], env={"PATH": os.environ["PATH"]}, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert re.search(r"^WRONG  jax +not installed\n +fix: pip install jax==0\.10\.2$", done.stdout, re.MULTILINE)
+    assert re.fullmatch(
+        r"error: 22 of 24 are missing or broken: jax, .*; the rest is looked at when they are there\n", done.stderr
+    )
+
+
+def test_versions_against_the_tested_ones(versions):
+    """As pinned in requirements-cpu.txt: another version is said and breaks nothing, a missing package does."""
+    assert [finding.status for finding in needed_parts()] == [GOOD, GOOD]
+    versions |= {"zarr": None, "numpy": "2.0.0", "plotly": None}
+    found = by_part(needed_parts())
+    pins = doctor.tested("requirements-cpu.txt")
+    assert found["zarr"] == Finding(BROKEN, "zarr", "not installed", f"pip install zarr=={pins['zarr']}")
+    assert found["numpy"].status == OTHER and found["numpy"].found.startswith("2.0.0, not the tested ")
+    assert "plotly" not in found and found["packages"].found.startswith("20 of 22 ")
+
+
+def test_optional_parts_do_not_count(versions):
+    """What is optional is named with the pinned version and the command for it, and is never wrong."""
+    versions |= {name: None for _, names, _ in doctor.OPTIONAL for name in names}
+    found = by_part(optional_parts())
+    assert {finding.status for finding in found.values()} == {OPTION}
+    pins = doctor.tested("requirements-text.txt")
+    assert found["hf_dataset"].fix == f"pip install datasets=={pins['datasets']}"
+    assert 'pip install "jax[cuda13]==0.10.2"' in found["NVIDIA GPUs, and plans"].fix
+    versions["wandb"] = "0.0.1"
+    assert by_part(optional_parts())["tracking.wandb"].found == "wandb 0.0.1: not the tested version"
+    report = doctor.Report()
+    report.add(found.values(), is_leader=False)
+    assert report.verdict() == ""
+
+
+def test_bandwidth_counts_the_bytes_that_leave_a_device(monkeypatch):
+    """As the ledger does: of 4 MiB on 4 devices three quarters for a gather and a scatter, twice that for their sum."""
+    monkeypatch.setattr(doctor_measure, "_seconds", lambda run: 1e-3)
+    found = by_part(collectives(mesh(4, 1)))
+    assert {part: finding.found for part, finding in found.items()} == {
+        "all-gather d": "3.15 GB/s leave each device",
+        "reduce-scatter d": "3.15 GB/s leave each device",
+        "all-reduce d": "6.29 GB/s leave each device",
+        "collectives over t": "none: one device along it",
+    }
+
+
+def test_a_collective_with_wrong_values_is_broken(monkeypatch, small):
+    """A sum that leaves a device out is no speed to be proud of."""
+    monkeypatch.setattr(doctor_measure.lax, "psum", lambda x, axis: x * 3)
+    found = by_part(collectives(mesh(4, 1)))
+    assert [part for part, finding in found.items() if finding.status == BROKEN] == ["all-reduce d"]
+    assert found["all-reduce d"].found.startswith("wrong values: of ones it makes 3 to 3, expected 4; ")
+
+
+def test_an_object_store(object_store, small):
+    """Any URL that checkpoints can be written to; nothing stays there."""
+    (found,) = storage(f"{object_store}/runs", 4)
+    assert found.status == GOOD
+    assert re.fullmatch(rf"{object_store}/runs: writes [\d,]+ MB/s, reads [\d,]+ MB/s", found.found)
+    assert doctor_measure.open_store(object_store, 10).files("runs") == {}
+
+
+def test_a_store_that_fails(monkeypatch, tmp_path, small):
+    """A package that is missing has its command, and what is read must be what was written."""
+    (found,) = storage("gs://bucket/runs", 4)
+    assert found.status == BROKEN and found.fix == "pip install gcsfs"
+    monkeypatch.setattr(LocalStore, "read", lambda self, name: b"other")
+    (found,) = storage(str(tmp_path), 4)
+    assert found.status == BROKEN and found.found == f"{tmp_path}: what was read is not what was written"
+    assert list(tmp_path.iterdir()) == []
