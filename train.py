@@ -30,7 +30,6 @@ from kernels.attention import KERNELS, chosen
 from runtime.config import RunConfig, run
 from runtime.data import TokenBatch
 from runtime.run import RUNS_ONCE, Run, report_check, start, with_shardings
-from runtime.tracking import print_line
 from shardlib import shardops
 from shardlib.shardtypes import (
     Array,
@@ -468,7 +467,7 @@ def main(config: Config) -> None:
         return report_check(config, (step, (state, zero, zero, batch)), (validate, (state.weights, *sums, batch)))
 
     with jax.set_mesh(start(config)), Run(config, make_shardings(TokenBatch).targets) as run:
-        print_line(f'attention: {chosen(config.model.attention, act.dtype, config.model.d_head)}')
+        run.say(f'attention: {chosen(config.model.attention, act.dtype, config.model.d_head)}')
         step, validate = mapped_steps(config, run.data.bos_id)
         state, batch = with_shardings((state, batch), make_shardings(tuple[State, TokenBatch]))
         step = run.compile(jax.jit(step, donate_argnums=0).trace(state, zero, zero, batch), __file__)

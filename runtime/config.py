@@ -133,7 +133,7 @@ class Tracking:
 
     tensorboard: bool = False  # event files in the run folder: tensorboard --logdir runs
     wandb: bool = False  # Weights & Biases
-    clearml: bool = False  # ClearML
+    clearml: bool = False  # ClearML, of ~/clearml.conf
     trackio: bool = False  # trackio: a database in the run folder
     project: str = "clearshard"  # under which the last three show the run
     offline: bool = False  # Weights & Biases and ClearML write into the run folder and send nothing
@@ -214,7 +214,8 @@ def run(main: Callable[[Any], None], config_class: type, config_name: str = DEFA
         with tempfile.TemporaryDirectory() as sweep_folder, sweep:
             sys.argv[1:] = _hydra_arguments(arguments, sweep_folder)
             line = " ".join(arguments)
-            is_shown = re.search(r"(^| )(--cfg|-c)[ =]job( |$)", line) and not re.search(r"(^| )(--package|-p)[ =]", line)
+            is_part = re.search(r"(^| )(--package|-p)[ =]", line)
+            is_shown = re.search(r"(^| )(--cfg|-c)[ =]job( |$)", line) and not is_part
             shown = io.StringIO() if is_shown else sys.stdout
             with _readable_errors(), contextlib.redirect_stdout(shown):
                 hydra.main(version_base="1.3", config_path=str(CONFIG_FOLDER), config_name=config_name)(job)()
@@ -299,7 +300,7 @@ def _model_name(given: Any, hydra_node: DictConfig) -> Any:
     """The run's name: the given one or the config's; in a sweep with the job's overrides, so that none share a folder."""
     name = Path(hydra_node.job.config_name).name if given == MISSING else given
     overrides = [text.lstrip("+") for text in hydra_node.overrides.task]
-    overrides = [text for text in overrides if not text.startswith("paths.model_name=")]
+    overrides = [text for text in overrides if not text.startswith("paths.")]
     if hydra_node.mode != RunMode.MULTIRUN or not overrides or not isinstance(name, str):
         return name
     return name + "_" + re.sub(r"[^\w.=,-]", "-", "_".join(overrides))

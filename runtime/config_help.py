@@ -7,6 +7,7 @@ So --help and --cfg job say what a reader of the source reads, and no text is wr
 
 import ast
 import dataclasses
+import functools
 import inspect
 import io
 import re
@@ -109,6 +110,7 @@ def _docstring(section_class: type) -> str:
     return "" if text.startswith(f"{section_class.__name__}(") else " ".join(text.split())
 
 
+@functools.cache
 def _field_comments(section_class: type) -> dict[str, str]:
     """By a field's name, those of base classes too."""
     comments: dict[str, str] = {}

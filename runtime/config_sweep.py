@@ -17,8 +17,8 @@ from typing import Any
 from runtime.errors import RunError
 
 WIDTH = 120
-COLUMNS = ("run folder", "what differs", "loss", "validation", "tokens/s")
-LEAST_OF_ERROR = 40  # columns, where folders and overrides are long
+COLUMNS = ("what differs", "loss", "validation", "tokens/s", "run folder")
+NOT_KNOWN = "n/a"
 
 
 @dataclass
@@ -55,21 +55,18 @@ class Sweep:
 
 
 def table(jobs: Sequence[Job]) -> list[str]:
-    """A line for each job: its folder, the overrides that not all have, last losses and median speed, or its error."""
+    """A line for each job, the overrides that not all have, last losses, median speed and folder, and one for its error."""
     common = set.intersection(*(set(job.overrides) for job in jobs))
     rows = [COLUMNS]
     for job in jobs:
         differs = " ".join(text.lstrip("+") for text in job.overrides if text not in common)
-        folder = "–" if job.config is None else str(run_folder(job.config))
-        rows.append((folder, differs or "–", *([] if job.error else _numbers(folder))))
-    widths = [max(len(row[index]) for row in rows if len(row) > index) for index in range(len(COLUMNS))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
-    for index, job in enumerate(jobs, 1):
-        if job.error:
-            begin = "  ".join(cell.ljust(width) for cell, width in zip(rows[index], widths)) + "  error: "
-            room = max(LEAST_OF_ERROR, WIDTH - len(begin))
-            lines[index] = begin + (job.error if len(job.error) <= room else job.error[: room - 1] + "…")
-    return lines
+        folder = None if job.config is None else run_folder(job.config)
+        numbers = [NOT_KNOWN] * 3 if folder is None else _numbers(folder)
+        rows.append((differs or "nothing", *numbers, "none" if folder is None else str(folder)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    errors = ["", *(f"\n  error: {job.error}"[: WIDTH + 1] if job.error else "" for job in jobs)]
+    return [line + error for line, error in zip(lines, errors, strict=True)]
 
 
 def run_folder(config: Any) -> Path:
@@ -78,20 +75,20 @@ def run_folder(config: Any) -> Path:
     return Path("runs" if "://" in root else root) / config.paths.model_name
 
 
-def _numbers(folder: str) -> list[str]:
+def _numbers(folder: Path) -> list[str]:
     from runtime.report import read_run  # imports JAX, which a sweep that ran nothing does not need
 
     try:
         lines = read_run(folder).lines
     except RunError:
-        return ["n/a"] * 3
+        return [NOT_KNOWN] * 3
 
     def values(name: str) -> list[float]:
         return [line[name] for line in lines if isinstance(line.get(name), int | float)]
 
-    shown = [f"{values(name)[-1]:.4f}" if values(name) else "n/a" for name in ("loss", "validation_loss")]
+    shown = [f"{values(name)[-1]:.4f}" if values(name) else NOT_KNOWN for name in ("loss", "validation_loss")]
     rates = values("tokens_per_s")
-    return [*shown, f"{statistics.median(rates):,.0f}" if rates else "n/a"]
+    return [*shown, f"{statistics.median(rates):,.0f}" if rates else NOT_KNOWN]
 
 
 def _is_leader(jobs: Sequence[Job]) -> bool:

@@ -148,6 +148,11 @@ class Run:
         if self._stopping and error[0] is None:
             sys.exit(STOPPED)
 
+    def say(self, text: str) -> None:
+        """Prints a line, once for all hosts."""
+        if self._is_leader:
+            print_line(wrapped(text))
+
     def compile(self, traced: jax.stages.Traced, source: str) -> jax.stages.Compiled:
         """Compiles the step, and says what it costs: by its ledger before, and held against XLA's program after.
 

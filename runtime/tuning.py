@@ -56,3 +56,5 @@ def _keep_programs() -> None:
         home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         jax.config.update("jax_compilation_cache_dir", f"{home}/clearshard/programs")
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    # Of the same program on other lines of the source the old one would be read, and the ledger is held against lines.
+    jax.config.update("jax_compilation_cache_include_metadata_in_key", True)

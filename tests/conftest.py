@@ -11,6 +11,7 @@ os.environ["XLA_FLAGS"] = " ".join([
     "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
 ])  # fmt: skip
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"  # the tests neither read nor fill the user's
 os.environ["HF_HUB_OFFLINE"] = "1"  # what the tests read is on the disk
 
 import jax

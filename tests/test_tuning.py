@@ -28,7 +28,11 @@ def test_a_second_start_compiles_nothing(tmp_path):
     counts = []
     for name in ("first", "second"):
         given = f"{SMALL} training.steps=2 training.steps_for_lr=2 training.warmup_steps=1 validation_batches=1"
-        environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "programs"), "JAX_PLATFORMS": "cpu"}
+        environment = {
+            **os.environ,
+            "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "programs"),
+            "JAX_ENABLE_COMPILATION_CACHE": "1",
+        }
         command = [sys.executable, "-c", COUNT, *given.split(), f"paths.root_working_dir={tmp_path}"]
         done = subprocess.run(
             [*command, f"paths.model_name={name}"], capture_output=True, text=True, env=environment, timeout=300

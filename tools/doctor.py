@@ -70,12 +70,10 @@ class Report:
     """Prints findings as they come, one process for all, and knows which are wrong."""
 
     def __init__(self):
-        self.count = 0
         self.wrong: list[str] = []
 
     def add(self, findings: Iterable[Finding], *, is_leader: bool = True) -> None:
         for finding in findings:
-            self.count += 1
             if finding.status == BROKEN:
                 self.wrong.append(finding.part)
             if is_leader:
@@ -85,7 +83,7 @@ class Report:
         """'' when nothing is wrong."""
         if not self.wrong:
             return ""
-        return f"{len(self.wrong)} of {self.count} are missing or broken: {', '.join(self.wrong)}; each has its fix beside it"
+        return f"missing or broken: {', '.join(self.wrong)}; the fix of each is below it"
 
 
 def main(config: Any) -> None:
@@ -99,7 +97,7 @@ def main(config: Any) -> None:
         report.add(findings, is_leader=is_leader)
     if verdict := report.verdict():
         raise RunError(verdict)
-    print(f"\nAll {report.count} are well.")
+    print("\nNothing that this run needs is missing or broken.")
 
 
 # ---------------------------------------------------------------- packages
