@@ -60,7 +60,7 @@ class Model:
     rope_max_timescale: int  # base of the rotary angles
     norm_eps: float = 1e-6  # added to the mean square in RMSNorm
     compute_dtype: str = 'bfloat16'  # of activations and matrix products: bfloat16 or float32
-    attention: str = 'auto'  # einsum, as written below; a kernel of kernels/attention.py; auto: the device's fastest
+    attention: str = 'auto'  # a kernel of kernels/attention.py by name; einsum, which is written out; auto: the fastest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ class Training:
     microbatches: int = 1  # parts of a step's batch that are computed one after another
     max_grad_norm: float = 1.0  # a gradient whose global norm is larger is scaled down to it
     max_consecutive_bad_steps: int = 10  # so many in a row whose loss or gradient is not finite stop the run
-    save_for_backward: str = 'everything'  # what each layer keeps: a policy of SAVED
+    save_for_backward: str = 'everything'  # what each layer keeps: everything, products or inputs (SAVED)
     # Of the reduce-scatter of gathered weights' gradients: float32 sends 4 bytes an element; bfloat16 2, and rounds
     # each sum on its way over the d devices to 8 bits. Before it, each device's product is bfloat16 either way.
     gradient_reduce_dtype: str = 'float32'

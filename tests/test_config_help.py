@@ -7,7 +7,7 @@ from pathlib import Path
 import yaml
 
 import train
-from runtime.config import load, to_yaml
+from runtime.config import load, run, to_yaml
 from runtime.config_help import annotated, explanations, help_of_keys
 from runtime.config_rebuild import all_keys
 
@@ -85,6 +85,20 @@ def test_cfg_job_is_the_whole_config_with_comments(monkeypatch):
         assert shown[key] == whole[key]
     for line in ("  layers: 2 +# how many, all alike", "  timeout_s: 600.0 +# a save that takes longer", "  t: 2 +# devices along axis t"):  # fmt: skip
         assert re.search(f"^{line}", text, re.MULTILINE)
+
+
+def test_cfg_job_on_the_command_line(monkeypatch, capsys):
+    """--cfg job explains, in both spellings; a part of the config, and what hydra prints of itself, stay as they are."""
+    monkeypatch.chdir(ROOT)
+
+    def printed(*arguments):
+        monkeypatch.setattr("sys.argv", ["train.py", *arguments])
+        run(None, train.Config)
+        return capsys.readouterr().out
+
+    explained = f"{'  d: 8':44}# devices along axis d: "
+    assert explained in printed("--cfg", "job", "mesh.d=8") and explained in printed("--cfg=job", "mesh.d=8")
+    assert printed("--cfg", "job", "--package", "mesh", "mesh.d=8") == "# @package mesh\nd: 8\nt: 2\n"
 
 
 def test_cfg_job_shows_what_is_wrong_too():

@@ -107,6 +107,32 @@ def test_it_runs_where_no_package_is_installed():
     )
 
 
+def test_packages_that_do_not_go_together(monkeypatch, capsys):
+    """Where JAX or another package cannot be imported the table says which versions are there, and no traceback."""
+    monkeypatch.setitem(sys.modules, "train", None)  # import then raises ImportError
+    status = run(monkeypatch)
+    assert status.startswith("error: what is installed cannot be imported: ")
+    assert status.endswith("; fix: pip install -r requirements-cpu.txt")
+    assert "ok     packages" in capsys.readouterr().out
+
+
+def test_devices_that_jax_cannot_start(monkeypatch, capsys):
+    """A driver that does not work is a finding."""
+
+    def start(config):
+        raise RuntimeError("Unable to initialize backend 'cuda': no driver")
+
+    monkeypatch.setattr(doctor_measure, "start", start)
+    assert run(monkeypatch) == 1
+    shown = capsys.readouterr()
+    assert (
+        "WRONG  devices                   JAX does not start: Unable to initialize backend 'cuda': no driver\n"
+        in shown.out
+    )
+    assert "fix: nvidia-smi says whether the driver works; " in shown.out
+    assert shown.err.startswith("error: missing or broken: devices; ")
+
+
 def test_versions_against_the_tested_ones(versions):
     """As pinned in requirements-cpu.txt: another version is said and breaks nothing, a missing package does."""
     assert [finding.status for finding in needed_parts()] == [GOOD, GOOD]

@@ -91,13 +91,13 @@ def main(config: Any) -> None:
     from runtime.errors import RunError
     from tools.doctor_measure import measured
 
-    report = Report()
-    report.add(optional_parts())
+    report, is_leader = Report(), None
     for findings, is_leader in measured(config):
         report.add(findings, is_leader=is_leader)
     if verdict := report.verdict():
         raise RunError(verdict)
-    print("\nNothing that this run needs is missing or broken.")
+    if is_leader:
+        print("\nNothing that this run needs is missing or broken.")
 
 
 # ---------------------------------------------------------------- packages
@@ -162,13 +162,17 @@ def optional_parts() -> Iterator[Finding]:
 def program() -> None:
     """Looks at the packages first, since the configuration needs them."""
     wants_text = {"--help", "-h", "--cfg", "-c", "--hydra-help", "--info", "-i"} & set(sys.argv)
+    findings = [] if wants_text else list(needed_parts())
     report = Report()
-    if not wants_text:
-        report.add(needed_parts())
-        if report.wrong:
-            sys.exit(f"error: {report.verdict()}; the rest is looked at when they are there")
-    import runtime.config
-    import train
+    if any(finding.status == BROKEN for finding in findings):  # else they are printed when it is known who prints
+        report.add(findings)
+        sys.exit(f"error: {report.verdict()}; the rest is looked at when they are there")
+    try:
+        import runtime.config
+        import train
+    except (ImportError, RuntimeError) as error:  # JAX and jaxlib that do not go together, a library of the system
+        report.add(findings)
+        sys.exit(f"error: what is installed cannot be imported: {error}; fix: pip install -r requirements-cpu.txt")
 
     runtime.config.run(main, train.Config)
 

@@ -9,7 +9,7 @@ import secrets
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from runtime.errors import RunError
 from runtime.hlo_graph import find_dot
 from runtime.store import open_store
 from shardlib.mesh import shard_map
-from tools.doctor import BROKEN, GOOD, OPTION, OTHER, Finding, tested
+from tools.doctor import BROKEN, GOOD, OPTION, Finding, needed_parts, optional_parts, tested
 
 REPEATS = 5  # the median counts
 PRODUCT_SIZE = {"cpu": 1024}  # rows and columns of both factors
@@ -41,8 +41,8 @@ FILES, FILE_BYTES = 16, 4 * 2**20
 LONGEST_STORE_S = 60.0
 
 
-def measured(config: Any) -> Iterator[tuple[Iterator[Finding], bool]]:
-    """Findings, and whether this process prints them: of several each measures, since collectives need all."""
+def measured(config: Any) -> Iterator[tuple[Iterable[Finding], bool]]:
+    """All findings, and whether this process prints them: of several each measures, since collectives need all."""
     prepare_devices(config)
     mesh, refusal = None, ""
     try:
@@ -53,9 +53,11 @@ def measured(config: Any) -> Iterator[tuple[Iterator[Finding], bool]]:
         refusal = str(error)
     except RuntimeError as error:  # JAX cannot use a device that it found
         fix = "nvidia-smi says whether the driver works; JAX_PLATFORMS=cpu does without the device"
-        yield iter([Finding(BROKEN, "devices", f"JAX does not start: {error}", fix)]), True
+        yield [*needed_parts(), Finding(BROKEN, "devices", f"JAX does not start: {error}", fix)], True
         return
     is_leader = jax.process_index() == 0
+    yield needed_parts(), is_leader
+    yield optional_parts(), is_leader
     yield devices(config, mesh, refusal), is_leader
     yield products(jax.local_devices()[0]), is_leader
     if mesh is not None:
@@ -204,7 +206,7 @@ def storage(root: str, threads: int) -> Iterator[Finding]:
         return
     free = shutil.disk_usage(root if existed else Path(root).absolute().parent).free
     text += f" ({FILES} files of {FILE_BYTES >> 20} MiB, flushed), {free / 1e9:,.1f} GB free"
-    yield Finding(GOOD if free > size else OTHER, "store", text)
+    yield Finding(GOOD, "store", text)
 
 
 def _forget(path: str) -> None:
