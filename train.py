@@ -358,13 +358,15 @@ def learning_rate(training: Training, step: jax.Array) -> jax.Array:
 
 
 @typed
-def norms(tree: Weights) -> Groups:
-    """The norm of each group of weights, or of their gradients or updates; one sum over all devices."""
-    layer = tree.transformer
-    attention, ffn = (layer.w_q, layer.w_kv, layer.w_o), (layer.w_gate, layer.w_up, layer.w_down)
-    groups = (tree.embed,), (tree.unembed,), attention, ffn, (layer.ln1, layer.ln2, tree.final_layer_norm)
-    squares = [sum(shardops.sum_unreduced('... -> +d +t', w * w) for w in group) for group in groups]
-    return Groups(*jnp.sqrt(shardops.psum('groups +d +t -> groups', jnp.stack(squares))))
+def norms(tree: Weights) -> tuple[f32[''], Groups]:
+    """The norm of all weights, or of their gradients or changes, and of each group; one sum over all devices."""
+    squares = jnp.stack([shardops.sum_unreduced('... -> +d +t', w * w) for w in jax.tree.leaves(tree)])
+    squares = shardops.psum('weights +d +t -> weights', squares)
+    w = jax.tree.unflatten(jax.tree.structure(tree), list(squares))
+    layer = w.transformer
+    attention, ffn = layer.w_q + layer.w_kv + layer.w_o, layer.w_gate + layer.w_up + layer.w_down
+    groups = Groups(w.embed, w.unembed, attention, ffn, layer.ln1 + layer.ln2 + w.final_layer_norm)
+    return jnp.sqrt(jnp.sum(squares)), jax.tree.map(jnp.sqrt, groups)
 
 
 @typed
@@ -397,8 +399,7 @@ def training_step(
 
     with jax.named_scope('clip'):
         value = shardops.psum('+d +t -> ', value)
-        grad_norm_of = norms(gradient)
-        grad_norm = jnp.sqrt(sum(norm * norm for norm in vars(grad_norm_of).values()))
+        grad_norm, grad_norm_of = norms(gradient)
         clip = jnp.minimum(1.0, training.max_grad_norm / jnp.maximum(grad_norm, 1e-30))
 
     with jax.named_scope('adamw'):
@@ -418,8 +419,8 @@ def training_step(
         new_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new_state, state)
 
     with jax.named_scope('metrics'):
-        weight_norm_of = norms(new_state.weights)
-        changes = norms(jax.tree.map(jnp.subtract, new_state.weights, state.weights))
+        _, weight_norm_of = norms(new_state.weights)
+        _, changes = norms(jax.tree.map(jnp.subtract, new_state.weights, state.weights))
         metrics = Metrics(
             loss=value,
             learning_rate=rate,

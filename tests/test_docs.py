@@ -24,6 +24,7 @@ import runtime.config
 import train
 from runtime.config import load
 from runtime.errors import RunError
+from shardlib.shardtypes import typed_shard_map
 from tools import plan
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -155,7 +156,8 @@ def check_arguments(module, arguments):
             if each.startswith("--config-name="):
                 name = each.removeprefix("--config-name=")
             elif each not in ("--help", "-m", "--multirun"):
-                overrides.append(each)
+                sweeps = "-m" in arguments or "--multirun" in arguments
+                overrides.append(each.split(",")[0] if sweeps else each)  # a sweep: its first job
         if name != "my_config":  # the reader's own
             load(class_, name, overrides)
     else:
@@ -292,7 +294,7 @@ def test_the_excerpt_of_the_readme_is_train_py():
 
 
 IMPORTS = """import jax
-from shardlib.shardtypes import typed_shard_map
+from shardlib import shardops
 from shardlib.shardtypes import Array, f32, make_shardings, pytree_dataclass, typed_shard_map, u32
 from shardlib.typed import typed
 

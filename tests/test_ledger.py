@@ -145,8 +145,8 @@ def collectives_by_hand(s: Sizes) -> collections.Counter:
             add("all-reduce", "t", "float32", s.b * s.c * 4, phase, line, s.C * s.m)
     add("all-reduce", "d", "float32", 4, "update", line_of("shardops.psum('+d -> '"), 1)
     add("all-reduce", "dt", "float32", 4, "update", line_of("value = shardops.psum("), 1)
-    # The norms of five groups of weights: of the gradient, the weights and the update.
-    add("all-reduce", "dt", "float32", 20, "update", line_of("shardops.psum('groups +d +t -> groups'"), 3)
+    # The norms of the eleven arrays of weights: of the gradient, the weights and the update.
+    add("all-reduce", "dt", "float32", 44, "update", line_of("shardops.psum('weights +d +t -> weights'"), 3)
     return +table
 
 
@@ -231,7 +231,7 @@ def test_no_more_is_sent_than_must_be(name, overrides):
     over_d = (s.d - 1) / s.d * (s.m * gathered + 2 * 4)  # and the number of targets
     tokens = s.b * s.m * s.L
     over_t = (s.t - 1) / s.t * tokens * ((8 * s.N + 4) * s.a * s.M + 3 * 2 * 4)
-    over_both = (s.d * s.t - 1) / (s.d * s.t) * (s.m * 2 * 4 * (2 * s.N + 1) * s.M + 2 * (4 + 3 * 20))
+    over_both = (s.d * s.t - 1) / (s.d * s.t) * (s.m * 2 * 4 * (2 * s.N + 1) * s.M + 2 * (4 + 3 * 44))
     axes = {"d": s.d, "t": s.t}
     sent = sum(row.sent_bytes(axes) * times for row, times in ledger.costs.collectives.items())
     assert sent == pytest.approx(over_d + over_t + over_both, abs=0.5)
