@@ -366,7 +366,7 @@ def norms(tree: Weights) -> tuple[f32[''], Groups]:
     layer = w.transformer
     attention, ffn = layer.w_q + layer.w_kv + layer.w_o, layer.w_gate + layer.w_up + layer.w_down
     groups = Groups(w.embed, w.unembed, attention, ffn, layer.ln1 + layer.ln2 + w.final_layer_norm)
-    return jnp.sqrt(jnp.sum(squares)), jax.tree.map(jnp.sqrt, groups)
+    return jnp.sqrt(shardops.sum_unreduced('weights -> ', squares)), jax.tree.map(jnp.sqrt, groups)
 
 
 @typed
