@@ -65,21 +65,19 @@ class Tokenizer:
         # Not its number of tokens, since the ids may have holes.
         return max(self.bos_id, *self.backend.get_vocab(with_added_tokens=True).values()) + 1
 
-    def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """The ids of all texts one after another, uint32, and how many each text has, int64."""
+    def encode_flat(self, texts: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
+        """The ids of all texts, each in UTF-8, one after another, uint32, and how many each text has, int64."""
         if not self.json:
-            encoded = [text.encode() for text in texts]
-            ids = np.frombuffer(b"".join(encoded), np.uint8).astype(np.uint32)
-            ids += np.uint32(1)
-            return ids, np.array([len(each) for each in encoded], np.int64)
-        encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
+            ids = np.add(np.frombuffer(b"".join(texts), np.uint8), 1, dtype=np.uint32)
+            return ids, np.fromiter(map(len, texts), np.int64, len(texts))
+        encodings = self.backend.encode_batch_fast([text.decode() for text in texts], add_special_tokens=False)
         lengths = np.fromiter(map(len, encodings), np.int64, len(encodings))
         ids = chain.from_iterable(encoding.ids for encoding in encodings)
         return np.fromiter(ids, np.uint32, int(lengths.sum())), lengths
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The ids of each text, uint32, without begin or end tokens."""
-        ids, lengths = self.encode_flat(texts)
+        ids, lengths = self.encode_flat([text.encode() for text in texts])
         stops = np.cumsum(lengths).tolist()
         return [ids[start:stop] for start, stop in zip([0, *stops], stops)]
 
@@ -99,7 +97,7 @@ class Tokenizer:
         """
         text, turns = render_chat(self, messages)
         if not self.json:
-            ids, _ = self.encode_flat([text])
+            ids, _ = self.encode_flat([text.encode()])
             starts = np.arange(len(ids))
             stops = starts + 1
             turns = [tuple(len(text[:end].encode()) for end in turn) for turn in turns]

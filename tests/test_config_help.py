@@ -4,12 +4,22 @@ import re
 from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
 
+import pytest
 import yaml
 
 import train
 from runtime.config import load, run, to_yaml
 from runtime.config_help import annotated, explanations, help_of_keys
 from runtime.config_rebuild import all_keys
+from tools import (
+    benchmark,
+    benchmark_checkpoint,
+    benchmark_loader,
+    plan,
+    tokenize_text,
+    torture,
+    write_synthetic_dataset,
+)
 
 ROOT = Path(__file__).parents[1]
 BASE = ROOT / "configs/base.yaml"
@@ -63,13 +73,32 @@ def test_help_has_defaults_and_where_they_are_from(tmp_path):
     assert '  section.name: str = "x"' in lines and "  items: list = []" in lines and "  items[].size: int" in lines
 
 
-def test_no_key_is_without_explanation():
-    """Each key of a run says in words what it is, more than one of them."""
-    explained = explanations(train.Config, BASE)
-    keys = [key for key, (kind, _) in all_keys(train.Config).items() if not is_dataclass(kind)]
-    assert [key for key in keys if len(explained[key].split()) < 2] == []
-    lines = help_of_keys(train.Config, BASE)
+@pytest.mark.parametrize(
+    ("config_class", "file"),
+    [
+        (train.Config, "base"),
+        (plan.Plan, "base"),
+        (benchmark.Benchmark, "benchmark"),
+        (benchmark_checkpoint.Benchmark, "benchmark_checkpoint"),
+        (benchmark_loader.Benchmark, "benchmark_loader"),
+        (tokenize_text.TokenizeText, "tokenize_text"),
+        (torture.Torture, "torture"),
+        (write_synthetic_dataset.Synthetic, "write_synthetic_dataset"),
+    ],
+)
+def test_no_key_is_without_explanation(config_class, file):
+    """Each key of a run and of a tool says what it is."""
+    file = ROOT / f"configs/{file}.yaml"
+    explained = explanations(config_class, file)
+    keys = [key for key, (kind, _) in all_keys(config_class).items() if not is_dataclass(kind)]
+    assert [key for key in keys if not explained[key]] == []
+    lines = help_of_keys(config_class, file)
     assert max(map(len, lines)) <= 120
+
+
+def test_help_of_a_key_of_the_cluster():
+    """As the source has it, below the key."""
+    lines = help_of_keys(train.Config, BASE)
     assert "      HOST:PORT, where process 0 listens and all others reach it; null: found" in lines
 
 

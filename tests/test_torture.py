@@ -21,5 +21,5 @@ def test_a_run_that_is_killed_again_and_again(tmp_path, record_property):
 def test_torture_says_when_the_run_is_too_short(tmp_path):
     """A run that ends before its last kill is no proof: the message says how many steps it takes."""
     config = Torture(folder=str(tmp_path / "torture"), seed=0, kills=50, steps=10, checkpoint_interval=5, epochs=1)
-    with pytest.raises(RunError, match=r"the run ended after \d of 50 kills: raise steps, to 765 say"):
+    with pytest.raises(RunError, match=r"the run ended after \d of 50 kills: raise steps, to 1530 say"):
         torture(config)

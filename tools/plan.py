@@ -38,8 +38,8 @@ class OwnHardware:
 
     name: str  # to give as hardware=
     peak_flops_per_s: float | None = None  # bfloat16, dense
-    hbm_bytes: int | None = None
-    hbm_bytes_per_s: float | None = None
+    hbm_bytes: int | None = None  # its memory
+    hbm_bytes_per_s: float | None = None  # to and from its memory
     link_bytes_per_s: float | None = None  # that leave a device, to the others of its host
     network_bytes_per_s: float | None = None  # that leave a device, to other hosts
 

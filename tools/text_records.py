@@ -93,15 +93,17 @@ def encoded(documents: list[tuple], source: str, tokenizer: Tokenizer, settings:
 
 def drawn(document: tuple, settings: Settings) -> bool:
     """Whether a document belongs to the validation split: by its own text and the seed alone, wherever it stands."""
-    text = json.dumps(document[0], sort_keys=True) if settings.format == "chat" else "\0".join(document)
-    digest = hashlib.blake2b(text.encode(), digest_size=8, key=settings.seed.to_bytes(8, "little")).digest()
-    return int.from_bytes(digest, "little") < settings.validation_fraction * 2**64
+    chat = settings.format == "chat"
+    text = json.dumps(document[0], sort_keys=True).encode() if chat else b"\0".join(document)
+    digest = hashlib.sha256(settings.seed.to_bytes(8, "little") + text).digest()  # processors have instructions for it
+    return int.from_bytes(digest[:8], "little") < settings.validation_fraction * 2**64
 
 
 def read_documents(block: Block, tokenizer: Tokenizer, settings: Settings) -> tuple[list[tuple], list[str]]:
     """A block's documents, and of its other records where they are and what is wrong.
 
-    A document is a text; a prompt and an answer; or the messages of a chat, their ids and which of these are targets.
+    A document is a text; a prompt and an answer; or the messages of a chat, their ids and which of these are targets. Its
+    texts are in UTF-8, as they are in a file, so that bytes become ids without being decoded and encoded.
     """
     if not block.content:
         return [], [f"{block.source}: the file is empty"]
@@ -116,7 +118,9 @@ def read_documents(block: Block, tokenizer: Tokenizer, settings: Settings) -> tu
     for number, item in enumerate(items):
         try:
             if block.kind == "text":
-                documents.append((_text(item.removesuffix(settings.separator)),))
+                text = item.removesuffix(settings.separator)
+                _decoded(text)  # it must be UTF-8
+                documents.append((text,))
             elif item or block.kind == "rows":  # no empty line
                 record = _record(item) if block.kind == "lines" else item
                 values = _values(record, settings)
@@ -134,7 +138,7 @@ def read_documents(block: Block, tokenizer: Tokenizer, settings: Settings) -> tu
     return documents, bad
 
 
-def _text(data: bytes) -> str:
+def _decoded(data: bytes) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError as error:
@@ -145,7 +149,7 @@ def _text(data: bytes) -> str:
 
 def _record(line: bytes) -> dict:
     try:
-        record = json.loads(_text(line))
+        record = json.loads(_decoded(line))
     except json.JSONDecodeError as error:
         raise BadRecord(f"no JSON ({error.msg}, column {error.colno})") from error
     except RecursionError as error:
@@ -156,7 +160,7 @@ def _record(line: bytes) -> dict:
 
 
 def _values(record: dict, settings: Settings) -> tuple:
-    """The fields that settings name: strings, or the messages of a chat."""
+    """The fields that settings name: texts in UTF-8, or the messages of a chat."""
     values = []
     for field in settings.fields:
         if field not in record:
@@ -165,8 +169,7 @@ def _values(record: dict, settings: Settings) -> tuple:
         if settings.format != "chat":
             if not isinstance(value, str):
                 raise BadRecord(f"field '{field}' is {type(value).__name__}, expected text")
-            if not value.isascii():
-                value.encode()  # half of a surrogate pair cannot be
+            value = value.encode()  # half of a surrogate pair cannot be
         values.append(value)
     if settings.format == "prompt" and not values[1]:
         raise BadRecord(f"field '{settings.fields[1]}' is empty, so there is nothing to learn")

@@ -1,7 +1,7 @@
 """Kills a real run with SIGKILL at random moments, and proves that nothing is lost.
 
     python -m tools.torture
-    python -m tools.torture kills=100 steps=2000 epochs=3 seed=1
+    python -m tools.torture kills=100 steps=6000 epochs=9 seed=1
 
 Two runs of the same small model, `python -m train` in processes of their own: one is left alone; the other is killed at
 moments that a seed chooses, and started again each time: one kill in ten while it starts, half of them when a save has
@@ -89,6 +89,8 @@ def torture(config: Torture) -> Count:
 
     count, newest = Count(), 0
     while count.kills < config.kills:
+        if newest == config.steps:
+            raise ended_early(config, count)
         life = Life(config, "tortured", count.restarts)
         kind = draw.choices(["starting", "saving", "stepping"], [1, 5, 4])[0]
         if kind == "starting":
@@ -103,10 +105,7 @@ def torture(config: Torture) -> Count:
                 step = saved + draw.randint(1, config.checkpoint_interval)
                 life.wait_for(lambda life=life, step=step: life.last_step() >= step)
         if not life.kill():
-            raise RunError(
-                f"the run ended after {count.kills} of {config.kills} kills: raise steps, to "
-                f"{3 * config.checkpoint_interval * (config.kills + 1)} say, and epochs if the data do not suffice"
-            )
+            raise ended_early(config, count)
         count.kills += 1
         count.restarts += 1
         count.in_saving += life.is_saving()
@@ -117,9 +116,10 @@ def torture(config: Torture) -> Count:
         moment = "in a save" if life.is_saving() else "between saves" if life.last_step() else "while it started"
         print(f"kill {count.kills}: {moment}; last step {life.last_step()}, newest checkpoint {newest}", flush=True)
 
-    life = Life(config, "tortured", count.restarts)
-    life.end()
-    count.lost_checkpoints += life.lost(newest)
+    if newest < config.steps:
+        life = Life(config, "tortured", count.restarts)
+        life.end()
+        count.lost_checkpoints += life.lost(newest)
     differing = [step for step, loss in whole.losses().items() if life.losses().get(step) != loss]
     if differing or count.lost_checkpoints or len(life.losses()) != config.steps:
         raise RunError(
@@ -128,6 +128,13 @@ def torture(config: Torture) -> Count:
             "and the log of each start."
         )
     return count
+
+
+def ended_early(config: Torture, count: Count) -> RunError:
+    return RunError(
+        f"the run ended after {count.kills} of {config.kills} kills: raise steps, to "
+        f"{6 * config.checkpoint_interval * (config.kills + 1)} say, and epochs if the data do not suffice"
+    )
 
 
 class Life:
