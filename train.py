@@ -6,7 +6,7 @@
     python -m train check_only=true                          # proves the types below on the mesh, without a device
 
 Legend, the same letters for weights and activations:
-    B batch, L position of a query, S position of a key, M d_model, F d_ff, V vocabulary,
+    B batch, R rows of a part of it, L position of a query, S position of a key, M d_model, F d_ff, V vocabulary,
     K key heads, Q query heads per key head, D d_head
 Mesh: d splits data and weights (fully sharded data parallelism), t heads, d_ff and vocabulary (tensor parallelism).
 A type: in f32['B/d L M/t'] B is split over d and M over t. Along an axis not mentioned all devices hold the same.
@@ -31,16 +31,7 @@ from runtime.config import RunConfig, run
 from runtime.data import TokenBatch
 from runtime.run import RUNS_ONCE, Run, report_check, start, with_shardings
 from shardlib import shardops
-from shardlib.shardtypes import (
-    Array,
-    ComputeType,
-    f32,
-    i32,
-    make_shardings,
-    pytree_dataclass,
-    typed_shard_map,
-    u32,
-)
+from shardlib.shardtypes import Array, ComputeType, f32, i32, make_shardings, pytree_dataclass, typed_shard_map, u32
 from shardlib.typed import typed
 
 # The type of activations and of gathered weights: bfloat16, or what model.compute_dtype says.
@@ -84,6 +75,7 @@ class Training:
     weight_decay: float  # w loses learning_rate · weight_decay · w; matrices only, see DECAYED
     tokens: Tokens
     microbatches: int = 1  # parts of a step's batch that are computed one after another
+    interleave: int = 1  # parts of a microbatch's rows that each layer computes in turn: one is sent, another computed
     max_grad_norm: float = 1.0  # a gradient whose global norm is larger is scaled down to it
     max_consecutive_bad_steps: int = 10  # so many in a row whose loss or gradient is not finite stop the run
     save_for_backward: str = 'everything'  # what each layer keeps: everything, products or inputs (SAVED)
@@ -247,8 +239,7 @@ def forward(model: Model, training: Training, bos_id: int, weights: Weights, bat
 
     with jax.named_scope('embed'):
         first = batch.is_seq_start.at[:, 0].set(True)  # a row's first position starts a segment
-        before = jnp.roll(batch.targets, 1, axis=1)
-        inputs: u32['B/d L'] = jnp.where(first, jnp.uint32(bos_id), before)
+        inputs: u32['B/d L'] = jnp.where(first, jnp.uint32(bos_id), jnp.roll(batch.targets, 1, axis=1))
         segment: i32['B/d L'] = jnp.cumsum(first, axis=1, dtype=jnp.int32)
         x = embed(weights.embed, inputs)
 
@@ -256,46 +247,56 @@ def forward(model: Model, training: Training, bos_id: int, weights: Weights, bat
     ln1 = shardops.all_gather('layers M/d/t -> layers M', weights.transformer.ln1)
     ln2 = shardops.all_gather('layers M/d/t -> layers M', weights.transformer.ln2)
 
-    # Kept for the backward pass: the values under save_for_backward whose names the policy has. Bytes are those of one
-    # layer and one token of the device's rows, in bfloat16.
+    in_parts = functools.partial(rearrange, pattern='(parts B) ... -> parts B ...', parts=training.interleave)
+    segments: i32['parts R/d L'] = in_parts(segment)
+
+    # The bytes that its lines say are of one layer and one token of the device's rows, in bfloat16.
     @functools.partial(explicit_activation_checkpointing, names=SAVED[training.save_for_backward])
     def layer(x: act['B/d L M/t'], ws: tuple[f32['M'], f32['M'], Layer]) -> tuple[act['B/d L M/t'], None]:
         ln1, ln2, w = ws
-        with jax.named_scope('attention'):
+        w_q = gather('M/d Q K/t D -> M Q K/t D', w.w_q)
+        w_kv = gather('2 M/d K/t D -> 2 M K/t D', w.w_kv)
+        w_o = gather('M/d Q K/t D -> M Q K/t D', w.w_o)
+        w_gate = gather('M/d F/t -> M F/t', w.w_gate)
+        w_up = gather('M/d F/t -> M F/t', w.w_up)
+        w_down = gather('M/d F/t -> M F/t', w.w_down)
+
+        @jax.named_scope('attention')
+        def attend(x: act['B/d L M/t'], segment: i32['B/d L']) -> act['B/d L M/t']:
             gathered = shardops.all_gather('B/d L M/t -> B/d L M', x)
             gathered = save_for_backward(gathered, 'gathered')  # 2M bytes a token, in the place of the input's 2M/t
             normed = rms_norm(gathered, ln1, model.norm_eps)
-            w_q = gather('M/d Q K/t D -> M Q K/t D', w.w_q)
             q = shardops.einsum_unreduced('B/d L M, M Q K/t D -> B/d L Q K/t D', normed, w_q)
             q = rotary(q, model.rope_max_timescale)
             q = save_for_backward(q)  # 2QKD/t bytes a token, spares a product with w_q
-            w_kv = gather('2 M/d K/t D -> 2 M K/t D', w.w_kv)
             k = shardops.einsum_unreduced('B/d L M, M K/t D -> B/d L K/t D', normed, w_kv[0])
             k = rotary(k[:, :, None], model.rope_max_timescale)[:, :, 0]
             k = save_for_backward(k)  # 2KD/t bytes a token, spares the product with w_kv[0]
             v = shardops.einsum_unreduced('B/d L M, M K/t D -> B/d L K/t D', normed, w_kv[1])
             v = save_for_backward(v)  # 2KD/t bytes a token, spares the product with w_kv[1]
             o = attention(model.attention, q, k, v, segment)
-            w_o = gather('M/d Q K/t D -> M Q K/t D', w.w_o)
             y = shardops.einsum_unreduced('B/d L Q K/t D, M Q K/t D -> B/d L M +t', o, w_o)
             y = shardops.psum_scatter('B/d L M +t -> B/d L M/t', y)
-            x = save_for_backward(x + y, 'split')  # 2M/t bytes a token, spares the product with w_o and its sum
+            return save_for_backward(x + y, 'split')  # 2M/t bytes a token, spares the product with w_o and its sum
 
-        with jax.named_scope('ffn'):
+        @jax.named_scope('ffn')
+        def feed_forward(x: act['B/d L M/t']) -> act['B/d L M/t']:
             gathered = shardops.all_gather('B/d L M/t -> B/d L M', x)
             gathered = save_for_backward(gathered, 'gathered')  # 2M bytes a token, spares that and the gather
             normed = rms_norm(gathered, ln2, model.norm_eps)
-            w_gate = gather('M/d F/t -> M F/t', w.w_gate)
             gate = shardops.einsum_unreduced('B/d L M, M F/t -> B/d L F/t', normed, w_gate)
             gate = save_for_backward(gate)  # 2F/t bytes a token, spares a product with w_gate
-            w_up = gather('M/d F/t -> M F/t', w.w_up)
             up = shardops.einsum_unreduced('B/d L M, M F/t -> B/d L F/t', normed, w_up)
             up = save_for_backward(up)  # 2F/t bytes a token, spares a product with w_up
             hidden = jax.nn.silu(gate) * up
-            w_down = gather('M/d F/t -> M F/t', w.w_down)
             y = shardops.einsum_unreduced('B/d L F/t, M F/t -> B/d L M +t', hidden, w_down)
             y = shardops.psum_scatter('B/d L M +t -> B/d L M/t', y)
-            return x + y, None
+            return x + y
+
+        parts: act['parts R/d L M/t'] = in_parts(x)
+        parts = [attend(part, segment) for part, segment in zip(parts, segments)]
+        parts = [feed_forward(part) for part in parts]
+        return rearrange(parts, 'parts B L M -> (parts B) L M'), None
 
     x, _ = lax.scan(layer, x, (ln1, ln2, weights.transformer))
 
@@ -323,9 +324,8 @@ def loss_sum(model: Model, training: Training, bos_id: int, weights: Weights, ba
 
     @explicit_activation_checkpointing
     def chunk_loss(unembed: f32['V/t M'], x: act['B/d L M'], batch: TokenBatch) -> f32['+d +t']:
-        logits = shardops.einsum_unreduced(
-            'B/d L M, V/t M -> B/d L V/t', x, unembed.astype(act.dtype), preferred_element_type=jnp.float32
-        )
+        w = unembed.astype(act.dtype)
+        logits = shardops.einsum_unreduced('B/d L M, V/t M -> B/d L V/t', x, w, preferred_element_type=jnp.float32)
         logits = save_for_backward(logits)  # 4V/t bytes a token of one chunk, spares the product
         largest = shardops.pmax('B/d L V/t -> B/d L', lax.stop_gradient(logits))
         largest = save_for_backward(largest)  # 4 bytes a token of one chunk, spares the maximum over t

@@ -218,9 +218,9 @@ def _kernel_flops(op: Operation) -> tuple[int | None, float]:
 
 # -- What is kept for the backward pass --------------------------------------------------------------------------------
 def saved(block: Block) -> list[Saved]:
-    """What is made in the forward pass and read in the backward pass; weights, batch and other arguments are not
-    made."""
-    rows = []
+    """What is made in the forward pass and read in the backward pass, of a line that is met more than once the equal
+    ones as one row; weights, batch and other arguments are not made."""
+    rows: collections.Counter[Saved] = collections.Counter()  # how often, of rows whose own `times` is 1
     for op in block.operations:
         for value in op.outputs:
             if readers := read_in_backward(value):
@@ -229,10 +229,11 @@ def saved(block: Block) -> list[Saved]:
                     why = "input"
                 elif not why and _is_gradient(each):
                     why = "gradient"
-                rows.append(Saved(line, why, each.dtype, each.shape, each.bytes, times))
+                rows[Saved(line, why, each.dtype, each.shape, each.bytes, 1)] += times
         for body in op.blocks:
-            rows += saved(body)
-    return rows
+            for row in saved(body):
+                rows[dataclasses.replace(row, times=1)] += row.times
+    return [dataclasses.replace(row, times=times) for row, times in rows.items()]
 
 
 def read_in_backward(value: Value) -> list[Operation]:

@@ -209,6 +209,10 @@ def run(main: Callable[[Any], None], config_class: type, config_name: str = DEFA
         except RunError as error:
             failed = True
             print_error(error)
+        except BrokenPipeError:
+            print("what read the output has gone (broken pipe)", file=sys.stderr)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be flushed
+            leave(141)
 
     try:
         with tempfile.TemporaryDirectory() as sweep_folder, sweep:

@@ -36,6 +36,7 @@ COUNTS = {
     "training.tokens.batch": "rows",
     "training.tokens.len": "tokens",
     "training.microbatches": "microbatches",
+    "training.interleave": "parts",
     "training.max_consecutive_bad_steps": "steps",
     "model.d_model": "",
     "model.n_q_per_kv": "heads",
@@ -185,14 +186,15 @@ def _indivisible(config: Any) -> Iterator[str]:
             f"dim M is split over the axes d and t (mesh.d × mesh.t = {d} × {t} = {d * t}), and {size} is no multiple of "
             f"{d * t}: set model.d_model to {_nearest_multiples(size, d * t)}",
         )
-    batch, microbatches = config.training.tokens.batch, config.training.microbatches
-    if batch % (d * microbatches):
+    training = config.training
+    batch, parts = training.tokens.batch, training.microbatches * training.interleave * d
+    if batch % parts:
         yield _problem(
             config,
             "training.tokens.batch",
-            f"dim B is split into training.microbatches and over axis d (training.microbatches × mesh.d = "
-            f"{microbatches} × {d} = {d * microbatches}), and {batch} is no multiple of {d * microbatches}: "
-            f"set training.tokens.batch to {_nearest_multiples(batch, d * microbatches)}",
+            f"dim B is split into parts and over axis d (training.microbatches × training.interleave × mesh.d = "
+            f"{training.microbatches} × {training.interleave} × {d} = {parts}), and {batch} is no multiple of {parts}: "
+            f"set training.tokens.batch to {_nearest_multiples(batch, parts)}",
         )
     if (d * t) % config.num_hosts:
         yield _problem(

@@ -59,6 +59,7 @@ class Training:
     weight_decay: float
     tokens: Tokens
     microbatches: int = 1
+    interleave: int = 1
     max_grad_norm: float = 1.0
     max_consecutive_bad_steps: int = 10
     save_for_backward: str = "everything"
@@ -286,6 +287,7 @@ WRONG = [
     ("log_interval=-1", "command line: log_interval = -1: expected 1 or more steps"),
     ("mesh.t=0", "command line: mesh.t = 0: expected 1 or more devices"),
     ("training.tokens.batch=0", "command line: training.tokens.batch = 0: expected 1 or more rows"),
+    ("training.interleave=0", "command line: training.interleave = 0: expected 1 or more parts"),
     ("training.microbatches=0", "command line: training.microbatches = 0: expected 1 or more microbatches"),
     ("flat_tokens.epochs=0", "command line: flat_tokens.epochs = 0: expected 1 or more passes over the training data"),
     ("io.max_io_threads=0", "command line: io.max_io_threads = 0: expected 1 or more threads"),
@@ -305,9 +307,9 @@ WRONG = [
     ("flat_tokens.filespec=''", "command line: flat_tokens.filespec = \"\": expected a name"),
     ("paths.model_name=../x", "command line: paths.model_name = \"../x\": expected a folder's name under paths.root_working_dir"),
     # combinations
-    ("training.tokens.batch=63", "command line: training.tokens.batch = 63: dim B is split into training.microbatches and over axis d (training.microbatches × mesh.d = 1 × 4 = 4), and 63 is no multiple of 4: set training.tokens.batch to 60 or 64"),
+    ("training.tokens.batch=63", "command line: training.tokens.batch = 63: dim B is split into parts and over axis d (training.microbatches × training.interleave × mesh.d = 1 × 1 × 4 = 4), and 63 is no multiple of 4: set training.tokens.batch to 60 or 64"),
     ("training.tokens.batch=62", "and 62 is no multiple of 4: set training.tokens.batch to 60 or 64"),
-    ("training.microbatches=3", f"{FILE}: training.tokens.batch = 64: dim B is split into training.microbatches and over axis d (training.microbatches × mesh.d = 3 × 4 = 12), and 64 is no multiple of 12: set training.tokens.batch to 60 or 72"),
+    ("training.microbatches=3", f"{FILE}: training.tokens.batch = 64: dim B is split into parts and over axis d (training.microbatches × training.interleave × mesh.d = 3 × 1 × 4 = 12), and 64 is no multiple of 12: set training.tokens.batch to 60 or 72"),
     ("model.n_kv=3", "command line: model.n_kv = 3: dim K is split over axis t (mesh.t = 2), and 3 is no multiple of 2: set model.n_kv to 2 or 4, or mesh.t to 1 or 3"),
     ("model.d_ff=1023", "command line: model.d_ff = 1023: dim F is split over axis t (mesh.t = 2), and 1023 is no multiple of 2: set model.d_ff to 1022 or 1024, or mesh.t to 1 or 3"),
     ("model.vocab=1281", "command line: model.vocab = 1281: dim V is split over axis t (mesh.t = 2)"),
@@ -603,3 +605,20 @@ def test_an_error_as_a_program(tmp_path):
     assert (done.returncode, done.stdout) == (1, "")
     expected = "expected a whole number; write training.steps=2 or training.steps=3"
     assert done.stderr == f"error: command line: training.steps = 2.9: {expected}\n"
+
+
+def test_output_that_nobody_reads_any_more(tmp_path):
+    """`python -m tool | head`: status 141, as a shell's own programs have it, and one line on stderr, no traceback."""
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as output:
+        done = subprocess.run(
+            [sys.executable, "-u", program],
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            stdout=output,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert (done.returncode, done.stderr) == (141, "what read the output has gone (broken pipe)\n")

@@ -150,7 +150,7 @@ def test_a_mesh_that_cannot_split():
         "configs/c4_a100x8_1b.yaml: model.n_kv = 16: dim K is split over axis t (mesh.t = 32), and 16 is no multiple of 32"
         in refused("c4_a100x8_1b", "mesh.d=1", "mesh.t=32")
     )
-    assert "dim B is split into training.microbatches and over axis d" in refused("c4_a100x8_1b", "hosts=16")
+    assert "dim B is split into parts and over axis d" in refused("c4_a100x8_1b", "hosts=16")
     config = load(plan.Plan, "local_test_synthetic", SMALL)
     object.__setattr__(config.mesh, "t", 3)
     object.__setattr__(config.mesh, "d", 1)
@@ -163,7 +163,7 @@ def test_a_mesh_that_cannot_split():
 def test_a_sweep(capsys, tmp_path):
     """All meshes of 4 and of 8 devices, with microbatches until they fit; what fits first, the fastest first; a picture."""
     file = tmp_path / "mfu.svg"
-    figures = "peak_flops_per_s: 1.0e+12, hbm_bytes: 450000, hbm_bytes_per_s: 1.0e+11, link_bytes_per_s: 1.0e+10"
+    figures = "peak_flops_per_s: 1.0e+12, hbm_bytes: 470000, hbm_bytes_per_s: 1.0e+11, link_bytes_per_s: 1.0e+10"
     text = planned(
         capsys, "local_test_synthetic", *SMALL, "model.n_kv=2", "training.tokens.batch=8", "mesh.d=2", "mesh.t=2",
         f"own_hardware=[{{name: tiny, {figures}}}]", "hardware=tiny", "sweep=true", "up_to_devices=8", f"picture={file}",
