@@ -44,9 +44,10 @@ def packed_forward(q, k, v, segment):
         return _forward(q, k, v, (), sequences.operands(q, k), "PADDING_CAUSAL", sequences.most_a_row)
 
     def too_many(q, k, v, segment):
-        o, log_sum_exp = blockwise.forward(q, k, v, segment)
-        rows = sequences.most_a_row * segment.shape[0] - len(log_sum_exp)
-        return o, jnp.pad(log_sum_exp, ((0, rows), (0, 0), (0, 0)))
+        with declared.fallback():
+            o, log_sum_exp = blockwise.forward(q, k, v, segment)
+            rows = sequences.most_a_row * segment.shape[0] - len(log_sum_exp)
+            return o, jnp.pad(log_sum_exp, ((0, rows), (0, 0), (0, 0)))
 
     return lax.cond(sequences.fit, fits, too_many, q, k, v, segment)
 
@@ -60,7 +61,8 @@ def packed_backward(q, k, v, segment, o, log_sum_exp, gradient):
         return _backward(q, k, v, (), operands, o, log_sum_exp, gradient, "PADDING_CAUSAL", sequences.most_a_row)
 
     def too_many(q, k, v, segment, o, log_sum_exp, gradient):
-        return blockwise.backward(q, k, v, segment, o, log_sum_exp[: len(segment)], gradient)
+        with declared.fallback():
+            return blockwise.backward(q, k, v, segment, o, log_sum_exp[: len(segment)], gradient)
 
     return lax.cond(sequences.fit, fits, too_many, q, k, v, segment, o, log_sum_exp, gradient)
 

@@ -120,7 +120,7 @@ class Costs:
 
 # -- Products, collectives, loops --------------------------------------------------------------------------------------
 def count(block: Block, mesh_axes: dict[str, int]) -> Costs:
-    """Counts a step. Of branches that differ, the one with the most FLOPs counts.
+    """Counts a step. Of branches that differ, the one with the most FLOPs counts, but for those in the scope `fallback`.
 
     Args:
       block: the step, `read(jaxpr)`.
@@ -148,7 +148,8 @@ def count(block: Block, mesh_axes: dict[str, int]) -> Costs:
             )
         if op.name == "cond":
             any_branch([body.collectives for body in bodies], op.line)
-            bodies = [max(bodies, key=Costs.flops)]
+            likely = op.likely
+            bodies = [max((body for block, body in zip(op.blocks, bodies) if block in likely), key=Costs.flops)]
         if op.name == "scan":
             costs.loops[Loop(op.line, op.phase, op.length)] += 1
         for body in bodies:

@@ -143,8 +143,11 @@ class _Lifetimes:
                 if op.name in _IN_PLACE or op.name in _LOOPS or op.name.startswith("scatter"):
                     self.heirs.append((value, {self.origin(each) for each in before}))
             if op.name in _LOOPS:
-                bodies[now] = max((self.body(op, each) for each in op.blocks), key=lambda body: body.bytes)
-                for place, moved in bodies[now].moved.items():
+                largest = {each: self.body(op, each) for each in op.blocks}
+                bodies[now] = max(largest.values(), key=lambda body: body.bytes)
+                for place, moved in max(
+                    (largest[each] for each in op.likely), key=lambda body: body.bytes
+                ).moved.items():
                     self.moved[place] += moved * op.length
         end = len(block.operations)
         self.compute(block.outputs)
