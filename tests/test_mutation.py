@@ -125,7 +125,11 @@ def test_the_program_itself_passes(mesh):
     assert check(train, mesh) > 100
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: f"{mesh[0]}x{mesh[1]}")
+@pytest.mark.parametrize(
+    "mesh",
+    [pytest.param(mesh, marks=[] if mesh in ((4, 2), (1, 1)) else pytest.mark.slow) for mesh in MESHES],
+    ids=lambda mesh: f"{mesh[0]}x{mesh[1]}",
+)
 def test_every_mutant_is_refused(mesh, tmp_path, record_property):
     """Each collective removed, doubled, with its axes exchanged or one axis too few, and each '+axis' dropped: refused with a line of the file."""
     survivors, unlocated, made = [], [], mutants()

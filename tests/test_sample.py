@@ -27,7 +27,7 @@ SENTENCE = "the cat sat on the mat. "
 def run_folder(tmp_path_factory):
     """A run on one sentence, over and over."""
     folder = tmp_path_factory.mktemp("sample")
-    (folder / "text.txt").write_text(SENTENCE * 1500)
+    (folder / "text.txt").write_text(SENTENCE * 3000)
     keys = [f"input={folder}/text.txt", f"output={folder}/text.zarr", "validation_fraction=0.5", "document_bytes=100"]
     tokenize_text.main(load(tokenize_text.TokenizeText, "tokenize_text", keys))
     where = [f"flat_tokens.filespec={folder}/text.zarr", f"paths.root_working_dir={folder}", "paths.model_name=cat"]
