@@ -79,8 +79,8 @@ class Training:
     max_grad_norm: float = 1.0  # a gradient whose global norm is larger is scaled down to it
     max_consecutive_bad_steps: int = 10  # so many in a row whose loss or gradient is not finite stop the run
     save_for_backward: str = 'everything'  # what each layer keeps: everything, products or inputs (SAVED)
-    # Of the reduce-scatter of gathered weights' gradients: float32 sends 4 bytes an element; bfloat16 2, and rounds
-    # each sum on its way over the d devices to 8 bits. Before it, each device's product is bfloat16 either way.
+    unroll_layers: bool = False  # no loop over layers: longer to compile, without copies into stacks of what is kept
+    # Of the reduce-scatter of weights' gradients: float32 sends 4 bytes an element; bfloat16 2, and rounds on the way.
     gradient_reduce_dtype: str = 'float32'
 
 
@@ -298,7 +298,7 @@ def forward(model: Model, training: Training, bos_id: int, weights: Weights, bat
         parts = [feed_forward(part) for part in parts]
         return rearrange(parts, 'parts B L M -> (parts B) L M'), None
 
-    x, _ = lax.scan(layer, x, (ln1, ln2, weights.transformer))
+    x, _ = lax.scan(layer, x, (ln1, ln2, weights.transformer), unroll=training.unroll_layers)
 
     with jax.named_scope('final_norm'):
         scale = shardops.all_gather('M/d/t -> M', weights.final_layer_norm)

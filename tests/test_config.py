@@ -60,6 +60,7 @@ class Training:
     tokens: Tokens
     microbatches: int = 1
     interleave: int = 1
+    unroll_layers: bool = False
     max_grad_norm: float = 1.0
     max_consecutive_bad_steps: int = 10
     save_for_backward: str = "everything"

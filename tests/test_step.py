@@ -44,10 +44,14 @@ def test_gradient_equals_the_reference_in_float32(mesh, microbatches, weights, t
     assert not far
 
 
-@pytest.mark.parametrize("mesh", [(4, 2), (1, 4)], ids=lambda mesh: f"{mesh[0]}x{mesh[1]}")
-def test_gradient_of_rows_in_parts(mesh, weights, truth):
-    """The same where each layer computes its rows in two parts, in turn."""
-    training = dataclasses.replace(small.TRAINING, interleave=2)
+@pytest.mark.parametrize(
+    "mesh, changes",
+    [((4, 2), {"interleave": 2}), ((1, 4), {"interleave": 2}), ((4, 2), {"unroll_layers": True})],
+    ids=["4x2", "1x4", "4x2 unrolled"],
+)
+def test_gradient_of_another_schedule(mesh, changes, weights, truth):
+    """The same where each layer computes its rows in two parts, in turn, and where layers are not in a loop."""
+    training = dataclasses.replace(small.TRAINING, **changes)
     with small.on_mesh(*mesh):
         loss, gradient = small.loss_and_gradient(small.MODEL, training, weights, small.BATCH)
     assert abs(float(loss) - float(truth[0])) <= 1e-6 * abs(float(truth[0])), (loss, truth[0])
