@@ -131,7 +131,7 @@ def _cards(ledger) -> str:
     kinds = {_class(kind): part for kind, part in ledger.memory.by_kind().items()}
     flops = (
         f"{_devices(ledger)} together: {amount(ledger.hardware_flops, 'FLOP')}, of which the model needs "
-        f"{amount(ledger.model_flops, 'FLOP')}: nothing masked, nothing recomputed. MFU counts these."
+        f"{amount(ledger.model_flops, 'FLOP')}, what is masked or recomputed left out. MFU counts these."
     )
     peak = f"Most while {_link(ledger, ledger.memory.line)} runs." if ledger.memory.line else ""
     return "\n".join(

@@ -45,7 +45,7 @@ def percent(part: float | None) -> str:
 Parts = dict[str, float]  # from a class of html.css, which gives the colour, to an amount
 # The classes, in the order in which bars and legends show them.
 MANY_AXES = 6  # sets of mesh axes with a colour of their own
-ORDER = (*PHASES, *(f"axes{number}" for number in range(MANY_AXES)), "asked", "input", "unasked")
+ORDER = (*PHASES, *(f"axes{number}" for number in range(MANY_AXES)), "asked", "input", "gradient", "unasked")
 ORDER += tuple(kind.replace(" ", "-") for kind in GROUPS)
 
 

@@ -8,7 +8,12 @@ from ledger.html_parts import MANY_AXES, Parts, amount, bar, coloured, key, tabl
 from ledger.page import array, name_of, shown
 from ledger.program import PHASES
 
-WHY = {"asked": "save_for_backward", "input": "inputs of checkpoints", "unasked": "nobody asked for it"}
+WHY = {
+    "asked": "save_for_backward",
+    "input": "inputs of checkpoints",
+    "gradient": "gradients, made ahead",
+    "unasked": "nobody asked for it",
+}
 FOLDED = 4  # so many lines in a row that cost nothing are folded
 # The three columns of the margin: unit, and the word after an amount where columns do not stand under their headings.
 COLUMNS = {"flops": ("FLOP", ""), "sent": ("B", "sent"), "kept": ("B", "kept")}
@@ -41,7 +46,7 @@ def sums(ledger) -> dict[str, Line]:
         sent = row.sent_bytes(ledger.mesh) * times
         lines[row.line].add("sent", axes[row.axes], sent, times * (row.phase != "backward"))
     for row in ledger.saved:
-        why = {"": "unasked", "input": "input"}.get(row.why, "asked")
+        why = {"": "unasked", "input": "input", "gradient": "gradient"}.get(row.why, "asked")
         lines[row.line].add("kept", why, row.bytes * row.times, row.times)
     return dict(lines)
 
@@ -95,7 +100,9 @@ def rows(ledger) -> dict[str, list[tuple]]:
         share = one * times / whole.total("sent")
         found[1].append((row.line, row.phase, row.kind, axes, row.dtype, row.bytes, one, times, one * times, share))
     for row in ledger.saved:
-        why = {"": WHY["unasked"], "input": "input of a checkpoint"}.get(row.why, row.why)
+        why = {"": WHY["unasked"], "input": "input of a checkpoint", "gradient": "a gradient, made ahead"}.get(
+            row.why, row.why
+        )
         kept, value = row.bytes * row.times, name_of(ledger, row.line)
         share = kept / max(whole.total("kept"), 1)
         found[2].append((row.line, value, why, array(row), row.bytes, row.times, kept, share))

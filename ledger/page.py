@@ -178,7 +178,7 @@ def advice(ledger) -> list[str]:
         f"twice the devices: about {gigabytes(fixed / 2)} less (weights, optimizer state and gradients halve), and as much as above "
         "where the batch stays",
     ]
-    asked = [row for row in ledger.saved if row.why not in ("", "input")]
+    asked = [row for row in ledger.saved if row.why not in ("", "input", "gradient")]
     for row in sorted(asked, key=lambda row: -row.bytes * row.times)[:2]:
         lines.append(
             f"without {name_of(ledger, row.line)} kept at {row.line}: up to {gigabytes(row.bytes * row.times)} less, "

@@ -1,5 +1,6 @@
 "use strict";
 // Draws the curves: one colour a metric, or a run where there are several; redrawn when a control or the theme changes.
+// A group of weights, as in weight_norm/embed, has the same colour in each chart.
 const page = JSON.parse(document.getElementById("data").textContent);
 const form = document.getElementById("controls");
 const dark = matchMedia("(prefers-color-scheme: dark)");
@@ -17,13 +18,16 @@ function smoothed(values, weight) {
   });
 }
 
+const groupOf = (name) => name.split("/")[1];
+const groups = [...new Set(page.charts.flatMap((chart) => chart.series.map((each) => groupOf(each.name)).filter(Boolean)))];
+
 function draw(chart, place) {
   const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
   const weight = Number(form.smoothing.value), x = form.x.value;
   const names = [...new Set(chart.series.map((each) => each.name))];
   const traces = [];
   for (const each of chart.series) {
-    const metric = names.indexOf(each.name);
+    const metric = groupOf(each.name) ? 1 + groups.indexOf(groupOf(each.name)) : names.indexOf(each.name);
     const line = {
       color: css(colours[(many ? each.run : metric) % colours.length]),
       dash: dashes[(many ? metric : Math.floor(metric / colours.length)) % dashes.length],

@@ -129,7 +129,8 @@ def test_the_sums_of_each_line_are_the_ledgers(name, overrides):
     shown = {key: text for key, text in parser.texts.items() if key[1] in (1, 2, 3)}
     assert set(shown) == {(f"L{line.rpartition(':')[2] or 0}", column) for line, column in sums}
     order = sorted({row.axes for row in ledger.costs.collectives}, key=lambda axes: (len(axes), axes))
-    classes = {" × ".join(axes): f"axes{place}" for place, axes in enumerate(order)} | {"": "unasked", "input": "input"}
+    classes = {" × ".join(axes): f"axes{place}" for place, axes in enumerate(order)} | {"": "unasked"}
+    classes |= {why: why for why in ("input", "gradient")}
     for (line, column), parts in sums.items():
         unit, key = "FLOP" if column == 1 else "B", (f"L{line.rpartition(':')[2] or 0}", column)
         assert shown[key].strip() == amount(sum(parts.values()), unit)
