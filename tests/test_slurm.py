@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -119,6 +120,7 @@ def test_sbatch_is_queued_again(slurm, mixture, tmp_path):
     def queued_again(text):
         hosts.wait_until(lambda: state() == "PENDING", limit_s=200)
         assert text in log.read_text(), log.read_text()
+        time.sleep(2)  # slurmd takes a job that starts again within the second of its end for one that was ended
         ask(env, "scontrol", "update", f"JobId={job}", "StartTime=now")  # else Slurm waits two minutes
 
     hosts.wait_for_step(folder, 12)
