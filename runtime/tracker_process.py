@@ -22,8 +22,10 @@ def tensorboard(run: Mapping[str, Any]) -> Iterator[Log]:
     """Event files, which `tensorboard --logdir` of the run folder, or of the folder of all runs, shows."""
     from tensorboardX import SummaryWriter
 
-    # Hides what an interrupted run wrote of later steps, which are repeated.
-    with SummaryWriter(run["folder"], purge_step=run["start_step"] + 1, flush_secs=10) as writer:
+    # Hides what an interrupted run wrote of later steps, which are repeated. Its file is named by the second: one that
+    # is started within the same would be written over it.
+    first, suffix = run["start_step"] + 1, f".{run['start_step']:010}"
+    with SummaryWriter(run["folder"], purge_step=first, flush_secs=10, filename_suffix=suffix) as writer:
         writer.add_text("config", f"```json\n{json.dumps(run['config'], indent=1)}\n```", run["start_step"])
 
         def log(step: int, time: float, values: dict[str, float]) -> None:

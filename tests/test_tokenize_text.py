@@ -577,7 +577,8 @@ def test_your_own_text_in_five_commands(tmp_path):
     section = (ROOT / "docs" / "data.md").read_text().split("## Your own text in five commands")[1]
     commands = section.split("```sh\n")[1].split("```")[0].splitlines()
     assert len(commands) == 5 and commands[0].startswith("pip install -r ")
-    (tmp_path / "my.txt").write_text((ROOT / "docs" / "notation.md").read_text() * 40)
+    lines = (ROOT / "docs" / "notation.md").read_text().splitlines() * 100
+    (tmp_path / "my.txt").write_text("".join(f"{number} {line}\n" for number, line in enumerate(lines)))
     for command in commands[1:]:
         if " train " in command:
             command += " training.steps=2 training.warmup_steps=1 training.steps_for_lr=2 training.tokens.batch=8 training.tokens.len=32"
