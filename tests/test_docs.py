@@ -40,6 +40,7 @@ NOT_EXECUTED = {
     r"make test(-slow)?$|make lint$|make format$": "what runs this test",
     r"make golden$": "writes what test_golden compares with",
     r"(python -m )?pip install": "network; the files that it names are there",
+    r"python3 -m venv \.venv$|\. \.venv/bin/activate$": "a new environment: `make train` makes one",
     r"(XLA_FLAGS=\S+ )?python -m train( --config-name=local_test_synthetic \+paths.model_name=synthetic_000)?$":
         "two minutes: test_main::test_the_small_job_goes_on_bit_for_bit (slow) runs it",
     r"python -m train --help$": "test_config_help",
@@ -86,7 +87,7 @@ EXECUTED = {
     r"python -m train --config-name=local_shakespeare flat_tokens.filespec=my.zarr": "test_your_own_text_in_five_commands",
 }  # fmt: skip
 STARTS = (
-    r"(?:[A-Z_]+=\S+ )*(?:python|make|pip|mpirun|sbatch|srun|docker|kubectl|sky|sed|apt-get|tensorboard|wandb|trackio|perf"
+    r"(?:[A-Z_]+=\S+ )*(?:python3?|make|pip|\.|mpirun|sbatch|srun|docker|kubectl|sky|sed|apt-get|tensorboard|wandb|trackio|perf"
     r"|launch/tpu\.sh|until|for \w+ in) "
 )
 
