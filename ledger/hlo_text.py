@@ -136,6 +136,8 @@ def _parse_instruction(line: str, number: int) -> tuple[Instruction, bool]:
     arguments, attributes = line[opcode.end() : end - 1], line[end:]
     operands = [arguments] if opcode[1] == "parameter" else re.findall(r"%([\w.\-]+)", arguments)
     base = re.sub(r"-(start|update|done)$", "", opcode[1])
+    if opcode[1] in ("call-start", "call-done"):  # as XLA:TPU writes what its SparseCores do meanwhile
+        base = "async"
     is_done = opcode[1].endswith(("-update", "-done"))
     literal = arguments if base == "constant" else ""
     return Instruction(head[2], shape, base, operands, attributes, is_done, literal), head[1] is not None

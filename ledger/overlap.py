@@ -15,6 +15,7 @@ from ledger.program import phase_of
 
 # Opcodes that do nothing by themselves.
 _NOTHING = {"parameter", "constant", "bitcast", "get-tuple-element", "tuple", "after-all", "partition-id", "replica-id"}
+_PREPARES = 'custom_call_target="PrepareAsyncCall'  # of XLA:TPU, before and after what runs meanwhile
 _LIBRARY = re.compile(r'custom_call_target="__(cublas|cudnn)')
 
 
@@ -103,7 +104,7 @@ def _sending(
     if instruction.opcode in KINDS.values():
         return instruction, computation
     if instruction.opcode in ("async", "fusion"):
-        for body in module.callees(instruction, "calls"):
+        for body in module.callees(instruction, "calls", "to_apply"):
             for inner in body.instructions.values():
                 if (found := _sending(module, body, inner)) is not None:
                     return found
@@ -119,7 +120,8 @@ def _end(order: list[Instruction], start: int) -> int:
 
 
 def _works(instruction: Instruction) -> bool:
-    return instruction.opcode not in _NOTHING and not instruction.is_done and instruction.opcode not in KINDS.values()
+    does = instruction.opcode not in _NOTHING and _PREPARES not in instruction.attributes
+    return does and not instruction.is_done and instruction.opcode not in KINDS.values()
 
 
 def _is_product(module: Module, instruction: Instruction) -> bool:

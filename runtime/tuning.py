@@ -18,6 +18,9 @@ OPTIONS = {
         "xla_tpu_enable_async_collective_fusion_multiple_steps": "true",
         "xla_tpu_overlap_compute_collective_tc": "true",
         "xla_enable_async_all_gather": "true",
+        "xla_tpu_prefer_async_allgather_to_allreduce": "true",
+        "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": "true",
+        "xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter": "true",
     },
 }
 

@@ -170,10 +170,12 @@ def _gather(x, names, position: int):
 
 
 def _scatter(x, names, position: int):
-    """The sum over the devices, to each its part of a dim; the transpose of `_gather`."""
+    """The sum over the devices, to each its part of a dim; the transpose of `_gather`. A part is a table: of one with more
+    dims XLA:TPU lays the devices' parts out within each other, and then sends the whole sum to every device."""
     devices = math.prod(lax.axis_size(name) for name in names)
     parts = x.reshape(*x.shape[:position], devices, -1, *x.shape[position + 1 :])
-    return lax.psum_scatter(jnp.moveaxis(parts, position, 0), names)
+    parts = jnp.moveaxis(parts, position, 0)
+    return lax.psum_scatter(parts.reshape(devices, -1, parts.shape[-1]), names).reshape(parts.shape[1:])
 
 
 def _element(dtype):

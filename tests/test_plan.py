@@ -14,6 +14,7 @@ import pytest
 
 from ledger import absent, hardware
 from ledger.absent import CannotCompile, slice_of, target_config
+from ledger.collectives import compiled
 from ledger.overlap import overlaps
 from runtime.config import load
 from runtime.errors import RunError
@@ -250,6 +251,16 @@ def test_what_runs_while_it_sends():
         "reduce-scatter of train.py:30 (backward), 0.00 MB, ×1: beside 1 operation, no matrix product",
     ]
     assert [each.bytes for each in overlaps(SCHEDULE)] == [256, 256, 32]
+
+
+def test_what_a_tpus_sparse_core_sends():
+    """A call on another thread, with what prepares it, is the same reduce-scatter beside the same one operation."""
+    prepares = '%prepares = s32[] custom-call(), custom_call_target="PrepareAsyncCallStart"\n  '
+    text = SCHEDULE.replace("async-start(%b), calls=", 'call-start(%b), async_execution_thread="sparsecore", to_apply=')
+    text = text.replace("async-done", "call-done").replace("%n = f32", prepares + "%n = f32")
+    assert "async-" not in text and text.count("call-") == 2
+    assert overlaps(text) == overlaps(SCHEDULE)
+    assert compiled(text, {"d": 2}) == compiled(SCHEDULE, {"d": 2})
 
 
 @pytest.mark.slow
