@@ -255,7 +255,7 @@ def forward(model: Model, training: Training, bos_id: int, weights: Weights, bat
     def layer(x: act['B/d L M/t'], ws: tuple[f32['M'], f32['M'], Layer]) -> tuple[act['B/d L M/t'], None]:
         ln1, ln2, w = ws
         w_q = gather('M/d Q K/t D -> M Q K/t D', w.w_q)
-        w_kv = gather('2 M/d K/t D -> 2 M K/t D', w.w_kv)
+        w_k, w_v = [gather('M/d K/t D -> M K/t D', each) for each in w.w_kv]
         w_o = gather('M/d Q K/t D -> M Q K/t D', w.w_o)
         w_gate = gather('M/d F/t -> M F/t', w.w_gate)
         w_up = gather('M/d F/t -> M F/t', w.w_up)
@@ -269,11 +269,11 @@ def forward(model: Model, training: Training, bos_id: int, weights: Weights, bat
             q = shardops.einsum_unreduced('B/d L M, M Q K/t D -> B/d L Q K/t D', normed, w_q)
             q = rotary(q, model.rope_max_timescale)
             q = save_for_backward(q)  # 2QKD/t bytes a token, spares a product with w_q
-            k = shardops.einsum_unreduced('B/d L M, M K/t D -> B/d L K/t D', normed, w_kv[0])
+            k = shardops.einsum_unreduced('B/d L M, M K/t D -> B/d L K/t D', normed, w_k)
             k = rotary(k[:, :, None], model.rope_max_timescale)[:, :, 0]
-            k = save_for_backward(k)  # 2KD/t bytes a token, spares the product with w_kv[0]
-            v = shardops.einsum_unreduced('B/d L M, M K/t D -> B/d L K/t D', normed, w_kv[1])
-            v = save_for_backward(v)  # 2KD/t bytes a token, spares the product with w_kv[1]
+            k = save_for_backward(k)  # 2KD/t bytes a token, spares the product with w_k
+            v = shardops.einsum_unreduced('B/d L M, M K/t D -> B/d L K/t D', normed, w_v)
+            v = save_for_backward(v)  # 2KD/t bytes a token, spares the product with w_v
             o = attention(model.attention, q, k, v, segment)
             y = shardops.einsum_unreduced('B/d L Q K/t D, M Q K/t D -> B/d L M +t', o, w_o)
             y = shardops.psum_scatter('B/d L M +t -> B/d L M/t', y)

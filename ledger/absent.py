@@ -79,6 +79,8 @@ def devices(name: str, hosts: int, devices_per_host: int) -> list[jax.Device]:
         kind, dims, cores = TPUS[name]
         chips = slice_of(hosts * devices_per_host // cores, dims)
         topology = {"platform": "tpu", "topology_name": f"{kind}:{'x'.join(map(str, chips))}"}
+        if name == "tpu_v4":  # both cores of a chip as one device, which later chips are by themselves
+            topology["chip_config_name"] = "megacore"
     else:
         config = target_config(name)
         topology = {"platform": "cuda", "target_config": config, "topology": f"1x{hosts}x{devices_per_host}"}

@@ -36,7 +36,7 @@ GROUPS = (WEIGHTS, OPTIMIZER, BATCH, GRADIENTS, SAVED, GATHERED, OTHER)
 
 # Operations whose result is their operand under another name.
 _SAME = {"reshape", "squeeze", "transpose", "expand_dims", "copy", "name", "reduce_precision", "stop_gradient"}
-_SAME |= {"optimization_barrier", "checkpoint", "shard_map", "pvary"}
+_SAME |= {"optimization_barrier", "layout_constraint", "checkpoint", "shard_map", "pvary"}
 _CONVERTS = _SAME | {"convert_element_type"}
 _LOOPS = {"scan", "while", "cond"}
 # Operations whose operands have to lie in memory.

@@ -10,15 +10,18 @@ from pathlib import Path
 
 # By JAX's word for the platform, what a step is compiled with.
 OPTIONS = {
-    # By default XLA:TPU gathers a weight while nothing else runs. With these a matrix product runs meanwhile: all
-    # gathers of the layer loop but the first of a layer (c4_a100x8_1b compiled for 8 v5p, libtpu 0.0.42, 2026-11-21).
+    # c4_a100x8_1b compiled for 8 and 64 v5p, libtpu 0.0.42, 2026-11-22 (docs/performance.md). None was run on a TPU.
     "tpu": {
+        # By default XLA:TPU gathers a weight while nothing else runs; with these, while something is computed.
         "xla_tpu_enable_async_collective_fusion": "true",
         "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true",
+        "xla_tpu_enable_async_collective_fusion_fuse_kloop_fusions": "true",
         "xla_tpu_enable_async_collective_fusion_multiple_steps": "true",
         "xla_tpu_overlap_compute_collective_tc": "true",
         "xla_enable_async_all_gather": "true",
+        # On 64 chips gathers of small parts were sums of zeros and a part: twice the bytes, alone.
         "xla_tpu_prefer_async_allgather_to_allreduce": "true",
+        # Reduce-scatters were sums of which each chip kept its part: twice the bytes, alone. The SparseCores send less.
         "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": "true",
         "xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter": "true",
     },

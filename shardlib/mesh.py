@@ -1,9 +1,12 @@
 """The one place that knows JAX's young API: which mesh is current, which of its axes are manual, how a step is mapped, what
-a scan's operands are."""
+a scan's operands are, how an array lies in memory."""
 
+import math
 import warnings
 
 import jax
+from jax.experimental import mesh_utils
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 
@@ -35,8 +38,11 @@ def manual_axes() -> dict[str, int]:
 
 def make_mesh(shape: dict[str, int], devices=None) -> Mesh:
     """A mesh with axes of type Auto: under Explicit ones (`jax.make_mesh`'s choice) `shard_map` refuses arrays that are
-    not placed yet."""
-    return jax.make_mesh(tuple(shape.values()), tuple(shape), axis_types=(AxisType.Auto,) * len(shape), devices=devices)
+    not placed yet. On a TPU's torus axes may share a dim: t=2 of 4 × 4 × 4 chips is a mesh too."""
+    sizes = tuple(shape.values())
+    chosen = (jax.devices() if devices is None else devices)[: math.prod(sizes)]
+    placed = mesh_utils.create_device_mesh(sizes, chosen, allow_split_physical_axes=True)
+    return Mesh(placed, tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
 
 
 def shard_map(f, mesh, in_specs, out_specs):
@@ -52,6 +58,11 @@ def place(mesh, specs):
     return jax.tree.map(
         lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, jax.sharding.PartitionSpec)
     )
+
+
+def row_major(x):
+    """`x`, whose elements the compiled program lays out by the first dim, then the second, and so on."""
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
 def trace_with_axes(f, axes: dict[str, int], *args):

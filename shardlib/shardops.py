@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardlib import check as _check
+from shardlib.mesh import row_major
 from shardlib.shardtypes import DType, bind, letters_of_scope, mapped_axes, mesh_text, not_divisible
 from shardlib.spec import Dim, Recipe, ShardingError, Spec, as_text, parse, parse_operation, users_line
 from shardlib.states import State, require
@@ -170,12 +171,11 @@ def _gather(x, names, position: int):
 
 
 def _scatter(x, names, position: int):
-    """The sum over the devices, to each its part of a dim; the transpose of `_gather`. A part is a table: of one with more
-    dims XLA:TPU lays the devices' parts out within each other, and then sends the whole sum to every device."""
+    """The sum over the devices, to each its part of a dim; the transpose of `_gather`. Each part lies in one piece: where
+    XLA:TPU lays them out within each other, it has to send the whole sum to every device."""
     devices = math.prod(lax.axis_size(name) for name in names)
     parts = x.reshape(*x.shape[:position], devices, -1, *x.shape[position + 1 :])
-    parts = jnp.moveaxis(parts, position, 0)
-    return lax.psum_scatter(parts.reshape(devices, -1, parts.shape[-1]), names).reshape(parts.shape[1:])
+    return lax.psum_scatter(row_major(jnp.moveaxis(parts, position, 0)), names)
 
 
 def _element(dtype):

@@ -62,14 +62,27 @@ def test_on_one_host_nothing_crosses():
     assert mesh.shape == {"d": 4, "t": 2} and cluster.crossing(mesh.devices) == ()
 
 
+@dataclasses.dataclass(frozen=True)
+class Tpu(Device):
+    """What JAX looks at besides, to place a mesh on a torus."""
+
+    coords: tuple = ()
+    core_on_chip: int = 0
+
+
+def test_axes_share_a_dim_of_a_torus():
+    """t=2 of 4 × 4 × 4 TPUs, of which no dim has two: the devices along t are neighbours."""
+    cube = [
+        Tpu(16 * z + 4 * y + x, z, 0, "tpu", "TPU v5", (x, y, z)) for z in range(4) for y in range(4) for x in range(4)
+    ]
+    placed = cluster.lay_out(cube, 32, 2).devices
+    assert len({device.id for device in placed.flat}) == 64
+    for one, other in placed:
+        assert sorted(abs(a - b) for a, b in zip(one.coords, other.coords)) == [0, 0, 1]
+
+
 def test_slices_are_joined_along_d():
     """TPUs of two slices, two hosts each: hosts of a slice are as near as one host, and slices follow each other along d."""
-
-    @dataclasses.dataclass(frozen=True)
-    class Tpu(Device):
-        coords: tuple = ()
-        core_on_chip: int = 0
-
     devices = [
         Tpu(8 * s + 2 * y + x, 2 * s + y // 2, s, "tpu", "TPU v5 lite", (x, y, 0))
         for s in range(2)

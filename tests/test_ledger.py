@@ -125,13 +125,13 @@ def collectives_by_hand(s: Sizes) -> collections.Counter:
     gather("gathered = ", "t", s.dtype, part, parts, again=again, after="named_scope('ffn')", reduce_dtype=s.dtype)
     for snippet, size in (
         ("w_q", heads),
-        ("w_kv", 2 * s.K * s.D),
         ("w_o", heads),
         ("w_gate", s.F),
         ("w_up", s.F),
         ("w_down", s.F),
     ):
         gather(f"{snippet} = gather(", "d", s.dtype, s.M * size, layer)
+    gather("w_k, w_v = [gather(", "d", s.dtype, s.M * s.K * s.D, 2 * layer)
     scatter("y = shardops.psum_scatter(", part, parts, again=s.kept == "inputs")
     scatter("y = shardops.psum_scatter(", part, parts, after="hidden = ")
     gather("scale = shardops.all_gather(", "dt", "float32", s.M, s.m, again=False)

@@ -195,7 +195,7 @@ def test_the_report_of_a_step_that_sends_what_is_written(record_property):
     assert differences(ledger, compiled.as_text()) == []
     lines, agrees = report(ledger, compiled)
     assert agrees
-    assert lines[0] == "The compiled step sends what is written: 143 collectives, equal by kind, axes, type and bytes."
+    assert lines[0] == "The compiled step sends what is written: 155 collectives, equal by kind, axes, type and bytes."
     assert lines[1].startswith("Memory of a device: forecast ") and len(lines) == 2
     record_property("summary", f"memory of the small step, float32, XLA:CPU: {lines[1]}")
     assert 0.5 < ledger.memory.bytes / peak_bytes(compiled) < 1.5
@@ -206,10 +206,10 @@ def test_what_is_widened_is_no_warning():
     widened, and one line in the report."""
     ledger, (_, compiled) = traced_step(2, "bfloat16")[0], ledger_and_compiled(2, "float32")
     rows = differences(ledger, compiled.as_text())
-    assert {(row.dtype, row.compiled, row.reason) for row in rows} == {("bfloat16", 0, WIDENED)} and len(rows) == 4
+    assert {(row.dtype, row.compiled, row.reason) for row in rows} == {("bfloat16", 0, WIDENED)} and len(rows) == 5
     lines, agrees = report(ledger, compiled)
     assert agrees and lines[0] == (
-        "The compiled step sends what is written: 143 collectives, equal by kind, axes, type and bytes; what is bfloat16 is sent as float32, "
+        "The compiled step sends what is written: 155 collectives, equal by kind, axes, type and bytes; what is bfloat16 is sent as float32, "
         "twice the bytes, as all bfloat16 is by XLA:CPU."
     )
 
@@ -239,7 +239,7 @@ def test_what_is_not_compiled_at_all():
     ledger, _ = ledger_and_compiled(2, "float32")
     empty = "HloModule m, num_partitions=8\n\nENTRY %main (x: f32[]) -> f32[] {\n  ROOT %x = f32[] parameter(0)\n}\n"
     rows = differences(ledger, empty)
-    assert {row.reason for row in rows} == {FEWER} and sum(row.written for row in rows) == 143
+    assert {row.reason for row in rows} == {FEWER} and sum(row.written for row in rows) == 155
 
 
 def program(*instructions):

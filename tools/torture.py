@@ -5,9 +5,9 @@
 
 Two runs of the same small model, `python -m train` in processes of their own: one is left alone; the other is killed at
 moments that a seed chooses, and started again each time: one kill in ten while it starts, half of them when a save has
-begun, the others some steps after a checkpoint. A kill counts as one inside saving if it leaves a checkpoint that is
-not complete. At the end the losses of all steps must be the same, bit for bit, and each start must have gone on from
-the newest checkpoint that was complete.
+begun (a third of these at once), the others some steps after a checkpoint. A kill counts as one inside saving if it
+leaves a checkpoint that is not complete. At the end the losses of all steps must be the same, bit for bit, and each
+start must have gone on from the newest checkpoint that was complete.
 """
 
 import dataclasses
@@ -100,7 +100,7 @@ def torture(config: Torture) -> Count:
             life.wait_for(lambda life=life, saved=saved: life.newest_complete() >= saved)
             if kind == "saving":
                 life.wait_for(life.is_saving)
-                time.sleep(draw.uniform(0, 1.2 * save_s))
+                time.sleep(max(draw.uniform(-0.6, 1.2) * save_s, 0))
             else:
                 step = saved + draw.randint(1, config.checkpoint_interval)
                 life.wait_for(lambda life=life, step=step: life.last_step() >= step)
