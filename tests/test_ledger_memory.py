@@ -227,7 +227,7 @@ def test_every_difference_has_its_reason(monkeypatch):
     assert not agrees and lines[0] == "warning: the compiled step does not send what is written:"
     # What is widened is then as often there as written; what is left over are the gathers of embed and unembed, and of
     # the layers' and the final norm.
-    assert {(row.written, row.compiled) for row in rows if row.reason != WIDENED} == {(28, 26), (4, 2), (2, 1)}
+    assert {(row.written, row.compiled) for row in rows if row.reason != WIDENED} == {(20, 18), (4, 2), (2, 1)}
     (norm,) = [row for row in rows if row.bytes == 32 and row.axes == ("d", "t")]
     assert (norm.written, norm.compiled) == (2, 1) and norm.reason.startswith("taken out of the loop at train.py:")
     assert str(norm).startswith("all-gather over d × t, 32 bytes of float32 (train.py:")
