@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from shardlib.spec import is_users
@@ -82,7 +83,7 @@ class Block:
                 yield from block.runs(times * op.length)
 
 
-def read(jaxpr: Jaxpr | ClosedJaxpr, source: str | Path | None = None) -> Block:
+def read(jaxpr: Jaxpr | ClosedJaxpr, source: str | Path | None = None, *, widened: bool = False) -> Block:
     """Reads a traced step. What no result depends on is left out, as XLA leaves it out.
 
     Args:
@@ -90,9 +91,10 @@ def read(jaxpr: Jaxpr | ClosedJaxpr, source: str | Path | None = None) -> Block:
       source: the user's file. What happens in other files is placed at the line of this one that led there; without
         it, or where no line of it did, at the innermost line of the user's program. Frames inside shardlib and JAX are
         never a place.
+      widened: each bfloat16 value is a float32, as XLA:CPU computes.
     """
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-    reader = _Reader(None if source is None else str(Path(source).absolute()))
+    reader = _Reader(None if source is None else str(Path(source).absolute()), widened)
     # jax 0.11 says for each argument where it is to be before the one shard_map; a step's arguments are there.
     placed = {eqn.outvars[0]: eqn.invars[0] for eqn in jaxpr.eqns if eqn.primitive.name == "reshard"}
     mapped = [eqn for eqn in jaxpr.eqns if eqn.primitive.name != "reshard"]
@@ -128,12 +130,12 @@ OPAQUE = ("pallas_call", "custom_call", "ffi_call")
 
 
 class _Reader:
-    def __init__(self, source: str | None):
-        self.source = source
+    def __init__(self, source: str | None, widened: bool):
+        self.source, self.widened = source, widened
 
     def block(self, jaxpr: Jaxpr | ClosedJaxpr, scopes: str, line: str) -> Block:
         jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-        inputs, operations = [_value(var) for var in jaxpr.invars], []
+        inputs, operations = [self.value(var) for var in jaxpr.invars], []
         outputs = self.write_out(jaxpr, inputs, operations, scopes, line, "")
         for op in operations:
             op.within = phase_of(scopes)
@@ -146,8 +148,8 @@ class _Reader:
 
         def look_up(atom) -> Value:
             if isinstance(atom, Literal):
-                return _value(atom, literal=True)
-            return known.setdefault(atom, _value(atom)) if atom in jaxpr.constvars else known[atom]
+                return self.value(atom, literal=True)
+            return known.setdefault(atom, self.value(atom)) if atom in jaxpr.constvars else known[atom]
 
         for eqn in jaxpr.eqns:
             name, params = eqn.primitive.name, eqn.params
@@ -168,7 +170,7 @@ class _Reader:
                 }.get(name)
                 if mark:
                     op = Operation(mark, {}, operands, [], phase_of(inner_scopes), inner_scopes, line)
-                    operands = _results(op, getattr(called, "jaxpr", called).invars, operations)
+                    operands = self.results(op, getattr(called, "jaxpr", called).invars, operations)
                 # JAX's own jitted functions are traced once, with the lines of their first caller.
                 own = getattr(called, "jaxpr", called).debug_info.func_filename
                 fixed = line if name in ("jit", "pjit") and not is_users(own or "<") else fixed_line
@@ -177,9 +179,23 @@ class _Reader:
                 op = Operation(name, params, operands, [], phase_of(inner_scopes), inner_scopes, line)
                 bodies = [] if name in OPAQUE else _bodies(params)
                 op.blocks = [self.block(inner, inner_scopes, line) for inner in bodies]
-                results = _results(op, eqn.outvars, operations)
+                results = self.results(op, eqn.outvars, operations)
             known.update(zip(eqn.outvars, results, strict=True))
         return [look_up(atom) for atom in jaxpr.outvars]
+
+    def value(self, var, maker: Operation | None = None, literal: bool = False) -> Value:
+        shape, dtype = getattr(var.aval, "shape", ()), getattr(var.aval, "dtype", None)
+        if dtype is None:
+            return Value(shape, "", 0, maker, literal)
+        dtype = jnp.dtype("float32") if self.widened and dtype.name == "bfloat16" else dtype
+        return Value(shape, dtype.name, var.aval.size * dtype.itemsize, maker, literal)
+
+    def results(self, op: Operation, variables, operations: list[Operation]) -> list[Value]:
+        op.outputs = [self.value(var, op) for var in variables]
+        for value in op.inputs:
+            value.uses.append(op)
+        operations.append(op)
+        return op.outputs
 
     def line(self, eqn: JaxprEqn) -> str:
         traceback, found = eqn.source_info.traceback, ""
@@ -189,20 +205,6 @@ class _Reader:
             if not found and is_users(frame.file_name) and frame.file_name != _INNER_SOURCE:
                 found = f"{Path(frame.file_name).name}:{frame.line_num}"
         return found
-
-
-def _value(var, maker: Operation | None = None, literal: bool = False) -> Value:
-    shape, dtype = getattr(var.aval, "shape", ()), getattr(var.aval, "dtype", None)
-    size = 0 if dtype is None else var.aval.size * dtype.itemsize
-    return Value(shape, "" if dtype is None else dtype.name, size, maker, literal)
-
-
-def _results(op: Operation, variables, operations: list[Operation]) -> list[Value]:
-    op.outputs = [_value(var, op) for var in variables]
-    for value in op.inputs:
-        value.uses.append(op)
-    operations.append(op)
-    return op.outputs
 
 
 def _bodies(params: dict) -> list[Jaxpr | ClosedJaxpr]:

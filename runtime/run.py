@@ -163,7 +163,8 @@ class Run:
         """
         tokens = self._config.training.tokens
         mesh = {"d": self._config.mesh.d, "t": self._config.mesh.t}
-        ledger = of_step(traced, mesh, source=source, tokens=tokens.batch * tokens.len)
+        platform = jax.default_backend()
+        ledger = of_step(traced, mesh, source=source, tokens=tokens.batch * tokens.len, platform=platform)
         self._flops = {"mfu": ledger.model_flops, "hfu": ledger.hardware_flops, "mfu_6nd": ledger.flops_6nd}
         if self._is_leader:
             devices = jax.sharding.get_mesh().devices.ravel()
@@ -175,7 +176,7 @@ class Run:
             print_line("\n".join(map(wrapped, lines)))
             about = json.dumps(environment(lines), indent=1)
             (self.folder / "environment.json").write_text(about, encoding="utf-8")
-        compiled = traced.lower().compile(compiler_options=options(jax.default_backend()))
+        compiled = traced.lower().compile(compiler_options=options(platform))
         if self._is_leader:
             lines, _ = report(ledger, compiled)
             print_line("\n".join(map(wrapped, lines)))

@@ -1,7 +1,6 @@
 """What makes a platform fast: XLA's options for a step, the allocator, compiled programs on disk.
 
-What the user says by XLA_FLAGS, LIBTPU_INIT_ARGS or JAX_COMPILATION_CACHE_DIR wins. On NVIDIA GPUs XLA's own choice
-hides what can be hidden (the step of c4_a100x8_1b compiled for 8 H200s, docs/performance.md): there is nothing to set.
+What the user says by XLA_FLAGS, LIBTPU_INIT_ARGS or JAX_COMPILATION_CACHE_DIR wins.
 """
 
 import ctypes
@@ -10,6 +9,13 @@ from pathlib import Path
 
 # By JAX's word for the platform, what a step is compiled with.
 OPTIONS = {
+    # On NVIDIA GPUs XLA's own schedule hides what can be hidden (1b and 2b compiled for 8 and 32 H200s, 2026-11-22). None
+    # was run on them.
+    "gpu": {
+        # Gathers travel together up to so many bytes, 40 MB. With XLA's 30 MB those of w_q, w_k and w_v (16.8 MB each) of
+        # c4_a100x8x4_2b did not, and nothing ran beside w_q's; with 64 MB four do, and w_o's is not hidden any more.
+        "xla_gpu_all_gather_combine_threshold_bytes": "41943040",
+    },
     # c4_a100x8_1b compiled for 8 and 64 v5p, libtpu 0.0.42, 2026-11-22 (docs/performance.md). None was run on a TPU.
     "tpu": {
         # By default XLA:TPU gathers a weight while nothing else runs; with these, while something is computed.

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import importlib.util
 import itertools
+import json
 import os
 import pathlib
 import re
@@ -68,6 +69,8 @@ NOT_EXECUTED = {
     r"python -m tools.compare": "needs two runs: test_report",
     r"python -m train -m |python -m train --multirun ": "minutes: test_config_sweep",
     r"python -m train tracking.": "test_trackers",
+    # clone_to_cluster.md, on machines that are not here
+    r"python -m tools.benchmark configs=\[c4_a100x8_1b\]|python -m train --config-name=c4_a100x8_1b ": "eight GPUs",
     # several hosts
     r"mpirun |python -m train num_hosts=2 ": "test_cluster",
     r"sbatch |srun ": "test_slurm, test_launch",
@@ -85,6 +88,10 @@ EXECUTED = {
         "test_what_a_change_costs",
     r"python -m tools.(tokenize_text input=my.txt|inspect_dataset my.zarr$|sample runs/my )|"
     r"python -m train --config-name=local_shakespeare flat_tokens.filespec=my.zarr": "test_your_own_text_in_five_commands",
+    r"python -m tools.(tokenize_text input='/shared|inspect_dataset /shared)|python -m train flat_tokens.filespec=/shared":
+        "test_the_data_on_the_way_to_a_cluster",
+    r"python -m tools.plan --config-name=c4_a100x8x4_1b hardware=h200$|"
+    r"python -m train --config-name=c4_a100x8x4_1b check_only=true": "test_the_plan_on_the_way_to_a_cluster",
 }  # fmt: skip
 STARTS = (
     r"(?:[A-Z_]+=\S+ )*(?:python3?|make|pip|\.|mpirun|sbatch|srun|docker|kubectl|sky|sed|apt-get|tensorboard|wandb|trackio|perf"
@@ -95,6 +102,10 @@ STARTS = (
 def blocks(text):
     """(language, lines) of each fenced block."""
     return [(name, body) for name, body in re.findall(r"^```([^\n]*)\n(.*?)^```$", text, re.M | re.S)]
+
+
+def text_of(page):
+    return (ROOT / "docs" / page).read_text()
 
 
 def commands(path):
@@ -212,14 +223,19 @@ def test_the_tutorial(capsys):
     assert "A forgotten sum:\nthe result is 'B/d M +t', not 'B/d M': the contraction leaves a sum over t" in text
 
 
+def random_lines(count, words):
+    """Lines of words, out of 3,000."""
+    rng = np.random.default_rng(0)
+    known = ["".join(rng.choice(list("abcdefghijklmnop"), rng.integers(2, 8))) for _ in range(3000)]
+    return [" ".join(rng.choice(known, words)) for _ in range(count)]
+
+
 @pytest.mark.slow
 def test_your_own_text_in_five_commands(tmp_path):
     """The five commands of docs/data.md, but for the first, in a folder of their own, with 10 steps; then its Python."""
     copy_of_the_repository(tmp_path)
-    rng = np.random.default_rng(0)
-    words = ["".join(rng.choice(list("abcdefghijklmnop"), rng.integers(2, 8))) for _ in range(3000)]
-    (tmp_path / "my.txt").write_text("".join(" ".join(rng.choice(words, 12)) + ".\n" for _ in range(20000)))
-    page = (ROOT / "docs" / "data.md").read_text()
+    (tmp_path / "my.txt").write_text("".join(f"{line}.\n" for line in random_lines(20000, words=12)))
+    page = text_of("data.md")
     lines = next(body for language, body in blocks(page) if language == "sh").splitlines()
     assert len(lines) == 5 and lines[0].startswith("pip install ")
     for line in lines[1:]:
@@ -229,6 +245,33 @@ def test_your_own_text_in_five_commands(tmp_path):
     (code,) = [body for language, body in blocks(page) if language == "python"]
     with contextlib.chdir(tmp_path):
         assert isinstance(eval(code.strip().splitlines()[-1], executed(code)), str)
+
+
+@pytest.mark.slow
+def test_the_data_on_the_way_to_a_cluster(tmp_path):
+    """The page's commands for the data, with 2 steps: the loss begins at what the page says."""
+    copy_of_the_repository(tmp_path)
+    (tmp_path / "text").mkdir()
+    documents = random_lines(5000, words=200)
+    (tmp_path / "text" / "a.jsonl").write_text("".join(json.dumps({"text": each}) + "\n" for each in documents))
+    ((_, body),) = section("docs/clone_to_cluster.md", r"3\. Your data")
+    install, *lines = body.replace("/shared", str(tmp_path)).splitlines()
+    assert install.startswith("pip install ") and len(lines) == 3
+    for line in lines:
+        fewer = ["training.steps=2", "training.warmup_steps=1", "log_interval=1", "validation_batches=1"]
+        run_in(tmp_path, [*shlex.split(line), *(fewer if "-m train " in line else [])])
+    first = json.loads((tmp_path / "runs" / "rehearsal" / "metrics.jsonl").read_text().splitlines()[0])
+    assert "falls from about 10.9, " in text_of("clone_to_cluster.md") and abs(first["loss"] - 10.9) < 0.1
+
+
+def test_the_plan_on_the_way_to_a_cluster(capsys):
+    """The page's commands for machines that are not here: the forecast is what the page says, the sharding is proved."""
+    ((_, body),) = section("docs/clone_to_cluster.md", r"4\. It will fit, and what it will cost")
+    planned, checked = (shlex.split(line)[3:] for line in body.splitlines())
+    plan.main(load(plan.Plan, planned[0].removeprefix("--config-name="), planned[1:]))
+    assert re.search(r"`(forecast of the peak .*)`", text_of("clone_to_cluster.md"))[1] in capsys.readouterr().out
+    train.main(load(train.Config, checked[0].removeprefix("--config-name="), checked[1:]))
+    assert "training_step on the mesh d=32 × t=1: " in capsys.readouterr().out
 
 
 def copy_of_the_repository(folder):
@@ -411,7 +454,7 @@ def test_changes_are_accepted_and_what_is_forgotten_is_said(title, tmp_path, cap
     assert accepted and count == {"A new weight": 2, "Another attention": 3}[title]
     if title == "A new weight":
         proved = re.search(r"training_step on the mesh d=4 × t=2: (\d+) claims", capsys.readouterr().out)[1]
-        assert f"{proved} claims of the training step are proved" in (ROOT / "docs" / "changing.md").read_text()
+        assert f"{proved} claims of the training step are proved" in text_of("changing.md")
 
 
 CHECK_WITH_REPLICAS = """
@@ -472,7 +515,7 @@ def test_what_a_change_costs(tmp_path):
 def forecasts():
     """(overrides, memory, time or '') of each row of the page's tables, after the command that stands before them."""
     rows, base = [], []
-    for line in (ROOT / "docs" / "it_does_not_fit.md").read_text().splitlines():
+    for line in text_of("it_does_not_fit.md").splitlines():
         if line.startswith("python -m tools.plan "):
             base = [each for each in shlex.split(line)[3:] if each != "training.microbatches=1" or "h100" in line]
         elif found := re.match(r"\| `([^`]+)` \| ([\d.]+ GB) \|(?: ([\d.]+ m?s) \|)?", line):
@@ -509,13 +552,13 @@ def test_forecasts_of_a_large_vocabulary(chunk, memory, monkeypatch, capsys):
     keys = "hardware=a100_40gb training.microbatches=2 training.save_for_backward=inputs model.vocab=131072"
     plan.main(load(plan.Plan, "c4_h200x1_1b", keys.split()))
     assert f"forecast of the peak {memory} of " in capsys.readouterr().out
-    assert memory in (ROOT / "docs" / "it_does_not_fit.md").read_text()
+    assert memory in text_of("it_does_not_fit.md")
 
 
 # == Shapes: docs/reading.md ===========================================================================================
 def test_shapes_of_the_reading_guide():
     """Each row's shapes follow from its type and the sizes of local_test_synthetic; its type stands in train.py; sections are in its order."""
-    page, config = (ROOT / "docs" / "reading.md").read_text(), load(train.Config, "local_test_synthetic")
+    page, config = text_of("reading.md"), load(train.Config, "local_test_synthetic")
     model, tokens, axes = config.model, config.training.tokens, {"d": config.mesh.d, "t": config.mesh.t}
     sizes = dict(
         B=tokens.batch, L=tokens.len, M=model.d_model, K=model.n_kv, Q=model.n_q_per_kv, D=model.d_head, F=model.d_ff,

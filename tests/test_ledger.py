@@ -33,7 +33,7 @@ CASES = [
     ("local_test_synthetic", ("training.save_for_backward=inputs",)),
     ("c4_a100x8_1b", ()),
     ("c4_a100x8_1b", ("mesh.d=2", "mesh.t=4", "training.microbatches=2")),
-    ("c4_a100x8_2b", ("mesh.d=512", "mesh.t=8", "training.tokens.batch=4096")),
+    ("c4_a100x8_2b", ("mesh.d=512", "mesh.t=8", "training.tokens.batch=4096", "training.interleave=2")),
 ]
 CASES = [(name, ("model.attention=einsum", *overrides)) for name, overrides in CASES]
 cases = pytest.mark.parametrize("name, overrides", CASES, ids=lambda value: value if isinstance(value, str) else "")

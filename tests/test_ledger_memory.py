@@ -183,6 +183,15 @@ def traced_step(microbatches, dtype):
         return of_step(traced, {"d": 4, "t": 2}, source=train.__file__, tokens=16 * 32), traced
 
 
+def test_a_cpu_holds_bfloat16_as_float32():
+    """For a CPU the bfloat16 step is forecast to need the float32 step's memory; what is computed, sent and kept stays bfloat16's."""
+    narrow, traced = traced_step(2, "bfloat16")
+    on_cpu = of_step(traced, {"d": 4, "t": 2}, source=train.__file__, tokens=16 * 32, platform="cpu")
+    wide, _ = traced_step(2, "float32")
+    assert narrow.memory.bytes < on_cpu.memory.bytes == wide.memory.bytes
+    assert (on_cpu.costs, on_cpu.saved) == (narrow.costs, narrow.saved)
+
+
 @functools.cache
 def ledger_and_compiled(microbatches, dtype):
     ledger, traced = traced_step(microbatches, dtype)

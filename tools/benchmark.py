@@ -51,6 +51,7 @@ from runtime.profiling import PROFILED_STEPS, SETTLING_STEPS, Profiler
 from runtime.report import environment
 from runtime.run import PROGRAMS_IN_FLIGHT, RUNS_ONCE, start, with_shardings
 from runtime.tracking import memory
+from runtime.tuning import options
 from shardlib.shardtypes import make_shardings
 from tools.benchmark_table import Line, compared, read, table
 
@@ -190,9 +191,10 @@ def figures(
     step, _ = train.mapped_steps(config, bos_id=0)
     shapes = with_shardings(train.shapes(config), make_shardings(tuple[train.State, TokenBatch]))
     traced = jax.jit(step, donate_argnums=0).trace(shapes[0], zero, zero, shapes[1])
-    ledger = of_step(traced, dict(mesh.shape), source=train.__file__, tokens=tokens)
+    backend = jax.default_backend()
+    ledger = of_step(traced, dict(mesh.shape), source=train.__file__, tokens=tokens, platform=backend)
     began = time.perf_counter()
-    compiled = traced.lower().compile()
+    compiled = traced.lower().compile(compiler_options=options(backend))
     compile_s = time.perf_counter() - began
 
     init = functools.partial(train.init_state, config.model)
