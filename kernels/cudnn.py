@@ -11,8 +11,7 @@ Two ways to keep segments apart, since cuDNN has no segment ids:
 
 XLA's own names for these kernels are called as foreign functions, since `jax.nn.dot_product_attention` knows no offsets,
 computes a gradient of its mask, and keeps what its backward pass needs under no name, so that a checkpointed layer
-would run the kernel twice. Operands and settings are those with which JAX calls them
-(tests/test_attention.py compares the two).
+would run the kernel twice. Operands and settings are those with which JAX calls them.
 """
 
 import json

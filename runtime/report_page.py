@@ -23,7 +23,7 @@ CHARTS = (
     ("Perplexity", "", ("perplexity", "validation_perplexity")),
     ("Learning rate", "", ("learning_rate",)),
     ("Gradient norm", "", ("grad_norm", "grad_norm_of/")),
-    ("Weight norm", "", ("weight_norm_of/",)),
+    ("Weight norm", "", ("weight_norm", "weight_norm_of/")),
     ("Update to weight", "ratio of norms", ("update_ratio_of/",)),
     ("Throughput", "tokens/s", ("tokens_per_s",)),
     ("Time of a step", "s", ("step_time_s", "device_s", "data_wait_s", "checkpoint_stall_s")),

@@ -110,6 +110,7 @@ class Run:
         root, name = config.paths.root_working_dir, config.paths.model_name
         self._store = f"{root.rstrip('/')}/{name}"  # of checkpoints and owner
         self.folder = Path("runs" if "://" in root else root) / name
+        self.compiler_options = options(jax.default_backend())
         with contextlib.ExitStack() as opened:
             # First, so that it ends last: waiting for a tracker holds up no checkpoint.
             self._trackers = opened.enter_context(Trackers(config, self.folder, is_leader=self._is_leader))
@@ -163,8 +164,8 @@ class Run:
         """
         tokens = self._config.training.tokens
         mesh = {"d": self._config.mesh.d, "t": self._config.mesh.t}
-        platform = jax.default_backend()
-        ledger = of_step(traced, mesh, source=source, tokens=tokens.batch * tokens.len, platform=platform)
+        count, platform = tokens.batch * tokens.len, jax.default_backend()
+        ledger = of_step(traced, mesh, source=source, tokens=count, platform=platform)
         self._flops = {"mfu": ledger.model_flops, "hfu": ledger.hardware_flops, "mfu_6nd": ledger.flops_6nd}
         if self._is_leader:
             devices = jax.sharding.get_mesh().devices.ravel()
@@ -176,7 +177,7 @@ class Run:
             print_line("\n".join(map(wrapped, lines)))
             about = json.dumps(environment(lines), indent=1)
             (self.folder / "environment.json").write_text(about, encoding="utf-8")
-        compiled = traced.lower().compile(compiler_options=options(platform))
+        compiled = traced.lower().compile(compiler_options=self.compiler_options)
         if self._is_leader:
             lines, _ = report(ledger, compiled)
             print_line("\n".join(map(wrapped, lines)))

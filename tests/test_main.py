@@ -72,6 +72,7 @@ def test_a_run_leaves_all_that_it_should(uninterrupted):
             "loss",
             "learning_rate",
             "grad_norm",
+            "weight_norm",
             "tokens_per_s",
             "step_time_s",
             "mfu",

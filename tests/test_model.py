@@ -121,6 +121,8 @@ def test_adamw_equals_the_reference(weights):
             state, metrics = small.step(small.MODEL, training, state, small.batch_of(small.BATCH), number)
             assert abs(metrics.learning_rate - reference.learning_rate(number, training)) < 1e-8
             assert abs(metrics.grad_norm - reference.global_norm(gradient)) < 1e-4
+            norm = reference.global_norm(expected[0])
+            assert abs(metrics.weight_norm - norm) < 1e-5 * norm
             state = jax.device_put(state, train.make_shardings(train.State))
     for mine, theirs in zip((state.weights, state.adam_mu, state.adam_nu), expected):
         for a, b in zip(
