@@ -13,12 +13,13 @@ runtime/config_checks.py then refuses combinations that cannot run. Importing th
 import contextlib
 import dataclasses
 import difflib
+import gc
 import io
 import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -31,8 +32,9 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from runtime.config_arguments import constant_keys, hydra_arguments, tolerant
 from runtime.config_checks import check_combinations
-from runtime.config_help import annotated, help_of_keys
+from runtime.config_help import annotated, configs_of, help_page
 from runtime.config_rebuild import MISSING, Origins, as_tree, find_origins, from_here, rebuild
 from runtime.config_sweep import Sweep
 from runtime.errors import RunError, leave, print_error
@@ -185,12 +187,22 @@ def run(main: Callable[[Any], None], config_class: type, config_name: str = DEFA
             runtime.config.run(main, Config)
 
     Exits with 1 after a RunError, which is printed to stderr as `error: ...` without a traceback, with 130 after an
-    interrupt, and with 75 when a signal stopped a run that can go on (runtime/signals.py). Any other exception is a defect
-    and passes through.
+    interrupt, with 75 when a signal stopped a run that can go on (runtime/signals.py), and with 141 when nobody reads
+    its output any more (`| head`). Any other exception is a defect and passes through.
     """
+    try:
+        _run(main, config_class, config_name)
+        sys.stdout.flush()  # here, so that a broken pipe is met here and not by Python's end
+    except BrokenPipeError:
+        _leave_unread()
+
+
+def _run(main: Callable[[Any], None], config_class: type, config_name: str) -> None:
     arguments = sys.argv[1:]
     if "--help" in arguments or "-h" in arguments:
-        print(_help(main, config_class, config_name))
+        file = _explaining_file(config_class, config_name)
+        print("\n".join(help_page(main, config_class, config_name, CONFIG_FOLDER, file)))
+        gc.freeze()  # else Python, as it ends, looks through all of JAX for what could be freed: 0.4 s
         return
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra then raises its errors for us to print, instead of printing a page
@@ -204,24 +216,24 @@ def run(main: Callable[[Any], None], config_class: type, config_name: str = DEFA
         sweep.has_table = hydra_node.mode == RunMode.MULTIRUN and issubclass(config_class, RunConfig)
         try:
             with sweep.job(hydra_node.overrides.task) as one:
-                one.config = _finish(config_class, composed, hydra_node)
+                constant = constant_keys(arguments, CONFIG_FOLDER)
+                one.config = _finish(config_class, composed, hydra_node, constant)
                 main(one.config)
         except RunError as error:
             failed = True
             print_error(error)
         except BrokenPipeError:
             print("what read the output has gone (broken pipe)", file=sys.stderr)
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be flushed
-            leave(141)
+            _leave_unread()
 
     try:
         with tempfile.TemporaryDirectory() as sweep_folder, sweep:
-            sys.argv[1:] = _hydra_arguments(arguments, sweep_folder)
+            sys.argv[1:] = hydra_arguments(arguments, sweep_folder, CONFIG_FOLDER)
             line = " ".join(arguments)
             is_part = re.search(r"(^| )(--package|-p)[ =]", line)
             is_shown = re.search(r"(^| )(--cfg|-c)[ =]job( |$)", line) and not is_part
             shown = io.StringIO() if is_shown else sys.stdout
-            with _readable_errors(), contextlib.redirect_stdout(shown):
+            with _readable_errors(config_class), contextlib.redirect_stdout(shown):
                 hydra.main(version_base="1.3", config_path=str(CONFIG_FOLDER), config_name=config_name)(job)()
             if is_shown:
                 print(annotated(config_class, shown.getvalue(), _explaining_file(config_class, config_name)))
@@ -237,6 +249,11 @@ def run(main: Callable[[Any], None], config_class: type, config_name: str = DEFA
         leave(1)
 
 
+def _leave_unread() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be flushed
+    leave(141)
+
+
 def load(config_class: type[C], config_name: str = DEFAULT_CONFIG, overrides: Sequence[str] = ()) -> C:
     """The same config as the command line would give, for tests and tools.
 
@@ -244,8 +261,9 @@ def load(config_class: type[C], config_name: str = DEFAULT_CONFIG, overrides: Se
 
     Raises RunError where `run` would print one.
     """
-    with _readable_errors(), hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONFIG_FOLDER)):
-        composed = hydra.compose(config_name, [_tolerant(text) for text in overrides], return_hydra_config=True)
+    folder = CONFIG_FOLDER
+    with _readable_errors(config_class), hydra.initialize_config_dir(version_base="1.3", config_dir=str(folder)):
+        composed = hydra.compose(config_name, [tolerant(text, folder) for text in overrides], return_hydra_config=True)
         hydra_node = composed.hydra
         with open_dict(composed):
             del composed["hydra"]
@@ -278,12 +296,15 @@ def prepare_devices(config: RunConfig) -> None:
 # ---------------------------------------------------------------- from hydra's tree to ours
 
 
-def _finish(config_class: type[C], composed: DictConfig, hydra_node: DictConfig) -> C:
-    """A config_class from what hydra composed, or a RunError with everything that is wrong with it."""
-    with _readable_errors():
+def _finish(config_class: type[C], composed: DictConfig, hydra_node: DictConfig, constant: Collection[str] = ()) -> C:
+    """A config_class from what hydra composed, or a RunError with everything that is wrong with it.
+
+    constant: keys of overrides that all jobs of a sweep share.
+    """
+    with _readable_errors(config_class):
         content = OmegaConf.to_container(composed, resolve=True)
     if issubclass(config_class, RunConfig) and isinstance(content.setdefault("paths", {}), dict):
-        content["paths"]["model_name"] = _model_name(content["paths"].get("model_name", MISSING), hydra_node)
+        content["paths"]["model_name"] = _model_name(content["paths"].get("model_name", MISSING), hydra_node, constant)
 
     folders = [Path(source.path) for source in hydra_node.runtime.config_sources if source.schema == "file"]
     origins = find_origins(hydra_node.job.config_name, folders, hydra_node.overrides.task)
@@ -300,55 +321,28 @@ def _finish(config_class: type[C], composed: DictConfig, hydra_node: DictConfig)
     return config
 
 
-def _model_name(given: Any, hydra_node: DictConfig) -> Any:
-    """The run's name: the given one or the config's; in a sweep with the job's overrides, so that none share a folder."""
+def _model_name(given: Any, hydra_node: DictConfig, constant: Collection[str]) -> Any:
+    """The run's name: the given one or the config's; in a sweep with what differs, so that no jobs share a folder."""
     name = Path(hydra_node.job.config_name).name if given == MISSING else given
-    overrides = [text.lstrip("+") for text in hydra_node.overrides.task]
-    overrides = [text for text in overrides if not text.startswith("paths.")]
+    overrides = [text for text in hydra_node.overrides.task if text.partition("=")[0] not in constant]
+    overrides = [text.lstrip("+") for text in overrides if not text.lstrip("+").startswith("paths.")]
     if hydra_node.mode != RunMode.MULTIRUN or not overrides or not isinstance(name, str):
         return name
     return name + "_" + re.sub(r"[^\w.=,-]", "-", "_".join(overrides))
 
 
-# ---------------------------------------------------------------- hydra's arguments and errors
-
-# hydra shall only compose: no folder and no log of its own; the run folder is ours.
-HYDRA_SETTINGS = ("hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none")
-OVERRIDE = re.compile(r"\+{0,2}(?P<key>[A-Za-z_][\w.]*)=(?P<value>.*)", re.DOTALL)
-
-
-def _hydra_arguments(arguments: Sequence[str], sweep_folder: str) -> list[str]:
-    """The command line as hydra takes it: flags first, and a sweep's own files in a folder that is thrown away."""
-    overrides = [text for text in arguments if re.match(r"[+~]{0,2}[A-Za-z_][\w./@]*=|~[A-Za-z_]", text)]
-    flags = [text for text in arguments if text not in overrides]
-    sweep = (f"hydra.sweep.dir='{sweep_folder}'", "hydra.sweep.subdir=.")
-    return [*flags, "--", *HYDRA_SETTINGS, *sweep, *(_tolerant(text) for text in overrides)]
-
-
-def _tolerant(override: str) -> str:
-    """An override that hydra takes whether or not the key is there: `a=1` and `+a=1` become `++a=1`.
-
-    So `+paths.model_name=x` and `paths.model_name=x` both work, in configs that set the key and in those that do not,
-    and a mistyped key comes to our check and its message. `~` is quoted, which hydra's grammar has no place for.
-    """
-    match = OVERRIDE.fullmatch(override)
-    if not match or match["key"].partition(".")[0] == "hydra" or (CONFIG_FOLDER / match["key"]).is_dir():
-        return override
-    value = match["value"]
-    if "~" in value and not re.search(r"""['"\[{(]""", value):
-        value = ",".join(f"'{choice}'" if "~" in choice else choice for choice in value.split(","))
-    return f"++{match['key']}={value}"
+# ---------------------------------------------------------------- hydra's errors
 
 
 @contextlib.contextmanager
-def _readable_errors() -> Iterator[None]:
+def _readable_errors(config_class: type) -> Iterator[None]:
     """Turns what hydra, omegaconf and the yaml reader raise into a RunError of one line."""
     try:
         yield
     except MissingConfigException as error:
         if not str(error).startswith("Cannot find primary config"):
             raise RunError(_one_line(error)) from error
-        names = _config_names()
+        names = configs_of(config_class, CONFIG_FOLDER)
         nearest = difflib.get_close_matches(str(error.missing_cfg_file), names, n=1)
         hint = f"; the nearest is {nearest[0]}" if nearest else ""
         folder = from_here(CONFIG_FOLDER)
@@ -363,36 +357,6 @@ def _one_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines()]
     lines = [line for line in lines if line and not line.startswith(("See https:", "object_type="))]
     return " ".join(lines).replace("'++", "'")
-
-
-def _config_names() -> list[str]:
-    return sorted(file.stem for file in CONFIG_FOLDER.glob("*.yaml") if file.stem != "base")
-
-
-def _help(main: Callable[[Any], None], config_class: type, config_name: str) -> str:
-    """What --help prints: usage, every config with its first comment line, every key explained."""
-    spec = getattr(sys.modules["__main__"], "__spec__", None)
-    program = f"python -m {spec.name}" if spec else f"python {sys.argv[0]}"
-    about = (sys.modules[main.__module__].__doc__ or "").strip().splitlines()[:1]
-    lines = [
-        *about,
-        "",
-        f"usage: {program} [--config-name=NAME] [key=value ...]",
-        "",
-        f"  --config-name=NAME  a yaml file of {from_here(CONFIG_FOLDER)}, by default {config_name}",
-        "  --config-dir=FOLDER another folder to look for it in",
-        "  key=value           overrides a key; +key=value is the same",
-        "  --cfg job           prints all keys with their values and what they mean, and runs nothing",
-        "  -m key=a,b          one run after the other, each with one of the values, each in its own run folder",
-        "  --hydra-help        hydra's other flags",
-        "",
-        "configs:",
-    ]
-    for name in _config_names():
-        first = (CONFIG_FOLDER / f"{name}.yaml").read_text().partition("\n")[0].lstrip("# ")
-        lines.append(f"  {name:24} {first}")
-    keys = help_of_keys(config_class, _explaining_file(config_class, config_name))
-    return "\n".join([*lines, "", "keys, with type and default:", *keys])
 
 
 def _explaining_file(config_class: type, config_name: str) -> Path:

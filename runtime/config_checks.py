@@ -65,6 +65,7 @@ CHOICES = {
     "training.save_for_backward": ("everything", "products", "inputs"),
     "flat_tokens.long_sequences": ("split", "truncate"),
 }
+LONGEST_NAME = 255  # bytes of a file's or folder's name, on nearly every file system
 TEXTS = ("paths.root_working_dir", "paths.model_name", "flat_tokens.filespec", "hf_dataset.path", "tracking.project")
 
 
@@ -109,6 +110,14 @@ def _out_of_range(config: Any) -> Iterator[str]:
             config,
             "paths.model_name",
             "expected a folder's name under paths.root_working_dir; set that for another place",
+        )
+    longest = max(len(part.encode()) for part in name.split("/"))
+    if longest > LONGEST_NAME:
+        yield _problem(
+            config,
+            "paths.model_name",
+            f"a folder's name has at most {LONGEST_NAME} bytes, and this has {longest}: shorten it; in a sweep, whose jobs' names "
+            "say what differs, sweep fewer keys at once",
         )
 
 
@@ -255,8 +264,8 @@ def check_num_hosts(config: Any, process_count: int) -> None:
             _problem(
                 config,
                 "num_hosts",
-                f"this job has {process_count} process{'es' if process_count > 1 else ''}: start one on each of "
-                f"{config.num_hosts} hosts, or set num_hosts={process_count}",
+                f"this job has {process_count} process{'es' if process_count > 1 else ''}: start one "
+                f"{f'on each of {config.num_hosts} hosts' if config.num_hosts > 1 else 'alone'}, or set num_hosts={process_count}",
             )
         )
 

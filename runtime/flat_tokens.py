@@ -349,7 +349,7 @@ def open_split(path: str | os.PathLike, split: str, *, resident_bytes: int = RES
     """
     where = absolute_path(path)
     advice = (
-        "set flat_tokens.filespec to a flat-tokens data set, or write one (python -m tools.write_synthetic_dataset)"
+        "set flat_tokens.filespec to a flat-tokens data set, or write one (python -m tools.tokenize_text; docs/data.md)"
     )
     try:
         dataset = open_checked(where)

@@ -136,7 +136,8 @@ def write_page(path: Path, page: str) -> None:
 class Report:
     """Keeps report.html up to date, in a thread: every INTERVAL_S, less often where it takes long, and at the end.
 
-    That it cannot be written stops nothing and is said once.
+    That it cannot be written stops nothing and is said once. A disk may be full for a moment, so it is tried again; what is
+    not installed stays so.
     """
 
     def __init__(self, folder: str | Path, *, is_leader: bool):
@@ -159,17 +160,23 @@ class Report:
                 )
 
     def _write(self) -> None:
-        is_last, wait_s = False, INTERVAL_S
+        is_last, is_said, wait_s = False, False, INTERVAL_S
         while not is_last:
             is_last = self._end.wait(wait_s)
             begin = time.perf_counter()
             try:
                 write_report(self._folder)
-            except (OSError, RunError, ImportError) as error:
-                fix = " (pip install -r requirements-cpu.txt)" if isinstance(error, ImportError) else ""
-                print_line(f"warning: {self._folder / 'report.html'} is not written: {error}{fix}. Training goes on.")
+            except ImportError as error:
+                self._warn(f"{error} (pip install -r requirements-cpu.txt). Training goes on.")
                 return
+            except (OSError, RunError) as error:
+                if not is_said:
+                    self._warn(f"{error}. Training goes on, and it is tried again.")
+                is_said = True
             wait_s = max(INTERVAL_S, (time.perf_counter() - begin) / LARGEST_SHARE)
+
+    def _warn(self, why: str) -> None:
+        print_line(f"warning: {self._folder / 'report.html'} is not written: {why}")
 
 
 def _version(package: str) -> str | None:

@@ -133,7 +133,8 @@ def test_num_hosts_that_disagrees_with_the_launcher(variable, monkeypatch):
     monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **__: pytest.fail("waited for the others"))
     for given in (1, 2):
         config = load(train.Config, "local_test_synthetic", [f"num_hosts={given}"])
-        text = f"num_hosts = {given}: this job has 4 processes: start one on each of {given} hosts, or set num_hosts=4"
+        where = "alone" if given == 1 else f"on each of {given} hosts"
+        text = f"num_hosts = {given}: this job has 4 processes: start one {where}, or set num_hosts=4"
         with pytest.raises(RunError, match=re.escape(text)):
             cluster.start(config)
 

@@ -9,7 +9,7 @@ import yaml
 
 import train
 from runtime.config import load, run, to_yaml
-from runtime.config_help import annotated, explanations, help_of_keys
+from runtime.config_help import annotated, configs_of, explanations, help_of_keys
 from runtime.config_rebuild import all_keys
 from tools import (
     benchmark,
@@ -94,6 +94,29 @@ def test_no_key_is_without_explanation(config_class, file):
     assert [key for key in keys if not explained[key]] == []
     lines = help_of_keys(config_class, file)
     assert max(map(len, lines)) <= 120
+
+
+@pytest.mark.parametrize(
+    ("config_class", "tools_own"),
+    [
+        (train.Config, []),
+        (plan.Plan, ["plan"]),
+        (benchmark.Benchmark, ["benchmark"]),
+        (benchmark_checkpoint.Benchmark, ["benchmark_checkpoint"]),
+        (benchmark_loader.Benchmark, ["benchmark_loader"]),
+        (tokenize_text.TokenizeText, ["tokenize_text"]),
+        (torture.Torture, ["torture"]),
+        (write_synthetic_dataset.Synthetic, ["write_synthetic_dataset"]),
+    ],
+)
+def test_each_program_lists_its_own_configs(config_class, tools_own):
+    """Those of runs for what takes a run's keys, its one file for another tool; so no listed one ends in `is not a key`."""
+    listed = configs_of(config_class, ROOT / "configs")
+    of_runs = [file.stem for start in ("c4", "local") for file in (ROOT / "configs").glob(f"{start}_*.yaml")]
+    assert listed == sorted([*(of_runs if issubclass(config_class, train.Config) else []), *tools_own])
+    for name in listed:
+        needed = ["output=x"] if name == "tokenize_text" else []
+        assert isinstance(load(config_class, name, needed), config_class)
 
 
 def test_help_of_a_key_of_the_cluster():

@@ -53,7 +53,7 @@ def trained(config):
 def test_the_table_at_the_end(sweep, capsys):
     """Each job's folder, what differs, last losses and median speed, or the first line of its error; refused ones too."""
     assert sweep(trained, "-m", "training.learning_rate=0.5,7,-1", "training.steps=3") == 1
-    name = "runs/local_test_synthetic_training.learning_rate=0.5_training.steps=3"
+    name = "runs/local_test_synthetic_training.learning_rate=0.5"
     out, err = capsys.readouterr()
     empty, *lines = out.splitlines()
     assert empty == "" and [line.split() for line in lines] == [

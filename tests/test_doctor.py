@@ -12,9 +12,10 @@ import pytest
 import train
 from runtime.config import load
 from runtime.store import LocalStore
+from runtime.trackers import PACKAGES
 from tools import doctor, doctor_measure
 from tools.doctor import BROKEN, GOOD, OPTION, OTHER, Finding, needed_parts, optional_parts
-from tools.doctor_measure import collectives, storage
+from tools.doctor_measure import asked_for, collectives, data, storage
 
 ROOT = Path(__file__).parents[1]
 
@@ -74,9 +75,11 @@ def test_the_whole_table(monkeypatch, capsys, tmp_path, small):
     parts = [name for name, _, _ in doctor.OPTIONAL]
     measured = ["devices", "mesh", "matrix product bfloat16", "matrix product float32"]
     sent = [f"{kind} {axis}" for axis in "dt" for kind in ("all-gather", "reduce-scatter", "all-reduce")]
-    assert rows == ["python", "packages", *parts, *measured, *sent, "store", "graph of the step"]
+    assert rows == ["python", "packages", *parts, *measured, *sent, "data", "store", "graph of the step"]
     assert max(map(len, text.splitlines())) <= 120
     assert "8 × cpu (cpu), processes: 1" in text and "d=4 × t=2" in text
+    tokens = f"tokens of {ROOT}/synthetic_dataset.zarr/train in "
+    assert re.search(rf"ok data [\d,]+ {tokens}[\d,]+ rows of 64, .* steps in 1 epoch, ", re.sub(r"\s+", " ", text))
     assert text.endswith("\n\nNothing that this run needs is missing or broken.\n")
     assert list(tmp_path.iterdir()) == []
 
@@ -157,6 +160,99 @@ def test_optional_parts_do_not_count(versions):
     report = doctor.Report()
     report.add(found.values(), is_leader=False)
     assert report.verdict() == ""
+
+
+def test_what_the_keys_ask_for_counts(monkeypatch, capsys, tmp_path, small, versions):
+    """A tracker that the run is to write to and that is not installed is wrong; the one beside it stays optional."""
+    versions |= {"wandb": None, "clearml": None}
+    assert run(monkeypatch, "tracking.wandb=true", f"paths.root_working_dir={tmp_path}") == 1
+    shown = capsys.readouterr()
+    pin = doctor.tested("requirements-trackers.txt")["wandb"]
+    row = f"WRONG  tracking.wandb            wandb not installed, which this run needs\n{' ' * 33}fix: pip install wandb=={pin}\n"
+    assert row in shown.out and "–      tracking.clearml          clearml not installed (optional)\n" in shown.out
+    assert shown.err == "error: missing or broken: tracking.wandb; the fix of each is below it\n"
+    assert "Nothing that this run needs" not in shown.out
+
+
+MIXTURE = "mixture=[{filespec: a.zarr, weight: 1}, {filespec: s3://bucket/b.zarr, weight: 1}]"
+STREAM = ["flat_tokens.filespec=null", "hf_dataset.path=texts", "validation_batches=1"]
+
+
+@pytest.mark.parametrize(
+    "keys, parts",
+    [
+        ([], set()),
+        ([f"tracking.{name}=true" for name in PACKAGES], {f"tracking.{name}" for name in PACKAGES}),
+        (["paths.root_working_dir=s3://bucket/runs"], {"s3:// URLs"}),
+        (["flat_tokens.filespec=s3://bucket/a.zarr"], {"s3:// URLs"}),
+        (["flat_tokens.filespec=null", MIXTURE], {"s3:// URLs"}),
+        ([*STREAM, "hf_dataset.tokenizer=bytes_utf8"], {"hf_dataset"}),
+        ([*STREAM, "hf_dataset.tokenizer=tokenizer.json"], {"hf_dataset", "tokenizers"}),
+    ],
+)
+def test_which_parts_the_keys_ask_for(versions, keys, parts):
+    """Of all that is optional exactly what the run would refuse to start without is wrong when nothing is installed."""
+    versions |= {name: None for _, names, _ in doctor.OPTIONAL for name in names}
+    found = optional_parts(asked_for(load(train.Config, overrides=keys)))
+    assert {finding.part for finding in found if finding.status == BROKEN} == parts
+
+
+def test_data_that_is_not_there(monkeypatch, capsys, tmp_path, small):
+    """A published config without its data set: in the run's own words, with status 1; also where the mesh is wrong too."""
+    config = ["--config-name=c4_h200x1_84m", f"flat_tokens.filespec={tmp_path}/c4.zarr"]
+    root = f"paths.root_working_dir={tmp_path}/runs"
+    assert run(monkeypatch, *config, root) == 1
+    shown = capsys.readouterr()
+    text = re.sub(r"\s+", " ", shown.out)
+    assert f"WRONG data the data set {tmp_path}/c4.zarr does not exist: set flat_tokens.filespec to " in text
+    assert "fix: as it says; docs/data.md has how to write a data set from your own text" in text
+    assert shown.err == "error: missing or broken: data; the fix of each is below it\n"
+    assert run(monkeypatch, *config, root, "mesh.d=16") == 1
+    assert capsys.readouterr().err == "error: missing or broken: mesh, data; the fix of each is below it\n"
+
+
+@pytest.mark.parametrize(
+    "keys, text",
+    [
+        (["flat_tokens.filespec=null", "mixture=[{filespec: synthetic_dataset.zarr, weight: 1}, {filespec: none.zarr, weight: 2}]"],
+         f"the data set {ROOT}/none.zarr does not exist: "),
+        (["training.steps=9999"], "command line: training.steps = 9999: the data set synthetic_dataset.zarr holds "),
+        (["model.vocab=64", "training.steps=9999"], "2 problems in the configuration; command line: model.vocab = 64: the data set "),
+        (["io.max_data_bytes=1000"], "more than io.max_data_bytes = 1,000: "),
+    ],
+)  # fmt: skip
+def test_data_that_the_run_refuses(keys, text):
+    """Each source of a mixture is opened, and the data are held against the steps, the vocabulary and the memory."""
+    (found,) = data(load(train.Config, overrides=keys), mesh(4, 2))
+    assert found.status == BROKEN and found.part == "data" and text in found.found
+
+
+def test_data_of_a_mixture_and_of_a_stream(monkeypatch, tmp_path):
+    """What each holds where all is well; without the package for it a stream is wrong as the run would say it."""
+    (tmp_path / "other.zarr").symlink_to(ROOT / "synthetic_dataset.zarr")
+    sources = "{filespec: synthetic_dataset.zarr, weight: 1}, {filespec: " + f"{tmp_path}/other.zarr, weight: 3" + "}"
+    (found,) = data(load(train.Config, overrides=["flat_tokens.filespec=null", f"mixture=[{sources}]"]), mesh(4, 2))
+    assert found.status == GOOD and "; without end; " in found.found
+    assert re.match(
+        r"25\.00% from [\d,]+ tokens of .*; 75\.00% from [\d,]+ tokens of .*/other\.zarr/train in ", found.found
+    )
+    for name in ("train", "validation"):
+        (tmp_path / f"{name}.txt").write_text("a line\n" * 2000)
+    stream = [*STREAM, f"hf_dataset.path={tmp_path}", "hf_dataset.tokenizer=bytes_utf8"]
+    config = load(train.Config, overrides=stream)
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "datasets", None)
+        (found,) = data(config, mesh(4, 2))
+    assert found.status == BROKEN
+    assert found.found.startswith("hf_dataset.path needs the package datasets, which is not installed: pip install ")
+    (found,) = data(config, mesh(4, 2))
+    assert found == Finding(GOOD, "data", f"the data set {tmp_path}, split 'train': 1 files; without end")
+
+
+def test_other_hosts_say_what_is_wrong_with_them(capsys):
+    """Of several processes one prints what is well, and each what is missing on its own host."""
+    doctor.Report().add([Finding(GOOD, "packages", "all"), Finding(BROKEN, "data", "none", "copy")], is_leader=False)
+    assert capsys.readouterr().out == f"WRONG  data                      none\n{' ' * 33}fix: copy\n"
 
 
 def test_bandwidth_counts_the_bytes_that_leave_a_device(monkeypatch):

@@ -253,7 +253,7 @@ def test_zarr_format_2_opens(tmp_path, shuffle, byteorder):
 def test_missing(tmp_path, example, monkeypatch):
     """What is missing is named with its absolute path, what is there instead, and what to do."""
     advice = (
-        "set flat_tokens.filespec to a flat-tokens data set, or write one (python -m tools.write_synthetic_dataset)"
+        "set flat_tokens.filespec to a flat-tokens data set, or write one (python -m tools.tokenize_text; docs/data.md)"
     )
     assert_refuses(
         f"the data set {tmp_path}/nowhere does not exist: {advice}", open_split, tmp_path / "nowhere", "train"

@@ -293,6 +293,29 @@ def test_the_very_step_compiled_for_what_is_not_there(name, kind):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name, machine", [
+    ("c4_a100x8_1b", "hardware=h200 hosts=1"),
+    ("c4_a100x8x4_2b", "hardware=h200 hosts=4"),
+    ("c4_a100x8_2b", "hardware=tpu_v5p hosts=1"),
+])  # fmt: skip
+def test_nothing_stands_alone_in_the_loop_over_layers(name, machine):
+    """Of the published models, without tensor parallelism: beside each transfer of a layer runs something; XLA's memory is
+    at most the forecast and a tenth."""
+    try:
+        absent.environment(re.search(r"hardware=(\w+)", machine)[1])
+    except CannotCompile as error:
+        pytest.skip(str(error))
+    done = subprocess.run(
+        [sys.executable, "-m", "tools.plan", f"--config-name={name}", *machine.split(), "compile=true"],
+        capture_output=True, text=True, env={**os.environ, "XLA_FLAGS": ""},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = re.findall(r"^  (?:all-gather|reduce-scatter) of .*, ×[78]: .*$", done.stdout, re.M)
+    assert len(rows) > 10 and not [row for row in rows if row.endswith(": alone")]
+    assert float(re.search(r"ratio (\d\.\d\d)\n", done.stdout)[1]) > 1 / 1.1
+
+
+@pytest.mark.slow
 def test_what_does_not_fit_is_said_with_the_bytes():
     """XLA refuses a step of 16 times the batch on a TPU v5e: one error, no traceback."""
     try:

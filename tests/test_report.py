@@ -147,27 +147,59 @@ def test_a_page_that_takes_long_is_written_less_often(tmp_path, monkeypatch):
     assert len(written) == 2  # at the beginning and at the end
 
 
-@pytest.mark.parametrize(
-    "error, text",
-    [
-        (OSError(28, "No space left on device"), "[Errno 28] No space left on device"),
-        (
-            ModuleNotFoundError("No module named 'plotly'"),
-            "No module named 'plotly' (pip install -r requirements-cpu.txt)",
-        ),
-    ],
-)
-def test_a_page_that_cannot_be_written_stops_nothing(tmp_path, monkeypatch, capsys, error, text):
-    """One line, and no further try."""
+def test_a_page_that_cannot_be_written_stops_nothing(tmp_path, monkeypatch, capsys):
+    """A disk that is full for a moment is said once, and the page is there afterwards."""
+    folder, tries, again = write_run(tmp_path / "first", [3.0]), [], threading.Event()
+    write = report.write_report
+
+    def fail_at_first(path):
+        tries.append(path)
+        if len(tries) <= 3:
+            raise OSError(28, "No space left on device")
+        write(path)
+        again.set()
+
+    monkeypatch.setattr(report, "write_report", fail_at_first)
+    monkeypatch.setattr(report, "INTERVAL_S", 0.001)
+    with Report(folder, is_leader=True):
+        assert again.wait(60)
+    assert (folder / "report.html").exists()
+    text = "[Errno 28] No space left on device. Training goes on, and it is tried again."
+    assert capsys.readouterr().out == f"warning: {folder}/report.html is not written: {text}\n"
+
+
+def test_the_last_page_is_tried_after_a_failure(tmp_path, monkeypatch):
+    """A run that is shorter than INTERVAL_S from the failure on has its page at its end."""
+    folder, failed = write_run(tmp_path / "first", [3.0]), threading.Event()
+    write = report.write_report
 
     def fail(path):
-        raise error
+        monkeypatch.setattr(report, "write_report", write)
+        monkeypatch.setattr(report, "INTERVAL_S", 3600.0)
+        failed.set()
+        raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(report, "write_report", fail)
     monkeypatch.setattr(report, "INTERVAL_S", 0.001)
-    with Report(tmp_path, is_leader=True):
-        threading.Event().wait(0.05)
-    assert capsys.readouterr().out == f"warning: {tmp_path}/report.html is not written: {text}. Training goes on.\n"
+    with Report(folder, is_leader=True):
+        assert failed.wait(60) and not (folder / "report.html").exists()
+    assert (folder / "report.html").exists()
+
+
+def test_a_page_whose_package_is_missing_is_given_up(tmp_path, monkeypatch, capsys):
+    """One line with the fix, and no further try."""
+    tries = []
+
+    def fail(path):
+        tries.append(path)
+        raise ModuleNotFoundError("No module named 'plotly'")
+
+    monkeypatch.setattr(report, "write_report", fail)
+    monkeypatch.setattr(report, "INTERVAL_S", 0.001)
+    with Report(tmp_path, is_leader=True) as page:
+        page._thread.join(60)
+    text = "No module named 'plotly' (pip install -r requirements-cpu.txt). Training goes on."
+    assert len(tries) == 1 and capsys.readouterr().out == f"warning: {tmp_path}/report.html is not written: {text}\n"
 
 
 def test_the_page_can_be_written_again(tmp_path, monkeypatch):

@@ -5,8 +5,9 @@
     python -m tools.doctor mesh.d=2 mesh.t=4 paths.root_working_dir=s3://bucket/runs
 
 Takes a run's configuration and looks at versions, optional parts, devices, matrix products, the collectives over each axis
-of the mesh, and the store of checkpoints. Exits with 0 when all that the run needs is there and works, with 1 when
-something is missing or broken; an optional part that is missing, or a version that is not the tested one, is only said.
+of the mesh, the data, and the store of checkpoints. Exits with 0 when all that the run needs is there and works, with 1
+when something is missing or broken; an optional part that is missing and that the run's keys do not ask for, or a version
+that is not the tested one, is only said.
 """
 
 # Nothing but Python's own here: it must run where packages are missing. tools/doctor_measure.py needs them.
@@ -14,7 +15,7 @@ import platform
 import re
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -27,14 +28,15 @@ LEAST_PYTHON = (3, 11)
 # In requirements-cpu.txt, but a run only says that it goes on without.
 NOT_NEEDED = {"graphviz", "graphviz-pure", "plotly", "narwhals"}
 
-# What each is for, the packages, and the file with the tested versions.
+# What each is for, the packages, and the file with the tested versions. Which of them a run asks for: asked_for of doctor_measure.
 OPTIONAL = (
     ("s3:// URLs", ("s3fs",), "requirements-s3.txt"),
     ("tracking.tensorboard", ("tensorboardX",), "requirements-trackers.txt"),
     ("tracking.wandb", ("wandb",), "requirements-trackers.txt"),
     ("tracking.clearml", ("clearml",), "requirements-trackers.txt"),
     ("tracking.trackio", ("trackio",), "requirements-trackers.txt"),
-    ("tokenizers", ("tokenizers", "transformers"), "requirements-text.txt"),
+    ("tokenizers", ("tokenizers",), "requirements-text.txt"),
+    ("chat templates", ("transformers",), "requirements-text.txt"),
     ("parquet and .zst input", ("pyarrow", "zstandard"), "requirements-text.txt"),
     ("hf_dataset", ("datasets",), "requirements-text.txt"),
     ("curves of report.html", ("plotly",), "requirements-cpu.txt"),
@@ -67,7 +69,7 @@ class Finding:
 
 
 class Report:
-    """Prints findings as they come, one process for all, and knows which are wrong."""
+    """Prints findings as they come, one process for all but each its own wrong ones, and knows which are wrong."""
 
     def __init__(self):
         self.wrong: list[str] = []
@@ -76,7 +78,7 @@ class Report:
         for finding in findings:
             if finding.status == BROKEN:
                 self.wrong.append(finding.part)
-            if is_leader:
+            if is_leader or finding.status == BROKEN:
                 print("\n".join(finding.lines()), flush=True)
 
     def verdict(self) -> str:
@@ -139,8 +141,8 @@ def needed_parts() -> Iterator[Finding]:
     yield Finding(GOOD, "packages", f"{as_tested} of {len(pins)} that training needs at the tested versions")
 
 
-def optional_parts() -> Iterator[Finding]:
-    """Packages that only some runs need."""
+def optional_parts(asked_for: Collection[str] = ()) -> Iterator[Finding]:
+    """Packages that only some runs need; what this one asks for, by the names in OPTIONAL, must be there."""
     for purpose, names, file in OPTIONAL:
         pins = tested(file)
         versions = {name: installed(name) for name in names}
@@ -151,7 +153,9 @@ def optional_parts() -> Iterator[Finding]:
             extra = "tpu" if names == ("libtpu",) else "cuda13"
             jax = tested("requirements-cpu.txt")["jax"]
             fix = f'on a machine that has them: pip install "jax[{extra}]=={jax}"; for plans: pip install --no-deps -r {file}'
-        if missing:
+        if missing and purpose in asked_for:
+            yield Finding(BROKEN, purpose, f"{' and '.join(missing)} not installed, which this run needs", fix)
+        elif missing:
             yield Finding(OPTION, purpose, f"{' and '.join(missing)} not installed (optional)", fix)
         elif others:
             yield Finding(OTHER, purpose, f"{', '.join(others)}: not the tested version", fix)

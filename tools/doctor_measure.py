@@ -1,4 +1,4 @@
-"""What tools/doctor.py measures: devices, matrix products, collectives over the axes of a mesh, the store of checkpoints.
+"""What tools/doctor.py tries: devices, matrix products, collectives over the axes of a mesh, the data, the store of checkpoints.
 
 A second or two for each, so figures are within some per cent of what a benchmark would say, on a machine that does
 nothing else.
@@ -18,16 +18,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from ledger.costs import Collective
 from ledger.hardware import of_device_kind
 from runtime.chunks import read_errors
 from runtime.cluster import crossing, start
 from runtime.config import prepare_devices
+from runtime.config_checks import check_dataset
 from runtime.errors import RunError
 from runtime.hlo_graph import find_dot
+from runtime.sources import open_data
 from runtime.store import open_store
+from runtime.tokenizers import BYTES
+from runtime.trackers import PACKAGES
 from shardlib.mesh import shard_map
 from tools.doctor import BROKEN, GOOD, OPTION, Finding, needed_parts, optional_parts, tested
 
@@ -57,14 +61,28 @@ def measured(config: Any) -> Iterator[tuple[Iterable[Finding], bool]]:
         return
     is_leader = jax.process_index() == 0
     yield needed_parts(), is_leader
-    yield optional_parts(), is_leader
+    yield optional_parts(asked_for(config)), is_leader
     yield devices(config, mesh, refusal), is_leader
     yield products(jax.local_devices()[0]), is_leader
     if mesh is not None:
         yield collectives(mesh), is_leader
+    yield data(config, mesh), is_leader  # of several processes too: the data may be missing on one host
     if is_leader:
         yield storage(config.paths.root_working_dir, config.io.max_io_threads), True
         yield graphs(), True
+
+
+def asked_for(config: Any) -> set[str]:
+    """Which parts of tools.doctor.OPTIONAL the run does not start without."""
+    sources = [source.filespec for source in (config.flat_tokens, *config.mixture)]
+    urls = [config.paths.root_working_dir, *filter(None, sources)]
+    asked = {
+        "s3:// URLs": any(url.startswith("s3://") for url in urls),
+        "hf_dataset": config.hf_dataset.path,
+        "tokenizers": config.hf_dataset.path and config.hf_dataset.tokenizer != BYTES,
+        **{f"tracking.{name}": getattr(config.tracking, name) for name in PACKAGES},
+    }
+    return {purpose for purpose, is_asked in asked.items() if is_asked}
 
 
 # ---------------------------------------------------------------- devices
@@ -162,7 +180,22 @@ def _seconds(run: Callable[[], jax.Array]) -> float:
     return statistics.median(times)
 
 
-# ---------------------------------------------------------------- the store
+# ---------------------------------------------------------------- data and store
+
+
+def data(config: Any, mesh: Mesh | None) -> Iterator[Finding]:
+    """Opens both splits as the run would, and holds them against its vocabulary and its steps."""
+    # Without a mesh there is one process, which reads all rows of a batch: as if for one device.
+    one = SingleDeviceSharding(jax.local_devices()[0])
+    sharding = one if mesh is None else NamedSharding(mesh, PartitionSpec("d"))
+    try:
+        with open_data(config, "train", sharding) as training, open_data(config, "validation", sharding) as validation:
+            largest_id = max(training.max_token_id, validation.max_token_id)
+            check_dataset(config, largest_id, training.steps, training.bos_id)
+            yield Finding(GOOD, "data", training.summary)
+    except RunError as error:
+        text = "; ".join(map(str.strip, str(error).splitlines()))  # a line for each problem
+        yield Finding(BROKEN, "data", text, "as it says; docs/data.md has how to write a data set from your own text")
 
 
 def storage(root: str, threads: int) -> Iterator[Finding]:
