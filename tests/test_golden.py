@@ -33,7 +33,9 @@ def test_losses_are_golden(folder):
     """Every loss, gradient norm and learning rate, validation included, to TOLERANCE."""
     expected = FOLDER / f"{jax.default_backend()}.jsonl"
     if not expected.exists():
-        pytest.skip(f"no golden losses of this platform yet: `make golden` writes {expected.relative_to(FOLDER.parents[1])}")
+        pytest.skip(
+            f"no golden losses of this platform yet: `make golden` writes {expected.relative_to(FOLDER.parents[1])}"
+        )
     print(equal(read_run(folder), read_run(expected), TOLERANCE))
 
 
