@@ -9,29 +9,15 @@ import pathlib
 import re
 import runpy
 import shlex
-import textwrap
-import types
 
-import jax
 import numpy as np
 import pytest
 from pages import PAGES, ROOT, blocks, copy_of_the_repository, executed, of_language, run_in, section, text_of
-from test_cluster import gpus
 
 import runtime.config
 import train
-from kernels.attention import chosen
-from ledger import check, page
-from ledger.collectives import widened
-from ledger.step import of_step
-from runtime import cluster
 from runtime.config import load
-from runtime.data import TokenBatch
 from runtime.errors import RunError
-from runtime.sources import open_data
-from runtime.tracking import wrapped
-from shardlib.mesh import make_mesh
-from shardlib.shardtypes import make_shardings
 from tools import plan
 
 # == Commands ==========================================================================================================

@@ -11,13 +11,21 @@ import jax
 import numpy as np
 import prove
 import pytest
-import yaml
 import zarr
 from pages import (
-    PAGES, ROOT, changed, copy_of_the_repository, executed, module_of, of_language, run_in, section, text_of, train_py,
+    PAGES,
+    ROOT,
+    changed,
+    copy_of_the_repository,
+    executed,
+    module_of,
+    of_language,
+    run_in,
+    section,
+    text_of,
+    train_py,
 )  # fmt: skip
 
-import runtime.config
 import train
 from runtime.config import load
 from runtime.errors import RunError
