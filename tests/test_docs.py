@@ -9,15 +9,29 @@ import pathlib
 import re
 import runpy
 import shlex
+import types
 
+import jax
 import numpy as np
 import pytest
 from pages import PAGES, ROOT, blocks, copy_of_the_repository, executed, of_language, run_in, section, text_of
+from test_cluster import gpus
 
 import runtime.config
 import train
+from kernels.attention import chosen
+from ledger import check
+from ledger.collectives import widened
+from ledger.page import text as text_of_ledger
+from ledger.step import of_step
+from runtime import cluster
 from runtime.config import load
+from runtime.data import TokenBatch
 from runtime.errors import RunError
+from runtime.sources import open_data
+from runtime.tracking import wrapped
+from shardlib.mesh import make_mesh
+from shardlib.shardtypes import make_shardings
 from tools import plan
 
 # == Commands ==========================================================================================================
@@ -280,6 +294,133 @@ def test_the_plan_on_the_way_to_a_cluster(capsys):
     assert re.search(r"`(forecast of the peak .*)`", text_of("clone_to_cluster.md"))[1] in capsys.readouterr().out
     train.main(load(train.Config, checked[0].removeprefix("--config-name="), checked[1:]))
     assert "training_step on the mesh d=32 × t=1: " in capsys.readouterr().out
+
+
+# == What is printed ===================================================================================================
+# Each block that is no command, code or change, by how it begins: the test that holds it, or why none does.
+PRINTED = {
+    r"training data: ": "test_what_the_readme_prints; losses and times: two minutes, test_main (slow) runs it",
+    r"2 hosts, 8 devices: ": "test_what_several_hosts_print",
+    r"host gpu-02 \(process 1 of 2\): error: ": "an error among many: test_cluster has where it is printed",
+    r"It will not fit: ": "test_what_does_not_fit",
+    # docs/ledger.md
+    r" +FLOPs +bytes sent|   ×8    275G|Kept for the backward|A step of one device|     268M  8 ×|Memory of one device":
+        "test_the_excerpts_of_a_ledger",
+    r"The compiled step sends what is written: 155": "of a smaller model: test_run_ledger has the sentences",
+    r"\$ python -m tools.ledger_diff before": "test_what_a_change_costs, with other folders",
+    r"c4_a100x8_1b on 32 × h200: ": "test_plan",
+    r"python -m tools.plan --config-name=c4_a100x8_1b hardware=h200 hosts=4 sweep=true": "test_the_sweep_of_the_page",
+    r"for model in ": "a loop, whose lines are commands",
+    r"reduce-scatter of train.py:": "minutes: test_plan (slow) compiles for machines that are not here",
+    # what the check says, in docs/changing.md and docs/notation.md
+    r"Layer.__init__\(\) missing|training_step is refused": "test_changes_are_accepted_and_what_is_forgotten_is_said",
+    r"'add' of a value that is pending over r|'\.\.\.' is the same along r": "test_changes_of_another_axis",
+    r"train.py:\d+  gate = ": "test_what_a_change_costs",
+    r"the result is 'B/d L M \+t', not|'log', which is not linear": "test_errors_of_the_notation",
+}  # fmt: skip
+
+
+def test_every_block_is_held_or_says_why_not():
+    """A block with a language has tests of that language; one with other lines than commands is in the table, which has no more."""
+    bodies = []
+    for path in PAGES:
+        for language, body in blocks(path.read_text().replace("\\\n", " ")):
+            assert language in ("", "sh", "python", "yaml", "diff", "diff forgotten"), f"{path.name}: {language}"
+            if language == "" and not all(re.match(STARTS, line) for line in lines_of(body)):
+                assert any(re.match(each, body) for each in PRINTED), f"{path.name}: not in PRINTED:\n{body}"
+                bodies.append(body)
+    for pattern in PRINTED:
+        for each in pattern.split("|"):
+            assert any(re.match(each, body) for body in bodies), f"in no page: {each}"
+    files = list((ROOT / "tests").glob("test_*.py"))
+    known = {path.stem for path in files}.union(*(re.findall(r"def (test_\w+)\(", path.read_text()) for path in files))
+    assert set(re.findall(r"\btest_\w+", " ".join(PRINTED.values()))) <= known
+
+
+def block_that_begins(page, start):
+    (body,) = [body for _, body in blocks((ROOT / page).read_text()) if body.startswith(start)]
+    return body
+
+
+def small_job():
+    """The ledger of the job to try first, as a run on simulated devices has it."""
+    config, mesh = load(train.Config), make_mesh({"d": 4, "t": 2})
+    with jax.set_mesh(mesh):
+        traced = plan.trace(config, mesh, train.shapes(config))
+    tokens = config.training.tokens.batch * config.training.tokens.len
+    return of_step(traced, dict(mesh.shape), source=train.__file__, tokens=tokens, platform="cpu")
+
+
+def test_what_the_readme_prints(monkeypatch):
+    """Its lines up to the first step: data, kernel, costs, collectives, forecast. Nothing is compiled: that XLA sends what is
+    written is test_compiled_collectives' claim, and the bytes that it needs are the page's."""
+    body = block_that_begins("README.md", "training data: ")
+    before_steps = body.partition("step 1/50: ")[0]
+    config, ledger = load(train.Config), small_job()
+    said = []
+    with jax.set_mesh(make_mesh({"d": 4, "t": 2})):
+        for split, name in (("train", "training"), ("validation", "validation")):
+            with open_data(config, split, make_shardings(TokenBatch).targets) as data:
+                said.append(f"{name} data: {data.summary}".replace(str(ROOT), "…"))
+    said.append(f"attention: {chosen(config.model.attention, train.act.dtype, config.model.d_head)}")
+    said += ledger.summary()
+    monkeypatch.setattr(check, "compiled_collectives", lambda text, mesh: widened(ledger.costs.collectives))
+    needed = float(re.search(r"XLA says ([\d.]+) MB", body)[1])
+    monkeypatch.setattr(check, "peak_bytes", lambda compiled: needed * 1e6)
+    said += check.report(ledger, types.SimpleNamespace(as_text=str))[0]
+    assert before_steps.splitlines() == "\n".join(map(wrapped, said)).splitlines()
+
+
+def test_what_several_hosts_print():
+    """The table of two hosts, and what the job to try first sends between them."""
+    devices = cluster.lay_out(gpus(2, 4), 4, 2).devices
+    (between,) = cluster.sent_over_network(small_job(), types.SimpleNamespace(devices=devices))
+    *table, gap, last = block_that_begins("docs/hosts.md", "2 hosts, ").splitlines()
+    assert (table, gap) == (cluster.table(devices, ["gpu-01", "gpu-02"]), "...")
+    assert last == between
+
+
+def test_the_excerpts_of_a_ledger():
+    """The rows that docs/ledger.md explains are those of the 1b model's ledger.txt, but for line numbers and spaces."""
+
+    def bare(line):
+        return " ".join(re.sub(r"train\.py:\d+|(?<=│) +\d+ ", "train.py ", line).split())
+
+    rows = set()
+    for attention in ("einsum", "blockwise"):
+        ledger = plan.ledger_of(load(plan.Plan, "c4_a100x8_1b", [f"model.attention={attention}"]))
+        ours = {bare(line) for line in text_of_ledger(ledger).splitlines()}
+        rows |= {line for line in ours if attention == "einsum" or "shardops.local(" in line}
+    (pattern,) = [each for each, held in PRINTED.items() if held == "test_the_excerpts_of_a_ledger"]
+    excerpts = [body for _, body in blocks(text_of("ledger.md")) if re.match(pattern, body)]
+    assert len(excerpts) == 6
+    assert [line for body in excerpts for line in body.splitlines() if bare(line) not in rows] == []
+
+
+def planned(command):
+    """Runs a command of `tools.plan` as the page shows it."""
+    name, *overrides = shlex.split(command.removeprefix("$ "))[3:]
+    plan.main(load(plan.Plan, name.removeprefix("--config-name="), overrides))
+
+
+def test_what_does_not_fit(capsys):
+    """The sentence of docs/it_does_not_fit.md is what its command prints, up to the dots."""
+    said = block_that_begins("docs/it_does_not_fit.md", "It will not fit: ")
+    planned(
+        block_that_begins("docs/it_does_not_fit.md", "python -m tools.plan --config-name=c4_h200x1_1b hardware=a100")
+    )
+    assert " ".join(said.split()).removesuffix(" ...") in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_sweep_of_the_page(capsys):
+    """The table of docs/ledger.md is what its command prints, up to the dots."""
+    body = block_that_begins(
+        "docs/ledger.md", "python -m tools.plan --config-name=c4_a100x8_1b hardware=h200 hosts=4 sweep=true"
+    )
+    command, *table, dots = body.splitlines()
+    planned(command)
+    assert dots == "..." and capsys.readouterr().out.startswith("\n".join(table) + "\n")
 
 
 # == Forecasts: docs/it_does_not_fit.md ================================================================================

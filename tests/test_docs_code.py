@@ -1,6 +1,7 @@
 """What README.md and docs/ show of code, tried: Python, configs, the notation's operations, changed copies of train.py, shapes."""
 
 import functools
+import inspect
 import re
 import shlex
 import shutil
@@ -8,13 +9,17 @@ import subprocess
 import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import prove
 import pytest
+import yaml
 import zarr
+from jax.sharding import PartitionSpec as P
 from pages import (
     PAGES,
     ROOT,
+    blocks,
     changed,
     copy_of_the_repository,
     executed,
@@ -26,10 +31,14 @@ from pages import (
     train_py,
 )  # fmt: skip
 
+import runtime.config
 import train
+from ledger.collectives import written
 from runtime.config import load
 from runtime.errors import RunError
-from shardlib.shardtypes import typed_shard_map
+from shardlib import shardops
+from shardlib.shardtypes import ShardingError, typed_shard_map
+from shardlib.spec import Spec, parse
 from tools import plan
 
 # == Python ============================================================================================================
@@ -123,6 +132,146 @@ def test_the_checkpoint_of_the_formats(tmp_path, monkeypatch):
     assert executed(code)["w_q"].tolist() == [0, 1, 2, 3, 4, 5]
 
 
+# == Configs ===========================================================================================================
+def configured(block, class_, tmp_path, monkeypatch):
+    """The config that a reader has who writes the block into a file of his own beside the others."""
+    folder = shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    monkeypatch.setattr(runtime.config, "CONFIG_FOLDER", folder)
+    (folder / "my_config.yaml").write_text(f"defaults: [local_test_synthetic, _self_]\n\n{block}")
+    return load(class_, "my_config")
+
+
+def test_yaml_blocks_are_all_known():
+    """A block that is new has a test."""
+    found = {path.name: len(of_language("yaml", path)) for path in PAGES}
+    assert {page: count for page, count in found.items() if count} == {"data.md": 1, "ledger.md": 1}
+
+
+def test_the_mixture_of_the_data(tmp_path, monkeypatch):
+    """In a config it means what the page's sentence writes on the command line."""
+    (block,) = of_language("yaml", "docs/data.md")
+    config = configured(block, train.Config, tmp_path, monkeypatch)
+    line = re.search(r"`(flat_tokens\.filespec=null 'mixture=[^`]*)`", text_of("data.md"))[1]
+    given = load(train.Config, "local_test_synthetic", shlex.split(line))
+    assert (config.flat_tokens, config.mixture) == (given.flat_tokens, given.mixture)
+    assert [vars(source) for source in config.mixture] == yaml.safe_load(block)["mixture"]
+
+
+def test_the_own_hardware_of_the_plan(tmp_path, monkeypatch):
+    """The plan has the figures of the block."""
+    (block,) = of_language("yaml", "docs/ledger.md")
+    machine = plan.machine_of(configured(block, plan.Plan, tmp_path, monkeypatch))
+    ((own,), name) = (yaml.safe_load(block)[key] for key in ("own_hardware", "hardware"))
+    assert own.pop("name") == name and own == {key: getattr(machine, key) for key in own}
+
+
+# == The table of operations: docs/notation.md =========================================================================
+AXES = {"d": 2, "p": 2, "t": 2}
+
+
+class Example:
+    """A row's example: `arguments` are those that the page shows, `operands` and `result` the types of its string."""
+
+    def __init__(self, name, arguments, change, forward, backward):
+        self.name, self.change, self.sent = name, change, (forward, backward)
+        self.text = re.match(r"'(.*?)'", arguments)[1]
+        left, self.arrow, right = self.text.replace("...", "B/d M/t").partition("->")
+        self.operands = [parse(each.strip()) for each in left.split(",")]
+        self.result = parse(right.strip()) if self.arrow else self.operands[0]
+        self.letters = ["x", "y"][: len(self.operands)]
+        self.arguments = ", ".join([arguments, *self.letters]) if arguments == f"'{self.text}'" else arguments
+
+    def __str__(self):
+        return f"{self.name} {self.text}"
+
+    def module(self, folder, claimed):
+        """A program with the operation, whose result it claims to be of a type. A pending operand is made of one that is not."""
+        given, lines = [], []
+        for letter, spec in zip(self.letters, self.operands):
+            before = re.sub(r"[][]", "", str(Spec(spec.dims)))
+            dtype = "u32" if (self.name, letter) == ("index_unreduced", "y") else "f32"
+            given.append(f"{letter}: {dtype}['{before}']")
+            if spec.pending:
+                lines.append(f"    {letter} = shardops.pending('{before} -> {spec}', {letter})\n")
+        operands, made = ", ".join(self.letters), "".join(lines)
+        return module_of(
+            folder / "example.py",
+            f"{IMPORTS}\ndef kernel(x):\n    return 2 * x\n\n"
+            f"def operation({operands}):\n    return shardops.{self.name}({self.arguments})\n\n"
+            f"@typed\ndef program({', '.join(given)}) -> f32['']:\n{made}"
+            f"    result: f32['{claimed}'] = operation({operands})\n    return shardops.zeros('', f32)\n",
+        )
+
+
+def table_of_operations():
+    return text_of("notation.md").partition("## The operations\n")[2].partition("\n## ")[0]
+
+
+def examples():
+    """Of each row of the table as many as it has."""
+    found = []
+    for names, shown, *cells in re.findall(r"^\| (`.*?) \|(.*?)\|(.*?)\|(.*?)\|(.*?)\|$", table_of_operations(), re.M):
+        names, shown = re.findall(r"`(\w+)`", names), re.findall(r"`([^`]+)`", shown)
+        names = names * len(shown) if len(names) == 1 else names
+        assert len(names) == len(shown) or not shown, f"{names} have {len(shown)} examples"
+        found += [Example(name, each, *(cell.strip() for cell in cells)) for name, each in zip(names, shown)]
+    return found
+
+
+def test_the_table_has_every_operation():
+    """All of shardops are in it; those that take a string have an example."""
+    own = {name for name, each in vars(shardops).items() if getattr(each, "__module__", "") == shardops.__name__}
+    public = {name for name in own if not name.startswith("_")} - {"axis_size"}
+    assert set(re.findall(r"`([a-z_]+)`", "".join(re.findall(r"^\| (.*?) \|", table_of_operations(), re.M)))) == public
+    assert {each.name for each in examples()} == public - {"value_and_grad", "grad", "sum_over_chunks"}
+
+
+def word(axis, *specs):
+    """How a value, or several that an operation takes, lie along an axis."""
+    split, pending = (any(axis in getattr(spec, state) for spec in specs) for state in ("split", "pending"))
+    return "split" if split else "pending" if pending else "same"
+
+
+@pytest.mark.parametrize("example", examples(), ids=str)
+def test_examples_of_the_notation(example, tmp_path, monkeypatch):
+    """Each is accepted, its result is of the type that the string says and of no other, and its states change as the row says."""
+    monkeypatch.setitem(prove.SIZES, "C", 160)
+    assert prove.prove(example.module(tmp_path, example.result).program, AXES) > 0
+    dims, pending, split = example.result.dims, example.result.pending, example.result.split
+    other = Spec(dims) if pending else Spec(dims, (next(axis for axis in AXES if axis not in split),))
+    prove.refusal(example.module(tmp_path, other).program, AXES)
+    if example.arrow:
+        changes = {(word(axis, *example.operands), word(axis, example.result)) for axis in AXES}
+        changes = {f"{before} → {after}" for before, after in changes if before != after}
+        in_words = {"split → pending"} if example.name.endswith("_unreduced") else set()
+        assert changes == (set(re.findall(r"\w+ → \w+", example.change)) or in_words)
+
+
+@pytest.mark.parametrize("example", [each for each in examples() if each.arrow], ids=str)
+def test_what_the_examples_of_the_notation_send(example, tmp_path, monkeypatch):
+    """Forward and backward, the collectives of the row and no others."""
+    monkeypatch.setitem(prove.SIZES, "C", 160)
+    module = example.module(tmp_path, example.result)
+    arrays = [prove.abstract(each.annotation) for each in inspect.signature(module.program).parameters.values()]
+
+    def transposed(x, *others):
+        result, transpose = jax.vjp(lambda x: module.operation(x, *others), x)
+        return transpose(jnp.ones_like(result))
+
+    def sent(function):  # the letters' sizes serve as those of a device's parts
+        mesh = jax.sharding.AbstractMesh(tuple(AXES.values()), tuple(AXES))
+        mapped = jax.shard_map(function, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+        return ", ".join(row.kind for row in written(jax.make_jaxpr(mapped)(*arrays), AXES))
+
+    forward, backward = example.sent
+    assert sent(module.operation) == forward
+    if backward == "no gradient: stop it first":
+        with pytest.raises(ShardingError, match=r"pass it lax\.stop_gradient"):
+            sent(transposed)
+    else:
+        assert sent(transposed) == backward
+
+
 # == Changed copies of train.py: docs/changing.md ======================================================================
 def said(path, text):
     """What `python -m train check_only=true` says to a changed train.py; '' if it is accepted."""
@@ -160,6 +309,26 @@ def test_changes_are_accepted_and_what_is_forgotten_is_said(title, tmp_path, cap
     if title == "A new weight":
         proved = re.search(r"training_step on the mesh d=4 × t=2: (\d+) claims", capsys.readouterr().out)[1]
         assert f"{proved} claims of the training step are proved" in text_of("changing.md")
+
+
+FORGOTTEN = {  # what docs/notation.md says before a message: what is replaced in train.py, and by what
+    "With `+t` left out of the feed-forward's last product:": ("F/t -> B/d L M +t', hidden", "F/t -> B/d L M', hidden"),
+    "and with the `psum` of the softmax's denominator forgotten:": ("        total = shardops.psum('B/d L +t -> B/d L', total)\n", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("sentence", FORGOTTEN)
+def test_errors_of_the_notation(sentence, tmp_path):
+    """The message below the sentence is what the check says of train.py changed so."""
+    old, new = FORGOTTEN[sentence]
+    assert train_py().count(old) == 1
+    _, found, after = text_of("notation.md").partition(sentence)
+    (_, message), *_ = blocks(after)
+    (tmp_path / "train").mkdir()
+    refused = said(tmp_path / "train" / "train.py", train_py().replace(old, new))
+    assert found and without_places(refused) == without_places(
+        f"training_step is refused on the mesh d=4 × t=2:\n{message}"
+    )
 
 
 CHECK_WITH_REPLICAS = """
