@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 import small
@@ -58,7 +59,11 @@ def uninterrupted(data, tmp_path_factory):
 
 
 def test_a_run_leaves_all_that_it_should(uninterrupted):
-    """Config, metrics with the documented keys, the ledger, the compiled step as text, checkpoints at each interval and the end."""
+    """Config, metrics with the documented keys, the ledger, the compiled step as text, checkpoints at each interval and the end.
+    Each array of the step's new state takes the place of the old one's: the state is donated."""
+    head, _, _ = (uninterrupted / "step.hlo.txt").read_text().partition("\n")
+    state, _ = train.shapes(load(train.Config))
+    assert len(re.findall("(?:may|must)-alias", head)) == len(jax.tree.leaves(state))
     assert {"config.yaml", "metrics.jsonl", "step.hlo.txt", "ledger.html", "checkpoints", "profile"} <= {
         path.name for path in uninterrupted.iterdir()
     }
