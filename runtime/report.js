@@ -31,7 +31,7 @@ function draw(chart, place) {
     const line = {
       color: css(colours[(many ? each.run : metric) % colours.length]),
       dash: dashes[(many ? metric : Math.floor(metric / colours.length)) % dashes.length],
-      width: !many && names.length > 1 && metric === 0 ? 4 : 1.8, // the first, which the others are parts of, around them
+      width: !many && names.length > 1 && metric === 0 ? 4 : 1.8, // wide, so that a later one that lies on it does not hide it
     };
     const name = many ? (names.length > 1 ? `${page.runs[each.run]}: ${each.name}` : page.runs[each.run]) : each.name;
     const trace = { x: each[x], name, line, mode: each.value.length < 3 ? "lines+markers" : "lines", type: "scatter" };

@@ -603,22 +603,27 @@ def test_help_and_cfg(monkeypatch, capsys):
     assert run(monkeypatch, "--info", main=pytest.fail) == 0
 
 
-@pytest.mark.parametrize("arguments", [("--help",), ("--cfg", "job"), ("--cfg=all",)], ids=" ".join)
-def test_what_is_printed_for_head_ends_silently(tmp_path, arguments):
-    """`python -m train --help | head -3`: no traceback, whether the pipe breaks while it prints or at its end."""
-    program = tmp_path / "program.py"
+def without_a_reader(folder, flags, arguments=()):
+    """Status and stderr of PROGRAM, whose output nobody reads; with Python's flag -u it is written at once."""
+    program = folder / "program.py"
     program.write_text(PROGRAM)
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as output:
         done = subprocess.run(
-            [sys.executable, program, *arguments],
+            [sys.executable, *flags, program, *arguments],
             env=os.environ | {"PYTHONPATH": str(ROOT)},
             stdout=output,
             stderr=subprocess.PIPE,
             text=True,
         )
-    assert (done.returncode, done.stderr) == (141, "")
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("--cfg", "job"), ("--cfg=all",)], ids=" ".join)
+def test_what_is_printed_for_head_ends_silently(tmp_path, arguments):
+    """`python -m train --help | head -3`: no traceback, whether the pipe breaks while it prints or at its end."""
+    assert without_a_reader(tmp_path, [], arguments) == (141, "")
 
 
 def test_configs_of_another_folder(monkeypatch, tmp_path):
@@ -690,16 +695,4 @@ def test_an_error_as_a_program(tmp_path):
 
 def test_output_that_nobody_reads_any_more(tmp_path):
     """`python -m tool | head`: status 141, as a shell's own programs have it, and one line on stderr, no traceback."""
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    reader, writer = os.pipe()
-    os.close(reader)
-    with os.fdopen(writer, "w") as output:
-        done = subprocess.run(
-            [sys.executable, "-u", program],
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
-            stdout=output,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-    assert (done.returncode, done.stderr) == (141, "what read the output has gone (broken pipe)\n")
+    assert without_a_reader(tmp_path, ["-u"]) == (141, "what read the output has gone (broken pipe)\n")
