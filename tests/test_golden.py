@@ -32,7 +32,7 @@ def folder(tmp_path_factory):
 def test_losses_are_golden(folder):
     """Every loss, gradient norm and learning rate, validation included, to TOLERANCE."""
     expected = FOLDER / f"{jax.default_backend()}.jsonl"
-    if not expected.exists():
+    if not expected.exists() and jax.default_backend() != "cpu":
         pytest.skip(
             f"no golden losses of this platform yet: `make golden` writes {expected.relative_to(FOLDER.parents[1])}"
         )
