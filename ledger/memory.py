@@ -15,7 +15,9 @@ A model of what XLA does, kept simple:
 - A loop holds its arguments and all its results, and on top what its body holds at most.
 - A product's result that is only needed in a wider type is written in that type.
 - Products whose result goes into a reduce-scatter, the gradients of gathered weights, are put off to the end of the
-  layer: they run while others' are sent. What they read stays until then.
+  layer: they run while others' are sent. What they read stays until then. On a CPU that is so of all products of the
+  backward pass: XLA:CPU orders breadth first, so that many operations can run at once, and what the products of a layer
+  read is computed before they are.
 
 By the same model it counts what is moved to and from memory: what takes memory is written once, and read once by each
 operation that needs it there; results of a step, or of a turn of a loop, are computed together and read what they share
@@ -85,13 +87,14 @@ class Memory:
         return sums
 
 
-def forecast(block: Block, groups: list[str], donated: list[bool]) -> Memory:
+def forecast(block: Block, groups: list[str], donated: list[bool], *, on_cpu: bool = False) -> Memory:
     """Follows the values of a step.
 
     Args:
       block: the step, `read(jaxpr)`.
       groups: of each of its arguments, what it is: 'weights', 'optimizer state' or 'batch'.
       donated: of each of its arguments, whether a result may take its place.
+      on_cpu: XLA:CPU orders the operations.
     """
     arguments = [_held(value, group) for group, value in zip(groups, block.inputs, strict=True)]
     places = collections.Counter((value.shape, value.dtype) for value, free in zip(block.inputs, donated) if free)
@@ -101,7 +104,7 @@ def forecast(block: Block, groups: list[str], donated: list[bool]) -> Memory:
             places[value.shape, value.dtype] -= 1
             placed.add(value)
     weights = {(held.shape, held.dtype) for held in arguments if held.kind == WEIGHTS}
-    step = _Lifetimes(block, groups, weights, placed)
+    step = _Lifetimes(block, groups, weights, on_cpu, placed)
     held = sorted([*arguments, *step.held], key=lambda each: -each.bytes)
     largest = sorted(step.seen, key=lambda each: -each.bytes)
     return Memory(step.line, step.phase, held, largest, step.moved)
@@ -116,8 +119,11 @@ class _Lifetimes:
     lie there by themselves.
     """
 
-    def __init__(self, block: Block, kinds: list[str], weights: set, placed=frozenset(), slices=frozenset()):
+    def __init__(
+        self, block: Block, kinds: list[str], weights: set, on_cpu: bool, placed=frozenset(), slices=frozenset()
+    ):
         self.kinds, self.weights, self.slices = dict(zip(block.inputs, kinds, strict=True)), weights, slices
+        self.on_cpu = on_cpu
         self.results = set(block.outputs)
         self.born: dict[Value, int] = {}
         self.last: dict[Value, int] = {}
@@ -152,7 +158,7 @@ class _Lifetimes:
         end = len(block.operations)
         self.compute(block.outputs)
         for op in block.operations:
-            if op.name == "dot_general" and op.phase == "backward" and _is_reduced(op.outputs[0]):
+            if op.name == "dot_general" and op.phase == "backward" and (on_cpu or _is_reduced(op.outputs[0])):
                 self.read(op.inputs, end)
         for value in block.outputs:
             self.lay_down(value, end, placed=value in placed)
@@ -175,14 +181,14 @@ class _Lifetimes:
     def body(self, op: Operation, block: Block) -> "_Lifetimes":
         """What the body of a loop holds besides what the loop holds."""
         if op.name != "scan":
-            return _Lifetimes(block, [OTHER] * len(block.inputs), self.weights)
+            return _Lifetimes(block, [OTHER] * len(block.inputs), self.weights, self.on_cpu)
         consts, carry = scan_counts(op.params)
         kinds = [self.kind(self.origin(value)) for value in op.inputs]
         layer_weights = self.weights | {(shape[1:], dtype) for shape, dtype in self.weights}
         # A carry is written over once it is not read any more; JAX hands it on at the end of the body.
         carried = {new for new, old in zip(block.outputs, block.inputs[consts : consts + carry]) if old is not new}
         slices = set(block.inputs[consts + carry :])
-        return _Lifetimes(block, kinds, layer_weights, carried, slices)
+        return _Lifetimes(block, kinds, layer_weights, self.on_cpu, carried, slices)
 
     def same(self, value: Value) -> Value | None:
         """The operand that a value is under another name."""

@@ -130,13 +130,14 @@ def of_step(
       source: the file whose lines are annotated. What happens in others counts at the line of this one that leads
         there.
       tokens: of a step, over all devices.
-      platform: JAX's word for what it will be compiled for. XLA:CPU ('cpu') computes bfloat16 as float32, so the memory
-        forecast counts it so; FLOPs, bytes sent and bytes kept are what the source says, as everywhere else.
+      platform: JAX's word for what it will be compiled for. XLA:CPU ('cpu') computes bfloat16 as float32 and in another
+        order, so the memory forecast counts it so; FLOPs, bytes sent and bytes kept are what the source says, as everywhere else.
     Raises:
       ValueError: where a count is not known before the step runs; see `ledger.costs.count`.
     """
     block = read(traced.jaxpr, source)
-    in_memory = read(traced.jaxpr, source, widened=True) if platform == "cpu" else block
+    on_cpu = platform == "cpu"
+    in_memory = read(traced.jaxpr, source, widened=True) if on_cpu else block
     paths, infos = zip(*jax.tree_util.tree_flatten_with_path(traced.args_info)[0], strict=True)
     names = [jax.tree_util.keystr(path, simple=True, separator="/").split("/") for path in paths]
     with_weights = {tuple(name[:2]) for name in names if "weights" in name[2:]}  # args or kwargs, position
@@ -151,5 +152,5 @@ def of_step(
         parameters=sum(math.prod(info.shape) for info, group in zip(infos, groups, strict=True) if group == WEIGHTS),
         costs=count(block, mesh_axes),
         saved=saved(block),
-        memory=forecast(in_memory, groups, [info.donated for info in infos]),
+        memory=forecast(in_memory, groups, [info.donated for info in infos], on_cpu=on_cpu),
     )

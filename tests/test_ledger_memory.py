@@ -21,7 +21,11 @@ from ledger.memory import GROUPS, forecast
 from ledger.memory import _is_reduced as is_reduced
 from ledger.program import read
 from ledger.step import of_step
-from shardlib.shardtypes import typed_shard_map
+from runtime.data import TokenBatch
+from runtime.run import with_shardings
+from shardlib.mesh import make_mesh
+from shardlib.shardtypes import make_shardings, typed_shard_map
+from tools.benchmark import CPU_JOBS, config_of
 
 
 def f32(*shape):
@@ -135,9 +139,10 @@ def test_constants_and_placed_arguments_of_the_step():
 
 
 def test_gradients_that_are_sent_are_computed_last():
-    """What a product reads whose result goes into a reduce-scatter is still there when what follows it holds most."""
+    """What a product reads whose result goes into a reduce-scatter is still there when what follows it holds most; on a
+    CPU what any product of the backward pass reads."""
 
-    def held(sent):
+    def held(sent, on_cpu=False):
         def loss(w, x):
             return jnp.sum(jnp.sin(x @ w))
 
@@ -147,11 +152,11 @@ def test_gradients_that_are_sent_are_computed_last():
             return (lax.psum_scatter(gradient, "d", tiled=True) if sent else gradient), after
 
         block = read(jax.make_jaxpr(step, axis_env=[("d", 2)])(f32(64, 64), f32(1024, 64), f32(64, 512)))
-        memory = forecast(block, ["batch"] * 3, [False] * 3)
+        memory = forecast(block, ["batch"] * 3, [False] * 3, on_cpu=on_cpu)
         return sorted(each.shape for each in memory.held if each.line and each.shape[0] == 1024)
 
     assert held(sent=False) == [(1024, 64), (1024, 512)]
-    assert held(sent=True) == [(1024, 64), (1024, 64), (1024, 512)]
+    assert held(sent=True) == held(sent=False, on_cpu=True) == [(1024, 64), (1024, 64), (1024, 512)]
 
 
 def test_the_parts_of_the_step():
@@ -185,11 +190,31 @@ def traced_step(microbatches, dtype):
 
 def test_a_cpu_holds_bfloat16_as_float32():
     """For a CPU the bfloat16 step is forecast to need the float32 step's memory; what is computed, sent and kept stays bfloat16's."""
-    narrow, traced = traced_step(2, "bfloat16")
-    on_cpu = of_step(traced, {"d": 4, "t": 2}, source=train.__file__, tokens=16 * 32, platform="cpu")
-    wide, _ = traced_step(2, "float32")
+    narrow, _ = traced_step(2, "bfloat16")
+    on_cpu, wide = (
+        of_step(traced_step(2, dtype)[1], {"d": 4, "t": 2}, source=train.__file__, tokens=16 * 32, platform="cpu")
+        for dtype in ("bfloat16", "float32")
+    )
     assert narrow.memory.bytes < on_cpu.memory.bytes == wide.memory.bytes
     assert (on_cpu.costs, on_cpu.saved) == (narrow.costs, narrow.saved)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", CPU_JOBS)
+def test_the_forecast_of_a_cpu_job_is_xlas(job, record_property):
+    """The forecast of each of tools.benchmark's three jobs for a CPU is within a tenth of what XLA says."""
+    config = config_of(job)
+    mesh = {"d": config.mesh.d, "t": config.mesh.t}
+    devices = jax.devices()[: config.mesh.d * config.mesh.t]
+    with jax.set_mesh(make_mesh(mesh, devices=devices)):
+        state, batch = with_shardings(train.shapes(config), make_shardings(tuple[train.State, TokenBatch]))
+        step, _ = train.mapped_steps(config, 0)
+        zero = np.uint32(0)
+        traced = jax.jit(step, donate_argnums=0).trace(state, zero, zero, batch)
+        xlas = peak_bytes(traced.lower().compile())
+    ledger = of_step(traced, mesh, source=train.__file__, tokens=batch.targets.size, platform="cpu")
+    record_property("summary", f"memory of {job}: forecast {ledger.memory.bytes / 1e6:.1f} MB, XLA {xlas / 1e6:.1f} MB")
+    assert 1 / 1.1 < xlas / ledger.memory.bytes < 1.1
 
 
 @functools.cache
