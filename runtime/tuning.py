@@ -25,6 +25,9 @@ OPTIONS = {
         "xla_tpu_enable_async_collective_fusion_multiple_steps": "true",
         "xla_tpu_overlap_compute_collective_tc": "true",
         "xla_enable_async_all_gather": "true",
+        # The scheduler counts the links that a gather takes also where it is not asynchronous yet. Else, on 64 chips, it puts
+        # the second gather of w_o before all else of a layer, alone.
+        "xla_track_sync_op_resource_usage_in_latency_hiding_scheduler": "true",
         # On 64 chips gathers of small parts were sums of zeros and a part: twice the bytes, alone.
         "xla_tpu_prefer_async_allgather_to_allreduce": "true",
         # Reduce-scatters were sums of which each chip kept its part: twice the bytes, alone. The SparseCores send less.

@@ -297,6 +297,7 @@ def test_the_very_step_compiled_for_what_is_not_there(name, kind):
     ("c4_a100x8_1b", "hardware=h200 hosts=1"),
     ("c4_a100x8x4_2b", "hardware=h200 hosts=4"),
     ("c4_a100x8_2b", "hardware=tpu_v5p hosts=1"),
+    ("c4_a100x8x4_1b", "hardware=tpu_v5p hosts=16 devices_per_host=4 mesh.d=64 training.tokens.batch=512"),
 ])  # fmt: skip
 def test_nothing_stands_alone_in_the_loop_over_layers(name, machine):
     """Of the published models, without tensor parallelism: beside each transfer of a layer runs something; XLA's memory is
