@@ -38,7 +38,7 @@ from runtime.config_help import annotated, configs_of, help_page
 from runtime.config_rebuild import MISSING, Origins, as_tree, find_origins, from_here, rebuild
 from runtime.config_sweep import Sweep
 from runtime.errors import RunError, leave, print_error
-from runtime.tuning import tune
+from runtime.tuning import is_given, tune
 
 CONFIG_FOLDER = Path(__file__).resolve().parents[1] / "configs"
 DEFAULT_CONFIG = "local_test_synthetic"
@@ -284,7 +284,7 @@ def prepare_devices(config: RunConfig) -> None:
     import jax  # here, since tools that need no JAX load configs too
 
     tune()
-    given_by_user = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    given_by_user = is_given("xla_force_host_platform_device_count")
     if config.check_only or given_by_user or jax.config.jax_num_cpu_devices != -1:
         return
     try:
@@ -356,7 +356,10 @@ def _readable_errors(config_class: type) -> Iterator[None]:
 def _one_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines()]
     lines = [line for line in lines if line and not line.startswith(("See https:", "object_type="))]
-    return " ".join(lines).replace("'++", "'")
+    text = " ".join(lines).replace("'++", "'")
+    if text.startswith("no viable alternative") and " " in text.partition("'")[2]:
+        text += ": a value with a space or = in it needs quotes, and the shell takes one pair away: 'KEY=[\"a b=1\"]'"
+    return text
 
 
 def _explaining_file(config_class: type, config_name: str) -> Path:

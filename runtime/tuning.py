@@ -3,8 +3,10 @@
 What the user says by XLA_FLAGS, LIBTPU_INIT_ARGS or JAX_COMPILATION_CACHE_DIR wins.
 """
 
+import contextlib
 import ctypes
 import os
+import re
 from pathlib import Path
 
 # By JAX's word for the platform, what a step is compiled with.
@@ -39,8 +41,16 @@ OPTIONS = {
 
 def options(platform: str) -> dict[str, str]:
     """The compiler's options for a step on a platform, without those that the user has set himself."""
-    given = os.environ.get("XLA_FLAGS", "") + os.environ.get("LIBTPU_INIT_ARGS", "")
-    return {name: value for name, value in OPTIONS.get(platform, {}).items() if f"--{name}=" not in given}
+    return {name: value for name, value in OPTIONS.get(platform, {}).items() if not is_given(name)}
+
+
+def is_given(flag: str) -> bool:
+    """Whether the user sets a flag of XLA's: in XLA_FLAGS, in the file that it names, or in LIBTPU_INIT_ARGS."""
+    flags = os.environ.get("XLA_FLAGS", "").strip()
+    if flags and not flags.startswith("-"):
+        with contextlib.suppress(OSError):  # XLA says that the file cannot be read
+            flags = Path(flags).read_text(encoding="utf-8")
+    return re.search(rf"--(no)?{flag}(=|\s|$)", f"{flags} {os.environ.get('LIBTPU_INIT_ARGS', '')}") is not None
 
 
 def tune() -> None:

@@ -139,11 +139,29 @@ def test_slower_is_status_1(monkeypatch, tmp_path, capsys):
     )
 
 
+@pytest.mark.parametrize(
+    "text, why",
+    [
+        ("", "it is empty"),
+        ('{"config": "a", "step_time_s": 1}', "line 1 has no devices, mesh, tokens_per_s, step_time_spread_s, mfu, "),
+        (json.dumps(line()) + "\n[1]", "line 2 has no config, devices, "),
+        (json.dumps(line()) + "\n{", "Expecting property name"),
+    ],
+)
+def test_a_file_that_this_tool_did_not_write(tmp_path, text, why):
+    """It is refused as a whole, with the line and what that lacks."""
+    (tmp_path / "old.jsonl").write_text(text)
+    with pytest.raises(RunError) as error:
+        benchmark_table.read(str(tmp_path / "old.jsonl"))
+    assert str(error.value).startswith(f"{tmp_path}/old.jsonl: expected a file that tools.benchmark wrote: {why}")
+
+
 def test_only_the_same_is_compared():
     """A job that the old file lacks, another number of devices, or another machine: said, and no verdict."""
     old = [line("a"), line("b"), line("c")]
     new = [line("d", 9.0), line("b", 9.0, devices=2), line("c", 9.0, hardware={"device": "NVIDIA H100", "cpu": "x"})]
     text, slower = benchmark_table.compared(old, new)
+    assert [row.split() for row in text[4:-1]] == [f"{job} (1 device) not in the new lines".split() for job in "ab"]
     assert not slower and [row.split("  ")[-1].strip() for row in text[1:3]] == ["not in the old file"] * 2
     assert text[3].endswith("{'device': 'NVIDIA H200', 'cpu': 'x', 'cpu_cores': 8}: not compared")
 
@@ -160,6 +178,24 @@ def test_only_the_same_is_compared():
         (["configs=local_18m"], 'command line: configs = "local_18m": expected a list of text, [a, b, …]'),
         (["configs=[1]"], "command line: configs = [1]: expected a list of text, [a, b, …]"),
         (["configs=[local_18m]", "file=README.md"], "file = README.md: it is there already, and may be what you want "),
+        (["configs=[local_18m]", "file=README.md/x"], "file = README.md/x: it cannot be written ("),
+        (
+            ["configs=[local_18m]", "compare=/nowhere.jsonl"],
+            "/nowhere.jsonl: expected a file that tools.benchmark wrote: ",
+        ),
+        (
+            ["configs=[local_18m]", "compare=Makefile"],
+            "Makefile: expected a file that tools.benchmark wrote: Expecting ",
+        ),
+        (
+            ["configs=['']"],
+            'configs: "" is no job: expected the name of a config, or one with overrides, "NAME KEY=VALUE"',
+        ),
+        (
+            ["configs=[local_18m training.steps=1]"],
+            "no viable alternative at input '[local_18m training.steps=': a value with a space or = in it needs quotes, "
+            "and the shell takes one pair away: 'KEY=[\"a b=1\"]'",
+        ),
     ],
 )
 def test_mistakes_are_said_before_anything_runs(monkeypatch, capsys, arguments, error):

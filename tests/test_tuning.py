@@ -44,9 +44,20 @@ def test_a_second_start_compiles_nothing(tmp_path):
     assert compiled >= 3 and again == 0 and found >= compiled
 
 
-def test_what_the_user_sets_wins(monkeypatch):
-    """An option that stands in LIBTPU_INIT_ARGS or XLA_FLAGS is left to the user; a platform without options has none."""
+def test_what_the_user_sets_wins(monkeypatch, tmp_path):
+    """An option that stands in LIBTPU_INIT_ARGS, in XLA_FLAGS or in the file that this names, with a value, alone or as
+    --no…, is left to the user; a platform without options has none."""
     name = next(iter(OPTIONS["tpu"]))
     assert options("tpu") == OPTIONS["tpu"] and options("cpu") == {}
     monkeypatch.setenv("LIBTPU_INIT_ARGS", f"--{name}=false")
     assert name not in options("tpu") and len(options("tpu")) == len(OPTIONS["tpu"]) - 1
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", f"--no{name} --other")
+    assert name not in options("tpu") and len(options("tpu")) == len(OPTIONS["tpu"]) - 1
+    monkeypatch.delenv("LIBTPU_INIT_ARGS")
+    monkeypatch.setenv("XLA_FLAGS", f"--{name}_and_more=true")
+    assert options("tpu") == OPTIONS["tpu"]
+    (tmp_path / "flags").write_text(f"--other=1\n--{name}\n")
+    monkeypatch.setenv("XLA_FLAGS", str(tmp_path / "flags"))
+    assert name not in options("tpu") and len(options("tpu")) == len(OPTIONS["tpu"]) - 1
+    monkeypatch.setenv("XLA_FLAGS", str(tmp_path / "nowhere"))
+    assert options("tpu") == OPTIONS["tpu"]

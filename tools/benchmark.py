@@ -77,13 +77,14 @@ class Benchmark:
 def main(config: Benchmark) -> None:
     """How fast a training step is, on whatever devices there are, and whether it got slower."""
     jobs = jobs_of(config)
+    old = None if config.compare is None else read(config.compare)  # now: not after minutes of measuring
     if config.new is not None:
         lines = read(config.new)
     else:
         lines = measure_all(config, jobs)
     print("\n".join(table(lines)), flush=True)
-    if config.compare is not None:
-        text, slower = compared(read(config.compare), lines)
+    if old is not None:
+        text, slower = compared(old, lines)
         print("\n".join(["", f"Compared with {config.compare}:", *text]), flush=True)
         if slower:
             raise RunError(f"slower than in {config.compare} by more than the spread explains: {', '.join(slower)}")
@@ -120,9 +121,13 @@ def measure_all(config: Benchmark, jobs: tuple[str, ...]) -> list[Line]:
         raise RunError(
             f"file = {path}: it is there already, and may be what you want to compare with: give another name"
         )
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("x", encoding="utf-8")
+    except OSError as error:
+        raise RunError(f"file = {path}: it cannot be written ({error}): give another name") from None
     lines = []
-    with path.open("x", encoding="utf-8") as file:
+    with file:
         for job in jobs:
             receiver, sender = PROCESSES.Pipe(duplex=False)
             process = PROCESSES.Process(target=measure, args=(config, job, path.with_suffix(""), sender))
@@ -143,6 +148,8 @@ def measure_all(config: Benchmark, jobs: tuple[str, ...]) -> list[Line]:
 
 
 def config_of(job: str) -> train.Config:
+    if not job.strip():
+        raise RunError('configs: "" is no job: expected the name of a config, or one with overrides, "NAME KEY=VALUE"')
     name, *overrides = job.split()
     return runtime.config.load(train.Config, name, ["num_hosts=1", *overrides])
 

@@ -17,14 +17,22 @@ from runtime.errors import RunError
 SAME = 0.02  # a smaller difference counts as none, however small the spread within each process is
 
 Line = dict[str, Any]
+KEYS = (
+    "config devices mesh tokens_per_s step_time_s step_time_spread_s mfu hfu mfu_6nd gflops_6nd matmul_gflops "
+    "share_of_matmul peak_memory_bytes compile_s predicted_step_time_s hardware versions"
+).split()
 
 
 def read(path: str) -> list[Line]:
     """The lines of a file that this tool wrote. Raises RunError if it is not one."""
     try:
         lines = [json.loads(text) for text in Path(path).expanduser().read_text(encoding="utf-8").splitlines()]
-        if not lines or not all(isinstance(line, dict) and {"config", "step_time_s"} <= line.keys() for line in lines):
-            raise ValueError("it has not a JSON object with config and step_time_s on each line")
+        if not lines:
+            raise ValueError("it is empty")
+        for number, line in enumerate(lines, start=1):
+            lacks = [key for key in KEYS if key not in line] if isinstance(line, dict) else KEYS
+            if lacks:
+                raise ValueError(f"line {number} has no {', '.join(lacks)}")
     except (OSError, ValueError) as error:
         raise RunError(f"{path}: expected a file that tools.benchmark wrote: {error}") from None
     return lines
@@ -34,7 +42,7 @@ def compared(old: list[Line], new: list[Line]) -> tuple[list[str], list[str]]:
     """A table, and the jobs that got slower by more than the spread explains."""
     before = {(line["config"], line["devices"]): line for line in old}
     columns = "old", "new", "ratio", "spread", ""
-    width = max([len(name(line)) for line in new], default=0) + 2
+    width = max([len(name(line)) for line in (*old, *new)], default=0) + 2
     text, slower = [f"{'':{width}}" + "".join(f"{column:>12}" for column in columns)], []
     for line in new:
         was = before.get((line["config"], line["devices"]))
@@ -51,6 +59,8 @@ def compared(old: list[Line], new: list[Line]) -> tuple[list[str], list[str]]:
         text.append(f"{name(line):{width}}" + "".join(f"{cell:>12}" for cell in cells))
         if verdict == "slower":
             slower.append(f"{name(line)} by {ratio - 1:.1%}")
+    now = {(line["config"], line["devices"]) for line in new}
+    text += [f"{name(line):{width}}  not in the new lines" for job, line in before.items() if job not in now]
     text.append("old, new: a step's time, on a CPU the share of the product's rate; ratio: new time over old")
     return text, slower
 
