@@ -309,13 +309,13 @@ def forward(model: Model, training: Training, bos_id: int, weights: Weights, bat
 
 # == Loss ==============================================================================================================
 # Positions of a row whose logits are in memory at once, at most. All of them in float32 would be 4 B L V / (d t) bytes,
-# and the same for their gradient (1.07 GB each a device for c4_a100x8_1b); a chunk takes LOSS_CHUNK / L of it.
+# and half of it for their gradient (1.07 and 0.54 GB a device for c4_a100x8_1b); a chunk takes LOSS_CHUNK / L of it.
 LOSS_CHUNK = 256
 
 
 @typed
 def loss_sum(model: Model, training: Training, bos_id: int, weights: Weights, batch: TokenBatch) -> f32['+d +t']:
-    """The sum of -log softmax over all targets. V is split over t: two float32 a token are sent, never logits."""
+    """The sum of -log softmax over all targets. V is split over t: 8 bytes a token are sent and 4 backward, no logits."""
     x = forward(model, training, bos_id, weights, batch)
     gather = functools.partial(shardops.all_gather, dtype=act, reduce_dtype=training.gradient_reduce_dtype)
     unembed = gather('V/t M/d -> V/t M', weights.unembed)

@@ -1,6 +1,10 @@
 """Every key explains itself: --help and --cfg job, from the comments in the source."""
 
 import re
+import resource
+import statistics
+import subprocess
+import sys
 from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
 
@@ -158,3 +162,17 @@ def test_cfg_job_shows_what_is_wrong_too():
     text = annotated(train.Config, "mesh: 3\ntraining: {stebs: 5}\nmodel: {d_model: \"???\"}\n", BASE)
     shown = yaml.safe_load(text)
     assert shown["mesh"] == 3 and shown["training"]["stebs"] == 5 and shown["model"]["d_model"] == "???"
+
+
+def test_help_takes_little_more_than_importing_jax():
+    """At most 2.5 times the processor time, 2 s where JAX takes 0.8: nothing else that is slow to import is imported."""
+
+    def seconds(*arguments):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=ROOT)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert done.returncode == 0 and not done.stderr, done.stderr
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    pairs = [(seconds("-m", "train", "--help"), seconds("-c", "import jax")) for _ in range(3)]
+    assert statistics.median(ours / jaxs for ours, jaxs in pairs) < 2.5, pairs

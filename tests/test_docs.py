@@ -147,7 +147,7 @@ def test_the_tables_have_no_more_than_the_pages():
     for reason in NOT_EXECUTED.values():
         for file, function in re.findall(r"\b(test_\w+)(?:::(test_\w+))?", reason):
             assert f"def {function}" in (ROOT / "tests" / f"{file}.py").read_text(), reason
-    held = "".join((ROOT / "tests" / file).read_text() for file in ("test_docs.py", "test_docs_code.py"))
+    held = "".join(path.read_text() for path in ROOT.glob("tests/test_docs*.py"))
     assert all(f"def {function}(" in held for function in EXECUTED.values())
 
 
@@ -421,50 +421,6 @@ def test_the_sweep_of_the_page(capsys):
     command, *table, dots = body.splitlines()
     planned(command)
     assert dots == "..." and capsys.readouterr().out.startswith("\n".join(table) + "\n")
-
-
-# == Forecasts: docs/it_does_not_fit.md ================================================================================
-def forecasts():
-    """(overrides, memory, time or '') of each row of the page's tables, after the command that stands before them."""
-    rows, base = [], []
-    for line in text_of("it_does_not_fit.md").splitlines():
-        if line.startswith("python -m tools.plan "):
-            base = [each for each in shlex.split(line)[3:] if each != "training.microbatches=1" or "h100" in line]
-        elif found := re.match(r"\| `([^`]+)` \| ([\d.]+ GB) \|(?: ([\d.]+ m?s) \|)?", line):
-            keys = {each.split("=")[0]: each for each in (*base, *found[1].split())}
-            rows.append((tuple(keys.values()), found[2], found[3] or ""))
-    return rows
-
-
-def test_forecasts_are_found():
-    """All rows of the tables, and the large vocabulary's two figures."""
-    assert len(forecasts()) == 28 and sum(bool(time) for *_, time in forecasts()) == 13
-
-
-@pytest.mark.parametrize(
-    "row",
-    [pytest.param(row, marks=[] if index in (2, 17) else pytest.mark.slow) for index, row in enumerate(forecasts())],
-    ids=lambda row: " ".join(row[0][1:]),
-)
-def test_forecasts(row, capsys):
-    """The plan still forecasts the memory, and bounds the time, that the row has."""
-    overrides, memory, time = row
-    name = overrides[0].removeprefix("--config-name=")
-    plan.main(load(plan.Plan, name, overrides[1:]))
-    text = capsys.readouterr().out
-    assert f"forecast of the peak {memory} of " in text
-    assert time in re.search(r"^  all .*$", text, re.M)[0]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("chunk, memory", [(256, "35.74 GB"), (1024, "54.23 GB")])
-def test_forecasts_of_a_large_vocabulary(chunk, memory, monkeypatch, capsys):
-    """The two figures of the loss's chunk."""
-    monkeypatch.setattr(train, "LOSS_CHUNK", chunk)
-    keys = "hardware=a100_40gb training.microbatches=2 training.save_for_backward=inputs model.vocab=131072"
-    plan.main(load(plan.Plan, "c4_h200x1_1b", keys.split()))
-    assert f"forecast of the peak {memory} of " in capsys.readouterr().out
-    assert memory in text_of("it_does_not_fit.md")
 
 
 # == Links =============================================================================================================
