@@ -131,7 +131,8 @@ def of_step(
         there.
       tokens: of a step, over all devices.
       platform: JAX's word for what it will be compiled for. XLA:CPU ('cpu') computes bfloat16 as float32 and in another
-        order, so the memory forecast counts it so; FLOPs, bytes sent and bytes kept are what the source says, as everywhere else.
+        order, so the memory forecast counts it so; FLOPs, bytes sent and bytes kept are what the source says, as
+        everywhere else.
     Raises:
       ValueError: where a count is not known before the step runs; see `ledger.costs.count`.
     """
