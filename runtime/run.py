@@ -110,7 +110,7 @@ class Run:
         root, name = config.paths.root_working_dir, config.paths.model_name
         self._store = f"{root.rstrip('/')}/{name}"  # of checkpoints and owner
         self.folder = Path("runs" if "://" in root else root) / name
-        self.compiler_options = options(jax.default_backend())
+        self.compiler_options = options(jax.devices()[0])
         with contextlib.ExitStack() as opened:
             # First, so that it ends last: waiting for a tracker holds up no checkpoint.
             self._trackers = opened.enter_context(Trackers(config, self.folder, is_leader=self._is_leader))

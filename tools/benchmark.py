@@ -201,7 +201,7 @@ def figures(
     backend = jax.default_backend()
     ledger = of_step(traced, dict(mesh.shape), source=train.__file__, tokens=tokens, platform=backend)
     began = time.perf_counter()
-    compiled = traced.lower().compile(compiler_options=options(backend))
+    compiled = traced.lower().compile(compiler_options=options(jax.devices()[0]))
     compile_s = time.perf_counter() - began
 
     init = functools.partial(train.init_state, config.model)

@@ -31,7 +31,7 @@ def main(config: Plan) -> None:
             shapes = with_shardings(train.shapes(config), make_shardings(tuple[train.State, train.TokenBatch]))
             traced = trace(config, mesh, shapes)
             began = time.perf_counter()
-            compiled = absent.compile(traced, options("tpu" if config.hardware in absent.TPUS else "gpu"))
+            compiled = absent.compile(traced, options(devices[0]))
     except absent.TooLarge as error:
         raise RunError(f"XLA says that it does not fit (forecast {gigabytes(ledger.memory.bytes)}): {error}") from None
     except absent.CannotCompile as error:
