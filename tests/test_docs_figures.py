@@ -97,8 +97,9 @@ def test_the_floors_on_h200s():
     rows = table("config")
     assert len(rows) == 13
     for name, cells in rows.items():
-        config, hosts, joined = re.fullmatch(r"`(\w+)` on (?:(\d) × )?(\d) × H200", name).groups()
-        overrides = f"hardware=h200 hosts={hosts or 1} devices_per_host={joined}"
+        config, machine = re.fullmatch(r"`(\w+)` on (.*) H200", name).groups()
+        *hosts, joined = re.findall(r"\d", machine)  # '8 ×' or '4 × 8'
+        overrides = f"hardware=h200 hosts={hosts[0] if hosts else 1} devices_per_host={joined}"
         asked = plan.with_kernel(plan.on_mesh(load(plan.Plan, config, overrides.split())), named("h200"))
         ledger = plan.ledger_of(asked)
         bound = roofline(ledger, named("h200"), int(joined))
