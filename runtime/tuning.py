@@ -20,7 +20,7 @@ OPTIONS = {
     },
     # c4_a100x8_1b and _2b compiled for 8 and 64 v5p, libtpu 0.0.42 and 0.0.48, 2026-11-22 (docs/performance.md). By default
     # XLA:TPU sends while nothing else runs, and sums what should be scattered or gathered, twice the bytes. None of it was
-    # run on a TPU. Chips without SparseCores take these options and change nothing.
+    # run on a TPU. Chips without SparseCores accept these options, too.
     "tpu": {
         # The SparseCores send while the TensorCore multiplies; 2d, 3d and nd are of a torus's dims.
         "xla_tpu_enable_sparse_core_collective_offload_all_gather": "true",
@@ -48,7 +48,7 @@ OPTIONS = {
 
 
 def options(device) -> dict[str, str]:
-    """The compiler's options for a step on a `jax.Device`'s like, without those that the user has set himself."""
+    """The compiler's options for a step on devices like this `jax.Device`, without those that the user has set himself."""
     wanted = OPTIONS.get(device.platform, {}) | OPTIONS.get(device.device_kind, {})
     return {name: value for name, value in wanted.items() if not is_given(name)}
 
