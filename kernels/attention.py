@@ -7,7 +7,8 @@
 | name         | runs on                              | in memory besides operands, result and their gradients      |
 | ------------ | ------------------------------------ | ----------------------------------------------------------- |
 | blockwise    | everything                           | logits of a block; a sum in float32 for each of the results |
-| cudnn        | NVIDIA from Hopper on, 16-bit types  | 4 bytes a head, position of a row and segment that may be   |
+| cudnn        | NVIDIA from Hopper on, 16-bit types  | 4 bytes a head, position of a row and segment that may be;  |
+|              |                                      | for rows with more segments the mask of cudnn_masked        |
 | cudnn_masked | NVIDIA from Ampere on, 16-bit types  | a mask, 2 bytes for each pair of positions of a row         |
 | splash       | TPU                                  | 512 bytes a head and position                               |
 

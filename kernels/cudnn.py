@@ -5,7 +5,7 @@ Two ways to keep segments apart, since cuDNN has no segment ids:
 - `packed`, from Hopper on: each segment is a sequence of its own, given by its offset and length. Nothing of length² is
   in memory, and what lies between segments is never computed. cuDNN wants to know beforehand how many segments there
   are at most: one for each SEGMENT positions of the device's rows and one for each row. A batch with more (documents
-  shorter than SEGMENT on average) goes through the blockwise kernel, with the same result.
+  shorter than SEGMENT on average) goes the other way, mask and all, with the same result.
 - `masked`, from Ampere on: a mask is added to the logits, in memory 2 bytes for each pair of positions of a row, the
   same for all heads. Every pair of the causal half is computed.
 
@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kernels import blockwise, declared
+from kernels import declared
 
 SEGMENT = 128
 
@@ -44,7 +44,9 @@ def packed_forward(q, k, v, segment):
 
     def too_many(q, k, v, segment):
         with declared.fallback():
-            o, log_sum_exp = blockwise.forward(q, k, v, segment)
+            # The mask waits for q: else JAX makes it before the loop over layers, from the segments alone, in both branches.
+            q, segment = lax.optimization_barrier((q, segment))
+            o, log_sum_exp = masked_forward(q, k, v, segment)
             rows = sequences.most_a_row * segment.shape[0] - len(log_sum_exp)
             return o, jnp.pad(log_sum_exp, ((0, rows), (0, 0), (0, 0)))
 
@@ -61,7 +63,7 @@ def packed_backward(q, k, v, segment, o, log_sum_exp, gradient):
 
     def too_many(q, k, v, segment, o, log_sum_exp, gradient):
         with declared.fallback():
-            return blockwise.backward(q, k, v, segment, o, log_sum_exp[: len(segment)], gradient)
+            return masked_backward(q, k, v, segment, o, log_sum_exp[: len(segment)], gradient)
 
     return lax.cond(sequences.fit, fits, too_many, q, k, v, segment, o, log_sum_exp, gradient)
 
@@ -78,8 +80,8 @@ def masked_backward(q, k, v, segment, o, log_sum_exp, gradient):
 
 def _mask(segment, dtype):
     """'B 1 L L': what is added to the logits. -2⁴¹ is what JAX adds: two of it do not overflow inside of cuDNN."""
-    same = (segment[:, :, None] == segment[:, None, :])[:, None]
-    return jnp.where(same, jnp.zeros((), dtype), jnp.full((), -(2.0**41), dtype))
+    different = (segment[:, :, None] != segment[:, None, :])[:, None]
+    return different.astype(dtype) * -(2.0**41)
 
 
 class _Sequences:
