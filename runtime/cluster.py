@@ -40,13 +40,18 @@ LAUNCHERS = {"Open MPI": "OMPI_COMM_WORLD_SIZE", "Slurm": "SLURM_STEP_NUM_TASKS"
 LONGEST_NAME = 64  # of a host, in Linux
 
 
+class NoDevice(RunError):
+    """JAX does not start: it cannot use a device that it found, or what JAX_PLATFORMS names is not there."""
+
+
 def start(config: RunConfig) -> Mesh:
     """Starts JAX, on several hosts with its own discovery of the cluster, and returns the config's mesh.
 
     Process 0 prints a table of the hosts. Error messages of a process begin with its host's name from then on.
 
     Raises:
-      RunError: the hosts or the devices are not those that the config says, or not all hosts came.
+      RunError: the hosts or the devices are not those that the config says, or not all hosts came; of one host alone
+        `NoDevice`, too.
     """
     prepare_devices(config)
     launcher, processes = _launched(config)
@@ -54,6 +59,10 @@ def start(config: RunConfig) -> Mesh:
         check_num_hosts(config, processes)  # before anyone waits for anyone
     if config.num_hosts > 1 and not jax.distributed.is_initialized():  # it is in the second job of a sweep
         _join(config, launcher)
+    if (
+        config.num_hosts == 1
+    ):  # of several hosts one's device may be broken: JAX's own error, after which to start again
+        find_devices()
     check_num_hosts(config, jax.process_count())
     if jax.process_count() > 1:
         one_of_several(socket.gethostname(), jax.process_index(), jax.process_count())
@@ -64,6 +73,18 @@ def start(config: RunConfig) -> Mesh:
         if jax.process_index() == 0:
             print_line("\n".join([*table(mesh.devices, names), *advice(mesh.devices)]))
     return mesh
+
+
+def find_devices() -> list[jax.Device]:
+    """All devices. It starts JAX. Raises `NoDevice`."""
+    try:
+        return jax.devices()
+    except (RuntimeError, AssertionError) as error:  # the latter has no text
+        raise NoDevice(
+            f"JAX does not start: {str(error) or 'what JAX_PLATFORMS asks for is not installed'}; "
+            "fix: nvidia-smi says whether a GPU's driver works, pip install 'jax[cuda13]' brings what JAX needs besides; "
+            "JAX_PLATFORMS=cpu does without the device"
+        ) from error
 
 
 # ---------------------------------------------------------------- who is there

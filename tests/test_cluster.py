@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from unittest import mock
 
 import jax
 import numpy as np
@@ -151,6 +152,16 @@ def test_keys_that_cannot_be():
     config = load(train.Config, "local_test_synthetic", ["num_hosts=2", "cluster.num_processes=4"])
     with pytest.raises(RunError, match="num_hosts = 2: this job has 4 processes"):
         cluster.start(config)
+
+
+def test_a_platform_that_is_not_there(monkeypatch):
+    """JAX ends with an error of its own, or, where the platform's plugin is missing, with one that has no text."""
+    missing = "what JAX_PLATFORMS asks for is not installed"
+    for error, why in [(RuntimeError("no driver"), "no driver"), (AssertionError(), missing)]:
+        monkeypatch.setattr(jax, "devices", mock.Mock(side_effect=error))
+        text = f"JAX does not start: {why}; fix: nvidia-smi says whether a GPU's driver works, "
+        with pytest.raises(cluster.NoDevice, match=re.escape(text)):
+            cluster.start(load(train.Config, "local_test_synthetic"))
 
 
 def test_nobody_says_who_the_others_are(monkeypatch):

@@ -7,6 +7,7 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
+import jax
 import pytest
 
 import train
@@ -122,17 +123,17 @@ def test_packages_that_do_not_go_together(monkeypatch, capsys):
 def test_devices_that_jax_cannot_start(monkeypatch, capsys):
     """A driver that does not work is a finding."""
 
-    def start(config):
+    def devices():
         raise RuntimeError("Unable to initialize backend 'cuda': no driver")
 
-    monkeypatch.setattr(doctor_measure, "start", start)
+    monkeypatch.setattr(jax, "devices", devices)
     assert run(monkeypatch) == 1
     shown = capsys.readouterr()
     assert (
         "WRONG  devices                   JAX does not start: Unable to initialize backend 'cuda': no driver\n"
         in shown.out
     )
-    assert "fix: nvidia-smi says whether the driver works; " in shown.out
+    assert "fix: nvidia-smi says whether a GPU's driver works, " in shown.out
     assert shown.err.startswith("error: missing or broken: devices; ")
 
 

@@ -44,6 +44,7 @@ from ledger.hardware import of_device_kind
 from ledger.page import gigabytes
 from ledger.roofline import roofline
 from ledger.step import of_step
+from runtime.cluster import find_devices
 from runtime.config_checks import check_combinations
 from runtime.data import TokenBatch
 from runtime.errors import RunError, print_error
@@ -163,7 +164,7 @@ def measure(benchmark: Benchmark, job: str, folder: Path, sender: Connection) ->
         config = config_of(job)
         runtime.config.prepare_devices(config)
         jax.config.update("jax_enable_compilation_cache", False)  # else compile_s would be that of reading a file
-        config = on_devices(config, jax.device_count(), jax.default_backend())
+        config = on_devices(config, len(find_devices()), jax.default_backend())
         mesh = start(config)
         # Before the mesh is set: the products run on one device, and the intra-op threads of all.
         products = products_on(mesh.devices.flat[0]) if jax.default_backend() == "cpu" else {}

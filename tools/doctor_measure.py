@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from ledger.costs import Collective
 from ledger.hardware import of_device_kind
 from runtime.chunks import read_errors
-from runtime.cluster import crossing, start
+from runtime.cluster import NoDevice, crossing, start
 from runtime.config import prepare_devices
 from runtime.config_checks import check_dataset
 from runtime.errors import RunError
@@ -51,14 +51,14 @@ def measured(config: Any) -> Iterator[tuple[Iterable[Finding], bool]]:
     mesh, refusal = None, ""
     try:
         mesh = start(config)
+    except NoDevice as error:
+        what, _, fix = str(error).partition("; fix: ")
+        yield [*needed_parts(), Finding(BROKEN, "devices", what, fix)], True
+        return
     except RunError as error:
         if config.num_hosts > 1:  # the others are not there, or see the same
             raise
         refusal = str(error)
-    except RuntimeError as error:  # JAX cannot use a device that it found
-        fix = "nvidia-smi says whether the driver works; JAX_PLATFORMS=cpu does without the device"
-        yield [*needed_parts(), Finding(BROKEN, "devices", f"JAX does not start: {error}", fix)], True
-        return
     is_leader = jax.process_index() == 0
     yield needed_parts(), is_leader
     yield optional_parts(asked_for(config)), is_leader
