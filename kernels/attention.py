@@ -82,4 +82,4 @@ def fastest(platform: str, capability: float, dtype, d_head: int) -> str:
     widest = 256 if capability >= 9 else 128
     if capability < 8 or jax.numpy.dtype(dtype).itemsize != 2 or d_head % 8 or d_head > widest:
         return "blockwise"
-    return "cudnn" if capability >= 9 else "cudnn_masked"
+    return "cudnn_masked"  # not "cudnn": kernels/cudnn.py says why

@@ -243,8 +243,8 @@ def test_offsets_of_segments():
     [
         ("cpu", 0, "bfloat16", 128, "blockwise"),
         ("tpu", 0, "float32", 128, "splash"),
-        ("gpu", 9.0, "bfloat16", 128, "cudnn"),
-        ("gpu", 9.0, "bfloat16", 256, "cudnn"),
+        ("gpu", 9.0, "bfloat16", 128, "cudnn_masked"),
+        ("gpu", 9.0, "bfloat16", 256, "cudnn_masked"),
         ("gpu", 8.0, "bfloat16", 128, "cudnn_masked"),
         ("gpu", 8.0, "bfloat16", 256, "blockwise"),
         ("gpu", 7.5, "bfloat16", 128, "blockwise"),

@@ -99,7 +99,7 @@ def test_times_of_an_accelerator_are_those_between_the_ends_of_steps():
 
 
 @pytest.mark.parametrize("document, fits", [(benchmark.DOCUMENT, True), (20, False)])
-def test_the_packed_kernel_is_what_is_timed(document, fits, monkeypatch):
+def test_the_packed_kernel_can_be_timed(document, fits, monkeypatch):
     """The documents of a random batch are long enough for cuDNN's packed kernel; of 20 tokens each they would not be."""
     monkeypatch.setattr(benchmark, "DOCUMENT", document)
     for path in sorted(ROOT.glob("configs/c4_h200x1_*.yaml")):

@@ -79,6 +79,19 @@ def test_a_long_row_goes_through_the_loss_in_chunks(weights, monkeypatch):
         assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(a)
 
 
+def test_the_embedding_gradient_adds_up_in_float32(weights):
+    """A token that stands at 4,000 places of a device has in the bfloat16 step the gradient of the float32 one, to 2 %: 4,000
+    terms of about the same size, added up one by one in bfloat16, would stay near the first few hundred."""
+    batch, gradients = reference.random_batch(small.MODEL, batch=8, length=1024, seed=2), []
+    batch = dataclasses.replace(batch, targets=np.full_like(batch.targets, 3))
+    for dtype in ("bfloat16", "float32"):
+        with small.on_mesh(2, 2, dtype):
+            _, gradient = small.loss_and_gradient(small.MODEL, small.TRAINING, weights, batch)
+        gradients.append(gradient.embed[3])
+    ours, expected = gradients
+    assert np.linalg.norm(ours - expected) < 0.02 * np.linalg.norm(expected)
+
+
 def test_the_unembedding_gradient_adds_up_in_float32(monkeypatch):
     """In the bfloat16 step's jaxpr, the backward scan over chunks carries the unembedding's gradient, V/t M, in float32 and nowhere in bfloat16."""
     import functools

@@ -45,7 +45,7 @@ def test_a_plan(capsys):
     lines = text.splitlines()
     assert lines[0] == (
         "c4_a100x8_1b on 32 × h200: 4 hosts of 8, mesh d=32 × t=1; 64 × 1,024 tokens a step in 1 microbatch; "
-        "attention by cudnn."
+        "attention by cudnn_masked."
     )
     assert lines[1].startswith("A step: 4.024e+14 model FLOPs, 4.035e+14 with what is recomputed; each device sends ")
     assert "of 151.40 GB (forecast)" in lines[1]
@@ -87,9 +87,9 @@ def test_own_hardware(capsys):
 @pytest.mark.parametrize(
     "hardware, kernel",
     [
-        ("h200", "cudnn"),
+        ("h200", "cudnn_masked"),
         ("a100_80gb", "cudnn_masked"),
-        ("NVIDIA B200", "cudnn"),
+        ("NVIDIA B200", "cudnn_masked"),
         ("tpu_v5e", "splash"),
         (None, "blockwise"),
     ],
