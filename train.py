@@ -486,7 +486,7 @@ def main(config: Config) -> None:
             run.log(number, (state, metrics), metrics)
             if run.due(number, config.eval_interval):
                 with run.paused():
-                    loss = targets = np.float32(0)
+                    loss = targets = jax.device_put(np.float32(0), jax.P())  # as they return: it is compiled once
                     for index in range(run.validation_data.steps):
                         loss, targets = validate(state.weights, loss, targets, run.validation_data.load(index))
                         run.stay_close(loss)

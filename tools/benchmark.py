@@ -137,14 +137,12 @@ def measure_all(config: Benchmark, jobs: tuple[str, ...]) -> list[Line]:
             sender.close()
             try:
                 line, notes = receiver.recv()
+                lines.append(line)
+                print(json.dumps(line), file=file, flush=True)
+                print("\n".join([json.dumps(line), *(f"  {note}" for note in notes)]), flush=True)
             except EOFError:  # it has said why; the other jobs may still run
                 print(f"{job} was not measured: the message above says why", file=sys.stderr, flush=True)
-                continue
-            finally:
-                process.join()
-            lines.append(line)
-            print(json.dumps(line), file=file, flush=True)
-            print("\n".join([json.dumps(line), *(f"  {note}" for note in notes)]), flush=True)
+            process.join()
     print(f"\n{len(lines)} of {len(jobs)} jobs in {(time.perf_counter() - began) / 60:.1f} minutes, written to {path}")
     return lines
 
@@ -157,7 +155,7 @@ def config_of(job: str) -> train.Config:
 
 
 def measure(benchmark: Benchmark, job: str, folder: Path, sender: Connection) -> None:
-    """In a process of its own: sends the job's line and what else is to be said."""
+    """In a process of its own: sends the job's line and what else is to be said; then it profiles, if that is asked for."""
     try:
         if benchmark.device == "cpu":
             jax.config.update("jax_platforms", "cpu")
@@ -169,7 +167,10 @@ def measure(benchmark: Benchmark, job: str, folder: Path, sender: Connection) ->
         # Before the mesh is set: the products run on one device, and the intra-op threads of all.
         products = products_on(mesh.devices.flat[0]) if jax.default_backend() == "cpu" else {}
         with jax.set_mesh(mesh):
-            sender.send(figures(benchmark, job, config, mesh, products, folder))
+            line, notes, next_step = figures(benchmark, job, config, mesh, products)
+            sender.send((line, notes))
+            if benchmark.profile:  # when the line is in the file: a profiler needs more of a machine than a step does
+                profile(next_step, folder / job.replace(" ", "_"))
     except RunError as error:
         print_error(error)
         sys.exit(1)
@@ -192,9 +193,8 @@ def figures(
     config: train.Config,
     mesh: jax.sharding.Mesh,
     products: dict[str, Callable],
-    folder: Path,
-) -> tuple[Line, list[str]]:
-    """The job's line, and notes for a reader."""
+) -> tuple[Line, list[str], Callable]:
+    """The job's line, notes for a reader, and what runs one more step."""
     train.act.dtype = config.model.compute_dtype
     zero, tokens = np.uint32(0), config.training.tokens.batch * config.training.tokens.len
     step, _ = train.mapped_steps(config, bos_id=0)
@@ -255,9 +255,7 @@ def figures(
              f"{gigabytes(ledger.memory.bytes)}"]  # fmt: skip
     if products:
         notes += cpu_notes(ledger, times, rates, shares)
-    if benchmark.profile:
-        notes.append(f"trace: {profile(next_step, folder / job.replace(' ', '_'))}")
-    return line, notes
+    return line, notes, next_step
 
 
 def random_batch(config: train.Config) -> TokenBatch:
@@ -336,8 +334,8 @@ def cpu_notes(ledger, times: list[float], rates: dict, shares: list[float]) -> l
     ]
 
 
-def profile(next_step: Callable, folder: Path) -> Path:
-    """Traces some steps; returns the folder of the trace."""
+def profile(next_step: Callable, folder: Path) -> None:
+    """Traces some steps into the folder, and says so."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     steps = SETTLING_STEPS + PROFILED_STEPS
@@ -345,7 +343,6 @@ def profile(next_step: Callable, folder: Path) -> Path:
         for number in range(1, steps + 1):
             profiler.before_step(number)
             profiler.after_step(number, next_step())
-    return folder / "profile"
 
 
 def processor() -> str:

@@ -1,12 +1,13 @@
 """Times the attention kernels on the device at hand and holds them against plain products, a JSON line each.
 
-    python -m tools.benchmark_attention                                # the c4 models' heads: 8 rows of 1024, 16 × 128
+    python -m tools.benchmark_attention                                # the c4 models' heads: 64 rows of 1024, 16 × 128
     python -m tools.benchmark_attention --rows 1 --length 32768 --segments 64 --kernels cudnn cudnn_masked
     JAX_PLATFORMS=cpu python -m tools.benchmark_attention --length 128 --heads 4 --d_head 32 --kernels einsum blockwise
 
-Times are medians of runs one after another, in seconds; `tflops_per_s` counts what the model needs (half of the pairs of
-positions, two products forward and four backward); `distance` is that of o and of the gradients of q, k and v from
-float32 products, norm over norm, on one row; `temporary_bytes` is XLA's memory besides operands and results.
+Times are in seconds, of one run: the median of five times `runs` of them. `tflops_per_s` counts what the model needs (half
+of the pairs of positions, two products forward and four backward); `distance` is that of o and of the gradients of q, k
+and v from float32 products, norm over norm, on one row; `temporary_bytes` is XLA's memory besides operands and results,
+on a GPU with what cuDNN asks for.
 """
 
 import argparse
@@ -61,18 +62,21 @@ def operands(arguments):
 
 
 def median_s(compiled, given, runs: int) -> float:
-    """Of `runs` runs, each waited for, after two that warm up."""
+    """Of one run, by five times `runs` that are waited for together: else what the host takes for a run would count."""
+    jax.block_until_ready(compiled(*given))
     times = []
-    for _ in range(runs + 2):
+    for _ in range(5):
         began = time.perf_counter()
-        jax.block_until_ready(compiled(*given))
-        times.append(time.perf_counter() - began)
-    return statistics.median(times[2:])
+        for _ in range(runs):
+            last = compiled(*given)
+        jax.block_until_ready(last)
+        times.append((time.perf_counter() - began) / runs)
+    return statistics.median(times)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    sizes = dict(rows=8, length=1024, heads=16, groups=1, d_head=128, segments=4, runs=20)
+    sizes = dict(rows=64, length=1024, heads=16, groups=1, d_head=128, segments=4, runs=20)
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"(default: {default})")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
