@@ -233,9 +233,9 @@ def forward(model: Model, training: Training, bos_id: int, weights: Weights, bat
 
     @explicit_activation_checkpointing  # else a mask of M bytes a token
     def embed(table: f32['V/t M/d'], inputs: u32['B/d L']) -> act['B/d L M/t']:
-        table = gather('V/t M/d -> V/t M', table).astype(jnp.float32)  # else its gradient adds up tokens in bfloat16
-        x = shardops.index_unreduced('[V/t] M, B/d L -> B/d L M +t', table, inputs)
-        return shardops.psum_scatter('B/d L M +t -> B/d L M/t', x.astype(act.dtype))
+        table = gather('V/t M/d -> V/t M', table)
+        x = shardops.index_unreduced('[V/t] M, B/d L -> B/d L M +t', table, inputs)  # its gradient adds up in float32
+        return shardops.psum_scatter('B/d L M +t -> B/d L M/t', x)
 
     with jax.named_scope('embed'):
         first = batch.is_seq_start.at[:, 0].set(True)  # a row's first position starts a segment

@@ -545,7 +545,9 @@ def index_unreduced(spec: str | bytes, table, indices):
         index_unreduced('[V/t] M, B/d L -> B/d L M +t', embed, ids)
         index_unreduced('B/d L [V/t], B/d L -> B/d L +t', logits, targets)      a table for each index: its dims
 
-    Indices outside of the dim give zero. Sends: nothing.
+    Indices outside of the dim give zero. The gradient of a table whose rows are looked up adds up in float32 and then takes
+    the table's type: of the terms of a row that is looked up thousands of times, bfloat16 would add but the first hundreds.
+    Sends: nothing.
     """
 
     def execute(planned, axes, table, indices):
@@ -559,11 +561,26 @@ def index_unreduced(spec: str | bytes, table, indices):
         ]:  # a sum over one-hot rows: its transpose is a product, where a gather's would be a slow scatter
             one_hot = lax.broadcasted_iota(jnp.int32, table.shape, position) == jnp.expand_dims(local, position)
             return jnp.sum(jnp.where(one_hot, table, jnp.zeros((), table.dtype)), axis=position)
-        found = jnp.take(jnp.moveaxis(table, position, 0), jnp.where(held, local, 0), axis=0)
+        found = _rows(jnp.moveaxis(table, position, 0), jnp.where(held, local, 0))
         held = held.reshape(held.shape + (1,) * (found.ndim - held.ndim))
         return jnp.where(held, found, jnp.zeros((), found.dtype))
 
     return _operate("index_unreduced", spec, (table, indices), _plan_index, execute)
+
+
+def _rows(table, indices):
+    """table[indices], whose gradient adds up in float32."""
+
+    def gradient_of_table(indices, gradient):
+        # XLA would make this zero together with others, long before it is needed: it waits for the gradient.
+        wide = jnp.promote_types(table.dtype, jnp.float32)
+        zero, gradient = lax.optimization_barrier((jnp.zeros((), wide), gradient))
+        total = jnp.full(table.shape, zero).at[indices].add(gradient.astype(wide))
+        return total.astype(table.dtype), None
+
+    rows = jax.custom_vjp(lambda table, indices: jnp.take(table, indices, axis=0))
+    rows.defvjp(lambda table, indices: (jnp.take(table, indices, axis=0), indices), gradient_of_table)
+    return rows(table, indices)
 
 
 def _plan_index(recipe, mesh_axes):
