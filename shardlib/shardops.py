@@ -573,7 +573,7 @@ def _rows(table, indices):
 
     def gradient_of_table(indices, gradient):
         # XLA would make this zero together with others, long before it is needed: it waits for the gradient.
-        wide = jnp.promote_types(table.dtype, jnp.float32)
+        wide = table.dtype if table.dtype == jnp.float64 else jnp.float32
         zero, gradient = lax.optimization_barrier((jnp.zeros((), wide), gradient))
         total = jnp.full(table.shape, zero).at[indices].add(gradient.astype(wide))
         return total.astype(table.dtype), None
