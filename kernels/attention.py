@@ -58,17 +58,17 @@ KERNELS = {
 
 
 def chosen(name: str, dtype, d_head: int) -> str:
-    """The name of the kernel that `model.attention` says: for 'auto' the fastest on the device at hand.
+    """The name of the kernel that `model.attention` says: for 'auto' the one suited to the device at hand.
 
-    Args: as of `fastest`.
+    Args: as of `suited`.
     """
     if name != "auto":
         return name
     device = jax.local_devices()[0]
-    return fastest(device.platform, float(getattr(device, "compute_capability", 0)), dtype, d_head)
+    return suited(device.platform, float(getattr(device, "compute_capability", 0)), dtype, d_head)
 
 
-def fastest(platform: str, capability: float, dtype, d_head: int) -> str:
+def suited(platform: str, capability: float, dtype, d_head: int) -> str:
     """The name of the kernel for a device.
 
     Args:

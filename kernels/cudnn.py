@@ -9,11 +9,11 @@ Two ways to keep segments apart, since cuDNN has no segment ids:
 - `masked`, from Ampere on: a mask is added to the logits, in memory 2 bytes for each pair of positions of a row, the
   same for all heads. Every pair of the causal half is computed.
 
-`auto` takes `masked`: it does the same for every batch. `packed` computes less where documents are short beside a row, but
+`auto` takes `masked`, which does the same for every batch. `packed` computes less where documents are short beside a row, but
 
 - asks on the device which way a batch goes, and XLA's host thread waits for the answer, in each layer and pass;
 - has, by cuDNN-frontend's source, a float32 sum for q's gradient of the size of all sequences at their longest: SEGMENT
-  positions of a row make one, so 4 L / SEGMENT bytes for each element of q, and not 4. For 32 768 positions of 16 heads of
+  positions of a row make one, so 4 L / SEGMENT bytes for each element of q, and not 4. For 32,768 positions of 16 heads of
   128 that is 69 GB. XLA counts it only on the device;
 - has too many segments wherever rows are filled up with padding (`sequence_packing=false`), each of which is one.
 

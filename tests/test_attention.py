@@ -16,7 +16,7 @@ from ledgers import ledger_of
 
 from jax_extra import explicit_activation_checkpointing
 from kernels import blockwise, cudnn, splash
-from kernels.attention import KERNELS, fastest
+from kernels.attention import KERNELS, suited
 from ledger.costs import count, saved
 from ledger.program import read
 
@@ -255,7 +255,7 @@ def test_offsets_of_segments():
 )
 def test_the_platform_chooses(platform, capability, dtype, d_head, name):
     """By platform, compute capability (AMD has none), type and size of a head."""
-    assert fastest(platform, capability, dtype, d_head) == name
+    assert suited(platform, capability, dtype, d_head) == name
 
 
 def test_a_step_with_the_kernel_is_the_steps_with_the_products():

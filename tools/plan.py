@@ -22,7 +22,7 @@ import numpy as np
 
 import runtime.config
 import train
-from kernels.attention import fastest
+from kernels.attention import suited
 from ledger import absent, hardware, roofline
 from ledger.memory import GROUPS
 from ledger.page import gigabytes
@@ -107,7 +107,7 @@ def with_kernel(config: Plan, machine: hardware.Hardware) -> Plan:
     if config.model.attention != "auto":
         return config
     platform = "tpu" if machine.torus_dims else "gpu" if machine.capability else "cpu"
-    kernel = fastest(platform, machine.capability, config.model.compute_dtype, config.model.d_head)
+    kernel = suited(platform, machine.capability, config.model.compute_dtype, config.model.d_head)
     return changed(config, model=dataclasses.replace(config.model, attention=kernel))
 
 
