@@ -51,7 +51,7 @@ class Model:
     rope_max_timescale: int  # base of the rotary angles
     norm_eps: float = 1e-6  # added to the mean square in RMSNorm
     compute_dtype: str = 'bfloat16'  # of activations and matrix products: bfloat16 or float32
-    attention: str = 'auto'  # a kernel of kernels/attention.py by name; einsum, which is written out; auto: the device's
+    attention: str = 'auto'  # a kernel of kernels/attention.py by name; einsum, which is written out; auto: by device
 
 
 @dataclass(frozen=True, kw_only=True)

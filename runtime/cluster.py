@@ -59,9 +59,7 @@ def start(config: RunConfig) -> Mesh:
         check_num_hosts(config, processes)  # before anyone waits for anyone
     if config.num_hosts > 1 and not jax.distributed.is_initialized():  # it is in the second job of a sweep
         _join(config, launcher)
-    if (
-        config.num_hosts == 1
-    ):  # of several hosts one's device may be broken: JAX's own error, after which to start again
+    if config.num_hosts == 1:  # else JAX's own error, after which to start again: one host of many may be at fault
         find_devices()
     check_num_hosts(config, jax.process_count())
     if jax.process_count() > 1:
