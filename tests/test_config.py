@@ -16,6 +16,7 @@ from runtime import config_checks
 from runtime.config import RunConfig, load, to_yaml
 from runtime.config_arguments import FLAGS
 from runtime.errors import RunError
+from shardlib.spec import ShardingError
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted(file.stem for file in (ROOT / "configs").glob("*.yaml"))
@@ -521,8 +522,18 @@ def test_every_flag_of_hydra_is_known(monkeypatch, capsys):
     assert run(monkeypatch, "--multi", "training.steps=5,6", main=seen.append) == 0 and len(seen) == 2
 
 
+def test_what_the_check_refuses_is_printed_alone(monkeypatch, capsys):
+    """A refusal by shardlib is a message on stderr and status 1, like a RunError, in a run as in any tool."""
+
+    def refused(config):
+        raise ShardingError("'M/d' names mesh axis d\n  at model.py:7")
+
+    assert run(monkeypatch, main=refused) == 1
+    assert capsys.readouterr().err == "error: 'M/d' names mesh axis d\n  at model.py:7\n"
+
+
 def test_run_lets_defects_and_interrupts_through(monkeypatch, capsys):
-    """Only a RunError is printed alone: a defect keeps its traceback, an interrupt is status 130."""
+    """Nothing else is printed alone: a defect keeps its traceback, an interrupt is status 130."""
 
     def defect(config):
         raise KeyError("a defect")

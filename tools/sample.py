@@ -20,7 +20,7 @@ import train
 from runtime.checkpoints import Checkpoints
 from runtime.config_rebuild import Origins, rebuild
 from runtime.data import TokenBatch
-from runtime.errors import RunError
+from runtime.errors import RunError, refusals
 from runtime.run import with_shardings
 from runtime.tokenizers import Tokenizer, load_dataset_tokenizer, load_tokenizer
 from shardlib import shardops
@@ -50,7 +50,7 @@ def main() -> None:
             for text in pieces(tokenizer, prompt, drawn):
                 print(text, end="", flush=True)
             print()
-    except RunError as error:
+    except refusals() as error:
         sys.exit(f"error: {error}")
 
 
