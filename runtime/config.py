@@ -168,8 +168,9 @@ class RunConfig:
     tracking: Tracking = field(default_factory=Tracking)
 
 
-# Published keys that are not needed here. Refused, since ignoring a key would run something else than was asked for.
+# Published keys that are not needed here, and keys of earlier programs. Refused, since ignoring a key would run something else than was asked for.
 REFUSED_KEYS = {
+    "training.interleave": "a layer computes all its rows at once: delete the key",
     "flat_tokens.streams": "the order of the data is a computed permutation of all of it, so there are no independent "
     "streams to mix: delete the key",
     "hf_dataset.sequences_packed_per_batch": "documents are packed without gaps, and what a batch has no room for begins the next "
