@@ -175,10 +175,10 @@ class _Annotation:
     """What annotations may do with a type: `f32['B'] | None`, and stand inside tuple[...] and the like."""
 
     def __or__(self, other):
-        return typing.Union[self, other]
+        return typing.Union[self, other]  # noqa: UP007 this is what `|` means here
 
     def __ror__(self, other):
-        return typing.Union[other, self]
+        return typing.Union[other, self]  # noqa: UP007
 
     def __call__(self, *_):  # typing accepts only callables
         raise TypeError(f"{self!r} is a type for annotations, it makes no arrays: use shardops.zeros or shardops.full")
@@ -389,6 +389,8 @@ def check_tree(type_, value, leading: tuple[Dim, ...] = (), *, what: str = "the 
       ShardingError: where it is not so, and for a container that cannot be checked.
     """
     place = f"{what}, {'/'.join(map(str, path))}" if path else what
+    if len(path) == 1 and isinstance(path[0], int):
+        place = f"item {path[0]} of {what}"
 
     def wrong(text):
         return ShardingError(f"{text}\n  against {place}\n  at {users_line()}")
