@@ -1,5 +1,6 @@
 """Every operation: its value and gradient against the same on whole arrays, what it sends, and its errors with their text."""
 
+import functools
 import re
 
 import jax
@@ -155,12 +156,10 @@ def test_values_and_gradients(mesh):
 
     def truths(arrays):
         results = {}
-        for name, (types, _, _, whole, _) in OPERATIONS.items():
-            diff = tuple(index for index, type_ in enumerate(types) if type_.element is f32 and result.element is f32)
-            results[name] = (
-                whole(*arrays[name]),
-                *jax.grad(lambda *values, whole=whole: jnp.sum(whole(*values) ** 2), argnums=diff)(*arrays[name]),
-            )
+        for name, (_, _, _, whole, _) in OPERATIONS.items():
+            _, diff = value_and_gradients(name, tuple(mesh))
+            loss = functools.partial(lambda whole, *values: jnp.sum(whole(*values) ** 2), whole)
+            results[name] = whole(*arrays[name]), *(jax.grad(loss, argnums=diff)(*arrays[name]) if diff else ())
         return results
 
     truth = jax.jit(truths, compiler_options=QUICK)(whole_arrays)
@@ -322,7 +321,7 @@ INVALID = [
     # argmax, any, local with several results
     (X, call("argmax", 'B/d M/t -> '), "argmax goes along one dim, as in 'B/d L V/t -> B/d L'"),
     (X, call("any", 'B/d M/t -> B'), "the other dims stay as they are: write 'B/d M/t -> B/d'"),
-    (X, lambda x: shardops.local('B/d M/t -> B/d M/t, B/d Z/t', lambda x: x, x), "the string has 2 results, the function returned ArrayImpl"),
+    (X, lambda x: shardops.local('B/d M/t -> B/d M/t, B/d M/t', lambda x: x, x), "the string has 2 results, the function returned "),
     (X, lambda x: shardops.local('B/d M/t -> B/d Z', lambda x: x[:, :3], x), "the result says it is the same: nothing is sent inside a local function"),
     (X, lambda x: shardops.axis_size('x'), "axis_size('x'): the mesh d=4 × t=2 has no such axis here"),
     ((f32['N'],), call("slice", 'N -> N/d'), "dim N has size 3, which axis d=4 cannot divide"),
@@ -367,12 +366,8 @@ def test_the_second_level():
         return shardops.all_gather('B F/t -> B F', x)
 
     text = refusal(forgotten)
-    assert (
-        "'B F/t' says the same along d, but the value differs along d: a reduction over d or a gather was forgotten, or '/d' is missing"
-        in text
-        or "dim B of" in text
-    )
-    assert "local float32[4, 24]" in text
+    assert "'B F/t' says the same along d, but the value differs along d: a reduction over d or a gather was" in text
+    assert "local float32[16, 24]" in text
 
 
 def test_outside_of_shard_map():
