@@ -59,7 +59,8 @@ def agreed_claims(function, mesh, *arguments) -> int:
 @contextlib.contextmanager
 def _claims_in_the_trace():
     """Inside, a value of a type that is said, by an annotation or a string, has a name in the trace that says it too."""
-    check = shardtypes.check
+    arrays = inspect.getmodule(shardtypes.check)
+    check = arrays.check
 
     def checked(dtype, spec, value, *, what="the annotation"):
         return _named(check(dtype, spec, value, what=what), _text(spec), what)
@@ -77,7 +78,7 @@ def _claims_in_the_trace():
     functions = {name: each for name, each in vars(shardops).items() if inspect.isfunction(each) and name[0] != "_"}
     own = {name: each for name, each in functions.items() if each.__module__ == shardops.__name__}
     operations = {name: claiming(each) for name, each in own.items() if "spec" in inspect.signature(each).parameters}
-    with mock.patch.object(shardtypes, "check", checked), mock.patch.multiple(shardops, **operations):
+    with mock.patch.object(arrays, "check", checked), mock.patch.multiple(shardops, **operations):
         yield
 
 
