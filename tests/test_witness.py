@@ -3,9 +3,8 @@
 tests/prove.py asks it about each program that a test of the check accepts.
 """
 
-import functools
+import collections
 import inspect
-import types
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +13,8 @@ import prove
 import pytest
 import small
 from jax import lax
+from mutation import mutants
+from pages import MESH_OF_RECIPE, RECIPES, module_of, recipe, steps_of_the_tutorial, train_py
 from witness import Disagreement, agreed_claims
 
 import train
@@ -26,20 +27,56 @@ from shardlib.typed import typed
 MESH = jax.sharding.AbstractMesh((4, 2), ("d", "t"))
 
 
+def claims_of(steps, mesh=MESH):
+    return [agreed_claims(typed_shard_map(step, check=False), mesh, *given) for step, given in steps]
+
+
 @pytest.mark.parametrize("kernel", ["einsum", *KERNELS])
-@pytest.mark.parametrize("saved", train.SAVED)
-def test_it_agrees_with_the_steps(kernel, saved, record_property):
+def test_it_agrees_with_the_steps(kernel, record_property):
     """The types in train.py are those of the program that runs, backward pass included, by each kernel and policy."""
-    model = train.Model(**vars(small.MODEL) | {"attention": kernel})
-    training = train.Training(**vars(small.TRAINING) | {"microbatches": 2, "save_for_backward": saved})
-    state, batch = train.shapes(types.SimpleNamespace(model=model, training=training))
-    number, loss = jax.ShapeDtypeStruct((), jnp.uint32), jax.ShapeDtypeStruct((), jnp.float32)
-    step = functools.partial(train.training_step, model, training, 0)
-    claims = agreed_claims(typed_shard_map(step, check=False), MESH, state, number, number, batch)
-    validate = functools.partial(train.validation_step, model, training, 0)
-    of_validation = agreed_claims(typed_shard_map(validate, check=False), MESH, state.weights, loss, loss, batch)
-    record_property("summary", f"second witness, {kernel}, {saved}: {claims} and {of_validation} claims agreed")
-    assert claims > 600 and of_validation > 200
+    claims = {
+        saved: claims_of(small.steps_of(train, {"attention": kernel}, {"save_for_backward": saved}))
+        for saved in train.SAVED
+    }
+    record_property("summary", f"second witness, {kernel}: agreed claims of training and validation {claims}")
+    assert all(training > 600 and validation > 200 for training, validation in claims.values())
+
+
+@pytest.mark.parametrize("title", RECIPES)
+def test_it_agrees_with_the_recipes(title, tmp_path, record_property):
+    """The types in train.py changed as a section of docs/changing.md says are those of the program that runs."""
+    axes = MESH_OF_RECIPE.get(title, {"d": 4, "t": 2})
+    mesh = jax.sharding.AbstractMesh(tuple(axes.values()), tuple(axes))
+    with recipe(title, tmp_path) as (source, _):
+        claims = claims_of(small.steps_of(module_of(tmp_path / "train.py", source)), mesh)
+    record_property("summary", f"second witness, {title}: agreed claims of training and validation {claims}")
+    assert min(claims) > 200
+
+
+def test_it_agrees_with_the_tutorial(tmp_path):
+    """And those of its three steps."""
+    for step, given, axes in steps_of_the_tutorial(tmp_path / "tutorial.py"):
+        mesh = jax.sharding.AbstractMesh(tuple(axes.values()), tuple(axes))
+        assert min(claims_of([(step, given)], mesh)) > 20
+
+
+@pytest.mark.slow
+def test_how_many_mutants_it_refuses_by_itself(tmp_path, record_property):
+    """With the check off most mutants of train.py are refused by their strings and sizes, most of the others here."""
+    refused = collections.Counter()
+    for index, (_name, _line, source) in enumerate(mutants(train_py())):
+        (tmp_path / f"mutant_{index}").mkdir()
+        module = module_of(tmp_path / f"mutant_{index}" / "train.py", source)
+        try:
+            claims_of(small.steps_of(module))
+        except Disagreement:
+            refused["by the walk"] += 1
+        except (TypeError, ValueError):  # ShardingError is one; the others are JAX's, of shapes
+            refused["by strings and sizes"] += 1
+        else:
+            refused["not"] += 1
+    record_property("summary", f"second witness: mutants of train.py refused {dict(refused)}")
+    assert refused["by the walk"] > 20 and refused["not"] < 10
 
 
 # -- Wrong programs ----------------------------------------------------------------------------------------------------
