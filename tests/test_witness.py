@@ -117,14 +117,14 @@ def gradient_program(before, reduced=lambda g: shardops.psum('M +d +t -> M', g))
     return program
 
 
-def a_backward_pass_that_forgets(x: f32['B F/t']) -> f32['B']:
-    sum_over_t = with_backward(lambda x: shardops.psum('B +t -> B', x), lambda gradient: gradient)
+def a_backward_pass_that_forgets(w: f32['F/t'], x: f32['B F/t']) -> f32['F/t']:
+    sum_over_t = with_backward(lambda y: shardops.psum('B +t -> B', y), lambda gradient: gradient)
 
-    def loss(terms):
-        y = sum_over_t(terms)
+    def loss(w):
+        y = sum_over_t(shardops.einsum_unreduced('B F/t, F/t -> B +t', x, w))
         return shardops.pending(' -> +d +t', shardops.sum_unreduced('B -> ', y * y))
 
-    return shardops.grad(loss)(shardops.sum_unreduced('B F/t -> B +t', x))
+    return shardops.psum('F/t +d -> F/t', shardops.grad(loss)(w))
 
 
 @typed
@@ -199,7 +199,10 @@ WRONG = {
     "a gradient with half of its psum": (gradient_program(lambda w: w, lambda g: lax.psum(g, 't')), OVER_D),
     "a gradient summed twice": (gradient_program(lambda w: w, lambda g: lax.psum(lax.psum(g, ('d', 't')), 't')), TWICE),
     "a backward pass that sends": (gradient_program(with_backward(lambda w: w, lambda g: lax.psum(g, 't'))), TWICE),
-    "a backward pass that forgets": (a_backward_pass_that_forgets, OVER_D),
+    "a backward pass that forgets": (
+        a_backward_pass_that_forgets,
+        "the gradient of 'B +t' of the result of shardops.einsum",
+    ),
     "a loss that is the same along t": (a_loss_that_counts_twice, "'+d +t' of the result of loss"),
     "a sum taken twice": (of(SPLIT, f32[''], lambda x: lax.psum(lax.psum(jnp.sum(x), ('d', 't')), 't')), TWICE),
     "a sum of a replicated weight": (of(REPLICATED, REPLICATED, lambda w: lax.psum(w, 't')), TWICE),
@@ -260,3 +263,16 @@ def test_a_branch_that_all_devices_take_may_send():
 
     shapes = [prove.abstract(annotation) for annotation in (f32['B/d M/t'], f32[''])]
     assert agreed_claims(typed_shard_map(program, check=False), MESH, *shapes) > 0
+
+
+def test_a_gradient_that_is_the_same_may_be_a_term():
+    """Each device's rows give a bias of which only the mean is used the same gradient, which is theirs: it is accepted."""
+
+    def program(bias: f32['M'], x: f32['B/d M']) -> f32['M']:
+        def loss(bias):
+            mean = shardops.psum('M +d -> M', shardops.sum_unreduced('B/d M -> M +d', x + bias[None])) / 16
+            return shardops.pending(' -> +d +t', shardops.sum_unreduced('M -> ', mean**2))
+
+        return shardops.psum('M +d +t -> M', shardops.grad(loss)(bias))
+
+    prove.prove_everywhere(program, prove.OF_D_AND_T)

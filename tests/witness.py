@@ -5,7 +5,8 @@ differ along the axes that its spec names, and a result where an operand may. A 
 makes it the same; a device's index differs. What comes out of a branch or a loop may differ where the decision may.
 
 Claims are the specs of the results and the types in the program, in annotations and in the strings of operations. A
-value whose type has no '/t' and no '+t' must be the same along t. Refused too are a transfer under a branch or a loop
+value whose type has no '/t' and no '+t' must be the same along t. Of what is differentiated the gradient's type is a
+claim too: that of the value, with same and pending exchanged. Refused too are a transfer under a branch or a loop
 that may differ along its axis, which hangs, and a sum over an axis of what a transfer or an input's spec has made the
 same along it, which counts it once for each device.
 """
@@ -17,6 +18,7 @@ import traceback
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from shardlib import shardops, shardtypes
@@ -87,10 +89,24 @@ def _text(spec) -> str:
 
 
 def _named(value, type_, what):
-    if "..." in type_ or not shardtypes.mapped_axes():
+    axes = shardtypes.mapped_axes()
+    if "..." in type_ or not axes:
         return value
-    frames = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None))
-    return checkpoint_name(value, f"{_CLAIM}'{type_.strip()}' of {what} at {_line(frames)}")
+    line = _line((frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None))
+    said = f"{_CLAIM}{type_.strip()}|'{type_.strip()}' of {what} at {line}"
+    if not jnp.issubdtype(value.dtype, jnp.inexact):
+        return checkpoint_name(value, said)
+    split, pending = _axes_of(type_)
+    dual = [f"/{axis}" for axis in sorted(split)] + [f"+{axis}" for axis in axes if axis not in split | pending]
+    of_gradient = f"{_CLAIM}{' '.join(dual)}|the gradient of '{type_.strip()}' of {what} at {line}"
+    named = jax.custom_vjp(lambda value: checkpoint_name(value, said))
+    named.defvjp(lambda value: (checkpoint_name(value, said), None), lambda _, g: (checkpoint_name(g, of_gradient),))
+    return named(value)
+
+
+def _axes_of(type_) -> tuple[frozenset[str], frozenset[str]]:
+    """The axes over which a type is split, and pending."""
+    return frozenset(re.findall(r"/(\w+)", type_)), frozenset(re.findall(r"[+](\w+)", type_))
 
 
 def _line(frames) -> str:
@@ -226,9 +242,10 @@ class _Walk:
             return self.refs[-1:]
         return [every | over] * len(eqn.outvars)
 
-    def typed(self, facts, text):
+    def typed(self, facts, said):
         """The facts of a value of which a type is said."""
-        split, pending = (set(re.findall(rf"{mark}(\w+)", text.split("'")[1])) for mark in ("/", "[+]"))
+        type_, _, text = said.partition("|")
+        split, pending = _axes_of(type_)
         self.claim(facts, split | pending, text)
         self.doubt(facts, pending, text)
         return facts | split  # what is made from nothing lies in any way: from here on as its type says
