@@ -73,7 +73,10 @@ def _claims_in_the_trace():
             what, types = f"shardops.{operation.__name__}('{_text(spec)}')", iter(before.split(","))
             if arrow:  # zeros and full have no operands
                 operands = [_named(each, next(types), what) if hasattr(each, "shape") else each for each in operands]
-            return _named(operation(spec, *operands, **options), after, f"the result of {what}")
+            results, tree = jax.tree.flatten(operation(spec, *operands, **options))
+            of_result = f"the result of {what}"
+            named = [_named(each, type_, of_result) for each, type_ in zip(results, after.split(","), strict=True)]
+            return jax.tree.unflatten(tree, named)
 
         return operate
 
