@@ -83,20 +83,19 @@ MESH_OF_RECIPE = {"Another axis of the mesh": {"r": 2, "d": 4, "t": 2}}
 
 @contextlib.contextmanager
 def recipe(title, folder):
-    """train.py changed as a section says, and the lines that its diffs add. Inside, TokenBatch is as it says too."""
+    """train.py changed as a section says. Inside, TokenBatch is as it says too."""
     (folder / "runtime").mkdir(parents=True)
     for file in ("train.py", "runtime/data.py"):
         shutil.copy(ROOT / file, folder / file)
-    text, added = folder / "train.py", set()
+    text = folder / "train.py"
     for language, body in section("docs/changing.md", title):
         if language == "sh" and body.startswith("sed"):
             subprocess.run(body, shell=True, cwd=folder, check=True)
         elif language == "diff":
             text.write_text(changed(text.read_text(), body))
-            added |= {line[1:] for line in body.splitlines() if line[0] == "+"}
     data = folder / "runtime/data.py"
     with mock.patch.dict(sys.modules, {"runtime.data": module_of(data, data.read_text())}):
-        yield text.read_text(), added
+        yield text.read_text()
 
 
 def copy_of_the_repository(folder):
