@@ -6,7 +6,7 @@
     python -m train check_only=true                          # proves the types below on the mesh, without a device
 
 Legend, the same letters for weights and activations:
-    B batch, R rows of a part of it, L position of a query, S position of a key, M d_model, F d_ff, V vocabulary,
+    B batch, L position of a query, S position of a key, M d_model, F d_ff, V vocabulary,
     K key heads, Q query heads per key head, D d_head
 Mesh: d splits data and weights (fully sharded data parallelism), t heads, d_ff and vocabulary (tensor parallelism).
 A type: in f32['B/d L M/t'] B is split over d and M over t. Along an axis not mentioned all devices hold the same.
@@ -75,7 +75,6 @@ class Training:
     weight_decay: float  # w loses learning_rate · weight_decay · w; matrices only, see DECAYED
     tokens: Tokens
     microbatches: int = 1  # parts of a step's batch that are computed one after another
-    interleave: int = 1  # parts of a microbatch's rows that each layer computes in turn: one is sent, another computed
     max_grad_norm: float = 1.0  # a gradient whose global norm is larger is scaled down to it
     max_consecutive_bad_steps: int = 10  # so many in a row whose loss or gradient is not finite stop the run
     save_for_backward: str = 'everything'  # what each layer keeps: everything, products or inputs (SAVED)
@@ -247,9 +246,6 @@ def forward(model: Model, training: Training, bos_id: int, weights: Weights, bat
     ln1 = shardops.all_gather('layers M/d/t -> layers M', weights.transformer.ln1)
     ln2 = shardops.all_gather('layers M/d/t -> layers M', weights.transformer.ln2)
 
-    in_parts = functools.partial(rearrange, pattern='(parts B) ... -> parts B ...', parts=training.interleave)
-    segments: i32['parts R/d L'] = in_parts(segment)
-
     # The bytes that its lines say are of one layer and one token of the device's rows, in bfloat16.
     @functools.partial(explicit_activation_checkpointing, names=SAVED[training.save_for_backward])
     def layer(x: act['B/d L M/t'], ws: tuple[f32['M'], f32['M'], Layer]) -> tuple[act['B/d L M/t'], None]:
@@ -261,8 +257,7 @@ def forward(model: Model, training: Training, bos_id: int, weights: Weights, bat
         w_up = gather('M/d F/t -> M F/t', w.w_up)
         w_down = gather('M/d F/t -> M F/t', w.w_down)
 
-        @jax.named_scope('attention')
-        def attend(x: act['B/d L M/t'], segment: i32['B/d L']) -> act['B/d L M/t']:
+        with jax.named_scope('attention'):
             gathered = shardops.all_gather('B/d L M/t -> B/d L M', x)
             gathered = save_for_backward(gathered, 'gathered')  # 2M bytes a token, in the place of the input's 2M/t
             normed = rms_norm(gathered, ln1, model.norm_eps)
@@ -277,10 +272,9 @@ def forward(model: Model, training: Training, bos_id: int, weights: Weights, bat
             o = attention(model.attention, q, k, v, segment)
             y = shardops.einsum_unreduced('B/d L Q K/t D, M Q K/t D -> B/d L M +t', o, w_o)
             y = shardops.psum_scatter('B/d L M +t -> B/d L M/t', y)
-            return save_for_backward(x + y, 'split')  # 2M/t bytes a token, spares the product with w_o and its sum
+            x = save_for_backward(x + y, 'split')  # 2M/t bytes a token, spares the product with w_o and its sum
 
-        @jax.named_scope('ffn')
-        def feed_forward(x: act['B/d L M/t']) -> act['B/d L M/t']:
+        with jax.named_scope('ffn'):
             gathered = shardops.all_gather('B/d L M/t -> B/d L M', x)
             gathered = save_for_backward(gathered, 'gathered')  # 2M bytes a token, spares that and the gather
             normed = rms_norm(gathered, ln2, model.norm_eps)
@@ -291,12 +285,7 @@ def forward(model: Model, training: Training, bos_id: int, weights: Weights, bat
             hidden = jax.nn.silu(gate) * up
             y = shardops.einsum_unreduced('B/d L F/t, M F/t -> B/d L M +t', hidden, w_down)
             y = shardops.psum_scatter('B/d L M +t -> B/d L M/t', y)
-            return x + y
-
-        parts: act['parts R/d L M/t'] = in_parts(x)
-        parts = [attend(part, segment) for part, segment in zip(parts, segments)]
-        parts = [feed_forward(part) for part in parts]
-        return rearrange(parts, 'parts B L M -> (parts B) L M'), None
+            return x + y, None
 
     x, _ = lax.scan(layer, x, (ln1, ln2, weights.transformer), unroll=training.unroll_layers)
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from ledger.costs import KINDS, Collective, Table, any_branch, count, totals
+from ledger.costs import KINDS, Collective, Sites, Table, add_sites, any_branch, count, times_of, totals
 from ledger.hlo_text import Computation, Instruction, Module, parse
 from ledger.program import phase_of, read
 
@@ -50,21 +50,12 @@ def widened(table: Table) -> Table:
     """What XLA:CPU, which has no bfloat16 collectives, makes of a table: the same in float32, twice the bytes."""
     wide: Table = collections.Counter()
     for row, times in table.items():
-        narrow = row.dtype == "bfloat16"
-        wide[dataclasses.replace(row, dtype="float32", bytes=2 * row.bytes) if narrow else row] += times
+        wide[widened_row(row)] += times
     return wide
 
 
-def _finish(table: Table) -> Table:
-    """A program in which nothing is differentiated, such as a validation step, is all forward."""
-    if any(row.phase != "update" for row in table):
-        return table
-    return collections.Counter({dataclasses.replace(row, phase="forward"): times for row, times in table.items()})
-
-
-def _add(table: Table, inner: Table, times: int) -> None:
-    for row, inner_times in inner.items():
-        table[row] += inner_times * times
+def widened_row(row: Collective) -> Collective:
+    return dataclasses.replace(row, dtype="float32", bytes=2 * row.bytes) if row.dtype == "bfloat16" else row
 
 
 # -- As written --------------------------------------------------------------------------------------------------------
@@ -76,8 +67,13 @@ def written(jaxpr: Jaxpr | ClosedJaxpr, mesh_axes: dict[str, int]) -> Table:
 
 # -- As compiled -------------------------------------------------------------------------------------------------------
 def compiled(text: str, mesh_axes: dict[str, int]) -> Table:
-    """The collectives of an optimized program. One that XLA combined of several is several rows again, one for each
-    operand.
+    """The collectives of an optimized program and how often they run; see `compiled_sites`."""
+    return times_of(compiled_sites(text, mesh_axes))
+
+
+def compiled_sites(text: str, mesh_axes: dict[str, int]) -> Sites:
+    """The places of an optimized program that send. One that XLA combined of several is several rows again, one for
+    each operand.
 
     Args:
       text: the HLO module, `jax.stages.Compiled.as_text()`.
@@ -88,7 +84,11 @@ def compiled(text: str, mesh_axes: dict[str, int]) -> Table:
         that send differently.
     """
     module = parse(text)
-    return _finish(_compiled(module, module.computations[module.entry], mesh_axes, set()))
+    sites = _compiled(module, module.computations[module.entry], mesh_axes, set())
+    if any(row.phase != "update" for row, _ in sites):
+        return sites
+    # A program in which nothing is differentiated, such as a validation step, is all forward.
+    return collections.Counter({(dataclasses.replace(row, phase="forward"), n): at for (row, n), at in sites.items()})
 
 
 def chain(instruction: Instruction) -> str:
@@ -98,9 +98,9 @@ def chain(instruction: Instruction) -> str:
     return found[1] if found else ""
 
 
-def _compiled(module: Module, computation: Computation, axes, chains: set[str]) -> Table:
+def _compiled(module: Module, computation: Computation, axes, chains: set[str]) -> Sites:
     """`chains`: those that are counted already."""
-    table: Table = collections.Counter()
+    sites: Sites = collections.Counter()
     for instruction in computation.instructions.values():
         if instruction.is_done:
             continue
@@ -110,13 +110,13 @@ def _compiled(module: Module, computation: Computation, axes, chains: set[str]) 
             chains.add(link)
             if over := axes_of_groups(instruction.attributes, axes):
                 for dtype, size, (line, stack) in operands(module, computation, instruction):
-                    table[Collective(instruction.opcode, over, dtype, size, phase_of(stack), line)] += 1
+                    sites[Collective(instruction.opcode, over, dtype, size, phase_of(stack), line), 1] += 1
             continue  # what it calls is the addition
         keys = ("calls", "to_apply", "body", "branch_computations", "true_computation", "false_computation")
         bodies = [_compiled(module, body, axes, chains) for body in module.callees(instruction, *keys)]
         for body in [any_branch(bodies, instruction.name)] if instruction.opcode == "conditional" else bodies:
-            _add(table, body, turns(module, instruction) if body and instruction.opcode == "while" else 1)
-    return table
+            add_sites(sites, body, turns(module, instruction) if body and instruction.opcode == "while" else 1)
+    return sites
 
 
 def operands(module: Module, computation: Computation, instruction: Instruction) -> list[tuple[str, int, tuple]]:

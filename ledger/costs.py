@@ -91,6 +91,8 @@ class Saved:
 
 
 Table = collections.Counter[Collective]  # times a step
+# By a collective and how often a place of the program runs it in a step, through the loops around it: such places.
+Sites = collections.Counter[tuple[Collective, int]]
 
 
 @dataclasses.dataclass
@@ -98,14 +100,19 @@ class Costs:
     """Rows and how often each is met in a step."""
 
     products: collections.Counter[Product] = dataclasses.field(default_factory=collections.Counter)
-    collectives: Table = dataclasses.field(default_factory=collections.Counter)
+    sites: Sites = dataclasses.field(default_factory=collections.Counter)
     loops: collections.Counter[Loop] = dataclasses.field(default_factory=collections.Counter)
     kernels: collections.Counter[tuple[str, str]] = dataclasses.field(default_factory=collections.Counter)
 
+    @property
+    def collectives(self) -> Table:
+        return times_of(self.sites)
+
     def add(self, other: "Costs", times: int) -> None:
-        for mine, theirs in zip(vars(self).values(), vars(other).values(), strict=True):
-            for row, count in theirs.items():
-                mine[row] += count * times
+        for name in ("products", "loops", "kernels"):
+            for row, count in getattr(other, name).items():
+                getattr(self, name)[row] += count * times
+        add_sites(self.sites, other.sites, times)
 
     def flops(self, *phases: str) -> int:
         """Of all products that run in these phases; without phases, in any."""
@@ -141,13 +148,13 @@ def count(block: Block, mesh_axes: dict[str, int]) -> Costs:
         elif op.name in OPAQUE:
             costs.kernels[op.line, op.name] += 1
         bodies = [count(body, mesh_axes) for body in op.blocks]
-        if op.name == "while" and any(body.collectives or body.products for body in bodies):
-            what = "collective" if any(body.collectives for body in bodies) else "matrix product"
+        if op.name == "while" and any(body.sites or body.products for body in bodies):
+            what = "collective" if any(body.sites for body in bodies) else "matrix product"
             raise ValueError(
                 f"a {what} in the while loop at {op.line}: how often it will run is not known\n  fix: write lax.scan"
             )
         if op.name == "cond":
-            any_branch([body.collectives for body in bodies], op.line)
+            any_branch([body.sites for body in bodies], op.line)
             likely = op.likely
             bodies = [max((body for block, body in zip(op.blocks, bodies) if block in likely), key=Costs.flops)]
         if op.name == "scan":
@@ -165,11 +172,25 @@ def _count_collective(op: Operation, axes: dict[str, int], costs: Costs) -> None
         if op.params.get("axis_index_groups") is not None:
             raise ValueError(f"'{op.name}' at {op.line} has axis_index_groups: write it over mesh axes")
         for value in op.inputs:
-            costs.collectives[Collective(KINDS[op.name], over, value.dtype, value.bytes, op.phase, op.line)] += 1
+            costs.sites[Collective(KINDS[op.name], over, value.dtype, value.bytes, op.phase, op.line), 1] += 1
     elif over and op.name not in SEND_NOTHING:
         raise ValueError(
             f"'{op.name}' over {', '.join(over)} at {op.line}: ledger/costs.py does not know what it sends"
         )
+
+
+def times_of(sites: Sites) -> Table:
+    """How often each collective runs, over all its places."""
+    table: Table = collections.Counter()
+    for (row, times), places in sites.items():
+        table[row] += times * places
+    return table
+
+
+def add_sites(sites: Sites, body: Sites, turns: int) -> None:
+    """Adds the places of a loop's body, which runs so often."""
+    for (row, times), places in body.items():
+        sites[row, times * turns] += places
 
 
 def totals(table: Table) -> Table:
@@ -180,10 +201,10 @@ def totals(table: Table) -> Table:
     return total
 
 
-def any_branch(branches: Iterable[Table], place: str) -> Table:
+def any_branch(branches: Iterable[Sites], place: str) -> Sites:
     """The collectives of the one branch that will run. Raises `ValueError` if they are not the same in all."""
     first, *others = branches
-    if any(totals(other) != totals(first) for other in others):
+    if any(totals(times_of(other)) != totals(times_of(first)) for other in others):
         raise ValueError(f"the branches at {place} do not run the same collectives: which will run is not known")
     return first
 

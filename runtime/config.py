@@ -37,7 +37,7 @@ from runtime.config_checks import check_combinations
 from runtime.config_help import annotated, configs_of, help_page
 from runtime.config_rebuild import MISSING, Origins, as_tree, find_origins, from_here, rebuild
 from runtime.config_sweep import Sweep
-from runtime.errors import RunError, leave, print_error
+from runtime.errors import RunError, leave, print_error, refusals
 from runtime.tuning import is_given, tune
 
 CONFIG_FOLDER = Path(__file__).resolve().parents[1] / "configs"
@@ -168,8 +168,9 @@ class RunConfig:
     tracking: Tracking = field(default_factory=Tracking)
 
 
-# Published keys that are not needed here. Refused, since ignoring a key would run something else than was asked for.
+# Published keys that are not needed here, and keys of earlier programs. Refused, since ignoring a key would run something else than was asked for.
 REFUSED_KEYS = {
+    "training.interleave": "a layer computes all its rows at once: delete the key",
     "flat_tokens.streams": "the order of the data is a computed permutation of all of it, so there are no independent "
     "streams to mix: delete the key",
     "hf_dataset.sequences_packed_per_batch": "documents are packed without gaps, and what a batch has no room for begins the next "
@@ -186,8 +187,8 @@ def run(main: Callable[[Any], None], config_class: type, config_name: str = DEFA
         if __name__ == "__main__":
             runtime.config.run(main, Config)
 
-    Exits with 1 after a RunError, which is printed to stderr as `error: ...` without a traceback, with 130 after an
-    interrupt, with 75 when a signal stopped a run that can go on (runtime/signals.py), and with 141 when nobody reads
+    Exits with 1 after a RunError or a refusal by shardlib's check, which is printed to stderr as `error: ...` without a
+    traceback, with 130 after an interrupt, with 75 when a signal stopped a run that can go on (runtime/signals.py), and with 141 when nobody reads
     its output any more (`| head`). Any other exception is a defect and passes through.
     """
     try:
@@ -219,7 +220,7 @@ def _run(main: Callable[[Any], None], config_class: type, config_name: str) -> N
                 constant = constant_keys(arguments, CONFIG_FOLDER)
                 one.config = _finish(config_class, composed, hydra_node, constant)
                 main(one.config)
-        except RunError as error:
+        except refusals() as error:
             failed = True
             print_error(error)
         except BrokenPipeError:

@@ -36,7 +36,6 @@ COUNTS = {
     "training.tokens.batch": "rows",
     "training.tokens.len": "tokens",
     "training.microbatches": "microbatches",
-    "training.interleave": "parts",
     "training.max_consecutive_bad_steps": "steps",
     "model.d_model": "",
     "model.n_q_per_kv": "heads",
@@ -196,13 +195,13 @@ def _indivisible(config: Any) -> Iterator[str]:
             f"{d * t}: set model.d_model to {_nearest_multiples(size, d * t)}",
         )
     training = config.training
-    batch, parts = training.tokens.batch, training.microbatches * training.interleave * d
+    batch, parts = training.tokens.batch, training.microbatches * d
     if batch % parts:
         yield _problem(
             config,
             "training.tokens.batch",
-            f"dim B is split into parts and over axis d (training.microbatches × training.interleave × mesh.d = "
-            f"{training.microbatches} × {training.interleave} × {d} = {parts}), and {batch} is no multiple of {parts}: "
+            f"dim B is split into parts and over axis d (training.microbatches × mesh.d = "
+            f"{training.microbatches} × {d} = {parts}), and {batch} is no multiple of {parts}: "
             f"set training.tokens.batch to {_nearest_multiples(batch, parts)}",
         )
     if (d * t) % config.num_hosts:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runtime.errors import RunError
+from runtime.errors import RunError, refusals
 
 WIDTH = 120
 COLUMNS = ("what differs", "loss", "validation", "tokens/s", "run folder")
@@ -42,7 +42,7 @@ class Sweep:
         try:
             yield job
         except BaseException as error:
-            text = str(error) if isinstance(error, RunError) else f"{type(error).__name__} {error}".strip()
+            text = str(error) if isinstance(error, refusals()) else f"{type(error).__name__} {error}".strip()
             job.error = text.partition("\n")[0]
             raise
 

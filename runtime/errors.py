@@ -18,6 +18,19 @@ class RunError(Exception):
     """What is wrong, where, what was expected and the fix. The entry point prints it alone, without a traceback, and exits with 1."""
 
 
+def refusals() -> tuple[type[Exception], ...]:
+    """What ends a program with its message alone: RunError and, once shardlib is loaded, what its check refuses with.
+
+    Both of those name the line of the program that is to be changed. shardlib is not imported for this: whoever has not
+    loaded it cannot have been refused by it, and its import takes a second of JAX.
+    """
+    if "shardlib.spec" not in sys.modules:
+        return (RunError,)
+    from typeguard import TypeCheckError
+
+    return RunError, sys.modules["shardlib.spec"].ShardingError, TypeCheckError
+
+
 def one_of_several(host: str, index: int, count: int) -> None:
     """Says that this process is one of several: its last messages begin with its name, and it ends without waiting."""
     global _process, _lingers_s

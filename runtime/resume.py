@@ -6,10 +6,12 @@ size or length a step's number would stand for other rows, some trained on twice
 refused; what may change (steps, learning rate, intervals, mesh, paths, threads) is logged.
 """
 
+import copy
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
-from runtime.config_rebuild import all_keys, as_tree, shown
+from runtime.config import REFUSED_KEYS
+from runtime.config_rebuild import Origins, all_keys, as_tree, rebuild, shown
 from runtime.errors import RunError
 
 # The keys, or sections of keys, that say what is trained on what: shapes, vocabulary, data and their order, seeds.
@@ -25,6 +27,8 @@ FREE = (
 )
 UNIMPORTANT = ("allow_config_change", "check_only")
 
+C = TypeVar("C")
+
 
 def description(config: Any, data: Mapping[str, Any]) -> dict[str, Any]:
     """The attributes that `compare` needs.
@@ -33,6 +37,19 @@ def description(config: Any, data: Mapping[str, Any]) -> dict[str, Any]:
       data: what tells the data set from another, JSON values by name.
     """
     return {"config": as_tree(config), "data": dict(data)}
+
+
+def config_of(config_class: type[C], attributes: Mapping[str, Any]) -> C:
+    """The config that a checkpoint with these attributes was trained with, without keys of earlier programs.
+
+    Raises:
+      RunError: with everything that does not fit config_class.
+    """
+    config = copy.deepcopy(attributes["config"])
+    for key in REFUSED_KEYS:
+        section, _, name = key.rpartition(".")
+        config.get(section, {}).pop(name, None)
+    return rebuild(config_class, config, Origins(), {})
 
 
 def compare(config: Any, data: Mapping[str, Any], attributes: Mapping[str, Any], where: str) -> list[str]:
@@ -49,7 +66,7 @@ def compare(config: Any, data: Mapping[str, Any], attributes: Mapping[str, Any],
     for key in dict.fromkeys([*before, *now]) if before else []:
         # A key that the checkpoint's program did not have yet had the effect of its default.
         old, new = before.get(key, defaults.get(key)), now.get(key)
-        if old == new or key in UNIMPORTANT:
+        if old == new or key in UNIMPORTANT or key in REFUSED_KEYS:
             continue
         line = f"  {key}: {shown(old)} -> {shown(new)}" + (f" ({config.origins.of(key)})" if key in now else "")
         (refused if _is_fixed(key) else changes).append(line)

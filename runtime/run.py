@@ -179,8 +179,11 @@ class Run:
             (self.folder / "environment.json").write_text(about, encoding="utf-8")
         compiled = traced.lower().compile(compiler_options=self.compiler_options)
         if self._is_leader:
-            lines, _ = report(ledger, compiled)
+            lines, rows = report(ledger, compiled)
             print_line("\n".join(map(wrapped, lines)))
+            if rows:
+                with (self.folder / "ledger.txt").open("a", encoding="utf-8") as file:
+                    print("\nWhat the compiled step sends in another way:", *rows, sep="\n  ", file=file)
             if not (self.folder / "step.svg").exists():
                 self._open.callback(StepGraph(compiled, self.folder).close)
         return compiled

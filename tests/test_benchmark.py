@@ -13,7 +13,8 @@ import small
 from kernels import cudnn
 from runtime import config
 from runtime.errors import RunError
-from tools import benchmark, benchmark_table
+from shardlib.spec import ShardingError
+from tools import benchmark, benchmark_table, sample
 
 ROOT = Path(__file__).parents[1]
 TINY = (
@@ -233,3 +234,22 @@ def test_the_jobs(monkeypatch, tmp_path):
     model, tokens = benchmark.config_of("local_18m").model, benchmark.config_of("local_18m").training.tokens
     assert 18_092_544 == parameters and (tokens.batch, tokens.len) == (16, 256)
     assert (model.d_model, model.n_kv, model.d_head, model.layers, model.d_ff) == (512, 8, 64, 4, 2048)
+
+
+def test_a_step_that_the_check_refuses(monkeypatch, capsys):
+    """A job whose types are wrong is one message and status 1 of its process, no traceback; sampling is ended alike."""
+
+    def refused(*_):
+        raise ShardingError("'M/d' names mesh axis d\n  at train.py:7")
+
+    monkeypatch.setattr(benchmark, "figures", refused)
+    with pytest.raises(SystemExit) as stop:
+        benchmark.measure(benchmark.Benchmark(device="cpu"), TINY, Path(), None)
+    assert stop.value.code == 1
+    assert capsys.readouterr().err == "error: 'M/d' names mesh axis d\n  at train.py:7\n"
+
+    monkeypatch.setattr(sample, "load_run", refused)
+    monkeypatch.setattr(sys, "argv", ["sample", "runs/x"])
+    with pytest.raises(SystemExit) as stop:
+        sample.main()
+    assert stop.value.code == "error: 'M/d' names mesh axis d\n  at train.py:7"

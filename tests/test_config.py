@@ -16,6 +16,7 @@ from runtime import config_checks
 from runtime.config import RunConfig, load, to_yaml
 from runtime.config_arguments import FLAGS
 from runtime.errors import RunError
+from shardlib.spec import ShardingError
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted(file.stem for file in (ROOT / "configs").glob("*.yaml"))
@@ -60,7 +61,6 @@ class Training:
     weight_decay: float
     tokens: Tokens
     microbatches: int = 1
-    interleave: int = 1
     unroll_layers: bool = False
     max_grad_norm: float = 1.0
     max_consecutive_bad_steps: int = 10
@@ -243,6 +243,7 @@ WRONG = [
     ("+training.use_grad_clip=true", "command line: training.use_grad_clip is not a key"),
     ("+training.use_single_pod=true", "command line: training.use_single_pod is not a key"),
     # keys that were published and are not needed
+    ("+training.interleave=2", "command line: training.interleave is refused: a layer computes all its rows at once: delete the key"),
     ("+flat_tokens.streams=2", "command line: flat_tokens.streams is refused: the order of the data is a computed permutation of all of it, so there are no independent streams to mix: delete the key"),
     ("+hf_dataset.sequences_packed_per_batch=120", "command line: hf_dataset.sequences_packed_per_batch is refused: documents are packed without gaps, and what a batch has no room for begins the next one, so that no number of sequences has to be guessed: delete the key"),
     # missing keys
@@ -289,7 +290,6 @@ WRONG = [
     ("log_interval=-1", "command line: log_interval = -1: expected 1 or more steps"),
     ("mesh.t=0", "command line: mesh.t = 0: expected 1 or more devices"),
     ("training.tokens.batch=0", "command line: training.tokens.batch = 0: expected 1 or more rows"),
-    ("training.interleave=0", "command line: training.interleave = 0: expected 1 or more parts"),
     ("training.microbatches=0", "command line: training.microbatches = 0: expected 1 or more microbatches"),
     ("flat_tokens.epochs=0", "command line: flat_tokens.epochs = 0: expected 1 or more passes over the training data"),
     ("io.max_io_threads=0", "command line: io.max_io_threads = 0: expected 1 or more threads"),
@@ -309,9 +309,9 @@ WRONG = [
     ("flat_tokens.filespec=''", "command line: flat_tokens.filespec = \"\": expected a name"),
     ("paths.model_name=../x", "command line: paths.model_name = \"../x\": expected a folder's name under paths.root_working_dir"),
     # combinations
-    ("training.tokens.batch=63", "command line: training.tokens.batch = 63: dim B is split into parts and over axis d (training.microbatches × training.interleave × mesh.d = 1 × 1 × 4 = 4), and 63 is no multiple of 4: set training.tokens.batch to 60 or 64"),
+    ("training.tokens.batch=63", "command line: training.tokens.batch = 63: dim B is split into parts and over axis d (training.microbatches × mesh.d = 1 × 4 = 4), and 63 is no multiple of 4: set training.tokens.batch to 60 or 64"),
     ("training.tokens.batch=62", "and 62 is no multiple of 4: set training.tokens.batch to 60 or 64"),
-    ("training.microbatches=3", f"{FILE}: training.tokens.batch = 64: dim B is split into parts and over axis d (training.microbatches × training.interleave × mesh.d = 3 × 1 × 4 = 12), and 64 is no multiple of 12: set training.tokens.batch to 60 or 72"),
+    ("training.microbatches=3", f"{FILE}: training.tokens.batch = 64: dim B is split into parts and over axis d (training.microbatches × mesh.d = 3 × 4 = 12), and 64 is no multiple of 12: set training.tokens.batch to 60 or 72"),
     ("model.n_kv=3", "command line: model.n_kv = 3: dim K is split over axis t (mesh.t = 2), and 3 is no multiple of 2: set model.n_kv to 2 or 4, or mesh.t to 1 or 3"),
     ("model.d_ff=1023", "command line: model.d_ff = 1023: dim F is split over axis t (mesh.t = 2), and 1023 is no multiple of 2: set model.d_ff to 1022 or 1024, or mesh.t to 1 or 3"),
     ("model.vocab=1281", "command line: model.vocab = 1281: dim V is split over axis t (mesh.t = 2)"),
@@ -521,8 +521,18 @@ def test_every_flag_of_hydra_is_known(monkeypatch, capsys):
     assert run(monkeypatch, "--multi", "training.steps=5,6", main=seen.append) == 0 and len(seen) == 2
 
 
+def test_what_the_check_refuses_is_printed_alone(monkeypatch, capsys):
+    """A refusal by shardlib is a message on stderr and status 1, like a RunError, in a run as in any tool."""
+
+    def refused(config):
+        raise ShardingError("'M/d' names mesh axis d\n  at model.py:7")
+
+    assert run(monkeypatch, main=refused) == 1
+    assert capsys.readouterr().err == "error: 'M/d' names mesh axis d\n  at model.py:7\n"
+
+
 def test_run_lets_defects_and_interrupts_through(monkeypatch, capsys):
-    """Only a RunError is printed alone: a defect keeps its traceback, an interrupt is status 130."""
+    """Nothing else is printed alone: a defect keeps its traceback, an interrupt is status 130."""
 
     def defect(config):
         raise KeyError("a defect")

@@ -45,7 +45,7 @@ from tools import plan
 # Blocks of Python that are not executed here, by how they begin.
 CODE_NOT_EXECUTED = {
     "with declared.kernel_flops(": "a form, with gaps; test_ledger_kernels executes both scopes",
-    "lines, agrees = ledger.check.report(": "test_run_ledger: of every run",
+    "lines, rows = ledger.check.report(": "test_run_ledger: of every run",
     "load_dataset_tokenizer": "test_your_own_text_in_five_commands",
 }
 

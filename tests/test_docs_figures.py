@@ -50,7 +50,7 @@ def test_forecasts(row, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chunk, memory", [(256, "35.74 GB"), (1024, "54.23 GB")])
+@pytest.mark.parametrize("chunk, memory", [(256, "35.61 GB"), (1024, "54.23 GB")])
 def test_forecasts_of_a_large_vocabulary(chunk, memory, monkeypatch, capsys):
     """The two figures of the loss's chunk."""
     monkeypatch.setattr(train, "LOSS_CHUNK", chunk)

@@ -29,11 +29,11 @@ SOURCE = Path(train.__file__).read_text().splitlines()
 CASES = [
     ("local_test_synthetic", ()),
     ("local_test_synthetic", ("mesh.d=1", "mesh.t=2", "training.microbatches=4", "model.compute_dtype=float32")),
-    ("local_test_synthetic", ("training.save_for_backward=products", "training.interleave=2")),
+    ("local_test_synthetic", ("training.save_for_backward=products",)),
     ("local_test_synthetic", ("training.save_for_backward=inputs",)),
     ("c4_a100x8_1b", ()),
     ("c4_a100x8_1b", ("mesh.d=2", "mesh.t=4", "training.microbatches=2")),
-    ("c4_a100x8_2b", ("mesh.d=512", "mesh.t=8", "training.tokens.batch=4096", "training.interleave=2")),
+    ("c4_a100x8_2b", ("mesh.d=512", "mesh.t=8", "training.tokens.batch=4096")),
 ]
 CASES = [(name, ("model.attention=einsum", *overrides)) for name, overrides in CASES]
 cases = pytest.mark.parametrize("name, overrides", CASES, ids=lambda value: value if isinstance(value, str) else "")
@@ -54,7 +54,6 @@ class Sizes:
         model, tokens = config.model, config.training.tokens
         self.d, self.t, self.m = config.mesh.d, config.mesh.t, config.training.microbatches
         self.b, self.L = tokens.batch // self.d // self.m, tokens.len
-        self.i = config.training.interleave
         self.M, self.V, self.F = model.d_model, model.vocab // self.t, model.d_ff // self.t
         self.Q, self.K, self.D, self.N = model.n_q_per_kv, model.n_kv // self.t, model.d_head, model.layers
         self.c = max(size for size in range(1, train.LOSS_CHUNK + 1) if self.L % size == 0)
@@ -65,9 +64,9 @@ class Sizes:
 
 
 def products_by_hand(s: Sizes) -> collections.Counter:
-    b, L, M, F, V, heads = s.b // s.i, s.L, s.M, s.F, s.V, s.Q * s.K * s.D
+    b, L, M, F, V, heads = s.b, s.L, s.M, s.F, s.V, s.Q * s.K * s.D
     scores = 2 * b * s.Q * s.K * L * L * s.D
-    layer, chunks = s.N * s.m * s.i, s.C * s.m
+    layer, chunks = s.N * s.m, s.C * s.m
     again = layer if s.kept == "inputs" else 0
     # Line, FLOPs, times forward, times recomputed: what save_for_backward keeps is not, nor what only the next layer
     # reads. The backward pass has two of each.
@@ -120,9 +119,9 @@ def collectives_by_hand(s: Sizes) -> collections.Counter:
     scatter("return shardops.psum_scatter(", rows, s.m)
     for norm in ("ln1 = ", "ln2 = "):
         gather(norm, "dt", "float32", s.N * s.M, s.m, again=False, after="def forward")
-    again, part, parts = s.kept != "everything", rows // s.i, layer * s.i
-    gather("gathered = ", "t", s.dtype, part, parts, again=again, after="def layer", reduce_dtype=s.dtype)
-    gather("gathered = ", "t", s.dtype, part, parts, again=again, after="named_scope('ffn')", reduce_dtype=s.dtype)
+    again = s.kept != "everything"
+    gather("gathered = ", "t", s.dtype, rows, layer, again=again, after="def layer", reduce_dtype=s.dtype)
+    gather("gathered = ", "t", s.dtype, rows, layer, again=again, after="named_scope('ffn')", reduce_dtype=s.dtype)
     for snippet, size in (
         ("w_q", heads),
         ("w_o", heads),
@@ -132,8 +131,8 @@ def collectives_by_hand(s: Sizes) -> collections.Counter:
     ):
         gather(f"{snippet} = gather(", "d", s.dtype, s.M * size, layer)
     gather("w_k, w_v = [gather(", "d", s.dtype, s.M * s.K * s.D, 2 * layer)
-    scatter("y = shardops.psum_scatter(", part, parts, again=s.kept == "inputs")
-    scatter("y = shardops.psum_scatter(", part, parts, after="hidden = ")
+    scatter("y = shardops.psum_scatter(", rows, layer, again=s.kept == "inputs")
+    scatter("y = shardops.psum_scatter(", rows, layer, after="hidden = ")
     gather("scale = shardops.all_gather(", "dt", "float32", s.M, s.m, again=False)
     gather("gathered = ", "t", s.dtype, rows, s.m, again=False, after="scale = shardops", reduce_dtype=s.dtype)
     gather("unembed = gather(", "d", s.dtype, s.V * s.M, s.m, again=False)
@@ -153,13 +152,13 @@ def collectives_by_hand(s: Sizes) -> collections.Counter:
 
 def saved_by_hand(s: Sizes) -> list[Saved]:
     b, L, t = s.b, s.L, s.t
-    kept, part = "save_for_backward", s.b // s.i
-    split, whole = (part, L, s.M // t), (part, L, s.M)
-    heads, keys, width = (part, L, s.Q, s.K, s.D), (part, L, s.K, s.D), (part, L, s.F)
+    kept = "save_for_backward"
+    split, whole = (b, L, s.M // t), (b, L, s.M)
+    heads, keys, width = (b, L, s.Q, s.K, s.D), (b, L, s.K, s.D), (b, L, s.F)
     before = ("lax.scan(layer", "input", (b, L, s.M // t))
     of_layer = {
         "inputs": [before],
-        "products": [before, ("return save_for_backward(x + y", "split", split)],
+        "products": [before, ("x = save_for_backward(x + y", "split", split)],
         "everything": [("gathered = save", "gathered", whole), ("gathered = save", "gathered", whole, "'ffn'")],
     }[s.kept]
     if s.kept != "inputs":
@@ -171,12 +170,12 @@ def saved_by_hand(s: Sizes) -> list[Saved]:
         ]
     rows = [
         ("inputs: u32['B/d L'] =", "input", "uint32", (b, L), 1),
-        ("segments: i32", "input", "int32", (s.i, part, L), 1),
+        ("segment: i32['B/d L'] =", "input", "int32", (b, L), 1),
         ("ln1 = ", "input", "float32", (s.N, s.M), 1),
         ("ln2 = ", "input", "float32", (s.N, s.M), 1),
         ("scale = shardops.all_gather", "input", "float32", (s.M,), 1),
         # Over an axis of one device nothing is gathered: it is the last layer's result.
-        ("gathered = " if t > 1 else "return rearrange(parts", "input", s.dtype, (b, L, s.M), 1),
+        ("gathered = " if t > 1 else "return x + y, None", "input", s.dtype, (b, L, s.M), 1),
         # Of the loss's chunks their gradients, in the place of what they would be computed from.
         ("logits = shardops.einsum", "gradient", s.dtype, (b, s.c, s.M), s.C),
         ("return shardops.sum_over_chunks", "gradient", "float32", (s.V, s.M), 1),
@@ -184,10 +183,7 @@ def saved_by_hand(s: Sizes) -> list[Saved]:
     after = {"gathered = ": "scale = shardops"}
     after |= {"logits = shardops.einsum": "def chunk_loss", "ln1 = ": "def forward", "ln2 = ": "def forward"}
     rows = [(line_of(text, after.get(text, "")), *others) for text, *others in rows]
-    rows += [
-        (line_of(text, *after), why, s.dtype, shape, s.N * (1 if why == "input" else s.i))
-        for text, why, shape, *after in of_layer
-    ]
+    rows += [(line_of(text, *after), why, s.dtype, shape, s.N) for text, why, shape, *after in of_layer]
     sizes = [math.prod(shape) * jnp.dtype(dtype).itemsize for _, _, dtype, shape, _ in rows]
     return sorted(Saved(*row[:4], size, row[4]) for row, size in zip(rows, sizes, strict=True))
 

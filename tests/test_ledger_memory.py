@@ -14,7 +14,8 @@ from jax import lax
 from ledgers import ledger_of
 
 import train
-from ledger.check import AS_ALL_REDUCE, FEWER, JOINED, MORE, WIDENED, differences, peak_bytes, report
+from ledger import check
+from ledger.check import AS_ALL_REDUCE, ELIMINATED, JOINED, MERGED, UNKNOWN, WIDENED, differences, peak_bytes, report
 from ledger.collectives import compiled as compiled_collectives
 from ledger.costs import Collective
 from ledger.memory import GROUPS, forecast
@@ -178,11 +179,12 @@ def test_the_parts_of_the_step():
 
 # -- Against the compiled step -----------------------------------------------------------------------------------------
 @functools.cache
-def traced_step(microbatches, dtype):
+def traced_step(microbatches, dtype, layers=2):
+    model = dataclasses.replace(small.MODEL, layers=layers)
     training = dataclasses.replace(small.TRAINING, microbatches=microbatches)
     with small.on_mesh(4, 2, dtype):
-        step = typed_shard_map(functools.partial(train.training_step, small.MODEL, training, 0))
-        state = small.state_of(reference.random_weights(small.MODEL, seed=0))
+        step = typed_shard_map(functools.partial(train.training_step, model, training, 0))
+        state = small.state_of(reference.random_weights(model, seed=0))
         zero = np.uint32(0)
         traced = jax.jit(step, donate_argnums=0).trace(state, zero, zero, small.batch_of(small.BATCH))
         return of_step(traced, {"d": 4, "t": 2}, source=train.__file__, tokens=16 * 32), traced
@@ -227,8 +229,8 @@ def test_the_report_of_a_step_that_sends_what_is_written(record_property):
     """In float32 there is no difference: one line says so, another the forecast's ratio to XLA's."""
     ledger, compiled = ledger_and_compiled(2, "float32")
     assert differences(ledger, compiled.as_text()) == []
-    lines, agrees = report(ledger, compiled)
-    assert agrees
+    lines, rows = report(ledger, compiled)
+    assert rows == []
     assert lines[0] == "The compiled step sends what is written: 155 collectives, equal by kind, axes, type and bytes."
     assert lines[1].startswith("Memory of a device: forecast ") and len(lines) == 2
     record_property("summary", f"memory of the small step, float32, XLA:CPU: {lines[1]}")
@@ -241,10 +243,11 @@ def test_what_is_widened_is_no_warning():
     ledger, (_, compiled) = traced_step(2, "bfloat16")[0], ledger_and_compiled(2, "float32")
     rows = differences(ledger, compiled.as_text())
     assert {(row.dtype, row.compiled, row.reason) for row in rows} == {("bfloat16", 0, WIDENED)} and len(rows) == 5
-    lines, agrees = report(ledger, compiled)
-    assert agrees and lines[0] == (
-        "The compiled step sends what is written: 155 collectives, equal by kind, axes, type and bytes; what is bfloat16 is sent as float32, "
-        "twice the bytes, as all bfloat16 is by XLA:CPU."
+    lines, rows = report(ledger, compiled)
+    assert len(lines) == 2 and all(row.is_harmless for row in rows)
+    assert lines[0] == (
+        "The compiled step sends what is written: 155 collectives, equal by kind, axes, type and bytes; "
+        "what is bfloat16 is sent as float32, twice the bytes, as all bfloat16 is by XLA:CPU."
     )
 
 
@@ -257,8 +260,10 @@ def test_every_difference_has_its_reason(monkeypatch):
     compiled = traced.lower().compile()
     rows = differences(ledger, compiled.as_text())
     assert {row.reason for row in rows if row.dtype == "bfloat16"} == {WIDENED}
-    lines, agrees = report(ledger, compiled)
-    assert not agrees and lines[0] == "warning: the compiled step does not send what is written:"
+    lines, _ = report(ledger, compiled)
+    assert lines[0] == "warning: the compiled step does not send what is written:"
+    harmful = [row for row in rows if row.reason != WIDENED]
+    assert lines[1:-1] == [f"  {row}" for row in harmful] and not any(row.is_harmless for row in harmful)
     # What is widened is then as often there as written; what is left over are the gathers of embed and unembed, and of
     # the layers' and the final norm.
     assert {(row.written, row.compiled) for row in rows if row.reason != WIDENED} == {(20, 18), (4, 2), (2, 1)}
@@ -268,12 +273,47 @@ def test_every_difference_has_its_reason(monkeypatch):
     assert "written 2, compiled 1 times a step: taken out of the loop at" in str(norm)
 
 
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_gather_that_is_merged_with_an_equal_one_is_no_warning(microbatches):
+    """With one layer its weights are gathered twice right after each other, forward and backward, and XLA merges one such
+    pair in each microbatch: one line says how many, and the rows have the reason and the line."""
+    ledger, traced = traced_step(microbatches, "float32", layers=1)
+    lines, rows = report(ledger, traced.lower().compile())
+    (row,) = rows
+    assert row.reason == MERGED and row.written - row.compiled == microbatches and row.lines[0].startswith("train.py:")
+    written = sum(ledger.costs.collectives.values())
+    assert len(lines) == 2 and lines[0] == (
+        f"The compiled step sends what is written: {written} collectives, {microbatches} of them merged with an equal one."
+    )
+
+
+def test_a_merge_is_told_from_what_leaves_a_loop():
+    """Two gathers in a loop of two turns run four times. Twice may be one of them in the loop, or both before it: the
+    first is harmless, the second holds what it gathered, and is a warning."""
+    ledger, _ = ledger_and_compiled(2, "float32")
+    row = Collective("all-gather", ("d", "t"), "float32", 8, "update", "train.py:1")
+    costs = dataclasses.replace(ledger.costs, sites=collections.Counter({(row, 2): 2}))
+    ledger = dataclasses.replace(ledger, costs=costs)
+
+    def found(monkeypatch, sites):
+        monkeypatch.setattr(check, "compiled_sites", lambda text, mesh: collections.Counter(sites))
+        (difference,) = differences(ledger, "")
+        assert (difference.written, difference.compiled) == (4, 2)
+        return difference
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        assert found(monkeypatch, {(row, 2): 1}).reason == MERGED
+        hoisted = found(monkeypatch, {(row, 1): 2})
+    assert hoisted.reason.startswith("taken out of the loop at train.py:") and not hoisted.is_harmless
+
+
 def test_what_is_not_compiled_at_all():
     """A program that sends nothing lacks every row."""
     ledger, _ = ledger_and_compiled(2, "float32")
     empty = "HloModule m, num_partitions=8\n\nENTRY %main (x: f32[]) -> f32[] {\n  ROOT %x = f32[] parameter(0)\n}\n"
     rows = differences(ledger, empty)
-    assert {row.reason for row in rows} == {FEWER} and sum(row.written for row in rows) == 155
+    assert {row.reason for row in rows} == {ELIMINATED} and not any(row.is_harmless for row in rows)
+    assert sum(row.written for row in rows) == 155
 
 
 def program(*instructions):
@@ -291,9 +331,9 @@ def test_what_is_done_in_another_way_has_its_reason():
     over_all = "{{0,1,2,3,4,5,6,7}}"
 
     def rows(*written, compiled):
-        costs = dataclasses.replace(ledger.costs, collectives=collections.Counter())
+        costs = dataclasses.replace(ledger.costs, sites=collections.Counter())
         for kind, size in written:
-            costs.collectives[Collective(kind, ("d", "t"), "float32", 4 * size, "update", "train.py:1")] += 1
+            costs.sites[Collective(kind, ("d", "t"), "float32", 4 * size, "update", "train.py:1"), 1] += 1
         changed = dataclasses.replace(ledger, costs=costs)
         found = differences(changed, program(*((kind, size, over_all) for kind, size in compiled)))
         return [(row.kind, row.bytes, row.written, row.compiled, row.reason) for row in found]
@@ -307,7 +347,7 @@ def test_what_is_done_in_another_way_has_its_reason():
         ("all-reduce", 64, 0, 2, AS_ALL_REDUCE),
         ("reduce-scatter", 64, 1, 0, AS_ALL_REDUCE),
     ]
-    assert rows(("reduce-scatter", 16), compiled=[("all-reduce", 16)] * 2)[0][-1] == MORE
+    assert rows(("reduce-scatter", 16), compiled=[("all-reduce", 16)] * 2)[0][-1] == UNKNOWN
 
 
 def test_a_collective_cut_into_several_counts_once():

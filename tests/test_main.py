@@ -175,16 +175,37 @@ def test_check_only_says_what_was_proved(monkeypatch, capsys):
     assert "Not proved" in printed
 
 
-def test_check_only_refuses_a_wrong_program(monkeypatch, capsys):
-    """A forgotten reduction ends check_only with status 1 and names the line; no traceback."""
+@pytest.fixture
+def forgotten_reduction(monkeypatch):
+    """A program whose layers do not add up the terms of their products."""
     right = train.shardops.psum_scatter
 
     def forgotten(spec, x):
         return x if spec == 'B/d L M +t -> B/d L M/t' else right(spec, x)
 
     monkeypatch.setattr(train.shardops, "psum_scatter", forgotten)
+
+
+def test_check_only_refuses_a_wrong_program(forgotten_reduction, monkeypatch, capsys):
+    """A forgotten reduction ends check_only with status 1 and names the line; no traceback."""
     assert start(monkeypatch, "check_only=true") == 1
     printed = capsys.readouterr().err
-    assert printed.startswith("error: training_step is refused on the mesh d=4 × t=2:") and re.search(
-        r"train\.py:\d+", printed
-    )
+    assert printed.startswith("error: training_step is refused on the mesh d=4 × t=2:")
+    assert re.search(r"train\.py:\d+", printed) and "Traceback" not in printed
+
+
+def test_a_run_of_a_wrong_program_ends_like_one_on_bad_input(forgotten_reduction, monkeypatch, capsys, tmp_path):
+    """Without check_only too: status 1, the check's message with the line, no traceback."""
+    assert start(monkeypatch, f"paths.root_working_dir={tmp_path}") == 1
+    printed = capsys.readouterr().err
+    assert printed.startswith("error: dim M/t ") and "Traceback" not in printed
+    assert re.search(r"\n  at .*train\.py:\d+\n$", printed) and printed.count("\n") < 10
+
+
+def test_an_argument_of_another_type_ends_a_run_like_bad_input(monkeypatch, capsys, tmp_path):
+    """What @typed leaves to typeguard, a bos_id that is a string: status 1, one line."""
+    right = train.mapped_steps
+    monkeypatch.setattr(train, "mapped_steps", lambda config, bos_id: right(config, "zero"))
+    assert start(monkeypatch, f"paths.root_working_dir={tmp_path}") == 1
+    printed = capsys.readouterr().err
+    assert re.fullmatch(r"error: argument bos_id of training_step \(.*\): str is not an instance of int\n", printed)

@@ -50,7 +50,8 @@ def test_a_step_that_sends_what_is_written(tmp_path, capsys):
 
 def test_a_known_device_and_a_step_that_does_not_send_what_is_written(tmp_path, capsys, monkeypatch):
     """The summary compares the forecast with the device's memory before it compiles, and says what to change where it
-    does not fit; ledger.html has the roofline. Of what XLA does in another way there is a warning with the rows."""
+    does not fit; ledger.html has the roofline. Of what XLA does in another way there is a warning with the rows, which
+    ledger.txt keeps."""
     monkeypatch.setattr(runtime.run, "of_device_kind", lambda kind: Hardware(1e12, 10**5, 1e11, 1e10))
     monkeypatch.setattr(lax, "optimization_barrier", lambda x: x)  # XLA takes gathers out of the loop then
     text = compiled(tmp_path, capsys)
@@ -59,5 +60,7 @@ def test_a_known_device_and_a_step_that_does_not_send_what_is_written(tmp_path, 
     assert " To need less: twice the microbatches, or half the batch: about " in summary
     assert rows.startswith("all-gather over d") and "taken out of the loop at train.py:" in rows
     assert "The compiled step sends what is written" not in text
+    _, _, kept = (tmp_path / "ledger.txt").read_text().partition("\nWhat the compiled step sends in another way:\n")
+    assert " ".join(kept.split()) == rows.partition(" Memory of a device: ")[0]
     page = (tmp_path / "ledger.html").read_text(encoding="utf-8")
     assert '<svg class="roofline"' in page and "It will not fit." in page

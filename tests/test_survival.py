@@ -403,6 +403,24 @@ def test_keys_that_an_older_program_did_not_have(tiny):
     del attributes["config"]["checkpoint"], attributes["config"]["model"]["norm_eps"]
     attributes["config"]["training"]["momentum"] = 0.5
     assert resume.compare(before, DATA, attributes, "x") == ["  training.momentum: 0.5 -> null"]
+
+
+def test_keys_that_an_older_program_had(tiny):
+    """A checkpoint of a program that had training.interleave is gone on from, without a word of it, and its config is
+    read, as tools do; a key that nobody knows is refused there."""
+    (before, _) = configs(tiny)
+    attributes = json.loads(json.dumps(resume.description(before, DATA)))
+    attributes["config"]["training"]["interleave"] = 1
+    assert resume.compare(before, DATA, attributes, "x") == []
+    assert resume.config_of(train.Config, attributes) == before and "interleave" in attributes["config"]["training"]
+    attributes["config"]["training"]["momentum"] = 0.5
+    with pytest.raises(RunError, match=r"training\.momentum is not a key"):
+        resume.config_of(train.Config, attributes)
+
+
+def test_a_checkpoint_without_a_config(tiny):
+    """Is no reason to complain."""
+    (before, _) = configs(tiny)
     assert resume.compare(before, DATA, {"seed": 0}, "x") == []
 
 

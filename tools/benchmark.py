@@ -47,7 +47,7 @@ from ledger.step import of_step
 from runtime.cluster import find_devices
 from runtime.config_checks import check_combinations
 from runtime.data import TokenBatch
-from runtime.errors import RunError, print_error
+from runtime.errors import RunError, print_error, refusals
 from runtime.profiling import PROFILED_STEPS, SETTLING_STEPS, Profiler
 from runtime.report import environment
 from runtime.run import PROGRAMS_IN_FLIGHT, RUNS_ONCE, start, with_shardings
@@ -171,7 +171,7 @@ def measure(benchmark: Benchmark, job: str, folder: Path, sender: Connection) ->
             sender.send((line, notes))
             if benchmark.profile:  # when the line is in the file: a profiler needs more of a machine than a step does
                 profile(next_step, folder / job.replace(" ", "_"))
-    except RunError as error:
+    except refusals() as error:
         print_error(error)
         sys.exit(1)
 

@@ -170,12 +170,11 @@ def ledger_of(config: train.Config) -> Ledger:
 def report(config: Plan, ledger: Ledger, machine: hardware.Hardware) -> list[str]:
     """What to print: the summary, memory by kind, times, and what they assume."""
     d, t, tokens = config.mesh.d, config.mesh.t, config.training.tokens
-    parts = config.training.interleave
     lines = [
         f"{config.paths.model_name} on {d * t:,} × {config.hardware or 'n/a'}: {config.hosts} host{'s' * (config.hosts > 1)} of "
         f"{config.devices_per_host}, mesh d={d} × t={t}; {tokens.batch:,} × {tokens.len:,} tokens a step in "
-        f"{config.training.microbatches} microbatch{'es' * (config.training.microbatches > 1)}"
-        f"{f', whose rows a layer computes in {parts} parts in turn' * (parts > 1)}; attention by {config.model.attention}.",
+        f"{config.training.microbatches} microbatch{'es' * (config.training.microbatches > 1)}; "
+        f"attention by {config.model.attention}.",
         *ledger.summary(machine.hbm_bytes),
         "",
         f"Memory of one device: forecast of the peak {gigabytes(ledger.memory.bytes)} of "

@@ -88,9 +88,7 @@ def powers(most: int) -> Iterator[int]:
 
 def of_shape(config: plan.Plan, d: int, t: int, batch: int, microbatches: int) -> plan.Plan:
     tokens = dataclasses.replace(config.training.tokens, batch=batch)
-    # Parts of the rows are for hiding what is sent over t, where there are rows enough.
-    interleave = math.gcd(config.training.interleave, batch // (d * microbatches)) if t > 1 else 1
-    training = dataclasses.replace(config.training, tokens=tokens, microbatches=microbatches, interleave=interleave)
+    training = dataclasses.replace(config.training, tokens=tokens, microbatches=microbatches)
     per_host = min(config.devices_per_host, d * t)
     mesh = dataclasses.replace(config.mesh, d=d, t=t)
     return plan.changed(

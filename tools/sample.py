@@ -18,9 +18,9 @@ from jax import lax
 
 import train
 from runtime.checkpoints import Checkpoints
-from runtime.config_rebuild import Origins, rebuild
 from runtime.data import TokenBatch
-from runtime.errors import RunError
+from runtime.errors import RunError, refusals
+from runtime.resume import config_of
 from runtime.run import with_shardings
 from runtime.tokenizers import Tokenizer, load_dataset_tokenizer, load_tokenizer
 from shardlib import shardops
@@ -50,7 +50,7 @@ def main() -> None:
             for text in pieces(tokenizer, prompt, drawn):
                 print(text, end="", flush=True)
             print()
-    except RunError as error:
+    except refusals() as error:
         sys.exit(f"error: {error}")
 
 
@@ -65,7 +65,7 @@ def load_run(folder: str) -> tuple[train.Config, train.Weights]:
     step = checkpoints.latest()
     if step is None:
         raise RunError(f"there is no complete checkpoint in {folder}/checkpoints: give the folder of a run, runs/NAME")
-    config = rebuild(train.Config, checkpoints.attributes(step)["config"], Origins(), {})
+    config = config_of(train.Config, checkpoints.attributes(step))
     train.act.dtype = config.model.compute_dtype
     state, _ = train.shapes(config)
     _, state = checkpoints.restore(with_shardings(state, make_shardings(train.State)), step)
