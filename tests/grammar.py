@@ -1,14 +1,14 @@
 """A grammar of small programs in the notation, right ones and careless ones, and what each means on whole arrays.
 
-A program is source text. `build` runs it as it stands, on a mesh; with `whole=True` the same text runs with the
-operations of `Whole` instead of shardops': gathers, sums and slices over devices do nothing there, so what is computed
-is what the author meant.
+A program is source text. As it stands it runs on a mesh; with the operations of `Whole` instead of shardops' it runs on
+whole arrays: gathers, slices and sums over devices do nothing there, so it computes what its author meant.
 """
 
 import itertools
 import linecache
 import re
 from dataclasses import dataclass, field
+from math import prod
 from typing import NamedTuple
 
 import jax
@@ -27,10 +27,10 @@ SIZES = (8, 16, 32)  # each mesh axis divides them; 8 leaves one element on each
 
 # -- What a program means ----------------------------------------------------------------------------------------------
 class Whole:
-    """shardops on whole arrays: the strings say which dims there are, what they say of devices means nothing."""
+    """shardops on whole arrays: the strings say which dims there are; what they say of devices means nothing."""
 
     def __init__(self, sizes):
-        self.sizes = sizes
+        self.sizes = sizes | dict.fromkeys(AXES, 1)
 
     @staticmethod
     def names(text):
@@ -41,7 +41,7 @@ class Whole:
     def same(self, text, x, *_):
         return x
 
-    all_gather = psum = psum_scatter = slice = pending = all_to_all = same
+    all_gather = psum = psum_scatter = slice = pending = all_to_all = ppermute = same
 
     def reduce(self, function, text, x):
         (before,), (after,) = self.names(text)
@@ -57,25 +57,23 @@ class Whole:
         return self.reduce(jnp.any, text, x)
 
     def argmax(self, text, x):
-        (before,), (after,) = self.names(text)
-        (axis,) = (k for k, name in enumerate(before) if name not in after)
-        return jnp.argmax(x, axis)
+        return self.reduce(lambda x, axis: jnp.argmax(x, *axis), text, x)
 
     def einsum_unreduced(self, text, x, y):
         operands, (result,) = self.names(text)
-        letters = dict(zip(dict.fromkeys(itertools.chain(*operands)), "abcdefghijkl"))
+        letters = dict(zip(itertools.chain(*operands), "abcdefghijkl"))
         first, second, last = ("".join(letters[name] for name in names) for names in (*operands, result))
         return jnp.einsum(f"{first},{second}->{last}", x, y)
 
     def index_unreduced(self, text, table, ids):
         (names, of_ids), _ = self.names(text)
         (axis,) = (k for k, name in enumerate(names) if name[0] == "[")
-        rows, held = table.shape[axis], (ids >= 0) & (ids < table.shape[axis])
-        if [name for name in names if name[0] != "["] == of_ids:
-            found = jnp.take_along_axis(table, jnp.expand_dims(ids % rows, axis), axis).squeeze(axis)
-        else:
-            found = jnp.moveaxis(table, axis, 0)[ids % rows]
-        return jnp.where(held.reshape(held.shape + (1,) * (found.ndim - held.ndim)), found, jnp.zeros((), found.dtype))
+        if names[:axis] + names[axis + 1 :] == of_ids:
+            return jnp.take_along_axis(table, jnp.expand_dims(ids, axis), axis).squeeze(axis)
+        return jnp.moveaxis(table, axis, 0)[ids]
+
+    def regroup(self, text, x, **_):
+        return x.reshape([self.sizes[name] for name in self.names(text)[1][0]])
 
     def full(self, text, value, dtype, **_):
         return jnp.full([self.sizes[name] for name in self.names(text)[0][0]], value, dtype.dtype)
@@ -83,20 +81,23 @@ class Whole:
     def zeros(self, text, dtype, **_):
         return self.full(text, 0, dtype)
 
-    def ppermute(self, text, x, shift):
-        return jnp.roll(x, shift, [name[0] for name in self.names(text)[0][0]].index("["))
-
-    def local(self, text, function, *operands):
+    def local(self, text, function, *operands, **_):
         return function(*operands)
 
-    value_and_grad = staticmethod(jax.value_and_grad)
+    def sum_over_chunks(self, function, shared, x, others):
+        return sum(function(shared, *chunk) for chunk in zip(x, lax.stop_gradient(others)))
+
+    def axis_size(self, axis):
+        return 1
+
+    grad, value_and_grad, vjp = map(staticmethod, (jax.grad, jax.value_and_grad, jax.vjp))
 
 
 class WholeLax:
     """jax.lax, whose transfers do nothing."""
 
     def __getattr__(self, name):
-        return getattr(lax, name) if name not in ("psum", "axis_index") else lambda x, *_: 0 if name != "psum" else x
+        return {"psum": lambda x, axis: x, "axis_index": lambda axis: 0}.get(name) or getattr(lax, name)
 
 
 class Value(NamedTuple):
@@ -115,16 +116,29 @@ class Value(NamedTuple):
         return "".join(axes for _, axes in self.dims)
 
     @property
+    def unused(self):
+        """The axes along which it is the same."""
+        return "".join(axis for axis in AXES if axis not in self.axes + self.pending)
+
+    @property
     def type(self):
         return f"{self.dtype}['{self}']"
 
-    def rows(self, axis, index):
-        """The source of an index or a slice of one dim."""
-        return f"{self.name}[{':, ' * axis}{index}]"
+    def at(self, k, index):
+        """The source of an index or a slice of dim k."""
+        return f"{self.name}[{':, ' * k}{index}]"
 
 
 def spec(dims, pending=""):
     return " ".join(["/".join([letter, *axes]) for letter, axes in dims] + [f"+{axis}" for axis in sorted(pending)])
+
+
+def replaced(dims, k, *new):
+    return (*dims[:k], *new, *dims[k + 1 :])
+
+
+def letters(dims):
+    return [letter for letter, _ in dims]
 
 
 @dataclass
@@ -133,27 +147,21 @@ class Program:
     sizes: dict[str, int]
     parameters: list[Value]
 
-    def __str__(self):
-        return self.source
-
     def arguments(self):
         """The same random arrays each time; integers are indices that each dim has."""
         random = np.random.default_rng(7)
-        shapes = [[self.sizes[letter] for letter, _ in value.dims] for value in self.parameters]
-        return [
-            random.normal(size=shape).astype(np.float32)
-            if value.dtype == "f32"
-            else random.integers(0, 8, shape).astype(np.int32)
-            for shape, value in zip(shapes, self.parameters)
-        ]
+        for value in self.parameters:
+            shape = [self.sizes[letter] for letter, _ in value.dims]
+            floats = value.dtype == "f32"
+            yield random.normal(size=shape).astype(np.float32) if floats else random.integers(0, 8, shape, np.int32)
 
     def build(self, whole=False):
-        names = dict(jax=jax, jnp=jnp, lax=lax, shardops=shardops, f32=f32, i32=i32)
-        names |= dict(typed=typed, pytree_dataclass=pytree_dataclass)
+        names = dict(jax=jax, jnp=jnp, lax=lax, shardops=shardops, f32=f32, i32=i32, typed=typed)
         if whole:
             names |= dict(shardops=Whole(self.sizes), lax=WholeLax(), typed=lambda function: function)
         file = f"/program/{abs(hash(self.source))}.py"
-        linecache.cache[file] = len(self.source), None, self.source.splitlines(True), file  # @typed reads it
+        linecache.cache[file] = len(self.source), None, self.source.splitlines(True), file  # for @typed, which reads it
+        names["pytree_dataclass"] = pytree_dataclass
         exec(compile(self.source, file, "exec"), names)
         return names["program"]
 
@@ -161,7 +169,7 @@ class Program:
 # -- Its author --------------------------------------------------------------------------------------------------------
 @dataclass
 class Author:
-    """Writes a program line by line, with what hypothesis draws; believes a type of each value, sometimes wrongly."""
+    """Writes a program line by line, as hypothesis draws; believes a type of each value, sometimes wrongly."""
 
     draw: object
     gradient: bool
@@ -177,22 +185,24 @@ class Author:
         return of - 1 == self.draw(st.integers(0, of - 1))
 
     def letter(self, size, taken=()):
-        """A name for a dim of this size that the value does not have yet."""
+        """A name for a dim of this size, none that the value has already."""
         known = [name for name, other in self.sizes.items() if other == size and name not in taken]
-        new = next(name for name in "BLMFVHKQRSCEGNPUWXYZ" if name not in self.sizes)
-        self.sizes.setdefault(known[0] if known else new, size)
-        return known[0] if known else new
+        name = known[0] if known else next(name for name in "BLMFVHKQRSCEGNPUWXYZ" if name not in self.sizes)
+        self.sizes[name] = size
+        return name
+
+    def size(self, dims):
+        return prod(self.sizes[letter] for letter, _ in dims)
 
     def dim(self, taken, free):
-        """A new dim, perhaps split over some of the axes that are free."""
-        axes = self.choose(["", *free, *([free] if len(free) > 1 else [])])
-        return self.letter(self.choose(SIZES), taken), axes
+        """A new dim, perhaps split over axes that are free."""
+        return self.letter(self.choose(SIZES), taken), self.choose(["", *free, *([free] if len(free) > 1 else [])])
 
     def parameter(self, dims=None, dtype="f32"):
         if dims is None:
             dims, free = [], AXES
             for _ in range(self.choose([2, 1, 3])):
-                dims.append(self.dim([letter for letter, _ in dims], free))
+                dims.append(self.dim(letters(dims), free))
                 free = "".join(axis for axis in free if axis not in dims[-1][1])
         self.parameters.append(Value(f"x{len(self.parameters)}", tuple(dims), "", dtype))
         self.values.append(self.parameters[-1])
@@ -201,66 +211,61 @@ class Author:
     def value(self, rank=1, dtype="f32", where=lambda value: True):
         """One of the latest values, or a new argument."""
         fit = [v for v in self.values[::-1] if len(v.dims) >= rank and dtype in ("", v.dtype) and where(v)][:3]
-        if not fit or self.chance(6):
-            parameter = self.parameter(dtype=dtype or "f32")
-            while len(parameter.dims) < rank:
-                parameter = self.parameter(dtype=dtype or "f32")
-            return parameter
-        return self.choose(fit)
-
-    def put(self, expression, dims, pending="", dtype="f32"):
-        value = Value(f"v{len(self.lines)}", tuple(dims), "".join(sorted(pending)), dtype)
-        annotation = f": {value.type}" if self.chance(4) else ""
-        self.lines.append(f"{value.name}{annotation} = {expression}")
-        self.values.append(value)
-
-    def leaves(self):
-        """The values that no line has used."""
-        used = re.findall(r"\b[vx]\d+\b", "\n".join(line.split(" = ", 1)[-1] for line in self.lines))
-        return [value for value in self.values if value.name not in used]
-
-    def made(self, dims, pending="", value="zeros"):
-        """The source of zeros, or of a value that is the same everywhere."""
-        bound = {letter for parameter in self.parameters for letter, _ in parameter.dims}
-        sizes = "".join(f", {letter}={self.sizes[letter]}" for letter, _ in dims if letter not in bound)
-        return f"shardops.{value}('{spec(dims, pending)}', {'3, ' * (value == 'full')}f32{sizes})"
+        if fit and not self.chance(6):
+            return self.choose(fit)
+        while len((new := self.parameter(dtype=dtype or "f32")).dims) < rank:
+            pass
+        return new
 
     def axis(self, value):
-        """A dim's number, more often of a dim that is whole."""
+        """The number of a dim, more often of one that is whole."""
         whole = [k for k, (_, axes) in enumerate(value.dims) if not axes]
         return self.choose(whole if whole and not self.chance(3) else range(len(value.dims)))
 
-    def size(self, value, axis):
-        return self.sizes[value.dims[axis][0]]
+    def new_name(self):
+        return f"v{len(self.lines)}"
+
+    def put(self, expression, dims, pending="", dtype="f32"):
+        value = Value(self.new_name(), tuple(dims), "".join(sorted(pending)), dtype)
+        annotation = f": {value.type}" if self.chance(4) else ""
+        self.lines.append(f"{value.name}{annotation} = {expression}")
+        self.values.append(value)
+        return value
+
+    def made(self, dims, pending="", what="zeros"):
+        """The source of zeros, or of threes."""
+        known = {letter for parameter in self.parameters for letter, _ in parameter.dims}
+        sizes = "".join(f", {letter}={self.sizes[letter]}" for letter, _ in dims if letter not in known)
+        return f"shardops.{what}('{spec(dims, pending)}', {'3, ' * (what == 'full')}f32{sizes})"
+
+    def term(self, value, name=None):
+        """The source of a term of a loss: the sum of a value, of which each element has a weight of its own."""
+        text, pending = name or value.name, value.pending
+        if value.dims:
+            pending = value.pending + value.axes
+            text = (
+                f"shardops.sum_unreduced('{value} -> {spec((), pending)}', {text} * {self.parameter(value.dims).name})"
+            )
+        missing = len(pending) < len(AXES)
+        return f"shardops.pending('{spec((), pending)} -> +d +t', {text})" if missing else text
 
 
-def replaced(dims, axis, *new):
-    return (*dims[:axis], *new, *dims[axis + 1 :])
-
-
-def letters(dims):
-    return [letter for letter, _ in dims]
-
-
-# Operations with strings; right, but for one that is now and then left out.
+# Operations with strings, right but for a transfer that is now and then forgotten.
 def redistribute(a):
     v = a.value(rank=0, dtype="")
-    free, moves = [axis for axis in AXES if axis not in v.axes + v.pending], []
-    for axis in v.pending:
-        moves.append(("psum", v.dims, v.pending.replace(axis, "")))
-    for axis in free:
-        moves.append(("pending", v.dims, v.pending + axis))
+    moves = [("psum", v.dims, v.pending.replace(axis, "")) for axis in v.pending]
+    moves += [("pending", v.dims, v.pending + axis) for axis in v.unused]
+    can_split = [a.sizes[letter] % 8 == 0 for letter in letters(v.dims)]
     for k, (letter, axes) in enumerate(v.dims):
-        may_split = a.sizes[letter] % 8 == 0
         if axes:
-            moves += [("all_gather", replaced(v.dims, k, (letter, axes[:-1])), v.pending)] * 2
+            gathered = replaced(v.dims, k, (letter, axes[:-1]))
+            moves += [("all_gather", gathered, v.pending)] * 2
             for j, (other, others) in enumerate(v.dims):
-                if j != k and a.sizes[other] % 8 == 0 and others < axes[-1]:
-                    gained = replaced(replaced(v.dims, k, (letter, axes[:-1])), j, (other, others + axes[-1]))
-                    moves.append(("all_to_all", gained, v.pending))
-        for axis in [*free, *v.pending] if may_split else []:
+                if j != k and can_split[j] and others < axes[-1]:
+                    moves.append(("all_to_all", replaced(gathered, j, (other, others + axes[-1])), v.pending))
+        for axis in v.unused + v.pending if can_split[k] else "":
             if axes < axis:
-                operation = "slice" if axis in free else "psum_scatter"
+                operation = "slice" if axis in v.unused else "psum_scatter"
                 moves.append((operation, replaced(v.dims, k, (letter, axes + axis)), v.pending.replace(axis, "")))
     if moves:
         operation, dims, pending = a.choose(moves)
@@ -268,82 +273,275 @@ def redistribute(a):
         a.put(v.name if a.chance(10) else line, dims, pending, v.dtype)
 
 
-def pass_on(a):
-    v = a.value(where=lambda v: not v.pending)
-    split = [k for k, (_, axes) in enumerate(v.dims) if len(axes) == 1]
-    if split:
-        k = a.choose(split)
-        text = spec(v.dims[:k]) + f" [{spec(v.dims[k : k + 1])}] " + spec(v.dims[k + 1 :])
-        a.put(f"shardops.ppermute('{text.strip()} -> {text.strip()}', {v.name}, 1)", v.dims)
-
-
 def contract(a):
     v = a.value()
-    shared = [dim for dim in v.dims if not a.chance(3)]
-    new = [a.dim(letters(v.dims), "".join(axis for axis in AXES if axis not in v.axes + v.pending))]
-    w = a.parameter([*shared, *new])
+    shared, new = [dim for dim in v.dims if not a.chance(3)], a.dim(letters(v.dims), v.unused)
+    w = a.parameter([*shared, new])
     summed = [dim for dim in shared if a.chance(2)]
-    dims = [dim for dim in (*v.dims, *new) if dim not in summed]
-    pending = v.pending + "".join(axes for _, axes in summed)
+    dims, pending = [dim for dim in (*v.dims, new) if dim not in summed], v.pending + "".join(a for _, a in summed)
     a.put(f"shardops.einsum_unreduced('{v}, {w} -> {spec(dims, pending)}', {v.name}, {w.name})", dims, pending)
 
 
 def total(a, dtype=""):
     v = a.value(dtype=dtype)
     dims = [dim for dim in v.dims[1:] if a.chance(2)]
-    pending = v.pending + "".join(axes for dim, axes in v.dims if (dim, axes) not in dims)
+    pending = v.pending + "".join(axes for letter, axes in v.dims if letter not in letters(dims))
     a.put(f"shardops.sum_unreduced('{v} -> {spec(dims, pending)}', {v.name})", dims, pending, v.dtype)
 
 
 def largest(a):
     v = a.value(where=lambda v: not v.pending)
     dims = [dim for dim in v.dims[1:] if a.chance(2)]
-    a.put(f"shardops.pmax('{v} -> {spec(dims)}', {a.choose(['lax.stop_gradient(%s)', '%s']) % v.name})", dims)
+    form = a.choose(["pmax('{0}', lax.stop_gradient({1}))", "pmax('{0}', {1})", "any('{0}', {1} > 2.0)"])
+    line = "shardops." + form.format(f"{v} -> {spec(dims)}", v.name)
+    a.put(f"{line}.astype(jnp.float32)" if "any" in form else line, dims)
+
+
+def first_largest(a):
+    v = a.value(where=lambda v: not v.pending)
+    dims = replaced(v.dims, a.choose(range(len(v.dims))))
+    a.put(f"shardops.argmax('{v} -> {spec(dims)}', {v.name}).astype(jnp.int32)", dims, "", "i32")
 
 
 def look_up(a):
     table = a.value(where=lambda v: not v.pending)
-    axis = a.choose(range(len(table.dims)))
-    if a.size(table, axis) < 8:
-        return
-    free = "".join(axis for axis in AXES if axis not in table.axes)
-    others = replaced(table.dims, axis)
-    ids = a.parameter(others if others and a.chance(2) else [a.dim(letters(table.dims), free)], "i32")
-    text = str(table).replace(spec(table.dims[axis : axis + 1]), f"[{spec(table.dims[axis : axis + 1])}]", 1)
-    dims = ids.dims if ids.dims == others else (*ids.dims, *others)
-    result = spec(dims, table.dims[axis][1])
-    a.put(f"shardops.index_unreduced('{text}, {ids} -> {result}', {table.name}, {ids.name})", dims, table.dims[axis][1])
+    k = a.choose(range(len(table.dims)))
+    others, marked = replaced(table.dims, k), [spec([dim]) for dim in table.dims]
+    marked[k] = f"[{marked[k]}]"
+    if a.size(table.dims[k : k + 1]) >= 8:
+        ids = a.parameter(others if others and a.chance(2) else [a.dim(letters(table.dims), table.unused)], "i32")
+        dims, pending = ids.dims if ids.dims == others else (*ids.dims, *others), table.dims[k][1]
+        text = f"{' '.join(marked)}, {ids} -> {spec(dims, pending)}"
+        a.put(f"shardops.index_unreduced('{text}', {table.name}, {ids.name})", dims, pending)
 
 
 def kernel(a):
     v = a.value(where=lambda v: not v.pending)
-    k = a.choose([k for k, (_, axes) in enumerate(v.dims) if not axes] or [0])
-    whole = not v.dims[k][1]
-    function = f"lambda x: jnp.cumsum(jnp.sin(x), axis={k})" if whole else "jnp.sin"
-    a.put(f"shardops.local('{v} -> {v}', {function}, {v.name})", v.dims)
+    k = a.choose([k for k, (_, axes) in enumerate(v.dims) if not axes] or [-1])
+    if k >= 0 and a.chance(2):
+        new = a.letter(4, letters(v.dims))
+        first, second = replaced(v.dims, k), (*replaced(v.dims, k), (new, ""))
+        function = f"lambda x: (jnp.sum(x, axis={k}), jnp.stack([jnp.max(x, axis={k})] * 4, axis=-1))"
+        name, text = a.new_name(), f"'{v} -> {spec(first)}, {spec(second)}', {function}, {v.name}, {new}=4"
+        a.lines.append(f"{name} = shardops.local({text})")
+        a.put(f"{name}[0]", first)
+        a.put(f"{name}[1]", second)
+    else:
+        function = f"lambda x: jnp.cumsum(jnp.sin(x), axis={k})" if k >= 0 else "jnp.sin"
+        a.put(f"shardops.local('{v} -> {v}', {function}, {v.name})", v.dims)
 
 
-def made(a):
+def regroup(a):
+    """A device's rows in another order, and back or summed up, so that the order does not matter."""
     v = a.value()
-    new = a.choose([a.made(v.dims, v.pending), a.made(v.dims, "", "full"), f"jnp.zeros({v.name}.shape)"])
-    a.put(f"{v.name} + {new}", v.dims, v.pending)
+    k = a.choose(range(len(v.dims)))
+    (letter, axes), name = v.dims[k], a.new_name()
+    if len(axes) == 1 and a.chance(2):
+        count, size = (axes, axes), ""
+    else:
+        count, size = (a.letter(2, letters(v.dims)), ""), "2"
+        axes = axes if a.sizes[letter] >= 16 else None
+    if axes is not None:
+        dims = replaced(v.dims, k, count, ("rest", "" if count[1] else axes))
+        a.sizes["rest"] = a.sizes[letter] // 2 if size else a.sizes[letter]
+        a.lines.append(
+            f"{name} = shardops.regroup('{v} -> {spec(dims, v.pending)}', {v.name}{size and f', {count[0]}=2'})"
+        )
+        text = spec(dims, v.pending)
+        moved = text.replace(spec([count]), f"[{spec([count])}]", 1) if count[1] else None
+        back = name
+        if moved:
+            name = f"shardops.ppermute('{moved} -> {moved}', {name}, 1)"
+            back = f"shardops.ppermute('{moved} -> {moved}', {name}, -1)"
+        if a.chance(2):
+            a.put(f"shardops.regroup('{text} -> {v}', {back}, {letter}={a.sizes[letter]})", v.dims, v.pending)
+        else:
+            dims, pending = replaced(v.dims, k), v.pending + axes
+            a.put(f"shardops.sum_unreduced('{text} -> {spec(dims, pending)}', {name})", dims, pending)
 
 
-# Plain JAX, device by device: right on some values, wrong on others.
-def unary(a):
+def inner_gradient(a):
     v = a.value(rank=0)
-    linear = ["-{0}", "{0} * 2.0", "{0} / 3.0", "{0} + {0}", "jax.checkpoint(jnp.negative)({0})"]
-    others = ["jnp.sin({0})", "jnp.tanh({0})", "{0} * {0}", "{0} + 1.0", "jnp.maximum({0}, 0.0)", "jax.nn.silu({0})"]
-    a.put(a.choose(linear if v.pending and not a.chance(3) else linear + others).format(v.name), v.dims, v.pending)
+    w = a.choose(["w", "w * 2.0"] if v.pending else ["jnp.sin(w)", "w * w", "w * 2.0"])
+    a.put(f"shardops.grad(lambda w: {a.term(v, f'({w})')})({v.name})", v.dims, v.unused)
 
 
-def binary(a):
+def pull_back(a):
+    v = a.value(where=lambda v: not v.pending)
+    w, cotangent, name = a.parameter(v.dims), a.parameter(v.dims).name, a.new_name()
+    a.lines.append(f"{name} = shardops.vjp(lambda x, w: jnp.sin(x) * w, {v.name}, {w.name})[1]")
+    if v.unused and not a.chance(6):
+        cotangent = f"shardops.pending('{v} -> {spec(v.dims, v.unused)}', {cotangent})"
+    a.put(f"{name}({cotangent})[{a.choose([0, 1])}]", v.dims, v.unused)
+
+
+def chunks(a):
+    xs = a.value(rank=2, where=lambda v: not v.pending and not v.dims[0][1])
+    if not xs.dims[0][1]:
+        w, others = a.parameter(xs.dims[1:]), a.parameter(xs.dims)
+        row = Value("jnp.sin(x * w) * y", xs.dims[1:])
+        text = f"lambda w, x, y: {a.term(row, f'({row.name})')}"
+        a.put(f"shardops.sum_over_chunks({text}, {w.name}, {xs.name}, {others.name})", (), AXES)
+
+
+# Plain JAX, device by device: right for some values, wrong for others. Of each kind, first what is linear.
+def forms(text):
+    return [part.strip().splitlines() for part in text.split("---")]
+
+
+SAME_TYPE = forms("""
+-{0}
+{0} * 2.0
+{0} + {0}
+jax.checkpoint(jnp.negative)({0})
+jax.jit(jnp.negative)({0})
+{0} * jnp.ones_like({0})
+{0} + jnp.zeros({0}.shape)
+{0}.astype(jnp.bfloat16).astype(jnp.float32) * 0.0 + {0}
+{0} * ({0}.size / 8)
+---
+jnp.sin({0})
+jnp.tanh({0})
+{0} * {0}
+{0} + 1.0
+jnp.maximum({0}, 0.0)
+jax.nn.silu({0})
+lax.while_loop(lambda c: jnp.max(c) < 3.0, lambda c: jnp.abs(c) * 2.0 + 1.0, {0})
+""")
+ALONG = forms("""
+jnp.cumsum({0}, axis={k})
+jnp.flip({0}, axis={k})
+jnp.roll({0}, 1, axis={k})
+{0} - jnp.mean({0}, axis={k}, keepdims=True)
+lax.associative_scan(jnp.add, {0}, axis={k})
+{0} / {0}.shape[{k}]
+({0} if {0}.shape[{k}] > 4 else -{0})
+{0} * (1.0 if {0}.shape[{k}] > 4 else 2.0)
+{0} * min({0}.shape[{k}], 8)
+{0} / ({0}.shape[{k}] * {devices})
+{0} * {devices} / ({devices} + 1.0)
+lax.fori_loop(0, {0}.shape[{k}], lambda i, c: c * 0.9, {0})
+{0} + 0.0 * jnp.squeeze({0}).reshape({0}.shape)
+{0} / jnp.sum(jnp.ones_like({0}), axis={k}, keepdims=True)
+{0} - lax.slice_in_dim({0}, 0, 1, axis={k})
+jnp.concatenate([lax.slice_in_dim({0}, 1, None, axis={k}), lax.slice_in_dim({0}, 0, 1, axis={k})], axis={k})
+jnp.moveaxis(lax.scan(lambda c, r: (c + r, c + 2.0 * r), jnp.zeros_like(jnp.take({0}, 0, {k})), jnp.moveaxis({0}, {k}, 0))[1], 0, {k})
+jnp.stack([2.0 * row for row in jnp.moveaxis({0}, {k}, 0)], axis={k})
+jnp.swapaxes(jnp.swapaxes({0}, 0, {k}) * 2.0, 0, {k})
+jnp.take({0}, jnp.arange({0}.shape[{k}])[::-1], axis={k})
+---
+jax.nn.softmax({0}, axis={k})
+jnp.sort({0}, axis={k})
+jnp.argsort({0}, axis={k}).astype(jnp.float32)
+{0} / jnp.sqrt(1.0 + jnp.sum({0} * {0}, axis={k}, keepdims=True))
+{0} * jnp.max({0}, axis={k}, keepdims=True)
+jnp.moveaxis(lax.map(jnp.sin, jnp.moveaxis({0}, {k}, 0)), 0, {k})
+jax.vmap(lambda r: jnp.sin(r - jnp.mean(r)), {k}, {k})({0})
+{0} + jnp.expand_dims(jnp.arange({0}.shape[{k}], dtype=jnp.float32), {rest})
+{0} + lax.broadcasted_iota(jnp.float32, {0}.shape, {k})
+{0} + jnp.expand_dims({position}, {rest})
+jnp.where(lax.broadcasted_iota(jnp.int32, {0}.shape, {k}) < 2, {0}, 0.0)
+{0} + jnp.expand_dims(jnp.ones({0}.shape[{k}]), {rest})
+lax.reduce_window({0}, 0.0, lax.add, [3 if j == {k} else 1 for j in range({0}.ndim)], [1] * {0}.ndim, "SAME")
+jnp.fft.fft({0}, axis={k}).real
+lax.fori_loop(0, {0}.shape[{k}], lambda i, c: c + jnp.sin(lax.dynamic_slice_in_dim({0}, i, 1, axis={k})), {0})
+""")
+# Numbers that stand in a row of as many as a dim has on a device.
+POSITIONS = """
+jnp.cumsum(jnp.ones({n}))
+jnp.linspace(0.0, 1.0, {n})
+jnp.zeros({n}).at[0].add(1.0)
+jnp.full({n}, 0.5)
+jnp.full({n}, 1.0 / {n})
+jnp.tri({n})[0]
+jnp.sum(jnp.tri({n}), axis=0)
+jnp.argsort(jnp.zeros({n})).astype(jnp.float32)
+jnp.pad(jnp.ones({n} - 1), (1, 0))
+jnp.concatenate([jnp.zeros(1), jnp.ones({n} - 1)])
+jnp.repeat(jnp.arange(4.0), {n} // 4)
+lax.scan(lambda c, _: (c + 1.0, c), 0.0, None, length={n})[1]
+lax.dynamic_update_slice(jnp.zeros({n}), jnp.ones(1), (0,))
+lax.associative_scan(jnp.add, jnp.ones({n}))
+lax.reduce_window(jnp.ones({n}), 0.0, lax.add, (3,), (1,), "SAME")
+lax.fori_loop(0, {n}, lambda i, c: c.at[i].set(1.0 * i), jnp.zeros({n}))
+jax.nn.one_hot(0, {n})
+jnp.arange(16.0)[:{n}]
+jnp.array([1.0 * i for i in range({n})])
+jnp.ones({n}) * min({n}, 8)
+""".strip().splitlines()
+WITHOUT = forms("""
+jnp.sum({0}, axis={k})
+jnp.mean({0}, axis={k})
+jnp.take({0}, 0, axis={k})
+jnp.moveaxis({0}, {k}, 0)[-1]
+sum(jnp.moveaxis({0}, {k}, 0))
+lax.index_in_dim({0}, 1, {k}, keepdims=False)
+lax.scan(lambda c, r: (c + r, None), jnp.zeros_like(jnp.take({0}, 0, {k})), jnp.moveaxis({0}, {k}, 0))[0]
+jnp.tensordot({0}, jnp.ones({0}.shape[{k}]), [[{k}], [0]])
+---
+jnp.max({0}, axis={k})
+jnp.median({0}, axis={k})
+jnp.var({0}, axis={k})
+jax.nn.logsumexp({0}, axis={k})
+jnp.argmax({0}, axis={k}).astype(jnp.float32)
+jnp.all({0} > -1.5, axis={k}).astype(jnp.float32)
+jnp.sum(jnp.ones_like({0}), axis={k})
+lax.fori_loop(0, {0}.shape[{k}], lambda i, c: c + jnp.sin(jnp.take({0}, i, axis={k})), 0.0 * jnp.take({0}, 0, axis={k}))
+lax.composite(lambda x: jnp.sum(jnp.sin(x), axis={k}), 'our.sum')({0})
+lax.reduce(jnp.abs({0}), 0.0, lax.max, [{k}])
+""")
+PAIRS = forms("""
+{0} + {1}
+{0} - {1}
+lax.cond(jnp.arange(3)[0] > 1, lambda x, y: x, lambda x, y: y, {0}, {1})
+jnp.where(jnp.arange(3)[0] > 1, {0}, {1})
+lax.fori_loop(0, 3, lambda i, c: 0.5 * c + {1}, {0})
+---
+{0} * {1}
+jnp.where({1} > 0, {0}, 0.0)
+jnp.where({1} > 0, {0}, {1})
+{0} / (1.0 + {1} * {1})
+jnp.minimum({0}, {1})
+{0} + lax.stop_gradient({1})
+lax.cond(jnp.sum({1}) > 0, lambda x: -x, lambda x: x, {0})
+lax.cond({1}.ravel()[0] > 0, lambda x: jnp.sin(x), lambda x: 2.0 * x, {0})
+lax.while_loop(lambda c: jnp.max(c) < 3.0, lambda c: jnp.abs(c) * 2.0 + {1} * {1} + 1.0, {0})
+lax.custom_linear_solve(lambda x: x * (1.0 + {1} * {1}), {0}, lambda f, b: b / (1.0 + {1} * {1}), symmetric=True)
+""")
+
+
+def fill(a, of, v, *names, **places):
+    linear, others = of
+    return a.choose(linear if v.pending and not a.chance(3) else linear + others).format(v.name, *names, **places)
+
+
+def same_type(a):
+    v = a.value(rank=0)
+    a.put(fill(a, SAME_TYPE, v), v.dims, v.pending)
+
+
+def along(a):
+    v = a.value()
+    k = a.axis(v)
+    position = a.choose(POSITIONS).format(n=f"{v.name}.shape[{k}]")
+    devices = " * ".join(f"shardops.axis_size('{axis}')" for axis in v.dims[k][1]) or "1"
+    rest = [j for j in range(len(v.dims)) if j != k]
+    a.put(fill(a, ALONG, v, k=k, rest=rest, position=position, devices=devices), v.dims, v.pending)
+
+
+def without(a):
+    v = a.value()
+    k = a.axis(v)
+    text = fill(a, WITHOUT, v, k=k)
+    if not (a.gradient and "composite" in text):  # JAX does not differentiate one
+        a.put(text, replaced(v.dims, k), v.pending)
+
+
+def pair(a):
     v = a.value(rank=0)
     alike = [u for u in a.values if letters(u.dims) == letters(v.dims) and u.dtype == "f32" and u != v]
     u = a.choose(alike) if alike and not a.chance(3) else a.parameter(v.dims)
-    forms = ["{0} + {1}", "{0} - {1}", "{0} * {1}", "jnp.where({1} > 0, {0}, 0.0)", "jnp.where({1} > 0, {0}, {1})"]
-    forms += ["{0} / (1.0 + {1} * {1})", "jnp.minimum({0}, {1})", "{0} + lax.stop_gradient({1})"]
-    a.put(a.choose(forms).format(v.name, u.name), v.dims, {*v.pending, *u.pending})
+    a.put(fill(a, PAIRS, v, u.name), v.dims, {*v.pending, *u.pending})
 
 
 def broadcast(a):
@@ -358,96 +556,38 @@ def broadcast(a):
     )
 
 
-def along(a):
+def zeros(a):
     v = a.value()
-    k = a.axis(v)
-    linear = ["jnp.cumsum({0}, axis={k})", "jnp.flip({0}, axis={k})", "jnp.roll({0}, 1, axis={k})"]
-    linear += ["{0} - jnp.mean({0}, axis={k}, keepdims=True)", "lax.associative_scan(jnp.add, {0}, axis={k})"]
-    linear += ["{0} / {0}.shape[{k}]", "{0} * jnp.ones_like({0})", "({0} if {0}.shape[{k}] > 4 else -{0})"]
-    linear += [
-        "{0} / jnp.sum(jnp.ones_like({0}), axis={k}, keepdims=True)",
-        "{0} - lax.slice_in_dim({0}, 0, 1, axis={k})",
-    ]
-    linear += [
-        "jnp.concatenate([lax.slice_in_dim({0}, 1, None, axis={k}), lax.slice_in_dim({0}, 0, 1, axis={k})], axis={k})"
-    ]
-    others = [
-        "jax.nn.softmax({0}, axis={k})",
-        "jnp.sort({0}, axis={k})",
-        "jnp.argsort({0}, axis={k}).astype(jnp.float32)",
-    ]
-    others += ["{0} / jnp.sqrt(1.0 + jnp.sum({0} * {0}, axis={k}, keepdims=True))"]
-    others += ["jnp.moveaxis(lax.map(jnp.sin, jnp.moveaxis({0}, {k}, 0)), 0, {k})"]
-    others += [
-        "jax.vmap(lambda r: jnp.sin(r - jnp.mean(r)), {k}, {k})({0})",
-        "{0} * jnp.max({0}, axis={k}, keepdims=True)",
-    ]
-    others += ["{0} + jnp.expand_dims(jnp.arange({0}.shape[{k}], dtype=jnp.float32), {rest})"]
-    options = linear if v.pending and not a.chance(3) else linear + others
-    rest = [j for j in range(len(v.dims)) if j != k]
-    a.put(a.choose(options).format(v.name, k=k, rest=rest), v.dims, v.pending)
-
-
-def reduce(a):
-    v = a.value()
-    k = a.axis(v)
-    linear = [
-        "jnp.sum({0}, axis={k})",
-        "jnp.mean({0}, axis={k})",
-        "jnp.take({0}, 0, axis={k})",
-        "jnp.moveaxis({0}, {k}, 0)[-1]",
-    ]
-    linear += ["lax.scan(lambda c, r: (c + r, None), jnp.take({0}, 0, axis={k}), jnp.moveaxis({0}, {k}, 0))[0]"]
-    others = [
-        "jnp.max({0}, axis={k})",
-        "jax.nn.logsumexp({0}, axis={k})",
-        "jnp.argmax({0}, axis={k}).astype(jnp.float32)",
-    ]
-    others += ["jnp.all({0} > -1.5, axis={k}).astype(jnp.float32)", "jnp.sum(jnp.ones_like({0}), axis={k})"]
-    others += [
-        "lax.fori_loop(0, {0}.shape[{k}], lambda i, c: c + jnp.sin(jnp.take({0}, i, axis={k})), 0.0 * jnp.take({0}, 0, axis={k}))"
-    ]
-    expression = a.choose(linear if v.pending and not a.chance(3) else linear + others).format(v.name, k=k)
-    a.put(expression, replaced(v.dims, k), v.pending)
+    new = a.choose([a.made(v.dims, v.pending), a.made(v.dims, "", "full")])
+    a.put(f"{v.name} + {new}", v.dims, v.pending)
 
 
 def divide(a):
     v = a.value()
     k = a.axis(v)
-    (_, axes), size = v.dims[k], a.size(v, k)
+    (_, axes), size = v.dims[k], a.size(v.dims[k : k + 1])
     factor = a.choose([n for n in (2, 4, 8, 1) if (size // (8 if axes else 1)) % n == 0])
-    minor = a.chance(2)
-    before, after = (
-        f"*{v.name}.shape[{part}], " if full else ""
-        for part, full in ((f":{k}", k), (f"{k + 1}:", k + 1 < len(v.dims)))
-    )
-    first, second = (size // factor, factor) if minor else (factor, size // factor)
+    first, second = a.choose([(size // factor, factor), (factor, size // factor)])
+    wrong = second % 8 == 0 and (first % 8 or a.chance(3))
     one = a.letter(first, letters(v.dims))
-    two = a.letter(second, [*letters(v.dims), one])
-    minor_is_split = second % 8 == 0 and (first % 8 or a.chance(3))
-    dims = [(one, ""), (two, axes)] if minor_is_split else [(one, axes), (two, "")]
-    rest = f"-1, {factor}" if minor else f"{factor}, -1"
-    a.put(
-        f"{v.name}.reshape({before}{rest}, {after.rstrip(', ')})".replace(", )", ")"),
-        replaced(v.dims, k, *dims),
-        v.pending,
-    )
+    dims = [(one, "" if wrong else axes), (a.letter(second, [*letters(v.dims), one]), axes if wrong else "")]
+    sizes = a.choose([f"{first}, -1", f"-1, {second}"] + [f"{first}, {second}"] * (not axes))
+    shape = [f"*{v.name}.shape[:{k}]"] * (k > 0) + [sizes] + [f"*{v.name}.shape[{k + 1}:]"] * (k + 1 < len(v.dims))
+    a.put(f"{v.name}.reshape({', '.join(shape)})", replaced(v.dims, k, *dims), v.pending)
 
 
 def merge(a):
     v = a.value(rank=2)
     k = a.choose(range(len(v.dims) - 1))
-    (one, axes), (two, others) = v.dims[k : k + 2]
-    letter = a.letter(a.sizes[one] * a.sizes[two], letters(v.dims))
-    axes = axes if axes > others else others
+    run = v.dims[k : k + 2]
+    dim = a.letter(a.size(run), letters(v.dims)), max(axes for _, axes in run)
     shape = [f"*{v.name}.shape[:{k}]"] * (k > 0) + ["-1"] + [f"*{v.name}.shape[{k + 2}:]"] * (k + 2 < len(v.dims))
-    a.put(f"{v.name}.reshape({', '.join(shape)})", [*v.dims[:k], (letter, axes), *v.dims[k + 2 :]], v.pending)
+    a.put(f"{v.name}.reshape({', '.join(shape)})", (*v.dims[:k], dim, *v.dims[k + 2 :]), v.pending)
 
 
 def reshape_like(a):
     v = a.value(rank=0)
-    count = {u.name: int(np.prod([a.sizes[letter] for letter, _ in u.dims])) for u in a.values}
-    alike = [u for u in a.values if count[u.name] == count[v.name] and u.dims != v.dims]
+    alike = [u for u in a.values if a.size(u.dims) == a.size(v.dims) and u.dims != v.dims]
     if alike:
         u = a.choose(alike)
         a.put(f"{v.name}.reshape({u.name}.shape)", u.dims, v.pending)
@@ -455,128 +595,167 @@ def reshape_like(a):
 
 def transpose(a):
     v = a.value(rank=2)
-    order = a.draw(st.permutations(range(len(v.dims))))
-    a.put(f"jnp.transpose({v.name}, {tuple(order)})", [v.dims[k] for k in order], v.pending)
+    order = tuple(a.draw(st.permutations(range(len(v.dims)))))
+    a.put(f"jnp.transpose({v.name}, {order})", [v.dims[k] for k in order], v.pending)
+
+
+def stack(a):
+    v = a.value()
+    k = a.choose(range(len(v.dims) + 1))
+    new = a.letter(2, letters(v.dims)), ""
+    a.put(f"jnp.stack([{v.name}, -{v.name}], axis={k})", (*v.dims[:k], new, *v.dims[k:]), v.pending)
+
+
+def twice(a):
+    v = a.value()
+    k = a.axis(v)
+    times = ", ".join("2" if j == k else "1" for j in range(len(v.dims)))
+    form = a.choose(
+        [f"repeat({{0}}, 2, axis={k})", f"tile({{0}}, ({times}))", f"concatenate([{{0}}, {{0}}], axis={k})"]
+    )
+    dim = a.letter(2 * a.size(v.dims[k : k + 1]), letters(v.dims)), v.dims[k][1]
+    a.put("jnp." + form.format(v.name), replaced(v.dims, k, dim), v.pending)
 
 
 def part(a):
     v = a.value()
     k = a.axis(v)
-    (_, axes), size = v.dims[k], a.size(v, k)
+    (_, axes), size = v.dims[k], a.size(v.dims[k : k + 1])
     few = a.chance(2) or size % (16 if axes else 2)
-    options = ["0:2", "-2:", "1:3"] if few else ["::2", f": {v.name}.shape[{k}] // 2", f"{v.name}.shape[{k}] // 2 :"]
+    index = a.choose(
+        ["0:2", "-2:", "1:3"] if few else ["::2", f": {v.name}.shape[{k}] // 2", f"{v.name}.shape[{k}] // 2 :"]
+    )
     dim = (a.letter(min(2, size) if few else size // 2, letters(v.dims)), "" if few else axes)
-    a.put(v.rows(k, a.choose(options)), replaced(v.dims, k, dim), v.pending)
+    a.put(v.at(k, index), replaced(v.dims, k, dim), v.pending)
 
 
 def write(a):
     v = a.value(where=lambda v: not v.pending)
     k = a.axis(v)
     base = a.choose([v.name, f"jnp.zeros({v.name}.shape)", f"jnp.zeros_like({v.name})"])
-    where = a.choose(["0", "-1", ":2", "1:3", "x"])
-    if where == "x":
-        where = a.parameter([a.dim(letters(v.dims), AXES if a.chance(3) else "")], "i32").name
+    index = a.choose(["0", "-1", ":2", "1:3", "array"])
+    if index == "array":
+        index = a.parameter([a.dim(letters(v.dims), AXES if a.chance(3) else "")], "i32").name
     what = a.choose(["set(1.0)", "add(1.0)", "multiply(2.0)"])
-    a.put(f"{v.name} + {base}.at[{':, ' * k}{where}].{what}", v.dims)
+    a.put(f"{v.name} + {base}.at[{':, ' * k}{index}].{what}", v.dims)
 
 
 def gather(a):
     v = a.value()
     k = a.axis(v)
-    free = "".join(axis for axis in AXES if axis not in v.axes)
-    form = a.choose(["take", "along", "rows", "segments"])
-    if a.size(v, k) < 8:
+    form = a.choose(["take", "along", "rows", "segments", "update", "sort"])
+    if a.size(v.dims[k : k + 1]) < 8:
         return
     if form == "take":
-        ids = a.parameter([a.dim(letters(v.dims), free if a.chance(2) else "")], "i32")
-        a.put(
-            a.choose([f"jnp.take({v.name}, {ids.name}, axis={k})", v.rows(k, ids.name)]),
-            replaced(v.dims, k, *ids.dims),
-            v.pending,
-        )
+        ids = a.parameter([a.dim(letters(v.dims), v.unused if a.chance(2) else "")], "i32")
+        text = a.choose([f"jnp.take({v.name}, {ids.name}, axis={k})", v.at(k, ids.name)])
+        a.put(text, replaced(v.dims, k, *ids.dims), v.pending)
     elif form == "along":
         ids = a.parameter(replaced(v.dims, k, a.dim(letters(v.dims), v.dims[k][1])), "i32")
         a.put(f"jnp.take_along_axis({v.name}, {ids.name}, axis={k})", ids.dims, v.pending)
-    elif form == "rows" and len(v.dims) > 1:
+    elif form == "rows" and len(v.dims) > 1 and a.size(v.dims[1:2]) >= 8:
         ids = a.parameter(v.dims[:1], "i32")
-        a.put(f"{v.name}[jnp.arange({v.name}.shape[0]), {ids.name}]", replaced(v.dims, 1), v.pending)
+        rows = a.choose(["{0}[jnp.arange({0}.shape[0]), {1}]", "jax.vmap(lambda r, i: r[i])({0}, {1})"])
+        a.put(rows.format(v.name, ids.name), replaced(v.dims, 1), v.pending)
     elif form == "segments":
         ids = a.parameter(v.dims[:1], "i32")
         dims = ((a.letter(8, letters(v.dims)), ""), *v.dims[1:])
         a.put(f"jax.ops.segment_sum({v.name}, {ids.name}, num_segments=8)", dims, v.pending)
+    elif form == "update":
+        at = a.parameter(a.choose([(), v.dims[:1]]), "i32")
+        index = at.name if not at.dims else f"{at.name}[0]"
+        update = f"lax.dynamic_slice_in_dim({v.name}, {index}, 1, axis={k})"
+        a.put(f"lax.dynamic_update_slice_in_dim({v.name}, {update}, 0, {k})", v.dims, v.pending)
+    elif form == "sort" and not v.pending:
+        u = a.parameter(v.dims)
+        a.put(f"jnp.take_along_axis({v.name}, jnp.argsort({u.name}, axis={k}), axis={k})", v.dims)
 
 
 def product(a):
     v = a.value()
-    free = "".join(axis for axis in AXES if axis not in v.axes)
     if len(v.dims) == 2 and a.chance(3):
-        other = a.letter(a.size(v, 0), letters(v.dims))
-        a.put(f"{v.name} @ {v.name}.T", [v.dims[0], (other, "")], v.pending)
+        other = a.letter(a.size(v.dims[:1]), letters(v.dims)), ""
+        a.put(f"{v.name} @ {v.name}.T", [v.dims[0], other], v.pending)
     else:
-        new = a.dim(letters(v.dims), free)
+        new = a.dim(letters(v.dims), v.unused)
         w = a.parameter([v.dims[-1], new])
         a.put(f"{v.name} @ {w.name}", [*v.dims[:-1], new], v.pending)
 
 
-def loop(a):
+def batched_product(a):
+    v = a.value(rank=2)
+    w = a.parameter(v.dims)
+    first, last = "abcd"[: len(v.dims)], a.choose("abcd"[: len(v.dims)])
+    dims = [dim for dim, letter in zip(v.dims, first) if letter != last]
+    a.put(f"jnp.einsum('{first},{first}->{first.replace(last, '')}', {v.name}, {w.name})", dims, v.pending)
+
+
+def carried(a):
+    """A scan over a leading dim whose carry starts as zeros of a type."""
     v = a.value()
-    zeros = a.made(v.dims[1:], v.pending)
-    forms = [
-        (f"lax.scan(lambda c, r: (c + r, c + 2.0 * r), {zeros}, {v.name})[1]", v.dims),
-        (f"lax.scan(lambda c, r: (c + r, None), {zeros}, {v.name})[0]", v.dims[1:]),
-        (f"lax.fori_loop(0, 3, lambda i, c: 0.5 * c + {v.name}, {v.name})", v.dims),
-        (f"lax.fori_loop(0, {v.name}.shape[0], lambda i, c: c.at[i].add(1.0), {v.name})", v.dims),
-        (f"lax.while_loop(lambda c: jnp.max(c) < 3.0, lambda c: jnp.abs(c) * 2.0 + 1.0, {v.name})", v.dims),
-        (f"lax.scan(lambda c, i: (c + {v.name}[i], None), {zeros}, jnp.arange({v.name}.shape[0]))[0]", v.dims[1:]),
-    ]  # fmt: skip
-    expression, dims = a.choose(forms)
-    a.put(expression, dims, v.pending)
+    start = a.choose([a.made(v.dims[1:], v.pending), a.made(v.dims[1:]), f"jnp.zeros({v.name}.shape[1:])"])
+    step = a.choose(["c + r", "jnp.sin(c) + r", "jnp.flip(c) + r", "r", "c * 0.5"])
+    a.put(f"lax.scan(lambda c, r: ({step}, None), {start}, {v.name})[0]", v.dims[1:], v.pending)
 
 
-def branch(a):
-    v = a.value(rank=0)
-    s = a.value(rank=0)
-    decides = a.choose(
-        [
-            f"jnp.sum({s.name}) > 0",
-            f"{s.name}.ravel()[0] > 0",
-            f"jnp.max({s.name}) > 2.0",
-            f"{a.parameter(()).name} > 0",
-        ]
-    )
-    one, other = a.choose([("-x", "x"), ("jnp.sin(x)", "x"), ("x * 2.0", "jnp.zeros_like(x)")])
-    a.put(f"lax.cond({decides}, lambda x: {one}, lambda x: {other}, {v.name})", v.dims, v.pending)
+def counted(a):
+    """How often a loop ran, which a device decides by what it holds."""
+    v = a.value(rank=0, where=lambda v: not v.pending)
+    if not a.gradient:
+        text = "lax.while_loop(lambda c: jnp.max(c[0]) < 9.0, lambda c: (jnp.abs(c[0]) * 2.0 + 1.0, c[1] + 1.0), ({0}, 0.0))"
+        a.put(text.format(v.name) + "[1]", ())
 
 
 def custom(a):
     v = a.value(where=lambda v: not v.pending)
+    name = a.new_name().replace("v", "f")
     if a.chance(4):
         tangent = a.choose(
             ["jnp.cos(p[0]) * t[0]", "t[0] - jnp.mean(t[0], axis=0, keepdims=True)", "lax.psum(t[0], 'd')"]
         )
-        a.lines.append(f"f{len(a.lines)} = jax.custom_jvp(jnp.sin)")
-        a.lines.append(f"f{len(a.lines) - 1}.defjvp(lambda p, t: (jnp.sin(p[0]), {tangent}))")
-        a.put(f"f{len(a.lines) - 2}({v.name})", v.dims)
-        return
-    back = [
-        "g * jnp.cos(x)",
-        "jnp.clip(g, -1.0, 1.0)",
-        "g - jnp.mean(g, axis=0, keepdims=True)",
-        "lax.psum(g, 'd')",
-        "g * jnp.sum(g)",
-    ]
-    name = f"f{len(a.lines)}"
-    a.lines.append(f"{name} = jax.custom_vjp(jnp.sin)")
-    a.lines.append(f"{name}.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: ({a.choose(back)},))")
+        a.lines += [f"{name} = jax.custom_jvp(jnp.sin)", f"{name}.defjvp(lambda p, t: (jnp.sin(p[0]), {tangent}))"]
+    else:
+        forward = a.choose(["jnp.sin(x)", "jnp.sin(x)", "jnp.sin(x) - jnp.mean(x, axis=0, keepdims=True)"])
+        back = [
+            "g * jnp.cos(x)",
+            "jnp.clip(g, -1.0, 1.0)",
+            "g - jnp.mean(g, axis=0, keepdims=True)",
+            "lax.psum(g, 'd')",
+        ]
+        back = a.choose([*back, "g * jnp.sum(g)", "g + 1.0", "g * 2.0", "jnp.where(x > 0, g, 0.0)"])
+        a.lines += [
+            f"{name} = jax.custom_vjp(jnp.sin)",
+            f"{name}.defvjp(lambda x: ({forward}, x), lambda x, g: ({back},))",
+        ]
     a.put(f"{name}({v.name})", v.dims)
+
+
+def reference(a):
+    """A sum in a mutable reference."""
+    v = a.value()
+    if not a.gradient:  # JAX differentiates through no reference that is made there
+        name = a.new_name().replace("v", "r")
+        what = a.choose(["jnp.sum({0}, axis=0)", "{0}[0]", "{0}[0] * 2.0"]).format(v.name)
+        a.lines += [f"{name} = jax.new_ref(jnp.zeros({v.name}.shape[1:]))", f"{name}[...] += {what}"]
+        a.put(f"{name}[...]", v.dims[1:], v.pending)
 
 
 def integer(a):
     if a.chance(3):
         total(a, "i32")
     v = a.value(rank=0, dtype="i32")
-    forms = ["{0} * 2", "{0} // 2", "lax.div({0}, jnp.int32(2))", "{0} % 3", "{0} + {0}", "{0} >> 1"]
-    a.put(a.choose(forms).format(v.name), v.dims, v.pending, "i32")
+    ops = [
+        "{0} * 2",
+        "{0} // 2",
+        "lax.div({0}, jnp.int32(2))",
+        "{0} % 3",
+        "{0} + {0}",
+        "{0} >> 1",
+        "{0} << 1",
+        "-{0}",
+        "~{0}",
+    ]
+    a.put(a.choose(ops).format(v.name), v.dims, v.pending, "i32")
 
 
 def as_float(a):
@@ -584,42 +763,27 @@ def as_float(a):
     a.put(f"{v.name}.astype(jnp.float32)", v.dims, v.pending)
 
 
-def hidden(a):
-    """Computations that stand in another jaxpr, or that no result of an equation shows."""
-    v = a.value()
-    n, dims = len(a.lines), v.dims
-    form = a.choose(["solve"] if a.gradient else ["composite", "solve", "ref"])  # JAX differentiates no more
-    if form == "ref":
-        what = a.choose([f"jnp.sum({v.name}, axis=0)", f"{v.name}[0]", f"{v.name}[0] * 2.0"])
-        a.lines.append(f"r{n} = jax.new_ref(jnp.zeros({v.name}.shape[1:]))")
-        a.lines.append(f"r{n}[...] += {what}")
-        a.put(f"r{n}[...]", dims[1:], v.pending)
-    elif form == "composite":
-        a.put(f"lax.composite(lambda x: jnp.sum(jnp.sin(x), axis=0), 'our.sum')({v.name})", dims[1:], v.pending)
-    else:
-        scale = a.choose(["2.0", f"(1.0 + jnp.sum({v.name} * {v.name}))", "(1.0 + lax.axis_index('d'))"])
-        a.put(
-            f"lax.custom_linear_solve(lambda x: x * {scale}, {v.name}, lambda f, b: b / {scale}, symmetric=True)",
-            dims,
-            v.pending,
-        )
+def one_hot(a):
+    v = a.value(dtype="i32", where=lambda v: not v.pending)
+    a.put(f"jax.nn.one_hot({v.name}, 8)", (*v.dims, (a.letter(8, letters(v.dims)), "")))
 
 
-PRODUCTIONS = [
-    *[redistribute] * 4, *[contract] * 2, total, largest, look_up, kernel, made, pass_on,
-    *[unary] * 2, *[binary] * 2, broadcast, *[along] * 3, *[reduce] * 2, *[divide] * 3, *[merge] * 2, reshape_like,
-    transpose, *[part] * 2, *[write] * 2, *[gather] * 2, *[product] * 2, *[loop] * 2, branch, custom, *[integer] * 2,
-    as_float, hidden,
-]  # fmt: skip
+STRINGS = [*[redistribute] * 5, contract, contract, total, largest, first_largest, look_up, kernel, regroup]
+STRINGS += [inner_gradient, pull_back, chunks]
+PLAIN = [same_type, same_type, *[pair] * 3, broadcast, zeros, *[along] * 3, without, without, transpose, stack, twice]
+PLAIN += [*[divide] * 3, merge, merge, reshape_like, part, part, write, write, *[gather] * 3, product, batched_product]
+PLAIN += [carried, counted, custom, custom, reference, integer, integer, as_float, one_hot]
 
 
 @st.composite
 def programs(draw):
     a = Author(draw, gradient=draw(st.integers(0, 2)) == 2)
     a.parameter()
-    for _ in range(draw(st.integers(1, 7))):
-        a.choose(PRODUCTIONS)(a)
+    while len(a.lines) < 9 and draw(st.integers(0, 5)):
+        a.choose(STRINGS if draw(st.booleans()) else PLAIN)(a)
     results = gradients(a) if a.gradient else values(a)
+    source = "\n".join(a.lines)
+    parameters = [value for value in a.parameters if value in results or re.search(rf"\b{value.name}\b", source)]
     types, names = [value.type for value in results], [value.name for value in results]
     lines, result, returned = [], f"tuple[{', '.join(types)}]", f"{', '.join(names)},"
     if len(types) == 1:
@@ -631,10 +795,9 @@ def programs(draw):
             f"    first: {types[0]}",
             f"    rest: tuple[{', '.join(types[1:])}]",
             "",
-            "",
         ]
         result, returned = "Result", f"Result({names[0]}, ({', '.join(names[1:])},))"
-    arguments = ", ".join(f"{value.name}: {value.type}" for value in a.parameters)
+    arguments = ", ".join(f"{value.name}: {value.type}" for value in parameters)
     lines += [
         "@typed",
         f"def program({arguments}) -> {result}:",
@@ -642,44 +805,35 @@ def programs(draw):
         f"    return {returned}",
     ]
     sizes = ", ".join(f"{name}={size}" for name, size in a.sizes.items())
-    return Program("\n".join([f"# {sizes}", *lines]) + "\n", a.sizes, a.parameters)
+    return Program("\n".join([f"# {sizes}", *lines]) + "\n", a.sizes, parameters)
+
+
+def leaves(a):
+    """The values that no line uses."""
+    used = re.findall(r"\b[vx]\d+\b", "\n".join(line.split(" = ", 1)[-1] for line in a.lines))
+    computed = [value for value in a.values if value.name not in used and value not in a.parameters]
+    return computed or a.parameters[:1]
 
 
 def values(a):
-    """The results: what no line has used, its sums taken."""
-    leaves = a.leaves()
-    for value in leaves:
+    """The results: what no line uses, its sums taken."""
+    for value in leaves(a):
         if value.pending:
-            a.put(
-                value.name if a.chance(12) else f"shardops.psum('{value} -> {spec(value.dims)}', {value.name})",
-                value.dims,
-                "",
-                value.dtype,
-            )
-    return [value for value in a.leaves()]
+            line = f"shardops.psum('{value} -> {spec(value.dims)}', {value.name})"
+            a.put(value.name if a.chance(12) else line, value.dims, "", value.dtype)
+    return leaves(a)
 
 
 def gradients(a):
-    """The results: a loss of what no line has used, weighted element by element, and its gradients."""
-    terms = []
-    for value in a.leaves():
-        if value.dtype == "f32":
-            term, pending = value.name, value.pending
-            if value.dims:
-                pending = "".join(sorted(value.pending + value.axes))
-                term = f"shardops.sum_unreduced('{value} -> {spec((), pending)}', {value.name} * {a.parameter(value.dims).name})"
-            if pending != AXES:
-                term = f"shardops.pending('{spec((), pending)} -> +d +t', {term})"
-            terms.append(term)
-    terms = terms or ["shardops.zeros('+d +t', f32)"]
-    weights = [value for value in a.parameters if value.dtype == "f32"]
+    """The results: a loss of what no line uses, and its gradients, their sums taken."""
+    terms = [a.term(value) for value in leaves(a) if value.dtype == "f32"] or [a.made((), AXES)]
+    source = "\n".join([*a.lines, *terms])
+    weights = [x for x in a.parameters if x.dtype == "f32" and re.search(rf"\b{x.name}\b", source)] or a.parameters[:1]
     names = ", ".join(value.name for value in weights)
     a.lines = [f"def loss({names}):", *(f"    {line}" for line in a.lines), f"    return {' + '.join(terms)}", ""]
     a.lines += [f"value, ({names},) = shardops.value_and_grad(loss, {tuple(range(len(weights)))})({names})"]
-    results = [Value("value", (), "dt")]
-    results += [value._replace(pending="".join(axis for axis in AXES if axis not in value.axes)) for value in weights]
-    for k, value in enumerate(results):
+    results = [Value("value", (), AXES), *(value._replace(pending=value.unused) for value in weights)]
+    for value in results:
         if value.pending and not a.chance(20):
             a.lines.append(f"{value.name} = shardops.psum('{value} -> {spec(value.dims)}', {value.name})")
-        results[k] = value._replace(pending="")
-    return results
+    return [value._replace(pending="") for value in results]

@@ -25,7 +25,7 @@ MISFITS = (TypeError, ValueError, IndexError, ZeroDivisionError, NotImplementedE
 def refusals(program) -> list[str | None]:
     """The check's verdict on each mesh: the text of the refusal, or None."""
     mapped, texts = typed_shard_map(program.build()), []
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), program.arguments())
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), list(program.arguments()))
     for mesh in MESHES:
         try:
             mapped.check(jax.sharding.AbstractMesh(mesh, ("d", "t")), *shapes)
@@ -50,7 +50,7 @@ def run(batch, mesh=None) -> list:
                 outcomes[k] = error
         return results
 
-    arguments = [program.arguments() for program in batch]
+    arguments = [list(program.arguments()) for program in batch]
     on = make_mesh(dict(d=mesh[0], t=mesh[1])) if mesh else None
     try:
         with jax.set_mesh(on) if mesh else contextlib.nullcontext():
