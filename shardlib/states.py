@@ -35,9 +35,11 @@ class State:
     zero: bool = False
     sized: bool = False  # a number that depends on how many devices there are, as x.shape[0] of a split dim does
     # For `cache.at[arange(B), position]`: this value is its own index along that dim; each coordinate (last dim) is
-    # one's own index along that dim, or None; a comparison that is never true (JAX asks whether an index is negative).
+    # its own index along that dim, or None; so it is on each device by itself, which is good for indexing alone; a
+    # comparison is never true (JAX asks whether an index is negative).
     place: int | None = None
     places: tuple[int | None, ...] | None = None
+    indices: bool = False
     never: bool = False
 
     @classmethod
@@ -63,6 +65,10 @@ def describe(axes: Axes) -> str:
     return f"split over {'/'.join(axes)}" if axes else "whole"
 
 
+COUNTED = (
+    "positions that each device counts from 0\n  fix: the device's part of the whole's positions is "
+    "shardops.slice('L -> L/t', jnp.arange(L))"
+)
 _WHY = {
     ("the same", "split"): "the value differs along {axis}: a reduction over {axis} or a gather was forgotten, or "
     "'/{axis}' is missing",
@@ -87,13 +93,15 @@ def require(spec: Spec, state: State, *, strict: bool, sizes: Sequence[int], sch
 
     Args:
       sizes: of the value's dims on a device.
-      schedule: the program asks for the number of devices, so sizes may depend on it.
+      schedule: the program names its devices ('p/p'), so sizes may depend on how many there are.
     """
     if state.sized:
         raise ShardingError(
             f"'{spec}' is said of a number that depends on how many devices there are, like the size of a split dim "
             "on one of them\n  fix: count in the whole array: x.shape[0] * shardops.axis_size('d')"
         )
+    if state.indices:
+        raise ShardingError(f"'{spec}' is said of {COUNTED}")
     if state.zero:
         return
     for axis in sorted(state.split | state.pending | spec.split | frozenset(spec.pending)):
@@ -101,7 +109,8 @@ def require(spec: Spec, state: State, *, strict: bool, sizes: Sequence[int], sch
         true = state.word(axis)
         if said == true or ((said, true) == ("split", "the same") and not strict):
             continue
-        raise ShardingError(f"'{spec}' says {said} along {axis}, but {_WHY[said, true].format(axis=axis)}")
+        why = _WHY[said, true].format(axis=axis)
+        raise ShardingError(f"'{spec}' says {said} along {axis}, but {why}{_as_it_lies(spec, state)}")
     for dim, axes, size in zip(spec.dims, state.dims, sizes, strict=True):
         if axes == dim.axes or axes is Made.ANY:
             continue
@@ -119,6 +128,14 @@ def require(spec: Spec, state: State, *, strict: bool, sizes: Sequence[int], sch
                 f"'{spec}': the value is one device's own along {axis}, its dim '{axis}/{axis}' was dropped: put it "
                 f"back with x[None], as '{axis}/{axis} ...'"
             )
+
+
+def _as_it_lies(spec: Spec, state: State) -> str:
+    """The type that a value has, in the words of the one that was said of it."""
+    if len(spec.dims) != len(state.dims) or not all(isinstance(axes, tuple) for axes in state.dims) or state.alone:
+        return ""
+    dims = tuple(replace(dim, axes=axes) for dim, axes in zip(spec.dims, state.dims))
+    return f"\n  it lies as '{Spec(dims, tuple(sorted(state.pending)))}'"
 
 
 def agree(name: str, rows: Sequence[Dims], sizes: Sequence[int]) -> Dims:
@@ -140,10 +157,8 @@ def _agreed(what: str, position: int, column: Sequence[Axes], size: int) -> Axes
         known |= {Made.OWN}
     if len(known) > 1:
         one, other = map(describe, sorted(known, key=lambda axes: (0, axes) if isinstance(axes, tuple) else (1, axes.value))[:2])
-        fix = "\n  fix: the device's part of the whole's positions is shardops.slice('L -> L/t', jnp.arange(L))"
-        raise ShardingError(
-            f"{what} that lie differently: dim {position} is {one} in one, {other} in another{fix * (Made.OWN in made)}"
-        )
+        counted = f": {COUNTED}" if Made.OWN in made else ""
+        raise ShardingError(f"{what} that lie differently: dim {position} is {one} in one, {other} in another{counted}")
     if known:
         return known.pop()
     return next((each for each in (Made.OWN, Made.PART) if each in made), Made.ANY)
