@@ -135,7 +135,7 @@ def test_what_is_accepted_is_right(count, record_property):
     record_property("summary", text)
     if wrong:
         program = smallest(
-            count, lambda program: known.get(program.source) or program.source not in known and hole(program)
+            count, lambda program: known.get(program.source) or (program.source not in known and hole(program))
         )
         pytest.fail(f"{text}\nthe smallest one that is wrong: {hole(program)}\n{program}")
     assert len(accepted) / (len(accepted) + right) >= 1 / 3, text
