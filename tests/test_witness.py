@@ -280,7 +280,7 @@ def test_a_branch_that_all_devices_take_may_send():
 
 
 def test_a_gradient_that_is_the_same_may_be_a_term():
-    """Each device's rows give a bias of which only the mean is used the same gradient, which is theirs: it is accepted."""
+    """A bias of which only the mean is used gets the same gradient from each device's rows, a term: it is accepted."""
 
     def program(bias: f32['M'], x: f32['B/d M']) -> f32['M']:
         def loss(bias):
