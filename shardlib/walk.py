@@ -10,7 +10,7 @@ import numpy as np
 from shardlib.check import Check, Mark, during, mark_of
 from shardlib.mesh import function_of, scan_counts, trace_with_axes
 from shardlib.primitives import Equation, apply, require_uniform
-from shardlib.same import ANOTHER, equal, inner_jaxprs, is_literal, numbers
+from shardlib.same import ANOTHER, equal, identical, inner_jaxprs, is_literal, numbers
 from shardlib.spec import ShardingError, is_users, spoken_name
 from shardlib.states import Made, State, agree, describe, dual, join, merged, require_dual, whole
 
@@ -106,11 +106,11 @@ class Walk:
             return None
         other = twin.eqns[index] if index < len(twin.eqns) else None
         name, what = eqn.primitive.name, None
-        if other is None or other.primitive is not eqn.primitive or len(other.invars) != len(eqn.invars):
+        if other is None or other.primitive is not eqn.primitive or _ranks(other) != _ranks(eqn):
             what = f"'{name}' is not in both"
         elif (mark := mark_of(eqn, self.check)) is not None:
             like = mark_of(other, self.beside)
-            if like is None or (like.said != mark.said and not self.check.schedule):
+            if like is None or like.said != mark.said:
                 what = "another operation"
         elif not self.check.schedule and (ours := numbers(eqn)) != (theirs := numbers(other)):
             key = next(key for key in ours if ours[key] != theirs.get(key))
@@ -118,7 +118,8 @@ class Walk:
         if what is not None:
             raise ShardingError(
                 f"{ANOTHER} ({what})\n"
-                "  fix: lax.scan or lax.fori_loop for turns; shardops.axis_size says how many devices there are"
+                "  fix: lax.scan or lax.fori_loop for turns, lax.dynamic_slice for slots; shardops.axis_size says how many "
+                "devices there are"
             )
         return other
 
@@ -307,7 +308,7 @@ class Walk:
                 "an operation or an annotation under jax.vmap: its string does not name the mapped dim\n"
                 "  fix: write the dim in the string, or use jax.lax.scan or map"
             )
-        elif any(state.split or state.pending or state.sized for state in closed_over):
+        elif any(state.split or state.pending or state.sized or state.indices for state in closed_over):
             error = (
                 "a function that is local to a device takes a value from outside that is not the same everywhere\n"
                 "  fix: pass it as an operand, with its type"
@@ -317,6 +318,12 @@ class Walk:
                 f"a function that is local to a device sends over {', '.join(sorted(foreign))}: write the transfer as "
                 "an operation with a string"
             )
+        elif mark.sealed and twin is not None and not any(state.split or state.pending for state in operands):
+            if not identical(eqn.params["jaxpr"], twin.params["jaxpr"]):
+                error = (
+                    "a function that is local to a device, of operands that are the same everywhere, is another one on "
+                    "another number of devices: a number that it takes from outside depends on that"
+                )
         if error is None:
             try:
                 results = mark.rule(operands)
@@ -403,7 +410,7 @@ class Walk:
         if not decides.split:
             return state
         split, alone = state.split | decides.split, state.alone | (decides.split - state.split)
-        return State(state.dims, split, state.pending, alone, sized=state.sized)
+        return State(state.dims, split, state.pending, alone, sized=state.sized, indices=state.indices)
 
     def fixed_point(self, body, start, sizes):
         while True:
@@ -432,6 +439,10 @@ def _axis_names(params) -> set[str]:
         names = value if isinstance(value, (tuple, list, set, frozenset)) else (value,)
         found |= {name for name in names if isinstance(name, str)}
     return found
+
+
+def _ranks(eqn) -> list[int]:
+    return [len(getattr(atom.aval, "shape", ())) for atom in (*eqn.invars, *eqn.outvars)]
 
 
 def _differentiated(eqn) -> tuple[list[int], list[int], list[int]]:
