@@ -19,8 +19,8 @@ import numpy as np
 from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AxisType, Mesh
 
-from ledger.page import gigabytes
-from ledger.step import Ledger
+from ledger.count.step import Ledger
+from ledger.units import gigabytes
 from runtime.config import RunConfig, prepare_devices
 from runtime.config_checks import check_mesh, check_num_hosts
 from runtime.errors import RunError, one_of_several

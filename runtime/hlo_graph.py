@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import jax
 
-from ledger.hlo_text import Computation, Instruction, Module, parse
+from ledger.compiled.hlo_text import Computation, Instruction, Module, parse
 from runtime.tracking import print_line
 
 if TYPE_CHECKING:

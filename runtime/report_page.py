@@ -11,8 +11,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-import ledger.html_parts
-from ledger.html_parts import amount, percent, seconds
+from ledger.pages import html_parts
+from ledger.pages.html_parts import amount, percent, seconds
 from runtime.report import Recorded, as_yaml
 
 POINTS = 2000  # of a curve; of a longer one every second is shown, or every third, …
@@ -196,13 +196,13 @@ def _table(caption: str, values: dict[str, Any]) -> str:
 
 
 def _rows(caption: str, headings: list[str], rows: list[list[str]]) -> str:
-    return ledger.html_parts.table(caption, dict.fromkeys(headings, ""), [tuple(row) for row in rows])
+    return html_parts.table(caption, dict.fromkeys(headings, ""), [tuple(row) for row in rows])
 
 
 def _page(title: str, body: str, runs: list[Recorded]) -> str:
     from plotly.offline import get_plotlyjs
 
-    here, of_ledger = Path(__file__).parent, Path(ledger.html_parts.__file__).parent
+    here, of_ledger = Path(__file__).parent, Path(html_parts.__file__).parent
     style = (of_ledger / "html.css").read_text(encoding="utf-8") + (here / "report.css").read_text(encoding="utf-8")
     data = {"runs": [run.name for run in runs], "charts": _charts(runs)}
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")  # no </script> in it

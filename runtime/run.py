@@ -23,10 +23,12 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from ledger.check import report
-from ledger.hardware import of_device_kind, peak_flops_per_s
-from ledger.roofline import roofline
-from ledger.step import of_step
+from ledger.compiled.check import report
+from ledger.count.step import of_step
+from ledger.machines.hardware import of_device_kind, peak_flops_per_s
+from ledger.machines.roofline import roofline
+from ledger.pages import files
+from ledger.pages.text import summary
 from runtime import resume
 from runtime.bad_steps import BadSteps
 from runtime.checkpoints import Checkpoints
@@ -171,8 +173,8 @@ class Run:
             devices = jax.sharding.get_mesh().devices.ravel()
             joined = [domain(each) for each in devices].count(domain(devices[0]))
             machine = of_device_kind(devices[0].device_kind)  # None: its figures are not known
-            ledger.write(self.folder, machine and roofline(ledger, machine, joined))
-            lines = ledger.summary(machine and machine.hbm_bytes)
+            files.write(ledger, self.folder, machine and roofline(ledger, machine, joined))
+            lines = summary(ledger, machine and machine.hbm_bytes)
             lines += sent_over_network(ledger, jax.sharding.get_mesh())
             print_line("\n".join(map(wrapped, lines)))
             about = json.dumps(environment(lines), indent=1)

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 import train
-from ledger.step import Ledger, of_step
+from ledger.count.step import Ledger, of_step
 from runtime.config import load
 
 

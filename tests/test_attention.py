@@ -17,8 +17,8 @@ from ledgers import ledger_of
 from jax_extra import explicit_activation_checkpointing
 from kernels import blockwise, cudnn, splash
 from kernels.attention import KERNELS, suited
-from ledger.costs import count, saved
-from ledger.program import read
+from ledger.count.costs import count, saved
+from ledger.count.program import read
 
 RUNNABLE = {
     "blockwise": KERNELS["blockwise"],

@@ -12,7 +12,7 @@ import small
 from jax import lax
 
 import train
-from ledger.collectives import Collective, axes_of_groups, compiled, differences, totals, widened, written
+from ledger.compiled.collectives import Collective, axes_of_groups, compiled, differences, totals, widened, written
 from shardlib import shardops
 from shardlib.shardtypes import f32, typed_shard_map
 

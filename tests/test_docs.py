@@ -21,10 +21,11 @@ from test_cluster import gpus
 import runtime.config
 import train
 from kernels.attention import chosen
-from ledger import check
-from ledger.collectives import widened
-from ledger.page import text as text_of_ledger
-from ledger.step import of_step
+from ledger.compiled import check
+from ledger.compiled.collectives import widened
+from ledger.count.step import of_step
+from ledger.pages.text import summary
+from ledger.pages.text import text as text_of_ledger
 from runtime import cluster
 from runtime.config import load
 from runtime.data import TokenBatch
@@ -364,7 +365,7 @@ def test_what_the_readme_prints(monkeypatch):
             with open_data(config, split, make_shardings(TokenBatch).targets) as data:
                 said.append(f"{name} data: {data.summary}".replace(str(ROOT), "…"))
     said.append(f"attention: {chosen(config.model.attention, train.act.dtype, config.model.d_head)}")
-    said += ledger.summary()
+    said += summary(ledger)
     wide = collections.Counter({(row, 1): times for row, times in widened(ledger.costs.collectives).items()})
     monkeypatch.setattr(check, "compiled_sites", lambda text, mesh: wide)
     needed = float(re.search(r"XLA says ([\d.]+) MB", body)[1])

@@ -33,7 +33,7 @@ from pages import (
 
 import runtime.config
 import train
-from ledger.collectives import written
+from ledger.compiled.collectives import written
 from runtime.config import load
 from runtime.errors import RunError
 from shardlib import shardops
@@ -45,7 +45,7 @@ from tools import plan
 # Blocks of Python that are not executed here, by how they begin.
 CODE_NOT_EXECUTED = {
     "with declared.kernel_flops(": "a form, with gaps; test_ledger_kernels executes both scopes",
-    "lines, rows = ledger.check.report(": "test_run_ledger: of every run",
+    "lines, rows = check.report(": "test_run_ledger: of every run",
     "load_dataset_tokenizer": "test_your_own_text_in_five_commands",
 }
 
@@ -114,7 +114,7 @@ def test_the_ledger_of_the_page(tmp_path):
     state, batch = train.shapes(config)
     zero = np.uint32(0)
     names = executed(
-        "import jax\nfrom jax.sharding import AbstractMesh\nfrom ledger.step import of_step\n"
+        "import jax\nfrom jax.sharding import AbstractMesh\nfrom ledger.count.step import of_step\nfrom ledger.pages import files, text\n"
         "from shardlib.shardtypes import typed_shard_map\n" + of_language("python", "docs/ledger.md")[0],
         training_step=functools.partial(train.training_step, config.model, config.training, 0),
         state=state, skipped_steps=zero, number=zero, batch=batch, run_folder=tmp_path,

@@ -8,9 +8,9 @@ from ledgers import traced
 from pages import text_of
 
 import train
-from ledger.hardware import named
-from ledger.roofline import roofline
-from ledger.step import of_step
+from ledger.count.step import of_step
+from ledger.machines.hardware import named
+from ledger.machines.roofline import roofline
 from runtime.config import load
 from tools import plan
 from tools.benchmark import CPU_JOBS, config_of

@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from ledger.hardware import HARDWARE, peak_flops_per_s
+from ledger.machines.hardware import HARDWARE, peak_flops_per_s
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from ledger import hlo_text
-from ledger.hlo_text import parse
+from ledger.compiled import hlo_text
+from ledger.compiled.hlo_text import parse
 from runtime import hlo_graph
 from runtime.hlo_graph import StepGraph, find_dot, graph_of
 

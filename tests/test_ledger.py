@@ -18,10 +18,11 @@ from ledgers import ledger_of, ledger_of_changed
 
 import train
 from jax_extra import explicit_activation_checkpointing, save_for_backward
-from ledger import page
-from ledger.costs import Collective, Product, Saved, count, saved
-from ledger.memory import GROUPS
-from ledger.program import PHASES, read
+from ledger.count.costs import Collective, Product, Saved, count, saved
+from ledger.count.memory import GROUPS
+from ledger.count.program import PHASES, read
+from ledger.pages import text as page
+from ledger.pages.files import write
 from runtime.config import load
 from tools import ledger_diff
 
@@ -321,7 +322,7 @@ def test_the_page_fits_a_terminal_and_says_what_costs(tmp_path):
     """ledger.txt has the source's lines with their costs, no line beyond 160 columns, and the sums; ledger.json says
     the same."""
     ledger = ledger_of("c4_a100x8_1b")
-    ledger.write(tmp_path)
+    write(ledger, tmp_path)
     text = (tmp_path / "ledger.txt").read_text()
     assert max(map(len, text.splitlines())) <= page.WIDTH
     (row,) = [line for line in text.splitlines() if "gate = shardops.einsum" in line]
@@ -368,12 +369,12 @@ def test_the_keys_of_the_json_are_documented():
 def test_the_summary_says_what_to_change_if_it_does_not_fit():
     """Before compiling: one line if the forecast fits; else the parts and what would make them smaller."""
     ledger = ledger_of("c4_a100x8_1b")
-    (line,) = ledger.summary(80 * 2**30)
+    (line,) = page.summary(ledger, 80 * 2**30)
     assert re.fullmatch(
         r"A step: \S+ model FLOPs, \S+ with what is recomputed; each device sends [\d.]+ GB and needs [\d.]+ GB of 85.90 GB \(forecast\).",
         line,
     )
-    lines = ledger.summary(8 * 2**30)
+    lines = page.summary(ledger, 8 * 2**30)
     assert lines[1].startswith("It will not fit: weights 0.54 GB, optimizer state 1.07 GB, ")
     assert any(text.startswith("  twice the microbatches") for text in lines)
     assert any(
@@ -425,7 +426,7 @@ def test_moved_lines_are_no_difference(tmp_path):
 
 def test_the_tool_and_its_errors(tmp_path, monkeypatch, capsys):
     """The exit status says whether two ledgers differ; a file that is no ledger is one line of error."""
-    ledger_of("local_test_synthetic").write(tmp_path)
+    write(ledger_of("local_test_synthetic"), tmp_path)
     same, other = str(tmp_path / "ledger.json"), tmp_path / "other.json"
     for text, arguments, status, shown in [
         ("", [same, same], 0, "The two ledgers say the same."),

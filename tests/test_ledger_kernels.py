@@ -7,8 +7,8 @@ from ledgers import ledger_of
 
 import train
 from kernels.attention import KERNELS
-from ledger import page
-from ledger.step import Ledger
+from ledger.count.step import Ledger
+from ledger.pages import text as page
 from runtime.config import load
 
 # Two query heads for a key head, rows of three blocks, heads split over t; nothing is compiled.

@@ -14,14 +14,24 @@ from jax import lax
 from ledgers import ledger_of
 
 import train
-from ledger import check
-from ledger.check import AS_ALL_REDUCE, ELIMINATED, JOINED, MERGED, UNKNOWN, WIDENED, differences, peak_bytes, report
-from ledger.collectives import compiled as compiled_collectives
-from ledger.costs import Collective
-from ledger.memory import GROUPS, forecast
-from ledger.memory import _is_reduced as is_reduced
-from ledger.program import read
-from ledger.step import of_step
+from ledger.compiled import check
+from ledger.compiled.check import (
+    AS_ALL_REDUCE,
+    ELIMINATED,
+    JOINED,
+    MERGED,
+    UNKNOWN,
+    WIDENED,
+    differences,
+    peak_bytes,
+    report,
+)
+from ledger.compiled.collectives import compiled as compiled_collectives
+from ledger.count.costs import Collective
+from ledger.count.memory import GROUPS, forecast
+from ledger.count.memory import _is_reduced as is_reduced
+from ledger.count.program import read
+from ledger.count.step import of_step
 from runtime.data import TokenBatch
 from runtime.run import with_shardings
 from shardlib.mesh import make_mesh

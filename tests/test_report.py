@@ -290,8 +290,8 @@ def test_compare_prints_a_table_and_the_differences_and_writes_a_page(tmp_path, 
     status, output = run_compare(monkeypatch, capsys, first, second, "--output", tmp_path / "both.html")
     assert status == 0 and output.splitlines() == [
         "run     steps  loss    validation  step time  tokens/s  MFU",
-        "first   3      2.2500  n/a         500\N{NO-BREAK SPACE}ms     1,002     n/a",
-        "second  2      2.7500  2.0000      500\N{NO-BREAK SPACE}ms     1,002     n/a",
+        "first   3      2.2500  n/a         500 ms     1,002     n/a",
+        "second  2      2.7500  2.0000      500 ms     1,002     n/a",
         "",
         "configuration  first  second",
         "new            –      true",

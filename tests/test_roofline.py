@@ -9,10 +9,10 @@ from jax import lax
 from ledgers import ledger_of
 
 import train
-from ledger.hardware import HARDWARE, NAMES, Hardware, named, of_device_kind
-from ledger.memory import forecast
-from ledger.program import PHASES, read
-from ledger.roofline import roofline, speed, text
+from ledger.count.memory import forecast
+from ledger.count.program import PHASES, read
+from ledger.machines.hardware import HARDWARE, NAMES, Hardware, named, of_device_kind
+from ledger.machines.roofline import roofline, speed, text
 
 PLAIN = Hardware(100.0, 1000, 10.0, link_bytes_per_s=8.0, network_bytes_per_s=1.0)
 
@@ -170,6 +170,6 @@ def test_the_text():
         lines[0].split() == "Time of a step at the least compute memory communication overlapped alone bound by".split()
     )
     assert [line.split()[0] for line in lines[1:6]] == [*PHASES, "all"]
-    assert lines[1].split()[1:3] == ["54.62", "ms"] and lines[1].endswith("compute")
+    assert lines[1].split()[1:3] == ["54.6", "ms"] and lines[1].endswith("compute")
     assert any("reduce-scatter" in line and "100.0 GB/s" in line and "between hosts" in line for line in lines)
     assert max(map(len, lines)) <= 160

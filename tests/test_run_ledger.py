@@ -14,7 +14,7 @@ from jax import lax
 
 import runtime.run
 import train
-from ledger.hardware import Hardware
+from ledger.machines.hardware import Hardware
 from shardlib.shardtypes import typed_shard_map
 
 

@@ -39,11 +39,11 @@ from hydra.core.global_hydra import GlobalHydra
 
 import runtime.config
 import train
-from ledger.check import peak_bytes
-from ledger.hardware import of_device_kind
-from ledger.page import gigabytes
-from ledger.roofline import roofline
-from ledger.step import of_step
+from ledger.compiled.check import peak_bytes
+from ledger.count.step import of_step
+from ledger.machines.hardware import of_device_kind
+from ledger.machines.roofline import roofline
+from ledger.units import gigabytes
 from runtime.cluster import find_devices
 from runtime.config_checks import check_combinations
 from runtime.data import TokenBatch

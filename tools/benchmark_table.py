@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ledger.page import gigabytes
-from ledger.roofline import percent, seconds
+from ledger.units import gigabytes, percent, seconds
 from runtime.errors import RunError
 
 SAME = 0.02  # a smaller difference counts as none, however small the spread within each process is

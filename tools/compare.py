@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ledger.html_parts import percent, seconds
+from ledger.units import percent, seconds
 from runtime.errors import RunError
 from runtime.report import Recorded, as_yaml, read_run, write_page
 from runtime.report_page import compare_page

@@ -20,8 +20,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from ledger.costs import Collective
-from ledger.hardware import of_device_kind
+from ledger.count.costs import Collective
+from ledger.machines.hardware import of_device_kind
 from runtime.chunks import read_errors
 from runtime.cluster import NoDevice, crossing, start
 from runtime.config import prepare_devices

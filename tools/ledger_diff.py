@@ -14,8 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ledger.page import gigabytes, number
-from ledger.step import FORMAT
+from ledger.count.step import FORMAT
+from ledger.units import gigabytes, number
 from runtime.errors import RunError
 
 

@@ -23,10 +23,12 @@ import numpy as np
 import runtime.config
 import train
 from kernels.attention import suited
-from ledger import absent, hardware, roofline
-from ledger.memory import GROUPS
-from ledger.page import gigabytes
-from ledger.step import Ledger, of_step
+from ledger.count.memory import GROUPS
+from ledger.count.step import Ledger, of_step
+from ledger.machines import absent, hardware, roofline
+from ledger.pages import files
+from ledger.pages.text import summary
+from ledger.units import gigabytes
 from runtime.config_checks import check_combinations
 from runtime.errors import RunError
 from shardlib.shardtypes import ShardingError
@@ -34,7 +36,7 @@ from shardlib.shardtypes import ShardingError
 
 @dataclass(frozen=True, kw_only=True)
 class OwnHardware:
-    """A device that ledger/hardware.py does not know; what is left out is n/a."""
+    """A device that ledger/machines/hardware.py does not know; what is left out is n/a."""
 
     name: str  # to give as hardware=
     peak_flops_per_s: float | None = None  # bfloat16, dense
@@ -48,7 +50,9 @@ class OwnHardware:
 class Plan(train.Config):
     """A config of training and the machine to plan it for."""
 
-    hardware: str | None = None  # h200, tpu_v5p, ...: a name of ledger/hardware.py or of own_hardware; null: no times
+    hardware: str | None = (
+        None  # h200, tpu_v5p, ...: a name of ledger/machines/hardware.py or of own_hardware; null: no times
+    )
     own_hardware: tuple[OwnHardware, ...] = ()  # [{name: mine, peak_flops_per_s: 1.0e15, ...}]
     hosts: int | None = None  # null: as many as the mesh needs
     devices_per_host: int = 8  # neighbours in the mesh's order
@@ -78,7 +82,7 @@ def main(config: Plan) -> None:
     print("\n".join(report(config, ledger, machine)), flush=True)
     if config.folder is not None:
         Path(config.folder).mkdir(parents=True, exist_ok=True)
-        ledger.write(config.folder, roofline.roofline(ledger, machine, config.devices_per_host))
+        files.write(ledger, config.folder, roofline.roofline(ledger, machine, config.devices_per_host))
         print(f"{config.folder}: ledger.txt, ledger.json, ledger.html")
     if config.compile:
         compile_absent(config, variables)
@@ -175,7 +179,7 @@ def report(config: Plan, ledger: Ledger, machine: hardware.Hardware) -> list[str
         f"{config.devices_per_host}, mesh d={d} × t={t}; {tokens.batch:,} × {tokens.len:,} tokens a step in "
         f"{config.training.microbatches} microbatch{'es' * (config.training.microbatches > 1)}; "
         f"attention by {config.model.attention}.",
-        *ledger.summary(machine.hbm_bytes),
+        *summary(ledger, machine.hbm_bytes),
         "",
         f"Memory of one device: forecast of the peak {gigabytes(ledger.memory.bytes)} of "
         f"{'n/a' if machine.hbm_bytes is None else gigabytes(machine.hbm_bytes)}",

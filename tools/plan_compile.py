@@ -11,8 +11,9 @@ import jax
 
 import runtime.config
 import train
-from ledger import absent, check, overlap
-from ledger.page import gigabytes
+from ledger.compiled import check, overlap
+from ledger.machines import absent
+from ledger.units import gigabytes
 from runtime.errors import RunError
 from runtime.run import with_shardings
 from runtime.tuning import options

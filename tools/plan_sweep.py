@@ -9,8 +9,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from ledger import hardware, roofline
-from ledger.page import gigabytes
+from ledger.machines import hardware, roofline
+from ledger.units import gigabytes, percent, seconds
 from runtime.errors import RunError
 from tools import plan
 
@@ -119,8 +119,8 @@ def table(config: plan.Plan, devices: int, batch: int, found: list[Choice], refu
         estimate = each.estimate
         lines.append(
             f"{each.d:>6}{each.t:>5}{each.microbatches:>14}{gigabytes(each.memory_bytes):>12}"
-            f"{roofline.seconds(estimate.step_s):>13}{roofline.percent(estimate.mfu):>8}"
-            f"{roofline.seconds(estimate.step_alone_s):>13}{roofline.percent(estimate.mfu_alone):>8}  {estimate.bound or 'n/a'}"
+            f"{seconds(estimate.step_s):>13}{percent(estimate.mfu):>8}"
+            f"{seconds(estimate.step_alone_s):>13}{percent(estimate.mfu_alone):>8}  {estimate.bound or 'n/a'}"
             f"{'' if each.fits else ', does not fit'}"
         )
     if refusal:
@@ -162,7 +162,7 @@ def picture(config: plan.Plan, best: list[Choice], rows: str) -> str:
         parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
         parts += [
             f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}"><title>{each.d * each.t:,} devices: '
-            f"{roofline.percent(getattr(each.estimate, key))}, bound by {each.estimate.bound}</title></circle>"
+            f"{percent(getattr(each.estimate, key))}, bound by {each.estimate.bound}</title></circle>"
             for x, y, each in points
         ]
         parts.append(

@@ -3,8 +3,9 @@
 import math
 from html import escape
 
-from ledger import hardware
-from ledger.html_parts import amount, legend, percent, seconds, table
+from ledger.machines import hardware
+from ledger.machines.roofline import ASSUMPTIONS
+from ledger.pages.html_parts import amount, legend, percent, seconds, table
 
 LANES = {"compute": "compute", "memory": "memory traffic", "communication": "communication"}
 
@@ -23,8 +24,6 @@ def verdict(roofline) -> str:
 
 
 def section(roofline) -> str:
-    from ledger.roofline import ASSUMPTIONS  # not above: it imports ledger.step, which imports this
-
     machine = roofline.hardware
     rates = {
         "matrix products": (machine.peak_flops_per_s, "FLOP/s"),

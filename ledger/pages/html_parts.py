@@ -7,38 +7,27 @@ import re
 import tokenize
 from html import escape
 
-from ledger.memory import GROUPS
-from ledger.page import number
-from ledger.program import PHASES
-
-# -- Amounts -----------------------------------------------------------------------------------------------------------
+from ledger import units
+from ledger.count.memory import GROUPS
+from ledger.count.program import PHASES
 
 
+# -- Numbers -----------------------------------------------------------------------------------------------------------
 def amount(value: float, unit: str) -> str:
-    """Three digits with prefix and unit.
-
-    >>> amount(4.4e12, "FLOP"), amount(512, "B"), amount(0, "B")
-    ('4.40 TFLOP', '512 B', '0 B')
-    """
-    text = number(value) or "0"
-    digits = text.rstrip("PTGMk")
-    return f"{digits}\N{NO-BREAK SPACE}{text[len(digits) :]}{unit}"
+    return _on_one_line(units.amount(value, unit))
 
 
 def seconds(value: float | None) -> str:
-    """Three digits: 1.23 s, 45.6 ms, 7.89 µs; n/a for what is not known."""
-    if value is None:
-        return "n/a"
-    for scale, unit in ((1, "s"), (1e-3, "ms"), (1e-6, "µs")):
-        if value >= 0.9995 * scale:
-            return f"{value / scale:#.3g}".rstrip(".") + f"\N{NO-BREAK SPACE}{unit}"
-    return "under 1 µs" if value else "0 s"
+    return _on_one_line(units.seconds(value))
 
 
 def percent(part: float | None) -> str:
-    if part is None:
-        return "n/a"
-    return "< 0.1\N{NO-BREAK SPACE}%" if 0 < part < 0.001 else f"{part:.1%}".replace("%", "\N{NO-BREAK SPACE}%")
+    return _on_one_line(units.percent(part))
+
+
+def _on_one_line(text: str) -> str:
+    """A browser parts no number from its unit."""
+    return text.replace(" ", "\N{NO-BREAK SPACE}")
 
 
 # -- Bars and legends --------------------------------------------------------------------------------------------------

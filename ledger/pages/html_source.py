@@ -4,9 +4,9 @@ import collections
 import dataclasses
 from html import escape
 
-from ledger.html_parts import MANY_AXES, Parts, amount, bar, coloured, key, table
-from ledger.page import array, name_of, shown
-from ledger.program import PHASES
+from ledger.count.program import PHASES
+from ledger.pages.html_parts import MANY_AXES, Parts, amount, bar, coloured, key, table
+from ledger.pages.text import array, name_of, shown
 
 WHY = {
     "asked": "save_for_backward",

@@ -13,10 +13,10 @@ import json
 from html import escape
 from pathlib import Path
 
-from ledger import html_roofline, html_source
-from ledger.html_parts import Parts, amount, bar, legend, percent, table
-from ledger.memory import GROUPS
-from ledger.page import advice, array, name_of
+from ledger.count.memory import GROUPS
+from ledger.pages import html_roofline, html_source
+from ledger.pages.html_parts import Parts, amount, bar, legend, percent, table
+from ledger.pages.text import advice, array, name_of
 
 _KINDS = {
     "weights": "the parameters, this device's part",
@@ -34,8 +34,8 @@ def page(ledger, roofline=None) -> str:
     """The whole page.
 
     Args:
-      ledger: a `ledger.step.Ledger`.
-      roofline: its `ledger.roofline.Roofline`; None where the hardware is not known.
+      ledger: a `ledger.count.step.Ledger`.
+      roofline: its `ledger.machines.roofline.Roofline`; None where the hardware is not known.
     """
     folder = Path(__file__).parent
     style, script = ((folder / name).read_text(encoding="utf-8") for name in ("html.css", "html.js"))

@@ -28,8 +28,8 @@ import collections
 import dataclasses
 import math
 
-from ledger.costs import KINDS, origin, read_in_backward
-from ledger.program import OPAQUE, Block, Operation, Value
+from ledger.count.costs import KINDS, origin, read_in_backward
+from ledger.count.program import OPAQUE, Block, Operation, Value
 from shardlib.mesh import scan_counts
 
 WEIGHTS, OPTIMIZER, BATCH = "weights", "optimizer state", "batch"

@@ -12,10 +12,10 @@ import math
 
 import jax
 
-from ledger.collectives import compiled_sites, widened_row
-from ledger.costs import Collective, Sites
-from ledger.page import gigabytes
-from ledger.step import Ledger
+from ledger.compiled.collectives import compiled_sites, widened_row
+from ledger.count.costs import Collective, Sites
+from ledger.count.step import Ledger
+from ledger.units import gigabytes
 
 WIDENED = "sent as float32, twice the bytes, as all bfloat16 is by XLA:CPU"
 MERGED = "merged with an equal one"

@@ -8,10 +8,10 @@ between its start and its end, or that it stands alone.
 import dataclasses
 import re
 
-from ledger.collectives import chain, operands, turns
-from ledger.costs import KINDS
-from ledger.hlo_text import Computation, Instruction, Module, parse
-from ledger.program import phase_of
+from ledger.compiled.collectives import chain, operands, turns
+from ledger.compiled.hlo_text import Computation, Instruction, Module, parse
+from ledger.count.costs import KINDS
+from ledger.count.program import phase_of
 
 # Opcodes that do nothing by themselves.
 _NOTHING = {"parameter", "constant", "bitcast", "get-tuple-element", "tuple", "after-all", "partition-id", "replica-id"}

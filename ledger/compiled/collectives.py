@@ -19,9 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from ledger.costs import KINDS, Collective, Sites, Table, add_sites, any_branch, count, times_of, totals
-from ledger.hlo_text import Computation, Instruction, Module, parse
-from ledger.program import phase_of, read
+from ledger.compiled.hlo_text import Computation, Instruction, Module, parse
+from ledger.count.costs import KINDS, Collective, Sites, Table, add_sites, any_branch, count, times_of, totals
+from ledger.count.program import phase_of, read
 
 HLO_DTYPES = {
     "pred": "bool", "s8": "int8", "s16": "int16", "s32": "int32", "s64": "int64", "u8": "uint8", "u16": "uint16", "u32": "uint32",
@@ -61,7 +61,7 @@ def widened_row(row: Collective) -> Collective:
 # -- As written --------------------------------------------------------------------------------------------------------
 def written(jaxpr: Jaxpr | ClosedJaxpr, mesh_axes: dict[str, int]) -> Table:
     """The collectives of a traced step, `jax.jit(step).trace(...).jaxpr`, with the lines that write them; see
-    `ledger.costs.count`."""
+    `ledger.count.costs.count`."""
     return count(read(jaxpr), mesh_axes).collectives
 
 

@@ -21,7 +21,7 @@ from shardlib.spec import is_users
 
 PHASES = ("forward", "recomputed", "backward", "update")
 # A frame in here says how an operation is written, not where the model does it: the caller's line is its place.
-_INNER_SOURCE = str(Path(__file__).absolute().parent.parent / "jax_extra.py")
+_INNER_SOURCE = str(Path(__file__).absolute().parents[2] / "jax_extra.py")
 
 
 @dataclass(eq=False)

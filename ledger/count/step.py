@@ -4,23 +4,21 @@
     with jax.sharding.use_abstract_mesh(AbstractMesh((512, 8), ("d", "t"))):      # any mesh, no device
         ledger = of_step(step.trace(*shapes), {"d": 512, "t": 8}, source=__file__, tokens=4096 * 1024)
     ledger.memory.bytes, ledger.model_flops, ledger.costs.collectives
-    ledger.write("runs/first")                                      # ledger.txt, ledger.json and ledger.html
+    ledger.pages.files.write(ledger, "runs/first")                  # ledger.txt, ledger.json and ledger.html
 
 docs/ledger.md explains a page and the keys of the JSON.
 """
 
 import dataclasses
-import json
 import math
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from ledger import html, page
-from ledger.costs import Costs, Saved, count, saved
-from ledger.memory import BATCH, OPTIMIZER, WEIGHTS, Memory, forecast
-from ledger.program import PHASES, read
+from ledger.count.costs import Costs, Saved, count, saved
+from ledger.count.memory import BATCH, OPTIMIZER, WEIGHTS, Memory, forecast
+from ledger.count.program import PHASES, read
 
 FORMAT = 1  # of the JSON; raised when a key changes its meaning or goes
 
@@ -60,18 +58,6 @@ class Ledger:
         """What leaves one device in a step, in these phases or in all."""
         rows = self.costs.collectives.items()
         return sum(row.sent_bytes(self.mesh) * times for row, times in rows if not phases or row.phase in phases)
-
-    def summary(self, hbm_bytes: int | None = None) -> list[str]:
-        """What to print before compiling: FLOPs, bytes sent, memory; and what to change, if it will not fit into a
-        device's memory."""
-        return page.summary(self, hbm_bytes)
-
-    def write(self, folder: str | Path, roofline=None) -> None:
-        """Writes ledger.txt, ledger.json and ledger.html; the last with a `ledger.roofline.Roofline` where there is
-        one."""
-        (Path(folder) / "ledger.html").write_text(html.page(self, roofline), encoding="utf-8")
-        (Path(folder) / "ledger.txt").write_text(page.text(self), encoding="utf-8")
-        (Path(folder) / "ledger.json").write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
 
     def to_json(self) -> dict[str, Any]:
         """The ledger as plain dicts and lists; see docs/ledger.md."""
@@ -134,7 +120,7 @@ def of_step(
         order, so the memory forecast counts it so; FLOPs, bytes sent and bytes kept are what the source says, as
         everywhere else.
     Raises:
-      ValueError: where a count is not known before the step runs; see `ledger.costs.count`.
+      ValueError: where a count is not known before the step runs; see `ledger.count.costs.count`.
     """
     block = read(traced.jaxpr, source)
     on_cpu = platform == "cpu"

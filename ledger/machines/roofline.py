@@ -13,15 +13,13 @@ lacks makes all that needs it None, printed n/a.
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ledger.hardware import Hardware
-from ledger.program import PHASES
-
-if TYPE_CHECKING:  # which shows this one on its page
-    from ledger.step import Ledger
+from ledger.count.program import PHASES
+from ledger.count.step import Ledger
+from ledger.machines.hardware import Hardware
+from ledger.units import percent, seconds
 
 ASSUMPTIONS = (
     "Every matrix product runs at the peak bfloat16 rate, whatever its shape and type.",
@@ -137,7 +135,7 @@ def _per(amount: float, rate: float | None) -> float | None:
     return 0.0 if not amount else None if rate is None else amount / rate
 
 
-def roofline(ledger: "Ledger", hardware: Hardware, devices_per_host: int) -> Roofline:
+def roofline(ledger: Ledger, hardware: Hardware, devices_per_host: int) -> Roofline:
     """The bounds for a step.
 
     Args:
@@ -226,14 +224,3 @@ def text(estimate: Roofline) -> list[str]:
             f"{seconds(each.sent_s):>12}{where}"
         )
     return lines if estimate.sendings else [*lines[:-1], "Nothing is sent."]
-
-
-def seconds(value: float | None) -> str:
-    """n/a, 1.35 s, 12.3 ms, 4 µs."""
-    if value is None:
-        return "n/a"
-    return f"{value:,.2f} s" if value >= 1 else f"{value * 1e3:,.2f} ms" if value >= 1e-4 else f"{value * 1e6:,.1f} µs"
-
-
-def percent(value: float | None) -> str:
-    return "n/a" if value is None else f"{value:.1%}"

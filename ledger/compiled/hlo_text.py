@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+REPOSITORY = Path(__file__).resolve().parents[2]
 # A frame in these says how an operation is written, not where the model does it; the caller's line is the source.
 INNER_SOURCES = (str(REPOSITORY / "shardlib") + os.sep, str(REPOSITORY / "jax_extra.py"))
 

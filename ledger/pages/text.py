@@ -5,8 +5,9 @@ import ast
 import collections
 import re
 
-from ledger.memory import GROUPS, Held
-from ledger.program import PHASES
+from ledger.count.memory import GROUPS, Held
+from ledger.count.program import PHASES
+from ledger.units import gigabytes, number
 
 WIDTH = 160
 _HEAD = (
@@ -14,20 +15,6 @@ _HEAD = (
     " runs forward again backw │forward again backw │  kept │ line",
 )
 _LISTED = 14  # rows of the list of largest values
-
-
-def number(value: float) -> str:
-    """Three digits and a prefix: 1.07G, 268M, 512; nothing for zero."""
-    if not value:
-        return ""
-    for power, prefix in ((15, "P"), (12, "T"), (9, "G"), (6, "M"), (3, "k")):
-        if value >= 0.9995 * 10**power:
-            return f"{value / 10**power:#.3g}".rstrip(".") + prefix
-    return f"{value:.3g}"
-
-
-def gigabytes(value: float) -> str:
-    return f"{value / 1e9:,.2f} GB" if value >= 1e8 else f"{value / 1e6:,.2f} MB"
 
 
 # -- The annotated source ----------------------------------------------------------------------------------------------
@@ -187,8 +174,9 @@ def advice(ledger) -> list[str]:
     return lines
 
 
-def summary(ledger, hbm_bytes: int | None) -> list[str]:
-    """See `Ledger.summary`."""
+def summary(ledger, hbm_bytes: int | None = None) -> list[str]:
+    """What to print before compiling: FLOPs, bytes sent, memory; and what to change, if it will not fit into a
+    device's memory."""
     memory = ledger.memory.bytes
     of = "" if hbm_bytes is None else f" of {gigabytes(hbm_bytes)}"
     lines = [

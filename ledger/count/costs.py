@@ -14,7 +14,7 @@ import math
 import re
 from collections.abc import Iterable
 
-from ledger.program import OPAQUE, Block, Operation, Value
+from ledger.count.program import OPAQUE, Block, Operation, Value
 from shardlib.mesh import scan_counts
 
 # JAX's primitives that send, and HLO's word for each. Any other that names mesh axes must be in SEND_NOTHING.
@@ -175,7 +175,7 @@ def _count_collective(op: Operation, axes: dict[str, int], costs: Costs) -> None
             costs.sites[Collective(KINDS[op.name], over, value.dtype, value.bytes, op.phase, op.line), 1] += 1
     elif over and op.name not in SEND_NOTHING:
         raise ValueError(
-            f"'{op.name}' over {', '.join(over)} at {op.line}: ledger/costs.py does not know what it sends"
+            f"'{op.name}' over {', '.join(over)} at {op.line}: ledger/count/costs.py does not know what it sends"
         )
 
 
