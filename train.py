@@ -381,7 +381,9 @@ def training_step(
         return jax.tree.map(jnp.add, sums, (value, gradient)), None
 
     with jax.named_scope('gradient'):
-        rows = jax.tree.map(lambda a: rearrange(a, '(parts B) L -> parts B L', parts=training.microbatches), batch)
+        # Each part has rows of every device.
+        regroup = functools.partial(shardops.regroup, 'B/d L -> parts R/d L', parts=training.microbatches)
+        rows = jax.tree.map(regroup, batch)
         zero = shardops.zeros('+d +t', f32), jax.tree.map(jnp.zeros_like, state.weights)
         (value, gradient), _ = lax.scan(add_microbatch, zero, rows)
         gradient: Weights = gradient

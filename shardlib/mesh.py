@@ -1,5 +1,5 @@
-"""The one place that knows JAX's young API: which mesh is current, which of its axes are manual, how a step is mapped, what
-a scan's operands are, how an array lies in memory."""
+"""The one place that knows JAX's young API: which mesh is current, which of its axes are manual, how a step is mapped,
+what a scan's operands are, how an array lies in memory, how a jaxpr is run."""
 
 import math
 import warnings
@@ -7,6 +7,7 @@ import warnings
 import jax
 from jax.experimental import mesh_utils
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 
@@ -77,3 +78,10 @@ def scan_counts(params: dict) -> tuple[int, int]:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()
     return len(consts), len(carry)
+
+
+def function_of(eqn, jaxpr):
+    """One equation of a jaxpr as a function, of its operands that are no literals to the list of its results."""
+    operands = [atom for atom in eqn.invars if not hasattr(atom, "val")]
+    alone = jaxpr.replace(constvars=[], invars=operands, outvars=list(eqn.outvars), eqns=[eqn])
+    return jaxpr_as_fun(ClosedJaxpr(alone, ()))

@@ -4,89 +4,152 @@ Of *pending* only what is linear keeps the meaning: `LINEAR` lists it. Of *split
 itself: one rule a primitive says which dim of the result is split, and refuses a reduction, an index or a shift along a
 split dim. What has no rule and is not in `ELEMENTWISE` is refused for split values: `shardops.local` gives it a type.
 
-The names are those of jax 0.10 and 0.11.
+The names are those of jax 0.10 to 0.12.
 """
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import jax.numpy as jnp
 
 from shardlib.spec import ShardingError
-from shardlib.states import Axes, Dims, State, agree, describe, whole
+from shardlib.states import Axes, Dims, Made, State, agree, describe, merged, whole
 
 # Linear in the operands at these positions together ('all': in each of them, all of one state), with the others the
 # same along the pending axis.
 _ALL = "all"
+_LINEAR_IN_ALL = """
+    neg reshape transpose broadcast_in_dim squeeze tile reduce_sum cumsum slice rev copy copy_p reduce_precision name
+    concatenate split stop_gradient stack unstack add sub add_any reshard
+    """
 LINEAR = {
-    **dict.fromkeys(
-        ("neg", "reshape", "transpose", "broadcast_in_dim", "squeeze", "tile", "reduce_sum", "cumsum"), _ALL
-    ),
-    **dict.fromkeys(
-        ("slice", "rev", "copy", "copy_p", "reduce_precision", "name", "concatenate", "split", "stop_gradient"), _ALL
-    ),
-    **dict.fromkeys(("stack", "unstack"), _ALL),
-    **dict.fromkeys(("add", "sub", "add_any"), _ALL),
+    **dict.fromkeys(_LINEAR_IN_ALL.split(), _ALL),
     **dict.fromkeys(("gather", "dynamic_slice", "div"), (0,)),
     **dict.fromkeys(("dynamic_update_slice", "pad"), (0, 1)),
     **dict.fromkeys(("scatter-add",), (0, 2)),
 }
-BILINEAR = {"mul", "dot_general"}
+BILINEAR = {"mul", "dot_general", "ragged_dot_general"}
 ELEMENTWISE = set(
     """
-    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil clamp clz complex conj
-    convert_element_type copy copy_p cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag
-    integer_pow is_finite le le_to lgamma log log1p logistic lt lt_to max min mul mulhi name ne neg nextafter not or polygamma population_count pow real
-    reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt
-    square stop_gradient sub tan tanh xor zeta
+    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil
+    clamp clz complex conj convert_element_type copy copy_p cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2
+    expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow is_finite le le_to lgamma log log1p logistic lt
+    lt_to max min mul mulhi name ne neg nextafter not or polygamma population_count pow real reduce_precision
+    regularized_incomplete_beta rem reshard round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical
+    sign sin sinh sqrt square stop_gradient sub tan tanh threefry2x32 xor zeta
     """.split()
 )
-_KEEP_ZERO = {"broadcast_in_dim", "convert_element_type", "reshape", "neg", "copy"}
+_KEEP_ZERO = {"broadcast_in_dim", "convert_element_type", "reshape", "neg", "copy", "reshard"}
+# Numbers in an equation's parameters that would make it another program if they depended on how many devices there are.
+_NUMBERS = {"y", "exponent", "k", "length", "padding_config", "start_indices", "dimension", "axis", "axes", "permutation"}
 
 
-def apply(eqn, states: list[State]) -> list[State]:
+@dataclass
+class Equation:
+    """One equation of the program: what goes in and out, on one device.
+
+    Attributes:
+      twin: the same equation of the program on one device alone, whose shapes are the whole arrays'; None where it is
+        not known.
+      axes: sizes of the mesh's axes.
+      schedule: the program asks for the number of devices, so sizes and whole numbers may depend on it.
+      unreduced: sums over split dims leave them pending (in the backward rule of a custom_vjp).
+    """
+
+    eqn: object
+    states: list[State]
+    twin: object = None
+    axes: dict[str, int] = field(default_factory=dict)
+    schedule: bool = False
+    unreduced: bool = False
+    dropped: frozenset[str] = frozenset()  # set by a rule: axes whose dim of one element a device is gone
+    summed: frozenset[str] = frozenset()  # set by a rule, if `unreduced`: axes over which the result is a sum
+
+    def __post_init__(self):
+        self.name, self.params = self.eqn.primitive.name, self.eqn.params
+        self.rows = [state.dims for state in self.states]
+        self.shapes, self.outs = _shapes(self.eqn.invars), _shapes(self.eqn.outvars)
+        self.twin_shapes, self.twin_outs = (
+            (_shapes(self.twin.invars), _shapes(self.twin.outvars)) if self.twin is not None else (None, None)
+        )
+
+    def made(self, dim: int, out: int = 0) -> Axes:
+        """What is known of a dim of the result that comes from no operand."""
+        return Made.ANY if self.twin is None or self.twin_outs[out][dim] == self.outs[out][dim] else Made.PART
+
+    def is_one(self, operand: int, dim: int) -> bool:
+        """Whether the dim has one element on each device, however many there are."""
+        return self.shapes[operand][dim] == 1 and (self.twin is None or self.twin_shapes[operand][dim] == 1)
+
+    def drop(self, axes: Axes):
+        if isinstance(axes, tuple):
+            self.dropped |= frozenset(axes)
+
+
+def _shapes(variables) -> list[tuple[int, ...]]:
+    return [tuple(getattr(variable.aval, "shape", ())) for variable in variables]
+
+
+def apply(equation: Equation) -> list[State]:
     """The states of the results of one equation. Raises `ShardingError` where they would have no meaning."""
-    name = eqn.primitive.name
+    name, states = equation.name, equation.states
     if name in ("optimization_barrier", "device_put"):  # each operand by itself
         return states
-    split = frozenset().union(*(state.split for state in states))
-    pending = _pending(eqn, states)
+    if name == "select_n" and states[0].never:
+        return [states[1]]
+    rows = dims(equation)
+    base = merged(states)
+    split, pending = base.split, _pending(equation) | equation.summed
+    split -= equation.summed
     if crossing := split & pending:
         axis = min(crossing)
         raise ShardingError(
-            f"'{name}' of a value that is pending over {axis} and one that is split over {axis}: the sum over {axis} would mix them"
+            f"'{name}' of a value that is pending over {axis} and one that is split over {axis}: the sum over {axis} "
+            "would mix them"
         )
-    rows = dims(eqn, states)
+    alone = base.alone | equation.dropped
+    results = []
     for row in rows:
         for axis in sorted(split):
-            if not any(axes and axis in axes for axes in row):
+            times = sum(isinstance(axes, tuple) and axis in axes for axes in row)
+            if not times and axis not in alone:
                 raise ShardingError(
-                    f"'{name}' of a value that is split over {axis} loses the dim that is split: what each device has is no part of any whole\n  fix: {_REDUCED}"
+                    f"'{name}' of a value that is split over {axis} loses the dim that is split: what each device has "
+                    f"is no part of any whole\n  fix: {_REDUCED}"
                 )
-            if sum(isinstance(axes, tuple) and axis in axes for axes in row) > 1:
+            if times > 1 or (times and axis in alone):
                 raise ShardingError(
-                    f"'{name}' makes two dims that are split over {axis}: each device has only the parts of its own index\n  fix: all_gather one operand first"
+                    f"'{name}' makes two dims that are split over {axis}: each device has only the parts of its own "
+                    "index\n  fix: all_gather one operand first"
                 )
-    zero = name in _KEEP_ZERO and all(state.zero for state in states)
-    return [State(row, split, pending, zero) for row in rows]
+        zero = name in _KEEP_ZERO and all(state.zero for state in states)
+        results.append(State(row, split, pending, alone, zero, base.sized))
+    return [_followed(equation, results[0])] if len(results) == 1 else results
 
 
-def _pending(eqn, states) -> frozenset[str]:
+def _pending(equation: Equation) -> frozenset[str]:
     """The axes over which the result is pending; raises where that would have no meaning."""
-    name = eqn.primitive.name
+    name, states, eqn = equation.name, equation.states, equation.eqn
     axes = frozenset().union(*(state.pending for state in states))
     zeros = {index for index, state in enumerate(states) if state.zero}
     for axis in sorted(axes):
         holding = {index for index, state in enumerate(states) if axis in state.pending}
         if name in BILINEAR:
-            if len(holding) == 1:
+            if len(holding) == 1 and (name != "ragged_dot_general" or holding <= {0, 1}):
                 continue
             raise ShardingError(
-                f"'{name}' of two values that are both pending over {axis}: the product of sums is not the sum of products\n  fix: reduce one of them first"
+                f"'{name}' of two values that are both pending over {axis}: the product of sums is not the sum of "
+                "products\n  fix: reduce one of them first"
             )
         if name == "select_n":
             data = set(range(1, len(states)))
         elif name == "convert_element_type" and jnp.issubdtype(eqn.params["new_dtype"], jnp.inexact):
             data = {0}
+        elif name == "div" and not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact):
+            data = set()  # whole numbers are rounded
+        elif name == "gather" and not _fills_with_zero(eqn):
+            data = set()
         else:
             data = LINEAR.get(name, ())
             data = set(range(len(states))) if data == _ALL else set(data)
@@ -95,38 +158,116 @@ def _pending(eqn, states) -> frozenset[str]:
         if holding < data:
             raise ShardingError(
                 f"'{name}' of a value that is pending over {axis} and one that is not: each device would add it again\n"
-                f"  fix: reduce the pending one first, or make the other pending with shardops.pending (zeros: shardops.zeros)"
+                "  fix: reduce the pending one first, or make the other pending with shardops.pending (zeros: "
+                "shardops.zeros)"
             )
         raise ShardingError(
-            f"'{name}', which is not linear, of a value that is pending over {axis}: a function of a sum is not the sum of the function\n  fix: reduce it over {axis} first"
+            f"'{name}', which is not linear, of a value that is pending over {axis}: a function of a sum is not the "
+            f"sum of the function\n  fix: reduce it over {axis} first"
         )
     return axes
+
+
+def _fills_with_zero(eqn) -> bool:
+    """Whether a gather gives what is linear where an index is out of bounds: zero, NaN (a sum of NaNs is NaN), or the
+    element at the edge."""
+    fill = eqn.params.get("fill_value")
+    if "FILL" not in str(eqn.params.get("mode")) or fill is None:
+        return "FILL" not in str(eqn.params.get("mode")) or jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact)
+    return bool(fill == 0 or fill != fill)
+
+
+def _followed(equation: Equation, result: State) -> State:
+    """The result, with what is known of it as an index: JAX makes `table[arange(B), i]` of an iota, a comparison with
+    zero, a broadcast and a concatenation."""
+    name, params, states = equation.name, equation.params, equation.states
+    first = states[0] if states else None
+    if name == "iota":
+        return replace(result, place=params["dimension"])
+    if name == "concatenate" and params["dimension"] == len(equation.outs[0]) - 1:
+        if all(shape[-1] == 1 for shape in equation.shapes):
+            return replace(result, places=tuple(state.place for state in states))
+    if first is None or first.place is None:
+        return result
+    if name == "lt" and getattr(equation.eqn.invars[1], "val", None) == 0:
+        return replace(result, never=True)
+    if name == "convert_element_type" and jnp.issubdtype(params["new_dtype"], jnp.integer):
+        return replace(result, place=first.place)
+    if name == "broadcast_in_dim" and equation.shapes[0][first.place] == equation.outs[0][
+        params["broadcast_dimensions"][first.place]
+    ]:
+        return replace(result, place=params["broadcast_dimensions"][first.place])
+    if name == "reshape" and equation.outs[0][: first.place + 1] == equation.shapes[0][: first.place + 1]:
+        return replace(result, place=first.place)
+    return result
 
 
 # -- Which axes split which dim ----------------------------------------------------------------------------------------
 _REDUCED = "a split dim is reduced only by an operation with a string (sum_unreduced, einsum_unreduced, pmax)"
 _INDEXED = "all_gather it first; index_unreduced looks up rows of a split dim"
 _GATHERED = "all_gather it first, or all_to_all the split to another dim"
+_REGROUP = (
+    "shardops.regroup with a string, as in 'B/d L -> parts R/d L', where another order is meant; all_gather first, "
+    "where the whole is meant"
+)
 
 
-def dims(eqn, states) -> list[Dims]:
+def dims(equation: Equation) -> list[Dims]:
     """What splits each dim of each result. Raises where a device would take its part of a split dim for all."""
-    name = eqn.primitive.name
-    rows = [state.dims for state in states]
-    shapes = [tuple(getattr(atom.aval, "shape", ())) for atom in eqn.invars]
-    outs = [tuple(getattr(variable.aval, "shape", ())) for variable in eqn.outvars]
+    rows = _dims(equation)
+    if equation.twin is not None:
+        _same_numbers(equation)
+        require_uniform(equation, rows)
+    return rows
+
+
+def require_uniform(equation: Equation, rows: Sequence[Dims]):
+    """Raises `ShardingError` for a dim of a result whose size in the whole array depends on how many devices there are,
+    unless it is a dim of an operand."""
+    if equation.schedule:
+        return
+    operands = zip(equation.rows, equation.shapes, equation.twin_shapes, strict=True)
+    known = {pair for row, shape, twin in operands for pair in zip(row, shape, twin, strict=True)}
+    for row, shape, twin in zip(rows, equation.outs, equation.twin_outs, strict=True):
+        for axes, size, alone in zip(row, shape, twin, strict=True):
+            if not isinstance(axes, tuple) or (axes, size, alone) in known:
+                continue
+            on_many = size * math.prod(equation.axes[axis] for axis in axes)
+            if on_many != alone:
+                raise ShardingError(
+                    f"'{equation.name}' makes a dim whose size depends on how many devices there are: {alone} in all "
+                    f"on one device, {on_many} on several\n  fix: {_REGROUP}"
+                )
+
+
+def _same_numbers(equation: Equation):
+    if equation.schedule:
+        return
+    for key in _NUMBERS & equation.params.keys():
+        ours, alone = equation.params[key], equation.twin.params[key]
+        if isinstance(ours, (int, float, tuple)) and ours != alone:
+            raise ShardingError(
+                f"'{equation.name}' with a number that depends on how many devices there are ({key} is {ours} on the "
+                f"check's mesh, {alone} on one device): a device would take the size of its part for the whole's"
+            )
+
+
+def _dims(equation: Equation) -> list[Dims]:
+    name, rows, shapes, outs = equation.name, equation.rows, equation.shapes, equation.outs
     if name in RULES:
-        return RULES[name](name, eqn.params, rows, shapes, outs)
-    if name.startswith(("random_", "threefry", "rng_")):  # which numbers a device draws is not proved
-        return [(None,) * len(out) for out in outs]
+        return RULES[name](equation)
+    if name.startswith(("random_", "rng_")):
+        return _random(equation)
     if name in ELEMENTWISE and all(_broadcasts(shape, outs[0]) for shape in shapes):
-        alike = [_stretched(name, row, shape, outs[0]) for row, shape in zip(rows, shapes) if shape]
-        return [agree(name, alike) if alike else (None,) * len(outs[0])] * len(outs)
+        alike = [_stretched(equation, row, shape) for row, shape in zip(rows, shapes) if shape]
+        made = tuple(equation.made(dim) for dim in range(len(outs[0])))
+        return [agree(name, alike, outs[0]) if alike else made] * len(outs)
     for row in rows:
         for axes in row:
-            if axes:
+            if axes and axes is not Made.ANY:
                 raise ShardingError(
-                    f"'{name}' of a value with a dim that is {describe(axes)}: what it does to the parts is not known here\n  fix: all_gather it first, or call it through shardops.local, with a declared type"
+                    f"'{name}' of a value with a dim that is {describe(axes)}: what it does to the parts is not known "
+                    "here\n  fix: all_gather it first, or call it through shardops.local, with a declared type"
                 )
     return [whole(len(out)) for out in outs]
 
@@ -137,253 +278,364 @@ def _broadcasts(shape, out) -> bool:
     return not shape or (len(shape) == len(out) and all(size in (1, full) for size, full in zip(shape, out)))
 
 
-def _stretched(name, row, shape, out) -> Dims:
+def _stretched(equation: Equation, row: Dims, shape) -> Dims:
     """The dims of such an operand once its dims of size one are repeated to the result's size."""
     stretched = []
-    for axes, size, full in zip(row, shape, out):
+    for axes, size, full in zip(row, shape, equation.outs[0]):
         if size != full:
-            _keep_whole(name, "repeats", axes, _GATHERED)
-        stretched.append(axes if size == full else None)
+            _keep_whole(equation, "repeats", axes, _GATHERED)
+        stretched.append(axes if size == full else Made.ANY)
     return tuple(stretched)
 
 
-def _keep_whole(name: str, does: str, axes: Axes, fix: str):
-    if axes:
-        fix = "annotate the value first, to say how it lies" if isinstance(axes, frozenset) else fix
-        raise ShardingError(
-            f"'{name}' {does} a dim that is {describe(axes)}: each device would take its own part for the whole\n  fix: {fix}"
-        )
+def _keep_whole(equation: Equation, does: str, axes: Axes, fix: str):
+    if axes and axes is not Made.ANY:
+        error = "each device would take its own part for the whole"
+        if isinstance(axes, Made):
+            fix = "count in the whole array: x.shape[0] * shardops.axis_size('d') elements, shardops.slice for positions"
+        raise ShardingError(f"'{equation.name}' {does} a dim that is {describe(axes)}: {error}\n  fix: {fix}")
 
 
-def _reduce(name, params, rows, shapes, outs):
-    axes = params["axes"] if "axes" in params else params["dimensions"]
-    for row in rows[: len(outs)]:
-        for axis in axes:
-            _keep_whole(name, "reduces", row[axis], _REDUCED)
-    kept = [tuple(entry for axis, entry in enumerate(row) if axis not in axes) for row in rows[: len(outs)]]
-    return [agree(name, kept)] * len(outs)
+def _sum_over(equation: Equation, axes: Axes) -> bool:
+    """Whether a sum over this dim may be left pending here; notes it."""
+    if equation.unreduced and isinstance(axes, tuple):
+        equation.summed |= frozenset(axes)
+        return True
+    return False
+
+
+def _reduce(equation):
+    reduced = equation.params["axes"] if "axes" in equation.params else equation.params["dimensions"]
+    rows = equation.rows[: len(equation.outs)]
+    for row in rows:
+        for axis in reduced:
+            if equation.name != "reduce_sum" or not _sum_over(equation, row[axis]):
+                _keep_whole(equation, "reduces", row[axis], _REDUCED)
+    kept = [tuple(entry for axis, entry in enumerate(row) if axis not in reduced) for row in rows]
+    return [agree(equation.name, kept, equation.outs[0])] * len(equation.outs)
 
 
 def _along(key):
-    def rule(name, params, rows, shapes, outs):
-        axis = params[key]
-        for row in rows:
-            _keep_whole(name, "runs along", row[axis], _GATHERED)
-        row = list(agree(name, rows))
+    def rule(equation):
+        axis = equation.params[key]
+        for row in equation.rows:
+            _keep_whole(equation, "runs along", row[axis], _GATHERED)
+        row = list(agree(equation.name, equation.rows, equation.shapes[0]))
         row[axis] = ()
-        return [tuple(row)] * len(outs)
+        return [tuple(row)] * len(equation.outs)
 
     return rule
 
 
-def _dot_general(name, params, rows, shapes, outs):
-    (left, right), (left_batch, right_batch) = params["dimension_numbers"]
-    a, b = rows
-    for axes in [*(a[axis] for axis in left), *(b[axis] for axis in right)]:
-        _keep_whole(name, "contracts", axes, _REDUCED)
-    batch = agree(name, [tuple(a[axis] for axis in left_batch), tuple(b[axis] for axis in right_batch)])
+def _dot_general(equation):
+    (left, right), (left_batch, right_batch) = equation.params["dimension_numbers"]
+    a, b = equation.rows
+    for position, other in zip(left, right):
+        if a[position] != b[other] or not _sum_over(equation, a[position]):
+            for axes in (a[position], b[other]):
+                _keep_whole(equation, "contracts", axes, _REDUCED)
+    batches = [tuple(a[axis] for axis in left_batch), tuple(b[axis] for axis in right_batch)]
+    batch = agree(equation.name, batches, [equation.shapes[0][axis] for axis in left_batch])
     free_a = tuple(axes for axis, axes in enumerate(a) if axis not in (*left, *left_batch))
     free_b = tuple(axes for axis, axes in enumerate(b) if axis not in (*right, *right_batch))
     return [(*batch, *free_a, *free_b)]
 
 
-def _broadcast(name, params, rows, shapes, outs):
-    row = [None] * len(outs[0])
-    places = params["broadcast_dimensions"]
-    for place, axes in zip(places, _stretched(name, rows[0], shapes[0], [outs[0][place] for place in places])):
-        row[place] = axes
-    return [tuple(row)]
+def _ragged_dot(equation):
+    """'T M, E M F/t, E -> T F/t': rows, groups and what is contracted are whole, since the groups' sizes count the
+    whole's rows."""
+    numbers = equation.params["ragged_dot_dimension_numbers"]
+    (left, right), (batch, _) = numbers.dot_dimension_numbers
+    a, b = equation.rows[:2]
+    if batch or numbers.lhs_ragged_dimensions[0] in left:
+        raise ShardingError(
+            "'ragged_dot_general' with batch dims, or ragged along what is contracted: what it does to the parts is "
+            "not known here\n  fix: call it through shardops.local, with a declared type"
+        )
+    fix = "call it through shardops.local, with each device's own group sizes"
+    for axes in (a[numbers.lhs_ragged_dimensions[0]], *(b[axis] for axis in numbers.rhs_group_dimensions)):
+        _keep_whole(equation, "goes through the groups of", axes, fix)
+    for axes in (*(a[axis] for axis in left), *(b[axis] for axis in right)):
+        _keep_whole(equation, "contracts", axes, _REDUCED)
+    for axes in equation.rows[2]:
+        _keep_whole(equation, "reads the sizes of groups from", axes, fix)
+    free_a = tuple(axes for axis, axes in enumerate(a) if axis not in left)
+    free_b = tuple(axes for axis, axes in enumerate(b) if axis not in (*right, *numbers.rhs_group_dimensions))
+    return [(*free_a, *free_b)]
 
 
-def _tile(name, params, rows, shapes, outs):
-    for axes, times in zip(rows[0], params["reps"]):
-        if times != 1:
-            _keep_whole(name, "repeats", axes, _GATHERED)
-    return [rows[0]]
+def _batched(equation):
+    """A factorization of the last two dims, matrix by matrix: Cholesky, QR, LU, eigenvalues."""
+    matrices = [(row, shape) for row, shape in zip(equation.rows, equation.shapes) if len(row) >= 2]
+    for row, _ in matrices:
+        for axes in row[-2:]:
+            _keep_whole(equation, "factorizes along", axes, _GATHERED)
+    batch = agree(equation.name, [row[:-2] for row, _ in matrices], matrices[0][1][:-2])
+    return [(*batch, *whole(len(out) - len(batch))) for out in equation.outs]
 
 
-def _squeeze(name, params, rows, shapes, outs):
-    for axis in params["dimensions"]:
-        _keep_whole(name, "drops", rows[0][axis], _INDEXED)
-    return [tuple(axes for axis, axes in enumerate(rows[0]) if axis not in params["dimensions"])]
-
-
-def _part(name, params, rows, shapes, outs):
-    row = []
-    for axes, size, out in zip(rows[0], shapes[0], outs[0]):
-        if size != out:
-            _keep_whole(name, "takes a part of" if out < size else "lengthens", axes, _INDEXED)
-        row.append(axes)
-    return [tuple(row)]
-
-
-def _pad(name, params, rows, shapes, outs):
-    row = []
-    for axes, amounts in zip(rows[0], params["padding_config"]):
-        if any(amounts):
-            _keep_whole(name, "lengthens", axes, _GATHERED)
-            axes = () if axes is None else axes
-        row.append(axes)
-    return [tuple(row)]
-
-
-def _update_slice(name, params, rows, shapes, outs):
-    row = []
-    for axes, update, size, part in zip(rows[0], rows[1], shapes[0], shapes[1]):
-        if size != part:
-            _keep_whole(name, "writes a part of", axes, _INDEXED)
-            row.append(axes)
+def _broadcast(equation):
+    (before,), (after,), places = equation.shapes, equation.outs, equation.params["broadcast_dimensions"]
+    row = [equation.made(dim) for dim in range(len(after))]
+    for place, axes, size in zip(places, equation.rows[0], before):
+        if size == after[place]:
+            row[place] = axes
         else:
-            row += agree(name, [(axes,), (update,)])
+            _keep_whole(equation, "repeats", axes, _GATHERED)
     return [tuple(row)]
 
 
-def _gather(name, params, rows, shapes, outs):
-    (table, indices), numbers = rows[:2], params["dimension_numbers"]
-    batch = dict(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims))
+def _tile(equation):
+    for axes, times in zip(equation.rows[0], equation.params["reps"]):
+        if times != 1:
+            _keep_whole(equation, "repeats", axes, _GATHERED)
+    return [equation.rows[0]]
+
+
+def _squeeze(equation):
+    (row,), dimensions = equation.rows, equation.params["dimensions"]
+    for axis in dimensions:
+        if not equation.is_one(0, axis):
+            _keep_whole(equation, "drops", row[axis], _INDEXED)
+        equation.drop(row[axis])
+    return [tuple(axes for axis, axes in enumerate(row) if axis not in dimensions)]
+
+
+def _part(equation):
+    row = []
+    for axes, size, out in zip(equation.rows[0], equation.shapes[0], equation.outs[0]):
+        if size != out:
+            _keep_whole(equation, "takes a part of" if out < size else "lengthens", axes, _INDEXED)
+            axes = ()
+        row.append(axes)
+    return [tuple(row)]
+
+
+def _pad(equation):
+    row = []
+    for axes, amounts in zip(equation.rows[0], equation.params["padding_config"]):
+        if any(amounts):
+            _keep_whole(equation, "lengthens", axes, _GATHERED)
+            axes = ()
+        row.append(axes)
+    return [tuple(row)]
+
+
+def _update_slice(equation):
+    row = []
+    for axes, update, size, part in zip(*equation.rows[:2], *equation.shapes[:2]):
+        if size != part:
+            for each in (axes, update):
+                _keep_whole(equation, "writes a part of", each, _INDEXED)
+            row.append(())
+        else:
+            row += agree(equation.name, [(axes,), (update,)], [size])
+    return [tuple(row)]
+
+
+def _own_rows(equation, dimensions: Sequence[int], batching: dict[int, int]) -> dict[int, int]:
+    """Operand dims that are read or written element by element, with the dim of the indices that says which: the
+    batching ones, and those indexed by positions of their own, as in `cache.at[arange(B), i]`."""
+    (table, indices), places = equation.shapes[:2], equation.states[1].places
+    if places is None and indices and indices[-1] == 1:
+        places = (equation.states[1].place,)
+    own = dict(batching)
+    for place, axis in zip(places or (), dimensions):
+        if place is not None and place < len(indices) - 1 and indices[place] == table[axis]:
+            own[axis] = place
+    return own
+
+
+def _gather(equation):
+    (table, indices), numbers = equation.rows[:2], equation.params["dimension_numbers"]
+    batching = dict(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims))
+    own = _own_rows(equation, numbers.start_index_map, batching)
     window = []
     indices = list(indices[:-1])  # the last holds the coordinates
-    for axis, (axes, part) in enumerate(zip(table, params["slice_sizes"])):
-        if axis in batch:
-            indices[batch[axis]] = agree(name, [(axes,), (indices[batch[axis]],)])[0]
-        elif axis in numbers.collapsed_slice_dims or part != shapes[0][axis]:
-            _keep_whole(name, "indexes", axes, _INDEXED)
-            window += [] if axis in numbers.collapsed_slice_dims else [axes]
+    for axis, (axes, part) in enumerate(zip(table, equation.params["slice_sizes"])):
+        gone = axis in numbers.collapsed_slice_dims or axis in batching
+        if axis in own and part == 1 and gone:
+            place = own[axis]
+            indices[place] = _own_agreed(equation, axes, indices[place], equation.shapes[0][axis])
+        elif gone or part != equation.shapes[0][axis]:
+            if not equation.is_one(0, axis):
+                _keep_whole(equation, "indexes", axes, _INDEXED)
+                axes = ()
+            if gone:
+                equation.drop(axes)
+            else:
+                window.append(axes)
         else:
             window.append(axes)
     window, others = iter(window), iter(indices)
-    return [tuple(next(window) if axis in numbers.offset_dims else next(others) for axis in range(len(outs[0])))]
+    return [tuple(next(window if axis in numbers.offset_dims else others) for axis in range(len(equation.outs[0])))]
 
 
-def _scatter(name, params, rows, shapes, outs):
-    (table, _, updates), numbers = rows[:3], params["dimension_numbers"]
+def _own_agreed(equation, axes: Axes, index: Axes, size: int) -> Axes:
+    """The state of a dim whose element i is read or written by index i of a dim of indices."""
+    index = Made.PART if index is Made.OWN else index
+    return agree(equation.name, [(axes,), (index,)], [size])[0]
+
+
+def _scatter(equation):
+    (table, indices, updates), numbers = equation.rows[:3], equation.params["dimension_numbers"]
+    batching = dict(zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims))
+    own = _own_rows(equation, numbers.scatter_dims_to_operand_dims, batching)
+    own = {axis: place for axis, place in own.items() if axis in (*numbers.inserted_window_dims, *batching)}
+    scattered = [axis for axis in range(len(updates)) if axis not in numbers.update_window_dims]
     window = iter(numbers.update_window_dims)
     row = []
     for axis, axes in enumerate(table):
-        if axis in numbers.operand_batching_dims:
-            row.append(axes)
+        size = equation.shapes[0][axis]
+        if axis in own:
+            at = _own_agreed(equation, axes, indices[own[axis]], size)
+            row += agree(equation.name, [(at,), (updates[scattered[own[axis]]],)], [size])
         elif axis in numbers.inserted_window_dims:
-            _keep_whole(name, "writes at an index of", axes, _INDEXED)
-            row.append(axes)
+            _keep_whole(equation, "writes at an index of", axes, _INDEXED)
+            row.append(())
         else:
             place = next(window)
-            if shapes[2][place] != shapes[0][axis]:
-                _keep_whole(name, "writes a part of", axes, _INDEXED)
-                row.append(axes)
+            if equation.shapes[2][place] != size:
+                for each in (axes, updates[place]):
+                    _keep_whole(equation, "writes a part of", each, _INDEXED)
+                row.append(())
             else:
-                row += agree(name, [(axes,), (updates[place],)])
+                row += agree(equation.name, [(axes,), (updates[place],)], [size])
+    for place, axis in enumerate(scattered):
+        if place not in own.values():
+            for axes in (indices[place], updates[axis]):
+                _keep_whole(equation, "writes at indices of", axes, "all_gather indices and values first")
     return [tuple(row)]
 
 
-def _concatenate(name, params, rows, shapes, outs):
-    for row in rows:
-        _keep_whole(name, "lengthens", row[params["dimension"]], _GATHERED)
-    row = list(agree(name, rows))
-    row[params["dimension"]] = ()
+def _concatenate(equation):
+    dimension = equation.params["dimension"]
+    for row in equation.rows:
+        _keep_whole(equation, "lengthens", row[dimension], _GATHERED)
+    rows = [(*row[:dimension], (), *row[dimension + 1 :]) for row in equation.rows]
+    return [agree(equation.name, rows, equation.outs[0])]
+
+
+def _stack(equation):
+    row = list(agree(equation.name, equation.rows, equation.shapes[0]))
+    row.insert(equation.params["axis"], ())
     return [tuple(row)]
 
 
-def _stack(name, params, rows, shapes, outs):
-    row = list(agree(name, rows))
-    row.insert(params["axis"], ())
-    return [tuple(row)]
+def _unstack(equation):
+    axis, (row,) = equation.params["axis"], equation.rows
+    if equation.is_one(0, axis):
+        equation.drop(row[axis])
+    else:
+        _keep_whole(equation, "takes parts of", row[axis], _INDEXED)
+    return [(*row[:axis], *row[axis + 1 :])] * len(equation.outs)
 
 
-def _unstack(name, params, rows, shapes, outs):
-    axis = params["axis"]
-    _keep_whole(name, "takes parts of", rows[0][axis], _INDEXED)
-    return [(*rows[0][:axis], *rows[0][axis + 1 :])] * len(outs)
+def _iota(equation):
+    def made(dim):
+        axes = equation.made(dim)
+        if dim == equation.params["dimension"]:
+            return Made.OWN if axes is Made.PART else ()
+        return axes
+
+    return [tuple(map(made, range(len(equation.outs[0]))))]
 
 
-def _iota(name, params, rows, shapes, outs):
-    return [tuple(() if axis == params["dimension"] else None for axis in range(len(outs[0])))]
+def _rev(equation):
+    for axis in equation.params["dimensions"]:
+        _keep_whole(equation, "reverses", equation.rows[0][axis], _GATHERED)
+    return [equation.rows[0]]
 
 
-def _rev(name, params, rows, shapes, outs):
-    for axis in params["dimensions"]:
-        _keep_whole(name, "reverses", rows[0][axis], _GATHERED)
-    return [rows[0]]
+def _split(equation):
+    axis, (row,) = equation.params["axis"], equation.rows
+    _keep_whole(equation, "takes parts of", row[axis], _INDEXED)
+    return [(*row[:axis], (), *row[axis + 1 :])] * len(equation.outs)
 
 
-def _split(name, params, rows, shapes, outs):
-    _keep_whole(name, "takes parts of", rows[0][params["axis"]], _INDEXED)
-    return [rows[0]] * len(outs)
+def _random(equation):
+    """A key's dims come first, then those of what is drawn with it. Which numbers a device draws is not proved."""
+    alike = [row for row, shape in zip(equation.rows, equation.shapes) if shape]
+    rank = min([len(row) for row in alike] + [len(out) for out in equation.outs], default=0)
+    sizes = equation.outs[0][:rank]
+    lead = agree(equation.name, [row[:rank] for row in alike], sizes) if alike else ()
+    for row in alike:
+        for axes in row[rank:]:
+            _keep_whole(equation, "makes keys of", axes, _GATHERED)
+    return [(*lead, *(equation.made(dim, out) for dim in range(len(lead), len(shape))))
+            for out, shape in enumerate(equation.outs)]  # fmt: skip
 
 
-def _axes(*entries: Axes) -> frozenset[str]:
-    return frozenset().union(*(entry for entry in entries if entry))
-
-
-def _reshape(name, params, rows, shapes, outs):
-    """Runs of dims of equal size correspond. A dim that stays by itself stays as it is; dims that merge are split as
-    the major one is; of a split dim that is divided, which part stays split is left open (microbatches are whole, heads
-    are split)."""
-    (row,), (before,), (after,) = rows, shapes, outs
+def _reshape(equation):
+    """Runs of dims of equal size correspond. In a run the dim that is split must be the major one, and the major one of
+    those after stays split: only that is the same permutation of the whole array on every mesh."""
+    (row,), (before,), (after,) = equation.rows, equation.shapes, equation.outs
+    # The runs are those of the whole arrays: on a device a split dim may have size one by chance.
+    before, after = (
+        (before, after) if equation.twin is None else (equation.twin_shapes[0], equation.twin_outs[0])
+    )
     if 0 in before:
-        return [(_axes(*row),) * len(after)]
-    groups, gaps = (
-        [],
-        [],
-    )  # (what is known of the dims before, number of dims after): of each run, and of the ones around the runs
-    i = j = 0
-    while True:
-        i0, j0 = i, j
-        while before[i : i + 1] == (1,):
-            i += 1
-        while after[j : j + 1] == (1,):
-            j += 1
-        gaps.append((row[i0:i], j - j0))
-        if i == len(before):
-            break
-        i0, j0, i, j = i, j, i + 1, j + 1
-        while (have := math.prod(before[i0:i])) != (want := math.prod(after[j0:j])):
-            i, j = (i + 1, j) if have < want else (i, j + 1)
-        groups.append((row[i0:i], j - j0))
-    if not after:
         for axes in row:
-            _keep_whole(name, "drops", axes, _INDEXED)
-    result = []
-    for position, (ones, new) in enumerate(gaps):
-        # Beside a split dim of size n, a new one of size one: it may have been divided as n x 1 or 1 x n.
-        beside = [axes for inside, _ in groups[max(position - 1, 0) : position + 1] for axes in inside]
-        result += ones if len(ones) == new else [_axes(*ones, *beside) or (() if ones else None)] * new
-        if position < len(groups):
-            inside, count = groups[position]
-            around = gaps[position : position + 2]
-            merged = _axes(*(axes for ones, new in around if len(ones) > new for axes in ones))
-            divided = count > 1 or any(new > len(ones) for ones, new in around)
-            axes = _axes(*inside) | merged
-            if not axes:
-                result += [None if all(entry is None for entry in inside) else ()] * count
-            elif not merged and not divided and isinstance(inside[0], tuple) and axes == set(inside[0]):
-                result.append(inside[0])
+            _keep_whole(equation, "reshapes", axes, _REGROUP)
+        return [whole(len(after))]
+    result: list[Axes] = [()] * len(after)
+    i = j = 0
+    waiting: Axes = ()  # of a split dim of one element a device, which stands before the run
+    while i < len(before) or j < len(after):
+        if i < len(before) and before[i] == 1:
+            if row[i] and not isinstance(row[i], Made):
+                if j < len(after) and after[j] == 1:
+                    result[j] = row[i]
+                    j += 1
+                else:
+                    if waiting:
+                        _keep_major(equation, waiting, row[i])
+                    waiting = row[i]
+            i += 1
+        elif j < len(after) and after[j] == 1:
+            result[j] = equation.made(j)
+            j += 1
+        else:
+            i0, j0, i, j = i, j, i + 1, j + 1
+            while (have := math.prod(before[i0:i])) != (want := math.prod(after[j0:j])):
+                i, j = (i + 1, j) if have < want else (i, j + 1)
+            run = [row[k] for k in range(i0, i) if before[k] > 1 or row[k]]
+            major = waiting or run[0]
+            for axes in run if waiting else run[1:]:
+                _keep_major(equation, major, axes)
+            waiting = ()
+            if isinstance(major, Made) and (i - i0, j - j0) != (1, 1):
+                if major is Made.OWN:
+                    _keep_whole(equation, "reshapes", major, _REGROUP)
+                result[j0:j] = [equation.made(k) for k in range(j0, j)]
             else:
-                result += [axes] * count
+                result[j0] = major
+    equation.drop(waiting)
     return [tuple(result)]
 
 
+def _keep_major(equation: Equation, major: Axes, axes: Axes):
+    """Refuses a split dim that is merged with a dim that stands before it."""
+    if isinstance(axes, tuple) and axes and major != axes:
+        raise ShardingError(
+            f"'{equation.name}' merges a dim that is {describe(axes)} with one that stands before it: the devices' "
+            f"parts would lie within each other, in another order on each mesh\n  fix: {_REGROUP}"
+        )
+
+
+_REDUCTIONS = """
+    reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin reduce
+    """
 RULES = {
-    **dict.fromkeys(
-        (
-            "reduce_sum",
-            "reduce_max",
-            "reduce_min",
-            "reduce_prod",
-            "reduce_and",
-            "reduce_or",
-            "reduce_xor",
-            "argmax",
-            "argmin",
-            "reduce",
-        ),
-        _reduce,
-    ),
+    **dict.fromkeys(_REDUCTIONS.split(), _reduce),
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "top_k"), _along("axis")),
     "sort": _along("dimension"),
     "dot_general": _dot_general,
+    "ragged_dot_general": _ragged_dot,
+    **dict.fromkeys(("cholesky", "qr", "lu", "eigh", "eig", "svd", "triangular_solve", "householder_product"), _batched),
     "broadcast_in_dim": _broadcast,
     "tile": _tile,
-    "transpose": lambda name, params, rows, shapes, outs: [tuple(rows[0][axis] for axis in params["permutation"])],
+    "transpose": lambda equation: [tuple(equation.rows[0][axis] for axis in equation.params["permutation"])],
     "squeeze": _squeeze,
     **dict.fromkeys(("slice", "dynamic_slice"), _part),
     "pad": _pad,

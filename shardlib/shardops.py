@@ -4,7 +4,8 @@
     y = shardops.einsum_unreduced('B/d L F/t, M F/t -> B/d L M +t', x, w)        # sends nothing: still a sum over t
     y = shardops.psum_scatter('B/d L M +t -> B/d L M/t', y)                      # takes the sum, keeps a part
 
-All are called inside `typed_shard_map` (or `jax.shard_map(..., check_vma=False)`). Each raises `ShardingError`, with
+All are called inside `typed_shard_map` (or `jax.shard_map(..., check_vma=False)`). A dim that is named like a mesh axis
+counts that axis' devices: 'c/c' has one element on each. Each raises `ShardingError`, with
 the operation, its string, local and global shapes, the mesh and, where one is likely, the corrected string, if the
 string is not one for the operation or contradicts the operands' sizes; and, in the check, if an operand does not lie as
 the string says.
@@ -15,6 +16,7 @@ all_gather <-> reduce-scatter, psum <-> psum, all_to_all and ppermute their reve
 "Bytes" below are those that leave one device, for an axis of n devices and x bytes on each device before the operation.
 """
 
+import builtins
 import functools
 import math
 import string as _strings
@@ -24,48 +26,65 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardlib import check as _check
+from shardlib.arrays import (
+    DType,
+    bind,
+    devices_of,
+    letters_of_scope,
+    mapped_axes,
+    mesh_text,
+    on_each_device,
+    require_divisible,
+    shown_axes,
+)
+from shardlib.check import dual, require_dual
 from shardlib.mesh import row_major
-from shardlib.shardtypes import DType, bind, letters_of_scope, mapped_axes, mesh_text, not_divisible
-from shardlib.spec import Dim, Recipe, ShardingError, Spec, as_text, parse, parse_operation, users_line
-from shardlib.states import State, require
+from shardlib.spec import Dim, Recipe, ShardingError, Spec, as_text, parse, parse_operation, parts, users_line
+from shardlib.states import Made, State, require
 
 
 # -- What all operations share -----------------------------------------------------------------------------------------
-def _operate(name, text, operands, plan, execute, rule=None):
+def _operate(name, text, operands, plan, execute, rule=None, new_sizes=None, several=False):
     """Checks the string and the sizes, then runs the operation.
 
-    `plan(recipe)` raises if the string is not one for the operation; else it returns what `execute(planned, axes,
-    *operands)` needs. Its attribute-free results are cached by string. `planned['moves']` are the axes over which data
-    are sent.
+    `plan(recipe, mesh_axes)` raises if the string is not one for the operation; else it returns what `execute(planned,
+    axes, *operands)` needs, which is cached by string. `planned['moves']` are the axes over which data are sent.
+    `new_sizes` are sizes of dims that no operand has; `several` says that the string may have several results.
     """
     text = as_text(text)
     axes = mapped_axes()
     try:
         if not axes:
             raise ShardingError(
-                "called outside of shard_map: there are no mesh axes here\n  fix: call it inside a function under typed_shard_map"
+                "called outside of shard_map: there are no mesh axes here\n"
+                "  fix: call it inside a function under typed_shard_map"
             )
-        recipe, planned = _planned(plan, text, len(operands), tuple(axes))
+        recipe, planned = _planned(plan, text, len(operands), None if several else 1, tuple(axes))
         letters = letters_of_scope()
         shapes = [bind(spec, jnp.shape(operand), axes, letters) for spec, operand in zip(recipe.operands, operands)]
         sizes = {dim.name: size for spec, shape in zip(recipe.operands, shapes) for dim, size in zip(spec.dims, shape)}
-        for dim in recipe.result.dims:
-            size = sizes[dim.name] if dim.name in sizes else _size_of(dim, letters)
-            if size % math.prod(axes[axis] for axis in dim.axes):
-                raise ShardingError(not_divisible(dim, size, axes))
+        sizes |= new_sizes or {}
+        if planned["infers"]:
+            planned = {**planned, "sizes": planned["infers"](sizes, axes)}
+            sizes |= planned["sizes"]
+        for dim in (dim for result in recipe.results for dim in result.dims):
+            require_divisible(dim, sizes[dim.name] if dim.name in sizes else _size_of(dim, letters, axes), axes)
     except ShardingError as error:
-        raise ShardingError(f"{error}\n{_context(name, text, operands, axes)}\n  at {users_line()}") from None
+        raise error.extended(f"{_context(name, text, operands)}\n  at {users_line()}") from None
+
+    check = _check.current()
 
     def checked(states):
         try:
             if rule is not None:
                 return rule(recipe, states)
-            for spec, state in zip(recipe.operands, states):
-                require(spec, state, strict=True)
-            return [State.of(recipe.result)]
+            for spec, state, operand in zip(recipe.operands, states, operands):
+                require(spec, state, strict=True, sizes=jnp.shape(operand), schedule=check.schedule)
+            return list(map(State.of, recipe.results))
         except ShardingError as error:
-            raise ShardingError(f"{error}\n{_context(name, text, operands, axes)}") from None
+            raise error.extended(context) from None
 
+    context = _context(name, text, operands) if check is not None else ""  # now: the walk comes when the trace is over
     return _check.mark(
         checked,
         functools.partial(execute, planned, axes),
@@ -76,50 +95,53 @@ def _operate(name, text, operands, plan, execute, rule=None):
 
 
 @functools.cache
-def _planned(plan, text, operands, mesh_axes) -> tuple[Recipe, dict]:
-    recipe = parse_operation(text, operands)
-    for spec in (*recipe.operands, recipe.result):
+def _planned(plan, text, operands, results, mesh_axes) -> tuple[Recipe, dict]:
+    recipe = parse_operation(text, operands, results)
+    for spec in (*recipe.operands, *recipe.results):
         for dim in spec.dims:
             if dim.indexed and plan not in (_plan_index, _plan_ppermute):
                 raise ShardingError(f"[{dim.name}]: only index_unreduced and ppermute mark a dim with [ ]")
             if dim.name == "..." and plan is not _plan_sum:
                 raise ShardingError("'...' is for sum_unreduced alone: name the dims")
-    legal = [str(spec.in_mesh_order(mesh_axes)) for spec in (*recipe.operands, recipe.result)]
-    if legal != [str(spec) for spec in (*recipe.operands, recipe.result)]:
+    legal = [[str(spec.in_mesh_order(mesh_axes)) for spec in specs] for specs in (recipe.operands, recipe.results)]
+    if legal != [[str(spec) for spec in specs] for specs in (recipe.operands, recipe.results)]:
         raise ShardingError(
-            f"axes are written in the order of the mesh's axes ({', '.join(mesh_axes)}): write '{', '.join(legal[:-1])} -> {legal[-1]}'"
+            f"axes are written in the order of the mesh's axes ({', '.join(mesh_axes)}): "
+            f"write '{', '.join(legal[0])} -> {', '.join(legal[1])}'"
         )
-    return recipe, {"moves": (), **plan(recipe, mesh_axes)}
+    return recipe, {"moves": (), "infers": None, **plan(recipe, mesh_axes)}
 
 
-def _context(name, text, operands, axes) -> str:
+def _context(name, text, operands) -> str:
     """The second level of an error: operation, string, shapes on a device and, where the string fits them, of the
     whole, mesh."""
-    local = ", ".join(f"{jnp.result_type(x)}{list(jnp.shape(x))}" for x in operands)
+    axes, shown = mapped_axes(), shown_axes()
+    shapes = [jnp.shape(operand) for operand in operands]
+    local, whole = shapes, [None]
     try:
-        specs = parse_operation(text, len(operands)).operands
-        shapes = [_global_shape(spec, jnp.shape(operand), axes) for spec, operand in zip(specs, operands)]
-    except (
-        ShardingError,
-        KeyError,
-    ):  # the string cannot be read, or names an axis that the mesh lacks: that is the error
-        shapes = [None]
-    whole = "" if None in shapes else f", global {', '.join(map(str, shapes))}"
-    return f"  in shardops.{name}('{text}'), local {local}{whole}, {mesh_text(axes)}"
+        specs = parse_operation(text, len(operands), None).operands
+        whole = [_global_shape(spec, shape, axes) for spec, shape in zip(specs, shapes)]
+        local = [on_each_device(spec, shape) for spec, shape in zip(specs, shapes)]
+    except (ShardingError, KeyError):  # the string cannot be read, or names an axis that the mesh lacks: that's the error
+        pass
+    local = ", ".join(f"{jnp.result_type(operand)}{list(shape)}" for operand, shape in zip(operands, local))
+    whole = "" if None in whole else f", global {', '.join(map(str, whole))}"
+    return f"  in shardops.{name}('{text}'), local {local}{whole}, {mesh_text(shown)}"
 
 
 def _global_shape(spec: Spec, shape, axes) -> list[int] | None:
-    if len(spec.dims) != len(shape):
-        return None
-    return [size * math.prod(axes[axis] for axis in dim.axes) for dim, size in zip(spec.dims, shape)]
+    return None if len(spec.dims) != len(shape) else [size * parts(dim, axes) for dim, size in zip(spec.dims, shape)]
 
 
-def _size_of(dim: Dim, letters) -> int:
+def _size_of(dim: Dim, letters, axes) -> int:
     if dim.name.isdigit():
         return int(dim.name)
+    if dim.name in axes:
+        return devices_of(dim, axes)
     if dim.name not in letters:
         raise ShardingError(
-            f"the size of {dim.name} is not known here: no operand and no annotation of this scope has it"
+            f"the size of {dim.name} is not known here: no operand and no annotation of this scope has it\n"
+            f"  fix: where the operation makes {dim.name} (zeros, full, local, regroup), say {dim.name}=..."
         )
     return letters[dim.name][0]
 
@@ -187,8 +209,16 @@ def axis_size(name: str) -> int:
     shard_map."""
     axes = mapped_axes()
     if name not in axes:
-        raise ShardingError(f"axis_size('{name}'): the {mesh_text(axes)} has no such axis here\n  at {users_line()}")
+        mesh = mesh_text(shown_axes())
+        raise ShardingError(f"axis_size('{name}'): the {mesh} has no such axis here\n  at {users_line()}")
+    _check.note("schedule")
     return axes[name]
+
+
+def index(name: str):
+    """Each device's index along a mesh axis, i32['d/d']: on the whole, jnp.arange(axis_size('d')). Sends nothing."""
+    count = axis_size(name)
+    return slice(f"{name} -> {name}/{name}", jnp.arange(count, dtype=jnp.int32))
 
 
 # -- split -> same -----------------------------------------------------------------------------------------------------
@@ -285,10 +315,55 @@ def _plan_pmax(recipe, mesh_axes):
     if recipe.operands[0].pending:
         raise ShardingError("the largest of a sum is not the largest of its terms: reduce the pending axes first")
     if not dropped:
-        raise ShardingError("the result lacks no dim: the largest over what?")
+        raise ShardingError("the result lacks no dim: over what is it to be taken?")
     if recipe.result != Spec(tuple(kept)):
         raise ShardingError(f"the other dims stay as they are: {_corrected(recipe, Spec(tuple(kept)))}")
     return {"dropped": dropped, "moves": _ordered(axes, mesh_axes)}
+
+
+def argmax(spec: str | bytes, x):
+    """The index, in the whole array, of the largest along the one dim that the result lacks, over all devices: split ->
+    same. Of equal ones the first. No gradient.
+
+        argmax('B/d L V/t -> B/d L', logits)
+
+    Sends: two all-reduces of the result, 4 bytes an element: the largest, and the smallest index that has it.
+    """
+
+    def execute(planned, axes, x):
+        (dim,), names = planned["dropped"], _wide(planned["moves"], axes)
+        x, size = lax.stop_gradient(x), x.shape[dim]
+        first = lax.axis_index(names) * size if names else 0
+        largest, place = jnp.max(x, axis=dim), jnp.argmax(x, axis=dim).astype(jnp.int32) + first
+        if not names:
+            return place
+        ours = largest == lax.pmax(largest, names)
+        return lax.pmin(jnp.where(ours, place, jnp.iinfo(jnp.int32).max), names)
+
+    return _operate("argmax", spec, (x,), _plan_argmax, execute)
+
+
+def _plan_argmax(recipe, mesh_axes):
+    planned = _plan_pmax(recipe, mesh_axes)
+    if len(planned["dropped"]) != 1:
+        raise ShardingError("argmax goes along one dim, as in 'B/d L V/t -> B/d L'")
+    return planned
+
+
+def any(spec: str | bytes, x):
+    """Whether any element is true, over the dims that the result lacks and over all devices: split -> same.
+
+        any('B/d L -> ', ~jnp.isfinite(x))
+
+    Sends: an all-reduce of the result, 4 bytes an element.
+    """
+
+    def execute(planned, axes, x):
+        local = jnp.any(x, axis=planned["dropped"])
+        names = _wide(planned["moves"], axes)
+        return lax.pmax(local.astype(jnp.int32), names).astype(bool) if names else local
+
+    return _operate("any", spec, (x,), _plan_pmax, execute)
 
 
 # -- pending -> split, pending -> same ---------------------------------------------------------------------------------
@@ -391,11 +466,12 @@ def _plan_all_to_all(recipe, mesh_axes):
 
 
 def ppermute(spec: str | bytes, x, shift: int):
-    """Passes each device's part on: the device at index i along the axis sends to i + shift, around the end.
+    """Rolls a dim that counts an axis' devices: the device at index i sends its part to i + shift, around the end.
 
-        ppermute('S/p M -> S/p M', x, 1)
-        ppermute('[S/p] M/t -> [S/p] M/t', x, 1)         where several dims are split, [ ] says which one moves
+        ppermute('c/c B/d l M -> c/c B/d l M', x, 1)
+        ppermute('[c/c] B/d l -> [c/c] B/d l', x, 1)     where several dims do, [ ] says which one moves
 
+    `regroup('B/d L/c -> B/d c/c l', x)` makes such a dim of each device's part.
     Sends: x bytes; as much in the backward pass.
     """
 
@@ -412,10 +488,13 @@ def _plan_ppermute(recipe, mesh_axes):
     (operand,), result = recipe.operands, recipe.result
     if operand != result:
         raise ShardingError(f"ppermute keeps the type: {_corrected(recipe, operand)}")
-    moving = [dim for dim in operand.dims if dim.indexed] or [dim for dim in operand.dims if dim.axes]
-    if len(moving) != 1 or len(moving[0].axes) != 1:
+    moving = [dim for dim in operand.dims if dim.indexed] or [dim for dim in operand.dims if dim.axes == (dim.name,)]
+    if len(moving) != 1 or moving[0].axes != (moving[0].name,):
+        split = next((axis for dim in operand.dims for axis in dim.axes), mesh_axes[0])
         raise ShardingError(
-            "ppermute moves one dim that is split over one axis: mark it, as in '[S/p] M/t -> [S/p] M/t'"
+            f"ppermute rolls one dim that counts an axis' devices, as '{split}/{split}' does: of a longer dim it would "
+            f"move blocks, of another size on each mesh\n  fix: shardops.regroup('L/{split} -> {split}/{split} l', x) "
+            "makes such a dim; where there are several, mark the one that moves with [ ]"
         )
     return {"moves": moving[0].axes}
 
@@ -502,12 +581,16 @@ def sum_unreduced(spec: str | bytes, x):
     Sends: nothing.
     """
 
+    check = _check.current()
+
     def rule(recipe, states):
         (operand,), result = recipe.operands, recipe.result
         if "..." not in operand.names:
-            require(operand, states[0], strict=True)
+            require(operand, states[0], strict=True, sizes=jnp.shape(x), schedule=check.schedule)
             return [State.of(result)]
-        for axis in states[0].split | states[0].pending | set(result.pending):
+        if builtins.any(axes is Made.PART or axes is Made.OWN for axes in states[0].dims) or states[0].sized:
+            raise ShardingError("'...' was made to the size of a device's part: its elements are no elements of the whole")
+        for axis in sorted(states[0].split | states[0].pending | set(result.pending)):
             true = states[0].word(axis)
             if axis not in result.pending:
                 raise ShardingError(f"'...' is {true} along {axis}: the result is pending over it, write '+{axis}'")
@@ -586,7 +669,7 @@ def _rows(table, indices):
 def _plan_index(recipe, mesh_axes):
     table, indices = recipe.operands
     marked = [position for position, dim in enumerate(table.dims) if dim.indexed]
-    if len(marked) != 1 or any(dim.indexed for dim in (*indices.dims, *recipe.result.dims)):
+    if len(marked) != 1 or builtins.any(dim.indexed for dim in (*indices.dims, *recipe.result.dims)):
         raise ShardingError(
             "the table's indexed dim, and no other, stands in [ ], as in '[V/t] M, B/d L -> B/d L M +t'"
         )
@@ -639,6 +722,80 @@ def _plan_slice(recipe, mesh_axes):
     return {"sliced": sliced}
 
 
+def regroup(spec: str | bytes, x, **sizes: int):
+    """Reshapes each device's part by itself, where the order that this gives the whole array is meant to depend on the
+    mesh: rows into microbatches, a part into a dim that counts devices.
+
+        regroup('B/d L -> parts R/d L', x, parts=4)      each microbatch has rows of every device
+        regroup('parts R/d L -> B/d L', x)               its inverse
+        regroup('B/d L/c -> B/d c/c l', x)               one block a device
+
+    Dims of the same name stay; between them, dims are divided and merged, and are split over the same axes before and
+    after. One size may be left out. Sends: nothing; its transpose is the inverse.
+    """
+
+    def execute(planned, axes, x):
+        shape = [planned["sizes"][dim.name] // parts(dim, axes) for dim in planned["result"].dims]
+        return x.reshape(shape)
+
+    sizes = {name: int(size) for name, size in sizes.items()}
+    return _operate("regroup", spec, (x,), _plan_regroup, execute, new_sizes=sizes)
+
+
+def _plan_regroup(recipe, mesh_axes):
+    (operand,), result = recipe.operands, recipe.result
+    stay = [name for name in operand.names if name in result.names]
+    if stay != [name for name in result.names if name in stay]:
+        raise ShardingError("regroup keeps the order of the dims that stay: transpose before or after")
+    if operand.pending != result.pending or operand.names == result.names:
+        fix = _corrected(recipe, Spec(result.dims, operand.pending))
+        raise ShardingError(f"regroup divides and merges dims, and changes nothing else: {fix}")
+    runs, before, after = [], list(operand.dims), list(result.dims)
+    for name in (*stay, None):
+        run = [], []
+        for dims, found in zip((before, after), run):
+            while dims and dims[0].name != name:
+                found.append(dims.pop(0))
+        runs.append(run)
+        for one, other in zip(before[:1], after[:1]):
+            if one != other:
+                raise ShardingError(f"{one} and {other}: a dim that stays is split as before")
+        del before[:1], after[:1]
+    for one, other in runs:
+        lost = sorted({axis for dim in one for axis in dim.axes} ^ {axis for dim in other for axis in dim.axes})
+        if lost:
+            raise ShardingError(
+                f"{' '.join(map(str, one)) or 'nothing'} and {' '.join(map(str, other)) or 'nothing'} are split over "
+                f"different axes ({', '.join(lost)}): regroup moves nothing between devices"
+            )
+
+    def infers(sizes, axes):
+        """Sizes of all dims; of each run one that was left out follows from the others."""
+        sizes = dict(sizes)
+        for one, other in runs:
+            for dim in (*one, *other):
+                if dim.name.isdigit():
+                    sizes[dim.name] = int(dim.name)
+                elif dim.name in axes:
+                    sizes[dim.name] = devices_of(dim, axes)
+            have = math.prod(sizes[dim.name] // parts(dim, axes) for dim in one)
+            unknown = [dim for dim in other if dim.name not in sizes]
+            for dim in other:
+                if dim.name in sizes:
+                    require_divisible(dim, sizes[dim.name], axes)
+            rest = math.prod(sizes[dim.name] // parts(dim, axes) for dim in other if dim.name in sizes)
+            if len(unknown) > 1:
+                raise ShardingError(f"say all sizes of {' '.join(map(str, other))} but one, as in {unknown[0].name}=...")
+            if have % rest or (not unknown and have != rest):
+                text = f"{' '.join(map(str, one))} to {' '.join(map(str, other))}: a device's {have} elements are not "
+                raise ShardingError(text + f"{'a multiple of ' * bool(unknown)}{rest}")
+            for dim in unknown:
+                sizes[dim.name] = have // rest * parts(dim, axes)
+        return sizes
+
+    return {"result": result, "infers": infers}
+
+
 def pending(spec: str | bytes, x):
     """Makes one term of a sum of what is the same: the first device along the axes keeps it, the others hold zero.
 
@@ -664,7 +821,7 @@ def _plan_pending(recipe, mesh_axes):
 
 
 def zeros(spec: str | bytes, dtype, **sizes: int):
-    """Zeros of that type, pending ones too (a scan's first carry). Sizes are the scope's letters, or given:
+    """Zeros of that type, pending ones too (a scan's first carry). Sizes are the scope's letters, or given, of the whole:
     zeros('M/d', f32, M=512)."""
     return _make("zeros", spec, dtype, 0, sizes)
 
@@ -684,66 +841,138 @@ def _make(name, text, dtype, value, sizes):
         spec.require_mesh_order(axes)
         if spec.pending and name == "full":
             raise ShardingError(
-                f"a pending value is a sum of the devices' terms\n  fix: shardops.pending('{Spec(spec.dims)} -> {spec}', shardops.full('{Spec(spec.dims)}', ...))"
+                "a pending value is a sum of the devices' terms\n  fix: shardops.pending("
+                f"'{Spec(spec.dims)} -> {spec}', shardops.full('{Spec(spec.dims)}', ...))"
             )
         letters = letters_of_scope() | {letter: (size, "the arguments") for letter, size in sizes.items()}
         shape = []
         for dim in spec.dims:
-            size, parts = _size_of(dim, letters), math.prod(axes[axis] for axis in dim.axes)
-            if size % parts:
-                raise ShardingError(not_divisible(dim, size, axes))
-            shape.append(size // parts)
+            size = _size_of(dim, letters, axes)
+            require_divisible(dim, size, axes)
+            shape.append(size // parts(dim, axes))
     except ShardingError as error:
-        raise ShardingError(
-            f"{error}\n  in shardops.{name}('{text}'), {mesh_text(axes)}\n  at {users_line()}"
-        ) from None
+        raise error.extended(f"  in shardops.{name}('{text}'), {mesh_text(shown_axes())}\n  at {users_line()}") from None
     return _check.mark(lambda states: [State.of(spec)], lambda: jnp.full(shape, value, _element(dtype)))
 
 
-def local(spec: str | bytes, function, *operands):
+def local(spec: str | bytes, function, *operands, **sizes: int):
     """Runs a device-local function, a kernel, of a declared type; the check sees only the types.
 
         local('B/d L Q K/t D, B/d S K/t D -> B/d L Q K/t D', attend, q, k)
+        local('B/d L E -> B/d L X, B/d L X', choose, scores, X=2)      several results; X is new
 
-    Proved: operands lie as the string says, the result differs along the same axes as they do, and the function sends
+    Args:
+      sizes: of dims that no operand has, in the whole array.
+    Proved: operands lie as the string says, the results differ along the same axes as they do, and the function sends
     nothing and takes no other value that is split. Not proved: that it treats split dims part by part, and is linear in
     what is pending.
     """
+    several = "," in as_text(spec).partition("->")[2]
 
     def execute(planned, axes, *operands):
         return function(*operands)
 
-    result = _operate("local", spec, operands, _plan_local, execute)
+    found = _operate("local", spec, operands, _plan_local, execute, new_sizes=sizes, several=True)
+    results = parse_operation(as_text(spec), len(operands), None).results
+    given = found if several else (found,)
     try:
-        bind(parse_operation(as_text(spec), len(operands)).result, jnp.shape(result), mapped_axes(), letters_of_scope())
+        if not isinstance(given, (tuple, list)) or len(given) != len(results):
+            raise ShardingError(f"the string has {len(results)} results, the function returned {_count_of(given)}")
+        letters = letters_of_scope() | {letter: (size, "the arguments") for letter, size in sizes.items()}
+        for result, value in zip(results, given):
+            bind(result, jnp.shape(value), mapped_axes(), letters)
     except ShardingError as error:
-        raise ShardingError(
-            f"{error}\n{_context('local', as_text(spec), operands, mapped_axes())}, result {list(jnp.shape(result))}\n  at {users_line()}"
+        shapes = ", ".join(str(list(jnp.shape(value))) for value in jax.tree.leaves(found))
+        raise error.extended(
+            f"{_context('local', as_text(spec), operands)}, result {shapes}\n  at {users_line()}"
         ) from None
-    return result
+    return found
+
+
+def _count_of(value) -> str:
+    return f"{len(value)}" if isinstance(value, (tuple, list)) else type(value).__name__
 
 
 def _plan_local(recipe, mesh_axes):
     for axis in mesh_axes:
-        split = any(axis in operand.split for operand in recipe.operands)
-        owed = any(axis in operand.pending for operand in recipe.operands)
-        claimed = axis in recipe.result.split or axis in recipe.result.pending
-        if owed and (split or axis not in recipe.result.pending):
-            raise ShardingError(
-                f"an operand is pending over {axis} and {'another is split over it' if split else 'the result is not'}: reduce it first"
-            )
-        if split and not claimed:
-            raise ShardingError(
-                f"an operand differs along {axis}, the result says it is the same: nothing is sent inside a local function"
-            )
-        if claimed and not split and not owed:
-            raise ShardingError(
-                f"the operands are the same along {axis}, and so is the result: a local function does not know which device it runs on"
-            )
+        split = builtins.any(axis in operand.split for operand in recipe.operands)
+        owed = builtins.any(axis in operand.pending for operand in recipe.operands)
+        for result in recipe.results:
+            claimed = axis in result.split or axis in result.pending
+            if owed and (split or axis not in result.pending):
+                other = "another is split over it" if split else "the result is not"
+                raise ShardingError(f"an operand is pending over {axis} and {other}: reduce it first")
+            if split and not claimed:
+                raise ShardingError(
+                    f"an operand differs along {axis}, the result says it is the same: nothing is sent inside a local "
+                    "function"
+                )
+            if claimed and not split and not owed:
+                raise ShardingError(
+                    f"the operands are the same along {axis}, and so is the result: a local function does not know "
+                    "which device it runs on"
+                )
     return {}
 
 
 # -- Gradients ---------------------------------------------------------------------------------------------------------
+def vjp(function, *args):
+    """`jax.vjp`: the result, and a function from its cotangent to the arguments' gradients. What is differentiated is
+    the sum over all devices, so a cotangent has the result's type with same and pending exchanged, and a gradient that
+    of its argument: of 'B/d M' on axes d, t it is 'B/d M +t'.
+
+        y, pull = shardops.vjp(stage, w, x)
+        of_w, of_x = pull(of_y)
+
+    Raises:
+      ShardingError: in the check, for a cotangent of another type.
+    """
+    return _vjp("vjp", function, args)
+
+
+def _vjp(name, function, args, has_aux=False, loss=False):
+    if not _check.marking():
+        return jax.vjp(function, *args, has_aux=has_aux)
+    # The backward pass need not be traced: the theory of the types gives the gradients' (see shardlib/check.py).
+    _check.note("gradients")
+    result, *aux = function(*args) if has_aux else (function(*args),)
+    results, given = jax.tree.leaves(result), jax.tree.leaves(args)
+    axes, line = frozenset(mapped_axes()), users_line()
+
+    def pull(cotangent):
+        if jax.tree.structure(cotangent) != jax.tree.structure(result):
+            raise ShardingError(f"the cotangent is no tree like the result\n  in shardops.{name}\n  at {users_line()}")
+
+        def rule(states):
+            of_results, cotangents = states[: len(results)], states[len(results) : 2 * len(results)]
+            for index, (of, state, value) in enumerate(zip(of_results, cotangents, results)):
+                if loss:
+                    _require_pending(of, axes, name)
+                try:
+                    require_dual(state, of, axes, jnp.shape(value), f"the cotangent of result {index}")
+                except ShardingError as error:
+                    raise error.extended(f"  in shardops.{name}\n  at {line}") from None
+            return [dual(state, axes) for state in states[2 * len(results) :]]
+
+        def stand_ins(*leaves):
+            return [jnp.zeros_like(leaf) for leaf in leaves[2 * len(results) :]]
+
+        return jax.tree.unflatten(
+            jax.tree.structure(args), _check.mark(rule, stand_ins, *results, *jax.tree.leaves(cotangent), *given)
+        )
+
+    return result, pull, *aux
+
+
+def _require_pending(loss: State, axes: frozenset[str], name: str):
+    for axis in sorted(axes - loss.pending):
+        raise ShardingError(
+            f"the loss is {loss.word(axis)} along {axis}: what is differentiated is the sum over all devices, so it "
+            f"would count once for each device along {axis}\n  fix: return it pending, "
+            f"'{Spec((), tuple(mapped_axes()))}', before any psum\n  in shardops.{name}"
+        )
+
+
 def value_and_grad(function, argnums: int | tuple[int, ...] = 0, has_aux: bool = False):
     """`jax.value_and_grad` of a loss whose every mesh axis is pending, '+d +t': what is differentiated is the sum over
     all devices.
@@ -752,37 +981,26 @@ def value_and_grad(function, argnums: int | tuple[int, ...] = 0, has_aux: bool =
     'M +d +t', still to be reduced; that of a weight 'M/d' is 'M/d +t'; of a fully split one, fully split.
 
     Raises:
-      ShardingError: in the check, for a loss that is the same along an axis (it would count once for each device).
+      ShardingError: for a loss that is no scalar; in the check, for one that is the same along an axis (it would count
+        once for each device).
     """
+    chosen = (argnums,) if isinstance(argnums, int) else argnums
 
     @functools.wraps(function)
     def differentiate(*args):
-        if _check.checking() is None:
-            return jax.value_and_grad(function, argnums, has_aux)(*args)
-        # The backward pass need not be traced: the theory of the types gives the gradients' (see shardlib/check.py).
-        result = function(*args)
-        loss = result[0] if has_aux else result
-        leaves, tree = jax.tree.flatten(
-            args[argnums] if isinstance(argnums, int) else tuple(args[argument] for argument in argnums)
-        )
-        mesh_axes = tuple(mapped_axes())
-        axes = frozenset(mesh_axes)
+        def of_chosen(*weights):
+            given = dict(zip(chosen, weights))
+            return function(*(given.get(index, arg) for index, arg in enumerate(args)))
 
-        def rule(states):
-            loss_state, *weights = states
-            for axis in sorted(axes - loss_state.pending):
-                raise ShardingError(
-                    f"the loss is {loss_state.word(axis)} along {axis}: what is differentiated is the sum over all devices, so it would count once for each device along {axis}\n"
-                    f"  fix: return it pending, '{Spec((), mesh_axes)}', before any psum\n  in shardops.value_and_grad"
-                )
-            return [State(state.dims, state.split, axes - state.split - state.pending) for state in weights]
-
+        weights = [args[index] for index in chosen]
+        loss, pull, *aux = _vjp("value_and_grad", of_chosen, weights, has_aux, loss=True)
         if jnp.shape(loss) != ():
             raise ShardingError(
-                f"the loss must be a scalar, it has shape {list(jnp.shape(loss))}\n  in shardops.value_and_grad\n  at {users_line()}"
+                f"the loss must be a scalar, it has shape {list(jnp.shape(loss))}\n  in shardops.value_and_grad\n"
+                f"  at {users_line()}"
             )
-        gradients = _check.mark(rule, lambda loss, *leaves: [jnp.zeros_like(leaf) for leaf in leaves], loss, *leaves)
-        return result, jax.tree.unflatten(tree, gradients)
+        gradients = pull(jnp.ones_like(loss))
+        return ((loss, *aux) if has_aux else loss), (gradients[0] if isinstance(argnums, int) else gradients)
 
     return differentiate
 
@@ -807,7 +1025,7 @@ def sum_over_chunks(function, shared, x, others):
         start = zeros(str(Spec((), tuple(mapped_axes()))), jnp.float32)
         return lax.scan(lambda sum, chunk: (sum + function(shared, *chunk), None), start, (x, others))[0]
 
-    if _check.checking() is not None:
+    if _check.marking():
         return total(shared, x, others)
 
     def with_gradient(shared, x, others):

@@ -4,10 +4,12 @@
 'B/d L M +t'     pending: the true value is the sum over t of what the devices hold
 '2 M/d K/t D'    an integer is a dim of that size
 'M/d/t'          one dim split over two axes, major first, in the order of the mesh's axes
+'d/d M'          a dim that is named like an axis counts that axis' devices; here each device has its own row of M
 ''               a scalar that is the same on every device
 """
 
 import functools
+import math
 import os
 import re
 import sys
@@ -25,6 +27,21 @@ _PENDING = re.compile(r"\+([A-Za-z_]\w*)")
 class ShardingError(TypeError):
     """What the notation says and what the program does differ. The message names the operation, its string, the shapes,
     the mesh and the line."""
+
+    def extended(self, more: str) -> "ShardingError":
+        """The same error, with more lines."""
+        return type(self)(f"{self}\n{more}")
+
+
+class Indivisible(ShardingError):
+    """A dim whose size the mesh axes that split it do not divide."""
+
+    def __init__(self, text: str, size: int, axes: tuple[str, ...]):
+        super().__init__(text)
+        self.size, self.axes = size, axes
+
+    def extended(self, more: str) -> "Indivisible":
+        return Indivisible(f"{self}\n{more}", self.size, self.axes)
 
 
 @dataclass(frozen=True)
@@ -90,11 +107,15 @@ class Spec:
 
 @dataclass(frozen=True)
 class Recipe:
-    """An operation's string: the types of its operands and of its result."""
+    """An operation's string: the types of its operands and of its results."""
 
-    text: str
     operands: tuple[Spec, ...]
-    result: Spec
+    results: tuple[Spec, ...]
+
+    @property
+    def result(self) -> Spec:
+        """The result of an operation that has one."""
+        return self.results[0]
 
 
 def as_text(text: str | bytes) -> str:
@@ -131,18 +152,26 @@ def parse(text: str) -> Spec:
     return Spec(tuple(dims), tuple(pending))
 
 
+def parts(dim: Dim, axes: dict[str, int]) -> int:
+    """Into how many parts a dim is split on a mesh with these axes."""
+    return math.prod(axes[axis] for axis in dim.axes)
+
+
 @functools.cache
-def parse_operation(text: str, operands: int) -> Recipe:
-    """Parses an operation's string, 'A, B -> C', with the number of operands that the operation takes."""
+def parse_operation(text: str, operands: int, results: int | None = 1) -> Recipe:
+    """Parses an operation's string, 'A, B -> C', with the number of operands that the operation takes, and of results
+    (None: any)."""
     left, arrow, right = text.partition("->")
-    parts = left.split(",")
-    if not arrow or "->" in right or "," in right:
-        raise ShardingError("an operation's string is 'operand -> result', with commas between operands")
-    if len(parts) != operands:
+    if not arrow or "->" in right:
         raise ShardingError(
-            f"the string has {len(parts)} operand{'s' * (len(parts) != 1)}, the operation takes {operands}"
+            "an operation's string is 'operands -> results', with commas between them\n"
+            f"  fix: write '{text.replace('->', ' ').strip()} -> ...', the result after the arrow"
         )
-    return Recipe(text, tuple(parse(part.strip()) for part in parts), parse(right.strip()))
+    parts, after = left.split(","), right.split(",")
+    for what, found, takes in (("operand", len(parts), operands), ("result", len(after), results)):
+        if takes is not None and found != takes:
+            raise ShardingError(f"the string has {found} {what}{'s' * (found != 1)}, the operation takes {takes}")
+    return Recipe(tuple(parse(part.strip()) for part in parts), tuple(parse(part.strip()) for part in after))
 
 
 # -- Where an error is -------------------------------------------------------------------------------------------------
@@ -155,6 +184,7 @@ _NOT_USERS = (
 )
 
 
+@functools.cache
 def is_users(file_name: str) -> bool:
     """Whether a frame is of the user's program: not of shardlib, JAX, Python's or an installed package's own files."""
     return not file_name.startswith(_NOT_USERS)
@@ -176,3 +206,17 @@ def line_of(error: BaseException) -> str:
         if is_users(frame.f_code.co_filename)
     ]
     return lines[-1] if lines else "unknown line"
+
+
+_WRITTEN = (jax.numpy, jax.nn, jax.lax, jax.random, jax.numpy.linalg)
+
+
+def spoken_name(eqn) -> str | None:
+    """The function of JAX that the user's line called, 'softmax', of which an equation is a part; None for operators."""
+    frames = [] if eqn.source_info.traceback is None else eqn.source_info.traceback.frames
+    users = next((index for index, frame in enumerate(frames) if is_users(frame.file_name)), 0)
+    for frame in reversed(frames[:users]):
+        name = frame.function_name.rpartition(".")[2]
+        if not name.startswith("_") and any(callable(getattr(module, name, None)) for module in _WRITTEN):
+            return name
+    return None

@@ -1,16 +1,23 @@
-"""How a value lies on the mesh, as the check knows it: split, same or pending along each axis, and which axes split
-which dim."""
+"""How a value lies on the mesh, as the check knows it: split, same or pending along each axis, and what splits each
+dim."""
 
-from dataclasses import dataclass
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from shardlib.spec import ShardingError, Spec
 
-# What is known of one dim:
-#   ('d', 't')              split over these axes, major first; () is whole
-#   frozenset({'d'})        after a reshape: split over some of these, or whole; the next annotation or operation says
-# which   None                    made from nothing, as zeros are: each device's part is as good as the whole, it fits
-# any type
-Axes = tuple[str, ...] | frozenset[str] | None
+
+class Made(enum.Enum):
+    """What is known of a dim that an operation of JAX made, as zeros and positions are."""
+
+    ANY = "made from nothing"  # each device's part is as good as the whole: it fits any type
+    PART = "made to the size of a device's part of a split dim"  # fits that dim, and must not be counted
+    OWN = "counted on each device from 0"  # positions within a device's part: they are no positions of the whole
+
+
+# What splits a dim: these axes, major first, where () is whole; or how the dim was made.
+Axes = tuple[str, ...] | Made
 Dims = tuple[Axes, ...]
 
 
@@ -24,7 +31,14 @@ class State:
     dims: Dims
     split: frozenset[str] = frozenset()
     pending: frozenset[str] = frozenset()
+    alone: frozenset[str] = frozenset()  # of the split ones: those whose dim of one element a device was dropped, w[0]
     zero: bool = False
+    sized: bool = False  # a number that depends on how many devices there are, as x.shape[0] of a split dim does
+    # For `cache.at[arange(B), position]`: this value is its own index along that dim; each coordinate (last dim) is
+    # one's own index along that dim, or None; a comparison that is never true (JAX asks whether an index is negative).
+    place: int | None = None
+    places: tuple[int | None, ...] | None = None
+    never: bool = False
 
     @classmethod
     def of(cls, spec: Spec) -> "State":
@@ -33,6 +47,10 @@ class State:
     def word(self, axis: str) -> str:
         return "pending" if axis in self.pending else "split" if axis in self.split else "the same"
 
+    def plain(self, dims: Dims) -> "State":
+        """The same along each axis, with other dims."""
+        return State(dims, self.split, self.pending, self.alone, sized=self.sized)
+
 
 def whole(rank: int) -> Dims:
     return ((),) * rank
@@ -40,18 +58,42 @@ def whole(rank: int) -> Dims:
 
 def describe(axes: Axes) -> str:
     """What is said of a dim in a message."""
-    if isinstance(axes, frozenset):
-        return f"split over {' and '.join(sorted(axes))} or whole (a reshape left it open)"
+    if isinstance(axes, Made):
+        return axes.value
     return f"split over {'/'.join(axes)}" if axes else "whole"
 
 
-def require(spec: Spec, state: State, *, strict: bool):
+_WHY = {
+    ("the same", "split"): "the value differs along {axis}: a reduction over {axis} or a gather was forgotten, or "
+    "'/{axis}' is missing",
+    ("the same", "pending"): "the value is still a sum over {axis} that nobody has taken: reduce it, or write "
+    "'+{axis}'",
+    ("split", "pending"): "the value is still a sum over {axis} that nobody has taken (psum_scatter makes '/{axis}' "
+    "of '+{axis}')",
+    ("split", "the same"): "the value is the same along {axis} (slice makes '/{axis}' of it; zeros and full make new "
+    "ones)",
+    ("pending", "the same"): "the value is already the same along {axis}: a sum over {axis} would count it once for "
+    "each device",
+    ("pending", "split"): "the value is split over {axis}, it is no term of a sum over {axis}",
+}
+
+
+def require(spec: Spec, state: State, *, strict: bool, sizes: Sequence[int], schedule: bool = False):
     """Raises `ShardingError` if a value's state contradicts its type; `strict` (operations) also refuses 'split' said
     of what is the same.
 
     An annotation may call a value split that was made from nothing (zeros, random numbers): each device's part is as
     good. Zeros may be called pending too.
+
+    Args:
+      sizes: of the value's dims on a device.
+      schedule: the program asks for the number of devices, so sizes may depend on it.
     """
+    if state.sized:
+        raise ShardingError(
+            f"'{spec}' is said of a number that depends on how many devices there are, like the size of a split dim "
+            "on one of them\n  fix: count in the whole array: x.shape[0] * shardops.axis_size('d')"
+        )
     if state.zero:
         return
     for axis in sorted(state.split | state.pending | spec.split | frozenset(spec.pending)):
@@ -59,72 +101,83 @@ def require(spec: Spec, state: State, *, strict: bool):
         true = state.word(axis)
         if said == true or ((said, true) == ("split", "the same") and not strict):
             continue
-        why = {
-            (
-                "the same",
-                "split",
-            ): f"the value differs along {axis}: a reduction over {axis} or a gather was forgotten, or '/{axis}' is missing",
-            (
-                "the same",
-                "pending",
-            ): f"the value is still a sum over {axis} that nobody has taken: reduce it, or write '+{axis}'",
-            (
-                "split",
-                "pending",
-            ): f"the value is still a sum over {axis} that nobody has taken (psum_scatter makes '/{axis}' of '+{axis}')",
-            (
-                "split",
-                "the same",
-            ): f"the value is the same along {axis} (slice makes '/{axis}' of it; zeros and full make new ones)",
-            (
-                "pending",
-                "the same",
-            ): f"the value is already the same along {axis}: a sum over {axis} would count it once for each device",
-            ("pending", "split"): f"the value is split over {axis}, it is no term of a sum over {axis}",
-        }[said, true]
-        raise ShardingError(f"'{spec}' says {said} along {axis}, but {why}")
-    for dim, axes in zip(spec.dims, state.dims, strict=True):
-        if axes is None or axes == dim.axes or (isinstance(axes, frozenset) and axes >= set(dim.axes)):
+        raise ShardingError(f"'{spec}' says {said} along {axis}, but {_WHY[said, true].format(axis=axis)}")
+    for dim, axes, size in zip(spec.dims, state.dims, sizes, strict=True):
+        if axes == dim.axes or axes is Made.ANY:
             continue
-        write = "" if isinstance(axes, frozenset) else f": write {'/'.join((dim.name, *axes))}"
+        if (axes is Made.PART and (dim.axes or schedule)) or (axes is Made.OWN and not dim.axes and schedule):
+            continue
+        if not axes and size == 1 and dim.axes == (dim.name,):  # y[None]: the dim of one element a device is back
+            continue
+        write = f": write {'/'.join((dim.name, *axes))}" if isinstance(axes, tuple) else ""
         raise ShardingError(
             f"'{spec}' says {'/'.join((dim.name, *dim.axes))}, but that dim is {describe(axes)} in the value{write}"
         )
+    for axis in sorted(state.alone):
+        if not any(dim.axes == (axis,) and dim.name == axis for dim in spec.dims):
+            raise ShardingError(
+                f"'{spec}': the value is one device's own along {axis}, its dim '{axis}/{axis}' was dropped: put it "
+                f"back with x[None], as '{axis}/{axis} ...'"
+            )
 
 
-def agree(name: str, rows: list[Dims]) -> Dims:
+def agree(name: str, rows: Sequence[Dims], sizes: Sequence[int]) -> Dims:
     """The dims of an elementwise result: what is known of any operand; raises where two operands are known to lie
-    differently."""
+    differently. `sizes` are those of the dims on a device."""
+    what = f"'{name}' of values"
     return tuple(
-        _agreed(f"'{name}' of values", position, column) for position, column in enumerate(zip(*rows, strict=True))
+        _agreed(what, position, column, size)
+        for position, (size, *column) in enumerate(zip(sizes, *rows, strict=True))
     )
 
 
-def _agreed(what: str, position: int, column: tuple[Axes, ...]) -> Axes:
-    known = sorted({axes for axes in column if isinstance(axes, tuple)})
-    open_ = [axes for axes in column if isinstance(axes, frozenset)]
-    if len(known) > 1 or (known and any(not axes >= set(known[0]) for axes in open_)):
-        one, other = known[:2] if len(known) > 1 else (known[0], open_[0])
+def _agreed(what: str, position: int, column: Sequence[Axes], size: int) -> Axes:
+    known = {axes for axes in column if isinstance(axes, tuple)}
+    if size == 1 and len(known) > 1:
+        known -= {()}  # one element for all devices fits the one that each device has
+    made = {axes for axes in column if isinstance(axes, Made)}
+    if Made.OWN in made and any(known):
+        known |= {Made.OWN}
+    if len(known) > 1:
+        one, other = map(describe, sorted(known, key=lambda axes: (0, axes) if isinstance(axes, tuple) else (1, axes.value))[:2])
+        fix = "\n  fix: the device's part of the whole's positions is shardops.slice('L -> L/t', jnp.arange(L))"
         raise ShardingError(
-            f"{what} that lie differently: dim {position} is {describe(one)} in one, {describe(other)} in another"
+            f"{what} that lie differently: dim {position} is {one} in one, {other} in another{fix * (Made.OWN in made)}"
         )
-    return known[0] if known else frozenset.intersection(*open_) if open_ else None
+    if known:
+        return known.pop()
+    return next((each for each in (Made.OWN, Made.PART) if each in made), Made.ANY)
 
 
-def join(*states: State) -> State:
+def join(*states: State, sizes: Sequence[int]) -> State:
     """What holds on every path of a loop or a branch: split if split on one; pending must be so on all."""
     pending = next((state.pending for state in states if not state.zero), frozenset())
     for state in states:
         if state.pending != pending and not state.zero:
             axis = min(state.pending ^ pending)
             raise ShardingError(
-                f"a carry or a branch is pending over {axis} on one path and not on the other\n  fix: start the carry with shardops.zeros('... +{axis}'), or reduce over {axis} inside"
+                f"a carry or a branch is pending over {axis} on one path and not on the other\n"
+                f"  fix: start the carry with shardops.zeros('... +{axis}'), or reduce over {axis} inside"
             )
-    dims = []
-    for position, column in enumerate(zip(*(state.dims for state in states), strict=True)):
-        agreed = _agreed("a carry or a branch has values", position, column)
-        left_open = [axes for axes in column if isinstance(axes, frozenset)]
-        dims.append(frozenset.union(*left_open) if left_open else agreed)
-    return State(
-        tuple(dims), frozenset().union(*(state.split for state in states)), pending, all(state.zero for state in states)
+    if len(set(states)) == 1:
+        return states[0]
+    dims = tuple(
+        _agreed("a carry or a branch has values", position, column, size)
+        for position, (size, *column) in enumerate(zip(sizes, *(state.dims for state in states), strict=True))
     )
+    together = merged(states)
+    return replace(together, dims=dims, pending=pending, zero=all(state.zero for state in states))
+
+
+def merged(states: Sequence[State]) -> State:
+    """A scalar that is split, alone and sized as any of these is, pending over nothing; raises where one is a device's
+    own along an axis that splits a dim of another."""
+    split = frozenset().union(*(state.split for state in states))
+    alone = frozenset().union(*(state.alone for state in states))
+    for axis in sorted(alone):
+        if any(axis in axes for state in states for axes in state.dims if isinstance(axes, tuple)):
+            raise ShardingError(
+                f"a value that is one device's own along {axis} (its dim '{axis}/{axis}' was dropped) meets one with a "
+                f"dim that is split over {axis}: each device would pair them by its own index"
+            )
+    return State((), split, alone=alone, sized=any(state.sized for state in states))

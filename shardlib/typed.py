@@ -6,23 +6,27 @@ each call.
         h: bf16['B/d L F/t'] = shardops.einsum_unreduced('B/d L M, M F/t -> B/d L F/t', x, w)
         return h
 
-What it really does: it reads the function's source, turns each annotated local `x: T = v` into `x: T = check(v, T)`,
-gives each nested function the same treatment, and compiles the result under the same file name and lines. A call opens
-a fresh scope of letters and checks arguments and result by the signature. Types that are not of sharded arrays go to
-typeguard.
+What it really does: it reads the function's source, turns each annotated local `x: T = v` into `x: T = check(v, T)` and
+each `return v` into `return check(v, ...)`, gives each nested function the same treatment, and compiles the result under
+the same file name and lines. A call opens a fresh scope of letters and checks the arguments by the signature. Types
+that are not of sharded arrays go to typeguard.
 """
 
 import ast
+import contextvars
 import functools
 import inspect
+import linecache
+import sys
 import types
-import typing
 
 import typeguard
 
-from shardlib.shardtypes import Scope, ShardingError, check_tree, is_array_type, register_with_typeguard
+from shardlib.arrays import Scope, check_tree, holds_arrays, register_with_typeguard
+from shardlib.spec import ShardingError
 
-_CHECK, _NESTED = "__shardlib_check_local__", "__shardlib_check_call__"
+_LOCAL, _RETURN, _NESTED = "__shardlib_local__", "__shardlib_return__", "__shardlib_nested__"
+_read: set[tuple[str, int]] = set()  # (file, line of `def`) of the functions whose annotations are checked
 register_with_typeguard()
 
 
@@ -30,9 +34,8 @@ def typed(function):
     """Checks each call of the function; see the module's docstring.
 
     Raises:
-      ShardingError: at decoration, if another decorator stands between it and `def`, or the source cannot be read; at
-        a call, for what
-        contradicts an annotation.
+      ShardingError: at decoration, if another decorator stands between it and `def`, if the source cannot be read, or
+        if a local is annotated without a value; at a call, for what contradicts an annotation.
       typeguard.TypeCheckError: for annotations that are not of sharded arrays.
     """
     if hasattr(function, "__wrapped__") or not isinstance(function, types.FunctionType):
@@ -57,26 +60,26 @@ def _rewritten(function):
     definition.decorator_list = []
     definition.args.defaults = [ast.Constant(None)] * len(definition.args.defaults)  # the function keeps its own
     definition.args.kw_defaults = [default and ast.Constant(None) for default in definition.args.kw_defaults]
-    definition.body = [_Rewrite().visit(statement) for statement in definition.body]
-    # An outer function makes the names that the body closes over (and our own two) free variables, as they were.
-    names = sorted({*function.__code__.co_freevars, _CHECK, _NESTED})
+    file = inspect.getfile(function)
+    _read.add((file, definition.lineno))
+    rewrite = _Rewrite(file)
+    definition.body = rewrite.body(definition)
+    # An outer function makes the names that the body closes over (and our own) free variables, as they were.
+    names = sorted({*function.__code__.co_freevars, _LOCAL, _RETURN, _NESTED})
     outer = ast.parse(f"def outer({', '.join(names)}):\n    pass").body[0]
-    for argument in (
-        *definition.args.posonlyargs,
-        *definition.args.args,
-        *definition.args.kwonlyargs,
-        definition.args.vararg,
-        definition.args.kwarg,
-    ):
+    arguments = definition.args
+    named = (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
+    for argument in (*named, arguments.vararg, arguments.kwarg):
         if argument is not None:
             argument.annotation = None  # evaluated once already
     definition.returns = None
     outer.body = [definition]
-    code = compile(ast.fix_missing_locations(ast.Module([outer], [])), inspect.getfile(function), "exec")
+    code = compile(ast.fix_missing_locations(ast.Module([outer], [])), file, "exec")
     outer_code = next(constant for constant in code.co_consts if isinstance(constant, types.CodeType))
     inner = next(constant for constant in outer_code.co_consts if isinstance(constant, types.CodeType))
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or ()))
-    cells |= {_CHECK: types.CellType(_check_local), _NESTED: types.CellType(_check_call)}
+    own = {_LOCAL: _check_local, _RETURN: _check_return, _NESTED: _check_call}
+    cells |= {name: types.CellType(value) for name, value in own.items()}
     closure = tuple(cells[name] for name in inner.co_freevars)
     rewritten = types.FunctionType(inner, function.__globals__, function.__name__, function.__defaults__, closure)
     rewritten.__kwdefaults__ = function.__kwdefaults__
@@ -84,67 +87,147 @@ def _rewritten(function):
 
 
 class _Rewrite(ast.NodeTransformer):
+    def __init__(self, file: str):
+        self.file = file
+
     def visit_AnnAssign(self, node):
         self.generic_visit(node)
-        if node.value is not None and isinstance(node.target, ast.Name):
-            call = ast.Call(
-                ast.Name(_CHECK, ast.Load()), [node.value, node.annotation, ast.Constant(node.target.id)], []
+        target = ast.unparse(node.target)
+        if node.value is None:
+            raise ShardingError(
+                f"'{ast.unparse(node)}' has no value here: annotate {target} where it is assigned\n"
+                f"  at {self.file}:{node.lineno}"
             )
-            node.value = ast.copy_location(call, node.value)
+        node.value = self.call(_LOCAL, node, node.value, node.annotation, ast.Constant(target))
         return node
 
-    def visit_FunctionDef(self, node):
+    def visit_Return(self, node):
         self.generic_visit(node)
+        node.value = self.call(_RETURN, node, node.value or ast.Constant(None))
+        return node
+
+    def body(self, node) -> list[ast.stmt]:
+        """The statements of a function, and the `return None` that Python adds at their end."""
+        last = ast.copy_location(ast.Return(None), node.body[-1])
+        return [self.visit(statement) for statement in (*node.body, last)]
+
+    def visit_FunctionDef(self, node):
+        _read.add((self.file, node.lineno))
+        node.body = self.body(node)
         node.decorator_list.append(ast.copy_location(ast.Name(_NESTED, ast.Load()), node))
+        return node
+
+    def visit_Lambda(self, node):
         return node
 
     def visit_ClassDef(self, node):
         return node  # its annotations are fields, no values
 
+    @staticmethod
+    def call(name, node, *arguments):
+        return ast.copy_location(ast.Call(ast.Name(name, ast.Load()), list(arguments), []), node)
+
 
 def _check_local(value, annotation, name):
+    if isinstance(annotation, str):
+        frame = sys._getframe(1)
+        annotation = eval(annotation, frame.f_globals, frame.f_locals)
     return _checked(annotation, value, f"local {name}")
 
 
+# What the function that is running says of its result: the annotation, and its name in messages.
+_result: contextvars.ContextVar[tuple[object, str]] = contextvars.ContextVar("result")
+
+
+def _check_return(value):
+    annotation, what = _result.get()
+    return value if annotation is inspect.Signature.empty else _checked(annotation, value, what)
+
+
 def _check_call(function):
-    signature = inspect.signature(function)
-    place = f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}"
-    annotations = inspect.get_annotations(function, eval_str=True) if hasattr(function, "__annotations__") else {}
+    signature = inspect.signature(function, eval_str=True)
+    place = f"{function.__name__} ({function.__code__.co_filename}:{function.__code__.co_firstlineno})"
+    annotations = {name: parameter.annotation for name, parameter in signature.parameters.items()}
+    result = signature.return_annotation
 
     @functools.wraps(function)
     def call(*args, **kwargs):
         with Scope():
             bound = signature.bind(*args, **kwargs)
             for name, value in bound.arguments.items():
-                if name in annotations and signature.parameters[name].kind not in (
-                    inspect.Parameter.VAR_POSITIONAL,
-                    inspect.Parameter.VAR_KEYWORD,
-                ):
-                    bound.arguments[name] = _checked(
-                        annotations[name], value, f"argument {name} of {function.__name__} ({place})"
-                    )
-            result = function(*bound.args, **bound.kwargs)
-            if "return" in annotations:
-                result = _checked(annotations["return"], result, f"the result of {function.__name__} ({place})")
-            return result
+                if annotations[name] is inspect.Parameter.empty:
+                    continue
+                kind, what = signature.parameters[name].kind, f"argument {name} of {place}"
+                if kind is inspect.Parameter.VAR_POSITIONAL:
+                    value = tuple(_checked(annotations[name], item, what) for item in value)
+                elif kind is inspect.Parameter.VAR_KEYWORD:
+                    value = {key: _checked(annotations[name], item, what) for key, item in value.items()}
+                else:
+                    value = _checked(annotations[name], value, what)
+                bound.arguments[name] = value
+            token = _result.set((result, f"the result of {place}"))
+            try:
+                return function(*bound.args, **bound.kwargs)
+            finally:
+                _result.reset(token)
 
     return call
 
 
 def _checked(annotation, value, what):
-    if is_array_type(annotation):
+    if holds_arrays(annotation):
         return check_tree(annotation, value, what=what)
-    items = typing.get_args(annotation)
-    if (
-        typing.get_origin(annotation) is tuple
-        and type(value) is tuple
-        and len(items) == len(value)
-        and Ellipsis not in items
-    ):
-        return tuple(
-            _checked(inner, item, f"item {index} of {what}") for index, (inner, item) in enumerate(zip(items, value))
-        )
     try:
         return typeguard.check_type(value, annotation)
     except typeguard.TypeCheckError as error:
         raise typeguard.TypeCheckError(f"{what}: {error}") from None
+
+
+# -- Annotations that nobody reads -------------------------------------------------------------------------------------
+def refuse_unread(functions: set[tuple[str, int]]):
+    """Raises `ShardingError` for a function of the program whose annotations say how arrays lie, and that is not under
+    `typed`: what it says would not be checked. `functions` are (file, first line)."""
+    for file, line in sorted(functions):
+        node = _definitions(file).get(line)
+        if node is None or (file, node.lineno) in _read:
+            continue
+        if any(_says_sharding(annotation) for annotation in _annotations(node)):
+            raise ShardingError(
+                f"nobody reads the annotations of {node.name}: what they say of its arrays is not checked\n"
+                f"  fix: @typed above `def {node.name}`\n  at {file}:{node.lineno}"
+            )
+
+
+@functools.cache
+def _definitions(file: str) -> dict[int, ast.FunctionDef]:
+    """The functions that a file defines, by the line of `def` and by that of the first decorator."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:  # no Python: a notebook's cell, a template
+        return {}
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    return {line: node for node in found for line in (node.lineno, *(each.lineno for each in node.decorator_list))}
+
+
+def _annotations(node: ast.FunctionDef):
+    arguments = node.args
+    yield from (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
+    yield from filter(None, (arguments.vararg, arguments.kwarg, node.returns))
+    inside = list(node.body)
+    while inside:
+        statement = inside.pop()
+        if isinstance(statement, ast.AnnAssign):
+            yield statement.annotation
+        if not isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
+            inside += ast.iter_child_nodes(statement)
+
+
+def _says_sharding(annotation: ast.AST) -> bool:
+    """Whether an annotation has something like f32['B/d'] in it."""
+    return any(
+        isinstance(node, ast.Subscript)
+        and isinstance(node.value, (ast.Name, ast.Attribute))
+        and ast.unparse(node.value).rpartition(".")[2] != "Literal"
+        and any(isinstance(each, ast.Constant) and isinstance(each.value, str) for each in ast.walk(node.slice))
+        for node in ast.walk(annotation)
+    )

@@ -10,13 +10,15 @@ import pytest
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.sharding import AxisType, Mesh
-from prove import prove_everywhere, refusal, refused_everywhere
+from prove import OF_D_AND_T, prove_everywhere, refusal, refused_everywhere
 
 from shardlib import shardops
 from shardlib.mesh import make_mesh
 from shardlib.shardtypes import ShardingError, check, f32, i32, make_shardings, typed_shard_map
+from shardlib.typed import typed
 
 
+@typed
 def owed(x: f32['B/d F/t'], w: f32['M F/t']) -> f32['B/d M +t']:
     return shardops.einsum_unreduced('B/d F/t, M F/t -> B/d M +t', x, w)
 
@@ -75,23 +77,23 @@ def test_what_is_linear_keeps_a_sum(name):
 NOT_LINEAR = {
     "silu": (jax.nn.silu, "'logistic', which is not linear, of a value that is pending over t"),
     "relu": (jax.nn.relu, "'max', which is not linear"),
-    "square": (lambda u: u**2, "'(integer_pow|square)', which is not linear"),
-    "integer power": (lambda u: u**3, "'integer_pow', which is not linear"),
+    "square": (lambda u: u**2, "'power' \\(integer_pow\\), which is not linear"),
+    "integer power": (lambda u: u**3, "'power' \\(integer_pow\\), which is not linear"),
     "u * u": (lambda u: u * u, "'mul' of two values that are both pending over t: the product of sums is not the sum of products"),
     "u @ u": (lambda u: u @ u.T @ u, "'dot_general' of two values that are both pending over t"),
     "same / u": (lambda u: 1 / u, "'div', which is not linear"),
     "u + same": (lambda u: u + jnp.ones_like(u), "'add' of a value that is pending over t and one that is not: each device would add it again\n  fix: reduce the pending one first"),
     "u + 1": (lambda u: u + 1, "'add' of a value that is pending over t and one that is not"),
     "same - u": (lambda u: 1 - u, "'sub' of a value that is pending over t and one that is not"),
-    "max": (lambda u: u - jnp.max(u, axis=1, keepdims=True), "'reduce_max', which is not linear"),
+    "max": (lambda u: u - jnp.max(u, axis=1, keepdims=True), "'max' \\(reduce_max\\), which is not linear"),
     "argmax": (lambda u: u * jnp.argmax(u, axis=1, keepdims=True).astype(jnp.float32), "'argmax', which is not linear"),
     "sort": (lambda u: jnp.sort(u, axis=1), "'sort', which is not linear"),
     "where(u, ...)": (lambda u: jnp.where(u > 0, u, 0.0), "'gt', which is not linear"),
-    "where(same, u, 1)": (lambda u: jnp.where(jnp.arange(64)[None] > 3, u, 1.0), "'select_n' of a value that is pending over t and one that is not"),
+    "where(same, u, 1)": (lambda u: jnp.where(jnp.arange(64)[None] > 3, u, 1.0), "'where' \\(select_n\\) of a value that is pending over t and one that is not"),
     "at set": (lambda u: u.at[:, :1].set(1.0), "'(scatter|dynamic_update_slice)'"),
     "pad with ones": (lambda u: jnp.pad(u, ((0, 0), (1, 0)), constant_values=1.0)[:, 1:], "'pad' of a value that is pending over t and one that is not"),
-    "index": (lambda u: jnp.arange(64, dtype=jnp.float32)[u.astype(jnp.int32)], "'convert_element_type', which is not linear"),
-    "softmax": (lambda u: jax.nn.softmax(u, axis=1), "'reduce_max', which is not linear"),
+    "index": (lambda u: jnp.arange(64, dtype=jnp.float32)[u.astype(jnp.int32)], "'astype' \\(convert_element_type\\), which is not linear"),
+    "softmax": (lambda u: jax.nn.softmax(u, axis=1), "'softmax' \\(reduce_max\\), which is not linear"),
     "cumprod": (lambda u: jnp.cumprod(u, axis=1), "'cumprod', which is not linear"),
     "concatenate": (lambda u: jnp.concatenate([u[:, :3], jnp.ones_like(u[:, 3:])], axis=1), "'concatenate' of a value that is pending over t and one that is not"),
     "stack": (lambda u: jnp.stack([u, jnp.ones_like(u)])[0], "'stack' of a value that is pending over t and one that is not"),
@@ -139,7 +141,7 @@ SPLIT = {
     "heads apart and together": (f32['B/d M'], lambda x: jnp.swapaxes(x.reshape(x.shape[0], 8, 8), 1, 2).swapaxes(1, 2).reshape(x.shape)),
     "split heads apart and together": (f32['B/d M/t'], lambda x: jnp.tanh(x.reshape(x.shape[0], -1, 4)).reshape(x.shape)),
     "tokens flattened and back": (f32['B/d L M'], lambda x: jnp.tanh(x.reshape(-1, x.shape[-1])).reshape(x.shape)),
-    "microbatches": (f32['B/d L'], lambda x: lax.map(jnp.tanh, x.reshape(2, -1, 32)).reshape(-1, 32)),
+    "microbatches": (f32['L/d M'], lambda x: shardops.regroup('parts R/d M -> L/d M', lax.map(jnp.tanh, shardops.regroup('L/d M -> parts R/d M', x, parts=2)))),
     "dropout": (f32['B/d M/t'], lambda x: x * jax.random.bernoulli(jax.random.key(0), 0.5, x.shape).astype(jnp.float32)),
     "zeros made locally": (f32['B/d M/t'], lambda x: jnp.zeros(x.shape) + x),
     "only zeros": (f32['B/d M/t'], lambda x: jnp.zeros(x.shape)),
@@ -171,18 +173,18 @@ def test_everyday_programs_pass(name):
 
 
 WRONG = {
-    "mean over a split batch": (f32['B/d M'], lambda x: x - jnp.mean(x, axis=0, keepdims=True), "'reduce_sum' reduces a dim that is split over d: each device would take its own part for the whole\n  fix: a split dim is reduced only by an operation with a string"),
-    "mean over everything": (f32['B/d M'], lambda x: x - jnp.mean(x), "'reduce_sum' reduces a dim that is split over d"),
-    "mean over a flattened batch": (f32['B/d M'], lambda x: x - jnp.mean(x.reshape(-1)), "'reduce_sum' reduces a dim that is split over d"),
+    "mean over a split batch": (f32['B/d M'], lambda x: x - jnp.mean(x, axis=0, keepdims=True), "'mean' (reduce_sum) reduces a dim that is split over d: each device would take its own part for the whole\n  fix: a split dim is reduced only by an operation with a string"),
+    "mean over everything": (f32['B/d M'], lambda x: x - jnp.mean(x), "'mean' (reduce_sum) reduces a dim that is split over d"),
+    "mean over a flattened batch": (f32['B/d M'], lambda x: x - jnp.mean(x.reshape(-1)), "'mean' (reduce_sum) reduces a dim that is split over d"),
     "norm over split features": (f32['B/d M/t'], lambda x: x / jnp.linalg.norm(x, axis=1, keepdims=True), "'reduce_sum' reduces a dim that is split over t"),
-    "norm over split heads": (f32['B/d M/t'], lambda x: (lambda y: (y / jnp.sum(y, axis=(1, 2), keepdims=True)).reshape(x.shape))(x.reshape(x.shape[0], -1, 4)), "'reduce_sum' reduces a dim that is split over t or whole (a reshape left it open): each device would take its own part for the whole\n  fix: annotate the value first"),
-    "softmax over split vocabulary": (f32['B/d V/t'], lambda x: jax.nn.softmax(x, axis=-1), "'reduce_max' reduces a dim that is split over t"),
+    "norm over split heads": (f32['B/d M/t'], lambda x: (lambda y: (y / jnp.sum(y, axis=(1, 2), keepdims=True)).reshape(x.shape))(x.reshape(x.shape[0], -1, 4)), "'sum' (reduce_sum) reduces a dim that is split over t"),
+    "softmax over split vocabulary": (f32['B/d V/t'], lambda x: jax.nn.softmax(x, axis=-1), "'softmax' (reduce_max) reduces a dim that is split over t"),
     "argmax over split vocabulary": (f32['B/d V/t'], lambda x: x * jnp.argmax(x, axis=1)[:, None].astype(jnp.float32), "'argmax' reduces a dim that is split over t"),
     "cumsum along a split dim": (f32['B/d L'], lambda x: jnp.cumsum(x, axis=0), "'cumsum' runs along a dim that is split over d: each device would take its own part for the whole\n  fix: all_gather it first"),
     "sort along a split dim": (f32['B/d L'], lambda x: jnp.sort(x, axis=0), "'sort' runs along a dim that is split over d"),
     "top_k of split vocabulary": (f32['B/d V/t'], lambda x: x + lax.top_k(x, 1)[0], "'top_k' runs along a dim that is split over t"),
     "roll of a split sequence": (f32['B L/t'], lambda x: jnp.roll(x, 1, axis=1), "takes a part of a dim that is split over t"),
-    "flip of a split sequence": (f32['B L/t'], lambda x: jnp.flip(x, axis=1), "'rev' reverses a dim that is split over t"),
+    "flip of a split sequence": (f32['B L/t'], lambda x: jnp.flip(x, axis=1), "'flip' (rev) reverses a dim that is split over t"),
     "first row": (f32['B/d M'], lambda x: x - x[0][None], "'(slice|squeeze)' (takes a part of|drops) a dim that is split over d"),
     "shift by padding": (f32['B L/t'], lambda x: jnp.pad(x, ((0, 0), (1, 0)))[:, :-1], "'pad' lengthens a dim that is split over t"),
     "concatenate along a split dim": (f32['B L/t'], lambda x: jnp.concatenate([x, x], axis=1)[:, : x.shape[1]], "'concatenate' lengthens a dim that is split over t"),
@@ -196,25 +198,25 @@ WRONG = {
     "local positions of a split sequence": (f32['B L/t'], lambda x: x + jnp.arange(x.shape[1], dtype=jnp.float32)[None], "'add' of values that lie differently: dim 1 is whole in one, split over t in another"),
     "a scan over a split sequence": (f32['L/t M'], lambda x: lax.scan(lambda c, r: (c + r, c), jnp.zeros(x.shape[1]), x)[1], "a scan over a dim that is split over t: each device would go through its own part alone"),
     "associative_scan along a split dim": (f32['B L/t'], lambda x: lax.associative_scan(jnp.add, x, axis=1), "a dim that is split over t"),
-    "local histogram": (i32['B/d L'], lambda i: i + jnp.zeros(8, jnp.int32).at[i].add(1)[0], "'scatter-add' of a value that is split over d loses the dim that is split: what each device has is no part of any whole"),
+    "local histogram": (i32['B/d L'], lambda i: i + jnp.zeros(8, jnp.int32).at[i].add(1)[0], "'add' (scatter-add) writes at indices of a dim that is split over d: each device would take its own part for the whole\n  fix: all_gather indices and values first"),
     "keys from split data": (i32['B/d'], lambda i: i + jax.random.bits(jax.vmap(lambda s: jax.random.fold_in(jax.random.key(0), s))(i)[0], dtype=jnp.uint32).astype(jnp.int32), "that is split"),
-    "mean of microbatches": (f32['B/d L'], lambda x: x - jnp.mean(x.reshape(2, -1, 32), axis=(0, 1))[None], "'reduce_sum' reduces a dim that is split over d or whole (a reshape left it open)"),
+    "mean of microbatches": (f32['B/d L'], lambda x: x - jnp.mean(x.reshape(2, -1, 32), axis=(0, 1))[None], "'mean' (reduce_sum) reduces a dim that is split over d"),
     "scan that adds a split batch": (f32['B/d L'], lambda x: x - lax.scan(lambda c, r: (c + r, None), jnp.zeros(32), x)[0][None], "a scan over a dim that is split over d"),
     "transposed": (f32['B/d M'], lambda x: x @ (x.T @ jnp.zeros((x.shape[0], x.shape[1]))), "'dot_general' contracts a dim that is split over d"),
     "Fourier transform of a split dim": (f32['M/d'], lambda x: jnp.fft.fft(x).real, "'fft' of a value with a dim that is split over d: what it does to the parts is not known here\n  fix: all_gather it first, or call it through shardops.local"),
     "a callback with a result": (f32['B/d M'], lambda x: jax.pure_callback(lambda a: a, jax.ShapeDtypeStruct(x.shape, x.dtype), x), "'pure_callback': what it does cannot be seen\n  fix: call it through shardops.local"),
     "a kernel": (f32['B/d M'], lambda x: pl.pallas_call(lambda a, b: b.__setitem__(..., a[...]), jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x), "'pallas_call': what it does cannot be seen\n  fix: call it through shardops.local, with a declared type"),
     "jax.grad": (f32['M'], lambda x: jax.grad(lambda y: jnp.sum(y * y))(x), "a jax.grad, jax.vjp or jax.jvp inside typed_shard_map"),
-    "jax.grad of what is linear": (f32['M'], lambda x: jax.grad(lambda y: jnp.sum(y))(x), "fix: use shardops.value_and_grad or shardops.grad"),
+    "jax.grad of what is linear": (f32['M'], lambda x: jax.grad(lambda y: jnp.sum(y))(x), "fix: use shardops.value_and_grad, shardops.grad or shardops.vjp"),
     "jax.grad through an operation": (f32['M/d'], lambda x: jax.grad(lambda y: jnp.sum(shardops.all_gather('M/d -> M', y)))(x), "a jax.grad, jax.vjp or jax.jvp"),
     "jax.vjp": (f32['M'], lambda x: jax.vjp(jnp.sin, x)[1](x)[0], "a jax.grad, jax.vjp or jax.jvp"),
     "jax.jvp": (f32['M'], lambda x: jax.jvp(jnp.sin, (x,), (x,))[1], "a jax.grad, jax.vjp or jax.jvp"),
     "jax.hessian": (f32['M'], lambda x: jnp.diag(jax.hessian(lambda y: jnp.sum(y**3))(x)), "a jax.grad, jax.vjp or jax.jvp"),
     "lax.psum": (f32['M/d'], lambda x: x / lax.psum(x, 'd'), "'psum' over d outside of shardops: every transfer is written as an operation with a string"),
-    "lax.pmean": (f32['M/d'], lambda x: lax.pmean(x, 'd'), "'psum' over d outside of shardops"),
+    "lax.pmean": (f32['M/d'], lambda x: lax.pmean(x, 'd'), "'pmean' (psum) over d outside of shardops"),
     "lax.pmax": (f32['M/d'], lambda x: lax.pmax(x, 'd'), "'pmax' over d outside of shardops"),
     "lax.all_gather": (f32['M/d'], lambda x: lax.all_gather(x, 'd', tiled=True)[: x.shape[0]], "'all_gather' over d outside of shardops"),
-    "lax.psum_scatter": (f32['M'], lambda x: x * jnp.sum(lax.psum_scatter(x, ('d', 't'), tiled=True)), "'reduce_scatter' over d, t outside of shardops"),
+    "lax.psum_scatter": (f32['M'], lambda x: x * jnp.sum(lax.psum_scatter(x, ('d', 't'), tiled=True)), "'psum_scatter' (reduce_scatter) over d, t outside of shardops"),
     "lax.ppermute": (f32['M/t'], lambda x: lax.ppermute(x, 't', [(0, 0)]), "'ppermute' over t outside of shardops"),
     "lax.all_to_all": (f32['M/t'], lambda x: lax.all_to_all(x, 't', 0, 0, tiled=True), "'all_to_all' over t outside of shardops"),
     "lax.axis_index": (f32['M/t'], lambda x: x * lax.axis_index('t').astype(jnp.float32), "'axis_index' over t outside of shardops"),
@@ -259,13 +261,13 @@ def test_transfers_under_a_branch_that_differs():
     def loop(x: f32['B/d M']) -> f32['B/d M']:
         return lax.while_loop(lambda c: jnp.any(c < 3), lambda c: 2 * c, x)
 
-    assert "'reduce_or' reduces a dim that is split over d" in refused_everywhere(loop)
+    assert "'any' (reduce_or) reduces a dim that is split over d" in refused_everywhere(loop)
     from shardlib.check import Check, Mark, _Walk
 
     def transfer(axis):
-        walk = _Walk(Check(dict(d=4, t=2)))
+        walk = _Walk(Check(dict(d=4, t=2), dict(d=4, t=2)))
         walk.divergent = frozenset('d')
-        walk.mark(Mark(lambda states: states, frozenset(axis), [], False, "here"), None, [])
+        walk.mark(Mark(lambda states: states, frozenset(axis), [], False, "here"), None, [], None)
 
     transfer('t')
     with pytest.raises(
@@ -300,7 +302,7 @@ def test_custom_vjp():
 
     prove_everywhere(local)
     assert (
-        "a transfer inside a jax.custom_vjp: the types of its gradients cannot be known\n  fix: put the custom_vjp around what is local"
+        "a transfer over d inside a jax.custom_vjp: the types of its gradients cannot be known\n  fix: put it around what is local to a device, transfers outside of it"
         in refused_everywhere(sends)
     )
 
@@ -351,54 +353,74 @@ def test_full_of_what_differs():
     assert "takes a value from outside that is not the same everywhere" in refused_everywhere(program)
 
 
-def test_branches_and_microbatch_layouts():
-    """Local and transposed layouts: after a reshape the next annotation says what is split, and only what can be."""
+def test_what_a_reshape_leaves_split():
+    """Of a split dim that is divided the major part stays split; a merge keeps the split of the major part: what else is
+    written is refused, and shardops.regroup says what is meant."""
 
-    def heads(x: f32['B/d M/t']) -> f32['B/d 2 N/t']:
-        return check(f32, 'B/d 2 N/t', x.reshape(x.shape[0], 2, -1))
+    def major(x: f32['B/d M/t']) -> f32['B/d Z/t 2']:
+        return check(f32, 'B/d Z/t 2', x.reshape(x.shape[0], -1, 2))
 
-    def moved(x: f32['B/d M/t']) -> f32['B/d 2 N/t']:
-        return check(f32, 'B/d N/t 2', x.reshape(x.shape[0], -1, 2))
+    def minor(x: f32['B/d M/t']) -> f32['B/d 2 Z/t']:
+        return check(f32, 'B/d 2 Z/t', x.reshape(x.shape[0], 2, -1))
 
-    def elsewhere(x: f32['B/d M/t']) -> f32['B/d M/t']:
-        check(f32, 'Z/t E/d 2', x.reshape(x.shape[0], -1, 2))
-        return x
+    def minor_on_purpose(x: f32['B/d M/t']) -> f32['B/d 2 Z/t']:
+        return shardops.regroup('B/d M/t -> B/d 2 Z/t', x)
 
-    prove_everywhere(heads)
-    assert "'B/d 2 N/t'" in refused_everywhere(moved)
-    assert "'Z/t E/d 2' says Z/t, but that dim is split over d in the value: write Z/d" in refused_everywhere(elsewhere)
+    def merged(x: f32['B/d 2 F/t']) -> f32['B/d Z/t']:
+        return check(f32, 'B/d Z/t', x.reshape(x.shape[0], -1))
+
+    def by_a_local_size(x: f32['B/d M']) -> f32['P/d R M']:
+        return check(f32, 'P/d R M', x.reshape(2, -1, x.shape[1]))
+
+    for program in (major, minor_on_purpose):
+        prove_everywhere(program)
+    text = refused_everywhere(minor)
+    assert "'B/d 2 Z/t' says 2, but that dim is split over t in the value: write 2/t" in text
+    text = refused_everywhere(merged)
+    assert "'reshape' merges a dim that is split over t with one that stands before it" in text
+    assert "fix: shardops.regroup with a string, as in 'B/d L -> parts R/d L', where another order is meant" in text
+    text = refused_everywhere(by_a_local_size)
+    assert "makes a dim whose size depends on how many devices there are" in text
 
 
 def test_reshape_tracking():
-    """What is known after a reshape: merged dims are split as the major one, divided ones are left open, whole ones stay whole."""
-    from shardlib.primitives import RULES
+    """What is known after a reshape, by sizes alone: the major dim of a run is the split one, before and after."""
+    from types import SimpleNamespace
+
+    from shardlib.primitives import RULES, Equation
+    from shardlib.states import Made, State
 
     def after(before, row, shape):
-        return RULES['reshape']('reshape', {}, [row], [before], [shape])[0]
+        def variables(shape):
+            return [SimpleNamespace(aval=SimpleNamespace(shape=shape))]
 
-    d, t, open_d = ('d',), ('t',), frozenset('d')
+        eqn = SimpleNamespace(
+            primitive=SimpleNamespace(name="reshape"), params={}, invars=variables(before), outvars=variables(shape)
+        )
+        return RULES['reshape'](Equation(eqn, [State(row)]))[0]
+
+    d, t, made = ('d',), ('t',), Made.ANY
     table = [
         ((4, 6), (d, ()), (24,), (d,)),
-        ((4, 6), ((), d), (24,), (open_d,)),
-        ((4, 6), (d, t), (24,), (frozenset('dt'),)),
-        ((4, 6), (d, ()), (2, 2, 6), (open_d, open_d, ())),
+        ((4, 6), (d, ()), (2, 2, 6), (d, (), ())),
         ((4, 6), (d, ()), (4, 2, 3), (d, (), ())),
-        ((4, 6), (d, ()), (1, 4, 6), (open_d, open_d, ())),
-        ((4, 6), (d, ()), (4, 1, 6), (open_d, open_d, ())),
-        ((4, 6), (d, ()), (4, 6, 1), (d, (), None)),
-        ((1, 6), (d, ()), (1, 1, 6), (open_d, open_d, ())),
-        ((1, 6), (d, ()), (6,), (open_d,)),
+        ((4, 6), (d, t), (4, 2, 3), (d, t, ())),
+        ((4, 6), (d, ()), (1, 4, 6), (made, d, ())),
+        ((4, 6), (d, ()), (4, 1, 6), (d, made, ())),
+        ((4, 6), (d, ()), (4, 6, 1), (d, (), made)),
+        ((1, 6), (d, ()), (1, 1, 6), (d, made, ())),
+        ((1, 6), (d, ()), (6,), (d,)),
         ((1, 6), (d, ()), (1, 2, 3), (d, (), ())),
         ((2, 1, 3), (d, (), ()), (6,), (d,)),
-        ((4, 6), (None, ()), (24,), ((),)),
-        ((4, 6), (None, None), (24,), (None,)),
-        ((0, 6), (d, ()), (6, 0), (open_d, open_d)),
-        ((6,), ((),), (1, 6, 1), (None, (), None)),
+        ((4, 6), (made, ()), (24,), (made,)),
+        ((4, 6), (made, made), (24,), (made,)),
+        ((6,), ((),), (1, 6, 1), (made, (), made)),
     ]  # fmt: skip
     for before, row, shape, expected in table:
         assert after(before, row, shape) == expected, (before, row, shape)
-    with pytest.raises(ShardingError, match=r"'reshape' drops a dim that is split over d"):
-        after((1,), (d,), ())
+    for before, row, shape in (((4, 6), ((), d), (24,)), ((4, 6), (d, t), (24,)), ((2, 1, 6), ((), d, t), (2, 6))):
+        with pytest.raises(ShardingError, match="merges a dim that is split over"):
+            after(before, row, shape)
 
 
 # -- Losses and gradients ----------------------------------------------------------------------------------------------
@@ -432,7 +454,7 @@ REPLICATED = {
 def test_the_gradient_of_a_replicated_weight_is_a_pending_sum(name):
     """With the psum of its gradient accepted, without it refused, on every mesh."""
     weight, reduce = REPLICATED[name]
-    prove_everywhere(gradient_program(weight, reduce))
+    prove_everywhere(gradient_program(weight, reduce), OF_D_AND_T)
     text = refused_everywhere(gradient_program(weight, lambda g: g))
     assert "is still a sum over d that nobody has taken: reduce it, or write '+d'" in text
 
@@ -482,7 +504,7 @@ def test_has_aux_and_several_arguments():
         da = shardops.psum('M/d +t -> M/d', da)
         return da, shardops.psum('M/d +t -> M/d', db), aux
 
-    prove_everywhere(program)
+    prove_everywhere(program, OF_D_AND_T)
     a, b, x = np.random.default_rng(0).normal(size=(3, 8)).astype(np.float32)
     with jax.set_mesh(make_mesh(dict(d=4, t=2))):
         da, db, aux = jax.jit(typed_shard_map(program))(a, b, x)
@@ -514,7 +536,7 @@ def chunked(finish):
 def test_the_gradient_over_chunks_is_that_of_the_sum():
     """sum_over_chunks' value and gradients are jax.grad's of the same loss on whole arrays, on every mesh."""
     program = chunked(lambda loss: loss)
-    prove_everywhere(program)
+    prove_everywhere(program, OF_D_AND_T)
     random = np.random.default_rng(1)
     w, x, y = (random.normal(size=shape).astype(np.float32) for shape in ((8, 4), (3, 8, 4), (3, 8)))
 
@@ -531,7 +553,9 @@ def test_the_gradient_over_chunks_is_that_of_the_sum():
 def test_a_chunks_loss_that_is_not_pending_is_refused():
     """A chunk's loss that is summed over devices would be counted once for each of them: refused."""
     program = chunked(lambda loss: shardops.psum('+d +t -> ', loss))
-    assert "'add' of a value that is pending over d and one that is not" in refused_everywhere(program)
+    text = refused_everywhere(program)
+    assert "'+d +t' says pending along d, but the value is already the same along d" in text
+    assert "against the result of chunk_loss" in text
 
 
 def test_the_check_and_the_run_share_no_cached_trace():

@@ -1,0 +1,455 @@
+"""Array types, `f32['B/d L M/t']`, pytrees of them, and their check against values.
+
+Letters are sizes: within one scope (a call of a `typed` function, `with Scope():`, `@scope`) a letter is one global
+size.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import inspect
+import types
+import typing
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+from shardlib import check as _check
+from shardlib.mesh import current_mesh, manual_axes, place
+from shardlib.spec import Dim, Indivisible, ShardingError, Spec, as_text, parse, parts, users_line
+from shardlib.states import State, require
+
+# -- Letters -----------------------------------------------------------------------------------------------------------
+_letters: contextvars.ContextVar[dict[str, tuple[int, str]] | None] = contextvars.ContextVar("letters", default=None)
+
+
+@contextlib.contextmanager
+def Scope():
+    """Fresh letters inside: `with Scope(): ...`."""
+    token = _letters.set({})
+    try:
+        yield
+    finally:
+        _letters.reset(token)
+
+
+def scope(function):
+    """Gives each call of the function fresh letters."""
+
+    @functools.wraps(function)
+    def scoped(*args, **kwargs):
+        with Scope():
+            return function(*args, **kwargs)
+
+    return scoped
+
+
+def mapped_axes() -> dict[str, int]:
+    """The mesh axes, name to size, over which the code being traced is mapped; empty outside of shard_map."""
+    check = _check.current()
+    return manual_axes() if check is None else check.axes
+
+
+def shown_axes() -> dict[str, int]:
+    """The same, of the mesh that the user has: the check traces on meshes of its own."""
+    check = _check.current()
+    return manual_axes() if check is None else check.shown
+
+
+def on_each_device(spec: Spec, shape) -> list[int]:
+    """What a device of the user's mesh holds of a value whose local shape in this trace is `shape`."""
+    axes, shown = mapped_axes(), shown_axes()
+    if axes is shown or len(spec.dims) != len(shape) or not axes.keys() >= spec.split:
+        return list(shape)
+    sizes = [size * parts(dim, axes) / parts(dim, shown) for dim, size in zip(spec.dims, shape)]
+    return [int(size) if size == int(size) else size for size in sizes]
+
+
+def mesh_text(axes: dict[str, int]) -> str:
+    return "mesh " + " × ".join(f"{name}={size}" for name, size in axes.items()) if axes else "no mesh"
+
+
+def bind(
+    spec: Spec, shape: tuple[int, ...], axes: dict[str, int], letters: dict, *, local: bool = True
+) -> tuple[int, ...]:
+    """Checks one value's shape against its type and the letters met so far; returns the global shape and remembers new
+    letters.
+
+    Args:
+      spec: the type.
+      shape: what one device holds (`local`), or the whole.
+      axes: the mesh's axes and their sizes.
+      letters: size and origin of each letter in this scope; changed.
+    Raises:
+      ShardingError: another rank, an axis written out of the mesh's order, an integer or a letter of another size, a
+        size that an axis does not divide, a dim with an axis' name and another size.
+    """
+    spec.require_mesh_order(axes)
+    dims = spec.dims
+    if dims and dims[0].name == "...":
+        dims = (Dim("..."),) * (len(shape) - len(dims) + 1) + dims[1:]
+    if len(dims) != len(shape):
+        raise ShardingError(f"'{spec}' has {len(spec.dims)} dims, the value has {len(shape)}")
+    whole = []
+    for dim, size in zip(dims, shape):
+        if not local:
+            require_divisible(dim, size, axes)
+        size = size * parts(dim, axes) if local else size
+        whole.append(size)
+        if dim.name == "...":
+            continue
+        if dim.name.isdigit():
+            known, origin = int(dim.name), "the string"
+        elif dim.name in axes:
+            known, origin = devices_of(dim, axes), "the mesh, whose axis has that name"
+        else:
+            known, origin = letters.setdefault(dim.name, (size, f"'{spec}'"))
+        if known != size:
+            raise ShardingError(f"dim {dim} of '{spec}' is {size}, but {dim.name} is {known} in {origin}")
+    return tuple(whole)
+
+
+def devices_of(dim: Dim, axes: dict[str, int]) -> int:
+    """The size of a dim that is named like a mesh axis: it counts the devices along it."""
+    if dim.axes not in ((), (dim.name,)):
+        raise ShardingError(f"dim {dim}: a dim that is named like an axis counts its devices, and is split over no other")
+    _check.note("schedule")
+    return axes[dim.name]
+
+
+def require_divisible(dim: Dim, size: int, axes: dict[str, int]):
+    """Raises `Indivisible` for a dim of the whole array that its axes cannot divide."""
+    if size % parts(dim, axes):
+        sizes = " × ".join(f"{axis}={axes[axis]}" for axis in dim.axes)
+        noun = "axis" if len(dim.axes) == 1 else "axes"
+        raise Indivisible(f"dim {dim.name} has size {size}, which {noun} {sizes} cannot divide", size, dim.axes)
+
+
+def letters_of_scope() -> dict:
+    """The letters of the scope that is open, or fresh ones for a single use."""
+    letters = _letters.get()
+    return {} if letters is None else letters
+
+
+def _parse_type(text: str | bytes) -> Spec:
+    """Parses a type, in which the marks that belong to operations alone have no place."""
+    spec = parse(as_text(text))
+    for dim in spec.dims:
+        if dim.indexed or dim.name == "...":
+            raise ShardingError(f"'{spec}': '{dim}' belongs in an operation's string; a type names each dim")
+    return spec
+
+
+# -- Array types -------------------------------------------------------------------------------------------------------
+class DType:
+    """An element type; `f32['B/d L']` (or `f32[b'B/d L']`, `f32('B/d L')`) is a type of arrays."""
+
+    def __init__(self, name: str, dtype):
+        self.name, self.dtype = name, jnp.dtype(dtype)
+
+    def __getitem__(self, spec: str | bytes) -> "ArrayType":
+        return ArrayType(self, _parse_type(spec))
+
+    __call__ = __getitem__
+
+    def __repr__(self):
+        return self.name
+
+
+class ComputeType(DType):
+    """An element type with one name in the source that is chosen at run time: `act.dtype = jnp.float32` before anything
+    is traced."""
+
+    @property
+    def dtype(self):
+        return self._dtype
+
+    @dtype.setter
+    def dtype(self, dtype):
+        self._dtype = jnp.dtype(dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayType:
+    """A type of arrays: an element type and how the dims lie on the mesh."""
+
+    element: DType
+    spec: Spec
+
+    def with_leading(self, dims: tuple[Dim, ...]) -> "ArrayType":
+        # Parsed again, for what a spec may not say: an axis twice.
+        return ArrayType(self.element, parse(str(Spec((*dims, *self.spec.dims), self.spec.pending)))) if dims else self
+
+    def __repr__(self):
+        return f"{self.element}['{self.spec}']"
+
+    def __call__(self, *_):  # typing accepts only callables inside Optional[...], tuple[...] and the like
+        raise TypeError(f"{self!r} is a type for annotations, it makes no arrays: use shardops.zeros or shardops.full")
+
+
+f32, bf16 = DType("f32", jnp.float32), DType("bf16", jnp.bfloat16)
+i32, u32 = DType("i32", jnp.int32), DType("u32", jnp.uint32)
+i8, u8 = DType("i8", jnp.int8), DType("u8", jnp.uint8)
+bool_ = DType("bool_", jnp.bool_)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stacked:
+    """`Array['layers', Layer]`: a pytree type with leading dims added to every field."""
+
+    dims: tuple[Dim, ...]
+    cls: typing.Any
+
+    def __repr__(self):
+        return f"Array['{' '.join(map(str, self.dims))}', {getattr(self.cls, '__name__', self.cls)}]"
+
+    def __call__(self, *_):
+        raise TypeError(f"{self!r} is a type for annotations")
+
+
+class Array:
+    """`Array['layers', Layer]`: Layer with a leading dim on every field."""
+
+    def __class_getitem__(cls, parameters) -> Stacked:
+        spec, inner = parameters
+        spec = _parse_type(spec)
+        if spec.pending:
+            raise ShardingError(f"Array['{spec}', ...] adds dims to each field; pending axes stand in the fields' types")
+        stacked = Stacked(spec.dims, inner)
+        map_type(lambda array: array, stacked)  # each field can have these dims
+        return stacked
+
+
+def pytree_dataclass(cls):
+    """A frozen dataclass that JAX sees as a pytree, with field names as keys."""
+    cls = dataclasses.dataclass(frozen=True)(cls)
+    names = [field.name for field in dataclasses.fields(cls)]
+    return jax.tree_util.register_dataclass(cls, data_fields=names, meta_fields=[])
+
+
+@functools.cache
+def fields(cls) -> dict[str, typing.Any]:
+    """Field names and types of a `pytree_dataclass`, also where annotations are strings (`from __future__ import
+    annotations`)."""
+    said = {}
+    for base in reversed(cls.__mro__):
+        try:
+            said |= inspect.get_annotations(base, eval_str=True)
+        except NameError as error:
+            raise ShardingError(f"a field's type in {cls.__name__} cannot be read: {error}") from None
+    return {field.name: said[field.name] for field in dataclasses.fields(cls)}
+
+
+def map_type(function, type_, leading: tuple[Dim, ...] = ()):
+    """The tree of `function(ArrayType)` for a type that is made of pytree dataclasses, `Array[...]`, tuples and array
+    types."""
+    if isinstance(type_, ArrayType):
+        return function(type_.with_leading(leading))
+    if isinstance(type_, Stacked):
+        return map_type(function, type_.cls, leading + type_.dims)
+    if dataclasses.is_dataclass(type_):
+        return type_(**{name: map_type(function, inner, leading) for name, inner in fields(type_).items()})
+    if typing.get_origin(type_) is tuple:
+        return tuple(map_type(function, inner, leading) for inner in typing.get_args(type_))
+    if typing.get_origin(type_) is dict or type_ in (None, type(None)):
+        raise ShardingError(f"{type_}: name the leaves in a pytree_dataclass")
+    raise ShardingError(
+        f"{type_!r} is no type of sharded arrays: use f32['...'], Array['...', cls], tuple[...] or a pytree_dataclass of them"
+    )
+
+
+def make_partition_specs(cls):
+    """The same tree of `PartitionSpec`."""
+    return map_type(lambda array: array.spec.partition_spec, cls)
+
+
+def is_fully_sharded(spec) -> bool:
+    """Whether a `PartitionSpec` (or an array type) uses every axis of the current mesh, so that no two devices hold the
+    same.
+
+    all(map(is_fully_sharded, jax.tree.leaves(make_partition_specs(Weights))))
+    """
+    axes = mapped_axes()
+    if not axes:
+        mesh = current_mesh()
+        if mesh is None:
+            raise ShardingError("is_fully_sharded needs a mesh: call it under `with jax.set_mesh(mesh):`")
+        axes = mesh.shape
+    entries = spec.spec.partition_spec if isinstance(spec, ArrayType) else spec
+    used = {
+        axis for entry in entries if entry is not None for axis in (entry if isinstance(entry, tuple) else (entry,))
+    }
+    return used == set(axes)
+
+
+def make_shardings(cls):
+    """The same tree of `NamedSharding` on the current mesh.
+
+    Raises:
+      ShardingError: without a mesh, or if a type's axes are not in the mesh's order.
+    """
+    mesh = current_mesh()
+    if mesh is None:
+        raise ShardingError("make_shardings needs a mesh: call it under `with jax.set_mesh(mesh):`")
+    map_type(lambda array: array.spec.require_mesh_order(mesh.axis_names), cls)
+    return place(mesh, make_partition_specs(cls))
+
+
+# -- Checking values ---------------------------------------------------------------------------------------------------
+def check(dtype, shape_spec: str | bytes | Spec, value, *, what: str = "the annotation"):
+    """Checks that an array is of the type `dtype[shape_spec]`; returns it.
+
+    Inside `shard_map`: element type, sizes against the scope's letters, and, while a function is being checked, how it
+    lies on the mesh. Outside: the actual sharding of arrays that are on devices.
+
+    Raises:
+      ShardingError: where it is not so.
+    """
+    spec = shape_spec if isinstance(shape_spec, Spec) else _parse_type(shape_spec)
+    try:
+        if not hasattr(value, "dtype") or not hasattr(value, "shape"):
+            raise ShardingError(f"expected an array, got {type(value).__name__}")
+        wanted = dtype.dtype if isinstance(dtype, DType) else jnp.dtype(dtype)
+        if value.dtype != wanted:
+            raise ShardingError(f"the element type is {value.dtype}")
+        axes = mapped_axes()
+        if axes:
+            bind(spec, value.shape, axes, letters_of_scope())
+        else:
+            _check_outside(spec, value)
+    except ShardingError as error:
+        raise error.extended(f"  {_against(dtype, spec, value, what)}\n  at {users_line()}") from None
+    if not _check.marking():
+        return value
+
+    context = _against(dtype, spec, value, what)  # now: the walk comes when the trace is over
+    now = _check.current()
+
+    def rule(states):
+        try:
+            require(spec, states[0], strict=False, sizes=value.shape, schedule=now.schedule)
+        except ShardingError as error:
+            raise error.extended(f"  {context}") from None
+        return [State.of(spec)]
+
+    return _check.mark_value(rule, value)
+
+
+def _against(dtype, spec, value, what) -> str:
+    axes = shown_axes()
+    shape = f"{value.dtype}{on_each_device(spec, value.shape)}" if hasattr(value, "dtype") else type(value).__name__
+    where = "on each device" if axes else "globally"
+    if not axes and (mesh := current_mesh()) is not None:
+        axes = dict(mesh.shape)
+    return f"against {what}: {dtype}['{spec}'], value {shape} {where}, {mesh_text(axes)}"
+
+
+def _check_outside(spec: Spec, value):
+    if spec.pending:
+        raise ShardingError(f"'{spec}' is pending, which has a meaning only inside shard_map")
+    mesh = current_mesh()
+    if mesh is None:
+        mesh = getattr(getattr(value, "sharding", None), "mesh", None)
+    if mesh is not None and mesh.axis_names:
+        axes = dict(mesh.shape)
+    else:  # no mesh to compare with: any order of axes will do
+        axes = {axis: 1 for dim in spec.dims for axis in dim.axes}
+    bind(spec, value.shape, axes, letters_of_scope(), local=False)
+    if (
+        isinstance(value, jax.core.Tracer)
+        or not isinstance(value, jax.Array)
+        or not isinstance(mesh, jax.sharding.Mesh)
+        or mesh.empty
+    ):
+        return  # inside jit XLA chooses; a numpy array is not placed yet
+    wanted = NamedSharding(mesh, spec.partition_spec)
+    if not value.sharding.is_equivalent_to(wanted, value.ndim):
+        lies = getattr(value.sharding, "spec", value.sharding)
+        raise ShardingError(
+            f"the array lies as {lies}, the type says {wanted.spec}: place it with jax.device_put(x, make_shardings(...))"
+        )
+
+
+def check_tree(type_, value, leading: tuple[Dim, ...] = (), *, what: str = "the annotation", path: tuple = ()):
+    """Checks a value against a type made of array types; returns it.
+
+    Args:
+      type_: array types, in pytree dataclasses, `Array[...]`, tuple, list, dict and `... | None`.
+      what: the value's name in messages, with the `path` of the leaf in it.
+    Raises:
+      ShardingError: where it is not so, and for a container that cannot be checked.
+    """
+    place = f"{what}, {'/'.join(map(str, path))}" if path else what
+
+    def wrong(text):
+        return ShardingError(f"{text}\n  against {place}\n  at {users_line()}")
+
+    def inside(inner, item, key):
+        return check_tree(inner, item, leading, what=what, path=(*path, key))
+
+    if isinstance(type_, ArrayType):
+        try:
+            array = type_.with_leading(leading)
+        except ShardingError as error:
+            raise wrong(str(error)) from None
+        return check(array.element, array.spec, value, what=place)
+    if isinstance(type_, Stacked):
+        return check_tree(type_.cls, value, leading + type_.dims, what=what, path=path)
+    container, items = typing.get_origin(type_), typing.get_args(type_)
+    if container in (typing.Union, types.UnionType) and type(None) in items and len(items) == 2:
+        inner = items[0] if items[1] is type(None) else items[1]
+        return None if value is None else check_tree(inner, value, leading, what=what, path=path)
+    if container is tuple and items[-1:] != (Ellipsis,):
+        if not isinstance(value, tuple) or len(value) != len(items):
+            got = f"{len(value)} items" if isinstance(value, tuple) else type(value).__name__
+            raise wrong(f"expected a tuple of {len(items)} items, got {got}")
+        return tuple(inside(inner, item, index) for index, (inner, item) in enumerate(zip(items, value)))
+    if container in (tuple, list, dict):
+        if not isinstance(value, container):
+            raise wrong(f"expected a {container.__name__}, got {type(value).__name__}")
+        if container is dict:
+            return {key: inside(items[1], item, key) for key, item in value.items()}
+        return container(inside(items[0], item, index) for index, item in enumerate(value))
+    if dataclasses.is_dataclass(type_) and isinstance(type_, type):
+        if not isinstance(value, type_):
+            raise wrong(f"expected {type_.__name__}, got {type(value).__name__}")
+        return type_(**{name: inside(inner, getattr(value, name), name) for name, inner in fields(type_).items()})
+    if not holds_arrays(type_) and not any(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(value)):
+        return value  # a setting beside the arrays
+    raise wrong(f"{_name_of(type_)} says nothing of how its arrays lie, or is a container that cannot be checked")
+
+
+def holds_arrays(type_) -> bool:
+    """Whether a type has array types anywhere in it: such a value is for `check_tree`."""
+    if isinstance(type_, (ArrayType, Stacked)):
+        return True
+    if isinstance(type_, type) and dataclasses.is_dataclass(type_):
+        return any(map(holds_arrays, fields(type_).values()))
+    return any(map(holds_arrays, typing.get_args(type_)))
+
+
+def _name_of(type_) -> str:
+    return getattr(type_, "__name__", None) or repr(type_)
+
+
+def register_with_typeguard():
+    """Makes `typeguard.typechecked` check annotations like `f32[b'B/d L']` (bytes: typeguard evaluates strings)."""
+    import typeguard
+
+    def lookup(origin, args, extras):
+        if not holds_arrays(origin):
+            return None
+
+        def checker(value, origin_type, args, memo):
+            try:
+                check_tree(origin_type, value)
+            except ShardingError as error:
+                raise typeguard.TypeCheckError(str(error)) from None
+
+        return checker
+
+    if not any(getattr(known, "of_shardlib", False) for known in typeguard.checker_lookup_functions):
+        lookup.of_shardlib = True
+        typeguard.checker_lookup_functions.insert(0, lookup)
