@@ -29,23 +29,24 @@ from ledger.machines.hardware import of_device_kind, peak_flops_per_s
 from ledger.machines.roofline import roofline
 from ledger.pages import files
 from ledger.pages.text import summary
-from runtime import resume
-from runtime.bad_steps import BadSteps
-from runtime.checkpoints import Checkpoints
-from runtime.cluster import domain, sent_over_network
-from runtime.cluster import start as start  # train.py's name for it
-from runtime.config import RunConfig, to_yaml
-from runtime.config_checks import check_dataset, check_resume
-from runtime.errors import RunError
-from runtime.hlo_graph import StepGraph
-from runtime.lock import Ownership
-from runtime.profiling import Profiler
-from runtime.report import Report, environment
-from runtime.signals import STOPPED, StopSignals
-from runtime.sources import bytes_per_token, open_data
-from runtime.trackers import Trackers
-from runtime.tracking import Tracker, flattened, print_line, wrapped
-from runtime.tuning import options
+from runtime.checkpoints.directory import Checkpoints
+from runtime.checkpoints.lock import Ownership
+from runtime.cluster.processes import domain, sent_over_network
+from runtime.cluster.processes import start as start  # train.py's name for it
+from runtime.cluster.signals import STOPPED, StopSignals
+from runtime.cluster.tuning import options
+from runtime.config import resume
+from runtime.config.checks import check_dataset, check_resume
+from runtime.config.command_line import to_yaml
+from runtime.config.keys import RunConfig
+from runtime.data.sources import bytes_per_token, open_data
+from runtime.terminal import RunError, print_line, wrapped
+from runtime.tracking.bad_steps import BadSteps
+from runtime.tracking.hlo_graph import StepGraph
+from runtime.tracking.metrics import Tracker, flattened
+from runtime.tracking.profiling import Profiler
+from runtime.tracking.report import Report, environment
+from runtime.tracking.trackers import Trackers
 from shardlib.shardtypes import ShardingError, typed_shard_map
 
 # How far the host may be ahead. The device never runs dry of work, and the host does not run away from it: with 32

@@ -9,7 +9,7 @@ import numpy as np
 
 import train
 from ledger.count.step import Ledger, of_step
-from runtime.config import load
+from runtime.config.command_line import load
 
 
 def traced(module, config) -> jax.stages.Traced:

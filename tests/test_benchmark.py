@@ -11,8 +11,8 @@ import pytest
 import small
 
 from kernels import cudnn
-from runtime import config
-from runtime.errors import RunError
+from runtime.config import command_line as config
+from runtime.terminal import RunError
 from shardlib.spec import ShardingError
 from tools import benchmark, benchmark_table, sample
 

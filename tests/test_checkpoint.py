@@ -17,9 +17,10 @@ from checkpoint_state import CHUNKS, assert_same_bits, like, mesh_of, numpy_stat
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from runtime import checkpoint, checkpoint_writing
-from runtime.errors import RunError
-from runtime.store import LocalStore
+from runtime.checkpoints import checkpoint
+from runtime.checkpoints import writing as checkpoint_writing
+from runtime.checkpoints.store import LocalStore
+from runtime.terminal import RunError
 
 
 @pytest.fixture

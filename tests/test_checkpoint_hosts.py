@@ -22,8 +22,8 @@ host, address, directory = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 # Short, since a host that was killed does not come to the end, where the others wait for it.
 jax.distributed.initialize(address, 2, host, shutdown_timeout_seconds=5, heartbeat_timeout_seconds=100)
 import checkpoint_state as states
-from runtime.errors import RunError
-from runtime.store import LocalStore
+from runtime.terminal import RunError
+from runtime.checkpoints.store import LocalStore
 
 mesh = states.mesh_of(4, 2)
 

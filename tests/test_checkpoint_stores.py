@@ -13,8 +13,8 @@ from checkpoint_state import CHUNKS, assert_same_bits, like, mesh_of, numpy_stat
 from faulty_proxy import FaultyProxy
 from object_store import object_store, object_store_server  # noqa: F401
 
-from runtime.errors import RunError
-from runtime.store import LocalStore, open_store
+from runtime.checkpoints.store import LocalStore, open_store
+from runtime.terminal import RunError
 
 
 @pytest.fixture

@@ -27,9 +27,9 @@ from checkpoint_state import (
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from runtime import checkpoint_writing
-from runtime.errors import RunError
-from runtime.store import LocalStore
+from runtime.checkpoints import writing as checkpoint_writing
+from runtime.checkpoints.store import LocalStore
+from runtime.terminal import RunError
 
 
 def names(directory):

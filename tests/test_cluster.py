@@ -17,9 +17,10 @@ import several_hosts as hosts
 from several_hosts import nothing_is_left  # noqa: F401 a fixture
 
 import train
-from runtime import cluster, errors
-from runtime.config import load, run
-from runtime.errors import RunError
+from runtime import terminal as errors
+from runtime.cluster import processes as cluster
+from runtime.config.command_line import load, run
+from runtime.terminal import RunError
 
 needs_mpirun = pytest.mark.skipif(not shutil.which("mpirun"), reason="no mpirun: apt-get install openmpi-bin")
 MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--tag-output", "-np", "2"]
@@ -353,10 +354,10 @@ def test_a_process_that_dies_ends_the_other(ends, how, mixture, cache, tmp_path)
 
 
 MISSING = """
-from runtime import cluster
+from runtime.cluster import processes as cluster
 cluster.WAITING_S, cluster.START_S = 1, 5
 import train
-from runtime.config import run
+from runtime.config.command_line import run
 run(train.main, train.Config)
 """
 

@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from runtime import config as runtime_config
-from runtime import config_checks
-from runtime.config import RunConfig, load, to_yaml
-from runtime.config_arguments import FLAGS
-from runtime.errors import RunError
+from runtime.cluster import processes
+from runtime.config import checks as config_checks
+from runtime.config import command_line as runtime_config
+from runtime.config.arguments import FLAGS
+from runtime.config.command_line import load, to_yaml
+from runtime.config.keys import Mesh, Paths, RunConfig
+from runtime.terminal import RunError
 from shardlib.spec import ShardingError
 
 ROOT = Path(__file__).parents[1]
@@ -110,7 +112,7 @@ def test_the_synthetic_config_is_the_published_one():
     assert config.model == Model(256, 2, 2, 32, 2, 1280, 1024, 256)
     assert config.training.tokens == Tokens(64, 64) and config.training.steps == config.training.steps_for_lr == 50
     assert (config.mesh.d, config.mesh.t) == (4, 2)
-    assert config.paths == runtime_config.Paths(root_working_dir="runs", model_name="local_test_synthetic")
+    assert config.paths == Paths(root_working_dir="runs", model_name="local_test_synthetic")
     assert config.flat_tokens.filespec == "synthetic_dataset.zarr" and config.flat_tokens.sequence_packing is True
     assert (config.num_hosts, config.io.max_io_threads, config.check_only) == (1, 64, False)
     assert hash(config) == hash(load(Config))
@@ -153,7 +155,7 @@ def test_the_published_family_is_complete():
             assert config.num_hosts == hosts and config.training.tokens.batch == 64 * hosts
             assert config.mesh.d * config.mesh.t == 8 * hosts
     for size in ("84m", "540m", "1b"):
-        assert load(Config, f"c4_h200x1_{size}").mesh == runtime_config.Mesh(d=1, t=1)
+        assert load(Config, f"c4_h200x1_{size}").mesh == Mesh(d=1, t=1)
 
 
 @pytest.mark.parametrize(
@@ -410,31 +412,31 @@ def test_an_unknown_config_is_refused():
 def test_mesh_against_the_machine():
     """Too few devices is refused, with the simulation's flag on a CPU; fewer than there are is fine on one host only."""
     config = load(Config)
-    config_checks.check_mesh(config, 8, "cpu")
-    config_checks.check_mesh(config, 9, "gpu")
+    processes.check_mesh(config, 8, "cpu")
+    processes.check_mesh(config, 9, "gpu")
     for count, platform, text in [
         (1, "cpu", f"{FILE}: mesh.d × mesh.t = 4 × 2: expected 1 devices or fewer, since this job has 1 (cpu), not 8: set mesh.d and mesh.t so that their product is 1, or simulate 8 devices: XLA_FLAGS=--xla_force_host_platform_device_count=8"),
         (4, "gpu", "since this job has 4 (gpu), not 8: set mesh.d and mesh.t so that their product is 4, or run on more devices; check_only=true checks the step without any"),
     ]:  # fmt: skip
         with pytest.raises(RunError, match=re.escape(text)):
-            config_checks.check_mesh(config, count, platform)
+            processes.check_mesh(config, count, platform)
     config = load(Config, overrides=["num_hosts=2"])
-    config_checks.check_mesh(config, 8, "gpu")
+    processes.check_mesh(config, 8, "gpu")
     with pytest.raises(RunError, match=re.escape("expected 16 devices, since this job has 16 (gpu), not 8")):
-        config_checks.check_mesh(config, 16, "gpu")
+        processes.check_mesh(config, 16, "gpu")
     with pytest.raises(RunError, match=r"simulate 4 devices in each process: .*count=4$"):
-        config_checks.check_mesh(config, 2, "cpu")
+        processes.check_mesh(config, 2, "cpu")
 
 
 def test_hosts_against_the_job():
     """num_hosts is what was started."""
-    config_checks.check_num_hosts(load(Config), 1)
+    processes.check_num_hosts(load(Config), 1)
     text = f"{FILE}: num_hosts = 1: this job has 2 processes: start one alone, or set num_hosts=2"
     with pytest.raises(RunError, match=re.escape(text)):
-        config_checks.check_num_hosts(load(Config), 2)
+        processes.check_num_hosts(load(Config), 2)
     text = "command line: num_hosts = 2: this job has 1 process: start one on each of 2 hosts, or set num_hosts=1"
     with pytest.raises(RunError, match=re.escape(text)):
-        config_checks.check_num_hosts(load(Config, overrides=["num_hosts=2"]), 1)
+        processes.check_num_hosts(load(Config, overrides=["num_hosts=2"]), 1)
 
 
 def test_dataset_against_the_config():
@@ -651,16 +653,17 @@ def test_configs_of_another_folder(monkeypatch, tmp_path):
 
 PROGRAM = """
 import sys
-import runtime.config
+from runtime.config import command_line
 assert "jax" not in sys.modules
 from tests.test_config import Config
 def main(config):
-    runtime.config.prepare_devices(config)
+    from runtime.cluster import processes
+    processes.prepare_devices(config)
     import jax
     print("devices", jax.device_count())
-    runtime.config.prepare_devices(config)  # JAX has started: nothing happens
+    processes.prepare_devices(config)  # JAX has started: nothing happens
 if __name__ == "__main__":
-    runtime.config.run(main, Config)
+    command_line.run(main, Config)
 """
 
 

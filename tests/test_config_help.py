@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 import train
-from runtime.config import load, run, to_yaml
-from runtime.config_help import annotated, configs_of, explanations, help_of_keys
-from runtime.config_rebuild import all_keys
+from runtime.config.command_line import load, run, to_yaml
+from runtime.config.help import annotated, configs_of, explanations, help_of_keys
+from runtime.config.rebuild import all_keys
 from tools import (
     benchmark,
     benchmark_checkpoint,

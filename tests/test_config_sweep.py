@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from runtime import config as runtime_config
-from runtime.config import DEFAULT_CONFIG, run
-from runtime.config_sweep import Sweep, table
-from runtime.errors import RunError
+from runtime.config import command_line as runtime_config
+from runtime.config.command_line import DEFAULT_CONFIG, run
+from runtime.config.sweep import Sweep, table
+from runtime.terminal import RunError
 from tests.test_config import Config
 
 ROOT = Path(__file__).parents[1]

@@ -21,11 +21,11 @@ from ragged import (
     sharding,
 )
 
-from runtime import chunks, flat_tokens
-from runtime.data import Loader, TokenBatch
-from runtime.errors import RunError
-from runtime.flat_tokens import write_split
-from runtime.read_ahead import ReadAhead
+from runtime.data import chunks, flat_tokens
+from runtime.data.batches import Loader, TokenBatch
+from runtime.data.flat_tokens import write_split
+from runtime.data.read_ahead import ReadAhead
+from runtime.terminal import RunError
 from shardlib.shardtypes import check_tree
 
 

@@ -10,9 +10,9 @@ import zarr
 from ragged import FlatTokens, assert_equal, assert_refuses, ragged, read_from_chunks, sharding
 
 import train
-from runtime.config import run
-from runtime.data import Loader
-from runtime.flat_tokens import open_split, write_split
+from runtime.config.command_line import run
+from runtime.data.batches import Loader
+from runtime.data.flat_tokens import open_split, write_split
 
 DAMAGED = "the data set is damaged or out of reach; write or copy it again"
 

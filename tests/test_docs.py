@@ -18,7 +18,6 @@ import pytest
 from pages import PAGES, ROOT, blocks, copy_of_the_repository, executed, of_language, run_in, section, text_of
 from test_cluster import gpus
 
-import runtime.config
 import train
 from kernels.attention import chosen
 from ledger.compiled import check
@@ -26,15 +25,15 @@ from ledger.compiled.collectives import widened
 from ledger.count.step import of_step
 from ledger.pages.text import summary
 from ledger.pages.text import text as text_of_ledger
-from runtime import cluster
-from runtime.config import load
-from runtime.data import TokenBatch
-from runtime.errors import RunError
-from runtime.sources import open_data
-from runtime.tracking import wrapped
+from runtime.cluster import processes as cluster
+from runtime.config import command_line
+from runtime.config.command_line import load
+from runtime.data.batches import TokenBatch
+from runtime.data.sources import open_data
+from runtime.terminal import RunError, wrapped
 from shardlib.mesh import make_mesh
 from shardlib.shardtypes import make_shardings
-from tools import plan
+from tools import plan, plan_step
 
 # == Commands ==========================================================================================================
 # Each command of the pages is executed by a test of this file, or is here: how it begins, and why it is not executed
@@ -187,7 +186,7 @@ def check_arguments(module, arguments):
     if configured := re.search(r"(?:\.config\.)?\brun\(main, ([\w.]+)(?:, \"(\w+)\")?\)", source.read_text()):
         program = importlib.import_module(module)
         class_ = train.Config if configured[1] == "train.Config" else getattr(program, configured[1])
-        name = configured[2] or runtime.config.DEFAULT_CONFIG
+        name = configured[2] or command_line.DEFAULT_CONFIG
         overrides = []
         for each in arguments:
             if each.startswith("--config-name="):
@@ -195,9 +194,7 @@ def check_arguments(module, arguments):
             elif each not in ("--help", "-m", "--multirun"):
                 sweeps = "-m" in arguments or "--multirun" in arguments
                 overrides.append(each.split(",")[0] if sweeps else each)  # a sweep: its first job
-        load(
-            class_, runtime.config.DEFAULT_CONFIG if name == "my_config" else name, overrides
-        )  # my_config: the reader's
+        load(class_, command_line.DEFAULT_CONFIG if name == "my_config" else name, overrides)  # my_config: the reader's
     else:
         for flag in (each for each in arguments if each.startswith("--")):
             assert f'"{flag}"' in source.read_text(), f"{module} has no {flag}"
@@ -348,7 +345,7 @@ def small_job():
     """The ledger of the job to try first, as a run on simulated devices has it."""
     config, mesh = load(train.Config), make_mesh({"d": 4, "t": 2})
     with jax.set_mesh(mesh):
-        traced = plan.trace(config, mesh, train.shapes(config))
+        traced = plan_step.trace(config, mesh, train.shapes(config))
     tokens = config.training.tokens.batch * config.training.tokens.len
     return of_step(traced, dict(mesh.shape), source=train.__file__, tokens=tokens, platform="cpu")
 

@@ -31,11 +31,11 @@ from pages import (
     train_py,
 )  # fmt: skip
 
-import runtime.config
 import train
 from ledger.compiled.collectives import written
-from runtime.config import load
-from runtime.errors import RunError
+from runtime.config import command_line
+from runtime.config.command_line import load
+from runtime.terminal import RunError
 from shardlib import shardops
 from shardlib.shardtypes import ShardingError, typed_shard_map
 from shardlib.spec import Spec, parse
@@ -136,7 +136,7 @@ def test_the_checkpoint_of_the_formats(tmp_path, monkeypatch):
 def configured(block, class_, tmp_path, monkeypatch):
     """The config that a reader has who writes the block into a file of his own beside the others."""
     folder = shutil.copytree(ROOT / "configs", tmp_path / "configs")
-    monkeypatch.setattr(runtime.config, "CONFIG_FOLDER", folder)
+    monkeypatch.setattr(command_line, "CONFIG_FOLDER", folder)
     (folder / "my_config.yaml").write_text(f"defaults: [local_test_synthetic, _self_]\n\n{block}")
     return load(class_, "my_config")
 
@@ -334,7 +334,7 @@ def test_errors_of_the_notation(sentence, tmp_path):
 CHECK_WITH_REPLICAS = """
 import jax, numpy as np
 import train
-from runtime.config import load
+from runtime.config.command_line import load
 from shardlib.shardtypes import ShardingError
 config = load(train.Config, "local_test_synthetic")
 (state, batch), zero = train.shapes(config), np.uint32(0)

@@ -11,7 +11,7 @@ import train
 from ledger.count.step import of_step
 from ledger.machines.hardware import named
 from ledger.machines.roofline import roofline
-from runtime.config import load
+from runtime.config.command_line import load
 from tools import plan
 from tools.benchmark import CPU_JOBS, config_of
 

@@ -11,12 +11,12 @@ import jax
 import pytest
 
 import train
-from runtime.config import load
-from runtime.store import LocalStore
-from runtime.trackers import PACKAGES
-from tools import doctor, doctor_measure
-from tools.doctor import BROKEN, GOOD, OPTION, OTHER, Finding, needed_parts, optional_parts
+from runtime.checkpoints.store import LocalStore
+from runtime.config.command_line import load
+from runtime.tracking.trackers import PACKAGES
+from tools import doctor, doctor_measure, doctor_packages
 from tools.doctor_measure import asked_for, collectives, data, storage
+from tools.doctor_packages import BROKEN, GOOD, OPTION, OTHER, Finding, needed_parts, optional_parts
 
 ROOT = Path(__file__).parents[1]
 
@@ -73,7 +73,7 @@ def test_the_whole_table(monkeypatch, capsys, tmp_path, small):
     assert run(monkeypatch, f"paths.root_working_dir={tmp_path}/runs") == 0
     text = capsys.readouterr().out
     rows = [line[7:33].strip() for line in text.splitlines() if line[:7].strip() in (GOOD, OPTION, OTHER)]
-    parts = [name for name, _, _ in doctor.OPTIONAL]
+    parts = [name for name, _, _ in doctor_packages.OPTIONAL]
     measured = ["devices", "mesh", "matrix product bfloat16", "matrix product float32"]
     sent = [f"{kind} {axis}" for axis in "dt" for kind in ("all-gather", "reduce-scatter", "all-reduce")]
     assert rows == ["python", "packages", *parts, *measured, *sent, "data", "store", "graph of the step"]
@@ -142,7 +142,7 @@ def test_versions_against_the_tested_ones(versions):
     assert [finding.status for finding in needed_parts()] == [GOOD, GOOD]
     versions |= {"zarr": None, "numpy": "2.0.0", "plotly": None}
     found = by_part(needed_parts())
-    pins = doctor.tested("requirements-cpu.txt")
+    pins = doctor_packages.tested("requirements-cpu.txt")
     assert found["zarr"] == Finding(BROKEN, "zarr", "not installed", f"pip install zarr=={pins['zarr']}")
     assert found["numpy"].status == OTHER and found["numpy"].found.startswith("2.0.0, not the tested ")
     assert "plotly" not in found and found["packages"].found.startswith("20 of 22 ")
@@ -150,10 +150,10 @@ def test_versions_against_the_tested_ones(versions):
 
 def test_optional_parts_do_not_count(versions):
     """What is optional is named with the pinned version and the command for it, and is never wrong."""
-    versions |= {name: None for _, names, _ in doctor.OPTIONAL for name in names}
+    versions |= {name: None for _, names, _ in doctor_packages.OPTIONAL for name in names}
     found = by_part(optional_parts())
     assert {finding.status for finding in found.values()} == {OPTION}
-    pins = doctor.tested("requirements-text.txt")
+    pins = doctor_packages.tested("requirements-text.txt")
     assert found["hf_dataset"].fix == f"pip install datasets=={pins['datasets']}"
     assert 'pip install "jax[cuda13]==0.10.2"' in found["NVIDIA GPUs, and plans"].fix
     versions["wandb"] = "0.0.1"
@@ -168,7 +168,7 @@ def test_what_the_keys_ask_for_counts(monkeypatch, capsys, tmp_path, small, vers
     versions |= {"wandb": None, "clearml": None}
     assert run(monkeypatch, "tracking.wandb=true", f"paths.root_working_dir={tmp_path}") == 1
     shown = capsys.readouterr()
-    pin = doctor.tested("requirements-trackers.txt")["wandb"]
+    pin = doctor_packages.tested("requirements-trackers.txt")["wandb"]
     row = f"WRONG  tracking.wandb            wandb not installed, which this run needs\n{' ' * 33}fix: pip install wandb=={pin}\n"
     assert row in shown.out and "–      tracking.clearml          clearml not installed (optional)\n" in shown.out
     assert shown.err == "error: missing or broken: tracking.wandb; the fix of each is below it\n"
@@ -193,7 +193,7 @@ STREAM = ["flat_tokens.filespec=null", "hf_dataset.path=texts", "validation_batc
 )
 def test_which_parts_the_keys_ask_for(versions, keys, parts):
     """Of all that is optional exactly what the run would refuse to start without is wrong when nothing is installed."""
-    versions |= {name: None for _, names, _ in doctor.OPTIONAL for name in names}
+    versions |= {name: None for _, names, _ in doctor_packages.OPTIONAL for name in names}
     found = optional_parts(asked_for(load(train.Config, overrides=keys)))
     assert {finding.part for finding in found if finding.status == BROKEN} == parts
 

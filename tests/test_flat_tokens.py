@@ -18,10 +18,10 @@ from ragged import (
     sharding,
 )
 
-from runtime import chunks, flat_tokens
-from runtime.data import Loader
-from runtime.errors import RunError
-from runtime.flat_tokens import open_split, write_split
+from runtime.data import chunks, flat_tokens
+from runtime.data.batches import Loader
+from runtime.data.flat_tokens import open_split, write_split
+from runtime.terminal import RunError
 
 
 @pytest.fixture

@@ -20,11 +20,12 @@ import small
 from ragged import as_numpy, assert_equal, assert_refuses, sharding
 
 import train
-from runtime import token_stream
-from runtime.config import HuggingFaceDataset, load
-from runtime.errors import RunError
-from runtime.hf_stream import HuggingFaceLoader, host_share
-from runtime.token_stream import TokenStream
+from runtime.config.command_line import load
+from runtime.config.keys import HuggingFaceDataset
+from runtime.data import token_stream
+from runtime.data.hf_stream import HuggingFaceLoader, host_share
+from runtime.data.token_stream import TokenStream
+from runtime.terminal import RunError
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -249,8 +250,8 @@ jax.config.update("jax_num_cpu_devices", 2)
 jax.distributed.initialize(address, 2, host)
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
-from runtime.config import HuggingFaceDataset
-from runtime.hf_stream import HuggingFaceLoader
+from runtime.config.keys import HuggingFaceDataset
+from runtime.data.hf_stream import HuggingFaceLoader
 from shardlib.mesh import make_mesh
 config = HuggingFaceDataset(path=folder, tokenizer="bytes_utf8")
 sharding = NamedSharding(make_mesh({"d": 4, "t": 1}, jax.devices()), PartitionSpec("d", None))

@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec as P
 
 from ledger.compiled import hlo_text
 from ledger.compiled.hlo_text import parse
-from runtime import hlo_graph
-from runtime.hlo_graph import StepGraph, find_dot, graph_of
+from runtime.tracking import hlo_graph
+from runtime.tracking.hlo_graph import StepGraph, find_dot, graph_of
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -332,7 +332,7 @@ def test_the_exit_of_the_program_waits_a_bounded_time(tmp_path, monkeypatch):
     fake_dot(tmp_path / "bin", monkeypatch, f"echo $$ > {tmp_path / 'pid'}; exec sleep 60")
     program = f"""
 import sys
-from runtime.hlo_graph import StepGraph
+from runtime.tracking.hlo_graph import StepGraph
 from tests.test_hlo_graph import Compiled, SMALL
 import pathlib, time
 StepGraph(Compiled(SMALL), {str(tmp_path)!r}, exit_wait_s=0.5)

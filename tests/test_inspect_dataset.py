@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import zarr
 
-from runtime.flat_tokens import write_split
-from runtime.tokenizers import load_tokenizer, save_dataset_tokenizer
+from runtime.data.flat_tokens import write_split
+from runtime.data.tokenizers import load_tokenizer, save_dataset_tokenizer
 from tools import inspect_dataset as tool
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -11,7 +11,7 @@ import several_hosts as hosts
 import yaml
 
 import train
-from runtime.config import load
+from runtime.config.command_line import load
 
 LAUNCH = hosts.ROOT / "launch"
 

@@ -23,7 +23,7 @@ from ledger.count.memory import GROUPS
 from ledger.count.program import PHASES, read
 from ledger.pages import text as page
 from ledger.pages.files import write
-from runtime.config import load
+from runtime.config.command_line import load
 from tools import ledger_diff
 
 SOURCE = Path(train.__file__).read_text().splitlines()

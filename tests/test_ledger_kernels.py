@@ -9,7 +9,7 @@ import train
 from kernels.attention import KERNELS
 from ledger.count.step import Ledger
 from ledger.pages import text as page
-from runtime.config import load
+from runtime.config.command_line import load
 
 # Two query heads for a key head, rows of three blocks, heads split over t; nothing is compiled.
 NAME, OVERRIDES = (

@@ -32,7 +32,7 @@ from ledger.count.memory import GROUPS, forecast
 from ledger.count.memory import _is_reduced as is_reduced
 from ledger.count.program import read
 from ledger.count.step import of_step
-from runtime.data import TokenBatch
+from runtime.data.batches import TokenBatch
 from runtime.run import with_shardings
 from shardlib.mesh import make_mesh
 from shardlib.shardtypes import make_shardings, typed_shard_map

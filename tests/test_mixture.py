@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from ragged import FlatTokens, as_numpy, assert_equal, assert_refuses, ragged, read_from_chunks, sharding
 
-from runtime.data import Loader
-from runtime.flat_tokens import write_split
+from runtime.data.batches import Loader
+from runtime.data.flat_tokens import write_split
 
 LENGTH = 8
 

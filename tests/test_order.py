@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from ragged import assert_refuses
 
-from runtime.order import LONGEST_PATTERN, Interleaving, Order, permute
+from runtime.data.order import LONGEST_PATTERN, Interleaving, Order, permute
 
 
 @pytest.mark.parametrize(

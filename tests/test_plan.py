@@ -16,8 +16,8 @@ from ledger.compiled.collectives import compiled
 from ledger.compiled.overlap import overlaps
 from ledger.machines import absent, hardware
 from ledger.machines.absent import CannotCompile, slice_of, target_config
-from runtime.config import load
-from runtime.errors import RunError
+from runtime.config.command_line import load
+from runtime.terminal import RunError
 from tools import plan
 
 SMALL = (

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from runtime import profiling
-from runtime.profiling import Profiler
+from runtime.tracking import profiling
+from runtime.tracking.profiling import Profiler
 
 
 class Trace:

@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 import zarr
 
-from runtime import report
-from runtime.config import FlatTokens, HuggingFaceDataset, Source
-from runtime.errors import RunError
-from runtime.report import Report, by_key, environment, read_run, write_report
-from runtime.report_page import POINTS, curves, report_page
-from runtime.sources import bytes_per_token
+from runtime.config.keys import FlatTokens, HuggingFaceDataset, Source
+from runtime.data.sources import bytes_per_token
+from runtime.terminal import RunError
+from runtime.tracking import report
+from runtime.tracking.recorded import Recorded, by_key, read_run
+from runtime.tracking.report import Report, environment, write_report
+from runtime.tracking.report_page import POINTS, curves, report_page
 from tools import compare
 from tools.report import main as report_again
 
@@ -94,7 +95,7 @@ def test_long_curves_are_thinned_and_what_is_not_finite_is_left_out():
         None,
         1,
     )
-    run = report.Recorded("long", None, lines, {}, {}, "")
+    run = Recorded("long", None, lines, {}, {}, "")
     found = curves(run)
     assert POINTS / 2 < len(found["loss"]["step"]) <= POINTS and found["loss"]["step"][-1] == 100_001
     assert found["grad_norm"] == {"step": [4], "hours": [pytest.approx(3 / 3600, abs=1e-6)], "value": [1]}

@@ -9,9 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ragged import FlatTokens, as_numpy, assert_refuses, encoded, ragged, read_from_chunks, sharding
 
-from runtime import rows as rows_module
-from runtime.data import Loader
-from runtime.flat_tokens import write_split
+from runtime.data import rows as rows_module
+from runtime.data.batches import Loader
+from runtime.data.flat_tokens import write_split
 
 
 def read_all(loader):

@@ -11,8 +11,8 @@ import reference
 import small
 
 import train
-from runtime.config import load, run
-from runtime.tokenizers import load_tokenizer
+from runtime.config.command_line import load, run
+from runtime.data.tokenizers import load_tokenizer
 from tools import fetch_shakespeare, sample, tokenize_text
 
 MODEL = [

@@ -22,15 +22,16 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import SingleDeviceSharding
 
 import train
-from runtime import lock, resume
 from runtime import run as runtime_run
-from runtime.bad_steps import BadSteps
-from runtime.config import load, run
-from runtime.errors import RunError
-from runtime.flat_tokens import write_split
-from runtime.lock import Ownership
+from runtime.checkpoints import lock
+from runtime.checkpoints.lock import Ownership
+from runtime.config import resume
+from runtime.config.command_line import load, run
+from runtime.data.flat_tokens import write_split
+from runtime.data.sources import open_data
 from runtime.run import Run
-from runtime.sources import open_data
+from runtime.terminal import RunError
+from runtime.tracking.bad_steps import BadSteps
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = [
@@ -171,7 +172,7 @@ def test_a_signal_saves_and_ends_with_a_status_of_its_own(whole, start, tmp_path
 
 BUSY = """
 import hashlib, sys, threading
-from runtime.signals import StopSignals
+from runtime.cluster.signals import StopSignals
 with StopSignals() as signals:
     signals.training = sys.argv[1] == "training"
     print("ready", flush=True)
@@ -251,7 +252,7 @@ def test_a_second_run_is_refused(start, tmp_path, capsys):
 
 OWNER = """
 import sys, time
-from runtime.lock import Ownership
+from runtime.checkpoints.lock import Ownership
 with Ownership(sys.argv[1]):
     print("owns", flush=True)
     time.sleep(300)

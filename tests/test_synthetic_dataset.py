@@ -12,9 +12,9 @@ import pytest
 import zarr
 from typeguard import TypeCheckError
 
-import runtime.config
-from runtime.errors import RunError
-from runtime.flat_tokens import open_split
+from runtime.config import command_line
+from runtime.data.flat_tokens import open_split
+from runtime.terminal import RunError
 from tools import write_synthetic_dataset as tool
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -24,7 +24,7 @@ SPLITS = ("train", "validation")
 
 @functools.cache
 def config(*overrides):
-    return runtime.config.load(tool.Synthetic, "write_synthetic_dataset", overrides)
+    return command_line.load(tool.Synthetic, "write_synthetic_dataset", overrides)
 
 
 @functools.cache

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 KILLER = """
 import json, os, random, signal, sys, time
 import tools.text_sources, tools.tokenize_text
-from runtime.config import load
+from runtime.config.command_line import load
 tools.text_sources.BLOCK_BYTES = 2048
 tools.tokenize_text.RECORD_S = 0.02
 overrides, folder, kills = json.loads(sys.argv[1])

@@ -17,12 +17,12 @@ import pytest
 import zarr
 from ragged import assert_refuses
 
-import runtime.config
-import runtime.flat_tokens
 import tools.text_sources
 import tools.tokenize_text
-from runtime.flat_tokens import open_split
-from runtime.tokenizers import load_dataset_tokenizer
+from runtime.config import command_line
+from runtime.data import flat_tokens
+from runtime.data.flat_tokens import open_split
+from runtime.data.tokenizers import load_dataset_tokenizer
 from tools.text_sources import Settings, text_ends
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -33,7 +33,7 @@ CHAT_TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %
 def tokenize(*overrides):
     """Runs the tool with this config; without a validation split but where one is asked for."""
     tools.tokenize_text.main(
-        runtime.config.load(tools.tokenize_text.TokenizeText, "tokenize_text", ["validation_fraction=0", *overrides])
+        command_line.load(tools.tokenize_text.TokenizeText, "tokenize_text", ["validation_fraction=0", *overrides])
     )
 
 
@@ -155,7 +155,7 @@ def test_several_processes_write_the_same(tmp_path, monkeypatch):
 MEMORY = """
 import os, sys
 import tools.tokenize_text
-from runtime.config import load
+from runtime.config.command_line import load
 for size in (4, 32):
     child = os.fork()
     if not child:
@@ -508,7 +508,7 @@ def test_failed_write(tmp_path, monkeypatch):
     monkeypatch.setattr(tools.text_sources, "BLOCK_BYTES", 5000)
     monkeypatch.setattr(tools.tokenize_text, "RECORD_S", 0.0)
     tokenize(f"input={source}", f"output={tmp_path}/whole.zarr")
-    put, write_chunk, left = zarr.storage.LocalStore.set, runtime.flat_tokens.write_chunk, 0
+    put, write_chunk, left = zarr.storage.LocalStore.set, flat_tokens.write_chunk, 0
 
     def use_space():
         nonlocal left
@@ -522,7 +522,7 @@ def test_failed_write(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(zarr.storage.LocalStore, "set", put_or_fail)
-        patch.setattr(runtime.flat_tokens, "write_chunk", lambda *chunk: (use_space(), write_chunk(*chunk)))
+        patch.setattr(flat_tokens, "write_chunk", lambda *chunk: (use_space(), write_chunk(*chunk)))
         for left in (3, 12, 21, 22, 23, 24, 25):  # chunks, metadata, the record of progress  # noqa: B007
             assert_refuses(
                 f"cannot write {tmp_path}/x.zarr…: [Errno 28] No space left on device",
@@ -538,13 +538,13 @@ def test_failed_write(tmp_path, monkeypatch):
 def test_lost_chunk_is_found_by_the_writer(tmp_path, monkeypatch):
     """A chunk that was written and is not there when its place is recorded is an error, never a hole."""
     source = write_lines(tmp_path / "a.jsonl", [{"text": "x"}])
-    write_chunk = runtime.flat_tokens.write_chunk
+    write_chunk = flat_tokens.write_chunk
 
     def forgetful(array, *chunk):
         if array.path != "train/encoded_tokens":
             write_chunk(array, *chunk)
 
-    monkeypatch.setattr(runtime.flat_tokens, "write_chunk", forgetful)
+    monkeypatch.setattr(flat_tokens, "write_chunk", forgetful)
     message = f"cannot write {tmp_path}/x.zarr/train: [Errno 2] No such file or directory: '{tmp_path}/x.zarr/train/encoded_tokens/c/0'"
     assert_refuses(message.replace("'", "…"), tokenize, f"input={source}", f"output={tmp_path}/x.zarr")
 

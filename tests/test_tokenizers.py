@@ -1,4 +1,4 @@
-"""runtime/tokenizers.py: ids and text there and back, what stands before a sequence, chats against transformers, and what is refused."""
+"""runtime/data/tokenizers.py: ids and text there and back, what stands before a sequence, chats against transformers, and what is refused."""
 
 import json
 
@@ -7,7 +7,7 @@ import pytest
 import zarr
 from ragged import assert_refuses
 
-from runtime.tokenizers import (
+from runtime.data.tokenizers import (
     EXPECTED,
     ChatError,
     Tokenizer,

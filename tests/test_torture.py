@@ -2,7 +2,7 @@
 
 import pytest
 
-from runtime.errors import RunError
+from runtime.terminal import RunError
 from tools.torture import Torture, torture
 
 

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from runtime import trackers
-from runtime.config import Paths, Tracking
-from runtime.errors import RunError
-from runtime.trackers import PACKAGES, Trackers
+from runtime.config.keys import Paths, Tracking
+from runtime.terminal import RunError
+from runtime.tracking import trackers
+from runtime.tracking.trackers import PACKAGES, Trackers
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -31,6 +31,9 @@ class Config:
     paths: Paths
     tracking: Tracking
     learning_rate: float = 0.5
+
+    def tree(self):
+        return dataclasses.asdict(self)
 
 
 def config_of(*names: str, **keys) -> Config:
@@ -251,7 +254,7 @@ import sys, time
 sys.path.insert(0, {tests!r})
 from pathlib import Path
 from test_trackers import config_of, line
-from runtime.trackers import Trackers
+from runtime.tracking.trackers import Trackers
 opened = Trackers(config_of("tensorboard"), Path(sys.argv[1]), is_leader=True)
 opened.start(0)
 for step in range(1, 6):

@@ -21,9 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from runtime import tracking
-from runtime.errors import RunError
-from runtime.tracking import Tracker, flattened, memory, wrapped
+from runtime.terminal import RunError, wrapped
+from runtime.tracking import metrics as tracking
+from runtime.tracking.metrics import Tracker, flattened, memory
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -373,7 +373,8 @@ def test_an_error_in_a_step_is_not_hidden(tmp_path):
 RUN = """
 import sys, time
 import jax.numpy as jnp
-from runtime.tracking import Tracker, print_line
+from runtime.tracking.metrics import Tracker
+from runtime.terminal import print_line
 with Tracker(sys.argv[1], start_step=0, total_steps=6, tokens_per_step=4096, flops_per_step={"mfu": 1e9},
              peak_flops_per_s=None, log_interval=2, is_leader=True) as tracker:
     for step in range(1, 7):

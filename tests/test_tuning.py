@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 
-from runtime.tuning import OPTIONS, options
+from runtime.cluster.tuning import OPTIONS, options
 
 COUNT = """
 import sys, jax
@@ -14,7 +14,7 @@ jax.monitoring.register_event_listener(lambda name, **_: name.endswith("/cache_m
 hits = []
 jax.monitoring.register_event_listener(lambda name, **_: name.endswith("/cache_hits") and hits.append(name))
 import train
-from runtime.config import run
+from runtime.config.command_line import run
 sys.argv = ["train", *sys.argv[1:]]
 try:
     run(train.main, train.Config)

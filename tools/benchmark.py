@@ -37,22 +37,22 @@ import jax.numpy as jnp
 import numpy as np
 from hydra.core.global_hydra import GlobalHydra
 
-import runtime.config
 import train
 from ledger.compiled.check import peak_bytes
 from ledger.count.step import of_step
 from ledger.machines.hardware import of_device_kind
 from ledger.machines.roofline import roofline
 from ledger.units import gigabytes
-from runtime.cluster import find_devices
-from runtime.config_checks import check_combinations
-from runtime.data import TokenBatch
-from runtime.errors import RunError, print_error, refusals
-from runtime.profiling import PROFILED_STEPS, SETTLING_STEPS, Profiler
-from runtime.report import environment
+from runtime.cluster.processes import find_devices, prepare_devices
+from runtime.cluster.tuning import options
+from runtime.config import command_line
+from runtime.config.checks import check_combinations
+from runtime.data.batches import TokenBatch
 from runtime.run import PROGRAMS_IN_FLIGHT, RUNS_ONCE, start, with_shardings
-from runtime.tracking import memory
-from runtime.tuning import options
+from runtime.terminal import RunError, print_error, refusals
+from runtime.tracking.metrics import memory
+from runtime.tracking.profiling import PROFILED_STEPS, SETTLING_STEPS, Profiler
+from runtime.tracking.report import environment
 from shardlib.shardtypes import make_shardings
 from tools.benchmark_table import Line, compared, read, table
 
@@ -151,7 +151,7 @@ def config_of(job: str) -> train.Config:
     if not job.strip():
         raise RunError('configs: "" is no job: expected the name of a config, or one with overrides, "NAME KEY=VALUE"')
     name, *overrides = job.split()
-    return runtime.config.load(train.Config, name, ["num_hosts=1", *overrides])
+    return command_line.load(train.Config, name, ["num_hosts=1", *overrides])
 
 
 def measure(benchmark: Benchmark, job: str, folder: Path, sender: Connection) -> None:
@@ -160,7 +160,7 @@ def measure(benchmark: Benchmark, job: str, folder: Path, sender: Connection) ->
         if benchmark.device == "cpu":
             jax.config.update("jax_platforms", "cpu")
         config = config_of(job)
-        runtime.config.prepare_devices(config)
+        prepare_devices(config)
         jax.config.update("jax_enable_compilation_cache", False)  # else compile_s would be that of reading a file
         config = on_devices(config, len(find_devices()), jax.default_backend())
         mesh = start(config)
@@ -353,4 +353,4 @@ def processor() -> str:
 
 
 if __name__ == "__main__":
-    runtime.config.run(main, Benchmark, "benchmark")
+    command_line.run(main, Benchmark, "benchmark")

@@ -20,10 +20,11 @@ import jax
 import numpy as np
 import zarr
 
-import runtime.config
-from runtime import checkpoint, checkpoint_writing
-from runtime.checkpoints import Checkpoints
-from runtime.errors import RunError
+from runtime.checkpoints import checkpoint
+from runtime.checkpoints import writing as checkpoint_writing
+from runtime.checkpoints.directory import Checkpoints
+from runtime.config import command_line
+from runtime.terminal import RunError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,4 +244,4 @@ def peak() -> int:
 
 
 if __name__ == "__main__":
-    runtime.config.run(main, Benchmark, "benchmark_checkpoint")
+    command_line.run(main, Benchmark, "benchmark_checkpoint")

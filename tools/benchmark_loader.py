@@ -26,10 +26,10 @@ import fsspec
 import jax
 import numpy as np
 
-import runtime.config
-from runtime.data import Loader
-from runtime.errors import RunError
-from runtime.flat_tokens import open_split, write_split
+from runtime.config import command_line
+from runtime.data.batches import Loader
+from runtime.data.flat_tokens import open_split, write_split
+from runtime.terminal import RunError
 
 MEGABYTE = 1e6
 PROCESSES = multiprocessing.get_context("spawn")
@@ -210,4 +210,4 @@ def show(name: str, figures: dict[str, float]) -> None:
 
 
 if __name__ == "__main__":
-    runtime.config.run(main, Benchmark, "benchmark_loader")
+    command_line.run(main, Benchmark, "benchmark_loader")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ledger.units import gigabytes, percent, seconds
-from runtime.errors import RunError
+from runtime.terminal import RunError
 
 SAME = 0.02  # a smaller difference counts as none, however small the spread within each process is
 

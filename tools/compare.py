@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from ledger.units import percent, seconds
-from runtime.errors import RunError
-from runtime.report import Recorded, as_yaml, read_run, write_page
-from runtime.report_page import compare_page
+from runtime.terminal import RunError
+from runtime.tracking.recorded import Recorded, as_yaml, read_run
+from runtime.tracking.report import write_page
+from runtime.tracking.report_page import compare_page
 
 # What the machine decides, and not the training; of names that end so, all.
 MEASURED = ("time", "tokens_per_s", "mfu", "hfu", "mfu_6nd")

@@ -22,18 +22,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from ledger.count.costs import Collective
 from ledger.machines.hardware import of_device_kind
-from runtime.chunks import read_errors
-from runtime.cluster import NoDevice, crossing, start
-from runtime.config import prepare_devices
-from runtime.config_checks import check_dataset
-from runtime.errors import RunError
-from runtime.hlo_graph import find_dot
-from runtime.sources import open_data
-from runtime.store import open_store
-from runtime.tokenizers import BYTES
-from runtime.trackers import PACKAGES
+from runtime.checkpoints.store import open_store
+from runtime.cluster.processes import NoDevice, crossing, prepare_devices, start
+from runtime.config.checks import check_dataset
+from runtime.data.chunks import read_errors
+from runtime.data.sources import open_data
+from runtime.data.tokenizers import BYTES
+from runtime.terminal import RunError
+from runtime.tracking.hlo_graph import find_dot
+from runtime.tracking.trackers import PACKAGES
 from shardlib.mesh import shard_map
-from tools.doctor import BROKEN, GOOD, OPTION, Finding, needed_parts, optional_parts, tested
+from tools.doctor_packages import BROKEN, GOOD, OPTION, Finding, needed_parts, optional_parts, tested
 
 REPEATS = 5  # the median counts
 PRODUCT_SIZE = {"cpu": 1024}  # rows and columns of both factors

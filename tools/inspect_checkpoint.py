@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from runtime.checkpoint import Checkpoint, Incomplete, open_checkpoint, read_leaf
-from runtime.errors import RunError
+from runtime.checkpoints.checkpoint import Checkpoint, Incomplete, open_checkpoint, read_leaf
+from runtime.terminal import RunError
 from tools.verify_checkpoint import find, size_text
 
 

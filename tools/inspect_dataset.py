@@ -20,10 +20,10 @@ import numpy as np
 import zarr
 from tqdm import tqdm
 
-from runtime.chunks import open_group, read, read_errors
-from runtime.errors import RunError
-from runtime.flat_tokens import Split, absolute_path, open_split
-from runtime.tokenizers import Tokenizer, load_dataset_tokenizer
+from runtime.data.chunks import open_group, read, read_errors
+from runtime.data.flat_tokens import Split, absolute_path, open_split
+from runtime.data.tokenizers import Tokenizer, load_dataset_tokenizer
+from runtime.terminal import RunError
 
 WIDTH, BAR = 100, 40
 BLOCK = 2**20  # values that are read at once, or a chunk's where that has more: 4 MiB of tokens, 8 MiB of starts

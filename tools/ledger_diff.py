@@ -16,7 +16,7 @@ from typing import Any
 
 from ledger.count.step import FORMAT
 from ledger.units import gigabytes, number
-from runtime.errors import RunError
+from runtime.terminal import RunError
 
 
 def load(path: str) -> dict[str, Any]:

@@ -11,8 +11,8 @@ from tqdm import tqdm
 
 from ledger.machines import hardware, roofline
 from ledger.units import gigabytes, percent, seconds
-from runtime.errors import RunError
-from tools import plan
+from runtime.terminal import RunError
+from tools.plan_step import Plan, changed, ledger_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Choice:
     estimate: roofline.Roofline
 
 
-def sweep(config: plan.Plan, machine: hardware.Hardware) -> None:
+def sweep(config: Plan, machine: hardware.Hardware) -> None:
     """Prints a table for each number of devices, and draws the picture. Raises RunError where there is no mesh."""
     if None in (machine.peak_flops_per_s, machine.hbm_bytes, machine.hbm_bytes_per_s):
         raise RunError("a sweep is sorted by time: give hardware=, with peak_flops_per_s, hbm_bytes, hbm_bytes_per_s")
@@ -63,7 +63,7 @@ def counts(first: int, last: int | None) -> list[int]:
     return [first * 2**power for power in range(int(math.log2((last or first) / first)) + 1)]
 
 
-def choices(config: plan.Plan, machine: hardware.Hardware, devices: int, batch: int) -> tuple[list[Choice], str]:
+def choices(config: Plan, machine: hardware.Hardware, devices: int, batch: int) -> tuple[list[Choice], str]:
     """All meshes of so many devices, those that fit first, the fastest first; and why a mesh that can't be is refused."""
     found, refusal = [], ""
     meshes = [(devices // t, t) for t in range(1, devices + 1) if devices % t == 0]
@@ -86,18 +86,16 @@ def powers(most: int) -> Iterator[int]:
     yield from (2**power for power in range(max(most, 1).bit_length()))
 
 
-def of_shape(config: plan.Plan, d: int, t: int, batch: int, microbatches: int) -> plan.Plan:
+def of_shape(config: Plan, d: int, t: int, batch: int, microbatches: int) -> Plan:
     tokens = dataclasses.replace(config.training.tokens, batch=batch)
     training = dataclasses.replace(config.training, tokens=tokens, microbatches=microbatches)
     per_host = min(config.devices_per_host, d * t)
     mesh = dataclasses.replace(config.mesh, d=d, t=t)
-    return plan.changed(
-        config, mesh=mesh, training=training, hosts=max(d * t // per_host, 1), devices_per_host=per_host
-    )
+    return changed(config, mesh=mesh, training=training, hosts=max(d * t // per_host, 1), devices_per_host=per_host)
 
 
-def choose(config: plan.Plan, machine: hardware.Hardware) -> Choice:
-    ledger = plan.ledger_of(config)
+def choose(config: Plan, machine: hardware.Hardware) -> Choice:
+    ledger = ledger_of(config)
     return Choice(
         d=config.mesh.d,
         t=config.mesh.t,
@@ -109,7 +107,7 @@ def choose(config: plan.Plan, machine: hardware.Hardware) -> Choice:
     )
 
 
-def table(config: plan.Plan, devices: int, batch: int, found: list[Choice], refusal: str) -> list[str]:
+def table(config: Plan, devices: int, batch: int, found: list[Choice], refusal: str) -> list[str]:
     """One row for each choice."""
     lines = [
         f"{config.paths.model_name} on {devices:,} × {config.hardware}, {batch:,} × {config.training.tokens.len:,} tokens a step",
@@ -133,7 +131,7 @@ WIDTH, LEFT, TOP, PLOT_WIDTH, PLOT_HEIGHT = 760, 76, 50, 644, 300
 CURVES = (("mfu", "everything overlaps", "#1f6feb"), ("mfu_alone", "nothing overlaps", "#b35900"))
 
 
-def picture(config: plan.Plan, best: list[Choice], rows: str) -> str:
+def picture(config: Plan, best: list[Choice], rows: str) -> str:
     """An SVG of the MFU of the fastest mesh that fits, against the number of devices, with what it assumes."""
     sizes = [math.log2(each.d * each.t) for each in best] or [0]
     span = max(sizes[-1] - sizes[0], 1)

@@ -7,8 +7,8 @@ python -m tools.report runs/first
 import argparse
 import sys
 
-from runtime.errors import RunError
-from runtime.report import write_report
+from runtime.terminal import RunError
+from runtime.tracking.report import write_report
 
 
 def main() -> None:

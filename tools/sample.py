@@ -17,12 +17,12 @@ import numpy as np
 from jax import lax
 
 import train
-from runtime.checkpoints import Checkpoints
-from runtime.data import TokenBatch
-from runtime.errors import RunError, refusals
-from runtime.resume import config_of
+from runtime.checkpoints.directory import Checkpoints
+from runtime.config.resume import config_of
+from runtime.data.batches import TokenBatch
+from runtime.data.tokenizers import Tokenizer, load_dataset_tokenizer, load_tokenizer
 from runtime.run import with_shardings
-from runtime.tokenizers import Tokenizer, load_dataset_tokenizer, load_tokenizer
+from runtime.terminal import RunError, refusals
 from shardlib import shardops
 from shardlib.mesh import make_mesh
 from shardlib.shardtypes import f32, i32, make_shardings, typed_shard_map

@@ -10,7 +10,7 @@ import threading
 
 import numpy as np
 
-from runtime.tokenizers import ChatError, Tokenizer, plain_exceptions
+from runtime.data.tokenizers import ChatError, Tokenizer, plain_exceptions
 from tools.text_sources import Block, Settings, text_ends
 
 

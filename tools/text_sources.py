@@ -20,8 +20,8 @@ from typing import BinaryIO
 import fsspec
 import numpy as np
 
-from runtime.errors import RunError
-from runtime.tokenizers import needs_package
+from runtime.data.tokenizers import needs_package
+from runtime.terminal import RunError
 
 BLOCK_BYTES = 2**20
 BLOCK_ROWS = 256  # of a data set in columns, whose rows have no size that is known beforehand

@@ -29,11 +29,11 @@ from dataclasses import dataclass, field
 import zarr
 from tqdm import tqdm
 
-import runtime.config
-from runtime.config_rebuild import refuse
-from runtime.errors import RunError
-from runtime.flat_tokens import LARGEST_ID, SplitWriter, absolute_path, open_for_writing
-from runtime.tokenizers import (
+from runtime.cluster.tuning import keep_memory
+from runtime.config import command_line
+from runtime.config.rebuild import refuse
+from runtime.data.flat_tokens import LARGEST_ID, SplitWriter, absolute_path, open_for_writing
+from runtime.data.tokenizers import (
     BYTES,
     Tokenizer,
     load_dataset_tokenizer,
@@ -41,7 +41,7 @@ from runtime.tokenizers import (
     save_dataset_tokenizer,
     train_bpe,
 )
-from runtime.tuning import keep_memory
+from runtime.terminal import RunError
 from tools.text_records import Tokenized, drawn, read_documents, start_worker, tokenize, work_on
 from tools.text_sources import Block, Settings, Source, hub_source, list_files, read_blocks
 
@@ -427,4 +427,4 @@ def counted(counts: dict) -> str:
 
 if __name__ == "__main__":
     keep_memory()  # of one block for the next: 111 in place of 95 MB of text a second
-    runtime.config.run(main, TokenizeText, "tokenize_text")
+    command_line.run(main, TokenizeText, "tokenize_text")

@@ -24,8 +24,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import runtime.config
-from runtime.errors import RunError
+from runtime.config import command_line
+from runtime.terminal import RunError
 
 ROOT = Path(__file__).resolve().parents[1]
 # 0.1M parameters: a step takes some milliseconds, so that most of a life is not the start.
@@ -232,4 +232,4 @@ def _is_complete(checkpoint: Path) -> bool:
 
 
 if __name__ == "__main__":
-    runtime.config.run(main, Torture, "torture")
+    command_line.run(main, Torture, "torture")

@@ -14,9 +14,9 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from runtime.checkpoint import Damaged, Incomplete, Store, open_checkpoint, verify
-from runtime.errors import RunError
-from runtime.store import open_store
+from runtime.checkpoints.checkpoint import Damaged, Incomplete, Store, open_checkpoint, verify
+from runtime.checkpoints.store import open_store
+from runtime.terminal import RunError
 
 
 def main() -> None:

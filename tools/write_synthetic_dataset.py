@@ -27,9 +27,9 @@ import numpy as np
 from jaxtyping import Bool, Float64, Int64, jaxtyped
 from typeguard import typechecked
 
-import runtime.config
-from runtime.errors import RunError
-from runtime.flat_tokens import write_split
+from runtime.config import command_line
+from runtime.data.flat_tokens import write_split
+from runtime.terminal import RunError
 
 # typeguard takes a string inside an annotation for a forward reference, so that array types need names of their own.
 # The inner decorator checks arguments, results and annotated locals; the outer one makes a letter one size within a call.
@@ -287,4 +287,4 @@ def predictable(corpus: Corpus, window: int | None = None) -> np.ndarray:
 
 
 if __name__ == "__main__":
-    runtime.config.run(main, Synthetic, "write_synthetic_dataset")
+    command_line.run(main, Synthetic, "write_synthetic_dataset")
