@@ -94,7 +94,7 @@ def bind(
         raise ShardingError(f"'{spec}' has {len(spec.dims)} dims, the value has {len(shape)}")
     whole = []
     for dim, size in zip(dims, shape):
-        if not local:
+        if not local and dim.name not in axes:
             require_divisible(dim, size, axes)
         size = size * parts(dim, axes) if local else size
         whole.append(size)
@@ -171,8 +171,21 @@ class ComputeType(DType):
         self._dtype = jnp.dtype(dtype)
 
 
+class _Annotation:
+    """What annotations may do with a type: `f32['B'] | None`, and stand inside tuple[...] and the like."""
+
+    def __or__(self, other):
+        return typing.Union[self, other]  # noqa: UP007 this is what `|` means here
+
+    def __ror__(self, other):
+        return typing.Union[other, self]  # noqa: UP007
+
+    def __call__(self, *_):  # typing accepts only callables
+        raise TypeError(f"{self!r} is a type for annotations, it makes no arrays: use shardops.zeros or shardops.full")
+
+
 @dataclasses.dataclass(frozen=True)
-class ArrayType:
+class ArrayType(_Annotation):
     """A type of arrays: an element type and how the dims lie on the mesh."""
 
     element: DType
@@ -185,9 +198,6 @@ class ArrayType:
     def __repr__(self):
         return f"{self.element}['{self.spec}']"
 
-    def __call__(self, *_):  # typing accepts only callables inside Optional[...], tuple[...] and the like
-        raise TypeError(f"{self!r} is a type for annotations, it makes no arrays: use shardops.zeros or shardops.full")
-
 
 f32, bf16 = DType("f32", jnp.float32), DType("bf16", jnp.bfloat16)
 i32, u32 = DType("i32", jnp.int32), DType("u32", jnp.uint32)
@@ -196,7 +206,7 @@ bool_ = DType("bool_", jnp.bool_)
 
 
 @dataclasses.dataclass(frozen=True)
-class Stacked:
+class Stacked(_Annotation):
     """`Array['layers', Layer]`: a pytree type with leading dims added to every field."""
 
     dims: tuple[Dim, ...]
@@ -204,9 +214,6 @@ class Stacked:
 
     def __repr__(self):
         return f"Array['{' '.join(map(str, self.dims))}', {getattr(self.cls, '__name__', self.cls)}]"
-
-    def __call__(self, *_):
-        raise TypeError(f"{self!r} is a type for annotations")
 
 
 class Array:
@@ -382,6 +389,8 @@ def check_tree(type_, value, leading: tuple[Dim, ...] = (), *, what: str = "the 
       ShardingError: where it is not so, and for a container that cannot be checked.
     """
     place = f"{what}, {'/'.join(map(str, path))}" if path else what
+    if len(path) == 1 and isinstance(path[0], int):
+        place = f"item {path[0]} of {what}"
 
     def wrong(text):
         return ShardingError(f"{text}\n  against {place}\n  at {users_line()}")

@@ -23,6 +23,7 @@ Backward passes are not walked: the gradient's type follows from the value's by 
 """
 
 import contextvars
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -73,6 +74,7 @@ class Check:
     proved: int = 0
 
 
+_MARK = "shardlib mark"
 _current: contextvars.ContextVar[Check | None] = contextvars.ContextVar("check", default=None)
 _serial = itertools.count()
 
@@ -118,7 +120,7 @@ def mark_value(rule, value):
 
 def _record(rule, moves, operands, sealed) -> str:
     marks = _current.get().marks
-    name = f"shardlib mark {len(marks)}"
+    name = f"{_MARK} {len(marks)}"
     marks[name] = Mark(rule, frozenset(moves), [jnp.ndim(operand) for operand in operands], sealed, users_line())
     return name
 
@@ -157,8 +159,9 @@ def verify(function, axes: dict[str, int], arguments: list, in_specs: list[Spec]
     walk_many = _Walk(many)
     walk_many(small, starts, alone)
     check, here = trace(axes)
-    if not _alike(here, small):  # where a device holds one row, JAX has ways of its own
-        _Walk(check)(here, starts)
+    if (eqn := _unlike(here, small, _MOVES)) is not None:
+        text = ", ".join(f"{axis}={size}" for axis, size in axes.items())
+        raise ShardingError(f"{_ANOTHER}, and is not proved for {text}\n  at {walk.where(eqn)}")
     if check.gradients:
         trace(axes, marking=False)
     return many.proved, walk.functions
@@ -213,7 +216,7 @@ def _on_small_mesh(trace, axes: dict[str, int], shapes: list[tuple[tuple[int, ..
                 raise
             fits.append((error.size, error.axes))
             continue
-        if at_least == 2 or _alike(traced, alone):
+        if at_least == 2 or _unlike(traced, alone) is None:
             return check, traced
         at_least = 2
 
@@ -224,13 +227,29 @@ def _leaves(sizes: dict[str, int], axis: str, fits: list[tuple[int, tuple[str, .
     return min((0 if size % count else size // count for size, count in counts), default=2)
 
 
-def _alike(one, other) -> bool:
-    """Whether two jaxprs have the same operations in the same order, whatever the sizes."""
-    one, other = getattr(one, "jaxpr", one), getattr(other, "jaxpr", other)
-    return len(one.eqns) == len(other.eqns) and all(
-        a.primitive is b.primitive and all(itertools.starmap(_alike, zip(_inner(a), _inner(b), strict=True)))
-        for a, b in zip(one.eqns, other.eqns)
+_ANOTHER = (
+    "another program is traced for another number of devices: what is computed must not depend on the size of a "
+    "device's part"
+)
+# Where a device holds one row, JAX moves it in ways of its own.
+_MOVES = frozenset("broadcast_in_dim concatenate dynamic_slice gather reshape slice squeeze transpose".split())
+
+
+def _unlike(one, other, but: frozenset[str] = frozenset()):
+    """The first equation of a jaxpr that another one has not at its place, `but` operations of these names, whatever
+    the sizes; None if the two are alike."""
+    one, other = (
+        [eqn for eqn in getattr(each, "jaxpr", each).eqns if eqn.primitive.name not in but] for each in (one, other)
     )
+    for a, b in itertools.zip_longest(one, other):
+        if a is None or b is None or a.primitive is not b.primitive:
+            return a or b
+        if str(a.params.get("name")).startswith(_MARK):  # over an axis of one device nothing is sent
+            continue
+        for inner in itertools.starmap(functools.partial(_unlike, but=but), zip(_inner(a), _inner(b), strict=True)):
+            if inner is not None:
+                return inner
+    return None
 
 
 def _inner(eqn) -> list:
@@ -313,8 +332,7 @@ class _Walk:
         other = twin.eqns[index] if index < len(twin.eqns) else None
         if other is None or other.primitive is not eqn.primitive:
             raise ShardingError(
-                f"another program is traced on one device than on several ('{eqn.primitive.name}' is not in both): what "
-                "is computed must not depend on the size of a device's part, nor loop over devices in Python\n"
+                f"{_ANOTHER} ('{eqn.primitive.name}' is not in both)\n"
                 "  fix: lax.scan or lax.fori_loop for turns; shardops.axis_size says how many devices there are"
             )
         return other

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import jax.numpy as jnp
 
 from shardlib.spec import ShardingError
-from shardlib.states import Axes, Dims, Made, State, agree, describe, merged, whole
+from shardlib.states import COUNTED, Axes, Dims, Made, State, agree, describe, merged, whole
 
 # Linear in the operands at these positions together ('all': in each of them, all of one state), with the others the
 # same along the pending axis.
@@ -98,6 +98,9 @@ def apply(equation: Equation) -> list[State]:
         return states
     if name == "select_n" and states[0].never:
         return [states[1]]
+    indexing = name == "gather" or name.startswith("scatter")
+    if any(state.indices and not (indexing and position == 1) for position, state in enumerate(states)):
+        raise ShardingError(f"'{name}' of {COUNTED}")
     rows = dims(equation)
     base = merged(states)
     split, pending = base.split, _pending(equation) | equation.summed
@@ -184,9 +187,10 @@ def _followed(equation: Equation, result: State) -> State:
     first = states[0] if states else None
     if name == "iota":
         return replace(result, place=params["dimension"])
-    if name == "concatenate" and params["dimension"] == len(equation.outs[0]) - 1:
-        if all(shape[-1] == 1 for shape in equation.shapes):
-            return replace(result, places=tuple(state.place for state in states))
+    if name == "concatenate" and _are_coordinates(equation):
+        places = tuple(state.place for state in states)
+        own = any(place is not None and result.dims[place] for place in places)
+        return replace(result, places=places, indices=own)
     if first is None or first.place is None:
         return result
     if name == "lt" and getattr(equation.eqn.invars[1], "val", None) == 0:
@@ -455,8 +459,9 @@ def _gather(equation):
     for axis, (axes, part) in enumerate(zip(table, equation.params["slice_sizes"])):
         gone = axis in numbers.collapsed_slice_dims or axis in batching
         if axis in own and part == 1 and gone:
-            place = own[axis]
-            indices[place] = _own_agreed(equation, axes, indices[place], equation.shapes[0][axis])
+            place, size = own[axis], equation.shapes[0][axis]
+            index = indices[place] if axis in batching else Made.ANY
+            indices[place] = agree(equation.name, [(axes,), (index,)], [size])[0]
         elif gone or part != equation.shapes[0][axis]:
             if not equation.is_one(0, axis):
                 _keep_whole(equation, "indexes", axes, _INDEXED)
@@ -471,12 +476,6 @@ def _gather(equation):
     return [tuple(next(window if axis in numbers.offset_dims else others) for axis in range(len(equation.outs[0])))]
 
 
-def _own_agreed(equation, axes: Axes, index: Axes, size: int) -> Axes:
-    """The state of a dim whose element i is read or written by index i of a dim of indices."""
-    index = Made.PART if index is Made.OWN else index
-    return agree(equation.name, [(axes,), (index,)], [size])[0]
-
-
 def _scatter(equation):
     (table, indices, updates), numbers = equation.rows[:3], equation.params["dimension_numbers"]
     batching = dict(zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims))
@@ -488,8 +487,8 @@ def _scatter(equation):
     for axis, axes in enumerate(table):
         size = equation.shapes[0][axis]
         if axis in own:
-            at = _own_agreed(equation, axes, indices[own[axis]], size)
-            row += agree(equation.name, [(at,), (updates[scattered[own[axis]]],)], [size])
+            index = indices[own[axis]] if axis in batching else Made.ANY
+            row += agree(equation.name, [(axes,), (index,), (updates[scattered[own[axis]]],)], [size])
         elif axis in numbers.inserted_window_dims:
             _keep_whole(equation, "writes at an index of", axes, _INDEXED)
             row.append(())
@@ -512,8 +511,24 @@ def _concatenate(equation):
     dimension = equation.params["dimension"]
     for row in equation.rows:
         _keep_whole(equation, "lengthens", row[dimension], _GATHERED)
-    rows = [(*row[:dimension], (), *row[dimension + 1 :]) for row in equation.rows]
+    rows = [[*row[:dimension], (), *row[dimension + 1 :]] for row in equation.rows]
+    if _are_coordinates(equation):
+        for row, state in zip(rows, equation.states):
+            if state.place is not None:
+                row[state.place] = Made.ANY
     return [agree(equation.name, rows, equation.outs[0])]
+
+
+def _are_coordinates(equation) -> bool:
+    """Whether indices of several dims are put together, as `x[arange(B), i]` does."""
+    last = len(equation.outs[0]) - 1
+    places = [state.place for state in equation.states]
+    return (
+        equation.params["dimension"] == last
+        and all(shape[-1] == 1 for shape in equation.shapes)
+        and any(place is not None and place < last for place in places)
+        and jnp.issubdtype(equation.eqn.outvars[0].aval.dtype, jnp.integer)
+    )
 
 
 def _stack(equation):

@@ -315,7 +315,7 @@ def _plan_pmax(recipe, mesh_axes):
     if recipe.operands[0].pending:
         raise ShardingError("the largest of a sum is not the largest of its terms: reduce the pending axes first")
     if not dropped:
-        raise ShardingError("the result lacks no dim: over what is it to be taken?")
+        raise ShardingError("the result lacks no dim: the largest over what?")
     if recipe.result != Spec(tuple(kept)):
         raise ShardingError(f"the other dims stay as they are: {_corrected(recipe, Spec(tuple(kept)))}")
     return {"dropped": dropped, "moves": _ordered(axes, mesh_axes)}
@@ -882,7 +882,7 @@ def local(spec: str | bytes, function, *operands, **sizes: int):
         for result, value in zip(results, given):
             bind(result, jnp.shape(value), mapped_axes(), letters)
     except ShardingError as error:
-        shapes = ", ".join(str(list(jnp.shape(value))) for value in jax.tree.leaves(found))
+        shapes = ", ".join(str(on_each_device(result, jnp.shape(value))) for result, value in zip(results, given))
         raise error.extended(
             f"{_context('local', as_text(spec), operands)}, result {shapes}\n  at {users_line()}"
         ) from None
@@ -981,7 +981,7 @@ def value_and_grad(function, argnums: int | tuple[int, ...] = 0, has_aux: bool =
     'M +d +t', still to be reduced; that of a weight 'M/d' is 'M/d +t'; of a fully split one, fully split.
 
     Raises:
-      ShardingError: for a loss that is no scalar; in the check, for one that is the same along an axis (it would count
+      ShardingError: for a loss that is no float scalar; in the check, for one that is the same along an axis (it would count
         once for each device).
     """
     chosen = (argnums,) if isinstance(argnums, int) else argnums
@@ -994,10 +994,10 @@ def value_and_grad(function, argnums: int | tuple[int, ...] = 0, has_aux: bool =
 
         weights = [args[index] for index in chosen]
         loss, pull, *aux = _vjp("value_and_grad", of_chosen, weights, has_aux, loss=True)
-        if jnp.shape(loss) != ():
+        if jnp.shape(loss) != () or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
             raise ShardingError(
-                f"the loss must be a scalar, it has shape {list(jnp.shape(loss))}\n  in shardops.value_and_grad\n"
-                f"  at {users_line()}"
+                f"the loss must be a scalar of a float type, it is {jnp.result_type(loss)}{list(jnp.shape(loss))}\n"
+                f"  in shardops.value_and_grad\n  at {users_line()}"
             )
         gradients = pull(jnp.ones_like(loss))
         return ((loss, *aux) if has_aux else loss), (gradients[0] if isinstance(argnums, int) else gradients)

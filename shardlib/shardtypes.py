@@ -70,7 +70,7 @@ class typed_shard_map:
       ShardingError: without a mesh, for a missing annotation, and for every claim that is not so, with its line.
     """
 
-    def __init__(self, function, check: bool = True):
+    def __init__(self, function, check: bool = True):  # noqa: F811 the parameter, not the function
         self.function, self.checked = _read(function), check
         functools.update_wrapper(self, function)
         self.signature = inspect.signature(function, eval_str=True)

@@ -164,7 +164,7 @@ def parse_operation(text: str, operands: int, results: int | None = 1) -> Recipe
     left, arrow, right = text.partition("->")
     if not arrow or "->" in right:
         raise ShardingError(
-            "an operation's string is 'operands -> results', with commas between them\n"
+            "an operation's string is 'operand -> result', with commas between operands\n"
             f"  fix: write '{text.replace('->', ' ').strip()} -> ...', the result after the arrow"
         )
     parts, after = left.split(","), right.split(",")

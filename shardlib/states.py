@@ -35,9 +35,11 @@ class State:
     zero: bool = False
     sized: bool = False  # a number that depends on how many devices there are, as x.shape[0] of a split dim does
     # For `cache.at[arange(B), position]`: this value is its own index along that dim; each coordinate (last dim) is
-    # one's own index along that dim, or None; a comparison that is never true (JAX asks whether an index is negative).
+    # its own index along that dim, or None; so it is on each device by itself, which is good for indexing alone; a
+    # comparison is never true (JAX asks whether an index is negative).
     place: int | None = None
     places: tuple[int | None, ...] | None = None
+    indices: bool = False
     never: bool = False
 
     @classmethod
@@ -63,6 +65,10 @@ def describe(axes: Axes) -> str:
     return f"split over {'/'.join(axes)}" if axes else "whole"
 
 
+COUNTED = (
+    "positions that each device counts from 0\n  fix: the device's part of the whole's positions is "
+    "shardops.slice('L -> L/t', jnp.arange(L))"
+)
 _WHY = {
     ("the same", "split"): "the value differs along {axis}: a reduction over {axis} or a gather was forgotten, or "
     "'/{axis}' is missing",
@@ -94,6 +100,8 @@ def require(spec: Spec, state: State, *, strict: bool, sizes: Sequence[int], sch
             f"'{spec}' is said of a number that depends on how many devices there are, like the size of a split dim "
             "on one of them\n  fix: count in the whole array: x.shape[0] * shardops.axis_size('d')"
         )
+    if state.indices:
+        raise ShardingError(f"'{spec}' is said of {COUNTED}")
     if state.zero:
         return
     for axis in sorted(state.split | state.pending | spec.split | frozenset(spec.pending)):
@@ -140,10 +148,8 @@ def _agreed(what: str, position: int, column: Sequence[Axes], size: int) -> Axes
         known |= {Made.OWN}
     if len(known) > 1:
         one, other = map(describe, sorted(known, key=lambda axes: (0, axes) if isinstance(axes, tuple) else (1, axes.value))[:2])
-        fix = "\n  fix: the device's part of the whole's positions is shardops.slice('L -> L/t', jnp.arange(L))"
-        raise ShardingError(
-            f"{what} that lie differently: dim {position} is {one} in one, {other} in another{fix * (Made.OWN in made)}"
-        )
+        counted = f": {COUNTED}" if Made.OWN in made else ""
+        raise ShardingError(f"{what} that lie differently: dim {position} is {one} in one, {other} in another{counted}")
     if known:
         return known.pop()
     return next((each for each in (Made.OWN, Made.PART) if each in made), Made.ANY)

@@ -479,7 +479,7 @@ def test_the_gradient_of_a_replicated_weight_is_right(name, mesh):
 LOSSES = {
     "summed over d": (lambda loss: shardops.psum('+d +t -> +t', loss), "the loss is the same along d: what is differentiated is the sum over all devices, so it would count once for each device along d\n  fix: return it pending, '+d +t', before any psum\n  in shardops.value_and_grad"),
     "summed over both": (lambda loss: shardops.psum('+d +t -> ', loss), "the loss is the same along d"),
-    "no scalar": (lambda loss: loss[None], "the loss must be a scalar, it has shape [1]\n  in shardops.value_and_grad"),
+    "no scalar": (lambda loss: loss[None], "the loss must be a scalar of a float type, it is float32[1]\n  in shardops.value_and_grad"),
     "a constant": (lambda loss: jnp.float32(1), "the loss is the same along d"),
 }  # fmt: skip
 

@@ -77,7 +77,7 @@ def test_one_legal_spelling(text, message):
 OPERATIONS = [
     ('M/d', 1, "an operation's string is 'operand -> result', with commas between operands"),
     ('M/d -> M -> M', 1, "an operation's string is 'operand -> result'"),
-    ('M/d -> M, M', 1, "an operation's string is 'operand -> result'"),
+    ('M/d -> M, M', 1, "the string has 2 results, the operation takes 1"),
     ('M/d, M -> M', 1, "the string has 2 operands, the operation takes 1"),
     ('M -> M', 2, "the string has 1 operand, the operation takes 2"),
     ('M/ -> M', 1, "cannot read 'M/' in 'M/'"),
