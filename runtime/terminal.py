@@ -4,6 +4,7 @@ import os
 import sys
 import textwrap
 import time
+from collections.abc import Collection, Sequence
 from typing import NoReturn
 
 # The status of one of several processes that an exception ended, not a RunError: that with which JAX itself ends the
@@ -43,6 +44,18 @@ def print_line(text: str) -> None:
 def wrapped(line: str) -> str:
     """A line for a terminal, in several where it is longer than 120 columns; those that follow are indented."""
     return textwrap.fill(line, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+
+
+def columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
+    """A line for each row, with the cells of a column below one another; those in `right` end there."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if index in right else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
 
 
 def one_of_several(host: str, index: int, count: int) -> None:

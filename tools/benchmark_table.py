@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ledger.units import gigabytes, percent, seconds
-from runtime.terminal import RunError
+from runtime.terminal import RunError, columns
 
 SAME = 0.02  # a smaller difference counts as none, however small the spread within each process is
 
@@ -73,12 +73,7 @@ def table(lines: list[Line]) -> list[str]:
     rows = [list(cells(line)) for line in lines]
     header = [key for key, _ in rows[0]] if rows else []
     texts = [header, *([text for _, text in row] for row in rows)]
-    widths = [max(len(row[column]) for row in texts) for column in range(len(header))]
-    left, *others = widths or [0]
-    return ["", *(
-        "  ".join([row[0].ljust(left), *(text.rjust(width) for text, width in zip(row[1:], others, strict=True))])
-        for row in texts if row
-    )]  # fmt: skip
+    return ["", *columns(texts, range(1, len(header)))] if rows else [""]
 
 
 def cells(line: Line) -> Iterator[tuple[str, str]]:

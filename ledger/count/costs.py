@@ -127,7 +127,7 @@ class Costs:
 
 # -- Products, collectives, loops --------------------------------------------------------------------------------------
 def count(block: Block, mesh_axes: dict[str, int]) -> Costs:
-    """Counts a step. Of branches that differ, the one with the most FLOPs counts, but for those in the scope `fallback`.
+    """Counts a step. Of branches that differ, the one with the most FLOPs counts.
 
     Args:
       block: the step, `read(jaxpr)`.
@@ -155,8 +155,7 @@ def count(block: Block, mesh_axes: dict[str, int]) -> Costs:
             )
         if op.name == "cond":
             any_branch([body.sites for body in bodies], op.line)
-            likely = op.likely
-            bodies = [max((body for block, body in zip(op.blocks, bodies) if block in likely), key=Costs.flops)]
+            bodies = [max(bodies, key=Costs.flops)]
         if op.name == "scan":
             costs.loops[Loop(op.line, op.phase, op.length)] += 1
         for body in bodies:

@@ -152,7 +152,7 @@ class _Lifetimes:
                 largest = {each: self.body(op, each) for each in op.blocks}
                 bodies[now] = max(largest.values(), key=lambda body: body.bytes)
                 for place, moved in max(
-                    (largest[each] for each in op.likely), key=lambda body: body.bytes
+                    (largest[each] for each in op.blocks), key=lambda body: body.bytes
                 ).moved.items():
                     self.moved[place] += moved * op.length
         end = len(block.operations)

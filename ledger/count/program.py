@@ -9,7 +9,6 @@ All other modules of the ledger go by this: what JAX has traced is read once, he
 nothing runs.
 """
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,16 +54,6 @@ class Operation:
     def length(self) -> int:
         """How often its blocks run."""
         return self.params["length"] if self.name == "scan" else 1
-
-    @property
-    def likely(self) -> list["Block"]:
-        """Of its blocks those that count: of a cond's branches not one in the scope `fallback`, where there is another."""
-        others = [block for block in self.blocks if not block.operations or any(map(_is_expected, block.operations))]
-        return others if self.name == "cond" and others else self.blocks
-
-
-def _is_expected(op: Operation) -> bool:
-    return re.search(r"(?<![\w.])fallback(?![\w.])", op.scopes) is None
 
 
 @dataclass(eq=False)

@@ -59,7 +59,7 @@ BETAS = ("training.adam_b1", "training.adam_b2")
 SEEDS = ("training.seed", "flat_tokens.seed")
 CHOICES = {
     "model.compute_dtype": ("bfloat16", "float32"),
-    "model.attention": ("auto", "einsum", "blockwise", "cudnn", "cudnn_masked", "splash"),
+    "model.attention": ("auto", "einsum", "blockwise", "cudnn_masked", "splash"),
     "training.gradient_reduce_dtype": ("float32", "bfloat16"),
     "training.save_for_backward": ("everything", "products", "inputs"),
     "flat_tokens.long_sequences": ("split", "truncate"),

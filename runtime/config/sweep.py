@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runtime.terminal import refusals
+from runtime.terminal import columns, refusals
 
 WIDTH = 120
 COLUMNS = ("what differs", "loss", "validation", "tokens/s", "run folder")
@@ -64,10 +64,8 @@ def table(jobs: Sequence[Job]) -> list[str]:
         folder = None if job.config is None else run_folder(job.config)
         numbers = [NOT_KNOWN] * 3 if folder is None else _numbers(folder)
         rows.append((differs or "nothing", *numbers, "none" if folder is None else str(folder)))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     errors = ["", *(f"\n  error: {job.error}"[: WIDTH + 1] if job.error else "" for job in jobs)]
-    return [line + error for line, error in zip(lines, errors, strict=True)]
+    return [line + error for line, error in zip(columns(rows), errors, strict=True)]
 
 
 def run_folder(config: Any) -> Path:

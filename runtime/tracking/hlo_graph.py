@@ -23,6 +23,7 @@ import jax
 
 from ledger.compiled.hlo_text import Computation, Instruction, Module, parse
 from runtime.terminal import print_line
+from runtime.tracking.files import write_whole
 
 if TYPE_CHECKING:
     import graphviz  # imported where it is used, since a run can do without
@@ -240,7 +241,7 @@ class StepGraph:
         try:
             text = self._compiled.as_text()
             self._compiled = None  # held for its text only
-            _write(self._text_path, text)
+            write_whole(self._text_path, text)
             reason = self._draw(text)
         except ImportError as error:
             reason = f"{error}. Install it with `pip install graphviz`."
@@ -258,7 +259,7 @@ class StepGraph:
         module = parse(text)
         if self._is_given_up:
             return None
-        _write(graph_path, graph_of(module).source)
+        write_whole(graph_path, graph_of(module).source)
         if self._is_given_up:
             return None
         command = [program, *DOT_FLAGS, "-Tsvg", f"-o{part}", str(graph_path)]
@@ -289,9 +290,3 @@ def find_dot() -> str | None:
         if program := shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent)):
             return program
     return None
-
-
-def _write(path: Path, text: str) -> None:
-    part = path.with_name(path.name + ".part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)

@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import json
 import math
-import os
 import resource
 import sys
 import time
@@ -21,10 +20,11 @@ import numpy as np
 from tqdm import tqdm
 
 from runtime.terminal import RunError, print_line
+from runtime.tracking.files import write_whole
 
 
-def flattened(metrics: Any, name: str = "") -> dict[str, Any]:
-    """Scalars by their names, of nested mappings and dataclasses.
+def flattened(metrics: Any, name: str = "", separator: str = "/") -> dict[str, Any]:
+    """What is in nested mappings and dataclasses, by its path.
 
     flattened({"loss": 1.5, "grad_norm": {"embed": 0.5}})      # {"loss": 1.5, "grad_norm/embed": 0.5}
     """
@@ -32,7 +32,7 @@ def flattened(metrics: Any, name: str = "") -> dict[str, Any]:
         metrics = vars(metrics)
     if not isinstance(metrics, Mapping):
         return {name: metrics}
-    parts = (flattened(value, f"{name}/{key}" if name else key) for key, value in metrics.items())
+    parts = (flattened(value, f"{name}{separator}{key}" if name else key, separator) for key, value in metrics.items())
     return {name: scalar for part in parts for name, scalar in part.items()}
 
 
@@ -305,9 +305,4 @@ def _drop_steps_after(path: Path, step: int) -> None:
         if is_kept:
             kept.append(line)
     if len(kept) < len(lines):
-        part = path.with_name(path.name + ".part")
-        with part.open("w", encoding="utf-8") as file:
-            file.writelines(kept)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
+        write_whole(path, "".join(kept))

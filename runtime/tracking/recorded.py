@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from runtime.terminal import RunError
+from runtime.tracking.metrics import flattened
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,15 +54,8 @@ def read_run(path: str | Path) -> Recorded:
         return there.read_text(encoding="utf-8", errors="replace") if path.is_dir() and there.exists() else ""
 
     name = path.resolve().name if path.is_dir() else path.name
-    config = by_key(yaml.safe_load(beside("config.yaml")) or {})
+    config = flattened(yaml.safe_load(beside("config.yaml")) or {}, separator=".")
     return Recorded(name, folder, lines, config, json.loads(beside("environment.json") or "{}"), beside("samples.txt"))
-
-
-def by_key(tree: Any, key: str = "") -> dict[str, Any]:
-    """{'training': {'seed': 0}} as {'training.seed': 0}."""
-    if not isinstance(tree, dict):
-        return {key: tree}
-    return {k: v for name, part in tree.items() for k, v in by_key(part, f"{key}.{name}".lstrip(".")).items()}
 
 
 def as_yaml(value: Any) -> str:

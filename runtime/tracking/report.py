@@ -5,7 +5,7 @@
         train()
 
 A page is built from what the folder holds (metrics.jsonl, config.yaml, environment.json, samples.txt), so that it can
-be written again at any time: python -m tools.report runs/first.
+be written again at any time: python -m tools.compare runs/first.
 """
 
 import os
@@ -21,6 +21,7 @@ from typing import Any
 import jax
 
 from runtime.terminal import RunError, print_line
+from runtime.tracking.files import write_whole
 from runtime.tracking.recorded import read_run
 from runtime.tracking.report_page import report_page
 
@@ -54,20 +55,15 @@ def environment(ledger_summary: list[str]) -> dict[str, Any]:
     }
 
 
-def write_report(folder: str | Path) -> None:
-    """Writes report.html into a run folder, all or nothing.
+def write_report(folder: str | Path) -> Path:
+    """Writes report.html into a run folder, all or nothing; returns its path.
 
     Raises:
       RunError: the folder has no metrics.
     """
-    write_page(Path(folder) / "report.html", report_page(read_run(folder)))
-
-
-def write_page(path: Path, page: str) -> None:
-    """Writes a file that a browser may be reading."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(page, encoding="utf-8")
-    os.replace(part, path)
+    page = Path(folder) / "report.html"
+    write_whole(page, report_page(read_run(folder)))
+    return page
 
 
 class Report:

@@ -16,7 +16,6 @@ import jax
 import numpy as np
 import pytest
 from pages import PAGES, ROOT, blocks, copy_of_the_repository, executed, of_language, run_in, section, text_of
-from test_cluster import gpus
 
 import train
 from kernels.attention import chosen
@@ -33,6 +32,7 @@ from runtime.data.sources import open_data
 from runtime.terminal import RunError, wrapped
 from shardlib.mesh import make_mesh
 from shardlib.shardtypes import make_shardings
+from tests.runtime.cluster.test_cluster import gpus
 from tools import plan, plan_step
 
 # == Commands ==========================================================================================================
@@ -62,7 +62,7 @@ NOT_EXECUTED = {
     r"python -m tools.benchmark_(checkpoint|loader)": "minutes: test_checkpoint_tools::test_the_benchmark, test_benchmark_loader",
     r"python -m tools.benchmark ": "minutes, or a GPU: test_benchmark",
     r"python -m tools.doctor": "test_doctor",
-    r"python -m tools.(verify|inspect)_checkpoint": "test_checkpoint_tools",
+    r"python -m tools.checkpoint ": "test_checkpoint_tools",
     r"python -m tools.ledger_diff before": "test_run_ledger and test_docs, with other folders",
     r"python -m tools.inspect_dataset my.zarr --": "test_inspect_dataset",
     r"python -m tools.tokenize_text input=\.\.\.": "not a command but its form: test_tokenize_text",
@@ -70,7 +70,6 @@ NOT_EXECUTED = {
     r"python -m train .*hf_dataset.path=allenai/c4": "network: test_hf_stream reads a folder",
     r"until python -m train": "does not end by itself: test_survival has each status",
     r"python -m tools.sample runs/local_shakespeare": "needs that run: test_sample",
-    r"python -m tools.report": "needs that run: test_report",
     r"python -m tools.compare": "needs two runs: test_report",
     r"python -m train -m |python -m train --multirun ": "minutes: test_config_sweep",
     r"python -m train tracking.": "test_trackers",
@@ -147,8 +146,8 @@ def test_the_tables_have_no_more_than_the_pages():
             assert any(re.match(pattern, command) for command in everything), f"in no page: {pattern}"
     for reason in NOT_EXECUTED.values():
         for file, function in re.findall(r"\b(test_\w+)(?:::(test_\w+))?", reason):
-            assert f"def {function}" in (ROOT / "tests" / f"{file}.py").read_text(), reason
-    held = "".join(path.read_text() for path in ROOT.glob("tests/test_docs*.py"))
+            assert f"def {function}" in next((ROOT / "tests").rglob(f"{file}.py")).read_text(), reason
+    held = "".join(path.read_text() for path in ROOT.glob("tests/docs/test_docs*.py"))
     assert all(f"def {function}(" in held for function in EXECUTED.values())
 
 
@@ -331,7 +330,7 @@ def test_every_block_is_held_or_says_why_not():
     for pattern in PRINTED:
         for each in pattern.split("|"):
             assert any(re.match(each, body) for body in bodies), f"in no page: {each}"
-    files = list((ROOT / "tests").glob("test_*.py"))
+    files = list((ROOT / "tests").rglob("test_*.py"))
     known = {path.stem for path in files}.union(*(re.findall(r"def (test_\w+)\(", path.read_text()) for path in files))
     assert set(re.findall(r"\btest_\w+", " ".join(PRINTED.values()))) <= known
 

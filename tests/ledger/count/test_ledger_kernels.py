@@ -19,11 +19,9 @@ NAME, OVERRIDES = (
 BLOCKS = 3
 # What runs, in products of length²: two forward and four backward, the logits once more, of half of the pairs of
 # positions or, in blocks, of 2/3; on TPUs the logits and the probabilities' gradient in both of two kernels.
-# Of `cudnn` rows with too many segments, which go through the masked kernel, do not count.
 RUNS = {
     "einsum": 7,
     "blockwise": 7 * (BLOCKS + 1) / (2 * BLOCKS),
-    "cudnn": 7 / 2,
     "cudnn_masked": 7 / 2,
     "splash": 9 / 2,
 }
@@ -76,7 +74,7 @@ def test_what_the_kernel_keeps_is_said(name, ledgers, config):
     new = [row for row in ledger.saved if row.why == "save_for_backward" and row.dtype == "float32"]
     (log_sum_exp,) = new
     assert log_sum_exp.times == model.layers and log_sum_exp.line.startswith("t")
-    assert log_sum_exp.bytes == 4 * tokens.batch // 4 * tokens.len * heads * (4 if name == "cudnn" else 1)
+    assert log_sum_exp.bytes == 4 * tokens.batch // 4 * tokens.len * heads
     kept = [row for row in ledger.saved if row.line == log_sum_exp.line and row is not log_sum_exp]
     assert [row.bytes for row in kept] == [o_bytes] and kept[0].times == model.layers
     text = page.text(ledger)

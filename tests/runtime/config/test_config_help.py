@@ -25,7 +25,7 @@ from tools import (
     write_synthetic_dataset,
 )
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 BASE = ROOT / "configs/base.yaml"
 
 

@@ -13,7 +13,7 @@ SMALL = ["tokens=300000", "batch=8", "length=64", "seconds=0.2", "step_s=0.01", 
 
 def benchmark(*overrides):
     command = [sys.executable, "-m", "tools.benchmark_loader", *SMALL, *overrides]
-    return subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1], timeout=300)
+    return subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=300)
 
 
 @pytest.mark.slow
@@ -43,7 +43,7 @@ def test_steps_do_not_wait_for_data(tmp_path):
         "checkpoint_interval=1000",
         "eval_interval=1000",
     ]
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     subprocess.run([sys.executable, "-m", "train", *where], check=True, cwd=root, timeout=600)
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     lines = [line for line in lines if line.get("step_time_s")]

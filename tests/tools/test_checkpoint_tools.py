@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 from checkpoint_state import numpy_state, save
 
-from tools import inspect_checkpoint, verify_checkpoint
+from tools import checkpoint
 
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """Calls a tool's main with arguments: its exit status, and the lines of its output and of its errors."""
+    """Calls the tool with arguments: its exit status, and the lines of its output, and what it says of an error."""
 
-    def call(tool, *arguments):
-        monkeypatch.setattr(sys, "argv", [tool.__name__, *map(str, arguments)])
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["checkpoint", *map(str, arguments)])
         status = 0
         try:
-            tool.main()
+            checkpoint.main()
         except SystemExit as end:
             status = end.code
         printed = capsys.readouterr()
@@ -47,10 +47,10 @@ def test_verify_whole_ones(run, saved):
     """A run folder, its checkpoints, or one: each is read through, and the status is 0."""
     expected = r"00000000{}: whole, 26 chunks of 5 leaves, 3.27 kB, read in \d+\.\d s"
     for path in (saved, saved.parent):
-        status, lines, errors = run(verify_checkpoint, path)
+        status, lines, errors = run("verify", path)
         assert (status, errors) == (0, []) and len(lines) == 2
         assert all(re.fullmatch(expected.format(step), line) for step, line in zip((10, 20), lines))
-    status, lines, _ = run(verify_checkpoint, f"{saved}/0000000010/")
+    status, lines, _ = run("verify", f"{saved}/0000000010/")
     assert status == 0 and len(lines) == 1 and lines[0].startswith("0000000010: whole")
 
 
@@ -61,7 +61,7 @@ def test_verify_damaged_ones(run, saved):
     file.write_bytes(b"x" + file.read_bytes()[1:])
     (saved / "0000000020" / "weights" / "embed" / "zarr.json").write_text("{}")
     (saved / "0000000030").mkdir()
-    status, lines, _ = run(verify_checkpoint, saved)
+    status, lines, _ = run("verify", saved)
     assert status == 1
     assert re.fullmatch(r"0000000010: DAMAGED, 2 of 26 chunks of 5 leaves, .*", lines[0])
     assert sorted(lines[1:3]) == [
@@ -77,16 +77,22 @@ def test_verify_damaged_ones(run, saved):
 
 def test_verify_nothing(run, tmp_path):
     """Where there is no checkpoint the status is 1 and the message says what was expected."""
-    status, _, errors = run(verify_checkpoint, tmp_path)
-    assert status == 1
-    assert errors == [
+    status, _, _ = run("verify", tmp_path)  # Python prints a text that sys.exit is given, and exits with 1
+    assert status == (
         f"error: there is no checkpoint at {tmp_path}: expected a run folder, its `checkpoints`, or one of those"
-    ]
+    )
+
+
+def test_paths_that_do_not_go_with_what_is_asked(run, saved):
+    """One too few or too many ends with status 2 and says how many each takes."""
+    for arguments in (("diff", saved), ("show", saved, saved), ("verify", saved, saved)):
+        status, _, errors = run(*arguments)
+        assert status == 2 and errors[-1].endswith("error: diff takes two paths, show and verify one")
 
 
 def test_inspect_one(run, saved):
     """Path, attributes, and each leaf's type, shape, size, chunk and norm; values that are not finite are counted."""
-    status, lines, errors = run(inspect_checkpoint, saved)
+    status, lines, errors = run("show", saved)
     assert (status, errors) == (0, [])
     assert lines[:5] == [
         f"checkpoint {saved}/0000000020",
@@ -106,12 +112,12 @@ def test_inspect_one(run, saved):
     state = numpy_state()
     state.weights.transformer.w_q[0, 0, :3] = np.nan
     save(saved, 30, state)
-    assert any(line.endswith("nan  3 not finite") for line in run(inspect_checkpoint, saved)[1])
+    assert any(line.endswith("nan  3 not finite") for line in run("show", saved)[1])
 
 
 def test_compare_two(run, saved):
     """Attributes that differ, and each leaf that does: the largest difference, absolute and relative, and how many values."""
-    status, lines, _ = run(inspect_checkpoint, saved / "0000000010", saved)
+    status, lines, _ = run("diff", saved / "0000000010", saved)
     assert status == 0
     assert lines == [
         f"first   {saved}/0000000010",
@@ -133,7 +139,7 @@ def test_compare_other_models(run, saved, tmp_path):
     (tmp_path / "b" / "0000000010" / "zarr.json").write_bytes(
         (tmp_path / "b" / "0000000010" / "zarr.json").read_bytes()
     )
-    lines = run(inspect_checkpoint, saved / "0000000010", tmp_path / "b")[1]
+    lines = run("diff", saved / "0000000010", tmp_path / "b")[1]
     assert "weights/embed                      float32[16, 24] -> float32[16, 16]" in lines
 
 
@@ -161,9 +167,7 @@ def test_the_benchmark(tmp_path):
     assert not (tmp_path / "x").exists()
 
 
-@pytest.mark.parametrize("tool", [verify_checkpoint, inspect_checkpoint])
-def test_help(run, tool):
-    """Each tool explains itself."""
-    status, lines, _ = run(tool, "--help")
-    assert status == 0
-    assert any(line.startswith(f"    python -m {tool.__name__} runs/my_run/checkpoints") for line in lines)
+def test_help(run):
+    """The tool explains itself."""
+    status, lines, _ = run("--help")
+    assert status == 0 and any(line.startswith("    python -m tools.checkpoint verify runs/my_run") for line in lines)

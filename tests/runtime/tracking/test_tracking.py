@@ -25,7 +25,7 @@ from runtime.terminal import RunError, wrapped
 from runtime.tracking import metrics as tracking
 from runtime.tracking.metrics import Tracker, flattened, memory
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 def open_tracker(folder, **changed) -> Tracker:
@@ -235,7 +235,7 @@ def test_dropping_lines_is_all_or_nothing(tmp_path, monkeypatch):
     def killed(*paths):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(tracking.os, "replace", killed)
+    monkeypatch.setattr(os, "replace", killed)
     with pytest.raises(KeyboardInterrupt):
         open_tracker(tmp_path, start_step=4)
     assert (tmp_path / "metrics.jsonl").read_text() == before

@@ -10,9 +10,9 @@ from runtime.config import command_line as runtime_config
 from runtime.config.command_line import DEFAULT_CONFIG, run
 from runtime.config.sweep import Sweep, table
 from runtime.terminal import RunError
-from tests.test_config import Config
+from tests.runtime.config.test_config import Config
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from runtime.data.flat_tokens import write_split
 from runtime.data.tokenizers import load_tokenizer, save_dataset_tokenizer
 from tools import inspect_dataset as tool
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 TEXTS = ["To be, or not to be:\n   that is the question.", "", "Ay, there's the rub.", "é€" * 40, "x" * 300]
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 # Imports once and forks for each life, so that what is killed is the work and not the imports. No thread runs when it forks.
 # The first life is not killed: its output is the measure, and its time tells within which the others are.

@@ -18,7 +18,7 @@ from tools import doctor, doctor_measure, doctor_packages
 from tools.doctor_measure import asked_for, collectives, data, storage
 from tools.doctor_packages import BROKEN, GOOD, OPTION, OTHER, Finding, needed_parts, optional_parts
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)

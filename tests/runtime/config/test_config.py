@@ -20,7 +20,7 @@ from runtime.config.keys import Mesh, Paths, RunConfig
 from runtime.terminal import RunError
 from shardlib.spec import ShardingError
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 CONFIGS = sorted(file.stem for file in (ROOT / "configs").glob("*.yaml"))
 IS_RUN = {name: "\ndefaults: [base" in (ROOT / f"configs/{name}.yaml").read_text() for name in CONFIGS}
 RUN_CONFIGS = [name for name in CONFIGS if IS_RUN[name]]
@@ -655,7 +655,7 @@ PROGRAM = """
 import sys
 from runtime.config import command_line
 assert "jax" not in sys.modules
-from tests.test_config import Config
+from tests.runtime.config.test_config import Config
 def main(config):
     from runtime.cluster import processes
     processes.prepare_devices(config)

@@ -5,18 +5,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax.numpy as jnp
-import numpy as np
 import pytest
-import small
 
-from kernels import cudnn
 from runtime.config import command_line as config
 from runtime.terminal import RunError
 from shardlib.spec import ShardingError
 from tools import benchmark, benchmark_table, sample
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TINY = (
     "local_test_synthetic mesh.d=2 mesh.t=2 model.d_model=32 model.d_head=8 model.layers=1 model.vocab=64 model.d_ff=64 "
     "training.tokens.batch=4 training.tokens.len=16"
@@ -97,18 +93,6 @@ def test_times_of_an_accelerator_are_those_between_the_ends_of_steps():
     times = benchmark.timed_in_flight(next_step, steps=20)
     assert len(times) == 20 and all(time >= 0 for time in times)
     assert ahead == 0 and most == benchmark.PROGRAMS_IN_FLIGHT + 1
-
-
-@pytest.mark.parametrize("document, fits", [(benchmark.DOCUMENT, True), (20, False)])
-def test_the_packed_kernel_can_be_timed(document, fits, monkeypatch):
-    """The documents of a random batch are long enough for cuDNN's packed kernel; of 20 tokens each they would not be."""
-    monkeypatch.setattr(benchmark, "DOCUMENT", document)
-    for path in sorted(ROOT.glob("configs/c4_h200x1_*.yaml")):
-        job = benchmark.config_of(path.stem)
-        with small.on_mesh(1, 1):
-            starts = np.asarray(benchmark.random_batch(job).is_seq_start)
-        for rows in np.split(starts, job.training.microbatches):
-            assert bool(cudnn._Sequences(jnp.cumsum(rows, axis=1)).fit) == fits, path
 
 
 def test_the_mesh_is_that_of_the_devices_there_are(monkeypatch):

@@ -25,7 +25,7 @@ from runtime.data.flat_tokens import open_split
 from runtime.data.tokenizers import load_dataset_tokenizer
 from tools.text_sources import Settings, text_ends
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 BY_SIZE = Settings("text", ("text",), b"", 100, 0.0, 0)
 CHAT_TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
 

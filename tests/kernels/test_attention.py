@@ -15,7 +15,7 @@ import small
 from ledgers import ledger_of
 
 from jax_extra import explicit_activation_checkpointing
-from kernels import blockwise, cudnn, splash
+from kernels import blockwise, splash
 from kernels.attention import KERNELS, suited
 from ledger.count.costs import count, saved
 from ledger.count.program import read
@@ -131,23 +131,22 @@ def test_no_position_sees_a_later_one_or_another_segment(name, monkeypatch):
 
 
 def arrays(block):
-    """Of every operation the results, but of a branch that hardly ever runs."""
+    """Of every operation the results."""
     for op in block.operations:
         yield from op.outputs
-        for inner in op.likely:
+        for inner in op.blocks:
             yield from arrays(inner)
 
 
-@pytest.mark.parametrize("name", ["blockwise", "cudnn"])
-def test_nothing_of_length_squared(name):
-    """Forward and backward of two layers and a row of 4096: no array has the length in two dims, none as many
-    elements. For `cudnn` that is where its sequences suffice."""
+def test_nothing_of_length_squared():
+    """By blocks, forward and backward of two layers and a row of 4096: no array has the length in two dims, none as many
+    elements."""
     shapes = jax.eval_shape(functools.partial(operands, 4096, batch=1, Q=1, K=1, D=64, dtype=jnp.bfloat16))
 
     def layers(q, k, v, segment):
         @explicit_activation_checkpointing
         def layer(q, _):
-            return KERNELS[name](q, k, v, segment), None
+            return KERNELS["blockwise"](q, k, v, segment), None
 
         return jax.lax.scan(layer, q, length=2)[0]
 
@@ -179,12 +178,10 @@ def test_the_layer_keeps_result_and_log_sum_exp_alone():
 SHAPES = dict(length=1000, batch=2, Q=2, K=4, D=64, dtype=jnp.bfloat16)
 
 
-@pytest.mark.parametrize(
-    "name, run", [("blockwise", 7 * 9 / 16), ("cudnn", 7 / 2), ("cudnn_masked", 7 / 2), ("splash", 9 / 2)]
-)
+@pytest.mark.parametrize("name, run", [("blockwise", 7 * 9 / 16), ("cudnn_masked", 7 / 2), ("splash", 9 / 2)])
 def test_every_kernel_has_the_same_model_flops(name, run):
     """The model's are half of six products of length², whichever kernel runs. What runs is counted apart: 7 products (9
-    on a TPU) of half of the pairs; of 9/16 in 8 blocks of 8. Where `cudnn` may have to go, too, does not count."""
+    on a TPU) of half of the pairs; of 9/16 in 8 blocks of 8."""
     loss = jax.value_and_grad(lambda *x: jnp.sum(KERNELS[name](*x).astype(jnp.float32)), argnums=(0, 1, 2))
     costs = count(read(jax.make_jaxpr(loss)(*jax.eval_shape(functools.partial(operands, **SHAPES))[:4])), {})
     product = 2 * 2 * (2 * 4) * 64 * 1000**2
@@ -203,39 +200,20 @@ def test_splash_lowers_for_tpus():
     assert lowered("splash", "tpu").count("stablehlo.custom_call @tpu_custom_call") == 3
 
 
-@pytest.mark.parametrize("name", ["cudnn", "cudnn_masked"])
-def test_cudnn_lowers_for_nvidia(name):
-    """Forward and backward are one call each, with the settings and operands that cuDNN reads; where the packed way may
-    have too few sequences, the masked one stands beside it."""
-    text = lowered(name, "cuda")
+def test_cudnn_lowers_for_nvidia():
+    """Forward and backward are one call each, with the settings and operands that cuDNN reads."""
+    text = lowered("cudnn_masked", "cuda")
     calls = re.findall(r'custom_call @(__cudnn\$\w+)\((.*?)\) \{(.*?)\} : \((.*?)\) -> ', text)
-    packed = ["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"]
-    masked = ["__cudnn$fmhaScaleBiasSoftmax", "__cudnn$fmhaScaleBiasSoftmaxBackward"]
-    assert sorted(call[0] for call in calls) == sorted(masked + packed if name == "cudnn" else masked)
-    for kernel, _, attributes, types in calls:
+    names = ["__cudnn$fmhaScaleBiasSoftmax", "__cudnn$fmhaScaleBiasSoftmaxBackward"]
+    assert sorted(call[0] for call in calls) == names
+    for _, _, attributes, types in calls:
         config = json.loads(re.search(r'backend_config = "(.*?[^\\])"', attributes)[1].replace('\\22', '"'))
         settings = config["cudnn_fmha_backend_config"]
-        mask, most_a_row = ("PADDING_CAUSAL", 8) if kernel in packed else ("CAUSAL", 1)
         assert settings["fmha_scale"] == 1.0
-        assert settings["mask_type"] == mask and settings["max_seg_per_batch"] == most_a_row
+        assert settings["mask_type"] == "CAUSAL" and settings["max_seg_per_batch"] == 1
         assert settings["intermediate_tensor_shape"]["dimensions"] == ["2", "8", "1000", "1000"]
-        extra = ["2x8xi32"] * 2 + ["2x9xi32"] * 2 if kernel in packed else ["2x1x1000x1000xbf16"]
-        assert all(types.count(f"tensor<{text}>") >= extra.count(text) for text in extra), types
+        assert "tensor<2x1x1000x1000xbf16>" in types
         assert "tensor<2x1000x8x64xbf16>" in types and "tensor<2x1000x4x64xbf16>" in types
-
-
-def test_offsets_of_segments():
-    """Offsets and lengths of all rows' segments, one after another, in elements; empty ones at the end."""
-    segment = jnp.asarray([[3, 3, 3, 4, 4, 7], [1, 2, 2, 2, 2, 2]], jnp.int32)
-    sequences = cudnn._Sequences(segment)
-    lengths, _, offsets, key_offsets = sequences.operands(jnp.zeros((2, 6, 2, 3, 8)), jnp.zeros((2, 6, 3, 8)))
-    assert not sequences.fit and sequences.most_a_row == 2  # four sequences for five segments
-    segment = segment.at[0, 5].set(4)
-    sequences = cudnn._Sequences(segment)
-    lengths, _, offsets, key_offsets = sequences.operands(jnp.zeros((2, 6, 2, 3, 8)), jnp.zeros((2, 6, 3, 8)))
-    assert sequences.fit and lengths.tolist() == [[3, 3], [1, 5]]
-    assert offsets.ravel().tolist() == [48 * each for each in (0, 3, 6, 7, 12, 12)]
-    assert key_offsets.ravel().tolist() == [24 * each for each in (0, 3, 6, 7, 12, 12)]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from runtime.data.flat_tokens import open_split
 from runtime.terminal import RunError
 from tools import write_synthetic_dataset as tool
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 CHECKED_IN = ROOT / "synthetic_dataset.zarr"
 SPLITS = ("train", "validation")
 

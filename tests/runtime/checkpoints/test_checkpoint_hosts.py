@@ -101,7 +101,7 @@ except RunError as error:
 
 
 def start_hosts(tmp_path, program, *arguments):
-    tests = Path(__file__).parent
+    tests = Path(__file__).parents[2]
     (tmp_path / "host.py").write_text(BEGINNING.format(root=str(tests.parent), tests=str(tests)) + program)
     with socket.create_server(("localhost", 0)) as free:
         port = free.getsockname()[1]

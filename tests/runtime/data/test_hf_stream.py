@@ -27,7 +27,7 @@ from runtime.data.hf_stream import HuggingFaceLoader, host_share
 from runtime.data.token_stream import TokenStream
 from runtime.terminal import RunError
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def write(path, texts, field="text"):

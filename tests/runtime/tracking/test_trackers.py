@@ -21,7 +21,7 @@ from runtime.terminal import RunError
 from runtime.tracking import trackers
 from runtime.tracking.trackers import PACKAGES, Trackers
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,7 +253,7 @@ KILLED = """
 import sys, time
 sys.path.insert(0, {tests!r})
 from pathlib import Path
-from test_trackers import config_of, line
+from tests.runtime.tracking.test_trackers import config_of, line
 from runtime.tracking.trackers import Trackers
 opened = Trackers(config_of("tensorboard"), Path(sys.argv[1]), is_leader=True)
 opened.start(0)

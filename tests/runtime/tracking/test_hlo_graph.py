@@ -20,7 +20,7 @@ from ledger.compiled.hlo_text import parse
 from runtime.tracking import hlo_graph
 from runtime.tracking.hlo_graph import StepGraph, find_dot, graph_of
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+REPOSITORY = Path(__file__).resolve().parents[3]
 
 SMALL = """HloModule jit_step, is_scheduled=true
 
@@ -333,7 +333,7 @@ def test_the_exit_of_the_program_waits_a_bounded_time(tmp_path, monkeypatch):
     program = f"""
 import sys
 from runtime.tracking.hlo_graph import StepGraph
-from tests.test_hlo_graph import Compiled, SMALL
+from tests.runtime.tracking.test_hlo_graph import Compiled, SMALL
 import pathlib, time
 StepGraph(Compiled(SMALL), {str(tmp_path)!r}, exit_wait_s=0.5)
 while not pathlib.Path({str(tmp_path / "pid")!r}).exists():

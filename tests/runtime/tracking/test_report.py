@@ -1,4 +1,4 @@
-"""report.html, tools.compare and tools.report on run folders that are made by hand."""
+"""report.html, and tools.compare on run folders that are made by hand."""
 
 import json
 import math
@@ -16,11 +16,11 @@ from runtime.config.keys import FlatTokens, HuggingFaceDataset, Source
 from runtime.data.sources import bytes_per_token
 from runtime.terminal import RunError
 from runtime.tracking import report
-from runtime.tracking.recorded import Recorded, by_key, read_run
+from runtime.tracking.metrics import flattened
+from runtime.tracking.recorded import Recorded, read_run
 from runtime.tracking.report import Report, environment, write_report
 from runtime.tracking.report_page import POINTS, curves, report_page
 from tools import compare
-from tools.report import main as report_again
 
 
 def write_run(folder, losses, *, config="training: {steps: 100, seed: 0}\nmodel: {d_model: 64}\n", **more):
@@ -203,15 +203,19 @@ def test_a_page_whose_package_is_missing_is_given_up(tmp_path, monkeypatch, caps
     assert len(tries) == 1 and capsys.readouterr().out == f"warning: {tmp_path}/report.html is not written: {text}\n"
 
 
-def test_the_page_can_be_written_again(tmp_path, monkeypatch):
-    """python -m tools.report RUN; a folder that is no run's is refused."""
+def test_the_page_can_be_written_again(tmp_path, monkeypatch, capsys):
+    """python -m tools.compare RUN writes its report and prints its row; a folder that is no run's is refused."""
     folder = write_run(tmp_path / "first", [3.0])
-    monkeypatch.setattr(sys, "argv", ["report", str(folder)])
-    report_again()
-    assert (folder / "report.html").exists()
-    monkeypatch.setattr(sys, "argv", ["report", str(tmp_path / "none")])
-    with pytest.raises(SystemExit, match=re.escape("none: No such file or directory: give a run folder, runs/NAME")):
-        report_again()
+    monkeypatch.setattr(sys, "argv", ["compare", str(folder)])
+    compare.main()
+    assert (folder / "report.html").read_text() == report_page(read_run(folder))
+    table, row, *_, page = capsys.readouterr().out.splitlines()
+    assert table.startswith("run ") and row.startswith("first ") and page == f"Curves: {folder}/report.html"
+    monkeypatch.setattr(sys, "argv", ["compare", str(tmp_path / "none")])
+    with pytest.raises(SystemExit) as stop:
+        compare.main()
+    assert stop.value.code == 2
+    assert "none: No such file or directory: give a run folder, runs/NAME" in capsys.readouterr().err
 
 
 def test_what_is_no_metrics_is_refused(tmp_path):
@@ -227,7 +231,11 @@ def test_what_is_no_metrics_is_refused(tmp_path):
 
 def test_by_key():
     """Nested sections become keys as on the command line; a list stays one value."""
-    assert by_key({"a": {"b": 1, "c": {"d": None}}, "e": [{"f": 2}]}) == {"a.b": 1, "a.c.d": None, "e": [{"f": 2}]}
+    assert flattened({"a": {"b": 1, "c": {"d": None}}, "e": [{"f": 2}]}, separator=".") == {
+        "a.b": 1,
+        "a.c.d": None,
+        "e": [{"f": 2}],
+    }
 
 
 BYTES = {"tokenizer": {"name": "bytes_utf8"}}

@@ -33,7 +33,7 @@ from runtime.run import Run
 from runtime.terminal import RunError
 from runtime.tracking.bad_steps import BadSteps
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 TINY = [
     "model.d_model=32", "model.n_kv=4", "model.d_head=8", "model.d_ff=64", "model.layers=1", "training.tokens.batch=16",
     "training.tokens.len=32", "training.steps=12", "training.warmup_steps=2", "training.steps_for_lr=12",
