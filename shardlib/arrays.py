@@ -63,8 +63,8 @@ def on_each_device(spec: Spec, shape) -> list[int]:
     axes, shown = mapped_axes(), shown_axes()
     if axes is shown or len(spec.dims) != len(shape) or not axes.keys() >= spec.split:
         return list(shape)
-    sizes = [size * parts(dim, axes) / parts(dim, shown) for dim, size in zip(spec.dims, shape)]
-    return [int(size) if size == int(size) else size for size in sizes]
+    sizes = [(size * parts(dim, axes), parts(dim, shown)) for dim, size in zip(spec.dims, shape)]
+    return list(shape) if any(size % count for size, count in sizes) else [size // count for size, count in sizes]
 
 
 def mesh_text(axes: dict[str, int]) -> str:
@@ -98,17 +98,21 @@ def bind(
             require_divisible(dim, size, axes)
         size = size * parts(dim, axes) if local else size
         whole.append(size)
-        if dim.name == "...":
-            continue
-        if dim.name.isdigit():
-            known, origin = int(dim.name), "the string"
-        elif dim.name in axes:
-            known, origin = devices_of(dim, axes), "the mesh, whose axis has that name"
-        else:
-            known, origin = letters.setdefault(dim.name, (size, f"'{spec}'"))
-        if known != size:
-            raise ShardingError(f"dim {dim} of '{spec}' is {size}, but {dim.name} is {known} in {origin}")
+        if dim.name != "...":
+            remember(dim, size, axes, letters, str(spec))
     return tuple(whole)
+
+
+def remember(dim: Dim, size: int, axes: dict[str, int], letters: dict, text: str):
+    """Binds a dim's letter to its size in the whole array; raises `ShardingError` if it has another size already."""
+    if dim.name.isdigit():
+        known, origin = int(dim.name), "the string"
+    elif dim.name in axes:
+        known, origin = devices_of(dim, axes), "the mesh, whose axis has that name"
+    else:
+        known, origin = letters.setdefault(dim.name, (size, f"'{text}'"))
+    if known != size:
+        raise ShardingError(f"dim {dim} of '{text}' is {size}, but {dim.name} is {known} in {origin}")
 
 
 def devices_of(dim: Dim, axes: dict[str, int]) -> int:

@@ -61,7 +61,8 @@ class Check:
       shown: those of the user's mesh, for messages.
       marking: whether operations and annotations become marks; else the program is traced as it runs.
       marks: every mark that the trace has met, by name.
-      schedule: whether the program asks for the number of devices along an axis.
+      schedule: whether the program names its devices, as in 'p/p': how many turns it takes, and which slot is used in
+        which, may then depend on how many there are.
       gradients: whether it takes one.
     """
 
@@ -533,7 +534,7 @@ class _Walk:
         consts, carry = scan_counts(params)
         fixed, start, rows = states[:consts], states[consts : consts + carry], states[consts + carry :]
         for row in rows:
-            if row.dims[0] and row.dims[0] is not Made.ANY:
+            if row.dims[0] and row.dims[0] is not Made.ANY and not (row.dims[0] is Made.OWN and self.check.schedule):
                 raise ShardingError(
                     f"a scan over a dim that is {describe(row.dims[0])}: each device would go through its own part "
                     "alone\n  fix: all_gather it first, or reshape so that the scanned dim is whole"

@@ -53,7 +53,7 @@ class Equation:
       twin: the same equation of the program on one device alone, whose shapes are the whole arrays'; None where it is
         not known.
       axes: sizes of the mesh's axes.
-      schedule: the program asks for the number of devices, so sizes and whole numbers may depend on it.
+      schedule: the program names its devices ('p/p'), so sizes and whole numbers may depend on how many there are.
       unreduced: sums over split dims leave them pending (in the backward rule of a custom_vjp).
     """
 

@@ -34,6 +34,7 @@ from shardlib.arrays import (
     mapped_axes,
     mesh_text,
     on_each_device,
+    remember,
     require_divisible,
     shown_axes,
 )
@@ -68,7 +69,9 @@ def _operate(name, text, operands, plan, execute, rule=None, new_sizes=None, sev
             planned = {**planned, "sizes": planned["infers"](sizes, axes)}
             sizes |= planned["sizes"]
         for dim in (dim for result in recipe.results for dim in result.dims):
-            require_divisible(dim, sizes[dim.name] if dim.name in sizes else _size_of(dim, letters, axes), axes)
+            size = sizes[dim.name] if dim.name in sizes else _size_of(dim, letters, axes)
+            require_divisible(dim, size, axes)
+            remember(dim, size, axes, letters, text)
     except ShardingError as error:
         raise error.extended(f"{_context(name, text, operands)}\n  at {users_line()}") from None
 
@@ -211,7 +214,6 @@ def axis_size(name: str) -> int:
     if name not in axes:
         mesh = mesh_text(shown_axes())
         raise ShardingError(f"axis_size('{name}'): the {mesh} has no such axis here\n  at {users_line()}")
-    _check.note("schedule")
     return axes[name]
 
 

@@ -93,7 +93,7 @@ def require(spec: Spec, state: State, *, strict: bool, sizes: Sequence[int], sch
 
     Args:
       sizes: of the value's dims on a device.
-      schedule: the program asks for the number of devices, so sizes may depend on it.
+      schedule: the program names its devices ('p/p'), so sizes may depend on how many there are.
     """
     if state.sized:
         raise ShardingError(
@@ -109,7 +109,8 @@ def require(spec: Spec, state: State, *, strict: bool, sizes: Sequence[int], sch
         true = state.word(axis)
         if said == true or ((said, true) == ("split", "the same") and not strict):
             continue
-        raise ShardingError(f"'{spec}' says {said} along {axis}, but {_WHY[said, true].format(axis=axis)}")
+        why = _WHY[said, true].format(axis=axis)
+        raise ShardingError(f"'{spec}' says {said} along {axis}, but {why}{_as_it_lies(spec, state)}")
     for dim, axes, size in zip(spec.dims, state.dims, sizes, strict=True):
         if axes == dim.axes or axes is Made.ANY:
             continue
@@ -127,6 +128,14 @@ def require(spec: Spec, state: State, *, strict: bool, sizes: Sequence[int], sch
                 f"'{spec}': the value is one device's own along {axis}, its dim '{axis}/{axis}' was dropped: put it "
                 f"back with x[None], as '{axis}/{axis} ...'"
             )
+
+
+def _as_it_lies(spec: Spec, state: State) -> str:
+    """The type that a value has, in the words of the one that was said of it."""
+    if len(spec.dims) != len(state.dims) or not all(isinstance(axes, tuple) for axes in state.dims) or state.alone:
+        return ""
+    dims = tuple(replace(dim, axes=axes) for dim, axes in zip(spec.dims, state.dims))
+    return f"\n  it lies as '{Spec(dims, tuple(sorted(state.pending)))}'"
 
 
 def agree(name: str, rows: Sequence[Dims], sizes: Sequence[int]) -> Dims:
