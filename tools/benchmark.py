@@ -14,6 +14,8 @@ PROGRAMS_IN_FLIGHT ahead, and a step's time is that between its end and the end 
 for, and followed by PRODUCTS products of 1024³ in bfloat16 and as many in float32, with the machine to themselves: the
 speed of a shared machine drifts from minute to minute, so the step's rate (6 × parameters × tokens per second) is divided
 by that of the bfloat16 product at that moment, and `share_of_matmul` is the median of these shares.
+
+Expect four minutes on two cores for the CPU jobs. docs/performance.md explains the figures.
 """
 
 import collections
@@ -65,15 +67,15 @@ PROCESSES = multiprocessing.get_context("spawn")
 
 @dataclass(frozen=True, kw_only=True)
 class Benchmark:
-    """The keys of configs/benchmark.yaml, which also says what they are for."""
-
+    # each a config of training, or one with overrides: "c4_h200x1_1b training.microbatches=2"
     configs: tuple[str, ...] = ()
-    device: str | None = None
-    steps: int = 20
-    profile: bool = False
-    file: str | None = None
+    device: str | None = None  # cpu: not the accelerator; without configs it runs the three jobs for a CPU
+    steps: int = 20  # timed, after those that warm up
+    profile: bool = False  # also a trace of three steps, beside the file
+    file: str | None = None  # where the lines go; null: runs/benchmark/ and the time
+    # an older file: without configs its jobs run again; status 1 when one got slower than the spread explains
     compare: str | None = None
-    new: str | None = None
+    new: str | None = None  # with compare: the file that is compared with it, in the place of running anything
 
 
 def main(config: Benchmark) -> None:
@@ -353,4 +355,4 @@ def processor() -> str:
 
 
 if __name__ == "__main__":
-    command_line.run(main, Benchmark, "benchmark")
+    command_line.run(main, Benchmark)

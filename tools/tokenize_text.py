@@ -8,6 +8,8 @@
 This process reads blocks of text in order, others turn them into ids, and this one writes these in the same order. Every few
 seconds it records how far it is in the data set itself. Killed at any moment, the same command goes on from there, and ends with
 the same bytes: what is written is a function of the text alone.
+
+Expect, for each core, a byte-level BPE to take 1 to 3 MB of text a second, and bytes_utf8 about 100 MB.
 """
 
 import contextlib
@@ -52,37 +54,45 @@ TRAIN_BPE = "train_bpe"
 
 @dataclass(frozen=True, kw_only=True)
 class HubDataset:
-    path: str = ""
-    name: str = ""
-    split: str = "train"
-    validation_split: str = ""
+    path: str = ""  # in place of input: a data set's name on the Hugging Face hub, or its folder
+    name: str = ""  # its configuration, where it has several
+    split: str = "train"  # of it, that is tokenized
+    validation_split: str = ""  # becomes `validation`
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizeText:
-    """The keys of configs/tokenize_text.yaml, which also says what they are for."""
-
+    # A path, a glob such as 'corpus/*.jsonl.zst', or a URL that fsspec knows; or else hf_dataset. The suffix says how it is
+    # read: .jsonl (.ndjson, .json), .parquet, all others text; .gz, .bz2 and .zst are unpacked.
     input: str = ""
     hf_dataset: HubDataset = field(default_factory=HubDataset)
-    output: str
-    overwrite: bool
-    tokenizer: str
-    bpe_vocab: int
-    bpe_bytes: int
+    output: str  # folder or URL of the data set
+    overwrite: bool = False  # replaces a data set that is there
+    # or a tokenizer.json, a folder that holds one, a name on the Hugging Face hub; or train_bpe
+    tokenizer: str = "bytes_utf8"
+    bpe_vocab: int = 32768  # ids of the byte-level BPE that train_bpe trains, and the data set then holds
+    bpe_bytes: int = 100_000_000  # of training text that it is trained on, taken evenly from all the input
+    # the input that stands before each sequence, where it shall not be what the tokenizer says
     bos_id: int | None = None
-    chat_template: str
-    format: str
-    text_field: str
-    in_field: str
-    out_field: str
-    messages_field: str
-    separator: str
-    document_bytes: int
-    validation: str
-    validation_fraction: float
-    seed: int
-    on_bad_record: str
-    processes: int
+    chat_template: str = ""  # a file of jinja in place of the tokenizer's own
+    # prompt: records of a prompt, which is no target, and an answer. chat: messages, of which the assistant's are
+    # targets
+    format: str = "text"
+    text_field: str = "text"  # of a record (a line of jsonl, a row of parquet)
+    in_field: str = "in_text"  # the prompt
+    out_field: str = "out_text"  # the answer
+    messages_field: str = "messages"  # a list of {"role": ..., "content": ...}
+    # what stands between the documents of a text file, such as '\n' or '<|endoftext|>'. Without one they are cut by
+    # size:
+    separator: str = ""
+    # the least that is cut off, to the end of its line. Four times the tokens of a training sequence are enough
+    document_bytes: int = 16384
+    validation: str = ""  # path, glob or URL of what becomes the split `validation`
+    # without that, about so many of the documents, chosen by their hash; 0: no validation split
+    validation_fraction: float = 0.01
+    seed: int = 0  # of that choice
+    on_bad_record: str = "fail"  # skip: leaves out what is no text or no JSON, or lacks a field, and counts it
+    processes: int = 0  # that tokenize; 0: one for each core
 
     @property
     def settings(self) -> Settings:
@@ -427,4 +437,4 @@ def counted(counts: dict) -> str:
 
 if __name__ == "__main__":
     keep_memory()  # of one block for the next: 111 in place of 95 MB of text a second
-    command_line.run(main, TokenizeText, "tokenize_text")
+    command_line.run(main, TokenizeText)

@@ -51,24 +51,23 @@ def checked(function):
 
 @dataclass(frozen=True, kw_only=True)
 class Synthetic:
-    """The keys of configs/write_synthetic_dataset.yaml, which also says what they are for."""
-
-    path: str
-    overwrite: bool
-    seed: int
-    sequences: int
-    longest: int
-    alphabets: int
-    alphabet_size: int
-    shortest_string: int
-    longest_string: int
-    distance_letters: int
-    gaussian_letters: int
-    mixtures: int
-    components: int
-    bins: int
-    standard_deviation: float
-    copies_within: int
+    path: str = "synthetic_dataset.zarr"  # of the data set
+    overwrite: bool = True  # replaces splits that are there; false refuses
+    seed: int = 0  # of everything; the two splits draw from it separately
+    sequences: int = 512  # of each split
+    longest: int = 1024  # tokens of a sequence, from 1 to this; the longer the likelier
+    alphabets: int = 4  # sets of letters without a common one; a sequence is written in one of them
+    alphabet_size: int = 12  # letters of each set
+    shortest_string: int = 2  # fresh letters of a group, which are then copied; also the shortest distance
+    longest_string: int = 3  # the most of them; also the longest distance
+    distance_letters: int = 24  # letters of a group of the two distance tasks
+    gaussian_letters: int = 15  # samples of a group
+    mixtures: int = 4  # of gaussians, that samples are drawn from
+    components: int = 3  # gaussians of a mixture
+    bins: int = 200  # tokens that the samples are quantised to
+    standard_deviation: float = 5.0  # of each gaussian, in bins
+    # tokens: where not 0, the targets of `validation` are only the copies whose group lies in one such window
+    copies_within: int = 0
 
     @property
     def strings(self) -> int:
@@ -287,4 +286,4 @@ def predictable(corpus: Corpus, window: int | None = None) -> np.ndarray:
 
 
 if __name__ == "__main__":
-    command_line.run(main, Synthetic, "write_synthetic_dataset")
+    command_line.run(main, Synthetic)

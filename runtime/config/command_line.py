@@ -48,8 +48,10 @@ C = TypeVar("C")
 # ---------------------------------------------------------------- entry points
 
 
-def run(main: Callable[[Any], None], config_class: type, config_name: str = DEFAULT_CONFIG) -> None:
+def run(main: Callable[[Any], None], config_class: type, config_name: str | None = None) -> None:
     """Composes the config that the command line asks for and calls main with it, once, or once for each job of a sweep.
+
+    Without a name a run starts from DEFAULT_CONFIG, any other program from the defaults of its dataclass alone.
 
         if __name__ == "__main__":
             run(main, Config)
@@ -59,16 +61,16 @@ def run(main: Callable[[Any], None], config_class: type, config_name: str = DEFA
     its output any more (`| head`). Any other exception is a defect and passes through.
     """
     try:
-        _run(main, config_class, config_name)
+        _run(main, config_class, config_name or _default(config_class))
         sys.stdout.flush()  # here, so that a broken pipe is met here and not by Python's end
     except BrokenPipeError:
         _leave_unread()
 
 
-def _run(main: Callable[[Any], None], config_class: type, config_name: str) -> None:
+def _run(main: Callable[[Any], None], config_class: type, config_name: str | None) -> None:
     arguments = sys.argv[1:]
     if "--help" in arguments or "-h" in arguments:
-        file = _explaining_file(config_class, config_name)
+        file = _explaining_file(config_class)
         print("\n".join(help_page(main, config_class, config_name, CONFIG_FOLDER, file)))
         gc.freeze()  # else Python, as it ends, looks through all of JAX for what could be freed: 0.4 s
         return
@@ -104,7 +106,7 @@ def _run(main: Callable[[Any], None], config_class: type, config_name: str) -> N
             with _readable_errors(config_class), contextlib.redirect_stdout(shown):
                 hydra.main(version_base="1.3", config_path=str(CONFIG_FOLDER), config_name=config_name)(job)()
             if is_shown:
-                print(annotated(config_class, shown.getvalue(), _explaining_file(config_class, config_name)))
+                print(annotated(config_class, shown.getvalue(), _explaining_file(config_class)))
     except RunError as error:
         failed = True
         print_error(error)
@@ -122,14 +124,14 @@ def _leave_unread() -> None:
     leave(141)
 
 
-def load(config_class: type[C], config_name: str = DEFAULT_CONFIG, overrides: Sequence[str] = ()) -> C:
+def load(config_class: type[C], config_name: str | None = None, overrides: Sequence[str] = ()) -> C:
     """The same config as the command line would give, for tests and tools.
 
         load(Config, "local_test_synthetic", ["training.steps=5"])
 
     Raises RunError where `run` would print one.
     """
-    folder = CONFIG_FOLDER
+    folder, config_name = CONFIG_FOLDER, config_name or _default(config_class)
     with _readable_errors(config_class), hydra.initialize_config_dir(version_base="1.3", config_dir=str(folder)):
         composed = hydra.compose(config_name, [tolerant(text, folder) for text in overrides], return_hydra_config=True)
         hydra_node = composed.hydra
@@ -212,6 +214,10 @@ def _one_line(error: Exception) -> str:
     return text
 
 
-def _explaining_file(config_class: type, config_name: str) -> Path:
-    """The yaml whose comments explain keys besides the dataclasses': what all runs share, or the tool's own."""
-    return CONFIG_FOLDER / ("base.yaml" if issubclass(config_class, RunConfig) else f"{config_name}.yaml")
+def _default(config_class: type) -> str | None:
+    return DEFAULT_CONFIG if issubclass(config_class, RunConfig) else None
+
+
+def _explaining_file(config_class: type) -> Path | None:
+    """The yaml whose comments explain keys besides the dataclasses': what all runs share."""
+    return CONFIG_FOLDER / "base.yaml" if issubclass(config_class, RunConfig) else None

@@ -28,15 +28,16 @@ WIDTH = 120
 COMMENT_COLUMN = 44  # of annotated yaml, where the line leaves room
 
 
-def explanations(config_class: type, file: Path) -> dict[str, str]:
-    """The explanation of every key that is no section, from its field's comment and then its comment in the yaml file.
+def explanations(config_class: type, file: Path | None) -> dict[str, str]:
+    """The explanation of every key that is no section, from its field's comment and then its comment in the yaml file,
+    where there is one.
 
     A comment is what stands at the end of the field's lines; where there is none, the whole lines right above. A section
     of which the class has a docstring of its own has that. '' where nothing explains a key.
     """
     known = all_keys(config_class)
     classes = {"": config_class} | {key: _section_class(kind) for key, (kind, _) in known.items()}
-    in_yaml = _yaml_comments(file.read_text(encoding="utf-8"))
+    in_yaml = {} if file is None else _yaml_comments(file.read_text(encoding="utf-8"))
     found = {}
     for key, (kind, field) in known.items():
         owner = classes[key.rpartition(".")[0].removesuffix("[]")]
@@ -47,12 +48,15 @@ def explanations(config_class: type, file: Path) -> dict[str, str]:
     return found
 
 
-def help_page(main: Callable, config_class: type, config_name: str, folder: Path, file: Path) -> list[str]:
+def help_page(
+    main: Callable, config_class: type, config_name: str | None, folder: Path, file: Path | None
+) -> list[str]:
     """What --help prints: usage, the program's configs with their first comment lines, every key explained.
 
     Args:
+      config_name: of the default config; None: the program has no configs.
       folder: of configs.
-      file: the yaml that explains keys.
+      file: the yaml that explains keys besides the dataclasses.
     """
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     program = f"python -m {spec.name}" if spec else f"python {sys.argv[0]}"
@@ -60,21 +64,29 @@ def help_page(main: Callable, config_class: type, config_name: str, folder: Path
     lines = [
         *about,
         "",
-        f"usage: {program} [--config-name=NAME] [key=value ...]",
+        f"usage: {program} {'[--config-name=NAME] ' * (config_name is not None)}[key=value ...]",
         "",
-        f"  --config-name=NAME  a yaml file of {from_here(folder)}, by default {config_name}",
-        "  --config-dir=FOLDER another folder to look for it in",
         "  key=value           overrides a key; +key=value is the same",
         "  --cfg job           prints all keys with their values and what they mean, and runs nothing",
         "  -m key=a,b          one run after the other, each with one of the values, each in its own run folder",
         "  --hydra-help        hydra's other flags",
         "",
-        "configs:",
     ]
-    for name in configs_of(config_class, folder):
+    if config_name is not None:
+        lines[4:4] = [
+            f"  --config-name=NAME  a yaml file of {from_here(folder)}, by default {config_name}",
+            "  --config-dir=FOLDER another folder to look for it in",
+        ]
+        lines.append("configs:")
+    for name in configs_of(config_class, folder) if config_name is not None else ():
         first = (folder / f"{name}.yaml").read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
         lines.append(f"  {name:24} {first}")
-    return [*lines, "", "keys, with type and default:", *help_of_keys(config_class, file)]
+    return [
+        *lines,
+        *[""] * (config_name is not None),
+        "keys, with type and default:",
+        *help_of_keys(config_class, file),
+    ]
 
 
 def configs_of(config_class: type, folder: Path) -> list[str]:
@@ -91,10 +103,10 @@ def configs_of(config_class: type, folder: Path) -> list[str]:
     return sorted(name for name, keys in set_in.items() if name != "base" and known.issuperset(keys))
 
 
-def help_of_keys(config_class: type, file: Path) -> list[str]:
+def help_of_keys(config_class: type, file: Path | None) -> list[str]:
     """Lines for --help: each key with type and default, and below it what it means."""
     explained = explanations(config_class, file)
-    in_yaml = OmegaConf.load(file)
+    in_yaml = OmegaConf.create() if file is None else OmegaConf.load(file)
     lines = []
     for key, (kind, each) in all_keys(config_class).items():
         if dataclasses.is_dataclass(kind):
@@ -112,7 +124,7 @@ def help_of_keys(config_class: type, file: Path) -> list[str]:
     return lines
 
 
-def annotated(config_class: type, composed: str, file: Path) -> str:
+def annotated(config_class: type, composed: str, file: Path | None) -> str:
     """A composed config as yaml with all keys that have a default, and beside each what it means.
 
     Args:

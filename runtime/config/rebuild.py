@@ -22,6 +22,7 @@ from runtime.terminal import RunError
 
 C = TypeVar("C")
 
+COMMAND_LINE = "command line"
 MISSING = "???"  # omegaconf's mark for a value that must still be given
 EXPECTED = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
@@ -96,6 +97,8 @@ def rebuild(config_class: type[C], content: Any, origins: Origins, refused: Mapp
             return tuple(section(item, values, f"{key}[{index}].") for index, values in enumerate(value))
         if value == MISSING:
             where, add = origins.config_file, f"add it there, or {key}=... to the command line"
+            if where == COMMAND_LINE:
+                add = f"add {key}=..."
             if "[" in key:  # of an item, which the command line sets only with its whole list
                 where, add = origins.of(key), "add it there"
             problems.append(f"{where}: {key} is missing: expected {EXPECTED[kind]}; {add}")
@@ -217,9 +220,14 @@ def _unknown_key(key: str, value: Any, known: Mapping[str, Any], origins: Origin
     return f"{where}: {key} is not a key: {hint}; correct it or delete it"
 
 
-def find_origins(config_name: str, folders: Sequence[Path], overrides: Sequence[str]) -> Origins:
-    """Reads the yaml files once more, each before the one that includes it, and notes which one set each key."""
+def find_origins(config_name: str | None, folders: Sequence[Path], overrides: Sequence[str]) -> Origins:
+    """Reads the yaml files once more, each before the one that includes it, and notes which one set each key.
+
+    config_name: None where there is no file.
+    """
     by_key: dict[str, str] = {}
+    if config_name is None:
+        return Origins(COMMAND_LINE)
     files = [folder / f"{config_name.removesuffix('.yaml')}.yaml" for folder in folders]
     main_file = next((file for file in files if file.is_file()), Path(f"{config_name}.yaml"))
 

@@ -25,7 +25,6 @@ from ledger.count.step import of_step
 from ledger.pages.text import summary
 from ledger.pages.text import text as text_of_ledger
 from runtime.cluster import processes as cluster
-from runtime.config import command_line
 from runtime.config.command_line import load
 from runtime.data.batches import TokenBatch
 from runtime.data.sources import open_data
@@ -57,9 +56,10 @@ NOT_EXECUTED = {
     r"python -m tools.plan .*up_to_devices": "three minutes: test_plan::test_a_sweep",
     r"python -m tools.plan .*sweep=true": "test_plan::test_a_sweep",
     r"for model in|tail |python -m (tools.plan|train) --config-name=c4_a100x8_\$model": "eight GPUs",
-    r"python -m tools.torture": "minutes: test_torture (slow)",
+    r"python -m tests.torture": "minutes: test_torture (slow)",
     r"python -m tools.benchmark_attention": "a GPU: test_attention",
-    r"python -m tools.benchmark_(checkpoint|loader)": "minutes: test_checkpoint_tools::test_the_benchmark, test_benchmark_loader",
+    r"python -m (tests.benchmark_checkpoint|tools.benchmark_loader)":
+        "minutes: test_checkpoint_tools::test_the_benchmark, test_benchmark_loader",
     r"python -m tools.benchmark ": "minutes, or a GPU: test_benchmark",
     r"python -m tools.doctor": "test_doctor",
     r"python -m tools.checkpoint ": "test_checkpoint_tools",
@@ -185,7 +185,7 @@ def check_arguments(module, arguments):
     if configured := re.search(r"(?:\.config\.)?\brun\(main, ([\w.]+)(?:, \"(\w+)\")?\)", source.read_text()):
         program = importlib.import_module(module)
         class_ = train.Config if configured[1] == "train.Config" else getattr(program, configured[1])
-        name = configured[2] or command_line.DEFAULT_CONFIG
+        name = configured[2]
         overrides = []
         for each in arguments:
             if each.startswith("--config-name="):
@@ -193,7 +193,7 @@ def check_arguments(module, arguments):
             elif each not in ("--help", "-m", "--multirun"):
                 sweeps = "-m" in arguments or "--multirun" in arguments
                 overrides.append(each.split(",")[0] if sweeps else each)  # a sweep: its first job
-        load(class_, command_line.DEFAULT_CONFIG if name == "my_config" else name, overrides)  # my_config: the reader's
+        load(class_, None if name == "my_config" else name, overrides)  # my_config: the reader's
     else:
         for flag in (each for each in arguments if each.startswith("--")):
             assert f'"{flag}"' in source.read_text(), f"{module} has no {flag}"

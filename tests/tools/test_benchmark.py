@@ -41,7 +41,7 @@ def start(monkeypatch, *arguments):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "argv", ["benchmark", *arguments])
     try:
-        config.run(benchmark.main, benchmark.Benchmark, "benchmark")
+        config.run(benchmark.main, benchmark.Benchmark)
     except SystemExit as stop:
         return stop.code
     return 0

@@ -147,7 +147,7 @@ def test_compare_other_models(run, saved, tmp_path):
 def test_the_benchmark(tmp_path):
     """A small run of the benchmark compares itself with zarr alone and removes what it wrote."""
     keys = ["layers=2", "d_model=64", "d_ff=128", "vocab=256", "steps=4", "save_every=2", "step_s=0.05", "repeats=1"]
-    command = [sys.executable, "-m", "tools.benchmark_checkpoint", f"directory={tmp_path / 'x'}", *keys]
+    command = [sys.executable, "-m", "tests.benchmark_checkpoint", f"directory={tmp_path / 'x'}", *keys]
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     output = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
     lines = output.splitlines()

@@ -29,7 +29,7 @@ def run_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sample")
     (folder / "text.txt").write_text(SENTENCE * 3000)
     keys = [f"input={folder}/text.txt", f"output={folder}/text.zarr", "validation_fraction=0.5", "document_bytes=100"]
-    tokenize_text.main(load(tokenize_text.TokenizeText, "tokenize_text", keys))
+    tokenize_text.main(load(tokenize_text.TokenizeText, None, keys))
     where = [f"flat_tokens.filespec={folder}/text.zarr", f"paths.root_working_dir={folder}", "paths.model_name=cat"]
     train.main(load(train.Config, "local_shakespeare", [*MODEL, *where]))
     return folder / "cat"

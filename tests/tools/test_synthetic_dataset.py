@@ -24,7 +24,7 @@ SPLITS = ("train", "validation")
 
 @functools.cache
 def config(*overrides):
-    return command_line.load(tool.Synthetic, "write_synthetic_dataset", overrides)
+    return command_line.load(tool.Synthetic, None, overrides)
 
 
 @functools.cache

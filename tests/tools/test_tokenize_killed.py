@@ -26,7 +26,7 @@ overrides, folder, kills = json.loads(sys.argv[1])
 draws, killed, outputs, whole = random.Random(0), 0, 0, None
 while killed < kills or not finished:
     output = f"{folder}/killed{outputs}" if whole else f"{folder}/whole"
-    config = load(tools.tokenize_text.TokenizeText, "tokenize_text", [*overrides, f"output={output}"])
+    config = load(tools.tokenize_text.TokenizeText, None, [*overrides, f"output={output}"])
     begun, child = time.monotonic(), os.fork()
     if not child:
         tools.tokenize_text.main(config)

@@ -33,7 +33,7 @@ CHAT_TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %
 def tokenize(*overrides):
     """Runs the tool with this config; without a validation split but where one is asked for."""
     tools.tokenize_text.main(
-        command_line.load(tools.tokenize_text.TokenizeText, "tokenize_text", ["validation_fraction=0", *overrides])
+        command_line.load(tools.tokenize_text.TokenizeText, None, ["validation_fraction=0", *overrides])
     )
 
 
@@ -159,7 +159,7 @@ from runtime.config.command_line import load
 for size in (4, 32):
     child = os.fork()
     if not child:
-        config = load(tools.tokenize_text.TokenizeText, "tokenize_text", [f"input={sys.argv[1]}/{size}.txt", f"output={sys.argv[1]}/{size}", "validation_fraction=0"])
+        config = load(tools.tokenize_text.TokenizeText, None, [f"input={sys.argv[1]}/{size}.txt", f"output={sys.argv[1]}/{size}", "validation_fraction=0"])
         tools.tokenize_text.main(config)
         os._exit(0)
     _, status, usage = os.wait4(child, 0)

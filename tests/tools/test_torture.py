@@ -3,7 +3,7 @@
 import pytest
 
 from runtime.terminal import RunError
-from tools.torture import Torture, torture
+from tests.torture import Torture, torture
 
 
 @pytest.mark.slow

@@ -15,15 +15,9 @@ import train
 from runtime.config.command_line import load, run, to_yaml
 from runtime.config.help import annotated, configs_of, explanations, help_of_keys
 from runtime.config.rebuild import all_keys
-from tools import (
-    benchmark,
-    benchmark_checkpoint,
-    benchmark_loader,
-    plan,
-    tokenize_text,
-    torture,
-    write_synthetic_dataset,
-)
+from runtime.terminal import RunError
+from tests import benchmark_checkpoint, torture
+from tools import benchmark, benchmark_loader, plan, tokenize_text, write_synthetic_dataset
 
 ROOT = Path(__file__).parents[3]
 BASE = ROOT / "configs/base.yaml"
@@ -77,22 +71,21 @@ def test_help_has_defaults_and_where_they_are_from(tmp_path):
     assert '  section.name: str = "x"' in lines and "  items: list = []" in lines and "  items[].size: int" in lines
 
 
+TOOLS = [
+    benchmark.Benchmark,
+    benchmark_checkpoint.Benchmark,
+    benchmark_loader.Benchmark,
+    tokenize_text.TokenizeText,
+    torture.Torture,
+    write_synthetic_dataset.Synthetic,
+]
+
+
 @pytest.mark.parametrize(
-    ("config_class", "file"),
-    [
-        (train.Config, "base"),
-        (plan.Plan, "base"),
-        (benchmark.Benchmark, "benchmark"),
-        (benchmark_checkpoint.Benchmark, "benchmark_checkpoint"),
-        (benchmark_loader.Benchmark, "benchmark_loader"),
-        (tokenize_text.TokenizeText, "tokenize_text"),
-        (torture.Torture, "torture"),
-        (write_synthetic_dataset.Synthetic, "write_synthetic_dataset"),
-    ],
+    "config_class, file", [(train.Config, BASE), (plan.Plan, BASE), *((tool, None) for tool in TOOLS)]
 )
 def test_no_key_is_without_explanation(config_class, file):
-    """Each key of a run and of a tool says what it is."""
-    file = ROOT / f"configs/{file}.yaml"
+    """Each key of a run and of a tool says what it is; a tool's stand beside its fields alone."""
     explained = explanations(config_class, file)
     keys = [key for key, (kind, _) in all_keys(config_class).items() if not is_dataclass(kind)]
     assert [key for key in keys if not explained[key]] == []
@@ -100,27 +93,36 @@ def test_no_key_is_without_explanation(config_class, file):
     assert max(map(len, lines)) <= 120
 
 
-@pytest.mark.parametrize(
-    ("config_class", "tools_own"),
-    [
-        (train.Config, []),
-        (plan.Plan, ["plan"]),
-        (benchmark.Benchmark, ["benchmark"]),
-        (benchmark_checkpoint.Benchmark, ["benchmark_checkpoint"]),
-        (benchmark_loader.Benchmark, ["benchmark_loader"]),
-        (tokenize_text.TokenizeText, ["tokenize_text"]),
-        (torture.Torture, ["torture"]),
-        (write_synthetic_dataset.Synthetic, ["write_synthetic_dataset"]),
-    ],
-)
+@pytest.mark.parametrize("config_class, tools_own", [(train.Config, []), (plan.Plan, ["plan"])])
 def test_each_program_lists_its_own_configs(config_class, tools_own):
-    """Those of runs for what takes a run's keys, its one file for another tool; so no listed one ends in `is not a key`."""
+    """Those of runs for what takes a run's keys; so no listed one ends in `is not a key`."""
     listed = configs_of(config_class, ROOT / "configs")
     of_runs = [file.stem for start in ("c4", "local") for file in (ROOT / "configs").glob(f"{start}_*.yaml")]
-    assert listed == sorted([*(of_runs if issubclass(config_class, train.Config) else []), *tools_own])
+    assert listed == sorted([*of_runs, *tools_own])
     for name in listed:
-        needed = ["output=x"] if name == "tokenize_text" else []
-        assert isinstance(load(config_class, name, needed), config_class)
+        assert isinstance(load(config_class, name), config_class)
+
+
+@pytest.mark.parametrize("config_class", TOOLS)
+def test_a_tool_has_the_defaults_of_its_dataclass(config_class):
+    """Without any yaml; a key is given as in a run, an unknown one is refused, and one without a default is asked for."""
+    needed = ["output=x"] if config_class is tokenize_text.TokenizeText else []
+    config = load(config_class, overrides=needed)
+    assert config == config_class(**({"output": "x"} if needed else {}))
+    with pytest.raises(RunError, match=r"^command line: mistyped is not a key: the keys are "):
+        load(config_class, overrides=[*needed, "mistyped=1"])
+    if needed:
+        with pytest.raises(RunError, match=r"^command line: output is missing: expected text; add output=\.\.\.$"):
+            load(config_class)
+
+
+def test_help_of_a_tool(monkeypatch, capsys):
+    """It lists keys, and no configs, since it has none."""
+    monkeypatch.setattr("sys.argv", ["benchmark.py", "--help"])
+    run(benchmark.main, benchmark.Benchmark)
+    printed = capsys.readouterr().out
+    assert "[key=value ...]" in printed and "  steps: int = 20\n      timed, after those that warm up\n" in printed
+    assert "--config-name" not in printed and "\nconfigs:\n" not in printed
 
 
 def test_help_of_a_key_of_the_cluster():
