@@ -85,9 +85,11 @@ def report_check(config: RunConfig, *checks: tuple[typed_shard_map, tuple]) -> N
             raise RunError(f"{function.name} is refused {where}:\n{error}") from None
         print_line(f"{function.name} {where}: {proved} claims proved in {time.perf_counter() - began:.1f} s.")
     print_line(
-        "Proved: at each operation and annotation, along which axes the value is split, the same, or a sum not yet taken. So no\n"
+        "Proved: at each operation and annotation, along which axes the value is split, the same, or a sum not yet "
+        "taken. So no\n"
         "reduction is forgotten or doubled, and every transfer is an operation with a string.\n"
-        "Not proved: which rows of the data a device sees, random keys, arithmetic with a device's index or a local size, the mathematics."
+        "Not proved: which rows of the data a device sees, random keys, arithmetic with a device's index or a local "
+        "size, the mathematics."
     )
 
 
@@ -357,7 +359,8 @@ class Run:
             f"{first['step']}: loss {first['loss']}, gradient norm {first['grad_norm']}. None changed the weights; "
             + ("no checkpoint was saved yet" if saved is None else f"the last checkpoint is that after step {saved}")
             + f".\nThe {len(rows)} rows of step {first['step']} are {', '.join(rows[:4])}"
-            f"{', …' if len(rows) > 4 else ''}: {file} has all rows of all these steps. Look at them; then start again with "
+            f"{', …' if len(rows) > 4 else ''}: {file} has all rows of all these steps. Look at them; then start "
+            "again with "
             "other data, a lower training.learning_rate, or a higher training.max_consecutive_bad_steps."
         )
 

@@ -17,7 +17,8 @@ _lingers_s = 0.0
 
 
 class RunError(Exception):
-    """What is wrong, where, what was expected and the fix. The entry point prints it alone, without a traceback, and exits with 1."""
+    """What is wrong, where, what was expected and the fix. The entry point prints it alone, without a traceback, and
+    exits with 1."""
 
 
 def refusals() -> tuple[type[Exception], ...]:

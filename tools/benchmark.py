@@ -6,14 +6,14 @@
     python -m tools.benchmark compare=runs/benchmark/old.jsonl                      # its jobs once more; status 1: slower
     python -m tools.benchmark compare=old.jsonl new=new.jsonl                       # two files, nothing runs
 
-Each job is a process of its own: train.py's step on random tokens, compiled anew, on one host. On an accelerator the mesh
-becomes that of all devices there are, with the config's `t` as far as it divides them.
+Each job is a process of its own: train.py's step on random tokens, compiled anew, on one host. On an accelerator the
+mesh becomes that of all devices there are, with the config's `t` as far as it divides them.
 
 An accelerator is timed without synchronization: WARM_UP_STEPS and `steps` are dispatched as in training, up to
-PROGRAMS_IN_FLIGHT ahead, and a step's time is that between its end and the end of the one before. A CPU's step is waited
-for, and followed by PRODUCTS products of 1024³ in bfloat16 and as many in float32, with the machine to themselves: the
-speed of a shared machine drifts from minute to minute, so the step's rate (6 × parameters × tokens per second) is divided
-by that of the bfloat16 product at that moment, and `share_of_matmul` is the median of these shares.
+PROGRAMS_IN_FLIGHT ahead, and a step's time is that between its end and the end of the one before. A CPU's step is
+waited for, and followed by PRODUCTS products of 1024³ in bfloat16 and as many in float32, with the machine to
+themselves: the speed of a shared machine drifts from minute to minute, so the step's rate (6 × parameters × tokens per
+second) is divided by that of the bfloat16 product at that moment, and `share_of_matmul` is the median of these shares.
 
 Expect four minutes on two cores for the CPU jobs. docs/performance.md explains the figures.
 """
@@ -157,7 +157,8 @@ def config_of(job: str) -> train.Config:
 
 
 def measure(benchmark: Benchmark, job: str, folder: Path, sender: Connection) -> None:
-    """In a process of its own: sends the job's line and what else is to be said; then it profiles, if that is asked for."""
+    """In a process of its own: sends the job's line and what else is to be said; then it profiles, if that is asked
+    for."""
     try:
         if benchmark.device == "cpu":
             jax.config.update("jax_platforms", "cpu")
@@ -329,9 +330,11 @@ def cpu_notes(ledger, times: list[float], rates: dict, shares: list[float]) -> l
         ledger.hardware_flops / rate / s for s, rate in zip(times, rates["bfloat16"], strict=True)
     )
     return [
-        f"share of the bfloat16 product {middle:.3f}, half of the steps between {first:.3f} and {third:.3f}; of the float32 "
+        f"share of the bfloat16 product {middle:.3f}, half of the steps between {first:.3f} and {third:.3f}; of the "
+        "float32 "
         f"product {of_float32:.3f}; steps from {min(times):.3f} to {max(times):.3f} s",
-        f"all {ledger.hardware_flops / 1e9:.1f} GFLOP of products that run would take {products:.1%} of the step at the bfloat16 "
+        f"all {ledger.hardware_flops / 1e9:.1f} GFLOP of products that run would take {products:.1%} of the step at "
+        "the bfloat16 "
         "product's rate",
     ]
 

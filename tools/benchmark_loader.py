@@ -1,13 +1,15 @@
-"""Measures the loader: tokens/s from a warm local disk and from an object store, its memory, and how long steps wait for it.
+"""Measures the loader: tokens/s from a warm local disk and from an object store, its memory, and how long steps wait
+for it.
 
     python -m tools.benchmark_loader                                    # 64 × 1024 tokens a batch
     python -m tools.benchmark_loader object_store=true seconds=5
     python -m tools.benchmark_loader path=my.zarr length=256            # a data set of your own
 
-Batches go through `Loader.load()` onto one device, as in training, and are waited for there. Chunks are decoded each time: arrays that are
-small enough to be kept in memory are not. Each row of the table is a process of its own, so that its peak of memory is its own. `cpu` is processor time over all threads
-for each token: where other programs use the machine too it is the steadier figure; a core does at most 1000 / cpu million tokens a second.
-Expect a minute, and 150 MB of disk, which are freed at the end; object_store=true needs s3fs, moto, flask and flask-cors.
+Batches go through `Loader.load()` onto one device, as in training, and are waited for there. Chunks are decoded each
+time: arrays that are small enough to be kept in memory are not. Each row of the table is a process of its own, so that
+its peak of memory is its own. `cpu` is processor time over all threads for each token: where other programs use the
+machine too it is the steadier figure; a core does at most 1000 / cpu million tokens a second. Expect a minute, and 150
+MB of disk, which are freed at the end; object_store=true needs s3fs, moto, flask and flask-cors.
 """
 
 import contextlib
@@ -93,7 +95,8 @@ def main(config: Benchmark) -> None:
 
 
 def write(path: str, tokens: int) -> None:
-    """Writes a data set of sequences of 1 to 1400 tokens, of a vocabulary of 32,000 by Zipf's law: it compresses as text does."""
+    """Writes a data set of sequences of 1 to 1400 tokens, of a vocabulary of 32,000 by Zipf's law: it compresses as
+    text does."""
     frequency = 1 / (np.arange(32_000) + 2.7)
     frequency /= frequency.sum()
     rng = np.random.default_rng(0)
@@ -160,7 +163,8 @@ def measured(config: Benchmark, path: str, packed: bool, step_s: float = 0.0) ->
 
 
 def measure(config: Benchmark, path: str, packed: bool, step_s: float, sender: Connection) -> None:
-    """Loads batches for some seconds after a first shuffle buffer, which is what brings the data into the system's cache."""
+    """Loads batches for some seconds after a first shuffle buffer, which is what brings the data into the system's
+    cache."""
     os.environ["JAX_PLATFORMS"] = os.environ.get("JAX_PLATFORMS", "cpu")
     sizes = config.read_blocks_per_shuffle_buffer, config.sequences_per_read_block
     options = {"io_threads": config.max_io_threads, "sharding": jax.sharding.SingleDeviceSharding(jax.devices()[0])}
@@ -204,7 +208,8 @@ def peak_memory() -> int:
 
 def show(name: str, figures: dict[str, float]) -> None:
     print(
-        f"{name:32}{figures['tokens_per_s'] / 1e6:10.1f} M{figures['cpu_ns']:14.1f}{figures['memory_bytes'] / MEGABYTE:10.0f} MB"
+        f"{name:32}{figures['tokens_per_s'] / 1e6:10.1f} "
+        f"M{figures['cpu_ns']:14.1f}{figures['memory_bytes'] / MEGABYTE:10.0f} MB"
         f"{figures['bound_bytes'] / MEGABYTE:8.0f} MB",
         flush=True,
     )

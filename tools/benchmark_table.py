@@ -1,8 +1,9 @@
 """The lines of tools/benchmark.py: read, as a table, and held against older ones.
 
-What got slower, with `compare`: a job whose steps take longer by more than half the distance between the quartiles of the
-old steps' times and half that of the new ones, and by more than SAME. On a CPU the time is counted in the product's,
-which is what `share_of_matmul` says. Jobs are the same by config and number of devices; other hardware is not compared.
+What got slower, with `compare`: a job whose steps take longer by more than half the distance between the quartiles of
+the old steps' times and half that of the new ones, and by more than SAME. On a CPU the time is counted in the
+product's, which is what `share_of_matmul` says. Jobs are the same by config and number of devices; other hardware is
+not compared.
 """
 
 import json

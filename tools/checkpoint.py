@@ -4,11 +4,11 @@
     python -m tools.checkpoint verify runs/my_run                      # all of a run, or one
     python -m tools.checkpoint diff runs/a/checkpoints/0000000050 runs/b
 
-Paths are local or URLs (s3://bucket/runs/my_run). `show` prints attributes, and each leaf's type, shape, size and norm, the
-root of the sum of its squares. `verify` reads every chunk and lists each bad one; it exits with 1 when a checkpoint is
-damaged, or there is none, and names incomplete ones, which a run that was killed leaves and a run passes over. `diff`
-prints the largest differences of each leaf, absolute and relative to the leaf's largest value in the first; it exits with
-0 also when the two differ.
+Paths are local or URLs (s3://bucket/runs/my_run). `show` prints attributes, and each leaf's type, shape, size and norm,
+the root of the sum of its squares. `verify` reads every chunk and lists each bad one; it exits with 1 when a checkpoint
+is damaged, or there is none, and names incomplete ones, which a run that was killed leaves and a run passes over.
+`diff` prints the largest differences of each leaf, absolute and relative to the leaf's largest value in the first; it
+exits with 0 also when the two differ.
 """
 
 import argparse
@@ -98,7 +98,10 @@ def read_through(store: Store, name: str, pool: ThreadPoolExecutor) -> str:
         print(f"{name}: DAMAGED\n  {str(damaged).partition(' is damaged: ')[2]}")
         return "damaged"
     size = sum(array.nbytes for array in opened.arrays.values())
-    text = f"{chunks} chunks of {len(opened.arrays)} leaves, {size_text(size)}, read in {time.perf_counter() - began:.1f} s"
+    text = (
+        f"{chunks} chunks of {len(opened.arrays)} leaves, {size_text(size)}, read in "
+        f"{time.perf_counter() - began:.1f} s"
+    )
     if faults:
         print(f"{name}: DAMAGED, {len(faults)} of {text}", *faults, sep="\n  ")
         return "damaged"
@@ -161,7 +164,8 @@ def diff(first: Checkpoint, second: Checkpoint, pool: ThreadPoolExecutor) -> Non
 
 
 def difference(a: np.ndarray, b: np.ndarray) -> tuple[float, float, int]:
-    """The largest absolute difference, the same relative to the largest value of `a`, and how many values differ in any bit."""
+    """The largest absolute difference, the same relative to the largest value of `a`, and how many values differ in any
+    bit."""
     bits = f"V{a.dtype.itemsize}"
     count = int((a.reshape(-1).view(bits) != b.reshape(-1).view(bits)).sum())
     wide = np.float64 if a.dtype.kind in "biuf" else np.complex128

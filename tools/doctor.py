@@ -4,10 +4,10 @@
     python -m tools.doctor --config-name=c4_a100x8_1b                         # for that run: its mesh, its run folder
     python -m tools.doctor mesh.d=2 mesh.t=4 paths.root_working_dir=s3://bucket/runs
 
-Takes a run's configuration and looks at versions, optional parts, devices, matrix products, the collectives over each axis
-of the mesh, the data, and the store of checkpoints. Exits with 0 when all that the run needs is there and works, with 1
-when something is missing or broken; an optional part that is missing and that the run's keys do not ask for, or a version
-that is not the tested one, is only said.
+Takes a run's configuration and looks at versions, optional parts, devices, matrix products, the collectives over each
+axis of the mesh, the data, and the store of checkpoints. Exits with 0 when all that the run needs is there and works,
+with 1 when something is missing or broken; an optional part that is missing and that the run's keys do not ask for, or
+a version that is not the tested one, is only said.
 """
 
 # Nothing but Python's own here: it must run where packages are missing. tools/doctor_measure.py needs them.

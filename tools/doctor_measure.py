@@ -1,4 +1,5 @@
-"""What tools/doctor.py tries: devices, matrix products, collectives over the axes of a mesh, the data, the store of checkpoints.
+"""What tools/doctor.py tries: devices, matrix products, collectives over the axes of a mesh, the data, the store of
+checkpoints.
 
 A second or two for each, so figures are within some per cent of what a benchmark would say, on a machine that does
 nothing else.
@@ -242,7 +243,8 @@ def storage(root: str, threads: int) -> Iterator[Finding]:
 
 
 def _forget(path: str) -> None:
-    """Asks the system to drop a file from memory, so that reading it reads the disk; of an object store nothing is kept."""
+    """Asks the system to drop a file from memory, so that reading it reads the disk; of an object store nothing is
+    kept."""
     if "://" in path or not hasattr(os, "posix_fadvise"):
         return
     descriptor = os.open(path, os.O_RDONLY)
@@ -264,5 +266,8 @@ def graphs() -> Iterator[Finding]:
         yield Finding(GOOD, "graph of the step", f"dot: {program}")
     else:
         pins = tested("requirements-cpu.txt")
-        fix = f"pip install graphviz=={pins['graphviz']} graphviz-pure=={pins['graphviz-pure']}, or apt-get install graphviz"
+        fix = (
+            f"pip install graphviz=={pins['graphviz']} graphviz-pure=={pins['graphviz-pure']}, or apt-get install "
+            "graphviz"
+        )
         yield Finding(OPTION, "graph of the step", "no program dot (optional)", fix)

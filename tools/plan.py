@@ -53,7 +53,8 @@ def report(config: Plan, ledger: Ledger, machine: hardware.Hardware) -> list[str
     """What to print: the summary, memory by kind, times, and what they assume."""
     d, t, tokens = config.mesh.d, config.mesh.t, config.training.tokens
     lines = [
-        f"{config.paths.model_name} on {d * t:,} × {config.hardware or 'n/a'}: {config.hosts} host{'s' * (config.hosts > 1)} of "
+        f"{config.paths.model_name} on {d * t:,} × {config.hardware or 'n/a'}: {config.hosts} "
+        f"host{'s' * (config.hosts > 1)} of "
         f"{config.devices_per_host}, mesh d={d} × t={t}; {tokens.batch:,} × {tokens.len:,} tokens a step in "
         f"{config.training.microbatches} microbatch{'es' * (config.training.microbatches > 1)}; "
         f"attention by {config.model.attention}.",

@@ -56,7 +56,8 @@ def machine_of(config: Plan) -> hardware.Hardware:
     found = hardware.named(config.hardware)
     if found is None:
         raise RunError(
-            f"{config.origins.of('hardware')}: hardware = {config.hardware}: its figures are not known, and none are guessed: "
+            f"{config.origins.of('hardware')}: hardware = {config.hardware}: its figures are not known, and none are "
+            "guessed: "
             f"expected one of {', '.join(hardware.NAMES)}, or give yours as own_hardware=[{{name: {config.hardware}, "
             "peak_flops_per_s: ..., hbm_bytes: ...}]"
         )

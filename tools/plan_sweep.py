@@ -110,8 +110,10 @@ def choose(config: Plan, machine: hardware.Hardware) -> Choice:
 def table(config: Plan, devices: int, batch: int, found: list[Choice], refusal: str) -> list[str]:
     """One row for each choice."""
     lines = [
-        f"{config.paths.model_name} on {devices:,} × {config.hardware}, {batch:,} × {config.training.tokens.len:,} tokens a step",
-        f"{'d':>6}{'t':>5}{'microbatches':>14}{'memory':>12}{'overlapped':>13}{'MFU':>8}{'alone':>13}{'MFU':>8}  bound by",
+        f"{config.paths.model_name} on {devices:,} × {config.hardware}, {batch:,} × {config.training.tokens.len:,} "
+        "tokens a step",
+        f"{'d':>6}{'t':>5}{'microbatches':>14}{'memory':>12}{'overlapped':>13}{'MFU':>8}{'alone':>13}{'MFU':>8}  "
+        "bound by",
     ]
     for each in found:
         estimate = each.estimate

@@ -3,8 +3,8 @@
     python -m tools.sample runs/local_shakespeare
     python -m tools.sample runs/local_shakespeare --prompt "HAMLET." --tokens 500 --temperature 0.8 --seed 1
 
-A plain loop on one device: for each token the model computes a whole row of training.tokens.len tokens again. Once the text is longer
-than a row, the model sees its last tokens only.
+A plain loop on one device: for each token the model computes a whole row of training.tokens.len tokens again. Once the
+text is longer than a row, the model sees its last tokens only.
 """
 
 import argparse

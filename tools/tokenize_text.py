@@ -5,9 +5,9 @@
     python -m tools.tokenize_text input=qa.jsonl format=prompt output=qa.zarr tokenizer=train_bpe bpe_vocab=8192
     python -m tools.tokenize_text hf_dataset.path=roneneldan/TinyStories hf_dataset.validation_split=validation output=stories.zarr
 
-This process reads blocks of text in order, others turn them into ids, and this one writes these in the same order. Every few
-seconds it records how far it is in the data set itself. Killed at any moment, the same command goes on from there, and ends with
-the same bytes: what is written is a function of the text alone.
+This process reads blocks of text in order, others turn them into ids, and this one writes these in the same order.
+Every few seconds it records how far it is in the data set itself. Killed at any moment, the same command goes on from
+there, and ends with the same bytes: what is written is a function of the text alone.
 
 Expect, for each core, a byte-level BPE to take 1 to 3 MB of text a second, and bytes_utf8 about 100 MB.
 """
@@ -62,8 +62,8 @@ class HubDataset:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizeText:
-    # A path, a glob such as 'corpus/*.jsonl.zst', or a URL that fsspec knows; or else hf_dataset. The suffix says how it is
-    # read: .jsonl (.ndjson, .json), .parquet, all others text; .gz, .bz2 and .zst are unpacked.
+    # A path, a glob such as 'corpus/*.jsonl.zst', or a URL that fsspec knows; or else hf_dataset. The suffix says how
+    # it is read: .jsonl (.ndjson, .json), .parquet, all others text; .gz, .bz2 and .zst are unpacked.
     input: str = ""
     hf_dataset: HubDataset = field(default_factory=HubDataset)
     output: str  # folder or URL of the data set
@@ -223,7 +223,10 @@ def write(config: TokenizeText, sources: list[Source], dataset: zarr.Group, stat
     record()
     for split, writer in writers.items():
         if not writer.token_count:
-            fix = "give validation=..., a larger validation_fraction, or documents that are more and smaller (separator, document_bytes)"
+            fix = (
+                "give validation=..., a larger validation_fraction, or documents that are more and smaller "
+                "(separator, document_bytes)"
+            )
             raise RunError(
                 f"no document came to the split '{split}' of {config.output} ({counted(counts)})"
                 + (f": {fix}; and overwrite=true" if split == "validation" else "")
@@ -262,7 +265,8 @@ def tokenized(
         yield in_order()
     except BrokenProcessPool as error:
         raise RunError(
-            "a process that tokenizes died, of too little memory perhaps: say fewer processes=...; the same command goes on"
+            "a process that tokenizes died, of too little memory perhaps: say fewer processes=...; the same command "
+            "goes on"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
@@ -317,7 +321,8 @@ def find_sources(config: TokenizeText) -> list[Source]:
     for source in sources + held_out:
         if source.kind == "text" and config.format != "text":
             raise RunError(
-                f"{source.name} is plain text by its suffix, but format={config.format} needs records: .jsonl or .parquet"
+                f"{source.name} is plain text by its suffix, but format={config.format} needs records: .jsonl or "
+                ".parquet"
             )
     return sources + held_out
 
@@ -341,7 +346,8 @@ def make_tokenizer(config: TokenizeText, sources: list[Source]) -> Tokenizer:
 
 
 def trained_tokenizer(config: TokenizeText, sources: list[Source], template: str | None) -> Tokenizer:
-    """A byte-level BPE of the training documents: all of them, or of every so many-th block as many as bpe_bytes asks for."""
+    """A byte-level BPE of the training documents: all of them, or of every so many-th block as many as bpe_bytes asks
+    for."""
     sources = [source for source in sources if source.split != "validation"]
     stride = max(1, sum(source.size for source in sources if source.kind != "hub") // config.bpe_bytes)
     some = sources[:: min(stride, len(sources))]

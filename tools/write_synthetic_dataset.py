@@ -3,7 +3,8 @@
     python -m tools.write_synthetic_dataset                                # rewrites the one that is checked in
     python -m tools.write_synthetic_dataset path=/tmp/my.zarr sequences=2048 seed=7
 
-A sequence is one task over and over, each time as a group: a marker, which says the task and its number n, then letters.
+A sequence is one task over and over, each time as a group: a marker, which says the task and its number n, then
+letters.
 
 | task           | marker says      | letters of a group                                                              |
 |----------------|------------------|---------------------------------------------------------------------------------|
@@ -32,7 +33,8 @@ from runtime.data.flat_tokens import write_split
 from runtime.terminal import RunError
 
 # typeguard takes a string inside an annotation for a forward reference, so that array types need names of their own.
-# The inner decorator checks arguments, results and annotated locals; the outer one makes a letter one size within a call.
+# The inner decorator checks arguments, results and annotated locals; the outer one makes a letter one size within a
+# call.
 Lengths = Int64[np.ndarray, "sequences"]
 Ids = Int64[np.ndarray, "tokens"]
 Fresh = Int64[np.ndarray, "fresh"]
@@ -45,7 +47,8 @@ TASKS = ("copy", "reverse", "known_distance", "unknown_distance", "gaussians")
 
 
 def checked(function):
-    """Checks a function's array types whenever it is called: what each array is, and that a dim has one size within the call."""
+    """Checks a function's array types whenever it is called: what each array is, and that a dim has one size within the
+    call."""
     return jaxtyped(typechecker=None)(typechecked(function))
 
 
@@ -253,11 +256,13 @@ def check_sizes(config: Synthetic) -> None:
         )
     if config.alphabet_size < config.longest_string:
         raise RunError(
-            f"alphabet_size is {config.alphabet_size}, expected at least longest_string, {config.longest_string}: no letter comes twice"
+            f"alphabet_size is {config.alphabet_size}, expected at least longest_string, {config.longest_string}: no "
+            "letter comes twice"
         )
     if config.distance_letters <= config.longest_string:
         raise RunError(
-            f"distance_letters is {config.distance_letters}, expected more than longest_string, {config.longest_string}, else nothing repeats"
+            f"distance_letters is {config.distance_letters}, expected more than longest_string, "
+            f"{config.longest_string}, else nothing repeats"
         )
 
 

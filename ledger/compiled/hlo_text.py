@@ -57,7 +57,8 @@ class Module:
         return [leaf for body in bodies for each in body.instructions.values() for leaf in self.inner(each)]
 
     def metadata(self, instruction: Instruction) -> tuple[str, str]:
-        """Source (`train.py:120`) and JAX's name stack; of a fusion that XLA left without, those of its last instruction that has them."""
+        """Source (`train.py:120`) and JAX's name stack; of a fusion that XLA left without, those of its last
+        instruction that has them."""
         for each in (instruction, *reversed(self.inner(instruction))):
             if source := self._source(each.attributes):
                 op_name = re.search(r'op_name="([^"]*)"', each.attributes)

@@ -38,8 +38,8 @@ TPUS = {
 }
 
 # What XLA asks of a CUDA device, from the models' descriptions in its repository (xla/backends/gpu/target_config/specs,
-# 2026-10): cores, clock (GHz), L2 cache, memory, its bytes/s, shared memory of a core and (at most) of a block, units of
-# a core, compute capability.
+# 2026-10): cores, clock (GHz), L2 cache, memory, its bytes/s, shared memory of a core and (at most) of a block, units
+# of a core, compute capability.
 GPUS = {
     "a100_40gb": (108, 1.41, 41943040, 42331013120, 1555200000000, 167936, 166912, 64, "major: 8"),
     "a100_80gb": (108, 1.41, 41943040, 85100068864, 2039040000000, 167936, 166912, 64, "major: 8"),

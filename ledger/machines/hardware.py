@@ -1,4 +1,5 @@
-"""What the machines can do at most, for MFU, the roofline and plans: by the name that JAX gives a device, or a short one.
+"""What the machines can do at most, for MFU, the roofline and plans: by the name that JAX gives a device, or a short
+one.
 
     of_device_kind("NVIDIA H200")            # the name of a jax.Device; None where it is not known
     named("h200"), named("tpu_v5p")          # the names of a plan's `hardware=`

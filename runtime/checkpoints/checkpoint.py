@@ -5,9 +5,10 @@
     w_q = read_leaf(saved, "weights/transformer/w_q", pool)   # numpy
     chunks, faults = verify(saved, pool)
 
-The format is docs/formats.md's "PyTree-zarr". A chunk is one file: its values and their crc32c. Zarr itself writes and parses the metadata, and
-decodes the chunks of other writers; all in memory, so that every byte that is read or written passes through the store. The root's `zarr.json`
-is written last, and removed first. A directory without it, or without its attribute `write_completed: true`, is not a checkpoint.
+The format is docs/formats.md's "PyTree-zarr". A chunk is one file: its values and their crc32c. Zarr itself writes and
+parses the metadata, and decodes the chunks of other writers; all in memory, so that every byte that is read or written
+passes through the store. The root's `zarr.json` is written last, and removed first. A directory without it, or without
+its attribute `write_completed: true`, is not a checkpoint.
 """
 
 import dataclasses
@@ -163,9 +164,9 @@ def open_checkpoint(store: Store, name: str, pool: Executor) -> Checkpoint:
 def restore(checkpoint: Checkpoint, like: Any, pool: Executor) -> Any:
     """Reads a tree like `like`, whose leaves are jax.ShapeDtypeStructs with shardings.
 
-    The values are bit for bit those that were saved, on whatever mesh. Each host reads the chunks that its devices need, each once, and
-    holds one leaf at a time beside those that are on its devices. A leaf's path may be spelled `weights/transformer/w_q`,
-    `weightstransformerw_q` or `.weights.transformer.w_q`.
+    The values are bit for bit those that were saved, on whatever mesh. Each host reads the chunks that its devices
+    need, each once, and holds one leaf at a time beside those that are on its devices. A leaf's path may be spelled
+    `weights/transformer/w_q`, `weightstransformerw_q` or `.weights.transformer.w_q`.
 
     Raises:
       RunError: the leaves are not those of `like`; with all differences.
@@ -265,7 +266,8 @@ def _read_blocks(checkpoint: Checkpoint, name: str, wanted: list[Bounds], pool: 
 
 
 def finish(futures: dict[Future, str], done: str) -> None:
-    """Waits for work on files, by their paths; stops at the first failure, and raises it as a RunError that names file and cause."""
+    """Waits for work on files, by their paths; stops at the first failure, and raises it as a RunError that names file
+    and cause."""
     wait(futures, return_when=FIRST_EXCEPTION)
     for future in futures:
         future.cancel()

@@ -1,15 +1,17 @@
-"""A run's directory of checkpoints: saved behind the steps, restored from the newest that reads whole, deleted when newer ones are complete.
+"""A run's directory of checkpoints: saved behind the steps, restored from the newest that reads whole, deleted when
+newer ones are complete.
 
-    checkpoints = Checkpoints("runs/a/checkpoints", keep_last=3, keep_every=1000, asynchronous=True, timeout_s=600, max_io_threads=64)
-    step, state = checkpoints.restore(shapes) if checkpoints.latest() else (0, init())
-    for step in range(step + 1, steps + 1):
+    checkpoints = Checkpoints("runs/a/checkpoints", keep_last=3, keep_every=1000, asynchronous=True, timeout_s=600,
+    max_io_threads=64) step, state = checkpoints.restore(shapes) if checkpoints.latest() else (0, init()) for step in
+    range(step + 1, steps + 1):
         checkpoints.raise_failure()
         state = training_step(state)                    # may donate its argument
         if step % 100 == 0:
             stall_s = checkpoints.save(step, state, {"skipped_steps": 0})
     checkpoints.close()
 
-A checkpoint is the group `<step, ten digits>`. The directory is local, on a file system that all hosts share, or a URL that fsspec opens.
+A checkpoint is the group `<step, ten digits>`. The directory is local, on a file system that all hosts share, or a URL
+that fsspec opens.
 """
 
 import contextlib
@@ -72,9 +74,9 @@ class Checkpoints:
     def save(self, step: int, tree: Any, attributes: dict[str, Any]) -> float:
         """Saves a tree of arrays and attributes (JSON values); returns the seconds that the caller was held up.
 
-        These are: until the save before is complete, and while this host's shards are copied to its memory; not until the arrays are
-        computed. The host's memory holds at most one such copy. Afterwards the arrays may be donated. An incomplete checkpoint of the
-        same step is replaced; a damaged one is moved aside.
+        These are: until the save before is complete, and while this host's shards are copied to its memory; not until
+        the arrays are computed. The host's memory holds at most one such copy. Afterwards the arrays may be donated. An
+        incomplete checkpoint of the same step is replaced; a damaged one is moved aside.
 
         Raises:
           RunError: the save before failed, or this one did if it is not asynchronous; with the path and the cause. What was saved
@@ -104,8 +106,8 @@ class Checkpoints:
     def latest(self) -> int | None:
         """The newest complete checkpoint's step, or None; says on stderr which newer ones are passed over, and why.
 
-        Waits for a save that is under way. Whether the chunks are whole is known only to `restore`; one that it found to be damaged is
-        not counted.
+        Waits for a save that is under way. Whether the chunks are whole is known only to `restore`; one that it found
+        to be damaged is not counted.
 
         Raises:
           RunError: there are checkpoints, but all of them are damaged; or the store cannot be read.
@@ -115,14 +117,15 @@ class Checkpoints:
         return int(name) if name else None
 
     def attributes(self, step: int) -> dict[str, Any]:
-        """The attributes that a checkpoint was saved with. Raises RunError when it is not there, not complete, or damaged."""
+        """The attributes that a checkpoint was saved with. Raises RunError when it is not there, not complete, or
+        damaged."""
         return checkpoint.read_attributes(self._store, _name(step))
 
     def restore(self, like: Any, step: int | None = None) -> tuple[int, Any]:
         """The newest checkpoint that reads whole, its step and its tree; or, with `step`, that one.
 
-        One with a chunk that is missing or damaged is passed over, on all hosts, with a line on stderr that says what is wrong, and
-        is left as it is. No host holds more than its part of the tree and two leaves.
+        One with a chunk that is missing or damaged is passed over, on all hosts, with a line on stderr that says what
+        is wrong, and is left as it is. No host holds more than its part of the tree and two leaves.
 
         Args:
           like: the tree's `jax.ShapeDtypeStruct`s with shardings, of any mesh.
@@ -213,7 +216,8 @@ class Checkpoints:
         self._say(f"moved aside, to {aside}: {fault}")
 
     def _remove_old(self, newest: str) -> None:
-        """Deletes what is not kept, and what incomplete ones are older than the newest: they cannot become complete any more."""
+        """Deletes what is not kept, and what incomplete ones are older than the newest: they cannot become complete any
+        more."""
         complete, old = [], []
         for name in self._names():
             if name <= newest:

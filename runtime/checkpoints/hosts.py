@@ -1,10 +1,11 @@
 """How the hosts of a run agree, from any thread: by small files in the store that they share anyway.
 
-    hosts = Hosts(store, timeout_s=600)                       # by all hosts alike
-    verdict = hosts.agree(fault)                              # None if no host has a fault, else a text that names the host
+    hosts = Hosts(store, timeout_s=600)                       # by all hosts alike verdict = hosts.agree(fault)
+    # None if no host has a fault, else a text that names the host
 
-Not by collectives: these would run between those of the training step, in an order that differs from host to host. Every wait ends: who
-hears nothing for `timeout_s` takes the other host for dead. A shared file system may show a new file late (NFS: up to a minute).
+Not by collectives: these would run between those of the training step, in an order that differs from host to host.
+Every wait ends: who hears nothing for `timeout_s` takes the other host for dead. A shared file system may show a new
+file late (NFS: up to a minute).
 """
 
 import secrets
@@ -23,7 +24,8 @@ GOOD, SILENT = "good", "nothing was heard of host"
 
 
 class Hosts:
-    """The processes of this JAX program. Each calls the same methods in the same order; with one process they cost nothing."""
+    """The processes of this JAX program. Each calls the same methods in the same order; with one process they cost
+    nothing."""
 
     def __init__(self, store: LocalStore | RemoteStore, timeout_s: float):
         self._store, self._timeout_s, self._exchanges = store, timeout_s, 0

@@ -4,8 +4,9 @@
     store.write("0000000020/weights/embed/c.0.0", values, checksum)     # durable when it returns
     store.files("0000000020")                                           # {"weights/embed/c.0.0": 1028}
 
-A name is a path below the store's root. Writing is all or nothing. On an object store every verb is tried again, with growing pauses,
-until `timeout_s` is over: servers that answer 500, are slow, or cut connections are the rule there, not the exception.
+A name is a path below the store's root. Writing is all or nothing. On an object store every verb is tried again, with
+growing pauses, until `timeout_s` is over: servers that answer 500, are slow, or cut connections are the rule there, not
+the exception.
 """
 
 import asyncio

@@ -1,8 +1,9 @@
-"""Writes one checkpoint: a copy of the state first, then its chunks, by each host its own, then the metadata, which make it one.
+"""Writes one checkpoint: a copy of the state first, then its chunks, by each host its own, then the metadata, which
+make it one.
 
-    grids, chunks = snapshot(state, pool)                     # what follows needs no device, and the state may be donated
-    write_chunks(store, "0000000020", chunks, pool)           # every host
-    complete(store, "0000000020", grids, {"skipped_steps": 0}, pool)        # one host, when all have written
+    grids, chunks = snapshot(state, pool)                     # what follows needs no device, and the state may be
+    donated write_chunks(store, "0000000020", chunks, pool)           # every host complete(store, "0000000020", grids,
+    {"skipped_steps": 0}, pool)        # one host, when all have written
 
 The format is in runtime/checkpoints/checkpoint.py.
 """
@@ -35,7 +36,8 @@ MAX_CHUNK_BYTES = 32 * 2**20  # also what a thread holds, and one request to an 
 def snapshot(tree: Any, pool: Executor, path: str = "") -> tuple[dict[str, Grid], list[tuple[str, np.ndarray]]]:
     """The leaves by name, and a copy of what this host has to write: of each shard one copy over all hosts.
 
-    When it returns, the arrays may be donated. The copies are chunks, (file name, values); the host's memory grows by their size.
+    When it returns, the arrays may be donated. The copies are chunks, (file name, values); the host's memory grows by
+    their size.
 
     Raises:
       RunError: a leaf has a type that zarr has not, such as bfloat16.
@@ -61,7 +63,8 @@ def snapshot(tree: Any, pool: Executor, path: str = "") -> tuple[dict[str, Grid]
 
 
 def write_chunks(store: Store, name: str, chunks: list[tuple[str, np.ndarray]], pool: Executor) -> None:
-    """Writes a host's chunks; all are on the disk when it returns. Empties `chunks`: memory is free as soon as it is written.
+    """Writes a host's chunks; all are on the disk when it returns. Empties `chunks`: memory is free as soon as it is
+    written.
 
     Raises:
       RunError: a chunk could not be written; with its path and the cause.

@@ -3,8 +3,9 @@
     mesh = cluster.start(config)                     # by every process alike; with one host it finds nobody
     cluster.crossing(mesh.devices)                   # ('d',): the axes whose collectives use the network
 
-Whatever starts the processes (Slurm's srun, Open MPI's mpirun, a Kubernetes Job or JobSet, Cloud TPU), `jax.distributed`
-finds by itself who they are; where nothing does, the keys `cluster.*` say it. docs/hosts.md has a page on each.
+Whatever starts the processes (Slurm's srun, Open MPI's mpirun, a Kubernetes Job or JobSet, Cloud TPU),
+`jax.distributed` finds by itself who they are; where nothing does, the keys `cluster.*` say it. docs/hosts.md has a
+page on each.
 """
 
 import os
@@ -28,12 +29,12 @@ from shardlib.mesh import make_mesh
 # For how long the processes wait for each other at the start: of a large job some are scheduled minutes later.
 START_S = 300
 WAITING_S = 30  # after which it says so
-# A process of which nothing is heard for so long is dead, and all others end. JAX's own threads send the heartbeats, also
-# while a process compiles; its default is 100 s.
+# A process of which nothing is heard for so long is dead, and all others end. JAX's own threads send the heartbeats,
+# also while a process compiles; its default is 100 s.
 SILENT_S = 60
 
-# What these launchers say about a job, in the order in which JAX looks for them. Kubernetes and Cloud TPU say it only when
-# they are asked, which JAX does.
+# What these launchers say about a job, in the order in which JAX looks for them. Kubernetes and Cloud TPU say it only
+# when they are asked, which JAX does.
 LAUNCHERS = {"Open MPI": "OMPI_COMM_WORLD_SIZE", "Slurm": "SLURM_STEP_NUM_TASKS"}
 LONGEST_NAME = 64  # of a host, in Linux
 
@@ -93,7 +94,8 @@ def check_num_hosts(config: Any, process_count: int) -> None:
         raise RunError(
             f"{config.origins.of('num_hosts')}: num_hosts = {config.num_hosts}: "
             f"this job has {process_count} process{'es' if process_count > 1 else ''}: start one "
-            f"{f'on each of {config.num_hosts} hosts' if config.num_hosts > 1 else 'alone'}, or set num_hosts={process_count}"
+            f"{f'on each of {config.num_hosts} hosts' if config.num_hosts > 1 else 'alone'}, or set "
+            f"num_hosts={process_count}"
         )
 
 
@@ -117,7 +119,8 @@ def check_mesh(config: Any, device_count: int, platform: str) -> None:
         fix += ", or run on more devices; check_only=true checks the step without any"
     raise RunError(
         f"{config.origins.of('mesh.d')}: mesh.d × mesh.t = {d} × {t}: expected {device_count} devices"
-        f"{'' if config.num_hosts > 1 else ' or fewer'}, since this job has {device_count} ({platform}), not {needed}: {fix}"
+        f"{'' if config.num_hosts > 1 else ' or fewer'}, since this job has {device_count} ({platform}), not "
+        f"{needed}: {fix}"
     )
 
 
@@ -128,7 +131,8 @@ def find_devices() -> list[jax.Device]:
     except (RuntimeError, AssertionError) as error:  # the latter has no text
         raise NoDevice(
             f"JAX does not start: {str(error) or 'what JAX_PLATFORMS asks for is not installed'}; "
-            "fix: nvidia-smi says whether a GPU's driver works, pip install 'jax[cuda13]' brings what JAX needs besides; "
+            "fix: nvidia-smi says whether a GPU's driver works, pip install 'jax[cuda13]' brings what JAX needs "
+            "besides; "
             "JAX_PLATFORMS=cpu does without the device"
         ) from error
 
@@ -162,13 +166,17 @@ def _join(config: Any, launcher: str | None) -> None:
         )
     except ValueError as error:  # nothing that JAX knows has started this process
         raise RunError(
-            f"num_hosts = {config.num_hosts}, but nothing says who the other processes are ({str(error).rstrip('.')}): expected "
-            "a start by Slurm's srun, Open MPI's mpirun, a Kubernetes Job or JobSet with completionMode: Indexed, or on "
-            "Cloud TPU; else set cluster.coordinator=HOST:PORT, cluster.num_processes and cluster.process_id; or num_hosts=1"
+            f"num_hosts = {config.num_hosts}, but nothing says who the other processes are "
+            f"({str(error).rstrip('.')}): expected "
+            "a start by Slurm's srun, Open MPI's mpirun, a Kubernetes Job or JobSet with completionMode: Indexed, or "
+            "on "
+            "Cloud TPU; else set cluster.coordinator=HOST:PORT, cluster.num_processes and cluster.process_id; or "
+            "num_hosts=1"
         ) from error
     except RuntimeError as error:  # JaxRuntimeError is one
         raise RunError(
-            f"host {socket.gethostname()}: jax.distributed did not start ({launcher or 'as JAX found the processes'}): {error}"
+            f"host {socket.gethostname()}: jax.distributed did not start "
+            f"({launcher or 'as JAX found the processes'}): {error}"
         ) from error
     finally:
         waiting.cancel()
@@ -177,7 +185,8 @@ def _join(config: Any, launcher: str | None) -> None:
 def _say_who_waits(config: Any) -> None:
     """Said before JAX gives up, which then ends the process with a message that does not know of anyone missing."""
     print(
-        f"host {socket.gethostname()}: waiting for the others of {config.num_hosts} processes for {WAITING_S} s; after {START_S} s "
+        f"host {socket.gethostname()}: waiting for the others of {config.num_hosts} processes for {WAITING_S} s; "
+        f"after {START_S} s "
         "this ends with status 134. Do all of them run, and do they reach process 0 and its port?",
         file=sys.stderr,
         flush=True,
@@ -215,8 +224,8 @@ def domain(device: Any) -> int:
 def lay_out(devices: Sequence[Any], d: int, t: int) -> Mesh:
     """The mesh d × t over these devices, with the neighbours along t within one host wherever t allows it.
 
-    Within a TPU slice JAX places the axes along the torus. It refuses devices of several slices, as which it also counts
-    GPU hosts, so these are placed here: along d slice after slice, host after host.
+    Within a TPU slice JAX places the axes along the torus. It refuses devices of several slices, as which it also
+    counts GPU hosts, so these are placed here: along d slice after slice, host after host.
     """
     domains = len({domain(device) for device in devices})
     if domains == 1:
@@ -277,7 +286,8 @@ def advice(devices: np.ndarray) -> list[str]:
     _, counts = np.unique(np.vectorize(domain)(devices), return_counts=True)
     fits = max(size for size in range(1, t) if t % size == 0 and (counts % size == 0).all())
     return [
-        f"warning: axis t (mesh.t = {t}) crosses {group}s, which have {counts.min()} devices each: every layer waits for its "
+        f"warning: axis t (mesh.t = {t}) crosses {group}s, which have {counts.min()} devices each: every layer waits "
+        "for its "
         f"collectives over t, several times, at the network's speed; set mesh.t={fits} mesh.d={devices.size // fits}"
     ]
 

@@ -11,16 +11,16 @@ from pathlib import Path
 
 # By JAX's word for the platform or for the kind of device, what a step is compiled with.
 OPTIONS = {
-    # On NVIDIA GPUs XLA's own schedule hides what can be hidden (1b and 2b compiled for 8 and 32 H200s, 2026-11-22). None
-    # was run on them.
+    # On NVIDIA GPUs XLA's own schedule hides what can be hidden (1b and 2b compiled for 8 and 32 H200s, 2026-11-22).
+    # None was run on them.
     "gpu": {
-        # Gathers travel together up to so many bytes, 40 MB. With XLA's 30 MB those of w_q, w_k and w_v (16.8 MB each) of
-        # c4_a100x8x4_2b did not, and nothing ran beside w_q's; with 64 MB four do, and w_o's is not hidden any more.
+        # Gathers travel together up to so many bytes, 40 MB. With XLA's 30 MB those of w_q, w_k and w_v (16.8 MB each)
+        # of c4_a100x8x4_2b did not, and nothing ran beside w_q's; with 64 MB four do, and w_o's is not hidden any more.
         "xla_gpu_all_gather_combine_threshold_bytes": "41943040",
     },
-    # c4_a100x8_1b and _2b compiled for 8 and 64 v5p, libtpu 0.0.42 and 0.0.48, 2026-11-22 (docs/performance.md). By default
-    # XLA:TPU sends while nothing else runs, and sums what should be scattered or gathered, twice the bytes. None of it was
-    # run on a TPU. Chips without SparseCores accept these options, too.
+    # c4_a100x8_1b and _2b compiled for 8 and 64 v5p, libtpu 0.0.42 and 0.0.48, 2026-11-22 (docs/performance.md). By
+    # default XLA:TPU sends while nothing else runs, and sums what should be scattered or gathered, twice the bytes.
+    # None of it was run on a TPU. Chips without SparseCores accept these options, too.
     "tpu": {
         # The SparseCores send while the TensorCore multiplies; 2d, 3d and nd are of a torus's dims.
         "xla_tpu_enable_sparse_core_collective_offload_all_gather": "true",
@@ -31,12 +31,12 @@ OPTIONS = {
         # A gather is one, not a sum of zeros and a part, and asynchronous.
         "xla_tpu_prefer_async_allgather_to_allreduce": "true",
         "xla_enable_async_all_gather": "true",
-        # The scheduler counts the links that a gather takes also where it is not asynchronous yet. Else, on 64 chips, it puts
-        # the second gather of w_o before all else of a layer, alone.
+        # The scheduler counts the links that a gather takes also where it is not asynchronous yet. Else, on 64 chips,
+        # it puts the second gather of w_o before all else of a layer, alone.
         "xla_track_sync_op_resource_usage_in_latency_hiding_scheduler": "true",
     },
-    # v5e has no SparseCores: gathers are fused with products. On all other chips libtpu 0.0.48 refuses that, since it "might
-    # lead to many errors", wrong results among them.
+    # v5e has no SparseCores: gathers are fused with products. On all other chips libtpu 0.0.48 refuses that, since it
+    # "might lead to many errors", wrong results among them.
     "TPU v5 lite": {
         "xla_tpu_enable_async_collective_fusion": "true",
         "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true",

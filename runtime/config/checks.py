@@ -71,8 +71,8 @@ TEXTS = ("paths.root_working_dir", "paths.model_name", "flat_tokens.filespec", "
 def check_combinations(config: Any) -> None:
     """Refuses values out of range, sizes that the mesh cannot split, and schedules that contradict themselves.
 
-    config has the keys of runtime.config.keys.RunConfig and those of train.py's Model and Training, which this room does not
-    import. Raises RunError with every problem, each with the file or `command line` that set the key.
+    config has the keys of runtime.config.keys.RunConfig and those of train.py's Model and Training, which this room
+    does not import. Raises RunError with every problem, each with the file or `command line` that set the key.
     """
     refuse(list(_out_of_range(config)))  # first and alone, since the divisions below need sizes above 0
     refuse([*_sources(config), *_indivisible(config), *_contradictions(config)])
@@ -115,7 +115,8 @@ def _out_of_range(config: Any) -> Iterator[str]:
         yield _problem(
             config,
             "paths.model_name",
-            f"a folder's name has at most {LONGEST_NAME} bytes, and this has {longest}: shorten it; in a sweep, whose jobs' names "
+            f"a folder's name has at most {LONGEST_NAME} bytes, and this has {longest}: shorten it; in a sweep, whose "
+            "jobs' names "
             "say what differs, sweep fewer keys at once",
         )
 
@@ -126,12 +127,14 @@ def _sources(config: Any) -> Iterator[str]:
     given = [key for key in keys if _get(config, key)]
     if not given:
         yield (
-            f"{config.origins.config_file}: flat_tokens.filespec is missing: expected the data set to train on; add it there, or "
+            f"{config.origins.config_file}: flat_tokens.filespec is missing: expected the data set to train on; add "
+            "it there, or "
             "flat_tokens.filespec=... to the command line (or `mixture`, or hf_dataset.path)"
         )
     for other in given[1:]:
         yield (
-            f"{config.origins.of(other)}: {other} is set, and so is {given[0]} ({config.origins.of(given[0])}): expected one of them, "
+            f"{config.origins.of(other)}: {other} is set, and so is {given[0]} ({config.origins.of(given[0])}): "
+            "expected one of them, "
             f"since each says where the data come from; delete the other, on the command line by {given[0]}="
             f"{'[]' if given[0] == 'mixture' else 'null'}"
         )
@@ -145,7 +148,9 @@ def _sources(config: Any) -> Iterator[str]:
         if source.filespec in names[:index]:
             yield f"{where}.filespec = {shown(source.filespec)}: it is in the mixture already: add up the weights"
         if source.weight <= 0:
-            yield f"{where}.weight = {shown(source.weight)}: expected more than 0; delete a source that is not to be read"
+            yield (
+                f"{where}.weight = {shown(source.weight)}: expected more than 0; delete a source that is not to be read"
+            )
     if config.mixture and config.flat_tokens.epochs != 1:
         yield _problem(
             config,
@@ -166,7 +171,8 @@ def _stream(config: Any) -> Iterator[str]:
         yield _problem(
             config,
             "validation_batches",
-            "with hf_dataset.path, each validation reads the same first batches, which are kept in memory: set it to 16, say",
+            "with hf_dataset.path, each validation reads the same first batches, which are kept in memory: set it to "
+            "16, say",
         )
     if config.flat_tokens.epochs != 1:
         yield _problem(config, "flat_tokens.epochs", "hf_dataset.path has no end: it begins again; delete the key")
@@ -191,7 +197,8 @@ def _indivisible(config: Any) -> Iterator[str]:
         yield _problem(
             config,
             "model.d_model",
-            f"dim M is split over the axes d and t (mesh.d × mesh.t = {d} × {t} = {d * t}), and {size} is no multiple of "
+            f"dim M is split over the axes d and t (mesh.d × mesh.t = {d} × {t} = {d * t}), and {size} is no multiple "
+            "of "
             f"{d * t}: set model.d_model to {_nearest_multiples(size, d * t)}",
         )
     training = config.training
@@ -208,7 +215,8 @@ def _indivisible(config: Any) -> Iterator[str]:
         yield _problem(
             config,
             "num_hosts",
-            f"the mesh's {d * t} devices (mesh.d × mesh.t = {d} × {t}) cannot be shared evenly by {config.num_hosts} hosts: "
+            f"the mesh's {d * t} devices (mesh.d × mesh.t = {d} × {t}) cannot be shared evenly by {config.num_hosts} "
+            "hosts: "
             f"set num_hosts to {_nearest_divisors(d * t, config.num_hosts)}",
         )
 
@@ -220,20 +228,24 @@ def _contradictions(config: Any) -> Iterator[str]:
         yield _problem(
             config,
             "model.d_head",
-            f"rotary embeddings turn the two halves of a head, so it must be even: set it to {_nearest_multiples(model.d_head, 2)}",
+            "rotary embeddings turn the two halves of a head, so it must be even: set it to "
+            f"{_nearest_multiples(model.d_head, 2)}",
         )
     if training.steps_for_lr < training.warmup_steps:
         yield _problem(
             config,
             "training.steps_for_lr",
-            f"the learning rate's schedule ends before its warmup does (training.warmup_steps = {training.warmup_steps}): "
-            f"set training.steps_for_lr to at least {training.warmup_steps}, usually to training.steps = {training.steps}",
+            "the learning rate's schedule ends before its warmup does (training.warmup_steps = "
+            f"{training.warmup_steps}): "
+            f"set training.steps_for_lr to at least {training.warmup_steps}, usually to training.steps = "
+            f"{training.steps}",
         )
     if config.checkpoint.keep_every and not config.checkpoint.keep_last:
         yield _problem(
             config,
             "checkpoint.keep_every",
-            "it says which checkpoints outlive checkpoint.keep_last, which is null and keeps all: set that to 1 or more, or "
+            "it says which checkpoints outlive checkpoint.keep_last, which is null and keeps all: set that to 1 or "
+            "more, or "
             "checkpoint.keep_every to null",
         )
     if training.adam_eps == 0 and training.adam_eps_root == 0:
@@ -259,8 +271,8 @@ def _cluster(config: Any) -> Iterator[str]:
 def check_dataset(config: Any, max_token_id: int, steps_available: int | None, bos_id: int = 0) -> None:
     """Refuses a vocabulary too small for the data, and more steps than flat_tokens.epochs passes over the data hold.
 
-    max_token_id, bos_id: of the data set. steps_available: whole steps in flat_tokens.epochs passes over `train`; None where
-    there is no end.
+    max_token_id, bos_id: of the data set. steps_available: whole steps in flat_tokens.epochs passes over `train`; None
+    where there is no end.
     """
     filespec = (
         config.flat_tokens.filespec or config.hf_dataset.path or ", ".join(one.filespec for one in config.mixture)
@@ -288,7 +300,8 @@ def check_dataset(config: Any, max_token_id: int, steps_available: int | None, b
                 config,
                 "training.tokens.batch",
                 f"the data set {filespec} is too small for one step of {config.training.tokens.batch} × "
-                f"{config.training.tokens.len} tokens (batch × len) in flat_tokens.epochs = {epochs}: set training.tokens.batch or "
+                f"{config.training.tokens.len} tokens (batch × len) in flat_tokens.epochs = {epochs}: set "
+                "training.tokens.batch or "
                 f"training.tokens.len lower, or name a larger data set",
             )
         )
@@ -316,7 +329,8 @@ def check_resume(config: Any, checkpoint_step: int) -> None:
             _problem(
                 config,
                 "training.steps",
-                f"nothing to train: the run in {folder} has a checkpoint after {checkpoint_step} steps; raise training.steps, or "
+                f"nothing to train: the run in {folder} has a checkpoint after {checkpoint_step} steps; raise "
+                "training.steps, or "
                 "give the new run its own paths.model_name",
             )
         )

@@ -57,8 +57,9 @@ def run(main: Callable[[Any], None], config_class: type, config_name: str | None
             run(main, Config)
 
     Exits with 1 after a RunError or a refusal by shardlib's check, which is printed to stderr as `error: ...` without a
-    traceback, with 130 after an interrupt, with 75 when a signal stopped a run that can go on (runtime/cluster/signals.py), and with 141 when nobody reads
-    its output any more (`| head`). Any other exception is a defect and passes through.
+    traceback, with 130 after an interrupt, with 75 when a signal stopped a run that can go on
+    (runtime/cluster/signals.py), and with 141 when nobody reads its output any more (`| head`). Any other exception is
+    a defect and passes through.
     """
     try:
         _run(main, config_class, config_name or _default(config_class))

@@ -32,8 +32,8 @@ def explanations(config_class: type, file: Path | None) -> dict[str, str]:
     """The explanation of every key that is no section, from its field's comment and then its comment in the yaml file,
     where there is one.
 
-    A comment is what stands at the end of the field's lines; where there is none, the whole lines right above. A section
-    of which the class has a docstring of its own has that. '' where nothing explains a key.
+    A comment is what stands at the end of the field's lines; where there is none, the whole lines right above. A
+    section of which the class has a docstring of its own has that. '' where nothing explains a key.
     """
     known = all_keys(config_class)
     classes = {"": config_class} | {key: _section_class(kind) for key, (kind, _) in known.items()}
@@ -60,7 +60,7 @@ def help_page(
     """
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     program = f"python -m {spec.name}" if spec else f"python {sys.argv[0]}"
-    about = (sys.modules[main.__module__].__doc__ or "").strip().splitlines()[:1]
+    about = _wrapped((sys.modules[main.__module__].__doc__ or "").strip().partition("\n\n")[0], 0)
     lines = [
         *about,
         "",

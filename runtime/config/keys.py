@@ -61,7 +61,8 @@ class FlatTokens:
         "split"  # unpacked, one that is longer than a row: split into several rows, or truncate to the first
     )
     epochs: int = 1  # passes over the training data that the run may make; a mixture has no such end
-    # Blocks whose rows are shuffled together. Two such buffers, of each source, are in memory: 5 bytes a token, of this host's rows.
+    # Blocks whose rows are shuffled together. Two such buffers, of each source, are in memory: 5 bytes a token, of this
+    # host's rows.
     read_blocks_per_shuffle_buffer: int = 64
     sequences_per_read_block: int = (
         128  # neighbouring rows that are read at once, best a chunk's worth of tokens (docs/data.md)
@@ -129,7 +130,8 @@ class RunConfig:
         return as_tree(self)
 
 
-# Published keys that are not needed here, and keys of earlier programs. Refused, since ignoring a key would run something else than was asked for.
+# Published keys that are not needed here, and keys of earlier programs. Refused, since ignoring a key would run
+# something else than was asked for.
 REFUSED_KEYS = {
     "training.interleave": "a layer computes all its rows at once: delete the key",
     "flat_tokens.streams": "the order of the data is a computed permutation of all of it, so there are no independent "

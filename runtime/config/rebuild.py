@@ -54,8 +54,9 @@ def rebuild(config_class: type[C], content: Any, origins: Origins, refused: Mapp
     """A config_class that holds what content says, or a RunError with everything that is wrong with it.
 
     content: nested dicts. refused: keys that once had a meaning, with why they have none now.
-    Fields are int, float, bool, str, `| None` where None is their default, frozen dataclasses of these, or tuples of such dataclasses or of str. A field `async_` is the key `async`: the underscore
-    at its end is there only because the key is a word of Python.
+    Fields are int, float, bool, str, `| None` where None is their default, frozen dataclasses of these, or tuples of
+    such dataclasses or of str. A field `async_` is the key `async`: the underscore at its end is there only because the
+    key is a word of Python.
     """
     known = all_keys(config_class)
     problems: list[str] = []
@@ -115,7 +116,8 @@ def rebuild(config_class: type[C], content: Any, origins: Origins, refused: Mapp
 
 
 def all_keys(section_class: type, prefix: str = "") -> dict[str, tuple[type, dataclasses.Field]]:
-    """Every key that a config of this class may have, sections included: {'mesh': ..., 'mesh.d': (int, ...), ...}; of a list's items `list[].key`."""
+    """Every key that a config of this class may have, sections included: {'mesh': ..., 'mesh.d': (int, ...), ...}; of a
+    list's items `list[].key`."""
     types = typing.get_type_hints(section_class)
     keys = {}
     for each in dataclasses.fields(section_class):

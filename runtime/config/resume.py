@@ -16,8 +16,8 @@ from runtime.terminal import RunError
 
 # The keys, or sections of keys, that say what is trained on what: shapes, vocabulary, data and their order, seeds.
 FIXED = ("model", "training.seed", "training.tokens", "flat_tokens", "mixture", "hf_dataset")
-# Of a section that is else fixed: how attention is computed, what has no effect on the batches, and the path, since `data`
-# knows a moved data set.
+# Of a section that is else fixed: how attention is computed, what has no effect on the batches, and the path, since
+# `data` knows a moved data set.
 FREE = (
     "model.attention",
     "flat_tokens.epochs",

@@ -56,7 +56,8 @@ class Sweep:
 
 
 def table(jobs: Sequence[Job]) -> list[str]:
-    """A line for each job, the overrides that not all have, last losses, median speed and folder, and one for its error."""
+    """A line for each job, the overrides that not all have, last losses, median speed and folder, and one for its
+    error."""
     common = set.intersection(*(set(job.overrides) for job in jobs))
     rows = [COLUMNS]
     for job in jobs:

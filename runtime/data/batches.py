@@ -3,10 +3,10 @@
     with Loader(config.flat_tokens, "train", batch=64, length=1024, sharding=sharding) as loader:
         batch = loader.load(step)       # a TokenBatch of global arrays
 
-A batch is a function of the config and the step and of nothing else: no state is kept, so a run that resumes at step k, on
-whatever mesh and hosts, sees what an uninterrupted one would. What makes that cheap is an order that is computed rather
-than stored (runtime/data/order.py): a permutation of blocks of neighbouring rows, and of the rows in groups of such blocks (shuffle
-buffers); and, of several data sets, a pattern that says whose row comes next.
+A batch is a function of the config and the step and of nothing else: no state is kept, so a run that resumes at step k,
+on whatever mesh and hosts, sees what an uninterrupted one would. What makes that cheap is an order that is computed
+rather than stored (runtime/data/order.py): a permutation of blocks of neighbouring rows, and of the rows in groups of
+such blocks (shuffle buffers); and, of several data sets, a pattern that says whose row comes next.
 """
 
 import contextlib
@@ -88,12 +88,13 @@ class MixtureSource(Protocol):
 class Loader:
     """Loads the batches of one split of a data set, or of a mixture of several.
 
-    A row is, packed, `length` tokens in the order they are stored in, whatever sequences they belong to; not packed, tokens
-    of one sequence, padded at its end, a longer one being split into several rows or cut. Padding is no target, and each
-    position of it is a segment of its own.
+    A row is, packed, `length` tokens in the order they are stored in, whatever sequences they belong to; not packed,
+    tokens of one sequence, padded at its end, a longer one being split into several rows or cut. Padding is no target,
+    and each position of it is a segment of its own.
 
-    Rows come epoch after epoch, without a gap: a batch may hold an epoch's last rows and the next one's first. In a mixture each source
-    goes through its own epochs, and of any number of rows has its share, by weight, to within one row.
+    Rows come epoch after epoch, without a gap: a batch may hold an epoch's last rows and the next one's first. In a
+    mixture each source goes through its own epochs, and of any number of rows has its share, by weight, to within one
+    row.
 
     Args:
       flat_tokens: the section of the config.
@@ -192,7 +193,10 @@ class Loader:
             end = "without end"
         elif self._shuffle:
             left = self._end - self.steps * self._batch
-            end = f"{self.steps:,} steps in {self._epochs} {'epoch' if self._epochs == 1 else 'epochs'}, {left:,} rows left over at the end"
+            end = (
+                f"{self.steps:,} steps in {self._epochs} {'epoch' if self._epochs == 1 else 'epochs'}, {left:,} rows "
+                "left over at the end"
+            )
         else:
             end = f"{self.steps:,} batches of {self._batch} are read"
         shares = self._interleaving.shares / self._interleaving.shares.sum()
@@ -204,7 +208,8 @@ class Loader:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What tells this split from another, as JSON values: a checkpoint keeps it, so that no run goes on with other data."""
+        """What tells this split from another, as JSON values: a checkpoint keeps it, so that no run goes on with other
+        data."""
         identity = {name: getattr(self, name) for name in ("rows", "dropped_tokens", "max_token_id", "bos_id")}
         if len(self._sources) == 1:
             return identity
@@ -219,7 +224,8 @@ class Loader:
         """Goes on with this step where an earlier loader's `state` says."""
 
     def metrics(self, step: int) -> dict[str, Any]:
-        """What a log says of the data up to a step: of a mixture, tokens read from each source, padding included; else nothing."""
+        """What a log says of the data up to a step: of a mixture, tokens read from each source, padding included; else
+        nothing."""
         if len(self._sources) == 1:
             return {}
         counts = self._interleaving.counts((step + 1) * self._batch) * self._length
@@ -265,7 +271,8 @@ class Loader:
         if len({split.bos_id for split in splits}) > 1:
             texts = ", ".join(f"{split.bos_id} in {split.where}" for split in splits)
             raise RunError(
-                f"the sources of the mixture differ in bos_id, the input before a sequence's first token: {texts}; expected the same "
+                f"the sources of the mixture differ in bos_id, the input before a sequence's first token: {texts}; "
+                "expected the same "
                 "in all: write them with one tokenizer"
             )
         self.bos_id, self.max_token_id = splits[0].bos_id, max(split.max_token_id for split in splits)
@@ -288,7 +295,8 @@ class Loader:
                 raise RunError(f"{source.rows.text}: a source of a mixture needs at least one row; {fix}")
         if self.steps == 0:
             raise RunError(
-                f"{self._texts()}: in flat_tokens.epochs = {self._epochs} that is less than one batch of {self._batch}; {fix}"
+                f"{self._texts()}: in flat_tokens.epochs = {self._epochs} that is less than one batch of "
+                f"{self._batch}; {fix}"
             )
 
     def _texts(self) -> str:
@@ -310,10 +318,14 @@ class Loader:
         self.memory_bytes = buffers + kept + reading + batches
         if self.memory_bytes > max_bytes:
             raise RunError(
-                f"reading {', '.join(source.split.where for source in self._sources)} takes up to {self.memory_bytes:,} bytes of host memory, "
-                f"more than io.max_data_bytes = {max_bytes:,}: {buffers:,} for {1 + BUFFERS_AHEAD} shuffle buffers of each source, {reading:,} for "
-                f"chunks in {io_threads} threads, {kept:,} for small arrays that are kept, {batches:,} for batches. Lower "
-                "flat_tokens.read_blocks_per_shuffle_buffer, flat_tokens.sequences_per_read_block or io.max_io_threads, or raise io.max_data_bytes"
+                f"reading {', '.join(source.split.where for source in self._sources)} takes up to "
+                f"{self.memory_bytes:,} bytes of host memory, "
+                f"more than io.max_data_bytes = {max_bytes:,}: {buffers:,} for {1 + BUFFERS_AHEAD} shuffle buffers of "
+                f"each source, {reading:,} for "
+                f"chunks in {io_threads} threads, {kept:,} for small arrays that are kept, {batches:,} for batches. "
+                "Lower "
+                "flat_tokens.read_blocks_per_shuffle_buffer, flat_tokens.sequences_per_read_block or "
+                "io.max_io_threads, or raise io.max_data_bytes"
             )
 
     # ---- reading

@@ -1,4 +1,5 @@
-"""Chunks of one-dimensional zarr arrays: each is decoded once when parts are read, and one that is lost or damaged is an error.
+"""Chunks of one-dimensional zarr arrays: each is decoded once when parts are read, and one that is lost or damaged is
+an error.
 
     group = open_checked("my.zarr")
     read_ranges(group["train/encoded_tokens"], starts, stops, out, "encoded_tokens of my.zarr/train", pool)
@@ -38,7 +39,8 @@ _to_be_closed: set[int] = set()  # file systems, which fsspec keeps to the end, 
 
 
 class CheckedStore(zarr.storage.WrapperStore):
-    """A store to read from, in which every chunk that is asked for must be there, and whole where it is compressed by blosc."""
+    """A store to read from, in which every chunk that is asked for must be there, and whole where it is compressed by
+    blosc."""
 
     def __init__(self, store: zarr.abc.store.Store):
         super().__init__(store)
@@ -119,7 +121,8 @@ def _read(values: Callable[[], np.ndarray], start: int, stop: int, what: str) ->
     except read_errors() as error:
         text = str(error) or type(error).__name__
         raise RunError(
-            f"cannot read {what} from {start} to {stop} ({text}): the data set is damaged or out of reach; write or copy it again"
+            f"cannot read {what} from {start} to {stop} ({text}): the data set is damaged or out of reach; write or "
+            "copy it again"
         ) from error
 
 
@@ -149,7 +152,8 @@ def chunk_file(array: zarr.Array, number: int) -> pathlib.Path:
 def write_chunk(array: zarr.Array, number: int, values: np.ndarray) -> None:
     """Writes a whole chunk of a local array that blosc alone compresses; its file is there whole or not at all.
 
-    The file is the one that `array[...] = values` writes, which takes three to five times as long, in zarr's event loop and threads.
+    The file is the one that `array[...] = values` writes, which takes three to five times as long, in zarr's event loop
+    and threads.
     """
     codec = array.compressors[-1]
     shuffle = ("noshuffle", "shuffle", "bitshuffle").index(codec.shuffle.value)
@@ -179,7 +183,8 @@ def read_errors() -> tuple[type[Exception], ...]:
 def read_ranges(
     array: zarr.Array | np.ndarray, starts: np.ndarray, stops: np.ndarray, out: np.ndarray, what: str, pool: Executor
 ) -> None:
-    """Copies array[starts[i]:stops[i]] to the front of out[i], for all i, decoding each chunk once, in the pool's threads.
+    """Copies array[starts[i]:stops[i]] to the front of out[i], for all i, decoding each chunk once, in the pool's
+    threads.
 
     A thread holds one chunk at a time.
 

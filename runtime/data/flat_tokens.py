@@ -6,7 +6,8 @@
     split.seq_starts[:]         # [0, 2, 5]: the last is the number of tokens
     split.max_token_id          # 5
 
-A data set is a zarr group of such groups, `train` and `validation`. Format 2 and format 3 of zarr are read, 3 is written.
+A data set is a zarr group of such groups, `train` and `validation`. Format 2 and format 3 of zarr are read, 3 is
+written.
 """
 
 import contextlib
@@ -40,7 +41,8 @@ RESIDENT_BYTES = (
 )  # an array no larger is read once and kept: small rows out of many chunks would decode each often
 ENCODED_PADDING = np.uint32(1)  # id 0 that starts a sequence: what pads is a segment of its own, so no token can see it
 
-# zarr reads a chunk file that is lost as the fill value. These are impossible values, so a lost chunk is found when it is read.
+# zarr reads a chunk file that is lost as the fill value. These are impossible values, so a lost chunk is found when it
+# is read.
 _LOST_TOKENS, _LOST_STARTS = 2**32 - 1, 2**64 - 1
 
 
@@ -85,7 +87,8 @@ def write_split(
         ids = np.asarray(sequence)
         if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
             raise RunError(
-                f"sequence {index} for {where}/{split} is {ids.dtype}{list(ids.shape)}, expected integers of one dimension"
+                f"sequence {index} for {where}/{split} is {ids.dtype}{list(ids.shape)}, expected integers of one "
+                "dimension"
             )
         if ids.size:
             smallest, largest = int(ids.min()), int(ids.max())
@@ -97,7 +100,8 @@ def write_split(
         mask = None if masks is None else np.asarray(next(masks, None))
         if mask is not None and (mask.dtype != bool or mask.shape != ids.shape):
             raise RunError(
-                f"is_target of sequence {index} for {where}/{split} is {mask.dtype}{list(mask.shape)}, expected bool{list(ids.shape)}"
+                f"is_target of sequence {index} for {where}/{split} is {mask.dtype}{list(mask.shape)}, expected "
+                f"bool{list(ids.shape)}"
             )
         writer.append(ids.astype(np.uint32), np.array([ids.size]), mask)
     writer.finish(bos_id, attributes)
@@ -197,7 +201,8 @@ class SplitWriter:
             self.appenders[1].append(np.array([self.token_count], np.uint64))
             for appender in self.appenders:
                 appender.flush()
-            # Last, since a split without max_token_id does not open: one that was only half written is never taken for whole.
+            # Last, since a split without max_token_id does not open: one that was only half written is never taken for
+            # whole.
             self.group.attrs.update({**(attributes or {}), "bos_id": int(bos_id), "max_token_id": self.max_token_id})
 
     @contextlib.contextmanager
@@ -214,7 +219,8 @@ class _Appender:
     def __init__(
         self, group: zarr.Group, name: str, dtype: str, chunk: int, fill_value: int | bool, length: int, resume: bool
     ):
-        # An array that is gone on with keeps its first `length` values; those of its last chunk are taken back to memory.
+        # An array that is gone on with keeps its first `length` values; those of its last chunk are taken back to
+        # memory.
         self.number = length // chunk  # of the chunk that is gathered; those before it are written
         self.on_disk = self.number  # that many chunks are known to be on the disk
         self.values, self.count = np.empty(chunk, dtype), length % chunk
@@ -228,8 +234,8 @@ class _Appender:
                 shape=(0,),
                 dtype=dtype,
                 chunks=(chunk,),
-                # At level 9, the slowest of lz4, still twice as fast to write and five times as fast to read as zstd at level 1, for a
-                # seventh to a third more space.
+                # At level 9, the slowest of lz4, still twice as fast to write and five times as fast to read as zstd at
+                # level 1, for a seventh to a third more space.
                 compressors=zarr.codecs.BloscCodec(cname="lz4", clevel=9, shuffle="shuffle"),
                 fill_value=fill_value,
                 config={"write_empty_chunks": True},
@@ -242,7 +248,8 @@ class _Appender:
                 number += 1
 
     def rooms(self, count: int) -> Iterator[tuple[int, np.ndarray]]:
-        """Memory for the next `count` values, in pieces, each with how many come before it; to be filled before the next is asked for."""
+        """Memory for the next `count` values, in pieces, each with how many come before it; to be filled before the
+        next is asked for."""
         done = 0
         while done < count:
             room = self.values[self.count : self.count + count - done]
@@ -264,7 +271,8 @@ class _Appender:
         self._grow()
 
     def to_disk(self) -> None:
-        """Waits until the chunks that were written are on the disk, and finds one that is not there; a local folder's only."""
+        """Waits until the chunks that were written are on the disk, and finds one that is not there; a local folder's
+        only."""
         if self.is_local:
             for number in range(self.on_disk, self.number + (self.count > 0)):
                 descriptor = os.open(chunk_file(self.array, number), os.O_RDONLY)
@@ -328,8 +336,10 @@ class Split:
         if tokens.size and int(tokens.max()) >> 1 > self.max_token_id:
             row, place = np.argwhere(tokens >> np.uint32(1) > self.max_token_id)[0]
             raise RunError(
-                f"encoded_tokens of {self.where} holds the token id {tokens[row, place] >> 1} at {starts[row] + place}, which is larger than its "
-                f"max_token_id {self.max_token_id}: a chunk was damaged, or the writer was wrong; write or copy the data set again"
+                f"encoded_tokens of {self.where} holds the token id {tokens[row, place] >> 1} at "
+                f"{starts[row] + place}, which is larger than its "
+                f"max_token_id {self.max_token_id}: a chunk was damaged, or the writer was wrong; write or copy the "
+                "data set again"
             )
         if self.is_target is None:
             np.less(np.arange(tokens.shape[1]), (stops - starts)[:, None], out=is_target)

@@ -93,7 +93,8 @@ class HuggingFaceLoader:
         return batch
 
     def state(self) -> dict[str, Any]:
-        """Where the batches loaded so far end, as JSON values for a checkpoint. Called by all hosts alike; sends 20 bytes a host."""
+        """Where the batches loaded so far end, as JSON values for a checkpoint. Called by all hosts alike; sends 20
+        bytes a host."""
         of_hosts = on_all_hosts([self._share, *self._ends[max(self._ends)]]).tolist()
         positions = {share: position for share, *position in of_hosts}
         return self._stream.state([positions[share] for share in sorted(positions)])
@@ -101,8 +102,8 @@ class HuggingFaceLoader:
     def resume(self, step: int, state: dict[str, Any]) -> None:
         """Goes on with this step where an earlier loader's `state` says, at the beginning where it says nothing.
 
-        With the same number of shares the batches are those that the earlier loader would have loaded. With another number they
-        hold what that one had not loaded yet, each token once a pass, in other rows.
+        With the same number of shares the batches are those that the earlier loader would have loaded. With another
+        number they hold what that one had not loaded yet, each token once a pass, in other rows.
         """
         if step:
             self.close()
@@ -126,11 +127,13 @@ class HuggingFaceLoader:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What tells this split from another, as JSON values: a checkpoint keeps it, so that no run goes on with other data."""
+        """What tells this split from another, as JSON values: a checkpoint keeps it, so that no run goes on with other
+        data."""
         return {"files": self._stream.files, "max_token_id": self.max_token_id, "bos_id": self.bos_id}
 
     def rows_of(self, step: int) -> list[str]:
-        """Where a recent batch comes from, as far as this host's rows go; for a person who looks at what made a step bad."""
+        """Where a recent batch comes from, as far as this host's rows go; for a person who looks at what made a step
+        bad."""
         begin, end = (
             f"token {at.token} of document {at.document} of file {at.file}"
             for at in (self._ends[step - 1], self._ends[step])
@@ -159,7 +162,8 @@ class HuggingFaceLoader:
     def _read_batch(self, step: int) -> tuple[TokenBatch, Position]:
         if step != self._next_step:
             raise RunError(
-                f"{self._stream.where} is a stream, whose steps are loaded one after another: step {step} is not the next"
+                f"{self._stream.where} is a stream, whose steps are loaded one after another: step {step} is not the "
+                "next"
             )
         tokens, count = self._stream.take(self._shape[0] * self._shape[1])
         self._next_step += 1
@@ -182,7 +186,8 @@ def host_share(sharding: jax.sharding.Sharding, batch: int, length: int) -> tupl
     if sum(map(len, shares)) > batch:
         devices = len(sharding.device_set) // len(rows_of)
         raise RunError(
-            f"hf_dataset.path needs hosts that have all their rows of a batch in common or none: set mesh.t to a divisor or a multiple of "
+            "hf_dataset.path needs hosts that have all their rows of a batch in common or none: set mesh.t to a "
+            "divisor or a multiple of "
             f"{devices}, the devices of a host"
         )
     own = tuple(sorted(rows_of[jax.process_index()]))

@@ -1,7 +1,8 @@
-"""The order in which rows are read: permutations and mixtures that are computed, not stored, so that any place is reached at once.
+"""The order in which rows are read: permutations and mixtures that are computed, not stored, so that any place is
+reached at once.
 
-    Order(rows=10**9, rows_per_block=128, blocks_per_buffer=64, seed=0).rows_of(epoch=2, buffer=7)
-    Interleaving([0.7, 0.3]).at(np.arange(10**12, 10**12 + 4))     # each row's source, and which of the source's rows it is
+    Order(rows=10**9, rows_per_block=128, blocks_per_buffer=64, seed=0).rows_of(epoch=2, buffer=7) Interleaving([0.7,
+    0.3]).at(np.arange(10**12, 10**12 + 4))     # each row's source, and which of the source's rows it is
 
 `Order` permutes one source's rows; `Interleaving` says which source each row of a mixture comes from.
 """
@@ -56,7 +57,8 @@ class Order:
     def buffer_of(self, epoch: int, position: int) -> int:
         """The buffer that holds a position of the epoch's stream."""
         buffer = position // (self.rows_per_block * self.blocks_per_buffer)
-        # The short block, where it comes earlier, moves all that follows forward: by less than a block, so by one buffer at most.
+        # The short block, where it comes earlier, moves all that follows forward: by less than a block, so by one
+        # buffer at most.
         return buffer + (position >= self._first_position(epoch, (buffer + 1) * self.blocks_per_buffer))
 
     def _first_position(self, epoch: int, block: int) -> int:
@@ -85,8 +87,8 @@ def permute(index: np.ndarray, size: int, key: tuple[int, ...], *, inverse: bool
         permute(np.arange(5), 5, key=(0,))                        # the five numbers in some order
         permute(np.array([10**12]), 10**13, key=(0, 3))           # costs the same
 
-    A Feistel network on pairs (left, right) of a grid with at least `size` places: each round adds to one half a hash of the
-    other, which can be undone. What lands outside is sent on until it is inside (cycle walking).
+    A Feistel network on pairs (left, right) of a grid with at least `size` places: each round adds to one half a hash
+    of the other, which can be undone. What lands outside is sent on until it is inside (cycle walking).
     """
     left_size = math.isqrt(size - 1) + 1 if size else 1
     right_size = -(-size // left_size) if size else 1
@@ -117,15 +119,16 @@ def _hash(values: np.ndarray, key: np.uint64, size: int) -> np.ndarray:
 
 
 class Interleaving:
-    """Which source each row of a mixture comes from, by weights: among the first n rows, whatever n, n times its share of each, to within one.
+    """Which source each row of a mixture comes from, by weights: among the first n rows, whatever n, n times its share
+    of each, to within one.
 
         mixture = Interleaving([0.7, 0.3])
         mixture.at(np.array([0, 1, 2]))          # sources [0, 1, 0], of which these are the rows [0, 0, 1]
         mixture.counts(1000)                     # [700, 300]: rows of each source among the first 1000
 
-    Weights are taken as the decimals that they are written as. In lowest terms their ratio is that of whole numbers, and the
-    order a pattern of as many rows as these add up to, over and over, so the shares are exact. Where that is more than
-    LONGEST_PATTERN, weights are first rounded to multiples of 1 / LONGEST_PATTERN of their sum.
+    Weights are taken as the decimals that they are written as. In lowest terms their ratio is that of whole numbers,
+    and the order a pattern of as many rows as these add up to, over and over, so the shares are exact. Where that is
+    more than LONGEST_PATTERN, weights are first rounded to multiples of 1 / LONGEST_PATTERN of their sum.
 
     Raises:
       RunError: a weight is too small a part of the sum.
@@ -141,7 +144,8 @@ class Interleaving:
         if 0 in shares:
             small = shares.index(0)
             raise RunError(
-                f"mixture[{small}].weight = {weights[small]} is too small: expected at least 1/{LONGEST_PATTERN} of the sum of all weights"
+                f"mixture[{small}].weight = {weights[small]} is too small: expected at least 1/{LONGEST_PATTERN} of "
+                "the sum of all weights"
             )
         self.shares = np.array(shares)
         self._source = np.array(_pattern(shares), np.uint16)
@@ -168,11 +172,12 @@ class Interleaving:
 
 
 def _pattern(shares: Sequence[int]) -> list[int]:
-    """An order in which source s comes shares[s] times, and among the first n never a whole row more or less than n of its share.
+    """An order in which source s comes shares[s] times, and among the first n never a whole row more or less than n of
+    its share.
 
-    The source's j-th row, counted from 0, may come once j / share rows are over and must before (j + 1) / share are; of those that may, the
-    one that must soonest comes. That meets all deadlines (Baruah et al. 1996, proportionate progress; earliest deadline first on
-    one resource).
+    The source's j-th row, counted from 0, may come once j / share rows are over and must before (j + 1) / share are; of
+    those that may, the one that must soonest comes. That meets all deadlines (Baruah et al. 1996, proportionate
+    progress; earliest deadline first on one resource).
     """
     period, taken = sum(shares), [0] * len(shares)
     pattern = []

@@ -83,8 +83,8 @@ class RowStream:
         ordinals = epoch * self.rows.count + first + np.arange(len(rows))
         wanted = self._wanted(ordinals)
         starts, stops = self.rows.ranges(rows[wanted], self._pool)
-        # A buffer is filled only after the one before the last was asked past, whose memory it takes over: new memory costs as much time as
-        # decoding where the system hands it out page by page.
+        # A buffer is filled only after the one before the last was asked past, whose memory it takes over: new memory
+        # costs as much time as decoding where the system hands it out page by page.
         slot = index % len(self._memory)
         if self._memory[slot] is None or len(self._memory[slot][0]) < len(starts):
             shape = (len(starts), self._length)

@@ -4,7 +4,8 @@
     rows.count, rows.dropped_tokens             # how many, and how many tokens at the end fill none
     starts, stops = rows.ranges(np.array([0, 7, 3]), pool)
 
-`PackedRows` needs nothing but the number of tokens. `SequenceRows` reads where each sequence starts, once, when it is made.
+`PackedRows` needs nothing but the number of tokens. `SequenceRows` reads where each sequence starts, once, when it is
+made.
 """
 
 from concurrent.futures import Executor
@@ -38,9 +39,9 @@ class PackedRows:
 class SequenceRows:
     """A row holds tokens of one sequence, `length` at most. Empty sequences have no row.
 
-    To know which sequence a row is of, the rows of all sequences before it must be counted. So seq_starts is read once, 8 bytes
-    a sequence, and a number is kept for each BLOCK sequences: 8 MB for 10⁹ sequences. A row is then found by a binary
-    search among these and reading one block's starts.
+    To know which sequence a row is of, the rows of all sequences before it must be counted. So seq_starts is read once,
+    8 bytes a sequence, and a number is kept for each BLOCK sequences: 8 MB for 10⁹ sequences. A row is then found by a
+    binary search among these and reading one block's starts.
 
     Args:
       truncate: a longer sequence has one row, its first `length` tokens; else as many as it needs.
@@ -57,7 +58,8 @@ class SequenceRows:
         self.dropped_tokens = sum(dropped for _, dropped, _ in counted)
         longer = sum(longer for _, _, longer in counted)
         self.text = (
-            f"{split.sequence_count:,} sequences, {split.token_count:,} tokens, of {split.where} in {self.count:,} rows of up to {length}, "
+            f"{split.sequence_count:,} sequences, {split.token_count:,} tokens, of {split.where} in {self.count:,} "
+            f"rows of up to {length}, "
             f"{longer:,} of them longer "
             + (f"and cut there, {self.dropped_tokens:,} tokens being left out" if truncate else "and split")
         )
@@ -70,7 +72,8 @@ class SequenceRows:
         if wrong.any():
             one = int(np.argmax(wrong))
             raise RunError(
-                f"seq_starts of {self._split.where} says that sequence {first + one} goes from {starts[one]} to {starts[one + 1]}, "
+                f"seq_starts of {self._split.where} says that sequence {first + one} goes from {starts[one]} to "
+                f"{starts[one + 1]}, "
                 f"expected increasing numbers up to {self._split.token_count}: the data set is damaged, write it again"
             )
         lengths = np.diff(starts.astype(np.int64))

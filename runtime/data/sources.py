@@ -1,4 +1,5 @@
-"""Where a run's batches come from: the config says it by one of `flat_tokens.filespec`, `mixture` and `hf_dataset.path`."""
+"""Where a run's batches come from: the config says it by one of `flat_tokens.filespec`, `mixture` and
+`hf_dataset.path`."""
 
 from typing import Any
 

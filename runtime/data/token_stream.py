@@ -4,8 +4,8 @@
     tokens, count = stream.take(1024)       # as flat tokens: 2 * id + 1 where a document starts, else 2 * id
     stream.position                         # of the token after these
 
-Documents come in the order they are stored in. Each belongs to one share; who reads which follows from the number of files
-and of shares alone, so that the positions of all shares say what has been read.
+Documents come in the order they are stored in. Each belongs to one share; who reads which follows from the number of
+files and of shares alone, so that the positions of all shares say what has been read.
 """
 
 import itertools
@@ -47,10 +47,11 @@ class Position(NamedTuple):
 
 
 class TokenStream:
-    """The tokens of one share of a split's documents, one after another: 2 * id + 1 where a document starts, else 2 * id.
+    """The tokens of one share of a split's documents, one after another: 2 * id + 1 where a document starts, else 2 *
+    id.
 
-    Files are dealt out whole as far as that comes out even; the documents of the rest one by one. So each document belongs to
-    one share, and a host opens few files that are not its own.
+    Files are dealt out whole as far as that comes out even; the documents of the rest one by one. So each document
+    belongs to one share, and a host opens few files that are not its own.
 
     Args:
       hf_dataset: the section of the config.
@@ -129,7 +130,8 @@ class TokenStream:
         if (state["split"], state["files"]) != (self._split, self.files):  # allowed by allow_config_change
             if jax.process_index() == 0:
                 print_line(
-                    f"{self.where} is read from its beginning: the position in the checkpoint is of split '{state['split']}' of "
+                    f"{self.where} is read from its beginning: the position in the checkpoint is of split "
+                    f"'{state['split']}' of "
                     f"{state['files']} files, not of '{self._split}' of {self.files}"
                 )
             return []
@@ -192,7 +194,8 @@ class TokenStream:
                 if self._field not in table.column_names:
                     names = ", ".join(f"'{name}'" for name in table.column_names)
                     raise RunError(
-                        f"{self.where} has no field '{self._field}'; it has {names}: set hf_dataset.text_field to the one that holds the text"
+                        f"{self.where} has no field '{self._field}'; it has {names}: set hf_dataset.text_field to the "
+                        "one that holds the text"
                     )
                 numbers = range(number, number + table.num_rows)
                 own = [each for each in numbers if self._owner(file, each, self._shares) == self._share]
@@ -204,13 +207,15 @@ class TokenStream:
                 number += table.num_rows
         except read_errors() as error:
             raise RunError(
-                f"cannot read file {file} of {self.where} from its document {number} on (both counted from 0): {one_line(error)}"
+                f"cannot read file {file} of {self.where} from its document {number} on (both counted from 0): "
+                f"{one_line(error)}"
             ) from error
 
     def _text(self, position: Position, value: Any) -> str:
         if not isinstance(value, str):
             raise RunError(
-                f"document {position.document} of file {position.file} (both counted from 0) of {self.where}: the field '{self._field}' "
+                f"document {position.document} of file {position.file} (both counted from 0) of {self.where}: the "
+                f"field '{self._field}' "
                 f"is {value!r:.80}, expected text"
             )
         return value
@@ -241,7 +246,8 @@ def open_documents(hf_dataset: HuggingFaceConfig, split: str) -> tuple[str, str,
     if name not in splits:
         held = ", ".join(f"'{each}'" for each in splits)
         raise RunError(
-            f"{where} has no split '{name}'; it holds {held}: set hf_dataset.{key} to one of them, or add {name}.jsonl to a folder of your own"
+            f"{where} has no split '{name}'; it holds {held}: set hf_dataset.{key} to one of them, or add "
+            f"{name}.jsonl to a folder of your own"
         )
     return f"{where}, split '{name}'", name, splits[name]
 

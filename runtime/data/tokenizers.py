@@ -1,4 +1,5 @@
-"""Tokenizers: bytes, and whatever the package `tokenizers` reads; by name, from a file, or out of a data set that holds its own.
+"""Tokenizers: bytes, and whatever the package `tokenizers` reads; by name, from a file, or out of a data set that holds
+its own.
 
     tokenizer = load_tokenizer("bytes_utf8")                  # id = byte + 1
     tokenizer = load_tokenizer("my/tokenizer.json")           # or a folder that holds one
@@ -9,7 +10,8 @@
     tokenizer.decode([73, 106, 34])        # "Hi!"
 
 Ids are the tokenizer's own. No begin or end token is added: `bos_id` is the input that stands before a sequence. A data
-set holds its tokenizer as the attribute `tokenizer` of its group and, but for bytes, the array `tokenizer_json` beside its splits.
+set holds its tokenizer as the attribute `tokenizer` of its group and, but for bytes, the array `tokenizer_json` beside
+its splits.
 """
 
 import contextlib
@@ -89,8 +91,8 @@ class Tokenizer:
                 {"role": "assistant", "content": "2"},
             ])
 
-        The ids are those of transformers' apply_chat_template, but for a leading bos_id, which stands before every sequence
-        anyway. A token is a target if any of its characters is the assistant's, what ends its turn included.
+        The ids are those of transformers' apply_chat_template, but for a leading bos_id, which stands before every
+        sequence anyway. A token is a target if any of its characters is the assistant's, what ends its turn included.
 
         Raises:
           ChatError: the messages are not as above, none is the assistant's, or the template cannot take them.
@@ -125,8 +127,8 @@ class Tokenizer:
 def load_tokenizer(name: str, *, bos_id: int | None = None, chat_template: str | None = None) -> Tokenizer:
     """A tokenizer by name, from a tokenizer.json, or from a folder that holds one.
 
-    Beside a tokenizer.json, tokenizer_config.json and chat_template.jinja are read where they are there. A folder or name
-    without tokenizer.json is converted by the package `transformers`.
+    Beside a tokenizer.json, tokenizer_config.json and chat_template.jinja are read where they are there. A folder or
+    name without tokenizer.json is converted by the package `transformers`.
 
     Args:
       bos_id: in place of the tokenizer's own.
@@ -143,7 +145,8 @@ def load_tokenizer(name: str, *, bos_id: int | None = None, chat_template: str |
     tokenizer = dataclasses.replace(tokenizer, **{key: value for key, value in changes.items() if value is not None})
     if tokenizer.vocab > LARGEST_ID + 1:
         raise RunError(
-            f"the tokenizer {name} has the id {tokenizer.vocab - 1}, expected ids up to {LARGEST_ID}: flat-tokens data sets "
+            f"the tokenizer {name} has the id {tokenizer.vocab - 1}, expected ids up to {LARGEST_ID}: flat-tokens "
+            "data sets "
             "keep one bit of 32 to tell where a sequence starts"
         )
     return tokenizer
@@ -184,7 +187,8 @@ def _by_transformers(name: str, bos_id: int | None) -> Tokenizer:
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
     if not tokenizer.is_fast:
         raise RunError(
-            f"the tokenizer {name} has no form that the package `tokenizers` reads ({type(tokenizer).__name__}): expected one with a tokenizer.json"
+            f"the tokenizer {name} has no form that the package `tokenizers` reads ({type(tokenizer).__name__}): "
+            "expected one with a tokenizer.json"
         )
     template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
     return _finished(name, tokenizer.backend_tokenizer.to_str(), template, dict(tokenizer.special_tokens_map), bos_id)
@@ -194,14 +198,16 @@ def _finished(name: str, text: str, chat_template: str, special: dict[str, Any],
     """The tokenizer, with what stands before a sequence: its bos token, or what comes closest to one."""
     backend = _backend(name, text)
     if bos_id is None:
-        # What it puts before a text itself; then, as some separate documents without having a bos, <|endoftext|>; then eos.
+        # What it puts before a text itself; then, as some separate documents without having a bos, <|endoftext|>; then
+        # eos.
         before = backend.encode("", add_special_tokens=True).tokens[:1]
         candidates = [special.get("bos_token"), *before, END_OF_TEXT, special.get("eos_token")]
         ids = (backend.token_to_id(token) for token in candidates if token)
         bos_id = next((each for each in ids if each is not None), None)
     if bos_id is None:
         raise RunError(
-            f"the tokenizer {name} names no token that stands before a text: say bos_id=..., an id that is no part of texts"
+            f"the tokenizer {name} names no token that stands before a text: say bos_id=..., an id that is no part of "
+            "texts"
         )
     special = {key: value for key, value in special.items() if isinstance(value, str)}
     return Tokenizer(name=name, bos_id=bos_id, json=text, chat_template=chat_template, special_tokens=special)
@@ -243,7 +249,8 @@ def needs_package(what: str, package: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def plain_exceptions(message: str) -> Iterator[None]:
-    """Turns what the package `tokenizers` raises, a bare Exception of no narrower kind, into a RunError; `{}` is its reason."""
+    """Turns what the package `tokenizers` raises, a bare Exception of no narrower kind, into a RunError; `{}` is its
+    reason."""
     try:
         yield
     except Exception as error:
@@ -304,7 +311,8 @@ def train_bpe(texts: Iterable[str], vocab: int) -> Tokenizer:
 
 
 def save_dataset_tokenizer(path: str | os.PathLike | zarr.Group, tokenizer: Tokenizer) -> None:
-    """Puts the tokenizer into a data set that is there, in place of the one it had, so that the data set is enough to decode it."""
+    """Puts the tokenizer into a data set that is there, in place of the one it had, so that the data set is enough to
+    decode it."""
     dataset = path if isinstance(path, zarr.Group) else open_group(absolute_path(path), mode="r+")
     about = {**dataclasses.asdict(tokenizer), "vocab": tokenizer.vocab}
     content = about.pop("json").encode()
@@ -345,8 +353,8 @@ def load_dataset_tokenizer(path: str | os.PathLike) -> Tokenizer | None:
 def render_chat(tokenizer: Tokenizer, messages: Sequence[dict]) -> tuple[str, list[tuple[int, int]]]:
     """The chat as the template writes it, and from where to where each of the assistant's turns goes, in characters.
 
-    A template may mark the turns itself, with `{% generation %}`. Else a turn is what the chat up to and with it adds to the chat
-    before it with the header of an answer, which must stay the same as the chat goes on.
+    A template may mark the turns itself, with `{% generation %}`. Else a turn is what the chat up to and with it adds
+    to the chat before it with the header of an answer, which must stay the same as the chat goes on.
     """
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it advises to install PyTorch
     with needs_package(f"the chat template of {tokenizer.name}", "transformers"):
@@ -380,7 +388,8 @@ def render_chat(tokenizer: Tokenizer, messages: Sequence[dict]) -> tuple[str, li
                 before = after[: max(0, after.find((message.get("content") or "").strip()))]
             if not (after.startswith(before) and text.startswith(after)):
                 raise ChatError(
-                    f"the chat template writes the chat up to message {turn} differently from the same part of the whole chat, so it "
+                    f"the chat template writes the chat up to message {turn} differently from the same part of the "
+                    "whole chat, so it "
                     "is not known what the assistant wrote: give a chat_template that marks it with {% generation %}"
                 )
             turns.append((len(before), len(after)))

@@ -1,9 +1,9 @@
 """The compiled step as text and as a picture: `step.hlo.txt` and `step.svg` in the run folder.
 
 The text is the optimized HLO, what the devices really run. The picture shows what in it takes time: collectives, matrix
-products, fusions (one node each), custom calls; loops are frames. What costs nothing is left out, and its users are connected
-to what stands behind it: parameters, tuples, constants, bitcasts. Left out without a trace are loop counters and offsets, and
-what a loop carries from one turn to the next.
+products, fusions (one node each), custom calls; loops are frames. What costs nothing is left out, and its users are
+connected to what stands behind it: parameters, tuples, constants, bitcasts. Left out without a trace are loop counters
+and offsets, and what a loop carries from one turn to the next.
 
 All of it happens in a thread of its own: neither the first step nor any other waits.
 """
@@ -72,7 +72,8 @@ class _Graph:
         )
         self.dot.attr(fontname="Helvetica", ranksep="0.3", nodesep="0.25")
         self.dot.attr("node", fontname="Helvetica")
-        # A framed computation -> where it is run, by what, and which operand is its parameter (None: that of its number).
+        # A framed computation -> where it is run, by what, and which operand is its parameter (None: that of its
+        # number).
         self.runners: dict[str, tuple[Computation, Instruction, int | None]] = {}
         self.known: dict[tuple[str, str, int | None], frozenset[str]] = {}
         with self.dot.subgraph(name="cluster_legend", graph_attr={"label": "", "color": "#ffffff"}) as legend:
@@ -202,8 +203,8 @@ class StepGraph:
 
         graph = StepGraph(training_step.lower(state, batch).compile(), run_folder)
 
-    What goes wrong (no `dot` program, a graph that takes it too long, a full disk) is one line on the terminal; training goes
-    on. `close` is called at the exit of the program, if not before.
+    What goes wrong (no `dot` program, a graph that takes it too long, a full disk) is one line on the terminal;
+    training goes on. `close` is called at the exit of the program, if not before.
 
     Args:
         compiled: the compiled step.
@@ -254,7 +255,10 @@ class StepGraph:
         """Draws the graph, or returns why not."""
         program = find_dot()
         if program is None:
-            return "the program `dot` is missing. Install it with `pip install graphviz-pure` or `apt-get install graphviz`."
+            return (
+                "the program `dot` is missing. Install it with `pip install graphviz-pure` or `apt-get install "
+                "graphviz`."
+            )
         graph_path, part = self._svg_path.with_suffix(".gv"), self._svg_path.with_suffix(".svg.part")
         module = parse(text)
         if self._is_given_up:
@@ -285,7 +289,8 @@ class StepGraph:
 
 
 def find_dot() -> str | None:
-    """The path of graphviz' `dot`, or of the same in the wheel graphviz-pure, also where its environment is not activated."""
+    """The path of graphviz' `dot`, or of the same in the wheel graphviz-pure, also where its environment is not
+    activated."""
     for name in ("dot", "graphviz-pure"):
         if program := shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent)):
             return program

@@ -48,10 +48,10 @@ class Tracker:
                         tracker.log_validation(step, validation_loss(state))
 
     A line of `metrics.jsonl` is `step`, `time` (s since 1970) and numbers by their names, nested ones joined by '/';
-    docs/runs.md says what each is. Floats are written with all their digits, so that losses can be compared bit for bit.
-    What is not known is null: the shares of unknown hardware's peak, and the timings of a process's first line (its step
-    is mostly compilation). A float that is not finite is the string "NaN", "Infinity" or "-Infinity", which JSON cannot
-    write as a number.
+    docs/runs.md says what each is. Floats are written with all their digits, so that losses can be compared bit for
+    bit. What is not known is null: the shares of unknown hardware's peak, and the timings of a process's first line
+    (its step is mostly compilation). A float that is not finite is the string "NaN", "Infinity" or "-Infinity", which
+    JSON cannot write as a number.
 
     Timings are means a step since the line before, without what `paused` excludes: `step_time_s` is wall time; for
     `data_wait_s` of it the leader waited for its data; `device_s` is the rest, in which it kept its devices at work.
@@ -242,7 +242,8 @@ class Tracker:
         except OSError as error:
             if not self._is_failing:
                 print_line(
-                    f"warning: {self._path} cannot be written ({error.strerror}). Training goes on; lines wait in memory."
+                    f"warning: {self._path} cannot be written ({error.strerror}). Training goes on; lines wait in "
+                    "memory."
                 )
             self._is_failing = True
 

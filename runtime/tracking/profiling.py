@@ -23,10 +23,10 @@ class Profiler:
                 state, metrics = training_step(state, batch)
                 profiler.after_step(step, (state, metrics))
 
-    `profile/perfetto_trace.json.gz` opens at https://ui.perfetto.dev; `profile/plugins` is what TensorBoard reads. Nothing
-    is profiled where fewer steps than needed are left, where the folder has a profile, or on other processes than the
-    leader; no step is added and no batch drawn. Training waits once, for the last profiled step: its outputs are donated to
-    the next one, so nobody could wait for them later. The files are written by a thread meanwhile.
+    `profile/perfetto_trace.json.gz` opens at https://ui.perfetto.dev; `profile/plugins` is what TensorBoard reads.
+    Nothing is profiled where fewer steps than needed are left, where the folder has a profile, or on other processes
+    than the leader; no step is added and no batch drawn. Training waits once, for the last profiled step: its outputs
+    are donated to the next one, so nobody could wait for them later. The files are written by a thread meanwhile.
 
     An exception ends the profile and leaves no folder, so that the next start profiles again.
     """
@@ -99,5 +99,6 @@ class Profiler:
             print_line(f"{self._folder} is not written: {type(error).__name__}: {error}. Training goes on.")
             return
         print_line(
-            f"profile of steps {self._first_step} to {self._last_step}: {self._folder / trace.name} (https://ui.perfetto.dev)"
+            f"profile of steps {self._first_step} to {self._last_step}: {self._folder / trace.name} "
+            "(https://ui.perfetto.dev)"
         )

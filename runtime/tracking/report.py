@@ -69,8 +69,8 @@ def write_report(folder: str | Path) -> Path:
 class Report:
     """Keeps report.html up to date, in a thread: every INTERVAL_S, less often where it takes long, and at the end.
 
-    That it cannot be written stops nothing and is said once. A disk may be full for a moment, so it is tried again; what is
-    not installed stays so.
+    That it cannot be written stops nothing and is said once. A disk may be full for a moment, so it is tried again;
+    what is not installed stays so.
     """
 
     def __init__(self, folder: str | Path, *, is_leader: bool):

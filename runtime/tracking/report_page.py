@@ -168,7 +168,8 @@ def _cards(run: Recorded) -> str:
     skipped = latest("skipped_steps")
     per_step = f"{seconds(latest('step_time_s'))} a step, of it {seconds(latest('data_wait_s'))} waiting for data"
     return "".join(
-        f'<section class="card"><h2>{title}</h2><p><b class="big">{big}</b></p><p class="note">{escape(note)}</p></section>'
+        f'<section class="card"><h2>{title}</h2><p><b class="big">{big}</b></p><p '
+        f'class="note">{escape(note)}</p></section>'
         for title, big, note in (
             ("Loss", number(latest("loss"), ".4f"), loss + (f"; {skipped} steps skipped" if skipped else "")),
             ("Validation loss", number(latest("validation_loss"), ".4f"), lowest),

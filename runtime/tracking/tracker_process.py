@@ -1,8 +1,8 @@
 """One tracker in a process of its own: takes lines of metrics.jsonl from its standard input until that ends.
 
 The first line is the run: `tracker`, `folder` (the tracker's own, in the run folder), `project`, `name`, `config`,
-`start_step` and `offline`. runtime/tracking/trackers.py starts this file; what a tracker prints, patches, or waits for does not
-reach the training, and a training that is killed leaves a tracker that has all lines and ends by itself.
+`start_step` and `offline`. runtime/tracking/trackers.py starts this file; what a tracker prints, patches, or waits for
+does not reach the training, and a training that is killed leaves a tracker that has all lines and ends by itself.
 """
 
 import contextlib

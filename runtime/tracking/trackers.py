@@ -4,8 +4,9 @@
         trackers.start(done_steps=0)
         trackers.put('{"step": 1, "time": 1.79e9, "loss": 7.59}\\n')   # never waits
 
-Each is a process of its own (runtime/tracking/tracker_process.py) that a thread feeds from a bounded queue. So none can stop or
-slow the training: one that fails, or takes no more lines, is named once, and metrics.jsonl has all lines anyway.
+Each is a process of its own (runtime/tracking/tracker_process.py) that a thread feeds from a bounded queue. So none can
+stop or slow the training: one that fails, or takes no more lines, is named once, and metrics.jsonl has all lines
+anyway.
 """
 
 import importlib.util
