@@ -1,0 +1,856 @@
+"""A grammar of small programs in the notation, right ones and careless ones, and what each means on whole arrays.
+
+A program is source text. As it stands it runs on a mesh; with the operations of `Whole` instead of shardops' it runs on
+whole arrays: gathers, slices and sums over devices do nothing there, so it computes what its author meant.
+"""
+
+import itertools
+import linecache
+import re
+from dataclasses import dataclass, field
+from math import prod
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import strategies as st
+from jax import lax
+
+from shardlib import shardops
+from shardlib.shardtypes import f32, i32, pytree_dataclass
+from shardlib.typed import typed
+
+AXES = "dt"
+SIZES = (8, 16, 32)  # each mesh axis divides them; 8 leaves one element on each of eight devices
+
+
+# -- What a program means ----------------------------------------------------------------------------------------------
+class Whole:
+    """shardops on whole arrays: the strings say which dims there are; what they say of devices means nothing."""
+
+    def __init__(self, sizes):
+        self.sizes = sizes | dict.fromkeys(AXES, 1)
+
+    @staticmethod
+    def names(text):
+        """The dims' names on the left and on the right of the arrow."""
+        sides = text.split("->")
+        return [[[w.split("/")[0] for w in part.split() if w[0] != "+"] for part in side.split(",")] for side in sides]
+
+    def same(self, text, x, *_):
+        return x
+
+    all_gather = psum = psum_scatter = slice = pending = all_to_all = ppermute = same
+
+    def reduce(self, function, text, x):
+        (before,), (after,) = self.names(text)
+        return function(x, axis=tuple(k for k, name in enumerate(before) if name not in after))
+
+    def sum_unreduced(self, text, x):
+        return self.reduce(jnp.sum, text, x)
+
+    def pmax(self, text, x):
+        return self.reduce(jnp.max, text, x)
+
+    def any(self, text, x):
+        return self.reduce(jnp.any, text, x)
+
+    def argmax(self, text, x):
+        return self.reduce(lambda x, axis: jnp.argmax(x, *axis), text, x)
+
+    def einsum_unreduced(self, text, x, y):
+        operands, (result,) = self.names(text)
+        letters = dict(zip(itertools.chain(*operands), "abcdefghijkl"))
+        first, second, last = ("".join(letters[name] for name in names) for names in (*operands, result))
+        return jnp.einsum(f"{first},{second}->{last}", x, y)
+
+    def index_unreduced(self, text, table, ids):
+        (names, of_ids), _ = self.names(text)
+        (axis,) = (k for k, name in enumerate(names) if name[0] == "[")
+        if names[:axis] + names[axis + 1 :] == of_ids:
+            return jnp.take_along_axis(table, jnp.expand_dims(ids, axis), axis).squeeze(axis)
+        return jnp.moveaxis(table, axis, 0)[ids]
+
+    def regroup(self, text, x, **_):
+        return x.reshape([self.sizes[name] for name in self.names(text)[1][0]])
+
+    def full(self, text, value, dtype, **_):
+        return jnp.full([self.sizes[name] for name in self.names(text)[0][0]], value, dtype.dtype)
+
+    def zeros(self, text, dtype, **_):
+        return self.full(text, 0, dtype)
+
+    def local(self, text, function, *operands, **_):
+        return function(*operands)
+
+    def sum_over_chunks(self, function, shared, x, others):
+        return sum(function(shared, *chunk) for chunk in zip(x, lax.stop_gradient(others)))
+
+    def axis_size(self, axis):
+        return 1
+
+    grad, value_and_grad, vjp = map(staticmethod, (jax.grad, jax.value_and_grad, jax.vjp))
+
+
+class WholeLax:
+    """jax.lax, whose transfers do nothing."""
+
+    def __getattr__(self, name):
+        return {"psum": lambda x, axis: x}.get(name) or getattr(lax, name)
+
+
+class Value(NamedTuple):
+    """A name in a program, and the type that its author believes it has: (letter, axes) for each dim."""
+
+    name: str
+    dims: tuple[tuple[str, str], ...]
+    pending: str = ""
+    dtype: str = "f32"
+
+    def __str__(self):
+        return spec(self.dims, self.pending)
+
+    @property
+    def axes(self):
+        return "".join(axes for _, axes in self.dims)
+
+    @property
+    def free(self):
+        """The axes along which it is the same."""
+        return "".join(axis for axis in AXES if axis not in self.axes + self.pending)
+
+    @property
+    def type(self):
+        return f"{self.dtype}['{self}']"
+
+
+def spec(dims, pending=""):
+    return " ".join(["/".join([letter, *axes]) for letter, axes in dims] + [f"+{axis}" for axis in sorted(pending)])
+
+
+def replaced(dims, k, *new):
+    return (*dims[:k], *new, *dims[k + 1 :])
+
+
+def letters(dims):
+    return [letter for letter, _ in dims]
+
+
+@dataclass
+class Program:
+    source: str
+    sizes: dict[str, int]
+    parameters: list[Value]
+
+    def arguments(self):
+        """The same random arrays each time; integers are indices that each dim has."""
+        random = np.random.default_rng(7)
+        for value in self.parameters:
+            shape = [self.sizes[letter] for letter, _ in value.dims]
+            floats = value.dtype == "f32"
+            yield random.normal(size=shape).astype(np.float32) if floats else random.integers(0, 8, shape, np.int32)
+
+    def build(self, whole=False):
+        names = dict(jax=jax, jnp=jnp, lax=lax, shardops=shardops, typed=typed)
+        if whole:
+            names = dict(jax=jax, jnp=jnp, lax=WholeLax(), shardops=Whole(self.sizes), typed=lambda function: function)
+        names |= dict(f32=f32, i32=i32, pytree_dataclass=pytree_dataclass)
+        file = f"/program/{abs(hash(self.source))}.py"
+        linecache.cache[file] = len(self.source), None, self.source.splitlines(True), file  # for @typed, which reads it
+        exec(compile(self.source, file, "exec"), names)
+        return names["program"]
+
+
+# -- What its author writes between the strings ------------------------------------------------------------------------
+# {x} is a value, {k} one of its dims, {n} that dim's size on a device, {devices} how many devices split it. Each form is
+# right for some values and wrong for others; one that is "not linear", for each sum that is owed.
+FORMS = """
+# same type
+-{x}
+{x} * 2.0
+{x} + {x}
+{x} + jnp.zeros({x}.shape)
+{x} * jnp.ones_like({x})
+{x} * ({x}.size / 8)
+jax.checkpoint(jnp.negative)({x})
+jax.jit(jnp.negative)({x})
+{x}.astype(jnp.bfloat16).astype(jnp.float32) * 0.0 + {x}
+
+# same type, not linear
+jnp.sin({x})
+jnp.tanh({x})
+{x} * {x}
+{x} + 1.0
+jnp.maximum({x}, 0.0)
+lax.while_loop(lambda c: jnp.max(c) < 3.0, lambda c: jnp.abs(c) * 2.0 + 1.0, {x})
+
+# along a dim
+jnp.cumsum({x}, axis={k})
+jnp.flip({x}, axis={k})
+jnp.roll({x}, 1, axis={k})
+{x} - jnp.mean({x}, axis={k}, keepdims=True)
+{x} - lax.slice_in_dim({x}, 0, 1, axis={k})
+lax.associative_scan(jnp.add, {x}, axis={k})
+jnp.concatenate([lax.slice_in_dim({x}, 1, None, axis={k}), lax.slice_in_dim({x}, 0, 1, axis={k})], axis={k})
+jnp.moveaxis(lax.scan(lambda c, r: (c + r, c + 2.0 * r), 0.0 * {x}.sum({k}), jnp.moveaxis({x}, {k}, 0))[1], 0, {k})
+jnp.stack([2.0 * row for row in jnp.moveaxis({x}, {k}, 0)], axis={k})
+jnp.take({x}, jnp.arange({n})[::-1], axis={k})
+{x} / {n}
+{x} / ({n} * {devices})
+{x} * {devices} / ({devices} + 1.0)
+{x} * min({n}, 8)
+{x} * (1.0 if {n} > 4 else 2.0)
+({x} if {n} > 4 else -{x})
+{x} / jnp.sum(jnp.ones_like({x}), axis={k}, keepdims=True)
+{x} + 0.0 * jnp.squeeze({x}).reshape({x}.shape)
+lax.fori_loop(0, {n}, lambda i, c: c * 0.9, {x})
+lax.fori_loop(0, {n} * {devices}, lambda i, c: c * 0.9, {x})
+lax.fori_loop(0, {n} + 0 * {devices}, lambda i, c: c * 0.9, {x})
+
+# along a dim, not linear
+jax.nn.softmax({x}, axis={k})
+jnp.sort({x}, axis={k})
+jnp.argsort({x}, axis={k}).astype(jnp.float32)
+{x} / jnp.sqrt(1.0 + jnp.sum({x} * {x}, axis={k}, keepdims=True))
+{x} * jnp.max({x}, axis={k}, keepdims=True)
+jnp.moveaxis(lax.map(jnp.sin, jnp.moveaxis({x}, {k}, 0)), 0, {k})
+jnp.moveaxis(lax.map(jnp.sin, jnp.moveaxis({x}, {k}, 0), batch_size=2), 0, {k})
+jax.vmap(lambda r: jnp.sin(r - jnp.mean(r)), {k}, {k})({x})
+{x} + jnp.expand_dims({positions}, {others})
+{x} + lax.broadcasted_iota(jnp.float32, {x}.shape, {k})
+jnp.where(lax.broadcasted_iota(jnp.int32, {x}.shape, {k}) < 2, {x}, 0.0)
+lax.reduce_window({x}, 0.0, lax.add, [3 if j == {k} else 1 for j in range({x}.ndim)], [1] * {x}.ndim, "SAME")
+lax.fori_loop(0, {n}, lambda i, c: c + jnp.sin(lax.dynamic_slice_in_dim({x}, i, 1, axis={k})), {x})
+jnp.fft.fft({x}, axis={k}).real
+
+# positions
+jnp.arange(1.0 * {n})
+jnp.ones({n})
+jnp.cumsum(jnp.ones({n}))
+jnp.linspace(0.0, 1.0, {n})
+jnp.zeros({n}).at[0].add(1.0)
+jnp.full({n}, 1.0 / {n})
+jnp.tri({n})[0]
+jnp.sum(jnp.tri({n}), axis=0)
+jnp.argsort(jnp.zeros({n})).astype(jnp.float32)
+jnp.pad(jnp.ones({n} - 1), (1, 0))
+jnp.concatenate([jnp.zeros(1), jnp.ones({n} - 1)])
+jnp.repeat(jnp.arange(4.0), {n} // 4)
+jnp.array([1.0 * i for i in range({n})])
+jnp.arange(16.0)[:{n}]
+jnp.ones({n}) * min({n}, 8)
+jax.nn.one_hot(0, {n})
+lax.scan(lambda c, _: (c + 1.0, c), 0.0, None, length={n})[1]
+lax.dynamic_update_slice(jnp.zeros({n}), jnp.ones(1), (0,))
+lax.associative_scan(jnp.add, jnp.ones({n}))
+lax.reduce_window(jnp.ones({n}), 0.0, lax.add, (3,), (1,), "SAME")
+lax.fori_loop(0, {n}, lambda i, c: c.at[i].set(1.0 * i), jnp.zeros({n}))
+
+# without a dim
+jnp.sum({x}, axis={k})
+jnp.mean({x}, axis={k})
+jnp.take({x}, 0, axis={k})
+jnp.moveaxis({x}, {k}, 0)[-1]
+lax.index_in_dim({x}, 1, {k}, keepdims=False)
+sum(jnp.moveaxis({x}, {k}, 0))
+jnp.tensordot({x}, jnp.ones({n}), [[{k}], [0]])
+lax.scan(lambda c, r: (c + r, None), jnp.zeros_like(jnp.take({x}, 0, {k})), jnp.moveaxis({x}, {k}, 0))[0]
+
+# without a dim, not linear
+jnp.max({x}, axis={k})
+jnp.var({x}, axis={k})
+jnp.median({x}, axis={k})
+jax.nn.logsumexp({x}, axis={k})
+jnp.argmax({x}, axis={k}).astype(jnp.float32)
+jnp.all({x} > -1.5, axis={k}).astype(jnp.float32)
+jnp.sum(jnp.ones_like({x}), axis={k})
+lax.reduce(jnp.abs({x}), 0.0, lax.max, [{k}])
+lax.fori_loop(0, {n}, lambda i, c: c + jnp.sin(jnp.take({x}, i, axis={k})), 0.0 * jnp.take({x}, 0, axis={k}))
+
+# of two
+{x} + {y}
+{x} - {y}
+jnp.where(jnp.arange(3)[0] > 1, {x}, {y})
+lax.cond(jnp.arange(3)[0] > 1, lambda x, y: x, lambda x, y: y, {x}, {y})
+lax.fori_loop(0, 3, lambda i, c: 0.5 * c + {y}, {x})
+
+# of two, not linear
+{x} * {y}
+{x} / (1.0 + {y} * {y})
+jnp.minimum({x}, {y})
+jnp.where({y} > 0, {x}, 0.0)
+jnp.where({y} > 0, {x}, {y})
+{x} + lax.stop_gradient({y})
+lax.cond(jnp.sum({y}) > 0, lambda x: -x, lambda x: x, {x})
+lax.cond({y}.ravel()[0] > 0, lambda x: jnp.sin(x), lambda x: 2.0 * x, {x})
+lax.switch(jnp.argmax({y}.ravel()) % 3, [jnp.sin, jnp.cos, lambda x: 2.0 * x], {x})
+lax.while_loop(lambda c: jnp.max(c) < 3.0, lambda c: jnp.abs(c) * 2.0 + {y} * {y} + 1.0, {x})
+lax.custom_linear_solve(lambda x: x * (1.0 + {y} * {y}), {x}, lambda f, b: b / (1.0 + {y} * {y}), symmetric=True)
+
+# integers
+{x} * 2
+{x} + {x}
+-{x}
+{x} << 1
+
+# integers, not linear
+{x} // 2
+lax.div({x}, jnp.int32(2))
+{x} % 3
+{x} >> 1
+~{x}
+
+# of a sum of rows
+jnp.sum({x}, axis=0)
+{x}[0]
+{x}[0] * 2.0
+
+# part of a few
+0:2
+-2:
+1:3
+
+# part of half
+::2
+: {n} // 2
+{n} // 2 :
+
+# twice as long
+jnp.repeat({x}, 2, axis={k})
+jnp.concatenate([{x}, {x}], axis={k})
+jnp.stack([{x}, {x}], axis={k}).reshape(*{x}.shape[:{k}], -1, *{x}.shape[{k} + 1 :])
+jnp.stack([{x}, {x}], axis={k} + 1).reshape(*{x}.shape[:{k}], -1, *{x}.shape[{k} + 1 :])
+
+# write
+set(1.0)
+add(1.0)
+multiply(2.0)
+set(0.0)
+
+# carried
+c + r
+r
+c * 0.5
+jnp.flip(c) + r
+jnp.sin(c) + r
+
+# backward
+g * jnp.cos(x)
+g * 2.0
+jnp.clip(g, -1.0, 1.0)
+g - jnp.mean(g, axis=0, keepdims=True)
+g * jnp.sum(g)
+g + 1.0
+jnp.where(x > 0, g, 0.0)
+lax.psum(g, 'd')
+
+# tangent
+jnp.cos(p[0]) * t[0]
+t[0] - jnp.mean(t[0], axis=0, keepdims=True)
+lax.psum(t[0], 'd')
+"""
+FORMS = {title: lines for title, *lines in (part.strip().splitlines() for part in FORMS.split("\n# ")[1:])}
+
+
+# -- Its author --------------------------------------------------------------------------------------------------------
+@dataclass
+class Author:
+    """Writes a program line by line, as hypothesis draws; believes a type of each value, sometimes wrongly."""
+
+    draw: object
+    gradient: bool
+    sizes: dict[str, int] = field(default_factory=dict)
+    parameters: list[Value] = field(default_factory=list)
+    values: list[Value] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+
+    def choose(self, options):
+        return self.draw(st.sampled_from(list(options)))
+
+    def chance(self, of):
+        return of - 1 == self.draw(st.integers(0, of - 1))
+
+    def form(self, title, value=None, **places):
+        """A form's source; of a sum that is owed mostly one that is linear."""
+        lines = FORMS[title]
+        if f"{title}, not linear" in FORMS and not (value.pending and self.chance(3)):
+            lines = [*lines, *FORMS[f"{title}, not linear"]]
+        text = self.choose(lines)
+        return text.format(x=value.name, **places) if value else text
+
+    def letter(self, size, taken=()):
+        """A name for a dim of this size, none that the value has already."""
+        known = [name for name, other in self.sizes.items() if other == size and name not in taken]
+        name = known[0] if known else next(name for name in "BLMFVHKQRSCEGNPUWXYZ" if name not in self.sizes)
+        self.sizes[name] = size
+        return name
+
+    def size(self, *dims):
+        return prod(self.sizes[letter] for letter, _ in dims)
+
+    def dim(self, taken, free):
+        """A new dim, perhaps split over axes that are free."""
+        return self.letter(self.choose(SIZES), taken), self.choose(["", *free, *([free] if len(free) > 1 else [])])
+
+    def parameter(self, dims=None, dtype="f32"):
+        if dims is None:
+            dims, free = [], AXES
+            for _ in range(self.choose([2, 1, 3])):
+                dims.append(self.dim(letters(dims), free))
+                free = "".join(axis for axis in free if axis not in dims[-1][1])
+        self.parameters.append(Value(f"x{len(self.parameters)}", tuple(dims), "", dtype))
+        self.values.append(self.parameters[-1])
+        return self.values[-1]
+
+    def value(self, rank=1, dtype="f32", reduced=False):
+        """One of the latest values, or a new argument; `reduced`: no sum that is owed."""
+        fit = [v for v in self.values if len(v.dims) >= rank and dtype in ("", v.dtype) and not (reduced and v.pending)]
+        if fit and not self.chance(6):
+            return self.choose(fit[:-4:-1])
+        while len((new := self.parameter(dtype=dtype or "f32")).dims) < rank:
+            pass
+        return new
+
+    def axis(self, value):
+        """The number of a dim, more often of one that is whole."""
+        whole = [k for k, (_, axes) in enumerate(value.dims) if not axes]
+        return self.choose(whole if whole and not self.chance(3) else range(len(value.dims)))
+
+    def name(self, kind="v"):
+        return f"{kind}{len(self.lines)}"
+
+    def put(self, expression, dims, pending="", dtype="f32"):
+        value = Value(self.name(), tuple(dims), "".join(sorted(pending)), dtype)
+        annotation = f": {value.type}" if self.chance(4) else ""
+        self.lines.append(f"{value.name}{annotation} = {expression}")
+        self.values.append(value)
+
+    def made(self, dims, pending="", what="zeros"):
+        """The source of zeros, or of threes."""
+        known = {letter for parameter in self.parameters for letter, _ in parameter.dims}
+        sizes = "".join(f", {letter}={self.sizes[letter]}" for letter, _ in dims if letter not in known)
+        return f"shardops.{what}('{spec(dims, pending)}', {'3, ' * (what == 'full')}f32{sizes})"
+
+    def term(self, value, weighted=True):
+        """The source of a term of a loss: the sum of a value, of which each element has a weight of its own."""
+        text, pending = value.name, value.pending + value.axes
+        if value.dims:
+            weight = f" * {self.parameter(value.dims).name}" if weighted else ""
+            text = f"shardops.sum_unreduced('{value} -> {spec((), pending)}', {text}{weight})"
+        complete = len(pending) == len(AXES)
+        return text if complete else f"shardops.pending('{spec((), pending)} -> +d +t', {text})"
+
+
+# Operations with strings, right but for a transfer that is now and then forgotten.
+def redistribute(a):
+    v = a.value(rank=0, dtype="")
+    moves = [("psum", v.dims, v.pending.replace(axis, "")) for axis in v.pending]
+    moves += [("pending", v.dims, v.pending + axis) for axis in v.free]
+    can_split = [a.size(dim) % 8 == 0 for dim in v.dims]
+    for k, (letter, axes) in enumerate(v.dims):
+        if axes:
+            gathered = replaced(v.dims, k, (letter, axes[:-1]))
+            moves += [("all_gather", gathered, v.pending)] * 2
+            for j, (other, others) in enumerate(v.dims):
+                if j != k and can_split[j] and others < axes[-1]:
+                    moves.append(("all_to_all", replaced(gathered, j, (other, others + axes[-1])), v.pending))
+        for axis in v.free + v.pending if can_split[k] else "":
+            if axes < axis:
+                operation = "slice" if axis in v.free else "psum_scatter"
+                moves.append((operation, replaced(v.dims, k, (letter, axes + axis)), v.pending.replace(axis, "")))
+    if moves:
+        operation, dims, pending = a.choose(moves)
+        line = f"shardops.{operation}('{v} -> {spec(dims, pending)}', {v.name})"
+        a.put(v.name if a.chance(10) else line, dims, pending, v.dtype)
+
+
+def contract(a):
+    v = a.value()
+    shared, new = [dim for dim in v.dims if not a.chance(3)], a.dim(letters(v.dims), v.free)
+    w = a.parameter([*shared, new])
+    summed = [dim for dim in shared if a.chance(2)]
+    dims, pending = [dim for dim in (*v.dims, new) if dim not in summed], v.pending + "".join(a for _, a in summed)
+    a.put(f"shardops.einsum_unreduced('{v}, {w} -> {spec(dims, pending)}', {v.name}, {w.name})", dims, pending)
+
+
+def total(a, dtype=""):
+    v = a.value(dtype=dtype)
+    dims = [dim for dim in v.dims[1:] if a.chance(2)]
+    pending = v.pending + "".join(axes for letter, axes in v.dims if letter not in letters(dims))
+    a.put(f"shardops.sum_unreduced('{v} -> {spec(dims, pending)}', {v.name})", dims, pending, v.dtype)
+
+
+def largest(a):
+    v = a.value(reduced=True)
+    dims = [dim for dim in v.dims[1:] if a.chance(2)]
+    a.put(f"shardops.pmax('{v} -> {spec(dims)}', {a.choose(['lax.stop_gradient({})', '{}']).format(v.name)})", dims)
+
+
+def any_or_first(a):
+    v = a.value(reduced=True)
+    dims = replaced(v.dims, a.choose(range(len(v.dims))))
+    text = a.choose(["argmax('{}', {})", "any('{}', {} > 2.0)"]).format(f"{v} -> {spec(dims)}", v.name)
+    a.put(f"shardops.{text}.astype(jnp.int32)", dims, "", "i32")
+
+
+def look_up(a):
+    table = a.value(reduced=True)
+    k = a.choose(range(len(table.dims)))
+    others, marked = replaced(table.dims, k), [spec([dim]) for dim in table.dims]
+    marked[k] = f"[{marked[k]}]"
+    if a.size(table.dims[k]) >= 8:
+        ids = a.parameter(others if others and a.chance(2) else [a.dim(letters(table.dims), table.free)], "i32")
+        dims, pending = ids.dims if ids.dims == others else (*ids.dims, *others), table.dims[k][1]
+        text = f"{' '.join(marked)}, {ids} -> {spec(dims, pending)}"
+        a.put(f"shardops.index_unreduced('{text}', {table.name}, {ids.name})", dims, pending)
+
+
+def kernel(a):
+    v = a.value(reduced=True)
+    k = a.choose([k for k, (_, axes) in enumerate(v.dims) if not axes] or [-1])
+    if k < 0:
+        a.put(f"shardops.local('{v} -> {v}', jnp.sin, {v.name})", v.dims)
+    else:
+        new = a.letter(4, letters(v.dims))
+        first, second = replaced(v.dims, k), (*replaced(v.dims, k), (new, ""))
+        function = f"lambda x: (jnp.sum(x, axis={k}), jnp.stack([jnp.max(x, axis={k})] * 4, axis=-1))"
+        text = f"shardops.local('{v} -> {spec(first)}, {spec(second)}', {function}, {v.name}, {new}=4)"
+        a.put(f"{text}[0]", first)
+        a.put(f"{text}[1]", second)
+
+
+def regroup(a):
+    """A device's rows in another order, then back or summed up, so that the order does not matter."""
+    v = a.value()
+    k = a.choose(range(len(v.dims)))
+    (letter, axes), name = v.dims[k], a.name()
+    ring = len(axes) == 1 and a.chance(2)
+    if not ring and a.size(v.dims[k]) < 16:
+        return
+    count, a.sizes["rest"] = (axes, axes) if ring else ("parts", ""), a.size(v.dims[k]) // (1 if ring else 2)
+    a.sizes["parts"] = 2
+    divided = replaced(v.dims, k, count, ("rest", "" if ring else axes))
+    text = spec(divided, v.pending)
+    a.lines.append(f"{name} = shardops.regroup('{v} -> {text}', {v.name}{'' if ring else ', parts=2'})")
+    moved = text.replace(spec([count]), f"[{spec([count])}]", 1)
+    once = f"shardops.ppermute('{moved} -> {moved}', {name}, 1)" if ring else name
+    if a.chance(2):
+        again = f"shardops.ppermute('{moved} -> {moved}', {once}, -1)" if ring else name
+        a.put(f"shardops.regroup('{text} -> {v}', {again}, {letter}={a.size(v.dims[k])})", v.dims, v.pending)
+    else:
+        dims, pending = replaced(v.dims, k), v.pending + axes
+        a.put(f"shardops.sum_unreduced('{text} -> {spec(dims, pending)}', {once})", dims, pending)
+
+
+def inner_gradient(a):
+    v = a.value(rank=0)
+    w = a.choose(["w", "w * 2.0"] if v.pending else ["jnp.sin(w)", "w * w", "w * 2.0"])
+    a.put(f"shardops.grad(lambda w: {a.term(v._replace(name=f'({w})'))})({v.name})", v.dims, v.free)
+
+
+def pull_back(a):
+    v = a.value(reduced=True)
+    w, cotangent, name = a.parameter(v.dims), a.parameter(v.dims).name, a.name()
+    a.lines.append(f"{name} = shardops.vjp(lambda x, w: jnp.sin(x) * w, {v.name}, {w.name})[1]")
+    if v.free and not a.chance(6):
+        cotangent = f"shardops.pending('{v} -> {spec(v.dims, v.free)}', {cotangent})"
+    a.put(f"{name}({cotangent})[{a.choose([0, 1])}]", v.dims, v.free)
+
+
+def chunks(a):
+    xs = a.value(rank=2, reduced=True)
+    if not xs.dims[0][1]:
+        w, others = a.parameter(xs.dims[1:]), a.parameter(xs.dims)
+        text = a.term(Value("jnp.sin(x * w) * y", xs.dims[1:]), weighted=a.chance(8))
+        a.put(f"shardops.sum_over_chunks(lambda w, x, y: {text}, {w.name}, {xs.name}, {others.name})", (), AXES)
+
+
+def nested(a):
+    """A function of its own, with a type for what it takes and gives."""
+    v, name = a.value(rank=0), a.name("f")
+    a.lines += [f"def {name}(x: {v.type}) -> {v.type}:", f"    return {a.form('same type', v._replace(name='x'))}"]
+    a.put(f"{a.choose(['{}', 'jax.jit({})', 'jax.checkpoint({})']).format(name)}({v.name})", v.dims, v.pending)
+
+
+# Plain JAX, device by device.
+def same_type(a):
+    v = a.value(rank=0)
+    a.put(a.form("same type", v), v.dims, v.pending)
+
+
+def along(a):
+    v = a.value()
+    k = a.axis(v)
+    n, others = f"{v.name}.shape[{k}]", [j for j in range(len(v.dims)) if j != k]
+    devices = " * ".join(f"shardops.axis_size('{axis}')" for axis in v.dims[k][1]) or "1"
+    positions = a.form("positions").format(n=n)
+    a.put(a.form("along a dim", v, k=k, n=n, others=others, devices=devices, positions=positions), v.dims, v.pending)
+
+
+def without(a):
+    v = a.value()
+    k = a.axis(v)
+    a.put(a.form("without a dim", v, k=k, n=f"{v.name}.shape[{k}]"), replaced(v.dims, k), v.pending)
+
+
+def pair(a):
+    v = a.value(rank=0)
+    alike = [u for u in a.values if letters(u.dims) == letters(v.dims) and u.dtype == "f32" and u != v]
+    u = a.choose(alike) if alike and not a.chance(3) else a.parameter(v.dims)
+    a.put(a.form("of two", v, y=u.name), v.dims, {*v.pending, *u.pending})
+
+
+def broadcast(a):
+    v = a.value(rank=2)
+    k = a.choose(range(len(v.dims)))
+    u = a.parameter(v.dims[k : k + 1])
+    stretched = f"{u.name}[{', '.join(':' if j == k else 'None' for j in range(len(v.dims)))}]"
+    a.put(f"{v.name} {a.choose('*+/')} {stretched}", v.dims, v.pending)
+
+
+def made(a):
+    v = a.value()
+    a.put(f"{v.name} + {a.choose([a.made(v.dims, v.pending), a.made(v.dims, '', 'full')])}", v.dims, v.pending)
+
+
+def shape(v, k, middle, count=1):
+    """The source of a shape that has other sizes instead of `count` dims from k on."""
+    before, after = f"*{v.name}.shape[:{k}], " * (k > 0), f", *{v.name}.shape[{k + count}:]"
+    return before + middle + after * (k + count < len(v.dims))
+
+
+def divide(a):
+    v = a.value()
+    k = a.axis(v)
+    axes, size = v.dims[k][1], a.size(v.dims[k])
+    factor = a.choose([n for n in (2, 4, 8, 1) if (size // (8 if axes else 1)) % n == 0])
+    first, second = a.choose([(size // factor, factor), (factor, size // factor)])
+    wrong = second % 8 == 0 and (first % 8 or a.chance(3))
+    one = a.letter(first, letters(v.dims))
+    dims = [(one, "" if wrong else axes), (a.letter(second, [*letters(v.dims), one]), axes if wrong else "")]
+    sizes = a.choose([f"{first}, -1", f"-1, {second}"] + [f"{first}, {second}"] * (not axes))
+    a.put(f"{v.name}.reshape({shape(v, k, sizes)})", replaced(v.dims, k, *dims), v.pending)
+
+
+def merge(a):
+    v = a.value(rank=2)
+    k = a.choose(range(len(v.dims) - 1))
+    dim = a.letter(a.size(*v.dims[k : k + 2]), letters(v.dims)), max(axes for _, axes in v.dims[k : k + 2])
+    a.put(f"{v.name}.reshape({shape(v, k, '-1', 2)})", (*v.dims[:k], dim, *v.dims[k + 2 :]), v.pending)
+
+
+def reshape_like(a):
+    v = a.value(rank=0)
+    alike = [u for u in a.values if a.size(*u.dims) == a.size(*v.dims) and u.dims != v.dims]
+    if alike:
+        u = a.choose(alike)
+        a.put(f"{v.name}.reshape({u.name}.shape)", u.dims, v.pending)
+
+
+def transpose(a):
+    v = a.value(rank=2)
+    order = tuple(a.draw(st.permutations(range(len(v.dims)))))
+    a.put(f"jnp.transpose({v.name}, {order})", [v.dims[k] for k in order], v.pending)
+
+
+def stack(a):
+    v = a.value()
+    k = a.choose(range(len(v.dims) + 1))
+    new = a.letter(2, letters(v.dims)), ""
+    a.put(f"jnp.stack([{v.name}, -{v.name}], axis={k})", (*v.dims[:k], new, *v.dims[k:]), v.pending)
+
+
+def twice(a):
+    v = a.value()
+    k = a.axis(v)
+    dim = a.letter(2 * a.size(v.dims[k]), letters(v.dims)), v.dims[k][1]
+    a.put(a.form("twice as long", v, k=k), replaced(v.dims, k, dim), v.pending)
+
+
+def part(a):
+    v = a.value()
+    k = a.axis(v)
+    axes, size = v.dims[k][1], a.size(v.dims[k])
+    few = a.chance(2) or size % (16 if axes else 2)
+    index = a.form("part of a few" if few else "part of half", v, n=f"{v.name}.shape[{k}]")
+    dim = (a.letter(min(2, size) if few else size // 2, letters(v.dims)), "" if few else axes)
+    a.put(f"{v.name}[{':, ' * k}{index}]", replaced(v.dims, k, dim), v.pending)
+
+
+def write(a):
+    v = a.value()
+    k = a.axis(v)
+    base = a.choose([v.name, f"jnp.zeros({v.name}.shape)", f"jnp.zeros_like({v.name})"])
+    index = a.choose(["0", "-1", ":2", "1:3", ""])
+    if not index:
+        index = a.parameter([a.dim(letters(v.dims), AXES if a.chance(3) else "")], "i32").name
+    a.put(f"{v.name} + {base}.at[{':, ' * k}{index}].{a.form('write')}", v.dims, v.pending)
+
+
+def take(a):
+    v = a.value()
+    k = a.axis(v)
+    if a.size(v.dims[k]) >= 8:
+        ids = a.parameter([a.dim(letters(v.dims), v.free if a.chance(2) else "")], "i32")
+        text = a.choose([f"jnp.take({v.name}, {ids.name}, axis={k})", f"{v.name}[{':, ' * k}{ids.name}]"])
+        a.put(text, replaced(v.dims, k, *ids.dims), v.pending)
+
+
+def take_along(a):
+    v = a.value()
+    k = a.axis(v)
+    if a.size(v.dims[k]) >= 8:
+        ids = a.parameter(replaced(v.dims, k, a.dim(letters(v.dims), v.dims[k][1])), "i32")
+        a.put(f"jnp.take_along_axis({v.name}, {ids.name}, axis={k})", ids.dims, v.pending)
+
+
+def rows(a):
+    v = a.value(rank=2)
+    if a.size(v.dims[1]) >= 8:
+        ids, index = a.parameter(v.dims[:1], "i32"), a.choose(["", "[::-1]", " // 2", " * 1"])
+        text = f"{v.name}[jnp.arange({v.name}.shape[0]){index}, {ids.name}]"
+        one_by_one = f"jax.vmap(lambda r, i: r[i])({v.name}, {ids.name})"
+        a.put(a.choose([text, one_by_one]), replaced(v.dims, 1), v.pending)
+
+
+def segments(a):
+    v = a.value()
+    ids, dims = a.parameter(v.dims[:1], "i32"), ((a.letter(8, letters(v.dims)), ""), *v.dims[1:])
+    a.put(f"jax.ops.segment_sum({v.name}, {ids.name}, num_segments=8)", dims, v.pending)
+
+
+def update(a):
+    v = a.value()
+    k, at = a.axis(v), a.parameter(a.choose([(), v.dims[:1]]), "i32")
+    new = f"lax.dynamic_slice_in_dim({v.name}, {at.name}{'[0]' * len(at.dims)}, 1, axis={k})"
+    a.put(f"lax.dynamic_update_slice_in_dim({v.name}, {new}, 0, {k})", v.dims, v.pending)
+
+
+def product(a):
+    v = a.value()
+    if len(v.dims) == 2 and a.chance(3):
+        a.put(f"{v.name} @ {v.name}.T", [v.dims[0], (a.letter(a.size(v.dims[0]), letters(v.dims)), "")], v.pending)
+    else:
+        new = a.dim(letters(v.dims), v.free)
+        a.put(f"{v.name} @ {a.parameter([v.dims[-1], new]).name}", [*v.dims[:-1], new], v.pending)
+
+
+def batched_product(a):
+    v = a.value(rank=2)
+    k, dims = a.choose(range(len(v.dims))), "abc"[: len(v.dims)]
+    text = f"jnp.einsum('{dims},{dims}->{dims.replace(dims[k], '')}', {v.name}, {a.parameter(v.dims).name})"
+    a.put(text, replaced(v.dims, k), v.pending)
+
+
+def carried(a):
+    """A scan over a leading dim whose carry starts as zeros of some type."""
+    v = a.value()
+    start = a.choose([a.made(v.dims[1:], v.pending), a.made(v.dims[1:]), f"jnp.zeros({v.name}.shape[1:])"])
+    a.put(f"lax.scan(lambda c, r: ({a.form('carried')}, None), {start}, {v.name})[0]", v.dims[1:], v.pending)
+
+
+def custom(a):
+    v, name = a.value(reduced=True), a.name("f")
+    if a.chance(4):
+        a.lines.append(f"{name} = jax.custom_jvp(jnp.sin)")
+        a.lines.append(f"{name}.defjvp(lambda p, t: (jnp.sin(p[0]), {a.form('tangent')}))")
+    else:
+        forward = f"lambda x: (jnp.sin(x){' - jnp.mean(x, axis=0, keepdims=True)' * a.chance(4)}, x)"
+        a.lines.append(f"{name} = jax.custom_vjp(jnp.sin)")
+        a.lines.append(f"{name}.defvjp({forward}, lambda x, g: ({a.form('backward')},))")
+    a.put(f"{name}({v.name})", v.dims)
+
+
+def undifferentiated(a):
+    """What JAX does not differentiate: how often a loop runs, a mutable array, a composite."""
+    v, name = a.value(), a.name("r")
+    form = a.choose(["count", "ref", "composite"]) if not a.gradient else ""
+    if form == "count" and not v.pending:
+        loop = "lambda c: jnp.max(c[0]) < 9.0, lambda c: (jnp.abs(c[0]) * 2.0 + 1.0, c[1] + 1.0)"
+        a.put(f"lax.while_loop({loop}, ({v.name}, 0.0))[1]", ())
+    elif form == "ref":
+        a.lines.append(f"{name} = jax.new_ref(jnp.zeros({v.name}.shape[1:]))")
+        a.lines.append(f"{name}[...] += {a.form('of a sum of rows', v)}")
+        a.put(f"{name}[...]", v.dims[1:], v.pending)
+    elif form == "composite" and not v.pending:
+        k = a.axis(v)
+        function = f"lambda x: jnp.sum(jnp.sin(x), axis={k})"
+        a.put(f"lax.composite({function}, 'our.sum')({v.name})", replaced(v.dims, k))
+
+
+def integer(a):
+    if a.chance(3):
+        total(a, "i32")
+    v = a.value(rank=0, dtype="i32")
+    a.put(a.form("integers", v), v.dims, v.pending, "i32")
+
+
+def as_float(a):
+    v = a.value(rank=0, dtype="i32")
+    a.put(f"{v.name}.astype(jnp.float32)", v.dims, v.pending)
+
+
+def one_hot(a):
+    v = a.value(dtype="i32", reduced=True)
+    a.put(f"jax.nn.one_hot({v.name}, 8)", (*v.dims, (a.letter(8, letters(v.dims)), "")))
+
+
+STRINGS = [*[redistribute] * 5, contract, contract, total, largest, any_or_first, look_up, kernel, regroup]
+STRINGS += [inner_gradient, pull_back, chunks, nested]
+PLAIN = [same_type, same_type, *[pair] * 3, broadcast, made, *[along] * 5, without, without, transpose, stack, twice]
+PLAIN += [*[divide] * 3, merge, merge, reshape_like, part, part, write, write, take, take_along, rows, segments, update]
+PLAIN += [product, batched_product, carried, custom, custom, undifferentiated, integer, integer, as_float, one_hot]
+
+
+def leaves(a):
+    """The values that no line uses."""
+    used = re.findall(r"\b[vx]\d+\b", "\n".join(line.split(" = ", 1)[-1] for line in a.lines))
+    computed = [value for value in a.values if value.name not in used and value not in a.parameters]
+    return computed or a.parameters[:1]
+
+
+def values(a):
+    """The results: what no line uses, its sums taken."""
+    for value in leaves(a):
+        if value.pending:
+            line = f"shardops.psum('{value} -> {spec(value.dims)}', {value.name})"
+            a.put(value.name if a.chance(12) else line, value.dims, "", value.dtype)
+    return leaves(a)
+
+
+def gradients(a):
+    """The results: a loss of what no line uses, and its gradients, their sums taken."""
+    terms = [a.term(value) for value in leaves(a) if value.dtype == "f32"] or [a.made((), AXES)]
+    source = "\n".join([*a.lines, *terms])
+    weights = [x for x in a.parameters if x.dtype == "f32" and re.search(rf"\b{x.name}\b", source)] or a.parameters[:1]
+    names = ", ".join(value.name for value in weights)
+    a.lines = [f"def loss({names}):", *(f"    {line}" for line in a.lines), f"    return {' + '.join(terms)}", ""]
+    a.lines += [f"value, ({names},) = shardops.value_and_grad(loss, {tuple(range(len(weights)))})({names})"]
+    results = [Value("value", (), AXES), *(value._replace(pending=value.free) for value in weights)]
+    for value in results:
+        if value.pending and not a.chance(20):
+            a.lines.append(f"{value.name} = shardops.psum('{value} -> {spec(value.dims)}', {value.name})")
+    return [value._replace(pending="") for value in results]
+
+
+@st.composite
+def programs(draw):
+    a = Author(draw, gradient=draw(st.integers(0, 2)) == 2)
+    a.parameter()
+    while len(a.lines) < 9 and draw(st.integers(0, 5)):
+        a.choose(STRINGS if draw(st.booleans()) else PLAIN)(a)
+    results = gradients(a) if a.gradient else values(a)
+    source = "\n".join(a.lines)
+    parameters = [value for value in a.parameters if value in results or re.search(rf"\b{value.name}\b", source)]
+    types, names = [value.type for value in results], [value.name for value in results]
+    head, result, returned = "", f"tuple[{', '.join(types)}]", f"{', '.join(names)},"
+    if len(types) == 1:
+        result, returned = types[0], names[0]
+    elif a.chance(3):
+        head = f"@pytree_dataclass\nclass Result:\n    one: {types[0]}\n    others: tuple[{', '.join(types[1:])}]\n\n\n"
+        result, returned = "Result", f"Result({names[0]}, ({', '.join(names[1:])},))"
+    sizes = ", ".join(f"{name}={size}" for name, size in a.sizes.items())
+    arguments = ", ".join(f"{value.name}: {value.type}" for value in parameters)
+    body = "".join(f"    {line}".rstrip() + "\n" for line in [*a.lines, f"return {returned}"])
+    return Program(f"# {sizes}\n{head}@typed\ndef program({arguments}) -> {result}:\n{body}", a.sizes, parameters)
