@@ -210,19 +210,15 @@ class Walk:
         """Walks a backward rule that the program brings along: from cotangents of the dual types it must make gradients
         of the dual types, and send nothing. `twin` is the same equation on one device, and its jaxpr."""
         axes = frozenset(self.check.axes)
-        operands = [index for index, atom in enumerate(eqn.invars) if not hasattr(atom, "val")]
-        # What it closes over comes first; that has no gradient.
-        operands_proper = [index for index in operands if index >= eqn.params.get("num_consts", 0)]
-        moved = [index for index in operands_proper if jnp.issubdtype(eqn.invars[index].aval.dtype, jnp.inexact)]
-        given = [index for index, out in enumerate(eqn.outvars) if jnp.issubdtype(out.aval.dtype, jnp.inexact)]
+        operands, moved, given = _differentiated(eqn)
         if not moved or not given:
             return
         duals = [dual(results[index], axes) for index in given]
         outer = self.backward, self.check.proved
         self.backward = True
         try:
-            traced = self.trace_backward(self.check, eqn, jaxpr, moved, given)
-            other = None if twin is None else self.trace_backward(self.beside, *twin, moved, given)
+            traced = self.trace_backward(self.check, eqn, jaxpr)
+            other = None if twin is None else self.trace_backward(self.beside, *twin)
             found = self.jaxpr(traced, [*(states[index] for index in operands), *duals], other)
             for index, state in zip(moved, found, strict=True):
                 sizes = eqn.invars[index].aval.shape
@@ -230,10 +226,10 @@ class Walk:
         finally:
             self.backward, self.check.proved = outer
 
-    def trace_backward(self, check, eqn, jaxpr, moved, given):
+    def trace_backward(self, check, eqn, jaxpr):
         """The forward and the backward rule: operands and cotangents to gradients."""
-        function, operands = function_of(eqn, jaxpr), [atom for atom in eqn.invars if not hasattr(atom, "val")]
-        positions = [operands.index(eqn.invars[index]) for index in moved]
+        operands, moved, given = _differentiated(eqn)
+        function, positions = function_of(eqn, jaxpr), [operands.index(index) for index in moved]
 
         def pull(*values):
             values, cotangents = list(values[: len(operands)]), list(values[len(operands) :])
@@ -246,8 +242,21 @@ class Walk:
 
             return jax.vjp(forward, *(values[position] for position in positions))[1](cotangents)
 
-        atoms = (*operands, *(eqn.outvars[index] for index in given))
+        atoms = (*(eqn.invars[index] for index in operands), *(eqn.outvars[index] for index in given))
         return self.trace(pull, check, [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in atoms])
+
+    def axis_names(self, jaxpr) -> set[str]:
+        """The axes that a function which is local to a device names, in its rules for gradients too."""
+        jaxpr, found = getattr(jaxpr, "jaxpr", jaxpr), set()
+        for eqn in jaxpr.eqns:
+            found |= _axis_names(eqn.params)
+            for inner in inner_jaxprs(eqn):
+                found |= self.axis_names(inner)
+            if eqn.primitive.name.startswith("custom_") and not self.backward and all(_differentiated(eqn)):
+                self.backward = True
+                found |= self.axis_names(self.trace_backward(self.check, eqn, jaxpr))
+                self.backward = False
+        return found
 
     def sends_in_rule(self, axes) -> str:
         return (
@@ -303,7 +312,7 @@ class Walk:
                 "a function that is local to a device takes a value from outside that is not the same everywhere\n"
                 "  fix: pass it as an operand, with its type"
             )
-        elif mark.sealed and (foreign := _all_axis_names(eqn.params["jaxpr"]) & set(self.check.axes)):
+        elif mark.sealed and (foreign := self.axis_names(eqn.params["jaxpr"]) & set(self.check.axes)):
             error = (
                 f"a function that is local to a device sends over {', '.join(sorted(foreign))}: write the transfer as "
                 "an operation with a string"
@@ -425,11 +434,11 @@ def _axis_names(params) -> set[str]:
     return found
 
 
-def _all_axis_names(jaxpr) -> set[str]:
-    """The same of all equations of a jaxpr and of those within."""
-    found = set()
-    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        found |= _axis_names(eqn.params)
-        for inner in inner_jaxprs(eqn):
-            found |= _all_axis_names(inner)
-    return found
+def _differentiated(eqn) -> tuple[list[int], list[int], list[int]]:
+    """Of a function with rules for its gradients: the operands that are no literals; those that have a gradient, which
+    what it closes over has not; the results that have a cotangent."""
+    operands = [index for index, atom in enumerate(eqn.invars) if not is_literal(atom)]
+    proper = [index for index in operands if index >= eqn.params.get("num_consts", 0)]
+    moved = [index for index in proper if jnp.issubdtype(eqn.invars[index].aval.dtype, jnp.inexact)]
+    given = [index for index, out in enumerate(eqn.outvars) if jnp.issubdtype(out.aval.dtype, jnp.inexact)]
+    return operands, moved, given
