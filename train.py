@@ -27,8 +27,9 @@ from jax import lax
 
 from jax_extra import explicit_activation_checkpointing, fold_in_str, save_for_backward
 from kernels.attention import KERNELS, chosen
-from runtime.config import RunConfig, run
-from runtime.data import TokenBatch
+from runtime.config.command_line import run
+from runtime.config.keys import RunConfig
+from runtime.data.batches import TokenBatch
 from runtime.run import RUNS_ONCE, Run, report_check, start, with_shardings
 from shardlib import shardops
 from shardlib.shardtypes import Array, ComputeType, f32, i32, make_shardings, pytree_dataclass, typed_shard_map, u32
