@@ -274,6 +274,7 @@ def test_python_that_asks_for_a_local_size():
         return jnp.sin(x) + 1
 
     assert prove(by_size, dict(d=2, t=2)) > 0
+
     def by_threshold(x: f32['B/d M']) -> f32['B/d']:
         return jnp.sum(lax.top_k(x, min(4, x.shape[0]))[0], axis=1)
 
@@ -330,12 +331,17 @@ def test_a_program_that_does_not_expect_the_checks_mesh():
         return x
 
     text = refusal(asserts)
-    assert "not eight\n  while the check traced it for d=2, t=2\n  at " in text or "while the check traced it for d=2" in text
+    assert (
+        "not eight\n  while the check traced it for d=2, t=2\n  at " in text
+        or "while the check traced it for d=2" in text
+    )
 
 
 def test_annotations_without_a_value():
     """An annotated local without a value is refused where it stands: nobody could read it."""
-    with pytest.raises(ShardingError, match=r"'y: f32\['B/d'\]' has no value here: annotate y where it is assigned\n  at "):
+    with pytest.raises(
+        ShardingError, match=r"'y: f32\['B/d'\]' has no value here: annotate y where it is assigned\n  at "
+    ):
 
         @typed
         def later(x: f32['B/d M']) -> f32['B/d M']:

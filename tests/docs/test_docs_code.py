@@ -67,7 +67,7 @@ def test_the_excerpt_of_the_readme_is_train_py():
 
 IMPORTS = """import jax
 from shardlib import shardops
-from shardlib.shardtypes import Array, f32, make_shardings, pytree_dataclass, typed_shard_map, u32
+from shardlib.shardtypes import Array, bool_, f32, i32, make_shardings, pytree_dataclass, typed_shard_map, u32
 from shardlib.typed import typed
 
 """
@@ -178,6 +178,9 @@ class Example:
         left, self.arrow, right = self.text.replace("...", "B/d M/t").partition("->")
         self.operands = [parse(each.strip()) for each in left.split(",")]
         self.result = parse(right.strip()) if self.arrow else self.operands[0]
+        self.dtype = {"argmax": "i32", "any": "bool_", "index": "i32"}.get(name, "f32")
+        if name == "index":  # its string is an axis
+            self.operands, self.result = [], parse(f"{left}/{left}")
         self.letters = ["x", "y"][: len(self.operands)]
         self.arguments = ", ".join([arguments, *self.letters]) if arguments == f"'{self.text}'" else arguments
 
@@ -199,7 +202,7 @@ class Example:
             f"{IMPORTS}\ndef kernel(x):\n    return 2 * x\n\n"
             f"def operation({operands}):\n    return shardops.{self.name}({self.arguments})\n\n"
             f"@typed\ndef program({', '.join(given)}) -> f32['']:\n{made}"
-            f"    result: f32['{claimed}'] = operation({operands})\n    return shardops.zeros('', f32)\n",
+            f"    result: {self.dtype}['{claimed}'] = operation({operands})\n    return shardops.zeros('', f32)\n",
         )
 
 
@@ -221,9 +224,9 @@ def examples():
 def test_the_table_has_every_operation():
     """All of shardops are in it; those that take a string have an example."""
     own = {name for name, each in vars(shardops).items() if getattr(each, "__module__", "") == shardops.__name__}
-    public = {name for name in own if not name.startswith("_")} - {"axis_size"}
+    public = {name for name in own if not name.startswith("_")} - {"axis_size"}  # a number, of no type
     assert set(re.findall(r"`([a-z_]+)`", "".join(re.findall(r"^\| (.*?) \|", table_of_operations(), re.M)))) == public
-    assert {each.name for each in examples()} == public - {"value_and_grad", "grad", "sum_over_chunks"}
+    assert {each.name for each in examples()} == public - {"value_and_grad", "grad", "vjp", "sum_over_chunks"}
 
 
 def word(axis, *specs):
@@ -252,7 +255,8 @@ def test_what_the_examples_of_the_notation_send(example, tmp_path, monkeypatch):
     """Forward and backward, the collectives of the row and no others."""
     monkeypatch.setitem(prove.SIZES, "C", 160)
     module = example.module(tmp_path, example.result)
-    arrays = [prove.abstract(each.annotation) for each in inspect.signature(module.program).parameters.values()]
+    sizes = prove.SIZES | dict.fromkeys(AXES, 1)
+    arrays = [prove.abstract(each.annotation, sizes) for each in inspect.signature(module.program).parameters.values()]
 
     def transposed(x, *others):
         result, transpose = jax.vjp(lambda x: module.operation(x, *others), x)
@@ -265,7 +269,9 @@ def test_what_the_examples_of_the_notation_send(example, tmp_path, monkeypatch):
 
     forward, backward = example.sent
     assert sent(module.operation) == forward
-    if backward == "no gradient: stop it first":
+    if backward == "no gradient":
+        assert example.dtype != "f32"
+    elif backward == "no gradient: stop it first":
         with pytest.raises(ShardingError, match=r"pass it lax\.stop_gradient"):
             sent(transposed)
     else:
@@ -285,7 +291,7 @@ def said(path, text):
 
 def without_places(message):
     """A message without folders and line numbers, which drift."""
-    return re.sub(r"at \S*?((?:kernels/)?\w+\.py):\d+", r"at \1", message).strip()
+    return re.sub(r"(at |\()\S*?((?:kernels/)?\w+\.py):\d+", r"\1\2", message).strip()
 
 
 @pytest.mark.parametrize("title", ["A new weight", "Another attention"])

@@ -101,12 +101,13 @@ def both(function, *arguments, axes=AXES):
 
 
 def each_kind(
-    x: f32['X/d/t 16 16'], y: f32['X 16/d 16']
-) -> tuple[f32['X 16/d 16'], f32['X/d 16/t 16'], f32['X/d/t 16 16']]:
-    def turn(y: f32['X 16/d 16'], _: None):
-        return shardops.ppermute('X 16/d 16 -> X 16/d 16', y, 1), None
+    x: f32['X/d/t 16 16'], y: f32['X Y/d 16']
+) -> tuple[f32['X Y/d 16'], f32['X/d 16/t 16'], f32['X/d/t 16 16']]:
+    def turn(y: f32['X d/d l 16'], _: None):
+        return shardops.ppermute('X d/d l 16 -> X d/d l 16', y, 1), None
 
-    y, _ = lax.scan(turn, y, None, length=3)
+    y, _ = lax.scan(turn, shardops.regroup('X Y/d 16 -> X d/d l 16', y), None, length=3)
+    y = shardops.regroup('X d/d l 16 -> X Y/d 16', y)
     x = shardops.all_gather('X/d/t 16 16 -> X/d 16 16', x)
     scattered = shardops.psum_scatter('X/d 16 16 +t -> X/d 16/t 16', shardops.pending('X/d 16 16 -> X/d 16 16 +t', x))
     moved = shardops.all_to_all('X/d 16/t 16 -> X/d/t 16 16', scattered)
@@ -130,18 +131,18 @@ def test_every_kind_of_collective(axes):
 def test_what_cannot_be_counted_is_refused():
     """A collective in a while loop, or in one branch only, is refused with its line."""
 
-    def in_while(x: f32['X/d']) -> f32['X/d']:
-        return lax.while_loop(lambda x: x[0] < 1, lambda x: shardops.ppermute('X/d -> X/d', x, 1), x)
+    def in_while(x: f32['d/d']) -> f32['d/d']:
+        return lax.while_loop(lambda x: x[0] < 1, lambda x: shardops.ppermute('d/d -> d/d', x, 1), x)
 
-    def in_branch(x: f32['X/d'], flag: f32['']) -> f32['X/d']:
-        return lax.cond(flag > 0, lambda x: shardops.ppermute('X/d -> X/d', x, 1), lambda x: x, x)
+    def in_branch(x: f32['d/d'], flag: f32['']) -> f32['d/d']:
+        return lax.cond(flag > 0, lambda x: shardops.ppermute('d/d -> d/d', x, 1), lambda x: x, x)
 
     for function, arguments, text in [
         (in_while, (), "a collective in the while loop at"),
         (in_branch, (jnp.ones(()),), "the branches at"),
     ]:
         with small.on_mesh(4, 2):
-            traced = jax.jit(typed_shard_map(function, check=False)).trace(jnp.ones(8), *arguments)
+            traced = jax.jit(typed_shard_map(function, check=False)).trace(jnp.ones(4), *arguments)
         with pytest.raises(ValueError, match=f"{text} test_compiled_collectives.py:\\d+"):
             written(traced.jaxpr, AXES)
 

@@ -409,7 +409,9 @@ def test_an_added_collective_is_the_difference(tmp_path):
     """With one more collective, only that line differs, although all lines after it have moved."""
     after = "            up = save_for_backward(up)"
     index = next(number for number, line in enumerate(SOURCE) if line.startswith(after)) + 1
-    new = "            up = shardops.ppermute('B/d L [F/t] -> B/d L [F/t]', up, 1)"
+    blocks = "shardops.regroup('B/d L F/t -> B/d L t/t f', up)"
+    passed = f"shardops.ppermute('B/d L t/t f -> B/d L t/t f', {blocks}, 1)"
+    new = f"            up = shardops.regroup('B/d L t/t f -> B/d L F/t', {passed})"
     lines = changed(tmp_path, "\n".join([*SOURCE[:index], new, *SOURCE[index:]]) + "\n")
     assert lines[0] == f"train.py:{index + 1} (new)  {new.strip()}"
     assert lines[1:] == [
