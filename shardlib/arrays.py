@@ -118,7 +118,9 @@ def remember(dim: Dim, size: int, axes: dict[str, int], letters: dict, text: str
 def devices_of(dim: Dim, axes: dict[str, int]) -> int:
     """The size of a dim that is named like a mesh axis: it counts the devices along it."""
     if dim.axes not in ((), (dim.name,)):
-        raise ShardingError(f"dim {dim}: a dim that is named like an axis counts its devices, and is split over no other")
+        raise ShardingError(
+            f"dim {dim}: a dim that is named like an axis counts its devices, and is split over no other"
+        )
     _check.note("schedule")
     return axes[dim.name]
 
@@ -227,7 +229,9 @@ class Array:
         spec, inner = parameters
         spec = _parse_type(spec)
         if spec.pending:
-            raise ShardingError(f"Array['{spec}', ...] adds dims to each field; pending axes stand in the fields' types")
+            raise ShardingError(
+                f"Array['{spec}', ...] adds dims to each field; pending axes stand in the fields' types"
+            )
         stacked = Stacked(spec.dims, inner)
         map_type(lambda array: array, stacked)  # each field can have these dims
         return stacked
@@ -345,7 +349,7 @@ def check(dtype, shape_spec: str | bytes | Spec, value, *, what: str = "the anno
             raise error.extended(f"  {context}") from None
         return [State.of(spec)]
 
-    return _check.mark_value(rule, value)
+    return _check.mark_value((what, repr(dtype), str(spec)), rule, value)
 
 
 def _against(dtype, spec, value, what) -> str:

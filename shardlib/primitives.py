@@ -41,8 +41,6 @@ ELEMENTWISE = set(
     """.split()
 )
 _KEEP_ZERO = {"broadcast_in_dim", "convert_element_type", "reshape", "neg", "copy", "reshard"}
-# Numbers in an equation's parameters that would make it another program if they depended on how many devices there are.
-_NUMBERS = {"y", "exponent", "k", "length", "padding_config", "start_indices", "dimension", "axis", "axes", "permutation"}
 
 
 @dataclass
@@ -148,7 +146,7 @@ def _pending(equation: Equation) -> frozenset[str]:
         if name == "select_n":
             data = set(range(1, len(states)))
         elif name == "convert_element_type" and jnp.issubdtype(eqn.params["new_dtype"], jnp.inexact):
-            data = {0}
+            data = {0} if _holds_sums(eqn.invars[0].aval.dtype) else set()
         elif name == "div" and not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact):
             data = set()  # whole numbers are rounded
         elif name == "gather" and not _fills_with_zero(eqn):
@@ -171,6 +169,11 @@ def _pending(equation: Equation) -> frozenset[str]:
     return axes
 
 
+def _holds_sums(dtype) -> bool:
+    """Whether sums in this type are sums of numbers: small and unsigned whole numbers wrap around."""
+    return jnp.issubdtype(dtype, jnp.inexact) or (jnp.issubdtype(dtype, jnp.signedinteger) and dtype.itemsize >= 4)
+
+
 def _fills_with_zero(eqn) -> bool:
     """Whether a gather gives what is linear where an index is out of bounds: zero, NaN (a sum of NaNs is NaN), or the
     element at the edge."""
@@ -189,17 +192,20 @@ def _followed(equation: Equation, result: State) -> State:
         return replace(result, place=params["dimension"])
     if name == "concatenate" and _are_coordinates(equation):
         places = tuple(state.place for state in states)
-        own = any(place is not None and result.dims[place] for place in places)
-        return replace(result, places=places, indices=own)
+        rows = [list(row) for row in equation.rows]
+        counted = any(row[place] is Made.OWN for row, place in zip(rows, places) if place is not None)
+        return replace(result, places=places, indices=counted or not _agrees(equation, rows))
     if first is None or first.place is None:
         return result
     if name == "lt" and getattr(equation.eqn.invars[1], "val", None) == 0:
         return replace(result, never=True)
     if name == "convert_element_type" and jnp.issubdtype(params["new_dtype"], jnp.integer):
-        return replace(result, place=first.place)
-    if name == "broadcast_in_dim" and equation.shapes[0][first.place] == equation.outs[0][
-        params["broadcast_dimensions"][first.place]
-    ]:
+        holds = jnp.iinfo(params["new_dtype"]).max >= 2**31 - 1
+        return replace(result, place=first.place) if holds else result
+    if (
+        name == "broadcast_in_dim"
+        and equation.shapes[0][first.place] == equation.outs[0][params["broadcast_dimensions"][first.place]]
+    ):
         return replace(result, place=params["broadcast_dimensions"][first.place])
     if name == "reshape" and equation.outs[0][: first.place + 1] == equation.shapes[0][: first.place + 1]:
         return replace(result, place=first.place)
@@ -220,7 +226,6 @@ def dims(equation: Equation) -> list[Dims]:
     """What splits each dim of each result. Raises where a device would take its part of a split dim for all."""
     rows = _dims(equation)
     if equation.twin is not None:
-        _same_numbers(equation)
         require_uniform(equation, rows)
     return rows
 
@@ -242,18 +247,6 @@ def require_uniform(equation: Equation, rows: Sequence[Dims]):
                     f"'{equation.name}' makes a dim whose size depends on how many devices there are: {alone} in all "
                     f"on one device, {on_many} on several\n  fix: {_REGROUP}"
                 )
-
-
-def _same_numbers(equation: Equation):
-    if equation.schedule:
-        return
-    for key in _NUMBERS & equation.params.keys():
-        ours, alone = equation.params[key], equation.twin.params[key]
-        if isinstance(ours, (int, float, tuple)) and ours != alone:
-            raise ShardingError(
-                f"'{equation.name}' with a number that depends on how many devices there are ({key} is {ours} on the "
-                f"check's mesh, {alone} on one device): a device would take the size of its part for the whole's"
-            )
 
 
 def _dims(equation: Equation) -> list[Dims]:
@@ -296,7 +289,9 @@ def _keep_whole(equation: Equation, does: str, axes: Axes, fix: str):
     if axes and axes is not Made.ANY:
         error = "each device would take its own part for the whole"
         if isinstance(axes, Made):
-            fix = "count in the whole array: x.shape[0] * shardops.axis_size('d') elements, shardops.slice for positions"
+            fix = (
+                "count in the whole array: x.shape[0] * shardops.axis_size('d') elements, shardops.slice for positions"
+            )
         raise ShardingError(f"'{equation.name}' {does} a dim that is {describe(axes)}: {error}\n  fix: {fix}")
 
 
@@ -447,6 +442,8 @@ def _own_rows(equation, dimensions: Sequence[int], batching: dict[int, int]) -> 
     for place, axis in zip(places or (), dimensions):
         if place is not None and place < len(indices) - 1 and indices[place] == table[axis]:
             own[axis] = place
+        elif place is not None and equation.states[1].indices:
+            raise ShardingError(f"'{equation.name}' at {COUNTED}")
     return own
 
 
@@ -454,14 +451,15 @@ def _gather(equation):
     (table, indices), numbers = equation.rows[:2], equation.params["dimension_numbers"]
     batching = dict(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims))
     own = _own_rows(equation, numbers.start_index_map, batching)
-    window = []
+    window, taken = [], set()
     indices = list(indices[:-1])  # the last holds the coordinates
     for axis, (axes, part) in enumerate(zip(table, equation.params["slice_sizes"])):
         gone = axis in numbers.collapsed_slice_dims or axis in batching
         if axis in own and part == 1 and gone:
             place, size = own[axis], equation.shapes[0][axis]
-            index = indices[place] if axis in batching else Made.ANY
+            index = indices[place] if axis in batching or place in taken else Made.ANY
             indices[place] = agree(equation.name, [(axes,), (index,)], [size])[0]
+            taken.add(place)
         elif gone or part != equation.shapes[0][axis]:
             if not equation.is_one(0, axis):
                 _keep_whole(equation, "indexes", axes, _INDEXED)
@@ -512,11 +510,19 @@ def _concatenate(equation):
     for row in equation.rows:
         _keep_whole(equation, "lengthens", row[dimension], _GATHERED)
     rows = [[*row[:dimension], (), *row[dimension + 1 :]] for row in equation.rows]
-    if _are_coordinates(equation):
+    if _are_coordinates(equation) and not _agrees(equation, rows):
         for row, state in zip(rows, equation.states):
             if state.place is not None:
                 row[state.place] = Made.ANY
     return [agree(equation.name, rows, equation.outs[0])]
+
+
+def _agrees(equation, rows) -> bool:
+    try:
+        agree(equation.name, [row[:-1] for row in rows], equation.outs[0][:-1])
+    except ShardingError:
+        return False
+    return True
 
 
 def _are_coordinates(equation) -> bool:
@@ -586,9 +592,7 @@ def _reshape(equation):
     those after stays split: only that is the same permutation of the whole array on every mesh."""
     (row,), (before,), (after,) = equation.rows, equation.shapes, equation.outs
     # The runs are those of the whole arrays: on a device a split dim may have size one by chance.
-    before, after = (
-        (before, after) if equation.twin is None else (equation.twin_shapes[0], equation.twin_outs[0])
-    )
+    before, after = (before, after) if equation.twin is None else (equation.twin_shapes[0], equation.twin_outs[0])
     if 0 in before:
         for axes in row:
             _keep_whole(equation, "reshapes", axes, _REGROUP)
@@ -620,9 +624,10 @@ def _reshape(equation):
                 _keep_major(equation, major, axes)
             waiting = ()
             if isinstance(major, Made) and (i - i0, j - j0) != (1, 1):
-                if major is Made.OWN:
-                    _keep_whole(equation, "reshapes", major, _REGROUP)
                 result[j0:j] = [equation.made(k) for k in range(j0, j)]
+                for axes in (*run[1:], *result[j0 + 1 : j], *([major] if major is Made.OWN else ())):
+                    if isinstance(axes, Made) and axes is not Made.ANY:
+                        _keep_whole(equation, "reshapes", axes, _REGROUP)
             else:
                 result[j0] = major
     equation.drop(waiting)
@@ -647,7 +652,9 @@ RULES = {
     "sort": _along("dimension"),
     "dot_general": _dot_general,
     "ragged_dot_general": _ragged_dot,
-    **dict.fromkeys(("cholesky", "qr", "lu", "eigh", "eig", "svd", "triangular_solve", "householder_product"), _batched),
+    **dict.fromkeys(
+        ("cholesky", "qr", "lu", "eigh", "eig", "svd", "triangular_solve", "householder_product"), _batched
+    ),
     "broadcast_in_dim": _broadcast,
     "tile": _tile,
     "transpose": lambda equation: [tuple(equation.rows[0][axis] for axis in equation.params["permutation"])],

@@ -38,19 +38,19 @@ from shardlib.arrays import (
     require_divisible,
     shown_axes,
 )
-from shardlib.check import dual, require_dual
 from shardlib.mesh import row_major
 from shardlib.spec import Dim, Recipe, ShardingError, Spec, as_text, parse, parse_operation, parts, users_line
-from shardlib.states import Made, State, require
+from shardlib.states import Made, State, dual, require, require_dual
 
 
 # -- What all operations share -----------------------------------------------------------------------------------------
-def _operate(name, text, operands, plan, execute, rule=None, new_sizes=None, several=False):
+def _operate(name, text, operands, plan, execute, rule=None, new_sizes=None, several=False, with_=()):
     """Checks the string and the sizes, then runs the operation.
 
     `plan(recipe, mesh_axes)` raises if the string is not one for the operation; else it returns what `execute(planned,
     axes, *operands)` needs, which is cached by string. `planned['moves']` are the axes over which data are sent.
-    `new_sizes` are sizes of dims that no operand has; `several` says that the string may have several results.
+    `new_sizes` are sizes of dims that no operand has; `several` says that the string may have several results; `with_` are
+    numbers that are no operands.
     """
     text = as_text(text)
     axes = mapped_axes()
@@ -89,6 +89,7 @@ def _operate(name, text, operands, plan, execute, rule=None, new_sizes=None, sev
 
     context = _context(name, text, operands) if check is not None else ""  # now: the walk comes when the trace is over
     return _check.mark(
+        (name, text, *sorted((new_sizes or {}).items()), *with_),
         checked,
         functools.partial(execute, planned, axes),
         *operands,
@@ -125,7 +126,10 @@ def _context(name, text, operands) -> str:
         specs = parse_operation(text, len(operands), None).operands
         whole = [_global_shape(spec, shape, axes) for spec, shape in zip(specs, shapes)]
         local = [on_each_device(spec, shape) for spec, shape in zip(specs, shapes)]
-    except (ShardingError, KeyError):  # the string cannot be read, or names an axis that the mesh lacks: that's the error
+    except (
+        ShardingError,
+        KeyError,
+    ):  # the string cannot be read, or names an axis that the mesh lacks: that's the error
         pass
     local = ", ".join(f"{jnp.result_type(operand)}{list(shape)}" for operand, shape in zip(operands, local))
     whole = "" if None in whole else f", global {', '.join(map(str, whole))}"
@@ -282,6 +286,7 @@ def pmax(spec: str | bytes, x):
 
         pmax('B/d L V/t -> B/d L', lax.stop_gradient(logits))
 
+    NaN: XLA's all-reduce may lose one (seen on the CPU, jaxlib 0.10.2); any('... -> ', jnp.isnan(x)) finds it.
     Sends: an all-reduce of the result, about 2 (n - 1) / n of its bytes.
     """
 
@@ -325,7 +330,7 @@ def _plan_pmax(recipe, mesh_axes):
 
 def argmax(spec: str | bytes, x):
     """The index, in the whole array, of the largest along the one dim that the result lacks, over all devices: split ->
-    same. Of equal ones the first. No gradient.
+    same. Of equal ones the first; NaN counts as infinity. No gradient.
 
         argmax('B/d L V/t -> B/d L', logits)
 
@@ -335,6 +340,7 @@ def argmax(spec: str | bytes, x):
     def execute(planned, axes, x):
         (dim,), names = planned["dropped"], _wide(planned["moves"], axes)
         x, size = lax.stop_gradient(x), x.shape[dim]
+        x = jnp.where(jnp.isnan(x), jnp.inf, x) if jnp.issubdtype(x.dtype, jnp.floating) else x
         first = lax.axis_index(names) * size if names else 0
         largest, place = jnp.max(x, axis=dim), jnp.argmax(x, axis=dim).astype(jnp.int32) + first
         if not names:
@@ -483,7 +489,7 @@ def ppermute(spec: str | bytes, x, shift: int):
             return x
         return lax.ppermute(x, axis, [(index, (index + shift) % axes[axis]) for index in range(axes[axis])])
 
-    return _operate("ppermute", spec, (x,), _plan_ppermute, execute)
+    return _operate("ppermute", spec, (x,), _plan_ppermute, execute, with_=(shift,))
 
 
 def _plan_ppermute(recipe, mesh_axes):
@@ -529,7 +535,7 @@ def einsum_unreduced(spec: str | bytes, x, y, **jnp_kwargs):
         widened.defvjp(lambda x, y: (product(x, y), (x, y)), backward)
         return widened(x, y)
 
-    return _operate("einsum_unreduced", spec, (x, y), _plan_einsum, execute)
+    return _operate("einsum_unreduced", spec, (x, y), _plan_einsum, execute, with_=(str(jnp_kwargs),))
 
 
 def _plan_einsum(recipe, mesh_axes):
@@ -591,7 +597,9 @@ def sum_unreduced(spec: str | bytes, x):
             require(operand, states[0], strict=True, sizes=jnp.shape(x), schedule=check.schedule)
             return [State.of(result)]
         if builtins.any(axes is Made.PART or axes is Made.OWN for axes in states[0].dims) or states[0].sized:
-            raise ShardingError("'...' was made to the size of a device's part: its elements are no elements of the whole")
+            raise ShardingError(
+                "'...' was made to the size of a device's part: its elements are no elements of the whole"
+            )
         for axis in sorted(states[0].split | states[0].pending | set(result.pending)):
             true = states[0].word(axis)
             if axis not in result.pending:
@@ -787,7 +795,9 @@ def _plan_regroup(recipe, mesh_axes):
                     require_divisible(dim, sizes[dim.name], axes)
             rest = math.prod(sizes[dim.name] // parts(dim, axes) for dim in other if dim.name in sizes)
             if len(unknown) > 1:
-                raise ShardingError(f"say all sizes of {' '.join(map(str, other))} but one, as in {unknown[0].name}=...")
+                raise ShardingError(
+                    f"say all sizes of {' '.join(map(str, other))} but one, as in {unknown[0].name}=..."
+                )
             if have % rest or (not unknown and have != rest):
                 text = f"{' '.join(map(str, one))} to {' '.join(map(str, other))}: a device's {have} elements are not "
                 raise ShardingError(text + f"{'a multiple of ' * bool(unknown)}{rest}")
@@ -853,8 +863,22 @@ def _make(name, text, dtype, value, sizes):
             require_divisible(dim, size, axes)
             shape.append(size // parts(dim, axes))
     except ShardingError as error:
-        raise error.extended(f"  in shardops.{name}('{text}'), {mesh_text(shown_axes())}\n  at {users_line()}") from None
-    return _check.mark(lambda states: [State.of(spec)], lambda: jnp.full(shape, value, _element(dtype)))
+        raise error.extended(
+            f"  in shardops.{name}('{text}'), {mesh_text(shown_axes())}\n  at {users_line()}"
+        ) from None
+
+    where = f"  in shardops.{name}('{text}'), {mesh_text(shown_axes())}"
+
+    def rule(states):
+        try:
+            require(Spec(()), states[0], strict=True, sizes=())
+        except ShardingError as error:
+            raise error.extended(where) from None
+        return [State.of(spec)]
+
+    value = jnp.asarray(value, _element(dtype))
+    make = functools.partial(jnp.full, shape, dtype=_element(dtype))
+    return _check.mark((name, text, *sorted(sizes.items())), rule, make, value)
 
 
 def local(spec: str | bytes, function, *operands, **sizes: int):
@@ -960,7 +984,8 @@ def _vjp(name, function, args, has_aux=False, loss=False):
             return [jnp.zeros_like(leaf) for leaf in leaves[2 * len(results) :]]
 
         return jax.tree.unflatten(
-            jax.tree.structure(args), _check.mark(rule, stand_ins, *results, *jax.tree.leaves(cotangent), *given)
+            jax.tree.structure(args),
+            _check.mark((name,), rule, stand_ins, *results, *jax.tree.leaves(cotangent), *given),
         )
 
     return result, pull, *aux

@@ -1,15 +1,15 @@
 """Types with sharding: `f32['B/d L M/t']`, pytrees of them, their check against values, and `typed_shard_map`.
 
-    @pytree_dataclass
-    class Layer:
-        w_up: f32['M/d F/t']
+@pytree_dataclass
+class Layer:
+    w_up: f32['M/d F/t']
 
-    @pytree_dataclass
-    class Weights:
-        embed: f32['V/t M/d']
-        layers: Array['layers', Layer]      # every field with a leading dim
+@pytree_dataclass
+class Weights:
+    embed: f32['V/t M/d']
+    layers: Array['layers', Layer]      # every field with a leading dim
 
-    make_shardings(Weights)                 # the same tree of NamedSharding on the current mesh
+make_shardings(Weights)                 # the same tree of NamedSharding on the current mesh
 """
 
 import functools
@@ -17,7 +17,6 @@ import inspect
 
 import jax
 
-from shardlib import check as _check
 from shardlib.arrays import (  # noqa: F401 the types and their functions, of which this module is the face
     Array,
     ArrayType,
@@ -50,6 +49,7 @@ from shardlib.arrays import (  # noqa: F401 the types and their functions, of wh
 from shardlib.mesh import current_mesh, shard_map
 from shardlib.spec import ShardingError, Spec, users_line
 from shardlib.typed import refuse_unread, typed
+from shardlib.verify import verify
 
 
 class typed_shard_map:
@@ -100,7 +100,7 @@ class typed_shard_map:
         names, types, values = self._bind(args, kwargs)
         in_specs = self._global(mesh, names, types, values)
 
-        proved, functions = _check.verify(functools.partial(self._body, names, types), axes, values, in_specs)
+        proved, functions = verify(functools.partial(self._body, names, types), axes, values, in_specs)
         refuse_unread(functions)
         return proved
 

@@ -143,8 +143,7 @@ def agree(name: str, rows: Sequence[Dims], sizes: Sequence[int]) -> Dims:
     differently. `sizes` are those of the dims on a device."""
     what = f"'{name}' of values"
     return tuple(
-        _agreed(what, position, column, size)
-        for position, (size, *column) in enumerate(zip(sizes, *rows, strict=True))
+        _agreed(what, position, column, size) for position, (size, *column) in enumerate(zip(sizes, *rows, strict=True))
     )
 
 
@@ -156,7 +155,9 @@ def _agreed(what: str, position: int, column: Sequence[Axes], size: int) -> Axes
     if Made.OWN in made and any(known):
         known |= {Made.OWN}
     if len(known) > 1:
-        one, other = map(describe, sorted(known, key=lambda axes: (0, axes) if isinstance(axes, tuple) else (1, axes.value))[:2])
+        one, other = map(
+            describe, sorted(known, key=lambda axes: (0, axes) if isinstance(axes, tuple) else (1, axes.value))[:2]
+        )
         counted = f": {COUNTED}" if Made.OWN in made else ""
         raise ShardingError(f"{what} that lie differently: dim {position} is {one} in one, {other} in another{counted}")
     if known:
@@ -196,3 +197,24 @@ def merged(states: Sequence[State]) -> State:
                 f"dim that is split over {axis}: each device would pair them by its own index"
             )
     return State((), split, alone=alone, sized=any(state.sized for state in states))
+
+
+def dual(state: State, axes: frozenset[str]) -> State:
+    """The state of a value's gradient: same and pending exchanged."""
+    return State(state.dims, state.split, axes - state.split - state.pending, state.alone, sized=state.sized)
+
+
+def require_dual(state: State, of: State, axes: frozenset[str], sizes, what: str):
+    """Raises `ShardingError` if a gradient, or a cotangent, is not of the dual type of a value."""
+    expected = dual(of, axes)
+    if state.sized:
+        raise ShardingError(f"{what} depends on how many devices there are, like the size of a device's part")
+    if state.zero:
+        return
+    for axis in sorted(axes):
+        if state.word(axis) != expected.word(axis):
+            raise ShardingError(
+                f"{what} is {state.word(axis)} along {axis}, but must be {expected.word(axis)}, since the value is "
+                f"{of.word(axis)} along it (same and pending change places)"
+            )
+    agree(what, [state.dims, of.dims], sizes)

@@ -1,5 +1,7 @@
 """The pages, README.md and docs/*.md, taken apart for the tests that hold what they say; and copies of the repository to try it in."""
 
+import builtins
+import contextlib
 import importlib.util
 import os
 import pathlib
@@ -7,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from unittest import mock
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -52,6 +55,47 @@ def module_of(path, text):
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
+
+
+def steps_of_the_tutorial(path, text=None):
+    """[(step, its arguments, mesh)] of docs/tutorial.py, or of a changed copy, which is executed from a path.
+
+    Its fourth part, a mistake, is left out, and `show` gives us a step in the place of running it.
+    """
+    text = text or text_of("tutorial.py")
+    text, _, _ = text.partition("# == 4. A mistake")
+    assert text.count("\ndef show(") == 1
+    shown = []
+    with mock.patch.object(builtins, "show", lambda *given: shown.append(given), create=True):
+        module = module_of(path, text.replace("\ndef show(", "\ndef run_and_show("))
+    given = module.x, module.target
+    return [(step, (type_(w_in=module.w_in, w_out=module.w_out), *given), mesh) for _, type_, step, mesh in shown]
+
+
+# The sections of docs/changing.md that change train.py; and the meshes of those whose axes are not d and t.
+RECIPES = [
+    title
+    for title in re.findall(r"^## (.*)$", text_of("changing.md"), re.M)
+    if "diff" in dict(section("docs/changing.md", title))
+]
+MESH_OF_RECIPE = {"Another axis of the mesh": {"r": 2, "d": 4, "t": 2}}
+
+
+@contextlib.contextmanager
+def recipe(title, folder):
+    """train.py changed as a section says. Inside, TokenBatch is as it says too."""
+    (folder / "runtime").mkdir(parents=True)
+    for file in ("train.py", "runtime/data.py"):
+        shutil.copy(ROOT / file, folder / file)
+    text = folder / "train.py"
+    for language, body in section("docs/changing.md", title):
+        if language == "sh" and body.startswith("sed"):
+            subprocess.run(body, shell=True, cwd=folder, check=True)
+        elif language == "diff":
+            text.write_text(changed(text.read_text(), body))
+    data = folder / "runtime/data.py"
+    with mock.patch.dict(sys.modules, {"runtime.data": module_of(data, data.read_text())}):
+        yield text.read_text()
 
 
 def copy_of_the_repository(folder):

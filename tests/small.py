@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -82,6 +83,21 @@ def hidden_and_logits(model, weights, batch, bos_id=0):
     placed = jax.device_put(as_weights(weights), make_shardings(train.Weights))
     hidden = jax.jit(typed_shard_map(forward))(placed, batch_of(batch))
     return np.asarray(hidden, np.float32) @ weights["unembed"].T
+
+
+def steps_of(module, model=None, training=None):
+    """The training step and the validation step of train.py, or of a changed copy, each with its arguments' shapes.
+
+    Args:
+      model, training: settings that are others than above. Attention is as written, not a kernel.
+    """
+    model = module.Model(**vars(MODEL) | {"attention": "einsum"} | (model or {}))
+    given = {"tokens": module.Tokens(batch=16, len=32), "microbatches": 2} | (training or {})
+    training = module.Training(**vars(TRAINING) | given)
+    state, batch = module.shapes(types.SimpleNamespace(model=model, training=training))
+    number, loss = jax.ShapeDtypeStruct((), jnp.uint32), jax.ShapeDtypeStruct((), jnp.float32)
+    step, validate = (functools.partial(f, model, training, 0) for f in (module.training_step, module.validation_step))
+    return [(step, (state, number, number, batch)), (validate, (state.weights, loss, loss, batch))]
 
 
 def start_training(monkeypatch, *overrides):

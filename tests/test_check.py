@@ -262,12 +262,13 @@ def test_transfers_under_a_branch_that_differs():
         return lax.while_loop(lambda c: jnp.any(c < 3), lambda c: 2 * c, x)
 
     assert "'any' (reduce_or) reduces a dim that is split over d" in refused_everywhere(loop)
-    from shardlib.check import Check, Mark, _Walk
+    from shardlib.check import Check, Mark
+    from shardlib.walk import Walk
 
     def transfer(axis):
-        walk = _Walk(Check(dict(d=4, t=2), dict(d=4, t=2)))
+        walk = Walk(Check(dict(d=4, t=2), dict(d=4, t=2)), None)
         walk.divergent = frozenset('d')
-        walk.mark(Mark(lambda states: states, frozenset(axis), [], False, "here"), None, [], None)
+        walk.mark(Mark((), lambda states: states, frozenset(axis), [], False, "here"), None, [], None)
 
     transfer('t')
     with pytest.raises(
@@ -350,7 +351,9 @@ def test_full_of_what_differs():
     def program(x: f32['B/d']) -> f32['M']:
         return shardops.full('M', shardops.sum_unreduced('B/d -> +d', x), f32, M=64)
 
-    assert "takes a value from outside that is not the same everywhere" in refused_everywhere(program)
+    text = refused_everywhere(program)
+    assert "'' says the same along d, but the value is still a sum over d that nobody has taken" in text
+    assert "in shardops.full('M'), mesh d=4 × t=2" in text
 
 
 def test_what_a_reshape_leaves_split():

@@ -299,7 +299,7 @@ def test_results_that_are_not_as_annotated():
     with pytest.raises(
         ShardingError,
         match=re.escape(
-            "'' says the same along d, but the value is still a sum over d that nobody has taken: reduce it, or write '+d'\n  against the result of varies ("
+            "'' says the same along d, but the value is still a sum over d that nobody has taken: reduce it, or write '+d'\n  it lies as '+d'\n  against the result of varies ("
         ),
     ):
         prove(varies)

@@ -1,0 +1,145 @@
+"""Whether traces on different meshes are one program: the same operations of the same values with the same numbers, in
+everything but the sizes of what a device holds."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardlib.check import Check, mark_of
+from shardlib.spec import ShardingError
+
+ANOTHER = (
+    "another program is traced for another number of devices: what is computed must not depend on the size of a "
+    "device's part"
+)
+# Parameters that are sizes, compared as those of results, and what is no number.
+_SIZES = frozenset("shape new_sizes sizes slice_sizes limit_indices dimensions length donated_invars name".split())
+# Where a device holds one row, JAX moves it in ways of its own.
+_MOVES = frozenset("broadcast_in_dim concatenate dynamic_slice gather reshape slice squeeze transpose".split())
+
+
+def inner_jaxprs(eqn) -> list:
+    """The jaxprs among an equation's parameters."""
+    return [
+        each
+        for value in eqn.params.values()
+        for each in (value if isinstance(value, (tuple, list)) else (value,))
+        if hasattr(getattr(each, "jaxpr", each), "eqns")
+    ]
+
+
+def numbers(eqn) -> dict:
+    """The parameters of an equation that say what it computes, but for sizes, as text: nan is nan."""
+    return {key: repr(value) for key, value in eqn.params.items() if key not in _SIZES and _is_plain(value)}
+
+
+def _is_plain(value) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_plain, value))
+    return (
+        value is None
+        or isinstance(value, (bool, int, float, str, np.generic))
+        or hasattr(value, "collapsed_slice_dims")
+    )
+
+
+def is_literal(atom) -> bool:
+    return hasattr(atom, "val")
+
+
+def equal(one, other) -> bool:
+    """Whether two constants of traces are the same."""
+    if one is other:
+        return True
+    if isinstance(one, jax.core.Tracer) or isinstance(other, jax.core.Tracer) or jnp.shape(one) != jnp.shape(other):
+        return False
+    if jnp.issubdtype(jnp.result_type(one), jax.dtypes.prng_key):
+        one, other = jax.random.key_data(one), jax.random.key_data(other)
+    one, other = np.asarray(one), np.asarray(other)
+    return np.array_equal(one, other, equal_nan=one.dtype.kind in "fc")
+
+
+def require_same(here, check: Check, small, small_check: Check, known: list, line_of):
+    """Raises `ShardingError` where the trace on the user's mesh is another program than those that were walked.
+
+    A number may be another one only where the walk has seen that it depends on the mesh, since it differs between the
+    `small` mesh and one device.
+
+    Args:
+      known: traces on one device, the first of which was walked beside `small`.
+      line_of: the user's line of an equation.
+    """
+
+    def refuse(eqn, what):
+        text = ", ".join(f"{axis}={size}" for axis, size in check.axes.items())
+        raise ShardingError(f"{ANOTHER} ({what}), and is not proved for {text}\n  at {line_of(eqn) or 'unknown line'}")
+
+    def compare(here, small, known):
+        jaxprs = [getattr(each, "jaxpr", each) for each in (here, small, *known)]
+        roots = [_Roots(jaxpr) for jaxpr in jaxprs]
+        for eqns in itertools.zip_longest(*(root.equations() for root in roots)):
+            eqn = next(each for each in eqns if each is not None)
+            if any(each is None or each.primitive is not eqn.primitive for each in eqns):
+                refuse(eqn, f"'{eqn.primitive.name}'")
+            ours, beside, *whole = eqns
+            if [roots[0].of(atom) for atom in ours.invars] != [roots[2].of(atom) for atom in whole[0].invars]:
+                refuse(eqn, f"'{eqn.primitive.name}' of other values")
+            for atoms in zip(*(each.invars for each in eqns)):
+                if any(map(is_literal, atoms)):
+                    values = [getattr(atom, "val", None) for atom in atoms]
+                    if not _explained(values, equal):
+                        refuse(eqn, f"'{eqn.primitive.name}' with {values[0]} in place of {values[2]}")
+            marks = [mark_of(ours, check), mark_of(beside, small_check)]
+            if all(mark is not None for mark in marks):
+                if marks[0].said != marks[1].said:
+                    refuse(eqn, "another operation")
+                continue
+            found = [numbers(each) for each in eqns]
+            for key in found[0]:
+                if not _explained([each.get(key) for each in found], lambda a, b: a == b):
+                    refuse(eqn, f"'{eqn.primitive.name}' with another {key}")
+            for shapes in zip(*([getattr(out.aval, "shape", ()) for out in each.outvars] for each in eqns)):
+                if any(not _explained(list(sizes), lambda a, b: a == b) for sizes in zip(*shapes)):
+                    refuse(eqn, f"'{eqn.primitive.name}' makes another size")
+            inner = [inner_jaxprs(each) for each in eqns]
+            if len({len(each) for each in inner}) > 1:
+                refuse(eqn, f"'{eqn.primitive.name}'")
+            for ours, beside, *whole in zip(*inner):
+                compare(ours, beside, whole)
+        if [roots[0].of(atom) for atom in jaxprs[0].outvars] != [roots[2].of(atom) for atom in jaxprs[2].outvars]:
+            refuse((jaxprs[0].eqns or [None])[-1], "another result")
+
+    compare(here, small, known)
+
+
+def _explained(values: list, same) -> bool:
+    """Whether a number on the user's mesh (first) is that of one device, or is known to depend on the mesh."""
+    ours, beside, *whole = values
+    return any(same(ours, each) for each in whole) or not same(beside, whole[0])
+
+
+class _Roots:
+    """Where the values of a jaxpr come from, as if its moves were not there: the arguments, and the results of its other
+    equations, by number."""
+
+    def __init__(self, jaxpr):
+        self.jaxpr = jaxpr
+        self.roots = {variable: frozenset({index}) for index, variable in enumerate(jaxpr.invars)}
+        self.roots |= {variable: frozenset({f"const {index}"}) for index, variable in enumerate(jaxpr.constvars)}
+
+    def of(self, atom) -> frozenset:
+        return frozenset() if is_literal(atom) else self.roots[atom]
+
+    def equations(self):
+        """The equations that are no moves, one after another."""
+        count = 0
+        for eqn in self.jaxpr.eqns:
+            if eqn.primitive.name in _MOVES:
+                roots = frozenset().union(*map(self.of, eqn.invars))
+                self.roots.update((out, roots) for out in eqn.outvars)
+                continue
+            yield eqn
+            self.roots.update((out, frozenset({(count, index)})) for index, out in enumerate(eqn.outvars))
+            count += 1
