@@ -143,6 +143,11 @@ class Program:
     sizes: dict[str, int]
     parameters: list[Value]
 
+    @property
+    def by_size(self):
+        """Whether Python decides something by the size of a part, as min(x.shape[0], 8) does."""
+        return " > 4 else " in self.source or " * min(" in self.source
+
     def arguments(self):
         """The same random arrays each time; integers are indices that each dim has."""
         random = np.random.default_rng(7)
@@ -424,9 +429,10 @@ class Author:
         return new
 
     def axis(self, value):
-        """The number of a dim, more often of one that is whole."""
-        whole = [k for k, (_, axes) in enumerate(value.dims) if not axes]
-        return self.choose(whole if whole and not self.chance(3) else range(len(value.dims)))
+        """The number of a dim; as often of one that is whole as of one that is split."""
+        whole = self.chance(2)
+        fit = [k for k, (_, axes) in enumerate(value.dims) if whole is not bool(axes)]
+        return self.choose(fit or range(len(value.dims)))
 
     def name(self, kind="v"):
         return f"{kind}{len(self.lines)}"
@@ -654,7 +660,7 @@ def plain(a):
     )
     if v.pending and not a.chance(3):
         titles = [title for title in titles if "not linear" not in title]
-    title = a.choose(titles)
+    title = a.choose([title for title in titles for _ in range(1 + len(FORMS[title]) // 6)])
     places = Places(a, v, a.axis(v) if v.dims else 0)
     *lines, expression = a.choose(FORMS[title]).format_map(places).split("; ")
     dims = DIMS[title.split(", ")[0]](places)
@@ -761,7 +767,7 @@ def gradients(a):
 def programs(draw):
     a = Author(draw, gradient=draw(st.integers(0, 2)) == 2)
     a.parameter()
-    while len(a.lines) < 9 and draw(st.integers(0, 5)):
+    while len(a.lines) < 7 and not a.chance(8):
         a.choose(STRINGS if draw(st.booleans()) else PLAIN)(a)
     results = gradients(a) if a.gradient else values(a)
     source = "\n".join(a.lines)
