@@ -85,11 +85,10 @@ def report_check(config: RunConfig, *checks: tuple[typed_shard_map, tuple]) -> N
             raise RunError(f"{function.name} is refused {where}:\n{error}") from None
         print_line(f"{function.name} {where}: {proved} claims proved in {time.perf_counter() - began:.1f} s.")
     print_line(
-        "Proved: at each operation and annotation, along which axes the value is split, the same, or a sum not yet "
-        "taken. So no\n"
-        "reduction is forgotten or doubled, and every transfer is an operation with a string.\n"
-        "Not proved: which rows of the data a device sees, random keys, arithmetic with a device's index or a local "
-        "size, the mathematics."
+        "Proved: along which axes each value is split, the same, or a sum not yet taken.\n"
+        "So no reduction is forgotten or doubled, on any mesh, and every transfer is an\n"
+        "operation with a string. Not proved: schedules, random numbers, what stands\n"
+        "inside shardops.local, and the mathematics (docs/notation.md)."
     )
 
 
