@@ -37,13 +37,11 @@ def numbers(eqn) -> dict:
 
 
 def _is_plain(value) -> bool:
+    """Whether a parameter's text says what it is: not of jaxprs, functions, and what depends on the mesh alone."""
     if isinstance(value, (tuple, list)):
         return all(map(_is_plain, value))
-    return (
-        value is None
-        or isinstance(value, (bool, int, float, str, np.generic))
-        or hasattr(value, "collapsed_slice_dims")
-    )
+    other = callable(value) or hasattr(getattr(value, "jaxpr", value), "eqns")
+    return not other and not isinstance(value, (jax.sharding.Sharding, jax.sharding.Mesh, jax.sharding.AbstractMesh))
 
 
 def is_literal(atom) -> bool:
