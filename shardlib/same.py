@@ -91,15 +91,19 @@ def require_same(here, check: Check, small, small_check: Check, known: list, lin
     `small` mesh and one device.
 
     Args:
-      known: traces on one device, the first of which was walked beside `small`.
+      known: traces on one device: the first was walked beside `small`, the last has the arguments of `here`.
       line_of: the user's line of an equation.
     """
 
     def refuse(eqn, what):
         text = ", ".join(f"{axis}={size}" for axis, size in check.axes.items())
-        raise ShardingError(f"{ANOTHER} ({what}), and is not proved for {text}\n  at {line_of(eqn) or 'unknown line'}")
+        line = eqn is not None and line_of(eqn)
+        raise ShardingError(f"{ANOTHER} ({what}), and is not proved for {text}\n  at {line or 'unknown line'}")
 
     def compare(here, small, known):
+        for values in zip(*(getattr(each, "consts", ()) for each in (here, small, *known))):
+            if not _explained(list(values), equal):
+                refuse(None, "another constant")
         jaxprs = [getattr(each, "jaxpr", each) for each in (here, small, *known)]
         roots = [_Roots(jaxpr) for jaxpr in jaxprs]
         for eqns in itertools.zip_longest(*(root.equations() for root in roots)):
@@ -107,13 +111,19 @@ def require_same(here, check: Check, small, small_check: Check, known: list, lin
             if any(each is None or each.primitive is not eqn.primitive for each in eqns):
                 refuse(eqn, f"'{eqn.primitive.name}'")
             ours, beside, *whole = eqns
-            if [roots[0].of(atom) for atom in ours.invars] != [roots[2].of(atom) for atom in whole[0].invars]:
+            if any(
+                not is_literal(atom) and roots[0].of(atom) != roots[-1].of(like)
+                for atom, like in zip(ours.invars, whole[-1].invars)
+            ):
                 refuse(eqn, f"'{eqn.primitive.name}' of other values")
             for atoms in zip(*(each.invars for each in eqns)):
                 if any(map(is_literal, atoms)):
                     values = [getattr(atom, "val", None) for atom in atoms]
                     if not _explained(values, equal):
-                        refuse(eqn, f"'{eqn.primitive.name}' with {values[0]} in place of {values[2]}")
+                        refuse(eqn, f"'{eqn.primitive.name}' with {values[0]} in place of {values[-1]}")
+            for shapes in zip(*(list(map(_shape, (*each.invars, *each.outvars))) for each in eqns)):
+                if any(not _explained(list(sizes), lambda a, b: a == b) for sizes in zip(*shapes)):
+                    refuse(eqn, f"'{eqn.primitive.name}' of another size")
             marks = [mark_of(ours, check), mark_of(beside, small_check)]
             if all(mark is not None for mark in marks):
                 if marks[0].said != marks[1].said:
@@ -123,24 +133,22 @@ def require_same(here, check: Check, small, small_check: Check, known: list, lin
             for key in found[0]:
                 if not _explained([each.get(key) for each in found], lambda a, b: a == b):
                     refuse(eqn, f"'{eqn.primitive.name}' with another {key}")
-            for shapes in zip(*([getattr(out.aval, "shape", ()) for out in each.outvars] for each in eqns)):
-                if any(not _explained(list(sizes), lambda a, b: a == b) for sizes in zip(*shapes)):
-                    refuse(eqn, f"'{eqn.primitive.name}' makes another size")
             inner = [inner_jaxprs(each) for each in eqns]
             if len({len(each) for each in inner}) > 1:
                 refuse(eqn, f"'{eqn.primitive.name}'")
             for ours, beside, *whole in zip(*inner):
                 compare(ours, beside, whole)
-        if [roots[0].of(atom) for atom in jaxprs[0].outvars] != [roots[2].of(atom) for atom in jaxprs[2].outvars]:
+        if list(map(roots[0].of, jaxprs[0].outvars)) != list(map(roots[-1].of, jaxprs[-1].outvars)):
             refuse((jaxprs[0].eqns or [None])[-1], "another result")
 
     compare(here, small, known)
 
 
 def _explained(values: list, same) -> bool:
-    """Whether a number on the user's mesh (first) is that of one device, or is known to depend on the mesh."""
-    ours, beside, *whole = values
-    return any(same(ours, each) for each in whole) or not same(beside, whole[0])
+    """Whether a number on the user's mesh (first) is that of one device with the same arguments (last), or is known to
+    depend on the mesh, since it differs where the two were walked side by side."""
+    ours, beside, walked, *_ = values
+    return same(ours, values[-1]) or not same(beside, walked)
 
 
 class _Roots:
@@ -153,7 +161,7 @@ class _Roots:
         self.roots |= {variable: frozenset({f"const {index}"}) for index, variable in enumerate(jaxpr.constvars)}
 
     def of(self, atom) -> frozenset:
-        return frozenset() if is_literal(atom) else self.roots[atom]
+        return frozenset({f"literal {atom.val}"}) if is_literal(atom) else self.roots[atom]
 
     def equations(self):
         """The equations that are no moves, one after another."""
@@ -166,3 +174,7 @@ class _Roots:
             yield eqn
             self.roots.update((out, frozenset({(count, index)})) for index, out in enumerate(eqn.outvars))
             count += 1
+
+
+def _shape(atom) -> tuple[int, ...]:
+    return tuple(getattr(atom.aval, "shape", ()))

@@ -265,7 +265,7 @@ def all_gather(spec: str | bytes, x, *, dtype=None, reduce_dtype=None):
         gather_cast.defvjp(lambda x: (gather(x), None), backward)
         return gather_cast(x)
 
-    return _operate("all_gather", spec, (x,), _plan_gather, execute)
+    return _operate("all_gather", spec, (x,), _plan_gather, execute, with_=(str(dtype), str(reduce_dtype)))
 
 
 def _plan_gather(recipe, mesh_axes):

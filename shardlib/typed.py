@@ -114,6 +114,8 @@ class _Rewrite(ast.NodeTransformer):
         return [self.visit(statement) for statement in (*node.body, last)]
 
     def visit_FunctionDef(self, node):
+        if any(isinstance(each, (ast.Yield, ast.YieldFrom)) for each in ast.walk(node)):
+            return node  # a generator: annotations of arrays on it are refused as unread
         _read.add((self.file, node.lineno))
         node.body = self.body(node)
         node.decorator_list = [each for each in node.decorator_list if ast.unparse(each).rpartition(".")[2] != "typed"]

@@ -35,6 +35,7 @@ from shardlib.states import State
 from shardlib.walk import Walk
 
 _serial = itertools.count()
+_WHILE = "while the check traced it for"
 
 
 def verify(function, axes: dict[str, int], arguments: list, in_specs: list[Spec]) -> tuple[int, set]:
@@ -115,24 +116,31 @@ def _traced(function, check: Check, arguments: list):
     except ShardingError:
         raise
     # JAX's own, shapes that do not fit, and what a program raises that does not expect these sizes.
-    except (TypeError, ValueError, NotImplementedError, ArithmeticError, LookupError, AssertionError) as error:
+    except (TypeError, ValueError, RuntimeError, ArithmeticError, LookupError, AttributeError, AssertionError) as error:
         where = ", ".join(f"{axis}={size}" for axis, size in check.axes.items())
-        own = "" if check.axes == check.shown else f"\n  while the check traced it for {where}"
+        own = "" if check.axes == check.shown else f"\n  {_WHILE} {where}"
         raise ShardingError(f"{error or type(error).__name__}{own}\n  at {line_of(error)}") from error
 
 
 def _on_small_mesh(trace, axes: dict[str, int], arrays: list):
     """The trace on the check's own mesh: each axis has a small number of devices that divides the dims that it splits;
-    all different where that can be, and with more than one element left on each."""
-    fits = _split_dims(arrays, axes)
+    all different where that can be, and with more than one element left on each. Where the program does not fit these
+    sizes (three heads), the next are tried."""
+    fits, tried, refused = _split_dims(arrays, axes), [], None
     while True:
-        sizes = _small_sizes(axes, fits)
+        sizes = next((sizes for sizes in _small_meshes(axes, fits) if sizes not in tried), None)
+        if sizes is None or len(tried) == 12:
+            raise refused
+        tried.append(sizes)
         try:
             return trace(sizes)
         except Indivisible as error:  # a dim that no argument has
-            if (error.size, error.axes) in fits:
-                raise
             fits.append((error.size, error.axes))
+            refused = refused or error
+        except ShardingError as error:
+            if _WHILE not in str(error):
+                raise
+            refused = error if isinstance(refused, Indivisible | None) else refused
 
 
 def _split_dims(arrays, axes) -> list[tuple[int, tuple[str, ...]]]:
@@ -145,21 +153,27 @@ def _split_dims(arrays, axes) -> list[tuple[int, tuple[str, ...]]]:
     ]
 
 
-def _small_sizes(axes, fits) -> dict[str, int]:
-    sizes = dict.fromkeys(axes, 1)
-    for axis in axes:
-        found = {n: _leaves({**sizes, axis: n}, axis, fits) for n in _counts(axis, fits)}
-        for least in (2, 1):
-            choices = [n for n, left in found.items() if left >= least]
-            if choices and sizes[axis] == 1:
-                sizes[axis] = next((n for n in choices if n not in sizes.values()), choices[0])
-    return sizes
+def _small_meshes(axes, fits) -> list[dict[str, int]]:
+    """Numbers of devices for each axis, the best first: none has one device, each leaves several elements, all differ,
+    and are small."""
+    few = 6 if len(axes) <= 3 else 2
+    meshes = [
+        dict(zip(axes, counts)) for counts in itertools.product(*([*_counts(axis, fits)[:few], 1] for axis in axes))
+    ]
+    left = [min((_leaves(mesh, axis, fits) for axis in axes), default=2) for mesh in meshes]
+    found = [
+        (list(mesh.values()).count(1), least < 2, len(axes) - len(set(mesh.values())), sum(mesh.values()), index)
+        for index, (mesh, least) in enumerate(zip(meshes, left))
+        if least > 0
+    ]
+    fewest = min(found)[0]
+    return [meshes[rank[-1]] for rank in sorted(found) if rank[0] == fewest]
 
 
 def _counts(axis: str, fits) -> list[int]:
-    """Small numbers of devices, those first that divide what the axis splits."""
-    sizes = [size for size, axes in fits if axis in axes]
-    return [2, 3, 4, 5, 7, 8, *(n for n in range(9, min(sizes, default=0) + 1) if min(sizes) % n == 0)]
+    """Numbers of devices that divide what the axis splits, the small ones first."""
+    least = min((size for size, axes in fits if axis in axes), default=2**7 * 9 * 5 * 7)
+    return [n for n in range(2, min(least, 1000) + 1) if least % n == 0]
 
 
 def _leaves(sizes: dict[str, int], axis: str, fits) -> int:
@@ -176,7 +190,7 @@ def _twice_as_long(arrays, axes):
     while True:
         lengths = [tuple(sizes.get(dim.name, size) for dim, size in zip(spec.dims, shape)) for shape, _, spec in arrays]
         longer = [(shape, dtype, spec) for shape, (_, dtype, spec) in zip(lengths, arrays)]
-        mesh = _small_sizes(axes, _split_dims(longer, axes))
+        mesh = _small_meshes(axes, _split_dims(longer, axes))[0]
         short = {
             dim.name
             for shape, _, spec in longer

@@ -323,11 +323,22 @@ def test_two_rows():
         assert "a number that depends on how many devices there are" in refusal(wrong, mesh, sizes)
 
 
+def test_three_heads():
+    """A program that fits few numbers of devices is checked on one of them: heads of 64 out of 192 columns."""
+    sizes = SIZES | {"B": 9, "H": 192}
+
+    def heads(x: f32['B/d H/t']) -> f32['B/d Z/t 64']:
+        return x.reshape(x.shape[0], -1, 64)
+
+    for mesh in (dict(d=1, t=1), dict(d=3, t=1), dict(d=1, t=3)):
+        assert prove(heads, mesh, sizes) > 0
+
+
 def test_a_program_that_does_not_expect_the_checks_mesh():
-    """What a program raises on the check's own mesh alone is a refusal that says on which."""
+    """What a program raises on each mesh of the check's own is a refusal that says on which."""
 
     def asserts(x: f32['B/d M']) -> f32['B/d M']:
-        assert x.shape[0] != 8, "not eight"
+        assert x.shape[0] == 16, "not sixteen"
         return x
 
     text = refusal(asserts)
