@@ -126,8 +126,11 @@ def require_same(here, check: Check, small, small_check: Check, known: list, lin
                     refuse(eqn, f"'{eqn.primitive.name}' of another size")
             marks = [mark_of(ours, check), mark_of(beside, small_check)]
             if all(mark is not None for mark in marks):
+                same = all(_shape(atom) == _shape(like) for atom, like in zip(ours.invars, whole[-1].invars))
                 if marks[0].said != marks[1].said:
                     refuse(eqn, "another operation")
+                if marks[0].sealed and same and not identical(ours.params["jaxpr"], whole[-1].params["jaxpr"]):
+                    refuse(eqn, "another function that is local to a device")
                 continue
             found = [numbers(each) | {"length": each.params.get("length")} for each in eqns]
             for key in found[0]:

@@ -132,15 +132,18 @@ class Walk:
             )
         shape = jnp.shape(value)
         zero = shape == () and bool(value == 0)
+        # Of an array of ones each device's part is as good as the whole.
+        one_number = shape and np.size(value) and bool((np.asarray(value) == np.ravel(value)[0]).all())
+        uniform = Made.ANY if one_number else ()
         if not twin:
-            return State(whole(len(shape)), zero=zero)
+            return State((uniform,) * len(shape), zero=zero)
         if shape != jnp.shape(twin[0]):
-            made = Made.PART if np.asarray(value).size and (np.asarray(value) == np.ravel(value)[0]).all() else Made.OWN
+            made = Made.PART if one_number else Made.OWN
             sizes = zip(shape, jnp.shape(twin[0]), strict=True)
-            return State(tuple(() if size == other else made for size, other in sizes))
+            return State(tuple(uniform if size == other else made for size, other in sizes))
         trusted = self.check.schedule and not jnp.issubdtype(jnp.result_type(value), jnp.inexact)
         same = trusted or equal(value, twin[0])
-        return State(whole(len(shape)), zero=zero and same, sized=not same)
+        return State((uniform,) * len(shape), zero=zero and same, sized=not same)
 
     def where(self, eqn) -> str | None:
         """The user's line of an equation; notes the functions that it was reached through."""
