@@ -27,8 +27,9 @@ from jax import lax
 
 from jax_extra import explicit_activation_checkpointing, fold_in_str, save_for_backward
 from kernels.attention import KERNELS, chosen
-from runtime.config import RunConfig, run
-from runtime.data import TokenBatch
+from runtime.config.command_line import run
+from runtime.config.keys import RunConfig
+from runtime.data.batches import TokenBatch
 from runtime.run import RUNS_ONCE, Run, report_check, start, with_shardings
 from shardlib import shardops
 from shardlib.shardtypes import Array, ComputeType, f32, i32, make_shardings, pytree_dataclass, typed_shard_map, u32
@@ -396,8 +397,8 @@ def training_step(
     with jax.named_scope('adamw'):
         b1, b2, count = training.adam_b1, training.adam_b2, step.astype(jnp.float32) + 1
         rate = learning_rate(training, step)
-        mu = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * (clip * g), state.adam_mu, gradient)
-        nu = jax.tree.map(lambda n, g: b2 * n + (1 - b2) * (clip * g) ** 2, state.adam_nu, gradient)
+        mu: Weights = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * (clip * g), state.adam_mu, gradient)
+        nu: Weights = jax.tree.map(lambda n, g: b2 * n + (1 - b2) * (clip * g) ** 2, state.adam_nu, gradient)
 
         def update(w, m, n, decayed):
             m, n = m / (1 - b1**count), n / (1 - b2**count)  # bias correction

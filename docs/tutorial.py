@@ -14,7 +14,7 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 import jax
 import numpy as np
 
-from ledger.collectives import compiled
+from ledger.compiled.collectives import compiled
 from shardlib import shardops
 from shardlib.mesh import make_mesh
 from shardlib.shardtypes import ShardingError, f32, make_shardings, pytree_dataclass, typed_shard_map

@@ -7,8 +7,6 @@
 | name         | runs on                              | in memory besides operands, result and their gradients      |
 | ------------ | ------------------------------------ | ----------------------------------------------------------- |
 | blockwise    | everything                           | logits of a block; a sum in float32 for each of the results |
-| cudnn        | NVIDIA from Hopper on, 16-bit types  | 4 bytes a head, position of a row and segment that may be;  |
-|              |                                      | for rows with more segments the mask of cudnn_masked        |
 | cudnn_masked | NVIDIA from Ampere on, 16-bit types  | a mask, 2 bytes for each pair of positions of a row         |
 | splash       | TPU                                  | 512 bytes a head and position                               |
 
@@ -19,8 +17,8 @@ Each is a function (q, k, v, segment) -> o, with a gradient of its own:
     segment  int32 'B L': a position sees those before it, and itself, that are next to each other with its number
     o        'B L Q K D' in q's type
 
-For the backward pass each keeps o and the logits' log-sum-exp, 2 Q K D + 4 Q K bytes a token in bfloat16 (`cudnn`: more,
-see there), under the name of `save_for_backward`: a layer with `explicit_activation_checkpointing` runs the kernel once.
+For the backward pass each keeps o and the logits' log-sum-exp, 2 Q K D + 4 Q K bytes a token in bfloat16,
+under the name of `save_for_backward`: a layer with `explicit_activation_checkpointing` runs the kernel once.
 The caller does not save o again, it would be kept twice.
 """
 
@@ -51,8 +49,7 @@ def _with_gradient(forward, backward):
 
 KERNELS = {
     "blockwise": _with_gradient(blockwise.forward, blockwise.backward),
-    "cudnn": _with_gradient(cudnn.packed_forward, cudnn.packed_backward),
-    "cudnn_masked": _with_gradient(cudnn.masked_forward, cudnn.masked_backward),
+    "cudnn_masked": _with_gradient(cudnn.forward, cudnn.backward),
     "splash": functools.partial(splash.attention, save_as=_SAVED),
 }
 
@@ -82,4 +79,4 @@ def suited(platform: str, capability: float, dtype, d_head: int) -> str:
     widest = 256 if capability >= 9 else 128
     if capability < 8 or jax.numpy.dtype(dtype).itemsize != 2 or d_head % 8 or d_head > widest:
         return "blockwise"
-    return "cudnn_masked"  # not "cudnn": kernels/cudnn.py says why
+    return "cudnn_masked"

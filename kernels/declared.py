@@ -3,7 +3,6 @@
     with declared.share(9, 16): ...               # of the products in here the model needs 9 of 16 FLOPs
     with declared.kernel_flops(my_kernel=(5, 4)): # one run of `my_kernel` computes 5 FLOPs, of which the model needs 4
     with declared.recomputed(): ...               # again what the forward pass has computed: the model needs none of it
-    with declared.fallback(): ...                 # a whole branch of lax.cond that hardly ever runs
 
 Model FLOPs are the definition of MFU and do not depend on the kernel: half of each of the two products of length² that
 attention has, and twice that in the backward pass. What runs is counted apart (HFU).
@@ -23,11 +22,6 @@ def kernel_flops(**kernels: tuple[int, int]):
     The name is a Pallas kernel's, or the target of a foreign function.
     """
     return jax.named_scope(" ".join(f"flops:{name}={run}:{needed}" for name, (run, needed) in kernels.items()))
-
-
-def fallback():
-    """What is in this scope does not count, as long as another branch of the same `lax.cond` is outside of it."""
-    return jax.named_scope("fallback")
 
 
 def recomputed():

@@ -23,27 +23,30 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from ledger.check import report
-from ledger.hardware import of_device_kind, peak_flops_per_s
-from ledger.roofline import roofline
-from ledger.step import of_step
-from runtime import resume
-from runtime.bad_steps import BadSteps
-from runtime.checkpoints import Checkpoints
-from runtime.cluster import domain, sent_over_network
-from runtime.cluster import start as start  # train.py's name for it
-from runtime.config import RunConfig, to_yaml
-from runtime.config_checks import check_dataset, check_resume
-from runtime.errors import RunError
-from runtime.hlo_graph import StepGraph
-from runtime.lock import Ownership
-from runtime.profiling import Profiler
-from runtime.report import Report, environment
-from runtime.signals import STOPPED, StopSignals
-from runtime.sources import bytes_per_token, open_data
-from runtime.trackers import Trackers
-from runtime.tracking import Tracker, flattened, print_line, wrapped
-from runtime.tuning import options
+from ledger.compiled.check import report
+from ledger.count.step import of_step
+from ledger.machines.hardware import of_device_kind, peak_flops_per_s
+from ledger.machines.roofline import roofline
+from ledger.pages import files
+from ledger.pages.text import summary
+from runtime.checkpoints.directory import Checkpoints
+from runtime.checkpoints.lock import Ownership
+from runtime.cluster.processes import domain, sent_over_network
+from runtime.cluster.processes import start as start  # train.py's name for it
+from runtime.cluster.signals import STOPPED, StopSignals
+from runtime.cluster.tuning import options
+from runtime.config import resume
+from runtime.config.checks import check_dataset, check_resume
+from runtime.config.command_line import to_yaml
+from runtime.config.keys import RunConfig
+from runtime.data.sources import bytes_per_token, open_data
+from runtime.terminal import RunError, print_line, wrapped
+from runtime.tracking.bad_steps import BadSteps
+from runtime.tracking.hlo_graph import StepGraph
+from runtime.tracking.metrics import Tracker, flattened
+from runtime.tracking.profiling import Profiler
+from runtime.tracking.report import Report, environment
+from runtime.tracking.trackers import Trackers
 from shardlib.shardtypes import ShardingError, typed_shard_map
 
 # How far the host may be ahead. The device never runs dry of work, and the host does not run away from it: with 32
@@ -82,9 +85,10 @@ def report_check(config: RunConfig, *checks: tuple[typed_shard_map, tuple]) -> N
             raise RunError(f"{function.name} is refused {where}:\n{error}") from None
         print_line(f"{function.name} {where}: {proved} claims proved in {time.perf_counter() - began:.1f} s.")
     print_line(
-        "Proved: at each operation and annotation, along which axes the value is split, the same, or a sum not yet taken. So no\n"
-        "reduction is forgotten or doubled, and every transfer is an operation with a string.\n"
-        "Not proved: which rows of the data a device sees, random keys, arithmetic with a device's index or a local size, the mathematics."
+        "Proved: along which axes each value is split, the same, or a sum not yet taken.\n"
+        "So no reduction is forgotten or doubled, on any mesh, and every transfer is an\n"
+        "operation with a string. Not proved: schedules, random numbers, what stands\n"
+        "inside shardops.local, and the mathematics (docs/notation.md)."
     )
 
 
@@ -171,8 +175,8 @@ class Run:
             devices = jax.sharding.get_mesh().devices.ravel()
             joined = [domain(each) for each in devices].count(domain(devices[0]))
             machine = of_device_kind(devices[0].device_kind)  # None: its figures are not known
-            ledger.write(self.folder, machine and roofline(ledger, machine, joined))
-            lines = ledger.summary(machine and machine.hbm_bytes)
+            files.write(ledger, self.folder, machine and roofline(ledger, machine, joined))
+            lines = summary(ledger, machine and machine.hbm_bytes)
             lines += sent_over_network(ledger, jax.sharding.get_mesh())
             print_line("\n".join(map(wrapped, lines)))
             about = json.dumps(environment(lines), indent=1)
@@ -354,7 +358,8 @@ class Run:
             f"{first['step']}: loss {first['loss']}, gradient norm {first['grad_norm']}. None changed the weights; "
             + ("no checkpoint was saved yet" if saved is None else f"the last checkpoint is that after step {saved}")
             + f".\nThe {len(rows)} rows of step {first['step']} are {', '.join(rows[:4])}"
-            f"{', …' if len(rows) > 4 else ''}: {file} has all rows of all these steps. Look at them; then start again with "
+            f"{', …' if len(rows) > 4 else ''}: {file} has all rows of all these steps. Look at them; then start "
+            "again with "
             "other data, a lower training.learning_rate, or a higher training.max_consecutive_bad_steps."
         )
 

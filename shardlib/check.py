@@ -20,7 +20,7 @@ class Mark:
     """An operation or an annotation in the trace.
 
     Attributes:
-      said: what the source says there: the string, and numbers that are no operands.
+      said: what the source says there: the operation, its string, and numbers that are neither operands nor sizes.
       rule: from the states of the operands' leaves to those of the results'; it refuses.
       moves: the axes over which it sends.
       ranks: of the operands' leaves.

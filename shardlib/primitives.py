@@ -402,8 +402,9 @@ def _squeeze(equation):
 
 def _part(equation):
     row = []
-    for axes, size, out in zip(equation.rows[0], equation.shapes[0], equation.outs[0]):
-        if size != out:
+    for dim, (axes, size, out) in enumerate(zip(equation.rows[0], equation.shapes[0], equation.outs[0])):
+        at_index = equation.name == "dynamic_slice" and equation.is_one(0, dim) and not equation.states[1 + dim].zero
+        if size != out or at_index:
             _keep_whole(equation, "takes a part of" if out < size else "lengthens", axes, _INDEXED)
             axes = ()
         row.append(axes)
@@ -439,6 +440,8 @@ def _own_rows(equation, dimensions: Sequence[int], batching: dict[int, int]) -> 
     if places is None and indices and indices[-1] == 1:
         places = (equation.states[1].place,)
     own = dict(batching)
+    if places is None and equation.states[1].indices:
+        raise ShardingError(f"'{equation.name}' at {COUNTED}")
     for place, axis in zip(places or (), dimensions):
         if place is not None and place < len(indices) - 1 and indices[place] == table[axis]:
             own[axis] = place
@@ -461,13 +464,8 @@ def _gather(equation):
             indices[place] = agree(equation.name, [(axes,), (index,)], [size])[0]
             taken.add(place)
         elif gone or part != equation.shapes[0][axis]:
-            if not equation.is_one(0, axis):
-                _keep_whole(equation, "indexes", axes, _INDEXED)
-                axes = ()
-            if gone:
-                equation.drop(axes)
-            else:
-                window.append(axes)
+            _keep_whole(equation, "indexes", axes, _INDEXED)
+            window += [] if gone else [()]
         else:
             window.append(axes)
     window, others = iter(window), iter(indices)

@@ -15,9 +15,9 @@ ANOTHER = (
     "device's part"
 )
 # Parameters that are sizes, compared as those of results, and what is no number.
-_SIZES = frozenset("shape new_sizes sizes slice_sizes limit_indices dimensions length donated_invars name".split())
+_SIZES = frozenset("shape new_sizes sizes slice_sizes limit_indices length donated_invars name".split())
 # Where a device holds one row, JAX moves it in ways of its own.
-_MOVES = frozenset("broadcast_in_dim concatenate dynamic_slice gather reshape slice squeeze transpose".split())
+_MOVES = frozenset("broadcast_in_dim gather reshape squeeze".split())
 
 
 def inner_jaxprs(eqn) -> list:
@@ -32,7 +32,8 @@ def inner_jaxprs(eqn) -> list:
 
 def numbers(eqn) -> dict:
     """The parameters of an equation that say what it computes, but for sizes, as text: nan is nan."""
-    return {key: repr(value) for key, value in eqn.params.items() if key not in _SIZES and _is_plain(value)}
+    said = {key: repr(value) for key, value in eqn.params.items() if key not in _SIZES and _is_plain(value)}
+    return said | {"type": [str(getattr(out.aval, "dtype", None)) for out in eqn.outvars]}
 
 
 def _is_plain(value) -> bool:
@@ -61,8 +62,32 @@ def equal(one, other) -> bool:
     return np.array_equal(one, other, equal_nan=one.dtype.kind in "fc")
 
 
+def identical(one, other) -> bool:
+    """Whether two jaxprs are the same, sizes and constants included."""
+    consts = [getattr(each, "consts", ()) for each in (one, other)]
+    one, other = (getattr(each, "jaxpr", each) for each in (one, other))
+    same = dict(zip((*one.invars, *one.constvars), (*other.invars, *other.constvars)))
+
+    def alike(atom, beside):
+        if is_literal(atom) or is_literal(beside):
+            return is_literal(atom) and is_literal(beside) and equal(atom.val, beside.val)
+        return same.get(atom) is beside and atom.aval.shape == beside.aval.shape
+
+    if len(one.eqns) != len(other.eqns) or not all(map(equal, *consts)):
+        return False
+    for eqn, beside in zip(one.eqns, other.eqns):
+        inner = zip(inner_jaxprs(eqn), inner_jaxprs(beside))
+        if eqn.primitive is not beside.primitive or numbers(eqn) != numbers(beside):
+            return False
+        if not all(map(alike, eqn.invars, beside.invars)) or not all(identical(*pair) for pair in inner):
+            return False
+        same.update(zip(eqn.outvars, beside.outvars))
+    return all(map(alike, one.outvars, other.outvars))
+
+
 def require_same(here, check: Check, small, small_check: Check, known: list, line_of):
-    """Raises `ShardingError` where the trace on the user's mesh is another program than those that were walked.
+    """Raises `ShardingError` where the trace on the user's mesh, on which a device holds single elements, is another
+    program than those that were walked.
 
     A number may be another one only where the walk has seen that it depends on the mesh, since it differs between the
     `small` mesh and one device.
@@ -96,7 +121,7 @@ def require_same(here, check: Check, small, small_check: Check, known: list, lin
                 if marks[0].said != marks[1].said:
                     refuse(eqn, "another operation")
                 continue
-            found = [numbers(each) for each in eqns]
+            found = [numbers(each) | {"length": each.params.get("length")} for each in eqns]
             for key in found[0]:
                 if not _explained([each.get(key) for each in found], lambda a, b: a == b):
                     refuse(eqn, f"'{eqn.primitive.name}' with another {key}")

@@ -89,7 +89,7 @@ def _operate(name, text, operands, plan, execute, rule=None, new_sizes=None, sev
 
     context = _context(name, text, operands) if check is not None else ""  # now: the walk comes when the trace is over
     return _check.mark(
-        (name, text, *sorted((new_sizes or {}).items()), *with_),
+        (name, text, *with_),
         checked,
         functools.partial(execute, planned, axes),
         *operands,
@@ -878,7 +878,7 @@ def _make(name, text, dtype, value, sizes):
 
     value = jnp.asarray(value, _element(dtype))
     make = functools.partial(jnp.full, shape, dtype=_element(dtype))
-    return _check.mark((name, text, *sorted(sizes.items())), rule, make, value)
+    return _check.mark((name, text), rule, make, value)
 
 
 def local(spec: str | bytes, function, *operands, **sizes: int):
@@ -1011,10 +1011,11 @@ def value_and_grad(function, argnums: int | tuple[int, ...] = 0, has_aux: bool =
       ShardingError: for a loss that is no float scalar; in the check, for one that is the same along an axis (it would count
         once for each device).
     """
-    chosen = (argnums,) if isinstance(argnums, int) else argnums
 
     @functools.wraps(function)
     def differentiate(*args):
+        chosen = [index % len(args) for index in ((argnums,) if isinstance(argnums, int) else argnums)]
+
         def of_chosen(*weights):
             given = dict(zip(chosen, weights))
             return function(*(given.get(index, arg) for index, arg in enumerate(args)))

@@ -209,6 +209,7 @@ def line_of(error: BaseException) -> str:
 
 
 _WRITTEN = (jax.numpy, jax.nn, jax.lax, jax.random, jax.numpy.linalg)
+_TAKE_FUNCTIONS = {"map", "scan", "cond", "switch", "while_loop", "fori_loop", "associative_scan"}
 
 
 def spoken_name(eqn) -> str | None:
@@ -217,6 +218,8 @@ def spoken_name(eqn) -> str | None:
     users = next((index for index, frame in enumerate(frames) if is_users(frame.file_name)), 0)
     for frame in reversed(frames[:users]):
         name = frame.function_name.rpartition(".")[2]
-        if not name.startswith("_") and any(callable(getattr(module, name, None)) for module in _WRITTEN):
+        if name.startswith("_") or name in _TAKE_FUNCTIONS:
+            continue
+        if any(callable(getattr(module, name, None)) for module in _WRITTEN):
             return name
     return None

@@ -51,7 +51,7 @@ class State:
 
     def plain(self, dims: Dims) -> "State":
         """The same along each axis, with other dims."""
-        return State(dims, self.split, self.pending, self.alone, sized=self.sized)
+        return State(dims, self.split, self.pending, self.alone, sized=self.sized, indices=self.indices)
 
 
 def whole(rank: int) -> Dims:
@@ -196,7 +196,8 @@ def merged(states: Sequence[State]) -> State:
                 f"a value that is one device's own along {axis} (its dim '{axis}/{axis}' was dropped) meets one with a "
                 f"dim that is split over {axis}: each device would pair them by its own index"
             )
-    return State((), split, alone=alone, sized=any(state.sized for state in states))
+    sized, indices = any(state.sized for state in states), any(state.indices for state in states)
+    return State((), split, alone=alone, sized=sized, indices=indices)
 
 
 def dual(state: State, axes: frozenset[str]) -> State:
@@ -207,7 +208,7 @@ def dual(state: State, axes: frozenset[str]) -> State:
 def require_dual(state: State, of: State, axes: frozenset[str], sizes, what: str):
     """Raises `ShardingError` if a gradient, or a cotangent, is not of the dual type of a value."""
     expected = dual(of, axes)
-    if state.sized:
+    if state.sized or of.sized:
         raise ShardingError(f"{what} depends on how many devices there are, like the size of a device's part")
     if state.zero:
         return

@@ -46,6 +46,8 @@ def typed(function):
 
 
 def _rewritten(function):
+    if inspect.isgeneratorfunction(function):
+        raise ShardingError(f"{function.__name__} is a generator: what it yields cannot be typed")
     try:
         lines, first = inspect.getsourcelines(function)
     except OSError:
@@ -114,6 +116,7 @@ class _Rewrite(ast.NodeTransformer):
     def visit_FunctionDef(self, node):
         _read.add((self.file, node.lineno))
         node.body = self.body(node)
+        node.decorator_list = [each for each in node.decorator_list if ast.unparse(each).rpartition(".")[2] != "typed"]
         node.decorator_list.append(ast.copy_location(ast.Name(_NESTED, ast.Load()), node))
         return node
 

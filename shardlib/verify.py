@@ -82,7 +82,13 @@ def verify(function, axes: dict[str, int], arguments: list, in_specs: list[Spec]
         except ShardingError as error:
             raise error.extended(f"  while it was checked with {short}, for several elements on each device") from None
     here, traced = trace(axes)
-    require_same(traced, here, small, many, known, first.where)
+    try:
+        Walk(here, _traced, beside=first.check)(traced, starts, known[-1])
+    except ShardingError as error:
+        if ANOTHER not in str(error) or not any(_single(shape, spec, axes) for shape, _, spec in given):
+            where = ", ".join(f"{axis}={size}" for axis, size in axes.items())
+            raise error.extended(f"  on the mesh {where}: it was accepted on the check's own") from None
+        require_same(traced, here, small, many, known, first.where)
     if here.gradients:
         trace(axes, marking=False)
     return many.proved, functions
@@ -92,6 +98,11 @@ def _part(shape, dtype, spec: Spec, axes: dict[str, int]):
     """What one device holds of an array; a dim that is named like an axis has that axis' size."""
     sizes = [axes[dim.name] if dim.name in axes else size for dim, size in zip(spec.dims, shape, strict=True)]
     return jax.ShapeDtypeStruct(tuple(size // parts(dim, axes) for dim, size in zip(spec.dims, sizes)), dtype)
+
+
+def _single(shape, spec: Spec, axes: dict[str, int]) -> bool:
+    """Whether a device holds one element of a dim that is split."""
+    return any(size == parts(dim, axes) > 1 for dim, size in zip(spec.dims, shape, strict=True))
 
 
 def _traced(function, check: Check, arguments: list):

@@ -10,7 +10,7 @@ import numpy as np
 from shardlib.check import Check, Mark, during, mark_of
 from shardlib.mesh import function_of, scan_counts, trace_with_axes
 from shardlib.primitives import Equation, apply, require_uniform
-from shardlib.same import ANOTHER, equal, inner_jaxprs, is_literal, numbers
+from shardlib.same import ANOTHER, equal, identical, inner_jaxprs, is_literal, numbers
 from shardlib.spec import ShardingError, is_users, spoken_name
 from shardlib.states import Made, State, agree, describe, dual, join, merged, require_dual, whole
 
@@ -106,11 +106,11 @@ class Walk:
             return None
         other = twin.eqns[index] if index < len(twin.eqns) else None
         name, what = eqn.primitive.name, None
-        if other is None or other.primitive is not eqn.primitive or len(other.invars) != len(eqn.invars):
+        if other is None or other.primitive is not eqn.primitive or _ranks(other) != _ranks(eqn):
             what = f"'{name}' is not in both"
         elif (mark := mark_of(eqn, self.check)) is not None:
             like = mark_of(other, self.beside)
-            if like is None or (like.said != mark.said and not self.check.schedule):
+            if like is None or like.said != mark.said:
                 what = "another operation"
         elif not self.check.schedule and (ours := numbers(eqn)) != (theirs := numbers(other)):
             key = next(key for key in ours if ours[key] != theirs.get(key))
@@ -118,7 +118,8 @@ class Walk:
         if what is not None:
             raise ShardingError(
                 f"{ANOTHER} ({what})\n"
-                "  fix: lax.scan or lax.fori_loop for turns; shardops.axis_size says how many devices there are"
+                "  fix: lax.scan or lax.fori_loop for turns, lax.dynamic_slice for slots; shardops.axis_size says how many "
+                "devices there are"
             )
         return other
 
@@ -210,19 +211,15 @@ class Walk:
         """Walks a backward rule that the program brings along: from cotangents of the dual types it must make gradients
         of the dual types, and send nothing. `twin` is the same equation on one device, and its jaxpr."""
         axes = frozenset(self.check.axes)
-        operands = [index for index, atom in enumerate(eqn.invars) if not hasattr(atom, "val")]
-        # What it closes over comes first; that has no gradient.
-        operands_proper = [index for index in operands if index >= eqn.params.get("num_consts", 0)]
-        moved = [index for index in operands_proper if jnp.issubdtype(eqn.invars[index].aval.dtype, jnp.inexact)]
-        given = [index for index, out in enumerate(eqn.outvars) if jnp.issubdtype(out.aval.dtype, jnp.inexact)]
+        operands, moved, given = _differentiated(eqn)
         if not moved or not given:
             return
         duals = [dual(results[index], axes) for index in given]
         outer = self.backward, self.check.proved
         self.backward = True
         try:
-            traced = self.trace_backward(self.check, eqn, jaxpr, moved, given)
-            other = None if twin is None else self.trace_backward(self.beside, *twin, moved, given)
+            traced = self.trace_backward(self.check, eqn, jaxpr)
+            other = None if twin is None else self.trace_backward(self.beside, *twin)
             found = self.jaxpr(traced, [*(states[index] for index in operands), *duals], other)
             for index, state in zip(moved, found, strict=True):
                 sizes = eqn.invars[index].aval.shape
@@ -230,10 +227,10 @@ class Walk:
         finally:
             self.backward, self.check.proved = outer
 
-    def trace_backward(self, check, eqn, jaxpr, moved, given):
+    def trace_backward(self, check, eqn, jaxpr):
         """The forward and the backward rule: operands and cotangents to gradients."""
-        function, operands = function_of(eqn, jaxpr), [atom for atom in eqn.invars if not hasattr(atom, "val")]
-        positions = [operands.index(eqn.invars[index]) for index in moved]
+        operands, moved, given = _differentiated(eqn)
+        function, positions = function_of(eqn, jaxpr), [operands.index(index) for index in moved]
 
         def pull(*values):
             values, cotangents = list(values[: len(operands)]), list(values[len(operands) :])
@@ -246,8 +243,21 @@ class Walk:
 
             return jax.vjp(forward, *(values[position] for position in positions))[1](cotangents)
 
-        atoms = (*operands, *(eqn.outvars[index] for index in given))
+        atoms = (*(eqn.invars[index] for index in operands), *(eqn.outvars[index] for index in given))
         return self.trace(pull, check, [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in atoms])
+
+    def axis_names(self, jaxpr) -> set[str]:
+        """The axes that a function which is local to a device names, in its rules for gradients too."""
+        jaxpr, found = getattr(jaxpr, "jaxpr", jaxpr), set()
+        for eqn in jaxpr.eqns:
+            found |= _axis_names(eqn.params)
+            for inner in inner_jaxprs(eqn):
+                found |= self.axis_names(inner)
+            if eqn.primitive.name.startswith("custom_") and not self.backward and all(_differentiated(eqn)):
+                self.backward = True
+                found |= self.axis_names(self.trace_backward(self.check, eqn, jaxpr))
+                self.backward = False
+        return found
 
     def sends_in_rule(self, axes) -> str:
         return (
@@ -298,16 +308,22 @@ class Walk:
                 "an operation or an annotation under jax.vmap: its string does not name the mapped dim\n"
                 "  fix: write the dim in the string, or use jax.lax.scan or map"
             )
-        elif any(state.split or state.pending or state.sized for state in closed_over):
+        elif any(state.split or state.pending or state.sized or state.indices for state in closed_over):
             error = (
                 "a function that is local to a device takes a value from outside that is not the same everywhere\n"
                 "  fix: pass it as an operand, with its type"
             )
-        elif mark.sealed and (foreign := _all_axis_names(eqn.params["jaxpr"]) & set(self.check.axes)):
+        elif mark.sealed and (foreign := self.axis_names(eqn.params["jaxpr"]) & set(self.check.axes)):
             error = (
                 f"a function that is local to a device sends over {', '.join(sorted(foreign))}: write the transfer as "
                 "an operation with a string"
             )
+        elif mark.sealed and twin is not None and not any(state.split or state.pending for state in operands):
+            if not identical(eqn.params["jaxpr"], twin.params["jaxpr"]):
+                error = (
+                    "a function that is local to a device, of operands that are the same everywhere, is another one on "
+                    "another number of devices: a number that it takes from outside depends on that"
+                )
         if error is None:
             try:
                 results = mark.rule(operands)
@@ -394,7 +410,7 @@ class Walk:
         if not decides.split:
             return state
         split, alone = state.split | decides.split, state.alone | (decides.split - state.split)
-        return State(state.dims, split, state.pending, alone, sized=state.sized)
+        return State(state.dims, split, state.pending, alone, sized=state.sized, indices=state.indices)
 
     def fixed_point(self, body, start, sizes):
         while True:
@@ -425,11 +441,15 @@ def _axis_names(params) -> set[str]:
     return found
 
 
-def _all_axis_names(jaxpr) -> set[str]:
-    """The same of all equations of a jaxpr and of those within."""
-    found = set()
-    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        found |= _axis_names(eqn.params)
-        for inner in inner_jaxprs(eqn):
-            found |= _all_axis_names(inner)
-    return found
+def _ranks(eqn) -> list[int]:
+    return [len(getattr(atom.aval, "shape", ())) for atom in (*eqn.invars, *eqn.outvars)]
+
+
+def _differentiated(eqn) -> tuple[list[int], list[int], list[int]]:
+    """Of a function with rules for its gradients: the operands that are no literals; those that have a gradient, which
+    what it closes over has not; the results that have a cotangent."""
+    operands = [index for index, atom in enumerate(eqn.invars) if not is_literal(atom)]
+    proper = [index for index in operands if index >= eqn.params.get("num_consts", 0)]
+    moved = [index for index in proper if jnp.issubdtype(eqn.invars[index].aval.dtype, jnp.inexact)]
+    given = [index for index, out in enumerate(eqn.outvars) if jnp.issubdtype(out.aval.dtype, jnp.inexact)]
+    return operands, moved, given

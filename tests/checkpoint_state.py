@@ -7,7 +7,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from runtime.checkpoints import Checkpoints
+from runtime.checkpoints.directory import Checkpoints
 
 
 @jax.tree_util.register_dataclass

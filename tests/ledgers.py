@@ -8,8 +8,8 @@ import jax
 import numpy as np
 
 import train
-from ledger.step import Ledger, of_step
-from runtime.config import load
+from ledger.count.step import Ledger, of_step
+from runtime.config.command_line import load
 
 
 def traced(module, config) -> jax.stages.Traced:

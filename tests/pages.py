@@ -84,8 +84,8 @@ MESH_OF_RECIPE = {"Another axis of the mesh": {"r": 2, "d": 4, "t": 2}}
 @contextlib.contextmanager
 def recipe(title, folder):
     """train.py changed as a section says. Inside, TokenBatch is as it says too."""
-    (folder / "runtime").mkdir(parents=True)
-    for file in ("train.py", "runtime/data.py"):
+    (folder / "runtime/data").mkdir(parents=True)
+    for file in ("train.py", "runtime/data/batches.py"):
         shutil.copy(ROOT / file, folder / file)
     text = folder / "train.py"
     for language, body in section("docs/changing.md", title):
@@ -93,8 +93,8 @@ def recipe(title, folder):
             subprocess.run(body, shell=True, cwd=folder, check=True)
         elif language == "diff":
             text.write_text(changed(text.read_text(), body))
-    data = folder / "runtime/data.py"
-    with mock.patch.dict(sys.modules, {"runtime.data": module_of(data, data.read_text())}):
+    data = folder / "runtime/data/batches.py"
+    with mock.patch.dict(sys.modules, {"runtime.data.batches": module_of(data, data.read_text())}):
         yield text.read_text()
 
 

@@ -29,7 +29,7 @@ def prove(function, mesh=MESHES[0], sizes=SIZES) -> int:
     """Checks a function for arguments as its annotations say; returns the number of claims. The second witness, where
     the mesh has no axis of one device, must agree."""
     parameters = inspect.signature(function, eval_str=True).parameters.values()
-    arguments = [abstract(parameter.annotation, sizes) for parameter in parameters]
+    arguments = [abstract(parameter.annotation, sizes | mesh) for parameter in parameters]
     abstract_mesh = jax.sharding.AbstractMesh(tuple(mesh.values()), tuple(mesh))
     claims = typed_shard_map(function).check(abstract_mesh, *arguments)
     if min(mesh.values()) > 1:

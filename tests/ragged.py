@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from runtime.errors import RunError
-from runtime.flat_tokens import open_split
+from runtime.data.flat_tokens import open_split
+from runtime.terminal import RunError
 from shardlib.mesh import make_mesh
 
 EXAMPLE = [np.array(ids) for ids in ([1, 2], [3, 4, 5], [6, 7, 8])]  # of the format's description
@@ -60,4 +60,6 @@ def assert_refuses(message, function, *args, **kwargs):
 
 def read_from_chunks(monkeypatch):
     """Makes loaders read from chunks also what is small enough to be kept in memory."""
-    monkeypatch.setattr("runtime.data.open_split", lambda path, split: open_split(path, split, resident_bytes=0))
+    monkeypatch.setattr(
+        "runtime.data.batches.open_split", lambda path, split: open_split(path, split, resident_bytes=0)
+    )

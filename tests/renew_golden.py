@@ -15,7 +15,7 @@ from pathlib import Path
 import jax
 
 import train
-from runtime.config import run
+from runtime.config.command_line import run
 from tools.compare import is_measured
 
 FOLDER = Path(__file__).resolve().parent / "golden"

@@ -12,8 +12,8 @@ import numpy as np
 import reference
 
 import train
-from runtime.config import run
-from runtime.data import TokenBatch
+from runtime.config.command_line import run
+from runtime.data.batches import TokenBatch
 from shardlib.mesh import make_mesh
 from shardlib.shardtypes import make_shardings, typed_shard_map
 

@@ -8,9 +8,9 @@ import jax
 import pytest
 import small
 from renew_golden import FOLDER, NAME, RUN
-from test_trackers import tensorboard_curves
 
-from runtime.report import read_run
+from runtime.tracking.recorded import read_run
+from tests.runtime.tracking.test_trackers import tensorboard_curves
 from tools.compare import equal
 
 # Relative. With and without XLA:CPU's optimizations the values differ by 4e-6, with SSE 4.2 instead of AVX2 by 5e-7. A larger

@@ -26,6 +26,7 @@ from shardlib.shardtypes import (
     i32,
     pytree_dataclass,
     typed_shard_map,
+    u32,
 )
 from shardlib.typed import typed
 
@@ -226,6 +227,23 @@ WRONG = {
     "H12 an attribute": ([f32['B/d M/t']], f32['B/d M/t'], attribute, "local holder.total"),
     "H12 nested dataclasses": ([f32['B/d M/t']], f32['B/d'], lambda x: typed_total(Outer((Inner(forgotten(x)),))), "inner/0/total"),
     "H12 a list in a dataclass": ([f32['B/d M/t']], f32['B/d'], lambda x: typed_list(Listed([shardops.zeros('B/d', f32), forgotten(x)])), "sums/1"),
+    # Numbers and values that differ from mesh to mesh on other ways
+    "a local size out of jit": ([f32['B/d M']], f32['B/d'], lambda x: (lambda r: r[0] / r[1])(jax.jit(lambda x: (jnp.sum(x, axis=1), jnp.float32(x.shape[0])))(x)), "a number that depends on how many devices there are"),
+    "a local size out of a scan": ([f32['B/d M'], f32['L']], f32['L'], lambda x, y: lax.scan(lambda c, r: (c, float(x.shape[0])), 0.0, y)[1], "a number that depends on how many devices there are"),
+    "full of a local size": ([f32['B/d M']], f32[''], lambda x: shardops.full('', 1.0 / x.shape[0], f32), "a number that depends on how many devices there are"),
+    "turned by a local size": ([f32['B/d M']], f32['B/d M'], lambda x: shardops.regroup('d/d b M -> B/d M', shardops.ppermute('d/d b M -> d/d b M', shardops.regroup('B/d M -> d/d b M', x), x.shape[0] + 1)), "another operation"),
+    "counted positions under vmap": ([f32['B/d L/t'], f32['L M']], f32['L/t M'], lambda x, table: jax.vmap(lambda i: lax.dynamic_index_in_dim(table, i, keepdims=False))(jnp.arange(x.shape[1])), "positions that each device counts from 0|'L/t M' says L/t, but that dim is whole in the value"),
+    "counted positions in a longer table": ([f32['L M'], i32['B/d']], f32['B/d'], lambda table, i: table[jnp.arange(i.shape[0]), i], "positions that each device counts from 0"),
+    "the diagonal of all pairs": ([f32['B/d M'], f32['N M']], f32['B/d'], lambda x, queue: (lambda logits: logits[jnp.arange(x.shape[0]), jnp.arange(x.shape[0])])(x @ jnp.concatenate([shardops.all_gather('B/d M -> B M', x), queue]).T), "positions that each device counts from 0|two dims that are split over d|lie differently"),
+    "a branch of one device's own": ([f32['B/d M']], f32['B/d M'], lambda x: lax.cond(shardops.index('d')[0] == 0, lambda: x * 2, lambda: x), "each device would pair them by its own index"),
+    "turns of one device's own": ([f32['B/d M']], f32['B/d M'], lambda x: lax.fori_loop(0, shardops.index('d')[0], lambda i, c: c * 2, x), "each device would pair them by its own index"),
+    "whole numbers that wrap": ([u32['B/d M']], f32[''], lambda x: shardops.psum('+d -> ', shardops.sum_unreduced('B/d M -> +d', x).astype(jnp.float32)), "which is not linear, of a value that is pending over d"),
+    "made to size, reshaped": ([f32['B/d M'], f32['M']], f32['M B/d'], lambda x, y: jnp.broadcast_to(y[None], x.shape).reshape(x.shape[1], x.shape[0]), "'reshape' reshapes a dim that is made to the size of a device's part"),
+    "the gradient of a loss by a local size": ([f32['B/d M/t']], f32['B/d M/t'], loss_of(lambda x: x / x.shape[0]), "depends on how many devices there are"),
+    "local, by a local size": ([f32['B/d M'], f32['M']], f32['M'], lambda x, y: shardops.local('M -> M', lambda y: y / x.shape[0], y), "a number that it takes from outside depends on that"),
+    "coordinates out of a scan": ([f32['B/d M'], i32['B/d']], i32['B/d 2'], lambda x, i: lax.scan(lambda k, _: (k, jnp.concatenate([jnp.arange(x.shape[0])[:, None], i[:, None]], axis=1)), 0, None, length=2)[1][0], "positions that each device counts from 0"),
+    "a rule in local that sends": ([f32['M/d']], f32['M/d'], lambda x: shardops.local('M/d -> M/d', own_vjp(lambda x: 2 * x, lambda r, g: (2 * lax.psum(g, 't'),)), x), "a function that is local to a device sends over t"),
+    "a backward rule that closes over a value": ([f32['B/d M'], f32['B/d']], f32['B/d M'], lambda x, s: own_vjp(lambda x: x * 2, lambda r, g: (g * s[:, None],))(x), "a jax.custom_vjp closes over a value of the program"),
 }  # fmt: skip
 
 
@@ -256,14 +274,74 @@ def test_python_that_asks_for_a_local_size():
         return jnp.sin(x) + 1
 
     assert prove(by_size, dict(d=2, t=2)) > 0
+
+    def by_threshold(x: f32['B/d M']) -> f32['B/d']:
+        return jnp.sum(lax.top_k(x, min(4, x.shape[0]))[0], axis=1)
+
+    assert prove(by_threshold, dict(d=2, t=2)) > 0
+    assert "'top_k' with another k" in refusal(by_threshold, dict(d=8, t=1))
     text = refusal(by_size, dict(d=8, t=1))
     assert "another program is traced for another number of devices: what is computed must not depend" in text
-    assert "and is not proved for d=8, t=1\n  at " in text and "test_holes.py:" in text
+    assert "test_holes.py:" in text and "on the mesh d=8, t=1: it was accepted on the check's own" in text
+
+    def other_values(x: f32['B/d M'], y: f32['B/d M']) -> f32['B/d M']:
+        a, b = (x, y) if x.shape[0] > 10 else (y, x)
+        return a - b
+
+    def another_type(x: f32['B/d M']) -> f32['B/d M']:
+        return x.astype(jnp.bfloat16 if x.shape[0] > 10 else jnp.float16).astype(jnp.float32)
+
+    def reversed_dim(x: f32['B/d L M']) -> f32['B/d L M']:
+        return lax.rev(x, (1,) if x.shape[0] > 10 else (2,))
+
+    def some_turns(x: f32['B/d M']) -> f32['B/d M']:
+        return lax.fori_loop(0, min(4, x.shape[0]), lambda i, c: c * 2.0, x)
+
+    def some_columns(x: f32['B/d M']) -> f32['B/d']:
+        return jnp.max(x[:, : min(4, x.shape[0])], axis=1)
+
+    for function in (other_values, another_type, reversed_dim):
+        assert "another program is traced for another number of devices" in refusal(function), function
+    for function in (some_turns, some_columns):
+        assert prove(function, dict(d=2, t=2)) > 0
+        assert refusal(function, dict(d=8, t=1)), function
+
+
+def test_two_rows():
+    """With two rows a device holds one: the check makes the batch longer for itself, and sees what depends on its size."""
+    sizes = SIZES | {"B": 2}
+
+    def right(x: f32['B/d M'], i: i32['B/d']) -> f32['B/d']:
+        return jnp.take_along_axis(x, i[:, None] % 64, axis=1)[:, 0]
+
+    def wrong(x: f32['B/d M'], i: i32['B/d']) -> f32['B/d']:
+        return right(x, i) / x.shape[0]
+
+    right = typed(right)
+    for mesh in (dict(d=1, t=1), dict(d=2, t=1), dict(d=2, t=2)):
+        assert prove(right, mesh, sizes) > 0
+        assert "a number that depends on how many devices there are" in refusal(wrong, mesh, sizes)
+
+
+def test_a_program_that_does_not_expect_the_checks_mesh():
+    """What a program raises on the check's own mesh alone is a refusal that says on which."""
+
+    def asserts(x: f32['B/d M']) -> f32['B/d M']:
+        assert x.shape[0] != 8, "not eight"
+        return x
+
+    text = refusal(asserts)
+    assert (
+        "not eight\n  while the check traced it for d=2, t=2\n  at " in text
+        or "while the check traced it for d=2" in text
+    )
 
 
 def test_annotations_without_a_value():
     """An annotated local without a value is refused where it stands: nobody could read it."""
-    with pytest.raises(ShardingError, match=r"'y: f32\['B/d'\]' has no value here: annotate y where it is assigned\n  at "):
+    with pytest.raises(
+        ShardingError, match=r"'y: f32\['B/d'\]' has no value here: annotate y where it is assigned\n  at "
+    ):
 
         @typed
         def later(x: f32['B/d M']) -> f32['B/d M']:

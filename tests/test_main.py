@@ -13,8 +13,8 @@ import small
 
 import tools.write_synthetic_dataset as tool
 import train
-from runtime.config import load
-from runtime.flat_tokens import write_split
+from runtime.config.command_line import load
+from runtime.data.flat_tokens import write_split
 
 TINY = [
     "model.d_model=32", "model.n_kv=4", "model.d_head=8", "model.d_ff=64", "training.tokens.batch=16", "training.tokens.len=32",
@@ -134,7 +134,7 @@ def test_the_small_job_goes_on_bit_for_bit(tmp_path):
     assert len(whole) == 50 and losses(tmp_path / "halves") == whole
     lines = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
     (*_, validation) = (line for line in lines if "validation_loss" in line)
-    corpus = tool.generate(load(tool.Synthetic, "write_synthetic_dataset", []), "validation")
+    corpus = tool.generate(load(tool.Synthetic, None, []), "validation")
     assert validation["validation_loss"] < tool.unigram_entropy(corpus.tokens)
 
 
@@ -198,8 +198,8 @@ def test_a_run_of_a_wrong_program_ends_like_one_on_bad_input(forgotten_reduction
     """Without check_only too: status 1, the check's message with the line, no traceback."""
     assert start(monkeypatch, f"paths.root_working_dir={tmp_path}") == 1
     printed = capsys.readouterr().err
-    assert printed.startswith("error: dim M/t ") and "Traceback" not in printed
-    assert re.search(r"\n  at .*train\.py:\d+\n$", printed) and printed.count("\n") < 10
+    assert printed.startswith("error: 'B/d L M/t' says split along t") and "Traceback" not in printed
+    assert re.search(r"\n  at .*train\.py:\d+\n", printed) and printed.count("\n") < 10
 
 
 def test_an_argument_of_another_type_ends_a_run_like_bad_input(monkeypatch, capsys, tmp_path):

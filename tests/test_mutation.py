@@ -1,5 +1,5 @@
-"""Every wrong communication program made by mutation is refused, with its line: of train.py, of the tutorial, and of the
-copies of train.py that docs/changing.md makes.
+"""Every wrong communication program made by mutation is refused, with its line: of train.py, of the tutorial, and of
+the copies of train.py that docs/changing.md makes.
 
 No mutant means the same as the original: even a maximum taken twice is refused, since its dim is gone after the first.
 """

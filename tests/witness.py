@@ -60,7 +60,7 @@ def agreed_claims(function, mesh, *arguments) -> int:
 # -- Claims become names in the trace ----------------------------------------------------------------------------------
 @contextlib.contextmanager
 def _claims_in_the_trace():
-    """Inside, a value of a type that is said, by an annotation or a string, has a name in the trace that says it too."""
+    """Inside, a value whose type is said, by an annotation or a string, has a name in the trace that says it too."""
     arrays = inspect.getmodule(shardtypes.check)
     check = arrays.check
 

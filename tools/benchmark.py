@@ -6,14 +6,16 @@
     python -m tools.benchmark compare=runs/benchmark/old.jsonl                      # its jobs once more; status 1: slower
     python -m tools.benchmark compare=old.jsonl new=new.jsonl                       # two files, nothing runs
 
-Each job is a process of its own: train.py's step on random tokens, compiled anew, on one host. On an accelerator the mesh
-becomes that of all devices there are, with the config's `t` as far as it divides them.
+Each job is a process of its own: train.py's step on random tokens, compiled anew, on one host. On an accelerator the
+mesh becomes that of all devices there are, with the config's `t` as far as it divides them.
 
 An accelerator is timed without synchronization: WARM_UP_STEPS and `steps` are dispatched as in training, up to
-PROGRAMS_IN_FLIGHT ahead, and a step's time is that between its end and the end of the one before. A CPU's step is waited
-for, and followed by PRODUCTS products of 1024³ in bfloat16 and as many in float32, with the machine to themselves: the
-speed of a shared machine drifts from minute to minute, so the step's rate (6 × parameters × tokens per second) is divided
-by that of the bfloat16 product at that moment, and `share_of_matmul` is the median of these shares.
+PROGRAMS_IN_FLIGHT ahead, and a step's time is that between its end and the end of the one before. A CPU's step is
+waited for, and followed by PRODUCTS products of 1024³ in bfloat16 and as many in float32, with the machine to
+themselves: the speed of a shared machine drifts from minute to minute, so the step's rate (6 × parameters × tokens per
+second) is divided by that of the bfloat16 product at that moment, and `share_of_matmul` is the median of these shares.
+
+Expect four minutes on two cores for the CPU jobs. docs/performance.md explains the figures.
 """
 
 import collections
@@ -37,22 +39,22 @@ import jax.numpy as jnp
 import numpy as np
 from hydra.core.global_hydra import GlobalHydra
 
-import runtime.config
 import train
-from ledger.check import peak_bytes
-from ledger.hardware import of_device_kind
-from ledger.page import gigabytes
-from ledger.roofline import roofline
-from ledger.step import of_step
-from runtime.cluster import find_devices
-from runtime.config_checks import check_combinations
-from runtime.data import TokenBatch
-from runtime.errors import RunError, print_error, refusals
-from runtime.profiling import PROFILED_STEPS, SETTLING_STEPS, Profiler
-from runtime.report import environment
+from ledger.compiled.check import peak_bytes
+from ledger.count.step import of_step
+from ledger.machines.hardware import of_device_kind
+from ledger.machines.roofline import roofline
+from ledger.units import gigabytes
+from runtime.cluster.processes import find_devices, prepare_devices
+from runtime.cluster.tuning import options
+from runtime.config import command_line
+from runtime.config.checks import check_combinations
+from runtime.data.batches import TokenBatch
 from runtime.run import PROGRAMS_IN_FLIGHT, RUNS_ONCE, start, with_shardings
-from runtime.tracking import memory
-from runtime.tuning import options
+from runtime.terminal import RunError, print_error, refusals
+from runtime.tracking.metrics import memory
+from runtime.tracking.profiling import PROFILED_STEPS, SETTLING_STEPS, Profiler
+from runtime.tracking.report import environment
 from shardlib.shardtypes import make_shardings
 from tools.benchmark_table import Line, compared, read, table
 
@@ -65,15 +67,15 @@ PROCESSES = multiprocessing.get_context("spawn")
 
 @dataclass(frozen=True, kw_only=True)
 class Benchmark:
-    """The keys of configs/benchmark.yaml, which also says what they are for."""
-
+    # each a config of training, or one with overrides: "c4_h200x1_1b training.microbatches=2"
     configs: tuple[str, ...] = ()
-    device: str | None = None
-    steps: int = 20
-    profile: bool = False
-    file: str | None = None
+    device: str | None = None  # cpu: not the accelerator; without configs it runs the three jobs for a CPU
+    steps: int = 20  # timed, after those that warm up
+    profile: bool = False  # also a trace of three steps, beside the file
+    file: str | None = None  # where the lines go; null: runs/benchmark/ and the time
+    # an older file: without configs its jobs run again; status 1 when one got slower than the spread explains
     compare: str | None = None
-    new: str | None = None
+    new: str | None = None  # with compare: the file that is compared with it, in the place of running anything
 
 
 def main(config: Benchmark) -> None:
@@ -151,16 +153,17 @@ def config_of(job: str) -> train.Config:
     if not job.strip():
         raise RunError('configs: "" is no job: expected the name of a config, or one with overrides, "NAME KEY=VALUE"')
     name, *overrides = job.split()
-    return runtime.config.load(train.Config, name, ["num_hosts=1", *overrides])
+    return command_line.load(train.Config, name, ["num_hosts=1", *overrides])
 
 
 def measure(benchmark: Benchmark, job: str, folder: Path, sender: Connection) -> None:
-    """In a process of its own: sends the job's line and what else is to be said; then it profiles, if that is asked for."""
+    """In a process of its own: sends the job's line and what else is to be said; then it profiles, if that is asked
+    for."""
     try:
         if benchmark.device == "cpu":
             jax.config.update("jax_platforms", "cpu")
         config = config_of(job)
-        runtime.config.prepare_devices(config)
+        prepare_devices(config)
         jax.config.update("jax_enable_compilation_cache", False)  # else compile_s would be that of reading a file
         config = on_devices(config, len(find_devices()), jax.default_backend())
         mesh = start(config)
@@ -327,9 +330,11 @@ def cpu_notes(ledger, times: list[float], rates: dict, shares: list[float]) -> l
         ledger.hardware_flops / rate / s for s, rate in zip(times, rates["bfloat16"], strict=True)
     )
     return [
-        f"share of the bfloat16 product {middle:.3f}, half of the steps between {first:.3f} and {third:.3f}; of the float32 "
+        f"share of the bfloat16 product {middle:.3f}, half of the steps between {first:.3f} and {third:.3f}; of the "
+        "float32 "
         f"product {of_float32:.3f}; steps from {min(times):.3f} to {max(times):.3f} s",
-        f"all {ledger.hardware_flops / 1e9:.1f} GFLOP of products that run would take {products:.1%} of the step at the bfloat16 "
+        f"all {ledger.hardware_flops / 1e9:.1f} GFLOP of products that run would take {products:.1%} of the step at "
+        "the bfloat16 "
         "product's rate",
     ]
 
@@ -353,4 +358,4 @@ def processor() -> str:
 
 
 if __name__ == "__main__":
-    runtime.config.run(main, Benchmark, "benchmark")
+    command_line.run(main, Benchmark)

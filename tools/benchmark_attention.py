@@ -1,13 +1,13 @@
 """Times the attention kernels on the device at hand and holds them against plain products, a JSON line each.
 
     python -m tools.benchmark_attention                                # the c4 models' heads: 64 rows of 1024, 16 × 128
-    python -m tools.benchmark_attention --rows 1 --length 32768 --segments 64 --kernels cudnn cudnn_masked
+    python -m tools.benchmark_attention --rows 1 --length 32768 --segments 64 --kernels blockwise cudnn_masked jax_masked
     JAX_PLATFORMS=cpu python -m tools.benchmark_attention --length 128 --heads 4 --d_head 32 --kernels einsum blockwise
 
-Times are in seconds, of one run: the median of five times `runs` of them. `tflops_per_s` counts what the model needs (half
-of the pairs of positions, two products forward and four backward); `distance` is that of o and of the gradients of q, k
-and v from float32 products, norm over norm, on one row; `temporary_bytes` is XLA's memory besides operands and results,
-on a GPU with what cuDNN asks for.
+Times are in seconds, of one run: the median of five times `runs` of them. `tflops_per_s` counts what the model needs
+(half of the pairs of positions, two products forward and four backward); `distance` is that of o and of the gradients
+of q, k and v from float32 products, norm over norm, on one row; `temporary_bytes` is XLA's memory besides operands and
+results, on a GPU with what cuDNN asks for.
 """
 
 import argparse

@@ -1,12 +1,15 @@
-"""Measures the loader: tokens/s from a warm local disk and from an object store, its memory, and how long steps wait for it.
+"""Measures the loader: tokens/s from a warm local disk and from an object store, its memory, and how long steps wait
+for it.
 
     python -m tools.benchmark_loader                                    # 64 × 1024 tokens a batch
     python -m tools.benchmark_loader object_store=true seconds=5
     python -m tools.benchmark_loader path=my.zarr length=256            # a data set of your own
 
-Batches go through `Loader.load()` onto one device, as in training, and are waited for there. Chunks are decoded each time: arrays that are
-small enough to be kept in memory are not. Each row of the table is a process of its own, so that its peak of memory is its own. `cpu` is processor time over all threads
-for each token: where other programs use the machine too it is the steadier figure; a core does at most 1000 / cpu million tokens a second.
+Batches go through `Loader.load()` onto one device, as in training, and are waited for there. Chunks are decoded each
+time: arrays that are small enough to be kept in memory are not. Each row of the table is a process of its own, so that
+its peak of memory is its own. `cpu` is processor time over all threads for each token: where other programs use the
+machine too it is the steadier figure; a core does at most 1000 / cpu million tokens a second. Expect a minute, and 150
+MB of disk, which are freed at the end; object_store=true needs s3fs, moto, flask and flask-cors.
 """
 
 import contextlib
@@ -26,10 +29,10 @@ import fsspec
 import jax
 import numpy as np
 
-import runtime.config
-from runtime.data import Loader
-from runtime.errors import RunError
-from runtime.flat_tokens import open_split, write_split
+from runtime.config import command_line
+from runtime.data.batches import Loader
+from runtime.data.flat_tokens import open_split, write_split
+from runtime.terminal import RunError
 
 MEGABYTE = 1e6
 PROCESSES = multiprocessing.get_context("spawn")
@@ -42,18 +45,18 @@ SERVER_ENVIRONMENT = {
 
 @dataclass(frozen=True, kw_only=True)
 class Benchmark:
-    """The keys of configs/benchmark_loader.yaml, which also says what they are for."""
-
+    # the data set to read; null writes one of random text-like tokens, which is removed at the end
     path: str | None = None
-    tokens: int
-    object_store: bool
-    batch: int
-    length: int
-    seconds: float
-    max_io_threads: int
-    read_blocks_per_shuffle_buffer: int
-    sequences_per_read_block: int
-    step_s: float
+    tokens: int = 67108864  # that it has; of 4 bytes each, more than the 64 MiB that a loader keeps in memory
+    object_store: bool = False  # also over S3, from a server of moto on this machine, which is slower than any real one
+    batch: int = 64  # rows of a batch
+    length: int = 1024  # tokens of a row
+    seconds: float = 10.0  # of each measurement
+    max_io_threads: int = 8  # that read at once
+    read_blocks_per_shuffle_buffer: int = 64  # as a run's flat_tokens has it
+    sequences_per_read_block: int = 128  # the same
+    # of the steps that wait: how long each takes, the host being asleep meanwhile as while an accelerator computes
+    step_s: float = 0.1
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,8 @@ def main(config: Benchmark) -> None:
 
 
 def write(path: str, tokens: int) -> None:
-    """Writes a data set of sequences of 1 to 1400 tokens, of a vocabulary of 32,000 by Zipf's law: it compresses as text does."""
+    """Writes a data set of sequences of 1 to 1400 tokens, of a vocabulary of 32,000 by Zipf's law: it compresses as
+    text does."""
     frequency = 1 / (np.arange(32_000) + 2.7)
     frequency /= frequency.sum()
     rng = np.random.default_rng(0)
@@ -159,7 +163,8 @@ def measured(config: Benchmark, path: str, packed: bool, step_s: float = 0.0) ->
 
 
 def measure(config: Benchmark, path: str, packed: bool, step_s: float, sender: Connection) -> None:
-    """Loads batches for some seconds after a first shuffle buffer, which is what brings the data into the system's cache."""
+    """Loads batches for some seconds after a first shuffle buffer, which is what brings the data into the system's
+    cache."""
     os.environ["JAX_PLATFORMS"] = os.environ.get("JAX_PLATFORMS", "cpu")
     sizes = config.read_blocks_per_shuffle_buffer, config.sequences_per_read_block
     options = {"io_threads": config.max_io_threads, "sharding": jax.sharding.SingleDeviceSharding(jax.devices()[0])}
@@ -203,11 +208,12 @@ def peak_memory() -> int:
 
 def show(name: str, figures: dict[str, float]) -> None:
     print(
-        f"{name:32}{figures['tokens_per_s'] / 1e6:10.1f} M{figures['cpu_ns']:14.1f}{figures['memory_bytes'] / MEGABYTE:10.0f} MB"
+        f"{name:32}{figures['tokens_per_s'] / 1e6:10.1f} "
+        f"M{figures['cpu_ns']:14.1f}{figures['memory_bytes'] / MEGABYTE:10.0f} MB"
         f"{figures['bound_bytes'] / MEGABYTE:8.0f} MB",
         flush=True,
     )
 
 
 if __name__ == "__main__":
-    runtime.config.run(main, Benchmark, "benchmark_loader")
+    command_line.run(main, Benchmark)

@@ -1,8 +1,9 @@
 """The lines of tools/benchmark.py: read, as a table, and held against older ones.
 
-What got slower, with `compare`: a job whose steps take longer by more than half the distance between the quartiles of the
-old steps' times and half that of the new ones, and by more than SAME. On a CPU the time is counted in the product's,
-which is what `share_of_matmul` says. Jobs are the same by config and number of devices; other hardware is not compared.
+What got slower, with `compare`: a job whose steps take longer by more than half the distance between the quartiles of
+the old steps' times and half that of the new ones, and by more than SAME. On a CPU the time is counted in the
+product's, which is what `share_of_matmul` says. Jobs are the same by config and number of devices; other hardware is
+not compared.
 """
 
 import json
@@ -10,9 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ledger.page import gigabytes
-from ledger.roofline import percent, seconds
-from runtime.errors import RunError
+from ledger.units import gigabytes, percent, seconds
+from runtime.terminal import RunError, columns
 
 SAME = 0.02  # a smaller difference counts as none, however small the spread within each process is
 
@@ -74,12 +74,7 @@ def table(lines: list[Line]) -> list[str]:
     rows = [list(cells(line)) for line in lines]
     header = [key for key, _ in rows[0]] if rows else []
     texts = [header, *([text for _, text in row] for row in rows)]
-    widths = [max(len(row[column]) for row in texts) for column in range(len(header))]
-    left, *others = widths or [0]
-    return ["", *(
-        "  ".join([row[0].ljust(left), *(text.rjust(width) for text, width in zip(row[1:], others, strict=True))])
-        for row in texts if row
-    )]  # fmt: skip
+    return ["", *columns(texts, range(1, len(header)))] if rows else [""]
 
 
 def cells(line: Line) -> Iterator[tuple[str, str]]:

@@ -2,9 +2,11 @@
 
     python -m tools.compare runs/first runs/second                        # writes compare.html too
     python -m tools.compare runs/first runs/second --output first_second.html
+    python -m tools.compare runs/first                                    # of one: its report.html is written again
     python -m tools.compare runs/now tests/golden/cpu.jsonl --assert-equal --tolerance 0.01
 
-With --assert-equal nothing is written. Exits with 1, and the first step and metric that differ, unless all runs have
+The page of a single run is its report: written again after samples.txt has come to the run folder, say. With
+--assert-equal nothing is written. Exits with 1, and the first step and metric that differ, unless all runs have
 the same steps and values, but for what a machine's speed and memory say. Exits with 2 where a run cannot be read.
 """
 
@@ -15,10 +17,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ledger.html_parts import percent, seconds
-from runtime.errors import RunError
-from runtime.report import Recorded, as_yaml, read_run, write_page
-from runtime.report_page import compare_page
+from ledger.units import percent, seconds
+from runtime.terminal import RunError, columns
+from runtime.tracking.files import write_whole
+from runtime.tracking.recorded import Recorded, as_yaml, read_run
+from runtime.tracking.report import write_report
+from runtime.tracking.report_page import compare_page
 
 # What the machine decides, and not the training; of names that end so, all.
 MEASURED = ("time", "tokens_per_s", "mfu", "hfu", "mfu_6nd")
@@ -41,19 +45,24 @@ def main() -> None:
             for other in runs[1:]:
                 print(equal(runs[0], other, arguments.tolerance))
             return
-        changed = differences(runs)
-        write_page(Path(arguments.output), compare_page(runs, changed, (list(COLUMNS), list(map(row, runs)))))
+        changed, page = differences(runs), Path(arguments.output)
+        if len(runs) == 1 and Path(arguments.run[0]).is_dir():
+            page = write_report(arguments.run[0])
+        else:
+            write_whole(page, compare_page(runs, changed, (list(COLUMNS), list(map(row, runs)))))
     except Different as difference:
         sys.exit(str(difference))
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    print("\n".join([*as_text([COLUMNS, *map(row, runs)]), ""]))
-    if changed:
-        print("\n".join(as_text([("configuration", *(run.name for run in runs)), *shown(changed)])))
+    print("\n".join([*columns([COLUMNS, *map(row, runs)]), ""]))
+    if len(runs) == 1:
+        pass  # nothing to differ from
+    elif changed:
+        print("\n".join(columns([("configuration", *(run.name for run in runs)), *shown(changed)])))
     else:
         print("The configurations are equal.")
-    print(f"Curves: {arguments.output}")
+    print(f"Curves: {page}")
 
 
 class Different(Exception):
@@ -99,12 +108,6 @@ def row(run: Recorded) -> list[str]:
 
 def shown(changed: dict[str, list[Any]]) -> list[list[str]]:
     return [[key, *("–" if value is None else as_yaml(value) for value in values)] for key, values in changed.items()]
-
-
-def as_text(rows: list) -> list[str]:
-    """Rows with their columns below one another."""
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(cells, widths)).rstrip() for cells in rows]
 
 
 def equal(one: Recorded, other: Recorded, tolerance: float) -> str:

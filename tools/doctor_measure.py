@@ -1,4 +1,5 @@
-"""What tools/doctor.py tries: devices, matrix products, collectives over the axes of a mesh, the data, the store of checkpoints.
+"""What tools/doctor.py tries: devices, matrix products, collectives over the axes of a mesh, the data, the store of
+checkpoints.
 
 A second or two for each, so figures are within some per cent of what a benchmark would say, on a machine that does
 nothing else.
@@ -20,20 +21,19 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from ledger.costs import Collective
-from ledger.hardware import of_device_kind
-from runtime.chunks import read_errors
-from runtime.cluster import NoDevice, crossing, start
-from runtime.config import prepare_devices
-from runtime.config_checks import check_dataset
-from runtime.errors import RunError
-from runtime.hlo_graph import find_dot
-from runtime.sources import open_data
-from runtime.store import open_store
-from runtime.tokenizers import BYTES
-from runtime.trackers import PACKAGES
+from ledger.count.costs import Collective
+from ledger.machines.hardware import of_device_kind
+from runtime.checkpoints.store import open_store
+from runtime.cluster.processes import NoDevice, crossing, prepare_devices, start
+from runtime.config.checks import check_dataset
+from runtime.data.chunks import read_errors
+from runtime.data.sources import open_data
+from runtime.data.tokenizers import BYTES
+from runtime.terminal import RunError
+from runtime.tracking.hlo_graph import find_dot
+from runtime.tracking.trackers import PACKAGES
 from shardlib.mesh import shard_map
-from tools.doctor import BROKEN, GOOD, OPTION, Finding, needed_parts, optional_parts, tested
+from tools.doctor_packages import BROKEN, GOOD, OPTION, Finding, needed_parts, optional_parts, tested
 
 REPEATS = 5  # the median counts
 PRODUCT_SIZE = {"cpu": 1024}  # rows and columns of both factors
@@ -243,7 +243,8 @@ def storage(root: str, threads: int) -> Iterator[Finding]:
 
 
 def _forget(path: str) -> None:
-    """Asks the system to drop a file from memory, so that reading it reads the disk; of an object store nothing is kept."""
+    """Asks the system to drop a file from memory, so that reading it reads the disk; of an object store nothing is
+    kept."""
     if "://" in path or not hasattr(os, "posix_fadvise"):
         return
     descriptor = os.open(path, os.O_RDONLY)
@@ -265,5 +266,8 @@ def graphs() -> Iterator[Finding]:
         yield Finding(GOOD, "graph of the step", f"dot: {program}")
     else:
         pins = tested("requirements-cpu.txt")
-        fix = f"pip install graphviz=={pins['graphviz']} graphviz-pure=={pins['graphviz-pure']}, or apt-get install graphviz"
+        fix = (
+            f"pip install graphviz=={pins['graphviz']} graphviz-pure=={pins['graphviz-pure']}, or apt-get install "
+            "graphviz"
+        )
         yield Finding(OPTION, "graph of the step", "no program dot (optional)", fix)

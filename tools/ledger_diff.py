@@ -14,9 +14,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ledger.page import gigabytes, number
-from ledger.step import FORMAT
-from runtime.errors import RunError
+from ledger.count.step import FORMAT
+from ledger.units import gigabytes, number
+from runtime.terminal import RunError
 
 
 def load(path: str) -> dict[str, Any]:

@@ -9,16 +9,17 @@ import time
 
 import jax
 
-import runtime.config
 import train
-from ledger import absent, check, overlap
-from ledger.page import gigabytes
-from runtime.errors import RunError
+from ledger.compiled import check, overlap
+from ledger.machines import absent
+from ledger.units import gigabytes
+from runtime.cluster.tuning import options
+from runtime.config import command_line
 from runtime.run import with_shardings
-from runtime.tuning import options
+from runtime.terminal import RunError
 from shardlib.mesh import make_mesh
 from shardlib.shardtypes import make_shardings
-from tools.plan import Plan, ledger_of, trace
+from tools.plan_step import Plan, ledger_of, trace
 
 
 def main(config: Plan) -> None:
@@ -70,4 +71,4 @@ def memory(ledger, compiled: jax.stages.Compiled) -> list[str]:
 
 
 if __name__ == "__main__":
-    runtime.config.run(main, Plan, "plan")
+    command_line.run(main, Plan, "plan")

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from ledger import hardware, roofline
-from ledger.page import gigabytes
-from runtime.errors import RunError
-from tools import plan
+from ledger.machines import hardware, roofline
+from ledger.units import gigabytes, percent, seconds
+from runtime.terminal import RunError
+from tools.plan_step import Plan, changed, ledger_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Choice:
     estimate: roofline.Roofline
 
 
-def sweep(config: plan.Plan, machine: hardware.Hardware) -> None:
+def sweep(config: Plan, machine: hardware.Hardware) -> None:
     """Prints a table for each number of devices, and draws the picture. Raises RunError where there is no mesh."""
     if None in (machine.peak_flops_per_s, machine.hbm_bytes, machine.hbm_bytes_per_s):
         raise RunError("a sweep is sorted by time: give hardware=, with peak_flops_per_s, hbm_bytes, hbm_bytes_per_s")
@@ -63,7 +63,7 @@ def counts(first: int, last: int | None) -> list[int]:
     return [first * 2**power for power in range(int(math.log2((last or first) / first)) + 1)]
 
 
-def choices(config: plan.Plan, machine: hardware.Hardware, devices: int, batch: int) -> tuple[list[Choice], str]:
+def choices(config: Plan, machine: hardware.Hardware, devices: int, batch: int) -> tuple[list[Choice], str]:
     """All meshes of so many devices, those that fit first, the fastest first; and why a mesh that can't be is refused."""
     found, refusal = [], ""
     meshes = [(devices // t, t) for t in range(1, devices + 1) if devices % t == 0]
@@ -86,18 +86,16 @@ def powers(most: int) -> Iterator[int]:
     yield from (2**power for power in range(max(most, 1).bit_length()))
 
 
-def of_shape(config: plan.Plan, d: int, t: int, batch: int, microbatches: int) -> plan.Plan:
+def of_shape(config: Plan, d: int, t: int, batch: int, microbatches: int) -> Plan:
     tokens = dataclasses.replace(config.training.tokens, batch=batch)
     training = dataclasses.replace(config.training, tokens=tokens, microbatches=microbatches)
     per_host = min(config.devices_per_host, d * t)
     mesh = dataclasses.replace(config.mesh, d=d, t=t)
-    return plan.changed(
-        config, mesh=mesh, training=training, hosts=max(d * t // per_host, 1), devices_per_host=per_host
-    )
+    return changed(config, mesh=mesh, training=training, hosts=max(d * t // per_host, 1), devices_per_host=per_host)
 
 
-def choose(config: plan.Plan, machine: hardware.Hardware) -> Choice:
-    ledger = plan.ledger_of(config)
+def choose(config: Plan, machine: hardware.Hardware) -> Choice:
+    ledger = ledger_of(config)
     return Choice(
         d=config.mesh.d,
         t=config.mesh.t,
@@ -109,18 +107,20 @@ def choose(config: plan.Plan, machine: hardware.Hardware) -> Choice:
     )
 
 
-def table(config: plan.Plan, devices: int, batch: int, found: list[Choice], refusal: str) -> list[str]:
+def table(config: Plan, devices: int, batch: int, found: list[Choice], refusal: str) -> list[str]:
     """One row for each choice."""
     lines = [
-        f"{config.paths.model_name} on {devices:,} × {config.hardware}, {batch:,} × {config.training.tokens.len:,} tokens a step",
-        f"{'d':>6}{'t':>5}{'microbatches':>14}{'memory':>12}{'overlapped':>13}{'MFU':>8}{'alone':>13}{'MFU':>8}  bound by",
+        f"{config.paths.model_name} on {devices:,} × {config.hardware}, {batch:,} × {config.training.tokens.len:,} "
+        "tokens a step",
+        f"{'d':>6}{'t':>5}{'microbatches':>14}{'memory':>12}{'overlapped':>13}{'MFU':>8}{'alone':>13}{'MFU':>8}  "
+        "bound by",
     ]
     for each in found:
         estimate = each.estimate
         lines.append(
             f"{each.d:>6}{each.t:>5}{each.microbatches:>14}{gigabytes(each.memory_bytes):>12}"
-            f"{roofline.seconds(estimate.step_s):>13}{roofline.percent(estimate.mfu):>8}"
-            f"{roofline.seconds(estimate.step_alone_s):>13}{roofline.percent(estimate.mfu_alone):>8}  {estimate.bound or 'n/a'}"
+            f"{seconds(estimate.step_s):>13}{percent(estimate.mfu):>8}"
+            f"{seconds(estimate.step_alone_s):>13}{percent(estimate.mfu_alone):>8}  {estimate.bound or 'n/a'}"
             f"{'' if each.fits else ', does not fit'}"
         )
     if refusal:
@@ -133,7 +133,7 @@ WIDTH, LEFT, TOP, PLOT_WIDTH, PLOT_HEIGHT = 760, 76, 50, 644, 300
 CURVES = (("mfu", "everything overlaps", "#1f6feb"), ("mfu_alone", "nothing overlaps", "#b35900"))
 
 
-def picture(config: plan.Plan, best: list[Choice], rows: str) -> str:
+def picture(config: Plan, best: list[Choice], rows: str) -> str:
     """An SVG of the MFU of the fastest mesh that fits, against the number of devices, with what it assumes."""
     sizes = [math.log2(each.d * each.t) for each in best] or [0]
     span = max(sizes[-1] - sizes[0], 1)
@@ -162,7 +162,7 @@ def picture(config: plan.Plan, best: list[Choice], rows: str) -> str:
         parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
         parts += [
             f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}"><title>{each.d * each.t:,} devices: '
-            f"{roofline.percent(getattr(each.estimate, key))}, bound by {each.estimate.bound}</title></circle>"
+            f"{percent(getattr(each.estimate, key))}, bound by {each.estimate.bound}</title></circle>"
             for x, y, each in points
         ]
         parts.append(

@@ -3,8 +3,8 @@
     python -m tools.sample runs/local_shakespeare
     python -m tools.sample runs/local_shakespeare --prompt "HAMLET." --tokens 500 --temperature 0.8 --seed 1
 
-A plain loop on one device: for each token the model computes a whole row of training.tokens.len tokens again. Once the text is longer
-than a row, the model sees its last tokens only.
+A plain loop on one device: for each token the model computes a whole row of training.tokens.len tokens again. Once the
+text is longer than a row, the model sees its last tokens only.
 """
 
 import argparse
@@ -17,12 +17,12 @@ import numpy as np
 from jax import lax
 
 import train
-from runtime.checkpoints import Checkpoints
-from runtime.data import TokenBatch
-from runtime.errors import RunError, refusals
-from runtime.resume import config_of
+from runtime.checkpoints.directory import Checkpoints
+from runtime.config.resume import config_of
+from runtime.data.batches import TokenBatch
+from runtime.data.tokenizers import Tokenizer, load_dataset_tokenizer, load_tokenizer
 from runtime.run import with_shardings
-from runtime.tokenizers import Tokenizer, load_dataset_tokenizer, load_tokenizer
+from runtime.terminal import RunError, refusals
 from shardlib import shardops
 from shardlib.mesh import make_mesh
 from shardlib.shardtypes import f32, i32, make_shardings, typed_shard_map

@@ -10,7 +10,7 @@ import threading
 
 import numpy as np
 
-from runtime.tokenizers import ChatError, Tokenizer, plain_exceptions
+from runtime.data.tokenizers import ChatError, Tokenizer, plain_exceptions
 from tools.text_sources import Block, Settings, text_ends
 
 
@@ -102,8 +102,8 @@ def drawn(document: tuple, settings: Settings) -> bool:
 def read_documents(block: Block, tokenizer: Tokenizer, settings: Settings) -> tuple[list[tuple], list[str]]:
     """A block's documents, and of its other records where they are and what is wrong.
 
-    A document is a text; a prompt and an answer; or the messages of a chat, their ids and which of these are targets. Its
-    texts are in UTF-8, as they are in a file, so that bytes become ids without being decoded and encoded.
+    A document is a text; a prompt and an answer; or the messages of a chat, their ids and which of these are targets.
+    Its texts are in UTF-8, as they are in a file, so that bytes become ids without being decoded and encoded.
     """
     if not block.content:
         return [], [f"{block.source}: the file is empty"]

@@ -20,8 +20,8 @@ from typing import BinaryIO
 import fsspec
 import numpy as np
 
-from runtime.errors import RunError
-from runtime.tokenizers import needs_package
+from runtime.data.tokenizers import needs_package
+from runtime.terminal import RunError
 
 BLOCK_BYTES = 2**20
 BLOCK_ROWS = 256  # of a data set in columns, whose rows have no size that is known beforehand
@@ -94,7 +94,8 @@ def list_files(pattern: str, split: str) -> list[Source]:
 
 
 def hub_source(path: str, name: str, hub_split: str, split: str) -> Source:
-    """One split of a Hugging Face data set, by its name on the hub or its folder; `name` is its configuration, if it has several."""
+    """One split of a Hugging Face data set, by its name on the hub or its folder; `name` is its configuration, if it
+    has several."""
     with needs_package(path, "datasets"):
         import datasets
     with _reading(path, datasets.exceptions.DatasetsError):
@@ -126,10 +127,11 @@ def read_blocks(sources: list[Source], settings: Settings, position: tuple[int, 
 
 
 def text_ends(data: bytes, settings: Settings, final: bool) -> list[int]:
-    """Where the documents of a text end that begins with one. `final`: nothing follows the data, so its rest is one too.
+    """Where the documents of a text end that begins with one. `final`: nothing follows the data, so its rest is one
+    too.
 
-    A document goes up to and with a separator. Without one it goes to the end of the line in which it becomes document_bytes
-    long; if that is more than as long again, it ends between two characters.
+    A document goes up to and with a separator. Without one it goes to the end of the line in which it becomes
+    document_bytes long; if that is more than as long again, it ends between two characters.
     """
     ends, start, size = [], 0, settings.document_bytes
     while True:

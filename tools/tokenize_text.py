@@ -5,9 +5,11 @@
     python -m tools.tokenize_text input=qa.jsonl format=prompt output=qa.zarr tokenizer=train_bpe bpe_vocab=8192
     python -m tools.tokenize_text hf_dataset.path=roneneldan/TinyStories hf_dataset.validation_split=validation output=stories.zarr
 
-This process reads blocks of text in order, others turn them into ids, and this one writes these in the same order. Every few
-seconds it records how far it is in the data set itself. Killed at any moment, the same command goes on from there, and ends with
-the same bytes: what is written is a function of the text alone.
+This process reads blocks of text in order, others turn them into ids, and this one writes these in the same order.
+Every few seconds it records how far it is in the data set itself. Killed at any moment, the same command goes on from
+there, and ends with the same bytes: what is written is a function of the text alone.
+
+Expect, for each core, a byte-level BPE to take 1 to 3 MB of text a second, and bytes_utf8 about 100 MB.
 """
 
 import contextlib
@@ -29,11 +31,11 @@ from dataclasses import dataclass, field
 import zarr
 from tqdm import tqdm
 
-import runtime.config
-from runtime.config_rebuild import refuse
-from runtime.errors import RunError
-from runtime.flat_tokens import LARGEST_ID, SplitWriter, absolute_path, open_for_writing
-from runtime.tokenizers import (
+from runtime.cluster.tuning import keep_memory
+from runtime.config import command_line
+from runtime.config.rebuild import refuse
+from runtime.data.flat_tokens import LARGEST_ID, SplitWriter, absolute_path, open_for_writing
+from runtime.data.tokenizers import (
     BYTES,
     Tokenizer,
     load_dataset_tokenizer,
@@ -41,7 +43,7 @@ from runtime.tokenizers import (
     save_dataset_tokenizer,
     train_bpe,
 )
-from runtime.tuning import keep_memory
+from runtime.terminal import RunError
 from tools.text_records import Tokenized, drawn, read_documents, start_worker, tokenize, work_on
 from tools.text_sources import Block, Settings, Source, hub_source, list_files, read_blocks
 
@@ -52,37 +54,45 @@ TRAIN_BPE = "train_bpe"
 
 @dataclass(frozen=True, kw_only=True)
 class HubDataset:
-    path: str = ""
-    name: str = ""
-    split: str = "train"
-    validation_split: str = ""
+    path: str = ""  # in place of input: a data set's name on the Hugging Face hub, or its folder
+    name: str = ""  # its configuration, where it has several
+    split: str = "train"  # of it, that is tokenized
+    validation_split: str = ""  # becomes `validation`
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizeText:
-    """The keys of configs/tokenize_text.yaml, which also says what they are for."""
-
+    # A path, a glob such as 'corpus/*.jsonl.zst', or a URL that fsspec knows; or else hf_dataset. The suffix says how
+    # it is read: .jsonl (.ndjson, .json), .parquet, all others text; .gz, .bz2 and .zst are unpacked.
     input: str = ""
     hf_dataset: HubDataset = field(default_factory=HubDataset)
-    output: str
-    overwrite: bool
-    tokenizer: str
-    bpe_vocab: int
-    bpe_bytes: int
+    output: str  # folder or URL of the data set
+    overwrite: bool = False  # replaces a data set that is there
+    # or a tokenizer.json, a folder that holds one, a name on the Hugging Face hub; or train_bpe
+    tokenizer: str = "bytes_utf8"
+    bpe_vocab: int = 32768  # ids of the byte-level BPE that train_bpe trains, and the data set then holds
+    bpe_bytes: int = 100_000_000  # of training text that it is trained on, taken evenly from all the input
+    # the input that stands before each sequence, where it shall not be what the tokenizer says
     bos_id: int | None = None
-    chat_template: str
-    format: str
-    text_field: str
-    in_field: str
-    out_field: str
-    messages_field: str
-    separator: str
-    document_bytes: int
-    validation: str
-    validation_fraction: float
-    seed: int
-    on_bad_record: str
-    processes: int
+    chat_template: str = ""  # a file of jinja in place of the tokenizer's own
+    # prompt: records of a prompt, which is no target, and an answer. chat: messages, of which the assistant's are
+    # targets
+    format: str = "text"
+    text_field: str = "text"  # of a record (a line of jsonl, a row of parquet)
+    in_field: str = "in_text"  # the prompt
+    out_field: str = "out_text"  # the answer
+    messages_field: str = "messages"  # a list of {"role": ..., "content": ...}
+    # what stands between the documents of a text file, such as '\n' or '<|endoftext|>'. Without one they are cut by
+    # size:
+    separator: str = ""
+    # the least that is cut off, to the end of its line. Four times the tokens of a training sequence are enough
+    document_bytes: int = 16384
+    validation: str = ""  # path, glob or URL of what becomes the split `validation`
+    # without that, about so many of the documents, chosen by their hash; 0: no validation split
+    validation_fraction: float = 0.01
+    seed: int = 0  # of that choice
+    on_bad_record: str = "fail"  # skip: leaves out what is no text or no JSON, or lacks a field, and counts it
+    processes: int = 0  # that tokenize; 0: one for each core
 
     @property
     def settings(self) -> Settings:
@@ -213,7 +223,10 @@ def write(config: TokenizeText, sources: list[Source], dataset: zarr.Group, stat
     record()
     for split, writer in writers.items():
         if not writer.token_count:
-            fix = "give validation=..., a larger validation_fraction, or documents that are more and smaller (separator, document_bytes)"
+            fix = (
+                "give validation=..., a larger validation_fraction, or documents that are more and smaller "
+                "(separator, document_bytes)"
+            )
             raise RunError(
                 f"no document came to the split '{split}' of {config.output} ({counted(counts)})"
                 + (f": {fix}; and overwrite=true" if split == "validation" else "")
@@ -252,7 +265,8 @@ def tokenized(
         yield in_order()
     except BrokenProcessPool as error:
         raise RunError(
-            "a process that tokenizes died, of too little memory perhaps: say fewer processes=...; the same command goes on"
+            "a process that tokenizes died, of too little memory perhaps: say fewer processes=...; the same command "
+            "goes on"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
@@ -307,7 +321,8 @@ def find_sources(config: TokenizeText) -> list[Source]:
     for source in sources + held_out:
         if source.kind == "text" and config.format != "text":
             raise RunError(
-                f"{source.name} is plain text by its suffix, but format={config.format} needs records: .jsonl or .parquet"
+                f"{source.name} is plain text by its suffix, but format={config.format} needs records: .jsonl or "
+                ".parquet"
             )
     return sources + held_out
 
@@ -331,7 +346,8 @@ def make_tokenizer(config: TokenizeText, sources: list[Source]) -> Tokenizer:
 
 
 def trained_tokenizer(config: TokenizeText, sources: list[Source], template: str | None) -> Tokenizer:
-    """A byte-level BPE of the training documents: all of them, or of every so many-th block as many as bpe_bytes asks for."""
+    """A byte-level BPE of the training documents: all of them, or of every so many-th block as many as bpe_bytes asks
+    for."""
     sources = [source for source in sources if source.split != "validation"]
     stride = max(1, sum(source.size for source in sources if source.kind != "hub") // config.bpe_bytes)
     some = sources[:: min(stride, len(sources))]
@@ -427,4 +443,4 @@ def counted(counts: dict) -> str:
 
 if __name__ == "__main__":
     keep_memory()  # of one block for the next: 111 in place of 95 MB of text a second
-    runtime.config.run(main, TokenizeText, "tokenize_text")
+    command_line.run(main, TokenizeText)

@@ -3,7 +3,8 @@
     python -m tools.write_synthetic_dataset                                # rewrites the one that is checked in
     python -m tools.write_synthetic_dataset path=/tmp/my.zarr sequences=2048 seed=7
 
-A sequence is one task over and over, each time as a group: a marker, which says the task and its number n, then letters.
+A sequence is one task over and over, each time as a group: a marker, which says the task and its number n, then
+letters.
 
 | task           | marker says      | letters of a group                                                              |
 |----------------|------------------|---------------------------------------------------------------------------------|
@@ -27,12 +28,13 @@ import numpy as np
 from jaxtyping import Bool, Float64, Int64, jaxtyped
 from typeguard import typechecked
 
-import runtime.config
-from runtime.errors import RunError
-from runtime.flat_tokens import write_split
+from runtime.config import command_line
+from runtime.data.flat_tokens import write_split
+from runtime.terminal import RunError
 
 # typeguard takes a string inside an annotation for a forward reference, so that array types need names of their own.
-# The inner decorator checks arguments, results and annotated locals; the outer one makes a letter one size within a call.
+# The inner decorator checks arguments, results and annotated locals; the outer one makes a letter one size within a
+# call.
 Lengths = Int64[np.ndarray, "sequences"]
 Ids = Int64[np.ndarray, "tokens"]
 Fresh = Int64[np.ndarray, "fresh"]
@@ -45,30 +47,30 @@ TASKS = ("copy", "reverse", "known_distance", "unknown_distance", "gaussians")
 
 
 def checked(function):
-    """Checks a function's array types whenever it is called: what each array is, and that a dim has one size within the call."""
+    """Checks a function's array types whenever it is called: what each array is, and that a dim has one size within the
+    call."""
     return jaxtyped(typechecker=None)(typechecked(function))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Synthetic:
-    """The keys of configs/write_synthetic_dataset.yaml, which also says what they are for."""
-
-    path: str
-    overwrite: bool
-    seed: int
-    sequences: int
-    longest: int
-    alphabets: int
-    alphabet_size: int
-    shortest_string: int
-    longest_string: int
-    distance_letters: int
-    gaussian_letters: int
-    mixtures: int
-    components: int
-    bins: int
-    standard_deviation: float
-    copies_within: int
+    path: str = "synthetic_dataset.zarr"  # of the data set
+    overwrite: bool = True  # replaces splits that are there; false refuses
+    seed: int = 0  # of everything; the two splits draw from it separately
+    sequences: int = 512  # of each split
+    longest: int = 1024  # tokens of a sequence, from 1 to this; the longer the likelier
+    alphabets: int = 4  # sets of letters without a common one; a sequence is written in one of them
+    alphabet_size: int = 12  # letters of each set
+    shortest_string: int = 2  # fresh letters of a group, which are then copied; also the shortest distance
+    longest_string: int = 3  # the most of them; also the longest distance
+    distance_letters: int = 24  # letters of a group of the two distance tasks
+    gaussian_letters: int = 15  # samples of a group
+    mixtures: int = 4  # of gaussians, that samples are drawn from
+    components: int = 3  # gaussians of a mixture
+    bins: int = 200  # tokens that the samples are quantised to
+    standard_deviation: float = 5.0  # of each gaussian, in bins
+    # tokens: where not 0, the targets of `validation` are only the copies whose group lies in one such window
+    copies_within: int = 0
 
     @property
     def strings(self) -> int:
@@ -254,11 +256,13 @@ def check_sizes(config: Synthetic) -> None:
         )
     if config.alphabet_size < config.longest_string:
         raise RunError(
-            f"alphabet_size is {config.alphabet_size}, expected at least longest_string, {config.longest_string}: no letter comes twice"
+            f"alphabet_size is {config.alphabet_size}, expected at least longest_string, {config.longest_string}: no "
+            "letter comes twice"
         )
     if config.distance_letters <= config.longest_string:
         raise RunError(
-            f"distance_letters is {config.distance_letters}, expected more than longest_string, {config.longest_string}, else nothing repeats"
+            f"distance_letters is {config.distance_letters}, expected more than longest_string, "
+            f"{config.longest_string}, else nothing repeats"
         )
 
 
@@ -287,4 +291,4 @@ def predictable(corpus: Corpus, window: int | None = None) -> np.ndarray:
 
 
 if __name__ == "__main__":
-    runtime.config.run(main, Synthetic, "write_synthetic_dataset")
+    command_line.run(main, Synthetic)

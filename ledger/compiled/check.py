@@ -1,0 +1,168 @@
+"""Holds a ledger against the program that XLA made of its step: what is sent, and the memory.
+
+compiled = traced.lower().compile()
+for row in differences(ledger, compiled.as_text()):
+    print(row)                                  # nothing, where XLA does as it is told
+lines, rows = report(ledger, compiled)          # ["The compiled step sends what is written: ...", ...], []
+"""
+
+import collections
+import dataclasses
+import math
+
+import jax
+
+from ledger.compiled.collectives import compiled_sites, widened_row
+from ledger.count.costs import Collective, Sites
+from ledger.count.step import Ledger
+from ledger.units import gigabytes
+
+WIDENED = "sent as float32, twice the bytes, as all bfloat16 is by XLA:CPU"
+MERGED = "merged with an equal one"
+JOINED = "joined end to end with others: as many bytes in all"
+HARMLESS = (WIDENED, MERGED, JOINED)
+ELIMINATED = "eliminated"
+UNKNOWN = "not known why"
+AS_ALL_REDUCE = "run as an all-reduce, of which each device keeps its part, as XLA:TPU does with small ones"
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """One row in which the ledger and the compiled program are not the same."""
+
+    kind: str
+    axes: tuple[str, ...]
+    dtype: str
+    bytes: int  # of the operand on one device
+    written: int  # times a step
+    compiled: int
+    lines: tuple[str, ...]  # of the source, 'train.py:197'
+    reason: str
+
+    @property
+    def is_harmless(self) -> bool:
+        """Whether the step does what is written all the same, and sends nothing more but what XLA:CPU widens."""
+        return self.reason in HARMLESS
+
+    def __str__(self):
+        lines = ", ".join(line or "a line that is not known" for line in self.lines)
+        return (
+            f"{self.kind} over {' × '.join(self.axes)}, {self.bytes:,} bytes of {self.dtype} ({lines}): "
+            f"written {self.written}, compiled {self.compiled} times a step: {self.reason}"
+        )
+
+
+def differences(ledger: Ledger, text: str) -> list[Difference]:
+    """The collectives, by kind, axes, type and bytes, whose number in the compiled program is not the ledger's, each
+    with the reason.
+
+    Args:
+      text: the optimized HLO module, `jax.stages.Compiled.as_text()`.
+    """
+    ours, theirs = ledger.costs.sites, compiled_sites(text, ledger.mesh)
+    rows: list[Difference] = []
+
+    def add(row: Collective, written: int, compiled: int, reason: str) -> None:
+        both = {*(each for each, _ in ours), *(widened_row(each) for each, _ in ours), *(each for each, _ in theirs)}
+        lines = tuple(sorted({each.line for each in both if _bare(each) == row}))
+        rows.append(Difference(row.kind, row.axes, row.dtype, row.bytes, written, compiled, lines, reason))
+
+    left, right = _times_of_places(ours), _times_of_places(theirs)
+    if not any(row.dtype == "bfloat16" for row in right):
+        for row in sorted(left):
+            if row.dtype == "bfloat16":
+                add(row, _sum(left[row]), 0, WIDENED)
+        left = _times_of_places(ours, widened_row)
+    for row in sorted(left.keys() | right.keys()):
+        written, compiled = left[row], right[row]
+        if _sum(written) != _sum(compiled):
+            add(row, _sum(written), _sum(compiled), _reason(written, compiled, ledger))
+    return _explained(rows, ledger.mesh)
+
+
+def _explained(rows: list[Difference], mesh: dict[str, int]) -> list[Difference]:
+    """The same rows; those that are one thing done in another way say so."""
+    reasons: dict[Difference, str] = {}
+    for row in rows:
+        same = [other for other in rows if (other.axes, other.dtype) == (row.axes, row.dtype)]
+        joined = [other for other in same if other.kind == row.kind]
+        if row.reason == UNKNOWN and sum(other.bytes * (other.written - other.compiled) for other in joined) == 0:
+            reasons |= dict.fromkeys(joined, JOINED)
+        devices = math.prod(mesh.get(axis, 1) for axis in row.axes)
+        wholes = {"reduce-scatter": row.bytes, "all-gather": row.bytes / devices}  # of which it may stand in the place
+        replaced = [other for other in same if other.compiled < other.written and wholes.get(other.kind) == other.bytes]
+        fewer = sum(other.written - other.compiled for other in replaced)
+        if row.kind == "all-reduce" and row.reason == UNKNOWN and fewer == row.compiled - row.written:
+            reasons |= dict.fromkeys((row, *replaced), AS_ALL_REDUCE)
+    return [dataclasses.replace(row, reason=reasons.get(row, row.reason)) for row in rows]
+
+
+def _bare(row: Collective) -> Collective:
+    return dataclasses.replace(row, phase="", line="")
+
+
+def _times_of_places(sites: Sites, change=lambda row: row) -> dict[Collective, collections.Counter[int]]:
+    """By collective, how often each of its places runs in a step."""
+    places = collections.defaultdict(collections.Counter)
+    for (row, times), count in sites.items():
+        places[_bare(change(row))][times] += count
+    return places
+
+
+def _sum(places: collections.Counter[int]) -> int:
+    return sum(times * count for times, count in places.items())
+
+
+def _reason(written: collections.Counter[int], compiled: collections.Counter[int], ledger: Ledger) -> str:
+    """Why a collective runs more or less often than is written.
+
+    What is left after a merge runs as often as before; what is taken out of a loop runs less often.
+    """
+    fewer = _sum(written) - _sum(compiled)
+    if not compiled:
+        return ELIMINATED
+    if compiled <= written:
+        return MERGED
+    loops = [loop for loop in ledger.costs.loops if loop.length > 1 and fewer % (loop.length - 1) == 0]
+    if fewer < 0 or not loops:
+        return UNKNOWN
+    places = sorted({f"{loop.line} (×{loop.length})" for loop in loops})
+    return f"taken out of the loop at {' or '.join(places)}, or merged with an equal one"
+
+
+def peak_bytes(compiled: jax.stages.Compiled) -> int:
+    """What XLA says that one device needs to run a program, its arguments included."""
+    analysis = compiled.memory_analysis()
+    (device, *_) = jax.tree.leaves(compiled.input_shardings)[0].device_set
+    if device.platform != "cpu":  # there XLA's peak leaves out what it calls temporary (jax 0.10.2)
+        return analysis.peak_memory_in_bytes
+    together = analysis.argument_size_in_bytes + analysis.output_size_in_bytes + analysis.temp_size_in_bytes
+    return together - analysis.alias_size_in_bytes
+
+
+def report(ledger: Ledger, compiled: jax.stages.Compiled) -> tuple[list[str], list[Difference]]:
+    """Lines to print about the compiled step, and all differences.
+
+    Harmless ones are folded into one line; of the others there is a warning with a line each.
+    """
+    rows = differences(ledger, compiled.as_text())
+    harmful = [str(row) for row in rows if not row.is_harmless]
+    if harmful:
+        lines = ["warning: the compiled step does not send what is written:", *(f"  {row}" for row in harmful)]
+    else:
+        lines = [f"The compiled step sends what is written: {_but_for(rows, sum(ledger.costs.collectives.values()))}."]
+    ours, xlas = ledger.memory.bytes, peak_bytes(compiled)
+    texts = gigabytes(ours), gigabytes(xlas)
+    lines.append(f"Memory of a device: forecast {texts[0]}, XLA says {texts[1]} (ratio {ours / xlas:.2f}).")
+    return lines, rows
+
+
+def _but_for(rows: list[Difference], times: int) -> str:
+    """How many collectives there are, and what is harmless in how they are compiled."""
+    merged = sum(row.written - row.compiled for row in rows if row.reason == MERGED)
+    joined = sum(max(row.written - row.compiled, 0) for row in rows if row.reason == JOINED)
+    parts = [f"{merged} of them {MERGED}"] * (merged > 0) + [f"{joined} of them joined end to end with others"] * (
+        joined > 0
+    )
+    text = f"{times} collectives, {' and '.join(parts) or 'equal by kind, axes, type and bytes'}"
+    return text + f"; what is bfloat16 is {WIDENED}" * any(row.reason == WIDENED for row in rows)

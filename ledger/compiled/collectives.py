@@ -1,0 +1,189 @@
+"""The collectives of a step, how often each runs and with how many bytes: as the source writes them, and as XLA
+compiled them.
+
+    axes = {"d": 4, "t": 2}
+    traced = jax.jit(typed_shard_map(step)).trace(*shapes)
+    table = written(traced.jaxpr, axes)
+    table[Collective("all-gather", ("d",), "float32", 4096, "forward", "train.py:197")]       # times a step
+    differences(table, compiled(traced.lower().compile().as_text(), axes))     # [] where XLA does as it is told
+
+Both tables are counted by walking the program, with the turns of its loops as factors. Nothing runs.
+"""
+
+import collections
+import dataclasses
+import math
+import re
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+from ledger.compiled.hlo_text import Computation, Instruction, Module, parse
+from ledger.count.costs import KINDS, Collective, Sites, Table, add_sites, any_branch, count, times_of, totals
+from ledger.count.program import phase_of, read
+
+HLO_DTYPES = {
+    "pred": "bool", "s8": "int8", "s16": "int16", "s32": "int32", "s64": "int64", "u8": "uint8", "u16": "uint16", "u32": "uint32",
+    "u64": "uint64", "f8e4m3fn": "float8_e4m3fn", "f8e5m2": "float8_e5m2", "bf16": "bfloat16", "f16": "float16", "f32": "float32",
+    "f64": "float64",
+}  # fmt: skip
+
+
+# -- Comparing ---------------------------------------------------------------------------------------------------------
+def _bare(row: Collective) -> Collective:
+    return dataclasses.replace(row, line="")
+
+
+def differences(ours: Table, theirs: Table) -> list[str]:
+    """What is not the same as written and as compiled, a line of text each, with the lines of the source."""
+    left, right = totals(ours), totals(theirs)
+    texts = []
+    for row in sorted(left.keys() | right.keys()):
+        if left[row] != right[row]:
+            lines = sorted({each.line or "a line not known" for each in (*ours, *theirs) if _bare(each) == row})
+            texts.append(f"written {left[row]}, compiled {right[row]} times a step: {row} ({', '.join(lines)})")
+    return texts
+
+
+def widened(table: Table) -> Table:
+    """What XLA:CPU, which has no bfloat16 collectives, makes of a table: the same in float32, twice the bytes."""
+    wide: Table = collections.Counter()
+    for row, times in table.items():
+        wide[widened_row(row)] += times
+    return wide
+
+
+def widened_row(row: Collective) -> Collective:
+    return dataclasses.replace(row, dtype="float32", bytes=2 * row.bytes) if row.dtype == "bfloat16" else row
+
+
+# -- As written --------------------------------------------------------------------------------------------------------
+def written(jaxpr: Jaxpr | ClosedJaxpr, mesh_axes: dict[str, int]) -> Table:
+    """The collectives of a traced step, `jax.jit(step).trace(...).jaxpr`, with the lines that write them; see
+    `ledger.count.costs.count`."""
+    return count(read(jaxpr), mesh_axes).collectives
+
+
+# -- As compiled -------------------------------------------------------------------------------------------------------
+def compiled(text: str, mesh_axes: dict[str, int]) -> Table:
+    """The collectives of an optimized program and how often they run; see `compiled_sites`."""
+    return times_of(compiled_sites(text, mesh_axes))
+
+
+def compiled_sites(text: str, mesh_axes: dict[str, int]) -> Sites:
+    """The places of an optimized program that send. One that XLA combined of several is several rows again, one for
+    each operand.
+
+    Args:
+      text: the HLO module, `jax.stages.Compiled.as_text()`.
+      mesh_axes: name and size of each mesh axis, in the mesh's order. A collective whose groups are those of no mesh
+        axes has the groups' text as its only axis.
+    Raises:
+      ValueError: for groups in a spelling that is not known, a loop that sends and whose turns are not known, branches
+        that send differently.
+    """
+    module = parse(text)
+    sites = _compiled(module, module.computations[module.entry], mesh_axes, set())
+    if any(row.phase != "update" for row, _ in sites):
+        return sites
+    # A program in which nothing is differentiated, such as a validation step, is all forward.
+    return collections.Counter({(dataclasses.replace(row, phase="forward"), n): at for (row, n), at in sites.items()})
+
+
+def chain(instruction: Instruction) -> str:
+    """Of a collective that XLA:TPU has cut into several fusions, to compute in them meanwhile, what it calls all of
+    these; '' for another."""
+    found = re.search(r'chain_id="(\d+)"', instruction.attributes)
+    return found[1] if found else ""
+
+
+def _compiled(module: Module, computation: Computation, axes, chains: set[str]) -> Sites:
+    """`chains`: those that are counted already."""
+    sites: Sites = collections.Counter()
+    for instruction in computation.instructions.values():
+        if instruction.is_done:
+            continue
+        if instruction.opcode in KINDS.values():
+            if (link := chain(instruction)) and link in chains:
+                continue
+            chains.add(link)
+            if over := axes_of_groups(instruction.attributes, axes):
+                for dtype, size, (line, stack) in operands(module, computation, instruction):
+                    sites[Collective(instruction.opcode, over, dtype, size, phase_of(stack), line), 1] += 1
+            continue  # what it calls is the addition
+        keys = ("calls", "to_apply", "body", "branch_computations", "true_computation", "false_computation")
+        bodies = [_compiled(module, body, axes, chains) for body in module.callees(instruction, *keys)]
+        for body in [any_branch(bodies, instruction.name)] if instruction.opcode == "conditional" else bodies:
+            add_sites(sites, body, turns(module, instruction) if body and instruction.opcode == "while" else 1)
+    return sites
+
+
+def operands(module: Module, computation: Computation, instruction: Instruction) -> list[tuple[str, int, tuple]]:
+    """Type, bytes, and source with name stack of each operand."""
+    sizes = []
+    for name in instruction.operands:
+        dtype, dims = re.match(r"(\w+)\[([\d,]*)\]", computation.instructions[name].shape).groups()
+        dtype = HLO_DTYPES[dtype]
+        sizes.append((dtype, math.prod(int(dim) for dim in dims.split(",") if dim) * jnp.dtype(dtype).itemsize))
+    if instruction.opcode == "all-to-all":  # its operands are the parts for each device
+        sizes = [(sizes[0][0], sum(size for _, size in sizes))]
+    if len(sizes) == 1:
+        return [(*sizes[0], module.metadata(instruction))]
+    # Of a combined collective the items of the result (of its done, if it is asynchronous) still say where they are
+    # from.
+    others = computation.instructions.values()
+    results = {instruction.name, *(each.name for each in others if each.is_done and instruction.name in each.operands)}
+    items = [each for each in others if each.opcode == "get-tuple-element" and each.operands[0] in results]
+    places = {int(re.search(r"index=(\d+)", each.attributes)[1]): module.metadata(each) for each in items}
+    return [(*size, places.get(index, ("", ""))) for index, size in enumerate(sizes)]
+
+
+def turns(module: Module, loop: Instruction) -> int:
+    """How often a loop's body runs: as XLA has found, or the bound that an index from 0 in steps of 1 is compared
+    with."""
+    if known := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes):
+        return int(known[1])
+    (condition,) = module.callees(loop, "condition")
+    steps = [inner for each in condition.instructions.values() for inner in (each, *module.inner(each))]
+    bounds = {each.literal for each in steps if each.opcode == "constant" and each.is_counter}
+    if len(bounds) != 1 or not any("direction=LT" in each.attributes for each in steps):
+        raise ValueError(f"the turns of the loop {loop.name} are not known, and a collective is in it")
+    return int(bounds.pop())
+
+
+def axes_of_groups(attributes: str, mesh_axes: dict[str, int]) -> tuple[str, ...]:
+    """The mesh axes over which an HLO collective goes, by its attributes; devices are numbered in the order of the
+    mesh.
+
+    axes_of_groups("replica_groups={{0,1},{2,3}}", {"d": 2, "t": 2})                  # ('t',)
+    axes_of_groups("replica_groups=[2,2]<=[2,2]T(1,0)", {"d": 2, "t": 2})             # ('d',)
+    axes_of_groups("source_target_pairs={{0,2},{2,0}}", {"d": 2, "t": 2})             # ('d',)
+    axes_of_groups("replica_groups=mesh['d'=2,'t'=2] {'d'}", {"d": 2, "t": 2})        # ('d',)
+    axes_of_groups("replica_groups={{0,3},{1,2}}", {"d": 2, "t": 2})                  # ('{{0,3},{1,2}}',)
+    """
+    if named := re.search(r"replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}", attributes):  # as of jax 0.11
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
+        over = re.findall(r"'(\w+)'", named[2])
+        if sizes == mesh_axes and named[2] == ",".join(f"'{axis}'" for axis in over):
+            return tuple(axis for axis, size in mesh_axes.items() if axis in over and size > 1)
+    shape = tuple(mesh_axes.values())
+    devices = math.prod(shape)
+    found = re.search(r"(replica_groups|source_target_pairs)=([{\[](?:[\d,<=T(){}\[\]]*[})\]])?)", attributes)
+    name, text = found.groups() if found else ("", "")
+    if iota := re.fullmatch(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
+        groups, dims, order = ([int(n) for n in part.split(",")] if part else None for part in iota.groups())
+        groups = np.arange(devices).reshape(dims).transpose(order).reshape(groups).tolist()
+    elif re.fullmatch(r"\{(\{[\d,]+\},?)*\}", text):
+        groups = [[int(n) for n in part.split(",")] for part in re.findall(r"\{([\d,]+)\}", text)]
+        groups = groups or [list(range(devices))]
+    else:
+        shown = attributes.strip(", ")[:160]
+        raise ValueError(f"HLO text: the groups of a collective are in a spelling that is not known: {shown!r}")
+    # The axes along which the members of some group, or a source and its target, have different places.
+    places = [np.unravel_index(group, shape) for group in groups]
+    over = tuple(axis for i, axis in enumerate(mesh_axes) if any(np.ptp(place[i]) > 0 for place in places))
+    # A group's members differ along these alone, so that it holds all places along them if it is as large as they are.
+    size = math.prod(mesh_axes[axis] for axis in over)
+    whole = all(len(group) == size for group in groups) and size * len(groups) == devices
+    return over if whole or name == "source_target_pairs" else (text,)

@@ -1,0 +1,309 @@
+"""What a step costs on one device, counted: matrix products, collectives, loops, and what is kept for the backward
+pass.
+
+    costs = count(read(traced.jaxpr), {"d": 4, "t": 2})
+    costs.products[Product("train.py:229", "forward", 2 * 16 * 64 * 256 * 128, "bfloat16", 1.0)]     # times a step
+    costs.collectives[Collective("all-gather", ("d",), "float32", 4096, "forward", "train.py:197")]
+
+Each row is of one line of the source and one phase; a loop's body counts as often as it runs. Nothing runs.
+"""
+
+import collections
+import dataclasses
+import math
+import re
+from collections.abc import Iterable
+
+from ledger.count.program import OPAQUE, Block, Operation, Value
+from shardlib.mesh import scan_counts
+
+# JAX's primitives that send, and HLO's word for each. Any other that names mesh axes must be in SEND_NOTHING.
+KINDS = {
+    "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "psum": "all-reduce",
+    "pmax": "all-reduce",
+    "pmin": "all-reduce",
+    "all_to_all": "all-to-all",
+    "ppermute": "collective-permute",
+}
+SEND_NOTHING = {"axis_index", "pvary"}
+# Names of scopes. Of the products in `jax.named_scope('causal')` the model needs half, since they are masked to the
+# positions before; in 'needed=3:4' three quarters. In 'flops:NAME=5:4' each run of the kernel NAME computes 5 FLOPs, of
+# which the model needs 4.
+_NEEDED = re.compile(r"(?<![\w.])(?:causal|needed=(\d+):(\d+))(?![\w.])")
+_KERNEL = re.compile(r"flops:([^\s=]+)=(\d+):(\d+)")
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Collective:
+    kind: str  # HLO's word
+    axes: tuple[str, ...]  # mesh axes that it goes over, in the mesh's order; those of a single device are left out
+    dtype: str
+    bytes: int  # of the operand on one device
+    phase: str  # forward, recomputed, backward: of what is differentiated; update: the rest of the step
+    line: str  # of the user's program, 'train.py:197'; '' where it is not known
+
+    def __str__(self):
+        return f"{self.kind} over {' × '.join(self.axes)}, {self.bytes} bytes of {self.dtype}, {self.phase}"
+
+    def sent_bytes(self, mesh_axes: dict[str, int]) -> float:
+        """Bytes that leave a device, and as many that enter it, when n devices pass parts around a ring.
+
+        all-gather of a part of b bytes: (n - 1) b; reduce-scatter and all-to-all of b bytes: (n - 1) / n b;
+        all-reduce, a reduce-scatter and an all-gather: 2 (n - 1) / n b; collective-permute: b.
+        """
+        devices = math.prod(mesh_axes[axis] for axis in self.axes)
+        share = (devices - 1) / devices
+        turns = {"all-gather": devices - 1, "all-reduce": 2 * share, "collective-permute": 1}
+        return turns.get(self.kind, share) * self.bytes
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Product:
+    """A matrix product on one device, or a kernel with the FLOPs that its author declares."""
+
+    line: str
+    phase: str
+    flops: int  # a multiply and an add are two
+    dtype: str  # of the operands
+    needed: float  # of its FLOPs, the part that the model needs: 0.5 where half is masked
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Loop:
+    line: str
+    phase: str
+    length: int
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Saved:
+    """What JAX keeps of the forward pass for the backward pass."""
+
+    line: str
+    why: str  # the name it is saved under, such as save_for_backward; "input" of a checkpoint; "gradient", computed ahead; "":
+    # nobody asked for it
+    dtype: str
+    shape: tuple[int, ...]  # on one device, of one layer
+    bytes: int  # the same
+    times: int  # layers
+
+
+Table = collections.Counter[Collective]  # times a step
+# By a collective and how often a place of the program runs it in a step, through the loops around it: such places.
+Sites = collections.Counter[tuple[Collective, int]]
+
+
+@dataclasses.dataclass
+class Costs:
+    """Rows and how often each is met in a step."""
+
+    products: collections.Counter[Product] = dataclasses.field(default_factory=collections.Counter)
+    sites: Sites = dataclasses.field(default_factory=collections.Counter)
+    loops: collections.Counter[Loop] = dataclasses.field(default_factory=collections.Counter)
+    kernels: collections.Counter[tuple[str, str]] = dataclasses.field(default_factory=collections.Counter)
+
+    @property
+    def collectives(self) -> Table:
+        return times_of(self.sites)
+
+    def add(self, other: "Costs", times: int) -> None:
+        for name in ("products", "loops", "kernels"):
+            for row, count in getattr(other, name).items():
+                getattr(self, name)[row] += count * times
+        add_sites(self.sites, other.sites, times)
+
+    def flops(self, *phases: str) -> int:
+        """Of all products that run in these phases; without phases, in any."""
+        return sum(row.flops * times for row, times in self.products.items() if not phases or row.phase in phases)
+
+    def model_flops(self) -> float:
+        """Of the products of the forward and the backward pass, nothing recomputed, of masked ones what the model
+        needs."""
+        rows = [(row, times) for row, times in self.products.items() if row.phase in ("forward", "backward")]
+        return sum(row.flops * times * row.needed for row, times in rows)
+
+
+# -- Products, collectives, loops --------------------------------------------------------------------------------------
+def count(block: Block, mesh_axes: dict[str, int]) -> Costs:
+    """Counts a step. Of branches that differ, the one with the most FLOPs counts.
+
+    Args:
+      block: the step, `read(jaxpr)`.
+      mesh_axes: name and size of each mesh axis, in the mesh's order.
+    Raises:
+      ValueError: where the count is not known before the step runs: a collective or a matrix product in
+        `lax.while_loop`, or a collective in some branches of `lax.cond` only; and for a primitive over mesh axes of
+        which this module does not know what it sends.
+    """
+    costs = Costs()
+    for op in block.operations:
+        _count_collective(op, mesh_axes, costs)
+        flops, needed = _kernel_flops(op) if op.name in OPAQUE else (_flops(op), _needed(op.scopes))
+        if flops is not None:
+            # A kernel's first operands may be tables of its blocks: the type is that of the largest.
+            dtype = max(op.inputs, key=lambda value: value.bytes).dtype if op.name in OPAQUE else op.inputs[0].dtype
+            costs.products[Product(op.line, op.phase, flops, dtype, needed)] += 1
+        elif op.name in OPAQUE:
+            costs.kernels[op.line, op.name] += 1
+        bodies = [count(body, mesh_axes) for body in op.blocks]
+        if op.name == "while" and any(body.sites or body.products for body in bodies):
+            what = "collective" if any(body.sites for body in bodies) else "matrix product"
+            raise ValueError(
+                f"a {what} in the while loop at {op.line}: how often it will run is not known\n  fix: write lax.scan"
+            )
+        if op.name == "cond":
+            any_branch([body.sites for body in bodies], op.line)
+            bodies = [max(bodies, key=Costs.flops)]
+        if op.name == "scan":
+            costs.loops[Loop(op.line, op.phase, op.length)] += 1
+        for body in bodies:
+            costs.add(body, op.length)
+    return costs
+
+
+def _count_collective(op: Operation, axes: dict[str, int], costs: Costs) -> None:
+    names = op.params.get("axes", op.params.get("axis_name", ()))
+    names = names if isinstance(names, tuple | list) else (names,)
+    over = tuple(axis for axis, size in axes.items() if axis in names and size > 1)
+    if over and op.name in KINDS:
+        if op.params.get("axis_index_groups") is not None:
+            raise ValueError(f"'{op.name}' at {op.line} has axis_index_groups: write it over mesh axes")
+        for value in op.inputs:
+            costs.sites[Collective(KINDS[op.name], over, value.dtype, value.bytes, op.phase, op.line), 1] += 1
+    elif over and op.name not in SEND_NOTHING:
+        raise ValueError(
+            f"'{op.name}' over {', '.join(over)} at {op.line}: ledger/count/costs.py does not know what it sends"
+        )
+
+
+def times_of(sites: Sites) -> Table:
+    """How often each collective runs, over all its places."""
+    table: Table = collections.Counter()
+    for (row, times), places in sites.items():
+        table[row] += times * places
+    return table
+
+
+def add_sites(sites: Sites, body: Sites, turns: int) -> None:
+    """Adds the places of a loop's body, which runs so often."""
+    for (row, times), places in body.items():
+        sites[row, times * turns] += places
+
+
+def totals(table: Table) -> Table:
+    """The same without lines: what two tables are compared by, since XLA need not keep the lines."""
+    total: Table = collections.Counter()
+    for row, times in table.items():
+        total[dataclasses.replace(row, line="")] += times
+    return total
+
+
+def any_branch(branches: Iterable[Sites], place: str) -> Sites:
+    """The collectives of the one branch that will run. Raises `ValueError` if they are not the same in all."""
+    first, *others = branches
+    if any(totals(times_of(other)) != totals(times_of(first)) for other in others):
+        raise ValueError(f"the branches at {place} do not run the same collectives: which will run is not known")
+    return first
+
+
+def _flops(op: Operation) -> int | None:
+    """FLOPs of a matrix product or a convolution; None for anything else."""
+    if op.name == "dot_general":
+        (contracted, _), _ = op.params["dimension_numbers"]
+        return 2 * math.prod(op.outputs[0].shape) * math.prod(op.inputs[0].shape[dim] for dim in contracted)
+    if op.name == "conv_general_dilated":
+        kernel, features = op.inputs[1].shape, op.params["dimension_numbers"].rhs_spec[0]
+        return 2 * math.prod(op.outputs[0].shape) * math.prod(kernel) // kernel[features]
+    return None
+
+
+def _needed(scopes: str) -> float:
+    """The part that the model needs of products in these scopes: what the innermost says."""
+    found = _NEEDED.findall(scopes)
+    needed, run = found[-1] if found else (1, 1)
+    return int(needed) / int(run) if needed else 0.5
+
+
+def _kernel_flops(op: Operation) -> tuple[int | None, float]:
+    """FLOPs of a kernel and the part that the model needs, as a scope around it or its `cost_estimate` declares;
+    None where nothing does."""
+    name = op.params.get("target_name") or op.params.get("name")
+    for declared, run, needed in reversed(_KERNEL.findall(op.scopes)):
+        if declared == name:
+            return int(run), int(needed) / int(run)
+    estimate = op.params.get("cost_estimate")
+    return (None, 1.0) if estimate is None else (estimate.flops, 1.0)
+
+
+# -- What is kept for the backward pass --------------------------------------------------------------------------------
+def saved(block: Block) -> list[Saved]:
+    """What is made in the forward pass and read in the backward pass, of a line that is met more than once the equal
+    ones as one row; weights, batch and other arguments are not made."""
+    rows: collections.Counter[Saved] = collections.Counter()  # how often, of rows whose own `times` is 1
+    for op in block.operations:
+        for value in op.outputs:
+            if readers := read_in_backward(value):
+                line, why, each, times = origin(value)
+                if not why and any(reader.name == "checkpoint" for reader in readers):
+                    why = "input"
+                elif not why and _is_gradient(each):
+                    why = "gradient"
+                rows[Saved(line, why, each.dtype, each.shape, each.bytes, 1)] += times
+        for body in op.blocks:
+            for row in saved(body):
+                rows[dataclasses.replace(row, times=1)] += row.times
+    return [dataclasses.replace(row, times=times) for row, times in rows.items()]
+
+
+def read_in_backward(value: Value) -> list[Operation]:
+    """The operations of the backward pass that read a value of the forward pass; none for other values.
+
+    A loop of the forward pass that computes gradients right after what they are of, as of a loss in chunks, keeps none
+    of it.
+    """
+    if value.maker is None or value.maker.phase != "forward" or value.maker.within == "forward":
+        return []
+    return [reader for reader in _readers(value) if reader.phase in ("recomputed", "backward")]
+
+
+def _is_gradient(value: Value) -> bool:
+    """Whether a value, perhaps a sum, is a gradient that the forward pass computes right after what it is of."""
+    op = value.maker
+    if op is None or op.phase == "backward" or op.name != "add":
+        return op is not None and op.phase == "backward"
+    return any(map(_is_gradient, op.inputs))
+
+
+def _readers(value: Value) -> list[Operation]:
+    """The operations that read a value, those in the body of a loop that it is passed to instead of the loop."""
+    found = []
+    for op in dict.fromkeys(value.uses):
+        if op.name != "scan" or op.phase not in ("recomputed", "backward"):
+            found.append(op)
+            continue
+        for operand, argument in zip(op.inputs, op.blocks[0].inputs, strict=True):
+            if operand is value:
+                found += _readers(argument)
+    return found
+
+
+def origin(value: Value) -> tuple[str, str, Value, int]:
+    """Where a value is from: line, the name that it is saved under, its value in the loops' bodies, how many of those
+    it holds."""
+    op = value.maker
+    if op.name == "scan":
+        position = next(index for index, output in enumerate(op.outputs) if output is value)
+        inner = op.blocks[0].outputs[position]
+        stacked = position >= scan_counts(op.params)[1]
+        if inner.maker is None:  # a body's own argument, such as the layer's input
+            return op.line, "", inner if stacked else value, op.length if stacked else 1
+        line, why, each, times = origin(inner)
+        return line, why, each, times * (op.length if stacked else 1)
+    named = op
+    while named.name == "reduce_precision" and named.inputs[0].maker is not None:
+        named = named.inputs[0].maker
+    if named.name == "name":
+        return named.line, named.params["name"], value, 1
+    return op.line, "", value, 1

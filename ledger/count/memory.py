@@ -1,0 +1,327 @@
+"""The forecast of a device's memory: which values are alive when most bytes are, found by following each from where it
+is made to its last use.
+
+    peak = forecast(read(traced.jaxpr), groups, donated)    # groups: what each argument is, 'weights' or 'batch', say
+    peak.bytes, peak.by_kind()["saved activations"], peak.held[0].line
+
+A model of what XLA does, kept simple:
+
+- Values that operations pass on element by element are computed where they are needed and take no memory (XLA fuses
+  them). Memory is taken by results of matrix products, collectives, reductions, scatters and loops, by what goes into
+  these (reductions read through), and by results of the step.
+- A value lives from the operation that makes it to the last one that reads it. One that is computed from a value of
+  the same size that ends there takes its place; so does what a loop carries, and a result of the step that of a
+  donated argument.
+- A loop holds its arguments and all its results, and on top what its body holds at most.
+- A product's result that is only needed in a wider type is written in that type.
+- Products whose result goes into a reduce-scatter, the gradients of gathered weights, are put off to the end of the
+  layer: they run while others' are sent. What they read stays until then. On a CPU that is so of all products of the
+  backward pass: XLA:CPU orders breadth first, so that many operations can run at once, and what the products of a layer
+  read is computed before they are.
+
+By the same model it counts what is moved to and from memory: what takes memory is written once, and read once by each
+operation that needs it there; results of a step, or of a turn of a loop, are computed together and read what they share
+once. Of a gather, a slice and a scatter only the rows that it touches count. Nothing stays in a cache.
+"""
+
+import collections
+import dataclasses
+import math
+
+from ledger.count.costs import KINDS, origin, read_in_backward
+from ledger.count.program import OPAQUE, Block, Operation, Value
+from shardlib.mesh import scan_counts
+
+WEIGHTS, OPTIMIZER, BATCH = "weights", "optimizer state", "batch"
+GRADIENTS, SAVED, GATHERED, OTHER = "gradients", "saved activations", "gathered weights", "other values"
+GROUPS = (WEIGHTS, OPTIMIZER, BATCH, GRADIENTS, SAVED, GATHERED, OTHER)
+
+# Operations whose result is their operand under another name.
+_SAME = {"reshape", "squeeze", "transpose", "expand_dims", "copy", "name", "reduce_precision", "stop_gradient"}
+_SAME |= {"optimization_barrier", "layout_constraint", "checkpoint", "shard_map", "pvary"}
+_CONVERTS = _SAME | {"convert_element_type"}
+_LOOPS = {"scan", "while", "cond"}
+# Operations whose operands have to lie in memory.
+_READ = set("dot_general conv_general_dilated sort top_k cumsum cumlogsumexp cummax dynamic_update_slice".split())
+_READ |= {*KINDS, *_LOOPS, *OPAQUE}
+# Operations that read as much of their first operand as their result has.
+_PARTS = {"gather", "slice", "dynamic_slice"}
+# Operations whose result may take the place of an operand that ends there.
+_IN_PLACE = {"psum", "pmax", "pmin", "dynamic_update_slice"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """One value in memory: what it counts as, the line that made it, its bytes on a device."""
+
+    kind: str  # one of GROUPS
+    line: str  # '' for the step's arguments
+    phase: str
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+
+
+@dataclasses.dataclass
+class Memory:
+    """The moment at which most is held, and all that is held then; and the largest values of the whole step."""
+
+    line: str  # of the operation that runs then
+    phase: str
+    held: list[Held]  # largest first
+    largest: list[Held]  # besides arguments, whether or not they are alive then
+    moved: collections.Counter[tuple[str, str]]  # bytes read and written in the step, by line and phase
+
+    @property
+    def bytes(self) -> int:
+        return sum(each.bytes for each in self.held)
+
+    def moved_bytes(self, *phases: str) -> int:
+        """Read and written in these phases or in all."""
+        return sum(moved for (_, phase), moved in self.moved.items() if not phases or phase in phases)
+
+    def by_kind(self) -> dict[str, int]:
+        sums = dict.fromkeys(GROUPS, 0)
+        for each in self.held:
+            sums[each.kind] += each.bytes
+        return sums
+
+
+def forecast(block: Block, groups: list[str], donated: list[bool], *, on_cpu: bool = False) -> Memory:
+    """Follows the values of a step.
+
+    Args:
+      block: the step, `read(jaxpr)`.
+      groups: of each of its arguments, what it is: 'weights', 'optimizer state' or 'batch'.
+      donated: of each of its arguments, whether a result may take its place.
+      on_cpu: XLA:CPU orders the operations.
+    """
+    arguments = [_held(value, group) for group, value in zip(groups, block.inputs, strict=True)]
+    places = collections.Counter((value.shape, value.dtype) for value, free in zip(block.inputs, donated) if free)
+    placed = set()
+    for value in block.outputs:
+        if places[value.shape, value.dtype]:
+            places[value.shape, value.dtype] -= 1
+            placed.add(value)
+    weights = {(held.shape, held.dtype) for held in arguments if held.kind == WEIGHTS}
+    step = _Lifetimes(block, groups, weights, on_cpu, placed)
+    held = sorted([*arguments, *step.held], key=lambda each: -each.bytes)
+    largest = sorted(step.seen, key=lambda each: -each.bytes)
+    return Memory(step.line, step.phase, held, largest, step.moved)
+
+
+class _Lifetimes:
+    """From when to when each value of a block is in memory, and what the block holds besides its arguments when it
+    holds most.
+
+    Times are positions in the block; the end is one more. `placed` are results that take the place of an argument;
+    `slices` those arguments that are parts of a larger array, so that they need memory of their own where they have to
+    lie there by themselves.
+    """
+
+    def __init__(
+        self, block: Block, kinds: list[str], weights: set, on_cpu: bool, placed=frozenset(), slices=frozenset()
+    ):
+        self.kinds, self.weights, self.slices = dict(zip(block.inputs, kinds, strict=True)), weights, slices
+        self.on_cpu = on_cpu
+        self.results = set(block.outputs)
+        self.born: dict[Value, int] = {}
+        self.last: dict[Value, int] = {}
+        self.heirs: list[tuple[Value, set[Value]]] = []  # values with those whose place they may take
+        self.moved: collections.Counter[tuple[str, str]] = collections.Counter()
+        bodies: dict[int, _Lifetimes] = {}
+        for now, op in enumerate(block.operations):
+            if op.name in _READ or op.name.startswith("scatter"):
+                for value in op.inputs:
+                    self.compute([value])
+                    self.lay_down(value, now)
+            elif op.name.startswith(("reduce_", "arg")) and op.name not in _SAME:
+                self.read(op.inputs, now)
+            else:
+                continue  # computed where it is needed
+            self.moved[op.line, op.phase] += self.touched(op)
+            for index, value in enumerate(map(self.written_as, op.outputs)):
+                self.born[value] = self.last[value] = now
+                before = op.inputs
+                if op.name == "scan":  # what it carries, but not what it stacks
+                    first, carry = scan_counts(op.params)
+                    before = before[first + index : first + index + 1] if index < carry else []
+                if op.name in _IN_PLACE or op.name in _LOOPS or op.name.startswith("scatter"):
+                    self.heirs.append((value, {self.origin(each) for each in before}))
+            if op.name in _LOOPS:
+                largest = {each: self.body(op, each) for each in op.blocks}
+                bodies[now] = max(largest.values(), key=lambda body: body.bytes)
+                for place, moved in max(
+                    (largest[each] for each in op.blocks), key=lambda body: body.bytes
+                ).moved.items():
+                    self.moved[place] += moved * op.length
+        end = len(block.operations)
+        self.compute(block.outputs)
+        for op in block.operations:
+            if op.name == "dot_general" and op.phase == "backward" and (on_cpu or _is_reduced(op.outputs[0])):
+                self.read(op.inputs, end)
+        for value in block.outputs:
+            self.lay_down(value, end, placed=value in placed)
+        for heir, before in self.heirs:
+            for value in before:
+                if self.last.get(value) == self.born[heir] and value in self.born and value.bytes == heir.bytes:
+                    self.last[value] -= 1
+                    break
+        self.seen = [each for body in bodies.values() for each in body.seen]
+        self.seen += [self.describe(value) for value in self.born]
+        moments = {now: self.alive(now) + (bodies[now].held if now in bodies else []) for now in self.born.values()}
+        at = max(moments, key=lambda now: sum(each.bytes for each in moments[now]), default=end)
+        self.held = moments.get(at, [])
+        self.bytes = sum(each.bytes for each in self.held)
+        op = block.operations[at] if at < end else None
+        self.line, self.phase = (op.line, op.phase) if op else ("", "update")
+        if at in bodies and bodies[at].line:
+            self.line, self.phase = bodies[at].line, bodies[at].phase
+
+    def body(self, op: Operation, block: Block) -> "_Lifetimes":
+        """What the body of a loop holds besides what the loop holds."""
+        if op.name != "scan":
+            return _Lifetimes(block, [OTHER] * len(block.inputs), self.weights, self.on_cpu)
+        consts, carry = scan_counts(op.params)
+        kinds = [self.kind(self.origin(value)) for value in op.inputs]
+        layer_weights = self.weights | {(shape[1:], dtype) for shape, dtype in self.weights}
+        # A carry is written over once it is not read any more; JAX hands it on at the end of the body.
+        carried = {new for new, old in zip(block.outputs, block.inputs[consts : consts + carry]) if old is not new}
+        slices = set(block.inputs[consts + carry :])
+        return _Lifetimes(block, kinds, layer_weights, self.on_cpu, carried, slices)
+
+    def same(self, value: Value) -> Value | None:
+        """The operand that a value is under another name."""
+        op = value.maker
+        if op is None or not op.inputs:
+            return None
+        changes_nothing = op.name in ("broadcast_in_dim", "convert_element_type") and (
+            op.inputs[0].bytes == value.bytes and op.inputs[0].dtype == value.dtype
+        )
+        if op.name not in _SAME and not changes_nothing:
+            return None
+        return op.inputs[op.outputs.index(value) if len(op.outputs) > 1 else 0]
+
+    def written_as(self, value: Value) -> Value:
+        """A product's result in the wider type to which all that need it convert it; any other value itself."""
+        wide = value
+        while value.maker.name == "dot_general" and wide not in self.results and len(wide.uses) == 1:
+            if wide.uses[0].name not in _CONVERTS:
+                break
+            wide = _passed_on(wide.uses[0], wide)
+            if wide.bytes > value.bytes:
+                return wide
+        return value
+
+    def origin(self, value: Value) -> Value:
+        while (same := self.same(value)) is not None:
+            value = same
+        return value
+
+    def sources(self, value: Value) -> set[Value]:
+        """The values in memory that one is computed from; itself, if it is there."""
+        found, ahead, met = set(), [self.origin(value)], set()
+        while ahead:
+            each = ahead.pop()
+            if each in met or each.literal:
+                continue
+            met.add(each)
+            if each in self.born or each.maker is None:
+                found.add(each)
+            else:
+                ahead += map(self.origin, each.maker.inputs)
+        return found
+
+    def read(self, values: list[Value], now: int) -> None:
+        for value in values:
+            for source in self.sources(value):
+                self.last[source] = now
+
+    def parts_read(self, values: list[Value]) -> dict[Value, int]:
+        """The values in memory that these are computed from, with how many bytes are read of each."""
+        found, met = {}, set()
+        ahead = [(self.origin(value), math.inf) for value in values]
+        while ahead:
+            each, most = ahead.pop()
+            if (each, most) in met or each.literal:
+                continue
+            met.add((each, most))
+            if each in self.born or each.maker is None:
+                found[each] = max(found.get(each, 0), min(each.bytes, most))
+            else:
+                most = min(most, each.bytes) if each.maker.name in _PARTS else most
+                ahead += [(self.origin(value), most) for value in each.maker.inputs]
+        return found
+
+    def compute(self, values: list[Value]) -> None:
+        """Counts what is moved to compute values, together, that are not in memory yet."""
+        new = {self.origin(value): None for value in values}
+        new = [value for value in new if value.maker is not None and value not in self.born]
+        for value in new:
+            self.moved[value.maker.line, value.maker.phase] += value.bytes
+        if new:
+            self.moved[new[0].maker.line, new[0].maker.phase] += sum(self.parts_read(new).values())
+
+    def touched(self, op: Operation) -> int:
+        """Bytes that an operation reads and writes."""
+        if op.name in _LOOPS:
+            return 0  # its body does
+        if op.name.startswith("scatter") or op.name == "dynamic_update_slice":
+            rows = max(value.bytes for value in op.inputs[1:])
+            return sum(value.bytes for value in op.inputs[1:]) + 2 * rows
+        return sum(self.parts_read(op.inputs).values()) + sum(value.bytes for value in op.outputs)
+
+    def lay_down(self, value: Value, now: int, placed: bool = False) -> None:
+        """Reads a value that has to lie in memory now, and computes it now if it is not there yet.
+
+        `placed`: it takes an argument's place.
+        """
+        value = self.origin(value)
+        before = self.sources(value)
+        for source in before:
+            self.last[source] = now
+        is_there = value in self.born or value.literal or (value.maker is None and value not in self.slices)
+        if not is_there and not placed:
+            self.born[value] = self.last[value] = now
+            self.heirs.append((value, before - {value}))
+
+    def kind(self, value: Value) -> str:
+        """What a value counts as."""
+        if value not in self.kinds:
+            op, kind = value.maker, OTHER
+            first = op.inputs[0] if op is not None and op.inputs else None
+            if op is not None and op.name in ("all_gather", "convert_element_type", "slice", "dynamic_slice"):
+                kind = GATHERED if self.kind(self.origin(first)) in (WEIGHTS, GATHERED) else OTHER
+            if kind == OTHER and op is not None and read_in_backward(value):
+                kind = SAVED
+            elif kind == OTHER and op is not None and op.phase in ("backward", "update"):
+                kind = GRADIENTS if (value.shape, value.dtype) in self.weights else OTHER
+            self.kinds[value] = kind
+        return self.kinds[value]
+
+    def describe(self, value: Value) -> Held:
+        return _held(value, self.kind(value), value.maker or value.uses[0])
+
+    def alive(self, now: int) -> list[Held]:
+        return [self.describe(value) for value, birth in self.born.items() if birth <= now <= self.last[value]]
+
+
+def _passed_on(op: Operation, value: Value) -> Value:
+    """What one of `_CONVERTS` makes of an operand; those that have several give each back."""
+    return op.outputs[op.inputs.index(value) if len(op.outputs) > 1 else 0]
+
+
+def _is_reduced(value: Value) -> bool:
+    """Whether a value, perhaps under another name or type, goes into a reduce-scatter."""
+    return any(
+        op.name == "reduce_scatter" or (op.name in _CONVERTS and _is_reduced(_passed_on(op, value)))
+        for op in value.uses
+    )
+
+
+def _held(value: Value, kind: str, op: Operation | None = None) -> Held:
+    """`op`: what makes the value; of a part that a loop's body needs by itself, what needs it; None for an argument."""
+    line = op.line if op else ""
+    if kind == SAVED and value.maker:
+        line = origin(value)[0]  # of what a loop returns, the line that made it
+    return Held(kind, line, op.phase if op else "", value.dtype, value.shape, value.bytes)

@@ -1,0 +1,232 @@
+"""The step as one device runs it: operations with their source line and phase, loops with their lengths, calls written
+out.
+
+    step = read(jax.jit(typed_shard_map(f)).trace(*shapes).jaxpr)
+    for op, times in step.runs():
+        print(op.line, op.phase, op.name, times)                  # train.py:197 forward dot_general 8
+
+All other modules of the ledger go by this: what JAX has traced is read once, here. A value is what one device holds;
+nothing runs.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+
+from shardlib.spec import is_users
+
+PHASES = ("forward", "recomputed", "backward", "update")
+# A frame in here says how an operation is written, not where the model does it: the caller's line is its place.
+_INNER_SOURCE = str(Path(__file__).absolute().parents[2] / "jax_extra.py")
+
+
+@dataclass(eq=False)
+class Value:
+    """An array on one device. One without a maker is an argument of its block, or a constant."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    maker: "Operation | None" = None
+    literal: bool = False
+    uses: list["Operation"] = field(default_factory=list)  # those of its own block
+
+
+@dataclass(eq=False)
+class Operation:
+    """One of JAX's primitives. `blocks` are the body of a scan, condition and body of a while loop, the branches of a
+    cond."""
+
+    name: str
+    params: dict
+    inputs: list[Value]
+    outputs: list[Value]
+    phase: str  # forward, recomputed, backward: of what is differentiated; update: the rest of the step
+    scopes: str  # JAX's name stack, those of the enclosing loops included
+    line: str  # of the user's program, 'train.py:197'; '' where it is not known
+    blocks: list["Block"] = field(default_factory=list)
+    within: str = "update"  # the phase of the loop or branch in whose block it is
+
+    @property
+    def length(self) -> int:
+        """How often its blocks run."""
+        return self.params["length"] if self.name == "scan" else 1
+
+
+@dataclass(eq=False)
+class Block:
+    """Straight code: a step, the body of a loop, a branch."""
+
+    inputs: list[Value]
+    operations: list[Operation]
+    outputs: list[Value]
+
+    def runs(self, times: int = 1) -> Iterator[tuple[Operation, int]]:
+        """Every operation, those of its loops too, with how often it runs. All branches of a cond count."""
+        for op in self.operations:
+            yield op, times
+            for block in op.blocks:
+                yield from block.runs(times * op.length)
+
+
+def read(jaxpr: Jaxpr | ClosedJaxpr, source: str | Path | None = None, *, widened: bool = False) -> Block:
+    """Reads a traced step. What no result depends on is left out, as XLA leaves it out.
+
+    Args:
+      jaxpr: of the jitted step, `jax.jit(step).trace(...).jaxpr`.
+      source: the user's file. What happens in other files is placed at the line of this one that led there; without
+        it, or where no line of it did, at the innermost line of the user's program. Frames inside shardlib and JAX are
+        never a place.
+      widened: each bfloat16 value is a float32, as XLA:CPU computes.
+    """
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    reader = _Reader(None if source is None else str(Path(source).absolute()), widened)
+    # jax 0.11 says for each argument where it is to be before the one shard_map; a step's arguments are there.
+    placed = {eqn.outvars[0]: eqn.invars[0] for eqn in jaxpr.eqns if eqn.primitive.name == "reshard"}
+    mapped = [eqn for eqn in jaxpr.eqns if eqn.primitive.name != "reshard"]
+    operands = [placed.get(var, var) if isinstance(var, Var) else None for var in mapped[0].invars] if mapped else []
+    if [eqn.primitive.name for eqn in mapped] == ["shard_map"] and set(jaxpr.invars) <= set(operands):
+        block = reader.block(mapped[0].params["jaxpr"], "", "")
+        # Besides the step's arguments go in constants, such as a table of a kernel's blocks.
+        block.inputs = [block.inputs[operands.index(var)] for var in jaxpr.invars]
+    else:
+        block = reader.block(jaxpr, "", "")
+    operations = [op for op, _ in block.runs()]
+    if all(op.phase == "update" for op in operations):  # nothing is differentiated, as in a validation step
+        for op in operations:
+            op.phase = "forward"
+    _place_hoisted(block)
+    return block
+
+
+def _place_hoisted(block: Block) -> None:
+    """What JAX takes out of a loop of the forward pass loses its mark: an operation that only the forward pass reads
+    is of it."""
+    results = set(block.outputs)
+    for op in reversed(block.operations):
+        readers = [reader for value in op.outputs for reader in value.uses]
+        if op.phase == "update" and readers and results.isdisjoint(op.outputs):
+            op.phase = "forward" if all(reader.phase == "forward" for reader in readers) else "update"
+        for inner in op.blocks:
+            _place_hoisted(inner)
+
+
+# Kernels: what they do inside is not JAX's to know.
+OPAQUE = ("pallas_call", "custom_call", "ffi_call")
+
+
+class _Reader:
+    def __init__(self, source: str | None, widened: bool):
+        self.source, self.widened = source, widened
+
+    def block(self, jaxpr: Jaxpr | ClosedJaxpr, scopes: str, line: str) -> Block:
+        jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+        inputs, operations = [self.value(var) for var in jaxpr.invars], []
+        outputs = self.write_out(jaxpr, inputs, operations, scopes, line, "")
+        for op in operations:
+            op.within = phase_of(scopes)
+        return _without_dead_code(Block(inputs, operations, outputs))
+
+    def write_out(self, jaxpr, inputs, operations, scopes, outer_line, fixed_line) -> list[Value]:
+        """Appends the operations of a jaxpr that is called with `inputs`; returns its results."""
+        jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+        known: dict[Var, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
+
+        def look_up(atom) -> Value:
+            if isinstance(atom, Literal):
+                return self.value(atom, literal=True)
+            return known.setdefault(atom, self.value(atom)) if atom in jaxpr.constvars else known[atom]
+
+        for eqn in jaxpr.eqns:
+            name, params = eqn.primitive.name, eqn.params
+            # A body's name stack starts anew, and the body of a custom_jvp has no frame of the user's: join the one,
+            # inherit the other.
+            inner_scopes = f"{scopes}/{eqn.source_info.name_stack}"
+            line = fixed_line or self.line(eqn) or outer_line
+            operands = [look_up(atom) for atom in eqn.invars]
+            called = _called(eqn)
+            if called is not None:
+                # Marks: into a checkpoint goes what it was asked to keep, and inside a shard_map arrays are a device's
+                # parts.
+                mark = {
+                    "remat": "checkpoint",
+                    "remat2": "checkpoint",
+                    "checkpoint": "checkpoint",
+                    "shard_map": name,
+                }.get(name)
+                if mark:
+                    op = Operation(mark, {}, operands, [], phase_of(inner_scopes), inner_scopes, line)
+                    operands = self.results(op, getattr(called, "jaxpr", called).invars, operations)
+                # JAX's own jitted functions are traced once, with the lines of their first caller.
+                own = getattr(called, "jaxpr", called).debug_info.func_filename
+                fixed = line if name in ("jit", "pjit") and not is_users(own or "<") else fixed_line
+                results = self.write_out(called, operands, operations, inner_scopes, line, fixed)
+            else:
+                op = Operation(name, params, operands, [], phase_of(inner_scopes), inner_scopes, line)
+                bodies = [] if name in OPAQUE else _bodies(params)
+                op.blocks = [self.block(inner, inner_scopes, line) for inner in bodies]
+                results = self.results(op, eqn.outvars, operations)
+            known.update(zip(eqn.outvars, results, strict=True))
+        return [look_up(atom) for atom in jaxpr.outvars]
+
+    def value(self, var, maker: Operation | None = None, literal: bool = False) -> Value:
+        shape, dtype = getattr(var.aval, "shape", ()), getattr(var.aval, "dtype", None)
+        if dtype is None:
+            return Value(shape, "", 0, maker, literal)
+        dtype = jnp.dtype("float32") if self.widened and dtype.name == "bfloat16" else dtype
+        return Value(shape, dtype.name, var.aval.size * dtype.itemsize, maker, literal)
+
+    def results(self, op: Operation, variables, operations: list[Operation]) -> list[Value]:
+        op.outputs = [self.value(var, op) for var in variables]
+        for value in op.inputs:
+            value.uses.append(op)
+        operations.append(op)
+        return op.outputs
+
+    def line(self, eqn: JaxprEqn) -> str:
+        traceback, found = eqn.source_info.traceback, ""
+        for frame in traceback.frames if traceback is not None else ():
+            if frame.file_name == self.source:
+                return f"{Path(frame.file_name).name}:{frame.line_num}"
+            if not found and is_users(frame.file_name) and frame.file_name != _INNER_SOURCE:
+                found = f"{Path(frame.file_name).name}:{frame.line_num}"
+        return found
+
+
+def _bodies(params: dict) -> list[Jaxpr | ClosedJaxpr]:
+    values = [each for value in params.values() for each in (value if isinstance(value, tuple | list) else (value,))]
+    return [each for each in values if isinstance(each, Jaxpr | ClosedJaxpr)]
+
+
+def _called(eqn: JaxprEqn) -> Jaxpr | ClosedJaxpr | None:
+    """The function that an equation just calls: jit, shard_map, checkpoint, custom_jvp, custom_vjp."""
+    bodies = [] if eqn.primitive.name in ("scan", "while", "cond", *OPAQUE) else _bodies(eqn.params)
+    if len(bodies) != 1:
+        return None
+    inner = getattr(bodies[0], "jaxpr", bodies[0])
+    same = len(inner.invars) == len(eqn.invars) and len(inner.outvars) == len(eqn.outvars)
+    return bodies[0] if same else None
+
+
+def phase_of(scopes: str) -> str:
+    """The phase by JAX's name stack."""
+    for mark, phase in (("rematted_computation", "recomputed"), ("transpose(", "backward"), ("jvp(", "forward")):
+        if mark in scopes:
+            return phase
+    return "update"
+
+
+def _without_dead_code(block: Block) -> Block:
+    needed, kept = set(map(id, block.outputs)), []
+    for op in reversed(block.operations):
+        if not op.outputs or any(id(value) in needed for value in op.outputs):
+            needed.update(map(id, op.inputs))
+            kept.append(op)
+    block.operations = kept[::-1]
+    alive = set(map(id, block.operations))
+    for value in [*block.inputs, *(each for op in block.operations for each in (*op.inputs, *op.outputs))]:
+        value.uses = [op for op in value.uses if id(op) in alive]
+    return block

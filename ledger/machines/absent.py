@@ -1,0 +1,146 @@
+"""Compiles a step for machines that are not there: TPU slices with libtpu, NVIDIA GPUs with a description of the model.
+
+    os.environ.update(environment("h200"))                    # before JAX starts: best in a process of its own
+    mesh = make_mesh({"d": 8, "t": 4}, devices=devices("h200", hosts=4, devices_per_host=8))
+    with jax.set_mesh(mesh):
+        compiled = compile(jax.jit(step).trace(*shapes_with_shardings))
+
+The packages are those of requirements-plan.txt. XLA's flags hold as on a real machine: XLA_FLAGS, and LIBTPU_INIT_ARGS
+for a TPU's. Nothing can be tried out without a device, so that XLA chooses kernels
+by rules instead of by timing them: schedule and memory are close to the real ones, not the same.
+"""
+
+import importlib.util
+import math
+import re
+
+import jax
+from jax.experimental import topologies
+
+INSTALL = "pip install --no-deps -r requirements-plan.txt"
+
+
+class CannotCompile(Exception):
+    """A program for an absent machine that cannot be: the message says why."""
+
+
+class TooLarge(CannotCompile):
+    """XLA says that the program does not fit into a device's memory; the message has the bytes."""
+
+
+# Chips of TPU slices are 2 × 2 × 1 or more: libtpu's name, dims of the torus, devices on a chip.
+TPUS = {
+    "tpu_v4": ("v4", 3, 1),
+    "tpu_v5e": ("v5e", 2, 1),
+    "tpu_v5p": ("v5p", 3, 1),
+    "tpu_v6e": ("v6e", 2, 1),
+    "tpu_v7x": ("tpu7x", 3, 2),
+}
+
+# What XLA asks of a CUDA device, from the models' descriptions in its repository (xla/backends/gpu/target_config/specs,
+# 2026-10): cores, clock (GHz), L2 cache, memory, its bytes/s, shared memory of a core and (at most) of a block, units
+# of a core, compute capability.
+GPUS = {
+    "a100_40gb": (108, 1.41, 41943040, 42331013120, 1555200000000, 167936, 166912, 64, "major: 8"),
+    "a100_80gb": (108, 1.41, 41943040, 85100068864, 2039040000000, 167936, 166912, 64, "major: 8"),
+    "h100": (132, 1.98, 52428800, 84942979072, 3352320000000, 233472, 232448, 128, "major: 9"),
+    "h200": (132, 1.98, 52428800, 151397597184, 4800000000000, 233472, 232448, 128, "major: 9"),
+    "b200": (148, 1.965, 132644864, 191514411008, 7672320000000, 233472, 232448, 128, "major: 10"),
+}
+
+
+def environment(name: str) -> dict[str, str]:
+    """Environment variables under which JAX compiles for this machine. Raises `CannotCompile` if nothing can."""
+    if name in TPUS:
+        wanted, variables = ["libtpu"], {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+        # libtpu asks who is in its slice; one that answers itself asks nobody.
+        variables |= {"JAX_PLATFORMS": "cpu", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_STDERR_LOG_LEVEL": "3"}
+    elif name in GPUS:
+        wanted, variables = ["jax_cuda13_plugin", "jax_plugins.xla_cuda13"], {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
+        variables |= {"JAX_PLATFORMS": "", "CUDA_VISIBLE_DEVICES": ""}  # a GPU that is there is left alone
+    else:
+        raise CannotCompile(f"for {name} nothing can be compiled; there are {', '.join([*GPUS, *TPUS])}")
+    missing = [package for package in wanted if not _is_there(package)]
+    if missing:
+        raise CannotCompile(f"compiling for {name} needs {', '.join(missing)}, which is not installed: {INSTALL}")
+    return {**variables, "TF_CPP_MIN_LOG_LEVEL": "3"}
+
+
+def _is_there(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # the package that it is in
+        return False
+
+
+def devices(name: str, hosts: int, devices_per_host: int) -> list[jax.Device]:
+    """The devices of an absent machine. Raises `CannotCompile` if there is none of this size."""
+    if name in TPUS:
+        kind, dims, cores = TPUS[name]
+        chips = slice_of(hosts * devices_per_host // cores, dims)
+        topology = {"platform": "tpu", "topology_name": f"{kind}:{'x'.join(map(str, chips))}"}
+        if name == "tpu_v4":  # both cores of a chip as one device, which later chips are by themselves
+            topology["chip_config_name"] = "megacore"
+    else:
+        config = target_config(name)
+        topology = {"platform": "cuda", "target_config": config, "topology": f"1x{hosts}x{devices_per_host}"}
+    try:
+        found = topologies.get_topology_desc(**topology).devices
+    except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
+        raise CannotCompile(f"{name}: {_first_line(error)}") from error
+    if len(found) != hosts * devices_per_host:
+        raise CannotCompile(f"{name}: {topology} has {len(found)} devices, not {hosts * devices_per_host}")
+    return list(found)
+
+
+def slice_of(chips: int, dims: int) -> tuple[int, ...]:
+    """The shape of a TPU slice, as near to a cube as it can be; its smallest is 2 × 2 (× 1).
+
+    >>> slice_of(32, 3)
+    (2, 4, 4)
+    """
+    shape = [2, 2, 1][:dims]
+    while 2 * math.prod(shape) <= chips:
+        smallest = min(range(dims), key=lambda dim: (shape[dim], -dim))
+        shape[smallest] *= 2
+    if math.prod(shape) != chips:
+        raise CannotCompile(f"there is no slice of {chips} chips: expected 4, 8, 16, 32, ...")
+    return tuple(shape)
+
+
+def target_config(name: str) -> str:
+    """The text of XLA's GpuTargetConfigProto for a GPU of the table."""
+    cores, clock, cache, memory, bandwidth, shared, shared_most, units, capability = GPUS[name]
+    features = "NONE" if capability == "major: 8" else "ACCELERATED_FEATURES"
+    return f"""
+platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }} device_description_str: "{name}"
+gpu_device_info {{
+  core_count: {cores} clock_rate_ghz: {clock} l2_cache_size: {cache} device_memory_size: {memory}
+  memory_bandwidth: {bandwidth} shared_memory_per_core: {shared} shared_memory_per_block_optin: {shared_most}
+  shared_memory_per_block: 49152 fpus_per_core: {units} registers_per_core_limit: 65536
+  registers_per_block_limit: 65536 threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+  cuda_compute_capability {{ {capability} feature_extension: {features} }}
+}}"""
+
+
+def compile(traced: jax.stages.Traced, options: dict[str, str]) -> jax.stages.Compiled:
+    """Compiles a step that was traced on a mesh of absent devices, with these options of XLA's. Raises `TooLarge` if it
+    does not fit."""
+    try:
+        return traced.lower().compile(compiler_options=options)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise TooLarge(_bytes_line(str(error))) from error
+
+
+def _bytes_line(text: str) -> str:
+    """Of XLA's pages about too large a program, the sentence with the bytes."""
+    found = re.search(r"[^.\n]*(?:[Uu]sed|[Nn]eeds?|allocat)\w*[^\n]*?\d[\d.]*\s*[KMG]?i?B?\b[^\n]*", text)
+    return (found[0] if found else text.splitlines()[0]).strip().removeprefix("RESOURCE_EXHAUSTED: ")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]

@@ -1,0 +1,228 @@
+"""How long a step would take on a machine, at most as fast as its data sheet: multiplying, moving bytes to and from
+memory, and sending them, by phase; with these three at the same time, and one after another.
+
+    estimate = roofline(ledger, hardware.named("h200"), devices_per_host=8)
+    estimate.step_s, estimate.mfu                      # everything overlaps: no program can be faster
+    estimate.step_alone_s, estimate.mfu_alone          # nothing does
+    for phase in estimate.phases:
+        print(phase.name, phase.compute_s, phase.hbm_s, phase.sent_s, phase.bound)
+
+What is assumed (ASSUMPTIONS says it to a reader): bounds of a data sheet, not a simulation. A figure that the hardware
+lacks makes all that needs it None, printed n/a.
+"""
+
+import dataclasses
+import math
+
+import numpy as np
+
+from ledger.count.program import PHASES
+from ledger.count.step import Ledger
+from ledger.machines.hardware import Hardware
+from ledger.units import percent, seconds
+
+ASSUMPTIONS = (
+    "Every matrix product runs at the peak bfloat16 rate, whatever its shape and type.",
+    "Memory: products, collectives, reductions and scatters read their operands and write their results once; what is "
+    "computed element by element before them reads and writes once more; the update reads and writes weights and "
+    "optimizer state once. Nothing stays in a cache.",
+    "Collectives go around a ring at the links' full speed, one after another, without latency.",
+    "Devices of a host are neighbours in the mesh, its last axis first. Between hosts, all devices of a host share its "
+    "network adapters evenly.",
+    "On a torus the largest mesh axis has all dims but one for each other axis, and a collective uses the links of its "
+    "axes' dims.",
+    "Overlapped: within a phase compute, memory and communication take as long as the longest of them. Alone: as long "
+    "as "
+    "all of them. Reading data, checkpoints and the host take no time.",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """Seconds of one device and step; None where the hardware's figure is not known."""
+
+    name: str  # one of PHASES
+    flops: int
+    hbm_bytes: int  # read and written
+    sent_bytes: float
+    compute_s: float | None
+    hbm_s: float | None
+    sent_s: float | None
+
+    @property
+    def times(self) -> dict[str, float | None]:
+        return {"compute": self.compute_s, "memory": self.hbm_s, "communication": self.sent_s}
+
+    @property
+    def overlapped_s(self) -> float | None:
+        return None if None in self.times.values() else max(self.times.values())
+
+    @property
+    def alone_s(self) -> float | None:
+        return None if None in self.times.values() else sum(self.times.values())
+
+    @property
+    def bound(self) -> str | None:
+        """Which takes longest: 'compute', 'memory' or 'communication'."""
+        return None if None in self.times.values() else max(self.times, key=self.times.get)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sending:
+    """All collectives of one kind over the same axes in a phase."""
+
+    phase: str
+    kind: str
+    axes: tuple[str, ...]
+    sent_bytes: float  # by one device in a step
+    crosses_hosts: bool
+    bytes_per_s: float | None  # at which a device can send them
+    sent_s: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Roofline:
+    hardware: Hardware
+    devices_per_host: int
+    devices: int
+    model_flops: float  # of a step, over all devices
+    phases: tuple[Phase, ...]
+    sendings: tuple[Sending, ...]
+
+    @property
+    def step_s(self) -> float | None:
+        """With perfect overlap within each phase."""
+        return _sum(phase.overlapped_s for phase in self.phases)
+
+    @property
+    def step_alone_s(self) -> float | None:
+        """Without any overlap."""
+        return _sum(phase.alone_s for phase in self.phases)
+
+    @property
+    def bound(self) -> str | None:
+        """What takes longest over the whole step."""
+        totals = self.totals
+        return None if None in totals.values() else max(totals, key=totals.get)
+
+    @property
+    def totals(self) -> dict[str, float | None]:
+        """Seconds of compute, memory and communication over all phases."""
+        return {
+            kind: _sum(phase.times[kind] for phase in self.phases) for kind in ("compute", "memory", "communication")
+        }
+
+    @property
+    def mfu(self) -> float | None:
+        """That perfect overlap implies: no program of these phases can have a higher one."""
+        return self._mfu(self.step_s)
+
+    @property
+    def mfu_alone(self) -> float | None:
+        return self._mfu(self.step_alone_s)
+
+    def _mfu(self, seconds: float | None) -> float | None:
+        if not seconds or self.hardware.peak_flops_per_s is None:
+            return None
+        return self.model_flops / self.devices / self.hardware.peak_flops_per_s / seconds
+
+
+def _sum(values) -> float | None:
+    values = list(values)
+    return None if None in values else sum(values)
+
+
+def _per(amount: float, rate: float | None) -> float | None:
+    return 0.0 if not amount else None if rate is None else amount / rate
+
+
+def roofline(ledger: Ledger, hardware: Hardware, devices_per_host: int) -> Roofline:
+    """The bounds for a step.
+
+    Args:
+      devices_per_host: neighbours in the mesh's order whose links are `link_bytes_per_s`; the others are reached over
+        the network, but for a TPU's, where a slice has all that fit into it.
+    """
+    joined = max(devices_per_host, min(hardware.slice_devices or 0, ledger.devices))
+    sums: dict[tuple, float] = {}
+    for row, times in ledger.costs.collectives.items():
+        key = PHASES.index(row.phase), row.kind, row.axes
+        sums[key] = sums.get(key, 0) + row.sent_bytes(ledger.mesh) * times
+    sendings = []
+    for (phase, kind, axes), sent in sorted(sums.items()):
+        crosses, rate = speed(axes, ledger.mesh, hardware, joined)
+        sendings.append(Sending(PHASES[phase], kind, axes, sent, crosses, rate, _per(sent, rate)))
+    phases = []
+    for name in PHASES:
+        flops, moved = ledger.costs.flops(name), ledger.memory.moved_bytes(name)
+        mine = [each for each in sendings if each.phase == name]
+        phases.append(
+            Phase(
+                name=name,
+                flops=flops,
+                hbm_bytes=moved,
+                sent_bytes=sum(each.sent_bytes for each in mine),
+                compute_s=_per(flops, hardware.peak_flops_per_s),
+                hbm_s=_per(moved, hardware.hbm_bytes_per_s),
+                sent_s=_sum(each.sent_s for each in mine),
+            )
+        )
+    return Roofline(hardware, devices_per_host, ledger.devices, ledger.model_flops, tuple(phases), tuple(sendings))
+
+
+def speed(axes: tuple[str, ...], mesh: dict[str, int], hardware: Hardware, joined: int) -> tuple[bool, float | None]:
+    """Whether a collective over these axes leaves a host or slice of `joined` devices, and how many bytes/s a device
+    then sends.
+
+    Of a group's n devices m are in the same host. Around the ring that goes through them, one of m sends to another
+    host, but through the adapters of all: m times a device's share of the network.
+    """
+    places = np.arange(math.prod(mesh.values())).reshape(tuple(mesh.values()))
+    group = places[tuple(slice(None) if axis in axes else 0 for axis in mesh)].ravel()
+    hosts = len(set((group // joined).tolist()))
+    link = hardware.link_bytes_per_s
+    if link is not None and hardware.torus_dims:
+        link *= _dims(axes, mesh, hardware.torus_dims) / hardware.torus_dims
+    if hosts == 1:
+        return False, link
+    network = hardware.network_bytes_per_s
+    network = None if network is None else network * len(group) / hosts
+    if len(group) == hosts:  # no two are in one host: nothing goes over its links
+        return True, network
+    return True, None if None in (link, network) else min(link, network)
+
+
+def _dims(axes: tuple[str, ...], mesh: dict[str, int], dims: int) -> int:
+    """How many of a torus's dims a collective over these axes has."""
+    wide = [axis for axis, size in mesh.items() if size > 1]
+    largest = max(wide, key=mesh.get)
+    others = len([axis for axis in axes if axis != largest])
+    return max(others + (dims - (len(wide) - 1) if largest in axes else 0), 1)
+
+
+# -- As text -----------------------------------------------------------------------------------------------------------
+def text(estimate: Roofline) -> list[str]:
+    """The times by phase, MFU, and how fast each kind of collective can be sent; n/a where a figure is not known."""
+    columns = "compute", "memory", "communication", "overlapped", "alone"
+    lines = [f"{'Time of a step at the least':<30}" + "".join(f"{column:>15}" for column in columns) + "  bound by"]
+    rows = [
+        (phase.name, *phase.times.values(), phase.overlapped_s, phase.alone_s, phase.bound) for phase in estimate.phases
+    ]
+    rows.append(("all", *estimate.totals.values(), estimate.step_s, estimate.step_alone_s, estimate.bound))
+    for name, *times, bound in rows:
+        lines.append(f"  {name:<28}" + "".join(f"{seconds(each):>15}" for each in times) + f"  {bound or 'n/a'}")
+    lines += [
+        f"MFU: at most {percent(estimate.mfu)}, if within each phase everything overlaps; "
+        f"{percent(estimate.mfu_alone)} if "
+        "nothing does.",
+        "",
+        f"{'Sent by one device':<30}{'over':<9}{'phase':<12}{'bytes':>10}{'at':>14}{'takes':>12}",
+    ]
+    for each in sorted(estimate.sendings, key=lambda each: -each.sent_bytes):
+        rate = "n/a" if each.bytes_per_s is None else f"{each.bytes_per_s / 1e9:,.1f} GB/s"
+        where = "  between hosts" if each.crosses_hosts else ""
+        lines.append(
+            f"  {each.kind:<28}{' × '.join(each.axes):<9}{each.phase:<12}{each.sent_bytes:>10.3g}{rate:>14}"
+            f"{seconds(each.sent_s):>12}{where}"
+        )
+    return lines if estimate.sendings else [*lines[:-1], "Nothing is sent."]

@@ -1,0 +1,213 @@
+"""The ledger as text for a terminal of 160 columns: the source with costs in the margin, then the totals and the
+memory."""
+
+import ast
+import collections
+import re
+
+from ledger.count.memory import GROUPS, Held
+from ledger.count.program import PHASES
+from ledger.units import gigabytes, number
+
+WIDTH = 160
+_HEAD = (
+    "             FLOPs            bytes sent        bytes",
+    " runs forward again backw │forward again backw │  kept │ line",
+)
+_LISTED = 14  # rows of the list of largest values
+
+
+# -- The annotated source ----------------------------------------------------------------------------------------------
+class _Margin:
+    """The sums of each line, 'train.py:197'."""
+
+    def __init__(self, ledger):
+        self.flops, self.sent = collections.Counter(), collections.Counter()
+        self.kept, self.unasked, self.runs = collections.Counter(), set(), collections.Counter()
+        for row, times in ledger.costs.products.items():
+            self.flops[row.line, row.phase] += row.flops * times
+            self.runs[row.line] = max(self.runs[row.line], times if row.phase != "backward" else 0)
+        for row, times in ledger.costs.collectives.items():
+            self.sent[row.line, row.phase] += row.sent_bytes(ledger.mesh) * times
+            self.runs[row.line] = max(self.runs[row.line], times if row.phase != "backward" else 0)
+        for row in ledger.saved:
+            self.kept[row.line] += row.bytes * row.times
+            self.runs[row.line] = max(self.runs[row.line], row.times)
+            if not row.why:
+                self.unasked.add(row.line)
+        self.lines = {line for line, _ in (*self.flops, *self.sent)} | set(self.kept)
+
+    def of(self, line: str) -> str:
+        runs = f"×{self.runs[line]:,}" if self.runs[line] > 1 else ""
+        kept = number(self.kept[line]) + ("!" if line in self.unasked else "")
+        return f"{runs:>5} {self.three(self.flops, line)} │{self.three(self.sent, line)} │{kept:>6} │"
+
+    def three(self, table, line: str) -> str:
+        first = number(table[line, "forward"]) or number(table[line, "update"]) + "u" * bool(table[line, "update"])
+        return f"{first:>7}{number(table[line, 'recomputed']):>6}{number(table[line, 'backward']):>6}"
+
+
+def text(ledger) -> str:
+    """The whole page."""
+    margin = _Margin(ledger)
+    mesh = " × ".join(f"{axis}={size}" for axis, size in ledger.mesh.items())
+    lines = [
+        f"{ledger.source} on the mesh {mesh}: one step of {ledger.tokens:,} tokens, {ledger.parameters:,} parameters.",
+        "Costs of one device and one step. again: computed or sent again for the backward pass. u: in the update. "
+        "runs: how often in a step, without",
+        "the backward pass. kept: for the backward pass, at once (!: nobody asked for it). k, M, G, T: thousands, "
+        "millions, ... A multiply and an add",
+        "are two FLOPs. Lines between ⋮ cost nothing here: no matrix product, nothing sent, nothing kept.",
+        "",
+        *_HEAD,
+    ]
+    rows = shown(ledger, margin.lines)
+    for place, (number_, source) in enumerate(rows):
+        if number_ != (rows[place - 1][0] if place else 0) + 1:
+            lines.append(f"{margin.of('')}    ⋮")
+        line = f"{margin.of(f'{ledger.source}:{number_}')}{number_:>5} {source}"
+        lines.append(line if len(line) <= WIDTH else line[: WIDTH - 1] + "…")
+    for place in sorted(margin.lines - {f"{ledger.source}:{number_}" for number_, _ in rows}):
+        lines.append(f"{margin.of(place)} {place or 'a line that is not known'}")
+    lines += ["", *_totals(ledger), "", *_sent(ledger), "", *_kept(ledger), "", *_memory(ledger)]
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def shown(ledger, lines: set[str]) -> list[tuple[int, str]]:
+    """Numbers and texts of the lines of all functions and statements that have one of these lines, which cost."""
+    found = []
+    for node in ast.parse("\n".join(ledger.text)).body:
+        first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))])
+        if any(f"{ledger.source}:{line}" in lines for line in range(first, node.end_lineno + 1)):
+            found += [(line, ledger.text[line - 1]) for line in range(first, node.end_lineno + 1)]
+    return found
+
+
+# -- Totals ------------------------------------------------------------------------------------------------------------
+def _totals(ledger) -> list[str]:
+    rows = [
+        f"  {phase:<22}{number(ledger.costs.flops(phase)) or '0':>8}{number(ledger.sent_bytes(phase)) or '0':>16}"
+        for phase in PHASES
+    ]
+    lines = [
+        f"{'A step of one device':<24}{'FLOPs':>8}{'bytes sent':>16}",
+        *rows,
+        f"  {'all':<22}{number(ledger.costs.flops()) or '0':>8}{number(ledger.sent_bytes()) or '0':>16}",
+        f"On all {ledger.devices:,} devices: model FLOPs {ledger.model_flops:.6g} (forward and backward, causal "
+        "products as half), "
+        f"hardware FLOPs {ledger.hardware_flops:.6g} (all that runs),",
+        f"6 × parameters × tokens {ledger.flops_6nd:.6g}.",
+    ]
+    loops = [f"{row.line} {row.phase} ×{row.length:,}" for row in sorted(ledger.costs.loops)]
+    lines.append(f"Loops: {'; '.join(loops) or 'none'}.")
+    for (line, name), times in ledger.costs.kernels.items():
+        lines.append(f"Not counted: {name} at {line}, ×{times:,}: it declares no FLOPs.")
+    return lines
+
+
+def _sent(ledger) -> list[str]:
+    sums = collections.Counter()
+    for row, times in ledger.costs.collectives.items():
+        sums[row.kind, row.axes, row.dtype, row.phase] += times
+        sums[row.kind, row.axes, row.dtype, row.phase, "bytes"] += row.sent_bytes(ledger.mesh) * times
+    rows = sorted(key for key in sums if len(key) == 4)
+    lines = [f"{'Sent by one device in a step':<30}{'over':<9}{'as':<10}{'phase':<11}{'times':>8}{'bytes':>9}"]
+    for kind, axes, dtype, phase in rows:
+        key = kind, axes, dtype, phase
+        lines.append(
+            f"  {kind:<28}{' × '.join(axes):<9}{dtype:<10}{phase:<11}{sums[key]:>8,}{number(sums[*key, 'bytes']):>9}"
+        )
+    return lines if rows else ["Nothing is sent."]
+
+
+def _kept(ledger) -> list[str]:
+    lines = ["Kept for the backward pass, on one device"]
+    for row in sorted(ledger.saved, key=lambda row: -row.bytes * row.times):
+        if row.bytes * row.times * 1000 < max(each.bytes * each.times for each in ledger.saved):
+            continue
+        why = {"input": "input of a checkpoint", "gradient": "a gradient, made ahead", "": "nobody asked for it"}.get(
+            row.why, row.why
+        )
+        times = f"{row.times} × " if row.times > 1 else ""
+        lines.append(
+            f"  {number(row.bytes * row.times):>7}  {times + array(row):<34} {row.line:<14} {why:<22} "
+            f"{name_of(ledger, row.line)}"
+        )
+    total = sum(row.bytes * row.times for row in ledger.saved)
+    return [*lines, f"  {number(total) or '0':>7}  in all (what is under a thousandth of the largest is not listed)"]
+
+
+# -- Memory ------------------------------------------------------------------------------------------------------------
+def _memory(ledger) -> list[str]:
+    memory = ledger.memory
+    where = f" at {memory.line} ({memory.phase})" if memory.line else ""
+    lines = [f"Memory of one device: forecast of the peak {gigabytes(memory.bytes)}{where}"]
+    for kind in GROUPS:
+        part = memory.by_kind()[kind]
+        bar = "█" * round(60 * part / max(memory.bytes, 1))
+        lines.append(f"  {kind:<18}{gigabytes(part):>12}{part / max(memory.bytes, 1):>6.0%}  {bar}")
+    lines += ["", "The largest values of the step, besides weights and optimizer state (*: alive at the peak)"]
+    at_peak = collections.Counter(memory.held)
+    listed = collections.Counter(memory.largest)
+    for each in list(listed)[:_LISTED]:
+        times = f"{listed[each]} × " if listed[each] > 1 else ""
+        mark = "*" if at_peak[each] else " "
+        lines.append(
+            f" {mark}{number(each.bytes):>7}  {times + array(each):<34} {each.line:<14} {each.phase:<11} "
+            f"{each.kind:<18} "
+            f"{name_of(ledger, each.line)}"
+        )
+    return [*lines, "", "To need less", *(f"  {line}" for line in advice(ledger))]
+
+
+def advice(ledger) -> list[str]:
+    """What would make it fit, with the bytes that each would save, roughly."""
+    kinds = ledger.memory.by_kind()
+    of_rows = kinds["saved activations"] + kinds["other values"]
+    fixed = kinds["weights"] + kinds["optimizer state"] + kinds["gradients"]
+    lines = [
+        f"twice the microbatches, or half the batch: about {gigabytes(of_rows / 2)} less (saved activations and other "
+        "values halve)",
+        f"twice the devices: about {gigabytes(fixed / 2)} less (weights, optimizer state and gradients halve), and as "
+        "much as above "
+        "where the batch stays",
+    ]
+    asked = [row for row in ledger.saved if row.why not in ("", "input", "gradient")]
+    for row in sorted(asked, key=lambda row: -row.bytes * row.times)[:2]:
+        lines.append(
+            f"without {name_of(ledger, row.line)} kept at {row.line}: up to {gigabytes(row.bytes * row.times)} less, "
+            "and what makes it is computed again"
+        )
+    return lines
+
+
+def summary(ledger, hbm_bytes: int | None = None) -> list[str]:
+    """What to print before compiling: FLOPs, bytes sent, memory; and what to change, if it will not fit into a
+    device's memory."""
+    memory = ledger.memory.bytes
+    of = "" if hbm_bytes is None else f" of {gigabytes(hbm_bytes)}"
+    lines = [
+        f"A step: {ledger.model_flops:.4g} model FLOPs, {ledger.hardware_flops:.4g} with what is recomputed; "
+        f"each device sends {gigabytes(ledger.sent_bytes())} and needs {gigabytes(memory)}{of} (forecast)."
+    ]
+    if hbm_bytes is not None and memory > hbm_bytes:
+        parts = [f"{kind} {gigabytes(part)}" for kind, part in ledger.memory.by_kind().items() if part]
+        lines += [
+            f"It will not fit: {', '.join(parts)}. To need less:",
+            *(f"  {line}" for line in advice(ledger)),
+        ]
+    return lines
+
+
+def array(row: Held) -> str:
+    return f"{row.dtype}[{', '.join(map(str, row.shape))}]"
+
+
+def name_of(ledger, place: str) -> str:
+    """What the source calls the value that a line makes: the name that is assigned to, else the line's text."""
+    file, _, line = place.rpartition(":")
+    if file != ledger.source:
+        return ""
+    source = ledger.text[int(line) - 1].strip()
+    match = re.match(r"([A-Za-z_][\w, ]*?)(?:: [^=]+)? = ", source)
+    return match[1] if match else source[:60]

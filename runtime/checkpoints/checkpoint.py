@@ -1,0 +1,319 @@
+"""One checkpoint: a pytree of JAX arrays as a zarr group that any zarr reader opens, restored onto any mesh.
+
+    saved = open_checkpoint(store, "0000000020", pool)
+    state = restore(saved, shapes, pool)                      # jax.ShapeDtypeStructs with shardings
+    w_q = read_leaf(saved, "weights/transformer/w_q", pool)   # numpy
+    chunks, faults = verify(saved, pool)
+
+The format is docs/formats.md's "PyTree-zarr". A chunk is one file: its values and their crc32c. Zarr itself writes and
+parses the metadata, and decodes the chunks of other writers; all in memory, so that every byte that is read or written
+passes through the store. The root's `zarr.json` is written last, and removed first. A directory without it, or without
+its attribute `write_completed: true`, is not a checkpoint.
+"""
+
+import dataclasses
+import itertools
+import json
+import math
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import FIRST_EXCEPTION, Executor, Future, wait
+from typing import Any
+
+import google_crc32c
+import jax
+import numcodecs
+import numpy as np
+import zarr
+import zarr.buffer.cpu
+
+from runtime.checkpoints.store import LocalStore, RemoteStore
+from runtime.terminal import RunError
+
+COMPLETED = "write_completed"
+CHECKSUMS = "metadata_crc32c"  # an attribute of the root: of each metadata file by its path, and, by "", of the other attributes
+METADATA_FILES = ("zarr.json", ".zgroup", ".zarray", ".zattrs")
+# What decoders raise at bytes that they cannot read; the last is zlib's own.
+UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OSError, EOFError, zlib.error)
+
+Store = LocalStore | RemoteStore
+Bounds = tuple[tuple[int, int], ...]  # (start, stop) of each dim
+
+
+class Incomplete(RunError):
+    """The checkpoint was not written to its end, or is being deleted."""
+
+
+class Damaged(RunError):
+    """The checkpoint was complete, and is not what was written any more."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """The chunks of a leaf."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    chunk: tuple[int, ...]  # a chunk's shape
+
+    def within(self, bounds: Bounds) -> Iterator[tuple[tuple[int, ...], Bounds]]:
+        """The numbers and the bounds of each chunk that has a part within bounds."""
+        numbers = [range(start // size, -(-stop // size)) for (start, stop), size in zip(bounds, self.chunk)]
+        for number in itertools.product(*numbers):
+            edges = zip(number, self.chunk, self.shape)
+            yield number, tuple((n * size, min((n + 1) * size, end)) for n, size, end in edges)
+
+    def all(self) -> Iterator[tuple[tuple[int, ...], Bounds]]:
+        return self.within(tuple((0, size) for size in self.shape))
+
+    @property
+    def file_bytes(self) -> int:
+        """Of a chunk that we write: values and crc32c."""
+        return math.prod(self.chunk) * self.dtype.itemsize + 4
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint whose metadata have been read, in zarr format 2 or 3."""
+
+    store: Store
+    name: str
+    attributes: dict[str, Any]  # without those of the format itself
+    arrays: dict[str, zarr.Array]  # in memory, without chunks
+    metadata: dict[str, Any]  # files' contents by path
+
+    @property
+    def path(self) -> str:
+        return self.store.path(self.name)
+
+    def grid(self, name: str) -> Grid:
+        array = self.arrays[name]
+        return Grid(array.shape, array.dtype, array.shards or array.chunks)  # a file is a shard where there are any
+
+    def read_chunk(self, name: str, number: tuple[int, ...], bounds: Bounds) -> np.ndarray:
+        """The values of a chunk, all that lie in the array. Raises Damaged, naming the file."""
+        array, grid = self.arrays[name], self.grid(name)
+        key = array.metadata.encode_chunk_key(number)
+        try:
+            content = self.store.read(f"{self.name}/{name}/{key}")
+        except FileNotFoundError:  # zarr would return zeros
+            raise self._damaged(f"{name}/{key} is missing") from None
+        if _is_ours(array):
+            if len(content) != grid.file_bytes:
+                raise self._damaged(f"{name}/{key} has {len(content)} bytes and was written with {grid.file_bytes}")
+            values = np.frombuffer(content, np.uint8, len(content) - 4)
+            if google_crc32c.value(values) != int.from_bytes(content[-4:], "little"):
+                raise self._damaged(f"{name}/{key} does not have the checksum that it was written with")
+            whole = values.view(array.dtype).reshape(grid.chunk)
+            return whole[tuple(slice(stop - start) for start, stop in bounds)]
+        if any(isinstance(codec, numcodecs.Blosc) for codec in array.compressors):
+            # numcodecs 0.16 decodes a file that was cut short to garbage, when its values were not compressible.
+            written = int.from_bytes(content[12:16], "little")  # of the whole file, by blosc's header
+            if written != len(content):
+                raise self._damaged(f"{name}/{key} has {len(content)} bytes and was written with {written}")
+        files = {
+            file.removeprefix(f"{name}/"): there for file, there in self.metadata.items() if file.startswith(f"{name}/")
+        }
+        files[key] = zarr.buffer.cpu.Buffer.from_bytes(content)
+        try:
+            alone = zarr.open_array(zarr.storage.MemoryStore(files), mode="r")
+            return alone[tuple(slice(*part) for part in bounds)]
+        except UNREADABLE as error:
+            raise self._damaged(f"{name}/{key} cannot be decoded ({type(error).__name__}: {error})") from error
+
+    def _damaged(self, what: str) -> Damaged:
+        return Damaged(f"checkpoint {self.path} is damaged: {what}")
+
+
+def read_attributes(store: Store, name: str) -> dict[str, Any]:
+    """The attributes of a complete checkpoint, by reading one file.
+
+    Raises:
+      Incomplete: it is none.
+      Damaged: the attributes are not those that were written.
+    """
+    return _without_ours(_read_root(store, name))
+
+
+def open_checkpoint(store: Store, name: str, pool: Executor) -> Checkpoint:
+    """Reads the metadata. Raises as read_attributes, and Damaged for any file of metadata."""
+    path, root = store.path(name), _read_root(store, name)
+    checksums = root.get(CHECKSUMS, {})
+    found = [file for file in store.files(name) if file.rpartition("/")[2] in METADATA_FILES]
+    for file in checksums:
+        if file and file not in found:
+            raise Damaged(f"checkpoint {path} is damaged: {file} is missing")
+    reads = {file: pool.submit(store.read, f"{name}/{file}") for file in found}
+    finish({read: store.path(f"{name}/{file}") for file, read in reads.items()}, "read")
+    contents = {file: read.result() for file, read in reads.items()}
+    for file, content in contents.items():
+        if file in checksums and google_crc32c.value(content) != checksums[file]:
+            raise Damaged(f"checkpoint {path} is damaged: {file} does not have the checksum that it was written with")
+    metadata = {file: zarr.buffer.cpu.Buffer.from_bytes(content) for file, content in contents.items()}
+    try:
+        group = zarr.open_group(zarr.storage.MemoryStore(metadata), mode="r", use_consolidated=False)
+        arrays = {name: array for name, array in group.members(max_depth=None) if isinstance(array, zarr.Array)}
+    except UNREADABLE as error:
+        raise Damaged(f"checkpoint {path} is damaged: its metadata cannot be read ({error})") from error
+    return Checkpoint(store, name, _without_ours(root), arrays, metadata)
+
+
+def restore(checkpoint: Checkpoint, like: Any, pool: Executor) -> Any:
+    """Reads a tree like `like`, whose leaves are jax.ShapeDtypeStructs with shardings.
+
+    The values are bit for bit those that were saved, on whatever mesh. Each host reads the chunks that its devices
+    need, each once, and holds one leaf at a time beside those that are on its devices. A leaf's path may be spelled
+    `weights/transformer/w_q`, `weightstransformerw_q` or `.weights.transformer.w_q`.
+
+    Raises:
+      RunError: the leaves are not those of `like`; with all differences.
+      Damaged: a chunk is missing or is not what was written, with its path.
+    """
+    wanted = named_leaves(like)
+    names = [next((name for name in names if name in checkpoint.arrays), None) for names, _ in wanted]
+    differences = []
+    for name, (spellings, leaf) in zip(names, wanted):
+        expected = f"expected {leaf.dtype}{list(leaf.shape)}"
+        if name is None:
+            differences.append(f"  {spellings[0]}: missing, {expected}")
+        elif (found := checkpoint.grid(name)) and (found.shape, found.dtype) != (leaf.shape, leaf.dtype):
+            differences.append(f"  {name}: holds {found.dtype}{list(found.shape)}, {expected}")
+    differences += [f"  {name}: in the checkpoint only" for name in sorted(checkpoint.arrays.keys() - set(names))]
+    if differences:
+        fix = "Restore with the model that saved it, or start a run with another name."
+        raise RunError("\n".join([f"checkpoint {checkpoint.path} is not of this state:", *differences, fix]))
+    leaves = [_read_leaf(checkpoint, name, leaf, pool) for name, (_, leaf) in zip(names, wanted)]
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+def read_leaf(checkpoint: Checkpoint, name: str, pool: Executor) -> np.ndarray:
+    """A whole leaf, on the host."""
+    shape = checkpoint.grid(name).shape
+    whole = tuple((0, size) for size in shape)
+    return _read_blocks(checkpoint, name, [whole], pool)[whole]
+
+
+def verify(checkpoint: Checkpoint, pool: Executor) -> tuple[int, list[str]]:
+    """Reads a checkpoint through: the number of its chunks, and what is wrong, a line a chunk."""
+    reads = []
+    for name in checkpoint.arrays:
+        for number, bounds in checkpoint.grid(name).all():
+            reads.append(pool.submit(lambda *chunk: checkpoint.read_chunk(*chunk) is None, name, number, bounds))
+    faults = []
+    for read in reads:
+        error = read.exception()
+        if error is not None and not isinstance(error, Damaged):
+            raise error
+        if error is not None:
+            faults.append(str(error).removeprefix(f"checkpoint {checkpoint.path} is damaged: "))
+    return len(reads), faults
+
+
+def _read_root(store: Store, name: str) -> dict[str, Any]:
+    path = store.path(name)
+    for file in ("zarr.json", ".zattrs"):
+        try:
+            content = json.loads(store.read(f"{name}/{file}"))
+            attributes = content.get("attributes", {}) if file == "zarr.json" else content
+            completed, checksums = attributes.get(COMPLETED), attributes.get(CHECKSUMS)
+        except FileNotFoundError:
+            continue
+        except OSError as error:  # it may be a complete one: to pass it over could lose a run's work
+            raise RunError(f"checkpoint {path} cannot be opened: {type(error).__name__}: {error}") from error
+        except (ValueError, AttributeError) as error:
+            raise Damaged(f"checkpoint {path} is damaged: {file} cannot be read ({error})") from error
+        if completed is not True:
+            break
+        if checksums is not None and (
+            not isinstance(checksums, dict) or checksums.get("") != attributes_checksum(_without_ours(attributes))
+        ):
+            raise Damaged(f"checkpoint {path} is damaged: the attributes in {file} are not those that were written")
+        return attributes
+    raise Incomplete(f"checkpoint {path} was not written to its end")
+
+
+def _read_leaf(checkpoint: Checkpoint, name: str, leaf: jax.ShapeDtypeStruct, pool: Executor) -> jax.Array:
+    indices = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
+    blocks = _read_blocks(checkpoint, name, [bounds_of(index, leaf.shape) for index in indices], pool)
+    return jax.make_array_from_callback(
+        leaf.shape, leaf.sharding, lambda index: blocks[bounds_of(index, leaf.shape)], dtype=leaf.dtype
+    )
+
+
+def _read_blocks(checkpoint: Checkpoint, name: str, wanted: list[Bounds], pool: Executor) -> dict[Bounds, np.ndarray]:
+    """The values within each of these bounds; a chunk that is needed for several of them is read once."""
+    grid = checkpoint.grid(name)
+    blocks = {bounds: np.empty([stop - start for start, stop in bounds], grid.dtype) for bounds in wanted}
+    needed: dict[tuple, list[Bounds]] = {}
+    for bounds in blocks:
+        for chunk in grid.within(bounds):
+            needed.setdefault(chunk, []).append(bounds)
+
+    def read(number: tuple[int, ...], part: Bounds) -> None:
+        values = checkpoint.read_chunk(name, number, part)
+        for bounds in needed[number, part]:
+            both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(part, bounds))
+            blocks[bounds][relative(both, bounds)] = values[relative(both, part)]
+
+    finish({pool.submit(read, *chunk): f"{checkpoint.path}/{name}" for chunk in needed}, "read")
+    return blocks
+
+
+# ---- both ------------------------------------------------------------------------------------------------------------
+
+
+def finish(futures: dict[Future, str], done: str) -> None:
+    """Waits for work on files, by their paths; stops at the first failure, and raises it as a RunError that names file
+    and cause."""
+    wait(futures, return_when=FIRST_EXCEPTION)
+    for future in futures:
+        future.cancel()
+    wait(futures)
+    for future, path in futures.items():
+        if future.cancelled():
+            continue
+        error = future.exception()
+        if isinstance(error, OSError):
+            raise RunError(f"{path} could not be {done}: {type(error).__name__}: {error}") from error
+        if error is not None:
+            raise error
+
+
+def named_leaves(tree: Any) -> list[tuple[list[str], Any]]:
+    """Each leaf with the spellings of its path: ours, which is written, and the two that others have published."""
+    named = []
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        ours, joined, dotted = (
+            jax.tree_util.keystr(path, simple=True, separator=between) for between in ["/", "", "."]
+        )
+        named.append(([ours, joined, f".{dotted}"], leaf))
+    return named
+
+
+def _without_ours(attributes: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in attributes.items() if key not in (COMPLETED, CHECKSUMS)}
+
+
+def attributes_checksum(attributes: dict[str, Any]) -> int:
+    return google_crc32c.value(json.dumps(attributes, sort_keys=True).encode())
+
+
+def _is_ours(array: zarr.Array) -> bool:
+    codecs = getattr(array.metadata, "codecs", ())  # format 2 has none
+    types = [type(codec) for codec in codecs]
+    little = types[:1] == [zarr.codecs.BytesCodec] and codecs[0].endian in (
+        None,
+        zarr.codecs.BytesCodec(endian="little").endian,
+    )
+    return little and types[1:] == [zarr.codecs.Crc32cCodec]
+
+
+def bounds_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Bounds:
+    return tuple(part.indices(size)[:2] for part, size in zip(index, shape))
+
+
+def relative(part: Bounds, origin: Any) -> tuple[slice, ...]:
+    return tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(part, origin))

@@ -1,0 +1,297 @@
+"""A run's directory of checkpoints: saved behind the steps, restored from the newest that reads whole, deleted when
+newer ones are complete.
+
+    checkpoints = Checkpoints("runs/a/checkpoints", keep_last=3, keep_every=1000, asynchronous=True, timeout_s=600,
+    max_io_threads=64) step, state = checkpoints.restore(shapes) if checkpoints.latest() else (0, init()) for step in
+    range(step + 1, steps + 1):
+        checkpoints.raise_failure()
+        state = training_step(state)                    # may donate its argument
+        if step % 100 == 0:
+            stall_s = checkpoints.save(step, state, {"skipped_steps": 0})
+    checkpoints.close()
+
+A checkpoint is the group `<step, ten digits>`. The directory is local, on a file system that all hosts share, or a URL
+that fsspec opens.
+"""
+
+import contextlib
+import json
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from runtime.checkpoints import checkpoint
+from runtime.checkpoints import writing as checkpoint_writing
+from runtime.checkpoints.checkpoint import Damaged, Incomplete
+from runtime.checkpoints.hosts import SILENT, Hosts
+from runtime.checkpoints.store import open_store
+from runtime.terminal import RunError
+
+STOPS = "error: "  # what a host says when falling back would not help
+MOST_THREADS = 16  # each may hold a few chunks: at most about 2 GB of host memory beside the copy of the state
+
+
+class Checkpoints:
+    """All hosts construct it alike and call its methods in the same order.
+
+    Args:
+      keep_last: how many of the newest checkpoints are kept; None keeps all.
+      keep_every: those whose step is a multiple of it are kept besides; None keeps no others.
+      asynchronous: whether `save` returns when the state is copied, and writes behind; else it returns when all is written.
+      timeout_s: how long a host waits for another, and how long an operation of an object store is tried again.
+      max_io_threads: that read and write at the same time; at most 16 are used.
+    Raises:
+      RunError: the directory's URL cannot be opened.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        keep_last: int | None,
+        keep_every: int | None,
+        asynchronous: bool,
+        timeout_s: float,
+        max_io_threads: int,
+    ):
+        self._store = open_store(directory, timeout_s)
+        with _run_errors(f"{directory} cannot be used"):
+            self._hosts = Hosts(self._store, timeout_s)
+        self._keep_last, self._keep_every, self._asynchronous = keep_last, keep_every, asynchronous
+        self._pool = ThreadPoolExecutor(min(max_io_threads, MOST_THREADS), "checkpoint-io")
+        self._writer = ThreadPoolExecutor(1, "checkpoint-save")
+        self._saving: Future | None = None
+        self._complete: set[str] = set()  # names of those that are known to be
+        self._damaged: dict[str, str] = {}  # what was found to be wrong, by name
+        self._said: set[str] = set()
+
+    def save(self, step: int, tree: Any, attributes: dict[str, Any]) -> float:
+        """Saves a tree of arrays and attributes (JSON values); returns the seconds that the caller was held up.
+
+        These are: until the save before is complete, and while this host's shards are copied to its memory; not until
+        the arrays are computed. The host's memory holds at most one such copy. Afterwards the arrays may be donated. An
+        incomplete checkpoint of the same step is replaced; a damaged one is moved aside.
+
+        Raises:
+          RunError: the save before failed, or this one did if it is not asynchronous; with the path and the cause. What was saved
+            earlier is untouched, and what failed is not complete.
+        """
+        began = time.perf_counter()
+        self._wait()
+        self.raise_failure()
+        waited_s = time.perf_counter() - began
+        jax.block_until_ready(tree)
+        began = time.perf_counter()
+        attributes = json.loads(json.dumps(attributes))  # as they will be read; and the caller may change his
+        name = _name(step)
+        grids, chunks = checkpoint_writing.snapshot(tree, self._pool, self._store.path(name))
+        self._saving = self._writer.submit(self._save, name, grids, chunks, attributes)
+        if not self._asynchronous:
+            self._wait()
+            self.raise_failure()
+        return waited_s + time.perf_counter() - began
+
+    def raise_failure(self) -> None:
+        """Raises RunError if saving or deleting failed in the background, once; returns at once if not."""
+        if self._saving is not None and self._saving.done():
+            saving, self._saving = self._saving, None
+            saving.result()
+
+    def latest(self) -> int | None:
+        """The newest complete checkpoint's step, or None; says on stderr which newer ones are passed over, and why.
+
+        Waits for a save that is under way. Whether the chunks are whole is known only to `restore`; one that it found
+        to be damaged is not counted.
+
+        Raises:
+          RunError: there are checkpoints, but all of them are damaged; or the store cannot be read.
+        """
+        self._wait()
+        name = self._candidate()
+        return int(name) if name else None
+
+    def attributes(self, step: int) -> dict[str, Any]:
+        """The attributes that a checkpoint was saved with. Raises RunError when it is not there, not complete, or
+        damaged."""
+        return checkpoint.read_attributes(self._store, _name(step))
+
+    def restore(self, like: Any, step: int | None = None) -> tuple[int, Any]:
+        """The newest checkpoint that reads whole, its step and its tree; or, with `step`, that one.
+
+        One with a chunk that is missing or damaged is passed over, on all hosts, with a line on stderr that says what
+        is wrong, and is left as it is. No host holds more than its part of the tree and two leaves.
+
+        Args:
+          like: the tree's `jax.ShapeDtypeStruct`s with shardings, of any mesh.
+        Raises:
+          RunError: no checkpoint reads whole; the leaves are not those of `like`, with all differences; the store cannot be read.
+        """
+        self._wait()
+        while name := _name(step) if step is not None else self._candidate():
+            tree = fault = error = None
+            try:
+                with _run_errors(f"checkpoint {self._store.path(name)} could not be read"):
+                    opened = checkpoint.open_checkpoint(self._store, name, self._pool)
+                    tree = checkpoint.restore(opened, like, self._pool)
+            except Damaged as damaged:
+                fault = str(damaged)
+            except RunError as other:
+                fault, error = f"{STOPS}{other}", other
+            with _run_errors("the hosts cannot agree"):
+                verdict = self._hosts.agree(fault)
+            if verdict is None:
+                return int(name), tree
+            if error is not None:
+                raise error
+            if step is not None or STOPS in verdict or SILENT in verdict:
+                raise RunError(verdict.replace(STOPS, ""))
+            self._damaged[name] = verdict
+        raise RunError(f"there is no complete checkpoint in {self._store.path('')}")
+
+    def close(self) -> None:
+        """Waits for the save that is under way, and for what is being deleted. Raises RunError if it failed."""
+        try:
+            self._wait()
+            self.raise_failure()
+        finally:
+            self._writer.shutdown()
+            self._pool.shutdown()
+
+    # ---- saving, in a thread of its own
+
+    def _wait(self) -> None:
+        if self._saving is not None:
+            wait([self._saving])
+
+    def _save(self, name: str, grids: dict, chunks: list, attributes: dict[str, Any]) -> None:
+        is_leader = self._hosts.is_leader
+        self._together(name, lambda: self._make_room(name) if is_leader else None)
+        self._together(name, lambda: checkpoint_writing.write_chunks(self._store, name, chunks, self._pool))
+        self._together(
+            name,
+            lambda: (
+                checkpoint_writing.complete(self._store, name, grids, attributes, self._pool) if is_leader else None
+            ),
+        )
+        self._complete.add(name)
+        if is_leader and self._keep_last is not None:
+            self._remove_old(name)
+
+    def _together(self, name: str, action: Callable[[], None]) -> None:
+        """Does something on all hosts; raises on all of them if it failed on any."""
+        error = None
+        try:
+            with _run_errors(f"checkpoint {self._store.path(name)} could not be saved"):
+                action()
+        except RunError as failure:
+            error = failure
+        with _run_errors("the hosts cannot agree"):
+            verdict = self._hosts.agree(None if error is None else str(error))
+        if error is not None:
+            raise error
+        if verdict is not None:
+            raise RunError(f"checkpoint {self._store.path(name)} is not complete: {verdict}")
+
+    def _make_room(self, name: str) -> None:
+        if name not in self._store.names():
+            return
+        fault = self._damaged.pop(name, None)
+        try:
+            checkpoint.read_attributes(self._store, name)
+        except Incomplete:
+            return checkpoint_writing.remove(self._store, name)
+        except Damaged as damaged:
+            fault = str(damaged)
+        if fault is None:
+            path = self._store.path(name)
+            raise RunError(f"checkpoint {path} is already there and complete; remove it to save this step again")
+        number = sum(other.startswith(f"{name}.damaged") for other in self._store.names())
+        self._store.move(name, aside := f"{name}.damaged" + (f"-{number + 1}" if number else ""))
+        self._say(f"moved aside, to {aside}: {fault}")
+
+    def _remove_old(self, newest: str) -> None:
+        """Deletes what is not kept, and what incomplete ones are older than the newest: they cannot become complete any
+        more."""
+        complete, old = [], []
+        for name in self._names():
+            if name <= newest:
+                fault = self._fault(name)
+                if name not in self._damaged:
+                    (complete if fault is None else old).append(name)
+        kept = {name for name in complete if self._keep_every and int(name) % self._keep_every == 0}
+        old += [name for name in complete[self._keep_last :] if name not in kept]
+        for name in old:
+            self._complete.discard(name)
+            with _run_errors(f"checkpoint {self._store.path(name)} could not be deleted"):
+                checkpoint_writing.remove(self._store, name)
+
+    # ---- what is there
+
+    def _names(self) -> list[str]:
+        """Of all checkpoints, whatever their state, newest first."""
+        with _run_errors(f"{self._store.path('')} cannot be listed"):
+            there = self._store.names()
+        return sorted((name for name in there if re.fullmatch(r"\d{10}", name)), reverse=True)
+
+    def _candidate(self) -> str:
+        """The newest complete checkpoint that is not known to be damaged, as the leader sees it, or ""."""
+        found = ""
+        if self._hosts.is_leader:
+            try:
+                found = self._newest()
+            except RunError as error:
+                found = f"{STOPS}{error}"
+        with _run_errors("the hosts cannot agree"):
+            found = self._hosts.leaders(found)
+        if found.startswith(STOPS):
+            raise RunError(found.removeprefix(STOPS))
+        return found
+
+    def _newest(self) -> str:
+        for name in self._names():
+            fault = self._fault(name)
+            if fault is None:
+                return name
+            self._say(f"passed over: {fault}")
+        if self._damaged:
+            faults = [fault for name, fault in sorted(self._damaged.items(), reverse=True)]
+            raise RunError("\n".join([f"no checkpoint in {self._store.path('')} reads whole:", *faults]))
+        return ""
+
+    def _fault(self, name: str) -> str | None:
+        """Why this is not a checkpoint to go on from, as far as is known without reading its chunks."""
+        if name in self._damaged or name in self._complete:
+            return self._damaged.get(name)
+        try:
+            checkpoint.read_attributes(self._store, name)
+        except Incomplete as incomplete:
+            return str(incomplete)
+        except Damaged as damaged:
+            self._damaged[name] = str(damaged)
+            return str(damaged)
+        self._complete.add(name)
+        return None
+
+    def _say(self, text: str) -> None:
+        if text not in self._said:
+            print(text, file=sys.stderr, flush=True)
+        self._said.add(text)
+
+
+@contextlib.contextmanager
+def _run_errors(what: str) -> Iterator[None]:
+    """Makes errors of the store (a full disk, a server that is down) such that a person reads."""
+    try:
+        yield
+    except OSError as error:
+        raise RunError(f"{what}: {type(error).__name__}: {error}") from error
+
+
+def _name(step: int) -> str:
+    return f"{step:010d}"

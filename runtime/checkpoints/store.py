@@ -1,0 +1,198 @@
+"""Where checkpoints are kept: a directory, or any path that fsspec opens (`s3://`, `gs://`), behind the same few verbs.
+
+    store = open_store("s3://bucket/runs/a/checkpoints", timeout_s=600)
+    store.write("0000000020/weights/embed/c.0.0", values, checksum)     # durable when it returns
+    store.files("0000000020")                                           # {"weights/embed/c.0.0": 1028}
+
+A name is a path below the store's root. Writing is all or nothing. On an object store every verb is tried again, with
+growing pauses, until `timeout_s` is over: servers that answer 500, are slow, or cut connections are the rule there, not
+the exception.
+"""
+
+import asyncio
+import os
+import random
+import shutil
+import time
+from collections.abc import Callable, Coroutine
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+
+from runtime.terminal import RunError
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 10.0
+ATTEMPTS_AT_LEAST = 3  # one that hangs is given up after this part of the time
+# What another attempt does not change; the second by name, since its package is optional.
+FINAL = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError, NotImplementedError, TypeError)
+FINAL_NAMES = {"NoCredentialsError", "ParamValidationError"}
+
+
+def open_store(directory: str | Path, timeout_s: float) -> "LocalStore | RemoteStore":
+    """The store at a directory, which need not be there yet, or at a URL.
+
+    Raises:
+      RunError: the URL's protocol is not known, or the package that speaks it is not installed.
+    """
+    url = str(directory)
+    if "://" not in url:
+        return LocalStore(url)
+    try:
+        # What was listed before is not what is there: other hosts write too.
+        files, root = fsspec.url_to_fs(url, use_listings_cache=False)
+    except ImportError as error:  # fsspec's text names the package
+        package = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}.get(url.split("://")[0])
+        fix = f"pip install {package}" if package else "install it"
+        raise RunError(f"{url} cannot be opened: {error}. Fix: {fix}") from error
+    except ValueError as error:
+        raise RunError(f"{url} cannot be opened: {error}") from error
+    return LocalStore(root) if "file" in files.protocol else RemoteStore(files, url, root, timeout_s)
+
+
+class LocalStore:
+    """A directory, on a disk or on a file system that all hosts share."""
+
+    def __init__(self, root: str):
+        self._root = Path(root)
+
+    def path(self, name: str) -> str:
+        """As a person would write it."""
+        return str(self._root / name)
+
+    def read(self, name: str) -> bytes:
+        """A file's content. Raises FileNotFoundError."""
+        with open(self._root / name, "rb", buffering=0) as file:
+            return file.read()
+
+    def write(self, name: str, *parts: bytes | np.ndarray) -> None:
+        """Writes a file of these parts, one after another; it is on the disk, and then there at once.
+
+        The directories that it is in are not flushed: see `flush`.
+        """
+        path = self._root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_name(path.name + ".part")
+        with open(unfinished, "wb") as file:
+            for part in parts:
+                file.write(part)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+
+    def names(self, name: str = "") -> list[str]:
+        """What is directly in a directory; nothing where there is none."""
+        try:
+            return os.listdir(self._root / name)
+        except FileNotFoundError:
+            return []
+
+    def files(self, name: str) -> dict[str, int]:
+        """The sizes in bytes of all files below a directory, by their paths from there."""
+        top, sizes = self._root / name, {}
+        for folder, _, files in os.walk(top):
+            for file in files:
+                path = Path(folder, file)
+                sizes[path.relative_to(top).as_posix()] = path.stat().st_size
+        return sizes
+
+    def remove(self, name: str) -> None:
+        """Removes a file, or a directory with all that is in it; does nothing where there is neither."""
+        path = self._root / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+    def move(self, name: str, new_name: str) -> None:
+        """Renames a directory."""
+        os.rename(self._root / name, self._root / new_name)
+
+    def flush(self, name: str) -> None:
+        """Waits until a directory, those in it and those that it is in are on the disk: which files they hold."""
+        top = self._root / name
+        for path in [*(Path(folder) for folder, _, _ in os.walk(top)), self._root, self._root.parent]:
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+
+class RemoteStore:
+    """A path of an fsspec file system. The verbs are LocalStore's; the longest wait of each is `timeout_s`.
+
+    Raises:
+      TimeoutError: the verb did not succeed in time; says how often it was tried, and the last error.
+    """
+
+    def __init__(self, files: Any, url: str, root: str, timeout_s: float):
+        if not files.async_impl:
+            from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
+
+            files = AsyncFileSystemWrapper(files, asynchronous=False)
+        self._files, self._url, self._root, self._timeout_s = files, url.rstrip("/"), root.rstrip("/"), timeout_s
+
+    def path(self, name: str) -> str:
+        return f"{self._url}/{name}".rstrip("/")
+
+    def read(self, name: str) -> bytes:
+        return self._retried(lambda: self._files._cat_file(self._at(name)))
+
+    def write(self, name: str, *parts: bytes | np.ndarray) -> None:
+        content = b"".join(parts)
+        self._retried(lambda: self._files._pipe_file(self._at(name), content))
+
+    def names(self, name: str = "") -> list[str]:
+        try:
+            found = self._retried(lambda: self._files._ls(self._at(name), detail=False))
+        except FileNotFoundError:
+            return []
+        return [path.rstrip("/").rpartition("/")[2] for path in found if path.rstrip("/") != self._at(name)]
+
+    def files(self, name: str) -> dict[str, int]:
+        top = self._at(name)
+        found = self._retried(lambda: self._files._find(top, detail=True))
+        return {path.removeprefix(top + "/"): entry["size"] for path, entry in found.items() if path != top}
+
+    def remove(self, name: str) -> None:
+        try:
+            self._retried(lambda: self._files._rm(self._at(name), recursive=True))
+        except FileNotFoundError:
+            pass
+
+    def move(self, name: str, new_name: str) -> None:
+        """Copies every object, within the store, then removes the old ones."""
+        for file in self.files(name):
+            old, new = self._at(f"{name}/{file}"), self._at(f"{new_name}/{file}")
+            self._retried(lambda old=old, new=new: self._files._cp_file(old, new))
+        self.remove(name)
+
+    def flush(self, name: str) -> None:
+        """An object that was written is there to stay."""
+
+    def _at(self, name: str) -> str:
+        return f"{self._root}/{name}".rstrip("/")
+
+    def _retried(self, operation: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        began, pause_s, attempts = time.monotonic(), FIRST_PAUSE_S, 0
+        limit_s = self._timeout_s / ATTEMPTS_AT_LEAST
+        while True:
+            future = asyncio.run_coroutine_threadsafe(operation(), self._files.loop)
+            attempts += 1
+            try:
+                error = future.exception(limit_s)
+            except FutureTimeoutError:
+                future.cancel()
+                error = TimeoutError(f"no answer within {limit_s:.1f} s")
+            if error is None:
+                return future.result()
+            if isinstance(error, FINAL) or type(error).__name__ in FINAL_NAMES:
+                raise error
+            if time.monotonic() - began + pause_s > self._timeout_s:
+                waited = f"{attempts} attempts in {time.monotonic() - began:.1f} s failed"
+                raise TimeoutError(f"{waited}, the last with {type(error).__name__}: {error}") from error
+            time.sleep(pause_s * random.uniform(0.5, 1.0))  # so that many hosts do not come back at the same time
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)

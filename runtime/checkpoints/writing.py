@@ -1,0 +1,153 @@
+"""Writes one checkpoint: a copy of the state first, then its chunks, by each host its own, then the metadata, which
+make it one.
+
+    grids, chunks = snapshot(state, pool)                     # what follows needs no device, and the state may be
+    donated write_chunks(store, "0000000020", chunks, pool)           # every host complete(store, "0000000020", grids,
+    {"skipped_steps": 0}, pool)        # one host, when all have written
+
+The format is in runtime/checkpoints/checkpoint.py.
+"""
+
+import math
+from concurrent.futures import Executor
+from typing import Any
+
+import google_crc32c
+import jax
+import numpy as np
+import zarr
+
+from runtime.checkpoints.checkpoint import (
+    CHECKSUMS,
+    COMPLETED,
+    Grid,
+    Store,
+    attributes_checksum,
+    bounds_of,
+    finish,
+    named_leaves,
+    relative,
+)
+from runtime.terminal import RunError
+
+MAX_CHUNK_BYTES = 32 * 2**20  # also what a thread holds, and one request to an object store
+
+
+def snapshot(tree: Any, pool: Executor, path: str = "") -> tuple[dict[str, Grid], list[tuple[str, np.ndarray]]]:
+    """The leaves by name, and a copy of what this host has to write: of each shard one copy over all hosts.
+
+    When it returns, the arrays may be donated. The copies are chunks, (file name, values); the host's memory grows by
+    their size.
+
+    Raises:
+      RunError: a leaf has a type that zarr has not, such as bfloat16.
+    """
+    grids: dict[str, Grid] = {}
+    shards: list[tuple[str, jax.Shard]] = []
+    for (name, *_), leaf in named_leaves(tree):
+        chunk = chunk_shape(leaf.sharding.shard_shape(leaf.shape), leaf.dtype.itemsize)
+        grids[name] = Grid(leaf.shape, leaf.dtype, chunk)
+        shards += [(name, shard) for shard in leaf.addressable_shards if shard.replica_id == 0]
+    unfit = [f"  {name}: {grid.dtype}" for name, grid in grids.items() if not _storable(grid.dtype)]
+    if unfit:
+        raise RunError(f"checkpoint {path}: zarr has no such type; save these in float32:\n" + "\n".join(unfit))
+
+    for _, shard in shards:
+        shard.data.copy_to_host_async()  # all transfers at once
+    chunks = []
+    for (name, shard), values in zip(shards, pool.map(_copy, [shard for _, shard in shards])):
+        bounds = bounds_of(shard.index, grids[name].shape)
+        for number, part in grids[name].within(bounds):
+            chunks.append((f"{name}/{_file(number)}", values[relative(part, bounds)]))
+    return grids, chunks
+
+
+def write_chunks(store: Store, name: str, chunks: list[tuple[str, np.ndarray]], pool: Executor) -> None:
+    """Writes a host's chunks; all are on the disk when it returns. Empties `chunks`: memory is free as soon as it is
+    written.
+
+    Raises:
+      RunError: a chunk could not be written; with its path and the cause.
+    """
+
+    def write(file: str, values: np.ndarray) -> None:
+        content = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+        content.flags.writeable = False  # google_crc32c asks for it
+        store.write(f"{name}/{file}", content, google_crc32c.value(content).to_bytes(4, "little"))
+
+    writes = {}
+    while chunks:
+        file = chunks[-1][0]
+        writes[pool.submit(write, *chunks.pop())] = store.path(f"{name}/{file}")
+    finish(writes, "written")
+
+
+def complete(store: Store, name: str, grids: dict[str, Grid], attributes: dict[str, Any], pool: Executor) -> None:
+    """Makes a checkpoint of chunks that all hosts have written.
+
+    Raises:
+      RunError: a chunk is not there, or the metadata could not be written.
+    """
+    sizes = store.files(name)
+    for leaf, grid in grids.items():
+        for number, _ in grid.all():
+            file = f"{leaf}/{_file(number)}"
+            if sizes.get(file) != grid.file_bytes:
+                there = f"has {sizes[file]} bytes of {grid.file_bytes}" if file in sizes else "is not there"
+                raise RunError(f"{store.path(f'{name}/{file}')} {there}. Do all hosts share this directory?")
+    files = {f"{name}/{file}": content for file, content in _metadata(grids, attributes).items()}
+    root = f"{name}/zarr.json"
+    for now in (files.keys() - {root}, {root}):
+        finish({pool.submit(store.write, file, files[file]): store.path(file) for file in now}, "written")
+        store.flush(name)
+
+
+def remove(store: Store, name: str) -> None:
+    """Deletes a checkpoint. Safe to interrupt: from its first moment on it is none any more."""
+    for file in ("zarr.json", ".zattrs"):
+        store.remove(f"{name}/{file}")
+    store.flush(name)
+    store.remove(name)
+
+
+def _metadata(grids: dict[str, Grid], attributes: dict[str, Any]) -> dict[str, bytes]:
+    files: dict[str, Any] = {}
+    group = zarr.create_group(zarr.storage.MemoryStore(files))
+    for name, grid in grids.items():
+        group.create_array(
+            name,
+            shape=grid.shape,
+            dtype=grid.dtype,
+            chunks=grid.chunk,
+            compressors=zarr.codecs.Crc32cCodec(),  # a checksum alone: compression saves 7 % of float32 weights
+            chunk_key_encoding={"name": "default", "separator": "."},  # a leaf's chunks in one directory
+        )
+    checksums = {
+        file: google_crc32c.value(content.to_bytes()) for file, content in files.items() if file != "zarr.json"
+    }
+    checksums[""] = attributes_checksum(attributes)
+    group.attrs.update({**attributes, CHECKSUMS: checksums, COMPLETED: True})
+    return {file: content.to_bytes() for file, content in files.items()}
+
+
+def _copy(shard: jax.Shard) -> np.ndarray:
+    values = np.asarray(shard.data)
+    # Where the device's memory is the host's, numpy looks into it, and the next step overwrites it.
+    return values.copy() if shard.device.platform == "cpu" else values
+
+
+def chunk_shape(shard_shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    """A shard's shape, its leading dims divided evenly until it has at most MAX_CHUNK_BYTES: a chunk has one writer."""
+    shape = [max(1, size) for size in shard_shape]
+    while math.prod(shape) * itemsize > MAX_CHUNK_BYTES and math.prod(shape) > 1:
+        dim = next(i for i, size in enumerate(shape) if size > 1)
+        shape[dim] //= next(n for n in range(2, shape[dim] + 1) if shape[dim] % n == 0)
+    return tuple(shape)
+
+
+def _storable(dtype: Any) -> bool:
+    return isinstance(dtype, np.dtype) and dtype.kind in "biufc"
+
+
+def _file(number: tuple[int, ...]) -> str:
+    return ".".join(["c", *map(str, number)])

@@ -1,0 +1,305 @@
+"""Several hosts: finds the other processes, lays the mesh over their devices, and says who failed.
+
+    mesh = cluster.start(config)                     # by every process alike; with one host it finds nobody
+    cluster.crossing(mesh.devices)                   # ('d',): the axes whose collectives use the network
+
+Whatever starts the processes (Slurm's srun, Open MPI's mpirun, a Kubernetes Job or JobSet, Cloud TPU),
+`jax.distributed` finds by itself who they are; where nothing does, the keys `cluster.*` say it. docs/hosts.md has a
+page on each.
+"""
+
+import os
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils, multihost_utils
+from jax.sharding import AxisType, Mesh
+
+from ledger.count.step import Ledger
+from ledger.units import gigabytes
+from runtime.cluster.tuning import is_given, tune
+from runtime.terminal import RunError, one_of_several, print_line
+from shardlib.mesh import make_mesh
+
+# For how long the processes wait for each other at the start: of a large job some are scheduled minutes later.
+START_S = 300
+WAITING_S = 30  # after which it says so
+# A process of which nothing is heard for so long is dead, and all others end. JAX's own threads send the heartbeats,
+# also while a process compiles; its default is 100 s.
+SILENT_S = 60
+
+# What these launchers say about a job, in the order in which JAX looks for them. Kubernetes and Cloud TPU say it only
+# when they are asked, which JAX does.
+LAUNCHERS = {"Open MPI": "OMPI_COMM_WORLD_SIZE", "Slurm": "SLURM_STEP_NUM_TASKS"}
+LONGEST_NAME = 64  # of a host, in Linux
+
+
+class NoDevice(RunError):
+    """JAX does not start: it cannot use a device that it found, or what JAX_PLATFORMS names is not there."""
+
+
+def start(config: Any) -> Mesh:
+    """Starts JAX, on several hosts with its own discovery of the cluster, and returns the config's mesh.
+
+    Process 0 prints a table of the hosts. Error messages of a process begin with its host's name from then on.
+
+    Raises:
+      RunError: the hosts or the devices are not those that the config says, or not all hosts came; of one host alone
+        `NoDevice`, too.
+    """
+    prepare_devices(config)
+    launcher, processes = _launched(config)
+    if processes is not None:
+        check_num_hosts(config, processes)  # before anyone waits for anyone
+    if config.num_hosts > 1 and not jax.distributed.is_initialized():  # it is in the second job of a sweep
+        _join(config, launcher)
+    if config.num_hosts == 1:  # else JAX's own error, after which to start again: one host of many may be at fault
+        find_devices()
+    check_num_hosts(config, jax.process_count())
+    if jax.process_count() > 1:
+        one_of_several(socket.gethostname(), jax.process_index(), jax.process_count())
+    check_mesh(config, jax.device_count(), jax.default_backend())
+    mesh = lay_out(jax.devices()[: config.mesh.d * config.mesh.t], config.mesh.d, config.mesh.t)
+    if jax.process_count() > 1:
+        names = _host_names()
+        if jax.process_index() == 0:
+            print_line("\n".join([*table(mesh.devices, names), *advice(mesh.devices)]))
+    return mesh
+
+
+def prepare_devices(config: Any) -> None:
+    """Lets JAX simulate the devices that the mesh needs, if it finds only a CPU. Call it before JAX's first operation.
+
+    A GPU's or TPU's devices stay as they are. XLA_FLAGS=--xla_force_host_platform_device_count=N and
+    JAX_NUM_CPU_DEVICES, where set, decide instead; so does JAX once it has started.
+    """
+    tune()
+    given_by_user = is_given("xla_force_host_platform_device_count")
+    if config.check_only or given_by_user or jax.config.jax_num_cpu_devices != -1:
+        return
+    try:
+        jax.config.update("jax_num_cpu_devices", max(1, config.mesh.d * config.mesh.t // config.num_hosts))
+    except RuntimeError:  # JAX has started (a second job of a sweep): check_mesh says so if devices are too few
+        return
+
+
+def check_num_hosts(config: Any, process_count: int) -> None:
+    """Refuses a job whose processes are more or fewer than num_hosts says."""
+    if config.num_hosts != process_count:
+        raise RunError(
+            f"{config.origins.of('num_hosts')}: num_hosts = {config.num_hosts}: "
+            f"this job has {process_count} process{'es' if process_count > 1 else ''}: start one "
+            f"{f'on each of {config.num_hosts} hosts' if config.num_hosts > 1 else 'alone'}, or set "
+            f"num_hosts={process_count}"
+        )
+
+
+def check_mesh(config: Any, device_count: int, platform: str) -> None:
+    """Refuses a mesh that these devices cannot form. On one host a smaller mesh is fine and leaves devices idle.
+
+    device_count: of all processes. platform: JAX's name of it, 'cpu', 'gpu' or 'tpu'.
+    """
+    d, t = config.mesh.d, config.mesh.t
+    needed = d * t
+    if needed == device_count or (needed < device_count and config.num_hosts == 1):
+        return
+    fix = f"set mesh.d and mesh.t so that their product is {device_count}"
+    if platform == "cpu":
+        fix += (
+            f", or simulate {needed // config.num_hosts} devices"
+            + (" in each process" if config.num_hosts > 1 else "")
+            + f": XLA_FLAGS=--xla_force_host_platform_device_count={needed // config.num_hosts}"
+        )
+    elif needed > device_count:
+        fix += ", or run on more devices; check_only=true checks the step without any"
+    raise RunError(
+        f"{config.origins.of('mesh.d')}: mesh.d × mesh.t = {d} × {t}: expected {device_count} devices"
+        f"{'' if config.num_hosts > 1 else ' or fewer'}, since this job has {device_count} ({platform}), not "
+        f"{needed}: {fix}"
+    )
+
+
+def find_devices() -> list[jax.Device]:
+    """All devices. It starts JAX. Raises `NoDevice`."""
+    try:
+        return jax.devices()
+    except (RuntimeError, AssertionError) as error:  # the latter has no text
+        raise NoDevice(
+            f"JAX does not start: {str(error) or 'what JAX_PLATFORMS asks for is not installed'}; "
+            "fix: nvidia-smi says whether a GPU's driver works, pip install 'jax[cuda13]' brings what JAX needs "
+            "besides; "
+            "JAX_PLATFORMS=cpu does without the device"
+        ) from error
+
+
+# ---------------------------------------------------------------- who is there
+
+
+def _launched(config: Any) -> tuple[str | None, int | None]:
+    """The launcher's name, and how many processes it says it has started; None where it does not say."""
+    if config.cluster.num_processes is not None:
+        return "cluster.*", config.cluster.num_processes
+    for launcher, variable in LAUNCHERS.items():
+        if variable in os.environ:
+            return launcher, int(os.environ[variable])
+    return None, None
+
+
+def _join(config: Any, launcher: str | None) -> None:
+    given = config.cluster
+    waiting = threading.Timer(WAITING_S, _say_who_waits, [config])
+    waiting.daemon = True
+    waiting.start()
+    try:
+        jax.distributed.initialize(
+            given.coordinator,
+            num_processes=given.num_processes,
+            process_id=given.process_id,
+            local_device_ids=_local_devices(),
+            initialization_timeout=START_S,
+            heartbeat_timeout_seconds=SILENT_S,
+        )
+    except ValueError as error:  # nothing that JAX knows has started this process
+        raise RunError(
+            f"num_hosts = {config.num_hosts}, but nothing says who the other processes are "
+            f"({str(error).rstrip('.')}): expected "
+            "a start by Slurm's srun, Open MPI's mpirun, a Kubernetes Job or JobSet with completionMode: Indexed, or "
+            "on "
+            "Cloud TPU; else set cluster.coordinator=HOST:PORT, cluster.num_processes and cluster.process_id; or "
+            "num_hosts=1"
+        ) from error
+    except RuntimeError as error:  # JaxRuntimeError is one
+        raise RunError(
+            f"host {socket.gethostname()}: jax.distributed did not start "
+            f"({launcher or 'as JAX found the processes'}): {error}"
+        ) from error
+    finally:
+        waiting.cancel()
+
+
+def _say_who_waits(config: Any) -> None:
+    """Said before JAX gives up, which then ends the process with a message that does not know of anyone missing."""
+    print(
+        f"host {socket.gethostname()}: waiting for the others of {config.num_hosts} processes for {WAITING_S} s; "
+        f"after {START_S} s "
+        "this ends with status 134. Do all of them run, and do they reach process 0 and its port?",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def _local_devices() -> Sequence[int] | None:
+    """All that this process sees, where it is the only one on its host; else what JAX chooses, one GPU a process.
+
+    Under Slurm and Open MPI JAX would else take one GPU of each host alone, although one process there has all.
+    """
+    tasks, nodes = os.environ.get("SLURM_STEP_NUM_TASKS"), os.environ.get("SLURM_STEP_NUM_NODES")
+    here = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1" if tasks == nodes else "several")
+    return [] if here == "1" and "JAX_LOCAL_DEVICE_IDS" not in os.environ else None
+
+
+def _host_names() -> list[str]:
+    """Of each process."""
+    name = np.frombuffer(socket.gethostname().encode()[:LONGEST_NAME].ljust(LONGEST_NAME), np.uint8)
+    return [bytes(row).decode().strip() for row in np.asarray(multihost_utils.process_allgather(name))]
+
+
+# ---------------------------------------------------------------- the mesh
+
+
+def domain(device: Any) -> int:
+    """Which of the groups that fast links join a device belongs to: a TPU's slice, the GPUs of a host (of a rack, where
+    NVLink joins one), a process of simulated devices."""
+    if device.platform == "cpu":
+        return device.process_index
+    found = getattr(device, "slice_index", None)
+    return device.process_index if found is None else found
+
+
+def lay_out(devices: Sequence[Any], d: int, t: int) -> Mesh:
+    """The mesh d × t over these devices, with the neighbours along t within one host wherever t allows it.
+
+    Within a TPU slice JAX places the axes along the torus. It refuses devices of several slices, as which it also
+    counts GPU hosts, so these are placed here: along d slice after slice, host after host.
+    """
+    domains = len({domain(device) for device in devices})
+    if domains == 1:
+        return make_mesh({"d": d, "t": t}, devices=devices)
+    if devices[0].platform == "tpu" and d % domains == 0:
+        # v5e's slices are a torus of two dims, which a mesh's axes may have to share.
+        placed = mesh_utils.create_hybrid_device_mesh(
+            (d // domains, t), (domains, 1), devices, allow_split_physical_axes=True
+        )
+    else:
+        near = sorted(devices, key=lambda device: (domain(device), device.process_index, device.id))
+        placed = np.array(near).reshape(d, t)
+    return Mesh(placed, ("d", "t"), axis_types=(AxisType.Auto,) * 2)
+
+
+def crossing(devices: np.ndarray) -> tuple[str, ...]:
+    """The axes of a mesh's devices, d × t, along which these are of different hosts (on TPUs: slices), so that collectives
+    use the network."""
+    place = np.vectorize(domain)(devices)
+    return tuple(axis for index, axis in enumerate("dt") if (place != np.take(place, [0], axis=index)).any())
+
+
+def table(devices: np.ndarray, names: Sequence[str]) -> list[str]:
+    """A line for each process, with its host, devices and part of the mesh, and what crosses hosts.
+
+    devices: of the mesh, d × t. names: each process's host.
+    """
+    d, t = devices.shape
+    process = np.vectorize(lambda device: device.process_index)(devices)
+    width = max(len("host"), *map(len, names))
+    lines = [f"{len(names)} hosts, {devices.size} devices: mesh d={d} × t={t}", f"  process  {'host':{width}}  devices"]
+    for index, name in enumerate(names):
+        own = np.argwhere(process == index)
+        kind = devices[tuple(own[0])].device_kind
+        (first_d, first_t), (last_d, last_t) = own.min(axis=0), own.max(axis=0)
+        part = f"d {_range(first_d, last_d)}, t {_range(first_t, last_t)}"
+        lines.append(f"  {index:7}  {name:{width}}  {len(own)} × {kind}: {part}")
+    crossed = crossing(devices)
+    group = _group(devices)
+    within = [axis for axis, size in zip("dt", devices.shape, strict=True) if axis not in crossed and size > 1]
+    crosses = f"axis {' and axis '.join(crossed)} crosses {group}s" if crossed else f"no axis leaves a {group}"
+    return [*lines, crosses + (f"; axis {' and axis '.join(within)} stays within one" if within and crossed else "")]
+
+
+def _range(first: int, last: int) -> str:
+    return f"{first}" if first == last else f"{first}-{last}"
+
+
+def _group(devices: np.ndarray) -> str:
+    return "slice" if devices.flat[0].platform == "tpu" else "host"
+
+
+def advice(devices: np.ndarray) -> list[str]:
+    """What is slow about a mesh, and what to set instead."""
+    if "t" not in crossing(devices):
+        return []
+    (_, t), group = devices.shape, _group(devices)
+    _, counts = np.unique(np.vectorize(domain)(devices), return_counts=True)
+    fits = max(size for size in range(1, t) if t % size == 0 and (counts % size == 0).all())
+    return [
+        f"warning: axis t (mesh.t = {t}) crosses {group}s, which have {counts.min()} devices each: every layer waits "
+        "for its "
+        f"collectives over t, several times, at the network's speed; set mesh.t={fits} mesh.d={devices.size // fits}"
+    ]
+
+
+def sent_over_network(ledger: Ledger, mesh: Mesh) -> list[str]:
+    """A line with the bytes of a step that are sent along axes that cross hosts; none where no axis does."""
+    crossed = crossing(mesh.devices)
+    if not crossed:
+        return []
+    rows = ledger.costs.collectives.items()
+    sent = sum(row.sent_bytes(ledger.mesh) * times for row, times in rows if set(row.axes) & set(crossed))
+    return [
+        f"Between {_group(mesh.devices)}s, along axis {' and axis '.join(crossed)}: {gigabytes(sent)} of the "
+        f"{gigabytes(ledger.sent_bytes())} that each device sends in a step."
+    ]

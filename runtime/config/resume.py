@@ -1,0 +1,94 @@
+"""What a checkpoint says about the run that saved it, and what may be another when a run goes on from it.
+
+Kept in a checkpoint's attributes, so that it goes where the checkpoint goes: `config`, all keys of the run, and `data`,
+which tells one data set from another. A batch is a function of the data, their order and the step: with another batch
+size or length a step's number would stand for other rows, some trained on twice and some not at all. So these are
+refused; what may change (steps, learning rate, intervals, mesh, paths, threads) is logged.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
+
+from runtime.config.keys import REFUSED_KEYS
+from runtime.config.rebuild import Origins, all_keys, as_tree, rebuild, shown
+from runtime.terminal import RunError
+
+# The keys, or sections of keys, that say what is trained on what: shapes, vocabulary, data and their order, seeds.
+FIXED = ("model", "training.seed", "training.tokens", "flat_tokens", "mixture", "hf_dataset")
+# Of a section that is else fixed: how attention is computed, what has no effect on the batches, and the path, since
+# `data` knows a moved data set.
+FREE = (
+    "model.attention",
+    "flat_tokens.epochs",
+    "flat_tokens.filespec",
+    "hf_dataset.num_workers",
+    "hf_dataset.validation_split",
+)
+UNIMPORTANT = ("allow_config_change", "check_only")
+
+C = TypeVar("C")
+
+
+def description(config: Any, data: Mapping[str, Any]) -> dict[str, Any]:
+    """The attributes that `compare` needs.
+
+    Args:
+      data: what tells the data set from another, JSON values by name.
+    """
+    return {"config": as_tree(config), "data": dict(data)}
+
+
+def config_of(config_class: type[C], attributes: Mapping[str, Any]) -> C:
+    """The config that a checkpoint with these attributes was trained with, without keys of earlier programs.
+
+    Raises:
+      RunError: with everything that does not fit config_class.
+    """
+    config = copy.deepcopy(attributes["config"])
+    for key in REFUSED_KEYS:
+        section, _, name = key.rpartition(".")
+        config.get(section, {}).pop(name, None)
+    return rebuild(config_class, config, Origins(), {})
+
+
+def compare(config: Any, data: Mapping[str, Any], attributes: Mapping[str, Any], where: str) -> list[str]:
+    """Lines that say what is another than in the checkpoint with these attributes, `key: before -> now`.
+
+    Args:
+      where: the checkpoint, for the message.
+    Raises:
+      RunError: with both values of everything that may not change and did, unless allow_config_change is set.
+    """
+    defaults = {key: each.default for key, (_, each) in all_keys(type(config)).items()}
+    before, now = dict(_flat(attributes.get("config", {}))), dict(_flat(as_tree(config)))
+    changes, refused = [], []
+    for key in dict.fromkeys([*before, *now]) if before else []:
+        # A key that the checkpoint's program did not have yet had the effect of its default.
+        old, new = before.get(key, defaults.get(key)), now.get(key)
+        if old == new or key in UNIMPORTANT or key in REFUSED_KEYS:
+            continue
+        line = f"  {key}: {shown(old)} -> {shown(new)}" + (f" ({config.origins.of(key)})" if key in now else "")
+        (refused if _is_fixed(key) else changes).append(line)
+    if "data" in attributes and attributes["data"] != data:
+        refused.append(f"  the data: {shown(attributes['data'])} -> {shown(data)}")
+    if refused and not config.allow_config_change:
+        raise RunError(
+            f"{where} was trained with another configuration:\n"
+            + "\n".join(refused)
+            + "\nSet these as they were, give the new "
+            "run its own paths.model_name, or go on with the change by allow_config_change=true."
+        )
+    return changes + refused
+
+
+def _is_fixed(key: str) -> bool:
+    return key not in FREE and any(f"{key}.".startswith(f"{fixed}.") for fixed in FIXED)
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

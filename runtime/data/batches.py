@@ -1,0 +1,349 @@
+"""Batches of tokens for training and validation, read ahead while the device works.
+
+    with Loader(config.flat_tokens, "train", batch=64, length=1024, sharding=sharding) as loader:
+        batch = loader.load(step)       # a TokenBatch of global arrays
+
+A batch is a function of the config and the step and of nothing else: no state is kept, so a run that resumes at step k,
+on whatever mesh and hosts, sees what an uninterrupted one would. What makes that cheap is an order that is computed
+rather than stored (runtime/data/order.py): a permutation of blocks of neighbouring rows, and of the rows in groups of
+such blocks (shuffle buffers); and, of several data sets, a pattern that says whose row comes next.
+"""
+
+import contextlib
+import functools
+import math
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+import zarr
+
+from runtime.data.flat_tokens import ENCODED_PADDING, open_split
+from runtime.data.order import Interleaving, Order
+from runtime.data.read_ahead import NO_END, ReadAhead
+from runtime.data.row_stream import BUFFERS_AHEAD, RowStream
+from runtime.data.rows import PackedRows, SequenceRows
+from runtime.terminal import RunError
+from shardlib.shardtypes import bool_, pytree_dataclass, u32
+
+BATCHES_AHEAD = 3  # on the device already while a step runs
+UNSHUFFLED_BATCHES = 8  # that are read at once where rows are read in the order they are stored in
+BYTES_A_TOKEN = 5  # of a buffer: the encoded token and whether it is a target
+CHUNKS_A_THREAD = 3  # while it reads one: compressed, decoded, and copied
+
+
+@pytree_dataclass
+class TokenBatch:
+    targets: u32['B/d L']  # what is to be predicted
+    is_seq_start: bool_['B/d L']  # the target starts a sequence: it sees none of the tokens before it
+    is_target: bool_['B/d L']  # False for context and padding: no part of the loss
+
+
+def token_batch(
+    tokens: np.ndarray, is_target: np.ndarray, host_rows: np.ndarray, batch: int, sharding: jax.sharding.Sharding
+) -> TokenBatch:
+    """The global batch of `batch` rows, of which each host gives its own.
+
+    Args:
+      tokens, is_target: uint32 as flat tokens are stored, and bool; both [len(host_rows), length].
+      host_rows: the rows of the batch that this host's devices hold, in increasing order.
+    """
+
+    def place(values: np.ndarray) -> jax.Array:
+        def part(index):
+            first, last, _ = index[0].indices(batch)
+            begin = np.searchsorted(host_rows, first)
+            return values[begin : begin + last - first, index[1]]
+
+        return jax.make_array_from_callback((batch, values.shape[1]), sharding, part)
+
+    return TokenBatch(
+        targets=place(tokens >> np.uint32(1)),
+        is_seq_start=place((tokens & np.uint32(1)).astype(bool)),
+        is_target=place(is_target),
+    )
+
+
+class FlatTokensConfig(Protocol):
+    """What the loader reads of runtime.config.keys.FlatTokens."""
+
+    filespec: str | None
+    seed: int
+    sequence_packing: bool
+    long_sequences: str
+    epochs: int
+    read_blocks_per_shuffle_buffer: int
+    sequences_per_read_block: int
+
+
+class MixtureSource(Protocol):
+    """What the loader reads of runtime.config.keys.Source."""
+
+    filespec: str
+    weight: float
+
+
+class Loader:
+    """Loads the batches of one split of a data set, or of a mixture of several.
+
+    A row is, packed, `length` tokens in the order they are stored in, whatever sequences they belong to; not packed,
+    tokens of one sequence, padded at its end, a longer one being split into several rows or cut. Padding is no target,
+    and each position of it is a segment of its own.
+
+    Rows come epoch after epoch, without a gap: a batch may hold an epoch's last rows and the next one's first. In a
+    mixture each source goes through its own epochs, and of any number of rows has its share, by weight, to within one
+    row.
+
+    Args:
+      flat_tokens: the section of the config.
+      split: `train` or `validation`.
+      batch: rows of a batch, over all hosts.
+      length: tokens of a row.
+      sharding: of arrays 'B/d L'; each host reads only those rows that its own devices need.
+      mixture: the sources, if there are several, instead of flat_tokens.filespec.
+      shuffle: False, for validation, gives the rows in the order they are stored in, each once; the last batch is filled up with
+        rows that are no target. A mixture ends where the first of its sources does.
+      batches: no more than so many of an unshuffled split; None: all.
+      io_threads: threads that read at the same time.
+      max_bytes: of host memory.
+    Raises:
+      RunError: a data set cannot be opened, there is less than a batch, memory would not be enough, or sources do not
+        go together.
+    """
+
+    max_token_id: int  # no token id is larger
+    bos_id: int  # the input that stands before a sequence's first token
+    rows: int  # of an epoch, of all sources together
+    dropped_tokens: int  # of an epoch: at the ends of splits, too few for a row, or cut from long sequences
+    steps: int | None  # of all epochs; None: a mixture has no end
+    memory_bytes: int  # of the host, at most
+
+    def __init__(
+        self,
+        flat_tokens: FlatTokensConfig,
+        split: str,
+        *,
+        batch: int,
+        length: int,
+        sharding: jax.sharding.Sharding,
+        mixture: Sequence[MixtureSource] = (),
+        shuffle: bool = True,
+        batches: int | None = None,
+        io_threads: int = 8,
+        max_bytes: int = 2**32,
+    ):
+        self._batch, self._length, self._sharding, self._shuffle = batch, length, sharding, shuffle
+        self._epochs = flat_tokens.epochs if shuffle else 1
+        self._interleaving = Interleaving([source.weight for source in mixture] or [1])
+        # The rows of each batch that this host's devices hold, in increasing order.
+        indices = sharding.addressable_devices_indices_map((batch, length)).values()
+        self._host_rows = np.unique(np.concatenate([np.arange(batch)[rows] for rows, _ in indices]))
+        self._is_host_row = np.isin(np.arange(batch), self._host_rows)
+        self._pool = ThreadPoolExecutor(io_threads, thread_name_prefix="read_chunks")
+        self._sources: list[RowStream] = []
+        self._batches: ReadAhead[TokenBatch] | None = None
+        with contextlib.ExitStack() as opened:
+            opened.callback(self.close)
+            for name in [source.filespec for source in mixture] or [flat_tokens.filespec]:
+                self._sources.append(self._open(flat_tokens, name, split))
+            self._agree()
+            self._end = self._count_rows(batches)
+            self.steps = None if self._end == NO_END else (self._end if shuffle else self._end + batch - 1) // batch
+            self._refuse_too_little()
+            self._bound_memory(io_threads, max_bytes)
+            opened.pop_all()
+        for index, source in enumerate(self._sources):
+            wanted = functools.partial(self._is_wanted, index)
+            source.read_ahead(
+                wanted, NO_END if self.steps is None else int(self._interleaving.counts(self._end)[index])
+            )
+        steps = NO_END if self.steps is None else self.steps
+        self._batches = ReadAhead(self._read_batch, steps, BATCHES_AHEAD, "read_batches")
+
+    def load(self, step: int) -> TokenBatch:
+        """The batch of a step, the first being 0; in any order, though reading on from the last one is fastest.
+
+        Raises:
+          RunError: the data hold fewer steps, or cannot be read.
+        """
+        if step < 0 or (self.steps is not None and step >= self.steps):
+            epochs = math.ceil((step + 1) * self._batch / self.rows)
+            fix = (
+                f"set flat_tokens.epochs to {epochs} or more, or lower training.steps"
+                if self._shuffle
+                else "an unshuffled pass reads each row once"
+            )
+            raise RunError(
+                f"there is no batch for step {step}: {self._texts()}, {self.steps} batches of {self._batch} "
+                f"in flat_tokens.epochs = {self._epochs}: {fix}"
+            )
+        return self._batches(step)
+
+    @property
+    def waited_s(self) -> float:
+        """For how long load() has waited, in all."""
+        return self._batches.waited_s
+
+    @property
+    def summary(self) -> str:
+        """What is read and what is left out, in one line."""
+        if self.steps is None:
+            end = "without end"
+        elif self._shuffle:
+            left = self._end - self.steps * self._batch
+            end = (
+                f"{self.steps:,} steps in {self._epochs} {'epoch' if self._epochs == 1 else 'epochs'}, {left:,} rows "
+                "left over at the end"
+            )
+        else:
+            end = f"{self.steps:,} batches of {self._batch} are read"
+        shares = self._interleaving.shares / self._interleaving.shares.sum()
+        texts = [
+            (f"{share:.2%} from " if len(shares) > 1 else "") + source.rows.text
+            for share, source in zip(shares, self._sources)
+        ]
+        return f"{'; '.join(texts)}; {end}; at most {self.memory_bytes / 1e6:,.0f} MB of host memory"
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What tells this split from another, as JSON values: a checkpoint keeps it, so that no run goes on with other
+        data."""
+        identity = {name: getattr(self, name) for name in ("rows", "dropped_tokens", "max_token_id", "bos_id")}
+        if len(self._sources) == 1:
+            return identity
+        rows = [source.rows.count for source in self._sources]
+        return {**identity, "rows": rows, "shares": self._interleaving.shares.tolist()}
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint must hold to go on after the batches loaded so far: nothing, since the step says all."""
+        return {}
+
+    def resume(self, step: int, state: dict[str, Any]) -> None:
+        """Goes on with this step where an earlier loader's `state` says."""
+
+    def metrics(self, step: int) -> dict[str, Any]:
+        """What a log says of the data up to a step: of a mixture, tokens read from each source, padding included; else
+        nothing."""
+        if len(self._sources) == 1:
+            return {}
+        counts = self._interleaving.counts((step + 1) * self._batch) * self._length
+        return {"tokens_per_source": {source.name: count for source, count in zip(self._sources, counts.tolist())}}
+
+    def rows_of(self, step: int) -> list[str]:
+        """Where each row of a step's batch, on all hosts, comes from; for a person who looks at what made a step bad."""
+        positions = np.arange(step * self._batch, min((step + 1) * self._batch, self._end))
+        sources, ordinals = self._interleaving.at(positions)
+        return [self._sources[source].place_of(ordinal) for source, ordinal in zip(sources.tolist(), ordinals.tolist())]
+
+    def close(self) -> None:
+        """Ends the threads. What they are reading is finished first, what is queued is not begun."""
+        if self._batches is not None:
+            self._batches.close()
+        for source in self._sources:
+            source.close()
+        self._pool.shutdown()
+
+    def __enter__(self) -> "Loader":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    # ---- what is there
+
+    def _open(self, flat_tokens: FlatTokensConfig, name: str, split: str) -> RowStream:
+        opened = open_split(name, split)
+        if flat_tokens.sequence_packing:
+            rows = PackedRows(opened, self._length)
+        else:
+            rows = SequenceRows(opened, self._length, flat_tokens.long_sequences == "truncate", self._pool)
+        if self._shuffle:
+            sizes = flat_tokens.sequences_per_read_block, flat_tokens.read_blocks_per_shuffle_buffer
+            order = Order(rows.count, *sizes, flat_tokens.seed)
+        else:
+            order = Order(rows.count, self._batch, UNSHUFFLED_BATCHES, None)
+        return RowStream(name, opened, rows, order, self._length, self._pool)
+
+    def _agree(self) -> None:
+        splits = [source.split for source in self._sources]
+        if len({split.bos_id for split in splits}) > 1:
+            texts = ", ".join(f"{split.bos_id} in {split.where}" for split in splits)
+            raise RunError(
+                f"the sources of the mixture differ in bos_id, the input before a sequence's first token: {texts}; "
+                "expected the same "
+                "in all: write them with one tokenizer"
+            )
+        self.bos_id, self.max_token_id = splits[0].bos_id, max(split.max_token_id for split in splits)
+        self.rows = sum(source.rows.count for source in self._sources)
+        self.dropped_tokens = sum(source.rows.dropped_tokens for source in self._sources)
+
+    def _count_rows(self, batches: int | None) -> int:
+        """How many rows there are to read."""
+        counts = [source.rows.count for source in self._sources]
+        if self._shuffle:
+            return counts[0] * self._epochs if len(counts) == 1 else NO_END
+        # Up to the first row that a source does not have.
+        ends = [int(self._interleaving.rows_of(index, np.array([count]))[0]) for index, count in enumerate(counts)]
+        return min(ends) if batches is None else min(*ends, batches * self._batch)
+
+    def _refuse_too_little(self) -> None:
+        fix = "lower training.tokens.batch or training.tokens.len, or use more data"
+        for source in self._sources:
+            if len(self._sources) > 1 and source.rows.count == 0:
+                raise RunError(f"{source.rows.text}: a source of a mixture needs at least one row; {fix}")
+        if self.steps == 0:
+            raise RunError(
+                f"{self._texts()}: in flat_tokens.epochs = {self._epochs} that is less than one batch of "
+                f"{self._batch}; {fix}"
+            )
+
+    def _texts(self) -> str:
+        return "; ".join(source.rows.text for source in self._sources)
+
+    def _bound_memory(self, io_threads: int, max_bytes: int) -> None:
+        own = len(self._host_rows)
+        buffers = 0
+        for source in self._sources:
+            rows = min(source.order.rows_per_block * source.order.blocks_per_buffer, source.order.rows)
+            if len(self._sources) == 1:  # of a mixture all rows of a source may be one host's
+                rows = min(rows, (rows // self._batch + 2) * own)
+            buffers += (1 + BUFFERS_AHEAD) * rows * (self._length * BYTES_A_TOKEN + 8)
+        arrays = [array for source in self._sources for array in source.arrays]
+        kept = sum(array.nbytes for array in arrays if isinstance(array, np.ndarray))
+        chunks = [array.chunks[0] * array.dtype.itemsize for array in arrays if isinstance(array, zarr.Array)]
+        reading = io_threads * CHUNKS_A_THREAD * max(chunks, default=0)
+        batches = (BATCHES_AHEAD + 2) * own * self._length * 2 * BYTES_A_TOKEN
+        self.memory_bytes = buffers + kept + reading + batches
+        if self.memory_bytes > max_bytes:
+            raise RunError(
+                f"reading {', '.join(source.split.where for source in self._sources)} takes up to "
+                f"{self.memory_bytes:,} bytes of host memory, "
+                f"more than io.max_data_bytes = {max_bytes:,}: {buffers:,} for {1 + BUFFERS_AHEAD} shuffle buffers of "
+                f"each source, {reading:,} for "
+                f"chunks in {io_threads} threads, {kept:,} for small arrays that are kept, {batches:,} for batches. "
+                "Lower "
+                "flat_tokens.read_blocks_per_shuffle_buffer, flat_tokens.sequences_per_read_block or "
+                "io.max_io_threads, or raise io.max_data_bytes"
+            )
+
+    # ---- reading
+
+    def _is_wanted(self, source: int, ordinals: np.ndarray) -> np.ndarray:
+        """Which of a source's rows this host reads."""
+        positions = self._interleaving.rows_of(source, ordinals)
+        end = self._end if self.steps is None or not self._shuffle else self.steps * self._batch
+        return self._is_host_row[positions % self._batch] & (positions < end)
+
+    def _read_batch(self, step: int) -> TokenBatch:
+        positions = step * self._batch + self._host_rows
+        tokens = np.full((len(positions), self._length), ENCODED_PADDING)
+        is_target = np.zeros(tokens.shape, bool)
+        sources, ordinals = self._interleaving.at(positions)
+        there = positions < self._end  # the last batch of an unshuffled pass may go beyond
+        for index, source in enumerate(self._sources):
+            rows = np.flatnonzero(there & (sources == index))
+            for at, buffer, place in source.find(ordinals[rows]):
+                tokens[rows[at]], is_target[rows[at]] = buffer.tokens[place], buffer.is_target[place]
+        return token_batch(tokens, is_target, self._host_rows, self._batch, self._sharding)

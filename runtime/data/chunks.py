@@ -1,0 +1,228 @@
+"""Chunks of one-dimensional zarr arrays: each is decoded once when parts are read, and one that is lost or damaged is
+an error.
+
+    group = open_checked("my.zarr")
+    read_ranges(group["train/encoded_tokens"], starts, stops, out, "encoded_tokens of my.zarr/train", pool)
+    write_chunk(array, 3, values)     # the fourth of an array in a local folder
+
+zarr reads a chunk that is not there as its fill value, and numcodecs (0.16) decodes a blosc file that was cut short to
+garbage where its values were not compressible. `open_checked` gives a group of arrays that do neither.
+"""
+
+import atexit
+import os
+import pathlib
+import struct
+import sys
+import threading
+import zlib
+from collections.abc import Callable
+from concurrent.futures import Executor
+from typing import Any
+
+import numcodecs
+import numcodecs.blosc
+import numpy as np
+import zarr
+import zarr.abc.store
+import zarr.codecs
+import zarr.core.sync
+import zarr.storage
+
+from runtime.terminal import RunError
+
+METADATA = ("zarr.json", ".zarray", ".zattrs", ".zgroup", ".zmetadata")
+BLOSC_HEADER = struct.Struct("<4B3I")  # last are the sizes of the content, of its blocks, and of the whole
+
+_scratch = threading.local()
+_to_be_closed: set[int] = set()  # file systems, which fsspec keeps to the end, by their ids
+
+
+class CheckedStore(zarr.storage.WrapperStore):
+    """A store to read from, in which every chunk that is asked for must be there, and whole where it is compressed by
+    blosc."""
+
+    def __init__(self, store: zarr.abc.store.Store):
+        super().__init__(store)
+        self.folder = store.root if isinstance(store, zarr.storage.LocalStore) else None
+        self.blosc_arrays: set[str] = set()  # paths of arrays whose files are frames of blosc
+        self.plain_arrays: set[str] = set()  # of these, where a frame holds the values as numpy has them in memory
+
+    async def get(self, key: str, prototype: Any, byte_range: Any = None) -> Any:
+        value = await self._store.get(key, prototype, byte_range)
+        if key.rpartition("/")[2] in METADATA:
+            return value
+        if value is None:
+            raise OSError(f"the file {key} is missing")
+        if byte_range is None and key.rpartition("/")[0].removesuffix("/c") in self.blosc_arrays:
+            check_frame(key, value.as_numpy_array())
+        return value
+
+
+def check_frame(key: str, frame: Any) -> None:
+    """Raises OSError for a frame of blosc that was cut short."""
+    size = BLOSC_HEADER.unpack_from(frame)[-1] if len(frame) >= BLOSC_HEADER.size else None
+    if size != len(frame):
+        raise OSError(f"the file {key} has {len(frame)} bytes and was written with another number")
+
+
+def open_group(path: str, mode: str) -> zarr.Group:
+    """zarr.open_group, whose connections to an object store are closed when the program ends; nothing else closes them, and aiohttp
+    may then print "Unclosed client session"."""
+    group = zarr.open_group(path, mode=mode)
+    file_system = getattr(group.store, "fs", None)
+    if file_system is not None and id(file_system) not in _to_be_closed:
+        _to_be_closed.add(id(file_system))
+        atexit.register(_close, file_system)  # runs before zarr's own, which ends the loop that the connections live in
+    return group
+
+
+def _close(file_system: Any) -> None:
+    for name in (
+        "_s3",
+        "_session",
+    ):  # s3fs's, gcsfs's; neither has a public name, nor a close() for those that zarr makes
+        if (session := getattr(file_system, name, None)) is not None:
+            zarr.core.sync.sync(session.close(), timeout=5)
+
+
+def open_checked(path: str) -> zarr.Group:
+    """The group at a path or URL, to be read through a CheckedStore; raises what zarr does."""
+    group = open_group(path, mode="r")
+    return zarr.open_group(CheckedStore(group.store), path=group.path, mode="r")
+
+
+def check_blosc(array: zarr.Array) -> None:
+    """Lets the array's CheckedStore check its files, if they are compressed by blosc."""
+    if array.shards is not None or not array.compressors:
+        return
+    if isinstance(array.compressors[-1], zarr.codecs.BloscCodec | numcodecs.Blosc):
+        array.store.blosc_arrays.add(array.path)
+        in_order = array.metadata.zarr_format == 3 and len(array.metadata.codecs) == 2 and sys.byteorder == "little"
+        if in_order and array.metadata.codecs[0] in (
+            zarr.codecs.BytesCodec(endian="little"),
+            zarr.codecs.BytesCodec(endian=None),
+        ):
+            array.store.plain_arrays.add(array.path)
+
+
+def read(array: zarr.Array | np.ndarray, start: int, stop: int, what: str) -> np.ndarray:
+    """array[start:stop]; `what` names it in messages.
+
+    Raises:
+      RunError: a chunk of it cannot be read.
+    """
+    return _read(lambda: np.asarray(array[start:stop]), start, stop, what)
+
+
+def _read(values: Callable[[], np.ndarray], start: int, stop: int, what: str) -> np.ndarray:
+    try:
+        return values()
+    except read_errors() as error:
+        text = str(error) or type(error).__name__
+        raise RunError(
+            f"cannot read {what} from {start} to {stop} ({text}): the data set is damaged or out of reach; write or "
+            "copy it again"
+        ) from error
+
+
+def _chunk(array: zarr.Array, number: int) -> np.ndarray:
+    """A chunk of a local array, decoded into memory that this thread uses again for the next: half the time of `array[...]`, which
+    goes through zarr's event loop and new memory."""
+    key = f"{array.path}/{array.metadata.encode_chunk_key((number,))}"
+    try:
+        frame = (array.store.folder / key).read_bytes()
+    except FileNotFoundError:
+        raise OSError(f"the file {key} is missing") from None
+    check_frame(key, frame)
+    size = array.chunks[0] * array.dtype.itemsize
+    if BLOSC_HEADER.unpack_from(frame)[4] != size:
+        raise OSError(f"the file {key} holds another number of values than a chunk has")
+    if getattr(_scratch, "bytes", np.empty(0)).size < size:
+        _scratch.bytes = np.empty(size, np.uint8)
+    numcodecs.blosc.decompress(frame, _scratch.bytes[:size])
+    return _scratch.bytes[:size].view(array.dtype)
+
+
+def chunk_file(array: zarr.Array, number: int) -> pathlib.Path:
+    """The file of a chunk; the array is in a local folder."""
+    return array.store.root / array.path / array.metadata.encode_chunk_key((number,))
+
+
+def write_chunk(array: zarr.Array, number: int, values: np.ndarray) -> None:
+    """Writes a whole chunk of a local array that blosc alone compresses; its file is there whole or not at all.
+
+    The file is the one that `array[...] = values` writes, which takes three to five times as long, in zarr's event loop
+    and threads.
+    """
+    codec = array.compressors[-1]
+    shuffle = ("noshuffle", "shuffle", "bitshuffle").index(codec.shuffle.value)
+    compressor = numcodecs.Blosc(codec.cname.value, codec.clevel, shuffle, codec.blocksize)
+    file = chunk_file(array, number)
+    partial = file.with_name(f"{file.name}.partial")
+    file.parent.mkdir(exist_ok=True)
+    partial.write_bytes(compressor.encode(values.astype(values.dtype.newbyteorder("<"), copy=False)))
+    os.replace(partial, file)
+
+
+def read_errors() -> tuple[type[Exception], ...]:
+    """What a store or a codec may raise for data that are not as they should be, or not to be had."""
+    errors: list[type[Exception]] = [OSError, ValueError, RuntimeError, EOFError, zlib.error]
+    # Packages of object stores have errors of their own, which are none of the above.
+    if "botocore" in sys.modules:
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        errors += [BotoCoreError, ClientError]
+    if "aiohttp" in sys.modules:
+        from aiohttp import ClientError
+
+        errors.append(ClientError)
+    return tuple(errors)
+
+
+def read_ranges(
+    array: zarr.Array | np.ndarray, starts: np.ndarray, stops: np.ndarray, out: np.ndarray, what: str, pool: Executor
+) -> None:
+    """Copies array[starts[i]:stops[i]] to the front of out[i], for all i, decoding each chunk once, in the pool's
+    threads.
+
+    A thread holds one chunk at a time.
+
+    Raises:
+      RunError: a chunk cannot be read.
+    """
+    chunk = array.chunks[0] if isinstance(array, zarr.Array) else max(1, array.shape[0])
+    is_plain = isinstance(array, zarr.Array) and array.store.folder and array.path in array.store.plain_arrays
+    # A range is cut where chunks end: into pieces, each with its row, its chunk, and from where to where it goes.
+    there = np.flatnonzero(stops > starts)
+    if not len(there):
+        return
+    first, last = starts[there] // chunk, (stops[there] - 1) // chunk
+    row = np.repeat(there, last - first + 1)
+    of_chunk = np.arange(len(row)) - np.repeat(np.cumsum(last - first + 1) - last - 1, last - first + 1)
+    order = np.argsort(of_chunk, kind="stable")
+    row, of_chunk = row[order], of_chunk[order]
+    begin = np.maximum(starts[row], of_chunk * chunk)
+    end = np.minimum(stops[row], (of_chunk + 1) * chunk)
+    edges = [0, *(np.flatnonzero(np.diff(of_chunk)) + 1).tolist(), len(row)]
+
+    def copy(edge: int) -> None:
+        pieces = slice(edges[edge], edges[edge + 1])
+        low, high = int(begin[pieces].min()), int(end[pieces].max())
+        if is_plain:
+            number = low // chunk
+            values = _read(lambda: _chunk(array, number), low, high, what)[low - number * chunk : high - number * chunk]
+        else:
+            values = read(array, low, high, what)
+        rows, begins, ends = row[pieces], begin[pieces], end[pieces]
+        whole = (ends - begins == out.shape[1]) & (begins == starts[rows])
+        if whole.any():  # at once: a loop over rows would take longer than decoding where rows are short
+            windows = np.lib.stride_tricks.sliding_window_view(values, out.shape[1])
+            out[rows[whole]] = windows[begins[whole] - low]
+        rest = ~whole
+        places = (array[rest].tolist() for array in (rows, begins - starts[rows], begins - low, ends - low))
+        for one, place, left, right in zip(*places):
+            out[one, place : place + right - left] = values[left:right]
+
+    for _ in pool.map(copy, range(len(edges) - 1)):  # going through the results raises what a thread raised
+        pass

@@ -1,0 +1,94 @@
+"""The rows of one data set in the order of its epochs, read a shuffle buffer at a time.
+
+    stream = RowStream("my.zarr", split, PackedRows(split, 1024), Order(...), length=1024, pool=pool)
+    stream.read_ahead(wanted=lambda ordinals: ordinals % 2 == 0, count=10**6)     # every other row
+    for at, buffer, place in stream.find(np.array([0, 2, 4])):
+        rows[at] = buffer.tokens[place]
+
+A row's ordinal counts the rows before it over all epochs.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
+
+import numpy as np
+import zarr
+
+from runtime.data.flat_tokens import Split
+from runtime.data.order import Order
+from runtime.data.read_ahead import NO_END, ReadAhead
+from runtime.data.rows import PackedRows, SequenceRows
+
+BUFFERS_AHEAD = 1  # so that a step never waits for a whole shuffle buffer; host memory is twice the buffer
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffer:
+    """This host's rows of a shuffle buffer, in the order in which batches take them."""
+
+    ordinals: np.ndarray  # int64 [rows], increasing: of the source's rows, counted over all epochs
+    tokens: np.ndarray  # uint32 [rows, length], as stored
+    is_target: np.ndarray  # bool [rows, length]
+
+
+class RowStream:
+    """The rows of one data set in the order of its epochs, one after another, read by shuffle buffers."""
+
+    def __init__(
+        self, name: str, split: Split, rows: PackedRows | SequenceRows, order: Order, length: int, pool: Executor
+    ):
+        self.name, self.split, self.rows, self.order = name, split, rows, order
+        self._length, self._pool = length, pool
+        self._buffers: ReadAhead[Buffer] | None = None
+        self._memory: list[tuple[np.ndarray, np.ndarray] | None] = [None] * (1 + BUFFERS_AHEAD)
+
+    @property
+    def arrays(self) -> list[zarr.Array | np.ndarray]:
+        split = self.split
+        return [array for array in (split.encoded_tokens, split.seq_starts, split.is_target) if array is not None]
+
+    def read_ahead(self, wanted: Callable[[np.ndarray], np.ndarray], count: int) -> None:
+        """Prepares to read the first `count` rows, as far as they are wanted."""
+        self._wanted = wanted
+        buffers = NO_END if count == NO_END else self._buffer_of(count - 1) + 1 if count else 0
+        self._buffers = ReadAhead(self._read, buffers, BUFFERS_AHEAD, "read_buffers")
+
+    def find(self, ordinals: np.ndarray) -> Iterator[tuple[slice, Buffer, np.ndarray]]:
+        """The buffers that hold these rows, which are increasing: which of them a buffer holds, and where in it."""
+        begin = 0
+        while begin < len(ordinals):
+            buffer = self._buffers(self._buffer_of(int(ordinals[begin])))
+            end = int(np.searchsorted(ordinals, buffer.ordinals[-1], side="right"))
+            yield slice(begin, end), buffer, np.searchsorted(buffer.ordinals, ordinals[begin:end])
+            begin = end
+
+    def place_of(self, ordinal: int) -> str:
+        epoch, place = divmod(ordinal, self.rows.count)
+        first, rows = self.order.rows_of(epoch, self.order.buffer_of(epoch, place))
+        (start,), (stop,) = self.rows.ranges(rows[place - first : place - first + 1], self._pool)
+        return f"tokens {start} to {stop - 1} of {self.split.where}"
+
+    def close(self) -> None:
+        if self._buffers is not None:
+            self._buffers.close()
+
+    def _buffer_of(self, ordinal: int) -> int:
+        epoch, place = divmod(ordinal, self.rows.count)
+        return epoch * self.order.buffers + self.order.buffer_of(epoch, place)
+
+    def _read(self, index: int) -> Buffer:
+        epoch, buffer = divmod(index, self.order.buffers)
+        first, rows = self.order.rows_of(epoch, buffer)
+        ordinals = epoch * self.rows.count + first + np.arange(len(rows))
+        wanted = self._wanted(ordinals)
+        starts, stops = self.rows.ranges(rows[wanted], self._pool)
+        # A buffer is filled only after the one before the last was asked past, whose memory it takes over: new memory
+        # costs as much time as decoding where the system hands it out page by page.
+        slot = index % len(self._memory)
+        if self._memory[slot] is None or len(self._memory[slot][0]) < len(starts):
+            shape = (len(starts), self._length)
+            self._memory[slot] = np.empty(shape, np.uint32), np.empty(shape, bool)
+        tokens, is_target = (array[: len(starts)] for array in self._memory[slot])
+        self.split.read_rows(starts, stops, tokens, is_target, self._pool)
+        return Buffer(ordinals[wanted], tokens, is_target)

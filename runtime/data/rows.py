@@ -1,0 +1,108 @@
+"""Rows of a flat-tokens split: which tokens each holds. Two ways to make them, behind the same few names.
+
+    rows = PackedRows(split, length=1024)
+    rows.count, rows.dropped_tokens             # how many, and how many tokens at the end fill none
+    starts, stops = rows.ranges(np.array([0, 7, 3]), pool)
+
+`PackedRows` needs nothing but the number of tokens. `SequenceRows` reads where each sequence starts, once, when it is
+made.
+"""
+
+from concurrent.futures import Executor
+
+import numpy as np
+
+from runtime.data.chunks import read, read_ranges
+from runtime.data.flat_tokens import Split
+from runtime.terminal import RunError
+
+BLOCK = 1024  # sequences for which one number is kept
+READ_AT_ONCE = 128 * BLOCK  # sequences, 1 MiB of seq_starts
+
+
+class PackedRows:
+    """Row r holds `length` tokens from r * length on, whatever sequences they belong to."""
+
+    def __init__(self, split: Split, length: int):
+        self._length = length
+        self.count, self.dropped_tokens = divmod(split.token_count, length)
+        self.text = (
+            f"{split.token_count:,} tokens of {split.where} in {self.count:,} rows of {length}, "
+            f"{self.dropped_tokens:,} at its end being too few for a row"
+        )
+
+    def ranges(self, rows: np.ndarray, pool: Executor) -> tuple[np.ndarray, np.ndarray]:
+        """Where each row starts and ends, in tokens."""
+        return rows * self._length, (rows + 1) * self._length
+
+
+class SequenceRows:
+    """A row holds tokens of one sequence, `length` at most. Empty sequences have no row.
+
+    To know which sequence a row is of, the rows of all sequences before it must be counted. So seq_starts is read once,
+    8 bytes a sequence, and a number is kept for each BLOCK sequences: 8 MB for 10⁹ sequences. A row is then found by a
+    binary search among these and reading one block's starts.
+
+    Args:
+      truncate: a longer sequence has one row, its first `length` tokens; else as many as it needs.
+    Raises:
+      RunError: seq_starts cannot be read or is not in increasing order.
+    """
+
+    def __init__(self, split: Split, length: int, truncate: bool, pool: Executor):
+        self._split, self._length, self._truncate = split, length, truncate
+        firsts = range(0, split.sequence_count, READ_AT_ONCE)
+        counted = list(pool.map(self._count, firsts))
+        self._before = np.concatenate([[0], *(rows for rows, _, _ in counted)]).cumsum()  # rows before each block
+        self.count = int(self._before[-1])
+        self.dropped_tokens = sum(dropped for _, dropped, _ in counted)
+        longer = sum(longer for _, _, longer in counted)
+        self.text = (
+            f"{split.sequence_count:,} sequences, {split.token_count:,} tokens, of {split.where} in {self.count:,} "
+            f"rows of up to {length}, "
+            f"{longer:,} of them longer "
+            + (f"and cut there, {self.dropped_tokens:,} tokens being left out" if truncate else "and split")
+        )
+
+    def _count(self, first: int) -> tuple[np.ndarray, int, int]:
+        """Of READ_AT_ONCE sequences: the rows of each block, the tokens cut off, and how many are longer than a row."""
+        stop = min(first + READ_AT_ONCE, self._split.sequence_count)
+        starts = read(self._split.seq_starts, first, stop + 1, f"seq_starts of {self._split.where}")
+        wrong = (starts[1:] < starts[:-1]) | (starts[1:] > self._split.token_count)
+        if wrong.any():
+            one = int(np.argmax(wrong))
+            raise RunError(
+                f"seq_starts of {self._split.where} says that sequence {first + one} goes from {starts[one]} to "
+                f"{starts[one + 1]}, "
+                f"expected increasing numbers up to {self._split.token_count}: the data set is damaged, write it again"
+            )
+        lengths = np.diff(starts.astype(np.int64))
+        rows = np.add.reduceat(self._rows_of(lengths), np.arange(0, len(lengths), BLOCK))
+        beyond = np.maximum(lengths - self._length, 0)
+        return rows, int(beyond.sum()) if self._truncate else 0, int((beyond > 0).sum())
+
+    def _rows_of(self, lengths: np.ndarray) -> np.ndarray:
+        rows = -(-lengths // self._length)
+        return np.minimum(rows, 1) if self._truncate else rows
+
+    def ranges(self, rows: np.ndarray, pool: Executor) -> tuple[np.ndarray, np.ndarray]:
+        """Where each row starts and ends, in tokens.
+
+        Raises:
+          RunError: seq_starts cannot be read.
+        """
+        blocks = np.unique(np.searchsorted(self._before, rows, side="right") - 1)
+        first = blocks * BLOCK
+        last = np.minimum(first + BLOCK, self._split.sequence_count)
+        starts = np.full((len(blocks), BLOCK + 1), self._split.token_count, np.int64)  # what is not there is empty
+        what = f"seq_starts of {self._split.where}"
+        read_ranges(self._split.seq_starts, first, last + 1, starts, what, pool)
+        of_sequence = self._rows_of(np.diff(starts))
+        before = self._before[blocks][:, None] + of_sequence.cumsum(axis=1) - of_sequence  # rows before each sequence
+        after = (before + of_sequence).reshape(
+            -1
+        )  # grows over all blocks, so that one search finds each row's sequence
+        place = np.searchsorted(after, rows, side="right")
+        block, sequence = np.divmod(place, BLOCK)
+        begin = starts[block, sequence] + (rows - before[block, sequence]) * self._length
+        return begin, np.minimum(begin + self._length, starts[block, sequence + 1])

@@ -1,0 +1,411 @@
+"""Tokenizers: bytes, and whatever the package `tokenizers` reads; by name, from a file, or out of a data set that holds
+its own.
+
+    tokenizer = load_tokenizer("bytes_utf8")                  # id = byte + 1
+    tokenizer = load_tokenizer("my/tokenizer.json")           # or a folder that holds one
+    tokenizer = load_tokenizer("openai-community/gpt2")       # a name on the Hugging Face hub
+    tokenizer = load_dataset_tokenizer("my.zarr")             # the one that the data set was written with
+
+    tokenizer.encode_batch(["Hi!", ""])    # [array([73, 106, 34], dtype=uint32), array([], dtype=uint32)]
+    tokenizer.decode([73, 106, 34])        # "Hi!"
+
+Ids are the tokenizer's own. No begin or end token is added: `bos_id` is the input that stands before a sequence. A data
+set holds its tokenizer as the attribute `tokenizer` of its group and, but for bytes, the array `tokenizer_json` beside
+its splits.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import zarr
+import zarr.errors
+
+from runtime.data.chunks import open_group
+from runtime.data.flat_tokens import LARGEST_ID, absolute_path
+from runtime.terminal import RunError
+
+BYTES = "bytes_utf8"
+END_OF_TEXT = "<|endoftext|>"
+EXPECTED = (
+    f"expected {BYTES}, a tokenizer.json, a folder that holds a tokenizer, or the name of one on the Hugging Face hub"
+)
+INSTALL = "pip install -r requirements-text.txt"
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class ChatError(ValueError):
+    """What keeps a chat from being rendered."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tokenizer:
+    name: str
+    bos_id: int  # the input that stands before a sequence
+    json: str = ""  # what the package `tokenizers` builds it from; empty for bytes
+    chat_template: str = ""  # jinja
+    special_tokens: dict[str, str] = dataclasses.field(default_factory=dict)  # bos_token and such, for the template
+
+    @cached_property
+    def backend(self) -> Any:
+        """The `tokenizers.Tokenizer`; not there for bytes."""
+        return _backend(self.name, self.json)
+
+    @cached_property
+    def vocab(self) -> int:
+        """Every id is smaller, bos_id included."""
+        if not self.json:
+            return 257
+        # Not its number of tokens, since the ids may have holes.
+        return max(self.bos_id, *self.backend.get_vocab(with_added_tokens=True).values()) + 1
+
+    def encode_flat(self, texts: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
+        """The ids of all texts, each in UTF-8, one after another, uint32, and how many each text has, int64."""
+        if not self.json:
+            ids = np.add(np.frombuffer(b"".join(texts), np.uint8), 1, dtype=np.uint32)
+            return ids, np.fromiter(map(len, texts), np.int64, len(texts))
+        encodings = self.backend.encode_batch_fast([text.decode() for text in texts], add_special_tokens=False)
+        lengths = np.fromiter(map(len, encodings), np.int64, len(encodings))
+        ids = chain.from_iterable(encoding.ids for encoding in encodings)
+        return np.fromiter(ids, np.uint32, int(lengths.sum())), lengths
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """The ids of each text, uint32, without begin or end tokens."""
+        ids, lengths = self.encode_flat([text.encode() for text in texts])
+        stops = np.cumsum(lengths).tolist()
+        return [ids[start:stop] for start, stop in zip([0, *stops], stops)]
+
+    def encode_chat(self, messages: Sequence[dict]) -> tuple[np.ndarray, np.ndarray]:
+        """A chat's ids through the chat template, uint32, and which of them the assistant wrote.
+
+            ids, is_target = tokenizer.encode_chat([
+                {"role": "user", "content": "1 + 1?"},
+                {"role": "assistant", "content": "2"},
+            ])
+
+        The ids are those of transformers' apply_chat_template, but for a leading bos_id, which stands before every
+        sequence anyway. A token is a target if any of its characters is the assistant's, what ends its turn included.
+
+        Raises:
+          ChatError: the messages are not as above, none is the assistant's, or the template cannot take them.
+        """
+        text, turns = render_chat(self, messages)
+        if not self.json:
+            ids, _ = self.encode_flat([text.encode()])
+            starts = np.arange(len(ids))
+            stops = starts + 1
+            turns = [tuple(len(text[:end].encode()) for end in turn) for turn in turns]
+        else:
+            encoding = self.backend.encode(text, add_special_tokens=False)
+            ids = np.array(encoding.ids, np.uint32)
+            starts, stops = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
+        is_target = np.zeros(len(ids), bool)
+        for start, stop in turns:
+            is_target |= (starts < stop) & (stops > start)
+        first = int(len(ids) > 0 and ids[0] == self.bos_id)
+        return ids[first:], is_target[first:]
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """The text of ids, special tokens as they are written; what is no id of a text (bos_id, for bytes) is nothing."""
+        ids = np.asarray(ids, np.int64)
+        if not self.json:
+            return (ids[(ids >= 1) & (ids <= 256)] - 1).astype(np.uint8).tobytes().decode(errors="replace")
+        return self.backend.decode(ids[(ids >= 0) & (ids < self.vocab)].tolist(), skip_special_tokens=False)
+
+
+# ---------------------------------------------------------------- by name or from files
+
+
+def load_tokenizer(name: str, *, bos_id: int | None = None, chat_template: str | None = None) -> Tokenizer:
+    """A tokenizer by name, from a tokenizer.json, or from a folder that holds one.
+
+    Beside a tokenizer.json, tokenizer_config.json and chat_template.jinja are read where they are there. A folder or
+    name without tokenizer.json is converted by the package `transformers`.
+
+    Args:
+      bos_id: in place of the tokenizer's own.
+      chat_template: jinja, in place of the tokenizer's own.
+    Raises:
+      RunError: there is no such tokenizer, it cannot be read, it names no token to begin with, an id is larger than 2³¹ - 1,
+        or a package is missing.
+    """
+    if name == BYTES:
+        tokenizer = Tokenizer(name=BYTES, bos_id=0)
+    else:
+        tokenizer = _from_files(name, bos_id)
+    changes = {"bos_id": bos_id, "chat_template": chat_template}
+    tokenizer = dataclasses.replace(tokenizer, **{key: value for key, value in changes.items() if value is not None})
+    if tokenizer.vocab > LARGEST_ID + 1:
+        raise RunError(
+            f"the tokenizer {name} has the id {tokenizer.vocab - 1}, expected ids up to {LARGEST_ID}: flat-tokens "
+            "data sets "
+            "keep one bit of 32 to tell where a sequence starts"
+        )
+    return tokenizer
+
+
+def _from_files(name: str, bos_id: int | None) -> Tokenizer:
+    files = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+    local = os.path.expanduser(name)
+    if os.path.isfile(local):
+        folder = os.path.dirname(local)
+        found = [local, *(_file_there(os.path.join(folder, file)) for file in files[1:])]
+    elif os.path.isdir(local):
+        found = [_file_there(os.path.join(local, file)) for file in files]
+    elif name.startswith((".", "/", "~")) or name.endswith(".json"):
+        raise RunError(f"there is no tokenizer {name}: {EXPECTED}")
+    else:
+        found = [_from_hub(name, file, needed=file == files[0]) for file in files]
+    if found[0] is None:
+        return _by_transformers(local if os.path.isdir(local) else name, bos_id)
+    with _readable(name):
+        text, settings, template = (_text(path) for path in found)
+        settings = json.loads(settings or "{}")
+        if not template:
+            template = settings.get("chat_template") or ""
+            if not isinstance(template, str):  # several, each with a name
+                template = next((each["template"] for each in template if each["name"] == "default"), "")
+    special = {key: settings.get(key) for key in SPECIAL_TOKENS}
+    special = {key: value["content"] if isinstance(value, dict) else value for key, value in special.items() if value}
+    return _finished(name, text, template, special, bos_id)
+
+
+def _by_transformers(name: str, bos_id: int | None) -> Tokenizer:
+    """What is stored in another form (sentencepiece, tiktoken), converted as transformers does it."""
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it advises to install PyTorch
+    with needs_package(f"the tokenizer {name}", "transformers"):
+        import transformers
+    with _readable(name):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+    if not tokenizer.is_fast:
+        raise RunError(
+            f"the tokenizer {name} has no form that the package `tokenizers` reads ({type(tokenizer).__name__}): "
+            "expected one with a tokenizer.json"
+        )
+    template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
+    return _finished(name, tokenizer.backend_tokenizer.to_str(), template, dict(tokenizer.special_tokens_map), bos_id)
+
+
+def _finished(name: str, text: str, chat_template: str, special: dict[str, Any], bos_id: int | None) -> Tokenizer:
+    """The tokenizer, with what stands before a sequence: its bos token, or what comes closest to one."""
+    backend = _backend(name, text)
+    if bos_id is None:
+        # What it puts before a text itself; then, as some separate documents without having a bos, <|endoftext|>; then
+        # eos.
+        before = backend.encode("", add_special_tokens=True).tokens[:1]
+        candidates = [special.get("bos_token"), *before, END_OF_TEXT, special.get("eos_token")]
+        ids = (backend.token_to_id(token) for token in candidates if token)
+        bos_id = next((each for each in ids if each is not None), None)
+    if bos_id is None:
+        raise RunError(
+            f"the tokenizer {name} names no token that stands before a text: say bos_id=..., an id that is no part of "
+            "texts"
+        )
+    special = {key: value for key, value in special.items() if isinstance(value, str)}
+    return Tokenizer(name=name, bos_id=bos_id, json=text, chat_template=chat_template, special_tokens=special)
+
+
+def _backend(name: str, text: str) -> Any:
+    with needs_package(f"the tokenizer {name}", "tokenizers"):
+        import tokenizers
+    with plain_exceptions(f"the tokenizer {name} cannot be read ({{}}): {EXPECTED}"):
+        backend = tokenizers.Tokenizer.from_str(text)
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+def _from_hub(name: str, file: str, needed: bool) -> str | None:
+    """The file out of the hub, or out of its local cache; None where the hub has none such."""
+    with needs_package(f"the tokenizer {name}", "huggingface_hub"):
+        import huggingface_hub
+        from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+    try:
+        with _readable(name, but=EntryNotFoundError):
+            return huggingface_hub.hf_hub_download(name, file)
+    except EntryNotFoundError as error:
+        if needed and isinstance(error, LocalEntryNotFoundError):  # the hub could not be asked
+            reason = str(error).partition("\n")[0]
+            raise RunError(f"the tokenizer {name} cannot be loaded ({reason}): {EXPECTED}") from error
+        return None
+
+
+@contextlib.contextmanager
+def needs_package(what: str, package: str) -> Iterator[None]:
+    """Around an import of what only text needs: its absence is one line."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise RunError(f"{what} needs the package {package}, which is not installed: {INSTALL}") from error
+
+
+@contextlib.contextmanager
+def plain_exceptions(message: str) -> Iterator[None]:
+    """Turns what the package `tokenizers` raises, a bare Exception of no narrower kind, into a RunError; `{}` is its
+    reason."""
+    try:
+        yield
+    except Exception as error:
+        if type(error) is not Exception:
+            raise
+        raise RunError(message.format(str(error).strip().partition("\n")[0])) from error
+
+
+@contextlib.contextmanager
+def _readable(name: str, but: type[Exception] | tuple = ()) -> Iterator[None]:
+    """Turns what reading a tokenizer's files raises, `but` excepted, into a RunError of one line."""
+    try:
+        yield
+    except but:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise RunError(f"the tokenizer {name} cannot be loaded ({reason}): {EXPECTED}") from error
+
+
+def _file_there(path: str) -> str | None:
+    return path if os.path.isfile(path) else None
+
+
+def _text(path: str | None) -> str:
+    if path is None:
+        return ""
+    with open(path, encoding="utf-8") as file:
+        return file.read()
+
+
+# ---------------------------------------------------------------- training one
+
+
+def train_bpe(texts: Iterable[str], vocab: int) -> Tokenizer:
+    """A byte-level BPE of at most `vocab` ids, trained on texts: any text can be encoded, and comes back as it was.
+
+    Its id 0 is <|endoftext|>, its bos_id; 1 to 256 are the bytes. The same texts give the same tokenizer.
+    """
+    with needs_package("training a tokenizer", "tokenizers"):
+        import tokenizers
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    with plain_exceptions("a tokenizer cannot be trained ({})"):
+        backend.train_from_iterator(texts, trainer)
+    text = backend.to_str()
+    return Tokenizer(name=f"bpe_{vocab}", bos_id=0, json=text, special_tokens={"bos_token": END_OF_TEXT})
+
+
+# ---------------------------------------------------------------- within a data set
+
+
+def save_dataset_tokenizer(path: str | os.PathLike | zarr.Group, tokenizer: Tokenizer) -> None:
+    """Puts the tokenizer into a data set that is there, in place of the one it had, so that the data set is enough to
+    decode it."""
+    dataset = path if isinstance(path, zarr.Group) else open_group(absolute_path(path), mode="r+")
+    about = {**dataclasses.asdict(tokenizer), "vocab": tokenizer.vocab}
+    content = about.pop("json").encode()
+    if content:
+        stored = np.frombuffer(content, np.uint8)
+        dataset.create_array("tokenizer_json", data=stored, chunks=stored.shape, overwrite=True)
+        about["sha256"] = hashlib.sha256(content).hexdigest()
+    dataset.attrs["tokenizer"] = about
+
+
+def load_dataset_tokenizer(path: str | os.PathLike) -> Tokenizer | None:
+    """The tokenizer that a data set was written with; None where it names none, as the synthetic one.
+
+    Raises:
+      RunError: the data set is not there, or what it holds of its tokenizer is damaged.
+    """
+    where = absolute_path(path)
+    try:
+        dataset = open_group(where, mode="r")
+        about = dataset.attrs.get("tokenizer")
+        if about is None:
+            return None
+        content = dataset["tokenizer_json"][:].tobytes() if "sha256" in about else b""
+        if content and hashlib.sha256(content).hexdigest() != about["sha256"]:
+            raise RunError(
+                f"tokenizer_json of {where} is not what was written (its sha256 differs): copy the data set again"
+            )
+        fields = {field.name: about[field.name] for field in dataclasses.fields(Tokenizer) if field.name != "json"}
+    except (OSError, ValueError, KeyError, TypeError, ImportError, zarr.errors.GroupNotFoundError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise RunError(f"the tokenizer of the data set {where} cannot be read ({reason})") from error
+    return Tokenizer(**fields, json=content.decode())
+
+
+# ---------------------------------------------------------------- chats
+
+
+def render_chat(tokenizer: Tokenizer, messages: Sequence[dict]) -> tuple[str, list[tuple[int, int]]]:
+    """The chat as the template writes it, and from where to where each of the assistant's turns goes, in characters.
+
+    A template may mark the turns itself, with `{% generation %}`. Else a turn is what the chat up to and with it adds
+    to the chat before it with the header of an answer, which must stay the same as the chat goes on.
+    """
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it advises to install PyTorch
+    with needs_package(f"the chat template of {tokenizer.name}", "transformers"):
+        from transformers.utils.chat_template_utils import render_jinja_template
+    with needs_package(f"the chat template of {tokenizer.name}", "jinja2"):
+        import jinja2
+
+    template = tokenizer.chat_template
+    messages = _checked_messages(messages)
+
+    def render(messages: list[dict], **options: bool) -> tuple[str, list[tuple[int, int]]]:
+        try:
+            texts, turns = render_jinja_template(
+                [messages], chat_template=template, **options, **tokenizer.special_tokens
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+            raise ChatError(f"the chat template does not take the messages ({error})") from error
+        return texts[0], turns[0] if turns else []
+
+    if re.search(r"\{%-?\s*generation\s*-?%\}", template):
+        text, turns = render(messages, return_assistant_tokens_mask=True)
+        return text, [(start, stop) for start, stop in turns]
+    text, _ = render(messages)
+    turns = []
+    for turn, message in enumerate(messages):
+        if message["role"] == "assistant":
+            after, _ = render(messages[: turn + 1])
+            if turn:  # what stands before the answer is what the model is given to answer to
+                before, _ = render(messages[:turn], add_generation_prompt=True)
+            else:  # few templates take an empty chat
+                before = after[: max(0, after.find((message.get("content") or "").strip()))]
+            if not (after.startswith(before) and text.startswith(after)):
+                raise ChatError(
+                    f"the chat template writes the chat up to message {turn} differently from the same part of the "
+                    "whole chat, so it "
+                    "is not known what the assistant wrote: give a chat_template that marks it with {% generation %}"
+                )
+            turns.append((len(before), len(after)))
+    return text, turns
+
+
+def _checked_messages(messages: Sequence[dict]) -> list[dict]:
+    expected = 'expected a list of {"role": ..., "content": ...}'
+    if not isinstance(messages, list) or not messages:
+        raise ChatError(f"the messages are {type(messages).__name__ if messages else 'empty'}, {expected}")
+    for turn, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise ChatError(f"message {turn} has no role, {expected}")
+        if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
+            raise ChatError(f"message {turn} has no text as its content, {expected}")
+    if not any(message["role"] == "assistant" for message in messages):
+        raise ChatError("no message is the assistant's, so there is nothing to learn")
+    # As transformers does: many templates write a key that is null as "None".
+    return [{key: value for key, value in message.items() if value is not None} for message in messages]

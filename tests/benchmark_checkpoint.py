@@ -1,0 +1,246 @@
+"""Measures checkpoints: MB/s saved and loaded, against zarr alone, and what saving costs the steps.
+
+    python -m tests.benchmark_checkpoint                                      # 100M parameters with Adam, 1.26 GB
+    python -m tests.benchmark_checkpoint layers=2 steps=4 save_every=2 step_s=0.2     # a small one
+
+Zarr alone means zarr-python's own `array[...] = values` and `array[...]` on numpy arrays, one leaf after another, with chunks of the same largest
+size, not split by device (which it reads and writes faster), the same checksums, and every file flushed to disk in the end. Saving includes the copy of the state, loading that the leaves are on their devices. Files
+are read back from the operating system's cache by both.
+Expect two minutes, 4 GB of memory and 4 GB of disk, which are freed at the end.
+"""
+
+import os
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import zarr
+
+from runtime.checkpoints import checkpoint
+from runtime.checkpoints import writing as checkpoint_writing
+from runtime.checkpoints.directory import Checkpoints
+from runtime.config import command_line
+from runtime.terminal import RunError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Benchmark:
+    directory: str = "runs/benchmark_checkpoint"  # is created, and removed at the end; must not be there yet
+    layers: int = 12  # of the transformer whose shapes the state has
+    d_model: int = 768  # length of its vectors between layers
+    d_ff: int = 2048  # length of its feed-forward networks' hidden vectors
+    vocab: int = 13312  # with the others, 105 million parameters: 1.26 GB with both moments of Adam
+    devices: int = 8  # simulated ones, over which the state is split
+    max_io_threads: int = 64  # that read and write at once
+    repeats: int = 3  # of each bandwidth, alternating; the best counts: others use the disk too
+    steps: int = 30  # of the test of the stall
+    step_s: float = 1.0  # how long a step takes; the host sleeps meanwhile, as it does while an accelerator computes
+    save_every: int = 10  # steps
+
+
+def main(config: Benchmark) -> None:
+    directory = Path(config.directory)
+    if directory.exists():
+        raise RunError(
+            f"directory is {directory}, which is there already: name one that is not, for it is removed at the end"
+        )
+    for key in ("d_model", "vocab"):
+        if getattr(config, key) % config.devices:
+            raise RunError(f"{key} is {getattr(config, key)}, expected a multiple of devices, {config.devices}")
+    jax.config.update("jax_num_cpu_devices", config.devices)
+    directory.mkdir(parents=True)
+    try:
+        state = make_state(config)
+        parameters, size = (
+            sum(x.size for x in jax.tree.leaves(state["weights"])),
+            sum(x.nbytes for x in jax.tree.leaves(state)),
+        )
+        print(
+            f"state: {parameters / 1e6:.1f}M parameters, {size / 1e9:.2f} GB, over {config.devices} devices; {os.cpu_count()} CPUs"
+        )
+        measure_stall(config, directory, state, size)
+        measure_bandwidth(config, directory, state, size)
+    finally:
+        shutil.rmtree(directory)
+
+
+def make_state(config: Benchmark) -> dict[str, Any]:
+    """Weights and both moments, of the shapes of a transformer, each leaf split over all devices."""
+    layers, model, ff = config.layers, config.d_model, config.d_ff
+    shapes = {
+        "embed": (config.vocab, model),
+        "unembed": (config.vocab, model),
+        "norm": (layers, model),
+        "w_q": (layers, model, model),
+        "w_kv": (layers, 2, model, model),
+        "w_o": (layers, model, model),
+        "w_gate": (layers, model, ff),
+        "w_up": (layers, model, ff),
+        "w_down": (layers, model, ff),
+    }
+    mesh = jax.make_mesh((config.devices,), ("d",), (jax.sharding.AxisType.Auto,))
+    rng = np.random.default_rng(0)
+
+    def leaf(shape: tuple[int, ...]) -> jax.Array:
+        dim = shape.index(model) if len(shape) > 2 else len(shape) - 1
+        spec = jax.sharding.PartitionSpec(*[None] * dim, "d")
+        return jax.device_put(rng.standard_normal(shape, np.float32), jax.NamedSharding(mesh, spec))
+
+    names = ("weights", "adam_mu", "adam_nu")
+    return {name: {key: leaf(shape) for key, shape in shapes.items()} for name in names}
+
+
+# ---- stall
+
+
+def measure_stall(config: Benchmark, directory: Path, state: Any, size: int) -> None:
+    without_s = run_steps(config, state, None)[0]
+    for asynchronous in (True, False):
+        checkpoints = open_checkpoints(config, directory / str(asynchronous), asynchronous=asynchronous)
+        snapshot_s: list[float] = []
+        reset_peak()
+        before = resident()
+        lasted_s, stalls_s = run_steps(config, state, checkpoints, snapshot_s)
+        grown = peak() - before
+        checkpoints.close()
+        lost_s = lasted_s - without_s
+        beyond_s = lost_s - sum(snapshot_s)
+        mode = "saving behind the steps" if asynchronous else "saving in the foreground"
+        print(
+            f"{mode}, every {config.save_every} steps of {config.step_s:g} s: a save holds the steps up for {np.mean(stalls_s):.2f} s, "
+            f"{np.mean(snapshot_s):.2f} s of it the copy ({size / 1e9 / np.mean(snapshot_s):.1f} GB/s); {lost_s / without_s:.1%} of the steps' "
+            f"time, {beyond_s / without_s:.1%} beyond the copy"
+            + (f"; host memory grew by {grown / 1e9:.2f} GB" if asynchronous else "")
+        )
+        shutil.rmtree(directory / str(asynchronous))
+
+
+def run_steps(
+    config: Benchmark, state: Any, checkpoints: Checkpoints | None, snapshot_s: list[float] | None = None
+) -> tuple[float, list[float]]:
+    """The seconds that the steps took together, and those of each stall; adds those of each copy to `snapshot_s`."""
+    original = checkpoint_writing.snapshot
+
+    def timed(*arguments: Any) -> Any:
+        began = time.perf_counter()
+        result = original(*arguments)
+        snapshot_s.append(time.perf_counter() - began)
+        return result
+
+    checkpoint_writing.snapshot = timed
+    stalls_s = []
+    began = time.perf_counter()
+    for step in range(1, config.steps + 1):
+        time.sleep(config.step_s)
+        if checkpoints is not None:
+            checkpoints.raise_failure()
+            if step % config.save_every == 0:
+                stalls_s.append(checkpoints.save(step, state, {}))
+    lasted_s = time.perf_counter() - began
+    checkpoint_writing.snapshot = original
+    return lasted_s, stalls_s
+
+
+# ---- bandwidth
+
+
+def measure_bandwidth(config: Benchmark, directory: Path, state: Any, size: int) -> None:
+    leaves = {names[0]: np.array(leaf) for names, leaf in checkpoint.named_leaves(state)}
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+    theirs, ours = directory / "zarr", directory / "ours"
+    checkpoints = open_checkpoints(config, ours, asynchronous=False)
+    best: dict[str, float] = {}
+    grown = 0
+
+    def measure(what: str, action: Callable[[], Any]) -> Any:
+        began = time.perf_counter()
+        result = action()
+        best[what] = max(best.get(what, 0.0), size / 1e6 / (time.perf_counter() - began))
+        return result
+
+    for repeat in range(config.repeats):
+        os.sync()  # what was written before is no part of what is measured
+        measure("save, zarr alone", lambda: save_with_zarr(theirs, leaves))
+        os.sync()
+        measure("save", lambda step=repeat: checkpoints.save(step, state, {}))
+        measure("load, zarr alone", lambda: load_with_zarr(theirs, leaves))
+        reset_peak()
+        before = resident()
+        restored = measure("load", lambda: jax.block_until_ready(checkpoints.restore(like)))[1]
+        grown = max(grown, peak() - before)
+        for a, b in zip(jax.tree.leaves(restored), jax.tree.leaves(state)):
+            if not np.array_equal(a, b):
+                raise RunError("what was loaded is not what was saved")
+        del restored, a, b
+        shutil.rmtree(theirs)
+        shutil.rmtree(ours)
+    checkpoints.close()
+    for what in ("save", "load"):
+        share = best[what] / best[f"{what}, zarr alone"]
+        print(f"{what}: {best[what]:.0f} MB/s; zarr alone {best[f'{what}, zarr alone']:.0f} MB/s; {share:.0%} of it")
+    largest = max(leaf.nbytes for leaf in leaves.values())
+    print(
+        f"load: host memory grew by {grown / 1e9:.2f} GB at most, of which {size / 1e9:.2f} GB is the state (largest leaf {largest / 1e9:.2f} GB)"
+    )
+
+
+def save_with_zarr(path: Path, leaves: dict[str, np.ndarray]) -> None:
+    group = zarr.create_group(path)
+    for name, values in leaves.items():
+        array = group.create_array(
+            name,
+            shape=values.shape,
+            dtype=values.dtype,
+            chunks=checkpoint_writing.chunk_shape(values.shape, values.itemsize),  # each without a gap in memory
+            compressors=zarr.codecs.Crc32cCodec(),
+            chunk_key_encoding={"name": "default", "separator": "."},
+        )
+        array[...] = values
+    for folder, _, files in os.walk(path):
+        for file in (folder, *(os.path.join(folder, file) for file in files)):
+            descriptor = os.open(file, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.close(descriptor)
+
+
+def load_with_zarr(path: Path, leaves: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    group = zarr.open_group(path, mode="r")
+    return {name: group[name][...] for name in leaves}
+
+
+# ---- both
+
+
+def open_checkpoints(config: Benchmark, directory: Path, *, asynchronous: bool) -> Checkpoints:
+    return Checkpoints(
+        str(directory),
+        keep_last=None,
+        keep_every=None,
+        asynchronous=asynchronous,
+        timeout_s=60.0,
+        max_io_threads=config.max_io_threads,
+    )
+
+
+def resident() -> int:
+    """Bytes of this process in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def reset_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak() -> int:
+    """The most bytes in memory since `reset_peak`."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+
+if __name__ == "__main__":
+    command_line.run(main, Benchmark)

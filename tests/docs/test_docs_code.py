@@ -1,0 +1,422 @@
+"""What README.md and docs/ show of code, tried: Python, configs, the notation's operations, changed copies of train.py, shapes."""
+
+import functools
+import inspect
+import re
+import shlex
+import shutil
+import subprocess
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import prove
+import pytest
+import yaml
+import zarr
+from jax.sharding import PartitionSpec as P
+from pages import (
+    PAGES,
+    ROOT,
+    blocks,
+    changed,
+    copy_of_the_repository,
+    executed,
+    module_of,
+    of_language,
+    run_in,
+    section,
+    text_of,
+    train_py,
+)  # fmt: skip
+
+import train
+from ledger.compiled.collectives import written
+from runtime.config import command_line
+from runtime.config.command_line import load
+from runtime.terminal import RunError
+from shardlib import shardops
+from shardlib.shardtypes import ShardingError, typed_shard_map
+from shardlib.spec import Spec, parse
+from tools import plan
+
+# == Python ============================================================================================================
+# Blocks of Python that are not executed here, by how they begin.
+CODE_NOT_EXECUTED = {
+    "with declared.kernel_flops(": "a form, with gaps; test_ledger_kernels executes both scopes",
+    "lines, rows = check.report(": "test_run_ledger: of every run",
+    "load_dataset_tokenizer": "test_your_own_text_in_five_commands",
+}
+
+
+def test_python_blocks_are_all_known():
+    """A block that is new is executed by a test or in the table."""
+    found = {path.name: len(of_language("python", path)) for path in PAGES}
+    tested = {"README.md": 1, "notation.md": 2, "formats.md": 1, "ledger.md": 3, "data.md": 1}
+    assert {page: count for page, count in found.items() if count} == tested
+    every = "\n".join(block for path in PAGES for block in of_language("python", path))
+    assert all(start in every for start in CODE_NOT_EXECUTED)
+
+
+def test_the_excerpt_of_the_readme_is_train_py():
+    """What README.md shows stands in train.py."""
+    (code,) = of_language("python", "README.md")
+    assert code in train_py()
+
+
+IMPORTS = """import jax
+from shardlib import shardops
+from shardlib.shardtypes import Array, bool_, f32, i32, make_shardings, pytree_dataclass, typed_shard_map, u32
+from shardlib.typed import typed
+
+"""
+
+
+def test_the_replicated_weight_of_the_notation(tmp_path):
+    """The gradient of a replicated weight is accepted with its psum, and refused without it."""
+    code, _ = of_language("python", "docs/notation.md")
+    code = code.replace(
+        ": ...", ": return shardops.sum_unreduced('M/d/t -> +d +t', shardops.slice('M -> M/d/t', w * w))"
+    )
+
+    def step(code, name):
+        body = "".join(f"    {line}\n" for line in (*code.splitlines(), "return gradient"))
+        return module_of(tmp_path / f"{name}.py", f"{IMPORTS}@typed\ndef step(w: f32['M']) -> f32['M']:\n{body}").step
+
+    assert prove.prove(step(code, "with_it")) > 0
+    without = re.sub(r"gradient = shardops.psum.*", "", code)
+    assert "the value is still a sum over d that nobody has taken" in prove.refusal(step(without, "without_it"))
+
+
+def small_array(*shape):
+    return jax.ShapeDtypeStruct(shape, np.float32)
+
+
+def test_the_functions_of_the_notation(tmp_path):
+    """The dataclass and the mapped function are accepted as they stand, with a body for the function's gap."""
+    _, code = of_language("python", "docs/notation.md")
+    before = "@pytree_dataclass\nclass Layer:\n    w: f32['M/d F/t']\n\n\n"
+    body = "return shardops.psum('+d +t -> ', shardops.sum_unreduced('... -> +d +t', weights.embed))"
+    module = module_of(
+        tmp_path / "functions.py", IMPORTS + before + code.replace("-> f32['']: ...", f"-> f32['']: {body}")
+    )
+    weights = module.Weights(embed=small_array(16, 16), layers=module.Layer(w=small_array(3, 16, 16)))
+    mesh = jax.sharding.AbstractMesh((4, 2), ("d", "t"))
+    tokens = jax.ShapeDtypeStruct((16, 32), np.uint32)
+    assert typed_shard_map(module.step).check(mesh, weights, tokens) > 0
+
+
+@pytest.mark.slow
+def test_the_ledger_of_the_page(tmp_path):
+    """The ledger's example: the 2b model on 512 × 8 devices that are not there, written to a folder."""
+    config = load(train.Config, "c4_a100x8_2b", ["mesh.d=512", "mesh.t=8", "training.tokens.batch=4096"])
+    state, batch = train.shapes(config)
+    zero = np.uint32(0)
+    names = executed(
+        "import jax\nfrom jax.sharding import AbstractMesh\nfrom ledger.count.step import of_step\nfrom ledger.pages import files, text\n"
+        "from shardlib.shardtypes import typed_shard_map\n" + of_language("python", "docs/ledger.md")[0],
+        training_step=functools.partial(train.training_step, config.model, config.training, 0),
+        state=state, skipped_steps=zero, number=zero, batch=batch, run_folder=tmp_path,
+    )  # fmt: skip
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ledger.html", "ledger.json", "ledger.txt"]
+    assert names["ledger"].mesh == {"d": 512, "t": 8}
+
+
+def test_the_checkpoint_of_the_formats(tmp_path, monkeypatch):
+    """A leaf opens as an array under its path."""
+    monkeypatch.chdir(tmp_path)
+    group = zarr.open_group("runs/local_test_synthetic/checkpoints/0000000050", mode="w")
+    group.create_array("weights/transformer/w_q", data=np.arange(6.0))
+    (code,) = of_language("python", "docs/formats.md")
+    assert executed(code)["w_q"].tolist() == [0, 1, 2, 3, 4, 5]
+
+
+# == Configs ===========================================================================================================
+def configured(block, class_, tmp_path, monkeypatch):
+    """The config that a reader has who writes the block into a file of his own beside the others."""
+    folder = shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    monkeypatch.setattr(command_line, "CONFIG_FOLDER", folder)
+    (folder / "my_config.yaml").write_text(f"defaults: [local_test_synthetic, _self_]\n\n{block}")
+    return load(class_, "my_config")
+
+
+def test_yaml_blocks_are_all_known():
+    """A block that is new has a test."""
+    found = {path.name: len(of_language("yaml", path)) for path in PAGES}
+    assert {page: count for page, count in found.items() if count} == {"data.md": 1, "ledger.md": 1}
+
+
+def test_the_mixture_of_the_data(tmp_path, monkeypatch):
+    """In a config it means what the page's sentence writes on the command line."""
+    (block,) = of_language("yaml", "docs/data.md")
+    config = configured(block, train.Config, tmp_path, monkeypatch)
+    line = re.search(r"`(flat_tokens\.filespec=null 'mixture=[^`]*)`", text_of("data.md"))[1]
+    given = load(train.Config, "local_test_synthetic", shlex.split(line))
+    assert (config.flat_tokens, config.mixture) == (given.flat_tokens, given.mixture)
+    assert [vars(source) for source in config.mixture] == yaml.safe_load(block)["mixture"]
+
+
+def test_the_own_hardware_of_the_plan(tmp_path, monkeypatch):
+    """The plan has the figures of the block."""
+    (block,) = of_language("yaml", "docs/ledger.md")
+    machine = plan.machine_of(configured(block, plan.Plan, tmp_path, monkeypatch))
+    ((own,), name) = (yaml.safe_load(block)[key] for key in ("own_hardware", "hardware"))
+    assert own.pop("name") == name and own == {key: getattr(machine, key) for key in own}
+
+
+# == The table of operations: docs/notation.md =========================================================================
+AXES = {"d": 2, "p": 2, "t": 2}
+
+
+class Example:
+    """A row's example: `arguments` are those that the page shows, `operands` and `result` the types of its string."""
+
+    def __init__(self, name, arguments, change, forward, backward):
+        self.name, self.change, self.sent = name, change, (forward, backward)
+        self.text = re.match(r"'(.*?)'", arguments)[1]
+        left, self.arrow, right = self.text.replace("...", "B/d M/t").partition("->")
+        self.operands = [parse(each.strip()) for each in left.split(",")]
+        self.result = parse(right.strip()) if self.arrow else self.operands[0]
+        self.dtype = {"argmax": "i32", "any": "bool_", "index": "i32"}.get(name, "f32")
+        if name == "index":  # its string is an axis
+            self.operands, self.result = [], parse(f"{left}/{left}")
+        self.letters = ["x", "y"][: len(self.operands)]
+        self.arguments = ", ".join([arguments, *self.letters]) if arguments == f"'{self.text}'" else arguments
+
+    def __str__(self):
+        return f"{self.name} {self.text}"
+
+    def module(self, folder, claimed):
+        """A program with the operation, whose result it claims to be of a type. A pending operand is made of one that is not."""
+        given, lines = [], []
+        for letter, spec in zip(self.letters, self.operands):
+            before = re.sub(r"[][]", "", str(Spec(spec.dims)))
+            dtype = "u32" if (self.name, letter) == ("index_unreduced", "y") else "f32"
+            given.append(f"{letter}: {dtype}['{before}']")
+            if spec.pending:
+                lines.append(f"    {letter} = shardops.pending('{before} -> {spec}', {letter})\n")
+        operands, made = ", ".join(self.letters), "".join(lines)
+        return module_of(
+            folder / "example.py",
+            f"{IMPORTS}\ndef kernel(x):\n    return 2 * x\n\n"
+            f"def operation({operands}):\n    return shardops.{self.name}({self.arguments})\n\n"
+            f"@typed\ndef program({', '.join(given)}) -> f32['']:\n{made}"
+            f"    result: {self.dtype}['{claimed}'] = operation({operands})\n    return shardops.zeros('', f32)\n",
+        )
+
+
+def table_of_operations():
+    return text_of("notation.md").partition("## The operations\n")[2].partition("\n## ")[0]
+
+
+def examples():
+    """Of each row of the table as many as it has."""
+    found = []
+    for names, shown, *cells in re.findall(r"^\| (`.*?) \|(.*?)\|(.*?)\|(.*?)\|(.*?)\|$", table_of_operations(), re.M):
+        names, shown = re.findall(r"`(\w+)`", names), re.findall(r"`([^`]+)`", shown)
+        names = names * len(shown) if len(names) == 1 else names
+        assert len(names) == len(shown) or not shown, f"{names} have {len(shown)} examples"
+        found += [Example(name, each, *(cell.strip() for cell in cells)) for name, each in zip(names, shown)]
+    return found
+
+
+def test_the_table_has_every_operation():
+    """All of shardops are in it; those that take a string have an example."""
+    own = {name for name, each in vars(shardops).items() if getattr(each, "__module__", "") == shardops.__name__}
+    public = {name for name in own if not name.startswith("_")} - {"axis_size"}  # a number, of no type
+    assert set(re.findall(r"`([a-z_]+)`", "".join(re.findall(r"^\| (.*?) \|", table_of_operations(), re.M)))) == public
+    assert {each.name for each in examples()} == public - {"value_and_grad", "grad", "vjp", "sum_over_chunks"}
+
+
+def word(axis, *specs):
+    """How a value, or several that an operation takes, lie along an axis."""
+    split, pending = (any(axis in getattr(spec, state) for spec in specs) for state in ("split", "pending"))
+    return "split" if split else "pending" if pending else "same"
+
+
+@pytest.mark.parametrize("example", examples(), ids=str)
+def test_examples_of_the_notation(example, tmp_path, monkeypatch):
+    """Each is accepted, its result is of the type that the string says and of no other, and its states change as the row says."""
+    monkeypatch.setitem(prove.SIZES, "C", 160)
+    assert prove.prove(example.module(tmp_path, example.result).program, AXES) > 0
+    dims, pending, split = example.result.dims, example.result.pending, example.result.split
+    other = Spec(dims) if pending else Spec(dims, (next(axis for axis in AXES if axis not in split),))
+    prove.refusal(example.module(tmp_path, other).program, AXES)
+    if example.arrow:
+        changes = {(word(axis, *example.operands), word(axis, example.result)) for axis in AXES}
+        changes = {f"{before} → {after}" for before, after in changes if before != after}
+        in_words = {"split → pending"} if example.name.endswith("_unreduced") else set()
+        assert changes == (set(re.findall(r"\w+ → \w+", example.change)) or in_words)
+
+
+@pytest.mark.parametrize("example", [each for each in examples() if each.arrow], ids=str)
+def test_what_the_examples_of_the_notation_send(example, tmp_path, monkeypatch):
+    """Forward and backward, the collectives of the row and no others."""
+    monkeypatch.setitem(prove.SIZES, "C", 160)
+    module = example.module(tmp_path, example.result)
+    sizes = prove.SIZES | dict.fromkeys(AXES, 1)
+    arrays = [prove.abstract(each.annotation, sizes) for each in inspect.signature(module.program).parameters.values()]
+
+    def transposed(x, *others):
+        result, transpose = jax.vjp(lambda x: module.operation(x, *others), x)
+        return transpose(jnp.ones_like(result))
+
+    def sent(function):  # the letters' sizes serve as those of a device's parts
+        mesh = jax.sharding.AbstractMesh(tuple(AXES.values()), tuple(AXES))
+        mapped = jax.shard_map(function, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+        return ", ".join(row.kind for row in written(jax.make_jaxpr(mapped)(*arrays), AXES))
+
+    forward, backward = example.sent
+    assert sent(module.operation) == forward
+    if backward == "no gradient":
+        assert example.dtype != "f32"
+    elif backward == "no gradient: stop it first":
+        with pytest.raises(ShardingError, match=r"pass it lax\.stop_gradient"):
+            sent(transposed)
+    else:
+        assert sent(transposed) == backward
+
+
+# == Changed copies of train.py: docs/changing.md ======================================================================
+def said(path, text):
+    """What `python -m train check_only=true` says to a changed train.py; '' if it is accepted."""
+    try:
+        module = module_of(path, text)
+        module.main(load(module.Config, "local_test_synthetic", ["check_only=true"]))
+    except (RunError, TypeError) as error:
+        return str(error)
+    return ""
+
+
+def without_places(message):
+    """A message without folders and line numbers, which drift."""
+    return re.sub(r"(at |\()\S*?((?:kernels/)?\w+\.py):\d+", r"\1\2", message).strip()
+
+
+@pytest.mark.parametrize("title", ["A new weight", "Another attention"])
+def test_changes_are_accepted_and_what_is_forgotten_is_said(title, tmp_path, capsys):
+    """The diffs of a section, one after another, are accepted; with those marked `forgotten` the check says what stands below them."""
+    text = forgotten = train_py()
+    count = 0
+    folder = tmp_path / "train"
+    folder.mkdir()
+    accepted = False
+    for language, body in section("docs/changing.md", title):
+        if language == "diff":
+            text = forgotten = changed(text, body)
+        elif language == "diff forgotten":
+            accepted = accepted or said(folder / "train.py", text) == ""
+            forgotten = changed(forgotten, body)
+        else:
+            assert without_places(said(folder / "train.py", forgotten)) == without_places(body)
+            forgotten, count = text, count + 1
+    assert accepted and count == {"A new weight": 2, "Another attention": 3}[title]
+    if title == "A new weight":
+        proved = re.search(r"training_step on the mesh d=4 × t=2: (\d+) claims", capsys.readouterr().out)[1]
+        assert f"{proved} claims of the training step are proved" in text_of("changing.md")
+
+
+FORGOTTEN = {  # what docs/notation.md says before a message: what is replaced in train.py, and by what
+    "With `+t` left out of the feed-forward's last product:": ("F/t -> B/d L M +t', hidden", "F/t -> B/d L M', hidden"),
+    "and with the `psum` of the softmax's denominator forgotten:": ("        total = shardops.psum('B/d L +t -> B/d L', total)\n", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("sentence", FORGOTTEN)
+def test_errors_of_the_notation(sentence, tmp_path):
+    """The message below the sentence is what the check says of train.py changed so."""
+    old, new = FORGOTTEN[sentence]
+    assert train_py().count(old) == 1
+    _, found, after = text_of("notation.md").partition(sentence)
+    (_, message), *_ = blocks(after)
+    (tmp_path / "train").mkdir()
+    refused = said(tmp_path / "train" / "train.py", train_py().replace(old, new))
+    assert found and without_places(refused) == without_places(
+        f"training_step is refused on the mesh d=4 × t=2:\n{message}"
+    )
+
+
+CHECK_WITH_REPLICAS = """
+import jax, numpy as np
+import train
+from runtime.config.command_line import load
+from shardlib.shardtypes import ShardingError
+config = load(train.Config, "local_test_synthetic")
+(state, batch), zero = train.shapes(config), np.uint32(0)
+step, validate = train.mapped_steps(config, 0)
+mesh = jax.sharding.AbstractMesh((2, 4, 2), ("r", "d", "t"))
+try:
+    step.check(mesh, state, zero, zero, batch)
+    validate.check(mesh, state.weights, np.float32(0), np.float32(0), batch)
+except ShardingError as error:
+    print(error)
+"""
+
+
+@pytest.mark.slow
+def test_changes_of_another_axis(tmp_path):
+    """The commands and diffs of the section, in a copy: refused as it says, then proved on a mesh of 2 × 4 × 2."""
+    copy_of_the_repository(tmp_path)
+    (tmp_path / "runtime").unlink()
+    shutil.copytree(ROOT / "runtime", tmp_path / "runtime")
+    file = tmp_path / "train.py"
+    count, messages = 0, 0
+    for language, body in section("docs/changing.md", "Another axis of the mesh"):
+        if language == "sh":
+            subprocess.run(body, shell=True, cwd=tmp_path, check=True)
+        elif language == "diff":
+            file.write_text(changed(file.read_text(), body))
+            count += 1
+            if count == 2:
+                assert run_in(tmp_path, ["python", "-c", CHECK_WITH_REPLICAS]) == ""
+        elif language == "diff forgotten":
+            file.write_text(changed(file.read_text(), body))
+        else:
+            assert without_places(run_in(tmp_path, ["python", "-c", CHECK_WITH_REPLICAS])) == without_places(body)
+            messages += 1
+    assert (count, messages) == (2, 2)
+
+
+@pytest.mark.slow
+def test_what_a_change_costs(tmp_path):
+    """The commands of the section, with the change between them, print the ledger's difference as it stands there."""
+    copy_of_the_repository(tmp_path)
+    (_, diff), (_, commands), (_, expected) = section("docs/changing.md", "What is kept for the backward pass")
+    before, after, difference = (shlex.split(re.sub(" # .*", "", line)) for line in commands.splitlines())
+    run_in(tmp_path, before)
+    (tmp_path / "train.py").write_text(changed(train_py(), diff))
+    run_in(tmp_path, after)
+    places = re.compile(r"train\.py:\d+( -> train\.py:\d+)?")
+    assert places.sub("train.py", run_in(tmp_path, difference)) == places.sub("train.py", expected)
+
+
+# == Shapes: docs/reading.md ===========================================================================================
+def test_shapes_of_the_reading_guide():
+    """Each row's shapes follow from its type and the sizes of local_test_synthetic; its type stands in train.py; sections are in its order."""
+    page, config = text_of("reading.md"), load(train.Config, "local_test_synthetic")
+    model, tokens, axes = config.model, config.training.tokens, {"d": config.mesh.d, "t": config.mesh.t}
+    sizes = dict(
+        B=tokens.batch, L=tokens.len, M=model.d_model, K=model.n_kv, Q=model.n_q_per_kv, D=model.d_head, F=model.d_ff,
+        V=model.vocab,
+    )  # fmt: skip
+    rows = re.findall(r"^\| (`[^|]*) \| `([^`|]+)` \| ([\d ×]+) \| ([\d ×]+) \|$", page, re.M)
+    assert len(rows) == 17
+    for name, type_, whole, device in rows:
+        dims = [dim.split("/") for dim in type_.split() if dim[0] != "+"]
+        lengths = [sizes.get(dim) or int(dim) for dim, *_ in dims]
+        parts = [
+            length // np.prod([axes[axis] for axis in over], dtype=int) for length, (_, *over) in zip(lengths, dims)
+        ]
+        assert (whole, device) == (" × ".join(map(str, lengths)), " × ".join(map(str, parts))), name
+        assert type_ in train_py(), type_
+    state, _ = train.shapes(config)
+    assert f"{sum(leaf.size for leaf in jax.tree.leaves(state.weights)):,} parameters" in page
+    for letter, _, size in re.findall(r"^\| (\w(?:, \w)?) \| ([^|]*) \| (\d+) \|$", page, re.M):
+        assert sizes[letter[0]] == int(size)
+    sections = re.findall(r"^# == (.*?) =+$", train_py(), re.M)
+    assert [each for each in re.findall(r"^## (.*)$", page, re.M) if each in sections] == sections
+    ledger = plan.ledger_of(plan.with_kernel(load(plan.Plan, "local_test_synthetic"), types.SimpleNamespace(
+        torus_dims=0, capability=0)))  # fmt: skip
+    figures = ledger.hardware_flops / 1e9, ledger.sent_bytes() / 1e6, ledger.memory.bytes / 1e6
+    assert "computes {:.1f} GFLOP, and each device sends {:.2f} MB and needs {:.1f} MB".format(*figures) in page

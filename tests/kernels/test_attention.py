@@ -1,0 +1,260 @@
+"""The attention kernels of kernels/: each that can run here equals the reference, and all lower for their platforms."""
+
+import dataclasses
+import functools
+import json
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+import small
+from ledgers import ledger_of
+
+from jax_extra import explicit_activation_checkpointing
+from kernels import blockwise, splash
+from kernels.attention import KERNELS, suited
+from ledger.count.costs import count, saved
+from ledger.count.program import read
+
+RUNNABLE = {
+    "blockwise": KERNELS["blockwise"],
+    "splash": functools.partial(splash.attention, save_as="save_for_backward", interpret=True),
+}
+
+
+def operands(length, batch=2, Q=2, K=2, D=8, seed=0, dtype=jnp.float32, segments=4.0):
+    """q, k, v, segment, the gradient of o; q·k has a deviation of one."""
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape):
+        return jnp.asarray(rng.standard_normal(shape), dtype)
+
+    segment = np.cumsum(rng.random((batch, length)) < segments / length, axis=1)
+    q = normal(batch, length, Q, K, D) * jnp.asarray(D**-0.5, dtype)
+    k, v = normal(batch, length, K, D), normal(batch, length, K, D)
+    return q, k, v, jnp.asarray(segment, jnp.int32), normal(batch, length, Q, K, D)
+
+
+def with_gradient(attention):
+    """(q, k, v, segment, gradient of o) -> o and the gradients of q, k, v."""
+
+    def both(q, k, v, segment, gradient):
+        o, backward = jax.vjp(lambda q, k, v: attention(q, k, v, segment), q, k, v)
+        return o, *backward(gradient)
+
+    return jax.jit(both)
+
+
+_of_reference = with_gradient(functools.partial(reference.attention, dtype=jnp.float64))
+
+
+def truth(q, k, v, segment, gradient):
+    """The same by tests/reference.py in float64."""
+    position = np.arange(segment.shape[1])
+    same = np.asarray(segment)[:, :, None] == np.asarray(segment)[:, None, :]
+    allowed = same & (position[:, None] >= position[None])[None]
+    with jax.enable_x64(True), jax.default_matmul_precision("highest"):
+        q, k, v, gradient = (jnp.asarray(np.asarray(x, np.float64)) for x in (q, k, v, gradient))
+        return [np.asarray(x) for x in _of_reference(q, k, v, jnp.asarray(allowed), gradient)]
+
+
+def distances(results, expected):
+    """Of o and of each gradient: norm of the difference over the norm."""
+    results = [np.asarray(x, np.float64) for x in results]
+    return [np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in zip(results, expected, strict=True)]
+
+
+@pytest.mark.parametrize(
+    "block, length, Q, K",
+    [(128, 33, 2, 2), (16, 40, 1, 2), (16, 33, 2, 1), (16, 64, 3, 2)],
+    ids=["one block", "uneven blocks", "one key head", "even blocks"],
+)
+def test_blockwise_equals_the_reference(block, length, Q, K, monkeypatch):
+    """In float32, o and the gradients of q, k and v on ragged segments are those of float64 to 2e-6."""
+    monkeypatch.setattr(blockwise, "BLOCK", block)
+    given = operands(length, Q=Q, K=K)
+    assert max(distances(with_gradient(KERNELS["blockwise"])(*given), truth(*given))) < 2e-6
+
+
+def test_splash_equals_the_reference():
+    """The TPU's kernel, interpreted, on a row that is no multiple of its lanes: o and the gradients to 2e-6."""
+    given = operands(length=100, batch=1, Q=2, K=1)
+    assert max(distances(with_gradient(RUNNABLE["splash"])(*given), truth(*given))) < 2e-6
+
+
+def einsum(q, k, v, segment):
+    """As train.py's `attention`, on one device."""
+    position = jnp.arange(segment.shape[1])
+    allowed = (segment[:, :, None] == segment[:, None, :]) & (position[:, None] >= position[None])[None]
+    logits = jnp.einsum('BLQKD,BSKD->BQKLS', q, k, preferred_element_type=jnp.float32)
+    probabilities = jax.nn.softmax(jnp.where(allowed[:, None, None], logits, -1e30), axis=-1)
+    return jnp.einsum('BQKLS,BSKD->BLQKD', probabilities.astype(q.dtype), v)
+
+
+def test_bfloat16_is_about_as_near_as_the_plain_products(monkeypatch):
+    """In bfloat16, over eight batches: o is nearer to float64 than the einsum's, v's gradient as near, q's and k's at
+    most 1.3 times as far, since the backward pass reads o as it was kept, in bfloat16."""
+    monkeypatch.setattr(blockwise, "BLOCK", 16)
+    ours, plain = [], []
+    kernel, products = with_gradient(KERNELS["blockwise"]), with_gradient(einsum)
+    for seed in range(8):
+        given = operands(length=40, seed=seed, dtype=jnp.bfloat16)
+        expected = truth(*given)
+        ours.append(distances(kernel(*given), expected))
+        plain.append(distances(products(*given), expected))
+    ours, plain = (np.sqrt(np.mean(np.square(rows), axis=0)) for rows in (ours, plain))
+    assert (ours < np.array([1, 1.3, 1.3, 1.02]) * plain).all() and (ours < 5e-3).all(), (ours, plain)
+
+
+@pytest.mark.parametrize("name", RUNNABLE)
+def test_no_position_sees_a_later_one_or_another_segment(name, monkeypatch):
+    """Another key and value at one position move o at exactly that and the later positions of its segment; another
+    query only its own."""
+    monkeypatch.setattr(blockwise, "BLOCK", 16)
+    q, k, v, _, _ = operands(length=40, batch=1, Q=1, K=1)
+    segment, place = jnp.repeat(jnp.asarray([[1, 2, 3]]), np.array([10, 20, 10]), axis=1, total_repeat_length=40), 17
+    attention = jax.jit(RUNNABLE[name])
+    before = np.asarray(attention(q, k, v, segment))
+    reached = (np.asarray(segment[0]) == segment[0, place]) & (np.arange(40) >= place)
+    assert reached.sum() == 13
+    for changed, where in [
+        ((q, k.at[0, place].add(1), v), reached),
+        ((q, k, v.at[0, place].add(1)), reached),
+        ((q.at[0, place].add(1), k, v), np.arange(40) == place),
+    ]:
+        moved = np.any(np.asarray(attention(*changed, segment)) != before, axis=(2, 3, 4))[0]
+        np.testing.assert_array_equal(moved, where)
+
+
+def arrays(block):
+    """Of every operation the results."""
+    for op in block.operations:
+        yield from op.outputs
+        for inner in op.blocks:
+            yield from arrays(inner)
+
+
+def test_nothing_of_length_squared():
+    """By blocks, forward and backward of two layers and a row of 4096: no array has the length in two dims, none as many
+    elements."""
+    shapes = jax.eval_shape(functools.partial(operands, 4096, batch=1, Q=1, K=1, D=64, dtype=jnp.bfloat16))
+
+    def layers(q, k, v, segment):
+        @explicit_activation_checkpointing
+        def layer(q, _):
+            return KERNELS["blockwise"](q, k, v, segment), None
+
+        return jax.lax.scan(layer, q, length=2)[0]
+
+    for shape in {value.shape for value in arrays(read(jax.make_jaxpr(with_gradient(layers))(*shapes)))}:
+        assert list(shape).count(4096) < 2 and math.prod(shape) < 4096**2 / 2
+
+
+def test_the_layer_keeps_result_and_log_sum_exp_alone():
+    """Under the layer's checkpoint the backward pass reads o and the log-sum-exp as kept: no product of the kernel is
+    run for a second time but the logits', and o is kept once."""
+    given = operands(length=32)
+
+    @explicit_activation_checkpointing
+    def layer(q, k, v, w):
+        q, k, v = (x * w for x in (q, k, v))
+        o = KERNELS["blockwise"](q, k, v, given[3])
+        return o * w
+
+    def loss(w):
+        return jnp.sum(layer(*given[:3], w) * given[4])
+
+    block = read(jax.make_jaxpr(jax.value_and_grad(loss))(jnp.ones(())))
+    kept = [(row.shape, row.why) for row in saved(block) if row.shape]
+    assert kept == [((2, 32, 2, 2, 8), "save_for_backward"), ((2, 4, 32), "save_for_backward")]
+    phases = [row.phase for row, times in count(block, {}).products.items() for _ in range(times)]
+    assert sorted(phases) == ["backward"] * 4 + ["forward"] * 2 + ["recomputed"]
+
+
+SHAPES = dict(length=1000, batch=2, Q=2, K=4, D=64, dtype=jnp.bfloat16)
+
+
+@pytest.mark.parametrize("name, run", [("blockwise", 7 * 9 / 16), ("cudnn_masked", 7 / 2), ("splash", 9 / 2)])
+def test_every_kernel_has_the_same_model_flops(name, run):
+    """The model's are half of six products of length², whichever kernel runs. What runs is counted apart: 7 products (9
+    on a TPU) of half of the pairs; of 9/16 in 8 blocks of 8."""
+    loss = jax.value_and_grad(lambda *x: jnp.sum(KERNELS[name](*x).astype(jnp.float32)), argnums=(0, 1, 2))
+    costs = count(read(jax.make_jaxpr(loss)(*jax.eval_shape(functools.partial(operands, **SHAPES))[:4])), {})
+    product = 2 * 2 * (2 * 4) * 64 * 1000**2
+    assert not costs.kernels
+    assert costs.model_flops() == pytest.approx(6 / 2 * product, rel=1e-12)
+    assert costs.flops() == pytest.approx(run * product, rel=1e-3)
+
+
+def lowered(name, platform, **changes) -> str:
+    shapes = jax.eval_shape(functools.partial(operands, **{**SHAPES, **changes}))
+    return with_gradient(KERNELS[name]).trace(*shapes).lower(lowering_platforms=(platform,)).as_text()
+
+
+def test_splash_lowers_for_tpus():
+    """Forward, gradient of q, gradient of k and v: three kernels."""
+    assert lowered("splash", "tpu").count("stablehlo.custom_call @tpu_custom_call") == 3
+
+
+def test_cudnn_lowers_for_nvidia():
+    """Forward and backward are one call each, with the settings and operands that cuDNN reads."""
+    text = lowered("cudnn_masked", "cuda")
+    calls = re.findall(r'custom_call @(__cudnn\$\w+)\((.*?)\) \{(.*?)\} : \((.*?)\) -> ', text)
+    names = ["__cudnn$fmhaScaleBiasSoftmax", "__cudnn$fmhaScaleBiasSoftmaxBackward"]
+    assert sorted(call[0] for call in calls) == names
+    for _, _, attributes, types in calls:
+        config = json.loads(re.search(r'backend_config = "(.*?[^\\])"', attributes)[1].replace('\\22', '"'))
+        settings = config["cudnn_fmha_backend_config"]
+        assert settings["fmha_scale"] == 1.0
+        assert settings["mask_type"] == "CAUSAL" and settings["max_seg_per_batch"] == 1
+        assert settings["intermediate_tensor_shape"]["dimensions"] == ["2", "8", "1000", "1000"]
+        assert "tensor<2x1x1000x1000xbf16>" in types
+        assert "tensor<2x1000x8x64xbf16>" in types and "tensor<2x1000x4x64xbf16>" in types
+
+
+@pytest.mark.parametrize(
+    "platform, capability, dtype, d_head, name",
+    [
+        ("cpu", 0, "bfloat16", 128, "blockwise"),
+        ("tpu", 0, "float32", 128, "splash"),
+        ("gpu", 9.0, "bfloat16", 128, "cudnn_masked"),
+        ("gpu", 9.0, "bfloat16", 256, "cudnn_masked"),
+        ("gpu", 8.0, "bfloat16", 128, "cudnn_masked"),
+        ("gpu", 8.0, "bfloat16", 256, "blockwise"),
+        ("gpu", 7.5, "bfloat16", 128, "blockwise"),
+        ("gpu", 9.0, "float32", 128, "blockwise"),
+        ("gpu", 9.0, "bfloat16", 100, "blockwise"),
+        ("gpu", 0, "bfloat16", 128, "blockwise"),
+    ],
+)
+def test_the_platform_chooses(platform, capability, dtype, d_head, name):
+    """By platform, compute capability (AMD has none), type and size of a head."""
+    assert suited(platform, capability, dtype, d_head) == name
+
+
+def test_a_step_with_the_kernel_is_the_steps_with_the_products():
+    """Loss and gradient of train.py's step by blocks are those by plain products, to rounding in float32."""
+    weights = reference.random_weights(small.MODEL, seed=0)
+    results = []
+    for name in ("einsum", "blockwise"):
+        model = dataclasses.replace(small.MODEL, attention=name)
+        with small.on_mesh(4, 2):
+            results.append(small.loss_and_gradient(model, small.TRAINING, weights, small.BATCH))
+    (plain, expected), (loss, gradient) = results
+    assert abs(loss - plain) < 1e-6 * abs(plain)
+    for a, b in zip(jax.tree.leaves(gradient), jax.tree.leaves(expected)):
+        assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(b)
+
+
+def test_the_ledger_of_a_run_is_the_same_but_for_what_runs():
+    """Model FLOPs of a published configuration are those of the plain products, by each kernel; attention's rows stand
+    at its line."""
+    plain = ledger_of("c4_a100x8_1b", "model.attention=einsum")
+    for name in ("blockwise", "splash"):
+        ledger = ledger_of("c4_a100x8_1b", f"model.attention={name}")
+        assert ledger.model_flops == pytest.approx(plain.model_flops, rel=1e-12), name
+        assert not ledger.costs.kernels and ledger.hardware_flops < plain.hardware_flops

@@ -1,0 +1,252 @@
+"""What is sent is what is written: the collectives of the compiled step are those of its source."""
+
+import collections
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+import reference
+import small
+from jax import lax
+
+import train
+from ledger.compiled.collectives import Collective, axes_of_groups, compiled, differences, totals, widened, written
+from shardlib import shardops
+from shardlib.shardtypes import f32, typed_shard_map
+
+
+def tables(d, t, microbatches, dtype="float32"):
+    """Both tables of the small model's training step."""
+    training = dataclasses.replace(small.TRAINING, microbatches=microbatches)
+    with small.on_mesh(d, t, dtype):
+        step = typed_shard_map(functools.partial(train.training_step, small.MODEL, training, 0))
+        state = small.state_of(reference.random_weights(small.MODEL, seed=0))
+        traced = jax.jit(step).trace(state, jnp.uint32(0), jnp.uint32(0), small.batch_of(small.BATCH))
+        axes = {"d": d, "t": t}
+        return written(traced.jaxpr, axes), compiled(traced.lower().compile().as_text(), axes)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("mesh", [(4, 2), (8, 1)], ids=lambda mesh: f"{mesh[0]}x{mesh[1]}")
+def test_the_compiled_step_sends_what_is_written(mesh, microbatches):
+    """In float32, kinds, axes, counts, bytes, phases and even lines are equal exactly; microbatches repeat all but the three sums of the whole step."""
+    ours, theirs = tables(*mesh, microbatches)
+    assert differences(ours, theirs) == []
+    assert ours == theirs
+    assert {row.phase for row in ours} == {"forward", "recomputed", "backward", "update"}
+    assert all(row.line.startswith("train.py:") for row in ours)
+    # Targets, loss, and the norms of gradient, weights and update.
+    assert sum(times for row, times in ours.items() if row.phase == "update") == 5
+    once = 75 if mesh[1] > 1 else 52
+    assert sum(ours.values()) == 5 + once * microbatches
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("mesh", [(1, 1), (2, 4), (1, 8)], ids=lambda mesh: f"{mesh[0]}x{mesh[1]}")
+def test_the_compiled_step_sends_what_is_written_on_other_meshes(mesh, microbatches):
+    """The same on a single device, where nothing is sent, and where t is larger than d; axes of one device are left out on both sides."""
+    ours, theirs = tables(*mesh, microbatches)
+    assert differences(ours, theirs) == []
+    assert ours == theirs
+    once = {(1, 1): 0, (2, 4): 75, (1, 8): 29}[mesh]
+    assert sum(ours.values()) == once * microbatches + {(1, 1): 0, (2, 4): 5, (1, 8): 4}[mesh]
+
+
+@pytest.mark.parametrize("mesh", [(4, 2), (8, 1)], ids=["4x2", "8x1"])
+def test_bfloat16_is_widened_and_nothing_else(mesh):
+    """In bfloat16 the CPU sends the bfloat16 collectives as float32, twice the bytes, and that is the only difference."""
+    ours, theirs = tables(*mesh, microbatches=2, dtype="bfloat16")
+    assert {row.dtype for row in ours} == {"bfloat16", "float32"} and {row.dtype for row in theirs} == {"float32"}
+    assert differences(ours, theirs)
+    assert widened(ours) == theirs
+
+
+def test_chunks_of_the_loss_are_counted(monkeypatch):
+    """With the loss in four chunks, each of its sums runs four times, as written and as compiled."""
+    monkeypatch.setattr(train, "LOSS_CHUNK", 8)
+    ours, theirs = tables(4, 2, microbatches=2)
+    assert differences(ours, theirs) == []
+    assert ours[Collective("all-reduce", ("t",), "float32", 2 * 8 * 4, "backward", _line_of_loss_sum(ours))] == 8
+
+
+def _line_of_loss_sum(table):
+    (line,) = {row.line for row in table if row.kind == "all-reduce" and row.phase == "backward"}
+    return line
+
+
+def test_a_gather_that_is_hoisted_is_seen(monkeypatch):
+    """Without the barrier XLA gathers embed, unembed and the norms once for both microbatches, and the table says which lines those are."""
+    monkeypatch.setattr(lax, "optimization_barrier", lambda x: x)
+    ours, theirs = tables(4, 2, microbatches=2)
+    found = differences(ours, theirs)
+    assert [text.split(" (")[0] for text in found] == [
+        "written 12, compiled 10 times a step: all-gather over d, 4096 bytes of float32, forward",
+        "written 2, compiled 1 times a step: all-gather over d × t, 32 bytes of float32, forward",
+        "written 4, compiled 2 times a step: all-gather over d × t, 64 bytes of float32, forward",
+    ]
+    hoisted = totals(ours - theirs)
+    assert sum(hoisted.values()) == 5 and {row.phase for row in hoisted} == {"forward"}
+
+
+AXES = {"d": 4, "t": 2}
+
+
+def both(function, *arguments, axes=AXES):
+    with small.on_mesh(*axes.values()):
+        traced = jax.jit(typed_shard_map(function)).trace(*arguments)
+        return written(traced.jaxpr, axes), compiled(traced.lower().compile().as_text(), axes)
+
+
+def each_kind(
+    x: f32['X/d/t 16 16'], y: f32['X Y/d 16']
+) -> tuple[f32['X Y/d 16'], f32['X/d 16/t 16'], f32['X/d/t 16 16']]:
+    def turn(y: f32['X d/d l 16'], _: None):
+        return shardops.ppermute('X d/d l 16 -> X d/d l 16', y, 1), None
+
+    y, _ = lax.scan(turn, shardops.regroup('X Y/d 16 -> X d/d l 16', y), None, length=3)
+    y = shardops.regroup('X d/d l 16 -> X Y/d 16', y)
+    x = shardops.all_gather('X/d/t 16 16 -> X/d 16 16', x)
+    scattered = shardops.psum_scatter('X/d 16 16 +t -> X/d 16/t 16', shardops.pending('X/d 16 16 -> X/d 16 16 +t', x))
+    moved = shardops.all_to_all('X/d 16/t 16 -> X/d/t 16 16', scattered)
+    return y, scattered, moved
+
+
+@pytest.mark.parametrize("axes", [{"d": 4, "t": 2}, {"d": 8, "t": 1}, {"d": 1, "t": 8}], ids=["4x2", "8x1", "1x8"])
+def test_every_kind_of_collective(axes):
+    """Each kind, alone and in a scan, has the bytes of its operand on a device; one over a single device is no collective. Undifferentiated, all is forward."""
+    ours, theirs = both(each_kind, jnp.ones((16, 16, 16)), jnp.ones((16, 16, 16)), axes=axes)
+    assert ours == theirs
+    d, t = axes.values()
+    whole = 4 * 16**3
+    expected = {("collective-permute", ("d",), whole // d): 3 * (d > 1)}
+    expected[("all-gather", ("t",), whole // (d * t))] = expected[("reduce-scatter", ("t",), whole // d)] = int(t > 1)
+    expected[("all-to-all", ("t",), whole // (d * t))] = int(t > 1)
+    assert +collections.Counter(expected) == {(row.kind, row.axes, row.bytes): times for row, times in ours.items()}
+    assert {(row.phase, row.line.split(":")[0]) for row in ours} == {("forward", "test_compiled_collectives.py")}
+
+
+def test_what_cannot_be_counted_is_refused():
+    """A collective in a while loop, or in one branch only, is refused with its line."""
+
+    def in_while(x: f32['d/d']) -> f32['d/d']:
+        return lax.while_loop(lambda x: x[0] < 1, lambda x: shardops.ppermute('d/d -> d/d', x, 1), x)
+
+    def in_branch(x: f32['d/d'], flag: f32['']) -> f32['d/d']:
+        return lax.cond(flag > 0, lambda x: shardops.ppermute('d/d -> d/d', x, 1), lambda x: x, x)
+
+    for function, arguments, text in [
+        (in_while, (), "a collective in the while loop at"),
+        (in_branch, (jnp.ones(()),), "the branches at"),
+    ]:
+        with small.on_mesh(4, 2):
+            traced = jax.jit(typed_shard_map(function, check=False)).trace(jnp.ones(4), *arguments)
+        with pytest.raises(ValueError, match=f"{text} test_compiled_collectives.py:\\d+"):
+            written(traced.jaxpr, AXES)
+
+
+@pytest.mark.parametrize(
+    "attributes, axes",
+    [
+        ("replica_groups={{0,1},{2,3},{4,5},{6,7}}, dimensions={0}", ("t",)),
+        ("replica_groups={{0,2,4,6},{1,3,5,7}}, dimensions={0}", ("d",)),
+        ("replica_groups={{6,4,2,0},{7,5,3,1}}, dimensions={0}", ("d",)),
+        ("replica_groups={}, to_apply=%add", ("d", "t")),
+        ("replica_groups={{0},{1},{2},{3},{4},{5},{6},{7}}", ()),
+        ("replica_groups={{0,1,2,3},{4,5,6,7}}", ("{{0,1,2,3},{4,5,6,7}}",)),
+        ("replica_groups=[4,2]<=[8], dimensions={0}", ("t",)),
+        ("replica_groups=[1,8]<=[8], to_apply=%add", ("d", "t")),
+        ("replica_groups=[2,4]<=[4,2]T(1,0), use_global_device_ids=true", ("d",)),
+        ("replica_groups=[2,4]<=[8]", ("[2,4]<=[8]",)),
+        ("source_target_pairs={{0,2},{2,4},{4,6},{6,0},{1,3},{3,5},{5,7},{7,1}}", ("d",)),
+        ("source_target_pairs={{0,1},{1,0}}", ("t",)),
+        ("source_target_pairs={{0,3}}", ("d", "t")),
+    ],
+)
+def test_groups_are_mesh_axes(attributes, axes):
+    """Every spelling of a collective's groups on a 4 x 2 mesh is read; groups of no mesh axes are shown as they are."""
+    assert axes_of_groups(", channel_id=1, " + attributes, AXES) == axes
+
+
+def test_three_axes_and_an_unknown_spelling():
+    """Axes of one device drop out among several; what cannot be read is refused."""
+    assert axes_of_groups("replica_groups=mesh['p'=2,'d'=2,'s'=1] {'d','s'}", {"p": 2, "d": 2, "s": 1}) == (
+        "d",
+    )  # as of jax 0.11
+    assert axes_of_groups("replica_groups=[4,2]<=[2,2,2]T(1,2,0)", {"p": 2, "d": 2, "s": 1, "t": 2}) == ("p",)
+    assert axes_of_groups("replica_groups=[2,4]<=[2,2,2]T(1,0,2)", {"p": 2, "d": 2, "s": 1, "t": 2}) == ("p", "t")
+    with pytest.raises(
+        ValueError, match="the groups of a collective are in a spelling that is not known: 'replica_groups=@mesh"
+    ):
+        axes_of_groups("replica_groups=@mesh<d=4>{d}", AXES)
+
+
+OTHER_FORMS = """HloModule other, num_partitions=8
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+%wrapped (p: bf16[4,16]) -> bf16[2,16] {
+  %p = bf16[4,16]{1,0} parameter(0)
+  ROOT %scatter = bf16[2,16]{1,0} reduce-scatter(%p), channel_id=2, replica_groups=[4,2]<=[8], dimensions={0}, to_apply=%add
+}
+
+%body (state: (s32[], f32[8], f32[2])) -> (s32[], f32[8], f32[2]) {
+  %state = (s32[], f32[8]{0}, f32[2]{0}) parameter(0)
+  %i = s32[] get-tuple-element(%state), index=0
+  %x = f32[8]{0} get-tuple-element(%state), index=1
+  %y = f32[2]{0} get-tuple-element(%state), index=2
+  %start = ((f32[8]{0}, f32[2]{0}), (f32[8]{0}, f32[2]{0})) all-reduce-start(%x, %y), channel_id=1, replica_groups=[2,4]<=[4,2]T(1,0), to_apply=%add
+  %done = (f32[8]{0}, f32[2]{0}) all-reduce-done(%start)
+  %x1 = f32[8]{0} get-tuple-element(%done), index=0, metadata={op_name="jit(f)/transpose(jvp())/psum" source_file="/a/train.py" source_line=7}
+  %y1 = f32[2]{0} get-tuple-element(%done), index=1
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+  ROOT %out = (s32[], f32[8]{0}, f32[2]{0}) tuple(%next, %x1, %y1)
+}
+
+%condition (state.1: (s32[], f32[8], f32[2])) -> pred[] {
+  %state.1 = (s32[], f32[8]{0}, f32[2]{0}) parameter(0)
+  %i.1 = s32[] get-tuple-element(%state.1), index=0
+  %bound = s32[] constant(5)
+  ROOT %less = pred[] compare(%i.1, %bound), direction=LT
+}
+
+ENTRY %main (x: f32[8], y: f32[2], w: bf16[4,16]) -> (f32[8], bf16[2,16]) {
+  %x.2 = f32[8]{0} parameter(0)
+  %y.2 = f32[2]{0} parameter(1)
+  %w = bf16[4,16]{1,0} parameter(2)
+  %zero = s32[] constant(0)
+  %tuple = (s32[], f32[8]{0}, f32[2]{0}) tuple(%zero, %x.2, %y.2)
+  %while = (s32[], f32[8]{0}, f32[2]{0}) while(%tuple), condition=%condition, body=%body
+  %wrapped-start = ((bf16[4,16]{1,0}), bf16[2,16]{1,0}) async-start(%w), calls=%wrapped
+  %wrapped-done = bf16[2,16]{1,0} async-done(%wrapped-start)
+  %result = f32[8]{0} get-tuple-element(%while), index=1
+  ROOT %pair = (f32[8]{0}, bf16[2,16]{1,0}) tuple(%result, %wrapped-done)
+}
+"""
+
+
+def test_asynchronous_and_combined_collectives():
+    """A start and its done are one collective, a combined one is one for each operand, and a loop without a known count has its condition's bound."""
+    assert compiled(OTHER_FORMS, AXES) == {
+        Collective("all-reduce", ("d",), "float32", 32, "backward", "train.py:7"): 5,
+        Collective("all-reduce", ("d",), "float32", 8, "update", ""): 5,
+        Collective("reduce-scatter", ("t",), "bfloat16", 128, "update", ""): 1,
+    }
+    with pytest.raises(ValueError, match="the turns of the loop while are not known"):
+        compiled(OTHER_FORMS.replace("direction=LT", "direction=NE"), AXES)
+
+
+def test_the_text_of_a_difference():
+    """A difference names both counts, the collective, its phase and the lines."""
+    row = Collective("all-gather", ("d", "t"), "float32", 32, "forward", "train.py:7")
+    table = collections.Counter({row: 2, dataclasses.replace(row, line="train.py:9"): 2})
+    assert differences(table, collections.Counter({row: 3})) == [
+        "written 4, compiled 3 times a step: all-gather over d × t, 32 bytes of float32, forward (train.py:7, train.py:9)"
+    ]

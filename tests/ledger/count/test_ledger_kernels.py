@@ -1,0 +1,98 @@
+"""The ledger of the training step with each attention kernel in the place of the products that train.py writes out."""
+
+import dataclasses
+
+import pytest
+from ledgers import ledger_of
+
+import train
+from kernels.attention import KERNELS
+from ledger.count.step import Ledger
+from ledger.pages import text as page
+from runtime.config.command_line import load
+
+# Two query heads for a key head, rows of three blocks, heads split over t; nothing is compiled.
+NAME, OVERRIDES = (
+    "local_test_synthetic",
+    ("mesh.d=4", "mesh.t=2", "model.n_kv=4", "model.n_q_per_kv=2", "model.d_head=64", "training.tokens.len=384"),
+)
+BLOCKS = 3
+# What runs, in products of length²: two forward and four backward, the logits once more, of half of the pairs of
+# positions or, in blocks, of 2/3; on TPUs the logits and the probabilities' gradient in both of two kernels.
+RUNS = {
+    "einsum": 7,
+    "blockwise": 7 * (BLOCKS + 1) / (2 * BLOCKS),
+    "cudnn_masked": 7 / 2,
+    "splash": 9 / 2,
+}
+
+
+@pytest.fixture(scope="module")
+def ledgers() -> dict[str, Ledger]:
+    """By the kernel's name; 'einsum' is what train.py writes out."""
+    return {name: ledger_of(NAME, *OVERRIDES, f"model.attention={name}") for name in RUNS}
+
+
+@pytest.fixture(scope="module")
+def config():
+    return load(train.Config, NAME, OVERRIDES)
+
+
+def test_all_kernels_are_here():
+    """None is without these tests."""
+    assert set(RUNS) == {"einsum", *KERNELS}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_model_flops_do_not_depend_on_the_kernel(name, ledgers):
+    """MFU is defined by the model: the same with each, and nothing is left uncounted."""
+    assert ledgers[name].model_flops == pytest.approx(ledgers["einsum"].model_flops, rel=1e-12)
+    assert not ledgers[name].costs.kernels
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_hardware_flops_are_what_the_kernel_runs(name, ledgers, config):
+    """HFU: besides attention the same, and of attention what RUNS says, times layers."""
+    model, tokens = config.model, config.training.tokens
+    product = 2 * tokens.batch * model.n_q_per_kv * model.n_kv * tokens.len**2 * model.d_head * model.layers
+    besides = ledgers["einsum"].hardware_flops - RUNS["einsum"] * product
+    extra = model.n_q_per_kv * model.n_kv * tokens.batch * tokens.len * model.d_head * model.layers * 2
+    # Splash has besides a product of o and its gradient, of length and not of length².
+    assert ledgers[name].hardware_flops - besides - RUNS[name] * product == pytest.approx(
+        extra if name == "splash" else 0, abs=1
+    )
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_what_the_kernel_keeps_is_said(name, ledgers, config):
+    """o and the logits' log-sum-exp, at the line that calls the kernel, under save_for_backward, times layers. Nothing is
+    kept that nobody asked for, both are in ledger.txt, and what is sent is the same."""
+    ledger, tokens, model = ledgers[name], config.training.tokens, config.model
+    assert all(row.why for row in ledger.saved)
+    o_bytes = 2 * tokens.batch // 4 * tokens.len * model.n_q_per_kv * model.n_kv // 2 * model.d_head
+    heads = model.n_q_per_kv * model.n_kv // 2
+    new = [row for row in ledger.saved if row.why == "save_for_backward" and row.dtype == "float32"]
+    (log_sum_exp,) = new
+    assert log_sum_exp.times == model.layers and log_sum_exp.line.startswith("t")
+    assert log_sum_exp.bytes == 4 * tokens.batch // 4 * tokens.len * heads
+    kept = [row for row in ledger.saved if row.line == log_sum_exp.line and row is not log_sum_exp]
+    assert [row.bytes for row in kept] == [o_bytes] and kept[0].times == model.layers
+    text = page.text(ledger)
+    for row in (*kept, log_sum_exp):
+        assert any(page.array(row) in line and "save_for_backward" in line for line in text.splitlines())
+    bare = [
+        {dataclasses.replace(row, line=""): times for row, times in each.costs.collectives.items()}
+        for each in (ledger, ledgers["einsum"])
+    ]
+    assert bare[0] == bare[1]
+
+
+@pytest.mark.parametrize("name", ["blockwise", "splash"])
+def test_the_forecast_has_no_scores(name, ledgers, config):
+    """Of the einsum's values some have the length in two dims; of these kernels' none."""
+    length = config.training.tokens.len
+    scores = {
+        each: [value.shape for value in ledgers[each].memory.largest if value.shape.count(length) > 1]
+        for each in ("einsum", name)
+    }
+    assert scores["einsum"] and not scores[name]

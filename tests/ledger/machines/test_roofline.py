@@ -1,0 +1,175 @@
+"""The roofline: bytes moved, counted by hand on small programs, and times of a ledger by hand."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from ledgers import ledger_of
+
+import train
+from ledger.count.memory import forecast
+from ledger.count.program import PHASES, read
+from ledger.machines.hardware import HARDWARE, NAMES, Hardware, named, of_device_kind
+from ledger.machines.roofline import roofline, speed, text
+
+PLAIN = Hardware(100.0, 1000, 10.0, link_bytes_per_s=8.0, network_bytes_per_s=1.0)
+
+
+def f32(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def moved(function, *shapes):
+    """Bytes read and written by a function of these shapes."""
+    block = read(jax.make_jaxpr(function)(*shapes))
+    return forecast(block, ["batch"] * len(block.inputs), [False] * len(block.inputs)).moved_bytes()
+
+
+def test_a_product_reads_its_operands_and_writes_its_result():
+    """x @ w moves x, w and the result once; x @ x reads x once."""
+    assert moved(lambda x, w: x @ w, f32(8, 16), f32(16, 32)) == 4 * (8 * 16 + 16 * 32 + 8 * 32)
+    assert moved(lambda x: x @ x, f32(8, 8)) == 4 * (8 * 8 + 8 * 8)
+
+
+def test_elementwise_operations_read_and_write_once_together():
+    """Between two products a chain of them reads the first's result and writes the second's operand; before a sum it
+    reads alone."""
+    first, second = 8 * 16 + 16 * 32 + 8 * 32, 8 * 32 + 32 * 4 + 8 * 4
+    assert moved(lambda x, w, v: jnp.sin(2 * (x @ w) + 1) @ v, f32(8, 16), f32(16, 32), f32(32, 4)) == 4 * (
+        first + 2 * 8 * 32 + second
+    )
+    assert moved(lambda x: jnp.sum(jnp.sin(x)), f32(64)) == 4 * (64 + 1)
+
+
+def test_an_update_reads_and_writes_its_state_once():
+    """Adam's new weights and moments are computed together: 4 arrays read, 3 written."""
+
+    def update(w, m, n, g):
+        m, n = 0.9 * m + 0.1 * g, 0.9 * n + 0.1 * g * g
+        return w - m / jnp.sqrt(n), m, n
+
+    assert moved(update, f32(64), f32(64), f32(64), f32(64)) == 7 * 4 * 64
+
+
+def test_gathers_and_scatters_touch_rows():
+    """Of a table they read or add to as many rows as they are given."""
+    rows = jax.ShapeDtypeStruct((5,), jnp.int32)
+    table, read_rows = f32(1000, 16), 4 * 5 * 16
+    assert moved(lambda table, rows: jnp.sum(table[rows]), table, rows) < 2 * read_rows
+    added = moved(lambda table, rows, x: table.at[rows].add(x), table, rows, f32(5, 16))
+    assert 3 * read_rows <= added <= 3 * read_rows + 100
+
+
+def test_a_loop_moves_what_its_body_does_each_time():
+    """A scan of 5 products, each of a layer's weights and the carry."""
+
+    def layers(x, w):
+        return lax.scan(lambda x, w: (x @ w, None), x, w)[0]
+
+    assert moved(layers, f32(8, 16), f32(5, 16, 16)) == 5 * 4 * (8 * 16 + 16 * 16 + 8 * 16)
+
+
+def test_the_update_of_the_model_moves_28_bytes_a_parameter():
+    """In c4_a100x8_1b the line that writes the state reads weights, gradient and two moments and writes three."""
+    ledger = ledger_of("c4_a100x8_1b")
+    source = Path(train.__file__).read_text().splitlines()
+    (number,) = [number for number, text in enumerate(source, 1) if "jnp.where(finite, new, old)" in text]
+    update = ledger.memory.moved[f"train.py:{number}", "update"]
+    assert update - 28 * ledger.parameters // 8 < 100  # and the scalars
+
+
+@pytest.mark.parametrize(
+    "axes, mesh, joined, crosses, rate",
+    [
+        (("d",), {"d": 8, "t": 1}, 8, False, 8.0),
+        (("d",), {"d": 8, "t": 1}, 4, True, 4.0),  # four of a group in each host: the adapters of four
+        (("t",), {"d": 4, "t": 8}, 8, False, 8.0),
+        (("d",), {"d": 4, "t": 8}, 8, True, 1.0),  # one of a group in each host
+        (("d", "t"), {"d": 4, "t": 8}, 8, True, 8.0),  # the adapters of eight are as fast as a link
+        (("d", "t"), {"d": 2, "t": 16}, 16, True, 8.0),  # here faster: the link bounds
+        (("t",), {"d": 2, "t": 16}, 8, True, 8.0),
+        (("t",), {"d": 8, "t": 2}, 1, True, 1.0),
+    ],
+)
+def test_speed_of_a_collective(axes, mesh, joined, crosses, rate):
+    """Within a host a link's speed; between hosts the host's adapters, divided over the rings that leave it."""
+    assert speed(axes, mesh, PLAIN, joined) == (crosses, rate)
+
+
+@pytest.mark.parametrize(
+    "axes, mesh, share",
+    [
+        (("d",), {"d": 64, "t": 1}, 3),
+        (("d",), {"d": 16, "t": 4}, 2),
+        (("t",), {"d": 16, "t": 4}, 1),
+        (("d", "t"), {"d": 16, "t": 4}, 3),
+        (("t",), {"d": 4, "t": 16}, 2),
+    ],
+)
+def test_speed_on_a_torus(axes, mesh, share):
+    """A collective has the links of its axes' dims: all three of a 3D torus for the only axis, one for the smaller of
+    two."""
+    torus = Hardware(1.0, 1, 1.0, link_bytes_per_s=9.0, slice_devices=1000, torus_dims=3)
+    assert speed(axes, mesh, torus, 64) == (False, 3.0 * share)
+
+
+def test_times_of_a_ledger():
+    """Of c4_a100x8_1b on eight A100s each phase takes what its counts say, and MFU is that of the longest times."""
+    ledger, a100 = ledger_of("c4_a100x8_1b"), named("a100_80gb")
+    estimate = roofline(ledger, a100, devices_per_host=8)
+    assert [phase.name for phase in estimate.phases] == list(PHASES)
+    longest = 0
+    for phase in estimate.phases:
+        assert phase.compute_s == ledger.costs.flops(phase.name) / 312e12
+        assert phase.hbm_s == ledger.memory.moved_bytes(phase.name) / 2039e9
+        assert phase.sent_s == pytest.approx(ledger.sent_bytes(phase.name) / 300e9)
+        assert phase.alone_s == pytest.approx(phase.compute_s + phase.hbm_s + phase.sent_s)
+        longest += max(phase.compute_s, phase.hbm_s, phase.sent_s)
+    assert estimate.step_s == longest and estimate.bound == "compute"
+    assert estimate.phases[0].bound == "compute" and estimate.phases[1].bound == "memory"
+    assert estimate.mfu == ledger.model_flops / (8 * 312e12) / longest
+    assert estimate.mfu_alone < estimate.mfu < 1
+    two_hosts = roofline(ledger, a100, devices_per_host=4)
+    assert two_hosts.totals["communication"] == pytest.approx(3 * estimate.totals["communication"])  # 4 × 25 GB/s
+    assert two_hosts.totals["compute"] == estimate.totals["compute"]
+
+
+def test_a_slice_joins_hosts():
+    """Hosts of a TPU slice are joined by its links: how many devices each has does not matter."""
+    ledger = ledger_of("c4_a100x8_1b")
+    one, two = (roofline(ledger, named("tpu_v5p"), devices_per_host) for devices_per_host in (8, 4))
+    assert one.phases == two.phases and not any(each.crosses_hosts for each in two.sendings)
+
+
+def test_what_is_not_known_is_not_guessed():
+    """Without a figure, what needs it is None and printed n/a; the rest is there."""
+    ledger = ledger_of("c4_a100x8_1b")
+    nothing = roofline(ledger, Hardware(None, None, None), 8)
+    assert nothing.step_s is nothing.mfu is nothing.bound is None
+    assert "n/a" in text(nothing)[1] and "MFU: at most n/a" in "\n".join(text(nothing))
+    no_links = roofline(ledger, named("NVIDIA H100 PCIe"), 8)
+    assert no_links.totals["compute"] > 0 and no_links.totals["communication"] is None and no_links.mfu is None
+    assert named("gtx") is None and of_device_kind("cpu") is None
+
+
+def test_every_short_name_has_all_figures_and_sources():
+    """What a plan can be made for has links within its host; only the network of the TPU v4 is not published."""
+    for name, hardware in NAMES.items():
+        assert hardware in HARDWARE.values() and hardware.source
+        assert None not in (hardware.peak_flops_per_s, hardware.hbm_bytes, hardware.hbm_bytes_per_s)
+        assert 1e11 < hardware.link_bytes_per_s < 1e12
+        assert hardware.network_bytes_per_s is None if name == "tpu_v4" else 1e9 < hardware.network_bytes_per_s < 1e11
+
+
+def test_the_text():
+    """A row a phase, a row a collective, the widest 160 columns."""
+    lines = text(roofline(ledger_of("c4_a100x8_1b"), named("a100_80gb"), 4))
+    assert (
+        lines[0].split() == "Time of a step at the least compute memory communication overlapped alone bound by".split()
+    )
+    assert [line.split()[0] for line in lines[1:6]] == [*PHASES, "all"]
+    assert lines[1].split()[1:3] == ["54.6", "ms"] and lines[1].endswith("compute")
+    assert any("reduce-scatter" in line and "100.0 GB/s" in line and "between hosts" in line for line in lines)
+    assert max(map(len, lines)) <= 160

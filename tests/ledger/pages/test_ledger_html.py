@@ -1,0 +1,230 @@
+"""ledger.html is one well-formed page that loads nothing and says what the ledger says."""
+
+import collections
+import dataclasses
+import html.parser
+import json
+import re
+
+import pytest
+from ledgers import ledger_of
+
+from ledger.machines.hardware import Hardware, named
+from ledger.machines.roofline import roofline
+from ledger.pages.files import write
+from ledger.pages.html import page
+from ledger.pages.html_parts import amount, coloured, percent, seconds
+from ledger.units import number
+
+VOID = {"meta", "br", "img", "input", "link", "hr"}
+CASES = [
+    ("local_test_synthetic", ()),
+    ("c4_a100x8_1b", ()),
+    ("c4_a100x8_1b", ("mesh.d=32", "mesh.t=8")),
+    ("local_test_synthetic", ("mesh.d=1", "mesh.t=1")),
+]
+cases = pytest.mark.parametrize("name, overrides", CASES)
+MACHINES = {
+    "unknown": None,
+    "h200": named("h200"),
+    "tpu_v5e": named("tpu_v5e"),
+    "no links": Hardware(312e12, 80 * 2**30, 1935e9),
+    "no figures": Hardware(None, None, None),
+}
+
+
+class Parser(html.parser.HTMLParser):
+    """Holds that every tag is closed, in order; gathers attributes, ids, and each line's numbers and bars."""
+
+    def __init__(self, text):
+        super().__init__(convert_charrefs=True)
+        self.open, self.attributes, self.ids, self.texts = [], [], [], collections.defaultdict(str)
+        self.bars = collections.defaultdict(dict)  # from the line's id and the column's number to widths by class
+        self.line, self.column = "", 0
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag, attributes):
+        attributes = dict(attributes)
+        self.attributes += [(tag, name, value) for name, value in attributes.items()]
+        self.ids += [attributes["id"]] if "id" in attributes else []
+        if "line" in (attributes.get("class") or "").split():
+            self.line, self.column = attributes.get("id", "head"), 0
+        self.column += attributes.get("class") == "cost"
+        if tag == "i" and self.open[-1] == ("span", "bar") and self.line:
+            self.bars[self.line, self.column][attributes["class"]] = float(attributes["style"][6:-1])
+        if tag not in VOID:
+            self.open.append((tag, attributes.get("class")))
+
+    def handle_endtag(self, tag):
+        assert self.open and self.open[-1][0] == tag, (tag, self.open, self.getpos())
+        self.open.pop()
+
+    def handle_data(self, data):
+        tags = [tag for tag, _ in self.open]
+        inside = {kind for _, kind in self.open}
+        if "script" in tags or "style" in tags:
+            self.texts[tags[-1], dict(enumerate(tags)).get(0)] += data
+        elif "cost" in inside and "b" in tags and "word" not in inside:
+            self.texts[self.line, self.column] += data
+        elif tags[-1:] == ["code"] or tags[-2:] == ["code", "span"]:
+            self.texts[self.line, "code"] += data if "rows" not in inside else ""
+
+
+def by_line(ledger):
+    """The ledger's sums, by line, column and colour, from the rows."""
+    sums = collections.defaultdict(collections.Counter)
+    data = ledger.to_json()
+    for row in data["products"]:
+        sums[row["line"], 1][row["phase"]] += row["flops"] * row["times"]
+    for row in data["collectives"]:
+        sums[row["line"], 2][" × ".join(row["axes"])] += row["sent_bytes"] * row["times"]
+    for row in data["saved"]:
+        sums[row["line"], 3][row["why"]] += row["bytes"] * row["times"]
+    return sums
+
+
+def data_of(text):
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[1])
+
+
+@cases
+def test_a_page(name, overrides):
+    """Well-formed, each id once, every link to one of them, small; the data inside is the ledger's JSON."""
+    ledger = ledger_of(name, *overrides)
+    text = page(ledger)
+    parser = Parser(text)
+    assert len(parser.ids) == len(set(parser.ids))
+    links = {value for tag, attribute, value in parser.attributes if (tag, attribute) == ("a", "href")}
+    assert links and all(link[0] == "#" and link[1:] in parser.ids for link in links)
+    assert data_of(text) == json.loads(json.dumps(ledger.to_json()))
+    assert len(text.encode()) < 500_000
+    assert "How long a step takes is not said: the hardware is not known." in text and "n/a" not in text
+    for said in (
+        f"{ledger.parameters:,} parameters",
+        f"{ledger.tokens:,} (",
+        f"d={ledger.mesh['d']}",
+        "What a training step costs",
+    ):
+        assert said in text
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_nothing_is_loaded(machine):
+    """No attribute, style or script of the page names an address; it has no frame, image, font or request."""
+    ledger = ledger_of("c4_a100x8_1b")
+    text = page(ledger, MACHINES[machine] and roofline(ledger, MACHINES[machine], 8))
+    parser = Parser(text)
+    assert not {tag for tag, _, _ in parser.attributes} & {"link", "img", "iframe", "object", "embed", "base", "form"}
+    assert not {name for _, name, _ in parser.attributes} & {"src", "srcset", "action", "data", "xlink:href"}
+    code = "".join(re.findall(r"<style>.*?</style>|<script>.*?</script>", text, re.DOTALL))
+    assert not re.search(r"https?:|//\w+\.|@import|url\(|fetch|XMLHttp|WebSocket|import\(|@font-face", code)
+
+
+@cases
+def test_the_sums_of_each_line_are_the_ledgers(name, overrides):
+    """The numbers in the margin, and the bars' widths by phase, axes and reason: parts of the largest line's sum."""
+    ledger = ledger_of(name, *overrides)
+    parser, sums = Parser(page(ledger)), by_line(ledger)
+    shown = {key: text for key, text in parser.texts.items() if key[1] in (1, 2, 3)}
+    assert set(shown) == {(f"L{line.rpartition(':')[2] or 0}", column) for line, column in sums}
+    order = sorted({row.axes for row in ledger.costs.collectives}, key=lambda axes: (len(axes), axes))
+    classes = {" × ".join(axes): f"axes{place}" for place, axes in enumerate(order)} | {"": "unasked"}
+    classes |= {why: why for why in ("input", "gradient")}
+    for (line, column), parts in sums.items():
+        unit, key = "FLOP" if column == 1 else "B", (f"L{line.rpartition(':')[2] or 0}", column)
+        assert shown[key].strip() == amount(sum(parts.values()), unit)
+        largest = max(sum(each.values()) for (_, other), each in sums.items() if other == column)
+        widths = collections.Counter()
+        for part, value in parts.items():
+            widths[classes.get(part, part) if column != 3 or part in classes else "asked"] += 100 * value / largest
+        assert parser.bars[key] == pytest.approx(dict(widths), rel=0.006)
+
+
+def test_the_totals():
+    """The four totals of the first screen."""
+    ledger = ledger_of("c4_a100x8_1b", "mesh.d=32", "mesh.t=8")
+    big = re.findall(r'<b class="big">(.*?)</b>', page(ledger))
+    kept = sum(row.bytes * row.times for row in ledger.saved)
+    assert big == [
+        amount(ledger.costs.flops(), "FLOP"),
+        amount(ledger.sent_bytes(), "B"),
+        amount(kept, "B"),
+        amount(ledger.memory.bytes, "B"),
+    ]
+
+
+def test_the_source_is_text():
+    """Every line of the file stands in the page; tags in it, and the end of a script, are text there."""
+    ledger = ledger_of("local_test_synthetic")
+    lines = list(ledger.text)
+    lines[0] = '"""</script><script>alert(1)</script> <!-- & &amp; <b>'
+    ledger = dataclasses.replace(ledger, text=lines, source="a<b>&.py")
+    text = page(ledger)
+    parser = Parser(text)
+    assert [parser.texts[f"L{number}", "code"] for number in range(1, len(lines) + 1)] == [
+        line.strip(" ") for line in lines
+    ]
+    assert text.count("<script") == 2 and text.count("</script>") == 2 and "<!--" not in text
+    assert data_of(text)["text"] == lines and "<title>a&lt;b&gt;&amp;.py: what a training step costs</title>" in text
+
+
+def test_coloured_source():
+    """Comments, docstrings, strings and keywords have spans, over several lines too; blanks in front are an indent."""
+    lines = ['"""One', 'two."""', "def f(x):  # <c>", "    return g(", "        'B/d L', x)"]
+    assert coloured(lines) == [
+        '<code style="--in:0"><span class="c">&quot;&quot;&quot;One</span></code>',
+        '<code style="--in:0"><span class="c">two.&quot;&quot;&quot;</span></code>',
+        '<code style="--in:0"><span class="w">def</span> f(x):  <span class="c"># &lt;c&gt;</span></code>',
+        '<code style="--in:4"><span class="w">return</span> g(</code>',
+        '<code style="--in:8"><span class="s">&#x27;B/d L&#x27;</span>, x)</code>',
+    ]
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_the_roofline(machine):
+    """Its times, its bound and its figures; what is not known is n/a."""
+    ledger = ledger_of("c4_a100x8_1b", "mesh.d=32", "mesh.t=8")
+    estimate = MACHINES[machine] and roofline(ledger, MACHINES[machine], 8)
+    text = page(ledger, estimate)
+    Parser(text)
+    assert ("<svg" in text) == (machine not in ("unknown", "no figures"))
+    if machine in ("no links", "no figures"):
+        assert "n/a" in text and "How long a step takes on this hardware is not said" in text
+    if machine in ("h200", "tpu_v5e"):
+        assert f"<b>{seconds(estimate.step_s)}</b>" in text and f"<b>{percent(estimate.mfu)}</b>" in text
+        assert amount(estimate.hardware.peak_flops_per_s, "FLOP/s") in text and "n/a" not in text
+    if machine == "h200":
+        assert (
+            text.count('class="point ') == 6 and "d: 50.0\N{NO-BREAK SPACE}GB/s" in text and "On NVIDIA H200 " in text
+        )
+
+
+def test_what_does_not_fit():
+    """A device with less memory than forecast."""
+    ledger = ledger_of("c4_a100x8_1b")
+    small = roofline(ledger, dataclasses.replace(named("h200"), hbm_bytes=8 * 10**9), 8)
+    assert "<b>It will not fit.</b>" in page(ledger, small)
+    assert "It will not fit." not in page(ledger, roofline(ledger, named("h200"), 8))
+
+
+def test_units():
+    """Amounts, times and parts for people."""
+    assert [amount(value, "B").replace("\N{NO-BREAK SPACE}", " ") for value in (0, 7, 999.9, 4096, 2.15e9)] == [
+        "0 B", "7 B", "1.00 kB", "4.10 kB", "2.15 GB",
+    ]  # fmt: skip
+    times = [seconds(value).replace("\N{NO-BREAK SPACE}", " ") for value in (None, 0, 4e-11, 4.2e-5, 0.114, 1, 26.04)]
+    assert times == ["n/a", "0 s", "under 1 µs", "42.0 µs", "114 ms", "1.00 s", "26.0 s"]
+    assert [percent(value) for value in (None, 0, 0.0004, 0.5)] == [
+        "n/a", "0.0%", "<\N{NO-BREAK SPACE}0.1%", "50.0%",
+    ]  # fmt: skip
+    assert number(0) == ""
+
+
+def test_write(tmp_path):
+    """The page stands beside ledger.txt and ledger.json."""
+    ledger = ledger_of("local_test_synthetic")
+    write(ledger, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ledger.html", "ledger.json", "ledger.txt"]
+    assert (tmp_path / "ledger.html").read_text(encoding="utf-8") == page(ledger)

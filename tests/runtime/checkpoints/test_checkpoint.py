@@ -1,0 +1,346 @@
+"""One checkpoint: the same bits on any mesh, readable by plain zarr, each chunk once, and what others have written."""
+
+import json
+import math
+import os
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numcodecs
+import numpy as np
+import pytest
+import zarr
+from checkpoint_state import CHUNKS, assert_same_bits, like, mesh_of, numpy_state, open_checkpoints, put, restore, save
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from runtime.checkpoints import checkpoint
+from runtime.checkpoints import writing as checkpoint_writing
+from runtime.checkpoints.store import LocalStore
+from runtime.terminal import RunError
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A complete checkpoint of step 20, saved from a 4 × 2 mesh."""
+    save(tmp_path, 20, attributes={"bad_steps": 3, "seeds": [1, 2]})
+    return tmp_path
+
+
+@pytest.mark.parametrize("small_chunks", [False, True])
+@pytest.mark.parametrize("d, t", [(4, 2), (8, 1), (2, 4), (1, 1), (2, 2)])
+def test_restores_the_same_bits_on_any_mesh(tmp_path, monkeypatch, d, t, small_chunks):
+    """Saved on 4 × 2, every leaf has the same bits and the asked sharding on five meshes, chunked by shard or finer."""
+    if small_chunks:
+        monkeypatch.setattr(checkpoint_writing, "MAX_CHUNK_BYTES", 24)
+    state, mesh = numpy_state(), mesh_of(d, t)
+    save(tmp_path, 20, state)
+    step, restored = restore(tmp_path, (d, t))
+    assert step == 20
+    assert_same_bits(restored, state)
+    assert restored.weights.transformer.w_q.sharding == NamedSharding(mesh, P(None, 'd', 't'))
+
+
+def test_is_plain_zarr(saved):
+    """zarr alone opens whole leaves by path, walks the hierarchy, and finds format 3, checksums and the attributes."""
+    group = zarr.open(saved / "0000000020", mode="r")
+    for (name, *_), leaf in checkpoint.named_leaves(numpy_state()):
+        assert group[name][...].tobytes() == leaf.tobytes()
+    assert sorted(group['weights'].keys()) == ["embed", "transformer"]
+    array = group['weights/transformer/w_q']
+    assert array.metadata.zarr_format == 3 and array.compressors == (zarr.codecs.Crc32cCodec(),)
+    attributes = dict(group.attrs)
+    assert len(attributes.pop("metadata_crc32c")) == 5 + 3 + 1  # arrays, groups below the root, attributes
+    assert attributes == {"bad_steps": 3, "seeds": [1, 2], "write_completed": True}
+
+
+def test_zarr_checks_our_checksums(saved):
+    """The crc32c that we write is the codec's: zarr alone refuses a chunk with one bit flipped."""
+    file = saved / "0000000020" / "weights" / "embed" / "c.1.2"
+    data = bytearray(file.read_bytes())
+    data[17] ^= 4
+    file.write_bytes(data)
+    with pytest.raises(ValueError, match="checksum"):
+        zarr.open(saved / "0000000020", mode="r")["weights/embed"][...]
+
+
+def test_attributes_come_back(saved):
+    """attributes returns what save was given, without what is the format's own."""
+    assert open_checkpoints(saved).attributes(20) == {"bad_steps": 3, "seeds": [1, 2]}
+
+
+@pytest.mark.parametrize(
+    "shard, limit, expected",
+    [
+        ((4, 6), 96, (4, 6)),
+        ((4, 6), 95, (2, 6)),
+        ((4, 6), 20, (1, 3)),
+        ((7, 6), 96, (1, 6)),
+        ((3, 4), 1, (1, 1)),
+        ((), 1, ()),
+    ],
+)
+def test_a_shard_is_a_whole_number_of_chunks(monkeypatch, shard, limit, expected):
+    """Chunks are a shard's shape, evenly divided from the first dim on, at most MAX_CHUNK_BYTES where one value fits."""
+    monkeypatch.setattr(checkpoint_writing, "MAX_CHUNK_BYTES", limit)
+    assert checkpoint_writing.chunk_shape(shard, 4) == expected
+
+
+@pytest.fixture
+def traffic(monkeypatch):
+    """The names of the chunks that stores read and write, in order."""
+    read, written = [], []
+    originals = LocalStore.read, LocalStore.write
+
+    def recording_read(store, name):
+        read.append(name)
+        return originals[0](store, name)
+
+    def recording_write(store, name, *parts):
+        written.append(name)
+        originals[1](store, name, *parts)
+
+    monkeypatch.setattr(LocalStore, "read", recording_read)
+    monkeypatch.setattr(LocalStore, "write", recording_write)
+    return lambda: [[name for name in names if not name.endswith("zarr.json")] for names in (read, written)]
+
+
+def test_each_chunk_is_written_once(tmp_path, traffic):
+    """No chunk has two writers, replicated leaves included, and together they are all chunks."""
+    save(tmp_path, 1)
+    files = [str(file.relative_to(tmp_path)) for file in tmp_path.rglob("*") if file.is_file()]
+    chunks = [file for file in files if not file.endswith("zarr.json")]
+    assert sorted(traffic()[1]) == sorted(chunks) and len(chunks) == CHUNKS
+
+
+@pytest.mark.parametrize("d, t", [(4, 2), (8, 1), (1, 1), (2, 4)])
+def test_each_chunk_is_read_once(saved, traffic, d, t):
+    """Restoring reads every chunk once, on the mesh it was saved on and on any other, however many devices need a part of it."""
+    restore(saved, (d, t))
+    read = traffic()[0]
+    assert len(read) == len(set(read)) == CHUNKS
+
+
+def test_a_host_reads_only_what_its_devices_need(saved, traffic):
+    """Of a leaf whose shards on this host are the first half, the chunks of the first half are read: 4 of 8."""
+    store = LocalStore(str(saved))
+    half = ((0, 8), (0, 24))
+    with ThreadPoolExecutor(2) as pool:
+        opened = checkpoint.open_checkpoint(store, "0000000020", pool)
+        blocks = checkpoint._read_blocks(opened, "weights/embed", [half, half], pool)
+    assert blocks[half].tobytes() == numpy_state().weights.embed[:8].tobytes()
+    assert sorted(traffic()[0]) == [f"0000000020/weights/embed/c.0.{i}" for i in range(4)]
+
+
+def test_the_copy_is_the_hosts_own(tmp_path):
+    """After `snapshot` the state may be donated and overwritten, as the next step does: the copies do not change."""
+    state = numpy_state()
+    arrays = put(state, mesh_of(4, 2))
+    with ThreadPoolExecutor(2) as pool:
+        _, chunks = checkpoint_writing.snapshot(arrays, pool)
+    for _, values in chunks:
+        for leaf in jax.tree.leaves(arrays):
+            for shard in leaf.addressable_shards:
+                assert not np.shares_memory(values, np.asarray(shard.data))
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="needs Linux's count of the most memory used")
+def test_restoring_never_holds_two_copies(tmp_path):
+    """While 128 MB in leaves of 16 MB are restored, the process grows by those 128 MB and less than three leaves, on another mesh too."""
+    tree = {
+        f"leaf_{i}": jax.device_put(np.full((256, 2**14), i + 1, np.float32), NamedSharding(mesh_of(4, 2), P('d', 't')))
+        for i in range(8)
+    }
+    checkpoints = open_checkpoints(tmp_path)
+    checkpoints.save(1, tree, {})
+    leaf_bytes, state_bytes = tree["leaf_0"].nbytes, sum(leaf.nbytes for leaf in tree.values())
+    for mesh in (mesh_of(4, 2), mesh_of(8, 1)):
+        shapes = {
+            name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, P('d', 't')))
+            for name, leaf in tree.items()
+        }
+        Path("/proc/self/clear_refs").write_text("5")  # the count starts anew
+        before = memory("VmRSS")
+        restored = checkpoints.restore(shapes)[1]
+        grown = memory("VmHWM") - before
+        assert state_bytes / 2 < grown < state_bytes + 3 * leaf_bytes
+        assert all(float(leaf[3, 5]) == i + 1 for i, leaf in enumerate(restored.values()))
+
+
+def memory(name):
+    """A count of bytes from this process's status."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1]) * 1024
+
+
+def test_bfloat16_is_refused(tmp_path):
+    """zarr has no bfloat16: save names all such leaves before anything is written."""
+    tree = {"a": jnp.zeros(8, jnp.bfloat16), "b": {"c": jnp.zeros(8, jnp.bfloat16)}, "d": jnp.zeros(8)}
+    expected = r"zarr has no such type; save these in float32:\n  a: bfloat16\n  b/c: bfloat16$"
+    with pytest.raises(RunError, match=expected):
+        open_checkpoints(tmp_path).save(20, tree, {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_all_differences_at_once(saved):
+    """A missing leaf, a wrong shape, a wrong dtype and a leaf too many are named in one message, with a fix."""
+    sharding = NamedSharding(mesh_of(4, 2), P())
+    wanted = {
+        "weights": {
+            "embed": jax.ShapeDtypeStruct((16, 12), jnp.float32, sharding=sharding),
+            "transformer": {"w_q": jax.ShapeDtypeStruct((3, 16, 8), jnp.bfloat16, sharding=sharding)},
+            "w_down": jax.ShapeDtypeStruct((4,), jnp.float32, sharding=sharding),
+        },
+        "counts": {"flags": jax.ShapeDtypeStruct((5,), bool, sharding=sharding)},
+    }
+    with pytest.raises(RunError) as e:
+        open_checkpoints(saved).restore(wanted)
+    assert str(e.value).splitlines() == [
+        f"checkpoint {saved}/0000000020 is not of this state:",
+        "  weights/embed: holds float32[16, 24], expected float32[16, 12]",
+        "  weights/transformer/w_q: holds float32[3, 16, 8], expected bfloat16[3, 16, 8]",
+        "  weights/w_down: missing, expected float32[4]",
+        "  counts/step: in the checkpoint only",
+        "  weights/transformer/ln1: in the checkpoint only",
+        "Restore with the model that saved it, or start a run with another name.",
+    ]
+
+
+# ---- damage ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "damage, what",
+    [
+        ("bit flipped", "does not have the checksum that it was written with"),
+        ("cut short", "has 47 bytes and was written with 196"),
+        ("empty", "has 0 bytes and was written with 196"),
+        ("missing", "is missing"),
+    ],
+)
+def test_a_damaged_chunk_is_named(saved, damage, what):
+    """A flipped bit, a file cut short, an empty or a missing one is an error with the chunk's path, never data or zeros."""
+    file = saved / "0000000020" / "weights" / "embed" / "c.1.2"
+    data = bytearray(file.read_bytes())
+    data[17] ^= 4
+    file.write_bytes({"bit flipped": data, "cut short": data[:47]}.get(damage, b""))
+    if damage == "missing":
+        file.unlink()
+    fault = f"checkpoint {saved}/0000000020 is damaged: weights/embed/c.1.2 {what}"
+    with pytest.raises(RunError) as error:
+        restore(saved, (2, 4))
+    assert str(error.value) == f"no checkpoint in {saved} reads whole:\n{fault}"
+    with pytest.raises(RunError, match=f"^{re.escape(fault)}$"):
+        open_checkpoints(saved).restore(like(numpy_state(), mesh_of(2, 4)), 20)
+
+
+def test_any_flipped_bit_of_the_metadata(saved, record_property):
+    """A flip of any byte of any metadata file is found, or changes nothing that is read: no shape, type or attribute.
+
+    Without effect are flips in the name of the attribute that holds the checksums, which is then one more attribute.
+    """
+    found = harmless = 0
+    expected = numpy_state()
+    with ThreadPoolExecutor(2) as pool:
+        for file in sorted((saved / "0000000020").rglob("zarr.json")):
+            content = file.read_bytes()
+            for position in range(0, len(content), 11):
+                flipped = bytearray(content)
+                flipped[position] ^= 1
+                file.write_bytes(flipped)
+                try:
+                    opened = checkpoint.open_checkpoint(LocalStore(str(saved)), "0000000020", pool)
+                except RunError:
+                    found += 1
+                    continue
+                harmless += 1
+                read = {name: value for name, value in opened.attributes.items() if not isinstance(value, dict)}
+                assert read == {"bad_steps": 3, "seeds": [1, 2]}, (file, position)
+                for names, leaf in checkpoint.named_leaves(expected):
+                    grid = opened.grid(names[0])
+                    assert (grid.shape, grid.dtype) == (leaf.shape, leaf.dtype), (file, position)
+            file.write_bytes(content)
+    assert found > 20 * harmless
+    record_property("summary", f"flipped bytes of metadata: {found} found, {harmless} without effect")
+
+
+# ---- what others have written ----------------------------------------------------------------------------------------
+
+
+def write_published(directory, state, separator, prefix, **settings):
+    """A checkpoint as it is published: zarr format 2, blosc, unevenly chunked, one array a leaf by path."""
+    group = zarr.create_group(directory / "0000000020", zarr_format=2)
+    blosc = numcodecs.Blosc(cname="lz4", clevel=5, shuffle=numcodecs.Blosc.BITSHUFFLE)
+    for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
+        group.create_array(
+            prefix + jax.tree_util.keystr(path, simple=True, separator=separator),
+            shape=leaf.shape,
+            dtype=leaf.dtype,
+            chunks=tuple(min(size, 5) for size in leaf.shape),
+            compressors=blosc,
+            config={"write_empty_chunks": True},
+            **settings,
+        )[...] = leaf
+    group.attrs["write_completed"] = True
+
+
+@pytest.mark.parametrize("separator, prefix, name", [("", "", "weightsembed"), (".", ".", ".weights.embed")])
+@pytest.mark.parametrize("d, t", [(4, 2), (1, 1)])
+def test_published_spellings(tmp_path, separator, prefix, name, d, t):
+    """`weightstransformerw_q` and `.weights.transformer.w_q` in zarr format 2 with blosc restore bit for bit."""
+    state = numpy_state()
+    write_published(tmp_path, state, separator, prefix)
+    assert (tmp_path / "0000000020" / name / ".zarray").is_file()
+    step, restored = restore(tmp_path, (d, t))
+    assert step == 20
+    assert_same_bits(restored, state)
+
+
+def test_published_that_is_of_another_model(tmp_path):
+    """Missing, misshapen and superfluous leaves of a published checkpoint are listed together, as it spells them."""
+    write_published(
+        tmp_path, {"weights": {"embed": np.zeros((4, 4), np.float32), "extra": np.zeros(3, np.float32)}}, "", ""
+    )
+    with pytest.raises(RunError) as error:
+        restore(tmp_path)
+    assert str(error.value).splitlines()[1:-1] == [
+        "  weightsembed: holds float32[4, 4], expected float32[16, 24]",
+        "  weights/transformer/w_q: missing, expected float32[3, 16, 8]",
+        "  weights/transformer/ln1: missing, expected float32[3, 16]",
+        "  counts/flags: missing, expected bool[5]",
+        "  counts/step: missing, expected int32[]",
+        "  weightsextra: in the checkpoint only",
+    ]
+
+
+def test_published_with_a_missing_or_damaged_chunk(tmp_path):
+    """In format 2 as well a missing chunk is an error, and one that is cut short or cannot be decoded too."""
+    write_published(tmp_path, numpy_state(), "", "")
+    file = tmp_path / "0000000020" / "weightsembed" / "2.1"
+    content = file.read_bytes()
+    file.write_bytes(content[:40])
+    with pytest.raises(RunError, match=r"is damaged: weightsembed/2.1 has 40 bytes and was written with 116"):
+        restore(tmp_path)
+    file.write_bytes(b"\xff" * 12 + content[12:])
+    with pytest.raises(RunError, match=r"is damaged: weightsembed/2.1 cannot be decoded \(RuntimeError: "):
+        restore(tmp_path)
+    file.unlink()
+    with pytest.raises(RunError, match=r"weightsembed/2.1 is missing"):
+        restore(tmp_path)
+
+
+@pytest.mark.parametrize("shards", [None, (8, 24)])
+def test_format_3_of_another_writer(tmp_path, shards):
+    """Format 3 with other codecs, uneven chunks, or many chunks in a file (zarr's shards), restores bit for bit."""
+    state = numpy_state()
+    group = zarr.create_group(tmp_path / "0000000020")
+    for (name, *_), leaf in checkpoint.named_leaves(state):
+        settings = {"chunks": (4, 8), "shards": shards} if shards and name == "weights/embed" else {}
+        settings = settings or {"chunks": tuple(math.ceil(size / 2) for size in leaf.shape)}
+        group.create_array(name, data=leaf, config={"write_empty_chunks": True}, **settings)
+    group.attrs["write_completed"] = True
+    assert "metadata_crc32c" not in json.loads((tmp_path / "0000000020" / "zarr.json").read_text())["attributes"]
+    assert_same_bits(restore(tmp_path, (2, 2))[1], state)

@@ -1,0 +1,168 @@
+"""Checkpoints of several hosts: two processes of four simulated devices each, over gloo, on one directory."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from checkpoint_state import assert_same_bits, numpy_state, open_checkpoints, restore, save
+
+BEGINNING = """
+import os, sys
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+sys.path[:0] = [{root!r}, {tests!r}]
+import jax
+from jax.experimental import multihost_utils
+host, address, directory = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+# Short, since a host that was killed does not come to the end, where the others wait for it.
+jax.distributed.initialize(address, 2, host, shutdown_timeout_seconds=5, heartbeat_timeout_seconds=100)
+import checkpoint_state as states
+from runtime.terminal import RunError
+from runtime.checkpoints.store import LocalStore
+
+mesh = states.mesh_of(4, 2)
+
+def sharded(state):
+    def place(leaf, spec):
+        return jax.make_array_from_callback(leaf.shape, jax.NamedSharding(mesh, spec), lambda index: leaf[index])
+    return jax.tree.map(place, state, states.SPECS)
+
+def assert_restored(tree, state):
+    for leaf, expected in zip(jax.tree.leaves(tree), jax.tree.leaves(state), strict=True):
+        for shard in leaf.addressable_shards:
+            assert states.np.asarray(shard.data).tobytes() == expected[shard.index].tobytes()
+
+original_write = LocalStore.write
+"""
+
+SAVE_AND_RESTORE = """
+checkpoints = states.open_checkpoints(directory, asynchronous=True, keep_last=2)
+assert checkpoints.latest() is None
+for step in (5, 10, 20):
+    checkpoints.save(step, sharded(states.numpy_state(step)), {"at": step})
+assert checkpoints.latest() == 20
+read = []
+original_read = LocalStore.read
+LocalStore.read = lambda store, name: (read.append(name), original_read(store, name))[1]
+step, tree = checkpoints.restore(states.like(states.numpy_state(), states.mesh_of(2, 4)))
+assert step == 20
+assert_restored(tree, states.numpy_state(20))
+print("read", sorted(name[11:] for name in read if "0000000020/weights/embed/c." in name))
+
+if host == 1:
+    with open(os.path.join(directory, "0000000020/weights/embed/c.1.3"), "r+b") as file:
+        file.write(b"damaged")
+multihost_utils.sync_global_devices("the damage is done")
+step, tree = checkpoints.restore(states.like(states.numpy_state(), states.mesh_of(4, 2)))
+assert_restored(tree, states.numpy_state(10))
+print("restored", step, "latest", checkpoints.latest(), checkpoints.attributes(step))
+
+def failing_write(store, name, *parts):
+    if host == 1 and name.endswith("embed/c.1.3"):
+        raise OSError(5, "Input/output error")
+    original_write(store, name, *parts)
+
+LocalStore.write = failing_write
+checkpoints.save(30, sharded(states.numpy_state(30)), {})
+try:
+    checkpoints.close()
+except RunError as error:
+    print("RunError:", error)
+print("left", sorted(os.listdir(directory)))
+"""
+
+KILLED_WHILE_SAVING = """
+import signal, time
+checkpoints = states.open_checkpoints(directory, asynchronous=True, timeout_s=6)
+checkpoints.save(10, sharded(states.numpy_state(10)), {})
+
+def killing_write(store, name, *parts):
+    if "0000000020/" in name and host == killed:
+        os.kill(os.getpid(), signal.SIGKILL)
+    original_write(store, name, *parts)
+
+killed = int(sys.argv[4])
+assert checkpoints.latest() == 10
+LocalStore.write = killing_write
+began = time.monotonic()
+checkpoints.save(20, sharded(states.numpy_state(20)), {})
+try:
+    while True:
+        checkpoints.raise_failure()
+        time.sleep(0.05)
+except RunError as error:
+    print(f"RunError after {time.monotonic() - began:.0f} s:", error, flush=True)
+"""
+
+
+def start_hosts(tmp_path, program, *arguments):
+    tests = Path(__file__).parents[2]
+    (tmp_path / "host.py").write_text(BEGINNING.format(root=str(tests.parent), tests=str(tests)) + program)
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    command = [f"localhost:{port}", str(tmp_path / "checkpoints"), *arguments]
+    return [
+        subprocess.Popen(
+            [sys.executable, str(tmp_path / "host.py"), str(host), *command],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for host in range(2)
+    ]
+
+
+def outputs_of(hosts, timeout_s):
+    try:
+        return [host.communicate(timeout=timeout_s) for host in hosts]
+    finally:
+        for host in hosts:
+            host.kill()
+
+
+def test_two_hosts(tmp_path):
+    """Two hosts save behind the steps, restore on another mesh reading each its own chunks, fall back together, and both raise when one's write fails."""
+    outputs = outputs_of(start_hosts(tmp_path, SAVE_AND_RESTORE), 120)
+    path = re.escape(str(tmp_path / "checkpoints"))
+    chunks = [[f"weights/embed/c.{row}.{column}" for column in range(4)] for row in range(2)]
+    for host, (output, errors) in enumerate(outputs):
+        lines = [line for line in output.splitlines() if "Gloo" not in line]
+        assert len(lines) == 4, output + errors
+        # On 2 × 4 the first host holds column 0 to 3 of d = 0, that is the columns' first half.
+        assert lines[0] == f"read {[row[column] for row in chunks for column in (2 * host, 2 * host + 1)]}"
+        assert lines[1] == "restored 10 latest 10 {'at': 10}"
+        own = rf"{path}/0000000030/weights/embed/c.1.3 could not be written: OSError: \[Errno 5\] Input/output error"
+        others = rf"checkpoint {path}/0000000030 is not complete: host 1: {own}"
+        assert re.fullmatch("RunError: " + (own if host == 1 else others), lines[2])
+        assert lines[3].replace("'.hosts', ", "") == "left ['0000000010', '0000000020', '0000000030']"
+    fault = "weights/embed/c.1.3 does not have the checksum"
+    assert f"passed over: host 1: checkpoint {tmp_path}/checkpoints/0000000020 is damaged: {fault}" in outputs[0][1]
+    directory = tmp_path / "checkpoints"
+    assert len(list((directory / ".hosts").iterdir())) <= 3  # what was read by all is removed
+    assert open_checkpoints(directory).latest() == 20  # one process alone, which does not know yet that it is damaged
+    save(directory, 40)
+    assert_same_bits(restore(directory, (1, 1))[1], numpy_state())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [1, 0])
+def test_a_host_that_is_killed_while_saving(tmp_path, killed):
+    """The other host ends within the stated time, by its own error or, when the first host dies, by JAX's; the checkpoint is not complete."""
+    hosts = start_hosts(tmp_path, KILLED_WHILE_SAVING, str(killed))
+    began = time.monotonic()
+    outputs = outputs_of(hosts, 150)
+    assert hosts[killed].returncode == -signal.SIGKILL and time.monotonic() - began < 140
+    output, errors = outputs[1 - killed]
+    if killed == 1:
+        expected = r"RunError after \d+ s: checkpoint \S+/0000000020 is not complete: nothing was heard of host 1 within 6 s: it died or hangs\n"
+        assert re.search(expected, output), output + errors
+    else:
+        assert "RunError" in output or "distributed service" in errors, output + errors
+    directory = tmp_path / "checkpoints"
+    assert not (directory / "0000000020" / "zarr.json").exists() and os.listdir(directory / "0000000020")
+    assert open_checkpoints(directory).latest() == 10

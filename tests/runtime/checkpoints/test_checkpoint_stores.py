@@ -1,0 +1,161 @@
+"""Checkpoints in an object store: moto's S3 server on this machine, alone and behind a proxy that fails as such stores do."""
+
+import random
+import re
+import threading
+import time
+
+import fsspec
+import jax.numpy as jnp
+import pytest
+import zarr
+from checkpoint_state import CHUNKS, assert_same_bits, like, mesh_of, numpy_state, open_checkpoints, put, restore, save
+from faulty_proxy import FaultyProxy
+from object_store import object_store, object_store_server  # noqa: F401
+
+from runtime.checkpoints.store import LocalStore, open_store
+from runtime.terminal import RunError
+
+
+@pytest.fixture
+def proxy(object_store, object_store_server, monkeypatch):  # noqa: F811
+    """What stands between the client and the store."""
+    import s3fs
+
+    with FaultyProxy(object_store_server) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        s3fs.S3FileSystem.clear_instance_cache()
+        yield proxy
+        s3fs.S3FileSystem.clear_instance_cache()
+
+
+@pytest.mark.parametrize("kind", ["local", "file", "s3", "memory"])
+def test_the_verbs_mean_the_same(tmp_path, request, kind):
+    """Reading, writing, listing, moving and removing do the same on a disk, through file://, on S3 and on a file system without coroutines."""
+    roots = {"local": str(tmp_path / "a"), "file": f"file://{tmp_path}/a", "memory": f"memory://{tmp_path.name}"}
+    store = open_store(request.getfixturevalue("object_store") + "/a" if kind == "s3" else roots[kind], 20)
+    assert isinstance(store, LocalStore) == (kind in ("local", "file"))
+    assert store.names() == [] and store.names("x") == []
+    with pytest.raises(FileNotFoundError):
+        store.read("x/y")
+    store.write("x/y/z", b"ab", b"cd")
+    store.write("x/y/z", b"abc", b"def")
+    store.write("x/w", b"")
+    store.write("v", b"1")
+    store.flush("x")
+    assert store.read("x/y/z") == b"abcdef" and store.read("x/w") == b""
+    assert sorted(store.names()) == ["v", "x"] and sorted(store.names("x")) == ["w", "y"]
+    assert store.files("x") == {"y/z": 6, "w": 0}
+    store.move("x", "u")
+    assert store.files("u") == {"y/z": 6, "w": 0} and sorted(store.names()) == ["u", "v"]
+    for name in ("v", "nothing", "u", "u"):
+        store.remove(name)
+    assert store.names() == [] and store.files("u") == {}
+
+
+def test_a_run_of_checkpoints(object_store, capsys):  # noqa: F811
+    """Saving behind, retention, plain zarr, restoring on another mesh, and falling back work on S3 as on a disk."""
+    directory = f"{object_store}/runs/a/checkpoints"
+    checkpoints = open_checkpoints(directory, asynchronous=True, keep_last=2)
+    assert checkpoints.latest() is None
+    for step in (10, 20, 30):
+        checkpoints.save(step, put(numpy_state(step), mesh_of(4, 2)), {"at": step})
+    checkpoints.close()
+    files = fsspec.url_to_fs(directory, use_listings_cache=False)[0]
+    root = directory.removeprefix("s3://")
+    assert [path.rpartition("/")[2] for path in files.ls(root)] == ["0000000020", "0000000030"]
+    assert len(files.find(f"{root}/0000000030")) == CHUNKS + 9
+    group = zarr.open_group(f"{directory}/0000000030", mode="r")
+    assert group["weights/embed"][...].tobytes() == numpy_state(30).weights.embed.tobytes()
+
+    files.rm_file(f"{root}/0000000030/weights/embed/c.1.2")
+    checkpoints = open_checkpoints(directory)
+    step, state = checkpoints.restore(like(numpy_state(), mesh_of(2, 4)))
+    assert step == 20 and checkpoints.attributes(step) == {"at": 20}
+    assert_same_bits(state, numpy_state(20))
+    fault = f"checkpoint {directory}/0000000030 is damaged: weights/embed/c.1.2 is missing"
+    assert capsys.readouterr().err == f"passed over: {fault}\n"
+    checkpoints.save(30, put(numpy_state(31), mesh_of(4, 2)), {})
+    assert_same_bits(restore(directory, (1, 1))[1], numpy_state(31))
+    assert len(files.find(f"{root}/0000000030.damaged")) == CHUNKS + 8
+
+
+@pytest.mark.parametrize(
+    "fault", [*(pytest.param(fault, marks=pytest.mark.slow) for fault in ["500", "503", "cut"]), "cut answer"]
+)
+def test_a_store_that_fails_now_and_then(object_store, proxy, fault, record_property):  # noqa: F811
+    """When 30 % of the requests fail, at random, saving, restoring and deleting succeed, with the same bits."""
+    rng = random.Random(1)
+    proxy.fault = lambda method, path, count: fault if rng.random() < 0.3 else None
+    directory = f"{object_store}/checkpoints"
+    checkpoints = open_checkpoints(directory, keep_last=1, timeout_s=60, threads=8)
+    for step in (10, 20):
+        checkpoints.save(step, put(numpy_state(step), mesh_of(4, 2)), {})
+    step, state = open_checkpoints(directory, timeout_s=60).restore(like(numpy_state(), mesh_of(2, 4)))
+    proxy.fault = lambda *_: None
+    assert step == 20
+    assert_same_bits(state, numpy_state(20))
+    assert open_store(directory, 20).names() == ["0000000020"]
+    assert proxy.faults[fault] > 20
+    record_property(
+        "summary",
+        f"object store, {fault}: {proxy.faults[fault]} of {proxy.requests} requests failed, none of the operations",
+    )
+
+
+def test_a_request_that_hangs(object_store, proxy):  # noqa: F811
+    """A request that is never answered is given up after a third of the time, and tried again."""
+    hung = []
+
+    def fault(method, path, count):
+        if method == "PUT" and "embed/c.1.2" in path and not hung:
+            return hung.append(path) or "hang"
+
+    proxy.fault = fault
+    began = time.monotonic()
+    open_checkpoints(f"{object_store}/checkpoints", timeout_s=6).save(10, put(numpy_state(), mesh_of(4, 2)), {})
+    assert len(hung) == 1 and 2 <= time.monotonic() - began < 60
+    assert_same_bits(restore(f"{object_store}/checkpoints")[1], numpy_state())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["503", "cut"])
+def test_a_store_that_is_down(object_store, proxy, fault):  # noqa: F811
+    """When the store does not come back within the bound, the next step raises the object's path, the attempts and the cause; the checkpoint before stays."""
+    directory = f"{object_store}/checkpoints"
+    save(directory, 10)
+    proxy.fault = lambda method, path, count: fault if method == "PUT" and "0000000020/weights" in path else None
+    checkpoints = open_checkpoints(directory, asynchronous=True, timeout_s=3)
+    began = time.monotonic()
+    checkpoints.save(20, put(numpy_state(), mesh_of(4, 2)), {})
+    expected = rf"^{directory}/0000000020/weights/\S+ could not be written: TimeoutError: \d+ attempts in \d\.\d s failed, the last with \w+: "
+    with pytest.raises(RunError, match=expected):
+        checkpoints.close()
+    assert time.monotonic() - began < 30
+    proxy.fault = lambda *_: None
+    assert open_checkpoints(directory).latest() == 10
+    save(directory, 20)
+    assert open_checkpoints(directory).latest() == 20
+
+
+def test_what_is_refused_is_not_tried_again(object_store):  # noqa: F811
+    """A bucket that is not there, on which no attempt would have any effect, is reported at once."""
+    checkpoints = open_checkpoints("s3://there-is-no-such-bucket/a", timeout_s=600)
+    began = time.monotonic()
+    with pytest.raises(
+        RunError, match=r"^s3://there-is-no-such-bucket/a/0000000010/w/c.0 could not be written: FileNotFoundError: "
+    ):
+        checkpoints.save(10, {"w": jnp.zeros(4)}, {})
+    assert time.monotonic() - began < 60
+
+
+def test_threads_share_a_store(object_store):  # noqa: F811
+    """Many threads may use one store at the same time."""
+    store = open_store(f"{object_store}/a", 30)
+    threads = [threading.Thread(target=lambda i=i: store.write(f"x/{i}", b"%d" % i)) for i in range(20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {name: store.read(f"x/{name}") for name in store.names("x")} == {str(i): b"%d" % i for i in range(20)}
+    assert re.fullmatch(r"s3://\S+/a/x/3", store.path("x/3"))

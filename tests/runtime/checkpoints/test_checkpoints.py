@@ -1,0 +1,497 @@
+"""A run's checkpoints: nothing that is called complete is not, and whatever is lost, an older one is gone back to."""
+
+import os
+import re
+import resource
+import shutil
+import subprocess
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import zarr
+from checkpoint_state import (
+    CHUNKS,
+    assert_same_bits,
+    like,
+    mesh_of,
+    numpy_state,
+    open_checkpoints,
+    put,
+    restore,
+    save,
+)
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from runtime.checkpoints import writing as checkpoint_writing
+from runtime.checkpoints.store import LocalStore
+from runtime.terminal import RunError
+
+
+def names(directory):
+    return sorted(path.name for path in directory.iterdir())
+
+
+@pytest.fixture
+def writes(monkeypatch):
+    """Lets a test decide what happens to each write of a file: `writes.before = function(store, name, write)`."""
+
+    class Writes:
+        before = staticmethod(lambda store, name, write: write())
+
+    original = LocalStore.write
+
+    def intercepted(store, name, *parts):
+        Writes.before(store, name, lambda: original(store, name, *parts))
+
+    monkeypatch.setattr(LocalStore, "write", intercepted)
+    return Writes
+
+
+# ---- saving behind the steps -----------------------------------------------------------------------------------------
+
+
+def test_saving_returns_when_the_state_is_copied(tmp_path, writes):
+    """While no file can be written yet, `save` has returned, the arrays are overwritten by the next step, and what is saved is the old state."""
+    may_write = threading.Event()
+    writes.before = lambda store, name, write: (may_write.wait(), write())
+    step = jax.jit(lambda tree: jax.tree.map(lambda x: x * 0 - 1, tree), donate_argnums=0)
+    tree = {"w": jax.device_put(jnp.arange(64.0), NamedSharding(mesh_of(4, 2), P("d")))}
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
+    checkpoints = open_checkpoints(tmp_path, asynchronous=True)
+    stall_s = checkpoints.save(1, tree, {"is": "old"})
+    tree = step(tree)
+    jax.block_until_ready(tree)
+    checkpoints.raise_failure()
+    assert 0 < stall_s and not (tmp_path / "0000000001" / "zarr.json").exists()
+    may_write.set()
+    checkpoints.close()
+    restored = open_checkpoints(tmp_path).restore(shapes)[1]
+    np.testing.assert_array_equal(restored["w"], np.arange(64.0))
+
+
+def test_the_next_save_waits_for_the_one_before(tmp_path, writes):
+    """Never are two copies of the state in memory: the second save begins when the first is complete, and its stall includes the wait."""
+    began = []
+
+    def slow(store, name, write):
+        began.append(name[:10])
+        time.sleep(0.3 if name.endswith("step/c") else 0)
+        write()
+
+    writes.before = slow
+    checkpoints = open_checkpoints(tmp_path, asynchronous=True)
+    stalls = [checkpoints.save(step, put(numpy_state(), mesh_of(4, 2)), {}) for step in (1, 2)]
+    checkpoints.close()
+    assert began == sorted(began) and stalls[1] > 0.25 > stalls[0]
+    assert names(tmp_path) == ["0000000001", "0000000002"]
+
+
+@pytest.mark.parametrize("failing", ["w_q/c.2.3.1", "step/c", "embed/zarr.json", "0000000020/zarr.json"])
+def test_a_failure_behind_stops_at_the_next_step(tmp_path, writes, failing):
+    """Whichever write fails, the next step raises path and cause, once, and the checkpoint before stays the latest."""
+    save(tmp_path, 10)
+
+    def fail(store, name, write):
+        if name.endswith(failing):
+            raise OSError(5, "Input/output error")
+        write()
+
+    writes.before = fail
+    checkpoints = open_checkpoints(tmp_path, asynchronous=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint_writing, "MAX_CHUNK_BYTES", 64)  # many chunks are written after the one that fails
+        checkpoints.save(20, put(numpy_state(), mesh_of(4, 2)), {})
+        with pytest.raises(
+            RunError, match=rf"^{tmp_path}/\S*0000000020\S* could not be \w+: OSError: .*Input/output error"
+        ):
+            for _ in range(500):
+                checkpoints.raise_failure()
+                time.sleep(0.02)
+    checkpoints.raise_failure()
+    assert checkpoints.latest() == 10
+    checkpoints.close()
+
+
+def test_a_failure_is_raised_by_the_next_save_and_by_close(tmp_path, writes):
+    """Who asks for no failure gets it from the next save, and at the end from `close`: none is lost."""
+
+    def fail(store, name, write):
+        raise OSError(5, "Input/output error")
+
+    writes.before = fail
+    checkpoints = open_checkpoints(tmp_path, asynchronous=True)
+    state = put(numpy_state(), mesh_of(4, 2))
+    checkpoints.save(1, state, {})
+    with pytest.raises(RunError, match=r"0000000001/.* could not be written: OSError"):
+        checkpoints.save(2, state, {})
+    assert not (tmp_path / "0000000002").exists()
+    checkpoints.save(3, state, {})
+    with pytest.raises(RunError, match=r"0000000003/.* could not be written: OSError"):
+        checkpoints.close()
+
+
+# ---- what is complete ------------------------------------------------------------------------------------------------
+
+
+def test_no_checkpoints(tmp_path):
+    """A directory that is empty, or not there, has no latest step, and nothing to restore."""
+    for directory in (tmp_path, tmp_path / "nowhere"):
+        assert open_checkpoints(directory).latest() is None
+        with pytest.raises(RunError, match=f"^there is no complete checkpoint in {directory}$"):
+            restore(directory)
+
+
+def test_incomplete_ones_are_passed_over_and_named(tmp_path, capsys):
+    """The latest step is the newest complete one; newer ones without marker, metadata or group are named on stderr, once."""
+    for step in (20, 30):
+        save(tmp_path, step)
+    zarr.open_group(tmp_path / "0000000030", mode="r+").attrs["write_completed"] = False
+    (tmp_path / "0000000040").mkdir()
+    (tmp_path / "0000000050").mkdir()
+    (tmp_path / "0000000050" / "zarr.json").write_text('{"zarr_format": 3, "node_ty')
+    (tmp_path / "notes").mkdir()
+    checkpoints = open_checkpoints(tmp_path)
+    assert (
+        checkpoints.latest() == checkpoints.latest() == checkpoints.restore(like(numpy_state(), mesh_of(4, 2)))[0] == 20
+    )
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith(f"passed over: checkpoint {tmp_path}/0000000050 is damaged: zarr.json cannot be read (")
+    assert lines[1:] == [
+        f"passed over: checkpoint {tmp_path}/0000000040 was not written to its end",
+        f"passed over: checkpoint {tmp_path}/0000000030 was not written to its end",
+    ]
+    save(tmp_path, 60)
+    assert open_checkpoints(tmp_path).latest() == 60
+    assert capsys.readouterr().err == ""
+
+
+def test_a_checkpoint_that_cannot_be_opened_is_not_passed_over(tmp_path, monkeypatch):
+    """An error of the file system (here: permission) stops the run: passing over a good checkpoint could lose work."""
+    save(tmp_path, 20)
+
+    def denied(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(LocalStore, "read", denied)
+    with pytest.raises(RunError, match=r"0000000020 cannot be opened: PermissionError: \[Errno 13\] Permission denied"):
+        open_checkpoints(tmp_path).latest()
+
+
+def test_incomplete_is_not_restored(tmp_path):
+    """A step that is asked for and is incomplete, or not there, is refused."""
+    save(tmp_path, 20)
+    zarr.open_group(tmp_path / "0000000020", mode="r+").attrs["write_completed"] = False
+    checkpoints = open_checkpoints(tmp_path)
+    for step in (20, 21):
+        message = rf"^checkpoint {tmp_path}/00000000{step} was not written to its end$"
+        with pytest.raises(RunError, match=message):
+            checkpoints.restore(like(numpy_state(), mesh_of(4, 2)), step)
+        with pytest.raises(RunError, match=message):
+            checkpoints.attributes(step)
+
+
+def test_incomplete_is_replaced_and_complete_is_not(tmp_path):
+    """Saving a step again replaces an incomplete group whole, its stray files too; a complete one is refused."""
+    save(tmp_path, 20)
+    state = numpy_state(1)
+    with pytest.raises(RunError, match=r"0000000020 is already there and complete; remove it to save this step again"):
+        save(tmp_path, 20, state)
+    (tmp_path / "0000000020" / "zarr.json").unlink()
+    (tmp_path / "0000000020" / "stray").mkdir()
+    (tmp_path / "0000000020" / "stray" / "zarr.json").write_text("{}")
+    save(tmp_path, 20, state, mesh=(2, 4))
+    assert not (tmp_path / "0000000020" / "stray").exists()
+    assert_same_bits(restore(tmp_path, (1, 1))[1], state)
+
+
+@pytest.mark.parametrize("lost_when", ["at once", "later"])
+def test_a_write_that_is_silently_lost_is_found(tmp_path, writes, lost_when):
+    """A store that drops a chunk, or a part of it, and reports success gets no marker."""
+
+    def lose(store, name, write):
+        if lost_when == "at once" and name.endswith("embed/c.1.2"):
+            return
+        write()
+        if lost_when == "later" and name.endswith("step/c"):
+            os.truncate(tmp_path / name, 3)
+
+    writes.before = lose
+    message = {"at once": "weights/embed/c.1.2 is not there", "later": "counts/step/c has 3 bytes of 8"}[lost_when]
+    with pytest.raises(RunError, match=rf"0000000020/{message}. Do all hosts share this directory\?"):
+        save(tmp_path, 20)
+    assert open_checkpoints(tmp_path).latest() is None
+
+
+def test_everything_is_on_the_disk_before_the_marker(tmp_path, monkeypatch):
+    """Every file and directory of the group was fsynced before the root's zarr.json came to be, and its directories after."""
+    flushed, original = [], os.fsync
+    root = tmp_path / "0000000020" / "zarr.json"
+
+    def recording(descriptor):
+        original(descriptor)
+        flushed.append((os.readlink(f"/proc/self/fd/{descriptor}"), root.exists()))
+
+    monkeypatch.setattr(os, "fsync", recording)
+    save(tmp_path, 20)
+    before = {path.removesuffix(".part") for path, is_there in flushed if not is_there}
+    there = {str(path) for path in tmp_path.rglob("*")}
+    assert there <= before and str(root) in before
+    after = {path for path, is_there in flushed if is_there}
+    assert {str(tmp_path / "0000000020"), str(tmp_path), str(tmp_path.parent)} <= after
+
+
+# ---- falling back ----------------------------------------------------------------------------------------------------
+
+
+def test_every_file_in_turn_is_damaged(tmp_path, capsys, record_property):
+    """Each chunk and each metadata file is truncated, has a byte flipped, or is removed: each is found and named, and the one before is restored.
+
+    The damaged checkpoint is left as it is, the attributes are the older one's, and when all is as it was the newest is restored.
+    """
+    older, newer = numpy_state(1), numpy_state(2)
+    save(tmp_path, 10, older, {"skipped_steps": 1})
+    save(tmp_path, 20, newer, {"skipped_steps": 2})
+    newest = tmp_path / "0000000020"
+    files = sorted(path for path in newest.rglob("*") if path.is_file())
+    chunks = [file for file in files if file.name != "zarr.json"]
+    assert len(chunks) == CHUNKS and len(files) == CHUNKS + 9
+    shapes, found = like(numpy_state(), mesh_of(2, 2)), 0
+    for number, file in enumerate(files):
+        content = file.read_bytes()
+        for damage in ("truncated", "flipped", "removed"):
+            flipped = bytearray(content)
+            flipped[(7919 * number) % len(content)] ^= 1 << number % 8
+            if damage == "removed":
+                file.unlink()
+            else:
+                file.write_bytes(content[:-1] if damage == "truncated" else flipped)
+            checkpoints = open_checkpoints(tmp_path)
+            step, restored = checkpoints.restore(shapes)
+            assert step == checkpoints.latest() == 10, (file, damage)
+            assert_same_bits(restored, older)
+            assert checkpoints.attributes(step) == {"skipped_steps": 1}
+            error = capsys.readouterr().err
+            assert error.startswith(f"passed over: checkpoint {newest} ") and error.count("\n") == 1
+            if not (file == newest / "zarr.json"):
+                assert str(file.relative_to(newest)) in error
+            assert sorted(path for path in newest.rglob("*") if path.is_file()) == [f for f in files if f.exists()]
+            checkpoints.close()
+            file.write_bytes(content)
+            found += 1
+    assert_same_bits(restore(tmp_path, (4, 2))[1], newer)
+    record_property(
+        "summary",
+        f"checkpoint files damaged: {len(chunks)} chunks and {len(files) - len(chunks)} of metadata, three ways each: {found} of {3 * len(files)} found, each with a fallback",
+    )
+
+
+def test_the_one_that_was_passed_over_is_never_deleted(tmp_path, capsys):
+    """After falling back from 20 and 30 the run comes to both again: the damaged ones are moved aside, and retention leaves them alone."""
+    for step in (10, 20, 30):
+        save(tmp_path, step, numpy_state(step))
+    for step in (20, 30):
+        (tmp_path / f"00000000{step}" / "counts" / "step" / "c").write_bytes(b"damaged")
+    checkpoints = open_checkpoints(tmp_path, keep_last=1)
+    assert checkpoints.restore(like(numpy_state(), mesh_of(4, 2)))[0] == 10
+    checkpoints.save(15, put(numpy_state(15), mesh_of(4, 2)), {})
+    assert names(tmp_path) == ["0000000015", "0000000020", "0000000030"]
+    checkpoints.save(20, put(numpy_state(21), mesh_of(4, 2)), {})
+    assert names(tmp_path) == ["0000000020", "0000000020.damaged", "0000000030"]
+    assert checkpoints.latest() == 20
+    checkpoints.save(30, put(numpy_state(31), mesh_of(4, 2)), {})
+    assert names(tmp_path) == ["0000000020.damaged", "0000000030", "0000000030.damaged"]
+    assert (tmp_path / "0000000030.damaged" / "counts" / "step" / "c").read_bytes() == b"damaged"
+    assert "moved aside, to 0000000030.damaged: checkpoint" in capsys.readouterr().err
+    step, state = open_checkpoints(tmp_path).restore(like(numpy_state(), mesh_of(1, 1)))
+    assert step == 30
+    assert_same_bits(state, numpy_state(31))
+
+
+def test_none_reads_whole(tmp_path):
+    """When every checkpoint is damaged all faults are listed, and nothing is restored or begun anew."""
+    for step in (10, 20):
+        save(tmp_path, step)
+    (tmp_path / "0000000020" / "counts" / "step" / "c").unlink()
+    (tmp_path / "0000000010" / "zarr.json").write_text("")
+    expected = [
+        f"no checkpoint in {tmp_path} reads whole:",
+        f"checkpoint {tmp_path}/0000000020 is damaged: counts/step/c is missing",
+        f"checkpoint {tmp_path}/0000000010 is damaged: zarr.json cannot be read (Expecting value: line 1 column 1 (char 0))",
+    ]
+    checkpoints = open_checkpoints(tmp_path)
+    for look in (lambda: checkpoints.restore(like(numpy_state(), mesh_of(4, 2))), checkpoints.latest):
+        with pytest.raises(RunError) as error:
+            look()
+        assert str(error.value).splitlines() == expected
+
+
+# ---- retention -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "keep_last, keep_every, expected",
+    [
+        (None, None, [10, 20, 30, 40, 50, 60]),
+        (None, 30, [10, 20, 30, 40, 50, 60]),
+        (2, None, [50, 60]),
+        (1, 20, [20, 40, 60]),
+        (2, 30, [30, 50, 60]),
+        (9, 30, [10, 20, 30, 40, 50, 60]),
+    ],
+)
+def test_what_is_kept(tmp_path, keep_last, keep_every, expected):
+    """The newest `keep_last` and every multiple of `keep_every`; all where keep_last is None."""
+    checkpoints = open_checkpoints(tmp_path, asynchronous=True, keep_last=keep_last, keep_every=keep_every)
+    tree = {"w": jnp.zeros(4)}
+    for step in range(10, 61, 10):
+        checkpoints.save(step, tree, {})
+    checkpoints.close()
+    assert names(tmp_path) == [f"{step:010d}" for step in expected]
+
+
+def test_deletion_that_is_interrupted(tmp_path, monkeypatch):
+    """Killed at any moment of deleting, what is left is never taken for a checkpoint, the newest is complete, and the next save deletes the rest."""
+    tree = {"w": jnp.zeros(4), "x": jnp.zeros(4)}
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
+    for stop_at in (1, 2, 3, 4, 6, 8, 12):
+        directory = tmp_path / str(stop_at)
+        for step in (10, 20):
+            open_checkpoints(directory).save(step, tree, {})
+        done = 0
+
+        def interrupt(*arguments, original, stop_at=stop_at):
+            nonlocal done
+            done += 1
+            if done >= stop_at:
+                raise KeyboardInterrupt  # nothing of ours catches it, as nothing would run after a kill
+            return original(*arguments)
+
+        with monkeypatch.context() as patch:
+            for name in ("unlink", "rmdir"):  # rmtree's and ours
+                original = getattr(os, name)
+                patch.setattr(
+                    os, name, lambda *a, original=original, **k: interrupt(*a, original=lambda *b: original(*b, **k))
+                )
+            patch.setattr(shutil, "_use_fd_functions", False)
+            try:
+                open_checkpoints(directory, keep_last=1).save(30, tree, {})
+            except KeyboardInterrupt:
+                pass
+        left = [name for name in names(directory) if (directory / name / "zarr.json").exists()]
+        assert left in (
+            ["0000000010", "0000000020", "0000000030"],
+            ["0000000010", "0000000030"],
+            ["0000000020", "0000000030"],
+            ["0000000030"],
+        )
+        for name in left:
+            assert open_checkpoints(directory).restore(shapes, int(name))[0] == int(name)  # whole, or not there
+        open_checkpoints(directory, keep_last=1).save(40, tree, {})
+        assert names(directory) == ["0000000040"]
+
+
+def test_retention_leaves_alone_what_is_damaged(tmp_path):
+    """An older checkpoint whose metadata turn out to be damaged when others are deleted is neither counted nor deleted."""
+    tree = {"w": jnp.zeros(4)}
+    for step in (10, 20, 30):
+        open_checkpoints(tmp_path).save(step, tree, {})
+    (tmp_path / "0000000020" / "zarr.json").write_text("{")
+    open_checkpoints(tmp_path, keep_last=2).save(40, tree, {})
+    assert names(tmp_path) == ["0000000020", "0000000030", "0000000040"]
+
+
+def test_a_store_that_cannot_be_listed(tmp_path, monkeypatch):
+    """An error when looking for checkpoints is none that is read as "there are none"."""
+
+    def denied(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(LocalStore, "names", denied)
+    with pytest.raises(
+        RunError, match=rf"^{tmp_path} cannot be listed: PermissionError: \[Errno 13\] Permission denied$"
+    ):
+        open_checkpoints(tmp_path).latest()
+
+
+def test_a_deletion_that_fails_is_said(tmp_path, monkeypatch):
+    """The run is stopped with the path of what could not be deleted; the newer checkpoint is complete."""
+    tree = {"w": jnp.zeros(4)}
+    save_first = open_checkpoints(tmp_path)
+    save_first.save(10, tree, {})
+
+    def denied(*_):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(LocalStore, "remove", denied)
+    checkpoints = open_checkpoints(tmp_path, asynchronous=True, keep_last=1)
+    checkpoints.save(20, tree, {})
+    with pytest.raises(RunError, match=r"0000000010 could not be deleted: PermissionError: .*Operation not permitted"):
+        checkpoints.close()
+    assert open_checkpoints(tmp_path).latest() == 20
+
+
+# ---- disks that fill up ----------------------------------------------------------------------------------------------
+
+
+def big_state(mesh):
+    """4 MiB in 32 chunks of 128 KiB."""
+    return {"w": jax.device_put(np.ones((1024, 1024), np.float32), NamedSharding(mesh, P('d', 't')))}
+
+
+def test_a_write_that_the_kernel_cuts_short(tmp_path, monkeypatch):
+    """Files limited to 100 kB (RLIMIT_FSIZE, a real failing write): save raises, and there is no checkpoint."""
+    monkeypatch.setattr(checkpoint_writing, "MAX_CHUNK_BYTES", 2**17)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with pytest.raises(RunError, match=r"0000000020/w/c.\d+.\d+ could not be written: OSError: .* File too large"):
+            open_checkpoints(tmp_path).save(20, big_state(mesh_of(4, 2)), {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert open_checkpoints(tmp_path).latest() is None
+
+
+def test_a_full_disk(tmp_path, monkeypatch):
+    """On a file system with room for one checkpoint and a half (a real tmpfs) the second fails at the next step, says so, and leaves the first as it is.
+
+    When there is room the run goes on: the same step is saved.
+    """
+    monkeypatch.setattr(checkpoint_writing, "MAX_CHUNK_BYTES", 2**17)
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(disk)]
+    if os.getuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("a small file system cannot be mounted here (not root, or no tmpfs)")
+    try:
+        state = big_state(mesh_of(4, 2))
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+        checkpoints = open_checkpoints(disk / "checkpoints", asynchronous=True)
+        checkpoints.save(10, state, {})
+        checkpoints.save(20, state, {})
+        with pytest.raises(
+            RunError, match=r"0000000020/w/c.\d+.\d+ could not be written: OSError: .* No space left on device"
+        ):
+            checkpoints.close()
+        assert open_checkpoints(disk / "checkpoints").restore(shapes)[0] == 10
+        subprocess.run(["mount", "-o", "remount,size=10m", str(disk)], check=True)
+        open_checkpoints(disk / "checkpoints").save(20, state, {})
+        step, restored = open_checkpoints(disk / "checkpoints").restore(shapes)
+        assert step == 20
+        assert_same_bits(restored, state)
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_urls_that_cannot_be_opened():
+    """A protocol that nobody knows is an error that says so; one whose package is missing names the pip command."""
+    with pytest.raises(RunError, match=r"^nosuch://a/b cannot be opened: Protocol not known: nosuch"):
+        open_checkpoints("nosuch://a/b")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(__import__("sys").modules, "gcsfs", None)
+        with pytest.raises(RunError, match=re.escape("gs://a/b cannot be opened: ") + ".*Fix: pip install gcsfs$"):
+            open_checkpoints("gs://a/b")

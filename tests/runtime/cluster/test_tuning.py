@@ -1,0 +1,80 @@
+"""What is set before JAX starts: programs on disk, XLA's options, memory that stays."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+
+from runtime.cluster.tuning import OPTIONS, options
+
+COUNT = """
+import sys, jax
+misses = []
+jax.monitoring.register_event_listener(lambda name, **_: name.endswith("/cache_misses") and misses.append(name))
+hits = []
+jax.monitoring.register_event_listener(lambda name, **_: name.endswith("/cache_hits") and hits.append(name))
+import train
+from runtime.config.command_line import run
+sys.argv = ["train", *sys.argv[1:]]
+try:
+    run(train.main, train.Config)
+finally:
+    print("missed", len(misses), "found", len(hits))
+"""
+SMALL = "model.d_model=32 model.n_kv=2 model.d_head=8 model.d_ff=64 training.tokens.batch=8 training.tokens.len=16"
+
+
+def test_a_second_start_compiles_nothing(tmp_path):
+    """The same configuration in another run folder finds every program that the first start compiled: those that initialize,
+    train and validate, each once."""
+    counts = []
+    for name in ("first", "second"):
+        given = f"{SMALL} training.steps=2 training.steps_for_lr=2 training.warmup_steps=1 validation_batches=3"
+        environment = {
+            **os.environ,
+            "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "programs"),
+            "JAX_ENABLE_COMPILATION_CACHE": "1",
+        }
+        command = [sys.executable, "-c", COUNT, *given.split(), f"paths.root_working_dir={tmp_path}"]
+        done = subprocess.run(
+            [*command, f"paths.model_name={name}"], capture_output=True, text=True, env=environment, timeout=300
+        )
+        assert done.returncode == 0, done.stderr
+        _, missed, _, found = done.stdout.splitlines()[-1].split()
+        counts.append((int(missed), int(found)))
+    (compiled, _), (again, found) = counts
+    assert compiled == 3 and again == 0 and found == 3
+
+
+@dataclasses.dataclass
+class Device:
+    platform: str
+    device_kind: str
+
+
+V5P, V5E = Device("tpu", "TPU v5"), Device("tpu", "TPU v5 lite")
+
+
+def test_options_are_of_the_platform_and_the_kind_of_device():
+    """Gathers are fused with products on TPU v5e alone, which has no SparseCores: libtpu 0.0.48 refuses that elsewhere."""
+    assert options(Device("cpu", "cpu")) == {} and options(Device("gpu", "NVIDIA H200")) == OPTIONS["gpu"]
+    assert options(V5P) == OPTIONS["tpu"] and options(V5E) == OPTIONS["tpu"] | OPTIONS["TPU v5 lite"]
+    assert "xla_tpu_enable_async_collective_fusion" in options(V5E).keys() - options(V5P).keys()
+
+
+def test_what_the_user_sets_wins(monkeypatch, tmp_path):
+    """An option that stands in LIBTPU_INIT_ARGS, in XLA_FLAGS or in the file that this names, with a value, alone or as
+    --no…, is left to the user; one with a longer name is another."""
+    name = next(iter(OPTIONS["tpu"]))
+    without = {other: value for other, value in OPTIONS["tpu"].items() if other != name}
+    (tmp_path / "flags").write_text(f"--other=1\n--{name}\n")
+    for variable, value, left in [
+        ("LIBTPU_INIT_ARGS", f"--{name}=false", without),
+        ("LIBTPU_INIT_ARGS", f"--no{name} --other", without),
+        ("XLA_FLAGS", f"--{name}_and_more=true", OPTIONS["tpu"]),
+        ("XLA_FLAGS", str(tmp_path / "flags"), without),
+        ("XLA_FLAGS", str(tmp_path / "nowhere"), OPTIONS["tpu"]),
+    ]:
+        with monkeypatch.context() as patch:
+            patch.setenv(variable, value)
+            assert options(V5P) == left, value

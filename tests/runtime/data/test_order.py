@@ -1,0 +1,149 @@
+"""The order of rows: permutations that are computed, how well they shuffle, and patterns that mix sources by weight."""
+
+import numpy as np
+import pytest
+from ragged import assert_refuses
+
+from runtime.data.order import LONGEST_PATTERN, Interleaving, Order, permute
+
+
+@pytest.mark.parametrize(
+    "rows, rows_per_block, blocks", [(1, 1, 1), (2, 3, 1), (17, 4, 2), (100, 3, 5), (101, 8, 3), (64, 200, 1)]
+)
+def test_order(rows, rows_per_block, blocks):
+    """Buffers follow one another without gaps, hold whole blocks, and a position's buffer is found without walking there."""
+    order = Order(rows, rows_per_block, blocks, seed=7)
+    for epoch in range(4):
+        seen = []
+        for buffer in range(order.buffers):
+            first, here = order.rows_of(epoch, buffer)
+            assert first == len(seen) and len(here)
+            assert {order.buffer_of(epoch, first + place) for place in range(len(here))} == {buffer}
+            assert len({row // rows_per_block for row in here.tolist()}) <= blocks
+            seen += here.tolist()
+        assert sorted(seen) == list(range(rows))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 16, 17, 1000, 4097])
+def test_permute(size):
+    """It is a permutation, its inverse undoes it, and other keys give others."""
+    whole = np.arange(size)
+    there = permute(whole, size, (0, 1))
+    np.testing.assert_array_equal(np.sort(there), whole)
+    np.testing.assert_array_equal(permute(there, size, (0, 1), inverse=True), whole)
+    np.testing.assert_array_equal(permute(whole[size // 2 :], size, (0, 1)), there[size // 2 :])
+    if size > 10:
+        assert (permute(whole, size, (0, 2)) != there).mean() > 0.5
+
+
+def test_permute_is_fair():
+    """Over many keys, each index goes to each place about equally often."""
+    counts = np.zeros((17, 17))
+    for key in range(1700):
+        counts[np.arange(17), permute(np.arange(17), 17, (key,))] += 1
+    assert 0.7 < ((counts - 100) ** 2 / 100).sum() / 16**2 < 1.3
+    big = permute(np.arange(3) + 10**12, 10**13, (0,))  # nothing of the size is stored
+    assert len(set(big.tolist())) == 3 and (big < 10**13).all()
+
+
+# ---------------------------------------------------------------- how well it shuffles
+
+
+def epoch_of(order, epoch=0):
+    return np.concatenate([order.rows_of(epoch, buffer)[1] for buffer in range(order.buffers)])
+
+
+def distances(stream):
+    """How far apart in the stream rows end up that are neighbours in the data."""
+    place = np.empty(len(stream), np.int64)
+    place[stream] = np.arange(len(stream))
+    return np.abs(np.diff(place))
+
+
+def test_neighbours_end_up_apart():
+    """With the default sizes, rows that follow one another in the data end up thousands of rows apart, unlike unshuffled (1), and in
+    another buffer only across a block's edge; a full shuffle puts them a third of the whole apart. Whole blocks go anywhere."""
+    rows = 2**20
+    order = Order(rows, 128, 64, seed=0)
+    stream = epoch_of(order)
+    apart, full = distances(stream), distances(np.random.default_rng(0).permutation(rows))
+    assert (
+        2300 < np.median(apart) < 2500
+    )  # of the buffer's 8192 rows, the median distance of two drawn at random is 2399
+    assert 0.28 * rows < np.median(full) < 0.31 * rows
+    # Within 64 rows of its neighbour, the size of a batch: once in 64 rows, and of a full shuffle never to speak of.
+    assert np.mean(apart <= 64) < 1 / 60 and np.mean(full <= 64) < 1 / 5000
+    # The first rows of neighbouring blocks are as far apart as in a full shuffle.
+    place = np.empty(rows, np.int64)
+    place[stream] = np.arange(rows)
+    blocks = np.abs(np.diff(place[::128]))
+    assert 0.26 * rows < np.median(blocks) < 0.33 * rows
+
+
+def test_batches_mix_the_whole_data():
+    """A batch of 64 rows comes from about 41 of its buffer's 64 blocks, which lie anywhere: the mean row of batches spreads as a full shuffle's would with 41 rows."""
+    rows, batch = 2**20, 64
+    batches = epoch_of(Order(rows, 128, 64, seed=1)).reshape(-1, batch)
+    blocks = np.mean([len(set((one // 128).tolist())) for one in batches[::64]])
+    assert 40 < blocks < 41.5  # 64 · (1 - (1 - 1/64)^64) = 40.6
+    within = batches.std(axis=1).mean() / rows
+    assert abs(within - 12**-0.5) < 0.01  # the spread of numbers drawn at random from all rows
+
+
+def test_epochs_are_independent():
+    """What follows a row in one epoch does not in the next, more often than chance would have it."""
+    order = Order(2**14, 16, 8, seed=3)
+    first, second = epoch_of(order, 0), epoch_of(order, 1)
+    followers = dict(zip(first[:-1].tolist(), first[1:].tolist()))
+    same = sum(followers.get(a) == b for a, b in zip(second[:-1].tolist(), second[1:].tolist()))
+    assert same < 2**14 / 128 * 3  # within a block and buffer a follower is one of 128 rows' chance
+
+
+def test_start_up_costs_nothing():
+    """Any place of 10¹³ rows is reached without walking there or holding anything of that size."""
+    order = Order(10**13, 128, 64, seed=0)
+    first, rows = order.rows_of(epoch=3, buffer=10**9)
+    assert order.buffer_of(3, first) == 10**9 and len(set(rows.tolist())) == 8192 and rows.max() < 10**13
+
+
+# ---------------------------------------------------------------- mixtures
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [[1.0], [0.7, 0.3], [1, 1, 1], [5, 2, 1], [0.5, 0.25, 0.125, 0.125], [0.98, 0.01, 0.01], [3.7, 0.29, 1.01, 2]],
+)
+def test_shares_are_exact(weights):
+    """Among the first n rows, for every n, each source has n times its share to within one row, and exactly so in the long run."""
+    mixture = Interleaving(weights)
+    period = int(mixture.shares.sum())
+    source, ordinal = mixture.at(np.arange(3 * period))
+    for index, weight in enumerate(weights):
+        taken = np.cumsum(source == index)
+        expected = np.arange(1, 3 * period + 1) * (weight / sum(weights))
+        assert np.abs(taken - expected).max() < 1
+        assert abs(taken[-1] - expected[-1]) < 1e-6
+        np.testing.assert_array_equal(ordinal[source == index], np.arange(taken[-1]))
+        np.testing.assert_array_equal(mixture.rows_of(index, np.arange(taken[-1])), np.flatnonzero(source == index))
+        assert [mixture.counts(n)[index] for n in (0, 1, period - 1, 2 * period + 1)] == [
+            np.sum(source[:n] == index) for n in (0, 1, period - 1, 2 * period + 1)
+        ]
+
+
+def test_weights_are_decimals():
+    """0.7 and 0.3 are 7 and 3 of 10, as written, not what binary numbers make of them; a place in the far future costs the same."""
+    mixture = Interleaving([0.7, 0.3])
+    assert mixture.shares.tolist() == [7, 3]
+    source, ordinal = mixture.at(np.array([10**15]))
+    assert source.tolist() == [0] and ordinal.tolist() == [7 * 10**14]
+    assert mixture.counts(10**15).tolist() == [7 * 10**14, 3 * 10**14]
+
+
+def test_odd_weights_are_rounded():
+    """Weights without a short pattern are rounded to multiples of 1/65536 of their sum; one that would vanish is refused."""
+    weights = [0.333333, 0.1234567, 0.5]
+    mixture = Interleaving(weights)
+    assert mixture.shares.sum() == LONGEST_PATTERN
+    assert np.abs(mixture.shares / LONGEST_PATTERN - np.array(weights) / sum(weights)).max() < 1 / LONGEST_PATTERN
+    message = "mixture[1].weight = 1e-06 is too small: expected at least 1/65536 of the sum of all weights"
+    assert_refuses(message, Interleaving, [1.0, 1e-6])

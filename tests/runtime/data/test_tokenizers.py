@@ -1,0 +1,332 @@
+"""runtime/data/tokenizers.py: ids and text there and back, what stands before a sequence, chats against transformers, and what is refused."""
+
+import json
+
+import numpy as np
+import pytest
+import zarr
+from ragged import assert_refuses
+
+from runtime.data.tokenizers import (
+    EXPECTED,
+    ChatError,
+    Tokenizer,
+    load_dataset_tokenizer,
+    load_tokenizer,
+    save_dataset_tokenizer,
+    train_bpe,
+)
+
+TEXTS = ["", "Hi!", "Grüße, 你好 🎉\r\n\ttab  two", "\x00\x7f\u2028", "The quick brown fox. " * 20]
+# The assistant's turns are marked by the template itself, or found as what they add to the chat before.
+HEADER = "{% for m in messages %}<|{{ m.role }}|>\n"
+MARKED = (
+    HEADER
+    + "{% if m.role == 'assistant' %}{% generation %}{{ m.content | trim }}<|end|>{% endgeneration %}{% else %}{{ m.content }}<|end|>{% endif %}\n{% endfor %}"
+)
+UNMARKED = (
+    "{{ bos_token }}"
+    + HEADER
+    + "{{ m.content | trim }}<|end|>\n{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Grüße! 1 + 1?"},
+    {"role": "assistant", "content": "2 – 二 "},
+    {"role": "user", "content": "Sure?", "name": None},
+    {"role": "assistant", "content": "Yes."},
+]
+
+
+@pytest.fixture(scope="module")
+def bpe():
+    return train_bpe(iter(TEXTS * 3), 290)
+
+
+@pytest.fixture
+def stored(tmp_path, bpe):
+    """A folder as transformers saves one, of a tokenizer with holes in its ids."""
+    content = json.loads(bpe.json)
+    special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    for id, token in ((1000, "<|begin|>"), (1001, "<|end|>")):
+        content["model"]["vocab"][token] = id
+        content["added_tokens"].append({"id": id, "content": token, **special})
+    folder = tmp_path / "stored"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": {"content": "<|begin|>"},
+        "eos_token": "<|end|>",
+        "pad_token": None,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "chat_template.jinja").write_text(UNMARKED)
+    return folder
+
+
+# ---------------------------------------------------------------- there and back
+
+
+def test_bytes():
+    """An id is its byte plus 1, and 0 stands before a sequence; ids come back as the text that they were."""
+    tokenizer = load_tokenizer("bytes_utf8")
+    batch = tokenizer.encode_batch(TEXTS)
+    for text, ids in zip(TEXTS, batch):
+        assert ids.dtype == np.uint32 and ids.tolist() == [byte + 1 for byte in text.encode()]
+        assert tokenizer.decode(ids) == text
+    assert (tokenizer.vocab, tokenizer.bos_id, tokenizer.name) == (257, 0, "bytes_utf8")
+    assert tokenizer.decode([0, 73, 256, 300, 106]) == "H\ufffdi"  # no byte, no byte of UTF-8, no byte
+
+
+def test_trained_bpe(bpe):
+    """A byte-level BPE takes any text and gives it back; the same texts train the same one; it is a tokenizer.json of `tokenizers`."""
+    import tokenizers
+
+    assert bpe.vocab == 290 and bpe.bos_id == 0
+    backend = tokenizers.Tokenizer.from_str(bpe.json)
+    unseen = [*TEXTS, "Wörter, die nie vorkamen: ḁ", "<|endoftext|>"]
+    for text, ids in zip(unseen, bpe.encode_batch(unseen)):
+        assert ids.dtype == np.uint32 and ids.tolist() == backend.encode(text).ids
+        assert bpe.decode(ids) == text
+    for _ in range(3):
+        assert train_bpe(iter(TEXTS * 3), 290).json == bpe.json
+
+
+def test_loaded_from_files(stored, bpe):
+    """A tokenizer.json, and a folder that holds one, with what stands beside it; ids may have holes, truncation is off."""
+    content = json.loads((stored / "tokenizer.json").read_text())
+    content["truncation"] = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+    (stored / "tokenizer.json").write_text(json.dumps(content))
+    for name in (str(stored), str(stored / "tokenizer.json")):
+        tokenizer = load_tokenizer(name)
+        assert (tokenizer.name, tokenizer.bos_id, tokenizer.vocab) == (name, 1000, 1002)
+        assert tokenizer.chat_template == UNMARKED and tokenizer.special_tokens == {
+            "bos_token": "<|begin|>",
+            "eos_token": "<|end|>",
+        }
+        for text, ids in zip(TEXTS, tokenizer.encode_batch(TEXTS)):
+            np.testing.assert_array_equal(ids, bpe.encode_batch([text])[0])
+            assert tokenizer.decode(ids) == text
+    assert load_tokenizer(str(stored), bos_id=7, chat_template="x").bos_id == 7
+    assert tokenizer.decode([1000, 5000, -1, *tokenizer.encode_batch(["Hi"])[0]]) == "<|begin|>Hi"
+
+
+def test_loaded_by_transformers(tmp_path, stored):
+    """A folder without tokenizer.json is converted as transformers does it, to the same ids."""
+    import transformers
+
+    folder = tmp_path / "gpt2"
+    folder.mkdir()
+    model = json.loads((stored / "tokenizer.json").read_text())["model"]
+    (folder / "vocab.json").write_text(json.dumps(model["vocab"]))
+    (folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(" ".join(pair) for pair in model["merges"]))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
+    tokenizer, theirs = load_tokenizer(str(folder)), transformers.AutoTokenizer.from_pretrained(folder)
+    assert [ids.tolist() for ids in tokenizer.encode_batch(TEXTS)] == [theirs(text)["input_ids"] for text in TEXTS]
+    assert tokenizer.bos_id == theirs.bos_token_id == 0
+
+
+def test_loaded_by_name(tmp_path, stored, monkeypatch):
+    """A name on the hub is taken from the hub's cache, where it is, without a network; else the reason is said."""
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    repository = tmp_path / "cache" / "models--some--one"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("abc")
+    (repository / "snapshots").mkdir()
+    stored.rename(repository / "snapshots" / "abc")
+    assert load_tokenizer("some/one").bos_id == 1000
+    (repository / "snapshots" / "abc" / "chat_template.jinja").unlink()
+    assert load_tokenizer("some/one").chat_template == ""
+    assert_refuses(f"the tokenizer no/where cannot be loaded (…): {EXPECTED}", load_tokenizer, "no/where")
+    assert_refuses(f"the tokenizer no where cannot be loaded (…): {EXPECTED}", load_tokenizer, "no where")
+
+
+@pytest.mark.parametrize(
+    "settings, post_processor, bos",
+    [
+        ({"bos_token": "Hi"}, ["!", "i"], "Hi"),
+        ({"eos_token": "Hi"}, ["!", "i"], "!"),
+        ({"eos_token": "Hi"}, [], "<|endoftext|>"),
+        ({"eos_token": "Hi", "no": "<|endoftext|>"}, [], "Hi"),
+    ],
+)
+def test_what_stands_before(tmp_path, settings, post_processor, bos):
+    """The bos token; else what the tokenizer puts first itself; else <|endoftext|>; else the end token."""
+    import tokenizers
+
+    tokens = [token for token in ["!", "i", "Hi", "<|endoftext|>"] if token != settings.get("no")]
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({token: id for id, token in enumerate(tokens)}, "!"))
+    if post_processor:
+        first, last = post_processor
+        pairs = [(token, tokens.index(token)) for token in post_processor]
+        backend.post_processor = tokenizers.processors.TemplateProcessing(f"{first} $A {last}", special_tokens=pairs)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert load_tokenizer(str(tmp_path)).bos_id == tokens.index(bos)
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+def test_refused(tmp_path):
+    """Each tokenizer that cannot be had says why, in a line, and what was expected."""
+    assert_refuses(f"there is no tokenizer ./nowhere: {EXPECTED}", load_tokenizer, "./nowhere")
+    assert_refuses(f"there is no tokenizer x.json: {EXPECTED}", load_tokenizer, "x.json")
+    path = tmp_path / "tokenizer.json"
+    path.write_text("{}")
+    assert_refuses(f"the tokenizer {path} cannot be read (…): {EXPECTED}", load_tokenizer, str(path))
+    path.write_bytes(b"\xff")
+    assert_refuses(f"the tokenizer {path} cannot be loaded (…): {EXPECTED}", load_tokenizer, str(path))
+    (tmp_path / "empty").mkdir()
+    assert_refuses(
+        f"the tokenizer {tmp_path}/empty cannot be loaded (…): {EXPECTED}", load_tokenizer, str(tmp_path / "empty")
+    )
+    word_level = {"type": "WordLevel", "vocab": {"a": 0, "b": 2**31}, "unk_token": "a"}
+    path.write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": word_level}))
+    assert_refuses(
+        f"the tokenizer {path} names no token that stands before a text: say bos_id=..., an id that is no part of texts",
+        load_tokenizer,
+        str(path),
+    )
+    with pytest.raises(
+        Exception, match="expected ids up to 2147483647: flat-tokens data sets keep one bit of 32"
+    ) as error:
+        load_tokenizer(str(path), bos_id=0)
+    assert str(error.value).startswith(f"the tokenizer {path} has the id 2147483648, ")
+
+
+def test_missing_packages(monkeypatch, bpe, stored):
+    """A package that is not installed is named, with the command that installs it."""
+    for package, call in [
+        ("tokenizers", lambda: load_tokenizer(str(stored))),
+        ("tokenizers", lambda: train_bpe(TEXTS, 300)),
+        ("huggingface_hub", lambda: load_tokenizer("some/one")),
+        ("jinja2", lambda: load_tokenizer(str(stored)).encode_chat(CHAT)),
+    ]:
+        with monkeypatch.context() as patch:
+            patch.setitem(__import__("sys").modules, package, None)
+            message = f"… needs the package {package}, which is not installed: pip install -r requirements-text.txt"
+            assert_refuses(message, call)
+
+
+# ---------------------------------------------------------------- within a data set
+
+
+@pytest.mark.parametrize("url", [False, True])
+def test_kept_in_a_data_set(tmp_path, bpe, stored, url):
+    """A data set gives back the tokenizer that was put in, by a folder or by a URL; and None if it has none."""
+    path = "memory://kept.zarr" if url else str(tmp_path / "kept.zarr")
+    zarr.open_group(path, mode="w")
+    assert load_dataset_tokenizer(path) is None
+    for tokenizer in (bpe, load_tokenizer(str(stored)), load_tokenizer("bytes_utf8")):
+        save_dataset_tokenizer(path, tokenizer)
+        found = load_dataset_tokenizer(path)
+        assert found == tokenizer and found.vocab == tokenizer.vocab
+        np.testing.assert_array_equal(
+            np.concatenate(found.encode_batch(TEXTS)), np.concatenate(tokenizer.encode_batch(TEXTS))
+        )
+
+
+def test_damaged_in_a_data_set(tmp_path, bpe):
+    """A data set whose tokenizer was changed or lost says so."""
+    path = tmp_path / "kept.zarr"
+    assert_refuses(f"the tokenizer of the data set {path} cannot be read (…)", load_dataset_tokenizer, path)
+    group = zarr.open_group(path, mode="w")
+    save_dataset_tokenizer(path, bpe)
+    group["tokenizer_json"][3] = 0
+    assert_refuses(
+        f"tokenizer_json of {path} is not what was written (its sha256 differs): copy the data set again",
+        load_dataset_tokenizer,
+        path,
+    )
+    del group["tokenizer_json"]
+    assert_refuses(
+        f"the tokenizer of the data set {path} cannot be read (KeyError: 'tokenizer_json')",
+        load_dataset_tokenizer,
+        path,
+    )
+
+
+# ---------------------------------------------------------------- chats
+
+
+def theirs(stored, template, **options):
+    import transformers
+
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(stored / "tokenizer.json"), bos_token="<|begin|>", eos_token="<|end|>"
+    )
+    return tokenizer.apply_chat_template(CHAT, chat_template=template, return_dict=True, **options)
+
+
+def test_chat_with_marks_equals_transformers(stored):
+    """Where the template marks the assistant's turns, ids and targets are those of transformers, token by token."""
+    expected = theirs(stored, MARKED, return_assistant_tokens_mask=True)
+    ids, is_target = load_tokenizer(str(stored), chat_template=MARKED).encode_chat(CHAT)
+    assert ids.tolist() == expected["input_ids"] and is_target.tolist() == [
+        bool(each) for each in expected["assistant_masks"]
+    ]
+
+
+@pytest.mark.parametrize("name", ["bytes_utf8", "stored"])
+def test_chat_without_marks(stored, name):
+    """Where it marks nothing, the targets are exactly what follows the header of an answer; a leading bos is not kept."""
+    tokenizer = load_tokenizer(name if name == "bytes_utf8" else str(stored), chat_template=UNMARKED)
+    ids, is_target = tokenizer.encode_chat(CHAT)
+    if name == "stored":
+        assert theirs(stored, UNMARKED)["input_ids"] == [1000, *ids.tolist()]
+    expected = "<|system|>\nBe brief.<|end|>\n<|user|>\nGrüße! 1 + 1?<|end|>\n<|assistant|>\n2 – 二<|end|>\n<|user|>\nSure?<|end|>\n<|assistant|>\nYes.<|end|>\n"
+    assert tokenizer.decode(ids) == expected
+    turns = np.split(np.arange(len(ids)), np.flatnonzero(np.diff(is_target.astype(int))) + 1)
+    turns = [(bool(is_target[turn[0]]), tokenizer.decode(ids[turn])) for turn in turns]
+    assert turns == [
+        (False, "<|system|>\nBe brief.<|end|>\n<|user|>\nGrüße! 1 + 1?<|end|>\n<|assistant|>\n"),
+        (True, "2 – 二<|end|>\n"),
+        (False, "<|user|>\nSure?<|end|>\n<|assistant|>\n"),
+        (True, "Yes.<|end|>\n"),
+    ]
+
+
+def test_chat_that_the_assistant_begins():
+    """The header of a first answer is no target either."""
+    tokenizer = load_tokenizer("bytes_utf8", chat_template=UNMARKED)
+    ids, is_target = tokenizer.encode_chat(CHAT[2:3])
+    assert (
+        tokenizer.decode(ids[~is_target]) == "<|assistant|>\n" and tokenizer.decode(ids[is_target]) == "2 – 二<|end|>\n"
+    )
+
+
+FORGETFUL = "{% for m in messages %}<{{ m.role }}>{% if loop.last %}(last){% endif %}{{ m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "messages, template, message",
+    [
+        ("text", UNMARKED, 'the messages are str, expected a list of {"role": ..., "content": ...}'),
+        ([], UNMARKED, 'the messages are empty, expected a list of {"role": ..., "content": ...}'),
+        ([{"content": "x"}], UNMARKED, 'message 0 has no role, expected a list of {"role": ..., "content": ...}'),
+        (
+            [{"role": "user", "content": None}],
+            UNMARKED,
+            'message 0 has no text as its content, expected a list of {"role": ..., "content": ...}',
+        ),
+        (CHAT[:2], UNMARKED, "no message is the assistant's, so there is nothing to learn"),
+        (CHAT, "{{ raise_exception('no system') }}", "the chat template does not take the messages (no system)"),
+        (
+            CHAT,
+            FORGETFUL,
+            "the chat template writes the chat up to message 2 differently from the same part of the whole chat, so it is not known what "
+            "the assistant wrote: give a chat_template that marks it with {% generation %}",
+        ),
+    ],
+)
+def test_chats_that_are_refused(messages, template, message):
+    """What is no chat, and a template that cannot tell whose words are whose."""
+    tokenizer = Tokenizer(name="bytes_utf8", bos_id=0, chat_template=template)
+    with pytest.raises(ChatError) as error:
+        tokenizer.encode_chat(messages)
+    assert str(error.value) == message

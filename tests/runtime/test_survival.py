@@ -1,0 +1,604 @@
+"""A run that is killed, asked to stop, started twice, changed or fed bad numbers: what is kept, and how it goes on."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import fsspec
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import zarr
+from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import SingleDeviceSharding
+
+import train
+from runtime import run as runtime_run
+from runtime.checkpoints import lock
+from runtime.checkpoints.lock import Ownership
+from runtime.config import resume
+from runtime.config.command_line import load, run
+from runtime.data.flat_tokens import write_split
+from runtime.data.sources import open_data
+from runtime.run import Run
+from runtime.terminal import RunError
+from runtime.tracking.bad_steps import BadSteps
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = [
+    "model.d_model=32", "model.n_kv=4", "model.d_head=8", "model.d_ff=64", "model.layers=1", "training.tokens.batch=16",
+    "training.tokens.len=32", "training.steps=12", "training.warmup_steps=2", "training.steps_for_lr=12",
+    "training.learning_rate=0.01", "checkpoint_interval=4", "eval_interval=12", "log_interval=1", "model.vocab=128",
+    "mesh.d=2", "mesh.t=1",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """The overrides of a run of 12 steps, on a data set of 20, that saves after 4, 8 and 12."""
+    path = tmp_path_factory.mktemp("data") / "tiny.zarr"
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 200), ("validation", 20)):
+        write_split(path, split, [rng.integers(1, 128, rng.integers(1, 104)) for _ in range(count)])
+    return [*TINY, f"flat_tokens.filespec={path}"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_once(tmp_path_factory):
+    """Runs of the same program, here and in processes of their own, share what is compiled."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
+        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+        before = jax.config.jax_compilation_cache_dir, jax.config.jax_persistent_cache_min_compile_time_secs
+        jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        compilation_cache.reset_cache()
+        yield
+        jax.config.update("jax_compilation_cache_dir", before[0])
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", before[1])
+        compilation_cache.reset_cache()
+
+
+def without_pictures(folder):
+    """A run folder that looks as if it had a profile and a picture of the step already: half of a tiny run's time goes
+    into these."""
+    (folder / "profile").mkdir(parents=True)
+    (folder / "step.svg").touch()
+
+
+@pytest.fixture
+def start(tiny, monkeypatch, tmp_path):
+    """Runs as `python -m train <tiny> <overrides>` would, in the folder tmp_path/run; returns the exit status."""
+
+    without_pictures(tmp_path / "run")
+
+    def run_train(*overrides):
+        where = [f"paths.root_working_dir={tmp_path}", "paths.model_name=run"]
+        monkeypatch.setattr(sys, "argv", ["train", *tiny, *where, *overrides])
+        try:
+            run(train.main, train.Config)
+        except SystemExit as stop:
+            return stop.code
+        return 0
+
+    return run_train
+
+
+@pytest.fixture(scope="module")
+def whole(tiny, tmp_path_factory):
+    """The folder of a run that was never disturbed."""
+    folder = tmp_path_factory.mktemp("whole")
+    without_pictures(folder / "run")
+    where = [f"paths.root_working_dir={folder}", "paths.model_name=run"]
+    train.main(load(train.Config, "local_test_synthetic", [*tiny, *where]))
+    return folder / "run"
+
+
+def records(folder):
+    """The whole lines of metrics.jsonl."""
+    try:
+        lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    except FileNotFoundError:
+        return []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def losses(folder):
+    return [(record["step"], record["loss"]) for record in records(folder) if "loss" in record]
+
+
+def wait_for_step(folder, step, process=None):
+    """Returns when a run's process has logged the step."""
+    end = time.monotonic() + 300
+    while not any(number >= step for number, _ in losses(folder)):
+        assert time.monotonic() < end and (process is None or process.poll() is None)
+        time.sleep(0.001)
+
+
+def checkpoints(folder):
+    return sorted(path.name for path in (folder / "checkpoints").iterdir() if path.name.isdigit())
+
+
+# ---- killed, and asked to stop ---------------------------------------------------------------------------------------
+
+
+def test_a_killed_run_goes_on_bit_for_bit(tiny, whole, start, tmp_path, capsys):
+    """SIGKILL after step 9 or so, in a process of its own, most likely in a save: started again, all losses are those
+    of the run that was left alone."""
+    where = [f"paths.root_working_dir={tmp_path}", "paths.model_name=run"]
+    process = subprocess.Popen([sys.executable, "-m", "train", *tiny, *where], cwd=ROOT, stdout=subprocess.DEVNULL)
+    try:
+        wait_for_step(tmp_path / "run", 9, process)  # so that the checkpoint of step 4 is complete
+    finally:
+        process.kill()
+        process.wait()
+    assert (tmp_path / "run" / lock.NAME).exists()  # left behind: the owner is dead, its lock is gone
+    assert start() == 0
+    assert losses(tmp_path / "run") == losses(whole)
+    assert re.search(r"going on after step (4|8) of 12\n", capsys.readouterr().out)
+
+
+def test_a_signal_saves_and_ends_with_a_status_of_its_own(whole, start, tmp_path, capfd):
+    """SIGTERM during a step: it is finished and saved, validation is not begun, the status is 75, and the run goes on
+    bit for bit."""
+
+    def stop():
+        wait_for_step(tmp_path / "run", 5)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    asker = threading.Thread(target=stop)
+    asker.start()
+    assert start("checkpoint_interval=100", "eval_interval=1") == 75
+    asker.join()
+    (saved,) = checkpoints(tmp_path / "run")
+    assert losses(tmp_path / "run") == losses(whole)[: int(saved)] and int(saved) >= 5
+    assert max(line["step"] for line in records(tmp_path / "run") if "validation_loss" in line) == int(saved) - 1
+    printed = capfd.readouterr()
+    assert "SIGTERM: saving after the step in flight; a second one exits at once\n" in printed.err
+    assert f"stopped after step {int(saved)} of 12; started again, the run goes on from there\n" in printed.out
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert start() == 0
+    assert losses(tmp_path / "run") == losses(whole)
+
+
+BUSY = """
+import hashlib, sys, threading
+from runtime.cluster.signals import StopSignals
+with StopSignals() as signals:
+    signals.training = sys.argv[1] == "training"
+    print("ready", flush=True)
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)  # minutes in C, during which Python runs no signal handler
+"""
+
+
+@pytest.mark.parametrize(
+    "state, signals, status, said",
+    [
+        ("training", [signal.SIGTERM, signal.SIGTERM], 143, "SIGTERM: saving after the step in flight; a second"),
+        ("starting", [signal.SIGINT], 75, "SIGINT: no step is done yet"),
+    ],
+)  # fmt: skip
+def test_signals_while_the_process_is_busy(state, signals, status, said):
+    """While the main thread is in a long call outside Python: a second signal exits at once, and so does the first
+    before any step."""
+    command = [sys.executable, "-c", BUSY, state]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signals[0])
+        assert process.stderr.readline().startswith(said)
+        for number in signals[1:]:
+            process.send_signal(number)
+        assert process.wait(30) == status
+    finally:
+        process.kill()
+        process.communicate()
+
+
+# ---- a checkpoint that is not whole ----------------------------------------------------------------------------------
+
+
+def test_a_damaged_checkpoint_is_passed_over(whole, start, tmp_path, capfd):
+    """With a chunk of the newest checkpoint damaged, the run goes on from the one before: its step, data, metrics and
+    attributes."""
+    shutil.copytree(whole, tmp_path / "run", dirs_exist_ok=True)
+    shutil.rmtree(tmp_path / "run/checkpoints/0000000012")
+    chunk = next(path for path in (tmp_path / "run/checkpoints/0000000008").rglob("c.*") if path.stat().st_size > 64)
+    content = bytearray(chunk.read_bytes())
+    content[20] ^= 1
+    chunk.write_bytes(content)
+    assert start() == 0
+    assert losses(tmp_path / "run") == losses(whole)
+    assert [line["step"] for line in records(tmp_path / "run") if "checkpoint_stall_s" in line] == [4, 8, 12]
+    printed = capfd.readouterr()
+    assert "going on after step 4 of 12\n" in printed.out
+    assert "0000000008" in printed.err + printed.out and chunk.name in printed.err + printed.out
+
+
+def test_what_saving_costs_is_logged_apart(whole):
+    """Each checkpoint has a line with the seconds that it held training up, which are not in step_time_s."""
+    lines = records(whole)
+    stalls = {line["step"]: line["checkpoint_stall_s"] for line in lines if "checkpoint_stall_s" in line}
+    assert sorted(stalls) == [4, 8, 12] and all(0 < stall < 60 for stall in stalls.values())
+    assert all(set(line) == {"step", "time", "checkpoint_stall_s"} for line in lines if "checkpoint_stall_s" in line)
+
+
+# ---- one run a folder ------------------------------------------------------------------------------------------------
+
+
+def test_a_second_run_is_refused(start, tmp_path, capsys):
+    """A run in whose folder another one writes ends with status 1, names host and process, and changes nothing."""
+    with Ownership(tmp_path / "run"):
+        assert start() == 1
+        assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [lock.NAME, "profile", "step.svg"]
+    printed = capsys.readouterr().err
+    assert re.search(
+        rf"error: {tmp_path}/run is in use: process {os.getpid()} on host {re.escape(os.uname().nodename)}, started "
+        r"[-\d]{10} [:\d]{8} [+-]\d{4}, writes there\. Wait until it has ended, or give this run its own "
+        r"paths\.model_name\.",
+        printed,
+    )
+    assert not (tmp_path / "run" / lock.NAME).exists()
+
+
+OWNER = """
+import sys, time
+from runtime.checkpoints.lock import Ownership
+with Ownership(sys.argv[1]):
+    print("owns", flush=True)
+    time.sleep(300)
+"""
+
+
+def test_what_a_killed_owner_left_is_taken_over_at_once(tmp_path):
+    """The lock of a process that was killed is gone with it: no file to delete, no waiting."""
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, tmp_path], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        assert owner.stdout.readline() == "owns\n"
+        with pytest.raises(RunError, match=f"process {owner.pid} on host"), Ownership(tmp_path):
+            pass
+    finally:
+        owner.kill()
+        owner.communicate()
+    began = time.monotonic()
+    with Ownership(tmp_path):
+        assert time.monotonic() - began < 1
+        assert json.loads((tmp_path / lock.NAME).read_text())["pid"] == os.getpid()
+
+
+@pytest.fixture
+def fast_heart(monkeypatch):
+    monkeypatch.setattr(lock, "HEARTBEAT_S", 0.05)
+    monkeypatch.setattr(lock, "SILENT_S", 0.5)
+
+
+@pytest.mark.parametrize("where", ["folder", "object store"])
+def test_an_owner_on_another_host_is_watched(where, fast_heart, tmp_path, capsys):
+    """Where no lock tells, the owner lives if its file goes on changing; a silent one is dead, and said to be."""
+    folder = str(tmp_path) if where == "folder" else f"memory://{tmp_path.name}"
+    file = lock._LockedFile(tmp_path) if where == "folder" else lock._Object(folder)
+    file.take()
+    file.write({"host": "elsewhere", "pid": 17, "started": "2026-11-21 12:00:00 +0000", "run": "a", "beat": 7})
+    if where == "folder":
+        file.close()  # the file stays, without a lock that is seen here
+        file._descriptor = os.open(tmp_path / lock.NAME, os.O_RDWR)
+
+    done = threading.Event()
+
+    def beat():
+        count = 8
+        while not done.wait(0.05):
+            file.write({"host": "elsewhere", "pid": 17, "run": "a", "beat": (count := count + 1)})
+
+    heart = threading.Thread(target=beat)
+    heart.start()
+    with pytest.raises(RunError, match=r"is in use: process 17 on host elsewhere"), Ownership(folder):
+        pass
+    done.set()
+    heart.join()
+    with Ownership(folder):
+        printed = capsys.readouterr().err
+        assert f"{folder} was left by process 17 on host elsewhere, or is still in use: watching for 0.5 s\n" in printed
+        assert f"nothing is heard of it: {folder} is taken over\n" in printed
+        assert file.read()["pid"] == os.getpid()
+    assert file.read() is None
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    """One message with the file and the cause."""
+    (tmp_path / "file").touch()
+    with pytest.raises(RunError, match=rf"{tmp_path}/file/run/owner\.json cannot be written: NotADirectoryError: "):
+        Ownership(tmp_path / "file/run").__enter__()
+
+
+def test_an_owner_that_stood_still_notices(fast_heart, tmp_path):
+    """Who was taken for dead, and wakes up, does not write on: the next step raises."""
+    with Ownership(f"memory://{tmp_path.name}") as owner:
+        owner.check()
+        lock._Object(f"memory://{tmp_path.name}").write({"host": "elsewhere", "pid": 17, "run": "b", "beat": 0})
+        end = time.monotonic() + 10
+        while owner._taken_by is None and time.monotonic() < end:
+            time.sleep(0.01)
+        with pytest.raises(
+            RunError, match=r"in use: process 17 on host elsewhere.* It took the folder while this run stood still"
+        ):
+            owner.check()
+
+
+# ---- a changed configuration -----------------------------------------------------------------------------------------
+
+
+def test_a_changed_seed_is_refused_with_both_values(whole, start, tmp_path, capsys):
+    """What may not change ends the start with status 1, both values and the two ways out, before anything is
+    compiled."""
+    shutil.copytree(whole, tmp_path / "run", dirs_exist_ok=True)
+    assert start("training.steps=20", "training.seed=7", "model.vocab=256", "training.tokens.batch=8") == 1
+    assert (
+        f"error: checkpoint {tmp_path}/run/checkpoints/0000000012 was trained with another configuration:\n"
+        "  model.vocab: 128 -> 256 (command line)\n"
+        "  training.seed: 0 -> 7 (command line)\n"
+        "  training.tokens.batch: 16 -> 8 (command line)\n"
+        "  the data: "
+    ) not in (printed := capsys.readouterr().err)  # the data are the same
+    assert (
+        "  training.tokens.batch: 16 -> 8 (command line)\nSet these as they were, give the new run its own" in printed
+    )
+    assert "or go on with the change by allow_config_change=true." in printed
+    assert (tmp_path / "run/config.yaml").read_text() == (whole / "config.yaml").read_text()
+
+
+def configs(tiny, *overrides):
+    """The config of the tiny run, and of the same with overrides."""
+    return [load(train.Config, "local_test_synthetic", [*tiny, *more]) for more in ((), overrides)]
+
+
+DATA = {"rows": 300, "max_token_id": 127}
+
+
+def test_what_may_change_is_said(tiny):
+    """Steps, learning rate, intervals, mesh, paths and a data set that was moved are listed with old and new value;
+    nothing else is."""
+    before, now = configs(
+        tiny, "training.steps=20", "training.learning_rate=0.02", "checkpoint_interval=5", "mesh.d=4",
+        "paths.model_name=b", "flat_tokens.filespec=moved.zarr", "checkpoint.async=false", "check_only=true",
+        "allow_config_change=true",
+    )  # fmt: skip
+    attributes = json.loads(json.dumps(resume.description(before, DATA)))
+    assert resume.compare(before, DATA, attributes, "x") == []
+    assert sorted(resume.compare(now, DATA, attributes, "x")) == sorted([
+        '  paths.model_name: "local_test_synthetic" -> "b" (command line)',
+        "  mesh.d: 2 -> 4 (command line)",
+        "  checkpoint_interval: 4 -> 5 (command line)",
+        "  checkpoint.async: true -> false (command line)",
+        f'  flat_tokens.filespec: "{before.flat_tokens.filespec}" -> "moved.zarr" (command line)',
+        "  training.steps: 12 -> 20 (command line)",
+        "  training.learning_rate: 0.01 -> 0.02 (command line)",
+    ])  # fmt: skip
+
+
+def test_other_data_under_the_same_name_are_refused(tiny):
+    """A data set that was written anew is told by its numbers, not by its path; allow_config_change=true goes on, and
+    says so."""
+    before, allowed = configs(tiny, "allow_config_change=true")
+    attributes = json.loads(json.dumps(resume.description(before, DATA)))
+    change = '  the data: {"rows": 300, "max_token_id": 127} -> {"rows": 301, "max_token_id": 127}'
+    with pytest.raises(RunError, match=re.escape(f"x was trained with another configuration:\n{change}\nSet these")):
+        resume.compare(before, {**DATA, "rows": 301}, attributes, "x")
+    assert resume.compare(allowed, {**DATA, "rows": 301}, attributes, "x") == [change]
+
+
+def test_keys_that_an_older_program_did_not_have(tiny):
+    """A key that the checkpoint does not know counts as its default; one that is no longer a key is said; no config, no
+    complaint."""
+    (before, _) = configs(tiny)
+    attributes = json.loads(json.dumps(resume.description(before, DATA)))
+    del attributes["config"]["checkpoint"], attributes["config"]["model"]["norm_eps"]
+    attributes["config"]["training"]["momentum"] = 0.5
+    assert resume.compare(before, DATA, attributes, "x") == ["  training.momentum: 0.5 -> null"]
+
+
+def test_keys_that_an_older_program_had(tiny):
+    """A checkpoint of a program that had training.interleave is gone on from, without a word of it, and its config is
+    read, as tools do; a key that nobody knows is refused there."""
+    (before, _) = configs(tiny)
+    attributes = json.loads(json.dumps(resume.description(before, DATA)))
+    attributes["config"]["training"]["interleave"] = 1
+    assert resume.compare(before, DATA, attributes, "x") == []
+    assert resume.config_of(train.Config, attributes) == before and "interleave" in attributes["config"]["training"]
+    attributes["config"]["training"]["momentum"] = 0.5
+    with pytest.raises(RunError, match=r"training\.momentum is not a key"):
+        resume.config_of(train.Config, attributes)
+
+
+def test_a_checkpoint_without_a_config(tiny):
+    """Is no reason to complain."""
+    (before, _) = configs(tiny)
+    assert resume.compare(before, DATA, {"seed": 0}, "x") == []
+
+
+# ---- bad steps -------------------------------------------------------------------------------------------------------
+
+
+def test_bad_steps_stop_the_run(start, tmp_path, capsys):
+    """A learning rate that ruins the weights: after three bad steps in a row the run stops with status 1, names the
+    first, its rows and the last checkpoint, saved before."""
+    assert start("training.learning_rate=1e30", "training.max_consecutive_bad_steps=3", "checkpoint_interval=1") == 1
+    lines = [line for line in records(tmp_path / "run") if "loss" in line]
+    first = next(line["step"] for line in lines if line["skipped_steps"])
+    printed = capsys.readouterr().err
+    assert (
+        f"3 steps in a row had a loss or a gradient that is not finite, the first of them step {first}: loss "
+        in printed
+    )
+    assert "None changed the weights; the last checkpoint is that after step" in printed
+    assert re.search(rf"\nThe 16 rows of step {first} are tokens \d+ to \d+ of .*tiny\.zarr", printed)
+    steps = json.loads((tmp_path / "run/bad_steps.json").read_text())
+    assert [step["step"] for step in steps] == [first, first + 1, first + 2] and len(steps[0]["rows"]) == 16
+    assert f"{tmp_path}/run/bad_steps.json has all rows of all these steps." in printed
+    assert checkpoints(tmp_path / "run") == [f"{step:010d}" for step in range(1, first)]
+
+
+def test_the_rows_of_a_step_are_those_of_its_batch(tiny):
+    """What rows_of names are the tokens that the step's batch holds, row by row."""
+    config = load(train.Config, "local_test_synthetic", tiny)
+    stored = zarr.open_group(config.flat_tokens.filespec)["train/encoded_tokens"][:]
+    with open_data(config, "train", SingleDeviceSharding(jax.devices()[0])) as loader:
+        for step in (0, 3, loader.steps - 1):
+            places = [re.match(r"tokens (\d+) to (\d+) of", row).groups() for row in loader.rows_of(step)]
+            expected = np.stack([stored[int(first) : int(last) + 1] >> 1 for first, last in places])
+            np.testing.assert_array_equal(np.asarray(loader.load(step).targets), expected)
+
+
+def metrics_of(skipped):
+    return {"loss": jnp.float32(np.nan if skipped else 1), "skipped_steps": jnp.uint32(skipped)}
+
+
+def test_bad_steps_are_counted_in_a_row_only():
+    """Good steps between them start the count anew, whenever it is read; the third in a row is one too many."""
+    bad_steps = BadSteps(3, skipped_steps=5)
+    found = {}
+    for step, skipped in enumerate([5, 6, 7, 7, 8, 9, 9, 9, 10, 11, 12], 1):
+        bad_steps.note(step, metrics_of(skipped))
+        if step in (1, 2, 4, 6, 7, 9, 11):
+            found[step] = [bad["step"] for bad in bad_steps.read()], bad_steps.in_a_row
+    assert found == {1: ([], 0), 2: ([], 1), 4: ([], 0), 6: ([], 2), 7: ([], 0), 9: ([], 1), 11: ([9, 10, 11], 3)}
+
+
+class Unread:
+    """A number that nobody may read."""
+
+    def __array__(self, *_):
+        raise AssertionError("read although no step was bad")
+
+
+def test_good_steps_cost_one_number():
+    """Where none of the steps was skipped, only the last count is read from the device."""
+    bad_steps = BadSteps(3, skipped_steps=0)
+    bad_steps.note(1, {"loss": Unread(), "skipped_steps": Unread()})
+    bad_steps.note(2, {"loss": Unread(), "skipped_steps": jnp.uint32(0)})
+    assert bad_steps.read() == []
+
+
+# ---- when to save ----------------------------------------------------------------------------------------------------
+
+
+def saved_steps(tiny, clock, skipped, *overrides):
+    """The steps of a run of 12 that are saved; clock and skipped_steps by step, from 0."""
+    running = Run.__new__(Run)
+    running._config = load(train.Config, "local_test_synthetic", [*tiny, *overrides])
+    running._total, running._stopping, running._save_is_late, running._saved_at = 12, False, False, 0.0
+    running._bad_steps = BadSteps(100, skipped_steps=0)
+    saved = []
+    for step in range(12):
+        running._bad_steps.note(step + 1, metrics_of(skipped[step]))
+        clock.now = 60.0 * step
+        if running.save_due(step):
+            saved.append(step + 1)
+            running._saved_at = clock.now
+    return saved
+
+
+@pytest.mark.parametrize(
+    "overrides, skipped, expected",
+    [
+        (["checkpoint_interval=5"], [0] * 12, [5, 10, 12]),
+        (["checkpoint_interval=100"], [0] * 12, [12]),
+        (["checkpoint_interval=100", "checkpoint.interval_minutes=4"], [0] * 12, [5, 9, 12]),
+        (["checkpoint_interval=5", "checkpoint.interval_minutes=4"], [0] * 12, [5, 9, 10, 12]),
+        # Steps 4 to 6 are bad: what is due at 5 waits for 7. The last step is saved whatever it is.
+        (["checkpoint_interval=5"], [0, 0, 0, 1, 2, 3, 3, 3, 3, 3, 3, 4], [7, 10, 12]),
+    ],
+)  # fmt: skip
+def test_when_a_run_saves(overrides, skipped, expected, tiny, monkeypatch):
+    """By steps, by minutes since the last checkpoint, at the end; not after a bad step. A step takes a minute here."""
+
+    class Clock:
+        now = 0.0
+
+    monkeypatch.setattr(runtime_run.time, "monotonic", lambda: Clock.now)
+    assert saved_steps(tiny, Clock, skipped, *overrides) == expected
+
+
+# ---- several hosts, and no disk of one's own -------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_two_hosts_stop_after_the_same_step(tiny, tmp_path):
+    """SIGTERM on one of two hosts: both finish the same step, save it together and end with 75; started again, they go
+    on to the end."""
+
+    def both(steps, disturb):
+        with socket.create_server(("localhost", 0)) as free:
+            port = free.getsockname()[1]
+        overrides = [
+            *tiny, f"paths.root_working_dir={tmp_path}", "paths.model_name=run", f"training.steps={steps}",
+            "flat_tokens.epochs=200", "num_hosts=2", "checkpoint_interval=10000", "eval_interval=10000",
+        ]  # fmt: skip
+        # As mpirun would set them, so that JAX finds the other process.
+        mpi = {
+            "OMPI_MCA_orte_hnp_uri": "4096.0;tcp://127.0.0.1:1",
+            "OMPI_COMM_WORLD_SIZE": "2",
+            "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+        }
+        flags = re.sub(r"device_count=\d+", "device_count=1", os.environ["XLA_FLAGS"])
+        hosts = [
+            subprocess.Popen(
+                [sys.executable, "-m", "train", *overrides],
+                cwd=ROOT,
+                env={
+                    **os.environ,
+                    **mpi,
+                    "OMPI_COMM_WORLD_RANK": str(host),
+                    "XLA_FLAGS": flags,
+                    "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
+                },
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for host in range(2)
+        ]
+        try:
+            disturb(hosts)
+            printed = [host.communicate(timeout=400)[0] for host in hosts]
+        finally:
+            for host in hosts:
+                host.kill()
+        return [host.returncode for host in hosts], printed
+
+    def stop_the_second(hosts):
+        wait_for_step(tmp_path / "run", 5, hosts[0])
+        hosts[1].send_signal(signal.SIGTERM)
+
+    statuses, printed = both(4000, stop_the_second)
+    assert statuses == [75, 75], printed
+    (saved,) = checkpoints(tmp_path / "run")
+    assert f"stopped after step {int(saved)} of 4000" in printed[0]
+    statuses, printed = both(int(saved) + 20, lambda hosts: None)
+    assert statuses == [0, 0], printed
+    steps, values = zip(*losses(tmp_path / "run"))
+    assert steps == tuple(range(1, int(saved) + 21)) and np.isfinite(values).all()
+
+
+@pytest.mark.slow
+def test_a_run_kept_in_an_object_store(start, tiny, tmp_path, monkeypatch):
+    """With a URL as root_working_dir the checkpoints and the owner are there, the rest is in `runs` here; started again
+    it goes on."""
+    monkeypatch.chdir(tmp_path)
+    store = fsspec.filesystem("memory")
+    where = ["paths.root_working_dir=memory://runs", "paths.model_name=kept"]
+    assert start(*where, "training.steps=5") == 0
+    assert start(*where, "training.steps=9") == 0
+    names = sorted(path.rpartition("/")[2] for path in store.ls("/runs/kept/checkpoints", detail=False))
+    assert [name for name in names if name.isdigit()] == ["0000000004", "0000000005", "0000000008", "0000000009"]
+    assert [step for step, _ in losses(tmp_path / "runs/kept")] == list(range(1, 10))
+    assert not store.exists(f"/runs/kept/{lock.NAME}")

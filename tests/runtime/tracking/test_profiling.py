@@ -1,0 +1,162 @@
+"""The profile of a few steps."""
+
+import gzip
+import json
+import threading
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from runtime.tracking import profiling
+from runtime.tracking.profiling import Profiler
+
+
+class Trace:
+    """Stands in for jax.profiler's start_trace and stop_trace: notes the steps between them."""
+
+    def __init__(self, monkeypatch):
+        self.starts = self.stops = 0
+        monkeypatch.setattr(jax.profiler, "start_trace", self.start)
+        monkeypatch.setattr(jax.profiler, "stop_trace", self.stop)
+
+    @property
+    def is_on(self) -> bool:
+        return self.starts > self.stops
+
+    def start(self, folder, create_perfetto_trace, profiler_options):
+        assert create_perfetto_trace
+        self.starts += 1
+        place = folder / "plugins" / "profile" / "now"
+        place.mkdir(parents=True)
+        (place / "perfetto_trace.json.gz").touch()
+
+    def stop(self):
+        self.stops += 1
+
+
+class Outputs:
+    """A step's outputs; knows whether it was waited for."""
+
+    def __init__(self):
+        self.waits = 0
+
+    def block_until_ready(self):
+        self.waits += 1
+        return self
+
+
+def run(folder, start_step: int, total_steps: int, trace: Trace | None = None, is_leader: bool = True) -> dict:
+    """The loop of a run; returns the steps that were traced and those that were waited for."""
+    seen = {"traced": [], "waited": []}
+    with Profiler(folder, start_step=start_step, total_steps=total_steps, is_leader=is_leader) as profiler:
+        for step in range(start_step + 1, total_steps + 1):
+            profiler.before_step(step)
+            if trace is not None and trace.is_on:
+                seen["traced"].append(step)
+            outputs = Outputs()
+            profiler.after_step(step, (outputs, outputs))
+            if outputs.waits:
+                seen["waited"].append(step)
+    return seen
+
+
+@pytest.mark.parametrize("start_step", [0, 20])
+def test_three_steps_a_little_after_the_start(tmp_path, monkeypatch, start_step):
+    """Steps 4 to 6 of this process; only the last of them is waited for; the trace stands at the top of `profile`."""
+    trace = Trace(monkeypatch)
+    seen = run(tmp_path, start_step, 50, trace)
+    assert seen["traced"][:3] == [start_step + 4, start_step + 5, start_step + 6]
+    assert seen["waited"] == [start_step + 6]
+    assert (trace.starts, trace.stops) == (1, 1)
+    assert (tmp_path / "profile" / "perfetto_trace.json.gz").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["profile"]
+
+
+@pytest.mark.parametrize(
+    "start_step, total_steps, is_profiled",
+    [(0, 0, False), (0, 5, False), (0, 6, True), (44, 50, True), (45, 50, False), (48, 50, False), (50, 50, False)],
+)
+def test_no_profile_starts_that_could_not_end(tmp_path, monkeypatch, start_step, total_steps, is_profiled):
+    """A short run, or one resumed near its end, with fewer steps left than a profile needs."""
+    trace = Trace(monkeypatch)
+    run(tmp_path, start_step, total_steps, trace)
+    assert (trace.starts, trace.stops) == (is_profiled, is_profiled)
+
+
+def test_once_per_run_folder_and_only_by_the_leader(tmp_path, monkeypatch):
+    """A resumed run does not profile again; another process never does."""
+    trace = Trace(monkeypatch)
+    run(tmp_path, 0, 50, trace, is_leader=False)
+    assert trace.starts == 0
+    run(tmp_path, 0, 20, trace)
+    run(tmp_path, 20, 50, trace)
+    assert (trace.starts, trace.stops) == (1, 1)
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+def test_an_exception_ends_the_profile(tmp_path, monkeypatch, error):
+    """The tracer is stopped, nobody waits, no half profile is left, and the next start profiles."""
+    trace = Trace(monkeypatch)
+    with pytest.raises(error), Profiler(tmp_path, start_step=0, total_steps=50, is_leader=True) as profiler:
+        for step in range(1, 51):
+            profiler.before_step(step)
+            if step == 5:
+                raise error
+            profiler.after_step(step, Outputs())
+    assert (trace.starts, trace.stops) == (1, 1)
+    assert list(tmp_path.iterdir()) == []
+    run(tmp_path, 0, 50, trace)
+    assert (trace.starts, trace.stops) == (2, 2)
+
+
+def test_an_error_in_writing_is_one_line(tmp_path, monkeypatch, capsys):
+    """A full disk does not end training, and is not lost."""
+    trace = Trace(monkeypatch)
+
+    def full():
+        trace.stops += 1
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(jax.profiler, "stop_trace", full)
+    run(tmp_path, 0, 10)
+    line = f"{tmp_path / 'profile'} is not written: OSError: [Errno 28] No space left on device. Training goes on.\n"
+    assert capsys.readouterr().out == line
+
+
+def test_training_does_not_wait_for_the_writing(tmp_path, monkeypatch, capsys):
+    """The steps after the profile run while it is written; the end of the run waits a bounded time."""
+    trace = Trace(monkeypatch)
+    may_write = threading.Event()
+    monkeypatch.setattr(jax.profiler, "stop_trace", may_write.wait)
+    monkeypatch.setattr(profiling, "LONGEST_WAIT_S", 0.1)
+    assert run(tmp_path, 0, 50, trace)["waited"] == [6]
+    assert f"{tmp_path / 'profile'} is given up: it was not written within 0.1 s." in capsys.readouterr().out
+    may_write.set()
+    next(thread for thread in threading.enumerate() if thread.name == "profile").join()
+
+
+def test_a_real_profile_shows_the_steps_and_their_collectives(tmp_path, capsys):
+    """On 8 simulated devices the trace is JSON that Perfetto takes, with steps 4 to 6 and the all-reduce by name."""
+    mesh = jax.make_mesh((8,), ("d",))
+
+    @jax.jit
+    def step(x):
+        return jax.shard_map(
+            lambda x: x + jax.lax.psum(x @ x.T, "d") @ x, mesh=mesh, in_specs=P("d"), out_specs=P("d")
+        )(x)
+
+    x = jax.device_put(jnp.eye(64), jax.NamedSharding(mesh, P("d")))
+    with Profiler(tmp_path, start_step=0, total_steps=8, is_leader=True) as profiler:
+        for number in range(1, 9):
+            profiler.before_step(number)
+            x = step(x)
+            profiler.after_step(number, x)
+    path = tmp_path / "profile" / "perfetto_trace.json.gz"
+    assert capsys.readouterr().out == f"profile of steps 4 to 6: {path} (https://ui.perfetto.dev)\n"
+    events = json.loads(gzip.open(path).read())["traceEvents"]
+    steps = {event["args"]["step_num"] for event in events if "step_num" in event.get("args", {})}
+    assert steps == {"4", "5", "6"}
+    assert any("psum" in event.get("name", "") or "all-reduce" in event.get("name", "") for event in events)
+    assert list(tmp_path.glob("profile/plugins/profile/*/*.xplane.pb"))

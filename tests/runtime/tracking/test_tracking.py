@@ -1,0 +1,442 @@
+"""metrics.jsonl and the progress line."""
+
+import dataclasses
+import fcntl
+import json
+import math
+import os
+import pty
+import re
+import resource
+import select
+import struct
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from runtime.terminal import RunError, wrapped
+from runtime.tracking import metrics as tracking
+from runtime.tracking.metrics import Tracker, flattened, memory
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+
+
+def open_tracker(folder, **changed) -> Tracker:
+    settings = dict(
+        start_step=0,
+        total_steps=10,
+        tokens_per_step=4096,
+        flops_per_step={"mfu": 1e9, "hfu": 2e9},
+        peak_flops_per_s=1e12,
+        log_interval=4,
+        is_leader=True,
+    )
+    return Tracker(folder, **{**settings, **changed})
+
+
+def metrics_of(loss: float) -> dict[str, jax.Array]:
+    return {
+        "loss": jnp.float32(loss),
+        "learning_rate": jnp.float32(1e-3),
+        "grad_norm": jnp.float32(0.5),
+        "skipped_steps": jnp.int32(0),
+    }
+
+
+def records(folder) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+class Clock:
+    """Stands in for time.perf_counter; moved by the test."""
+
+    def __init__(self, monkeypatch):
+        self.now = 100.0
+        monkeypatch.setattr(tracking.time, "perf_counter", lambda: self.now)
+
+
+class DeviceScalar:
+    """A scalar that is still being computed: reading it, or waiting for it, before it is ready is an error."""
+
+    def __init__(self, value: float):
+        self.value = value
+        self.is_ready = False
+        self.reads = 0
+
+    def block_until_ready(self):
+        assert self.is_ready, "waited for a step that is still running"
+        return self
+
+    def __array__(self, dtype=None, copy=None):
+        assert self.is_ready, "read a step that is still running"
+        self.reads += 1
+        return np.float32(self.value).__array__()
+
+
+def test_lines_at_the_first_step_every_interval_and_the_last(tmp_path):
+    """Of 10 steps with log_interval 4: steps 1, 4, 8 and 10, each once, with all that was given and measured."""
+    with open_tracker(tmp_path) as tracker:
+        for step in range(1, 11):
+            tracker.log(step, metrics_of(step / 3))
+    lines = records(tmp_path)
+    assert [line["step"] for line in lines] == [1, 4, 8, 10]
+    names = """step time loss learning_rate grad_norm skipped_steps perplexity bits_per_byte step_time_s device_s tokens_per_s mfu
+        hfu data_wait_s device_peak_memory_bytes host_peak_memory_bytes""".split()
+    assert all(list(line) == names for line in lines)
+    assert lines[1]["skipped_steps"] == 0 and isinstance(lines[1]["skipped_steps"], int)
+    assert abs(lines[0]["time"] - time.time()) < 60
+
+
+def test_losses_can_be_compared_bit_for_bit(tmp_path):
+    """A float32 comes back from the file as the same float32."""
+    losses = np.random.default_rng(0).normal(size=10).astype(np.float32)
+    with open_tracker(tmp_path, log_interval=1) as tracker:
+        for step, loss in enumerate(losses, 1):
+            tracker.log(step, {"loss": jnp.asarray(loss)})
+    assert [np.float32(line["loss"]) for line in records(tmp_path)] == list(losses)
+
+
+def test_a_step_is_read_only_when_the_next_is_dispatched(tmp_path):
+    """`log` never waits for the step that it is given, and reads nothing of a step that is not due."""
+    scalars = {step: DeviceScalar(step) for step in range(1, 11)}
+    with open_tracker(tmp_path) as tracker:
+        for step in range(1, 11):
+            if step > 1:
+                scalars[step - 1].is_ready = True  # the device runs one step behind
+            tracker.log(step, {"loss": scalars[step]})
+        scalars[10].is_ready = True
+    assert [step for step, scalar in scalars.items() if scalar.reads] == [1, 4, 8, 10]
+    assert [line["step"] for line in records(tmp_path)] == [1, 4, 8, 10]
+
+
+def test_a_step_that_is_not_due_is_not_waited_for(tmp_path):
+    """Steps 2 and 3 may still run when 4 is dispatched."""
+    with open_tracker(tmp_path) as tracker:
+        tracker.log(1, metrics_of(1))
+        tracker.log(2, {"loss": DeviceScalar(2)})
+        tracker.log(3, {"loss": DeviceScalar(3)})
+        tracker.log(4, metrics_of(4))
+    assert [line["step"] for line in records(tmp_path)] == [1, 4]
+
+
+def test_rates_are_the_mean_since_the_line_before(tmp_path, monkeypatch):
+    """The first line has no timing (it compiled); then wall time over steps, tokens over time, and FLOPs over time and peak."""
+    clock = Clock(monkeypatch)
+    with open_tracker(tmp_path) as tracker:
+        for step in range(1, 11):
+            tracker.log(step, metrics_of(1))
+            clock.now += 30 if step == 1 else 2
+    first, second, third, last = records(tmp_path)
+    assert first["step_time_s"] is None and first["tokens_per_s"] is None and first["mfu"] is None
+    assert second["step_time_s"] == third["step_time_s"] == last["step_time_s"] == 2
+    assert second["tokens_per_s"] == 2048
+    assert second["mfu"] == 1e9 / 2 / 1e12 and second["hfu"] == 2e9 / 2 / 1e12
+
+
+def test_pauses_do_not_count(tmp_path, monkeypatch):
+    """Validation of 500 s between steps of 2 s leaves step_time_s at 2 s, but is in the time left."""
+    clock = Clock(monkeypatch)
+    tracker = open_tracker(tmp_path, log_interval=2)
+    for step in range(1, 5):
+        tracker.log(step, metrics_of(1))
+        clock.now += 2
+        if step == 2:
+            with tracker.paused():
+                clock.now += 500
+                tracker.log_validation(step, jnp.float32(3.5))
+    tracker.flush()
+    lines = records(tmp_path)
+    assert [line["step"] for line in lines] == [1, 2, 2, 4]
+    names = {"step", "time", "validation_loss", "validation_perplexity", "validation_bits_per_byte"}
+    assert lines[2].keys() == names and lines[2]["validation_loss"] == 3.5
+    assert lines[1]["step_time_s"] == lines[3]["step_time_s"] == 2
+    tracker.close()
+
+
+def test_a_pause_begins_when_the_steps_under_way_are_finished(tmp_path):
+    """Else their time would fall into the pause, and step_time_s come out too short."""
+
+    class Slow(DeviceScalar):
+        def block_until_ready(self):
+            self.is_ready = True
+            waited.append(self)
+            return self
+
+    waited = []
+    scalar = Slow(1)
+    with open_tracker(tmp_path) as tracker:
+        tracker.log(1, metrics_of(1))
+        tracker.log(2, {"loss": scalar})
+        with tracker.paused():
+            assert waited == [scalar]
+
+
+@pytest.mark.parametrize("peak, mfu", [(None, None), (1e12, 0.001)])
+def test_mfu_of_unknown_hardware_is_null(tmp_path, monkeypatch, capsys, peak, mfu):
+    """Null in the file and n/a on the terminal; never a guess."""
+    clock = Clock(monkeypatch)
+    with open_tracker(tmp_path, peak_flops_per_s=peak, log_interval=1, total_steps=2) as tracker:
+        for step in (1, 2):
+            tracker.log(step, metrics_of(1))
+            clock.now += 1
+    assert records(tmp_path)[1]["mfu"] == mfu
+    assert ("mfu n/a" if mfu is None else "mfu 0.1%") in capsys.readouterr().out
+
+
+def test_losses_that_are_not_finite_are_valid_json(tmp_path):
+    """NaN and the infinities are strings, so that every JSON reader takes the line and null keeps its meaning."""
+
+    def refuse(name):
+        raise AssertionError(f"{name} is no JSON")
+
+    with open_tracker(tmp_path, log_interval=1, total_steps=3) as tracker:
+        for step, loss in enumerate([float("nan"), float("inf"), float("-inf")], 1):
+            tracker.log(step, metrics_of(loss))
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    losses = [json.loads(line, parse_constant=refuse)["loss"] for line in lines]
+    assert losses == ["NaN", "Infinity", "-Infinity"]
+
+
+def test_a_resumed_run_has_every_step_once(tmp_path):
+    """Stopped after step 7 with a checkpoint at 4: lines of later steps, validations too, and a half-written line are dropped."""
+    tracker = open_tracker(tmp_path, log_interval=1)
+    for step in range(1, 8):
+        tracker.log(step, metrics_of(step))
+        if step in (4, 6):
+            tracker.log_validation(step, 9.0)
+    tracker.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 8, "lo')
+    with open_tracker(tmp_path, start_step=4, log_interval=1) as tracker:
+        kept = records(tmp_path)
+        for step in range(5, 11):
+            tracker.log(step, metrics_of(10 * step))
+    assert [line["step"] for line in kept] == [1, 2, 3, 4, 4]
+    lines = records(tmp_path)
+    assert [line["step"] for line in lines if "loss" in line] == list(range(1, 11))
+    assert [line["loss"] for line in lines if line["step"] > 4] == [50, 60, 70, 80, 90, 100]
+    assert os.listdir(tmp_path) == ["metrics.jsonl"]
+
+
+def test_dropping_lines_is_all_or_nothing(tmp_path, monkeypatch):
+    """A run that is killed while it drops them leaves the file as it was."""
+    with open_tracker(tmp_path, log_interval=1) as tracker:
+        for step in range(1, 8):
+            tracker.log(step, metrics_of(step))
+    before = (tmp_path / "metrics.jsonl").read_text()
+
+    def killed(*paths):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        open_tracker(tmp_path, start_step=4)
+    assert (tmp_path / "metrics.jsonl").read_text() == before
+
+
+@pytest.mark.parametrize("bad", ["not json", '{"loss": 1}', '{"step": "two"}', "[]"])
+def test_a_file_that_is_not_ours_is_refused(tmp_path, bad):
+    """A damaged line is named, and nothing is dropped."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f'{{"step": 1}}\n{bad}\n{{"step": 9}}\n')
+    with pytest.raises(
+        RunError, match=re.escape(f"{path}, line 2: expected a JSON object with `step`, a number, but got {bad!r}")
+    ):
+        open_tracker(tmp_path, start_step=4)
+    assert len(path.read_text().splitlines()) == 3
+
+
+@dataclasses.dataclass
+class Nested:
+    """As train.py's metrics may be."""
+
+    loss: float
+    grad_norm: dict
+
+
+def test_nested_metrics_have_flat_names():
+    """Mappings and dataclasses, however deep; the order stays."""
+    nested = {"loss": 1.0, "b": Nested(2.0, {"embed": 3.0, "layer": {"w_q": 4.0}}), "a": 5}
+    assert list(flattened(nested).items()) == [
+        ("loss", 1.0), ("b/loss", 2.0), ("b/grad_norm/embed", 3.0), ("b/grad_norm/layer/w_q", 4.0), ("a", 5),
+    ]  # fmt: skip
+
+
+def test_nested_metrics_are_logged(tmp_path):
+    """Of a dataclass with a mapping, and of the data's own: flat in the file."""
+    with open_tracker(tmp_path) as tracker:
+        tracker.log(
+            1, Nested(jnp.float32(1), {"embed": jnp.float32(0.5)}), 0.0, {"tokens_per_source": {"a/b.zarr": 512}}
+        )
+    (line,) = records(tmp_path)
+    assert (line["loss"], line["grad_norm/embed"], line["tokens_per_source/a/b.zarr"]) == (1, 0.5, 512)
+
+
+def test_perplexity_and_bits_per_byte(tmp_path):
+    """Of a loss of 3 nats a token, 4 bytes each: e³, and 3 / 4 / ln 2; validation likewise. Beyond float64, infinity; of NaN, NaN."""
+    with open_tracker(tmp_path, log_interval=1, bytes_per_token=4.0) as tracker:
+        for step, loss in enumerate((3.0, 1e30, float("nan")), 1):
+            tracker.log(step, metrics_of(loss))
+        tracker.log_validation(3, 3.0)
+    first, second, third, validation = records(tmp_path)
+    assert first["perplexity"] == validation["validation_perplexity"] == math.exp(3)
+    assert first["bits_per_byte"] == validation["validation_bits_per_byte"] == 3 / 4 / math.log(2)
+    assert (second["perplexity"], third["perplexity"], third["bits_per_byte"]) == ("Infinity", "NaN", "NaN")
+
+
+def test_parts_of_a_step_add_up(tmp_path, monkeypatch):
+    """Steps of 2 s, of which data were waited for 0.5 s: the rest is the devices'."""
+    clock = Clock(monkeypatch)
+    with open_tracker(tmp_path) as tracker:
+        for step in range(1, 5):
+            tracker.log(step, metrics_of(1), data_waited_s=0.5 * step)
+            clock.now += 2
+    first, second = records(tmp_path)
+    assert (first["device_s"], first["data_wait_s"]) == (None, 0.5)
+    assert (second["step_time_s"], second["data_wait_s"], second["device_s"]) == (2, 0.5, 1.5)
+
+
+def test_memory():
+    """The process's is that of its working set; a CPU's devices say nothing, others their most since the start."""
+
+    class Device:
+        def __init__(self, peak):
+            self.peak = peak
+
+        def memory_stats(self):
+            return self.peak and {"peak_bytes_in_use": self.peak}
+
+    values = memory()
+    assert 1e8 < values["host_peak_memory_bytes"] < 1e12 and values["device_peak_memory_bytes"] is None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tracking.jax, "local_devices", lambda: [Device(5), Device(7), Device(None)])
+        assert memory()["device_peak_memory_bytes"] == 7
+
+
+def test_a_full_disk_stops_nothing(tmp_path, capsys):
+    """Said once; what could not be written then is written later, in order; other listeners have every line at once."""
+    said = []
+    with open_tracker(tmp_path, log_interval=1, on_line=said.append) as tracker:
+        tracker.log(1, metrics_of(1))
+        tracker.flush()
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "metrics.jsonl").stat().st_size + 100, before[1]))
+        try:
+            for step in (2, 3, 4):
+                tracker.log(step, metrics_of(step))
+            tracker.flush()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert len(said) == 4 and (tmp_path / "metrics.jsonl").read_text().count("\n") == 1
+        tracker.log(5, metrics_of(5))
+    assert [line["loss"] for line in records(tmp_path)] == [1, 2, 3, 4, 5]
+    assert "".join(said) == (tmp_path / "metrics.jsonl").read_text()
+    output = capsys.readouterr().out
+    assert output.count("cannot be written (File too large). Training goes on; lines wait in memory.") == 1
+
+
+def test_long_lines_are_broken():
+    """At blanks, 120 columns at most, indented; a path stays whole."""
+    line = "a line of words " * 12 + "/" + "x" * 150
+    lines = wrapped(line).split("\n")
+    assert [len(each) <= 120 for each in lines] == [True, True, False] and lines[1].startswith("  ")
+    assert " ".join(each.strip() for each in lines) == line
+    assert wrapped("short") == "short"
+
+
+def test_other_processes_do_nothing(tmp_path, capsys):
+    """No file, no output, no wait."""
+    with open_tracker(tmp_path / "run", is_leader=False) as tracker:
+        for step in range(1, 11):
+            tracker.log(step, {"loss": DeviceScalar(step)})
+            with tracker.paused():
+                tracker.log_validation(step, DeviceScalar(step))
+    assert not (tmp_path / "run").exists()
+    assert capsys.readouterr() == ("", "")
+
+
+def test_an_error_in_a_step_is_not_hidden(tmp_path):
+    """Leaving by an exception reads nothing more: the failed step's numbers would raise a second one."""
+    with pytest.raises(ZeroDivisionError), open_tracker(tmp_path) as tracker:
+        tracker.log(1, {"loss": DeviceScalar(1)})
+        raise ZeroDivisionError
+    assert records(tmp_path) == []
+
+
+RUN = """
+import sys, time
+import jax.numpy as jnp
+from runtime.tracking.metrics import Tracker
+from runtime.terminal import print_line
+with Tracker(sys.argv[1], start_step=0, total_steps=6, tokens_per_step=4096, flops_per_step={"mfu": 1e9},
+             peak_flops_per_s=None, log_interval=2, is_leader=True) as tracker:
+    for step in range(1, 7):
+        tracker.log(step, {'loss': jnp.float32(7.25)})
+        time.sleep(0.05)
+        if step == 4:
+            with tracker.paused():
+                tracker.log_validation(step, 3.5)
+            print_line('a line from elsewhere')
+"""
+
+
+def test_in_a_file_the_progress_is_plain_lines(tmp_path):
+    """A line each logged step, no carriage returns, no control characters."""
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, tmp_path], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    )
+    assert done.stderr == ""
+    lines = done.stdout.split("\n")
+    rate = r"loss 7\.2500, [\d,]+ tokens/s, mfu n/a, 00:0\d left"
+    expected = [
+        r"step 1/6: loss 7\.2500 \(first step, not timed\)",
+        rf"step 2/6: {rate}",
+        rf"step 4/6: {rate}",
+        r"step 4/6: validation loss 3\.5000",
+        r"a line from elsewhere",
+        r"step 6/6: loss 7\.2500, [\d,]+ tokens/s, mfu n/a, 00:00 left",
+        "",
+    ]
+    assert len(lines) == len(expected) and all(re.fullmatch(*pair) for pair in zip(expected, lines)), done.stdout
+
+
+def test_on_a_terminal_the_progress_is_one_line(tmp_path):
+    """A bar that is drawn over itself; other lines stand above it, whole; 100 columns wide, 100 are never passed."""
+    main, worker = pty.openpty()
+    environment = {**os.environ, "COLUMNS": "100", "LINES": "24"}
+    fcntl.ioctl(worker, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
+    process = subprocess.Popen(
+        [sys.executable, "-c", RUN, tmp_path], cwd=REPOSITORY, stdout=worker, stderr=worker, env=environment
+    )
+    os.close(worker)
+    output = b""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and select.select([main], [], [], deadline - time.monotonic())[0]:
+        try:
+            piece = os.read(main, 65536)
+        except OSError:  # Linux: the other end is closed
+            break
+        if not piece:
+            break
+        output += piece
+    os.close(main)
+    assert process.wait(timeout=60) == 0
+    # What a terminal would show: within a line, what follows a carriage return is written over what stood there.
+    shown = []
+    for line in output.decode().replace("\x1b[A", "").split("\n"):
+        cells = []
+        for piece in line.rstrip("\r").split("\r"):
+            cells[: len(piece)] = piece
+        shown.append("".join(cells).rstrip())
+    assert shown[0] == "step 4/6: validation loss 3.5000"
+    assert shown[1] == "a line from elsewhere"
+    assert re.fullmatch(r"step 6/6 \|█+\| loss 7\.2500, [\d,]+ tokens/s, mfu n/a, 00:00 left", shown[2]), shown
+    assert shown[3:] == [""]
+    assert all(len(line) <= 100 for line in shown)

@@ -1,0 +1,239 @@
+"""tools/benchmark.py: the keys of a line, the table, what counts as slower, and errors of one line."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from runtime.config import command_line as config
+from runtime.terminal import RunError
+from shardlib.spec import ShardingError
+from tools import benchmark, benchmark_table, sample
+
+ROOT = Path(__file__).parents[2]
+TINY = (
+    "local_test_synthetic mesh.d=2 mesh.t=2 model.d_model=32 model.d_head=8 model.layers=1 model.vocab=64 model.d_ff=64 "
+    "training.tokens.batch=4 training.tokens.len=16"
+)
+KEYS = (
+    "config devices mesh tokens_per_s step_time_s step_time_spread_s mfu hfu mfu_6nd gflops_6nd matmul_gflops "
+    "share_of_matmul peak_memory_bytes compile_s predicted_step_time_s hardware versions"
+).split()
+
+
+def line(config="a", step_time_s=1.0, spread=0.04, share=None, **others):
+    """A line as the tool writes it."""
+    hardware = {"device": "NVIDIA H200", "cpu": "x", "cpu_cores": 8}
+    known = dict(config=config, devices=1, mesh={"d": 1, "t": 1}, tokens_per_s=64 / step_time_s, hardware=hardware)
+    known |= dict(step_time_s=step_time_s, step_time_spread_s=spread, share_of_matmul=share, **others)
+    return {**dict.fromkeys(KEYS), "gflops_6nd": 7.0, "compile_s": 3.0, "versions": {}, **known}
+
+
+def written(path, *lines):
+    path.write_text("".join(json.dumps(each) + "\n" for each in lines))
+    return str(path)
+
+
+def start(monkeypatch, *arguments):
+    """Runs as `python -m tools.benchmark ARGUMENTS` would; returns the exit status."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", ["benchmark", *arguments])
+    try:
+        config.run(benchmark.main, benchmark.Benchmark)
+    except SystemExit as stop:
+        return stop.code
+    return 0
+
+
+def test_a_line_has_its_keys_and_they_agree(tmp_path):
+    """A job in a process of its own gives one line of exactly the stated keys, also in the file; its figures follow from each other."""
+    path = tmp_path / "sub/new.jsonl"
+    command = [sys.executable, "-m", "tools.benchmark", "device=cpu", "steps=2", f"file={path}", f'configs=["{TINY}"]']
+    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=600)
+    assert run.returncode == 0 and not run.stderr, run.stderr
+    (text,) = path.read_text().splitlines()
+    assert text == run.stdout.splitlines()[0]
+    line = json.loads(text)
+    assert list(line) == KEYS
+    assert (line["config"], line["devices"], line["mesh"]) == (TINY, 4, {"d": 2, "t": 2})
+    assert line["tokens_per_s"] == pytest.approx(64 / line["step_time_s"])
+    parameters = 2 * 64 * 32 + 2 * 32 * 4 * 8 + 2 * 32 * 2 * 8 + 3 * 32 * 64 + 3 * 32
+    assert line["gflops_6nd"] == pytest.approx(6 * parameters * line["tokens_per_s"] / 1e9)
+    assert line["share_of_matmul"] == pytest.approx(line["gflops_6nd"] / line["matmul_gflops"], rel=0.9)
+    for key in ("step_time_spread_s", "peak_memory_bytes", "compile_s"):
+        assert line[key] > 0
+    for key in ("mfu", "hfu", "mfu_6nd", "predicted_step_time_s"):  # of a CPU nothing is known
+        assert line[key] is None
+    assert line["hardware"].keys() == {"device", "cpu", "cpu_cores", "matmul_gflops_float32"}
+    assert line["versions"].keys() >= {"python", "jax", "jaxlib", "XLA_FLAGS"}
+    table = run.stdout.splitlines()[-1]
+    assert table.startswith(f"{TINY} (4 devices)") and "n/a" in table and "2×2" in table
+
+
+def test_times_of_an_accelerator_are_those_between_the_ends_of_steps():
+    """Steps are dispatched ahead, no more than PROGRAMS_IN_FLIGHT; each time is from one end to the next, warm-up left out."""
+    ahead = most = 0
+
+    class Loss:
+        def block_until_ready(self):
+            nonlocal ahead
+            ahead -= 1
+
+    class Metrics:
+        loss = Loss()
+
+    def next_step():
+        nonlocal ahead, most
+        ahead += 1
+        most = max(most, ahead)
+        return None, Metrics()
+
+    times = benchmark.timed_in_flight(next_step, steps=20)
+    assert len(times) == 20 and all(time >= 0 for time in times)
+    assert ahead == 0 and most == benchmark.PROGRAMS_IN_FLIGHT + 1
+
+
+def test_the_mesh_is_that_of_the_devices_there_are(monkeypatch):
+    """On an accelerator d takes all devices that t leaves; t shrinks to what divides them. A CPU simulates the config's own."""
+    monkeypatch.chdir(ROOT)
+    shape = benchmark.config_of("local_test_synthetic")
+    for devices, expected in ((1, (1, 1)), (2, (1, 2)), (8, (4, 2)), (32, (16, 2))):
+        mesh = benchmark.on_devices(shape, devices, "gpu").mesh
+        assert (mesh.d, mesh.t) == expected
+    assert benchmark.on_devices(shape, 1, "cpu").mesh == shape.mesh
+    with pytest.raises(RunError, match=r"training\.tokens\.batch = 64"):
+        benchmark.on_devices(shape, 3 * 2, "gpu")
+    assert benchmark.config_of("c4_a100x8x4_1b").num_hosts == 1
+
+
+@pytest.mark.parametrize(
+    "was, now, verdict",
+    [
+        (dict(step_time_s=1.0, spread=0.04), dict(step_time_s=1.03, spread=0.04), "1.030       0.039        same"),
+        (dict(step_time_s=1.0, spread=0.04), dict(step_time_s=1.05, spread=0.04), "1.050       0.039      slower"),
+        (dict(step_time_s=1.0, spread=0.0), dict(step_time_s=1.019, spread=0.0), "1.019       0.020        same"),
+        (dict(step_time_s=1.0, spread=0.0), dict(step_time_s=1.021, spread=0.0), "1.021       0.020      slower"),
+        (dict(step_time_s=1.0, spread=0.04), dict(step_time_s=0.9, spread=0.04), "0.900       0.042      faster"),
+        (dict(step_time_s=1.0, share=0.75), dict(step_time_s=2.0, share=0.75), "1.000       0.030        same"),
+        (dict(step_time_s=1.0, share=0.75), dict(step_time_s=1.0, share=0.60), "1.250       0.040      slower"),
+    ],
+)
+def test_what_is_slower(was, now, verdict):
+    """By more than half of both spreads and by more than 2 %; on a CPU by the share of the product."""
+    text, slower = benchmark_table.compared([line(**was)], [line(**now)])
+    assert text[1].startswith("a (1 device)") and text[1].endswith(verdict)
+    ratio = float(verdict.split()[0])
+    assert slower == ([f"a (1 device) by {ratio - 1:.1%}"] if verdict.endswith("slower") else [])
+
+
+def test_slower_is_status_1(monkeypatch, tmp_path, capsys):
+    """Two files are compared without running anything: both tables, and status 1 with one line of error if a job is slower."""
+    old, new = written(tmp_path / "old.jsonl", line()), written(tmp_path / "new.jsonl", line(step_time_s=1.25))
+    assert start(monkeypatch, f"compare={new}", f"new={old}") == 0
+    output = capsys.readouterr()
+    assert not output.err and f"Compared with {new}:" in output.out and "faster" in output.out
+    assert start(monkeypatch, f"compare={old}", f"new={new}") == 1
+    assert capsys.readouterr().err == (
+        f"error: slower than in {old} by more than the spread explains: a (1 device) by 25.0%\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "text, why",
+    [
+        ("", "it is empty"),
+        ('{"config": "a", "step_time_s": 1}', "line 1 has no devices, mesh, tokens_per_s, step_time_spread_s, mfu, "),
+        (json.dumps(line()) + "\n[1]", "line 2 has no config, devices, "),
+        (json.dumps(line()) + "\n{", "Expecting property name"),
+    ],
+)
+def test_a_file_that_this_tool_did_not_write(tmp_path, text, why):
+    """It is refused as a whole, with the line and what that lacks."""
+    (tmp_path / "old.jsonl").write_text(text)
+    with pytest.raises(RunError) as error:
+        benchmark_table.read(str(tmp_path / "old.jsonl"))
+    assert str(error.value).startswith(f"{tmp_path}/old.jsonl: expected a file that tools.benchmark wrote: {why}")
+
+
+def test_only_the_same_is_compared():
+    """A job that the old file lacks, another number of devices, or another machine: said, and no verdict."""
+    old = [line("a"), line("b"), line("c")]
+    new = [line("d", 9.0), line("b", 9.0, devices=2), line("c", 9.0, hardware={"device": "NVIDIA H100", "cpu": "x"})]
+    text, slower = benchmark_table.compared(old, new)
+    assert [row.split() for row in text[4:-1]] == [f"{job} (1 device) not in the new lines".split() for job in "ab"]
+    assert not slower and [row.split("  ")[-1].strip() for row in text[1:3]] == ["not in the old file"] * 2
+    assert text[3].endswith("{'device': 'NVIDIA H200', 'cpu': 'x', 'cpu_cores': 8}: not compared")
+
+
+@pytest.mark.parametrize(
+    "arguments, error",
+    [
+        ([], "nothing to measure: set configs=[NAME,...], device=cpu, or compare=OLD.jsonl"),
+        (["device=tpu"], "device = tpu: expected cpu, or null for the devices that JAX finds"),
+        (["device=cpu", "steps=1"], "steps = 1: expected 2 or more, best 20: the spread needs them"),
+        (["new=x"], "new is a file that is compared with another: add compare=OLD.jsonl, leave configs out"),
+        (["compare=/nowhere.jsonl"], "/nowhere.jsonl: expected a file that tools.benchmark wrote: "),
+        (["configs=[local_18m,local_19m]"], "there is no config local_19m in configs; the nearest is local_18m; "),
+        (["configs=local_18m"], 'command line: configs = "local_18m": expected a list of text, [a, b, …]'),
+        (["configs=[1]"], "command line: configs = [1]: expected a list of text, [a, b, …]"),
+        (["configs=[local_18m]", "file=README.md"], "file = README.md: it is there already, and may be what you want "),
+        (["configs=[local_18m]", "file=README.md/x"], "file = README.md/x: it cannot be written ("),
+        (
+            ["configs=[local_18m]", "compare=/nowhere.jsonl"],
+            "/nowhere.jsonl: expected a file that tools.benchmark wrote: ",
+        ),
+        (
+            ["configs=[local_18m]", "compare=Makefile"],
+            "Makefile: expected a file that tools.benchmark wrote: Expecting ",
+        ),
+        (
+            ["configs=['']"],
+            'configs: "" is no job: expected the name of a config, or one with overrides, "NAME KEY=VALUE"',
+        ),
+        (
+            ["configs=[local_18m training.steps=1]"],
+            "no viable alternative at input '[local_18m training.steps=': a value with a space or = in it needs quotes, "
+            "and the shell takes one pair away: 'KEY=[\"a b=1\"]'",
+        ),
+    ],
+)
+def test_mistakes_are_said_before_anything_runs(monkeypatch, capsys, arguments, error):
+    """One line each, and status 1."""
+    assert start(monkeypatch, *arguments) == 1
+    message = capsys.readouterr().err
+    assert message.startswith(f"error: {error}") and message.count("\n") == 1
+
+
+def test_the_jobs(monkeypatch, tmp_path):
+    """device=cpu is three jobs; compare runs those of the old file; configs come first."""
+    old = written(tmp_path / "old.jsonl", line("x training.microbatches=2"), line("y"))
+    keys = benchmark.Benchmark
+    assert benchmark.jobs_of(keys(device="cpu")) == benchmark.CPU_JOBS
+    assert benchmark.jobs_of(keys(compare=old)) == ("x training.microbatches=2", "y")
+    assert benchmark.jobs_of(keys(compare=old, device="cpu", configs=("z",))) == ("z",)
+    parameters = 2 * 1280 * 512 + 4 * (4 * 512 * 512 + 3 * 512 * 2048 + 2 * 512) + 512
+    monkeypatch.chdir(ROOT)
+    model, tokens = benchmark.config_of("local_18m").model, benchmark.config_of("local_18m").training.tokens
+    assert 18_092_544 == parameters and (tokens.batch, tokens.len) == (16, 256)
+    assert (model.d_model, model.n_kv, model.d_head, model.layers, model.d_ff) == (512, 8, 64, 4, 2048)
+
+
+def test_a_step_that_the_check_refuses(monkeypatch, capsys):
+    """A job whose types are wrong is one message and status 1 of its process, no traceback; sampling is ended alike."""
+
+    def refused(*_):
+        raise ShardingError("'M/d' names mesh axis d\n  at train.py:7")
+
+    monkeypatch.setattr(benchmark, "figures", refused)
+    with pytest.raises(SystemExit) as stop:
+        benchmark.measure(benchmark.Benchmark(device="cpu"), TINY, Path(), None)
+    assert stop.value.code == 1
+    assert capsys.readouterr().err == "error: 'M/d' names mesh axis d\n  at train.py:7\n"
+
+    monkeypatch.setattr(sample, "load_run", refused)
+    monkeypatch.setattr(sys, "argv", ["sample", "runs/x"])
+    with pytest.raises(SystemExit) as stop:
+        sample.main()
+    assert stop.value.code == "error: 'M/d' names mesh axis d\n  at train.py:7"

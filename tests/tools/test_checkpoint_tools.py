@@ -1,0 +1,173 @@
+"""The tools that people look at checkpoints with: what they print, and their exit status."""
+
+import os
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from checkpoint_state import numpy_state, save
+
+from tools import checkpoint
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Calls the tool with arguments: its exit status, and the lines of its output, and what it says of an error."""
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["checkpoint", *map(str, arguments)])
+        status = 0
+        try:
+            checkpoint.main()
+        except SystemExit as end:
+            status = end.code
+        printed = capsys.readouterr()
+        return status, printed.out.splitlines(), printed.err.splitlines()
+
+    return call
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """Two steps of a run that differ in two leaves and in two attributes."""
+    state = numpy_state()
+    state.weights.embed = np.linspace(-1, 1, 384, dtype=np.float32).reshape(16, 24)
+    save(tmp_path / "checkpoints", 10, state, {"skipped_steps": 0, "config": {"mesh": {"d": 4}, "steps": 10}})
+    state.weights.embed[3, 4] += 0.5
+    state.counts["step"] = np.array(9, np.int32)
+    save(
+        tmp_path / "checkpoints", 20, state, {"skipped_steps": 0, "config": {"mesh": {"d": 8}, "steps": 10}, "seed": 1}
+    )
+    return tmp_path / "checkpoints"
+
+
+def test_verify_whole_ones(run, saved):
+    """A run folder, its checkpoints, or one: each is read through, and the status is 0."""
+    expected = r"00000000{}: whole, 26 chunks of 5 leaves, 3.27 kB, read in \d+\.\d s"
+    for path in (saved, saved.parent):
+        status, lines, errors = run("verify", path)
+        assert (status, errors) == (0, []) and len(lines) == 2
+        assert all(re.fullmatch(expected.format(step), line) for step, line in zip((10, 20), lines))
+    status, lines, _ = run("verify", f"{saved}/0000000010/")
+    assert status == 0 and len(lines) == 1 and lines[0].startswith("0000000010: whole")
+
+
+def test_verify_damaged_ones(run, saved):
+    """Every bad chunk is listed, incomplete ones are named, and the status is 1."""
+    (saved / "0000000010" / "counts" / "step" / "c").unlink()
+    file = saved / "0000000010" / "weights" / "embed" / "c.1.2"
+    file.write_bytes(b"x" + file.read_bytes()[1:])
+    (saved / "0000000020" / "weights" / "embed" / "zarr.json").write_text("{}")
+    (saved / "0000000030").mkdir()
+    status, lines, _ = run("verify", saved)
+    assert status == 1
+    assert re.fullmatch(r"0000000010: DAMAGED, 2 of 26 chunks of 5 leaves, .*", lines[0])
+    assert sorted(lines[1:3]) == [
+        "  counts/step/c is missing",
+        "  weights/embed/c.1.2 does not have the checksum that it was written with",
+    ]
+    assert lines[3:] == [
+        "0000000020: DAMAGED",
+        "  weights/embed/zarr.json does not have the checksum that it was written with",
+        "0000000030: incomplete, it was not written to its end",
+    ]
+
+
+def test_verify_nothing(run, tmp_path):
+    """Where there is no checkpoint the status is 1 and the message says what was expected."""
+    status, _, _ = run("verify", tmp_path)  # Python prints a text that sys.exit is given, and exits with 1
+    assert status == (
+        f"error: there is no checkpoint at {tmp_path}: expected a run folder, its `checkpoints`, or one of those"
+    )
+
+
+def test_paths_that_do_not_go_with_what_is_asked(run, saved):
+    """One too few or too many ends with status 2 and says how many each takes."""
+    for arguments in (("diff", saved), ("show", saved, saved), ("verify", saved, saved)):
+        status, _, errors = run(*arguments)
+        assert status == 2 and errors[-1].endswith("error: diff takes two paths, show and verify one")
+
+
+def test_inspect_one(run, saved):
+    """Path, attributes, and each leaf's type, shape, size, chunk and norm; values that are not finite are counted."""
+    status, lines, errors = run("show", saved)
+    assert (status, errors) == (0, [])
+    assert lines[:5] == [
+        f"checkpoint {saved}/0000000020",
+        "  skipped_steps: 0",
+        "  config.mesh.d: 8",
+        "  config.steps: 10",
+        "  seed: 1",
+    ]
+    embed = np.linspace(-1, 1, 384, dtype=np.float32)
+    embed[3 * 24 + 4] += 0.5
+    norm = f"{np.linalg.norm(embed.astype(np.float64)):.6g}"
+    rows = [line.split() for line in lines[5:]]
+    assert rows[0] == ["leaf", "dtype", "shape", "size", "chunk", "norm"]
+    assert rows[2] == ["counts/step", "int32", "[]", "4", "B", "1", "9"]
+    assert rows[3] == ["weights/embed", "float32", "[16,", "24]", "1.54", "kB", "8×6", norm]
+    assert lines[-1] == "5 leaves, 822 values, 3.27 kB"
+    state = numpy_state()
+    state.weights.transformer.w_q[0, 0, :3] = np.nan
+    save(saved, 30, state)
+    assert any(line.endswith("nan  3 not finite") for line in run("show", saved)[1])
+
+
+def test_compare_two(run, saved):
+    """Attributes that differ, and each leaf that does: the largest difference, absolute and relative, and how many values."""
+    status, lines, _ = run("diff", saved / "0000000010", saved)
+    assert status == 0
+    assert lines == [
+        f"first   {saved}/0000000010",
+        f"second  {saved}/0000000020",
+        "  config.mesh.d: 4 -> 8",
+        "  seed: null -> 1",
+        "leaf           absolute  relative  what differs",
+        "counts/step           2     0.286  1 of 1 values",
+        "weights/embed       0.5       0.5  1 of 384 values",
+        "3 leaves are the same bit for bit, 2 differ",
+    ]
+
+
+def test_compare_other_models(run, saved, tmp_path):
+    """Leaves of other shapes, and those that only one has, are named."""
+    state = numpy_state()
+    state.weights.embed = np.zeros((16, 16), np.float32)
+    save(tmp_path / "b", 10, state)
+    (tmp_path / "b" / "0000000010" / "zarr.json").write_bytes(
+        (tmp_path / "b" / "0000000010" / "zarr.json").read_bytes()
+    )
+    lines = run("diff", saved / "0000000010", tmp_path / "b")[1]
+    assert "weights/embed                      float32[16, 24] -> float32[16, 16]" in lines
+
+
+@pytest.mark.slow
+def test_the_benchmark(tmp_path):
+    """A small run of the benchmark compares itself with zarr alone and removes what it wrote."""
+    keys = ["layers=2", "d_model=64", "d_ff=128", "vocab=256", "steps=4", "save_every=2", "step_s=0.05", "repeats=1"]
+    command = [sys.executable, "-m", "tests.benchmark_checkpoint", f"directory={tmp_path / 'x'}", *keys]
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    output = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+    lines = output.splitlines()
+    for line, expected in zip(
+        lines,
+        [
+            r"state: 0.1M parameters, 0.00 GB, over 8 devices; \d+ CPUs",
+            r"saving behind the steps, every 2 steps of 0.05 s: a save holds the steps up for .*% beyond the copy; host memory grew by .*",
+            r"saving in the foreground, every 2 steps of 0.05 s: .*",
+            r"save: \d+ MB/s; zarr alone \d+ MB/s; \d+% of it",
+            r"load: \d+ MB/s; zarr alone \d+ MB/s; \d+% of it",
+            r"load: host memory grew by -?\d.\d\d GB at most, of which 0.00 GB is the state \(largest leaf 0.00 GB\)",
+        ],
+        strict=True,
+    ):
+        assert re.fullmatch(expected, line), line
+    assert not (tmp_path / "x").exists()
+
+
+def test_help(run):
+    """The tool explains itself."""
+    status, lines, _ = run("--help")
+    assert status == 0 and any(line.startswith("    python -m tools.checkpoint verify runs/my_run") for line in lines)

@@ -1,0 +1,332 @@
+"""`python -m tools.plan`: machines and meshes, sweeps, the picture, and programs compiled for what is not there."""
+
+import contextlib
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+from ledger.compiled.collectives import compiled
+from ledger.compiled.overlap import overlaps
+from ledger.machines import absent, hardware
+from ledger.machines.absent import CannotCompile, slice_of, target_config
+from runtime.config.command_line import load
+from runtime.terminal import RunError
+from tools import plan
+
+SMALL = (
+    "model.d_model=64", "model.n_kv=4", "model.d_head=8", "model.d_ff=64", "model.layers=2", "model.vocab=128",
+    "training.tokens.batch=16", "training.tokens.len=32",
+)  # fmt: skip
+
+
+def planned(capsys, name, *overrides):
+    """What the tool prints."""
+    plan.main(load(plan.Plan, name, overrides))
+    return capsys.readouterr().out
+
+
+def refused(name, *overrides):
+    """The message with which it refuses."""
+    with pytest.raises(RunError) as caught:
+        plan.main(load(plan.Plan, name, overrides))
+    return str(caught.value)
+
+
+def test_a_plan(capsys):
+    """Four hosts of eight H200s for the 1b model: the mesh's d takes them, and what is printed has the ledger's figures."""
+    text = planned(capsys, "c4_a100x8_1b", "hardware=h200", "hosts=4", "devices_per_host=8")
+    lines = text.splitlines()
+    assert lines[0] == (
+        "c4_a100x8_1b on 32 × h200: 4 hosts of 8, mesh d=32 × t=1; 64 × 1,024 tokens a step in 1 microbatch; "
+        "attention by cudnn_masked."
+    )
+    assert lines[1].startswith("A step: 4.024e+14 model FLOPs, 4.035e+14 with what is recomputed; each device sends ")
+    assert "of 151.40 GB (forecast)" in lines[1]
+    assert re.search(r"\n  weights +0\.13 GB +0%\n", text)
+    assert re.search(
+        r"\n  all .* communication\nMFU: at most \d\d\.\d%, if within each phase everything overlaps; ", text
+    )
+    assert "- Collectives go around a ring at the links' full speed, one after another, without latency.\n" in text
+    assert "Figures of one device: NVIDIA H200 data sheet" in text
+
+
+def test_the_default_is_4096_devices(capsys):
+    """The 2b model on 512 × 8 takes less than 20 s of CPU time."""
+    began = time.process_time()
+    text = planned(capsys, "plan")
+    assert time.process_time() - began < 20
+    assert text.startswith("plan on 4,096 × h200: 512 hosts of 8, mesh d=512 × t=8; 4,096 × 1,024 tokens a step")
+
+
+def test_what_does_not_fit(capsys):
+    """With the bytes by kind, and what to change."""
+    text = planned(capsys, "c4_a100x8_1b", "hardware=tpu_v5e", "training.tokens.batch=256")
+    assert "It will not fit: weights 0.54 GB, " in text and "twice the microbatches, or half the batch: about " in text
+
+
+def test_own_hardware(capsys):
+    """A device that a config describes; what it leaves out is n/a, and so is all that needs it."""
+    mine = "own_hardware=[{name: mine, peak_flops_per_s: 1.0e+15, hbm_bytes: 100000000000, hbm_bytes_per_s: 3.0e+12}]"
+    text = planned(capsys, "local_test_synthetic", "hardware=mine", mine, *SMALL)
+    assert "of 100.00 GB" in text and "Figures of one device: own_hardware mine." in text
+    assert re.search(r"\n  update +0 s +under 1 µs +n/a +n/a +n/a  n/a\n", text)
+    assert "MFU: at most n/a, if within" in text
+    whole = mine.replace("}]", ", link_bytes_per_s: 1.0e+11}]")
+    assert "MFU: at most n/a" not in planned(capsys, "local_test_synthetic", "hardware=mine", whole, *SMALL)
+    text = planned(capsys, "local_test_synthetic", *SMALL)
+    assert "No hardware is given: no times." in text and "MFU: at most n/a" in text
+
+
+@pytest.mark.parametrize(
+    "hardware, kernel",
+    [
+        ("h200", "cudnn_masked"),
+        ("a100_80gb", "cudnn_masked"),
+        ("NVIDIA B200", "cudnn_masked"),
+        ("tpu_v5e", "splash"),
+        (None, "blockwise"),
+    ],
+)
+def test_the_kernel_is_the_planned_devices(hardware, kernel):
+    """Not that of the machine that plans; one that the config names stays."""
+    key = "hardware=" + (hardware or "null")
+    for attention, expected in (("auto", kernel), ("einsum", "einsum")):
+        config = load(plan.Plan, "c4_a100x8_1b", [key, f"model.attention={attention}"])
+        assert plan.with_kernel(config, plan.machine_of(config)).model.attention == expected
+
+
+def test_a_folder(capsys, tmp_path):
+    """The ledger of the planned machine as text, JSON and page, which has the machine's roofline."""
+    folder = tmp_path / "planned"
+    text = planned(capsys, "local_test_synthetic", "hardware=h200", "mesh.d=8", "mesh.t=2", f"folder={folder}", *SMALL)
+    assert text.endswith(f"\n{folder}: ledger.txt, ledger.json, ledger.html\n")
+    assert sorted(path.name for path in folder.iterdir()) == ["ledger.html", "ledger.json", "ledger.txt"]
+    assert json.loads((folder / "ledger.json").read_text())["mesh"] == {"d": 8, "t": 2}
+    page = (folder / "ledger.html").read_text()
+    assert '<svg class="roofline"' in page and "On NVIDIA H200 a step takes at least" in page
+    assert "the mesh d=8 × t=2" in (folder / "ledger.txt").read_text()
+
+
+def test_unknown_hardware():
+    """A name that is not known is refused; none is guessed."""
+    assert refused("c4_a100x8_1b", "hardware=h300").startswith(
+        "command line: hardware = h300: its figures are not known, and none are guessed: expected one of a100_40gb, a100_80gb, h100, "
+    )
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (
+            ["hosts=4", "mesh.d=8"],
+            "mesh.d × mesh.t = 8 × 1 = 8 devices, but hosts × devices_per_host = 4 × 8 = 32: set mesh.d",
+        ),
+        (["hosts=0"], "hosts and devices_per_host: expected 1 or more"),
+        (["mesh.d=16", "devices_per_host=6"], "16 devices are no whole number of hosts of devices_per_host = 6"),
+        (["picture=mfu.svg"], "up_to_devices and picture belong to a sweep: add sweep=true"),
+        (["sweep=true", "folder=runs/plan"], "folder is for the ledger of one mesh: leave it or sweep=true out"),
+        (["sweep=true"], "a sweep is sorted by time: give hardware="),
+        (
+            ["sweep=true", "hardware=h200", "up_to_devices=4"],
+            "up_to_devices = 4: expected 8, with which it begins, or more",
+        ),
+        (["compile=true"], "for no hardware nothing can be compiled; there are a100_40gb"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(overrides, message):
+    """In one sentence, with the fix."""
+    assert message in refused("c4_a100x8_1b", *overrides)
+
+
+def test_a_mesh_that_cannot_split():
+    """The dim, its size and the axis: by the config's keys, on the mesh that the hosts make, and by the types."""
+    assert (
+        "configs/c4_a100x8_1b.yaml: model.n_kv = 16: dim K is split over axis t (mesh.t = 32), and 16 is no multiple of 32"
+        in refused("c4_a100x8_1b", "mesh.d=1", "mesh.t=32")
+    )
+    assert "dim B is split into parts and over axis d" in refused("c4_a100x8_1b", "hosts=16")
+    config = load(plan.Plan, "local_test_synthetic", SMALL)
+    object.__setattr__(config.mesh, "t", 3)
+    object.__setattr__(config.mesh, "d", 1)
+    with pytest.raises(
+        RunError, match=r"cannot be split over the mesh d=1 × t=3:\n(.|\n)*which axis t=3 cannot divide"
+    ):
+        plan.ledger_of(config)
+
+
+def test_a_sweep(capsys, tmp_path):
+    """All meshes of 4 and of 8 devices, with microbatches until they fit; what fits first, the fastest first; a picture."""
+    file = tmp_path / "mfu.svg"
+    figures = "peak_flops_per_s: 1.0e+12, hbm_bytes: 470000, hbm_bytes_per_s: 1.0e+11, link_bytes_per_s: 1.0e+10"
+    text = planned(
+        capsys, "local_test_synthetic", *SMALL, "model.n_kv=2", "training.tokens.batch=8", "mesh.d=2", "mesh.t=2",
+        f"own_hardware=[{{name: tiny, {figures}}}]", "hardware=tiny", "sweep=true", "up_to_devices=8", f"picture={file}",
+    )  # fmt: skip
+    first, second, _ = text.split("\n\n", 2)
+    rows = [line.split() for line in first.splitlines()[2:] if line[0] == " "]
+    assert {tuple(row[:3]) for row in rows if "fit" not in row} == {("4", "1", "2"), ("2", "2", "2")}
+    assert {tuple(row[:3]) for row in rows if "fit" in row} == {("4", "1", "1"), ("2", "2", "1")}
+    assert ["fit" in row for row in rows] == [False, False, True, True]
+    assert [row[6] for row in rows] == ["µs"] * 4 and all(float(rows[i][5]) <= float(rows[i + 1][5]) for i in (0, 2))
+    assert (
+        "Other meshes cannot be, such as d=1 × t=4: command line: model.n_kv = 2: dim K is split over axis t" in first
+    )
+    assert second.startswith("local_test_synthetic on 8 × tiny, 16 × 32 tokens a step")
+    svg = ElementTree.parse(file).getroot()
+    words = " ".join(element.text or "" for element in svg.iter())
+    assert "predicted MFU of the fastest mesh; the batch grows with the devices" in words and "Assumed:" in words
+    assert len(svg.findall(".//{*}circle")) == 4
+
+
+# -- Machines that are not there ---------------------------------------------------------------------------------------
+def test_slices_and_targets():
+    """A slice is as near to a cube as powers of two allow; a GPU's description has its figures."""
+    shapes = {4: (2, 2, 1), 8: (2, 2, 2), 16: (2, 2, 4), 32: (2, 4, 4), 128: (4, 4, 8), 4096: (16, 16, 16)}
+    assert {chips: slice_of(chips, 3) for chips in shapes} == shapes
+    assert slice_of(8, 2) == (2, 4) and slice_of(256, 2) == (16, 16)
+    with pytest.raises(CannotCompile, match="there is no slice of 12 chips: expected 4, 8, 16, 32"):
+        slice_of(12, 3)
+    assert "core_count: 132" in target_config("h200") and "ACCELERATED_FEATURES" in target_config("h200")
+    assert set(absent.GPUS) | set(absent.TPUS) == set(hardware.NAMES)
+
+
+def test_missing_packages_are_one_line(monkeypatch):
+    """What is missing, and the command."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(CannotCompile) as caught:
+        absent.environment("tpu_v5p")
+    assert str(caught.value) == (
+        "compiling for tpu_v5p needs libtpu, which is not installed: pip install --no-deps -r requirements-plan.txt"
+    )
+    assert "jax_cuda13_plugin" in refused("c4_a100x8_1b", "hardware=h200", "compile=true")
+
+
+SCHEDULE = """HloModule step, is_scheduled=true, num_partitions=2
+
+%wrapped (p: f32[8]) -> f32[4] {
+  %p = f32[8]{0} parameter(0)
+  ROOT %rs = f32[4]{0} reduce-scatter(%p), replica_groups={{0,1}}, dimensions={0}, metadata={op_name="transpose(jvp())" source_file="train.py" source_line=30}
+}
+
+%body (c: (s32[], f32[8,8])) -> (s32[], f32[8,8]) {
+  %c = (s32[], f32[8,8]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%c), index=0
+  %x = f32[8,8]{1,0} get-tuple-element(%c), index=1
+  %start = (f32[4,8]{1,0}, f32[8,8]{1,0}) all-gather-start(%x), replica_groups={{0,1}}, dimensions={0}, metadata={op_name="jvp()" source_file="train.py" source_line=10}
+  %y = f32[8,8]{1,0} dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}, metadata={op_name="jvp()" source_file="train.py" source_line=11}
+  %z = f32[8,8]{1,0} negate(%y)
+  %done = f32[8,8]{1,0} all-gather-done(%start)
+  %alone = f32[8,8]{1,0} all-reduce(%done), replica_groups={{0,1}}, metadata={op_name="jvp()" source_file="train.py" source_line=12}
+  ROOT %t = (s32[], f32[8,8]{1,0}) tuple(%i, %alone)
+}
+
+%condition (c: (s32[], f32[8,8])) -> pred[] {
+  %c.1 = (s32[], f32[8,8]{1,0}) parameter(0)
+  ROOT %p.1 = pred[] constant(true)
+}
+
+ENTRY %main (a: (s32[], f32[8,8]), b: f32[8]) -> f32[4] {
+  %a = (s32[], f32[8,8]{1,0}) parameter(0)
+  %b = f32[8]{0} parameter(1)
+  %loop = (s32[], f32[8,8]{1,0}) while(%a), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"5"}}
+  %rs.start = ((f32[8]{0}), f32[4]{0}) async-start(%b), calls=%wrapped
+  %n = f32[8]{0} negate(%b)
+  ROOT %rs.done = f32[4]{0} async-done(%rs.start)
+}
+"""
+
+
+def test_what_runs_while_it_sends():
+    """By the schedule: a gather beside a product, an all-reduce alone, a wrapped reduce-scatter beside something else."""
+    assert [str(each) for each in overlaps(SCHEDULE)] == [
+        "all-gather of train.py:10 (forward), 0.00 MB, ×5: while train.py:11 multiplies",
+        "all-reduce of train.py:12 (forward), 0.00 MB, ×5: alone",
+        "reduce-scatter of train.py:30 (backward), 0.00 MB, ×1: beside 1 operation, no matrix product",
+    ]
+    assert [each.bytes for each in overlaps(SCHEDULE)] == [256, 256, 32]
+
+
+def test_what_a_tpus_sparse_core_sends():
+    """A call on another thread, with what prepares it, is the same reduce-scatter beside the same one operation."""
+    prepares = '%prepares = s32[] custom-call(), custom_call_target="PrepareAsyncCallStart"\n  '
+    text = SCHEDULE.replace("async-start(%b), calls=", 'call-start(%b), async_execution_thread="sparsecore", to_apply=')
+    text = text.replace("async-done", "call-done").replace("%n = f32", prepares + "%n = f32")
+    assert "async-" not in text and text.count("call-") == 2
+    assert overlaps(text) == overlaps(SCHEDULE)
+    assert compiled(text, {"d": 2}) == compiled(SCHEDULE, {"d": 2})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, kind",
+    {
+        "h200": "(NVIDIA H200|h200)",
+        "tpu_v4": "TPU v4",
+        "tpu_v5e": "TPU v5 lite",
+        "tpu_v5p": "TPU v5",
+        "tpu_v6e": "TPU v6 lite",
+        "tpu_v7x": "TPU7x",
+    }.items(),
+)
+def test_the_very_step_compiled_for_what_is_not_there(name, kind):
+    """The small model for eight H200s and for eight TPUs of each kind: memory, differences and the schedule are printed."""
+    with contextlib.suppress(CannotCompile):
+        absent.environment(name)
+        done = subprocess.run(
+            [sys.executable, "-m", "tools.plan", "--config-name=local_test_synthetic", *SMALL, f"hardware={name}", "hosts=1", "compile=true"],
+            capture_output=True, text=True, env={**os.environ, "XLA_FLAGS": ""},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert re.search(rf"\nCompiled for 8 × {kind} that are not here, in \d+ s\.", done.stdout)
+        assert re.search(r"\nXLA's memory of one device: [\d.]+ MB; forecast [\d.]+ MB, ratio \d\.\d\d\n", done.stdout)
+        assert " differences between what is written and what the compiled step sends" in done.stdout
+        assert "all-gather of train.py:" in done.stdout
+        return
+    pytest.skip(f"compiling for {name} needs requirements-plan.txt")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, machine", [
+    ("c4_a100x8_1b", "hardware=h200 hosts=1"),
+    ("c4_a100x8x4_2b", "hardware=h200 hosts=4"),
+    ("c4_a100x8_2b", "hardware=tpu_v5p hosts=1"),
+    ("c4_a100x8x4_1b", "hardware=tpu_v5p hosts=16 devices_per_host=4 mesh.d=64 training.tokens.batch=512"),
+])  # fmt: skip
+def test_nothing_stands_alone_in_the_loop_over_layers(name, machine):
+    """Of the published models, without tensor parallelism: beside each transfer of a layer runs something; XLA's memory is
+    at most the forecast and a tenth."""
+    try:
+        absent.environment(re.search(r"hardware=(\w+)", machine)[1])
+    except CannotCompile as error:
+        pytest.skip(str(error))
+    done = subprocess.run(
+        [sys.executable, "-m", "tools.plan", f"--config-name={name}", *machine.split(), "compile=true"],
+        capture_output=True, text=True, env={**os.environ, "XLA_FLAGS": ""},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = re.findall(r"^  (?:all-gather|reduce-scatter) of .*, ×[78]: .*$", done.stdout, re.M)
+    assert len(rows) > 10 and not [row for row in rows if row.endswith(": alone")]
+    assert float(re.search(r"ratio (\d\.\d\d)\n", done.stdout)[1]) > 1 / 1.1
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_is_said_with_the_bytes():
+    """XLA refuses a step of 16 times the batch on a TPU v5e: one error, no traceback."""
+    try:
+        absent.environment("tpu_v5e")
+    except CannotCompile as error:
+        pytest.skip(str(error))
+    done = subprocess.run(
+        [sys.executable, "-m", "tools.plan", "--config-name=c4_a100x8_84m", "training.tokens.batch=4096", "hardware=tpu_v5e", "hosts=1",
+         "compile=true"],
+        capture_output=True, text=True, env={**os.environ, "XLA_FLAGS": ""},
+    )  # fmt: skip
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert re.search(r"error: XLA says that it does not fit \(forecast [\d.]+ GB\): .*\d[KMG]", done.stderr)

@@ -1,0 +1,594 @@
+"""tools/tokenize_text.py: from every kind of input to the same sequences; splits, targets, faults of the input and of the output."""
+
+import bz2
+import errno
+import fcntl
+import gzip
+import itertools
+import json
+import multiprocessing
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import zarr
+from ragged import assert_refuses
+
+import tools.text_sources
+import tools.tokenize_text
+from runtime.config import command_line
+from runtime.data import flat_tokens
+from runtime.data.flat_tokens import open_split
+from runtime.data.tokenizers import load_dataset_tokenizer
+from tools.text_sources import Settings, text_ends
+
+ROOT = Path(__file__).resolve().parents[2]
+BY_SIZE = Settings("text", ("text",), b"", 100, 0.0, 0)
+CHAT_TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+
+
+def tokenize(*overrides):
+    """Runs the tool with this config; without a validation split but where one is asked for."""
+    tools.tokenize_text.main(
+        command_line.load(tools.tokenize_text.TokenizeText, None, ["validation_fraction=0", *overrides])
+    )
+
+
+def sequences(path, split="train"):
+    """The texts of a split, and the ids and targets of each."""
+    data, tokenizer = open_split(path, split), load_dataset_tokenizer(path)
+    bounds = data.seq_starts[:].astype(int)
+    parts = [slice(start, stop) for start, stop in itertools.pairwise(bounds)]
+    assert (data.encoded_tokens[:][bounds[:-1]] & 1).all() and (data.encoded_tokens[:] & 1).sum() == len(parts)
+    ids = data.encoded_tokens[:] >> 1
+    assert data.max_token_id == ids.max() and data.bos_id == tokenizer.bos_id
+    targets = None if data.is_target is None else [data.is_target[:][part] for part in parts]
+    return [tokenizer.decode(ids[part]) for part in parts], [ids[part] for part in parts], targets
+
+
+def files(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def texts(count, seed=0):
+    draws = random.Random(seed)
+    return ["".join(draws.choices("abc é你🎉\n\t\"\\", k=draws.randint(1, 60))) for _ in range(count)]
+
+
+def write_lines(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+# ---------------------------------------------------------------- what is read
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_documents_by_size(seed):
+    """A text cut by size is whole, its documents end with lines where these are short, and between characters where not."""
+    draws = random.Random(seed)
+    alphabet = "ab é你🎉" + "\n" * draws.choice([0, 1, 4])
+    data = "".join(draws.choices(alphabet, k=draws.randint(0, 2000))).encode()
+    ends = text_ends(data, BY_SIZE, final=True)
+    assert (ends or [0])[-1] == len(data)
+    for start, end in zip([0, *ends], ends):
+        data[start:end].decode()
+        if end < len(data):
+            by_line = data.find(b"\n", start + 99, start + 200) + 1
+            assert end == by_line if by_line else start + 97 <= end <= start + 100
+        # A reader that holds less of it ends the documents that it is sure of at the same places, and begins there again.
+        some = text_ends(data[start : start + 700], BY_SIZE, final=False)
+        assert [start + each for each in some] == [each for each in ends if each > start][: len(some)]
+
+
+@pytest.mark.parametrize("separator", ["\n\n", "aa", "<|endoftext|>"])
+def test_documents_by_separator(tmp_path, monkeypatch, separator):
+    """A separator ends a document wherever the blocks that are read end; it is part of none, and what is empty is none."""
+    draws = random.Random(1)
+    text = "".join(draws.choices(["a", "b", "\n", separator], k=3000))
+    (tmp_path / "a.txt").write_text(text)
+    for number, block_bytes in enumerate((64, 2**20)):
+        monkeypatch.setattr(tools.text_sources, "BLOCK_BYTES", block_bytes)
+        escaped = separator.replace("\n", "\\n")
+        tokenize(f"input={tmp_path}/a.txt", f"output={tmp_path}/{number}.zarr", f"separator='{escaped}'")
+        found, _, _ = sequences(tmp_path / f"{number}.zarr")
+        if separator != "\n\n" and separator != "aa":  # these overlap themselves: where they begin depends on the block
+            assert found == [part for part in text.split(separator) if part]
+        assert sorted("".join(found).replace(separator, "")) == sorted(text.replace(separator, ""))
+
+
+def test_every_kind_of_input_gives_the_same(tmp_path):
+    """Lines plain and compressed, parquet in row groups, a Hugging Face data set, and URLs: the same sequences, in their order."""
+    import fsspec
+    import pyarrow
+    import pyarrow.parquet
+    import zstandard
+
+    documents = texts(700)
+    content = "".join(
+        json.dumps({"id": 1, "text": text}, ensure_ascii=number % 2 > 0) + "\n" for number, text in enumerate(documents)
+    )
+    content = content.replace("\n", "\n\n", 3).encode()  # empty lines are no records
+    (tmp_path / "a.jsonl").write_bytes(content)
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(content[:999]) + gzip.compress(content[999:]))
+    (tmp_path / "a.ndjson.bz2").write_bytes(bz2.compress(content))
+    zst = zstandard.ZstdCompressor()
+    (tmp_path / "a.json.zst").write_bytes(zst.compress(content[:999]) + zst.compress(content[999:]))
+    (tmp_path / "b.txt").write_text("<|end|>".join(documents))
+    table = pyarrow.table({"id": range(700), "text": documents})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=300)
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hub" / "train.jsonl").write_bytes(content)
+    with fsspec.open("memory://in/a.jsonl", "wb") as file:
+        file.write(content)
+
+    inputs = [
+        f"input={tmp_path}/{name}" for name in ("a.jsonl", "a.jsonl.gz", "a.ndjson.bz2", "a.json.zst", "a.parquet")
+    ]
+    inputs += ["input='memory://in/*.jsonl'", f"hf_dataset.path={tmp_path}/hub"]
+    for number, each in enumerate(inputs):
+        output = "memory://out.zarr" if "memory" in each else f"{tmp_path}/{number}.zarr"
+        tokenize(each, f"output={output}")
+        assert sequences(output)[0] == documents, each
+    tokenize(f"input={tmp_path}/b.txt", "separator='<|end|>'", f"output={tmp_path}/text.zarr")
+    assert sequences(tmp_path / "text.zarr")[0] == documents
+    tokenize(f"input='{tmp_path}/a.jsonl*'", f"output={tmp_path}/two.zarr")  # a glob, in the order of names
+    assert sequences(tmp_path / "two.zarr")[0] == documents * 2
+
+
+def test_several_processes_write_the_same(tmp_path, monkeypatch):
+    """However many processes tokenize and however large the blocks are: the same bytes in every file."""
+    source = write_lines(tmp_path / "a.jsonl", [{"text": text} for text in texts(3000)])
+    common = [f"input={source}", "tokenizer=train_bpe", "bpe_vocab=400", "validation_fraction=0.2"]
+    tokenize(*common, f"output={tmp_path}/one.zarr", "processes=1")
+    monkeypatch.setattr(tools.text_sources, "BLOCK_BYTES", 5000)
+    tokenize(*common, f"output={tmp_path}/two.zarr", "processes=2")
+    assert files(tmp_path / "one.zarr") == files(tmp_path / "two.zarr")
+    assert sorted(sequences(tmp_path / "one.zarr")[0] + sequences(tmp_path / "one.zarr", "validation")[0]) == sorted(
+        texts(3000)
+    )
+
+
+MEMORY = """
+import os, sys
+import tools.tokenize_text
+from runtime.config.command_line import load
+for size in (4, 32):
+    child = os.fork()
+    if not child:
+        config = load(tools.tokenize_text.TokenizeText, None, [f"input={sys.argv[1]}/{size}.txt", f"output={sys.argv[1]}/{size}", "validation_fraction=0"])
+        tools.tokenize_text.main(config)
+        os._exit(0)
+    _, status, usage = os.wait4(child, 0)
+    assert status == 0
+    print(usage.ru_maxrss)
+"""
+
+
+def test_memory_is_bounded(tmp_path):
+    """Eight times the text takes at most 30 MB more of memory: 32 MB of it, whose ids alone would be 128."""
+    for size in (4, 32):
+        (tmp_path / f"{size}.txt").write_text(("some words of a line\n" * 50_000)[: 2**20] * size)
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY, tmp_path], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    small, large = (int(line) for line in done.stdout.splitlines() if line.isdigit())
+    assert large - small < 30_000, (small, large)  # KiB
+
+
+# ---------------------------------------------------------------- splits and targets
+
+
+def test_validation_by_hash(tmp_path):
+    """About the asked fraction of documents, each by its own text and the seed: others come and go without moving it."""
+    documents = sorted({f"{number} {text}" for number, text in enumerate(texts(2000))})
+    halves = documents[:1000], documents[500:]
+    found = []
+    for number, half in enumerate(halves):
+        source = write_lines(tmp_path / f"{number}.jsonl", [{"text": text} for text in half])
+        tokenize(f"input={source}", f"output={tmp_path}/{number}.zarr", "validation_fraction=0.1", "seed=3")
+        train, held_out = (set(sequences(tmp_path / f"{number}.zarr", split)[0]) for split in ("train", "validation"))
+        assert train | held_out == set(half) and not train & held_out
+        found.append(held_out)
+    assert 70 < len(found[0]) < 130  # of 1000; 10 is the standard deviation
+    both = set(halves[0]) & set(halves[1])
+    assert found[0] & both == found[1] & both
+    tokenize(f"input={tmp_path}/0.jsonl", f"output={tmp_path}/seed.zarr", "validation_fraction=0.1", "seed=4")
+    assert len(found[0] & set(sequences(tmp_path / "seed.zarr", "validation")[0])) < 40
+
+
+def test_validation_given(tmp_path):
+    """Files that are named as validation are the validation split, and no part of training where the input names them too."""
+    for name in "abc":
+        (tmp_path / f"{name}.txt").write_text(name * 10)
+    tokenize(f"input='{tmp_path}/*.txt'", f"validation={tmp_path}/b.txt", f"output={tmp_path}/x.zarr")
+    assert sequences(tmp_path / "x.zarr")[0] == ["a" * 10, "c" * 10]
+    assert sequences(tmp_path / "x.zarr", "validation")[0] == ["b" * 10]
+    (tmp_path / "hub").mkdir()
+    for name in ("train", "test"):
+        write_lines(tmp_path / "hub" / f"{name}.jsonl", [{"text": name}])
+    tokenize(f"hf_dataset.path={tmp_path}/hub", "hf_dataset.validation_split=test", f"output={tmp_path}/hub.zarr")
+    assert sequences(tmp_path / "hub.zarr")[0] == ["train"] and sequences(tmp_path / "hub.zarr", "validation")[0] == [
+        "test"
+    ]
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes_utf8", "train_bpe"])
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_prompts(tmp_path, tokenizer, suffix):
+    """A record's prompt and answer are one sequence; exactly the answer's tokens are targets, and each is tokenized on its own."""
+    import pyarrow
+    import pyarrow.parquet
+
+    records = [{"question": f"{text}?", "answer": text[::-1]} for text in texts(60)] + [{"question": "", "answer": "x"}]
+    if suffix == "jsonl":
+        write_lines(tmp_path / "a.jsonl", records)
+    else:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "a.parquet")
+    fields = ["format=prompt", "in_field=question", "out_field=answer", f"tokenizer={tokenizer}", "bpe_vocab=300"]
+    tokenize(f"input={tmp_path}/a.{suffix}", f"output={tmp_path}/x.zarr", *fields)
+    encode = load_dataset_tokenizer(tmp_path / "x.zarr").encode_batch
+    for record, ids, is_target in zip(records, *sequences(tmp_path / "x.zarr")[1:], strict=True):
+        question, answer = encode([record["question"], record["answer"]])
+        assert ids.tolist() == [*question, *answer] and is_target.tolist() == [False] * len(question) + [True] * len(
+            answer
+        )
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes_utf8", "train_bpe"])
+def test_chats(tmp_path, tokenizer):
+    """A chat is one sequence as its template writes it, exactly the assistant's words are targets; both splits have them."""
+    (tmp_path / "template.jinja").write_text(CHAT_TEMPLATE)
+    chats = [
+        [
+            message
+            for part in texts(3, seed)
+            for message in ({"role": "user", "content": part}, {"role": "assistant", "content": part[::-1]})
+        ]
+        for seed in range(40)
+    ]
+    source = write_lines(tmp_path / "a.jsonl", [{"messages": chat} for chat in chats])
+    options = ["format=chat", f"chat_template={tmp_path}/template.jinja", f"tokenizer={tokenizer}", "bpe_vocab=300"]
+    tokenize(f"input={source}", f"output={tmp_path}/x.zarr", "validation_fraction=0.3", *options)
+    tokenizer = load_dataset_tokenizer(tmp_path / "x.zarr")
+    assert tokenizer.chat_template == CHAT_TEMPLATE
+    expected = {"".join(f"[{message['role']}]{message['content']}" for message in chat): chat for chat in chats}
+    train, held_out = (sequences(tmp_path / "x.zarr", split) for split in ("train", "validation"))
+    assert set(train[0] + held_out[0]) == set(expected) and train[0] and held_out[0]
+    for text, ids, is_target in zip(*(a + b for a, b in zip(train, held_out))):
+        chat, ids_expected, targets_expected = expected[text], [], []
+        if tokenizer.name == "bytes_utf8":  # the turns can be told apart without the code that is tested
+            for message in chat:
+                words = tokenizer.encode_batch([message["content"]])[0]
+                header = tokenizer.encode_batch([f"[{message['role']}]"])[0]
+                ids_expected += [*header, *words]
+                targets_expected += [False] * len(header) + [message["role"] == "assistant"] * len(words)
+        else:
+            ids_expected, targets_expected = (part.tolist() for part in tokenizer.encode_chat(chat))
+        assert ids.tolist() == ids_expected and is_target.tolist() == targets_expected
+
+
+# ---------------------------------------------------------------- faults of the input
+
+BAD = [
+    ("a.jsonl", b'{"text": "x"}\n{"text"\n', [], ":2: no JSON (Expecting ':' delimiter, column 8)"),
+    ("a.jsonl", b'\n\n["x"]', [], ':3: list, expected {"field": ...}'),
+    ("a.jsonl", b'{"text": "x"}\n{"body": "x", "id": 1}\n', [], ":2: no field 'text'; it has 'body', 'id'"),
+    ("a.jsonl", b"{}\n", [], ":1: no field 'text'; it has none"),
+    ("a.jsonl", b'{"text": null}\n', [], ":1: field 'text' is NoneType, expected text"),
+    ("a.jsonl", b'{"text": "x"}\n{"text": "a\xff"}\n', [], ":2: invalid UTF-8 (byte 0xff at 11 of the line)"),
+    ("a.jsonl", b'{"text": "\\ud83d"}\n', [], ":1: half of a surrogate pair (surrogates not allowed), expected Unicode text"),
+    ("a.jsonl", b'{"in_text": "x"}\n', ["format=prompt"], ":1: no field 'out_text'; it has 'in_text'"),
+    ("a.jsonl", b'{"in_text": "x", "out_text": ""}\n', ["format=prompt"], ":1: field 'out_text' is empty, so there is nothing to learn"),
+    ("a.jsonl", b'{"messages": [{"role": "user", "content": "x"}]}\n', ["format=chat"], ":1: no message is the assistant's, so there is nothing to learn"),
+    ("a.jsonl", b"", [], ": the file is empty"),
+    ("a.jsonl.gz", gzip.compress(b""), [], ": the file is empty"),
+    ("a.txt", b"", [], ": the file is empty"),
+    ("a.txt", b"one\ntwo\xc3\n" + b"three\n" * 40, ["document_bytes=4"], ":2: invalid UTF-8 (byte 0xc3 at 3 of the line)"),
+    ("a.txt", b"one\n" * 9 + b"caf\xe9\n", ["document_bytes=4"], ":10: invalid UTF-8 (byte 0xe9 at 3 of the line)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, content, options, message", BAD, ids=[each[3][:30] for each in BAD])
+def test_bad_records(tmp_path, capsys, name, content, options, message):
+    """A record that cannot be taken ends the run with file, line and reason; or is left out, shown and counted, and the rest is taken."""
+    (tmp_path / name).write_bytes(content)
+    good = {
+        "text": "good",
+        "in_text": "g",
+        "out_text": "ood",
+        "messages": [{"role": "user", "content": "g"}, {"role": "assistant", "content": "ood"}],
+    }
+    write_lines(tmp_path / "b.jsonl", [good])
+    (tmp_path / "template.jinja").write_text(CHAT_TEMPLATE)
+    common = [
+        f"input='{tmp_path}/[ab].*'",
+        f"output={tmp_path}/x.zarr",
+        f"chat_template={tmp_path}/template.jinja",
+        *options,
+    ]
+    assert_refuses(f"{tmp_path}/{name}{message}; on_bad_record=skip leaves out such records", tokenize, *common)
+    tokenize(*common, "on_bad_record=skip")  # goes on where it stopped
+    captured = capsys.readouterr()
+    assert f"left out: {tmp_path}/{name}{message}\n" in captured.err and "; 1 bad records left out" in captured.out
+    assert sequences(tmp_path / "x.zarr")[0][-1] == ("[user]g[assistant]ood" if "format=chat" in options else "good")
+
+
+def test_many_bad_records(tmp_path, capsys):
+    """Only the first ten are shown, all are counted, and empty documents are counted apart."""
+    write_lines(tmp_path / "a.jsonl", [{"text": "x"}, {"text": ""}] + [{}] * 30)
+    tokenize(f"input={tmp_path}/a.jsonl", f"output={tmp_path}/x.zarr", "on_bad_record=skip")
+    captured = capsys.readouterr()
+    assert captured.err.count("left out: ") == 10
+    assert "1 documents, 1 tokens; 1 empty documents left out; 30 bad records left out" in captured.out
+
+
+def test_bad_rows(tmp_path):
+    """Rows are named by their number, a column that is not there by those that are, and what is no parquet file is one line."""
+    import pyarrow
+    import pyarrow.parquet
+
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["x"] * 500 + [None]}), path)
+    message = f"{path}, row 500: field 'text' is NoneType, expected text; on_bad_record=skip leaves out such records"
+    assert_refuses(message, tokenize, f"input={path}", f"output={tmp_path}/x.zarr")
+    pyarrow.parquet.write_table(pyarrow.table({"body": ["x"], "id": [1]}), path)
+    assert_refuses(
+        f"{path} has no column 'text'; it has body, id: name the right one",
+        tokenize,
+        f"input={path}",
+        f"output={tmp_path}/y.zarr",
+    )
+    path.write_bytes(b"PAR1 no")
+    assert_refuses(f"cannot read {path} (…)", tokenize, f"input={path}", f"output={tmp_path}/z.zarr")
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "x"}\n' * 9999)[:-20])
+    assert_refuses(
+        f"cannot read {tmp_path}/a.jsonl.gz (EOFError: …)",
+        tokenize,
+        f"input={tmp_path}/a.jsonl.gz",
+        f"output={tmp_path}/w.zarr",
+    )
+
+
+def test_refused_before_anything_is_read(tmp_path):
+    """What makes no sense is refused at once, all of it together; so is input that is not there or of the wrong kind."""
+    (tmp_path / "a.txt").write_text("text")
+    output, source = f"output={tmp_path}/x.zarr", f"input={tmp_path}/a.txt"
+    one_of = "expected one of input (a path, glob or URL) and hf_dataset.path (the name of a data set)"
+    assert_refuses(one_of, tokenize, output)
+    assert_refuses(one_of, tokenize, output, source, "hf_dataset.path=x")
+    wrong = [
+        "format=json",
+        "on_bad_record=ignore",
+        "validation_fraction=1",
+        "seed=-1",
+        "document_bytes=1",
+        "processes=-1",
+        "bpe_vocab=256",
+        "bpe_bytes=0",
+        "bos_id=-1",
+        "separator='\\x'",
+    ]
+    with pytest.raises(Exception, match="10 problems in the configuration") as error:
+        tokenize(output, source, *wrong)
+    assert [line.strip() for line in str(error.value).splitlines()[1:]] == [
+        "format is 'json', expected text, prompt or chat",
+        "on_bad_record is 'ignore', expected fail or skip",
+        "validation_fraction is 1.0, expected a number from 0 to less than 1",
+        "seed is -1, expected a number from 0 to less than 2⁶⁴",
+        "document_bytes is 1, expected 4 or more",
+        "processes is -1, expected 0 or more",
+        "bos_id is -1, expected an id from 0 to 2147483647",
+        "bpe_vocab is 256, expected 257 (the bytes and one) to 2147483647",
+        "bpe_bytes is 0, expected more than 0",
+        "separator is '\\\\x', expected text, with \\n for a new line and \\\\ for a backslash",
+    ]
+    assert_refuses(
+        "validation is 'x', expected hf_dataset.validation_split in its place, or neither",
+        tokenize,
+        output,
+        "hf_dataset.path=x",
+        "validation=x",
+    )
+    assert_refuses(f"there is no {tmp_path}/b.txt (…)", tokenize, output, f"input={tmp_path}/b.txt")
+    assert_refuses(f"no file matches {tmp_path}/*.jsonl", tokenize, output, f"input='{tmp_path}/*.jsonl'")
+    assert_refuses(
+        f"{tmp_path} is a folder, expected files: say {tmp_path}/*.txt or such", tokenize, output, f"input={tmp_path}"
+    )
+    assert_refuses(
+        "cannot read nothing://x (ValueError: Protocol not known: nothing)", tokenize, output, "input=nothing://x"
+    )
+    assert_refuses(
+        f"{tmp_path}/a.txt is plain text by its suffix, but format=prompt needs records: .jsonl or .parquet",
+        tokenize,
+        output,
+        source,
+        "format=prompt",
+    )
+    assert_refuses(
+        f"validation={tmp_path}/a.txt names all files of input={tmp_path}/a.txt, so nothing is left to train on",
+        tokenize,
+        output,
+        source,
+        f"validation={tmp_path}/a.txt",
+    )
+    write_lines(tmp_path / "a.jsonl", [{}])
+    chat = [output, f"input={tmp_path}/a.jsonl", "format=chat"]
+    assert_refuses(
+        "the tokenizer bytes_utf8 has no chat template: give one, chat_template=FILE of jinja", tokenize, *chat
+    )
+    assert_refuses("chat_template=nowhere cannot be read (…)", tokenize, *chat, "chat_template=nowhere")
+    assert_refuses(
+        f"{tmp_path}/a.jsonl holds no text that a tokenizer could be trained on",
+        tokenize,
+        output,
+        f"input={tmp_path}/a.jsonl",
+        "tokenizer=train_bpe",
+    )
+    assert_refuses(
+        "cannot read no/where (…)",
+        tokenize,
+        output,
+        f"hf_dataset.path={tmp_path}/nowhere".replace(f"{tmp_path}/nowhere", "no/where"),
+    )
+
+
+def test_ids_over_31_bits(tmp_path):
+    """A tokenizer with an id that the format cannot store is refused before anything is written."""
+    model = {"type": "WordLevel", "vocab": {"a": 0, "b": 2**31}, "unk_token": "a"}
+    (tmp_path / "big.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
+    (tmp_path / "a.txt").write_text("a b")
+    with pytest.raises(Exception, match="has the id 2147483648, expected ids up to 2147483647"):
+        tokenize(f"input={tmp_path}/a.txt", f"output={tmp_path}/x.zarr", f"tokenizer={tmp_path}/big.json", "bos_id=0")
+    assert not list(zarr.open_group(tmp_path / "x.zarr").keys())
+
+
+def test_no_document_for_a_split(tmp_path):
+    """A split that no document came to is an error, which says what to do."""
+    (tmp_path / "a.txt").write_text("one small text")
+    message = (
+        f"no document came to the split 'validation' of {tmp_path}/x.zarr (1 documents, 14 tokens): give validation=..., a larger "
+        "validation_fraction, or documents that are more and smaller (separator, document_bytes); and overwrite=true"
+    )
+    assert_refuses(
+        message, tokenize, f"input={tmp_path}/a.txt", f"output={tmp_path}/x.zarr", "validation_fraction=0.001"
+    )
+
+
+# ---------------------------------------------------------------- faults of the output
+
+
+def test_output_that_is_there(tmp_path, capsys):
+    """The same command says that the output is complete; another one refuses to write over it, or replaces it when told to."""
+    (tmp_path / "a.txt").write_text("some text")
+    command = [f"input={tmp_path}/a.txt", f"output={tmp_path}/x.zarr"]
+    tokenize(*command)
+    before = files(tmp_path / "x.zarr")
+    tokenize(*command)
+    assert (
+        capsys.readouterr().out.splitlines()[-1]
+        == f"{tmp_path}/x.zarr is complete: 1 documents, 9 tokens. overwrite=true writes it again"
+    )
+    other = "write to a new path, or say overwrite=true to replace it"
+    made = "a data set that was made with another config, or from an input that has changed since"
+    assert_refuses(f"{tmp_path}/x.zarr holds {made}: {other}", tokenize, *command, "document_bytes=4")
+    assert files(tmp_path / "x.zarr") == before
+    tokenize(*command, "document_bytes=4", "overwrite=true", "tokenizer=train_bpe", "bpe_vocab=257")
+    assert sequences(tmp_path / "x.zarr")[0] == ["some", " tex", "t"]
+    tokenize(*command, "overwrite=true")
+    assert files(tmp_path / "x.zarr") == before
+    (tmp_path / "a.txt").write_text("other texts")
+    assert_refuses(f"{tmp_path}/x.zarr holds {made}: {other}", tokenize, *command)
+
+    zarr.open_group(tmp_path / "mine", mode="w").create_group("mine")
+    assert_refuses(f"{tmp_path}/mine holds mine already: {other}", tokenize, command[0], f"output={tmp_path}/mine")
+    zarr.open_group(tmp_path / "old", mode="w", zarr_format=2)
+    message = f"{tmp_path}/old is of zarr format 2, and only format 3 is written: write to a new path"
+    assert_refuses(message, tokenize, command[0], f"output={tmp_path}/old")
+
+
+def test_written_by_two_at_once(tmp_path):
+    """A data set that another process is writing is refused."""
+    (tmp_path / "a.txt").write_text("some text")
+    (tmp_path / "x.zarr").mkdir()
+    descriptor = os.open(tmp_path / "x.zarr", os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    message = f"{tmp_path}/x.zarr is being written by another process: wait for it, or write to another path"
+    assert_refuses(message, tokenize, f"input={tmp_path}/a.txt", f"output={tmp_path}/x.zarr")
+    os.close(descriptor)
+    tokenize(f"input={tmp_path}/a.txt", f"output={tmp_path}/x.zarr")
+
+
+def test_failed_write(tmp_path, monkeypatch):
+    """A write that fails ends the run with its reason, nothing opens as a data set, and the same command goes on to the same bytes."""
+    source = write_lines(tmp_path / "a.jsonl", [{"text": text} for text in texts(1000)])
+    monkeypatch.setattr(tools.text_sources, "BLOCK_BYTES", 5000)
+    monkeypatch.setattr(tools.tokenize_text, "RECORD_S", 0.0)
+    tokenize(f"input={source}", f"output={tmp_path}/whole.zarr")
+    put, write_chunk, left = zarr.storage.LocalStore.set, flat_tokens.write_chunk, 0
+
+    def use_space():
+        nonlocal left
+        left -= 1
+        if not left:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    async def put_or_fail(self, key, value, *rest):
+        use_space()
+        return await put(self, key, value, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(zarr.storage.LocalStore, "set", put_or_fail)
+        patch.setattr(flat_tokens, "write_chunk", lambda *chunk: (use_space(), write_chunk(*chunk)))
+        for left in (3, 12, 21, 22, 23, 24, 25):  # chunks, metadata, the record of progress  # noqa: B007
+            assert_refuses(
+                f"cannot write {tmp_path}/x.zarr…: [Errno 28] No space left on device",
+                tokenize,
+                f"input={source}",
+                f"output={tmp_path}/x.zarr",
+            )
+            assert_refuses("…", open_split, tmp_path / "x.zarr", "train")
+    tokenize(f"input={source}", f"output={tmp_path}/x.zarr")
+    assert files(tmp_path / "x.zarr") == files(tmp_path / "whole.zarr")
+
+
+def test_lost_chunk_is_found_by_the_writer(tmp_path, monkeypatch):
+    """A chunk that was written and is not there when its place is recorded is an error, never a hole."""
+    source = write_lines(tmp_path / "a.jsonl", [{"text": "x"}])
+    write_chunk = flat_tokens.write_chunk
+
+    def forgetful(array, *chunk):
+        if array.path != "train/encoded_tokens":
+            write_chunk(array, *chunk)
+
+    monkeypatch.setattr(flat_tokens, "write_chunk", forgetful)
+    message = f"cannot write {tmp_path}/x.zarr/train: [Errno 2] No such file or directory: '{tmp_path}/x.zarr/train/encoded_tokens/c/0'"
+    assert_refuses(message.replace("'", "…"), tokenize, f"input={source}", f"output={tmp_path}/x.zarr")
+
+
+def test_dead_process(tmp_path, monkeypatch):
+    """A process that dies is an error, not a hang."""
+    source = write_lines(tmp_path / "a.jsonl", [{"text": text} for text in texts(2000)])
+    monkeypatch.setattr(tools.text_sources, "BLOCK_BYTES", 2000)
+    read = tools.tokenize_text.read_blocks
+
+    def deadly(*args):
+        for number, block in enumerate(read(*args)):
+            if number == 3:
+                multiprocessing.active_children()[0].kill()
+            yield block
+
+    monkeypatch.setattr(tools.tokenize_text, "read_blocks", deadly)
+    message = (
+        "a process that tokenizes died, of too little memory perhaps: say fewer processes=...; the same command goes on"
+    )
+    assert_refuses(message, tokenize, f"input={source}", f"output={tmp_path}/x.zarr", "processes=2")
+
+
+# ---------------------------------------------------------------- what the documentation says
+
+
+@pytest.mark.slow
+def test_your_own_text_in_five_commands(tmp_path):
+    """The commands of docs/data.md, but for the installation, run as they are written, offline; training is cut to two steps."""
+    section = (ROOT / "docs" / "data.md").read_text().split("## Your own text in five commands")[1]
+    commands = section.split("```sh\n")[1].split("```")[0].splitlines()
+    assert len(commands) == 5 and commands[0].startswith("pip install -r ")
+    lines = (ROOT / "docs" / "notation.md").read_text().splitlines() * 100
+    (tmp_path / "my.txt").write_text("".join(f"{number} {line}\n" for number, line in enumerate(lines)))
+    for command in commands[1:]:
+        if " train " in command:
+            command += " training.steps=2 training.warmup_steps=1 training.steps_for_lr=2 training.tokens.batch=8 training.tokens.len=32"
+        command = command.replace("tools.sample", "tools.sample --tokens 3").replace("python", sys.executable, 1)
+        done = subprocess.run(
+            command,
+            shell=True,
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, (command, done.stdout, done.stderr)

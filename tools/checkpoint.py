@@ -1,0 +1,200 @@
+"""Looks at checkpoints: what is in one, whether they are whole, or what differs between two.
+
+    python -m tools.checkpoint show runs/my_run                        # its newest; or one, .../checkpoints/0000000050
+    python -m tools.checkpoint verify runs/my_run                      # all of a run, or one
+    python -m tools.checkpoint diff runs/a/checkpoints/0000000050 runs/b
+
+Paths are local or URLs (s3://bucket/runs/my_run). `show` prints attributes, and each leaf's type, shape, size and norm,
+the root of the sum of its squares. `verify` reads every chunk and lists each bad one; it exits with 1 when a checkpoint
+is damaged, or there is none, and names incomplete ones, which a run that was killed leaves and a run passes over.
+`diff` prints the largest differences of each leaf, absolute and relative to the leaf's largest value in the first; it
+exits with 0 also when the two differ.
+"""
+
+import argparse
+import json
+import re
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from runtime.checkpoints.checkpoint import (
+    Checkpoint,
+    Damaged,
+    Incomplete,
+    Store,
+    open_checkpoint,
+    read_leaf,
+    verify,
+)
+from runtime.checkpoints.store import open_store
+from runtime.terminal import RunError, columns
+
+THREADS = 8  # chunks that are read at the same time
+TIMEOUT_S = 60.0  # of an object store
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.checkpoint", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=("show", "verify", "diff"))
+    parser.add_argument("path", help="a checkpoint, or a directory of them")
+    parser.add_argument("other", nargs="?", help="of diff: another one")
+    arguments = parser.parse_args()
+    if (arguments.what == "diff") != (arguments.other is not None):
+        parser.error("diff takes two paths, show and verify one")
+    try:
+        with ThreadPoolExecutor(THREADS) as pool:
+            if arguments.what == "verify":
+                found = [read_through(*each, pool) for each in find(arguments.path)]
+                sys.exit("damaged" in found or "whole" not in found)
+            checkpoint = open_newest(arguments.path, pool)
+            if arguments.what == "show":
+                show(checkpoint, pool)
+            else:
+                diff(checkpoint, open_newest(arguments.other, pool), pool)
+    except RunError as error:
+        sys.exit(f"error: {error}")
+
+
+def find(path: str) -> list[tuple[Store, str]]:
+    """The store and the name of each checkpoint at a path: itself, or all in it, oldest first. Raises RunError if there is
+    none."""
+    path = path.rstrip("/")
+    store = open_store(path, TIMEOUT_S)
+    there = store.names()
+    if "checkpoints" in there:
+        return find(f"{path}/checkpoints")
+    if names := sorted(name for name in there if re.fullmatch(r"\d{10}", name)):
+        return [(store, name) for name in names]
+    parent, _, name = path.rpartition("/")
+    if there and (re.fullmatch(r"\d{10}", name) or {"zarr.json", ".zattrs"} & set(there)):
+        return [(open_store(parent or ("/" if path.startswith("/") else "."), TIMEOUT_S), name)]
+    raise RunError(f"there is no checkpoint at {path}: expected a run folder, its `checkpoints`, or one of those")
+
+
+def size_text(size: int) -> str:
+    """As a person says it: 1.26 GB."""
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= factor:
+            return f"{size / factor:.3g} {unit}"
+    return f"{size} B"
+
+
+def read_through(store: Store, name: str, pool: ThreadPoolExecutor) -> str:
+    """Prints what a checkpoint is, and returns it: whole, damaged or incomplete."""
+    began = time.perf_counter()
+    try:
+        opened = open_checkpoint(store, name, pool)
+        chunks, faults = verify(opened, pool)
+    except Incomplete:
+        print(f"{name}: incomplete, it was not written to its end")
+        return "incomplete"
+    except Damaged as damaged:
+        print(f"{name}: DAMAGED\n  {str(damaged).partition(' is damaged: ')[2]}")
+        return "damaged"
+    size = sum(array.nbytes for array in opened.arrays.values())
+    text = (
+        f"{chunks} chunks of {len(opened.arrays)} leaves, {size_text(size)}, read in "
+        f"{time.perf_counter() - began:.1f} s"
+    )
+    if faults:
+        print(f"{name}: DAMAGED, {len(faults)} of {text}", *faults, sep="\n  ")
+        return "damaged"
+    print(f"{name}: whole, {text}")
+    return "whole"
+
+
+def open_newest(path: str, pool: ThreadPoolExecutor) -> Checkpoint:
+    """The checkpoint at a path, or the newest complete one in it."""
+    for store, name in reversed(find(path)):
+        try:
+            return open_checkpoint(store, name, pool)
+        except Incomplete as incomplete:
+            print(f"passed over: {incomplete}", file=sys.stderr)
+    raise RunError(f"there is no complete checkpoint at {path}")
+
+
+def show(checkpoint: Checkpoint, pool: ThreadPoolExecutor) -> None:
+    print(f"checkpoint {checkpoint.path}")
+    for key, value in flat(checkpoint.attributes).items():
+        print(f"  {key}: {json.dumps(value)}")
+    rows, values, size = [], 0, 0
+    for name, array in sorted(checkpoint.arrays.items()):
+        leaf = read_leaf(checkpoint, name, pool)
+        values, size = values + leaf.size, size + leaf.nbytes
+        not_finite = leaf.size - int(np.isfinite(leaf).sum())
+        note = f"{not_finite} not finite" if not_finite else ""
+        chunk = "×".join(map(str, checkpoint.grid(name).chunk)) or "1"
+        rows.append(
+            (name, array.dtype.name, shown(array.shape), size_text(leaf.nbytes), chunk, f"{norm(leaf):.6g}", note)
+        )
+    print("\n".join(columns([("leaf", "dtype", "shape", "size", "chunk", "norm", ""), *rows], right={3, 5})))
+    print(f"{len(rows)} leaves, {values:,} values, {size_text(size)}")
+
+
+def diff(first: Checkpoint, second: Checkpoint, pool: ThreadPoolExecutor) -> None:
+    print(f"first   {first.path}\nsecond  {second.path}")
+    ours, theirs = flat(first.attributes), flat(second.attributes)
+    for key in sorted(ours.keys() | theirs.keys()):
+        if ours.get(key) != theirs.get(key):
+            print(f"  {key}: {json.dumps(ours.get(key))} -> {json.dumps(theirs.get(key))}")
+    rows, same = [], 0
+    for name in sorted(first.arrays.keys() | second.arrays.keys()):
+        if name not in first.arrays or name not in second.arrays:
+            rows.append((name, "", "", f"only in the {'first' if name in first.arrays else 'second'}"))
+            continue
+        shapes = [(c.arrays[name].dtype.name, c.arrays[name].shape) for c in (first, second)]
+        if shapes[0] != shapes[1]:
+            rows.append((name, "", "", " -> ".join(f"{dtype}{shown(shape)}" for dtype, shape in shapes)))
+            continue
+        a, b = read_leaf(first, name, pool), read_leaf(second, name, pool)
+        if a.tobytes() == b.tobytes():
+            same += 1
+            continue
+        absolute, relative, count = difference(a, b)
+        rows.append((name, f"{absolute:.3g}", f"{relative:.3g}", f"{count:,} of {a.size:,} values"))
+    if rows:
+        print("\n".join(columns([("leaf", "absolute", "relative", "what differs"), *rows], right={1, 2})))
+    print(f"{same} leaves are the same bit for bit, {len(rows)} differ")
+
+
+def difference(a: np.ndarray, b: np.ndarray) -> tuple[float, float, int]:
+    """The largest absolute difference, the same relative to the largest value of `a`, and how many values differ in any
+    bit."""
+    bits = f"V{a.dtype.itemsize}"
+    count = int((a.reshape(-1).view(bits) != b.reshape(-1).view(bits)).sum())
+    wide = np.float64 if a.dtype.kind in "biuf" else np.complex128
+    with np.errstate(invalid="ignore", over="ignore"):
+        absolute = float(np.abs(a.astype(wide) - b.astype(wide)).max())
+        largest = float(np.abs(a.astype(wide)).max())
+    return absolute, absolute / largest if largest else float("inf") if absolute else 0.0, count
+
+
+def norm(leaf: np.ndarray) -> float:
+    wide = leaf.astype(np.complex128 if leaf.dtype.kind == "c" else np.float64).reshape(-1)
+    with np.errstate(invalid="ignore", over="ignore"):
+        return float(np.sqrt(np.vdot(wide, wide).real))
+
+
+def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested attributes by their paths: {"config": {"mesh": {"d": 8}}} is {"config.mesh.d": 8}."""
+    if not isinstance(tree, dict) or not tree:
+        return {prefix: tree} if prefix else {}
+    return {
+        path: leaf
+        for key, value in tree.items()
+        for path, leaf in flat(value, f"{prefix}.{key}" if prefix else key).items()
+    }
+
+
+def shown(shape: tuple[int, ...]) -> str:
+    return str(list(shape))
+
+
+if __name__ == "__main__":
+    main()

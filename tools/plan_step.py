@@ -1,0 +1,129 @@
+"""The config of a plan, and its step: on its mesh, with the kernel of its machine, counted without a device."""
+
+import dataclasses
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+import train
+from kernels.attention import suited
+from ledger.count.step import Ledger, of_step
+from ledger.machines import hardware
+from runtime.config.checks import check_combinations
+from runtime.terminal import RunError
+from shardlib.shardtypes import ShardingError
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnHardware:
+    """A device that ledger/machines/hardware.py does not know; what is left out is n/a."""
+
+    name: str  # to give as hardware=
+    peak_flops_per_s: float | None = None  # bfloat16, dense
+    hbm_bytes: int | None = None  # its memory
+    hbm_bytes_per_s: float | None = None  # to and from its memory
+    link_bytes_per_s: float | None = None  # that leave a device, to the others of its host
+    network_bytes_per_s: float | None = None  # that leave a device, to other hosts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(train.Config):
+    """A config of training and the machine to plan it for."""
+
+    hardware: str | None = (
+        None  # h200, tpu_v5p, ...: a name of ledger/machines/hardware.py or of own_hardware; null: no times
+    )
+    own_hardware: tuple[OwnHardware, ...] = ()  # [{name: mine, peak_flops_per_s: 1.0e15, ...}]
+    hosts: int | None = None  # null: as many as the mesh needs
+    devices_per_host: int = 8  # neighbours in the mesh's order
+    folder: str | None = None  # ledger.txt, ledger.json and ledger.html for the machine are written there
+    compile: bool = False  # compile it ahead of time too (requirements-plan.txt)
+    sweep: bool = False  # every mesh of so many devices, each with the fewest microbatches that fit and with fewer
+    up_to_devices: int | None = None  # with sweep: also for twice the devices, and so on up to these
+    batch_grows: bool = True  # with up_to_devices: rows a device stay as many; false: the batch stays
+    picture: str | None = None  # with up_to_devices: an SVG file, MFU against devices
+
+
+def machine_of(config: Plan) -> hardware.Hardware:
+    """The figures of the plan's device. Raises RunError for a name that is not known."""
+    if config.hardware is None:
+        return hardware.Hardware(None, None, None)
+    for own in config.own_hardware:
+        if own.name == config.hardware:
+            figures = {key: value for key, value in vars(own).items() if key != "name"}
+            return hardware.Hardware(**figures, source=f"own_hardware {own.name}")
+    found = hardware.named(config.hardware)
+    if found is None:
+        raise RunError(
+            f"{config.origins.of('hardware')}: hardware = {config.hardware}: its figures are not known, and none are "
+            "guessed: "
+            f"expected one of {', '.join(hardware.NAMES)}, or give yours as own_hardware=[{{name: {config.hardware}, "
+            "peak_flops_per_s: ..., hbm_bytes: ...}]"
+        )
+    return found
+
+
+def with_kernel(config: Plan, machine: hardware.Hardware) -> Plan:
+    """The config with the attention that the planned device would choose, not this one."""
+    if config.model.attention != "auto":
+        return config
+    platform = "tpu" if machine.torus_dims else "gpu" if machine.capability else "cpu"
+    kernel = suited(platform, machine.capability, config.model.compute_dtype, config.model.d_head)
+    return changed(config, model=dataclasses.replace(config.model, attention=kernel))
+
+
+def on_mesh(config: Plan) -> Plan:
+    """The config with the mesh that `hosts` and `devices_per_host` need: its own if it is as large, else with its `t`
+    and the rest of the devices along `d`. Raises RunError if there is none."""
+    d, t = config.mesh.d, config.mesh.t
+    if config.devices_per_host < 1 or (config.hosts is not None and config.hosts < 1):
+        raise RunError("hosts and devices_per_host: expected 1 or more")
+    if config.hosts is None:
+        hosts = max(d * t // config.devices_per_host, 1)
+        if d * t > config.devices_per_host and d * t % config.devices_per_host:
+            raise RunError(
+                f"mesh.d × mesh.t = {d} × {t} = {d * t} devices are no whole number of hosts of devices_per_host = "
+                f"{config.devices_per_host}: set devices_per_host"
+            )
+        return changed(config, hosts=hosts, devices_per_host=min(config.devices_per_host, d * t))
+    devices = config.hosts * config.devices_per_host
+    if d * t == devices:
+        return config
+    if config.origins.of("mesh.d") == "command line" or devices % t:
+        raise RunError(
+            f"mesh.d × mesh.t = {d} × {t} = {d * t} devices, but hosts × devices_per_host = {config.hosts} × "
+            f"{config.devices_per_host} = {devices}: set mesh.d and mesh.t so that their product is {devices}"
+        )
+    return changed(config, mesh=dataclasses.replace(config.mesh, d=devices // t))
+
+
+def changed(config: Plan, **keys) -> Plan:
+    """The config with other keys, checked again."""
+    new = dataclasses.replace(config, **keys)
+    object.__setattr__(new, "origins", config.origins)  # frozen for everyone else
+    check_combinations(new)
+    return new
+
+
+def trace(config: train.Config, mesh: jax.sharding.AbstractMesh | jax.sharding.Mesh, arguments) -> jax.stages.Traced:
+    """The training step, traced on a mesh; `arguments` are the state's and a batch's shapes."""
+    train.act.dtype = config.model.compute_dtype
+    zero, (state, batch) = np.uint32(0), arguments
+    step, _ = train.mapped_steps(config, 0)
+    try:
+        return jax.jit(step, donate_argnums=0).trace(state, zero, zero, batch)
+    except ShardingError as error:
+        shape = " × ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
+        raise RunError(f"the step cannot be split over the mesh {shape}:\n{error}") from None
+
+
+def ledger_of(config: train.Config) -> Ledger:
+    """The ledger of the config's step on its mesh, without a device."""
+    mesh = {"d": config.mesh.d, "t": config.mesh.t}
+    automatic = (jax.sharding.AxisType.Auto,) * len(mesh)  # as of the meshes of runs; jax 0.11's default is another
+    abstract = jax.sharding.AbstractMesh(tuple(mesh.values()), tuple(mesh), axis_types=automatic)
+    with jax.sharding.use_abstract_mesh(abstract):
+        traced = trace(config, abstract, train.shapes(config))
+    tokens = config.training.tokens
+    return of_step(traced, mesh, source=train.__file__, tokens=tokens.batch * tokens.len)
