@@ -146,7 +146,7 @@ class Program:
     @property
     def by_size(self):
         """Whether Python decides something by the size of a part, as min(x.shape[0], 8) does."""
-        return " > 4 else " in self.source or " * min(" in self.source
+        return re.search(r" > 4 else |[ (]min\(", self.source) is not None
 
     def arguments(self):
         """The same random arrays each time; integers are indices that each dim has."""
@@ -228,6 +228,9 @@ lax.dynamic_update_slice_in_dim({x}, lax.dynamic_slice_in_dim({x}, {by_row}[0], 
 {x} * {devices} / ({devices} + 1.0)
 {x} * min({n}, 8)
 {x} * (1.0 if {n} > 4 else 2.0)
+{x} * jnp.sum(jnp.ones(min({n}, 8)))
+lax.fori_loop(0, min({n}, 8), lambda i, c: c * 0.9, {x})
+{x} * jnp.sum(jnp.arange(9.0)[: min({n}, 8)])
 ({x} if {n} > 4 else -{x})
 {x} / jnp.sum(jnp.ones_like({x}), axis={k}, keepdims=True)
 lax.fori_loop(0, {n}, lambda i, c: c * 0.9, {x})
@@ -282,6 +285,8 @@ jnp.fft.fft({x}, axis={k}).real
 {f} = jax.custom_vjp(jnp.sin); {f}.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (g * jnp.sum(g),)); {f}({x})
 {f} = jax.custom_vjp(jnp.sin); {f}.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (g + 1.0,)); {f}({x})
 {f} = jax.custom_vjp(jnp.sin); {f}.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (lax.psum(g, 'd'),)); {f}({x})
+{f} = jax.custom_vjp(jnp.sin); {f}.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (g,)); {local}
+{f} = jax.custom_vjp(jnp.sin); {f}.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (lax.psum(g, 't'),)); {local}
 {f} = jax.custom_jvp(jnp.sin); {f}.defjvp(lambda p, t: (jnp.sin(p[0]), t[0] * jnp.cos(p[0]))); {f}({x})
 {f} = jax.custom_jvp(jnp.sin); {f}.defjvp(lambda p, t: (jnp.sin(p[0]), t[0] - jnp.mean(t[0]))); {f}({x})
 {f} = jax.custom_jvp(jnp.sin); {f}.defjvp(lambda p, t: (jnp.sin(p[0]), lax.psum(t[0], 'd'))); {f}({x})
@@ -606,6 +611,9 @@ class Places(dict):
         """Whether a dim is so long that each index is one of its own."""
         return self.a.size(self.v.dims[k]) >= 8
 
+    def local(self):
+        return f"shardops.local('{self.v} -> {self.v}', {self['f']}, {self.v.name})"
+
     def others(self):
         return [j for j in range(len(self.v.dims)) if j != self.k]
 
@@ -660,7 +668,7 @@ def plain(a):
     )
     if v.pending and not a.chance(3):
         titles = [title for title in titles if "not linear" not in title]
-    title = a.choose([title for title in titles for _ in range(1 + len(FORMS[title]) // 6)])
+    title = a.choose([title for title in titles for _ in range(1 + len(FORMS[title]) // 4)])
     places = Places(a, v, a.axis(v) if v.dims else 0)
     *lines, expression = a.choose(FORMS[title]).format_map(places).split("; ")
     dims = DIMS[title.split(", ")[0]](places)
