@@ -71,6 +71,19 @@ def trace_with_axes(f, axes: dict[str, int], *args):
     return jax.make_jaxpr(f, axis_env=list(axes.items()))(*args)
 
 
+def call_sites(eqn, is_users) -> set[tuple]:
+    """The places in the user's files through which an equation was traced, each as (file, the function's line, place in
+    its byte code): two calls on one line are two."""
+    found = set()
+    traceback = eqn.source_info.traceback
+    for code, place in zip(*(traceback.raw_frames() if traceback is not None else ((), ()))):
+        if code is trace_with_axes.__code__:
+            break
+        if is_users(code.co_filename):
+            found.add((code.co_filename, code.co_firstlineno, place))
+    return found
+
+
 def scan_counts(params: dict) -> tuple[int, int]:
     """How many operands of a scan's equation are constants, and how many after these its carry. jax 0.11 says it in
     another way than 0.10."""

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardlib.check import Check, mark_of
-from shardlib.spec import ShardingError
+from shardlib.mesh import call_sites
+from shardlib.spec import ShardingError, is_users
 
 ANOTHER = (
     "another program is traced for another number of devices: what is computed must not depend on the size of a "
@@ -145,6 +146,21 @@ def require_same(here, check: Check, small, small_check: Check, known: list, lin
             refuse((jaxprs[0].eqns or [None])[-1], "another result")
 
     compare(here, small, known)
+    before = _all_sites(known[-1])
+    for eqn in _equations(here):
+        if call_sites(eqn, is_users) - before:
+            refuse(eqn, f"'{eqn.primitive.name}', which is not computed on one device")
+
+
+def _equations(jaxpr):
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        yield eqn
+        for inner in inner_jaxprs(eqn):
+            yield from _equations(inner)
+
+
+def _all_sites(jaxpr) -> set[tuple]:
+    return set().union(*(call_sites(eqn, is_users) for eqn in _equations(jaxpr)))
 
 
 def _explained(values: list, same) -> bool:

@@ -18,9 +18,9 @@ _GRAD = (
     "a jax.grad, jax.vjp or jax.jvp inside typed_shard_map: the type of its result cannot be known\n"
     "  fix: use shardops.value_and_grad, shardops.grad or shardops.vjp, which give each gradient its type"
 )
-
-
 _CALLS = "jit pjit closed_call core_call remat remat2 checkpoint custom_jvp_call custom_vjp_call composite".split()
+# Operations whose parameters hold a jaxpr that works element by element.
+_WITH_JAXPR = {"reduce", "scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max", "scatter-sub", "sort"}
 _REFS = {"new_ref", "get", "swap", "addupdate", "freeze"}
 
 
@@ -429,9 +429,6 @@ class Walk:
             raise ShardingError(f"{what} is pending over {', '.join(sorted(state.pending))}: reduce it first")
         if state.sized:
             raise ShardingError(f"{what} depends on how many devices there are, like the size of a device's part")
-
-
-_WITH_JAXPR = {"reduce", "scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max", "scatter-sub", "sort"}
 
 
 def _axis_names(params) -> set[str]:

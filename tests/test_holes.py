@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from prove import MESHES, OF_D_AND_T, SIZES, abstract, prove, prove_everywhere, refusal, refused_everywhere
+from prove import MESHES, OF_D_AND_T, SINGLE, SIZES, abstract, prove, prove_everywhere, refusal, refused_everywhere
 
 from shardlib import shardops
 from shardlib.mesh import make_mesh
@@ -300,6 +300,18 @@ def test_python_that_asks_for_a_local_size():
     def some_columns(x: f32['B/d M']) -> f32['B/d']:
         return jnp.max(x[:, : min(4, x.shape[0])], axis=1)
 
+    def single_row(x: f32['B/d 64 64'], a: f32['64']) -> f32['B/d 64 64']:
+        z = jnp.where((a > 0)[None, None], x, 0.0)  # is another program where a device has one row: JAX broadcasts less
+        return z * (a[None, None] if x.shape[0] == 1 else a[None, :, None])
+
+    def single_row_literal(x: f32['B/d 64 64'], a: f32['64']) -> f32['B/d 64 64']:
+        z = jnp.where((a > 0)[None, None], x, 0.0)
+        return z * jnp.full((1, 1, 64), 2.0 if x.shape[0] == 1 else 3.0)
+
+    for function in (single_row, single_row_literal):
+        assert prove(function, dict(d=4, t=2), SINGLE) > 0
+        text = refusal(function, dict(d=8, t=1), SINGLE)
+        assert "another program" in text or "depends on how many devices there are" in text, function
     for function in (other_values, another_type, reversed_dim):
         assert "another program is traced for another number of devices" in refusal(function), function
     for function in (some_turns, some_columns):
@@ -630,3 +642,29 @@ def test_vjp_gives_each_gradient_its_type():
     text = refused_everywhere(wrong)
     assert "the cotangent of result 0 is the same along t, but must be pending" in text
     assert "in shardops.vjp\n  at " in text
+
+
+MUTANTS = {
+    "argmax taken on each device": ([f32['B/d V/t']], i32['B/d'], lambda x: jnp.argmax(x, axis=1).astype(jnp.int32)),
+    "argmax of a dim that is called whole": ([f32['B/d V/t']], i32['B/d'], lambda x: shardops.argmax('B/d V -> B/d', x)),
+    "argmax that forgets a batch axis": ([f32['B/d V/t']], i32['B'], lambda x: shardops.argmax('B V/t -> B', x)),
+    "argmax of a sum": ([f32['B/d V/t M']], i32['M'], lambda x: shardops.argmax('V/t M -> M', shardops.sum_unreduced('B/d V/t M -> V/t M +d', x))),
+    "any taken on each device": ([f32['B/d M/t']], bool_['B/d'], lambda x: jnp.any(x > 0, axis=1)),
+    "any over one axis of two": ([f32['B/d M/t']], bool_[''], lambda x: shardops.any('M/t -> ', shardops.any('B/d M/t -> M/t', x > 0) & (x[0] > 0))),
+    "any that forgets an axis": ([f32['B/d M/t']], bool_[''], lambda x: shardops.any('B/d M -> ', x > 0)),
+    "index as a value that all have": ([f32['M']], i32[''], lambda x: shardops.index('d')[0]),
+    "index of another axis": ([f32['B/d M']], i32['t/t'], lambda x: shardops.index('d')),
+    "regroup of an axis that is lost": ([f32['B/d M']], f32['P R M'], lambda x: shardops.regroup('B/d M -> P R M', x, P=2)),
+    "regroup that moves an axis": ([f32['B/d M']], f32['P/d R M'], lambda x: check(f32, 'P R/d M', shardops.regroup('B/d M -> P/d R M', x, R=1))),
+    "regroup of what is whole": ([f32['B M']], f32['P R/d M'], lambda x: shardops.regroup('B/d M -> P R/d M', x, P=2)),
+    "regroup of a sum that is then the same": ([f32['B/d M/t']], f32['P R/d'], lambda x: shardops.regroup('B/d -> P R/d', shardops.sum_unreduced('B/d M/t -> B/d +t', x), P=2)),
+    "a second result that forgets an axis": ([f32['B/d M']], f32['X'], lambda x: shardops.local('B/d M -> B/d X, X', lambda x: (x[:, :2], x[0, :2]), x, X=2)[1]),
+    "a turn that is not of devices": ([f32['d/d M/t']], f32['d/d M/t'], lambda x: shardops.ppermute('d/d M/t -> d/d M', x, 1)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants_of_the_younger_operations(name):
+    """argmax, any, index, regroup, local with several results and ppermute, each with an axis lost, moved or doubled: refused."""
+    annotations, result, function = MUTANTS[name]
+    refused_everywhere(program(annotations, result, function))
