@@ -13,7 +13,7 @@ same, makes *split* of split, and *pending* of pending where it is linear.
 
 The verdict must not depend on the mesh. So the program is traced on two meshes of the check's own, which follow from
 the arguments' sizes alone: on one device, where a part is the whole, and on a small mesh whose axes all have several
-devices and split no dim down to one element. The two are walked side by side. Where they differ in more than the sizes
+devices and split no dim down to one element (the user's, if it is such a one). The two are walked side by side. Where they differ in more than the sizes
 of split dims, the program counts what a device holds (`x.shape[0]` of a split dim), and is refused. The mesh that the
 user has then shows whether its sizes fit, and that the program there is the same one.
 
@@ -82,15 +82,16 @@ def verify(function, axes: dict[str, int], arguments: list, in_specs: list[Spec]
             many, small = walk_beside(larger, one, alone)
         except ShardingError as error:
             raise error.extended(f"  while it was checked with {short}, for several elements on each device") from None
-    here, traced = trace(axes)
-    try:
-        Walk(here, _traced, beside=first.check)(traced, starts, known[-1])
-    except ShardingError as error:
-        if ANOTHER not in str(error) or not any(_single(shape, spec, axes) for shape, _, spec in given):
-            where = ", ".join(f"{axis}={size}" for axis, size in axes.items())
-            raise error.extended(f"  on the mesh {where}: it was accepted on the check's own") from None
-        require_same(traced, here, small, many, known, first.where)
-    if here.gradients:
+    if many.axes != axes:
+        here, traced = trace(axes)
+        try:
+            Walk(here, _traced, beside=first.check)(traced, starts, known[-1])
+        except ShardingError as error:
+            if ANOTHER not in str(error) or not any(_single(shape, spec, axes) for shape, _, spec in given):
+                where = ", ".join(f"{axis}={size}" for axis, size in axes.items())
+                raise error.extended(f"  on the mesh {where}: it was accepted on the check's own") from None
+            require_same(traced, here, small, many, known, first.where)
+    if many.gradients:
         trace(axes, marking=False)
     return many.proved, functions
 
@@ -127,6 +128,8 @@ def _on_small_mesh(trace, axes: dict[str, int], arrays: list):
     all different where that can be, and with more than one element left on each. Where the program does not fit these
     sizes (three heads), the next are tried."""
     fits, tried, refused = _split_dims(arrays, axes), [], None
+    if all(count > 1 and _leaves(axes, axis, fits) > 1 for axis, count in axes.items()):
+        return trace(dict(axes))  # the user's mesh tells as much
     while True:
         sizes = next((sizes for sizes in _small_meshes(axes, fits) if sizes not in tried), None)
         if sizes is None or len(tried) == 12:

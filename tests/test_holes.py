@@ -210,7 +210,7 @@ WRONG = {
     "H9 a mean by a local count": ([f32['B/d M']], f32[''], lambda x: shardops.psum('+d -> ', shardops.sum_unreduced('B/d M -> +d', x)) / jnp.sum(jnp.ones(x.shape[0])), "reduces a dim that is made to the size of a device's part"),
     "H9 a local size": ([f32['B/d M']], f32['B/d M'], lambda x: x / x.shape[0], "'f32|'B/d M' is said of a number that depends on how many devices there are"),
     "H9 turns": ([f32['B/d M']], f32[''], lambda x: lax.fori_loop(0, x.shape[0], lambda i, c: c + 1.0, jnp.float32(0)), "a scan of as many turns as a device's part has elements"),
-    "H9 a power": ([f32['B/d M']], f32['B/d M'], lambda x: x ** x.shape[0], "'power' .integer_pow. with another y, 8 in place of 16"),
+    "H9 a power": ([f32['B/d M']], f32['B/d M'], lambda x: x ** x.shape[0], "'power' .integer_pow. with another y, . in place of 16"),
     # H10: blocks are no elements
     "H10 blocks": ([f32['L/d M']], f32['L/d M'], lambda x: shardops.ppermute('L/d M -> L/d M', x, 1), "ppermute rolls one dim that counts an axis' devices, as 'd/d' does: of a longer dim it would move blocks"),
     # H11: what depends on how many elements a device has
