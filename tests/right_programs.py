@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardlib import shardops
-from shardlib.shardtypes import Array, f32, i32, pytree_dataclass
+from shardlib.shardtypes import Array, bool_, f32, i32, pytree_dataclass
 from shardlib.typed import typed
 
 RIGHT = []
@@ -152,6 +152,11 @@ def sampling_filter(x: f32['B/d V']) -> tuple[f32['B/d V'], i32['B/d']]:
     return jnp.where(x >= lax.top_k(x, 3)[0][:, 2:], x, 0.0), jnp.argmax(x, axis=1).astype(jnp.int32)
 
 
+@means(lambda x: (jnp.argmax(x, 1), jnp.any(x > 2.5)))
+def choice_of_split_logits(x: f32['B/d V/t']) -> tuple[i32['B/d'], bool_['']]:
+    return shardops.argmax('B/d V/t -> B/d', x), shardops.any('B/d V/t -> ', x > 2.5)
+
+
 @means(lambda x: (x.at[:, 0].set(1.0), x[:, 2:6] - x[:, :1], jnp.roll(x, 1, 1) + jnp.flip(x, 1)))
 def parts_of_a_whole_dim(x: f32['B/d L']) -> tuple[f32['B/d L'], f32['B/d 4'], f32['B/d L']]:
     return x.at[:, 0].set(1.0), x[:, 2:6] - x[:, :1], jnp.roll(x, 1, axis=1) + jnp.flip(x, axis=1)
@@ -225,6 +230,23 @@ def row_by_row(x: f32['B/d/t M']) -> f32['B/d/t M']:
     return jax.vmap(jax.jit(lambda r: jnp.sort(r) - jnp.mean(r)))(x)
 
 
+@means(lambda x: jnp.sum(x, 0) ** 2)
+def ring(x: f32['B/d L']) -> f32['L']:
+    own = jnp.sum(shardops.regroup('B/d L -> d/d R L', x), axis=1)
+
+    def turn(carry, _):
+        moved, total = carry
+        return (shardops.ppermute('d/d L -> d/d L', moved, 1), total + own * moved), None
+
+    (_, total), _ = lax.scan(turn, (own, jnp.zeros_like(own)), None, length=shardops.axis_size('d'))
+    return shardops.psum('L +d -> L', shardops.sum_unreduced('d/d L -> L +d', total))
+
+
+@means(lambda x: lax.top_k(x, 2))
+def a_kernel_with_two_results(x: f32['B/d L']) -> tuple[f32['B/d 2'], i32['B/d 2']]:
+    return tuple(shardops.local('B/d L -> B/d X, B/d X', lambda x: lax.top_k(x, 2), x, X=2))
+
+
 @means(lambda x: jnp.cumsum(jnp.sin(x), 1))
 def a_kernel(x: f32['B/d L M/t']) -> f32['B/d L M/t']:
     return shardops.local('B/d L M/t -> B/d L M/t', lambda x: jnp.cumsum(jnp.sin(x), axis=1), x)
@@ -243,6 +265,13 @@ def gradient_of_a_replicated_weight(w: f32['M'], x: f32['B/d M'], y: f32['B/d'])
 
     value, gradient = shardops.value_and_grad(loss)(w)
     return shardops.psum('+d +t -> ', value), shardops.psum('M +d +t -> M', gradient)
+
+
+@means(lambda w, x, y: jax.vjp(lambda w, x: jnp.tanh(x * w[None]), w, x)[1](y))
+def pulled_back(w: f32['M'], x: f32['B/d M'], y: f32['B/d M']) -> tuple[f32['M'], f32['B/d M']]:
+    _, pull = shardops.vjp(lambda w, x: jnp.tanh(x * w[None]), w, x)
+    of_w, of_x = pull(shardops.pending('B/d M -> B/d M +t', y))
+    return shardops.psum('M +d +t -> M', of_w), shardops.psum('B/d M +t -> B/d M', of_x)
 
 
 @pytree_dataclass
@@ -313,17 +342,18 @@ def gradient_over_chunks(w: f32['M V/t'], x: f32['3 B/d M'], y: i32['3 B/d']) ->
 
 
 @means(lambda w, x: jax.grad(lambda w: jnp.sum((x @ w) ** 2))(w))
-def gradient_by_microbatches(w: f32['M/d F/t'], x: f32['4 B/d M']) -> f32['M/d F/t']:
+def gradient_by_microbatches(w: f32['M/d F/t'], x: f32['B/d M']) -> f32['M/d F/t']:
     near = shardops.all_gather('M/d F/t -> M F/t', w)
 
     def add(total, x):
         def loss(w):
-            y = shardops.einsum_unreduced('B/d M, M F/t -> B/d F/t', x, w)
+            y = shardops.einsum_unreduced('R/d M, M F/t -> R/d F/t', x, w)
             return shardops.sum_unreduced('... -> +d +t', y * y)
 
         return total + shardops.grad(loss)(near), None
 
-    total = lax.scan(add, shardops.zeros('M F/t +d', f32), x)[0]
+    rows = shardops.regroup('B/d M -> parts R/d M', x, parts=2)
+    total = lax.scan(add, shardops.zeros('M F/t +d', f32), rows)[0]
     return shardops.psum_scatter('M F/t +d -> M/d F/t', total)
 
 
