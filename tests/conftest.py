@@ -18,6 +18,8 @@ import jax
 import pytest
 from object_store import object_store, object_store_server  # noqa: F401 fixtures
 
+import train
+
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -31,6 +33,14 @@ def own_logging():
     for handler in set(root.handlers) - set(handlers):
         root.removeHandler(handler)
     root.setLevel(level)
+
+
+@pytest.fixture(autouse=True)
+def own_compute_dtype():
+    """Takes back the activations' type, which a test that calls the trainer's main leaves as its configuration says."""
+    before = train.act.dtype
+    yield
+    train.act.dtype = before
 
 
 def pytest_terminal_summary(terminalreporter):
