@@ -13,11 +13,12 @@ A type: in f32['B/d L M/t'] B is split over d and M over t. Along an axis not me
 '+t': each device along t holds one term of a sum.
 
 To change: the model, `Layer` and `forward`; what is kept for the backward pass, the `save_for_backward` lines; the
-optimizer, `training_step`; what is decayed, `DECAYED`; a hyperparameter, its dataclass (defaults: configs/base.yaml).
+optimizer, `training_step`; what is decayed, `DECAYED`; a hyperparameter, its dataclass.
 """
 
 import functools
 from dataclasses import dataclass
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +27,9 @@ from einops import rearrange
 from jax import lax
 
 from jax_extra import explicit_activation_checkpointing, fold_in_str, save_for_backward
-from kernels.attention import KERNELS, chosen
+from kernels.attention import KERNELS, chosen, usable
 from runtime.config.command_line import run
-from runtime.config.keys import RunConfig
+from runtime.config.keys import Count, Decay, Fraction, NotNegative, Positive, RunConfig, Seed, Steps
 from runtime.data.batches import TokenBatch
 from runtime.run import RUNS_ONCE, Run, report_check, start, with_shardings
 from shardlib import shardops
@@ -42,46 +43,45 @@ act = ComputeType('act', jnp.bfloat16)
 # == Hyperparameters ===================================================================================================
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    d_model: int  # M
-    n_q_per_kv: int  # Q
-    n_kv: int  # K
-    d_head: int  # D
-    layers: int
-    vocab: int  # V
-    d_ff: int  # F
-    rope_max_timescale: int  # base of the rotary angles
-    norm_eps: float = 1e-6  # added to the mean square in RMSNorm
-    compute_dtype: str = 'bfloat16'  # of activations and matrix products: bfloat16 or float32
-    attention: str = 'auto'  # a kernel of kernels/attention.py by name; einsum, which is written out; auto: by device
+    d_model: Count  # M, length of the vector that each token has between layers
+    n_q_per_kv: Count  # Q, query heads for each head of keys and values
+    n_kv: Count  # K, heads of keys and values
+    d_head: Count  # D, length of a head's vectors
+    layers: Count  # how many, all alike
+    vocab: Count  # V, token ids are 0 to vocab - 1
+    d_ff: Count  # F, length of the feed-forward network's hidden vector
+    rope_max_timescale: Count  # base of the rotary angles
+    norm_eps: Positive = 1e-6  # added to the mean square in RMSNorm
+    compute_dtype: Literal['bfloat16', 'float32'] = 'bfloat16'  # of activations and matrix products
+    # A kernel of kernels/attention.py by name; einsum, which is written out; auto: by device.
+    attention: Literal['auto', 'einsum', 'blockwise', 'cudnn_masked', 'splash'] = 'auto'
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
-    batch: int  # rows a step, over all devices
-    len: int  # tokens a row
+    batch: Count  # rows a step, over all devices
+    len: Count  # tokens a row
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    seed: int
-    steps: int
-    warmup_steps: int  # the learning rate climbs linearly over these
-    steps_for_lr: int  # then follows a cosine, which is at its floor from this step on, counted from 0
-    learning_rate: float  # its largest value
-    cosine_learning_rate_final_fraction: float  # the floor, as a fraction of learning_rate
-    adam_b1: float
-    adam_b2: float
-    adam_eps: float  # added to the root of the second moment
-    adam_eps_root: float  # added under the root
-    weight_decay: float  # w loses learning_rate · weight_decay · w; matrices only, see DECAYED
+    seed: Seed = 0  # of the first weights; the order of the data has its own, flat_tokens.seed
+    steps: Count  # updates of the weights, from the run's beginning
+    warmup_steps: Steps  # the learning rate climbs linearly over these
+    steps_for_lr: Count  # then follows a cosine, which is at its floor from this step on, counted from 0
+    learning_rate: Positive  # its largest value
+    cosine_learning_rate_final_fraction: Fraction = 0.1  # the floor, as a fraction of learning_rate
+    adam_b1: Decay = 0.9  # decay rate of the gradient's mean
+    adam_b2: Decay = 0.95  # decay rate of the squared gradient's mean
+    adam_eps: Positive = 1e-8  # added to the root of the second moment
+    weight_decay: NotNegative = 0.1  # w loses learning_rate · weight_decay · w; matrices only, see DECAYED
     tokens: Tokens
-    microbatches: int = 1  # parts of a step's batch that are computed one after another
-    max_grad_norm: float = 1.0  # a gradient whose global norm is larger is scaled down to it
-    max_consecutive_bad_steps: int = 10  # so many in a row whose loss or gradient is not finite stop the run
-    save_for_backward: str = 'everything'  # what each layer keeps: everything, products or inputs (SAVED)
+    microbatches: Count = 1  # parts of a step's batch that are computed one after another
+    max_grad_norm: Positive = 1.0  # a gradient whose global norm is larger is scaled down to it
+    save_for_backward: Literal['everything', 'products', 'inputs'] = 'everything'  # what each layer keeps, see SAVED
     unroll_layers: bool = False  # no loop over layers: longer to compile, without copies into stacks of what is kept
     # Of the reduce-scatter of weights' gradients: float32 sends 4 bytes an element; bfloat16 2, and rounds on the way.
-    gradient_reduce_dtype: str = 'float32'
+    gradient_reduce_dtype: Literal['float32', 'bfloat16'] = 'float32'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -402,7 +402,7 @@ def training_step(
 
         def update(w, m, n, decayed):
             m, n = m / (1 - b1**count), n / (1 - b2**count)  # bias correction
-            direction = m / (jnp.sqrt(n + training.adam_eps_root) + training.adam_eps)
+            direction = m / (jnp.sqrt(n) + training.adam_eps)
             return w - rate * (direction + training.weight_decay * decayed * w)
 
         weights = jax.tree.map(update, state.weights, mu, nu, DECAYED)
@@ -459,8 +459,10 @@ def main(config: Config) -> None:
         sums = np.float32(0), np.float32(0)
         return report_check(config, (step, (state, zero, zero, batch)), (validate, (state.weights, *sums, batch)))
 
-    with jax.set_mesh(start(config)), Run(config, make_shardings(TokenBatch).targets) as run:
-        run.say(f'attention: {chosen(config.model.attention, act.dtype, config.model.d_head)}')
+    mesh = start(config)
+    kernel = usable(config.model.attention, act.dtype, config.model.d_head)
+    with jax.set_mesh(mesh), Run(config, make_shardings(TokenBatch).targets) as run:
+        run.say(f'attention: {kernel}')
         step, validate = mapped_steps(config, run.data.bos_id)
         state, batch = with_shardings((state, batch), make_shardings(tuple[State, TokenBatch]))
         step = run.compile(jax.jit(step, donate_argnums=0).trace(state, zero, zero, batch), __file__)

@@ -59,6 +59,8 @@ PROGRAMS_IN_FLIGHT = 8
 # 2026-11-21).
 RUNS_ONCE = {"xla_backend_optimization_level": 1}
 
+MOST_BAD_STEPS = 10  # in a row; whoever has more is not helped by going on
+
 
 def with_shardings(shapes: Any, shardings: Any) -> Any:
     """The tree of `ShapeDtypeStruct` with a sharding each."""
@@ -325,7 +327,7 @@ class Run:
         )
         self._open.enter_context(self._tracker)
         self._profiler = self._open.enter_context(Profiler(self.folder, **steps))
-        self._bad_steps = BadSteps(config.training.max_consecutive_bad_steps, self.attributes.get("skipped_steps", 0))
+        self._bad_steps = BadSteps(MOST_BAD_STEPS, self.attributes.get("skipped_steps", 0))
         self._saved_at = time.monotonic()
         self._signals.training = True
 
@@ -359,8 +361,7 @@ class Run:
             + ("no checkpoint was saved yet" if saved is None else f"the last checkpoint is that after step {saved}")
             + f".\nThe {len(rows)} rows of step {first['step']} are {', '.join(rows[:4])}"
             f"{', …' if len(rows) > 4 else ''}: {file} has all rows of all these steps. Look at them; then start "
-            "again with "
-            "other data, a lower training.learning_rate, or a higher training.max_consecutive_bad_steps."
+            "again with other data or a lower training.learning_rate."
         )
 
     def _close_checkpoints(self, error_type: type[BaseException] | None, *_) -> None:

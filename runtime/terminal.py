@@ -22,16 +22,13 @@ class RunError(Exception):
 
 
 def refusals() -> tuple[type[Exception], ...]:
-    """What ends a program with its message alone: RunError and, once shardlib is loaded, what its check refuses with.
+    """What ends a program with its message alone: RunError, and what shardlib's check and the kernels refuse with.
 
-    Both of those name the line of the program that is to be changed. shardlib is not imported for this: whoever has not
-    loaded it cannot have been refused by it, and its import takes a second of JAX.
+    They are not imported for this: whoever has not loaded them cannot have been refused by them, and importing JAX
+    takes a second.
     """
-    if "shardlib.spec" not in sys.modules:
-        return (RunError,)
-    from typeguard import TypeCheckError
-
-    return RunError, sys.modules["shardlib.spec"].ShardingError, TypeCheckError
+    others = {"shardlib.spec": "ShardingError", "typeguard": "TypeCheckError", "kernels.attention": "KernelError"}
+    return RunError, *(getattr(sys.modules[module], name) for module, name in others.items() if module in sys.modules)
 
 
 def print_line(text: str) -> None:

@@ -48,7 +48,6 @@ def wandb(run: Mapping[str, Any]) -> Iterator[Log]:
         resume="allow",
         dir=Path(run["folder"]).parent,  # in which it makes a folder `wandb`, which is ours
         config=run["config"],
-        mode="offline" if run["offline"] else None,
         settings=wandb.Settings(console="off", disable_git=True, disable_code=True),
     ) as opened:
         opened.define_metric("step", hidden=True)
@@ -59,11 +58,12 @@ def wandb(run: Mapping[str, Any]) -> Iterator[Log]:
 @contextlib.contextmanager
 def clearml(run: Mapping[str, Any]) -> Iterator[Log]:
     """ClearML. Offline, each start leaves a session of its own, a zip file."""
-    if run["offline"]:
+    offline = os.environ.get("CLEARML_OFFLINE_MODE", "0").lower() not in ("0", "false")
+    if offline:
         os.environ["CLEARML_CACHE_DIR"] = run["folder"]
     from clearml import Task
 
-    Task.set_offline(run["offline"])
+    Task.set_offline(offline)
     known = remembered(run)
     task = Task.init(
         run["project"],
@@ -75,7 +75,7 @@ def clearml(run: Mapping[str, Any]) -> Iterator[Log]:
         auto_connect_streams=False,
         auto_resource_monitoring=False,
     )
-    if not run["offline"]:
+    if not offline:
         remembered(run, lambda: task.id)
     task.connect_configuration(run["config"], name="config")
     logger = task.get_logger()

@@ -46,14 +46,13 @@ class Trackers:
     """
 
     def __init__(self, config: Any, run_folder: Path, *, is_leader: bool):
-        names = [name for name in PACKAGES if getattr(config.tracking, name)]
+        names = [name for name in PACKAGES if name in config.tracking.to]
         missing = [name for name in names if importlib.util.find_spec(PACKAGES[name][0]) is None]
         if missing:
             packages = " ".join(PACKAGES[name][1] for name in missing)
-            keys = " ".join(f"tracking.{name}=false" for name in missing)
             raise RunError(
-                f"{' and '.join(f'tracking.{name}' for name in missing)} cannot be used, since the package is not "
-                f"installed: pip install {packages} (all: pip install -r requirements-trackers.txt), or {keys}"
+                f"tracking.to: {' and '.join(missing)} cannot be used, since the package is not installed: pip install "
+                f"{packages} (all: pip install -r requirements-trackers.txt), or leave it out"
             )
         self._config, self._folder, self._names = config, run_folder, names if is_leader else []
         self._feeds: list[_Feed] = []
@@ -65,7 +64,6 @@ class Trackers:
             "name": self._config.paths.model_name,
             "config": self._config.tree(),
             "start_step": done_steps,
-            "offline": self._config.tracking.offline,
         }
         for name in self._names:
             self._feeds.append(_Feed(name, {**run, "tracker": name, "folder": str((self._folder / name).absolute())}))

@@ -166,7 +166,7 @@ def test_optional_parts_do_not_count(versions):
 def test_what_the_keys_ask_for_counts(monkeypatch, capsys, tmp_path, small, versions):
     """A tracker that the run is to write to and that is not installed is wrong; the one beside it stays optional."""
     versions |= {"wandb": None, "clearml": None}
-    assert run(monkeypatch, "tracking.wandb=true", f"paths.root_working_dir={tmp_path}") == 1
+    assert run(monkeypatch, "tracking.to=[wandb]", f"paths.root_working_dir={tmp_path}") == 1
     shown = capsys.readouterr()
     pin = doctor_packages.tested("requirements-trackers.txt")["wandb"]
     row = f"WRONG  tracking.wandb            wandb not installed, which this run needs\n{' ' * 33}fix: pip install wandb=={pin}\n"
@@ -219,7 +219,7 @@ def test_data_that_is_not_there(monkeypatch, capsys, tmp_path, small):
          f"the data set {ROOT}/none.zarr does not exist: "),
         (["training.steps=9999"], "command line: training.steps = 9999: the data set synthetic_dataset.zarr holds "),
         (["model.vocab=64", "training.steps=9999"], "2 problems in the configuration; command line: model.vocab = 64: the data set "),
-        (["io.max_data_bytes=1000"], "more than io.max_data_bytes = 1,000: "),
+        (["flat_tokens.read_blocks_per_shuffle_buffer=100000000"], "more than io.max_data_bytes = 4,294,967,296: "),
     ],
 )  # fmt: skip
 def test_data_that_the_run_refuses(keys, text):

@@ -36,9 +36,15 @@ class Config:
         return dataclasses.asdict(self)
 
 
-def config_of(*names: str, **keys) -> Config:
-    tracking = Tracking(**dict.fromkeys(names, True), **{"offline": True, **keys})
-    return Config(Paths(root_working_dir="runs", model_name="mine"), tracking)
+@pytest.fixture(autouse=True)
+def offline(monkeypatch):
+    """The trackers' own variables: nothing is sent."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("CLEARML_OFFLINE_MODE", "1")
+
+
+def config_of(*names: str) -> Config:
+    return Config(Paths(root_working_dir="runs", model_name="mine"), Tracking(to=names))
 
 
 def line(step: int, **values) -> str:
@@ -154,8 +160,8 @@ def test_a_package_that_is_missing_is_refused_before_anything_starts(tmp_path, m
     absent = ("wandb", "clearml")
     monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None if name in absent else find_spec(name))
     message = (
-        "tracking.wandb and tracking.clearml cannot be used, since the package is not installed: pip install wandb==0.31.0 "
-        "clearml==2.1.12 (all: pip install -r requirements-trackers.txt), or tracking.wandb=false tracking.clearml=false"
+        "tracking.to: wandb and clearml cannot be used, since the package is not installed: pip install wandb==0.31.0 "
+        "clearml==2.1.12 (all: pip install -r requirements-trackers.txt), or leave it out"
     )
     for is_leader in (True, False):  # all hosts are refused alike, so that none waits for the others
         with pytest.raises(RunError, match=re.escape(message)):
@@ -192,12 +198,13 @@ def test_a_tracker_that_fails_is_named_once(tmp_path, capsys):
 def test_no_network(tmp_path, capsys, monkeypatch):
     """Weights & Biases, not offline, with a key and a server that nobody answers at: warned of once, with the reason; a run
     is held up at its end for LONGEST_WAIT_S at most."""
+    monkeypatch.delenv("WANDB_MODE")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("WANDB_INIT_TIMEOUT", "5")
     monkeypatch.setattr(trackers, "LONGEST_WAIT_S", 5.0)
     start = time.monotonic()
-    write_run(tmp_path, config_of("wandb", offline=False), 0, range(1, 6), factor=1.0)
+    write_run(tmp_path, config_of("wandb"), 0, range(1, 6), factor=1.0)
     assert time.monotonic() - start < 60  # of itself it tries for 90 s
     output = capsys.readouterr().out
     assert re.match(r"warning: tracking\.wandb (failed \(.*\)|had not taken everything .*)\. Training goes on", output)
