@@ -5,10 +5,9 @@
     python -m train --cfg job     # what hydra composes, without running it
     python -m train -m training.learning_rate=3e-3,1e-2    # a sweep: one run after the other, each in its own folder
 
-hydra composes untyped yaml and lets `+paths.mistyped=x` through, and its typed mode cuts 2.9 to 2 and reads "no" as a
-boolean. So it only composes, under the name `base` with the defaults of the program's dataclass.
-runtime/config/rebuild.py checks keys and types and reports all problems at once; runtime/config/checks.py then refuses
-combinations that cannot run. Importing these imports no JAX.
+hydra composes untyped yaml, from the defaults of the program's dataclass under the name `base`: its typed mode cuts 2.9
+to 2. runtime/config/rebuild.py then checks keys and types, and runtime/config/checks.py what cannot run together.
+Importing these imports no JAX.
 """
 
 import contextlib
@@ -19,7 +18,7 @@ import gc
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,7 +32,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
-from hydra.errors import HydraException, MissingConfigException
+from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
@@ -41,28 +40,23 @@ from omegaconf.errors import OmegaConfBaseException
 from runtime.config.checks import check_combinations
 from runtime.config.help import configs_of, help_page
 from runtime.config.keys import DROPPED_KEYS, RunConfig
-from runtime.config.rebuild import COMMAND_LINE, MISSING, Origins, as_tree, default_tree, rebuild
+from runtime.config.rebuild import COMMAND_LINE, MISSING, Origins, as_tree, default_tree, flat, rebuild
 from runtime.terminal import RunError, leave, print_error, refusals
 
 CONFIG_FOLDER = Path(__file__).resolve().parents[2] / "configs"
 DEFAULT_CONFIG = "local_test_synthetic"
 BASE = "base"  # of each config's defaults list, and the config of a program that has no yaml
 TRUST = "allow_code_in_config=true"
-# A run has its own folder and its own log.
-HYDRA_SETTINGS = (
-    *("hydra.run.dir=.", "hydra.output_subdir=null", "hydra.sweep.subdir=."),
-    *("hydra/job_logging=none", "hydra/hydra_logging=none", "hydra.help.template='${help_page:}'"),
+HYDRA_SETTINGS = (  # a run has its own folder and its own log
+    *("hydra.run.dir=.", "hydra.output_subdir=null", "hydra.sweep.subdir=.", "hydra/job_logging=none"),
+    *("hydra/hydra_logging=none", "hydra.help.template='${help_page:}'"),
 )
-OVERRIDE = re.compile(r"\+{0,2}(?P<key>[A-Za-z_][\w.]*)=(?P<value>.*)", re.DOTALL)
 
 C = TypeVar("C")
 
 
 class Refused(Exception):
     """A job of a sweep ended with an error that is printed already. hydra runs the other jobs first."""
-
-
-# ---------------------------------------------------------------- entry points
 
 
 def run(main: Callable[[Any], None], config_class: type, config_name: str | None = None) -> None:
@@ -78,10 +72,11 @@ def run(main: Callable[[Any], None], config_class: type, config_name: str | None
     go on (runtime/cluster/signals.py), and with 141 when nobody reads its output any more (`| head`). Any other
     exception is a defect and passes through.
     """
-    arguments, config_name = sys.argv[1:], config_name or _default(config_class)
+    arguments = sys.argv[1:]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra then raises its errors for us to print, instead of printing a page
     try:
-        _run(main, config_class, config_name)
+        with _readable_errors(config_class):
+            _run(main, config_class, config_name or _default(config_class))
         sys.stdout.flush()  # here, so that a broken pipe is met here and not by Python's end
     except refusals() as error:
         print_error(error)
@@ -89,53 +84,13 @@ def run(main: Callable[[Any], None], config_class: type, config_name: str | None
     except Refused:
         leave(1)
     except BrokenPipeError:
-        _leave_unread()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be flushed
+        leave(141)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         leave(130)
     finally:
         sys.argv[1:] = arguments
-
-
-def _run(main: Callable[[Any], None], config_class: type, config_name: str) -> None:
-    gc.freeze()  # else Python looks through all of JAX, again and again, for what could be freed: 0.4 s of --help
-    parsed = get_args_parser().parse_intermixed_args(sys.argv[1:])
-    ConfigStore.instance().store(BASE, default_tree(config_class))
-
-    def page() -> str:
-        has_configs = issubclass(config_class, RunConfig)
-        return help_page(main, config_class, config_name if has_configs else None, CONFIG_FOLDER).replace("$", "$$")
-
-    OmegaConf.register_new_resolver("help_page", functools.cache(page), replace=True)
-    overrides = [_tolerant(text) for text in parsed.overrides if text != TRUST]
-
-    @functools.wraps(main)  # so that hydra names the job after main's file
-    def job(composed: DictConfig) -> None:
-        node = HydraConfig.get()
-        try:
-            main(_finish(config_class, composed, node, _constant_keys(overrides)))
-        except refusals() as error:
-            print_error(error)
-            if node.mode != RunMode.MULTIRUN:
-                leave(1)
-            raise Refused from None
-        except BrokenPipeError:
-            print("what read the output has gone (broken pipe)", file=sys.stderr)
-            _leave_unread()
-
-    with _readable_errors(config_class):
-        if not parsed.shell_completion:  # whose arguments are none of ours
-            FileConfigSource.is_trusted = TRUST in parsed.overrides
-            Plugins.instance()  # registers hydra's own, whose place ours takes
-            SourcesRegistry.instance().types["file"] = FileConfigSource
-            flags = [text for text in sys.argv[1:] if text not in parsed.overrides]
-            sys.argv[1:] = [*flags, "--", *HYDRA_SETTINGS, *overrides]
-        hydra.main(version_base="1.3", config_path=str(CONFIG_FOLDER), config_name=config_name)(job)()
-
-
-def _leave_unread() -> None:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be flushed
-    leave(141)
 
 
 def load(config_class: type[C], config_name: str | None = None, overrides: Sequence[str] = ()) -> C:
@@ -145,11 +100,10 @@ def load(config_class: type[C], config_name: str | None = None, overrides: Seque
 
     Raises RunError where `run` would print one.
     """
+    name, overrides, folder = config_name or _default(config_class), list(map(_tolerant, overrides)), str(CONFIG_FOLDER)
     ConfigStore.instance().store(BASE, default_tree(config_class))
-    overrides = [_tolerant(text) for text in overrides]
-    folder = str(CONFIG_FOLDER)
     with _readable_errors(config_class), hydra.initialize_config_dir(version_base="1.3", config_dir=folder):
-        composed = hydra.compose(config_name or _default(config_class), overrides, return_hydra_config=True)
+        composed = hydra.compose(name, overrides, return_hydra_config=True)
         node = composed.hydra
         with open_dict(composed):
             del composed["hydra"]
@@ -162,6 +116,51 @@ def to_yaml(config: Any) -> str:
 
 
 # ---------------------------------------------------------------- to hydra
+
+
+def _run(main: Callable[[Any], None], config_class: type, config_name: str) -> None:
+    gc.freeze()  # else Python looks through all of JAX, again and again, for what could be freed: 0.4 s of --help
+    parsed = get_args_parser().parse_intermixed_args(sys.argv[1:])
+    overrides = [_tolerant(text) for text in parsed.overrides if text != TRUST]
+    ConfigStore.instance().store(BASE, default_tree(config_class))
+
+    @functools.cache
+    def page() -> str:
+        default = config_name if issubclass(config_class, RunConfig) else None
+        return help_page(main, config_class, default, CONFIG_FOLDER).replace("$", "$$")
+
+    @functools.wraps(main)  # so that hydra names the job after main's file
+    def job(composed: DictConfig) -> None:
+        node = HydraConfig.get()
+        try:
+            main(_finish(config_class, composed, node, overrides))
+        except refusals() as error:
+            print_error(error)
+            if node.mode != RunMode.MULTIRUN:
+                leave(1)
+            raise Refused from None
+
+    OmegaConf.register_new_resolver("help_page", page, replace=True)
+    Plugins.instance()  # registers hydra's own source, whose place ours takes
+    SourcesRegistry.instance().types["file"] = FileConfigSource
+    FileConfigSource.is_trusted = TRUST in parsed.overrides
+    if not parsed.shell_completion:  # whose arguments are none of ours
+        flags = [text for text in sys.argv[1:] if text not in parsed.overrides]
+        sys.argv[1:] = [*flags, "--", *HYDRA_SETTINGS, *overrides]
+    hydra.main(version_base="1.3", config_path=str(CONFIG_FOLDER), config_name=config_name)(job)()
+
+
+def _tolerant(override: str) -> str:
+    """An override that hydra takes whether or not the key is there: `a=1` and `+a=1` become `++a=1`.
+
+    So a mistyped key comes to our check and its message. `~` is quoted, which hydra's grammar has no place for.
+    """
+    key = re.match(r"\+{0,2}([A-Za-z_][\w.]*)=", override)
+    if not key or key[1].startswith("hydra.") or (CONFIG_FOLDER / key[1]).is_dir():
+        return override
+    if not re.search(r"""['"\[{(]""", override):
+        override = re.sub(r"(?<=[=,])(~[^,]*)", r"'\1'", override)
+    return f"++{override.lstrip('+')}"
 
 
 class FileConfigSource(file_config_source.FileConfigSource):
@@ -181,40 +180,18 @@ class FileConfigSource(file_config_source.FileConfigSource):
         return read
 
 
-def _tolerant(override: str) -> str:
-    """An override that hydra takes whether or not the key is there: `a=1` and `+a=1` become `++a=1`.
-
-    So `+paths.model_name=x` and `paths.model_name=x` both work, and a mistyped key comes to our check and its message.
-    `~` is quoted, which hydra's grammar has no place for.
-    """
-    match = OVERRIDE.fullmatch(override)
-    if not match or match["key"].partition(".")[0] == "hydra" or (CONFIG_FOLDER / match["key"]).is_dir():
-        return override
-    value = match["value"]
-    if "~" in value and not re.search(r"""['"\[{(]""", value):
-        value = ",".join(f"'{choice}'" if "~" in choice else choice for choice in value.split(","))
-    return f"++{match['key']}={value}"
-
-
-def _constant_keys(overrides: Sequence[str]) -> set[str]:
-    """Keys, as hydra takes them ('++training.steps'), that the command line gives one value: all jobs share them."""
-    parsed = OverridesParser.create().parse_overrides(list(overrides))
-    is_swept = {each.get_key_element(): each.is_sweep_override() for each in parsed}  # given twice, the last counts
-    return {key for key in is_swept if not is_swept[key]}
-
-
 # ---------------------------------------------------------------- from hydra's tree to ours
 
 
-def _finish(config_class: type[C], composed: DictConfig, node: DictConfig, constant: Collection[str] = ()) -> C:
+def _finish(config_class: type[C], composed: DictConfig, node: DictConfig, command_line: Sequence[str] = ()) -> C:
     """A config_class from what hydra composed, or a RunError with everything that is wrong with it.
 
-    node: hydra's own settings. constant: keys of overrides that all jobs of a sweep share.
+    node: hydra's own settings. command_line: the overrides of all jobs of a sweep.
     """
     with _readable_errors(config_class):
         content, origins = OmegaConf.to_container(composed, resolve=True), _origins(node)
     if issubclass(config_class, RunConfig) and isinstance(content.setdefault("paths", {}), dict):
-        content["paths"]["model_name"] = _model_name(content["paths"].get("model_name", MISSING), node, constant)
+        content["paths"]["model_name"] = _model_name(content["paths"].get("model_name", MISSING), node, command_line)
     config = rebuild(config_class, content, origins, DROPPED_KEYS)
     if isinstance(config, RunConfig):
         paths = dataclasses.replace(config.paths, root_working_dir=os.path.expanduser(config.paths.root_working_dir))
@@ -228,51 +205,33 @@ def _finish(config_class: type[C], composed: DictConfig, node: DictConfig, const
     return config
 
 
-def _model_name(given: Any, node: DictConfig, constant: Collection[str]) -> Any:
+def _model_name(given: Any, node: DictConfig, command_line: Sequence[str]) -> Any:
     """The run's name: the given one or the config's; in a sweep with what differs, so that no jobs share a folder."""
     name = Path(node.job.config_name).name if given == MISSING else given
-    overrides = [text for text in node.overrides.task if text.partition("=")[0] not in constant]
-    overrides = [text.lstrip("+") for text in overrides if not text.lstrip("+").startswith("paths.")]
-    if node.mode != RunMode.MULTIRUN or not overrides or not isinstance(name, str):
+    if node.mode != RunMode.MULTIRUN or not isinstance(name, str):
         return name
-    return name + "_" + re.sub(r"[^\w.=,-]", "-", "_".join(overrides))
-
-
-def _files(node: DictConfig) -> list[tuple[str, Path]]:
-    """The yaml files of a composed config, each before those that override it, with the section that it sets."""
-    folders = [Path(source.path) for source in node.runtime.config_sources if source.schema == "file"]
-    given = OmegaConf.to_container(node.overrides, resolve=False)  # as text: ${...} is part of it
-    overrides = [*given["hydra"], *given["task"]]
-    loader = GlobalHydra.instance().config_loader()
-    found = []
-    for each in loader.compute_defaults_list(node.job.config_name, overrides, RunMode.RUN).defaults:
-        files = [folder / f"{str(each.config_path).removesuffix('.yaml')}.yaml" for folder in folders]
-        found += [(each.package or "", file) for file in files if file.is_file()][:1]
-    return found
+    parsed = OverridesParser.create().parse_overrides(list(command_line))
+    is_swept = {each.get_key_element(): each.is_sweep_override() for each in parsed}  # given twice, the last counts
+    differ = [text.lstrip("+") for text in node.overrides.task if is_swept.get(text.partition("=")[0], True)]
+    return re.sub(r"[^\w.=,/-]", "-", "_".join([name, *(text for text in differ if not text.startswith("paths."))]))
 
 
 def _origins(node: DictConfig) -> Origins:
-    """hydra forgets where each key was set while it composes, so its files are read once more."""
-    by_key: dict[str, str] = {}
-    main_file = COMMAND_LINE
-
-    def note(content: Any, prefix: str, file: str) -> None:
-        for name, value in content.items():
-            if isinstance(value, dict):
-                note(value, f"{prefix}{name}.", file)
-            else:
-                by_key[f"{prefix}{name}"] = file
-
-    for package, path in _files(node):
-        file = from_here(path)
-        note(OmegaConf.to_container(OmegaConf.load(path)), f"{package}.".lstrip("."), file)
-        if path.stem == Path(node.job.config_name).stem:
-            main_file = file
-    for override in node.overrides.task:
+    """hydra forgets where each key was set while it composes, so its files are read once more, the last word last."""
+    given = OmegaConf.to_container(node.overrides, resolve=False)  # as text: ${...} is part of it
+    folders = [Path(source.path) for source in node.runtime.config_sources if source.schema == "file"]
+    loader, by_key, main_file = GlobalHydra.instance().config_loader(), {}, COMMAND_LINE
+    name, overrides = node.job.config_name, [*given["hydra"], *given["task"]]
+    for each in loader.compute_defaults_list(name, overrides, RunMode.RUN).defaults:
+        stem = str(each.config_path).removesuffix(".yaml")
+        for file in [path for folder in folders if (path := folder / f"{stem}.yaml").is_file()][:1]:
+            tree = OmegaConf.to_container(OmegaConf.load(file))
+            by_key |= dict.fromkeys(flat({each.package: tree} if each.package else tree), from_here(file))
+            main_file = from_here(file) if stem == name.removesuffix(".yaml") else main_file
+    for override in given["task"]:
         key = re.split("[=@]", override.lstrip("+~"), maxsplit=1)[0]
-        for other in [other for other in by_key if f"{other}.".startswith(f"{key}.") or key.startswith(f"{other}.")]:
-            by_key[other] = COMMAND_LINE
-        by_key[key] = COMMAND_LINE
+        below = [other for other in by_key if f"{other}.".startswith(f"{key}.") or key.startswith(f"{other}.")]
+        by_key |= dict.fromkeys([*below, key], COMMAND_LINE)
     return Origins(main_file, by_key)
 
 
@@ -282,39 +241,26 @@ def from_here(file: Path) -> str:
     return str(file) if relative.startswith("..") else relative
 
 
-# ---------------------------------------------------------------- hydra's errors
-
-
 @contextlib.contextmanager
 def _readable_errors(config_class: type) -> Iterator[None]:
     """Turns what hydra, omegaconf and the yaml reader raise into a RunError of one line."""
     try:
         yield
-    except MissingConfigException as error:
-        if not str(error).startswith("Cannot find primary config"):
-            raise RunError(_one_line(error)) from error
-        names = configs_of(config_class, CONFIG_FOLDER)
-        nearest = difflib.get_close_matches(str(error.missing_cfg_file), names, n=1)
-        hint = f"; the nearest is {nearest[0]}" if nearest else ""
-        folder = from_here(CONFIG_FOLDER)
-        raise RunError(
-            f"there is no config {error.missing_cfg_file} in {folder}{hint}; there are {', '.join(names)}"
-        ) from error
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
-        raise RunError(_one_line(error)) from error
+        lines = [line.strip() for line in str(error).splitlines()]
+        text = " ".join(line for line in lines if line and not line.startswith(("See https:", "object_type=")))
+        if text.startswith("Cannot find primary config"):
+            missing, names = str(error.missing_cfg_file), configs_of(config_class, CONFIG_FOLDER)
+            hint = "".join(f"; the nearest is {name}" for name in difflib.get_close_matches(missing, names, n=1))
+            where = from_here(CONFIG_FOLDER)
+            text = f"there is no config {missing} in {where}{hint}; there are {', '.join(names)}"
+        if text.startswith("no viable alternative") and " " in text.partition("'")[2]:
+            text += ": a value with a space or = in it needs quotes, of which the shell takes a pair: 'KEY=[\"a b=1\"]'"
+        raise RunError(text.replace("'++", "'")) from error
     except ValueError as error:
         if "integer string conversion" not in str(error):
             raise
         raise RunError(f"expected numbers of {sys.get_int_max_str_digits()} digits at most: {error}") from error
-
-
-def _one_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines()]
-    lines = [line for line in lines if line and not line.startswith(("See https:", "object_type="))]
-    text = " ".join(lines).replace("'++", "'")
-    if text.startswith("no viable alternative") and " " in text.partition("'")[2]:
-        text += ": a value with a space or = in it needs quotes, and the shell takes one pair away: 'KEY=[\"a b=1\"]'"
-    return text
 
 
 def _default(config_class: type) -> str:

@@ -131,26 +131,18 @@ DROPPED_KEYS = {
     "training.interleave": (1, "a layer computes all its rows at once: delete the key"),
     "training.adam_eps_root": (0.0, "nothing is added under the root: use training.adam_eps"),
     "training.max_consecutive_bad_steps": (10, "10 bad steps in a row stop a run: delete the key"),
-    "flat_tokens.streams": (
-        1,
-        "the order of the data is a computed permutation of all of it, so there are no independent streams to mix: "
-        "delete the key",
-    ),
+    "flat_tokens.streams": (1, "the order of the data is one permutation of all of it: delete the key"),
     "flat_tokens.long_sequences": ("split", "a sequence longer than a row makes several rows: delete the key"),
-    "hf_dataset.sequences_packed_per_batch": (
-        None,
-        "documents are packed without gaps, and what a batch has no room for begins the next one, so that no number of "
-        "sequences has to be guessed: delete the key",
-    ),
+    "hf_dataset.sequences_packed_per_batch": (None, "documents are packed without gaps: delete the key"),
     "hf_dataset.train_split": ("train", "training reads the split `train`: delete the key"),
     "hf_dataset.num_workers": (2, "two threads tokenize: delete the key"),
     "io.max_data_bytes": (4 * 2**30, "reading takes at most 4 GiB: delete the key"),
     "checkpoint.timeout_s": (600.0, "a save may take 600 s: delete the key"),
     "cluster.num_processes": (None, "it is num_hosts: delete the key"),
-    **{
-        f"tracking.{name}": (False, f"write tracking.to=[{name}]")
-        for name in ("tensorboard", "wandb", "clearml", "trackio")
-    },
+    "tracking.tensorboard": (False, "write tracking.to=[tensorboard]"),
+    "tracking.wandb": (False, "write tracking.to=[wandb]"),
+    "tracking.clearml": (False, "write tracking.to=[clearml]"),
+    "tracking.trackio": (False, "write tracking.to=[trackio]"),
     "tracking.offline": (False, "set the environment's WANDB_MODE=offline or CLEARML_OFFLINE_MODE=1"),
     "allow_code_in_config": (False, "it counts on the command line only"),
 }

@@ -120,14 +120,13 @@ def item_of(kind: Any) -> Any:
 
 def default_tree(config_class: type) -> dict[str, Any]:
     """All keys as nested dicts with their defaults, `???` where there is none: what a yaml builds on."""
-    hints, tree = typing.get_type_hints(config_class, include_extras=True), {}
-    for each in dataclasses.fields(config_class):
-        if dataclasses.is_dataclass(hints[each.name]):
-            tree[_key_of(each.name)] = default_tree(hints[each.name])
-        elif each.default_factory is not dataclasses.MISSING:
-            tree[_key_of(each.name)] = as_tree(each.default_factory())
-        else:
-            tree[_key_of(each.name)] = MISSING if each.default is dataclasses.MISSING else as_tree(each.default)
+    tree: dict[str, Any] = {}
+    for key, (kind, each) in all_keys(config_class).items():
+        *sections, name = key.split(".")
+        if dataclasses.is_dataclass(kind) or "[]" in key:
+            continue
+        section = functools.reduce(lambda outer, inner: outer.setdefault(inner, {}), sections, tree)
+        section[name] = MISSING if each.default is dataclasses.MISSING else as_tree(each.default)
     return tree
 
 
@@ -138,6 +137,14 @@ def as_tree(config: Any) -> Any:
     if not dataclasses.is_dataclass(config):
         return config
     return {_key_of(each.name): as_tree(getattr(config, each.name)) for each in dataclasses.fields(config)}
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{'a': {'b': 1}} as {'a.b': 1}."""
+    leaves: dict[str, Any] = {}
+    for name, value in tree.items():
+        leaves |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return leaves
 
 
 def shown(value: Any) -> str:
@@ -153,26 +160,25 @@ def _message(key: str, error: str, value: Any, known: Mapping[str, Any], origins
     """The line for one of pydantic's errors."""
     if error == "unexpected_keyword_argument":
         return _unknown_key(key, value, known, origins)
-    kind = known[re.sub(r"\[\d+\]", "[]", key) if "]." in key else key.partition("[")[0]][0]
-    if error == "missing":
-        where, add = origins.config_file, f"add it there, or {key}=... to the command line"
-        if where == COMMAND_LINE:
-            add = f"add {key}=..."
-        if "[" in key:  # of an item, which the command line sets only with its whole list
-            where, add = origins.of(key), "add it there"
-        return f"{where}: {key} is missing: expected {_expected(kind)}; {add}"
-    if key.endswith("]"):
-        kind = item_of(kind)
-    return f"{origins.of(key)}: {key} = {shown(value)}: expected {_expected(kind)}{_how_to_write(key, value, kind)}"
+    is_item = key.endswith("]")
+    kind = known[re.sub(r"\[\d+\]", "" if is_item else "[]", key)][0]
+    expected = f"expected {_expected(item_of(kind) if is_item else kind)}"
+    if error != "missing":
+        return f"{origins.of(key)}: {key} = {shown(value)}: {expected}{_how_to_write(key, value, kind)}"
+    if "[" in key:  # of an item, which the command line sets only with its whole list
+        return f"{origins.of(key)}: {key} is missing: {expected}; add it there"
+    if origins.config_file == COMMAND_LINE:
+        return f"{COMMAND_LINE}: {key} is missing: {expected}; add {key}=..."
+    return f"{origins.config_file}: {key} is missing: {expected}; add it there, or {key}=... to the command line"
 
 
 def _expected(kind: Any) -> str:
     if dataclasses.is_dataclass(kind):
         return f"a section with the keys {', '.join(_key_of(each.name) for each in dataclasses.fields(kind))}"
+    if typing.get_origin(kind) is tuple and dataclasses.is_dataclass(item_of(kind)):
+        return f"a list, [{{{', '.join(f'{each.name}: …' for each in dataclasses.fields(item_of(kind)))}}}, …]"
     if typing.get_origin(kind) is tuple:
-        item = item_of(kind)
-        form = [f"{each.name}: …" for each in dataclasses.fields(item)] if dataclasses.is_dataclass(item) else []
-        return f"a list, [{{{', '.join(form)}}}, …]" if form else f"a list of {_expected(item)}, [a, b, …]"
+        return f"a list of {_expected(item_of(kind))}, [a, b, …]"
     if typing.get_origin(kind) is typing.Literal:
         return " or ".join(typing.get_args(kind))
     return EXPECTED.get(kind) or kind.__metadata__[-1]
@@ -183,12 +189,6 @@ def _how_to_write(key: str, value: Any, kind: Any) -> str:
     wanted = getattr(kind, "__origin__", kind)  # of Annotated[int, ...]
     if wanted is int and isinstance(value, float) and math.isfinite(value):
         return "; write " + " or ".join(f"{key}={whole}" for whole in sorted({math.floor(value), math.ceil(value)}))
-    if wanted in (int, float) and isinstance(value, str) and re.fullmatch(r"\s*-?\d+(\.\d*)?(e-?\d+)?\s*", value):
-        return f"; write {key}={value.strip()}, without quotes"
-    if wanted is bool and str(value).lower() in ("no", "off", "n", "0"):
-        return f"; write {key}=false"
-    if wanted is bool and str(value).lower() in ("yes", "on", "y", "1"):
-        return f"; write {key}=true"
     if wanted is str and isinstance(value, bool | int | float):
         return f"; write it in quotes that the shell keeps: \"{key}='{value}'\""
     return ""
@@ -203,14 +203,12 @@ def _unknown_key(key: str, value: Any, known: Mapping[str, Any], origins: Origin
     of_items = re.sub(r"\[\d+\]", "[]", section)
     siblings = [other.rpartition(".")[2] for other in known if other.rpartition(".")[0] == of_items]
     nearest = [f"{section}.{other}".lstrip(".") for other in difflib.get_close_matches(name, siblings, n=1)]
-    if not nearest and not siblings:  # the section itself is unknown
+    if not siblings:  # the section itself is unknown
         nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
     nearest = nearest or [other for other in known if other.rpartition(".")[2] == name]
-    if nearest:
-        hint = f"the nearest is {nearest[0]}"
-    else:
-        of_section = f"of {section} " if siblings and section else ""
-        hint = f"the keys {of_section}are {', '.join(siblings or [each for each in known if '.' not in each])}"
+    hint = f"the keys {f'of {section} ' * bool(section)}are {', '.join(siblings)}"
+    if nearest or not siblings:
+        hint = f"the nearest is {nearest[0]}" if nearest else "--help lists all"
     return f"{origins.of(key)}: {key} is not a key: {hint}; correct it or delete it"
 
 

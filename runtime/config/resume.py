@@ -7,11 +7,11 @@ refused; what may change (steps, learning rate, intervals, mesh, paths, threads)
 """
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from runtime.config.keys import DROPPED_KEYS
-from runtime.config.rebuild import Origins, as_tree, default_tree, rebuild, shown, take_out
+from runtime.config.rebuild import Origins, as_tree, default_tree, flat, rebuild, shown, take_out
 from runtime.terminal import RunError
 
 # The keys, or sections of keys, that say what is trained on what: shapes, vocabulary, data and their order, seeds.
@@ -53,8 +53,8 @@ def compare(config: Any, data: Mapping[str, Any], attributes: Mapping[str, Any],
     Raises:
       RunError: with both values of everything that may not change and did, unless allow_config_change is set.
     """
-    defaults = dict(_flat(default_tree(type(config)))) | {key: value for key, (value, _) in DROPPED_KEYS.items()}
-    before, now = dict(_flat(attributes.get("config", {}))), dict(_flat(as_tree(config)))
+    defaults = flat(default_tree(type(config))) | {key: value for key, (value, _) in DROPPED_KEYS.items()}
+    before, now = flat(attributes.get("config", {})), flat(as_tree(config))
     changes, refused = [], []
     for key in dict.fromkeys([*before, *now]) if before else []:
         # A key that one of the two programs does not have has the effect of its default.
@@ -77,11 +77,3 @@ def compare(config: Any, data: Mapping[str, Any], attributes: Mapping[str, Any],
 
 def _is_fixed(key: str) -> bool:
     return key not in FREE and any(f"{key}.".startswith(f"{fixed}.") for fixed in FIXED)
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
