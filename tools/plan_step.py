@@ -31,9 +31,8 @@ class OwnHardware:
 class Plan(train.Config):
     """A config of training and the machine to plan it for."""
 
-    hardware: str | None = (
-        None  # h200, tpu_v5p, ...: a name of ledger/machines/hardware.py or of own_hardware; null: no times
-    )
+    # h200, tpu_v5p, ...: a name of ledger/machines/hardware.py or of own_hardware; null: no times
+    hardware: str | None = None
     own_hardware: tuple[OwnHardware, ...] = ()  # [{name: mine, peak_flops_per_s: 1.0e15, ...}]
     hosts: int | None = None  # null: as many as the mesh needs
     devices_per_host: int = 8  # neighbours in the mesh's order

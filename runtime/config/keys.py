@@ -144,5 +144,5 @@ DROPPED_KEYS = {
     "tracking.clearml": (False, "write tracking.to=[clearml]"),
     "tracking.trackio": (False, "write tracking.to=[trackio]"),
     "tracking.offline": (False, "set the environment's WANDB_MODE=offline or CLEARML_OFFLINE_MODE=1"),
-    "allow_code_in_config": (False, "it counts on the command line only"),
+    "allow_code_in_config": (False, "write allow_code_in_config=true on the command line"),
 }
