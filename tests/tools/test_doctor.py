@@ -219,7 +219,7 @@ def test_data_that_is_not_there(monkeypatch, capsys, tmp_path, small):
          f"the data set {ROOT}/none.zarr does not exist: "),
         (["training.steps=9999"], "command line: training.steps = 9999: the data set synthetic_dataset.zarr holds "),
         (["model.vocab=64", "training.steps=9999"], "2 problems in the configuration; command line: model.vocab = 64: the data set "),
-        (["flat_tokens.read_blocks_per_shuffle_buffer=100000000"], "more than io.max_data_bytes = 4,294,967,296: "),
+        (["flat_tokens.read_blocks_per_shuffle_buffer=100000000"], "more than 4,294,967,296: "),
     ],
 )  # fmt: skip
 def test_data_that_the_run_refuses(keys, text):
