@@ -27,7 +27,7 @@ from einops import rearrange
 from jax import lax
 
 from jax_extra import explicit_activation_checkpointing, fold_in_str, save_for_backward
-from kernels.attention import KERNELS, chosen, usable
+from kernels.attention import KERNELS, KernelName, chosen, usable
 from runtime.config.command_line import run
 from runtime.config.keys import Count, Decay, Fraction, NotNegative, Positive, RunConfig, Seed, Steps
 from runtime.data.batches import TokenBatch
@@ -53,8 +53,7 @@ class Model:
     rope_max_timescale: Count  # base of the rotary angles
     norm_eps: Positive = 1e-6  # added to the mean square in RMSNorm
     compute_dtype: Literal['bfloat16', 'float32'] = 'bfloat16'  # of activations and matrix products
-    # A kernel of kernels/attention.py by name; einsum, which is written out; auto: by device.
-    attention: Literal['auto', 'einsum', 'blockwise', 'cudnn_masked', 'splash'] = 'auto'
+    attention: KernelName = 'auto'  # of kernels/attention.py; einsum, which is written out; auto: by device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -459,8 +458,7 @@ def main(config: Config) -> None:
         sums = np.float32(0), np.float32(0)
         return report_check(config, (step, (state, zero, zero, batch)), (validate, (state.weights, *sums, batch)))
 
-    mesh = start(config)
-    kernel = usable(config.model.attention, act.dtype, config.model.d_head)
+    mesh, kernel = start(config), usable(config.model.attention, act.dtype, config.model.d_head)
     with jax.set_mesh(mesh), Run(config, make_shardings(TokenBatch).targets) as run:
         run.say(f'attention: {kernel}')
         step, validate = mapped_steps(config, run.data.bos_id)

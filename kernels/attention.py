@@ -23,6 +23,7 @@ The caller does not save o again, it would be kept twice.
 """
 
 import functools
+from typing import Literal
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -52,6 +53,7 @@ KERNELS = {
     "cudnn_masked": _with_gradient(cudnn.forward, cudnn.backward),
     "splash": functools.partial(splash.attention, save_as=_SAVED),
 }
+KernelName = Literal["auto", "einsum", "blockwise", "cudnn_masked", "splash"]  # einsum: train.py's own, of no kernel
 NEEDS = {
     "cudnn_masked": "an NVIDIA GPU from Ampere on, 16-bit numbers, and heads of a multiple of 8 up to 128 "
     "(from Hopper on 256)",
