@@ -145,7 +145,7 @@ def test_versions_against_the_tested_ones(versions):
     pins = doctor_packages.tested("requirements-cpu.txt")
     assert found["zarr"] == Finding(BROKEN, "zarr", "not installed", f"pip install zarr=={pins['zarr']}")
     assert found["numpy"].status == OTHER and found["numpy"].found.startswith("2.0.0, not the tested ")
-    assert "plotly" not in found and found["packages"].found.startswith("20 of 22 ")
+    assert "plotly" not in found and found["packages"].found.startswith("24 of 26 ")
 
 
 def test_optional_parts_do_not_count(versions):
@@ -183,7 +183,7 @@ STREAM = ["flat_tokens.filespec=null", "hf_dataset.path=texts", "validation_batc
     "keys, parts",
     [
         ([], set()),
-        ([f"tracking.{name}=true" for name in PACKAGES], {f"tracking.{name}" for name in PACKAGES}),
+        ([f"tracking.to=[{','.join(PACKAGES)}]"], {f"tracking.{name}" for name in PACKAGES}),
         (["paths.root_working_dir=s3://bucket/runs"], {"s3:// URLs"}),
         (["flat_tokens.filespec=s3://bucket/a.zarr"], {"s3:// URLs"}),
         (["flat_tokens.filespec=null", MIXTURE], {"s3:// URLs"}),
@@ -219,13 +219,20 @@ def test_data_that_is_not_there(monkeypatch, capsys, tmp_path, small):
          f"the data set {ROOT}/none.zarr does not exist: "),
         (["training.steps=9999"], "command line: training.steps = 9999: the data set synthetic_dataset.zarr holds "),
         (["model.vocab=64", "training.steps=9999"], "2 problems in the configuration; command line: model.vocab = 64: the data set "),
-        (["flat_tokens.read_blocks_per_shuffle_buffer=100000000"], "more than 4,294,967,296: "),
     ],
 )  # fmt: skip
 def test_data_that_the_run_refuses(keys, text):
     """Each source of a mixture is opened, and the data are held against the steps, the vocabulary and the memory."""
     (found,) = data(load(train.Config, overrides=keys), mesh(4, 2))
     assert found.status == BROKEN and found.part == "data" and text in found.found
+
+
+def test_data_that_take_too_much_memory(monkeypatch):
+    """As the run would refuse them."""
+    config = load(train.Config)
+    monkeypatch.setattr(type(config.io), "max_data_bytes", 1000)
+    (found,) = data(config, mesh(4, 2))
+    assert found.status == BROKEN and "more than 1,000: " in found.found
 
 
 def test_data_of_a_mixture_and_of_a_stream(monkeypatch, tmp_path):
