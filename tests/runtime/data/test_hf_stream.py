@@ -82,10 +82,11 @@ def rows(batch):
 
 @pytest.mark.parametrize("num_workers", [1, 3])
 @pytest.mark.parametrize("d, t", [(1, 1), (4, 2)])
-def test_rows_are_the_documents_one_after_another(folder, capsys, d, t, num_workers):
+def test_rows_are_the_documents_one_after_another(folder, capsys, monkeypatch, d, t, num_workers):
     """Rows are the tokenized documents joined, in the files' order, without a gap, past the end of the data into the next pass."""
     expected = 2 * encoded(ALL)
-    with loader(folder, on=sharding(d, t), num_workers=num_workers) as stream:
+    monkeypatch.setattr(HuggingFaceDataset, "num_workers", num_workers)
+    with loader(folder, on=sharding(d, t)) as stream:
         steps = len(expected) // (4 * 32)
         found = np.concatenate([rows(stream.load(step)).reshape(-1) for step in range(steps)])
         assert (stream.steps, stream.dropped_tokens, stream.max_token_id, stream.bos_id) == (None, 0, 256, 0)
@@ -167,7 +168,7 @@ def open_once(monkeypatch):
 
 
 def stream_of(path, share, shares, state, endless=False):
-    return TokenStream(config(path, num_workers=2), "train", Numbered(), share, shares, state, endless)
+    return TokenStream(config(path), "train", Numbered(), share, shares, state, endless)
 
 
 def read(stream, count):
@@ -443,13 +444,14 @@ BROKEN = [
 
 
 @pytest.mark.parametrize("damage, message", BROKEN, ids=["bad line", "truncated", "null", "invalid UTF-8"])
-def test_a_read_that_fails_in_the_background(tmp_path, damage, message):
+def test_a_read_that_fails_in_the_background(tmp_path, monkeypatch, damage, message):
     """What a thread meets is raised by the load that needs it, with the file and the document, again when asked again; no thread is left."""
     write(tmp_path / "train-0.jsonl", ["x" * 100] * 640)
     write(tmp_path / "train-1.jsonl", ["y"])
     damage(tmp_path / "train-1.jsonl")
     before = threading.active_count()
-    with loader(tmp_path, num_workers=1) as stream:
+    monkeypatch.setattr(HuggingFaceDataset, "num_workers", 1)
+    with loader(tmp_path) as stream:
         with pytest.raises(RunError) as error:
             for step in range(1000):
                 stream.load(step)
@@ -513,7 +515,6 @@ WRONG = [
     (["validation_batches=null"], "validation_batches = null: with hf_dataset.path, each validation reads the same first batches, which are kept in memory: set it to 16, say"),
     (["flat_tokens.sequence_packing=false"], "flat_tokens.sequence_packing = false: hf_dataset.path is always packed; delete the key"),
     (["flat_tokens.epochs=2"], "flat_tokens.epochs = 2: hf_dataset.path has no end: it begins again; delete the key"),
-    (["hf_dataset.num_workers=0"], "hf_dataset.num_workers = 0: expected 1 or more threads"),
     (["flat_tokens.filespec=a.zarr"], "hf_dataset.path is set, and so is flat_tokens.filespec (command line): expected one of them"),
     (["hf_dataset.text_field=body"], "has no field 'body'; it has 'text', 'other': set hf_dataset.text_field"),
 ]  # fmt: skip
