@@ -173,8 +173,9 @@ class FileConfigSource(file_config_source.FileConfigSource):
         names = [config_path, read.header.get("package"), *read.config]
         names += re.findall(r"@[\w.]+", str(read.config.get("defaults")))
         if not self.is_trusted and any("hydra" in re.split(r"\W", str(name)) for name in names):
+            file = Path(self.path, f"{config_path.removesuffix('.yaml')}.yaml")
             raise RunError(
-                f"{from_here(Path(self.path, config_path))}: `hydra` is refused in a yaml, since hydra's own settings "
+                f"{from_here(file)}: `hydra` is refused in a yaml, since hydra's own settings "
                 f"can run code: delete it, or add {TRUST} to the command line if you trust the file"
             )
         return read

@@ -229,7 +229,7 @@ def test_a_yaml_may_not_run_code(monkeypatch, capsys, tmp_path, name, text):
     for more in ([], ["-m"], ["--help"]):
         assert run(monkeypatch, *arguments, *more, main=pytest.fail) == 1
         assert capsys.readouterr().err.startswith(
-            f"error: configs/{name}: `hydra` is refused in a yaml, since hydra's own settings can run code: delete it, or "
+            f"error: configs/{name}.yaml: `hydra` is refused in a yaml, since hydra's own settings can run code: delete it, or "
             "add allow_code_in_config=true to the command line if you trust the file\n"
         )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["configs"]
