@@ -148,7 +148,7 @@ def test_what_makes_no_sense_is_refused(overrides, message):
 def test_a_mesh_that_cannot_split():
     """The dim, its size and the axis: by the config's keys, on the mesh that the hosts make, and by the types."""
     assert (
-        "configs/c4_a100x8_1b.yaml: model.n_kv = 16: dim K is split over axis t (mesh.t = 32), and 16 is no multiple of 32"
+        "configs/size/1b.yaml: model.n_kv = 16: dim K is split over axis t (mesh.t = 32), and 16 is no multiple of 32"
         in refused("c4_a100x8_1b", "mesh.d=1", "mesh.t=32")
     )
     assert "dim B is split into parts and over axis d" in refused("c4_a100x8_1b", "hosts=16")
