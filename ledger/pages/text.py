@@ -14,6 +14,8 @@ _HEAD = (
     "             FLOPs            bytes sent        bytes",
     " runs forward again backw │forward again backw │  kept │ line",
 )
+# Why a value is kept, where it is not a name in the source.
+WHY = {"input": "input of a checkpoint", "gradient": "a gradient, made ahead", "": "nobody asked for it"}
 _LISTED = 14  # rows of the list of largest values
 
 
@@ -125,12 +127,10 @@ def _kept(ledger) -> list[str]:
     for row in sorted(ledger.saved, key=lambda row: -row.bytes * row.times):
         if row.bytes * row.times * 1000 < max(each.bytes * each.times for each in ledger.saved):
             continue
-        why = {"input": "input of a checkpoint", "gradient": "a gradient, made ahead", "": "nobody asked for it"}.get(
-            row.why, row.why
-        )
         times = f"{row.times} × " if row.times > 1 else ""
         lines.append(
-            f"  {number(row.bytes * row.times):>7}  {times + array(row):<34} {row.line:<14} {why:<22} "
+            f"  {number(row.bytes * row.times):>7}  {times + array(row):<34} {row.line:<14} "
+            f"{WHY.get(row.why, row.why):<22} "
             f"{name_of(ledger, row.line)}"
         )
     total = sum(row.bytes * row.times for row in ledger.saved)

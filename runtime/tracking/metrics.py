@@ -4,8 +4,8 @@ The device is never waited for while it has nothing else to do: a step's numbers
 dispatched, so that reading them costs no idle time.
 """
 
+import collections
 import contextlib
-import dataclasses
 import json
 import math
 import resource
@@ -19,21 +19,10 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from runtime.terminal import RunError, print_line
+from ledger.units import percent
+from runtime.terminal import Progress, keep_messages, print_line, wrapped
 from runtime.tracking.files import write_whole
-
-
-def flattened(metrics: Any, name: str = "", separator: str = "/") -> dict[str, Any]:
-    """What is in nested mappings and dataclasses, by its path.
-
-    flattened({"loss": 1.5, "grad_norm": {"embed": 0.5}})      # {"loss": 1.5, "grad_norm/embed": 0.5}
-    """
-    if dataclasses.is_dataclass(metrics):
-        metrics = vars(metrics)
-    if not isinstance(metrics, Mapping):
-        return {name: metrics}
-    parts = (flattened(value, f"{name}{separator}{key}" if name else key, separator) for key, value in metrics.items())
-    return {name: scalar for part in parts for name, scalar in part.items()}
+from runtime.tracking.recorded import damage, flattened, record_of
 
 
 class Tracker:
@@ -53,8 +42,9 @@ class Tracker:
     (its step is mostly compilation). A float that is not finite is the string "NaN", "Infinity" or "-Infinity", which
     JSON cannot write as a number.
 
-    Timings are means a step since the line before, without what `paused` excludes: `step_time_s` is wall time; for
-    `data_wait_s` of it the leader waited for its data; `device_s` is the rest, in which it kept its devices at work.
+    Timings are means a step since the line before (or the one before that, where the step was finished before anybody
+    looked), without what `paused` excludes: `step_time_s` is wall time; for `data_wait_s` of it the leader waited for
+    its data; `device_s` is the rest, in which it kept its devices at work.
 
     Args:
         run_folder: where `metrics.jsonl` is appended to; created if missing.
@@ -65,12 +55,12 @@ class Tracker:
         peak_flops_per_s: of all devices together, or None if not known.
         log_interval: steps from line to line.
         bytes_per_token: of the data's text, for bits per byte; None if not known.
-        on_line: called with each line that is written; returns at once.
+        on_line: called after each line that is written; returns at once.
         is_leader: whether this process reads, writes and prints; the others do nothing here.
 
-    Raises:
-        RunError: if `metrics.jsonl` has a line that is no record of a step (a half-written last one is dropped). That it
-            cannot be written (a full disk) stops nothing: it is said once, and the lines are written when they can be.
+    Nothing about the file stops a run. A line that is damaged is named and set aside in `metrics.damaged.jsonl`; a
+    half-written last one is dropped. That it cannot be written (a full disk) is said once, and the lines are written
+    when they can be.
     """
 
     def __init__(
@@ -85,7 +75,7 @@ class Tracker:
         log_interval: int,
         is_leader: bool,
         bytes_per_token: float | None = None,
-        on_line: Callable[[str], None] = lambda line: None,
+        on_line: Callable[[], None] = lambda: None,
     ):
         self._start_step = start_step
         self._total_steps = total_steps
@@ -96,28 +86,21 @@ class Tracker:
         self._is_leader = is_leader
         self._bytes_per_token = bytes_per_token
         self._on_line = on_line
-        # A step whose metrics are still to be read, with what is known already.
-        self._due: tuple[int, Mapping[str, jax.Array], dict[str, Any]] | None = None
+        # A step whose metrics are still to be read, the time waited for data up to it, and what is known already.
+        self._due: tuple[int, Mapping[str, jax.Array], float, dict[str, Any]] | None = None
         self._latest: Mapping[str, jax.Array] | None = None  # metrics of the last step dispatched
         self._first_reading: tuple[int, float] | None = None  # step, and when it was known to be finished
-        self._last_reading: tuple[int, float] | None = None
-        self._paused_s = 0.0  # since the last reading
-        self._data_waited = (start_step, 0.0)  # at the last line: the step, and the time waited up to it
-        self._bar: tqdm | None = None
+        # The last two: the step, when it was known to be finished, without pauses, and the time waited for data.
+        self._readings: collections.deque[tuple[int, float, float]] = collections.deque(maxlen=2)
+        self._paused_s = 0.0
         if is_leader:
             path = Path(run_folder) / "metrics.jsonl"
             path.parent.mkdir(parents=True, exist_ok=True)
+            keep_messages(path.parent)
             _drop_steps_after(path, start_step)
             self._path, self._unwritten, self._is_failing = path, b"", False
             self._file = path.open("ab", buffering=0)  # a killed run loses no finished line
-            if sys.stdout.isatty():
-                self._bar = tqdm(
-                    total=total_steps,
-                    initial=start_step,
-                    file=sys.stdout,
-                    dynamic_ncols=True,
-                    bar_format="step {n_fmt}/{total_fmt} |{bar}| {desc}",
-                )
+            self._progress = Progress(total_steps, start_step)
 
     def log(
         self,
@@ -140,37 +123,42 @@ class Tracker:
         metrics = flattened(metrics)
         self._latest = metrics
         if step in (self._start_step + 1, self._total_steps) or step % self._log_interval == 0:
-            last_step, waited_s = self._data_waited
-            self._data_waited = (step, data_waited_s)
-            wait_s = (data_waited_s - waited_s) / (step - last_step)
-            self._due = (step, metrics, {"data_wait_s": wait_s, **flattened(data_metrics or {})})
+            self._due = (step, metrics, data_waited_s, flattened(data_metrics or {}))
 
     def flush(self) -> None:
         """Reads and writes what is due, waiting for its step."""
         if self._due is None:
             return
-        step, metrics, of_data = self._due
+        step, metrics, waited_s, of_data = self._due
         self._due = None
+        # One that is finished already is seen late, or the one before was, as while a profile is written: who looks
+        # late takes the time of a step that has run meanwhile for that of the one before.
+        is_late = metrics["loss"].is_ready()
         fetched = jax.device_get(dict(metrics))  # all copies at once; its keys come out sorted
         values = {name: np.asarray(fetched[name]).item() for name in metrics}
         now = time.perf_counter()
+        busy_s = now - self._paused_s
 
         step_time_s = tokens_per_s = device_s = None
+        data_wait_s = waited_s / (step - self._start_step)
         utilization = dict.fromkeys(self._flops_per_step)
-        if self._last_reading is not None:
-            last_step, last_time = self._last_reading
-            step_time_s = (now - last_time - self._paused_s) / (step - last_step)
-            device_s = step_time_s - of_data["data_wait_s"]
+        if self._readings:
+            last_step, last_busy_s, last_waited_s = self._readings[0 if is_late else -1]
+            step_time_s = (busy_s - last_busy_s) / (step - last_step)
+            data_wait_s = (waited_s - last_waited_s) / (step - last_step)
+            device_s = step_time_s - data_wait_s
             tokens_per_s = self._tokens_per_step / step_time_s
             if self._peak_flops_per_s is not None:
                 for name, flops in self._flops_per_step.items():
                     utilization[name] = flops / step_time_s / self._peak_flops_per_s
-        self._last_reading = (step, now)
-        self._first_reading = self._first_reading or self._last_reading
-        self._paused_s = 0.0
+        self._readings.append((step, busy_s, waited_s))
+        self._first_reading = self._first_reading or (step, now)
         timings = {"step_time_s": step_time_s, "device_s": device_s, "tokens_per_s": tokens_per_s, **utilization}
-        self._write(step, {**values, **self._of_loss(values["loss"]), **timings, **of_data, **memory()})
-        self._show(step, self._status(step, now, values["loss"], tokens_per_s, utilization["mfu"]))
+        self._write(
+            step,
+            {**values, **self._of_loss(values["loss"]), **timings, "data_wait_s": data_wait_s, **of_data, **memory()},
+        )
+        self._progress.show(step, self._status(step, now, values["loss"], tokens_per_s, utilization["mfu"]))
 
     def log_validation(self, step: int, loss: jax.Array | float) -> None:
         """Writes and prints the loss on the validation split after `step` updates; waits for it."""
@@ -223,15 +211,14 @@ class Tracker:
         if self._is_leader:
             self._write_lines()
             self._file.close()
-            if self._bar is not None:
-                self._bar.close()
+            self._progress.close()
 
     def _write(self, step: int, values: dict[str, Any]) -> None:
         record = {"step": step, "time": time.time(), **values}
         line = json.dumps({name: _to_json(value) for name, value in record.items()}, allow_nan=False) + "\n"
         self._unwritten += line.encode()
         self._write_lines()
-        self._on_line(line)
+        self._on_line()
 
     def _write_lines(self) -> None:
         """Writes what is not written yet. Where it cannot, as on a full disk, training goes on."""
@@ -261,15 +248,8 @@ class Tracker:
         first_step, first_time = self._first_reading
         # With the pauses: the person who waits waits for them too.
         left_s = (now - first_time) / (step - first_step) * (self._total_steps - step)
-        mfu_text = "n/a" if mfu is None else f"{mfu:.1%}"
-        return f"loss {loss:.4f}, {tokens_per_s:,.0f} tokens/s, mfu {mfu_text}, {tqdm.format_interval(left_s)} left"
-
-    def _show(self, step: int, status: str) -> None:
-        if self._bar is None:
-            print(f"step {step}/{self._total_steps}: {status}", flush=True)
-        else:
-            self._bar.n = step
-            self._bar.set_description_str(status)
+        left = tqdm.format_interval(left_s)
+        return f"loss {loss:.4f}, {tokens_per_s:,.0f} tokens/s, mfu {percent(mfu)}, {left} left"
 
 
 def memory() -> dict[str, int | None]:
@@ -288,22 +268,22 @@ def _to_json(value: Any) -> Any:
 
 
 def _drop_steps_after(path: Path, step: int) -> None:
-    """Rewrites the file, all or nothing, without the lines of later steps and without a half-written last line."""
+    """Rewrites the file, all or nothing, without the lines of later steps, damaged ones and a half-written last one,
+    which a process left that died while writing it."""
     if not path.exists():
         return
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    kept = []
+    *lines, half = path.read_bytes().split(b"\n")
+    kept, damaged = [], []
     for number, line in enumerate(lines, 1):
-        if not line.endswith("\n"):
-            break  # only the last line can lack its end: the process died while writing it
-        try:
-            is_kept = json.loads(line)["step"] <= step
-        except (ValueError, TypeError, KeyError) as error:
-            raise RunError(
-                f"{path}, line {number}: expected a JSON object with `step`, a number, but got {line.strip()[:80]!r}. "
-                "Repair or remove the line, or choose another paths.model_name."
-            ) from error
-        if is_kept:
+        record = record_of(line)
+        if record is None:
+            damaged.append(line)
+            aside = path.with_name("metrics.damaged.jsonl")
+            print_line(wrapped(f"warning: {damage(path, number, line)}. It is set aside in {aside}."))
+        elif record["step"] <= step:
             kept.append(line)
-    if len(kept) < len(lines):
-        write_whole(path, "".join(kept))
+    if damaged:
+        with aside.open("ab") as file:
+            file.write(b"".join(line + b"\n" for line in damaged))
+    if half or len(kept) < len(lines):
+        write_whole(path, b"".join(line + b"\n" for line in kept).decode())
