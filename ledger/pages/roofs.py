@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 
 from ledger.machines.roofline import Phase, Roofline
 from ledger.pages.render import shown
@@ -75,8 +76,8 @@ def diagram(roofline: Roofline) -> Diagram | None:
         what = f"{name}, {'memory' if is_memory else 'sent'}: {intensity:.3g} FLOPs a byte, {shown(rate, 'FLOP/s')}"
         drawn.append((name, f"M{x(intensity)} {y(rate)}{circle if is_memory else triangle}", what))
     return Diagram(
-        across=[(x(10.0**power), number(10.0**power)) for power in range(low, high + 1)],
-        up=[(y(10.0**power), number(10.0**power)) for power in range(bottom, math.floor(top) + 1)],
+        across=[(x(10.0**power), _power(power)) for power in range(low, high + 1)],
+        up=[(y(10.0**power), _power(power)) for power in range(bottom, math.floor(top) + 1)],
         roofs=roofs,
         points=drawn,
     )
@@ -91,3 +92,8 @@ def _roofs(roofline: Roofline) -> dict[str, float]:
     memory = roofline.hardware.hbm_bytes_per_s
     found = {"memory": memory} if memory else {}
     return found | {f"over {', '.join(sorted(axes))}": rate for rate, axes in sorted(speeds.items(), reverse=True)}
+
+
+def _power(power: int) -> str:
+    """10 to a power: 100G."""
+    return re.sub(r"\.0+", "", number(10.0**power))

@@ -44,7 +44,7 @@ MEAN_OVER = 0.04
 COLOURS = ("#2b83c6", "#d97a00", "#009080", "#9a63d8", "#c94080", "#988000", "#6b9a20", "#c85030", "#5f86a8", "#888888")
 DASHES = ("solid", "dot", "dash", "longdash", "dashdot")
 # Pixels: the drawing itself never gets smaller, whatever is written around it.
-DRAWN, ABOVE, BELOW, LEGEND_ROW = 220, 34, 46, 19
+DRAWN, ABOVE, BELOW, LEGEND_ROW = 220, 42, 42, 19
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +131,7 @@ def _figure(series: list[tuple[str, int, Curve]], unit: str, *, of_several: bool
         line = {"color": COLOURS[colour % len(COLOURS)], "dash": _dash(dash), "width": 1.8}
         shown = {"x": curve.step, "y": curve.value, "name": escape(name), "line": line}
         shown["mode"] = "lines+markers" if len(curve.step) < 3 else "lines"
-        if curve.name in NOISY and MEAN_OVER * len(curve.step) >= 2:
+        if curve.name in NOISY and MEAN_OVER * len(curve.step) >= 4:
             traces.append(go.Scatter(**shown, opacity=0.3, showlegend=False, hoverinfo="skip"))
             shown["y"] = _mean(curve.value)
         traces.append(go.Scatter(**shown))
@@ -178,9 +178,7 @@ def _dash(number: int) -> str:
 
 
 def _mean(values: list[float]) -> list[float]:
-    """An exponential mean in which the first values count no more than they should."""
-    weight, total, whole, found = 1 - 1 / (MEAN_OVER * len(values)), 0.0, 0.0, []
-    for value in values:
-        total, whole = weight * total + value, weight * whole + 1
-        found.append(float(f"{total / whole:.5g}"))
-    return found
+    """Of each value and its neighbours, as many before as after where there are so many."""
+    reach = round(MEAN_OVER * len(values) / 2)
+    parts = (values[max(0, place - reach) : place + reach + 1] for place in range(len(values)))
+    return [float(f"{sum(part) / len(part):.5g}") for part in parts]

@@ -14,7 +14,7 @@ import pytest
 
 from ledger.compiled.collectives import compiled
 from ledger.compiled.overlap import overlaps
-from ledger.machines import absent, hardware
+from ledger.machines import absent
 from ledger.machines.absent import CannotCompile, slice_of, target_config
 from runtime.config.command_line import load
 from runtime.terminal import RunError
