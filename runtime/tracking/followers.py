@@ -79,6 +79,7 @@ class Followers:
         """Says which have failed since the last time."""
         for name, process in list(self._running.items()):
             if process.poll() is not None:
+                process.stdin.close()
                 del self._running[name]
                 self._leave_out(name, f"failed ({self._last_words(name) or f'status {process.returncode}'})")
 

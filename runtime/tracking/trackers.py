@@ -56,13 +56,13 @@ def tensorboard(run: Tracked) -> Iterator[Log]:
 
     # Hides what was sent of steps that are repeated. Files are named by the second: the suffix tells two of one apart.
     purged = run.first_step if run.is_repeated else None
-    with SummaryWriter(str(run.folder), purge_step=purged, filename_suffix=f".{time.time_ns()}") as writer:
+    named = {"purge_step": purged, "filename_suffix": f".{time.time_ns()}"}
+    with SummaryWriter(str(run.folder), flush_secs=0, **named) as writer:
         writer.add_text("config", f"```json\n{json.dumps(run.config, indent=1)}\n```", run.first_step)
 
         def log(step: int, time: float, values: dict[str, float]) -> None:
             for name, value in values.items():
                 writer.add_scalar(name, value, step, walltime=time)
-            writer.flush()
 
         yield log
 
