@@ -1,10 +1,10 @@
 """The roofline for ledger.html: what each phase of a step waits for, and how near it is to the roofs."""
 
-import dataclasses
 import math
 import re
+from typing import Any
 
-from ledger.machines.roofline import Phase, Roofline
+from ledger.machines.roofline import Roofline
 from ledger.pages.render import shown
 from ledger.units import number
 
@@ -13,16 +13,9 @@ WIDTH, HEIGHT = 460, 290  # of the diagram, in its own units
 LEFT, RIGHT, TOP, BOTTOM = 58, 440, 24, 250  # of its frame
 
 
-@dataclasses.dataclass(frozen=True)
-class Time:
-    """A step in time: of each lane its seconds and, by phase, which part of the phase it takes."""
-
-    phases: list[Phase]
-    shares: dict[str, float]  # of the step, by phase
-    lanes: dict[str, tuple[float | None, dict[str, float]]]
-
-
-def time(roofline: Roofline) -> Time:
+def time(roofline: Roofline) -> dict[str, Any]:
+    """A step in time: its phases, their shares of the step, and of each lane its seconds and, by phase, which part of the
+    phase it takes."""
     phases = [each for each in roofline.phases if any(each.times.values())]
     lengths = {each.name: max(time for time in each.times.values() if time) for each in phases}
     whole = sum(lengths.values())
@@ -31,21 +24,12 @@ def time(roofline: Roofline) -> Time:
         times = {each.name: each.times[lane] for each in phases}
         total = None if None in times.values() else sum(times.values())
         lanes[label] = total, {name: (time or 0) / lengths[name] for name, time in times.items()}
-    return Time(phases, {name: length / whole for name, length in lengths.items()}, lanes)
+    return {"phases": phases, "shares": {name: each / whole for name, each in lengths.items()}, "lanes": lanes}
 
 
-@dataclasses.dataclass(frozen=True)
-class Diagram:
-    """FLOP/s over FLOPs a byte, both logarithmic, in the coordinates of an SVG."""
-
-    across: list[tuple[float, str]]  # grid lines with what is written at them
-    up: list[tuple[float, str]]
-    roofs: list[tuple[str, str]]  # path and label
-    points: list[tuple[str, str, str]]  # phase, path, what a tooltip says
-
-
-def diagram(roofline: Roofline) -> Diagram | None:
-    """None where a figure of the hardware that it needs is not known."""
+def diagram(roofline: Roofline) -> dict[str, list[tuple]] | None:
+    """FLOP/s over FLOPs a byte, both logarithmic, in the coordinates of an SVG: grid lines with what stands at them, roofs
+    as path and label, points as phase, path and what a tooltip says. None where a figure that it needs is not known."""
     peak, rates = roofline.hardware.peak_flops_per_s, _roofs(roofline)
     points = []  # phase, whether memory, FLOPs a byte, FLOP/s
     for each in roofline.phases:
@@ -75,12 +59,9 @@ def diagram(roofline: Roofline) -> Diagram | None:
         triangle, circle = "m0 -7l6.5 11.5h-13z", "m-5.5 0a5.5 5.5 0 1 0 11 0a5.5 5.5 0 1 0 -11 0z"
         what = f"{name}, {'memory' if is_memory else 'sent'}: {intensity:.3g} FLOPs a byte, {shown(rate, 'FLOP/s')}"
         drawn.append((name, f"M{x(intensity)} {y(rate)}{circle if is_memory else triangle}", what))
-    return Diagram(
-        across=[(x(10.0**power), _power(power)) for power in range(low, high + 1)],
-        up=[(y(10.0**power), _power(power)) for power in range(bottom, math.floor(top) + 1)],
-        roofs=roofs,
-        points=drawn,
-    )
+    across = [(x(10.0**power), _power(power)) for power in range(low, high + 1)]
+    up = [(y(10.0**power), _power(power)) for power in range(bottom, math.floor(top) + 1)]
+    return {"across": across, "up": up, "roofs": roofs, "points": drawn}
 
 
 def _roofs(roofline: Roofline) -> dict[str, float]:

@@ -38,8 +38,10 @@ FAMILIES = {
     "tokens_per_source": ("Tokens of each source", "tokens"),
 }
 FORMATS = {"B": "~s", "share": ".2~%", "tokens/s": "~s", "tokens": "~s"}
-# Those that jump from step to step have their mean drawn through them, over about so much of the curve.
+# Those that jump from step to step have their mean drawn, over about so much of the curve; below it they are pale
+# themselves, where a chart has few.
 NOISY = {"loss", "bits_per_byte", "perplexity", "grad_norm", "tokens_per_s", "step_time_s", "device_s", "data_wait_s"}
+NOISY |= {"grad_norm_of", "update_ratio_of"}
 MEAN_OVER = 0.04
 COLOURS = ("#2b83c6", "#d97a00", "#009080", "#9a63d8", "#c94080", "#988000", "#6b9a20", "#c85030", "#5f86a8", "#888888")
 DASHES = ("solid", "dot", "dash", "longdash", "dashdot")
@@ -131,8 +133,9 @@ def _figure(series: list[tuple[str, int, Curve]], unit: str, *, of_several: bool
         line = {"color": COLOURS[colour % len(COLOURS)], "dash": _dash(dash), "width": 1.8}
         shown = {"x": curve.step, "y": curve.value, "name": escape(name), "line": line}
         shown["mode"] = "lines+markers" if len(curve.step) < 3 else "lines"
-        if curve.name in NOISY and MEAN_OVER * len(curve.step) >= 4:
-            traces.append(go.Scatter(**shown, opacity=0.3, showlegend=False, hoverinfo="skip"))
+        if curve.name.partition("/")[0] in NOISY and MEAN_OVER * len(curve.step) >= 4:
+            if len(series) <= 4:
+                traces.append(go.Scatter(**shown, opacity=0.3, showlegend=False, hoverinfo="skip"))
             shown["y"] = _mean(curve.value)
         traces.append(go.Scatter(**shown))
         steps += [curve.step] * (len(traces) - len(steps))
@@ -151,7 +154,7 @@ def _figure(series: list[tuple[str, int, Curve]], unit: str, *, of_several: bool
         showlegend=legend > 0,
         legend={"x": 0, "y": -BELOW / DRAWN, "yanchor": "top", "bgcolor": "rgba(0,0,0,0)", "font": {"size": 12}},
         xaxis={"title": {"text": "step", "standoff": 4}, "zeroline": False},
-        yaxis={"tickformat": FORMATS.get(unit, ""), "exponentformat": "power", "rangemode": "nonnegative"},
+        yaxis={"tickformat": FORMATS.get(unit, ""), "exponentformat": "e", "rangemode": "nonnegative"},
         updatemenus=[_buttons(steps, hours)],
     )
     return figure.to_html(full_html=False, include_plotlyjs=False, config={"displayModeBar": False, "responsive": True})

@@ -10,7 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +26,7 @@ COLLECTIVES = frozenset(
 PRODUCTS = frozenset({"dot", "convolution"})  # a TPU's matrix products are convolutions
 COLORS = {"collective": "#f4a582", "matrix product": "#92c5de", "custom call": "#c2a5cf"}
 FRAMES = frozenset({"while", "conditional", "call"})
+Value = tuple[Computation, str, int | None]  # an instruction by its name; of a tuple, one item or all
 LIMIT_S = 120.0  # for the drawing
 
 
@@ -52,7 +53,7 @@ class _Graph:
         # A framed computation -> where it is run, by what, and which operand is its parameter (None: that of its
         # number).
         self.runners: dict[str, tuple[Computation, Instruction, int | None]] = {}
-        self.known: dict[tuple[str, str, int | None], frozenset[str]] = {}
+        self.nodes: dict[tuple[str, str], str] = {}  # computation and instruction -> the node that it belongs to
         with self.dot.subgraph(name="cluster_legend", graph_attr={"label": "", "color": "#ffffff"}) as legend:
             for kind, color in COLORS.items():
                 legend.node(f"legend {kind}", kind, fillcolor=color)
@@ -61,7 +62,7 @@ class _Graph:
             self.dot.edge(*edge)
 
     def _add(self, computation: Computation, graph: "graphviz.Digraph") -> None:
-        nodes: dict[str, list[Instruction]] = {}
+        together: dict[str, list[Instruction]] = {}
         for instruction in computation.instructions.values():
             if instruction.opcode in FRAMES:
                 for number, (callee, operand) in enumerate(self._framed(instruction)):
@@ -75,9 +76,11 @@ class _Graph:
                         label = self._frame_label(instruction, number)
                         frame.attr(label=label, color="#404040", style="rounded", penwidth="1.5", fontsize="13")
                         self._add(callee, frame)
-            elif node := self._node(computation, instruction):
-                nodes.setdefault(node, []).append(instruction)
-        for node, same in nodes.items():
+            elif described := self._described(instruction):
+                node = " ".join((computation.name, *described)).replace(":", " ")
+                self.nodes[computation.name, instruction.name] = node
+                together.setdefault(node, []).append(instruction)
+        for node, same in together.items():
             shapes = list(
                 dict.fromkeys(each.shape if len(each.shape) <= 50 else each.shape[:47] + "..." for each in same)
             )
@@ -135,50 +138,46 @@ class _Graph:
             return f"{source} recomputed"
         return f"{source} backward" if "transpose(" in op_name else source
 
-    def _node(self, computation: Computation, instruction: Instruction) -> str:
-        """The name of the node that an instruction belongs to; '' of what is not drawn."""
-        described = self._described(instruction)
-        return " ".join((computation.name, *described)).replace(":", " ") if described else ""
-
     def _edges(self) -> Iterator[tuple[str, str]]:
         for name in (self.module.entry, *self.runners):
             computation = self.module.computations[name]
             for instruction in computation.instructions.values():
-                if node := self._node(computation, instruction):
-                    for maker in self._makers_of_all(computation, instruction.operands) - {node}:
+                if node := self.nodes.get((name, instruction.name)):
+                    for maker in self._makers(computation, instruction) - {node}:
                         yield maker, node
 
-    def _makers_of_all(self, computation: Computation, names: Iterable[str]) -> frozenset[str]:
-        return frozenset().union(*(self._makers(computation, name, None) for name in names))
+    def _makers(self, computation: Computation, instruction: Instruction) -> set[str]:
+        """The nodes that make an instruction's operands, through what is not drawn."""
+        found, seen = set(), set()
+        waiting: list[Value] = [(computation, name, None) for name in instruction.operands]
+        while waiting:
+            place, name, index = waiting.pop()
+            if (place.name, name, index) not in seen:
+                seen.add((place.name, name, index))
+                if node := self.nodes.get((place.name, name)):
+                    found.add(node)
+                else:
+                    waiting += self._behind(place, place.instructions[name], index)
+        return found
 
-    def _makers(self, computation: Computation, name: str, index: int | None) -> frozenset[str]:
-        """The nodes that make a value (of a tuple: item `index`, or all), through what is not drawn."""
-        key = (computation.name, name, index)
-        if key not in self.known:
-            self.known[key] = self._find_makers(computation, computation.instructions[name], index)
-        return self.known[key]
-
-    def _find_makers(self, computation: Computation, instruction: Instruction, index: int | None) -> frozenset[str]:
+    def _behind(self, computation: Computation, instruction: Instruction, index: int | None) -> list[Value]:
+        """The values that one which is not drawn is made of (of a tuple: its item `index`, or all)."""
         opcode, operands = instruction.opcode, instruction.operands
         if opcode in FRAMES:
             framed = self._framed(instruction)[: 1 if opcode == "while" else None]  # a loop's result is its body's
-            return frozenset().union(*(self._makers(callee, callee.root, index) for callee, _ in framed))
+            return [(callee, callee.root, index) for callee, _ in framed]
         if opcode == "parameter":
             if computation.name not in self.runners:
-                return frozenset()  # an input of the step
+                return []  # an input of the step
             place, runner, operand = self.runners[computation.name]
-            return self._makers(place, runner.operands[int(operands[0]) if operand is None else operand], index)
+            return [(place, runner.operands[int(operands[0]) if operand is None else operand], index)]
         if opcode == "get-tuple-element":
-            return self._makers(computation, operands[0], int(re.search(r"index=(\d+)", instruction.attributes)[1]))
+            return [(computation, operands[0], int(re.search(r"index=(\d+)", instruction.attributes)[1]))]
         if opcode == "tuple" and index is not None:
-            return self._makers(computation, operands[index], None)
+            return [(computation, operands[index], None)]
         if opcode == "opt-barrier":
-            return self._makers(computation, operands[0], index)
-        if instruction.is_counter:
-            return frozenset()
-        if node := self._node(computation, instruction):
-            return frozenset([node])
-        return self._makers_of_all(computation, operands)
+            return [(computation, operands[0], index)]
+        return [] if instruction.is_counter else [(computation, name, None) for name in operands]
 
 
 def _without_shortcuts(edges: set[tuple[str, str]]) -> set[tuple[str, str]]:
@@ -202,7 +201,6 @@ def draw(folder: Path) -> None:
     text, svg, part = folder / "step.hlo.txt", folder / "step.svg", folder / "step.svg.part"
     if svg.exists() or not text.exists():
         return
-    sys.setrecursionlimit(100_000)  # values are followed through all that is not drawn
     if (program := find_dot()) is None:
         reason = "the program `dot` is missing: pip install graphviz-pure, or apt-get install graphviz"
     else:

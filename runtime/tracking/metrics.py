@@ -6,6 +6,7 @@ dispatched, so that reading them costs no idle time.
 
 import collections
 import contextlib
+import dataclasses
 import json
 import math
 import resource
@@ -25,6 +26,7 @@ from runtime.tracking.files import write_whole
 from runtime.tracking.recorded import damage, flattened, record_of
 
 
+@dataclasses.dataclass
 class Tracker:
     """Writes a line of metrics every `log_interval` steps, and at the first and the last.
 
@@ -46,46 +48,24 @@ class Tracker:
     looked), without what `paused` excludes: `step_time_s` is wall time; for `data_wait_s` of it the leader waited for
     its data; `device_s` is the rest, in which it kept its devices at work.
 
-    Args:
-        run_folder: where `metrics.jsonl` is appended to; created if missing.
-        start_step: finished updates at the start. Lines of later steps, which an interrupted run left, are dropped first.
-        total_steps: the last step's number.
-        tokens_per_step: of the global batch.
-        flops_per_step: of the global batch, by the name that their share of the peak is logged under.
-        peak_flops_per_s: of all devices together, or None if not known.
-        log_interval: steps from line to line.
-        bytes_per_token: of the data's text, for bits per byte; None if not known.
-        on_line: called after each line that is written; returns at once.
-        is_leader: whether this process reads, writes and prints; the others do nothing here.
-
     Nothing about the file stops a run. A line that is damaged is named and set aside in `metrics.damaged.jsonl`; a
     half-written last one is dropped. That it cannot be written (a full disk) is said once, and the lines are written
     when they can be.
     """
 
-    def __init__(
-        self,
-        run_folder: str | Path,
-        *,
-        start_step: int,
-        total_steps: int,
-        tokens_per_step: int,
-        flops_per_step: Mapping[str, float],
-        peak_flops_per_s: float | None,
-        log_interval: int,
-        is_leader: bool,
-        bytes_per_token: float | None = None,
-        on_line: Callable[[], None] = lambda: None,
-    ):
-        self._start_step = start_step
-        self._total_steps = total_steps
-        self._tokens_per_step = tokens_per_step
-        self._flops_per_step = flops_per_step
-        self._peak_flops_per_s = peak_flops_per_s
-        self._log_interval = log_interval
-        self._is_leader = is_leader
-        self._bytes_per_token = bytes_per_token
-        self._on_line = on_line
+    run_folder: str | Path  # where `metrics.jsonl` is appended to; created if missing
+    _: dataclasses.KW_ONLY
+    start_step: int  # finished updates at the start; lines of later steps, which an interrupted run left, are dropped
+    total_steps: int  # the last step's number
+    tokens_per_step: int  # of the global batch
+    flops_per_step: Mapping[str, float]  # of the global batch, by the name that their share of the peak is logged under
+    peak_flops_per_s: float | None  # of all devices together, or None if not known
+    log_interval: int  # steps from line to line
+    is_leader: bool  # whether this process reads, writes and prints; the others do nothing here
+    bytes_per_token: float | None = None  # of the data's text, for bits per byte; None if not known
+    on_line: Callable[[], None] = lambda: None  # called after each line that is written; returns at once
+
+    def __post_init__(self) -> None:
         # A step whose metrics are still to be read, the time waited for data up to it, and what is known already.
         self._due: tuple[int, Mapping[str, jax.Array], float, dict[str, Any]] | None = None
         self._latest: Mapping[str, jax.Array] | None = None  # metrics of the last step dispatched
@@ -93,14 +73,14 @@ class Tracker:
         # The last two: the step, when it was known to be finished, without pauses, and the time waited for data.
         self._readings: collections.deque[tuple[int, float, float]] = collections.deque(maxlen=2)
         self._paused_s = 0.0
-        if is_leader:
-            path = Path(run_folder) / "metrics.jsonl"
+        if self.is_leader:
+            path = Path(self.run_folder) / "metrics.jsonl"
             path.parent.mkdir(parents=True, exist_ok=True)
             keep_messages(path.parent)
-            _drop_steps_after(path, start_step)
+            _drop_steps_after(path, self.start_step)
             self._path, self._unwritten, self._is_failing = path, b"", False
             self._file = path.open("ab", buffering=0)  # a killed run loses no finished line
-            self._progress = Progress(total_steps, start_step)
+            self._progress = Progress(self.total_steps, self.start_step)
 
     def log(
         self,
@@ -117,12 +97,12 @@ class Tracker:
             data_waited_s: for how long all steps so far waited for their data.
             data_metrics: further values of the line, on the host already.
         """
-        if not self._is_leader:
+        if not self.is_leader:
             return
         self.flush()
         metrics = flattened(metrics)
         self._latest = metrics
-        if step in (self._start_step + 1, self._total_steps) or step % self._log_interval == 0:
+        if step in (self.start_step + 1, self.total_steps) or step % self.log_interval == 0:
             self._due = (step, metrics, data_waited_s, flattened(data_metrics or {}))
 
     def flush(self) -> None:
@@ -140,17 +120,17 @@ class Tracker:
         busy_s = now - self._paused_s
 
         step_time_s = tokens_per_s = device_s = None
-        data_wait_s = waited_s / (step - self._start_step)
-        utilization = dict.fromkeys(self._flops_per_step)
+        data_wait_s = waited_s / (step - self.start_step)
+        utilization = dict.fromkeys(self.flops_per_step)
         if self._readings:
             last_step, last_busy_s, last_waited_s = self._readings[0 if is_late else -1]
             step_time_s = (busy_s - last_busy_s) / (step - last_step)
             data_wait_s = (waited_s - last_waited_s) / (step - last_step)
             device_s = step_time_s - data_wait_s
-            tokens_per_s = self._tokens_per_step / step_time_s
-            if self._peak_flops_per_s is not None:
-                for name, flops in self._flops_per_step.items():
-                    utilization[name] = flops / step_time_s / self._peak_flops_per_s
+            tokens_per_s = self.tokens_per_step / step_time_s
+            if self.peak_flops_per_s is not None:
+                for name, flops in self.flops_per_step.items():
+                    utilization[name] = flops / step_time_s / self.peak_flops_per_s
         self._readings.append((step, busy_s, waited_s))
         self._first_reading = self._first_reading or (step, now)
         timings = {"step_time_s": step_time_s, "device_s": device_s, "tokens_per_s": tokens_per_s, **utilization}
@@ -162,17 +142,17 @@ class Tracker:
 
     def log_validation(self, step: int, loss: jax.Array | float) -> None:
         """Writes and prints the loss on the validation split after `step` updates; waits for it."""
-        if not self._is_leader:
+        if not self.is_leader:
             return
         self.flush()
         loss = float(loss)
         derived = {f"validation_{name}": value for name, value in self._of_loss(loss).items()}
         self._write(step, {"validation_loss": loss, **derived})
-        print_line(f"step {step}/{self._total_steps}: validation loss {loss:.4f}")
+        print_line(f"step {step}/{self.total_steps}: validation loss {loss:.4f}")
 
     def log_checkpoint(self, step: int, stall_s: float) -> None:
         """Writes for how long saving the state after `step` updates held the training up."""
-        if self._is_leader:
+        if self.is_leader:
             self.flush()
             self._write(step, {"checkpoint_stall_s": stall_s})
 
@@ -182,7 +162,7 @@ class Tracker:
 
         Waits first for the steps that are under way: they would else be finished inside, and not be counted.
         """
-        if self._is_leader:
+        if self.is_leader:
             self.flush()
             jax.block_until_ready(self._latest)
         start = time.perf_counter()
@@ -208,7 +188,7 @@ class Tracker:
             self._close_outputs()  # reading a failed step would raise again and hide the first error
 
     def _close_outputs(self) -> None:
-        if self._is_leader:
+        if self.is_leader:
             self._write_lines()
             self._file.close()
             self._progress.close()
@@ -218,7 +198,7 @@ class Tracker:
         line = json.dumps({name: _to_json(value) for name, value in record.items()}, allow_nan=False) + "\n"
         self._unwritten += line.encode()
         self._write_lines()
-        self._on_line()
+        self.on_line()
 
     def _write_lines(self) -> None:
         """Writes what is not written yet. Where it cannot, as on a full disk, training goes on."""
@@ -236,7 +216,7 @@ class Tracker:
 
     def _of_loss(self, loss: float) -> dict[str, float | None]:
         """What else a mean loss, in nats a token, can be given as."""
-        nats_per_byte = None if self._bytes_per_token is None else loss / self._bytes_per_token
+        nats_per_byte = None if self.bytes_per_token is None else loss / self.bytes_per_token
         return {
             "perplexity": math.exp(loss) if not loss > 700 else math.inf,  # beyond, float64 ends
             "bits_per_byte": None if nats_per_byte is None else nats_per_byte / math.log(2),
@@ -247,7 +227,7 @@ class Tracker:
             return f"loss {loss:.4f} (first step, not timed)"
         first_step, first_time = self._first_reading
         # With the pauses: the person who waits waits for them too.
-        left_s = (now - first_time) / (step - first_step) * (self._total_steps - step)
+        left_s = (now - first_time) / (step - first_step) * (self.total_steps - step)
         left = tqdm.format_interval(left_s)
         return f"loss {loss:.4f}, {tokens_per_s:,.0f} tokens/s, mfu {percent(mfu)}, {left} left"
 

@@ -145,7 +145,7 @@ def test_versions_against_the_tested_ones(versions):
     pins = doctor_packages.tested("requirements-cpu.txt")
     assert found["zarr"] == Finding(BROKEN, "zarr", "not installed", f"pip install zarr=={pins['zarr']}")
     assert found["numpy"].status == OTHER and found["numpy"].found.startswith("2.0.0, not the tested ")
-    assert "plotly" not in found and found["packages"].found.startswith("20 of 22 ")
+    assert "plotly" not in found and found["packages"].found.startswith("23 of 25 ")
 
 
 def test_optional_parts_do_not_count(versions):
