@@ -142,5 +142,6 @@ def reached(folder: Path) -> list[str]:
     return [
         f"{', '.join(done)}.",
         *([f"Its page, for a browser: {page}"] if page.exists() else []),
-        f"Next: python -m tools.sample {folder} writes text with it, python -m tools.compare {folder} OTHER_RUN compares it.",
+        f"Next: python -m tools.compare {folder} OTHER_RUN lays runs over one another; python -m tools.sample {folder} "
+        "writes text, if the data have a tokenizer.",
     ]

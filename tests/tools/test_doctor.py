@@ -106,7 +106,7 @@ def test_it_runs_where_no_package_is_installed():
     assert done.returncode == 1
     assert re.search(r"^WRONG  jax +not installed\n +fix: pip install jax==0\.10\.2$", done.stdout, re.MULTILINE)
     assert re.fullmatch(
-        r"error: missing or broken: jax, .*, tqdm; the fix of each is below it; the rest is looked at when they are there\n",
+        r"error: missing or broken: jax, .*, Pygments; the fix of each is below it; the rest is looked at when they are there\n",
         done.stderr,
     )
 
