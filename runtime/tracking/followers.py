@@ -8,6 +8,7 @@ They read metrics.jsonl (runtime/tracking/follow.py), so that none can stop or s
 """
 
 import importlib.util
+import math
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.terminal import RunError, print_line, wrapped
+from runtime.tracking.files import write_whole
 from runtime.tracking.recorded import read_run
 from runtime.tracking.trackers import PACKAGES, wanted
 
@@ -63,6 +65,7 @@ class Followers:
                 "run=true",
             ]
             try:
+                _take_over(self._folder / name)
                 with self._log(name).open("ab") as log:
                     self._running[name] = subprocess.Popen(
                         command,
@@ -123,6 +126,14 @@ class Followers:
             f"warning: {name} {why}. Training goes on; metrics.jsonl has all lines, {self._log(name)} what {name} says."
             f"\n  To send what is missing: python -m runtime.tracking.follow {self._folder} to={name} once=true"
         )
+
+
+def _take_over(folder: Path) -> None:
+    """Marks as sent what a run before 2026-11-23 left: its tracker kept no mark but a log of this name, and had all."""
+    if (folder / "tracker.log").exists() and not (folder / "sent").exists():
+        times = [line["time"] for line in read_run(folder.parent).lines]
+        # Just after the last line: what the tracker has of later steps is repeated.
+        write_whole(folder / "sent", repr(math.nextafter(max(times, default=0.0), math.inf)))
 
 
 def reached(folder: Path) -> list[str]:
