@@ -121,7 +121,8 @@ def printable(text: Any) -> str:
 
 
 def wrapped(line: str) -> str:
-    """A line in several where it is longer than the terminal is wide, or 120 columns; those that follow are indented."""
+    """A line in several where it is longer than the terminal is wide, or 120 columns; those that follow are
+    indented."""
     width = max(40, shutil.get_terminal_size((120, 24)).columns)
     return textwrap.fill(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
@@ -152,7 +153,8 @@ def print_error(error: BaseException | str, kind: str = "error") -> None:
 
 
 def leave(status: int) -> NoReturn:
-    """Ends the process after an error. JAX's own end would wait for the other processes, which may wait for this one."""
+    """Ends the process after an error. JAX's own end would wait for the other processes, which may wait for this
+    one."""
     if _process:
         _give_up_stdout()
         time.sleep(_lingers_s)

@@ -38,7 +38,8 @@ def _environment(folder: str) -> jinja2.Environment:
 
 
 def shown(value: float | None, kind: str) -> str:
-    """A number of a unit ('FLOP', 'B'), or of a kind ('count', 'percent', 's') as text that a browser breaks nowhere."""
+    """A number of a unit ('FLOP', 'B'), or of a kind ('count', 'percent', 's') as text that a browser breaks
+    nowhere."""
     known = {"count": "{:,}".format, "percent": units.percent, "s": units.seconds}
     text = known[kind](value) if kind in known else units.amount(value, kind)
     return text.replace(" ", "\N{NO-BREAK SPACE}")

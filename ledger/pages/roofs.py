@@ -14,8 +14,8 @@ LEFT, RIGHT, TOP, BOTTOM = 58, 440, 24, 250  # of its frame
 
 
 def time(roofline: Roofline) -> dict[str, Any]:
-    """A step in time: its phases, their shares of the step, and of each lane its seconds and, by phase, which part of the
-    phase it takes."""
+    """A step in time: its phases, their shares of the step, and of each lane its seconds and, by phase, which part of
+    the phase it takes."""
     phases = [each for each in roofline.phases if any(each.times.values())]
     lengths = {each.name: max(time for time in each.times.values() if time) for each in phases}
     whole = sum(lengths.values())
@@ -28,8 +28,9 @@ def time(roofline: Roofline) -> dict[str, Any]:
 
 
 def diagram(roofline: Roofline) -> dict[str, list[tuple]] | None:
-    """FLOP/s over FLOPs a byte, both logarithmic, in the coordinates of an SVG: grid lines with what stands at them, roofs
-    as path and label, points as phase, path and what a tooltip says. None where a figure that it needs is not known."""
+    """FLOP/s over FLOPs a byte, both logarithmic, in the coordinates of an SVG: grid lines with what stands at them,
+    roofs as path and label, points as phase, path and what a tooltip says. None where a figure that it needs is not
+    known."""
     peak, rates = roofline.hardware.peak_flops_per_s, _roofs(roofline)
     points = []  # phase, whether memory, FLOPs a byte, FLOP/s
     for each in roofline.phases:

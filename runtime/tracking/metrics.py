@@ -233,8 +233,8 @@ class Tracker:
 
 
 def memory() -> dict[str, int | None]:
-    """The most that was in use so far, in bytes: of the fullest of this process's devices (None where JAX does not say, as
-    on a CPU), and of the process itself (its resident set, in which the arrays of simulated devices are too)."""
+    """The most that was in use so far, in bytes: of the fullest of this process's devices (None where JAX does not say,
+    as on a CPU), and of the process itself (its resident set, in which the arrays of simulated devices are too)."""
     devices = [device.memory_stats() or {} for device in jax.local_devices()]
     peaks = [stats["peak_bytes_in_use"] for stats in devices if "peak_bytes_in_use" in stats]
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

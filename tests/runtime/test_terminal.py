@@ -30,9 +30,10 @@ with open(folder / "data", "w") as file:
 
 @pytest.mark.parametrize("redirection", [">/dev/full", ">&-", "| true", ">/dev/full 2>&1", ">&- 2>&-"])
 def test_printing_never_ends_a_run(tmp_path, redirection):
-    """A full disk, a closed standard output, a pipe that nobody reads: status 0, no traceback, and every line on standard
-    error (which may be closed too) and in the run folder."""
-    command = f"trap '' PIPE; {{ '{sys.executable}' -c \"$PROGRAM\" '{tmp_path}'; echo $? >'{tmp_path}/status'; }} {redirection}"
+    """A full disk, a closed standard output, a pipe that nobody reads: status 0, no traceback, and every line on
+    standard error (which may be closed too) and in the run folder."""
+    program = f"'{sys.executable}' -c \"$PROGRAM\" '{tmp_path}'"
+    command = f"trap '' PIPE; {{ {program}; echo $? >'{tmp_path}/status'; }} {redirection}"
     done = subprocess.run(
         ["sh", "-c", command], cwd=REPOSITORY, env={**os.environ, "PROGRAM": PROGRAM}, capture_output=True, text=True
     )

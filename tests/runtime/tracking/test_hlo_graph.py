@@ -102,7 +102,8 @@ def edges_of(source: str) -> set[tuple[str, str]]:
 
 
 def test_nodes_are_what_multiplies_and_what_is_sent():
-    """Its shape without layout, and the model's own line: not shardlib's; a fusion shows its matrix product and that line."""
+    """Its shape without layout, and the model's own line: not shardlib's; a fusion shows its matrix product and that
+    line."""
     assert set(nodes_of(graph_of(parse(SMALL)).source).values()) == {
         (r"dot\nf32[8,8]\ntrain.py:10 backward", "matrix product"),
         (r"all-gather\nf32[8,16]\ntrain.py:20 recomputed", "collective"),
@@ -112,8 +113,8 @@ def test_nodes_are_what_multiplies_and_what_is_sent():
 
 
 def test_edges_go_through_what_is_not_drawn():
-    """Through bitcasts, tuples, elementwise operations and asynchronous halves, into a loop and out of it, item by item; not
-    beside a longer way."""
+    """Through bitcasts, tuples, elementwise operations and asynchronous halves, into a loop and out of it, item by
+    item; not beside a longer way."""
     labels = {name: label.split(r"\n")[0] for name, (label, _) in nodes_of(graph_of(parse(SMALL)).source).items()}
     assert {(labels[a], labels[b]) for a, b in edges_of(graph_of(parse(SMALL)).source)} == {
         ("dot", "__cublas$gemm"),  # bitcast, tuple, the loop's parameter
@@ -146,7 +147,8 @@ def test_a_loop_is_a_frame():
 
 
 def test_branches_and_calls():
-    """A conditional's branches are frames, a call's body stands as if written in place; the results of all branches count."""
+    """A conditional's branches are frames, a call's body stands as if written in place; the results of all branches
+    count."""
     text = """HloModule m
 
 %double (p: f32[2]) -> f32[2] {
@@ -267,8 +269,8 @@ def test_what_keeps_it_from_being_drawn_is_one_line(tmp_path, monkeypatch, capsy
 
 @pytest.mark.skipif(find_dot() is None, reason="the program `dot` is missing: pip install graphviz-pure")
 def test_a_compiled_step_is_drawn_to_be_read(tmp_path, capsys):
-    """Its collectives, its loops with their turns, and this file's lines, on a picture of the size of a few pages; it is not
-    drawn again."""
+    """Its collectives, its loops with their turns, and this file's lines, on a picture of the size of a few pages; it
+    is not drawn again."""
     text = compiled_step().as_text()
     (tmp_path / "step.hlo.txt").write_text(text)
     draw(tmp_path)

@@ -16,7 +16,7 @@ from runtime.config.keys import FlatTokens, HuggingFaceDataset, Source
 from runtime.data.sources import bytes_per_token
 from runtime.terminal import RunError
 from runtime.tracking.curves import POINTS, charts, curves
-from runtime.tracking.recorded import Recorded, flattened, read_run
+from runtime.tracking.recorded import Recorded, read_run
 from runtime.tracking.report import environment, report_page, write_report
 from tools import compare
 
@@ -77,8 +77,8 @@ class Outside(html.parser.HTMLParser):
 
 
 def test_the_page_holds_all_and_loads_nothing(tmp_path):
-    """Curves, the ledger's summary, configuration, environment, links to the files that are there, samples; plotly's own
-    script is inside, and no tag has an address that a browser would fetch from."""
+    """Curves, the ledger's summary, configuration, environment, links to the files that are there, samples; plotly's
+    own script is inside, and no tag has an address that a browser would fetch from."""
     folder = write_run(tmp_path / "first", [3.0, 2.5, 2.25], validation_loss=2.75, bits_per_byte=3.2)
     (folder / "step.svg").write_text("<svg/>")
     (folder / "samples.txt").write_text("To be, or <not>")
@@ -125,7 +125,8 @@ def test_a_page_of_a_run_that_has_no_line_yet(tmp_path):
 
 
 def test_a_chart_has_what_belongs_together():
-    """Values over steps, or over hours at a button; what is null has no curve, and what no chart is made for has its own."""
+    """Values over steps, or over hours at a button; what is null has no curve, and what no chart is made for has its
+    own."""
     found = charts_of(recorded(loss=3.0, validation_loss=2.5, mfu=None, skipped_steps=0, other=1.0))
     assert list(found) == ["Loss", "other"] and found["Loss"].unit == "nats a token"
     traces, layout = figure_of(found["Loss"])
@@ -145,7 +146,8 @@ def test_steps_skipped_are_drawn_where_there_are_some():
 
 
 def test_only_noisy_curves_have_a_mean():
-    """Of a long run the loss is pale below its mean, which lags behind nothing; the learning rate is drawn as it was."""
+    """Of a long run the loss is pale below its mean, which lags behind nothing; the learning rate is drawn as it
+    was."""
     lines = [{"step": s, "time": float(s), "loss": 1000.0 - s, "learning_rate": s / 1000} for s in range(1, 501)]
     found = charts_of(Recorded("long", None, lines, {}, {}, ""))
     (rate,), _ = figure_of(found["Learning rate"])
@@ -157,8 +159,8 @@ def test_only_noisy_curves_have_a_mean():
 
 @pytest.mark.parametrize("weights", [1, 2, 12, 60])
 def test_norms_of_any_number_of_weights_can_be_told_apart(weights):
-    """In one chart of a run no two lines have the same colour and dashes, the drawing keeps its size below a legend of any
-    length, which stands under the axis' title."""
+    """In one chart of a run no two lines have the same colour and dashes, the drawing keeps its size below a legend of
+    any length, which stands under the axis' title."""
     run = recorded(**{f"grad_norm_of/layers/weight_{number}": 1.0 + number for number in range(weights)})
     (chart,) = charts([run])
     traces, layout = figure_of(chart)
@@ -211,12 +213,6 @@ def test_a_damaged_line_is_left_out_and_named(tmp_path, bad, monkeypatch, capsys
     assert "Damaged lines are left out: " in report_page(run)
     status, output = run_compare(monkeypatch, capsys, folder, folder, "--assert-equal")
     assert status == 2 and f"error: {text}" in output
-
-
-def test_by_key():
-    """Nested sections become keys as on the command line; a list stays one value."""
-    nested = {"a": {"b": 1, "c": {"d": None}}, "e": [{"f": 2}]}
-    assert flattened(nested, separator=".") == {"a.b": 1, "a.c.d": None, "e": [{"f": 2}]}
 
 
 BYTES = {"tokenizer": {"name": "bytes_utf8"}}
@@ -323,7 +319,8 @@ def test_equal_runs(tmp_path, monkeypatch, capsys):
         (
             [3.0, np.nextafter(0.1, 1)],
             0,
-            "step 2, loss: 0.1 in first, 0.10000000000000002 in second, a relative difference of 1.4e-16; expected equality",
+            "step 2, loss: 0.1 in first, 0.10000000000000002 in second, a relative difference of 1.4e-16; expected "
+            "equality",
         ),
         (
             [3.3, 0.1],
@@ -337,7 +334,8 @@ def test_equal_runs(tmp_path, monkeypatch, capsys):
     ],
 )
 def test_the_first_difference_is_named(tmp_path, monkeypatch, capsys, losses, tolerance, text):
-    """Step, metric, both values, by how much, and what was expected (status 1); within a tolerance, the largest is said."""
+    """Step, metric, both values, by how much, and what was expected (status 1); within a tolerance, the largest is
+    said."""
     first, second = write_run(tmp_path / "first", [3.0, 0.1]), write_run(tmp_path / "second", losses)
     status, said = run_compare(monkeypatch, capsys, first, second, "--assert-equal", "--tolerance", str(tolerance))
     assert status == (text or 0) and not (tmp_path / "compare.html").exists()

@@ -150,7 +150,8 @@ def test_a_resumed_run_continues_its_curves(tmp_path, capsys, monkeypatch, name,
 
 
 def test_a_run_of_the_program_before_goes_on(tmp_path):
-    """Its trackers kept no mark of what was sent, which was all: nothing is sent twice, and repeated steps are hidden."""
+    """Its trackers kept no mark of what was sent, which was all: nothing is sent twice, and repeated steps are
+    hidden."""
     write_lines(tmp_path, config_of(), 0, range(1, 8))
     assert follow(tmp_path, "to=tensorboard", "once=true").returncode == 0
     (tmp_path / "tensorboard" / "sent").unlink()
@@ -185,8 +186,8 @@ def wait_for(is_done, folder):
 
 
 def test_what_a_dead_tracker_missed_is_sent_by_hand(tmp_path):
-    """Killed after step 3: no line is lost, and none is sent twice. Values that are not finite arrive, damaged lines do not
-    stop it, and the run's own config need not name the tracker."""
+    """Killed after step 3: no line is lost, and none is sent twice. Values that are not finite arrive, damaged lines do
+    not stop it, and the run's own config need not name the tracker."""
     write_lines(tmp_path, config_of(), 0, range(1, 4))
     assert follow(tmp_path, "to=tensorboard", "once=true").returncode == 0
     assert tensorboard_curves(tmp_path) == curves(range(1, 4))
@@ -205,7 +206,7 @@ def test_what_a_dead_tracker_missed_is_sent_by_hand(tmp_path):
     [
         (
             [],
-            "expected python -m runtime.tracking.follow RUN_FOLDER to=TRACKER [once=true], where TRACKER is one of tensor",
+            "expected python -m runtime.tracking.follow RUN_FOLDER to=TRACKER [once=true], where TRACKER is one ",
         ),
         (["{folder}", "to=tensorbord"], "tensorboard, wandb, clearml, trackio, report; got {folder} to=tensorbord"),
         (["{folder}/none", "to=wandb"], "{folder}/none is no folder: expected that of a run, runs/NAME"),
@@ -251,7 +252,10 @@ def test_only_the_leader_is_followed(tmp_path):
 
 
 # Stands for runtime/tracking/follow.py; sys.argv[2] is to=NAME.
-FAILS = "import sys\nif sys.argv[2] == 'to=wandb': raise ValueError('no API key: run wandb login \\x1b[2J')\nsys.stdin.read()"
+FAILS = """import sys
+if sys.argv[2] == 'to=wandb':
+    raise ValueError('no API key: run wandb login \\x1b[2J')
+sys.stdin.read()"""
 HANGS = "import sys, time\nif sys.argv[2] == 'to=wandb': time.sleep(600)\nsys.stdin.read()"
 
 
@@ -290,8 +294,8 @@ def test_a_follower_that_fails_or_hangs_is_named_once(tmp_path, capsys, monkeypa
 
 @pytest.mark.slow
 def test_no_network(tmp_path, capsys, monkeypatch):
-    """Weights & Biases, not offline, with a key and a server that nobody answers at: warned of once, with the reason; a run
-    is held up at its end for LONGEST_WAIT_S at most."""
+    """Weights & Biases, not offline, with a key and a server that nobody answers at: warned of once, with the reason; a
+    run is held up at its end for LONGEST_WAIT_S at most."""
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("WANDB_INIT_TIMEOUT", "5")
@@ -314,7 +318,8 @@ from runtime.tracking.followers import Followers
 opened = Followers(config_of("tensorboard"), Path(sys.argv[1]), is_leader=True)
 opened.start()
 write_lines(Path(sys.argv[1]), config_of("tensorboard"), 0, range(1, 6))
-print("imported", [name for name in ("tensorboardX", "wandb", "clearml", "trackio", "plotly") if name in sys.modules], flush=True)
+packages = "tensorboardX", "wandb", "clearml", "trackio", "plotly"
+print("imported", [name for name in packages if name in sys.modules], flush=True)
 time.sleep(600)
 """
 
@@ -336,8 +341,8 @@ def test_a_killed_training_leaves_followers_that_have_all(tmp_path):
 
 
 def test_a_report_that_cannot_be_written_is_tried_again(tmp_path, monkeypatch, capsys):
-    """A disk that is full for a moment is said, and the page is there afterwards; at the end it is an error. One that takes
-    0.05 s is not begun again before 5 s are over."""
+    """A disk that is full for a moment is said, and the page is there afterwards; at the end it is an error. One that
+    takes 0.05 s is not begun again before 5 s are over."""
     waits, tries = [], []
     monkeypatch.setattr(follow_module, "draw", lambda folder: None)
     monkeypatch.setattr(follow_module.os, "nice", lambda by: None)
@@ -367,8 +372,8 @@ def test_a_run_ends_with_what_was_reached(tmp_path, capsys):
         opened.start()
     assert " ".join(capsys.readouterr().out.split()) == (
         f"{tmp_path.name}: step 3, loss 3.0000. Its page, for a browser: {tmp_path}/report.html Next: python -m "
-        f"tools.compare {tmp_path} OTHER_RUN lays runs over one another; python -m tools.sample {tmp_path} writes text, if "
-        "the data have a tokenizer."
+        f"tools.compare {tmp_path} OTHER_RUN lays runs over one another; python -m tools.sample {tmp_path} writes text, "
+        "if the data have a tokenizer."
     )
     with pytest.raises(ZeroDivisionError), Followers(config_of(), tmp_path, is_leader=True) as opened:
         opened.start()

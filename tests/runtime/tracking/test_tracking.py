@@ -93,8 +93,8 @@ def test_lines_at_the_first_step_every_interval_and_the_last(tmp_path):
             tracker.log(step, metrics_of(step / 3))
     lines = records(tmp_path)
     assert [line["step"] for line in lines] == [1, 4, 8, 10]
-    names = """step time loss learning_rate grad_norm skipped_steps perplexity bits_per_byte step_time_s device_s tokens_per_s mfu
-        hfu data_wait_s device_peak_memory_bytes host_peak_memory_bytes""".split()
+    names = """step time loss learning_rate grad_norm skipped_steps perplexity bits_per_byte step_time_s device_s
+        tokens_per_s mfu hfu data_wait_s device_peak_memory_bytes host_peak_memory_bytes""".split()
     assert all(list(line) == names for line in lines)
     assert lines[1]["skipped_steps"] == 0 and isinstance(lines[1]["skipped_steps"], int)
     assert abs(lines[0]["time"] - time.time()) < 60
@@ -133,17 +133,19 @@ def test_a_step_that_is_not_due_is_not_waited_for(tmp_path):
 
 
 def test_rates_are_the_mean_since_the_line_before(tmp_path, monkeypatch):
-    """The first line has no timing (it compiled); then wall time over steps, tokens over time, and FLOPs over time and peak."""
+    """The first line has no timing (it compiled); then wall time over steps, tokens over time, and FLOPs over time and
+    peak. Of steps of 2 s in which data were waited for 0.5 s, the rest is the devices'."""
     clock = Clock(monkeypatch)
     with open_tracker(tmp_path) as tracker:
         for step in range(1, 11):
-            tracker.log(step, metrics_of(1))
+            tracker.log(step, metrics_of(1), data_waited_s=0.5 * step)
             clock.now += 30 if step == 1 else 2
-    first, second, third, last = records(tmp_path)
-    assert first["step_time_s"] is None and first["tokens_per_s"] is None and first["mfu"] is None
-    assert second["step_time_s"] == third["step_time_s"] == last["step_time_s"] == 2
-    assert second["tokens_per_s"] == 2048
-    assert second["mfu"] == 1e9 / 2 / 1e12 and second["hfu"] == 2e9 / 2 / 1e12
+    first, *others = records(tmp_path)
+    timings = ("step_time_s", "device_s", "tokens_per_s", "mfu")
+    assert [first[name] for name in timings] == [None] * 4 and first["data_wait_s"] == 0.5
+    for line in others:
+        assert (line["step_time_s"], line["data_wait_s"], line["device_s"]) == (2, 0.5, 1.5)
+        assert (line["tokens_per_s"], line["mfu"], line["hfu"]) == (2048, 1e9 / 2 / 1e12, 2e9 / 2 / 1e12)
 
 
 def test_pauses_do_not_count(tmp_path, monkeypatch):
@@ -211,7 +213,8 @@ def test_losses_that_are_not_finite_are_valid_json(tmp_path):
 
 
 def test_a_resumed_run_has_every_step_once(tmp_path):
-    """Stopped after step 7 with a checkpoint at 4: lines of later steps, validations too, and a half-written line are dropped."""
+    """Stopped after step 7 with a checkpoint at 4: lines of later steps, validations too, and a half-written line are
+    dropped."""
     tracker = open_tracker(tmp_path, log_interval=1)
     for step in range(1, 8):
         tracker.log(step, metrics_of(step))
@@ -266,8 +269,8 @@ def test_a_damaged_line_is_set_aside(tmp_path, capsys, bad):
 
 
 def test_a_step_that_was_seen_late_does_not_make_the_next_one_fast(tmp_path, monkeypatch):
-    """Steps of 2 s; after step 6 was dispatched the host is held up for 7 s, as while a profile is written, in which both 5
-    and 6 are finished. They are timed together, and none is said to have taken no time."""
+    """Steps of 2 s; after step 6 was dispatched the host is held up for 7 s, as while a profile is written, in which
+    both 5 and 6 are finished. They are timed together, and none is said to have taken no time."""
     clock, ends = Clock(monkeypatch), [0.0]
 
     class Device(DeviceScalar):
@@ -318,11 +321,12 @@ class Nested:
 
 
 def test_nested_metrics_have_flat_names():
-    """Mappings and dataclasses, however deep; the order stays."""
+    """Mappings and dataclasses, however deep; the order stays; as keys of a configuration too, where a list is a value."""
+    by_key = {"a.b": 1, "a.c.d": None, "e": [{"f": 2}]}
+    assert flattened({"a": {"b": 1, "c": {"d": None}}, "e": [{"f": 2}]}, separator=".") == by_key
     nested = {"loss": 1.0, "b": Nested(2.0, {"embed": 3.0, "layer": {"w_q": 4.0}}), "a": 5}
-    assert list(flattened(nested).items()) == [
-        ("loss", 1.0), ("b/loss", 2.0), ("b/grad_norm/embed", 3.0), ("b/grad_norm/layer/w_q", 4.0), ("a", 5),
-    ]  # fmt: skip
+    names = ["loss", "b/loss", "b/grad_norm/embed", "b/grad_norm/layer/w_q", "a"]
+    assert list(flattened(nested).items()) == list(zip(names, [1.0, 2.0, 3.0, 4.0, 5]))
 
 
 def test_nested_metrics_are_logged(tmp_path):
@@ -336,7 +340,8 @@ def test_nested_metrics_are_logged(tmp_path):
 
 
 def test_perplexity_and_bits_per_byte(tmp_path):
-    """Of a loss of 3 nats a token, 4 bytes each: e³, and 3 / 4 / ln 2; validation likewise. Beyond float64, infinity; of NaN, NaN."""
+    """Of a loss of 3 nats a token, 4 bytes each: e³, and 3 / 4 / ln 2; validation likewise. Beyond float64, infinity;
+    of NaN, NaN."""
     with open_tracker(tmp_path, log_interval=1, bytes_per_token=4.0) as tracker:
         for step, loss in enumerate((3.0, 1e30, float("nan")), 1):
             tracker.log(step, metrics_of(loss))
@@ -345,18 +350,6 @@ def test_perplexity_and_bits_per_byte(tmp_path):
     assert first["perplexity"] == validation["validation_perplexity"] == math.exp(3)
     assert first["bits_per_byte"] == validation["validation_bits_per_byte"] == 3 / 4 / math.log(2)
     assert (second["perplexity"], third["perplexity"], third["bits_per_byte"]) == ("Infinity", "NaN", "NaN")
-
-
-def test_parts_of_a_step_add_up(tmp_path, monkeypatch):
-    """Steps of 2 s, of which data were waited for 0.5 s: the rest is the devices'."""
-    clock = Clock(monkeypatch)
-    with open_tracker(tmp_path) as tracker:
-        for step in range(1, 5):
-            tracker.log(step, metrics_of(1), data_waited_s=0.5 * step)
-            clock.now += 2
-    first, second = records(tmp_path)
-    assert (first["device_s"], first["data_wait_s"]) == (None, 0.5)
-    assert (second["step_time_s"], second["data_wait_s"], second["device_s"]) == (2, 0.5, 1.5)
 
 
 def test_memory():
