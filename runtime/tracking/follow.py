@@ -32,9 +32,8 @@ from runtime.tracking.trackers import TRACKERS, Tracked
 
 POLL_S = 1.0  # from one look at metrics.jsonl to the next
 INTERVAL_S = 60.0  # from one report to the next, at least
-LARGEST_SHARE = (
-    0.01  # of the time that goes into writing reports: that of a long run takes longer, and comes less often
-)
+# Of the time, that goes into writing reports: that of a long run takes longer, and comes less often.
+LARGEST_SHARE = 0.01
 USAGE = "python -m runtime.tracking.follow RUN_FOLDER to=TRACKER [once=true], where TRACKER is one of "
 
 IsOver = Callable[[float], bool]  # waits so many seconds, less when it becomes true
@@ -69,10 +68,10 @@ def _send(folder: Path, to: str, is_over: IsOver) -> bool:
                 latest = record["time"]
             if latest is not None:
                 write_whole(mark, repr(latest))
-            if over:
-                return True
             if os.stat(folder / "metrics.jsonl").st_ino != os.fstat(file.fileno()).st_ino:
                 return False
+            if over:
+                return True
             wait_s = POLL_S
 
 

@@ -77,7 +77,9 @@ class Tracker:
             path = Path(self.run_folder) / "metrics.jsonl"
             path.parent.mkdir(parents=True, exist_ok=True)
             keep_messages(path.parent)
-            _drop_steps_after(path, self.start_step)
+            # Of the last line that ever was: whoever follows the file goes by times, which only increase, whatever a
+            # machine's clock says.
+            self._latest_time = _drop_steps_after(path, self.start_step)
             self._path, self._unwritten, self._is_failing = path, b"", False
             self._file = path.open("ab", buffering=0)  # a killed run loses no finished line
             self._progress = Progress(self.total_steps, self.start_step)
@@ -194,7 +196,8 @@ class Tracker:
             self._progress.close()
 
     def _write(self, step: int, values: dict[str, Any]) -> None:
-        record = {"step": step, "time": time.time(), **values}
+        self._latest_time = max(time.time(), math.nextafter(self._latest_time, math.inf))
+        record = {"step": step, "time": self._latest_time, **values}
         line = json.dumps({name: _to_json(value) for name, value in record.items()}, allow_nan=False) + "\n"
         self._unwritten += line.encode()
         self._write_lines()
@@ -247,15 +250,16 @@ def _to_json(value: Any) -> Any:
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
-def _drop_steps_after(path: Path, step: int) -> None:
+def _drop_steps_after(path: Path, step: int) -> float:
     """Rewrites the file, all or nothing, without the lines of later steps, damaged ones and a half-written last one,
-    which a process left that died while writing it."""
+    which a process left that died while writing it. Returns the latest time of a line."""
     if not path.exists():
-        return
+        return 0.0
     *lines, half = path.read_bytes().split(b"\n")
-    kept, damaged = [], []
+    kept, damaged, latest = [], [], 0.0
     for number, line in enumerate(lines, 1):
         record = record_of(line)
+        latest = max(latest, record["time"]) if record else latest
         if record is None:
             damaged.append(line)
             aside = path.with_name("metrics.damaged.jsonl")
@@ -267,3 +271,4 @@ def _drop_steps_after(path: Path, step: int) -> None:
             file.write(b"".join(line + b"\n" for line in damaged))
     if half or len(kept) < len(lines):
         write_whole(path, b"".join(line + b"\n" for line in kept).decode())
+    return latest

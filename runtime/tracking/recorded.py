@@ -45,7 +45,8 @@ def record_of(line: bytes) -> dict[str, Any] | None:
     """A line of metrics.jsonl; None if it is damaged: not an object with `step` and `time`, which are numbers."""
     try:
         record = json.loads(line)
-        return {**record, "step": int(record["step"]), "time": float(record["time"])}
+        step, time = int(record["step"]), float(record["time"])
+        return {**record, "step": step, "time": time} if 0 <= step < 2**53 and 0 <= time < 1e11 else None
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return None
 

@@ -200,7 +200,16 @@ def test_long_curves_are_thinned_and_what_is_not_finite_is_left_out():
 
 
 @pytest.mark.parametrize(
-    "bad", [b"not json", b'{"loss": 1}', b'{"step": "two", "time": 1}', b"[]", b"\xff", b"[" * 100_000]
+    "bad",
+    [
+        b"not json",
+        b'{"loss": 1}',
+        b'{"step": "two", "time": 1}',
+        b"[]",
+        b"\xff",
+        b"[" * 100_000,
+        b'{"step": 1, "time": Infinity}',
+    ],
 )
 def test_a_damaged_line_is_left_out_and_named(tmp_path, bad, monkeypatch, capsys):
     """By the report and tools.compare; two runs of which one is damaged are not said to be equal."""

@@ -234,6 +234,21 @@ def test_a_resumed_run_has_every_step_once(tmp_path):
     assert os.listdir(tmp_path) == ["metrics.jsonl"]
 
 
+def test_times_only_increase(tmp_path, monkeypatch):
+    """A run that goes on where the clock is an hour behind writes later times: what follows the file goes by them."""
+    with open_tracker(tmp_path, log_interval=1) as tracker:
+        for step in range(1, 8):
+            tracker.log(step, metrics_of(step))
+    before = records(tmp_path)[-1]["time"]
+    behind = time.time() - 3600
+    monkeypatch.setattr(tracking.time, "time", lambda: behind)
+    with open_tracker(tmp_path, start_step=4, log_interval=1) as tracker:
+        for step in range(5, 11):
+            tracker.log(step, metrics_of(step))
+    times = [line["time"] for line in records(tmp_path)]
+    assert times == sorted(set(times)) and before < times[4] < before + 1
+
+
 def test_dropping_lines_is_all_or_nothing(tmp_path, monkeypatch):
     """A run that is killed while it drops them leaves the file as it was."""
     with open_tracker(tmp_path, log_interval=1) as tracker:
