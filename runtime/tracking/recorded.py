@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ def record_of(line: bytes) -> dict[str, Any] | None:
     try:
         record = json.loads(line)
         step, time = int(record["step"]), float(record["time"])
+        float(sum(abs(value) for value in record.values() if type(value) is int))  # none is too large for a float
         return {**record, "step": step, "time": time} if 0 <= step < 2**53 and 0 <= time < 1e11 else None
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return None
@@ -71,7 +72,7 @@ def read_run(path: str | Path) -> Recorded:
     """Reads a run folder, or a file of metrics alone. Damaged lines are left out, and `damaged` says so.
 
     Raises:
-      RunError: there are no metrics.
+      RunError: there are no metrics, or the configuration or the environment beside them is damaged.
     """
     path = Path(path)
     file = path / "metrics.jsonl" if path.is_dir() else path
@@ -86,12 +87,21 @@ def read_run(path: str | Path) -> Recorded:
         there = file.parent / name
         return there.read_text(encoding="utf-8", errors="replace") if path.is_dir() and there.exists() else ""
 
+    def parsed(name: str, read: Callable[[str], Any]) -> dict[str, Any]:
+        try:
+            found = read(beside(name) or "{}")
+        except (ValueError, RecursionError, yaml.YAMLError) as error:
+            raise RunError(f"{file.parent / name} is damaged ({str(error).splitlines()[0]}): remove it") from error
+        if not isinstance(found, dict):
+            raise RunError(f"{file.parent / name} is damaged: expected keys with values; remove it")
+        return found
+
     return Recorded(
         name=path.resolve().name if path.is_dir() else path.name,
         folder=file.parent,
         lines=[record for record in records if record is not None],
-        config=flattened(yaml.safe_load(beside("config.yaml")) or {}, separator="."),
-        environment=json.loads(beside("environment.json") or "{}"),
+        config=flattened(parsed("config.yaml", yaml.safe_load), separator="."),
+        environment=parsed("environment.json", json.loads),
         samples=beside("samples.txt"),
         damaged=tuple(
             damage(file, number, line) for number, (line, record) in enumerate(zip(lines, records), 1) if record is None

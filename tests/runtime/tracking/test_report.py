@@ -209,6 +209,7 @@ def test_long_curves_are_thinned_and_what_is_not_finite_is_left_out():
         b"\xff",
         b"[" * 100_000,
         b'{"step": 1, "time": Infinity}',
+        b'{"step": 1, "time": 1, "x": 1' + b"0" * 400 + b"}",
     ],
 )
 def test_a_damaged_line_is_left_out_and_named(tmp_path, bad, monkeypatch, capsys):
@@ -222,6 +223,16 @@ def test_a_damaged_line_is_left_out_and_named(tmp_path, bad, monkeypatch, capsys
     assert "Damaged lines are left out: " in report_page(run)
     status, output = run_compare(monkeypatch, capsys, folder, folder, "--assert-equal")
     assert status == 2 and f"error: {text}" in output
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "environment.json"])
+@pytest.mark.parametrize("text", ["{a: [", "[1]", "\x00"])
+def test_a_damaged_file_beside_the_metrics_is_one_line(tmp_path, monkeypatch, capsys, name, text):
+    """With the way out."""
+    folder = write_run(tmp_path / "first", [3.0])
+    (folder / name).write_text(text)
+    status, said = run_compare(monkeypatch, capsys, folder)
+    assert status == 2 and said.startswith(f"error: {folder}/{name} is damaged") and "remove it\n" in said
 
 
 BYTES = {"tokenizer": {"name": "bytes_utf8"}}
