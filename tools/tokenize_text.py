@@ -34,6 +34,7 @@ from tqdm import tqdm
 from runtime.cluster.tuning import keep_memory
 from runtime.config import command_line
 from runtime.config.rebuild import refuse
+from runtime.data.documents import Block, File, find_files, find_splits, read_blocks
 from runtime.data.flat_tokens import LARGEST_ID, SplitWriter, absolute_path, open_for_writing
 from runtime.data.tokenizers import (
     BYTES,
@@ -44,8 +45,16 @@ from runtime.data.tokenizers import (
     train_bpe,
 )
 from runtime.terminal import RunError
-from tools.text_records import Tokenized, drawn, read_documents, start_worker, tokenize, work_on
-from tools.text_sources import Block, Settings, Source, hub_source, list_files, read_blocks
+from tools.text_records import (
+    Settings,
+    Tokenized,
+    drawn,
+    read_documents,
+    start_worker,
+    text_ends,
+    tokenize,
+    work_on,
+)
 
 RECORD_S = 15.0  # seconds between two records of how far it is: what a killed run does again
 SHOWN_BAD_RECORDS = 10
@@ -120,6 +129,22 @@ def unescaped(text: str) -> str:
 # ---------------------------------------------------------------- from beginning to end
 
 
+@dataclass(frozen=True)
+class Source:
+    file: File
+    split: str  # train or validation; empty: by the hash of each document
+
+
+@dataclass(frozen=True)
+class Position:
+    """What comes next: a source, and of it a byte or row, before which there are so many lines (1 after an empty
+    file)."""
+
+    source: int = 0
+    offset: int = 0
+    line: int = 0
+
+
 def main(config: TokenizeText) -> None:
     check(config)
     sources = find_sources(config)
@@ -127,8 +152,9 @@ def main(config: TokenizeText) -> None:
     about = dataclasses.asdict(config)
     for key in ("output", "overwrite", "on_bad_record", "processes"):
         del about[key]
-    made_by = {"tool": "tools/tokenize_text.py", "config": about, "input_size": sum(source.size for source in sources)}
-    inputs = hashlib.sha256(json.dumps([dataclasses.astuple(source) for source in sources]).encode()).hexdigest()
+    made_by = {"tool": "tools/tokenize_text.py", "config": about, "input_size": total_bytes(sources)}
+    known = [(source.file.name, source.file.size, source.file.version, source.split) for source in sources]
+    inputs = hashlib.sha256(json.dumps(known).encode()).hexdigest()
 
     open_for_writing(config.output)  # the folder must be there for alone_in
     with alone_in(config.output), failing_writes(config.output):
@@ -195,11 +221,11 @@ def write(config: TokenizeText, sources: list[Source], dataset: zarr.Group, stat
     if not begun:
         record()
     recorded, bad_before = time.monotonic(), counts["bad"]
-    blocks = read_blocks(sources, settings, position)
-    total = sum(source.size for source in sources)
+    blocks = read_all(sources, settings, Position(*position or ()))
+    total = total_bytes(sources)
     with progress_bar(total) as bar, tokenized(blocks, tokenizer, settings, process_count(config, sources)) as results:
         start, tokens_before = time.monotonic(), counts["tokens"]
-        for block, result in results:
+        for at, done, result in results:
             if result.bad and config.on_bad_record == "fail":
                 record()
                 raise RunError(f"{result.bad[0]}; on_bad_record=skip leaves out such records")
@@ -211,12 +237,12 @@ def write(config: TokenizeText, sources: list[Source], dataset: zarr.Group, stat
                 counts["documents"] += len(sequences.lengths)
             counts["empty"] += result.empty
             counts["bad"] += len(result.bad)
-            position = block.position
+            position = dataclasses.astuple(at)
             rate = (counts["tokens"] - tokens_before) / (time.monotonic() - start)
             bar.set_description_str(
                 f"{counts['documents']:,} documents, {counts['tokens']:,} tokens, {rate:,.0f} tokens/s", False
             )
-            bar.update(min(block.done, total or block.done) - bar.n)
+            bar.update(min(done, total or done) - bar.n)
             if time.monotonic() - recorded > RECORD_S:
                 record()
                 recorded = time.monotonic()
@@ -235,13 +261,35 @@ def write(config: TokenizeText, sources: list[Source], dataset: zarr.Group, stat
     return counts
 
 
+def read_all(
+    sources: list[Source], settings: Settings, position: Position
+) -> Iterator[tuple[Block, str, Position, int]]:
+    """The blocks of all sources from a position on, the split of each, what follows it, and the bytes read by then.
+
+    An empty file is one empty block.
+    """
+
+    def whole(data: bytes) -> int:
+        return max(text_ends(data, settings, False), default=0)
+
+    for index in range(position.source, len(sources)):
+        file, split = sources[index].file, sources[index].split
+        before, start = total_bytes(sources[:index]), position if index == position.source else Position(index)
+        is_empty = start == Position(index)
+        for block in read_blocks(file, start.offset, start.line, whole):
+            is_empty = False
+            yield block, split, Position(index, block.offset, block.line), before + block.done
+        if is_empty:
+            yield Block(file.kind, file.name, b"", 1, 0, 1, 0), split, Position(index, 0, 1), before
+
+
 @contextlib.contextmanager
 def tokenized(
-    blocks: Iterator[Block], tokenizer: Tokenizer, settings: Settings, processes: int
-) -> Iterator[Iterator[tuple[Block, Tokenized]]]:
+    blocks: Iterator[tuple[Block, str, Position, int]], tokenizer: Tokenizer, settings: Settings, processes: int
+) -> Iterator[Iterator[tuple[Position, int, Tokenized]]]:
     """What becomes of the blocks, in their order, by so many processes; a few blocks for each are under way at once."""
     if processes == 1:
-        yield ((block, tokenize(block, tokenizer, settings)) for block in blocks)
+        yield ((at, done, tokenize(block, split, tokenizer, settings)) for block, split, at, done in blocks)
         return
     pool = ProcessPoolExecutor(
         processes,
@@ -251,15 +299,15 @@ def tokenized(
         (tokenizer, settings),
     )
 
-    def in_order() -> Iterator[tuple[Block, Tokenized]]:
+    def in_order() -> Iterator[tuple[Position, int, Tokenized]]:
         under_way = deque()
-        for block in blocks:
-            under_way.append((block, pool.submit(work_on, block)))
+        for block, split, at, done in blocks:
+            under_way.append((at, done, pool.submit(work_on, block, split)))
             if len(under_way) > 2 * processes:
-                block, future = under_way.popleft()
-                yield block, future.result()
-        for block, future in under_way:
-            yield block, future.result()
+                at, done, future = under_way.popleft()
+                yield at, done, future.result()
+        for at, done, future in under_way:
+            yield at, done, future.result()
 
     try:
         yield in_order()
@@ -306,25 +354,31 @@ def check(config: TokenizeText) -> None:
 def find_sources(config: TokenizeText) -> list[Source]:
     """What is read, in this order. A file that `validation` names too is none of the training split's."""
     rest = "" if config.settings.validation_fraction else "train"
-    if hub := config.hf_dataset.path:
-        sources = [hub_source(hub, config.hf_dataset.name, config.hf_dataset.split, rest)]
-        if config.hf_dataset.validation_split:
-            sources.append(hub_source(hub, config.hf_dataset.name, config.hf_dataset.validation_split, "validation"))
-        return sources
-    held_out = list_files(config.validation, "validation") if config.validation else []
-    names = {source.name for source in held_out}
-    sources = [source for source in list_files(config.input, rest) if source.name not in names]
-    if not sources:
+    if path := config.hf_dataset.path:
+        splits = find_splits(path, config.hf_dataset.name)
+        wanted = {"split": rest, "validation_split": "validation"}
+        names = {key: getattr(config.hf_dataset, key) for key in wanted if getattr(config.hf_dataset, key)}
+        for key, name in names.items():
+            if name not in splits:
+                raise RunError(f"hf_dataset.{key}: {path} has no split '{name}'; it holds {', '.join(splits)}")
+        return [Source(file, wanted[key]) for key, name in names.items() for file in splits[name]]
+    held_out = find_files(config.validation) if config.validation else []
+    files = [file for file in find_files(config.input) if file not in held_out]
+    if not files:
         raise RunError(
             f"validation={config.validation} names all files of input={config.input}, so nothing is left to train on"
         )
-    for source in sources + held_out:
-        if source.kind == "text" and config.format != "text":
+    for file in files + held_out:
+        if file.kind == "text" and config.format != "text":
             raise RunError(
-                f"{source.name} is plain text by its suffix, but format={config.format} needs records: .jsonl or "
-                ".parquet"
+                f"{file.name} is plain text by its suffix, but format={config.format} needs records: .jsonl or .parquet"
             )
-    return sources + held_out
+    return [Source(file, rest) for file in files] + [Source(file, "validation") for file in held_out]
+
+
+def total_bytes(sources: list[Source]) -> int:
+    """As stored; 0 where none is known."""
+    return sum(source.file.size for source in sources)
 
 
 def make_tokenizer(config: TokenizeText, sources: list[Source]) -> Tokenizer:
@@ -349,7 +403,7 @@ def trained_tokenizer(config: TokenizeText, sources: list[Source], template: str
     """A byte-level BPE of the training documents: all of them, or of every so many-th block as many as bpe_bytes asks
     for."""
     sources = [source for source in sources if source.split != "validation"]
-    stride = max(1, sum(source.size for source in sources if source.kind != "hub") // config.bpe_bytes)
+    stride = max(1, total_bytes(sources) // config.bpe_bytes)
     some = sources[:: min(stride, len(sources))]
     every = max(1, stride // min(stride, len(sources)))
     stand_in = load_tokenizer(BYTES, chat_template=template)  # for the chats' sake, which it renders
@@ -357,7 +411,7 @@ def trained_tokenizer(config: TokenizeText, sources: list[Source], template: str
 
     def texts() -> Iterator[str]:
         nonlocal count
-        for number, block in enumerate(read_blocks(some, config.settings, None)):
+        for number, (block, *_) in enumerate(read_all(some, config.settings, Position())):
             documents = read_documents(block, stand_in, config.settings)[0] if number % every == 0 else ()
             for document in documents:
                 if config.settings.validation_fraction and drawn(document, config.settings):
@@ -381,7 +435,7 @@ def trained_tokenizer(config: TokenizeText, sources: list[Source], template: str
 
 def process_count(config: TokenizeText, sources: list[Source]) -> int:
     """As configured; else one for each core, where it pays to start them."""
-    small = sum(source.size for source in sources) < 8 * 2**20 and sources[0].kind != "hub"
+    small = 0 < total_bytes(sources) < 8 * 2**20
     # Bytes are made sooner than they are sent to another process.
     return config.processes or (1 if small or config.tokenizer == BYTES else len(os.sched_getaffinity(0)))
 

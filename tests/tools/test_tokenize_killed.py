@@ -18,9 +18,9 @@ ROOT = Path(__file__).resolve().parents[2]
 # The first life is not killed: its output is the measure, and its time tells within which the others are.
 KILLER = """
 import json, os, random, signal, sys, time
-import tools.text_sources, tools.tokenize_text
+import runtime.data.documents, tools.tokenize_text
 from runtime.config.command_line import load
-tools.text_sources.BLOCK_BYTES = 2048
+runtime.data.documents.BLOCK_BYTES = 2048
 tools.tokenize_text.RECORD_S = 0.02
 overrides, folder, kills = json.loads(sys.argv[1])
 draws, killed, outputs, whole = random.Random(0), 0, 0, None

@@ -17,13 +17,12 @@ import pytest
 import zarr
 from ragged import assert_refuses
 
-import tools.text_sources
 import tools.tokenize_text
 from runtime.config import command_line
-from runtime.data import flat_tokens
+from runtime.data import documents, flat_tokens
 from runtime.data.flat_tokens import open_split
 from runtime.data.tokenizers import load_dataset_tokenizer
-from tools.text_sources import Settings, text_ends
+from tools.text_records import Settings, text_ends
 
 ROOT = Path(__file__).resolve().parents[2]
 BY_SIZE = Settings("text", ("text",), b"", 100, 0.0, 0)
@@ -91,7 +90,7 @@ def test_documents_by_separator(tmp_path, monkeypatch, separator):
     text = "".join(draws.choices(["a", "b", "\n", separator], k=3000))
     (tmp_path / "a.txt").write_text(text)
     for number, block_bytes in enumerate((64, 2**20)):
-        monkeypatch.setattr(tools.text_sources, "BLOCK_BYTES", block_bytes)
+        monkeypatch.setattr(documents, "BLOCK_BYTES", block_bytes)
         escaped = separator.replace("\n", "\\n")
         tokenize(f"input={tmp_path}/a.txt", f"output={tmp_path}/{number}.zarr", f"separator='{escaped}'")
         found, _, _ = sequences(tmp_path / f"{number}.zarr")
@@ -144,7 +143,7 @@ def test_several_processes_write_the_same(tmp_path, monkeypatch):
     source = write_lines(tmp_path / "a.jsonl", [{"text": text} for text in texts(3000)])
     common = [f"input={source}", "tokenizer=train_bpe", "bpe_vocab=400", "validation_fraction=0.2"]
     tokenize(*common, f"output={tmp_path}/one.zarr", "processes=1")
-    monkeypatch.setattr(tools.text_sources, "BLOCK_BYTES", 5000)
+    monkeypatch.setattr(documents, "BLOCK_BYTES", 5000)
     tokenize(*common, f"output={tmp_path}/two.zarr", "processes=2")
     assert files(tmp_path / "one.zarr") == files(tmp_path / "two.zarr")
     assert sorted(sequences(tmp_path / "one.zarr")[0] + sequences(tmp_path / "one.zarr", "validation")[0]) == sorted(
@@ -277,6 +276,8 @@ BAD = [
     ("a.jsonl", b'{"text": "x"}\n{"text"\n', [], ":2: no JSON (Expecting ':' delimiter, column 8)"),
     ("a.jsonl", b'\n\n["x"]', [], ':3: list, expected {"field": ...}'),
     ("a.jsonl", b'{"text": "x"}\n{"body": "x", "id": 1}\n', [], ":2: no field 'text'; it has 'body', 'id'"),
+    ("a.jsonl", b'{"text": "x"}\n{"a": ' + b"1" * 5000 + b"}\n", [], ":2: no JSON that can be read (an integer of more than 4,300 digits)"),
+    ("a.jsonl", b"[" * 100_000 + b"\n", [], ":1: no JSON that can be read (nested too deeply)"),
     ("a.jsonl", b"{}\n", [], ":1: no field 'text'; it has none"),
     ("a.jsonl", b'{"text": null}\n', [], ":1: field 'text' is NoneType, expected text"),
     ("a.jsonl", b'{"text": "x"}\n{"text": "a\xff"}\n', [], ":2: invalid UTF-8 (byte 0xff at 11 of the line)"),
@@ -337,7 +338,7 @@ def test_bad_rows(tmp_path):
     assert_refuses(message, tokenize, f"input={path}", f"output={tmp_path}/x.zarr")
     pyarrow.parquet.write_table(pyarrow.table({"body": ["x"], "id": [1]}), path)
     assert_refuses(
-        f"{path} has no column 'text'; it has body, id: name the right one",
+        f"{path}, row 0: no field 'text'; it has 'body', 'id'; on_bad_record=skip leaves out such records",
         tokenize,
         f"input={path}",
         f"output={tmp_path}/y.zarr",
@@ -393,7 +394,7 @@ def test_refused_before_anything_is_read(tmp_path):
         "hf_dataset.path=x",
         "validation=x",
     )
-    assert_refuses(f"there is no {tmp_path}/b.txt (…)", tokenize, output, f"input={tmp_path}/b.txt")
+    assert_refuses(f"cannot read {tmp_path}/b.txt (FileNotFoundError: …)", tokenize, output, f"input={tmp_path}/b.txt")
     assert_refuses(f"no file matches {tmp_path}/*.jsonl", tokenize, output, f"input='{tmp_path}/*.jsonl'")
     assert_refuses(
         f"{tmp_path} is a folder, expected files: say {tmp_path}/*.txt or such", tokenize, output, f"input={tmp_path}"
@@ -428,12 +429,11 @@ def test_refused_before_anything_is_read(tmp_path):
         f"input={tmp_path}/a.jsonl",
         "tokenizer=train_bpe",
     )
-    assert_refuses(
-        "cannot read no/where (…)",
-        tokenize,
-        output,
-        f"hf_dataset.path={tmp_path}/nowhere".replace(f"{tmp_path}/nowhere", "no/where"),
-    )
+    assert_refuses("hf_dataset.path: cannot read no/where (…): …", tokenize, output, "hf_dataset.path=no/where")
+    (tmp_path / "hub").mkdir()
+    write_lines(tmp_path / "hub" / "test.jsonl", [{}])
+    message = f"hf_dataset.split: {tmp_path}/hub has no split 'train'; it holds test"
+    assert_refuses(message, tokenize, output, f"hf_dataset.path={tmp_path}/hub")
 
 
 def test_ids_over_31_bits(tmp_path):
@@ -505,7 +505,7 @@ def test_written_by_two_at_once(tmp_path):
 def test_failed_write(tmp_path, monkeypatch):
     """A write that fails ends the run with its reason, nothing opens as a data set, and the same command goes on to the same bytes."""
     source = write_lines(tmp_path / "a.jsonl", [{"text": text} for text in texts(1000)])
-    monkeypatch.setattr(tools.text_sources, "BLOCK_BYTES", 5000)
+    monkeypatch.setattr(documents, "BLOCK_BYTES", 5000)
     monkeypatch.setattr(tools.tokenize_text, "RECORD_S", 0.0)
     tokenize(f"input={source}", f"output={tmp_path}/whole.zarr")
     put, write_chunk, left = zarr.storage.LocalStore.set, flat_tokens.write_chunk, 0
@@ -552,7 +552,7 @@ def test_lost_chunk_is_found_by_the_writer(tmp_path, monkeypatch):
 def test_dead_process(tmp_path, monkeypatch):
     """A process that dies is an error, not a hang."""
     source = write_lines(tmp_path / "a.jsonl", [{"text": text} for text in texts(2000)])
-    monkeypatch.setattr(tools.text_sources, "BLOCK_BYTES", 2000)
+    monkeypatch.setattr(documents, "BLOCK_BYTES", 2000)
     read = tools.tokenize_text.read_blocks
 
     def deadly(*args):
