@@ -1,6 +1,7 @@
 """What a person reads in a terminal: the one exception that is meant for them, lines, and how a process ends."""
 
 import os
+import re
 import sys
 import textwrap
 import time
@@ -34,11 +35,17 @@ def refusals() -> tuple[type[Exception], ...]:
     return RunError, sys.modules["shardlib.spec"].ShardingError, TypeCheckError
 
 
+def shown(text: str) -> str:
+    """What may be shown of a text: no password of a URL, and no control character, which a terminal may obey."""
+    text = re.sub(r"(\w://+[^/\s:@]*:)[^/\s@]+@", r"\1***@", text)
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", text)
+
+
 def print_line(text: str) -> None:
     """Prints a line on standard output, above the progress bar where there is one; may be called from any thread."""
     from tqdm import tqdm  # a program that prints nothing starts without it
 
-    tqdm.write(text, file=sys.stdout)
+    tqdm.write(shown(text), file=sys.stdout)
     sys.stdout.flush()
 
 
@@ -69,7 +76,7 @@ def one_of_several(host: str, index: int, count: int) -> None:
 
 def print_error(error: BaseException, kind: str = "error") -> None:
     """Prints a message on stderr, at once, so that those of several processes do not run into each other."""
-    sys.stderr.write(f"{_process}{kind}: {error}\n")
+    sys.stderr.write(f"{_process}{kind}: {shown(str(error))}\n")
     sys.stderr.flush()
 
 

@@ -44,7 +44,7 @@ from runtime.data.tokenizers import (
     save_dataset_tokenizer,
     train_bpe,
 )
-from runtime.terminal import RunError
+from runtime.terminal import RunError, print_line, shown
 from tools.text_records import (
     Settings,
     Tokenized,
@@ -149,7 +149,7 @@ def main(config: TokenizeText) -> None:
     check(config)
     sources = find_sources(config)
     # A run goes on where another was if these are the same. How many processes there are makes no difference.
-    about = dataclasses.asdict(config)
+    about = json.loads(shown(json.dumps(dataclasses.asdict(config))))  # without the password of a URL
     for key in ("output", "overwrite", "on_bad_record", "processes"):
         del about[key]
     made_by = {"tool": "tools/tokenize_text.py", "config": about, "input_size": total_bytes(sources)}
@@ -160,7 +160,9 @@ def main(config: TokenizeText) -> None:
     with alone_in(config.output), failing_writes(config.output):
         dataset = open_for_writing(config.output)
         if dataset.attrs.get("made_by") == made_by and not config.overwrite:
-            print(f"{config.output} is complete: {counted(dataset.attrs['counts'])}. overwrite=true writes it again")
+            print_line(
+                f"{config.output} is complete: {counted(dataset.attrs['counts'])}. overwrite=true writes it again"
+            )
             return
         state = dataset.attrs.get("tokenizing")
         if not state or (state["made_by"], state["inputs"]) != (made_by, inputs):
@@ -171,8 +173,8 @@ def main(config: TokenizeText) -> None:
         attributes = {"tokenizer": dataset.attrs["tokenizer"], "made_by": made_by, "counts": counts}
         dataset.attrs.put(attributes)
         remove_partial_files(config.output)
-    print(f"{config.output}: {counted(counts)}; flat_tokens.filespec={config.output} trains on it")
-    print(f"model.vocab must be at least {dataset.attrs['tokenizer']['vocab']} (tokenizer {config.tokenizer})")
+    print_line(f"{config.output}: {counted(counts)}; flat_tokens.filespec={config.output} trains on it")
+    print_line(f"model.vocab must be at least {dataset.attrs['tokenizer']['vocab']} (tokenizer {config.tokenizer})")
 
 
 def begin(config: TokenizeText, sources: list[Source], dataset: zarr.Group, state: dict) -> None:
@@ -230,7 +232,7 @@ def write(config: TokenizeText, sources: list[Source], dataset: zarr.Group, stat
                 record()
                 raise RunError(f"{result.bad[0]}; on_bad_record=skip leaves out such records")
             for reason in result.bad[: max(0, SHOWN_BAD_RECORDS - counts["bad"] + bad_before)]:
-                bar.write(f"left out: {reason}", file=sys.stderr)
+                bar.write(shown(f"left out: {reason}"), file=sys.stderr)
             for split, sequences in result.sequences.items():
                 writers[split].append(sequences.ids, sequences.lengths, sequences.is_target)
                 counts["tokens"] += len(sequences.ids)
@@ -429,7 +431,7 @@ def trained_tokenizer(config: TokenizeText, sources: list[Source], template: str
     tokenizer = train_bpe(texts(), config.bpe_vocab)
     if not count:
         raise RunError(f"{config.input or config.hf_dataset.path} holds no text that a tokenizer could be trained on")
-    print(f"trained a byte-level BPE on {count:,} characters: {tokenizer.vocab} ids")
+    print_line(f"trained a byte-level BPE on {count:,} characters: {tokenizer.vocab} ids")
     return tokenizer
 
 

