@@ -49,13 +49,10 @@ NOT_EXECUTED = {
         "two minutes: test_main::test_the_small_job_goes_on_bit_for_bit (slow) runs it",
     r"python -m train --help$": "test_config_help",
     r"python -m train check_only=true$": "test_main::test_check_only_says_what_was_proved",
-    r"python -m tools.write_synthetic_dataset path=copies": "a minute: test_synthetic_dataset writes a small one",
-    r"python -m train flat_tokens.filespec=copies": "four minutes; its figures are in the README",
     r"python -m tools.plan( --config-name=c4_a100x8_1b hardware=h200 hosts=4 devices_per_host=8)?$": "test_plan::test_a_plan",
     r"python -m tools.plan .*compile=true": "minutes: test_plan (slow)",
     r"python -m tools.plan .*up_to_devices": "three minutes: test_plan::test_a_sweep",
     r"python -m tools.plan .*sweep=true": "test_plan::test_a_sweep",
-    r"for model in|tail |python -m (tools.plan|train) --config-name=c4_a100x8_\$model": "eight GPUs",
     r"python -m tests.torture": "minutes: test_torture (slow)",
     r"python -m tools.benchmark_attention": "a GPU: test_attention",
     r"python -m (tests.benchmark_checkpoint|tools.benchmark_loader)":
@@ -308,7 +305,6 @@ PRINTED = {
     r"\$ python -m tools.ledger_diff before": "test_what_a_change_costs, with other folders",
     r"c4_a100x8_1b on 32 × h200: ": "test_plan",
     r"python -m tools.plan --config-name=c4_a100x8_1b hardware=h200 hosts=4 sweep=true": "test_the_sweep_of_the_page",
-    r"for model in ": "a loop, whose lines are commands",
     r"reduce-scatter of train.py:": "minutes: test_plan (slow) compiles for machines that are not here",
     # what the check says, in docs/changing.md and docs/notation.md
     r"Layer.__init__\(\) missing|training_step is refused": "test_changes_are_accepted_and_what_is_forgotten_is_said",
