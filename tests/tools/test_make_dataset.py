@@ -4,7 +4,6 @@
 import functools
 import hashlib
 import io
-import math
 import subprocess
 import sys
 import tarfile
@@ -13,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zarr
-from ragged import assert_refuses
+from ragged import assert_refuses, encoded
 
 from runtime.config import command_line
 from runtime.data.flat_tokens import open_split
@@ -39,16 +38,10 @@ def test_checked_in(split):
     """What is checked in is what the tool writes."""
     stored = open_split(CHECKED_IN, split)
     made = corpus(split)
-    ends = np.cumsum(made.lengths)
-    is_start = np.isin(np.arange(ends[-1]), ends - made.lengths)
-    np.testing.assert_array_equal(stored.encoded_tokens[:], 2 * made.tokens + is_start)
-    np.testing.assert_array_equal(stored.seq_starts[:], [0, *ends])
-    assert (stored.max_token_id, stored.bos_id, stored.is_target) == (made.tokens.max(), 0, None)
-    assert zarr.open_group(CHECKED_IN, mode="r")[split].attrs["config"] == {
-        "seed": 0,
-        "sequences": 512,
-        "copies_within": 0,
-    }
+    np.testing.assert_array_equal(stored.encoded_tokens[:], encoded(made))
+    np.testing.assert_array_equal(stored.seq_starts[:], np.cumsum([0, *map(len, made)]))
+    assert (stored.max_token_id, stored.bos_id, stored.is_target) == (max(map(max, made)), 0, None)
+    assert zarr.open_group(CHECKED_IN, mode="r")[split].attrs["config"] == {"seed": 0, "sequences": 512}
 
 
 def test_sizes():
@@ -82,9 +75,8 @@ def test_command(tmp_path):
     command = [sys.executable, "-m", "tools.make_dataset", f"path={tmp_path}/data", "sequences=4"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
-    heading, train, validation, last = done.stdout.splitlines()
-    assert heading.split("  ")[0] == "split" and "unigram entropy" in heading and "knowing the tasks" in heading
-    assert train.startswith("train ") and validation.startswith("validation ") and train.count(" nats") == 2
+    train, validation, last = done.stdout.splitlines()
+    assert train.startswith("train: ") and validation.endswith(" nats know only their frequencies")
     assert last == f"ids 1 to 259, 4 sequences a split, in {tmp_path}/data"
     done = subprocess.run([*command, "overwrite=false"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1
@@ -105,95 +97,57 @@ def test_refused_values(override, message):
     assert_refuses(message, tool.main, config(override))
 
 
-def test_spread():
-    """Frequencies alone leave over 4.5 nats a token; knowing the tasks leaves less than a third, and half of all tokens no doubt."""
-    for split in SPLITS:
-        made = corpus(split)
-        assert tool.unigram_entropy(made.tokens) > 4.5
-        assert made.losses.mean() < tool.unigram_entropy(made.tokens) / 3
-        assert 0.45 < tool.predictable(made).mean() < 0.55
+def groups(tokens):
+    """A sequence's groups, by their markers, which come before all letters."""
+    starts = np.flatnonzero(tokens < tool.FIRST_LETTER)
+    return [(group[0], group[1:].tolist()) for group in np.split(tokens, starts[1:])]
 
 
-# ---------------------------------------------------------------- another predictor, which sees only the tokens
+@pytest.mark.parametrize("split", SPLITS)
+def test_tasks(split):
+    """Each group but a sequence's last, which is cut, is as its marker says, by a second way to make its letters; a sequence
+    has one task and one alphabet; and frequencies alone leave over 4.5 nats a token."""
+    expected = {
+        "copy": lambda fresh: fresh + fresh,
+        "reverse": lambda fresh: fresh + fresh[::-1],
+        "known_distance": lambda fresh: [fresh[i % len(fresh)] for i in range(tool.DISTANCE_LETTERS)],
+    }
+    markers = {tool.marker(task, n): (task, [n]) for task in expected for n in tool.STRINGS}
+    markers[tool.marker("unknown_distance", 0)] = ("known_distance", tool.STRINGS)
+    found = set()
+    for tokens in corpus(split):
+        *whole, _ = groups(tokens)
+        kinds = {markers.get(marker, (f"gaussians {marker}", []))[0] for marker, _ in groups(tokens)}
+        assert len(kinds) == 1
+        alphabets = {(each - tool.FIRST_LETTER) // tool.ALPHABET_SIZE for _, letters in whole for each in letters}
+        for marker, letters in whole:
+            found.add(marker)
+            if marker in markers:
+                task, numbers = markers[marker]
+                assert any(letters == expected[task](letters[:n]) and len(set(letters[:n])) == n for n in numbers)
+                assert len(alphabets) == 1 and max(letters) < tool.FIRST_BIN
+            else:
+                assert len(letters) == tool.GAUSSIAN_LETTERS and min(letters) >= tool.FIRST_BIN
+    assert found == set(range(1, tool.FIRST_LETTER))
+    assert tool.unigram_entropy(np.concatenate(corpus(split))) > 4.5
 
 
-def letters_of(task, fresh):
-    """A group's letters as its marker describes them."""
-    if task in ("copy", "reverse"):
-        return [*fresh, *(fresh if task == "copy" else fresh[::-1])]
-    return [fresh[i % len(fresh)] for i in range(tool.DISTANCE_LETTERS)]
-
-
-def probability(task, number, letters):
-    """Of a group that begins with these letters, given the task, its number and the alphabet: 0 unless they repeat as they must."""
-    fresh = letters[:number]
-    if len(set(fresh)) < len(fresh):
-        return 0.0
-    whole = letters_of(task, [*fresh, *[None] * (number - len(fresh))])
-    if whole[: len(letters)] != letters:
-        return 0.0
-    return math.prod(1 / (tool.ALPHABET_SIZE - i) for i in range(len(fresh)))
-
-
-def expected_losses(tokens):
-    """-ln p of each token of a sequence, by Bayes over all that the tokens before leave possible."""
-    numbers = tool.STRINGS
-    markers = {tool.marker(task, number): (task, [number]) for task in tool.TASKS[:3] for number in numbers}
-    markers[tool.marker("unknown_distance", 0)] = ("unknown_distance", list(numbers))
-    markers |= {tool.marker("gaussians", mixture): ("gaussians", [mixture]) for mixture in range(tool.MIXTURES)}
-    mixtures = tool.mixture_probabilities(0)
-    losses, place = [], 0
-    while place < len(tokens):
-        task, possible = markers[tokens[place]]
-        known = task in ("unknown_distance", "gaussians")
-        first = math.log(5) + (math.log(tool.MIXTURES) if task == "gaussians" else 0) if place == 0 else 0
-        losses.append(first + (0 if known else math.log(len(numbers))))
-        size = tool.GAUSSIAN_LETTERS if task == "gaussians" else len(letters_of(task, list(range(possible[0]))))
-        letters = tokens[place + 1 : place + 1 + size]
-        if task == "gaussians":
-            losses += [-math.log(mixtures[possible[0], letter - tool.FIRST_BIN]) for letter in letters]
-        else:
-            before = 1.0
-            for count in range(1, len(letters) + 1):
-                now = sum(probability(task, number, letters[:count]) for number in possible) / len(possible)
-                losses.append(math.log(before / now))
-                before = now
-            if place == 0 and letters:
-                losses[1] += math.log(tool.ALPHABETS)
-        place += 1 + len(letters)
-    return losses
-
-
-def test_losses_are_exact():
-    """What the tool says that knowing the tasks leaves of each token is what another predictor finds from the tokens alone."""
-    made = corpus("validation")
-    starts = np.cumsum(made.lengths) - made.lengths
-    tasks = set()
-    for start, tokens in list(zip(starts, made.sequences))[:40]:
-        np.testing.assert_allclose(
-            made.losses[start : start + len(tokens)], expected_losses(tokens.tolist()), atol=1e-9
-        )
-        tasks.add(tokens[0])
-    assert len(tasks) > 8
-    # Every sequence draws its letters from one alphabet, and all of it from one task.
-    assert all(
-        np.unique((s[s >= tool.FIRST_LETTER] - tool.FIRST_LETTER) // tool.ALPHABET_SIZE).size <= 1
-        for s in made.sequences
-        if s.max() < tool.FIRST_BIN
-    )
-
-
-def test_predictable():
-    """Predictable tokens are copies that cost nothing: in a window, those whose group began in it."""
-    made = corpus("train")
-    whole, windowed = tool.predictable(made), tool.predictable(made, 64)
-    assert not made.losses[whole].any() and made.copied[whole].all()
-    assert not (windowed & ~whole).any() and 0.75 < windowed.sum() / whole.sum() < 0.9
-    places = np.flatnonzero(windowed)
-    assert (places // 64 == made.group_starts[places] // 64).all()
-    # Each stands in its group already, within the window: a model that sees no more than the window can know it.
-    for place in places[:2000].tolist():
-        assert made.tokens[place] in made.tokens[made.group_starts[place] : place]
+def test_mixtures():
+    """The samples of each mixture of gaussians are as frequent as its probabilities say."""
+    probabilities = tool.mixture_probabilities(0)
+    for number, row in enumerate(probabilities):
+        marker = tool.marker("gaussians", number)
+        letters = [
+            each
+            for split in SPLITS
+            for tokens in corpus(split)
+            for at, group in groups(tokens)
+            if at == marker
+            for each in group
+        ]
+        counts = np.bincount(np.array(letters) - tool.FIRST_BIN, minlength=tool.BINS)
+        deviation = np.sqrt(len(letters) * row * (1 - row))
+        assert len(letters) > 10_000 and (np.abs(counts - len(letters) * row) < 5 * deviation + 1).all()
 
 
 # ---------------------------------------------------------------- Shakespeare
