@@ -56,26 +56,26 @@ def start_worker(tokenizer: Tokenizer, settings: Settings) -> None:
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
-def work_on(block: Block, split: str) -> Tokenized:
-    return tokenize(block, split, *_worker)
+def work_on(block: Block) -> Tokenized:
+    return tokenize(block, *_worker)
 
 
 # ---------------------------------------------------------------- a block
 
 
-def tokenize(block: Block, split: str, tokenizer: Tokenizer, settings: Settings) -> Tokenized:
-    """The token ids of a block's documents, in their order, for the split or, where it is empty, for each by the
+def tokenize(block: Block, tokenizer: Tokenizer, settings: Settings) -> Tokenized:
+    """The token ids of a block's documents, in their order, for the split that the file says or else for each by the
     documents' hash; and the records that cannot be taken."""
     documents, bad = read_documents(block, tokenizer, settings)
-    by_split = {split or "train": documents}
-    if not split and settings.validation_fraction:
+    by_split = {block.file.split or "train": documents}
+    if not block.file.split and settings.validation_fraction:
         by_split = {"train": [], "validation": []}
         for document in documents:
             by_split["validation" if drawn(document, settings) else "train"].append(document)
     sequences, empty = {}, 0
     for name, some in by_split.items():
         if some:
-            found = encoded(some, block.name, tokenizer, settings)
+            found = encoded(some, block.file.name, tokenizer, settings)
             lengths = found.lengths[found.lengths > 0]
             sequences[name] = dataclasses.replace(found, lengths=lengths)
             empty += len(some) - len(lengths)
@@ -109,8 +109,8 @@ def read_documents(block: Block, tokenizer: Tokenizer, settings: Settings) -> tu
     Its texts are in UTF-8, as they are in a file, so that bytes become ids without being decoded and encoded.
     """
     if not block.content:
-        return [], [f"{block.name}: the file is empty"]
-    if block.kind == "text":
+        return [], [f"{block.file.name}: the file is empty"]
+    if block.file.kind == "text":
         ends = text_ends(block.content, settings, final=True)
         found = [(start, block.content[start:end]) for start, end in zip([0, *ends], ends)]
     else:
@@ -118,7 +118,7 @@ def read_documents(block: Block, tokenizer: Tokenizer, settings: Settings) -> tu
     documents, bad = [], []
     for number, record in found:
         try:
-            if block.kind == "text":
+            if block.file.kind == "text":
                 text = record.removesuffix(settings.separator)
                 decoded(text)
                 documents.append((text,))
@@ -133,7 +133,7 @@ def read_documents(block: Block, tokenizer: Tokenizer, settings: Settings) -> tu
         except UnicodeEncodeError as error:
             bad.append(f"{place(block, number)}: half of a surrogate pair ({error.reason}), expected Unicode text")
         except BadRecord as error:
-            if block.kind == "text":  # numbered by where it begins
+            if block.file.kind == "text":  # numbered by where it begins
                 number = block.first + block.content.count(b"\n", 0, number)
             bad.append(f"{place(block, number + error.lines)}: {error}")
         except ChatError as error:

@@ -23,7 +23,7 @@ import pathlib
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
@@ -129,31 +129,15 @@ def unescaped(text: str) -> str:
 # ---------------------------------------------------------------- from beginning to end
 
 
-@dataclass(frozen=True)
-class Source:
-    file: File
-    split: str  # train or validation; empty: by the hash of each document
-
-
-@dataclass(frozen=True)
-class Position:
-    """What comes next: a source, and of it a byte or row, before which there are so many lines (1 after an empty
-    file)."""
-
-    source: int = 0
-    offset: int = 0
-    line: int = 0
-
-
 def main(config: TokenizeText) -> None:
     check(config)
-    sources = find_sources(config)
+    files = find_all(config)
     # A run goes on where another was if these are the same. How many processes there are makes no difference.
     about = json.loads(shown(json.dumps(dataclasses.asdict(config))))  # without the password of a URL
     for key in ("output", "overwrite", "on_bad_record", "processes"):
         del about[key]
-    made_by = {"tool": "tools/tokenize_text.py", "config": about, "input_size": total_bytes(sources)}
-    known = [(source.file.name, source.file.size, source.file.version, source.split) for source in sources]
+    made_by = {"tool": "tools/tokenize_text.py", "config": about, "input_size": total_bytes(files)}
+    known = [(file.name, file.size, file.version, file.split) for file in files]
     inputs = hashlib.sha256(json.dumps(known).encode()).hexdigest()
 
     open_for_writing(config.output)  # the folder must be there for alone_in
@@ -167,8 +151,8 @@ def main(config: TokenizeText) -> None:
         state = dataset.attrs.get("tokenizing")
         if not state or (state["made_by"], state["inputs"]) != (made_by, inputs):
             state = {"made_by": made_by, "inputs": inputs, "position": None, "splits": {}, "counts": {}}
-            begin(config, sources, dataset, state)
-        counts = write(config, sources, dataset, state)
+            begin(config, files, dataset, state)
+        counts = write(config, files, dataset, state)
         # One write turns what was going on into what is complete.
         attributes = {"tokenizer": dataset.attrs["tokenizer"], "made_by": made_by, "counts": counts}
         dataset.attrs.put(attributes)
@@ -177,21 +161,16 @@ def main(config: TokenizeText) -> None:
     print_line(f"model.vocab must be at least {dataset.attrs['tokenizer']['vocab']} (tokenizer {config.tokenizer})")
 
 
-def begin(config: TokenizeText, sources: list[Source], dataset: zarr.Group, state: dict) -> None:
+def begin(config: TokenizeText, files: list[File], dataset: zarr.Group, state: dict) -> None:
     """Refuses to write over what is there, makes the tokenizer, and records that nothing is written yet."""
     # A run that was killed in here leaves a tokenizer at most, which is no more than this one writes.
     present = [*(name for name in dataset.keys() if name != "tokenizer_json"), *(set(dataset.attrs) - {"tokenizer"})]
     if present and not config.overwrite:
-        if "tokenizing" in dataset.attrs:
-            what = (
-                "the beginning of a data set that was made with another config, or from an input that has changed since"
-            )
-        elif "made_by" in dataset.attrs:
-            what = "a data set that was made with another config, or from an input that has changed since"
-        else:
-            what = f"{', '.join(sorted(present))} already"
+        what = f"{', '.join(sorted(present))} already"
+        if {"tokenizing", "made_by"} & set(dataset.attrs):
+            what = "a data set, or its beginning, made with another config or from an input that has changed since"
         raise RunError(f"{config.output} holds {what}: write to a new path, or say overwrite=true to replace it")
-    tokenizer = make_tokenizer(config, sources)
+    tokenizer = make_tokenizer(config, files)
     dataset.attrs.put({})
     for name in list(dataset.keys()):
         del dataset[name]
@@ -199,8 +178,8 @@ def begin(config: TokenizeText, sources: list[Source], dataset: zarr.Group, stat
     dataset.attrs["tokenizing"] = state
 
 
-def write(config: TokenizeText, sources: list[Source], dataset: zarr.Group, state: dict) -> dict:
-    """Goes on from the state to the end of the sources, recording it now and then; what was counted."""
+def write(config: TokenizeText, files: list[File], dataset: zarr.Group, state: dict) -> dict:
+    """Goes on from the state to the end of the files, recording it now and then; what was counted."""
     remove_partial_files(config.output)
     tokenizer, settings = load_dataset_tokenizer(config.output), config.settings
     begun = bool(state["splits"])
@@ -223,11 +202,10 @@ def write(config: TokenizeText, sources: list[Source], dataset: zarr.Group, stat
     if not begun:
         record()
     recorded, bad_before = time.monotonic(), counts["bad"]
-    blocks = read_all(sources, settings, Position(*position or ()))
-    total = total_bytes(sources)
-    with progress_bar(total) as bar, tokenized(blocks, tokenizer, settings, process_count(config, sources)) as results:
+    total, blocks = total_bytes(files), read_all(files, settings, position or (0, 0, 0))
+    with progress_bar(total) as bar, tokenized(blocks, tokenizer, settings, process_count(config, files)) as results:
         start, tokens_before = time.monotonic(), counts["tokens"]
-        for at, done, result in results:
+        for block, result in results:
             if result.bad and config.on_bad_record == "fail":
                 record()
                 raise RunError(f"{result.bad[0]}; on_bad_record=skip leaves out such records")
@@ -239,12 +217,12 @@ def write(config: TokenizeText, sources: list[Source], dataset: zarr.Group, stat
                 counts["documents"] += len(sequences.lengths)
             counts["empty"] += result.empty
             counts["bad"] += len(result.bad)
-            position = dataclasses.astuple(at)
+            position = block.position
             rate = (counts["tokens"] - tokens_before) / (time.monotonic() - start)
             bar.set_description_str(
                 f"{counts['documents']:,} documents, {counts['tokens']:,} tokens, {rate:,.0f} tokens/s", False
             )
-            bar.update(min(done, total or done) - bar.n)
+            bar.update(min(block.done, total or block.done) - bar.n)
             if time.monotonic() - recorded > RECORD_S:
                 record()
                 recorded = time.monotonic()
@@ -263,53 +241,31 @@ def write(config: TokenizeText, sources: list[Source], dataset: zarr.Group, stat
     return counts
 
 
-def read_all(
-    sources: list[Source], settings: Settings, position: Position
-) -> Iterator[tuple[Block, str, Position, int]]:
-    """The blocks of all sources from a position on, the split of each, what follows it, and the bytes read by then.
-
-    An empty file is one empty block.
-    """
-
-    def whole(data: bytes) -> int:
-        return max(text_ends(data, settings, False), default=0)
-
-    for index in range(position.source, len(sources)):
-        file, split = sources[index].file, sources[index].split
-        before, start = total_bytes(sources[:index]), position if index == position.source else Position(index)
-        is_empty = start == Position(index)
-        for block in read_blocks(file, start.offset, start.line, whole):
-            is_empty = False
-            yield block, split, Position(index, block.offset, block.line), before + block.done
-        if is_empty:
-            yield Block(file.kind, file.name, b"", 1, 0, 1, 0), split, Position(index, 0, 1), before
+def read_all(files: list[File], settings: Settings, position: Sequence[int]) -> Iterator[Block]:
+    return read_blocks(files, position, lambda data: max(text_ends(data, settings, False), default=0))
 
 
 @contextlib.contextmanager
 def tokenized(
-    blocks: Iterator[tuple[Block, str, Position, int]], tokenizer: Tokenizer, settings: Settings, processes: int
-) -> Iterator[Iterator[tuple[Position, int, Tokenized]]]:
+    blocks: Iterator[Block], tokenizer: Tokenizer, settings: Settings, processes: int
+) -> Iterator[Iterator[tuple[Block, Tokenized]]]:
     """What becomes of the blocks, in their order, by so many processes; a few blocks for each are under way at once."""
     if processes == 1:
-        yield ((at, done, tokenize(block, split, tokenizer, settings)) for block, split, at, done in blocks)
+        yield ((block, tokenize(block, tokenizer, settings)) for block in blocks)
         return
-    pool = ProcessPoolExecutor(
-        processes,
-        # A fork would copy the locks of threads that are not there in the copy.
-        multiprocessing.get_context("spawn"),
-        start_worker,
-        (tokenizer, settings),
-    )
+    # A fork would copy the locks of threads that are not there in the copy.
+    spawn = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(processes, spawn, start_worker, (tokenizer, settings))
 
-    def in_order() -> Iterator[tuple[Position, int, Tokenized]]:
+    def in_order() -> Iterator[tuple[Block, Tokenized]]:
         under_way = deque()
-        for block, split, at, done in blocks:
-            under_way.append((at, done, pool.submit(work_on, block, split)))
+        for block in blocks:
+            under_way.append((block, pool.submit(work_on, block)))
             if len(under_way) > 2 * processes:
-                at, done, future = under_way.popleft()
-                yield at, done, future.result()
-        for at, done, future in under_way:
-            yield at, done, future.result()
+                block, future = under_way.popleft()
+                yield block, future.result()
+        for block, future in under_way:
+            yield block, future.result()
 
     try:
         yield in_order()
@@ -353,37 +309,39 @@ def check(config: TokenizeText) -> None:
     refuse(problems)
 
 
-def find_sources(config: TokenizeText) -> list[Source]:
+def find_all(config: TokenizeText) -> list[File]:
     """What is read, in this order. A file that `validation` names too is none of the training split's."""
     rest = "" if config.settings.validation_fraction else "train"
     if path := config.hf_dataset.path:
         splits = find_splits(path, config.hf_dataset.name)
-        wanted = {"split": rest, "validation_split": "validation"}
-        names = {key: getattr(config.hf_dataset, key) for key in wanted if getattr(config.hf_dataset, key)}
-        for key, name in names.items():
-            if name not in splits:
-                raise RunError(f"hf_dataset.{key}: {path} has no split '{name}'; it holds {', '.join(splits)}")
-        return [Source(file, wanted[key]) for key, name in names.items() for file in splits[name]]
+        files = []
+        for key, split in (("split", rest), ("validation_split", "validation")):
+            if name := getattr(config.hf_dataset, key):
+                if name not in splits:
+                    raise RunError(f"hf_dataset.{key}: {path} has no split '{name}'; it holds {', '.join(splits)}")
+                files += [dataclasses.replace(file, split=split) for file in splits[name]]
+        return files
     held_out = find_files(config.validation) if config.validation else []
-    files = [file for file in find_files(config.input) if file not in held_out]
+    files = [dataclasses.replace(file, split=rest) for file in find_files(config.input) if file not in held_out]
     if not files:
         raise RunError(
             f"validation={config.validation} names all files of input={config.input}, so nothing is left to train on"
         )
-    for file in files + held_out:
+    files += [dataclasses.replace(file, split="validation") for file in held_out]
+    for file in files:
         if file.kind == "text" and config.format != "text":
             raise RunError(
                 f"{file.name} is plain text by its suffix, but format={config.format} needs records: .jsonl or .parquet"
             )
-    return [Source(file, rest) for file in files] + [Source(file, "validation") for file in held_out]
+    return files
 
 
-def total_bytes(sources: list[Source]) -> int:
+def total_bytes(files: list[File]) -> int:
     """As stored; 0 where none is known."""
-    return sum(source.file.size for source in sources)
+    return sum(file.size for file in files)
 
 
-def make_tokenizer(config: TokenizeText, sources: list[Source]) -> Tokenizer:
+def make_tokenizer(config: TokenizeText, files: list[File]) -> Tokenizer:
     template = None
     if config.chat_template:
         try:
@@ -391,7 +349,7 @@ def make_tokenizer(config: TokenizeText, sources: list[Source]) -> Tokenizer:
         except (OSError, ValueError) as error:
             raise RunError(f"chat_template={config.chat_template} cannot be read ({error})") from error
     if config.tokenizer == TRAIN_BPE:
-        tokenizer = dataclasses.replace(trained_tokenizer(config, sources, template), chat_template=template or "")
+        tokenizer = dataclasses.replace(trained_tokenizer(config, files, template), chat_template=template or "")
         if config.bos_id is not None:
             tokenizer = dataclasses.replace(tokenizer, bos_id=config.bos_id)
     else:
@@ -401,19 +359,19 @@ def make_tokenizer(config: TokenizeText, sources: list[Source]) -> Tokenizer:
     return tokenizer
 
 
-def trained_tokenizer(config: TokenizeText, sources: list[Source], template: str | None) -> Tokenizer:
+def trained_tokenizer(config: TokenizeText, files: list[File], template: str | None) -> Tokenizer:
     """A byte-level BPE of the training documents: all of them, or of every so many-th block as many as bpe_bytes asks
     for."""
-    sources = [source for source in sources if source.split != "validation"]
-    stride = max(1, total_bytes(sources) // config.bpe_bytes)
-    some = sources[:: min(stride, len(sources))]
-    every = max(1, stride // min(stride, len(sources)))
+    files = [file for file in files if file.split != "validation"]
+    stride = max(1, total_bytes(files) // config.bpe_bytes)
+    some = files[:: min(stride, len(files))]
+    every = max(1, stride // min(stride, len(files)))
     stand_in = load_tokenizer(BYTES, chat_template=template)  # for the chats' sake, which it renders
     count = 0
 
     def texts() -> Iterator[str]:
         nonlocal count
-        for number, (block, *_) in enumerate(read_all(some, config.settings, Position())):
+        for number, block in enumerate(read_all(some, config.settings, (0, 0, 0))):
             documents = read_documents(block, stand_in, config.settings)[0] if number % every == 0 else ()
             for document in documents:
                 if config.settings.validation_fraction and drawn(document, config.settings):
@@ -435,9 +393,9 @@ def trained_tokenizer(config: TokenizeText, sources: list[Source], template: str
     return tokenizer
 
 
-def process_count(config: TokenizeText, sources: list[Source]) -> int:
+def process_count(config: TokenizeText, files: list[File]) -> int:
     """As configured; else one for each core, where it pays to start them."""
-    small = 0 < total_bytes(sources) < 8 * 2**20
+    small = 0 < total_bytes(files) < 8 * 2**20
     # Bytes are made sooner than they are sent to another process.
     return config.processes or (1 if small or config.tokenizer == BYTES else len(os.sched_getaffinity(0)))
 

@@ -3,10 +3,10 @@ tools.tokenize_text reads.
 
     files = find_files("corpus/*.jsonl.zst")            # a path, a glob, a URL
     files = find_splits("allenai/c4", "en")["train"]    # a name on the hub, or a folder
-    for block in read_blocks(files[0]):
+    for block in read_blocks(files):
         for number, record in records(block):
             (text,) = values(record, ["text"])          # BadRecord: why it has none
-    read_blocks(files[0], block.offset, block.line)     # continues after that block
+    read_blocks(files, block.position)                  # continues after that block
 
 Text and lines of JSON are read here, so that a bad record is one line with a number and can be left out: `datasets`
 parses ten megabytes at once, with one type for all. It finds the files of a data set and reads all other kinds.
@@ -43,6 +43,7 @@ class File:
     name: str  # path or URL; of rows of a data set: which part of it
     size: int = 0  # bytes as stored; 0 where that is not known
     version: str = ""  # changes with the content, as far as the file system tells
+    split: str = ""  # whose documents it holds, where that is said
     stream: Any = None  # the `datasets.IterableDataset` that holds the rows; None: to be opened by name
     part: int = 0  # which of its files
     parts: int = 1
@@ -50,15 +51,15 @@ class File:
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """Whole records of a file. Blocks after an offset hold the same records wherever reading began."""
+    """Whole records of a file; all of an empty one. Blocks after a position hold the same records wherever reading
+    began."""
 
-    kind: str
-    name: str
+    file: File
     content: bytes | list[dict]
     first: int  # number of its first line, from 1, or row, from 0
-    offset: int  # what follows it: a byte or a row
-    line: int  # how many lines come before that
-    done: int  # bytes of the file as stored
+    # What follows it: of which file, a byte or a row, and how many lines come before that (1 after an empty file).
+    position: tuple[int, int, int]
+    done: int  # bytes of all files as stored
 
 
 class BadRecord(ValueError):
@@ -131,7 +132,7 @@ def find_splits(path: str, name: str) -> dict[str, list[File]]:
         raise RunError(f"hf_dataset.path: {error}: {EXPECTED}") from error
     return {
         str(split): [
-            File("rows", f"file {part} of {path} {split}", 0, str(builder.hash), stream, part, stream.num_shards)
+            File("rows", f"file {part} of {path} {split}", 0, str(builder.hash), "", stream, part, stream.num_shards)
             for part in range(stream.num_shards)
         ]
         for split, stream in streams.items()
@@ -158,18 +159,29 @@ def whole_lines(data: bytes) -> int:
 
 
 def read_blocks(
-    file: File, offset: int = 0, line: int = 0, whole: Callable[[bytes], int] = whole_lines
+    files: Sequence[File], position: Sequence[int] = (0, 0, 0), whole: Callable[[bytes], int] = whole_lines
 ) -> Iterator[Block]:
-    """The blocks of a file from an offset on, before which there are `line` lines.
+    """The blocks of all files from a position on.
 
     Args:
-      whole: how much of some text, which a document begins, is documents that surely end there; of text only.
+      whole: how much of some text, which a document begins, is documents that surely end there.
     Raises:
-      RunError: the file cannot be read.
+      RunError: a file cannot be read.
     """
-    if file.kind == "rows":
-        yield from _read_rows(file, offset)
-        return
+    first_file, offset, line = position
+    for index, file in enumerate(files[first_file:], first_file):
+        is_empty, before = not offset and not line, sum(file.size for file in files[:index])
+        read = _read_rows(file, offset) if file.kind == "rows" else _read_bytes(file, offset, line, whole)
+        file = dataclasses.replace(file, stream=None)  # a block goes to other processes
+        for content, first, offset, line, done in read:
+            is_empty = False
+            yield Block(file, content, first, (index, offset, line), before + done)
+        if is_empty:
+            yield Block(file, b"", 1, (index, 0, 1), before)
+        offset = line = 0
+
+
+def _read_bytes(file: File, offset: int, line: int, whole: Callable[[bytes], int]) -> Iterator[tuple]:
     whole = whole if file.kind == "text" else whole_lines
     with reading(file.name), _open(file.name) as (opened, raw):
         if opened is raw:
@@ -194,11 +206,10 @@ def read_blocks(
             # Four times as fast as bytes.count.
             lines = int(np.count_nonzero(np.frombuffer(content, np.uint8) == ord("\n")))
             first, line, offset = line + 1, line + lines, offset + stop
-            done = offset if opened is raw else min(raw.tell(), file.size)
-            yield Block(file.kind, file.name, content, first, offset, line, done)
+            yield content, first, offset, line, offset if opened is raw else min(raw.tell(), file.size)
 
 
-def _read_rows(file: File, row: int) -> Iterator[Block]:
+def _read_rows(file: File, row: int) -> Iterator[tuple]:
     """What comes before the row is read once more, and passed over."""
     with needs_package(file.name, "datasets"):
         import datasets
@@ -211,7 +222,7 @@ def _read_rows(file: File, row: int) -> Iterator[Block]:
             rest = table.slice(max(0, row - at))
             at += table.num_rows
             if rest.num_rows:
-                yield Block("rows", file.name, rest.to_pylist(), at - rest.num_rows, at, 0, 0)
+                yield rest.to_pylist(), at - rest.num_rows, at, 0, 0
 
 
 @contextlib.contextmanager
@@ -248,16 +259,16 @@ def _of_packages() -> list[type[Exception]]:
 
 def records(block: Block) -> list[tuple[int, bytes | dict]]:
     """A block's records, each with the number of its line or row; a line of text is one too."""
-    if block.kind == "rows":
+    if block.file.kind == "rows":
         return list(enumerate(block.content, block.first))
-    if block.kind == "text":
+    if block.file.kind == "text":
         return list(enumerate(block.content.splitlines(), block.first))
     lines = enumerate(block.content.removeprefix(codecs.BOM_UTF8).split(b"\n"), block.first)
     return [(number, line) for number, line in lines if line and not line.isspace()]
 
 
 def place(block: Block, number: int) -> str:
-    return f"{block.name}, row {number}" if block.kind == "rows" else f"{block.name}:{number}"
+    return f"{block.file.name}, row {number}" if block.file.kind == "rows" else f"{block.file.name}:{number}"
 
 
 def decoded(data: bytes) -> str:

@@ -192,7 +192,7 @@ class TokenStream:
         if self._share not in {self._owner(file, number, self._shares) for number in range(self._shares)}:
             return
         first = 0
-        for block in read_blocks(self._files[file]):
+        for block in read_blocks(self._files[file : file + 1]):
             positions, texts = [], []
             for document, (number, record) in enumerate(records(block), first):
                 first += 1
@@ -201,7 +201,7 @@ class TokenStream:
                 if (tokens := self._used(epoch, file, document)) is None:
                     continue
                 try:
-                    texts.append(decoded(record) if block.kind == "text" else values(record, [self._field])[0])
+                    texts.append(decoded(record) if block.file.kind == "text" else values(record, [self._field])[0])
                 except BadRecord as error:
                     yield positions, texts
                     fix = "mend it, or set hf_dataset.text_field to the field that holds the text"

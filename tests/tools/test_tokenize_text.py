@@ -487,7 +487,7 @@ def test_output_that_is_there(tmp_path, capsys):
         == f"{tmp_path}/x.zarr is complete: 1 documents, 9 tokens. overwrite=true writes it again"
     )
     other = "write to a new path, or say overwrite=true to replace it"
-    made = "a data set that was made with another config, or from an input that has changed since"
+    made = "a data set, or its beginning, made with another config or from an input that has changed since"
     assert_refuses(f"{tmp_path}/x.zarr holds {made}: {other}", tokenize, *command, "document_bytes=4")
     assert files(tmp_path / "x.zarr") == before
     tokenize(*command, "document_bytes=4", "overwrite=true", "tokenizer=train_bpe", "bpe_vocab=257")

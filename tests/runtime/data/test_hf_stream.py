@@ -194,7 +194,9 @@ def test_each_document_belongs_to_one_host(numbered, open_once, shares):
 def test_a_host_opens_its_own_files_only(folder, monkeypatch):
     """Where files can be dealt out whole, no host reads another's."""
     opened, read_blocks = [], token_stream.read_blocks
-    monkeypatch.setattr(token_stream, "read_blocks", lambda file: (opened.append(file.name), read_blocks(file))[1])
+    monkeypatch.setattr(
+        token_stream, "read_blocks", lambda files: (opened.append(files[0].name), read_blocks(files))[1]
+    )
     for share in range(3):
         stream = TokenStream(
             config(folder),
