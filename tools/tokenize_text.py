@@ -33,7 +33,6 @@ from tqdm import tqdm
 
 from runtime.cluster.tuning import keep_memory
 from runtime.config import command_line
-from runtime.config.rebuild import refuse
 from runtime.data.documents import Block, File, find_files, find_splits, read_blocks
 from runtime.data.flat_tokens import LARGEST_ID, SplitWriter, absolute_path, open_for_writing
 from runtime.data.tokenizers import (
@@ -121,9 +120,12 @@ class TokenizeText:
         return bool(self.validation or self.hf_dataset.validation_split or self.validation_fraction)
 
 
-def unescaped(text: str) -> str:
-    r"""Text with \\n for a new line, as a command line gives it."""
-    return text.encode("ascii", "backslashreplace").decode("unicode_escape")
+def unescaped(text: str) -> str | None:
+    r"""Text with \\n for a new line, as a command line gives it; None for what is none."""
+    try:
+        return text.encode("ascii", "backslashreplace").decode("unicode_escape")
+    except UnicodeDecodeError:
+        return None
 
 
 # ---------------------------------------------------------------- from beginning to end
@@ -283,30 +285,31 @@ def tokenized(
 
 def check(config: TokenizeText) -> None:
     """Refuses values that make no sense, all at once."""
-    problems = []
-
-    def expect(holds: bool, key: str, expected: str) -> None:
-        if not holds:
-            problems.append(f"{key} is {getattr(config, key)!r}, expected {expected}")
-
+    expected = {
+        "validation": (not (config.validation and config.hf_dataset.path), "hf_dataset.validation_split, or neither"),
+        "format": (config.format in ("text", "prompt", "chat"), "text, prompt or chat"),
+        "on_bad_record": (config.on_bad_record in ("fail", "skip"), "fail or skip"),
+        "validation_fraction": (0 <= config.validation_fraction < 1, "a number from 0 to less than 1"),
+        "seed": (0 <= config.seed < 2**64, "a number from 0 to less than 2⁶⁴"),
+        "document_bytes": (config.document_bytes >= 4, "4 or more"),
+        "processes": (config.processes >= 0, "0 or more"),
+        "bos_id": (0 <= (config.bos_id or 0) <= LARGEST_ID, f"an id from 0 to {LARGEST_ID}"),
+        "bpe_vocab": (257 <= config.bpe_vocab <= LARGEST_ID, f"257 (the bytes and one) to {LARGEST_ID}"),
+        "bpe_bytes": (config.bpe_bytes > 0, "more than 0"),
+        "separator": (
+            unescaped(config.separator) is not None,
+            "text, with \\n for a new line and \\\\ for a backslash",
+        ),
+    }
+    problems = [
+        f"{key} is {getattr(config, key)!r}, expected {what}" for key, (holds, what) in expected.items() if not holds
+    ]
     if bool(config.input) == bool(config.hf_dataset.path):
-        problems.append("expected one of input (a path, glob or URL) and hf_dataset.path (the name of a data set)")
-    if config.hf_dataset.path:
-        expect(not config.validation, "validation", "hf_dataset.validation_split in its place, or neither")
-    expect(config.format in ("text", "prompt", "chat"), "format", "text, prompt or chat")
-    expect(config.on_bad_record in ("fail", "skip"), "on_bad_record", "fail or skip")
-    expect(0 <= config.validation_fraction < 1, "validation_fraction", "a number from 0 to less than 1")
-    expect(0 <= config.seed < 2**64, "seed", "a number from 0 to less than 2⁶⁴")
-    expect(config.document_bytes >= 4, "document_bytes", "4 or more")
-    expect(config.processes >= 0, "processes", "0 or more")
-    expect(0 <= (config.bos_id or 0) <= LARGEST_ID, "bos_id", f"an id from 0 to {LARGEST_ID}")
-    expect(257 <= config.bpe_vocab <= LARGEST_ID, "bpe_vocab", f"257 (the bytes and one) to {LARGEST_ID}")
-    expect(config.bpe_bytes > 0, "bpe_bytes", "more than 0")
-    try:
-        unescaped(config.separator)
-    except UnicodeDecodeError:
-        expect(False, "separator", "text, with \\n for a new line and \\\\ for a backslash")
-    refuse(problems)
+        problems.insert(0, "expected one of input (a path, glob or URL) and hf_dataset.path (the name of a data set)")
+    if problems:
+        raise RunError(
+            "\n  ".join([f"{len(problems)} problems in the configuration:"] * (len(problems) > 1) + problems)
+        )
 
 
 def find_all(config: TokenizeText) -> list[File]:

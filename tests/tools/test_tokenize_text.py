@@ -368,86 +368,47 @@ def test_bad_rows(tmp_path):
     )
 
 
-def test_refused_before_anything_is_read(tmp_path):
+ONE_OF = "expected one of input (a path, glob or URL) and hf_dataset.path (the name of a data set)"
+WRONG = {
+    "format=json": "format is 'json', expected text, prompt or chat",
+    "on_bad_record=ignore": "on_bad_record is 'ignore', expected fail or skip",
+    "validation_fraction=1": "validation_fraction is 1.0, expected a number from 0 to less than 1",
+    "seed=-1": "seed is -1, expected a number from 0 to less than 2⁶⁴",
+    "document_bytes=1": "document_bytes is 1, expected 4 or more",
+    "processes=-1": "processes is -1, expected 0 or more",
+    "bos_id=-1": "bos_id is -1, expected an id from 0 to 2147483647",
+    "bpe_vocab=256": "bpe_vocab is 256, expected 257 (the bytes and one) to 2147483647",
+    "bpe_bytes=0": "bpe_bytes is 0, expected more than 0",
+    "separator='\\x'": "separator is '\\\\x', expected text, with \\n for a new line and \\\\ for a backslash",
+}
+REFUSED = [
+    ([], ONE_OF),
+    (["input=IN/a.txt", "hf_dataset.path=x"], ONE_OF),
+    (["input=IN/a.txt", *WRONG], "\n  ".join(["10 problems in the configuration:", *WRONG.values()])),
+    (["hf_dataset.path=x", "validation=x"], "validation is 'x', expected hf_dataset.validation_split, or neither"),
+    (["input=IN/b.txt"], "cannot read IN/b.txt (FileNotFoundError: …)"),
+    (["input='IN/*.json'"], "no file matches IN/*.json"),
+    (["input=IN"], "IN is a folder, expected files: say IN/*.txt or such"),
+    (["input=nothing://x"], "cannot read nothing://x (ValueError: Protocol not known: nothing)"),
+    (["input=IN/a.txt", "format=prompt"], "IN/a.txt is plain text by its suffix, but format=prompt needs records: .jsonl or .parquet"),
+    (["input=IN/a.txt", "validation=IN/a.txt"], "validation=IN/a.txt names all files of input=IN/a.txt, so nothing is left to train on"),
+    (["input=IN/a.jsonl", "format=chat"], "the tokenizer bytes_utf8 has no chat template: give one, chat_template=FILE of jinja"),
+    (["input=IN/a.jsonl", "format=chat", "chat_template=nowhere"], "chat_template=nowhere cannot be read (…)"),
+    (["input=IN/a.jsonl", "tokenizer=train_bpe"], "IN/a.jsonl holds no text that a tokenizer could be trained on"),
+    (["hf_dataset.path=no/where"], "hf_dataset.path: cannot read no/where (…): …"),
+    (["hf_dataset.path=IN/hub"], "hf_dataset.split: IN/hub has no split 'train'; it holds test"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("overrides, message", REFUSED, ids=[message[:40] for _, message in REFUSED])
+def test_refused_before_anything_is_read(tmp_path, overrides, message):
     """What makes no sense is refused at once, all of it together; so is input that is not there or of the wrong kind."""
     (tmp_path / "a.txt").write_text("text")
-    output, source = f"output={tmp_path}/x.zarr", f"input={tmp_path}/a.txt"
-    one_of = "expected one of input (a path, glob or URL) and hf_dataset.path (the name of a data set)"
-    assert_refuses(one_of, tokenize, output)
-    assert_refuses(one_of, tokenize, output, source, "hf_dataset.path=x")
-    wrong = [
-        "format=json",
-        "on_bad_record=ignore",
-        "validation_fraction=1",
-        "seed=-1",
-        "document_bytes=1",
-        "processes=-1",
-        "bpe_vocab=256",
-        "bpe_bytes=0",
-        "bos_id=-1",
-        "separator='\\x'",
-    ]
-    with pytest.raises(Exception, match="10 problems in the configuration") as error:
-        tokenize(output, source, *wrong)
-    assert [line.strip() for line in str(error.value).splitlines()[1:]] == [
-        "format is 'json', expected text, prompt or chat",
-        "on_bad_record is 'ignore', expected fail or skip",
-        "validation_fraction is 1.0, expected a number from 0 to less than 1",
-        "seed is -1, expected a number from 0 to less than 2⁶⁴",
-        "document_bytes is 1, expected 4 or more",
-        "processes is -1, expected 0 or more",
-        "bos_id is -1, expected an id from 0 to 2147483647",
-        "bpe_vocab is 256, expected 257 (the bytes and one) to 2147483647",
-        "bpe_bytes is 0, expected more than 0",
-        "separator is '\\\\x', expected text, with \\n for a new line and \\\\ for a backslash",
-    ]
-    assert_refuses(
-        "validation is 'x', expected hf_dataset.validation_split in its place, or neither",
-        tokenize,
-        output,
-        "hf_dataset.path=x",
-        "validation=x",
-    )
-    assert_refuses(f"cannot read {tmp_path}/b.txt (FileNotFoundError: …)", tokenize, output, f"input={tmp_path}/b.txt")
-    assert_refuses(f"no file matches {tmp_path}/*.jsonl", tokenize, output, f"input='{tmp_path}/*.jsonl'")
-    assert_refuses(
-        f"{tmp_path} is a folder, expected files: say {tmp_path}/*.txt or such", tokenize, output, f"input={tmp_path}"
-    )
-    assert_refuses(
-        "cannot read nothing://x (ValueError: Protocol not known: nothing)", tokenize, output, "input=nothing://x"
-    )
-    assert_refuses(
-        f"{tmp_path}/a.txt is plain text by its suffix, but format=prompt needs records: .jsonl or .parquet",
-        tokenize,
-        output,
-        source,
-        "format=prompt",
-    )
-    assert_refuses(
-        f"validation={tmp_path}/a.txt names all files of input={tmp_path}/a.txt, so nothing is left to train on",
-        tokenize,
-        output,
-        source,
-        f"validation={tmp_path}/a.txt",
-    )
     write_lines(tmp_path / "a.jsonl", [{}])
-    chat = [output, f"input={tmp_path}/a.jsonl", "format=chat"]
-    assert_refuses(
-        "the tokenizer bytes_utf8 has no chat template: give one, chat_template=FILE of jinja", tokenize, *chat
-    )
-    assert_refuses("chat_template=nowhere cannot be read (…)", tokenize, *chat, "chat_template=nowhere")
-    assert_refuses(
-        f"{tmp_path}/a.jsonl holds no text that a tokenizer could be trained on",
-        tokenize,
-        output,
-        f"input={tmp_path}/a.jsonl",
-        "tokenizer=train_bpe",
-    )
-    assert_refuses("hf_dataset.path: cannot read no/where (…): …", tokenize, output, "hf_dataset.path=no/where")
     (tmp_path / "hub").mkdir()
     write_lines(tmp_path / "hub" / "test.jsonl", [{}])
-    message = f"hf_dataset.split: {tmp_path}/hub has no split 'train'; it holds test"
-    assert_refuses(message, tokenize, output, f"hf_dataset.path={tmp_path}/hub")
+    overrides = [each.replace("IN", str(tmp_path)) for each in overrides]
+    assert_refuses(message.replace("IN", str(tmp_path)), tokenize, f"output={tmp_path}/x.zarr", *overrides)
 
 
 def test_ids_over_31_bits(tmp_path):
