@@ -127,6 +127,8 @@ def find_splits(path: str, name: str) -> dict[str, list[File]]:
                     split: [File(kind, each, version=str(builder.hash)) for each in names]
                     for split, names in splits.items()
                 }
+            if getattr(builder.config, "batch_size", 0) is None:
+                builder.config.batch_size = BLOCK_ROWS  # not a row group, of which one without rows is an error (5.2)
             streams = builder.as_streaming_dataset()
     except RunError as error:
         raise RunError(f"hf_dataset.path: {error}: {EXPECTED}") from error
@@ -217,7 +219,8 @@ def _read_rows(file: File, row: int) -> Iterator[tuple]:
     with reading(file.name):
         stream, at = file.stream, 0
         if stream is None:
-            stream = datasets.load_dataset("parquet", data_files=file.name, split="train", streaming=True)
+            options = {"data_files": file.name, "batch_size": BLOCK_ROWS}
+            stream = datasets.load_dataset("parquet", **options, split="train", streaming=True)
         for table in stream.shard(file.parts, file.part).with_format("arrow").iter(BLOCK_ROWS):
             rest = table.slice(max(0, row - at))
             at += table.num_rows
