@@ -541,29 +541,3 @@ def test_dead_process(tmp_path, monkeypatch):
         "a process that tokenizes died, of too little memory perhaps: say fewer processes=...; the same command goes on"
     )
     assert_refuses(message, tokenize, f"input={source}", f"output={tmp_path}/x.zarr", "processes=2")
-
-
-# ---------------------------------------------------------------- what the documentation says
-
-
-@pytest.mark.slow
-def test_your_own_text_in_five_commands(tmp_path):
-    """The commands of docs/data.md, but for the installation, run as they are written, offline; training is cut to two steps."""
-    section = (ROOT / "docs" / "data.md").read_text().split("## Your own text in five commands")[1]
-    commands = section.split("```sh\n")[1].split("```")[0].splitlines()
-    assert len(commands) == 5 and commands[0].startswith("pip install -r ")
-    lines = (ROOT / "docs" / "notation.md").read_text().splitlines() * 100
-    (tmp_path / "my.txt").write_text("".join(f"{number} {line}\n" for number, line in enumerate(lines)))
-    for command in commands[1:]:
-        if " train " in command:
-            command += " training.steps=2 training.warmup_steps=1 training.steps_for_lr=2 training.tokens.batch=8 training.tokens.len=32"
-        command = command.replace("tools.sample", "tools.sample --tokens 3").replace("python", sys.executable, 1)
-        done = subprocess.run(
-            command,
-            shell=True,
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, (command, done.stdout, done.stderr)
