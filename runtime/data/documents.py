@@ -105,7 +105,7 @@ def find_splits(path: str, name: str) -> dict[str, list[File]]:
     Raises:
       RunError: a package or the data set is missing.
     """
-    with needs_package(f"the data set {path}", "datasets"):
+    with needs_package("hf_dataset.path", "datasets"):
         import datasets
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it logs, besides, what it raises
     where = os.path.expanduser(path)

@@ -404,7 +404,7 @@ def test_missing(folder, tmp_path, monkeypatch):
     message = f"hf_dataset.path: cannot read {tmp_path}/empty (EmptyDatasetError: …): {expected}"
     assert_refuses(message, loader, tmp_path / "empty")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    message = f"the data set {folder} needs the package datasets, which is not installed: pip install -r requirements-text.txt"
+    message = "hf_dataset.path needs the package datasets, which is not installed: pip install -r requirements-text.txt"
     assert_refuses(message, loader, folder)
 
 
