@@ -42,11 +42,11 @@ from runtime.config.keys import RunConfig
 from runtime.data.sources import bytes_per_token, open_data
 from runtime.terminal import RunError, print_line, wrapped
 from runtime.tracking.bad_steps import BadSteps
-from runtime.tracking.hlo_graph import StepGraph
+from runtime.tracking.files import write_whole
+from runtime.tracking.followers import Followers
 from runtime.tracking.metrics import Tracker, flattened
 from runtime.tracking.profiling import Profiler
-from runtime.tracking.report import Report, environment
-from runtime.tracking.trackers import Trackers
+from runtime.tracking.report import environment
 from shardlib.shardtypes import ShardingError, typed_shard_map
 
 # How far the host may be ahead. The device never runs dry of work, and the host does not run away from it: with 32
@@ -117,7 +117,7 @@ class Run:
         self.compiler_options = options(jax.devices()[0])
         with contextlib.ExitStack() as opened:
             # First, so that it ends last: waiting for a tracker holds up no checkpoint.
-            self._trackers = opened.enter_context(Trackers(config, self.folder, is_leader=self._is_leader))
+            self._followers = opened.enter_context(Followers(config, self.folder, is_leader=self._is_leader))
             self.data = opened.enter_context(open_data(config, "train", sharding))
             self.validation_data = opened.enter_context(open_data(config, "validation", sharding))
             largest_id = max(self.data.max_token_id, self.validation_data.max_token_id)
@@ -189,7 +189,7 @@ class Run:
                 with (self.folder / "ledger.txt").open("a", encoding="utf-8") as file:
                     print("\nWhat the compiled step sends in another way:", *rows, sep="\n  ", file=file)
             if not (self.folder / "step.svg").exists():
-                self._open.callback(StepGraph(compiled, self.folder).close)
+                write_whole(self.folder / "step.hlo.txt", compiled.as_text())
         return compiled
 
     def restore(self, shapes: Any) -> Any:
@@ -256,9 +256,10 @@ class Run:
 
     def log(self, step: int, outputs: Any, metrics: Any) -> None:
         """Takes what a step that was just dispatched returns; its numbers are read later, when they are due."""
-        self._profiler.after_step(step + 1, outputs)
         metrics = flattened(metrics)
+        # Before the profiler, which waits for the step that it ends with: else the step before would take its time.
         self._tracker.log(step + 1, metrics, self.data.waited_s, self.data.metrics(step))
+        self._profiler.after_step(step + 1, outputs)
         if step % self._config.log_interval == 0:  # the tracker has just read the step before
             self._stop_if_bad()
         self._bad_steps.note(step + 1, metrics)
@@ -310,9 +311,6 @@ class Run:
         config, tokens = self._config, self._config.training.tokens
         steps = {"start_step": self.done_steps, "total_steps": self._total, "is_leader": self._is_leader}
         peak = peak_flops_per_s(jax.devices()[0].device_kind)
-        self._trackers.start(self.done_steps)
-        # Before the tracker, so that its last page has the tracker's last line.
-        self._open.enter_context(Report(self.folder, is_leader=self._is_leader))
         self._tracker = Tracker(
             self.folder,
             **steps,
@@ -321,9 +319,10 @@ class Run:
             peak_flops_per_s=None if peak is None else peak * config.mesh.d * config.mesh.t,
             log_interval=config.log_interval,
             bytes_per_token=bytes_per_token(config),
-            on_line=self._trackers.put,
+            on_line=self._followers.check,
         )
         self._open.enter_context(self._tracker)
+        self._followers.start()
         self._profiler = self._open.enter_context(Profiler(self.folder, **steps))
         self._bad_steps = BadSteps(config.training.max_consecutive_bad_steps, self.attributes.get("skipped_steps", 0))
         self._saved_at = time.monotonic()

@@ -21,12 +21,12 @@ from runtime.config import command_line
 from runtime.data.chunks import has_checksums, open_group, read, read_errors
 from runtime.data.flat_tokens import Split, absolute_path, open_split
 from runtime.data.tokenizers import Tokenizer, load_dataset_tokenizer
-from runtime.terminal import RunError, columns, print_line, shown, wrapped
+from runtime.terminal import RunError, columns, print_line, printable, wrapped
 
 BLOCK = 2**20  # tokens that are read at once, or a chunk's where that has more: 4 MiB
 SAMPLED_TOKENS = 2**24
 MOST_FREQUENT = 10
-SAMPLE_TOKENS, SAMPLE_LINES = 512, 8  # of a sequence that is shown
+SAMPLE_TOKENS, SAMPLE_LINES = 512, 8  # of a sequence that is printable
 SHOWN = 10  # violations of a kind; further ones are counted
 
 
@@ -34,7 +34,7 @@ SHOWN = 10  # violations of a kind; further ones are counted
 class InspectDataset:
     path: str  # folder or URL of the data set
     split: str = ""  # looks at this one alone; empty: at all there are
-    samples: int = 2  # sequences of a split that are shown
+    samples: int = 2  # sequences of a split that are printable
     verify: bool = False  # checks every token; exit status 1 if anything is wrong
 
 
@@ -124,7 +124,7 @@ def describe(split: Split, tokenizer: Tokenizer | None, samples: int) -> None:
         print_line(f"  {share} of {total:,} tokens are targets; the most frequent of them:")
         order = np.argsort(-counts, kind="stable")[:MOST_FREQUENT]
         rows = [
-            [f"    {token:,}", shown(repr(tokenizer.decode([token]))) if tokenizer else "", f"{times / total:.3%}"]
+            [f"    {token:,}", printable(repr(tokenizer.decode([token]))) if tokenizer else "", f"{times / total:.3%}"]
             for token, times in zip(ids[order].tolist(), counts[order].tolist())
         ]
         for line in columns(rows, right=(0, 2)):
@@ -165,7 +165,7 @@ def print_sample(split: Split, tokenizer: Tokenizer | None, sequence: int, start
         text = tokenizer.decode(part) if tokenizer else " ".join(map(str, part.tolist()))
         label = "" if is_target.all() else "target  " if mark else "context "
         for line in text.expandtabs(4).splitlines():
-            lines += [f"  {label}| {part}" for part in textwrap.wrap(shown(line), 96 - len(label)) or [""]]
+            lines += [f"  {label}| {part}" for part in textwrap.wrap(printable(line), 96 - len(label)) or [""]]
     print_line("\n".join(lines[:SAMPLE_LINES] + (["  …"] if len(lines) > SAMPLE_LINES or end < stop else [])))
 
 

@@ -43,7 +43,7 @@ from runtime.data.tokenizers import (
     save_dataset_tokenizer,
     train_bpe,
 )
-from runtime.terminal import RunError, print_line, shown
+from runtime.terminal import RunError, print_line, printable
 from tools.text_records import (
     Settings,
     Tokenized,
@@ -135,7 +135,7 @@ def main(config: TokenizeText) -> None:
     check(config)
     files = find_all(config)
     # A run goes on where another was if these are the same. How many processes there are makes no difference.
-    about = json.loads(shown(json.dumps(dataclasses.asdict(config))))  # without the password of a URL
+    about = json.loads(printable(json.dumps(dataclasses.asdict(config))))  # without the password of a URL
     for key in ("output", "overwrite", "on_bad_record", "processes"):
         del about[key]
     made_by = {"tool": "tools/tokenize_text.py", "config": about, "input_size": total_bytes(files)}
@@ -212,7 +212,7 @@ def write(config: TokenizeText, files: list[File], dataset: zarr.Group, state: d
                 record()
                 raise RunError(f"{result.bad[0]}; on_bad_record=skip leaves out such records")
             for reason in result.bad[: max(0, SHOWN_BAD_RECORDS - counts["bad"] + bad_before)]:
-                bar.write(shown(f"left out: {reason}"), file=sys.stderr)
+                bar.write(printable(f"left out: {reason}"), file=sys.stderr)
             for split, sequences in result.sequences.items():
                 writers[split].append(sequences.ids, sequences.lengths, sequences.is_target)
                 counts["tokens"] += len(sequences.ids)

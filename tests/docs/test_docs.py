@@ -70,6 +70,7 @@ NOT_EXECUTED = {
     r"python -m tools.compare": "needs two runs: test_report",
     r"python -m train -m |python -m train --multirun ": "minutes: test_config_sweep",
     r"python -m train tracking.": "test_trackers",
+    r"python -m runtime.tracking.follow": "test_trackers",
     # clone_to_cluster.md, on machines that are not here
     r"python -m tools.benchmark 'configs=\[c4_a100x8_1b\]'|python -m train --config-name=c4_a100x8_1b ": "eight GPUs",
     # several hosts

@@ -106,7 +106,7 @@ def test_it_runs_where_no_package_is_installed():
     assert done.returncode == 1
     assert re.search(r"^WRONG  jax +not installed\n +fix: pip install jax==0\.10\.2$", done.stdout, re.MULTILINE)
     assert re.fullmatch(
-        r"error: missing or broken: jax, .*, tqdm; the fix of each is below it; the rest is looked at when they are there\n",
+        r"error: missing or broken: jax, .*, Pygments; the fix of each is below it; the rest is looked at when they are there\n",
         done.stderr,
     )
 
@@ -145,7 +145,7 @@ def test_versions_against_the_tested_ones(versions):
     pins = doctor_packages.tested("requirements-cpu.txt")
     assert found["zarr"] == Finding(BROKEN, "zarr", "not installed", f"pip install zarr=={pins['zarr']}")
     assert found["numpy"].status == OTHER and found["numpy"].found.startswith("2.0.0, not the tested ")
-    assert "plotly" not in found and found["packages"].found.startswith("20 of 22 ")
+    assert "plotly" not in found and found["packages"].found.startswith("23 of 25 ")
 
 
 def test_optional_parts_do_not_count(versions):

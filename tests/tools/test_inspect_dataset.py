@@ -67,7 +67,7 @@ def test_what_a_data_set_holds(data, capsys):
         "target | that is the question.",
     ]
     assert "sequence 2: the 20 tokens from 45 on" in train and "sequence 4: the 300 tokens from 265 on" in train
-    assert "context | Ay,\ufffdthe" in lines
+    assert "context | Ay,\\x1bthe" in lines
     validation = lines[lines.index("validation") :]
     assert "all of 45 tokens are targets; the most frequent of them:" in validation
     assert validation[-2:] == ["| To be, or not to be:", "| that is the question."]
