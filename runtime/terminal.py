@@ -109,12 +109,14 @@ def _write_error(text: str) -> None:
 
 
 def printable(text: Any) -> str:
-    """Text in which control characters, with which a name could write anywhere in a terminal, are spelled out.
+    """Text without the password of a URL, in which control characters, with which a name could write anywhere in a
+    terminal, are spelled out.
 
-    >>> printable("a\x1b[2Jb")
-    'a\\\\x1b[2Jb'
+    >>> printable("a\x1b[2Jb s3://me:secret@host/x")
+    'a\\\\x1b[2Jb s3://me:***@host/x'
     """
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda match: f"\\x{ord(match[0]):02x}", str(text))
+    text = re.sub(r"(\w://+[^/\s:@]*:)[^/\s@]+@", r"\1***@", str(text))
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
 def wrapped(line: str) -> str:

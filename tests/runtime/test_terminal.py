@@ -77,10 +77,12 @@ def test_a_disk_that_has_room_again(tmp_path, monkeypatch, capsys):
         ("\x1b]0;title\x07\x1b[2Jgone", r"\x1b]0;title\x07\x1b[2Jgone"),
         ("over\rwritten\x08\x9b2J\x7f", r"over\x0dwritten\x08\x9b2J\x7f"),
         ("größer ×8 …", "größer ×8 …"),
+        ("s3://me:secret@host/x, memory:///me:secret@x", "s3://me:***@host/x, memory:///me:***@x"),
+        ("http://host:80/a@b and gs://bucket/y", "http://host:80/a@b and gs://bucket/y"),
     ],
 )
 def test_control_characters_are_spelled_out(capsys, text, shown):
-    """A name or a text of others cannot clear the screen, write elsewhere or name the window."""
+    """A name or a text of others cannot clear the screen, write elsewhere or name the window; no password is printed."""
     assert printable(text) == shown
     print_line(text)
     print_error(text)

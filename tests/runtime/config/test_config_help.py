@@ -14,8 +14,8 @@ from runtime.config.command_line import load, run
 from runtime.config.help import configs_of, explanations, help_of_keys
 from runtime.config.rebuild import all_keys
 from runtime.terminal import RunError
-from tests import benchmark_checkpoint, torture
-from tools import benchmark, benchmark_loader, plan, tokenize_text, write_synthetic_dataset
+from tests import benchmark_checkpoint, benchmark_loader, torture
+from tools import benchmark, inspect_dataset, make_dataset, plan, tokenize_text
 
 ROOT = Path(__file__).parents[3]
 
@@ -59,7 +59,8 @@ TOOLS = [
     benchmark_loader.Benchmark,
     tokenize_text.TokenizeText,
     torture.Torture,
-    write_synthetic_dataset.Synthetic,
+    make_dataset.MakeDataset,
+    inspect_dataset.InspectDataset,
 ]
 
 
@@ -85,13 +86,14 @@ def test_each_program_lists_its_own_configs(config_class, tools_own):
 @pytest.mark.parametrize("config_class", TOOLS)
 def test_a_tool_has_the_defaults_of_its_dataclass(config_class):
     """Without any yaml; a key is given as in a run, an unknown one is refused, and one without a default is asked for."""
-    needed = ["output=x"] if config_class is tokenize_text.TokenizeText else []
+    key = {tokenize_text.TokenizeText: "output", inspect_dataset.InspectDataset: "path"}.get(config_class)
+    needed = [f"{key}=x"] if key else []
     config = load(config_class, overrides=needed)
-    assert config == config_class(**({"output": "x"} if needed else {}))
+    assert config == config_class(**({key: "x"} if key else {}))
     with pytest.raises(RunError, match=r"^command line: mistyped is not a key: the keys are "):
         load(config_class, overrides=[*needed, "mistyped=1"])
     if needed:
-        with pytest.raises(RunError, match=r"^command line: output is missing: expected text; add output=\.\.\.$"):
+        with pytest.raises(RunError, match=rf"^command line: {key} is missing: expected text; add {key}=\.\.\.$"):
             load(config_class)
 
 
