@@ -59,6 +59,9 @@ PROGRAMS_IN_FLIGHT = 8
 # 2026-11-21).
 RUNS_ONCE = {"xla_backend_optimization_level": 1}
 
+# What a run takes from a checkpoint's attributes; another program's may lack them.
+ATTRIBUTES = {"skipped_steps": int, "config": dict, "data": dict, "data_position": dict}
+
 MOST_BAD_STEPS = 10  # in a row; whoever has more is not helped by going on
 
 
@@ -131,11 +134,10 @@ class Run:
                 keep_last=config.checkpoint.keep_last,
                 keep_every=config.checkpoint.keep_every,
                 asynchronous=config.checkpoint.async_,
-                timeout_s=config.checkpoint.timeout_s,
                 max_io_threads=config.io.max_io_threads,
             )
             opened.push(self._close_checkpoints)
-            self._go_on_from(self._checkpoints.latest() or 0)
+            self._go_on_from(self._checkpoints.latest(last_step=self._total) or 0)
             check_resume(config, self.done_steps)
             if self._is_leader:
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -301,7 +303,7 @@ class Run:
     def _go_on_from(self, step: int) -> None:
         """Takes over where the checkpoint after `step` steps stands; from 0, nothing."""
         self.done_steps = step
-        self.attributes = self._checkpoints.attributes(step) if step else {}
+        self.attributes = self._checkpoints.attributes(step, ATTRIBUTES) if step else {}
         where = f"checkpoint {self._store}/checkpoints/{step:010d}"
         changes = resume.compare(self._config, self.data.identity, self.attributes, where)
         if changes and self._is_leader:

@@ -5,10 +5,10 @@
     w_q = read_leaf(saved, "weights/transformer/w_q", pool)   # numpy
     chunks, faults = verify(saved, pool)
 
-The format is docs/formats.md's "PyTree-zarr". A chunk is one file: its values and their crc32c. Zarr itself writes and
-parses the metadata, and decodes the chunks of other writers; all in memory, so that every byte that is read or written
-passes through the store. The root's `zarr.json` is written last, and removed first. A directory without it, or without
-its attribute `write_completed: true`, is not a checkpoint.
+The format is docs/formats.md's "PyTree-zarr". A chunk is one file: its values and their crc32c, which its array's
+attributes hold too. Zarr itself writes and parses the metadata and decodes the chunks; all in memory, so that every
+byte that is read or written passes through the store. The root's `zarr.json` is written last, and removed first. A
+directory without it, or without its attribute `write_completed: true`, is not a checkpoint.
 """
 
 import dataclasses
@@ -30,8 +30,11 @@ import zarr.buffer.cpu
 from runtime.checkpoints.store import LocalStore, RemoteStore
 from runtime.terminal import RunError
 
+# Attributes of the root.
 COMPLETED = "write_completed"
-CHECKSUMS = "metadata_crc32c"  # an attribute of the root: of each metadata file by its path, and, by "", of the other attributes
+CHECKSUMS = "metadata_crc32c"  # of each metadata file by its path, and, by "", of all attributes but these two
+STEP = "step"  # that it was saved under
+CHUNKS = "chunk_crc32c"  # attribute of an array: of each chunk's values by its file's name
 METADATA_FILES = ("zarr.json", ".zgroup", ".zarray", ".zattrs")
 # What decoders raise at bytes that they cannot read; the last is zlib's own.
 UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OSError, EOFError, zlib.error)
@@ -83,7 +86,8 @@ class Checkpoint:
     name: str
     attributes: dict[str, Any]  # without those of the format itself
     arrays: dict[str, zarr.Array]  # in memory, without chunks
-    metadata: dict[str, Any]  # files' contents by path
+    files: dict[str, Any]  # what the arrays look into: contents by path
+    is_bound: bool  # whether it says which chunk belongs where; those of earlier and of other programs do not
 
     @property
     def path(self) -> str:
@@ -95,36 +99,30 @@ class Checkpoint:
 
     def read_chunk(self, name: str, number: tuple[int, ...], bounds: Bounds) -> np.ndarray:
         """The values of a chunk, all that lie in the array. Raises Damaged, naming the file."""
-        array, grid = self.arrays[name], self.grid(name)
+        array = self.arrays[name]
         key = array.metadata.encode_chunk_key(number)
+        file = f"{name}/{key}"
         try:
-            content = self.store.read(f"{self.name}/{name}/{key}")
-        except FileNotFoundError:  # zarr would return zeros
-            raise self._damaged(f"{name}/{key} is missing") from None
-        if _is_ours(array):
-            if len(content) != grid.file_bytes:
-                raise self._damaged(f"{name}/{key} has {len(content)} bytes and was written with {grid.file_bytes}")
-            values = np.frombuffer(content, np.uint8, len(content) - 4)
-            if google_crc32c.value(values) != int.from_bytes(content[-4:], "little"):
-                raise self._damaged(f"{name}/{key} does not have the checksum that it was written with")
-            whole = values.view(array.dtype).reshape(grid.chunk)
-            return whole[tuple(slice(stop - start) for start, stop in bounds)]
+            content = self.store.read(f"{self.name}/{file}")
+        except (FileNotFoundError, NotADirectoryError):  # zarr would return zeros
+            raise self.damaged(f"{file} is missing") from None
+        written = array.attrs.get(CHUNKS, {}).get(key)
+        if written is not None and google_crc32c.value(content[:-4]) != written:
+            raise self.damaged(f"{file} does not have the checksum that it was written with")
         if any(isinstance(codec, numcodecs.Blosc) for codec in array.compressors):
             # numcodecs 0.16 decodes a file that was cut short to garbage, when its values were not compressible.
-            written = int.from_bytes(content[12:16], "little")  # of the whole file, by blosc's header
-            if written != len(content):
-                raise self._damaged(f"{name}/{key} has {len(content)} bytes and was written with {written}")
-        files = {
-            file.removeprefix(f"{name}/"): there for file, there in self.metadata.items() if file.startswith(f"{name}/")
-        }
-        files[key] = zarr.buffer.cpu.Buffer.from_bytes(content)
+            size = int.from_bytes(content[12:16], "little")  # of the whole file, by blosc's header
+            if size != len(content):
+                raise self.damaged(f"{file} has {len(content)} bytes and was written with {size}")
+        self.files[file] = zarr.buffer.cpu.Buffer.from_bytes(content)
         try:
-            alone = zarr.open_array(zarr.storage.MemoryStore(files), mode="r")
-            return alone[tuple(slice(*part) for part in bounds)]
+            return array[tuple(slice(*part) for part in bounds)]
         except UNREADABLE as error:
-            raise self._damaged(f"{name}/{key} cannot be decoded ({type(error).__name__}: {error})") from error
+            raise self.damaged(f"{file} cannot be decoded ({type(error).__name__}: {error})") from error
+        finally:
+            del self.files[file]
 
-    def _damaged(self, what: str) -> Damaged:
+    def damaged(self, what: str) -> Damaged:
         return Damaged(f"checkpoint {self.path} is damaged: {what}")
 
 
@@ -152,13 +150,13 @@ def open_checkpoint(store: Store, name: str, pool: Executor) -> Checkpoint:
     for file, content in contents.items():
         if file in checksums and google_crc32c.value(content) != checksums[file]:
             raise Damaged(f"checkpoint {path} is damaged: {file} does not have the checksum that it was written with")
-    metadata = {file: zarr.buffer.cpu.Buffer.from_bytes(content) for file, content in contents.items()}
+    memory = {file: zarr.buffer.cpu.Buffer.from_bytes(content) for file, content in contents.items()}
     try:
-        group = zarr.open_group(zarr.storage.MemoryStore(metadata), mode="r", use_consolidated=False)
-        arrays = {name: array for name, array in group.members(max_depth=None) if isinstance(array, zarr.Array)}
+        group = zarr.open_group(zarr.storage.MemoryStore(memory), mode="r", use_consolidated=False)
+        arrays = {leaf: array for leaf, array in group.members(max_depth=None) if isinstance(array, zarr.Array)}
     except UNREADABLE as error:
         raise Damaged(f"checkpoint {path} is damaged: its metadata cannot be read ({error})") from error
-    return Checkpoint(store, name, _without_ours(root), arrays, metadata)
+    return Checkpoint(store, name, _without_ours(root), arrays, memory, is_bound=bool(checksums) and STEP in root)
 
 
 def restore(checkpoint: Checkpoint, like: Any, pool: Executor) -> Any:
@@ -218,19 +216,20 @@ def _read_root(store: Store, name: str) -> dict[str, Any]:
         try:
             content = json.loads(store.read(f"{name}/{file}"))
             attributes = content.get("attributes", {}) if file == "zarr.json" else content
-            completed, checksums = attributes.get(COMPLETED), attributes.get(CHECKSUMS)
-        except FileNotFoundError:
+            if attributes.get(COMPLETED) is not True:
+                break
+            if (checksums := attributes.get(CHECKSUMS)) is None:
+                return attributes
+            if checksums[""] != attributes_checksum(attributes):
+                raise Damaged(f"checkpoint {path} is damaged: the attributes in {file} are not those that were written")
+        except (FileNotFoundError, NotADirectoryError):
             continue
         except OSError as error:  # it may be a complete one: to pass it over could lose a run's work
             raise RunError(f"checkpoint {path} cannot be opened: {type(error).__name__}: {error}") from error
-        except (ValueError, AttributeError) as error:
+        except UNREADABLE as error:
             raise Damaged(f"checkpoint {path} is damaged: {file} cannot be read ({error})") from error
-        if completed is not True:
-            break
-        if checksums is not None and (
-            not isinstance(checksums, dict) or checksums.get("") != attributes_checksum(_without_ours(attributes))
-        ):
-            raise Damaged(f"checkpoint {path} is damaged: the attributes in {file} are not those that were written")
+        if name.isdigit() and int(name) != attributes.get(STEP, int(name)):
+            raise Damaged(f"checkpoint {path} is damaged: it was saved as that of step {attributes[STEP]}")
         return attributes
     raise Incomplete(f"checkpoint {path} was not written to its end")
 
@@ -293,22 +292,13 @@ def named_leaves(tree: Any) -> list[tuple[list[str], Any]]:
     return named
 
 
-def _without_ours(attributes: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in attributes.items() if key not in (COMPLETED, CHECKSUMS)}
-
-
 def attributes_checksum(attributes: dict[str, Any]) -> int:
-    return google_crc32c.value(json.dumps(attributes, sort_keys=True).encode())
+    others = {key: value for key, value in attributes.items() if key not in (COMPLETED, CHECKSUMS)}
+    return google_crc32c.value(json.dumps(others, sort_keys=True).encode())
 
 
-def _is_ours(array: zarr.Array) -> bool:
-    codecs = getattr(array.metadata, "codecs", ())  # format 2 has none
-    types = [type(codec) for codec in codecs]
-    little = types[:1] == [zarr.codecs.BytesCodec] and codecs[0].endian in (
-        None,
-        zarr.codecs.BytesCodec(endian="little").endian,
-    )
-    return little and types[1:] == [zarr.codecs.Crc32cCodec]
+def _without_ours(attributes: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in attributes.items() if key not in (COMPLETED, CHECKSUMS, STEP)}
 
 
 def bounds_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Bounds:

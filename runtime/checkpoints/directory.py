@@ -1,9 +1,9 @@
 """A run's directory of checkpoints: saved behind the steps, restored from the newest that reads whole, deleted when
 newer ones are complete.
 
-    checkpoints = Checkpoints("runs/a/checkpoints", keep_last=3, keep_every=1000, asynchronous=True, timeout_s=600,
-    max_io_threads=64) step, state = checkpoints.restore(shapes) if checkpoints.latest() else (0, init()) for step in
-    range(step + 1, steps + 1):
+    checkpoints = Checkpoints("runs/a/checkpoints", keep_last=3, keep_every=1000)
+    step, state = checkpoints.restore(shapes) if checkpoints.latest() else (0, init())
+    for step in range(step + 1, steps + 1):
         checkpoints.raise_failure()
         state = training_step(state)                    # may donate its argument
         if step % 100 == 0:
@@ -15,11 +15,13 @@ that fsspec opens.
 """
 
 import contextlib
+import itertools
 import json
 import re
 import sys
+import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -29,12 +31,14 @@ import jax
 from runtime.checkpoints import checkpoint
 from runtime.checkpoints import writing as checkpoint_writing
 from runtime.checkpoints.checkpoint import Damaged, Incomplete
-from runtime.checkpoints.hosts import SILENT, Hosts
+from runtime.checkpoints.hosts import Hosts
 from runtime.checkpoints.store import open_store
 from runtime.terminal import RunError
 
-STOPS = "error: "  # what a host says when falling back would not help
+TIMEOUT_S = 600.0  # what takes longer, because a host died or the disk hangs, stops the run
 MOST_THREADS = 16  # each may hold a few chunks: at most about 2 GB of host memory beside the copy of the state
+
+UNBOUND = "it does not say which chunk belongs where, so that files that changed places are not noticed"
 
 
 class Checkpoints:
@@ -54,11 +58,11 @@ class Checkpoints:
         self,
         directory: str | Path,
         *,
-        keep_last: int | None,
-        keep_every: int | None,
-        asynchronous: bool,
-        timeout_s: float,
-        max_io_threads: int,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        asynchronous: bool = True,
+        timeout_s: float = TIMEOUT_S,
+        max_io_threads: int = MOST_THREADS,
     ):
         self._store = open_store(directory, timeout_s)
         with _run_errors(f"{directory} cannot be used"):
@@ -88,7 +92,7 @@ class Checkpoints:
         waited_s = time.perf_counter() - began
         jax.block_until_ready(tree)
         began = time.perf_counter()
-        attributes = json.loads(json.dumps(attributes))  # as they will be read; and the caller may change his
+        attributes = json.loads(json.dumps(attributes))  # the caller may change his
         name = _name(step)
         grids, chunks = checkpoint_writing.snapshot(tree, self._pool, self._store.path(name))
         self._saving = self._writer.submit(self._save, name, grids, chunks, attributes)
@@ -103,23 +107,44 @@ class Checkpoints:
             saving, self._saving = self._saving, None
             saving.result()
 
-    def latest(self) -> int | None:
+    def latest(self, last_step: int | None = None) -> int | None:
         """The newest complete checkpoint's step, or None; says on stderr which newer ones are passed over, and why.
 
         Waits for a save that is under way. Whether the chunks are whole is known only to `restore`; one that it found
         to be damaged is not counted.
 
+        Args:
+          last_step: after which nothing is left to do, so that nobody would restore the checkpoint: one of this step
+            or a later one is read through here.
         Raises:
           RunError: there are checkpoints, but all of them are damaged; or the store cannot be read.
         """
         self._wait()
-        name = self._candidate()
+        name = self._candidate(last_step)
         return int(name) if name else None
 
-    def attributes(self, step: int) -> dict[str, Any]:
-        """The attributes that a checkpoint was saved with. Raises RunError when it is not there, not complete, or
-        damaged."""
-        return checkpoint.read_attributes(self._store, _name(step))
+    def attributes(self, step: int, types: Mapping[str, type] | None = None) -> dict[str, Any]:
+        """The attributes that a checkpoint was saved with.
+
+        Args:
+          types: of attributes by name. One that is missing, as in another program's checkpoint, is the type's empty
+            value, and a line on stderr says so. An integer is a count.
+        Raises:
+          RunError: the checkpoint is not there, not complete, or damaged, or attributes have other types.
+        """
+        name = _name(step)
+        found = checkpoint.read_attributes(self._store, name)
+        missing = {key: kind() for key, kind in (types or {}).items() if key not in found}
+        for key, kind in (types or {}).items():
+            value = found.get(key, kind())
+            if type(value) is not kind or (kind is int and not 0 <= value < 2**32):
+                text = textwrap.shorten(json.dumps(value), 60)
+                where = f"checkpoint {self._store.path(name)} cannot be resumed: its attribute {key} = {text}"
+                raise RunError(f"{where}: expected {'a count' if kind is int else 'a mapping'}; correct or delete it")
+        if missing:
+            assumed = ", ".join(f"{key} = {json.dumps(value)}" for key, value in missing.items())
+            self._say(f"checkpoint {self._store.path(name)} does not say all that a run needs; assumed: {assumed}")
+        return {**missing, **found}
 
     def restore(self, like: Any, step: int | None = None) -> tuple[int, Any]:
         """The newest checkpoint that reads whole, its step and its tree; or, with `step`, that one.
@@ -130,28 +155,31 @@ class Checkpoints:
         Args:
           like: the tree's `jax.ShapeDtypeStruct`s with shardings, of any mesh.
         Raises:
-          RunError: no checkpoint reads whole; the leaves are not those of `like`, with all differences; the store cannot be read.
+          RunError: no checkpoint reads whole; the leaves are not those of `like`, with all differences; the store
+            cannot be read.
         """
         self._wait()
         while name := _name(step) if step is not None else self._candidate():
-            tree = fault = error = None
-            try:
-                with _run_errors(f"checkpoint {self._store.path(name)} could not be read"):
+            tree = None
+
+            def read(name: str = name) -> str | None:
+                nonlocal tree
+                try:
                     opened = checkpoint.open_checkpoint(self._store, name, self._pool)
                     tree = checkpoint.restore(opened, like, self._pool)
-            except Damaged as damaged:
-                fault = str(damaged)
-            except RunError as other:
-                fault, error = f"{STOPS}{other}", other
-            with _run_errors("the hosts cannot agree"):
-                verdict = self._hosts.agree(fault)
-            if verdict is None:
+                except Damaged as damaged:
+                    return str(damaged)
+                if not opened.is_bound:
+                    self._say(f"checkpoint {opened.path} is of an earlier or another program: {UNBOUND}")
+                return None
+
+            found = self._together(f"checkpoint {self._store.path(name)} could not be read", read)
+            if not any(found):
                 return int(name), tree
-            if error is not None:
-                raise error
-            if step is not None or STOPS in verdict or SILENT in verdict:
-                raise RunError(verdict.replace(STOPS, ""))
-            self._damaged[name] = verdict
+            faults = [f"host {host}: {fault}" if len(found) > 1 else fault for host, fault in enumerate(found) if fault]
+            self._damaged[name] = "; ".join(faults)
+            if step is not None:
+                raise RunError(self._damaged[name])
         raise RunError(f"there is no complete checkpoint in {self._store.path('')}")
 
     def close(self) -> None:
@@ -170,33 +198,33 @@ class Checkpoints:
             wait([self._saving])
 
     def _save(self, name: str, grids: dict, chunks: list, attributes: dict[str, Any]) -> None:
-        is_leader = self._hosts.is_leader
-        self._together(name, lambda: self._make_room(name) if is_leader else None)
-        self._together(name, lambda: checkpoint_writing.write_chunks(self._store, name, chunks, self._pool))
-        self._together(
-            name,
-            lambda: (
-                checkpoint_writing.complete(self._store, name, grids, attributes, self._pool) if is_leader else None
-            ),
+        failed, is_leader = f"checkpoint {self._store.path(name)} could not be saved", self._hosts.is_leader
+        self._together(failed, lambda: self._make_room(name) if is_leader else None)
+        of_hosts = self._together(
+            failed, lambda: checkpoint_writing.write_chunks(self._store, name, chunks, self._pool)
         )
+        checksums = dict(itertools.chain.from_iterable(each.items() for each in of_hosts))
+        parts = self._store, name, grids, checksums, attributes, self._pool
+        self._together(failed, lambda: checkpoint_writing.complete(*parts) if is_leader else None)
         self._complete.add(name)
         if is_leader and self._keep_last is not None:
             self._remove_old(name)
 
-    def _together(self, name: str, action: Callable[[], None]) -> None:
-        """Does something on all hosts; raises on all of them if it failed on any."""
-        error = None
+    def _together(self, failed: str, action: Callable[[], Any]) -> list[Any]:
+        """Does something on all hosts; returns what it returned on each, and raises on all if it failed on any."""
+        value = error = None
         try:
-            with _run_errors(f"checkpoint {self._store.path(name)} could not be saved"):
-                action()
+            with _run_errors(failed):
+                value = action()
         except RunError as failure:
             error = failure
         with _run_errors("the hosts cannot agree"):
-            verdict = self._hosts.agree(None if error is None else str(error))
+            fault, values = self._hosts.agree(None if error is None else str(error), value)
         if error is not None:
             raise error
-        if verdict is not None:
-            raise RunError(f"checkpoint {self._store.path(name)} is not complete: {verdict}")
+        if fault is not None:
+            raise RunError(f"{failed}: {fault}")
+        return values
 
     def _make_room(self, name: str) -> None:
         if name not in self._store.names():
@@ -239,23 +267,14 @@ class Checkpoints:
             there = self._store.names()
         return sorted((name for name in there if re.fullmatch(r"\d{10}", name)), reverse=True)
 
-    def _candidate(self) -> str:
+    def _candidate(self, last_step: int | None = None) -> str:
         """The newest complete checkpoint that is not known to be damaged, as the leader sees it, or ""."""
-        found = ""
-        if self._hosts.is_leader:
-            try:
-                found = self._newest()
-            except RunError as error:
-                found = f"{STOPS}{error}"
-        with _run_errors("the hosts cannot agree"):
-            found = self._hosts.leaders(found)
-        if found.startswith(STOPS):
-            raise RunError(found.removeprefix(STOPS))
-        return found
+        failed = f"{self._store.path('')} cannot be read"
+        return self._together(failed, lambda: self._newest(last_step) if self._hosts.is_leader else "")[0]
 
-    def _newest(self) -> str:
+    def _newest(self, last_step: int | None) -> str:
         for name in self._names():
-            fault = self._fault(name)
+            fault = self._fault(name, read_through=last_step is not None and int(name) >= last_step)
             if fault is None:
                 return name
             self._say(f"passed over: {fault}")
@@ -264,12 +283,16 @@ class Checkpoints:
             raise RunError("\n".join([f"no checkpoint in {self._store.path('')} reads whole:", *faults]))
         return ""
 
-    def _fault(self, name: str) -> str | None:
-        """Why this is not a checkpoint to go on from, as far as is known without reading its chunks."""
-        if name in self._damaged or name in self._complete:
+    def _fault(self, name: str, read_through: bool = False) -> str | None:
+        """Why this is not a checkpoint to go on from, as far as is known without reading its chunks, or with it."""
+        if name in self._damaged or (name in self._complete and not read_through):
             return self._damaged.get(name)
         try:
             checkpoint.read_attributes(self._store, name)
+            if read_through:
+                opened = checkpoint.open_checkpoint(self._store, name, self._pool)
+                if faults := checkpoint.verify(opened, self._pool)[1]:
+                    raise opened.damaged(faults[0])
         except Incomplete as incomplete:
             return str(incomplete)
         except Damaged as damaged:
@@ -279,7 +302,7 @@ class Checkpoints:
         return None
 
     def _say(self, text: str) -> None:
-        if text not in self._said:
+        if text not in self._said and self._hosts.is_leader:
             print(text, file=sys.stderr, flush=True)
         self._said.add(text)
 

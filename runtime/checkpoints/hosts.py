@@ -1,15 +1,17 @@
 """How the hosts of a run agree, from any thread: by small files in the store that they share anyway.
 
-    hosts = Hosts(store, timeout_s=600)                       # by all hosts alike verdict = hosts.agree(fault)
-    # None if no host has a fault, else a text that names the host
+    hosts = Hosts(store, timeout_s=600)                       # by all hosts alike
+    fault, values = hosts.agree(fault, value)                 # the same on every host
 
 Not by collectives: these would run between those of the training step, in an order that differs from host to host.
 Every wait ends: who hears nothing for `timeout_s` takes the other host for dead. A shared file system may show a new
 file late (NFS: up to a minute).
 """
 
+import json
 import secrets
 import time
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,7 +22,6 @@ from runtime.terminal import RunError
 
 FOLDER = ".hosts"
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
-GOOD, SILENT = "good", "nothing was heard of host"
 
 
 class Hosts:
@@ -37,60 +38,45 @@ class Hosts:
             # The run's own name, so that nothing of an earlier run is taken for this one's.
             self._run = int(multihost_utils.broadcast_one_to_all(np.uint32(secrets.randbits(32))))
 
-    def agree(self, fault: str | None) -> str | None:
-        """None when all hosts called this with None; else what they said, the same text on every host."""
+    def agree(self, fault: str | None, value: Any) -> tuple[str | None, list[Any]]:
+        """What went wrong on any host, None if nothing did, and what each called this with, JSON values."""
         if self.count == 1:
-            return fault
-        self._say(str(self.index), GOOD if fault is None else f"host {self.index}: {fault}")
-        verdict = self._answer(self._collect() if self.is_leader else None)
-        return None if verdict == GOOD else verdict
-
-    def leaders(self, text: str) -> str:
-        """What host 0 called this with."""
-        if self.count == 1:
-            return text
-        self._say(str(self.index), GOOD)
-        if self.is_leader and (verdict := self._collect()) != GOOD:
-            raise RunError(verdict)
-        return self._answer(text if self.is_leader else None)
-
-    def _answer(self, text: str | None) -> str:
-        """What the leader answers, to all alike, once every host has said something."""
-        if text is not None:
-            self._say("leader", text)
+            return fault, [value]
+        self._say(str(self.index), [fault and f"host {self.index}: {fault}", value])
+        if self.is_leader:
+            names = [str(host) for host in range(self.count)]
+            heard = self._hear(names, self._timeout_s)
+            faults = [heard[name][0] for name in names if name in heard and heard[name][0]]
+            if silent := [name for name in names if name not in heard]:
+                silence = f"nothing was heard of host {', '.join(silent)} within {self._timeout_s:g} s"
+                faults.append(f"{silence}: it died or hangs")
+            answer = ["; ".join(faults) or None, [heard[name][1] for name in names if name in heard]]
+            self._say("leader", answer)
         else:
             limit_s = 2 * self._timeout_s  # the leader may itself wait for another host
             heard = self._hear(["leader"], limit_s)
             if not heard:
-                raise RunError(f"{SILENT} 0 within {limit_s:g} s: it died or hangs")
-            text = heard["leader"]
+                raise RunError(f"nothing was heard of host 0 within {limit_s:g} s: it died or hangs")
+            answer = heard["leader"]
         # All have spoken in this exchange, so all have read what was said in the one before.
         for name in ["leader", "0"] if self.is_leader else [str(self.index)]:
             self._store.remove(self._name(name, self._exchanges - 1))
         self._exchanges += 1
-        return text
+        return answer[0], answer[1]
 
-    def _collect(self) -> str:
-        names = [str(host) for host in range(self.count)]
-        heard = self._hear(names, self._timeout_s)
-        faults = [heard[name] for name in names if heard.get(name, GOOD) != GOOD]
-        if silent := [name for name in names if name not in heard]:
-            faults.append(f"{SILENT} {', '.join(silent)} within {self._timeout_s:g} s: it died or hangs")
-        return "; ".join(faults) or GOOD
+    def _say(self, name: str, what: Any) -> None:
+        self._store.write(self._name(name, self._exchanges), json.dumps(what).encode())
 
-    def _say(self, name: str, text: str) -> None:
-        self._store.write(self._name(name, self._exchanges), text.encode())
-
-    def _hear(self, names: list[str], timeout_s: float) -> dict[str, str]:
+    def _hear(self, names: list[str], timeout_s: float) -> dict[str, Any]:
         """What was said under these names; those that nothing was heard of in time are left out."""
-        heard: dict[str, str] = {}
+        heard: dict[str, Any] = {}
         deadline, pause_s = time.monotonic() + timeout_s, FIRST_PAUSE_S
         while True:
             there = set(self._store.names(FOLDER))
             for name in names:
                 path = self._name(name, self._exchanges)
                 if name not in heard and path.rpartition("/")[2] in there:
-                    heard[name] = self._store.read(path).decode()
+                    heard[name] = json.loads(self._store.read(path))
             if len(heard) == len(names) or time.monotonic() > deadline:
                 return heard
             time.sleep(pause_s)

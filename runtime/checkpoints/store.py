@@ -26,16 +26,21 @@ from runtime.terminal import RunError
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 10.0
 ATTEMPTS_AT_LEAST = 3  # one that hangs is given up after this part of the time
-# What another attempt does not change; the second by name, since its package is optional.
-FINAL = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError, NotImplementedError, TypeError)
-FINAL_NAMES = {"NoCredentialsError", "ParamValidationError"}
+# What another attempt does not change. The second are refusals with their fix, some by name: their package is optional.
+FINAL = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError)
+REFUSED = {
+    "NoCredentialsError": "write ~/.aws/credentials, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+    "ParamValidationError": "write the URL as s3://bucket/folder",
+    "NotImplementedError": "take a directory, or an object store that can be written",
+    "TypeError": "take a directory, or an object store that can be written",
+}
 
 
 def open_store(directory: str | Path, timeout_s: float) -> "LocalStore | RemoteStore":
     """The store at a directory, which need not be there yet, or at a URL.
 
     Raises:
-      RunError: the URL's protocol is not known, or the package that speaks it is not installed.
+      RunError: the URL's protocol is not known, its package is not installed, or it leads to no folder.
     """
     url = str(directory)
     if "://" not in url:
@@ -47,8 +52,9 @@ def open_store(directory: str | Path, timeout_s: float) -> "LocalStore | RemoteS
         package = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}.get(url.split("://")[0])
         fix = f"pip install {package}" if package else "install it"
         raise RunError(f"{url} cannot be opened: {error}. Fix: {fix}") from error
-    except ValueError as error:
-        raise RunError(f"{url} cannot be opened: {error}") from error
+    except (ValueError, TypeError, OSError) as error:
+        fix = "take a directory, or the URL of an object store (s3://bucket/folder)"
+        raise RunError(f"{url} cannot be opened: {error}. Fix: {fix}") from error
     return LocalStore(root) if "file" in files.protocol else RemoteStore(files, url, root, timeout_s)
 
 
@@ -99,9 +105,12 @@ class LocalStore:
         return sizes
 
     def remove(self, name: str) -> None:
-        """Removes a file, or a directory with all that is in it; does nothing where there is neither."""
-        path = self._root / name
-        if path.is_dir():
+        """Removes a file, or a directory with all that is in it; does nothing where there is neither. Of a link, the
+        link alone: what it leads to is not this store's."""
+        path, top = self._root / name, self._root / name.partition("/")[0]
+        if path != top and (top.is_symlink() or not top.is_dir()):
+            return
+        if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
@@ -125,6 +134,7 @@ class RemoteStore:
     """A path of an fsspec file system. The verbs are LocalStore's; the longest wait of each is `timeout_s`.
 
     Raises:
+      RunError: the store refuses whatever is asked: there are no credentials, the bucket's name is none.
       TimeoutError: the verb did not succeed in time; says how often it was tried, and the last error.
     """
 
@@ -189,8 +199,11 @@ class RemoteStore:
                 error = TimeoutError(f"no answer within {limit_s:.1f} s")
             if error is None:
                 return future.result()
-            if isinstance(error, FINAL) or type(error).__name__ in FINAL_NAMES:
+            if isinstance(error, FINAL):
                 raise error
+            if fix := REFUSED.get(type(error).__name__):
+                text = " ".join(str(error).split()) or "it cannot do that"
+                raise RunError(f"{self._url} cannot be used: {text}. Fix: {fix}") from error
             if time.monotonic() - began + pause_s > self._timeout_s:
                 waited = f"{attempts} attempts in {time.monotonic() - began:.1f} s failed"
                 raise TimeoutError(f"{waited}, the last with {type(error).__name__}: {error}") from error

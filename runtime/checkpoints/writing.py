@@ -1,9 +1,8 @@
-"""Writes one checkpoint: a copy of the state first, then its chunks, by each host its own, then the metadata, which
-make it one.
+"""Writes one checkpoint: a copy of the state first, then each host its chunks, then the metadata, which make it one.
 
-    grids, chunks = snapshot(state, pool)                     # what follows needs no device, and the state may be
-    donated write_chunks(store, "0000000020", chunks, pool)           # every host complete(store, "0000000020", grids,
-    {"skipped_steps": 0}, pool)        # one host, when all have written
+    grids, chunks = snapshot(state, pool)                     # what follows needs no device: the state may be donated
+    checksums = write_chunks(store, "0000000020", chunks, pool)              # every host
+    complete(store, "0000000020", grids, checksums, attributes, pool)        # one host, with the checksums of all
 
 The format is in runtime/checkpoints/checkpoint.py.
 """
@@ -19,7 +18,9 @@ import zarr
 
 from runtime.checkpoints.checkpoint import (
     CHECKSUMS,
+    CHUNKS,
     COMPLETED,
+    STEP,
     Grid,
     Store,
     attributes_checksum,
@@ -62,27 +63,38 @@ def snapshot(tree: Any, pool: Executor, path: str = "") -> tuple[dict[str, Grid]
     return grids, chunks
 
 
-def write_chunks(store: Store, name: str, chunks: list[tuple[str, np.ndarray]], pool: Executor) -> None:
-    """Writes a host's chunks; all are on the disk when it returns. Empties `chunks`: memory is free as soon as it is
-    written.
+def write_chunks(store: Store, name: str, chunks: list[tuple[str, np.ndarray]], pool: Executor) -> dict[str, int]:
+    """Writes a host's chunks; all are on the disk when it returns their values' crc32c, by the chunks' files. Empties
+    `chunks`: memory is free as soon as it is written.
 
     Raises:
       RunError: a chunk could not be written; with its path and the cause.
     """
 
+    checksums: dict[str, int] = {}
+
     def write(file: str, values: np.ndarray) -> None:
         content = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
         content.flags.writeable = False  # google_crc32c asks for it
-        store.write(f"{name}/{file}", content, google_crc32c.value(content).to_bytes(4, "little"))
+        checksums[file] = google_crc32c.value(content)
+        store.write(f"{name}/{file}", content, checksums[file].to_bytes(4, "little"))
 
     writes = {}
     while chunks:
         file = chunks[-1][0]
         writes[pool.submit(write, *chunks.pop())] = store.path(f"{name}/{file}")
     finish(writes, "written")
+    return checksums
 
 
-def complete(store: Store, name: str, grids: dict[str, Grid], attributes: dict[str, Any], pool: Executor) -> None:
+def complete(
+    store: Store,
+    name: str,
+    grids: dict[str, Grid],
+    checksums: dict[str, int],
+    attributes: dict[str, Any],
+    pool: Executor,
+) -> None:
     """Makes a checkpoint of chunks that all hosts have written.
 
     Raises:
@@ -95,7 +107,7 @@ def complete(store: Store, name: str, grids: dict[str, Grid], attributes: dict[s
             if sizes.get(file) != grid.file_bytes:
                 there = f"has {sizes[file]} bytes of {grid.file_bytes}" if file in sizes else "is not there"
                 raise RunError(f"{store.path(f'{name}/{file}')} {there}. Do all hosts share this directory?")
-    files = {f"{name}/{file}": content for file, content in _metadata(grids, attributes).items()}
+    files = {f"{name}/{file}": content for file, content in _metadata(name, grids, checksums, attributes).items()}
     root = f"{name}/zarr.json"
     for now in (files.keys() - {root}, {root}):
         finish({pool.submit(store.write, file, files[file]): store.path(file) for file in now}, "written")
@@ -110,21 +122,25 @@ def remove(store: Store, name: str) -> None:
     store.remove(name)
 
 
-def _metadata(grids: dict[str, Grid], attributes: dict[str, Any]) -> dict[str, bytes]:
+def _metadata(
+    name: str, grids: dict[str, Grid], chunk_checksums: dict[str, int], attributes: dict[str, Any]
+) -> dict[str, bytes]:
     files: dict[str, Any] = {}
     group = zarr.create_group(zarr.storage.MemoryStore(files))
-    for name, grid in grids.items():
+    for leaf, grid in grids.items():
         group.create_array(
-            name,
+            leaf,
             shape=grid.shape,
             dtype=grid.dtype,
             chunks=grid.chunk,
             compressors=zarr.codecs.Crc32cCodec(),  # a checksum alone: compression saves 7 % of float32 weights
             chunk_key_encoding={"name": "default", "separator": "."},  # a leaf's chunks in one directory
+            attributes={
+                CHUNKS: {_file(number): chunk_checksums[f"{leaf}/{_file(number)}"] for number, _ in grid.all()}
+            },
         )
-    checksums = {
-        file: google_crc32c.value(content.to_bytes()) for file, content in files.items() if file != "zarr.json"
-    }
+    attributes = {**attributes, STEP: int(name)}
+    checksums = {file: google_crc32c.value(each.to_bytes()) for file, each in files.items() if file != "zarr.json"}
     checksums[""] = attributes_checksum(attributes)
     group.attrs.update({**attributes, CHECKSUMS: checksums, COMPLETED: True})
     return {file: content.to_bytes() for file, content in files.items()}

@@ -53,7 +53,7 @@ def _contradictions(config: Any) -> Iterator[tuple[bool, str, str]]:
     training, checkpoint, hosts = config.training, config.checkpoint, config.num_hosts
     name, longest = config.paths.model_name, max(len(part.encode()) for part in config.paths.model_name.split("/"))
     yield (
-        name.startswith(("/", "~")) or ".." in name.split("/"),
+        name.startswith(("/", "~")) or ".." in name.split("/") or not set(name.split("/")) - {"", "."},
         "paths.model_name",
         "expected a folder's name under paths.root_working_dir; set that for another place",
     )

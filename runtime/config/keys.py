@@ -48,7 +48,6 @@ class IO:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    timeout_s: ClassVar[float] = 600.0  # a save that takes longer, because a host died or the disk hangs, stops the run
     interval_minutes: Positive | None = None  # also saves when the last one is this old; null: only by steps
     keep_last: Count | None = None  # newest checkpoints that are kept; null keeps all
     keep_every: Count | None = None  # with keep_last, also keeps each step that is a multiple of this

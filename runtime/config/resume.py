@@ -37,8 +37,10 @@ def config_of(config_class: type[C], attributes: Mapping[str, Any]) -> C:
     """The config that a checkpoint with these attributes was trained with, without keys of earlier programs.
 
     Raises:
-      RunError: with everything that does not fit config_class.
+      RunError: there is none, or with everything that does not fit config_class.
     """
+    if not isinstance(attributes.get("config"), dict):
+        raise RunError("the checkpoint does not say which configuration it was trained with: another program wrote it")
     config = copy.deepcopy(attributes["config"])
     for key in DROPPED_KEYS:
         take_out(config, key)
@@ -63,8 +65,9 @@ def compare(config: Any, data: Mapping[str, Any], attributes: Mapping[str, Any],
             continue
         line = f"  {key}: {shown(old)} -> {shown(new)}" + (f" ({config.origins.of(key)})" if key in now else "")
         (refused if _is_fixed(key) else changes).append(line)
-    if "data" in attributes and attributes["data"] != data:
-        refused.append(f"  the data: {shown(attributes['data'])} -> {shown(data)}")
+    known = attributes.get("data", {})
+    if known and known != data:
+        refused.append(f"  the data: {shown(known)} -> {shown(data)}")
     if refused and not config.allow_config_change:
         raise RunError(
             f"{where} was trained with another configuration:\n"
