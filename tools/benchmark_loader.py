@@ -30,7 +30,7 @@ import jax
 import numpy as np
 
 from runtime.config import command_line
-from runtime.data.batches import Loader
+from runtime.data.batches import Batch, Loader
 from runtime.data.flat_tokens import open_split, write_split
 from runtime.terminal import RunError
 
@@ -167,7 +167,10 @@ def measure(config: Benchmark, path: str, packed: bool, step_s: float, sender: C
     cache."""
     os.environ["JAX_PLATFORMS"] = os.environ.get("JAX_PLATFORMS", "cpu")
     sizes = config.read_blocks_per_shuffle_buffer, config.sequences_per_read_block
-    options = {"io_threads": config.max_io_threads, "sharding": jax.sharding.SingleDeviceSharding(jax.devices()[0])}
+    options = {
+        "io_threads": config.max_io_threads,
+        "sharding": Batch(*[jax.sharding.SingleDeviceSharding(jax.devices()[0])] * 3),
+    }
     jax.block_until_ready(jax.numpy.zeros(1))
     try:
         loader = Loader(FlatTokens(path, packed, *sizes), "train", batch=config.batch, length=config.length, **options)

@@ -5,6 +5,7 @@ check_combinations by the loader, check_num_hosts and check_mesh when the device
 set is open, check_resume when a checkpoint is found.
 """
 
+import math
 import re
 from collections.abc import Iterator
 from operator import attrgetter
@@ -12,11 +13,10 @@ from typing import Any
 
 from runtime.config.rebuild import refuse, shown
 from runtime.terminal import RunError
+from shardlib.sizes import nearest_divisors, nearest_multiples
 
 # Key and unit. What is counted must be there at least once: an interval of 0 steps would never come to an end.
 COUNTS = {
-    "mesh.d": "devices",
-    "mesh.t": "devices",
     "num_hosts": "processes",
     "cluster.num_processes": "processes, or null",
     "checkpoint_interval": "steps",
@@ -61,7 +61,7 @@ CHOICES = {
     "model.compute_dtype": ("bfloat16", "float32"),
     "model.attention": ("auto", "einsum", "blockwise", "cudnn_masked", "splash"),
     "training.gradient_reduce_dtype": ("float32", "bfloat16"),
-    "training.save_for_backward": ("everything", "products", "inputs"),
+    "training.save_for_backward": ("everything", "inputs"),
     "flat_tokens.long_sequences": ("split", "truncate"),
 }
 LONGEST_NAME = 255  # bytes of a file's or folder's name, on nearly every file system
@@ -69,35 +69,36 @@ TEXTS = ("paths.root_working_dir", "paths.model_name", "flat_tokens.filespec", "
 
 
 def check_combinations(config: Any) -> None:
-    """Refuses values out of range, sizes that the mesh cannot split, and schedules that contradict themselves.
+    """Refuses values out of range, hosts that cannot share the mesh, and schedules that contradict themselves.
 
     config has the keys of runtime.config.keys.RunConfig and those of train.py's Model and Training, which this room
     does not import. Raises RunError with every problem, each with the file or `command line` that set the key.
     """
     refuse(list(_out_of_range(config)))  # first and alone, since the divisions below need sizes above 0
-    refuse([*_sources(config), *_indivisible(config), *_contradictions(config)])
+    refuse([*_sources(config), *_hosts(config), *_contradictions(config)])
 
 
 def _out_of_range(config: Any) -> Iterator[str]:
-    for key, unit in COUNTS.items():
+    counts = COUNTS | {f"mesh.{axis}": "devices" for axis in vars(config.mesh)}
+    for key, unit in _there(config, counts).items():
         if _get(config, key) is not None and _get(config, key) < 1:
             yield _problem(config, key, f"expected 1 or more {unit}".rstrip())
-    for key in NOT_NEGATIVE:
+    for key in _there(config, NOT_NEGATIVE):
         if _get(config, key) < 0:
             yield _problem(config, key, "expected 0 or more")
-    for key in ABOVE_ZERO:
+    for key in _there(config, ABOVE_ZERO):
         if _get(config, key) is not None and _get(config, key) <= 0:
             yield _problem(config, key, "expected more than 0")
-    for key in FRACTIONS:
+    for key in _there(config, FRACTIONS):
         if not 0 <= _get(config, key) <= 1:
             yield _problem(config, key, "expected a fraction, 0 to 1")
-    for key in BETAS:
+    for key in _there(config, BETAS):
         if not 0 <= _get(config, key) < 1:
             yield _problem(config, key, "expected 0 or more and less than 1")
     for key in SEEDS:
         if not 0 <= _get(config, key) < 2**32:
             yield _problem(config, key, "expected 0 to 4294967295 (32 bits)")
-    for key, choices in CHOICES.items():
+    for key, choices in _there(config, CHOICES).items():
         if _get(config, key) not in choices:
             yield _problem(config, key, f"expected {' or '.join(choices)}")
     for key in TEXTS:
@@ -180,58 +181,30 @@ def _stream(config: Any) -> Iterator[str]:
         yield _problem(config, "flat_tokens.sequence_packing", "hf_dataset.path is always packed; delete the key")
 
 
-def _indivisible(config: Any) -> Iterator[str]:
-    d, t = config.mesh.d, config.mesh.t
-    # The dims that arrays are split along: 'V/t M/d' (and 'M/d/t'), 'K/t', 'F/t'. 'M/t' of the activations follows.
-    for dim, key in (("V", "model.vocab"), ("K", "model.n_kv"), ("F", "model.d_ff")):
-        size = _get(config, key)
-        if size % t:
-            yield _problem(
-                config,
-                key,
-                f"dim {dim} is split over axis t (mesh.t = {t}), and {size} is no multiple of {t}: set {key} to "
-                f"{_nearest_multiples(size, t)}, or mesh.t to {_nearest_divisors(size, t)}",
-            )
-    if config.model.d_model % (d * t):
-        size = config.model.d_model
-        yield _problem(
-            config,
-            "model.d_model",
-            f"dim M is split over the axes d and t (mesh.d × mesh.t = {d} × {t} = {d * t}), and {size} is no multiple "
-            "of "
-            f"{d * t}: set model.d_model to {_nearest_multiples(size, d * t)}",
-        )
-    training = config.training
-    batch, parts = training.tokens.batch, training.microbatches * d
-    if batch % parts:
-        yield _problem(
-            config,
-            "training.tokens.batch",
-            f"dim B is split into parts and over axis d (training.microbatches × mesh.d = "
-            f"{training.microbatches} × {d} = {parts}), and {batch} is no multiple of {parts}: "
-            f"set training.tokens.batch to {_nearest_multiples(batch, parts)}",
-        )
-    if (d * t) % config.num_hosts:
+def _hosts(config: Any) -> Iterator[str]:
+    axes = vars(config.mesh)
+    devices = math.prod(axes.values())
+    if devices % config.num_hosts:
+        keys, sizes = (" × ".join(map(str, each)) for each in ([f"mesh.{axis}" for axis in axes], axes.values()))
         yield _problem(
             config,
             "num_hosts",
-            f"the mesh's {d * t} devices (mesh.d × mesh.t = {d} × {t}) cannot be shared evenly by {config.num_hosts} "
-            "hosts: "
-            f"set num_hosts to {_nearest_divisors(d * t, config.num_hosts)}",
+            f"the mesh's {devices} devices ({keys} = {sizes}) cannot be shared evenly by {config.num_hosts} hosts: "
+            f"set num_hosts to {nearest_divisors(devices, config.num_hosts)}",
         )
 
 
 def _contradictions(config: Any) -> Iterator[str]:
     training, model = config.training, config.model
     yield from _cluster(config)
-    if model.d_head % 2:
+    if getattr(model, "d_head", 0) % 2:
         yield _problem(
             config,
             "model.d_head",
             "rotary embeddings turn the two halves of a head, so it must be even: set it to "
-            f"{_nearest_multiples(model.d_head, 2)}",
+            f"{nearest_multiples(model.d_head, 2)}",
         )
-    if training.steps_for_lr < training.warmup_steps:
+    if hasattr(training, "steps_for_lr") and training.steps_for_lr < training.warmup_steps:
         yield _problem(
             config,
             "training.steps_for_lr",
@@ -248,7 +221,7 @@ def _contradictions(config: Any) -> Iterator[str]:
             "more, or "
             "checkpoint.keep_every to null",
         )
-    if training.adam_eps == 0 and training.adam_eps_root == 0:
+    if hasattr(training, "adam_eps") and training.adam_eps == training.adam_eps_root == 0:
         yield _problem(
             config,
             "training.adam_eps",
@@ -282,14 +255,12 @@ def check_dataset(config: Any, max_token_id: int, steps_available: int | None, b
     problems = []
     if config.model.vocab <= max(max_token_id, bos_id):
         what = f"token ids up to {max_token_id}" if max_token_id >= bos_id else f"the bos_id {bos_id}"
-        t, needed = config.mesh.t, max(max_token_id, bos_id) + 1
-        fix = -(-needed // t) * t
+        needed = max(max_token_id, bos_id) + 1
         problems.append(
             _problem(
                 config,
                 "model.vocab",
-                f"{source} has {what}: set model.vocab to {fix} or more"
-                + (f", a multiple of mesh.t = {t}" if t > 1 else ""),
+                f"{source} has {what}: set model.vocab to {needed} or more",
             )
         )
     if steps_available is None:
@@ -336,22 +307,19 @@ def check_resume(config: Any, checkpoint_step: int) -> None:
         )
 
 
+def _there(config: Any, keys: Any) -> Any:
+    """Those of the keys that the trainer's config has."""
+
+    def is_there(key: str) -> bool:
+        section, _, name = key.rpartition(".")
+        return hasattr(_get(config, section) if section else config, name)
+
+    return {key: keys[key] for key in keys if is_there(key)} if isinstance(keys, dict) else filter(is_there, keys)
+
+
 def _get(config: Any, key: str) -> Any:
     return attrgetter(key)(config)
 
 
 def _problem(config: Any, key: str, text: str) -> str:
     return f"{config.origins.of(key)}: {key} = {shown(_get(config, key))}: {text}"
-
-
-def _nearest_multiples(size: int, factor: int) -> str:
-    """'60 or 64' for 63 and 4."""
-    below = size // factor * factor
-    return f"{below} or {below + factor}" if below else f"{factor}"
-
-
-def _nearest_divisors(size: int, near: int) -> str:
-    """'1 or 3' for 3 and 2: the divisors of size next to near."""
-    below = next((n for n in range(near - 1, 0, -1) if size % n == 0), None)
-    above = next((n for n in range(near + 1, min(size, 64 * near) + 1) if size % n == 0), None)
-    return " or ".join(str(n) for n in (below, above) if n)

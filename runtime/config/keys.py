@@ -13,12 +13,6 @@ class Paths:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mesh:
-    d: int  # devices along axis d: the batch, and the master weights and Adam state (FSDP)
-    t: int  # devices along axis t: heads, d_ff and vocabulary (tensor parallelism)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Cluster:
     """Who the processes of a job are, where the launcher that starts them does not say it (docs/hosts.md)."""
 
@@ -100,14 +94,31 @@ class Tracking:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Tokens:
+    batch: int  # rows a step, over all devices
+    len: int  # tokens a row
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunTraining:
+    """What every trainer's section `training` has."""
+
+    seed: int
+    steps: int
+    tokens: Tokens
+    microbatches: int = 1  # parts of a step's batch that are computed one after another
+    max_consecutive_bad_steps: int = 10  # so many in a row whose loss or gradient is not finite stop the run
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """All of a run but its hyperparameters, which train.py adds as `model` and `training`."""
+    """All of a run but what its trainer's file adds: `mesh`, a size for each axis in the mesh's order; `model`, which has
+    `vocab`; and `training`, a RunTraining."""
 
     # Where each key was set, for messages: the loader fills it in. Not a key, and no part of equality.
     origins: ClassVar[Origins] = Origins()
 
     paths: Paths
-    mesh: Mesh
     num_hosts: int = 1  # processes that run this job together, one a host
     cluster: Cluster = field(default_factory=Cluster)
     checkpoint_interval: int  # steps from one checkpoint to the next; the last step is always saved

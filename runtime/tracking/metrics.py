@@ -11,7 +11,7 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +97,7 @@ class Tracker:
         self._bytes_per_token = bytes_per_token
         self._on_line = on_line
         # A step whose metrics are still to be read, with what is known already.
-        self._due: tuple[int, Mapping[str, jax.Array], dict[str, Any]] | None = None
+        self._due: tuple[int, Mapping[str, jax.Array], dict[str, Any], Sequence[str]] | None = None
         self._latest: Mapping[str, jax.Array] | None = None  # metrics of the last step dispatched
         self._first_reading: tuple[int, float] | None = None  # step, and when it was known to be finished
         self._last_reading: tuple[int, float] | None = None
@@ -125,14 +125,17 @@ class Tracker:
         metrics: Any,
         data_waited_s: float = 0.0,
         data_metrics: Mapping[str, Any] | None = None,
+        names: Sequence[str] = (),
     ) -> None:
         """Takes the scalars of a step that was just dispatched; reads and writes those of an earlier one that is due.
 
         Args:
             step: finished updates once this step is done, 1 to `total_steps`, increasing.
-            metrics: scalars, replicated on all devices, `loss` among them; a mapping or dataclass that may be nested.
+            metrics: scalars and vectors, replicated on all devices, `loss` among them; a mapping or dataclass that may be
+                nested.
             data_waited_s: for how long all steps so far waited for their data.
             data_metrics: further values of the line, on the host already.
+            names: of the elements of each vector, 'embed': it is written as 'grad_norm_of/embed' and so on.
         """
         if not self._is_leader:
             return
@@ -143,16 +146,24 @@ class Tracker:
             last_step, waited_s = self._data_waited
             self._data_waited = (step, data_waited_s)
             wait_s = (data_waited_s - waited_s) / (step - last_step)
-            self._due = (step, metrics, {"data_wait_s": wait_s, **flattened(data_metrics or {})})
+            self._due = (step, metrics, {"data_wait_s": wait_s, **flattened(data_metrics or {})}, names)
 
     def flush(self) -> None:
         """Reads and writes what is due, waiting for its step."""
         if self._due is None:
             return
-        step, metrics, of_data = self._due
+        step, metrics, of_data, names = self._due
         self._due = None
         fetched = jax.device_get(dict(metrics))  # all copies at once; its keys come out sorted
-        values = {name: np.asarray(fetched[name]).item() for name in metrics}
+        values: dict[str, Any] = {}
+        for name in metrics:
+            value = np.asarray(fetched[name])
+            parts = (
+                {f"{name}/{part}": each for part, each in zip(names, value, strict=True)}
+                if value.ndim
+                else {name: value}
+            )
+            values |= {part: each.item() for part, each in parts.items()}
         now = time.perf_counter()
 
         step_time_s = tokens_per_s = device_s = None

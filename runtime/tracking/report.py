@@ -31,12 +31,8 @@ LONGEST_WAIT_S = 30.0  # for the last one, at the end of a run
 PACKAGES = ("jax", "jaxlib", "numpy", "zarr", "hydra-core", "libtpu", "jax-cuda13-plugin")
 
 
-def environment(ledger_summary: list[str]) -> dict[str, Any]:
-    """What the run runs on, as JSON values.
-
-    Args:
-      ledger_summary: what a step costs, in lines.
-    """
+def environment() -> dict[str, Any]:
+    """What the run runs on, as JSON values."""
     devices = jax.devices()
     kinds = sorted({device.device_kind for device in devices})
     installed = {package: _version(package) for package in PACKAGES}
@@ -51,7 +47,6 @@ def environment(ledger_summary: list[str]) -> dict[str, Any]:
         "packages": {package: version for package, version in installed.items() if version},
         "command": " ".join(sys.orig_argv),
         "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
-        "ledger": ledger_summary,
     }
 
 

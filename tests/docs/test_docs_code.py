@@ -160,7 +160,7 @@ def test_the_mixture_of_the_data(tmp_path, monkeypatch):
 def test_the_own_hardware_of_the_plan(tmp_path, monkeypatch):
     """The plan has the figures of the block."""
     (block,) = of_language("yaml", "docs/ledger.md")
-    machine = plan.machine_of(configured(block, plan.Plan, tmp_path, monkeypatch))
+    machine = plan.machine_of(configured(block, plan.plan_class(train), tmp_path, monkeypatch))
     ((own,), name) = (yaml.safe_load(block)[key] for key in ("own_hardware", "hardware"))
     assert own.pop("name") == name and own == {key: getattr(machine, key) for key in own}
 
@@ -416,7 +416,7 @@ def test_shapes_of_the_reading_guide():
         assert sizes[letter[0]] == int(size)
     sections = re.findall(r"^# == (.*?) =+$", train_py(), re.M)
     assert [each for each in re.findall(r"^## (.*)$", page, re.M) if each in sections] == sections
-    ledger = plan.ledger_of(plan.with_kernel(load(plan.Plan, "local_test_synthetic"), types.SimpleNamespace(
+    ledger = plan.ledger_of(plan.with_kernel(load(plan.plan_class(train), "local_test_synthetic"), types.SimpleNamespace(
         torus_dims=0, capability=0)))  # fmt: skip
     figures = ledger.hardware_flops / 1e9, ledger.sent_bytes() / 1e6, ledger.memory.bytes / 1e6
     assert "computes {:.1f} GFLOP, and each device sends {:.2f} MB and needs {:.1f} MB".format(*figures) in page

@@ -43,7 +43,7 @@ def test_forecasts(row, capsys):
     """The plan still forecasts the memory, and bounds the time, that the row has."""
     overrides, memory, time = row
     name = overrides[0].removeprefix("--config-name=")
-    plan.main(load(plan.Plan, name, overrides[1:]))
+    plan.main(load(plan.plan_class(train), name, overrides[1:]))
     text = capsys.readouterr().out
     assert f"forecast of the peak {memory} of " in text
     assert time in re.search(r"^  all .*$", text, re.M)[0]
@@ -55,7 +55,7 @@ def test_forecasts_of_a_large_vocabulary(chunk, memory, monkeypatch, capsys):
     """The two figures of the loss's chunk."""
     monkeypatch.setattr(train, "LOSS_CHUNK", chunk)
     keys = "hardware=a100_40gb training.microbatches=2 training.save_for_backward=inputs model.vocab=131072"
-    plan.main(load(plan.Plan, "c4_h200x1_1b", keys.split()))
+    plan.main(load(plan.plan_class(train), "c4_h200x1_1b", keys.split()))
     assert f"forecast of the peak {memory} of " in capsys.readouterr().out
     assert memory in text_of("it_does_not_fit.md")
 
@@ -100,7 +100,7 @@ def test_the_floors_on_h200s():
         config, machine = re.fullmatch(r"`(\w+)` on (.*) H200", name).groups()
         *hosts, joined = re.findall(r"\d", machine)  # '8 ×' or '4 × 8'
         overrides = f"hardware=h200 hosts={hosts[0] if hosts else 1} devices_per_host={joined}"
-        asked = plan.with_kernel(plan.on_mesh(load(plan.Plan, config, overrides.split())), named("h200"))
+        asked = plan.with_kernel(plan.on_mesh(load(plan.plan_class(train), config, overrides.split())), named("h200"))
         ledger = plan.ledger_of(asked)
         bound = roofline(ledger, named("h200"), int(joined))
         compute, memory, sending = bound.totals.values()
@@ -117,5 +117,5 @@ def test_the_floors_on_h200s():
 def test_the_kernels_of_the_page(kernel):
     """FLOPs, and the forecast, of the 1b model with each."""
     (row,) = re.findall(rf"^\| {kernel} \| ([\d.e+]+) \| .* \| ([\d.]+ GB) \|$", text_of("ledger.md"), re.M)
-    ledger = plan.ledger_of(load(plan.Plan, "c4_a100x8_1b", [f"model.attention={kernel}"]))
+    ledger = plan.ledger_of(load(plan.plan_class(train), "c4_a100x8_1b", [f"model.attention={kernel}"]))
     assert row == (f"{ledger.hardware_flops:.3e}", f"{ledger.memory.bytes / 1e9:.2f} GB")

@@ -82,7 +82,7 @@ TOOLS = [
 
 
 @pytest.mark.parametrize(
-    "config_class, file", [(train.Config, BASE), (plan.Plan, BASE), *((tool, None) for tool in TOOLS)]
+    "config_class, file", [(train.Config, BASE), (plan.plan_class(train), BASE), *((tool, None) for tool in TOOLS)]
 )
 def test_no_key_is_without_explanation(config_class, file):
     """Each key of a run and of a tool says what it is; a tool's stand beside its fields alone."""
@@ -93,7 +93,7 @@ def test_no_key_is_without_explanation(config_class, file):
     assert max(map(len, lines)) <= 120
 
 
-@pytest.mark.parametrize("config_class, tools_own", [(train.Config, []), (plan.Plan, ["plan"])])
+@pytest.mark.parametrize("config_class, tools_own", [(train.Config, []), (plan.plan_class(train), ["plan"])])
 def test_each_program_lists_its_own_configs(config_class, tools_own):
     """Those of runs for what takes a run's keys; so no listed one ends in `is not a key`."""
     listed = configs_of(config_class, ROOT / "configs")
