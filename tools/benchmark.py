@@ -29,6 +29,7 @@ import shutil
 import statistics
 import sys
 import time
+import typing
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -58,7 +59,6 @@ from runtime.tracking.report import environment
 from shardlib.shardtypes import make_shardings
 from tools.benchmark_table import Line, compared, read, table
 
-CPU_JOBS = ("local_test_synthetic mesh.d=1 mesh.t=1", "local_test_synthetic", "local_18m")
 WARM_UP_STEPS = 3
 DOCUMENT = 427  # tokens on average: C4 has 156 billion in 365 million documents (Dodge et al. 2021, table 1)
 PRODUCTS = 6  # of each type after a CPU's step; the median counts
@@ -111,8 +111,15 @@ def jobs_of(config: Benchmark) -> tuple[str, ...]:
     if config.compare is not None:
         return tuple(line["config"] for line in read(config.compare))
     if config.device == "cpu":
-        return CPU_JOBS
+        return cpu_jobs(load(config.program))
     raise RunError("nothing to measure: set configs=[NAME,...], device=cpu, or compare=OLD.jsonl")
+
+
+def cpu_jobs(trainer: Trainer) -> tuple[str, ...]:
+    """On one device, on several, and a larger one."""
+    axes = typing.get_type_hints(trainer.Config)["mesh"].__dataclass_fields__
+    one = " ".join(f"mesh.{axis}=1" for axis in axes)
+    return f"local_test_synthetic {one}", "local_test_synthetic", "local_18m"
 
 
 def measure_all(config: Benchmark, jobs: tuple[str, ...]) -> list[Line]:
