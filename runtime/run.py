@@ -270,10 +270,11 @@ class Run:
         """
         self._profiler.after_step(step + 1, (state, metrics))
         metrics = flattened(metrics)
-        self._tracker.log(step + 1, metrics, self.data.waited_s, self.data.metrics(step), names(state.weights))
+        weights = names(state.weights)
+        self._tracker.log(step + 1, metrics, self.data.waited_s, self.data.metrics(step), weights)
         if step % self._config.log_interval == 0:  # the tracker has just read the step before
             self._stop_if_bad()
-        self._bad_steps.note(step + 1, metrics)
+        self._bad_steps.note(step + 1, metrics, weights)
         self._skipped_steps = metrics["skipped_steps"]
         self.stay_close(metrics["loss"])
         self._stopping = self._signals.stop_after(step) and step + 1 < self._total

@@ -36,6 +36,21 @@ def flattened(metrics: Any, name: str = "", separator: str = "/") -> dict[str, A
     return {name: scalar for part in parts for name, scalar in part.items()}
 
 
+def scalars(metrics: Mapping[str, jax.Array], names: Sequence[str]) -> dict[str, Any]:
+    """Each number of a step's metrics, read from the device.
+
+    Args:
+      names: of the elements of a vector: that of 'embed' in 'grad_norm_of' is 'grad_norm_of/embed'.
+    """
+    fetched = jax.device_get(dict(metrics))  # all copies at once; its keys come out sorted
+    values: dict[str, Any] = {}
+    for name in metrics:
+        array = np.asarray(fetched[name])
+        keys = [f"{name}/{each}" for each in names] if array.ndim else [name]
+        values |= dict(zip(keys, array.reshape(-1).tolist(), strict=True))
+    return values
+
+
 class Tracker:
     """Writes a line of metrics every `log_interval` steps, and at the first and the last.
 
@@ -135,7 +150,7 @@ class Tracker:
                 nested.
             data_waited_s: for how long all steps so far waited for their data.
             data_metrics: further values of the line, on the host already.
-            names: of the elements of each vector, 'embed': it is written as 'grad_norm_of/embed' and so on.
+            names: of the elements of vectors.
         """
         if not self._is_leader:
             return
@@ -154,16 +169,7 @@ class Tracker:
             return
         step, metrics, of_data, names = self._due
         self._due = None
-        fetched = jax.device_get(dict(metrics))  # all copies at once; its keys come out sorted
-        values: dict[str, Any] = {}
-        for name in metrics:
-            value = np.asarray(fetched[name])
-            parts = (
-                {f"{name}/{part}": each for part, each in zip(names, value, strict=True)}
-                if value.ndim
-                else {name: value}
-            )
-            values |= {part: each.item() for part, each in parts.items()}
+        values = scalars(metrics, names)
         now = time.perf_counter()
 
         step_time_s = tokens_per_s = device_s = None
