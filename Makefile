@@ -13,8 +13,8 @@ shakespeare: $(VENV)/runtime shakespeare.zarr  ## 1.1M parameters on Shakespeare
 	$(BIN)/python -m train --config-name=local_shakespeare
 	$(BIN)/python -m tools.sample runs/local_shakespeare
 
-shakespeare.zarr: | $(VENV)/runtime  # the texts are in the public domain; tools/fetch_shakespeare.py says more
-	$(BIN)/python -m tools.fetch_shakespeare
+shakespeare.zarr: | $(VENV)/runtime  # the texts are in the public domain; tools/make_dataset.py says more
+	$(BIN)/python -m tools.make_dataset kind=shakespeare
 	$(BIN)/python -m tools.tokenize_text input='shakespeare/train/*.txt' validation='shakespeare/validation/*.txt' output=$@
 
 test: $(VENV)/tests  ## all tests but the slow ones

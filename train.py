@@ -17,6 +17,7 @@ To change: the model, `Layer` and `forward`; what is kept for the backward pass,
 
 import functools
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -25,10 +26,10 @@ from einops import rearrange
 from jax import lax
 
 from jax_extra import explicit_activation_checkpointing, fold_in_str, save_for_backward
-from kernels.attention import KERNELS, chosen
+from kernels.attention import KERNELS, KernelName, chosen, usable
 from runtime.check import batch_shapes, check_sizes, report_check
 from runtime.config.command_line import run
-from runtime.config.keys import RunConfig, RunTraining
+from runtime.config.keys import Count, Decay, Fraction, NotNegative, Positive, RunConfig, RunTraining, Steps
 from runtime.run import Run, start, with_shardings
 from shardlib import shardops
 from shardlib.shardtypes import Array, ComputeType, bool_, f32, i32, pytree_dataclass, typed_shard_map, u32
@@ -41,41 +42,40 @@ act = ComputeType('act', jnp.bfloat16)
 # == Hyperparameters ===================================================================================================
 @dataclass(frozen=True, kw_only=True)
 class Mesh:  # in the order of its axes: neighbours along the last one are nearest to each other
-    d: int  # devices along axis d: the batch, and the master weights and Adam state (FSDP)
-    t: int  # devices along axis t: heads, d_ff and vocabulary (tensor parallelism)
+    d: Count  # devices along axis d: the batch, and the master weights and Adam state (FSDP)
+    t: Count  # devices along axis t: heads, d_ff and vocabulary (tensor parallelism)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    d_model: int  # M
-    n_q_per_kv: int  # Q
-    n_kv: int  # K
-    d_head: int  # D
-    layers: int
-    vocab: int  # V
-    d_ff: int  # F
-    rope_max_timescale: int  # base of the rotary angles
-    norm_eps: float = 1e-6  # added to the mean square in RMSNorm
-    compute_dtype: str = 'bfloat16'  # of activations and matrix products: bfloat16 or float32
-    attention: str = 'auto'  # a kernel of kernels/attention.py by name; einsum, which is written out; auto: by device
+    d_model: Count  # M, length of the vector that each token has between layers
+    n_q_per_kv: Count  # Q, query heads for each head of keys and values
+    n_kv: Count  # K, heads of keys and values
+    d_head: Count  # D, length of a head's vectors
+    layers: Count  # how many, all alike
+    vocab: Count  # V, token ids are 0 to vocab - 1
+    d_ff: Count  # F, length of the feed-forward network's hidden vector
+    rope_max_timescale: Count  # base of the rotary angles
+    norm_eps: Positive = 1e-6  # added to the mean square in RMSNorm
+    compute_dtype: Literal['bfloat16', 'float32'] = 'bfloat16'  # of activations and matrix products
+    attention: KernelName = 'auto'  # of kernels/attention.py; einsum, which is written out; auto: by device
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training(RunTraining):  # which has seed, steps, tokens and microbatches
-    warmup_steps: int  # the learning rate climbs linearly over these
-    steps_for_lr: int  # then follows a cosine, which is at its floor from this step on, counted from 0
-    learning_rate: float  # its largest value
-    cosine_learning_rate_final_fraction: float  # the floor, as a fraction of learning_rate
-    adam_b1: float
-    adam_b2: float
-    adam_eps: float  # added to the root of the second moment
-    adam_eps_root: float  # added under the root
-    weight_decay: float  # w loses learning_rate · weight_decay · w; matrices only, see DECAYED
-    max_grad_norm: float = 1.0  # a gradient whose global norm is larger is scaled down to it
-    save_for_backward: str = 'everything'  # what each layer keeps: everything that says so, or its inputs alone
+    warmup_steps: Steps  # the learning rate climbs linearly over these
+    steps_for_lr: Count  # then follows a cosine, which is at its floor from this step on, counted from 0
+    learning_rate: Positive  # its largest value
+    cosine_learning_rate_final_fraction: Fraction = 0.1  # the floor, as a fraction of learning_rate
+    adam_b1: Decay = 0.9  # decay rate of the gradient's mean
+    adam_b2: Decay = 0.95  # decay rate of the squared gradient's mean
+    adam_eps: Positive = 1e-8  # added to the root of the second moment
+    weight_decay: NotNegative = 0.1  # w loses learning_rate · weight_decay · w; matrices only, see DECAYED
+    max_grad_norm: Positive = 1.0  # a gradient whose global norm is larger is scaled down to it
+    save_for_backward: Literal['everything', 'inputs'] = 'everything'  # what a layer keeps: what says so, or its input
     unroll_layers: bool = False  # no loop over layers: longer to compile, without copies into stacks of what is kept
     # Of the reduce-scatter of weights' gradients: float32 sends 4 bytes an element; bfloat16 2, and rounds on the way.
-    gradient_reduce_dtype: str = 'float32'
+    gradient_reduce_dtype: Literal['float32', 'bfloat16'] = 'float32'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -337,8 +337,8 @@ def squared_norms(tree: Weights) -> f32['weights']:
 
 @typed
 def adamw_step(training: Training, decayed, state, gradient, step: u32['']):
-    """The state of any model after AdamW (Loshchilov and Hutter 2019, algorithm 2, decay times learning rate). `decayed`
-    has a factor of weight_decay for each of the weights; `step` counts from 0."""
+    """The state of any model after AdamW (Loshchilov and Hutter 2019, algorithm 2, decay times learning rate).
+    `decayed` has a factor of weight_decay for each of the weights; `step` counts from 0."""
     b1, b2, count = training.adam_b1, training.adam_b2, step.astype(jnp.float32) + 1
     rate = learning_rate(training, step)
     mu = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, state.adam_mu, gradient)
@@ -346,7 +346,7 @@ def adamw_step(training: Training, decayed, state, gradient, step: u32['']):
 
     def update(w, m, n, decayed):
         m, n = m / (1 - b1**count), n / (1 - b2**count)  # bias correction
-        direction = m / (jnp.sqrt(n + training.adam_eps_root) + training.adam_eps)
+        direction = m / (jnp.sqrt(n) + training.adam_eps)
         return w - rate * (direction + training.weight_decay * decayed * w)
 
     return replace(state, weights=jax.tree.map(update, state.weights, mu, nu, decayed), adam_mu=mu, adam_nu=nu)
@@ -438,10 +438,10 @@ def main(config: Config) -> None:
     state, batch = shapes(config)
     if config.check_only:
         return report_check(config, mapped_steps(config, bos_id=0), state, batch)
-
-    with jax.set_mesh(start(config)), Run(config, TokenBatch) as run:
+    mesh, kernel = start(config), usable(config.model.attention, config.model.compute_dtype, config.model.d_head)
+    with jax.set_mesh(mesh), Run(config, TokenBatch) as run:
+        run.say(f'attention: {kernel}')
         step, validate = mapped_steps(config, run.data.bos_id)
-        run.say(f'attention: {chosen(config.model.attention, act.dtype, config.model.d_head)}')
         state, batch, zero = with_shardings(state, State), with_shardings(batch, TokenBatch), np.uint32(0)
         step = run.compile(jax.jit(step, donate_argnums=0).trace(state, zero, zero, batch), __file__)
         validate = jax.jit(validate, compiler_options=run.compiler_options)

@@ -23,6 +23,7 @@ The caller does not save o again, it would be kept twice.
 """
 
 import functools
+from typing import Literal
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -52,6 +53,12 @@ KERNELS = {
     "cudnn_masked": _with_gradient(cudnn.forward, cudnn.backward),
     "splash": functools.partial(splash.attention, save_as=_SAVED),
 }
+KernelName = Literal["auto", "einsum", "blockwise", "cudnn_masked", "splash"]  # einsum: train.py's own, of no kernel
+NEEDS = {
+    "cudnn_masked": "an NVIDIA GPU from Ampere on, 16-bit numbers, and heads of a multiple of 8 up to 128 "
+    "(from Hopper on 256)",
+    "splash": "a TPU",
+}
 
 
 def chosen(name: str, dtype, d_head: int) -> str:
@@ -63,6 +70,25 @@ def chosen(name: str, dtype, d_head: int) -> str:
         return name
     device = jax.local_devices()[0]
     return suited(device.platform, float(getattr(device, "compute_capability", 0)), dtype, d_head)
+
+
+class KernelError(Exception):
+    """A kernel that was asked for by name cannot run on this device. The program ends with the message alone."""
+
+
+def usable(name: str, dtype, d_head: int) -> str:
+    """`chosen`, for a program that is about to run it here.
+
+    Raises:
+      KernelError: the device, the type or the size is none of that kernel's.
+    """
+    kernel, here = chosen(name, dtype, d_head), chosen("auto", dtype, d_head)
+    if kernel in NEEDS and kernel != here:
+        raise KernelError(
+            f"model.attention = {kernel} cannot run on {jax.local_devices()[0].device_kind} with {jax.numpy.dtype(dtype)} "
+            f"and model.d_head = {d_head}: it needs {NEEDS[kernel]}. Set model.attention=auto, which is {here} here"
+        )
+    return kernel
 
 
 def suited(platform: str, capability: float, dtype, d_head: int) -> str:

@@ -43,11 +43,11 @@ from runtime.config.command_line import to_yaml
 from runtime.data.sources import bytes_per_token, keep_tokenizer, open_data, tokenizer_identity, tokenizer_of
 from runtime.terminal import RunError, print_line, wrapped
 from runtime.tracking.bad_steps import BadSteps
-from runtime.tracking.hlo_graph import StepGraph
+from runtime.tracking.files import write_whole
+from runtime.tracking.followers import Followers
 from runtime.tracking.metrics import Tracker, flattened
 from runtime.tracking.profiling import Profiler
-from runtime.tracking.report import Report, environment
-from runtime.tracking.trackers import Trackers
+from runtime.tracking.report import environment
 from shardlib.shardtypes import make_shardings
 
 # How far the host may be ahead. The device never runs dry of work, and the host does not run away from it: with 32
@@ -59,6 +59,8 @@ PROGRAMS_IN_FLIGHT = 8
 # time with this and in 16.2 s without, to a program that draws the same bits (2.4M parameters, two cores, jax 0.10.2,
 # 2026-11-21).
 RUNS_ONCE = {"xla_backend_optimization_level": 1}
+
+MOST_BAD_STEPS = 10  # in a row; whoever has more is not helped by going on
 
 
 def with_shardings(shapes: Any, type_: Any) -> Any:
@@ -102,7 +104,7 @@ class Run:
         self.compiler_options = options(jax.devices()[0])
         with contextlib.ExitStack() as opened:
             # First, so that it ends last: waiting for a tracker holds up no checkpoint.
-            self._trackers = opened.enter_context(Trackers(config, self.folder, is_leader=self._is_leader))
+            self._followers = opened.enter_context(Followers(config, self.folder, is_leader=self._is_leader))
             self.data = opened.enter_context(open_data(config, "train", sharding))
             self.validation_data = opened.enter_context(open_data(config, "validation", sharding))
             largest_id = max(self.data.max_token_id, self.validation_data.max_token_id)
@@ -182,7 +184,7 @@ class Run:
                 with (self.folder / "ledger.txt").open("a", encoding="utf-8") as file:
                     print("\nWhat the compiled step sends in another way:", *rows, sep="\n  ", file=file)
             if not (self.folder / "step.svg").exists():
-                self._open.callback(StepGraph(compiled, self.folder).close)
+                write_whole(self.folder / "step.hlo.txt", compiled.as_text())
         return compiled
 
     def first_state(self, shapes: Any, init: Callable[[jax.Array], Any]) -> Any:
@@ -268,10 +270,10 @@ class Run:
           metrics: scalars, `loss`, `grad_norm` and `skipped_steps` among them, and vectors with a number for each of the
             weights, which are logged under the weights' names.
         """
-        self._profiler.after_step(step + 1, (state, metrics))
-        metrics = flattened(metrics)
-        weights = names(state.weights)
+        outputs, metrics, weights = (state, metrics), flattened(metrics), names(state.weights)
+        # Before the profiler, which waits for the step that it ends with: else the step before would take its time.
         self._tracker.log(step + 1, metrics, self.data.waited_s, self.data.metrics(step), weights)
+        self._profiler.after_step(step + 1, outputs)
         if step % self._config.log_interval == 0:  # the tracker has just read the step before
             self._stop_if_bad()
         self._bad_steps.note(step + 1, metrics, weights)
@@ -323,9 +325,6 @@ class Run:
             about = {name: value for name, value in self._program.items() if name != "source"}
             with (self.folder / "starts.jsonl").open("a", encoding="utf-8") as file:
                 print(json.dumps({"after_step": self.done_steps, **environment(), "program": about}), file=file)
-        self._trackers.start(self.done_steps)
-        # Before the tracker, so that its last page has the tracker's last line.
-        self._open.enter_context(Report(self.folder, is_leader=self._is_leader))
         self._tracker = Tracker(
             self.folder,
             **steps,
@@ -334,11 +333,12 @@ class Run:
             peak_flops_per_s=None if peak is None else peak * math.prod(vars(config.mesh).values()),
             log_interval=config.log_interval,
             bytes_per_token=bytes_per_token(config),
-            on_line=self._trackers.put,
+            on_line=self._followers.check,
         )
         self._open.enter_context(self._tracker)
+        self._followers.start()
         self._profiler = self._open.enter_context(Profiler(self.folder, **steps))
-        self._bad_steps = BadSteps(config.training.max_consecutive_bad_steps, self.attributes.get("skipped_steps", 0))
+        self._bad_steps = BadSteps(MOST_BAD_STEPS, self.attributes.get("skipped_steps", 0))
         self._saved_at = time.monotonic()
         self._signals.training = True
 
@@ -385,8 +385,7 @@ class Run:
             + ("no checkpoint was saved yet" if saved is None else f"the last checkpoint is that after step {saved}")
             + f".\nThe {len(rows)} rows of step {first['step']} are {', '.join(rows[:4])}"
             f"{', …' if len(rows) > 4 else ''}: {file} has all rows of all these steps. Look at them; then start "
-            "again with "
-            "other data, a lower training.learning_rate, or a higher training.max_consecutive_bad_steps."
+            "again with other data or a lower training.learning_rate."
         )
 
     def _close_checkpoints(self, error_type: type[BaseException] | None, *_) -> None:

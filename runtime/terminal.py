@@ -1,11 +1,20 @@
-"""What a person reads in a terminal: the one exception that is meant for them, lines, and how a process ends."""
+"""What a person reads in a terminal: the one exception that is meant for them, lines, and how a process ends.
 
+Printing never ends a run. What standard output does not take (a full disk below its log, a closed pipe) is said on
+standard error and in `messages.txt` of the run folder.
+"""
+
+import atexit
+import contextlib
 import os
+import re
+import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Collection, Sequence
-from typing import NoReturn
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
 
 # The status of one of several processes that an exception ended, not a RunError: that with which JAX itself ends the
 # others. It may be the machine's fault, so that starting again helps.
@@ -14,6 +23,8 @@ LEADER_LINGERS_S = 5.0  # so that others which meet the same error print theirs:
 
 _process = ""  # of several: "host gpu-07 (process 7 of 16): "
 _lingers_s = 0.0
+_messages: Path | None = None  # takes what standard output does not
+_is_silent = False  # whether standard output took nothing the last time
 
 
 class RunError(Exception):
@@ -22,29 +33,97 @@ class RunError(Exception):
 
 
 def refusals() -> tuple[type[Exception], ...]:
-    """What ends a program with its message alone: RunError and, once shardlib is loaded, what its check refuses with.
+    """What ends a program with its message alone: RunError, and what shardlib's check and the kernels refuse with.
 
-    Both of those name the line of the program that is to be changed. shardlib is not imported for this: whoever has not
-    loaded it cannot have been refused by it, and its import takes a second of JAX.
+    They are not imported for this: whoever has not loaded them cannot have been refused by them, and importing JAX
+    takes a second.
     """
-    if "shardlib.spec" not in sys.modules:
-        return (RunError,)
-    from typeguard import TypeCheckError
-
-    return RunError, sys.modules["shardlib.spec"].ShardingError, TypeCheckError
+    others = {"shardlib.spec": "ShardingError", "typeguard": "TypeCheckError", "kernels.attention": "KernelError"}
+    return RunError, *(getattr(sys.modules[module], name) for module, name in others.items() if module in sys.modules)
 
 
 def print_line(text: str) -> None:
     """Prints a line on standard output, above the progress bar where there is one; may be called from any thread."""
     from tqdm import tqdm  # a program that prints nothing starts without it
 
-    tqdm.write(text, file=sys.stdout)
-    sys.stdout.flush()
+    text = printable(text)
+    _on_stdout(text, lambda: (tqdm.write(text, file=sys.stdout), sys.stdout.flush()))
+
+
+def keep_messages(folder: Path) -> None:
+    """From now on, what standard output does not take is appended to `messages.txt` of this run folder."""
+    global _messages
+    _messages = folder / "messages.txt"
+
+
+class Progress:
+    """How far a run is: a bar in a terminal, elsewhere a line each time it is shown."""
+
+    def __init__(self, total: int, done: int):
+        self._total, self._bar = total, None
+        if sys.stdout is not None and not sys.stdout.closed and sys.stdout.isatty():
+            _on_stdout("", lambda: self._open(done))
+
+    def _open(self, done: int) -> None:
+        from tqdm import tqdm
+
+        form = "step {n_fmt}/{total_fmt} |{bar}| {desc}"
+        self._bar = tqdm(total=self._total, initial=done, file=sys.stdout, dynamic_ncols=True, bar_format=form)
+
+    def show(self, done: int, status: str) -> None:
+        text = f"step {done}/{self._total}: {status}"
+        if self._bar is None:
+            return print_line(text)
+        self._bar.n = done
+        _on_stdout(text, lambda: self._bar.set_description_str(printable(status)))
+
+    def close(self) -> None:
+        if self._bar is not None:
+            _on_stdout("", self._bar.close)
+
+
+def _on_stdout(text: str, write: Callable[[], Any]) -> None:
+    """Says `text` elsewhere where `write` fails, because standard output is closed or its disk is full."""
+    global _is_silent
+    try:
+        if sys.stdout is None:
+            raise ValueError("it is closed")
+        write()
+        _is_silent = False
+        return
+    except (OSError, ValueError) as error:
+        if not _is_silent:
+            print_error(f"standard output cannot be written ({error}); it goes on here", "warning")
+        _is_silent = True
+    if text:
+        _write_error(text + "\n")
+    if text and _messages is not None:
+        with contextlib.suppress(OSError), _messages.open("a", encoding="utf-8") as file:
+            file.write(text + "\n")
+
+
+def _write_error(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # nowhere is left to say it
+        sys.stderr.write(text)
+        sys.stderr.flush()
+
+
+def printable(text: Any) -> str:
+    """Text without the password of a URL, in which control characters, with which a name could write anywhere in a
+    terminal, are spelled out.
+
+    >>> printable("a\x1b[2Jb s3://me:secret@host/x")
+    'a\\\\x1b[2Jb s3://me:***@host/x'
+    """
+    text = re.sub(r"(\w://+[^/\s:@]*:)[^/\s@]+@", r"\1***@", str(text))
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
 def wrapped(line: str) -> str:
-    """A line for a terminal, in several where it is longer than 120 columns; those that follow are indented."""
-    return textwrap.fill(line, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    """A line in several where it is longer than the terminal is wide, or 120 columns; those that follow are
+    indented."""
+    width = max(40, shutil.get_terminal_size((120, 24)).columns)
+    return textwrap.fill(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
@@ -67,16 +146,16 @@ def one_of_several(host: str, index: int, count: int) -> None:
     sys.excepthook = _end
 
 
-def print_error(error: BaseException, kind: str = "error") -> None:
+def print_error(error: BaseException | str, kind: str = "error") -> None:
     """Prints a message on stderr, at once, so that those of several processes do not run into each other."""
-    sys.stderr.write(f"{_process}{kind}: {error}\n")
-    sys.stderr.flush()
+    _write_error(f"{_process}{kind}: {printable(error)}\n")
 
 
 def leave(status: int) -> NoReturn:
-    """Ends the process after an error. JAX's own end would wait for the other processes, which may wait for this one."""
+    """Ends the process after an error. JAX's own end would wait for the other processes, which may wait for this
+    one."""
     if _process:
-        sys.stdout.flush()
+        _give_up_stdout()
         time.sleep(_lingers_s)
         os._exit(status)
     sys.exit(status)
@@ -86,5 +165,27 @@ def _end(kind: type[BaseException], error: BaseException, traceback: object) -> 
     sys.__excepthook__(kind, error, traceback)
     print_error(error, kind.__name__)
     if kind.__name__ == "JaxRuntimeError":
-        print_error(RuntimeError("most likely another process ended first: the message of its host says why"), "hint")
+        print_error("most likely another process ended first: the message of its host says why", "hint")
     leave(DIED)
+
+
+def _give_up_stdout() -> None:
+    """Writes what waits for standard output; what cannot be written is dropped, so that Python's end does not fail."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except (OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def _hold(descriptor: int) -> None:
+    """Keeps a file that is opened later from taking the place of standard output or error that is closed."""
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_RDWR), descriptor)
+
+
+_hold(1)
+_hold(2)
+atexit.register(_give_up_stdout)

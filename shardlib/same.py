@@ -142,6 +142,12 @@ def require_same(here, check: Check, small, small_check: Check, known: list, lin
                 refuse(eqn, f"'{eqn.primitive.name}'")
             for ours, beside, *whole in zip(*inner):
                 compare(ours, beside, whole)
+        # JAX may drop a gather of single rows: which one is not known.
+        if len(roots[0].gathers) == len(roots[-1].gathers):
+            for eqn, whole in zip(roots[0].gathers, roots[-1].gathers):
+                single = {dim for dim, size in enumerate(_shape(eqn.invars[0])) if size == 1}
+                if _indexed(eqn) - single != _indexed(whole) - single:
+                    refuse(eqn, "'gather' along another dim")
         if list(map(roots[0].of, jaxprs[0].outvars)) != list(map(roots[-1].of, jaxprs[-1].outvars)):
             refuse((jaxprs[0].eqns or [None])[-1], "another result")
 
@@ -175,7 +181,7 @@ class _Roots:
     equations, by number."""
 
     def __init__(self, jaxpr):
-        self.jaxpr = jaxpr
+        self.jaxpr, self.gathers = jaxpr, []
         self.roots = {variable: frozenset({index}) for index, variable in enumerate(jaxpr.invars)}
         self.roots |= {variable: frozenset({f"const {index}"}) for index, variable in enumerate(jaxpr.constvars)}
 
@@ -189,10 +195,18 @@ class _Roots:
             if eqn.primitive.name in _MOVES:
                 roots = frozenset().union(*map(self.of, eqn.invars))
                 self.roots.update((out, roots) for out in eqn.outvars)
+                if eqn.primitive.name == "gather":
+                    self.gathers.append(eqn)
                 continue
             yield eqn
             self.roots.update((out, frozenset({(count, index)})) for index, out in enumerate(eqn.outvars))
             count += 1
+
+
+def _indexed(gather) -> set[int]:
+    """The dims of its operand that a gather's indices go along."""
+    numbers = gather.params["dimension_numbers"]
+    return {*numbers.start_index_map, *numbers.operand_batching_dims}
 
 
 def _shape(atom) -> tuple[int, ...]:

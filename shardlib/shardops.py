@@ -132,6 +132,8 @@ def _context(name, text, operands) -> str:
     ):  # the string cannot be read, or names an axis that the mesh lacks: that's the error
         pass
     local = ", ".join(f"{jnp.result_type(operand)}{list(shape)}" for operand, shape in zip(operands, local))
+    if None in whole and axes != shown:  # sizes on the check's own mesh would mislead
+        return f"  in shardops.{name}('{text}'), {mesh_text(shown)}"
     whole = "" if None in whole else f", global {', '.join(map(str, whole))}"
     return f"  in shardops.{name}('{text}'), local {local}{whole}, {mesh_text(shown)}"
 

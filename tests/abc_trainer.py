@@ -17,7 +17,7 @@ from jax import lax
 
 from runtime.check import batch_shapes, check_sizes, report_check
 from runtime.config.command_line import run
-from runtime.config.keys import RunConfig
+from runtime.config.keys import Count, RunConfig
 from runtime.run import Run, start, with_shardings
 from shardlib import shardops
 from shardlib.shardtypes import bool_, f32, pytree_dataclass, typed_shard_map, u32
@@ -27,16 +27,16 @@ from train import Training, adamw_step
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    a: int  # half of the rows' split
-    b: int  # the other half
-    c: int  # hidden layer and vocabulary
+    a: Count  # half of the rows' split
+    b: Count  # the other half
+    c: Count  # hidden layer and vocabulary
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    width: int  # M
-    hidden: int  # F
-    vocab: int  # V
+    width: Count  # M
+    hidden: Count  # F
+    vocab: Count  # V
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,12 +35,13 @@ def own_logging():
     root.setLevel(level)
 
 
+COMPUTE_DTYPE = train.act.dtype
+
+
 @pytest.fixture(autouse=True)
 def own_compute_dtype():
-    """Takes back the activations' type, which a test that calls the trainer's main leaves as its configuration says."""
-    before = train.act.dtype
-    yield
-    train.act.dtype = before
+    """Each test begins with the activations' type as imported: a trainer's main, in a fixture too, sets it."""
+    train.act.dtype = COMPUTE_DTYPE
 
 
 def pytest_terminal_summary(terminalreporter):

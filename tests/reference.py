@@ -199,7 +199,7 @@ def adamw_update(weights, mu, nu, grads, step, training, *, dtype=np.float64):
         v = b2 * v + (1 - b2) * g * g
         m_hat = m / (1 - b1 ** (step + 1))
         v_hat = v / (1 - b2 ** (step + 1))
-        direction = m_hat / (np.sqrt(v_hat + training.adam_eps_root) + training.adam_eps)
+        direction = m_hat / (np.sqrt(v_hat) + training.adam_eps)
         if decayed:
             direction = direction + training.weight_decay * w
         return w - lr * direction, m, v

@@ -59,7 +59,7 @@ def free_port() -> int:
 
 def start_two(arguments: list[str], env: dict[str, str], *, output: Path) -> list[subprocess.Popen]:
     """Two processes that are told by keys who they are; what each prints goes to `output`.0 and `output`.1."""
-    who = [f"cluster.coordinator=localhost:{free_port()}", "cluster.num_processes=2"]
+    who = [f"cluster.coordinator=localhost:{free_port()}"]
     processes = []
     for index in range(2):
         with open(f"{output}.{index}", "w") as file:

@@ -21,7 +21,7 @@ from train import TokenBatch
 MODEL = train.Model(d_model=64, n_q_per_kv=2, n_kv=8, d_head=8, layers=2, vocab=128, d_ff=96, rope_max_timescale=256)
 TRAINING = train.Training(
     seed=0, steps=10, warmup_steps=2, steps_for_lr=10, learning_rate=1e-2, cosine_learning_rate_final_fraction=0.1, adam_b1=0.9,
-    adam_b2=0.95, adam_eps=1e-8, adam_eps_root=0.0, weight_decay=0.1, tokens=Tokens(batch=16, len=32),
+    adam_b2=0.95, adam_eps=1e-8, weight_decay=0.1, tokens=Tokens(batch=16, len=32),
 )  # fmt: skip
 BATCH = reference.random_batch(MODEL, batch=16, length=32, seed=1)
 

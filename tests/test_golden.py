@@ -24,7 +24,7 @@ def folder(tmp_path_factory):
     """The run that golden losses are of."""
     root = tmp_path_factory.mktemp("golden")
     with pytest.MonkeyPatch.context() as monkeypatch:
-        more = f"paths.root_working_dir={root}", "tracking.tensorboard=true"
+        more = f"paths.root_working_dir={root}", "tracking.to=[tensorboard]"
         assert small.start_training(monkeypatch, *RUN, *more) == 0
     return root / NAME
 

@@ -308,7 +308,17 @@ def test_python_that_asks_for_a_local_size():
         z = jnp.where((a > 0)[None, None], x, 0.0)
         return z * jnp.full((1, 1, 64), 2.0 if x.shape[0] == 1 else 3.0)
 
-    for function in (single_row, single_row_literal):
+    def single_row_gather(x: f32['B/d 64 64'], a: f32['64']) -> f32['B/d 64 64']:
+        z = jnp.where((a > 0)[None, None], x, 0.0)
+        return jnp.take(z, (a > 1).astype(jnp.int32), axis=1 if x.shape[0] == 1 else 2)
+
+    def single_row_right(x: f32['B/d 64 64'], a: f32['64']) -> f32['B/d 64 64']:
+        z = jnp.where((a > 0)[None, None], x, 0.0)
+        return jnp.take(z, (a > 1).astype(jnp.int32), axis=2)
+
+    for mesh in (dict(d=4, t=2), dict(d=8, t=1)):
+        assert prove(single_row_right, mesh, SINGLE) > 0
+    for function in (single_row, single_row_literal, single_row_gather):
         assert prove(function, dict(d=4, t=2), SINGLE) > 0
         text = refusal(function, dict(d=8, t=1), SINGLE)
         assert "another program" in text or "depends on how many devices there are" in text, function

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import small
 
-import tools.write_synthetic_dataset as tool
+import tools.make_dataset as tool
 import train
 from runtime.config.command_line import load
 from runtime.data.flat_tokens import write_split
@@ -134,8 +134,8 @@ def test_the_small_job_goes_on_bit_for_bit(tmp_path):
     assert len(whole) == 50 and losses(tmp_path / "halves") == whole
     lines = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
     (*_, validation) = (line for line in lines if "validation_loss" in line)
-    corpus = tool.generate(load(tool.Synthetic, None, []), "validation")
-    assert validation["validation_loss"] < tool.unigram_entropy(corpus.tokens)
+    tokens = np.concatenate(tool.generate(load(tool.MakeDataset, None, []), "validation"))
+    assert validation["validation_loss"] < tool.unigram_entropy(tokens)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ the same steps and values, but for what a machine's speed and memory say. Exits 
 """
 
 import argparse
+import dataclasses
 import math
 import statistics
 import sys
@@ -18,11 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from ledger.units import percent, seconds
-from runtime.terminal import RunError, columns
+from runtime.terminal import RunError, columns, print_error, print_line
 from runtime.tracking.files import write_whole
 from runtime.tracking.recorded import Recorded, as_yaml, read_run
-from runtime.tracking.report import write_report
-from runtime.tracking.report_page import compare_page
+from runtime.tracking.report import compare_page, write_report
 
 # What the machine decides, and not the training; of names that end so, all.
 MEASURED = ("time", "tokens_per_s", "mfu", "hfu", "mfu_6nd")
@@ -42,6 +42,8 @@ def main() -> None:
     try:
         runs = with_short_names([read_run(path) for path in arguments.run], arguments.run)
         if arguments.assert_equal:
+            for problem in (each for run in runs for each in run.damaged):
+                raise RunError(problem)
             for other in runs[1:]:
                 print(equal(runs[0], other, arguments.tolerance))
             return
@@ -53,16 +55,18 @@ def main() -> None:
     except Different as difference:
         sys.exit(str(difference))
     except RunError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_error(error)
         sys.exit(2)
-    print("\n".join([*columns([COLUMNS, *map(row, runs)]), ""]))
+    print_line("\n".join([*columns([COLUMNS, *map(row, runs)]), ""]))
     if len(runs) == 1:
         pass  # nothing to differ from
     elif changed:
-        print("\n".join(columns([("configuration", *(run.name for run in runs)), *shown(changed)])))
+        print_line("\n".join(columns([("configuration", *(run.name for run in runs)), *shown(changed)])))
     else:
         print("The configurations are equal.")
-    print(f"Curves: {page}")
+    for problem in (each for run in runs for each in run.damaged):
+        print_error(problem, "left out")
+    print_line(f"Curves: {page}")
 
 
 class Different(Exception):
@@ -74,10 +78,7 @@ def with_short_names(runs: list[Recorded], paths: list[str]) -> list[Recorded]:
     names = [run.name for run in runs]
     if len(set(names)) == len(names):
         return runs
-    return [
-        Recorded(path, run.folder, run.lines, run.config, run.environment, run.samples)
-        for path, run in zip(paths, runs)
-    ]
+    return [dataclasses.replace(run, name=str(path)) for path, run in zip(paths, runs)]
 
 
 def differences(runs: list[Recorded]) -> dict[str, list[Any]]:

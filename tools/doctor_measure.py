@@ -94,7 +94,7 @@ def asked_for(config: Any) -> set[str]:
         "s3:// URLs": any(url.startswith("s3://") for url in urls),
         "hf_dataset": config.hf_dataset.path,
         "tokenizers": config.hf_dataset.path and config.hf_dataset.tokenizer != BYTES,
-        **{f"tracking.{name}": getattr(config.tracking, name) for name in PACKAGES},
+        **{f"tracking.{name}": name in config.tracking.to for name in PACKAGES},
     }
     return {purpose for purpose, is_asked in asked.items() if is_asked}
 

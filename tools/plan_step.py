@@ -19,7 +19,7 @@ from shardlib.shardtypes import ShardingError, mesh_text
 
 @dataclass(frozen=True, kw_only=True)
 class OwnHardware:
-    """A device that ledger/machines/hardware.py does not know; what is left out is n/a."""
+    """A device that ledger/machines/hardware.yaml does not know; what is left out is n/a."""
 
     name: str  # to give as hardware=
     peak_flops_per_s: float | None = None  # bfloat16, dense
@@ -33,9 +33,8 @@ class OwnHardware:
 class PlanKeys(program.ProgramKey):
     """The machine to plan a config of training for."""
 
-    hardware: str | None = (
-        None  # h200, tpu_v5p, ...: a name of ledger/machines/hardware.py or of own_hardware; null: no times
-    )
+    # h200, tpu_v5p, ...: a name of ledger/machines/hardware.yaml or of own_hardware; null: no times
+    hardware: str | None = None
     own_hardware: tuple[OwnHardware, ...] = ()  # [{name: mine, peak_flops_per_s: 1.0e15, ...}]
     hosts: int | None = None  # null: as many as the mesh needs
     devices_per_host: int = 8  # neighbours in the mesh's order

@@ -10,8 +10,20 @@ import threading
 
 import numpy as np
 
+from runtime.data.documents import BadRecord, Block, decoded, place, records, values
 from runtime.data.tokenizers import ChatError, Tokenizer, plain_exceptions
-from tools.text_sources import Block, Settings, text_ends
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How records are told apart and what is taken of them."""
+
+    format: str  # text, prompt or chat
+    fields: tuple[str, ...]  # of a record: the text; or the prompt and the answer; or the messages
+    separator: bytes  # stands between the documents of a text file; empty: they are cut by size
+    document_bytes: int  # about so long is a document that is cut by size
+    validation_fraction: float
+    seed: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,14 +38,6 @@ class Tokenized:
     sequences: dict[str, Sequences]  # by split
     empty: int  # documents without a token, which are left out
     bad: list[str]  # records that cannot be taken: where and why
-
-
-class BadRecord(ValueError):
-    """Why a record cannot be taken; lines: how many of its own lie before the place."""
-
-    def __init__(self, reason: str, lines: int = 0):
-        super().__init__(reason)
-        self.lines = lines
 
 
 # ---------------------------------------------------------------- processes
@@ -60,21 +64,20 @@ def work_on(block: Block) -> Tokenized:
 
 
 def tokenize(block: Block, tokenizer: Tokenizer, settings: Settings) -> Tokenized:
-    """The token ids of a block's documents, for each split in their order, and the records that are none."""
+    """The token ids of a block's documents, in their order, for the split that the file says or else for each by the
+    documents' hash; and the records that cannot be taken."""
     documents, bad = read_documents(block, tokenizer, settings)
-    by_split = {"train": documents, "validation": []}
-    if block.split:
-        by_split = {block.split: documents}
-    elif settings.validation_fraction:
+    by_split = {block.file.split or "train": documents}
+    if not block.file.split and settings.validation_fraction:
         by_split = {"train": [], "validation": []}
         for document in documents:
             by_split["validation" if drawn(document, settings) else "train"].append(document)
     sequences, empty = {}, 0
-    for split, some in by_split.items():
+    for name, some in by_split.items():
         if some:
-            found = encoded(some, block.source, tokenizer, settings)
+            found = encoded(some, block.file.name, tokenizer, settings)
             lengths = found.lengths[found.lengths > 0]
-            sequences[split] = dataclasses.replace(found, lengths=lengths)
+            sequences[name] = dataclasses.replace(found, lengths=lengths)
             empty += len(some) - len(lengths)
     return Tokenized(sequences, empty, bad)
 
@@ -106,79 +109,64 @@ def read_documents(block: Block, tokenizer: Tokenizer, settings: Settings) -> tu
     Its texts are in UTF-8, as they are in a file, so that bytes become ids without being decoded and encoded.
     """
     if not block.content:
-        return [], [f"{block.source}: the file is empty"]
-    if block.kind == "rows":
-        items = block.content
-    elif block.kind == "lines":
-        items = block.content.split(b"\n")
-    else:
+        return [], [f"{block.file.name}: the file is empty"]
+    if block.file.kind == "text":
         ends = text_ends(block.content, settings, final=True)
-        items = [block.content[start:end] for start, end in zip([0, *ends], ends)]
+        found = [(start, block.content[start:end]) for start, end in zip([0, *ends], ends)]
+    else:
+        found = records(block)
     documents, bad = [], []
-    for number, item in enumerate(items):
+    for number, record in found:
         try:
-            if block.kind == "text":
-                text = item.removesuffix(settings.separator)
-                _decoded(text)  # it must be UTF-8
+            if block.file.kind == "text":
+                text = record.removesuffix(settings.separator)
+                decoded(text)
                 documents.append((text,))
-            elif item or block.kind == "rows":  # no empty line
-                record = _record(item) if block.kind == "lines" else item
-                values = _values(record, settings)
-                documents.append(
-                    (values[0], *tokenizer.encode_chat(values[0])) if settings.format == "chat" else values
-                )
+            elif settings.format == "chat":
+                (messages,) = values(record, settings.fields, object)
+                documents.append((messages, *tokenizer.encode_chat(messages)))
+            else:
+                texts = tuple(value.encode() for value in values(record, settings.fields))
+                if settings.format == "prompt" and not texts[1]:
+                    raise BadRecord(f"field '{settings.fields[1]}' is empty, so there is nothing to learn")
+                documents.append(texts)
         except UnicodeEncodeError as error:
-            bad.append(
-                f"{_place(block, items, number)}: half of a surrogate pair ({error.reason}), expected Unicode text"
-            )
+            bad.append(f"{place(block, number)}: half of a surrogate pair ({error.reason}), expected Unicode text")
         except BadRecord as error:
-            bad.append(f"{_place(block, items, number, error.lines)}: {error}")
+            if block.file.kind == "text":  # numbered by where it begins
+                number = block.first + block.content.count(b"\n", 0, number)
+            bad.append(f"{place(block, number + error.lines)}: {error}")
         except ChatError as error:
-            bad.append(f"{_place(block, items, number)}: {error}")
+            bad.append(f"{place(block, number)}: {error}")
     return documents, bad
 
 
-def _decoded(data: bytes) -> str:
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        line = data.rfind(b"\n", 0, error.start) + 1
-        byte = f"byte 0x{data[error.start]:02x} at {error.start - line} of the line"
-        raise BadRecord(f"invalid UTF-8 ({byte})", data.count(b"\n", 0, error.start)) from error
+def text_ends(data: bytes, settings: Settings, final: bool) -> list[int]:
+    """Where the documents of a text end that begins with one. `final`: nothing follows the data, so its rest is one
+    too.
 
-
-def _record(line: bytes) -> dict:
-    try:
-        record = json.loads(_decoded(line))
-    except json.JSONDecodeError as error:
-        raise BadRecord(f"no JSON ({error.msg}, column {error.colno})") from error
-    except RecursionError as error:
-        raise BadRecord("no JSON that can be read (nested too deeply)") from error
-    if not isinstance(record, dict):
-        raise BadRecord(f'{type(record).__name__}, expected {{"field": ...}}')
-    return record
-
-
-def _values(record: dict, settings: Settings) -> tuple:
-    """The fields that settings name: texts in UTF-8, or the messages of a chat."""
-    values = []
-    for field in settings.fields:
-        if field not in record:
-            raise BadRecord(f"no field '{field}'; it has {', '.join(map(repr, record)) or 'none'}")
-        value = record[field]
-        if settings.format != "chat":
-            if not isinstance(value, str):
-                raise BadRecord(f"field '{field}' is {type(value).__name__}, expected text")
-            value = value.encode()  # half of a surrogate pair cannot be
-        values.append(value)
-    if settings.format == "prompt" and not values[1]:
-        raise BadRecord(f"field '{settings.fields[1]}' is empty, so there is nothing to learn")
-    return tuple(values)
-
-
-def _place(block: Block, items: list, number: int, lines: int = 0) -> str:
-    """Where an item of the block is; lines: how many of its own are passed over."""
-    if block.kind == "rows":
-        return f"{block.source}, row {block.first + number}"
-    before = number if block.kind == "lines" else sum(item.count(b"\n") for item in items[:number])
-    return f"{block.source}:{block.first + before + lines}"
+    A document goes up to and with a separator. Without one it goes to the end of the line in which it becomes
+    document_bytes long; if that is more than as long again, it ends between two characters.
+    """
+    ends, start, size = [], 0, settings.document_bytes
+    while True:
+        if settings.separator:
+            found = data.find(settings.separator, start)
+            end = found + len(settings.separator)
+        elif not final and len(data) < start + 2 * size:  # where it ends depends on what follows
+            break
+        else:
+            found = data.find(b"\n", start + size - 1, start + 2 * size)
+            end = found + 1
+            if found < 0 and len(data) > start + size:
+                end = start + size
+                while end > start + size - 3 and data[end] & 0xC0 == 0x80:  # within a character
+                    end -= 1
+                found = end
+        if found < 0:
+            break
+        ends.append(end)
+        start = end
+    if final and start < len(data):
+        ends.append(len(data))
+    return ends

@@ -23,7 +23,7 @@ import pathlib
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
@@ -33,7 +33,7 @@ from tqdm import tqdm
 
 from runtime.cluster.tuning import keep_memory
 from runtime.config import command_line
-from runtime.config.rebuild import refuse
+from runtime.data.documents import Block, File, find_files, find_splits, read_blocks
 from runtime.data.flat_tokens import LARGEST_ID, SplitWriter, absolute_path, open_for_writing
 from runtime.data.tokenizers import (
     BYTES,
@@ -43,9 +43,17 @@ from runtime.data.tokenizers import (
     save_dataset_tokenizer,
     train_bpe,
 )
-from runtime.terminal import RunError
-from tools.text_records import Tokenized, drawn, read_documents, start_worker, tokenize, work_on
-from tools.text_sources import Block, Settings, Source, hub_source, list_files, read_blocks
+from runtime.terminal import RunError, print_line, printable
+from tools.text_records import (
+    Settings,
+    Tokenized,
+    drawn,
+    read_documents,
+    start_worker,
+    text_ends,
+    tokenize,
+    work_on,
+)
 
 RECORD_S = 15.0  # seconds between two records of how far it is: what a killed run does again
 SHOWN_BAD_RECORDS = 10
@@ -112,9 +120,12 @@ class TokenizeText:
         return bool(self.validation or self.hf_dataset.validation_split or self.validation_fraction)
 
 
-def unescaped(text: str) -> str:
-    r"""Text with \\n for a new line, as a command line gives it."""
-    return text.encode("ascii", "backslashreplace").decode("unicode_escape")
+def unescaped(text: str) -> str | None:
+    r"""Text with \\n for a new line, as a command line gives it; None for what is none."""
+    try:
+        return text.encode("ascii", "backslashreplace").decode("unicode_escape")
+    except UnicodeDecodeError:
+        return None
 
 
 # ---------------------------------------------------------------- from beginning to end
@@ -122,48 +133,46 @@ def unescaped(text: str) -> str:
 
 def main(config: TokenizeText) -> None:
     check(config)
-    sources = find_sources(config)
+    files = find_all(config)
     # A run goes on where another was if these are the same. How many processes there are makes no difference.
-    about = dataclasses.asdict(config)
+    about = json.loads(printable(json.dumps(dataclasses.asdict(config))))  # without the password of a URL
     for key in ("output", "overwrite", "on_bad_record", "processes"):
         del about[key]
-    made_by = {"tool": "tools/tokenize_text.py", "config": about, "input_size": sum(source.size for source in sources)}
-    inputs = hashlib.sha256(json.dumps([dataclasses.astuple(source) for source in sources]).encode()).hexdigest()
+    made_by = {"tool": "tools/tokenize_text.py", "config": about, "input_size": total_bytes(files)}
+    known = [(file.name, file.size, file.version, file.split) for file in files]
+    inputs = hashlib.sha256(json.dumps(known).encode()).hexdigest()
 
     open_for_writing(config.output)  # the folder must be there for alone_in
     with alone_in(config.output), failing_writes(config.output):
         dataset = open_for_writing(config.output)
         if dataset.attrs.get("made_by") == made_by and not config.overwrite:
-            print(f"{config.output} is complete: {counted(dataset.attrs['counts'])}. overwrite=true writes it again")
+            print_line(
+                f"{config.output} is complete: {counted(dataset.attrs['counts'])}. overwrite=true writes it again"
+            )
             return
         state = dataset.attrs.get("tokenizing")
         if not state or (state["made_by"], state["inputs"]) != (made_by, inputs):
             state = {"made_by": made_by, "inputs": inputs, "position": None, "splits": {}, "counts": {}}
-            begin(config, sources, dataset, state)
-        counts = write(config, sources, dataset, state)
+            begin(config, files, dataset, state)
+        counts = write(config, files, dataset, state)
         # One write turns what was going on into what is complete.
         attributes = {"tokenizer": dataset.attrs["tokenizer"], "made_by": made_by, "counts": counts}
         dataset.attrs.put(attributes)
         remove_partial_files(config.output)
-    print(f"{config.output}: {counted(counts)}; flat_tokens.filespec={config.output} trains on it")
-    print(f"model.vocab must be at least {dataset.attrs['tokenizer']['vocab']} (tokenizer {config.tokenizer})")
+    print_line(f"{config.output}: {counted(counts)}; flat_tokens.filespec={config.output} trains on it")
+    print_line(f"model.vocab must be at least {dataset.attrs['tokenizer']['vocab']} (tokenizer {config.tokenizer})")
 
 
-def begin(config: TokenizeText, sources: list[Source], dataset: zarr.Group, state: dict) -> None:
+def begin(config: TokenizeText, files: list[File], dataset: zarr.Group, state: dict) -> None:
     """Refuses to write over what is there, makes the tokenizer, and records that nothing is written yet."""
     # A run that was killed in here leaves a tokenizer at most, which is no more than this one writes.
     present = [*(name for name in dataset.keys() if name != "tokenizer_json"), *(set(dataset.attrs) - {"tokenizer"})]
     if present and not config.overwrite:
-        if "tokenizing" in dataset.attrs:
-            what = (
-                "the beginning of a data set that was made with another config, or from an input that has changed since"
-            )
-        elif "made_by" in dataset.attrs:
-            what = "a data set that was made with another config, or from an input that has changed since"
-        else:
-            what = f"{', '.join(sorted(present))} already"
+        what = f"{', '.join(sorted(present))} already"
+        if {"tokenizing", "made_by"} & set(dataset.attrs):
+            what = "a data set, or its beginning, made with another config or from an input that has changed since"
         raise RunError(f"{config.output} holds {what}: write to a new path, or say overwrite=true to replace it")
-    tokenizer = make_tokenizer(config, sources)
+    tokenizer = make_tokenizer(config, files)
     dataset.attrs.put({})
     for name in list(dataset.keys()):
         del dataset[name]
@@ -171,8 +180,8 @@ def begin(config: TokenizeText, sources: list[Source], dataset: zarr.Group, stat
     dataset.attrs["tokenizing"] = state
 
 
-def write(config: TokenizeText, sources: list[Source], dataset: zarr.Group, state: dict) -> dict:
-    """Goes on from the state to the end of the sources, recording it now and then; what was counted."""
+def write(config: TokenizeText, files: list[File], dataset: zarr.Group, state: dict) -> dict:
+    """Goes on from the state to the end of the files, recording it now and then; what was counted."""
     remove_partial_files(config.output)
     tokenizer, settings = load_dataset_tokenizer(config.output), config.settings
     begun = bool(state["splits"])
@@ -195,16 +204,15 @@ def write(config: TokenizeText, sources: list[Source], dataset: zarr.Group, stat
     if not begun:
         record()
     recorded, bad_before = time.monotonic(), counts["bad"]
-    blocks = read_blocks(sources, settings, position)
-    total = sum(source.size for source in sources)
-    with progress_bar(total) as bar, tokenized(blocks, tokenizer, settings, process_count(config, sources)) as results:
+    total, blocks = total_bytes(files), read_all(files, settings, position or (0, 0, 0))
+    with progress_bar(total) as bar, tokenized(blocks, tokenizer, settings, process_count(config, files)) as results:
         start, tokens_before = time.monotonic(), counts["tokens"]
         for block, result in results:
             if result.bad and config.on_bad_record == "fail":
                 record()
                 raise RunError(f"{result.bad[0]}; on_bad_record=skip leaves out such records")
             for reason in result.bad[: max(0, SHOWN_BAD_RECORDS - counts["bad"] + bad_before)]:
-                bar.write(f"left out: {reason}", file=sys.stderr)
+                bar.write(printable(f"left out: {reason}"), file=sys.stderr)
             for split, sequences in result.sequences.items():
                 writers[split].append(sequences.ids, sequences.lengths, sequences.is_target)
                 counts["tokens"] += len(sequences.ids)
@@ -235,6 +243,10 @@ def write(config: TokenizeText, sources: list[Source], dataset: zarr.Group, stat
     return counts
 
 
+def read_all(files: list[File], settings: Settings, position: Sequence[int]) -> Iterator[Block]:
+    return read_blocks(files, position, lambda data: max(text_ends(data, settings, False), default=0))
+
+
 @contextlib.contextmanager
 def tokenized(
     blocks: Iterator[Block], tokenizer: Tokenizer, settings: Settings, processes: int
@@ -243,13 +255,9 @@ def tokenized(
     if processes == 1:
         yield ((block, tokenize(block, tokenizer, settings)) for block in blocks)
         return
-    pool = ProcessPoolExecutor(
-        processes,
-        # A fork would copy the locks of threads that are not there in the copy.
-        multiprocessing.get_context("spawn"),
-        start_worker,
-        (tokenizer, settings),
-    )
+    # A fork would copy the locks of threads that are not there in the copy.
+    spawn = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(processes, spawn, start_worker, (tokenizer, settings))
 
     def in_order() -> Iterator[tuple[Block, Tokenized]]:
         under_way = deque()
@@ -277,57 +285,66 @@ def tokenized(
 
 def check(config: TokenizeText) -> None:
     """Refuses values that make no sense, all at once."""
-    problems = []
-
-    def expect(holds: bool, key: str, expected: str) -> None:
-        if not holds:
-            problems.append(f"{key} is {getattr(config, key)!r}, expected {expected}")
-
+    expected = {
+        "validation": (not (config.validation and config.hf_dataset.path), "hf_dataset.validation_split, or neither"),
+        "format": (config.format in ("text", "prompt", "chat"), "text, prompt or chat"),
+        "on_bad_record": (config.on_bad_record in ("fail", "skip"), "fail or skip"),
+        "validation_fraction": (0 <= config.validation_fraction < 1, "a number from 0 to less than 1"),
+        "seed": (0 <= config.seed < 2**64, "a number from 0 to less than 2⁶⁴"),
+        "document_bytes": (config.document_bytes >= 4, "4 or more"),
+        "processes": (config.processes >= 0, "0 or more"),
+        "bos_id": (0 <= (config.bos_id or 0) <= LARGEST_ID, f"an id from 0 to {LARGEST_ID}"),
+        "bpe_vocab": (257 <= config.bpe_vocab <= LARGEST_ID, f"257 (the bytes and one) to {LARGEST_ID}"),
+        "bpe_bytes": (config.bpe_bytes > 0, "more than 0"),
+        "separator": (
+            unescaped(config.separator) is not None,
+            "text, with \\n for a new line and \\\\ for a backslash",
+        ),
+    }
+    problems = [
+        f"{key} is {getattr(config, key)!r}, expected {what}" for key, (holds, what) in expected.items() if not holds
+    ]
     if bool(config.input) == bool(config.hf_dataset.path):
-        problems.append("expected one of input (a path, glob or URL) and hf_dataset.path (the name of a data set)")
-    if config.hf_dataset.path:
-        expect(not config.validation, "validation", "hf_dataset.validation_split in its place, or neither")
-    expect(config.format in ("text", "prompt", "chat"), "format", "text, prompt or chat")
-    expect(config.on_bad_record in ("fail", "skip"), "on_bad_record", "fail or skip")
-    expect(0 <= config.validation_fraction < 1, "validation_fraction", "a number from 0 to less than 1")
-    expect(0 <= config.seed < 2**64, "seed", "a number from 0 to less than 2⁶⁴")
-    expect(config.document_bytes >= 4, "document_bytes", "4 or more")
-    expect(config.processes >= 0, "processes", "0 or more")
-    expect(0 <= (config.bos_id or 0) <= LARGEST_ID, "bos_id", f"an id from 0 to {LARGEST_ID}")
-    expect(257 <= config.bpe_vocab <= LARGEST_ID, "bpe_vocab", f"257 (the bytes and one) to {LARGEST_ID}")
-    expect(config.bpe_bytes > 0, "bpe_bytes", "more than 0")
-    try:
-        unescaped(config.separator)
-    except UnicodeDecodeError:
-        expect(False, "separator", "text, with \\n for a new line and \\\\ for a backslash")
-    refuse(problems)
+        problems.insert(0, "expected one of input (a path, glob or URL) and hf_dataset.path (the name of a data set)")
+    if problems:
+        raise RunError(
+            "\n  ".join([f"{len(problems)} problems in the configuration:"] * (len(problems) > 1) + problems)
+        )
 
 
-def find_sources(config: TokenizeText) -> list[Source]:
+def find_all(config: TokenizeText) -> list[File]:
     """What is read, in this order. A file that `validation` names too is none of the training split's."""
     rest = "" if config.settings.validation_fraction else "train"
-    if hub := config.hf_dataset.path:
-        sources = [hub_source(hub, config.hf_dataset.name, config.hf_dataset.split, rest)]
-        if config.hf_dataset.validation_split:
-            sources.append(hub_source(hub, config.hf_dataset.name, config.hf_dataset.validation_split, "validation"))
-        return sources
-    held_out = list_files(config.validation, "validation") if config.validation else []
-    names = {source.name for source in held_out}
-    sources = [source for source in list_files(config.input, rest) if source.name not in names]
-    if not sources:
+    if path := config.hf_dataset.path:
+        splits = find_splits(path, config.hf_dataset.name)
+        files = []
+        for key, split in (("split", rest), ("validation_split", "validation")):
+            if name := getattr(config.hf_dataset, key):
+                if name not in splits:
+                    raise RunError(f"hf_dataset.{key}: {path} has no split '{name}'; it holds {', '.join(splits)}")
+                files += [dataclasses.replace(file, split=split) for file in splits[name]]
+        return files
+    held_out = find_files(config.validation) if config.validation else []
+    files = [dataclasses.replace(file, split=rest) for file in find_files(config.input) if file not in held_out]
+    if not files:
         raise RunError(
             f"validation={config.validation} names all files of input={config.input}, so nothing is left to train on"
         )
-    for source in sources + held_out:
-        if source.kind == "text" and config.format != "text":
+    files += [dataclasses.replace(file, split="validation") for file in held_out]
+    for file in files:
+        if file.kind == "text" and config.format != "text":
             raise RunError(
-                f"{source.name} is plain text by its suffix, but format={config.format} needs records: .jsonl or "
-                ".parquet"
+                f"{file.name} is plain text by its suffix, but format={config.format} needs records: .jsonl or .parquet"
             )
-    return sources + held_out
+    return files
 
 
-def make_tokenizer(config: TokenizeText, sources: list[Source]) -> Tokenizer:
+def total_bytes(files: list[File]) -> int:
+    """As stored; 0 where none is known."""
+    return sum(file.size for file in files)
+
+
+def make_tokenizer(config: TokenizeText, files: list[File]) -> Tokenizer:
     template = None
     if config.chat_template:
         try:
@@ -335,7 +352,7 @@ def make_tokenizer(config: TokenizeText, sources: list[Source]) -> Tokenizer:
         except (OSError, ValueError) as error:
             raise RunError(f"chat_template={config.chat_template} cannot be read ({error})") from error
     if config.tokenizer == TRAIN_BPE:
-        tokenizer = dataclasses.replace(trained_tokenizer(config, sources, template), chat_template=template or "")
+        tokenizer = dataclasses.replace(trained_tokenizer(config, files, template), chat_template=template or "")
         if config.bos_id is not None:
             tokenizer = dataclasses.replace(tokenizer, bos_id=config.bos_id)
     else:
@@ -345,19 +362,19 @@ def make_tokenizer(config: TokenizeText, sources: list[Source]) -> Tokenizer:
     return tokenizer
 
 
-def trained_tokenizer(config: TokenizeText, sources: list[Source], template: str | None) -> Tokenizer:
+def trained_tokenizer(config: TokenizeText, files: list[File], template: str | None) -> Tokenizer:
     """A byte-level BPE of the training documents: all of them, or of every so many-th block as many as bpe_bytes asks
     for."""
-    sources = [source for source in sources if source.split != "validation"]
-    stride = max(1, sum(source.size for source in sources if source.kind != "hub") // config.bpe_bytes)
-    some = sources[:: min(stride, len(sources))]
-    every = max(1, stride // min(stride, len(sources)))
+    files = [file for file in files if file.split != "validation"]
+    stride = max(1, total_bytes(files) // config.bpe_bytes)
+    some = files[:: min(stride, len(files))]
+    every = max(1, stride // min(stride, len(files)))
     stand_in = load_tokenizer(BYTES, chat_template=template)  # for the chats' sake, which it renders
     count = 0
 
     def texts() -> Iterator[str]:
         nonlocal count
-        for number, block in enumerate(read_blocks(some, config.settings, None)):
+        for number, block in enumerate(read_all(some, config.settings, (0, 0, 0))):
             documents = read_documents(block, stand_in, config.settings)[0] if number % every == 0 else ()
             for document in documents:
                 if config.settings.validation_fraction and drawn(document, config.settings):
@@ -375,13 +392,13 @@ def trained_tokenizer(config: TokenizeText, sources: list[Source], template: str
     tokenizer = train_bpe(texts(), config.bpe_vocab)
     if not count:
         raise RunError(f"{config.input or config.hf_dataset.path} holds no text that a tokenizer could be trained on")
-    print(f"trained a byte-level BPE on {count:,} characters: {tokenizer.vocab} ids")
+    print_line(f"trained a byte-level BPE on {count:,} characters: {tokenizer.vocab} ids")
     return tokenizer
 
 
-def process_count(config: TokenizeText, sources: list[Source]) -> int:
+def process_count(config: TokenizeText, files: list[File]) -> int:
     """As configured; else one for each core, where it pays to start them."""
-    small = sum(source.size for source in sources) < 8 * 2**20 and sources[0].kind != "hub"
+    small = 0 < total_bytes(files) < 8 * 2**20
     # Bytes are made sooner than they are sent to another process.
     return config.processes or (1 if small or config.tokenizer == BYTES else len(os.sched_getaffinity(0)))
 

@@ -12,6 +12,7 @@ from ledger.compiled.collectives import chain, operands, turns
 from ledger.compiled.hlo_text import Computation, Instruction, Module, parse
 from ledger.count.costs import KINDS
 from ledger.count.program import phase_of
+from ledger.units import gigabytes
 
 # Opcodes that do nothing by themselves.
 _NOTHING = {"parameter", "constant", "bitcast", "get-tuple-element", "tuple", "after-all", "partition-id", "replica-id"}
@@ -43,7 +44,7 @@ class Sent:
         else:
             meanwhile = "alone"
         lines = ", ".join(self.lines) or "a line that is not known"
-        return f"{self.kind} of {lines} ({self.phase}), {self.bytes / 1e6:,.2f} MB, ×{self.times}: {meanwhile}"
+        return f"{self.kind} of {lines} ({self.phase}), {gigabytes(self.bytes)}, ×{self.times}: {meanwhile}"
 
 
 def overlaps(text: str) -> list[Sent]:

@@ -17,6 +17,8 @@ import re
 import jax
 from jax.experimental import topologies
 
+from ledger.machines.hardware import NAMES
+
 INSTALL = "pip install --no-deps -r requirements-plan.txt"
 
 
@@ -28,38 +30,17 @@ class TooLarge(CannotCompile):
     """XLA says that the program does not fit into a device's memory; the message has the bytes."""
 
 
-# Chips of TPU slices are 2 × 2 × 1 or more: libtpu's name, dims of the torus, devices on a chip.
-TPUS = {
-    "tpu_v4": ("v4", 3, 1),
-    "tpu_v5e": ("v5e", 2, 1),
-    "tpu_v5p": ("v5p", 3, 1),
-    "tpu_v6e": ("v6e", 2, 1),
-    "tpu_v7x": ("tpu7x", 3, 2),
-}
-
-# What XLA asks of a CUDA device, from the models' descriptions in its repository (xla/backends/gpu/target_config/specs,
-# 2026-10): cores, clock (GHz), L2 cache, memory, its bytes/s, shared memory of a core and (at most) of a block, units
-# of a core, compute capability.
-GPUS = {
-    "a100_40gb": (108, 1.41, 41943040, 42331013120, 1555200000000, 167936, 166912, 64, "major: 8"),
-    "a100_80gb": (108, 1.41, 41943040, 85100068864, 2039040000000, 167936, 166912, 64, "major: 8"),
-    "h100": (132, 1.98, 52428800, 84942979072, 3352320000000, 233472, 232448, 128, "major: 9"),
-    "h200": (132, 1.98, 52428800, 151397597184, 4800000000000, 233472, 232448, 128, "major: 9"),
-    "b200": (148, 1.965, 132644864, 191514411008, 7672320000000, 233472, 232448, 128, "major: 10"),
-}
-
-
 def environment(name: str) -> dict[str, str]:
     """Environment variables under which JAX compiles for this machine. Raises `CannotCompile` if nothing can."""
-    if name in TPUS:
+    if name not in NAMES:
+        raise CannotCompile(f"for {name} nothing can be compiled; there are {', '.join(NAMES)}")
+    if "tpu" in NAMES[name].xla:
         wanted, variables = ["libtpu"], {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
         # libtpu asks who is in its slice; one that answers itself asks nobody.
         variables |= {"JAX_PLATFORMS": "cpu", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_STDERR_LOG_LEVEL": "3"}
-    elif name in GPUS:
+    else:
         wanted, variables = ["jax_cuda13_plugin", "jax_plugins.xla_cuda13"], {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
         variables |= {"JAX_PLATFORMS": "", "CUDA_VISIBLE_DEVICES": ""}  # a GPU that is there is left alone
-    else:
-        raise CannotCompile(f"for {name} nothing can be compiled; there are {', '.join([*GPUS, *TPUS])}")
     missing = [package for package in wanted if not _is_there(package)]
     if missing:
         raise CannotCompile(f"compiling for {name} needs {', '.join(missing)}, which is not installed: {INSTALL}")
@@ -75,9 +56,9 @@ def _is_there(package: str) -> bool:
 
 def devices(name: str, hosts: int, devices_per_host: int) -> list[jax.Device]:
     """The devices of an absent machine. Raises `CannotCompile` if there is none of this size."""
-    if name in TPUS:
-        kind, dims, cores = TPUS[name]
-        chips = slice_of(hosts * devices_per_host // cores, dims)
+    machine = NAMES[name]
+    if kind := machine.xla.get("tpu"):
+        chips = slice_of(hosts * devices_per_host // machine.xla["devices_per_chip"], machine.torus_dims)
         topology = {"platform": "tpu", "topology_name": f"{kind}:{'x'.join(map(str, chips))}"}
         if name == "tpu_v4":  # both cores of a chip as one device, which later chips are by themselves
             topology["chip_config_name"] = "megacore"
@@ -109,19 +90,16 @@ def slice_of(chips: int, dims: int) -> tuple[int, ...]:
 
 
 def target_config(name: str) -> str:
-    """The text of XLA's GpuTargetConfigProto for a GPU of the table."""
-    cores, clock, cache, memory, bandwidth, shared, shared_most, units, capability = GPUS[name]
-    features = "NONE" if capability == "major: 8" else "ACCELERATED_FEATURES"
+    """The text of XLA's GpuTargetConfigProto for a GPU of hardware.yaml, with what all of them have in common."""
+    figures = "\n".join(f"  {key}: {value}" for key, value in NAMES[name].xla.items())
     return f"""
 platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }} device_description_str: "{name}"
 gpu_device_info {{
-  core_count: {cores} clock_rate_ghz: {clock} l2_cache_size: {cache} device_memory_size: {memory}
-  memory_bandwidth: {bandwidth} shared_memory_per_core: {shared} shared_memory_per_block_optin: {shared_most}
-  shared_memory_per_block: 49152 fpus_per_core: {units} registers_per_core_limit: 65536
+{figures}
+  shared_memory_per_block: 49152 registers_per_core_limit: 65536
   registers_per_block_limit: 65536 threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
   thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
-  cuda_compute_capability {{ {capability} feature_extension: {features} }}
 }}"""
 
 

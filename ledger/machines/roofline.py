@@ -19,7 +19,7 @@ import numpy as np
 from ledger.count.program import PHASES
 from ledger.count.step import Ledger
 from ledger.machines.hardware import Hardware
-from ledger.units import percent, seconds
+from ledger.units import amount, percent, seconds
 
 ASSUMPTIONS = (
     "Every matrix product runs at the peak bfloat16 rate, whatever its shape and type.",
@@ -219,7 +219,7 @@ def text(estimate: Roofline) -> list[str]:
         f"{'Sent by one device':<30}{'over':<9}{'phase':<12}{'bytes':>10}{'at':>14}{'takes':>12}",
     ]
     for each in sorted(estimate.sendings, key=lambda each: -each.sent_bytes):
-        rate = "n/a" if each.bytes_per_s is None else f"{each.bytes_per_s / 1e9:,.1f} GB/s"
+        rate = "n/a" if each.bytes_per_s is None else amount(each.bytes_per_s, "B/s")
         where = "  between hosts" if each.crosses_hosts else ""
         lines.append(
             f"  {each.kind:<28}{' × '.join(each.axes):<9}{each.phase:<12}{each.sent_bytes:>10.3g}{rate:>14}"

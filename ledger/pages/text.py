@@ -7,6 +7,7 @@ import re
 
 from ledger.count.memory import GROUPS, Held
 from ledger.count.program import PHASES
+from ledger.pages.lines import Line, sums
 from ledger.units import gigabytes, number
 
 WIDTH = 160
@@ -14,42 +15,26 @@ _HEAD = (
     "             FLOPs            bytes sent        bytes",
     " runs forward again backw │forward again backw │  kept │ line",
 )
+# Why a value is kept, where it is not a name in the source.
+WHY = {"input": "input of a checkpoint", "gradient": "a gradient, made ahead", "": "nobody asked for it"}
 _LISTED = 14  # rows of the list of largest values
 
 
 # -- The annotated source ----------------------------------------------------------------------------------------------
-class _Margin:
-    """The sums of each line, 'train.py:197'."""
+def _margin(line: Line) -> str:
+    runs = f"×{line.runs:,}" if line.runs > 1 else ""
+    kept = number(line.total("kept")) + ("!" if "unasked" in line.kept else "")
+    return f"{runs:>5} {_phases(line.flops)} │{_phases(line.sent_in)} │{kept:>6} │"
 
-    def __init__(self, ledger):
-        self.flops, self.sent = collections.Counter(), collections.Counter()
-        self.kept, self.unasked, self.runs = collections.Counter(), set(), collections.Counter()
-        for row, times in ledger.costs.products.items():
-            self.flops[row.line, row.phase] += row.flops * times
-            self.runs[row.line] = max(self.runs[row.line], times if row.phase != "backward" else 0)
-        for row, times in ledger.costs.collectives.items():
-            self.sent[row.line, row.phase] += row.sent_bytes(ledger.mesh) * times
-            self.runs[row.line] = max(self.runs[row.line], times if row.phase != "backward" else 0)
-        for row in ledger.saved:
-            self.kept[row.line] += row.bytes * row.times
-            self.runs[row.line] = max(self.runs[row.line], row.times)
-            if not row.why:
-                self.unasked.add(row.line)
-        self.lines = {line for line, _ in (*self.flops, *self.sent)} | set(self.kept)
 
-    def of(self, line: str) -> str:
-        runs = f"×{self.runs[line]:,}" if self.runs[line] > 1 else ""
-        kept = number(self.kept[line]) + ("!" if line in self.unasked else "")
-        return f"{runs:>5} {self.three(self.flops, line)} │{self.three(self.sent, line)} │{kept:>6} │"
-
-    def three(self, table, line: str) -> str:
-        first = number(table[line, "forward"]) or number(table[line, "update"]) + "u" * bool(table[line, "update"])
-        return f"{first:>7}{number(table[line, 'recomputed']):>6}{number(table[line, 'backward']):>6}"
+def _phases(parts: collections.Counter) -> str:
+    first = number(parts["forward"]) or number(parts["update"]) + "u" * bool(parts["update"])
+    return f"{first:>7}{number(parts['recomputed']):>6}{number(parts['backward']):>6}"
 
 
 def text(ledger) -> str:
     """The whole page."""
-    margin = _Margin(ledger)
+    costs, nothing = sums(ledger), Line()
     mesh = " × ".join(f"{axis}={size}" for axis, size in ledger.mesh.items())
     lines = [
         f"{ledger.source} on the mesh {mesh}: one step of {ledger.tokens:,} tokens, {ledger.parameters:,} parameters.",
@@ -61,14 +46,14 @@ def text(ledger) -> str:
         "",
         *_HEAD,
     ]
-    rows = shown(ledger, margin.lines)
+    rows = shown(ledger, set(costs))
     for place, (number_, source) in enumerate(rows):
         if number_ != (rows[place - 1][0] if place else 0) + 1:
-            lines.append(f"{margin.of('')}    ⋮")
-        line = f"{margin.of(f'{ledger.source}:{number_}')}{number_:>5} {source}"
+            lines.append(f"{_margin(nothing)}    ⋮")
+        line = f"{_margin(costs.get(f'{ledger.source}:{number_}', nothing))}{number_:>5} {source}"
         lines.append(line if len(line) <= WIDTH else line[: WIDTH - 1] + "…")
-    for place in sorted(margin.lines - {f"{ledger.source}:{number_}" for number_, _ in rows}):
-        lines.append(f"{margin.of(place)} {place or 'a line that is not known'}")
+    for place in sorted(set(costs) - {f"{ledger.source}:{number_}" for number_, _ in rows}):
+        lines.append(f"{_margin(costs[place])} {place or 'a line that is not known'}")
     lines += ["", *_totals(ledger), "", *_sent(ledger), "", *_kept(ledger), "", *_memory(ledger)]
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
@@ -125,12 +110,10 @@ def _kept(ledger) -> list[str]:
     for row in sorted(ledger.saved, key=lambda row: -row.bytes * row.times):
         if row.bytes * row.times * 1000 < max(each.bytes * each.times for each in ledger.saved):
             continue
-        why = {"input": "input of a checkpoint", "gradient": "a gradient, made ahead", "": "nobody asked for it"}.get(
-            row.why, row.why
-        )
         times = f"{row.times} × " if row.times > 1 else ""
         lines.append(
-            f"  {number(row.bytes * row.times):>7}  {times + array(row):<34} {row.line:<14} {why:<22} "
+            f"  {number(row.bytes * row.times):>7}  {times + array(row):<34} {row.line:<14} "
+            f"{WHY.get(row.why, row.why):<22} "
             f"{name_of(ledger, row.line)}"
         )
     total = sum(row.bytes * row.times for row in ledger.saved)

@@ -146,8 +146,8 @@ def find_devices() -> list[jax.Device]:
 
 def _launched(config: Any) -> tuple[str | None, int | None]:
     """The launcher's name, and how many processes it says it has started; None where it does not say."""
-    if config.cluster.num_processes is not None:
-        return "cluster.*", config.cluster.num_processes
+    if config.cluster.coordinator is not None:
+        return "cluster.*", config.num_hosts
     for launcher, variable in LAUNCHERS.items():
         if variable in os.environ:
             return launcher, int(os.environ[variable])
@@ -162,7 +162,7 @@ def _join(config: Any, launcher: str | None) -> None:
     try:
         jax.distributed.initialize(
             given.coordinator,
-            num_processes=given.num_processes,
+            num_processes=None if given.coordinator is None else config.num_hosts,
             process_id=given.process_id,
             local_device_ids=_local_devices(),
             initialization_timeout=START_S,
@@ -173,9 +173,7 @@ def _join(config: Any, launcher: str | None) -> None:
             f"num_hosts = {config.num_hosts}, but nothing says who the other processes are "
             f"({str(error).rstrip('.')}): expected "
             "a start by Slurm's srun, Open MPI's mpirun, a Kubernetes Job or JobSet with completionMode: Indexed, or "
-            "on "
-            "Cloud TPU; else set cluster.coordinator=HOST:PORT, cluster.num_processes and cluster.process_id; or "
-            "num_hosts=1"
+            "on Cloud TPU; else set cluster.coordinator=HOST:PORT and cluster.process_id; or num_hosts=1"
         ) from error
     except RuntimeError as error:  # JaxRuntimeError is one
         raise RunError(

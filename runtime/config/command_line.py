@@ -2,50 +2,61 @@
 
     python -m train --config-name=c4_h200x1_84m training.steps=100 paths.model_name=first_try
     python -m train --help        # every key with its type, default and meaning, every config with its first line
-    python -m train --cfg job     # what hydra composes, each key explained, without running it
+    python -m train --cfg job     # what hydra composes, without running it
     python -m train -m training.learning_rate=3e-3,1e-2    # a sweep: one run after the other, each in its own folder
 
-hydra composes untyped yaml and lets `+paths.mistyped=x` through, and its typed mode cuts 2.9 to 2 and reads "no" as a
-boolean. So it only composes. runtime/config/rebuild.py checks keys and types and reports all problems at once;
-runtime/config/checks.py then refuses combinations that cannot run. Importing these imports no JAX.
+hydra composes untyped yaml, from the defaults of the program's dataclass under the name `base`: its typed mode cuts 2.9
+to 2. runtime/config/rebuild.py then checks keys and types, and runtime/config/checks.py what cannot run together.
+Importing these imports no JAX.
 """
 
 import contextlib
 import dataclasses
 import difflib
+import functools
 import gc
-import io
 import os
 import re
 import sys
-import tempfile
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import hydra
 import yaml
+from hydra._internal.core_plugins import file_config_source
+from hydra._internal.sources_registry import SourcesRegistry
+from hydra._internal.utils import get_args_parser
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException, MissingConfigException
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.plugins import Plugins
+from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from runtime.config.arguments import constant_keys, hydra_arguments, tolerant
 from runtime.config.checks import check_combinations
-from runtime.config.help import annotated, configs_of, help_page
-from runtime.config.keys import REFUSED_KEYS, RunConfig
-from runtime.config.rebuild import MISSING, as_tree, find_origins, from_here, rebuild
-from runtime.config.sweep import Sweep
+from runtime.config.help import configs_of, help_page
+from runtime.config.keys import DROPPED_KEYS, RunConfig
+from runtime.config.rebuild import COMMAND_LINE, MISSING, Origins, as_tree, default_tree, flat, rebuild
 from runtime.terminal import RunError, leave, print_error, refusals
 
 CONFIG_FOLDER = Path(__file__).resolve().parents[2] / "configs"
 DEFAULT_CONFIG = "local_test_synthetic"
+BASE = "base"  # of each config's defaults list, and the config of a program that has no yaml
+TRUST = "allow_code_in_config=true"
+HYDRA_SETTINGS = (  # a run has its own folder and its own log
+    *("hydra.run.dir=.", "hydra.output_subdir=null", "hydra.sweep.subdir=.", "hydra/job_logging=none"),
+    *("hydra/hydra_logging=none", "hydra.help.template='${help_page:}'"),
+)
 
 C = TypeVar("C")
 
 
-# ---------------------------------------------------------------- entry points
+class Refused(Exception):
+    """A job of a sweep ended with an error that is printed already. hydra runs the other jobs first."""
 
 
 def run(main: Callable[[Any], None], config_class: type, config_name: str | None = None) -> None:
@@ -57,72 +68,29 @@ def run(main: Callable[[Any], None], config_class: type, config_name: str | None
             run(main, Config)
 
     Exits with 1 after a RunError or a refusal by shardlib's check, which is printed to stderr as `error: ...` without a
-    traceback, with 130 after an interrupt, with 75 when a signal stopped a run that can go on
-    (runtime/cluster/signals.py), and with 141 when nobody reads its output any more (`| head`). Any other exception is
-    a defect and passes through.
+    traceback, with 2 after an unknown flag, with 130 after an interrupt, with 75 when a signal stopped a run that can
+    go on (runtime/cluster/signals.py), and with 141 when nobody reads its output any more (`| head`). Any other
+    exception is a defect and passes through.
     """
-    try:
-        _run(main, config_class, config_name or _default(config_class))
-        sys.stdout.flush()  # here, so that a broken pipe is met here and not by Python's end
-    except BrokenPipeError:
-        _leave_unread()
-
-
-def _run(main: Callable[[Any], None], config_class: type, config_name: str | None) -> None:
     arguments = sys.argv[1:]
-    if "--help" in arguments or "-h" in arguments:
-        file = _explaining_file(config_class)
-        print("\n".join(help_page(main, config_class, config_name, CONFIG_FOLDER, file)))
-        gc.freeze()  # else Python, as it ends, looks through all of JAX for what could be freed: 0.4 s
-        return
-
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra then raises its errors for us to print, instead of printing a page
-    failed = False
-    sweep = Sweep()
-
-    def job(composed: DictConfig) -> None:
-        # Caught here rather than outside hydra, so that one refused job does not end a sweep.
-        nonlocal failed
-        hydra_node = HydraConfig.get()
-        sweep.has_table = hydra_node.mode == RunMode.MULTIRUN and issubclass(config_class, RunConfig)
-        try:
-            with sweep.job(hydra_node.overrides.task) as one:
-                constant = constant_keys(arguments, CONFIG_FOLDER)
-                one.config = _finish(config_class, composed, hydra_node, constant)
-                main(one.config)
-        except refusals() as error:
-            failed = True
-            print_error(error)
-        except BrokenPipeError:
-            print("what read the output has gone (broken pipe)", file=sys.stderr)
-            _leave_unread()
-
     try:
-        with tempfile.TemporaryDirectory() as sweep_folder, sweep:
-            sys.argv[1:] = hydra_arguments(arguments, sweep_folder, CONFIG_FOLDER)
-            line = " ".join(arguments)
-            is_part = re.search(r"(^| )(--package|-p)[ =]", line)
-            is_shown = re.search(r"(^| )(--cfg|-c)[ =]job( |$)", line) and not is_part
-            shown = io.StringIO() if is_shown else sys.stdout
-            with _readable_errors(config_class), contextlib.redirect_stdout(shown):
-                hydra.main(version_base="1.3", config_path=str(CONFIG_FOLDER), config_name=config_name)(job)()
-            if is_shown:
-                print(annotated(config_class, shown.getvalue(), _explaining_file(config_class)))
-    except RunError as error:
-        failed = True
+        with _readable_errors(config_class):
+            _run(main, config_class, config_name or _default(config_class))
+        sys.stdout.flush()  # here, so that a broken pipe is met here and not by Python's end
+    except refusals() as error:
         print_error(error)
+        leave(1)
+    except Refused:
+        leave(1)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be flushed
+        leave(141)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         leave(130)
     finally:
         sys.argv[1:] = arguments
-    if failed:
-        leave(1)
-
-
-def _leave_unread() -> None:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be flushed
-    leave(141)
 
 
 def load(config_class: type[C], config_name: str | None = None, overrides: Sequence[str] = ()) -> C:
@@ -132,13 +100,14 @@ def load(config_class: type[C], config_name: str | None = None, overrides: Seque
 
     Raises RunError where `run` would print one.
     """
-    folder, config_name = CONFIG_FOLDER, config_name or _default(config_class)
-    with _readable_errors(config_class), hydra.initialize_config_dir(version_base="1.3", config_dir=str(folder)):
-        composed = hydra.compose(config_name, [tolerant(text, folder) for text in overrides], return_hydra_config=True)
-        hydra_node = composed.hydra
+    name, overrides, folder = config_name or _default(config_class), list(map(_tolerant, overrides)), str(CONFIG_FOLDER)
+    ConfigStore.instance().store(BASE, default_tree(config_class))
+    with _readable_errors(config_class), hydra.initialize_config_dir(version_base="1.3", config_dir=folder):
+        composed = hydra.compose(name, overrides, return_hydra_config=True)
+        node = composed.hydra
         with open_dict(composed):
             del composed["hydra"]
-        return _finish(config_class, composed, hydra_node)
+        return _finish(config_class, composed, node)
 
 
 def to_yaml(config: Any) -> str:
@@ -146,22 +115,85 @@ def to_yaml(config: Any) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(as_tree(config)))
 
 
+# ---------------------------------------------------------------- to hydra
+
+
+def _run(main: Callable[[Any], None], config_class: type, config_name: str) -> None:
+    gc.freeze()  # else Python looks through all of JAX, again and again, for what could be freed: 0.4 s of --help
+    parsed = get_args_parser().parse_intermixed_args(sys.argv[1:])
+    overrides = [_tolerant(text) for text in parsed.overrides if text != TRUST]
+    ConfigStore.instance().store(BASE, default_tree(config_class))
+
+    @functools.cache
+    def page() -> str:
+        default = config_name if issubclass(config_class, RunConfig) else None
+        return help_page(main, config_class, default, CONFIG_FOLDER).replace("$", "$$")
+
+    @functools.wraps(main)  # so that hydra names the job after main's file
+    def job(composed: DictConfig) -> None:
+        node = HydraConfig.get()
+        try:
+            main(_finish(config_class, composed, node, overrides))
+        except refusals() as error:
+            print_error(error)
+            if node.mode != RunMode.MULTIRUN:
+                leave(1)
+            raise Refused from None
+
+    OmegaConf.register_new_resolver("help_page", page, replace=True)
+    Plugins.instance()  # registers hydra's own source, whose place ours takes
+    SourcesRegistry.instance().types["file"] = FileConfigSource
+    FileConfigSource.is_trusted = TRUST in parsed.overrides
+    if not parsed.shell_completion:  # whose arguments are none of ours
+        flags = [text for text in sys.argv[1:] if text not in parsed.overrides]
+        sys.argv[1:] = [*flags, "--", *HYDRA_SETTINGS, *overrides]
+    hydra.main(version_base="1.3", config_path=str(CONFIG_FOLDER), config_name=config_name)(job)()
+
+
+def _tolerant(override: str) -> str:
+    """An override that hydra takes whether or not the key is there: `a=1` and `+a=1` become `++a=1`.
+
+    So a mistyped key comes to our check and its message. `~` is quoted, which hydra's grammar has no place for.
+    """
+    key = re.match(r"\+{0,2}([A-Za-z_][\w.]*)=", override)
+    if not key or key[1].startswith("hydra.") or (CONFIG_FOLDER / key[1]).is_dir():
+        return override
+    if not re.search(r"""['"\[{(]""", override):
+        override = re.sub(r"(?<=[=,])(~[^,]*)", r"'\1'", override)
+    return f"++{override.lstrip('+')}"
+
+
+class FileConfigSource(file_config_source.FileConfigSource):
+    """Reads yaml files, and refuses those that set anything of hydra's own: its callbacks and `_target_` run code."""
+
+    is_trusted = False
+
+    def load_config(self, config_path: str) -> Any:
+        read = super().load_config(config_path)
+        names = [config_path, read.header.get("package"), *read.config]
+        names += re.findall(r"@[\w.]+", str(read.config.get("defaults")))
+        if not self.is_trusted and any("hydra" in re.split(r"\W", str(name)) for name in names):
+            file = Path(self.path, f"{config_path.removesuffix('.yaml')}.yaml")
+            raise RunError(
+                f"{from_here(file)}: `hydra` is refused in a yaml, since hydra's own settings "
+                f"can run code: delete it, or add {TRUST} to the command line if you trust the file"
+            )
+        return read
+
+
 # ---------------------------------------------------------------- from hydra's tree to ours
 
 
-def _finish(config_class: type[C], composed: DictConfig, hydra_node: DictConfig, constant: Collection[str] = ()) -> C:
+def _finish(config_class: type[C], composed: DictConfig, node: DictConfig, command_line: Sequence[str] = ()) -> C:
     """A config_class from what hydra composed, or a RunError with everything that is wrong with it.
 
-    constant: keys of overrides that all jobs of a sweep share.
+    node: hydra's own settings. command_line: the overrides of all jobs of a sweep.
     """
     with _readable_errors(config_class):
-        content = OmegaConf.to_container(composed, resolve=True)
+        content, origins = OmegaConf.to_container(composed, resolve=True), _origins(node)
     if issubclass(config_class, RunConfig) and isinstance(content.setdefault("paths", {}), dict):
-        content["paths"]["model_name"] = _model_name(content["paths"].get("model_name", MISSING), hydra_node, constant)
-
-    folders = [Path(source.path) for source in hydra_node.runtime.config_sources if source.schema == "file"]
-    origins = find_origins(hydra_node.job.config_name, folders, hydra_node.overrides.task)
-    config = rebuild(config_class, content, origins, REFUSED_KEYS)
+        content["paths"]["model_name"] = _model_name(content["paths"].get("model_name", MISSING), node, command_line)
+    config = rebuild(config_class, content, origins, DROPPED_KEYS)
     if isinstance(config, RunConfig):
         paths = dataclasses.replace(config.paths, root_working_dir=os.path.expanduser(config.paths.root_working_dir))
         flat_tokens, *mixture = (
@@ -174,17 +206,40 @@ def _finish(config_class: type[C], composed: DictConfig, hydra_node: DictConfig,
     return config
 
 
-def _model_name(given: Any, hydra_node: DictConfig, constant: Collection[str]) -> Any:
+def _model_name(given: Any, node: DictConfig, command_line: Sequence[str]) -> Any:
     """The run's name: the given one or the config's; in a sweep with what differs, so that no jobs share a folder."""
-    name = Path(hydra_node.job.config_name).name if given == MISSING else given
-    overrides = [text for text in hydra_node.overrides.task if text.partition("=")[0] not in constant]
-    overrides = [text.lstrip("+") for text in overrides if not text.lstrip("+").startswith("paths.")]
-    if hydra_node.mode != RunMode.MULTIRUN or not overrides or not isinstance(name, str):
+    name = Path(node.job.config_name).name if given == MISSING else given
+    if node.mode != RunMode.MULTIRUN or not isinstance(name, str):
         return name
-    return name + "_" + re.sub(r"[^\w.=,-]", "-", "_".join(overrides))
+    parsed = OverridesParser.create().parse_overrides(list(command_line))
+    is_swept = {each.get_key_element(): each.is_sweep_override() for each in parsed}  # given twice, the last counts
+    differ = [text.lstrip("+") for text in node.overrides.task if is_swept.get(text.partition("=")[0], True)]
+    return re.sub(r"[^\w.=,/-]", "-", "_".join([name, *(text for text in differ if not text.startswith("paths."))]))
 
 
-# ---------------------------------------------------------------- hydra's errors
+def _origins(node: DictConfig) -> Origins:
+    """hydra forgets where each key was set while it composes, so its files are read once more, the last word last."""
+    given = OmegaConf.to_container(node.overrides, resolve=False)  # as text: ${...} is part of it
+    folders = [Path(source.path) for source in node.runtime.config_sources if source.schema == "file"]
+    loader, by_key, main_file = GlobalHydra.instance().config_loader(), {}, COMMAND_LINE
+    name, overrides = node.job.config_name, [*given["hydra"], *given["task"]]
+    for each in loader.compute_defaults_list(name, overrides, RunMode.RUN).defaults:
+        stem = str(each.config_path).removesuffix(".yaml")
+        for file in [path for folder in folders if (path := folder / f"{stem}.yaml").is_file()][:1]:
+            tree = OmegaConf.to_container(OmegaConf.load(file))
+            by_key |= dict.fromkeys(flat({each.package: tree} if each.package else tree), from_here(file))
+            main_file = from_here(file) if stem == name.removesuffix(".yaml") else main_file
+    for override in given["task"]:
+        key = re.split("[=@]", override.lstrip("+~"), maxsplit=1)[0]
+        below = [other for other in by_key if f"{other}.".startswith(f"{key}.") or key.startswith(f"{other}.")]
+        by_key |= dict.fromkeys([*below, key], COMMAND_LINE)
+    return Origins(main_file, by_key)
+
+
+def from_here(file: Path) -> str:
+    """The path as seen from the working directory, where the file lies in it."""
+    relative = os.path.relpath(file)
+    return str(file) if relative.startswith("..") else relative
 
 
 @contextlib.contextmanager
@@ -192,33 +247,22 @@ def _readable_errors(config_class: type) -> Iterator[None]:
     """Turns what hydra, omegaconf and the yaml reader raise into a RunError of one line."""
     try:
         yield
-    except MissingConfigException as error:
-        if not str(error).startswith("Cannot find primary config"):
-            raise RunError(_one_line(error)) from error
-        names = configs_of(config_class, CONFIG_FOLDER)
-        nearest = difflib.get_close_matches(str(error.missing_cfg_file), names, n=1)
-        hint = f"; the nearest is {nearest[0]}" if nearest else ""
-        folder = from_here(CONFIG_FOLDER)
-        raise RunError(
-            f"there is no config {error.missing_cfg_file} in {folder}{hint}; there are {', '.join(names)}"
-        ) from error
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
-        raise RunError(_one_line(error)) from error
+        lines = [line.strip() for line in str(error).splitlines()]
+        text = " ".join(line for line in lines if line and not line.startswith(("See https:", "object_type=")))
+        if text.startswith("Cannot find primary config"):
+            missing, names = str(error.missing_cfg_file), configs_of(config_class, CONFIG_FOLDER)
+            hint = "".join(f"; the nearest is {name}" for name in difflib.get_close_matches(missing, names, n=1))
+            where = from_here(CONFIG_FOLDER)
+            text = f"there is no config {missing} in {where}{hint}; there are {', '.join(names)}"
+        if text.startswith("no viable alternative") and " " in text.partition("'")[2]:
+            text += ": a value with a space or = in it needs quotes, of which the shell takes a pair: 'KEY=[\"a b=1\"]'"
+        raise RunError(text.replace("'++", "'")) from error
+    except ValueError as error:
+        if "integer string conversion" not in str(error):
+            raise
+        raise RunError(f"expected numbers of {sys.get_int_max_str_digits()} digits at most: {error}") from error
 
 
-def _one_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines()]
-    lines = [line for line in lines if line and not line.startswith(("See https:", "object_type="))]
-    text = " ".join(lines).replace("'++", "'")
-    if text.startswith("no viable alternative") and " " in text.partition("'")[2]:
-        text += ": a value with a space or = in it needs quotes, and the shell takes one pair away: 'KEY=[\"a b=1\"]'"
-    return text
-
-
-def _default(config_class: type) -> str | None:
-    return DEFAULT_CONFIG if issubclass(config_class, RunConfig) else None
-
-
-def _explaining_file(config_class: type) -> Path | None:
-    """The yaml whose comments explain keys besides the dataclasses': what all runs share."""
-    return CONFIG_FOLDER / "base.yaml" if issubclass(config_class, RunConfig) else None
+def _default(config_class: type) -> str:
+    return DEFAULT_CONFIG if issubclass(config_class, RunConfig) else BASE

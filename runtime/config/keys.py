@@ -1,15 +1,29 @@
-"""The keys that every run has, whatever it trains: a dataclass a section, a field a key, a comment for --help."""
+"""The keys that every run has, whatever it trains: a dataclass a section, a field a key, a comment for --help.
+
+A type beside a field says what its value may be, and its last word is what messages say was expected.
+"""
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
+
+from annotated_types import Ge, Gt, Interval, Predicate
 
 from runtime.config.rebuild import Origins, as_tree
+
+Count = Annotated[int, Interval(ge=1, lt=2**31), "a whole number from 1 to 2147483647"]
+Steps = Annotated[int, Interval(ge=0, lt=2**31), "a whole number from 0 to 2147483647"]  # that may be none
+Seed = Annotated[int, Interval(ge=0, lt=2**32), "a whole number from 0 to 4294967295"]
+Positive = Annotated[float, Gt(0), "a number above 0"]
+NotNegative = Annotated[float, Ge(0), "a number, 0 or more"]
+Fraction = Annotated[float, Interval(ge=0, le=1), "a number from 0 to 1"]
+Decay = Annotated[float, Interval(ge=0, lt=1), "a number from 0 to below 1"]
+Name = Annotated[str, Predicate(str.strip), "a name"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Paths:
-    root_working_dir: str = "runs"  # folder or URL that holds the run folders; `~` is expanded
-    model_name: str  # the run's folder under root_working_dir; the config's name where none is given
+    root_working_dir: Name = "runs"  # folder or URL that holds the run folders; `~` is expanded
+    model_name: Name  # the run's folder under root_working_dir; the config's name where none is given
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,96 +32,77 @@ class Cluster:
 
     coordinator: str | None = None  # HOST:PORT, where process 0 listens and all others reach it; null: found
     process_id: int | None = None  # of this process, from 0; null: found
-    num_processes: int | None = None  # of the job, the same as num_hosts; null: found
 
 
 @dataclass(frozen=True, kw_only=True)
 class IO:
-    max_io_threads: int = 64  # threads that read the data set and read and write checkpoints, per host
-    max_data_bytes: int = (
-        4 * 2**30
-    )  # host memory for reading flat tokens; what would need more is refused (docs/data.md)
+    max_data_bytes: ClassVar[int] = 4 * 2**30  # host memory for reading flat tokens; what would need more is refused
+    max_io_threads: Count = 64  # threads that read the data set and read and write checkpoints, per host
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    interval_minutes: float | None = (
-        None  # saves also when the last one is so old; null: checkpoint_interval alone says when
-    )
-    keep_last: int | None = None  # newest checkpoints that are kept; null keeps all
-    keep_every: int | None = (
-        None  # with keep_last, also those whose step is a multiple of this; null keeps none besides
-    )
+    timeout_s: ClassVar[float] = 600.0  # a save that takes longer, because a host died or the disk hangs, stops the run
+    interval_minutes: Positive | None = None  # also saves when the last one is this old; null: only by steps
+    keep_last: Count | None = None  # newest checkpoints that are kept; null keeps all
+    keep_every: Count | None = None  # with keep_last, also keeps each step that is a multiple of this
     async_: bool = True  # written while training goes on; false: training waits until it is written
-    timeout_s: float = 600.0  # a save that takes longer, because a host died or the disk hangs, stops the run
 
 
 @dataclass(frozen=True, kw_only=True)
 class FlatTokens:
-    filespec: str | None = (
-        None  # folder or URL of a data set (groups `train` and `validation`), unless `mixture` or `hf_dataset`
-    )
-    seed: int = 0  # of the order of the training data; each epoch draws a new one from it
-    sequence_packing: bool = (
-        True  # rows are cut from the joined sequences; false: a row holds tokens of one sequence, padded
-    )
-    long_sequences: str = (
-        "split"  # unpacked, one that is longer than a row: split into several rows, or truncate to the first
-    )
-    epochs: int = 1  # passes over the training data that the run may make; a mixture has no such end
+    long_sequences: ClassVar[str] = "split"  # unpacked, one that is longer than a row makes several
+    filespec: Name | None = None  # folder or URL of a data set, with the groups `train` and `validation`
+    seed: Seed = 0  # of the order of the training data; each epoch draws a new one from it
+    sequence_packing: bool = True  # rows are cut from the joined sequences; false: one sequence a row, padded
+    epochs: Count = 1  # passes over the training data that the run may make; a mixture has no such end
     # Blocks whose rows are shuffled together. Two such buffers, of each source, are in memory: 5 bytes a token, of this
     # host's rows.
-    read_blocks_per_shuffle_buffer: int = 64
-    sequences_per_read_block: int = (
-        128  # neighbouring rows that are read at once, best a chunk's worth of tokens (docs/data.md)
-    )
+    read_blocks_per_shuffle_buffer: Count = 64
+    # Neighbouring rows that are read at once, best a chunk's worth of tokens (docs/data.md).
+    sequences_per_read_block: Count = 128
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    filespec: str  # folder or URL of a flat-tokens data set; `~` is expanded
-    weight: float  # share of the rows, relative to the other sources'
+    filespec: Name  # folder or URL of a flat-tokens data set; `~` is expanded
+    weight: Positive  # share of the rows, relative to the other sources'
 
 
 @dataclass(frozen=True, kw_only=True)
 class HuggingFaceDataset:
-    # Of a data set on the Hugging Face hub (allenai/c4), or a folder of .txt, .jsonl or .parquet files; read as it is.
-    path: str | None = None
+    train_split: ClassVar[str] = "train"
+    num_workers: ClassVar[int] = 2  # threads that tokenize, per host
+    # A data set on the Hugging Face hub (allenai/c4), or a folder of .txt, .jsonl or .parquet files; read as it is.
+    path: Name | None = None
     name: str | None = None  # which of its configurations (en)
     tokenizer: str | None = None  # as tools.tokenize_text takes it: bytes_utf8, a tokenizer.json, a name on the hub
     text_field: str = "text"  # of each document
-    train_split: str = "train"  # what the data set calls it
     validation_split: str = "validation"  # of which validation_batches batches are read
-    num_workers: int = 2  # threads that tokenize, per host
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tracking:
     """Besides metrics.jsonl and report.html, which there always are (docs/runs.md)."""
 
-    tensorboard: bool = False  # event files in the run folder: tensorboard --logdir runs
-    wandb: bool = False  # Weights & Biases
-    clearml: bool = False  # ClearML, of ~/clearml.conf
-    trackio: bool = False  # trackio: a database in the run folder
-    project: str = "clearshard"  # under which the last three show the run
-    offline: bool = False  # Weights & Biases and ClearML write into the run folder and send nothing
+    to: tuple[Literal["tensorboard", "wandb", "clearml", "trackio"], ...] = ()  # what else shows the run: [wandb]
+    project: Name = "clearshard"  # under which Weights & Biases, ClearML and trackio show it
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
-    batch: int  # rows a step, over all devices
-    len: int  # tokens a row
+    batch: Count  # rows a step, over all devices
+    len: Count  # tokens a row
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunTraining:
     """What every trainer's section `training` has."""
 
-    seed: int
-    steps: int
+    seed: Seed = 0  # of the first weights; the order of the data has its own, flat_tokens.seed
+    steps: Count  # updates of the weights, from the run's beginning
     tokens: Tokens
-    microbatches: int = 1  # parts of a step's batch that are computed one after another
-    max_consecutive_bad_steps: int = 10  # so many in a row whose loss or gradient is not finite stop the run
+    microbatches: Count = 1  # parts of a step's batch that are computed one after another
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,20 +114,19 @@ class RunConfig:
     origins: ClassVar[Origins] = Origins()
 
     paths: Paths
-    num_hosts: int = 1  # processes that run this job together, one a host
+    num_hosts: Count = 1  # processes that run this job together, one a host
     cluster: Cluster = field(default_factory=Cluster)
-    checkpoint_interval: int  # steps from one checkpoint to the next; the last step is always saved
-    eval_interval: int  # steps from one validation loss to the next; there is always one at the end
-    log_interval: int  # steps from one logged line to the next: numbers are read from the device only then
+    checkpoint_interval: Count = 1000  # steps from one checkpoint to the next; the last step is always saved
+    eval_interval: Count = 1000  # steps from one validation loss to the next; there is always one at the end
+    log_interval: Count = 10  # steps from one logged line to the next: numbers are read from the device only then
     check_only: bool = False  # check the step's sharding on the configured mesh, without devices, and stop
     allow_config_change: bool = False  # resume although the model, the data or the seed are not those of the checkpoint
     io: IO = field(default_factory=IO)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
-    validation_batches: int | None = None  # that a validation loss reads, the first of the split; null reads all of it
+    validation_batches: Count | None = None  # the first of the split, for each validation loss; null reads all of it
     flat_tokens: FlatTokens = field(default_factory=FlatTokens)
-    mixture: tuple[
-        Source, ...
-    ] = ()  # several data sets, read as flat_tokens says, by weight: [{filespec: a.zarr, weight: 0.7}, …]
+    # Several data sets, read as flat_tokens says, by weight: [{filespec: a.zarr, weight: 0.7}, …]
+    mixture: tuple[Source, ...] = ()
     hf_dataset: HuggingFaceDataset = field(default_factory=HuggingFaceDataset)
     tracking: Tracking = field(default_factory=Tracking)
 
@@ -141,12 +135,24 @@ class RunConfig:
         return as_tree(self)
 
 
-# Published keys that are not needed here, and keys of earlier programs. Refused, since ignoring a key would run
-# something else than was asked for.
-REFUSED_KEYS = {
-    "training.interleave": "a layer computes all its rows at once: delete the key",
-    "flat_tokens.streams": "the order of the data is a computed permutation of all of it, so there are no independent "
-    "streams to mix: delete the key",
-    "hf_dataset.sequences_packed_per_batch": "documents are packed without gaps, and what a batch has no room for begins the next "
-    "one, so that no number of sequences has to be guessed: delete the key",
+# Keys of published configs and of earlier versions: the value that means what always happens now, which is ignored, and
+# why any other is refused. Ignoring that too would run something else than was asked for.
+DROPPED_KEYS = {
+    "training.interleave": (1, "a layer computes all its rows at once: delete the key"),
+    "training.adam_eps_root": (0.0, "nothing is added under the root: use training.adam_eps"),
+    "training.max_consecutive_bad_steps": (10, "10 bad steps in a row stop a run: delete the key"),
+    "flat_tokens.streams": (1, "the order of the data is one permutation of all of it: delete the key"),
+    "flat_tokens.long_sequences": ("split", "a sequence longer than a row makes several rows: delete the key"),
+    "hf_dataset.sequences_packed_per_batch": (None, "documents are packed without gaps: delete the key"),
+    "hf_dataset.train_split": ("train", "training reads the split `train`: delete the key"),
+    "hf_dataset.num_workers": (2, "two threads tokenize: delete the key"),
+    "io.max_data_bytes": (4 * 2**30, "reading takes at most 4 GiB: delete the key"),
+    "checkpoint.timeout_s": (600.0, "a save may take 600 s: delete the key"),
+    "cluster.num_processes": (None, "it is num_hosts: delete the key"),
+    "tracking.tensorboard": (False, "write tracking.to=[tensorboard]"),
+    "tracking.wandb": (False, "write tracking.to=[wandb]"),
+    "tracking.clearml": (False, "write tracking.to=[clearml]"),
+    "tracking.trackio": (False, "write tracking.to=[trackio]"),
+    "tracking.offline": (False, "set the environment's WANDB_MODE=offline or CLEARML_OFFLINE_MODE=1"),
+    "allow_code_in_config": (False, "write allow_code_in_config=true on the command line"),
 }

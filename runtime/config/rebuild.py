@@ -1,22 +1,21 @@
-"""From an untyped tree, as hydra composes it, to frozen dataclasses: strictly, and with messages that name the place.
+"""From an untyped tree, as hydra composes it, to frozen dataclasses: pydantic checks them, we say what was wrong where.
 
-Every problem of a tree is collected before one error reports them all. A value's place is the yaml file that set it, or
-`command line`; hydra forgets it while it composes, so find_origins reads the files once more.
+    rebuild(Config, {"mesh": {"d": 4, "t": 2}, ...}, origins)
+
+All problems come at once. Each names the yaml file that set the value, or `command line`.
 """
 
 import dataclasses
 import difflib
+import functools
 import json
 import math
-import os
 import re
+import types
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
-
-from omegaconf import OmegaConf
 
 from runtime.terminal import RunError
 
@@ -50,88 +49,85 @@ def refuse(problems: Sequence[str]) -> None:
         raise RunError("\n  ".join([f"{len(problems)} problems in the configuration", *problems]))
 
 
-def rebuild(config_class: type[C], content: Any, origins: Origins, refused: Mapping[str, str]) -> C:
+def rebuild(
+    config_class: type[C], content: Any, origins: Origins, dropped: Mapping[str, tuple[Any, str]] | None = None
+) -> C:
     """A config_class that holds what content says, or a RunError with everything that is wrong with it.
 
-    content: nested dicts. refused: keys that once had a meaning, with why they have none now.
-    Fields are int, float, bool, str, `| None` where None is their default, frozen dataclasses of these, or tuples of
-    such dataclasses or of str. A field `async_` is the key `async`: the underscore at its end is there only because the
-    key is a word of Python.
+    Fields have the types of runtime/config/keys.py, and sections are dataclasses. A field `async_` is the key `async`:
+    the underscore is there only because the key is a word of Python.
+
+    Args:
+      content: nested dicts.
+      dropped: as runtime.config.keys.DROPPED_KEYS.
     """
-    known = all_keys(config_class)
-    problems: list[str] = []
+    from pydantic import ValidationError  # here, as in _adapter: --help starts without it
 
-    def kind_of(key: str) -> type:
-        return known[_any_item(key)][0]
-
-    def section(section_class: type, content: Any, prefix: str) -> Any:
-        """An instance of section_class, or None after adding to problems; prefix is its key and a dot, or empty."""
-        fields = {_key(each): each for each in dataclasses.fields(section_class)}
-        if not isinstance(content, dict):
-            expected = f"expected a section with the keys {', '.join(fields)}"
-            problems.append(_wrong(prefix.rstrip("."), content, expected, origins))
-            return None
-        for name, value in content.items():
-            if name not in fields:
-                problems.append(_unknown_key(f"{prefix}{name}", value, known, origins, refused))
-        values = {name: field_value(f"{prefix}{name}", each, content) for name, each in fields.items()}
-        given = {name: value for name, value in values.items() if value is not None}
-        return None if problems else section_class(**{fields[name].name: value for name, value in given.items()})
-
-    def field_value(key: str, each: dataclasses.Field, content: dict) -> Any:
-        """The field's value; None where the default holds, or after adding to problems."""
-        kind = kind_of(key)
-        value = content.get(_key(each), MISSING)
-        if (value == MISSING and _has_default(each)) or (value is None and each.default is None):
-            return None
-        if dataclasses.is_dataclass(kind):
-            return section(kind, {} if value == MISSING else value, f"{key}.")
-        if item := _item(kind):
-            are_sections = dataclasses.is_dataclass(item)
-            if not isinstance(value, list) or not (are_sections or all(type(each) is item for each in value)):
-                names = ", ".join(f"{_key(field)}: …" for field in dataclasses.fields(item)) if are_sections else ""
-                form = f", [{{{names}}}, …]" if are_sections else " of text, [a, b, …]"
-                problems.append(_wrong(key, value, f"expected a list{form}", origins))
-                return None
-            if not are_sections:
-                return tuple(value)
-            return tuple(section(item, values, f"{key}[{index}].") for index, values in enumerate(value))
-        if value == MISSING:
-            where, add = origins.config_file, f"add it there, or {key}=... to the command line"
-            if where == COMMAND_LINE:
-                add = f"add {key}=..."
-            if "[" in key:  # of an item, which the command line sets only with its whole list
-                where, add = origins.of(key), "add it there"
-            problems.append(f"{where}: {key} is missing: expected {EXPECTED[kind]}; {add}")
-            return None
-        converted = _converted(value, kind)
-        if converted is None:
-            expected = f"expected {EXPECTED[kind]}{_how_to_write(key, value, kind)}"
-            problems.append(_wrong(key, value, expected, origins))
-        return converted
-
-    config = section(config_class, content, "")
+    content, problems, known = _given(content), [], all_keys(config_class)
+    for key, (harmless, why) in (dropped or {}).items():
+        for value in take_out(content, key):
+            if value != harmless:
+                problems.append(f"{origins.of(key)}: {key} is refused: {why}")
+    try:
+        config = _adapter(config_class).validate_json(json.dumps(content, default=str))
+    except ValidationError as error:
+        for each in error.errors(include_url=False, include_context=False):
+            problems.append(_message(_dotted(each["loc"]), each["type"], each["input"], known, origins))
     refuse(problems)
     return config
 
 
-def all_keys(section_class: type, prefix: str = "") -> dict[str, tuple[type, dataclasses.Field]]:
-    """Every key that a config of this class may have, sections included: {'mesh': ..., 'mesh.d': (int, ...), ...}; of a
-    list's items `list[].key`."""
-    types = typing.get_type_hints(section_class)
+@functools.cache
+def _adapter(config_class: type) -> Any:
+    from pydantic import ConfigDict, TypeAdapter
+
+    # pydantic finds it on the class. Strict: 2.0 is no whole number, 1 is not true. Its sections follow it.
+    config_class.__pydantic_config__ = ConfigDict(
+        extra="forbid", strict=True, allow_inf_nan=False, alias_generator=_key_of
+    )
+    return TypeAdapter(config_class)
+
+
+def take_out(content: Any, key: str) -> list[Any]:
+    """Removes a dotted key from nested dicts; its value in a list, which is empty where the key is not there."""
+    *sections, name = key.split(".")
+    for section in sections:
+        content = content.get(section) if isinstance(content, dict) else None
+    return [content.pop(name)] if isinstance(content, dict) and name in content else []
+
+
+def all_keys(section_class: type, prefix: str = "") -> dict[str, tuple[Any, dataclasses.Field]]:
+    """Every key of a config of this class with its type and field, sections included, of a list's items `list[].key`.
+
+    {'mesh': (Mesh, ...), 'mesh.d': (Count, ...), ...}; of `int | None` the type is int.
+    """
+    hints = typing.get_type_hints(section_class, include_extras=True)
     keys = {}
     for each in dataclasses.fields(section_class):
-        key, kind = prefix + _key(each), types[each.name]
-        if each.default is None:
-            (kind,) = set(typing.get_args(kind)) - {type(None)}  # of `int | None`
+        key, kind = prefix + _key_of(each.name), hints[each.name]
+        if typing.get_origin(kind) in (typing.Union, types.UnionType):
+            (kind,) = set(typing.get_args(kind)) - {type(None)}
         keys[key] = (kind, each)
-        if dataclasses.is_dataclass(kind):
-            keys |= all_keys(kind, f"{key}.")
-        elif dataclasses.is_dataclass(_item(kind)):
-            keys |= all_keys(_item(kind), f"{key}[].")
-        elif kind not in EXPECTED and _item(kind) is not str:
-            raise TypeError(f"{section_class.__name__}.{each.name}: a config cannot hold {kind}")
+        if dataclasses.is_dataclass(item_of(kind)):
+            keys |= all_keys(item_of(kind), f"{key}." if item_of(kind) is kind else f"{key}[].")
     return keys
+
+
+def item_of(kind: Any) -> Any:
+    """X of tuple[X, ...]; any other type itself."""
+    return typing.get_args(kind)[0] if typing.get_origin(kind) is tuple else kind
+
+
+def default_tree(config_class: type) -> dict[str, Any]:
+    """All keys as nested dicts with their defaults, `???` where there is none: what a yaml builds on."""
+    tree: dict[str, Any] = {}
+    for key, (kind, each) in all_keys(config_class).items():
+        *sections, name = key.split(".")
+        if dataclasses.is_dataclass(kind) or "[]" in key:
+            continue
+        section = functools.reduce(lambda outer, inner: outer.setdefault(inner, {}), sections, tree)
+        section[name] = MISSING if each.default is dataclasses.MISSING else as_tree(each.default)
+    return tree
 
 
 def as_tree(config: Any) -> Any:
@@ -140,125 +136,93 @@ def as_tree(config: Any) -> Any:
         return [as_tree(item) for item in config]
     if not dataclasses.is_dataclass(config):
         return config
-    return {_key(each): as_tree(getattr(config, each.name)) for each in dataclasses.fields(config)}
+    return {_key_of(each.name): as_tree(getattr(config, each.name)) for each in dataclasses.fields(config)}
 
 
-def _key(each: dataclasses.Field) -> str:
-    return each.name.removesuffix("_")
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{'a': {'b': 1}} as {'a.b': 1}."""
+    leaves: dict[str, Any] = {}
+    for name, value in tree.items():
+        leaves |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return leaves
 
 
-def _item(kind: type) -> type | None:
-    """X of tuple[X, ...]; None for another kind."""
-    return typing.get_args(kind)[0] if typing.get_origin(kind) is tuple else None
+def shown(value: Any) -> str:
+    """The value as yaml writes it, not too long: null, true, "3"."""
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 400 else f"{text[:100]}… ({len(text)} characters)"
 
 
-def _any_item(key: str) -> str:
-    return re.sub(r"\[\d+\]", "[]", key)
+# ---------------------------------------------------------------- messages
 
 
-def _has_default(each: dataclasses.Field) -> bool:
-    return each.default is not dataclasses.MISSING or each.default_factory is not dataclasses.MISSING
+def _message(key: str, error: str, value: Any, known: Mapping[str, Any], origins: Origins) -> str:
+    """The line for one of pydantic's errors."""
+    if error == "unexpected_keyword_argument":
+        return _unknown_key(key, value, known, origins)
+    is_item = key.endswith("]")
+    kind = known[re.sub(r"\[\d+\]", "" if is_item else "[]", key)][0]
+    expected = f"expected {_expected(item_of(kind) if is_item else kind)}"
+    if error != "missing":
+        return f"{origins.of(key)}: {key} = {shown(value)}: {expected}{_how_to_write(key, value, kind)}"
+    if "[" in key:  # of an item, which the command line sets only with its whole list
+        return f"{origins.of(key)}: {key} is missing: {expected}; add it there"
+    if origins.config_file == COMMAND_LINE:
+        return f"{COMMAND_LINE}: {key} is missing: {expected}; add {key}=..."
+    return f"{origins.config_file}: {key} is missing: {expected}; add it there, or {key}=... to the command line"
 
 
-def _wrong(key: str, value: Any, expected: str, origins: Origins) -> str:
-    return f"{origins.of(key)}: {key} = {shown(value)}: {expected}"
+def _expected(kind: Any) -> str:
+    if dataclasses.is_dataclass(kind):
+        return f"a section with the keys {', '.join(_key_of(each.name) for each in dataclasses.fields(kind))}"
+    if typing.get_origin(kind) is tuple and dataclasses.is_dataclass(item_of(kind)):
+        return f"a list, [{{{', '.join(f'{each.name}: …' for each in dataclasses.fields(item_of(kind)))}}}, …]"
+    if typing.get_origin(kind) is tuple:
+        return f"a list of {_expected(item_of(kind))}, [a, b, …]"
+    if typing.get_origin(kind) is typing.Literal:
+        return " or ".join(typing.get_args(kind))
+    return EXPECTED.get(kind) or kind.__metadata__[-1]
 
 
-def _converted(value: Any, wanted: type) -> Any:
-    """The value as the wanted type, or None where it is something else. Nothing is rounded, cut or guessed."""
-    if wanted is not float:
-        return value if type(value) is wanted else None  # type(), since True is an int to isinstance
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        return None
-    try:
-        number = float(value)  # a whole number, or text such as 1e-3, which YAML 1.1 does not read as a number
-    except ValueError:
-        return None
-    return number if math.isfinite(number) else None
-
-
-def _how_to_write(key: str, value: Any, wanted: type) -> str:
+def _how_to_write(key: str, value: Any, kind: Any) -> str:
     """The fix, where one is likely."""
+    wanted = getattr(kind, "__origin__", kind)  # of Annotated[int, ...]
     if wanted is int and isinstance(value, float) and math.isfinite(value):
         return "; write " + " or ".join(f"{key}={whole}" for whole in sorted({math.floor(value), math.ceil(value)}))
-    if wanted is int and isinstance(value, str) and re.fullmatch(r"\s*-?\d+\s*", value):
-        return f"; write {key}={int(value)}, without quotes"
-    if wanted is bool and str(value).lower() in ("no", "off", "n", "0", "false"):
-        return f"; write {key}=false"
-    if wanted is bool and str(value).lower() in ("yes", "on", "y", "1", "true"):
-        return f"; write {key}=true"
     if wanted is str and isinstance(value, bool | int | float):
         return f"; write it in quotes that the shell keeps: \"{key}='{value}'\""
     return ""
 
 
-def shown(value: Any) -> str:
-    """The value as yaml writes it: null, true, "3"."""
-    return json.dumps(value, default=str)
-
-
-def _unknown_key(key: str, value: Any, known: Mapping[str, Any], origins: Origins, refused: Mapping[str, str]) -> str:
+def _unknown_key(key: str, value: Any, known: Mapping[str, Any], origins: Origins) -> str:
     """The message for a key that is not in the schema: the nearest one that is, or else its section's keys."""
-    first = key  # the first value in an unknown section: it says where the section was set, and what was meant
-    while isinstance(value, dict) and value:
+    while isinstance(value, dict) and value:  # the first value in an unknown section says where it was set
         name, value = next(iter(value.items()))
-        first = f"{first}.{name}"
-    where = origins.of(first)
-    if key in refused:
-        return f"{where}: {key} is refused: {refused[key]}"
-
-    key = first
+        key = f"{key}.{name}"
     section, _, name = key.rpartition(".")
-    siblings = [other.rpartition(".")[2] for other in known if other.rpartition(".")[0] == _any_item(section)]
+    of_items = re.sub(r"\[\d+\]", "[]", section)
+    siblings = [other.rpartition(".")[2] for other in known if other.rpartition(".")[0] == of_items]
     nearest = [f"{section}.{other}".lstrip(".") for other in difflib.get_close_matches(name, siblings, n=1)]
-    if not nearest and not siblings:  # the section itself is unknown
+    if not siblings:  # the section itself is unknown
         nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
     nearest = nearest or [other for other in known if other.rpartition(".")[2] == name]
-    if nearest:
-        hint = f"the nearest is {nearest[0]}"
-    else:
-        of_section = f"of {section} " if siblings and section else ""
-        hint = f"the keys {of_section}are {', '.join(siblings or [each for each in known if '.' not in each])}"
-    return f"{where}: {key} is not a key: {hint}; correct it or delete it"
+    hint = f"the keys {f'of {section} ' * bool(section)}are {', '.join(siblings)}"
+    if nearest or not siblings:
+        hint = f"the nearest is {nearest[0]}" if nearest else "--help lists all"
+    return f"{origins.of(key)}: {key} is not a key: {hint}; correct it or delete it"
 
 
-def find_origins(config_name: str | None, folders: Sequence[Path], overrides: Sequence[str]) -> Origins:
-    """Reads the yaml files once more, each before the one that includes it, and notes which one set each key.
-
-    config_name: None where there is no file.
-    """
-    by_key: dict[str, str] = {}
-    if config_name is None:
-        return Origins(COMMAND_LINE)
-    files = [folder / f"{config_name.removesuffix('.yaml')}.yaml" for folder in folders]
-    main_file = next((file for file in files if file.is_file()), Path(f"{config_name}.yaml"))
-
-    def note(content: Any, prefix: str, file: str) -> None:
-        for name, value in content.items():
-            if isinstance(value, dict):
-                note(value, f"{prefix}{name}.", file)
-            else:
-                by_key[f"{prefix}{name}"] = file
-
-    def read(file: Path) -> None:
-        content = OmegaConf.to_container(OmegaConf.load(file))
-        for entry in content.pop("defaults", []):
-            included = [folder / f"{entry}.yaml" for folder in folders]
-            if included := [other for other in included if other.is_file()]:  # groups are told by the main file's name
-                read(included[0])
-        note(content, "", from_here(file))
-
-    if main_file.is_file():
-        read(main_file)
-    for override in overrides:
-        key = re.split("[=@]", override.lstrip("+~"), maxsplit=1)[0]
-        for other in [other for other in by_key if f"{other}.".startswith(f"{key}.") or key.startswith(f"{other}.")]:
-            by_key[other] = "command line"
-        by_key[key] = "command line"
-    return Origins(config_file=from_here(main_file), by_key=by_key)
+def _dotted(path: Sequence[str | int]) -> str:
+    """('mixture', 0, 'weight') as mixture[0].weight."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
 
 
-def from_here(file: Path) -> str:
-    """The path as seen from the working directory, where the file lies in it."""
-    relative = os.path.relpath(file)
-    return str(file) if relative.startswith("..") else relative
+def _key_of(name: str) -> str:
+    return name.removesuffix("_")
+
+
+def _given(content: Any) -> Any:
+    """Without what must still be given, in new dicts."""
+    if not isinstance(content, dict):
+        return content
+    return {key: _given(value) for key, value in content.items() if value != MISSING}

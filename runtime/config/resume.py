@@ -7,24 +7,18 @@ refused; what may change (steps, learning rate, intervals, mesh, paths, threads)
 """
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from runtime.config.keys import REFUSED_KEYS
-from runtime.config.rebuild import Origins, all_keys, as_tree, rebuild, shown
+from runtime.config.keys import DROPPED_KEYS
+from runtime.config.rebuild import Origins, as_tree, default_tree, flat, rebuild, shown, take_out
 from runtime.terminal import RunError
 
 # The keys, or sections of keys, that say what is trained on what: shapes, vocabulary, data and their order, seeds.
 FIXED = ("model", "training.seed", "training.tokens", "flat_tokens", "mixture", "hf_dataset")
 # Of a section that is else fixed: how attention is computed, what has no effect on the batches, and the path, since
 # `data` knows a moved data set.
-FREE = (
-    "model.attention",
-    "flat_tokens.epochs",
-    "flat_tokens.filespec",
-    "hf_dataset.num_workers",
-    "hf_dataset.validation_split",
-)
+FREE = ("model.attention", "flat_tokens.epochs", "flat_tokens.filespec", "hf_dataset.validation_split")
 UNIMPORTANT = ("allow_config_change", "check_only")
 
 C = TypeVar("C")
@@ -46,10 +40,9 @@ def config_of(config_class: type[C], attributes: Mapping[str, Any]) -> C:
       RunError: with everything that does not fit config_class.
     """
     config = copy.deepcopy(attributes["config"])
-    for key in REFUSED_KEYS:
-        section, _, name = key.rpartition(".")
-        config.get(section, {}).pop(name, None)
-    return rebuild(config_class, config, Origins(), {})
+    for key in DROPPED_KEYS:
+        take_out(config, key)
+    return rebuild(config_class, config, Origins())
 
 
 def compare(
@@ -63,13 +56,13 @@ def compare(
     Raises:
       RunError: with both values of everything that may not change and did, unless allow_config_change is set.
     """
-    defaults = {key: each.default for key, (_, each) in all_keys(type(config)).items()}
-    before, now = dict(_flat(attributes.get("config", {}))), dict(_flat(as_tree(config)))
+    defaults = flat(default_tree(type(config))) | {key: value for key, (value, _) in DROPPED_KEYS.items()}
+    before, now = flat(attributes.get("config", {})), flat(as_tree(config))
     changes, refused = [], []
     for key in dict.fromkeys([*before, *now]) if before else []:
-        # A key that the checkpoint's program did not have yet had the effect of its default.
-        old, new = before.get(key, defaults.get(key)), now.get(key)
-        if old == new or key in UNIMPORTANT or key in REFUSED_KEYS:
+        # A key that one of the two programs does not have has the effect of its default.
+        old, new = before.get(key, defaults.get(key)), now.get(key, defaults.get(key))
+        if old == new or key in UNIMPORTANT:
             continue
         line = f"  {key}: {shown(old)} -> {shown(new)}" + (f" ({config.origins.of(key)})" if key in now else "")
         (refused if _is_fixed(key) else changes).append(line)
@@ -84,19 +77,11 @@ def compare(
         raise RunError(
             f"{where} was trained with another {'program or ' if program else ''}configuration:\n"
             + "\n".join(refused)
-            + "\nSet these as they were, give the new "
-            "run its own paths.model_name, or go on with the change by allow_config_change=true."
+            + "\nSet these as they were, give the new run its own paths.model_name, or go on with the change by "
+            "allow_config_change=true."
         )
     return changes + refused
 
 
 def _is_fixed(key: str) -> bool:
     return key not in FREE and any(f"{key}.".startswith(f"{fixed}.") for fixed in FIXED)
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value

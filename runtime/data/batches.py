@@ -324,12 +324,12 @@ class Loader:
             raise RunError(
                 f"reading {', '.join(source.split.where for source in self._sources)} takes up to "
                 f"{self.memory_bytes:,} bytes of host memory, "
-                f"more than io.max_data_bytes = {max_bytes:,}: {buffers:,} for {1 + BUFFERS_AHEAD} shuffle buffers of "
+                f"more than {max_bytes:,}: {buffers:,} for {1 + BUFFERS_AHEAD} shuffle buffers of "
                 f"each source, {reading:,} for "
                 f"chunks in {io_threads} threads, {kept:,} for small arrays that are kept, {batches:,} for batches. "
                 "Lower "
                 "flat_tokens.read_blocks_per_shuffle_buffer, flat_tokens.sequences_per_read_block or "
-                "io.max_io_threads, or raise io.max_data_bytes"
+                "io.max_io_threads"
             )
 
     # ---- reading

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from typing import Any
 
+import google_crc32c
 import numcodecs
 import numcodecs.blosc
 import numpy as np
@@ -45,25 +46,47 @@ class CheckedStore(zarr.storage.WrapperStore):
     def __init__(self, store: zarr.abc.store.Store):
         super().__init__(store)
         self.folder = store.root if isinstance(store, zarr.storage.LocalStore) else None
-        self.blosc_arrays: set[str] = set()  # paths of arrays whose files are frames of blosc
+        # Paths of arrays whose files are frames of blosc, with how many bytes of checksum follow a frame.
+        self.blosc_arrays: dict[str, int] = {}
         self.plain_arrays: set[str] = set()  # of these, where a frame holds the values as numpy has them in memory
+        self.gzip_arrays: dict[str, int] = {}  # to how many bytes a chunk's file may unpack
 
     async def get(self, key: str, prototype: Any, byte_range: Any = None) -> Any:
-        value = await self._store.get(key, prototype, byte_range)
         if key.rpartition("/")[2] in METADATA:
-            return value
+            return await self._store.get(key, prototype, byte_range)
+        if self.folder:
+            check_file(self.folder / key, key)
+        value = await self._store.get(key, prototype, byte_range)
         if value is None:
             raise OSError(f"the file {key} is missing")
-        if byte_range is None and key.rpartition("/")[0].removesuffix("/c") in self.blosc_arrays:
-            check_frame(key, value.as_numpy_array())
+        array = key.rpartition("/")[0].removesuffix("/c")
+        if byte_range is None and array in self.blosc_arrays:
+            check_frame(key, value.as_numpy_array(), self.blosc_arrays[array])
+        if array in self.gzip_arrays:
+            most = self.gzip_arrays[array]
+            if len(zlib.decompressobj(zlib.MAX_WBITS | 32).decompress(value.to_bytes(), most + 1)) > most:
+                raise OSError(f"the file {key} unpacks to more than the {most} bytes of a chunk")
         return value
 
 
-def check_frame(key: str, frame: Any) -> None:
-    """Raises OSError for a frame of blosc that was cut short."""
-    size = BLOSC_HEADER.unpack_from(frame)[-1] if len(frame) >= BLOSC_HEADER.size else None
-    if size != len(frame):
+def check_file(file: pathlib.Path, key: str) -> None:
+    """Raises OSError for what is there and no plain file: reading a pipe would wait forever."""
+    if not file.is_file() and file.exists():
+        raise OSError(f"the file {key} is no plain file")
+
+
+def check_frame(key: str, frame: np.ndarray, checksum_bytes: int) -> None:
+    """Raises OSError for a frame of blosc that was cut short, or that is not what was written."""
+    size = BLOSC_HEADER.unpack_from(frame)[-1] if len(frame) >= BLOSC_HEADER.size else -1
+    if size + checksum_bytes != len(frame):
         raise OSError(f"the file {key} has {len(frame)} bytes and was written with another number")
+    if checksum_bytes and checksum(frame[:-checksum_bytes]) != frame[-checksum_bytes:].tobytes():
+        raise OSError(f"the file {key} is not what was written (its crc32c differs)")
+
+
+def checksum(frame: Any) -> bytes:
+    """As zarr's codec crc32c appends it."""
+    return google_crc32c.value(frame).to_bytes(4, "little")
 
 
 def open_group(path: str, mode: str) -> zarr.Group:
@@ -92,18 +115,27 @@ def open_checked(path: str) -> zarr.Group:
     return zarr.open_group(CheckedStore(group.store), path=group.path, mode="r")
 
 
-def check_blosc(array: zarr.Array) -> None:
-    """Lets the array's CheckedStore check its files, if they are compressed by blosc."""
+def check_chunks(array: zarr.Array) -> None:
+    """Lets the array's CheckedStore check its files, if they are compressed by blosc or gzip."""
     if array.shards is not None or not array.compressors:
         return
-    if isinstance(array.compressors[-1], zarr.codecs.BloscCodec | numcodecs.Blosc):
-        array.store.blosc_arrays.add(array.path)
-        in_order = array.metadata.zarr_format == 3 and len(array.metadata.codecs) == 2 and sys.byteorder == "little"
-        if in_order and array.metadata.codecs[0] in (
-            zarr.codecs.BytesCodec(endian="little"),
-            zarr.codecs.BytesCodec(endian=None),
-        ):
-            array.store.plain_arrays.add(array.path)
+    checksum_bytes = 4 * has_checksums(array)
+    compressors = array.compressors[: len(array.compressors) - has_checksums(array)]
+    if len(compressors) == 1 and isinstance(compressors[0], zarr.codecs.GzipCodec | numcodecs.GZip | numcodecs.Zlib):
+        if not checksum_bytes:
+            array.store.gzip_arrays[array.path] = array.chunks[0] * array.dtype.itemsize
+    if compressors and isinstance(compressors[-1], zarr.codecs.BloscCodec | numcodecs.Blosc):
+        array.store.blosc_arrays[array.path] = checksum_bytes
+        if array.metadata.zarr_format == 3 and len(compressors) == 1 and sys.byteorder == "little":
+            if array.metadata.codecs[0] in (
+                zarr.codecs.BytesCodec(endian="little"),
+                zarr.codecs.BytesCodec(endian=None),
+            ):
+                array.store.plain_arrays.add(array.path)
+
+
+def has_checksums(array: zarr.Array) -> bool:
+    return bool(array.compressors) and isinstance(array.compressors[-1], zarr.codecs.Crc32cCodec)
 
 
 def read(array: zarr.Array | np.ndarray, start: int, stop: int, what: str) -> np.ndarray:
@@ -130,11 +162,14 @@ def _chunk(array: zarr.Array, number: int) -> np.ndarray:
     """A chunk of a local array, decoded into memory that this thread uses again for the next: half the time of `array[...]`, which
     goes through zarr's event loop and new memory."""
     key = f"{array.path}/{array.metadata.encode_chunk_key((number,))}"
+    check_file(array.store.folder / key, key)
     try:
-        frame = (array.store.folder / key).read_bytes()
+        frame = np.frombuffer((array.store.folder / key).read_bytes(), np.uint8)
     except FileNotFoundError:
         raise OSError(f"the file {key} is missing") from None
-    check_frame(key, frame)
+    checksum_bytes = array.store.blosc_arrays[array.path]
+    check_frame(key, frame, checksum_bytes)
+    frame = frame[: len(frame) - checksum_bytes]
     size = array.chunks[0] * array.dtype.itemsize
     if BLOSC_HEADER.unpack_from(frame)[4] != size:
         raise OSError(f"the file {key} holds another number of values than a chunk has")
@@ -150,18 +185,20 @@ def chunk_file(array: zarr.Array, number: int) -> pathlib.Path:
 
 
 def write_chunk(array: zarr.Array, number: int, values: np.ndarray) -> None:
-    """Writes a whole chunk of a local array that blosc alone compresses; its file is there whole or not at all.
+    """Writes a whole chunk of a local array that blosc compresses, perhaps with a checksum; its file is there whole or
+    not at all.
 
     The file is the one that `array[...] = values` writes, which takes three to five times as long, in zarr's event loop
     and threads.
     """
-    codec = array.compressors[-1]
+    codec = array.compressors[0]
     shuffle = ("noshuffle", "shuffle", "bitshuffle").index(codec.shuffle.value)
     compressor = numcodecs.Blosc(codec.cname.value, codec.clevel, shuffle, codec.blocksize)
     file = chunk_file(array, number)
     partial = file.with_name(f"{file.name}.partial")
     file.parent.mkdir(exist_ok=True)
-    partial.write_bytes(compressor.encode(values.astype(values.dtype.newbyteorder("<"), copy=False)))
+    frame = compressor.encode(values.astype(values.dtype.newbyteorder("<"), copy=False))
+    partial.write_bytes(frame + checksum(frame) if has_checksums(array) else frame)
     os.replace(partial, file)
 
 

@@ -48,7 +48,8 @@ class Order:
         blocks = np.arange(first_block, min(first_block + self.blocks_per_buffer, self.blocks))
         if self.seed is not None:
             blocks = permute(blocks, self.blocks, self._key(epoch))
-        rows = (blocks[:, None] * self.rows_per_block + np.arange(self.rows_per_block)).reshape(-1)
+        within = np.arange(min(self.rows_per_block, self.rows))  # a block of more rows than there are costs no more
+        rows = (blocks[:, None] * self.rows_per_block + within).reshape(-1)
         rows = rows[rows < self.rows]
         if self.seed is not None:
             rows = rows[permute(np.arange(len(rows)), len(rows), self._key(epoch, buffer))]

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 
 from runtime.data.batches import Batch, Loader
-from runtime.data.chunks import open_group
+from runtime.data.chunks import has_checksums, open_group
 from runtime.data.flat_tokens import absolute_path
 from runtime.data.hf_stream import HuggingFaceLoader
 from runtime.data.tokenizers import BYTES, Tokenizer, load_dataset_tokenizer, load_tokenizer
+from runtime.terminal import print_line
 
 
 def open_data(config: Any, split: str, sharding: Batch) -> Loader | HuggingFaceLoader:
@@ -32,7 +33,7 @@ def open_data(config: Any, split: str, sharding: Batch) -> Loader | HuggingFaceL
         return HuggingFaceLoader(
             config.hf_dataset, split, **rows, batches=None if is_training else config.validation_batches
         )
-    return Loader(
+    loader = Loader(
         config.flat_tokens,
         split,
         **rows,
@@ -42,6 +43,17 @@ def open_data(config: Any, split: str, sharding: Batch) -> Loader | HuggingFaceL
         io_threads=config.io.max_io_threads,
         max_bytes=config.io.max_data_bytes,
     )
+    if is_training and jax.process_index() == 0:
+        paths = [source.filespec for source in config.mixture] or [config.flat_tokens.filespec]
+        old = [
+            path for path in paths if not has_checksums(open_group(absolute_path(path), "r")[split]["encoded_tokens"])
+        ]
+        if old:
+            print_line(
+                f"{', '.join(old)}: written without checksums, so a bit that flips on disk is not noticed; "
+                "written again it has them"
+            )
+    return loader
 
 
 def bytes_per_token(config: Any) -> float | None:

@@ -10,7 +10,6 @@ files and of shares alone, so that the positions of all shares say what has been
 
 import itertools
 import os
-import zlib
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,10 +18,9 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import numpy as np
 
-from runtime.data.tokenizers import INSTALL, Tokenizer
+from runtime.data.documents import BadRecord, File, decoded, find_splits, place, read_blocks, records, values
+from runtime.data.tokenizers import Tokenizer
 from runtime.terminal import RunError, print_line
-
-DOCUMENTS_AT_ONCE = 64  # are read and tokenized together; a host holds num_workers + 2 times as many in memory
 
 
 class HuggingFaceConfig(Protocol):
@@ -77,8 +75,8 @@ class TokenStream:
         state: dict[str, Any],
         endless: bool,
     ):
-        self.where, self._split, self._dataset = open_documents(hf_dataset, split)
-        self.files, self._field = self._dataset.num_shards, hf_dataset.text_field
+        self.where, self._split, self._files = open_documents(hf_dataset, split)
+        self.files, self._field = len(self._files), hf_dataset.text_field
         self._share, self._shares, self._endless = share, shares, endless
         self._tokenizer, self._workers = tokenizer, hf_dataset.num_workers
 
@@ -173,10 +171,15 @@ class TokenStream:
         latest = max((position.epoch for layout in self._done for position in layout), default=0)
         for epoch in itertools.count(self._begin.epoch) if self._endless else [0]:
             for file in range(self._begin.file if epoch == self._begin.epoch else 0, self.files):
-                for positions, texts in self._read_file(epoch, file):
-                    waiting.append((positions, self._pool.submit(self._tokenizer.encode_batch, texts)))
-                    while len(waiting) > self._workers:
+                try:
+                    for positions, texts in self._read_file(epoch, file):
+                        waiting.append((positions, self._pool.submit(self._tokenizer.encode_batch, texts)))
+                        while len(waiting) > self._workers:
+                            yield from oldest()
+                except RunError:  # is met when the documents before it have been used
+                    while waiting:
                         yield from oldest()
+                    raise
             while waiting:
                 yield from oldest()
             if self._endless and not tokens_of_pass and epoch > latest:
@@ -188,59 +191,33 @@ class TokenStream:
         """The share's documents of a file, some at a time, that have not been read before."""
         if self._share not in {self._owner(file, number, self._shares) for number in range(self._shares)}:
             return
-        number = 0
-        try:
-            for table in self._dataset.shard(self.files, file).with_format("arrow").iter(DOCUMENTS_AT_ONCE):
-                if self._field not in table.column_names:
-                    names = ", ".join(f"'{name}'" for name in table.column_names)
-                    raise RunError(
-                        f"{self.where} has no field '{self._field}'; it has {names}: set hf_dataset.text_field to the "
-                        "one that holds the text"
-                    )
-                numbers = range(number, number + table.num_rows)
-                own = [each for each in numbers if self._owner(file, each, self._shares) == self._share]
-                used = [(each, self._used(epoch, file, each)) for each in own]
-                positions = [Position(epoch, file, each, tokens) for each, tokens in used if tokens is not None]
-                if positions:
-                    texts = table[self._field].to_pylist()
-                    yield positions, [self._text(each, texts[each.document - number]) for each in positions]
-                number += table.num_rows
-        except read_errors() as error:
-            raise RunError(
-                f"cannot read file {file} of {self.where} from its document {number} on (both counted from 0): "
-                f"{one_line(error)}"
-            ) from error
-
-    def _text(self, position: Position, value: Any) -> str:
-        if not isinstance(value, str):
-            raise RunError(
-                f"document {position.document} of file {position.file} (both counted from 0) of {self.where}: the "
-                f"field '{self._field}' "
-                f"is {value!r:.80}, expected text"
-            )
-        return value
+        first = 0
+        for block in read_blocks(self._files[file : file + 1]):
+            positions, texts = [], []
+            for document, (number, record) in enumerate(records(block), first):
+                first += 1
+                if self._owner(file, document, self._shares) != self._share:
+                    continue
+                if (tokens := self._used(epoch, file, document)) is None:
+                    continue
+                try:
+                    texts.append(decoded(record) if block.file.kind == "text" else values(record, [self._field])[0])
+                except BadRecord as error:
+                    yield positions, texts
+                    fix = "mend it, or set hf_dataset.text_field to the field that holds the text"
+                    raise RunError(f"{place(block, number)}: {error}: {fix}") from error
+                positions.append(Position(epoch, file, document, tokens))
+            yield positions, texts
 
 
-def open_documents(hf_dataset: HuggingFaceConfig, split: str) -> tuple[str, str, Any]:
-    """What messages call the split, what the data set calls it, and the `datasets.IterableDataset`, still to be read.
+def open_documents(hf_dataset: HuggingFaceConfig, split: str) -> tuple[str, str, list[File]]:
+    """What messages call the split, what the data set calls it, and its files.
 
     Raises:
       RunError: a package, the data set or the split is missing.
     """
-    try:
-        import datasets
-    except ModuleNotFoundError as error:
-        raise RunError(f"hf_dataset.path needs the package {error.name}, which is not installed: {INSTALL}") from error
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it logs, besides, what it raises
-    path = os.path.expanduser(hf_dataset.path)
-    where = f"the data set {path}" + (f" ({hf_dataset.name})" if hf_dataset.name else "")
-    expected = "expected the name of a data set on the Hugging Face hub or a folder of .txt, .jsonl or .parquet files"
-    if path.startswith((".", "/")) and not os.path.isdir(path):
-        raise RunError(f"hf_dataset.path: there is no folder {path}: {expected}")
-    try:
-        splits = datasets.load_dataset(path, hf_dataset.name or None, streaming=True)
-    except read_errors() as error:
-        raise RunError(f"hf_dataset.path: {where} cannot be opened ({one_line(error)}): {expected}") from error
+    splits = find_splits(hf_dataset.path, hf_dataset.name)
+    where = f"the data set {os.path.expanduser(hf_dataset.path)}" + (f" ({hf_dataset.name})" if hf_dataset.name else "")
     key = {"train": "train_split", "validation": "validation_split"}[split]
     name = getattr(hf_dataset, key)
     if name not in splits:
@@ -250,16 +227,3 @@ def open_documents(hf_dataset: HuggingFaceConfig, split: str) -> tuple[str, str,
             f"{name}.jsonl to a folder of your own"
         )
     return f"{where}, split '{name}'", name, splits[name]
-
-
-def read_errors() -> tuple[type[Exception], ...]:
-    """What opening or reading a data set raises when the network or the data are at fault."""
-    import datasets
-    import pyarrow
-
-    of_packages = datasets.exceptions.DatasetsError, pyarrow.ArrowException, zlib.error
-    return OSError, ValueError, TypeError, EOFError, ImportError, *of_packages
-
-
-def one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -1,5 +1,5 @@
-"""Tokenizers: bytes, and whatever the package `tokenizers` reads; by name, from a file, or out of a data set that holds
-its own.
+"""Tokenizers: bytes, and whatever the packages `transformers` and `tokenizers` read; by name, from a file, or out of a
+data set that holds its own.
 
     tokenizer = load_tokenizer("bytes_utf8")                  # id = byte + 1
     tokenizer = load_tokenizer("my/tokenizer.json")           # or a folder that holds one
@@ -17,8 +17,8 @@ its splits.
 import contextlib
 import dataclasses
 import hashlib
-import json
 import os
+import pathlib
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
@@ -39,7 +39,6 @@ EXPECTED = (
     f"expected {BYTES}, a tokenizer.json, a folder that holds a tokenizer, or the name of one on the Hugging Face hub"
 )
 INSTALL = "pip install -r requirements-text.txt"
-SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class ChatError(ValueError):
@@ -127,90 +126,67 @@ class Tokenizer:
 def load_tokenizer(name: str, *, bos_id: int | None = None, chat_template: str | None = None) -> Tokenizer:
     """A tokenizer by name, from a tokenizer.json, or from a folder that holds one.
 
-    Beside a tokenizer.json, tokenizer_config.json and chat_template.jinja are read where they are there. A folder or
-    name without tokenizer.json is converted by the package `transformers`.
-
     Args:
-      bos_id: in place of the tokenizer's own.
-      chat_template: jinja, in place of the tokenizer's own.
+      bos_id: instead of the tokenizer's own.
+      chat_template: jinja, instead of the tokenizer's own.
     Raises:
-      RunError: there is no such tokenizer, it cannot be read, it names no token to begin with, an id is larger than 2³¹ - 1,
-        or a package is missing.
+      RunError: there is no such tokenizer, it cannot be read, it names no token to begin with, an id is larger than
+        2³¹ - 1, or a package is missing.
     """
-    if name == BYTES:
-        tokenizer = Tokenizer(name=BYTES, bos_id=0)
-    else:
-        tokenizer = _from_files(name, bos_id)
-    changes = {"bos_id": bos_id, "chat_template": chat_template}
-    tokenizer = dataclasses.replace(tokenizer, **{key: value for key, value in changes.items() if value is not None})
+    text, template, special = ("", "", {}) if name == BYTES else _loaded(name)
+    if bos_id is None:
+        bos_id = 0 if name == BYTES else _bos_id(name, _backend(name, text), special)
+    template = template if chat_template is None else chat_template
+    tokenizer = Tokenizer(name=name, bos_id=bos_id, json=text, chat_template=template, special_tokens=special)
     if tokenizer.vocab > LARGEST_ID + 1:
         raise RunError(
             f"the tokenizer {name} has the id {tokenizer.vocab - 1}, expected ids up to {LARGEST_ID}: flat-tokens "
-            "data sets "
-            "keep one bit of 32 to tell where a sequence starts"
+            "data sets keep one bit of 32 to tell where a sequence starts"
         )
     return tokenizer
 
 
-def _from_files(name: str, bos_id: int | None) -> Tokenizer:
-    files = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+def _loaded(name: str) -> tuple[str, str, dict[str, str]]:
+    """The text of the tokenizer.json, the chat template, and the special tokens by their names."""
     local = os.path.expanduser(name)
-    if os.path.isfile(local):
-        folder = os.path.dirname(local)
-        found = [local, *(_file_there(os.path.join(folder, file)) for file in files[1:])]
-    elif os.path.isdir(local):
-        found = [_file_there(os.path.join(local, file)) for file in files]
-    elif name.startswith((".", "/", "~")) or name.endswith(".json"):
-        raise RunError(f"there is no tokenizer {name}: {EXPECTED}")
-    else:
-        found = [_from_hub(name, file, needed=file == files[0]) for file in files]
-    if found[0] is None:
-        return _by_transformers(local if os.path.isdir(local) else name, bos_id)
-    with _readable(name):
-        text, settings, template = (_text(path) for path in found)
-        settings = json.loads(settings or "{}")
-        if not template:
-            template = settings.get("chat_template") or ""
-            if not isinstance(template, str):  # several, each with a name
-                template = next((each["template"] for each in template if each["name"] == "default"), "")
-    special = {key: settings.get(key) for key in SPECIAL_TOKENS}
-    special = {key: value["content"] if isinstance(value, dict) else value for key, value in special.items() if value}
-    return _finished(name, text, template, special, bos_id)
+    if name.startswith((".", "/", "~")) or name.endswith(".json"):
+        if not os.path.exists(local):
+            raise RunError(f"there is no tokenizer {name}: {EXPECTED}")
+    try:
+        if os.path.isfile(local) and os.path.basename(local) != "tokenizer.json":
+            return pathlib.Path(local).read_text(encoding="utf-8"), "", {}
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it advises to install PyTorch
+        with needs_package(f"the tokenizer {name}", "transformers"):
+            import transformers
+            from transformers.utils import cached_file
+        transformers.logging.set_verbosity_error()
+        where = os.path.dirname(local) or "." if os.path.isfile(local) else local if os.path.isdir(local) else name
+        file = cached_file(where, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
+        # Of a tokenizer.json the ids are meant that it says itself, not those of the class that stands beside it.
+        loader = transformers.PreTrainedTokenizerFast if file else transformers.AutoTokenizer
+        with plain_exceptions(f"the tokenizer {name} cannot be read ({{}}): {EXPECTED}"):
+            loaded = loader.from_pretrained(where)
+        if not loaded.is_fast:
+            raise RunError(f"the tokenizer {name} has no form that the package `tokenizers` reads: {EXPECTED}")
+        text = pathlib.Path(file).read_text(encoding="utf-8") if file else loaded.backend_tokenizer.to_str()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise RunError(f"the tokenizer {name} cannot be loaded ({reason}): {EXPECTED}") from error
+    template = loaded.chat_template or ""
+    template = template if isinstance(template, str) else template.get("default", "")  # several, each with a name
+    return text, template, {key: value for key, value in loaded.special_tokens_map.items() if isinstance(value, str)}
 
 
-def _by_transformers(name: str, bos_id: int | None) -> Tokenizer:
-    """What is stored in another form (sentencepiece, tiktoken), converted as transformers does it."""
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it advises to install PyTorch
-    with needs_package(f"the tokenizer {name}", "transformers"):
-        import transformers
-    with _readable(name):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-    if not tokenizer.is_fast:
-        raise RunError(
-            f"the tokenizer {name} has no form that the package `tokenizers` reads ({type(tokenizer).__name__}): "
-            "expected one with a tokenizer.json"
-        )
-    template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
-    return _finished(name, tokenizer.backend_tokenizer.to_str(), template, dict(tokenizer.special_tokens_map), bos_id)
-
-
-def _finished(name: str, text: str, chat_template: str, special: dict[str, Any], bos_id: int | None) -> Tokenizer:
-    """The tokenizer, with what stands before a sequence: its bos token, or what comes closest to one."""
-    backend = _backend(name, text)
-    if bos_id is None:
-        # What it puts before a text itself; then, as some separate documents without having a bos, <|endoftext|>; then
-        # eos.
-        before = backend.encode("", add_special_tokens=True).tokens[:1]
-        candidates = [special.get("bos_token"), *before, END_OF_TEXT, special.get("eos_token")]
-        ids = (backend.token_to_id(token) for token in candidates if token)
-        bos_id = next((each for each in ids if each is not None), None)
-    if bos_id is None:
-        raise RunError(
-            f"the tokenizer {name} names no token that stands before a text: say bos_id=..., an id that is no part of "
-            "texts"
-        )
-    special = {key: value for key, value in special.items() if isinstance(value, str)}
-    return Tokenizer(name=name, bos_id=bos_id, json=text, chat_template=chat_template, special_tokens=special)
+def _bos_id(name: str, backend: Any, special: dict[str, str]) -> int:
+    """What stands before a sequence: the bos token; else what the tokenizer puts before a text itself; else, as some
+    separate documents without having a bos, <|endoftext|>; else the end token."""
+    before = backend.encode("", add_special_tokens=True).tokens[:1]
+    for token in (special.get("bos_token"), *before, END_OF_TEXT, special.get("eos_token")):
+        if token and backend.token_to_id(token) is not None:
+            return backend.token_to_id(token)
+    raise RunError(
+        f"the tokenizer {name} names no token that stands before a text: say bos_id=..., an id that is no part of texts"
+    )
 
 
 def _backend(name: str, text: str) -> Any:
@@ -221,21 +197,6 @@ def _backend(name: str, text: str) -> Any:
     backend.no_truncation()
     backend.no_padding()
     return backend
-
-
-def _from_hub(name: str, file: str, needed: bool) -> str | None:
-    """The file out of the hub, or out of its local cache; None where the hub has none such."""
-    with needs_package(f"the tokenizer {name}", "huggingface_hub"):
-        import huggingface_hub
-        from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
-    try:
-        with _readable(name, but=EntryNotFoundError):
-            return huggingface_hub.hf_hub_download(name, file)
-    except EntryNotFoundError as error:
-        if needed and isinstance(error, LocalEntryNotFoundError):  # the hub could not be asked
-            reason = str(error).partition("\n")[0]
-            raise RunError(f"the tokenizer {name} cannot be loaded ({reason}): {EXPECTED}") from error
-        return None
 
 
 @contextlib.contextmanager
@@ -257,29 +218,6 @@ def plain_exceptions(message: str) -> Iterator[None]:
         if type(error) is not Exception:
             raise
         raise RunError(message.format(str(error).strip().partition("\n")[0])) from error
-
-
-@contextlib.contextmanager
-def _readable(name: str, but: type[Exception] | tuple = ()) -> Iterator[None]:
-    """Turns what reading a tokenizer's files raises, `but` excepted, into a RunError of one line."""
-    try:
-        yield
-    except but:
-        raise
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise RunError(f"the tokenizer {name} cannot be loaded ({reason}): {EXPECTED}") from error
-
-
-def _file_there(path: str) -> str | None:
-    return path if os.path.isfile(path) else None
-
-
-def _text(path: str | None) -> str:
-    if path is None:
-        return ""
-    with open(path, encoding="utf-8") as file:
-        return file.read()
 
 
 # ---------------------------------------------------------------- training one

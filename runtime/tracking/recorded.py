@@ -2,13 +2,17 @@
 
 import dataclasses
 import json
+import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from runtime.terminal import RunError
-from runtime.tracking.metrics import flattened
+
+# Numbers that JSON cannot write; metrics.jsonl has them as strings.
+NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,43 +23,90 @@ class Recorded:
     folder: Path
     lines: list[dict[str, Any]]  # of metrics.jsonl
     config: dict[str, Any]  # by key, 'training.tokens.batch'
-    environment: dict[str, Any]  # see `environment`
+    environment: dict[str, Any]  # see `runtime.tracking.report.environment`
     samples: str  # text that somebody put into samples.txt
+    damaged: tuple[str, ...] = ()  # what is wrong with lines of metrics.jsonl that are left out
+
+
+def flattened(metrics: Any, name: str = "", separator: str = "/") -> dict[str, Any]:
+    """What is in nested mappings and dataclasses, by its path.
+
+    flattened({"loss": 1.5, "grad_norm": {"embed": 0.5}})      # {"loss": 1.5, "grad_norm/embed": 0.5}
+    """
+    if dataclasses.is_dataclass(metrics):
+        metrics = vars(metrics)
+    if not isinstance(metrics, Mapping):
+        return {name: metrics}
+    parts = (flattened(value, f"{name}{separator}{key}" if name else key, separator) for key, value in metrics.items())
+    return {name: scalar for part in parts for name, scalar in part.items()}
+
+
+def record_of(line: bytes) -> dict[str, Any] | None:
+    """A line of metrics.jsonl; None if it is damaged: not an object with `step` and `time`, which are numbers."""
+    try:
+        record = json.loads(line)
+        step, time = int(record["step"]), float(record["time"])
+        float(sum(abs(value) for value in record.values() if type(value) is int))  # none is too large for a float
+        return {**record, "step": step, "time": time} if 0 <= step < 2**53 and 0 <= time < 1e11 else None
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        return None
+
+
+def numbers(record: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics of a line that are known, those that are not finite included."""
+    values = {name: NOT_FINITE.get(value, value) if isinstance(value, str) else value for name, value in record.items()}
+    return {
+        name: float(value)
+        for name, value in values.items()
+        if name not in ("step", "time") and isinstance(value, int | float)
+    }
+
+
+def damage(file: Path, number: int, line: bytes) -> str:
+    """What is wrong with a line for which `record_of` has nothing."""
+    text = line.strip()[:80].decode(errors="replace")
+    return f"{file}, line {number}: expected a JSON object with `step` and `time`, which are numbers, but got {text!r}"
 
 
 def read_run(path: str | Path) -> Recorded:
-    """Reads a run folder, or a file of metrics alone.
+    """Reads a run folder, or a file of metrics alone. Damaged lines are left out, and `damaged` says so.
 
     Raises:
-      RunError: there are no metrics, or a line is none.
+      RunError: there are no metrics, or the configuration or the environment beside them is damaged.
     """
     path = Path(path)
     file = path / "metrics.jsonl" if path.is_dir() else path
-    folder = file.parent
-    lines = []
     try:
-        text = file.read_text(encoding="utf-8")
+        # What follows the last line's end is being written.
+        lines = file.read_bytes().split(b"\n")[:-1]
     except OSError as error:
         raise RunError(f"{file}: {error.strerror}: give a run folder, runs/NAME, or a file of metrics") from error
-    for number, line in enumerate(text.splitlines(keepends=True), 1):
-        if not line.endswith("\n"):
-            break  # it is being written
-        try:
-            record = json.loads(line)
-            record["step"], record["time"] = int(record["step"]), float(record["time"])
-        except (ValueError, TypeError, KeyError) as error:
-            raise RunError(
-                f"{file}, line {number}: expected metrics of a step, but got {line.strip()[:80]!r}"
-            ) from error
-        lines.append(record)
+    records = [record_of(line) for line in lines]
 
     def beside(name: str) -> str:
-        there = folder / name
+        there = file.parent / name
         return there.read_text(encoding="utf-8", errors="replace") if path.is_dir() and there.exists() else ""
 
-    name = path.resolve().name if path.is_dir() else path.name
-    config = flattened(yaml.safe_load(beside("config.yaml")) or {}, separator=".")
-    return Recorded(name, folder, lines, config, json.loads(beside("environment.json") or "{}"), beside("samples.txt"))
+    def parsed(name: str, read: Callable[[str], Any]) -> dict[str, Any]:
+        try:
+            found = read(beside(name) or "{}")
+        except (ValueError, RecursionError, yaml.YAMLError) as error:
+            raise RunError(f"{file.parent / name} is damaged ({str(error).splitlines()[0]}): remove it") from error
+        if not isinstance(found, dict):
+            raise RunError(f"{file.parent / name} is damaged: expected keys with values; remove it")
+        return found
+
+    return Recorded(
+        name=path.resolve().name if path.is_dir() else path.name,
+        folder=file.parent,
+        lines=[record for record in records if record is not None],
+        config=flattened(parsed("config.yaml", yaml.safe_load), separator="."),
+        environment=parsed("environment.json", json.loads),
+        samples=beside("samples.txt"),
+        damaged=tuple(
+            damage(file, number, line) for number, (line, record) in enumerate(zip(lines, records), 1) if record is None
+        ),
+    )
 
 
 def as_yaml(value: Any) -> str:

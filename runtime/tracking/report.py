@@ -1,38 +1,41 @@
-"""report.html in the run folder: curves, costs, configuration and environment in one page, renewed as the run goes on.
+"""The pages that show runs: report.html in a run folder, and tools.compare's page of several.
 
     write_report("runs/first")                     # from the files of the run folder, and from nothing else
-    with Report("runs/first", is_leader=True):     # again and again, in a thread
-        train()
 
 A page is built from what the folder holds (metrics.jsonl, config.yaml, environment.json, samples.txt), so that it can
-be written again at any time: python -m tools.compare runs/first.
+be written again at any time: python -m tools.compare runs/first. While a run goes on, runtime/tracking/follow.py renews
+it. What the page says is here, how it looks in report.html and compare.html.
 """
 
 import os
 import platform
 import socket
 import sys
-import threading
 import time
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import jax
-
-from runtime.terminal import RunError, print_line
+from ledger.pages.render import render
+from ledger.units import amount, percent, seconds
 from runtime.tracking.files import write_whole
-from runtime.tracking.recorded import read_run
-from runtime.tracking.report_page import report_page
+from runtime.tracking.recorded import Recorded, as_yaml, read_run
 
-INTERVAL_S = 60.0  # from one writing to the next, at least
-LARGEST_SHARE = 0.01  # of the time that goes into writing: a long run's page takes longer, and is written less often
-LONGEST_WAIT_S = 30.0  # for the last one, at the end of a run
 PACKAGES = ("jax", "jaxlib", "numpy", "zarr", "hydra-core", "libtpu", "jax-cuda13-plugin")
+LINKS = {
+    "ledger.html": "what a step costs, line by line",
+    "step.svg": "the compiled step as a graph",
+    "step.hlo.txt": "the compiled step as text",
+    "profile/perfetto_trace.json.gz": "a profile of three steps, for https://ui.perfetto.dev",
+    "metrics.jsonl": "all numbers",
+    "config.yaml": "the configuration",
+}
 
 
 def environment() -> dict[str, Any]:
     """What the run runs on, as JSON values."""
+    import jax  # what reads run folders starts without it
+
     devices = jax.devices()
     kinds = sorted({device.device_kind for device in devices})
     installed = {package: _version(package) for package in PACKAGES}
@@ -50,6 +53,13 @@ def environment() -> dict[str, Any]:
     }
 
 
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
 def write_report(folder: str | Path) -> Path:
     """Writes report.html into a run folder, all or nothing; returns its path.
 
@@ -61,54 +71,81 @@ def write_report(folder: str | Path) -> Path:
     return page
 
 
-class Report:
-    """Keeps report.html up to date, in a thread: every INTERVAL_S, less often where it takes long, and at the end.
+def report_page(run: Recorded) -> str:
+    """One run."""
+    steps = run.config.get("training.steps")
+    done = max((line["step"] for line in run.lines), default=0)
+    rows = {name: value for name, value in run.environment.items() if name not in ("packages", "ledger")}
+    return _page(
+        "report.html",
+        [run],
+        title=run.name,
+        about=f"step {done:,}" + (f" of {steps:,}" if steps else ""),
+        as_of=time.strftime("%Y-%m-%d %H:%M", time.localtime(run.lines[-1]["time"])) if run.lines else "the start",
+        cards=_cards(run),
+        costs="\n".join(run.environment.get("ledger", [])),
+        files={name: what for name, what in LINKS.items() if (run.folder / name).exists()},
+        config=[(key, as_yaml(value)) for key, value in run.config.items()],
+        environment=[(key, as_yaml(value)) for key, value in (rows | run.environment.get("packages", {})).items()],
+    )
 
-    That it cannot be written stops nothing and is said once. A disk may be full for a moment, so it is tried again;
-    what is not installed stays so.
+
+def compare_page(
+    runs: list[Recorded], differences: dict[str, list[Any]], summary: tuple[list[str], list[list[str]]]
+) -> str:
+    """Several runs over one another.
+
+    Args:
+      differences: of configuration: values in the order of the runs, by key.
+      summary: the table that the terminal shows: its headings, and a row a run.
     """
-
-    def __init__(self, folder: str | Path, *, is_leader: bool):
-        self._folder = Path(folder)
-        self._end = threading.Event()
-        self._thread = threading.Thread(target=self._write, name="report", daemon=True) if is_leader else None
-
-    def __enter__(self) -> "Report":
-        if self._thread is not None:
-            self._thread.start()
-        return self
-
-    def __exit__(self, *_) -> None:
-        self._end.set()
-        if self._thread is not None:
-            self._thread.join(LONGEST_WAIT_S)
-            if self._thread.is_alive():
-                print_line(
-                    f"{self._folder / 'report.html'} is given up: it was not written within {LONGEST_WAIT_S:g} s."
-                )
-
-    def _write(self) -> None:
-        is_last, is_said, wait_s = False, False, INTERVAL_S
-        while not is_last:
-            is_last = self._end.wait(wait_s)
-            begin = time.perf_counter()
-            try:
-                write_report(self._folder)
-            except ImportError as error:
-                self._warn(f"{error} (pip install -r requirements-cpu.txt). Training goes on.")
-                return
-            except (OSError, RunError) as error:
-                if not is_said:
-                    self._warn(f"{error}. Training goes on, and it is tried again.")
-                is_said = True
-            wait_s = max(INTERVAL_S, (time.perf_counter() - begin) / LARGEST_SHARE)
-
-    def _warn(self, why: str) -> None:
-        print_line(f"warning: {self._folder / 'report.html'} is not written: {why}")
+    rows = [
+        (key, *("–" if value is None else as_yaml(value) for value in values)) for key, values in differences.items()
+    ]
+    return _page("compare.html", runs, title=", ".join(run.name for run in runs), summary=summary, differences=rows)
 
 
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+def _page(template: str, runs: list[Recorded], **values: Any) -> str:
+    # A run can do without plotly, and a tool starts without it.
+    from plotly.offline import get_plotlyjs
+
+    from runtime.tracking.curves import charts
+
+    found: dict[str, list] = {}
+    for chart in charts(runs):
+        found.setdefault(chart.family, []).append(chart)
+    return render(template, Path(__file__).parent, runs=runs, families=found, plotly=get_plotlyjs(), **values)
+
+
+def _cards(run: Recorded) -> list[tuple[str, str, str]]:
+    """Title, number and note of each."""
+
+    def latest(name: str) -> float | None:
+        values = (line[name] for line in reversed(run.lines) if isinstance(line.get(name), int | float))
+        return next(values, None)
+
+    def number(name: str, form: str, says: str = "{}") -> str:
+        value = latest(name)
+        return "" if value is None else says.format(format(value, form))
+
+    validated = [line["validation_loss"] for line in run.lines if isinstance(line.get("validation_loss"), float)]
+    skipped = latest("skipped_steps")
+    notes = [number("grad_norm", ".3g", "{} gradient norm"), number("bits_per_byte", ".4f", "{} bits per byte")]
+    notes.append(f"{skipped} steps skipped" if skipped else "")
+    loss = next((line["loss"] for line in reversed(run.lines) if line.get("loss") is not None), None)
+    memory, host = latest("device_peak_memory_bytes"), latest("host_peak_memory_bytes")
+    per_step = f"{seconds(latest('step_time_s'))} a step, of it {seconds(latest('data_wait_s'))} waiting for data"
+    return [
+        ("Loss", f"{loss:.4f}" if isinstance(loss, float) else str(loss or "n/a"), "; ".join(filter(None, notes))),
+        (
+            "Validation loss",
+            number("validation_loss", ".4f") or "n/a",
+            f"lowest {min(validated):.4f}" if validated else "",
+        ),
+        ("Tokens a second", number("tokens_per_s", ",.0f") or "n/a", f"{per_step}; MFU {percent(latest('mfu'))}"),
+        (
+            "Memory, the most so far",
+            amount(memory or host or 0, "B"),
+            "of a device" if memory else "of the process; its devices do not say theirs",
+        ),
+    ]

@@ -1,27 +1,18 @@
 """Trackers besides metrics.jsonl: TensorBoard, Weights & Biases, ClearML, trackio; those that the config asks for.
 
-    with Trackers(config, run_folder, is_leader=True) as trackers:     # refuses what is not installed
-        trackers.start(done_steps=0)
-        trackers.put('{"step": 1, "time": 1.79e9, "loss": 7.59}\\n')   # never waits
-
-Each is a process of its own (runtime/tracking/tracker_process.py) that a thread feeds from a bounded queue. So none can
-stop or slow the training: one that fails, or takes no more lines, is named once, and metrics.jsonl has all lines
-anyway.
+with TRACKERS["wandb"](run) as log:          # in a process of its own: see runtime/tracking/follow.py
+    log(step, time, {"loss": 7.59})
 """
 
-import importlib.util
+import contextlib
 import json
 import os
-import queue
-import signal
-import subprocess
-import sys
-import threading
 import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from runtime.terminal import RunError, print_line
 
 # By the key of the config: the package, and what pip calls it.
 PACKAGES = {
@@ -30,135 +21,118 @@ PACKAGES = {
     "clearml": ("clearml", "clearml==2.1.12"),
     "trackio": ("trackio", "trackio==0.43.0"),
 }
-WAITING_LINES = 1000  # of metrics.jsonl, about a megabyte, for a tracker that is slow or still starting
-LONGEST_WAIT_S = 60.0  # at the end of a run, for all trackers together
+Log = Callable[[int, float, dict[str, float]], None]  # of a step, its time (s since 1970), and numbers by their names
 
 
-class Trackers:
-    """The trackers that `config.tracking` names.
-
-    Args:
-      config: train.py's.
-      run_folder: each tracker has a folder in it, by its name, with `tracker.log`: what its process prints.
-      is_leader: the others start none.
-    Raises:
-      RunError: a package is not installed.
-    """
-
-    def __init__(self, config: Any, run_folder: Path, *, is_leader: bool):
-        names = [name for name in PACKAGES if getattr(config.tracking, name)]
-        missing = [name for name in names if importlib.util.find_spec(PACKAGES[name][0]) is None]
-        if missing:
-            packages = " ".join(PACKAGES[name][1] for name in missing)
-            keys = " ".join(f"tracking.{name}=false" for name in missing)
-            raise RunError(
-                f"{' and '.join(f'tracking.{name}' for name in missing)} cannot be used, since the package is not "
-                f"installed: pip install {packages} (all: pip install -r requirements-trackers.txt), or {keys}"
-            )
-        self._config, self._folder, self._names = config, run_folder, names if is_leader else []
-        self._feeds: list[_Feed] = []
-
-    def start(self, done_steps: int) -> None:
-        """Starts them. Their curves continue; steps after `done_steps`, which an interrupted run left, are repeated."""
-        run = {
-            "project": self._config.tracking.project,
-            "name": self._config.paths.model_name,
-            "config": self._config.tree(),
-            "start_step": done_steps,
-            "offline": self._config.tracking.offline,
-        }
-        for name in self._names:
-            self._feeds.append(_Feed(name, {**run, "tracker": name, "folder": str((self._folder / name).absolute())}))
-
-    def put(self, line: str) -> None:
-        """Hands on a line of metrics.jsonl."""
-        for feed in self._feeds:
-            feed.put(line)
-
-    def __enter__(self) -> "Trackers":
-        return self
-
-    def __exit__(self, *_) -> None:
-        deadline = time.monotonic() + LONGEST_WAIT_S
-        for feed in self._feeds:
-            feed.end()
-        for feed in self._feeds:
-            feed.join(deadline)
+def wanted(tracking: Any) -> list[str]:
+    """The names of the trackers that the section `tracking` of a config asks for."""
+    return [name for name in PACKAGES if name in tracking.to]
 
 
-class _Feed:
-    """A tracker's process and the thread that feeds it."""
+@dataclass(frozen=True)
+class Tracked:
+    """What a tracker is told of a run."""
 
-    def __init__(self, name: str, run: dict[str, Any]):
-        self._name, self._log = name, Path(run["folder"]) / "tracker.log"
-        self._lines: queue.Queue[str | None] = queue.Queue(WAITING_LINES)
-        self._lines.put(json.dumps(run) + "\n")
-        self._process: subprocess.Popen | None = None
-        self._is_left_out = False  # told, so not told again
-        self._thread = threading.Thread(target=self._feed, name=f"tracker {name}", daemon=True)
-        self._thread.start()
+    folder: Path  # the tracker's own, in the run folder
+    name: str
+    project: str
+    config: Mapping[str, Any]
+    first_step: int  # of what is sent now
+    is_repeated: bool  # whether that step, and later ones, were sent before: the run was resumed
 
-    def put(self, line: str) -> None:
-        try:
-            self._lines.put_nowait(line)
-        except queue.Full:
-            self._leave_out(f"takes no more lines ({WAITING_LINES} are waiting)")
+    def remembered(self, new: Callable[[], str] | None = None) -> str | None:
+        """What the tracker calls the run, kept in a file for when it is resumed; `new` names it the first time."""
+        file = self.folder / "id"
+        if not file.exists() and new is not None:
+            file.write_text(new(), encoding="utf-8")
+        return file.read_text(encoding="utf-8") if file.exists() else None
 
-    def end(self) -> None:
-        """No more lines come. Where there is no place to say so, what waits is given up."""
-        try:
-            self._lines.put_nowait(None)
-        except queue.Full:
-            self._kill()
 
-    def join(self, deadline: float) -> None:
-        self._thread.join(max(0.0, deadline - time.monotonic()))
-        if self._thread.is_alive():
-            self._leave_out(f"had not taken everything {LONGEST_WAIT_S:g} s after the end of the run")
-            self._kill()
+@contextlib.contextmanager
+def tensorboard(run: Tracked) -> Iterator[Log]:
+    """Event files, which `tensorboard --logdir` of the run folder, or of the folder of all runs, shows."""
+    from tensorboardX import SummaryWriter
 
-    def _feed(self) -> None:
-        try:
-            self._log.parent.mkdir(parents=True, exist_ok=True)
-            with self._log.open("a", encoding="utf-8") as log:
-                self._process = subprocess.Popen(
-                    # -P: else the modules of this folder would be found under the names of packages.
-                    [sys.executable, "-P", str(Path(__file__).with_name("tracker_process.py"))],
-                    stdin=subprocess.PIPE,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                    encoding="utf-8",
-                    start_new_session=True,  # an interrupt from the keyboard ends the training, and that the tracker
-                )
-            with self._process.stdin as lines:
-                for line in iter(self._lines.get, None):
-                    lines.write(line)
-                    lines.flush()
-        except OSError as error:  # its process died, or could not be started
-            reason = str(error)
-        else:
-            reason = ""
-        status = self._process.wait() if self._process is not None else None
-        if reason or status:
-            self._leave_out(f"failed ({self._last_words() or reason})")
+    # Hides what was sent of steps that are repeated. Files are named by the second: the suffix tells two of one apart.
+    purged = run.first_step if run.is_repeated else None
+    named = {"purge_step": purged, "filename_suffix": f".{time.time_ns()}"}
+    with SummaryWriter(str(run.folder), flush_secs=0, **named) as writer:
+        writer.add_text("config", f"```json\n{json.dumps(run.config, indent=1)}\n```", run.first_step)
 
-    def _last_words(self) -> str:
-        """The last line of what its process printed."""
-        try:
-            lines = self._log.read_text(encoding="utf-8", errors="replace").split("\n")
-        except OSError:
-            return ""
-        return next((line.strip()[:200] for line in reversed(lines) if line.strip()), "")
+        def log(step: int, time: float, values: dict[str, float]) -> None:
+            for name, value in values.items():
+                writer.add_scalar(name, value, step, walltime=time)
 
-    def _leave_out(self, why: str) -> None:
-        if not self._is_left_out:
-            self._is_left_out = True
-            print_line(
-                f"warning: tracking.{self._name} {why}. Training goes on; metrics.jsonl has all lines, and\n"
-                f"  {self._log} what {self._name} says."
-            )
+        yield log
 
-    def _kill(self) -> None:
-        if self._process is not None and self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
+
+@contextlib.contextmanager
+def wandb(run: Tracked) -> Iterator[Log]:
+    """Weights & Biases. Steps are a metric of their own: its count cannot go back to where a resumed run begins."""
+    import wandb
+
+    with wandb.init(
+        project=run.project,
+        name=run.name,
+        id=run.remembered(lambda: uuid.uuid4().hex[:8]),
+        resume="allow",
+        dir=run.folder.parent,  # in which it makes a folder `wandb`, which is ours
+        config=run.config,
+        settings=wandb.Settings(console="off", disable_git=True, disable_code=True),
+    ) as opened:
+        opened.define_metric("step", hidden=True)
+        opened.define_metric("*", step_metric="step")
+        yield lambda step, time, values: opened.log({"step": step, **values})
+
+
+@contextlib.contextmanager
+def clearml(run: Tracked) -> Iterator[Log]:
+    """ClearML. Offline, each start leaves a session of its own, a zip file."""
+    offline = os.environ.get("CLEARML_OFFLINE_MODE", "0").lower() not in ("0", "false")
+    if offline:
+        os.environ["CLEARML_CACHE_DIR"] = str(run.folder)
+    from clearml import Task
+
+    Task.set_offline(offline)
+    known = run.remembered()
+    task = Task.init(
+        run.project,
+        run.name,
+        reuse_last_task_id=known or False,
+        continue_last_task=0 if known else False,  # 0: our steps count on where they stood
+        auto_connect_arg_parser=False,
+        auto_connect_frameworks={"detect_repository": False},
+        auto_connect_streams=False,
+        auto_resource_monitoring=False,
+    )
+    if not offline:
+        run.remembered(lambda: task.id)
+    task.connect_configuration(run.config, name="config")
+    logger = task.get_logger()
+
+    def log(step: int, time: float, values: dict[str, float]) -> None:
+        for name, value in values.items():
+            title, _, series = name.partition("/")
+            logger.report_scalar(title, series or title, value, step)
+
+    try:
+        yield log
+    finally:
+        task.close()
+
+
+@contextlib.contextmanager
+def trackio(run: Tracked) -> Iterator[Log]:
+    """trackio: a database in the run folder, or where TRACKIO_DIR says."""
+    os.environ.setdefault("TRACKIO_DIR", str(run.folder))
+    import trackio
+
+    measured = {"auto_log_gpu": False, "auto_log_cpu": False}
+    trackio.init(run.project, name=run.name, config=run.config, resume="allow", embed=False, **measured)
+    try:
+        yield lambda step, time, values: trackio.log(values, step=step)
+    finally:
+        trackio.finish()
+
+
+TRACKERS = {each.__name__: each for each in (tensorboard, wandb, clearml, trackio)}

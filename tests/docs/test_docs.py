@@ -40,7 +40,7 @@ from train import TokenBatch
 NOT_EXECUTED = {
     # minutes, a network, or what another test executes
     r"make train( PYTHON=python3.11)?$": "a new environment and minutes: CI does it; the same job: test_main",
-    r"make shakespeare$": "network and minutes; its parts: test_sample, test_tokenize_text",
+    r"make shakespeare$": "network and minutes; its parts: test_make_dataset, test_tokenize_text, test_sample",
     r"make test(-slow)?$|make lint$|make format$": "what runs this test",
     r"make golden$": "writes what test_golden compares with",
     r"(python -m )?pip install": "network; the files that it names are there",
@@ -49,30 +49,28 @@ NOT_EXECUTED = {
         "two minutes: test_main::test_the_small_job_goes_on_bit_for_bit (slow) runs it",
     r"python -m train --help$": "test_config_help",
     r"python -m train check_only=true$": "test_main::test_check_only_says_what_was_proved",
-    r"python -m tools.write_synthetic_dataset path=copies": "a minute: test_synthetic_dataset writes a small one",
-    r"python -m train flat_tokens.filespec=copies": "four minutes; its figures are in the README",
     r"python -m tools.plan( --config-name=c4_a100x8_1b hardware=h200 hosts=4 devices_per_host=8)?$": "test_plan::test_a_plan",
     r"python -m tools.plan .*compile=true": "minutes: test_plan (slow)",
     r"python -m tools.plan .*up_to_devices": "three minutes: test_plan::test_a_sweep",
     r"python -m tools.plan .*sweep=true": "test_plan::test_a_sweep",
-    r"for model in|tail |python -m (tools.plan|train) --config-name=c4_a100x8_\$model": "eight GPUs",
     r"python -m tests.torture": "minutes: test_torture (slow)",
     r"python -m tools.benchmark_attention": "a GPU: test_attention",
-    r"python -m (tests.benchmark_checkpoint|tools.benchmark_loader)":
+    r"python -m tests.benchmark_(checkpoint|loader)":
         "minutes: test_checkpoint_tools::test_the_benchmark, test_benchmark_loader",
     r"python -m tools.benchmark ": "minutes, or a GPU: test_benchmark",
     r"python -m tools.doctor": "test_doctor",
     r"python -m tools.checkpoint ": "test_checkpoint_tools",
     r"python -m tools.ledger_diff before": "test_run_ledger and test_docs, with other folders",
-    r"python -m tools.inspect_dataset my.zarr --": "test_inspect_dataset",
+    r"python -m tools.inspect_dataset path=my.zarr (samples|verify)": "test_inspect_dataset",
     r"python -m tools.tokenize_text input=\.\.\.": "not a command but its form: test_tokenize_text",
     r"python -m train flat_tokens.filespec=null hf_dataset.path=my_texts": "test_hf_stream",
     r"python -m train .*hf_dataset.path=allenai/c4": "network: test_hf_stream reads a folder",
     r"until python -m train": "does not end by itself: test_survival has each status",
     r"python -m tools.sample runs/local_shakespeare": "needs that run: test_sample",
     r"python -m tools.compare": "needs two runs: test_report",
-    r"python -m train -m |python -m train --multirun ": "minutes: test_config_sweep",
-    r"python -m train tracking.": "test_trackers",
+    r"python -m train -m |python -m train --multirun ": "minutes: test_command_line",
+    r"WANDB_MODE=offline python -m train tracking.": "test_trackers",
+    r"python -m runtime.tracking.follow": "test_trackers",
     # clone_to_cluster.md, on machines that are not here
     r"python -m tools.benchmark 'configs=\[c4_a100x8_1b\]'|python -m train --config-name=c4_a100x8_1b ": "eight GPUs",
     # several hosts
@@ -90,9 +88,9 @@ EXECUTED = {
     r"sed -i ": "test_changes_of_another_axis",
     r"python -m tools.(plan --config-name=local_test_synthetic folder=runs/(before|after)|ledger_diff runs/before)":
         "test_what_a_change_costs",
-    r"python -m tools.(tokenize_text input=my.txt|inspect_dataset my.zarr$|sample runs/my )|"
+    r"python -m tools.(tokenize_text input=my.txt|inspect_dataset path=my.zarr$|sample runs/my )|"
     r"python -m train --config-name=local_shakespeare flat_tokens.filespec=my.zarr": "test_your_own_text_in_five_commands",
-    r"python -m tools.(tokenize_text input='/shared|inspect_dataset /shared)|python -m train flat_tokens.filespec=/shared":
+    r"python -m tools.(tokenize_text input='/shared|inspect_dataset path=/shared)|python -m train flat_tokens.filespec=/shared":
         "test_the_data_on_the_way_to_a_cluster",
     r"python -m tools.plan --config-name=c4_a100x8x4_1b hardware=h200$|"
     r"python -m train --config-name=c4_a100x8x4_1b check_only=true": "test_the_plan_on_the_way_to_a_cluster",
@@ -309,7 +307,6 @@ PRINTED = {
     r"\$ python -m tools.ledger_diff before": "test_what_a_change_costs, with other folders",
     r"c4_a100x8_1b on 32 × h200: ": "test_plan",
     r"python -m tools.plan --config-name=c4_a100x8_1b hardware=h200 hosts=4 sweep=true": "test_the_sweep_of_the_page",
-    r"for model in ": "a loop, whose lines are commands",
     r"reduce-scatter of train.py:": "minutes: test_plan (slow) compiles for machines that are not here",
     # what the check says, in docs/changing.md and docs/notation.md
     r"Layer.__init__\(\) missing|training_step is refused": "test_changes_are_accepted_and_what_is_forgotten_is_said",

@@ -91,7 +91,7 @@ def test_the_skypilot_task_starts_the_processes_as_told(tmp_path):
     env = {"PATH": os.environ["PATH"], **task["envs"], **node}
     printed = subprocess.run(["bash", "-c", task["run"]], cwd=tmp_path, env=env, capture_output=True, text=True).stdout
     assert printed.splitlines()[-3:] == [
-        "cluster.coordinator=10.0.0.1:8476", "cluster.num_processes=2", "cluster.process_id=1",
+        "cluster.coordinator=10.0.0.1:8476", "num_hosts=2", "cluster.process_id=1",
     ]  # fmt: skip
 
 

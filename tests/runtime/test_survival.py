@@ -429,10 +429,11 @@ def test_a_checkpoint_without_a_config(tiny):
 # ---- bad steps -------------------------------------------------------------------------------------------------------
 
 
-def test_bad_steps_stop_the_run(start, tmp_path, capsys):
+def test_bad_steps_stop_the_run(start, tmp_path, capsys, monkeypatch):
     """A learning rate that ruins the weights: after three bad steps in a row the run stops with status 1, names the
     first, its rows and the last checkpoint, saved before."""
-    assert start("training.learning_rate=1e30", "training.max_consecutive_bad_steps=3", "checkpoint_interval=1") == 1
+    monkeypatch.setattr(runtime_run, "MOST_BAD_STEPS", 3)
+    assert start("training.learning_rate=1e30", "checkpoint_interval=1") == 1
     lines = [line for line in records(tmp_path / "run") if "loss" in line]
     first = next(line["step"] for line in lines if line["skipped_steps"])
     printed = capsys.readouterr().err

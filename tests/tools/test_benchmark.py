@@ -178,7 +178,7 @@ def test_only_the_same_is_compared():
         (["compare=/nowhere.jsonl"], "/nowhere.jsonl: expected a file that tools.benchmark wrote: "),
         (["configs=[local_18m,local_19m]"], "there is no config local_19m in configs; the nearest is local_18m; "),
         (["configs=local_18m"], 'command line: configs = "local_18m": expected a list of text, [a, b, …]'),
-        (["configs=[1]"], "command line: configs = [1]: expected a list of text, [a, b, …]"),
+        (["configs=[1]"], "command line: configs[0] = 1: expected text"),
         (["configs=[local_18m]", "file=README.md"], "file = README.md: it is there already, and may be what you want "),
         (["configs=[local_18m]", "file=README.md/x"], "file = README.md/x: it cannot be written ("),
         (
@@ -196,7 +196,7 @@ def test_only_the_same_is_compared():
         (
             ["configs=[local_18m training.steps=1]"],
             "no viable alternative at input '[local_18m training.steps=': a value with a space or = in it needs quotes, "
-            "and the shell takes one pair away: 'KEY=[\"a b=1\"]'",
+            "of which the shell takes a pair: 'KEY=[\"a b=1\"]'",
         ),
     ],
 )

@@ -106,7 +106,7 @@ def test_it_runs_where_no_package_is_installed():
     assert done.returncode == 1
     assert re.search(r"^WRONG  jax +not installed\n +fix: pip install jax==0\.10\.2$", done.stdout, re.MULTILINE)
     assert re.fullmatch(
-        r"error: missing or broken: jax, .*, tqdm; the fix of each is below it; the rest is looked at when they are there\n",
+        r"error: missing or broken: jax, .*, Pygments; the fix of each is below it; the rest is looked at when they are there\n",
         done.stderr,
     )
 
@@ -145,7 +145,7 @@ def test_versions_against_the_tested_ones(versions):
     pins = doctor_packages.tested("requirements-cpu.txt")
     assert found["zarr"] == Finding(BROKEN, "zarr", "not installed", f"pip install zarr=={pins['zarr']}")
     assert found["numpy"].status == OTHER and found["numpy"].found.startswith("2.0.0, not the tested ")
-    assert "plotly" not in found and found["packages"].found.startswith("20 of 22 ")
+    assert "plotly" not in found and found["packages"].found.startswith("27 of 29 ")
 
 
 def test_optional_parts_do_not_count(versions):
@@ -166,7 +166,7 @@ def test_optional_parts_do_not_count(versions):
 def test_what_the_keys_ask_for_counts(monkeypatch, capsys, tmp_path, small, versions):
     """A tracker that the run is to write to and that is not installed is wrong; the one beside it stays optional."""
     versions |= {"wandb": None, "clearml": None}
-    assert run(monkeypatch, "tracking.wandb=true", f"paths.root_working_dir={tmp_path}") == 1
+    assert run(monkeypatch, "tracking.to=[wandb]", f"paths.root_working_dir={tmp_path}") == 1
     shown = capsys.readouterr()
     pin = doctor_packages.tested("requirements-trackers.txt")["wandb"]
     row = f"WRONG  tracking.wandb            wandb not installed, which this run needs\n{' ' * 33}fix: pip install wandb=={pin}\n"
@@ -183,7 +183,7 @@ STREAM = ["flat_tokens.filespec=null", "hf_dataset.path=texts", "validation_batc
     "keys, parts",
     [
         ([], set()),
-        ([f"tracking.{name}=true" for name in PACKAGES], {f"tracking.{name}" for name in PACKAGES}),
+        ([f"tracking.to=[{','.join(PACKAGES)}]"], {f"tracking.{name}" for name in PACKAGES}),
         (["paths.root_working_dir=s3://bucket/runs"], {"s3:// URLs"}),
         (["flat_tokens.filespec=s3://bucket/a.zarr"], {"s3:// URLs"}),
         (["flat_tokens.filespec=null", MIXTURE], {"s3:// URLs"}),
@@ -219,13 +219,20 @@ def test_data_that_is_not_there(monkeypatch, capsys, tmp_path, small):
          f"the data set {ROOT}/none.zarr does not exist: "),
         (["training.steps=9999"], "command line: training.steps = 9999: the data set synthetic_dataset.zarr holds "),
         (["model.vocab=64", "training.steps=9999"], "2 problems in the configuration; command line: model.vocab = 64: the data set "),
-        (["io.max_data_bytes=1000"], "more than io.max_data_bytes = 1,000: "),
     ],
 )  # fmt: skip
 def test_data_that_the_run_refuses(keys, text):
     """Each source of a mixture is opened, and the data are held against the steps, the vocabulary and the memory."""
     (found,) = data(load(config_class(train), overrides=keys), mesh(4, 2))
     assert found.status == BROKEN and found.part == "data" and text in found.found
+
+
+def test_data_that_take_too_much_memory(monkeypatch):
+    """As the run would refuse them."""
+    config = load(train.Config)
+    monkeypatch.setattr(type(config.io), "max_data_bytes", 1000)
+    (found,) = data(config, mesh(4, 2))
+    assert found.status == BROKEN and "more than 1,000: " in found.found
 
 
 def test_data_of_a_mixture_and_of_a_stream(monkeypatch, tmp_path):

@@ -15,7 +15,7 @@ import pytest
 import train
 from ledger.compiled.collectives import compiled
 from ledger.compiled.overlap import overlaps
-from ledger.machines import absent, hardware
+from ledger.machines import absent
 from ledger.machines.absent import CannotCompile, slice_of, target_config
 from runtime.config.command_line import load
 from runtime.terminal import RunError
@@ -191,7 +191,8 @@ def test_slices_and_targets():
     with pytest.raises(CannotCompile, match="there is no slice of 12 chips: expected 4, 8, 16, 32"):
         slice_of(12, 3)
     assert "core_count: 132" in target_config("h200") and "ACCELERATED_FEATURES" in target_config("h200")
-    assert set(absent.GPUS) | set(absent.TPUS) == set(hardware.NAMES)
+    with pytest.raises(CannotCompile, match="for gtx nothing can be compiled; there are a100_40gb, a100_80gb, h100"):
+        absent.environment("gtx")
 
 
 def test_missing_packages_are_one_line(monkeypatch):

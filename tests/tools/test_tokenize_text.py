@@ -17,13 +17,12 @@ import pytest
 import zarr
 from ragged import assert_refuses
 
-import tools.text_sources
 import tools.tokenize_text
 from runtime.config import command_line
-from runtime.data import flat_tokens
+from runtime.data import documents, flat_tokens
 from runtime.data.flat_tokens import open_split
 from runtime.data.tokenizers import load_dataset_tokenizer
-from tools.text_sources import Settings, text_ends
+from tools.text_records import Settings, text_ends
 
 ROOT = Path(__file__).resolve().parents[2]
 BY_SIZE = Settings("text", ("text",), b"", 100, 0.0, 0)
@@ -91,7 +90,7 @@ def test_documents_by_separator(tmp_path, monkeypatch, separator):
     text = "".join(draws.choices(["a", "b", "\n", separator], k=3000))
     (tmp_path / "a.txt").write_text(text)
     for number, block_bytes in enumerate((64, 2**20)):
-        monkeypatch.setattr(tools.text_sources, "BLOCK_BYTES", block_bytes)
+        monkeypatch.setattr(documents, "BLOCK_BYTES", block_bytes)
         escaped = separator.replace("\n", "\\n")
         tokenize(f"input={tmp_path}/a.txt", f"output={tmp_path}/{number}.zarr", f"separator='{escaped}'")
         found, _, _ = sequences(tmp_path / f"{number}.zarr")
@@ -139,12 +138,26 @@ def test_every_kind_of_input_gives_the_same(tmp_path):
     assert sequences(tmp_path / "two.zarr")[0] == documents * 2
 
 
+def test_a_password_is_not_recorded(tmp_path, capsys):
+    """That of an input's URL is neither printed nor kept in the data set, and the same command finds it complete."""
+    import fsspec
+
+    with fsspec.open("memory://me:secret@in/a.jsonl", "wb") as file:
+        file.write(b'{"text": "x"}\n{}\n')
+    for _ in range(2):
+        tokenize("input='memory://me:secret@in/*'", f"output={tmp_path}/x.zarr", "on_bad_record=skip")
+    printed = capsys.readouterr()
+    assert "left out: memory:///me:***@in/a.jsonl:2: no field 'text'" in printed.err and " is complete: " in printed.out
+    assert "secret" not in printed.out + printed.err
+    assert not [name for name, content in files(tmp_path / "x.zarr").items() if b"secret" in content]
+
+
 def test_several_processes_write_the_same(tmp_path, monkeypatch):
     """However many processes tokenize and however large the blocks are: the same bytes in every file."""
     source = write_lines(tmp_path / "a.jsonl", [{"text": text} for text in texts(3000)])
     common = [f"input={source}", "tokenizer=train_bpe", "bpe_vocab=400", "validation_fraction=0.2"]
     tokenize(*common, f"output={tmp_path}/one.zarr", "processes=1")
-    monkeypatch.setattr(tools.text_sources, "BLOCK_BYTES", 5000)
+    monkeypatch.setattr(documents, "BLOCK_BYTES", 5000)
     tokenize(*common, f"output={tmp_path}/two.zarr", "processes=2")
     assert files(tmp_path / "one.zarr") == files(tmp_path / "two.zarr")
     assert sorted(sequences(tmp_path / "one.zarr")[0] + sequences(tmp_path / "one.zarr", "validation")[0]) == sorted(
@@ -277,6 +290,8 @@ BAD = [
     ("a.jsonl", b'{"text": "x"}\n{"text"\n', [], ":2: no JSON (Expecting ':' delimiter, column 8)"),
     ("a.jsonl", b'\n\n["x"]', [], ':3: list, expected {"field": ...}'),
     ("a.jsonl", b'{"text": "x"}\n{"body": "x", "id": 1}\n', [], ":2: no field 'text'; it has 'body', 'id'"),
+    ("a.jsonl", b'{"text": "x"}\n{"a": ' + b"1" * 5000 + b"}\n", [], ":2: no JSON that can be read (an integer of more than 4,300 digits)"),
+    ("a.jsonl", b"[" * 100_000 + b"\n", [], ":1: no JSON that can be read (nested too deeply)"),
     ("a.jsonl", b"{}\n", [], ":1: no field 'text'; it has none"),
     ("a.jsonl", b'{"text": null}\n', [], ":1: field 'text' is NoneType, expected text"),
     ("a.jsonl", b'{"text": "x"}\n{"text": "a\xff"}\n', [], ":2: invalid UTF-8 (byte 0xff at 11 of the line)"),
@@ -337,7 +352,7 @@ def test_bad_rows(tmp_path):
     assert_refuses(message, tokenize, f"input={path}", f"output={tmp_path}/x.zarr")
     pyarrow.parquet.write_table(pyarrow.table({"body": ["x"], "id": [1]}), path)
     assert_refuses(
-        f"{path} has no column 'text'; it has body, id: name the right one",
+        f"{path}, row 0: no field 'text'; it has 'body', 'id'; on_bad_record=skip leaves out such records",
         tokenize,
         f"input={path}",
         f"output={tmp_path}/y.zarr",
@@ -353,87 +368,47 @@ def test_bad_rows(tmp_path):
     )
 
 
-def test_refused_before_anything_is_read(tmp_path):
+ONE_OF = "expected one of input (a path, glob or URL) and hf_dataset.path (the name of a data set)"
+WRONG = {
+    "format=json": "format is 'json', expected text, prompt or chat",
+    "on_bad_record=ignore": "on_bad_record is 'ignore', expected fail or skip",
+    "validation_fraction=1": "validation_fraction is 1.0, expected a number from 0 to less than 1",
+    "seed=-1": "seed is -1, expected a number from 0 to less than 2⁶⁴",
+    "document_bytes=1": "document_bytes is 1, expected 4 or more",
+    "processes=-1": "processes is -1, expected 0 or more",
+    "bos_id=-1": "bos_id is -1, expected an id from 0 to 2147483647",
+    "bpe_vocab=256": "bpe_vocab is 256, expected 257 (the bytes and one) to 2147483647",
+    "bpe_bytes=0": "bpe_bytes is 0, expected more than 0",
+    "separator='\\x'": "separator is '\\\\x', expected text, with \\n for a new line and \\\\ for a backslash",
+}
+REFUSED = [
+    ([], ONE_OF),
+    (["input=IN/a.txt", "hf_dataset.path=x"], ONE_OF),
+    (["input=IN/a.txt", *WRONG], "\n  ".join(["10 problems in the configuration:", *WRONG.values()])),
+    (["hf_dataset.path=x", "validation=x"], "validation is 'x', expected hf_dataset.validation_split, or neither"),
+    (["input=IN/b.txt"], "cannot read IN/b.txt (FileNotFoundError: …)"),
+    (["input='IN/*.json'"], "no file matches IN/*.json"),
+    (["input=IN"], "IN is a folder, expected files: say IN/*.txt or such"),
+    (["input=nothing://x"], "cannot read nothing://x (ValueError: Protocol not known: nothing)"),
+    (["input=IN/a.txt", "format=prompt"], "IN/a.txt is plain text by its suffix, but format=prompt needs records: .jsonl or .parquet"),
+    (["input=IN/a.txt", "validation=IN/a.txt"], "validation=IN/a.txt names all files of input=IN/a.txt, so nothing is left to train on"),
+    (["input=IN/a.jsonl", "format=chat"], "the tokenizer bytes_utf8 has no chat template: give one, chat_template=FILE of jinja"),
+    (["input=IN/a.jsonl", "format=chat", "chat_template=nowhere"], "chat_template=nowhere cannot be read (…)"),
+    (["input=IN/a.jsonl", "tokenizer=train_bpe"], "IN/a.jsonl holds no text that a tokenizer could be trained on"),
+    (["hf_dataset.path=no/where"], "hf_dataset.path: cannot read no/where (…): …"),
+    (["hf_dataset.path=IN/hub"], "hf_dataset.split: IN/hub has no split 'train'; it holds test"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("overrides, message", REFUSED, ids=[message[:40] for _, message in REFUSED])
+def test_refused_before_anything_is_read(tmp_path, overrides, message):
     """What makes no sense is refused at once, all of it together; so is input that is not there or of the wrong kind."""
     (tmp_path / "a.txt").write_text("text")
-    output, source = f"output={tmp_path}/x.zarr", f"input={tmp_path}/a.txt"
-    one_of = "expected one of input (a path, glob or URL) and hf_dataset.path (the name of a data set)"
-    assert_refuses(one_of, tokenize, output)
-    assert_refuses(one_of, tokenize, output, source, "hf_dataset.path=x")
-    wrong = [
-        "format=json",
-        "on_bad_record=ignore",
-        "validation_fraction=1",
-        "seed=-1",
-        "document_bytes=1",
-        "processes=-1",
-        "bpe_vocab=256",
-        "bpe_bytes=0",
-        "bos_id=-1",
-        "separator='\\x'",
-    ]
-    with pytest.raises(Exception, match="10 problems in the configuration") as error:
-        tokenize(output, source, *wrong)
-    assert [line.strip() for line in str(error.value).splitlines()[1:]] == [
-        "format is 'json', expected text, prompt or chat",
-        "on_bad_record is 'ignore', expected fail or skip",
-        "validation_fraction is 1.0, expected a number from 0 to less than 1",
-        "seed is -1, expected a number from 0 to less than 2⁶⁴",
-        "document_bytes is 1, expected 4 or more",
-        "processes is -1, expected 0 or more",
-        "bos_id is -1, expected an id from 0 to 2147483647",
-        "bpe_vocab is 256, expected 257 (the bytes and one) to 2147483647",
-        "bpe_bytes is 0, expected more than 0",
-        "separator is '\\\\x', expected text, with \\n for a new line and \\\\ for a backslash",
-    ]
-    assert_refuses(
-        "validation is 'x', expected hf_dataset.validation_split in its place, or neither",
-        tokenize,
-        output,
-        "hf_dataset.path=x",
-        "validation=x",
-    )
-    assert_refuses(f"there is no {tmp_path}/b.txt (…)", tokenize, output, f"input={tmp_path}/b.txt")
-    assert_refuses(f"no file matches {tmp_path}/*.jsonl", tokenize, output, f"input='{tmp_path}/*.jsonl'")
-    assert_refuses(
-        f"{tmp_path} is a folder, expected files: say {tmp_path}/*.txt or such", tokenize, output, f"input={tmp_path}"
-    )
-    assert_refuses(
-        "cannot read nothing://x (ValueError: Protocol not known: nothing)", tokenize, output, "input=nothing://x"
-    )
-    assert_refuses(
-        f"{tmp_path}/a.txt is plain text by its suffix, but format=prompt needs records: .jsonl or .parquet",
-        tokenize,
-        output,
-        source,
-        "format=prompt",
-    )
-    assert_refuses(
-        f"validation={tmp_path}/a.txt names all files of input={tmp_path}/a.txt, so nothing is left to train on",
-        tokenize,
-        output,
-        source,
-        f"validation={tmp_path}/a.txt",
-    )
     write_lines(tmp_path / "a.jsonl", [{}])
-    chat = [output, f"input={tmp_path}/a.jsonl", "format=chat"]
-    assert_refuses(
-        "the tokenizer bytes_utf8 has no chat template: give one, chat_template=FILE of jinja", tokenize, *chat
-    )
-    assert_refuses("chat_template=nowhere cannot be read (…)", tokenize, *chat, "chat_template=nowhere")
-    assert_refuses(
-        f"{tmp_path}/a.jsonl holds no text that a tokenizer could be trained on",
-        tokenize,
-        output,
-        f"input={tmp_path}/a.jsonl",
-        "tokenizer=train_bpe",
-    )
-    assert_refuses(
-        "cannot read no/where (…)",
-        tokenize,
-        output,
-        f"hf_dataset.path={tmp_path}/nowhere".replace(f"{tmp_path}/nowhere", "no/where"),
-    )
+    (tmp_path / "hub").mkdir()
+    write_lines(tmp_path / "hub" / "test.jsonl", [{}])
+    overrides = [each.replace("IN", str(tmp_path)) for each in overrides]
+    assert_refuses(message.replace("IN", str(tmp_path)), tokenize, f"output={tmp_path}/x.zarr", *overrides)
 
 
 def test_ids_over_31_bits(tmp_path):
@@ -473,7 +448,7 @@ def test_output_that_is_there(tmp_path, capsys):
         == f"{tmp_path}/x.zarr is complete: 1 documents, 9 tokens. overwrite=true writes it again"
     )
     other = "write to a new path, or say overwrite=true to replace it"
-    made = "a data set that was made with another config, or from an input that has changed since"
+    made = "a data set, or its beginning, made with another config or from an input that has changed since"
     assert_refuses(f"{tmp_path}/x.zarr holds {made}: {other}", tokenize, *command, "document_bytes=4")
     assert files(tmp_path / "x.zarr") == before
     tokenize(*command, "document_bytes=4", "overwrite=true", "tokenizer=train_bpe", "bpe_vocab=257")
@@ -505,7 +480,7 @@ def test_written_by_two_at_once(tmp_path):
 def test_failed_write(tmp_path, monkeypatch):
     """A write that fails ends the run with its reason, nothing opens as a data set, and the same command goes on to the same bytes."""
     source = write_lines(tmp_path / "a.jsonl", [{"text": text} for text in texts(1000)])
-    monkeypatch.setattr(tools.text_sources, "BLOCK_BYTES", 5000)
+    monkeypatch.setattr(documents, "BLOCK_BYTES", 5000)
     monkeypatch.setattr(tools.tokenize_text, "RECORD_S", 0.0)
     tokenize(f"input={source}", f"output={tmp_path}/whole.zarr")
     put, write_chunk, left = zarr.storage.LocalStore.set, flat_tokens.write_chunk, 0
@@ -552,7 +527,7 @@ def test_lost_chunk_is_found_by_the_writer(tmp_path, monkeypatch):
 def test_dead_process(tmp_path, monkeypatch):
     """A process that dies is an error, not a hang."""
     source = write_lines(tmp_path / "a.jsonl", [{"text": text} for text in texts(2000)])
-    monkeypatch.setattr(tools.text_sources, "BLOCK_BYTES", 2000)
+    monkeypatch.setattr(documents, "BLOCK_BYTES", 2000)
     read = tools.tokenize_text.read_blocks
 
     def deadly(*args):
@@ -566,29 +541,3 @@ def test_dead_process(tmp_path, monkeypatch):
         "a process that tokenizes died, of too little memory perhaps: say fewer processes=...; the same command goes on"
     )
     assert_refuses(message, tokenize, f"input={source}", f"output={tmp_path}/x.zarr", "processes=2")
-
-
-# ---------------------------------------------------------------- what the documentation says
-
-
-@pytest.mark.slow
-def test_your_own_text_in_five_commands(tmp_path):
-    """The commands of docs/data.md, but for the installation, run as they are written, offline; training is cut to two steps."""
-    section = (ROOT / "docs" / "data.md").read_text().split("## Your own text in five commands")[1]
-    commands = section.split("```sh\n")[1].split("```")[0].splitlines()
-    assert len(commands) == 5 and commands[0].startswith("pip install -r ")
-    lines = (ROOT / "docs" / "notation.md").read_text().splitlines() * 100
-    (tmp_path / "my.txt").write_text("".join(f"{number} {line}\n" for number, line in enumerate(lines)))
-    for command in commands[1:]:
-        if " train " in command:
-            command += " training.steps=2 training.warmup_steps=1 training.steps_for_lr=2 training.tokens.batch=8 training.tokens.len=32"
-        command = command.replace("tools.sample", "tools.sample --tokens 3").replace("python", sys.executable, 1)
-        done = subprocess.run(
-            command,
-            shell=True,
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, (command, done.stdout, done.stderr)

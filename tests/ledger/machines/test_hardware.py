@@ -1,9 +1,14 @@
 """The table of hardware: known devices have the vendor's figures, unknown ones have none."""
 
+from pathlib import Path
+
 import jax
 import pytest
+import yaml
 
-from ledger.machines.hardware import HARDWARE, peak_flops_per_s
+from ledger.machines.hardware import HARDWARE, NAMES, UNITS, peak_flops_per_s
+
+FILE = Path(__file__).resolve().parents[3] / "ledger" / "machines" / "hardware.yaml"
 
 
 @pytest.mark.parametrize(
@@ -45,3 +50,16 @@ def test_figures_are_of_a_plausible_size():
         assert 1e14 < hardware.peak_flops_per_s < 1e16, device_kind
         assert 10e9 < hardware.hbm_bytes < 300e9, device_kind
         assert 5e11 < hardware.hbm_bytes_per_s < 2e13, device_kind
+
+
+def test_every_figure_has_its_source():
+    """In the file each is a pair of a number and a text that names a document; a page prints the texts."""
+    entries = yaml.safe_load(FILE.read_text())
+    assert NAMES.keys() < entries.keys()
+    for name, entry in entries.items():
+        figures = [entry[key] for key in UNITS if key in entry]
+        assert len(figures) >= 3, name
+        for number, source in figures:
+            assert number > 0 and len(source) > 20, name
+            assert source in HARDWARE[entry["device_kinds"][0]].source
+        assert entry.keys() <= {"device_kinds", "torus_dims", "capability", "xla", *UNITS}, name

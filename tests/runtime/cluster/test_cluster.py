@@ -161,9 +161,8 @@ def test_keys_that_cannot_be():
     assert "cluster.process_id = 2: expected 0 to 1, since num_hosts = 2" in str(error.value)
     with pytest.raises(RunError, match=r"num_hosts = 1: cluster\.coordinator is set: expected how many processes it"):
         load(train.Config, "local_test_synthetic", ["cluster.coordinator=gpu-01:8476"])
-    config = load(train.Config, "local_test_synthetic", ["num_hosts=2", "cluster.num_processes=4"])
-    with pytest.raises(RunError, match="num_hosts = 2: this job has 4 processes"):
-        cluster.start(config)
+    with pytest.raises(RunError, match=r"cluster\.num_processes is refused: it is num_hosts: delete the key"):
+        load(train.Config, "local_test_synthetic", ["num_hosts=2", "cluster.num_processes=4"])
 
 
 def test_a_platform_that_is_not_there(monkeypatch):
@@ -186,7 +185,7 @@ def test_nobody_says_who_the_others_are(monkeypatch):
     text = (
         "num_hosts = 2, but nothing says who the other processes are (coordinator_address should be defined): expected a start "
         "by Slurm's srun, Open MPI's mpirun, a Kubernetes Job or JobSet with completionMode: Indexed, or on Cloud TPU; else set "
-        "cluster.coordinator=HOST:PORT, cluster.num_processes and cluster.process_id; or num_hosts=1"
+        "cluster.coordinator=HOST:PORT and cluster.process_id; or num_hosts=1"
     )
     with pytest.raises(RunError, match=re.escape(text)):
         cluster.start(load(train.Config, "local_test_synthetic", ["num_hosts=2"]))
@@ -376,7 +375,7 @@ run(train.main, train.Config)
 @pytest.mark.slow
 def test_a_process_that_never_comes(mixture, cache, tmp_path):
     """Who waits at the start says for whom, and that it will end; it does so after START_S, by JAX, with status 134."""
-    who = [f"cluster.coordinator=localhost:{hosts.free_port()}", "cluster.num_processes=2", "cluster.process_id=0"]
+    who = [f"cluster.coordinator=localhost:{hosts.free_port()}", "cluster.process_id=0"]
     arguments = [*mixture, *hosts.TWO, *hosts.where(tmp_path / "run"), *who]
     program = [sys.executable, "-c", MISSING, *arguments]
     ended = subprocess.run(program, cwd=hosts.ROOT, env=hosts.environment(cache), capture_output=True, text=True)

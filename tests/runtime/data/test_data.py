@@ -338,7 +338,7 @@ def test_too_little(tmp_path):
 
 @pytest.mark.parametrize("packing", [True, False])
 def test_memory_is_bounded(tmp_path, monkeypatch, packing):
-    """What a loader says it takes at most is more than it takes, and not much more; more than io.max_data_bytes is refused with what it is for."""
+    """What a loader says it takes at most is more than it takes, and not much more; more than 4 GiB is refused with what it is for."""
     read_from_chunks(monkeypatch)
     rng = np.random.default_rng(0)
     sequences = [rng.integers(0, 1000, rng.integers(200, 400)) for _ in range(4000)]  # 5 MB
@@ -355,9 +355,9 @@ def test_memory_is_bounded(tmp_path, monkeypatch, packing):
     tracemalloc.stop()
     assert 0.5 * loader.memory_bytes < peak < loader.memory_bytes < 8 * 10**6
     message = (
-        f"reading {tmp_path}/data/train takes up to {loader.memory_bytes:,} bytes of host memory, more than io.max_data_bytes = 1,000,000: "
+        f"reading {tmp_path}/data/train takes up to {loader.memory_bytes:,} bytes of host memory, more than 1,000,000: "
         "5,275,648 for 2 shuffle buffers of each source, … for chunks in 4 threads, 0 for small arrays that are kept, … for batches. Lower "
-        "flat_tokens.read_blocks_per_shuffle_buffer, flat_tokens.sequences_per_read_block or io.max_io_threads, or raise io.max_data_bytes"
+        "flat_tokens.read_blocks_per_shuffle_buffer, flat_tokens.sequences_per_read_block or io.max_io_threads"
     )
     assert_refuses(message, Loader, config, "train", **rows, max_bytes=10**6)
 

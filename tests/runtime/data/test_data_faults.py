@@ -1,6 +1,8 @@
 """Data that are not as they should be, or not to be had, on a disk and in an object store: an error with the place, never a hang or a zero."""
 
+import gzip
 import json
+import os
 import sys
 
 import fsspec
@@ -10,9 +12,10 @@ import zarr
 from ragged import FlatTokens, assert_equal, assert_refuses, ragged, read_from_chunks, sharding
 
 import train
-from runtime.config.command_line import run
+from runtime.config.command_line import load, run
 from runtime.data.batches import Loader
 from runtime.data.flat_tokens import open_split, write_split
+from runtime.data.sources import open_data
 
 DAMAGED = "the data set is damaged or out of reach; write or copy it again"
 
@@ -63,6 +66,69 @@ def test_lost_and_truncated_chunks(request, tmp_path, place, name, chunk, packin
     files, inside = fsspec.url_to_fs(file)
     files.rm(inside)
     assert_refuses(f"{where}is missing): {DAMAGED}", load_all, path, packing)
+
+
+@pytest.mark.parametrize("place", ["tmp_path", "object_store"])
+def test_flipped_bits(request, place, monkeypatch):
+    """Each bit that flips in a chunk's file is found when it is read, from a disk and from an object store."""
+    read_from_chunks(monkeypatch)
+    folder = request.getfixturevalue(place)
+    path, rng = write(f"{folder}/data"), np.random.default_rng(0)
+    file = f"{path}/train/encoded_tokens/c/1"
+    with fsspec.open(file, "rb") as stored:
+        whole = stored.read()
+    for bit in rng.integers(0, 8 * len(whole), 40 if place == "tmp_path" else 3).tolist():
+        damaged = bytearray(whole)
+        damaged[bit // 8] ^= 1 << bit % 8
+        with fsspec.open(file, "wb") as stored:
+            stored.write(bytes(damaged))
+        message = f"cannot read encoded_tokens of {path}/train from 256 to 512 (the file train/encoded_tokens/c/1 …): {DAMAGED}"
+        assert_refuses(message, load_all, path)
+
+
+def test_a_data_set_without_checksums(tmp_path, capsys):
+    """One that was written before there were any is read, and a line says what is not noticed."""
+    for split in ("train", "validation"):
+        write_split(tmp_path / "new", split, ragged(0))
+    copy = zarr.open_group(tmp_path / "old", mode="w")
+    for split in ("train", "validation"):
+        stored = zarr.open_group(tmp_path / "new", mode="r")[split]
+        group = copy.create_group(split, attributes=dict(stored.attrs))
+        for name, array in stored.arrays():
+            group.create_array(name, data=array[:], compressors=[zarr.codecs.BloscCodec()])
+    batches = []
+    for name in ("old", "new"):
+        sizes = ["training.tokens.batch=8", "training.tokens.len=8", "model.vocab=2048", "training.steps=1"]
+        config = load(train.Config, None, [*sizes, f"flat_tokens.filespec={tmp_path}/{name}"])
+        for split in ("train", "validation"):
+            with open_data(config, split, sharding()) as loader:
+                batches.append(loader.load(0))
+    for old, new in zip(batches[:2], batches[2:], strict=True):
+        assert_equal(old, new)
+    line = f"{tmp_path}/old: written without checksums, so a bit that flips on disk is not noticed; written again it has them\n"
+    assert capsys.readouterr().out == line
+
+
+def test_a_pipe_and_a_bomb(tmp_path, monkeypatch):
+    """A chunk's file that is a pipe is refused and not waited for; one of gzip may not unpack to more than a chunk."""
+    read_from_chunks(monkeypatch)
+    path = write(tmp_path / "data")
+    file = tmp_path / "data/train/encoded_tokens/c/1"
+    file.unlink()
+    os.mkfifo(file)
+    message = f"cannot read encoded_tokens of {path}/train from 256 to 512 (the file train/encoded_tokens/c/1 is no plain file): {DAMAGED}"
+    assert_refuses(message, load_all, path)
+    group = zarr.open_group(tmp_path / "data", mode="r+")["train"]
+    values = group["seq_starts"][:]
+    del group["encoded_tokens"]
+    gzipped = group.create_array(
+        "encoded_tokens", shape=(int(values[-1]),), dtype="uint32", chunks=(256,), compressors=[zarr.codecs.GzipCodec()]
+    )
+    gzipped[:] = 2
+    load_all(path)
+    file.write_bytes(gzip.compress(bytes(2**26)))
+    message = f"cannot read encoded_tokens of {path}/train from 256 to 512 (the file train/encoded_tokens/c/1 unpacks to more than the 1024 bytes of a chunk): {DAMAGED}"
+    assert_refuses(message, load_all, path)
 
 
 @pytest.mark.parametrize("compressor", ["zstd", "gzip", None, "crc"])

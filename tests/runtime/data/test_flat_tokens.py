@@ -62,11 +62,11 @@ def test_example_batch(example):
 
 
 def test_stored_as_said(example):
-    """New data sets are zarr format 3, compressed by blosc lz4 at level 9 with byte shuffle."""
+    """New data sets are zarr format 3, compressed by blosc lz4 at level 9 with byte shuffle, with a crc32c for each chunk."""
     metadata = json.loads((example / "train" / "encoded_tokens" / "zarr.json").read_text())
     assert metadata["zarr_format"] == 3
-    blosc = metadata["codecs"][-1]
-    assert blosc["name"] == "blosc"
+    _, blosc, checksum = metadata["codecs"]
+    assert (blosc["name"], checksum) == ("blosc", {"name": "crc32c"})
     assert {**blosc["configuration"], "blocksize": 0} == {
         "typesize": 4,
         "cname": "lz4",
@@ -119,11 +119,14 @@ def test_writer_holds_a_chunk_at_most(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("dtype", ["uint32", "uint64", "bool"])
 @pytest.mark.parametrize("cname", ["lz4", "zstd"])
-def test_chunks_are_the_files_that_zarr_writes(tmp_path, dtype, cname):
+@pytest.mark.parametrize("checksum", [[], [zarr.codecs.Crc32cCodec()]], ids=["", "crc32c"])
+def test_chunks_are_the_files_that_zarr_writes(tmp_path, dtype, cname, checksum):
     """A chunk that is written past zarr is, byte for byte, the file that zarr writes, with whichever codec of blosc the array has."""
     group, values = zarr.open_group(tmp_path), np.random.default_rng(0).integers(0, 1000, 300).astype(dtype)
     codec = zarr.codecs.BloscCodec(cname=cname, clevel=5, shuffle="bitshuffle" if dtype == "bool" else "shuffle")
-    options = dict(shape=(300,), dtype=dtype, chunks=(300,), compressors=codec, config={"write_empty_chunks": True})
+    options = dict(
+        shape=(300,), dtype=dtype, chunks=(300,), compressors=[codec, *checksum], config={"write_empty_chunks": True}
+    )
     ours, theirs = (group.create_array(name, **options) for name in ("ours", "theirs"))
     chunks.write_chunk(ours, 0, values)
     theirs[:] = values

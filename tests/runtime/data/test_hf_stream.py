@@ -12,7 +12,6 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 
-import datasets
 import jax
 import numpy as np
 import pytest
@@ -82,10 +81,11 @@ def rows(batch):
 
 @pytest.mark.parametrize("num_workers", [1, 3])
 @pytest.mark.parametrize("d, t", [(1, 1), (4, 2)])
-def test_rows_are_the_documents_one_after_another(folder, capsys, d, t, num_workers):
+def test_rows_are_the_documents_one_after_another(folder, capsys, monkeypatch, d, t, num_workers):
     """Rows are the tokenized documents joined, in the files' order, without a gap, past the end of the data into the next pass."""
     expected = 2 * encoded(ALL)
-    with loader(folder, on=sharding(d, t), num_workers=num_workers) as stream:
+    monkeypatch.setattr(HuggingFaceDataset, "num_workers", num_workers)
+    with loader(folder, on=sharding(d, t)) as stream:
         steps = len(expected) // (4 * 32)
         found = np.concatenate([rows(stream.load(step)).reshape(-1) for step in range(steps)])
         assert (stream.steps, stream.dropped_tokens, stream.max_token_id, stream.bos_id) == (None, 0, 256, 0)
@@ -95,9 +95,9 @@ def test_rows_are_the_documents_one_after_another(folder, capsys, d, t, num_work
     assert line == f"step {step}: the data set {folder}, split 'train' has been read to its end and begins again"
 
 
-@pytest.mark.parametrize("kind", ["txt", "parquet", "jsonl.gz"])
+@pytest.mark.parametrize("kind", ["txt", "parquet", "json", "jsonl.gz"])
 def test_other_files(tmp_path, kind):
-    """Lines of text, parquet with a field of another name, and compressed files are read as well."""
+    """Lines of text, parquet with a field of another name, a JSON array, and compressed files are read as well."""
     texts = [text for text in documents(5, 200) if text.strip()]
     if kind == "parquet":
         import pyarrow
@@ -106,6 +106,8 @@ def test_other_files(tmp_path, kind):
         pyarrow.parquet.write_table(pyarrow.table({"content": texts}), tmp_path / "train.parquet", row_group_size=30)
     elif kind == "txt":
         (tmp_path / "train.txt").write_text("".join(f"{text}\n" for text in texts))
+    elif kind == "json":
+        (tmp_path / "train.json").write_text(json.dumps([{"content": text} for text in texts]))
     else:
         content = "".join(json.dumps({"content": text}) + "\n" for text in texts)
         (tmp_path / "train.jsonl.gz").write_bytes(gzip.compress(content.encode()))
@@ -167,7 +169,7 @@ def open_once(monkeypatch):
 
 
 def stream_of(path, share, shares, state, endless=False):
-    return TokenStream(config(path, num_workers=2), "train", Numbered(), share, shares, state, endless)
+    return TokenStream(config(path), "train", Numbered(), share, shares, state, endless)
 
 
 def read(stream, count):
@@ -192,10 +194,9 @@ def test_each_document_belongs_to_one_host(numbered, open_once, shares):
 
 def test_a_host_opens_its_own_files_only(folder, monkeypatch):
     """Where files can be dealt out whole, no host reads another's."""
-    opened = []
-    shard = datasets.IterableDataset.shard
+    opened, read_blocks = [], token_stream.read_blocks
     monkeypatch.setattr(
-        datasets.IterableDataset, "shard", lambda self, files, file: (opened.append(file), shard(self, files, file))[1]
+        token_stream, "read_blocks", lambda files: (opened.append(files[0].name), read_blocks(files))[1]
     )
     for share in range(3):
         stream = TokenStream(
@@ -209,7 +210,7 @@ def test_a_host_opens_its_own_files_only(folder, monkeypatch):
         )
         assert stream.take(10)[1] == 0
         stream.close()
-    assert opened == [0, 1, 2]
+    assert opened == [f"{folder}/train-{number}.jsonl" for number in range(3)]
 
 
 def test_share_of_a_host():
@@ -388,12 +389,7 @@ def test_missing(folder, tmp_path, monkeypatch):
     """A missing folder, data set, split, field, file or package is named, with what is there and what to do."""
     expected = "expected the name of a data set on the Hugging Face hub or a folder of .txt, .jsonl or .parquet files"
     assert_refuses(f"hf_dataset.path: there is no folder {tmp_path}/none: {expected}", loader, tmp_path / "none")
-    assert_refuses(
-        f"hf_dataset.path: the data set nobody/nothing (en) cannot be opened (ConnectionError: …): {expected}",
-        loader,
-        "nobody/nothing",
-        name="en",
-    )
+    assert_refuses(f"hf_dataset.path: cannot read nobody/nothing (…): {expected}", loader, "nobody/nothing", name="en")
     assert_refuses(
         f"the data set {folder} has no split 'test'; it holds 'train', 'validation': set hf_dataset.validation_split to one of them, or "
         "add test.jsonl to a folder of your own",
@@ -403,25 +399,15 @@ def test_missing(folder, tmp_path, monkeypatch):
         validation_split="test",
         batches=1,
     )
-    assert_refuses(
-        f"the data set {folder}, split 'train' has no field 'body'; it has 'text', 'other': set hf_dataset.text_field to the one that "
-        "holds the text",
-        loader,
-        folder,
-        text_field="body",
-    )
+    fix = "mend it, or set hf_dataset.text_field to the field that holds the text"
+    message = f"{folder}/train-0.jsonl:1: no field 'body'; it has 'text', 'other': {fix}"
+    assert_refuses(message, loader, folder, text_field="body")
     (tmp_path / "empty").mkdir()
-    assert_refuses(
-        f"hf_dataset.path: the data set {tmp_path}/empty cannot be opened (EmptyDatasetError: …): {expected}",
-        loader,
-        tmp_path / "empty",
-    )
+    message = f"hf_dataset.path: cannot read {tmp_path}/empty (EmptyDatasetError: …): {expected}"
+    assert_refuses(message, loader, tmp_path / "empty")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    assert_refuses(
-        "hf_dataset.path needs the package datasets, which is not installed: pip install -r requirements-text.txt",
-        loader,
-        folder,
-    )
+    message = "hf_dataset.path needs the package datasets, which is not installed: pip install -r requirements-text.txt"
+    assert_refuses(message, loader, folder)
 
 
 def bad_line(path):
@@ -435,27 +421,30 @@ def truncated(path):
     path.unlink()
 
 
+FIX = "mend it, or set hf_dataset.text_field to the field that holds the text"
 BROKEN = [
-    (bad_line, "cannot read file 1 of DATA, split 'train' from its document 0 on (both counted from 0): ArrowInvalid: JSON parse error: …"),
-    (truncated, "cannot read file 1 of DATA, split 'train' from its document 0 on (both counted from 0): EOFError: Compressed file ended …"),
-    (lambda path: write(path, ["a", None]), "document 1 of file 1 (both counted from 0) of DATA, split 'train': the field 'text' is None, expected text"),
-    (lambda path: path.write_bytes(b'{"text": "\xff"}'), "cannot read file 1 of DATA, split 'train' from its document 0 on (both counted from 0): UnicodeDecodeError: …"),
+    (bad_line, f"FOLDER/train-1.jsonl:2: no JSON (Unterminated string starting at, column 10): {FIX}"),
+    (truncated, "cannot read FOLDER/train-1.jsonl.gz (EOFError: Compressed file ended …"),
+    (lambda path: write(path, ["a", None]), f"FOLDER/train-1.jsonl:2: field 'text' is NoneType, expected text: {FIX}"),
+    (lambda path: path.write_bytes(b'{"text": "\xff"}'), f"FOLDER/train-1.jsonl:1: invalid UTF-8 (byte 0xff at 10 of the line): {FIX}"),
+    (lambda path: path.write_text('{"text": "a"}\n{"a": ' + "1" * 5000 + "}"), f"FOLDER/train-1.jsonl:2: no JSON that can be read (an integer of more than 4,300 digits): {FIX}"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("damage, message", BROKEN, ids=["bad line", "truncated", "null", "invalid UTF-8"])
-def test_a_read_that_fails_in_the_background(tmp_path, damage, message):
-    """What a thread meets is raised by the load that needs it, with the file and the document, again when asked again; no thread is left."""
+@pytest.mark.parametrize("damage, message", BROKEN, ids=["bad line", "truncated", "null", "invalid UTF-8", "integer"])
+def test_a_read_that_fails_in_the_background(tmp_path, monkeypatch, damage, message):
+    """What a thread meets is raised by the load that needs it, with the file and the line, again when asked again; no thread is left."""
     write(tmp_path / "train-0.jsonl", ["x" * 100] * 640)
     write(tmp_path / "train-1.jsonl", ["y"])
     damage(tmp_path / "train-1.jsonl")
     before = threading.active_count()
-    with loader(tmp_path, num_workers=1) as stream:
+    monkeypatch.setattr(HuggingFaceDataset, "num_workers", 1)
+    with loader(tmp_path) as stream:
         with pytest.raises(RunError) as error:
             for step in range(1000):
                 stream.load(step)
         assert 100 < step <= 64000 // 128
-        pattern = re.escape(message.replace("DATA", f"the data set {tmp_path}")).replace("…", ".*")
+        pattern = re.escape(message.replace("FOLDER", str(tmp_path))).replace("…", ".*")
         assert re.fullmatch(pattern, str(error.value), re.DOTALL), str(error.value)
         assert_refuses(
             f"the data set {tmp_path}, split 'train' cannot be read on, since it failed before: start the run again",
@@ -514,9 +503,8 @@ WRONG = [
     (["validation_batches=null"], "validation_batches = null: with hf_dataset.path, each validation reads the same first batches, which are kept in memory: set it to 16, say"),
     (["flat_tokens.sequence_packing=false"], "flat_tokens.sequence_packing = false: hf_dataset.path is always packed; delete the key"),
     (["flat_tokens.epochs=2"], "flat_tokens.epochs = 2: hf_dataset.path has no end: it begins again; delete the key"),
-    (["hf_dataset.num_workers=0"], "hf_dataset.num_workers = 0: expected 1 or more threads"),
     (["flat_tokens.filespec=a.zarr"], "hf_dataset.path is set, and so is flat_tokens.filespec (command line): expected one of them"),
-    (["hf_dataset.text_field=body"], "has no field 'body'; it has 'text', 'other': set hf_dataset.text_field"),
+    (["hf_dataset.text_field=body"], "train-0.jsonl:1: no field 'body'; it has 'text', 'other': mend it, or set hf_dataset.text_field"),
 ]  # fmt: skip
 
 

@@ -24,6 +24,12 @@ def test_order(rows, rows_per_block, blocks):
         assert sorted(seen) == list(range(rows))
 
 
+def test_a_block_larger_than_the_data():
+    """Takes no more memory than the rows that there are, and gives the order of a block of their number."""
+    first, rows = Order(100, 2**40, 64, seed=3).rows_of(5, 0)
+    assert first == 0 and rows.tolist() == Order(100, 100, 64, seed=3).rows_of(5, 0)[1].tolist()
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 16, 17, 1000, 4097])
 def test_permute(size):
     """It is a permutation, its inverse undoes it, and other keys give others."""

@@ -56,7 +56,7 @@ def stored(tmp_path, bpe):
     (folder / "tokenizer.json").write_text(json.dumps(content))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": {"content": "<|begin|>"},
+        "bos_token": {"__type": "AddedToken", "content": "<|begin|>", **special},
         "eos_token": "<|end|>",
         "pad_token": None,
     }
@@ -178,7 +178,10 @@ def test_refused(tmp_path):
     assert_refuses(f"there is no tokenizer x.json: {EXPECTED}", load_tokenizer, "x.json")
     path = tmp_path / "tokenizer.json"
     path.write_text("{}")
-    assert_refuses(f"the tokenizer {path} cannot be read (…): {EXPECTED}", load_tokenizer, str(path))
+    assert_refuses(f"the tokenizer {path} cannot be loaded (…): {EXPECTED}", load_tokenizer, str(path))
+    (tmp_path / "other.json").write_text("{}")
+    message = f"the tokenizer {tmp_path}/other.json cannot be read (…): {EXPECTED}"
+    assert_refuses(message, load_tokenizer, f"{tmp_path}/other.json")
     path.write_bytes(b"\xff")
     assert_refuses(f"the tokenizer {path} cannot be loaded (…): {EXPECTED}", load_tokenizer, str(path))
     (tmp_path / "empty").mkdir()
@@ -204,7 +207,7 @@ def test_missing_packages(monkeypatch, bpe, stored):
     for package, call in [
         ("tokenizers", lambda: load_tokenizer(str(stored))),
         ("tokenizers", lambda: train_bpe(TEXTS, 300)),
-        ("huggingface_hub", lambda: load_tokenizer("some/one")),
+        ("transformers", lambda: load_tokenizer("some/one")),
         ("jinja2", lambda: load_tokenizer(str(stored)).encode_chat(CHAT)),
     ]:
         with monkeypatch.context() as patch:

@@ -1,4 +1,4 @@
-"""Trackers: what each real package holds afterwards, offline, and that none can stop or slow a run."""
+"""What follows a run: what each real tracker holds afterwards, offline; that none can stop, slow or lose anything."""
 
 import contextlib
 import dataclasses
@@ -15,41 +15,58 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 from runtime.config.keys import Paths, Tracking
 from runtime.terminal import RunError
-from runtime.tracking import trackers
-from runtime.tracking.trackers import PACKAGES, Trackers
+from runtime.tracking import follow as follow_module
+from runtime.tracking import followers
+from runtime.tracking.followers import Followers
+from runtime.tracking.metrics import _drop_steps_after
+from runtime.tracking.trackers import PACKAGES
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Of a config, what trackers read."""
+    """Of a config, what followers read."""
 
     paths: Paths
     tracking: Tracking
-    learning_rate: float = 0.5
-
-    def tree(self):
-        return dataclasses.asdict(self)
 
 
-def config_of(*names: str, **keys) -> Config:
-    tracking = Tracking(**dict.fromkeys(names, True), **{"offline": True, **keys})
-    return Config(Paths(root_working_dir="runs", model_name="mine"), tracking)
+@pytest.fixture(autouse=True)
+def offline(monkeypatch):
+    """The trackers' own variables: nothing is sent."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("CLEARML_OFFLINE_MODE", "1")
 
 
-def line(step: int, **values) -> str:
-    return json.dumps({"step": step, "time": 1.7e9 + step, **values}) + "\n"
+def config_of(*names: str) -> Config:
+    return Config(Paths(root_working_dir="runs", model_name="mine"), Tracking(to=names))
 
 
-def write_run(folder: Path, config: Config, done_steps: int, steps: range, factor: float) -> None:
-    with Trackers(config, folder, is_leader=True) as opened:
-        opened.start(done_steps)
+def write_lines(folder: Path, config: Config, done_steps: int, steps: range, factor: float = 1.0) -> None:
+    """What a run leaves that goes on after `done_steps`, before anything follows it."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(dataclasses.asdict(config)))
+    _drop_steps_after(folder / "metrics.jsonl", done_steps)
+    with (folder / "metrics.jsonl").open("a") as file:
         for step in steps:
-            opened.put(line(step, loss=factor * step, **{"grad_norm/embed": 0.5, "mfu": None}))
+            line = {"step": step, "time": time.time(), "loss": factor * step, "grad_norm/embed": 0.5, "mfu": None}
+            file.write(json.dumps(line) + "\n")
+
+
+def follow(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
+    """By hand."""
+    command = [sys.executable, "-m", "runtime.tracking.follow", str(folder), *arguments]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+
+
+def curves(steps: range, factor: float = 1.0) -> dict[tuple[int, str], float]:
+    """What a tracker holds of `write_lines`."""
+    return {(step, "loss"): factor * step for step in steps} | {(step, "grad_norm/embed"): 0.5 for step in steps}
 
 
 # ---- what is in each tracker's own files: (step, name) -> value, what comes later being what a viewer shows
@@ -115,34 +132,97 @@ def trackio_curves(folder: Path) -> dict[tuple[int, str], float]:
     return {(step, name): value for _, step, values in rows for name, value in json.loads(values).items()}
 
 
-@pytest.mark.parametrize(
-    "name, curves_of",
-    [
-        ("tensorboard", tensorboard_curves),
-        pytest.param("wandb", wandb_curves, marks=pytest.mark.slow),
-        pytest.param("clearml", clearml_curves, marks=pytest.mark.slow),
-        pytest.param("trackio", trackio_curves, marks=pytest.mark.slow),
-    ],
-)
+TRACKED = [
+    ("tensorboard", tensorboard_curves),
+    *(
+        pytest.param(name, curves_of, marks=pytest.mark.slow)
+        for name, curves_of in (("wandb", wandb_curves), ("clearml", clearml_curves), ("trackio", trackio_curves))
+    ),
+]
+
+
+@pytest.mark.parametrize("name, curves_of", TRACKED)
 def test_a_resumed_run_continues_its_curves(tmp_path, capsys, monkeypatch, name, curves_of):
     """Stopped after step 7 and gone on from step 4: each step once, in the same run, with the second start's values."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))  # a tracker's settings of this machine's user are not ours
-    write_run(tmp_path, config_of(name), 0, range(1, 8), factor=1.0)
-    write_run(tmp_path, config_of(name), 4, range(5, 11), factor=10.0)
-    curves = curves_of(tmp_path)
-    expected = {(step, "loss"): float(step if step <= 4 else 10 * step) for step in range(1, 11)}
-    expected |= {(step, "grad_norm/embed"): 0.5 for step in range(1, 11)}
-    assert curves == expected
-    assert capsys.readouterr().out == "", (tmp_path / name / "tracker.log").read_text()
+    for done, steps, factor in ((0, range(1, 8), 1.0), (4, range(5, 11), 10.0)):
+        write_lines(tmp_path, config_of(name), done, steps, factor)
+        with Followers(config_of(name), tmp_path, is_leader=True) as opened:
+            opened.start()
+    assert curves_of(tmp_path) == curves(range(1, 5)) | curves(range(5, 11), 10.0)
+    output = capsys.readouterr().out
+    assert "warning" not in output and "mine" not in output, (tmp_path / f"{name}.log").read_text()
+    assert (tmp_path / "report.html").exists()
 
 
-def test_values_that_are_not_finite_reach_the_tracker(tmp_path):
-    """The strings of metrics.jsonl are numbers again; null has no point."""
-    with Trackers(config_of("tensorboard"), tmp_path, is_leader=True) as opened:
-        opened.start(0)
-        opened.put(line(1, loss="Infinity", grad_norm="NaN", mfu=None))
-    curves = tensorboard_curves(tmp_path)
-    assert curves[1, "loss"] == float("inf") and str(curves[1, "grad_norm"]) == "nan" and len(curves) == 2
+def test_a_run_of_the_program_before_goes_on(tmp_path):
+    """Its trackers kept no mark of what was sent, which was all: nothing is sent twice, and repeated steps are
+    hidden."""
+    write_lines(tmp_path, config_of(), 0, range(1, 8))
+    assert follow(tmp_path, "to=tensorboard", "once=true").returncode == 0
+    (tmp_path / "tensorboard" / "sent").unlink()
+    (tmp_path / "tensorboard" / "tracker.log").touch()
+    for done, steps in ((4, range(5, 7)), (6, range(7, 10))):
+        write_lines(tmp_path, config_of("tensorboard"), done, range(0))
+        with Followers(config_of("tensorboard"), tmp_path, is_leader=True) as opened:
+            opened.start()
+            write_lines(tmp_path, config_of("tensorboard"), done, steps, 10.0)
+    assert tensorboard_curves(tmp_path) == curves(range(1, 5)) | curves(range(5, 10), 10.0)
+    assert len(list((tmp_path / "tensorboard").glob("events*"))) == 3
+
+
+def test_lines_are_followed_as_they_come(tmp_path):
+    """A line is sent soon after it is written, also by a run that has replaced the file because it went on from step 2;
+    when the run ends, the last ones are."""
+    with Followers(config_of("tensorboard"), tmp_path, is_leader=True) as opened:
+        opened.start()  # before there is any line
+        write_lines(tmp_path, config_of("tensorboard"), 0, range(1, 4))
+        wait_for(lambda: tensorboard_curves(tmp_path) == curves(range(1, 4)), tmp_path)
+        write_lines(tmp_path, config_of("tensorboard"), 2, range(3, 6), 10.0)
+        wait_for(lambda: (5, "loss") in tensorboard_curves(tmp_path), tmp_path)
+        write_lines(tmp_path, config_of("tensorboard"), 5, range(6, 7), 10.0)
+    assert tensorboard_curves(tmp_path) == curves(range(1, 3)) | curves(range(3, 7), 10.0)
+
+
+def wait_for(is_done, folder):
+    deadline = time.monotonic() + 60
+    while not is_done():
+        assert time.monotonic() < deadline, (folder / "tensorboard.log").read_text()
+        time.sleep(0.1)
+
+
+def test_what_a_dead_tracker_missed_is_sent_by_hand(tmp_path):
+    """Killed after step 3: no line is lost, and none is sent twice. Values that are not finite arrive, damaged lines do
+    not stop it, and the run's own config need not name the tracker."""
+    write_lines(tmp_path, config_of(), 0, range(1, 4))
+    assert follow(tmp_path, "to=tensorboard", "once=true").returncode == 0
+    assert tensorboard_curves(tmp_path) == curves(range(1, 4))
+    write_lines(tmp_path, config_of(), 3, range(4, 7))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write("damaged\n" + json.dumps({"step": 7, "time": time.time(), "loss": "Infinity", "note": "x"}) + "\n")
+    for _ in range(2):
+        assert follow(tmp_path, "to=tensorboard", "once=true").returncode == 0
+    assert tensorboard_curves(tmp_path) == curves(range(1, 7)) | {(7, "loss"): float("inf")}
+    files = list((tmp_path / "tensorboard").glob("events*"))
+    assert len(files) == 2  # the last start had nothing to send
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (
+            [],
+            "expected python -m runtime.tracking.follow RUN_FOLDER to=TRACKER [once=true], where TRACKER is one ",
+        ),
+        (["{folder}", "to=tensorbord"], "tensorboard, wandb, clearml, trackio, report; got {folder} to=tensorbord"),
+        (["{folder}/none", "to=wandb"], "{folder}/none is no folder: expected that of a run, runs/NAME"),
+    ],
+)
+def test_arguments_that_are_refused(tmp_path, arguments, message):
+    """With what was expected."""
+    folder, *rest = [each.format(folder=tmp_path) for each in arguments] or ["x=y"]
+    done = follow(folder, *rest)
+    assert done.returncode == 1 and message.format(folder=tmp_path) in done.stderr and "Traceback" not in done.stderr
 
 
 # ---- what goes wrong
@@ -150,16 +230,16 @@ def test_values_that_are_not_finite_reach_the_tracker(tmp_path):
 
 def test_a_package_that_is_missing_is_refused_before_anything_starts(tmp_path, monkeypatch):
     """One line with the command that installs it, the config's keys, and no folder."""
-    find_spec = trackers.importlib.util.find_spec
+    find_spec = followers.importlib.util.find_spec
     absent = ("wandb", "clearml")
-    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None if name in absent else find_spec(name))
+    monkeypatch.setattr(followers.importlib.util, "find_spec", lambda name: None if name in absent else find_spec(name))
     message = (
-        "tracking.wandb and tracking.clearml cannot be used, since the package is not installed: pip install wandb==0.31.0 "
-        "clearml==2.1.12 (all: pip install -r requirements-trackers.txt), or tracking.wandb=false tracking.clearml=false"
+        "tracking.to: wandb and clearml cannot be used, since the package is not installed: pip install wandb==0.31.0 "
+        "clearml==2.1.12 (all: pip install -r requirements-trackers.txt), or leave it out"
     )
     for is_leader in (True, False):  # all hosts are refused alike, so that none waits for the others
         with pytest.raises(RunError, match=re.escape(message)):
-            Trackers(config_of("wandb", "clearml", "tensorboard"), tmp_path, is_leader=is_leader)
+            Followers(config_of("wandb", "clearml", "tensorboard"), tmp_path, is_leader=is_leader)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -169,111 +249,139 @@ def test_the_messages_name_the_pinned_versions():
     assert {requirement for _, requirement in PACKAGES.values()} <= set(pinned)
 
 
-def test_only_the_leader_tracks(tmp_path):
+def test_only_the_leader_is_followed(tmp_path):
     """The other hosts start nothing."""
-    with Trackers(config_of("tensorboard"), tmp_path, is_leader=False) as opened:
-        opened.start(0)
-        opened.put(line(1, loss=1))
+    with Followers(config_of("tensorboard"), tmp_path, is_leader=False) as opened:
+        opened.start()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_tracker_that_fails_is_named_once(tmp_path, capsys):
-    """Its folder is a file, so it cannot start: one warning; the other one has all lines."""
-    (tmp_path / "trackio").write_text("in the way")
-    write_run(tmp_path, config_of("tensorboard", "trackio"), 0, range(1, 6), factor=1.0)
-    assert capsys.readouterr().out == (
-        f"warning: tracking.trackio failed ([Errno 17] File exists: '{tmp_path}/trackio'). Training goes on; metrics.jsonl has all "
-        f"lines, and\n  {tmp_path}/trackio/tracker.log what trackio says.\n"
+# Stands for runtime/tracking/follow.py; sys.argv[2] is to=NAME.
+FAILS = """import sys
+if sys.argv[2] == 'to=wandb':
+    raise ValueError('no API key: run wandb login \\x1b[2J')
+sys.stdin.read()"""
+HANGS = "import sys, time\nif sys.argv[2] == 'to=wandb': time.sleep(600)\nsys.stdin.read()"
+
+
+@pytest.mark.parametrize("while_it_runs", [True, False])
+@pytest.mark.parametrize(
+    "program, why",
+    [
+        (FAILS, r"failed (ValueError: no API key: run wandb login \x1b[2J)"),
+        (HANGS, "was not done 0.5 s after the end of the run"),
+    ],
+)
+def test_a_follower_that_fails_or_hangs_is_named_once(tmp_path, capsys, monkeypatch, program, why, while_it_runs):
+    """With its last words and how to send what is missing; it holds neither a step up nor, for long, the end."""
+    (tmp_path / "runtime" / "tracking").mkdir(parents=True)
+    (tmp_path / "runtime" / "tracking" / "follow.py").write_text(program)
+    monkeypatch.setattr(followers, "REPOSITORY", tmp_path)
+    monkeypatch.setattr(followers, "LONGEST_WAIT_S", 0.5 if program == HANGS else 60.0)
+    write_lines(tmp_path, config_of("wandb"), 0, range(1, 4))
+    with Followers(config_of("wandb"), tmp_path, is_leader=True) as opened:
+        opened.start()
+        if while_it_runs and program == FAILS:
+            opened._running["wandb"].wait(60)
+        longest = 0.0
+        for _ in range(100):
+            before = time.thread_time()
+            opened.check()
+            longest = max(longest, time.thread_time() - before)
+    assert longest < 0.05
+    output = capsys.readouterr().out
+    assert output.startswith(
+        f"warning: wandb {why}. Training goes on; metrics.jsonl has all lines, {tmp_path}/wandb.log what wandb says.\n"
+        f"  To send what is missing: python -m runtime.tracking.follow {tmp_path} to=wandb once=true\n"
     )
-    assert (5, "loss") in tensorboard_curves(tmp_path)
+    assert output.count("warning") == 1
 
 
 @pytest.mark.slow
 def test_no_network(tmp_path, capsys, monkeypatch):
-    """Weights & Biases, not offline, with a key and a server that nobody answers at: warned of once, with the reason; a run
-    is held up at its end for LONGEST_WAIT_S at most."""
+    """Weights & Biases, not offline, with a key and a server that nobody answers at: warned of once, with the reason; a
+    run is held up at its end for LONGEST_WAIT_S at most."""
+    monkeypatch.delenv("WANDB_MODE")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("WANDB_INIT_TIMEOUT", "5")
-    monkeypatch.setattr(trackers, "LONGEST_WAIT_S", 5.0)
+    monkeypatch.setattr(followers, "LONGEST_WAIT_S", 5.0)
+    write_lines(tmp_path, config_of("wandb"), 0, range(1, 6))
     start = time.monotonic()
-    write_run(tmp_path, config_of("wandb", offline=False), 0, range(1, 6), factor=1.0)
+    with Followers(config_of("wandb"), tmp_path, is_leader=True) as opened:
+        opened.start()
     assert time.monotonic() - start < 60  # of itself it tries for 90 s
     output = capsys.readouterr().out
-    assert re.match(r"warning: tracking\.wandb (failed \(.*\)|had not taken everything .*)\. Training goes on", output)
+    assert re.match(r"warning: wandb (failed \(.*\)|was not done .*)\. Training goes on", output)
     assert output.count("warning") == 1
-
-
-def replace_process(monkeypatch, tmp_path, source: str) -> None:
-    """Lets another program stand for tracker_process.py."""
-    (tmp_path / "tracker_process.py").write_text(source)
-    monkeypatch.setattr(trackers, "__file__", str(tmp_path / "trackers.py"))
-
-
-def test_a_tracker_that_hangs_holds_nothing_up(tmp_path, capsys, monkeypatch):
-    """One that reads nothing: 100 lines of 100 kB are taken in no time, ten of them are kept, and the end waits no longer than
-    it should."""
-    replace_process(monkeypatch, tmp_path, "import time; time.sleep(600)")
-    monkeypatch.setattr(trackers, "LONGEST_WAIT_S", 0.5)
-    monkeypatch.setattr(trackers, "WAITING_LINES", 10)
-    with Trackers(config_of("tensorboard"), tmp_path / "run", is_leader=True) as opened:
-        opened.start(0)
-        longest = 0.0
-        for step in range(1, 101):
-            text = line(step, text="x" * 100_000)
-            before = time.thread_time()
-            opened.put(text)
-            longest = max(longest, time.thread_time() - before)
-    assert longest < 0.01
-    output = capsys.readouterr().out
-    assert output.startswith("warning: tracking.tensorboard takes no more lines (10 are waiting). Training goes on")
-    assert output.count("warning") == 1
-
-
-def test_a_tracker_that_is_slow_to_end_is_given_up(tmp_path, capsys, monkeypatch):
-    """One that reads all and then does not end (a server that does not answer)."""
-    replace_process(monkeypatch, tmp_path, "import sys, time; sys.stdin.read(); time.sleep(600)")
-    monkeypatch.setattr(trackers, "LONGEST_WAIT_S", 0.5)
-    write_run(tmp_path / "run", config_of("tensorboard"), 0, range(1, 6), factor=1.0)
-    output = capsys.readouterr().out
-    assert output.startswith("warning: tracking.tensorboard had not taken everything 0.5 s after the end of the run.")
-    assert output.count("warning") == 1
-
-
-def test_the_last_words_of_a_tracker_are_told(tmp_path, capsys, monkeypatch):
-    """An error in the package: the last line that it printed."""
-    replace_process(monkeypatch, tmp_path, "raise ValueError('no API key: run wandb login')")
-    write_run(tmp_path / "run", config_of("wandb"), 0, range(1, 6), factor=1.0)
-    assert capsys.readouterr().out.startswith(
-        "warning: tracking.wandb failed (ValueError: no API key: run wandb login)."
-    )
 
 
 KILLED = """
 import sys, time
-sys.path.insert(0, {tests!r})
 from pathlib import Path
-from tests.runtime.tracking.test_trackers import config_of, line
-from runtime.tracking.trackers import Trackers
-opened = Trackers(config_of("tensorboard"), Path(sys.argv[1]), is_leader=True)
-opened.start(0)
-for step in range(1, 6):
-    opened.put(line(step, loss=step))
-while opened._feeds[0]._lines.qsize():
-    time.sleep(0.01)
-print("imported", [name for name in ("tensorboardX", "wandb", "clearml", "trackio") if name in sys.modules], flush=True)
+from tests.runtime.tracking.test_trackers import config_of, write_lines
+from runtime.tracking.followers import Followers
+opened = Followers(config_of("tensorboard"), Path(sys.argv[1]), is_leader=True)
+opened.start()
+write_lines(Path(sys.argv[1]), config_of("tensorboard"), 0, range(1, 6))
+packages = "tensorboardX", "wandb", "clearml", "trackio", "plotly"
+print("imported", [name for name in packages if name in sys.modules], flush=True)
 time.sleep(600)
 """
 
 
-def test_a_killed_training_leaves_a_tracker_that_has_all(tmp_path):
-    """SIGKILL: the tracker's process writes what it was given and ends. The training itself imports no tracker's package."""
-    command = [sys.executable, "-c", KILLED.format(tests=str(REPOSITORY / "tests")), tmp_path]
-    process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
+def test_a_killed_training_leaves_followers_that_have_all(tmp_path):
+    """SIGKILL: they send what was written and end. The training itself imports no tracker's package."""
+    environment = {**os.environ, "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{REPOSITORY / 'tests'}"}
+    command = [sys.executable, "-c", KILLED, tmp_path]
+    process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "imported []\n"
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
-    deadline = time.monotonic() + 60
-    while (5, "loss") not in tensorboard_curves(tmp_path):
-        assert time.monotonic() < deadline, (tmp_path / "tensorboard" / "tracker.log").read_text()
-        time.sleep(0.1)
+    wait_for(
+        lambda: tensorboard_curves(tmp_path) == curves(range(1, 6)) and (tmp_path / "report.html").exists(), tmp_path
+    )
+
+
+# ---- the report
+
+
+def test_a_report_that_cannot_be_written_is_tried_again(tmp_path, monkeypatch, capsys):
+    """A disk that is full for a moment is said, and the page is there afterwards; at the end it is an error. One that
+    takes 0.05 s is not begun again before 5 s are over."""
+    waits, tries = [], []
+    monkeypatch.setattr(follow_module, "draw", lambda folder: None)
+    monkeypatch.setattr(follow_module.os, "nice", lambda by: None)
+
+    def write(folder):
+        tries.append(folder)
+        time.sleep(0.05)
+        if len(tries) != 2:
+            raise OSError(28, "No space left on device")
+
+    def is_over(seconds):
+        waits.append(seconds)
+        return len(waits) == 3
+
+    monkeypatch.setattr(follow_module, "write_report", write)
+    monkeypatch.setattr(follow_module, "INTERVAL_S", 1.0)
+    with pytest.raises(OSError, match="No space left on device"):
+        follow_module.keep_report(tmp_path, is_over)
+    assert len(tries) == 3 and waits[0] == 1.0 and waits[1] >= 5.0
+    assert capsys.readouterr().err == "warning: [Errno 28] No space left on device\n"
+
+
+def test_a_run_ends_with_what_was_reached(tmp_path, capsys):
+    """Its last losses, where its page is, and what to do next; not after an error, whose message comes last."""
+    write_lines(tmp_path, config_of(), 0, range(1, 4))
+    with Followers(config_of(), tmp_path, is_leader=True) as opened:
+        opened.start()
+    assert " ".join(capsys.readouterr().out.split()) == (
+        f"{tmp_path.name}: step 3, loss 3.0000. Its page, for a browser: {tmp_path}/report.html Next: python -m "
+        f"tools.compare {tmp_path} OTHER_RUN lays runs over one another; python -m tools.sample {tmp_path} writes text, "
+        "if the data have a tokenizer."
+    )
+    with pytest.raises(ZeroDivisionError), Followers(config_of(), tmp_path, is_leader=True) as opened:
+        opened.start()
+        raise ZeroDivisionError
+    assert capsys.readouterr().out == ""

@@ -1,0 +1,81 @@
+"""The roofline for ledger.html: what each phase of a step waits for, and how near it is to the roofs."""
+
+import math
+import re
+from typing import Any
+
+from ledger.machines.roofline import Roofline
+from ledger.pages.render import shown
+from ledger.units import number
+
+LANES = {"compute": "compute", "memory": "memory traffic", "communication": "communication"}
+WIDTH, HEIGHT = 460, 290  # of the diagram, in its own units
+LEFT, RIGHT, TOP, BOTTOM = 58, 440, 24, 250  # of its frame
+
+
+def time(roofline: Roofline) -> dict[str, Any]:
+    """A step in time: its phases, their shares of the step, and of each lane its seconds and, by phase, which part of
+    the phase it takes."""
+    phases = [each for each in roofline.phases if any(each.times.values())]
+    lengths = {each.name: max(time for time in each.times.values() if time) for each in phases}
+    whole = sum(lengths.values())
+    lanes = {}
+    for lane, label in LANES.items():
+        times = {each.name: each.times[lane] for each in phases}
+        total = None if None in times.values() else sum(times.values())
+        lanes[label] = total, {name: (time or 0) / lengths[name] for name, time in times.items()}
+    return {"phases": phases, "shares": {name: each / whole for name, each in lengths.items()}, "lanes": lanes}
+
+
+def diagram(roofline: Roofline) -> dict[str, list[tuple]] | None:
+    """FLOP/s over FLOPs a byte, both logarithmic, in the coordinates of an SVG: grid lines with what stands at them,
+    roofs as path and label, points as phase, path and what a tooltip says. None where a figure that it needs is not
+    known."""
+    peak, rates = roofline.hardware.peak_flops_per_s, _roofs(roofline)
+    points = []  # phase, whether memory, FLOPs a byte, FLOP/s
+    for each in roofline.phases:
+        for is_memory, moved, took in ((True, each.hbm_bytes, each.hbm_s), (False, each.sent_bytes, each.sent_s)):
+            if peak and each.flops and moved and took:
+                points.append((each.name, is_memory, each.flops / moved, min(peak, each.flops / took)))
+    if not points:
+        return None
+    intensities = [intensity for _, _, intensity, _ in points] + [peak / rate for rate in rates.values()]
+    low, high = math.floor(math.log10(min(intensities) / 2)), math.ceil(math.log10(max(intensities) * 2))
+    bottom = math.floor(math.log10(min(min(rate for *_, rate in points), peak / 30)))
+    top = math.log10(peak * 1.6)
+
+    def x(intensity: float) -> float:
+        return round(LEFT + (math.log10(intensity) - low) / (high - low) * (RIGHT - LEFT), 1)
+
+    def y(rate: float) -> float:
+        return round(BOTTOM - (math.log10(rate) - bottom) / (top - bottom) * (BOTTOM - TOP), 1)
+
+    roofs = []
+    for label, rate in rates.items():
+        start = max(10.0**low, 10.0**bottom / rate)
+        path = f"M{x(start)} {y(start * rate)}L{x(peak / rate)} {y(peak)}H{RIGHT}"
+        roofs.append((path, f"{label}: {shown(rate, 'B/s')}"))
+    drawn = []
+    for name, is_memory, intensity, rate in points:
+        triangle, circle = "m0 -7l6.5 11.5h-13z", "m-5.5 0a5.5 5.5 0 1 0 11 0a5.5 5.5 0 1 0 -11 0z"
+        what = f"{name}, {'memory' if is_memory else 'sent'}: {intensity:.3g} FLOPs a byte, {shown(rate, 'FLOP/s')}"
+        drawn.append((name, f"M{x(intensity)} {y(rate)}{circle if is_memory else triangle}", what))
+    across = [(x(10.0**power), _power(power)) for power in range(low, high + 1)]
+    up = [(y(10.0**power), _power(power)) for power in range(bottom, math.floor(top) + 1)]
+    return {"across": across, "up": up, "roofs": roofs, "points": drawn}
+
+
+def _roofs(roofline: Roofline) -> dict[str, float]:
+    """The slopes: bytes/s of memory, and of each speed at which a part of the bytes is sent that is not negligible."""
+    speeds, sent = {}, sum(each.sent_bytes for each in roofline.sendings)
+    for each in roofline.sendings:
+        if each.bytes_per_s and each.sent_bytes > sent / 1000:
+            speeds.setdefault(each.bytes_per_s, set()).add(" × ".join(each.axes))
+    memory = roofline.hardware.hbm_bytes_per_s
+    found = {"memory": memory} if memory else {}
+    return found | {f"over {', '.join(sorted(axes))}": rate for rate, axes in sorted(speeds.items(), reverse=True)}
+
+
+def _power(power: int) -> str:
+    """10 to a power: 100G."""
+    return re.sub(r"\.0+", "", number(10.0**power))

@@ -1,0 +1,187 @@
+"""The curves of report.html and of tools.compare, drawn by plotly: charts of one run, or of several over one another.
+
+    for chart in charts([read_run("runs/first")]):
+        chart.title, chart.html                      # a <div> with its data; the page holds plotly's JavaScript once
+
+Colours are middle ones, which can be read on light and dark ground; page.css gives texts and grids those of the page.
+"""
+
+import dataclasses
+import math
+from html import escape
+from typing import Any
+
+import plotly.graph_objects as go
+
+from runtime.tracking.recorded import Recorded, numbers
+
+POINTS = 1000  # of a curve; of a longer one every second is shown, or every third, …
+# What is drawn together: title, unit, and the metrics by name.
+CHARTS = (
+    ("Loss", "nats a token", ("loss", "validation_loss")),
+    ("Bits per byte", "", ("bits_per_byte", "validation_bits_per_byte")),
+    ("Perplexity", "", ("perplexity", "validation_perplexity")),
+    ("Learning rate", "", ("learning_rate",)),
+    ("Gradient norm", "", ("grad_norm",)),
+    ("Weight norm", "", ("weight_norm",)),
+    ("Throughput", "tokens/s", ("tokens_per_s",)),
+    ("Time of a step", "s", ("step_time_s", "device_s", "data_wait_s", "checkpoint_stall_s")),
+    ("Share of the devices' peak", "share", ("mfu", "hfu", "mfu_6nd")),
+    ("Memory, the most so far", "B", ("device_peak_memory_bytes", "host_peak_memory_bytes")),
+    ("Steps skipped", "", ("skipped_steps",)),
+)
+# Titles and units of metrics that are called prefix/something, of which there may be any number.
+FAMILIES = {
+    "grad_norm_of": ("Gradient norm of each weight", ""),
+    "weight_norm_of": ("Norm of each weight", ""),
+    "update_ratio_of": ("Update of each weight, of its norm", "share"),
+    "tokens_per_source": ("Tokens of each source", "tokens"),
+}
+FORMATS = {"B": "~s", "share": ".2~%", "tokens/s": "~s", "tokens": "~s"}
+# Those that jump from step to step have their mean drawn, over about so much of the curve; below it they are pale
+# themselves, where a chart has few.
+NOISY = {"loss", "bits_per_byte", "perplexity", "grad_norm", "tokens_per_s", "step_time_s", "device_s", "data_wait_s"}
+NOISY |= {"grad_norm_of", "update_ratio_of"}
+MEAN_OVER = 0.04
+COLOURS = ("#2b83c6", "#d97a00", "#009080", "#9a63d8", "#c94080", "#988000", "#6b9a20", "#c85030", "#5f86a8", "#888888")
+DASHES = ("solid", "dot", "dash", "longdash", "dashdot")
+# Pixels: the drawing itself never gets smaller, whatever is written around it.
+DRAWN, ABOVE, BELOW, LEGEND_ROW = 220, 42, 42, 19
+
+
+@dataclasses.dataclass(frozen=True)
+class Chart:
+    title: str
+    unit: str
+    family: str  # charts of one family are folded; ''
+    is_wide: bool  # it takes a row of the page
+    html: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Curve:
+    """A metric of a run: equally many steps, hours since the run began, and values."""
+
+    name: str
+    step: list[int]
+    hours: list[float]
+    value: list[float]
+
+
+def curves(run: Recorded) -> dict[str, Curve]:
+    """All metrics of a run; what is null or no finite number is left out."""
+    begin = run.lines[0]["time"] if run.lines else 0.0
+    found: dict[str, Curve] = {}
+    for line in run.lines:
+        for name, value in numbers(line).items():
+            if math.isfinite(value):
+                curve = found.setdefault(name, Curve(name, [], [], []))
+                curve.step.append(line["step"])
+                curve.hours.append(float(f"{(line['time'] - begin) / 3600:.5g}"))
+                curve.value.append(float(f"{value:.7g}"))
+    return {name: _thinned(curve) for name, curve in found.items() if name != "skipped_steps" or any(curve.value)}
+
+
+def _thinned(curve: Curve) -> Curve:
+    every = max(1, math.ceil(len(curve.step) / POINTS))
+    parts = (values[::-1][::every][::-1] for values in (curve.step, curve.hours, curve.value))  # with the last
+    return Curve(curve.name, *parts)
+
+
+def charts(runs: list[Recorded]) -> list[Chart]:
+    """The charts that these runs have curves for.
+
+    One run's weights are together in a chart for each norm. Of several runs each weight has a chart of its own: a line
+    is a run, in the same colour everywhere.
+    """
+    of_runs = [curves(run) for run in runs]
+    names = list(dict.fromkeys(name for each in of_runs for name in each))
+    wanted = [(title, unit, "", [name for name in given if name in names]) for title, unit, given in CHARTS]
+    left = [name for name in names if not any(name in given for *_, given in wanted)]
+    for family in dict.fromkeys(name.partition("/")[0] for name in left):
+        title, unit = FAMILIES.get(family, (family.replace("_", " "), ""))
+        mine = [name for name in left if name.partition("/")[0] == family]
+        if len(runs) == 1 or len(mine) == 1:
+            wanted.append((title, unit, "", mine))
+        else:
+            wanted += [(name.partition("/")[2] or name, unit, title, [name]) for name in mine]
+    found = []
+    for title, unit, family, given in wanted:
+        series = [
+            (run.name, index, of_run[name])
+            for index, (run, of_run) in enumerate(zip(runs, of_runs))
+            for name in given
+            if name in of_run
+        ]
+        if series:
+            html = _figure(series, unit, of_several=len(runs) > 1, several_metrics=len(given) > 1)
+            found.append(Chart(title, unit, family, len(series) > 10, html))
+    return found
+
+
+def _figure(series: list[tuple[str, int, Curve]], unit: str, *, of_several: bool, several_metrics: bool) -> str:
+    """A chart: one colour a run where there are several, else one a metric."""
+    metrics = list(dict.fromkeys(curve.name for *_, curve in series))
+    traces, steps, hours = [], [], []
+    for run, index, curve in series:
+        metric = metrics.index(curve.name)
+        short = curve.name.partition("/")[2] or curve.name
+        name = f"{run}: {short}" if of_several and several_metrics else run if of_several else short
+        colour, dash = (index, metric) if of_several else (metric, metric // len(COLOURS))
+        # Colours and dashes come again, but the two together for no other line of a chart.
+        dash += (index // len(COLOURS)) * len(metrics) if of_several else 0
+        line = {"color": COLOURS[colour % len(COLOURS)], "dash": _dash(dash), "width": 1.8}
+        shown = {"x": curve.step, "y": curve.value, "name": escape(name), "line": line}
+        shown["mode"] = "lines+markers" if len(curve.step) < 3 else "lines"
+        if curve.name.partition("/")[0] in NOISY and MEAN_OVER * len(curve.step) >= 4:
+            if len(series) <= 4:
+                traces.append(go.Scatter(**shown, opacity=0.3, showlegend=False, hoverinfo="skip"))
+            shown["y"] = _mean(curve.value)
+        traces.append(go.Scatter(**shown))
+        steps += [curve.step] * (len(traces) - len(steps))
+        hours += [curve.hours] * (len(traces) - len(hours))
+    legend = 10 + LEGEND_ROW * len(series) if len(series) > 1 else 0
+    figure = go.Figure(traces)
+    figure.update_layout(
+        template=go.layout.Template(),
+        height=ABOVE + DRAWN + BELOW + legend,
+        margin={"l": 56, "r": 12, "t": ABOVE, "b": BELOW + legend, "autoexpand": False},
+        paper_bgcolor="rgba(0,0,0,0)",
+        plot_bgcolor="rgba(0,0,0,0)",
+        font={"family": "system-ui, sans-serif", "size": 12},
+        hovermode="x unified" if len(series) <= 10 else "closest",
+        hoverlabel={"namelength": -1},
+        showlegend=legend > 0,
+        legend={"x": 0, "y": -BELOW / DRAWN, "yanchor": "top", "bgcolor": "rgba(0,0,0,0)", "font": {"size": 12}},
+        xaxis={"title": {"text": "step", "standoff": 4}, "zeroline": False},
+        yaxis={"tickformat": FORMATS.get(unit, ""), "exponentformat": "e", "rangemode": "nonnegative"},
+        updatemenus=[_buttons(steps, hours)],
+    )
+    return figure.to_html(full_html=False, include_plotlyjs=False, config={"displayModeBar": False, "responsive": True})
+
+
+def _buttons(steps: list[list[int]], hours: list[list[float]]) -> dict[str, Any]:
+    """Two above a chart, each of which is undone by pressing it again: a logarithmic axis, and hours below."""
+    to_log = {"label": "log", "method": "relayout", "args": [{"yaxis.type": "log"}]}
+    to_hours = {"label": "hours", "method": "update", "args": [{"x": hours}, {"xaxis.title.text": "hours"}]}
+    return {
+        "type": "buttons",
+        "direction": "right",
+        "showactive": False,
+        "buttons": [
+            {**to_log, "args2": [{"yaxis.type": "linear"}]},
+            {**to_hours, "args2": [{"x": steps}, {"xaxis.title.text": "step"}]},
+        ],
+        **{"x": 1, "xanchor": "right", "y": 1, "yanchor": "bottom", "pad": {"b": 4}, "font": {"size": 11}},
+    }
+
+
+def _dash(number: int) -> str:
+    return DASHES[number] if number < len(DASHES) else f"{2 + number}px,3px,{number}px,3px"
+
+
+def _mean(values: list[float]) -> list[float]:
+    """Of each value and its neighbours, as many before as after where there are so many."""
+    reach = round(MEAN_OVER * len(values) / 2)
+    parts = (values[max(0, place - reach) : place + reach + 1] for place in range(len(values)))
+    return [float(f"{sum(part) / len(part):.5g}") for part in parts]

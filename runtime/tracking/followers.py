@@ -1,0 +1,157 @@
+"""What follows a run: a process for its report and one for each tracker of its config, each by itself.
+
+    with Followers(config, run_folder, is_leader=True) as followers:     # refuses what is not installed
+        followers.start()
+        followers.check()                        # now and then: says once which of them has failed
+
+They read metrics.jsonl (runtime/tracking/follow.py), so that none can stop or slow the training, or lose a line of it.
+"""
+
+import importlib.util
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from runtime.terminal import RunError, print_line, wrapped
+from runtime.tracking.files import write_whole
+from runtime.tracking.recorded import read_run
+from runtime.tracking.trackers import PACKAGES, wanted
+
+LONGEST_WAIT_S = 60.0  # at the end of a run, for all of them together
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+class Followers:
+    """The followers of a run.
+
+    Args:
+      config: train.py's.
+      run_folder: what a follower prints is in `<run folder>/<follower>.log`.
+      is_leader: the others start none.
+    Raises:
+      RunError: a tracker's package is not installed.
+    """
+
+    def __init__(self, config: Any, run_folder: Path, *, is_leader: bool):
+        names = wanted(config.tracking)
+        missing = [name for name in names if importlib.util.find_spec(PACKAGES[name][0]) is None]
+        if missing:
+            packages = " ".join(PACKAGES[name][1] for name in missing)
+            raise RunError(
+                f"tracking.to: {' and '.join(missing)} cannot be used, since the package is not installed: pip install "
+                f"{packages} (all: pip install -r requirements-trackers.txt), or leave it out"
+            )
+        self._folder, self._names = run_folder, ["report", *names] if is_leader else []
+        self._running: dict[str, subprocess.Popen] = {}
+
+    def start(self) -> None:
+        """Starts them. A tracker's curves go on where they ended; steps that the run repeats are repeated."""
+        path = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
+        for name in self._names:
+            # -P: packages are not looked for where the run was started.
+            command = [
+                sys.executable,
+                "-P",
+                "-m",
+                "runtime.tracking.follow",
+                str(self._folder),
+                f"to={name}",
+                "run=true",
+            ]
+            try:
+                _take_over(self._folder / name)
+                with self._log(name).open("ab") as log:
+                    self._running[name] = subprocess.Popen(
+                        command,
+                        stdin=subprocess.PIPE,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        env={**os.environ, "PYTHONPATH": path},
+                        start_new_session=True,  # an interrupt from the keyboard ends the training, and that ends these
+                    )
+            except OSError as error:
+                self._leave_out(name, f"cannot be started ({error})")
+
+    def check(self) -> None:
+        """Says which have failed since the last time."""
+        for name, process in list(self._running.items()):
+            if process.poll() is not None:
+                process.stdin.close()
+                del self._running[name]
+                self._leave_out(name, f"failed ({self._last_words(name) or f'status {process.returncode}'})")
+
+    def __enter__(self) -> "Followers":
+        return self
+
+    def __exit__(self, error_type: type[BaseException] | None, *_) -> None:
+        """Lets them send what is left, and says what the run has reached."""
+        if not self._running:
+            return
+        self.check()
+        deadline = time.monotonic() + LONGEST_WAIT_S
+        for process in self._running.values():
+            process.stdin.close()
+        for name, process in list(self._running.items()):
+            try:
+                status = process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                status = 0
+                self._leave_out(name, f"was not done {LONGEST_WAIT_S:g} s after the end of the run")
+            if status:
+                self._leave_out(name, f"failed ({self._last_words(name) or f'status {status}'})")
+        if error_type is None:
+            print_line("\n".join(map(wrapped, reached(self._folder))))
+
+    def _log(self, name: str) -> Path:
+        return self._folder / f"{name}.log"
+
+    def _last_words(self, name: str) -> str:
+        """The last line of what it printed."""
+        try:
+            lines = self._log(name).read_text(encoding="utf-8", errors="replace").split("\n")
+        except OSError:
+            return ""
+        return next((line.strip()[:200] for line in reversed(lines) if line.strip()), "")
+
+    def _leave_out(self, name: str, why: str) -> None:
+        print_line(
+            f"warning: {name} {why}. Training goes on; metrics.jsonl has all lines, {self._log(name)} what {name} says."
+            f"\n  To send what is missing: python -m runtime.tracking.follow {self._folder} to={name} once=true"
+        )
+
+
+def _take_over(folder: Path) -> None:
+    """Marks as sent what a run before 2026-11-23 left: its tracker kept no mark but a log of this name, and had all."""
+    if (folder / "tracker.log").exists() and not (folder / "sent").exists():
+        times = [line["time"] for line in read_run(folder.parent).lines]
+        # Just after the last line: what the tracker has of later steps is repeated.
+        write_whole(folder / "sent", repr(math.nextafter(max(times, default=0.0), math.inf)))
+
+
+def reached(folder: Path) -> list[str]:
+    """What a run has reached, where its page is, and what can be done with it."""
+    run = read_run(folder)
+    steps = run.config.get("training.steps")
+    last = {name: value for line in run.lines for name, value in line.items() if value is not None}
+    if not run.lines:
+        return []
+    losses = [
+        f"{name.replace('_', ' ')} {last[name]:.4f}" if isinstance(last[name], float) else f"{name} {last[name]}"
+        for name in ("loss", "validation_loss")
+        if name in last
+    ]
+    done = [f"{run.name}: step {last['step']:,}" + (f" of {steps:,}" if steps else ""), *losses]
+    page = folder / "report.html"
+    return [
+        f"{', '.join(done)}.",
+        *([f"Its page, for a browser: {page}"] if page.exists() else []),
+        f"Next: python -m tools.compare {folder} OTHER_RUN lays runs over one another; python -m tools.sample {folder} "
+        "writes text, if the data have a tokenizer.",
+    ]

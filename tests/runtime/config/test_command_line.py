@@ -1,0 +1,366 @@
+"""`python -m train` as hydra's users know it: flags, sweeps, launchers, completion; what it prints and how it ends."""
+
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from hydra.core.config_store import ConfigStore
+from hydra.core.plugins import Plugins
+from hydra.core.utils import JobReturn, JobStatus, run_job
+from hydra.plugins.launcher import Launcher
+
+import train
+from runtime.config import command_line
+from runtime.config.command_line import load
+from runtime.terminal import RunError
+from shardlib.spec import ShardingError
+
+ROOT = Path(__file__).parents[3]
+FILE = "configs/local_test_synthetic.yaml"
+
+
+@pytest.fixture(autouse=True)
+def in_the_repository(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+def run(monkeypatch, *arguments, main=lambda config: None):
+    """Runs main as `python -m train ARGUMENTS` would; returns the exit status."""
+    monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
+    try:
+        command_line.run(main, train.Config)
+    except SystemExit as stop:
+        return stop.code or 0
+    return 0
+
+
+def test_run_calls_main_with_the_config(monkeypatch, tmp_path):
+    """The published command's arguments, in any order; hydra leaves no folder, moves nowhere, restores argv."""
+    monkeypatch.chdir(tmp_path)
+    seen = []
+    flags = ["--config-name=local_test_synthetic", "+paths.model_name=synthetic_000"]
+    for arguments in (flags, flags[::-1], ["--config-name", "local_test_synthetic", flags[1]]):
+        assert run(monkeypatch, *arguments, main=lambda config: seen.append((config, os.getcwd()))) == 0
+        assert sys.argv[1:] == arguments
+    assert [config.paths.model_name for config, _ in seen] == ["synthetic_000"] * 3
+    assert {folder for _, folder in seen} == {str(tmp_path)} and list(tmp_path.iterdir()) == []
+
+
+def failing(config):
+    raise RunError("the disk is full")
+
+
+@pytest.mark.parametrize(
+    "arguments, text",
+    [
+        (["+paths.mistyped=x"], "error: command line: paths.mistyped is not a key: the keys of paths are "),
+        (["training.steps=[1"], "error: no viable alternative at input '[1'"),
+        (["training.steps=5,10"], "error: Ambiguous value for argument 'training.steps=5,10'"),
+        (["--config-name=nope"], "error: there is no config nope in configs; there are "),
+        (["--cfg", "job", "--config-name=nope"], "error: there is no config nope in configs; there are "),
+        (["--config-dir=/nowhere"], "error: Additional config directory '/nowhere' not found"),
+        (["training.steps=" + "9" * 5000], "error: expected numbers of 4300 digits at most: "),
+        ([], "error: the disk is full\n"),
+    ],
+    ids=lambda value: " ".join(value)[:30] if isinstance(value, list) else "",
+)
+def test_an_error_is_one_line_without_traceback(monkeypatch, capsys, arguments, text):
+    """Status 1 and one line on stderr, for a bad config, a bad override, an unknown config and main's own RunError."""
+    assert run(monkeypatch, *arguments, main=failing) == 1
+    stderr = capsys.readouterr().err
+    assert stderr.startswith(text) and stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("flag", ["--confg-name=x", "--steps=3"])
+def test_an_unknown_flag_is_argparse_s_to_refuse(monkeypatch, capsys, flag):
+    """Status 2, the flags that there are, and the one that is not."""
+    assert run(monkeypatch, flag, main=pytest.fail) == 2
+    assert capsys.readouterr().err.endswith(f"error: unrecognized arguments: {flag}\n")
+
+
+def test_what_the_check_refuses_is_printed_alone(monkeypatch, capsys):
+    """A refusal by shardlib, and by a kernel that cannot run on this device, is a message on stderr and status 1."""
+
+    def refused(config):
+        raise ShardingError("'M/d' names mesh axis d\n  at model.py:7")
+
+    assert run(monkeypatch, main=refused) == 1
+    assert capsys.readouterr().err == "error: 'M/d' names mesh axis d\n  at model.py:7\n"
+
+
+def test_defects_and_interrupts_pass_through(monkeypatch, capsys):
+    """Nothing else is printed alone: a defect keeps its traceback, an interrupt is status 130."""
+
+    def defect(config):
+        raise KeyError("a defect")
+
+    def interrupt(config):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyError, match="a defect"):
+        run(monkeypatch, main=defect)
+    assert run(monkeypatch, main=interrupt) == 130
+    assert capsys.readouterr().err.endswith("interrupted\n")
+
+
+@pytest.mark.parametrize("attention", ["cudnn_masked", "splash"])
+def test_a_kernel_that_cannot_run_here_is_refused(monkeypatch, capsys, tmp_path, attention):
+    """Before anything is compiled or written: what it needs, and what would do."""
+    arguments = [f"model.attention={attention}", f"paths.root_working_dir={tmp_path}"]
+    assert run(monkeypatch, *arguments, main=train.main) == 1
+    message = capsys.readouterr().err
+    assert message.startswith(
+        f"error: model.attention = {attention} cannot run on cpu with bfloat16 and model.d_head = 32: it needs "
+    )
+    assert message.endswith(". Set model.attention=auto, which is blockwise here\n") and list(tmp_path.iterdir()) == []
+
+
+# ---- sweeps
+
+
+def test_a_sweep_runs_every_job_in_its_own_folder(monkeypatch, capsys, tmp_path):
+    """A refused job does not end the others; each run's folder is named by what differs."""
+    monkeypatch.chdir(tmp_path)
+    seen = []
+    main = lambda config: seen.append((config.paths.model_name, config.training.steps))  # noqa: E731
+    assert run(monkeypatch, "-m", "training.steps=5,0,10", "+paths.model_name=x", main=main) == 1
+    assert seen == [("x_training.steps=5", 5), ("x_training.steps=10", 10)]
+    first, last = capsys.readouterr().err.splitlines()
+    assert first == "error: command line: training.steps = 0: expected a whole number from 1 to 2147483647"
+    assert last == "Error executing job with overrides: ['++training.steps=0', '++paths.model_name=x']"
+    seen.clear()
+    assert run(monkeypatch, "--multi", "paths.model_name=a,b", main=main) == 0
+    assert seen == [("a", 50), ("b", 50)]
+    assert [path.name for path in tmp_path.iterdir()] == ["multirun"]  # hydra's own record of a sweep
+
+
+def test_a_job_of_a_sweep_is_named_by_what_differs(monkeypatch, capsys, tmp_path):
+    """Keys that all jobs share are no part of it, however they are written; groups are; a name too long is refused."""
+    monkeypatch.chdir(tmp_path)
+    seen = []
+    main = lambda config: seen.append(config.paths.model_name)  # noqa: E731
+    constant = [f"{sign}{key}=1" for key in ("log_interval", "eval_interval", "mesh.t") for sign in ("", "+", "++")]
+    constant += ["mixture=[ ]", "~training.seed", "training={seed: 3}", "paths.root_working_dir=~/runs"]
+    swept = ["training.steps=5,10", "+model.d_ff=choice(64)"]
+    assert run(monkeypatch, "-m", *constant, *swept, main=main) == 0
+    assert run(monkeypatch, "-m", "training.steps=5", main=main) == 0
+    assert run(monkeypatch, "-m", "--config-name=c4", "size=84m,1b", main=main) == 0
+    long = [f"local_test_synthetic_training.steps={steps}_model.d_ff=64" for steps in (5, 10)]
+    assert seen == [*long, "local_test_synthetic", "c4_size=84m", "c4_size=1b"]
+    capsys.readouterr()
+    assert run(monkeypatch, "-m", f"flat_tokens.filespec=a,{'b' * 300}", main=main) == 1
+    assert seen[-1] == "local_test_synthetic_flat_tokens.filespec=a"
+    assert "a folder's name has at most 255 bytes, and this has 342: shorten it" in capsys.readouterr().err
+
+
+class Elsewhere(Launcher):
+    """A launcher as plugins are: it composes and runs each job as another process would, from what can be pickled."""
+
+    def __init__(self, name: str):
+        self.name, self.launched = name, []
+
+    def setup(self, *, hydra_context, task_function, config):
+        self.context, self.task, self.config = hydra_context, task_function, config
+
+    def launch(self, job_overrides, initial_job_idx):
+        results = []
+        for index, overrides in enumerate(job_overrides):
+            config = self.context.config_loader.load_sweep_config(self.config, list(overrides))
+            config.hydra.job.id, config.hydra.job.num = f"{self.name}{index}", index
+            done = run_job(self.task, config, "hydra.sweep.dir", "hydra.sweep.subdir", self.context)
+            if done.status == JobStatus.FAILED:  # as it comes back from another machine
+                done = JobReturn(
+                    done.overrides, status=done.status, _return_value=pickle.loads(pickle.dumps(done._return_value))
+                )
+            results.append(done)
+        return results
+
+
+def test_a_launcher_plugin_runs_the_jobs(monkeypatch, capsys, tmp_path):
+    """`hydra/launcher=NAME` on the command line chooses a plugin's own config group, with its settings."""
+    monkeypatch.chdir(tmp_path)
+    target = {"_target_": "hydra_plugins.elsewhere.Elsewhere", "name": "local"}
+    ConfigStore.instance().store("elsewhere", target, "hydra/launcher", "hydra.launcher", provider="elsewhere")
+    monkeypatch.setattr(Plugins.instance(), "_instantiate", lambda config: plugin(config))
+    instantiate = Plugins._instantiate
+
+    def plugin(config):
+        if config._target_ == target["_target_"]:
+            return Elsewhere(config.name)
+        return instantiate(Plugins.instance(), config)
+
+    seen = []
+    main = lambda config: seen.append(config.training.steps)  # noqa: E731
+    arguments = ["hydra/launcher=elsewhere", "hydra.launcher.name=far"]
+    assert run(monkeypatch, "-m", *arguments, "training.steps=5,0,6", main=main) == 1
+    assert seen == [5, 6] and "training.steps = 0: expected" in capsys.readouterr().err
+
+
+# ---- what a yaml may not do
+
+CODE = "callbacks: {x: {_target_: builtins.open, file: ran, mode: w}}\n"
+TEXTS = {
+    "a key": ("evil", f"defaults: [local_test_synthetic, _self_]\nhydra:\n  {CODE}"),
+    "a header": ("size/evil", f"# @package hydra\n{CODE}"),
+    "a header with a dot": (
+        "size/evil",
+        "# @package hydra.callbacks\nx: {_target_: builtins.open, file: ran, mode: w}\n",
+    ),
+    "a folder": ("hydra/job_logging/evil", "handlers: {x: {(): builtins.open, file: ran, mode: w}}\n"),
+    "a defaults list": ("evil", "defaults: [local_test_synthetic, size@hydra.callbacks.x: harmless, _self_]\n"),
+}
+
+
+@pytest.mark.parametrize("name, text", TEXTS.values(), ids=TEXTS)
+def test_a_yaml_may_not_run_code(monkeypatch, capsys, tmp_path, name, text):
+    """What sets hydra's own keys is refused with its file, in a run, a sweep and --help, before hydra acts on it."""
+    folder = tmp_path / "configs"
+    (folder / name).parent.mkdir(parents=True)
+    (folder / f"{name}.yaml").write_text(text)
+    (folder / "size").mkdir(exist_ok=True)
+    (folder / "size/harmless.yaml").write_text("_target_: builtins.open\nfile: ran\nmode: w\n")
+    monkeypatch.chdir(tmp_path)
+    choice = f"{name.rpartition('/')[0]}=evil" if "/" in name else "log_interval=1"
+    arguments = ["--config-dir=configs", f"--config-name={'c4' if '/' in name else 'evil'}", choice]
+    for more in ([], ["-m"], ["--help"]):
+        assert run(monkeypatch, *arguments, *more, main=pytest.fail) == 1
+        assert capsys.readouterr().err.startswith(
+            f"error: configs/{name}.yaml: `hydra` is refused in a yaml, since hydra's own settings can run code: delete it, or "
+            "add allow_code_in_config=true to the command line if you trust the file\n"
+        )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["configs"]
+
+
+def test_a_yaml_that_is_trusted_sets_what_it_wants(monkeypatch, tmp_path):
+    """With allow_code_in_config=true, which is no key and reaches no config; here a sweep that a file describes."""
+    text = "defaults: [local_test_synthetic, _self_]\nhydra: {mode: MULTIRUN, sweeper: {params: {training.steps: '5,6'}}}\n"
+    (tmp_path / "mine.yaml").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    seen = []
+    arguments = [f"--config-dir={tmp_path}", "--config-name=mine", "allow_code_in_config=true"]
+    assert run(monkeypatch, *arguments, main=lambda config: seen.append(config.training.steps)) == 0
+    assert seen == [5, 6]
+
+
+# ---- hydra's flags
+
+
+def test_configs_of_another_folder(monkeypatch, tmp_path):
+    """--config-dir adds a folder whose configs may build on ours, and messages name its files."""
+    (tmp_path / "mine.yaml").write_text("defaults: [c4_a100x8_1b, _self_]\ntraining: {steps: 60}\n")
+    seen = []
+    assert run(monkeypatch, f"--config-dir={tmp_path}", "--config-name=mine", main=seen.append) == 0
+    [config] = seen
+    assert config.training.steps == 60 and config.paths.model_name == "mine"
+    for key, file in [
+        ("training.steps", tmp_path / "mine.yaml"),
+        ("model.vocab", "configs/size/1b.yaml"),
+        ("mesh.d", "configs/machine/a100x8.yaml"),
+        ("training.warmup_steps", "configs/c4.yaml"),
+        ("io.max_io_threads", tmp_path / "mine.yaml"),
+    ]:
+        assert config.origins.of(key) == str(file)
+
+
+def test_cfg_and_info(monkeypatch, capsys):
+    """--cfg job prints every key, those with a default too, and a part of them; --info what hydra did."""
+    assert run(monkeypatch, "--cfg", "job", "training.steps=7", main=pytest.fail) == 0
+    shown, config = yaml.safe_load(capsys.readouterr().out), load(train.Config, overrides=["training.steps=7"]).tree()
+    assert shown["paths"].pop("model_name") == "???" and config["paths"].pop("model_name") == "local_test_synthetic"
+    assert shown == config
+    assert run(monkeypatch, "--cfg=job", "--package", "mesh", "mesh.d=8", main=pytest.fail) == 0
+    assert capsys.readouterr().out == "# @package mesh\nd: 8\nt: 2\n"
+    assert run(monkeypatch, "--info", "defaults", "--config-name=c4", "size=1b", main=pytest.fail) == 0
+    assert "| size/1b " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "line, choices",
+    [
+        ("python train.py training.st", "training.steps= training.steps_for_lr="),
+        ("python train.py --config-name=c4 size=", "size=1b size=270m size=2b size=540m size=84m"),
+        ("python train.py machine=h", "machine=h200x1"),
+    ],
+)
+def test_the_shell_completes_keys(monkeypatch, capsys, line, choices):
+    """As the script asks that `-sc install=bash` prints: keys of the config, those with a default too, and groups."""
+    monkeypatch.setenv("COMP_LINE", line)
+    assert run(monkeypatch, "-sc", "query=bash", main=pytest.fail) == 0
+    assert capsys.readouterr().out.split() == choices.split()
+    assert run(monkeypatch, "-sc", "install=bash", main=pytest.fail) == 0
+    assert "complete -o nospace" in capsys.readouterr().out
+
+
+# ---- as a program
+
+PROGRAM = """
+import sys
+from runtime.config import command_line
+assert "jax" not in sys.modules and "pydantic" not in sys.modules
+from train import Config
+def main(config):
+    from runtime.cluster import processes
+    processes.prepare_devices(config)
+    import jax
+    print("devices", jax.device_count())
+    processes.prepare_devices(config)  # JAX has started: nothing happens
+if __name__ == "__main__":
+    command_line.run(main, Config)
+"""
+
+
+def program(folder, *arguments, flags=(), environment=(), output=subprocess.PIPE):
+    """Status, stdout and stderr of PROGRAM in a process of its own."""
+    (folder / "program.py").write_text(PROGRAM)
+    kept = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
+    done = subprocess.run(
+        [sys.executable, *flags, folder / "program.py", *arguments],
+        env=kept | {"PYTHONPATH": str(ROOT)} | dict(environment),
+        stdout=output,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    "environment, arguments, devices",
+    [
+        ({}, [], 8),
+        ({}, ["num_hosts=2"], 4),
+        ({}, ["check_only=true"], 1),
+        ({"XLA_FLAGS": "--xla_force_host_platform_device_count=3"}, [], 3),
+        ({"JAX_NUM_CPU_DEVICES": "2"}, [], 2),
+    ],
+)
+def test_devices_are_simulated_where_nothing_else_says_so(tmp_path, environment, arguments, devices):
+    """In a fresh process: the mesh's devices without flags, and the person's own flags where they are given."""
+    assert program(tmp_path, *arguments, environment=environment) == (0, f"devices {devices}\n", "")
+
+
+def test_an_error_as_a_program(tmp_path):
+    """The whole program: status 1, one line on stderr, no traceback, nothing on stdout."""
+    expected = "expected a whole number from 1 to 2147483647; write training.steps=2 or training.steps=3"
+    error = f"error: command line: training.steps = 2.9: {expected}\n"
+    assert program(tmp_path, "training.steps=2.9") == (1, "", error)
+
+
+@pytest.mark.parametrize(
+    "flags, arguments, last",
+    [
+        ((), ["--help"], ""),
+        ((), ["--cfg", "job"], ""),
+        (("-u",), [], "Error executing job with overrides: []\n"),
+    ],
+    ids=str,
+)
+def test_output_that_nobody_reads(tmp_path, flags, arguments, last):
+    """`python -m train --help | head -3`: status 141, as a shell's own programs have it, and no traceback."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as output:
+        assert program(tmp_path, *arguments, flags=flags, output=output) == (141, None, last)

@@ -1,0 +1,109 @@
+"""Printing: it never ends a run, what standard output does not take is said elsewhere, and names are only text."""
+
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from runtime import terminal
+from runtime.terminal import columns, print_error, print_line, printable, wrapped
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+# Says three lines, while the progress goes on, and writes a file: nothing that is opened later may stand for fd 1.
+PROGRAM = """
+import pathlib, sys
+from runtime.terminal import Progress, keep_messages, print_line
+folder = pathlib.Path(sys.argv[1])
+keep_messages(folder)
+with open(folder / "data", "w") as file:
+    progress = Progress(3, 0)
+    for step in (1, 2, 3):
+        progress.show(step, "loss 7.25")
+        print_line(f"line {step} " + "x" * 5000)
+    progress.close()
+    file.write("mine")
+"""
+
+
+@pytest.mark.parametrize("redirection", [">/dev/full", ">&-", "| true", ">/dev/full 2>&1", ">&- 2>&-"])
+def test_printing_never_ends_a_run(tmp_path, redirection):
+    """A full disk, a closed standard output, a pipe that nobody reads: status 0, no traceback, and every line on
+    standard error (which may be closed too) and in the run folder."""
+    program = f"'{sys.executable}' -c \"$PROGRAM\" '{tmp_path}'"
+    command = f"trap '' PIPE; {{ {program}; echo $? >'{tmp_path}/status'; }} {redirection}"
+    done = subprocess.run(
+        ["sh", "-c", command], cwd=REPOSITORY, env={**os.environ, "PROGRAM": PROGRAM}, capture_output=True, text=True
+    )
+    assert (tmp_path / "status").read_text() == "0\n", done.stderr
+    assert (tmp_path / "data").read_text() == "mine" and "Traceback" not in done.stderr
+    said = ["step 1/3: loss 7.25", "line 1 ", "step 2/3: loss 7.25", "line 2 ", "step 3/3: loss 7.25", "line 3 "]
+    kept = (tmp_path / "messages.txt").read_text().splitlines()
+    if redirection != "| true":  # a pipe takes the first lines, until its reader has ended
+        assert [line[:19].rstrip("x") for line in kept] == said
+    assert kept[-1].startswith("line 3 ")
+    if "2>" not in redirection:
+        assert done.stderr.startswith("warning: standard output cannot be written (")
+        assert done.stderr.splitlines()[1:] == kept
+
+
+class Full(io.StringIO):
+    """A file on a full disk."""
+
+    def write(self, text):
+        raise OSError(28, "No space left on device")
+
+
+def test_a_disk_that_has_room_again(tmp_path, monkeypatch, capsys):
+    """Lines go to standard output again, and the next failure is said again."""
+    monkeypatch.setattr(terminal, "_messages", tmp_path / "messages.txt")
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", Full())
+            print_line("one")
+            print_line("two")
+        print_line("three")
+    warning = "warning: standard output cannot be written ([Errno 28] No space left on device); it goes on here\n"
+    assert capsys.readouterr() == ("three\n" * 2, f"{warning}one\ntwo\n" * 2)
+    assert (tmp_path / "messages.txt").read_text() == "one\ntwo\n" * 2
+
+
+@pytest.mark.parametrize(
+    "text, shown",
+    [
+        ("a\tb\nc", "a\tb\nc"),
+        ("\x1b]0;title\x07\x1b[2Jgone", r"\x1b]0;title\x07\x1b[2Jgone"),
+        ("over\rwritten\x08\x9b2J\x7f", r"over\x0dwritten\x08\x9b2J\x7f"),
+        ("größer ×8 …", "größer ×8 …"),
+        ("s3://me:secret@host/x, memory:///me:secret@x", "s3://me:***@host/x, memory:///me:***@x"),
+        ("http://host:80/a@b and gs://bucket/y", "http://host:80/a@b and gs://bucket/y"),
+    ],
+)
+def test_control_characters_are_spelled_out(capsys, text, shown):
+    """A name or a text of others cannot clear the screen, write elsewhere or name the window; no password is printed."""
+    assert printable(text) == shown
+    print_line(text)
+    print_error(text)
+    assert capsys.readouterr() == (f"{shown}\n", f"error: {shown}\n")
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_long_lines_are_broken(monkeypatch, width):
+    """At blanks, at the terminal's width, indented; a path stays whole."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    line = "a line of words " * 12 + "/" + "x" * 150
+    lines = wrapped(line).split("\n")
+    assert all(len(each) <= width for each in lines[:-1]) and len(lines[0]) > width - 10
+    assert lines[-1] == "  /" + "x" * 150 and lines[1].startswith("  ")
+    assert " ".join(each.strip() for each in lines) == line and wrapped("short") == "short"
+
+
+def test_columns():
+    """Cells below one another, those of numbers at the right."""
+    assert columns([("run", "steps"), ("a", "1,000"), ("longer", "5")], right={1}) == [
+        "run     steps",
+        "a       1,000",
+        "longer      5",
+    ]

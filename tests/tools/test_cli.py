@@ -1,0 +1,59 @@
+"""The command `clearshard`."""
+
+import shutil
+import subprocess
+import sys
+import zipfile
+
+import pytest
+from pages import ROOT
+
+from tools import cli
+
+
+def test_every_program_is_a_command():
+    """The commands are the trainer and the tools that the README names; an unknown one is refused with those there are."""
+    assert {"train", "plan", "compare", "doctor", "sample", "checkpoint"} <= set(cli.programs())
+    assert "cli" not in cli.programs()
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        ([], "usage: clearshard {train,"),
+        (["plant"], "error: clearshard has no command plant: expected one of train, "),
+    ],
+)
+def test_it_says_what_there_is(arguments, says, monkeypatch, capsys):
+    """Without a command, and with one that is not there."""
+    monkeypatch.setattr(sys, "argv", ["clearshard", *arguments])
+    try:
+        cli.main()
+        said = capsys.readouterr().out
+    except SystemExit as stop:
+        said = stop.code
+    assert says in said
+
+
+@pytest.mark.slow
+def test_the_wheel_runs(tmp_path):
+    """An installed clearshard finds its configurations and its templates, outside of the repository."""
+    source = tmp_path / "source"
+    left = shutil.ignore_patterns(".*", "runs", "tests", "docs", "*.zarr", "__pycache__")
+    shutil.copytree(ROOT, source, ignore=left)
+    wheels, installed = tmp_path / "wheels", tmp_path / "installed"
+    pip = [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--quiet", "-w", str(wheels)]
+    subprocess.run([*pip, str(source)], check=True)
+    (wheel,) = wheels.iterdir()
+    zipfile.ZipFile(wheel).extractall(installed)
+    kept = {path.relative_to(ROOT) for path in (ROOT / "configs").rglob("*.yaml")}
+    assert all((installed / path).exists() for path in kept)
+
+    def said(*arguments):
+        run = f"import sys; sys.path[0] = {str(installed)!r}; from tools.cli import main; main()"
+        done = subprocess.run([sys.executable, "-c", run, *arguments], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert said("--version").startswith("clearshard 0.1.0, jax ")
+    assert "claims" in said("train", "check_only=true")

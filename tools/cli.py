@@ -1,0 +1,39 @@
+"""The command `clearshard`, which `pip install .` makes: one name for training and for the programs beside it.
+
+clearshard train --config-name=local_test_synthetic    # python -m train --config-name=local_test_synthetic
+clearshard plan hardware=h200                          # python -m tools.plan hardware=h200
+clearshard --version
+"""
+
+import importlib.metadata
+import importlib.util
+import pkgutil
+import runpy
+import sys
+from pathlib import Path
+
+
+def programs() -> dict[str, str]:
+    """Each subcommand's module: the trainer, and every module of tools/ that says in its first lines how it is run."""
+    found = {"train": "train"}
+    for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
+        path = Path(__file__).with_name(f"{module.name}.py")
+        if f"python -m tools.{module.name}" in path.read_text()[:1000] and module.name != "cli":
+            found[module.name] = f"tools.{module.name}"
+    return found
+
+
+def main() -> None:
+    """Runs `python -m` with the module that the first argument names; the other arguments are the module's own."""
+    known = programs()
+    match sys.argv[1:]:
+        case ["--version"]:
+            print(f"clearshard {importlib.metadata.version('clearshard')}, jax {importlib.metadata.version('jax')}")
+        case [] | ["--help" | "-h"]:
+            print(f"usage: clearshard {{{','.join(known)}}} [arguments]\n       clearshard {{...}} --help | --version")
+        case [name, *arguments] if name in known:
+            sys.argv = [f"clearshard {name}", *arguments]
+            sys.path.insert(0, "")  # as `python -m` does: a trainer in this folder is the one that runs
+            runpy.run_module(known[name], run_name="__main__", alter_sys=True)
+        case [name, *_]:
+            sys.exit(f"error: clearshard has no command {name}: expected one of {', '.join(known)}")
