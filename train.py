@@ -8,16 +8,15 @@
 Legend, the same letters for weights and activations:
     B batch, L position of a query, S position of a key, M d_model, F d_ff, V vocabulary,
     K key heads, Q query heads per key head, D d_head
-Mesh: d splits data and weights (fully sharded data parallelism), t heads, d_ff and vocabulary (tensor parallelism).
 A type: in f32['B/d L M/t'] B is split over d and M over t. Along an axis not mentioned all devices hold the same.
 '+t': each device along t holds one term of a sum.
 
-To change: the model, `Layer` and `forward`; what is kept for the backward pass, the `save_for_backward` lines; the
-optimizer, `training_step`; what is decayed, `DECAYED`; a hyperparameter, its dataclass.
+To change: the model, `Layer` and `forward`; what is kept for the backward pass, `save_for_backward`; the optimizer,
+`adamw_step`; what is decayed, `DECAYED`; the mesh, `Mesh` and the types; a hyperparameter, its dataclass.
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import jax
@@ -28,12 +27,12 @@ from jax import lax
 
 from jax_extra import explicit_activation_checkpointing, fold_in_str, save_for_backward
 from kernels.attention import KERNELS, KernelName, chosen, usable
+from runtime.check import batch_shapes, check_sizes, report_check
 from runtime.config.command_line import run
-from runtime.config.keys import Count, Decay, Fraction, NotNegative, Positive, RunConfig, Seed, Steps
-from runtime.data.batches import TokenBatch
-from runtime.run import RUNS_ONCE, Run, report_check, start, with_shardings
+from runtime.config.keys import Count, Decay, Fraction, NotNegative, Positive, RunConfig, RunTraining, Steps
+from runtime.run import Run, start, with_shardings
 from shardlib import shardops
-from shardlib.shardtypes import Array, ComputeType, f32, i32, make_shardings, pytree_dataclass, typed_shard_map, u32
+from shardlib.shardtypes import Array, ComputeType, bool_, f32, i32, pytree_dataclass, typed_shard_map, u32
 from shardlib.typed import typed
 
 # The type of activations and of gathered weights: bfloat16, or what model.compute_dtype says.
@@ -41,6 +40,12 @@ act = ComputeType('act', jnp.bfloat16)
 
 
 # == Hyperparameters ===================================================================================================
+@dataclass(frozen=True, kw_only=True)
+class Mesh:  # in the order of its axes: neighbours along the last one are nearest to each other
+    d: Count  # devices along axis d: the batch, and the master weights and Adam state (FSDP)
+    t: Count  # devices along axis t: heads, d_ff and vocabulary (tensor parallelism)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Model:
     d_model: Count  # M, length of the vector that each token has between layers
@@ -57,15 +62,7 @@ class Model:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tokens:
-    batch: Count  # rows a step, over all devices
-    len: Count  # tokens a row
-
-
-@dataclass(frozen=True, kw_only=True)
-class Training:
-    seed: Seed = 0  # of the first weights; the order of the data has its own, flat_tokens.seed
-    steps: Count  # updates of the weights, from the run's beginning
+class Training(RunTraining):  # which has seed, steps, tokens and microbatches
     warmup_steps: Steps  # the learning rate climbs linearly over these
     steps_for_lr: Count  # then follows a cosine, which is at its floor from this step on, counted from 0
     learning_rate: Positive  # its largest value
@@ -74,10 +71,8 @@ class Training:
     adam_b2: Decay = 0.95  # decay rate of the squared gradient's mean
     adam_eps: Positive = 1e-8  # added to the root of the second moment
     weight_decay: NotNegative = 0.1  # w loses learning_rate · weight_decay · w; matrices only, see DECAYED
-    tokens: Tokens
-    microbatches: Count = 1  # parts of a step's batch that are computed one after another
     max_grad_norm: Positive = 1.0  # a gradient whose global norm is larger is scaled down to it
-    save_for_backward: Literal['everything', 'products', 'inputs'] = 'everything'  # what each layer keeps, see SAVED
+    save_for_backward: Literal['everything', 'inputs'] = 'everything'  # what a layer keeps: what says so, or its input
     unroll_layers: bool = False  # no loop over layers: longer to compile, without copies into stacks of what is kept
     # Of the reduce-scatter of weights' gradients: float32 sends 4 bytes an element; bfloat16 2, and rounds on the way.
     gradient_reduce_dtype: Literal['float32', 'bfloat16'] = 'float32'
@@ -85,11 +80,19 @@ class Training:
 
 @dataclass(frozen=True, kw_only=True)
 class Config(RunConfig):
+    mesh: Mesh
     model: Model
     training: Training
 
 
-# == Weights ===========================================================================================================
+# == Batch and weights =================================================================================================
+@pytree_dataclass
+class TokenBatch:
+    targets: u32['B/d L']  # what is to be predicted
+    is_seq_start: bool_['B/d L']  # the target starts a sequence: it sees none of the tokens before it
+    is_target: bool_['B/d L']  # False for context and padding: no part of the loss
+
+
 @pytree_dataclass
 class Layer:
     ln1: f32['M/d/t']
@@ -123,24 +126,15 @@ class State:
 
 
 @pytree_dataclass
-class Groups:  # of weights, for metrics
-    embed: f32['']
-    unembed: f32['']
-    attention: f32['']
-    ffn: f32['']
-    norms: f32['']
-
-
-@pytree_dataclass
 class Metrics:
     loss: f32['']
     learning_rate: f32['']
     grad_norm: f32['']  # of the whole gradient, before clipping
     weight_norm: f32['']  # of all weights, after the update
     skipped_steps: u32['']
-    grad_norm_of: Groups  # before clipping
-    weight_norm_of: Groups
-    update_ratio_of: Groups  # norm of the step's change over the weights' norm
+    grad_norm_of: f32['weights']  # of each of the weights, all layers together, before clipping
+    weight_norm_of: f32['weights']
+    update_ratio_of: f32['weights']  # norm of the step's change over the weight's norm
 
 
 def init_state(model: Model, seed: jax.Array) -> State:
@@ -213,18 +207,6 @@ def attention(
     return save_for_backward(o)  # 2QKD/t bytes a token, spares the product of probabilities and v
 
 
-# What a layer keeps for its backward pass, by training.save_for_backward: the values under these names, in bfloat16 the
-# bytes a token that the lines say. The more is kept, the less is computed and sent again:
-SAVED = {
-    # 4M + (4QKD + 4KD + 4F)/t: no product and no gather of activations twice
-    'everything': ('save_for_backward', 'gathered'),
-    # (4M + 4QKD + 4KD + 4F)/t: the two gathers of activations over t again, 2M bytes a token each
-    'products': ('save_for_backward', 'split'),
-    # 2M/t, each layer's input: besides them the layer's products but w_down's again, a fifth to a quarter more FLOPs
-    'inputs': (),
-}
-
-
 @typed
 def forward(model: Model, training: Training, bos_id: int, weights: Weights, batch: TokenBatch) -> act['B/d L M']:
     """The hidden states before the unembedding."""
@@ -246,8 +228,11 @@ def forward(model: Model, training: Training, bos_id: int, weights: Weights, bat
     ln1 = shardops.all_gather('layers M/d/t -> layers M', weights.transformer.ln1)
     ln2 = shardops.all_gather('layers M/d/t -> layers M', weights.transformer.ln2)
 
-    # The bytes that its lines say are of one layer and one token of the device's rows, in bfloat16.
-    @functools.partial(explicit_activation_checkpointing, names=SAVED[training.save_for_backward])
+    # The bytes that its lines say are of one layer and one token of the device's rows, in bfloat16; with its input they
+    # are 4M + (4QKD + 4KD + 4F)/t. The input alone is 2M/t, and costs a fifth to a quarter more FLOPs.
+    kept = ('save_for_backward',) if training.save_for_backward == 'everything' else ()
+
+    @functools.partial(explicit_activation_checkpointing, names=kept)
     def layer(x: act['B/d L M/t'], ws: tuple[f32['M'], f32['M'], Layer]) -> tuple[act['B/d L M/t'], None]:
         ln1, ln2, w = ws
         w_q = gather('M/d Q K/t D -> M Q K/t D', w.w_q)
@@ -259,7 +244,7 @@ def forward(model: Model, training: Training, bos_id: int, weights: Weights, bat
 
         with jax.named_scope('attention'):
             gathered = shardops.all_gather('B/d L M/t -> B/d L M', x)
-            gathered = save_for_backward(gathered, 'gathered')  # 2M bytes a token, in the place of the input's 2M/t
+            gathered = save_for_backward(gathered)  # 2M bytes a token, in the place of the input's 2M/t
             normed = rms_norm(gathered, ln1, model.norm_eps)
             q = shardops.einsum_unreduced('B/d L M, M Q K/t D -> B/d L Q K/t D', normed, w_q)
             q = rotary(q, model.rope_max_timescale)
@@ -271,12 +256,11 @@ def forward(model: Model, training: Training, bos_id: int, weights: Weights, bat
             v = save_for_backward(v)  # 2KD/t bytes a token, spares the product with w_v
             o = attention(model.attention, q, k, v, segment)
             y = shardops.einsum_unreduced('B/d L Q K/t D, M Q K/t D -> B/d L M +t', o, w_o)
-            y = shardops.psum_scatter('B/d L M +t -> B/d L M/t', y)
-            x = save_for_backward(x + y, 'split')  # 2M/t bytes a token, spares the product with w_o and its sum
+            x = x + shardops.psum_scatter('B/d L M +t -> B/d L M/t', y)
 
         with jax.named_scope('ffn'):
             gathered = shardops.all_gather('B/d L M/t -> B/d L M', x)
-            gathered = save_for_backward(gathered, 'gathered')  # 2M bytes a token, spares that and the gather
+            gathered = save_for_backward(gathered)  # 2M bytes a token, spares the product with w_o, its sum, the gather
             normed = rms_norm(gathered, ln2, model.norm_eps)
             gate = shardops.einsum_unreduced('B/d L M, M F/t -> B/d L F/t', normed, w_gate)
             gate = save_for_backward(gate)  # 2F/t bytes a token, spares a product with w_gate
@@ -284,8 +268,7 @@ def forward(model: Model, training: Training, bos_id: int, weights: Weights, bat
             up = save_for_backward(up)  # 2F/t bytes a token, spares a product with w_up
             hidden = jax.nn.silu(gate) * up
             y = shardops.einsum_unreduced('B/d L F/t, M F/t -> B/d L M +t', hidden, w_down)
-            y = shardops.psum_scatter('B/d L M +t -> B/d L M/t', y)
-            return x + y, None
+            return x + shardops.psum_scatter('B/d L M +t -> B/d L M/t', y), None
 
     x, _ = lax.scan(layer, x, (ln1, ln2, weights.transformer), unroll=training.unroll_layers)
 
@@ -297,19 +280,18 @@ def forward(model: Model, training: Training, bos_id: int, weights: Weights, bat
 
 
 # == Loss ==============================================================================================================
-# Positions of a row whose logits are in memory at once, at most. All of them in float32 would be 4 B L V / (d t) bytes,
-# and half of it for their gradient (1.07 and 0.54 GB a device for c4_a100x8_1b); a chunk takes LOSS_CHUNK / L of it.
+# Positions of a row whose logits are in memory at once, at most. All of them in float32, with their gradient, would be
+# 6 B L V / (d t) bytes, 1.6 GB a device for c4_a100x8_1b; a chunk takes LOSS_CHUNK / L of it.
 LOSS_CHUNK = 256
 
 
 @typed
 def loss_sum(model: Model, training: Training, bos_id: int, weights: Weights, batch: TokenBatch) -> f32['+d +t']:
-    """The sum of -log softmax over all targets. V is split over t: 8 bytes a token are sent and 4 backward, no logits."""
+    """The sum of -log softmax over all targets. V is split over t: 8 bytes a token are sent, 4 backward, no logits."""
     x = forward(model, training, bos_id, weights, batch)
     gather = functools.partial(shardops.all_gather, dtype=act, reduce_dtype=training.gradient_reduce_dtype)
-    unembed = gather('V/t M/d -> V/t M', weights.unembed)
     # Float32, so that its gradient adds up over chunks in float32 (4VM/t bytes each); the products are in bfloat16.
-    unembed = unembed.astype(jnp.float32)
+    unembed = gather('V/t M/d -> V/t M', weights.unembed).astype(jnp.float32)
 
     @explicit_activation_checkpointing
     def chunk_loss(unembed: f32['V/t M'], x: act['B/d L M'], batch: TokenBatch) -> f32['+d +t']:
@@ -347,23 +329,34 @@ def learning_rate(training: Training, step: jax.Array) -> jax.Array:
 
 
 @typed
-def norms(tree: Weights) -> tuple[f32[''], Groups]:
-    """The norm of all weights, or of their gradients or changes, and of each group; one sum over all devices."""
+def squared_norms(tree: Weights) -> f32['weights']:
+    """Of each of the weights, of their gradients or changes, all layers together; one sum over all devices."""
     squares = jnp.stack([shardops.sum_unreduced('... -> +d +t', w * w) for w in jax.tree.leaves(tree)])
-    squares = shardops.psum('weights +d +t -> weights', squares)
-    w = jax.tree.unflatten(jax.tree.structure(tree), list(squares))
-    layer = w.transformer
-    attention, ffn = layer.w_q + layer.w_kv + layer.w_o, layer.w_gate + layer.w_up + layer.w_down
-    groups = Groups(w.embed, w.unembed, attention, ffn, layer.ln1 + layer.ln2 + w.final_layer_norm)
-    return jnp.sqrt(shardops.sum_unreduced('weights -> ', squares)), jax.tree.map(jnp.sqrt, groups)
+    return shardops.psum('weights +d +t -> weights', squares)
+
+
+@typed
+def adamw_step(training: Training, decayed, state, gradient, step: u32['']):
+    """The state of any model after AdamW (Loshchilov and Hutter 2019, algorithm 2, decay times learning rate).
+    `decayed` has a factor of weight_decay for each of the weights; `step` counts from 0."""
+    b1, b2, count = training.adam_b1, training.adam_b2, step.astype(jnp.float32) + 1
+    rate = learning_rate(training, step)
+    mu = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, state.adam_mu, gradient)
+    nu = jax.tree.map(lambda n, g: b2 * n + (1 - b2) * g**2, state.adam_nu, gradient)
+
+    def update(w, m, n, decayed):
+        m, n = m / (1 - b1**count), n / (1 - b2**count)  # bias correction
+        direction = m / (jnp.sqrt(n) + training.adam_eps)
+        return w - rate * (direction + training.weight_decay * decayed * w)
+
+    return replace(state, weights=jax.tree.map(update, state.weights, mu, nu, decayed), adam_mu=mu, adam_nu=nu)
 
 
 @typed
 def training_step(
     model: Model, training: Training, bos_id: int, state: State, skipped: u32[''], step: u32[''], batch: TokenBatch
 ) -> tuple[State, Metrics]:
-    """An update by AdamW (Loshchilov and Hutter 2019, algorithm 2, decay times learning rate); `step` counts from 0."""
-
+    """The update number `step`, from 0, and what is logged of it."""
     with jax.named_scope('count_targets'):
         target_count = shardops.sum_unreduced('B/d L -> +d', batch.is_target.astype(jnp.float32))
         target_count: f32[''] = jnp.maximum(shardops.psum('+d -> ', target_count), 1)
@@ -371,9 +364,9 @@ def training_step(
     def loss(weights: Weights, batch: TokenBatch) -> f32['+d +t']:
         return loss_sum(model, training, bos_id, weights, batch) / target_count
 
-    def add_microbatch(
-        sums: tuple[f32['+d +t'], Weights], batch: TokenBatch
-    ) -> tuple[tuple[f32['+d +t'], Weights], None]:
+    Sums = tuple[f32['+d +t'], Weights]  # of losses and gradients
+
+    def add_microbatch(sums: Sums, batch: TokenBatch) -> tuple[Sums, None]:
         # Without the barrier XLA gathers embed, unembed and the final norm before the loop and holds them throughout:
         # 4VM/t bytes, 537 MB a device for c4_a100x8_2b. The price is that each microbatch gathers them again.
         weights, batch = lax.optimization_barrier((state.weights, batch))
@@ -389,37 +382,29 @@ def training_step(
         gradient: Weights = gradient
 
     with jax.named_scope('clip'):
-        value = shardops.psum('+d +t -> ', value)
-        grad_norm, grad_norm_of = norms(gradient)
+        value: f32[''] = shardops.psum('+d +t -> ', value)
+        grad_squares: f32['weights'] = squared_norms(gradient)
+        grad_norm: f32[''] = jnp.sqrt(shardops.sum_unreduced('weights -> ', grad_squares))
         clip = jnp.minimum(1.0, training.max_grad_norm / jnp.maximum(grad_norm, 1e-30))
+        clipped: Weights = jax.tree.map(lambda g: clip * g, gradient)
 
     with jax.named_scope('adamw'):
-        b1, b2, count = training.adam_b1, training.adam_b2, step.astype(jnp.float32) + 1
-        rate = learning_rate(training, step)
-        mu: Weights = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * (clip * g), state.adam_mu, gradient)
-        nu: Weights = jax.tree.map(lambda n, g: b2 * n + (1 - b2) * (clip * g) ** 2, state.adam_nu, gradient)
-
-        def update(w, m, n, decayed):
-            m, n = m / (1 - b1**count), n / (1 - b2**count)  # bias correction
-            direction = m / (jnp.sqrt(n) + training.adam_eps)
-            return w - rate * (direction + training.weight_decay * decayed * w)
-
-        weights = jax.tree.map(update, state.weights, mu, nu, DECAYED)
+        updated: State = adamw_step(training, DECAYED, state, clipped, step)
         finite = jnp.isfinite(value) & jnp.isfinite(grad_norm)  # a step that is not changes nothing
-        new_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), State(weights, mu, nu), state)
+        new_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, state)
 
     with jax.named_scope('metrics'):
-        weight_norm, weight_norm_of = norms(new_state.weights)
-        _, changes = norms(jax.tree.map(jnp.subtract, new_state.weights, state.weights))
+        weight_squares = squared_norms(new_state.weights)
+        change_squares = squared_norms(jax.tree.map(jnp.subtract, new_state.weights, state.weights))
         metrics = Metrics(
             loss=value,
-            learning_rate=rate,
+            learning_rate=learning_rate(training, step),
             grad_norm=grad_norm,
-            weight_norm=weight_norm,
+            weight_norm=jnp.sqrt(shardops.sum_unreduced('weights -> ', weight_squares)),
             skipped_steps=skipped + jnp.where(finite, jnp.uint32(0), jnp.uint32(1)),
-            grad_norm_of=grad_norm_of,
-            weight_norm_of=weight_norm_of,
-            update_ratio_of=jax.tree.map(jnp.divide, changes, weight_norm_of),
+            grad_norm_of=jnp.sqrt(grad_squares),
+            weight_norm_of=jnp.sqrt(weight_squares),
+            update_ratio_of=jnp.sqrt(change_squares / weight_squares),
         )
     return new_state, metrics
 
@@ -437,55 +422,38 @@ def validation_step(
 # == Main loop =========================================================================================================
 def mapped_steps(config: Config, bos_id: int) -> tuple[typed_shard_map, typed_shard_map]:
     """The training step and the validation step over the mesh."""
+    act.dtype = config.model.compute_dtype
     given = config.model, config.training, bos_id
     return tuple(typed_shard_map(functools.partial(step, *given)) for step in (training_step, validation_step))
 
 
 def shapes(config: Config) -> tuple[State, TokenBatch]:
-    """The global shapes of the state and of a batch."""
-    rows = config.training.tokens.batch, config.training.tokens.len
+    """The global shapes of the state and of a batch. Raises RunError for sizes that the mesh cannot split."""
     state = jax.eval_shape(functools.partial(init_state, config.model), np.uint32(0))
-    return state, TokenBatch(*(jax.ShapeDtypeStruct(rows, dtype) for dtype in (jnp.uint32, jnp.bool_, jnp.bool_)))
+    return check_sizes(config, State, state), batch_shapes(config, TokenBatch)
 
 
 def main(config: Config) -> None:
     """Trains a language model on a flat-tokens data set, as a config in configs/ says."""
-    zero = np.uint32(0)
-    act.dtype = config.model.compute_dtype
     state, batch = shapes(config)
     if config.check_only:
-        step, validate = mapped_steps(config, bos_id=0)
-        sums = np.float32(0), np.float32(0)
-        return report_check(config, (step, (state, zero, zero, batch)), (validate, (state.weights, *sums, batch)))
-
-    mesh, kernel = start(config), usable(config.model.attention, act.dtype, config.model.d_head)
-    with jax.set_mesh(mesh), Run(config, make_shardings(TokenBatch).targets) as run:
+        return report_check(config, mapped_steps(config, bos_id=0), state, batch)
+    mesh, kernel = start(config), usable(config.model.attention, config.model.compute_dtype, config.model.d_head)
+    with jax.set_mesh(mesh), Run(config, TokenBatch) as run:
         run.say(f'attention: {kernel}')
         step, validate = mapped_steps(config, run.data.bos_id)
-        state, batch = with_shardings((state, batch), make_shardings(tuple[State, TokenBatch]))
+        state, batch, zero = with_shardings(state, State), with_shardings(batch, TokenBatch), np.uint32(0)
         step = run.compile(jax.jit(step, donate_argnums=0).trace(state, zero, zero, batch), __file__)
         validate = jax.jit(validate, compiler_options=run.compiler_options)
-        if run.done_steps:
-            state, skipped_steps = run.restore(state), np.uint32(run.attributes['skipped_steps'])
-        else:
-            init = functools.partial(init_state, config.model)
-            init = jax.jit(init, out_shardings=make_shardings(State), compiler_options=RUNS_ONCE)
-            state, skipped_steps = init(np.uint32(config.training.seed)), zero
+        state = run.first_state(state, functools.partial(init_state, config.model))
+        skipped_steps = np.uint32(run.attributes.get('skipped_steps', 0))
 
         for number in run.steps():
             state, metrics = step(state, skipped_steps, np.uint32(number), run.data.load(number))
             skipped_steps = metrics.skipped_steps
-            run.log(number, (state, metrics), metrics)
-            if run.due(number, config.eval_interval):
-                with run.paused():
-                    loss = targets = jax.device_put(np.float32(0), jax.P())  # as they return: it is compiled once
-                    for index in range(run.validation_data.steps):
-                        loss, targets = validate(state.weights, loss, targets, run.validation_data.load(index))
-                        run.stay_close(loss)
-                    run.log_validation(number, loss, targets)
-            if run.save_due(number):
-                with run.paused():
-                    run.save(number, state, {'skipped_steps': int(skipped_steps), 'seed': config.training.seed})
+            run.log(number, state, metrics)
+            run.validate_if_due(number, validate, state.weights)
+            run.save_if_due(number, state)
 
 
 if __name__ == '__main__':

@@ -1,21 +1,22 @@
-"""The mechanics around the steps: devices and mesh, the run folder, what is due when, and `check_only`.
+"""The mechanics around the steps: devices and mesh, the run folder, and what is due when.
 
-with jax.set_mesh(start(config)), Run(config, sharding) as run:
-    training_step = run.compile(jax.jit(training_step).trace(state, batch), __file__)
-    state = run.restore(shapes) if run.done_steps else init()
-    for step in run.steps():
-        state, metrics = training_step(state, run.data.load(step))
-        run.log(step, (state, metrics), metrics)
-        if run.save_due(step):
-            run.save(step, state, attributes)
+with jax.set_mesh(start(config)), Run(config, TokenBatch) as run:
+    step = run.compile(jax.jit(training_step).trace(state, zero, zero, batch), __file__)
+    state = run.first_state(state, init)
+    for number in run.steps():
+        state, metrics = step(state, skipped_steps, number, run.data.load(number))
+        run.log(number, state, metrics)
+        run.validate_if_due(number, validate, state.weights)
+        run.save_if_due(number, state)
 """
 
 import collections
 import contextlib
 import json
+import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from ledger.machines.hardware import of_device_kind, peak_flops_per_s
 from ledger.machines.roofline import roofline
 from ledger.pages import files
 from ledger.pages.text import summary
+from runtime import program
 from runtime.checkpoints.directory import Checkpoints
 from runtime.checkpoints.lock import Ownership
 from runtime.cluster.processes import domain, sent_over_network
@@ -38,8 +40,7 @@ from runtime.cluster.tuning import options
 from runtime.config import resume
 from runtime.config.checks import check_dataset, check_resume
 from runtime.config.command_line import to_yaml
-from runtime.config.keys import RunConfig
-from runtime.data.sources import bytes_per_token, open_data
+from runtime.data.sources import bytes_per_token, keep_tokenizer, open_data, tokenizer_identity, tokenizer_of
 from runtime.terminal import RunError, print_line, wrapped
 from runtime.tracking.bad_steps import BadSteps
 from runtime.tracking.files import write_whole
@@ -47,7 +48,7 @@ from runtime.tracking.followers import Followers
 from runtime.tracking.metrics import Tracker, flattened
 from runtime.tracking.profiling import Profiler
 from runtime.tracking.report import environment
-from shardlib.shardtypes import ShardingError, typed_shard_map
+from shardlib.shardtypes import make_shardings
 
 # How far the host may be ahead. The device never runs dry of work, and the host does not run away from it: with 32
 # programs in flight, simulated devices stop for ever (jax 0.10.2: the next program waits for a place in each device's
@@ -65,36 +66,18 @@ ATTRIBUTES = {"skipped_steps": int, "config": dict, "data": dict, "data_position
 MOST_BAD_STEPS = 10  # in a row; whoever has more is not helped by going on
 
 
-def with_shardings(shapes: Any, shardings: Any) -> Any:
-    """The tree of `ShapeDtypeStruct` with a sharding each."""
+def with_shardings(shapes: Any, type_: Any) -> Any:
+    """The tree of `ShapeDtypeStruct` with the shardings that its type has on the current mesh."""
     return jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes, shardings
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes, make_shardings(type_)
     )
 
 
-def report_check(config: RunConfig, *checks: tuple[typed_shard_map, tuple]) -> None:
-    """Proves the types of mapped functions on the config's mesh, without a device, and prints what was proved.
-
-    Args:
-      checks: each function with its arguments, arrays or `ShapeDtypeStruct` of global shapes.
-    Raises:
-      RunError: with the first claim that is not so, and its line.
-    """
-    mesh = jax.sharding.AbstractMesh((config.mesh.d, config.mesh.t), ("d", "t"))
-    where = f"on the mesh d={config.mesh.d} × t={config.mesh.t}"
-    for function, arguments in checks:
-        began = time.perf_counter()
-        try:
-            proved = function.check(mesh, *arguments)
-        except ShardingError as error:
-            raise RunError(f"{function.name} is refused {where}:\n{error}") from None
-        print_line(f"{function.name} {where}: {proved} claims proved in {time.perf_counter() - began:.1f} s.")
-    print_line(
-        "Proved: along which axes each value is split, the same, or a sum not yet taken.\n"
-        "So no reduction is forgotten or doubled, on any mesh, and every transfer is an\n"
-        "operation with a string. Not proved: schedules, random numbers, what stands\n"
-        "inside shardops.local, and the mathematics (docs/notation.md)."
-    )
+def names(tree: Any) -> list[str]:
+    """Of a tree's leaves: 'transformer/w_q'."""
+    return [
+        jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in jax.tree_util.tree_leaves_with_path(tree)
+    ]
 
 
 class Run:
@@ -105,19 +88,21 @@ class Run:
 
     Args:
       config: train.py's; written to the run folder as config.yaml.
-      sharding: of a batch's arrays 'B/d L'.
+      batch_type: a batch's, with the fields of `runtime.data.batches.Batch`.
     Raises:
       RunError: the data do not fit the config, another run owns the folder, the checkpoint was trained with another
         configuration, or the run has all its steps already. Nothing is written then.
       SystemExit: at the end, with the status STOPPED, when a signal stopped the run before its last step.
     """
 
-    def __init__(self, config: Any, sharding: jax.sharding.Sharding):
+    def __init__(self, config: Any, batch_type: Any):
         self._config = config
         self._total = config.training.steps
         self._is_leader = jax.process_index() == 0
+        sharding = make_shardings(batch_type)
         root, name = config.paths.root_working_dir, config.paths.model_name
         self._store = f"{root.rstrip('/')}/{name}"  # of checkpoints and owner
+        self._program = program.recorded(config)
         self.folder = Path("runs" if "://" in root else root) / name
         self.compiler_options = options(jax.devices()[0])
         with contextlib.ExitStack() as opened:
@@ -127,6 +112,10 @@ class Run:
             self.validation_data = opened.enter_context(open_data(config, "validation", sharding))
             largest_id = max(self.data.max_token_id, self.validation_data.max_token_id)
             check_dataset(config, largest_id, self.data.steps, self.data.bos_id)
+            tokenizer = tokenizer_of(config)
+            self._identity = dict(self.data.identity)
+            if tokenizer is not None:
+                self._identity["tokenizer"] = tokenizer_identity(tokenizer)
             self._signals = opened.enter_context(StopSignals())
             self._owner = self._own(opened)
             self._checkpoints = Checkpoints(
@@ -142,10 +131,14 @@ class Run:
             if self._is_leader:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 (self.folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+                (self.folder / "program.py").write_text(self._program["source"], encoding="utf-8")
+                if tokenizer is not None:
+                    keep_tokenizer(self.folder, tokenizer)
                 print_line(wrapped(f"training data: {self.data.summary}"))
                 print_line(wrapped(f"validation data: {self.validation_data.summary}"))
             self._open = opened.pop_all()
         self._tracker: Tracker | None = None
+        self._skipped_steps: Any = 0
         self._in_flight: collections.deque[jax.Array] = collections.deque()
         self._stopping = self._save_is_late = False
 
@@ -171,7 +164,7 @@ class Run:
           source: the file that the ledger annotates.
         """
         tokens = self._config.training.tokens
-        mesh = {"d": self._config.mesh.d, "t": self._config.mesh.t}
+        mesh = vars(self._config.mesh)
         count, platform = tokens.batch * tokens.len, jax.default_backend()
         ledger = of_step(traced, mesh, source=source, tokens=count, platform=platform)
         self._flops = {"mfu": ledger.model_flops, "hfu": ledger.hardware_flops, "mfu_6nd": ledger.flops_6nd}
@@ -183,7 +176,7 @@ class Run:
             lines = summary(ledger, machine and machine.hbm_bytes)
             lines += sent_over_network(ledger, jax.sharding.get_mesh())
             print_line("\n".join(map(wrapped, lines)))
-            about = json.dumps(environment(lines), indent=1)
+            about = json.dumps({**environment(), "ledger": lines}, indent=1)
             (self.folder / "environment.json").write_text(about, encoding="utf-8")
         compiled = traced.lower().compile(compiler_options=self.compiler_options)
         if self._is_leader:
@@ -196,12 +189,18 @@ class Run:
                 write_whole(self.folder / "step.hlo.txt", compiled.as_text())
         return compiled
 
-    def restore(self, shapes: Any) -> Any:
-        """The state of the newest checkpoint that reads whole; `done_steps` and `attributes` are then its own.
+    def first_state(self, shapes: Any, init: Callable[[jax.Array], Any]) -> Any:
+        """The state of the newest checkpoint that reads whole; `done_steps` and `attributes` are then its own. Without
+        one, the state that is drawn.
 
         Args:
           shapes: the state's tree of `ShapeDtypeStruct` with shardings.
+          init: the first state of a seed.
         """
+        if not self.done_steps:
+            shardings = jax.tree.map(lambda each: each.sharding, shapes)
+            init = jax.jit(init, out_shardings=shardings, compiler_options=RUNS_ONCE)
+            return init(np.uint32(self._config.training.seed))
         step, state = self._checkpoints.restore(shapes)
         if step != self.done_steps:
             self._go_on_from(step)
@@ -209,31 +208,39 @@ class Run:
             print_line(f"going on after step {step} of {self._total}")
         return state
 
-    def save_due(self, step: int) -> bool:
-        """Whether the state after this step is to be saved: by steps, by minutes, at the end, and for a signal.
+    def save_if_due(self, step: int, state: Any) -> None:
+        """Saves the state after this step: by steps, by minutes, at the end, and for a signal.
 
-        By steps and minutes it waits for a step that is not bad. The state is that of the last good one, but it may be
-        what makes steps bad, and then the checkpoint before is the better one and shall not be deleted for it.
+        It returns when the state is copied or, without checkpoint.async, complete. The time does not count as a step's.
         """
-        if step + 1 == self._total or self._stopping:
-            self._stop_if_bad()
-            return True
-        if self.due(step, self._config.checkpoint_interval) or self._save_is_late or self._minutes_are_over(step):
-            self._stop_if_bad()
-            self._save_is_late = self._bad_steps.in_a_row > 0
-            return not self._save_is_late
-        return False
-
-    def save(self, step: int, state: Any, attributes: dict[str, Any]) -> None:
-        """Saves the state after a step; returns when it is copied or, without checkpoint.async, complete."""
+        if not self._save_is_due(step):
+            return
         attributes = {
-            **attributes,
-            **resume.description(self._config, self.data.identity),
+            "skipped_steps": int(self._skipped_steps),
+            "seed": self._config.training.seed,
+            **resume.description(self._config, self._identity),
             "data_position": self.data.state(),
+            "program": self._program,
         }
-        stall_s = self._checkpoints.save(step + 1, state, attributes)
-        self._tracker.log_checkpoint(step + 1, stall_s)
+        with self._tracker.paused():
+            stall_s = self._checkpoints.save(step + 1, state, attributes)
+            self._tracker.log_checkpoint(step + 1, stall_s)
         self._saved_at = time.monotonic()
+
+    def validate_if_due(self, step: int, add_batch: Callable, weights: Any) -> None:
+        """Logs the mean of the validation split's losses after this step, every eval_interval steps and at the end.
+
+        Args:
+          add_batch: a trainer's compiled validation step.
+        """
+        if not self.due(step, self._config.eval_interval):
+            return
+        with self._tracker.paused():
+            loss = targets = jax.device_put(np.float32(0), jax.P())  # as they return: it is compiled once
+            for index in range(self.validation_data.steps):
+                loss, targets = add_batch(weights, loss, targets, self.validation_data.load(index))
+                self.stay_close(loss)
+            self._tracker.log_validation(step + 1, float(loss) / max(float(targets), 1))
 
     def steps(self) -> Iterator[int]:
         """The steps to do, counted from 0, until all are done or a signal has come."""
@@ -258,25 +265,23 @@ class Run:
         """
         return not self._stopping and ((step + 1) % interval == 0 or step + 1 == self._total)
 
-    def log(self, step: int, outputs: Any, metrics: Any) -> None:
-        """Takes what a step that was just dispatched returns; its numbers are read later, when they are due."""
-        metrics = flattened(metrics)
+    def log(self, step: int, state: Any, metrics: Any) -> None:
+        """Takes what a step that was just dispatched returns; its numbers are read later, when they are due.
+
+        Args:
+          metrics: scalars, `loss`, `grad_norm` and `skipped_steps` among them, and vectors with a number for each of the
+            weights, which are logged under the weights' names.
+        """
+        outputs, metrics, weights = (state, metrics), flattened(metrics), names(state.weights)
         # Before the profiler, which waits for the step that it ends with: else the step before would take its time.
-        self._tracker.log(step + 1, metrics, self.data.waited_s, self.data.metrics(step))
+        self._tracker.log(step + 1, metrics, self.data.waited_s, self.data.metrics(step), weights)
         self._profiler.after_step(step + 1, outputs)
         if step % self._config.log_interval == 0:  # the tracker has just read the step before
             self._stop_if_bad()
-        self._bad_steps.note(step + 1, metrics)
+        self._bad_steps.note(step + 1, metrics, weights)
+        self._skipped_steps = metrics["skipped_steps"]
         self.stay_close(metrics["loss"])
         self._stopping = self._signals.stop_after(step) and step + 1 < self._total
-
-    def log_validation(self, step: int, loss: jax.Array, targets: jax.Array) -> None:
-        """Logs the mean of the validation split's losses after a step, from their sum and their number."""
-        self._tracker.log_validation(step + 1, float(loss) / max(float(targets), 1))
-
-    def paused(self) -> contextlib.AbstractContextManager:
-        """What is done inside does not count as a step's time."""
-        return self._tracker.paused()
 
     def stay_close(self, output: jax.Array) -> None:
         """Called with an output of each program dispatched: lets the device be PROGRAMS_IN_FLIGHT behind, not more."""
@@ -305,9 +310,12 @@ class Run:
         self.done_steps = step
         self.attributes = self._checkpoints.attributes(step, ATTRIBUTES) if step else {}
         where = f"checkpoint {self._store}/checkpoints/{step:010d}"
-        changes = resume.compare(self._config, self.data.identity, self.attributes, where)
+        others = program.differences(self.attributes, self._program)
+        changes = resume.compare(self._config, self._identity, self.attributes, where, others)
         if changes and self._is_leader:
             print_line("\n".join([f"the configuration is another than that of {where}:", *changes]))
+        if step and "program" not in self.attributes and self._is_leader:
+            print_line(f"{where} does not say which program saved it: nothing tells whether this is the same")
 
     def _begin(self) -> None:
         """Opens what depends on the step that the run goes on from, which is known only when the state is restored."""
@@ -315,12 +323,16 @@ class Run:
         config, tokens = self._config, self._config.training.tokens
         steps = {"start_step": self.done_steps, "total_steps": self._total, "is_leader": self._is_leader}
         peak = peak_flops_per_s(jax.devices()[0].device_kind)
+        if self._is_leader:
+            about = {name: value for name, value in self._program.items() if name != "source"}
+            with (self.folder / "starts.jsonl").open("a", encoding="utf-8") as file:
+                print(json.dumps({"after_step": self.done_steps, **environment(), "program": about}), file=file)
         self._tracker = Tracker(
             self.folder,
             **steps,
             tokens_per_step=tokens.batch * tokens.len,
             flops_per_step=self._flops,
-            peak_flops_per_s=None if peak is None else peak * config.mesh.d * config.mesh.t,
+            peak_flops_per_s=None if peak is None else peak * math.prod(vars(config.mesh).values()),
             log_interval=config.log_interval,
             bytes_per_token=bytes_per_token(config),
             on_line=self._followers.check,
@@ -332,7 +344,20 @@ class Run:
         self._saved_at = time.monotonic()
         self._signals.training = True
 
-    # ---- what can end it early
+    # ---- what is due, and what can end it early
+
+    def _save_is_due(self, step: int) -> bool:
+        """By steps and minutes it waits for a step that is not bad. The state is that of the last good one, but it may be
+        what makes steps bad, and then the checkpoint before is the better one and shall not be deleted for it.
+        """
+        if step + 1 == self._total or self._stopping:
+            self._stop_if_bad()
+            return True
+        if self.due(step, self._config.checkpoint_interval) or self._save_is_late or self._minutes_are_over(step):
+            self._stop_if_bad()
+            self._save_is_late = self._bad_steps.in_a_row > 0
+            return not self._save_is_late
+        return False
 
     def _minutes_are_over(self, step: int) -> bool:
         """By the leader's clock, which the other hosts ask for at the steps that are logged."""

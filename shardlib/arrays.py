@@ -130,7 +130,33 @@ def require_divisible(dim: Dim, size: int, axes: dict[str, int]):
     if size % parts(dim, axes):
         sizes = " × ".join(f"{axis}={axes[axis]}" for axis in dim.axes)
         noun = "axis" if len(dim.axes) == 1 else "axes"
-        raise Indivisible(f"dim {dim.name} has size {size}, which {noun} {sizes} cannot divide", size, dim.axes)
+        text = f"dim {dim.name} has size {size}, which {noun} {sizes} cannot divide"
+        raise Indivisible(text, size, dim.axes)
+
+
+def indivisible(type_, shapes, axes: dict[str, int]) -> list[Indivisible]:
+    """Each dim of a tree's leaves that a mesh cannot split, once, with the leaf that is first to have it.
+
+    Args:
+      type_: the tree's type.
+      shapes: the tree, of arrays or `ShapeDtypeStruct` of global shapes.
+      axes: the mesh's axes and their sizes.
+    Raises:
+      ShardingError: a type names an axis that the mesh lacks, or not in the mesh's order.
+    """
+    found = {}
+    specs = jax.tree.leaves(map_type(lambda array: array.spec, type_), is_leaf=lambda each: isinstance(each, Spec))
+    for spec, (path, leaf) in zip(specs, jax.tree_util.tree_leaves_with_path(shapes), strict=True):
+        spec.require_mesh_order(axes)
+        for dim, size in zip(spec.dims, leaf.shape, strict=True):
+            if dim.name in axes:  # it counts devices
+                continue
+            try:
+                require_divisible(dim, size, axes)
+            except Indivisible as error:
+                name = jax.tree_util.keystr(path, simple=True, separator="/")
+                found.setdefault((dim.axes, size), error.extended(f"  in {name}: {spec}"))
+    return list(found.values())
 
 
 def letters_of_scope() -> dict:

@@ -34,6 +34,7 @@ from shardlib.arrays import (  # noqa: F401 the types and their functions, of wh
     holds_arrays,
     i8,
     i32,
+    indivisible,
     is_fully_sharded,
     make_partition_specs,
     make_shardings,

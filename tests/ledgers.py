@@ -14,12 +14,13 @@ from runtime.config.command_line import load
 
 def traced(module, config) -> jax.stages.Traced:
     """The training step of train.py, or of a changed copy of it, traced on the config's mesh."""
-    before, module.act.dtype = module.act.dtype, config.model.compute_dtype
+    before = module.act.dtype
     try:
         zero, (state, batch) = np.uint32(0), module.shapes(config)
         step, _ = module.mapped_steps(config, 0)
-        automatic = (jax.sharding.AxisType.Auto,) * 2  # jax 0.11's default is another
-        mesh = jax.sharding.AbstractMesh((config.mesh.d, config.mesh.t), ("d", "t"), axis_types=automatic)
+        axes = vars(config.mesh)
+        automatic = (jax.sharding.AxisType.Auto,) * len(axes)  # jax 0.11's default is another
+        mesh = jax.sharding.AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=automatic)
         with jax.sharding.use_abstract_mesh(mesh):
             return jax.jit(step, donate_argnums=0).trace(state, zero, zero, batch)
     finally:
@@ -31,8 +32,7 @@ def ledger_of(name: str, *overrides: str) -> Ledger:
     """The ledger for a config; attention by what train.py writes out, unless the overrides say otherwise."""
     config = load(train.Config, name, ("model.attention=einsum", *overrides))
     tokens = config.training.tokens.batch * config.training.tokens.len
-    mesh = {"d": config.mesh.d, "t": config.mesh.t}
-    return of_step(traced(train, config), mesh, source=train.__file__, tokens=tokens)
+    return of_step(traced(train, config), vars(config.mesh), source=train.__file__, tokens=tokens)
 
 
 def ledger_of_changed(folder, name: str, text: str) -> Ledger:
@@ -46,7 +46,6 @@ def ledger_of_changed(folder, name: str, text: str) -> Ledger:
         spec.loader.exec_module(module)
         config = load(module.Config, name, ("model.attention=einsum",))
         tokens = config.training.tokens.batch * config.training.tokens.len
-        mesh = {"d": config.mesh.d, "t": config.mesh.t}
-        return of_step(traced(module, config), mesh, source=path, tokens=tokens)
+        return of_step(traced(module, config), vars(config.mesh), source=path, tokens=tokens)
     finally:
         del sys.modules["changed_train"]

@@ -1,7 +1,6 @@
 """The pages, README.md and docs/*.md, taken apart for the tests that hold what they say; and copies of the repository to try it in."""
 
 import builtins
-import contextlib
 import importlib.util
 import os
 import pathlib
@@ -81,21 +80,17 @@ RECIPES = [
 MESH_OF_RECIPE = {"Another axis of the mesh": {"r": 2, "d": 4, "t": 2}}
 
 
-@contextlib.contextmanager
 def recipe(title, folder):
-    """train.py changed as a section says. Inside, TokenBatch is as it says too."""
-    (folder / "runtime/data").mkdir(parents=True)
-    for file in ("train.py", "runtime/data/batches.py"):
-        shutil.copy(ROOT / file, folder / file)
+    """train.py changed as a section says."""
+    folder.mkdir(exist_ok=True)
     text = folder / "train.py"
+    shutil.copy(ROOT / "train.py", text)
     for language, body in section("docs/changing.md", title):
         if language == "sh" and body.startswith("sed"):
             subprocess.run(body, shell=True, cwd=folder, check=True)
         elif language == "diff":
             text.write_text(changed(text.read_text(), body))
-    data = folder / "runtime/data/batches.py"
-    with mock.patch.dict(sys.modules, {"runtime.data.batches": module_of(data, data.read_text())}):
-        yield text.read_text()
+    return text.read_text()
 
 
 def copy_of_the_repository(folder):
@@ -105,13 +100,13 @@ def copy_of_the_repository(folder):
     shutil.copy(ROOT / "train.py", folder)
 
 
-def run_in(folder, command):
-    """Runs a command there; `python` is this one. Returns what it prints."""
+def run_in(folder, command, status=0):
+    """Runs a command there; `python` is this one. Returns what it prints, of one that fails on stderr."""
     command = [sys.executable if word == "python" else word for word in command]
     environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
     result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0 or "ledger_diff" in " ".join(command), result.stderr[-3000:]
-    return result.stdout
+    assert result.returncode == status or "ledger_diff" in " ".join(command), result.stderr[-3000:]
+    return result.stderr if status else result.stdout
 
 
 def executed(code, **names):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from runtime.data.batches import Batch
 from runtime.data.flat_tokens import open_split
 from runtime.terminal import RunError
 from shardlib.mesh import make_mesh
@@ -27,7 +28,8 @@ class FlatTokens:
 
 
 def sharding(d=1, t=1):
-    return NamedSharding(make_mesh({"d": d, "t": t}, jax.devices()[: d * t]), PartitionSpec("d", None))
+    """Of a batch whose rows are split over d."""
+    return Batch(*[NamedSharding(make_mesh({"d": d, "t": t}, jax.devices()[: d * t]), PartitionSpec("d", None))] * 3)
 
 
 def ragged(seed, count=100, longest=40, largest_id=1000):

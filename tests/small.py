@@ -13,14 +13,15 @@ import reference
 
 import train
 from runtime.config.command_line import run
-from runtime.data.batches import TokenBatch
+from runtime.config.keys import Tokens
 from shardlib.mesh import make_mesh
 from shardlib.shardtypes import make_shardings, typed_shard_map
+from train import TokenBatch
 
 MODEL = train.Model(d_model=64, n_q_per_kv=2, n_kv=8, d_head=8, layers=2, vocab=128, d_ff=96, rope_max_timescale=256)
 TRAINING = train.Training(
     seed=0, steps=10, warmup_steps=2, steps_for_lr=10, learning_rate=1e-2, cosine_learning_rate_final_fraction=0.1, adam_b1=0.9,
-    adam_b2=0.95, adam_eps=1e-8, weight_decay=0.1, tokens=train.Tokens(batch=16, len=32),
+    adam_b2=0.95, adam_eps=1e-8, weight_decay=0.1, tokens=Tokens(batch=16, len=32),
 )  # fmt: skip
 BATCH = reference.random_batch(MODEL, batch=16, length=32, seed=1)
 
@@ -92,9 +93,10 @@ def steps_of(module, model=None, training=None):
       model, training: settings that are others than above. Attention is as written, not a kernel.
     """
     model = module.Model(**vars(MODEL) | {"attention": "einsum"} | (model or {}))
-    given = {"tokens": module.Tokens(batch=16, len=32), "microbatches": 2} | (training or {})
+    given = {"tokens": Tokens(batch=16, len=32), "microbatches": 2} | (training or {})
     training = module.Training(**vars(TRAINING) | given)
-    state, batch = module.shapes(types.SimpleNamespace(model=model, training=training))
+    mesh = module.Mesh(**dict.fromkeys((field.name for field in dataclasses.fields(module.Mesh)), 1))
+    state, batch = module.shapes(types.SimpleNamespace(mesh=mesh, model=model, training=training))
     number, loss = jax.ShapeDtypeStruct((), jnp.uint32), jax.ShapeDtypeStruct((), jnp.float32)
     step, validate = (functools.partial(f, model, training, 0) for f in (module.training_step, module.validation_step))
     return [(step, (state, number, number, batch)), (validate, (state.weights, loss, loss, batch))]

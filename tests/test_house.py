@@ -23,6 +23,8 @@ ARROWS = {
         ("runtime.config", "runtime.data", "runtime.checkpoints", "runtime.tracking", "runtime.cluster"),
         "runtime.terminal shardlib ledger",
     ),
+    "runtime.program": "runtime.terminal",
+    "runtime.check": "runtime.terminal runtime.tracking shardlib",
     "runtime.run": "runtime shardlib ledger",
     "train": "runtime ledger kernels shardlib jax_extra",
 }
@@ -163,6 +165,39 @@ def test_every_operation_in_train_py_has_its_string_on_the_line():
                 assert isinstance(node.args[0], ast.Constant) and isinstance(node.args[0].value, str), (
                     f"line {node.lineno}"
                 )
+
+
+def strings_of(tree):
+    """The texts in a program, docstrings and what an error says left out."""
+    silent = {
+        id(each)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Raise) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
+        for each in ast.walk(node)
+    }
+    return [
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in silent
+    ]
+
+
+def test_no_room_knows_the_axes():
+    """The names of train.py's axes stand in train.py alone: not as a string, in a type or an operation, nor as mesh.d. In
+    shardlib's messages they stand in examples."""
+    mesh = next(node for node in TREE.body if isinstance(node, ast.ClassDef) and node.name == "Mesh")
+    axes = [node.target.id for node in mesh.body if isinstance(node, ast.AnnAssign)]
+    knows = re.compile(rf"({'|'.join(axes)})|.*mesh\.({'|'.join(axes)})\b.*", re.DOTALL)
+    in_types = re.compile(rf"(\w/|\+)({'|'.join(axes)})\b")
+    known = set()
+    for name, path in modules().items():
+        tree = ast.parse(path.read_text())
+        texts = strings_of(tree) + [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+        found = [text for text in texts if knows.fullmatch(text)]
+        if not name.startswith("shardlib"):
+            found += filter(in_types.search, texts)
+        known |= {(name, text) for text in found if name != "train"}
+    assert axes == ["d", "t"] and known == {("runtime.tracking.hlo_graph", "t")}  # the top, as graphviz says it
 
 
 def test_no_private_jax_names_and_no_broad_excepts():

@@ -29,17 +29,18 @@ import shutil
 import statistics
 import sys
 import time
+import typing
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from hydra.core.global_hydra import GlobalHydra
 
-import train
 from ledger.compiled.check import peak_bytes
 from ledger.count.step import of_step
 from ledger.machines.hardware import of_device_kind
@@ -49,7 +50,7 @@ from runtime.cluster.processes import find_devices, prepare_devices
 from runtime.cluster.tuning import options
 from runtime.config import command_line
 from runtime.config.checks import check_combinations
-from runtime.data.batches import TokenBatch
+from runtime.program import ProgramKey, Trainer, load
 from runtime.run import PROGRAMS_IN_FLIGHT, RUNS_ONCE, start, with_shardings
 from runtime.terminal import RunError, print_error, refusals
 from runtime.tracking.metrics import memory
@@ -58,7 +59,6 @@ from runtime.tracking.report import environment
 from shardlib.shardtypes import make_shardings
 from tools.benchmark_table import Line, compared, read, table
 
-CPU_JOBS = ("local_test_synthetic mesh.d=1 mesh.t=1", "local_test_synthetic", "local_18m")
 WARM_UP_STEPS = 3
 DOCUMENT = 427  # tokens on average: C4 has 156 billion in 365 million documents (Dodge et al. 2021, table 1)
 PRODUCTS = 6  # of each type after a CPU's step; the median counts
@@ -66,7 +66,7 @@ PROCESSES = multiprocessing.get_context("spawn")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Benchmark:
+class Benchmark(ProgramKey):
     # each a config of training, or one with overrides: "c4_h200x1_1b training.microbatches=2"
     configs: tuple[str, ...] = ()
     device: str | None = None  # cpu: not the accelerator; without configs it runs the three jobs for a CPU
@@ -111,15 +111,22 @@ def jobs_of(config: Benchmark) -> tuple[str, ...]:
     if config.compare is not None:
         return tuple(line["config"] for line in read(config.compare))
     if config.device == "cpu":
-        return CPU_JOBS
+        return cpu_jobs(load(config.program))
     raise RunError("nothing to measure: set configs=[NAME,...], device=cpu, or compare=OLD.jsonl")
+
+
+def cpu_jobs(trainer: Trainer) -> tuple[str, ...]:
+    """On one device, on several, and a larger one."""
+    axes = typing.get_type_hints(trainer.Config)["mesh"].__dataclass_fields__
+    one = " ".join(f"mesh.{axis}=1" for axis in axes)
+    return f"local_test_synthetic {one}", "local_test_synthetic", "local_18m"
 
 
 def measure_all(config: Benchmark, jobs: tuple[str, ...]) -> list[Line]:
     """Measures the jobs one after another and writes their lines, each as soon as it is known, to the file and stdout."""
     GlobalHydra.instance().clear()  # it has composed this tool's config, and composes one at a time
     for job in jobs:
-        config_of(job)  # a mistake in the last one is said before the first one has run
+        config_of(config, job)  # a mistake in the last one is said before the first one has run
     path = Path(config.file or f"runs/benchmark/{time.strftime('%Y-%m-%d_%H%M%S')}.jsonl").expanduser()
     if path.exists():
         raise RunError(
@@ -149,11 +156,11 @@ def measure_all(config: Benchmark, jobs: tuple[str, ...]) -> list[Line]:
     return lines
 
 
-def config_of(job: str) -> train.Config:
+def config_of(benchmark: Benchmark, job: str) -> Any:
     if not job.strip():
         raise RunError('configs: "" is no job: expected the name of a config, or one with overrides, "NAME KEY=VALUE"')
     name, *overrides = job.split()
-    return command_line.load(train.Config, name, ["num_hosts=1", *overrides])
+    return command_line.load(load(benchmark.program).Config, name, ["num_hosts=1", *overrides])
 
 
 def measure(benchmark: Benchmark, job: str, folder: Path, sender: Connection) -> None:
@@ -162,7 +169,7 @@ def measure(benchmark: Benchmark, job: str, folder: Path, sender: Connection) ->
     try:
         if benchmark.device == "cpu":
             jax.config.update("jax_platforms", "cpu")
-        config = config_of(job)
+        config = config_of(benchmark, job)
         prepare_devices(config)
         jax.config.update("jax_enable_compilation_cache", False)  # else compile_s would be that of reading a file
         config = on_devices(config, len(find_devices()), jax.default_backend())
@@ -179,12 +186,17 @@ def measure(benchmark: Benchmark, job: str, folder: Path, sender: Connection) ->
         sys.exit(1)
 
 
-def on_devices(config: train.Config, devices: int, backend: str) -> train.Config:
-    """The config on all the devices there are; on a CPU, which simulates as many as are asked for, as it is."""
+def on_devices(config: Any, devices: int, backend: str) -> Any:
+    """The config on all the devices there are, those that the other axes do not need along the first; on a CPU, which
+    simulates as many as are asked for, as it is."""
     if backend == "cpu":
         return config
-    t = math.gcd(config.mesh.t, devices)
-    changed = replace(config, mesh=replace(config.mesh, d=devices // t, t=t))
+    (first, _), *others = vars(config.mesh).items()
+    sizes = {}
+    for axis, size in reversed(others):
+        sizes[axis] = math.gcd(size, devices)
+        devices //= sizes[axis]
+    changed = replace(config, mesh=replace(config.mesh, **sizes, **{first: devices}))
     object.__setattr__(changed, "origins", config.origins)  # frozen for everyone else
     check_combinations(changed)
     return changed
@@ -193,28 +205,28 @@ def on_devices(config: train.Config, devices: int, backend: str) -> train.Config
 def figures(
     benchmark: Benchmark,
     job: str,
-    config: train.Config,
+    config: Any,
     mesh: jax.sharding.Mesh,
     products: dict[str, Callable],
 ) -> tuple[Line, list[str], Callable]:
     """The job's line, notes for a reader, and what runs one more step."""
-    train.act.dtype = config.model.compute_dtype
+    trainer = load(benchmark.program)
     zero, tokens = np.uint32(0), config.training.tokens.batch * config.training.tokens.len
-    step, _ = train.mapped_steps(config, bos_id=0)
-    shapes = with_shardings(train.shapes(config), make_shardings(tuple[train.State, TokenBatch]))
+    step, _ = trainer.mapped_steps(config, bos_id=0)
+    shapes = with_shardings(trainer.shapes(config), tuple[trainer.State, trainer.TokenBatch])
     traced = jax.jit(step, donate_argnums=0).trace(shapes[0], zero, zero, shapes[1])
     backend = jax.default_backend()
-    ledger = of_step(traced, dict(mesh.shape), source=train.__file__, tokens=tokens, platform=backend)
+    ledger = of_step(traced, dict(mesh.shape), source=trainer.__file__, tokens=tokens, platform=backend)
     began = time.perf_counter()
     compiled = traced.lower().compile(compiler_options=options(jax.devices()[0]))
     compile_s = time.perf_counter() - began
 
-    init = functools.partial(train.init_state, config.model)
-    init = jax.jit(init, out_shardings=make_shardings(train.State), compiler_options=RUNS_ONCE)
-    batch, numbers = random_batch(config), iter(range(2**31))
+    init = functools.partial(trainer.init_state, config.model)
+    init = jax.jit(init, out_shardings=make_shardings(trainer.State), compiler_options=RUNS_ONCE)
+    batch, numbers = random_batch(trainer, config), iter(range(2**31))
     state, metrics = init(np.uint32(config.training.seed)), None
 
-    def next_step() -> tuple[train.State, train.Metrics]:
+    def next_step() -> tuple[Any, Any]:
         nonlocal state, metrics
         skipped_steps = zero if metrics is None else metrics.skipped_steps
         state, metrics = compiled(state, skipped_steps, np.uint32(next(numbers)), batch)
@@ -227,7 +239,7 @@ def figures(
         times = timed_in_flight(next_step, benchmark.steps)
     peak_memory = memory()["device_peak_memory_bytes"]
 
-    kind, about, step_s = mesh.devices.flat[0].device_kind, environment([]), statistics.median(times)
+    kind, about, step_s = mesh.devices.flat[0].device_kind, environment(), statistics.median(times)
     machine = of_device_kind(kind)
     bound = machine and roofline(ledger, machine, devices_per_host=mesh.size)
     peak = machine and machine.peak_flops_per_s and machine.peak_flops_per_s * mesh.size
@@ -261,15 +273,15 @@ def figures(
     return line, notes, next_step
 
 
-def random_batch(config: train.Config) -> TokenBatch:
+def random_batch(trainer: Trainer, config: Any) -> Any:
     """Tokens of no data set, in documents as long as C4's."""
     rows, rng = (config.training.tokens.batch, config.training.tokens.len), np.random.default_rng(0)
-    batch = TokenBatch(
+    batch = trainer.TokenBatch(
         targets=rng.integers(0, config.model.vocab, rows).astype(np.uint32),
         is_seq_start=rng.random(rows) < 1 / DOCUMENT,
         is_target=np.ones(rows, bool),
     )
-    return jax.device_put(batch, make_shardings(TokenBatch))
+    return jax.device_put(batch, make_shardings(trainer.TokenBatch))
 
 
 def timed_in_flight(next_step: Callable, steps: int) -> list[float]:

@@ -121,7 +121,7 @@ def open_newest(path: str, pool: ThreadPoolExecutor) -> Checkpoint:
 
 def show(checkpoint: Checkpoint, pool: ThreadPoolExecutor) -> None:
     print(f"checkpoint {checkpoint.path}")
-    for key, value in flat(checkpoint.attributes).items():
+    for key, value in described(checkpoint).items():
         print(f"  {key}: {json.dumps(value)}")
     rows, values, size = [], 0, 0
     for name, array in sorted(checkpoint.arrays.items()):
@@ -139,7 +139,7 @@ def show(checkpoint: Checkpoint, pool: ThreadPoolExecutor) -> None:
 
 def diff(first: Checkpoint, second: Checkpoint, pool: ThreadPoolExecutor) -> None:
     print(f"first   {first.path}\nsecond  {second.path}")
-    ours, theirs = flat(first.attributes), flat(second.attributes)
+    ours, theirs = described(first), described(second)
     for key in sorted(ours.keys() | theirs.keys()):
         if ours.get(key) != theirs.get(key):
             print(f"  {key}: {json.dumps(ours.get(key))} -> {json.dumps(theirs.get(key))}")
@@ -179,6 +179,11 @@ def norm(leaf: np.ndarray) -> float:
     wide = leaf.astype(np.complex128 if leaf.dtype.kind == "c" else np.float64).reshape(-1)
     with np.errstate(invalid="ignore", over="ignore"):
         return float(np.sqrt(np.vdot(wide, wide).real))
+
+
+def described(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Its attributes by their paths; of its program not the source, of which they have the hash."""
+    return {key: value for key, value in flat(checkpoint.attributes).items() if key != "program.source"}
 
 
 def flat(tree: Any, prefix: str = "") -> dict[str, Any]:

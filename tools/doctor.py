@@ -52,7 +52,7 @@ def main(config: Any) -> None:
         print("\nNothing that this run needs is missing or broken.")
 
 
-def program() -> None:
+def run() -> None:
     """Looks at the packages first, since the configuration needs them."""
     wants_text = {"--help", "-h", "--cfg", "-c", "--hydra-help", "--info", "-i"} & set(sys.argv)
     findings = [] if wants_text else list(needed_parts())
@@ -61,14 +61,17 @@ def program() -> None:
         report.add(findings)
         sys.exit(f"error: {report.verdict()}; the rest is looked at when they are there")
     try:
-        import train
+        from runtime import program
         from runtime.config import command_line
+        from tools.doctor_measure import config_class
+
+        trainer = program.of_command_line(sys.argv[1:])
     except (ImportError, RuntimeError) as error:  # JAX and jaxlib that do not go together, a library of the system
         report.add(findings)
         sys.exit(f"error: what is installed cannot be imported: {error}; fix: pip install -r requirements-cpu.txt")
 
-    command_line.run(main, train.Config)
+    command_line.run(main, config_class(trainer))
 
 
 if __name__ == "__main__":
-    program()
+    run()

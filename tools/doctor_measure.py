@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from ledger.count.costs import Collective
 from ledger.machines.hardware import of_device_kind
+from runtime import program
 from runtime.checkpoints.store import open_store
 from runtime.cluster.processes import NoDevice, crossing, prepare_devices, start
 from runtime.config.checks import check_dataset
+from runtime.data.batches import Batch
 from runtime.data.chunks import read_errors
 from runtime.data.sources import open_data
 from runtime.data.tokenizers import BYTES
@@ -33,6 +36,7 @@ from runtime.terminal import RunError
 from runtime.tracking.hlo_graph import find_dot
 from runtime.tracking.trackers import PACKAGES
 from shardlib.mesh import shard_map
+from shardlib.shardtypes import make_shardings, mesh_text
 from tools.doctor_packages import BROKEN, GOOD, OPTION, Finding, needed_parts, optional_parts, tested
 
 REPEATS = 5  # the median counts
@@ -43,6 +47,16 @@ COLLECTIVE_BYTES = {"cpu": 4 * 2**20}  # of the whole array, before it is scatte
 LARGE_COLLECTIVE = 256 * 2**20
 FILES, FILE_BYTES = 16, 4 * 2**20
 LONGEST_STORE_S = 60.0
+
+
+def config_class(trainer: program.Trainer) -> type:
+    """A trainer's config, and which trainer that is."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Doctor(program.ProgramKey, trainer.Config):
+        pass
+
+    return Doctor
 
 
 def measured(config: Any) -> Iterator[tuple[Iterable[Finding], bool]]:
@@ -102,11 +116,16 @@ def devices(config: Any, mesh: Mesh | None, refusal: str) -> Iterator[Finding]:
         yield Finding(BROKEN, "devices", f"{text}: JAX does not use {', '.join(unused)}", fix)
     else:
         yield Finding(GOOD, "devices", text)
-    size = f"d={config.mesh.d} × t={config.mesh.t}"
+    (first, *others), size = vars(config.mesh), mesh_text(vars(config.mesh)).removeprefix("mesh ")
     if mesh is None:
-        yield Finding(BROKEN, "mesh", f"{size}: {refusal}", f"mesh.d={len(found)} mesh.t=1")
+        yield Finding(
+            BROKEN,
+            "mesh",
+            f"{size}: {refusal}",
+            " ".join([f"mesh.{first}={len(found)}", *(f"mesh.{axis}=1" for axis in others)]),
+        )
     else:
-        crossed = crossing(mesh.devices)
+        crossed = crossing(mesh)
         yield Finding(GOOD, "mesh", size + (f", axis {' and axis '.join(crossed)} crosses hosts" if crossed else ""))
 
 
@@ -157,7 +176,7 @@ def collectives(mesh: Mesh) -> Iterator[Finding]:
             rate = sent / _seconds(lambda run=run, operand=operand: run(operand))
             text = f"{rate / 1e9:,.3g} GB/s leave each device"
             if hardware is not None:
-                link = hardware.network_bytes_per_s if axis in crossing(mesh.devices) else hardware.link_bytes_per_s
+                link = hardware.network_bytes_per_s if axis in crossing(mesh) else hardware.link_bytes_per_s
                 text += f", {rate / link:.0%} of the published link" if link else ""
             values = np.asarray(run(operand).addressable_shards[0].data)
             is_right = bool((values == expected).all())
@@ -186,8 +205,10 @@ def _seconds(run: Callable[[], jax.Array]) -> float:
 def data(config: Any, mesh: Mesh | None) -> Iterator[Finding]:
     """Opens both splits as the run would, and holds them against its vocabulary and its steps."""
     # Without a mesh there is one process, which reads all rows of a batch: as if for one device.
-    one = SingleDeviceSharding(jax.local_devices()[0])
-    sharding = one if mesh is None else NamedSharding(mesh, PartitionSpec("d"))
+    sharding = Batch(*[SingleDeviceSharding(jax.local_devices()[0])] * 3)
+    if mesh is not None:
+        with jax.set_mesh(mesh):
+            sharding = make_shardings(program.load(config.program).TokenBatch)
     try:
         with open_data(config, "train", sharding) as training, open_data(config, "validation", sharding) as validation:
             largest_id = max(training.max_token_id, validation.max_token_id)

@@ -9,6 +9,7 @@
 Any config of training, on any mesh; nothing runs, and without `compile` nothing is compiled.
 """
 
+import math
 import os
 import subprocess
 import sys
@@ -21,13 +22,15 @@ from ledger.machines import absent, hardware, roofline
 from ledger.pages import files
 from ledger.pages.text import summary
 from ledger.units import gigabytes
+from runtime import program
 from runtime.config import command_line
 from runtime.terminal import RunError
-from tools.plan_step import Plan, ledger_of, machine_of, on_mesh, with_kernel
+from shardlib.arrays import mesh_text
+from tools.plan_step import PlanKeys, ledger_of, machine_of, on_mesh, plan_class, with_kernel
 from tools.plan_sweep import sweep
 
 
-def main(config: Plan) -> None:
+def main(config: PlanKeys) -> None:
     """What a step costs on a machine that is not here: FLOPs, memory, bytes sent, and how long it takes at the least."""
     machine = machine_of(config)
     config = with_kernel(config, machine)
@@ -49,15 +52,15 @@ def main(config: Plan) -> None:
         compile_absent(config, variables)
 
 
-def report(config: Plan, ledger: Ledger, machine: hardware.Hardware) -> list[str]:
+def report(config: PlanKeys, ledger: Ledger, machine: hardware.Hardware) -> list[str]:
     """What to print: the summary, memory by kind, times, and what they assume."""
-    d, t, tokens = config.mesh.d, config.mesh.t, config.training.tokens
+    tokens, kernel = config.training.tokens, getattr(config.model, "attention", None)
     lines = [
-        f"{config.paths.model_name} on {d * t:,} × {config.hardware or 'n/a'}: {config.hosts} "
+        f"{config.paths.model_name} on {math.prod(ledger.mesh.values()):,} × {config.hardware or 'n/a'}: {config.hosts} "
         f"host{'s' * (config.hosts > 1)} of "
-        f"{config.devices_per_host}, mesh d={d} × t={t}; {tokens.batch:,} × {tokens.len:,} tokens a step in "
-        f"{config.training.microbatches} microbatch{'es' * (config.training.microbatches > 1)}; "
-        f"attention by {config.model.attention}.",
+        f"{config.devices_per_host}, {mesh_text(ledger.mesh)}; {tokens.batch:,} × {tokens.len:,} tokens a step in "
+        f"{config.training.microbatches} microbatch{'es' * (config.training.microbatches > 1)}"
+        + (f"; attention by {kernel}." if kernel else "."),
         *summary(ledger, machine.hbm_bytes),
         "",
         f"Memory of one device: forecast of the peak {gigabytes(ledger.memory.bytes)} of "
@@ -75,7 +78,7 @@ def report(config: Plan, ledger: Ledger, machine: hardware.Hardware) -> list[str
     ]
 
 
-def environment(config: Plan) -> dict[str, str]:
+def environment(config: PlanKeys) -> dict[str, str]:
     """Of the process that compiles. Raises RunError if nothing can, or a package is missing."""
     try:
         return absent.environment(config.hardware or "no hardware")
@@ -83,7 +86,7 @@ def environment(config: Plan) -> dict[str, str]:
         raise RunError(str(error)) from None
 
 
-def compile_absent(config: Plan, variables: dict[str, str]) -> None:
+def compile_absent(config: PlanKeys, variables: dict[str, str]) -> None:
     """Compiles the step in a process of its own, whose environment says for what. Raises RunError if it cannot."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "planned.yaml").write_text(command_line.to_yaml(config))
@@ -94,4 +97,4 @@ def compile_absent(config: Plan, variables: dict[str, str]) -> None:
 
 
 if __name__ == "__main__":
-    command_line.run(main, Plan, "plan")
+    command_line.run(main, plan_class(program.of_command_line(sys.argv[1:])), "plan")

@@ -5,31 +5,31 @@ Prints XLA's memory beside the forecast, every difference between what is writte
 each collective is under way.
 """
 
+import sys
 import time
 
 import jax
 
-import train
 from ledger.compiled import check, overlap
 from ledger.machines import absent
 from ledger.units import gigabytes
+from runtime import program
 from runtime.cluster.tuning import options
 from runtime.config import command_line
 from runtime.run import with_shardings
 from runtime.terminal import RunError
 from shardlib.mesh import make_mesh
-from shardlib.shardtypes import make_shardings
-from tools.plan_step import Plan, ledger_of, trace
+from tools.plan_step import PlanKeys, ledger_of, plan_class, trace
 
 
-def main(config: Plan) -> None:
+def main(config: PlanKeys) -> None:
     """Compiles a plan's step for its absent machine; `python -m tools.plan compile=true` starts it."""
     ledger = ledger_of(config)
     try:
         devices = absent.devices(config.hardware, config.hosts, config.devices_per_host)
-        mesh = make_mesh({"d": config.mesh.d, "t": config.mesh.t}, devices=devices)
+        trainer, mesh = program.load(config.program), make_mesh(vars(config.mesh), devices=devices)
         with jax.set_mesh(mesh):
-            shapes = with_shardings(train.shapes(config), make_shardings(tuple[train.State, train.TokenBatch]))
+            shapes = with_shardings(trainer.shapes(config), tuple[trainer.State, trainer.TokenBatch])
             traced = trace(config, mesh, shapes)
             began = time.perf_counter()
             compiled = absent.compile(traced, options(devices[0]))
@@ -71,4 +71,4 @@ def memory(ledger, compiled: jax.stages.Compiled) -> list[str]:
 
 
 if __name__ == "__main__":
-    command_line.run(main, Plan, "plan")
+    command_line.run(main, plan_class(program.of_command_line(sys.argv[1:])), "plan")

@@ -1,18 +1,20 @@
 """The config of a plan, and its step: on its mesh, with the kernel of its machine, counted without a device."""
 
 import dataclasses
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
 
-import train
 from kernels.attention import suited
 from ledger.count.step import Ledger, of_step
 from ledger.machines import hardware
+from runtime import program
 from runtime.config.checks import check_combinations
 from runtime.terminal import RunError
-from shardlib.shardtypes import ShardingError
+from shardlib.shardtypes import ShardingError, mesh_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +30,8 @@ class OwnHardware:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan(train.Config):
-    """A config of training and the machine to plan it for."""
+class PlanKeys(program.ProgramKey):
+    """The machine to plan a config of training for."""
 
     # h200, tpu_v5p, ...: a name of ledger/machines/hardware.yaml or of own_hardware; null: no times
     hardware: str | None = None
@@ -44,7 +46,17 @@ class Plan(train.Config):
     picture: str | None = None  # with up_to_devices: an SVG file, MFU against devices
 
 
-def machine_of(config: Plan) -> hardware.Hardware:
+def plan_class(trainer: program.Trainer) -> type:
+    """The class of a plan's config: a trainer's config, and the machine."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Plan(PlanKeys, trainer.Config):
+        pass
+
+    return Plan
+
+
+def machine_of(config: PlanKeys) -> hardware.Hardware:
     """The figures of the plan's device. Raises RunError for a name that is not known."""
     if config.hardware is None:
         return hardware.Hardware(None, None, None)
@@ -63,41 +75,43 @@ def machine_of(config: Plan) -> hardware.Hardware:
     return found
 
 
-def with_kernel(config: Plan, machine: hardware.Hardware) -> Plan:
-    """The config with the attention that the planned device would choose, not this one."""
-    if config.model.attention != "auto":
+def with_kernel(config: Any, machine: hardware.Hardware) -> Any:
+    """The config with the attention that the planned device would choose, not this one; of a trainer that has the key."""
+    if getattr(config.model, "attention", None) != "auto":
         return config
     platform = "tpu" if machine.torus_dims else "gpu" if machine.capability else "cpu"
     kernel = suited(platform, machine.capability, config.model.compute_dtype, config.model.d_head)
     return changed(config, model=dataclasses.replace(config.model, attention=kernel))
 
 
-def on_mesh(config: Plan) -> Plan:
-    """The config with the mesh that `hosts` and `devices_per_host` need: its own if it is as large, else with its `t`
-    and the rest of the devices along `d`. Raises RunError if there is none."""
-    d, t = config.mesh.d, config.mesh.t
+def on_mesh(config: Any) -> Any:
+    """The config with the mesh that `hosts` and `devices_per_host` need: its own if it is as large, else with the rest of
+    the devices along its first axis. Raises RunError if there is none."""
+    (first, size), *_ = axes = vars(config.mesh).items()
+    count = math.prod(vars(config.mesh).values())
+    keys, sizes = (" × ".join(map(str, each)) for each in ([f"mesh.{axis}" for axis, _ in axes], dict(axes).values()))
     if config.devices_per_host < 1 or (config.hosts is not None and config.hosts < 1):
         raise RunError("hosts and devices_per_host: expected 1 or more")
     if config.hosts is None:
-        hosts = max(d * t // config.devices_per_host, 1)
-        if d * t > config.devices_per_host and d * t % config.devices_per_host:
+        hosts = max(count // config.devices_per_host, 1)
+        if count > config.devices_per_host and count % config.devices_per_host:
             raise RunError(
-                f"mesh.d × mesh.t = {d} × {t} = {d * t} devices are no whole number of hosts of devices_per_host = "
+                f"{keys} = {sizes} = {count} devices are no whole number of hosts of devices_per_host = "
                 f"{config.devices_per_host}: set devices_per_host"
             )
-        return changed(config, hosts=hosts, devices_per_host=min(config.devices_per_host, d * t))
+        return changed(config, hosts=hosts, devices_per_host=min(config.devices_per_host, count))
     devices = config.hosts * config.devices_per_host
-    if d * t == devices:
+    if count == devices:
         return config
-    if config.origins.of("mesh.d") == "command line" or devices % t:
+    if config.origins.of(f"mesh.{first}") == "command line" or devices % (count // size):
         raise RunError(
-            f"mesh.d × mesh.t = {d} × {t} = {d * t} devices, but hosts × devices_per_host = {config.hosts} × "
-            f"{config.devices_per_host} = {devices}: set mesh.d and mesh.t so that their product is {devices}"
+            f"{keys} = {sizes} = {count} devices, but hosts × devices_per_host = {config.hosts} × "
+            f"{config.devices_per_host} = {devices}: set {keys.replace(' ×', ' and', 1)} so that their product is {devices}"
         )
-    return changed(config, mesh=dataclasses.replace(config.mesh, d=devices // t))
+    return changed(config, mesh=dataclasses.replace(config.mesh, **{first: devices // (count // size)}))
 
 
-def changed(config: Plan, **keys) -> Plan:
+def changed(config: Any, **keys) -> Any:
     """The config with other keys, checked again."""
     new = dataclasses.replace(config, **keys)
     object.__setattr__(new, "origins", config.origins)  # frozen for everyone else
@@ -105,24 +119,22 @@ def changed(config: Plan, **keys) -> Plan:
     return new
 
 
-def trace(config: train.Config, mesh: jax.sharding.AbstractMesh | jax.sharding.Mesh, arguments) -> jax.stages.Traced:
+def trace(config: Any, mesh: jax.sharding.AbstractMesh | jax.sharding.Mesh, arguments) -> jax.stages.Traced:
     """The training step, traced on a mesh; `arguments` are the state's and a batch's shapes."""
-    train.act.dtype = config.model.compute_dtype
     zero, (state, batch) = np.uint32(0), arguments
-    step, _ = train.mapped_steps(config, 0)
+    step, _ = program.load(config.program).mapped_steps(config, 0)
     try:
         return jax.jit(step, donate_argnums=0).trace(state, zero, zero, batch)
     except ShardingError as error:
-        shape = " × ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
-        raise RunError(f"the step cannot be split over the mesh {shape}:\n{error}") from None
+        raise RunError(f"the step cannot be split over the {mesh_text(mesh.shape)}:\n{error}") from None
 
 
-def ledger_of(config: train.Config) -> Ledger:
+def ledger_of(config: Any) -> Ledger:
     """The ledger of the config's step on its mesh, without a device."""
-    mesh = {"d": config.mesh.d, "t": config.mesh.t}
+    trainer, mesh = program.load(config.program), vars(config.mesh)
     automatic = (jax.sharding.AxisType.Auto,) * len(mesh)  # as of the meshes of runs; jax 0.11's default is another
     abstract = jax.sharding.AbstractMesh(tuple(mesh.values()), tuple(mesh), axis_types=automatic)
     with jax.sharding.use_abstract_mesh(abstract):
-        traced = trace(config, abstract, train.shapes(config))
+        traced = trace(config, abstract, trainer.shapes(config))
     tokens = config.training.tokens
-    return of_step(traced, mesh, source=train.__file__, tokens=tokens.batch * tokens.len)
+    return of_step(traced, mesh, source=trainer.__file__, tokens=tokens.batch * tokens.len)

@@ -12,15 +12,15 @@ from tqdm import tqdm
 from ledger.machines import hardware, roofline
 from ledger.units import gigabytes, percent, seconds
 from runtime.terminal import RunError
-from tools.plan_step import Plan, changed, ledger_of
+from shardlib.arrays import mesh_text
+from tools.plan_step import PlanKeys, changed, ledger_of
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
     """One way to run a step."""
 
-    d: int
-    t: int
+    mesh: dict[str, int]
     microbatches: int
     batch: int
     memory_bytes: int
@@ -28,11 +28,11 @@ class Choice:
     estimate: roofline.Roofline
 
 
-def sweep(config: Plan, machine: hardware.Hardware) -> None:
+def sweep(config: PlanKeys, machine: hardware.Hardware) -> None:
     """Prints a table for each number of devices, and draws the picture. Raises RunError where there is no mesh."""
     if None in (machine.peak_flops_per_s, machine.hbm_bytes, machine.hbm_bytes_per_s):
         raise RunError("a sweep is sorted by time: give hardware=, with peak_flops_per_s, hbm_bytes, hbm_bytes_per_s")
-    own = config.mesh.d * config.mesh.t
+    own = math.prod(vars(config.mesh).values())
     first = own if config.hosts is None else config.hosts * config.devices_per_host
     if config.up_to_devices is not None and config.up_to_devices < first:
         raise RunError(f"up_to_devices = {config.up_to_devices}: expected {first}, with which it begins, or more")
@@ -63,22 +63,35 @@ def counts(first: int, last: int | None) -> list[int]:
     return [first * 2**power for power in range(int(math.log2((last or first) / first)) + 1)]
 
 
-def choices(config: Plan, machine: hardware.Hardware, devices: int, batch: int) -> tuple[list[Choice], str]:
+def choices(config: PlanKeys, machine: hardware.Hardware, devices: int, batch: int) -> tuple[list[Choice], str]:
     """All meshes of so many devices, those that fit first, the fastest first; and why a mesh that can't be is refused."""
     found, refusal = [], ""
-    meshes = [(devices // t, t) for t in range(1, devices + 1) if devices % t == 0]
-    for d, t in tqdm(meshes, desc=f"{devices} devices", leave=False):
-        for microbatches in powers(batch // d):
+    meshes = [dict(zip(vars(config.mesh), sizes)) for sizes in products(devices, len(vars(config.mesh)))]
+    for mesh in tqdm(meshes, desc=f"{devices} devices", leave=False):
+        for microbatches in powers(batch):
             try:
-                tried = of_shape(config, d, t, batch, microbatches)
+                choice = choose(of_shape(config, mesh, batch, microbatches), machine)
             except RunError as error:
-                refusal = refusal or f"d={d} × t={t}: {error}"
+                if microbatches == 1:
+                    refusal = refusal or f"{mesh_text(mesh)}: {error}".partition("\n")[0]
                 break
-            choice = choose(tried, machine)
             found.append(choice)
             if choice.fits:
                 break
     return sorted(found, key=lambda each: (not each.fits, each.estimate.step_s, each.estimate.step_alone_s)), refusal
+
+
+def products(number: int, factors: int) -> Iterator[tuple[int, ...]]:
+    """The ways to write a number as a product, the first factor falling.
+
+    >>> list(products(4, 2))
+    [(4, 1), (2, 2), (1, 4)]
+    """
+    if factors == 1:
+        yield (number,)
+        return
+    for first in (each for each in range(number, 0, -1) if number % each == 0):
+        yield from ((first, *rest) for rest in products(number // first, factors - 1))
 
 
 def powers(most: int) -> Iterator[int]:
@@ -86,19 +99,19 @@ def powers(most: int) -> Iterator[int]:
     yield from (2**power for power in range(max(most, 1).bit_length()))
 
 
-def of_shape(config: Plan, d: int, t: int, batch: int, microbatches: int) -> Plan:
+def of_shape(config: PlanKeys, mesh: dict[str, int], batch: int, microbatches: int) -> PlanKeys:
     tokens = dataclasses.replace(config.training.tokens, batch=batch)
     training = dataclasses.replace(config.training, tokens=tokens, microbatches=microbatches)
-    per_host = min(config.devices_per_host, d * t)
-    mesh = dataclasses.replace(config.mesh, d=d, t=t)
-    return changed(config, mesh=mesh, training=training, hosts=max(d * t // per_host, 1), devices_per_host=per_host)
+    devices = math.prod(mesh.values())
+    per_host = min(config.devices_per_host, devices)
+    mesh = dataclasses.replace(config.mesh, **mesh)
+    return changed(config, mesh=mesh, training=training, hosts=max(devices // per_host, 1), devices_per_host=per_host)
 
 
-def choose(config: Plan, machine: hardware.Hardware) -> Choice:
+def choose(config: PlanKeys, machine: hardware.Hardware) -> Choice:
     ledger = ledger_of(config)
     return Choice(
-        d=config.mesh.d,
-        t=config.mesh.t,
+        mesh=ledger.mesh,
         microbatches=config.training.microbatches,
         batch=config.training.tokens.batch,
         memory_bytes=ledger.memory.bytes,
@@ -107,18 +120,18 @@ def choose(config: Plan, machine: hardware.Hardware) -> Choice:
     )
 
 
-def table(config: Plan, devices: int, batch: int, found: list[Choice], refusal: str) -> list[str]:
+def table(config: PlanKeys, devices: int, batch: int, found: list[Choice], refusal: str) -> list[str]:
     """One row for each choice."""
     lines = [
         f"{config.paths.model_name} on {devices:,} × {config.hardware}, {batch:,} × {config.training.tokens.len:,} "
         "tokens a step",
-        f"{'d':>6}{'t':>5}{'microbatches':>14}{'memory':>12}{'overlapped':>13}{'MFU':>8}{'alone':>13}{'MFU':>8}  "
+        f" {''.join(f'{axis:>5}' for axis in vars(config.mesh))}{'microbatches':>14}{'memory':>12}{'overlapped':>13}{'MFU':>8}{'alone':>13}{'MFU':>8}  "
         "bound by",
     ]
     for each in found:
         estimate = each.estimate
         lines.append(
-            f"{each.d:>6}{each.t:>5}{each.microbatches:>14}{gigabytes(each.memory_bytes):>12}"
+            f" {''.join(f'{size:>5}' for size in each.mesh.values())}{each.microbatches:>14}{gigabytes(each.memory_bytes):>12}"
             f"{seconds(estimate.step_s):>13}{percent(estimate.mfu):>8}"
             f"{seconds(estimate.step_alone_s):>13}{percent(estimate.mfu_alone):>8}  {estimate.bound or 'n/a'}"
             f"{'' if each.fits else ', does not fit'}"
@@ -133,13 +146,16 @@ WIDTH, LEFT, TOP, PLOT_WIDTH, PLOT_HEIGHT = 760, 76, 50, 644, 300
 CURVES = (("mfu", "everything overlaps", "#1f6feb"), ("mfu_alone", "nothing overlaps", "#b35900"))
 
 
-def picture(config: Plan, best: list[Choice], rows: str) -> str:
+def picture(config: PlanKeys, best: list[Choice], rows: str) -> str:
     """An SVG of the MFU of the fastest mesh that fits, against the number of devices, with what it assumes."""
-    sizes = [math.log2(each.d * each.t) for each in best] or [0]
+    sizes = [math.log2(math.prod(each.mesh.values())) for each in best] or [0]
     span = max(sizes[-1] - sizes[0], 1)
 
     def place(index: int, mfu: float) -> tuple[float, float]:
         return LEFT + (sizes[index] - sizes[0]) / span * PLOT_WIDTH, TOP + (1 - mfu) * PLOT_HEIGHT
+
+    def devices(choice: Choice) -> str:
+        return f"{math.prod(choice.mesh.values()):,}"
 
     title = f"{config.paths.model_name} on {config.hardware}: predicted MFU of the fastest mesh; {rows}"
     parts = [f'<text x="{LEFT}" y="26" font-size="15">{escape(title)}</text>']
@@ -149,11 +165,11 @@ def picture(config: Plan, best: list[Choice], rows: str) -> str:
         parts.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{10 * tenth} %</text>')
     for index, each in enumerate(best):
         x, _ = place(index, 0)
-        for line, label in enumerate((f"{each.d * each.t:,}", f"{each.d} × {each.t}", f"{each.microbatches}")):
+        for line, label in enumerate((devices(each), " × ".join(map(str, each.mesh.values())), f"{each.microbatches}")):
             parts.append(
                 f'<text x="{x:.1f}" y="{TOP + PLOT_HEIGHT + 18 + 15 * line}" text-anchor="middle">{label}</text>'
             )
-    for line, label in enumerate(("devices", "d × t", "parts")):  # microbatches
+    for line, label in enumerate(("devices", " × ".join(vars(config.mesh)), "parts")):  # microbatches
         y = TOP + PLOT_HEIGHT + 18 + 15 * line
         parts.append(f'<text x="4" y="{y}" fill="#555">{label}</text>')
     for number, (key, label, colour) in enumerate(CURVES):
@@ -161,7 +177,7 @@ def picture(config: Plan, best: list[Choice], rows: str) -> str:
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y, _ in points)
         parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
         parts += [
-            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}"><title>{each.d * each.t:,} devices: '
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}"><title>{devices(each)} devices: '
             f"{percent(getattr(each.estimate, key))}, bound by {each.estimate.bound}</title></circle>"
             for x, y, each in points
         ]

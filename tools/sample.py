@@ -4,28 +4,30 @@
     python -m tools.sample runs/local_shakespeare --prompt "HAMLET." --tokens 500 --temperature 0.8 --seed 1
 
 A plain loop on one device: for each token the model computes a whole row of training.tokens.len tokens again. Once the
-text is longer than a row, the model sees its last tokens only.
+text is longer than a row, the model sees its last tokens only. The model is that of the program that trained the run, of
+which the checkpoint keeps a copy, and the tokenizer that which the run folder holds.
 """
 
 import argparse
+import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-import train
+from runtime import program
 from runtime.checkpoints.directory import Checkpoints
 from runtime.config.resume import config_of
-from runtime.data.batches import TokenBatch
-from runtime.data.tokenizers import Tokenizer, load_dataset_tokenizer, load_tokenizer
+from runtime.data.sources import kept_tokenizer, tokenizer_of
+from runtime.data.tokenizers import Tokenizer
 from runtime.run import with_shardings
 from runtime.terminal import RunError, refusals
-from shardlib import shardops
 from shardlib.mesh import make_mesh
-from shardlib.shardtypes import f32, i32, make_shardings, typed_shard_map
+from shardlib.shardtypes import typed_shard_map
 
 
 def main() -> None:
@@ -37,16 +39,18 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=400, help="how many the model adds (%(default)s)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the random choice (%(default)s)")
+    parser.add_argument("--program", help="a trainer's module or file, in the place of the one that trained the run")
     arguments = parser.parse_args()
     try:
-        with jax.set_mesh(make_mesh({"d": 1, "t": 1}, devices=jax.devices()[:1])):
-            config, weights = load_run(arguments.run_folder)
-            tokenizer = tokenizer_of(config)
-            prompt = tokenizer.encode_batch([arguments.prompt])[0].tolist()
+        trainer, config, weights = load_run(arguments.run_folder, arguments.program)
+        tokenizer = find_tokenizer(arguments.run_folder, config)
+        prompt = tokenizer.encode_batch([arguments.prompt])[0].tolist()
+        with jax.set_mesh(mesh_of(config)):
+            temperature, seed = arguments.temperature, arguments.seed
+            next_logits = logits_of(trainer, config, weights, tokenizer.bos_id)
             drawn = sample(
-                config.model, config.training, weights, tokenizer.bos_id, prompt,
-                tokens=arguments.tokens, length=config.training.tokens.len, temperature=arguments.temperature, seed=arguments.seed,
-            )  # fmt: skip
+                next_logits, prompt, arguments.tokens, config.training.tokens.len, temperature=temperature, seed=seed
+            )
             for text in pieces(tokenizer, prompt, drawn):
                 print(text, end="", flush=True)
             print()
@@ -54,57 +58,81 @@ def main() -> None:
         sys.exit(f"error: {error}")
 
 
-def load_run(folder: str) -> tuple[train.Config, train.Weights]:
-    """The config and the weights of a run's newest checkpoint, on the current mesh.
+def load_run(folder: str, name: str | None = None) -> tuple[program.Trainer, Any, Any]:
+    """The trainer of a run, its config, and the weights of the run's newest checkpoint, on one device.
 
+    Args:
+      name: of another trainer than the one that the checkpoint keeps.
     Raises:
-      RunError: there is no checkpoint that reads whole.
+      RunError: there is no checkpoint that reads whole, or the trainer's weights are others.
     """
     kept = {"keep_last": None, "keep_every": None}
     checkpoints = Checkpoints(f"{folder}/checkpoints", **kept, asynchronous=False, timeout_s=60, max_io_threads=16)
     step = checkpoints.latest()
     if step is None:
         raise RunError(f"there is no complete checkpoint in {folder}/checkpoints: give the folder of a run, runs/NAME")
-    config = config_of(train.Config, checkpoints.attributes(step))
-    train.act.dtype = config.model.compute_dtype
-    state, _ = train.shapes(config)
-    _, state = checkpoints.restore(with_shardings(state, make_shardings(train.State)), step)
+    attributes = checkpoints.attributes(step)
+    if name is None:
+        trainer, notes = program.of_checkpoint(attributes)
+    else:
+        trainer, notes = program.load(name), [f"{name} is taken, not the program that trained the run"]
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+    if not hasattr(trainer, "forward"):
+        raise RunError(f"{trainer.__file__} has no function `forward`, without which nothing can be sampled")
+    config = config_of(trainer.Config, attributes)
+    trainer.act.dtype = config.model.compute_dtype
+    state, _ = trainer.shapes(config)
+    with jax.set_mesh(mesh_of(config)):
+        _, state = checkpoints.restore(with_shardings(state, trainer.State), step)
     checkpoints.close()
-    return config, state.weights
+    return trainer, config, state.weights
 
 
-def tokenizer_of(config: train.Config) -> Tokenizer:
-    """The tokenizer that the run's data set holds. Raises RunError where it holds none."""
-    if config.hf_dataset.tokenizer:
-        return load_tokenizer(config.hf_dataset.tokenizer)
-    path = config.mixture[0].filespec if config.mixture else config.flat_tokens.filespec
-    tokenizer = load_dataset_tokenizer(path)
+def mesh_of(config: Any) -> jax.sharding.Mesh:
+    """One device along all axes of the run's mesh."""
+    return make_mesh(dict.fromkeys(vars(config.mesh), 1), devices=jax.devices()[:1])
+
+
+def find_tokenizer(folder: str, config: Any) -> Tokenizer:
+    """The tokenizer that the run folder holds, or its data. Raises RunError where none does."""
+    tokenizer = kept_tokenizer(Path(folder)) or tokenizer_of(config)
     if tokenizer is None:
+        path = config.mixture[0].filespec if config.mixture else config.flat_tokens.filespec
         raise RunError(f"{path} names no tokenizer, so that its ids are no text")
     return tokenizer
 
 
+def logits_of(trainer: program.Trainer, config: Any, weights: Any, bos_id: int) -> Callable[[Any, int], jax.Array]:
+    """A function of a batch of one row and a position: what the model says of the token there, given those before."""
+    forward = typed_shard_map(functools.partial(trainer.forward, config.model, config.training, bos_id))
+
+    @jax.jit
+    def logits(weights: Any, batch: Any, position: jax.Array) -> jax.Array:
+        hidden = forward(weights, batch)[0, position]
+        unembed = weights.unembed.astype(hidden.dtype)
+        return jnp.einsum("m,vm->v", hidden, unembed, preferred_element_type=jnp.float32)
+
+    def of_row(tokens: np.ndarray, position: int) -> jax.Array:
+        false = np.zeros(tokens.shape, bool)
+        return logits(
+            weights, trainer.TokenBatch(targets=tokens, is_seq_start=false, is_target=false), np.int32(position)
+        )
+
+    return of_row
+
+
 def sample(
-    model: train.Model, training: train.Training, weights: train.Weights, bos_id: int, ids: list[int],
-    *, tokens: int, length: int, temperature: float, seed: int,
-) -> Iterator[int]:  # fmt: skip
+    next_logits: Callable, ids: list[int], tokens: int, length: int, *, temperature: float, seed: int
+) -> Iterator[int]:
     """Draws tokens that go on from these ids, one after another, each from softmax(logits / temperature)."""
-
-    def next_logits(weights: train.Weights, row: TokenBatch, position: i32['']) -> f32['B/d V/t']:
-        x = train.forward(model, training, bos_id, weights, row)
-        unembed = shardops.all_gather('V/t M/d -> V/t M', weights.unembed, dtype=train.act)
-        last = lax.dynamic_index_in_dim(x, position, axis=1, keepdims=False)
-        return shardops.einsum_unreduced('B/d M, V/t M -> B/d V/t', last, unembed, preferred_element_type=jnp.float32)
-
-    next_logits = jax.jit(typed_shard_map(next_logits))
     key, ids = jax.random.key(seed), list(ids)
-    false = np.zeros((1, length), bool)
     for number in range(tokens):
         # A row predicts each of its tokens from those before: the model is asked for the one after the last.
         seen = ids[-(length - 1) :]
         targets = np.zeros((1, length), np.uint32)
         targets[0, : len(seen)] = seen
-        logits = next_logits(weights, TokenBatch(targets, false, false), np.int32(len(seen)))[0]
+        logits = next_logits(targets, len(seen))
         if temperature > 0:
             logits = logits / temperature + jax.random.gumbel(jax.random.fold_in(key, number), logits.shape)
         ids.append(int(jnp.argmax(logits)))

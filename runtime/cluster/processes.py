@@ -1,18 +1,19 @@
 """Several hosts: finds the other processes, lays the mesh over their devices, and says who failed.
 
     mesh = cluster.start(config)                     # by every process alike; with one host it finds nobody
-    cluster.crossing(mesh.devices)                   # ('d',): the axes whose collectives use the network
+    cluster.crossing(mesh)                           # ('d',): the axes whose collectives use the network
 
 Whatever starts the processes (Slurm's srun, Open MPI's mpirun, a Kubernetes Job or JobSet, Cloud TPU),
 `jax.distributed` finds by itself who they are; where nothing does, the keys `cluster.*` say it. docs/hosts.md has a
 page on each.
 """
 
+import math
 import os
 import socket
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,6 +25,7 @@ from ledger.count.step import Ledger
 from ledger.units import gigabytes
 from runtime.cluster.tuning import is_given, tune
 from runtime.terminal import RunError, one_of_several, print_line
+from shardlib.arrays import mesh_text
 from shardlib.mesh import make_mesh
 
 # For how long the processes wait for each other at the start: of a large job some are scheduled minutes later.
@@ -64,11 +66,12 @@ def start(config: Any) -> Mesh:
     if jax.process_count() > 1:
         one_of_several(socket.gethostname(), jax.process_index(), jax.process_count())
     check_mesh(config, jax.device_count(), jax.default_backend())
-    mesh = lay_out(jax.devices()[: config.mesh.d * config.mesh.t], config.mesh.d, config.mesh.t)
+    axes = vars(config.mesh)
+    mesh = lay_out(jax.devices()[: math.prod(axes.values())], axes)
     if jax.process_count() > 1:
         names = _host_names()
         if jax.process_index() == 0:
-            print_line("\n".join([*table(mesh.devices, names), *advice(mesh.devices)]))
+            print_line("\n".join([*table(mesh, names), *advice(mesh)]))
     return mesh
 
 
@@ -83,7 +86,7 @@ def prepare_devices(config: Any) -> None:
     if config.check_only or given_by_user or jax.config.jax_num_cpu_devices != -1:
         return
     try:
-        jax.config.update("jax_num_cpu_devices", max(1, config.mesh.d * config.mesh.t // config.num_hosts))
+        jax.config.update("jax_num_cpu_devices", max(1, math.prod(vars(config.mesh).values()) // config.num_hosts))
     except RuntimeError:  # JAX has started (a second job of a sweep): check_mesh says so if devices are too few
         return
 
@@ -104,11 +107,11 @@ def check_mesh(config: Any, device_count: int, platform: str) -> None:
 
     device_count: of all processes. platform: JAX's name of it, 'cpu', 'gpu' or 'tpu'.
     """
-    d, t = config.mesh.d, config.mesh.t
-    needed = d * t
+    needed = math.prod(vars(config.mesh).values())
     if needed == device_count or (needed < device_count and config.num_hosts == 1):
         return
-    fix = f"set mesh.d and mesh.t so that their product is {device_count}"
+    keys = [f"mesh.{axis}" for axis in vars(config.mesh)]
+    fix = f"set {' and '.join(keys)} so that their product is {device_count}"
     if platform == "cpu":
         fix += (
             f", or simulate {needed // config.num_hosts} devices"
@@ -118,7 +121,8 @@ def check_mesh(config: Any, device_count: int, platform: str) -> None:
     elif needed > device_count:
         fix += ", or run on more devices; check_only=true checks the step without any"
     raise RunError(
-        f"{config.origins.of('mesh.d')}: mesh.d × mesh.t = {d} × {t}: expected {device_count} devices"
+        f"{config.origins.of(keys[0])}: {' × '.join(keys)} = {' × '.join(map(str, vars(config.mesh).values()))}: expected "
+        f"{device_count} devices"
         f"{'' if config.num_hosts > 1 else ' or fewer'}, since this job has {device_count} ({platform}), not "
         f"{needed}: {fix}"
     )
@@ -219,51 +223,57 @@ def domain(device: Any) -> int:
     return device.process_index if found is None else found
 
 
-def lay_out(devices: Sequence[Any], d: int, t: int) -> Mesh:
-    """The mesh d × t over these devices, with the neighbours along t within one host wherever t allows it.
+def lay_out(devices: Sequence[Any], axes: Mapping[str, int]) -> Mesh:
+    """The mesh over these devices. Neighbours along its last axes are within one host wherever the sizes allow it.
 
     Within a TPU slice JAX places the axes along the torus. It refuses devices of several slices, as which it also
-    counts GPU hosts, so these are placed here: along d slice after slice, host after host.
+    counts GPU hosts, so these are placed here: slice after slice, host after host, along the first axes.
     """
-    domains = len({domain(device) for device in devices})
+    left = domains = len({domain(device) for device in devices})
     if domains == 1:
-        return make_mesh({"d": d, "t": t}, devices=devices)
-    if devices[0].platform == "tpu" and d % domains == 0:
+        return make_mesh(dict(axes), devices=devices)
+    between = []  # how many slices follow each other along each axis
+    for size in axes.values():
+        between.append(math.gcd(size, left))
+        left //= between[-1]
+    if devices[0].platform == "tpu" and left == 1:
+        within = [size // slices for size, slices in zip(axes.values(), between, strict=True)]
         # v5e's slices are a torus of two dims, which a mesh's axes may have to share.
-        placed = mesh_utils.create_hybrid_device_mesh(
-            (d // domains, t), (domains, 1), devices, allow_split_physical_axes=True
-        )
+        placed = mesh_utils.create_hybrid_device_mesh(within, between, devices, allow_split_physical_axes=True)
     else:
         near = sorted(devices, key=lambda device: (domain(device), device.process_index, device.id))
-        placed = np.array(near).reshape(d, t)
-    return Mesh(placed, ("d", "t"), axis_types=(AxisType.Auto,) * 2)
+        placed = np.array(near).reshape(*axes.values())
+    return Mesh(placed, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
-def crossing(devices: np.ndarray) -> tuple[str, ...]:
-    """The axes of a mesh's devices, d × t, along which these are of different hosts (on TPUs: slices), so that collectives
-    use the network."""
-    place = np.vectorize(domain)(devices)
-    return tuple(axis for index, axis in enumerate("dt") if (place != np.take(place, [0], axis=index)).any())
+def crossing(mesh: Mesh) -> tuple[str, ...]:
+    """The axes along which a mesh's devices are of different hosts (on TPUs: slices), so that collectives use the
+    network."""
+    place = np.vectorize(domain)(mesh.devices)
+    names = enumerate(mesh.axis_names)
+    return tuple(name for index, name in names if (place != np.take(place, [0], axis=index)).any())
 
 
-def table(devices: np.ndarray, names: Sequence[str]) -> list[str]:
+def table(mesh: Mesh, names: Sequence[str]) -> list[str]:
     """A line for each process, with its host, devices and part of the mesh, and what crosses hosts.
 
-    devices: of the mesh, d × t. names: each process's host.
+    names: each process's host.
     """
-    d, t = devices.shape
+    devices = mesh.devices
     process = np.vectorize(lambda device: device.process_index)(devices)
     width = max(len("host"), *map(len, names))
-    lines = [f"{len(names)} hosts, {devices.size} devices: mesh d={d} × t={t}", f"  process  {'host':{width}}  devices"]
+    lines = [
+        f"{len(names)} hosts, {devices.size} devices: {mesh_text(mesh.shape)}",
+        f"  process  {'host':{width}}  devices",
+    ]
     for index, name in enumerate(names):
         own = np.argwhere(process == index)
         kind = devices[tuple(own[0])].device_kind
-        (first_d, first_t), (last_d, last_t) = own.min(axis=0), own.max(axis=0)
-        part = f"d {_range(first_d, last_d)}, t {_range(first_t, last_t)}"
+        parts = zip(mesh.axis_names, own.min(axis=0), own.max(axis=0))
+        part = ", ".join(f"{axis} {_range(first, last)}" for axis, first, last in parts)
         lines.append(f"  {index:7}  {name:{width}}  {len(own)} × {kind}: {part}")
-    crossed = crossing(devices)
-    group = _group(devices)
-    within = [axis for axis, size in zip("dt", devices.shape, strict=True) if axis not in crossed and size > 1]
+    crossed, group = crossing(mesh), _group(devices)
+    within = [axis for axis, size in mesh.shape.items() if axis not in crossed and size > 1]
     crosses = f"axis {' and axis '.join(crossed)} crosses {group}s" if crossed else f"no axis leaves a {group}"
     return [*lines, crosses + (f"; axis {' and axis '.join(within)} stays within one" if within and crossed else "")]
 
@@ -276,23 +286,24 @@ def _group(devices: np.ndarray) -> str:
     return "slice" if devices.flat[0].platform == "tpu" else "host"
 
 
-def advice(devices: np.ndarray) -> list[str]:
-    """What is slow about a mesh, and what to set instead."""
-    if "t" not in crossing(devices):
+def advice(mesh: Mesh) -> list[str]:
+    """What is slow about a mesh, and what to set instead: its last axis, along which most is sent, crosses hosts."""
+    (first, first_size), *_, (last, size) = mesh.shape.items()
+    if first == last or last not in crossing(mesh):
         return []
-    (_, t), group = devices.shape, _group(devices)
-    _, counts = np.unique(np.vectorize(domain)(devices), return_counts=True)
-    fits = max(size for size in range(1, t) if t % size == 0 and (counts % size == 0).all())
+    group = _group(mesh.devices)
+    _, counts = np.unique(np.vectorize(domain)(mesh.devices), return_counts=True)
+    fits = max(part for part in range(1, size) if size % part == 0 and (counts % part == 0).all())
     return [
-        f"warning: axis t (mesh.t = {t}) crosses {group}s, which have {counts.min()} devices each: every layer waits "
-        "for its "
-        f"collectives over t, several times, at the network's speed; set mesh.t={fits} mesh.d={devices.size // fits}"
+        f"warning: axis {last} (mesh.{last} = {size}) crosses {group}s, which have {counts.min()} devices each: every "
+        f"layer waits for its collectives over {last}, several times, at the network's speed; set mesh.{last}={fits} "
+        f"mesh.{first}={first_size * size // fits}"
     ]
 
 
 def sent_over_network(ledger: Ledger, mesh: Mesh) -> list[str]:
     """A line with the bytes of a step that are sent along axes that cross hosts; none where no axis does."""
-    crossed = crossing(mesh.devices)
+    crossed = crossing(mesh)
     if not crossed:
         return []
     rows = ledger.costs.collectives.items()

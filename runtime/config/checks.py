@@ -5,6 +5,7 @@ check_combinations by the loader, check_num_hosts and check_mesh when the device
 set is open, check_resume when a checkpoint is found.
 """
 
+import math
 import re
 from collections.abc import Iterator
 from operator import attrgetter
@@ -12,18 +13,19 @@ from typing import Any
 
 from runtime.config.rebuild import refuse, shown
 from runtime.terminal import RunError
+from shardlib.sizes import nearest_divisors, nearest_multiples
 
 LONGEST_NAME = 255  # bytes of a file's or folder's name, on nearly every file system
 
 
 def check_combinations(config: Any) -> None:
-    """Refuses sizes that the mesh cannot split, and keys that contradict each other. Each value is in range already.
+    """Refuses hosts that cannot share the mesh, and keys that contradict each other. Each value is in range already.
 
     config has the keys of runtime.config.keys.RunConfig and those of train.py's Model and Training, which this room
     does not import. Raises RunError with every problem, each with the file or `command line` that set the key.
     """
     wrong = [_problem(config, key, text) for is_wrong, key, text in _contradictions(config) if is_wrong]
-    refuse([*_sources(config), *_indivisible(config), *wrong])
+    refuse([*_sources(config), *_hosts(config), *wrong])
 
 
 def _sources(config: Any) -> Iterator[str]:
@@ -88,11 +90,11 @@ def _contradictions(config: Any) -> Iterator[tuple[bool, str, str]]:
     how_many = "cluster.coordinator is set: expected how many processes it coordinates"
     yield coordinator is not None and hosts == 1, "num_hosts", how_many
 
+    d_head = getattr(config.model, "d_head", 0)  # of a trainer that has it
     yield (
-        config.model.d_head % 2 == 1,
+        d_head % 2 == 1,
         "model.d_head",
-        "rotary embeddings turn the two halves of a head, so it must be even: set it to "
-        f"{_nearest_multiples(config.model.d_head, 2)}",
+        f"rotary embeddings turn the two halves of a head, so it must be even: set it to {nearest_multiples(d_head, 2)}",
     )
     yield (
         training.steps_for_lr < training.warmup_steps,
@@ -109,44 +111,16 @@ def _contradictions(config: Any) -> Iterator[tuple[bool, str, str]]:
     )
 
 
-def _indivisible(config: Any) -> Iterator[str]:
-    d, t = config.mesh.d, config.mesh.t
-    # The dims that arrays are split along: 'V/t M/d' (and 'M/d/t'), 'K/t', 'F/t'. 'M/t' of the activations follows.
-    for dim, key in (("V", "model.vocab"), ("K", "model.n_kv"), ("F", "model.d_ff")):
-        size = _get(config, key)
-        if size % t:
-            yield _problem(
-                config,
-                key,
-                f"dim {dim} is split over axis t (mesh.t = {t}), and {size} is no multiple of {t}: set {key} to "
-                f"{_nearest_multiples(size, t)}, or mesh.t to {_nearest_divisors(size, t)}",
-            )
-    if config.model.d_model % (d * t):
-        size = config.model.d_model
-        yield _problem(
-            config,
-            "model.d_model",
-            f"dim M is split over the axes d and t (mesh.d × mesh.t = {d} × {t} = {d * t}), and {size} is no multiple "
-            "of "
-            f"{d * t}: set model.d_model to {_nearest_multiples(size, d * t)}",
-        )
-    training = config.training
-    batch, parts = training.tokens.batch, training.microbatches * d
-    if batch % parts:
-        yield _problem(
-            config,
-            "training.tokens.batch",
-            f"dim B is split into parts and over axis d (training.microbatches × mesh.d = "
-            f"{training.microbatches} × {d} = {parts}), and {batch} is no multiple of {parts}: "
-            f"set training.tokens.batch to {_nearest_multiples(batch, parts)}",
-        )
-    if (d * t) % config.num_hosts:
+def _hosts(config: Any) -> Iterator[str]:
+    axes = vars(config.mesh)
+    devices = math.prod(axes.values())
+    if devices % config.num_hosts:
+        keys, sizes = (" × ".join(map(str, each)) for each in ([f"mesh.{axis}" for axis in axes], axes.values()))
         yield _problem(
             config,
             "num_hosts",
-            f"the mesh's {d * t} devices (mesh.d × mesh.t = {d} × {t}) cannot be shared evenly by {config.num_hosts} "
-            "hosts: "
-            f"set num_hosts to {_nearest_divisors(d * t, config.num_hosts)}",
+            f"the mesh's {devices} devices ({keys} = {sizes}) cannot be shared evenly by {config.num_hosts} hosts: "
+            f"set num_hosts to {nearest_divisors(devices, config.num_hosts)}",
         )
 
 
@@ -164,9 +138,8 @@ def check_dataset(config: Any, max_token_id: int, steps_available: int | None, b
     problems = []
     if config.model.vocab <= max(max_token_id, bos_id):
         what = f"token ids up to {max_token_id}" if max_token_id >= bos_id else f"the bos_id {bos_id}"
-        t, needed = config.mesh.t, max(max_token_id, bos_id) + 1
-        fix = f"{-(-needed // t) * t} or more" + (f", a multiple of mesh.t = {t}" if t > 1 else "")
-        problems.append(_problem(config, "model.vocab", f"{source} has {what}: set model.vocab to {fix}"))
+        needed = max(max_token_id, bos_id) + 1
+        problems.append(_problem(config, "model.vocab", f"{source} has {what}: set model.vocab to {needed} or more"))
     if steps_available == 0:
         text = (
             f"the data set {filespec} is too small for one step of {rows.batch} × {rows.len} tokens (batch × len) in "
@@ -203,16 +176,3 @@ def _get(config: Any, key: str) -> Any:
 
 def _problem(config: Any, key: str, text: str) -> str:
     return f"{config.origins.of(key)}: {key} = {shown(_get(config, key))}: {text}"
-
-
-def _nearest_multiples(size: int, factor: int) -> str:
-    """'60 or 64' for 63 and 4."""
-    below = size // factor * factor
-    return f"{below} or {below + factor}" if below else f"{factor}"
-
-
-def _nearest_divisors(size: int, near: int) -> str:
-    """'1 or 3' for 3 and 2: the divisors of size next to near."""
-    below = next((n for n in range(near - 1, 0, -1) if size % n == 0), None)
-    above = next((n for n in range(near + 1, min(size, 64 * near) + 1) if size % n == 0), None)
-    return " or ".join(str(n) for n in (below, above) if n)

@@ -27,12 +27,6 @@ class Paths:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mesh:
-    d: Count  # devices along axis d: the batch, and the master weights and Adam state (FSDP)
-    t: Count  # devices along axis t: heads, d_ff and vocabulary (tensor parallelism)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Cluster:
     """Who the processes of a job are, where the launcher that starts them does not say it (docs/hosts.md)."""
 
@@ -95,14 +89,30 @@ class Tracking:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Tokens:
+    batch: Count  # rows a step, over all devices
+    len: Count  # tokens a row
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunTraining:
+    """What every trainer's section `training` has."""
+
+    seed: Seed = 0  # of the first weights; the order of the data has its own, flat_tokens.seed
+    steps: Count  # updates of the weights, from the run's beginning
+    tokens: Tokens
+    microbatches: Count = 1  # parts of a step's batch that are computed one after another
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """All of a run but its hyperparameters, which train.py adds as `model` and `training`."""
+    """All of a run but what its trainer's file adds: `mesh`, a size for each axis in the mesh's order; `model`, which has
+    `vocab`; and `training`, a RunTraining."""
 
     # Where each key was set, for messages: the loader fills it in. Not a key, and no part of equality.
     origins: ClassVar[Origins] = Origins()
 
     paths: Paths
-    mesh: Mesh
     num_hosts: Count = 1  # processes that run this job together, one a host
     cluster: Cluster = field(default_factory=Cluster)
     checkpoint_interval: Count = 1000  # steps from one checkpoint to the next; the last step is always saved

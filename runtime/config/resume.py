@@ -7,7 +7,7 @@ refused; what may change (steps, learning rate, intervals, mesh, paths, threads)
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from runtime.config.keys import DROPPED_KEYS
@@ -47,11 +47,14 @@ def config_of(config_class: type[C], attributes: Mapping[str, Any]) -> C:
     return rebuild(config_class, config, Origins())
 
 
-def compare(config: Any, data: Mapping[str, Any], attributes: Mapping[str, Any], where: str) -> list[str]:
+def compare(
+    config: Any, data: Mapping[str, Any], attributes: Mapping[str, Any], where: str, program: Sequence[str] = ()
+) -> list[str]:
     """Lines that say what is another than in the checkpoint with these attributes, `key: before -> now`.
 
     Args:
       where: the checkpoint, for the message.
+      program: what is another in the program, which may not change either.
     Raises:
       RunError: with both values of everything that may not change and did, unless allow_config_change is set.
     """
@@ -66,11 +69,15 @@ def compare(config: Any, data: Mapping[str, Any], attributes: Mapping[str, Any],
         line = f"  {key}: {shown(old)} -> {shown(new)}" + (f" ({config.origins.of(key)})" if key in now else "")
         (refused if _is_fixed(key) else changes).append(line)
     known = attributes.get("data", {})
+    # An earlier program did not record the tokenizer.
+    data = {name: value for name, value in data.items() if name != "tokenizer" or name in known}
     if known and known != data:
         refused.append(f"  the data: {shown(known)} -> {shown(data)}")
+    if program:
+        refused.append(f"  the program: {', '.join(program)}")
     if refused and not config.allow_config_change:
         raise RunError(
-            f"{where} was trained with another configuration:\n"
+            f"{where} was trained with another {'program or ' if program else ''}configuration:\n"
             + "\n".join(refused)
             + "\nSet these as they were, give the new run its own paths.model_name, or go on with the change by "
             "allow_config_change=true."

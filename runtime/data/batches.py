@@ -1,7 +1,8 @@
 """Batches of tokens for training and validation, read ahead while the device works.
 
+    sharding = make_shardings(TokenBatch)   # the trainer's own type, with the fields of Batch
     with Loader(config.flat_tokens, "train", batch=64, length=1024, sharding=sharding) as loader:
-        batch = loader.load(step)       # a TokenBatch of global arrays
+        batch = loader.load(step)           # a TokenBatch of global arrays
 
 A batch is a function of the config and the step and of nothing else: no state is kept, so a run that resumes at step k,
 on whatever mesh and hosts, sees what an uninterrupted one would. What makes that cheap is an order that is computed
@@ -14,7 +15,7 @@ import functools
 import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -26,7 +27,6 @@ from runtime.data.read_ahead import NO_END, ReadAhead
 from runtime.data.row_stream import BUFFERS_AHEAD, RowStream
 from runtime.data.rows import PackedRows, SequenceRows
 from runtime.terminal import RunError
-from shardlib.shardtypes import bool_, pytree_dataclass, u32
 
 BATCHES_AHEAD = 3  # on the device already while a step runs
 UNSHUFFLED_BATCHES = 8  # that are read at once where rows are read in the order they are stored in
@@ -34,24 +34,30 @@ BYTES_A_TOKEN = 5  # of a buffer: the encoded token and whether it is a target
 CHUNKS_A_THREAD = 3  # while it reads one: compressed, decoded, and copied
 
 
-@pytree_dataclass
-class TokenBatch:
-    targets: u32['B/d L']  # what is to be predicted
-    is_seq_start: bool_['B/d L']  # the target starts a sequence: it sees none of the tokens before it
-    is_target: bool_['B/d L']  # False for context and padding: no part of the loss
+class Batch(NamedTuple):
+    """A batch, or how it lies; or a trainer's own pytree with the same fields, each of rows of tokens."""
+
+    targets: Any  # u32: what is to be predicted
+    is_seq_start: Any  # bool: the target starts a sequence
+    is_target: Any  # bool: False for context and padding
 
 
-def token_batch(
-    tokens: np.ndarray, is_target: np.ndarray, host_rows: np.ndarray, batch: int, sharding: jax.sharding.Sharding
-) -> TokenBatch:
+def rows_of_host(sharding: Batch, batch: int, length: int) -> np.ndarray:
+    """The rows of a batch that this host's devices hold, in increasing order."""
+    indices = sharding.targets.addressable_devices_indices_map((batch, length)).values()
+    return np.unique(np.concatenate([np.arange(batch)[rows] for rows, _ in indices]))
+
+
+def token_batch(tokens: np.ndarray, is_target: np.ndarray, host_rows: np.ndarray, batch: int, sharding: Batch) -> Batch:
     """The global batch of `batch` rows, of which each host gives its own.
 
     Args:
+      sharding: of each field; rows are split alike in all.
       tokens, is_target: uint32 as flat tokens are stored, and bool; both [len(host_rows), length].
       host_rows: the rows of the batch that this host's devices hold, in increasing order.
     """
 
-    def place(values: np.ndarray) -> jax.Array:
+    def place(values: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
         def part(index):
             first, last, _ = index[0].indices(batch)
             begin = np.searchsorted(host_rows, first)
@@ -59,10 +65,10 @@ def token_batch(
 
         return jax.make_array_from_callback((batch, values.shape[1]), sharding, part)
 
-    return TokenBatch(
-        targets=place(tokens >> np.uint32(1)),
-        is_seq_start=place((tokens & np.uint32(1)).astype(bool)),
-        is_target=place(is_target),
+    return type(sharding)(
+        targets=place(tokens >> np.uint32(1), sharding.targets),
+        is_seq_start=place((tokens & np.uint32(1)).astype(bool), sharding.is_seq_start),
+        is_target=place(is_target, sharding.is_target),
     )
 
 
@@ -101,7 +107,7 @@ class Loader:
       split: `train` or `validation`.
       batch: rows of a batch, over all hosts.
       length: tokens of a row.
-      sharding: of arrays 'B/d L'; each host reads only those rows that its own devices need.
+      sharding: of a batch; each host reads only those rows that its own devices need.
       mixture: the sources, if there are several, instead of flat_tokens.filespec.
       shuffle: False, for validation, gives the rows in the order they are stored in, each once; the last batch is filled up with
         rows that are no target. A mixture ends where the first of its sources does.
@@ -127,7 +133,7 @@ class Loader:
         *,
         batch: int,
         length: int,
-        sharding: jax.sharding.Sharding,
+        sharding: Batch,
         mixture: Sequence[MixtureSource] = (),
         shuffle: bool = True,
         batches: int | None = None,
@@ -137,13 +143,11 @@ class Loader:
         self._batch, self._length, self._sharding, self._shuffle = batch, length, sharding, shuffle
         self._epochs = flat_tokens.epochs if shuffle else 1
         self._interleaving = Interleaving([source.weight for source in mixture] or [1])
-        # The rows of each batch that this host's devices hold, in increasing order.
-        indices = sharding.addressable_devices_indices_map((batch, length)).values()
-        self._host_rows = np.unique(np.concatenate([np.arange(batch)[rows] for rows, _ in indices]))
+        self._host_rows = rows_of_host(sharding, batch, length)
         self._is_host_row = np.isin(np.arange(batch), self._host_rows)
         self._pool = ThreadPoolExecutor(io_threads, thread_name_prefix="read_chunks")
         self._sources: list[RowStream] = []
-        self._batches: ReadAhead[TokenBatch] | None = None
+        self._batches: ReadAhead[Batch] | None = None
         with contextlib.ExitStack() as opened:
             opened.callback(self.close)
             for name in [source.filespec for source in mixture] or [flat_tokens.filespec]:
@@ -162,7 +166,7 @@ class Loader:
         steps = NO_END if self.steps is None else self.steps
         self._batches = ReadAhead(self._read_batch, steps, BATCHES_AHEAD, "read_batches")
 
-    def load(self, step: int) -> TokenBatch:
+    def load(self, step: int) -> Batch:
         """The batch of a step, the first being 0; in any order, though reading on from the last one is fastest.
 
         Raises:
@@ -336,7 +340,7 @@ class Loader:
         end = self._end if self.steps is None or not self._shuffle else self.steps * self._batch
         return self._is_host_row[positions % self._batch] & (positions < end)
 
-    def _read_batch(self, step: int) -> TokenBatch:
+    def _read_batch(self, step: int) -> Batch:
         positions = step * self._batch + self._host_rows
         tokens = np.full((len(positions), self._length), ENCODED_PADDING)
         is_target = np.zeros(tokens.shape, bool)

@@ -1,7 +1,7 @@
 """Training straight from a Hugging Face data set, or from a folder of text files, without writing flat tokens first.
 
     with HuggingFaceLoader(config.hf_dataset, "train", batch=64, length=1024, sharding=sharding) as loader:
-        batch = loader.load(0)      # a TokenBatch of global arrays; then 1, 2, …: a stream goes on in order
+        batch = loader.load(0)      # of global arrays; then 1, 2, …: a stream goes on in order
         state = loader.state()      # where the batches so far end: JSON values, for the checkpoint
 
 Rows are filled with documents one after another, in the order they are stored in. What a row has no room for begins the
@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from runtime.data.batches import BATCHES_AHEAD, TokenBatch, token_batch
+from runtime.data.batches import BATCHES_AHEAD, Batch, token_batch
 from runtime.data.flat_tokens import ENCODED_PADDING
 from runtime.data.read_ahead import ReadAhead
 from runtime.data.token_stream import HuggingFaceConfig, Position, TokenStream
@@ -35,7 +35,7 @@ class HuggingFaceLoader:
       split: `train` or `validation`; the config says what the data set calls it.
       batch: rows of a batch, over all hosts.
       length: tokens of a row.
-      sharding: of arrays 'B/d L'. Hosts that hold the same rows read the same share.
+      sharding: of a batch. Hosts that hold the same rows read the same share.
       batches: None to train, without end. A number to validate: one pass of so many batches at most, read at once and kept
         in memory, so that each validation sees the same; the last is filled up with what is no target.
     Raises:
@@ -54,11 +54,11 @@ class HuggingFaceLoader:
         *,
         batch: int,
         length: int,
-        sharding: jax.sharding.Sharding,
+        sharding: Batch,
         batches: int | None = None,
     ):
         self._config, self._split, self._batch, self._sharding = hf_dataset, split, batch, sharding
-        self._host_rows, self._share, self._shares = host_share(sharding, batch, length)
+        self._host_rows, self._share, self._shares = host_share(sharding.targets, batch, length)
         self._shape = len(self._host_rows), length
         self._tokenizer = load_tokenizer(hf_dataset.tokenizer)
         self.max_token_id, self.bos_id = self._tokenizer.vocab - 1, self._tokenizer.bos_id
@@ -77,7 +77,7 @@ class HuggingFaceLoader:
                     raise RunError(f"{self._stream.where} holds no text")
             opened.pop_all()
 
-    def load(self, step: int) -> TokenBatch:
+    def load(self, step: int) -> Batch:
         """The batch of a step: in training the step after the last one, in validation any.
 
         Raises:
@@ -159,7 +159,7 @@ class HuggingFaceLoader:
     def __exit__(self, *_) -> None:
         self.close()
 
-    def _read_batch(self, step: int) -> tuple[TokenBatch, Position]:
+    def _read_batch(self, step: int) -> tuple[Batch, Position]:
         if step != self._next_step:
             raise RunError(
                 f"{self._stream.where} is a stream, whose steps are loaded one after another: step {step} is not the "
@@ -169,7 +169,7 @@ class HuggingFaceLoader:
         self._next_step += 1
         return self._place(tokens, count), self._stream.position
 
-    def _place(self, tokens: np.ndarray, count: int) -> TokenBatch:
+    def _place(self, tokens: np.ndarray, count: int) -> Batch:
         """The global batch of this host's rows: so many tokens one after another, the rest being padding."""
         rows = np.full(self._shape, ENCODED_PADDING)
         rows.reshape(-1)[:count] = tokens[:count]
@@ -186,9 +186,8 @@ def host_share(sharding: jax.sharding.Sharding, batch: int, length: int) -> tupl
     if sum(map(len, shares)) > batch:
         devices = len(sharding.device_set) // len(rows_of)
         raise RunError(
-            "hf_dataset.path needs hosts that have all their rows of a batch in common or none: set mesh.t to a "
-            "divisor or a multiple of "
-            f"{devices}, the devices of a host"
+            "hf_dataset.path needs hosts that have all their rows of a batch in common or none: choose sizes of the mesh's "
+            f"axes, from the last to the first, that fill the {devices} devices of a host without a rest"
         )
     own = tuple(sorted(rows_of[jax.process_index()]))
     return np.array(own), shares.index(own), len(shares)

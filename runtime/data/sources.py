@@ -1,26 +1,29 @@
 """Where a run's batches come from: the config says it by one of `flat_tokens.filespec`, `mixture` and
 `hf_dataset.path`."""
 
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
-from runtime.data.batches import Loader
+from runtime.data.batches import Batch, Loader
 from runtime.data.chunks import has_checksums, open_group
 from runtime.data.flat_tokens import absolute_path
 from runtime.data.hf_stream import HuggingFaceLoader
-from runtime.data.tokenizers import BYTES
+from runtime.data.tokenizers import BYTES, Tokenizer, load_dataset_tokenizer, load_tokenizer
 from runtime.terminal import print_line
 
 
-def open_data(config: Any, split: str, sharding: jax.sharding.Sharding) -> Loader | HuggingFaceLoader:
+def open_data(config: Any, split: str, sharding: Batch) -> Loader | HuggingFaceLoader:
     """The loader of one split.
 
     Args:
       config: train.py's.
       split: `train`, or `validation`, which is read in order, once, and no further than validation_batches.
-      sharding: of a batch's arrays 'B/d L'.
+      sharding: of a batch.
     Raises:
       RunError: the data cannot be opened.
     """
@@ -75,3 +78,32 @@ def _bytes_per_token(attributes: dict[str, Any]) -> float | None:
     if "counts" in attributes and inputs and all(name.endswith(".txt") for name in inputs):
         return made_by["input_size"] / max(attributes["counts"]["tokens"], 1)
     return None
+
+
+# ---------------------------------------------------------------- the tokenizer of a run
+
+RECORD = "tokenizer_record.json"  # in the run folder; not the form of the package `tokenizers`, which is in it
+
+
+def tokenizer_of(config: Any) -> Tokenizer | None:
+    """The tokenizer that made the run's ids; of a mixture its first source's; None where the data name none."""
+    if config.hf_dataset.path:
+        return load_tokenizer(config.hf_dataset.tokenizer)
+    return load_dataset_tokenizer(config.mixture[0].filespec if config.mixture else config.flat_tokens.filespec)
+
+
+def keep_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
+    """Copies a tokenizer into a run folder, which is then enough to sample from."""
+    (folder / RECORD).write_text(json.dumps(dataclasses.asdict(tokenizer)), encoding="utf-8")
+
+
+def kept_tokenizer(folder: Path) -> Tokenizer | None:
+    """The one that `keep_tokenizer` has copied."""
+    file = folder / RECORD
+    return Tokenizer(**json.loads(file.read_text(encoding="utf-8"))) if file.exists() else None
+
+
+def tokenizer_identity(tokenizer: Tokenizer) -> str:
+    """What tells it from another: of its content, not its name."""
+    content = {**dataclasses.asdict(tokenizer), "name": ""}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]

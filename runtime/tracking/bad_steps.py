@@ -11,10 +11,11 @@ The device counts what it skips, so that one number tells whether any step since
 was are the others fetched, to say which.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
-import numpy as np
+
+from runtime.tracking.metrics import scalars
 
 
 class BadSteps:
@@ -27,7 +28,7 @@ class BadSteps:
 
     def __init__(self, limit: int, skipped_steps: int):
         self._limit, self._skipped = limit, skipped_steps
-        self._unread: list[tuple[int, Mapping[str, jax.Array]]] = []
+        self._unread: list[tuple[int, Mapping[str, jax.Array], Sequence[str]]] = []
         self._row: list[dict[str, float]] = []
 
     @property
@@ -35,17 +36,21 @@ class BadSteps:
         """Bad steps up to the last one that was read."""
         return len(self._row)
 
-    def note(self, step: int, metrics: Mapping[str, jax.Array]) -> None:
-        """Takes a step that was just dispatched; its `skipped_steps` counts all that were skipped so far."""
-        self._unread.append((step, metrics))
+    def note(self, step: int, metrics: Mapping[str, jax.Array], names: Sequence[str] = ()) -> None:
+        """Takes a step that was just dispatched; its `skipped_steps` counts all that were skipped so far.
+
+        Args:
+          names: of the elements of vectors.
+        """
+        self._unread.append((step, metrics, names))
 
     def read(self) -> list[dict[str, float]]:
         """Reads the steps noted, waiting for the last. Returns the bad ones in a row once they are too many."""
         unread, self._unread = self._unread, []
         if unread and int(unread[-1][1]["skipped_steps"]) == self._skipped:
             unread, self._row = [], []
-        for step, metrics in unread:
-            values = {name: np.asarray(value).item() for name, value in metrics.items()}
+        for step, metrics, names in unread:
+            values = scalars(metrics, names)
             self._row = [*self._row, {"step": step, **values}] if values["skipped_steps"] > self._skipped else []
             self._skipped = values["skipped_steps"]
             if len(self._row) >= self._limit:

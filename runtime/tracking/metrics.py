@@ -12,7 +12,7 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,21 @@ from ledger.units import percent
 from runtime.terminal import Progress, keep_messages, print_line, wrapped
 from runtime.tracking.files import write_whole
 from runtime.tracking.recorded import damage, flattened, record_of
+
+
+def scalars(metrics: Mapping[str, jax.Array], names: Sequence[str]) -> dict[str, Any]:
+    """Each number of a step's metrics, read from the device.
+
+    Args:
+      names: of the elements of a vector: that of 'embed' in 'grad_norm_of' is 'grad_norm_of/embed'.
+    """
+    fetched = jax.device_get(dict(metrics))  # all copies at once; its keys come out sorted
+    values: dict[str, Any] = {}
+    for name in metrics:
+        array = np.asarray(fetched[name])
+        keys = [f"{name}/{each}" for each in names] if array.ndim else [name]
+        values |= dict(zip(keys, array.reshape(-1).tolist(), strict=True))
+    return values
 
 
 @dataclasses.dataclass
@@ -66,8 +81,8 @@ class Tracker:
     on_line: Callable[[], None] = lambda: None  # called after each line that is written; returns at once
 
     def __post_init__(self) -> None:
-        # A step whose metrics are still to be read, the time waited for data up to it, and what is known already.
-        self._due: tuple[int, Mapping[str, jax.Array], float, dict[str, Any]] | None = None
+        # A step whose metrics are still to be read, with names; the time waited for data up to it; what is known already.
+        self._due: tuple[int, Mapping[str, jax.Array], Sequence[str], float, dict[str, Any]] | None = None
         self._latest: Mapping[str, jax.Array] | None = None  # metrics of the last step dispatched
         self._first_reading: tuple[int, float] | None = None  # step, and when it was known to be finished
         # The last two: the step, when it was known to be finished, without pauses, and the time waited for data.
@@ -90,14 +105,17 @@ class Tracker:
         metrics: Any,
         data_waited_s: float = 0.0,
         data_metrics: Mapping[str, Any] | None = None,
+        names: Sequence[str] = (),
     ) -> None:
         """Takes the scalars of a step that was just dispatched; reads and writes those of an earlier one that is due.
 
         Args:
             step: finished updates once this step is done, 1 to `total_steps`, increasing.
-            metrics: scalars, replicated on all devices, `loss` among them; a mapping or dataclass that may be nested.
+            metrics: scalars and vectors, replicated on all devices, `loss` among them; a mapping or dataclass that may be
+                nested.
             data_waited_s: for how long all steps so far waited for their data.
             data_metrics: further values of the line, on the host already.
+            names: of the elements of vectors.
         """
         if not self.is_leader:
             return
@@ -105,19 +123,18 @@ class Tracker:
         metrics = flattened(metrics)
         self._latest = metrics
         if step in (self.start_step + 1, self.total_steps) or step % self.log_interval == 0:
-            self._due = (step, metrics, data_waited_s, flattened(data_metrics or {}))
+            self._due = (step, metrics, names, data_waited_s, flattened(data_metrics or {}))
 
     def flush(self) -> None:
         """Reads and writes what is due, waiting for its step."""
         if self._due is None:
             return
-        step, metrics, waited_s, of_data = self._due
+        step, metrics, names, waited_s, of_data = self._due
         self._due = None
         # One that is finished already is seen late, or the one before was, as while a profile is written: who looks
         # late takes the time of a step that has run meanwhile for that of the one before.
         is_late = metrics["loss"].is_ready()
-        fetched = jax.device_get(dict(metrics))  # all copies at once; its keys come out sorted
-        values = {name: np.asarray(fetched[name]).item() for name in metrics}
+        values = scalars(metrics, names)
         now = time.perf_counter()
         busy_s = now - self._paused_s
 

@@ -32,12 +32,8 @@ LINKS = {
 }
 
 
-def environment(ledger_summary: list[str]) -> dict[str, Any]:
-    """What the run runs on, as JSON values.
-
-    Args:
-      ledger_summary: what a step costs, in lines.
-    """
+def environment() -> dict[str, Any]:
+    """What the run runs on, as JSON values."""
     import jax  # what reads run folders starts without it
 
     devices = jax.devices()
@@ -54,7 +50,6 @@ def environment(ledger_summary: list[str]) -> dict[str, Any]:
         "packages": {package: version for package, version in installed.items() if version},
         "command": " ".join(sys.orig_argv),
         "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
-        "ledger": ledger_summary,
     }
 
 

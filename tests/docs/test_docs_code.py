@@ -160,7 +160,7 @@ def test_the_mixture_of_the_data(tmp_path, monkeypatch):
 def test_the_own_hardware_of_the_plan(tmp_path, monkeypatch):
     """The plan has the figures of the block."""
     (block,) = of_language("yaml", "docs/ledger.md")
-    machine = plan.machine_of(configured(block, plan.Plan, tmp_path, monkeypatch))
+    machine = plan.machine_of(configured(block, plan.plan_class(train), tmp_path, monkeypatch))
     ((own,), name) = (yaml.safe_load(block)[key] for key in ("own_hardware", "hardware"))
     assert own.pop("name") == name and own == {key: getattr(machine, key) for key in own}
 
@@ -337,45 +337,35 @@ def test_errors_of_the_notation(sentence, tmp_path):
     )
 
 
-CHECK_WITH_REPLICAS = """
-import jax, numpy as np
-import train
-from runtime.config.command_line import load
-from shardlib.shardtypes import ShardingError
-config = load(train.Config, "local_test_synthetic")
-(state, batch), zero = train.shapes(config), np.uint32(0)
-step, validate = train.mapped_steps(config, 0)
-mesh = jax.sharding.AbstractMesh((2, 4, 2), ("r", "d", "t"))
-try:
-    step.check(mesh, state, zero, zero, batch)
-    validate.check(mesh, state.weights, np.float32(0), np.float32(0), batch)
-except ShardingError as error:
-    print(error)
-"""
-
-
 @pytest.mark.slow
 def test_changes_of_another_axis(tmp_path):
-    """The commands and diffs of the section, in a copy: refused as it says, then proved on a mesh of 2 × 4 × 2."""
+    """The commands and diffs of the section, in a copy: refused as it says, then proved on a mesh of 2 × 4 × 2, and run
+    on 2 × 2 × 2."""
     copy_of_the_repository(tmp_path)
-    (tmp_path / "runtime").unlink()
-    shutil.copytree(ROOT / "runtime", tmp_path / "runtime")
     file = tmp_path / "train.py"
     count, messages = 0, 0
+    check = ["python", "-m", "train", "check_only=true", "mesh.r=2"]
     for language, body in section("docs/changing.md", "Another axis of the mesh"):
         if language == "sh":
             subprocess.run(body, shell=True, cwd=tmp_path, check=True)
         elif language == "diff":
             file.write_text(changed(file.read_text(), body))
             count += 1
-            if count == 2:
-                assert run_in(tmp_path, ["python", "-c", CHECK_WITH_REPLICAS]) == ""
+            if count == 3:
+                assert "training_step on the mesh r=2 × d=4 × t=2: " in run_in(tmp_path, check)
+                few = [
+                    "training.steps=2",
+                    "validation_batches=1",
+                    "flat_tokens.filespec=" + str(ROOT / "synthetic_dataset.zarr"),
+                ]
+                run_in(tmp_path, [*check[:3], "mesh.r=2", "mesh.d=2", "mesh.t=2", *few])
+                assert "step" in (tmp_path / "runs/local_test_synthetic/metrics.jsonl").read_text()
         elif language == "diff forgotten":
             file.write_text(changed(file.read_text(), body))
         else:
-            assert without_places(run_in(tmp_path, ["python", "-c", CHECK_WITH_REPLICAS])) == without_places(body)
+            assert without_places(run_in(tmp_path, check, status=1).removeprefix('error: ')) == without_places(body)
             messages += 1
-    assert (count, messages) == (2, 2)
+    assert (count, messages) == (3, 2)
 
 
 @pytest.mark.slow
@@ -416,7 +406,7 @@ def test_shapes_of_the_reading_guide():
         assert sizes[letter[0]] == int(size)
     sections = re.findall(r"^# == (.*?) =+$", train_py(), re.M)
     assert [each for each in re.findall(r"^## (.*)$", page, re.M) if each in sections] == sections
-    ledger = plan.ledger_of(plan.with_kernel(load(plan.Plan, "local_test_synthetic"), types.SimpleNamespace(
+    ledger = plan.ledger_of(plan.with_kernel(load(plan.plan_class(train), "local_test_synthetic"), types.SimpleNamespace(
         torus_dims=0, capability=0)))  # fmt: skip
     figures = ledger.hardware_flops / 1e9, ledger.sent_bytes() / 1e6, ledger.memory.bytes / 1e6
     assert "computes {:.1f} GFLOP, and each device sends {:.2f} MB and needs {:.1f} MB".format(*figures) in page

@@ -27,6 +27,7 @@ from runtime.checkpoints import lock
 from runtime.checkpoints.lock import Ownership
 from runtime.config import resume
 from runtime.config.command_line import load, run
+from runtime.data.batches import Batch
 from runtime.data.flat_tokens import write_split
 from runtime.data.sources import open_data
 from runtime.run import Run
@@ -452,7 +453,7 @@ def test_the_rows_of_a_step_are_those_of_its_batch(tiny):
     """What rows_of names are the tokens that the step's batch holds, row by row."""
     config = load(train.Config, "local_test_synthetic", tiny)
     stored = zarr.open_group(config.flat_tokens.filespec)["train/encoded_tokens"][:]
-    with open_data(config, "train", SingleDeviceSharding(jax.devices()[0])) as loader:
+    with open_data(config, "train", Batch(*[SingleDeviceSharding(jax.devices()[0])] * 3)) as loader:
         for step in (0, 3, loader.steps - 1):
             places = [re.match(r"tokens (\d+) to (\d+) of", row).groups() for row in loader.rows_of(step)]
             expected = np.stack([stored[int(first) : int(last) + 1] >> 1 for first, last in places])
@@ -502,7 +503,7 @@ def saved_steps(tiny, clock, skipped, *overrides):
     for step in range(12):
         running._bad_steps.note(step + 1, metrics_of(skipped[step]))
         clock.now = 60.0 * step
-        if running.save_due(step):
+        if running._save_is_due(step):
             saved.append(step + 1)
             running._saved_at = clock.now
     return saved

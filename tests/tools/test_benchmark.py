@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import train
 from runtime.config import command_line as config
 from runtime.terminal import RunError
 from shardlib.spec import ShardingError
@@ -98,14 +99,14 @@ def test_times_of_an_accelerator_are_those_between_the_ends_of_steps():
 def test_the_mesh_is_that_of_the_devices_there_are(monkeypatch):
     """On an accelerator d takes all devices that t leaves; t shrinks to what divides them. A CPU simulates the config's own."""
     monkeypatch.chdir(ROOT)
-    shape = benchmark.config_of("local_test_synthetic")
+    shape = benchmark.config_of(benchmark.Benchmark(), "local_test_synthetic")
     for devices, expected in ((1, (1, 1)), (2, (1, 2)), (8, (4, 2)), (32, (16, 2))):
         mesh = benchmark.on_devices(shape, devices, "gpu").mesh
         assert (mesh.d, mesh.t) == expected
     assert benchmark.on_devices(shape, 1, "cpu").mesh == shape.mesh
-    with pytest.raises(RunError, match=r"training\.tokens\.batch = 64"):
-        benchmark.on_devices(shape, 3 * 2, "gpu")
-    assert benchmark.config_of("c4_a100x8x4_1b").num_hosts == 1
+    with pytest.raises(RunError, match="dim M has size 256, which axis d=3 cannot divide"):
+        train.shapes(benchmark.on_devices(shape, 3 * 2, "gpu"))
+    assert benchmark.config_of(benchmark.Benchmark(), "c4_a100x8x4_1b").num_hosts == 1
 
 
 @pytest.mark.parametrize(
@@ -210,12 +211,15 @@ def test_the_jobs(monkeypatch, tmp_path):
     """device=cpu is three jobs; compare runs those of the old file; configs come first."""
     old = written(tmp_path / "old.jsonl", line("x training.microbatches=2"), line("y"))
     keys = benchmark.Benchmark
-    assert benchmark.jobs_of(keys(device="cpu")) == benchmark.CPU_JOBS
+    assert benchmark.jobs_of(keys(device="cpu")) == benchmark.cpu_jobs(train)
     assert benchmark.jobs_of(keys(compare=old)) == ("x training.microbatches=2", "y")
     assert benchmark.jobs_of(keys(compare=old, device="cpu", configs=("z",))) == ("z",)
     parameters = 2 * 1280 * 512 + 4 * (4 * 512 * 512 + 3 * 512 * 2048 + 2 * 512) + 512
     monkeypatch.chdir(ROOT)
-    model, tokens = benchmark.config_of("local_18m").model, benchmark.config_of("local_18m").training.tokens
+    model, tokens = (
+        benchmark.config_of(benchmark.Benchmark(), "local_18m").model,
+        benchmark.config_of(benchmark.Benchmark(), "local_18m").training.tokens,
+    )
     assert 18_092_544 == parameters and (tokens.batch, tokens.len) == (16, 256)
     assert (model.d_model, model.n_kv, model.d_head, model.layers, model.d_ff) == (512, 8, 64, 4, 2048)
 

@@ -15,7 +15,7 @@ from runtime.checkpoints.store import LocalStore
 from runtime.config.command_line import load
 from runtime.tracking.trackers import PACKAGES
 from tools import doctor, doctor_measure, doctor_packages
-from tools.doctor_measure import asked_for, collectives, data, storage
+from tools.doctor_measure import asked_for, collectives, config_class, data, storage
 from tools.doctor_packages import BROKEN, GOOD, OPTION, OTHER, Finding, needed_parts, optional_parts
 
 ROOT = Path(__file__).parents[2]
@@ -54,7 +54,7 @@ def run(monkeypatch, *arguments):
     """`python -m tools.doctor ARGUMENTS` in this process; returns the exit status."""
     monkeypatch.setattr(sys, "argv", ["doctor.py", *arguments])
     try:
-        doctor.program()
+        doctor.run()
     except SystemExit as stop:
         return stop.code
     return 0
@@ -113,7 +113,7 @@ def test_it_runs_where_no_package_is_installed():
 
 def test_packages_that_do_not_go_together(monkeypatch, capsys):
     """Where JAX or another package cannot be imported the table says which versions are there, and no traceback."""
-    monkeypatch.setitem(sys.modules, "train", None)  # import then raises ImportError
+    monkeypatch.setitem(sys.modules, "tools.doctor_measure", None)  # import then raises ImportError
     status = run(monkeypatch)
     assert status.startswith("error: what is installed cannot be imported: ")
     assert status.endswith("; fix: pip install -r requirements-cpu.txt")
@@ -223,7 +223,7 @@ def test_data_that_is_not_there(monkeypatch, capsys, tmp_path, small):
 )  # fmt: skip
 def test_data_that_the_run_refuses(keys, text):
     """Each source of a mixture is opened, and the data are held against the steps, the vocabulary and the memory."""
-    (found,) = data(load(train.Config, overrides=keys), mesh(4, 2))
+    (found,) = data(load(config_class(train), overrides=keys), mesh(4, 2))
     assert found.status == BROKEN and found.part == "data" and text in found.found
 
 
@@ -239,7 +239,9 @@ def test_data_of_a_mixture_and_of_a_stream(monkeypatch, tmp_path):
     """What each holds where all is well; without the package for it a stream is wrong as the run would say it."""
     (tmp_path / "other.zarr").symlink_to(ROOT / "synthetic_dataset.zarr")
     sources = "{filespec: synthetic_dataset.zarr, weight: 1}, {filespec: " + f"{tmp_path}/other.zarr, weight: 3" + "}"
-    (found,) = data(load(train.Config, overrides=["flat_tokens.filespec=null", f"mixture=[{sources}]"]), mesh(4, 2))
+    (found,) = data(
+        load(config_class(train), overrides=["flat_tokens.filespec=null", f"mixture=[{sources}]"]), mesh(4, 2)
+    )
     assert found.status == GOOD and "; without end; " in found.found
     assert re.match(
         r"25\.00% from [\d,]+ tokens of .*; 75\.00% from [\d,]+ tokens of .*/other\.zarr/train in ", found.found
@@ -247,7 +249,7 @@ def test_data_of_a_mixture_and_of_a_stream(monkeypatch, tmp_path):
     for name in ("train", "validation"):
         (tmp_path / f"{name}.txt").write_text("a line\n" * 2000)
     stream = [*STREAM, f"hf_dataset.path={tmp_path}", "hf_dataset.tokenizer=bytes_utf8"]
-    config = load(train.Config, overrides=stream)
+    config = load(config_class(train), overrides=stream)
     with monkeypatch.context() as without:
         without.setitem(sys.modules, "datasets", None)
         (found,) = data(config, mesh(4, 2))

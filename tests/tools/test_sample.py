@@ -1,6 +1,7 @@
 """Text out of a trained model."""
 
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -59,9 +60,9 @@ def test_tokens_come_from_the_softmax_of_the_reference():
     given = batch.targets[0, :20].tolist()
     with small.on_mesh(1, 1):
         placed = small.state_of(weights).weights
-        drawn = list(
-            sample.sample(small.MODEL, small.TRAINING, placed, 0, given, tokens=3, length=32, temperature=0, seed=0)
-        )
+        config = types.SimpleNamespace(model=small.MODEL, training=small.TRAINING)
+        next_logits = sample.logits_of(train, config, placed, bos_id=0)
+        drawn = list(sample.sample(next_logits, given, 3, 32, temperature=0, seed=0))
     for number, token in enumerate(drawn):
         seen = [*given, *drawn[:number]]
         targets = np.array([[*seen, *[0] * (32 - len(seen))]])

@@ -30,7 +30,6 @@ SOURCE = Path(train.__file__).read_text().splitlines()
 CASES = [
     ("local_test_synthetic", ()),
     ("local_test_synthetic", ("mesh.d=1", "mesh.t=2", "training.microbatches=4", "model.compute_dtype=float32")),
-    ("local_test_synthetic", ("training.save_for_backward=products",)),
     ("local_test_synthetic", ("training.save_for_backward=inputs",)),
     ("c4_a100x8_1b", ()),
     ("c4_a100x8_1b", ("mesh.d=2", "mesh.t=4", "training.microbatches=2")),
@@ -132,8 +131,8 @@ def collectives_by_hand(s: Sizes) -> collections.Counter:
     ):
         gather(f"{snippet} = gather(", "d", s.dtype, s.M * size, layer)
     gather("w_k, w_v = [gather(", "d", s.dtype, s.M * s.K * s.D, 2 * layer)
-    scatter("y = shardops.psum_scatter(", rows, layer, again=s.kept == "inputs")
-    scatter("y = shardops.psum_scatter(", rows, layer, after="hidden = ")
+    scatter("x = x + shardops.psum_scatter(", rows, layer, again=s.kept == "inputs")
+    scatter("return x + shardops.psum_scatter(", rows, layer)
     gather("scale = shardops.all_gather(", "dt", "float32", s.M, s.m, again=False)
     gather("gathered = ", "t", s.dtype, rows, s.m, again=False, after="scale = shardops", reduce_dtype=s.dtype)
     gather("unembed = gather(", "d", s.dtype, s.V * s.M, s.m, again=False)
@@ -145,7 +144,7 @@ def collectives_by_hand(s: Sizes) -> collections.Counter:
             line = line_of(snippet, after="def chunk_loss")
             add("all-reduce", "t", "float32", s.b * s.c * 4, phase, line, s.C * s.m)
     add("all-reduce", "d", "float32", 4, "update", line_of("shardops.psum('+d -> '"), 1)
-    add("all-reduce", "dt", "float32", 4, "update", line_of("value = shardops.psum("), 1)
+    add("all-reduce", "dt", "float32", 4, "update", line_of("value: f32[''] = shardops.psum("), 1)
     # The norms of the eleven arrays of weights: of the gradient, the weights and the update.
     add("all-reduce", "dt", "float32", 44, "update", line_of("shardops.psum('weights +d +t -> weights'"), 3)
     return +table
@@ -154,13 +153,12 @@ def collectives_by_hand(s: Sizes) -> collections.Counter:
 def saved_by_hand(s: Sizes) -> list[Saved]:
     b, L, t = s.b, s.L, s.t
     kept = "save_for_backward"
-    split, whole = (b, L, s.M // t), (b, L, s.M)
+    whole = (b, L, s.M)
     heads, keys, width = (b, L, s.Q, s.K, s.D), (b, L, s.K, s.D), (b, L, s.F)
     before = ("lax.scan(layer", "input", (b, L, s.M // t))
     of_layer = {
         "inputs": [before],
-        "products": [before, ("x = save_for_backward(x + y", "split", split)],
-        "everything": [("gathered = save", "gathered", whole), ("gathered = save", "gathered", whole, "'ffn'")],
+        "everything": [("gathered = save", kept, whole), ("gathered = save", kept, whole, "'ffn'")],
     }[s.kept]
     if s.kept != "inputs":
         of_layer += [("q = save", kept, heads), ("k = save", kept, keys), ("v = save", kept, keys)]
@@ -176,7 +174,7 @@ def saved_by_hand(s: Sizes) -> list[Saved]:
         ("ln2 = ", "input", "float32", (s.N, s.M), 1),
         ("scale = shardops.all_gather", "input", "float32", (s.M,), 1),
         # Over an axis of one device nothing is gathered: it is the last layer's result.
-        ("gathered = " if t > 1 else "return x + y, None", "input", s.dtype, (b, L, s.M), 1),
+        ("gathered = " if t > 1 else "return x + shardops.psum_scatter", "input", s.dtype, (b, L, s.M), 1),
         # Of the loss's chunks their gradients, in the place of what they would be computed from.
         ("logits = shardops.einsum", "gradient", s.dtype, (b, s.c, s.M), s.C),
         ("return shardops.sum_over_chunks", "gradient", "float32", (s.V, s.M), 1),
@@ -226,7 +224,7 @@ def test_no_more_is_sent_than_must_be(name, overrides):
     """The bytes that a device sends are the least for weights that are split and gathered for each pass (docs/performance.md
     has the formula), to the last byte; by the policies that keep less, and the transfers of each layer that they repeat."""
     s, ledger = Sizes(name, overrides), ledger_of(name, *overrides)
-    again = {"everything": 0, "products": 2, "inputs": 3}[s.config.training.save_for_backward]
+    again = {"everything": 0, "inputs": 3}[s.config.training.save_for_backward]
     layers = s.N * (2 * s.M * (s.Q * s.K * s.D + s.K * s.D) + 3 * s.M * s.F)  # of a device of t
     gathered = (2 * s.a + 4) * layers + (s.a + 4) * 2 * s.V * s.M
     over_d = (s.d - 1) / s.d * (s.m * gathered + 2 * 4)  # and the number of targets

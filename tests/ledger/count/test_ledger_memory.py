@@ -32,11 +32,11 @@ from ledger.count.memory import GROUPS, forecast
 from ledger.count.memory import _is_reduced as is_reduced
 from ledger.count.program import read
 from ledger.count.step import of_step
-from runtime.data.batches import TokenBatch
 from runtime.run import with_shardings
 from shardlib.mesh import make_mesh
-from shardlib.shardtypes import make_shardings, typed_shard_map
-from tools.benchmark import CPU_JOBS, config_of
+from shardlib.shardtypes import typed_shard_map
+from tools.benchmark import Benchmark, config_of, cpu_jobs
+from train import TokenBatch
 
 
 def f32(*shape):
@@ -212,14 +212,14 @@ def test_a_cpu_holds_bfloat16_as_float32():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("job", CPU_JOBS)
+@pytest.mark.parametrize("job", cpu_jobs(train))
 def test_the_forecast_of_a_cpu_job_is_xlas(job, record_property):
     """The forecast of each of tools.benchmark's three jobs for a CPU is within a tenth of what XLA says."""
-    config = config_of(job)
+    config = config_of(Benchmark(), job)
     mesh = {"d": config.mesh.d, "t": config.mesh.t}
     devices = jax.devices()[: config.mesh.d * config.mesh.t]
     with jax.set_mesh(make_mesh(mesh, devices=devices)):
-        state, batch = with_shardings(train.shapes(config), make_shardings(tuple[train.State, TokenBatch]))
+        state, batch = with_shardings(train.shapes(config), tuple[train.State, TokenBatch])
         step, _ = train.mapped_steps(config, 0)
         zero = np.uint32(0)
         traced = jax.jit(step, donate_argnums=0).trace(state, zero, zero, batch)

@@ -77,7 +77,7 @@ def test_the_update_of_the_model_moves_28_bytes_a_parameter():
     source = Path(train.__file__).read_text().splitlines()
     (number,) = [number for number, text in enumerate(source, 1) if "jnp.where(finite, new, old)" in text]
     update = ledger.memory.moved[f"train.py:{number}", "update"]
-    assert update - 28 * ledger.parameters // 8 < 100  # and the scalars
+    assert update - 28 * ledger.parameters // 8 < 11 * 16  # and some scalars for each of the eleven arrays
 
 
 @pytest.mark.parametrize(

@@ -52,16 +52,27 @@ def test_axis_t_stays_within_a_host_where_it_fits(per_host, d, t, crossed):
     """Two GPU hosts, whose devices come in any order: along t they are of one host, unless t is larger or no divisor."""
     devices = gpus(2, per_host)
     np.random.default_rng(0).shuffle(devices)
-    placed = cluster.lay_out(devices, d, t).devices
-    assert {device.id for device in placed.flat} == set(range(2 * per_host))
-    assert cluster.crossing(placed) == tuple(crossed)
-    assert cluster.lay_out(devices, d, t).axis_names == ("d", "t")
+    mesh = cluster.lay_out(devices, {"d": d, "t": t})
+    assert {device.id for device in mesh.devices.flat} == set(range(2 * per_host))
+    assert cluster.crossing(mesh) == tuple(crossed)
+    assert mesh.axis_names == ("d", "t")
+
+
+def test_three_axes_over_hosts():
+    """Four hosts of four: they follow each other along the first axes, and the last stays within one."""
+    mesh = cluster.lay_out(gpus(4, 4), {"a": 2, "b": 2, "c": 4})
+    assert mesh.axis_names == ("a", "b", "c") and cluster.crossing(mesh) == ("a", "b") and cluster.advice(mesh) == []
+    *_, row, last = cluster.table(mesh, ["one", "two", "three", "four"])
+    assert row == "        3  four   4 × NVIDIA H200: a 1, b 1, c 0-3"
+    assert last == "axis a and axis b crosses hosts; axis c stays within one"
+    (text,) = cluster.advice(cluster.lay_out(gpus(4, 4), {"a": 1, "b": 2, "c": 8}))
+    assert text.endswith("set mesh.c=4 mesh.a=2")
 
 
 def test_on_one_host_nothing_crosses():
     """The mesh of one host is JAX's own, and no axis leaves the host."""
-    mesh = cluster.lay_out(jax.devices(), 4, 2)
-    assert mesh.shape == {"d": 4, "t": 2} and cluster.crossing(mesh.devices) == ()
+    mesh = cluster.lay_out(jax.devices(), {"d": 4, "t": 2})
+    assert mesh.shape == {"d": 4, "t": 2} and cluster.crossing(mesh) == ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +88,7 @@ def test_axes_share_a_dim_of_a_torus():
     cube = [
         Tpu(16 * z + 4 * y + x, z, 0, "tpu", "TPU v5", (x, y, z)) for z in range(4) for y in range(4) for x in range(4)
     ]
-    placed = cluster.lay_out(cube, 32, 2).devices
+    placed = cluster.lay_out(cube, {"d": 32, "t": 2}).devices
     assert len({device.id for device in placed.flat}) == 64
     for one, other in placed:
         assert sorted(abs(a - b) for a, b in zip(one.coords, other.coords)) == [0, 0, 1]
@@ -91,38 +102,38 @@ def test_slices_are_joined_along_d():
         for y in range(4)
         for x in range(2)
     ]
-    placed = cluster.lay_out(devices, 8, 2).devices
-    assert cluster.crossing(placed) == ("d",)
-    assert [[device.slice_index for device in row] for row in placed] == [[0, 0]] * 4 + [[1, 1]] * 4
-    lines = cluster.table(placed, ["a-0", "a-1", "b-0", "b-1"])
+    mesh = cluster.lay_out(devices, {"d": 8, "t": 2})
+    assert cluster.crossing(mesh) == ("d",)
+    assert [[device.slice_index for device in row] for row in mesh.devices] == [[0, 0]] * 4 + [[1, 1]] * 4
+    lines = cluster.table(mesh, ["a-0", "a-1", "b-0", "b-1"])
     assert lines[0] == "4 hosts, 16 devices: mesh d=8 × t=2"
     assert lines[-1] == "axis d crosses slices; axis t stays within one"
-    within = cluster.lay_out(devices[:8], 1, 8).devices  # two hosts of a slice: nothing is slow about it
+    within = cluster.lay_out(devices[:8], {"d": 1, "t": 8})  # two hosts of a slice: nothing is slow about it
     assert cluster.advice(within) == [] and cluster.table(within, ["a-0", "a-1"])[-1] == "no axis leaves a slice"
 
 
 def test_the_table_and_the_warning():
     """Each process with its host, devices and part of the mesh; a mesh whose t crosses hosts is said to be slow, with the fix."""
-    placed = cluster.lay_out(gpus(2, 8), 4, 4).devices
-    assert cluster.table(placed, ["gpu-01", "gpu-02"]) == [
+    mesh = cluster.lay_out(gpus(2, 8), {"d": 4, "t": 4})
+    assert cluster.table(mesh, ["gpu-01", "gpu-02"]) == [
         "2 hosts, 16 devices: mesh d=4 × t=4",
         "  process  host    devices",
         "        0  gpu-01  8 × NVIDIA H200: d 0-1, t 0-3",
         "        1  gpu-02  8 × NVIDIA H200: d 2-3, t 0-3",
         "axis d crosses hosts; axis t stays within one",
     ]
-    assert cluster.advice(placed) == []
-    placed = cluster.lay_out(gpus(2, 8), 1, 16).devices
-    assert cluster.table(placed, ["a", "b"])[2:] == [
+    assert cluster.advice(mesh) == []
+    mesh = cluster.lay_out(gpus(2, 8), {"d": 1, "t": 16})
+    assert cluster.table(mesh, ["a", "b"])[2:] == [
         "        0  a     8 × NVIDIA H200: d 0, t 0-7",
         "        1  b     8 × NVIDIA H200: d 0, t 8-15",
         "axis t crosses hosts",
     ]
-    assert cluster.advice(placed) == [
+    assert cluster.advice(mesh) == [
         "warning: axis t (mesh.t = 16) crosses hosts, which have 8 devices each: every layer waits for its collectives over "
         "t, several times, at the network's speed; set mesh.t=8 mesh.d=2"
     ]
-    assert cluster.advice(cluster.lay_out(gpus(2, 6), 3, 4).devices)[0].endswith("set mesh.t=2 mesh.d=6")
+    assert cluster.advice(cluster.lay_out(gpus(2, 6), {"d": 3, "t": 4}))[0].endswith("set mesh.t=2 mesh.d=6")
 
 
 # ---------------------------------------------------------------- who is there

@@ -64,7 +64,7 @@ TOOLS = [
 ]
 
 
-@pytest.mark.parametrize("config_class", [train.Config, plan.Plan, *TOOLS])
+@pytest.mark.parametrize("config_class", [train.Config, plan.plan_class(train), *TOOLS])
 def test_no_key_is_without_explanation(config_class):
     """Each key of a run and of a tool says what it is."""
     explained = explanations(config_class)
@@ -73,7 +73,7 @@ def test_no_key_is_without_explanation(config_class):
     assert max(len(line) for text in help_of_keys(config_class) for line in text.splitlines()) <= 120
 
 
-@pytest.mark.parametrize("config_class, tools_own", [(train.Config, []), (plan.Plan, ["plan"])])
+@pytest.mark.parametrize("config_class, tools_own", [(train.Config, []), (plan.plan_class(train), ["plan"])])
 def test_each_program_lists_its_own_configs(config_class, tools_own):
     """Those of runs for what takes a run's keys; so no listed one ends in `is not a key`."""
     listed = list(configs_of(config_class, ROOT / "configs"))

@@ -22,11 +22,12 @@ from ragged import (
 )
 
 from runtime.data import chunks, flat_tokens
-from runtime.data.batches import Loader, TokenBatch
+from runtime.data.batches import Batch, Loader
 from runtime.data.flat_tokens import write_split
 from runtime.data.read_ahead import ReadAhead
 from runtime.terminal import RunError
-from shardlib.shardtypes import check_tree
+from shardlib.shardtypes import check_tree, make_shardings
+from train import TokenBatch
 
 
 @pytest.fixture(scope="module")
@@ -135,15 +136,18 @@ def test_load_is_a_function_of_the_step(data, packing):
 def test_same_batch_on_every_mesh(data, d, t):
     """A step's global batch does not depend on the mesh, and it lies on it as TokenBatch says."""
     config = FlatTokens(str(data))
+    mesh = sharding(d, t).targets.mesh
+    with jax.set_mesh(mesh):
+        on_mesh = make_shardings(TokenBatch)
     with (
         Loader(config, "train", batch=8, length=20, sharding=sharding()) as one,
-        Loader(config, "train", batch=8, length=20, sharding=sharding(d, t)) as many,
+        Loader(config, "train", batch=8, length=20, sharding=on_mesh) as many,
     ):
         for step in range(one.steps):
             batch = many.load(step)
             assert_equal(one.load(step), batch)
-            assert batch.targets.sharding.is_equivalent_to(sharding(d, t), 2)
-            with jax.set_mesh(sharding(d, t).mesh):
+            assert batch.targets.sharding.is_equivalent_to(on_mesh.targets, 2)
+            with jax.set_mesh(mesh):
                 check_tree(TokenBatch, batch)
 
 
@@ -163,7 +167,8 @@ class HostSharding:
 @pytest.mark.parametrize("own", [lambda i: i < 4, lambda i: i >= 4, lambda i: i % 2 == 1])
 def test_hosts_read_their_own_rows(data, own, shuffle, monkeypatch):
     """Each host reads the rows of its own devices and no others, and together they have the batch of a single host."""
-    whole, batch, length = sharding(8, 1), 16, 20
+    on_eight, batch, length = sharding(8, 1), 16, 20
+    whole = on_eight.targets
     devices = {device for i, device in enumerate(whole.mesh.devices.flat) if own(i)}
     placed = []
 
@@ -175,7 +180,9 @@ def test_hosts_read_their_own_rows(data, own, shuffle, monkeypatch):
             }
         )
 
-    with Loader(FlatTokens(str(data)), "train", batch=batch, length=length, sharding=whole, shuffle=shuffle) as single:
+    with Loader(
+        FlatTokens(str(data)), "train", batch=batch, length=length, sharding=on_eight, shuffle=shuffle
+    ) as single:
         expected = [single.load(step) for step in range(single.steps)]
         read = []
         read_rows = flat_tokens.Split.read_rows
@@ -190,7 +197,7 @@ def test_hosts_read_their_own_rows(data, own, shuffle, monkeypatch):
             "train",
             batch=batch,
             length=length,
-            sharding=HostSharding(whole, devices),
+            sharding=Batch(*[HostSharding(whole, devices)] * 3),
             shuffle=shuffle,
         ) as host:
             for step in range(host.steps):

@@ -236,8 +236,8 @@ def test_share_of_a_host():
     own, share, shares = host_share(sharding_of(2, [(None,)] * 4), 8, 16)
     assert (own.tolist(), share, shares) == (list(range(8)), 0, 1)
     message = (
-        "hf_dataset.path needs hosts that have all their rows of a batch in common or none: set mesh.t to a divisor or a multiple "
-        "of 3, the devices of a host"
+        "hf_dataset.path needs hosts that have all their rows of a batch in common or none: choose sizes of the mesh's axes, "
+        "from the last to the first, that fill the 3 devices of a host without a rest"
     )
     assert_refuses(message, host_share, sharding_of(2, [(0, 2), (0, 2), (2, 4), (2, 4), (4, 6), (4, 6)]), 6, 16)
 
@@ -251,11 +251,12 @@ jax.config.update("jax_num_cpu_devices", 2)
 jax.distributed.initialize(address, 2, host)
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
+from runtime.data.batches import Batch
 from runtime.config.keys import HuggingFaceDataset
 from runtime.data.hf_stream import HuggingFaceLoader
 from shardlib.mesh import make_mesh
 config = HuggingFaceDataset(path=folder, tokenizer="bytes_utf8")
-sharding = NamedSharding(make_mesh({"d": 4, "t": 1}, jax.devices()), PartitionSpec("d", None))
+sharding = Batch(*[NamedSharding(make_mesh({"d": 4, "t": 1}, jax.devices()), PartitionSpec("d", None))] * 3)
 with HuggingFaceLoader(config, "train", batch=4, length=32, sharding=sharding) as stream:
     stream.resume(3, json.loads(state))
     batches = [stream.load(step) for step in range(3, 8)]
@@ -497,7 +498,7 @@ def test_a_run_goes_on_bit_for_bit(folder, monkeypatch, tmp_path):
 
 
 WRONG = [
-    (["model.vocab=256"], "model.vocab = 256: the tokenizer bytes_utf8 has token ids up to 256: set model.vocab to 258 or more, a multiple of mesh.t = 2"),
+    (["model.vocab=256"], "model.vocab = 256: the tokenizer bytes_utf8 has token ids up to 256: set model.vocab to 257 or more"),
     (["hf_dataset.tokenizer=null"], "hf_dataset.tokenizer = null: expected bytes_utf8, a tokenizer.json, or the name of a tokenizer on the Hugging Face hub"),
     (["validation_batches=null"], "validation_batches = null: with hf_dataset.path, each validation reads the same first batches, which are kept in memory: set it to 16, say"),
     (["flat_tokens.sequence_packing=false"], "flat_tokens.sequence_packing = false: hf_dataset.path is always packed; delete the key"),

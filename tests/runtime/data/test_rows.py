@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ragged import FlatTokens, as_numpy, assert_refuses, encoded, ragged, read_from_chunks, sharding
 
 from runtime.data import rows as rows_module
-from runtime.data.batches import Loader
+from runtime.data.batches import Batch, Loader
 from runtime.data.flat_tokens import write_split
 
 
@@ -83,7 +83,7 @@ class HostSharding:
 
 def rows_of_hosts(monkeypatch, config, mesh, hosts, batch, length):
     """The rows that each of several hosts places on its devices: for each step the whole batch, put together from all of them."""
-    whole = sharding(*mesh)
+    whole = sharding(*mesh).targets
     parts = []
 
     def place(shape, host, part):
@@ -98,7 +98,9 @@ def rows_of_hosts(monkeypatch, config, mesh, hosts, batch, length):
         devices = list(whole.mesh.devices.flat)
         for host in range(hosts):
             own = frozenset(devices[host * len(devices) // hosts : (host + 1) * len(devices) // hosts])
-            with Loader(config, "train", batch=batch, length=length, sharding=HostSharding(whole, own)) as loader:
+            with Loader(
+                config, "train", batch=batch, length=length, sharding=Batch(*[HostSharding(whole, own)] * 3)
+            ) as loader:
                 parts.clear()
                 for step in range(loader.steps):
                     loader._read_batch(step)

@@ -31,7 +31,7 @@ def write_run(folder, losses, *, config="training: {steps: 100, seed: 0}\nmodel:
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "config.yaml").write_text(config)
-    (folder / "environment.json").write_text(json.dumps(environment(["A step: 5 FLOPs <all>."])))
+    (folder / "environment.json").write_text(json.dumps({**environment(), "ledger": ["A step: 5 FLOPs <all>."]}))
     return folder
 
 

@@ -1,0 +1,87 @@
+"""What is checked before anything is compiled: sizes against the mesh, and with `check_only` the steps' types."""
+
+import time
+from typing import Any
+
+import jax
+
+from runtime.terminal import RunError, print_line
+from runtime.tracking.metrics import flattened
+from shardlib.arrays import indivisible, map_type, mesh_text
+from shardlib.shardtypes import ShardingError, typed_shard_map
+from shardlib.sizes import nearest_divisors, nearest_multiples
+
+
+def check_sizes(config: Any, type_: Any, shapes: Any, what: str = "") -> Any:
+    """Returns the shapes of a tree of this type, if the config's mesh can split all its dims.
+
+    Args:
+      what: of which sizes it is, where they are no value of a key.
+    Raises:
+      RunError: with each dim that it cannot, its axes, the keys that have its size, and the nearest sizes that fit.
+    """
+    axes, problems = vars(config.mesh), []
+    for error in indivisible(type_, shapes, axes):
+        values = flattened({"model": config.model, "training": config.training}, separator=".")
+        keys = [key for key, value in values.items() if value == error.size and not isinstance(value, bool)]
+        where = what or f"{config.origins.of(keys[0])}: {' or '.join(keys)} = {error.size}" if what or keys else "mesh"
+        parts = 1
+        for axis in error.axes:
+            parts *= axes[axis]
+        fix = f"set it to {nearest_multiples(error.size, parts)}"
+        if len(error.axes) == 1:
+            fix += f", or mesh.{error.axes[0]} to {nearest_divisors(error.size, parts)}"
+        text, _, leaf = str(error).partition("\n")
+        problems.append(f"{where}: {text}: {fix}\n{leaf}")
+    if problems:
+        raise RunError("\n".join(problems))
+    return shapes
+
+
+def batch_shapes(config: Any, batch_type: Any) -> Any:
+    """The global shapes of a batch, all of whose fields have a row for each row and a column for each token.
+
+    Raises:
+      RunError: the rows cannot be divided into microbatches, or those over the mesh.
+    """
+    tokens, parts = config.training.tokens, config.training.microbatches
+    if tokens.batch % parts:
+        raise RunError(
+            f"{config.origins.of('training.tokens.batch')}: training.tokens.batch = {tokens.batch}: it is divided into "
+            f"training.microbatches = {parts} parts: set it to {nearest_multiples(tokens.batch, parts)}"
+        )
+
+    def of_rows(rows: int) -> Any:
+        return map_type(lambda array: jax.ShapeDtypeStruct((rows, tokens.len), array.element.dtype), batch_type)
+
+    what = f"training.tokens.batch / training.microbatches = {tokens.batch} / {parts}" if parts > 1 else ""
+    check_sizes(config, batch_type, of_rows(tokens.batch // parts), what)
+    return of_rows(tokens.batch)
+
+
+def report_check(config: Any, steps: tuple[typed_shard_map, typed_shard_map], state: Any, batch: Any) -> None:
+    """Proves the types of the training and the validation step on the config's mesh, without a device, and says so.
+
+    Args:
+      steps: a trainer's `mapped_steps`.
+      state, batch: its `shapes`.
+    Raises:
+      RunError: with the first claim that is not so, and its line.
+    """
+    axes = vars(config.mesh)
+    mesh, where = jax.sharding.AbstractMesh(tuple(axes.values()), tuple(axes)), f"on the {mesh_text(axes)}"
+    integer, number = (jax.ShapeDtypeStruct((), dtype) for dtype in ("uint32", "float32"))
+    arguments = (state, integer, integer, batch), (state.weights, number, number, batch)
+    for step, given in zip(steps, arguments, strict=True):
+        began = time.perf_counter()
+        try:
+            proved = step.check(mesh, *given)
+        except ShardingError as error:
+            raise RunError(f"{step.name} is refused {where}:\n{error}") from None
+        print_line(f"{step.name} {where}: {proved} claims proved in {time.perf_counter() - began:.1f} s.")
+    print_line(
+        "Proved: along which axes each value is split, the same, or a sum not yet taken.\n"
+        "So no reduction is forgotten or doubled, on any mesh, and every transfer is an\n"
+        "operation with a string. Not proved: schedules, random numbers, what stands\n"
+        "inside shardops.local, and the mathematics (docs/notation.md)."
+    )

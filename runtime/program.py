@@ -1,0 +1,194 @@
+"""Which program a run is: the trainer's module, loaded by its name, recorded with a run, and compared when it resumes.
+
+trainer = load("train")                          # or tests.abc_trainer, or a file, runs/first/program.py
+record = recorded(config)                        # of the program whose Config this is
+differences(checkpoint_attributes, record)       # ["train", "shardlib.shardops"]: what is another than it was
+"""
+
+import ast
+import atexit
+import functools
+import hashlib
+import importlib
+import importlib.util
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
+
+from runtime.terminal import RunError
+
+ROOT = Path(__file__).resolve().parents[1]
+DEFAULT = "train"
+# Of this project, what a trainer computes with; and what it imports without a change of what it computes.
+MATHEMATICS = ("train", "models", "shardlib", "kernels", "jax_extra")
+NO_MATHEMATICS = ("runtime", "ledger", "tools")
+LONGEST_GIT_S = 10.0
+
+
+class Trainer(Protocol):
+    """What a trainer's module offers. train.py is the first one; tests/abc_trainer.py the smallest.
+
+    To be sampled from (tools.sample) it also needs `act`, `forward` and weights with `unembed`, as train.py has them.
+    """
+
+    # A RunConfig with the sections `mesh`, a number of devices for each axis, in the mesh's order; `model`, which has
+    # `vocab`; and `training`, a RunTraining.
+    Config: type
+    State: type  # a pytree_dataclass with `weights`
+    TokenBatch: type  # a pytree_dataclass with the fields of runtime.data.batches.Batch
+
+    def init_state(self, model: Any, seed: Any) -> Any:
+        """The first State."""
+
+    def shapes(self, config: Any) -> tuple[Any, Any]:
+        """The global shapes of a State and a TokenBatch. Raises RunError where the mesh cannot split them."""
+
+    def mapped_steps(self, config: Any, bos_id: int) -> tuple[Any, Any]:
+        """Two typed_shard_map: (state, skipped steps, step, batch) -> (state, metrics), which have `loss`, `grad_norm` and
+        `skipped_steps`; and (weights, sum of losses, number of targets, batch) -> the two with the batch's."""
+
+    def main(self, config: Any) -> None:
+        """Trains; with check_only, checks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramKey:
+    """A key of tools that work with any trainer."""
+
+    program: str = DEFAULT  # the trainer: its module, or its file, such as the program.py of a run folder
+
+
+@functools.cache
+def load(name: str) -> Trainer:
+    """The trainer of this name: a module as after `python -m`, or a path that ends in .py.
+
+    Raises:
+      RunError: there is none, or it offers less than a Trainer.
+    """
+    try:
+        module = _of_file(Path(name)) if name.endswith(".py") else importlib.import_module(name)
+    except (ModuleNotFoundError, FileNotFoundError) as error:
+        if isinstance(error, ModuleNotFoundError) and not f"{name}.".startswith(f"{error.name}."):
+            raise
+        raise RunError(f"program = {name}: there is no such module or file; expected {DEFAULT}, say") from error
+    offered = ("Config", "State", "TokenBatch", "init_state", "shapes", "mapped_steps", "main")
+    if missing := [each for each in offered if not hasattr(module, each)]:
+        raise RunError(f"program = {name}: it is no trainer, since it has no {', '.join(missing)} (runtime/program.py)")
+    return module
+
+
+def of_command_line(arguments: Sequence[str]) -> Trainer:
+    """The trainer that `program=...` names. Ends the process where there is none: hydra has not started yet."""
+    given = [text.lstrip("+").partition("=")[2] for text in arguments if text.lstrip("+").startswith("program=")]
+    try:
+        return load(given[-1] if given else DEFAULT)
+    except RunError as error:
+        sys.exit(f"error: {error}")
+
+
+def of_checkpoint(attributes: Mapping[str, Any]) -> tuple[Trainer, list[str]]:
+    """The trainer that saved a checkpoint, from the copy that it keeps; and what to say about it."""
+    kept = attributes.get("program")
+    if kept is None:
+        return load(DEFAULT), [f"the checkpoint does not say which program trained it: {DEFAULT} is taken"]
+    folder = tempfile.mkdtemp()  # to the end, since @typed and messages read the source
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    file = Path(folder, "program.py")
+    file.write_text(kept["source"], encoding="utf-8")
+    now = _hashes(kept["module"], file)
+    others = [name for name in _changed(kept["files"], now) if name != kept["module"]]
+    return load(str(file)), [f"other than when the checkpoint was saved: {', '.join(others)}"] if others else []
+
+
+def recorded(config: Any) -> dict[str, Any]:
+    """What says which program this config is of, as JSON values."""
+    module = sys.modules[type(config).__module__]
+    spec, file = getattr(module, "__spec__", None), Path(module.__file__).resolve()
+    name = (spec.name if spec else file.stem) if module.__name__ == "__main__" else module.__name__
+    changes = _git(file.parent, "status", "--porcelain")
+    return {
+        "module": name,
+        "files": _hashes(name, file),
+        "git_commit": _git(file.parent, "rev-parse", "HEAD"),
+        "local_changes": None if changes is None else bool(changes),
+        "source": file.read_text(encoding="utf-8"),
+    }
+
+
+def differences(attributes: Mapping[str, Any], record: Mapping[str, Any]) -> list[str]:
+    """What is another than in the program that saved a checkpoint with these attributes: its name, and names of modules.
+    Nothing where the attributes do not say."""
+    kept = attributes.get("program")
+    if kept is None:
+        return []
+    if kept["module"] != record["module"]:
+        return [f"{kept['module']} -> {record['module']}"]
+    return _changed(kept["files"], record["files"])
+
+
+def _changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    return sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+
+
+def _of_file(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"program_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+    except FileNotFoundError:
+        del sys.modules[spec.name]
+        raise
+    return module
+
+
+def _hashes(name: str, file: Path) -> dict[str, str]:
+    """Of a module and of all that it imports from its own folder and from this project, NO_MATHEMATICS left out."""
+    is_installed = "site-packages" in file.parts  # where all that stands beside it is not its own
+    folders = [ROOT] if is_installed else [file.parents[name.count(".")], ROOT]
+    found, left = {}, {name: file}
+    while left:
+        module, path = left.popitem()
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        found[module] = _hash(tree)
+        for imported in _imports(tree):
+            room = imported.partition(".")[0]
+            if imported in found or room in NO_MATHEMATICS or (is_installed and room not in MATHEMATICS):
+                continue
+            place = imported.replace(".", "/")
+            there = (folder / each for folder in folders for each in (f"{place}.py", f"{place}/__init__.py"))
+            if (path := next(filter(Path.is_file, there), None)) is not None:
+                left[imported] = path
+    return dict(sorted(found.items()))
+
+
+def _imports(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _hash(tree: ast.AST) -> str:
+    """Of what is computed: comments, docstrings and line breaks do not count."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node, clean=False):
+            node.body = node.body[1:] or [ast.Pass()]
+    return hashlib.sha256(ast.unparse(tree).encode()).hexdigest()[:16]
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    """What git says of a folder; None where there is no git, or no repository."""
+    try:
+        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=LONGEST_GIT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return None if done.returncode else done.stdout.strip()

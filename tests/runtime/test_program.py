@@ -1,0 +1,219 @@
+"""A run knows its program: what is recorded, what is refused, and that tools take it from the run."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import train
+from runtime import program
+from runtime.checkpoints.directory import Checkpoints
+from runtime.config.command_line import load, run
+from runtime.data.flat_tokens import write_split
+from runtime.data.tokenizers import save_dataset_tokenizer, train_bpe
+from runtime.terminal import RunError
+from tools import sample
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = [
+    "model.d_model=32", "model.n_kv=2", "model.d_head=8", "model.d_ff=64", "model.layers=1", "training.tokens.batch=16",
+    "training.tokens.len=32", "training.steps=2", "eval_interval=100", "validation_batches=1", "mesh.d=2", "mesh.t=1",
+]  # fmt: skip
+
+
+def copy_of(folder, old="", new=""):
+    """train.py under another name in a folder, changed, as a module."""
+    text = (ROOT / "train.py").read_text()
+    assert text.count(old) >= 1
+    (folder / "my_trainer.py").write_text(text.replace(old, new, 1) if old else text)
+    sys.modules.pop("my_trainer", None)
+    program.load.cache_clear()
+    return program.load("my_trainer")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield tmp_path
+    sys.modules.pop("my_trainer", None)
+    program.load.cache_clear()
+
+
+def start(monkeypatch, trainer, folder, *overrides):
+    """Runs a trainer; returns the exit status."""
+    where = [f"paths.root_working_dir={folder}", "paths.model_name=run"]
+    monkeypatch.setattr(sys, "argv", ["train", *TINY, *where, *overrides])
+    try:
+        run(trainer.main, trainer.Config)
+    except SystemExit as stop:
+        return stop.code
+    return 0
+
+
+def attributes_of(folder):
+    kept = {"keep_last": None, "keep_every": None}
+    with_one = Checkpoints(f"{folder}/checkpoints", **kept, asynchronous=False, timeout_s=60, max_io_threads=4)
+    attributes = with_one.attributes(with_one.latest())
+    with_one.close()
+    return attributes
+
+
+# ---- what is recorded
+
+
+def test_what_a_run_records(monkeypatch, folder, capsys):
+    """A copy of the module in the run folder and in the checkpoint; its name, hashes and commit in both, for each start."""
+    trainer = copy_of(folder)
+    assert start(monkeypatch, trainer, folder) == 0
+    assert start(monkeypatch, trainer, folder, "training.steps=4") == 0
+    text = (folder / "my_trainer.py").read_text()
+    assert (folder / "run/program.py").read_text() == text
+    first, second = map(json.loads, (folder / "run/starts.jsonl").read_text().splitlines())
+    assert (first["after_step"], second["after_step"]) == (0, 2) and first["program"] == second["program"]
+    kept = attributes_of(folder / "run")["program"]
+    assert kept == {**first["program"], "source": text} and kept["module"] == "my_trainer"
+    assert {"my_trainer", "jax_extra", "kernels.attention", "shardlib.shardops"} <= kept["files"].keys()
+    assert not any(name.startswith(program.NO_MATHEMATICS) for name in kept["files"])
+    assert "does not say which program" not in capsys.readouterr().out
+
+
+def test_the_commit_and_local_changes(tmp_path):
+    """Of the repository in which the module lies; null outside of one."""
+    assert program._git(tmp_path, "rev-parse", "HEAD") is None
+    for command in ("init -q", "config user.email a@b", "config user.name a", "commit -q --allow-empty -m first"):
+        subprocess.run(["git", *command.split()], cwd=tmp_path, check=True)
+    assert (
+        len(program._git(tmp_path, "rev-parse", "HEAD")) == 40 and program._git(tmp_path, "status", "--porcelain") == ""
+    )
+    (tmp_path / "new.py").write_text("")
+    assert program._git(tmp_path, "status", "--porcelain") == "?? new.py"
+
+
+def test_what_counts_as_a_change(tmp_path):
+    """What is imported counts, wherever it stands; comments, docstrings and line breaks do not."""
+    (tmp_path / "one.py").write_text(
+        '"""Says."""\nimport two\nimport jax\n\ndef f():\n    """Is."""\n    import three\n'
+    )
+    (tmp_path / "two.py").write_text("x = (1,\n     2)  # why\n")
+    (tmp_path / "three.py").write_text("import two\n")
+    before = program._hashes("one", tmp_path / "one.py")
+    assert before.keys() == {"one", "two", "three"}
+    (tmp_path / "one.py").write_text("import two\nimport jax\n\ndef f():\n    'Was.'\n    import three\n")
+    (tmp_path / "two.py").write_text("x = (1, 2)\n")
+    assert program._hashes("one", tmp_path / "one.py").keys() == before.keys()
+    changed = program._changed(before, program._hashes("one", tmp_path / "one.py"))
+    assert changed == []
+    (tmp_path / "two.py").write_text("x = (1, 3)\n")
+    assert program._changed(before, program._hashes("one", tmp_path / "one.py")) == ["two"]
+
+
+# ---- what is refused
+
+
+def test_another_program_is_refused(monkeypatch, folder, capsys):
+    """A changed module does not go on with the run, and it is named; with allow_config_change it does."""
+    assert start(monkeypatch, copy_of(folder), folder) == 0
+    changed = copy_of(folder, "jax.nn.silu(gate)", "jax.nn.gelu(gate)")
+    capsys.readouterr()
+    assert start(monkeypatch, changed, folder, "training.steps=4") == 1
+    said = capsys.readouterr().err
+    assert (
+        "was trained with another program or configuration:\n  the program: my_trainer\nSet these as they were" in said
+    )
+    assert start(monkeypatch, changed, folder, "training.steps=4", "allow_config_change=true") == 0
+    assert "  the program: my_trainer\n" in capsys.readouterr().out
+    assert start(monkeypatch, train_itself(), folder, "training.steps=6") == 1
+    assert "the program: my_trainer -> train\n" in capsys.readouterr().err
+
+
+def train_itself():
+    return program.load("train")
+
+
+def test_a_checkpoint_from_before_resumes_and_says_so(monkeypatch, folder, capsys):
+    """A checkpoint without a record is taken as it is, with a line."""
+    with monkeypatch.context() as before:
+        before.setattr(program, "recorded", lambda config: {"source": ""})
+        save = Checkpoints.save
+        before.setattr(
+            Checkpoints,
+            "save",
+            lambda self, step, state, attributes: save(
+                self, step, state, {key: value for key, value in attributes.items() if key != "program"}
+            ),
+        )
+        assert start(monkeypatch, train_itself(), folder) == 0
+    assert "program" not in attributes_of(folder / "run")
+    capsys.readouterr()
+    assert start(monkeypatch, train_itself(), folder, "training.steps=4") == 0
+    assert "/run/checkpoints/0000000002 does not say which program saved it" in capsys.readouterr().out.replace(
+        "\n  ", " "
+    )
+
+
+# ---- what tools take
+
+
+@pytest.mark.parametrize(
+    "name, text",
+    [
+        ("no_such", "program = no_such: there is no such module or file; expected train, say"),
+        ("no/such.py", "program = no/such.py: there is no such module or file"),
+        ("runtime.terminal", "program = runtime.terminal: it is no trainer, since it has no Config, State, TokenBatch, init_state"),
+    ],
+)  # fmt: skip
+def test_what_is_no_trainer(name, text):
+    """One line that says what was looked for and what is missing."""
+    with pytest.raises(RunError, match=text.replace("(", r"\(")):
+        program.load(name)
+
+
+def test_the_command_line_names_the_program(capsys):
+    """train where it names none; one line where there is no such."""
+    assert program.of_command_line(["a=1"]) is program.load("train")
+    assert program.of_command_line(["+program=tests.abc_trainer"]).__name__ == "tests.abc_trainer"
+    with pytest.raises(SystemExit, match="error: program = no_such: there is no such module"):
+        program.of_command_line(["program=no_such"])
+
+
+def test_a_run_is_sampled_with_its_own_program(monkeypatch, folder, capsys):
+    """The copy in the checkpoint is what is sampled, though the module is another by now; another one is said."""
+    changed = copy_of(folder, "jax.nn.silu(gate)", "jax.nn.gelu(gate)")
+    assert start(monkeypatch, changed, folder) == 0
+    (folder / "my_trainer.py").unlink()
+    capsys.readouterr()
+    trainer, config, weights = sample.load_run(str(folder / "run"))
+    assert "jax.nn.gelu(gate)" in Path(trainer.__file__).read_text() and config.model.d_ff == 64
+    assert weights.embed.shape == (1280, 32) and capsys.readouterr().err == ""
+    trainer, _, _ = sample.load_run(str(folder / "run"), "train")
+    assert trainer is program.load("train")
+    assert capsys.readouterr().err == "note: train is taken, not the program that trained the run\n"
+    attributes = attributes_of(folder / "run")
+    del attributes["program"]
+    assert program.of_checkpoint(attributes)[1] == [
+        "the checkpoint does not say which program trained it: train is taken"
+    ]
+
+
+# ---- the tokenizer
+
+
+def test_a_run_folder_is_enough_to_decode(monkeypatch, folder):
+    """The tokenizer is copied into the run folder, and its content is part of what a checkpoint says of the data."""
+    tokenizer = train_bpe(["to be or not to be, that is the question\n"] * 4, 300)
+    ids = tokenizer.encode_batch(["to be or not to be, that is the question\n" * 20] * 100)
+    for split in ("train", "validation"):
+        write_split(folder / "b.zarr", split, ids)
+    save_dataset_tokenizer(folder / "b.zarr", tokenizer)
+    data = f"flat_tokens.filespec={folder}/b.zarr"
+    trainer = train_itself()
+    assert start(monkeypatch, trainer, folder, data) == 0
+    assert len(attributes_of(folder / "run")["data"]["tokenizer"]) == 16
+    shutil.rmtree(folder / "b.zarr")
+    config = load(train.Config, overrides=[*TINY, data])
+    tokenizer = sample.find_tokenizer(str(folder / "run"), config)
+    (ids,) = tokenizer.encode_batch(["the question"])
+    assert tokenizer.decode(ids) == "the question" and len(ids) < 12

@@ -1,0 +1,102 @@
+"""Another trainer, with a mesh of axes a, b and c and another model, has all that train.py has: no room knows the axes."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from runtime import program
+from runtime.config import command_line
+from tools import plan, sample
+
+TRAINER = program.load("tests.abc_trainer")
+CONFIG = [f"--config-dir={Path(__file__).parent}", "--config-name=abc"]
+
+
+def start(monkeypatch, *overrides, main=TRAINER.main, config_class=TRAINER.Config):
+    """Runs as `python -m tests.abc_trainer <overrides>` would, or a tool; returns the exit status."""
+    monkeypatch.setattr(sys, "argv", ["abc_trainer", *CONFIG, *overrides])
+    try:
+        command_line.run(main, config_class)
+    except SystemExit as stop:
+        return stop.code
+    return 0
+
+
+def losses(folder):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line[name]) for line in lines for name in ("loss", "validation_loss") if name in line]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The folder of a run of 12 steps."""
+    root = tmp_path_factory.mktemp("abc")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        assert start(monkeypatch, f"paths.root_working_dir={root}") == 0
+    return root / "abc"
+
+
+def test_it_trains_and_validates(whole):
+    """The loss falls; the validation loss is there twice; a norm for each of the weights, by its name."""
+    found = losses(whole)
+    assert len(found) == 14 and found[-2][1] < found[0][1] - 0.5
+    line = json.loads((whole / "metrics.jsonl").read_text().splitlines()[0])
+    assert [name for name in line if name.startswith("grad_norm_of/")] == [
+        "grad_norm_of/table", "grad_norm_of/w_in", "grad_norm_of/w_out",
+    ]  # fmt: skip
+
+
+def test_its_ledger_has_its_axes(whole):
+    """What is sent is counted along a, b and c, and annotated in the trainer's own file."""
+    ledger = json.loads((whole / "ledger.json").read_text())
+    assert ledger["mesh"] == {"a": 2, "b": 2, "c": 2} and ledger["source"].endswith("abc_trainer.py")
+    assert {tuple(row["axes"]) for row in ledger["collectives"]} >= {("a", "b"), ("c",), ("a", "b", "c")}
+
+
+def test_it_resumes_bit_for_bit(whole, monkeypatch, tmp_path):
+    """Stopped after 6 steps and started again, on the same mesh: the losses of the run that was never stopped."""
+    where = f"paths.root_working_dir={tmp_path}"
+    assert start(monkeypatch, where, "training.steps=6", "training.steps_for_lr=12") == 0
+    assert start(monkeypatch, where) == 0
+    assert losses(tmp_path / "abc") == losses(whole)
+    starts = [json.loads(line) for line in (tmp_path / "abc" / "starts.jsonl").read_text().splitlines()]
+    assert [each["after_step"] for each in starts] == [0, 6]
+
+
+def test_its_sharding_is_checked(monkeypatch, capsys):
+    """check_only proves both steps on a mesh for which there are no devices, and sizes are held against its axes."""
+    assert start(monkeypatch, "check_only=true", "mesh.a=4", "mesh.c=8") == 0
+    assert "training_step on the mesh a=4 × b=2 × c=8: " in capsys.readouterr().out
+    assert start(monkeypatch, "check_only=true", "mesh.c=3") == 1
+    assert "dim V has size 1280, which axis c=3 cannot divide: set it to 1278 or 1281, or mesh.c to 2 or 4" in (
+        capsys.readouterr().err
+    )
+    assert start(monkeypatch, "check_only=true", "training.tokens.batch=6") == 1
+    assert "training.tokens.batch = 6: dim B has size 6, which axes a=2 × b=2 cannot divide: set it to 4 or 8" in (
+        capsys.readouterr().err
+    )
+
+
+def test_it_is_planned(monkeypatch, capsys):
+    """For a machine that is not here, on its own mesh and on all ten of eight devices."""
+    given = {"main": plan.main, "config_class": plan.plan_class(TRAINER)}
+    overrides = ["program=tests.abc_trainer", "hardware=h200", "devices_per_host=8"]
+    assert start(monkeypatch, *overrides, **given) == 0
+    assert "abc on 8 × h200: 1 host of 8, mesh a=2 × b=2 × c=2; 16 × 32 tokens a step" in capsys.readouterr().out
+    assert start(monkeypatch, *overrides, "hosts=1", "sweep=true", **given) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split()[:4] == ["a", "b", "c", "microbatches"]
+    assert {tuple(line.split()[:3]) for line in lines[2:12]} == {
+        ("8", "1", "1"), ("4", "2", "1"), ("4", "1", "2"), ("2", "4", "1"), ("2", "2", "2"), ("2", "1", "4"),
+        ("1", "8", "1"), ("1", "4", "2"), ("1", "2", "4"), ("1", "1", "8"),
+    }  # fmt: skip
+
+
+def test_what_cannot_be_sampled_is_said(whole, monkeypatch):
+    """A trainer without `forward` is no model that writes."""
+    monkeypatch.setattr(sys, "argv", ["sample", str(whole)])
+    with pytest.raises(SystemExit) as stop:
+        sample.main()
+    assert stop.value.code.endswith("program.py has no function `forward`, without which nothing can be sampled")
