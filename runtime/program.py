@@ -94,7 +94,7 @@ def of_command_line(arguments: Sequence[str]) -> Trainer:
 
 def of_checkpoint(attributes: Mapping[str, Any]) -> tuple[Trainer, list[str]]:
     """The trainer that saved a checkpoint, from the copy that it keeps; and what to say about it."""
-    kept = attributes.get("program")
+    kept = _kept(attributes)
     if kept is None:
         return load(DEFAULT), [f"the checkpoint does not say which program trained it: {DEFAULT} is taken"]
     folder = tempfile.mkdtemp()  # to the end, since @typed and messages read the source
@@ -124,12 +124,21 @@ def recorded(config: Any) -> dict[str, Any]:
 def differences(attributes: Mapping[str, Any], record: Mapping[str, Any]) -> list[str]:
     """What is another than in the program that saved a checkpoint with these attributes: its name, and names of modules.
     Nothing where the attributes do not say."""
-    kept = attributes.get("program")
+    kept = _kept(attributes)
     if kept is None:
         return []
     if kept["module"] != record["module"]:
         return [f"{kept['module']} -> {record['module']}"]
     return _changed(kept["files"], record["files"])
+
+
+def _kept(attributes: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """What `recorded` gave. Raises RunError where it is something else, of another program's checkpoint."""
+    kept = attributes.get("program")
+    types = {"module": str, "source": str, "files": dict}
+    if kept is None or (isinstance(kept, dict) and all(isinstance(kept.get(key), types[key]) for key in types)):
+        return kept
+    raise RunError("the checkpoint's attribute `program` does not say which program trained it: correct or delete it")
 
 
 def _changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:

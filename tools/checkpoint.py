@@ -21,7 +21,9 @@ from typing import Any
 
 import numpy as np
 
+from ledger.units import amount
 from runtime.checkpoints.checkpoint import (
+    UNBOUND,
     Checkpoint,
     Damaged,
     Incomplete,
@@ -31,6 +33,7 @@ from runtime.checkpoints.checkpoint import (
     verify,
 )
 from runtime.checkpoints.store import open_store
+from runtime.config.rebuild import flat
 from runtime.terminal import RunError, columns
 
 THREADS = 8  # chunks that are read at the same time
@@ -57,7 +60,7 @@ def main() -> None:
                 show(checkpoint, pool)
             else:
                 diff(checkpoint, open_newest(arguments.other, pool), pool)
-    except RunError as error:
+    except (RunError, OSError) as error:
         sys.exit(f"error: {error}")
 
 
@@ -77,14 +80,6 @@ def find(path: str) -> list[tuple[Store, str]]:
     raise RunError(f"there is no checkpoint at {path}: expected a run folder, its `checkpoints`, or one of those")
 
 
-def size_text(size: int) -> str:
-    """As a person says it: 1.26 GB."""
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= factor:
-            return f"{size / factor:.3g} {unit}"
-    return f"{size} B"
-
-
 def read_through(store: Store, name: str, pool: ThreadPoolExecutor) -> str:
     """Prints what a checkpoint is, and returns it: whole, damaged or incomplete."""
     began = time.perf_counter()
@@ -99,13 +94,13 @@ def read_through(store: Store, name: str, pool: ThreadPoolExecutor) -> str:
         return "damaged"
     size = sum(array.nbytes for array in opened.arrays.values())
     text = (
-        f"{chunks} chunks of {len(opened.arrays)} leaves, {size_text(size)}, read in "
+        f"{chunks} chunks of {len(opened.arrays)} leaves, {amount(size, 'B')}, read in "
         f"{time.perf_counter() - began:.1f} s"
     )
     if faults:
         print(f"{name}: DAMAGED, {len(faults)} of {text}", *faults, sep="\n  ")
         return "damaged"
-    print(f"{name}: whole, {text}")
+    print(f"{name}: whole, {text}" + ("" if opened.is_bound else f"; {UNBOUND}"))
     return "whole"
 
 
@@ -131,10 +126,10 @@ def show(checkpoint: Checkpoint, pool: ThreadPoolExecutor) -> None:
         note = f"{not_finite} not finite" if not_finite else ""
         chunk = "×".join(map(str, checkpoint.grid(name).chunk)) or "1"
         rows.append(
-            (name, array.dtype.name, shown(array.shape), size_text(leaf.nbytes), chunk, f"{norm(leaf):.6g}", note)
+            (name, array.dtype.name, shown(array.shape), amount(leaf.nbytes, "B"), chunk, f"{norm(leaf):.6g}", note)
         )
     print("\n".join(columns([("leaf", "dtype", "shape", "size", "chunk", "norm", ""), *rows], right={3, 5})))
-    print(f"{len(rows)} leaves, {values:,} values, {size_text(size)}")
+    print(f"{len(rows)} leaves, {values:,} values, {amount(size, 'B')}")
 
 
 def diff(first: Checkpoint, second: Checkpoint, pool: ThreadPoolExecutor) -> None:
@@ -184,17 +179,6 @@ def norm(leaf: np.ndarray) -> float:
 def described(checkpoint: Checkpoint) -> dict[str, Any]:
     """Its attributes by their paths; of its program not the source, of which they have the hash."""
     return {key: value for key, value in flat(checkpoint.attributes).items() if key != "program.source"}
-
-
-def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested attributes by their paths: {"config": {"mesh": {"d": 8}}} is {"config.mesh.d": 8}."""
-    if not isinstance(tree, dict) or not tree:
-        return {prefix: tree} if prefix else {}
-    return {
-        path: leaf
-        for key, value in tree.items()
-        for path, leaf in flat(value, f"{prefix}.{key}" if prefix else key).items()
-    }
 
 
 def shown(shape: tuple[int, ...]) -> str:

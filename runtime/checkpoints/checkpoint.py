@@ -35,6 +35,7 @@ COMPLETED = "write_completed"
 CHECKSUMS = "metadata_crc32c"  # of each metadata file by its path, and, by "", of all attributes but these two
 STEP = "step"  # that it was saved under
 CHUNKS = "chunk_crc32c"  # attribute of an array: of each chunk's values by its file's name
+UNBOUND = "does not say which chunk belongs where, as an earlier program's: chunks that changed places are not noticed"
 METADATA_FILES = ("zarr.json", ".zgroup", ".zarray", ".zattrs")
 # What decoders raise at bytes that they cannot read; the last is zlib's own.
 UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OSError, EOFError, zlib.error)
@@ -216,6 +217,8 @@ def _read_root(store: Store, name: str) -> dict[str, Any]:
         try:
             content = json.loads(store.read(f"{name}/{file}"))
             attributes = content.get("attributes", {}) if file == "zarr.json" else content
+            if file == "zarr.json" and (content["zarr_format"], content["node_type"]) != (3, "group"):
+                raise ValueError("it is no group in format 3")
             if attributes.get(COMPLETED) is not True:
                 break
             if (checksums := attributes.get(CHECKSUMS)) is None:

@@ -30,15 +30,13 @@ import jax
 
 from runtime.checkpoints import checkpoint
 from runtime.checkpoints import writing as checkpoint_writing
-from runtime.checkpoints.checkpoint import Damaged, Incomplete
+from runtime.checkpoints.checkpoint import UNBOUND, Damaged, Incomplete
 from runtime.checkpoints.hosts import Hosts
 from runtime.checkpoints.store import open_store
 from runtime.terminal import RunError
 
 TIMEOUT_S = 600.0  # what takes longer, because a host died or the disk hangs, stops the run
 MOST_THREADS = 16  # each may hold a few chunks: at most about 2 GB of host memory beside the copy of the state
-
-UNBOUND = "it does not say which chunk belongs where, so that files that changed places are not noticed"
 
 
 class Checkpoints:
@@ -127,8 +125,8 @@ class Checkpoints:
         """The attributes that a checkpoint was saved with.
 
         Args:
-          types: of attributes by name. One that is missing, as in another program's checkpoint, is the type's empty
-            value, and a line on stderr says so. An integer is a count.
+          types: of attributes by name, integers being counts. A line on stderr says which are missing, as in another
+            program's checkpoint.
         Raises:
           RunError: the checkpoint is not there, not complete, or damaged, or attributes have other types.
         """
@@ -136,7 +134,7 @@ class Checkpoints:
         found = checkpoint.read_attributes(self._store, name)
         missing = {key: kind() for key, kind in (types or {}).items() if key not in found}
         for key, kind in (types or {}).items():
-            value = found.get(key, kind())
+            value = {**missing, **found}[key]
             if type(value) is not kind or (kind is int and not 0 <= value < 2**32):
                 text = textwrap.shorten(json.dumps(value), 60)
                 where = f"checkpoint {self._store.path(name)} cannot be resumed: its attribute {key} = {text}"
@@ -170,7 +168,7 @@ class Checkpoints:
                 except Damaged as damaged:
                     return str(damaged)
                 if not opened.is_bound:
-                    self._say(f"checkpoint {opened.path} is of an earlier or another program: {UNBOUND}")
+                    self._say(f"checkpoint {opened.path} {UNBOUND}")
                 return None
 
             found = self._together(f"checkpoint {self._store.path(name)} could not be read", read)

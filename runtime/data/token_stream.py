@@ -125,6 +125,10 @@ class TokenStream:
     def _restored(self, state: dict[str, Any]) -> list[list[Position]]:
         if not state:
             return []
+        if not isinstance(state.get("positions"), list) or not {"split", "files"} <= state.keys():
+            raise RunError(
+                f"{self.where}: the checkpoint's data_position is not that of a stream: correct or delete it"
+            )
         if (state["split"], state["files"]) != (self._split, self.files):  # allowed by allow_config_change
             if jax.process_index() == 0:
                 print_line(

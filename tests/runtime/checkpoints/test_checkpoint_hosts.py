@@ -137,7 +137,7 @@ def test_two_hosts(tmp_path):
         assert lines[0] == f"read {[row[column] for row in chunks for column in (2 * host, 2 * host + 1)]}"
         assert lines[1] == "restored 10 latest 10 {'at': 10}"
         own = rf"{path}/0000000030/weights/embed/c.1.3 could not be written: OSError: \[Errno 5\] Input/output error"
-        others = rf"checkpoint {path}/0000000030 is not complete: host 1: {own}"
+        others = rf"checkpoint {path}/0000000030 could not be saved: host 1: {own}"
         assert re.fullmatch("RunError: " + (own if host == 1 else others), lines[2])
         assert lines[3].replace("'.hosts', ", "") == "left ['0000000010', '0000000020', '0000000030']"
     fault = "weights/embed/c.1.3 does not have the checksum"
@@ -159,7 +159,7 @@ def test_a_host_that_is_killed_while_saving(tmp_path, killed):
     assert hosts[killed].returncode == -signal.SIGKILL and time.monotonic() - began < 140
     output, errors = outputs[1 - killed]
     if killed == 1:
-        expected = r"RunError after \d+ s: checkpoint \S+/0000000020 is not complete: nothing was heard of host 1 within 6 s: it died or hangs\n"
+        expected = r"RunError after \d+ s: checkpoint \S+/0000000020 could not be saved: nothing was heard of host 1 within 6 s: it died or hangs\n"
         assert re.search(expected, output), output + errors
     else:
         assert "RunError" in output or "distributed service" in errors, output + errors

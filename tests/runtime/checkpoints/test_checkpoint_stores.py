@@ -1,5 +1,6 @@
 """Checkpoints in an object store: moto's S3 server on this machine, alone and behind a proxy that fails as such stores do."""
 
+import os
 import random
 import re
 import threading
@@ -13,8 +14,10 @@ from checkpoint_state import CHUNKS, assert_same_bits, like, mesh_of, numpy_stat
 from faulty_proxy import FaultyProxy
 from object_store import object_store, object_store_server  # noqa: F401
 
+from runtime.checkpoints.lock import Ownership
 from runtime.checkpoints.store import LocalStore, open_store
 from runtime.terminal import RunError
+from tools.checkpoint import find
 
 
 @pytest.fixture
@@ -147,6 +150,35 @@ def test_what_is_refused_is_not_tried_again(object_store):  # noqa: F811
     ):
         checkpoints.save(10, {"w": jnp.zeros(4)}, {})
     assert time.monotonic() - began < 60
+
+
+@pytest.mark.parametrize(
+    "url, what",
+    [
+        ("s3://some-bucket/a", "Unable to locate credentials. Fix: write ~/.aws/credentials, or set AWS_ACCESS_KEY_ID"),
+        (
+            "s3://Bad_Bucket!/a",
+            'Parameter validation failed: Invalid bucket name "Bad_Bucket!": .* Fix: write the URL as',
+        ),
+        ("data://a", "it cannot do that. Fix: take a directory, or an object store that can be written"),
+    ],
+)
+def test_what_a_store_refuses(tmp_path, monkeypatch, url, what):
+    """Missing credentials, a bucket's name that is none, and a protocol without folders are one line each, at once,
+    wherever the store is touched first."""
+    import s3fs
+
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    s3fs.S3FileSystem.clear_instance_cache()
+    touches = (open_checkpoints(url).latest, Ownership(url).__enter__, lambda: find(url))
+    for touch in touches[:: 1 if url.startswith("s3") else 2]:
+        with pytest.raises(RunError, match=rf"^{re.escape(url)} cannot be used: {what}") as error:
+            touch()
+        assert "\n" not in str(error.value)
+    s3fs.S3FileSystem.clear_instance_cache()
 
 
 def test_threads_share_a_store(object_store):  # noqa: F811

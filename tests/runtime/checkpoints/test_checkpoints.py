@@ -1,5 +1,6 @@
 """A run's checkpoints: nothing that is called complete is not, and whatever is lost, an older one is gone back to."""
 
+import json
 import os
 import re
 import resource
@@ -168,6 +169,93 @@ def test_incomplete_ones_are_passed_over_and_named(tmp_path, capsys):
     save(tmp_path, 60)
     assert open_checkpoints(tmp_path).latest() == 60
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "what, said",
+    [
+        ("plain file", "was not written to its end"),
+        ("nested 100,000 deep", r"is damaged: zarr\.json cannot be read \(maximum recursion depth exceeded"),
+        ("list", r"is damaged: zarr\.json cannot be read \('list' object has no attribute 'get'\)"),
+    ],
+)
+def test_what_only_looks_like_a_checkpoint(tmp_path, capsys, what, said):
+    """A plain file with a step's name, and metadata that no program wrote, are passed over with a line; what was
+    not written to its end is deleted with the old ones."""
+    tree = {"w": jnp.zeros(4)}
+    open_checkpoints(tmp_path).save(10, tree, {})
+    bad = tmp_path / "0000000020"
+    if what == "plain file":
+        bad.write_text("mine")
+    else:
+        bad.mkdir()
+        deep = '{"zarr_format": 3, "attributes": ' + "[" * 100_000 + "]" * 100_000 + "}"
+        (bad / "zarr.json").write_text(deep if "deep" in what else "[]")
+    checkpoints = open_checkpoints(tmp_path, keep_last=1)
+    assert checkpoints.latest() == 10
+    assert re.match(rf"passed over: checkpoint {bad} {said}", capsys.readouterr().err)
+    checkpoints.save(30, tree, {})
+    assert names(tmp_path) == (["0000000030"] if what == "plain file" else ["0000000020", "0000000030"])
+
+
+@pytest.mark.parametrize("lies", ["in the past", "ahead"])
+def test_a_linked_checkpoint(tmp_path, lies):
+    """A folder that is a link is read as a checkpoint; deleting it, or saving its step anew, takes the link away and
+    leaves what it leads to."""
+    tree = {"w": jnp.arange(4.0)}
+    mine, theirs = tmp_path / "run", tmp_path / "other"
+    open_checkpoints(theirs).save(10, tree, {})
+    before = {path: path.read_bytes() for path in theirs.rglob("*") if path.is_file()}
+    if lies == "ahead":  # incomplete, so that the step is saved anew
+        (theirs / "0000000010" / "zarr.json").unlink()
+        before.pop(theirs / "0000000010" / "zarr.json")
+    mine.mkdir()
+    (mine / "0000000010").symlink_to(theirs / "0000000010")
+    checkpoints = open_checkpoints(mine, keep_last=1)
+    assert checkpoints.latest() == (10 if lies == "in the past" else None)
+    for step in (20, 30) if lies == "in the past" else (10,):
+        checkpoints.save(step, tree, {})
+    assert names(mine) == (["0000000030"] if lies == "in the past" else ["0000000010"])
+    assert not (mine / names(mine)[0]).is_symlink()
+    assert {path: path.read_bytes() for path in theirs.rglob("*") if path.is_file()} == before
+
+
+def test_a_damaged_checkpoint_of_the_last_step(tmp_path, capsys):
+    """It is read through, since no restore would read it: passed over, and moved aside when the step is saved again."""
+    tree = {"w": jnp.zeros(4)}
+    for step in (10, 20):
+        open_checkpoints(tmp_path).save(step, tree, {})
+    (tmp_path / "0000000020" / "w" / "c.0").write_bytes(b"damaged")
+    fault = f"checkpoint {tmp_path}/0000000020 is damaged: w/c.0 does not have the checksum that it was written with"
+    for last_step, found in ((None, 20), (30, 20), (20, 10), (15, 10)):
+        assert open_checkpoints(tmp_path).latest(last_step) == found
+        assert capsys.readouterr().err == ("" if found == 20 else f"passed over: {fault}\n")
+    checkpoints = open_checkpoints(tmp_path)
+    assert checkpoints.latest(20) == 10
+    checkpoints.save(20, tree, {})
+    assert names(tmp_path) == ["0000000010", "0000000020", "0000000020.damaged"] and checkpoints.latest(20) == 20
+
+
+def test_attributes_of_another_program(tmp_path, capsys):
+    """What a checkpoint does not say is empty or 0, and a line says so, once; what has another type is refused."""
+    tree, types = {"w": jnp.zeros(4)}, {"skipped_steps": int, "config": dict}
+    for step, attributes in enumerate([{}, {"skipped_steps": 3, "config": {"a": 1}, "epoch": 2}], 1):
+        open_checkpoints(tmp_path).save(step, tree, attributes)
+    checkpoints = open_checkpoints(tmp_path)
+    for _ in range(2):
+        assert checkpoints.attributes(1, types) == {"skipped_steps": 0, "config": {}}
+    assert capsys.readouterr().err == (
+        f"checkpoint {tmp_path}/0000000001 does not say all that a run needs; assumed: skipped_steps = 0, config = {{}}\n"
+    )
+    assert checkpoints.attributes(2, types) == {"skipped_steps": 3, "config": {"a": 1}, "epoch": 2}
+    wrong = [({"skipped_steps": value}, "a count") for value in (1.5, "3", True, -1, 2**32, None, [1])]
+    for step, (attributes, expected) in enumerate([*wrong, ({"skipped_steps": 0, "config": [1]}, "a mapping")], 10):
+        checkpoints.save(step, tree, attributes)
+        (key, value) = list(attributes.items())[-1]
+        with pytest.raises(RunError) as error:
+            checkpoints.attributes(step, types)
+        where = f"checkpoint {tmp_path}/{step:010d} cannot be resumed: its attribute {key} = {json.dumps(value)}"
+        assert str(error.value) == f"{where}: expected {expected}; correct or delete it"
 
 
 def test_a_checkpoint_that_cannot_be_opened_is_not_passed_over(tmp_path, monkeypatch):
@@ -488,9 +576,15 @@ def test_a_full_disk(tmp_path, monkeypatch):
 
 
 def test_urls_that_cannot_be_opened():
-    """A protocol that nobody knows is an error that says so; one whose package is missing names the pip command."""
+    """A protocol that nobody knows, or that leads to no folder, is an error that says so; one whose package is missing
+    names the pip command."""
     with pytest.raises(RunError, match=r"^nosuch://a/b cannot be opened: Protocol not known: nosuch"):
         open_checkpoints("nosuch://a/b")
+    for url in ("zip://a/b", "tar://a/b", "reference://a/b"):
+        with pytest.raises(
+            RunError, match=rf"^{url} cannot be opened: .*Fix: take a directory, or the URL of an object"
+        ):
+            open_checkpoints(url)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(__import__("sys").modules, "gcsfs", None)
         with pytest.raises(RunError, match=re.escape("gs://a/b cannot be opened: ") + ".*Fix: pip install gcsfs$"):
