@@ -25,6 +25,7 @@ import train
 from runtime import run as runtime_run
 from runtime.checkpoints import lock
 from runtime.checkpoints.lock import Ownership
+from runtime.checkpoints.store import open_store
 from runtime.config import resume
 from runtime.config.command_line import load, run
 from runtime.data.batches import Batch
@@ -225,6 +226,36 @@ def test_a_damaged_checkpoint_is_passed_over(whole, start, tmp_path, capfd):
     assert "0000000008" in printed.err + printed.out and chunk.name in printed.err + printed.out
 
 
+def test_a_damaged_checkpoint_of_the_last_step_is_repaired(whole, start, tmp_path, capfd):
+    """A run that is done, but whose last checkpoint is damaged, goes on from the one before, and saves the last step
+    again; started once more there is nothing to train."""
+    shutil.copytree(whole, tmp_path / "run", dirs_exist_ok=True)
+    chunk = next(path for path in (tmp_path / "run/checkpoints/0000000012").rglob("c.*") if path.stat().st_size > 64)
+    chunk.write_bytes(chunk.read_bytes()[:-1])
+    assert start() == 0
+    assert losses(tmp_path / "run") == losses(whole)
+    assert "going on after step 8 of 12\n" in capfd.readouterr().out
+    assert (tmp_path / "run/checkpoints/0000000012.damaged").is_dir()
+    assert start() == 1
+    assert "nothing to train" in capfd.readouterr().err
+
+
+def test_a_checkpoint_of_another_program_resumes(whole, start, tmp_path, capfd):
+    """One whose only attribute is write_completed, as docs/formats.md says: the state goes on bit for bit, skipped
+    steps are counted from 0, and a line says what was assumed."""
+    shutil.copytree(whole, tmp_path / "run", dirs_exist_ok=True)
+    shutil.rmtree(tmp_path / "run/checkpoints/0000000012")
+    file = tmp_path / "run/checkpoints/0000000008/zarr.json"
+    root = json.loads(file.read_text())
+    file.write_text(json.dumps({**root, "attributes": {"write_completed": True}}))
+    assert start() == 0
+    assert losses(tmp_path / "run") == losses(whole)
+    assert (
+        "0000000008 does not say all that a run needs; assumed: skipped_steps = 0, config = {}, data = {}, "
+        "data_position = {}\n"
+    ) in capfd.readouterr().err
+
+
 def test_what_saving_costs_is_logged_apart(whole):
     """Each checkpoint has a line with the seconds that it held training up, which are not in step_time_s."""
     lines = records(whole)
@@ -240,7 +271,12 @@ def test_a_second_run_is_refused(start, tmp_path, capsys):
     """A run in whose folder another one writes ends with status 1, names host and process, and changes nothing."""
     with Ownership(tmp_path / "run"):
         assert start() == 1
-        assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [lock.NAME, "profile", "step.svg"]
+        assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+            lock.NAME,
+            lock.LOCK,
+            "profile",
+            "step.svg",
+        ]
     printed = capsys.readouterr().err
     assert re.search(
         rf"error: {tmp_path}/run is in use: process {os.getpid()} on host {re.escape(os.uname().nodename)}, started "
@@ -282,23 +318,21 @@ def fast_heart(monkeypatch):
     monkeypatch.setattr(lock, "SILENT_S", 0.5)
 
 
+OTHER = {"host": "elsewhere", "pid": 17, "started": "2026-11-21 12:00:00 +0000", "run": "a", "beat": 7}
+
+
 @pytest.mark.parametrize("where", ["folder", "object store"])
 def test_an_owner_on_another_host_is_watched(where, fast_heart, tmp_path, capsys):
     """Where no lock tells, the owner lives if its file goes on changing; a silent one is dead, and said to be."""
     folder = str(tmp_path) if where == "folder" else f"memory://{tmp_path.name}"
-    file = lock._LockedFile(tmp_path) if where == "folder" else lock._Object(folder)
-    file.take()
-    file.write({"host": "elsewhere", "pid": 17, "started": "2026-11-21 12:00:00 +0000", "run": "a", "beat": 7})
-    if where == "folder":
-        file.close()  # the file stays, without a lock that is seen here
-        file._descriptor = os.open(tmp_path / lock.NAME, os.O_RDWR)
-
+    store = open_store(folder, 10)
+    store.write(lock.NAME, json.dumps(OTHER).encode())
     done = threading.Event()
 
     def beat():
-        count = 8
+        count = OTHER["beat"]
         while not done.wait(0.05):
-            file.write({"host": "elsewhere", "pid": 17, "run": "a", "beat": (count := count + 1)})
+            store.write(lock.NAME, json.dumps({**OTHER, "beat": (count := count + 1)}).encode())
 
     heart = threading.Thread(target=beat)
     heart.start()
@@ -310,8 +344,27 @@ def test_an_owner_on_another_host_is_watched(where, fast_heart, tmp_path, capsys
         printed = capsys.readouterr().err
         assert f"{folder} was left by process 17 on host elsewhere, or is still in use: watching for 0.5 s\n" in printed
         assert f"nothing is heard of it: {folder} is taken over\n" in printed
-        assert file.read()["pid"] == os.getpid()
-    assert file.read() is None
+        assert json.loads(store.read(lock.NAME))["pid"] == os.getpid()
+    assert lock.NAME not in store.names()
+
+
+def test_a_linked_owner_file_is_not_written_through(tmp_path):
+    """What owner.json leads to, where it is a link, stays as it is; a link in the place of the lock is refused."""
+    (tmp_path / "mine").write_text("mine")
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / lock.NAME).symlink_to(tmp_path / "mine")
+    with Ownership(folder):
+        assert json.loads((folder / lock.NAME).read_text())["pid"] == os.getpid()
+    assert (tmp_path / "mine").read_text() == "mine"
+    (folder / lock.LOCK).unlink()
+    (folder / lock.LOCK).symlink_to(tmp_path / "not there")
+    with (
+        pytest.raises(RunError, match=r"cannot be written: OSError: .* symbolic links: .*owner\.lock"),
+        Ownership(folder),
+    ):
+        pass
+    assert not (tmp_path / "not there").exists()
 
 
 def test_a_folder_that_cannot_be_written(tmp_path):
@@ -321,18 +374,31 @@ def test_a_folder_that_cannot_be_written(tmp_path):
         Ownership(tmp_path / "file/run").__enter__()
 
 
-def test_an_owner_that_stood_still_notices(fast_heart, tmp_path):
-    """Who was taken for dead, and wakes up, does not write on: the next step raises."""
-    with Ownership(f"memory://{tmp_path.name}") as owner:
+@pytest.mark.parametrize(
+    "what, said",
+    [
+        ("taken", r"in use: process 17 on host elsewhere.* It took the folder while this run stood still"),
+        (
+            "gone",
+            r"owner\.json is gone: the folder was moved, or the file deleted, while this run wrote there\. Start it",
+        ),
+    ],
+)
+def test_an_owner_that_lost_the_folder_notices(fast_heart, tmp_path, what, said):
+    """Who was taken for dead, and wakes up, or whose folder was moved away, does not write on: the next step raises."""
+    folder = f"memory://{tmp_path.name}{what}"
+    with Ownership(folder) as owner:
         owner.check()
-        lock._Object(f"memory://{tmp_path.name}").write({"host": "elsewhere", "pid": 17, "run": "b", "beat": 0})
+        if what == "taken":
+            open_store(folder, 10).write(lock.NAME, json.dumps(OTHER).encode())
+        else:
+            open_store(folder, 10).remove(lock.NAME)
         end = time.monotonic() + 10
         while owner._taken_by is None and time.monotonic() < end:
             time.sleep(0.01)
-        with pytest.raises(
-            RunError, match=r"in use: process 17 on host elsewhere.* It took the folder while this run stood still"
-        ):
+        with pytest.raises(RunError, match=said):
             owner.check()
+    assert open_store(folder, 10).names() == ([lock.NAME] if what == "taken" else [])
 
 
 # ---- a changed configuration -----------------------------------------------------------------------------------------

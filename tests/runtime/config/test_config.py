@@ -288,6 +288,8 @@ model.attention=flash
     model.attention = "flash": expected auto or einsum or blockwise or cudnn_masked or splash
 paths.model_name=../x
     paths.model_name = "../x": expected a folder's name under paths.root_working_dir; set that for another place
+paths.model_name=.
+    paths.model_name = ".": expected a folder's name under paths.root_working_dir; set that for another place
 
 model.d_head=33
     model.d_head = 33: rotary embeddings turn the two halves of a head, so it must be even: set it to 32 or 34
