@@ -15,7 +15,7 @@ that fsspec opens.
 """
 
 import contextlib
-import itertools
+import functools
 import json
 import re
 import sys
@@ -118,8 +118,8 @@ class Checkpoints:
           RunError: there are checkpoints, but all of them are damaged; or the store cannot be read.
         """
         self._wait()
-        name = self._candidate(last_step)
-        return int(name) if name else None
+        failed = f"{self._store.path('')} cannot be read"
+        return self._together(failed, lambda: self._newest(last_step) if self._hosts.is_leader else None)[0]
 
     def attributes(self, step: int, types: Mapping[str, type] | None = None) -> dict[str, Any]:
         """The attributes that a checkpoint was saved with.
@@ -156,26 +156,28 @@ class Checkpoints:
           RunError: no checkpoint reads whole; the leaves are not those of `like`, with all differences; the store
             cannot be read.
         """
-        self._wait()
-        while name := _name(step) if step is not None else self._candidate():
-            tree = None
+        trees = []
 
-            def read(name: str = name) -> str | None:
-                nonlocal tree
-                try:
-                    opened = checkpoint.open_checkpoint(self._store, name, self._pool)
-                    tree = checkpoint.restore(opened, like, self._pool)
-                except Damaged as damaged:
-                    return str(damaged)
-                if not opened.is_bound:
-                    self._say(f"checkpoint {opened.path} {UNBOUND}")
-                return None
+        def read(name: str) -> str | None:
+            try:
+                opened = checkpoint.open_checkpoint(self._store, name, self._pool)
+                trees.append(checkpoint.restore(opened, like, self._pool))
+            except Damaged as damaged:
+                return str(damaged)
+            if not opened.is_bound:
+                self._say(f"checkpoint {opened.path} {UNBOUND}")
+            return None
 
-            found = self._together(f"checkpoint {self._store.path(name)} could not be read", read)
-            if not any(found):
-                return int(name), tree
-            faults = [f"host {host}: {fault}" if len(found) > 1 else fault for host, fault in enumerate(found) if fault]
-            self._damaged[name] = "; ".join(faults)
+        while (found := self.latest() if step is None else step) is not None:
+            name = _name(found)
+            faults = self._together(
+                f"checkpoint {self._store.path(name)} could not be read", functools.partial(read, name)
+            )
+            if not any(faults):
+                return found, trees[0]
+            trees.clear()
+            said = [f"host {host}: {fault}" if len(faults) > 1 else fault for host, fault in enumerate(faults) if fault]
+            self._damaged[name] = "; ".join(said)
             if step is not None:
                 raise RunError(self._damaged[name])
         raise RunError(f"there is no complete checkpoint in {self._store.path('')}")
@@ -201,7 +203,7 @@ class Checkpoints:
         of_hosts = self._together(
             failed, lambda: checkpoint_writing.write_chunks(self._store, name, chunks, self._pool)
         )
-        checksums = dict(itertools.chain.from_iterable(each.items() for each in of_hosts))
+        checksums = {file: checksum for each in of_hosts for file, checksum in each.items()}
         parts = self._store, name, grids, checksums, attributes, self._pool
         self._together(failed, lambda: checkpoint_writing.complete(*parts) if is_leader else None)
         self._complete.add(name)
@@ -265,21 +267,16 @@ class Checkpoints:
             there = self._store.names()
         return sorted((name for name in there if re.fullmatch(r"\d{10}", name)), reverse=True)
 
-    def _candidate(self, last_step: int | None = None) -> str:
-        """The newest complete checkpoint that is not known to be damaged, as the leader sees it, or ""."""
-        failed = f"{self._store.path('')} cannot be read"
-        return self._together(failed, lambda: self._newest(last_step) if self._hosts.is_leader else "")[0]
-
-    def _newest(self, last_step: int | None) -> str:
+    def _newest(self, last_step: int | None) -> int | None:
         for name in self._names():
             fault = self._fault(name, read_through=last_step is not None and int(name) >= last_step)
             if fault is None:
-                return name
+                return int(name)
             self._say(f"passed over: {fault}")
         if self._damaged:
             faults = [fault for name, fault in sorted(self._damaged.items(), reverse=True)]
             raise RunError("\n".join([f"no checkpoint in {self._store.path('')} reads whole:", *faults]))
-        return ""
+        return None
 
     def _fault(self, name: str, read_through: bool = False) -> str | None:
         """Why this is not a checkpoint to go on from, as far as is known without reading its chunks, or with it."""
