@@ -107,7 +107,7 @@ class Checkpoint:
             content = self.store.read(f"{self.name}/{file}")
         except (FileNotFoundError, NotADirectoryError):  # zarr would return zeros
             raise self.damaged(f"{file} is missing") from None
-        written = array.attrs.get(CHUNKS, {}).get(key)
+        written = array.attrs.get(CHUNKS, {}).get(key) if self.is_bound else None
         if written is not None and google_crc32c.value(content[:-4]) != written:
             raise self.damaged(f"{file} does not have the checksum that it was written with")
         if any(isinstance(codec, numcodecs.Blosc) for codec in array.compressors):
@@ -142,15 +142,13 @@ def open_checkpoint(store: Store, name: str, pool: Executor) -> Checkpoint:
     path, root = store.path(name), _read_root(store, name)
     checksums = root.get(CHECKSUMS, {})
     found = [file for file in store.files(name) if file.rpartition("/")[2] in METADATA_FILES]
-    for file in checksums:
-        if file and file not in found:
-            raise Damaged(f"checkpoint {path} is damaged: {file} is missing")
     reads = {file: pool.submit(store.read, f"{name}/{file}") for file in found}
     finish({read: store.path(f"{name}/{file}") for file, read in reads.items()}, "read")
     contents = {file: read.result() for file, read in reads.items()}
-    for file, content in contents.items():
-        if file in checksums and google_crc32c.value(content) != checksums[file]:
-            raise Damaged(f"checkpoint {path} is damaged: {file} does not have the checksum that it was written with")
+    for file in filter(None, checksums):
+        if google_crc32c.value(contents.get(file, b"")) != checksums[file]:
+            what = "does not have the checksum that it was written with" if file in contents else "is missing"
+            raise Damaged(f"checkpoint {path} is damaged: {file} {what}")
     memory = {file: zarr.buffer.cpu.Buffer.from_bytes(content) for file, content in contents.items()}
     try:
         group = zarr.open_group(zarr.storage.MemoryStore(memory), mode="r", use_consolidated=False)
@@ -203,10 +201,9 @@ def verify(checkpoint: Checkpoint, pool: Executor) -> tuple[int, list[str]]:
             reads.append(pool.submit(lambda *chunk: checkpoint.read_chunk(*chunk) is None, name, number, bounds))
     faults = []
     for read in reads:
-        error = read.exception()
-        if error is not None and not isinstance(error, Damaged):
-            raise error
-        if error is not None:
+        try:
+            read.result()
+        except Damaged as error:
             faults.append(str(error).removeprefix(f"checkpoint {checkpoint.path} is damaged: "))
     return len(reads), faults
 

@@ -70,7 +70,6 @@ def write_chunks(store: Store, name: str, chunks: list[tuple[str, np.ndarray]], 
     Raises:
       RunError: a chunk could not be written; with its path and the cause.
     """
-
     checksums: dict[str, int] = {}
 
     def write(file: str, values: np.ndarray) -> None:
