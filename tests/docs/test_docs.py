@@ -311,6 +311,7 @@ PRINTED = {
     # what the check says, in docs/changing.md and docs/notation.md
     r"Layer.__init__\(\) missing|training_step is refused": "test_changes_are_accepted_and_what_is_forgotten_is_said",
     r"training_step is refused on the mesh r=2": "test_changes_of_another_axis",
+    r"'B/d L M' says the same along t, but": "test_what_is_forgotten_is_said",
     r"train.py:\d+  gate = ": "test_what_a_change_costs",
     r"the result is 'B/d L M \+t', not|'log', which is not linear": "test_errors_of_the_notation",
 }  # fmt: skip
@@ -350,6 +351,7 @@ def small_job():
 def test_what_the_readme_prints(monkeypatch):
     """Its lines up to the first step: data, kernel, costs, collectives, forecast. Nothing is compiled: that XLA sends what is
     written is test_compiled_collectives' claim, and the bytes that it needs are the page's."""
+    monkeypatch.setenv("COLUMNS", "80")
     body = block_that_begins("README.md", "training data: ")
     before_steps = body.partition("step 1/50: ")[0]
     config, ledger = load(train.Config), small_job()
