@@ -54,7 +54,7 @@ NOT_EXECUTED = {
     r"python -m tools.plan .*up_to_devices": "three minutes: test_plan::test_a_sweep",
     r"python -m tools.plan .*sweep=true": "test_plan::test_a_sweep",
     r"python -m tests.torture": "minutes: test_torture (slow)",
-    r"python -m tools.benchmark_attention": "a GPU: test_attention",
+    r"python -m tests.benchmark_attention": "a GPU: test_attention",
     r"python -m tests.benchmark_(checkpoint|loader)":
         "minutes: test_checkpoint_tools::test_the_benchmark, test_benchmark_loader",
     r"python -m tools.benchmark ": "minutes, or a GPU: test_benchmark",
@@ -259,7 +259,7 @@ def test_your_own_text_in_five_commands(tmp_path):
     assert len(lines) == 5 and lines[0].startswith("pip install ")
     for line in lines[1:]:
         fewer = ["training.steps=10", "checkpoint_interval=10", "eval_interval=10", "validation_batches=1"]
-        fewer = fewer if "-m train " in line else ["--tokens", "20"] if "tools.sample" in line else []
+        fewer = fewer if "-m train " in line else ["tokens=20"] if "tools.sample" in line else []
         run_in(tmp_path, [*shlex.split(line), *fewer])
     (code,) = of_language("python", "docs/data.md")
     with contextlib.chdir(tmp_path):
