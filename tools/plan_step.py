@@ -48,12 +48,7 @@ class PlanKeys(program.ProgramKey):
 
 def plan_class(trainer: program.Trainer) -> type:
     """The class of a plan's config: a trainer's config, and the machine."""
-
-    @dataclass(frozen=True, kw_only=True)
-    class Plan(PlanKeys, trainer.Config):
-        pass
-
-    return Plan
+    return program.with_keys(PlanKeys, trainer)
 
 
 def machine_of(config: PlanKeys) -> hardware.Hardware:

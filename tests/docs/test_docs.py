@@ -183,7 +183,9 @@ def check_arguments(module, arguments):
     program, given = importlib.import_module(module), re.search(r"\brun\(main, ([\w.]+)(\(.*)?\)\n", source)
     if given is None:
         return  # follow.py, which has two arguments
-    class_ = plan.plan_class(train) if given[2] else getattr(program, given[1])  # of a trainer's keys; doctor's are fewer
+    class_ = (
+        plan.plan_class(train) if given[2] else getattr(program, given[1])
+    )  # of a trainer's keys; doctor's are fewer
     name, overrides = None, []
     for each in arguments:
         if each.startswith("--config-name="):

@@ -106,7 +106,11 @@ def test_it_runs_where_no_package_is_installed():
         [sys.executable, "-S", "-m", "tools.doctor"], env={"PATH": os.environ["PATH"]}, capture_output=True, text=True
     )
     assert done.returncode == 1
-    assert re.search(r"^WRONG  jax +not installed, which this run needs\n +fix: pip install jax==0\.10\.2$", done.stdout, re.MULTILINE)
+    assert re.search(
+        r"^WRONG  jax +not installed, which this run needs\n +fix: pip install jax==0\.10\.2$",
+        done.stdout,
+        re.MULTILINE,
+    )
     assert re.fullmatch(
         r"error: missing or broken: jax, .*, Pygments; the fix of each is below it; the rest is looked at when they are there\n",
         done.stderr,
