@@ -313,7 +313,7 @@ class Run:
         if changes and self._is_leader:
             print_line("\n".join([f"the configuration is another than that of {where}:", *changes]))
         if step and "program" not in self.attributes and self._is_leader:
-            print_line(f"{where} does not say which program saved it: nothing tells whether this is the same")
+            print_line(wrapped(f"{where} does not say which program saved it: nothing tells whether this is the same"))
 
     def _begin(self) -> None:
         """Opens what depends on the step that the run goes on from, which is known only when the state is restored."""

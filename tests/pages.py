@@ -11,7 +11,7 @@ import sys
 from unittest import mock
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs/recipes").glob("*.md"))]
 
 
 def blocks(text):
@@ -71,21 +71,25 @@ def steps_of_the_tutorial(path, text=None):
     return [(step, (type_(w_in=module.w_in, w_out=module.w_out), *given), mesh) for _, type_, step, mesh in shown]
 
 
-# The sections of docs/changing.md that change train.py; and the meshes of those whose axes are not d and t.
-RECIPES = [
-    title
-    for title in re.findall(r"^## (.*)$", text_of("changing.md"), re.M)
-    if "diff" in dict(section("docs/changing.md", title))
-]
+def _recipes():
+    """What changes train.py, by title: the sections of docs/changing.md and the pages of docs/recipes/, taken apart."""
+    titles = re.findall(r"^## (.*)$", text_of("changing.md"), re.M)
+    found = {title: section("docs/changing.md", title) for title in titles}
+    for path in sorted((ROOT / "docs/recipes").glob("*.md")):
+        found[path.read_text().partition("\n")[0].removeprefix("# ")] = blocks(path.read_text())
+    return {title: body for title, body in found.items() if "diff" in dict(body)}
+
+
+RECIPES = _recipes()
 MESH_OF_RECIPE = {"Another axis of the mesh": {"r": 2, "d": 4, "t": 2}}
 
 
 def recipe(title, folder):
-    """train.py changed as a section says."""
+    """train.py changed as a recipe says."""
     folder.mkdir(exist_ok=True)
     text = folder / "train.py"
     shutil.copy(ROOT / "train.py", text)
-    for language, body in section("docs/changing.md", title):
+    for language, body in RECIPES[title]:
         if language == "sh" and body.startswith("sed"):
             subprocess.run(body, shell=True, cwd=folder, check=True)
         elif language == "diff":

@@ -197,7 +197,10 @@ def test_no_room_knows_the_axes():
         if not name.startswith("shardlib"):
             found += filter(in_types.search, texts)
         known |= {(name, text) for text in found if name != "train"}
-    assert axes == ["d", "t"] and known == {("runtime.tracking.hlo_graph", "t")}  # the top, as graphviz says it
+    assert axes == ["d", "t"] and known == {  # the top, as graphviz and plotly say it
+        ("runtime.tracking.hlo_graph", "t"),
+        ("runtime.tracking.curves", "t"),
+    }
 
 
 def test_no_private_jax_names_and_no_broad_excepts():

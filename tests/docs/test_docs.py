@@ -310,6 +310,7 @@ PRINTED = {
     # what the check says, in docs/changing.md and docs/notation.md
     r"Layer.__init__\(\) missing|training_step is refused": "test_changes_are_accepted_and_what_is_forgotten_is_said",
     r"training_step is refused on the mesh r=2": "test_changes_of_another_axis",
+    r"'B/d L M' says the same along t, but": "test_what_is_forgotten_is_said",
     r"train.py:\d+  gate = ": "test_what_a_change_costs",
     r"the result is 'B/d L M \+t', not|'log', which is not linear": "test_errors_of_the_notation",
 }  # fmt: skip

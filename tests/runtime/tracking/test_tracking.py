@@ -323,7 +323,7 @@ def test_a_profile_that_ends_takes_no_time_from_the_step_before(monkeypatch):
     run.data = SimpleNamespace(waited_s=0.0, metrics=lambda step: {})
     run._config, run._total = SimpleNamespace(log_interval=7), 10
     run._in_flight, run._signals = collections.deque(), SimpleNamespace(stop_after=lambda step: False)
-    run.log(1, None, {"loss": jnp.float32(1)})
+    run.log(1, SimpleNamespace(weights=()), {"loss": jnp.float32(1), "skipped_steps": 0})
     assert called == ["_tracker", "_profiler", "_bad_steps"]
 
 
