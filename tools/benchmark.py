@@ -3,20 +3,20 @@
     python -m tools.benchmark device=cpu                                            # three jobs for a CPU
     python -m tools.benchmark configs=[c4_h200x1_84m,c4_h200x1_1b] profile=true     # on the devices at hand
     python -m tools.benchmark 'configs=["c4_h200x1_1b training.microbatches=2"]'    # any key of training can be set
-    python -m tools.benchmark compare=runs/benchmark/old.jsonl                      # its jobs once more; status 1: slower
+    python -m tools.benchmark compare=runs/benchmark/old.jsonl                      # its jobs again; status 1: slower
 
 Each job is a process of its own: train.py's step on random tokens, compiled anew, on one host. On an accelerator the
 mesh becomes that of all devices there are, with the config's `t` as far as it divides them.
 
 An accelerator is timed without synchronization: WARM_UP_STEPS and `steps` are dispatched as in training, up to
 PROGRAMS_IN_FLIGHT ahead, and a step's time is that between its end and the end of the one before. A CPU's step is
-waited for, and followed by PRODUCTS products of 1024³ in bfloat16, with the machine to themselves: the speed of a shared
-machine drifts from minute to minute, so the step's rate (6 × parameters × tokens per second) is divided by that of the
-product at that moment, and `share_of_matmul` is the median of these shares.
+waited for, and followed by PRODUCTS products of 1024³ in bfloat16, with the machine to themselves: the speed of a
+shared machine drifts from minute to minute, so the step's rate (6 × parameters × tokens per second) is divided by that
+of the product at that moment, and `share_of_matmul` is the median of these shares.
 
 What got slower, with `compare`: a job whose steps take longer by more than half the distance between the quartiles of
-the old steps' times and half that of the new ones, and by more than SAME. On a CPU the time is counted in the product's,
-which is what `share_of_matmul` says. Jobs are the same by config and number of devices; other hardware is not compared.
+the old steps' times and half that of the new ones, and by more than SAME. On a CPU the time is counted in the
+product's, which is what `share_of_matmul` says. Jobs are the same by config and number of devices; other hardware is not compared.
 
 Expect four minutes on two cores for the CPU jobs. docs/performance.md explains the figures.
 """
@@ -111,7 +111,7 @@ def cpu_jobs(trainer: Trainer) -> tuple[str, ...]:
 
 
 def measure_all(config: Benchmark, jobs: tuple[str, ...]) -> list[Line]:
-    """Measures the jobs one after another and writes their lines, each as soon as it is known, to the file and stdout."""
+    """Measures the jobs one after another; each line goes to the file and to stdout as soon as it is known."""
     for job in jobs:
         config_of(config, job)  # a mistake in the last one is said before the first one has run
     path = Path(config.file or f"runs/benchmark/{time.strftime('%Y-%m-%d_%H%M%S')}.jsonl").expanduser()

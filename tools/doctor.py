@@ -4,9 +4,9 @@
     python -m tools.doctor --config-name=c4_a100x8_1b                         # for that run: its mesh, its run folder
     python -m tools.doctor mesh.d=2 mesh.t=4 paths.root_working_dir=s3://bucket/runs
 
-Looks at versions, the packages that the run's keys ask for, devices, a matrix product, the collectives over each axis of
-the mesh, the data, and the store of checkpoints. Exits with 1 when something that the run needs is missing or broken; a
-version that is not the tested one is only said.
+Looks at versions, the packages that the run's keys ask for, devices, a matrix product, the collectives over each axis
+of the mesh, the data, and the store of checkpoints. Exits with 1 when something that the run needs is missing or
+broken; a version that is not the tested one is only said.
 """
 
 # Nothing but Python's own here: it must run where packages are missing. tools/doctor_measure.py needs them.

@@ -2,7 +2,7 @@
 
     python -m tools.make_dataset                                # rewrites the one that is checked in
     python -m tools.make_dataset path=/tmp/my.zarr sequences=2048 seed=7
-    python -m tools.make_dataset kind=shakespeare               # shakespeare/train/*.txt, shakespeare/validation/*.txt, 5 MB
+    python -m tools.make_dataset kind=shakespeare               # shakespeare/{train,validation}/*.txt, 5 MB
 
 A sequence of tasks is one task over and over, each time as a group: a marker, which says the task and its number n,
 then letters. A model that has learnt them predicts half of all tokens without a doubt.

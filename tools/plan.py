@@ -7,9 +7,9 @@
     python -m tools.plan --config-name=c4_a100x8_1b hardware=tpu_v5p hosts=2 devices_per_host=4 compile=true
 
 Any config of training, on any mesh; nothing runs, and without `compile` nothing is compiled. Expect an answer in two
-seconds of processor time, a sweep in as much for each mesh that it tries. `compile` takes minutes and requirements-plan.txt:
-it prints XLA's memory beside the forecast, every difference between what is written and what is sent, and what runs
-while each collective is under way.
+seconds of processor time, a sweep in as much for each mesh that it tries. `compile` takes minutes and
+requirements-plan.txt: it prints XLA's memory beside the forecast, every difference between what is written and what is
+sent, and what runs while each collective is under way.
 """
 
 import math
@@ -75,9 +75,8 @@ def report(config: PlanKeys, ledger: Ledger, machine: hardware.Hardware) -> list
     """What to print: the summary, memory by kind, times, and what they assume."""
     tokens, kernel = config.training.tokens, getattr(config.model, "attention", None)
     lines = [
-        f"{config.paths.model_name} on {math.prod(ledger.mesh.values()):,} × {config.hardware or 'n/a'}: {config.hosts} "
-        f"host{'s' * (config.hosts > 1)} of "
-        f"{config.devices_per_host}, {mesh_text(ledger.mesh)}; {tokens.batch:,} × {tokens.len:,} tokens a step in "
+        f"{config.paths.model_name} on {math.prod(ledger.mesh.values()):,} × {config.hardware or 'n/a'}: "
+        f"{config.hosts} host{'s' * (config.hosts > 1)} of {config.devices_per_host}, {mesh_text(ledger.mesh)}; {tokens.batch:,} × {tokens.len:,} tokens a step in "
         f"{config.training.microbatches} microbatch{'es' * (config.training.microbatches > 1)}"
         + (f"; attention by {kernel}." if kernel else "."),
         *summary(ledger, machine.hbm_bytes),

@@ -4,8 +4,8 @@
     python -m tools.sample runs/local_shakespeare prompt="HAMLET." tokens=500 temperature=0.8 seed=1
 
 A plain loop on one device: for each token the model computes a whole row of training.tokens.len tokens again. Once the
-text is longer than a row, the model sees its last tokens only. The model is that of the program that trained the run, of
-which the checkpoint keeps a copy, and the tokenizer that which the run folder holds.
+text is longer than a row, the model sees its last tokens only. The model is the one of the program that trained the
+run, a copy of which is in the checkpoint, and the tokenizer the one in the run folder.
 """
 
 import functools

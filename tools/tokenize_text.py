@@ -3,7 +3,7 @@
     python -m tools.tokenize_text input=corpus.txt output=corpus.zarr validation_fraction=0.1
     python -m tools.tokenize_text input='web/*.jsonl.zst' output=web.zarr tokenizer=openai-community/gpt2
     python -m tools.tokenize_text input=qa.jsonl format=prompt output=qa.zarr tokenizer=train_bpe bpe_vocab=8192
-    python -m tools.tokenize_text hf_dataset.path=roneneldan/TinyStories hf_dataset.validation_split=validation output=stories.zarr
+    python -m tools.tokenize_text hf_dataset.path=roneneldan/TinyStories output=stories.zarr
 
 This process reads blocks of text in order, others turn them into ids, and this one writes these in the same order.
 Every few seconds it records how far it is in the data set itself. Killed at any moment, the same command goes on from
