@@ -351,6 +351,7 @@ def small_job():
 def test_what_the_readme_prints(monkeypatch):
     """Its lines up to the first step: data, kernel, costs, collectives, forecast. Nothing is compiled: that XLA sends what is
     written is test_compiled_collectives' claim, and the bytes that it needs are the page's."""
+    monkeypatch.setenv("COLUMNS", "80")
     body = block_that_begins("README.md", "training data: ")
     before_steps = body.partition("step 1/50: ")[0]
     config, ledger = load(train.Config), small_job()
