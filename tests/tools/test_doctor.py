@@ -218,7 +218,7 @@ def test_data_that_the_run_refuses(keys, text):
 
 def test_data_that_take_too_much_memory(monkeypatch):
     """As the run would refuse them."""
-    config = load(config_class(train), "local_test_synthetic")
+    config = load(CONFIG, "local_test_synthetic")
     monkeypatch.setattr(type(config.io), "max_data_bytes", 1000)
     ((_, found, fix),) = data(config, None)
     assert fix and "more than 1,000: " in found
