@@ -64,6 +64,16 @@ class ProgramKey:
     program: str = DEFAULT  # the trainer: its module, or its file, such as the program.py of a run folder
 
 
+def with_keys(keys: type, trainer: Trainer) -> type:
+    """The class of a config with a tool's keys besides a trainer's."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(keys, trainer.Config):
+        pass
+
+    return Config
+
+
 @functools.cache
 def load(name: str) -> Trainer:
     """The trainer of this name: a module as after `python -m`, or a path that ends in .py.

@@ -8,6 +8,7 @@ import pytest
 
 from runtime import program
 from runtime.config import command_line
+from runtime.terminal import RunError
 from tools import plan, sample
 
 TRAINER = program.load("tests.abc_trainer")
@@ -94,9 +95,7 @@ def test_it_is_planned(monkeypatch, capsys):
     }  # fmt: skip
 
 
-def test_what_cannot_be_sampled_is_said(whole, monkeypatch):
+def test_what_cannot_be_sampled_is_said(whole):
     """A trainer without `forward` is no model that writes."""
-    monkeypatch.setattr(sys, "argv", ["sample", str(whole)])
-    with pytest.raises(SystemExit) as stop:
-        sample.main()
-    assert stop.value.code.endswith("program.py has no function `forward`, without which nothing can be sampled")
+    with pytest.raises(RunError, match=r"program.py has no function `forward`, without which nothing can be sampled$"):
+        sample.main(sample.Sample(run=str(whole)))

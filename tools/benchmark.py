@@ -3,17 +3,20 @@
     python -m tools.benchmark device=cpu                                            # three jobs for a CPU
     python -m tools.benchmark configs=[c4_h200x1_84m,c4_h200x1_1b] profile=true     # on the devices at hand
     python -m tools.benchmark 'configs=["c4_h200x1_1b training.microbatches=2"]'    # any key of training can be set
-    python -m tools.benchmark compare=runs/benchmark/old.jsonl                      # its jobs once more; status 1: slower
-    python -m tools.benchmark compare=old.jsonl new=new.jsonl                       # two files, nothing runs
+    python -m tools.benchmark compare=runs/benchmark/old.jsonl                      # its jobs again; status 1: slower
 
 Each job is a process of its own: train.py's step on random tokens, compiled anew, on one host. On an accelerator the
 mesh becomes that of all devices there are, with the config's `t` as far as it divides them.
 
 An accelerator is timed without synchronization: WARM_UP_STEPS and `steps` are dispatched as in training, up to
 PROGRAMS_IN_FLIGHT ahead, and a step's time is that between its end and the end of the one before. A CPU's step is
-waited for, and followed by PRODUCTS products of 1024³ in bfloat16 and as many in float32, with the machine to
-themselves: the speed of a shared machine drifts from minute to minute, so the step's rate (6 × parameters × tokens per
-second) is divided by that of the bfloat16 product at that moment, and `share_of_matmul` is the median of these shares.
+waited for, and followed by PRODUCTS products of 1024³ in bfloat16, with the machine to themselves: the speed of a
+shared machine drifts from minute to minute, so the step's rate (6 × parameters × tokens per second) is divided by that
+of the product at that moment, and `share_of_matmul` is the median of these shares.
+
+What got slower, with `compare`: a job whose steps take longer by more than half the distance between the quartiles of
+the old steps' times and half that of the new ones, and by more than SAME. On a CPU the time is counted in the
+product's, which is what `share_of_matmul` says. Jobs are the same by config and number of devices; other hardware is not compared.
 
 Expect four minutes on two cores for the CPU jobs. docs/performance.md explains the figures.
 """
@@ -30,63 +33,67 @@ import statistics
 import sys
 import time
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from hydra.core.global_hydra import GlobalHydra
+from annotated_types import Ge
 
 from ledger.compiled.check import peak_bytes
 from ledger.count.step import of_step
 from ledger.machines.hardware import of_device_kind
 from ledger.machines.roofline import roofline
-from ledger.units import gigabytes
+from ledger.units import gigabytes, percent, seconds
 from runtime.cluster.processes import find_devices, prepare_devices
 from runtime.cluster.tuning import options
 from runtime.config import command_line
 from runtime.config.checks import check_combinations
 from runtime.program import ProgramKey, Trainer, load
 from runtime.run import PROGRAMS_IN_FLIGHT, RUNS_ONCE, start, with_shardings
-from runtime.terminal import RunError, print_error, refusals
+from runtime.terminal import RunError, columns, print_error, refusals
 from runtime.tracking.metrics import memory
 from runtime.tracking.profiling import PROFILED_STEPS, SETTLING_STEPS, Profiler
 from runtime.tracking.report import environment
 from shardlib.shardtypes import make_shardings
-from tools.benchmark_table import Line, compared, read, table
 
 WARM_UP_STEPS = 3
 DOCUMENT = 427  # tokens on average: C4 has 156 billion in 365 million documents (Dodge et al. 2021, table 1)
-PRODUCTS = 6  # of each type after a CPU's step; the median counts
+PRODUCTS = 6  # after a CPU's step; the median counts
+SAME = 0.02  # a smaller difference counts as none, however small the spread within each process is
 PROCESSES = multiprocessing.get_context("spawn")
+Line = dict[str, Any]
+KEYS = (
+    "config devices mesh tokens_per_s step_time_s step_time_spread_s mfu hfu mfu_6nd gflops_6nd matmul_gflops "
+    "share_of_matmul peak_memory_bytes compile_s predicted_step_time_s hardware versions"
+).split()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Benchmark(ProgramKey):
     # each a config of training, or one with overrides: "c4_h200x1_1b training.microbatches=2"
     configs: tuple[str, ...] = ()
-    device: str | None = None  # cpu: not the accelerator; without configs it runs the three jobs for a CPU
-    steps: int = 20  # timed, after those that warm up
+    device: Literal["cpu"] | None = None  # cpu: not the accelerator; without configs it runs the three jobs for a CPU
+    steps: Annotated[int, Ge(2), "2 or more, best 20: the spread needs them"] = 20  # timed, after those that warm up
     profile: bool = False  # also a trace of three steps, beside the file
     file: str | None = None  # where the lines go; null: runs/benchmark/ and the time
     # an older file: without configs its jobs run again; status 1 when one got slower than the spread explains
     compare: str | None = None
-    new: str | None = None  # with compare: the file that is compared with it, in the place of running anything
 
 
 def main(config: Benchmark) -> None:
-    """How fast a training step is, on whatever devices there are, and whether it got slower."""
-    jobs = jobs_of(config)
     old = None if config.compare is None else read(config.compare)  # now: not after minutes of measuring
-    if config.new is not None:
-        lines = read(config.new)
-    else:
-        lines = measure_all(config, jobs)
-    print("\n".join(table(lines)), flush=True)
+    jobs = config.configs or tuple(line["config"] for line in old or ())
+    if not jobs and config.device == "cpu":
+        jobs = cpu_jobs(load(config.program))
+    if not jobs:
+        raise RunError("nothing to measure: set configs=[NAME,...], device=cpu, or compare=OLD.jsonl")
+    lines = measure_all(config, jobs)
+    print("\n".join(["", *table(lines)]), flush=True)
     if old is not None:
         text, slower = compared(old, lines)
         print("\n".join(["", f"Compared with {config.compare}:", *text]), flush=True)
@@ -94,25 +101,6 @@ def main(config: Benchmark) -> None:
             raise RunError(f"slower than in {config.compare} by more than the spread explains: {', '.join(slower)}")
     if len(lines) < len(jobs):
         raise RunError(f"{len(jobs) - len(lines)} of {len(jobs)} jobs were not measured, for the reasons above")
-
-
-def jobs_of(config: Benchmark) -> tuple[str, ...]:
-    """What is to be measured; nothing with `new`. Raises RunError for keys that do not fit together."""
-    if config.device not in (None, "cpu"):
-        raise RunError(f"device = {config.device}: expected cpu, or null for the devices that JAX finds")
-    if config.steps < 2:
-        raise RunError(f"steps = {config.steps}: expected 2 or more, best 20: the spread needs them")
-    if config.new is not None:
-        if config.compare is None or config.configs:
-            raise RunError("new is a file that is compared with another: add compare=OLD.jsonl, leave configs out")
-        return ()
-    if config.configs:
-        return config.configs
-    if config.compare is not None:
-        return tuple(line["config"] for line in read(config.compare))
-    if config.device == "cpu":
-        return cpu_jobs(load(config.program))
-    raise RunError("nothing to measure: set configs=[NAME,...], device=cpu, or compare=OLD.jsonl")
 
 
 def cpu_jobs(trainer: Trainer) -> tuple[str, ...]:
@@ -123,15 +111,10 @@ def cpu_jobs(trainer: Trainer) -> tuple[str, ...]:
 
 
 def measure_all(config: Benchmark, jobs: tuple[str, ...]) -> list[Line]:
-    """Measures the jobs one after another and writes their lines, each as soon as it is known, to the file and stdout."""
-    GlobalHydra.instance().clear()  # it has composed this tool's config, and composes one at a time
+    """Measures the jobs one after another; each line goes to the file and to stdout as soon as it is known."""
     for job in jobs:
         config_of(config, job)  # a mistake in the last one is said before the first one has run
     path = Path(config.file or f"runs/benchmark/{time.strftime('%Y-%m-%d_%H%M%S')}.jsonl").expanduser()
-    if path.exists():
-        raise RunError(
-            f"file = {path}: it is there already, and may be what you want to compare with: give another name"
-        )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("x", encoding="utf-8")
@@ -145,10 +128,9 @@ def measure_all(config: Benchmark, jobs: tuple[str, ...]) -> list[Line]:
             process.start()
             sender.close()
             try:
-                line, notes = receiver.recv()
-                lines.append(line)
-                print(json.dumps(line), file=file, flush=True)
-                print("\n".join([json.dumps(line), *(f"  {note}" for note in notes)]), flush=True)
+                lines.append(receiver.recv())
+                for each in (file, sys.stdout):
+                    print(json.dumps(lines[-1]), file=each, flush=True)
             except EOFError:  # it has said why; the other jobs may still run
                 print(f"{job} was not measured: the message above says why", file=sys.stderr, flush=True)
             process.join()
@@ -164,8 +146,7 @@ def config_of(benchmark: Benchmark, job: str) -> Any:
 
 
 def measure(benchmark: Benchmark, job: str, folder: Path, sender: Connection) -> None:
-    """In a process of its own: sends the job's line and what else is to be said; then it profiles, if that is asked
-    for."""
+    """In a process of its own: sends the job's line; then it profiles, if that is asked for."""
     try:
         if benchmark.device == "cpu":
             jax.config.update("jax_platforms", "cpu")
@@ -174,11 +155,11 @@ def measure(benchmark: Benchmark, job: str, folder: Path, sender: Connection) ->
         jax.config.update("jax_enable_compilation_cache", False)  # else compile_s would be that of reading a file
         config = on_devices(config, len(find_devices()), jax.default_backend())
         mesh = start(config)
-        # Before the mesh is set: the products run on one device, and the intra-op threads of all.
-        products = products_on(mesh.devices.flat[0]) if jax.default_backend() == "cpu" else {}
+        # Before the mesh is set: the product runs on one device, and the intra-op threads of all.
+        product = product_on(mesh.devices.flat[0]) if jax.default_backend() == "cpu" else None
         with jax.set_mesh(mesh):
-            line, notes, next_step = figures(benchmark, job, config, mesh, products)
-            sender.send((line, notes))
+            line, next_step = figures(benchmark, job, config, mesh, product)
+            sender.send(line)
             if benchmark.profile:  # when the line is in the file: a profiler needs more of a machine than a step does
                 profile(next_step, folder / job.replace(" ", "_"))
     except refusals() as error:
@@ -203,13 +184,9 @@ def on_devices(config: Any, devices: int, backend: str) -> Any:
 
 
 def figures(
-    benchmark: Benchmark,
-    job: str,
-    config: Any,
-    mesh: jax.sharding.Mesh,
-    products: dict[str, Callable],
-) -> tuple[Line, list[str], Callable]:
-    """The job's line, notes for a reader, and what runs one more step."""
+    benchmark: Benchmark, job: str, config: Any, mesh: jax.sharding.Mesh, product: Callable | None
+) -> tuple[Line, Callable]:
+    """The job's line, and what runs one more step."""
     trainer = load(benchmark.program)
     zero, tokens = np.uint32(0), config.training.tokens.batch * config.training.tokens.len
     step, _ = trainer.mapped_steps(config, bos_id=0)
@@ -232,45 +209,40 @@ def figures(
         state, metrics = compiled(state, skipped_steps, np.uint32(next(numbers)), batch)
         return state, metrics
 
-    if products:
-        times, rates = timed_between_products(next_step, benchmark.steps, products)
-        shares = [ledger.flops_6nd / s / rate for s, rate in zip(times, rates["bfloat16"], strict=True)]
-    else:
+    rates = shares = None
+    if product is None:
         times = timed_in_flight(next_step, benchmark.steps)
+    else:
+        times, rates = timed_between_products(next_step, benchmark.steps, product)
+        shares = [ledger.flops_6nd / s / rate for s, rate in zip(times, rates, strict=True)]
     peak_memory = memory()["device_peak_memory_bytes"]
 
-    kind, about, step_s = mesh.devices.flat[0].device_kind, environment(), statistics.median(times)
+    kind, about = mesh.devices.flat[0].device_kind, environment()
+    first, step_s, third = statistics.quantiles(times, n=4, method="inclusive")
     machine = of_device_kind(kind)
     bound = machine and roofline(ledger, machine, devices_per_host=mesh.size)
     peak = machine and machine.peak_flops_per_s and machine.peak_flops_per_s * mesh.size
-    hardware = {"device": kind, "cpu": processor(), "cpu_cores": about["cpu_cores"]}
-    if products:
-        hardware["matmul_gflops_float32"] = statistics.median(rates["float32"]) / 1e9
     line = {
         "config": job,
         "devices": mesh.size,
         "mesh": dict(mesh.shape),
         "tokens_per_s": tokens / step_s,
         "step_time_s": step_s,
-        "step_time_spread_s": quartile_distance(times),
+        "step_time_spread_s": third - first,
         "mfu": peak and ledger.model_flops / step_s / peak,
         "hfu": peak and ledger.hardware_flops / step_s / peak,
         "mfu_6nd": peak and ledger.flops_6nd / step_s / peak,
         "gflops_6nd": ledger.flops_6nd / step_s / 1e9,
-        "matmul_gflops": statistics.median(rates["bfloat16"]) / 1e9 if products else None,
-        "share_of_matmul": statistics.median(shares) if products else None,
+        "matmul_gflops": rates and statistics.median(rates) / 1e9,
+        "share_of_matmul": shares and statistics.median(shares),
         # Of one device: what its allocator counted; where there is none, what XLA says that the program needs.
         "peak_memory_bytes": peak_bytes(compiled) if peak_memory is None else peak_memory,
         "compile_s": compile_s,
         "predicted_step_time_s": bound and bound.step_s,
-        "hardware": hardware,
+        "hardware": {"device": kind, "cpu": processor(), "cpu_cores": about["cpu_cores"]},
         "versions": {"python": about["python"], **about["packages"], "XLA_FLAGS": about["XLA_FLAGS"]},
     }
-    notes = [f"loss {float(metrics.loss):.3f} after {next(numbers)} steps; forecast of the peak of memory "
-             f"{gigabytes(ledger.memory.bytes)}"]  # fmt: skip
-    if products:
-        notes += cpu_notes(ledger, times, rates, shares)
-    return line, notes, next_step
+    return line, next_step
 
 
 def random_batch(trainer: Trainer, config: Any) -> Any:
@@ -302,53 +274,25 @@ def timed_in_flight(next_step: Callable, steps: int) -> list[float]:
     return np.diff(ends[WARM_UP_STEPS - 1 :]).tolist()
 
 
-def products_on(device: jax.Device) -> dict[str, Callable]:
-    """By type, a product of 1024³ that is to be run there."""
-    products = {}
-    for dtype in ("bfloat16", "float32"):
-        ones = jax.device_put(jnp.ones((1024, 1024), dtype), device)
-        products[dtype] = functools.partial(jax.jit(jnp.matmul).lower(ones, ones).compile(), ones, ones)
-    return products
+def product_on(device: jax.Device) -> Callable:
+    """A product of 1024³ that is to be run there."""
+    ones = jax.device_put(jnp.ones((1024, 1024), jnp.bfloat16), device)
+    return functools.partial(jax.jit(jnp.matmul).lower(ones, ones).compile(), ones, ones)
 
 
-def timed_between_products(
-    next_step: Callable, steps: int, products: dict[str, Callable]
-) -> tuple[list[float], dict[str, list[float]]]:
-    """Seconds of each step, and FLOP/s of each product right after it."""
-    times, rates = [], {dtype: [] for dtype in products}
+def timed_between_products(next_step: Callable, steps: int, product: Callable) -> tuple[list[float], list[float]]:
+    """Seconds of each step, and FLOP/s of the product right after it."""
+    times, rates = [], []
     for _ in range(WARM_UP_STEPS + steps):
         times.append(took(next_step))
-        for dtype, product in products.items():
-            rates[dtype].append(2 * 1024**3 / statistics.median(took(product) for _ in range(PRODUCTS)))
-    return times[WARM_UP_STEPS:], {dtype: each[WARM_UP_STEPS:] for dtype, each in rates.items()}
+        rates.append(2 * 1024**3 / statistics.median(took(product) for _ in range(PRODUCTS)))
+    return times[WARM_UP_STEPS:], rates[WARM_UP_STEPS:]
 
 
 def took(work: Callable) -> float:
     began = time.perf_counter()
     jax.block_until_ready(work())
     return time.perf_counter() - began
-
-
-def quartile_distance(values: list[float]) -> float:
-    first, _, third = statistics.quantiles(values, n=4, method="inclusive")
-    return third - first
-
-
-def cpu_notes(ledger, times: list[float], rates: dict, shares: list[float]) -> list[str]:
-    """What a CPU's line leaves out: the shares' quartiles, float32, and the floor that the products alone set."""
-    first, middle, third = statistics.quantiles(shares, n=4, method="inclusive")
-    of_float32 = statistics.median(ledger.flops_6nd / s / rate for s, rate in zip(times, rates["float32"], strict=True))
-    products = statistics.median(
-        ledger.hardware_flops / rate / s for s, rate in zip(times, rates["bfloat16"], strict=True)
-    )
-    return [
-        f"share of the bfloat16 product {middle:.3f}, half of the steps between {first:.3f} and {third:.3f}; of the "
-        "float32 "
-        f"product {of_float32:.3f}; steps from {min(times):.3f} to {max(times):.3f} s",
-        f"all {ledger.hardware_flops / 1e9:.1f} GFLOP of products that run would take {products:.1%} of the step at "
-        "the bfloat16 "
-        "product's rate",
-    ]
 
 
 def profile(next_step: Callable, folder: Path) -> None:
@@ -367,6 +311,78 @@ def processor() -> str:
     path = Path("/proc/cpuinfo")
     names = re.findall(r"^model name\s*: (.*)$", path.read_text(), re.MULTILINE) if path.exists() else []
     return names[0] if names else platform.processor() or platform.machine()
+
+
+# ---------------------------------------------------------------- lines
+
+
+def read(path: str) -> list[Line]:
+    """The lines of a file that this tool wrote. Raises RunError if it is not one."""
+    try:
+        lines = [json.loads(text) for text in Path(path).expanduser().read_text(encoding="utf-8").splitlines()]
+        if not lines:
+            raise ValueError("it is empty")
+        for number, line in enumerate(lines, start=1):
+            lacks = [key for key in KEYS if key not in line] if isinstance(line, dict) else KEYS
+            if lacks:
+                raise ValueError(f"line {number} has no {', '.join(lacks)}")
+    except (OSError, ValueError) as error:
+        raise RunError(f"{path}: expected a file that tools.benchmark wrote: {error}") from None
+    return lines
+
+
+def compared(old: list[Line], new: list[Line]) -> tuple[list[str], list[str]]:
+    """A table, and the jobs that got slower by more than the spread explains."""
+    before = {(line["config"], line["devices"]): line for line in old}
+    rows, not_compared, slower = [("", "old", "new", "ratio", "spread", "")], [], []
+    for line in new:
+        was = before.pop((line["config"], line["devices"]), None)
+        if was is None or any(was["hardware"][key] != line["hardware"][key] for key in ("device", "cpu")):
+            why = "not in the old file" if was is None else f"measured on {was['hardware']}: not compared"
+            not_compared.append(f"{name(line)}: {why}")
+            continue
+        if was["share_of_matmul"] and line["share_of_matmul"]:
+            ratio = was["share_of_matmul"] / line["share_of_matmul"]
+            values = [f"{each['share_of_matmul']:.3f}" for each in (was, line)]
+        else:
+            ratio = line["step_time_s"] / was["step_time_s"]
+            values = [seconds(each["step_time_s"]) for each in (was, line)]
+        spread = max(SAME, sum(each["step_time_spread_s"] / each["step_time_s"] / 2 for each in (was, line)))
+        verdict = "slower" if ratio > 1 + spread else "faster" if ratio < 1 - spread else "same"
+        rows.append((name(line), *values, f"{ratio:.3f}", f"{spread:.3f}", verdict))
+        if verdict == "slower":
+            slower.append(f"{name(line)} by {ratio - 1:.1%}")
+    not_compared += [f"{name(line)}: not in the new lines" for line in before.values()]
+    about = "old, new: a step's time, on a CPU the share of the product's rate; ratio: new time over old"
+    return [*columns(rows, range(1, 6)), *not_compared, about], slower
+
+
+def name(line: Line) -> str:
+    return f"{line['config']} ({line['devices']} device{'s' * (line['devices'] > 1)})"
+
+
+def table(lines: list[Line]) -> list[str]:
+    """The lines for a reader; n/a where a figure is not known."""
+    rows = [dict(cells(line)) for line in lines]
+    return columns([list(rows[0]), *(list(row.values()) for row in rows)], range(1, len(rows[0]))) if rows else []
+
+
+def cells(line: Line) -> Iterator[tuple[str, str]]:
+    predicted, share = line["predicted_step_time_s"], line["share_of_matmul"]
+    yield "", name(line)
+    yield "mesh", "×".join(str(size) for size in line["mesh"].values())
+    yield "tokens/s", f"{line['tokens_per_s']:,.0f}"
+    yield "step", seconds(line["step_time_s"])
+    yield "spread", seconds(line["step_time_spread_s"])
+    yield "MFU", percent(line["mfu"])
+    yield "HFU", percent(line["hfu"])
+    yield "6ND", percent(line["mfu_6nd"])
+    yield "GFLOP/s", f"{line['gflops_6nd']:,.0f}"
+    yield "share", "n/a" if share is None else f"{share:.3f}"
+    yield "memory", "n/a" if line["peak_memory_bytes"] is None else gigabytes(line["peak_memory_bytes"])
+    yield "compile", seconds(line["compile_s"])
+    yield "predicted", seconds(predicted)
+    yield "of it", "n/a" if predicted is None else f"{line['step_time_s'] / predicted:.2f}"
 
 
 if __name__ == "__main__":

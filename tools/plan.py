@@ -6,16 +6,21 @@
     python -m tools.plan --config-name=c4_a100x8_1b hardware=h200 hosts=1 sweep=true up_to_devices=256 picture=mfu.svg
     python -m tools.plan --config-name=c4_a100x8_1b hardware=tpu_v5p hosts=2 devices_per_host=4 compile=true
 
-Any config of training, on any mesh; nothing runs, and without `compile` nothing is compiled.
+Any config of training, on any mesh; nothing runs, and without `compile` nothing is compiled. Expect an answer in two
+seconds of processor time, a sweep in as much for each mesh that it tries. `compile` takes minutes and
+requirements-plan.txt: it prints XLA's memory beside the forecast, every difference between what is written and what is
+sent, and what runs while each collective is under way.
 """
 
 import math
 import os
-import subprocess
 import sys
-import tempfile
+import time
 from pathlib import Path
 
+import jax
+
+from ledger.compiled import check, overlap
 from ledger.count.memory import GROUPS
 from ledger.count.step import Ledger
 from ledger.machines import absent, hardware, roofline
@@ -23,15 +28,28 @@ from ledger.pages import files
 from ledger.pages.text import summary
 from ledger.units import gigabytes
 from runtime import program
+from runtime.cluster.tuning import options
 from runtime.config import command_line
+from runtime.run import with_shardings
 from runtime.terminal import RunError
 from shardlib.arrays import mesh_text
-from tools.plan_step import PlanKeys, ledger_of, machine_of, on_mesh, plan_class, with_kernel
+from shardlib.mesh import make_mesh
+from tools.plan_step import PlanKeys, ledger_of, machine_of, on_mesh, plan_class, trace, with_kernel
 from tools.plan_sweep import sweep
+
+AGAIN = "CLEARSHARD_PLANS"  # in the environment of the process that start_again makes
 
 
 def main(config: PlanKeys) -> None:
-    """What a step costs on a machine that is not here: FLOPs, memory, bytes sent, and how long it takes at the least."""
+    """Raises RunError where nothing can be planned, or compiled."""
+    try:
+        plan(config)
+    except absent.CannotCompile as error:
+        raise RunError(str(error)) from None
+
+
+def plan(config: PlanKeys) -> None:
+    """Prints what a step costs."""
     machine = machine_of(config)
     config = with_kernel(config, machine)
     if config.sweep:
@@ -41,7 +59,8 @@ def main(config: PlanKeys) -> None:
     if config.up_to_devices or config.picture:
         raise RunError("up_to_devices and picture belong to a sweep: add sweep=true")
     config = on_mesh(config)
-    variables = environment(config) if config.compile else {}
+    if config.compile:
+        start_again(config)
     ledger = ledger_of(config)
     print("\n".join(report(config, ledger, machine)), flush=True)
     if config.folder is not None:
@@ -49,16 +68,15 @@ def main(config: PlanKeys) -> None:
         files.write(ledger, config.folder, roofline.roofline(ledger, machine, config.devices_per_host))
         print(f"{config.folder}: ledger.txt, ledger.json, ledger.html")
     if config.compile:
-        compile_absent(config, variables)
+        compile_absent(config, ledger)
 
 
 def report(config: PlanKeys, ledger: Ledger, machine: hardware.Hardware) -> list[str]:
     """What to print: the summary, memory by kind, times, and what they assume."""
     tokens, kernel = config.training.tokens, getattr(config.model, "attention", None)
     lines = [
-        f"{config.paths.model_name} on {math.prod(ledger.mesh.values()):,} × {config.hardware or 'n/a'}: {config.hosts} "
-        f"host{'s' * (config.hosts > 1)} of "
-        f"{config.devices_per_host}, {mesh_text(ledger.mesh)}; {tokens.batch:,} × {tokens.len:,} tokens a step in "
+        f"{config.paths.model_name} on {math.prod(ledger.mesh.values()):,} × {config.hardware or 'n/a'}: "
+        f"{config.hosts} host{'s' * (config.hosts > 1)} of {config.devices_per_host}, {mesh_text(ledger.mesh)}; {tokens.batch:,} × {tokens.len:,} tokens a step in "
         f"{config.training.microbatches} microbatch{'es' * (config.training.microbatches > 1)}"
         + (f"; attention by {kernel}." if kernel else "."),
         *summary(ledger, machine.hbm_bytes),
@@ -78,23 +96,48 @@ def report(config: PlanKeys, ledger: Ledger, machine: hardware.Hardware) -> list
     ]
 
 
-def environment(config: PlanKeys) -> dict[str, str]:
-    """Of the process that compiles. Raises RunError if nothing can, or a package is missing."""
+def start_again(config: PlanKeys) -> None:
+    """Turns this process into one that JAX finds the absent machine in, unless it is that already: the environment that
+    says so is read when JAX starts. Raises RunError if nothing can be compiled for it, or a package is missing."""
+    variables = absent.environment(config.hardware or "no hardware")
+    if all(os.environ.get(name) == value for name, value in variables.items()):
+        return
+    if AGAIN in os.environ:
+        raise RunError("one command compiles for GPUs or for TPUs: start another one for the others")
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **variables, AGAIN: "1"})
+
+
+def compile_absent(config: PlanKeys, ledger: Ledger) -> None:
+    """Compiles the step for its absent machine, and prints what XLA makes of it."""
     try:
-        return absent.environment(config.hardware or "no hardware")
-    except absent.CannotCompile as error:
-        raise RunError(str(error)) from None
-
-
-def compile_absent(config: PlanKeys, variables: dict[str, str]) -> None:
-    """Compiles the step in a process of its own, whose environment says for what. Raises RunError if it cannot."""
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "planned.yaml").write_text(command_line.to_yaml(config))
-        command = [sys.executable, "-m", "tools.plan_compile", f"--config-dir={folder}", "--config-name=planned"]
-        root = Path(__file__).resolve().parents[1]
-        if subprocess.run(command, cwd=root, env={**os.environ, **variables}, check=False).returncode:
-            raise RunError("the step was not compiled, for the reason above")
+        devices = absent.devices(config.hardware, config.hosts, config.devices_per_host)
+        trainer, mesh = program.load(config.program), make_mesh(vars(config.mesh), devices=devices)
+        with jax.set_mesh(mesh):
+            shapes = with_shardings(trainer.shapes(config), tuple[trainer.State, trainer.TokenBatch])
+            traced, began = trace(config, mesh, shapes), time.perf_counter()
+            compiled = absent.compile(traced, options(devices[0]))
+    except absent.TooLarge as error:
+        raise RunError(f"XLA says that it does not fit (forecast {gigabytes(ledger.memory.bytes)}): {error}") from None
+    took, text = time.perf_counter() - began, compiled.as_text()
+    print(f"\nCompiled for {len(devices)} × {devices[0].device_kind} that are not here, in {took:.0f} s.")
+    analysis, peak = compiled.memory_analysis(), check.peak_bytes(compiled)
+    parts = {
+        "arguments": analysis.argument_size_in_bytes,
+        "results in no argument's place": analysis.output_size_in_bytes - analysis.alias_size_in_bytes,
+        "temporary": analysis.temp_size_in_bytes,
+    }
+    forecast = f"forecast {gigabytes(ledger.memory.bytes)}, ratio {ledger.memory.bytes / peak:.2f}"
+    print(f"XLA's memory of one device: {gigabytes(peak)}; {forecast}")
+    print("\n".join(f"  {name:<32}{gigabytes(part):>12}" for name, part in parts.items()))
+    rows = check.differences(ledger, text)
+    print(f"\n{len(rows)} differences between what is written and what the compiled step sends{':' if rows else '.'}")
+    print(*(f"  {row}\n" for row in rows), sep="")
+    sent = overlap.overlaps(text)
+    total = sum(row.bytes * row.times for row in sent)
+    alone = sum(row.bytes * row.times for row in sent if row.stands_alone) / max(total, 1)
+    share = f"{alone:.0%} of the operands' bytes are sent while nothing runs"
+    print(f"What runs while it sends, by the schedule ({share}):", *(f"  {row}" for row in sent), sep="\n")
 
 
 if __name__ == "__main__":
-    command_line.run(main, plan_class(program.of_command_line(sys.argv[1:])), "plan")
+    command_line.run(main, plan_class(program.of_command_line(sys.argv[1:])))

@@ -48,12 +48,7 @@ class PlanKeys(program.ProgramKey):
 
 def plan_class(trainer: program.Trainer) -> type:
     """The class of a plan's config: a trainer's config, and the machine."""
-
-    @dataclass(frozen=True, kw_only=True)
-    class Plan(PlanKeys, trainer.Config):
-        pass
-
-    return Plan
+    return program.with_keys(PlanKeys, trainer)
 
 
 def machine_of(config: PlanKeys) -> hardware.Hardware:
@@ -76,7 +71,7 @@ def machine_of(config: PlanKeys) -> hardware.Hardware:
 
 
 def with_kernel(config: Any, machine: hardware.Hardware) -> Any:
-    """The config with the attention that the planned device would choose, not this one; of a trainer that has the key."""
+    """The config with the attention that the planned device would choose, where the trainer has that key."""
     if getattr(config.model, "attention", None) != "auto":
         return config
     platform = "tpu" if machine.torus_dims else "gpu" if machine.capability else "cpu"
@@ -85,8 +80,8 @@ def with_kernel(config: Any, machine: hardware.Hardware) -> Any:
 
 
 def on_mesh(config: Any) -> Any:
-    """The config with the mesh that `hosts` and `devices_per_host` need: its own if it is as large, else with the rest of
-    the devices along its first axis. Raises RunError if there is none."""
+    """The config with the mesh that `hosts` and `devices_per_host` need: its own if it is as large, else with the rest
+    of the devices along its first axis. Raises RunError if there is none."""
     (first, size), *_ = axes = vars(config.mesh).items()
     count = math.prod(vars(config.mesh).values())
     keys, sizes = (" × ".join(map(str, each)) for each in ([f"mesh.{axis}" for axis, _ in axes], dict(axes).values()))
@@ -106,7 +101,8 @@ def on_mesh(config: Any) -> Any:
     if config.origins.of(f"mesh.{first}") == "command line" or devices % (count // size):
         raise RunError(
             f"{keys} = {sizes} = {count} devices, but hosts × devices_per_host = {config.hosts} × "
-            f"{config.devices_per_host} = {devices}: set {keys.replace(' ×', ' and', 1)} so that their product is {devices}"
+            f"{config.devices_per_host} = {devices}: set {keys.replace(' ×', ' and', 1)} so that their product is "
+            f"{devices}"
         )
     return changed(config, mesh=dataclasses.replace(config.mesh, **{first: devices // (count // size)}))
 

@@ -4,9 +4,9 @@ import dataclasses
 import math
 import textwrap
 from collections.abc import Iterator
-from html import escape
 from pathlib import Path
 
+from jinja2 import Template
 from tqdm import tqdm
 
 from ledger.machines import hardware, roofline
@@ -14,6 +14,9 @@ from ledger.units import gigabytes, percent, seconds
 from runtime.terminal import RunError
 from shardlib.arrays import mesh_text
 from tools.plan_step import PlanKeys, changed, ledger_of
+
+LEFT, TOP, WIDTH, HEIGHT = 76, 50, 644, 300  # of the plot in the picture
+CURVES = {"mfu": ("everything overlaps", "#1f6feb"), "mfu_alone": ("nothing overlaps", "#b35900")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +67,7 @@ def counts(first: int, last: int | None) -> list[int]:
 
 
 def choices(config: PlanKeys, machine: hardware.Hardware, devices: int, batch: int) -> tuple[list[Choice], str]:
-    """All meshes of so many devices, those that fit first, the fastest first; and why a mesh that can't be is refused."""
+    """All meshes of so many devices, those that fit first, the fastest first; and why a mesh is refused."""
     found, refusal = [], ""
     meshes = [dict(zip(vars(config.mesh), sizes)) for sizes in products(devices, len(vars(config.mesh)))]
     for mesh in tqdm(meshes, desc=f"{devices} devices", leave=False):
@@ -122,77 +125,54 @@ def choose(config: PlanKeys, machine: hardware.Hardware) -> Choice:
 
 def table(config: PlanKeys, devices: int, batch: int, found: list[Choice], refusal: str) -> list[str]:
     """One row for each choice."""
-    lines = [
-        f"{config.paths.model_name} on {devices:,} × {config.hardware}, {batch:,} × {config.training.tokens.len:,} "
-        "tokens a step",
-        f" {''.join(f'{axis:>5}' for axis in vars(config.mesh))}{'microbatches':>14}{'memory':>12}{'overlapped':>13}{'MFU':>8}{'alone':>13}{'MFU':>8}  "
-        "bound by",
-    ]
+    tokens = f"{batch:,} × {config.training.tokens.len:,} tokens a step"
+    rows = [(*vars(config.mesh), "microbatches", "memory", "overlapped", "MFU", "alone", "MFU", "bound by")]
     for each in found:
         estimate = each.estimate
-        lines.append(
-            f" {''.join(f'{size:>5}' for size in each.mesh.values())}{each.microbatches:>14}{gigabytes(each.memory_bytes):>12}"
-            f"{seconds(estimate.step_s):>13}{percent(estimate.mfu):>8}"
-            f"{seconds(estimate.step_alone_s):>13}{percent(estimate.mfu_alone):>8}  {estimate.bound or 'n/a'}"
-            f"{'' if each.fits else ', does not fit'}"
+        rows.append(
+            (
+                *map(str, each.mesh.values()),
+                str(each.microbatches),
+                gigabytes(each.memory_bytes),
+                seconds(estimate.step_s),
+                percent(estimate.mfu),
+                seconds(estimate.step_alone_s),
+                percent(estimate.mfu_alone),
+                (estimate.bound or "n/a") + ", does not fit" * (not each.fits),
+            )
         )
-    if refusal:
-        lines.append(f"Other meshes cannot be, such as {refusal}")
-    return lines
-
-
-# -- The picture -------------------------------------------------------------------------------------------------------
-WIDTH, LEFT, TOP, PLOT_WIDTH, PLOT_HEIGHT = 760, 76, 50, 644, 300
-CURVES = (("mfu", "everything overlaps", "#1f6feb"), ("mfu_alone", "nothing overlaps", "#b35900"))
+    widths = [5] * len(vars(config.mesh)) + [14, 12, 13, 8, 13, 8]
+    lines = [f"{config.paths.model_name} on {devices:,} × {config.hardware}, {tokens}"]
+    lines += [f" {''.join(map(str.rjust, row, widths))}  {row[-1]}" for row in rows]
+    return [*lines, f"Other meshes cannot be, such as {refusal}"] if refusal else lines
 
 
 def picture(config: PlanKeys, best: list[Choice], rows: str) -> str:
     """An SVG of the MFU of the fastest mesh that fits, against the number of devices, with what it assumes."""
     sizes = [math.log2(math.prod(each.mesh.values())) for each in best] or [0]
-    span = max(sizes[-1] - sizes[0], 1)
-
-    def place(index: int, mfu: float) -> tuple[float, float]:
-        return LEFT + (sizes[index] - sizes[0]) / span * PLOT_WIDTH, TOP + (1 - mfu) * PLOT_HEIGHT
-
-    def devices(choice: Choice) -> str:
-        return f"{math.prod(choice.mesh.values()):,}"
-
-    title = f"{config.paths.model_name} on {config.hardware}: predicted MFU of the fastest mesh; {rows}"
-    parts = [f'<text x="{LEFT}" y="26" font-size="15">{escape(title)}</text>']
-    for tenth in range(0, 11, 2):
-        y = TOP + (1 - tenth / 10) * PLOT_HEIGHT
-        parts.append(f'<path d="M{LEFT} {y:.1f}h{PLOT_WIDTH}" stroke="#ddd"/>')
-        parts.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{10 * tenth} %</text>')
-    for index, each in enumerate(best):
-        x, _ = place(index, 0)
-        for line, label in enumerate((devices(each), " × ".join(map(str, each.mesh.values())), f"{each.microbatches}")):
-            parts.append(
-                f'<text x="{x:.1f}" y="{TOP + PLOT_HEIGHT + 18 + 15 * line}" text-anchor="middle">{label}</text>'
-            )
-    for line, label in enumerate(("devices", " × ".join(vars(config.mesh)), "parts")):  # microbatches
-        y = TOP + PLOT_HEIGHT + 18 + 15 * line
-        parts.append(f'<text x="4" y="{y}" fill="#555">{label}</text>')
-    for number, (key, label, colour) in enumerate(CURVES):
-        points = [(*place(index, getattr(each.estimate, key) or 0), each) for index, each in enumerate(best)]
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y, _ in points)
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        parts += [
-            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}"><title>{devices(each)} devices: '
-            f"{percent(getattr(each.estimate, key))}, bound by {each.estimate.bound}</title></circle>"
-            for x, y, each in points
-        ]
-        parts.append(
-            f'<text x="{LEFT + 10 + 170 * number}" y="{TOP + PLOT_HEIGHT - 10}" fill="{colour}">● {label}</text>'
-        )
-    texts = "Assumed:", *(f"- {each}" for each in roofline.ASSUMPTIONS)
-    assumed = [line for text in texts for line in textwrap.wrap(text, 125)]
-    for line, text in enumerate(assumed):
-        y = TOP + PLOT_HEIGHT + 76 + 13 * line
-        parts.append(f'<text x="{LEFT}" y="{y}" font-size="10.5" fill="#555">{escape(text)}</text>')
-    height = TOP + PLOT_HEIGHT + 84 + 13 * len(assumed)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
-        f'font-family="sans-serif" font-size="12"><rect width="{WIDTH}" height="{height}" fill="white"/>\n'
-        + "\n".join(parts)
-        + "\n</svg>\n"
+    span, texts = max(sizes[-1] - sizes[0], 1), ("Assumed:", *(f"- {each}" for each in roofline.ASSUMPTIONS))
+    points = [
+        {
+            "x": LEFT + (size - sizes[0]) / span * WIDTH,
+            "devices": f"{math.prod(each.mesh.values()):,}",
+            "mesh": " × ".join(map(str, each.mesh.values())),
+            "microbatches": each.microbatches,
+            "bound": each.estimate.bound,
+            "mfu": {
+                key: (y_of(getattr(each.estimate, key) or 0), percent(getattr(each.estimate, key))) for key in CURVES
+            },
+        }
+        for size, each in zip(sizes, best)
+    ]
+    return Template(Path(__file__).with_name("plan.svg.jinja").read_text(encoding="utf-8"), autoescape=True).render(
+        title=f"{config.paths.model_name} on {config.hardware}: predicted MFU of the fastest mesh; {rows}",
+        grid=[(f"{10 * tenth} %", y_of(tenth / 10)) for tenth in range(0, 11, 2)],
+        axes=" × ".join(vars(config.mesh)),
+        points=points,
+        curves=CURVES,
+        assumed=[line for text in texts for line in textwrap.wrap(text, 125)],
     )
+
+
+def y_of(mfu: float) -> float:
+    return TOP + (1 - mfu) * HEIGHT

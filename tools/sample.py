@@ -1,19 +1,18 @@
 """Text that a trained model writes.
 
     python -m tools.sample runs/local_shakespeare
-    python -m tools.sample runs/local_shakespeare --prompt "HAMLET." --tokens 500 --temperature 0.8 --seed 1
+    python -m tools.sample runs/local_shakespeare prompt="HAMLET." tokens=500 temperature=0.8 seed=1
 
 A plain loop on one device: for each token the model computes a whole row of training.tokens.len tokens again. Once the
-text is longer than a row, the model sees its last tokens only. The model is that of the program that trained the run, of
-which the checkpoint keeps a copy, and the tokenizer that which the run folder holds.
+text is longer than a row, the model sees its last tokens only. The model is the one of the program that trained the
+run, a copy of which is in the checkpoint, and the tokenizer the one in the run folder.
 """
 
-import argparse
 import functools
-import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -21,41 +20,39 @@ import numpy as np
 
 from runtime import program
 from runtime.checkpoints.directory import Checkpoints
+from runtime.config import command_line
+from runtime.config.keys import Count, NotNegative, Seed
 from runtime.config.resume import config_of
 from runtime.data.sources import kept_tokenizer, tokenizer_of
 from runtime.data.tokenizers import Tokenizer
 from runtime.run import with_shardings
-from runtime.terminal import RunError, refusals
+from runtime.terminal import RunError, print_error, printable
 from shardlib.mesh import make_mesh
 from shardlib.shardtypes import typed_shard_map
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, prog="python -m tools.sample"
-    )
-    parser.add_argument("run_folder", help="its newest checkpoint is used")
-    parser.add_argument("--prompt", default="", help="what the text begins with")
-    parser.add_argument("--tokens", type=int, default=400, help="how many the model adds (%(default)s)")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the random choice (%(default)s)")
-    parser.add_argument("--program", help="a trainer's module or file, in the place of the one that trained the run")
-    arguments = parser.parse_args()
-    try:
-        trainer, config, weights = load_run(arguments.run_folder, arguments.program)
-        tokenizer = find_tokenizer(arguments.run_folder, config)
-        prompt = tokenizer.encode_batch([arguments.prompt])[0].tolist()
-        with jax.set_mesh(mesh_of(config)):
-            temperature, seed = arguments.temperature, arguments.seed
-            next_logits = logits_of(trainer, config, weights, tokenizer.bos_id)
-            drawn = sample(
-                next_logits, prompt, arguments.tokens, config.training.tokens.len, temperature=temperature, seed=seed
-            )
-            for text in pieces(tokenizer, prompt, drawn):
-                print(text, end="", flush=True)
-            print()
-    except refusals() as error:
-        sys.exit(f"error: {error}")
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    WORDS: ClassVar = ("run",)
+
+    run: str  # a run folder, whose newest checkpoint is used
+    prompt: str = ""  # what the text begins with
+    tokens: Count = 400  # how many the model adds
+    temperature: NotNegative = 0.8  # 0: always the likeliest token
+    seed: Seed = 0  # of the random choice
+    program: str | None = None  # a trainer's module or file, in place of the one that trained the run
+
+
+def main(config: Sample) -> None:
+    trainer, trained, weights = load_run(config.run, config.program)
+    tokenizer = find_tokenizer(config.run, trained)
+    prompt, length = tokenizer.encode_batch([config.prompt])[0].tolist(), trained.training.tokens.len
+    with jax.set_mesh(mesh_of(trained)):
+        next_logits = logits_of(trainer, trained, weights, tokenizer.bos_id)
+        drawn = sample(next_logits, prompt, config.tokens, length, temperature=config.temperature, seed=config.seed)
+        for text in pieces(tokenizer, prompt, drawn):
+            print(printable(text), end="", flush=True)
+        print()
 
 
 def load_run(folder: str, name: str | None = None) -> tuple[program.Trainer, Any, Any]:
@@ -77,7 +74,7 @@ def load_run(folder: str, name: str | None = None) -> tuple[program.Trainer, Any
     else:
         trainer, notes = program.load(name), [f"{name} is taken, not the program that trained the run"]
     for note in notes:
-        print(f"note: {note}", file=sys.stderr)
+        print_error(note, "note")
     if not hasattr(trainer, "forward"):
         raise RunError(f"{trainer.__file__} has no function `forward`, without which nothing can be sampled")
     config = config_of(trainer.Config, attributes)
@@ -152,4 +149,4 @@ def pieces(tokenizer: Tokenizer, prompt: list[int], ids: Iterator[int]) -> Itera
 
 
 if __name__ == "__main__":
-    main()
+    command_line.run(main, Sample)

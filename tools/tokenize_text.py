@@ -3,7 +3,7 @@
     python -m tools.tokenize_text input=corpus.txt output=corpus.zarr validation_fraction=0.1
     python -m tools.tokenize_text input='web/*.jsonl.zst' output=web.zarr tokenizer=openai-community/gpt2
     python -m tools.tokenize_text input=qa.jsonl format=prompt output=qa.zarr tokenizer=train_bpe bpe_vocab=8192
-    python -m tools.tokenize_text hf_dataset.path=roneneldan/TinyStories hf_dataset.validation_split=validation output=stories.zarr
+    python -m tools.tokenize_text hf_dataset.path=roneneldan/TinyStories output=stories.zarr
 
 This process reads blocks of text in order, others turn them into ids, and this one writes these in the same order.
 Every few seconds it records how far it is in the data set itself. Killed at any moment, the same command goes on from
@@ -27,12 +27,15 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
+from typing import Annotated, Literal
 
 import zarr
+from annotated_types import Ge, Gt, Interval, Predicate
 from tqdm import tqdm
 
 from runtime.cluster.tuning import keep_memory
 from runtime.config import command_line
+from runtime.config.keys import Decay, Steps
 from runtime.data.documents import Block, File, find_files, find_splits, read_blocks
 from runtime.data.flat_tokens import LARGEST_ID, SplitWriter, absolute_path, open_for_writing
 from runtime.data.tokenizers import (
@@ -60,6 +63,22 @@ SHOWN_BAD_RECORDS = 10
 TRAIN_BPE = "train_bpe"
 
 
+def unescaped(text: str) -> str | None:
+    r"""Text with \\n for a new line, as a command line gives it; None for what is none."""
+    try:
+        return text.encode("ascii", "backslashreplace").decode("unicode_escape")
+    except UnicodeDecodeError:
+        return None
+
+
+Escaped = Annotated[
+    str,
+    Predicate(lambda text: unescaped(text) is not None),
+    r"text, with \n for a new line and \\ for a backslash",
+]
+Id = Annotated[int, Interval(ge=0, le=LARGEST_ID), f"an id from 0 to {LARGEST_ID}"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class HubDataset:
     path: str = ""  # in place of input: a data set's name on the Hugging Face hub, or its folder
@@ -78,29 +97,32 @@ class TokenizeText:
     overwrite: bool = False  # replaces a data set that is there
     # or a tokenizer.json, a folder that holds one, a name on the Hugging Face hub; or train_bpe
     tokenizer: str = "bytes_utf8"
-    bpe_vocab: int = 32768  # ids of the byte-level BPE that train_bpe trains, and the data set then holds
-    bpe_bytes: int = 100_000_000  # of training text that it is trained on, taken evenly from all the input
+    # ids of the byte-level BPE that train_bpe trains, and the data set then holds
+    bpe_vocab: Annotated[int, Interval(ge=257, le=LARGEST_ID), f"257 (the bytes and one) to {LARGEST_ID}"] = 32768
+    # of training text that it is trained on, taken evenly from all the input
+    bpe_bytes: Annotated[int, Gt(0), "more than 0"] = 100_000_000
     # the input that stands before each sequence, where it shall not be what the tokenizer says
-    bos_id: int | None = None
+    bos_id: Id | None = None
     chat_template: str = ""  # a file of jinja in place of the tokenizer's own
     # prompt: records of a prompt, which is no target, and an answer. chat: messages, of which the assistant's are
     # targets
-    format: str = "text"
+    format: Literal["text", "prompt", "chat"] = "text"
     text_field: str = "text"  # of a record (a line of jsonl, a row of parquet)
     in_field: str = "in_text"  # the prompt
     out_field: str = "out_text"  # the answer
     messages_field: str = "messages"  # a list of {"role": ..., "content": ...}
     # what stands between the documents of a text file, such as '\n' or '<|endoftext|>'. Without one they are cut by
     # size:
-    separator: str = ""
+    separator: Escaped = ""
     # the least that is cut off, to the end of its line. Four times the tokens of a training sequence are enough
-    document_bytes: int = 16384
+    document_bytes: Annotated[int, Ge(4), "4 or more"] = 16384
     validation: str = ""  # path, glob or URL of what becomes the split `validation`
     # without that, about so many of the documents, chosen by their hash; 0: no validation split
-    validation_fraction: float = 0.01
-    seed: int = 0  # of that choice
-    on_bad_record: str = "fail"  # skip: leaves out what is no text or no JSON, or lacks a field, and counts it
-    processes: int = 0  # that tokenize; 0: one for each core
+    validation_fraction: Decay = 0.01
+    seed: Annotated[int, Interval(ge=0, lt=2**64), "a number from 0 to less than 2⁶⁴"] = 0  # of that choice
+    # skip: leaves out what is no text or no JSON, or lacks a field, and counts it
+    on_bad_record: Literal["fail", "skip"] = "fail"
+    processes: Steps = 0  # that tokenize; 0: one for each core
 
     @property
     def settings(self) -> Settings:
@@ -118,14 +140,6 @@ class TokenizeText:
     @property
     def has_validation(self) -> bool:
         return bool(self.validation or self.hf_dataset.validation_split or self.validation_fraction)
-
-
-def unescaped(text: str) -> str | None:
-    r"""Text with \\n for a new line, as a command line gives it; None for what is none."""
-    try:
-        return text.encode("ascii", "backslashreplace").decode("unicode_escape")
-    except UnicodeDecodeError:
-        return None
 
 
 # ---------------------------------------------------------------- from beginning to end
@@ -284,32 +298,11 @@ def tokenized(
 
 
 def check(config: TokenizeText) -> None:
-    """Refuses values that make no sense, all at once."""
-    expected = {
-        "validation": (not (config.validation and config.hf_dataset.path), "hf_dataset.validation_split, or neither"),
-        "format": (config.format in ("text", "prompt", "chat"), "text, prompt or chat"),
-        "on_bad_record": (config.on_bad_record in ("fail", "skip"), "fail or skip"),
-        "validation_fraction": (0 <= config.validation_fraction < 1, "a number from 0 to less than 1"),
-        "seed": (0 <= config.seed < 2**64, "a number from 0 to less than 2⁶⁴"),
-        "document_bytes": (config.document_bytes >= 4, "4 or more"),
-        "processes": (config.processes >= 0, "0 or more"),
-        "bos_id": (0 <= (config.bos_id or 0) <= LARGEST_ID, f"an id from 0 to {LARGEST_ID}"),
-        "bpe_vocab": (257 <= config.bpe_vocab <= LARGEST_ID, f"257 (the bytes and one) to {LARGEST_ID}"),
-        "bpe_bytes": (config.bpe_bytes > 0, "more than 0"),
-        "separator": (
-            unescaped(config.separator) is not None,
-            "text, with \\n for a new line and \\\\ for a backslash",
-        ),
-    }
-    problems = [
-        f"{key} is {getattr(config, key)!r}, expected {what}" for key, (holds, what) in expected.items() if not holds
-    ]
+    """Refuses keys that do not go together."""
     if bool(config.input) == bool(config.hf_dataset.path):
-        problems.insert(0, "expected one of input (a path, glob or URL) and hf_dataset.path (the name of a data set)")
-    if problems:
-        raise RunError(
-            "\n  ".join([f"{len(problems)} problems in the configuration:"] * (len(problems) > 1) + problems)
-        )
+        raise RunError("expected one of input (a path, glob or URL) and hf_dataset.path (the name of a data set)")
+    if config.validation and config.hf_dataset.path:
+        raise RunError(f"validation = {config.validation}: expected hf_dataset.validation_split, or neither")
 
 
 def find_all(config: TokenizeText) -> list[File]:

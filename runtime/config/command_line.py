@@ -37,6 +37,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from runtime.config.arguments import read
 from runtime.config.checks import check_combinations
 from runtime.config.help import configs_of, help_page
 from runtime.config.keys import DROPPED_KEYS, RunConfig
@@ -45,7 +46,7 @@ from runtime.terminal import RunError, leave, print_error, refusals
 
 CONFIG_FOLDER = Path(__file__).resolve().parents[2] / "configs"
 DEFAULT_CONFIG = "local_test_synthetic"
-BASE = "base"  # of each config's defaults list, and the config of a program that has no yaml
+BASE = "base"  # of each config's defaults list
 TRUST = "allow_code_in_config=true"
 HYDRA_SETTINGS = (  # a run has its own folder and its own log
     *("hydra.run.dir=.", "hydra.output_subdir=null", "hydra.sweep.subdir=.", "hydra/job_logging=none"),
@@ -59,10 +60,11 @@ class Refused(Exception):
     """A job of a sweep ended with an error that is printed already. hydra runs the other jobs first."""
 
 
-def run(main: Callable[[Any], None], config_class: type, config_name: str | None = None) -> None:
+def run(main: Callable[[Any], None], config_class: type) -> None:
     """Composes the config that the command line asks for and calls main with it, once, or once for each job of a sweep.
 
-    Without a name a run starts from DEFAULT_CONFIG, any other program from the defaults of its dataclass alone.
+    Without a name a run starts from DEFAULT_CONFIG. Any other program has no yaml, and no need of hydra
+    (runtime/config/arguments.py).
 
         if __name__ == "__main__":
             run(main, Config)
@@ -75,8 +77,13 @@ def run(main: Callable[[Any], None], config_class: type, config_name: str | None
     arguments = sys.argv[1:]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra then raises its errors for us to print, instead of printing a page
     try:
-        with _readable_errors(config_class):
-            _run(main, config_class, config_name or _default(config_class))
+        if issubclass(config_class, RunConfig):
+            with _readable_errors(config_class):
+                _run(main, config_class)
+        elif {"--help", "-h"} & set(arguments):
+            print(help_page(main, config_class, None, CONFIG_FOLDER))
+        else:
+            main(read(config_class, arguments))
         sys.stdout.flush()  # here, so that a broken pipe is met here and not by Python's end
     except refusals() as error:
         print_error(error)
@@ -100,7 +107,9 @@ def load(config_class: type[C], config_name: str | None = None, overrides: Seque
 
     Raises RunError where `run` would print one.
     """
-    name, overrides, folder = config_name or _default(config_class), list(map(_tolerant, overrides)), str(CONFIG_FOLDER)
+    if not issubclass(config_class, RunConfig):
+        return read(config_class, overrides)
+    name, overrides, folder = config_name or DEFAULT_CONFIG, list(map(_tolerant, overrides)), str(CONFIG_FOLDER)
     ConfigStore.instance().store(BASE, default_tree(config_class))
     with _readable_errors(config_class), hydra.initialize_config_dir(version_base="1.3", config_dir=folder):
         composed = hydra.compose(name, overrides, return_hydra_config=True)
@@ -118,7 +127,7 @@ def to_yaml(config: Any) -> str:
 # ---------------------------------------------------------------- to hydra
 
 
-def _run(main: Callable[[Any], None], config_class: type, config_name: str) -> None:
+def _run(main: Callable[[Any], None], config_class: type) -> None:
     gc.freeze()  # else Python looks through all of JAX, again and again, for what could be freed: 0.4 s of --help
     parsed = get_args_parser().parse_intermixed_args(sys.argv[1:])
     overrides = [_tolerant(text) for text in parsed.overrides if text != TRUST]
@@ -126,8 +135,7 @@ def _run(main: Callable[[Any], None], config_class: type, config_name: str) -> N
 
     @functools.cache
     def page() -> str:
-        default = config_name if issubclass(config_class, RunConfig) else None
-        return help_page(main, config_class, default, CONFIG_FOLDER).replace("$", "$$")
+        return help_page(main, config_class, DEFAULT_CONFIG, CONFIG_FOLDER).replace("$", "$$")
 
     @functools.wraps(main)  # so that hydra names the job after main's file
     def job(composed: DictConfig) -> None:
@@ -147,7 +155,7 @@ def _run(main: Callable[[Any], None], config_class: type, config_name: str) -> N
     if not parsed.shell_completion:  # whose arguments are none of ours
         flags = [text for text in sys.argv[1:] if text not in parsed.overrides]
         sys.argv[1:] = [*flags, "--", *HYDRA_SETTINGS, *overrides]
-    hydra.main(version_base="1.3", config_path=str(CONFIG_FOLDER), config_name=config_name)(job)()
+    hydra.main(version_base="1.3", config_path=str(CONFIG_FOLDER), config_name=DEFAULT_CONFIG)(job)()
 
 
 def _tolerant(override: str) -> str:
@@ -191,18 +199,17 @@ def _finish(config_class: type[C], composed: DictConfig, node: DictConfig, comma
     """
     with _readable_errors(config_class):
         content, origins = OmegaConf.to_container(composed, resolve=True), _origins(node)
-    if issubclass(config_class, RunConfig) and isinstance(content.setdefault("paths", {}), dict):
+    if isinstance(content.setdefault("paths", {}), dict):
         content["paths"]["model_name"] = _model_name(content["paths"].get("model_name", MISSING), node, command_line)
     config = rebuild(config_class, content, origins, DROPPED_KEYS)
-    if isinstance(config, RunConfig):
-        paths = dataclasses.replace(config.paths, root_working_dir=os.path.expanduser(config.paths.root_working_dir))
-        flat_tokens, *mixture = (
-            dataclasses.replace(source, filespec=source.filespec and os.path.expanduser(source.filespec))
-            for source in (config.flat_tokens, *config.mixture)
-        )
-        config = dataclasses.replace(config, paths=paths, flat_tokens=flat_tokens, mixture=tuple(mixture))
-        object.__setattr__(config, "origins", origins)  # frozen for everyone else
-        check_combinations(config)
+    paths = dataclasses.replace(config.paths, root_working_dir=os.path.expanduser(config.paths.root_working_dir))
+    flat_tokens, *mixture = (
+        dataclasses.replace(source, filespec=source.filespec and os.path.expanduser(source.filespec))
+        for source in (config.flat_tokens, *config.mixture)
+    )
+    config = dataclasses.replace(config, paths=paths, flat_tokens=flat_tokens, mixture=tuple(mixture))
+    object.__setattr__(config, "origins", origins)  # frozen for everyone else
+    check_combinations(config)
     return config
 
 
@@ -262,7 +269,3 @@ def _readable_errors(config_class: type) -> Iterator[None]:
         if "integer string conversion" not in str(error):
             raise
         raise RunError(f"expected numbers of {sys.get_int_max_str_digits()} digits at most: {error}") from error
-
-
-def _default(config_class: type) -> str:
-    return DEFAULT_CONFIG if issubclass(config_class, RunConfig) else BASE

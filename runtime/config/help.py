@@ -14,8 +14,12 @@ from runtime.config.rebuild import all_keys, as_tree, item_of, shown
 
 PAGE = """{about}
 
-usage: {program} {config_flag}[key=value ...]
+usage: {program} {words}[key=value ...]
+{configs}
+keys, with type and default:
+{keys}"""
 
+CONFIGS = """
   --config-name=NAME  a yaml file, by default {default}
   --config-dir=FOLDER another folder to look for it in
   key=value           overrides a key; +key=value is the same
@@ -25,9 +29,7 @@ usage: {program} {config_flag}[key=value ...]
 
 configs:
 {configs}
-
-keys, with type and default:
-{keys}"""
+"""
 
 
 def help_page(main: Callable, config_class: type, default: str | None, folder: Path) -> str:
@@ -41,15 +43,22 @@ def help_page(main: Callable, config_class: type, default: str | None, folder: P
     lines = [f"  {name:24} {about}" for name, about in configs_of(config_class, folder).items()]
     for group in sorted(path for path in folder.iterdir() if path.is_dir()):
         lines.append(f"  {group.name}={'|'.join(sorted(file.stem for file in group.glob('*.yaml')))}")
-    page = PAGE if default else re.sub(r"(\n  --config-[^\n]*|\nconfigs:\n\{configs\}\n)", "", PAGE)
-    return page.format(
-        about=_wrapped((sys.modules[main.__module__].__doc__ or "").strip().partition("\n\n")[0], 0),
+    title, _, rest = (sys.modules[main.__module__].__doc__ or "").strip().partition("\n\n")
+    examples = rest.partition("\n\n")[0]
+    words = [_word(name, *all_keys(config_class)[name]) for name in getattr(config_class, "WORDS", ())]
+    return PAGE.format(
+        about=_wrapped(title, 0) + f"\n\n{examples}" * examples.startswith("    "),
         program=f"python -m {spec.name}" if spec else f"python {sys.argv[0]}",
-        config_flag="[--config-name=NAME] " if default else "",
-        default=default,
-        configs="\n".join(lines),
+        words="[--config-name=NAME] " if default else "".join(words),
+        configs=CONFIGS.format(default=default, configs="\n".join(lines)) if default else "",
         keys="\n".join(help_of_keys(config_class)),
     )
+
+
+def _word(name: str, kind: Any, each: dataclasses.Field) -> str:
+    """How a usage line shows a field that is given without its name."""
+    word = name.upper() + " ..." * (item_of(kind) is not kind)
+    return f"{word} " if each.default is dataclasses.MISSING else f"[{word}] "
 
 
 def configs_of(config_class: type, folder: Path) -> dict[str, str]:

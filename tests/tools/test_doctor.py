@@ -11,12 +11,13 @@ import jax
 import pytest
 
 import train
+from runtime import program
 from runtime.checkpoints.store import LocalStore
 from runtime.config.command_line import load
 from runtime.tracking.trackers import PACKAGES
-from tools import doctor, doctor_measure, doctor_packages
-from tools.doctor_measure import asked_for, collectives, config_class, data, storage
-from tools.doctor_packages import BROKEN, GOOD, OPTION, OTHER, Finding, needed_parts, optional_parts
+from tools import doctor, doctor_measure
+from tools.doctor import asked_for, needed, pins_of
+from tools.doctor_measure import collectives, data, storage
 
 ROOT = Path(__file__).parents[2]
 
@@ -60,8 +61,11 @@ def run(monkeypatch, *arguments):
     return 0
 
 
-def by_part(findings):
-    return {finding.part: finding for finding in findings}
+CONFIG = program.with_keys(program.ProgramKey, train)
+
+
+def by_part(rows):
+    return {part: (found, fix) for part, found, fix in rows}
 
 
 def mesh(d, t):
@@ -72,11 +76,9 @@ def test_the_whole_table(monkeypatch, capsys, tmp_path, small):
     """A machine where all is well: a row for each part in its order, 120 columns, status 0, no file left."""
     assert run(monkeypatch, f"paths.root_working_dir={tmp_path}/runs") == 0
     text = capsys.readouterr().out
-    rows = [line[7:33].strip() for line in text.splitlines() if line[:7].strip() in (GOOD, OPTION, OTHER)]
-    parts = [name for name, _, _ in doctor_packages.OPTIONAL]
-    measured = ["devices", "mesh", "matrix product bfloat16", "matrix product float32"]
+    rows = [line[7:33].strip() for line in text.splitlines() if line.startswith("ok ")]
     sent = [f"{kind} {axis}" for axis in "dt" for kind in ("all-gather", "reduce-scatter", "all-reduce")]
-    assert rows == ["python", "packages", *parts, *measured, *sent, "data", "store", "graph of the step"]
+    assert rows == ["python", "packages", "devices", "mesh", "matrix product bfloat16", *sent, "data", "store"]
     assert max(map(len, text.splitlines())) <= 120
     assert "8 × cpu (cpu), processes: 1" in text and "d=4 × t=2" in text
     tokens = f"tokens of {ROOT}/synthetic_dataset.zarr/train in "
@@ -104,7 +106,11 @@ def test_it_runs_where_no_package_is_installed():
         [sys.executable, "-S", "-m", "tools.doctor"], env={"PATH": os.environ["PATH"]}, capture_output=True, text=True
     )
     assert done.returncode == 1
-    assert re.search(r"^WRONG  jax +not installed\n +fix: pip install jax==0\.10\.2$", done.stdout, re.MULTILINE)
+    assert re.search(
+        r"^WRONG  jax +not installed, which this run needs\n +fix: pip install jax==0\.10\.2$",
+        done.stdout,
+        re.MULTILINE,
+    )
     assert re.fullmatch(
         r"error: missing or broken: jax, .*, Pygments; the fix of each is below it; the rest is looked at when they are there\n",
         done.stderr,
@@ -139,40 +145,12 @@ def test_devices_that_jax_cannot_start(monkeypatch, capsys):
 
 def test_versions_against_the_tested_ones(versions):
     """As pinned in requirements-cpu.txt: another version is said and breaks nothing, a missing package does."""
-    assert [finding.status for finding in needed_parts()] == [GOOD, GOOD]
+    assert [(part, fix) for part, _, fix in needed()] == [("python", ""), ("packages", "")]
     versions |= {"zarr": None, "numpy": "2.0.0", "plotly": None}
-    found = by_part(needed_parts())
-    pins = doctor_packages.tested("requirements-cpu.txt")
-    assert found["zarr"] == Finding(BROKEN, "zarr", "not installed", f"pip install zarr=={pins['zarr']}")
-    assert found["numpy"].status == OTHER and found["numpy"].found.startswith("2.0.0, not the tested ")
-    assert "plotly" not in found and found["packages"].found.startswith("27 of 29 ")
-
-
-def test_optional_parts_do_not_count(versions):
-    """What is optional is named with the pinned version and the command for it, and is never wrong."""
-    versions |= {name: None for _, names, _ in doctor_packages.OPTIONAL for name in names}
-    found = by_part(optional_parts())
-    assert {finding.status for finding in found.values()} == {OPTION}
-    pins = doctor_packages.tested("requirements-text.txt")
-    assert found["hf_dataset"].fix == f"pip install datasets=={pins['datasets']}"
-    assert 'pip install "jax[cuda13]==0.10.2"' in found["NVIDIA GPUs, and plans"].fix
-    versions["wandb"] = "0.0.1"
-    assert by_part(optional_parts())["tracking.wandb"].found == "wandb 0.0.1: not the tested version"
-    report = doctor.Report()
-    report.add(found.values(), is_leader=False)
-    assert report.verdict() == ""
-
-
-def test_what_the_keys_ask_for_counts(monkeypatch, capsys, tmp_path, small, versions):
-    """A tracker that the run is to write to and that is not installed is wrong; the one beside it stays optional."""
-    versions |= {"wandb": None, "clearml": None}
-    assert run(monkeypatch, "tracking.to=[wandb]", f"paths.root_working_dir={tmp_path}") == 1
-    shown = capsys.readouterr()
-    pin = doctor_packages.tested("requirements-trackers.txt")["wandb"]
-    row = f"WRONG  tracking.wandb            wandb not installed, which this run needs\n{' ' * 33}fix: pip install wandb=={pin}\n"
-    assert row in shown.out and "–      tracking.clearml          clearml not installed (optional)\n" in shown.out
-    assert shown.err == "error: missing or broken: tracking.wandb; the fix of each is below it\n"
-    assert "Nothing that this run needs" not in shown.out
+    found, pins = by_part(needed()), pins_of("requirements-cpu.txt")
+    assert found["zarr"] == ("not installed, which this run needs", f"pip install zarr=={pins['zarr']}")
+    assert found["numpy"] == (f"2.0.0, not the tested {pins['numpy']}: it may work", "")
+    assert "plotly" not in found and found["packages"] == ("27 of requirements-cpu.txt at the tested versions", "")
 
 
 MIXTURE = "mixture=[{filespec: a.zarr, weight: 1}, {filespec: s3://bucket/b.zarr, weight: 1}]"
@@ -183,19 +161,30 @@ STREAM = ["flat_tokens.filespec=null", "hf_dataset.path=texts", "validation_batc
     "keys, parts",
     [
         ([], set()),
-        ([f"tracking.to=[{','.join(PACKAGES)}]"], {f"tracking.{name}" for name in PACKAGES}),
-        (["paths.root_working_dir=s3://bucket/runs"], {"s3:// URLs"}),
-        (["flat_tokens.filespec=s3://bucket/a.zarr"], {"s3:// URLs"}),
-        (["flat_tokens.filespec=null", MIXTURE], {"s3:// URLs"}),
-        ([*STREAM, "hf_dataset.tokenizer=bytes_utf8"], {"hf_dataset"}),
-        ([*STREAM, "hf_dataset.tokenizer=tokenizer.json"], {"hf_dataset", "tokenizers"}),
+        ([f"tracking.to=[{','.join(PACKAGES)}]"], {"tensorboardX", "wandb", "clearml", "trackio"}),
+        (["paths.root_working_dir=s3://bucket/runs"], {"s3fs"}),
+        (["flat_tokens.filespec=s3://bucket/a.zarr"], {"s3fs"}),
+        (["flat_tokens.filespec=null", MIXTURE], {"s3fs"}),
+        ([*STREAM, "hf_dataset.tokenizer=bytes_utf8"], {"datasets"}),
+        ([*STREAM, "hf_dataset.tokenizer=tokenizer.json"], {"datasets", "tokenizers", "transformers"}),
     ],
 )
-def test_which_parts_the_keys_ask_for(versions, keys, parts):
+def test_which_packages_the_keys_ask_for(versions, keys, parts):
     """Of all that is optional exactly what the run would refuse to start without is wrong when nothing is installed."""
-    versions |= {name: None for _, names, _ in doctor_packages.OPTIONAL for name in names}
-    found = optional_parts(asked_for(load(train.Config, overrides=keys)))
-    assert {finding.part for finding in found if finding.status == BROKEN} == parts
+    files = ("s3", "text", "trackers")
+    versions |= dict.fromkeys(name for file in files for name in pins_of(f"requirements-{file}.txt"))
+    assert {part for part, _, fix in asked_for(load(train.Config, overrides=keys)) if fix} == parts
+
+
+def test_a_tracker_that_is_not_installed(monkeypatch, capsys, tmp_path, small, versions):
+    """It is wrong where the run is to write to it, with the command; the one beside it is not looked at."""
+    versions |= {"wandb": None, "clearml": None}
+    assert run(monkeypatch, "tracking.to=[wandb]", f"paths.root_working_dir={tmp_path}") == 1
+    shown = capsys.readouterr()
+    pin = pins_of("requirements-trackers.txt")["wandb"]
+    row = f"WRONG  wandb                     not installed, which this run needs\n{' ' * 33}fix: pip install wandb=={pin}\n"
+    assert row in shown.out and "clearml" not in shown.out and "Nothing that this run needs" not in shown.out
+    assert shown.err == "error: missing or broken: wandb; the fix of each is below it\n"
 
 
 def test_data_that_is_not_there(monkeypatch, capsys, tmp_path, small):
@@ -223,45 +212,41 @@ def test_data_that_is_not_there(monkeypatch, capsys, tmp_path, small):
 )  # fmt: skip
 def test_data_that_the_run_refuses(keys, text):
     """Each source of a mixture is opened, and the data are held against the steps, the vocabulary and the memory."""
-    (found,) = data(load(config_class(train), overrides=keys), mesh(4, 2))
-    assert found.status == BROKEN and found.part == "data" and text in found.found
+    ((part, found, fix),) = data(load(CONFIG, overrides=keys), mesh(4, 2))
+    assert part == "data" and fix and text in found
 
 
 def test_data_that_take_too_much_memory(monkeypatch):
     """As the run would refuse them."""
-    config = load(config_class(train), "local_test_synthetic")
+    config = load(CONFIG, "local_test_synthetic")
     monkeypatch.setattr(type(config.io), "max_data_bytes", 1000)
-    (found,) = data(config, mesh(4, 2))
-    assert found.status == BROKEN and "more than 1,000: " in found.found
+    ((_, found, fix),) = data(config, None)
+    assert fix and "more than 1,000: " in found
 
 
 def test_data_of_a_mixture_and_of_a_stream(monkeypatch, tmp_path):
     """What each holds where all is well; without the package for it a stream is wrong as the run would say it."""
     (tmp_path / "other.zarr").symlink_to(ROOT / "synthetic_dataset.zarr")
     sources = "{filespec: synthetic_dataset.zarr, weight: 1}, {filespec: " + f"{tmp_path}/other.zarr, weight: 3" + "}"
-    (found,) = data(
-        load(config_class(train), overrides=["flat_tokens.filespec=null", f"mixture=[{sources}]"]), mesh(4, 2)
-    )
-    assert found.status == GOOD and "; without end; " in found.found
-    assert re.match(
-        r"25\.00% from [\d,]+ tokens of .*; 75\.00% from [\d,]+ tokens of .*/other\.zarr/train in ", found.found
-    )
+    ((_, found, fix),) = data(load(CONFIG, overrides=["flat_tokens.filespec=null", f"mixture=[{sources}]"]), mesh(4, 2))
+    assert not fix and "; without end; " in found
+    assert re.match(r"25\.00% from [\d,]+ tokens of .*; 75\.00% from [\d,]+ tokens of .*/other\.zarr/train in ", found)
     for name in ("train", "validation"):
         (tmp_path / f"{name}.txt").write_text("a line\n" * 2000)
     stream = [*STREAM, f"hf_dataset.path={tmp_path}", "hf_dataset.tokenizer=bytes_utf8"]
-    config = load(config_class(train), overrides=stream)
+    config = load(CONFIG, overrides=stream)
     with monkeypatch.context() as without:
         without.setitem(sys.modules, "datasets", None)
-        (found,) = data(config, mesh(4, 2))
-    assert found.status == BROKEN
-    assert found.found.startswith("hf_dataset.path needs the package datasets, which is not installed: pip install ")
-    (found,) = data(config, mesh(4, 2))
-    assert found == Finding(GOOD, "data", f"the data set {tmp_path}, split 'train': 1 files; without end")
+        ((_, found, fix),) = data(config, mesh(4, 2))
+    assert fix and found.startswith("hf_dataset.path needs the package datasets, which is not installed: pip install ")
+    assert list(data(config, mesh(4, 2))) == [
+        ("data", f"the data set {tmp_path}, split 'train': 1 files; without end", "")
+    ]
 
 
 def test_other_hosts_say_what_is_wrong_with_them(capsys):
     """Of several processes one prints what is well, and each what is missing on its own host."""
-    doctor.Report().add([Finding(GOOD, "packages", "all"), Finding(BROKEN, "data", "none", "copy")], is_leader=False)
+    doctor.Report().add([("packages", "all", ""), ("data", "none", "copy")], is_leader=False)
     assert capsys.readouterr().out == f"WRONG  data                      none\n{' ' * 33}fix: copy\n"
 
 
@@ -269,11 +254,11 @@ def test_bandwidth_counts_the_bytes_that_leave_a_device(monkeypatch):
     """As the ledger does: of 4 MiB on 4 devices three quarters for a gather and a scatter, twice that for their sum."""
     monkeypatch.setattr(doctor_measure, "_seconds", lambda run: 1e-3)
     found = by_part(collectives(mesh(4, 1)))
-    assert {part: finding.found for part, finding in found.items()} == {
-        "all-gather d": "3.15 GB/s leave each device",
-        "reduce-scatter d": "3.15 GB/s leave each device",
-        "all-reduce d": "6.29 GB/s leave each device",
-        "collectives over t": "none: one device along it",
+    assert found == {
+        "all-gather d": ("3.15 GB/s leave each device", ""),
+        "reduce-scatter d": ("3.15 GB/s leave each device", ""),
+        "all-reduce d": ("6.29 GB/s leave each device", ""),
+        "collectives over t": ("none: one device along it", ""),
     }
 
 
@@ -281,23 +266,22 @@ def test_a_collective_with_wrong_values_is_broken(monkeypatch, small):
     """A sum that leaves a device out is no speed to be proud of."""
     monkeypatch.setattr(doctor_measure.lax, "psum", lambda x, axis: x * 3)
     found = by_part(collectives(mesh(4, 1)))
-    assert [part for part, finding in found.items() if finding.status == BROKEN] == ["all-reduce d"]
-    assert found["all-reduce d"].found.startswith("wrong values: of ones it makes 3 to 3, expected 4; ")
+    assert [part for part, (_, fix) in found.items() if fix] == ["all-reduce d"]
+    assert found["all-reduce d"][0].startswith("wrong values: of ones it makes 3 to 3, expected 4; ")
 
 
 def test_an_object_store(object_store, small):
     """Any URL that checkpoints can be written to; nothing stays there."""
-    (found,) = storage(f"{object_store}/runs", 4)
-    assert found.status == GOOD
-    assert re.fullmatch(rf"{object_store}/runs: writes [\d,]+ MB/s, reads [\d,]+ MB/s", found.found)
+    ((_, found, fix),) = storage(f"{object_store}/runs", 4)
+    assert not fix and re.fullmatch(rf"{object_store}/runs: writes [\d,]+ MB/s, reads [\d,]+ MB/s", found)
     assert doctor_measure.open_store(object_store, 10).files("runs") == {}
 
 
 def test_a_store_that_fails(monkeypatch, tmp_path, small):
     """A package that is missing has its command, and what is read must be what was written."""
-    (found,) = storage("gs://bucket/runs", 4)
-    assert found.status == BROKEN and found.fix == "pip install gcsfs"
+    ((_, _, fix),) = storage("gs://bucket/runs", 4)
+    assert fix == "pip install gcsfs"
     monkeypatch.setattr(LocalStore, "read", lambda self, name: b"other")
-    (found,) = storage(str(tmp_path), 4)
-    assert found.status == BROKEN and found.found == f"{tmp_path}: what was read is not what was written"
+    ((_, found, fix),) = storage(str(tmp_path), 4)
+    assert fix and found == f"{tmp_path}: what was read is not what was written"
     assert list(tmp_path.iterdir()) == []

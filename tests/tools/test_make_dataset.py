@@ -87,14 +87,14 @@ def test_command(tmp_path):
 @pytest.mark.parametrize(
     "override, message",
     [
-        ("kind=poems", "kind is 'poems', expected synthetic or shakespeare"),
-        ("sequences=0", "sequences is 0, expected 1 or more"),
-        ("seed=-1", "seed is -1, expected 0 or more"),
+        ("kind=poems", 'command line: kind = "poems": expected synthetic or shakespeare'),
+        ("sequences=0", "command line: sequences = 0: expected a whole number from 1 to 2147483647"),
+        ("seed=-1", "command line: seed = -1: expected a whole number from 0 to 4294967295"),
     ],
 )
 def test_refused_values(override, message):
     """What makes no sense is one clear message, before anything is written."""
-    assert_refuses(message, tool.main, config(override))
+    assert_refuses(message, config, override)
 
 
 def groups(tokens):

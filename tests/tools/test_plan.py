@@ -8,8 +8,10 @@ import re
 import subprocess
 import sys
 import time
+import types
 import xml.etree.ElementTree as ElementTree
 
+import jax
 import pytest
 
 import train
@@ -58,12 +60,15 @@ def test_a_plan(capsys):
     assert "Figures of one device: NVIDIA H200 data sheet" in text
 
 
-def test_the_default_is_4096_devices(capsys):
+def test_a_plan_of_4096_devices(capsys):
     """The 2b model on 512 × 8 takes less than 20 s of CPU time."""
     began = time.process_time()
-    text = planned(capsys, "plan")
+    keys = ["mesh.d=512", "mesh.t=8", "training.tokens.batch=4096", "hardware=h200", "hosts=512"]
+    text = planned(capsys, "c4_a100x8_2b", *keys)
     assert time.process_time() - began < 20
-    assert text.startswith("plan on 4,096 × h200: 512 hosts of 8, mesh d=512 × t=8; 4,096 × 1,024 tokens a step")
+    assert text.startswith(
+        "c4_a100x8_2b on 4,096 × h200: 512 hosts of 8, mesh d=512 × t=8; 4,096 × 1,024 tokens a step"
+    )
 
 
 def test_what_does_not_fit(capsys):
@@ -204,6 +209,34 @@ def test_missing_packages_are_one_line(monkeypatch):
         "compiling for tpu_v5p needs libtpu, which is not installed: pip install --no-deps -r requirements-plan.txt"
     )
     assert "jax_cuda13_plugin" in refused("c4_a100x8_1b", "hardware=h200", "compile=true")
+
+
+def test_compiling(capsys, monkeypatch):
+    """With the simulated devices in the place of absent ones: XLA's memory beside the forecast, differences, overlap."""
+    monkeypatch.setattr(absent, "environment", lambda _: {})
+    monkeypatch.setattr(absent, "devices", lambda *_: jax.devices()[:4])
+    text = planned(capsys, "local_test_synthetic", *SMALL, "mesh.d=2", "mesh.t=2", "hardware=h200", "compile=true",
+                   "model.attention=einsum")  # fmt: skip
+    assert re.search(r"\n\nCompiled for 4 × cpu that are not here, in \d+ s\.\n", text)
+    assert re.search(r"\nXLA's memory of one device: [\d.]+ [MG]B; forecast [\d.]+ [MG]B, ratio \d\.\d\d\n  arg", text)
+    assert re.search(r"\n\n\d+ differences between what is written and what the compiled step sends[:.]\n", text)
+    assert re.search(r"\nWhat runs while it sends, by the schedule \(.*\):\n  [\w-]+ of train\.py:\d+ ", text)
+
+
+def test_the_process_that_compiles(monkeypatch):
+    """JAX reads at its start what it compiles for, so the same command starts again with that; but only once."""
+    started = []
+    monkeypatch.setattr(absent, "environment", lambda _: {"ABSENT": "1"})
+    monkeypatch.setattr(os, "execve", lambda *given: started.append(given))
+    plan.start_again(types.SimpleNamespace(hardware="tpu_v5e"))
+    ((program, command, environment),) = started
+    assert (program, command[1:]) == (sys.executable, sys.orig_argv[1:]) and environment["ABSENT"] == "1"
+    monkeypatch.setattr(os, "environ", {**environment, "ABSENT": "0"})
+    with pytest.raises(RunError, match=r"^one command compiles for GPUs or for TPUs: start another one"):
+        plan.start_again(types.SimpleNamespace(hardware="tpu_v5e"))
+    monkeypatch.setattr(os, "environ", environment)
+    plan.start_again(types.SimpleNamespace(hardware="tpu_v5e"))
+    assert len(started) == 1
 
 
 SCHEDULE = """HloModule step, is_scheduled=true, num_partitions=2

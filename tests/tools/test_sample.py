@@ -35,21 +35,19 @@ def run_folder(tmp_path_factory):
 
 def said(monkeypatch, capsys, *arguments):
     monkeypatch.setattr(sys, "argv", ["sample", *map(str, arguments)])
-    sample.main()
+    run(sample.main, sample.Sample)
     return capsys.readouterr().out
 
 
 def test_it_goes_on_with_what_it_has_learnt(run_folder, monkeypatch, capsys):
     """At temperature 0 a model that has seen one sentence only goes on with it, beyond the length of a row too; the prompt comes first."""
-    text = said(monkeypatch, capsys, run_folder, "--prompt", "on the mat. the c", "--tokens", 55, "--temperature", 0)
+    text = said(monkeypatch, capsys, run_folder, "prompt=on the mat. the c", "tokens=55", "temperature=0")
     assert text == ("on the mat. " + SENTENCE * 4)[: len("on the mat. the c") + 55] + "\n"
 
 
 def test_the_seed_says_what_is_drawn(run_folder, monkeypatch, capsys):
     """The same seed draws the same text, another seed another one."""
-    texts = [
-        said(monkeypatch, capsys, run_folder, "--tokens", 40, "--temperature", 2, "--seed", seed) for seed in (1, 1, 2)
-    ]
+    texts = [said(monkeypatch, capsys, run_folder, "tokens=40", "temperature=2", f"seed={seed}") for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
 
 
@@ -80,14 +78,18 @@ def test_a_character_of_several_tokens_is_printed_when_it_is_whole():
     assert "".join(pieces) == "naïve €" and "\ufffd" not in "".join(pieces) and "ï" in pieces[0] + pieces[1]
 
 
+def test_control_characters_are_spelled_out(run_folder, monkeypatch, capsys):
+    """What a model writes cannot steer a terminal."""
+    monkeypatch.setattr(sample, "pieces", lambda *_: iter(["a\x1b[2J", "b\n"]))
+    assert said(monkeypatch, capsys, run_folder) == "a\\x1b[2Jb\n\n"
+
+
 def test_no_checkpoint_is_one_message(tmp_path, monkeypatch, capsys):
     """A folder that is no run ends with what was expected."""
-    with pytest.raises(SystemExit) as stop:
+    with pytest.raises(SystemExit):
         said(monkeypatch, capsys, tmp_path / "none")
-    expected = (
-        f"error: there is no complete checkpoint in {tmp_path}/none/checkpoints: give the folder of a run, runs/NAME"
-    )
-    assert stop.value.code == expected
+    expected = f"there is no complete checkpoint in {tmp_path}/none/checkpoints: give the folder of a run, runs/NAME"
+    assert capsys.readouterr().err == f"error: {expected}\n"
 
 
 def test_ids_without_a_tokenizer_are_no_text(tmp_path, monkeypatch, capsys):
@@ -102,6 +104,7 @@ def test_ids_without_a_tokenizer_are_no_text(tmp_path, monkeypatch, capsys):
     )
     run(train.main, train.Config)
     capsys.readouterr()
-    with pytest.raises(SystemExit) as stop:
+    with pytest.raises(SystemExit):
         said(monkeypatch, capsys, tmp_path / "ids")
-    assert stop.value.code.endswith("synthetic_dataset.zarr names no tokenizer, so that its ids are no text")
+    message = capsys.readouterr().err
+    assert message.endswith("synthetic_dataset.zarr names no tokenizer, so that its ids are no text\n")

@@ -23,6 +23,7 @@ from ledger.count.memory import GROUPS
 from ledger.count.program import PHASES, read
 from ledger.pages import text as page
 from ledger.pages.files import write
+from runtime.config import command_line
 from runtime.config.command_line import load
 from tools import ledger_diff
 
@@ -433,14 +434,16 @@ def test_the_tool_and_its_errors(tmp_path, monkeypatch, capsys):
         (
             "",
             [same, str(tmp_path / "none.json")],
-            2,
+            1,
             "none.json: No such file or directory: give the ledger.json of a run folder",
         ),
-        ("{", [str(other), same], 2, "other.json: is no JSON"),
-        ('{"format": 0}', [str(other), same], 2, "other.json: expected a ledger of format 1, found 0: write it again"),
+        ("{", [str(other), same], 1, "other.json: is no JSON"),
+        ('{"format": 0}', [str(other), same], 1, "other.json: expected a ledger of format 1, found 0: write it again"),
     ]:
         other.write_text(text)
         monkeypatch.setattr("sys.argv", ["ledger_diff", *arguments])
-        assert ledger_diff.main() == status
+        with pytest.raises(SystemExit) as stop:
+            command_line.run(ledger_diff.main, ledger_diff.LedgerDiff)
+        assert stop.value.code == status
         printed = capsys.readouterr()
         assert shown in printed.out + printed.err

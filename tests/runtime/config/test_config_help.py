@@ -1,5 +1,6 @@
 """Every key explains itself in --help, from the comments beside the fields."""
 
+import contextlib
 import resource
 import statistics
 import subprocess
@@ -14,8 +15,18 @@ from runtime.config.command_line import load, run
 from runtime.config.help import configs_of, explanations, help_of_keys
 from runtime.config.rebuild import all_keys
 from runtime.terminal import RunError
-from tests import benchmark_checkpoint, benchmark_loader, torture
-from tools import benchmark, inspect_dataset, make_dataset, plan, tokenize_text
+from tests import benchmark_attention, benchmark_checkpoint, benchmark_loader, torture
+from tools import (
+    benchmark,
+    checkpoint,
+    compare,
+    inspect_dataset,
+    ledger_diff,
+    make_dataset,
+    plan,
+    sample,
+    tokenize_text,
+)
 
 ROOT = Path(__file__).parents[3]
 
@@ -61,10 +72,13 @@ TOOLS = [
     torture.Torture,
     make_dataset.MakeDataset,
     inspect_dataset.InspectDataset,
+    benchmark_attention.Benchmark,
+    sample.Sample,
 ]
+SEVERAL_NEEDED = [compare.Compare, checkpoint.LookAt, ledger_diff.LedgerDiff]
 
 
-@pytest.mark.parametrize("config_class", [train.Config, plan.plan_class(train), *TOOLS])
+@pytest.mark.parametrize("config_class", [train.Config, plan.plan_class(train), *TOOLS, *SEVERAL_NEEDED])
 def test_no_key_is_without_explanation(config_class):
     """Each key of a run and of a tool says what it is."""
     explained = explanations(config_class)
@@ -73,12 +87,13 @@ def test_no_key_is_without_explanation(config_class):
     assert max(len(line) for text in help_of_keys(config_class) for line in text.splitlines()) <= 120
 
 
-@pytest.mark.parametrize("config_class, tools_own", [(train.Config, []), (plan.plan_class(train), ["plan"])])
-def test_each_program_lists_its_own_configs(config_class, tools_own):
-    """Those of runs for what takes a run's keys; so no listed one ends in `is not a key`."""
+@pytest.mark.parametrize("config_class", [train.Config, plan.plan_class(train)])
+def test_each_program_lists_the_configs_that_it_takes(config_class):
+    """All of them; so no listed one ends in `is not a key`."""
     listed = list(configs_of(config_class, ROOT / "configs"))
-    of_runs = [file.stem for start in ("c4", "local") for file in (ROOT / "configs").glob(f"{start}*.yaml")]
-    assert listed == sorted([*of_runs, *tools_own])
+    assert listed == sorted(
+        file.stem for start in ("c4", "local") for file in (ROOT / "configs").glob(f"{start}*.yaml")
+    )
     for name in listed:
         assert isinstance(load(config_class, name), config_class)
 
@@ -86,12 +101,14 @@ def test_each_program_lists_its_own_configs(config_class, tools_own):
 @pytest.mark.parametrize("config_class", TOOLS)
 def test_a_tool_has_the_defaults_of_its_dataclass(config_class):
     """Without any yaml; a key is given as in a run, an unknown one is refused, and one without a default is asked for."""
-    key = {tokenize_text.TokenizeText: "output", inspect_dataset.InspectDataset: "path"}.get(config_class)
+    key = {tokenize_text.TokenizeText: "output", inspect_dataset.InspectDataset: "path", sample.Sample: "run"}.get(
+        config_class
+    )
     needed = [f"{key}=x"] if key else []
     config = load(config_class, overrides=needed)
     assert config == config_class(**({key: "x"} if key else {}))
-    with pytest.raises(RunError, match=r"^command line: mistyped is not a key: the keys are "):
-        load(config_class, overrides=[*needed, "mistyped=1"])
+    with pytest.raises(RunError, match=r"^command line: not_there is not a key: the (keys are|nearest is) "):
+        load(config_class, overrides=[*needed, "not_there=1"])
     if needed:
         with pytest.raises(RunError, match=rf"^command line: {key} is missing: expected text; add {key}=\.\.\.$"):
             load(config_class)
@@ -99,9 +116,8 @@ def test_a_tool_has_the_defaults_of_its_dataclass(config_class):
 
 def printed_help(monkeypatch, capsys, main, config_class):
     monkeypatch.setattr("sys.argv", ["program.py", "--help"])
-    with pytest.raises(SystemExit) as stop:
+    with contextlib.suppress(SystemExit):  # hydra's way
         run(main, config_class)
-    assert not stop.value.code
     return capsys.readouterr().out
 
 
@@ -117,9 +133,13 @@ def test_help_of_a_run(monkeypatch, capsys):
 
 
 def test_help_of_a_tool(monkeypatch, capsys):
-    """It lists keys, and no configs, since it has none."""
+    """It lists commands, keys, the words that need none, and no configs, since it has none."""
+    assert "usage: python -m pytest.__main__ WHAT PATH [OTHER] [key=value ...]" in printed_help(
+        monkeypatch, capsys, checkpoint.main, checkpoint.LookAt
+    )
     text = printed_help(monkeypatch, capsys, benchmark.main, benchmark.Benchmark)
-    assert "[key=value ...]\n" in text and "  steps: int = 20\n      timed, after those that warm up\n" in text
+    assert "\n    python -m tools.benchmark device=cpu  " in text
+    assert " [key=value ...]\n" in text and "  steps: int = 20\n      timed, after those that warm up\n" in text
     assert "--config-name" not in text and "\nconfigs:\n" not in text
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import zarr
 
+from runtime.config import command_line
 from runtime.config.keys import FlatTokens, HuggingFaceDataset, Source
 from runtime.data.sources import bytes_per_token
 from runtime.terminal import RunError
@@ -221,8 +222,8 @@ def test_a_damaged_line_is_left_out_and_named(tmp_path, bad, monkeypatch, capsys
     text = f"{folder}/metrics.jsonl, line 3: expected a JSON object with `step` and `time`, which are numbers, but got "
     assert len(run.lines) == 2 and run.damaged[0].startswith(text)
     assert "Damaged lines are left out: " in report_page(run)
-    status, output = run_compare(monkeypatch, capsys, folder, folder, "--assert-equal")
-    assert status == 2 and f"error: {text}" in output
+    status, output = run_compare(monkeypatch, capsys, folder, folder, "assert_equal=true")
+    assert status == 1 and f"error: {text}" in output
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "environment.json"])
@@ -232,7 +233,7 @@ def test_a_damaged_file_beside_the_metrics_is_one_line(tmp_path, monkeypatch, ca
     folder = write_run(tmp_path / "first", [3.0])
     (folder / name).write_text(text)
     status, said = run_compare(monkeypatch, capsys, folder)
-    assert status == 2 and said.startswith(f"error: {folder}/{name} is damaged") and "remove it\n" in said
+    assert status == 1 and said.startswith(f"error: {folder}/{name} is damaged") and "remove it\n" in said
 
 
 BYTES = {"tokenizer": {"name": "bytes_utf8"}}
@@ -279,10 +280,10 @@ def test_bytes_per_token_of_a_stream():
 
 
 def run_compare(monkeypatch, capsys, *arguments) -> tuple[object, str]:
-    """The exit status (or text) and what it printed."""
+    """The exit status and what it printed, of an error on standard error."""
     monkeypatch.setattr(sys, "argv", ["compare", *map(str, arguments)])
     try:
-        compare.main()
+        command_line.run(compare.main, compare.Compare)
     except SystemExit as stop:
         return stop.code, capsys.readouterr().err
     return 0, capsys.readouterr().out
@@ -301,7 +302,7 @@ def test_compare_prints_a_table_and_the_differences_and_writes_a_page(tmp_path, 
     first = write_run(tmp_path / "first", [3.0, 2.5, 2.25])
     other = "training: {steps: 100, seed: 1}\nmodel: {d_model: 64}\nnew: true\npaths: {model_name: second}\n"
     second = write_run(tmp_path / "second", [3.5, 2.75], config=other, validation_loss=2.0)
-    status, output = run_compare(monkeypatch, capsys, first, second, "--output", tmp_path / "both.html")
+    status, output = run_compare(monkeypatch, capsys, first, second, f"output={tmp_path}/both.html")
     assert status == 0 and output.splitlines() == [
         "run     steps  loss    validation  step time  tokens/s  MFU",
         "first   3      2.2500  n/a         500 ms     1,001     n/a",
@@ -321,7 +322,7 @@ def test_runs_of_the_same_name_are_told_apart(tmp_path, monkeypatch, capsys):
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     folders = [write_run(tmp_path / letter / "run", [3.0]) for letter in "ab"]
-    _, output = run_compare(monkeypatch, capsys, *folders, "--output", tmp_path / "both.html")
+    _, output = run_compare(monkeypatch, capsys, *folders, f"output={tmp_path}/both.html")
     assert output.splitlines()[1].split()[0] == str(folders[0]) and "The configurations are equal." in output
 
 
@@ -330,7 +331,7 @@ def test_equal_runs(tmp_path, monkeypatch, capsys):
     first = write_run(tmp_path / "first", [3.0, 0.1], host_peak_memory_bytes=1)
     second = write_run(tmp_path / "second", [3.0, 0.1], host_peak_memory_bytes=2, data_wait_s=7.0)
     said = "first and metrics.jsonl: 2 values of 2 steps are equal.\n"
-    assert run_compare(monkeypatch, capsys, first, second / "metrics.jsonl", "--assert-equal") == (0, said)
+    assert run_compare(monkeypatch, capsys, first, second / "metrics.jsonl", "assert_equal=true") == (0, said)
 
 
 @pytest.mark.parametrize(
@@ -357,24 +358,28 @@ def test_the_first_difference_is_named(tmp_path, monkeypatch, capsys, losses, to
     """Step, metric, both values, by how much, and what was expected (status 1); within a tolerance, the largest is
     said."""
     first, second = write_run(tmp_path / "first", [3.0, 0.1]), write_run(tmp_path / "second", losses)
-    status, said = run_compare(monkeypatch, capsys, first, second, "--assert-equal", "--tolerance", str(tolerance))
-    assert status == (text or 0) and not (tmp_path / "compare.html").exists()
-    assert text or said == "first and second: 2 values of 2 steps are equal to a relative difference of 0.001.\n"
+    status, said = run_compare(monkeypatch, capsys, first, second, "assert_equal=true", f"tolerance={tolerance}")
+    assert status == bool(text) and not (tmp_path / "compare.html").exists()
+    assert (
+        said == f"error: {text}\n"
+        if text
+        else said == "first and second: 2 values of 2 steps are equal to a relative difference of 0.001.\n"
+    )
 
 
 def test_runs_with_nothing_in_common_are_not_equal(tmp_path, monkeypatch, capsys):
     """Two empty files prove nothing."""
     folders = [write_run(tmp_path / name, []) for name in ("first", "second")]
-    text = "first and second have no value in common to compare"
-    assert run_compare(monkeypatch, capsys, *folders, "--assert-equal")[0] == text
+    text = "error: first and second have no value in common to compare\n"
+    assert run_compare(monkeypatch, capsys, *folders, "assert_equal=true") == (1, text)
 
 
 def test_a_run_that_is_not_there(tmp_path):
-    """Exit status 2, in a process of its own; the same is raised for whoever asks."""
+    """Exit status 1, in a process of its own; the same is raised for whoever asks."""
     text = f"{tmp_path}/x: No such file or directory: give a run folder, runs/NAME, or a file of metrics"
     command = [sys.executable, "-m", "tools.compare", tmp_path / "x", tmp_path / "y"]
     done = subprocess.run(command, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (2, f"error: {text}\n")
+    assert (done.returncode, done.stderr) == (1, f"error: {text}\n")
     with pytest.raises(RunError, match=re.escape(text)):
         read_run(tmp_path / "x")
 

@@ -1,8 +1,8 @@
 """Times the attention kernels on the device at hand and holds them against plain products, a JSON line each.
 
-    python -m tools.benchmark_attention                                # the c4 models' heads: 64 rows of 1024, 16 × 128
-    python -m tools.benchmark_attention --rows 1 --length 32768 --segments 64 --kernels blockwise cudnn_masked jax_masked
-    JAX_PLATFORMS=cpu python -m tools.benchmark_attention --length 128 --heads 4 --d_head 32 --kernels einsum blockwise
+    python -m tests.benchmark_attention                                # the c4 models' heads: 64 rows of 1024, 16 × 128
+    python -m tests.benchmark_attention rows=1 length=32768 segments=64 kernels=[blockwise,cudnn_masked,jax_masked]
+    JAX_PLATFORMS=cpu python -m tests.benchmark_attention length=128 heads=4 d_head=32 kernels=[einsum,blockwise]
 
 Times are in seconds, of one run: the median of five times `runs` of them. `tflops_per_s` counts what the model needs
 (half of the pairs of positions, two products forward and four backward); `distance` is that of o and of the gradients
@@ -10,17 +10,20 @@ of q, k and v from float32 products, norm over norm, on one row; `temporary_byte
 results, on a GPU with what cuDNN asks for.
 """
 
-import argparse
 import functools
 import json
 import statistics
 import time
+from dataclasses import dataclass
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from kernels.attention import KERNELS
+from runtime.config import command_line
+from runtime.config.keys import Count
 
 
 def einsum(q, k, v, segment):
@@ -48,15 +51,15 @@ def with_gradient(attention, q, k, v, segment, gradient):
     return o, *backward(gradient)
 
 
-def operands(arguments):
+def operands(config):
     rng = np.random.default_rng(0)
-    rows, length, D = arguments.rows, arguments.length, arguments.d_head
-    Q, K = arguments.groups, arguments.heads
+    rows, length, D = config.rows, config.length, config.d_head
+    Q, K = config.groups, config.heads
 
     def normal(*shape, deviation=1.0):
-        return jnp.asarray(deviation * rng.standard_normal(shape, np.float32), arguments.dtype)
+        return jnp.asarray(deviation * rng.standard_normal(shape, np.float32), config.dtype)
 
-    segment = np.cumsum(rng.random((rows, length)) < arguments.segments / length, axis=1)
+    segment = np.cumsum(rng.random((rows, length)) < config.segments / length, axis=1)
     q, k, v = normal(rows, length, Q, K, D, deviation=D**-0.5), normal(rows, length, K, D), normal(rows, length, K, D)
     return q, k, v, jnp.asarray(segment, jnp.int32), normal(rows, length, Q, K, D)
 
@@ -74,31 +77,37 @@ def median_s(compiled, given, runs: int) -> float:
     return statistics.median(times)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    sizes = dict(rows=64, length=1024, heads=16, groups=1, d_head=128, segments=4, runs=20)
-    for name, default in sizes.items():
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"(default: {default})")
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    parser.add_argument("--kernels", nargs="+", default=["einsum", "blockwise"], choices=list(WAYS))
-    arguments = parser.parse_args()
-    given = operands(arguments)
-    product = 2 * given[0].size * arguments.length / 2
+@dataclass(frozen=True, kw_only=True)
+class Benchmark:
+    rows: Count = 64  # of a batch
+    length: Count = 1024  # tokens of a row
+    heads: Count = 16  # of keys
+    groups: Count = 1  # query heads a key head
+    d_head: Count = 128  # size of a head
+    segments: Count = 4  # documents of a row, on average
+    runs: Count = 20  # that are waited for together
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of q, k and v
+    kernels: tuple[Literal[tuple(WAYS)], ...] = ("einsum", "blockwise")  # what is timed
+
+
+def main(config: Benchmark) -> None:
+    given = operands(config)
+    product = 2 * given[0].size * config.length / 2
     row = [x[:1] for x in given]
     exact = [x if x.dtype == jnp.int32 else x.astype(jnp.float32) for x in row]
     expected = None
-    if arguments.length <= 4096:
+    if config.length <= 4096:
         with jax.default_matmul_precision("highest"):
             expected = jax.jit(functools.partial(with_gradient, einsum))(*exact)
 
-    for name in arguments.kernels:
+    for name in config.kernels:
         both = jax.jit(functools.partial(with_gradient, WAYS[name]))
         began = time.perf_counter()
         compiled = both.lower(*given).compile()
         compile_s = time.perf_counter() - began
-        forward_s = median_s(jax.jit(WAYS[name]).lower(*given[:4]).compile(), given[:4], arguments.runs)
-        both_s = median_s(compiled, given, arguments.runs)
-        line = {"kernel": name, "device": jax.devices()[0].device_kind, **vars(arguments), "compile_s": compile_s}
+        forward_s = median_s(jax.jit(WAYS[name]).lower(*given[:4]).compile(), given[:4], config.runs)
+        both_s = median_s(compiled, given, config.runs)
+        line = {"kernel": name, "device": jax.devices()[0].device_kind, **vars(config), "compile_s": compile_s}
         line |= {"forward_s": forward_s, "forward_and_backward_s": both_s}
         line |= {"tflops_per_s": 6 * product / both_s / 1e12}
         line["temporary_bytes"] = compiled.memory_analysis().temp_size_in_bytes
@@ -110,4 +119,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command_line.run(main, Benchmark)

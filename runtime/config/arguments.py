@@ -1,0 +1,75 @@
+"""The command line of a program that has no yaml: `key=value`, and words without a key for the fields it names first.
+
+    @dataclass(frozen=True, kw_only=True)
+    class Compare:
+        WORDS: ClassVar = ("runs",)
+
+        runs: tuple[str, ...]  # a run folder, or a file of metrics
+        output: str = "compare.html"  # the page
+
+    read(Compare, ["runs/first", "runs/second", "output=both.html"])
+
+A text is taken as it stands, whatever is in it; other values are JSON or yaml: 1e-4, true, [a, b].
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any, Literal, TypeVar, get_origin
+
+import yaml
+
+from runtime.config.rebuild import COMMAND_LINE, Origins, all_keys, rebuild
+from runtime.terminal import RunError
+
+C = TypeVar("C")
+
+
+def read(config_class: type[C], arguments: Sequence[str]) -> C:
+    """A config_class from what a command line says. Raises RunError with everything that is wrong with it."""
+    known, content = all_keys(config_class), {}
+    words = []
+    for text in arguments:
+        if given := re.fullmatch(r"\+{0,2}([A-Za-z_][\w.]*)=(.*)", text, re.DOTALL):
+            _set(content, given[1], _value(given[1], given[2], known))
+        elif text.startswith("-"):
+            key = text.lstrip("-").partition("=")[0]
+            raise RunError(f"{COMMAND_LINE}: {text} is no flag: keys are given as {key}=VALUE, and --help lists them")
+        else:
+            words.append(text)
+    for name in getattr(config_class, "WORDS", ()):
+        if words and name in content:
+            raise RunError(f"{COMMAND_LINE}: {name} is given twice, as {name}=... and as the word {words[0]}")
+        if words and get_origin(known[name][0]) is tuple:
+            content[name], words = words, []
+        elif words:
+            content[name], *words = words
+    if words:
+        raise RunError(f"{COMMAND_LINE}: {words[0]} is too much: expected key=value, and --help lists the keys")
+    return rebuild(config_class, content, Origins(COMMAND_LINE))
+
+
+def _set(content: dict[str, Any], key: str, value: Any) -> None:
+    *sections, name = key.split(".")
+    for section in sections:
+        if not isinstance(content.get(section), dict):
+            content[section] = {}
+        content = content[section]
+    content[name] = value
+
+
+def _value(key: str, text: str, known: dict[str, tuple[Any, Any]]) -> Any:
+    kind, each = known.get(key, (str, None))
+    if each is not None and each.default is None and text == "null":
+        return None
+    if getattr(kind, "__origin__", kind) is str or get_origin(kind) is Literal:
+        quoted = re.fullmatch(r"""(['"])(.*)\1""", text, re.DOTALL)
+        return quoted[2] if quoted and quoted[1] not in quoted[2] else text
+    try:
+        return json.loads(text)
+    except ValueError:
+        pass  # [a, b] without quotes
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError) as error:
+        raise RunError(f"{COMMAND_LINE}: {key}={text[:100]} cannot be read: {' '.join(str(error).split())}") from None

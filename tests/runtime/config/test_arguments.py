@@ -1,0 +1,91 @@
+"""The command line of tools: keys, words without a key, and one clear line for each mistake."""
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+import pytest
+
+from runtime.config.arguments import read
+from runtime.config.keys import Count, NotNegative
+from runtime.terminal import RunError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    path: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tool:
+    WORDS: ClassVar = ("what", "runs")
+
+    what: Literal["show", "diff"] = "show"
+    runs: tuple[str, ...] = ()
+    text: str = ""
+    maybe: str | None = "x"
+    no_text: str | None = None
+    number: Count = 1
+    share: NotNegative = 0.0
+    yes: bool = False
+    names: tuple[str, ...] = ()
+    section: Section = field(default_factory=Section)
+
+
+@dataclass(frozen=True, kw_only=True)
+class One:
+    WORDS: ClassVar = ("name",)
+
+    name: str
+
+
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        ([], {}),
+        (["diff", "runs/a", "runs/b_training.seed=1"], {"what": "diff", "runs": ("runs/a", "runs/b_training.seed=1")}),
+        (["yes=true", "diff", "number=3", "a"], {"what": "diff", "runs": ("a",), "yes": True, "number": 3}),
+        (["text=To be, or not: {1} = [?]"], {"text": "To be, or not: {1} = [?]"}),
+        (["text=5", "no_text=null"], {"text": "5"}),
+        (["text='a b'"], {"text": "a b"}),
+        (["text='a' or 'b'"], {"text": "'a' or 'b'"}),
+        (["text=~\n$x"], {"text": "~\n$x"}),
+        (["+share=1e-4"], {"share": 1e-4}),
+        (["share=2"], {"share": 2.0}),
+        (["names=[a b=1,c]"], {"names": ("a b=1", "c")}),
+        (['names=["a, b","1"]'], {"names": ("a, b", "1")}),
+        (["section.path=x=y", "number=1", "number=2"], {"section": Section(path="x=y"), "number": 2}),
+    ],
+)
+def test_what_arguments_mean(arguments, expected):
+    """Texts as they stand; numbers, truth and lists as JSON or yaml; the last of a key counts; paths may hold a =."""
+    assert read(Tool, arguments) == Tool(**expected)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--text", "x"], "command line: --text is no flag: keys are given as text=VALUE, and --help lists them"),
+        (["txt=1"], "command line: txt is not a key: the nearest is text; correct it or delete it"),
+        (["sections.path=1"], "command line: sections.path is not a key: the nearest is section.path; "),
+        (["section=1"], "command line: section = 1: expected a section with the keys path"),
+        (["number=0"], "command line: number = 0: expected a whole number from 1 to 2147483647"),
+        (["number=x"], 'command line: number = "x": expected a whole number from 1 to 2147483647'),
+        (["names=[1]"], "command line: names[0] = 1: expected text"),
+        (["names=[a"], "command line: names=[a cannot be read: while parsing a flow sequence"),
+        (["number=" + "9" * 5000], "command line: number=" + "9" * 100 + " cannot be read: Exceeds the limit"),
+        (["show", "a", "what=diff"], "command line: what is given twice, as what=... and as the word show"),
+        (["drop"], 'command line: what = "drop": expected show or diff'),
+        (["yes=1", "number=1.5"], "2 problems in the configuration\n  command line: number = 1.5: expected "),
+    ],
+)
+def test_mistakes_are_refused(arguments, message):
+    """Before anything is done, with what was expected."""
+    with pytest.raises(RunError) as caught:
+        read(Tool, arguments)
+    assert str(caught.value).startswith(message)
+
+
+def test_words_that_no_key_takes():
+    """One that is too much is refused."""
+    with pytest.raises(RunError, match=r"^command line: b is too much: expected key=value, and --help lists the keys$"):
+        read(One, ["a", "b"])
