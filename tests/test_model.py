@@ -11,6 +11,7 @@ import small
 
 import train
 from shardlib.mesh import scan_counts
+from shardlib.shardtypes import make_shardings
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +137,7 @@ def test_adamw_equals_the_reference(weights):
             assert abs(metrics.grad_norm - reference.global_norm(gradient)) < 1e-4
             norm = reference.global_norm(expected[0])
             assert abs(metrics.weight_norm - norm) < 1e-5 * norm
-            state = jax.device_put(state, train.make_shardings(train.State))
+            state = jax.device_put(state, make_shardings(train.State))
     for mine, theirs in zip((state.weights, state.adam_mu, state.adam_nu), expected):
         for a, b in zip(
             jax.tree.leaves(reference.as_dict(mine)),
@@ -173,9 +174,7 @@ def test_initial_weights_are_the_same_on_every_mesh_and_scaled_by_fan_in():
     drawn = []
     for mesh in [(1, 1), (8, 1), (2, 4)]:
         with small.on_mesh(*mesh):
-            init = jax.jit(
-                functools.partial(train.init_state, small.MODEL), out_shardings=train.make_shardings(train.State)
-            )
+            init = jax.jit(functools.partial(train.init_state, small.MODEL), out_shardings=make_shardings(train.State))
             drawn.append(jax.tree.map(np.asarray, init(np.uint32(3))))
     for other in drawn[1:]:
         jax.tree.map(np.testing.assert_array_equal, drawn[0], other)
