@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train shakespeare test test-slow golden lint format clean
+.PHONY: train shakespeare test test-model test-slow golden lint format clean
 .DEFAULT_GOAL := train
 
 train: $(VENV)/runtime  ## the small job on simulated devices
@@ -19,6 +19,9 @@ shakespeare.zarr: | $(VENV)/runtime  # the texts are in the public domain; tools
 
 test: $(VENV)/tests  ## all tests but the slow ones
 	$(BIN)/python -m pytest -m "not slow" -n 2 -rs
+
+test-model: $(VENV)/tests  ## what proves the model: the step against its reference, by every mesh; under a minute
+	$(BIN)/python -m pytest tests/test_model.py tests/test_reference.py tests/test_step.py -m "not slow" -n 2
 
 test-slow: $(VENV)/tests
 	$(BIN)/python -m pytest -m slow -rs

@@ -134,9 +134,7 @@ def test_help_of_a_run(monkeypatch, capsys):
 
 def test_help_of_a_tool(monkeypatch, capsys):
     """It lists commands, keys, the words that need none, and no configs, since it has none."""
-    assert "usage: python -m pytest.__main__ WHAT PATH [OTHER] [key=value ...]" in printed_help(
-        monkeypatch, capsys, checkpoint.main, checkpoint.LookAt
-    )
+    assert " WHAT PATH [OTHER] [key=value ...]" in printed_help(monkeypatch, capsys, checkpoint.main, checkpoint.LookAt)
     text = printed_help(monkeypatch, capsys, benchmark.main, benchmark.Benchmark)
     assert "\n    python -m tools.benchmark device=cpu  " in text
     assert " [key=value ...]\n" in text and "  steps: int = 20\n      timed, after those that warm up\n" in text
