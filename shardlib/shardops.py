@@ -39,7 +39,7 @@ from shardlib.arrays import (
     shown_axes,
 )
 from shardlib.mesh import row_major
-from shardlib.spec import Dim, Recipe, ShardingError, Spec, as_text, parse, parse_operation, parts, users_line
+from shardlib.spec import Dim, Recipe, ShardingError, Spec, TooFew, as_text, parse, parse_operation, parts, users_line
 from shardlib.states import Made, State, dual, require, require_dual
 
 
@@ -802,7 +802,9 @@ def _plan_regroup(recipe, mesh_axes):
                 )
             if have % rest or (not unknown and have != rest):
                 text = f"{' '.join(map(str, one))} to {' '.join(map(str, other))}: a device's {have} elements are not "
-                raise ShardingError(text + f"{'a multiple of ' * bool(unknown)}{rest}")
+                raise TooFew(
+                    text + f"{'a multiple of ' * bool(unknown)}{rest}", one[0].name, rest // math.gcd(have, rest)
+                )
             for dim in unknown:
                 sizes[dim.name] = have // rest * parts(dim, axes)
         return sizes

@@ -44,6 +44,17 @@ class Indivisible(ShardingError):
         return Indivisible(f"{self}\n{more}", self.size, self.axes)
 
 
+class TooFew(ShardingError):
+    """A device's part of the dim `name` is too small to be regrouped: `factor` times as long it would not be."""
+
+    def __init__(self, text: str, name: str, factor: int):
+        super().__init__(text)
+        self.name, self.factor = name, factor
+
+    def extended(self, more: str) -> "TooFew":
+        return TooFew(f"{self}\n{more}", self.name, self.factor)
+
+
 @dataclass(frozen=True)
 class Dim:
     """A dim's name (or size, in digits), the mesh axes it is split over, and whether it stands in `[ ]` (the dim that

@@ -30,7 +30,7 @@ import jax
 from shardlib.check import Check, during
 from shardlib.mesh import trace_with_axes
 from shardlib.same import ANOTHER, require_same
-from shardlib.spec import Indivisible, ShardingError, Spec, line_of, parts
+from shardlib.spec import Indivisible, ShardingError, Spec, TooFew, line_of, parts
 from shardlib.states import State
 from shardlib.walk import Walk
 
@@ -73,7 +73,7 @@ def verify(function, axes: dict[str, int], arguments: list, in_specs: list[Spec]
         short = None
     except ShardingError as error:
         # Where a device would hold single elements, JAX may go ways of its own: twice the sizes tell.
-        larger, short = _twice_as_long(given, axes) if ANOTHER in str(error) else (None, "")
+        larger, short = _longer(given, axes, error)
         if not short:
             raise
         try:
@@ -82,7 +82,7 @@ def verify(function, axes: dict[str, int], arguments: list, in_specs: list[Spec]
             many, small = walk_beside(larger, one, alone)
         except ShardingError as error:
             raise error.extended(f"  while it was checked with {short}, for several elements on each device") from None
-    if many.axes != axes:
+    if many.axes != axes or short:
         here, traced = trace(axes)
         try:
             Walk(here, _traced, beside=first.check)(traced, starts, known[-1])
@@ -183,6 +183,25 @@ def _leaves(sizes: dict[str, int], axis: str, fits) -> int:
     """How many elements are left on a device, at the least, of the dims that an axis splits; 0 where it cannot."""
     counts = [(size, math.prod(sizes[each] for each in axes)) for size, axes in fits if axis in axes]
     return min((0 if size % count else size // count for size, count in counts), default=2)
+
+
+def _longer(arrays, axes, error: ShardingError):
+    """Arguments that the check's own mesh leaves more of on a device, where that may be why it refused a program; and
+    what was changed, in words."""
+    if ANOTHER in str(error):
+        return _twice_as_long(arrays, axes)
+    if not isinstance(error, TooFew):
+        return None, ""
+    # Two elements where one would fit: of single ones JAX may go ways of its own.
+    size = {dim.name: size for shape, _, spec in arrays for dim, size in zip(spec.dims, shape)}.get(error.name)
+    if size is None or error.name.isdigit():
+        return None, ""
+    longer = 2 * error.factor * size
+    changed = [
+        (tuple(longer if dim.name == error.name else size for dim, size in zip(spec.dims, shape)), dtype, spec)
+        for shape, dtype, spec in arrays
+    ]
+    return changed, f"{error.name}={longer} in place of {size}"
 
 
 def _twice_as_long(arrays, axes):

@@ -329,6 +329,23 @@ def test_python_that_asks_for_a_local_size():
         assert refusal(function, dict(d=8, t=1)), function
 
 
+def test_as_many_parts_as_rows():
+    """A batch of four rows in four parts: right on one device, where the check's own mesh needs more rows, and refused on two."""
+    sizes = SIZES | {"B": 4}
+
+    @typed
+    def parts(x: f32['B/d M']) -> f32['parts R/d M']:
+        return shardops.regroup('B/d M -> parts R/d M', x, parts=4)
+
+    @typed
+    def wrong(x: f32['B/d M']) -> f32['parts R/d M']:
+        return parts(x) / x.shape[0]
+
+    assert prove(parts, dict(d=1, t=1), sizes) > 0
+    assert "B/d to parts R/d: a device's 2 elements are not a multiple of 4" in refusal(parts, dict(d=2, t=1), sizes)
+    assert "a number that depends on how many devices there are" in refusal(wrong, dict(d=1, t=1), sizes)
+
+
 def test_two_rows():
     """With two rows a device holds one: the check makes the batch longer for itself, and sees what depends on its size."""
     sizes = SIZES | {"B": 2}
