@@ -126,11 +126,8 @@ def _context(name, text, operands) -> str:
         specs = parse_operation(text, len(operands), None).operands
         whole = [_global_shape(spec, shape, axes) for spec, shape in zip(specs, shapes)]
         local = [on_each_device(spec, shape) for spec, shape in zip(specs, shapes)]
-    except (
-        ShardingError,
-        KeyError,
-    ):  # the string cannot be read, or names an axis that the mesh lacks: that's the error
-        pass
+    except (ShardingError, KeyError):
+        pass  # the string cannot be read, or names an axis that the mesh lacks: that is the error
     local = ", ".join(f"{jnp.result_type(operand)}{list(shape)}" for operand, shape in zip(operands, local))
     if None in whole and axes != shown:  # sizes on the check's own mesh would mislead
         return f"  in shardops.{name}('{text}'), {mesh_text(shown)}"

@@ -9,6 +9,7 @@ stays) for as long as the owner lives, so a dead one is known at once. Elsewhere
 rewrites `owner.json` every HEARTBEAT_S, and who wants the folder watches it first: an owner that writes lives.
 """
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -54,13 +55,13 @@ class Ownership:
         self._heart = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 
     def __enter__(self) -> "Ownership":
-        try:
-            self._take()
-        except BaseException as error:
-            self._unlock()
-            if isinstance(error, OSError):
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._unlock)
+            try:
+                self._take()
+            except OSError as error:
                 raise RunError(f"{self._folder}/{NAME} cannot be written: {type(error).__name__}: {error}") from error
-            raise
+            undo.pop_all()
         self._heart.start()
         return self
 

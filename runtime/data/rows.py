@@ -99,9 +99,8 @@ class SequenceRows:
         read_ranges(self._split.seq_starts, first, last + 1, starts, what, pool)
         of_sequence = self._rows_of(np.diff(starts))
         before = self._before[blocks][:, None] + of_sequence.cumsum(axis=1) - of_sequence  # rows before each sequence
-        after = (before + of_sequence).reshape(
-            -1
-        )  # grows over all blocks, so that one search finds each row's sequence
+        # It grows over all blocks, so that one search finds each row's sequence.
+        after = (before + of_sequence).reshape(-1)
         place = np.searchsorted(after, rows, side="right")
         block, sequence = np.divmod(place, BLOCK)
         begin = starts[block, sequence] + (rows - before[block, sequence]) * self._length

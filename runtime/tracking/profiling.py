@@ -46,9 +46,8 @@ class Profiler:
         if self._is_wanted and step == self._first_step:
             shutil.rmtree(self._part, ignore_errors=True)
             options = jax.profiler.ProfileOptions()
-            options.python_tracer_level = (
-                0  # it would slow all Python down, data threads too, and say little of the device
-            )
+            # It would slow all Python down, data threads too, and say little of the device.
+            options.python_tracer_level = 0
             jax.profiler.start_trace(self._part, create_perfetto_trace=True, profiler_options=options)
             self._is_tracing = True
         if self._is_tracing:
