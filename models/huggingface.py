@@ -179,8 +179,9 @@ class Published:
         row = next(iter(rows.values()))
         inner = list(row.sizes.values())
         chunk = [1] * len(leading) + inner
-        if row.is_plain and len(inner) > 1 and not leading:
-            chunk[0] = min(ROWS, chunk[0])
+        if row.is_plain and len(inner) > 1 and not leading:  # a divisor, but for a vocabulary that has no good one
+            rows = max(n for n in range(1, min(ROWS, inner[0]) + 1) if inner[0] % n == 0)
+            chunk[0] = rows if rows >= ROWS // 64 else inner[0]
         return Grid((*leading, *inner), np.dtype(np.float32), tuple(chunk))
 
     def read_chunk(self, name: str, number: tuple[int, ...], bounds: Bounds) -> np.ndarray:
@@ -245,9 +246,14 @@ def open_weights(path: str, pool: Executor) -> Source:
     Raises:
       RunError: there are none, or the tensors or fields are not those of a family in models/.
     """
-    folder = Path(path).expanduser()
-    if (folder / "config.json").exists() and not (folder / "checkpoints").exists():
-        return open_published(folder)
+    folder = downloaded(str(path))
+    if folder is not None and folder.suffix == ".gguf":
+        return importlib.import_module("models.foreign").open_gguf(folder)
+    if folder is not None and not (folder / "checkpoints").exists():
+        if (folder / "config.json").exists():
+            return described(read_json(folder / "config.json"), safetensors_of(folder), folder)
+        if (folder / "params.json").exists():
+            return importlib.import_module("models.foreign").open_meta(folder)
     checkpoint = open_newest(str(path), pool)
     attributes = checkpoint.attributes
     config = attributes.get("config", {})
@@ -259,10 +265,21 @@ def open_weights(path: str, pool: Executor) -> Source:
     return Source(checkpoint, family, model, of_run, attributes.get("published"))
 
 
-def open_published(folder: Path) -> Source:
-    """The weights of a folder with config.json and safetensors: headers alone are read."""
-    fields = read_json(folder / "config.json")
-    return described(fields, safetensors_of(folder), folder)
+def downloaded(path: str) -> Path | None:
+    """A path that is there; of a name on the Hugging Face hub the folder that it is downloaded to; None of a URL."""
+    if "://" in path:
+        return None
+    folder = Path(path).expanduser()
+    if folder.exists() or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path):
+        return folder
+    with needs_package(f"downloading {path}", "huggingface_hub"):
+        from huggingface_hub import snapshot_download
+    wanted = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.pth"]
+    try:
+        return Path(snapshot_download(path, allow_patterns=wanted))
+    except (OSError, ValueError) as error:  # among them what the hub refuses, and no network
+        reason = str(error).strip().partition("\n")[0]
+        raise RunError(f"there is no folder {path}, and it cannot be downloaded from the hub ({reason})") from error
 
 
 def described(content: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -> Source:
@@ -319,9 +336,7 @@ def rescaled(source: Source, logits_scale: float) -> dict[str, float]:
 
 
 def safetensors_of(folder: Path) -> dict[str, Tensor]:
-    """The tensors of all safetensors in a folder; those that an index names, where there is one."""
-    with needs_package("reading safetensors", "safetensors"):
-        from safetensors import SafetensorError, safe_open
+    """The tensors of all safetensors in a folder; of those that an index names, where there is one."""
     index = folder / "model.safetensors.index.json"
     names = sorted(set(read_json(index)["weight_map"].values())) if index.exists() else None
     files = [folder / name for name in names] if names else sorted(folder.glob("*.safetensors"))
@@ -330,15 +345,30 @@ def safetensors_of(folder: Path) -> dict[str, Tensor]:
     tensors = {}
     for file in files:
         try:
-            opened = safe_open(file, "numpy")
-        except (OSError, SafetensorError) as error:
-            raise RunError(f"{file} cannot be read: {error}") from error
-        for name in opened.keys():
-            part = opened.get_slice(name)
-            if part.get_dtype() not in CODES:
-                raise RunError(f"{name} in {file} is {part.get_dtype()}: expected one of {', '.join(CODES)}")
-            tensors[name] = Tensor(tuple(part.get_shape()), part.__getitem__)
+            with open(file, "rb") as opened:
+                (length,) = struct.unpack("<Q", opened.read(8))
+                about = json.loads(opened.read(length))
+        except (OSError, ValueError, struct.error) as error:
+            raise RunError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
+        about.pop("__metadata__", None)
+        for name, each in about.items():
+            if each["dtype"] not in CODES:
+                raise RunError(f"{name} in {file} is {each['dtype']}: expected one of {', '.join(CODES)}")
+            dtype, offset = DTYPES[CODES[each["dtype"]]], 8 + length + each["data_offsets"][0]
+            tensors[name] = Tensor(shape := tuple(each["shape"]), functools.partial(_rows, file, offset, dtype, shape))
     return tensors
+
+
+def _rows(file: Path, offset: int, dtype: np.dtype, shape: tuple[int, ...], rows: slice) -> np.ndarray:
+    """Read, not mapped: what is in memory is what was asked for."""
+    start, stop, _ = rows.indices(shape[0])
+    size = math.prod(shape[1:]) * dtype.itemsize
+    with open(file, "rb") as opened:
+        opened.seek(offset + start * size)
+        content = opened.read((stop - start) * size)
+    if len(content) != (stop - start) * size:
+        raise RunError(f"{file} is cut short: it ends before what its header says")
+    return np.frombuffer(content, dtype).reshape(stop - start, *shape[1:])
 
 
 def export(source: Source, folder: Path, dtype: str, pool: Executor) -> None:

@@ -171,6 +171,14 @@ class Mask:
     cap: float | None = None  # attention's logits are cap · tanh(logits / cap)
     logits_cap: float | None = None  # the same of the logits of tokens
 
+    def by_layer(self) -> jax.Array | None:
+        """The windows, to be scanned with the layers; None where all have the same."""
+        return jnp.asarray(self.window, jnp.int32) if isinstance(self.window, tuple) else None
+
+    def of_layer(self, scanned: jax.Array | None) -> int | jax.Array | None:
+        """A layer's window, of what the scan gives it of `by_layer`."""
+        return self.window if scanned is None else scanned
+
 
 ALL = 2**30  # a window that hides nothing
 
@@ -237,22 +245,20 @@ def hidden(
       kept: names under which a layer keeps values for the backward pass; none: its input alone.
     """
     mask, ends = family.mask(model), family.gather_ends(weights, reduce_dtype)
-    windows = jnp.asarray(mask.window, jnp.int32) if isinstance(mask.window, tuple) else None
 
     @functools.partial(explicit_activation_checkpointing, names=kept)
     def layer(x, of_layer):
         w, low, window = of_layer
         w = adapt(family.gather_layer(w, reduce_dtype), low)
-        window = mask.window if window is None else window
 
         def attend(q, k, v):
-            return attention(model.attention, q, k, v, segment, window, mask.cap), None
+            return attention(model.attention, q, k, v, segment, mask.of_layer(window), mask.cap), None
 
         return family.layer(model, x, w, attend, position, 'M/t')
 
     with jax.named_scope('embed'):
         x = family.embed(model, ends, inputs, position, 'M/t')
-    x, _ = lax.scan(layer, x, (weights.transformer, low, windows), unroll=unroll)
+    x, _ = lax.scan(layer, x, (weights.transformer, low, mask.by_layer()), unroll=unroll)
     with jax.named_scope('final_norm'):  # keeps its input, 2M/t bytes a token, and not the norm's float32 values
         return explicit_activation_checkpointing(functools.partial(family.final, model, M='M/t'))(ends, x)
 
