@@ -5,34 +5,37 @@
     python -m generate SmolLM2-135M-Instruct input=questions.jsonl prompt_field=question to=answers.jsonl top_p=0.9
     python -m generate runs/local_shakespeare prompt_ids=[1,2,3] temperature=0 output=ids mesh.t=2
 
-A prompt is read into a cache of keys and values, a chunk of tokens at a time; then each token is drawn and read in its
-turn. The layers are those of training (models/), with weights that are gathered over d once.
-
-Legend as in train.py; S slots of the cache, one a position; L tokens that are new; N tokens that are drawn; C candidates.
+models/decoding.py has the mathematics.
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+import json
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from tqdm import tqdm
 
-from models import layers
-from models.layers import act
-from runtime.config.keys import Count, Fraction, NotNegative, Positive, Seed, Steps
-from shardlib import shardops
-from shardlib.mesh import current_mesh
-from shardlib.shardtypes import Array, bool_, f32, i32, make_shardings, narrowed, pytree_dataclass, typed_shard_map, u32
-from shardlib.typed import typed
-
-CHUNK = 256  # tokens of a prompt that are read at once, at most
-BURST = 16  # tokens that are drawn between two looks of the host
-FILTERS = ('repetition_penalty', 'temperature', 'top_k', 'top_p', 'min_p')
-SLOTS = 128  # caches have a multiple of it, so that few programs are compiled
+from models.decoding import Drawing, Drawn, Generator
+from models.huggingface import Source, open_weights, read_json, restored
+from models.layers import act, stored
+from runtime.check import check_sizes
+from runtime.cluster.processes import check_mesh, prepare_devices
+from runtime.config import command_line
+from runtime.config.keys import Count
+from runtime.config.rebuild import Origins
+from runtime.data.sources import kept_tokenizer
+from runtime.data.tokenizers import Tokenizer, load_tokenizer
+from runtime.run import with_shardings
+from runtime.terminal import RunError, printable
+from shardlib.mesh import make_mesh
+from shardlib.shardtypes import narrowed
 
 
 # == What is asked for =================================================================================================
@@ -40,19 +43,6 @@ SLOTS = 128  # caches have a multiple of it, so that few programs are compiled
 class Mesh:
     d: Count = 1  # devices among which the rows are divided
     t: Count = 1  # devices among which heads, d_ff and the vocabulary are
-
-
-@dataclass(frozen=True, kw_only=True)
-class Drawing:
-    """How the tokens of a row are drawn. Filters apply in this order, as in transformers."""
-
-    tokens: Count = 256  # that are drawn at most
-    seed: Seed = 0
-    repetition_penalty: Positive = 1.0  # divides the logits above 0 of tokens that are there already; multiplies others
-    temperature: NotNegative = 0.8  # 0: always the likeliest token
-    top_k: Steps = 0  # only the k likeliest; 0: all
-    top_p: Fraction = 1.0  # only the likeliest that have this much probability together
-    min_p: Fraction = 0.0  # only those at least this likely, relative to the likeliest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,395 +66,263 @@ class Generate(Drawing):
     mesh: Mesh = field(default_factory=Mesh)
 
 
-# == Weights and cache =================================================================================================
-@pytree_dataclass
-class Cache:
-    """Keys and values of the tokens that were read: 4KD/t bytes a layer and slot in bfloat16."""
-
-    k: act['layers B/d K/t S D']
-    v: act['layers B/d K/t S D']
-    length: i32['B/d']  # slots that are filled
-
-
-@pytree_dataclass
-class Rows:
-    """Where each row is, and how its tokens are drawn."""
-
-    token: u32['B/d']  # the last one, which is not in the cache yet
-    drawn: i32['B/d']  # tokens that were drawn
-    left: i32['B/d']  # that may still be; 0: the row has ended
-    seen: bool_['B/d V/t']  # the tokens that are in the row
-    key: u32['B/d 2']
-    repetition_penalty: f32['B/d']
-    temperature: f32['B/d']
-    top_k: f32['B/d']
-    top_p: f32['B/d']
-    min_p: f32['B/d']
-
-
-@typed
-def attention(
-    q: act['B/d L Q K/t D'], old_k: act['B/d K/t S D'], old_v: act['B/d K/t S D'], k: act['B/d N K/t D'],
-    v: act['B/d N K/t D'], length: i32['B/d'], window, cap: float | None,
-) -> act['B/d L Q K/t D']:  # fmt: skip
-    """Over the slots that are filled and, causally, the new tokens."""
-    product = functools.partial(shardops.einsum_unreduced, preferred_element_type=jnp.float32)
-    before = product('B/d L Q K/t D, B/d K/t S D -> B/d K/t Q L S', q, old_k)
-    among = product('B/d L Q K/t D, B/d N K/t D -> B/d K/t Q L N', q, k)
-    slots, new = old_k.shape[2], jnp.arange(q.shape[1])
-    logits = jnp.concatenate([before, among], axis=-1)
-    logits = logits if cap is None else cap * jnp.tanh(logits / cap)
-    # The position of each key, and of each query.
-    key = jnp.concatenate([jnp.arange(slots)[None] + 0 * length[:, None], length[:, None] + new[None]], axis=1)
-    query = length[:, None] + new[None]
-    is_there = jnp.concatenate([jnp.arange(slots)[None] < length[:, None], new[None] >= 0 * length[:, None]], axis=1)
-    distance = query[:, :, None] - key[:, None]
-    allowed = is_there[:, None] & (distance >= 0) & (distance < (layers.ALL if window is None else window))
-    probs = jax.nn.softmax(jnp.where(allowed[:, None, None], logits, -1e30), axis=-1).astype(act.dtype)
-    o = product('B/d K/t Q L S, B/d K/t S D -> B/d L Q K/t D', probs[..., :slots], old_v)
-    o = o + product('B/d K/t Q L N, B/d N K/t D -> B/d L Q K/t D', probs[..., slots:], v)
-    return o.astype(act.dtype)
-
-
-def write(old, new, length):
-    """One device's cache, `layers B K S D`, with the keys or values of new tokens, `layers B L K D`, from each row's
-    length on."""
-    place = functools.partial(lax.dynamic_update_slice_in_dim, axis=2)
-    return jax.vmap(place, (1, 1, 0), 1)(old, jnp.swapaxes(new, 2, 3), length)
-
-
-# == Drawing from a split vocabulary ===================================================================================
-def noise(key, number, ids):
-    """A Gumbel variable for each row and token: a function of the row's key, the draw's number and the token's id."""
-
-    def one(key, number, id):
-        return jax.random.gumbel(jax.random.fold_in(jax.random.fold_in(jax.random.wrap_key_data(key), number), id))
-
-    return jax.vmap(jax.vmap(one, (None, None, 0)), (0, 0, None))(key, number, ids)
-
-
-@typed
-def bound(logits: f32['B/d V/t'], weight: f32['B/d V/t'], enough: f32['B/d']) -> f32['B/d']:
-    """The largest number such that the logits at or above it weigh enough, within 100 of the largest, by bisection: 32
-    sums over t, 4 bytes a row each."""
-    largest = shardops.pmax('B/d V/t -> B/d', logits)
-
-    def halve(bounds: tuple[f32['B/d'], f32['B/d']], _) -> tuple[tuple[f32['B/d'], f32['B/d']], None]:
-        low, high = bounds
-        middle = (low + high) / 2
-        weighs = shardops.sum_unreduced('B/d V/t -> B/d +t', jnp.where(logits >= middle[:, None], weight, 0.0))
-        is_enough = shardops.psum('B/d +t -> B/d', weighs) >= enough
-        return (jnp.where(is_enough, middle, low), jnp.where(is_enough, high, middle)), None
-
-    return lax.scan(halve, (largest - 100, largest + 1), None, length=32)[0][0]
-
-
-@typed
-def log_normalizer(logits: f32['B/d V/t']) -> f32['B/d']:
-    largest = shardops.pmax('B/d V/t -> B/d', logits)
-    total = shardops.sum_unreduced('B/d V/t -> B/d +t', jnp.exp(logits - largest[:, None]))
-    return largest + jnp.log(shardops.psum('B/d +t -> B/d', total))
-
-
-@typed
-def choose(
-    logits: f32['B/d V/t'], ids: i32['V/t'], rows: Rows, is_drawn: bool, is_filtered: bool
-) -> tuple[u32['B/d'], f32['B/d']]:
-    """A token of each row, and its log probability by the model.
-
-    The largest of logits + temperature · noise, where the noise is a token's own, is a draw from the softmax of logits
-    over temperature. All sums are in float32, so that the mesh does not decide which token it is.
-    """
-    penalty = rows.repetition_penalty[:, None]
-    penalized = jnp.where(rows.seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
-    score = penalized
-    if is_filtered:
-        hot = penalized / jnp.maximum(rows.temperature, 1e-6)[:, None]
-        largest = shardops.pmax('B/d V/t -> B/d', hot)
-        at_least = bound(hot, jnp.ones_like(hot), jnp.where(rows.top_k > 0, rows.top_k, jnp.inf))
-        at_least = jnp.where(rows.top_k > 0, at_least, largest - 1e30)
-        p = jnp.where(hot >= at_least[:, None], jnp.exp(hot - largest[:, None]), 0.0)
-        total = shardops.psum('B/d +t -> B/d', shardops.sum_unreduced('B/d V/t -> B/d +t', p))
-        at_least = jnp.maximum(at_least, jnp.where(rows.top_p < 1, bound(hot, p, rows.top_p * total), at_least))
-        at_least = jnp.maximum(at_least, largest + jnp.log(rows.min_p))
-        score = jnp.where(hot >= jnp.minimum(at_least, largest)[:, None], score, -jnp.inf)
-    if is_drawn:
-        drawn = shardops.local('B/d 2, B/d, V/t -> B/d V/t', noise, rows.key, rows.drawn, ids)
-        score = score + rows.temperature[:, None] * drawn
-    best = shardops.argmax('B/d V/t -> B/d', score)  # the lowest id of several
-    is_best = best[:, None] == ids[None]
-    chosen = shardops.sum_unreduced('B/d V/t -> B/d +t', jnp.where(is_best, logits, 0.0))
-    return best.astype(jnp.uint32), shardops.psum('B/d +t -> B/d', chosen) - log_normalizer(logits)
-
-
+# == From a folder to a generator ======================================================================================
 @dataclass(frozen=True)
-class Drawn:
-    """Tokens that were drawn, and their log probabilities by the model."""
+class Served:
+    """A model that is ready, with its tokenizer."""
 
-    tokens: list[int]
-    log_probs: list[float]
+    generator: Generator
+    source: Source
+    tokenizer: Tokenizer | None
+    start: tuple[int, ...]  # ids that stand before each prompt
+
+    def ids_of(self, prompt: "str | Sequence[dict]") -> list[int]:
+        """A text's ids, or those of a chat up to the answer's first token."""
+        if self.tokenizer is None:
+            raise RunError(f"{self.source.folder} has no tokenizer: give prompt_ids, and output=ids")
+        if not isinstance(prompt, str):
+            ids = self.tokenizer.encode_prompt(prompt).tolist()
+            return ids if self.start[:1] == tuple(ids[:1]) else [*self.start, *ids]
+        return [*self.start, *self.tokenizer.encode_batch([prompt])[0].tolist()]
 
 
-def axis_size(name: str) -> int:
-    return current_mesh().shape[name]
+def start_mesh(config: Any) -> jax.sharding.Mesh:
+    """The mesh that a config with `mesh` and `origins` asks for, of this host's devices."""
+    of_run = SimpleNamespace(mesh=config.mesh, origins=Origins(), num_hosts=1, check_only=False)
+    prepare_devices(of_run)
+    check_mesh(of_run, jax.device_count(), jax.default_backend())
+    return make_mesh(vars(config.mesh))
 
 
-# == Programs ==========================================================================================================
-class Programs:
-    """What runs on the mesh, for one model. Each is compiled once for each number of rows, slots and tokens.
+def serve(path: str, mesh: jax.sharding.Mesh, compute_dtype: str | None = None) -> Served:
+    """Reads a model onto the current mesh.
+
+    Raises:
+      RunError: there is none, it cannot decode, or the mesh cannot split it.
+    """
+    with ThreadPoolExecutor() as pool:
+        source = open_weights(path, pool)
+        if not hasattr(source.family, 'embed'):
+            raise RunError(f"{path}: {source.family.__name__} writes no text")
+        # XLA:CPU computes bfloat16 by way of float32.
+        dtype = compute_dtype or ('float32' if jax.default_backend() == 'cpu' else source.model.compute_dtype)
+        act.dtype = stored.dtype = dtype
+        model = replace(source.model, compute_dtype=dtype)
+        shapes = jax.eval_shape(functools.partial(source.family.init, model), np.uint32(0))
+        type_ = narrowed(source.family.Weights, shapes)
+        check_sizes(
+            SimpleNamespace(mesh=SimpleNamespace(**mesh.shape), model=model, training=(), origins=Origins()),
+            type_,
+            shapes,
+        )
+        like = jax.tree.map(lambda x, of: jax.ShapeDtypeStruct(x.shape, of.element.dtype), shapes, type_)
+        weights = restored(source, model, with_shardings(like, type_), pool)
+    tokenizer, start = _tokenizer(source)
+    return Served(Generator(source.family, model, weights, _ends(source, tokenizer)), source, tokenizer, start)
+
+
+def _tokenizer(source: Source) -> tuple[Tokenizer | None, tuple[int, ...]]:
+    """A run's tokenizer, whose sequences all begin with bos_id; or a published one, which says what begins a text."""
+    tokenizer = kept_tokenizer(source.folder)
+    if source.config is None:
+        return tokenizer, () if tokenizer is None else (tokenizer.bos_id,)
+    if tokenizer is None and (source.folder / "tokenizer.json").exists():
+        tokenizer = load_tokenizer(str(source.folder))
+    if tokenizer is None:
+        return None, ()
+    return tokenizer, tuple(tokenizer.backend.encode("", add_special_tokens=True).ids[:1])
+
+
+def _ends(source: Source, tokenizer: Tokenizer | None) -> list[int]:
+    """The tokens that end a text: as published, or the tokenizer's end token."""
+    file, ends = source.folder / "generation_config.json", (source.config or {}).get("eos_token_id")
+    if source.config is not None and file.exists():
+        ends = read_json(file).get("eos_token_id", ends)
+    if ends is None and tokenizer and (token := tokenizer.special_tokens.get("eos_token")):
+        ends = tokenizer.backend.token_to_id(token)
+    return [ends] if isinstance(ends, int) else list(ends or ())
+
+
+# == Prompts and texts =================================================================================================
+class Text:
+    """A text as its tokens come: what can be shown already, and whether it has ended.
 
     Args:
-      weights: with the master weights' sharding; they are given up.
+      stop: the text ends before any of these.
     """
 
-    def __init__(self, family: Any, model: Any, weights: Any):
-        self.model = model
-        mask = family.mask(model)
-        windows = jnp.asarray(mask.window, jnp.int32) if isinstance(mask.window, tuple) else None
-        Layers = narrowed(Array['layers', family.Gathered], weights.transformer)
-        Ends, Given = family.Ends, narrowed(family.Weights, weights)
+    def __init__(self, served: Served, stop: Sequence[str] = ()):
+        self.served, self.stop, self.ids, self.log_probs = served, stop, [], []
+        self.shown, self.has_ended = "", False
 
-        @typed
-        def gathered(weights: Given) -> tuple[Ends, Layers]:
-            _, by_layer = lax.scan(lambda _, w: (None, family.gather_layer(w)), None, weights.transformer)
-            return family.gather_ends(weights), by_layer
+    def add(self, drawn: Drawn) -> str:
+        """What is new of the text; a character of several tokens when it is whole."""
+        if self.has_ended:
+            return ""
+        self.ids, self.log_probs = self.ids + drawn.tokens, self.log_probs + drawn.log_probs
+        text = self.text()
+        if cut := [place for stop in self.stop if (place := text.find(stop)) >= 0]:
+            self.has_ended, text = True, text[: min(cut)]
+        elif text.endswith("\ufffd") or any(text.endswith(stop[:n]) for stop in self.stop for n in range(1, len(stop))):
+            return ""
+        return self._show(text)
 
-        @typed
-        def extend(
-            ends: Ends, stack: Layers, cache: Cache, tokens: u32['B/d L'], count: i32['B/d']
-        ) -> tuple[Cache, act['B/d L M']]:
-            """Reads the first `count` of each row's tokens into the cache; returns the hidden states of all."""
-            position = cache.length[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-            x = family.embed(model, ends, tokens, position, 'M')
+    def end(self) -> str:
+        """The rest, of a text that goes on no more."""
+        return "" if self.has_ended else self._show(self.text())
 
-            def layer(x: act['B/d L M'], of_layer):
-                w, old_k, old_v, window = of_layer
+    def text(self) -> str:
+        tokenizer, ends = self.served.tokenizer, self.served.generator.ends
+        return "" if tokenizer is None else tokenizer.decode([each for each in self.ids if each not in ends])
 
-                def attend(q, k, v):
-                    of_row = mask.window if window is None else window
-                    return attention(q, old_k, old_v, k, v, cache.length, of_row, mask.cap), (k, v)
-
-                return family.layer(model, x, w, attend, position, 'M')
-
-            x, (k, v) = lax.scan(layer, x, (stack, cache.k, cache.v, windows))
-            into = functools.partial(
-                shardops.local, 'layers B/d K/t S D, layers B/d L K/t D, B/d -> layers B/d K/t S D', write
-            )
-            return Cache(into(cache.k, k, cache.length), into(cache.v, v, cache.length), cache.length + count), x
-
-        @typed
-        def logits(ends: Ends, x: act['B/d L M']) -> f32['B/d V/t']:
-            return layers.logits_of(ends.unembed, family.final(model, ends, x, 'M'), mask.logits_cap)[:, 0]
-
-        @typed
-        def read(ends: Ends, stack: Layers, cache: Cache, tokens: u32['B/d L'], count: i32['B/d']) -> Cache:
-            return extend(ends, stack, cache, tokens, count)[0]
-
-        @typed
-        def decode(
-            ends: Ends, stack: Layers, cache: Cache, rows: Rows, ids: i32['V/t'], stops: u32['ends'], *,
-            is_drawn: bool, is_filtered: bool,
-        ) -> tuple[Cache, Rows, u32['B/d N'], f32['B/d N']]:  # fmt: skip
-            """Draws BURST tokens for each row, fewer when all have ended; with their log probabilities."""
-
-            def goes_on(carry):
-                number, _, rows, _, _ = carry
-                return (number < BURST) & shardops.any('B/d -> ', rows.left > 0)
-
-            def step(carry):
-                number, cache, rows, tokens, log_probs = carry
-                alive = rows.left > 0
-                cache, x = extend(ends, stack, cache, rows.token[:, None], alive.astype(jnp.int32))
-                token, log_prob = choose(logits(ends, x), ids, rows, is_drawn, is_filtered)
-                tokens = lax.dynamic_update_slice_in_dim(tokens, token[:, None], number, axis=1)
-                log_probs = lax.dynamic_update_slice_in_dim(log_probs, log_prob[:, None], number, axis=1)
-                is_end = jnp.any(token[:, None] == stops[None], axis=1)
-                rows = replace(
-                    rows,
-                    token=token,
-                    drawn=rows.drawn + 1,
-                    left=jnp.where(is_end, 0, jnp.maximum(rows.left - 1, 0)),
-                    seen=rows.seen | (token[:, None].astype(jnp.int32) == ids[None]),
-                )
-                return number + 1, cache, rows, tokens, log_probs
-
-            tokens = jnp.zeros((rows.token.shape[0], BURST), jnp.uint32) + 0 * rows.token[:, None]
-            log_probs = 0.0 * tokens.astype(jnp.float32)
-            carry = jnp.int32(0), cache, rows, tokens, log_probs
-            _, cache, rows, tokens, log_probs = lax.while_loop(goes_on, step, carry)
-            return cache, rows, tokens, log_probs
-
-        @typed
-        def candidates(
-            ends: Ends, stack: Layers, cache: Cache, token: u32['B/d'], parent: i32['B/d'], ids: i32['V/t'], *, N: int
-        ) -> tuple[Cache, f32['B/d N'], i32['B/d N']]:
-            """The rows' caches are replaced by those of their parents, on the same device; then the N likeliest tokens
-            after `token`, and their log probabilities."""
-
-            def of_parent(old, parent):
-                return jnp.take(old, parent, axis=1)
-
-            k, v = [
-                shardops.local('layers B/d K/t S D, B/d -> layers B/d K/t S D', of_parent, each, parent)
-                for each in (cache.k, cache.v)
-            ]
-            cache = replace(cache, k=k, v=v)
-            cache, x = extend(ends, stack, cache, token[:, None], jnp.ones_like(cache.length))
-            values = logits(ends, x)
-            values = values - log_normalizer(values)[:, None]
-
-            def largest(values, ids):
-                top, place = lax.top_k(values, N)
-                return top[:, None], jnp.take(ids, place)[:, None]
-
-            # The likeliest of each device of t, of which it has a row; gathered, 8N bytes a row and device.
-            some, names = shardops.local('B/d V/t, V/t -> B/d t/t N, B/d t/t N', largest, values, ids, N=N)
-            some, names = [shardops.all_gather('B/d t/t N -> B/d t N', each) for each in (some, names)]
-            some, names = [each.reshape(each.shape[0], -1) for each in (some, names)]
-            top, place = lax.top_k(some, N)
-            return cache, top, jnp.take_along_axis(names, place, axis=1)
-
-        @functools.cache
-        def compiled(which: str, **settings: Any):
-            """A program; those of other settings are others. The cache is given up, and so are the rows."""
-            function, given_up = {"read": (read, (2,)), "decode": (decode, (2, 3)), "search": (candidates, (2,))}[which]
-            return jax.jit(typed_shard_map(functools.partial(function, **settings)), donate_argnums=given_up)
-
-        self.compiled = compiled
-        self.weights = jax.jit(typed_shard_map(gathered))(weights)
-
-    def empty(self, rows: int, slots: int) -> Cache:
-        """A cache in which nothing is."""
-        sizes = dict(layers=self.model.layers, B=rows, K=self.model.n_kv, S=slots, D=self.model.d_head)
-        make = functools.partial(shardops.zeros, 'layers B/d K/t S D', act, **sizes)
-
-        def cache() -> Cache:
-            return Cache(make(), make(), shardops.zeros('B/d', i32, B=rows))
-
-        return jax.jit(typed_shard_map(cache))()
+    def _show(self, text: str) -> str:
+        new, self.shown = text[len(self.shown) :], text
+        return new
 
 
-class Generator:
-    """Draws tokens after prompts. `ends` are tokens that end a text."""
+def write(
+    served: Served,
+    config: Generate,
+    prompts: Sequence[list[int]],
+    samples: Sequence[int],
+    show: Callable[[int, str], None],
+) -> list[Text]:
+    """The texts after some prompts, each shown as it grows: show(number, what is new). Samples of a prompt differ by
+    their seed."""
+    texts = [Text(served, config.stop) for _ in prompts]
+    if config.beams > 1:
+        bursts = iter([served.generator.search(prompts, config.tokens, config.beams, config.length_penalty)])
+    else:
+        drawings = [replace(config, seed=(config.seed + sample) % 2**32) for sample in samples]
+        bursts = served.generator.draw(prompts, drawings)
+    for burst in bursts:
+        for number, (text, drawn) in enumerate(zip(texts, burst)):
+            show(number, text.add(drawn))
+        if all(text.has_ended for text in texts):
+            break
+    for number, text in enumerate(texts):
+        show(number, text.end())
+    return texts
 
-    def __init__(self, family: Any, model: Any, weights: Any, ends: Sequence[int] = ()):
-        self.programs, self.vocab = Programs(family, model, weights), model.vocab
-        self.ids = jax.device_put(np.arange(self.vocab, dtype=np.int32), make_shardings(i32['V/t']))
-        # A vocabulary has no such token: a program needs one to compare with.
-        self.ends = np.asarray(list(ends) or [2**32 - 1], np.uint32)
 
-    def draw(self, prompts: Sequence[Sequence[int]], drawings: Sequence[Drawing]) -> Iterator[list[Drawn]]:
-        """Yields what is new of each row, until all have ended: tokens and their log probabilities."""
-        many, d = len(prompts), axis_size('d')
-        padding = [(prompts[0], replace(drawings[0], tokens=1))] * (-many % d)
-        prompts, drawings = zip(*zip(prompts, drawings), *padding)
-        cache = self.read(prompts, max(drawing.tokens for drawing in drawings))
-        rows = self.rows_of(prompts, drawings)
-        is_drawn = any(each.temperature > 0 for each in drawings)
-        is_filtered = any(each.top_k or each.top_p < 1 or each.min_p for each in drawings)
-        decode, left = self.programs.compiled("decode", is_drawn=is_drawn, is_filtered=is_filtered), rows.left
-        while np.any(left := np.asarray(left)):
-            *donated, tokens, log_probs = decode(*self.programs.weights, cache, rows, self.ids, self.ends)
-            cache, rows = donated
-            yield [self._new(*each) for each in zip(left[:many], np.asarray(tokens), np.asarray(log_probs))]
-            left = rows.left
+def prompts_of(config: Generate) -> list[str | list[dict]]:
+    """What stands on the command line, or in the file: texts, or chats."""
+    if config.input is None:
+        return [[{"role": "user", "content": config.prompt}] if config.chat else config.prompt or ""]
+    try:
+        lines = Path(config.input).expanduser().read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RunError(f"input={config.input} cannot be read: {error}") from error
+    prompts = []
+    for number, line in enumerate(lines, 1):
+        prompt: Any = line
+        if config.input.endswith(".jsonl"):
+            try:
+                prompt = json.loads(line)[config.prompt_field]
+            except (ValueError, TypeError, KeyError, RecursionError) as error:
+                raise RunError(
+                    f"{config.input}, line {number}: expected an object with the field {config.prompt_field}: {error}"
+                ) from None
+        if not isinstance(prompt, (str, list)):
+            raise RunError(f"{config.input}, line {number}: {config.prompt_field} is no text and no list of messages")
+        prompts.append([{"role": "user", "content": prompt}] if config.chat and isinstance(prompt, str) else prompt)
+    return prompts
 
-    def _new(self, left: int, tokens: np.ndarray, log_probs: np.ndarray) -> Drawn:
-        """Of a burst, the tokens that a row drew before it ended."""
-        ended = np.flatnonzero(np.isin(tokens[:left], self.ends))
-        count = ended[0] + 1 if len(ended) else min(left, len(tokens))
-        return Drawn(tokens[:count].tolist(), log_probs[:count].tolist())
 
-    def read(self, prompts: Sequence[Sequence[int]], tokens: int) -> Cache:
-        """A cache with all of each prompt but its last token, and room for so many tokens more."""
-        lengths = np.array([len(prompt) - 1 for prompt in prompts])
-        chunk = min(CHUNK, 1 << int(lengths.max() - 1).bit_length()) if lengths.max() else 1
-        slots = -(-(lengths.max() + max(tokens, chunk)) // SLOTS) * SLOTS
-        cache, read = self.programs.empty(len(prompts), int(slots)), self.programs.compiled("read")
-        for start in range(0, lengths.max(), chunk):
-            tokens = np.zeros((len(prompts), chunk), np.uint32)
-            counts = np.clip(lengths - start, 0, chunk)
-            for row, prompt, count in zip(tokens, prompts, counts):
-                row[:count] = prompt[start : start + count]
-            cache = read(*self.programs.weights, cache, tokens, counts.astype(np.int32))
-        return cache
-
-    def rows_of(self, prompts: Sequence[Sequence[int]], drawings: Sequence[Drawing]) -> Rows:
-        seen = np.zeros((len(prompts), self.vocab), bool)
-        for row, prompt in zip(seen, prompts):
-            row[np.asarray(prompt)] = True
-        of = {name: np.array([getattr(each, name) for each in drawings], np.float32) for name in FILTERS}
-        rows = Rows(
-            token=np.array([prompt[-1] for prompt in prompts], np.uint32),
-            drawn=np.zeros(len(prompts), np.int32),
-            left=np.array([each.tokens for each in drawings], np.int32),
-            seen=seen,
-            key=np.stack([np.asarray(jax.random.key_data(jax.random.key(each.seed))) for each in drawings]),
-            **of,
+def converse(served: Served, config: Generate) -> None:
+    """A conversation: a line of standard input is a message, its end the end."""
+    messages: list[dict] = []
+    while True:
+        print("> ", end="", flush=True)
+        if not (line := sys.stdin.readline()):
+            return print()
+        messages.append({"role": "user", "content": line.rstrip("\n")})
+        (text,) = write(
+            served, config, [served.ids_of(messages)], [0], lambda _, new: print(printable(new), end="", flush=True)
         )
-        return jax.device_put(rows, make_shardings(Rows))
-
-    def search(self, prompts: Sequence[Sequence[int]], tokens: int, beams: int, length_penalty: float) -> list[Drawn]:
-        """The best text after each prompt that beam search finds, as transformers does."""
-        found = []
-        for start in range(0, len(prompts), axis_size('d')):
-            some = list(prompts[start : start + axis_size('d')])
-            found += self._search([*some, *[some[0]] * (axis_size('d') - len(some))], tokens, beams, length_penalty)[
-                : len(some)
-            ]
-        return found
-
-    def _search(self, prompts: Sequence[Sequence[int]], tokens: int, beams: int, length_penalty: float) -> list[Drawn]:
-        """One prompt for each device along d, whose beams are its rows."""
-        texts = [Beams(beams, tokens, length_penalty, self.ends) for _ in prompts]
-        cache = self.read([prompt for prompt in prompts for _ in range(beams)], tokens)
-        search = self.programs.compiled("search", N=min((1 + len(self.ends)) * beams, self.vocab // axis_size('t')))
-        token = np.repeat([prompt[-1] for prompt in prompts], beams).astype(np.uint32)
-        parent = np.tile(np.arange(beams, dtype=np.int32), len(prompts))
-        while not all(each.is_over for each in texts):
-            cache, values, ids = search(*self.programs.weights, cache, token, parent, self.ids)
-            by_text = [np.asarray(each).reshape(len(prompts), beams, -1) for each in (values, ids)]
-            moves = [each.advance(*of_text) for each, *of_text in zip(texts, *by_text)]
-            parent, token = (np.concatenate(each) for each in zip(*moves))
-        return [each.best() for each in texts]
+        print()
+        messages.append({"role": "assistant", "content": text.shown})
 
 
-class Beams:
-    """The running and the finished texts of one prompt (as `_beam_search` of transformers 5, early_stopping=False)."""
+def check_ids(ids: Sequence[int], served: Served) -> None:
+    vocab = served.source.model.vocab
+    if not ids or not all(0 <= each < vocab for each in ids):
+        raise RunError(f"prompt_ids = {list(ids)}: expected one id or more, from 0 to {vocab - 1}")
 
-    def __init__(self, beams: int, tokens: int, length_penalty: float, ends: np.ndarray):
-        self.beams, self.most, self.length_penalty, self.ends = beams, tokens, length_penalty, ends
-        self.running = [Drawn([], [])] + [Drawn([], [-1e9])] * (beams - 1)  # so that the first beam alone goes on
-        self.finished: list[tuple[float, Drawn]] = []
-        self.is_over = False
 
-    def advance(self, values: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Of each beam the likeliest tokens; returns each next beam's parent and its token."""
-        if self.is_over:
-            return np.arange(self.beams, dtype=np.int32), np.zeros(self.beams, np.uint32)
-        scores = values + np.array([[sum(each.log_probs)] for each in self.running], np.float32)
-        order = np.argsort(-scores, axis=None, kind="stable")[: values.shape[1]]
-        candidates = [(i // values.shape[1], int(ids.flat[i]), float(values.flat[i])) for i in order.tolist()]
-        length = len(self.running[0].tokens) + 1
-        is_last, going_on = length == self.most, []
-        for rank, (parent, token, log_prob) in enumerate(candidates):
-            before = self.running[parent]
-            text = Drawn([*before.tokens, token], [*before.log_probs, log_prob])
-            if not is_last and token not in self.ends:
-                going_on.append((parent, text))
-            elif rank < self.beams:
-                self.finished.append((sum(text.log_probs) / length**self.length_penalty, text))
-        self.finished = sorted(self.finished, key=lambda each: -each[0])[: self.beams]
-        going_on = going_on[: self.beams]
-        if is_last or not going_on:
-            self.is_over = True
-            return np.arange(self.beams, dtype=np.int32), np.zeros(self.beams, np.uint32)
-        self.running = [text for _, text in going_on]
-        attainable = sum(self.running[0].log_probs) / length**self.length_penalty
-        self.is_over = len(self.finished) == self.beams and attainable <= self.finished[-1][0]
-        return np.array([parent for parent, _ in going_on], np.int32), np.array(
-            [t.tokens[-1] for _, t in going_on], np.uint32
-        )
+def finished(file: Path) -> set[tuple[int, int]]:
+    """Which texts stand in a file of an earlier start; a line that was cut short is taken away."""
+    lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
+    if lines and not lines[-1].endswith(b"\n"):
+        file.write_bytes(b"".join(lines := lines[:-1]))
+    try:
+        return {(record["prompt_number"], record["sample"]) for record in map(json.loads, lines)}
+    except (ValueError, TypeError, KeyError) as error:
+        raise RunError(f"to={file} has lines that this program did not write ({error}): give another file") from None
 
-    def best(self) -> Drawn:
-        return self.finished[0][1]
+
+def record_of(config: Generate, number: int, sample: int, ids: Sequence[int], text: Text) -> dict[str, Any]:
+    return {
+        "prompt_number": number,
+        "sample": sample,
+        "prompt_ids": list(ids),
+        "text": text.shown,
+        "ids": text.ids,
+        "log_probs": text.log_probs,
+        "ended": text.has_ended or (text.ids[-1:] != [] and text.ids[-1] in text.served.generator.ends),
+    }
+
+
+def main(config: Generate) -> None:
+    """Writes texts with a model, to standard output or to a file."""
+    given = [key for key in ("prompt", "prompt_ids", "input") if getattr(config, key) is not None]
+    if len(given) > 1:
+        raise RunError(f"{' and '.join(given)}: expected one of them")
+    if config.samples > 1 and config.beams > 1:
+        raise RunError("samples and beams: beam search finds one text, expected one of them")
+    mesh = start_mesh(config)
+    with jax.set_mesh(mesh):
+        served = serve(config.model, mesh, config.compute_dtype)
+        if config.chat and not given:
+            return converse(served, config)
+        if config.prompt_ids is not None:
+            check_ids(config.prompt_ids, served)
+            prompts = [list(config.prompt_ids)]
+        else:
+            prompts = [served.ids_of(prompt) for prompt in prompts_of(config)]
+        write_all(served, config, prompts)
+
+
+def write_all(served: Served, config: Generate, prompts: list[list[int]]) -> None:
+    """All texts, a batch of rows after the other, in the order of the prompts."""
+    numbered = [(number, sample) for number in range(len(prompts)) for sample in range(config.samples)]
+    file = None if config.to is None else Path(config.to).expanduser()
+    done = set() if file is None else finished(file)
+    left = [each for each in numbered if each not in done]
+    # A single text is shown as it grows.
+    grows = len(numbered) == 1 and config.output == "text" and file is None
+
+    def show(number: int, new: str) -> None:
+        if grows:
+            print(printable(new), end="", flush=True)
+
+    with tqdm(total=len(numbered), initial=len(done), unit="text", disable=file is None) as progress:
+        for start in range(0, len(left), config.rows):
+            some = left[start : start + config.rows]
+            given = [prompts[number] for number, _ in some]
+            for each, text in zip(some, write(served, config, given, [sample for _, sample in some], show)):
+                record = record_of(config, *each, prompts[each[0]], text)
+                if file is not None:
+                    with file.open("a", encoding="utf-8") as out:
+                        out.write(json.dumps(record) + "\n")
+                elif config.output == "jsonl":
+                    print(json.dumps(record), flush=True)
+                elif config.output == "ids":
+                    print(*text.ids, flush=True)
+                else:
+                    print("" if grows else printable(text.shown), flush=True)
+            progress.update(len(some))
+
+
+if __name__ == "__main__":
+    command_line.run(main, Generate)

@@ -1,0 +1,444 @@
+"""Decoding with any family of models/: prompts into a cache, then tokens after tokens, on any mesh the same ones.
+
+    generator = Generator(family, model, weights, ends=[2])        # under `with jax.set_mesh(mesh):`
+    for burst in generator.draw([[1, 5, 7]], [Drawing(tokens=100, temperature=0.8, seed=3)]):
+        print(burst[0].tokens)
+    generator.search([[1, 5, 7]], tokens=100, beams=4, length_penalty=1.0)
+
+A prompt is read into a cache of keys and values, a chunk of tokens at a time; then each token is drawn and read in its
+turn. The layers are those of training, with weights that are gathered over d once. What is drawn depends on the row's
+seed, its tokens and the place of the draw, and not on the mesh or on other rows.
+
+Legend as in train.py; S slots of the cache, one a position; L tokens that are new; N tokens that are drawn, or candidates.
+"""
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from models import layers
+from models.layers import act
+from runtime.config.keys import Count, Fraction, NotNegative, Positive, Seed, Steps
+from shardlib import shardops
+from shardlib.mesh import current_mesh
+from shardlib.shardtypes import Array, bool_, f32, i32, make_shardings, narrowed, pytree_dataclass, typed_shard_map, u32
+from shardlib.typed import typed
+
+CHUNK = 256  # tokens of a prompt that are read at once, at most
+BURST = 16  # tokens that are drawn between two looks of the host
+SLOTS = 128  # caches have a multiple of it, so that few programs are compiled
+FILTERS = ('repetition_penalty', 'temperature', 'top_k', 'top_p', 'min_p')
+
+
+# == What is asked for, and what comes =================================================================================
+@dataclass(frozen=True, kw_only=True)
+class Drawing:
+    """How the tokens of a row are drawn. Filters apply in this order, as in transformers."""
+
+    tokens: Count = 256  # that are drawn at most
+    seed: Seed = 0
+    repetition_penalty: Positive = 1.0  # divides the logits above 0 of tokens that are there already; multiplies others
+    temperature: NotNegative = 0.8  # 0: always the likeliest token
+    top_k: Steps = 0  # only the k likeliest; 0: all
+    top_p: Fraction = 1.0  # only the likeliest that have this much probability together
+    min_p: Fraction = 0.0  # only those at least this likely, relative to the likeliest
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Tokens that were drawn, and their log probabilities by the model."""
+
+    tokens: list[int]
+    log_probs: list[float]
+
+
+# == Weights and cache =================================================================================================
+@pytree_dataclass
+class Cache:
+    """Keys and values of the tokens that were read: 4KD/t bytes a layer and slot in bfloat16."""
+
+    k: act['layers B/d K/t S D']
+    v: act['layers B/d K/t S D']
+    length: i32['B/d']  # slots that are filled
+
+
+@pytree_dataclass
+class Rows:
+    """Where each row is, and how its tokens are drawn."""
+
+    token: u32['B/d']  # the last one, which is not in the cache yet
+    drawn: i32['B/d']  # tokens that were drawn
+    left: i32['B/d']  # that may still be; 0: the row has ended
+    seen: bool_['B/d V/t']  # the tokens that are in the row
+    key: u32['B/d 2']
+    repetition_penalty: f32['B/d']
+    temperature: f32['B/d']
+    top_k: f32['B/d']
+    top_p: f32['B/d']
+    min_p: f32['B/d']
+
+
+@typed
+def attention(
+    q: act['B/d L Q K/t D'], old_k: act['B/d K/t S D'], old_v: act['B/d K/t S D'], k: act['B/d N K/t D'],
+    v: act['B/d N K/t D'], length: i32['B/d'], window, cap: float | None,
+) -> act['B/d L Q K/t D']:  # fmt: skip
+    """Over the slots that are filled and, causally, the new tokens."""
+    product = functools.partial(shardops.einsum_unreduced, preferred_element_type=jnp.float32)
+    before = product('B/d L Q K/t D, B/d K/t S D -> B/d K/t Q L S', q, old_k)
+    among = product('B/d L Q K/t D, B/d N K/t D -> B/d K/t Q L N', q, k)
+    slots, new = old_k.shape[2], jnp.arange(q.shape[1])
+    logits = jnp.concatenate([before, among], axis=-1)
+    logits = logits if cap is None else cap * jnp.tanh(logits / cap)
+    # The position of each key, and of each query.
+    key = jnp.concatenate([jnp.arange(slots)[None] + 0 * length[:, None], length[:, None] + new[None]], axis=1)
+    query = length[:, None] + new[None]
+    is_there = jnp.concatenate([jnp.arange(slots)[None] < length[:, None], new[None] >= 0 * length[:, None]], axis=1)
+    distance = query[:, :, None] - key[:, None]
+    allowed = is_there[:, None] & (distance >= 0) & (distance < (layers.ALL if window is None else window))
+    probs = jax.nn.softmax(jnp.where(allowed[:, None, None], logits, -1e30), axis=-1).astype(act.dtype)
+    o = product('B/d K/t Q L S, B/d K/t S D -> B/d L Q K/t D', probs[..., :slots], old_v)
+    o = o + product('B/d K/t Q L N, B/d N K/t D -> B/d L Q K/t D', probs[..., slots:], v)
+    return o.astype(act.dtype)
+
+
+def write(old, new, length):
+    """One device's cache, `layers B K S D`, with the keys or values of new tokens, `layers B L K D`, from each row's
+    length on."""
+    place = functools.partial(lax.dynamic_update_slice_in_dim, axis=2)
+    return jax.vmap(place, (1, 1, 0), 1)(old, jnp.swapaxes(new, 2, 3), length)
+
+
+# == Drawing from a split vocabulary ===================================================================================
+def noise(key, number, ids):
+    """A Gumbel variable for each row and token: a function of the row's key, the draw's number and the token's id."""
+
+    def one(key, number, id):
+        return jax.random.gumbel(jax.random.fold_in(jax.random.fold_in(jax.random.wrap_key_data(key), number), id))
+
+    return jax.vmap(jax.vmap(one, (None, None, 0)), (0, 0, None))(key, number, ids)
+
+
+@typed
+def bound(logits: f32['B/d V/t'], weight: f32['B/d V/t'], enough: f32['B/d']) -> f32['B/d']:
+    """The largest number such that the logits at or above it weigh enough, within 100 of the largest, by bisection: 32
+    sums over t, 4 bytes a row each."""
+    largest = shardops.pmax('B/d V/t -> B/d', logits)
+
+    def halve(bounds: tuple[f32['B/d'], f32['B/d']], _) -> tuple[tuple[f32['B/d'], f32['B/d']], None]:
+        low, high = bounds
+        middle = (low + high) / 2
+        weighs = shardops.sum_unreduced('B/d V/t -> B/d +t', jnp.where(logits >= middle[:, None], weight, 0.0))
+        is_enough = shardops.psum('B/d +t -> B/d', weighs) >= enough
+        return (jnp.where(is_enough, middle, low), jnp.where(is_enough, high, middle)), None
+
+    return lax.scan(halve, (largest - 100, largest + 1), None, length=32)[0][0]
+
+
+@typed
+def log_normalizer(logits: f32['B/d V/t']) -> f32['B/d']:
+    largest = shardops.pmax('B/d V/t -> B/d', logits)
+    total = shardops.sum_unreduced('B/d V/t -> B/d +t', jnp.exp(logits - largest[:, None]))
+    return largest + jnp.log(shardops.psum('B/d +t -> B/d', total))
+
+
+@typed
+def choose(
+    logits: f32['B/d V/t'], ids: i32['V/t'], rows: Rows, is_drawn: bool, is_filtered: bool
+) -> tuple[u32['B/d'], f32['B/d']]:
+    """A token of each row, and its log probability by the model.
+
+    The largest of logits + temperature · noise, where the noise is a token's own, is a draw from the softmax of logits
+    over temperature. All sums are in float32, so that the mesh does not decide which token it is.
+    """
+    penalty = rows.repetition_penalty[:, None]
+    penalized = jnp.where(rows.seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
+    score = penalized
+    if is_filtered:
+        hot = penalized / jnp.maximum(rows.temperature, 1e-6)[:, None]
+        largest = shardops.pmax('B/d V/t -> B/d', hot)
+        at_least = bound(hot, jnp.ones_like(hot), jnp.where(rows.top_k > 0, rows.top_k, jnp.inf))
+        at_least = jnp.where(rows.top_k > 0, at_least, largest - 1e30)
+        p = jnp.where(hot >= at_least[:, None], jnp.exp(hot - largest[:, None]), 0.0)
+        total = shardops.psum('B/d +t -> B/d', shardops.sum_unreduced('B/d V/t -> B/d +t', p))
+        at_least = jnp.maximum(at_least, jnp.where(rows.top_p < 1, bound(hot, p, rows.top_p * total), at_least))
+        at_least = jnp.maximum(at_least, largest + jnp.log(rows.min_p))
+        score = jnp.where(hot >= jnp.minimum(at_least, largest)[:, None], score, -jnp.inf)
+    if is_drawn:
+        drawn = shardops.local('B/d 2, B/d, V/t -> B/d V/t', noise, rows.key, rows.drawn, ids)
+        score = score + rows.temperature[:, None] * drawn
+    best = shardops.argmax('B/d V/t -> B/d', score)  # the lowest id of several
+    is_best = best[:, None] == ids[None]
+    chosen = shardops.sum_unreduced('B/d V/t -> B/d +t', jnp.where(is_best, logits, 0.0))
+    return best.astype(jnp.uint32), shardops.psum('B/d +t -> B/d', chosen) - log_normalizer(logits)
+
+
+def axis_size(name: str) -> int:
+    return current_mesh().shape[name]
+
+
+# == Programs ==========================================================================================================
+class Programs:
+    """What runs on the mesh, for one model. Each is compiled once for each number of rows, slots and tokens.
+
+    Args:
+      weights: with the master weights' sharding; they are given up.
+    """
+
+    def __init__(self, family: Any, model: Any, weights: Any):
+        self.model = model
+        mask = family.mask(model)
+        windows = jnp.asarray(mask.window, jnp.int32) if isinstance(mask.window, tuple) else None
+        Layers = narrowed(Array['layers', family.Gathered], weights.transformer)
+        Ends, Given = family.Ends, narrowed(family.Weights, weights)
+
+        @typed
+        def gathered(weights: Given) -> tuple[Ends, Layers]:
+            _, by_layer = lax.scan(lambda _, w: (None, family.gather_layer(w)), None, weights.transformer)
+            return family.gather_ends(weights), by_layer
+
+        @typed
+        def extend(
+            ends: Ends, stack: Layers, cache: Cache, tokens: u32['B/d L'], count: i32['B/d']
+        ) -> tuple[Cache, act['B/d L M']]:
+            """Reads the first `count` of each row's tokens into the cache; returns the hidden states of all."""
+            position = cache.length[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+            x = family.embed(model, ends, tokens, position, 'M')
+
+            def layer(x: act['B/d L M'], of_layer):
+                w, old_k, old_v, window = of_layer
+
+                def attend(q, k, v):
+                    of_row = mask.window if window is None else window
+                    return attention(q, old_k, old_v, k, v, cache.length, of_row, mask.cap), (k, v)
+
+                return family.layer(model, x, w, attend, position, 'M')
+
+            x, (k, v) = lax.scan(layer, x, (stack, cache.k, cache.v, windows))
+            into = functools.partial(
+                shardops.local, 'layers B/d K/t S D, layers B/d L K/t D, B/d -> layers B/d K/t S D', write
+            )
+            return Cache(into(cache.k, k, cache.length), into(cache.v, v, cache.length), cache.length + count), x
+
+        @typed
+        def logits(ends: Ends, x: act['B/d L M']) -> f32['B/d V/t']:
+            return layers.logits_of(ends.unembed, family.final(model, ends, x, 'M'), mask.logits_cap)[:, 0]
+
+        @typed
+        def read(ends: Ends, stack: Layers, cache: Cache, tokens: u32['B/d L'], count: i32['B/d']) -> Cache:
+            return extend(ends, stack, cache, tokens, count)[0]
+
+        @typed
+        def decode(
+            ends: Ends, stack: Layers, cache: Cache, rows: Rows, ids: i32['V/t'], stops: u32['ends'], *,
+            is_drawn: bool, is_filtered: bool,
+        ) -> tuple[Cache, Rows, u32['B/d N'], f32['B/d N']]:  # fmt: skip
+            """Draws BURST tokens for each row, fewer when all have ended; with their log probabilities."""
+
+            def goes_on(carry):
+                number, _, rows, _, _ = carry
+                return (number < BURST) & shardops.any('B/d -> ', rows.left > 0)
+
+            def step(carry):
+                number, cache, rows, tokens, log_probs = carry
+                alive = rows.left > 0
+                cache, x = extend(ends, stack, cache, rows.token[:, None], alive.astype(jnp.int32))
+                token, log_prob = choose(logits(ends, x), ids, rows, is_drawn, is_filtered)
+                tokens = lax.dynamic_update_slice_in_dim(tokens, token[:, None], number, axis=1)
+                log_probs = lax.dynamic_update_slice_in_dim(log_probs, log_prob[:, None], number, axis=1)
+                is_end = jnp.any(token[:, None] == stops[None], axis=1)
+                rows = replace(
+                    rows,
+                    token=token,
+                    drawn=rows.drawn + 1,
+                    left=jnp.where(is_end, 0, jnp.maximum(rows.left - 1, 0)),
+                    seen=rows.seen | (token[:, None].astype(jnp.int32) == ids[None]),
+                )
+                return number + 1, cache, rows, tokens, log_probs
+
+            tokens = jnp.zeros((rows.token.shape[0], BURST), jnp.uint32) + 0 * rows.token[:, None]
+            log_probs = 0.0 * tokens.astype(jnp.float32)
+            carry = jnp.int32(0), cache, rows, tokens, log_probs
+            _, cache, rows, tokens, log_probs = lax.while_loop(goes_on, step, carry)
+            return cache, rows, tokens, log_probs
+
+        @typed
+        def candidates(
+            ends: Ends, stack: Layers, cache: Cache, token: u32['B/d'], parent: i32['B/d'], ids: i32['V/t'], *, N: int
+        ) -> tuple[Cache, f32['B/d N'], i32['B/d N']]:
+            """The rows' caches are replaced by those of their parents, on the same device; then the N likeliest tokens
+            after `token`, and their log probabilities."""
+
+            def of_parent(old, parent):
+                return jnp.take(old, parent, axis=1)
+
+            k, v = [
+                shardops.local('layers B/d K/t S D, B/d -> layers B/d K/t S D', of_parent, each, parent)
+                for each in (cache.k, cache.v)
+            ]
+            cache = replace(cache, k=k, v=v)
+            cache, x = extend(ends, stack, cache, token[:, None], jnp.ones_like(cache.length))
+            values = logits(ends, x)
+            values = values - log_normalizer(values)[:, None]
+
+            def largest(values, ids):
+                top, place = lax.top_k(values, N)
+                return top[:, None], jnp.take(ids, place)[:, None]
+
+            # The likeliest of each device of t, of which it has a row; gathered, 8N bytes a row and device.
+            some, names = shardops.local('B/d V/t, V/t -> B/d t/t N, B/d t/t N', largest, values, ids, N=N)
+            some, names = [shardops.all_gather('B/d t/t N -> B/d t N', each) for each in (some, names)]
+            some, names = [each.reshape(each.shape[0], -1) for each in (some, names)]
+            top, place = lax.top_k(some, N)
+            return cache, top, jnp.take_along_axis(names, place, axis=1)
+
+        @functools.cache
+        def compiled(which: str, **settings: Any):
+            """A program; those of other settings are others. The cache is given up, and so are the rows."""
+            function, given_up = {"read": (read, (2,)), "decode": (decode, (2, 3)), "search": (candidates, (2,))}[which]
+            return jax.jit(typed_shard_map(functools.partial(function, **settings)), donate_argnums=given_up)
+
+        self.compiled = compiled
+        self.weights = jax.jit(typed_shard_map(gathered))(weights)
+
+    def empty(self, rows: int, slots: int) -> Cache:
+        """A cache in which nothing is."""
+        sizes = dict(layers=self.model.layers, B=rows, K=self.model.n_kv, S=slots, D=self.model.d_head)
+        make = functools.partial(shardops.zeros, 'layers B/d K/t S D', act, **sizes)
+
+        def cache() -> Cache:
+            return Cache(make(), make(), shardops.zeros('B/d', i32, B=rows))
+
+        return jax.jit(typed_shard_map(cache))()
+
+
+class Generator:
+    """Draws tokens after prompts. `ends` are tokens that end a text."""
+
+    def __init__(self, family: Any, model: Any, weights: Any, ends: Sequence[int] = ()):
+        self.programs, self.vocab = Programs(family, model, weights), model.vocab
+        self.ids = jax.device_put(np.arange(self.vocab, dtype=np.int32), make_shardings(i32['V/t']))
+        # A vocabulary has no such token: a program needs one to compare with.
+        self.ends = np.asarray(list(ends) or [2**32 - 1], np.uint32)
+
+    def draw(self, prompts: Sequence[Sequence[int]], drawings: Sequence[Drawing]) -> Iterator[list[Drawn]]:
+        """Yields what is new of each row, until all have ended: tokens and their log probabilities."""
+        many, d = len(prompts), axis_size('d')
+        padding = [(prompts[0], replace(drawings[0], tokens=1))] * (-many % d)
+        prompts, drawings = zip(*zip(prompts, drawings), *padding)
+        cache = self.read(prompts, max(drawing.tokens for drawing in drawings))
+        rows = self.rows_of(prompts, drawings)
+        is_drawn = any(each.temperature > 0 for each in drawings)
+        is_filtered = any(each.top_k or each.top_p < 1 or each.min_p for each in drawings)
+        decode, left = self.programs.compiled("decode", is_drawn=is_drawn, is_filtered=is_filtered), rows.left
+        while np.any(left := np.asarray(left)):
+            *donated, tokens, log_probs = decode(*self.programs.weights, cache, rows, self.ids, self.ends)
+            cache, rows = donated
+            yield [self._new(*each) for each in zip(left[:many], np.asarray(tokens), np.asarray(log_probs))]
+            left = rows.left
+
+    def _new(self, left: int, tokens: np.ndarray, log_probs: np.ndarray) -> Drawn:
+        """Of a burst, the tokens that a row drew before it ended."""
+        ended = np.flatnonzero(np.isin(tokens[:left], self.ends))
+        count = ended[0] + 1 if len(ended) else min(left, len(tokens))
+        return Drawn(tokens[:count].tolist(), log_probs[:count].tolist())
+
+    def read(self, prompts: Sequence[Sequence[int]], tokens: int) -> Cache:
+        """A cache with all of each prompt but its last token, and room for so many tokens more."""
+        lengths = np.array([len(prompt) - 1 for prompt in prompts])
+        chunk = min(CHUNK, 1 << int(lengths.max() - 1).bit_length()) if lengths.max() else 1
+        slots = -(-(lengths.max() + max(tokens, chunk)) // SLOTS) * SLOTS
+        cache, read = self.programs.empty(len(prompts), int(slots)), self.programs.compiled("read")
+        for start in range(0, lengths.max(), chunk):
+            tokens = np.zeros((len(prompts), chunk), np.uint32)
+            counts = np.clip(lengths - start, 0, chunk)
+            for row, prompt, count in zip(tokens, prompts, counts):
+                row[:count] = prompt[start : start + count]
+            cache = read(*self.programs.weights, cache, tokens, counts.astype(np.int32))
+        return cache
+
+    def rows_of(self, prompts: Sequence[Sequence[int]], drawings: Sequence[Drawing]) -> Rows:
+        seen = np.zeros((len(prompts), self.vocab), bool)
+        for row, prompt in zip(seen, prompts):
+            row[np.asarray(prompt)] = True
+        of = {name: np.array([getattr(each, name) for each in drawings], np.float32) for name in FILTERS}
+        rows = Rows(
+            token=np.array([prompt[-1] for prompt in prompts], np.uint32),
+            drawn=np.zeros(len(prompts), np.int32),
+            left=np.array([each.tokens for each in drawings], np.int32),
+            seen=seen,
+            key=np.stack([np.asarray(jax.random.key_data(jax.random.key(each.seed))) for each in drawings]),
+            **of,
+        )
+        return jax.device_put(rows, make_shardings(Rows))
+
+    def search(self, prompts: Sequence[Sequence[int]], tokens: int, beams: int, length_penalty: float) -> list[Drawn]:
+        """The best text after each prompt that beam search finds, as transformers does."""
+        found = []
+        for start in range(0, len(prompts), axis_size('d')):
+            some = list(prompts[start : start + axis_size('d')])
+            found += self._search([*some, *[some[0]] * (axis_size('d') - len(some))], tokens, beams, length_penalty)[
+                : len(some)
+            ]
+        return found
+
+    def _search(self, prompts: Sequence[Sequence[int]], tokens: int, beams: int, length_penalty: float) -> list[Drawn]:
+        """One prompt for each device along d, whose beams are its rows."""
+        texts = [Beams(beams, tokens, length_penalty, self.ends) for _ in prompts]
+        cache = self.read([prompt for prompt in prompts for _ in range(beams)], tokens)
+        search = self.programs.compiled("search", N=min((1 + len(self.ends)) * beams, self.vocab // axis_size('t')))
+        token = np.repeat([prompt[-1] for prompt in prompts], beams).astype(np.uint32)
+        parent = np.tile(np.arange(beams, dtype=np.int32), len(prompts))
+        while not all(each.is_over for each in texts):
+            cache, values, ids = search(*self.programs.weights, cache, token, parent, self.ids)
+            by_text = [np.asarray(each).reshape(len(prompts), beams, -1) for each in (values, ids)]
+            moves = [each.advance(*of_text) for each, *of_text in zip(texts, *by_text)]
+            parent, token = (np.concatenate(each) for each in zip(*moves))
+        return [each.best() for each in texts]
+
+
+class Beams:
+    """The running and the finished texts of one prompt (as `_beam_search` of transformers 5, early_stopping=False)."""
+
+    def __init__(self, beams: int, tokens: int, length_penalty: float, ends: np.ndarray):
+        self.beams, self.most, self.length_penalty, self.ends = beams, tokens, length_penalty, ends
+        self.running = [Drawn([], [])] + [Drawn([], [-1e9])] * (beams - 1)  # so that the first beam alone goes on
+        self.finished: list[tuple[float, Drawn]] = []
+        self.is_over = False
+
+    def advance(self, values: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Of each beam the likeliest tokens; returns each next beam's parent and its token."""
+        if self.is_over:
+            return np.arange(self.beams, dtype=np.int32), np.zeros(self.beams, np.uint32)
+        scores = values + np.array([[sum(each.log_probs)] for each in self.running], np.float32)
+        order = np.argsort(-scores, axis=None, kind="stable")[: values.shape[1]]
+        candidates = [(i // values.shape[1], int(ids.flat[i]), float(values.flat[i])) for i in order.tolist()]
+        length = len(self.running[0].tokens) + 1
+        is_last, going_on = length == self.most, []
+        for rank, (parent, token, log_prob) in enumerate(candidates):
+            before = self.running[parent]
+            text = Drawn([*before.tokens, token], [*before.log_probs, log_prob])
+            if not is_last and token not in self.ends:
+                going_on.append((parent, text))
+            elif rank < self.beams:
+                self.finished.append((sum(text.log_probs) / length**self.length_penalty, text))
+        self.finished = sorted(self.finished, key=lambda each: -each[0])[: self.beams]
+        going_on = going_on[: self.beams]
+        if is_last or not going_on:
+            self.is_over = True
+            return np.arange(self.beams, dtype=np.int32), np.zeros(self.beams, np.uint32)
+        self.running = [text for _, text in going_on]
+        attainable = sum(self.running[0].log_probs) / length**self.length_penalty
+        self.is_over = len(self.finished) == self.beams and attainable <= self.finished[-1][0]
+        return np.array([parent for parent, _ in going_on], np.int32), np.array(
+            [t.tokens[-1] for _, t in going_on], np.uint32
+        )
+
+    def best(self) -> Drawn:
+        return self.finished[0][1]
