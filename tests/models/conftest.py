@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from models import huggingface, layers
+from models import huggingface
 from runtime.run import with_shardings
 from shardlib import shardops
 from shardlib.mesh import make_mesh
@@ -56,6 +56,7 @@ def weights_of(source, pool, model=None):
 def loss_and_logits(source, Weights, bos_id=1):
     """A function of weights and a batch: the mean loss, all logits, and the loss's gradient."""
     family, model = source.family, source.model
+    layers = family.layers  # of a changed copy its own
     cap = family.mask(model).logits_cap
 
     def step(weights: Weights, batch: TokenBatch) -> tuple[f32[""], f32["B/d L V/t"], Weights]:
