@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 import small
-from conftest import FOLDER, oracle_of
+from published import FOLDER, oracle_of
 
 from runtime.data.flat_tokens import write_split
 

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import small
-from conftest import FOLDER, batch_of, loss_and_logits, on_mesh, oracle_of, weights_of
 from mutation import mutants
 from pages import ROOT, module_of
+from published import FOLDER, batch_of, loss_and_logits, on_mesh, oracle_of, weights_of
 from reference import random_weights
 from test_mutation import refuse_all
 

@@ -1,13 +1,11 @@
-"""The small published models of golden/, restored onto a mesh and run."""
+"""The small published models of tests/models/golden/, restored onto a mesh and run."""
 
 import contextlib
 import functools
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
 import numpy as np
-import pytest
 
 from models import huggingface
 from runtime.run import with_shardings
@@ -16,14 +14,8 @@ from shardlib.mesh import make_mesh
 from shardlib.shardtypes import f32, make_shardings, narrowed
 from train import TokenBatch, act
 
-FOLDER = Path(__file__).parent / "golden"
+FOLDER = Path(__file__).parent / "models/golden"
 NAMES = sorted(path.name for path in FOLDER.iterdir())
-
-
-@pytest.fixture(scope="session")
-def pool():
-    with ThreadPoolExecutor(2) as pool:
-        yield pool
 
 
 @contextlib.contextmanager
