@@ -198,6 +198,7 @@ def open_meta(folder: Path) -> Source:
         turned = {"attention.wq": heads, "attention.wk": config["num_key_value_heads"]}.get(inner)
         tensors[name] = Tensor(tuple(shape), functools.partial(_joined, parts, key, axis, turned))
     config["vocab_size"] = tensors["model.embed_tokens.weight"].shape[0]
+    config["head_dim"] = tensors["model.layers.0.self_attn.q_proj.weight"].shape[0] // heads
     config["intermediate_size"] = tensors["model.layers.0.mlp.gate_proj.weight"].shape[0]
     config["tie_word_embeddings"] = "lm_head.weight" not in tensors
     return described(config, tensors, folder)

@@ -226,10 +226,10 @@ class Source:
     """Weights, wherever they come from, and what they are the weights of."""
 
     checkpoint: Any  # a Checkpoint or Published
-    family: ModuleType  # of models/
-    model: Any  # its Model
+    family: ModuleType | None  # of models/; None: they are another trainer's
+    model: Any  # the family's Model, or the keys of another trainer's
     folder: Path  # where the tokenizer's files are
-    config: dict[str, Any] | None  # the published config.json, where they come from one
+    config: dict[str, Any] | None = None  # the published config.json, where they come from one
 
 
 def family_of(name: str, where: str) -> ModuleType:
@@ -256,13 +256,16 @@ def open_weights(path: str, pool: Executor) -> Source:
             return importlib.import_module("models.foreign").open_meta(folder)
     checkpoint = open_newest(str(path), pool)
     attributes = checkpoint.attributes
-    config = attributes.get("config", {})
+    config, program = attributes.get("config") or {}, attributes.get("program") or {}
     if not isinstance(config.get("model"), dict):
         raise RunError(f"checkpoint {checkpoint.path} does not say of which model it is: another program wrote it")
-    family = family_of(config.get("family", "llama"), checkpoint.path)
-    model = rebuild(family.Model, config["model"], Origins(checkpoint.path))
-    of_run = Path(checkpoint.path).parents[1]
-    return Source(checkpoint, family, model, of_run, attributes.get("published"))
+    folder, model = Path(checkpoint.path).parents[1], config["model"]
+    name = config.get("family") or ("llama" if program.get("module", "train") == "train" else None)
+    if name is None:
+        return Source(checkpoint, None, model, folder)
+    family = family_of(name, checkpoint.path)
+    model = rebuild(family.Model, model, Origins(checkpoint.path))
+    return Source(checkpoint, family, model, folder, attributes.get("published"))
 
 
 def downloaded(path: str) -> Path | None:
@@ -298,34 +301,44 @@ def read_json(file: Path) -> dict[str, Any]:
         raise RunError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
 
 
+def require_same(source: Source, model: Any) -> None:
+    """Raises RunError where the weights are not those of a trainer's model, train.py's or a family's; with the keys."""
+    theirs, ours = as_tree(source.model), as_tree(model)
+    is_family = dataclasses.is_dataclass(source.model)
+    defaults = {each.name: as_tree(each.default) for each in dataclasses.fields(source.model)} if is_family else {}
+    problems = []
+    for key, value in theirs.items():
+        if key in (*SETTINGS, "logits_scale"):
+            continue
+        expected = ours.get(key, defaults.get(key))  # what a model has no key for it computes as by default
+        if value != expected or (key not in ours and key not in defaults):
+            is_ours = f"has {json.dumps(expected)}" if key in ours else "has no such key"
+            problems.append(f"  model.{key} = {json.dumps(value)}: this run's model {is_ours}")
+    if problems:
+        where = f"initial_weights = {source.checkpoint.path}"
+        raise RunError("\n".join([f"{where} are weights of another model:", *problems]))
+    rescaled(source, ours.get("logits_scale", 1.0))
+
+
 def restored(source: Source, model: Any, like: Any, pool: Executor) -> Any:
-    """The weights as `like` says, a tree of `ShapeDtypeStruct`s with shardings, for a trainer's model, train.py's or a
-    family's.
+    """The weights as `like` says, a tree of `ShapeDtypeStruct`s with shardings, for a trainer's model.
 
     Raises:
-      RunError: they are of another model; with the field.
+      RunError: as `require_same` and `restore`.
     """
-    like, refusals = {"weights": like}, []
-    theirs, ours = as_tree(source.model), as_tree(model)
-    defaults = {each.name: each.default for each in dataclasses.fields(source.model)}
-    for key, value in theirs.items():
-        expected = ours.get(key, as_tree(defaults[key]))  # what a model has no field for, it computes as by default
-        if value != expected and key not in (*SETTINGS, "logits_scale"):
-            ours_is = json.dumps(expected) if key in ours else f"{json.dumps(expected)}, and has no such field"
-            refusals.append(f"  model.{key} = {json.dumps(value)}: the run's model has {ours_is}")
-    if refusals:
-        raise RunError("\n".join([f"initial_weights = {source.checkpoint.path} are of another model:", *refusals]))
-    factors = rescaled(source, ours.get("logits_scale", 1.0))
+    require_same(source, model)
+    like = {"weights": like}
+    factors = rescaled(source, getattr(model, "logits_scale", 1.0))
     dtypes = {name: leaf.dtype for names, leaf in named_leaves(like) for name in names}
     return restore(View(source.checkpoint, factors, dtypes), like, pool)["weights"]
 
 
 def rescaled(source: Source, logits_scale: float) -> dict[str, float]:
     """What weights are multiplied with, by name, for a model whose attention logits have this factor."""
-    theirs = getattr(source.model, "logits_scale", logits_scale)
-    if theirs == logits_scale:
+    theirs = getattr(source.model, "logits_scale", 1.0)
+    if source.family is None or theirs == logits_scale:
         return {}
-    if getattr(source.model, "qk_norm", "none") != "none":
+    if source.model.qk_norm != "none":
         raise RunError(
             f"model.logits_scale of {source.checkpoint.path} is {theirs}: with qk_norm it must be {logits_scale}"
         )
