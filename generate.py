@@ -19,23 +19,28 @@ from types import SimpleNamespace
 from typing import Any, ClassVar, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
+import train
+from models import layers
 from models.decoding import Drawing, Drawn, Generator
-from models.huggingface import Source, open_weights, read_json, restored
+from models.huggingface import Published, Source, open_weights, read_json, restored
 from models.layers import act, stored
+from runtime import program
 from runtime.check import check_sizes
 from runtime.cluster.processes import check_mesh, prepare_devices
 from runtime.config import command_line
 from runtime.config.keys import Count
 from runtime.config.rebuild import Origins
+from runtime.config.resume import config_of
 from runtime.data.sources import kept_tokenizer
 from runtime.data.tokenizers import Tokenizer, load_tokenizer
 from runtime.run import with_shardings
 from runtime.terminal import RunError, printable
-from shardlib.mesh import make_mesh
-from shardlib.shardtypes import narrowed
+from shardlib.mesh import current_mesh, make_mesh
+from shardlib.shardtypes import narrowed, typed_shard_map
 
 
 # == What is asked for =================================================================================================
@@ -117,8 +122,44 @@ def serve(path: str, mesh: jax.sharding.Mesh, compute_dtype: str | None = None) 
         )
         like = jax.tree.map(lambda x, of: jax.ShapeDtypeStruct(x.shape, of.element.dtype), shapes, type_)
         weights = restored(source, model, with_shardings(like, type_), pool)
+        if not isinstance(source.checkpoint, Published):
+            check_program(source, model, weights)
     tokenizer, start = _tokenizer(source)
     return Served(Generator(source.family, model, weights, _ends(source, tokenizer)), source, tokenizer, start)
+
+
+def check_program(source: Source, model: Any, weights: Any) -> None:
+    """Refuses a run of a changed train.py, unless its program computes the same as the family here: on one row."""
+    attributes = source.checkpoint.attributes
+    if not program.is_another(attributes):
+        return
+    trainer, _ = program.of_checkpoint(attributes)
+    config = config_of(trainer.Config, attributes)
+    same = hasattr(trainer, "forward") and set(vars(config.mesh)) == {"d", "t"}
+    if same:
+        trainer.act.dtype = act.dtype
+        state, _ = trainer.shapes(replace(config, mesh=type(config.mesh)(**current_mesh().shape)))
+        leaves, structure = jax.tree.leaves(weights), jax.tree.structure(state.weights)
+        same = [each.shape for each in leaves] == [each.shape for each in jax.tree.leaves(state.weights)]
+    if same:
+        rows, numbers = current_mesh().shape["d"], np.arange(16, dtype=np.uint32)
+        targets = np.tile(numbers * 7 % model.vocab, (rows, 1))
+        starts, no = np.zeros(targets.shape, bool), 0
+        batch = trainer.TokenBatch(targets=targets, is_seq_start=starts, is_target=~starts)
+        theirs = jax.tree.unflatten(structure, [each.astype(jnp.float32) for each in leaves])
+        forward = typed_shard_map(functools.partial(trainer.forward, config.model, config.training, no))
+        expected = np.asarray(jax.jit(forward)(theirs, batch), np.float32)
+
+        def hidden(weights: narrowed(source.family.Weights, weights), batch: train.TokenBatch) -> act['B/d L M']:
+            return layers.hidden(source.family, model, weights, *layers.inputs_of(batch, no))
+
+        found = jax.jit(typed_shard_map(hidden))(weights, train.TokenBatch(**vars(batch)))
+        same = np.allclose(np.asarray(found, np.float32), expected, rtol=0.05, atol=0.05 * np.abs(expected).max())
+    if not same:
+        raise RunError(
+            f"{source.checkpoint.path} was trained by a program that computes another model than models/llama.py does: "
+            "write a family for it (docs/models.md), or use the program as it is, which the run folder has"
+        )
 
 
 def _tokenizer(source: Source) -> tuple[Tokenizer | None, tuple[int, ...]]:
@@ -302,9 +343,12 @@ def write_all(served: Served, config: Generate, prompts: list[list[int]]) -> Non
     # A single text is shown as it grows.
     grows = len(numbered) == 1 and config.output == "text" and file is None
 
-    def show(number: int, new: str) -> None:
+    def show(_: int, new: str) -> None:
         if grows:
             print(printable(new), end="", flush=True)
+
+    if grows and isinstance(config.prompt, str) and not config.chat:
+        show(0, config.prompt)
 
     with tqdm(total=len(numbered), initial=len(done), unit="text", disable=file is None) as progress:
         for start in range(0, len(left), config.rows):

@@ -34,7 +34,7 @@ LONGEST_GIT_S = 10.0
 class Trainer(Protocol):
     """What a trainer's module offers. train.py is the first one; tests/abc_trainer.py the smallest.
 
-    To be sampled from (tools.sample) it also needs `act`, `forward` and weights with `unembed`, as train.py has them.
+    generate.py takes its runs if they are of a family in models/.
     """
 
     # A RunConfig with the sections `mesh`, a number of devices for each axis, in the mesh's order; `model`, which has
@@ -129,6 +129,13 @@ def recorded(config: Any) -> dict[str, Any]:
         "local_changes": None if changes is None else bool(changes),
         "source": file.read_text(encoding="utf-8"),
     }
+
+
+def is_another(attributes: Mapping[str, Any], name: str = DEFAULT) -> bool:
+    """Whether the trainer that saved a checkpoint is known, and is another than the one of this name."""
+    kept = _kept(attributes)
+    here = _hash(ast.parse(Path(load(name).__file__).read_text(encoding="utf-8")))
+    return kept is not None and kept["files"].get(kept["module"]) != here
 
 
 def differences(attributes: Mapping[str, Any], record: Mapping[str, Any]) -> list[str]:

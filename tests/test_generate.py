@@ -1,0 +1,116 @@
+"""python -m generate: what it writes of runs and of published folders, and what it refuses."""
+
+import json
+import sys
+
+import pytest
+from published import FOLDER
+
+import generate
+import train
+from runtime.config.command_line import load, run
+from tools import tokenize_text
+
+MODEL = [
+    "model.d_model=32", "model.n_q_per_kv=1", "model.n_kv=2", "model.d_head=16", "model.layers=1", "model.d_ff=64",
+    "model.vocab=257", "model.compute_dtype=float32", "mesh.d=1", "mesh.t=1", "training.tokens.batch=8",
+    "training.tokens.len=32", "training.steps=60", "training.warmup_steps=5", "training.steps_for_lr=60",
+    "training.learning_rate=0.01", "checkpoint_interval=60", "eval_interval=60", "validation_batches=1",
+]  # fmt: skip
+SENTENCE = "the cat sat on the mat. "
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory):
+    """A run on one sentence, over and over."""
+    folder = tmp_path_factory.mktemp("generate")
+    (folder / "text.txt").write_text(SENTENCE * 3000)
+    keys = [f"input={folder}/text.txt", f"output={folder}/text.zarr", "validation_fraction=0.5", "document_bytes=100"]
+    tokenize_text.main(load(tokenize_text.TokenizeText, None, keys))
+    where = [f"flat_tokens.filespec={folder}/text.zarr", f"paths.root_working_dir={folder}", "paths.model_name=cat"]
+    train.main(load(train.Config, "local_shakespeare", [*MODEL, *where]))
+    return folder / "cat"
+
+
+@pytest.fixture
+def said(monkeypatch, capsys):
+    """What `python -m generate <arguments>` prints."""
+
+    def call(*arguments, status=0):
+        monkeypatch.setattr(sys, "argv", ["generate", *map(str, arguments)])
+        if status:
+            with pytest.raises(SystemExit) as stop:
+                run(generate.main, generate.Generate)
+            assert stop.value.code == status
+            return capsys.readouterr().err
+        run(generate.main, generate.Generate)
+        return capsys.readouterr().out
+
+    return call
+
+
+def test_it_goes_on_with_what_it_has_learnt(run_folder, said):
+    """At temperature 0 a model that has seen one sentence only goes on with it, beyond the length of a row too; the
+    prompt comes first."""
+    text = said(run_folder, "prompt=on the mat. the c", "tokens=55", "temperature=0")
+    assert text == ("on the mat. " + SENTENCE * 4)[: len("on the mat. the c") + 55] + "\n"
+
+
+def test_a_text_ends_before_a_stop(run_folder, said):
+    """What stands after `stop` is not shown, although tokens come in bursts."""
+    text = said(run_folder, "prompt=the cat sat on the", "tokens=55", "temperature=0", "stop=[cat, zebra]")
+    assert text == "the cat sat on the mat. the \n"
+
+
+def test_a_file_of_prompts_is_continued_where_it_was_left(run_folder, said, tmp_path):
+    """A line for each prompt and sample; after a kill in the middle of a line the rest is written, the same texts."""
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text("".join(json.dumps({"q": text}) + "\n" for text in ("the cat", "on the mat", "sat")))
+    given = [run_folder, f"input={prompts}", "prompt_field=q", f"to={out}", "tokens=8", "samples=2", "rows=4"]
+    said(*given)
+    whole = out.read_text()
+    records = list(map(json.loads, whole.splitlines()))
+    assert [(each["prompt_number"], each["sample"]) for each in records] == [(n, s) for n in range(3) for s in range(2)]
+    out.write_text("".join(whole.splitlines(keepends=True)[:3]) + '{"prompt_num')
+    said(*given)
+    assert out.read_text() == whole
+    alone = said(run_folder, "prompt=on the mat", "tokens=8", "seed=1", "output=ids")
+    assert list(map(int, alone.split())) == records[3]["ids"]
+
+
+def test_ids_and_log_probabilities(said):
+    """output=ids prints the new tokens' ids alone; jsonl also what the model says of each."""
+    given = [FOLDER / "llama", "prompt_ids=[3,4,5]", "tokens=6", "temperature=0"]
+    ids = list(map(int, said(*given, "output=ids").split()))
+    record = json.loads(said(*given, "output=jsonl"))
+    assert record["ids"] == ids and len(ids) == 6 and all(each < 0 for each in record["log_probs"])
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["prompt_ids=[3,99]"], "prompt_ids = [3, 99]: expected one id or more, from 0 to 39"),
+    (["prompt_ids=[]"], "prompt_ids = []: expected one id or more, from 0 to 39"),
+    (["prompt=a", "prompt_ids=[1]"], "prompt and prompt_ids: expected one of them"),
+    (["prompt=a"], "golden/llama has no tokenizer: give prompt_ids, and output=ids"),
+    (["prompt_ids=[1]", "beams=2", "samples=2"], "samples and beams: beam search finds one text, expected one of them"),
+    (["prompt_ids=[1]", "top_p=2"], "top_p = 2: expected a number from 0 to 1"),
+    (["input=nowhere.txt"], "input=nowhere.txt cannot be read: "),
+])  # fmt: skip
+def test_what_is_refused(said, arguments, message):
+    """One line that names the key."""
+    assert message in said(FOLDER / "llama", *arguments, status=1)
+
+
+def test_a_run_of_another_program_is_refused(run_folder, said, monkeypatch):
+    """Of a train.py that was changed since, it is tried whether it still computes what the family does."""
+    monkeypatch.setattr(generate.program, "is_another", lambda *_: True)
+    assert said(run_folder, "prompt=the c", "tokens=2", "temperature=0") == "the cat\n"
+    right = train.rms_norm
+    kept = generate.program.of_checkpoint
+
+    def other(attributes):
+        trainer, notes = kept(attributes)
+        monkeypatch.setattr(trainer, "rms_norm", lambda x, scale, eps: right(x, 2 * scale, eps))
+        return trainer, notes
+
+    monkeypatch.setattr(generate.program, "of_checkpoint", other)
+    assert "computes another model than models/llama.py does" in said(run_folder, "prompt=a", status=1)
