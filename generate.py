@@ -38,7 +38,7 @@ from runtime.config.resume import config_of
 from runtime.data.sources import kept_tokenizer
 from runtime.data.tokenizers import Tokenizer, load_tokenizer
 from runtime.run import with_shardings
-from runtime.terminal import RunError, printable
+from runtime.terminal import RunError, print_error, printable
 from shardlib.mesh import current_mesh, make_mesh
 from shardlib.shardtypes import narrowed, typed_shard_map
 
@@ -80,6 +80,7 @@ class Served:
     source: Source
     tokenizer: Tokenizer | None
     start: tuple[int, ...]  # ids that stand before each prompt
+    length: int  # tokens of a row that it was trained on
 
     def ids_of(self, prompt: "str | Sequence[dict]") -> list[int]:
         """A text's ids, or those of a chat up to the answer's first token."""
@@ -125,7 +126,11 @@ def serve(path: str, mesh: jax.sharding.Mesh, compute_dtype: str | None = None) 
         if not isinstance(source.checkpoint, Published):
             check_program(source, model, weights)
     tokenizer, start = _tokenizer(source)
-    return Served(Generator(source.family, model, weights, _ends(source, tokenizer)), source, tokenizer, start)
+    if source.config is None:
+        length = source.checkpoint.attributes["config"]["training"]["tokens"]["len"]
+    else:
+        length = source.config.get("max_position_embeddings", 2**30)
+    return Served(Generator(source.family, model, weights, _ends(source, tokenizer)), source, tokenizer, start, length)
 
 
 def check_program(source: Source, model: Any, weights: Any) -> None:
@@ -331,6 +336,10 @@ def main(config: Generate) -> None:
             prompts = [list(config.prompt_ids)]
         else:
             prompts = [served.ids_of(prompt) for prompt in prompts_of(config)]
+        if (longest := max(map(len, prompts)) + config.tokens) > served.length:
+            print_error(
+                f"up to {longest} tokens, of a model that was trained on {served.length}: expect nonsense", "note"
+            )
         write_all(served, config, prompts)
 
 

@@ -44,21 +44,27 @@ def said(monkeypatch, capsys):
             assert stop.value.code == status
             return capsys.readouterr().err
         run(generate.main, generate.Generate)
-        return capsys.readouterr().out
+        call.note, out = (printed := capsys.readouterr()).err, printed.out
+        return out
 
     return call
 
 
 def test_it_goes_on_with_what_it_has_learnt(run_folder, said):
-    """At temperature 0 a model that has seen one sentence only goes on with it, beyond the length of a row too; the
-    prompt comes first."""
-    text = said(run_folder, "prompt=on the mat. the c", "tokens=55", "temperature=0")
-    assert text == ("on the mat. " + SENTENCE * 4)[: len("on the mat. the c") + 55] + "\n"
+    """At temperature 0 a model that has seen one sentence only goes on with it; the prompt comes first."""
+    text = said(run_folder, "prompt=on the mat. the c", "tokens=14", "temperature=0")
+    assert text == ("on the mat. " + SENTENCE)[: len("on the mat. the c") + 14] + "\n"
+
+
+def test_beyond_the_length_of_a_row_is_noted(run_folder, said):
+    """A model knows no positions that it was not trained on: a line says so."""
+    assert len(said(run_folder, "prompt=the", "tokens=40", "output=ids").split()) == 40
+    assert "note: up to 44 tokens, of a model that was trained on 32: expect nonsense" in said.note
 
 
 def test_a_text_ends_before_a_stop(run_folder, said):
     """What stands after `stop` is not shown, although tokens come in bursts."""
-    text = said(run_folder, "prompt=the cat sat on the", "tokens=55", "temperature=0", "stop=[cat, zebra]")
+    text = said(run_folder, "prompt=the cat sat on the", "tokens=14", "temperature=0", "stop=[cat, zebra]")
     assert text == "the cat sat on the mat. the \n"
 
 
