@@ -13,7 +13,7 @@ Legend as in train.py; S slots of the cache, one a position; L tokens that are n
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -298,10 +298,21 @@ class Programs:
             top, place = lax.top_k(some, N)
             return cache, top, jnp.take_along_axis(names, place, axis=1)
 
+        @typed
+        def admit(cache: Cache, rows: Rows, new: Rows, is_new: bool_['B/d']) -> tuple[Cache, Rows]:
+            """New rows in the place of others, of which nothing is read any more."""
+
+            def one(new, old):
+                return jnp.where(is_new.reshape(is_new.shape + (1,) * (new.ndim - 1)), new, old)
+
+            return replace(cache, length=jnp.where(is_new, 0, cache.length)), jax.tree.map(one, new, rows)
+
         @functools.cache
         def compiled(which: str, **settings: Any):
             """A program; those of other settings are others. The cache is given up, and so are the rows."""
-            function, given_up = {"read": (read, (2,)), "decode": (decode, (2, 3)), "search": (candidates, (2,))}[which]
+            function, given_up = {
+                "admit": (admit, (0, 1)), "read": (read, (2,)), "decode": (decode, (2, 3)), "search": (candidates, (2,)),
+            }[which]  # fmt: skip
             return jax.jit(typed_shard_map(functools.partial(function, **settings)), donate_argnums=given_up)
 
         self.compiled = compiled
@@ -324,59 +335,16 @@ class Generator:
     def __init__(self, family: Any, model: Any, weights: Any, ends: Sequence[int] = ()):
         self.programs, self.vocab = Programs(family, model, weights), model.vocab
         self.ids = jax.device_put(np.arange(self.vocab, dtype=np.int32), make_shardings(i32['V/t']))
-        # A vocabulary has no such token: a program needs one to compare with.
+        # A program needs one to compare with; a vocabulary has no such token.
         self.ends = np.asarray(list(ends) or [2**32 - 1], np.uint32)
 
     def draw(self, prompts: Sequence[Sequence[int]], drawings: Sequence[Drawing]) -> Iterator[list[Drawn]]:
         """Yields what is new of each row, until all have ended: tokens and their log probabilities."""
-        many, d = len(prompts), axis_size('d')
-        padding = [(prompts[0], replace(drawings[0], tokens=1))] * (-many % d)
-        prompts, drawings = zip(*zip(prompts, drawings), *padding)
-        cache = self.read(prompts, max(drawing.tokens for drawing in drawings))
-        rows = self.rows_of(prompts, drawings)
-        is_drawn = any(each.temperature > 0 for each in drawings)
-        is_filtered = any(each.top_k or each.top_p < 1 or each.min_p for each in drawings)
-        decode, left = self.programs.compiled("decode", is_drawn=is_drawn, is_filtered=is_filtered), rows.left
-        while np.any(left := np.asarray(left)):
-            *donated, tokens, log_probs = decode(*self.programs.weights, cache, rows, self.ids, self.ends)
-            cache, rows = donated
-            yield [self._new(*each) for each in zip(left[:many], np.asarray(tokens), np.asarray(log_probs))]
-            left = rows.left
-
-    def _new(self, left: int, tokens: np.ndarray, log_probs: np.ndarray) -> Drawn:
-        """Of a burst, the tokens that a row drew before it ended."""
-        ended = np.flatnonzero(np.isin(tokens[:left], self.ends))
-        count = ended[0] + 1 if len(ended) else min(left, len(tokens))
-        return Drawn(tokens[:count].tolist(), log_probs[:count].tolist())
-
-    def read(self, prompts: Sequence[Sequence[int]], tokens: int) -> Cache:
-        """A cache with all of each prompt but its last token, and room for so many tokens more."""
-        lengths = np.array([len(prompt) - 1 for prompt in prompts])
-        chunk = min(CHUNK, 1 << int(lengths.max() - 1).bit_length()) if lengths.max() else 1
-        slots = -(-(lengths.max() + max(tokens, chunk)) // SLOTS) * SLOTS
-        cache, read = self.programs.empty(len(prompts), int(slots)), self.programs.compiled("read")
-        for start in range(0, lengths.max(), chunk):
-            tokens = np.zeros((len(prompts), chunk), np.uint32)
-            counts = np.clip(lengths - start, 0, chunk)
-            for row, prompt, count in zip(tokens, prompts, counts):
-                row[:count] = prompt[start : start + count]
-            cache = read(*self.programs.weights, cache, tokens, counts.astype(np.int32))
-        return cache
-
-    def rows_of(self, prompts: Sequence[Sequence[int]], drawings: Sequence[Drawing]) -> Rows:
-        seen = np.zeros((len(prompts), self.vocab), bool)
-        for row, prompt in zip(seen, prompts):
-            row[np.asarray(prompt)] = True
-        of = {name: np.array([getattr(each, name) for each in drawings], np.float32) for name in FILTERS}
-        rows = Rows(
-            token=np.array([prompt[-1] for prompt in prompts], np.uint32),
-            drawn=np.zeros(len(prompts), np.int32),
-            left=np.array([each.tokens for each in drawings], np.int32),
-            seen=seen,
-            key=np.stack([np.asarray(jax.random.key_data(jax.random.key(each.seed))) for each in drawings]),
-            **of,
-        )
-        return jax.device_put(rows, make_shardings(Rows))
+        count = -(-len(prompts) // axis_size('d')) * axis_size('d')
+        slots = Slots(self, count, max(map(len, prompts)), max(each.tokens for each in drawings))
+        slots.admit(dict(enumerate(zip(prompts, drawings))))
+        while slots.left.any():
+            yield slots.advance()[: len(prompts)]
 
     def search(self, prompts: Sequence[Sequence[int]], tokens: int, beams: int, length_penalty: float) -> list[Drawn]:
         """The best text after each prompt that beam search finds, as transformers does."""
@@ -391,7 +359,10 @@ class Generator:
     def _search(self, prompts: Sequence[Sequence[int]], tokens: int, beams: int, length_penalty: float) -> list[Drawn]:
         """One prompt for each device along d, whose beams are its rows."""
         texts = [Beams(beams, tokens, length_penalty, self.ends) for _ in prompts]
-        cache = self.read([prompt for prompt in prompts for _ in range(beams)], tokens)
+        slots = Slots(self, len(prompts) * beams, max(map(len, prompts)), tokens)
+        rows = [(prompt, Drawing(tokens=tokens)) for prompt in prompts for _ in range(beams)]
+        slots.admit(dict(enumerate(rows)))
+        cache = slots.cache
         search = self.programs.compiled("search", N=min((1 + len(self.ends)) * beams, self.vocab // axis_size('t')))
         token = np.repeat([prompt[-1] for prompt in prompts], beams).astype(np.uint32)
         parent = np.tile(np.arange(beams, dtype=np.int32), len(prompts))
@@ -401,6 +372,85 @@ class Generator:
             moves = [each.advance(*of_text) for each, *of_text in zip(texts, *by_text)]
             parent, token = (np.concatenate(each) for each in zip(*moves))
         return [each.best() for each in texts]
+
+
+class Slots:
+    """Rows of one cache, into which texts come and from which they go while others are drawn.
+
+    Args:
+      count: of the rows, a multiple of the devices along d.
+      prompt, tokens: the longest prompt, and the most tokens after it.
+    """
+
+    def __init__(self, generator: Generator, count: int, prompt: int, tokens: int):
+        self.generator, self.left = generator, np.zeros(count, np.int32)
+        # A chunk is written as a whole, although a prompt may end in it.
+        self.chunk = min(CHUNK, 1 << max(prompt - 2, 0).bit_length())
+        room = -(-(prompt + max(tokens, self.chunk)) // SLOTS) * SLOTS
+        self.cache = generator.programs.empty(count, room)
+        self.drawings = [Drawing(tokens=1, temperature=0.0)] * count
+        self.rows = self._rows({})
+
+    def admit(self, texts: Mapping[int, tuple[Sequence[int], Drawing]]) -> None:
+        """Puts a prompt into each of these rows, in the place of what was there."""
+        is_new = np.isin(np.arange(len(self.left)), list(texts))
+        self.cache, self.rows = self.generator.programs.compiled("admit")(
+            self.cache, self.rows, self._rows(texts), jax.device_put(is_new, make_shardings(bool_['B/d']))
+        )
+        prompts: list[Sequence[int]] = [texts[n][0] if n in texts else [0] for n in range(len(self.left))]
+        for row, (_, drawing) in texts.items():
+            self.drawings[row], self.left[row] = drawing, drawing.tokens
+        lengths = np.array([len(prompt) - 1 for prompt in prompts])
+        read = self.generator.programs.compiled("read")
+        for start in range(0, lengths.max(), self.chunk):
+            tokens = np.zeros((len(prompts), self.chunk), np.uint32)
+            counts = np.clip(lengths - start, 0, self.chunk).astype(np.int32)
+            for row, prompt, count in zip(tokens, prompts, counts):
+                row[:count] = prompt[start : start + count]
+            self.cache = read(*self.generator.programs.weights, self.cache, tokens, counts)
+
+    def drop(self, rows: Collection[int]) -> None:
+        """Ends these rows."""
+        left = np.where(np.isin(np.arange(len(self.left)), list(rows)), 0, self.left).astype(np.int32)
+        self.left, self.rows = left, replace(self.rows, left=jax.device_put(left, make_shardings(i32['B/d'])))
+
+    def advance(self) -> list[Drawn]:
+        """Up to BURST tokens more of each row that has not ended."""
+        going_on = [each for each, left in zip(self.drawings, self.left) if left]
+        decode = self.generator.programs.compiled(
+            "decode",
+            is_drawn=any(each.temperature > 0 for each in going_on),
+            is_filtered=any(each.top_k or each.top_p < 1 or each.min_p for each in going_on),
+        )
+        generator, before = self.generator, self.left
+        self.cache, self.rows, tokens, log_probs = decode(
+            *generator.programs.weights, self.cache, self.rows, generator.ids, generator.ends
+        )
+        self.left = np.array(self.rows.left)
+        drawn = zip(before - self.left, before, self.left, np.asarray(tokens), np.asarray(log_probs))
+        return [self._new(*each) for each in drawn]
+
+    def _new(self, spent: int, before: int, left: int, tokens: np.ndarray, log_probs: np.ndarray) -> Drawn:
+        """What a row drew of a burst: all that it spent, unless an end came before."""
+        ended = np.flatnonzero(np.isin(tokens[:before], self.generator.ends)) if before and not left else []
+        count = ended[0] + 1 if len(ended) else spent
+        return Drawn(tokens[:count].tolist(), log_probs[:count].tolist())
+
+    def _rows(self, texts: Mapping[int, tuple[Sequence[int], Drawing]]) -> Rows:
+        count = len(self.left)
+        given = [texts.get(n, ([0], Drawing(tokens=1, temperature=0.0))) for n in range(count)]
+        seen = np.zeros((count, self.generator.vocab), bool)
+        for row, (prompt, _) in zip(seen, given):
+            row[np.asarray(prompt)] = True
+        rows = Rows(
+            token=np.array([prompt[-1] for prompt, _ in given], np.uint32),
+            drawn=np.zeros(count, np.int32),
+            left=np.array([drawing.tokens if n in texts else 0 for n, (_, drawing) in enumerate(given)], np.int32),
+            seen=seen,
+            key=np.stack([np.asarray(jax.random.key_data(jax.random.key(drawing.seed))) for _, drawing in given]),
+            **{name: np.array([getattr(drawing, name) for _, drawing in given], np.float32) for name in FILTERS},
+        )
+        return jax.device_put(rows, make_shardings(Rows))
 
 
 class Beams:
