@@ -1,0 +1,330 @@
+"""An OpenAI-compatible server for a run, a checkpoint or a published folder.
+
+    python -m serve SmolLM2-135M-Instruct                     # http://127.0.0.1:8000, with a page for a conversation
+    python -m serve runs/my_chats port=9000 rows=16 mesh.t=2 api_key=secret
+    curl localhost:8000/v1/completions -d '{"prompt": "HAMLET.", "max_tokens": 50, "stream": true}'
+
+Requests share one cache: a free row takes the next one while others are drawn (continuous batching), so an answer is
+the one that it would be alone. `pip install starlette uvicorn`.
+"""
+
+import asyncio
+import hmac
+import json
+import threading
+import time
+import uuid
+from collections import Counter, deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import jax
+import pydantic
+
+from generate import Mesh, Served, Text, serve, start_mesh
+from models.decoding import Drawing, Slots
+from runtime.config import command_line
+from runtime.config.keys import Count
+from runtime.data.tokenizers import ChatError
+from runtime.terminal import RunError, needs_package, print_line
+
+PAGE = Path(__file__).parent / "runtime/chat.html"
+BODY_BYTES = 2**20  # of a request, at most
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serve:
+    WORDS: ClassVar = ("model",)
+
+    model: str  # a run, a checkpoint, or a published folder
+    host: str = "127.0.0.1"  # where it listens; 0.0.0.0: for other machines too, over which an api_key should watch
+    port: Count = 8000
+    api_key: str | None = None  # that clients must send as a bearer token
+    rows: Count = 8  # answers that are written at the same time
+    length: Count = 2048  # tokens of a prompt and its answer, at most
+    waiting: Count = 64  # requests that wait for a row, at most; more are told to come again
+    compute_dtype: Literal["bfloat16", "float32"] | None = None  # null: the model's; float32 on a CPU
+    mesh: Mesh = field(default_factory=Mesh)
+
+
+class Request(pydantic.BaseModel):
+    """What /v1/completions and /v1/chat/completions take. Fields that they take besides must have no effect."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+
+    model: str | None = None
+    prompt: str | list[int] | None = None
+    messages: list[dict] | None = None
+    max_tokens: int = pydantic.Field(256, ge=1)
+    max_completion_tokens: int | None = pydantic.Field(None, ge=1)
+    temperature: float = pydantic.Field(1.0, ge=0)
+    top_p: float = pydantic.Field(1.0, ge=0, le=1)
+    top_k: int = pydantic.Field(0, ge=0)
+    min_p: float = pydantic.Field(0.0, ge=0, le=1)
+    repetition_penalty: float = pydantic.Field(1.0, gt=0)
+    seed: int | None = pydantic.Field(None, ge=0, lt=2**32)
+    stop: str | list[str] | None = None
+    stream: bool = False
+    n: Literal[1] = 1
+    user: str | None = None
+    stream_options: dict | None = None
+
+    def drawing(self, seed: int) -> Drawing:
+        return Drawing(
+            tokens=self.max_completion_tokens or self.max_tokens,
+            seed=seed if self.seed is None else self.seed,
+            **{name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
+        )
+
+
+class Answer:
+    """A request on its way: what the engine writes, and where its client reads."""
+
+    def __init__(self, ids: list[int], drawing: Drawing, text: Text):
+        self.ids, self.drawing, self.text, self.is_left = ids, drawing, text, False
+        self.loop, self.pieces = asyncio.get_running_loop(), asyncio.Queue()
+
+    def put(self, piece: str | None) -> None:
+        """A piece of text; None: that was all."""
+        with suppress(RuntimeError):  # the server has stopped meanwhile
+            self.loop.call_soon_threadsafe(self.pieces.put_nowait, piece)
+
+    async def read(self) -> AsyncIterator[str]:
+        try:
+            while (piece := await self.pieces.get()) is not None:
+                if piece:
+                    yield piece
+        finally:
+            self.is_left = True  # its row is free, if it has one still
+
+    @property
+    def reason(self) -> str:
+        ended = self.text.has_ended or (self.text.ids and self.text.ids[-1] in self.text.served.generator.ends)
+        return "stop" if ended else "length"
+
+
+class Engine(threading.Thread):
+    """Draws for all requests, on the thread that speaks with the devices."""
+
+    def __init__(self, served: Served, mesh: jax.sharding.Mesh, config: Serve):
+        super().__init__(name="engine", daemon=True)
+        self.served, self.mesh, self.config = served, mesh, config
+        self.waiting: deque[Answer] = deque()
+        self.changed, self.stopping, self.failure = threading.Condition(), False, None
+        self.answers: list[Answer | None] = [None] * config.rows
+        self.counts: Counter[str] = Counter()
+
+    def submit(self, answer: Answer) -> bool:
+        """False where too many wait already, or the server stops."""
+        with self.changed:
+            if self.stopping or self.failure or len(self.waiting) >= self.config.waiting:
+                self.counts["refused"] += 1
+                return False
+            self.waiting.append(answer)
+            self.counts["requests"] += 1
+            self.changed.notify()
+            return True
+
+    def stop(self) -> None:
+        """Ends after what waits and what is drawn."""
+        with self.changed:
+            self.stopping = True
+            self.changed.notify()
+
+    def run(self) -> None:
+        try:
+            with jax.set_mesh(self.mesh):
+                self._run()
+        except BaseException as error:  # clients and /health must learn of it
+            self.failure = error
+            for answer in [*self.waiting, *filter(None, self.answers)]:
+                answer.put(None)
+            raise
+
+    def _run(self) -> None:
+        length = self.config.length
+        slots = Slots(self.served.generator, self.config.rows, length, length)
+        while True:
+            with self.changed:
+                while not self.waiting and not any(self.answers) and not self.stopping:
+                    self.changed.wait()
+                if self.stopping and not self.waiting and not any(self.answers):
+                    return
+                new = {}
+                for row in [row for row, answer in enumerate(self.answers) if answer is None]:
+                    while self.waiting and self.waiting[0].is_left:
+                        self.waiting.popleft()
+                    if self.waiting:
+                        new[row] = self.answers[row] = self.waiting.popleft()
+            if new:
+                slots.admit({row: (answer.ids, answer.drawing) for row, answer in new.items()})
+            if any(self.answers):
+                self._hand_out(slots, slots.advance())
+
+    def _hand_out(self, slots: Slots, burst: list) -> None:
+        gone = []
+        for row, (answer, drawn) in enumerate(zip(self.answers, burst)):
+            if answer is None:
+                continue
+            self.counts["tokens"] += len(drawn.tokens)
+            answer.put(answer.text.add(drawn))
+            if answer.is_left or answer.text.has_ended or not slots.left[row]:
+                answer.put(answer.text.end())
+                answer.put(None)
+                self.answers[row] = None
+                gone.append(row)
+                self.counts["left" if answer.is_left else "answered"] += 1
+        if any(slots.left[row] for row in gone):
+            slots.drop(gone)
+
+
+def app_of(served: Served, engine: Engine, config: Serve) -> Any:
+    """The ASGI application."""
+    from starlette.applications import Starlette
+    from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, StreamingResponse
+    from starlette.routing import Route
+
+    name, seeds = Path(config.model).name, iter(range(2**32))
+
+    def error(status: int, message: str, **headers: str) -> JSONResponse:
+        body = {"error": {"message": message, "type": "invalid_request_error" if status < 500 else "server_error"}}
+        return JSONResponse(body, status, headers)
+
+    def refusal(request: Any) -> Any:
+        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if config.api_key is not None and not hmac.compare_digest(given.encode(), config.api_key.encode()):
+            return error(401, "expected the server's api_key as a bearer token")
+        return None
+
+    async def asked(request: Any) -> Request:
+        """Raises ValueError with what is wrong."""
+        body = b""
+        async for piece in request.stream():
+            if len(body := body + piece) > BODY_BYTES:
+                raise ValueError(f"a request has at most {BODY_BYTES:,} bytes")
+        try:
+            return Request.model_validate_json(body)
+        except pydantic.ValidationError as wrong:
+            first = wrong.errors()[0]
+            raise ValueError(f"{'.'.join(map(str, first['loc'])) or 'body'}: {first['msg']}") from None
+
+    def ids_of(given: Request, is_chat: bool) -> list[int]:
+        if (given.messages is None) == is_chat or (given.prompt is None) != is_chat:
+            raise ValueError(f"expected {'messages' if is_chat else 'prompt'}")
+        if isinstance(given.prompt, list):
+            if not given.prompt or not all(0 <= each < served.source.model.vocab for each in given.prompt):
+                raise ValueError("prompt: expected ids of the vocabulary, one or more")
+            return given.prompt
+        return served.ids_of(given.messages if is_chat else given.prompt)
+
+    async def complete(request: Any, is_chat: bool) -> Any:
+        if (refused := refusal(request)) is not None:
+            return refused
+        try:
+            given = await asked(request)
+            ids = ids_of(given, is_chat)
+            drawing = given.drawing(next(seeds))
+        except (ValueError, ChatError, RunError) as wrong:
+            return error(400, str(wrong))
+        if len(ids) + drawing.tokens > config.length:
+            return error(400, f"{len(ids)} tokens and max_tokens={drawing.tokens}: at most {config.length} together")
+        stop = [given.stop] if isinstance(given.stop, str) else given.stop or []
+        answer = Answer(ids, drawing, Text(served, stop))
+        if not engine.submit(answer):
+            status = 503 if engine.stopping or engine.failure else 429
+            return error(status, "the server stops" if status == 503 else "too many wait", **{"Retry-After": "1"})
+        head = {"id": f"cmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": name}
+        if given.stream:
+            return StreamingResponse(events(answer, head, is_chat), media_type="text/event-stream")
+        text = await whole(request, answer)
+        said = {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}
+        counts = {"prompt_tokens": len(ids), "completion_tokens": len(answer.text.ids)}
+        usage = {**counts, "total_tokens": sum(counts.values())}
+        choice = {"index": 0, "finish_reason": answer.reason, "logprobs": None, **said}
+        kind = "chat.completion" if is_chat else "text_completion"
+        return JSONResponse({**head, "object": kind, "choices": [choice], "usage": usage})
+
+    async def whole(request: Any, answer: Answer) -> str:
+        """All of an answer; it is left when its client is."""
+
+        async def watch() -> None:
+            while not await request.is_disconnected():
+                await asyncio.sleep(0.2)
+            answer.is_left = True
+
+        watching = asyncio.create_task(watch())
+        try:
+            return "".join([piece async for piece in answer.read()])
+        finally:
+            watching.cancel()
+
+    async def events(answer: Answer, head: dict, is_chat: bool) -> AsyncIterator[str]:
+        kind = "chat.completion.chunk" if is_chat else "text_completion"
+
+        def event(said: dict, reason: str | None = None) -> str:
+            choice = {"index": 0, "finish_reason": reason, **({"delta": said} if is_chat else {"text": "", **said})}
+            return f"data: {json.dumps({**head, 'object': kind, 'choices': [choice]})}\n\n"
+
+        if is_chat:
+            yield event({"role": "assistant", "content": ""})
+        async for piece in answer.read():
+            yield event({"content": piece} if is_chat else {"text": piece})
+        yield event({}, answer.reason)
+        yield "data: [DONE]\n\n"
+
+    async def completions(request: Any) -> Any:
+        return await complete(request, is_chat=False)
+
+    async def chat_completions(request: Any) -> Any:
+        return await complete(request, is_chat=True)
+
+    async def models(request: Any) -> Any:
+        listed = [{"id": name, "object": "model", "created": 0, "owned_by": "clearshard"}]
+        return refusal(request) or JSONResponse({"object": "list", "data": listed})
+
+    async def health(_: Any) -> Any:
+        return error(503, f"the engine has stopped: {engine.failure}") if engine.failure else PlainTextResponse("ok\n")
+
+    async def metrics(_: Any) -> Any:
+        now = {**engine.counts, "rows_in_use": sum(map(bool, engine.answers)), "waiting": len(engine.waiting)}
+        return PlainTextResponse("".join(f"clearshard_{key} {value}\n" for key, value in now.items()))
+
+    async def page(_: Any) -> Any:
+        return HTMLResponse(PAGE.read_text(encoding="utf-8"))
+
+    @asynccontextmanager
+    async def lifespan(_: Any) -> AsyncIterator[None]:
+        yield
+        engine.stop()
+
+    routes = [
+        Route("/v1/completions", completions, methods=["POST"]),
+        Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+        Route("/v1/models", models), Route("/health", health), Route("/metrics", metrics), Route("/", page),
+    ]  # fmt: skip
+    return Starlette(routes=routes, lifespan=lifespan)
+
+
+def main(config: Serve) -> None:
+    """Answers until it is interrupted; then finishes what it has begun."""
+    with needs_package("serving", "uvicorn", "pip install starlette uvicorn"):
+        import uvicorn
+    mesh = start_mesh(config)
+    with jax.set_mesh(mesh):
+        served = serve(config.model, mesh, config.compute_dtype)
+    engine = Engine(served, mesh, config)
+    engine.start()
+    settings = uvicorn.Config(app_of(served, engine, config), config.host, config.port, log_level="warning")
+    print_line(
+        f"{config.model} at http://{config.host}:{config.port}, {config.rows} answers at a time; Ctrl-C ends it."
+    )
+    uvicorn.Server(settings).run()
+    engine.stop()
+    engine.join()
+
+
+if __name__ == "__main__":
+    command_line.run(main, Serve)
