@@ -20,6 +20,9 @@ import pytest
 from object_store import object_store, object_store_server  # noqa: F401 fixtures
 
 import train
+from models import layers
+from runtime.config.command_line import load
+from tools import tokenize_text
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -49,7 +52,25 @@ COMPUTE_DTYPE = train.act.dtype
 @pytest.fixture(autouse=True)
 def own_compute_dtype():
     """Each test begins with the activations' type as imported: a trainer's main, in a fixture too, sets it."""
-    train.act.dtype = COMPUTE_DTYPE
+    train.act.dtype, layers.stored.dtype = COMPUTE_DTYPE, "float32"
+
+
+@pytest.fixture(scope="session")
+def cat_run(tmp_path_factory):
+    """The folder of a run on one sentence, over and over, that knows it by heart."""
+    folder = tmp_path_factory.mktemp("cat")
+    (folder / "text.txt").write_text("the cat sat on the mat. " * 3000)
+    keys = [f"input={folder}/text.txt", f"output={folder}/text.zarr", "validation_fraction=0.5", "document_bytes=100"]
+    tokenize_text.main(load(tokenize_text.TokenizeText, None, keys))
+    overrides = f"""
+        flat_tokens.filespec={folder}/text.zarr paths.root_working_dir={folder} paths.model_name=cat mesh.d=1 mesh.t=1
+        model.d_model=32 model.n_q_per_kv=1 model.n_kv=2 model.d_head=16 model.layers=1 model.d_ff=64 model.vocab=257
+        model.compute_dtype=float32 training.tokens.batch=8 training.tokens.len=32 training.steps=60
+        training.warmup_steps=5 training.steps_for_lr=60 training.learning_rate=0.01 checkpoint_interval=60
+        eval_interval=60 validation_batches=1
+    """
+    train.main(load(train.Config, "local_shakespeare", overrides.split()))
+    return folder / "cat"
 
 
 def pytest_terminal_summary(terminalreporter):

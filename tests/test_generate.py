@@ -8,28 +8,9 @@ from published import FOLDER
 
 import generate
 import train
-from runtime.config.command_line import load, run
-from tools import tokenize_text
+from runtime.config.command_line import run
 
-MODEL = [
-    "model.d_model=32", "model.n_q_per_kv=1", "model.n_kv=2", "model.d_head=16", "model.layers=1", "model.d_ff=64",
-    "model.vocab=257", "model.compute_dtype=float32", "mesh.d=1", "mesh.t=1", "training.tokens.batch=8",
-    "training.tokens.len=32", "training.steps=60", "training.warmup_steps=5", "training.steps_for_lr=60",
-    "training.learning_rate=0.01", "checkpoint_interval=60", "eval_interval=60", "validation_batches=1",
-]  # fmt: skip
 SENTENCE = "the cat sat on the mat. "
-
-
-@pytest.fixture(scope="module")
-def run_folder(tmp_path_factory):
-    """A run on one sentence, over and over."""
-    folder = tmp_path_factory.mktemp("generate")
-    (folder / "text.txt").write_text(SENTENCE * 3000)
-    keys = [f"input={folder}/text.txt", f"output={folder}/text.zarr", "validation_fraction=0.5", "document_bytes=100"]
-    tokenize_text.main(load(tokenize_text.TokenizeText, None, keys))
-    where = [f"flat_tokens.filespec={folder}/text.zarr", f"paths.root_working_dir={folder}", "paths.model_name=cat"]
-    train.main(load(train.Config, "local_shakespeare", [*MODEL, *where]))
-    return folder / "cat"
 
 
 @pytest.fixture
@@ -50,29 +31,29 @@ def said(monkeypatch, capsys):
     return call
 
 
-def test_it_goes_on_with_what_it_has_learnt(run_folder, said):
+def test_it_goes_on_with_what_it_has_learnt(cat_run, said):
     """At temperature 0 a model that has seen one sentence only goes on with it; the prompt comes first."""
-    text = said(run_folder, "prompt=on the mat. the c", "tokens=14", "temperature=0")
+    text = said(cat_run, "prompt=on the mat. the c", "tokens=14", "temperature=0")
     assert text == ("on the mat. " + SENTENCE)[: len("on the mat. the c") + 14] + "\n"
 
 
-def test_beyond_the_length_of_a_row_is_noted(run_folder, said):
+def test_beyond_the_length_of_a_row_is_noted(cat_run, said):
     """A model knows no positions that it was not trained on: a line says so."""
-    assert len(said(run_folder, "prompt=the", "tokens=40", "output=ids").split()) == 40
+    assert len(said(cat_run, "prompt=the", "tokens=40", "output=ids").split()) == 40
     assert "note: up to 44 tokens, of a model that was trained on 32: expect nonsense" in said.note
 
 
-def test_a_text_ends_before_a_stop(run_folder, said):
+def test_a_text_ends_before_a_stop(cat_run, said):
     """What stands after `stop` is not shown, although tokens come in bursts."""
-    text = said(run_folder, "prompt=the cat sat on the", "tokens=14", "temperature=0", "stop=[cat, zebra]")
+    text = said(cat_run, "prompt=the cat sat on the", "tokens=14", "temperature=0", "stop=[cat, zebra]")
     assert text == "the cat sat on the mat. the \n"
 
 
-def test_a_file_of_prompts_is_continued_where_it_was_left(run_folder, said, tmp_path):
+def test_a_file_of_prompts_is_continued_where_it_was_left(cat_run, said, tmp_path):
     """A line for each prompt and sample; after a kill in the middle of a line the rest is written, the same texts."""
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     prompts.write_text("".join(json.dumps({"q": text}) + "\n" for text in ("the cat", "on the mat", "sat")))
-    given = [run_folder, f"input={prompts}", "prompt_field=q", f"to={out}", "tokens=8", "samples=2", "rows=4"]
+    given = [cat_run, f"input={prompts}", "prompt_field=q", f"to={out}", "tokens=8", "samples=2", "rows=4"]
     said(*given)
     whole = out.read_text()
     records = list(map(json.loads, whole.splitlines()))
@@ -80,7 +61,7 @@ def test_a_file_of_prompts_is_continued_where_it_was_left(run_folder, said, tmp_
     out.write_text("".join(whole.splitlines(keepends=True)[:3]) + '{"prompt_num')
     said(*given)
     assert out.read_text() == whole
-    alone = said(run_folder, "prompt=on the mat", "tokens=8", "seed=1", "output=ids")
+    alone = said(cat_run, "prompt=on the mat", "tokens=8", "seed=1", "output=ids")
     assert list(map(int, alone.split())) == records[3]["ids"]
 
 
@@ -106,10 +87,10 @@ def test_what_is_refused(said, arguments, message):
     assert message in said(FOLDER / "llama", *arguments, status=1)
 
 
-def test_a_run_of_another_program_is_refused(run_folder, said, monkeypatch):
+def test_a_run_of_another_program_is_refused(cat_run, said, monkeypatch):
     """Of a train.py that was changed since, it is tried whether it still computes what the family does."""
     monkeypatch.setattr(generate.program, "is_another", lambda *_: True)
-    assert said(run_folder, "prompt=the c", "tokens=2", "temperature=0") == "the cat\n"
+    assert said(cat_run, "prompt=the c", "tokens=2", "temperature=0") == "the cat\n"
     right = train.rms_norm
     kept = generate.program.of_checkpoint
 
@@ -119,4 +100,4 @@ def test_a_run_of_another_program_is_refused(run_folder, said, monkeypatch):
         return trainer, notes
 
     monkeypatch.setattr(generate.program, "of_checkpoint", other)
-    assert "computes another model than models/llama.py does" in said(run_folder, "prompt=a", status=1)
+    assert "computes another model than models/llama.py does" in said(cat_run, "prompt=a", status=1)
