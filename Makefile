@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train shakespeare test test-model test-slow golden lint format clean
+.PHONY: train shakespeare test test-model test-slow torture golden lint format clean
 .DEFAULT_GOAL := train
 
 train: $(VENV)/runtime  ## the small job on simulated devices
@@ -25,6 +25,9 @@ test-model: $(VENV)/tests  ## what proves the model: the step against its refere
 
 test-slow: $(VENV)/tests
 	$(BIN)/python -m pytest -m slow -rs
+
+torture: $(VENV)/tests  ## 300 signals at random moments, then full disks and failing stores; half an hour
+	$(BIN)/python -m tests.torture
 
 golden: $(VENV)/runtime  ## the losses that tests/test_golden.py expects, written anew
 	$(BIN)/python -m tests.renew_golden
