@@ -29,7 +29,7 @@ from jax_extra import explicit_activation_checkpointing, fold_in_str, save_for_b
 from kernels.attention import KERNELS, KernelName, chosen, usable
 from runtime.check import batch_shapes, check_sizes, report_check
 from runtime.config.command_line import run
-from runtime.config.keys import Count, Decay, Fraction, NotNegative, Positive, RunConfig, RunTraining, Steps
+from runtime.config.keys import Count, Fraction, Momentum, NotNegative, Positive, RunConfig, RunTraining, Steps
 from runtime.run import Run, start, with_shardings
 from shardlib import shardops
 from shardlib.shardtypes import Array, ComputeType, bool_, f32, i32, pytree_dataclass, typed_shard_map, u32
@@ -67,8 +67,8 @@ class Training(RunTraining):  # which has seed, steps, tokens and microbatches
     steps_for_lr: Count  # then follows a cosine, which is at its floor from this step on, counted from 0
     learning_rate: Positive  # its largest value
     cosine_learning_rate_final_fraction: Fraction = 0.1  # the floor, as a fraction of learning_rate
-    adam_b1: Decay = 0.9  # decay rate of the gradient's mean
-    adam_b2: Decay = 0.95  # decay rate of the squared gradient's mean
+    adam_b1: Momentum = 0.9  # decay rate of the gradient's mean
+    adam_b2: Momentum = 0.95  # decay rate of the squared gradient's mean
     adam_eps: Positive = 1e-8  # added to the root of the second moment
     weight_decay: NotNegative = 0.1  # w loses learning_rate · weight_decay · w; matrices only, see DECAYED
     max_grad_norm: Positive = 1.0  # a gradient whose global norm is larger is scaled down to it

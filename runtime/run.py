@@ -14,6 +14,7 @@ import collections
 import contextlib
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -41,7 +42,7 @@ from runtime.config import resume
 from runtime.config.checks import check_dataset, check_resume
 from runtime.config.command_line import to_yaml
 from runtime.data.sources import bytes_per_token, keep_tokenizer, open_data, tokenizer_identity, tokenizer_of
-from runtime.terminal import RunError, print_line, wrapped
+from runtime.terminal import RunError, print_line, run_errors, wrapped
 from runtime.tracking.bad_steps import BadSteps
 from runtime.tracking.files import write_whole
 from runtime.tracking.followers import Followers
@@ -106,6 +107,8 @@ class Run:
         self.folder = Path("runs" if "://" in root else root) / name
         self.compiler_options = options(jax.devices()[0])
         with contextlib.ExitStack() as opened:
+            # The configuration may hold a secret, and so what repeats it: checkpoints, pages, what trackers keep.
+            opened.callback(os.umask, os.umask(0o077))
             # First, so that it ends last: waiting for a tracker holds up no checkpoint.
             self._followers = opened.enter_context(Followers(config, self.folder, is_leader=self._is_leader))
             self.data = opened.enter_context(open_data(config, "train", sharding))
@@ -129,25 +132,26 @@ class Run:
             self._go_on_from(self._checkpoints.latest(last_step=self._total) or 0)
             check_resume(config, self.done_steps)
             if self._is_leader:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                (self.folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
-                (self.folder / "program.py").write_text(self._program["source"], encoding="utf-8")
-                if tokenizer is not None:
-                    keep_tokenizer(self.folder, tokenizer)
+                with self._writing():
+                    self.folder.mkdir(parents=True, exist_ok=True)
+                    write_whole(self.folder / "config.yaml", to_yaml(config))
+                    write_whole(self.folder / "program.py", self._program["source"])
+                    if tokenizer is not None:
+                        keep_tokenizer(self.folder, tokenizer)
                 print_line(wrapped(f"training data: {self.data.summary}"))
                 print_line(wrapped(f"validation data: {self.validation_data.summary}"))
             self._open = opened.pop_all()
         self._tracker: Tracker | None = None
         self._skipped_steps: Any = 0
         self._in_flight: collections.deque[jax.Array] = collections.deque()
-        self._stopping = self._save_is_late = False
+        self._stopping = self._is_stopped = self._save_is_late = False
 
     def __enter__(self) -> "Run":
         return self
 
     def __exit__(self, *error) -> None:
         self._open.__exit__(*error)
-        if self._stopping and error[0] is None:
+        if self._is_stopped and error[0] is None:
             sys.exit(STOPPED)
 
     def say(self, text: str) -> None:
@@ -172,21 +176,23 @@ class Run:
             devices = jax.sharding.get_mesh().devices.ravel()
             joined = [domain(each) for each in devices].count(domain(devices[0]))
             machine = of_device_kind(devices[0].device_kind)  # None: its figures are not known
-            files.write(ledger, self.folder, machine and roofline(ledger, machine, joined))
             lines = summary(ledger, machine and machine.hbm_bytes)
             lines += sent_over_network(ledger, jax.sharding.get_mesh())
+            with self._writing():
+                files.write(ledger, self.folder, machine and roofline(ledger, machine, joined))
+                about = json.dumps({**environment(), "ledger": lines}, indent=1)
+                write_whole(self.folder / "environment.json", about)
             print_line("\n".join(map(wrapped, lines)))
-            about = json.dumps({**environment(), "ledger": lines}, indent=1)
-            (self.folder / "environment.json").write_text(about, encoding="utf-8")
         compiled = traced.lower().compile(compiler_options=self.compiler_options)
         if self._is_leader:
             lines, rows = report(ledger, compiled)
             print_line("\n".join(map(wrapped, lines)))
-            if rows:
-                with (self.folder / "ledger.txt").open("a", encoding="utf-8") as file:
-                    print("\nWhat the compiled step sends in another way:", *rows, sep="\n  ", file=file)
-            if not (self.folder / "step.svg").exists():
-                write_whole(self.folder / "step.hlo.txt", compiled.as_text())
+            with self._writing():
+                if rows:
+                    with (self.folder / "ledger.txt").open("a", encoding="utf-8") as file:
+                        print("\nWhat the compiled step sends in another way:", *rows, sep="\n  ", file=file)
+                if not (self.folder / "step.svg").exists():
+                    write_whole(self.folder / "step.hlo.txt", compiled.as_text())
         return compiled
 
     def first_state(self, shapes: Any, init: Callable[[jax.Array], Any]) -> Any:
@@ -239,7 +245,10 @@ class Run:
             loss = targets = jax.device_put(np.float32(0), jax.P())  # as they return: it is compiled once
             for index in range(self.validation_data.steps):
                 loss, targets = add_batch(weights, loss, targets, self.validation_data.load(index))
-                self.stay_close(loss)
+                self.stay_close(loss, behind=1)  # a signal waits for these
+                self._stopping = self._signals.stop()
+                if self._stopping:
+                    return self.say(f"the validation after step {step + 1} is dropped: the run was told to stop")
             self._tracker.log_validation(step + 1, float(loss) / max(float(targets), 1))
 
     def steps(self) -> Iterator[int]:
@@ -251,12 +260,16 @@ class Run:
                 self._owner.check()
             self._profiler.before_step(step + 1)
             yield step
-            if self._stopping:
-                if self._is_leader:
-                    what = f"stopped after step {step + 1} of {self._total}"
-                    print_line(f"{what}; started again, the run goes on from there")
+            if self._stopping and step + 1 < self._total:
+                self._is_stopped = True
+                self.say(f"stopped after step {step + 1} of {self._total}; started again, the run goes on from there")
                 return
         self._stop_if_bad()
+        if 2 * (skipped := int(self._skipped_steps)) > self._total:
+            raise RunError(
+                f"{skipped} of {self._total} steps were skipped, since their loss or gradient was not finite: this is "
+                "no trained model. Start a new run with other data or a lower training.learning_rate."
+            )
 
     def due(self, step: int, interval: int) -> bool:
         """Whether something that is done every `interval` steps, and at the end, is due after this step.
@@ -281,13 +294,17 @@ class Run:
         self._bad_steps.note(step + 1, metrics, weights)
         self._skipped_steps = metrics["skipped_steps"]
         self.stay_close(metrics["loss"])
-        self._stopping = self._signals.stop_after(step) and step + 1 < self._total
+        self._stopping = self._signals.stop()
 
-    def stay_close(self, output: jax.Array) -> None:
-        """Called with an output of each program dispatched: lets the device be PROGRAMS_IN_FLIGHT behind, not more."""
+    def stay_close(self, output: jax.Array, behind: int = PROGRAMS_IN_FLIGHT) -> None:
+        """Called with an output of each program dispatched: lets the device be so many programs behind, not more."""
         self._in_flight.append(output)
-        if len(self._in_flight) > PROGRAMS_IN_FLIGHT:
+        while len(self._in_flight) > behind:
             self._in_flight.popleft().block_until_ready()
+
+    def _writing(self) -> contextlib.AbstractContextManager[None]:
+        """What is written at the start; later a full disk is said and training goes on, but for checkpoints."""
+        return run_errors(f"{self.folder} cannot be written; make room there, or set paths.root_working_dir")
 
     # ---- where the run stands
 
@@ -325,7 +342,7 @@ class Run:
         peak = peak_flops_per_s(jax.devices()[0].device_kind)
         if self._is_leader:
             about = {name: value for name, value in self._program.items() if name != "source"}
-            with (self.folder / "starts.jsonl").open("a", encoding="utf-8") as file:
+            with self._writing(), (self.folder / "starts.jsonl").open("a", encoding="utf-8") as file:
                 print(json.dumps({"after_step": self.done_steps, **environment(), "program": about}), file=file)
         self._tracker = Tracker(
             self.folder,

@@ -12,7 +12,7 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,6 +30,15 @@ _is_silent = False  # whether standard output took nothing the last time
 class RunError(Exception):
     """What is wrong, where, what was expected and the fix. The entry point prints it alone, without a traceback, and
     exits with 1."""
+
+
+@contextlib.contextmanager
+def run_errors(what: str) -> Iterator[None]:
+    """Makes a RunError of an error of a disk or a store (it is full, a server is down); what else goes wrong passes."""
+    try:
+        yield
+    except OSError as error:
+        raise RunError(f"{what}: {type(error).__name__}: {error}") from error
 
 
 def refusals() -> tuple[type[Exception], ...]:

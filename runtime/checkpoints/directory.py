@@ -14,14 +14,13 @@ A checkpoint is the group `<step, ten digits>`. The directory is local, on a fil
 that fsspec opens.
 """
 
-import contextlib
 import functools
 import json
 import re
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ from runtime.checkpoints import writing as checkpoint_writing
 from runtime.checkpoints.checkpoint import UNBOUND, Damaged, Incomplete
 from runtime.checkpoints.hosts import Hosts
 from runtime.checkpoints.store import open_store
-from runtime.terminal import RunError
+from runtime.terminal import RunError, run_errors
 
 TIMEOUT_S = 600.0  # what takes longer, because a host died or the disk hangs, stops the run
 MOST_THREADS = 16  # each may hold a few chunks: at most about 2 GB of host memory beside the copy of the state
@@ -63,7 +62,7 @@ class Checkpoints:
         max_io_threads: int = MOST_THREADS,
     ):
         self._store = open_store(directory, timeout_s)
-        with _run_errors(f"{directory} cannot be used"):
+        with run_errors(f"{directory} cannot be used"):
             self._hosts = Hosts(self._store, timeout_s)
         self._keep_last, self._keep_every, self._asynchronous = keep_last, keep_every, asynchronous
         self._pool = ThreadPoolExecutor(min(max_io_threads, MOST_THREADS), "checkpoint-io")
@@ -214,11 +213,11 @@ class Checkpoints:
         """Does something on all hosts; returns what it returned on each, and raises on all if it failed on any."""
         value = error = None
         try:
-            with _run_errors(failed):
+            with run_errors(failed):
                 value = action()
         except RunError as failure:
             error = failure
-        with _run_errors("the hosts cannot agree"):
+        with run_errors("the hosts cannot agree"):
             fault, values = self._hosts.agree(None if error is None else str(error), value)
         if error is not None:
             raise error
@@ -256,14 +255,14 @@ class Checkpoints:
         old += [name for name in complete[self._keep_last :] if name not in kept]
         for name in old:
             self._complete.discard(name)
-            with _run_errors(f"checkpoint {self._store.path(name)} could not be deleted"):
+            with run_errors(f"checkpoint {self._store.path(name)} could not be deleted"):
                 checkpoint_writing.remove(self._store, name)
 
     # ---- what is there
 
     def _names(self) -> list[str]:
         """Of all checkpoints, whatever their state, newest first."""
-        with _run_errors(f"{self._store.path('')} cannot be listed"):
+        with run_errors(f"{self._store.path('')} cannot be listed"):
             there = self._store.names()
         return sorted((name for name in there if re.fullmatch(r"\d{10}", name)), reverse=True)
 
@@ -300,15 +299,6 @@ class Checkpoints:
         if text not in self._said and self._hosts.is_leader:
             print(text, file=sys.stderr, flush=True)
         self._said.add(text)
-
-
-@contextlib.contextmanager
-def _run_errors(what: str) -> Iterator[None]:
-    """Makes errors of the store (a full disk, a server that is down) such that a person reads."""
-    try:
-        yield
-    except OSError as error:
-        raise RunError(f"{what}: {type(error).__name__}: {error}") from error
 
 
 def _name(step: int) -> str:

@@ -6,17 +6,19 @@ A type beside a field says what its value may be, and its last word is what mess
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
-from annotated_types import Ge, Gt, Interval, Predicate
+from annotated_types import Ge, Interval, Predicate
 
 from runtime.config.rebuild import Origins, as_tree
 
 Count = Annotated[int, Interval(ge=1, lt=2**31), "a whole number from 1 to 2147483647"]
 Steps = Annotated[int, Interval(ge=0, lt=2**31), "a whole number from 0 to 2147483647"]  # that may be none
 Seed = Annotated[int, Interval(ge=0, lt=2**32), "a whole number from 0 to 4294967295"]
-Positive = Annotated[float, Gt(0), "a number above 0"]
+# Of what is computed in float32: smaller numbers are 0 there, and larger ones infinity.
+Positive = Annotated[float, Interval(ge=2**-126, lt=2**128), "a number above 0 that float32 holds"]
 NotNegative = Annotated[float, Ge(0), "a number, 0 or more"]
 Fraction = Annotated[float, Interval(ge=0, le=1), "a number from 0 to 1"]
 Decay = Annotated[float, Interval(ge=0, lt=1), "a number from 0 to below 1"]
+Momentum = Annotated[float, Interval(ge=0, lt=1 - 2**-25), "a number from 0 to below 1 that float32 holds"]
 Name = Annotated[str, Predicate(str.strip), "a name"]
 
 

@@ -59,8 +59,8 @@ class Tracker:
     (its step is mostly compilation). A float that is not finite is the string "NaN", "Infinity" or "-Infinity", which
     JSON cannot write as a number.
 
-    Timings are means a step since the line before (or the one before that, where the step was finished before anybody
-    looked), without what `paused` excludes: `step_time_s` is wall time; for `data_wait_s` of it the leader waited for
+    Timings are means a step since the line before (since an earlier one, at most the third, where that was written late:
+    the step had been finished for a while), without what `paused` excludes: `step_time_s` is wall time; for `data_wait_s` of it the leader waited for
     its data; `device_s` is the rest, in which it kept its devices at work.
 
     Nothing about the file stops a run. A line that is damaged is named and set aside in `metrics.damaged.jsonl`; a
@@ -85,8 +85,9 @@ class Tracker:
         self._due: tuple[int, Mapping[str, jax.Array], Sequence[str], float, dict[str, Any]] | None = None
         self._latest: Mapping[str, jax.Array] | None = None  # metrics of the last step dispatched
         self._first_reading: tuple[int, float] | None = None  # step, and when it was known to be finished
-        # The last two: the step, when it was known to be finished, without pauses, and the time waited for data.
-        self._readings: collections.deque[tuple[int, float, float]] = collections.deque(maxlen=2)
+        # The last three: the step, when it was known to be finished, without pauses, the time waited for data, and
+        # whether the step was finished before anybody looked.
+        self._readings: collections.deque[tuple[int, float, float, bool]] = collections.deque(maxlen=3)
         self._paused_s = 0.0
         if self.is_leader:
             path = Path(self.run_folder) / "metrics.jsonl"
@@ -131,8 +132,8 @@ class Tracker:
             return
         step, metrics, names, waited_s, of_data = self._due
         self._due = None
-        # One that is finished already is seen late, or the one before was, as while a profile is written: who looks
-        # late takes the time of a step that has run meanwhile for that of the one before.
+        # A step that is finished already is seen late, as while a profile is written, and the next one may have run
+        # meanwhile: timed from there, it would seem fast. So times are taken since the last reading that was on time.
         is_late = metrics["loss"].is_ready()
         values = scalars(metrics, names)
         now = time.perf_counter()
@@ -142,7 +143,8 @@ class Tracker:
         data_wait_s = waited_s / (step - self.start_step)
         utilization = dict.fromkeys(self.flops_per_step)
         if self._readings:
-            last_step, last_busy_s, last_waited_s = self._readings[0 if is_late else -1]
+            on_time = [reading for reading in self._readings if not reading[3]]
+            last_step, last_busy_s, last_waited_s, _ = on_time[-1] if on_time else self._readings[0]
             step_time_s = (busy_s - last_busy_s) / (step - last_step)
             data_wait_s = (waited_s - last_waited_s) / (step - last_step)
             device_s = step_time_s - data_wait_s
@@ -150,7 +152,7 @@ class Tracker:
             if self.peak_flops_per_s is not None:
                 for name, flops in self.flops_per_step.items():
                     utilization[name] = flops / step_time_s / self.peak_flops_per_s
-        self._readings.append((step, busy_s, waited_s))
+        self._readings.append((step, busy_s, waited_s, is_late))
         self._first_reading = self._first_reading or (step, now)
         timings = {"step_time_s": step_time_s, "device_s": device_s, "tokens_per_s": tokens_per_s, **utilization}
         self._write(

@@ -172,6 +172,73 @@ def test_a_signal_saves_and_ends_with_a_status_of_its_own(whole, start, tmp_path
     assert losses(tmp_path / "run") == losses(whole)
 
 
+def stopped_in_validation(monkeypatch, batch=2):
+    """Validations of 1,000 batches, in which SIGTERM comes after so many; returns the batches that are loaded."""
+    loaded = []
+
+    class Slow:
+        steps, max_token_id, summary = 1000, 127, ""
+
+        def __init__(self, opened):
+            self.opened = opened
+
+        def __getattr__(self, name):
+            return getattr(self.opened, name)
+
+        def __enter__(self):
+            self.opened.__enter__()
+            return self
+
+        def __exit__(self, *error):
+            self.opened.__exit__(*error)
+
+        def load(self, index):
+            loaded.append(index)
+            if index == batch:
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(0.5)
+            return self.opened.load(0)
+
+    def opened(config, split, sharding):
+        return Slow(open_data(config, split, sharding)) if split == "validation" else open_data(config, split, sharding)
+
+    monkeypatch.setattr(runtime_run, "open_data", opened)
+    return loaded
+
+
+@pytest.mark.parametrize("due, status, saved", [(5, 75, 5), (12, 0, 12)])
+def test_a_signal_during_a_validation(start, tmp_path, capfd, monkeypatch, due, status, saved):
+    """SIGTERM stops it after the batch in flight. It is dropped, the state saved, the status 75; after the last step,
+    from which there is nothing to go on, 0."""
+    loaded = stopped_in_validation(monkeypatch)
+    assert start("checkpoint_interval=100", f"eval_interval={due}") == status
+    assert loaded == [0, 1, 2] and checkpoints(tmp_path / "run") == [f"{saved:010d}"]
+    assert not [line for line in records(tmp_path / "run") if "validation_loss" in line]
+    assert f"the validation after step {due} is dropped: the run was told to stop\n" in capfd.readouterr().out
+
+
+def test_what_a_run_writes_is_its_owner_s_alone(whole):
+    """A configuration may hold a secret: neither files nor folders of a run are readable by others, and afterwards the
+    process has the mask that it had."""
+    assert not [str(path) for path in whole.rglob("*") if path.stat().st_mode & 0o077 and path.name not in
+                ("profile", "step.svg")]  # fmt: skip
+    assert {"config.yaml", "environment.json", "report.html", "starts.jsonl"} <= {path.name for path in whole.iterdir()}
+    mask = os.umask(0)
+    os.umask(mask)
+    assert mask != 0o077
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "environment.json", "ledger.txt", "program.py", "starts.jsonl"])
+def test_a_disk_that_is_full_at_the_start(start, tmp_path, capfd, name):
+    """One line with the folder, the cause and the fix, status 1, no traceback, whichever file it is."""
+    whole = name in ("config.yaml", "program.py", "environment.json")
+    (tmp_path / "run" / (f"{name}.part" if whole else name)).symlink_to("/dev/full")
+    assert start() == 1
+    said = capfd.readouterr().err
+    assert f"error: {tmp_path}/run cannot be written; make room there, or set paths.root_working_dir: OSError: " in said
+    assert "No space left on device" in said and "Traceback" not in said
+
+
 BUSY = """
 import hashlib, sys, threading
 from runtime.cluster.signals import StopSignals
@@ -513,6 +580,15 @@ def test_bad_steps_stop_the_run(start, tmp_path, capsys, monkeypatch):
     assert [step["step"] for step in steps] == [first, first + 1, first + 2] and len(steps[0]["rows"]) == 16
     assert f"{tmp_path}/run/bad_steps.json has all rows of all these steps." in printed
     assert checkpoints(tmp_path / "run") == [f"{step:010d}" for step in range(1, first)]
+
+
+def test_a_run_of_bad_steps_is_no_success(start, tmp_path, capsys, monkeypatch):
+    """Where more than half of all steps were skipped the status is 1, though never too many came in a row."""
+    monkeypatch.setattr(runtime_run, "MOST_BAD_STEPS", 100)
+    assert start("training.learning_rate=1e30") == 1
+    skipped = [line["skipped_steps"] for line in records(tmp_path / "run") if "loss" in line][-1]
+    assert skipped > 6 and checkpoints(tmp_path / "run")[-1] == "0000000012"
+    assert f"error: {skipped} of 12 steps were skipped, since their loss or" in capsys.readouterr().err
 
 
 def test_the_rows_of_a_step_are_those_of_its_batch(tiny):

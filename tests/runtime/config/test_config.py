@@ -216,7 +216,7 @@ tracking.wandb=true
 ~training.steps
     {FILE}: training.steps is missing: {COUNT}; add it there, or training.steps=... to the command line
 training.learning_rate=???
-    {FILE}: training.learning_rate is missing: expected a number above 0; add it there, or …
+    {FILE}: training.learning_rate is missing: expected a number above 0 that float32 holds; add it there, or …
 ~flat_tokens
     {FILE}: flat_tokens.filespec is missing: expected the data set to train on; add it there, or flat_tokens.filespec=...
     to the command line (or `mixture`, or hf_dataset.path)
@@ -229,13 +229,13 @@ mixture=3
 mixture=[a.zarr]
     mixture[0] = "a.zarr": expected a section with the keys filespec, weight
 mixture=[{{filespec:a}}]
-    mixture[0].weight is missing: expected a number above 0; add it there
+    mixture[0].weight is missing: expected a number above 0 that float32 holds; add it there
 mixture=[{{filespec:a,weight:1,wieght:1}}]
     mixture[0].wieght is not a key: the nearest is mixture[0].weight; correct it or delete it
 mixture=[{{filespec:a,weight:yes}}]
-    mixture[0].weight = "yes": expected a number above 0
+    mixture[0].weight = "yes": expected a number above 0 that float32 holds
 mixture=[{{filespec:a,weight:0}}]
-    mixture[0].weight = 0: expected a number above 0
+    mixture[0].weight = 0: expected a number above 0 that float32 holds
 tracking.to=wandb
     tracking.to = "wandb": expected a list of tensorboard or wandb or clearml or trackio, [a, b, …]
 tracking.to=[wandb,tb]
@@ -252,9 +252,9 @@ model.d_model=null
 flat_tokens.sequence_packing=no
     flat_tokens.sequence_packing = "no": expected true or false
 training.learning_rate=high
-    training.learning_rate = "high": expected a number above 0
+    training.learning_rate = "high": expected a number above 0 that float32 holds
 training.learning_rate=nan
-    training.learning_rate = NaN: expected a number above 0
+    training.learning_rate = NaN: expected a number above 0 that float32 holds
 paths.model_name=2026
     paths.model_name = 2026: expected a name; write it in quotes that the shell keeps: "paths.model_name='2026'"
 paths.model_name=null
@@ -273,9 +273,13 @@ training.warmup_steps=-1
 training.weight_decay=-0.1
     training.weight_decay = -0.1: expected a number, 0 or more
 training.adam_eps=0
-    training.adam_eps = 0: expected a number above 0
+    training.adam_eps = 0: expected a number above 0 that float32 holds
 training.adam_b1=1
-    training.adam_b1 = 1: expected a number from 0 to below 1
+    training.adam_b1 = 1: expected a number from 0 to below 1 that float32 holds
+training.adam_b2=0.9999999999
+    training.adam_b2 = 0.9999999999: expected a number from 0 to below 1 that float32 holds
+training.adam_eps=1e-300
+    training.adam_eps = 1e-300: expected a number above 0 that float32 holds
 training.cosine_learning_rate_final_fraction=1.5
     training.cosine_learning_rate_final_fraction = 1.5: expected a number from 0 to 1
 training.seed=4294967296
