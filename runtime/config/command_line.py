@@ -78,7 +78,7 @@ def run(main: Callable[[Any], None], config_class: type) -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra then raises its errors for us to print, instead of printing a page
     try:
         if issubclass(config_class, RunConfig):
-            with _readable_errors(config_class):
+            with _readable_errors():
                 _run(main, config_class)
         elif {"--help", "-h"} & set(arguments):
             print(help_page(main, config_class, None, CONFIG_FOLDER))
@@ -111,7 +111,7 @@ def load(config_class: type[C], config_name: str | None = None, overrides: Seque
         return read(config_class, overrides)
     name, overrides, folder = config_name or DEFAULT_CONFIG, list(map(_tolerant, overrides)), str(CONFIG_FOLDER)
     ConfigStore.instance().store(BASE, default_tree(config_class))
-    with _readable_errors(config_class), hydra.initialize_config_dir(version_base="1.3", config_dir=folder):
+    with _readable_errors(), hydra.initialize_config_dir(version_base="1.3", config_dir=folder):
         composed = hydra.compose(name, overrides, return_hydra_config=True)
         node = composed.hydra
         with open_dict(composed):
@@ -197,7 +197,7 @@ def _finish(config_class: type[C], composed: DictConfig, node: DictConfig, comma
 
     node: hydra's own settings. command_line: the overrides of all jobs of a sweep.
     """
-    with _readable_errors(config_class):
+    with _readable_errors():
         content, origins = OmegaConf.to_container(composed, resolve=True), _origins(node)
     if isinstance(content.setdefault("paths", {}), dict):
         content["paths"]["model_name"] = _model_name(content["paths"].get("model_name", MISSING), node, command_line)
@@ -250,7 +250,7 @@ def from_here(file: Path) -> str:
 
 
 @contextlib.contextmanager
-def _readable_errors(config_class: type) -> Iterator[None]:
+def _readable_errors() -> Iterator[None]:
     """Turns what hydra, omegaconf and the yaml reader raise into a RunError of one line."""
     try:
         yield
@@ -258,12 +258,10 @@ def _readable_errors(config_class: type) -> Iterator[None]:
         lines = [line.strip() for line in str(error).splitlines()]
         text = " ".join(line for line in lines if line and not line.startswith(("See https:", "object_type=")))
         if text.startswith("Cannot find primary config"):
-            missing, names = str(error.missing_cfg_file), configs_of(config_class, CONFIG_FOLDER)
+            missing, names = str(error.missing_cfg_file), configs_of(CONFIG_FOLDER)
             hint = "".join(f"; the nearest is {name}" for name in difflib.get_close_matches(missing, names, n=1))
             where = from_here(CONFIG_FOLDER)
             text = f"there is no config {missing} in {where}{hint}; there are {', '.join(names)}"
-        if text.startswith("no viable alternative") and " " in text.partition("'")[2]:
-            text += ": a value with a space or = in it needs quotes, of which the shell takes a pair: 'KEY=[\"a b=1\"]'"
         raise RunError(text.replace("'++", "'")) from error
     except ValueError as error:
         if "integer string conversion" not in str(error):

@@ -210,13 +210,13 @@ model._target_=os.system
     model._target_ is not a key: the keys of model are d_model, n_q_per_kv, n_kv, d_head, layers, vocab, d_ff, …
 allow_code_in_config=1
     allow_code_in_config is refused: write allow_code_in_config=true on the command line
-tracking.wandb=true
-    tracking.wandb is refused: write tracking.to=[wandb]
+hf_dataset.num_workers=4
+    hf_dataset.num_workers is refused: two threads tokenize: delete the key
 
 ~training.steps
-    {FILE}: training.steps is missing: {COUNT}; add it there, or training.steps=... to the command line
+    {FILE}: training.steps is missing: {COUNT}; add training.steps=...
 training.learning_rate=???
-    {FILE}: training.learning_rate is missing: expected a number above 0 that float32 holds; add it there, or …
+    {FILE}: training.learning_rate is missing: expected a number above 0 that float32 holds; add training.learning_rate=...
 ~flat_tokens
     {FILE}: flat_tokens.filespec is missing: expected the data set to train on; add it there, or flat_tokens.filespec=...
     to the command line (or `mixture`, or hf_dataset.path)
@@ -229,7 +229,7 @@ mixture=3
 mixture=[a.zarr]
     mixture[0] = "a.zarr": expected a section with the keys filespec, weight
 mixture=[{{filespec:a}}]
-    mixture[0].weight is missing: expected a number above 0 that float32 holds; add it there
+    mixture[0].weight is missing: expected a number above 0 that float32 holds; add mixture[0].weight=...
 mixture=[{{filespec:a,weight:1,wieght:1}}]
     mixture[0].wieght is not a key: the nearest is mixture[0].weight; correct it or delete it
 mixture=[{{filespec:a,weight:yes}}]
@@ -242,9 +242,7 @@ tracking.to=[wandb,tb]
     tracking.to[1] = "tb": expected tensorboard or wandb or clearml or trackio
 
 training.steps=2.9
-    training.steps = 2.9: {COUNT}; write training.steps=2 or training.steps=3
-training.steps=1e3
-    training.steps = 1000.0: {COUNT}; write training.steps=1000
+    training.steps = 2.9: {COUNT}
 training.steps=true
     training.steps = true: {COUNT}
 model.d_model=null
@@ -256,9 +254,9 @@ training.learning_rate=high
 training.learning_rate=nan
     training.learning_rate = NaN: expected a number above 0 that float32 holds
 paths.model_name=2026
-    paths.model_name = 2026: expected a name; write it in quotes that the shell keeps: "paths.model_name='2026'"
+    paths.model_name = 2026: expected a name, in quotes that the shell keeps if it is a number
 paths.model_name=null
-    paths.model_name = null: expected a name
+    paths.model_name = null: expected a name, in quotes that the shell keeps if it is a number
 mesh=big
     mesh = "big": expected a section with the keys d, t
 training.tokens=4096
@@ -294,15 +292,14 @@ paths.model_name=.
     paths.model_name = ".": expected a folder's name under paths.root_working_dir; set that for another place
 
 model.d_head=33
-    model.d_head = 33: rotary embeddings turn the two halves of a head, so it must be even: set it to 32 or 34
+    model.d_head = 33: expected an even number from 2 to 2147483646
 num_hosts=3
     num_hosts = 3: the mesh's 8 devices (mesh.d × mesh.t = 4 × 2) cannot be shared evenly by 3 hosts: set num_hosts to 2
     or 4
 training.warmup_steps=60
-    {FILE}: training.steps_for_lr = 50: the learning rate's schedule ends before its warmup does (training.warmup_steps =
-    60): set training.steps_for_lr to at least 60, usually to training.steps = 50
+    {FILE}: training.steps_for_lr = 50: the warmup is longer, training.warmup_steps = 60
 checkpoint.keep_every=2
-    checkpoint.keep_every = 2: it says which checkpoints outlive checkpoint.keep_last, which is null and keeps all: …
+    checkpoint.keep_every = 2: checkpoint.keep_last is null and keeps all: set that too, or this to null
 
 training.steps=[1
     no viable alternative at input '[1'
@@ -339,7 +336,7 @@ def test_a_wrong_mixture_is_refused():
     one, twice = "mixture=[{filespec:a,weight:1}]", "mixture=[{filespec:a,weight:1},{filespec:a,weight:2}]"
     for overrides, text in [
         ([twice], 'mixture[1].filespec = "a": it is in the mixture already: add up the weights'),
-        ([one, "flat_tokens.epochs=2"], "flat_tokens.epochs = 2: a mixture has no end: a source that runs out starts "),
+        ([one, "flat_tokens.epochs=2"], "flat_tokens.epochs = 2: only flat_tokens.filespec ends; a mixture and "),
         (
             [one, "hf_dataset={path:x,tokenizer:bytes_utf8}", "validation_batches=1"],
             "hf_dataset.path is set, and so is "
@@ -359,7 +356,7 @@ def test_a_wrong_mixture_is_refused():
         ("mesh: {d: 4, t: 2}", "mesh:", "two.yaml: mesh = null: expected a section with the keys d, t"),
         ("mesh: {d: 4, t: 2}", "mesh: {d: 4}", f"two.yaml: mesh.t is missing: {COUNT}"),
         ("filespec:", "sequence_packing: 'no'\n  filespec:", 'two.yaml: flat_tokens.sequence_packing = "no"'),
-        ("d_head: 32", "d_head: 33", "two.yaml: model.d_head = 33: rotary embeddings turn the two halves"),
+        ("d_head: 32", "d_head: 33", "two.yaml: model.d_head = 33: expected an even number"),
         ("n_kv: 2", "n_kv: 2\n  n_kv: 2", "found duplicate key n_kv"),
         ("mesh: {d: 4, t: 2}", "mesh: {d: 4, t", "while parsing a flow mapping"),
         ("[base, _self_]", "[bsae, _self_]", "In 'two': Could not load 'bsae'."),
@@ -379,13 +376,13 @@ def test_a_wrong_file_is_named(config_folder, replaced, by, text):
 
 def test_all_problems_come_at_once():
     """Three mistakes are three lines under one heading, so that they are mended in one go."""
-    text = message("training.steps=2.9", "+paths.mistyped=x", "model.d_model=null", "+training.interleave=2")
+    text = message("training.steps=2.9", "+paths.mistyped=x", "model.d_model=null", "+training.adam_eps_root=2")
     heading, *lines = text.splitlines()
     assert heading == "4 problems in the configuration"
-    keys = ["model.d_model", "paths.mistyped", "training.interleave", "training.steps"]
-    assert sorted(line.split()[2] for line in lines) == keys
-    text = message("num_hosts=3", "training.steps_for_lr=2", "model.d_head=33")
-    assert text.startswith("3 problems in the configuration\n  command line: num_hosts = 3: the mesh's 8 devices")
+    keys = ["model.d_model", "paths.mistyped", "training.adam_eps_root", "training.steps"]
+    assert sorted(line.split()[2] for line in lines) == sorted(keys)
+    text = message("num_hosts=3", "paths.model_name=..")
+    assert text.startswith("2 problems in the configuration\n  command line: paths.model_name = ")
 
 
 def test_an_unknown_config_is_refused():
@@ -393,17 +390,6 @@ def test_an_unknown_config_is_refused():
     text = message(name="c4_h200_84m")
     assert text.startswith("there is no config c4_h200_84m in configs; the nearest is c4_h200x1_84m; there are ")
     assert "local_test_synthetic" in text
-
-
-def test_a_name_that_no_disk_takes_is_refused():
-    """What counts is the bytes between two slashes."""
-    fits = f"{'x' * 200}/{'x' * 255}"
-    assert load(train.Config, overrides=[f"paths.model_name={fits}"]).paths.model_name == fits
-    assert message(f"paths.model_name=a/{'x' * 256}").endswith(
-        "x\": a folder's name has at most 255 bytes, and this has 256: shorten it; in a sweep, whose jobs' names say what "
-        "differs, sweep fewer keys at once"
-    )
-    assert "at most 255 bytes, and this has 256" in message(f"paths.model_name='{'é' * 128}'")
 
 
 # ---- what is taken

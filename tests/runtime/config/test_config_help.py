@@ -88,13 +88,9 @@ def test_no_key_is_without_explanation(config_class):
 
 
 @pytest.mark.parametrize("config_class", [train.Config, plan.plan_class(train)])
-def test_each_program_lists_the_configs_that_it_takes(config_class):
-    """All of them; so no listed one ends in `is not a key`."""
-    listed = list(configs_of(config_class, ROOT / "configs"))
-    assert listed == sorted(
-        file.stem for start in ("c4", "local") for file in (ROOT / "configs").glob(f"{start}*.yaml")
-    )
-    for name in listed:
+def test_each_program_takes_the_configs_that_it_lists(config_class):
+    """None ends in `is not a key`."""
+    for name in configs_of(ROOT / "configs"):
         assert isinstance(load(config_class, name), config_class)
 
 
