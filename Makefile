@@ -32,6 +32,7 @@ golden: $(VENV)/runtime  ## the losses that tests/test_golden.py expects, writte
 lint: $(VENV)/tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 format: $(VENV)/tests
 	$(BIN)/ruff check --fix .

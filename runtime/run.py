@@ -61,9 +61,6 @@ PROGRAMS_IN_FLIGHT = 8
 # 2026-11-21).
 RUNS_ONCE = {"xla_backend_optimization_level": 1}
 
-# What a run takes from a checkpoint's attributes; another program's may lack them.
-ATTRIBUTES = {"skipped_steps": int, "config": dict, "data": dict, "data_position": dict}
-
 MOST_BAD_STEPS = 10  # in a row; whoever has more is not helped by going on
 
 
@@ -111,8 +108,10 @@ class Run:
             opened.callback(os.umask, os.umask(0o077))
             # First, so that it ends last: waiting for a tracker holds up no checkpoint.
             self._followers = opened.enter_context(Followers(config, self.folder, is_leader=self._is_leader))
-            self.data = opened.enter_context(open_data(config, "train", sharding))
-            self.validation_data = opened.enter_context(open_data(config, "validation", sharding))
+            self.data = open_data(config, "train", sharding)
+            opened.enter_context(self.data)
+            self.validation_data = open_data(config, "validation", sharding)
+            opened.enter_context(self.validation_data)
             largest_id = max(self.data.max_token_id, self.validation_data.max_token_id)
             check_dataset(config, largest_id, self.data.steps, self.data.bos_id)
             tokenizer = tokenizer_of(config)
@@ -141,7 +140,6 @@ class Run:
                 print_line(wrapped(f"training data: {self.data.summary}"))
                 print_line(wrapped(f"validation data: {self.validation_data.summary}"))
             self._open = opened.pop_all()
-        self._tracker: Tracker | None = None
         self._skipped_steps: Any = 0
         self._in_flight: collections.deque[jax.Array] = collections.deque()
         self._stopping = self._is_stopped = self._save_is_late = False
@@ -176,10 +174,10 @@ class Run:
             devices = jax.sharding.get_mesh().devices.ravel()
             joined = [domain(each) for each in devices].count(domain(devices[0]))
             machine = of_device_kind(devices[0].device_kind)  # None: its figures are not known
-            lines = summary(ledger, machine and machine.hbm_bytes)
+            lines = summary(ledger, machine.hbm_bytes if machine else None)
             lines += sent_over_network(ledger, jax.sharding.get_mesh())
             with self._writing():
-                files.write(ledger, self.folder, machine and roofline(ledger, machine, joined))
+                files.write(ledger, self.folder, roofline(ledger, machine, joined) if machine else None)
                 about = json.dumps({**environment(), "ledger": lines}, indent=1)
                 write_whole(self.folder / "environment.json", about)
             print_line("\n".join(map(wrapped, lines)))
@@ -243,7 +241,7 @@ class Run:
             return
         with self._tracker.paused():
             loss = targets = jax.device_put(np.float32(0), jax.P())  # as they return: it is compiled once
-            for index in range(self.validation_data.steps):
+            for index in range(self.validation_data.steps or 0):  # None is only of training data without an end
                 loss, targets = add_batch(weights, loss, targets, self.validation_data.load(index))
                 self.stay_close(loss, behind=1)  # a signal waits for these
                 self._stopping = self._signals.stop()
@@ -325,7 +323,7 @@ class Run:
     def _go_on_from(self, step: int) -> None:
         """Takes over where the checkpoint after `step` steps stands; from 0, nothing."""
         self.done_steps = step
-        self.attributes = self._checkpoints.attributes(step, ATTRIBUTES) if step else {}
+        self.attributes = self._checkpoints.attributes(step) if step else {}
         where = f"checkpoint {self._store}/checkpoints/{step:010d}"
         others = program.differences(self.attributes, self._program)
         changes = resume.compare(self._config, self._identity, self.attributes, where, others)
@@ -392,11 +390,10 @@ class Run:
         bad = self._bad_steps.read()
         if not bad:
             return
-        records = [{**step, "rows": self.data.rows_of(step["step"] - 1)} for step in bad]
-        file = self.folder / "bad_steps.json"
+        rows_of = [self.data.rows_of(int(step["step"]) - 1) for step in bad]
+        first, rows, file = bad[0], rows_of[0], self.folder / "bad_steps.json"
         if self._is_leader:
-            file.write_text(json.dumps(records, indent=1))
-        first, rows = bad[0], records[0]["rows"]
+            write_whole(file, json.dumps([{**step, "rows": each} for step, each in zip(bad, rows_of)], indent=1))
         saved = self._checkpoints.latest()
         raise RunError(
             f"{len(bad)} steps in a row had a loss or a gradient that is not finite, the first of them step "

@@ -14,6 +14,7 @@ import textwrap
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any, NoReturn
 
 # The status of one of several processes that an exception ended, not a RunError: that with which JAX itself ends the
@@ -170,7 +171,7 @@ def leave(status: int) -> NoReturn:
     sys.exit(status)
 
 
-def _end(kind: type[BaseException], error: BaseException, traceback: object) -> None:
+def _end(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
     sys.__excepthook__(kind, error, traceback)
     print_error(error, kind.__name__)
     if kind.__name__ == "JaxRuntimeError":

@@ -18,9 +18,8 @@ import functools
 import json
 import re
 import sys
-import textwrap
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -120,28 +119,9 @@ class Checkpoints:
         failed = f"{self._store.path('')} cannot be read"
         return self._together(failed, lambda: self._newest(last_step) if self._hosts.is_leader else None)[0]
 
-    def attributes(self, step: int, types: Mapping[str, type] | None = None) -> dict[str, Any]:
-        """The attributes that a checkpoint was saved with.
-
-        Args:
-          types: of attributes by name, integers being counts. A line on stderr says which are missing, as in another
-            program's checkpoint.
-        Raises:
-          RunError: the checkpoint is not there, not complete, or damaged, or attributes have other types.
-        """
-        name = _name(step)
-        found = checkpoint.read_attributes(self._store, name)
-        missing = {key: kind() for key, kind in (types or {}).items() if key not in found}
-        for key, kind in (types or {}).items():
-            value = {**missing, **found}[key]
-            if type(value) is not kind or (kind is int and not 0 <= value < 2**32):
-                text = textwrap.shorten(json.dumps(value), 60)
-                where = f"checkpoint {self._store.path(name)} cannot be resumed: its attribute {key} = {text}"
-                raise RunError(f"{where}: expected {'a count' if kind is int else 'a mapping'}; correct or delete it")
-        if missing:
-            assumed = ", ".join(f"{key} = {json.dumps(value)}" for key, value in missing.items())
-            self._say(f"checkpoint {self._store.path(name)} does not say all that a run needs; assumed: {assumed}")
-        return {**missing, **found}
+    def attributes(self, step: int) -> dict[str, Any]:
+        """The attributes that a checkpoint was saved with. Raises RunError: it is not there, incomplete, or damaged."""
+        return checkpoint.read_attributes(self._store, _name(step))
 
     def restore(self, like: Any, step: int | None = None) -> tuple[int, Any]:
         """The newest checkpoint that reads whole, its step and its tree; or, with `step`, that one.
@@ -193,16 +173,13 @@ class Checkpoints:
     # ---- saving, in a thread of its own
 
     def _wait(self) -> None:
-        if self._saving is not None:
-            wait([self._saving])
+        wait([self._saving] if self._saving else [])
 
     def _save(self, name: str, grids: dict, chunks: list, attributes: dict[str, Any]) -> None:
         failed, is_leader = f"checkpoint {self._store.path(name)} could not be saved", self._hosts.is_leader
+        write = functools.partial(checkpoint_writing.write_chunks, self._store, name, chunks, self._pool)
         self._together(failed, lambda: self._make_room(name) if is_leader else None)
-        of_hosts = self._together(
-            failed, lambda: checkpoint_writing.write_chunks(self._store, name, chunks, self._pool)
-        )
-        checksums = {file: checksum for each in of_hosts for file, checksum in each.items()}
+        checksums = {file: checksum for each in self._together(failed, write) for file, checksum in each.items()}
         parts = self._store, name, grids, checksums, attributes, self._pool
         self._together(failed, lambda: checkpoint_writing.complete(*parts) if is_leader else None)
         self._complete.add(name)
@@ -245,7 +222,8 @@ class Checkpoints:
     def _remove_old(self, newest: str) -> None:
         """Deletes what is not kept, and what incomplete ones are older than the newest: they cannot become complete any
         more."""
-        complete, old = [], []
+        complete: list[str] = []
+        old: list[str] = []
         for name in self._names():
             if name <= newest:
                 fault = self._fault(name)

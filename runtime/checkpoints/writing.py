@@ -15,6 +15,7 @@ import google_crc32c
 import jax
 import numpy as np
 import zarr
+import zarr.codecs
 
 from runtime.checkpoints.checkpoint import (
     CHECKSUMS,
@@ -76,7 +77,7 @@ def write_chunks(store: Store, name: str, chunks: list[tuple[str, np.ndarray]], 
         content = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
         content.flags.writeable = False  # google_crc32c asks for it
         checksums[file] = google_crc32c.value(content)
-        store.write(f"{name}/{file}", content, checksums[file].to_bytes(4, "little"))
+        store.write(f"{name}/{file}", content.data, checksums[file].to_bytes(4, "little"))
 
     writes = {}
     while chunks:

@@ -32,7 +32,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
-from hydra.errors import HydraException
+from hydra.errors import HydraException, MissingConfigException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
@@ -178,6 +178,7 @@ class FileConfigSource(file_config_source.FileConfigSource):
 
     def load_config(self, config_path: str) -> Any:
         read = super().load_config(config_path)
+        assert isinstance(read.config, DictConfig)  # hydra itself refuses lists
         names = [config_path, read.header.get("package"), *read.config]
         names += re.findall(r"@[\w.]+", str(read.config.get("defaults")))
         if not self.is_trusted and any("hydra" in re.split(r"\W", str(name)) for name in names):
@@ -192,13 +193,14 @@ class FileConfigSource(file_config_source.FileConfigSource):
 # ---------------------------------------------------------------- from hydra's tree to ours
 
 
-def _finish(config_class: type[C], composed: DictConfig, node: DictConfig, command_line: Sequence[str] = ()) -> C:
+def _finish(config_class: Any, composed: DictConfig, node: Any, command_line: Sequence[str] = ()) -> Any:
     """A config_class from what hydra composed, or a RunError with everything that is wrong with it.
 
     node: hydra's own settings. command_line: the overrides of all jobs of a sweep.
     """
     with _readable_errors():
-        content, origins = OmegaConf.to_container(composed, resolve=True), _origins(node)
+        content: Any = OmegaConf.to_container(composed, resolve=True)
+        origins = _origins(node)
     if isinstance(content.setdefault("paths", {}), dict):
         content["paths"]["model_name"] = _model_name(content["paths"].get("model_name", MISSING), node, command_line)
     config = rebuild(config_class, content, origins, DROPPED_KEYS)
@@ -213,7 +215,7 @@ def _finish(config_class: type[C], composed: DictConfig, node: DictConfig, comma
     return config
 
 
-def _model_name(given: Any, node: DictConfig, command_line: Sequence[str]) -> Any:
+def _model_name(given: Any, node: Any, command_line: Sequence[str]) -> Any:
     """The run's name: the given one or the config's; in a sweep with what differs, so that no jobs share a folder."""
     name = Path(node.job.config_name).name if given == MISSING else given
     if node.mode != RunMode.MULTIRUN or not isinstance(name, str):
@@ -224,16 +226,17 @@ def _model_name(given: Any, node: DictConfig, command_line: Sequence[str]) -> An
     return re.sub(r"[^\w.=,/-]", "-", "_".join([name, *(text for text in differ if not text.startswith("paths."))]))
 
 
-def _origins(node: DictConfig) -> Origins:
+def _origins(node: Any) -> Origins:
     """hydra forgets where each key was set while it composes, so its files are read once more, the last word last."""
-    given = OmegaConf.to_container(node.overrides, resolve=False)  # as text: ${...} is part of it
+    given: Any = OmegaConf.to_container(node.overrides, resolve=False)  # as text: ${...} is part of it
     folders = [Path(source.path) for source in node.runtime.config_sources if source.schema == "file"]
-    loader, by_key, main_file = GlobalHydra.instance().config_loader(), {}, COMMAND_LINE
+    loader, main_file = GlobalHydra.instance().config_loader(), COMMAND_LINE
+    by_key: dict[str, str] = {}
     name, overrides = node.job.config_name, [*given["hydra"], *given["task"]]
     for each in loader.compute_defaults_list(name, overrides, RunMode.RUN).defaults:
         stem = str(each.config_path).removesuffix(".yaml")
         for file in [path for folder in folders if (path := folder / f"{stem}.yaml").is_file()][:1]:
-            tree = OmegaConf.to_container(OmegaConf.load(file))
+            tree: Any = OmegaConf.to_container(OmegaConf.load(file))
             by_key |= dict.fromkeys(flat({each.package: tree} if each.package else tree), from_here(file))
             main_file = from_here(file) if stem == name.removesuffix(".yaml") else main_file
     for override in given["task"]:
@@ -257,7 +260,7 @@ def _readable_errors() -> Iterator[None]:
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         lines = [line.strip() for line in str(error).splitlines()]
         text = " ".join(line for line in lines if line and not line.startswith(("See https:", "object_type=")))
-        if text.startswith("Cannot find primary config"):
+        if isinstance(error, MissingConfigException) and text.startswith("Cannot find primary config"):
             missing, names = str(error.missing_cfg_file), configs_of(CONFIG_FOLDER)
             hint = "".join(f"; the nearest is {name}" for name in difflib.get_close_matches(missing, names, n=1))
             where = from_here(CONFIG_FOLDER)

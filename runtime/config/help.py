@@ -91,15 +91,16 @@ def explanations(config_class: type) -> dict[str, str]:
         if dataclasses.is_dataclass(item_of(kind)):
             comments[key] = comments[f"{key}[]"] = _comments(item_of(kind))
         found[key] = comments[key.rpartition(".")[0]].get(field.name, "")
-        if dataclasses.is_dataclass(kind) and not kind.__doc__.startswith(f"{kind.__name__}("):
-            found[key] = " ".join(kind.__doc__.split())  # its own: else dataclasses have written the signature there
+        about = inspect.getdoc(kind) if dataclasses.is_dataclass(kind) else None
+        if about and not about.startswith(f"{kind.__name__}("):  # else dataclasses have written the signature there
+            found[key] = " ".join(about.split())
     return found
 
 
 def _comments(section_class: Any) -> dict[str, str]:
     """By a field's name, those of base classes too: what stands beside it, or else the whole lines right above."""
     comments: dict[str, str] = {}
-    for owner in filter(dataclasses.is_dataclass, reversed(section_class.__mro__)):
+    for owner in [each for each in reversed(section_class.__mro__) if "__dataclass_fields__" in vars(each)]:
         above: list[str] = []
         for line in map(str.strip, inspect.getsource(owner).splitlines()):
             if line.startswith("# "):

@@ -62,13 +62,14 @@ def rebuild(
     """
     from pydantic import ValidationError  # here, as in _adapter: --help starts without it
 
-    content, problems, known = _given(content), [], all_keys(config_class)
+    problems: list[str] = []
+    content, known, adapter = _given(content), all_keys(config_class), _adapter(typing.cast(Any, config_class))
     for key, (harmless, why) in (dropped or {}).items():
         for value in take_out(content, key):
             if value != harmless:
                 problems.append(f"{origins.of(key)}: {key} is refused: {why}")
     try:
-        config = _adapter(config_class).validate_json(json.dumps(content, default=str))
+        config = adapter.validate_json(json.dumps(content, default=str))
     except ValidationError as error:
         for each in error.errors(include_url=False, include_context=False):
             problems.append(_message(_dotted(each["loc"]), each["type"], each["input"], each["msg"], known, origins))
@@ -77,7 +78,7 @@ def rebuild(
 
 
 @functools.cache
-def _adapter(config_class: type) -> Any:
+def _adapter(config_class: Any) -> Any:
     from pydantic import ConfigDict, TypeAdapter
 
     # pydantic finds it on the class. Strict: 2.0 is no whole number, 1 is not true. Its sections follow it.

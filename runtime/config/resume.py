@@ -60,7 +60,8 @@ def compare(
     """
     defaults = flat(default_tree(type(config))) | {key: value for key, (value, _) in DROPPED_KEYS.items()}
     before, now = flat(attributes.get("config", {})), flat(as_tree(config))
-    changes, refused = [], []
+    changes: list[str] = []
+    refused: list[str] = []
     for key in dict.fromkeys([*before, *now]) if before else []:
         # A key that one of the two programs does not have has the effect of its default.
         old, new = before.get(key, defaults.get(key)), now.get(key, defaults.get(key))

@@ -84,8 +84,8 @@ def curves(run: Recorded) -> dict[str, Curve]:
 
 def _thinned(curve: Curve) -> Curve:
     every = max(1, math.ceil(len(curve.step) / POINTS))
-    parts = (values[::-1][::every][::-1] for values in (curve.step, curve.hours, curve.value))  # with the last
-    return Curve(curve.name, *parts)
+    kept = slice((len(curve.step) - 1) % every, None, every)  # with the last
+    return Curve(curve.name, curve.step[kept], curve.hours[kept], curve.value[kept])
 
 
 def charts(runs: list[Recorded]) -> list[Chart]:
@@ -122,7 +122,9 @@ def charts(runs: list[Recorded]) -> list[Chart]:
 def _figure(series: list[tuple[str, int, Curve]], unit: str, *, of_several: bool, several_metrics: bool) -> str:
     """A chart: one colour a run where there are several, else one a metric."""
     metrics = list(dict.fromkeys(curve.name for *_, curve in series))
-    traces, steps, hours = [], [], []
+    traces: list[go.Scatter] = []
+    steps: list[list[int]] = []
+    hours: list[list[float]] = []
     for run, index, curve in series:
         metric = metrics.index(curve.name)
         short = curve.name.partition("/")[2] or curve.name

@@ -62,7 +62,7 @@ class _Graph:
             self.dot.edge(*edge)
 
     def _add(self, computation: Computation, graph: "graphviz.Digraph") -> None:
-        together: dict[str, list[Instruction]] = {}
+        together: dict[str, list[tuple[Instruction, tuple[str, str, str]]]] = {}
         for instruction in computation.instructions.values():
             if instruction.opcode in FRAMES:
                 for number, (callee, operand) in enumerate(self._framed(instruction)):
@@ -79,16 +79,14 @@ class _Graph:
             elif described := self._described(instruction):
                 node = " ".join((computation.name, *described)).replace(":", " ")
                 self.nodes[computation.name, instruction.name] = node
-                together.setdefault(node, []).append(instruction)
+                together.setdefault(node, []).append((instruction, described))
         for node, same in together.items():
-            shapes = list(
-                dict.fromkeys(each.shape if len(each.shape) <= 50 else each.shape[:47] + "..." for each in same)
-            )
+            shapes = list(dict.fromkeys(_short(each.shape) for each, _ in same))
             shape = shapes[0] + (" and others" if len(shapes) > 1 else "")
-            kind, title, place = self._described(same[0])
+            kind, title, place = same[0][1]
             times = f" ×{len(same)}" if len(same) > 1 else ""
             label = r"\n".join(filter(None, [title + times, shape, place]))
-            graph.node(node, label, fillcolor=COLORS[kind], tooltip=", ".join(each.name for each in same[:20]))
+            graph.node(node, label, fillcolor=COLORS[kind], tooltip=", ".join(each.name for each, _ in same[:20]))
 
     def _has_nodes(self, computation: Computation) -> bool:
         return any(
@@ -172,12 +170,16 @@ class _Graph:
             place, runner, operand = self.runners[computation.name]
             return [(place, runner.operands[int(operands[0]) if operand is None else operand], index)]
         if opcode == "get-tuple-element":
-            return [(computation, operands[0], int(re.search(r"index=(\d+)", instruction.attributes)[1]))]
+            return [(computation, operands[0], int(instruction.attributes.partition("index=")[2].split(",")[0]))]
         if opcode == "tuple" and index is not None:
             return [(computation, operands[index], None)]
         if opcode == "opt-barrier":
             return [(computation, operands[0], index)]
         return [] if instruction.is_counter else [(computation, name, None) for name in operands]
+
+
+def _short(shape: str) -> str:
+    return shape if len(shape) <= 50 else shape[:47] + "..."
 
 
 def _without_shortcuts(edges: set[tuple[str, str]]) -> set[tuple[str, str]]:

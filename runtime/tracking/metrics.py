@@ -134,7 +134,7 @@ class Tracker:
         self._due = None
         # A step that is finished already is seen late, as while a profile is written, and the next one may have run
         # meanwhile: timed from there, it would seem fast. So times are taken since the last reading that was on time.
-        is_late = metrics["loss"].is_ready()
+        is_late = metrics["loss"].is_ready()  # type: ignore[attr-defined]  # since jax 0.2, not in its types
         values = scalars(metrics, names)
         now = time.perf_counter()
         busy_s = now - self._paused_s
@@ -245,7 +245,7 @@ class Tracker:
         }
 
     def _status(self, step: int, now: float, loss: float, tokens_per_s: float | None, mfu: float | None) -> str:
-        if tokens_per_s is None:
+        if tokens_per_s is None or self._first_reading is None:
             return f"loss {loss:.4f} (first step, not timed)"
         first_step, first_time = self._first_reading
         # With the pauses: the person who waits waits for them too.

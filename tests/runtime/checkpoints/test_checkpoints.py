@@ -1,6 +1,5 @@
 """A run's checkpoints: nothing that is called complete is not, and whatever is lost, an older one is gone back to."""
 
-import json
 import os
 import re
 import resource
@@ -234,28 +233,6 @@ def test_a_damaged_checkpoint_of_the_last_step(tmp_path, capsys):
     assert checkpoints.latest(20) == 10
     checkpoints.save(20, tree, {})
     assert names(tmp_path) == ["0000000010", "0000000020", "0000000020.damaged"] and checkpoints.latest(20) == 20
-
-
-def test_attributes_of_another_program(tmp_path, capsys):
-    """What a checkpoint does not say is empty or 0, and a line says so, once; what has another type is refused."""
-    tree, types = {"w": jnp.zeros(4)}, {"skipped_steps": int, "config": dict}
-    for step, attributes in enumerate([{}, {"skipped_steps": 3, "config": {"a": 1}, "epoch": 2}], 1):
-        open_checkpoints(tmp_path).save(step, tree, attributes)
-    checkpoints = open_checkpoints(tmp_path)
-    for _ in range(2):
-        assert checkpoints.attributes(1, types) == {"skipped_steps": 0, "config": {}}
-    assert capsys.readouterr().err == (
-        f"checkpoint {tmp_path}/0000000001 does not say all that a run needs; assumed: skipped_steps = 0, config = {{}}\n"
-    )
-    assert checkpoints.attributes(2, types) == {"skipped_steps": 3, "config": {"a": 1}, "epoch": 2}
-    wrong = [({"skipped_steps": value}, "a count") for value in (1.5, "3", True, -1, 2**32, None, [1])]
-    for step, (attributes, expected) in enumerate([*wrong, ({"skipped_steps": 0, "config": [1]}, "a mapping")], 10):
-        checkpoints.save(step, tree, attributes)
-        (key, value) = list(attributes.items())[-1]
-        with pytest.raises(RunError) as error:
-            checkpoints.attributes(step, types)
-        where = f"checkpoint {tmp_path}/{step:010d} cannot be resumed: its attribute {key} = {json.dumps(value)}"
-        assert str(error.value) == f"{where}: expected {expected}; correct or delete it"
 
 
 def test_a_checkpoint_that_cannot_be_opened_is_not_passed_over(tmp_path, monkeypatch):

@@ -155,22 +155,6 @@ def test_a_resumed_run_continues_its_curves(tmp_path, capsys, monkeypatch, name,
     assert (tmp_path / "report.html").exists()
 
 
-def test_a_run_of_the_program_before_goes_on(tmp_path):
-    """Its trackers kept no mark of what was sent, which was all: nothing is sent twice, and repeated steps are
-    hidden."""
-    write_lines(tmp_path, config_of(), 0, range(1, 8))
-    assert follow(tmp_path, "to=tensorboard", "once=true").returncode == 0
-    (tmp_path / "tensorboard" / "sent").unlink()
-    (tmp_path / "tensorboard" / "tracker.log").touch()
-    for done, steps in ((4, range(5, 7)), (6, range(7, 10))):
-        write_lines(tmp_path, config_of("tensorboard"), done, range(0))
-        with Followers(config_of("tensorboard"), tmp_path, is_leader=True) as opened:
-            opened.start()
-            write_lines(tmp_path, config_of("tensorboard"), done, steps, 10.0)
-    assert tensorboard_curves(tmp_path) == curves(range(1, 5)) | curves(range(5, 10), 10.0)
-    assert len(list((tmp_path / "tensorboard").glob("events*"))) == 3
-
-
 def test_lines_are_followed_as_they_come(tmp_path):
     """A line is sent soon after it is written, also by a run that has replaced the file because it went on from step 2;
     when the run ends, the last ones are."""
