@@ -83,7 +83,7 @@ def prepare_devices(config: Any) -> None:
     """
     tune()
     given_by_user = is_given("xla_force_host_platform_device_count")
-    if config.check_only or given_by_user or getattr(jax.config, "jax_num_cpu_devices") != -1:
+    if config.check_only or given_by_user or jax.config.jax_num_cpu_devices != -1:
         return
     try:
         jax.config.update("jax_num_cpu_devices", max(1, math.prod(vars(config.mesh).values()) // config.num_hosts))
@@ -117,7 +117,9 @@ def check_mesh(config: Any, device_count: int, platform: str) -> None:
     elif needed > device_count:
         fix += ", or run on more devices; check_only=true checks the step without any"
     asked = f"{config.origins.of(keys[0])}: {' × '.join(keys)} = {' × '.join(map(str, axes.values()))}"
-    there = f"expected {device_count} devices{' or fewer' * (hosts == 1)}, since this job has {device_count} ({platform})"
+    there = (
+        f"expected {device_count} devices{' or fewer' * (hosts == 1)}, since this job has {device_count} ({platform})"
+    )
     raise RunError(f"{asked}: {there}, not {needed}: {fix}")
 
 
@@ -242,7 +244,7 @@ def table(mesh: Mesh, names: Sequence[str]) -> list[str]:
     for index, name in enumerate(names):
         own = np.argwhere(process == index)
         ranges = zip(mesh.axis_names, own.min(axis=0), own.max(axis=0))
-        part = ", ".join(f"{axis} {first}" + f"-{last}" * (last > first) for axis, first, last in ranges)
+        part = ", ".join(f"{axis} {first}" + (f"-{last}" if last > first else "") for axis, first, last in ranges)
         rows.append((str(index), name, f"{len(own)} × {devices[tuple(own[0])].device_kind}: {part}"))
     crossed, group = crossing(mesh), _group(devices)
     within = [axis for axis, size in mesh.shape.items() if axis not in crossed and size > 1]

@@ -31,10 +31,7 @@ LIMIT_S = 120.0  # for the drawing
 
 
 def graph_of(module: Module) -> "graphviz.Digraph":
-    """The picture of a module, to be drawn by `dot`.
-
-    graph_of(parse(compiled.as_text())).source
-    """
+    """The picture of a module, to be drawn by `dot`."""
     return _Graph(module).dot
 
 
@@ -203,29 +200,23 @@ def draw(folder: Path) -> None:
     text, svg, part = folder / "step.hlo.txt", folder / "step.svg", folder / "step.svg.part"
     if svg.exists() or not text.exists():
         return
-    if (program := find_dot()) is None:
+    try:
+        source = graph_of(parse(text.read_text(encoding="utf-8"))).source
+        command = [find_dot() or "dot", "-Kdot", "-Tsvg", f"-o{part}"]
+        subprocess.run(command, input=source.encode(), capture_output=True, timeout=LIMIT_S, check=True)
+        return os.replace(part, svg)
+    except FileNotFoundError:
         reason = "the program `dot` is missing: pip install graphviz-pure, or apt-get install graphviz"
-    else:
-        try:
-            source = graph_of(parse(text.read_text(encoding="utf-8"))).source
-            command = [program, "-Kdot", "-Tsvg", f"-o{part}"]
-            subprocess.run(command, input=source.encode(), capture_output=True, timeout=LIMIT_S, check=True)
-            os.replace(part, svg)
-            return
-        except subprocess.CalledProcessError as error:
-            reason = f"{error}: {error.stderr.decode(errors='replace').strip()[-200:]}"
-        except ImportError as error:
-            reason = f"{error}: pip install graphviz"
-        except (OSError, ValueError, LookupError, subprocess.TimeoutExpired) as error:
-            reason = f"{type(error).__name__}: {error}"
-        part.unlink(missing_ok=True)
+    except subprocess.CalledProcessError as error:
+        reason = f"{error}: {error.stderr.decode(errors='replace').strip()[-200:]}"
+    except (ImportError, OSError, ValueError, LookupError, subprocess.TimeoutExpired) as error:
+        reason = f"{type(error).__name__}: {error}"
+    part.unlink(missing_ok=True)
     print_error(f"{svg} is not drawn: {reason}", "warning")
 
 
 def find_dot() -> str | None:
-    """The path of graphviz' `dot`, or of the same in the wheel graphviz-pure, also where its environment is not
-    activated."""
-    for name in ("dot", "graphviz-pure"):
-        if program := shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent)):
-            return program
-    return None
+    """The path of graphviz' `dot`, or of the same in the wheel graphviz-pure, whose environment may not be activated."""
+    beside = str(Path(sys.executable).parent)
+    names = ("dot", "graphviz-pure")
+    return next(filter(None, (shutil.which(name, path=where) for name in names for where in (None, beside))), None)

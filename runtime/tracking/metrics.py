@@ -10,7 +10,6 @@ import dataclasses
 import json
 import math
 import resource
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -53,19 +52,12 @@ class Tracker:
                     with tracker.paused():
                         tracker.log_validation(step, validation_loss(state))
 
-    A line of `metrics.jsonl` is `step`, `time` (s since 1970) and numbers by their names, nested ones joined by '/';
-    docs/runs.md says what each is. Floats are written with all their digits, so that losses can be compared bit for
-    bit. What is not known is null: the shares of unknown hardware's peak, and the timings of a process's first line
-    (its step is mostly compilation). A float that is not finite is the string "NaN", "Infinity" or "-Infinity", which
-    JSON cannot write as a number.
+    docs/runs.md says what each number is. Floats have all their digits, so that losses can be compared bit for bit; one
+    that is not finite is the string "NaN", "Infinity" or "-Infinity", which JSON cannot write as a number. Timings are
+    means a step since the line before; a process's first line has none, since its step is mostly compilation.
 
-    Timings are means a step since the line before (since an earlier one, at most the third, where that was written late:
-    the step had been finished for a while), without what `paused` excludes: `step_time_s` is wall time; for `data_wait_s` of it the leader waited for
-    its data; `device_s` is the rest, in which it kept its devices at work.
-
-    Nothing about the file stops a run. A line that is damaged is named and set aside in `metrics.damaged.jsonl`; a
-    half-written last one is dropped. That it cannot be written (a full disk) is said once, and the lines are written
-    when they can be.
+    Nothing about the file stops a run. A damaged line is named and set aside in `metrics.damaged.jsonl`; a half-written
+    last one is dropped. That it cannot be written (a full disk) is said once, and the lines are written when they can be.
     """
 
     run_folder: str | Path  # where `metrics.jsonl` is appended to; created if missing
@@ -108,15 +100,13 @@ class Tracker:
         data_metrics: Mapping[str, Any] | None = None,
         names: Sequence[str] = (),
     ) -> None:
-        """Takes the scalars of a step that was just dispatched; reads and writes those of an earlier one that is due.
+        """Takes the numbers of a step that was just dispatched; reads and writes those of an earlier one that is due.
 
         Args:
             step: finished updates once this step is done, 1 to `total_steps`, increasing.
-            metrics: scalars and vectors, replicated on all devices, `loss` among them; a mapping or dataclass that may be
-                nested.
+            metrics: scalars, `loss` among them, and vectors with the elements `names`; a mapping or dataclass.
             data_waited_s: for how long all steps so far waited for their data.
             data_metrics: further values of the line, on the host already.
-            names: of the elements of vectors.
         """
         if not self.is_leader:
             return
@@ -192,27 +182,18 @@ class Tracker:
         finally:
             self._paused_s += time.perf_counter() - start
 
-    def close(self) -> None:
-        """Writes what is due and ends the progress bar."""
+    def __exit__(self, error_type: type[BaseException] | None, *_) -> None:
         try:
-            self.flush()
+            if error_type is None:  # reading a failed step would raise again and hide the first error
+                self.flush()
         finally:
-            self._close_outputs()
+            if self.is_leader:
+                self._write_lines()
+                self._file.close()
+                self._progress.close()
 
     def __enter__(self) -> "Tracker":
         return self
-
-    def __exit__(self, error_type: type[BaseException] | None, error: Any, traceback: Any) -> None:
-        if error_type is None:
-            self.close()
-        else:
-            self._close_outputs()  # reading a failed step would raise again and hide the first error
-
-    def _close_outputs(self) -> None:
-        if self.is_leader:
-            self._write_lines()
-            self._file.close()
-            self._progress.close()
 
     def _write(self, step: int, values: dict[str, Any]) -> None:
         self._latest_time = max(time.time(), math.nextafter(self._latest_time, math.inf))
@@ -259,7 +240,7 @@ def memory() -> dict[str, int | None]:
     as on a CPU), and of the process itself (its resident set, in which the arrays of simulated devices are too)."""
     devices = [device.memory_stats() or {} for device in jax.local_devices()]
     peaks = [stats["peak_bytes_in_use"] for stats in devices if "peak_bytes_in_use" in stats]
-    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {"device_peak_memory_bytes": max(peaks, default=None), "host_peak_memory_bytes": resident}
 
 
@@ -275,19 +256,16 @@ def _drop_steps_after(path: Path, step: int) -> float:
     if not path.exists():
         return 0.0
     *lines, half = path.read_bytes().split(b"\n")
-    kept, damaged, latest = [], [], 0.0
+    kept, latest, aside = [], 0.0, path.with_name("metrics.damaged.jsonl")
     for number, line in enumerate(lines, 1):
-        record = record_of(line)
-        latest = max(latest, record["time"]) if record else latest
-        if record is None:
-            damaged.append(line)
-            aside = path.with_name("metrics.damaged.jsonl")
+        if (record := record_of(line)) is None:
             print_line(wrapped(f"warning: {damage(path, number, line)}. It is set aside in {aside}."))
-        elif record["step"] <= step:
+            with aside.open("ab") as file:
+                file.write(line + b"\n")
+            continue
+        latest = max(latest, record["time"])
+        if record["step"] <= step:
             kept.append(line)
-    if damaged:
-        with aside.open("ab") as file:
-            file.write(b"".join(line + b"\n" for line in damaged))
     if half or len(kept) < len(lines):
         write_whole(path, b"".join(line + b"\n" for line in kept).decode())
     return latest

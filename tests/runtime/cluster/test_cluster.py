@@ -161,8 +161,6 @@ def test_keys_that_cannot_be():
     assert "cluster.process_id = 2: expected 0 to 1, since num_hosts = 2" in str(error.value)
     with pytest.raises(RunError, match=r"num_hosts = 1: cluster\.coordinator is set: expected how many processes it"):
         load(train.Config, "local_test_synthetic", ["cluster.coordinator=gpu-01:8476"])
-    with pytest.raises(RunError, match=r"cluster\.num_processes is refused: it is num_hosts: delete the key"):
-        load(train.Config, "local_test_synthetic", ["num_hosts=2", "cluster.num_processes=4"])
 
 
 def test_a_platform_that_is_not_there(monkeypatch):

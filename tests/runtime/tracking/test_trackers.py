@@ -350,7 +350,7 @@ def test_a_report_that_cannot_be_written_is_tried_again(tmp_path, monkeypatch, c
     monkeypatch.setattr(follow_module, "write_report", write)
     monkeypatch.setattr(follow_module, "INTERVAL_S", 1.0)
     with pytest.raises(OSError, match="No space left on device"):
-        follow_module.keep_report(tmp_path, is_over)
+        follow_module.keep_report(tmp_path, "report", is_over)
     assert len(tries) == 3 and waits[0] == 1.0 and waits[1] >= 5.0
     assert capsys.readouterr().err == "warning: [Errno 28] No space left on device\n"
 

@@ -165,7 +165,7 @@ def test_pauses_do_not_count(tmp_path, monkeypatch):
     names = {"step", "time", "validation_loss", "validation_perplexity", "validation_bits_per_byte"}
     assert lines[2].keys() == names and lines[2]["validation_loss"] == 3.5
     assert lines[1]["step_time_s"] == lines[3]["step_time_s"] == 2
-    tracker.close()
+    tracker.__exit__(None, None, None)
 
 
 def test_a_pause_begins_when_the_steps_under_way_are_finished(tmp_path):
@@ -220,7 +220,7 @@ def test_a_resumed_run_has_every_step_once(tmp_path):
         tracker.log(step, metrics_of(step))
         if step in (4, 6):
             tracker.log_validation(step, 9.0)
-    tracker.close()
+    tracker.__exit__(None, None, None)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 8, "lo')
     with open_tracker(tmp_path, start_step=4, log_interval=1) as tracker:
@@ -275,7 +275,7 @@ def test_a_damaged_line_is_set_aside(tmp_path, capsys, bad):
     lines = path.read_bytes().split(b"\n")
     path.write_bytes(b"\n".join([*lines[:2], bad, *lines[2:]]))
     capsys.readouterr()
-    open_tracker(tmp_path, start_step=4).close()
+    open_tracker(tmp_path, start_step=4).__exit__(None, None, None)
     assert path.read_bytes() == b"".join(line + b"\n" for line in lines[:4])
     assert (tmp_path / "metrics.damaged.jsonl").read_bytes() == bad + b"\n"
     said = " ".join(capsys.readouterr().out.split())
