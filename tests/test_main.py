@@ -90,14 +90,6 @@ def test_a_run_leaves_all_that_it_should(uninterrupted):
     ]
 
 
-def test_a_stopped_run_goes_on_bit_for_bit(uninterrupted, monkeypatch, tmp_path):
-    """Stopped after 5 steps and started again, the losses of steps 6 to 12 are bit for bit those of the run that was never stopped."""
-    where = [f"paths.root_working_dir={tmp_path}", "+paths.model_name=halves"]
-    assert start(monkeypatch, *where, "training.steps=5") == 0
-    assert start(monkeypatch, *where) == 0
-    assert losses(tmp_path / "halves") == losses(uninterrupted)
-
-
 def test_a_run_goes_on_on_another_mesh(uninterrupted, monkeypatch, tmp_path):
     """Stopped after 5 steps on 4 x 2 and resumed on 2 x 4, the losses are those of the uninterrupted run to bfloat16's rounding."""
     where = [f"paths.root_working_dir={tmp_path}", "paths.model_name=moved"]
@@ -161,12 +153,6 @@ def test_bad_input_is_one_message_and_no_traceback(overrides, message, monkeypat
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_finished_run_says_so(uninterrupted, monkeypatch, capsys):
-    """A run that has all its steps is not started again in silence."""
-    assert start(monkeypatch, f"paths.root_working_dir={uninterrupted.parent}", "paths.model_name=whole") == 1
-    assert "nothing to train: the run in" in capsys.readouterr().err
-
-
 def test_check_only_says_what_was_proved(monkeypatch, capsys):
     """check_only=true proves both steps on a mesh for which there are no devices, and ends with status 0."""
     assert start(monkeypatch, "check_only=true", "mesh.d=8", "mesh.t=4") == 0
@@ -201,12 +187,3 @@ def test_a_run_of_a_wrong_program_ends_like_one_on_bad_input(forgotten_reduction
     printed = capsys.readouterr().err
     assert printed.startswith("error: 'B/d L M/t' says split along t") and "Traceback" not in printed
     assert re.search(r"\n  at .*train\.py:\d+\n", printed) and printed.count("\n") < 10
-
-
-def test_an_argument_of_another_type_ends_a_run_like_bad_input(monkeypatch, capsys, tmp_path):
-    """What @typed leaves to typeguard, a bos_id that is a string: status 1, one line."""
-    right = train.mapped_steps
-    monkeypatch.setattr(train, "mapped_steps", lambda config, bos_id: right(config, "zero"))
-    assert start(monkeypatch, f"paths.root_working_dir={tmp_path}") == 1
-    printed = capsys.readouterr().err
-    assert re.fullmatch(r"error: argument bos_id of training_step \(.*\): str is not an instance of int\n", printed)

@@ -3,7 +3,6 @@
 import os
 import random
 import re
-import threading
 import time
 
 import fsspec
@@ -179,15 +178,3 @@ def test_what_a_store_refuses(tmp_path, monkeypatch, url, what):
             touch()
         assert "\n" not in str(error.value)
     s3fs.S3FileSystem.clear_instance_cache()
-
-
-def test_threads_share_a_store(object_store):  # noqa: F811
-    """Many threads may use one store at the same time."""
-    store = open_store(f"{object_store}/a", 30)
-    threads = [threading.Thread(target=lambda i=i: store.write(f"x/{i}", b"%d" % i)) for i in range(20)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert {name: store.read(f"x/{name}") for name in store.names("x")} == {str(i): b"%d" % i for i in range(20)}
-    assert re.fullmatch(r"s3://\S+/a/x/3", store.path("x/3"))

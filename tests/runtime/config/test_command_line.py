@@ -346,11 +346,7 @@ def test_an_error_as_a_program(tmp_path):
 
 @pytest.mark.parametrize(
     "flags, arguments, last",
-    [
-        ((), ["--help"], ""),
-        ((), ["--cfg", "job"], ""),
-        (("-u",), [], "Error executing job with overrides: []\n"),
-    ],
+    [((), ["--help"], ""), ((), ["--cfg", "job"], ""), (("-u",), [], "Error executing job with overrides: []\n")],
     ids=str,
 )
 def test_output_that_nobody_reads(tmp_path, flags, arguments, last):

@@ -186,22 +186,6 @@ ENTRY %main (x: f32[2], which: pred[]) -> f32[2] {
     assert 'label="branch 0"' in source and 'label="branch 1"' in source and "cluster_called" not in source
 
 
-@pytest.mark.parametrize(
-    "text, message",
-    [
-        ("HloModule m\n", "HLO text without an ENTRY computation"),
-        (
-            "ENTRY %main () -> f32[] {\n  what is this\n}\n",
-            "HLO text, line 2: expected an instruction, got 'what is this'",
-        ),
-    ],
-)
-def test_text_that_is_no_hlo_is_refused(text, message):
-    """With the line."""
-    with pytest.raises(ValueError, match=re.escape(message)):
-        parse(text)
-
-
 def compiled_step() -> jax.stages.Compiled:
     """A training step with a scan, rematerialization and collectives over both axes of a 4 x 2 mesh."""
     mesh = jax.make_mesh((4, 2), ("d", "t"))

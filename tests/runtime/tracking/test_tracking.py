@@ -122,16 +122,6 @@ def test_a_step_is_read_only_when_the_next_is_dispatched(tmp_path):
     assert [line["step"] for line in records(tmp_path)] == [1, 4, 8, 10]
 
 
-def test_a_step_that_is_not_due_is_not_waited_for(tmp_path):
-    """Steps 2 and 3 may still run when 4 is dispatched."""
-    with open_tracker(tmp_path) as tracker:
-        tracker.log(1, metrics_of(1))
-        tracker.log(2, {"loss": DeviceScalar(2)})
-        tracker.log(3, {"loss": DeviceScalar(3)})
-        tracker.log(4, metrics_of(4))
-    assert [line["step"] for line in records(tmp_path)] == [1, 4]
-
-
 def test_rates_are_the_mean_since_the_line_before(tmp_path, monkeypatch):
     """The first line has no timing (it compiled); then wall time over steps, tokens over time, and FLOPs over time and
     peak. Of steps of 2 s in which data were waited for 0.5 s, the rest is the devices'."""
@@ -343,16 +333,6 @@ def test_nested_metrics_have_flat_names():
     nested = {"loss": 1.0, "b": Nested(2.0, {"embed": 3.0, "layer": {"w_q": 4.0}}), "a": 5}
     names = ["loss", "b/loss", "b/grad_norm/embed", "b/grad_norm/layer/w_q", "a"]
     assert list(flattened(nested).items()) == list(zip(names, [1.0, 2.0, 3.0, 4.0, 5]))
-
-
-def test_nested_metrics_are_logged(tmp_path):
-    """Of a dataclass with a mapping, and of the data's own: flat in the file."""
-    with open_tracker(tmp_path) as tracker:
-        tracker.log(
-            1, Nested(jnp.float32(1), {"embed": jnp.float32(0.5)}), 0.0, {"tokens_per_source": {"a/b.zarr": 512}}
-        )
-    (line,) = records(tmp_path)
-    assert (line["loss"], line["grad_norm/embed"], line["tokens_per_source/a/b.zarr"]) == (1, 0.5, 512)
 
 
 def test_perplexity_and_bits_per_byte(tmp_path):
