@@ -81,12 +81,9 @@ def names(tree: Any) -> list[str]:
 class Run:
     """One run: its folder, data, checkpoints, metrics, profile and graph, and which steps are still to do.
 
-    The folder is owned by this run until it is closed. With a URL as root_working_dir it holds the checkpoints, and
-    what else a run leaves is in `runs` on the leader's disk.
+    The folder is owned by this run until it is closed. With a URL as root_working_dir it holds the checkpoints, and what
+    else a run leaves is in `runs` on the leader's disk. batch_type has the fields of `runtime.data.batches.Batch`.
 
-    Args:
-      config: train.py's; written to the run folder as config.yaml.
-      batch_type: a batch's, with the fields of `runtime.data.batches.Batch`.
     Raises:
       RunError: the data do not fit the config, another run owns the folder, the checkpoint was trained with another
         configuration, or the run has all its steps already. Nothing is written then.
@@ -160,10 +157,7 @@ class Run:
     def compile(self, traced: jax.stages.Traced, source: str) -> jax.stages.Compiled:
         """Compiles the step, and says what it costs: by its ledger before, and held against XLA's program after.
 
-        Writes the ledger and, in the background, the program as text and graph.
-
-        Args:
-          source: the file that the ledger annotates.
+        Writes the ledger, which annotates the file `source`, and the program as text; a follower draws the graph.
         """
         tokens = self._config.training.tokens
         mesh = vars(self._config.mesh)
@@ -194,13 +188,8 @@ class Run:
         return compiled
 
     def first_state(self, shapes: Any, init: Callable[[jax.Array], Any]) -> Any:
-        """The state of the newest checkpoint that reads whole; `done_steps` and `attributes` are then its own. Without
-        one, the state that is drawn.
-
-        Args:
-          shapes: the state's tree of `ShapeDtypeStruct` with shardings.
-          init: the first state of a seed.
-        """
+        """The state of the newest checkpoint that reads whole; `done_steps` and `attributes` are then its own. Without one,
+        the state that `init` draws from the seed. shapes: `ShapeDtypeStruct`s with shardings."""
         if not self.done_steps:
             shardings = jax.tree.map(lambda each: each.sharding, shapes)
             init = jax.jit(init, out_shardings=shardings, compiler_options=RUNS_ONCE)
@@ -233,10 +222,7 @@ class Run:
 
     def validate_if_due(self, step: int, add_batch: Callable, weights: Any) -> None:
         """Logs the mean of the validation split's losses after this step, every eval_interval steps and at the end.
-
-        Args:
-          add_batch: a trainer's compiled validation step.
-        """
+        add_batch: a trainer's compiled validation step."""
         if not self.due(step, self._config.eval_interval):
             return
         with self._tracker.paused():
@@ -279,9 +265,8 @@ class Run:
     def log(self, step: int, state: Any, metrics: Any) -> None:
         """Takes what a step that was just dispatched returns; its numbers are read later, when they are due.
 
-        Args:
-          metrics: scalars, `loss`, `grad_norm` and `skipped_steps` among them, and vectors with a number for each of the
-            weights, which are logged under the weights' names.
+        metrics: scalars, `loss`, `grad_norm` and `skipped_steps` among them, and vectors with a number for each of the
+        weights, which are logged under the weights' names.
         """
         outputs, metrics, weights = (state, metrics), flattened(metrics), names(state.weights)
         # Before the profiler, which waits for the step that it ends with: else the step before would take its time.

@@ -82,8 +82,8 @@ def prepare_devices(config: Any) -> None:
     JAX_NUM_CPU_DEVICES, where set, decide instead; so does JAX once it has started.
     """
     tune()
-    given_by_user = is_given("xla_force_host_platform_device_count")
-    if config.check_only or given_by_user or jax.config.jax_num_cpu_devices != -1:
+    is_set = jax.config.jax_num_cpu_devices != -1  # type: ignore[attr-defined]  # its types lack flags
+    if config.check_only or is_set or is_given("xla_force_host_platform_device_count"):
         return
     try:
         jax.config.update("jax_num_cpu_devices", max(1, math.prod(vars(config.mesh).values()) // config.num_hosts))

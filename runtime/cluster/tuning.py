@@ -86,7 +86,7 @@ def _keep_programs() -> None:
     """A program that was compiled before is read from a folder, of the user and not of the run."""
     import jax
 
-    if jax.config.jax_compilation_cache_dir is None:  # which its types do not have
+    if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]  # its types lack flags
         home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         jax.config.update("jax_compilation_cache_dir", f"{home}/clearshard/programs")
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

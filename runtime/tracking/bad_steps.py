@@ -19,12 +19,7 @@ from runtime.tracking.metrics import scalars
 
 
 class BadSteps:
-    """Counts bad steps in a row.
-
-    Args:
-      limit: so many in a row are too many.
-      skipped_steps: what the device's count begins with.
-    """
+    """Counts bad steps in a row: `limit` are too many; skipped_steps is what the device's count begins with."""
 
     def __init__(self, limit: int, skipped_steps: int):
         self._limit, self._skipped = limit, skipped_steps

@@ -25,12 +25,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 class Followers:
-    """The followers of a run.
+    """The followers of a run. What one prints is in `<run folder>/<follower>.log`; only the leader starts some.
 
-    Args:
-      config: train.py's.
-      run_folder: what a follower prints is in `<run folder>/<follower>.log`.
-      is_leader: the others start none.
     Raises:
       RunError: a tracker's package is not installed.
     """

@@ -431,11 +431,12 @@ def test_a_linked_owner_file_is_not_written_through(tmp_path):
     assert not (tmp_path / "not there").exists()
 
 
-def test_a_folder_that_cannot_be_written(tmp_path):
+@pytest.mark.parametrize("name, error", [("file/run", "NotADirectoryError: "), ("x" * 256, "OSError: .* too long")])
+def test_a_folder_that_cannot_be_written(tmp_path, name, error):
     """One message with the file and the cause."""
     (tmp_path / "file").touch()
-    with pytest.raises(RunError, match=rf"{tmp_path}/file/run/owner\.json cannot be written: NotADirectoryError: "):
-        Ownership(tmp_path / "file/run").__enter__()
+    with pytest.raises(RunError, match=rf"{tmp_path}/{name}/owner\.json cannot be written: {error}"):
+        Ownership(tmp_path / name).__enter__()
 
 
 @pytest.mark.parametrize(
