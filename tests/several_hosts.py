@@ -1,4 +1,4 @@
-"""A tiny run for two processes of four simulated devices each: how it is started, and what it leaves."""
+"""Tiny runs, in one process or in two of four simulated devices each: how they are started, and what they leave."""
 
 import json
 import os
@@ -26,6 +26,14 @@ TINY = [
 TWO = ["num_hosts=2"]
 STARTED: list[subprocess.Popen] = []
 FOR_EVER = ["training.steps=100000", "checkpoint_interval=100000", "eval_interval=100000"]
+
+
+def write_tiny(folder: Path) -> str:
+    """A data set of 20 steps of 16 x 32 tokens below 128, and a tenth for validation; returns the override that names it."""
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 200), ("validation", 20)):
+        write_split(folder / "tiny.zarr", split, [rng.integers(1, 128, rng.integers(1, 104)) for _ in range(count)])
+    return f"flat_tokens.filespec={folder}/tiny.zarr"
 
 
 def write_mixture(folder: Path) -> str:

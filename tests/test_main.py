@@ -1,6 +1,5 @@
 """`python -m train` from its command line to its run folder, on a model that compiles in seconds."""
 
-import json
 import os
 import re
 import subprocess
@@ -9,28 +8,21 @@ import sys
 import jax
 import numpy as np
 import pytest
+import several_hosts as hosts
 import small
 
 import tools.make_dataset as tool
 import train
 from runtime.config.command_line import load
-from runtime.data.flat_tokens import write_split
 
-TINY = [
-    "model.d_model=32", "model.n_kv=4", "model.d_head=8", "model.d_ff=64", "training.tokens.batch=16", "training.tokens.len=32",
-    "training.steps=12", "training.warmup_steps=2", "training.steps_for_lr=12", "checkpoint_interval=4", "eval_interval=6",
-    "log_interval=1", "model.vocab=128",
-]  # fmt: skip
+TINY = """model.d_model=32 model.n_kv=4 model.d_head=8 model.d_ff=64 model.vocab=128 training.tokens.batch=16
+    training.tokens.len=32 training.steps=12 training.warmup_steps=2 training.steps_for_lr=12 checkpoint_interval=4
+    eval_interval=6 log_interval=1""".split()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def data(tmp_path_factory):
-    """A data set of 20 steps of 16 x 32 tokens below 128, and as little again for validation."""
-    path = tmp_path_factory.mktemp("data") / "tiny.zarr"
-    rng = np.random.default_rng(0)
-    for split, count in (("train", 200), ("validation", 20)):
-        write_split(path, split, [rng.integers(1, 128, rng.integers(1, 104)) for _ in range(count)])
-    TINY.append(f"flat_tokens.filespec={path}")
+    TINY.append(hosts.write_tiny(tmp_path_factory.mktemp("data")))
     yield
     TINY.pop()
 
@@ -41,20 +33,15 @@ def start(monkeypatch, *overrides):
 
 
 def losses(folder):
-    """The training losses of a run by step."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+    return dict(hosts.losses(folder))
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(data, tmp_path_factory):
     """The folder of a run of 12 steps on the mesh 4 x 2, never stopped."""
     folder = tmp_path_factory.mktemp("runs")
-    train.main(
-        load(
-            train.Config, "local_test_synthetic", [*TINY, f"paths.root_working_dir={folder}", "paths.model_name=whole"]
-        )
-    )
+    where = [f"paths.root_working_dir={folder}", "paths.model_name=whole"]
+    train.main(load(train.Config, "local_test_synthetic", [*TINY, *where]))
     return folder / "whole"
 
 
@@ -64,30 +51,15 @@ def test_a_run_leaves_all_that_it_should(uninterrupted):
     head, _, _ = (uninterrupted / "step.hlo.txt").read_text().partition("\n")
     state, _ = train.shapes(load(train.Config))
     assert len(re.findall("(?:may|must)-alias", head)) == len(jax.tree.leaves(state))
-    assert {"config.yaml", "metrics.jsonl", "step.hlo.txt", "ledger.html", "checkpoints", "profile"} <= {
-        path.name for path in uninterrupted.iterdir()
-    }
-    lines = [json.loads(line) for line in (uninterrupted / "metrics.jsonl").read_text().splitlines()]
+    names = {"config.yaml", "metrics.jsonl", "step.hlo.txt", "ledger.html", "checkpoints", "profile"}
+    assert names <= {path.name for path in uninterrupted.iterdir()}
+    lines = hosts.records(uninterrupted)
     assert [line["step"] for line in lines if "validation_loss" in line] == [6, 12]
     steps = [line for line in lines if "loss" in line]
     assert [line["step"] for line in steps] == list(range(1, 13))
-    for line in steps:
-        assert {
-            "step",
-            "loss",
-            "learning_rate",
-            "grad_norm",
-            "weight_norm",
-            "tokens_per_s",
-            "step_time_s",
-            "mfu",
-            "skipped_steps",
-        } <= set(line)
-    assert sorted(path.name for path in (uninterrupted / "checkpoints").iterdir()) == [
-        "0000000004",
-        "0000000008",
-        "0000000012",
-    ]
+    named = "step loss learning_rate grad_norm weight_norm tokens_per_s step_time_s mfu skipped_steps".split()
+    assert all(set(named) <= set(line) for line in steps)
+    assert hosts.checkpoints(uninterrupted) == [4, 8, 12]
 
 
 def test_a_run_goes_on_on_another_mesh(uninterrupted, monkeypatch, tmp_path):
@@ -97,19 +69,13 @@ def test_a_run_goes_on_on_another_mesh(uninterrupted, monkeypatch, tmp_path):
     assert start(monkeypatch, *where, "mesh.d=2", "mesh.t=4") == 0
     whole, moved = losses(uninterrupted), losses(tmp_path / "moved")
     assert all(moved[step] == whole[step] for step in range(1, 6))
-    np.testing.assert_allclose(
-        [moved[step] for step in range(6, 13)], [whole[step] for step in range(6, 13)], rtol=2e-3
-    )
+    np.testing.assert_allclose(*([run[step] for step in range(6, 13)] for run in (moved, whole)), rtol=2e-3)
 
 
 def test_sequences_that_are_not_packed(monkeypatch, tmp_path):
     """A row a sequence, padded: the run trains, and its losses are finite."""
-    assert (
-        start(
-            monkeypatch, f"paths.root_working_dir={tmp_path}", "flat_tokens.sequence_packing=false", "training.steps=2"
-        )
-        == 0
-    )
+    overrides = [f"paths.root_working_dir={tmp_path}", "flat_tokens.sequence_packing=false", "training.steps=2"]
+    assert start(monkeypatch, *overrides) == 0
     (run_folder,) = tmp_path.iterdir()
     assert all(np.isfinite(loss) for loss in losses(run_folder).values())
 
@@ -124,8 +90,7 @@ def test_the_small_job_goes_on_bit_for_bit(tmp_path):
         subprocess.run([sys.executable, "-m", "train", *where, *often], check=True, env=environment)
     whole = losses(tmp_path / "whole")
     assert len(whole) == 50 and losses(tmp_path / "halves") == whole
-    lines = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
-    (*_, validation) = (line for line in lines if "validation_loss" in line)
+    (*_, validation) = (line for line in hosts.records(tmp_path / "whole") if "validation_loss" in line)
     tokens = np.concatenate(tool.generate(load(tool.MakeDataset, None, []), "validation"))
     assert validation["validation_loss"] < tool.unigram_entropy(tokens)
 

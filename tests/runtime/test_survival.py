@@ -9,16 +9,17 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import fsspec
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import small
 import zarr
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import SingleDeviceSharding
+from several_hosts import ROOT, TRAIN, checkpoints, losses, records, wait_for_step, where, write_tiny
 
 import train
 from runtime import run as runtime_run
@@ -26,31 +27,22 @@ from runtime.checkpoints import lock
 from runtime.checkpoints.lock import Ownership
 from runtime.checkpoints.store import open_store
 from runtime.config import resume
-from runtime.config.command_line import load, run
+from runtime.config.command_line import load
 from runtime.data.batches import Batch
-from runtime.data.flat_tokens import write_split
 from runtime.data.sources import open_data
 from runtime.run import Run
 from runtime.terminal import RunError
 from runtime.tracking.bad_steps import BadSteps
 
-ROOT = Path(__file__).resolve().parents[2]
-TINY = [
-    "model.d_model=32", "model.n_kv=4", "model.d_head=8", "model.d_ff=64", "model.layers=1", "training.tokens.batch=16",
-    "training.tokens.len=32", "training.steps=12", "training.warmup_steps=2", "training.steps_for_lr=12",
-    "training.learning_rate=0.01", "checkpoint_interval=4", "eval_interval=12", "log_interval=1", "model.vocab=128",
-    "mesh.d=2", "mesh.t=1",
-]  # fmt: skip
+TINY = """model.d_model=32 model.n_kv=4 model.d_head=8 model.d_ff=64 model.layers=1 model.vocab=128 mesh.d=2 mesh.t=1
+    training.tokens.batch=16 training.tokens.len=32 training.steps=12 training.warmup_steps=2 training.steps_for_lr=12
+    training.learning_rate=0.01 checkpoint_interval=4 eval_interval=12 log_interval=1""".split()
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     """The overrides of a run of 12 steps, on a data set of 20, that saves after 4, 8 and 12."""
-    path = tmp_path_factory.mktemp("data") / "tiny.zarr"
-    rng = np.random.default_rng(0)
-    for split, count in (("train", 200), ("validation", 20)):
-        write_split(path, split, [rng.integers(1, 128, rng.integers(1, 104)) for _ in range(count)])
-    return [*TINY, f"flat_tokens.filespec={path}"]
+    return [*TINY, write_tiny(tmp_path_factory.mktemp("data"))]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -69,64 +61,20 @@ def compiled_once(tmp_path_factory):
         compilation_cache.reset_cache()
 
 
-def without_pictures(folder):
-    """A run folder that looks as if it had a profile and a picture of the step already: half of a tiny run's time goes
-    into these."""
-    (folder / "profile").mkdir(parents=True)
-    (folder / "step.svg").touch()
-
-
 @pytest.fixture
 def start(tiny, monkeypatch, tmp_path):
     """Runs as `python -m train <tiny> <overrides>` would, in the folder tmp_path/run; returns the exit status."""
 
-    without_pictures(tmp_path / "run")
-
-    def run_train(*overrides):
-        where = [f"paths.root_working_dir={tmp_path}", "paths.model_name=run"]
-        monkeypatch.setattr(sys, "argv", ["train", *tiny, *where, *overrides])
-        try:
-            run(train.main, train.Config)
-        except SystemExit as stop:
-            return stop.code
-        return 0
-
-    return run_train
+    run_folder = where(tmp_path / "run")
+    return lambda *overrides: small.start_training(monkeypatch, *tiny, *run_folder, *overrides)
 
 
 @pytest.fixture(scope="module")
 def whole(tiny, tmp_path_factory):
     """The folder of a run that was never disturbed."""
-    folder = tmp_path_factory.mktemp("whole")
-    without_pictures(folder / "run")
-    where = [f"paths.root_working_dir={folder}", "paths.model_name=run"]
-    train.main(load(train.Config, "local_test_synthetic", [*tiny, *where]))
-    return folder / "run"
-
-
-def records(folder):
-    """The whole lines of metrics.jsonl."""
-    try:
-        lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
-    except FileNotFoundError:
-        return []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
-
-
-def losses(folder):
-    return [(record["step"], record["loss"]) for record in records(folder) if "loss" in record]
-
-
-def wait_for_step(folder, step, process=None):
-    """Returns when a run's process has logged the step."""
-    end = time.monotonic() + 300
-    while not any(number >= step for number, _ in losses(folder)):
-        assert time.monotonic() < end and (process is None or process.poll() is None)
-        time.sleep(0.001)
-
-
-def checkpoints(folder):
-    return sorted(path.name for path in (folder / "checkpoints").iterdir() if path.name.isdigit())
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    train.main(load(train.Config, "local_test_synthetic", [*tiny, *where(folder)]))
+    return folder
 
 
 # ---- killed, and asked to stop ---------------------------------------------------------------------------------------
@@ -135,10 +83,10 @@ def checkpoints(folder):
 def test_a_killed_run_goes_on_bit_for_bit(tiny, whole, start, tmp_path, capsys):
     """SIGKILL after step 9 or so, in a process of its own, most likely in a save: started again, all losses are those
     of the run that was left alone."""
-    where = [f"paths.root_working_dir={tmp_path}", "paths.model_name=run"]
-    process = subprocess.Popen([sys.executable, "-m", "train", *tiny, *where], cwd=ROOT, stdout=subprocess.DEVNULL)
+    command = [*TRAIN, *tiny, *where(tmp_path / "run")]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
     try:
-        wait_for_step(tmp_path / "run", 9, process)  # so that the checkpoint of step 4 is complete
+        wait_for_step(tmp_path / "run", 9, [process])  # so that the checkpoint of step 4 is complete
     finally:
         process.kill()
         process.wait()
@@ -161,11 +109,11 @@ def test_a_signal_saves_and_ends_with_a_status_of_its_own(whole, start, tmp_path
     assert start("checkpoint_interval=100", "eval_interval=1") == 75
     asker.join()
     (saved,) = checkpoints(tmp_path / "run")
-    assert losses(tmp_path / "run") == losses(whole)[: int(saved)] and int(saved) >= 5
-    assert max(line["step"] for line in records(tmp_path / "run") if "validation_loss" in line) == int(saved) - 1
+    assert losses(tmp_path / "run") == losses(whole)[:saved] and saved >= 5
+    assert max(line["step"] for line in records(tmp_path / "run") if "validation_loss" in line) == saved - 1
     printed = capfd.readouterr()
     assert "SIGTERM: saving after the step in flight; a second one exits at once\n" in printed.err
-    assert f"stopped after step {int(saved)} of 12; started again, the run goes on from there\n" in printed.out
+    assert f"stopped after step {saved} of 12; started again, the run goes on from there\n" in printed.out
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     assert start() == 0
     assert losses(tmp_path / "run") == losses(whole)
@@ -211,7 +159,7 @@ def test_a_signal_during_a_validation(start, tmp_path, capfd, monkeypatch, due, 
     from which there is nothing to go on, 0."""
     loaded = stopped_in_validation(monkeypatch)
     assert start("checkpoint_interval=100", f"eval_interval={due}") == status
-    assert loaded == [0, 1, 2] and checkpoints(tmp_path / "run") == [f"{saved:010d}"]
+    assert loaded == [0, 1, 2] and checkpoints(tmp_path / "run") == [saved]
     assert not [line for line in records(tmp_path / "run") if "validation_loss" in line]
     assert f"the validation after step {due} is dropped: the run was told to stop\n" in capfd.readouterr().out
 
@@ -572,7 +520,7 @@ def test_bad_steps_stop_the_run(start, tmp_path, capsys, monkeypatch):
     steps = json.loads((tmp_path / "run/bad_steps.json").read_text())
     assert [step["step"] for step in steps] == [first, first + 1, first + 2] and len(steps[0]["rows"]) == 16
     assert f"{tmp_path}/run/bad_steps.json has all rows of all these steps." in printed
-    assert checkpoints(tmp_path / "run") == [f"{step:010d}" for step in range(1, first)]
+    assert checkpoints(tmp_path / "run") == list(range(1, first))
 
 
 def test_a_run_of_bad_steps_is_no_success(start, tmp_path, capsys, monkeypatch):
@@ -580,7 +528,7 @@ def test_a_run_of_bad_steps_is_no_success(start, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(runtime_run, "MOST_BAD_STEPS", 100)
     assert start("training.learning_rate=1e30") == 1
     skipped = [line["skipped_steps"] for line in records(tmp_path / "run") if "loss" in line][-1]
-    assert skipped > 6 and checkpoints(tmp_path / "run")[-1] == "0000000012"
+    assert skipped > 6 and checkpoints(tmp_path / "run")[-1] == 12
     assert f"error: {skipped} of 12 steps were skipped, since their loss or" in capsys.readouterr().err
 
 
@@ -674,9 +622,9 @@ def test_a_run_kept_in_an_object_store(start, tiny, tmp_path, monkeypatch):
     it goes on."""
     monkeypatch.chdir(tmp_path)
     store = fsspec.filesystem("memory")
-    where = ["paths.root_working_dir=memory://runs", "paths.model_name=kept"]
-    assert start(*where, "training.steps=5") == 0
-    assert start(*where, "training.steps=9") == 0
+    in_store = ["paths.root_working_dir=memory://runs", "paths.model_name=kept"]
+    assert start(*in_store, "training.steps=5") == 0
+    assert start(*in_store, "training.steps=9") == 0
     names = sorted(path.rpartition("/")[2] for path in store.ls("/runs/kept/checkpoints", detail=False))
     assert [name for name in names if name.isdigit()] == ["0000000004", "0000000005", "0000000008", "0000000009"]
     assert [step for step, _ in losses(tmp_path / "runs/kept")] == list(range(1, 10))
