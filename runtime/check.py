@@ -15,8 +15,8 @@ from shardlib.sizes import nearest_divisors, nearest_multiples
 def check_sizes(config: Any, type_: Any, shapes: Any, what: str = "") -> Any:
     """Returns the shapes of a tree of this type, if the config's mesh can split all its dims.
 
-    what: of which sizes it is, where they are no value of a key. Raises RunError with each dim that it cannot, its axes, the
-    keys that have its size, and the nearest sizes that fit.
+    what: of which sizes it is, where they are no value of a key. Raises RunError with each dim that it cannot, its
+    axes, the keys that have its size, and the nearest sizes that fit.
     """
     axes, problems = vars(config.mesh), []
     for error in indivisible(type_, shapes, axes):

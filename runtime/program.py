@@ -51,8 +51,8 @@ class Trainer(Protocol):
         """The global shapes of a State and a TokenBatch. Raises RunError where the mesh cannot split them."""
 
     def mapped_steps(self, config: Any, bos_id: int) -> tuple[Any, Any]:
-        """Two typed_shard_map: (state, skipped steps, step, batch) -> (state, metrics), which have `loss`, `grad_norm` and
-        `skipped_steps`; and (weights, sum of losses, number of targets, batch) -> the two with the batch's."""
+        """Two typed_shard_map: (state, skipped steps, step, batch) -> (state, metrics), which have `loss`, `grad_norm`
+        and `skipped_steps`; and (weights, sum of losses, number of targets, batch) -> the two with the batch's."""
 
     def main(self, config: Any) -> None:
         """Trains; with check_only, checks."""
@@ -133,8 +133,8 @@ def recorded(config: Any) -> dict[str, Any]:
 
 
 def differences(attributes: Mapping[str, Any], record: Mapping[str, Any]) -> list[str]:
-    """What is another than in the program that saved a checkpoint with these attributes: its name, and names of modules.
-    Nothing where the attributes do not say."""
+    """What is another than in the program that saved a checkpoint with these attributes: its name, and names of
+    modules. Nothing where the attributes do not say."""
     kept = _kept(attributes)
     if kept is None:
         return []

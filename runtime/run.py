@@ -81,8 +81,8 @@ def names(tree: Any) -> list[str]:
 class Run:
     """One run: its folder, data, checkpoints, metrics, profile and graph, and which steps are still to do.
 
-    The folder is owned by this run until it is closed. With a URL as root_working_dir it holds the checkpoints, and what
-    else a run leaves is in `runs` on the leader's disk. batch_type has the fields of `runtime.data.batches.Batch`.
+    The folder is owned by this run until it is closed. With a URL as root_working_dir it holds the checkpoints, and
+    what else a run leaves is in `runs` on the leader's disk. batch_type has the fields of `runtime.data.batches.Batch`.
 
     Raises:
       RunError: the data do not fit the config, another run owns the folder, the checkpoint was trained with another
@@ -188,8 +188,8 @@ class Run:
         return compiled
 
     def first_state(self, shapes: Any, init: Callable[[jax.Array], Any]) -> Any:
-        """The state of the newest checkpoint that reads whole; `done_steps` and `attributes` are then its own. Without one,
-        the state that `init` draws from the seed. shapes: `ShapeDtypeStruct`s with shardings."""
+        """The state of the newest checkpoint that reads whole; `done_steps` and `attributes` are then its own. Without
+        one, the state that `init` draws from the seed. shapes: `ShapeDtypeStruct`s with shardings."""
         if not self.done_steps:
             shardings = jax.tree.map(lambda each: each.sharding, shapes)
             init = jax.jit(init, out_shardings=shardings, compiler_options=RUNS_ONCE)
@@ -347,8 +347,8 @@ class Run:
     # ---- what is due, and what can end it early
 
     def _save_is_due(self, step: int) -> bool:
-        """By steps and minutes it waits for a step that is not bad. The state is that of the last good one, but it may be
-        what makes steps bad, and then the checkpoint before is the better one and shall not be deleted for it.
+        """By steps and minutes it waits for a step that is not bad. The state is that of the last good one, but it may
+        be what makes steps bad, and then the checkpoint before is the better one and shall not be deleted for it.
         """
         if step + 1 == self._total or self._stopping:
             self._stop_if_bad()

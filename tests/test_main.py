@@ -46,8 +46,8 @@ def uninterrupted(data, tmp_path_factory):
 
 
 def test_a_run_leaves_all_that_it_should(uninterrupted):
-    """Config, metrics with the documented keys, the ledger, the compiled step as text, checkpoints at each interval and the end.
-    Each array of the step's new state takes the place of the old one's: the state is donated."""
+    """Config, metrics with the documented keys, the ledger, the compiled step as text, checkpoints at each interval and
+    the end. Each array of the step's new state takes the place of the old one's: the state is donated."""
     head, _, _ = (uninterrupted / "step.hlo.txt").read_text().partition("\n")
     state, _ = train.shapes(load(train.Config))
     assert len(re.findall("(?:may|must)-alias", head)) == len(jax.tree.leaves(state))
@@ -63,7 +63,8 @@ def test_a_run_leaves_all_that_it_should(uninterrupted):
 
 
 def test_a_run_goes_on_on_another_mesh(uninterrupted, monkeypatch, tmp_path):
-    """Stopped after 5 steps on 4 x 2 and resumed on 2 x 4, the losses are those of the uninterrupted run to bfloat16's rounding."""
+    """Stopped after 5 steps on 4 x 2 and resumed on 2 x 4, the losses are those of the uninterrupted run to bfloat16's
+    rounding."""
     where = [f"paths.root_working_dir={tmp_path}", "paths.model_name=moved"]
     assert start(monkeypatch, *where, "training.steps=5") == 0
     assert start(monkeypatch, *where, "mesh.d=2", "mesh.t=4") == 0
@@ -82,7 +83,8 @@ def test_sequences_that_are_not_packed(monkeypatch, tmp_path):
 
 @pytest.mark.slow
 def test_the_small_job_goes_on_bit_for_bit(tmp_path):
-    """local_test_synthetic as users run it, stopped at step 20: the losses of steps 21 to 50 are bit for bit those of an uninterrupted run, and it has learnt more than frequencies."""
+    """local_test_synthetic as users run it, stopped at step 20: the losses of steps 21 to 50 are bit for bit those of
+    an uninterrupted run, and it has learnt more than frequencies."""
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     for name, last in [("whole", 50), ("halves", 20), ("halves", 50)]:
         where = [f"paths.root_working_dir={tmp_path}", f"paths.model_name={name}", f"training.steps={last}"]
@@ -99,18 +101,25 @@ def test_the_small_job_goes_on_bit_for_bit(tmp_path):
     "overrides, message",
     [
         (["flat_tokens.filespec=nowhere.zarr"], r"nowhere\.zarr.*does not exist"),
-        (["model.vocab=64"], r"model\.vocab = 64: the data set .*tiny\.zarr has token ids up to 127: set model\.vocab to 128 or more"),
-        (["training.steps=100000"], r"training\.steps = 100000: the data set .*tiny\.zarr holds \d+ steps in flat_tokens\.epochs = 1: set flat_tokens\.epochs="),
-        (["mesh.d=16"], r"mesh\.d × mesh\.t = 16 × 2: expected 8 devices or fewer.*XLA_FLAGS=--xla_force_host_platform_device_count=32"),
+        (["model.vocab=64"], r"model\.vocab = 64: the data set .*tiny\.zarr has token ids up to 127: set"),
+        (
+            ["training.steps=100000"],
+            r"training\.steps = 100000: the data set .*tiny\.zarr holds \d+ steps in flat_tokens\.epochs = 1: set",
+        ),
+        (
+            ["mesh.d=16"],
+            r"mesh\.d × mesh\.t = 16 × 2: expected 8 devices.*XLA_FLAGS=--xla_force_host_platform_device_count=32",
+        ),
         (["num_hosts=1", "training.tokens.batch=62"], r"training\.tokens\.batch = 62"),
         (["checkpoint_interval=0"], r"checkpoint_interval = 0"),
         (["training.steps=-5"], r"training\.steps = -5"),
         (["+paths.mistyped=x"], r"paths\.mistyped is not a key"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
-)  # fmt: skip
+)
 def test_bad_input_is_one_message_and_no_traceback(overrides, message, monkeypatch, capsys, tmp_path):
-    """What cannot run ends with status 1 and a message that names the key and the fix, before anything is compiled or written."""
+    """What cannot run ends with status 1 and a message that names the key and the fix, before anything is compiled or
+    written."""
     assert start(monkeypatch, f"paths.root_working_dir={tmp_path}/runs", *overrides) == 1
     printed = capsys.readouterr().err
     assert re.search(message, printed, re.DOTALL) and printed.startswith("error: ") and "Traceback" not in printed

@@ -162,8 +162,9 @@ def open_checkpoint(store: Store, name: str, pool: Executor) -> Checkpoint:
 def restore(checkpoint: Checkpoint, like: Any, pool: Executor) -> Any:
     """Reads a tree like `like`, whose leaves are jax.ShapeDtypeStructs with shardings, bit for bit as it was saved.
 
-    Each host reads the chunks that its devices need, each once, and holds one leaf at a time beside those that are on its
-    devices. A leaf's path may be spelled `weights/transformer/w_q`, `weightstransformerw_q` or `.weights.transformer.w_q`.
+    Each host reads the chunks that its devices need, each once, and holds one leaf at a time beside those that are on
+    its devices. A leaf's path may be spelled `weights/transformer/w_q`, `weightstransformerw_q` or
+    `.weights.transformer.w_q`.
 
     Raises:
       RunError: the leaves are not those of `like`; with all differences.

@@ -40,8 +40,9 @@ MOST_THREADS = 16  # each may hold a few chunks: at most about 2 GB of host memo
 class Checkpoints:
     """All hosts construct it alike and call its methods in the same order.
 
-    keep_last newest checkpoints are kept, None keeps all; and those whose step is a multiple of keep_every. Asynchronous,
-    `save` returns when the state is copied. A host waits for another, and for an object store, for timeout_s.
+    keep_last newest checkpoints are kept, None keeps all; and those whose step is a multiple of keep_every.
+    Asynchronous, `save` returns when the state is copied. A host waits for another, and for an object store, for
+    timeout_s.
     """
 
     def __init__(
@@ -68,8 +69,9 @@ class Checkpoints:
     def save(self, step: int, tree: Any, attributes: dict[str, Any]) -> float:
         """Saves a tree of arrays and attributes (JSON values); returns the seconds that the caller was held up.
 
-        It waits until the save before is complete and the arrays are computed, and copies this host's shards: afterwards
-        the arrays may be donated. An incomplete checkpoint of the same step is replaced; a damaged one is moved aside.
+        It waits until the save before is complete and the arrays are computed, and copies this host's shards:
+        afterwards the arrays may be donated. An incomplete checkpoint of the same step is replaced; a damaged one is
+        moved aside.
 
         Raises:
           RunError: the save before failed, or this one did if it is not asynchronous; with the path and the cause.
@@ -98,8 +100,8 @@ class Checkpoints:
     def latest(self, last_step: int | None = None) -> int | None:
         """The newest complete checkpoint's step, or None; says on stderr which newer ones are passed over, and why.
 
-        Waits for a save that is under way. Whether chunks are whole is known only to `restore`, which nobody would call for
-        the last step or a later one: that checkpoint is read through here. One found to be damaged is not counted.
+        Waits for a save that is under way. Whether chunks are whole is known only to `restore`, which nobody would call
+        for the last step or a later one: that checkpoint is read through here. One found to be damaged is not counted.
 
         Raises:
           RunError: there are checkpoints, but all of them are damaged; or the store cannot be read.
@@ -115,11 +117,12 @@ class Checkpoints:
     def restore(self, like: Any, step: int | None = None) -> tuple[int, Any]:
         """The newest checkpoint that reads whole, its step and its tree; or, with `step`, that one.
 
-        One with a chunk that is missing or damaged is passed over, on all hosts, with a line on stderr that says what is
-        wrong. `like` is a tree of jax.ShapeDtypeStructs with shardings, of any mesh.
+        One with a chunk that is missing or damaged is passed over, on all hosts, with a line on stderr that says what
+        is wrong. `like` is a tree of jax.ShapeDtypeStructs with shardings, of any mesh.
 
         Raises:
-          RunError: none reads whole; the leaves are not those of `like`, with all differences; the store cannot be read.
+          RunError: none reads whole; the leaves are not those of `like`, with all differences; the store cannot be
+          read.
         """
         trees = []
 

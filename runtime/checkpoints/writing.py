@@ -36,8 +36,8 @@ MAX_CHUNK_BYTES = 32 * 2**20  # also what a thread holds, and one request to an 
 
 
 def snapshot(tree: Any, pool: Executor, path: str = "") -> tuple[dict[str, Grid], list[tuple[str, np.ndarray]]]:
-    """The leaves by name, and a copy of what this host has to write, of each shard one copy over all hosts: chunks, (file
-    name, values). When it returns, the arrays may be donated.
+    """The leaves by name, and a copy of what this host has to write, of each shard one copy over all hosts: chunks,
+    (file name, values). When it returns, the arrays may be donated.
 
     Raises:
       RunError: a leaf has a type that zarr has not, such as bfloat16.

@@ -48,7 +48,8 @@ OPTIONS = {
 
 
 def options(device) -> dict[str, str]:
-    """The compiler's options for a step on devices like this `jax.Device`, without those that the user has set himself."""
+    """The compiler's options for a step on devices like this `jax.Device`, without those that the user has set
+    himself."""
     wanted = OPTIONS.get(device.platform, {}) | OPTIONS.get(device.device_kind, {})
     return {name: value for name, value in wanted.items() if not is_given(name)}
 

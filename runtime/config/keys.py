@@ -113,8 +113,8 @@ class RunTraining:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """All of a run but what its trainer's file adds: `mesh`, a size for each axis in the mesh's order; `model`, which has
-    `vocab`; and `training`, a RunTraining."""
+    """All of a run but what its trainer's file adds: `mesh`, a size for each axis in the mesh's order; `model`, which
+    has `vocab`; and `training`, a RunTraining."""
 
     # Where each key was set, for messages: the loader fills it in. Not a key, and no part of equality.
     origins: ClassVar[Origins] = Origins()

@@ -31,7 +31,8 @@ class BadSteps:
         return len(self._row)
 
     def note(self, step: int, metrics: Mapping[str, jax.Array], names: Sequence[str] = ()) -> None:
-        """Takes a step that was just dispatched, whose `skipped_steps` counts all so far; names: of vectors' elements."""
+        """Takes a step that was just dispatched, whose `skipped_steps` counts all so far; names: of vectors'
+        elements."""
         self._unread.append((step, metrics, names))
 
     def read(self) -> list[dict[str, float]]:

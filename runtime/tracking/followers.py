@@ -18,7 +18,7 @@ from typing import Any
 
 from runtime.terminal import RunError, print_line, wrapped
 from runtime.tracking.recorded import read_run
-from runtime.tracking.trackers import PACKAGES, wanted
+from runtime.tracking.trackers import PACKAGES
 
 LONGEST_WAIT_S = 60.0  # at the end of a run, for all of them together
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -32,7 +32,7 @@ class Followers:
     """
 
     def __init__(self, config: Any, run_folder: Path, *, is_leader: bool):
-        names = wanted(config.tracking)
+        names = config.tracking.to
         missing = [name for name in names if importlib.util.find_spec(PACKAGES[name][0]) is None]
         if missing:
             packages = " ".join(PACKAGES[name][1] for name in missing)

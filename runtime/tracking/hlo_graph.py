@@ -216,7 +216,8 @@ def draw(folder: Path) -> None:
 
 
 def find_dot() -> str | None:
-    """The path of graphviz' `dot`, or of the same in the wheel graphviz-pure, whose environment may not be activated."""
+    """The path of graphviz' `dot`, or of the same in the wheel graphviz-pure, whose environment may not be
+    activated."""
     beside = str(Path(sys.executable).parent)
     names = ("dot", "graphviz-pure")
     return next(filter(None, (shutil.which(name, path=where) for name in names for where in (None, beside))), None)

@@ -57,7 +57,8 @@ class Tracker:
     means a step since the line before; a process's first line has none, since its step is mostly compilation.
 
     Nothing about the file stops a run. A damaged line is named and set aside in `metrics.damaged.jsonl`; a half-written
-    last one is dropped. That it cannot be written (a full disk) is said once, and the lines are written when they can be.
+    last one is dropped. That it cannot be written (a full disk) is said once, and the lines are written when they can
+    be.
     """
 
     run_folder: str | Path  # where `metrics.jsonl` is appended to; created if missing
@@ -73,7 +74,8 @@ class Tracker:
     on_line: Callable[[], None] = lambda: None  # called after each line that is written; returns at once
 
     def __post_init__(self) -> None:
-        # A step whose metrics are still to be read, with names; the time waited for data up to it; what is known already.
+        # A step whose metrics are still to be read, with names; the time waited for data up to it; what is known
+        # already.
         self._due: tuple[int, Mapping[str, jax.Array], Sequence[str], float, dict[str, Any]] | None = None
         self._latest: Mapping[str, jax.Array] | None = None  # metrics of the last step dispatched
         self._first_reading: tuple[int, float] | None = None  # step, and when it was known to be finished

@@ -24,11 +24,6 @@ PACKAGES = {
 Log = Callable[[int, float, dict[str, float]], None]  # of a step, its time (s since 1970), and numbers by their names
 
 
-def wanted(tracking: Any) -> list[str]:
-    """The names of the trackers that the section `tracking` of a config asks for."""
-    return [name for name in PACKAGES if name in tracking.to]
-
-
 @dataclass(frozen=True)
 class Tracked:
     """What a tracker is told of a run."""

@@ -19,7 +19,8 @@ from shardlib.shardtypes import typed_shard_map
 
 
 def compiled(tmp_path, capsys) -> str:
-    """What `Run.compile` prints, without its line breaks, of the small float32 step in two microbatches on the mesh 4 × 2."""
+    """What `Run.compile` prints, without its line breaks, of the small float32 step in two microbatches on the mesh 4 ×
+    2."""
     training = dataclasses.replace(small.TRAINING, microbatches=2)
     mesh = types.SimpleNamespace(d=4, t=2)
     (tmp_path / "step.svg").touch()  # the graph is drawn already

@@ -167,8 +167,11 @@ def test_a_signal_during_a_validation(start, tmp_path, capfd, monkeypatch, due, 
 def test_what_a_run_writes_is_its_owner_s_alone(whole):
     """A configuration may hold a secret: neither files nor folders of a run are readable by others, and afterwards the
     process has the mask that it had."""
-    assert not [str(path) for path in whole.rglob("*") if path.stat().st_mode & 0o077 and path.name not in
-                ("profile", "step.svg")]  # fmt: skip
+    assert not [
+        str(path)
+        for path in whole.rglob("*")
+        if path.stat().st_mode & 0o077 and path.name not in ("profile", "step.svg")
+    ]
     assert {"config.yaml", "environment.json", "report.html", "starts.jsonl"} <= {path.name for path in whole.iterdir()}
     mask = os.umask(0)
     os.umask(mask)
@@ -202,7 +205,7 @@ with StopSignals() as signals:
         ("training", [signal.SIGTERM, signal.SIGTERM], 143, "SIGTERM: saving after the step in flight; a second"),
         ("starting", [signal.SIGINT], 75, "SIGINT: no step is done yet"),
     ],
-)  # fmt: skip
+)
 def test_signals_while_the_process_is_busy(state, signals, status, said):
     """While the main thread is in a long call outside Python: a second signal exits at once, and so does the first
     before any step."""
@@ -448,21 +451,30 @@ def test_what_may_change_is_said(tiny):
     """Steps, learning rate, intervals, mesh, paths and a data set that was moved are listed with old and new value;
     nothing else is."""
     before, now = configs(
-        tiny, "training.steps=20", "training.learning_rate=0.02", "checkpoint_interval=5", "mesh.d=4",
-        "paths.model_name=b", "flat_tokens.filespec=moved.zarr", "checkpoint.async=false", "check_only=true",
+        tiny,
+        "training.steps=20",
+        "training.learning_rate=0.02",
+        "checkpoint_interval=5",
+        "mesh.d=4",
+        "paths.model_name=b",
+        "flat_tokens.filespec=moved.zarr",
+        "checkpoint.async=false",
+        "check_only=true",
         "allow_config_change=true",
-    )  # fmt: skip
+    )
     attributes = json.loads(json.dumps(resume.description(before, DATA)))
     assert resume.compare(before, DATA, attributes, "x") == []
-    assert sorted(resume.compare(now, DATA, attributes, "x")) == sorted([
-        '  paths.model_name: "local_test_synthetic" -> "b" (command line)',
-        "  mesh.d: 2 -> 4 (command line)",
-        "  checkpoint_interval: 4 -> 5 (command line)",
-        "  checkpoint.async: true -> false (command line)",
-        f'  flat_tokens.filespec: "{before.flat_tokens.filespec}" -> "moved.zarr" (command line)',
-        "  training.steps: 12 -> 20 (command line)",
-        "  training.learning_rate: 0.01 -> 0.02 (command line)",
-    ])  # fmt: skip
+    assert sorted(resume.compare(now, DATA, attributes, "x")) == sorted(
+        [
+            '  paths.model_name: "local_test_synthetic" -> "b" (command line)',
+            "  mesh.d: 2 -> 4 (command line)",
+            "  checkpoint_interval: 4 -> 5 (command line)",
+            "  checkpoint.async: true -> false (command line)",
+            f'  flat_tokens.filespec: "{before.flat_tokens.filespec}" -> "moved.zarr" (command line)',
+            "  training.steps: 12 -> 20 (command line)",
+            "  training.learning_rate: 0.01 -> 0.02 (command line)",
+        ]
+    )
 
 
 def test_other_data_under_the_same_name_are_refused(tiny):
@@ -602,7 +614,7 @@ def saved_steps(tiny, clock, skipped, *overrides):
         # Steps 4 to 6 are bad: what is due at 5 waits for 7. The last step is saved whatever it is.
         (["checkpoint_interval=5"], [0, 0, 0, 1, 2, 3, 3, 3, 3, 3, 3, 4], [7, 10, 12]),
     ],
-)  # fmt: skip
+)
 def test_when_a_run_saves(overrides, skipped, expected, tiny, monkeypatch):
     """By steps, by minutes since the last checkpoint, at the end; not after a bad step. A step takes a minute here."""
 

@@ -72,7 +72,8 @@ def test_is_plain_zarr(saved):
     ],
 )
 def test_a_shard_is_a_whole_number_of_chunks(monkeypatch, shard, limit, expected):
-    """Chunks are a shard's shape, evenly divided from the first dim on, at most MAX_CHUNK_BYTES where one value fits."""
+    """Chunks are a shard's shape, evenly divided from the first dim on, at most MAX_CHUNK_BYTES where one value
+    fits."""
     monkeypatch.setattr(checkpoint_writing, "MAX_CHUNK_BYTES", limit)
     assert checkpoint_writing.chunk_shape(shard, 4) == expected
 
@@ -106,7 +107,8 @@ def test_each_chunk_is_written_once(tmp_path, traffic):
 
 @pytest.mark.parametrize("d, t", [(4, 2), (8, 1), (1, 1), (2, 4)])
 def test_each_chunk_is_read_once(saved, traffic, d, t):
-    """Restoring reads every chunk once, on the mesh it was saved on and on any other, however many devices need a part of it."""
+    """Restoring reads every chunk once, on the mesh it was saved on and on any other, however many devices need a part
+    of it."""
     restore(saved, (d, t))
     read = traffic()[0]
     assert len(read) == len(set(read)) == CHUNKS
@@ -126,7 +128,8 @@ def test_the_copy_is_the_hosts_own(tmp_path):
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="needs Linux's count of the most memory used")
 def test_restoring_never_holds_two_copies(tmp_path):
-    """While 128 MB in leaves of 16 MB are restored, the process grows by those 128 MB and less than three leaves, on another mesh too."""
+    """While 128 MB in leaves of 16 MB are restored, the process grows by those 128 MB and less than three leaves, on
+    another mesh too."""
     tree = {
         f"leaf_{i}": jax.device_put(np.full((256, 2**14), i + 1, np.float32), NamedSharding(mesh_of(4, 2), P('d', 't')))
         for i in range(8)

@@ -46,7 +46,8 @@ def writes(monkeypatch):
 
 
 def test_saving_returns_when_the_state_is_copied(tmp_path, writes):
-    """While no file can be written yet, `save` has returned, the arrays are overwritten by the next step, and what is saved is the old state."""
+    """While no file can be written yet, `save` has returned, the arrays are overwritten by the next step, and what is
+    saved is the old state."""
     may_write = threading.Event()
     writes.before = lambda store, name, write: (may_write.wait(), write())
     step = jax.jit(lambda tree: jax.tree.map(lambda x: x * 0 - 1, tree), donate_argnums=0)
@@ -65,7 +66,8 @@ def test_saving_returns_when_the_state_is_copied(tmp_path, writes):
 
 
 def test_the_next_save_waits_for_the_one_before(tmp_path, writes):
-    """Never are two copies of the state in memory: the second save begins when the first is complete, and its stall includes the wait."""
+    """Never are two copies of the state in memory: the second save begins when the first is complete, and its stall
+    includes the wait."""
     began = []
 
     def slow(store, name, write):
@@ -137,7 +139,8 @@ def test_no_checkpoints(tmp_path):
 
 
 def test_incomplete_ones_are_passed_over_and_named(tmp_path, capsys):
-    """The latest step is the newest complete one; newer ones without marker, metadata or group are named on stderr, once."""
+    """The latest step is the newest complete one; newer ones without marker, metadata or group are named on stderr,
+    once."""
     for step in (20, 30):
         save(tmp_path, step)
     zarr.open_group(tmp_path / "0000000030", mode="r+").attrs["write_completed"] = False
@@ -244,7 +247,8 @@ def test_a_write_that_is_silently_lost_is_found(tmp_path, writes, lost_when):
 
 
 def test_everything_is_on_the_disk_before_the_marker(tmp_path, monkeypatch):
-    """Every file and directory of the group was fsynced before the root's zarr.json came to be, and its directories after."""
+    """Every file and directory of the group was fsynced before the root's zarr.json came to be, and its directories
+    after."""
     flushed, original = [], os.fsync
     root = tmp_path / "0000000020" / "zarr.json"
 
@@ -265,9 +269,11 @@ def test_everything_is_on_the_disk_before_the_marker(tmp_path, monkeypatch):
 
 
 def test_every_file_in_turn_is_damaged(tmp_path, capsys, record_property):
-    """Each chunk and each metadata file is truncated, has a byte flipped, or is removed: each is found and named, and the one before is restored.
+    """Each chunk and each metadata file is truncated, has a byte flipped, or is removed: each is found and named, and
+    the one before is restored.
 
-    The damaged checkpoint is left as it is, the attributes are the older one's, and when all is as it was the newest is restored.
+    The damaged checkpoint is left as it is, the attributes are the older one's, and when all is as it was the newest is
+    restored.
     """
     older, newer = numpy_state(1), numpy_state(2)
     save(tmp_path, 10, older, {"skipped_steps": 1})
@@ -302,12 +308,14 @@ def test_every_file_in_turn_is_damaged(tmp_path, capsys, record_property):
     assert_same_bits(restore(tmp_path, (4, 2))[1], newer)
     record_property(
         "summary",
-        f"checkpoint files damaged: {len(chunks)} chunks and {len(files) - len(chunks)} of metadata, three ways each: {found} of {3 * len(files)} found, each with a fallback",
+        f"checkpoint files damaged: {len(chunks)} chunks and {len(files) - len(chunks)} of metadata, three ways each: "
+        f"{found} of {3 * len(files)} found, each with a fallback",
     )
 
 
 def test_the_one_that_was_passed_over_is_never_deleted(tmp_path, capsys):
-    """After falling back from 20 and 30 the run comes to both again: the damaged ones are moved aside, and retention leaves them alone."""
+    """After falling back from 20 and 30 the run comes to both again: the damaged ones are moved aside, and retention
+    leaves them alone."""
     for step in (10, 20, 30):
         save(tmp_path, step, numpy_state(step))
     for step in (20, 30):
@@ -337,7 +345,8 @@ def test_none_reads_whole(tmp_path):
     expected = [
         f"no checkpoint in {tmp_path} reads whole:",
         f"checkpoint {tmp_path}/0000000020 is damaged: counts/step/c is missing",
-        f"checkpoint {tmp_path}/0000000010 is damaged: zarr.json cannot be read (Expecting value: line 1 column 1 (char 0))",
+        f"checkpoint {tmp_path}/0000000010 is damaged: zarr.json cannot be read "
+        "(Expecting value: line 1 column 1 (char 0))",
     ]
     checkpoints = open_checkpoints(tmp_path)
     for look in (lambda: checkpoints.restore(like(numpy_state(), mesh_of(4, 2))), checkpoints.latest):
@@ -371,7 +380,8 @@ def test_what_is_kept(tmp_path, keep_last, keep_every, expected):
 
 
 def test_deletion_that_is_interrupted(tmp_path, monkeypatch):
-    """Killed at any moment of deleting, what is left is never taken for a checkpoint, the newest is complete, and the next save deletes the rest."""
+    """Killed at any moment of deleting, what is left is never taken for a checkpoint, the newest is complete, and the
+    next save deletes the rest."""
     tree = {"w": jnp.zeros(4), "x": jnp.zeros(4)}
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
     for stop_at in (1, 2, 3, 4, 6, 8, 12):
@@ -450,7 +460,8 @@ def test_a_write_that_the_kernel_cuts_short(tmp_path, monkeypatch):
 
 
 def test_a_full_disk(tmp_path, monkeypatch):
-    """On a file system with room for one checkpoint and a half (a real tmpfs) the second fails at the next step, says so, and leaves the first as it is.
+    """On a file system with room for one checkpoint and a half (a real tmpfs) the second fails at the next step, says
+    so, and leaves the first as it is.
 
     When there is room the run goes on: the same step is saved.
     """

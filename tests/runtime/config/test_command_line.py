@@ -225,15 +225,16 @@ def test_a_yaml_may_not_run_code(monkeypatch, capsys, tmp_path, name, text):
     for more in ([], ["-m"], ["--help"]):
         assert run(monkeypatch, *arguments, *more, main=pytest.fail) == 1
         assert capsys.readouterr().err.startswith(
-            f"error: configs/{name}.yaml: `hydra` is refused in a yaml, since hydra's own settings can run code: delete it, or "
-            "add allow_code_in_config=true to the command line if you trust the file\n"
+            f"error: configs/{name}.yaml: `hydra` is refused in a yaml, since hydra's own settings can run code: "
+            "delete it, or add allow_code_in_config=true to the command line if you trust the file\n"
         )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["configs"]
 
 
 def test_a_yaml_that_is_trusted_sets_what_it_wants(monkeypatch, tmp_path):
     """With allow_code_in_config=true, which is no key and reaches no config; here a sweep that a file describes."""
-    text = "defaults: [local_test_synthetic, _self_]\nhydra: {mode: MULTIRUN, sweeper: {params: {training.steps: '5,6'}}}\n"
+    text = "defaults: [local_test_synthetic, _self_]\n"
+    text += "hydra: {mode: MULTIRUN, sweeper: {params: {training.steps: '5,6'}}}\n"
     (tmp_path / "mine.yaml").write_text(text)
     monkeypatch.chdir(tmp_path)
     seen = []

@@ -100,7 +100,8 @@ MACHINES = {"a100x8": (8, 1, 64, False), "a100x8x4": (32, 4, 256, False), "h200x
 
 
 def test_the_published_family_is_complete():
-    """The thirteen compose from a size and a machine to what they were: every key, against this table and the defaults."""
+    """The thirteen compose from a size and a machine to what they were: every key, against this table and the
+    defaults."""
     assert {f"c4_{name}" for name in FAMILY} == {name for name in CONFIGS if name.startswith("c4_")}
     for name, (d_model, heads, layers, d_ff, steps, rate) in FAMILY.items():
         d, hosts, batch, is_unrolled = MACHINES[name.rpartition("_")[0]]
@@ -180,8 +181,8 @@ def dropped(tree, values):
 
 
 def test_the_config_of_an_older_run_is_read(config_folder):
-    """Keys that are gone, with the value that now always holds, are ignored in a run folder's config.yaml; another value
-    is refused with what to do; in a checkpoint's attributes, which cannot be mended, all are ignored."""
+    """Keys that are gone, with the value that now always holds, are ignored in a run folder's config.yaml; another
+    value is refused with what to do; in a checkpoint's attributes, which cannot be mended, all are ignored."""
     config = load(train.Config, "one")
     old = dropped(config.tree(), {key: value for key, (value, _) in DROPPED_KEYS.items()})
     (config_folder / "old.yaml").write_text(yaml.safe_dump(old))
@@ -216,10 +217,11 @@ hf_dataset.num_workers=4
 ~training.steps
     {FILE}: training.steps is missing: {COUNT}; add training.steps=...
 training.learning_rate=???
-    {FILE}: training.learning_rate is missing: expected a number above 0 that float32 holds; add training.learning_rate=...
+    {FILE}: training.learning_rate is missing: expected a number above 0 that float32 holds; add
+    training.learning_rate=...
 ~flat_tokens
-    {FILE}: flat_tokens.filespec is missing: expected the data set to train on; add it there, or flat_tokens.filespec=...
-    to the command line (or `mixture`, or hf_dataset.path)
+    {FILE}: flat_tokens.filespec is missing: expected the data set to train on; add it there, or
+    flat_tokens.filespec=... to the command line (or `mixture`, or hf_dataset.path)
 
 mixture=[{{filespec:a,weight:1}}]
     mixture is set, and so is flat_tokens.filespec ({FILE}): expected one of them, since each says where the data come
@@ -340,8 +342,8 @@ def test_a_wrong_mixture_is_refused():
         (
             [one, "hf_dataset={path:x,tokenizer:bytes_utf8}", "validation_batches=1"],
             "hf_dataset.path is set, and so is "
-            "mixture (command line): expected one of them, since each says where the data come from; delete the other, on "
-            "the command line by mixture=[]",
+            "mixture (command line): expected one of them, since each says where the data come from; delete the other, "
+            "on the command line by mixture=[]",
         ),
     ]:
         assert message("flat_tokens.filespec=null", *overrides).startswith(f"command line: {text}")
@@ -365,7 +367,8 @@ def test_a_wrong_mixture_is_refused():
     ],
 )
 def test_a_wrong_file_is_named(config_folder, replaced, by, text):
-    """A value in a yaml is blamed on that yaml, also on one that a defaults list names, and YAML's own typing counts."""
+    """A value in a yaml is blamed on that yaml, also on one that a defaults list names, and YAML's own typing
+    counts."""
     (config_folder / "size").mkdir()
     (config_folder / "size/big.yaml").write_text("# @package _global_\nmodel: {d_ff: 1.5}\n")
     good = (ROOT / FILE).read_text()
@@ -428,7 +431,8 @@ def test_what_is_written_loads_again(config_folder):
 
 
 def test_mesh_against_the_machine():
-    """Too few devices is refused, with the simulation's flag on a CPU; fewer than there are is fine on one host only."""
+    """Too few devices is refused, with the simulation's flag on a CPU; fewer than there are is fine on one host
+    only."""
     config = load(train.Config)
     processes.check_mesh(config, 8, "cpu")
     processes.check_mesh(config, 9, "gpu")
@@ -436,12 +440,15 @@ def test_mesh_against_the_machine():
         (
             1,
             "cpu",
-            f"{FILE}: mesh.d × mesh.t = 4 × 2: expected 1 devices or fewer, since this job has 1 (cpu), not 8: set mesh.d and mesh.t so that their product is 1, or simulate 8 devices: XLA_FLAGS=--xla_force_host_platform_device_count=8",
+            f"{FILE}: mesh.d × mesh.t = 4 × 2: expected 1 devices or fewer, since this job has 1 (cpu), not 8: set "
+            "mesh.d and mesh.t so that their product is 1, or simulate 8 devices: "
+            "XLA_FLAGS=--xla_force_host_platform_device_count=8",
         ),
         (
             4,
             "gpu",
-            "since this job has 4 (gpu), not 8: set mesh.d and mesh.t so that their product is 4, or run on more devices; check_only=true checks the step without any",
+            "since this job has 4 (gpu), not 8: set mesh.d and mesh.t so that their product is 4, or run on more "
+            "devices; check_only=true checks the step without any",
         ),
     ]:
         with pytest.raises(RunError, match=re.escape(text)):
@@ -472,12 +479,14 @@ def test_dataset_against_the_config():
     for arguments, text in [
         (
             (1280, 50),
-            f"{FILE}: model.vocab = 1280: the data set synthetic_dataset.zarr has token ids up to 1280: set model.vocab to 1281 or more",
+            f"{FILE}: model.vocab = 1280: the data set synthetic_dataset.zarr has token ids up to 1280: set "
+            "model.vocab to 1281 or more",
         ),
         ((1016, 50, 2000), "has the bos_id 2000: set model.vocab to 2001 or more"),
         (
             (1279, 20),
-            f"{FILE}: training.steps = 50: the data set synthetic_dataset.zarr holds 20 steps in flat_tokens.epochs = 1: set flat_tokens.epochs=3, or training.steps=20",
+            f"{FILE}: training.steps = 50: the data set synthetic_dataset.zarr holds 20 steps in flat_tokens.epochs = "
+            "1: set flat_tokens.epochs=3, or training.steps=20",
         ),
         ((1279, 0), "is too small for one step of 64 × 64 tokens (batch × len) in flat_tokens.epochs = 1"),
         ((1280, 20), "2 problems in the configuration"),
@@ -490,6 +499,7 @@ def test_nothing_left_to_train():
     """A run whose checkpoint has all the steps says so instead of doing nothing."""
     config = load(train.Config, overrides=["training.steps=20"])
     config_checks.check_resume(config, 19)
-    text = "command line: training.steps = 20: nothing to train: the run in runs/local_test_synthetic has a checkpoint after 20 steps; raise training.steps, or give the new run its own paths.model_name"
+    text = "command line: training.steps = 20: nothing to train: the run in runs/local_test_synthetic has a checkpoint "
+    text += "after 20 steps; raise training.steps, or give the new run its own paths.model_name"
     with pytest.raises(RunError, match=re.escape(text)):
         config_checks.check_resume(config, 20)

@@ -327,7 +327,8 @@ class Nested:
 
 
 def test_nested_metrics_have_flat_names():
-    """Mappings and dataclasses, however deep; the order stays; as keys of a configuration too, where a list is a value."""
+    """Mappings and dataclasses, however deep; the order stays; as keys of a configuration too, where a list is a
+    value."""
     by_key = {"a.b": 1, "a.c.d": None, "e": [{"f": 2}]}
     assert flattened({"a": {"b": 1, "c": {"d": None}}, "e": [{"f": 2}]}, separator=".") == by_key
     nested = {"loss": 1.0, "b": Nested(2.0, {"embed": 3.0, "layer": {"w_q": 4.0}}), "a": 5}
