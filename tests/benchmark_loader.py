@@ -47,7 +47,6 @@ class FlatTokens:
     read_blocks_per_shuffle_buffer: int = 64
     sequences_per_read_block: int = 128
     seed: int = 0
-    long_sequences: str = "split"
     epochs: int = 10**6
 
 
