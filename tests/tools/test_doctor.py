@@ -9,6 +9,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from tools.doctor_measure import collectives, data, storage
 
 import train
 from runtime import program
@@ -17,7 +18,6 @@ from runtime.config.command_line import load
 from runtime.tracking.trackers import PACKAGES
 from tools import doctor, doctor_measure
 from tools.doctor import asked_for, needed, pins_of
-from tools.doctor_measure import collectives, data, storage
 
 ROOT = Path(__file__).parents[2]
 
