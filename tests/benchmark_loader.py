@@ -74,7 +74,8 @@ def main(config: Benchmark) -> None:
 
 
 def measure(config: Benchmark, loader: Loader, first: int, step_s: float) -> tuple[float, float, float, int]:
-    """Tokens a second, processor time for each in ns, the share of the time that steps waited, and how many there were."""
+    """Tokens a second, processor time for each in ns, the share of the time that steps waited, and how many there
+    were."""
     tokens, step, waited = 0, first, loader.waited_s
     began, cpu = time.perf_counter(), time.process_time()
     while time.perf_counter() - began < config.seconds:

@@ -139,7 +139,8 @@ def print_sample(split: Split, tokenizer: Tokenizer | None, sequence: int, start
 
 
 def violations(split: Split, tokenizer: Tokenizer | None) -> list[tuple[str, int]]:
-    """Reads all of a split: of what is not as the format says the first of each kind, and how many there are. open_split
+    """Reads all of a split: of what is not as the format says the first of each kind, and how many there are.
+    open_split
     has checked the rest."""
     found: dict[str, tuple[str, int]] = {}
 

@@ -71,11 +71,12 @@ def plan(config: Any) -> None:
 
 def report(config: Any, ledger: Ledger, machine: hardware.Hardware) -> list[str]:
     """What to print: the summary, memory by kind, times, and what they assume."""
-    tokens, kernel = config.training.tokens, getattr(config.model, "attention", None)
+    tokens, parts = config.training.tokens, config.training.microbatches
+    kernel = getattr(config.model, "attention", None)
     lines = [
         f"{config.paths.model_name} on {math.prod(ledger.mesh.values()):,} × {config.hardware or 'n/a'}: "
         f"{config.hosts} host{'s' * (config.hosts > 1)} of {config.devices_per_host}, {mesh_text(ledger.mesh)}; "
-        f"{tokens.batch:,} × {tokens.len:,} tokens a step in {config.training.microbatches} microbatch{'es' * (config.training.microbatches > 1)}"
+        f"{tokens.batch:,} × {tokens.len:,} tokens a step in {parts} microbatch{'es' * (parts > 1)}"
         + (f"; attention by {kernel}." if kernel else "."),
         *summary(ledger, machine.hbm_bytes),
         "",

@@ -56,7 +56,8 @@ def main(config: Sample) -> None:
 
 
 def load_run(folder: str, name: str | None = None) -> tuple[Any, Any, Any]:
-    """The trainer of a run, or the one of this name instead, its config, and the weights of the run's newest checkpoint,
+    """The trainer of a run, or the one of this name instead, its config, and the weights of the run's newest
+    checkpoint,
     on one device. Raises RunError where no checkpoint reads whole, or the trainer's weights are others."""
     kept = {"keep_last": None, "keep_every": None}
     checkpoints = Checkpoints(f"{folder}/checkpoints", **kept, asynchronous=False, timeout_s=60, max_io_threads=16)

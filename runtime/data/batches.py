@@ -223,7 +223,8 @@ class Loader:
         return {"tokens_per_source": {source.name: count for source, count in zip(self._sources, counts.tolist())}}
 
     def rows_of(self, step: int) -> list[str]:
-        """Where each row of a step's batch, on all hosts, comes from; for a person who looks at what made a step bad."""
+        """Where each row of a step's batch, on all hosts, comes from; for a person who looks at what made a step
+        bad."""
         positions = np.arange(step * self._batch, min((step + 1) * self._batch, self._end))
         sources, ordinals = self._interleaving.at(positions)
         return [self._sources[source].place_of(ordinal) for source, ordinal in zip(sources.tolist(), ordinals.tolist())]

@@ -78,8 +78,8 @@ def write_split(
             if not whole or (ids.size and not 0 <= int(ids.min()) <= int(ids.max()) <= LARGEST_ID):
                 held = f" from {ids.min()} to {ids.max()}" if whole else ""
                 raise RunError(
-                    f"sequence {index} for {where} is {ids.dtype}{list(ids.shape)}{held}, expected whole numbers from 0 to "
-                    f"{LARGEST_ID} in one dimension"
+                    f"sequence {index} for {where} is {ids.dtype}{list(ids.shape)}{held}, expected whole numbers from 0 "
+                    f"to {LARGEST_ID} in one dimension"
                 )
             mask = None if masks is None else np.asarray(next(masks, None))
             if mask is not None and (mask.dtype != bool or mask.shape != ids.shape):
@@ -335,8 +335,8 @@ def _split_of(dataset: zarr.Group, where: str, split: str, resident_bytes: int) 
     if ends != [0, token_count]:
         held = f"goes from {ends[0]} to {ends[1]}" if ends else "is empty"
         raise RunError(
-            f"{what} {held}, expected from 0 to {token_count}, the length of encoded_tokens: the data set is damaged or "
-            "only partly written, write or copy it again"
+            f"{what} {held}, expected from 0 to {token_count}, the length of encoded_tokens: the data set is damaged "
+            "or only partly written, write or copy it again"
         )
 
     def resident(array: zarr.Array, name: str) -> zarr.Array | np.ndarray:

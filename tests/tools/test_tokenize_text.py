@@ -105,7 +105,8 @@ def test_documents_by_separator(tmp_path, monkeypatch, separator):
 
 
 def test_every_kind_of_input_gives_the_same(tmp_path):
-    """Lines plain and compressed, parquet in row groups, a Hugging Face data set, and URLs: the same sequences, in their
+    """Lines plain and compressed, parquet in row groups, a Hugging Face data set, and URLs: the same sequences, in
+    their
     order."""
     import fsspec
     import pyarrow
@@ -201,7 +202,8 @@ def test_memory_is_bounded(tmp_path):
 
 
 def test_validation_by_hash(tmp_path):
-    """About the asked fraction of documents, each by its own text and the seed: others come and go without moving it."""
+    """About the asked fraction of documents, each by its own text and the seed: others come and go without moving
+    it."""
     documents = sorted({f"{number} {text}" for number, text in enumerate(texts(2000))})
     halves = documents[:1000], documents[500:]
     found = []
@@ -286,50 +288,45 @@ def test_chats(tmp_path, tokenizer):
 
 # ---------------------------------------------------------------- faults of the input
 
-BAD = [
-    ("a.jsonl", b'{"text": "x"}\n{"text"\n', [], ":2: no JSON (Expecting ':' delimiter, column 8)"),
-    ("a.jsonl", b'\n\n["x"]', [], ':3: list, expected {"field": ...}'),
-    ("a.jsonl", b'{"text": "x"}\n{"body": "x", "id": 1}\n', [], ":2: no field 'text'; it has 'body', 'id'"),
-    ("a.jsonl", b'{"text": "x"}\n{"a": ' + b"1" * 5000 + b"}\n", [], ":2: no JSON that can be read (an integer of over 4,300 digits)"),
-    ("a.jsonl", b"[" * 100_000 + b"\n", [], ":1: no JSON that can be read (nested too deeply)"),
-    ("a.jsonl", b"{}\n", [], ":1: no field 'text'; it has none"),
-    ("a.jsonl", b'{"text": null}\n', [], ":1: field 'text' is NoneType, expected text"),
-    ("a.jsonl", b'{"text": "x"}\n{"text": "a\xff"}\n', [], ":2: invalid UTF-8 (byte 0xff at 11 of the line)"),
-    ("a.jsonl", b'{"text": "\\ud83d"}\n', [], ":1: half of a surrogate pair (surrogates not allowed), expected Unicode text"),
-    ("a.jsonl", b'{"in_text": "x"}\n', ["format=prompt"], ":1: no field 'out_text'; it has 'in_text'"),
-    ("a.jsonl", b'{"in_text": "x", "out_text": ""}\n', ["format=prompt"], ":1: field 'out_text' is empty, so there is nothing to learn"),
-    ("a.jsonl", b'{"messages": [{"role": "user", "content": "x"}]}\n', ["format=chat"], ":1: no message is the assistant's, so there is nothing to learn"),
-    ("a.jsonl", b"", [], ": the file is empty"),
-    ("a.jsonl.gz", gzip.compress(b""), [], ": the file is empty"),
-    ("a.txt", b"", [], ": the file is empty"),
-    ("a.txt", b"one\ntwo\xc3\n" + b"three\n" * 40, ["document_bytes=4"], ":2: invalid UTF-8 (byte 0xc3 at 3 of the line)"),
-    ("a.txt", b"one\n" * 9 + b"caf\xe9\n", ["document_bytes=4"], ":10: invalid UTF-8 (byte 0xe9 at 3 of the line)"),
-]  # fmt: skip
+NO_WORDS = [{"role": "user", "content": "x"}]
+LEARN = "so there is nothing to learn"
+BAD = {
+    "a.jsonl:2: no JSON (Expecting ':' delimiter, column 8)": b'{"text": "x"}\n{"text"\n',
+    'a.jsonl:3: list, expected {"field": ...}': b'\n\n["x"]',
+    "a.jsonl:2: no field 'text'; it has 'body', 'id'": b'{"text": "x"}\n{"body": "x", "id": 1}\n',
+    "a.jsonl:1: no JSON that can be read (an integer of over 4,300 digits)": b'{"a": ' + b"1" * 5000 + b"}\n",
+    "a.jsonl:1: no JSON that can be read (nested too deeply)": b"[" * 100_000 + b"\n",
+    "a.jsonl:1: no field 'text'; it has none": b"{}\n",
+    "a.jsonl:1: field 'text' is NoneType, expected text": b'{"text": null}\n',
+    "a.jsonl:2: invalid UTF-8 (byte 0xff at 11 of the line)": b'{"text": "x"}\n{"text": "a\xff"}\n',
+    "a.jsonl:1: half of a surrogate pair (surrogates not allowed), expected Unicode text": b'{"text": "\\ud83d"}\n',
+    "a.jsonl:1: no field 'out_text'; it has 'in_text'": b'{"in_text": "x"}\n',
+    f"a.jsonl:1: field 'out_text' is empty, {LEARN}": b'{"in_text": "x", "out_text": ""}\n',
+    f"a.jsonl:1: no message is the assistant's, {LEARN}": json.dumps({"messages": NO_WORDS}).encode(),
+    "a.jsonl: the file is empty": b"",
+    "a.jsonl.gz: the file is empty": gzip.compress(b""),
+    "a.txt: the file is empty": b"",
+    "a.txt:2: invalid UTF-8 (byte 0xc3 at 3 of the line)": b"one\ntwo\xc3\n" + b"three\n" * 40,
+    "a.txt:10: invalid UTF-8 (byte 0xe9 at 3 of the line)": b"one\n" * 9 + b"caf\xe9\n",
+}
 
 
-@pytest.mark.parametrize("name, content, options, message", BAD, ids=[each[3][:30] for each in BAD])
-def test_bad_records(tmp_path, capsys, name, content, options, message):
-    """A record that cannot be taken ends the run with file, line and reason; or is left out, shown and counted, and the rest is taken."""
-    (tmp_path / name).write_bytes(content)
-    good = {
-        "text": "good",
-        "in_text": "g",
-        "out_text": "ood",
-        "messages": [{"role": "user", "content": "g"}, {"role": "assistant", "content": "ood"}],
-    }
-    write_lines(tmp_path / "b.jsonl", [good])
+@pytest.mark.parametrize("message", BAD)
+def test_bad_records(tmp_path, capsys, message):
+    """A record that cannot be taken ends the run with file, line and reason; or is left out, shown and counted, and the
+    rest is taken."""
+    (tmp_path / message.partition(":")[0]).write_bytes(BAD[message])
+    format = "prompt" if "out_text" in message else "chat" if "assistant" in message else "text"
+    turns = [{"role": "user", "content": "g"}, {"role": "assistant", "content": "ood"}]
+    write_lines(tmp_path / "b.jsonl", [{"text": "good", "in_text": "g", "out_text": "ood", "messages": turns}])
     (tmp_path / "template.jinja").write_text(CHAT_TEMPLATE)
-    common = [
-        f"input='{tmp_path}/[ab].*'",
-        f"output={tmp_path}/x.zarr",
-        f"chat_template={tmp_path}/template.jinja",
-        *options,
-    ]
-    assert_refuses(f"{tmp_path}/{name}{message}; on_bad_record=skip leaves out such records", tokenize, *common)
-    tokenize(*common, "on_bad_record=skip")  # goes on where it stopped
+    output = [f"output={tmp_path}/x.zarr", f"chat_template={tmp_path}/template.jinja", "document_bytes=4"]
+    command = [f"input='{tmp_path}/[ab].*'", f"format={format}", *output]
+    assert_refuses(f"{tmp_path}/{message}; on_bad_record=skip leaves out such records", tokenize, *command)
+    tokenize(*command, "on_bad_record=skip")  # continues where it stopped
     captured = capsys.readouterr()
-    assert f"left out: {tmp_path}/{name}{message}\n" in captured.err and "; 1 bad records left out" in captured.out
-    assert sequences(tmp_path / "x.zarr")[0][-1] == ("[user]g[assistant]ood" if "format=chat" in options else "good")
+    assert f"left out: {tmp_path}/{message}\n" in captured.err and "; 1 bad records left out" in captured.out
+    assert sequences(tmp_path / "x.zarr")[0][-1] == ("[user]g[assistant]ood" if format == "chat" else "good")
 
 
 def test_many_bad_records(tmp_path, capsys):
@@ -342,7 +339,8 @@ def test_many_bad_records(tmp_path, capsys):
 
 
 def test_bad_rows(tmp_path):
-    """Rows are named by their number, a column that is not there by those that are, and what is no parquet file is one line."""
+    """Rows are named by their number, a column that is not there by those that are, and what is no parquet file is one
+    line."""
     import pyarrow
     import pyarrow.parquet
 
@@ -389,9 +387,9 @@ REFUSED = [
     (["input='IN/*.json'"], "no file matches IN/*.json"),
     (["input=IN"], "IN is a folder, expected files: say IN/*.txt or such"),
     (["input=nothing://x"], "cannot read nothing://x (ValueError: Protocol not known: nothing)"),
-    (["input=IN/a.txt", "format=prompt"], "IN/a.txt is plain text by its suffix, but format=prompt needs records: .jsonl or .parquet"),
-    (["input=IN/a.txt", "validation=IN/a.txt"], "validation=IN/a.txt names all files of input=IN/a.txt, so nothing is left to train on"),
-    (["input=IN/a.jsonl", "format=chat"], "the tokenizer bytes_utf8 has no chat template: give one, chat_template=FILE of jinja"),
+    (["input=IN/a.txt", "format=prompt"], "IN/a.txt is plain text by its suffix, but format=prompt needs records: …"),
+    (["input=IN/a.txt", "validation=IN/a.txt"], "validation=IN/a.txt names all files of input=IN/a.txt, so nothing …"),
+    (["input=IN/a.jsonl", "format=chat"], "the tokenizer bytes_utf8 has no chat template: give one, …"),
     (["input=IN/a.jsonl", "format=chat", "chat_template=nowhere"], "chat_template=nowhere cannot be read (…)"),
     (["input=IN/a.jsonl", "tokenizer=train_bpe"], "IN/a.jsonl holds no text that a tokenizer could be trained on"),
     (["hf_dataset.path=no/where"], "hf_dataset.path: cannot read no/where (…): …"),
@@ -401,7 +399,8 @@ REFUSED = [
 
 @pytest.mark.parametrize("overrides, message", REFUSED, ids=[message[:40] for _, message in REFUSED])
 def test_refused_before_anything_is_read(tmp_path, overrides, message):
-    """What makes no sense is refused at once, all of it together; so is input that is not there or of the wrong kind."""
+    """What makes no sense is refused at once, all of it together; so is input that is not there or of the wrong
+    kind."""
     (tmp_path / "a.txt").write_text("text")
     write_lines(tmp_path / "a.jsonl", [{}])
     (tmp_path / "hub").mkdir()
@@ -414,8 +413,8 @@ def test_no_document_for_a_split(tmp_path):
     """A split that no document came to is an error, which says what to do."""
     (tmp_path / "a.txt").write_text("one small text")
     message = (
-        f"no document came to the split 'validation' of {tmp_path}/x.zarr (1 documents, 14 tokens): give validation=..., a larger "
-        "validation_fraction, or documents that are more and smaller (separator, document_bytes); and overwrite=true"
+        f"no document came to the split 'validation' of {tmp_path}/x.zarr (1 documents, 14 tokens): give validation=..., "
+        "a larger validation_fraction, or documents that are more and smaller (separator, document_bytes); and overwrite=true"
     )
     assert_refuses(
         message, tokenize, f"input={tmp_path}/a.txt", f"output={tmp_path}/x.zarr", "validation_fraction=0.001"

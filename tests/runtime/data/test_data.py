@@ -177,8 +177,8 @@ def test_many_sequences_are_found(tmp_path, monkeypatch):
     for at, wrong in ((37, 2**63), (200, 0), (999, 10**6)):
         before, starts[at] = int(starts[at]), wrong
         message = (
-            f"seq_starts of {tmp_path}/data/train says that sequence {at - 1} goes from … to {wrong}, expected increasing "
-            "numbers up to …: the data set is damaged, write it again"
+            f"seq_starts of {tmp_path}/data/train says that sequence {at - 1} goes from … to {wrong}, expected "
+            "increasing numbers up to …: the data set is damaged, write it again"
         )
         assert_refuses(message, Loader, config, "train", **shape)
         starts[at] = before
@@ -234,7 +234,8 @@ class HostSharding:
 
 
 def rows_of_hosts(monkeypatch, starts_read, config, mesh, hosts, batch, length):
-    """The rows that each of several hosts places on its devices: for each step the whole batch, put together from all of
+    """The rows that each of several hosts places on its devices: for each step the whole batch, put together from all
+    of
     them; and how many rows each host read."""
     whole, parts, of_hosts, counts = sharding(*mesh).targets, [], [], []
 
@@ -375,7 +376,8 @@ def test_too_little(tmp_path):
 
 @pytest.mark.parametrize("packing", [True, False])
 def test_memory_is_bounded(tmp_path, monkeypatch, packing):
-    """What a loader says it takes at most is more than it takes, and not much more; more than 4 GiB is refused with what
+    """What a loader says it takes at most is more than it takes, and not much more; more than 4 GiB is refused with
+    what
     to lower."""
     read_from_chunks(monkeypatch)
     rng = np.random.default_rng(0)
@@ -407,16 +409,16 @@ def test_what_is_left_out_is_said(data):
     count, left = divmod(sum(map(len, ragged(0))), 16)
     with Loader(FlatTokens(str(data), epochs=2), "train", **rows) as loader:
         assert loader.summary == (
-            f"{16 * count + left:,} tokens of {data}/train in {count:,} rows of 16, {left} at its end being too few for a "
-            f"row; {2 * count // 7} steps in 2 epochs, {2 * count % 7} rows left over at the end; at most "
+            f"{16 * count + left:,} tokens of {data}/train in {count:,} rows of 16, {left} at its end being too few for "
+            f"a row; {2 * count // 7} steps in 2 epochs, {2 * count % 7} rows left over at the end; at most "
             f"{loader.memory_bytes / 1e6:.0f} MB of host memory"
         )
     lengths = [len(ids) for ids in ragged(1)]
     config = FlatTokens(str(data), sequence_packing=False)
     with Loader(config, "validation", **rows, shuffle=False, batches=3) as loader:
         assert loader.summary == (
-            f"100 sequences, {sum(lengths):,} tokens, of {data}/validation in {sum(-(-n // 16) for n in lengths)} rows of "
-            f"up to 16, {sum(n > 16 for n in lengths)} of them longer and split; 3 batches of 7 are read; at most "
+            f"100 sequences, {sum(lengths):,} tokens, of {data}/validation in {sum(-(-n // 16) for n in lengths)} rows "
+            f"of up to 16, {sum(n > 16 for n in lengths)} of them longer and split; 3 batches of 7 are read; at most "
             f"{loader.memory_bytes / 1e6:.0f} MB of host memory"
         )
 

@@ -156,7 +156,8 @@ def test_stores_that_are_not_there(object_store, monkeypatch):
 
 
 def test_a_run_stops_where_its_data_are_damaged(tmp_path, monkeypatch, capfd):
-    """A chunk of one source of a mixture that is lost ends a run with one line and status 1, after the steps that did not
+    """A chunk of one source of a mixture that is lost ends a run with one line and status 1, after the steps that did
+    not
     need it, whose metrics say how long they waited for data and how many tokens came from each source."""
     rng = np.random.default_rng(0)
     a, b = (str(tmp_path / name) for name in "ab")
@@ -166,7 +167,8 @@ def test_a_run_stops_where_its_data_are_damaged(tmp_path, monkeypatch, capfd):
     read_from_chunks(monkeypatch)
     (tmp_path / "a/train/encoded_tokens/c/20").unlink()
     overrides = [
-        "model.d_model=32", "model.n_kv=4", "model.d_head=8", "model.d_ff=64", "model.layers=1", "model.vocab=128", "log_interval=2", "training.tokens.batch=16",
+        "model.d_model=32", "model.n_kv=4", "model.d_head=8", "model.d_ff=64", "model.layers=1",
+        "model.vocab=128", "log_interval=2", "training.tokens.batch=16",
         "training.tokens.len=32", "training.steps=120", "training.warmup_steps=2", "training.steps_for_lr=120",
         "flat_tokens.read_blocks_per_shuffle_buffer=4", "flat_tokens.sequences_per_read_block=32", "flat_tokens.seed=1",
         "flat_tokens.filespec=null", f"mixture=[{{filespec:'{a}',weight:3}},{{filespec:'{b}',weight:1}}]", "mesh.d=2",

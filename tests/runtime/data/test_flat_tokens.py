@@ -1,4 +1,5 @@
-"""The flat-tokens format: what is stored, what others stored, and what is said of data that are not as they should be."""
+"""The flat-tokens format: what is stored, what others stored, and what is said of data that are not as they should
+be."""
 
 import json
 
@@ -94,11 +95,11 @@ def test_a_writer_goes_on(tmp_path):
     writer = flat_tokens.SplitWriter(dataset, "train", chunk_tokens=16, resume=state)
     append(writer, parts[2])
     writer.finish(bos_id=0)
-    files = [
-        {str(file.relative_to(tmp_path / name)): file.read_bytes() for file in (tmp_path / name).rglob("*") if file.is_file()}
-        for name in ("whole", "stopped")
-    ]  # fmt: skip
-    assert files[0] == files[1]
+    whole, stopped = (
+        {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+        for folder in (tmp_path / "whole", tmp_path / "stopped")
+    )
+    assert whole == stopped
 
 
 @pytest.mark.parametrize("shuffle", ["bitshuffle", "shuffle"])
@@ -132,7 +133,8 @@ def test_zarr_format_2_opens(tmp_path, shuffle, byteorder):
 
 
 def test_writer_refuses(tmp_path):
-    """What is no sequence of token ids is refused with its number, and a split that is there is not replaced unasked."""
+    """What is no sequence of token ids is refused with its number, and a split that is there is not replaced
+    unasked."""
     path, good = tmp_path / "data", np.array([1, 2])
     ids = "expected whole numbers from 0 to 2147483647 in one dimension"
     for sequences, masks, message in (
@@ -216,7 +218,7 @@ DAMAGE = {
     "is_target of DATA/train has 7 entries, expected one a token, 8": (
         lambda group: group.create_array("is_target", shape=(7,), dtype=bool)
     ),
-    "DATA/train has no attribute 'max_token_id': the writer did not finish, or is none of flat-tokens; write it again": (
+    "DATA/train has no attribute 'max_token_id': the writer did not finish, or is none of flat-tokens; …": (
         lambda group: group.attrs.put({"bos_id": 0})
     ),
     f"attribute 'max_token_id' of DATA/train is 'eight', {IDS}": lambda group: group.attrs.update(max_token_id="eight"),

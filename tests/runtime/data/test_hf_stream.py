@@ -99,7 +99,8 @@ def test_other_files(tmp_path, kind):
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("d, t", [(1, 1), (4, 2)])
 def test_rows_are_the_documents_one_after_another(folder, capsys, monkeypatch, d, t, threads):
-    """Rows are the tokenized documents joined, in the files' order, without a gap, past the end of the data into the next
+    """Rows are the tokenized documents joined, in the files' order, without a gap, past the end of the data into the
+    next
     pass, which a line says; a step that is not the next is refused."""
     expected = 2 * encoded(ALL)
     monkeypatch.setattr(token_stream, "THREADS", threads)
@@ -284,7 +285,8 @@ def test_two_processes(folder):
 
 
 def test_resumes_bit_for_bit(folder):
-    """From the position after any step, written as JSON and read again, the batches are those of a loader that was never
+    """From the position after any step, written as JSON and read again, the batches are those of a loader that was
+    never
     stopped."""
     last = 2 * len(encoded(ALL)) // 128
     with loader(folder) as stream:
@@ -362,8 +364,8 @@ def test_missing(folder, tmp_path, monkeypatch):
     ):
         assert_refuses(message, loader, path, **keys)
     message = (
-        f"the data set {folder} has no split 'test'; it holds 'train', 'validation': set hf_dataset.validation_split to "
-        "one of them, or add test.jsonl to a folder of your own"
+        f"the data set {folder} has no split 'test'; it holds 'train', 'validation': set hf_dataset.validation_split "
+        "to one of them, or add test.jsonl to a folder of your own"
     )
     assert_refuses(message, loader, folder, "validation", validation_split="test", batches=1)
     monkeypatch.setitem(sys.modules, "datasets", None)
@@ -395,7 +397,8 @@ BROKEN = {
 
 @pytest.mark.parametrize("message", BROKEN)
 def test_a_read_that_fails_in_the_background(tmp_path, monkeypatch, message):
-    """What a thread meets is raised by the load that needs it, with the file and the line; what comes after says that it
+    """What a thread meets is raised by the load that needs it, with the file and the line; what comes after says that
+    it
     failed; no thread is left."""
     write(tmp_path / "train-0.jsonl", ["x" * 100] * 640)
     write(tmp_path / "train-1.jsonl", ["y"])
@@ -462,12 +465,12 @@ def test_a_run_goes_on_bit_for_bit(folder, monkeypatch, tmp_path):
 
 
 WRONG = {
-    "model.vocab=256": "model.vocab = 256: the tokenizer bytes_utf8 has token ids up to 256: set model.vocab to 257 or more",
+    "model.vocab=256": "model.vocab = 256: the tokenizer bytes_utf8 has token ids up to 256: set model.vocab to 257",
     "hf_dataset.tokenizer=null": "hf_dataset.tokenizer = null: expected bytes_utf8, a tokenizer.json, or the name of",
     "validation_batches=null": "validation_batches = null: with hf_dataset.path, each validation reads the same first",
     "flat_tokens.sequence_packing=false": "flat_tokens.sequence_packing = false: hf_dataset.path is always packed",
     "flat_tokens.epochs=2": "flat_tokens.epochs = 2: hf_dataset.path has no end: it begins again; delete the key",
-    "flat_tokens.filespec=a.zarr": "hf_dataset.path is set, and so is flat_tokens.filespec (command line): expected one",
+    "flat_tokens.filespec=a.zarr": "hf_dataset.path is set, and so is flat_tokens.filespec (command line): expected",
     "hf_dataset.text_field=body": "train-0.jsonl:1: no field 'body'; it has 'text', 'other': mend it, or set",
 }
 

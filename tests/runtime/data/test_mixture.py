@@ -1,4 +1,5 @@
-"""Mixtures through the loader: whose rows a batch holds, over epochs, meshes and hosts; validation, and what is refused."""
+"""Mixtures through the loader: whose rows a batch holds, over epochs, meshes and hosts; validation, and what is
+refused."""
 
 import dataclasses
 
@@ -49,7 +50,8 @@ def rows_of(data, steps):
 
 @pytest.mark.parametrize("packing", [True, False])
 def test_shares_and_epochs(sources, packing):
-    """Each source has its share of any first steps to within a row; each goes through all its rows before any comes again, each time in another order."""
+    """Each source has its share of any first steps to within a row; each goes through all its rows before any comes
+    again, each time in another order."""
     with loader(sources, packing=packing) as data:
         assert data.steps is None
         source, row = rows_of(data, range(60))
@@ -89,7 +91,8 @@ def test_a_function_of_the_step(sources, monkeypatch):
 
 
 def test_validation_ends_with_the_first_source(sources):
-    """The validation splits, by the same weights, each in the order it is stored in, until one has no more; or the first batches of that."""
+    """The validation splits, by the same weights, each in the order it is stored in, until one has no more; or the
+    first batches of that."""
     with loader(sources, "validation") as data:
         source, row = rows_of(data, range(data.steps))
         is_target = np.concatenate([as_numpy(data.load(step))[2][:, 0] for step in range(data.steps)])
@@ -113,7 +116,8 @@ def test_where_rows_come_from(sources):
 
 
 def test_identity_and_summary(sources):
-    """A checkpoint can tell other sources or weights; the line at the start says shares, rows and that there is no end."""
+    """A checkpoint can tell other sources or weights; the line at the start says shares, rows and that there is no
+    end."""
     with loader(sources) as data, loader([dataclasses.replace(sources[0], weight=1), *sources[1:]]) as other:
         assert data.identity["shares"] == [5, 2, 3] and data.identity["rows"] == [40, 25, 200]
         assert data.identity != other.identity
@@ -128,14 +132,14 @@ def test_what_does_not_go_together(sources, tmp_path):
     write_split(tmp_path / "bos", "train", ragged(0), bos_id=7)
     other = Source(str(tmp_path / "bos"), 1.0)
     message = (
-        f"the sources of the mixture differ in bos_id, the input before a sequence's first token: 0 in {sources[0].filespec}/train, "
-        f"7 in {other.filespec}/train; expected the same in all: write them with one tokenizer"
+        f"the sources of the mixture differ in bos_id, the input before a sequence's first token: 0 in "
+        f"{sources[0].filespec}/train, 7 in {other.filespec}/train; expected the same in all: write them with one tokenizer"
     )
     assert_refuses(message, loader, [sources[0], other])
     write_split(tmp_path / "short", "train", [np.arange(5)])
     message = (
-        f"5 tokens of {tmp_path}/short/train in 0 rows of 8, 5 at its end being too few for a row: a source of a mixture needs at least one row; "
-        "lower training.tokens.batch or training.tokens.len, or use more data"
+        f"5 tokens of {tmp_path}/short/train in 0 rows of 8, 5 at its end being too few for a row: a source "
+        "of a mixture needs at least one row; lower training.tokens.batch or training.tokens.len, or use more data"
     )
     assert_refuses(message, loader, [sources[0], Source(str(tmp_path / "short"), 1.0)])
 
