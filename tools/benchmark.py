@@ -1,9 +1,8 @@
-"""How fast a training step is, on whatever devices there are: a JSON line each, a table, and whether it got slower.
+"""How fast a training step is, on whatever devices there are: a JSON line each, and a table.
 
     python -m tools.benchmark device=cpu                                            # three jobs for a CPU
     python -m tools.benchmark configs=[c4_h200x1_84m,c4_h200x1_1b]                  # on the devices at hand
     python -m tools.benchmark 'configs=["c4_h200x1_1b training.microbatches=2"]'    # any key of training can be set
-    python -m tools.benchmark compare=runs/benchmark/old.jsonl                      # its jobs again; status 1: slower
 
 Each job is a process of its own: train.py's step on random tokens, compiled anew, on one host. On an accelerator the
 mesh becomes that of all devices there are, with the config's `t` as far as it divides them.
@@ -13,11 +12,6 @@ PROGRAMS_IN_FLIGHT ahead, and a step's time is that between its end and the end 
 waited for, and followed by PRODUCTS products of 1024³ in bfloat16, with the machine to themselves: the speed of a
 shared machine drifts from minute to minute, so the step's rate (6 × parameters × tokens per second) is divided by that
 of the product at that moment, and `share_of_matmul` is the median of these shares.
-
-What got slower, with `compare`: a job whose steps take longer by more than half the distance between the quartiles of
-the old steps' times and half that of the new ones, and by more than SAME. On a CPU the time is counted in the
-product's, which is what `share_of_matmul` says. Jobs are the same by config and number of devices; other hardware is
-not compared.
 
 Expect four minutes on two cores for the CPU jobs. docs/performance.md explains the figures.
 """
@@ -63,7 +57,6 @@ from shardlib.shardtypes import make_shardings
 WARM_UP_STEPS = 3
 DOCUMENT = 427  # tokens on average: C4 has 156 billion in 365 million documents (Dodge et al. 2021, table 1)
 PRODUCTS = 6  # after a CPU's step; the median counts
-SAME = 0.02  # a smaller difference counts as none, however small the spread within each process is
 PROCESSES = multiprocessing.get_context("spawn")
 Line = dict[str, Any]
 
@@ -75,24 +68,14 @@ class Benchmark(ProgramKey):
     device: Literal["cpu"] | None = None  # cpu: not the accelerator; without configs it runs the three jobs for a CPU
     steps: Annotated[int, Ge(2), "2 or more, best 20: the spread needs them"] = 20  # timed, after those that warm up
     file: str | None = None  # where the lines go; null: runs/benchmark/ and the time
-    # an older file: without configs its jobs run again; status 1 when one got slower than the spread explains
-    compare: str | None = None
 
 
 def main(config: Benchmark) -> None:
-    old = None if config.compare is None else read(config.compare)  # now: not after minutes of measuring
-    jobs = config.configs or tuple(line["config"] for line in old or ())
-    if not jobs and config.device == "cpu":
-        jobs = cpu_jobs(load(config.program))
+    jobs = config.configs or (cpu_jobs(load(config.program)) if config.device == "cpu" else ())
     if not jobs:
-        raise RunError("nothing to measure: set configs=[NAME,...], device=cpu, or compare=OLD.jsonl")
+        raise RunError("nothing to measure: set configs=[NAME,...], or device=cpu")
     lines = measure_all(config, jobs)
     print("\n".join(["", *table(lines)]), flush=True)
-    if old is not None:
-        text, slower = compared(old, lines)
-        print("\n".join(["", f"Compared with {config.compare}:", *text]), flush=True)
-        if slower:
-            raise RunError(f"slower than in {config.compare} by more than the spread explains: {', '.join(slower)}")
     if len(lines) < len(jobs):
         raise RunError(f"{len(jobs) - len(lines)} of {len(jobs)} jobs were not measured, for the reasons above")
 
@@ -293,45 +276,6 @@ def processor() -> str:
 # ---------------------------------------------------------------- lines
 
 
-def read(path: str) -> list[Line]:
-    """The lines of a file that this tool wrote. Raises RunError if it is not one."""
-    try:
-        lines = [json.loads(text) for text in Path(path).expanduser().read_text(encoding="utf-8").splitlines()]
-        if not lines or not all(isinstance(line, dict) and "step_time_spread_s" in line for line in lines):
-            raise ValueError("it is empty, or a line is none of a benchmark's")
-    except (OSError, ValueError) as error:
-        raise RunError(f"{path}: expected a file that tools.benchmark wrote: {error}") from None
-    return lines
-
-
-def compared(old: list[Line], new: list[Line]) -> tuple[list[str], list[str]]:
-    """A table, and the jobs that got slower by more than the spread explains."""
-    before = {name(line): line for line in old}
-    rows, not_compared, slower = [["", "old", "new", "ratio", "spread", ""]], [], []
-    for line in new:
-        was = before.pop(name(line), None)
-        if was is None or any(was["hardware"][key] != line["hardware"][key] for key in ("device", "cpu")):
-            why = "not in the old file" if was is None else f"measured on {was['hardware']}: not compared"
-            not_compared.append(f"{name(line)}: {why}")
-            continue
-        times = [each["step_time_s"] for each in (was, line)]
-        if was["share_of_matmul"] and line["share_of_matmul"]:
-            times = [1 / each["share_of_matmul"] for each in (was, line)]
-        ratio = times[1] / times[0]
-        spread = max(SAME, sum(each["step_time_spread_s"] / each["step_time_s"] / 2 for each in (was, line)))
-        verdict = "slower" if ratio > 1 + spread else "faster" if ratio < 1 - spread else "same"
-        rows.append([name(line), *(f"{each:.3f}" for each in (*times, ratio, spread)), verdict])
-        if verdict == "slower":
-            slower.append(f"{name(line)} by {ratio - 1:.1%}")
-    not_compared += [f"{each}: not in the new lines" for each in before]
-    about = "old, new: a step's seconds, on a CPU as many times those of the product; ratio: new over old"
-    return [*columns(rows, range(1, 6)), *not_compared, about], slower
-
-
-def name(line: Line) -> str:
-    return f"{line['config']} ({line['devices']} device{'s' * (line['devices'] > 1)})"
-
-
 def table(lines: list[Line]) -> list[str]:
     """The lines for a reader; n/a where a figure is not known."""
     rows = [["", "mesh", "tokens/s", "step", "spread", "MFU", "6ND", "share", "memory", "compile", "predicted"]]
@@ -339,7 +283,7 @@ def table(lines: list[Line]) -> list[str]:
         share, memory_bytes = line["share_of_matmul"], line["peak_memory_bytes"]
         rows.append(
             [
-                name(line),
+                line["config"],
                 "×".join(str(size) for size in line["mesh"].values()),
                 f"{line['tokens_per_s']:,.0f}",
                 seconds(line["step_time_s"]),

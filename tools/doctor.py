@@ -4,8 +4,8 @@
     python -m tools.doctor --config-name=c4_a100x8_1b                         # for that run: its mesh, its run folder
     python -m tools.doctor mesh.d=2 mesh.t=4 paths.root_working_dir=s3://bucket/runs
 
-Looks at versions, the packages of the run's trackers, devices, a matrix product, the collectives over each axis of the
-mesh, the data, and the store of checkpoints. Exits with 1 when something that the run needs is missing or broken; a
+Looks at versions, the packages of the run's trackers, devices, the collectives over each axis of the mesh, the data,
+and the store of checkpoints. Exits with 1 when something that the run needs is missing or broken; a
 version that is not the tested one is only said. Each part takes a second or two, so figures are within some per cent of
 what a benchmark would say, on a machine that does nothing else.
 """
@@ -50,9 +50,6 @@ from shardlib.shardtypes import make_shardings, mesh_text
 ROOT = Path(__file__).resolve().parents[1]
 NEEDED, TRACKERS = "requirements-cpu.txt", "requirements-trackers.txt"
 REPEATS = 5  # the median counts
-PRODUCT_SIZE = {"cpu": 1024}  # rows and columns of both factors
-LARGE_PRODUCT = 8192
-PRODUCTS_AT_ONCE = 4  # one after another, so that the host's part does not count
 COLLECTIVE_BYTES = {"cpu": 4 * 2**20}  # of the whole array, before it is scattered or after it is gathered
 LARGE_COLLECTIVE = 256 * 2**20
 FILES, FILE_BYTES = 16, 4 * 2**20
@@ -93,7 +90,6 @@ def rows(config: Any) -> Iterator[Row]:
         refusal = str(error)
     yield from packages(config)
     yield from devices(config, mesh, refusal)
-    yield from product(jax.local_devices()[0])
     if mesh is not None:
         yield from collectives(mesh)
     yield from data(config, mesh)
@@ -135,24 +131,6 @@ def devices(config: Any, mesh: Mesh | None, refusal: str) -> Iterator[Row]:
         yield "mesh", f"{size}: {refusal}", " ".join([f"mesh.{first}={len(found)}", *(f"mesh.{x}=1" for x in others)])
     else:
         yield "mesh", size + "".join(f", axis {axis} crosses hosts" for axis in crossing(mesh)), ""
-
-
-def product(device: Any) -> Iterator[Row]:
-    """The rate of large square matrix products on one device."""
-    size = PRODUCT_SIZE.get(device.platform, LARGE_PRODUCT)
-
-    @jax.jit
-    def chain(x, w):
-        for _ in range(PRODUCTS_AT_ONCE):
-            x = x @ w
-        return x
-
-    x, w = jax.device_put(np.full((2, size, size), 1 / size, jnp.bfloat16), device)
-    rate = PRODUCTS_AT_ONCE * 2 * size**3 / _seconds(lambda: chain(x, w))
-    hardware = of_device_kind(device.device_kind)
-    peak = hardware and hardware.peak_flops_per_s
-    share = f", {rate / peak:.0%} of the published peak" if peak else ""
-    yield "matrix product bfloat16", f"{rate / 1e12:,.3g} TFLOP/s of one device, {size}³{share}", ""
 
 
 def collectives(mesh: Mesh) -> Iterator[Row]:

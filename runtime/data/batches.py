@@ -15,7 +15,7 @@ import functools
 import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import numpy as np
@@ -73,7 +73,44 @@ def token_batch(tokens: np.ndarray, is_target: np.ndarray, host_rows: np.ndarray
     )
 
 
-class Loader:
+class Batches:
+    """What both kinds of loaders offer a run, besides `load`, `summary` and `rows_of`."""
+
+    max_token_id: int  # no token id is larger
+    bos_id: int  # the input that stands before a sequence's first token
+    steps: int | None  # of all epochs; None: there is no end
+    dropped_tokens = 0  # of an epoch: at the ends of splits, too few for a row
+    _batches: ReadAhead
+    _opened: contextlib.ExitStack
+
+    @property
+    def waited_s(self) -> float:
+        """For how long load() has waited, in all."""
+        return self._batches.waited_s
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint must hold to resume after the batches loaded so far, as JSON values."""
+        return {}
+
+    def resume(self, step: int, state: dict[str, Any]) -> None:
+        """Continues with this step, where an earlier loader's `state` says."""
+
+    def metrics(self, step: int) -> dict[str, Any]:
+        """What a log says of the data up to a step."""
+        return {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the threads. What they are reading is finished first, what is queued is not begun."""
+        self._opened.close()
+
+
+class Loader(Batches):
     """Loads the batches of one split of a data set, or of a mixture of several.
 
     A row is, packed, `length` tokens in the order they are stored in, whatever sequences they belong to; not packed,
@@ -100,11 +137,7 @@ class Loader:
         go together.
     """
 
-    max_token_id: int  # no token id is larger
-    bos_id: int  # the input that stands before a sequence's first token
     rows: int  # of an epoch, of all sources together
-    dropped_tokens: int  # of an epoch: at the ends of splits, too few for a row, or cut from long sequences
-    steps: int | None  # of all epochs; None: a mixture has no end
     memory_bytes: int  # of the host, at most
 
     def __init__(
@@ -150,8 +183,7 @@ class Loader:
             steps = NO_END if self.steps is None else self.steps
             self._batches = ReadAhead(self._read_batch, steps, BATCHES_AHEAD, "read_batches")
             opened.callback(self._batches.close)
-            # Ends the threads: what they are reading is finished first, what is queued is not begun.
-            self.close = opened.pop_all().close
+            self._opened = opened.pop_all()
 
     def load(self, step: int) -> Batch:
         """The batch of a step, the first being 0; in any order, though reading on from the last one is fastest.
@@ -171,11 +203,6 @@ class Loader:
                 f"in flat_tokens.epochs = {self._epochs}: {fix}"
             )
         return self._batches(step)
-
-    @property
-    def waited_s(self) -> float:
-        """For how long load() has waited, in all."""
-        return self._batches.waited_s
 
     @property
     def summary(self) -> str:
@@ -207,16 +234,8 @@ class Loader:
         rows = [source.rows.count for source in self._sources]
         return {**identity, "rows": rows, "shares": self._interleaving.shares.tolist()}
 
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint must hold to go on after the batches loaded so far: nothing, since the step says all."""
-        return {}
-
-    def resume(self, step: int, state: dict[str, Any]) -> None:
-        """Continues with this step, where an earlier loader's `state` says."""
-
     def metrics(self, step: int) -> dict[str, Any]:
-        """What a log says of the data up to a step: of a mixture, tokens read from each source, padding included; else
-        nothing."""
+        """Of a mixture, tokens read from each source up to a step, padding included."""
         if len(self._sources) == 1:
             return {}
         counts = self._interleaving.counts((step + 1) * self._batch) * self._length
@@ -228,12 +247,6 @@ class Loader:
         positions = np.arange(step * self._batch, min((step + 1) * self._batch, self._end))
         sources, ordinals = self._interleaving.at(positions)
         return [self._sources[source].place_of(ordinal) for source, ordinal in zip(sources.tolist(), ordinals.tolist())]
-
-    def __enter__(self) -> "Loader":
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.close()
 
     # ---- what is there
 

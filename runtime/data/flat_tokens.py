@@ -78,8 +78,8 @@ def write_split(
             if not whole or (ids.size and not 0 <= int(ids.min()) <= int(ids.max()) <= LARGEST_ID):
                 held = f" from {ids.min()} to {ids.max()}" if whole else ""
                 raise RunError(
-                    f"sequence {index} for {where} is {ids.dtype}{list(ids.shape)}{held}, expected whole numbers from 0 "
-                    f"to {LARGEST_ID} in one dimension"
+                    f"sequence {index} for {where} is {ids.dtype}{list(ids.shape)}{held}, expected whole numbers "
+                    f"from 0 to {LARGEST_ID} in one dimension"
                 )
             mask = None if masks is None else np.asarray(next(masks, None))
             if mask is not None and (mask.dtype != bool or mask.shape != ids.shape):

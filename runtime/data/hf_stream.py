@@ -17,9 +17,9 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from runtime.data.batches import BATCHES_AHEAD, Batch, token_batch
+from runtime.data.batches import BATCHES_AHEAD, Batch, Batches, token_batch
 from runtime.data.flat_tokens import ENCODED_PADDING
-from runtime.data.read_ahead import ReadAhead
+from runtime.data.read_ahead import NO_END, ReadAhead
 from runtime.data.token_stream import Position, TokenStream
 from runtime.data.tokenizers import load_tokenizer
 from runtime.terminal import RunError, print_line
@@ -27,7 +27,7 @@ from runtime.terminal import RunError, print_line
 STEPS_REMEMBERED = 1000  # whose documents can be named
 
 
-class HuggingFaceLoader:
+class HuggingFaceLoader(Batches):
     """Loads the batches of one split, as runtime.data.batches.Loader does for flat tokens.
 
     Args:
@@ -41,11 +41,6 @@ class HuggingFaceLoader:
     Raises:
       RunError: the data set or the tokenizer cannot be opened, or the first batch cannot be read.
     """
-
-    max_token_id: int  # no token id is larger
-    bos_id: int  # the input that stands before a sequence's first token
-    steps: int | None  # None: as many as are wanted
-    dropped_tokens = 0
 
     def __init__(
         self,
@@ -110,20 +105,11 @@ class HuggingFaceLoader:
             self._open(step, state, endless=True)
 
     @property
-    def waited_s(self) -> float:
-        """For how long load() has waited, in all."""
-        return self._batches.waited_s
-
-    @property
     def summary(self) -> str:
         """What is read, in one line."""
         end = "without end" if self.steps is None else f"{self.steps:,} batches of {self._batch} are read"
         shares = f", in {self._shares} shares" if self._shares > 1 else ""
         return f"{self._stream.where}: {self._stream.files} files{shares}; {end}"
-
-    def metrics(self, step: int) -> dict[str, Any]:
-        """What a log says of the data up to a step: nothing."""
-        return {}
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -138,24 +124,16 @@ class HuggingFaceLoader:
         begin, end = (f"token {at.token} of document {at.document} of file {at.file}" for at in places)
         return [f"{self._stream.where}, from {begin} to before {end}, of share {self._share} of {self._shares}"]
 
-    def close(self) -> None:
-        """Ends the threads. What they are reading is finished first."""
-        self._batches.close()
-        self._stream.close()
-
     def _open(self, step: int, state: dict[str, Any], endless: bool) -> None:
         self._stream = TokenStream(
             self._config, self._split, self._tokenizer, self._share, self._shares, state, endless
         )
         self._next_step = step
         self._ends = {step - 1: self._stream.position}  # of recent batches
-        self._batches = ReadAhead(self._read_batch, 2**63, BATCHES_AHEAD, "stream_batches")
-
-    def __enter__(self) -> "HuggingFaceLoader":
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.close()
+        self._batches = ReadAhead(self._read_batch, NO_END, BATCHES_AHEAD, "stream_batches")
+        self._opened = contextlib.ExitStack()
+        self._opened.callback(self._stream.close)
+        self._opened.callback(self._batches.close)
 
     def _read_batch(self, step: int) -> tuple[Batch, Position]:
         if step != self._next_step:

@@ -26,7 +26,6 @@ CONFIG = program.with_keys(program.ProgramKey, train)
 def small(monkeypatch):
     """Measures on little, so that it takes no time."""
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(doctor, "PRODUCT_SIZE", {"cpu": 64})
     monkeypatch.setattr(doctor, "COLLECTIVE_BYTES", {"cpu": 4096})
     monkeypatch.setattr(doctor, "FILE_BYTES", 1000)
 
@@ -66,7 +65,7 @@ def test_the_whole_table(run, tmp_path):
     status, text, _ = run(f"paths.root_working_dir={tmp_path}/runs")
     rows = [line[7:33].strip() for line in text.splitlines() if line.startswith("ok ")]
     sent = [f"{kind} {axis}" for axis in "dt" for kind in ("all-gather", "reduce-scatter", "all-reduce")]
-    assert rows == ["python", "packages", "devices", "mesh", "matrix product bfloat16", *sent, "data", "store"]
+    assert rows == ["python", "packages", "devices", "mesh", *sent, "data", "store"]
     assert status == 0 and "8 × cpu (cpu), processes: 1" in text and "d=4 × t=2" in text
     tokens = f"tokens of {ROOT}/synthetic_dataset.zarr/train in "
     assert re.search(rf"ok data [\d,]+ {tokens}[\d,]+ rows of 64, .* steps in 1 epoch, ", words(text))
@@ -83,7 +82,7 @@ def test_what_is_wrong_is_named_last_with_status_1(run, tmp_path):
     assert status == 1 and error == "error: missing or broken: mesh, data, store; the fix of each is below it\n"
     text = words(text)
     assert "WRONG mesh d=16 × t=1: command line: mesh.d × mesh.t = 16 × 1: expected 8 devices or fewer" in text
-    assert "fix: mesh.d=8 mesh.t=1" in text and "matrix product bfloat16" in text and "all-gather" not in text
+    assert "fix: mesh.d=8 mesh.t=1" in text and "all-gather" not in text
     assert f"WRONG data the data set {tmp_path}/c4.zarr does not exist: set flat_tokens.filespec to " in text
     assert "fix: as it says; docs/data.md has how to write a data set from your own text" in text
     assert "WRONG store" in text and f'fix: mkdir -p "{tmp_path}/file"' in text

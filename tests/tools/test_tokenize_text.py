@@ -412,13 +412,10 @@ def test_refused_before_anything_is_read(tmp_path, overrides, message):
 def test_no_document_for_a_split(tmp_path):
     """A split that no document came to is an error, which says what to do."""
     (tmp_path / "a.txt").write_text("one small text")
-    message = (
-        f"no document came to the split 'validation' of {tmp_path}/x.zarr (1 documents, 14 tokens): give validation=..., "
-        "a larger validation_fraction, or documents that are more and smaller (separator, document_bytes); and overwrite=true"
-    )
-    assert_refuses(
-        message, tokenize, f"input={tmp_path}/a.txt", f"output={tmp_path}/x.zarr", "validation_fraction=0.001"
-    )
+    none = f"no document came to the split 'validation' of {tmp_path}/x.zarr (1 documents, 14 tokens)"
+    message = f"{none}: give validation=..., a larger validation_fraction, or documents that are more and smaller …"
+    command = [f"input={tmp_path}/a.txt", f"output={tmp_path}/x.zarr", "validation_fraction=0.001"]
+    assert_refuses(message, tokenize, *command)
 
 
 # ---------------------------------------------------------------- faults of the output

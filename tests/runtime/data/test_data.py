@@ -409,8 +409,8 @@ def test_what_is_left_out_is_said(data):
     count, left = divmod(sum(map(len, ragged(0))), 16)
     with Loader(FlatTokens(str(data), epochs=2), "train", **rows) as loader:
         assert loader.summary == (
-            f"{16 * count + left:,} tokens of {data}/train in {count:,} rows of 16, {left} at its end being too few for "
-            f"a row; {2 * count // 7} steps in 2 epochs, {2 * count % 7} rows left over at the end; at most "
+            f"{16 * count + left:,} tokens of {data}/train in {count:,} rows of 16, {left} at its end being too few "
+            f"for a row; {2 * count // 7} steps in 2 epochs, {2 * count % 7} rows left over at the end; at most "
             f"{loader.memory_bytes / 1e6:.0f} MB of host memory"
         )
     lengths = [len(ids) for ids in ragged(1)]

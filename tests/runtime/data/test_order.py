@@ -25,8 +25,12 @@ def test_order(rows, rows_per_block, blocks):
         assert sorted(seen) == list(range(rows))
 
 
-def test_a_block_larger_than_the_data():
-    """Takes no more memory than the rows that there are, and gives the order of a block of their number."""
+def test_large_orders():
+    """Any place of 10¹³ rows is reached without walking there or holding anything of that size; a block larger than the
+    data takes no more memory than the rows that there are, and gives the order of a block of their number."""
+    order = Order(10**13, 128, 64, seed=0)
+    first, rows = order.rows_of(epoch=3, buffer=10**9)
+    assert order.buffer_of(3, first) == 10**9 and len(set(rows.tolist())) == 8192 and rows.max() < 10**13
     first, rows = Order(100, 2**40, 64, seed=3).rows_of(5, 0)
     assert first == 0 and rows.tolist() == Order(100, 100, 64, seed=3).rows_of(5, 0)[1].tolist()
 
@@ -109,13 +113,6 @@ def test_epochs_are_independent():
     assert same < 2**14 / 128 * 3  # within a block and buffer a follower is one of 128 rows' chance
 
 
-def test_start_up_costs_nothing():
-    """Any place of 10¹³ rows is reached without walking there or holding anything of that size."""
-    order = Order(10**13, 128, 64, seed=0)
-    first, rows = order.rows_of(epoch=3, buffer=10**9)
-    assert order.buffer_of(3, first) == 10**9 and len(set(rows.tolist())) == 8192 and rows.max() < 10**13
-
-
 # ---------------------------------------------------------------- mixtures
 
 
@@ -141,22 +138,16 @@ def test_shares_are_exact(weights):
         ]
 
 
-def test_weights_are_decimals():
-    """0.7 and 0.3 are 7 and 3 of 10, as written, not what binary numbers make of them; a place in the far future costs
-    the same."""
-    mixture = Interleaving([0.7, 0.3])
-    assert mixture.shares.tolist() == [7, 3]
-    source, ordinal = mixture.at(np.array([10**15]))
-    assert source.tolist() == [0] and ordinal.tolist() == [7 * 10**14]
-    assert mixture.counts(10**15).tolist() == [7 * 10**14, 3 * 10**14]
-
-
-def test_odd_weights_are_rounded():
-    """Weights without a short pattern are rounded to multiples of 1/65536 of their sum; one that would vanish is
+def test_weights_as_written():
+    """0.7 and 0.3 are 7 and 3 of 10, not what binary numbers make of them; a place in the far future costs the same.
+    Weights without a short pattern are rounded to multiples of 1/65536 of their sum; one that would vanish is
     refused."""
+    mixture = Interleaving([0.7, 0.3])
+    assert mixture.shares.tolist() == [7, 3] and mixture.counts(10**15).tolist() == [7 * 10**14, 3 * 10**14]
+    assert [each.tolist() for each in mixture.at(np.array([10**15]))] == [[0], [7 * 10**14]]
     weights = [0.333333, 0.1234567, 0.5]
-    mixture = Interleaving(weights)
-    assert mixture.shares.sum() == LONGEST_PATTERN
-    assert np.abs(mixture.shares / LONGEST_PATTERN - np.array(weights) / sum(weights)).max() < 1 / LONGEST_PATTERN
+    shares = Interleaving(weights).shares
+    assert shares.sum() == LONGEST_PATTERN
+    assert np.abs(shares / LONGEST_PATTERN - np.array(weights) / sum(weights)).max() < 1 / LONGEST_PATTERN
     message = "mixture[1].weight = 1e-06 is too small: expected at least 1/65536 of the sum of all weights"
     assert_refuses(message, Interleaving, [1.0, 1e-6])

@@ -217,37 +217,26 @@ def test_missing_packages(monkeypatch, bpe, stored):
 
 @pytest.mark.parametrize("url", [False, True])
 def test_kept_in_a_data_set(tmp_path, bpe, stored, url):
-    """A data set gives back the tokenizer that was put in, by a folder or by a URL; and None if it has none."""
+    """A data set gives back the tokenizer that was put in, by a folder or by a URL, and None if it has none; one that
+    was
+    changed or lost is refused."""
     path = "memory://kept.zarr" if url else str(tmp_path / "kept.zarr")
-    zarr.open_group(path, mode="w")
+    cannot = f"the tokenizer of the data set {path} cannot be read"
+    if not url:
+        assert_refuses(f"{cannot} (…)", load_dataset_tokenizer, path)
+    group = zarr.open_group(path, mode="w")
     assert load_dataset_tokenizer(path) is None
-    for tokenizer in (bpe, load_tokenizer(str(stored)), load_tokenizer("bytes_utf8")):
+    for tokenizer in (load_tokenizer("bytes_utf8"), bpe, load_tokenizer(str(stored))):
         save_dataset_tokenizer(path, tokenizer)
         found = load_dataset_tokenizer(path)
         assert found == tokenizer and found.vocab == tokenizer.vocab
-        np.testing.assert_array_equal(
-            np.concatenate(found.encode_batch(TEXTS)), np.concatenate(tokenizer.encode_batch(TEXTS))
-        )
-
-
-def test_damaged_in_a_data_set(tmp_path, bpe):
-    """A data set whose tokenizer was changed or lost says so."""
-    path = tmp_path / "kept.zarr"
-    assert_refuses(f"the tokenizer of the data set {path} cannot be read (…)", load_dataset_tokenizer, path)
-    group = zarr.open_group(path, mode="w")
-    save_dataset_tokenizer(path, bpe)
+        for ours, theirs in zip(found.encode_batch(TEXTS), tokenizer.encode_batch(TEXTS)):
+            np.testing.assert_array_equal(ours, theirs)
     group["tokenizer_json"][3] = 0
-    assert_refuses(
-        f"tokenizer_json of {path} is not what was written (its sha256 differs): copy the data set again",
-        load_dataset_tokenizer,
-        path,
-    )
+    message = f"tokenizer_json of {path} is not what was written (its sha256 differs): copy the data set again"
+    assert_refuses(message, load_dataset_tokenizer, path)
     del group["tokenizer_json"]
-    assert_refuses(
-        f"the tokenizer of the data set {path} cannot be read (KeyError: 'tokenizer_json')",
-        load_dataset_tokenizer,
-        path,
-    )
+    assert_refuses(f"{cannot} (KeyError: 'tokenizer_json')", load_dataset_tokenizer, path)
 
 
 # ---------------------------------------------------------------- chats
@@ -266,36 +255,31 @@ def test_chat_with_marks_equals_transformers(stored):
     """Where the template marks the assistant's turns, ids and targets are those of transformers, token by token."""
     expected = theirs(stored, MARKED, return_assistant_tokens_mask=True)
     ids, is_target = load_tokenizer(str(stored), chat_template=MARKED).encode_chat(CHAT)
-    assert ids.tolist() == expected["input_ids"] and is_target.tolist() == [
-        bool(each) for each in expected["assistant_masks"]
-    ]
+    assert (ids.tolist(), [*map(int, is_target)]) == (expected["input_ids"], expected["assistant_masks"])
 
 
 @pytest.mark.parametrize("name", ["bytes_utf8", "stored"])
 def test_chat_without_marks(stored, name):
-    """Where it marks nothing, the targets are exactly what follows the header of an answer; a leading bos is not
-    kept."""
+    """Where it marks nothing, the targets are exactly what follows the header of an answer, of a first one too; a
+    leading
+    bos is not kept."""
     tokenizer = load_tokenizer(name if name == "bytes_utf8" else str(stored), chat_template=UNMARKED)
-    ids, is_target = tokenizer.encode_chat(CHAT)
+
+    def turns_of(chat):
+        ids, is_target = tokenizer.encode_chat(chat)
+        turns = np.split(np.arange(len(ids)), np.flatnonzero(np.diff(is_target.astype(int))) + 1)
+        return ids.tolist(), [(bool(is_target[turn[0]]), tokenizer.decode(ids[turn])) for turn in turns]
+
+    ids, turns = turns_of(CHAT)
     if name == "stored":
-        assert theirs(stored, UNMARKED)["input_ids"] == [1000, *ids.tolist()]
-    turns = np.split(np.arange(len(ids)), np.flatnonzero(np.diff(is_target.astype(int))) + 1)
-    turns = [(bool(is_target[turn[0]]), tokenizer.decode(ids[turn])) for turn in turns]
+        assert theirs(stored, UNMARKED)["input_ids"] == [1000, *ids]
     assert turns == [
         (False, "<|system|>\nBe brief.<|end|>\n<|user|>\nGrüße! 1 + 1?<|end|>\n<|assistant|>\n"),
         (True, "2 – 二<|end|>\n"),
         (False, "<|user|>\nSure?<|end|>\n<|assistant|>\n"),
         (True, "Yes.<|end|>\n"),
     ]
-
-
-def test_chat_that_the_assistant_begins():
-    """The header of a first answer is no target either."""
-    tokenizer = load_tokenizer("bytes_utf8", chat_template=UNMARKED)
-    ids, is_target = tokenizer.encode_chat(CHAT[2:3])
-    assert (
-        tokenizer.decode(ids[~is_target]) == "<|assistant|>\n" and tokenizer.decode(ids[is_target]) == "2 – 二<|end|>\n"
-    )
+    assert turns_of(CHAT[2:3])[1] == [(False, "<|assistant|>\n"), (True, "2 – 二<|end|>\n")]
 
 
 FORGETFUL = "{% for m in messages %}<{{ m.role }}>{% if loop.last %}(last){% endif %}{{ m.content }}{% endfor %}"
