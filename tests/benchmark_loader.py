@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from runtime.config import command_line
-from runtime.data.batches import Loader
+from runtime.data.batches import Batch, Loader
 from runtime.data.flat_tokens import write_split
 
 
@@ -57,7 +57,7 @@ def main(config: Benchmark) -> None:
             path = opened.enter_context(tempfile.TemporaryDirectory()) + "/data.zarr"
             write(path, config.tokens)
         memory_before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        sharding = Batch(*[jax.sharding.SingleDeviceSharding(jax.devices()[0])] * 3)
         flat_tokens = FlatTokens(path, config.packed)
         sizes = {"batch": config.batch, "length": config.length, "io_threads": config.max_io_threads}
         loader = opened.enter_context(Loader(flat_tokens, "train", **sizes, sharding=sharding))
