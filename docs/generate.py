@@ -9,6 +9,7 @@ generate. tests/docs/test_generated.py holds that generating changes nothing but
 """
 
 import contextlib
+import dataclasses
 import functools
 import io
 import os
@@ -18,7 +19,7 @@ import shlex
 import sys
 import types
 
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 import jax
 
@@ -101,14 +102,23 @@ def first_lines(old):
     return fenced(map(wrapped, [*said, *summary(ledger_on_cpu())]))
 
 
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """A device of JAX, as far as a mesh and the table of hosts look at it."""
+
+    id: int
+    process_index: int
+    slice_index: int
+    platform: str = "gpu"
+    device_kind: str = "NVIDIA H200"
+
+
 def hosts(old):
     """docs/hosts.md: the table of two hosts, and what the small job sends between them."""
-    from tests.runtime.cluster.test_cluster import gpus
-
-    mesh = cluster.lay_out(gpus(2, 4), {"d": 4, "t": 2})
-    return fenced(
-        [*cluster.table(mesh, ["gpu-01", "gpu-02"]), "...", *cluster.sent_over_network(ledger_on_cpu(), mesh)]
-    )
+    gpus = [Gpu(each, each // 4, each // 4) for each in range(8)]
+    mesh = cluster.lay_out(gpus, {"d": 4, "t": 2})
+    table = cluster.table(mesh, ["gpu-01", "gpu-02"])
+    return fenced([*table, "...", *cluster.sent_over_network(ledger_on_cpu(), mesh)])
 
 
 def ledger(old, attention, *starts):
@@ -157,13 +167,15 @@ def floors_on_cpu(old):
     ledgers = [ledger_on_cpu(*shlex.split(job)) for job in cpu_jobs(train)]
     moved = [each.devices * each.memory.moved_bytes() / 1e9 for each in ledgers]
     again = [each.devices * each.costs.flops("recomputed") / 1e9 for each in ledgers]
-    made = iter([
-        [f"{each.flops_6nd / 1e9:.1f} GFLOP" for each in ledgers],
-        [f"{each.hardware_flops / 1e9:.1f} ({part:.1f}) GFLOP" for each, part in zip(ledgers, again)],
-        [f"{each:.2f} GB" for each in moved],
-        [f"{each / 39 * 1e3:.0f} ms" for each in moved],
-        [f"{each.sent_bytes() / 1e6:.0f} MB" for each in ledgers],
-    ])
+    made = iter(
+        [
+            [f"{each.flops_6nd / 1e9:.1f} GFLOP" for each in ledgers],
+            [f"{each.hardware_flops / 1e9:.1f} ({part:.1f}) GFLOP" for each, part in zip(ledgers, again)],
+            [f"{each:.2f} GB" for each in moved],
+            [f"{each / 39 * 1e3:.0f} ms" for each in moved],
+            [f"{each.sent_bytes() / 1e6:.0f} MB" for each in ledgers],
+        ]
+    )
     return table(old, lambda name, *others: (name, *next(made)))
 
 
@@ -222,10 +234,21 @@ def small_job(old):
 
 
 # == Pages =============================================================================================================
-FUNCTIONS = {
-    each.__name__: each
-    for each in (first_lines, hosts, ledger, kernels, plans, refusal, sweep, floors_on_cpu, floors_on_h200)
-} | {each.__name__: each for each in (letters, shapes, small_job)}  # fmt: skip
+MADE = (
+    first_lines,
+    hosts,
+    ledger,
+    kernels,
+    plans,
+    refusal,
+    sweep,
+    floors_on_cpu,
+    floors_on_h200,
+    letters,
+    shapes,
+    small_job,
+)
+FUNCTIONS = {each.__name__: each for each in MADE}
 
 
 def blocks():
