@@ -24,20 +24,15 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 import jax
 
 import train
-from kernels.attention import chosen
 from ledger.count.step import of_step
 from ledger.machines.hardware import named
 from ledger.machines.roofline import roofline
-from ledger.pages.text import summary
 from ledger.pages.text import text as text_of_ledger
 from runtime.cluster import processes as cluster
 from runtime.config.command_line import load
-from runtime.data.sources import open_data
 from runtime.terminal import wrapped
 from shardlib.mesh import make_mesh
-from shardlib.shardtypes import make_shardings
 from tools import plan, plan_step
-from tools.benchmark import cpu_jobs
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -91,17 +86,6 @@ def sizes():
 
 
 # == The blocks ========================================================================================================
-def first_lines(old):
-    """README.md: what a run of the small job prints before it compiles."""
-    config, said = load(train.Config), []
-    with jax.set_mesh(make_mesh(vars(config.mesh))):
-        for split, name in (("train", "training"), ("validation", "validation")):
-            with open_data(config, split, make_shardings(train.TokenBatch)) as data:
-                said.append(f"{name} data: {data.summary}".replace(str(ROOT), "…"))
-    said.append(f"attention: {chosen(config.model.attention, train.act.dtype, config.model.d_head)}")
-    return fenced(map(wrapped, [*said, *summary(ledger_on_cpu())]))
-
-
 @dataclasses.dataclass(frozen=True)
 class Gpu:
     """A device of JAX, as far as a mesh and the table of hosts look at it."""
@@ -162,23 +146,6 @@ def sweep(old, *overrides):
     return fenced([*planned(*overrides).splitlines()[:6], "..."])
 
 
-def floors_on_cpu(old):
-    """docs/performance.md: of the three jobs of the benchmark."""
-    ledgers = [ledger_on_cpu(*shlex.split(job)) for job in cpu_jobs(train)]
-    moved = [each.devices * each.memory.moved_bytes() / 1e9 for each in ledgers]
-    again = [each.devices * each.costs.flops("recomputed") / 1e9 for each in ledgers]
-    made = iter(
-        [
-            [f"{each.flops_6nd / 1e9:.1f} GFLOP" for each in ledgers],
-            [f"{each.hardware_flops / 1e9:.1f} ({part:.1f}) GFLOP" for each, part in zip(ledgers, again)],
-            [f"{each:.2f} GB" for each in moved],
-            [f"{each / 39 * 1e3:.0f} ms" for each in moved],
-            [f"{each.sent_bytes() / 1e6:.0f} MB" for each in ledgers],
-        ]
-    )
-    return table(old, lambda name, *others: (name, *next(made)))
-
-
 def floors_on_h200(old):
     """docs/performance.md: the plan's times in ms, and MFU; third: products at 790 TFLOP/s, memory beside them."""
 
@@ -235,14 +202,12 @@ def small_job(old):
 
 # == Pages =============================================================================================================
 MADE = (
-    first_lines,
     hosts,
     ledger,
     kernels,
     plans,
     refusal,
     sweep,
-    floors_on_cpu,
     floors_on_h200,
     letters,
     shapes,
