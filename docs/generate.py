@@ -1,7 +1,7 @@
 """Writes the generated blocks of README.md and docs/: the figures that a ledger, a plan or a config gives.
 
-    python -m docs.generate               # all, three minutes on a core: `make docs`
-    python -m docs.generate plans sweep   # those of these names
+    python -m docs.generate               # all, two minutes on a core: `make docs`
+    python -m docs.generate plans letters   # those of these names
 
 A block stands between `<!-- generated: NAME arguments -->` and `<!-- end -->`. Its function below gets the text that is
 there and the arguments, and returns what should be there. To add a row to a table of plans, write its first cell, and
@@ -112,16 +112,6 @@ def ledger(old, attention, *starts):
     return fenced([line for line in lines if line in rows])
 
 
-def kernels(old):
-    """docs/ledger.md: what each kernel costs in the 1b model."""
-
-    def row(name, *others):
-        ledger = ledger_1b(name)
-        return name, f"{ledger.hardware_flops:.3e}", f"{ledger.memory.bytes / 1e9:.2f} GB"
-
-    return table(old, row)
-
-
 def plans(old, *base):
     """docs/it_does_not_fit.md: memory, and the least time, of the 1b model with the keys of each row."""
 
@@ -139,11 +129,6 @@ def plans(old, *base):
 def refusal(old, *overrides):
     """docs/it_does_not_fit.md: how the plan says it."""
     return fenced([wrapped(re.search(r"It will not fit: .*? To need less:", planned(*overrides))[0] + " ...")])
-
-
-def sweep(old, *overrides):
-    """docs/ledger.md: the first rows of a sweep."""
-    return fenced([*planned(*overrides).splitlines()[:6], "..."])
 
 
 def floors_on_h200(old):
@@ -201,18 +186,7 @@ def small_job(old):
 
 
 # == Pages =============================================================================================================
-MADE = (
-    hosts,
-    ledger,
-    kernels,
-    plans,
-    refusal,
-    sweep,
-    floors_on_h200,
-    letters,
-    shapes,
-    small_job,
-)
+MADE = hosts, ledger, plans, refusal, floors_on_h200, letters, shapes, small_job
 FUNCTIONS = {each.__name__: each for each in MADE}
 
 
