@@ -1,4 +1,4 @@
-"""The pages, README.md and docs/*.md, taken apart for the tests that hold what they say; and copies of the repository to try it in."""
+"""README.md and docs/*.md, taken apart for the tests that do what they say; and copies of the repository to try it."""
 
 import builtins
 import importlib.util

@@ -1,4 +1,4 @@
-"""The pages of docs/recipes/: train.py changed as each says is accepted, and trains alike on one and on eight devices."""
+"""The pages of docs/recipes/: train.py changed as each says is accepted, and trains alike on one and eight devices."""
 
 import functools
 import math

@@ -112,7 +112,7 @@ def check_arguments(module, arguments):
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_keys_configs_flags_and_files_of_commands_are_there(path):
-    """Of each command that starts a program of this repository: what it names exists and has values that are allowed."""
+    """Of each command that starts a program of ours: what it names exists and has values that are allowed."""
     for command in commands(path):
         if "..." in command:
             continue
@@ -161,7 +161,7 @@ def random_lines(count, words):
 
 @pytest.mark.slow
 def test_your_own_text_in_five_commands(tmp_path):
-    """The five commands of docs/data.md, but for the first, in a folder of their own, with 10 steps; then its Python."""
+    """The five commands of docs/data.md, but for the first, in a folder of their own, 10 steps; then its Python."""
     copy_of_the_repository(tmp_path)
     (tmp_path / "my.txt").write_text("".join(f"{line}.\n" for line in random_lines(20000, words=12)))
     install, *lines = of_language("sh", "docs/data.md")[0].splitlines()

@@ -1,4 +1,4 @@
-"""What README.md and docs/ show of code, tried: Python, configs, the notation's operations, changed copies of train.py."""
+"""What README.md and docs/ show of code, tried: Python, configs, the notation's operations, changes of train.py."""
 
 import inspect
 import re
@@ -43,7 +43,7 @@ from tools import plan
 
 # == Python ============================================================================================================
 def test_blocks_of_code_are_all_known():
-    """A block that is new has a test; one of docs/ledger.md is a form with gaps, whose scopes test_ledger_kernels runs."""
+    """A block that is new has a test; that of docs/ledger.md is a form, whose scopes test_ledger_kernels runs."""
     for language, known in {
         "python": {"README.md": 1, "notation.md": 2, "formats.md": 1, "ledger.md": 1, "data.md": 1},
         "yaml": {"data.md": 1, "ledger.md": 1},
@@ -159,7 +159,7 @@ class Example:
         return f"{self.name} {self.text}"
 
     def module(self, folder, claimed):
-        """A program that claims the operation's result to be of a type. A pending operand is made of one that is not."""
+        """A program that claims the result to be of a type. A pending operand is made of one that is not."""
         given, lines = [], []
         for letter, spec in zip(self.letters, self.operands):
             before = re.sub(r"[][]", "", str(Spec(spec.dims)))
@@ -281,13 +281,10 @@ def test_changes_are_accepted_and_what_is_forgotten_is_said(title, tmp_path):
 
 
 FORGOTTEN = {  # what docs/notation.md says before a message: what is replaced in train.py, and by what
-    "With `+t` left out of the feed-forward's last product:": (
-        "F/t -> B/d L M +t', hidden",
-        "F/t -> B/d L M', hidden",
-    ),
+    "With `+t` left out of the feed-forward's last product:": ("B/d L M +t', hidden", "B/d L M', hidden"),
     "and with the `psum` of the softmax's denominator forgotten:": (
-        "        total = shardops.psum('B/d L +t -> B/d L', total)\n",
-        "",
+        "total = shardops.psum('B/d L +t -> B/d L', total)",
+        "pass",
     ),
 }
 
@@ -322,12 +319,9 @@ def test_changes_of_another_axis(tmp_path):
             count += 1
             if count == 3:
                 assert "training_step on the mesh r=2 × d=4 × t=2: " in run_in(tmp_path, check)
-                few = [
-                    "training.steps=2",
-                    "validation_batches=1",
-                    "flat_tokens.filespec=" + str(ROOT / "synthetic_dataset.zarr"),
-                ]
-                run_in(tmp_path, [*check[:3], "mesh.r=2", "mesh.d=2", "mesh.t=2", *few])
+                data = f"flat_tokens.filespec={ROOT / 'synthetic_dataset.zarr'}"
+                few = ["training.steps=2", "validation_batches=1", data, "mesh.r=2", "mesh.d=2", "mesh.t=2"]
+                run_in(tmp_path, [*check[:3], *few])
                 assert "step" in (tmp_path / "runs/local_test_synthetic/metrics.jsonl").read_text()
         elif language == "diff forgotten":
             file.write_text(changed(file.read_text(), body))
