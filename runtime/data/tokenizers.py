@@ -31,14 +31,13 @@ import zarr.errors
 
 from runtime.data.chunks import open_group
 from runtime.data.flat_tokens import LARGEST_ID, absolute_path, open_member
-from runtime.terminal import RunError
+from runtime.terminal import RunError, needs_package
 
 BYTES = "bytes_utf8"
 END_OF_TEXT = "<|endoftext|>"
 EXPECTED = (
     f"expected {BYTES}, a tokenizer.json, a folder that holds a tokenizer, or the name of one on the Hugging Face hub"
 )
-INSTALL = "pip install -r requirements-text.txt"
 
 
 class ChatError(ValueError):
@@ -199,15 +198,6 @@ def _backend(name: str, text: str) -> Any:
     backend.no_truncation()
     backend.no_padding()
     return backend
-
-
-@contextlib.contextmanager
-def needs_package(what: str, package: str) -> Iterator[None]:
-    """Around an import of what only text needs: its absence is one line."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        raise RunError(f"{what} needs the package {package}, which is not installed: {INSTALL}") from error
 
 
 @contextlib.contextmanager
