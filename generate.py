@@ -36,7 +36,7 @@ from runtime.config.keys import Count
 from runtime.config.rebuild import Origins
 from runtime.config.resume import config_of
 from runtime.data.sources import kept_tokenizer
-from runtime.data.tokenizers import Tokenizer, load_tokenizer
+from runtime.data.tokenizers import Tokenizer, load_dataset_tokenizer, load_tokenizer
 from runtime.run import with_shardings
 from runtime.terminal import RunError, print_error, printable
 from shardlib.mesh import current_mesh, make_mesh
@@ -171,6 +171,9 @@ def _tokenizer(source: Source) -> tuple[Tokenizer | None, tuple[int, ...]]:
     """A run's tokenizer, whose sequences all begin with bos_id; or a published one, which says what begins a text."""
     tokenizer = kept_tokenizer(source.folder)
     if source.config is None:
+        if tokenizer is None:  # of a run from before it was kept: its data has it
+            data = source.checkpoint.attributes["config"].get("flat_tokens", {}).get("filespec")
+            tokenizer = data and load_dataset_tokenizer(data)
         return tokenizer, () if tokenizer is None else (tokenizer.bos_id,)
     if tokenizer is None and (source.folder / "tokenizer.json").exists():
         tokenizer = load_tokenizer(str(source.folder))

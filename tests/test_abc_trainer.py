@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from models.huggingface import open_weights
 from runtime import program
 from runtime.config import command_line
 from runtime.terminal import RunError
-from tools import plan, sample
+from tools import plan
 
 TRAINER = program.load("tests.abc_trainer")
 CONFIG = [f"--config-dir={Path(__file__).parent}", "--config-name=abc"]
@@ -95,7 +96,7 @@ def test_it_is_planned(monkeypatch, capsys):
     }  # fmt: skip
 
 
-def test_what_cannot_be_sampled_is_said(whole):
-    """A trainer without `forward` is no model that writes."""
-    with pytest.raises(RunError, match=r"program.py has no function `forward`, without which nothing can be sampled$"):
-        sample.main(sample.Sample(run=str(whole)))
+def test_a_model_of_no_family_is_refused(whole, pool):
+    """Its weights are none of those that models/ decode: the fields are named."""
+    with pytest.raises(RunError, match=r"model\.\w+"):
+        open_weights(str(whole), pool)
