@@ -113,14 +113,14 @@ class Engine(threading.Thread):
         super().__init__(name="engine", daemon=True)
         self.served, self.mesh, self.config = served, mesh, config
         self.waiting: deque[Answer] = deque()
-        self.changed, self.stopping, self.failure = threading.Condition(), False, None
+        self.changed, self.stopping, self.has_ended = threading.Condition(), False, False
         self.answers: list[Answer | None] = [None] * config.rows
         self.counts: Counter[str] = Counter()
 
     def submit(self, answer: Answer) -> bool:
         """False where too many wait already, or the server stops."""
         with self.changed:
-            if self.stopping or self.failure or len(self.waiting) >= self.config.waiting:
+            if self.stopping or self.has_ended or len(self.waiting) >= self.config.waiting:
                 self.counts["refused"] += 1
                 return False
             self.waiting.append(answer)
@@ -138,11 +138,11 @@ class Engine(threading.Thread):
         try:
             with jax.set_mesh(self.mesh):
                 self._run()
-        except BaseException as error:  # clients and /health must learn of it
-            self.failure = error
+        finally:  # of a failure, whose traceback Python prints, clients and /health must learn
+            with self.changed:
+                self.has_ended = True
             for answer in [*self.waiting, *filter(None, self.answers)]:
                 answer.put(None)
-            raise
 
     def _run(self) -> None:
         length = self.config.length
@@ -234,7 +234,7 @@ def app_of(served: Served, engine: Engine, config: Serve) -> Any:
         stop = [given.stop] if isinstance(given.stop, str) else given.stop or []
         answer = Answer(ids, drawing, Text(served, stop))
         if not engine.submit(answer):
-            status = 503 if engine.stopping or engine.failure else 429
+            status = 503 if engine.stopping or engine.has_ended else 429
             return error(status, "the server stops" if status == 503 else "too many wait", **{"Retry-After": "1"})
         head = {"id": f"cmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": name}
         if given.stream:
@@ -286,7 +286,7 @@ def app_of(served: Served, engine: Engine, config: Serve) -> Any:
         return refusal(request) or JSONResponse({"object": "list", "data": listed})
 
     async def health(_: Any) -> Any:
-        return error(503, f"the engine has stopped: {engine.failure}") if engine.failure else PlainTextResponse("ok\n")
+        return error(503, "the engine has ended") if engine.has_ended else PlainTextResponse("ok\n")
 
     async def metrics(_: Any) -> Any:
         now = {**engine.counts, "rows_in_use": sum(map(bool, engine.answers)), "waiting": len(engine.waiting)}

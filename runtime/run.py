@@ -124,7 +124,6 @@ class Run:
                 f"{self._store}/checkpoints",
                 keep_last=config.checkpoint.keep_last,
                 keep_every=config.checkpoint.keep_every,
-                asynchronous=config.checkpoint.async_,
                 max_io_threads=config.io.max_io_threads,
             )
             opened.push(self._close_checkpoints)
@@ -221,7 +220,7 @@ class Run:
     def save_if_due(self, step: int, state: Any) -> None:
         """Saves the state after this step: by steps, by minutes, at the end, and for a signal.
 
-        It returns when the state is copied or, without checkpoint.async, complete. The time does not count as a step's.
+        It returns when the state is copied. The time does not count as a step's.
         """
         if not self._save_is_due(step):
             return

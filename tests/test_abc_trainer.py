@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from models.huggingface import open_weights
+import generate
 from runtime import program
 from runtime.config import command_line
 from runtime.terminal import RunError
@@ -96,7 +96,7 @@ def test_it_is_planned(monkeypatch, capsys):
     }  # fmt: skip
 
 
-def test_a_model_of_no_family_is_refused(whole, pool):
-    """Its weights are none of those that models/ decode: the fields are named."""
-    with pytest.raises(RunError, match=r"model\.\w+"):
-        open_weights(str(whole), pool)
+def test_a_model_on_other_axes_is_not_decoded(whole):
+    """generate.py takes runs whose program computes what a family in models/ does, over d and t."""
+    with pytest.raises(RunError, match="computes another model than models/llama.py does: write a family for it"):
+        generate.main(generate.Generate(model=str(whole), prompt_ids=(1,), tokens=1))

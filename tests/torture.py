@@ -305,9 +305,9 @@ class Life:
                 status = 0
             except SystemExit as stop:
                 status = stop.code if isinstance(stop.code, int) else 1
-            except BaseException:
-                traceback.print_exc()
             finally:
+                if sys.exc_info()[1] is not None:
+                    traceback.print_exc()
                 sys.stdout.flush()
                 os._exit(status)
 

@@ -47,7 +47,6 @@ class Checkpoint:
     interval_minutes: Positive | None = None  # also saves when the last one is this old; null: only by steps
     keep_last: Count | None = None  # newest checkpoints that are kept; null keeps all
     keep_every: Count | None = None  # with keep_last, also keeps each step that is a multiple of this
-    async_: bool = True  # written while training goes on; false: training waits until it is written
 
     def __post_init__(self) -> None:
         if self.keep_every and not self.keep_last:
@@ -142,6 +141,7 @@ class RunConfig:
 # Keys of published configs: the value that means what always happens now, which is ignored, and why any other is
 # refused. Ignoring that too would run something else than was asked for.
 DROPPED_KEYS = {
+    "checkpoint.async": (True, "checkpoints are always written while training goes on: delete the key"),
     "training.adam_eps_root": (0.0, "nothing is added under the root: use training.adam_eps"),
     "flat_tokens.streams": (1, "the order of the data is one permutation of all of it: delete the key"),
     "hf_dataset.sequences_packed_per_batch": (None, "documents are packed without gaps: delete the key"),

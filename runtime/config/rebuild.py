@@ -53,7 +53,7 @@ def rebuild(
 ) -> C:
     """A config_class that holds what content says, or a RunError with everything that is wrong with it.
 
-    Fields have the types of runtime/config/keys.py, and sections are dataclasses. A field `async_` is the key `async`:
+    Fields have the types of runtime/config/keys.py, and sections are dataclasses. A field `from_` is the key `from`:
     the underscore is there only because the key is a word of Python.
 
     Args:

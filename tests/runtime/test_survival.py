@@ -458,7 +458,6 @@ def test_what_may_change_is_said(tiny):
         "mesh.d=4",
         "paths.model_name=b",
         "flat_tokens.filespec=moved.zarr",
-        "checkpoint.async=false",
         "check_only=true",
         "allow_config_change=true",
     )
@@ -469,7 +468,6 @@ def test_what_may_change_is_said(tiny):
             '  paths.model_name: "local_test_synthetic" -> "b" (command line)',
             "  mesh.d: 2 -> 4 (command line)",
             "  checkpoint_interval: 4 -> 5 (command line)",
-            "  checkpoint.async: true -> false (command line)",
             f'  flat_tokens.filespec: "{before.flat_tokens.filespec}" -> "moved.zarr" (command line)',
             "  training.steps: 12 -> 20 (command line)",
             "  training.learning_rate: 0.01 -> 0.02 (command line)",
