@@ -5,6 +5,7 @@ import ast
 import collections
 import re
 
+from ledger.count.costs import Saved
 from ledger.count.memory import GROUPS, Held
 from ledger.count.program import PHASES
 from ledger.pages.lines import Line, sums
@@ -47,8 +48,8 @@ def text(ledger) -> str:
         *_HEAD,
     ]
     rows = shown(ledger, set(costs))
-    for place, (number_, source) in enumerate(rows):
-        if number_ != (rows[place - 1][0] if place else 0) + 1:
+    for before, (number_, source) in zip([(0, ""), *rows], rows):
+        if number_ != before[0] + 1:
             lines.append(f"{_margin(nothing)}    ⋮")
         line = f"{_margin(costs.get(f'{ledger.source}:{number_}', nothing))}{number_:>5} {source}"
         lines.append(line if len(line) <= WIDTH else line[: WIDTH - 1] + "…")
@@ -63,8 +64,9 @@ def shown(ledger, lines: set[str]) -> list[tuple[int, str]]:
     found = []
     for node in ast.parse("\n".join(ledger.text)).body:
         first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))])
-        if any(f"{ledger.source}:{line}" in lines for line in range(first, node.end_lineno + 1)):
-            found += [(line, ledger.text[line - 1]) for line in range(first, node.end_lineno + 1)]
+        numbers = range(first, (node.end_lineno or first) + 1)
+        if any(f"{ledger.source}:{line}" in lines for line in numbers):
+            found += [(line, ledger.text[line - 1]) for line in numbers]
     return found
 
 
@@ -91,18 +93,14 @@ def _totals(ledger) -> list[str]:
 
 
 def _sent(ledger) -> list[str]:
-    sums = collections.Counter()
+    alike: dict[tuple, list[float]] = collections.defaultdict(lambda: [0, 0])
     for row, times in ledger.costs.collectives.items():
-        sums[row.kind, row.axes, row.dtype, row.phase] += times
-        sums[row.kind, row.axes, row.dtype, row.phase, "bytes"] += row.sent_bytes(ledger.mesh) * times
-    rows = sorted(key for key in sums if len(key) == 4)
+        sums = alike[row.kind, row.axes, row.dtype, row.phase]
+        sums[:] = sums[0] + times, sums[1] + row.sent_bytes(ledger.mesh) * times
     lines = [f"{'Sent by one device in a step':<30}{'over':<9}{'as':<10}{'phase':<11}{'times':>8}{'bytes':>9}"]
-    for kind, axes, dtype, phase in rows:
-        key = kind, axes, dtype, phase
-        lines.append(
-            f"  {kind:<28}{' × '.join(axes):<9}{dtype:<10}{phase:<11}{sums[key]:>8,}{number(sums[*key, 'bytes']):>9}"
-        )
-    return lines if rows else ["Nothing is sent."]
+    for (kind, axes, dtype, phase), (times, sent) in sorted(alike.items()):
+        lines.append(f"  {kind:<28}{' × '.join(axes):<9}{dtype:<10}{phase:<11}{times:>8,}{number(sent):>9}")
+    return lines if alike else ["Nothing is sent."]
 
 
 def _kept(ledger) -> list[str]:
@@ -182,7 +180,7 @@ def summary(ledger, hbm_bytes: int | None = None) -> list[str]:
     return lines
 
 
-def array(row: Held) -> str:
+def array(row: Held | Saved) -> str:
     return f"{row.dtype}[{', '.join(map(str, row.shape))}]"
 
 
