@@ -297,7 +297,8 @@ def map_type(function, type_, leading: tuple[Dim, ...] = ()):
     if typing.get_origin(type_) is dict or type_ in (None, type(None)):
         raise ShardingError(f"{type_}: name the leaves in a pytree_dataclass")
     raise ShardingError(
-        f"{type_!r} is no type of sharded arrays: use f32['...'], Array['...', cls], tuple[...] or a pytree_dataclass of them"
+        f"{type_!r} is no type of sharded arrays: "
+        "use f32['...'], Array['...', cls], tuple[...] or a pytree_dataclass of them"
     )
 
 
@@ -409,7 +410,8 @@ def _check_outside(spec: Spec, value):
     if not value.sharding.is_equivalent_to(wanted, value.ndim):
         lies = getattr(value.sharding, "spec", value.sharding)
         raise ShardingError(
-            f"the array lies as {lies}, the type says {wanted.spec}: place it with jax.device_put(x, make_shardings(...))"
+            f"the array lies as {lies}, the type says {wanted.spec}: "
+            "place it with jax.device_put(x, make_shardings(...))"
         )
 
 

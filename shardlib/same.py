@@ -177,8 +177,8 @@ def _explained(values: list, same) -> bool:
 
 
 class _Roots:
-    """Where the values of a jaxpr come from, as if its moves were not there: the arguments, and the results of its other
-    equations, by number."""
+    """Where the values of a jaxpr come from, as if its moves were not there: the arguments, and the results of its
+    other equations, by number."""
 
     def __init__(self, jaxpr):
         self.jaxpr, self.gathers = jaxpr, []

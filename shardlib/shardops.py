@@ -49,8 +49,8 @@ def _operate(name, text, operands, plan, execute, rule=None, new_sizes=None, sev
 
     `plan(recipe, mesh_axes)` raises if the string is not one for the operation; else it returns what `execute(planned,
     axes, *operands)` needs, which is cached by string. `planned['moves']` are the axes over which data are sent.
-    `new_sizes` are sizes of dims that no operand has; `several` says that the string may have several results; `with_` are
-    numbers that are no operands.
+    `new_sizes` are sizes of dims that no operand has; `several` says that the string may have several results; `with_`
+    are numbers that are no operands.
     """
     text = as_text(text)
     axes = mapped_axes()
@@ -161,7 +161,8 @@ def _same_dims(recipe: Recipe) -> list[tuple[int, Dim, Dim]]:
     (operand,), result = recipe.operands, recipe.result
     if operand.names != result.names:
         raise ShardingError(
-            f"the operation keeps the dims, {' '.join(operand.names) or 'none'}, but the result has {' '.join(result.names) or 'none'}"
+            f"the operation keeps the dims, {' '.join(operand.names) or 'none'}, but the result has "
+            f"{' '.join(result.names) or 'none'}"
         )
     return [(position, before, after) for position, (before, after) in enumerate(zip(operand.dims, result.dims))]
 
@@ -171,7 +172,8 @@ def _suffix(longer: Dim, shorter: Dim, doing: str) -> tuple[str, ...]:
     would not be neighbours."""
     if longer.axes[: len(shorter.axes)] != shorter.axes:
         raise ShardingError(
-            f"{shorter} and {longer}: {doing} a dim's minor axes only, the last ones, since the parts over a major axis alone are not neighbours"
+            f"{shorter} and {longer}: {doing} a dim's minor axes only, the last ones, since the parts over a major "
+            "axis alone are not neighbours"
         )
     return longer.axes[len(shorter.axes) :]
 
@@ -199,8 +201,8 @@ def _gather(x, names, position: int):
 
 
 def _scatter(x, names, position: int):
-    """The sum over the devices, to each its part of a dim; the transpose of `_gather`. Each part lies in one piece: where
-    XLA:TPU lays them out within each other, it has to send the whole sum to every device."""
+    """The sum over the devices, to each its part of a dim; the transpose of `_gather`. Each part lies in one piece:
+    where XLA:TPU lays them out within each other, it has to send the whole sum to every device."""
     devices = math.prod(lax.axis_size(name) for name in names)
     parts = x.reshape(*x.shape[:position], devices, -1, *x.shape[position + 1 :])
     return lax.psum_scatter(row_major(jnp.moveaxis(parts, position, 0)), names)
@@ -405,7 +407,8 @@ def _plan_scatter(recipe, mesh_axes):
         )
     if not taken or gained != taken:
         raise ShardingError(
-            f"psum_scatter takes the sum over axes that some dim is then split over: '{operand}' to '{result}' takes the sum over {', '.join(sorted(taken)) or 'none'} and splits over {', '.join(sorted(gained)) or 'none'}"
+            f"psum_scatter takes the sum over axes that some dim is then split over: '{operand}' to '{result}' takes "
+            f"the sum over {', '.join(sorted(taken)) or 'none'} and splits over {', '.join(sorted(gained)) or 'none'}"
         )
     return {"scattered": scattered, "moves": _ordered(gained, mesh_axes)}
 
@@ -432,7 +435,8 @@ def _plan_psum(recipe, mesh_axes):
     taken = set(operand.pending) - set(result.pending)
     if not taken or set(result.pending) - set(operand.pending):
         raise ShardingError(
-            f"takes no sum: the operand must be pending over more axes than the result, as in '{Spec(operand.dims, ('t',))} -> {Spec(operand.dims)}'"
+            "takes no sum: the operand must be pending over more axes than the result, as in "
+            f"'{Spec(operand.dims, ('t',))} -> {Spec(operand.dims)}'"
         )
     return {"moves": _ordered(taken, mesh_axes)}
 
@@ -563,7 +567,8 @@ def _plan_einsum(recipe, mesh_axes):
     for axis in [*(axis for dim in dims for axis in dim.axes), *expected.pending]:
         if [*(axis for dim in dims for axis in dim.axes), *expected.pending].count(axis) > 1:
             raise ShardingError(
-                f"two dims that are split over {axis} meet in the result '{expected}': each device has only the parts of its own index, gather one of them first"
+                f"two dims that are split over {axis} meet in the result '{expected}': each device has only the parts "
+                "of its own index, gather one of them first"
             )
     if recipe.result != expected:
         owed = (
@@ -637,8 +642,9 @@ def index_unreduced(spec: str | bytes, table, indices):
         index_unreduced('[V/t] M, B/d L -> B/d L M +t', embed, ids)
         index_unreduced('B/d L [V/t], B/d L -> B/d L +t', logits, targets)      a table for each index: its dims
 
-    Indices outside of the dim give zero. The gradient of a table whose rows are looked up adds up in float32 and then takes
-    the table's type: of the terms of a row that is looked up thousands of times, bfloat16 would add but the first hundreds.
+    Indices outside of the dim give zero. The gradient of a table whose rows are looked up adds up in float32 and then
+    takes the table's type: of the terms of a row that is looked up thousands of times, bfloat16 would add but the first
+    hundreds.
     Sends: nothing.
     """
 
@@ -689,11 +695,13 @@ def _plan_index(recipe, mesh_axes):
     own = (*table.dims[:position], *table.dims[position + 1 :]) == indices.dims
     if not own and (clash := set(indices.split) & table.split):
         raise ShardingError(
-            f"table and indices are both split over {', '.join(sorted(clash))}: a device looks up only its own indices in its own rows, gather one of them first"
+            f"table and indices are both split over {', '.join(sorted(clash))}: a device looks up only its own "
+            "indices in its own rows, gather one of them first"
         )
     if not own and (both := set(indices.names) & set(table.names)):
         raise ShardingError(
-            f"table and indices share {', '.join(sorted(both))}: either all dims but the indexed one are the indices' dims, or none"
+            f"table and indices share {', '.join(sorted(both))}: either all dims but the indexed one are the indices' "
+            "dims, or none"
         )
     expected = Spec(
         indices.dims if own else (*indices.dims, *table.dims[:position], *table.dims[position + 1 :]), names
@@ -828,14 +836,15 @@ def _plan_pending(recipe, mesh_axes):
     new = set(result.pending) - set(operand.pending)
     if operand.dims != result.dims or not new or set(operand.pending) - set(result.pending):
         raise ShardingError(
-            f"pending adds pending axes and changes nothing else, as in '{Spec(operand.dims)} -> {Spec(operand.dims, ('t',))}'"
+            f"pending adds pending axes and changes nothing else, as in '{Spec(operand.dims)} -> "
+            f"{Spec(operand.dims, ('t',))}'"
         )
     return {"new": _ordered(new, mesh_axes)}
 
 
 def zeros(spec: str | bytes, dtype, **sizes: int):
-    """Zeros of that type, pending ones too (a scan's first carry). Sizes are the scope's letters, or given, of the whole:
-    zeros('M/d', f32, M=512)."""
+    """Zeros of that type, pending ones too (a scan's first carry). Sizes are the scope's letters, or given, of the
+    whole: zeros('M/d', f32, M=512)."""
     return _make("zeros", spec, dtype, 0, sizes)
 
 
@@ -1009,8 +1018,8 @@ def value_and_grad(function, argnums: int | tuple[int, ...] = 0, has_aux: bool =
     'M +d +t', still to be reduced; that of a weight 'M/d' is 'M/d +t'; of a fully split one, fully split.
 
     Raises:
-      ShardingError: for a loss that is no float scalar; in the check, for one that is the same along an axis (it would count
-        once for each device).
+      ShardingError: for a loss that is no float scalar; in the check, for one that is the same along an axis (it would
+        count once for each device).
     """
 
     @functools.wraps(function)

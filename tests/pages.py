@@ -1,4 +1,5 @@
-"""The pages, README.md and docs/*.md, taken apart for the tests that hold what they say; and copies of the repository to try it in."""
+"""The pages, README.md and docs/*.md, taken apart for the tests that hold what they say; and copies of the repository
+to try it in."""
 
 import builtins
 import importlib.util

@@ -1,9 +1,8 @@
 """Checks small programs on meshes that need no device; sizes follow from the letters of their types.
 
-Tables of programs are text. A row begins at the left edge and goes on at an indent; its cells stand between ' | '; a line
-that begins with '# ' is a heading. The first cell has the types of x, y and z and of the result, where it is not x's;
-float32 if nothing else is said: 'B/d M, i32 B/d -> B/d'.
-"""
+Tables of programs are text. A row begins at the left edge and goes on at an indent; its cells stand between ' | '; a
+line that begins with '# ' is a heading. The first cell has the types of x, y and z and of the result, where it is not
+x's; float32 if nothing else is said: 'B/d M, i32 B/d -> B/d'."""
 
 import inspect
 import linecache

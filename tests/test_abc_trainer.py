@@ -1,4 +1,5 @@
-"""Another trainer, with a mesh of axes a, b and c and another model, has all that train.py has: no room knows the axes."""
+"""Another trainer, with a mesh of axes a, b and c and another model, has all that train.py has: no room knows the
+axes."""
 
 import json
 import sys

@@ -1,4 +1,5 @@
-"""The pages of docs/recipes/: train.py changed as each says is accepted, and trains alike on one device and on eight."""
+"""The pages of docs/recipes/: train.py changed as each says is accepted, and trains alike on one device and on
+eight."""
 
 import functools
 import re

@@ -429,7 +429,8 @@ jnp.stack([u, jnp.ones_like(u)])[0] | 'stack' of a value that is pending over t 
 lax.scan(lambda c, _: (c + u, None), jnp.ones_like(u), None, length=3)[0] | 'add' of a value that is pending
 lax.scan(lambda c, _: (u, None), jnp.ones_like(u), None, length=3)[0]
     | a carry or a branch is pending over t on one path and not on the other fix: start the carry with shardops.zeros
-lax.cond(jnp.float32(3) > 2, lambda v: v, lambda v: jnp.ones_like(v), u) | a carry or a branch is pending over t on one path
+lax.cond(jnp.float32(3) > 2, lambda v: v, lambda v: jnp.ones_like(v), u)
+    | a carry or a branch is pending over t on one path
 lax.cond(jnp.all(u > 2), lambda v: v, lambda v: v, u) | 'gt', which is not linear
 lax.while_loop(lambda c: jnp.any(c < 3), lambda c: 2 * c, u) | 'lt', which is not linear
 shardops.pending('B/d M -> B/d M +t', u) | the value is still a sum over t that nobody has taken""")

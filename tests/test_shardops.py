@@ -1,4 +1,4 @@
-"""Every operation: its value and gradient against those on whole arrays, what it sends, and its errors with their text."""
+"""Every operation: its value and gradient against those on whole arrays, what it sends, and its errors."""
 
 import functools
 import inspect

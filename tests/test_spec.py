@@ -31,7 +31,8 @@ def test_valid_types(text, dims, pending):
     spec.require_mesh_order(MESH)
 
 
-CANNOT = "a dim is a name or an integer, then /axis for each axis it is split over, as in 'B/d L 2 M/d/t'; pending axes come last, as in '+t'"
+CANNOT = "a dim is a name or an integer, then /axis for each axis it is split over, as in 'B/d L 2 M/d/t'; pending "
+         "axes come last, as in '+t'"
 INVALID = [
     ('B/', f"cannot read 'B/' in 'B/': {CANNOT}"),
     ('/d', f"cannot read '/d' in '/d': {CANNOT}"),
@@ -126,7 +127,8 @@ BIND_WRONG = [
 
 @pytest.mark.parametrize("text, shape, letters, local, message", BIND_WRONG)
 def test_wrong_sizes(text, shape, letters, local, message):
-    """A rank, a letter or an integer of another size, or a size that an axis does not divide: refused with this text."""
+    """A rank, a letter or an integer of another size, or a size that an axis does not divide: refused with this
+    text."""
     with pytest.raises(ShardingError) as caught:
         bind(parse(text), shape, MESH, dict(letters), local=local)
     assert message in str(caught.value)

@@ -73,7 +73,8 @@ def local(a: f32['B M']) -> f32['B']:
 
 
 def test_right_calls():
-    """Right calls pass, with defaults, keywords, closures and static arguments, and return what the function returns."""
+    """Right calls pass, with defaults, keywords, closures and static arguments, and return what the function
+    returns."""
     np.testing.assert_array_equal(product(x + 1, row + 1), np.full(4, 12))
     np.testing.assert_array_equal(product(b=row + 1, a=x + 1, scale=1.0, other=x[:, 0]), np.full(4, 6))
     assert pair(np.zeros((6, 6), np.float32))[2] == 3
@@ -109,7 +110,8 @@ WRONG = [
 
 @pytest.mark.parametrize("case", range(len(WRONG)))
 def test_wrong_calls(case):
-    """A wrong argument, result, tuple item, local, local of a nested function, result of a scan's body: refused with this text."""
+    """A wrong argument, result, tuple item, local, local of a nested function, result of a scan's body: refused with
+    this text."""
     function, *messages = WRONG[case]
     with pytest.raises(ShardingError) as caught:
         function()
@@ -194,7 +196,8 @@ def test_trees():
     assert first(weights, 0).b.shape == (3,)
     with pytest.raises(
         ShardingError,
-        match=r"dim layers of 'layers F' is 4, but layers is 2 in 'layers M F'\n  against argument w of first .*, Weights.layers.*Layer.b|argument w",
+        match=r"dim layers of 'layers F' is 4, but layers is 2 in 'layers M F'\n  against argument w of first .*, "
+        r"Weights.layers.*Layer.b|argument w",
     ):
         first(Weights(embed=zeros(5, 6), layers=Layer(w=zeros(2, 6, 3), b=zeros(4, 3))), 0)
     with pytest.raises(ShardingError, match=r"expected Weights, got Layer\n  against argument w of first"):
@@ -255,8 +258,8 @@ def test_inside_the_check():
 
     text = refusal(program)
     assert (
-        "'B/d M' says the same along t, but the value is still a sum over t that nobody has taken: reduce it, or write '+t'"
-        in text
+        "'B/d M' says the same along t, but the value is still a sum over t that nobody has taken: reduce it, or "
+        "write '+t'" in text
     )
     assert "against local y: f32['B/d M'], value float32[4, 64] on each device, mesh d=4 × t=2" in text
     assert text.endswith(f"at {line('owed')}")

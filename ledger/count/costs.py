@@ -82,8 +82,8 @@ class Saved:
     """What JAX keeps of the forward pass for the backward pass."""
 
     line: str
-    # The name it is saved under, such as save_for_backward; "input" of a checkpoint; "gradient", computed ahead; "" where
-    # nobody asked for it.
+    # The name it is saved under, such as save_for_backward; "input" of a checkpoint; "gradient", computed ahead; ""
+    # where nobody asked for it.
     why: str
     dtype: str
     shape: tuple[int, ...]  # on one device, of one layer

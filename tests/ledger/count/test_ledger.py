@@ -222,8 +222,8 @@ def test_what_is_kept_is_what_the_source_says(name, overrides):
 
 @cases
 def test_no_more_is_sent_than_must_be(name, overrides):
-    """The bytes that a device sends are the least for weights that are split and gathered for each pass (docs/performance.md
-    has the formula), to the last byte; by the policies that keep less, and the transfers of each layer that they repeat."""
+    """The bytes that a device sends are the least for weights that are split and gathered for each pass, to the last
+    byte (docs/performance.md has the formula); by the policies that keep less, and the transfers that they repeat."""
     s, ledger = Sizes(name, overrides), ledger_of(name, *overrides)
     again = {"everything": 0, "inputs": 3}[s.config.training.save_for_backward]
     layers = s.N * (2 * s.M * (s.Q * s.K * s.D + s.K * s.D) + 3 * s.M * s.F)  # of a device of t
@@ -351,7 +351,7 @@ def nested(value) -> set[str]:
 
 
 def test_the_keys_of_the_json_are_documented():
-    """docs/ledger.md has a table with every key of ledger.json and every key of its rows, in backticks, and no other."""
+    """docs/ledger.md has a table with every key of ledger.json and of its rows, in backticks, and no other."""
     ledger = ledger_of("local_test_synthetic")
     kernels = collections.Counter({("train.py:1", "a_kernel"): 1})
     ledger = dataclasses.replace(ledger, costs=dataclasses.replace(ledger.costs, kernels=kernels))
@@ -370,7 +370,8 @@ def test_the_summary_says_what_to_change_if_it_does_not_fit():
     ledger = ledger_of("c4_a100x8_1b")
     (line,) = page.summary(ledger, 80 * 2**30)
     assert re.fullmatch(
-        r"A step: \S+ model FLOPs, \S+ with what is recomputed; each device sends [\d.]+ GB and needs [\d.]+ GB of 85.90 GB \(forecast\).",
+        r"A step: \S+ model FLOPs, \S+ with what is recomputed; each device sends [\d.]+ GB and needs [\d.]+ GB "
+        r"of 85.90 GB \(forecast\).",
         line,
     )
     lines = page.summary(ledger, 8 * 2**30)
