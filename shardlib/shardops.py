@@ -178,6 +178,12 @@ def _suffix(longer: Dim, shorter: Dim, doing: str) -> tuple[str, ...]:
     return longer.axes[len(shorter.axes) :]
 
 
+def _gaining(recipe: Recipe, doing: str) -> list[tuple[int, tuple[str, ...]]]:
+    """Positions of the dims that the result splits over more axes, with these axes."""
+    found = [(position, _suffix(after, before, doing)) for position, before, after in _same_dims(recipe)]
+    return [(position, names) for position, names in found if names]
+
+
 def _ordered(axes, mesh_axes) -> tuple[str, ...]:
     return tuple(axis for axis in mesh_axes if axis in axes)
 
@@ -270,8 +276,8 @@ def all_gather(spec: str | bytes, x, *, dtype=None, reduce_dtype=None):
 
 
 def _plan_gather(recipe, mesh_axes):
-    gathered = []
     (operand,), result = recipe.operands, recipe.result
+    gathered = []
     for position, before, after in _same_dims(recipe):
         if names := _suffix(before, after, "all_gather gathers"):
             gathered.append((position, names))
@@ -304,11 +310,14 @@ def pmax(spec: str | bytes, x):
         )
 
     def execute(planned, axes, x):
-        local = jnp.max(undifferentiated(x), axis=planned["dropped"])
-        names = _wide(planned["moves"], axes)
-        return lax.pmax(local, names) if names else local
+        return _largest(jnp.max(undifferentiated(x), axis=planned["dropped"]), planned, axes)
 
     return _operate("pmax", spec, (x,), _plan_pmax, execute)
+
+
+def _largest(local, planned, axes):
+    names = _wide(planned["moves"], axes)
+    return lax.pmax(local, names) if names else local
 
 
 def _dropped(recipe):
@@ -368,9 +377,7 @@ def any(spec: str | bytes, x):
     """
 
     def execute(planned, axes, x):
-        local = jnp.any(x, axis=planned["dropped"])
-        names = _wide(planned["moves"], axes)
-        return lax.pmax(local.astype(jnp.int32), names).astype(bool) if names else local
+        return _largest(jnp.any(x, axis=planned["dropped"]).astype(jnp.int32), planned, axes).astype(bool)
 
     return _operate("any", spec, (x,), _plan_pmax, execute)
 
@@ -394,17 +401,11 @@ def psum_scatter(spec: str | bytes, x):
 
 def _plan_scatter(recipe, mesh_axes):
     (operand,), result = recipe.operands, recipe.result
-    scattered = [
-        (position, names)
-        for position, before, after in _same_dims(recipe)
-        if (names := _suffix(after, before, "psum_scatter splits"))
-    ]
+    scattered = _gaining(recipe, "psum_scatter splits")
     gained = {axis for _, names in scattered for axis in names}
     taken = set(operand.pending) - set(result.pending)
-    if set(result.pending) - set(operand.pending):
-        raise ShardingError(
-            f"the result is pending over {', '.join(set(result.pending) - set(operand.pending))}, the operand is not"
-        )
+    if new := set(result.pending) - set(operand.pending):
+        raise ShardingError(f"the result is pending over {', '.join(sorted(new))}, the operand is not")
     if not taken or gained != taken:
         raise ShardingError(
             f"psum_scatter takes the sum over axes that some dim is then split over: '{operand}' to '{result}' takes "
@@ -466,12 +467,8 @@ def _plan_all_to_all(recipe, mesh_axes):
             loses.append((position, _suffix(before, after, "all_to_all moves")))
         elif before.axes != after.axes:
             gains.append((position, _suffix(after, before, "all_to_all moves")))
-    if (
-        len(loses) != 1
-        or len(gains) != 1
-        or loses[0][1] != gains[0][1]
-        or recipe.operands[0].pending != recipe.result.pending
-    ):
+    moved = [[axes for _, axes in each] for each in (loses, gains)]
+    if moved[0] != moved[1] or len(loses) != 1 or recipe.operands[0].pending != recipe.result.pending:
         raise ShardingError("all_to_all moves the same axes from one dim to one other, as in 'E/t C M -> E C/t M'")
     return {"loses": loses[0][0], "gains": gains[0][0], "moves": loses[0][1]}
 
@@ -564,18 +561,16 @@ def _plan_einsum(recipe, mesh_axes):
     contracted = {axis for name, dim in lies.items() if name not in recipe.result.names for axis in dim.axes}
     dims = tuple(lies[name] for name in recipe.result.names)
     expected = Spec(dims, _ordered(contracted | set(first.pending) | set(second.pending), mesh_axes))
-    for axis in [*(axis for dim in dims for axis in dim.axes), *expected.pending]:
-        if [*(axis for dim in dims for axis in dim.axes), *expected.pending].count(axis) > 1:
+    used = [*(axis for dim in dims for axis in dim.axes), *expected.pending]
+    for axis in used:
+        if used.count(axis) > 1:
             raise ShardingError(
                 f"two dims that are split over {axis} meet in the result '{expected}': each device has only the parts "
                 "of its own index, gather one of them first"
             )
     if recipe.result != expected:
-        owed = (
-            f": the contraction leaves a sum over {', '.join(sorted(contracted))}"
-            if contracted - set(recipe.result.pending)
-            else ""
-        )
+        forgotten = contracted - set(recipe.result.pending)
+        owed = f": the contraction leaves a sum over {', '.join(sorted(contracted))}" if forgotten else ""
         raise ShardingError(
             f"the result is '{expected}', not '{recipe.result}'{owed}\n  fix: {_corrected(recipe, expected)}"
         )
@@ -654,9 +649,8 @@ def index_unreduced(spec: str | bytes, table, indices):
         first = lax.axis_index(names) * rows if names else 0
         local = indices.astype(jnp.int32) - first
         held = (local >= 0) & (local < rows)
-        if planned[
-            "own"
-        ]:  # a sum over one-hot rows: its transpose is a product, where a gather's would be a slow scatter
+        if planned["own"]:
+            # A sum over one-hot rows: its transpose is a product, where a gather's would be a slow scatter.
             one_hot = lax.broadcasted_iota(jnp.int32, table.shape, position) == jnp.expand_dims(local, position)
             return jnp.sum(jnp.where(one_hot, table, jnp.zeros((), table.dtype)), axis=position)
         found = _rows(jnp.moveaxis(table, position, 0), jnp.where(held, local, 0))
@@ -729,11 +723,7 @@ def slice(spec: str | bytes, x):
 
 
 def _plan_slice(recipe, mesh_axes):
-    sliced = [
-        (position, names)
-        for position, before, after in _same_dims(recipe)
-        if (names := _suffix(after, before, "slice splits"))
-    ]
+    sliced = _gaining(recipe, "slice splits")
     if not sliced or recipe.operands[0].pending != recipe.result.pending:
         raise ShardingError("slice splits dims and changes nothing else, as in 'M -> M/t'")
     return {"sliced": sliced}
@@ -795,21 +785,18 @@ def _plan_regroup(recipe, mesh_axes):
                     sizes[dim.name] = int(dim.name)
                 elif dim.name in axes:
                     sizes[dim.name] = devices_of(dim, axes)
-            have = math.prod(sizes[dim.name] // parts(dim, axes) for dim in one)
-            unknown = [dim for dim in other if dim.name not in sizes]
-            for dim in other:
-                if dim.name in sizes:
-                    require_divisible(dim, sizes[dim.name], axes)
-            rest = math.prod(sizes[dim.name] // parts(dim, axes) for dim in other if dim.name in sizes)
+            known, unknown = ([dim for dim in other if (dim.name in sizes) is wanted] for wanted in (True, False))
+            for dim in known:
+                require_divisible(dim, sizes[dim.name], axes)
+            have, rest = (math.prod(sizes[dim.name] // parts(dim, axes) for dim in each) for each in (one, known))
             if len(unknown) > 1:
                 raise ShardingError(
                     f"say all sizes of {' '.join(map(str, other))} but one, as in {unknown[0].name}=..."
                 )
             if have % rest or (not unknown and have != rest):
                 text = f"{' '.join(map(str, one))} to {' '.join(map(str, other))}: a device's {have} elements are not "
-                raise TooFew(
-                    text + f"{'a multiple of ' * bool(unknown)}{rest}", one[0].name, rest // math.gcd(have, rest)
-                )
+                text += f"{'a multiple of ' * bool(unknown)}{rest}"
+                raise TooFew(text, one[0].name, rest // math.gcd(have, rest))
             for dim in unknown:
                 sizes[dim.name] = have // rest * parts(dim, axes)
         return sizes
@@ -856,6 +843,7 @@ def full(spec: str | bytes, value, dtype, **sizes: int):
 
 def _make(name, text, dtype, value, sizes):
     text, axes = as_text(text), mapped_axes()
+    where = f"  in shardops.{name}('{text}'), {mesh_text(shown_axes())}"
     try:
         spec = parse(text)
         if not axes:
@@ -873,11 +861,7 @@ def _make(name, text, dtype, value, sizes):
             require_divisible(dim, size, axes)
             shape.append(size // parts(dim, axes))
     except ShardingError as error:
-        raise error.extended(
-            f"  in shardops.{name}('{text}'), {mesh_text(shown_axes())}\n  at {users_line()}"
-        ) from None
-
-    where = f"  in shardops.{name}('{text}'), {mesh_text(shown_axes())}"
+        raise error.extended(f"{where}\n  at {users_line()}") from None
 
     def rule(states):
         try:
