@@ -33,8 +33,7 @@ ASSUMPTIONS = (
     "On a torus the largest mesh axis has all dims but one for each other axis, and a collective uses the links of its "
     "axes' dims.",
     "Overlapped: within a phase compute, memory and communication take as long as the longest of them. Alone: as long "
-    "as "
-    "all of them. Reading data, checkpoints and the host take no time.",
+    "as all of them. Reading data, checkpoints and the host take no time.",
 )
 
 
@@ -225,8 +224,7 @@ def text(estimate: Roofline) -> list[str]:
         lines.append(f"  {name:<28}" + "".join(f"{seconds(each):>15}" for each in times) + f"  {bound or 'n/a'}")
     lines += [
         f"MFU: at most {percent(estimate.mfu)}, if within each phase everything overlaps; "
-        f"{percent(estimate.mfu_alone)} if "
-        "nothing does.",
+        f"{percent(estimate.mfu_alone)} if nothing does.",
         "",
         f"{'Sent by one device':<30}{'over':<9}{'phase':<12}{'bytes':>10}{'at':>14}{'takes':>12}",
     ]

@@ -39,8 +39,8 @@ def text(ledger) -> str:
     mesh = " × ".join(f"{axis}={size}" for axis, size in ledger.mesh.items())
     lines = [
         f"{ledger.source} on the mesh {mesh}: one step of {ledger.tokens:,} tokens, {ledger.parameters:,} parameters.",
-        "Costs of one device and one step. again: computed or sent again for the backward pass. u: in the update. "
-        "runs: how often in a step, without",
+        "Costs of one device and one step. again: computed or sent again for the backward pass. u: in the update. runs: "
+        "how often in a step, without",
         "the backward pass. kept: for the backward pass, at once (!: nobody asked for it). k, M, G, T: thousands, "
         "millions, ... A multiply and an add",
         "are two FLOPs. Lines between ⋮ cost nothing here: no matrix product, nothing sent, nothing kept.",
@@ -80,9 +80,8 @@ def _totals(ledger) -> list[str]:
         f"{'A step of one device':<24}{'FLOPs':>8}{'bytes sent':>16}",
         *rows,
         f"  {'all':<22}{number(ledger.costs.flops()) or '0':>8}{number(ledger.sent_bytes()) or '0':>16}",
-        f"On all {ledger.devices:,} devices: model FLOPs {ledger.model_flops:.6g} (forward and backward, causal "
-        "products as half), "
-        f"hardware FLOPs {ledger.hardware_flops:.6g} (all that runs),",
+        f"On all {ledger.devices:,} devices: model FLOPs {ledger.model_flops:.6g} "
+        f"(forward and backward, causal products as half), hardware FLOPs {ledger.hardware_flops:.6g} (all that runs),",
         f"6 × parameters × tokens {ledger.flops_6nd:.6g}.",
     ]
     loops = [f"{row.line} {row.phase} ×{row.length:,}" for row in sorted(ledger.costs.loops)]
@@ -111,8 +110,7 @@ def _kept(ledger) -> list[str]:
         times = f"{row.times} × " if row.times > 1 else ""
         lines.append(
             f"  {number(row.bytes * row.times):>7}  {times + array(row):<34} {row.line:<14} "
-            f"{WHY.get(row.why, row.why):<22} "
-            f"{name_of(ledger, row.line)}"
+            f"{WHY.get(row.why, row.why):<22} {name_of(ledger, row.line)}"
         )
     total = sum(row.bytes * row.times for row in ledger.saved)
     return [*lines, f"  {number(total) or '0':>7}  in all (what is under a thousandth of the largest is not listed)"]
@@ -135,8 +133,7 @@ def _memory(ledger) -> list[str]:
         mark = "*" if at_peak[each] else " "
         lines.append(
             f" {mark}{number(each.bytes):>7}  {times + array(each):<34} {each.line:<14} {each.phase:<11} "
-            f"{each.kind:<18} "
-            f"{name_of(ledger, each.line)}"
+            f"{each.kind:<18} {name_of(ledger, each.line)}"
         )
     return [*lines, "", "To need less", *(f"  {line}" for line in advice(ledger))]
 
@@ -147,11 +144,10 @@ def advice(ledger) -> list[str]:
     of_rows = kinds["saved activations"] + kinds["other values"]
     fixed = kinds["weights"] + kinds["optimizer state"] + kinds["gradients"]
     lines = [
-        f"twice the microbatches, or half the batch: about {gigabytes(of_rows / 2)} less (saved activations and other "
-        "values halve)",
-        f"twice the devices: about {gigabytes(fixed / 2)} less (weights, optimizer state and gradients halve), and as "
-        "much as above "
-        "where the batch stays",
+        f"twice the microbatches, or half the batch: about {gigabytes(of_rows / 2)} less "
+        "(saved activations and other values halve)",
+        f"twice the devices: about {gigabytes(fixed / 2)} less (weights, optimizer state and gradients halve), "
+        "and as much as above where the batch stays",
     ]
     asked = [row for row in ledger.saved if row.why not in ("", "input", "gradient")]
     for row in sorted(asked, key=lambda row: -row.bytes * row.times)[:2]:

@@ -123,13 +123,7 @@ def collectives_by_hand(s: Sizes) -> collections.Counter:
     again = s.kept != "everything"
     gather("gathered = ", "t", s.dtype, rows, layer, again=again, after="def layer", reduce_dtype=s.dtype)
     gather("gathered = ", "t", s.dtype, rows, layer, again=again, after="named_scope('ffn')", reduce_dtype=s.dtype)
-    for snippet, size in (
-        ("w_q", heads),
-        ("w_o", heads),
-        ("w_gate", s.F),
-        ("w_up", s.F),
-        ("w_down", s.F),
-    ):
+    for snippet, size in (("w_q", heads), ("w_o", heads), ("w_gate", s.F), ("w_up", s.F), ("w_down", s.F)):
         gather(f"{snippet} = gather(", "d", s.dtype, s.M * size, layer)
     gather("w_k, w_v = [gather(", "d", s.dtype, s.M * s.K * s.D, 2 * layer)
     scatter("x = x + shardops.psum_scatter(", rows, layer, again=s.kept == "inputs")
@@ -157,17 +151,12 @@ def saved_by_hand(s: Sizes) -> list[Saved]:
     whole = (b, L, s.M)
     heads, keys, width = (b, L, s.Q, s.K, s.D), (b, L, s.K, s.D), (b, L, s.F)
     before = ("lax.scan(layer", "input", (b, L, s.M // t))
-    of_layer = {
-        "inputs": [before],
-        "everything": [("gathered = save", kept, whole), ("gathered = save", kept, whole, "'ffn'")],
-    }[s.kept]
+    of_layer = [before]
     if s.kept != "inputs":
+        of_layer = [("gathered = save", kept, whole), ("gathered = save", kept, whole, "'ffn'")]
         of_layer += [("q = save", kept, heads), ("k = save", kept, keys), ("v = save", kept, keys)]
-        of_layer += [
-            ("return save_for_backward(o)", kept, heads),
-            ("gate = save", kept, width),
-            ("up = save", kept, width),
-        ]
+        of_layer += [("return save_for_backward(o)", kept, heads), ("gate = save", kept, width)]
+        of_layer += [("up = save", kept, width)]
     rows = [
         ("inputs: u32['B/d L'] =", "input", "uint32", (b, L), 1),
         ("segment: i32['B/d L'] =", "input", "int32", (b, L), 1),
@@ -430,14 +419,10 @@ def test_the_tool_and_its_errors(tmp_path, monkeypatch, capsys):
     """The exit status says whether two ledgers differ; a file that is no ledger is one line of error."""
     write(ledger_of("local_test_synthetic"), tmp_path)
     same, other = str(tmp_path / "ledger.json"), tmp_path / "other.json"
+    none = str(tmp_path / "none.json")
     for text, arguments, status, shown in [
         ("", [same, same], 0, "The two ledgers say the same."),
-        (
-            "",
-            [same, str(tmp_path / "none.json")],
-            1,
-            "none.json: No such file or directory: give the ledger.json of a run folder",
-        ),
+        ("", [same, none], 1, "none.json: No such file or directory: give the ledger.json of a run folder"),
         ("{", [str(other), same], 1, "other.json: is no JSON"),
         ('{"format": 0}', [str(other), same], 1, "other.json: expected a ledger of format 1, found 0: write it again"),
     ]:

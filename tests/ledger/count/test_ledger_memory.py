@@ -53,18 +53,19 @@ def besides_arguments(function, *shapes, donated=()):
     return [held.bytes for held in memory.held if held.line]
 
 
-def test_products_and_what_lies_between():
-    """Of x @ v @ w the first product lives until the second is made; of three the first is gone by then."""
-    x, v, w, u = f32(8, 16), f32(16, 32), f32(32, 4), f32(4, 2)
-    assert besides_arguments(lambda x, v, w: x @ v @ w, x, v, w) == [8 * 32 * 4, 8 * 4 * 4]
-    assert besides_arguments(lambda x, v, w, u: x @ v @ w @ u, x, v, w, u) == [8 * 32 * 4, 8 * 4 * 4]
+X, W, V, U = f32(8, 16), f32(16, 32), f32(32, 4), f32(4, 2)
+HELD = {
+    "the first product lives until the second is made": (lambda x, w, v: x @ w @ v, (X, W, V), [8 * 32, 8 * 4]),
+    "and is gone before a third": (lambda x, w, v, u: x @ w @ v @ u, (X, W, V, U), [8 * 32, 8 * 4]),
+    "a chain between takes its place": (lambda x, w, v: jnp.sin(2 * (x @ w) + 1) @ v, (X, W, V), [8 * 32, 8 * 4]),
+    "before a sum it takes none": (lambda x, w: jnp.sum(jnp.sin(x @ w)), (X, W), [8 * 32, 1]),
+}
 
 
-def test_elementwise_operations_take_no_memory():
-    """Between two products they take one array, in the place of the product; before a sum none."""
-    x, w, v = f32(8, 16), f32(16, 32), f32(32, 4)
-    assert besides_arguments(lambda x, w, v: jnp.sin(2 * (x @ w) + 1) @ v, x, w, v) == [8 * 32 * 4, 8 * 4 * 4]
-    assert besides_arguments(lambda x, w: jnp.sum(jnp.sin(x @ w)), x, w) == [8 * 32 * 4, 4]
+@pytest.mark.parametrize("function, shapes, elements", HELD.values(), ids=HELD)
+def test_what_small_programs_hold(function, shapes, elements):
+    """By hand, at the peak."""
+    assert besides_arguments(function, *shapes) == [4 * each for each in elements]
 
 
 def test_results_take_the_place_of_donated_arguments():
