@@ -1,5 +1,6 @@
 """@typed: what it checks in a call, in which scope of letters, and at which line it says so."""
 
+import functools
 import inspect
 
 import jax
@@ -84,7 +85,8 @@ def test_right_calls():
 
 WRONG = table(r"""
 product(x, row[:5])
-    | dim M of 'M' is 5, but M is 6 in 'B M' against argument b of product \(.*\): f32\['M'\], value float32\[5\] globally
+    | dim M of 'M' is 5, but M is 6 in 'B M' against argument b of product \(.*\): f32\['M'\], value float32\[5\]
+      globally
 product(x.astype(np.int32), row)
     | the element type is int32 against argument a of product \(.*\): f32\['B M'\], value int32\[4, 6\]
 product(3.0, row) | expected an array, got float against argument a of product \(.*\): f32\['B M'\], value float
@@ -95,20 +97,21 @@ local(x) | dim B of 'B' is 6, but B is 4 in 'B M' against local b: f32['B'], val
 nested(x, wrong=True) | dim B of 'B' is 5, but B is 6 in 'B' against local c
 scanned(x, wrong=True) | '' has 0 dims, the value has 1 against item 1 of the result of body (
 Child().apply(x) | against argument a of apply
-first(changed, 0) | dim layers of 'layers F' is 4, but layers is 2 in 'layers M F' against argument w of first .*layers/b
+first(changed, 0)
+    | dim layers of 'layers F' is 4, but layers is 2 in 'layers M F' against argument w of first .*layers/b
 first(weights.layers, 0) | expected Weights, got Layer against argument w of first
-typed(functools.wraps(product)(lambda a: a)) | @typed stands next to `def`, under the other decorators of product
+typed(wrapped) | @typed stands next to `def`, under the other decorators of product
 typed(made) | @typed needs the source of made, which cannot be read: define it in a file
 """)
 
 
 @each_row(WRONG)
 def test_wrong_calls(row):
-    """A wrong argument, result, tuple item, local, local of a nested function, result of a scan's body, field of a tree:
-    refused with this text; so is a function that cannot be read."""
+    """A wrong argument, result, tuple item, local, local of a nested function, result of a scan's body, field of a
+    tree: refused with this text; so is a function that cannot be read."""
     call, message = row
     with pytest.raises(ShardingError) as caught:
-        eval(call)
+        eval(call, globals())
     assert says(message, str(caught.value)), caught.value
     assert "@typed" in message or "test_typed.py:" in str(caught.value).rsplit("\n", 1)[1]
 
@@ -225,6 +228,7 @@ def test_closures_methods_and_recursion():
 
 
 exec("def made(a: f32['B']): return a")
+wrapped = functools.wraps(product)(lambda a: a)
 
 
 def test_inside_the_check():

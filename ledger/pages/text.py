@@ -39,8 +39,8 @@ def text(ledger) -> str:
     mesh = " × ".join(f"{axis}={size}" for axis, size in ledger.mesh.items())
     lines = [
         f"{ledger.source} on the mesh {mesh}: one step of {ledger.tokens:,} tokens, {ledger.parameters:,} parameters.",
-        "Costs of one device and one step. again: computed or sent again for the backward pass. u: in the update. runs: "
-        "how often in a step, without",
+        "Costs of one device and one step. again: computed or sent again for the backward pass. u: in the update. "
+        "runs: how often in a step, without",
         "the backward pass. kept: for the backward pass, at once (!: nobody asked for it). k, M, G, T: thousands, "
         "millions, ... A multiply and an add",
         "are two FLOPs. Lines between ⋮ cost nothing here: no matrix product, nothing sent, nothing kept.",
