@@ -100,7 +100,7 @@ def refused_everywhere(function) -> str:
     for sizes in (SIZES, SINGLE):
         for mesh in MESHES:
             texts.append(refusal(function, mesh, sizes))
-            assert re.search(r"(/program/\d+|/tests/\w+)\.py:\d+", texts[-1]), (mesh, texts[-1])
+            assert re.search(r"(/program/\d+|/tests/test_\w+)\.py:\d+", texts[-1]), (mesh, texts[-1])
     return texts[0]
 
 
