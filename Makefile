@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train shakespeare test test-model test-slow golden lint format clean
+.PHONY: train shakespeare test test-model test-slow golden docs lint format clean
 .DEFAULT_GOAL := train
 
 train: $(VENV)/runtime  ## the small job on simulated devices
@@ -29,9 +29,13 @@ test-slow: $(VENV)/tests
 golden: $(VENV)/runtime  ## the losses that tests/test_golden.py expects, written anew
 	$(BIN)/python -m tests.renew_golden
 
+docs: $(VENV)/tests  ## the generated figures of README.md and docs/, written anew
+	$(BIN)/python -m docs.generate
+
 lint: $(VENV)/tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 format: $(VENV)/tests
 	$(BIN)/ruff check --fix .

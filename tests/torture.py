@@ -31,10 +31,8 @@ from runtime.terminal import RunError
 
 ROOT = Path(__file__).resolve().parents[1]
 # 0.1M parameters: a step takes some milliseconds, so that most of a life is not the start.
-SMALL = (
-    "model.d_model=32", "model.n_q_per_kv=1", "model.n_kv=4", "model.d_head=8", "model.d_ff=64", "mesh.d=2", "mesh.t=1",
-    "training.tokens.batch=16", "training.tokens.len=32", "log_interval=1",
-)  # fmt: skip
+SMALL = """model.d_model=32 model.n_q_per_kv=1 model.n_kv=4 model.d_head=8 model.d_ff=64 mesh.d=2 mesh.t=1
+    log_interval=1 training.tokens.batch=16 training.tokens.len=32""".split()
 LONGEST_START_S = 600.0
 POLL_S = 0.001
 
@@ -152,10 +150,14 @@ class Life:
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         }
         overrides = (
-            f"paths.root_working_dir={root}", f"paths.model_name={name}", f"training.steps={config.steps}",
-            f"training.steps_for_lr={config.steps}", f"checkpoint_interval={config.checkpoint_interval}",
-            f"eval_interval={config.steps}", f"flat_tokens.epochs={config.epochs}",
-        )  # fmt: skip
+            f"paths.root_working_dir={root}",
+            f"paths.model_name={name}",
+            f"training.steps={config.steps}",
+            f"training.steps_for_lr={config.steps}",
+            f"checkpoint_interval={config.checkpoint_interval}",
+            f"eval_interval={config.steps}",
+            f"flat_tokens.epochs={config.epochs}",
+        )
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "train", *SMALL, *overrides],

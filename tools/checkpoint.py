@@ -47,11 +47,11 @@ class LookAt:
 
     what: Literal["show", "verify", "diff"]  # what to do
     path: str  # a checkpoint, or a directory of them
-    other: str | None = None  # of diff: another one
+    other: str = ""  # of diff: another one
 
 
 def main(config: LookAt) -> None:
-    if (config.what == "diff") != (config.other is not None):
+    if (config.what == "diff") != bool(config.other):
         raise RunError("diff takes two paths, show and verify one")
     with ThreadPoolExecutor(THREADS) as pool:
         if config.what == "verify":
@@ -65,8 +65,8 @@ def main(config: LookAt) -> None:
 
 
 def find(path: str) -> list[tuple[Store, str]]:
-    """The store and the name of each checkpoint at a path: itself, or all in it, oldest first. Raises RunError if there is
-    none."""
+    """The store and the name of each checkpoint at a path: itself, or all in it, oldest first. Raises RunError if there
+    is none."""
     path = path.rstrip("/")
     store = open_store(path, TIMEOUT_S)
     there = store.names()
