@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 # The status of one of several processes that an exception ended, not a RunError: that with which JAX itself ends the
 # others. It may be the machine's fault, so that starting again helps.
 DIED = 134
+INSTALL = "pip install -r requirements-text.txt"
 LEADER_LINGERS_S = 5.0  # so that others which meet the same error print theirs: they end when process 0 does
 
 _process = ""  # of several: "host gpu-07 (process 7 of 16): "
@@ -40,6 +41,15 @@ def run_errors(what: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise RunError(f"{what}: {type(error).__name__}: {error}") from error
+
+
+@contextlib.contextmanager
+def needs_package(what: str, package: str, install: str = INSTALL) -> Iterator[None]:
+    """Around an import of what not every run needs: its absence is one line."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise RunError(f"{what} needs the package {package}, which is not installed: {install}") from error
 
 
 def refusals() -> tuple[type[Exception], ...]:

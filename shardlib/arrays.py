@@ -259,7 +259,7 @@ class Array:
                 f"Array['{spec}', ...] adds dims to each field; pending axes stand in the fields' types"
             )
         stacked = Stacked(spec.dims, inner)
-        map_type(lambda array: array, stacked)  # each field can have these dims
+        map_type(lambda array: array, stacked, like=_ALL)  # each field can have these dims
         return stacked
 
 
@@ -283,23 +283,75 @@ def fields(cls) -> dict[str, typing.Any]:
     return {field.name: said[field.name] for field in dataclasses.fields(cls)}
 
 
-def map_type(function, type_, leading: tuple[Dim, ...] = ()):
+_NOTHING, _ALL = object(), object()  # in the place of a tree: nothing says which optional fields are there; all are
+
+
+def map_type(function, type_, leading: tuple[Dim, ...] = (), like=_NOTHING):
     """The tree of `function(ArrayType)` for a type that is made of pytree dataclasses, `Array[...]`, tuples and array
-    types."""
+    types. Of `X | None` the tree `like` says whether the value is there."""
     if isinstance(type_, ArrayType):
         return function(type_.with_leading(leading))
     if isinstance(type_, Stacked):
-        return map_type(function, type_.cls, leading + type_.dims)
+        return map_type(function, type_.cls, leading + type_.dims, like)
+    if is_tree_of_types(type_):
+        return jax.tree.map(lambda array: function(array.with_leading(leading)), type_)
     if dataclasses.is_dataclass(type_):
-        return type_(**{name: map_type(function, inner, leading) for name, inner in fields(type_).items()})
+        items = fields(type_).items()
+        return type_(**{key: map_type(function, inner, leading, getattr(like, key, like)) for key, inner in items})
     if typing.get_origin(type_) is tuple:
-        return tuple(map_type(function, inner, leading) for inner in typing.get_args(type_))
+        inner = typing.get_args(type_)
+        likes = like if isinstance(like, tuple) else (like,) * len(inner)
+        return tuple(map_type(function, item, leading, each) for item, each in zip(inner, likes, strict=True))
+    if (inner := inner_of_optional(type_)) is not None:
+        if like is _NOTHING:
+            raise ShardingError(
+                f"{type_}: nothing says here whether the value is there\n"
+                "  fix: shardtypes.narrowed(Weights, shapes) is the type with the fields that `shapes` has"
+            )
+        return None if like is None else map_type(function, inner, leading, like)
     if typing.get_origin(type_) is dict or type_ in (None, type(None)):
         raise ShardingError(f"{type_}: name the leaves in a pytree_dataclass")
     raise ShardingError(
         f"{type_!r} is no type of sharded arrays: "
         "use f32['...'], Array['...', cls], tuple[...] or a pytree_dataclass of them"
     )
+
+
+def narrowed(type_, like):
+    """The type of a tree whose fields may be absent (`f32['M'] | None`), with the fields that the tree `like` has: a
+    tree of array types, and None for what is absent. It is a type wherever one is asked for.
+
+        shapes = jax.eval_shape(init, np.uint32(0))
+        make_shardings(narrowed(Weights, shapes))
+    """
+    return map_type(lambda array: array, type_, like=like)
+
+
+def inner_of_optional(type_):
+    """X of `X | None`; else None."""
+    container, items = typing.get_origin(type_), typing.get_args(type_)
+    if container in (typing.Union, types.UnionType) and type(None) in items and len(items) == 2:
+        return items[0] if items[1] is type(None) else items[1]
+    return None
+
+
+def is_tree_of_types(type_) -> bool:
+    """Whether this is what `narrowed` returns: an instance of a pytree dataclass, of array types."""
+    is_instance = dataclasses.is_dataclass(type_) and not isinstance(type_, (type, ArrayType, Stacked))
+    return is_instance and all(isinstance(leaf, ArrayType) for leaf in jax.tree.leaves(type_))
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["base", "a", "b"], meta_fields=["scale"])
+@dataclasses.dataclass(frozen=True)
+class Adapted:
+    """A matrix to which `scale` · a · b is added, of low rank (Hu et al. 2021). It may stand where a type says a
+    matrix, which is then said of `base`, and is for `shardops.product` alone; the types of a and b are in its
+    strings."""
+
+    base: jax.Array
+    a: jax.Array  # the dims that a product contracts, then the rank N
+    b: jax.Array  # the rank N, then the other dims
+    scale: float
 
 
 def make_partition_specs(cls):
@@ -439,13 +491,14 @@ def check_tree(type_, value, leading: tuple[Dim, ...] = (), *, what: str = "the 
             array = type_.with_leading(leading)
         except ShardingError as error:
             raise wrong(str(error)) from None
+        if isinstance(value, Adapted):
+            return dataclasses.replace(value, base=check(array.element, array.spec, value.base, what=place))
         return check(array.element, array.spec, value, what=place)
     if isinstance(type_, Stacked):
         return check_tree(type_.cls, value, leading + type_.dims, what=what, path=path)
-    container, items = typing.get_origin(type_), typing.get_args(type_)
-    if container in (typing.Union, types.UnionType) and type(None) in items and len(items) == 2:
-        inner = items[0] if items[1] is type(None) else items[1]
+    if (inner := inner_of_optional(type_)) is not None:
         return None if value is None else check_tree(inner, value, leading, what=what, path=path)
+    container, items = typing.get_origin(type_), typing.get_args(type_)
     if container is tuple and items[-1:] != (Ellipsis,):
         if not isinstance(value, tuple) or len(value) != len(items):
             got = f"{len(value)} items" if isinstance(value, tuple) else type(value).__name__
@@ -457,10 +510,13 @@ def check_tree(type_, value, leading: tuple[Dim, ...] = (), *, what: str = "the 
         if container is dict:
             return {key: inside(items[1], item, key) for key, item in value.items()}
         return container(inside(items[0], item, index) for index, item in enumerate(value))
-    if dataclasses.is_dataclass(type_) and isinstance(type_, type):
-        if not isinstance(value, type_):
-            raise wrong(f"expected {type_.__name__}, got {type(value).__name__}")
-        return type_(**{name: inside(inner, getattr(value, name), name) for name, inner in fields(type_).items()})
+    if dataclasses.is_dataclass(type_):
+        cls, parts = (type_, fields(type_)) if isinstance(type_, type) else (type(type_), vars(type_))
+        if not isinstance(value, cls):
+            raise wrong(f"expected {cls.__name__}, got {type(value).__name__}")
+        return cls(**{name: inside(inner, getattr(value, name), name) for name, inner in parts.items()})
+    if type_ is None and value is None:  # a field that this model's type lacks
+        return None
     if not holds_arrays(type_) and not any(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(value)):
         return value  # a setting beside the arrays
     raise wrong(f"{_name_of(type_)} says nothing of how its arrays lie, or is a container that cannot be checked")
@@ -468,7 +524,7 @@ def check_tree(type_, value, leading: tuple[Dim, ...] = (), *, what: str = "the 
 
 def holds_arrays(type_) -> bool:
     """Whether a type has array types anywhere in it: such a value is for `check_tree`."""
-    if isinstance(type_, (ArrayType, Stacked)):
+    if isinstance(type_, (ArrayType, Stacked)) or is_tree_of_types(type_):
         return True
     if isinstance(type_, type) and dataclasses.is_dataclass(type_):
         return any(map(holds_arrays, fields(type_).values()))

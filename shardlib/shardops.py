@@ -24,9 +24,11 @@ import string as _strings
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from shardlib import check as _check
 from shardlib.arrays import (
+    Adapted,
     DType,
     bind,
     devices_of,
@@ -39,8 +41,22 @@ from shardlib.arrays import (
     shown_axes,
 )
 from shardlib.mesh import row_major
-from shardlib.spec import Dim, Recipe, ShardingError, Spec, TooFew, as_text, parse, parse_operation, parts, users_line
+from shardlib.spec import (
+    Dim,
+    Recipe,
+    ShardingError,
+    Spec,
+    TooFew,
+    as_text,
+    low_rank,
+    parse,
+    parse_operation,
+    parts,
+    users_line,
+)
 from shardlib.states import Made, State, dual, require, require_dual
+
+SAVED = "save_for_backward"  # the name under which jax_extra.save_for_backward keeps a value
 
 
 # -- What all operations share -----------------------------------------------------------------------------------------
@@ -577,6 +593,30 @@ def _plan_einsum(recipe, mesh_axes):
     letter = dict(zip(lies, _strings.ascii_letters))
     words = ["".join(letter[name] for name in each.names) for each in (first, second, recipe.result)]
     return {"equation": f"{words[0]},{words[1]}->{words[2]}"}
+
+
+def product(spec: str | bytes, x, w, **jnp_kwargs):
+    """`einsum_unreduced(spec, x, w)`; of a matrix with an adapter, `shardtypes.Adapted`, the product with its sum.
+
+        product('B/d L F/t, M F/t -> B/d L M +t', h, w_down)
+
+    For an adapted w_down that is, with N the adapter's rank, the two thin products
+
+        thin = einsum_unreduced('B/d L F/t, F/t N -> B/d L N +t', h, w_down.a)
+        change = einsum_unreduced('B/d L N +t, N M -> B/d L M +t', thin, w_down.b)
+
+    besides the one with `base`: they join its pending sum, so no more is sent. Dims that all three have, as experts,
+    stay in front in a and in b. The layer that calls this is the same with adapters and without. Sends: nothing."""
+    if not isinstance(w, Adapted):
+        return einsum_unreduced(spec, x, w, **jnp_kwargs)
+    recipe = parse_operation(as_text(spec), 2)
+    (of_x, of_w), result = recipe.operands, recipe.result
+    a, b = low_rank(of_w, [name for name in of_w.names if name not in result.names], of_x.names)
+    kept = (dim for dim in of_x.dims if dim.name not in a.names or dim.name in b.names)
+    low = Spec((*kept, Dim("N")), result.pending)
+    thin = checkpoint_name(einsum_unreduced(f"{of_x}, {a} -> {low}", x, w.a), SAVED)  # spares the product with a
+    change = einsum_unreduced(f"{low}, {b} -> {result}", thin, w.b, **jnp_kwargs)
+    return einsum_unreduced(spec, x, w.base, **jnp_kwargs) + w.scale * change
 
 
 def sum_unreduced(spec: str | bytes, x):

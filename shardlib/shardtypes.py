@@ -18,6 +18,7 @@ import inspect
 import jax
 
 from shardlib.arrays import (  # noqa: F401 the types and their functions, of which this module is the face
+    Adapted,
     Array,
     ArrayType,
     ComputeType,
@@ -41,6 +42,7 @@ from shardlib.arrays import (  # noqa: F401 the types and their functions, of wh
     map_type,
     mapped_axes,
     mesh_text,
+    narrowed,
     pytree_dataclass,
     register_with_typeguard,
     scope,

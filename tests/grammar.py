@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 from shardlib import shardops
-from shardlib.shardtypes import f32, i32, pytree_dataclass
+from shardlib.shardtypes import Adapted, f32, i32, pytree_dataclass
 from shardlib.typed import typed
 
 AXES = "dt"
@@ -65,6 +65,19 @@ class Whole:
         letters = dict(zip(itertools.chain(*operands), "abcdefghijkl"))
         first, second, last = ("".join(letters[name] for name in names) for names in (*operands, result))
         return jnp.einsum(f"{first},{second}->{last}", x, y)
+
+    def product(self, text, x, w):
+        if isinstance(w, Adapted):  # the rank N stands after what is contracted in a, before the rest in b
+            (of_x, of_w), (result,) = self.names(text)
+            both = [name for name in of_w if name in of_x and name in result]
+            summed = [name for name in of_w if name not in result]
+            rest = [name for name in of_w if name not in both + summed]
+            letters = dict(zip([*of_w, "N"], "abcdefghijkl"))
+            a, b, whole = (
+                "".join(letters[name] for name in names) for names in ([*both, *summed, "N"], [*both, "N", *rest], of_w)
+            )
+            w = w.base + w.scale * jnp.einsum(f"{a},{b}->{whole}", w.a, w.b)
+        return self.einsum_unreduced(text, x, w)
 
     def index_unreduced(self, text, table, ids):
         (names, of_ids), _ = self.names(text)

@@ -1,7 +1,7 @@
 """Checks small programs on meshes that need no device; sizes follow from the letters of their types.
 
 Tables of programs are text. A row begins at the left edge and goes on at an indent; its cells stand between ' | '; a
-line that begins with '# ' is a heading. The first cell has the types of x, y and z and of the result, where it is not
+line that begins with '# ' is a heading. The first cell has the types of x, y, z, w and of the result, where it is not
 x's; float32 if nothing else is said: 'B/d M, i32 B/d -> B/d'."""
 
 import inspect
@@ -40,9 +40,9 @@ def each_row(rows):
 
 
 def program(types, body, names=(), shardops=shardops):
-    """The function of x, y and z of these types that returns `body`, an expression of JAX and of these names."""
+    """The function of x, y, z and w of these types that returns `body`, an expression of JAX and of these names."""
     given, _, result = types.partition("->")
-    arguments = {name: _annotation(text, names) for name, text in zip("xyz", given.split(","))}
+    arguments = {name: _annotation(text, names) for name, text in zip("xyzw", given.split(","))}
     result = _annotation(result, names) if "->" in types else arguments["x"]
     text = ", ".join(f"{name}: {annotation}" for name, annotation in arguments.items())
     source = f"def program({text}) -> {result}:\n    return {body}\n"

@@ -20,7 +20,7 @@ random = np.random.default_rng(0)
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}  # compile in half the time
 
 # The axes are those of the mesh d × t; on the mesh of three axes the others do the same.
-SIZES = dict(B=16, C=16, E=16, F=8, K=8, L=8, M=16, Q=2, V=16)
+SIZES = dict(B=16, C=16, D=4, E=16, F=8, K=8, L=8, M=16, N=3, Q=2, V=16, X=2)
 OPERATIONS = table(r"""
 M/d F/t -> M F/t | shardops.all_gather('M/d F/t -> M F/t', x)
 M/d F/t -> M F | shardops.all_gather('M/d F/t -> M F', x)
@@ -42,6 +42,12 @@ E/d/t C -> E C/d/t | shardops.all_to_all('E/d/t C -> E C/d/t', x)
 B/d M, M F/t -> B/d F/t | shardops.einsum_unreduced('B/d M, M F/t -> B/d F/t', x, y)
 B/d Q K/t, M Q K/t -> B/d M
     | shardops.psum('B/d M +t -> B/d M', shardops.einsum_unreduced('B/d Q K/t, M Q K/t -> B/d M +t', x, y))
+B/d F/t, D F/t -> B/d D
+    | shardops.psum('B/d D +t -> B/d D', shardops.product('B/d F/t, D F/t -> B/d D +t', x, y))
+B/d F/t, D F/t, F/t N, N D -> B/d D
+    | shardops.psum('B/d D +t -> B/d D', shardops.product('B/d F/t, D F/t -> B/d D +t', x, Adapted(y, z, w, 2.0)))
+X B/d D, X D F/t, X D N, X N F/t -> X B/d F/t
+    | shardops.product('X B/d D, X D F/t -> X B/d F/t', x, Adapted(y, z, w, 0.5))
 V/t M, i32 B/d L -> B/d L M
     | shardops.psum('B/d L M +t -> B/d L M', shardops.index_unreduced('[V/t] M, B/d L -> B/d L M +t', x, y))
 M V/d/t, i32 B L -> B L M

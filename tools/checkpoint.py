@@ -12,7 +12,6 @@ exits with 0 also when the two differ.
 """
 
 import json
-import re
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -28,17 +27,17 @@ from runtime.checkpoints.checkpoint import (
     Damaged,
     Incomplete,
     Store,
+    find,
     open_checkpoint,
+    open_newest,
     read_leaf,
     verify,
 )
-from runtime.checkpoints.store import open_store
 from runtime.config import command_line
 from runtime.config.rebuild import flat
 from runtime.terminal import RunError, columns
 
 THREADS = 8  # chunks that are read at the same time
-TIMEOUT_S = 60.0  # of an object store
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,22 +63,6 @@ def main(config: LookAt) -> None:
             diff(checkpoint, open_newest(config.other, pool), pool)
 
 
-def find(path: str) -> list[tuple[Store, str]]:
-    """The store and the name of each checkpoint at a path: itself, or all in it, oldest first. Raises RunError if there
-    is none."""
-    path = path.rstrip("/")
-    store = open_store(path, TIMEOUT_S)
-    there = store.names()
-    if "checkpoints" in there:
-        return find(f"{path}/checkpoints")
-    if names := sorted(name for name in there if re.fullmatch(r"\d{10}", name)):
-        return [(store, name) for name in names]
-    parent, _, name = path.rpartition("/")
-    if there and (re.fullmatch(r"\d{10}", name) or {"zarr.json", ".zattrs"} & set(there)):
-        return [(open_store(parent or ("/" if path.startswith("/") else "."), TIMEOUT_S), name)]
-    raise RunError(f"there is no checkpoint at {path}: expected a run folder, its `checkpoints`, or one of those")
-
-
 def read_through(store: Store, name: str, pool: ThreadPoolExecutor) -> str:
     """Prints what a checkpoint is, and returns it: whole, damaged or incomplete."""
     began = time.perf_counter()
@@ -102,16 +85,6 @@ def read_through(store: Store, name: str, pool: ThreadPoolExecutor) -> str:
         return "damaged"
     print(f"{name}: whole, {text}" + ("" if opened.is_bound else f"; {UNBOUND}"))
     return "whole"
-
-
-def open_newest(path: str, pool: ThreadPoolExecutor) -> Checkpoint:
-    """The checkpoint at a path, or the newest complete one in it."""
-    for store, name in reversed(find(path)):
-        try:
-            return open_checkpoint(store, name, pool)
-        except Incomplete as incomplete:
-            print(f"passed over: {incomplete}", file=sys.stderr)
-    raise RunError(f"there is no complete checkpoint at {path}")
 
 
 def show(checkpoint: Checkpoint, pool: ThreadPoolExecutor) -> None:

@@ -15,6 +15,8 @@ import dataclasses
 import itertools
 import json
 import math
+import re
+import sys
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import FIRST_EXCEPTION, Executor, Future, wait
@@ -27,7 +29,7 @@ import numpy as np
 import zarr
 import zarr.buffer.cpu
 
-from runtime.checkpoints.store import LocalStore, RemoteStore
+from runtime.checkpoints.store import LocalStore, RemoteStore, open_store
 from runtime.terminal import RunError
 
 # Attributes of the root.
@@ -39,6 +41,8 @@ UNBOUND = "does not say which chunk belongs where, as an earlier program's: chun
 METADATA_FILES = ("zarr.json", ".zgroup", ".zarray", ".zattrs")
 # What decoders raise at bytes that they cannot read; the last is zlib's own.
 UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OSError, EOFError, zlib.error)
+
+FIND_TIMEOUT_S = 60.0  # of an object store that is looked into
 
 Store = LocalStore | RemoteStore
 Bounds = tuple[tuple[int, int], ...]  # (start, stop) of each dim
@@ -159,6 +163,32 @@ def open_checkpoint(store: Store, name: str, pool: Executor) -> Checkpoint:
     return Checkpoint(store, name, _without_ours(root), arrays, memory, is_bound=bool(checksums) and STEP in root)
 
 
+def find(path: str) -> list[tuple[Store, str]]:
+    """The store and the name of each checkpoint at a path: itself, or all in it, oldest first. Raises RunError if there is
+    none."""
+    path = path.rstrip("/")
+    store = open_store(path, FIND_TIMEOUT_S)
+    there = store.names()
+    if "checkpoints" in there:
+        return find(f"{path}/checkpoints")
+    if names := sorted(name for name in there if re.fullmatch(r"\d{10}", name)):
+        return [(store, name) for name in names]
+    parent, _, name = path.rpartition("/")
+    if there and (re.fullmatch(r"\d{10}", name) or {"zarr.json", ".zattrs"} & set(there)):
+        return [(open_store(parent or ("/" if path.startswith("/") else "."), FIND_TIMEOUT_S), name)]
+    raise RunError(f"there is no checkpoint at {path}: expected a run folder, its `checkpoints`, or one of those")
+
+
+def open_newest(path: str, pool: Executor) -> Checkpoint:
+    """The checkpoint at a path, or the newest complete one in it."""
+    for store, name in reversed(find(path)):
+        try:
+            return open_checkpoint(store, name, pool)
+        except Incomplete as incomplete:
+            print(f"passed over: {incomplete}", file=sys.stderr)
+    raise RunError(f"there is no complete checkpoint at {path}")
+
+
 def restore(checkpoint: Checkpoint, like: Any, pool: Executor) -> Any:
     """Reads a tree like `like`, whose leaves are jax.ShapeDtypeStructs with shardings, bit for bit as it was saved.
 
@@ -189,9 +219,12 @@ def restore(checkpoint: Checkpoint, like: Any, pool: Executor) -> Any:
 
 def read_leaf(checkpoint: Checkpoint, name: str, pool: Executor) -> np.ndarray:
     """A whole leaf, on the host."""
-    shape = checkpoint.grid(name).shape
-    whole = tuple((0, size) for size in shape)
-    return _read_blocks(checkpoint, name, [whole], pool)[whole]
+    return read_block(checkpoint, name, tuple((0, size) for size in checkpoint.grid(name).shape), pool)
+
+
+def read_block(checkpoint: Checkpoint, name: str, bounds: Bounds, pool: Executor) -> np.ndarray:
+    """A part of a leaf, on the host."""
+    return _read_blocks(checkpoint, name, [bounds], pool)[bounds]
 
 
 def verify(checkpoint: Checkpoint, pool: Executor) -> tuple[int, list[str]]:

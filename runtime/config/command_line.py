@@ -18,6 +18,7 @@ import gc
 import os
 import re
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -109,7 +110,7 @@ def load(config_class: type[C], config_name: str | None = None, overrides: Seque
     if not issubclass(config_class, RunConfig):
         return read(config_class, overrides)
     name, overrides, folder = config_name or DEFAULT_CONFIG, list(map(_tolerant, overrides)), str(CONFIG_FOLDER)
-    ConfigStore.instance().store(BASE, default_tree(config_class))
+    _prepare(config_class)
     with _readable_errors(), hydra.initialize_config_dir(version_base="1.3", config_dir=folder):
         composed = hydra.compose(name, overrides, return_hydra_config=True)
         node = composed.hydra
@@ -130,7 +131,7 @@ def _run(main: Callable[[Any], None], config_class: type) -> None:
     gc.freeze()  # else Python looks through all of JAX, again and again, for what could be freed: 0.4 s of --help
     parsed = get_args_parser().parse_intermixed_args(sys.argv[1:])
     overrides = [_tolerant(text) for text in parsed.overrides if text != TRUST]
-    ConfigStore.instance().store(BASE, default_tree(config_class))
+    _prepare(config_class, is_trusted=TRUST in parsed.overrides)
 
     @functools.cache
     def page() -> str:
@@ -148,13 +149,18 @@ def _run(main: Callable[[Any], None], config_class: type) -> None:
             raise Refused from None
 
     OmegaConf.register_new_resolver("help_page", page, replace=True)
-    Plugins.instance()  # registers hydra's own source, whose place ours takes
-    SourcesRegistry.instance().types["file"] = FileConfigSource
-    FileConfigSource.is_trusted = TRUST in parsed.overrides
     if not parsed.shell_completion:  # whose arguments are none of ours
         flags = [text for text in sys.argv[1:] if text not in parsed.overrides]
         sys.argv[1:] = [*flags, "--", *HYDRA_SETTINGS, *overrides]
     hydra.main(version_base="1.3", config_path=str(CONFIG_FOLDER), config_name=DEFAULT_CONFIG)(job)()
+
+
+def _prepare(config_class: type, is_trusted: bool = False) -> None:
+    """Gives hydra the defaults, and our reader of files."""
+    ConfigStore.instance().store(BASE, default_tree(config_class))
+    Plugins.instance()  # registers hydra's own source, whose place ours takes
+    SourcesRegistry.instance().types["file"] = FileConfigSource
+    FileConfigSource.is_trusted = is_trusted
 
 
 def _tolerant(override: str) -> str:
@@ -176,7 +182,10 @@ class FileConfigSource(file_config_source.FileConfigSource):
     is_trusted = False
 
     def load_config(self, config_path: str) -> Any:
-        read = super().load_config(config_path)
+        try:
+            read = super().load_config(config_path)
+        except UnicodeDecodeError as error:
+            raise RunError(f"{from_here(Path(self.path, config_path))}: expected text in UTF-8: {error}") from None
         assert isinstance(read.config, DictConfig)  # hydra itself refuses lists
         names = [config_path, read.header.get("package"), *read.config]
         names += re.findall(r"@[\w.]+", str(read.config.get("defaults")))
@@ -266,6 +275,7 @@ def _readable_errors() -> Iterator[None]:
             text = f"there is no config {missing} in {where}{hint}; there are {', '.join(names)}"
         raise RunError(text.replace("'++", "'")) from error
     except ValueError as error:
-        if "integer string conversion" not in str(error):
-            raise
-        raise RunError(f"expected numbers of {sys.get_int_max_str_digits()} digits at most: {error}") from error
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        if frame.f_globals["__name__"].partition(".")[0] not in ("hydra", "omegaconf", "yaml"):
+            raise  # a defect of ours
+        raise RunError(f"the configuration cannot be read: {error}") from error

@@ -28,8 +28,7 @@ import fsspec
 import numpy as np
 
 from runtime.data.chunks import read_errors
-from runtime.data.tokenizers import needs_package
-from runtime.terminal import RunError
+from runtime.terminal import RunError, needs_package
 
 BLOCK_BYTES = 2**20
 BLOCK_ROWS = 256  # of a table, whose rows have no size that is known beforehand

@@ -31,14 +31,13 @@ import zarr.errors
 
 from runtime.data.chunks import open_group
 from runtime.data.flat_tokens import LARGEST_ID, absolute_path, open_member
-from runtime.terminal import RunError
+from runtime.terminal import RunError, needs_package
 
 BYTES = "bytes_utf8"
 END_OF_TEXT = "<|endoftext|>"
 EXPECTED = (
     f"expected {BYTES}, a tokenizer.json, a folder that holds a tokenizer, or the name of one on the Hugging Face hub"
 )
-INSTALL = "pip install -r requirements-text.txt"
 
 
 class ChatError(ValueError):
@@ -202,15 +201,6 @@ def _backend(name: str, text: str) -> Any:
 
 
 @contextlib.contextmanager
-def needs_package(what: str, package: str) -> Iterator[None]:
-    """Around an import of what only text needs: its absence is one line."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        raise RunError(f"{what} needs the package {package}, which is not installed: {INSTALL}") from error
-
-
-@contextlib.contextmanager
 def plain_exceptions(message: str) -> Iterator[None]:
     """Turns what the package `tokenizers` raises, a bare Exception of no narrower kind, into a RunError; `{}` is its
     reason."""
@@ -283,7 +273,15 @@ def load_dataset_tokenizer(path: str | os.PathLike) -> Tokenizer | None:
                 f"tokenizer_json of {where} is not what was written (its sha256 differs): copy the data set again"
             )
         fields = {field.name: about[field.name] for field in dataclasses.fields(Tokenizer) if field.name != "json"}
-    except (OSError, ValueError, KeyError, TypeError, ImportError, zarr.errors.GroupNotFoundError) as error:
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        ImportError,
+        zarr.errors.GroupNotFoundError,
+    ) as error:
         reason = f"{type(error).__name__}: {error}"
         raise RunError(f"the tokenizer of the data set {where} cannot be read ({reason})") from error
     return Tokenizer(**fields, json=content.decode())

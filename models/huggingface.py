@@ -1,0 +1,378 @@
+"""Published weights as a checkpoint that `restore` reads, and back: a folder of safetensors with config.json.
+
+    source = open_weights("meta-llama/Llama-3.2-1B", pool)     # a published folder, a run, or a checkpoint
+    weights = restored(source, config.model, shapes, pool)     # onto any mesh, each host what it needs
+    export(source, Path("out"), "bfloat16", pool)              # a tensor at a time
+
+A family's table (`published`) has a row for each tensor, which einops reads from left to right here and back there. A
+tensor that no row names, one that is not there, and a field of config.json that the family does not compute are errors.
+"""
+
+import dataclasses
+import functools
+import importlib
+import itertools
+import json
+import math
+import re
+from collections.abc import Iterator
+from concurrent.futures import Executor
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import numpy as np
+from einops import rearrange
+
+from models import safetensors
+from models.safetensors import Tensor, read_json
+from runtime.checkpoints.checkpoint import Bounds, Grid, named_leaves, open_newest, read_block, restore
+from runtime.config.rebuild import Origins, as_tree, rebuild
+from runtime.terminal import RunError, needs_package
+
+# The module of each model_type. By name, since a family imports train.py, which imports what reads its weights.
+FAMILIES = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "olmo2"), "models.llama"),
+}
+# Fields of config.json that change nothing of what a given model computes.
+WITHOUT_EFFECT = {
+    "architectures", "attention_dropout", "bos_token_id", "dtype", "eos_token_id", "initializer_range",
+    "max_position_embeddings", "pad_token_id", "torch_dtype", "transformers_version", "use_cache", "max_window_layers",
+    "_name_or_path", "unsloth_version", "unsloth_fixed", "rope_interleaved", "is_llama_config", "transformers.js_config",
+}  # fmt: skip
+UNUSED = re.compile(r".*\.rotary_emb\.inv_freq|.*\.attn\.(masked_)?bias")  # buffers that old files have
+ROWS = 4096  # of an embedding, that are read and written at once
+# That say nothing of what a model is, and may differ between where weights come from and where they go.
+SETTINGS = ("compute_dtype", "attention")
+
+
+class Fields:
+    """A published config.json, of which it is known which fields were read."""
+
+    def __init__(self, content: dict[str, Any], where: str):
+        self.content, self.where, self.read = content, where, set()
+
+    def take(self, key: str, *default: Any) -> Any:
+        """A field; without a default it must be there."""
+        self.read.add(key)
+        if key not in self.content and not default:
+            raise RunError(f"{self.where} has no field {key}, which this family needs")
+        return self.content.get(key, *default)
+
+    def require(self, **values: Any) -> None:
+        """Raises RunError where a field that is there has another value: the family computes only this one."""
+        for key, value in values.items():
+            if self.take(key, value) != value:
+                self.refuse(key, f"expected {value!r}")
+
+    def refuse(self, key: str, why: str) -> None:
+        value = self.content[key]
+        raise RunError(f"{self.where}: {key} = {value!r} is not what models/ computes for this family: {why}")
+
+    def finish(self) -> None:
+        """Raises RunError for fields that nobody read and that may have a meaning."""
+        unread = self.content.keys() - self.read - WITHOUT_EFFECT
+        unread = {key: self.content[key] for key in sorted(unread) if self.content[key]}  # null, false, 0: not used
+        if unread:
+            fields = ", ".join(f"{key} = {json.dumps(value)[:80]}" for key, value in unread.items())
+            raise RunError(
+                f"{self.where}: this family does not compute {fields}. Delete what has no effect on the model's results"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A part of one of our weights: the published tensor, how its dims lie there -> here, and their sizes."""
+
+    name: str
+    pattern: str
+    sizes: dict[str, int]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As it is published."""
+        dims = re.findall(r"\([^)]*\)|\S+", self.pattern.partition(" -> ")[0])
+        return tuple(math.prod(self.sizes[letter] for letter in dim.strip("()").split()) for dim in dims)
+
+    @property
+    def is_plain(self) -> bool:
+        left, _, right = self.pattern.partition(" -> ")
+        return left == right
+
+    def read_in(self, values: np.ndarray) -> np.ndarray:
+        return values if self.is_plain else rearrange(values, self.pattern, **self.sizes)
+
+    def read_out(self, values: np.ndarray) -> np.ndarray:
+        left, _, right = self.pattern.partition(" -> ")
+        return values if self.is_plain else rearrange(values, f"{right} -> {left}", **self.sizes)
+
+
+def rows_of(family: ModuleType, model: Any) -> dict[str, dict[tuple[int, ...], Row]]:
+    """The rows of the family's table for each of the weights, by their place in its first dims: a dim for each `{}`,
+    numbered, and where there are several tensors one for them."""
+    shapes = jax.eval_shape(functools.partial(family.init, model), np.uint32(0))
+    shapes = {names[0]: leaf.shape for names, leaf in named_leaves(shapes)}
+    table, rows = family.published(model), {}
+    if table.keys() != shapes.keys():
+        raise AssertionError(f"{family.__name__}.published has not the weights' names: {table.keys() ^ shapes.keys()}")
+    for leaf, parts in table.items():
+        numbered, rows[leaf] = shapes[leaf][: parts[0][0].count("{}")], {}
+        for index in itertools.product(*map(range, numbered)):
+            for part, (name, pattern) in enumerate(parts):
+                place = (*index, part) if len(parts) > 1 else index
+                sizes = dict(zip(pattern.partition(" -> ")[2].split(), shapes[leaf][len(place) :], strict=True))
+                rows[leaf][place] = Row(name.format(*index), pattern, sizes)
+    return rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Published:
+    """Stands for a `Checkpoint`, whose chunks are the published tensors."""
+
+    path: str
+    tensors: dict[str, Tensor]
+    rows: dict[str, dict[tuple[int, ...], Row]]
+
+    def __post_init__(self):
+        """Raises RunError with all tensors that are missing, are of another shape, or are named by no row."""
+        named = {row.name: row for rows in self.rows.values() for row in rows.values()}
+        problems = [
+            f"{name}: missing, expected {list(row.shape)}" for name, row in named.items() if name not in self.tensors
+        ]
+        for name in named.keys() & self.tensors.keys():
+            found, expected = self.tensors[name].shape, named[name].shape
+            if found != expected:
+                problems.append(f"{name}: is {list(found)}, config.json says {list(expected)}")
+        tied = {"lm_head.weight"} if "unembed" not in self.rows else set()  # a copy of the embedding, or unused
+        for name in self.tensors.keys() - named.keys() - tied:
+            if not UNUSED.fullmatch(name):
+                problems.append(f"{name}: belongs to none of the weights of this family")
+        if problems:
+            more = [f"and {len(problems) - 10} more"] if len(problems) > 10 else []
+            raise RunError(
+                "\n  ".join(
+                    [f"the tensors in {self.path} are not those of its config.json:", *sorted(problems)[:10], *more]
+                )
+            )
+
+    @functools.cached_property
+    def arrays(self) -> dict[str, Grid]:
+        return {f"weights/{leaf}": self._grid(rows) for leaf, rows in self.rows.items()}
+
+    def grid(self, name: str) -> Grid:
+        return self.arrays[name]
+
+    def _grid(self, rows: dict[tuple[int, ...], Row]) -> Grid:
+        leading = [max(each) + 1 for each in zip(*rows)]
+        row = next(iter(rows.values()))
+        inner = list(row.sizes.values())
+        chunk = [1] * len(leading) + inner
+        if row.is_plain and len(inner) > 1 and not leading:  # a divisor, but for a vocabulary that has no good one
+            rows = max(n for n in range(1, min(ROWS, inner[0]) + 1) if inner[0] % n == 0)
+            chunk[0] = rows if rows >= ROWS // 64 else inner[0]
+        return Grid((*leading, *inner), np.dtype(np.float32), tuple(chunk))
+
+    def read_chunk(self, name: str, number: tuple[int, ...], bounds: Bounds) -> np.ndarray:
+        rows = self.rows[name.removeprefix("weights/")]
+        place = number[: len(next(iter(rows)))]
+        row, tensor = rows[place], self.tensors[rows[place].name]
+        taken = slice(*bounds[0]) if row.is_plain and not place else slice(None)
+        return row.read_in(tensor.read(taken)).astype(np.float32).reshape([stop - start for start, stop in bounds])
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """Of a checkpoint the weights alone, some of them multiplied, in the types that are asked for."""
+
+    source: Any
+    factors: dict[str, float]
+    dtypes: dict[str, np.dtype]
+
+    @property
+    def path(self) -> str:
+        return self.source.path
+
+    @property
+    def arrays(self) -> dict[str, Any]:
+        return {name: each for name, each in self.source.arrays.items() if name.lstrip(".").startswith("weights")}
+
+    def grid(self, name: str) -> Grid:
+        return dataclasses.replace(grid := self.source.grid(name), dtype=self.dtypes.get(name, grid.dtype))
+
+    def read_chunk(self, name: str, number: tuple[int, ...], bounds: Bounds) -> np.ndarray:
+        values = self.source.read_chunk(name, number, bounds)
+        if name in self.factors:
+            values = values * np.float32(self.factors[name])
+        return values.astype(self.dtypes.get(name, values.dtype))
+
+
+# ---- what weights are of ---------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Weights, wherever they come from, and what they are the weights of."""
+
+    checkpoint: Any  # a Checkpoint or Published
+    family: ModuleType | None  # of models/; None: they are another trainer's
+    model: Any  # the family's Model, or the keys of another trainer's
+    folder: Path  # where the tokenizer's files are
+    config: dict[str, Any] | None = None  # the published config.json, where they come from one
+
+
+def family_of(name: str, where: str) -> ModuleType:
+    """The family of a model_type, or of a module's last name."""
+    module = FAMILIES.get(name, f"models.{name}")
+    if module not in FAMILIES.values():
+        raise RunError(f"{where}: model_type = {name!r} is none of the families: {', '.join(sorted(FAMILIES))}")
+    return importlib.import_module(module)
+
+
+def open_weights(path: str, pool: Executor) -> Source:
+    """The weights of a published folder, of a run (its newest checkpoint), or of a checkpoint.
+
+    Raises:
+      RunError: there are none, or the tensors or fields are not those of a family in models/.
+    """
+    folder = downloaded(str(path))
+    if folder is not None and folder.suffix == ".gguf":
+        return importlib.import_module("models.foreign").open_gguf(folder)
+    if folder is not None and not (folder / "checkpoints").exists():
+        if (folder / "config.json").exists():
+            return described(read_json(folder / "config.json"), safetensors.read(folder), folder)
+        if (folder / "params.json").exists():
+            return importlib.import_module("models.foreign").open_meta(folder)
+    checkpoint = open_newest(str(path), pool)
+    attributes = checkpoint.attributes
+    config, program = attributes.get("config") or {}, attributes.get("program") or {}
+    if not isinstance(config.get("model"), dict):
+        raise RunError(f"checkpoint {checkpoint.path} does not say of which model it is: another program wrote it")
+    folder, model = Path(checkpoint.path).parents[1], config["model"]
+    name = config.get("family") or ("llama" if program.get("module", "train") == "train" else None)
+    if name is None:
+        return Source(checkpoint, None, model, folder)
+    family = family_of(name, checkpoint.path)
+    model = rebuild(family.Model, model, Origins(checkpoint.path))
+    return Source(checkpoint, family, model, folder, attributes.get("published"))
+
+
+def downloaded(path: str) -> Path | None:
+    """A path that is there; of a name on the Hugging Face hub the folder that it is downloaded to; None of a URL."""
+    if "://" in path:
+        return None
+    folder = Path(path).expanduser()
+    if folder.exists() or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path):
+        return folder
+    with needs_package(f"downloading {path}", "huggingface_hub"):
+        from huggingface_hub import snapshot_download
+    wanted = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.pth"]
+    try:
+        return Path(snapshot_download(path, allow_patterns=wanted))
+    except (OSError, ValueError) as error:  # among them what the hub refuses, and no network
+        reason = str(error).strip().partition("\n")[0]
+        raise RunError(f"there is no folder {path}, and it cannot be downloaded from the hub ({reason})") from error
+
+
+def described(content: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -> Source:
+    """What a config.json says, and the tensors beside it, as weights. Raises RunError where they do not fit."""
+    fields = Fields(content, str(folder / "config.json"))
+    family = family_of(fields.take("model_type"), fields.where)
+    model = family.model_of(fields)
+    fields.finish()
+    return Source(Published(str(folder), tensors, rows_of(family, model)), family, model, folder, content)
+
+
+def require_same(source: Source, model: Any) -> None:
+    """Raises RunError where the weights are not those of a trainer's model, train.py's or a family's; with the keys."""
+    theirs, ours = as_tree(source.model), as_tree(model)
+    is_family = dataclasses.is_dataclass(source.model)
+    defaults = {each.name: as_tree(each.default) for each in dataclasses.fields(source.model)} if is_family else {}
+    problems = []
+    for key, value in theirs.items():
+        if key in (*SETTINGS, "logits_scale"):
+            continue
+        expected = ours.get(key, defaults.get(key))  # what a model has no key for it computes as by default
+        if value != expected or (key not in ours and key not in defaults):
+            is_ours = f"has {json.dumps(expected)}" if key in ours else "has no such key"
+            problems.append(f"  model.{key} = {json.dumps(value)}: this run's model {is_ours}")
+    if problems:
+        where = f"initial_weights = {source.checkpoint.path}"
+        raise RunError("\n".join([f"{where} are weights of another model:", *problems]))
+    rescaled(source, ours.get("logits_scale", 1.0))
+
+
+def restored(source: Source, model: Any, like: Any, pool: Executor) -> Any:
+    """The weights as `like` says, a tree of `ShapeDtypeStruct`s with shardings, for a trainer's model.
+
+    Raises:
+      RunError: as `require_same` and `restore`.
+    """
+    require_same(source, model)
+    like = {"weights": like}
+    factors = rescaled(source, getattr(model, "logits_scale", 1.0))
+    dtypes = {name: leaf.dtype for names, leaf in named_leaves(like) for name in names}
+    return restore(View(source.checkpoint, factors, dtypes), like, pool)["weights"]
+
+
+def rescaled(source: Source, logits_scale: float) -> dict[str, float]:
+    """What weights are multiplied with, by name, for a model whose attention logits have this factor."""
+    theirs = getattr(source.model, "logits_scale", 1.0)
+    if source.family is None or theirs == logits_scale:
+        return {}
+    if source.model.qk_norm != "none":
+        raise RunError(
+            f"model.logits_scale of {source.checkpoint.path} is {theirs}: with qk_norm it must be {logits_scale}"
+        )
+    return {f"weights/transformer/{name}": theirs / logits_scale for name in ("w_q", "b_q")}
+
+
+# ---- out -------------------------------------------------------------------------------------------------------------
+
+
+def export(source: Source, folder: Path, dtype: str, pool: Executor, fields: dict[str, Any] | None = None) -> None:
+    """Writes a folder that transformers loads: config.json, and weights in this type, a tensor at a time.
+
+    Args:
+      dtype: float32, bfloat16 or float16.
+      fields: of config.json besides, for weights that have never been published.
+    """
+    family, model = source.family, source.model
+    if family is None:
+        raise RunError(f"{source.checkpoint.path} is of no family in models/: it cannot be published")
+    config = config_for(source, dtype) | (fields or {})
+    target = family.model_of(Fields(config, "config.json"))
+    view = View(source.checkpoint, rescaled(source, getattr(target, "logits_scale", 1.0)), {})
+    rows = rows_of(family, model).items()
+    named = {row.name: (leaf, place, row) for leaf, places in rows for place, row in places.items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    shapes = {name: row.shape for name, (_, _, row) in sorted(named.items())}
+    safetensors.write(folder, shapes, dtype, lambda name: values_of(view, *named[name], pool))
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def config_for(source: Source, dtype: str) -> dict[str, Any]:
+    """The config.json of an export: the one that the weights came with, if it still says what the model is."""
+    family, config = source.family, source.config
+    if config is None or not same(family.model_of(Fields(config, "config.json")), source.model):
+        config = {**(config or {}), **family.config_of(source.model)}
+        if not same(family.model_of(Fields(config, "config.json")), source.model):
+            raise RunError(f"no published architecture computes what {source.checkpoint.path} does: {source.model}")
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"
+    return {**config, key: dtype}
+
+
+def same(first: Any, second: Any) -> bool:
+    """Whether two models compute the same, up to a factor that is in w_q."""
+    first, second = as_tree(first), as_tree(second)
+    return all(first[key] == second[key] for key in first if key not in (*SETTINGS, "logits_scale"))
+
+
+def values_of(checkpoint: Any, leaf: str, place: tuple[int, ...], row: Row, pool: Executor) -> Iterator[np.ndarray]:
+    """A published tensor, in pieces if rows can be cut from it."""
+    sizes, at = list(row.sizes.values()), tuple((n, n + 1) for n in place)
+    step = ROWS if row.is_plain and not place else sizes[0]
+    for start in range(0, sizes[0], step):
+        bounds = (*at, (start, min(start + step, sizes[0])), *((0, size) for size in sizes[1:]))
+        values = read_block(checkpoint, f"weights/{leaf}", bounds, pool)
+        yield row.read_out(values.reshape(values.shape[len(place) :]))

@@ -1,0 +1,296 @@
+"""What the families in models/ share: norms, rotary, attention with its mask, embedding, loss over a split vocabulary.
+
+    ends = llama.gather_ends(weights)
+    x = layers.hidden(llama, model, weights, inputs, segment, position, ends=ends)     # 'B/d L M', of any family
+    loss = layers.loss_sum(ends.unembed, x, batch)                          # as train.py's, pending over d and t
+
+A family is a module with `Model`, `Layer`, `Weights`, `Gathered`, `Ends`, `init`, `gather_layer`, `gather_ends`, `embed`,
+`layer`, `final`, `mask`, and its published names (models/huggingface.py). Its layer is written once, for training, for
+reading a prompt and for decoding: it multiplies with weights that are gathered over d, and does not know what attention
+is over, `attend(q, k, v) -> (o, kept)`, nor how the residual lies: 'B/d L M/t' in training, 'B/d L M' in decoding, which
+sends half as often. Legend as in train.py.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from jax import lax
+
+import train
+from jax_extra import explicit_activation_checkpointing, save_for_backward
+from runtime.config.keys import Count, Positive
+from shardlib import shardops
+from shardlib.shardtypes import ComputeType, f32, i32, u32
+from shardlib.typed import typed
+from train import TokenBatch, act, rms_norm
+
+# The type of matrices at rest: float32, or bfloat16 where they are not trained.
+stored = ComputeType('stored', jnp.float32)
+
+
+# == How the residual lies =============================================================================================
+def enter(x, M: str):
+    """The residual, 'B/d L M/t' or 'B/d L M' by M, as a whole on each device of t."""
+    return x if M == 'M' else shardops.all_gather('B/d L M/t -> B/d L M', x)
+
+
+def leave(y, M: str):
+    """The sum of what the devices of t have computed, as the residual lies."""
+    if M == 'M':
+        return shardops.psum('B/d L M +t -> B/d L M', y)
+    return shardops.psum_scatter('B/d L M +t -> B/d L M/t', y)
+
+
+# == Norms =============================================================================================================
+@typed
+def head_norm(x: act['B/d L Q K/t D'], scale: f32['D'], eps: float) -> act['B/d L Q K/t D']:
+    """RMSNorm of each head by itself."""
+    x = x.astype(jnp.float32)
+    mean_square = shardops.sum_unreduced('B/d L Q K/t D -> B/d L Q K/t', x * x) / x.shape[-1]
+    return (x * lax.rsqrt(mean_square + eps)[..., None] * scale[None, None, None, None]).astype(act.dtype)
+
+
+@typed
+def heads_norm(x: act['B/d L Q K/t D'], scale: f32['Q K/t D'], eps: float) -> act['B/d L Q K/t D']:
+    """RMSNorm of all heads together: 4 bytes a token are summed over t."""
+    x = x.astype(jnp.float32)
+    square = shardops.psum('B/d L +t -> B/d L', shardops.sum_unreduced('B/d L Q K/t D -> B/d L +t', x * x))
+    mean_square = square / (math.prod(x.shape[2:]) * shardops.axis_size('t'))
+    return (x * lax.rsqrt(mean_square + eps)[:, :, None, None, None] * scale[None, None]).astype(act.dtype)
+
+
+@typed
+def norm_after(y: jax.Array, scale: f32['M'], eps: float, M: str) -> jax.Array:
+    """RMSNorm of what a half of a layer adds, as the residual lies: where M is split, 4 bytes a token are summed."""
+    if M == 'M':
+        return rms_norm(y, scale, eps)
+    y = y.astype(jnp.float32)
+    square = shardops.psum('B/d L +t -> B/d L', shardops.sum_unreduced('B/d L M/t -> B/d L +t', y * y))
+    scale, inverse = shardops.slice('M -> M/t', scale), lax.rsqrt(square / scale.shape[0] + eps)
+    return (y * inverse[:, :, None] * scale[None, None]).astype(act.dtype)
+
+
+# == Rotary ============================================================================================================
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """Slower rotations, for texts longer than those that a model was trained with. Pairs of dims that turn less than
+    `low` times within original_length are slowed by factor, those that turn more than `high` times are not."""
+
+    kind: Literal['linear', 'llama3', 'yarn']  # linear slows all; the others differ in what lies between low and high
+    factor: Positive
+    original_length: Count = 8192
+    low: Positive = 1.0
+    high: Positive = 4.0
+    attention_factor: Positive = 1.0  # times q and times k
+
+
+def frequencies(d_head: int, base: float, scaling: RopeScaling | None):
+    """The angle between neighbouring positions, of each pair of dims."""
+    half = d_head // 2
+    frequency = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    if scaling is None:
+        return frequency
+    if scaling.kind == 'linear':
+        return frequency / scaling.factor
+    if scaling.kind == 'llama3':
+        turns = scaling.original_length * frequency / (2 * math.pi)
+        unscaled = jnp.clip((turns - scaling.low) / (scaling.high - scaling.low), 0, 1)
+    else:  # Peng et al. 2023, section 3.2; linear in the number of the pair, which is rounded outwards
+        # The number of the pair that turns so many times within the original length.
+        pairs = [
+            half * math.log(scaling.original_length / (2 * math.pi * n), base) for n in (scaling.high, scaling.low)
+        ]
+        first, last = max(math.floor(pairs[0]), 0), min(math.ceil(pairs[1]), d_head - 1)
+        unscaled = 1 - jnp.clip((jnp.arange(half, dtype=jnp.float32) - first) / max(last - first, 0.001), 0, 1)
+    return frequency * (unscaled + (1 - unscaled) / scaling.factor)
+
+
+def rope_from(config, kinds: tuple[str, ...] = ('linear', 'llama3', 'yarn')) -> tuple[float, RopeScaling | None]:
+    """The base and the scaling in a published config.json, as transformers 5 writes them or as earlier ones did."""
+    base = config.take('rope_theta', 10000.0)
+    rope = {**(config.take('rope_scaling', None) or {}), **(config.take('rope_parameters', None) or {})}
+    base, old_kind = rope.pop('rope_theta', base), rope.pop('type', 'default')
+    kind = rope.pop('rope_type', old_kind)
+    if kind == 'default':
+        return base, None
+    where = 'rope_scaling' if config.content.get('rope_scaling') else 'rope_parameters'
+    if kind not in kinds:
+        config.refuse(where, f'the kinds are {", ".join(kinds)}')
+    length = config.take('max_position_embeddings', 8192)
+    scaling = {'kind': kind, 'factor': rope.pop('factor')}
+    if kind != 'linear':
+        slow, fast = ('low_freq_factor', 'high_freq_factor') if kind == 'llama3' else ('beta_slow', 'beta_fast')
+        scaling['original_length'] = rope.pop('original_max_position_embeddings', None) or length
+        scaling |= {
+            'low': rope.pop(slow, None) or 1.0,
+            'high': rope.pop(fast, None) or (4.0 if kind == 'llama3' else 32.0),
+        }
+    if kind == 'yarn':
+        scaling['attention_factor'] = rope.pop('attention_factor', None) or 0.1 * math.log(scaling['factor']) + 1
+    if rope := {key: value for key, value in rope.items() if (key, value) != ('truncate', True)}:
+        config.refuse(where, f'{", ".join(rope)} is not known')
+    return base, RopeScaling(**scaling)
+
+
+def rope_to(base: float, scaling: RopeScaling | None) -> dict[str, Any]:
+    """`rope_parameters` of a config.json."""
+    if scaling is None:
+        return {'rope_theta': base, 'rope_type': 'default'}
+    rope = {'rope_theta': base, 'rope_type': scaling.kind, 'factor': scaling.factor}
+    if scaling.kind != 'linear':
+        slow, fast = ('low_freq_factor', 'high_freq_factor') if scaling.kind == 'llama3' else ('beta_slow', 'beta_fast')
+        rope |= {'original_max_position_embeddings': scaling.original_length, slow: scaling.low, fast: scaling.high}
+    return rope | ({'attention_factor': scaling.attention_factor} if scaling.kind == 'yarn' else {})
+
+
+@typed
+def rotary(
+    x: act['B/d L Q K/t D'], position: i32['B/d L'], frequency: f32['H'], factor: float = 1.0
+) -> act['B/d L Q K/t D']:
+    """Rotates dims i and i + D/2 by position · frequency[i] (Su et al. 2021, 3.2.2), and multiplies by factor: in
+    float32, rounded once."""
+    half = x.shape[-1] // 2
+    angle = position.astype(jnp.float32)[:, :, None] * frequency[None, None]
+    sin, cos = jnp.sin(angle)[:, :, None, None], jnp.cos(angle)[:, :, None, None]
+    sin, cos = (sin, cos) if factor == 1 else (sin * factor, cos * factor)
+    x1, x2 = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
+    return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(act.dtype)
+
+
+# == Attention =========================================================================================================
+@dataclass(frozen=True)
+class Mask:
+    """What attention adds to being causal; `attend` applies it. q has been multiplied by the logits' scale already."""
+
+    window: int | tuple[int, ...] | None = None  # positions that a query sees, its own included; or of each layer
+    cap: float | None = None  # attention's logits are cap · tanh(logits / cap)
+    logits_cap: float | None = None  # the same of the logits of tokens
+
+    def by_layer(self) -> jax.Array | None:
+        """The windows, to be scanned with the layers; None where all have the same."""
+        return jnp.asarray(self.window, jnp.int32) if isinstance(self.window, tuple) else None
+
+    def of_layer(self, scanned: jax.Array | None) -> int | jax.Array | None:
+        """A layer's window, of what the scan gives it of `by_layer`."""
+        return self.window if scanned is None else scanned
+
+
+ALL = 2**30  # a window that hides nothing
+
+
+@jax.named_scope('causal')
+@typed
+def attention(
+    by: str, q: act['B/d L Q K/t D'], k: act['B/d S K/t D'], v: act['B/d S K/t D'], segment: i32['B/d L'],
+    window: int | jax.Array | None = None, cap: float | None = None,
+) -> act['B/d L Q K/t D']:  # fmt: skip
+    """train.py's attention, kernels included; with a window that hides something, or a cap, as written here."""
+    if cap is None and (window is None or (isinstance(window, int) and window >= q.shape[1])):
+        return train.attention(by, q, k, v, segment)
+    position = jnp.arange(segment.shape[1])
+    distance = position[:, None] - position[None]
+    allowed = (segment[:, :, None] == segment[:, None, :]) & (distance >= 0)[None]
+    allowed = allowed & (distance < (ALL if window is None else window))[None]
+    logits = shardops.einsum_unreduced(
+        'B/d L Q K/t D, B/d S K/t D -> B/d Q K/t L S', q, k, preferred_element_type=jnp.float32
+    )
+    logits = logits if cap is None else cap * jnp.tanh(logits / cap)
+    logits = jnp.where(allowed[:, None, None], logits, -1e30)
+    largest = shardops.pmax('B/d Q K/t L S -> B/d Q K/t L', lax.stop_gradient(logits))
+    e = jnp.exp(logits - largest[..., None])
+    total = shardops.sum_unreduced('B/d Q K/t L S -> B/d Q K/t L', e)
+    probs: act['B/d Q K/t L S'] = (e / total[..., None]).astype(act.dtype)
+    o = shardops.einsum_unreduced('B/d Q K/t L S, B/d S K/t D -> B/d L Q K/t D', probs, v)
+    return save_for_backward(o)  # 2QKD/t bytes a token, spares the product of probabilities and v
+
+
+# == From tokens to hidden states ======================================================================================
+@typed
+def inputs_of(batch: TokenBatch, bos_id: int) -> tuple[u32['B/d L'], i32['B/d L'], i32['B/d L']]:
+    """Of each target the token before it, the number of its segment, and its position there."""
+    first = batch.is_seq_start.at[:, 0].set(True)
+    inputs = jnp.where(first, jnp.uint32(bos_id), jnp.roll(batch.targets, 1, axis=1))
+    place = jnp.broadcast_to(jnp.arange(first.shape[1], dtype=jnp.int32)[None], first.shape)
+    position = place - lax.cummax(jnp.where(first, place, 0), axis=1)
+    return inputs, jnp.cumsum(first, axis=1, dtype=jnp.int32), position
+
+
+def embed(table, tokens, M: str):
+    """Rows of a table 'V/t M', as the residual lies."""
+
+    @explicit_activation_checkpointing  # else a mask of M bytes a token
+    @typed
+    def rows(table: act['V/t M'], tokens: u32['B/d L']) -> act['B/d L M +t']:
+        return shardops.index_unreduced('[V/t] M, B/d L -> B/d L M +t', table, tokens)
+
+    return leave(rows(table, tokens), M)
+
+
+def hidden(
+    family, model, weights, inputs, segment, position, adapt: Callable = lambda w, low: w, low=None, *,
+    ends=None, reduce_dtype: str = 'float32', kept: tuple[str, ...] = ('save_for_backward',), unroll: bool = False,
+):  # fmt: skip
+    """The hidden states before the unembedding, act['B/d L M'], with one layer of any family after another.
+
+    Args:
+      family: a module of models/.
+      inputs, segment, position: as of `inputs_of`.
+      adapt, low: `adapt(gathered layer, one layer of low)` puts adapters (`shardtypes.Adapted`) in; none by default.
+      ends: of `family.gather_ends`, where the caller has them for the loss.
+      reduce_dtype: in which gradients of weights travel, as training.gradient_reduce_dtype.
+      kept: names under which a layer keeps values for the backward pass; none: its input alone.
+    """
+    mask, ends = family.mask(model), ends or family.gather_ends(weights, reduce_dtype)
+
+    @functools.partial(explicit_activation_checkpointing, names=kept)
+    def layer(x, of_layer):
+        w, low, window = of_layer
+        w = adapt(family.gather_layer(w, reduce_dtype), low)
+
+        def attend(q, k, v):
+            return attention(model.attention, q, k, v, segment, mask.of_layer(window), mask.cap), None
+
+        return family.layer(model, x, w, attend, position, 'M/t')
+
+    with jax.named_scope('embed'):
+        x = family.embed(model, ends, inputs, position, 'M/t')
+    x, _ = lax.scan(layer, x, (weights.transformer, low, mask.by_layer()), unroll=unroll)
+    with jax.named_scope('final_norm'):  # keeps its input, 2M/t bytes a token, and not the norm's float32 values
+        return explicit_activation_checkpointing(functools.partial(family.final, model, M='M/t'))(ends, x)
+
+
+# == Loss ==============================================================================================================
+@typed
+def logits_of(unembed: act['V/t M'], x: act['B/d L M'], cap: float | None = None) -> f32['B/d L V/t']:
+    """In float32; with a cap, cap · tanh(logits / cap)."""
+    logits = shardops.einsum_unreduced('B/d L M, V/t M -> B/d L V/t', x, unembed, preferred_element_type=jnp.float32)
+    return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+@typed
+def loss_sum(unembed: act['V/t M'], x: act['B/d L M'], batch: TokenBatch, cap: float | None = None) -> f32['+d +t']:
+    """The sum of -log softmax over all targets, as train.py's: a chunk of positions at a time, no logits are sent."""
+
+    @explicit_activation_checkpointing
+    def chunk_loss(unembed: f32['V/t M'], x: act['B/d L M'], batch: TokenBatch) -> f32['+d +t']:
+        logits = save_for_backward(logits_of(unembed.astype(act.dtype), x, cap))  # 4V/t bytes a token of one chunk
+        largest = shardops.pmax('B/d L V/t -> B/d L', lax.stop_gradient(logits))
+        largest = save_for_backward(largest)  # 4 bytes a token of one chunk, spares the maximum over t
+        total = shardops.sum_unreduced('B/d L V/t -> B/d L +t', jnp.exp(logits - largest[..., None]))
+        total = shardops.psum('B/d L +t -> B/d L', total)
+        total = save_for_backward(total)  # 4 bytes a token of one chunk, spares the sum over t
+        log_normalizer = largest + jnp.log(total)
+        at_target = shardops.index_unreduced('B/d L [V/t], B/d L -> B/d L +t', logits, batch.targets)
+        loss = shardops.pending('B/d L -> B/d L +t', log_normalizer) - at_target
+        return shardops.sum_unreduced('B/d L +t -> +d +t', loss * batch.is_target.astype(jnp.float32))
+
+    chunk = max(size for size in range(1, train.LOSS_CHUNK + 1) if x.shape[1] % size == 0)
+    x, batch = jax.tree.map(lambda a: rearrange(a, 'B (chunk L) ... -> chunk B L ...', L=chunk), (x, batch))
+    # Float32, so that its gradient adds up over chunks in float32; the products are in act's type.
+    return shardops.sum_over_chunks(chunk_loss, unembed.astype(jnp.float32), x, batch)

@@ -1,0 +1,87 @@
+"""Writes what tests/models/ compares with: small random models of each family, and what transformers computes of them.
+
+    make golden-oracle          # in an environment of its own, with torch: requirements-oracle.txt
+
+Each variant is a folder golden/NAME: config.json and model.safetensors as transformers writes them, and oracle.npz with
+rows of two sequences, their
+logits, the mean loss and its gradient. Its settings are those that a tiny default leaves off: a window
+that is shorter than the row, a scaling of rotary angles past the original length, biases and norms that are not 0 and 1.
+"""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+
+FOLDER = Path(__file__).parent / "golden"
+SMALL = {
+    "vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2,
+    "pad_token_id": None,
+}  # fmt: skip
+ROWS, LENGTHS = 8, (9, 15)  # of the two sequences in each row
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 100.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 2.0}
+YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "beta_fast": 2.0, "beta_slow": 0.5}
+VARIANTS = {
+    "llama": ("Llama", {}),
+    "llama3": ("Llama", {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 8}, "rms_norm_eps": 1e-5}),
+    "llama_linear_tied": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 100.0, "factor": 2.0}, "tie_word_embeddings": True},
+    ),
+    "mistral": ("Mistral", {"sliding_window": 5}),
+    "qwen2": (
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1, "tie_word_embeddings": True},
+    ),
+    "qwen3": ("Qwen3", {"rope_parameters": {**YARN, "original_max_position_embeddings": 8}}),
+    "olmo2": ("Olmo2", {"num_key_value_heads": 4, "rms_norm_eps": 1e-5}),
+}
+
+
+def write(name: str, family: str, settings: dict) -> None:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**{**SMALL, **settings})
+    config._attn_implementation = "eager"
+    model = getattr(transformers, f"{family}ForCausalLM")(config).float()
+    with torch.no_grad():
+        for key, weight in model.named_parameters():
+            drawn = torch.randn(weight.shape)
+            if weight.ndim == 1:  # biases, and norms around one
+                weight.copy_(0.3 * drawn + (1.0 if "norm" in key or "ln" in key else 0.0))
+            else:
+                weight.copy_(drawn / weight.shape[1] ** 0.5)
+    folder = FOLDER / name
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    model.save_pretrained(folder)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    targets = torch.randint(0, config.vocab_size, (ROWS, sum(LENGTHS)))
+    logits = []
+    for part in targets.split(LENGTHS, dim=1):
+        inputs = torch.cat([torch.full((ROWS, 1), config.bos_token_id), part[:, :-1]], dim=1)
+        logits.append(model(inputs).logits)
+    logits = torch.cat(logits, dim=1)
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    loss.backward()
+    gradients = {key: weight.grad.numpy() for key, weight in model.named_parameters()}
+    np.savez_compressed(
+        folder / "oracle.npz",
+        targets=targets.numpy().astype(np.uint32),
+        logits=logits[:2].detach().numpy(),
+        loss=loss.item(),
+        versions=f"torch {torch.__version__}, transformers {transformers.__version__}",
+        **{f"gradient/{key}": value for key, value in gradients.items()},
+    )
+
+
+if __name__ == "__main__":
+    for name, variant in VARIANTS.items():
+        if not sys.argv[1:] or name in sys.argv[1:]:
+            write(name, *variant)
+            size = sum(file.stat().st_size for file in (FOLDER / name).iterdir())
+            print(f"{name}: {size:,} bytes, {json.loads((FOLDER / name / 'config.json').read_text())['model_type']}")

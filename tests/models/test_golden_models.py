@@ -1,0 +1,59 @@
+"""Every published family against transformers, as the golden files keep it: what it computes, and what it writes."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from published import FOLDER, NAMES, batch_of, loss_and_logits, on_mesh, oracle_of, weights_of
+from safetensors.numpy import load_file, save_file
+
+from models import huggingface
+from runtime.checkpoints.checkpoint import named_leaves
+from shardlib.shardtypes import typed_shard_map
+
+MESHES = [(1, 1), (2, 2), (4, 2), (8, 1)]
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: f"{mesh[0]}x{mesh[1]}")
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_loss_and_gradients_are_those_of_transformers(name, mesh, pool):
+    """Of two sequences in each row, in float32, to 1e-4, on every mesh; the gradient is compared tensor by tensor."""
+    source, oracle = huggingface.open_weights(FOLDER / name, pool), oracle_of(name)
+    with on_mesh(*mesh):
+        weights, type_ = weights_of(source, pool)
+        step = jax.jit(typed_shard_map(loss_and_logits(source, type_)))
+        loss, logits, gradient = jax.tree.map(np.asarray, step(weights, batch_of(oracle)))
+    np.testing.assert_allclose(logits[: len(oracle["logits"])], oracle["logits"], atol=1e-4, rtol=0)
+    assert loss == pytest.approx(float(oracle["loss"]), abs=1e-5)
+    gradient = {names[0]: leaf for names, leaf in named_leaves(gradient)}
+    compared = set()
+    for leaf, rows in huggingface.rows_of(source.family, source.model).items():
+        for place, row in rows.items():
+            expected = oracle[f"gradient/{row.name}"]
+            np.testing.assert_allclose(
+                row.read_out(gradient[leaf][place]), expected, atol=1e-4, rtol=0, err_msg=row.name
+            )
+            assert np.abs(expected).max() > 1e-3, row.name  # that it is there is not noise
+            compared.add(f"gradient/{row.name}")
+    assert compared == {key for key in oracle if key.startswith("gradient/")}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", NAMES)
+def test_an_export_is_the_published_folder_bit_for_bit(name, dtype, pool, tmp_path):
+    """Read and exported again, a folder has the same tensors, bits and config.json, in both types."""
+    config, tensors = (
+        json.loads((FOLDER / name / "config.json").read_text()),
+        load_file(FOLDER / name / "model.safetensors"),
+    )
+    published = {key: value.astype(dtype) for key, value in tensors.items()}
+    (tmp_path / "in").mkdir()
+    save_file(published, tmp_path / "in/model.safetensors")
+    (tmp_path / "in/config.json").write_text(json.dumps({**config, "dtype": dtype}))
+    huggingface.export(huggingface.open_weights(tmp_path / "in", pool), tmp_path / "out", dtype, pool)
+    written = load_file(tmp_path / "out/model.safetensors")
+    assert written.keys() == published.keys()
+    for key, value in published.items():
+        assert written[key].dtype == value.dtype and written[key].tobytes() == value.tobytes(), key
+    assert json.loads((tmp_path / "out/config.json").read_text()) == {**config, "dtype": dtype}

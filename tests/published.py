@@ -1,0 +1,65 @@
+"""The small published models of tests/models/golden/, restored onto a mesh and run."""
+
+import contextlib
+import functools
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from models import huggingface
+from runtime.run import with_shardings
+from shardlib import shardops
+from shardlib.mesh import make_mesh
+from shardlib.shardtypes import f32, make_shardings, narrowed
+from train import TokenBatch, act
+
+FOLDER = Path(__file__).parent / "models/golden"
+NAMES = sorted(path.name for path in FOLDER.iterdir())
+
+
+@contextlib.contextmanager
+def on_mesh(d, t, dtype="float32"):
+    act.dtype = dtype
+    with jax.set_mesh(make_mesh({"d": d, "t": t}, devices=jax.devices()[: d * t])):
+        yield
+
+
+def oracle_of(name):
+    """What transformers computed: `targets`, `logits` of the first rows, `loss`, and `gradient/` of each tensor."""
+    return dict(np.load(FOLDER / name / "oracle.npz"))
+
+
+def batch_of(oracle, lengths=(9, 15)):
+    """The rows of golden.py, in which two sequences follow each other."""
+    targets = oracle["targets"]
+    starts = np.zeros(targets.shape, bool)
+    starts[:, [0, lengths[0]]] = True
+    return jax.device_put(TokenBatch(targets, starts, np.ones(targets.shape, bool)), make_shardings(TokenBatch))
+
+
+def weights_of(source, pool, model=None):
+    """The weights of a source on the current mesh, and their type."""
+    shapes = jax.eval_shape(functools.partial(source.family.init, source.model), np.uint32(0))
+    type_ = narrowed(source.family.Weights, shapes)
+    return huggingface.restored(source, model or source.model, with_shardings(shapes, type_), pool), type_
+
+
+def loss_and_logits(source, Weights, bos_id=1):
+    """A function of weights and a batch: the mean loss, all logits, and the loss's gradient."""
+    family, model = source.family, source.model
+    layers = family.layers  # of a changed copy its own
+    cap = family.mask(model).logits_cap
+
+    def step(weights: Weights, batch: TokenBatch) -> tuple[f32[""], f32["B/d L V/t"], Weights]:
+        count = batch.targets.size * shardops.axis_size("d")
+
+        def loss(weights, batch):
+            ends = family.gather_ends(weights)
+            x = layers.hidden(family, model, weights, *layers.inputs_of(batch, bos_id), ends=ends)
+            return layers.loss_sum(ends.unembed, x, batch, cap) / count, layers.logits_of(ends.unembed, x, cap)
+
+        (value, logits), gradient = shardops.value_and_grad(loss, has_aux=True)(weights, batch)
+        return shardops.psum("+d +t -> ", value), logits, gradient
+
+    return step
