@@ -71,10 +71,6 @@ B/d M/t | jnp.zeros(x.shape) + x
 B/d M/t | jnp.zeros(x.shape)
 B/d L M | jnp.moveaxis(lax.scan(lambda c, r: (c + r, c + r), jnp.zeros(x[:, 0].shape), jnp.moveaxis(x, 1, 0))[1], 0, 1)
 B/d L | lax.associative_scan(jnp.add, x, axis=1)
-B/d L, '' -> B/d L | lax.scan(lambda c, r: (y * c + r,) * 2, jnp.zeros(x.shape[:1]), x.T)[1].T
-B/d L M/t, B/d M/t, i32 B/d -> B/d L M/t | jax.vmap(lambda cache, row, at: cache.at[at % 32].set(row))(x, y, z)
-B/d L M, M F -> B/d L F | (x.reshape(-1, x.shape[-1]) @ y).reshape(*x.shape[:2], -1)
-i32 B/d L -> i32 L | shardops.psum('L +d -> L', shardops.sum_unreduced('B/d L -> L +d', x)) // 2
 B/d M/t | lax.scan(lambda c, _: (c + x, None), jnp.zeros(x.shape), None, length=2)[0]
 B/d M/t | lax.fori_loop(0, 3, lambda i, c: 2 * c, x)
 '' | lax.while_loop(lambda c: c < 10, lambda c: c + 1, x)
@@ -163,6 +159,12 @@ lax.cond(jnp.float32(3) > 2, lambda v: v, lambda v: 2 * v, u)
 
 # -- Layers ------------------------------------------------------------------------------------------------------------
 @right
+def feed_forward(x: f32['B/d M'], w: f32['M F/t'], v: f32['F/t M']) -> f32['B/d M']:
+    h = jnp.tanh(shardops.einsum_unreduced('B/d M, M F/t -> B/d F/t', x, w))
+    return shardops.psum('B/d M +t -> B/d M', shardops.einsum_unreduced('B/d F/t, F/t M -> B/d M +t', h, v))
+
+
+@right
 @typed
 def sharded_feed_forward(x: f32['B/d L M/t'], w: f32['M/d F/t'], v: f32['F/t M/d']) -> f32['B/d L M/t']:
     gathered: f32['B/d L M'] = shardops.all_gather('B/d L M/t -> B/d L M', x)
@@ -185,6 +187,17 @@ def heads(x: f32['B/d L M'], w: f32['3 M F/t']) -> f32['B/d L F/t']:
     weights = jnp.einsum("blhk,bshk->bhls", q, k)
     weights = jax.nn.softmax(jnp.where(jnp.tril(jnp.ones(weights.shape[2:], bool))[None, None], weights, -1e9))
     return jnp.einsum("bhls,bshk->blhk", weights, v).reshape(*x.shape[:2], -1)
+
+
+@right
+def tokens_side_by_side(x: f32['B/d L M'], w: f32['M F']) -> f32['B/d L F']:
+    return jnp.tanh(x.reshape(-1, x.shape[-1]) @ w).reshape(*x.shape[:2], w.shape[1])
+
+
+@right
+def three_products_in_one(x: f32['B/d M'], w: f32['M E']) -> f32['B/d E']:
+    q, k, v = jnp.split(x @ w, 3, axis=-1)
+    return jnp.concatenate([v, k, q], axis=-1)
 
 
 @right
@@ -219,7 +232,49 @@ def layers(x: f32['B/d M'], ws: f32['3 M/d M2/t']) -> f32['B/d M']:
     return lax.scan(layer, x, ws)[0]
 
 
+# -- Decoding: indices, caches, masks ----------------------------------------------------------------------------------
+@right
+def cache_at_each_rows_position(cache: f32['B/d L M/t'], row: f32['B/d M/t'], at: i32['B/d']) -> f32['B/d L M/t']:
+    return jax.vmap(lambda cache, row, at: cache.at[at].set(row))(cache, row, at)
+
+
+@right
+def sums_by_segment(x: f32['B/d L'], ids: i32['B/d L']) -> f32['B/d 8']:
+    return jax.vmap(lambda x, ids: jax.ops.segment_sum(x, ids, num_segments=8))(x, ids)
+
+
+@right
+def along_a_whole_dim(x: f32['B/d L']) -> tuple[f32['B/d L'], f32['B/d L'], f32['B/d L']]:
+    return jnp.cumsum(x, axis=1), jnp.sort(x, axis=1), lax.associative_scan(jnp.multiply, x, axis=1)
+
+
+@right
+def recurrence(x: f32['B/d L'], decay: f32['']) -> f32['B/d L']:
+    return lax.scan(lambda c, r: (decay * c + r,) * 2, jnp.zeros(x.shape[:1]), x.T)[1].T
+
+
+@right
+def integers(ids: i32['B/d L']) -> tuple[i32['L'], f32['B/d 8'], i32['B/d L']]:
+    total = shardops.psum('L +d -> L', shardops.sum_unreduced('B/d L -> L +d', ids))
+    return total // 2, jnp.sum(jax.nn.one_hot(ids, 8), axis=1), ids % 3
+
+
 # -- Sums that are owed ------------------------------------------------------------------------------------------------
+@right
+def linear_before_the_sum(x: f32['B/d F/t'], w: f32['F/t M'], s: f32['M']) -> tuple[f32['B/d M'], f32['B/d M']]:
+    y = shardops.einsum_unreduced('B/d F/t, F/t M -> B/d M +t', x, w)
+    one = shardops.psum('B/d M +t -> B/d M', y * s[None])
+    return one, shardops.psum('B/d M +t -> B/d M', jnp.cumsum(y, axis=1))
+
+
+@right
+def sum_owed_through_a_scan(x: f32['L B/d F/t'], w: f32['F/t M']) -> f32['B/d M']:
+    def add(total, row):
+        return total + shardops.einsum_unreduced('B/d F/t, F/t M -> B/d M +t', row, w), None
+
+    return shardops.psum('B/d M +t -> B/d M', lax.scan(add, shardops.zeros('B/d M +t', f32), x)[0])
+
+
 @right
 def bias_added_once(x: f32['B/d F/t'], bias: f32['M'], w: f32['F/t M']) -> f32['B/d M']:
     y = shardops.einsum_unreduced('B/d F/t, F/t M -> B/d M +t', x, w)
@@ -234,6 +289,14 @@ def global_norm(a: f32['M/d F/t'], b: f32['M/t']) -> tuple[f32['M/d F/t'], f32['
 
 
 # -- Control flow ------------------------------------------------------------------------------------------------------
+@right
+def a_transfer_that_all_take(x: f32['B/d M'], go: f32['']) -> f32['M']:
+    def total(x):
+        return shardops.psum('M +d -> M', shardops.sum_unreduced('B/d M -> M +d', x))
+
+    return lax.cond(go > 0, total, lambda x: jnp.zeros(x.shape[1]), x)
+
+
 @right
 def loops(x: f32['L M/t']) -> f32['L M/t']:
     first = shardops.all_gather('L M/t -> L M', x)[0, 0]
@@ -254,6 +317,23 @@ def ring(x: f32['B/d L']) -> f32['L']:
 
 
 # -- Gradients ---------------------------------------------------------------------------------------------------------
+@right
+def gradient_of_a_replicated_weight(w: f32['M'], x: f32['B/d M'], y: f32['B/d']) -> tuple[f32[''], f32['M']]:
+    def loss(w):
+        error = jnp.tanh(x @ w) - y
+        return shardops.pending('+d -> +d +t', shardops.sum_unreduced('B/d -> +d', error * error))
+
+    value, gradient = shardops.value_and_grad(loss)(w)
+    return shardops.psum('+d +t -> ', value), shardops.psum('M +d +t -> M', gradient)
+
+
+@right
+def pulled_back(w: f32['M'], x: f32['B/d M'], y: f32['B/d M']) -> tuple[f32['M'], f32['B/d M']]:
+    _, pull = shardops.vjp(lambda w, x: jnp.tanh(x * w[None]), w, x)
+    of_w, of_x = pull(shardops.pending('B/d M -> B/d M +t', y))
+    return shardops.psum('M +d +t -> M', of_w), shardops.psum('B/d M +t -> B/d M', of_x)
+
+
 @right
 def gradient_that_is_the_same_and_a_term(bias: f32['M'], x: f32['B/d M']) -> f32['M']:
     def loss(bias):
@@ -312,6 +392,16 @@ def gradient_of_an_embedding(table: f32['V/t M/d'], ids: i32['B/d'], w: f32['B/d
         return shardops.sum_unreduced('B/d M +t -> +d +t', rows * w)
 
     return shardops.grad(loss)(table)
+
+
+@right
+def gradient_over_chunks(w: f32['M V/t'], x: f32['3 B/d M'], y: i32['3 B/d']) -> f32['M V/t']:
+    def loss(w, x, y):
+        each = loss_of_split_logits(shardops.einsum_unreduced('B/d M, M V/t -> B/d V/t', x, w), y)
+        return shardops.pending('+d -> +d +t', shardops.sum_unreduced('B/d -> +d', each))
+
+    gradient = shardops.grad(lambda w: shardops.sum_over_chunks(loss, w, x, y))(w)
+    return shardops.psum('M V/t +d -> M V/t', gradient)
 
 
 @right
