@@ -334,15 +334,6 @@ def pulled_back(w: f32['M'], x: f32['B/d M'], y: f32['B/d M']) -> tuple[f32['M']
     return shardops.psum('M +d +t -> M', of_w), shardops.psum('B/d M +t -> B/d M', of_x)
 
 
-@right
-def gradient_that_is_the_same_and_a_term(bias: f32['M'], x: f32['B/d M']) -> f32['M']:
-    def loss(bias):
-        mean = shardops.psum('M +d -> M', shardops.sum_unreduced('B/d M -> M +d', x + bias[None])) / 16
-        return shardops.pending(' -> +d +t', shardops.sum_unreduced('M -> ', mean**2))
-
-    return shardops.psum('M +d +t -> M', shardops.grad(loss)(bias))
-
-
 @pytree_dataclass
 class Layer:
     w: f32['M/d M2/t']

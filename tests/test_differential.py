@@ -14,6 +14,7 @@ import pytest
 import right_programs
 from grammar import Whole, programs
 from hypothesis import Phase, find, settings
+from prove import each_row, program, prove_everywhere, table
 
 from shardlib.mesh import make_mesh
 from shardlib.shardtypes import ShardingError, typed_shard_map
@@ -163,7 +164,7 @@ class Written(NamedTuple):
     """A program by hand, to be run like a drawn one."""
 
     function: Callable
-    sizes: dict[str, int]  # of its letters
+    sizes: tuple[dict[str, int], ...]  # of its letters
     whole: Callable
 
     def __str__(self):
@@ -183,7 +184,7 @@ class Written(NamedTuple):
             return random.integers(0, 8, shape.shape, np.int32)
 
         parameters = inspect.signature(self.function, eval_str=True).parameters.values()
-        return [jax.tree.map(array, prove.abstract(parameter.annotation, self.sizes)) for parameter in parameters]
+        return [jax.tree.map(array, prove.abstract(parameter.annotation, self.sizes[0])) for parameter in parameters]
 
 
 def on_whole_arrays(sizes) -> dict[str, object]:
@@ -197,31 +198,35 @@ def on_whole_arrays(sizes) -> dict[str, object]:
     return names
 
 
-OWED = "shardops.einsum_unreduced('B/d F/t, M F/t -> B/d M +t', x, y)"
-LINEAR = [
-    ("B/d F/t, M F/t -> B/d M", f"shardops.psum('B/d M +t -> B/d M', (lambda u: {row})({OWED}))")
-    for (row,) in prove.table(right_programs.LINEAR)
-]
-ROWS = [*prove.table(right_programs.ACCEPTED), *LINEAR]
+def written() -> list[Written]:
+    small, large = on_whole_arrays(SIZES), on_whole_arrays(prove.SIZES)
+    owed = "shardops.einsum_unreduced('B/d F/t, M F/t -> B/d M +t', x, y)"
+    body = f"shardops.psum('B/d M +t -> B/d M', (lambda u: {{}})({owed}))"
+    linear = [("B/d F/t, M F/t -> B/d M", body.format(row)) for (row,) in table(right_programs.LINEAR)]
+    rows = [
+        Written(
+            program(*row, vars(right_programs)), (prove.SIZES, prove.SINGLE), program(*row, large, large["shardops"])
+        )
+        for row in (*table(right_programs.ACCEPTED), *linear)
+    ]
+    return [*(Written(each, (SIZES,), small[each.__name__]) for each in right_programs.RIGHT), *rows]
 
 
-@pytest.mark.parametrize("program", right_programs.RIGHT)
+WRITTEN = written()
+
+
+@pytest.mark.parametrize("program", WRITTEN, ids=str)
 def test_right_programs_are_accepted(program):
     """Each program by hand is accepted on every mesh."""
-    prove.prove_everywhere(program, prove.OF_D_AND_T, (SIZES,))
-
-
-@prove.each_row([*ROWS, *prove.table(right_programs.OF_DEVICES)])
-def test_everyday_programs_are_accepted(row):
-    """So is what treats each device's part by itself, and each linear function of a sum that is owed."""
-    prove.prove_everywhere(prove.program(*row, vars(right_programs)))
+    prove_everywhere(program.function, prove.OF_D_AND_T, program.sizes)
 
 
 def test_right_programs_are_right():
     """Each gives on every mesh what it means on whole arrays."""
-    small, large = on_whole_arrays(SIZES), on_whole_arrays(prove.SIZES)
-    written = [Written(each, SIZES, small[each.__name__]) for each in right_programs.RIGHT]
-    for row in ROWS:
-        function, whole = prove.program(*row, vars(right_programs)), prove.program(*row, large, large["shardops"])
-        written.append(Written(function, prove.SIZES, whole))
-    assert [(str(each), wrong) for each, wrong in zip(written, faults(written)) if any(wrong)] == []
+    assert [(str(each), wrong) for each, wrong in zip(WRITTEN, faults(WRITTEN)) if any(wrong)] == []
+
+
+@each_row(table(right_programs.OF_DEVICES))
+def test_right_programs_of_devices_are_accepted(row):
+    """So is what has another meaning for another number of devices, by its type or because random numbers are drawn."""
+    prove_everywhere(program(*row))

@@ -14,8 +14,6 @@ import small
 from mutation import mutants
 from pages import MESH_OF_RECIPE, RECIPES, module_of, recipe, steps_of_the_tutorial, text_of, train_py
 
-import train
-from kernels.attention import KERNELS
 from shardlib.shardtypes import ShardingError, typed_shard_map
 
 D_T = dict(d=4, t=2)
@@ -60,16 +58,6 @@ def check_steps(path, source, mesh):
 def test_the_program_itself_passes(mesh, tmp_path):
     """train.py as it is is accepted on each mesh: the mutants are refused for their mutation."""
     assert check_steps(tmp_path / "train.py", train_py(), mesh) > 100
-
-
-WAYS = [("einsum", "inputs"), *((kernel, "everything") for kernel in KERNELS)]
-
-
-@pytest.mark.parametrize("kernel, saved", WAYS)
-def test_the_program_passes_with_each_kernel(kernel, saved):
-    """So it is with each attention kernel, and where less is kept for the backward pass."""
-    steps = small.steps_of(train, {"attention": kernel}, {"save_for_backward": saved})
-    assert all(typed_shard_map(step).check(abstract(D_T), *given) > 40 for step, given in steps)
 
 
 @pytest.mark.parametrize(

@@ -130,23 +130,6 @@ def ref_forgets(x):
     return ref[...]
 
 
-def ref_adds_rows(x):
-    total = jax.new_ref(jnp.float32(0))
-
-    def add(index, nothing):
-        total[...] += x[index, 0]
-        return nothing
-
-    lax.fori_loop(0, x.shape[0], add, 0)
-    return total[...]
-
-
-def ref_in_a_branch(x):
-    total = jax.new_ref(jnp.float32(0))
-    lax.cond(jnp.max(x, axis=1)[0] > 0, lambda: jax.ref.addupdate(total, (), jnp.float32(1)), lambda: None)
-    return total[...]
-
-
 def diagonal(x):
     return x[jnp.arange(x.shape[0]), jnp.arange(x.shape[0])]
 
@@ -231,10 +214,6 @@ M | x * jnp.sum(lax.psum_scatter(x, ('d', 't'), tiled=True))
 M/t | lax.ppermute(x, 't', [(0, 0)]) | 'ppermute' over t outside of shardops
 M/t | lax.all_to_all(x, 't', 0, 0, tiled=True) | 'all_to_all' over t outside of shardops
 M/t | x * lax.axis_index('t').astype(jnp.float32) | 'axis_index' over t outside of shardops
-M | jax.random.permutation(jax.random.key(lax.axis_index('d')), x) | 'axis_index' over d outside of shardops
-B/d -> '' | lax.while_loop(lambda c: c < jnp.max(x), lambda c: c + 0.1, jnp.float32(0))
-    | reduces a dim that is split over d
-B/d | lax.while_loop(lambda c: c[0] < 9, lambda c: lax.pmax(c + 1, 'd'), x) | 'pmax' over d outside of shardops
 M/d | lax.scan(lambda c, _: (lax.psum(c, 'd'), None), x, None, length=2)[0] | 'psum' over d outside of shardops
 B M/d -> B M | jax.vmap(lambda row: shardops.all_gather('M/d -> M', row))(x)
     | an operation or an annotation under jax.vmap: its string does not name the mapped dim fix: write the dim in
@@ -321,8 +300,6 @@ B M/t, i32 L -> L
 # H8: What the check cannot see
 B/d M/t -> B/d | ref_forgets(x)
     | writes into a ref what does not lie as the ref was made fix: make it of the type that is written
-B/d M -> '' | ref_adds_rows(x) | takes a part of a dim that is split over d
-B/d M -> '' | ref_in_a_branch(x) | takes a part of a dim that is split over d
 M/t | lax.composite(lambda x: x / jnp.sum(x), name='own.norm')(x)
     | 'sum' .reduce_sum. reduces a dim that is split over t
 M/t | lax.composite(lambda x: lax.pmean(x, 't'), name='own.mean')(x) | over t outside of shardops
