@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import small
-from conftest import FOLDER, batch_of, loss_and_logits, on_mesh, oracle_of, weights_of
 from mutation import mutants
 from pages import ROOT, module_of
+from published import FOLDER, batch_of, loss_and_logits, on_mesh, oracle_of, weights_of
 from reference import random_weights
 from test_mutation import refuse_all
 
@@ -73,7 +73,7 @@ def test_losses_and_gradients_are_those_of_train_py(mesh, dtype):
 
 def decoded(source, Weights):
     """Hidden states by the layer as decoding calls it: the residual is whole on each device, keys and values are kept."""
-    family, model = source.family, source.model
+    family, model, layers = source.family, source.model, source.family.layers
 
     def forward(weights: Weights, batch: TokenBatch) -> tuple[act["B/d L M"], act["layers B/d S K/t D"]]:
         inputs, segment, position = layers.inputs_of(batch, 1)

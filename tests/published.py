@@ -1,29 +1,21 @@
-"""The small published models of golden/, restored onto a mesh and run."""
+"""The small published models of tests/models/golden/, restored onto a mesh and run."""
 
 import contextlib
 import functools
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
 import numpy as np
-import pytest
 
-from models import huggingface, layers
+from models import huggingface
 from runtime.run import with_shardings
 from shardlib import shardops
 from shardlib.mesh import make_mesh
 from shardlib.shardtypes import f32, make_shardings, narrowed
 from train import TokenBatch, act
 
-FOLDER = Path(__file__).parent / "golden"
+FOLDER = Path(__file__).parent / "models/golden"
 NAMES = sorted(path.name for path in FOLDER.iterdir())
-
-
-@pytest.fixture(scope="session")
-def pool():
-    with ThreadPoolExecutor(2) as pool:
-        yield pool
 
 
 @contextlib.contextmanager
@@ -56,6 +48,7 @@ def weights_of(source, pool, model=None):
 def loss_and_logits(source, Weights, bos_id=1):
     """A function of weights and a batch: the mean loss, all logits, and the loss's gradient."""
     family, model = source.family, source.model
+    layers = family.layers  # of a changed copy its own
     cap = family.mask(model).logits_cap
 
     def step(weights: Weights, batch: TokenBatch) -> tuple[f32[""], f32["B/d L V/t"], Weights]:
