@@ -217,7 +217,7 @@ def model_of(config) -> Model:
     """
     config.take('model_type')
     d_model, heads, d_rotary = [config.take(key) for key in ('n_embd', 'n_head', 'rotary_dim')]
-    config.require(tie_word_embeddings=False, activation_function='gelu_new', scale_attn_weights=True)
+    config.require(tie_word_embeddings=False, activation_function='gelu_new', scale_attn_weights=True, rotary=True)
     config.take('n_positions', None)  # the length of a table of angles, which has no weights
     if not d_rotary or d_rotary % 2:
         config.refuse('rotary_dim', 'expected an even number of dims')
