@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from einops import rearrange
 
-from models.huggingface import Source, Tensor, described, read_json
+from models.huggingface import Source, described
+from models.safetensors import Tensor, read_json
 from runtime.terminal import RunError, needs_package
 
 LAYER = "model.layers.{}"
@@ -52,7 +53,7 @@ GGUF_NO_EFFECT = {"rope.dimension_count", "attention.value_length", "rope.scalin
 
 def open_gguf(file: Path) -> Source:
     """A GGUF file of the architectures llama (which Mistral is too), qwen2 and qwen3, whatever its quantization."""
-    with needs_package(f"{file.name} is in GGUF, and reading it", "gguf", "pip install gguf"):
+    with needs_package(f"{file.name} is in GGUF, and reading it", "gguf"):
         import gguf
     try:
         reader = gguf.GGUFReader(file)

@@ -55,9 +55,9 @@ def loss_and_logits(source, Weights, bos_id=1):
         count = batch.targets.size * shardops.axis_size("d")
 
         def loss(weights, batch):
-            unembed = family.gather_ends(weights).unembed
-            x = layers.hidden(family, model, weights, *layers.inputs_of(batch, bos_id))
-            return layers.loss_sum(unembed, x, batch, cap) / count, layers.logits_of(unembed, x, cap)
+            ends = family.gather_ends(weights)
+            x = layers.hidden(family, model, weights, *layers.inputs_of(batch, bos_id), ends=ends)
+            return layers.loss_sum(ends.unembed, x, batch, cap) / count, layers.logits_of(ends.unembed, x, cap)
 
         (value, logits), gradient = shardops.value_and_grad(loss, has_aux=True)(weights, batch)
         return shardops.psum("+d +t -> ", value), logits, gradient
