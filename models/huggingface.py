@@ -297,7 +297,7 @@ def described(content: dict[str, Any], tensors: dict[str, Tensor], folder: Path)
 def with_prefix(tensors: dict[str, Tensor], rows: dict[str, dict[tuple[int, ...], Row]]) -> dict[str, Tensor]:
     """The tensors with the first part of their names, `transformer.`, which a file of the model without its head (of
     gpt2, opt-6.7b) leaves out."""
-    prefix = rows["embed"][()].name.partition(".")[0] + "."
+    prefix = next(row.name for parts in rows.values() for row in parts.values()).partition(".")[0] + "."
     if any(name.startswith(prefix) for name in tensors):
         return tensors
     return {name if name.startswith("lm_head.") else prefix + name: tensor for name, tensor in tensors.items()}

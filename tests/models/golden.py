@@ -24,9 +24,15 @@ SMALL = {
     "pad_token_id": None,
 }  # fmt: skip
 OLD = {
-    "vocab_size": 40, "n_positions": 64, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_inner": 24, "bos_token_id": 1,
+    "vocab_size": 40,
+    "n_positions": 64,
+    "n_embd": 16,
+    "n_layer": 2,
+    "n_head": 2,
+    "n_inner": 24,
+    "bos_token_id": 1,
     "eos_token_id": 2,
-}  # fmt: skip
+}
 ROWS, LENGTHS = 8, (9, 15)  # of the two sequences in each row
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 100.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 2.0}
 YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "beta_fast": 2.0, "beta_slow": 0.5}
