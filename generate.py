@@ -108,8 +108,8 @@ def serve(path: str, mesh: jax.sharding.Mesh, compute_dtype: str | None = None) 
     """
     with ThreadPoolExecutor() as pool:
         source = open_weights(path, pool)
-        if not hasattr(source.family, 'embed'):
-            raise RunError(f"{path}: {source.family.__name__} writes no text")
+        if not hasattr(source.family, "embed"):
+            raise RunError(f"{path} is of a model that models/ cannot decode: write a family for it (docs/models.md)")
         # XLA:CPU computes bfloat16 by way of float32.
         dtype = compute_dtype or ('float32' if jax.default_backend() == 'cpu' else source.model.compute_dtype)
         act.dtype = stored.dtype = dtype
@@ -130,6 +130,8 @@ def serve(path: str, mesh: jax.sharding.Mesh, compute_dtype: str | None = None) 
         length = source.checkpoint.attributes["config"]["training"]["tokens"]["len"]
     else:
         length = source.config.get("max_position_embeddings", 2**30)
+    if hasattr(model, "positions"):  # a table of them, which ends
+        length = model.positions - model.first_position
     return Served(Generator(source.family, model, weights, _ends(source, tokenizer)), source, tokenizer, start, length)
 
 
@@ -340,9 +342,10 @@ def main(config: Generate) -> None:
         else:
             prompts = [served.ids_of(prompt) for prompt in prompts_of(config)]
         if (longest := max(map(len, prompts)) + config.tokens) > served.length:
-            print_error(
-                f"up to {longest} tokens, of a model that was trained on {served.length}: expect nonsense", "note"
-            )
+            text = f"up to {longest} tokens, of a model that was trained on {served.length}"
+            if hasattr(served.source.model, "positions"):
+                raise RunError(f"{text}, and knows no more positions: lower tokens")
+            print_error(f"{text}: expect nonsense", "note")
         write_all(served, config, prompts)
 
 

@@ -315,6 +315,8 @@ def main(config: Serve) -> None:
     mesh = start_mesh(config)
     with jax.set_mesh(mesh):
         served = serve(config.model, mesh, config.compute_dtype)
+    if hasattr(served.source.model, "positions") and config.length > served.length:
+        raise RunError(f"length = {config.length}: the model knows {served.length} positions, set it to that or less")
     engine = Engine(served, mesh, config)
     engine.start()
     settings = uvicorn.Config(app_of(served, engine, config), config.host, config.port, log_level="warning")

@@ -194,7 +194,7 @@ class Programs:
     def __init__(self, family: Any, model: Any, weights: Any):
         self.model = model
         mask = family.mask(model)
-        windows = jnp.asarray(mask.window, jnp.int32) if isinstance(mask.window, tuple) else None
+        windows = mask.by_layer()
         Layers = narrowed(Array['layers', family.Gathered], weights.transformer)
         Ends, Given = family.Ends, narrowed(family.Weights, weights)
 
@@ -215,9 +215,9 @@ class Programs:
                 w, old_k, old_v, window = of_layer
 
                 def attend(q, k, v):
-                    of_row = mask.window if window is None else window
-                    return attention(q, old_k, old_v, k, v, cache.length, of_row, mask.cap), (k, v)
+                    return attention(q, old_k, old_v, k, v, cache.length, attend.window, mask.cap), (k, v)
 
+                attend.window = mask.of_layer(window)
                 return family.layer(model, x, w, attend, position, 'M')
 
             x, (k, v) = lax.scan(layer, x, (stack, cache.k, cache.v, windows))

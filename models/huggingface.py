@@ -34,11 +34,17 @@ from runtime.terminal import RunError, needs_package
 # The module of each model_type. By name, since a family imports train.py, which imports what reads its weights.
 FAMILIES = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "olmo2"), "models.llama"),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), "models.gemma"),
+    **dict.fromkeys(("gpt2", "opt"), "models.gpt2"),
+    "gptj": "models.gptj",
 }
 # Fields of config.json that change nothing of what a given model computes.
 WITHOUT_EFFECT = {
     "architectures", "attention_dropout", "bos_token_id", "dtype", "eos_token_id", "initializer_range",
     "max_position_embeddings", "pad_token_id", "torch_dtype", "transformers_version", "use_cache", "max_window_layers",
+    "attn_pdrop", "cache_implementation", "dropout", "embd_pdrop", "gradient_checkpointing", "init_std", "layerdrop",
+    "n_ctx", "prefix", "resid_pdrop", "summary_activation", "summary_first_dropout", "summary_proj_to_labels",
+    "summary_type", "summary_use_proj", "task_specific_params", "tokenizer_class",
     "_name_or_path", "unsloth_version", "unsloth_fixed", "rope_interleaved", "is_llama_config", "transformers.js_config",
 }  # fmt: skip
 UNUSED = re.compile(r".*\.rotary_emb\.inv_freq|.*\.attn\.(masked_)?bias")  # buffers that old files have
@@ -65,6 +71,10 @@ class Fields:
         for key, value in values.items():
             if self.take(key, value) != value:
                 self.refuse(key, f"expected {value!r}")
+
+    def replaced(self, **content: Any) -> "Fields":
+        """The same fields but for these: where a config.json nests what elsewhere stands in it."""
+        return Fields({**self.content, **content}, self.where)
 
     def refuse(self, key: str, why: str) -> None:
         value = self.content[key]
@@ -280,7 +290,17 @@ def described(content: dict[str, Any], tensors: dict[str, Tensor], folder: Path)
     family = family_of(fields.take("model_type"), fields.where)
     model = family.model_of(fields)
     fields.finish()
-    return Source(Published(str(folder), tensors, rows_of(family, model)), family, model, folder, content)
+    rows = rows_of(family, model)
+    return Source(Published(str(folder), with_prefix(tensors, rows), rows), family, model, folder, content)
+
+
+def with_prefix(tensors: dict[str, Tensor], rows: dict[str, dict[tuple[int, ...], Row]]) -> dict[str, Tensor]:
+    """The tensors with the first part of their names, `transformer.`, which a file of the model without its head (of
+    gpt2, opt-6.7b) leaves out."""
+    prefix = next(row.name for parts in rows.values() for row in parts.values()).partition(".")[0] + "."
+    if any(name.startswith(prefix) for name in tensors):
+        return tensors
+    return {name if name.startswith("lm_head.") else prefix + name: tensor for name, tensor in tensors.items()}
 
 
 def require_same(source: Source, model: Any) -> None:

@@ -312,7 +312,8 @@ def map_type(function, type_, leading: tuple[Dim, ...] = (), like=_NOTHING):
     if typing.get_origin(type_) is dict or type_ in (None, type(None)):
         raise ShardingError(f"{type_}: name the leaves in a pytree_dataclass")
     raise ShardingError(
-        f"{type_!r} is no type of sharded arrays: use f32['...'], Array['...', cls], tuple[...] or a pytree_dataclass of them"
+        f"{type_!r} is no type of sharded arrays: "
+        "use f32['...'], Array['...', cls], tuple[...] or a pytree_dataclass of them"
     )
 
 
@@ -343,9 +344,9 @@ def is_tree_of_types(type_) -> bool:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["base", "a", "b"], meta_fields=["scale"])
 @dataclasses.dataclass(frozen=True)
 class Adapted:
-    """A matrix to which `scale` · a · b is added, of low rank (Hu et al. 2021). It may stand where a type says a matrix,
-    which is then said of `base`, and is for `shardops.product` alone; the types of a and b are in its strings.
-    """
+    """A matrix to which `scale` · a · b is added, of low rank (Hu et al. 2021). It may stand where a type says a
+    matrix, which is then said of `base`, and is for `shardops.product` alone; the types of a and b are in its
+    strings."""
 
     base: jax.Array
     a: jax.Array  # the dims that a product contracts, then the rank N
@@ -461,7 +462,8 @@ def _check_outside(spec: Spec, value):
     if not value.sharding.is_equivalent_to(wanted, value.ndim):
         lies = getattr(value.sharding, "spec", value.sharding)
         raise ShardingError(
-            f"the array lies as {lies}, the type says {wanted.spec}: place it with jax.device_put(x, make_shardings(...))"
+            f"the array lies as {lies}, the type says {wanted.spec}: "
+            "place it with jax.device_put(x, make_shardings(...))"
         )
 
 

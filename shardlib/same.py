@@ -15,8 +15,8 @@ ANOTHER = (
     "another program is traced for another number of devices: what is computed must not depend on the size of a "
     "device's part"
 )
-# Parameters that are sizes, compared as those of results, and what is no number: JAX notes a `sharding`, empty inside of
-# shard_map, depending on what else it has traced.
+# Parameters that are sizes, compared as those of results, and what is no number: JAX notes a `sharding`, empty inside
+# of shard_map, depending on what else it has traced.
 _SIZES = frozenset("shape new_sizes sizes slice_sizes limit_indices length donated_invars name sharding".split())
 # Where a device holds one row, JAX moves it in ways of its own.
 _MOVES = frozenset("broadcast_in_dim gather reshape squeeze".split())
@@ -178,8 +178,8 @@ def _explained(values: list, same) -> bool:
 
 
 class _Roots:
-    """Where the values of a jaxpr come from, as if its moves were not there: the arguments, and the results of its other
-    equations, by number."""
+    """Where the values of a jaxpr come from, as if its moves were not there: the arguments, and the results of its
+    other equations, by number."""
 
     def __init__(self, jaxpr):
         self.jaxpr, self.gathers = jaxpr, []

@@ -65,8 +65,8 @@ def _operate(name, text, operands, plan, execute, rule=None, new_sizes=None, sev
 
     `plan(recipe, mesh_axes)` raises if the string is not one for the operation; else it returns what `execute(planned,
     axes, *operands)` needs, which is cached by string. `planned['moves']` are the axes over which data are sent.
-    `new_sizes` are sizes of dims that no operand has; `several` says that the string may have several results; `with_` are
-    numbers that are no operands.
+    `new_sizes` are sizes of dims that no operand has; `several` says that the string may have several results; `with_`
+    are numbers that are no operands.
     """
     text = as_text(text)
     axes = mapped_axes()
@@ -177,7 +177,8 @@ def _same_dims(recipe: Recipe) -> list[tuple[int, Dim, Dim]]:
     (operand,), result = recipe.operands, recipe.result
     if operand.names != result.names:
         raise ShardingError(
-            f"the operation keeps the dims, {' '.join(operand.names) or 'none'}, but the result has {' '.join(result.names) or 'none'}"
+            f"the operation keeps the dims, {' '.join(operand.names) or 'none'}, but the result has "
+            f"{' '.join(result.names) or 'none'}"
         )
     return [(position, before, after) for position, (before, after) in enumerate(zip(operand.dims, result.dims))]
 
@@ -187,9 +188,16 @@ def _suffix(longer: Dim, shorter: Dim, doing: str) -> tuple[str, ...]:
     would not be neighbours."""
     if longer.axes[: len(shorter.axes)] != shorter.axes:
         raise ShardingError(
-            f"{shorter} and {longer}: {doing} a dim's minor axes only, the last ones, since the parts over a major axis alone are not neighbours"
+            f"{shorter} and {longer}: {doing} a dim's minor axes only, the last ones, since the parts over a major "
+            "axis alone are not neighbours"
         )
     return longer.axes[len(shorter.axes) :]
+
+
+def _gaining(recipe: Recipe, doing: str) -> list[tuple[int, tuple[str, ...]]]:
+    """Positions of the dims that the result splits over more axes, with these axes."""
+    found = [(position, _suffix(after, before, doing)) for position, before, after in _same_dims(recipe)]
+    return [(position, names) for position, names in found if names]
 
 
 def _ordered(axes, mesh_axes) -> tuple[str, ...]:
@@ -215,8 +223,8 @@ def _gather(x, names, position: int):
 
 
 def _scatter(x, names, position: int):
-    """The sum over the devices, to each its part of a dim; the transpose of `_gather`. Each part lies in one piece: where
-    XLA:TPU lays them out within each other, it has to send the whole sum to every device."""
+    """The sum over the devices, to each its part of a dim; the transpose of `_gather`. Each part lies in one piece:
+    where XLA:TPU lays them out within each other, it has to send the whole sum to every device."""
     devices = math.prod(lax.axis_size(name) for name in names)
     parts = x.reshape(*x.shape[:position], devices, -1, *x.shape[position + 1 :])
     return lax.psum_scatter(row_major(jnp.moveaxis(parts, position, 0)), names)
@@ -284,8 +292,8 @@ def all_gather(spec: str | bytes, x, *, dtype=None, reduce_dtype=None):
 
 
 def _plan_gather(recipe, mesh_axes):
-    gathered = []
     (operand,), result = recipe.operands, recipe.result
+    gathered = []
     for position, before, after in _same_dims(recipe):
         if names := _suffix(before, after, "all_gather gathers"):
             gathered.append((position, names))
@@ -318,11 +326,14 @@ def pmax(spec: str | bytes, x):
         )
 
     def execute(planned, axes, x):
-        local = jnp.max(undifferentiated(x), axis=planned["dropped"])
-        names = _wide(planned["moves"], axes)
-        return lax.pmax(local, names) if names else local
+        return _largest(jnp.max(undifferentiated(x), axis=planned["dropped"]), planned, axes)
 
     return _operate("pmax", spec, (x,), _plan_pmax, execute)
+
+
+def _largest(local, planned, axes):
+    names = _wide(planned["moves"], axes)
+    return lax.pmax(local, names) if names else local
 
 
 def _dropped(recipe):
@@ -382,9 +393,7 @@ def any(spec: str | bytes, x):
     """
 
     def execute(planned, axes, x):
-        local = jnp.any(x, axis=planned["dropped"])
-        names = _wide(planned["moves"], axes)
-        return lax.pmax(local.astype(jnp.int32), names).astype(bool) if names else local
+        return _largest(jnp.any(x, axis=planned["dropped"]).astype(jnp.int32), planned, axes).astype(bool)
 
     return _operate("any", spec, (x,), _plan_pmax, execute)
 
@@ -408,20 +417,15 @@ def psum_scatter(spec: str | bytes, x):
 
 def _plan_scatter(recipe, mesh_axes):
     (operand,), result = recipe.operands, recipe.result
-    scattered = [
-        (position, names)
-        for position, before, after in _same_dims(recipe)
-        if (names := _suffix(after, before, "psum_scatter splits"))
-    ]
+    scattered = _gaining(recipe, "psum_scatter splits")
     gained = {axis for _, names in scattered for axis in names}
     taken = set(operand.pending) - set(result.pending)
-    if set(result.pending) - set(operand.pending):
-        raise ShardingError(
-            f"the result is pending over {', '.join(set(result.pending) - set(operand.pending))}, the operand is not"
-        )
+    if new := set(result.pending) - set(operand.pending):
+        raise ShardingError(f"the result is pending over {', '.join(sorted(new))}, the operand is not")
     if not taken or gained != taken:
         raise ShardingError(
-            f"psum_scatter takes the sum over axes that some dim is then split over: '{operand}' to '{result}' takes the sum over {', '.join(sorted(taken)) or 'none'} and splits over {', '.join(sorted(gained)) or 'none'}"
+            f"psum_scatter takes the sum over axes that some dim is then split over: '{operand}' to '{result}' takes "
+            f"the sum over {', '.join(sorted(taken)) or 'none'} and splits over {', '.join(sorted(gained)) or 'none'}"
         )
     return {"scattered": scattered, "moves": _ordered(gained, mesh_axes)}
 
@@ -448,7 +452,8 @@ def _plan_psum(recipe, mesh_axes):
     taken = set(operand.pending) - set(result.pending)
     if not taken or set(result.pending) - set(operand.pending):
         raise ShardingError(
-            f"takes no sum: the operand must be pending over more axes than the result, as in '{Spec(operand.dims, ('t',))} -> {Spec(operand.dims)}'"
+            "takes no sum: the operand must be pending over more axes than the result, as in "
+            f"'{Spec(operand.dims, ('t',))} -> {Spec(operand.dims)}'"
         )
     return {"moves": _ordered(taken, mesh_axes)}
 
@@ -478,12 +483,8 @@ def _plan_all_to_all(recipe, mesh_axes):
             loses.append((position, _suffix(before, after, "all_to_all moves")))
         elif before.axes != after.axes:
             gains.append((position, _suffix(after, before, "all_to_all moves")))
-    if (
-        len(loses) != 1
-        or len(gains) != 1
-        or loses[0][1] != gains[0][1]
-        or recipe.operands[0].pending != recipe.result.pending
-    ):
+    moved = [[axes for _, axes in each] for each in (loses, gains)]
+    if moved[0] != moved[1] or len(loses) != 1 or recipe.operands[0].pending != recipe.result.pending:
         raise ShardingError("all_to_all moves the same axes from one dim to one other, as in 'E/t C M -> E C/t M'")
     return {"loses": loses[0][0], "gains": gains[0][0], "moves": loses[0][1]}
 
@@ -576,17 +577,16 @@ def _plan_einsum(recipe, mesh_axes):
     contracted = {axis for name, dim in lies.items() if name not in recipe.result.names for axis in dim.axes}
     dims = tuple(lies[name] for name in recipe.result.names)
     expected = Spec(dims, _ordered(contracted | set(first.pending) | set(second.pending), mesh_axes))
-    for axis in [*(axis for dim in dims for axis in dim.axes), *expected.pending]:
-        if [*(axis for dim in dims for axis in dim.axes), *expected.pending].count(axis) > 1:
+    used = [*(axis for dim in dims for axis in dim.axes), *expected.pending]
+    for axis in used:
+        if used.count(axis) > 1:
             raise ShardingError(
-                f"two dims that are split over {axis} meet in the result '{expected}': each device has only the parts of its own index, gather one of them first"
+                f"two dims that are split over {axis} meet in the result '{expected}': each device has only the parts "
+                "of its own index, gather one of them first"
             )
     if recipe.result != expected:
-        owed = (
-            f": the contraction leaves a sum over {', '.join(sorted(contracted))}"
-            if contracted - set(recipe.result.pending)
-            else ""
-        )
+        forgotten = contracted - set(recipe.result.pending)
+        owed = f": the contraction leaves a sum over {', '.join(sorted(contracted))}" if forgotten else ""
         raise ShardingError(
             f"the result is '{expected}', not '{recipe.result}'{owed}\n  fix: {_corrected(recipe, expected)}"
         )
@@ -605,10 +605,8 @@ def product(spec: str | bytes, x, w, **jnp_kwargs):
         thin = einsum_unreduced('B/d L F/t, F/t N -> B/d L N +t', h, w_down.a)
         change = einsum_unreduced('B/d L N +t, N M -> B/d L M +t', thin, w_down.b)
 
-    besides the one with `base`: they join its pending sum, so no more is sent. Dims that all three have, as experts, stay
-    in front in a and in b. The layer that calls this is the same with adapters and without.
-    Sends: nothing.
-    """
+    besides the one with `base`: they join its pending sum, so no more is sent. Dims that all three have, as experts,
+    stay in front in a and in b. The layer that calls this is the same with adapters and without. Sends: nothing."""
     if not isinstance(w, Adapted):
         return einsum_unreduced(spec, x, w, **jnp_kwargs)
     recipe = parse_operation(as_text(spec), 2)
@@ -679,8 +677,9 @@ def index_unreduced(spec: str | bytes, table, indices):
         index_unreduced('[V/t] M, B/d L -> B/d L M +t', embed, ids)
         index_unreduced('B/d L [V/t], B/d L -> B/d L +t', logits, targets)      a table for each index: its dims
 
-    Indices outside of the dim give zero. The gradient of a table whose rows are looked up adds up in float32 and then takes
-    the table's type: of the terms of a row that is looked up thousands of times, bfloat16 would add but the first hundreds.
+    Indices outside of the dim give zero. The gradient of a table whose rows are looked up adds up in float32 and then
+    takes the table's type: of the terms of a row that is looked up thousands of times, bfloat16 would add but the first
+    hundreds.
     Sends: nothing.
     """
 
@@ -690,9 +689,8 @@ def index_unreduced(spec: str | bytes, table, indices):
         first = lax.axis_index(names) * rows if names else 0
         local = indices.astype(jnp.int32) - first
         held = (local >= 0) & (local < rows)
-        if planned[
-            "own"
-        ]:  # a sum over one-hot rows: its transpose is a product, where a gather's would be a slow scatter
+        if planned["own"]:
+            # A sum over one-hot rows: its transpose is a product, where a gather's would be a slow scatter.
             one_hot = lax.broadcasted_iota(jnp.int32, table.shape, position) == jnp.expand_dims(local, position)
             return jnp.sum(jnp.where(one_hot, table, jnp.zeros((), table.dtype)), axis=position)
         found = _rows(jnp.moveaxis(table, position, 0), jnp.where(held, local, 0))
@@ -731,11 +729,13 @@ def _plan_index(recipe, mesh_axes):
     own = (*table.dims[:position], *table.dims[position + 1 :]) == indices.dims
     if not own and (clash := set(indices.split) & table.split):
         raise ShardingError(
-            f"table and indices are both split over {', '.join(sorted(clash))}: a device looks up only its own indices in its own rows, gather one of them first"
+            f"table and indices are both split over {', '.join(sorted(clash))}: a device looks up only its own "
+            "indices in its own rows, gather one of them first"
         )
     if not own and (both := set(indices.names) & set(table.names)):
         raise ShardingError(
-            f"table and indices share {', '.join(sorted(both))}: either all dims but the indexed one are the indices' dims, or none"
+            f"table and indices share {', '.join(sorted(both))}: either all dims but the indexed one are the indices' "
+            "dims, or none"
         )
     expected = Spec(
         indices.dims if own else (*indices.dims, *table.dims[:position], *table.dims[position + 1 :]), names
@@ -763,11 +763,7 @@ def slice(spec: str | bytes, x):
 
 
 def _plan_slice(recipe, mesh_axes):
-    sliced = [
-        (position, names)
-        for position, before, after in _same_dims(recipe)
-        if (names := _suffix(after, before, "slice splits"))
-    ]
+    sliced = _gaining(recipe, "slice splits")
     if not sliced or recipe.operands[0].pending != recipe.result.pending:
         raise ShardingError("slice splits dims and changes nothing else, as in 'M -> M/t'")
     return {"sliced": sliced}
@@ -829,21 +825,18 @@ def _plan_regroup(recipe, mesh_axes):
                     sizes[dim.name] = int(dim.name)
                 elif dim.name in axes:
                     sizes[dim.name] = devices_of(dim, axes)
-            have = math.prod(sizes[dim.name] // parts(dim, axes) for dim in one)
-            unknown = [dim for dim in other if dim.name not in sizes]
-            for dim in other:
-                if dim.name in sizes:
-                    require_divisible(dim, sizes[dim.name], axes)
-            rest = math.prod(sizes[dim.name] // parts(dim, axes) for dim in other if dim.name in sizes)
+            known, unknown = ([dim for dim in other if (dim.name in sizes) is wanted] for wanted in (True, False))
+            for dim in known:
+                require_divisible(dim, sizes[dim.name], axes)
+            have, rest = (math.prod(sizes[dim.name] // parts(dim, axes) for dim in each) for each in (one, known))
             if len(unknown) > 1:
                 raise ShardingError(
                     f"say all sizes of {' '.join(map(str, other))} but one, as in {unknown[0].name}=..."
                 )
             if have % rest or (not unknown and have != rest):
                 text = f"{' '.join(map(str, one))} to {' '.join(map(str, other))}: a device's {have} elements are not "
-                raise TooFew(
-                    text + f"{'a multiple of ' * bool(unknown)}{rest}", one[0].name, rest // math.gcd(have, rest)
-                )
+                text += f"{'a multiple of ' * bool(unknown)}{rest}"
+                raise TooFew(text, one[0].name, rest // math.gcd(have, rest))
             for dim in unknown:
                 sizes[dim.name] = have // rest * parts(dim, axes)
         return sizes
@@ -870,14 +863,15 @@ def _plan_pending(recipe, mesh_axes):
     new = set(result.pending) - set(operand.pending)
     if operand.dims != result.dims or not new or set(operand.pending) - set(result.pending):
         raise ShardingError(
-            f"pending adds pending axes and changes nothing else, as in '{Spec(operand.dims)} -> {Spec(operand.dims, ('t',))}'"
+            f"pending adds pending axes and changes nothing else, as in '{Spec(operand.dims)} -> "
+            f"{Spec(operand.dims, ('t',))}'"
         )
     return {"new": _ordered(new, mesh_axes)}
 
 
 def zeros(spec: str | bytes, dtype, **sizes: int):
-    """Zeros of that type, pending ones too (a scan's first carry). Sizes are the scope's letters, or given, of the whole:
-    zeros('M/d', f32, M=512)."""
+    """Zeros of that type, pending ones too (a scan's first carry). Sizes are the scope's letters, or given, of the
+    whole: zeros('M/d', f32, M=512)."""
     return _make("zeros", spec, dtype, 0, sizes)
 
 
@@ -889,6 +883,7 @@ def full(spec: str | bytes, value, dtype, **sizes: int):
 
 def _make(name, text, dtype, value, sizes):
     text, axes = as_text(text), mapped_axes()
+    where = f"  in shardops.{name}('{text}'), {mesh_text(shown_axes())}"
     try:
         spec = parse(text)
         if not axes:
@@ -906,11 +901,7 @@ def _make(name, text, dtype, value, sizes):
             require_divisible(dim, size, axes)
             shape.append(size // parts(dim, axes))
     except ShardingError as error:
-        raise error.extended(
-            f"  in shardops.{name}('{text}'), {mesh_text(shown_axes())}\n  at {users_line()}"
-        ) from None
-
-    where = f"  in shardops.{name}('{text}'), {mesh_text(shown_axes())}"
+        raise error.extended(f"{where}\n  at {users_line()}") from None
 
     def rule(states):
         try:
@@ -1051,8 +1042,8 @@ def value_and_grad(function, argnums: int | tuple[int, ...] = 0, has_aux: bool =
     'M +d +t', still to be reduced; that of a weight 'M/d' is 'M/d +t'; of a fully split one, fully split.
 
     Raises:
-      ShardingError: for a loss that is no float scalar; in the check, for one that is the same along an axis (it would count
-        once for each device).
+      ShardingError: for a loss that is no float scalar; in the check, for one that is the same along an axis (it would
+        count once for each device).
     """
 
     @functools.wraps(function)
@@ -1086,7 +1077,7 @@ def sum_over_chunks(function, shared, x, others):
     pass, and that of `shared` is summed up in its own type (Hsu et al. 2024, section 3.2, where chunks are rows).
 
     Args:
-      shared: an array, the same one for each chunk; differentiated.
+      shared: an array or a tree of them, the same for each chunk; differentiated.
       x: an array with a leading dim of chunks; differentiated.
       others: tree of arrays with the same leading dim; not differentiated.
     Sends: what `function` sends.
@@ -1102,13 +1093,14 @@ def sum_over_chunks(function, shared, x, others):
     def with_gradient(shared, x, others):
         def add(sums, chunk):
             value, (by_shared, by_x) = jax.value_and_grad(function, (0, 1))(shared, *chunk)
-            return (sums[0] + value, sums[1] + by_shared), by_x
+            return jax.tree.map(jnp.add, sums, (value, by_shared)), by_x
 
-        (value, by_shared), by_x = lax.scan(add, (jnp.float32(0), jnp.zeros_like(shared)), (x, others))
+        start = jnp.float32(0), jax.tree.map(jnp.zeros_like, shared)
+        (value, by_shared), by_x = lax.scan(add, start, (x, others))
         return value, (by_shared, by_x)
 
     def backward(kept, gradient):
-        return *((gradient * each.astype(jnp.float32)).astype(each.dtype) for each in kept), None
+        return *jax.tree.map(lambda each: (gradient * each.astype(jnp.float32)).astype(each.dtype), kept), None
 
     differentiated = jax.custom_vjp(total)
     differentiated.defvjp(with_gradient, backward)

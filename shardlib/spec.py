@@ -92,7 +92,8 @@ class Spec:
     def partition_spec(self) -> PartitionSpec:
         if self.pending:
             raise ShardingError(
-                f"'{self}' is pending over {', '.join(self.pending)}: a pending value has no meaning outside of shard_map"
+                f"'{self}' is pending over {', '.join(self.pending)}: "
+                "a pending value has no meaning outside of shard_map"
             )
         return PartitionSpec(*(dim.axes[0] if len(dim.axes) == 1 else dim.axes or None for dim in self.dims))
 
@@ -112,7 +113,8 @@ class Spec:
         legal = self.in_mesh_order(mesh_axes)
         if legal != self:
             raise ShardingError(
-                f"axes are written in the order of the mesh's axes ({', '.join(mesh_axes)}): write '{legal}', not '{self}'"
+                f"axes are written in the order of the mesh's axes ({', '.join(mesh_axes)}): "
+                f"write '{legal}', not '{self}'"
             )
 
 
@@ -130,7 +132,7 @@ class Recipe:
 
 
 def as_text(text: str | bytes) -> str:
-    """`f32[b'...']` means what `f32['...']` means: published programs write bytes, since typeguard evaluates strings."""
+    """`f32[b'...']` is `f32['...']`: published programs write bytes, since typeguard evaluates strings."""
     return text.decode() if isinstance(text, bytes) else text
 
 
@@ -149,7 +151,8 @@ def parse(text: str) -> Spec:
         match = _DIM.fullmatch(word)
         if match is None or bool(match["open"]) != bool(match["close"]):
             raise ShardingError(
-                f"cannot read '{word}' in '{text}': a dim is a name or an integer, then /axis for each axis it is split over, as in 'B/d L 2 M/d/t'; pending axes come last, as in '+t'"
+                f"cannot read '{word}' in '{text}': a dim is a name or an integer, then /axis for each axis it is "
+                "split over, as in 'B/d L 2 M/d/t'; pending axes come last, as in '+t'"
             )
         if pending:
             raise ShardingError(f"in '{text}' the dim '{word}' stands after a pending axis: pending axes come last")
@@ -237,7 +240,7 @@ _TAKE_FUNCTIONS = {"map", "scan", "cond", "switch", "while_loop", "fori_loop", "
 
 
 def spoken_name(eqn) -> str | None:
-    """The function of JAX that the user's line called, 'softmax', of which an equation is a part; None for operators."""
+    """The function of JAX that the user's line called, 'softmax', of which an equation is a part; not operators."""
     frames = [] if eqn.source_info.traceback is None else eqn.source_info.traceback.frames
     users = next((index for index, frame in enumerate(frames) if is_users(frame.file_name)), 0)
     for frame in reversed(frames[:users]):

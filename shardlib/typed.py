@@ -7,9 +7,9 @@ each call.
         return h
 
 What it really does: it reads the function's source, turns each annotated local `x: T = v` into `x: T = check(v, T)` and
-each `return v` into `return check(v, ...)`, gives each nested function the same treatment, and compiles the result under
-the same file name and lines. A call opens a fresh scope of letters and checks the arguments by the signature. Types
-that are not of sharded arrays go to typeguard.
+each `return v` into `return check(v, ...)`, gives each nested function the same treatment, and compiles the result
+under the same file name and lines. A call opens a fresh scope of letters and checks the arguments by the signature.
+Types that are not of sharded arrays go to typeguard.
 """
 
 import ast

@@ -13,9 +13,9 @@ same, makes *split* of split, and *pending* of pending where it is linear.
 
 The verdict must not depend on the mesh. So the program is traced on two meshes of the check's own, which follow from
 the arguments' sizes alone: on one device, where a part is the whole, and on a small mesh whose axes all have several
-devices and split no dim down to one element (the user's, if it is such a one). The two are walked side by side. Where they differ in more than the sizes
-of split dims, the program counts what a device holds (`x.shape[0]` of a split dim), and is refused. The mesh that the
-user has then shows whether its sizes fit, and that the program there is the same one.
+devices and split no dim down to one element (the user's, if it is such a one). The two are walked side by side. Where
+they differ in more than the sizes of split dims, the program counts what a device holds (`x.shape[0]` of a split dim),
+and is refused. The mesh that the user has then shows whether its sizes fit, and that the program there is the same one.
 
 Backward passes are not walked: the gradient's type follows from the value's by exchanging same and pending
 (`shardops.vjp`), since each operation's transpose does just that. Backward rules that the program brings along
@@ -205,8 +205,8 @@ def _longer(arrays, axes, error: ShardingError):
 
 
 def _twice_as_long(arrays, axes):
-    """The arguments with twice as many elements, as often as needed, in each letter of which the check's own mesh leaves
-    single elements on a device; and what was changed, in words: nothing, where that does not help."""
+    """The arguments with twice as many elements, as often as needed, in each letter of which the check's own mesh
+    leaves single elements on a device; and what was changed, in words: nothing, where that does not help."""
     sizes = {dim.name: size for shape, _, spec in arrays for dim, size in zip(spec.dims, shape) if dim.axes}
     before = dict(sizes)
     for _ in range(6):

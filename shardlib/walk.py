@@ -118,8 +118,8 @@ class Walk:
         if what is not None:
             raise ShardingError(
                 f"{ANOTHER} ({what})\n"
-                "  fix: lax.scan or lax.fori_loop for turns, lax.dynamic_slice for slots; shardops.axis_size says how many "
-                "devices there are"
+                "  fix: lax.scan or lax.fori_loop for turns, lax.dynamic_slice for slots; shardops.axis_size says "
+                "how many devices there are"
             )
         return other
 
@@ -291,8 +291,8 @@ class Walk:
             )
         if self.divergent - held.alone:
             raise ShardingError(
-                f"'{name}' under a branch that depends on a value that differs along {min(self.divergent - held.alone)}: "
-                "the ref would not stay as it lies along it"
+                f"'{name}' under a branch that depends on a value that differs along "
+                f"{min(self.divergent - held.alone)}: the ref would not stay as it lies along it"
             )
         return [held] * len(eqn.outvars)
 

@@ -1,11 +1,13 @@
-"""Eight simulated devices, strict promotion, quick compilation: what every test stands on. Must run before JAX starts."""
+"""Eight simulated devices, strict promotion, quick compilation: what every test stands on. Must run before JAX
+starts."""
 
 import logging
 import os
 from concurrent.futures import ThreadPoolExecutor
 
-# Most of a test's time is LLVM's. Without its optimizations, and with XLA's older code generator, the small training step compiles in
-# 2 s of CPU time instead of 12 (bfloat16, mesh 4 x 2, jax 0.10.2). Both act after XLA has placed its collectives.
+# Most of a test's time is LLVM's. Without its optimizations, and with XLA's older code generator, the small training
+# step compiles in 2 s of CPU time instead of 12 (bfloat16, mesh 4 x 2, jax 0.10.2). Both act after XLA has placed its
+# collectives.
 os.environ["XLA_FLAGS"] = " ".join([
     "--xla_force_host_platform_device_count=8",
     "--xla_backend_optimization_level=0",

@@ -1,4 +1,5 @@
-"""A proxy before an HTTP server on this machine that misbehaves as object stores do: answers 500 or 503, is slow, cuts connections.
+"""A proxy before an HTTP server on this machine that misbehaves as object stores do: answers 500 or 503, is slow, cuts
+connections.
 
 with FaultyProxy("http://127.0.0.1:5000") as proxy:
     proxy.fault = lambda method, path, count: "503" if count % 3 == 0 else None
@@ -18,9 +19,9 @@ ERROR = b'<?xml version="1.0"?><Error><Code>%s</Code><Message>made up for a test
 class FaultyProxy:
     """`fault(method, path, count)` says what happens to a request, the count-th that came:
 
-    None, all goes well; "500" or "503", the server says so and does nothing; "cut", the connection ends before the request is passed on;
-    "cut answer", the request is done and half of the answer sent; "hang", it is held for `hang_s` and then cut.
-    """
+    None, all goes well; "500" or "503", the server says so and does nothing; "cut", the connection ends before the
+    request is passed on; "cut answer", the request is done and half of the answer sent; "hang", it is held for `hang_s`
+    and then cut."""
 
     def __init__(self, url: str, hang_s: float = 60.0):
         self.fault: Callable[[str, str, int], str | None] = lambda method, path, count: None

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 from shardlib import shardops
-from shardlib.shardtypes import f32, i32, pytree_dataclass
+from shardlib.shardtypes import Adapted, f32, i32, pytree_dataclass
 from shardlib.typed import typed
 
 AXES = "dt"
@@ -38,13 +38,14 @@ class Whole:
         sides = text.split("->")
         return [[[w.split("/")[0] for w in part.split() if w[0] != "+"] for part in side.split(",")] for side in sides]
 
-    def same(self, text, x, *_):
+    def same(self, text, x, *_, **__):
         return x
 
     all_gather = psum = psum_scatter = slice = pending = all_to_all = ppermute = same
 
     def reduce(self, function, text, x):
         (before,), (after,) = self.names(text)
+        before = range(x.ndim) if before == ["..."] else before
         return function(x, axis=tuple(k for k, name in enumerate(before) if name not in after))
 
     def sum_unreduced(self, text, x):
@@ -65,21 +66,45 @@ class Whole:
         first, second, last = ("".join(letters[name] for name in names) for names in (*operands, result))
         return jnp.einsum(f"{first},{second}->{last}", x, y)
 
+    def product(self, text, x, w):
+        if isinstance(w, Adapted):  # the rank N stands after what is contracted in a, before the rest in b
+            (of_x, of_w), (result,) = self.names(text)
+            both = [name for name in of_w if name in of_x and name in result]
+            summed = [name for name in of_w if name not in result]
+            rest = [name for name in of_w if name not in both + summed]
+            letters = dict(zip([*of_w, "N"], "abcdefghijkl"))
+            a, b, whole = (
+                "".join(letters[name] for name in names) for names in ([*both, *summed, "N"], [*both, "N", *rest], of_w)
+            )
+            w = w.base + w.scale * jnp.einsum(f"{a},{b}->{whole}", w.a, w.b)
+        return self.einsum_unreduced(text, x, w)
+
     def index_unreduced(self, text, table, ids):
         (names, of_ids), _ = self.names(text)
         (axis,) = (k for k, name in enumerate(names) if name[0] == "[")
+        held, ids = (ids >= 0) & (ids < table.shape[axis]), jnp.clip(ids, 0, table.shape[axis] - 1)
         if names[:axis] + names[axis + 1 :] == of_ids:
-            return jnp.take_along_axis(table, jnp.expand_dims(ids, axis), axis).squeeze(axis)
-        return jnp.moveaxis(table, axis, 0)[ids]
+            rows = jnp.take_along_axis(table, jnp.expand_dims(ids, axis), axis).squeeze(axis)
+        else:
+            rows = jnp.moveaxis(table, axis, 0)[ids]
+        return jnp.where(held.reshape(held.shape + (1,) * (rows.ndim - held.ndim)), rows, 0)
 
-    def regroup(self, text, x, **_):
-        return x.reshape([self.sizes[name] for name in self.names(text)[1][0]])
+    def shape(self, names, sizes):
+        """Of these dims; -1 for one that is not known."""
+        known = self.sizes | sizes
+        return [int(name) if name.isdigit() else known.get(name, -1) for name in names]
 
-    def full(self, text, value, dtype, **_):
-        return jnp.full([self.sizes[name] for name in self.names(text)[0][0]], value, dtype.dtype)
+    def regroup(self, text, x, **sizes):
+        return x.reshape(self.shape(self.names(text)[1][0], sizes))
 
-    def zeros(self, text, dtype, **_):
-        return self.full(text, 0, dtype)
+    def full(self, text, value, dtype, **sizes):
+        return jnp.full(self.shape(self.names(text)[0][0], sizes), value, dtype.dtype)
+
+    def zeros(self, text, dtype, **sizes):
+        return self.full(text, 0, dtype, **sizes)
+
+    def index(self, axis):
+        return jnp.arange(1)
 
     def local(self, text, function, *operands, **_):
         return function(*operands)

@@ -1,19 +1,65 @@
-"""Checks small functions on meshes that need no device; sizes follow from the letters of their annotations."""
+"""Checks small programs on meshes that need no device; sizes follow from the letters of their types.
+
+Tables of programs are text. A row begins at the left edge and goes on at an indent; its cells stand between ' | '; a
+line that begins with '# ' is a heading. The first cell has the types of x, y, z, w and of the result, where it is not
+x's; float32 if nothing else is said: 'B/d M, i32 B/d -> B/d'."""
 
 import inspect
+import linecache
+import re
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 import witness
+from jax import lax
 
+from shardlib import shardops, shardtypes
 from shardlib.shardtypes import ShardingError, map_type, typed_shard_map
+from shardlib.typed import typed
 
 # Different, so that letters are not confused, and divisible by the axes of every mesh here.
-SIZES = dict(B=16, L=32, M=64, F=48, V=80, E=96, K=112, D=128, Q=144, S=32, H=192, N=3)
+SIZES = dict(B=16, L=32, M=64, F=48, V=80, E=96, K=112, D=128, Q=144, S=32, H=192, N=3, C=160)
 # The same where a device holds one row, one head, one expert.
 SINGLE = SIZES | dict(B=8, F=8, V=8, E=8, K=8, H=32)
 MESHES = [dict(d=4, t=2), dict(d=8, t=1), dict(d=2, t=2), dict(d=1, t=1), dict(d=2, e=2, t=2), dict(d=1, t=8)]
 OF_D_AND_T = [mesh for mesh in MESHES if len(mesh) == 2]  # where a loss is '+d +t'
+
+
+# -- Programs as text --------------------------------------------------------------------------------------------------
+def table(text):
+    """The rows of a table, each a list of cells."""
+    rows = re.sub(r"\n +", " ", re.sub(r"^# .*$", "", text, flags=re.M)).split("\n")
+    return [row.split(" | ") for row in rows if row]
+
+
+def each_row(rows):
+    """Parametrizes a test by the rows of a table."""
+    ids = [re.sub(r"\W+", "-", " ".join(row))[:70] for row in rows]
+    return pytest.mark.parametrize("row", rows, ids=ids)
+
+
+def program(types, body, names=(), shardops=shardops):
+    """The function of x, y, z and w of these types that returns `body`, an expression of JAX and of these names."""
+    given, _, result = types.partition("->")
+    arguments = {name: _annotation(text, names) for name, text in zip("xyzw", given.split(","))}
+    result = _annotation(result, names) if "->" in types else arguments["x"]
+    text = ", ".join(f"{name}: {annotation}" for name, annotation in arguments.items())
+    source = f"def program({text}) -> {result}:\n    return {body}\n"
+    file = f"/program/{abs(hash(source))}.py"
+    linecache.cache[file] = len(source), None, source.splitlines(True), file  # for @typed, which reads it
+    known = vars(shardtypes) | dict(names) | dict(jax=jax, jnp=jnp, np=np, lax=lax, shardops=shardops, typed=typed)
+    exec(compile(source, file, "exec"), known)
+    return known["program"]
+
+
+def _annotation(text, names):
+    text = text.strip().strip("'")
+    element, _, dims = text.partition(" ")
+    if element in ("i32", "u32", "bool_"):
+        return f"{element}['{dims}']"
+    return text if text in names else f"f32['{text}']"
 
 
 def abstract(type_, sizes=SIZES):
@@ -25,6 +71,7 @@ def abstract(type_, sizes=SIZES):
     return map_type(lambda array: jax.ShapeDtypeStruct(tuple(map(size, array.spec.names)), array.element.dtype), type_)
 
 
+# -- Verdicts ----------------------------------------------------------------------------------------------------------
 def prove(function, mesh=MESHES[0], sizes=SIZES) -> int:
     """Checks a function for arguments as its annotations say; returns the number of claims. The second witness, where
     the mesh has no axis of one device, must agree."""
@@ -37,9 +84,9 @@ def prove(function, mesh=MESHES[0], sizes=SIZES) -> int:
     return claims
 
 
-def prove_everywhere(function, meshes=MESHES):
+def prove_everywhere(function, meshes=MESHES, several=(SIZES, SINGLE)):
     """Accepted on every mesh, one device included, also where a device holds one row."""
-    for sizes in (SIZES, SINGLE):
+    for sizes in several:
         for mesh in meshes:
             assert prove(function, mesh, sizes) > 0, mesh
 
@@ -52,12 +99,17 @@ def refusal(function, mesh=MESHES[0], sizes=SIZES) -> str:
 
 
 def refused_everywhere(function) -> str:
-    """Refused on every mesh, with a line of the function's file, also where a device holds one row; returns the text of
-    the first."""
-    file = inspect.getsourcefile(function)
+    """Refused on every mesh, with a line of the program or of what it calls in its test, also where a device holds one
+    row; returns the text of the first."""
     texts = []
     for sizes in (SIZES, SINGLE):
         for mesh in MESHES:
             texts.append(refusal(function, mesh, sizes))
-            assert f"{file}:" in texts[-1], (mesh, texts[-1])
+            assert re.search(r"(/program/\d+|/tests/test_\w+)\.py:\d+", texts[-1]), (mesh, texts[-1])
     return texts[0]
+
+
+def says(message, text) -> bool:
+    """Whether a text has a message in it, word for word or as a pattern; a line break is a blank."""
+    text = " ".join(text.split())
+    return message in text or re.search(message, text) is not None

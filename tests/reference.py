@@ -7,10 +7,11 @@ Written from the mathematics alone, to be read beside it; nothing here is shared
     loss, grads = loss_and_grad(weights, batch, model)           # the truth: float64 throughout
     loss, grads = loss_and_grad(weights, batch, model, dtype=np.float32, compute_dtype=jnp.bfloat16)
 
-Letters: B batch, L and S (queries', keys') length, M d_model, Q query heads per key head, K key heads, D d_head, F d_ff,
-V vocabulary. `dtype` is the type of weights, norms, softmax and loss; `compute_dtype` (the same unless given) that of the
-matrix products' inputs and of the residual stream. Products that a softmax reads (q·k, unembedding) leave their sum in
-`dtype`; all others round it to `compute_dtype`. Each public function takes numpy or JAX arrays and returns numpy.
+Letters: B batch, L and S (queries', keys') length, M d_model, Q query heads per key head, K key heads, D d_head, F
+d_ff, V vocabulary. `dtype` is the type of weights, norms, softmax and loss; `compute_dtype` (the same unless given)
+that of the matrix products' inputs and of the residual stream. Products that a softmax reads (q·k, unembedding) leave
+their sum in `dtype`; all others round it to `compute_dtype`. Each public function takes numpy or JAX arrays and returns
+numpy.
 """
 
 import dataclasses

@@ -3,9 +3,8 @@
     python -m tests.renew_golden          # or: make golden
     git diff tests/golden                 # what has changed, to be explained in the commit
 
-To be done when a change is meant to alter the numbers, and where a platform has none yet. One device and float32, so that
-little but the mathematics is in them; of each line only what the training decides.
-"""
+To be done when a change is meant to alter the numbers, and where a platform has none yet. One device and float32, so
+that little but the mathematics is in them; of each line only what the training decides."""
 
 import json
 import sys

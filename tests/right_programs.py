@@ -1,37 +1,170 @@
-"""Programs that are right, each with what it computes in plain JAX on whole arrays. The check must accept them."""
+"""Programs that are right: the check must accept them, and they must compute what they mean on whole arrays."""
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from shardlib import shardops
-from shardlib.shardtypes import Array, bool_, f32, i32, pytree_dataclass
+from shardlib.shardtypes import Array, f32, i32, pytree_dataclass
 from shardlib.typed import typed
 
 RIGHT = []
 
 
-def means(reference):
-    """Enters a program with its meaning."""
-    return lambda program: RIGHT.append((program, reference)) or program
+def right(program):
+    RIGHT.append(program)
+    return program
 
 
-def softmax_loss(logits, targets):
-    return jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
+def own_vjp(forward, backward):
+    function = jax.custom_vjp(lambda *args: forward(*args))
+    function.defvjp(lambda *args: (forward(*args), args), backward)
+    return function
 
 
-def rms(x):
-    return x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True))
+def own_jvp(function, rule):
+    wrapped = jax.custom_jvp(function)
+    wrapped.defjvp(rule)
+    return wrapped
+
+
+def matrices(x):
+    """Symmetric and positive, one for each row."""
+    x = x.reshape(x.shape[0], 8, 8)
+    return jnp.einsum("bij,bkj->bik", x, x) + 8 * jnp.eye(8)[None]
+
+
+def total(row):
+    return shardops.sum_unreduced('B/d -> +d', row)
+
+
+def ref_adds(x):
+    ref = jax.new_ref(shardops.zeros('B/d M', f32))
+    ref[...] += x
+    ref[...] = ref[...] * 2
+    return ref[...]
+
+
+# Everyday JAX, device by device; tests/prove.py says how a table is read.
+ACCEPTED = r"""
+B/d L M/t | jnp.tanh(x) * 2 + x
+B/d M | x / jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True))
+B/d M | jax.nn.softmax(x, axis=-1)
+B/d M | jax.nn.standardize(x, axis=-1)
+B/d M | jnp.cumsum(x, axis=1)
+B/d M | jnp.roll(x, 1, axis=1)
+B/d M | jnp.sort(x, axis=1)
+B/d M | jnp.take_along_axis(x, jnp.argsort(x, axis=1), axis=1)
+B/d M | x * lax.top_k(x, 2)[0][:, :1]
+B/d M | jnp.concatenate([x[:, 32:], x[:, :32]], axis=1)
+B/d M | jnp.concatenate(jnp.split(x, 2, axis=1), axis=1)
+B/d M | x.at[:, 0].set(1.0)
+B/d L S | jnp.where(jnp.tril(jnp.ones((32, 32), bool))[None], x, -1e+30)
+B/d L M/t | x + jnp.arange(32, dtype=jnp.float32)[None, :, None]
+i32 B/d | jnp.argmax(jax.nn.one_hot(x, 8), axis=-1).astype(jnp.int32)
+B/d M | jnp.swapaxes(x.reshape(x.shape[0], 8, 8), 1, 2).swapaxes(1, 2).reshape(x.shape)
+B/d M/t | jnp.tanh(x.reshape(x.shape[0], -1, 4)).reshape(x.shape)
+B/d L M | jnp.tanh(x.reshape(-1, x.shape[-1])).reshape(x.shape)
+L/d M
+    | shardops.regroup('parts R/d M -> L/d M', lax.map(jnp.tanh, shardops.regroup('L/d M -> parts R/d M', x, parts=2)))
+B/d M/t | jnp.zeros(x.shape) + x
+B/d M/t | jnp.zeros(x.shape)
+B/d L M | jnp.moveaxis(lax.scan(lambda c, r: (c + r, c + r), jnp.zeros(x[:, 0].shape), jnp.moveaxis(x, 1, 0))[1], 0, 1)
+B/d L | lax.associative_scan(jnp.add, x, axis=1)
+B/d M/t | lax.scan(lambda c, _: (c + x, None), jnp.zeros(x.shape), None, length=2)[0]
+B/d M/t | lax.fori_loop(0, 3, lambda i, c: 2 * c, x)
+'' | lax.while_loop(lambda c: c < 10, lambda c: c + 1, x)
+B/d M | jax.vmap(jnp.sort)(x)
+B/d M | jax.checkpoint(jnp.sin)(x)
+B/d M | jax.jit(jnp.sin)(x)
+B/d M | jax.debug.callback(lambda value: None, x) or x
+B/d M | lax.optimization_barrier((x, shardops.sum_unreduced('B/d M -> M +d', x)))[0]
+B/d L M | lax.dynamic_update_slice(x, x[:, :1], (0, 3, 0))
+B/d M
+    | x * shardops.psum('+d -> ', lax.scan(lambda c, r: (check(f32, '+d', c) + total(r), None), jnp.float32(0), x.T)[0])
+B/d K/t
+    | jnp.max(jnp.repeat(x, 3, axis=1).reshape(x.shape[0], x.shape[1], 3) + shardops.zeros('B/d K/t 3', f32), axis=2)
+i32 B/d L | jnp.arange(99, dtype=jnp.int32)[x]
+i32 B/d L | jnp.sum(x[:, :, None] == x[:, None, :], axis=2).astype(jnp.int32)
+B/d L M/t | x * jnp.cos(jnp.arange(32, dtype=jnp.float32))[None, :, None]
+M/d, '' -> M
+    | lax.cond(y > 0, lambda x: shardops.all_gather('M/d -> M', x), lambda x: jnp.zeros(64), x)
+M/d | own_vjp(jnp.sin, lambda _, g: (g,))(x)
+M/d, '' -> M/d | shardops.local('M/d -> M/d', lambda x: x * y, x)
+B/d M/t -> B/d Z/t 2 | x.reshape(x.shape[0], -1, 2)
+B/d M | x * np.arange(64, dtype=np.float32)[None]
+B/d L S | jnp.einsum('bls,bsm->blm', x, x)
+B/d M | x + np.ones(x.shape, np.float32)
+B/d M, bool_ B/d -> B/d M | jnp.where(y[:, None], x, 0.0)
+i32 B/d -> B/d | jax.vmap(lambda n: jax.random.uniform(jax.random.fold_in(jax.random.key(0), n)))(x)
+B/d M, B/d, i32 B/d -> B/d M | x.at[jnp.arange(x.shape[0]), z % 64].set(y)
+B/d M, i32 B/d -> B/d | x[jnp.arange(x.shape[0]), y % 64]
+B/d M, i32 B/d -> B/d | jnp.take_along_axis(x, y[:, None] % 64, axis=1)[:, 0]
+B/d M, i32 B/d M -> B/d 4 | jax.vmap(lambda x, i: jax.ops.segment_sum(x, i % 4, num_segments=4))(x, y)
+B/d M -> B/d 8 8 | jnp.linalg.cholesky(matrices(x))
+B/d M -> B/d 8 8 | jnp.linalg.qr(matrices(x)).R
+B M, 4 M F/t -> B F/t | lax.ragged_dot(x, y, jnp.array([4, 0, 2, 2]))
+B/d M | ref_adds(x)
+L/d M | shardops.regroup('P R/d M -> L/d M', 2 * shardops.regroup('L/d M -> P R/d M', x, P=4))
+B L/t | x + shardops.slice('L -> L/t', jnp.arange(32.0))[None]
+B/d V/t -> i32 B/d | shardops.argmax('B/d V/t -> B/d', x)
+B/d M/t -> bool_ | shardops.any('B/d M/t -> ', x > 2.5)
+B/d M/t -> bool_ B/d | shardops.any('B/d M/t -> B/d', x > 2)
+B/d M -> i32 B/d 2 | shardops.local('B/d M -> B/d X, B/d X', lambda x: lax.top_k(x, 2), x, X=2)[1]
+B/d M | own_vjp(jnp.round, lambda r, g: (g,))(x)
+B/d M, M -> B/d M | own_vjp(lambda x, s: x * s[None], lambda r, g: (g * r[1][None], jnp.sum(g * r[0], axis=0)))(x, y)
+B/d M | own_jvp(jnp.sin, lambda x, t: (jnp.sin(x[0]), jnp.cos(x[0]) * t[0]))(x)
+B/d M | lax.composite(lambda x: x * 2, name='own.double')(x)
+B/d M | jax.nn.relu(x) + jax.nn.softmax(x, axis=1) * jax.nn.logsumexp(x, axis=1, keepdims=True)
+"""
+# Accepted too; on another number of devices they have another type, order, or random numbers.
+OF_DEVICES = r"""
+B/d M/t -> B/d 2 Z/t | shardops.regroup('B/d M/t -> B/d 2 Z/t', x)
+B/d M/t | x * jax.random.bernoulli(jax.random.key(0), 0.5, x.shape).astype(jnp.float32)
+d/d M, d/d M -> d/d M | (jnp.tanh(x[0]) * y[0])[None]
+B/d M -> i32 d/d | shardops.index('d')
+"""
+# What is done to u, a sum over t that is owed, 'B/d M +t'.
+LINEAR = r"""
+-u
+u * 2
+u / u.shape[-1]
+u * jnp.arange(64, dtype=jnp.float32)[None]
+u @ jnp.eye(64)
+u + u
+u - 2 * u
+jnp.where(jnp.arange(64)[None] > 3, u, 0.0)
+jnp.where(jnp.arange(64)[None] > 3, u, -u)
+jnp.cumsum(u, axis=1)
+jnp.flip(u, axis=1)
+jnp.roll(u, 1, axis=1)
+u[:, jnp.arange(64)]
+jnp.take(u, jnp.arange(64), axis=1)
+jnp.zeros_like(u).at[:, :3].add(u[:, :3])
+u.at[:, 3:4].add(u[:, :1])
+jnp.pad(u, ((0, 0), (1, 0)))[:, 1:]
+jnp.concatenate([u[:, :3], u[:, 3:]], axis=1)
+jnp.unstack(jnp.stack([u, -u]))[0]
+u.astype(jnp.bfloat16).astype(jnp.float32) * 0.0 + u
+u.reshape(u.shape[0], 8, 8).reshape(u.shape)
+lax.optimization_barrier((u, jnp.float32(3)))[0]
+lax.scan(lambda c, _: (c + u, None), shardops.zeros('B/d M +t', f32), None, length=3)[0]
+lax.scan(lambda c, _: (c + u, None), jnp.zeros_like(u), None, length=3)[0]
+lax.stop_gradient(u)
+jax.jit(lambda v: 2 * v)(u)
+jax.checkpoint(lambda v: 2 * v)(u)
+lax.cond(jnp.float32(3) > 2, lambda v: v, lambda v: 2 * v, u)
+"""
 
 
 # -- Layers ------------------------------------------------------------------------------------------------------------
-@means(lambda x, w, v: jnp.tanh(x @ w) @ v)
+@right
 def feed_forward(x: f32['B/d M'], w: f32['M F/t'], v: f32['F/t M']) -> f32['B/d M']:
     h = jnp.tanh(shardops.einsum_unreduced('B/d M, M F/t -> B/d F/t', x, w))
     return shardops.psum('B/d M +t -> B/d M', shardops.einsum_unreduced('B/d F/t, F/t M -> B/d M +t', h, v))
 
 
-@means(lambda x, w, v: x + jax.nn.silu(x @ w) @ v)
+@right
 @typed
 def sharded_feed_forward(x: f32['B/d L M/t'], w: f32['M/d F/t'], v: f32['F/t M/d']) -> f32['B/d L M/t']:
     gathered: f32['B/d L M'] = shardops.all_gather('B/d L M/t -> B/d L M', x)
@@ -42,26 +175,13 @@ def sharded_feed_forward(x: f32['B/d L M/t'], w: f32['M/d F/t'], v: f32['F/t M/d
     return x + shardops.psum_scatter('B/d L M +t -> B/d L M/t', y)
 
 
-@means(lambda x, scale: rms(x) * scale[None])
+@right
 def norm_of_split_features(x: f32['B/d M/t'], scale: f32['M']) -> f32['B/d M/t']:
     square = shardops.psum('B/d +t -> B/d', shardops.sum_unreduced('B/d M/t -> B/d +t', x * x)) / scale.shape[0]
     return x / jnp.sqrt(square)[:, None] * shardops.slice('M -> M/t', scale)[None]
 
 
-@means(lambda x: rms(x) + jax.nn.standardize(x) * jax.nn.softmax(x))
-def norms_of_whole_features(x: f32['B/d M']) -> f32['B/d M']:
-    scaled = x / jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True))
-    return scaled + jax.nn.standardize(x) * jax.nn.softmax(x)
-
-
-def attention(q, k, v):
-    weights = jax.nn.softmax(
-        jnp.where(jnp.tril(jnp.ones((len(q[0]),) * 2, bool)), jnp.einsum("blhk,bshk->bhls", q, k), -1e9)
-    )
-    return jnp.einsum("bhls,bshk->blhk", weights, v)
-
-
-@means(lambda x, w: attention(*((x @ u).reshape(*x.shape[:2], -1, 4) for u in w)).reshape(*x.shape[:2], -1))
+@right
 def heads(x: f32['B/d L M'], w: f32['3 M F/t']) -> f32['B/d L F/t']:
     q, k, v = (shardops.einsum_unreduced('B/d L M, M F/t -> B/d L F/t', x, u).reshape(*x.shape[:2], -1, 4) for u in w)
     weights = jnp.einsum("blhk,bshk->bhls", q, k)
@@ -69,25 +189,26 @@ def heads(x: f32['B/d L M'], w: f32['3 M F/t']) -> f32['B/d L F/t']:
     return jnp.einsum("bhls,bshk->blhk", weights, v).reshape(*x.shape[:2], -1)
 
 
-@means(lambda x, w: jnp.tanh(x @ w))
+@right
 def tokens_side_by_side(x: f32['B/d L M'], w: f32['M F']) -> f32['B/d L F']:
     return jnp.tanh(x.reshape(-1, x.shape[-1]) @ w).reshape(*x.shape[:2], w.shape[1])
 
 
-@means(lambda x, w: jnp.concatenate(jnp.split(x @ w, 3, -1)[::-1], -1))
+@right
 def three_products_in_one(x: f32['B/d M'], w: f32['M E']) -> f32['B/d E']:
     q, k, v = jnp.split(x @ w, 3, axis=-1)
     return jnp.concatenate([v, k, q], axis=-1)
 
 
-@means(lambda table, ids: table[ids])
+@right
 def embedding(table: f32['V/t M/d'], ids: i32['B/d L']) -> f32['B/d L M/t']:
     table = shardops.all_gather('V/t M/d -> V/t M', table)
     rows = shardops.index_unreduced('[V/t] M, B/d L -> B/d L M +t', table, ids)
     return shardops.psum_scatter('B/d L M +t -> B/d L M/t', rows)
 
 
-@means(softmax_loss)
+@right
+@typed
 def loss_of_split_logits(logits: f32['B/d V/t'], targets: i32['B/d']) -> f32['B/d']:
     top = shardops.pmax('B/d V/t -> B/d', lax.stop_gradient(logits))
     total = shardops.sum_unreduced('B/d V/t -> B/d +t', jnp.exp(logits - top[:, None]))
@@ -95,13 +216,13 @@ def loss_of_split_logits(logits: f32['B/d V/t'], targets: i32['B/d']) -> f32['B/
     return jnp.log(shardops.psum('B/d +t -> B/d', total)) + top - own
 
 
-@means(lambda x, w: jnp.einsum("ecm,emf->ecf", x, w))
+@right
 def experts(x: f32['E C/t M'], w: f32['E/t M F']) -> f32['E C/t F']:
     x = shardops.all_to_all('E C/t M -> E/t C M', x)
     return shardops.all_to_all('E/t C F -> E C/t F', jnp.einsum("ecm,emf->ecf", x, w))
 
 
-@means(lambda x, ws: (lambda y: jnp.tanh(y @ ws[2]))(jnp.tanh(jnp.tanh(x @ ws[0]) @ ws[1])))
+@right
 def layers(x: f32['B/d M'], ws: f32['3 M/d M2/t']) -> f32['B/d M']:
     def layer(x, w):
         w = shardops.all_gather('M/d M2/t -> M M2/t', w)
@@ -112,81 +233,41 @@ def layers(x: f32['B/d M'], ws: f32['3 M/d M2/t']) -> f32['B/d M']:
 
 
 # -- Decoding: indices, caches, masks ----------------------------------------------------------------------------------
-@means(lambda cache, row, at: cache.at[:, at].set(row))
-def cache_at_one_position(cache: f32['B/d L M/t'], row: f32['B/d M/t'], at: i32['']) -> f32['B/d L M/t']:
-    return lax.dynamic_update_slice(cache, row[:, None], (0, at, 0))
-
-
-@means(lambda cache, row, at: cache.at[jnp.arange(len(at)), at].set(row))
+@right
 def cache_at_each_rows_position(cache: f32['B/d L M/t'], row: f32['B/d M/t'], at: i32['B/d']) -> f32['B/d L M/t']:
     return jax.vmap(lambda cache, row, at: cache.at[at].set(row))(cache, row, at)
 
 
-@means(lambda x, ids: jnp.take_along_axis(x, ids[:, None], 1)[:, 0])
-def one_of_each_row(x: f32['B/d M'], ids: i32['B/d']) -> f32['B/d']:
-    return jnp.take_along_axis(x, ids[:, None], axis=1)[:, 0]
-
-
-@means(lambda x, keep: jnp.where(keep[:, None] > 3, x, 0.0))
-def masked_rows(x: f32['B/d M/t'], keep: i32['B/d']) -> f32['B/d M/t']:
-    return jnp.where(keep[:, None] > 3, x, 0.0)
-
-
-@means(lambda x, ids: jnp.where(ids[:, :, None] == ids[:, None, :], x[:, :, None], -x[:, None, :]).sum(2))
-def segments(x: f32['B/d L'], ids: i32['B/d L']) -> f32['B/d L']:
-    return jnp.sum(jnp.where(ids[:, :, None] == ids[:, None, :], x[:, :, None], -x[:, None, :]), axis=2)
-
-
-@means(lambda x, ids: jnp.zeros((len(x), 8)).at[jnp.arange(len(x))[:, None], ids].add(x))
+@right
 def sums_by_segment(x: f32['B/d L'], ids: i32['B/d L']) -> f32['B/d 8']:
     return jax.vmap(lambda x, ids: jax.ops.segment_sum(x, ids, num_segments=8))(x, ids)
 
 
-@means(lambda ids: jax.vmap(lambda i: jax.random.normal(jax.random.fold_in(jax.random.key(0), i), (4,)))(ids))
-def noise_by_row(ids: i32['B/d']) -> f32['B/d 4']:
-    return jax.vmap(lambda i: jax.random.normal(jax.random.fold_in(jax.random.key(0), i), (4,)))(ids)
-
-
-@means(lambda x: (jnp.where(x >= jnp.sort(x, 1)[:, -3:-2], x, 0.0), jnp.argmax(x, 1)))
-def sampling_filter(x: f32['B/d V']) -> tuple[f32['B/d V'], i32['B/d']]:
-    return jnp.where(x >= lax.top_k(x, 3)[0][:, 2:], x, 0.0), jnp.argmax(x, axis=1).astype(jnp.int32)
-
-
-@means(lambda x: (jnp.argmax(x, 1), jnp.any(x > 2.5)))
-def choice_of_split_logits(x: f32['B/d V/t']) -> tuple[i32['B/d'], bool_['']]:
-    return shardops.argmax('B/d V/t -> B/d', x), shardops.any('B/d V/t -> ', x > 2.5)
-
-
-@means(lambda x: (x.at[:, 0].set(1.0), x[:, 2:6] - x[:, :1], jnp.roll(x, 1, 1) + jnp.flip(x, 1)))
-def parts_of_a_whole_dim(x: f32['B/d L']) -> tuple[f32['B/d L'], f32['B/d 4'], f32['B/d L']]:
-    return x.at[:, 0].set(1.0), x[:, 2:6] - x[:, :1], jnp.roll(x, 1, axis=1) + jnp.flip(x, axis=1)
-
-
-@means(lambda x: (jnp.cumsum(x, 1), jnp.sort(x, 1), lax.associative_scan(jnp.multiply, x, axis=1)))
+@right
 def along_a_whole_dim(x: f32['B/d L']) -> tuple[f32['B/d L'], f32['B/d L'], f32['B/d L']]:
     return jnp.cumsum(x, axis=1), jnp.sort(x, axis=1), lax.associative_scan(jnp.multiply, x, axis=1)
 
 
-@means(lambda x, decay: lax.scan(lambda c, r: (decay * c + r,) * 2, 0.0 * x[:, 0], x.T)[1].T)
+@right
 def recurrence(x: f32['B/d L'], decay: f32['']) -> f32['B/d L']:
     return lax.scan(lambda c, r: (decay * c + r,) * 2, jnp.zeros(x.shape[:1]), x.T)[1].T
 
 
-@means(lambda ids: (jnp.sum(ids, 0) // 2, jax.nn.one_hot(ids, 8).sum(1), ids % 3))
+@right
 def integers(ids: i32['B/d L']) -> tuple[i32['L'], f32['B/d 8'], i32['B/d L']]:
     total = shardops.psum('L +d -> L', shardops.sum_unreduced('B/d L -> L +d', ids))
     return total // 2, jnp.sum(jax.nn.one_hot(ids, 8), axis=1), ids % 3
 
 
 # -- Sums that are owed ------------------------------------------------------------------------------------------------
-@means(lambda x, w, s: (x @ w * s[None], jnp.cumsum(x @ w, 1)))
+@right
 def linear_before_the_sum(x: f32['B/d F/t'], w: f32['F/t M'], s: f32['M']) -> tuple[f32['B/d M'], f32['B/d M']]:
     y = shardops.einsum_unreduced('B/d F/t, F/t M -> B/d M +t', x, w)
     one = shardops.psum('B/d M +t -> B/d M', y * s[None])
     return one, shardops.psum('B/d M +t -> B/d M', jnp.cumsum(y, axis=1))
 
 
-@means(lambda x, w: jnp.einsum("lbf,fm->bm", x, w))
+@right
 def sum_owed_through_a_scan(x: f32['L B/d F/t'], w: f32['F/t M']) -> f32['B/d M']:
     def add(total, row):
         return total + shardops.einsum_unreduced('B/d F/t, F/t M -> B/d M +t', row, w), None
@@ -194,13 +275,13 @@ def sum_owed_through_a_scan(x: f32['L B/d F/t'], w: f32['F/t M']) -> f32['B/d M'
     return shardops.psum('B/d M +t -> B/d M', lax.scan(add, shardops.zeros('B/d M +t', f32), x)[0])
 
 
-@means(lambda x, bias, w: x @ w + bias[None])
+@right
 def bias_added_once(x: f32['B/d F/t'], bias: f32['M'], w: f32['F/t M']) -> f32['B/d M']:
     y = shardops.einsum_unreduced('B/d F/t, F/t M -> B/d M +t', x, w)
     return shardops.psum('B/d M +t -> B/d M', y + shardops.pending('M -> M +t', bias)[None])
 
 
-@means(lambda a, b: (a / jnp.sqrt(jnp.sum(a * a) + jnp.sum(b * b)), jnp.max(jnp.abs(a))))
+@right
 def global_norm(a: f32['M/d F/t'], b: f32['M/t']) -> tuple[f32['M/d F/t'], f32['']]:
     square = shardops.psum('+d +t -> ', shardops.sum_unreduced('... -> +d +t', a * a))
     square += shardops.psum('+t -> ', shardops.sum_unreduced('... -> +t', b * b))
@@ -208,7 +289,7 @@ def global_norm(a: f32['M/d F/t'], b: f32['M/t']) -> tuple[f32['M/d F/t'], f32['
 
 
 # -- Control flow ------------------------------------------------------------------------------------------------------
-@means(lambda x, go: jnp.where(go > 0, x.sum(0), 0.0))
+@right
 def a_transfer_that_all_take(x: f32['B/d M'], go: f32['']) -> f32['M']:
     def total(x):
         return shardops.psum('M +d -> M', shardops.sum_unreduced('B/d M -> M +d', x))
@@ -216,21 +297,14 @@ def a_transfer_that_all_take(x: f32['B/d M'], go: f32['']) -> f32['M']:
     return lax.cond(go > 0, total, lambda x: jnp.zeros(x.shape[1]), x)
 
 
-@means(
-    lambda x: lax.fori_loop(0, 3, lambda i, c: c * 0.5 + x, lax.while_loop(lambda c: c[0, 0] < 9, lambda c: c + 2, x))
-)
+@right
 def loops(x: f32['L M/t']) -> f32['L M/t']:
     first = shardops.all_gather('L M/t -> L M', x)[0, 0]
     grown = lax.while_loop(lambda c: c[0] < 9, lambda c: (c[0] + 2, c[1] + 2), (first, x))[1]
     return lax.fori_loop(0, 3, lambda i, c: c * 0.5 + x, grown)
 
 
-@means(lambda x: jax.vmap(lambda r: jnp.sort(r) - jnp.mean(r))(x))
-def row_by_row(x: f32['B/d/t M']) -> f32['B/d/t M']:
-    return jax.vmap(jax.jit(lambda r: jnp.sort(r) - jnp.mean(r)))(x)
-
-
-@means(lambda x: jnp.sum(x, 0) ** 2)
+@right
 def ring(x: f32['B/d L']) -> f32['L']:
     own = jnp.sum(shardops.regroup('B/d L -> d/d R L', x), axis=1)
 
@@ -242,22 +316,8 @@ def ring(x: f32['B/d L']) -> f32['L']:
     return shardops.psum('L +d -> L', shardops.sum_unreduced('d/d L -> L +d', total))
 
 
-@means(lambda x: lax.top_k(x, 2))
-def a_kernel_with_two_results(x: f32['B/d L']) -> tuple[f32['B/d 2'], i32['B/d 2']]:
-    return tuple(shardops.local('B/d L -> B/d X, B/d X', lambda x: lax.top_k(x, 2), x, X=2))
-
-
-@means(lambda x: jnp.cumsum(jnp.sin(x), 1))
-def a_kernel(x: f32['B/d L M/t']) -> f32['B/d L M/t']:
-    return shardops.local('B/d L M/t -> B/d L M/t', lambda x: jnp.cumsum(jnp.sin(x), axis=1), x)
-
-
 # -- Gradients ---------------------------------------------------------------------------------------------------------
-def regression(w, x, y):
-    return jnp.sum((jnp.tanh(x @ w) - y) ** 2)
-
-
-@means(lambda w, x, y: (regression(w, x, y), jax.grad(regression)(w, x, y)))
+@right
 def gradient_of_a_replicated_weight(w: f32['M'], x: f32['B/d M'], y: f32['B/d']) -> tuple[f32[''], f32['M']]:
     def loss(w):
         error = jnp.tanh(x @ w) - y
@@ -267,7 +327,7 @@ def gradient_of_a_replicated_weight(w: f32['M'], x: f32['B/d M'], y: f32['B/d'])
     return shardops.psum('+d +t -> ', value), shardops.psum('M +d +t -> M', gradient)
 
 
-@means(lambda w, x, y: jax.vjp(lambda w, x: jnp.tanh(x * w[None]), w, x)[1](y))
+@right
 def pulled_back(w: f32['M'], x: f32['B/d M'], y: f32['B/d M']) -> tuple[f32['M'], f32['B/d M']]:
     _, pull = shardops.vjp(lambda w, x: jnp.tanh(x * w[None]), w, x)
     of_w, of_x = pull(shardops.pending('B/d M -> B/d M +t', y))
@@ -286,13 +346,7 @@ class Step:
     gradients: tuple[Array['3', Layer], f32['M/d/t']]
 
 
-def deep(stack, last, x):
-    for w, scale in zip(stack.w, stack.scale):
-        x = jax.nn.silu(x @ w * scale[None])
-    return jnp.sum((x @ last) ** 2)
-
-
-@means(lambda stack, last, x: (deep(stack, last, x), jax.grad(deep, (0, 1))(stack, last, x)))
+@right
 def step(stack: Array['3', Layer], last: f32['M/d/t'], x: f32['B/d M']) -> Step:
     def loss(stack, last):
         def layer(x, layer):
@@ -308,7 +362,7 @@ def step(stack: Array['3', Layer], last: f32['M/d/t'], x: f32['B/d M']) -> Step:
     return Step(shardops.psum('+d +t -> ', value), (stack, last))
 
 
-@means(lambda w, x: (jax.grad(lambda w: jnp.sum(jnp.sin(x * w[None])))(w), jnp.max(x)))
+@right
 def aside(w: f32['M/t'], x: f32['B/d M/t']) -> tuple[f32['M/t'], f32['']]:
     own = jax.custom_vjp(jnp.sin)
     own.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (g * jnp.cos(x),))
@@ -321,7 +375,7 @@ def aside(w: f32['M/t'], x: f32['B/d M/t']) -> tuple[f32['M/t'], f32['']]:
     return shardops.psum('M/t +d -> M/t', gradient), top
 
 
-@means(lambda table, ids, w: jax.grad(lambda table: jnp.sum(table[ids] * w))(table))
+@right
 def gradient_of_an_embedding(table: f32['V/t M/d'], ids: i32['B/d'], w: f32['B/d M']) -> f32['V/t M/d']:
     def loss(table):
         table = shardops.all_gather('V/t M/d -> V/t M', table)
@@ -331,7 +385,7 @@ def gradient_of_an_embedding(table: f32['V/t M/d'], ids: i32['B/d'], w: f32['B/d
     return shardops.grad(loss)(table)
 
 
-@means(lambda w, x, y: jax.grad(lambda w: sum(jnp.sum(softmax_loss(x[i] @ w, y[i])) for i in range(3)))(w))
+@right
 def gradient_over_chunks(w: f32['M V/t'], x: f32['3 B/d M'], y: i32['3 B/d']) -> f32['M V/t']:
     def loss(w, x, y):
         each = loss_of_split_logits(shardops.einsum_unreduced('B/d M, M V/t -> B/d V/t', x, w), y)
@@ -341,7 +395,7 @@ def gradient_over_chunks(w: f32['M V/t'], x: f32['3 B/d M'], y: i32['3 B/d']) ->
     return shardops.psum('M V/t +d -> M V/t', gradient)
 
 
-@means(lambda w, x: jax.grad(lambda w: jnp.sum((x @ w) ** 2))(w))
+@right
 def gradient_by_microbatches(w: f32['M/d F/t'], x: f32['B/d M']) -> f32['M/d F/t']:
     near = shardops.all_gather('M/d F/t -> M F/t', w)
 
@@ -357,7 +411,7 @@ def gradient_by_microbatches(w: f32['M/d F/t'], x: f32['B/d M']) -> f32['M/d F/t
     return shardops.psum_scatter('M F/t +d -> M/d F/t', total)
 
 
-@means(lambda g: (lambda a: jnp.einsum("lmn,lnf->lmf", a @ a - 2 * a, g))(jnp.einsum("lmf,lnf->lmn", g, g)))
+@right
 def whole_matrices(g: f32['S M/d F/t']) -> f32['S M/d F/t']:
     g = shardops.all_to_all('S M/d F/t -> S/d M F/t', g)
     other = g
@@ -373,6 +427,6 @@ def moved(w, m, g):
     return jax.tree.map(lambda w, m: w - 0.1 * m, w, m), m
 
 
-@means(moved)
+@right
 def momentum(w: Layer, m: Layer, g: Layer) -> tuple[Layer, Layer]:
     return moved(w, m, g)

@@ -1,4 +1,4 @@
-"""A model small enough to compile in seconds, with heads enough for every mesh, and ways to run train.py's functions on it."""
+"""A model that compiles in seconds, with heads enough for every mesh, and ways to run train.py's functions on it."""
 
 import contextlib
 import dataclasses
@@ -20,9 +20,10 @@ from train import TokenBatch
 
 MODEL = train.Model(d_model=64, n_q_per_kv=2, n_kv=8, d_head=8, layers=2, vocab=128, d_ff=96, rope_max_timescale=256)
 TRAINING = train.Training(
-    seed=0, steps=10, warmup_steps=2, steps_for_lr=10, learning_rate=1e-2, cosine_learning_rate_final_fraction=0.1, adam_b1=0.9,
-    adam_b2=0.95, adam_eps=1e-8, weight_decay=0.1, tokens=Tokens(batch=16, len=32),
-)  # fmt: skip
+    **dict(seed=0, steps=10, warmup_steps=2, steps_for_lr=10, learning_rate=1e-2),
+    **dict(cosine_learning_rate_final_fraction=0.1, adam_b1=0.9, adam_b2=0.95, adam_eps=1e-8, weight_decay=0.1),
+    tokens=Tokens(batch=16, len=32),
+)
 BATCH = reference.random_batch(MODEL, batch=16, length=32, seed=1)
 
 
@@ -63,13 +64,14 @@ def _compiled(model, training, bos_id, mesh, dtype, loss_chunk):
 
 
 def step(model, training, state, batch, number=0, bos_id=0):
-    """One training step, checked and compiled once for each of its settings; returns the new state and the metrics as numpy arrays."""
+    """One training step, checked and compiled once for each of its settings; returns the new state and the metrics as
+    numpy arrays."""
     mapped = _compiled(model, training, bos_id, jax.sharding.get_mesh(), train.act.dtype, train.LOSS_CHUNK)
     return jax.tree.map(np.asarray, mapped(state, jnp.uint32(0), jnp.uint32(number), batch))
 
 
 def loss_and_gradient(model, training, weights, batch, bos_id=0):
-    """The loss and the gradient of a step, read off the first moment: with b1 = 0 and no clipping it is the gradient."""
+    """The loss and the gradient of a step: the first moment, with b1 = 0 and no clipping."""
     training = dataclasses.replace(training, adam_b1=0.0, max_grad_norm=1e30)
     state, metrics = step(model, training, state_of(weights), batch_of(batch), bos_id=bos_id)
     return metrics.loss, state.adam_mu

@@ -1,4 +1,5 @@
-"""Another trainer, with a mesh of axes a, b and c and another model, has all that train.py has: no room knows the axes."""
+"""Another trainer, with a mesh of axes a, b and c and another model, has all that train.py has: no room knows the
+axes."""
 
 import json
 import sys
@@ -98,5 +99,5 @@ def test_it_is_planned(monkeypatch, capsys):
 
 def test_a_model_on_other_axes_is_not_decoded(whole):
     """generate.py takes runs whose program computes what a family in models/ does, over d and t."""
-    with pytest.raises(RunError, match="computes another model than models/llama.py does: write a family for it"):
+    with pytest.raises(RunError, match="is of a model that models/ cannot decode: write a family for it"):
         generate.main(generate.Generate(model=str(whole), prompt_ids=(1,), tokens=1))

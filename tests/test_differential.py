@@ -2,18 +2,22 @@
 
 import contextlib
 import inspect
+from collections.abc import Callable
 from random import Random
+from types import FunctionType
 from typing import NamedTuple
 
 import jax
 import numpy as np
+import prove
 import pytest
-from grammar import programs
+import right_programs
+from grammar import Whole, programs
 from hypothesis import Phase, find, settings
-from right_programs import RIGHT
+from prove import each_row, program, prove_everywhere, table
 
 from shardlib.mesh import make_mesh
-from shardlib.shardtypes import ShardingError, map_type, typed_shard_map
+from shardlib.shardtypes import ShardingError, typed_shard_map
 
 MESHES = [(1, 1), (8, 1), (4, 2), (2, 4), (1, 8)]
 # What a program that does not fit its arrays raises while it is traced.
@@ -43,8 +47,8 @@ def run(batch, mesh=None) -> list:
 
     def together(arguments):
         results = {}
-        for k, program in enumerate(batch):
-            function = program.build(whole=mesh is None)
+        for k, each in enumerate(batch):
+            function = each.build(whole=mesh is None)
             try:
                 results[k] = (function if mesh is None else typed_shard_map(function, check=False))(*arguments[k])
             except MISFITS as error:
@@ -153,34 +157,76 @@ def test_what_is_accepted_is_right(count, record_property):
 
 
 # -- Right programs ----------------------------------------------------------------------------------------------------
-SIZES = dict(B=16, L=8, M=16, M2=16, N=16, O=16, F=32, V=24, E=24, C=8, S=8)
+SIZES = dict(B=16, L=8, M=16, M2=16, F=32, V=24, E=24, C=8, S=8)
 
 
 class Written(NamedTuple):
-    """A program by hand and its meaning, to be run like a drawn one."""
+    """A program by hand, to be run like a drawn one."""
 
-    function: object
-    meaning: object
+    function: Callable
+    sizes: tuple[dict[str, int], ...]  # of its letters
+    whole: Callable
+
+    def __str__(self):
+        return inspect.getsource(self.function).rpartition("return ")[2].strip()[:60]
 
     def build(self, whole=False):
-        return self.meaning if whole else self.function
+        return self.whole if whole else self.function
 
     def arguments(self):
         random = np.random.default_rng(3)
 
-        def array(type_):
-            shape = [int(name) if name.isdigit() else SIZES[name] for name in type_.spec.names]
-            floats = type_.element.dtype == np.float32
-            return random.normal(size=shape).astype(np.float32) if floats else random.integers(0, 8, shape, np.int32)
+        def array(shape):
+            if shape.dtype == bool:
+                return random.random(shape.shape) < 0.5
+            if shape.dtype == np.float32:
+                return random.normal(size=shape.shape).astype(np.float32)
+            return random.integers(0, 8, shape.shape, np.int32)
 
-        parameters = inspect.signature(self.function).parameters.values()
-        return [map_type(array, parameter.annotation) for parameter in parameters]
+        parameters = inspect.signature(self.function, eval_str=True).parameters.values()
+        return [jax.tree.map(array, prove.abstract(parameter.annotation, self.sizes[0])) for parameter in parameters]
 
 
-def test_right_programs_are_accepted():
-    """Each program by hand is accepted on every mesh, and gives on each what plain JAX gives on whole arrays."""
-    written = [Written(*pair) for pair in RIGHT]
-    for program, wrong in zip(written, faults(written)):
-        name = program.function.__name__
-        assert (name, refusals(program)) == (name, [None] * len(MESHES))
-        assert (name, wrong) == (name, [None] * len(MESHES))
+def on_whole_arrays(sizes) -> dict[str, object]:
+    """The names of right_programs.py, with operations that know of no devices."""
+    names = vars(right_programs) | dict(shardops=Whole(sizes), typed=lambda function: function)
+    names["check"] = lambda dtype, spec, value: value
+    for name, each in vars(right_programs).items():
+        if inspect.isfunction(each) and each.__module__ == right_programs.__name__:
+            each = inspect.unwrap(each)
+            names[name] = FunctionType(each.__code__, names, name, each.__defaults__)
+    return names
+
+
+def written() -> list[Written]:
+    small, large = on_whole_arrays(SIZES), on_whole_arrays(prove.SIZES)
+    owed = "shardops.einsum_unreduced('B/d F/t, M F/t -> B/d M +t', x, y)"
+    body = f"shardops.psum('B/d M +t -> B/d M', (lambda u: {{}})({owed}))"
+    linear = [("B/d F/t, M F/t -> B/d M", body.format(row)) for (row,) in table(right_programs.LINEAR)]
+    rows = [
+        Written(
+            program(*row, vars(right_programs)), (prove.SIZES, prove.SINGLE), program(*row, large, large["shardops"])
+        )
+        for row in (*table(right_programs.ACCEPTED), *linear)
+    ]
+    return [*(Written(each, (SIZES,), small[each.__name__]) for each in right_programs.RIGHT), *rows]
+
+
+WRITTEN = written()
+
+
+@pytest.mark.parametrize("program", WRITTEN, ids=str)
+def test_right_programs_are_accepted(program):
+    """Each program by hand is accepted on every mesh."""
+    prove_everywhere(program.function, prove.OF_D_AND_T, program.sizes)
+
+
+def test_right_programs_are_right():
+    """Each gives on every mesh what it means on whole arrays."""
+    assert [(str(each), wrong) for each, wrong in zip(WRITTEN, faults(WRITTEN)) if any(wrong)] == []
+
+
+@each_row(table(right_programs.OF_DEVICES))
+def test_right_programs_of_devices_are_accepted(row):
+    """So is what has another meaning for another number of devices, by its type or because random numbers are drawn."""
+    prove_everywhere(program(*row))

@@ -1,4 +1,5 @@
-"""The small run's losses are those that tests/golden has for this platform; a real run's metrics are those of docs/runs.md."""
+"""The small run's losses are those that tests/golden has for this platform; a real run's metrics are those of
+docs/runs.md."""
 
 import json
 import re
@@ -13,8 +14,8 @@ from runtime.tracking.recorded import read_run
 from tests.runtime.tracking.test_trackers import tensorboard_curves
 from tools.compare import equal
 
-# Relative. With and without XLA:CPU's optimizations the values differ by 4e-6, with SSE 4.2 instead of AVX2 by 5e-7. A larger
-# difference is another computation: tests/renew_golden.py says what to do.
+# Relative. With and without XLA:CPU's optimizations the values differ by 4e-6, with SSE 4.2 instead of AVX2 by 5e-7. A
+# larger difference is another computation: tests/renew_golden.py says what to do.
 TOLERANCE = 1e-4
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "runs.md"
 
@@ -61,8 +62,8 @@ def test_a_tracker_that_is_asked_for_has_the_run(folder):
 
 
 def test_metrics_are_those_that_are_documented(folder):
-    """A real run's keys are the names in the tables of docs/runs.md, no more and no fewer; <...> in a name stands for several
-    that differ there. A mixture's `tokens_per_source/<path>` is of other runs."""
+    """A real run's keys are the names in the tables of docs/runs.md, no more and no fewer; <...> in a name stands for
+    several that differ there. A mixture's `tokens_per_source/<path>` is of other runs."""
     names = set(re.findall(r"^\| `([^`]+)` \|", DOCUMENT.read_text().partition("## Trackers")[0], re.MULTILINE))
     assert "tokens_per_source/<path>" in names
     names.remove("tokens_per_source/<path>")

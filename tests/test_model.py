@@ -31,7 +31,8 @@ def moved_logits(weights, mesh, change):
 
 @pytest.mark.parametrize("mesh", [(1, 1), (4, 2)], ids=["1x1", "4x2"])
 def test_no_token_is_seen_from_before_or_from_another_segment(mesh, weights):
-    """Changing one token moves the logits of exactly the later positions of its segment: neither the past, nor other sequences, nor other rows."""
+    """Changing one token moves the logits of exactly the later positions of its segment: neither the past, nor other
+    sequences, nor other rows."""
     position = 12
     moved = moved_logits(
         weights,
@@ -70,7 +71,8 @@ def test_bos_id_stands_before_a_sequence(weights):
 
 
 def test_a_long_row_goes_through_the_loss_in_chunks(weights, monkeypatch):
-    """Chunks of 8 positions give the loss and gradient of one chunk of 32, to rounding, and their gradient adds up in float32."""
+    """Chunks of 8 positions give the loss and gradient of one chunk of 32, to rounding, and their gradient adds up in
+    float32."""
     with small.on_mesh(4, 2):
         one, gradient = small.loss_and_gradient(small.MODEL, small.TRAINING, weights, small.BATCH)
         monkeypatch.setattr(train, "LOSS_CHUNK", 8)
@@ -81,8 +83,8 @@ def test_a_long_row_goes_through_the_loss_in_chunks(weights, monkeypatch):
 
 
 def test_the_embedding_gradient_adds_up_in_float32(weights):
-    """A token that stands at 4,000 places of a device has in the bfloat16 step the gradient of the float32 one, to 2 %: 4,000
-    terms of about the same size, added up one by one in bfloat16, would stay near the first few hundred."""
+    """A token that stands at 4,000 places of a device has in the bfloat16 step the gradient of the float32 one, to 2 %:
+    4,000 terms of about the same size, added up one by one in bfloat16, would stay near the first few hundred."""
     batch, gradients = reference.random_batch(small.MODEL, batch=8, length=1024, seed=2), []
     batch = dataclasses.replace(batch, targets=np.full_like(batch.targets, 3))
     for dtype in ("bfloat16", "float32"):
@@ -94,7 +96,8 @@ def test_the_embedding_gradient_adds_up_in_float32(weights):
 
 
 def test_the_unembedding_gradient_adds_up_in_float32(monkeypatch):
-    """In the bfloat16 step's jaxpr, the backward scan over chunks carries the unembedding's gradient, V/t M, in float32 and nowhere in bfloat16."""
+    """In the bfloat16 step's jaxpr, the backward scan over chunks carries the unembedding's gradient, V/t M, in float32
+    and nowhere in bfloat16."""
     import functools
 
     from shardlib.shardtypes import typed_shard_map
@@ -123,7 +126,8 @@ def test_the_unembedding_gradient_adds_up_in_float32(monkeypatch):
 
 
 def test_adamw_equals_the_reference(weights):
-    """Three updates, from warmup into the cosine, with clipping and decay: weights and moments as the reference's in float64."""
+    """Three updates, from warmup into the cosine, with clipping and decay: weights and moments as the reference's in
+    float64."""
     training = dataclasses.replace(small.TRAINING, max_grad_norm=0.5)
     moments = tuple(jax.tree.map(np.zeros_like, weights) for _ in range(2))
     expected = (weights, *moments)
@@ -156,7 +160,8 @@ def test_the_learning_rate_is_the_references():
 
 
 def test_a_step_that_is_not_finite_changes_nothing(weights):
-    """An infinite weight makes the loss NaN: weights and moments stay as they were, bit for bit, and the step is counted."""
+    """An infinite weight makes the loss NaN: weights and moments stay as they were, bit for bit, and the step is
+    counted."""
     broken = {**weights, "unembed": np.full_like(weights["unembed"], np.inf)}
     with small.on_mesh(4, 2):
         before = small.state_of(broken)
@@ -168,7 +173,8 @@ def test_a_step_that_is_not_finite_changes_nothing(weights):
 
 
 def test_initial_weights_are_the_same_on_every_mesh_and_scaled_by_fan_in():
-    """Drawn shard by shard they are bit for bit those of one device; standard deviations are 1/sqrt(fan-in), of w_q also 1/sqrt(D)."""
+    """Drawn shard by shard they are bit for bit those of one device; standard deviations are 1/sqrt(fan-in), of w_q
+    also 1/sqrt(D)."""
     import functools
 
     drawn = []

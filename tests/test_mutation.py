@@ -30,8 +30,8 @@ def abstract(mesh):
 
 
 def refuse_all(made, check, folder, file="train.py", place=None):
-    """Asserts that the check of each mutant of a file is a refusal with a line of it, or of `place`, a regular expression;
-    returns how many there were."""
+    """Asserts that the check of each mutant of a file is a refusal with a line of it, or of `place`, a regular
+    expression; returns how many there were."""
     accepted, unlocated = [], []
     for index, (name, line, source) in enumerate(made):
         (folder / f"mutant_{index}").mkdir(parents=True)

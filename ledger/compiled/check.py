@@ -9,10 +9,11 @@ lines, rows = report(ledger, compiled)          # ["The compiled step sends what
 import collections
 import dataclasses
 import math
+from typing import Any
 
 import jax
 
-from ledger.compiled.collectives import compiled_sites, widened_row
+from ledger.compiled.collectives import compiled_sites, widened
 from ledger.count.costs import Collective, Sites
 from ledger.count.step import Ledger
 from ledger.units import gigabytes
@@ -63,7 +64,7 @@ def differences(ledger: Ledger, text: str) -> list[Difference]:
     rows: list[Difference] = []
 
     def add(row: Collective, written: int, compiled: int, reason: str) -> None:
-        both = {*(each for each, _ in ours), *(widened_row(each) for each, _ in ours), *(each for each, _ in theirs)}
+        both = {*(each for each, _ in ours), *(widened(each) for each, _ in ours), *(each for each, _ in theirs)}
         lines = tuple(sorted({each.line for each in both if _bare(each) == row}))
         rows.append(Difference(row.kind, row.axes, row.dtype, row.bytes, written, compiled, lines, reason))
 
@@ -72,7 +73,7 @@ def differences(ledger: Ledger, text: str) -> list[Difference]:
         for row in sorted(left):
             if row.dtype == "bfloat16":
                 add(row, _sum(left[row]), 0, WIDENED)
-        left = _times_of_places(ours, widened_row)
+        left = _times_of_places(ours, widened)
     for row in sorted(left.keys() | right.keys()):
         written, compiled = left[row], right[row]
         if _sum(written) != _sum(compiled):
@@ -103,7 +104,7 @@ def _bare(row: Collective) -> Collective:
 
 def _times_of_places(sites: Sites, change=lambda row: row) -> dict[Collective, collections.Counter[int]]:
     """By collective, how often each of its places runs in a step."""
-    places = collections.defaultdict(collections.Counter)
+    places: dict[Collective, collections.Counter[int]] = collections.defaultdict(collections.Counter)
     for (row, times), count in sites.items():
         places[_bare(change(row))][times] += count
     return places
@@ -132,7 +133,7 @@ def _reason(written: collections.Counter[int], compiled: collections.Counter[int
 
 def peak_bytes(compiled: jax.stages.Compiled) -> int:
     """What XLA says that one device needs to run a program, its arguments included."""
-    analysis = compiled.memory_analysis()
+    analysis: Any = compiled.memory_analysis()
     (device, *_) = jax.tree.leaves(compiled.input_shardings)[0].device_set
     if device.platform != "cpu":  # there XLA's peak leaves out what it calls temporary (jax 0.10.2)
         return analysis.peak_memory_in_bytes
@@ -145,7 +146,7 @@ def report(ledger: Ledger, compiled: jax.stages.Compiled) -> tuple[list[str], li
 
     Harmless ones are folded into one line; of the others there is a warning with a line each.
     """
-    rows = differences(ledger, compiled.as_text())
+    rows = differences(ledger, compiled.as_text() or "")
     harmful = [str(row) for row in rows if not row.is_harmless]
     if harmful:
         lines = ["warning: the compiled step does not send what is written:", *(f"  {row}" for row in harmful)]
@@ -161,8 +162,7 @@ def _but_for(rows: list[Difference], times: int) -> str:
     """How many collectives there are, and what is harmless in how they are compiled."""
     merged = sum(row.written - row.compiled for row in rows if row.reason == MERGED)
     joined = sum(max(row.written - row.compiled, 0) for row in rows if row.reason == JOINED)
-    parts = [f"{merged} of them {MERGED}"] * (merged > 0) + [f"{joined} of them joined end to end with others"] * (
-        joined > 0
-    )
+    parts = [f"{merged} of them {MERGED}"] * (merged > 0)
+    parts += [f"{joined} of them joined end to end with others"] * (joined > 0)
     text = f"{times} collectives, {' and '.join(parts) or 'equal by kind, axes, type and bytes'}"
     return text + f"; what is bfloat16 is {WIDENED}" * any(row.reason == WIDENED for row in rows)

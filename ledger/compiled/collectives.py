@@ -1,13 +1,12 @@
-"""The collectives of a step, how often each runs and with how many bytes: as the source writes them, and as XLA
-compiled them.
+"""The collectives of a step as XLA compiled it: how often each runs, and with how many bytes.
 
     axes = {"d": 4, "t": 2}
     traced = jax.jit(typed_shard_map(step)).trace(*shapes)
-    table = written(traced.jaxpr, axes)
+    table = compiled(traced.lower().compile().as_text(), axes)
     table[Collective("all-gather", ("d",), "float32", 4096, "forward", "train.py:197")]       # times a step
-    differences(table, compiled(traced.lower().compile().as_text(), axes))     # [] where XLA does as it is told
+    table == count(read(traced.jaxpr), axes).collectives                 # where XLA does as it is told
 
-Both tables are counted by walking the program, with the turns of its loops as factors. Nothing runs.
+The program is walked, with the turns of its loops as factors. Nothing runs.
 """
 
 import collections
@@ -17,55 +16,27 @@ import re
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from ledger.compiled.hlo_text import Computation, Instruction, Module, parse
-from ledger.count.costs import KINDS, Collective, Sites, Table, add_sites, any_branch, count, times_of, totals
-from ledger.count.program import phase_of, read
-
-HLO_DTYPES = {
-    "pred": "bool", "s8": "int8", "s16": "int16", "s32": "int32", "s64": "int64", "u8": "uint8", "u16": "uint16", "u32": "uint32",
-    "u64": "uint64", "f8e4m3fn": "float8_e4m3fn", "f8e5m2": "float8_e5m2", "bf16": "bfloat16", "f16": "float16", "f32": "float32",
-    "f64": "float64",
-}  # fmt: skip
+from ledger.count.costs import KINDS, Collective, Sites, Table, add_sites, any_branch, times_of
+from ledger.count.program import phase_of
 
 
-# -- Comparing ---------------------------------------------------------------------------------------------------------
-def _bare(row: Collective) -> Collective:
-    return dataclasses.replace(row, line="")
+def dtype_of(word: str) -> str:
+    """JAX's name of an element type of HLO.
+
+    >>> [dtype_of(word) for word in ("f32", "bf16", "u8", "f8e4m3fn")]
+    ['float32', 'bfloat16', 'uint8', 'float8_e4m3fn']
+    """
+    kinds = {"pred": "bool", "bf": "bfloat", "s": "int", "u": "uint", "f": "float"}
+    return re.sub(r"^(pred|bf|s|u|f)", lambda kind: kinds[kind[0]], word).replace("float8e", "float8_e")
 
 
-def differences(ours: Table, theirs: Table) -> list[str]:
-    """What is not the same as written and as compiled, a line of text each, with the lines of the source."""
-    left, right = totals(ours), totals(theirs)
-    texts = []
-    for row in sorted(left.keys() | right.keys()):
-        if left[row] != right[row]:
-            lines = sorted({each.line or "a line not known" for each in (*ours, *theirs) if _bare(each) == row})
-            texts.append(f"written {left[row]}, compiled {right[row]} times a step: {row} ({', '.join(lines)})")
-    return texts
-
-
-def widened(table: Table) -> Table:
-    """What XLA:CPU, which has no bfloat16 collectives, makes of a table: the same in float32, twice the bytes."""
-    wide: Table = collections.Counter()
-    for row, times in table.items():
-        wide[widened_row(row)] += times
-    return wide
-
-
-def widened_row(row: Collective) -> Collective:
+def widened(row: Collective) -> Collective:
+    """What XLA:CPU, which has no bfloat16 collectives, makes of one: float32, twice the bytes."""
     return dataclasses.replace(row, dtype="float32", bytes=2 * row.bytes) if row.dtype == "bfloat16" else row
 
 
-# -- As written --------------------------------------------------------------------------------------------------------
-def written(jaxpr: Jaxpr | ClosedJaxpr, mesh_axes: dict[str, int]) -> Table:
-    """The collectives of a traced step, `jax.jit(step).trace(...).jaxpr`, with the lines that write them; see
-    `ledger.count.costs.count`."""
-    return count(read(jaxpr), mesh_axes).collectives
-
-
-# -- As compiled -------------------------------------------------------------------------------------------------------
 def compiled(text: str, mesh_axes: dict[str, int]) -> Table:
     """The collectives of an optimized program and how often they run; see `compiled_sites`."""
     return times_of(compiled_sites(text, mesh_axes))
@@ -123,9 +94,9 @@ def operands(module: Module, computation: Computation, instruction: Instruction)
     """Type, bytes, and source with name stack of each operand."""
     sizes = []
     for name in instruction.operands:
-        dtype, dims = re.match(r"(\w+)\[([\d,]*)\]", computation.instructions[name].shape).groups()
-        dtype = HLO_DTYPES[dtype]
-        sizes.append((dtype, math.prod(int(dim) for dim in dims.split(",") if dim) * jnp.dtype(dtype).itemsize))
+        (word, dims), *_ = re.findall(r"(\w+)\[([\d,]*)\]", computation.instructions[name].shape)
+        dtype, elements = dtype_of(word), math.prod(int(dim) for dim in dims.split(",") if dim)
+        sizes.append((dtype, elements * jnp.dtype(dtype).itemsize))
     if instruction.opcode == "all-to-all":  # its operands are the parts for each device
         sizes = [(sizes[0][0], sum(size for _, size in sizes))]
     if len(sizes) == 1:
@@ -135,8 +106,8 @@ def operands(module: Module, computation: Computation, instruction: Instruction)
     others = computation.instructions.values()
     results = {instruction.name, *(each.name for each in others if each.is_done and instruction.name in each.operands)}
     items = [each for each in others if each.opcode == "get-tuple-element" and each.operands[0] in results]
-    places = {int(re.search(r"index=(\d+)", each.attributes)[1]): module.metadata(each) for each in items}
-    return [(*size, places.get(index, ("", ""))) for index, size in enumerate(sizes)]
+    places = {index: module.metadata(each) for each in items for index in re.findall(r"index=(\d+)", each.attributes)}
+    return [(*size, places.get(str(index), ("", ""))) for index, size in enumerate(sizes)]
 
 
 def turns(module: Module, loop: Instruction) -> int:
@@ -163,17 +134,17 @@ def axes_of_groups(attributes: str, mesh_axes: dict[str, int]) -> tuple[str, ...
     axes_of_groups("replica_groups={{0,3},{1,2}}", {"d": 2, "t": 2})                  # ('{{0,3},{1,2}}',)
     """
     if named := re.search(r"replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}", attributes):  # as of jax 0.11
-        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
-        over = re.findall(r"'(\w+)'", named[2])
-        if sizes == mesh_axes and named[2] == ",".join(f"'{axis}'" for axis in over):
-            return tuple(axis for axis, size in mesh_axes.items() if axis in over and size > 1)
+        of_mesh = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
+        said = re.findall(r"'(\w+)'", named[2])
+        if of_mesh == mesh_axes and named[2] == ",".join(f"'{axis}'" for axis in said):
+            return tuple(axis for axis, size in mesh_axes.items() if axis in said and size > 1)
     shape = tuple(mesh_axes.values())
     devices = math.prod(shape)
     found = re.search(r"(replica_groups|source_target_pairs)=([{\[](?:[\d,<=T(){}\[\]]*[})\]])?)", attributes)
     name, text = found.groups() if found else ("", "")
     if iota := re.fullmatch(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
-        groups, dims, order = ([int(n) for n in part.split(",")] if part else None for part in iota.groups())
-        groups = np.arange(devices).reshape(dims).transpose(order).reshape(groups).tolist()
+        sizes, dims, order = ([int(n) for n in part.split(",")] if part else None for part in iota.groups())
+        groups = np.arange(devices).reshape(dims).transpose(order).reshape(sizes).tolist()
     elif re.fullmatch(r"\{(\{[\d,]+\},?)*\}", text):
         groups = [[int(n) for n in part.split(",")] for part in re.findall(r"\{([\d,]+)\}", text)]
         groups = groups or [list(range(devices))]

@@ -127,7 +127,7 @@ def _parse_instruction(line: str, number: int) -> tuple[Instruction, bool]:
     head = re.match(r"\s+(ROOT )?%?([\w.\-]+) = ", line)
     # An opcode is the first word that is followed by a parenthesis: inside a shape, none stands after a blank.
     opcode = re.compile(r" ([a-z][a-z0-9\-]*)\(").search(line, head.end() - 1) if head else None
-    if opcode is None:
+    if head is None or opcode is None:
         raise ValueError(f"HLO text, line {number}: expected an instruction, got {line.strip()[:80]!r}")
     shape = re.sub(r"/\*.*?\*/|(?<=\])\{[^}]*\}", "", line[head.end() : opcode.start()])
     depth, end = 1, opcode.end()

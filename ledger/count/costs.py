@@ -82,8 +82,9 @@ class Saved:
     """What JAX keeps of the forward pass for the backward pass."""
 
     line: str
-    why: str  # the name it is saved under, such as save_for_backward; "input" of a checkpoint; "gradient", computed ahead; "":
-    # nobody asked for it
+    # The name it is saved under, such as save_for_backward; "input" of a checkpoint; "gradient", computed ahead; ""
+    # where nobody asked for it.
+    why: str
     dtype: str
     shape: tuple[int, ...]  # on one device, of one layer
     bytes: int  # the same
@@ -293,6 +294,7 @@ def origin(value: Value) -> tuple[str, str, Value, int]:
     """Where a value is from: line, the name that it is saved under, its value in the loops' bodies, how many of those
     it holds."""
     op = value.maker
+    assert op is not None, "an argument is from nowhere"
     if op.name == "scan":
         position = next(index for index, output in enumerate(op.outputs) if output is value)
         inner = op.blocks[0].outputs[position]
@@ -302,8 +304,8 @@ def origin(value: Value) -> tuple[str, str, Value, int]:
         line, why, each, times = origin(inner)
         return line, why, each, times * (op.length if stacked else 1)
     named = op
-    while named.name == "reduce_precision" and named.inputs[0].maker is not None:
-        named = named.inputs[0].maker
+    while named.name == "reduce_precision" and (before := named.inputs[0].maker) is not None:
+        named = before
     if named.name == "name":
         return named.line, named.params["name"], value, 1
     return op.line, "", value, 1

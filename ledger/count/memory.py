@@ -26,7 +26,7 @@ once. Of a gather, a slice and a scatter only the rows that it touches count. No
 
 import collections
 import dataclasses
-import math
+import sys
 
 from ledger.count.costs import KINDS, origin, read_in_backward
 from ledger.count.program import OPAQUE, Block, Operation, Value
@@ -129,6 +129,8 @@ class _Lifetimes:
         self.last: dict[Value, int] = {}
         self.heirs: list[tuple[Value, set[Value]]] = []  # values with those whose place they may take
         self.moved: collections.Counter[tuple[str, str]] = collections.Counter()
+        self.held: list[Held]
+        self.seen: list[Held]
         bodies: dict[int, _Lifetimes] = {}
         for now, op in enumerate(block.operations):
             if op.name in _READ or op.name.startswith("scatter"):
@@ -149,11 +151,8 @@ class _Lifetimes:
                 if op.name in _IN_PLACE or op.name in _LOOPS or op.name.startswith("scatter"):
                     self.heirs.append((value, {self.origin(each) for each in before}))
             if op.name in _LOOPS:
-                largest = {each: self.body(op, each) for each in op.blocks}
-                bodies[now] = max(largest.values(), key=lambda body: body.bytes)
-                for place, moved in max(
-                    (largest[each] for each in op.blocks), key=lambda body: body.bytes
-                ).moved.items():
+                bodies[now] = max((self.body(op, each) for each in op.blocks), key=lambda body: body.bytes)
+                for place, moved in bodies[now].moved.items():
                     self.moved[place] += moved * op.length
         end = len(block.operations)
         self.compute(block.outputs)
@@ -162,8 +161,8 @@ class _Lifetimes:
                 self.read(op.inputs, end)
         for value in block.outputs:
             self.lay_down(value, end, placed=value in placed)
-        for heir, before in self.heirs:
-            for value in before:
+        for heir, ended in self.heirs:
+            for value in ended:
                 if self.last.get(value) == self.born[heir] and value in self.born and value.bytes == heir.bytes:
                     self.last[value] -= 1
                     break
@@ -172,11 +171,13 @@ class _Lifetimes:
         moments = {now: self.alive(now) + (bodies[now].held if now in bodies else []) for now in self.born.values()}
         at = max(moments, key=lambda now: sum(each.bytes for each in moments[now]), default=end)
         self.held = moments.get(at, [])
-        self.bytes = sum(each.bytes for each in self.held)
-        op = block.operations[at] if at < end else None
-        self.line, self.phase = (op.line, op.phase) if op else ("", "update")
+        self.line, self.phase = (block.operations[at].line, block.operations[at].phase) if at < end else ("", "update")
         if at in bodies and bodies[at].line:
             self.line, self.phase = bodies[at].line, bodies[at].phase
+
+    @property
+    def bytes(self) -> int:
+        return sum(each.bytes for each in self.held)
 
     def body(self, op: Operation, block: Block) -> "_Lifetimes":
         """What the body of a loop holds besides what the loop holds."""
@@ -205,7 +206,12 @@ class _Lifetimes:
     def written_as(self, value: Value) -> Value:
         """A product's result in the wider type to which all that need it convert it; any other value itself."""
         wide = value
-        while value.maker.name == "dot_general" and wide not in self.results and len(wide.uses) == 1:
+        while (
+            value.maker is not None
+            and value.maker.name == "dot_general"
+            and wide not in self.results
+            and len(wide.uses) == 1
+        ):
             if wide.uses[0].name not in _CONVERTS:
                 break
             wide = _passed_on(wide.uses[0], wide)
@@ -239,8 +245,8 @@ class _Lifetimes:
 
     def parts_read(self, values: list[Value]) -> dict[Value, int]:
         """The values in memory that these are computed from, with how many bytes are read of each."""
-        found, met = {}, set()
-        ahead = [(self.origin(value), math.inf) for value in values]
+        found: dict[Value, int] = {}
+        met, ahead = set(), [(self.origin(value), sys.maxsize) for value in values]
         while ahead:
             each, most = ahead.pop()
             if (each, most) in met or each.literal:
@@ -255,12 +261,12 @@ class _Lifetimes:
 
     def compute(self, values: list[Value]) -> None:
         """Counts what is moved to compute values, together, that are not in memory yet."""
-        new = {self.origin(value): None for value in values}
-        new = [value for value in new if value.maker is not None and value not in self.born]
-        for value in new:
-            self.moved[value.maker.line, value.maker.phase] += value.bytes
-        if new:
-            self.moved[new[0].maker.line, new[0].maker.phase] += sum(self.parts_read(new).values())
+        origins = dict.fromkeys(map(self.origin, values))
+        new = [(value, value.maker) for value in origins if value.maker is not None and value not in self.born]
+        for value, op in new:
+            self.moved[op.line, op.phase] += value.bytes
+        for _, op in new[:1]:
+            self.moved[op.line, op.phase] += sum(self.parts_read([value for value, _ in new]).values())
 
     def touched(self, op: Operation) -> int:
         """Bytes that an operation reads and writes."""
@@ -289,9 +295,8 @@ class _Lifetimes:
         """What a value counts as."""
         if value not in self.kinds:
             op, kind = value.maker, OTHER
-            first = op.inputs[0] if op is not None and op.inputs else None
             if op is not None and op.name in ("all_gather", "convert_element_type", "slice", "dynamic_slice"):
-                kind = GATHERED if self.kind(self.origin(first)) in (WEIGHTS, GATHERED) else OTHER
+                kind = GATHERED if self.kind(self.origin(op.inputs[0])) in (WEIGHTS, GATHERED) else OTHER
             if kind == OTHER and op is not None and read_in_backward(value):
                 kind = SAVED
             elif kind == OTHER and op is not None and op.phase in ("backward", "update"):

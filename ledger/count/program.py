@@ -124,7 +124,8 @@ class _Reader:
 
     def block(self, jaxpr: Jaxpr | ClosedJaxpr, scopes: str, line: str) -> Block:
         jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-        inputs, operations = [self.value(var) for var in jaxpr.invars], []
+        operations: list[Operation] = []
+        inputs = [self.value(var) for var in jaxpr.invars]
         outputs = self.write_out(jaxpr, inputs, operations, scopes, line, "")
         for op in operations:
             op.within = phase_of(scopes)
@@ -151,13 +152,8 @@ class _Reader:
             if called is not None:
                 # Marks: into a checkpoint goes what it was asked to keep, and inside a shard_map arrays are a device's
                 # parts.
-                mark = {
-                    "remat": "checkpoint",
-                    "remat2": "checkpoint",
-                    "checkpoint": "checkpoint",
-                    "shard_map": name,
-                }.get(name)
-                if mark:
+                mark = {"remat": "checkpoint", "remat2": "checkpoint"}.get(name, name)
+                if mark in ("checkpoint", "shard_map"):
                     op = Operation(mark, {}, operands, [], phase_of(inner_scopes), inner_scopes, line)
                     operands = self.results(op, getattr(called, "jaxpr", called).invars, operations)
                 # JAX's own jitted functions are traced once, with the lines of their first caller.
@@ -187,8 +183,10 @@ class _Reader:
         return op.outputs
 
     def line(self, eqn: JaxprEqn) -> str:
-        traceback, found = eqn.source_info.traceback, ""
-        for frame in traceback.frames if traceback is not None else ():
+        found, traceback = "", eqn.source_info.traceback
+        if traceback is None:
+            return found
+        for frame in traceback.frames:
             if frame.file_name == self.source:
                 return f"{Path(frame.file_name).name}:{frame.line_num}"
             if not found and is_users(frame.file_name) and frame.file_name != _INNER_SOURCE:

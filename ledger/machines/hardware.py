@@ -44,7 +44,8 @@ def _read() -> dict[str, tuple[list[str], Hardware]]:
     """The machines of hardware.yaml by their short names, each with its device kinds."""
     found = {}
     for name, entry in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")).items():
-        kinds, sources, figures = entry.pop("device_kinds"), {}, {}
+        kinds, figures = entry.pop("device_kinds"), {}
+        sources: dict[str, None] = {}
         for key, (figure, unit) in UNITS.items():
             if key in entry:
                 value, source = entry.pop(key)

@@ -13,6 +13,7 @@ lacks makes all that needs it None, printed n/a.
 
 import dataclasses
 import math
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -32,8 +33,7 @@ ASSUMPTIONS = (
     "On a torus the largest mesh axis has all dims but one for each other axis, and a collective uses the links of its "
     "axes' dims.",
     "Overlapped: within a phase compute, memory and communication take as long as the longest of them. Alone: as long "
-    "as "
-    "all of them. Reading data, checkpoints and the host take no time.",
+    "as all of them. Reading data, checkpoints and the host take no time.",
 )
 
 
@@ -55,16 +55,16 @@ class Phase:
 
     @property
     def overlapped_s(self) -> float | None:
-        return None if None in self.times.values() else max(self.times.values())
+        return max(known) if (known := _known(self.times.values())) else None
 
     @property
     def alone_s(self) -> float | None:
-        return None if None in self.times.values() else sum(self.times.values())
+        return _sum(self.times.values())
 
     @property
     def bound(self) -> str | None:
         """Which takes longest: 'compute', 'memory' or 'communication'."""
-        return None if None in self.times.values() else max(self.times, key=self.times.get)
+        return _longest(self.times)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,8 +102,7 @@ class Roofline:
     @property
     def bound(self) -> str | None:
         """What takes longest over the whole step."""
-        totals = self.totals
-        return None if None in totals.values() else max(totals, key=totals.get)
+        return _longest(self.totals)
 
     @property
     def totals(self) -> dict[str, float | None]:
@@ -127,9 +126,20 @@ class Roofline:
         return self.model_flops / self.devices / self.hardware.peak_flops_per_s / seconds
 
 
-def _sum(values) -> float | None:
-    values = list(values)
-    return None if None in values else sum(values)
+def _known(values: Iterable[float | None]) -> list[float] | None:
+    """All of them, or None if one is not known."""
+    known = list(values)
+    found = [value for value in known if value is not None]
+    return found if len(found) == len(known) else None
+
+
+def _sum(values: Iterable[float | None]) -> float | None:
+    return None if (known := _known(values)) is None else sum(known)
+
+
+def _longest(times: dict[str, float | None]) -> str | None:
+    known = _known(times.values())
+    return list(times)[known.index(max(known))] if known else None
 
 
 def _per(amount: float, rate: float | None) -> float | None:
@@ -189,13 +199,14 @@ def speed(axes: tuple[str, ...], mesh: dict[str, int], hardware: Hardware, joine
     network = None if network is None else network * len(group) / hosts
     if len(group) == hosts:  # no two are in one host: nothing goes over its links
         return True, network
-    return True, None if None in (link, network) else min(link, network)
+    both = _known((link, network))
+    return True, min(both) if both else None
 
 
 def _dims(axes: tuple[str, ...], mesh: dict[str, int], dims: int) -> int:
     """How many of a torus's dims a collective over these axes has."""
     wide = [axis for axis, size in mesh.items() if size > 1]
-    largest = max(wide, key=mesh.get)
+    largest = max(wide, key=lambda axis: mesh[axis])
     others = len([axis for axis in axes if axis != largest])
     return max(others + (dims - (len(wide) - 1) if largest in axes else 0), 1)
 
@@ -206,15 +217,14 @@ def text(estimate: Roofline) -> list[str]:
     columns = "compute", "memory", "communication", "overlapped", "alone"
     lines = [f"{'Time of a step at the least':<30}" + "".join(f"{column:>15}" for column in columns) + "  bound by"]
     rows = [
-        (phase.name, *phase.times.values(), phase.overlapped_s, phase.alone_s, phase.bound) for phase in estimate.phases
+        (each.name, [*each.times.values(), each.overlapped_s, each.alone_s], each.bound) for each in estimate.phases
     ]
-    rows.append(("all", *estimate.totals.values(), estimate.step_s, estimate.step_alone_s, estimate.bound))
-    for name, *times, bound in rows:
+    rows.append(("all", [*estimate.totals.values(), estimate.step_s, estimate.step_alone_s], estimate.bound))
+    for name, times, bound in rows:
         lines.append(f"  {name:<28}" + "".join(f"{seconds(each):>15}" for each in times) + f"  {bound or 'n/a'}")
     lines += [
         f"MFU: at most {percent(estimate.mfu)}, if within each phase everything overlaps; "
-        f"{percent(estimate.mfu_alone)} if "
-        "nothing does.",
+        f"{percent(estimate.mfu_alone)} if nothing does.",
         "",
         f"{'Sent by one device':<30}{'over':<9}{'phase':<12}{'bytes':>10}{'at':>14}{'takes':>12}",
     ]

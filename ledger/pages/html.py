@@ -101,20 +101,27 @@ def labels(ledger: Ledger) -> dict[str, dict[str, str]]:
 def rows(ledger: Ledger) -> dict[str, list[tuple]]:
     """The rows of the three tables, by their captions; the first value of each is the line."""
     costs, whole = ledger.costs, all_lines(sums(ledger))
-    products, sent, kept = found = [], [], []
-    for row, times in costs.products.items():
-        flops = row.flops * times
-        share = flops / max(whole.total("flops"), 1)
-        products.append((row.line, row.phase, row.dtype, row.needed, row.flops, times, flops, share))
-    for row, times in costs.collectives.items():
-        one, axes = row.sent_bytes(ledger.mesh), " × ".join(row.axes)
-        share = one * times / whole.total("sent")
-        sent.append((row.line, row.phase, row.kind, axes, row.dtype, row.bytes, one, times, one * times, share))
-    for row in ledger.saved:
-        together, why = row.bytes * row.times, WHY.get(row.why, row.why)
-        share = together / max(whole.total("kept"), 1)
-        kept.append((row.line, name_of(ledger, row.line), why, array(row), row.bytes, row.times, together, share))
-    return {caption: sorted(each, key=lambda row: -row[-2]) for caption, each in zip(TABLES, found, strict=True)}
+    found: dict[str, list[tuple]] = {
+        "flops": [
+            (row.line, row.phase, row.dtype, row.needed, row.flops, times, row.flops * times)
+            for row, times in costs.products.items()
+        ],
+        "sent": [
+            (row.line, row.phase, row.kind, " × ".join(row.axes), row.dtype, row.bytes, one, times, one * times)
+            for row, times in costs.collectives.items()
+            for one in [row.sent_bytes(ledger.mesh)]
+        ],
+        "kept": [
+            (row.line, name_of(ledger, row.line), why, array(row), row.bytes, row.times, row.bytes * row.times)
+            for row in ledger.saved
+            for why in [WHY.get(row.why, row.why)]
+        ],
+    }
+    tables = {}
+    for caption, (what, each) in zip(TABLES, found.items(), strict=True):
+        with_shares = [(*row, row[-1] / max(whole.total(what), 1)) for row in each]
+        tables[caption] = sorted(with_shares, key=lambda row: -row[-2])
+    return tables
 
 
 def details(every: dict[str, list[tuple]]) -> dict[str, dict[str, list[tuple]]]:

@@ -30,16 +30,16 @@ class Line:
 def sums(ledger: Ledger) -> dict[str, Line]:
     """Of each line that costs anything, by its place, 'train.py:197'."""
     axes = axes_of(ledger)
-    lines = collections.defaultdict(Line)
+    lines: dict[str, Line] = collections.defaultdict(Line)
     for row, times in ledger.costs.products.items():
         lines[row.line].add("flops", row.phase, row.flops * times, times * (row.phase != "backward"))
-    for row, times in ledger.costs.collectives.items():
-        sent = row.sent_bytes(ledger.mesh) * times
-        lines[row.line].add("sent", axes[row.axes], sent, times * (row.phase != "backward"))
-        lines[row.line].sent_in[row.phase] += sent
-    for row in ledger.saved:
-        why = {"": "unasked", "input": "input", "gradient": "gradient"}.get(row.why, "asked")
-        lines[row.line].add("kept", why, row.bytes * row.times, row.times)
+    for each, times in ledger.costs.collectives.items():
+        sent = each.sent_bytes(ledger.mesh) * times
+        lines[each.line].add("sent", axes[each.axes], sent, times * (each.phase != "backward"))
+        lines[each.line].add("sent_in", each.phase, sent, 0)
+    for kept in ledger.saved:
+        why = {"": "unasked", "input": "input", "gradient": "gradient"}.get(kept.why, "asked")
+        lines[kept.line].add("kept", why, kept.bytes * kept.times, kept.times)
     return dict(lines)
 
 

@@ -5,6 +5,7 @@ render("report.html", folder="runtime/tracking", ...)       # a template of anot
 """
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,6 @@ def _environment(folder: str) -> jinja2.Environment:
 def shown(value: float | None, kind: str) -> str:
     """A number of a unit ('FLOP', 'B'), or of a kind ('count', 'percent', 's') as text that a browser breaks
     nowhere."""
-    known = {"count": "{:,}".format, "percent": units.percent, "s": units.seconds}
-    text = known[kind](value) if kind in known else units.amount(value, kind)
+    known: dict[str, Callable] = {"count": "{:,}".format, "percent": units.percent, "s": units.seconds}
+    text = known[kind](value) if kind in known else units.amount(value or 0, kind)
     return text.replace(" ", "\N{NO-BREAK SPACE}")

@@ -21,9 +21,8 @@ def time(roofline: Roofline) -> dict[str, Any]:
     whole = sum(lengths.values())
     lanes = {}
     for lane, label in LANES.items():
-        times = {each.name: each.times[lane] for each in phases}
-        total = None if None in times.values() else sum(times.values())
-        lanes[label] = total, {name: (time or 0) / lengths[name] for name, time in times.items()}
+        shares = {each.name: (each.times[lane] or 0) / lengths[each.name] for each in phases}
+        lanes[label] = roofline.totals[lane], shares
     return {"phases": phases, "shares": {name: each / whole for name, each in lengths.items()}, "lanes": lanes}
 
 
@@ -31,7 +30,7 @@ def diagram(roofline: Roofline) -> dict[str, list[tuple]] | None:
     """FLOP/s over FLOPs a byte, both logarithmic, in the coordinates of an SVG: grid lines with what stands at them,
     roofs as path and label, points as phase, path and what a tooltip says. None where a figure that it needs is not
     known."""
-    peak, rates = roofline.hardware.peak_flops_per_s, _roofs(roofline)
+    peak, rates = roofline.hardware.peak_flops_per_s or 0, _roofs(roofline)
     points = []  # phase, whether memory, FLOPs a byte, FLOP/s
     for each in roofline.phases:
         for is_memory, moved, took in ((True, each.hbm_bytes, each.hbm_s), (False, each.sent_bytes, each.sent_s)):
@@ -67,7 +66,8 @@ def diagram(roofline: Roofline) -> dict[str, list[tuple]] | None:
 
 def _roofs(roofline: Roofline) -> dict[str, float]:
     """The slopes: bytes/s of memory, and of each speed at which a part of the bytes is sent that is not negligible."""
-    speeds, sent = {}, sum(each.sent_bytes for each in roofline.sendings)
+    speeds: dict[float, set[str]] = {}
+    sent = sum(each.sent_bytes for each in roofline.sendings)
     for each in roofline.sendings:
         if each.bytes_per_s and each.sent_bytes > sent / 1000:
             speeds.setdefault(each.bytes_per_s, set()).add(" × ".join(each.axes))

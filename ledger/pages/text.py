@@ -5,6 +5,7 @@ import ast
 import collections
 import re
 
+from ledger.count.costs import Saved
 from ledger.count.memory import GROUPS, Held
 from ledger.count.program import PHASES
 from ledger.pages.lines import Line, sums
@@ -47,8 +48,8 @@ def text(ledger) -> str:
         *_HEAD,
     ]
     rows = shown(ledger, set(costs))
-    for place, (number_, source) in enumerate(rows):
-        if number_ != (rows[place - 1][0] if place else 0) + 1:
+    for before, (number_, source) in zip([(0, ""), *rows], rows):
+        if number_ != before[0] + 1:
             lines.append(f"{_margin(nothing)}    ⋮")
         line = f"{_margin(costs.get(f'{ledger.source}:{number_}', nothing))}{number_:>5} {source}"
         lines.append(line if len(line) <= WIDTH else line[: WIDTH - 1] + "…")
@@ -63,8 +64,9 @@ def shown(ledger, lines: set[str]) -> list[tuple[int, str]]:
     found = []
     for node in ast.parse("\n".join(ledger.text)).body:
         first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))])
-        if any(f"{ledger.source}:{line}" in lines for line in range(first, node.end_lineno + 1)):
-            found += [(line, ledger.text[line - 1]) for line in range(first, node.end_lineno + 1)]
+        numbers = range(first, (node.end_lineno or first) + 1)
+        if any(f"{ledger.source}:{line}" in lines for line in numbers):
+            found += [(line, ledger.text[line - 1]) for line in numbers]
     return found
 
 
@@ -78,9 +80,8 @@ def _totals(ledger) -> list[str]:
         f"{'A step of one device':<24}{'FLOPs':>8}{'bytes sent':>16}",
         *rows,
         f"  {'all':<22}{number(ledger.costs.flops()) or '0':>8}{number(ledger.sent_bytes()) or '0':>16}",
-        f"On all {ledger.devices:,} devices: model FLOPs {ledger.model_flops:.6g} (forward and backward, causal "
-        "products as half), "
-        f"hardware FLOPs {ledger.hardware_flops:.6g} (all that runs),",
+        f"On all {ledger.devices:,} devices: model FLOPs {ledger.model_flops:.6g} "
+        f"(forward and backward, causal products as half), hardware FLOPs {ledger.hardware_flops:.6g} (all that runs),",
         f"6 × parameters × tokens {ledger.flops_6nd:.6g}.",
     ]
     loops = [f"{row.line} {row.phase} ×{row.length:,}" for row in sorted(ledger.costs.loops)]
@@ -91,18 +92,14 @@ def _totals(ledger) -> list[str]:
 
 
 def _sent(ledger) -> list[str]:
-    sums = collections.Counter()
+    alike: dict[tuple, list[float]] = collections.defaultdict(lambda: [0, 0])
     for row, times in ledger.costs.collectives.items():
-        sums[row.kind, row.axes, row.dtype, row.phase] += times
-        sums[row.kind, row.axes, row.dtype, row.phase, "bytes"] += row.sent_bytes(ledger.mesh) * times
-    rows = sorted(key for key in sums if len(key) == 4)
+        sums = alike[row.kind, row.axes, row.dtype, row.phase]
+        sums[:] = sums[0] + times, sums[1] + row.sent_bytes(ledger.mesh) * times
     lines = [f"{'Sent by one device in a step':<30}{'over':<9}{'as':<10}{'phase':<11}{'times':>8}{'bytes':>9}"]
-    for kind, axes, dtype, phase in rows:
-        key = kind, axes, dtype, phase
-        lines.append(
-            f"  {kind:<28}{' × '.join(axes):<9}{dtype:<10}{phase:<11}{sums[key]:>8,}{number(sums[*key, 'bytes']):>9}"
-        )
-    return lines if rows else ["Nothing is sent."]
+    for (kind, axes, dtype, phase), (times, sent) in sorted(alike.items()):
+        lines.append(f"  {kind:<28}{' × '.join(axes):<9}{dtype:<10}{phase:<11}{times:>8,}{number(sent):>9}")
+    return lines if alike else ["Nothing is sent."]
 
 
 def _kept(ledger) -> list[str]:
@@ -113,8 +110,7 @@ def _kept(ledger) -> list[str]:
         times = f"{row.times} × " if row.times > 1 else ""
         lines.append(
             f"  {number(row.bytes * row.times):>7}  {times + array(row):<34} {row.line:<14} "
-            f"{WHY.get(row.why, row.why):<22} "
-            f"{name_of(ledger, row.line)}"
+            f"{WHY.get(row.why, row.why):<22} {name_of(ledger, row.line)}"
         )
     total = sum(row.bytes * row.times for row in ledger.saved)
     return [*lines, f"  {number(total) or '0':>7}  in all (what is under a thousandth of the largest is not listed)"]
@@ -137,8 +133,7 @@ def _memory(ledger) -> list[str]:
         mark = "*" if at_peak[each] else " "
         lines.append(
             f" {mark}{number(each.bytes):>7}  {times + array(each):<34} {each.line:<14} {each.phase:<11} "
-            f"{each.kind:<18} "
-            f"{name_of(ledger, each.line)}"
+            f"{each.kind:<18} {name_of(ledger, each.line)}"
         )
     return [*lines, "", "To need less", *(f"  {line}" for line in advice(ledger))]
 
@@ -149,11 +144,10 @@ def advice(ledger) -> list[str]:
     of_rows = kinds["saved activations"] + kinds["other values"]
     fixed = kinds["weights"] + kinds["optimizer state"] + kinds["gradients"]
     lines = [
-        f"twice the microbatches, or half the batch: about {gigabytes(of_rows / 2)} less (saved activations and other "
-        "values halve)",
-        f"twice the devices: about {gigabytes(fixed / 2)} less (weights, optimizer state and gradients halve), and as "
-        "much as above "
-        "where the batch stays",
+        f"twice the microbatches, or half the batch: about {gigabytes(of_rows / 2)} less "
+        "(saved activations and other values halve)",
+        f"twice the devices: about {gigabytes(fixed / 2)} less (weights, optimizer state and gradients halve), "
+        "and as much as above where the batch stays",
     ]
     asked = [row for row in ledger.saved if row.why not in ("", "input", "gradient")]
     for row in sorted(asked, key=lambda row: -row.bytes * row.times)[:2]:
@@ -182,7 +176,7 @@ def summary(ledger, hbm_bytes: int | None = None) -> list[str]:
     return lines
 
 
-def array(row: Held) -> str:
+def array(row: Held | Saved) -> str:
     return f"{row.dtype}[{', '.join(map(str, row.shape))}]"
 
 

@@ -31,7 +31,8 @@ from pages import (
 )
 
 import train
-from ledger.compiled.collectives import written
+from ledger.count.costs import count
+from ledger.count.program import read
 from runtime.config import command_line
 from runtime.config.command_line import load
 from runtime.terminal import RunError
@@ -236,7 +237,7 @@ def test_what_the_examples_of_the_notation_send(example, tmp_path, monkeypatch):
     def sent(function):  # the letters' sizes serve as those of a device's parts
         mesh = jax.sharding.AbstractMesh(tuple(AXES.values()), tuple(AXES))
         mapped = jax.shard_map(function, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
-        return ", ".join(row.kind for row in written(jax.make_jaxpr(mapped)(*arrays), AXES))
+        return ", ".join(row.kind for row in count(read(jax.make_jaxpr(mapped)(*arrays)), AXES).collectives)
 
     forward, backward = example.sent
     assert sent(module.operation) == forward

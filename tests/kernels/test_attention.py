@@ -139,8 +139,8 @@ def arrays(block):
 
 
 def test_nothing_of_length_squared():
-    """By blocks, forward and backward of two layers and a row of 4096: no array has the length in two dims, none as many
-    elements."""
+    """By blocks, forward and backward of two layers and a row of 4096: no array has the length in two dims, none as
+    many elements."""
     shapes = jax.eval_shape(functools.partial(operands, 4096, batch=1, Q=1, K=1, D=64, dtype=jnp.bfloat16))
 
     def layers(q, k, v, segment):

@@ -123,13 +123,7 @@ def collectives_by_hand(s: Sizes) -> collections.Counter:
     again = s.kept != "everything"
     gather("gathered = ", "t", s.dtype, rows, layer, again=again, after="def layer", reduce_dtype=s.dtype)
     gather("gathered = ", "t", s.dtype, rows, layer, again=again, after="named_scope('ffn')", reduce_dtype=s.dtype)
-    for snippet, size in (
-        ("w_q", heads),
-        ("w_o", heads),
-        ("w_gate", s.F),
-        ("w_up", s.F),
-        ("w_down", s.F),
-    ):
+    for snippet, size in (("w_q", heads), ("w_o", heads), ("w_gate", s.F), ("w_up", s.F), ("w_down", s.F)):
         gather(f"{snippet} = gather(", "d", s.dtype, s.M * size, layer)
     gather("w_k, w_v = [gather(", "d", s.dtype, s.M * s.K * s.D, 2 * layer)
     scatter("x = x + shardops.psum_scatter(", rows, layer, again=s.kept == "inputs")
@@ -157,17 +151,12 @@ def saved_by_hand(s: Sizes) -> list[Saved]:
     whole = (b, L, s.M)
     heads, keys, width = (b, L, s.Q, s.K, s.D), (b, L, s.K, s.D), (b, L, s.F)
     before = ("lax.scan(layer", "input", (b, L, s.M // t))
-    of_layer = {
-        "inputs": [before],
-        "everything": [("gathered = save", kept, whole), ("gathered = save", kept, whole, "'ffn'")],
-    }[s.kept]
+    of_layer = [before]
     if s.kept != "inputs":
+        of_layer = [("gathered = save", kept, whole), ("gathered = save", kept, whole, "'ffn'")]
         of_layer += [("q = save", kept, heads), ("k = save", kept, keys), ("v = save", kept, keys)]
-        of_layer += [
-            ("return save_for_backward(o)", kept, heads),
-            ("gate = save", kept, width),
-            ("up = save", kept, width),
-        ]
+        of_layer += [("return save_for_backward(o)", kept, heads), ("gate = save", kept, width)]
+        of_layer += [("up = save", kept, width)]
     rows = [
         ("inputs: u32['B/d L'] =", "input", "uint32", (b, L), 1),
         ("segment: i32['B/d L'] =", "input", "int32", (b, L), 1),
@@ -222,8 +211,8 @@ def test_what_is_kept_is_what_the_source_says(name, overrides):
 
 @cases
 def test_no_more_is_sent_than_must_be(name, overrides):
-    """The bytes that a device sends are the least for weights that are split and gathered for each pass (docs/performance.md
-    has the formula), to the last byte; by the policies that keep less, and the transfers of each layer that they repeat."""
+    """The bytes that a device sends are the least for weights that are split and gathered for each pass, to the last
+    byte (docs/performance.md has the formula); by the policies that keep less, and the transfers that they repeat."""
     s, ledger = Sizes(name, overrides), ledger_of(name, *overrides)
     again = {"everything": 0, "inputs": 3}[s.config.training.save_for_backward]
     layers = s.N * (2 * s.M * (s.Q * s.K * s.D + s.K * s.D) + 3 * s.M * s.F)  # of a device of t
@@ -351,7 +340,7 @@ def nested(value) -> set[str]:
 
 
 def test_the_keys_of_the_json_are_documented():
-    """docs/ledger.md has a table with every key of ledger.json and every key of its rows, in backticks, and no other."""
+    """docs/ledger.md has a table with every key of ledger.json and of its rows, in backticks, and no other."""
     ledger = ledger_of("local_test_synthetic")
     kernels = collections.Counter({("train.py:1", "a_kernel"): 1})
     ledger = dataclasses.replace(ledger, costs=dataclasses.replace(ledger.costs, kernels=kernels))
@@ -370,7 +359,8 @@ def test_the_summary_says_what_to_change_if_it_does_not_fit():
     ledger = ledger_of("c4_a100x8_1b")
     (line,) = page.summary(ledger, 80 * 2**30)
     assert re.fullmatch(
-        r"A step: \S+ model FLOPs, \S+ with what is recomputed; each device sends [\d.]+ GB and needs [\d.]+ GB of 85.90 GB \(forecast\).",
+        r"A step: \S+ model FLOPs, \S+ with what is recomputed; each device sends [\d.]+ GB and needs [\d.]+ GB "
+        r"of 85.90 GB \(forecast\).",
         line,
     )
     lines = page.summary(ledger, 8 * 2**30)
@@ -429,14 +419,10 @@ def test_the_tool_and_its_errors(tmp_path, monkeypatch, capsys):
     """The exit status says whether two ledgers differ; a file that is no ledger is one line of error."""
     write(ledger_of("local_test_synthetic"), tmp_path)
     same, other = str(tmp_path / "ledger.json"), tmp_path / "other.json"
+    none = str(tmp_path / "none.json")
     for text, arguments, status, shown in [
         ("", [same, same], 0, "The two ledgers say the same."),
-        (
-            "",
-            [same, str(tmp_path / "none.json")],
-            1,
-            "none.json: No such file or directory: give the ledger.json of a run folder",
-        ),
+        ("", [same, none], 1, "none.json: No such file or directory: give the ledger.json of a run folder"),
         ("{", [str(other), same], 1, "other.json: is no JSON"),
         ('{"format": 0}', [str(other), same], 1, "other.json: expected a ledger of format 1, found 0: write it again"),
     ]:

@@ -1,0 +1,635 @@
+"""Programs that look right and are wrong on some mesh: refused on every one, with a text and a line."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.experimental import pallas as pl
+from pages import module_of
+from prove import MESHES, OF_D_AND_T, SINGLE, SIZES, each_row, program, prove, refusal, refused_everywhere, says, table
+
+from shardlib import shardops
+from shardlib.shardtypes import Array, ShardingError, f32, pytree_dataclass, typed_shard_map
+from shardlib.typed import typed
+
+
+@pytree_dataclass
+class Pair:
+    sums: tuple[f32['B/d'], f32['B/d']]
+
+
+@pytree_dataclass
+class Inner:
+    total: f32['B/d']
+
+
+@pytree_dataclass
+class Outer:
+    inner: tuple[Inner, ...]
+
+
+@pytree_dataclass
+class Listed:
+    sums: list[f32['B/d']]
+
+
+@pytree_dataclass
+class Bag:
+    arrays: dict
+    total: f32['B/d']
+
+
+def forgotten(x):
+    """A sum over t that nobody takes."""
+    return shardops.sum_unreduced('B/d M/t -> B/d +t', x)
+
+
+@typed
+def variadic(*sums: f32['B/d']) -> f32['B/d']:
+    return sums[0] + sums[1]
+
+
+@typed
+def keywords(**sums: f32['B/d']) -> f32['B/d']:
+    return sums["a"]
+
+
+@typed
+def optional(total: f32['B/d'] | None) -> f32['B/d']:
+    return total
+
+
+@typed
+def several(totals: list[f32['B/d']]) -> f32['B/d']:
+    return totals[1]
+
+
+@typed
+def named(totals: dict[str, f32['B/d']]) -> f32['B/d']:
+    return totals["a"]
+
+
+@typed
+def nested(outer: Outer) -> f32['B/d']:
+    return outer.inner[0].total
+
+
+@typed
+def listed(listed: Listed) -> f32['B/d']:
+    return listed.sums[0]
+
+
+@typed
+def bag(bag: Bag) -> Bag:
+    return bag
+
+
+class Holder:
+    pass
+
+
+@typed
+def attribute(x: f32['B/d M/t']) -> f32['B/d M/t']:
+    holder = Holder()
+    holder.total: f32['B/d'] = forgotten(x)
+    return x
+
+
+def helper(x: f32['B/d M']) -> f32['B/d M']:
+    return jnp.tanh(x)
+
+
+def own_vjp(forward, backward):
+    @jax.custom_vjp
+    def function(*args):
+        return forward(*args)
+
+    function.defvjp(lambda *args: (forward(*args), args), backward)
+    return function
+
+
+def own_jvp(function, rule):
+    wrapped = jax.custom_jvp(function)
+    wrapped.defjvp(rule)
+    return wrapped
+
+
+def inverse(x):
+    """The most copied line of tensor parallelism: its backward rule sends."""
+    return own_vjp(lambda x: x, lambda _, g: (lax.psum(g, 't'),))(x)
+
+
+def gradient(function, x):
+    """Of the sum of what a function makes of 'B/d M/t'."""
+    return shardops.grad(lambda x: shardops.sum_unreduced('B/d M/t -> +d +t', function(x)))(x)
+
+
+def ref_forgets(x):
+    ref = jax.new_ref(jnp.zeros((x.shape[0],)))
+    ref[...] = forgotten(x)
+    return ref[...]
+
+
+def diagonal(x):
+    return x[jnp.arange(x.shape[0]), jnp.arange(x.shape[0])]
+
+
+def coordinates(x):
+    return jnp.concatenate([jnp.arange(x.shape[0])[:, None], x[:, None]], axis=1)
+
+
+def kernel(x):
+    def copy(source, target):
+        target[...] = source[...]
+
+    return pl.pallas_call(copy, jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x)
+
+
+# H1 to H12 are the classes of holes that an attack on the check found.
+REFUSED = table(r"""
+# A split dim is treated as whole
+B/d M | x - jnp.mean(x, axis=0, keepdims=True)
+    | 'mean' (reduce_sum) reduces a dim that is split over d: each device would take its own part for the whole fix:
+      a split dim is reduced only by an operation with a string
+B/d M | x - jnp.mean(x.reshape(-1)) | 'mean' (reduce_sum) reduces a dim that is split over d
+B/d M/t | x / jnp.linalg.norm(x, axis=1, keepdims=True) | 'reduce_sum' reduces a dim that is split over t
+B/d M/t | (lambda y: (y / jnp.sum(y, axis=(1, 2), keepdims=True)).reshape(x.shape))(x.reshape(x.shape[0], -1, 4))
+    | 'sum' (reduce_sum) reduces a dim that is split over t
+B/d V/t | jax.nn.softmax(x, axis=-1) | 'softmax' (reduce_max) reduces a dim that is split over t
+B/d V/t | x * jnp.argmax(x, axis=1)[:, None].astype(jnp.float32) | 'argmax' reduces a dim that is split over t
+B/d L | jnp.cumsum(x, axis=0)
+    | 'cumsum' runs along a dim that is split over d: each device would take its own part for the whole fix:
+      all_gather it first
+B/d L | jnp.sort(x, axis=0) | 'sort' runs along a dim that is split over d
+B/d V/t | x + lax.top_k(x, 1)[0] | 'top_k' runs along a dim that is split over t
+B L/t | jnp.roll(x, 1, axis=1) | takes a part of a dim that is split over t
+B L/t | jnp.flip(x, axis=1) | 'flip' (rev) reverses a dim that is split over t
+B/d M | x - x[0][None] | '(slice|squeeze)' (takes a part of|drops) a dim that is split over d
+B L/t | jnp.pad(x, ((0, 0), (1, 0)))[:, :-1] | 'pad' lengthens a dim that is split over t
+B L/t | jnp.concatenate([x, x], axis=1)[:, :x.shape[1]] | 'concatenate' lengthens a dim that is split over t
+B L/t | x + jnp.unstack(x, axis=1)[0][:, None] | 'unstack' takes parts of a dim that is split over t
+V/t M | x + x[jnp.zeros((1,), jnp.int32)]
+    | 'gather' indexes a dim that is split over t: each device would take its own part for the whole fix: all_gather
+      it first; index_unreduced
+B/d V/t | x - jnp.take_along_axis(x, jnp.zeros((x.shape[0], 1), jnp.int32), axis=1)
+    | 'gather' indexes a dim that is split over t
+B/d M | x.at[0].set(1.0) | a dim that is split over d
+B/d M/t | x @ x.T @ x | 'dot_general' contracts a dim that is split over t
+B/d M | jnp.max(x @ x.T, axis=1, keepdims=True) * x
+    | 'dot_general' makes two dims that are split over d: each device has only the parts of its own index fix:
+      all_gather one operand first
+L/d | jnp.max((x[:, None] > x[None]).astype(jnp.float32), axis=1) * x | makes two dims that are split over d
+B L/t | x + jnp.arange(x.shape[1], dtype=jnp.float32)[None]
+    | 'add' of values that lie differently: dim 1 is whole in one, split over t in another
+L/t M | lax.scan(lambda c, r: (c + r, c), jnp.zeros(x.shape[1]), x)[1]
+    | a scan over a dim that is split over t: each device would go through its own part alone
+B L/t | lax.associative_scan(jnp.add, x, axis=1) | a dim that is split over t
+i32 B/d L | x + jnp.zeros(8, jnp.int32).at[x].add(1)[0]
+    | 'add' (scatter-add) writes at indices of a dim that is split over d: each device would take its own part for the
+      whole fix: all_gather indices and values first
+i32 B/d -> u32
+    | jax.random.bits(jax.vmap(lambda seed: jax.random.fold_in(jax.random.key(0), seed))(x)[0], dtype=jnp.uint32)
+    | that is split
+B/d L | x - jnp.mean(x.reshape(2, -1, 32), axis=(0, 1))[None] | 'mean' (reduce_sum) reduces a dim that is split over d
+B/d L | x - lax.scan(lambda c, r: (c + r, None), jnp.zeros(32), x)[0][None] | a scan over a dim that is split over d
+B/d M | x @ (x.T @ jnp.zeros((x.shape[0], x.shape[1]))) | 'dot_general' contracts a dim that is split over d
+M/d | jnp.fft.fft(x).real
+    | 'fft' of a value with a dim that is split over d: what it does to the parts is not known here fix: all_gather
+      it first, or call it through shardops.local
+B/d M | jax.pure_callback(lambda a: a, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+    | 'pure_callback': what it does cannot be seen fix: call it through shardops.local
+B/d M | kernel(x)
+    | 'pallas_call': what it does cannot be seen fix: call it through shardops.local, with a declared type
+M | jax.grad(lambda y: jnp.sum(y * y))(x) | a jax.grad, jax.vjp or jax.jvp inside typed_shard_map
+M | jax.grad(lambda y: jnp.sum(y))(x) | fix: use shardops.value_and_grad, shardops.grad or shardops.vjp
+M/d | jax.grad(lambda y: jnp.sum(shardops.all_gather('M/d -> M', y)))(x) | a jax.grad, jax.vjp or jax.jvp
+M | jax.vjp(jnp.sin, x)[1](x)[0] | a jax.grad, jax.vjp or jax.jvp
+M | jax.jvp(jnp.sin, (x,), (x,))[1] | a jax.grad, jax.vjp or jax.jvp
+M/d | x / lax.psum(x, 'd') | 'psum' over d outside of shardops: every transfer is written as an operation with a string
+M/d | lax.pmean(x, 'd') | 'pmean' (psum) over d outside of shardops
+M/d | lax.pmax(x, 'd') | 'pmax' over d outside of shardops
+M/d | lax.all_gather(x, 'd', tiled=True)[:x.shape[0]] | 'all_gather' over d outside of shardops
+M | x * jnp.sum(lax.psum_scatter(x, ('d', 't'), tiled=True))
+    | 'psum_scatter' (reduce_scatter) over d, t outside of shardops
+M/t | lax.ppermute(x, 't', [(0, 0)]) | 'ppermute' over t outside of shardops
+M/t | lax.all_to_all(x, 't', 0, 0, tiled=True) | 'all_to_all' over t outside of shardops
+M/t | x * lax.axis_index('t').astype(jnp.float32) | 'axis_index' over t outside of shardops
+M/d | lax.scan(lambda c, _: (lax.psum(c, 'd'), None), x, None, length=2)[0] | 'psum' over d outside of shardops
+B M/d -> B M | jax.vmap(lambda row: shardops.all_gather('M/d -> M', row))(x)
+    | an operation or an annotation under jax.vmap: its string does not name the mapped dim fix: write the dim in
+      the string
+# A whole dim that is called split, on one device too
+M -> M/t | x
+    | 'M/t' says M/t, but that dim is whole in the value: write M against the result of program (
+M -> M/t | lax.scan(lambda c, _: (shardops.slice('M -> M/t', c), None), x, None, length=1)[0]
+    | a carry or a branch has values that lie differently: dim 0 is whole in one, split over t in another
+# A transfer that not all devices reach, inside of rules for gradients, or hidden
+B/d M | lax.while_loop(lambda c: jnp.any(c < 3), lambda c: 2 * c, x)
+    | 'any' (reduce_or) reduces a dim that is split over d
+M/d -> M | own_vjp(lambda x: shardops.all_gather('M/d -> M', x), lambda _, g: (g,))(x)
+    | a transfer over d inside a jax.custom_vjp: the types of its gradients cannot be known fix: put it around what is
+      local to a device, transfers outside of it
+M/d | shardops.local('M/d -> M/d', lambda x: jax.jit(lambda x: x / lax.psum(x, 'd'))(x), x)
+    | a function that is local to a device sends over d: write the transfer as an operation with a string
+# What is local to a device closes over what is not the same everywhere; full of what differs
+M/d, M/d -> M/d | shardops.local('M/d -> M/d', lambda x: x * y, x)
+    | takes a value from outside that is not the same everywhere fix: pass it as an operand, with its type
+M, M/t -> '' | shardops.local('M -> ', lambda x: jnp.sum(x) * jnp.sum(y), x)
+    | takes a value from outside that is not the same everywhere
+B/d -> M | shardops.full('M', shardops.sum_unreduced('B/d -> +d', x), f32, M=64)
+    | '' says the same along d, but the value is still a sum over d that nobody has taken
+# H1: Containers of sharded arrays
+B/d M/t -> Pair | Pair((forgotten(x), forgotten(x))) | still a sum over t that nobody has taken
+B/d M/t -> Pair | Pair((shardops.psum('B/d +t -> B/d', forgotten(x)), forgotten(x)))
+    | sums/1: f32['B/d'], value float32[4] on each device, mesh d=4 × t=2
+B/d M/t -> B/d | several([shardops.zeros('B/d', f32), forgotten(x)]) | argument totals of several
+B/d M/t -> B/d | named({'a': forgotten(x)}) | still a sum over t
+B/d M/t -> B/d | bag(Bag({'a': x}, shardops.zeros('B/d', f32))).total
+    | dict says nothing of how its arrays lie, or is a container that cannot be checked
+# H2: Reshapes of a split dim: the major part stays split, and only that
+B/d M, M H/t -> B/d 4 Z/t 2 | shardops.einsum_unreduced('B/d M, M H/t -> B/d H/t', x, y).reshape(x.shape[0], 4, -1, 2)
+    | says 4, but that dim is split over t in the value: write 4/t
+B/d 4 Q/t, F/t -> B/d 4 Q/t | x + jnp.max(y.reshape(1, 4, -1), axis=2, keepdims=True)
+    | dim 1 is whole in one, split over t in another
+B/d 4 F/t, H/t M -> B/d M
+    | shardops.einsum_unreduced('B/d H/t, H/t M -> B/d M +t', x.reshape(x.shape[0], -1), y)
+    | 'reshape' merges a dim that is split over t with one that stands before it
+M F/t -> M E/t | check(f32, 'M 2 E/t', x.reshape(x.shape[0], 2, -1))[:, 0]
+    | says 2, but that dim is split over t in the value: write 2/t
+M/d F/t -> N/d/t | x.reshape(-1) | 'reshape' merges a dim that is split over t
+L/t M -> M
+    | lax.scan(lambda c, r: (c + jnp.max(r, axis=0), None), jnp.zeros(x.shape[1]), x.reshape(4, -1, x.shape[1]))[0]
+    | a scan over a dim that is split over t
+B/d M/t -> B/d 2 Z/t | x.reshape(x.shape[0], 2, -1)
+    | 'B/d 2 Z/t' says 2, but that dim is split over t in the value: write 2/t
+B/d 2 F/t -> B/d Z/t | x.reshape(x.shape[0], -1)
+    | fix: shardops.regroup with a string, as in 'B/d L -> parts R/d L', where another order is meant
+B/d M -> P/d M | jnp.max(x.reshape(4, -1, x.shape[1]), axis=1)
+    | 'reshape' makes a dim whose size depends on how many devices there are
+# H3: Two dims that are split over one axis
+L/d M -> L/d | jnp.max(lax.map(lambda rows: rows @ x.T, x.reshape(4, -1, x.shape[1])), axis=-1).reshape(-1)
+    | two dims that are split over d|a scan over a dim that is split over d
+# H4: Positions in what was made to a split dim's size
+B L/t | x * jnp.zeros(x.shape).at[:, 0].set(1.0) | dim 1 is whole in one, split over t in another
+B L/t | x + jnp.cumsum(jnp.ones_like(x), axis=1) | dim 1 is whole in one, split over t in another
+B L/t | jnp.zeros(x.shape).at[:, 0].set(1.0) | 'B L/t' says L/t, but that dim is whole in the value
+B L/t | jnp.cumsum(jnp.ones_like(x), axis=1) | 'B L/t' says L/t, but that dim is whole in the value
+# H5: Split indices
+V M/d, i32 B/d -> V M/d | x.at[y].set(0.0) | 'scatter' writes at indices of a dim that is split over d
+V M/d, i32 B/d -> V M/d | x.at[y].add(1.0) | writes at indices of a dim that is split over d
+# H6: Rules for gradients that the program brings along
+B/d M/t | gradient(inverse, x) | a transfer over t inside a jax.custom_vjp
+B/d M/t | inverse(x) | a transfer over t inside a jax.custom_vjp
+M/t | own_jvp(jnp.sin, lambda x, t: (jnp.sin(x[0]), lax.pmean(t[0], 't')))(x)
+    | a transfer over t inside a jax.custom_jvp
+M | own_vjp(jnp.sin, lambda r, g: (jnp.clip(g, -1.0, 1.0),))(x) | which is not linear, of a value that is pending over d
+B/d M, M -> B/d M
+    | own_vjp(lambda x, s: x * s[None], lambda r, g: (g * r[1][None], jnp.sum(g * r[0], axis=0) / r[0].shape[0]))(x, y)
+    | depends on how many devices there are
+M | own_vjp(jnp.sin, lambda r, g: (jnp.cos(r[0]),))(x)
+    | the gradient that jax.custom_vjp gives operand 0 is the same along d, but must be pending
+# H7: Whole numbers and fill values of a sum that is owed
+i32 B/d M/t -> i32 B/d | shardops.psum('B/d +t -> B/d', shardops.sum_unreduced('B/d M/t -> B/d +t', x) // 2)
+    | which is not linear, of a value that is pending over t
+i32 B/d M/t -> i32 B/d
+    | shardops.psum('B/d +t -> B/d', lax.div(shardops.sum_unreduced('B/d M/t -> B/d +t', x), jnp.int32(2)))
+    | 'div', which is not linear
+B M/t, i32 L -> L
+    | shardops.psum('L +t -> L', jnp.take(shardops.sum_unreduced('B M/t -> B +t', x), y, mode='fill', fill_value=1.0))
+    | 'take' .gather., which is not linear
+# H8: What the check cannot see
+B/d M/t -> B/d | ref_forgets(x)
+    | writes into a ref what does not lie as the ref was made fix: make it of the type that is written
+M/t | lax.composite(lambda x: x / jnp.sum(x), name='own.norm')(x)
+    | 'sum' .reduce_sum. reduces a dim that is split over t
+M/t | lax.composite(lambda x: lax.pmean(x, 't'), name='own.mean')(x) | over t outside of shardops
+M/t | lax.custom_linear_solve(lambda y: y * (1.0 + lax.axis_index('t').astype(jnp.float32)), x, lambda mv, b: b)
+    | 'custom_linear_solve': what it does cannot be seen
+# H9: Counts of what was made to a split dim's size
+B/d M -> '' | jnp.sum(jnp.ones_like(x)) | 'sum' .reduce_sum. reduces a dim that is made to the size of a device's part
+B/d M -> '' | shardops.psum('+d -> ', shardops.sum_unreduced('B/d M -> +d', x)) / jnp.sum(jnp.ones(x.shape[0]))
+    | reduces a dim that is made to the size of a device's part
+B/d M | x / x.shape[0] | 'f32|'B/d M' is said of a number that depends on how many devices there are
+B/d M -> '' | lax.fori_loop(0, x.shape[0], lambda i, c: c + 1.0, jnp.float32(0))
+    | a scan of as many turns as a device's part has elements
+B/d M | x ** x.shape[0] | 'power' .integer_pow. with another y, . in place of 16
+# H10: A turn of blocks
+L/d M | shardops.ppermute('L/d M -> L/d M', x, 1)
+    | ppermute rolls one dim that counts an axis' devices, as 'd/d' does: of a longer dim it would move blocks
+# A dim that counts an axis' devices
+d/d M -> M | x[0] | 'M' says the same along d, but the value differs along d
+d/d M, B/d M -> B/d M | x[0][None] * y | its dim 'd/d' was dropped
+# H11: What depends on how many elements a device has
+B/d M | x - jnp.max(x[:4], axis=0, keepdims=True)
+    | takes a part of a dim that is split over d|reduces a dim that is split over d
+B/d M | x[:4] | 'B/d M' is 4, but B is 16|takes a part of a dim that is split over d
+B/d M | x - x[:1] | takes a part of a dim that is split over d
+i32 B/d M -> i32 B/d
+    | jnp.max(jnp.concatenate([jnp.arange(x.shape[0])[:, None], x[:, :1]], axis=1), axis=1)
+    | positions that each device counts from 0 fix: the device's part of the whole's positions is shardops.slice
+# H12: Annotations that nobody would read
+B/d M | helper(x)
+    | nobody reads the annotations of helper: what they say of its arrays is not checked fix: @typed above
+      `def helper`
+B/d M/t -> B/d | variadic(shardops.zeros('B/d', f32), forgotten(x)) | argument sums of variadic
+B/d M/t -> B/d | keywords(a=forgotten(x)) | argument sums of keywords
+B/d M/t -> B/d | optional(forgotten(x)) | argument total of optional
+B/d M/t | attribute(x) | local holder.total
+B/d M/t -> B/d | nested(Outer((Inner(forgotten(x)),))) | inner/0/total
+B/d M/t -> B/d | listed(Listed([shardops.zeros('B/d', f32), forgotten(x)])) | sums/1
+# Numbers and positions that differ from mesh to mesh
+B/d M -> B/d | (lambda r: r[0] / r[1])(jax.jit(lambda x: (jnp.sum(x, axis=1), jnp.float32(x.shape[0])))(x))
+    | a number that depends on how many devices there are
+B/d M, L -> L | lax.scan(lambda c, r: (c, float(x.shape[0])), 0.0, y)[1]
+    | a number that depends on how many devices there are
+B/d M -> '' | shardops.full('', 1.0 / x.shape[0], f32) | a number that depends on how many devices there are
+B/d M -> d/d b M
+    | shardops.ppermute('d/d b M -> d/d b M', shardops.regroup('B/d M -> d/d b M', x), x.shape[0] + 1)
+    | another operation
+B/d L/t, L M -> L/t M | jax.vmap(lambda i: lax.dynamic_index_in_dim(y, i, keepdims=False))(jnp.arange(x.shape[1]))
+    | positions that each device counts from 0|'L/t M' says L/t, but that dim is whole in the value
+L M, i32 B/d -> B/d | x[jnp.arange(y.shape[0]), y] | positions that each device counts from 0
+B/d M, N M -> B/d
+    | diagonal(x @ jnp.concatenate([shardops.all_gather('B/d M -> B M', x), y]).T)
+    | positions that each device counts from 0|two dims that are split over d|lie differently
+B/d M | lax.cond(shardops.index('d')[0] == 0, lambda: x * 2, lambda: x) | each device would pair them by its own index
+B/d M | lax.fori_loop(0, shardops.index('d')[0], lambda i, c: c * 2, x) | each device would pair them by its own index
+u32 B/d M -> '' | shardops.psum('+d -> ', shardops.sum_unreduced('B/d M -> +d', x).astype(jnp.float32))
+    | which is not linear, of a value that is pending over d
+B/d M, M -> M B/d | jnp.broadcast_to(y[None], x.shape).reshape(x.shape[1], x.shape[0])
+    | 'reshape' reshapes a dim that is made to the size of a device's part
+B/d M/t | gradient(lambda x: x / x.shape[0], x) | depends on how many devices there are
+B/d M, M -> M | shardops.local('M -> M', lambda y: y / x.shape[0], y)
+    | a number that it takes from outside depends on that
+i32 B/d -> i32 B/d 2
+    | lax.scan(lambda k, _: (k, coordinates(x)), 0, None, length=2)[1][0]
+    | positions that each device counts from 0
+M/d | shardops.local('M/d -> M/d', own_vjp(lambda x: 2 * x, lambda r, g: (2 * lax.psum(g, 't'),)), x)
+    | a function that is local to a device sends over t
+B/d M, B/d -> B/d M | own_vjp(lambda x: x * 2, lambda r, g: (g * y[:, None],))(x)
+    | a jax.custom_vjp closes over a value of the program
+# argmax, any, index, regroup and local with an axis lost, moved or doubled
+B/d V/t -> i32 B/d | shardops.argmax('B/d V -> B/d', x) | says the same along t, but the value differs along t
+B/d V/t -> i32 B | shardops.argmax('B V/t -> B', x) | says the same along d, but the value differs along d
+B/d V/t M -> i32 M | shardops.argmax('V/t M -> M', shardops.sum_unreduced('B/d V/t M -> V/t M +d', x))
+    | is still a sum over d that nobody has taken
+B/d M/t -> bool_ | shardops.any('M/t -> ', shardops.any('B/d M/t -> M/t', x > 0) & (x[0] > 0))
+    | takes a part of a dim that is split over d
+B/d M/t -> bool_ | shardops.any('B/d M -> ', x > 0) | says the same along t, but the value differs along t
+M -> i32 | shardops.index('d')[0] | '' says the same along d, but the value differs along d
+B/d M -> i32 t/t | shardops.index('d') | 't/t' says the same along d, but the value differs along d
+B/d M -> P R M | shardops.regroup('B/d M -> P R M', x, P=2) | regroup moves nothing between devices
+B/d M -> P/d R M | check(f32, 'P R/d M', shardops.regroup('B/d M -> P/d R M', x, R=1))
+    | 'P R/d M' says P, but that dim is split over d in the value: write P/d
+B M -> P R/d M | shardops.regroup('B/d M -> P R/d M', x, P=2) | says split along d, but the value is the same along d
+B/d M/t -> P R/d | shardops.regroup('B/d -> P R/d', shardops.sum_unreduced('B/d M/t -> B/d +t', x), P=2)
+    | is still a sum over t that nobody has taken
+B/d M -> X | shardops.local('B/d M -> B/d X, X', lambda x: (x[:, :2], x[0, :2]), x, X=2)[1]
+    | an operand differs along d, the result says it is the same: nothing is sent inside a local function
+d/d M/t | shardops.ppermute('d/d M/t -> d/d M', x, 1) | ppermute keeps the type: write 'd/d M/t -> d/d M/t'
+""")
+
+
+@each_row(REFUSED)
+def test_what_is_wrong_on_some_mesh_is_refused(row):
+    """A split dim that is treated as whole, a sum that is forgotten, a collective or a gradient outside of shardops,
+    what depends on how many devices there are: refused with its text and line on every mesh."""
+    types, body, message = row
+    text = refused_everywhere(program(types, body, globals()))
+    assert says(message, text), text
+
+
+# What is done to u, a sum over t that is owed: 'B/d M +t'.
+NOT_LINEAR = table(r"""
+jax.nn.silu(u) | 'logistic', which is not linear, of a value that is pending over t
+jax.nn.relu(u) | 'max', which is not linear
+u ** 2 | 'power' \(integer_pow\), which is not linear
+u ** 3 | 'power' \(integer_pow\), which is not linear
+u * u | 'mul' of two values that are both pending over t: the product of sums is not the sum of products
+u @ u.T @ u | 'dot_general' of two values that are both pending over t
+1 / u | 'div', which is not linear
+u + jnp.ones_like(u)
+    | 'add' of a value that is pending over t and one that is not: each device would add it again fix: reduce the
+      pending one first
+u + 1 | 'add' of a value that is pending over t and one that is not
+1 - u | 'sub' of a value that is pending over t and one that is not
+u - jnp.max(u, axis=1, keepdims=True) | 'max' \(reduce_max\), which is not linear
+u * jnp.argmax(u, axis=1, keepdims=True).astype(jnp.float32) | 'argmax', which is not linear
+jnp.sort(u, axis=1) | 'sort', which is not linear
+jnp.where(u > 0, u, 0.0) | 'gt', which is not linear
+jnp.where(jnp.arange(64)[None] > 3, u, 1.0) | 'where' \(select_n\) of a value that is pending over t and one that is not
+u.at[:, :1].set(1.0) | '(scatter|dynamic_update_slice)'
+jnp.pad(u, ((0, 0), (1, 0)), constant_values=1.0)[:, 1:] | 'pad' of a value that is pending over t and one that is not
+jnp.arange(64, dtype=jnp.float32)[u.astype(jnp.int32)] | 'astype' \(convert_element_type\), which is not linear
+jax.nn.softmax(u, axis=1) | 'softmax' \(reduce_max\), which is not linear
+jnp.cumprod(u, axis=1) | 'cumprod', which is not linear
+jnp.concatenate([u[:, :3], jnp.ones_like(u[:, 3:])], axis=1)
+    | 'concatenate' of a value that is pending over t and one that is not
+jnp.stack([u, jnp.ones_like(u)])[0] | 'stack' of a value that is pending over t and one that is not
+lax.scan(lambda c, _: (c + u, None), jnp.ones_like(u), None, length=3)[0] | 'add' of a value that is pending
+lax.scan(lambda c, _: (u, None), jnp.ones_like(u), None, length=3)[0]
+    | a carry or a branch is pending over t on one path and not on the other fix: start the carry with shardops.zeros
+lax.cond(jnp.float32(3) > 2, lambda v: v, lambda v: jnp.ones_like(v), u)
+    | a carry or a branch is pending over t on one path
+lax.cond(jnp.all(u > 2), lambda v: v, lambda v: v, u) | 'gt', which is not linear
+lax.while_loop(lambda c: jnp.any(c < 3), lambda c: 2 * c, u) | 'lt', which is not linear
+shardops.pending('B/d M -> B/d M +t', u) | the value is still a sum over t that nobody has taken""")
+
+
+@typed
+def owed(x: f32['B/d F/t'], w: f32['M F/t']) -> f32['B/d M +t']:
+    return shardops.einsum_unreduced('B/d F/t, M F/t -> B/d M +t', x, w)
+
+
+@each_row(NOT_LINEAR)
+def test_what_is_not_linear_refuses_a_sum(row):
+    """A non-linear function of a pending value, pending + same, and the like are refused by name, on every mesh."""
+    expression, message = row
+    body = f"shardops.psum('B/d M +t -> B/d M', (lambda u: {expression})(owed(x, y)))"
+    text = refused_everywhere(program("B/d F/t, M F/t -> B/d M", body, globals()))
+    assert says(message, text), text
+
+
+# -- What is another program where a device holds few rows -------------------------------------------------------------
+# Accepted on 2 × 2 or 4 × 2 and refused on 8 × 1, where a device holds two rows, or one.
+BY_SIZE = table(r"""
+B/d M | jnp.tanh(x) if x.shape[0] > 4 else jnp.sin(x) + 1 | on the mesh d=8, t=1: it was accepted on the check's own
+B/d M -> B/d | jnp.sum(lax.top_k(x, min(4, x.shape[0]))[0], axis=1) | 'top_k' with another k
+B/d M | lax.fori_loop(0, min(4, x.shape[0]), lambda i, c: c * 2.0, x) | as many turns
+B/d M -> B/d | jnp.max(x[:, : min(4, x.shape[0])], axis=1) | depends on how many devices there are
+B/d M, B/d M -> B/d M | x - y if x.shape[0] > 4 else y - x | another program is traced for another number of devices
+B/d M | x.astype(jnp.bfloat16 if x.shape[0] > 4 else jnp.float16).astype(jnp.float32) | another program
+B/d L M | lax.rev(x, (1,) if x.shape[0] > 4 else (2,)) | another program
+""")
+# Of masked(x, y), which is another program where a device has one row: JAX broadcasts less.
+SINGLE_ROW = table(r"""
+masked(x, y) * (y[None, None] if x.shape[0] == 1 else y[None, :, None])
+masked(x, y) * jnp.full((1, 1, 64), 2.0 if x.shape[0] == 1 else 3.0)
+jnp.take(masked(x, y), (y > 1).astype(jnp.int32), axis=1 if x.shape[0] == 1 else 2)
+""")
+
+
+def masked(x, y):
+    return jnp.where((y > 0)[None, None], x, 0.0)
+
+
+@each_row(BY_SIZE)
+def test_python_that_asks_for_a_local_size(row):
+    """A program that Python makes another one where a device holds few rows is refused there, with the line."""
+    types, body, message = row
+    assert prove(program(types, body), dict(d=2, t=2)) > 0
+    text = refusal(program(types, body), dict(d=8, t=1))
+    assert says(message, text) and "/program/" in text, text
+
+
+@each_row(SINGLE_ROW)
+def test_python_that_asks_for_a_single_row(row):
+    """So is one that does where a device holds one row, which JAX treats in ways of its own; that alone is accepted."""
+    function = program("B/d 64 64, 64 -> B/d 64 64", *row, globals())
+    assert prove(function, dict(d=4, t=2), SINGLE) > 0
+    assert says("another program|depends on how many devices there are", refusal(function, dict(d=8, t=1), SINGLE))
+    right = "jnp.take(masked(x, y), (y > 1).astype(jnp.int32), axis=2)"
+    assert prove(program("B/d 64 64, 64 -> B/d 64 64", right, globals()), dict(d=8, t=1), SINGLE) > 0
+
+
+NUMBER = "a number that depends on how many devices there are"
+
+
+def test_sizes_that_the_check_changes_for_itself():
+    """Where a device would hold single elements, the check makes the batch longer for itself, or takes another mesh of
+    its own; where that does not help it says what it found."""
+    four, two = SIZES | {"B": 4}, SIZES | {"B": 2}
+    parts = "shardops.regroup('B/d M -> parts R/d M', x, parts=4)"
+    assert prove(program("B/d M -> parts R/d M", parts), dict(d=1, t=1), four) > 0
+    text = refusal(program("B/d M -> parts R/d M", parts), dict(d=2, t=1), four)
+    assert "B/d to parts R/d: a device's 2 elements are not a multiple of 4" in text
+    assert NUMBER in refusal(program("B/d M -> parts R/d M", f"{parts} / x.shape[0]"), dict(d=1, t=1), four)
+    row = "jnp.take_along_axis(x, y[:, None] % 64, axis=1)[:, 0]"
+    for mesh in (dict(d=1, t=1), dict(d=2, t=1), dict(d=2, t=2)):
+        assert prove(program("B/d M, i32 B/d -> B/d", row), mesh, two) > 0
+        assert NUMBER in refusal(program("B/d M, i32 B/d -> B/d", f"{row} / x.shape[0]"), mesh, two)
+    assert NUMBER in refusal(program("B/d M/t, 3/d M -> B/d M/t", "x / x.shape[1]"), dict(d=1, t=1), four)
+    heads = program("B/d H/t -> B/d Z/t 64", "x.reshape(x.shape[0], -1, 64)")  # three of them
+    for mesh in (dict(d=1, t=1), dict(d=3, t=1), dict(d=1, t=3)):
+        assert prove(heads, mesh, SIZES | {"B": 9, "H": 192}) > 0
+
+
+def test_a_program_that_does_not_expect_the_checks_mesh():
+    """What a program raises on each mesh of the check's own is a refusal that says on which."""
+
+    def asserts(x: f32['B/d M']) -> f32['B/d M']:
+        assert x.shape[0] == 16, "not sixteen"
+        return x
+
+    assert "not sixteen\n  while the check traced it for d=" in refusal(asserts, dict(d=1, t=1))
+
+
+def test_a_dim_that_counts_devices_has_their_number():
+    """Another size of a dim that is named like an axis is refused."""
+    mesh = jax.sharding.AbstractMesh((4, 2), ("d", "t"))
+    with pytest.raises(ShardingError, match="is 3, but d is 4 in the mesh, whose axis has that name"):
+        typed_shard_map(program("d/d M", "x")).check(mesh, jax.ShapeDtypeStruct((3, 64), jnp.float32))
+
+
+def test_a_transfer_under_a_branch_that_differs():
+    """A transfer under a branch that differs along its axis would hang: refused; over another axis it is accepted."""
+    from shardlib.check import Check, Mark
+    from shardlib.walk import Walk
+
+    def transfer(axis):
+        walk = Walk(Check(dict(d=4, t=2), dict(d=4, t=2)), None)
+        walk.divergent = frozenset('d')
+        walk.mark(Mark((), lambda states: states, frozenset(axis), [], False, "here"), None, [], None)
+
+    transfer('t')
+    with pytest.raises(ShardingError) as caught:
+        transfer('d')
+    assert str(caught.value) == (
+        "a transfer over d under a branch that depends on a value that differs along it: some devices would wait for "
+        "ever\n  at here"
+    )
+
+
+# -- Annotations -------------------------------------------------------------------------------------------------------
+def test_annotations_without_a_value():
+    """An annotated local without a value is refused where it stands: nobody could read it."""
+    with pytest.raises(ShardingError) as caught:
+
+        @typed
+        def later(x: f32['B/d M']) -> f32['B/d M']:
+            y: f32['B/d']
+            y = x
+            return y
+
+    assert "'y: f32['B/d']' has no value here: annotate y where it is assigned\n  at " in str(caught.value)
+
+
+def test_leading_dims_that_a_field_cannot_have():
+    """Array['...', cls] takes dims alone, and no axis that a field has already."""
+    with pytest.raises(ShardingError, match=r"Array\['layers \+d', \.\.\.\] adds dims to each field"):
+        Array['layers +d', Inner]
+    with pytest.raises(ShardingError, match=r"'layers/d B/d' uses mesh axis d twice"):
+        Array['layers/d', Inner]
+
+
+POSTPONED = '''
+from __future__ import annotations
+from shardlib import shardops
+from shardlib.shardtypes import f32, pytree_dataclass
+from shardlib.typed import typed
+
+@pytree_dataclass
+class Totals:
+    total: f32['B/d']
+
+def wrong(x: f32['B/d M/t']) -> f32['B/d']:
+    return inner(Totals(shardops.sum_unreduced('B/d M/t -> B/d +t', x)))
+
+@typed
+def inner(totals: Totals) -> f32['B/d']:
+    return totals.total
+
+def local(x: f32['B/d M/t']) -> f32['B/d M/t']:
+    y: f32['B/d'] = shardops.sum_unreduced('B/d M/t -> B/d +t', x)
+    return x
+'''
+
+
+def test_postponed_annotations(tmp_path):
+    """Under `from __future__ import annotations`, where annotations are strings, fields and locals are checked too."""
+    module = module_of(tmp_path / "postponed.py", POSTPONED)
+    for function, said in ((module.wrong, "argument totals of inner"), (module.local, "local y: f32['B/d']")):
+        assert all(said in refusal(function, mesh) for mesh in MESHES)
+
+
+# -- Losses and gradients ----------------------------------------------------------------------------------------------
+# Of a loss in which a weight w meets x, 'B/d M/t'.
+NO_GRADIENT = table(r"""
+lambda x: x - shardops.pmax('B/d M/t -> B/d', x)[:, None]
+    | pmax has no gradient: pass it lax.stop_gradient(x) in shardops.pmax('B/d M/t -> B/d') at /
+lambda x: lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, 2 * c[1]), (0, x))[1]
+    | Reverse-mode differentiation does not work for lax.while_loop
+""")
+
+
+@each_row(NO_GRADIENT)
+def test_what_cannot_be_differentiated_is_refused(row):
+    """What has no gradient is refused by the check already, not by the run."""
+    for mesh in OF_D_AND_T:
+        assert says(row[1], refusal(program("B/d M/t", f"gradient({row[0]}, x)", globals()), mesh))
+
+
+def test_chunks_that_close_over_a_weight():
+    """A loss of chunks that closes over what is differentiated is refused by the check already."""
+
+    def program(w: f32['M'], x: f32['L B/d M']) -> f32['M']:
+        def loss(w):
+            def chunk(shared, x, _):
+                return shardops.pending('+d -> +d +t', shardops.sum_unreduced('B/d M -> +d', x * w * shared))
+
+            return shardops.sum_over_chunks(chunk, jnp.float32(1), x, x)
+
+        return shardops.psum('M +d +t -> M', shardops.grad(loss)(w))
+
+    for mesh in OF_D_AND_T:
+        refusal(program, mesh)
