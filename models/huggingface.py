@@ -34,6 +34,7 @@ from runtime.terminal import RunError, needs_package
 # The module of each model_type. By name, since a family imports train.py, which imports what reads its weights.
 FAMILIES = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "olmo2"), "models.llama"),
+    **dict.fromkeys(("mixtral", "olmoe", "qwen3_moe"), "models.mixtral"),
 }
 DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 CODES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # of safetensors
@@ -42,12 +43,13 @@ WITHOUT_EFFECT = {
     "architectures", "attention_dropout", "bos_token_id", "dtype", "eos_token_id", "initializer_range",
     "max_position_embeddings", "pad_token_id", "torch_dtype", "transformers_version", "use_cache", "max_window_layers",
     "_name_or_path", "unsloth_version", "unsloth_fixed", "rope_interleaved", "is_llama_config", "transformers.js_config",
+    "output_router_logits", "router_aux_loss_coef",
 }  # fmt: skip
 UNUSED = re.compile(r".*\.rotary_emb\.inv_freq|.*\.attn\.(masked_)?bias")  # buffers that old files have
 ROWS = 4096  # of an embedding, that are read and written at once
 SHARD_BYTES = 5 * 10**9  # of an export's files, at most
 # That say nothing of what a model is, and may differ between where weights come from and where they go.
-SETTINGS = ("compute_dtype", "attention")
+SETTINGS = ("compute_dtype", "attention", "capacity")
 
 
 class Fields:

@@ -11,11 +11,13 @@ that is shorter than the row, a scaling of rotary angles past the original lengt
 import json
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import torch
 import transformers
+from safetensors.numpy import load_file
 
 FOLDER = Path(__file__).parent / "golden"
 SMALL = {
@@ -40,6 +42,22 @@ VARIANTS = {
     ),
     "qwen3": ("Qwen3", {"rope_parameters": {**YARN, "original_max_position_embeddings": 8}}),
     "olmo2": ("Olmo2", {"num_key_value_heads": 4, "rms_norm_eps": 1e-5}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "intermediate_size": 8, "sliding_window": 5}),
+    "olmoe": (
+        "Olmoe",
+        {"num_attention_heads": 2, "num_experts": 4, "num_experts_per_tok": 3, "intermediate_size": 8},
+    ),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 8,
+            "norm_topk_prob": True,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+        },
+    ),
 }
 
 
@@ -54,7 +72,7 @@ def write(name: str, family: str, settings: dict) -> None:
             if weight.ndim == 1:  # biases, and norms around one
                 weight.copy_(0.3 * drawn + (1.0 if "norm" in key or "ln" in key else 0.0))
             else:
-                weight.copy_(drawn / weight.shape[1] ** 0.5)
+                weight.copy_(drawn / weight.shape[-1] ** 0.5)
     folder = FOLDER / name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -68,7 +86,12 @@ def write(name: str, family: str, settings: dict) -> None:
     logits = torch.cat(logits, dim=1)
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
     loss.backward()
-    gradients = {key: weight.grad.numpy() for key, weight in model.named_parameters()}
+    with torch.no_grad():  # gradients under the names, and lying, as the weights are published
+        for weight in model.parameters():
+            weight.copy_(weight.grad)
+    with tempfile.TemporaryDirectory() as published:
+        model.save_pretrained(published)
+        gradients = load_file(Path(published) / "model.safetensors")
     np.savez_compressed(
         folder / "oracle.npz",
         targets=targets.numpy().astype(np.uint32),
