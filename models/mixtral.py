@@ -238,24 +238,25 @@ def combine(y, weight, choice, held, E):
 
 @typed
 def experts(
-    model: Model, x: act['B/d L M'], weight: act['B/d L X'], choice: i32['B/d L X'], w: Gathered
-) -> act['B/d L M +t']:
+    model: Model, x: act['B/d L M'], weight: act['B/d L X'], choice: i32['B/d L X'],
+    w_gate: act['E/t M F'], w_up: act['E/t M F'], w_down: act['E/t M F'],
+) -> act['B/d L M +t']:  # fmt: skip
     """The chosen experts' results, weighted; what a device lacks is in the sum over t."""
     E = model.experts
     held = shardops.slice('E -> E/t', jnp.arange(E, dtype=jnp.int32))
     if model.capacity is None:
         types = 'B/d L M, B/d L X, B/d L X, E/t, E/t M F, E/t M F, E/t M F -> B/d L M +t'
-        return shardops.local(types, every_token, x, weight, choice, held, w.w_gate, w.w_up, w.w_down)
+        return shardops.local(types, every_token, x, weight, choice, held, w_gate, w_up, w_down)
     C = max(
         1, min(x.shape[1], math.ceil(model.capacity * x.shape[1] * model.chosen / E))
     )  # slots of an expert in a row
     into = functools.partial(dispatch, E=E, C=C)
     tokens = shardops.local('B/d L M, B/d L X, E/t -> B/d E/t C M', into, x, choice, held, C=C)
-    gate = shardops.einsum_unreduced('B/d E/t C M, E/t M F -> B/d E/t C F', tokens, w.w_gate)
+    gate = shardops.einsum_unreduced('B/d E/t C M, E/t M F -> B/d E/t C F', tokens, w_gate)
     gate = save_for_backward(gate)  # 2·capacity·XF/t bytes a token, spares a product with w_gate
-    up = shardops.einsum_unreduced('B/d E/t C M, E/t M F -> B/d E/t C F', tokens, w.w_up)
+    up = shardops.einsum_unreduced('B/d E/t C M, E/t M F -> B/d E/t C F', tokens, w_up)
     up = save_for_backward(up)  # 2·capacity·XF/t bytes a token, spares a product with w_up
-    y = shardops.einsum_unreduced('B/d E/t C F, E/t M F -> B/d E/t C M', jax.nn.silu(gate) * up, w.w_down)
+    y = shardops.einsum_unreduced('B/d E/t C F, E/t M F -> B/d E/t C M', jax.nn.silu(gate) * up, w_down)
     back = functools.partial(combine, E=E)
     return shardops.local('B/d E/t C M, B/d L X, B/d L X, E/t -> B/d L M +t', back, y, weight, choice, held)
 
@@ -295,7 +296,7 @@ def layer(
         gathered = save_for_backward(enter(x, M))  # 2M bytes a token, spares the product with w_o, its sum, the gather
         normed = rms_norm(gathered, w.ln2, model.norm_eps)
         _, weight, choice = route(model, normed, w.router)
-        return x + leave(experts(model, normed, weight, choice, w), M), kept
+        return x + leave(experts(model, normed, weight, choice, w.w_gate, w.w_up, w.w_down), M), kept
 
 
 @typed

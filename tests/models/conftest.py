@@ -6,14 +6,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+import small
+from pages import module_of
 
 from models import huggingface, layers
 from runtime.run import with_shardings
 from shardlib import shardops
 from shardlib.mesh import make_mesh
-from shardlib.shardtypes import f32, make_shardings, narrowed
+from shardlib.shardtypes import f32, make_shardings, narrowed, typed_shard_map
 from train import TokenBatch, act
 
 FOLDER = Path(__file__).parent / "golden"
@@ -70,3 +73,19 @@ def loss_and_logits(source, Weights, bos_id=1):
         return shardops.psum("+d +t -> ", value), logits, gradient
 
     return step
+
+
+def check_family(path, source, variants, steps):
+    """Checks the steps of each variant of a family's file, such as `loss_and_logits`, on 4 x 2; returns the claims."""
+    family, proved = module_of(path, source), 0
+    for variant in variants:
+        act.dtype = jnp.bfloat16
+        model = family.Model(**vars(small.MODEL) | variant)
+        shapes = jax.eval_shape(functools.partial(family.init, model), np.uint32(0))
+        batch = TokenBatch(*(jax.ShapeDtypeStruct((16, 32), dtype) for dtype in (np.uint32, bool, bool)))
+        given = type("Source", (), {"family": family, "model": model})
+        mesh = jax.sharding.AbstractMesh((4, 2), ("d", "t"))
+        for step in steps:
+            mapped = typed_shard_map(step(given, narrowed(family.Weights, shapes)))
+            proved += mapped.check(mesh, shapes, batch)
+    return proved
