@@ -35,6 +35,9 @@ from runtime.terminal import RunError, needs_package
 FAMILIES = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "olmo2"), "models.llama"),
     **dict.fromkeys(("mixtral", "olmoe", "qwen3_moe"), "models.mixtral"),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), "models.gemma"),
+    **dict.fromkeys(("gpt2", "opt"), "models.gpt2"),
+    "gptj": "models.gptj",
 }
 DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 CODES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # of safetensors
@@ -42,6 +45,9 @@ CODES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # of safetenso
 WITHOUT_EFFECT = {
     "architectures", "attention_dropout", "bos_token_id", "dtype", "eos_token_id", "initializer_range",
     "max_position_embeddings", "pad_token_id", "torch_dtype", "transformers_version", "use_cache", "max_window_layers",
+    "attn_pdrop", "cache_implementation", "dropout", "embd_pdrop", "gradient_checkpointing", "init_std", "layerdrop",
+    "n_ctx", "prefix", "resid_pdrop", "summary_activation", "summary_first_dropout", "summary_proj_to_labels",
+    "summary_type", "summary_use_proj", "task_specific_params", "tokenizer_class",
     "_name_or_path", "unsloth_version", "unsloth_fixed", "rope_interleaved", "is_llama_config", "transformers.js_config",
     "output_router_logits", "router_aux_loss_coef",
 }  # fmt: skip
@@ -70,6 +76,10 @@ class Fields:
         for key, value in values.items():
             if self.take(key, value) != value:
                 self.refuse(key, f"expected {value!r}")
+
+    def replaced(self, **content: Any) -> "Fields":
+        """The same fields but for these: where a config.json nests what elsewhere stands in it."""
+        return Fields({**self.content, **content}, self.where)
 
     def refuse(self, key: str, why: str) -> None:
         value = self.content[key]

@@ -6,7 +6,7 @@
 A family is a module with `Model`, `Layer`, `Weights`, `Gathered`, `Ends`, `init`, `gather_layer`, `gather_ends`, `embed`,
 `layer`, `final`, `mask`, and its published names (models/huggingface.py). Its layer is written once, for training, for
 reading a prompt and for decoding: it multiplies with weights that are gathered over d, and does not know what attention
-is over, `attend(q, k, v) -> (o, kept)`, nor how the residual lies: 'B/d L M/t' in training, 'B/d L M' in decoding, which
+is over, `attend(q, k, v) -> (o, kept)`, but for `attend.window`, the layer's own (Gemma 3 turns by it), nor how the residual lies: 'B/d L M/t' in training, 'B/d L M' in decoding, which
 sends half as often. Legend as in train.py.
 """
 
@@ -25,7 +25,7 @@ import train
 from jax_extra import explicit_activation_checkpointing, save_for_backward
 from runtime.config.keys import Count, Positive
 from shardlib import shardops
-from shardlib.shardtypes import ComputeType, bool_, f32, i32, u32
+from shardlib.shardtypes import ComputeType, bool_, f32, i32, pytree_dataclass, u32
 from shardlib.typed import typed
 from train import TokenBatch, act, rms_norm
 
@@ -44,6 +44,11 @@ def leave(y, M: str):
     if M == 'M':
         return shardops.psum('B/d L M +t -> B/d L M', y)
     return shardops.psum_scatter('B/d L M +t -> B/d L M/t', y)
+
+
+def part(vector, M: str):
+    """Of a vector 'M', what a device has of it where the residual lies so: a bias that is added after a sum."""
+    return vector if M == 'M' else shardops.slice('M -> M/t', vector)
 
 
 # == Norms =============================================================================================================
@@ -73,6 +78,16 @@ def norm_after(y: jax.Array, scale: f32['M'], eps: float, M: str) -> jax.Array:
     square = shardops.psum('B/d L +t -> B/d L', shardops.sum_unreduced('B/d L M/t -> B/d L +t', y * y))
     scale, inverse = shardops.slice('M -> M/t', scale), lax.rsqrt(square / scale.shape[0] + eps)
     return (y * inverse[:, :, None] * scale[None, None]).astype(act.dtype)
+
+
+@typed
+def layer_norm(x: act['B/d L M'], scale_and_bias: f32['2 M'], eps: float) -> act['B/d L M']:
+    """(x - mean(x)) / sqrt(variance(x) + eps) · scale + bias, in float32 (Ba et al. 2016)."""
+    x = x.astype(jnp.float32)
+    x = x - (shardops.sum_unreduced('B/d L M -> B/d L', x) / x.shape[-1])[:, :, None]
+    variance = shardops.sum_unreduced('B/d L M -> B/d L', x * x) / x.shape[-1]
+    scale, bias = scale_and_bias[0][None, None], scale_and_bias[1][None, None]
+    return (x * lax.rsqrt(variance + eps)[:, :, None] * scale + bias).astype(act.dtype)
 
 
 # == Rotary ============================================================================================================
@@ -264,6 +279,7 @@ def hidden(
         def attend(q, k, v):
             return attention(model.attention, q, k, v, segment, mask.of_layer(window), mask.cap), None
 
+        attend.window = mask.of_layer(window)
         return family.layer(model, x, w, attend, position, 'M/t')
 
     with jax.named_scope('embed'):
@@ -274,19 +290,33 @@ def hidden(
 
 
 # == Loss ==============================================================================================================
+@pytree_dataclass
+class Biased:
+    """An unembedding with a bias: `Ends.unembed` of a family that has one (GPT-J)."""
+
+    table: act['V/t M']
+    bias: f32['V/t']
+
+    def astype(self, dtype) -> 'Biased':
+        """The table in this type, the bias in float32."""
+        return Biased(self.table.astype(dtype), self.bias)
+
+
 @typed
-def logits_of(unembed: act['V/t M'], x: act['B/d L M'], cap: float | None = None) -> f32['B/d L V/t']:
-    """In float32; with a cap, cap · tanh(logits / cap)."""
-    logits = shardops.einsum_unreduced('B/d L M, V/t M -> B/d L V/t', x, unembed, preferred_element_type=jnp.float32)
+def logits_of(unembed: Any, x: act['B/d L M'], cap: float | None = None) -> f32['B/d L V/t']:
+    """In float32, of act['V/t M'] or `Biased`; with a cap, cap · tanh(logits / cap)."""
+    table: act['V/t M'] = unembed.table if isinstance(unembed, Biased) else unembed
+    logits = shardops.einsum_unreduced('B/d L M, V/t M -> B/d L V/t', x, table, preferred_element_type=jnp.float32)
+    logits = logits + unembed.bias[None, None] if isinstance(unembed, Biased) else logits
     return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
 @typed
-def loss_sum(unembed: act['V/t M'], x: act['B/d L M'], batch: TokenBatch, cap: float | None = None) -> f32['+d +t']:
+def loss_sum(unembed: Any, x: act['B/d L M'], batch: TokenBatch, cap: float | None = None) -> f32['+d +t']:
     """The sum of -log softmax over all targets, as train.py's: a chunk of positions at a time, no logits are sent."""
 
     @explicit_activation_checkpointing
-    def chunk_loss(unembed: f32['V/t M'], x: act['B/d L M'], batch: TokenBatch) -> f32['+d +t']:
+    def chunk_loss(unembed: Any, x: act['B/d L M'], batch: TokenBatch) -> f32['+d +t']:
         logits = save_for_backward(logits_of(unembed.astype(act.dtype), x, cap))  # 4V/t bytes a token of one chunk
         largest = shardops.pmax('B/d L V/t -> B/d L', lax.stop_gradient(logits))
         largest = save_for_backward(largest)  # 4 bytes a token of one chunk, spares the maximum over t

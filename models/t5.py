@@ -73,10 +73,10 @@ class Layer:
 class Weights:
     embed: stored['V/t M/d']
     unembed: stored['V/t M/d'] | None
-    encoder: Array['layers', Layer]
+    encoder: Array['encoder_layers', Layer]
     encoder_bias: f32['N/d K/t']
     encoder_norm: f32['M/d/t']
-    decoder: Array['H', Layer]
+    decoder: Array['layers', Layer]
     decoder_bias: f32['N/d K/t']
     decoder_norm: f32['M/d/t']
 

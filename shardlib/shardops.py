@@ -1087,7 +1087,7 @@ def sum_over_chunks(function, shared, x, others):
     pass, and that of `shared` is summed up in its own type (Hsu et al. 2024, section 3.2, where chunks are rows).
 
     Args:
-      shared: an array, the same one for each chunk; differentiated.
+      shared: an array or a tree of them, the same for each chunk; differentiated.
       x: an array with a leading dim of chunks; differentiated.
       others: tree of arrays with the same leading dim; not differentiated.
     Sends: what `function` sends.
@@ -1103,13 +1103,14 @@ def sum_over_chunks(function, shared, x, others):
     def with_gradient(shared, x, others):
         def add(sums, chunk):
             value, (by_shared, by_x) = jax.value_and_grad(function, (0, 1))(shared, *chunk)
-            return (sums[0] + value, sums[1] + by_shared), by_x
+            return jax.tree.map(jnp.add, sums, (value, by_shared)), by_x
 
-        (value, by_shared), by_x = lax.scan(add, (jnp.float32(0), jnp.zeros_like(shared)), (x, others))
+        start = jnp.float32(0), jax.tree.map(jnp.zeros_like, shared)
+        (value, by_shared), by_x = lax.scan(add, start, (x, others))
         return value, (by_shared, by_x)
 
     def backward(kept, gradient):
-        return *((gradient * each.astype(jnp.float32)).astype(each.dtype) for each in kept), None
+        return *jax.tree.map(lambda each: (gradient * each.astype(jnp.float32)).astype(each.dtype), kept), None
 
     differentiated = jax.custom_vjp(total)
     differentiated.defvjp(with_gradient, backward)

@@ -28,7 +28,7 @@ ARROWS = {
     # initial_weights may be a published folder. Its family, which imports train.py, is loaded by name.
     "runtime.run": "runtime shardlib ledger models.huggingface",
     "train": "runtime ledger kernels shardlib jax_extra",
-    "models": "train runtime.config.keys shardlib kernels jax_extra",
+    "models": "train runtime.config.keys runtime.terminal shardlib kernels jax_extra",
     "models.huggingface": "runtime.checkpoints runtime.config.rebuild runtime.terminal",  # a checkpoint in or out
 }
 FOLDERS = ("shardlib", "kernels", "ledger", "runtime", "models", "tools")

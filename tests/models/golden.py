@@ -25,6 +25,10 @@ SMALL = {
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2,
     "pad_token_id": None,
 }  # fmt: skip
+OLD = {
+    "vocab_size": 40, "n_positions": 64, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_inner": 24, "bos_token_id": 1,
+    "eos_token_id": 2,
+}  # fmt: skip
 ROWS, LENGTHS = 8, (9, 15)  # of the two sequences in each row
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 100.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 2.0}
 YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "beta_fast": 2.0, "beta_slow": 0.5}
@@ -58,14 +62,58 @@ VARIANTS = {
             "sliding_window": 5,
         },
     ),
+    "gemma": ("Gemma", {"hidden_size": 24, "rms_norm_eps": 1e-5}),
+    "gemma2": (
+        "Gemma2",
+        {
+            "hidden_size": 24,
+            "query_pre_attn_scalar": 3,
+            "sliding_window": 5,
+            "attn_logit_softcapping": 1.5,
+            "final_logit_softcapping": 1.0,
+        },
+    ),
+    "gemma3": (
+        "Gemma3Text",
+        {
+            "hidden_size": 24,
+            "intermediate_size": 16,
+            "num_attention_heads": 2,
+            "query_pre_attn_scalar": 3,
+            "sliding_window": 5,
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 100.0, "factor": 2.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10.0},
+            },
+        },
+    ),
+    "gpt2": ("GPT2", {**OLD, "layer_norm_epsilon": 1e-3}),
+    "gpt2_gelu": ("GPT2", {**OLD, "activation_function": "gelu"}),
+    "opt": (
+        "OPT",
+        {
+            "vocab_size": 40,
+            "hidden_size": 16,
+            "ffn_dim": 24,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "max_position_embeddings": 64,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "pad_token_id": None,
+        },
+    ),
+    "gptj": ("GPTJ", {**OLD, "rotary_dim": 4, "layer_norm_epsilon": 1e-3}),
 }
 
 
 def write(name: str, family: str, settings: dict) -> None:
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**{**SMALL, **settings})
-    config._attn_implementation = "eager"
-    model = getattr(transformers, f"{family}ForCausalLM")(config).float()
+    shared = {} if family in ("GPT2", "OPT", "GPTJ") else SMALL  # which have other names for the same
+    config = getattr(transformers, f"{family}Config")(**{**shared, **settings})
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     with torch.no_grad():
         for key, weight in model.named_parameters():
             drawn = torch.randn(weight.shape)
