@@ -38,6 +38,7 @@ FAMILIES = {
     **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), "models.gemma"),
     **dict.fromkeys(("gpt2", "opt"), "models.gpt2"),
     "gptj": "models.gptj",
+    "t5": "models.t5",
 }
 DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 CODES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # of safetensors
@@ -49,9 +50,14 @@ WITHOUT_EFFECT = {
     "n_ctx", "prefix", "resid_pdrop", "summary_activation", "summary_first_dropout", "summary_proj_to_labels",
     "summary_type", "summary_use_proj", "task_specific_params", "tokenizer_class",
     "_name_or_path", "unsloth_version", "unsloth_fixed", "rope_interleaved", "is_llama_config", "transformers.js_config",
+    "classifier_dropout", "dropout_rate", "initializer_factor", "n_positions", "output_past", "decoder_start_token_id",
     "output_router_logits", "router_aux_loss_coef",
 }  # fmt: skip
-UNUSED = re.compile(r".*\.rotary_emb\.inv_freq|.*\.attn\.(masked_)?bias")  # buffers that old files have
+# Buffers that old files have, and T5's copies of the embedding and a bias that it does not add.
+UNUSED = re.compile(
+    r".*\.rotary_emb\.inv_freq|.*\.attn\.(masked_)?bias|(en|de)coder\.embed_tokens\.weight"
+    r"|decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight"
+)
 ROWS = 4096  # of an embedding, that are read and written at once
 SHARD_BYTES = 5 * 10**9  # of an export's files, at most
 # That say nothing of what a model is, and may differ between where weights come from and where they go.

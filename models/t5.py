@@ -279,6 +279,12 @@ def final(model: Model, ends: Ends, x: jax.Array, M: str) -> act['B/d L M']:
     return rms_norm(enter(x, M), scale, model.norm_eps)
 
 
+@typed
+def final_of_encoder(model: Model, ends: Ends, x: jax.Array, M: str) -> act['B/d L M']:
+    """What the encoder writes, after its last layer."""
+    return rms_norm(enter(x, M), ends.encoder_norm, model.norm_eps)
+
+
 def _stack(model, weights, x, attend, cross, adapt, low, reduce_dtype, kept, unroll):
     """All layers of the encoder or of the decoder, as training runs them."""
 
@@ -304,7 +310,7 @@ def encode(
 
     x = embed(model, ends, read, None, 'M/t')
     x = _stack(model, weights.encoder, x, attend, None, adapt, low, reduce_dtype, kept, unroll)
-    return rms_norm(enter(x, 'M/t'), ends.encoder_norm, model.norm_eps)
+    return final_of_encoder(model, ends, x, 'M/t')
 
 
 @typed

@@ -9,14 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import small
 from pages import module_of
 
 from models import huggingface, layers
 from runtime.run import with_shardings
 from shardlib import shardops
 from shardlib.mesh import make_mesh
-from shardlib.shardtypes import f32, make_shardings, narrowed, typed_shard_map
+from shardlib.shardtypes import f32, i32, make_shardings, narrowed, pytree_dataclass, typed_shard_map, u32
 from train import TokenBatch, act
 
 FOLDER = Path(__file__).parent / "golden"
@@ -56,36 +55,79 @@ def weights_of(source, pool, model=None):
     return huggingface.restored(source, model or source.model, with_shardings(shapes, type_), pool), type_
 
 
+@pytree_dataclass
+class Read:
+    """What an encoder reads, and the numbers of its segments."""
+
+    tokens: u32["B/d S"]
+    segment: i32["B/d S"]
+
+
+def read_of(oracle, lengths=(13, 7)):
+    """The rows of golden.py that the encoder reads."""
+    segment = np.broadcast_to(np.repeat([1, 2], lengths).astype(np.int32), oracle["read"].shape)
+    return jax.device_put(Read(oracle["read"], segment), make_shardings(Read))
+
+
+def step_of(source, Weights, oracle):
+    """As `loss_and_logits`, or for a family that reads, and the arguments but for the weights."""
+    if "read" in oracle:
+        return loss_and_logits_of_read(source, Weights), (batch_of(oracle), read_of(oracle))
+    return loss_and_logits(source, Weights), (batch_of(oracle),)
+
+
 def loss_and_logits(source, Weights, bos_id=1):
     """A function of weights and a batch: the mean loss, all logits, and the loss's gradient."""
-    family, model = source.family, source.model
-    cap = family.mask(model).logits_cap
 
     def step(weights: Weights, batch: TokenBatch) -> tuple[f32[""], f32["B/d L V/t"], Weights]:
-        count = batch.targets.size * shardops.axis_size("d")
+        def hidden(weights):
+            return layers.hidden(source.family, source.model, weights, *layers.inputs_of(batch, bos_id))
 
-        def loss(weights, batch):
-            unembed = family.gather_ends(weights).unembed
-            x = layers.hidden(family, model, weights, *layers.inputs_of(batch, bos_id))
-            return layers.loss_sum(unembed, x, batch, cap) / count, layers.logits_of(unembed, x, cap)
-
-        (value, logits), gradient = shardops.value_and_grad(loss, has_aux=True)(weights, batch)
-        return shardops.psum("+d +t -> ", value), logits, gradient
+        return differentiated(source, hidden, weights, batch)
 
     return step
 
 
-def check_family(path, source, variants, steps):
-    """Checks the steps of each variant of a family's file, such as `loss_and_logits`, on 4 x 2; returns the claims."""
+def loss_and_logits_of_read(source, Weights, bos_id=1):
+    """The same for a family that reads with an encoder."""
+
+    def step(weights: Weights, batch: TokenBatch, read: Read) -> tuple[f32[""], f32["B/d L V/t"], Weights]:
+        def hidden(weights):
+            inputs, segment, _ = layers.inputs_of(batch, bos_id)
+            return source.family.hidden(source.model, weights, read.tokens, read.segment, inputs, segment)
+
+        return differentiated(source, hidden, weights, batch)
+
+    return step
+
+
+def differentiated(source, hidden, weights, batch):
+    """The mean loss of hidden states, all logits, and the loss's gradient."""
+    cap = source.family.mask(source.model).logits_cap
+    count = batch.targets.size * shardops.axis_size("d")
+
+    def loss(weights, batch):
+        unembed, x = source.family.gather_ends(weights).unembed, hidden(weights)
+        return layers.loss_sum(unembed, x, batch, cap) / count, layers.logits_of(unembed, x, cap)
+
+    (value, logits), gradient = shardops.value_and_grad(loss, has_aux=True)(weights, batch)
+    return shardops.psum("+d +t -> ", value), logits, gradient
+
+
+def check_family(path, source, variants, steps, *others):
+    """Checks the steps of each variant of a family's file, such as `loss_and_logits`, on 4 x 2; returns the claims.
+
+    `others` are their arguments after the weights and the batch.
+    """
     family, proved = module_of(path, source), 0
     for variant in variants:
         act.dtype = jnp.bfloat16
-        model = family.Model(**vars(small.MODEL) | variant)
+        model = family.Model(**variant)
         shapes = jax.eval_shape(functools.partial(family.init, model), np.uint32(0))
         batch = TokenBatch(*(jax.ShapeDtypeStruct((16, 32), dtype) for dtype in (np.uint32, bool, bool)))
         given = type("Source", (), {"family": family, "model": model})
         mesh = jax.sharding.AbstractMesh((4, 2), ("d", "t"))
         for step in steps:
             mapped = typed_shard_map(step(given, narrowed(family.Weights, shapes)))
-            proved += mapped.check(mesh, shapes, batch)
+            proved += mapped.check(mesh, shapes, batch, *others)
     return proved

@@ -29,7 +29,12 @@ OLD = {
     "vocab_size": 40, "n_positions": 64, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_inner": 24, "bos_token_id": 1,
     "eos_token_id": 2,
 }  # fmt: skip
+OF_T5 = {
+    "vocab_size": 40, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_decoder_layers": 2, "num_heads": 2,
+    "relative_attention_num_buckets": 8, "relative_attention_max_distance": 10,
+}  # fmt: skip
 ROWS, LENGTHS = 8, (9, 15)  # of the two sequences in each row
+READ = (13, 7)  # what an encoder reads of them, where it is other than what is predicted
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 100.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 2.0}
 YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "beta_fast": 2.0, "beta_slow": 0.5}
 VARIANTS = {
@@ -106,14 +111,19 @@ VARIANTS = {
         },
     ),
     "gptj": ("GPTJ", {**OLD, "rotary_dim": 4, "layer_norm_epsilon": 1e-3}),
+    "t5": ("T5", {**OF_T5, "layer_norm_epsilon": 1e-3}),
+    "t5_gated": ("T5", {**OF_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
 }
 
 
 def write(name: str, family: str, settings: dict) -> None:
     torch.manual_seed(0)
-    shared = {} if family in ("GPT2", "OPT", "GPTJ") else SMALL  # which have other names for the same
+    shared = {} if family in ("GPT2", "OPT", "GPTJ", "T5") else SMALL  # which have other names for the same
     config = getattr(transformers, f"{family}Config")(**{**shared, **settings})
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    kind = {"T5": transformers.AutoModelForSeq2SeqLM}.get(family, transformers.AutoModelForCausalLM)
+    model = kind.from_config(config, attn_implementation="eager").float().eval()
+    if settings.get("tie_word_embeddings") is False:  # T5 1.1, which this release of transformers ties all the same
+        model.lm_head.weight = torch.nn.Parameter(torch.empty(config.vocab_size, config.d_model))
     with torch.no_grad():
         for key, weight in model.named_parameters():
             drawn = torch.randn(weight.shape)
@@ -127,10 +137,12 @@ def write(name: str, family: str, settings: dict) -> None:
     model.save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
     targets = torch.randint(0, config.vocab_size, (ROWS, sum(LENGTHS)))
+    read = torch.randint(0, config.vocab_size, (ROWS, sum(READ))) if family == "T5" else None
     logits = []
-    for part in targets.split(LENGTHS, dim=1):
-        inputs = torch.cat([torch.full((ROWS, 1), config.bos_token_id), part[:, :-1]], dim=1)
-        logits.append(model(inputs).logits)
+    for n, part in enumerate(targets.split(LENGTHS, dim=1)):
+        inputs = torch.cat([torch.full((ROWS, 1), 1), part[:, :-1]], dim=1)
+        of_read = {} if read is None else {"input_ids": read.split(READ, dim=1)[n]}
+        logits.append(model(**of_read, **{"decoder_input_ids" if of_read else "input_ids": inputs}).logits)
     logits = torch.cat(logits, dim=1)
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
     loss.backward()
@@ -146,6 +158,7 @@ def write(name: str, family: str, settings: dict) -> None:
         logits=logits[:2].detach().numpy(),
         loss=loss.item(),
         versions=f"torch {torch.__version__}, transformers {transformers.__version__}",
+        **({} if read is None else {"read": read.numpy().astype(np.uint32)}),
         **{f"gradient/{key}": value for key, value in gradients.items()},
     )
 

@@ -5,7 +5,7 @@ import json
 import jax
 import numpy as np
 import pytest
-from conftest import FOLDER, NAMES, batch_of, loss_and_logits, on_mesh, oracle_of, weights_of
+from conftest import FOLDER, NAMES, on_mesh, oracle_of, step_of, weights_of
 from safetensors.numpy import load_file, save_file
 
 from models import huggingface
@@ -24,8 +24,8 @@ def test_logits_loss_and_gradients_are_those_of_transformers(name, mesh, pool):
     source, oracle = huggingface.open_weights(FOLDER / name, pool), oracle_of(name)
     with on_mesh(*mesh):
         weights, type_ = weights_of(source, pool)
-        step = jax.jit(typed_shard_map(loss_and_logits(source, type_)))
-        loss, logits, gradient = jax.tree.map(np.asarray, step(weights, batch_of(oracle)))
+        step, arguments = step_of(source, type_, oracle)
+        loss, logits, gradient = jax.tree.map(np.asarray, jax.jit(typed_shard_map(step))(weights, *arguments))
     np.testing.assert_allclose(logits[: len(oracle["logits"])], oracle["logits"], atol=1e-4, rtol=0)
     assert loss == pytest.approx(float(oracle["loss"]), abs=1e-5)
     gradient = {names[0]: leaf for names, leaf in named_leaves(gradient)}

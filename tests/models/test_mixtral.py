@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+import small
 from conftest import FOLDER, batch_of, check_family, loss_and_logits, on_mesh, oracle_of, weights_of
 from mutation import mutants
 from pages import ROOT
@@ -99,7 +100,7 @@ def test_no_token_depends_on_what_follows_it(capacity, pool):
 
 
 # -- The check ---------------------------------------------------------------------------------------------------------
-OF_EXPERTS = {"experts": 8, "chosen": 2, "attention": "einsum"}
+OF_EXPERTS = {**vars(small.MODEL), "experts": 8, "chosen": 2, "attention": "einsum"}
 VARIANTS = [
     {**OF_EXPERTS, "window": 5, "tied": True},
     {**OF_EXPERTS, "qk_norm": "all", "weights_add_to_one": False},
