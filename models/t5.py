@@ -207,9 +207,9 @@ def relative_bias(model: Model, table: f32['N K/t'], distance: i32['L S'], both_
     """What is added to attention's logits; distance is the query's place less the key's."""
     buckets = model.buckets // 2 if both_ways else model.buckets
     far = jnp.abs(distance) if both_ways else jnp.maximum(distance, 0)
-    bucket = sum((far >= first).astype(jnp.int32) for first in first_distances(buckets, model.max_distance))
-    if both_ways:
-        bucket = bucket + buckets * (distance < 0).astype(jnp.int32)
+    bucket = buckets * (distance < 0).astype(jnp.int32) if both_ways else jnp.zeros_like(far)
+    for first in first_distances(buckets, model.max_distance):
+        bucket = bucket + (far >= first).astype(jnp.int32)
     return jnp.moveaxis(shardops.index_unreduced('[N] K/t, L S -> L S K/t', table, bucket), -1, 0)
 
 
