@@ -40,7 +40,6 @@ class Model:
     first_position: Steps = 0  # the row of the table that the first token takes (OPT: 2)
     activation: Literal['gelu_tanh', 'gelu', 'relu'] = 'gelu_tanh'
     norm_eps: Positive = 1e-5  # added to the variance in layer norms
-    logits_scale: Positive = 1.0  # attention's logits are q·k times this
     compute_dtype: Literal['bfloat16', 'float32'] = 'bfloat16'  # of activations and matrix products
     attention: KernelName = 'auto'  # of kernels/attention.py
 
@@ -116,11 +115,10 @@ def init(model: Model, seed: jax.Array) -> Weights:
 
     norm = jnp.stack([jnp.ones((M,), jnp.float32), jnp.zeros((M,), jnp.float32)])
     norms = jnp.stack([norm] * model.layers)
-    w_q = of_layers('w_q', 1, M, K, D, fan_in=M) * (D**-0.5 / model.logits_scale)
     layer = Layer(
         ln1=norms,
         ln2=norms,
-        w_qkv=jnp.concatenate([w_q, of_layers('w_kv', 2, M, K, D, fan_in=M)], axis=1),
+        w_qkv=of_layers('w_qkv', 3, M, K, D, fan_in=M),
         b_qkv=zeros(3, K, D),
         w_o=of_layers('w_o', M, K, D, fan_in=K * D),
         b_o=zeros(M),
@@ -191,7 +189,7 @@ def layer(
         q = product('B/d L M, M K/t D -> B/d L K/t D', normed, w.w_q) + w.b_qkv[0][None, None]
         k = product('B/d L M, M K/t D -> B/d L K/t D', normed, w.w_k) + w.b_qkv[1][None, None]
         v = product('B/d L M, M K/t D -> B/d L K/t D', normed, w.w_v) + w.b_qkv[2][None, None]
-        q = save_for_backward(q * model.logits_scale)  # 2KD/t bytes a token
+        q = save_for_backward(q * model.d_head**-0.5)  # 2KD/t bytes a token
         k = save_for_backward(k)  # 2KD/t bytes a token
         v = save_for_backward(v)  # 2KD/t bytes a token, spares the product with w_v
         o, kept = attend(q[:, :, None], k, v)
@@ -293,7 +291,6 @@ def model_of(config) -> Model:
         first_position=first,
         activation=PUBLISHED_ACTIVATIONS[activation],
         norm_eps=1e-5 if is_opt else config.take('layer_norm_epsilon', 1e-5),
-        logits_scale=(d_model // heads) ** -0.5,
     )
 
 

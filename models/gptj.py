@@ -35,7 +35,6 @@ class Model:
     d_rotary: Count  # dims of each head that turn, an even number
     rope_max_timescale: Positive = 10000.0  # base of the rotary angles
     norm_eps: Positive = 1e-5  # added to the variance in layer norms
-    logits_scale: Positive = 1.0  # attention's logits are q·k times this
     compute_dtype: Literal['bfloat16', 'float32'] = 'bfloat16'  # of activations and matrix products
     attention: KernelName = 'auto'  # of kernels/attention.py
 
@@ -101,10 +100,9 @@ def init(model: Model, seed: jax.Array) -> Weights:
         return normal(name, (model.layers, *shape), fan_in)
 
     norm = jnp.stack([jnp.ones((M,), jnp.float32), jnp.zeros((M,), jnp.float32)])
-    w_q = of_layers('w_q', 1, M, K, D, fan_in=M) * (D**-0.5 / model.logits_scale)
     layer = Layer(
         ln=jnp.stack([norm] * model.layers),
-        w_qkv=jnp.concatenate([w_q, of_layers('w_kv', 2, M, K, D, fan_in=M)], axis=1),
+        w_qkv=of_layers('w_qkv', 3, M, K, D, fan_in=M),
         w_o=of_layers('w_o', M, K, D, fan_in=K * D),
         w_up=of_layers('w_up', M, F, fan_in=M),
         b_up=jnp.zeros((model.layers, F), jnp.float32),
@@ -172,7 +170,7 @@ def layer(
         q = product('B/d L M, M K/t D -> B/d L K/t D', normed, w.w_q)[:, :, None]
         k = product('B/d L M, M K/t D -> B/d L K/t D', normed, w.w_k)[:, :, None]
         v = product('B/d L M, M K/t D -> B/d L K/t D', normed, w.w_v)
-        q = save_for_backward(rotary(model, q, position, model.logits_scale))  # 2KD/t bytes a token
+        q = save_for_backward(rotary(model, q, position, model.d_head**-0.5))  # 2KD/t bytes a token
         k = save_for_backward(rotary(model, k, position)[:, :, 0])  # 2KD/t bytes a token
         v = save_for_backward(v)  # 2KD/t bytes a token, spares the product with w_v
         o, kept = attend(q, k, v)
@@ -219,7 +217,7 @@ def model_of(config) -> Model:
     """
     config.take('model_type')
     d_model, heads, d_rotary = [config.take(key) for key in ('n_embd', 'n_head', 'rotary_dim')]
-    config.require(tie_word_embeddings=False, activation_function='gelu_new', scale_attn_weights=True)
+    config.require(tie_word_embeddings=False, activation_function='gelu_new', scale_attn_weights=True, rotary=True)
     config.take('n_positions', None)  # the length of a table of angles, which has no weights
     if not d_rotary or d_rotary % 2:
         config.refuse('rotary_dim', 'expected an even number of dims')
@@ -232,7 +230,6 @@ def model_of(config) -> Model:
         d_ff=config.take('n_inner', None) or 4 * d_model,
         d_rotary=d_rotary,
         norm_eps=config.take('layer_norm_epsilon', 1e-5),
-        logits_scale=(d_model // heads) ** -0.5,
     )
 
 

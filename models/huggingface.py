@@ -197,8 +197,9 @@ class Published:
         row = next(iter(rows.values()))
         inner = list(row.sizes.values())
         chunk = [1] * len(leading) + inner
-        if row.is_plain and len(inner) > 1 and not leading:
-            chunk[0] = min(ROWS, chunk[0])
+        if row.is_plain and len(inner) > 1 and not leading:  # a divisor, but for a vocabulary that has no good one
+            rows = max(n for n in range(1, min(ROWS, inner[0]) + 1) if inner[0] % n == 0)
+            chunk[0] = rows if rows >= ROWS // 64 else inner[0]
         return Grid((*leading, *inner), np.dtype(np.float32), tuple(chunk))
 
     def read_chunk(self, name: str, number: tuple[int, ...], bounds: Bounds) -> np.ndarray:
@@ -243,10 +244,10 @@ class Source:
     """Weights, wherever they come from, and what they are the weights of."""
 
     checkpoint: Any  # a Checkpoint or Published
-    family: ModuleType  # of models/
-    model: Any  # its Model
+    family: ModuleType | None  # of models/; None: they are another trainer's
+    model: Any  # the family's Model, or the keys of another trainer's
     folder: Path  # where the tokenizer's files are
-    config: dict[str, Any] | None  # the published config.json, where they come from one
+    config: dict[str, Any] | None = None  # the published config.json, where they come from one
 
 
 def family_of(name: str, where: str) -> ModuleType:
@@ -263,24 +264,43 @@ def open_weights(path: str, pool: Executor) -> Source:
     Raises:
       RunError: there are none, or the tensors or fields are not those of a family in models/.
     """
-    folder = Path(path).expanduser()
-    if (folder / "config.json").exists() and not (folder / "checkpoints").exists():
-        return open_published(folder)
+    folder = downloaded(str(path))
+    if folder is not None and folder.suffix == ".gguf":
+        return importlib.import_module("models.foreign").open_gguf(folder)
+    if folder is not None and not (folder / "checkpoints").exists():
+        if (folder / "config.json").exists():
+            return described(read_json(folder / "config.json"), safetensors_of(folder), folder)
+        if (folder / "params.json").exists():
+            return importlib.import_module("models.foreign").open_meta(folder)
     checkpoint = open_newest(str(path), pool)
     attributes = checkpoint.attributes
-    config = attributes.get("config", {})
+    config, program = attributes.get("config") or {}, attributes.get("program") or {}
     if not isinstance(config.get("model"), dict):
         raise RunError(f"checkpoint {checkpoint.path} does not say of which model it is: another program wrote it")
-    family = family_of(config.get("family", "llama"), checkpoint.path)
-    model = rebuild(family.Model, config["model"], Origins(checkpoint.path))
-    of_run = Path(checkpoint.path).parents[1]
-    return Source(checkpoint, family, model, of_run, attributes.get("published"))
+    folder, model = Path(checkpoint.path).parents[1], config["model"]
+    name = config.get("family") or ("llama" if program.get("module", "train") == "train" else None)
+    if name is None:
+        return Source(checkpoint, None, model, folder)
+    family = family_of(name, checkpoint.path)
+    model = rebuild(family.Model, model, Origins(checkpoint.path))
+    return Source(checkpoint, family, model, folder, attributes.get("published"))
 
 
-def open_published(folder: Path) -> Source:
-    """The weights of a folder with config.json and safetensors: headers alone are read."""
-    fields = read_json(folder / "config.json")
-    return described(fields, safetensors_of(folder), folder)
+def downloaded(path: str) -> Path | None:
+    """A path that is there; of a name on the Hugging Face hub the folder that it is downloaded to; None of a URL."""
+    if "://" in path:
+        return None
+    folder = Path(path).expanduser()
+    if folder.exists() or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path):
+        return folder
+    with needs_package(f"downloading {path}", "huggingface_hub"):
+        from huggingface_hub import snapshot_download
+    wanted = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.pth"]
+    try:
+        return Path(snapshot_download(path, allow_patterns=wanted))
+    except (OSError, ValueError) as error:  # among them what the hub refuses, and no network
+        reason = str(error).strip().partition("\n")[0]
+        raise RunError(f"there is no folder {path}, and it cannot be downloaded from the hub ({reason})") from error
 
 
 def described(content: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -> Source:
@@ -289,7 +309,17 @@ def described(content: dict[str, Any], tensors: dict[str, Tensor], folder: Path)
     family = family_of(fields.take("model_type"), fields.where)
     model = family.model_of(fields)
     fields.finish()
-    return Source(Published(str(folder), tensors, rows_of(family, model)), family, model, folder, content)
+    rows = rows_of(family, model)
+    return Source(Published(str(folder), with_prefix(tensors, rows), rows), family, model, folder, content)
+
+
+def with_prefix(tensors: dict[str, Tensor], rows: dict[str, dict[tuple[int, ...], Row]]) -> dict[str, Tensor]:
+    """The tensors with the first part of their names, `transformer.`, which a file of the model without its head (of
+    gpt2, opt-6.7b) leaves out."""
+    prefix = rows["embed"][()].name.partition(".")[0] + "."
+    if any(name.startswith(prefix) for name in tensors):
+        return tensors
+    return {name if name.startswith("lm_head.") else prefix + name: tensor for name, tensor in tensors.items()}
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -299,34 +329,44 @@ def read_json(file: Path) -> dict[str, Any]:
         raise RunError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
 
 
+def require_same(source: Source, model: Any) -> None:
+    """Raises RunError where the weights are not those of a trainer's model, train.py's or a family's; with the keys."""
+    theirs, ours = as_tree(source.model), as_tree(model)
+    is_family = dataclasses.is_dataclass(source.model)
+    defaults = {each.name: as_tree(each.default) for each in dataclasses.fields(source.model)} if is_family else {}
+    problems = []
+    for key, value in theirs.items():
+        if key in (*SETTINGS, "logits_scale"):
+            continue
+        expected = ours.get(key, defaults.get(key))  # what a model has no key for it computes as by default
+        if value != expected or (key not in ours and key not in defaults):
+            is_ours = f"has {json.dumps(expected)}" if key in ours else "has no such key"
+            problems.append(f"  model.{key} = {json.dumps(value)}: this run's model {is_ours}")
+    if problems:
+        where = f"initial_weights = {source.checkpoint.path}"
+        raise RunError("\n".join([f"{where} are weights of another model:", *problems]))
+    rescaled(source, ours.get("logits_scale", 1.0))
+
+
 def restored(source: Source, model: Any, like: Any, pool: Executor) -> Any:
-    """The weights as `like` says, a tree of `ShapeDtypeStruct`s with shardings, for a trainer's model, train.py's or a
-    family's.
+    """The weights as `like` says, a tree of `ShapeDtypeStruct`s with shardings, for a trainer's model.
 
     Raises:
-      RunError: they are of another model; with the field.
+      RunError: as `require_same` and `restore`.
     """
-    like, refusals = {"weights": like}, []
-    theirs, ours = as_tree(source.model), as_tree(model)
-    defaults = {each.name: each.default for each in dataclasses.fields(source.model)}
-    for key, value in theirs.items():
-        expected = ours.get(key, as_tree(defaults[key]))  # what a model has no field for, it computes as by default
-        if value != expected and key not in (*SETTINGS, "logits_scale"):
-            ours_is = json.dumps(expected) if key in ours else f"{json.dumps(expected)}, and has no such field"
-            refusals.append(f"  model.{key} = {json.dumps(value)}: the run's model has {ours_is}")
-    if refusals:
-        raise RunError("\n".join([f"initial_weights = {source.checkpoint.path} are of another model:", *refusals]))
-    factors = rescaled(source, ours.get("logits_scale", 1.0))
+    require_same(source, model)
+    like = {"weights": like}
+    factors = rescaled(source, getattr(model, "logits_scale", 1.0))
     dtypes = {name: leaf.dtype for names, leaf in named_leaves(like) for name in names}
     return restore(View(source.checkpoint, factors, dtypes), like, pool)["weights"]
 
 
 def rescaled(source: Source, logits_scale: float) -> dict[str, float]:
     """What weights are multiplied with, by name, for a model whose attention logits have this factor."""
-    theirs = getattr(source.model, "logits_scale", logits_scale)
-    if theirs == logits_scale:
+    theirs = getattr(source.model, "logits_scale", 1.0)
+    if source.family is None or theirs == logits_scale:
         return {}
-    if getattr(source.model, "qk_norm", "none") != "none":
+    if source.model.qk_norm != "none":
         raise RunError(
             f"model.logits_scale of {source.checkpoint.path} is {theirs}: with qk_norm it must be {logits_scale}"
         )
@@ -337,9 +377,7 @@ def rescaled(source: Source, logits_scale: float) -> dict[str, float]:
 
 
 def safetensors_of(folder: Path) -> dict[str, Tensor]:
-    """The tensors of all safetensors in a folder; those that an index names, where there is one."""
-    with needs_package("reading safetensors", "safetensors"):
-        from safetensors import SafetensorError, safe_open
+    """The tensors of all safetensors in a folder; of those that an index names, where there is one."""
     index = folder / "model.safetensors.index.json"
     names = sorted(set(read_json(index)["weight_map"].values())) if index.exists() else None
     files = [folder / name for name in names] if names else sorted(folder.glob("*.safetensors"))
@@ -348,15 +386,30 @@ def safetensors_of(folder: Path) -> dict[str, Tensor]:
     tensors = {}
     for file in files:
         try:
-            opened = safe_open(file, "numpy")
-        except (OSError, SafetensorError) as error:
-            raise RunError(f"{file} cannot be read: {error}") from error
-        for name in opened.keys():
-            part = opened.get_slice(name)
-            if part.get_dtype() not in CODES:
-                raise RunError(f"{name} in {file} is {part.get_dtype()}: expected one of {', '.join(CODES)}")
-            tensors[name] = Tensor(tuple(part.get_shape()), part.__getitem__)
+            with open(file, "rb") as opened:
+                (length,) = struct.unpack("<Q", opened.read(8))
+                about = json.loads(opened.read(length))
+        except (OSError, ValueError, struct.error) as error:
+            raise RunError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
+        about.pop("__metadata__", None)
+        for name, each in about.items():
+            if each["dtype"] not in CODES:
+                raise RunError(f"{name} in {file} is {each['dtype']}: expected one of {', '.join(CODES)}")
+            dtype, offset = DTYPES[CODES[each["dtype"]]], 8 + length + each["data_offsets"][0]
+            tensors[name] = Tensor(shape := tuple(each["shape"]), functools.partial(_rows, file, offset, dtype, shape))
     return tensors
+
+
+def _rows(file: Path, offset: int, dtype: np.dtype, shape: tuple[int, ...], rows: slice) -> np.ndarray:
+    """Read, not mapped: what is in memory is what was asked for."""
+    start, stop, _ = rows.indices(shape[0])
+    size = math.prod(shape[1:]) * dtype.itemsize
+    with open(file, "rb") as opened:
+        opened.seek(offset + start * size)
+        content = opened.read((stop - start) * size)
+    if len(content) != (stop - start) * size:
+        raise RunError(f"{file} is cut short: it ends before what its header says")
+    return np.frombuffer(content, dtype).reshape(stop - start, *shape[1:])
 
 
 def export(source: Source, folder: Path, dtype: str, pool: Executor) -> None:

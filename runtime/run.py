@@ -12,11 +12,13 @@ with jax.set_mesh(start(config)), Run(config, TokenBatch) as run:
 
 import collections
 import contextlib
+import dataclasses
 import json
 import math
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +32,9 @@ from ledger.machines.hardware import of_device_kind, peak_flops_per_s
 from ledger.machines.roofline import roofline
 from ledger.pages import files
 from ledger.pages.text import summary
+from models import huggingface
 from runtime import program
-from runtime.checkpoints.directory import Checkpoints
+from runtime.checkpoints.directory import MOST_THREADS, Checkpoints
 from runtime.checkpoints.lock import Ownership
 from runtime.cluster.processes import domain, sent_over_network
 from runtime.cluster.processes import start as start  # train.py's name for it
@@ -128,6 +131,11 @@ class Run:
             opened.push(self._close_checkpoints)
             self._go_on_from(self._checkpoints.latest(last_step=self._total) or 0)
             check_resume(config, self.done_steps)
+            self._source = None  # of the first weights
+            if config.initial_weights is not None and not self.done_steps:
+                with self._readers() as pool:
+                    self._source = huggingface.open_weights(config.initial_weights, pool)
+                huggingface.require_same(self._source, config.model)
             if self._is_leader:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 (self.folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
@@ -191,7 +199,7 @@ class Run:
 
     def first_state(self, shapes: Any, init: Callable[[jax.Array], Any]) -> Any:
         """The state of the newest checkpoint that reads whole; `done_steps` and `attributes` are then its own. Without
-        one, the state that is drawn.
+        one, the state that is drawn, with `initial_weights` in the place of its weights where the config names some.
 
         Args:
           shapes: the state's tree of `ShapeDtypeStruct` with shardings.
@@ -200,7 +208,15 @@ class Run:
         if not self.done_steps:
             shardings = jax.tree.map(lambda each: each.sharding, shapes)
             init = jax.jit(init, out_shardings=shardings, compiler_options=RUNS_ONCE)
-            return init(np.uint32(self._config.training.seed))
+            state = init(np.uint32(self._config.training.seed))
+            if self._source is None:
+                return state
+            for each in jax.tree.leaves(state.weights):  # before the others are read
+                each.delete()
+            with self._readers() as pool:
+                weights = huggingface.restored(self._source, self._config.model, shapes.weights, pool)
+            self.say(f"the first weights are those of {self._source.checkpoint.path}")
+            return dataclasses.replace(state, weights=weights)
         step, state = self._checkpoints.restore(shapes)
         if step != self.done_steps:
             self._go_on_from(step)
@@ -290,6 +306,9 @@ class Run:
             self._in_flight.popleft().block_until_ready()
 
     # ---- where the run stands
+
+    def _readers(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(min(self._config.io.max_io_threads, MOST_THREADS))
 
     def _own(self, opened: contextlib.ExitStack) -> Ownership | None:
         """Owns the folder, on the leader for all hosts. Raises RunError on all of them."""

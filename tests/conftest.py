@@ -2,6 +2,7 @@
 
 import logging
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 # Most of a test's time is LLVM's. Without its optimizations, and with XLA's older code generator, the small training step compiles in
 # 2 s of CPU time instead of 12 (bfloat16, mesh 4 x 2, jax 0.10.2). Both act after XLA has placed its collectives.
@@ -33,6 +34,13 @@ def own_logging():
     for handler in set(root.handlers) - set(handlers):
         root.removeHandler(handler)
     root.setLevel(level)
+
+
+@pytest.fixture(scope="session")
+def pool():
+    """Threads that read and write weights."""
+    with ThreadPoolExecutor(2) as pool:
+        yield pool
 
 
 COMPUTE_DTYPE = train.act.dtype

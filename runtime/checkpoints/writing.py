@@ -113,6 +113,24 @@ def complete(
         store.flush(name)
 
 
+def write_copy(source: Any, store: Store, name: str, attributes: dict[str, Any], pool: Executor) -> None:
+    """Writes a checkpoint of what another one holds, a chunk of it at a time.
+
+    Args:
+      source: with `arrays`, `grid` and `read_chunk` as a Checkpoint has them; its chunks divide each leaf evenly.
+    """
+    grids, checksums = {}, {}
+    for leaf in source.arrays:
+        grid = source.grid(leaf)
+        grids[leaf] = Grid(grid.shape, grid.dtype, chunk_shape(grid.chunk, grid.dtype.itemsize))
+        for number, bounds in grid.all():
+            values = source.read_chunk(leaf, number, bounds)
+            parts = grids[leaf].within(bounds)
+            chunks = [(f"{leaf}/{_file(part)}", values[relative(edges, bounds)]) for part, edges in parts]
+            checksums |= write_chunks(store, name, chunks, pool)
+    complete(store, name, grids, checksums, attributes, pool)
+
+
 def remove(store: Store, name: str) -> None:
     """Deletes a checkpoint. Safe to interrupt: from its first moment on it is none any more."""
     for file in ("zarr.json", ".zattrs"):

@@ -122,6 +122,8 @@ class RunConfig:
     allow_config_change: bool = False  # resume although the model, the data or the seed are not those of the checkpoint
     io: IO = field(default_factory=IO)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    # A run or a checkpoint, or a folder of published weights (docs/models.md): the first weights; all else begins anew.
+    initial_weights: Name | None = None
     validation_batches: Count | None = None  # the first of the split, for each validation loss; null reads all of it
     flat_tokens: FlatTokens = field(default_factory=FlatTokens)
     # Several data sets, read as flat_tokens says, by weight: [{filespec: a.zarr, weight: 0.7}, …]

@@ -127,8 +127,9 @@ def write(name: str, family: str, settings: dict) -> None:
     with torch.no_grad():
         for key, weight in model.named_parameters():
             drawn = torch.randn(weight.shape)
-            if weight.ndim == 1:  # biases, and norms around one
-                weight.copy_(0.3 * drawn + (1.0 if "norm" in key or "ln" in key else 0.0))
+            if weight.ndim == 1:  # biases, and norms around one, which Gemma's are at 0
+                is_norm = ("norm" in key or "ln" in key) and not family.startswith("Gemma")
+                weight.copy_(0.3 * drawn + (1.0 if is_norm else 0.0))
             else:
                 weight.copy_(drawn / weight.shape[-1] ** 0.5)
     folder = FOLDER / name

@@ -5,7 +5,7 @@ import json
 import jax
 import numpy as np
 import pytest
-from conftest import FOLDER, NAMES, on_mesh, oracle_of, step_of, weights_of
+from published import FOLDER, NAMES, on_mesh, oracle_of, step_of, weights_of
 from safetensors.numpy import load_file, save_file
 
 from models import huggingface

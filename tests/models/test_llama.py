@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import small
-from conftest import FOLDER, batch_of, loss_and_logits, on_mesh, oracle_of, weights_of
 from mutation import mutants
 from pages import ROOT, module_of
+from published import FOLDER, batch_of, loss_and_logits, on_mesh, oracle_of, weights_of
 from reference import random_weights
 from test_mutation import refuse_all
 
@@ -73,7 +73,7 @@ def test_losses_and_gradients_are_those_of_train_py(mesh, dtype):
 
 def decoded(source, Weights):
     """Hidden states by the layer as decoding calls it: the residual is whole on each device, keys and values are kept."""
-    family, model = source.family, source.model
+    family, model, layers = source.family, source.model, source.family.layers
 
     def forward(weights: Weights, batch: TokenBatch) -> tuple[act["B/d L M"], act["layers B/d S K/t D"]]:
         inputs, segment, position = layers.inputs_of(batch, 1)
@@ -85,6 +85,7 @@ def decoded(source, Weights):
             def attend(q, k, v):
                 return layers.attention("einsum", q, k, v, segment, mask.of_layer(window), mask.cap), k
 
+            attend.window = mask.of_layer(window)
             return family.layer(model, x, family.gather_layer(w), attend, position, "M")
 
         x, keys = jax.lax.scan(
@@ -95,7 +96,7 @@ def decoded(source, Weights):
     return forward
 
 
-@pytest.mark.parametrize("name", ["llama3", "mistral", "qwen2", "olmo2"])
+@pytest.mark.parametrize("name", ["llama3", "mistral", "qwen2", "olmo2", "gemma2", "gemma3", "gpt2", "opt", "gptj"])
 def test_the_layer_of_decoding_is_the_layer_of_training(name, pool):
     """With the residual whole on each device of t it is accepted by the check, and computes the same to 1e-5."""
     source = huggingface.open_weights(FOLDER / name, pool)
@@ -104,7 +105,7 @@ def test_the_layer_of_decoding_is_the_layer_of_training(name, pool):
         batch = batch_of(oracle_of(name))
 
         def trained(weights: type_, batch: TokenBatch) -> act["B/d L M"]:
-            return layers.hidden(llama, source.model, weights, *layers.inputs_of(batch, 1))
+            return layers.hidden(source.family, source.model, weights, *layers.inputs_of(batch, 1))
 
         expected = jax.jit(typed_shard_map(trained))(weights, batch)
         found, _ = jax.jit(typed_shard_map(decoded(source, type_)))(weights, batch)

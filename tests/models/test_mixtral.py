@@ -6,9 +6,9 @@ import jax
 import numpy as np
 import pytest
 import small
-from conftest import FOLDER, batch_of, check_family, loss_and_logits, on_mesh, oracle_of, weights_of
 from mutation import mutants
 from pages import ROOT
+from published import FOLDER, batch_of, check_family, loss_and_logits, on_mesh, oracle_of, weights_of
 from test_llama import decoded
 from test_mutation import refuse_all
 

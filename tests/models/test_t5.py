@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import FOLDER, Read, check_family, loss_and_logits_of_read, on_mesh, oracle_of, weights_of
 from mutation import mutants
 from pages import ROOT
+from published import FOLDER, Read, check_family, loss_and_logits_of_read, on_mesh, oracle_of, weights_of
 from safetensors.numpy import load_file, save_file
 from test_mutation import refuse_all
 

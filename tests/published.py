@@ -1,31 +1,23 @@
-"""The small published models of golden/, restored onto a mesh and run."""
+"""The small published models of tests/models/golden/, restored onto a mesh and run."""
 
 import contextlib
 import functools
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from pages import module_of
 
-from models import huggingface, layers
+from models import huggingface
 from runtime.run import with_shardings
 from shardlib import shardops
 from shardlib.mesh import make_mesh
 from shardlib.shardtypes import f32, i32, make_shardings, narrowed, pytree_dataclass, typed_shard_map, u32
 from train import TokenBatch, act
 
-FOLDER = Path(__file__).parent / "golden"
+FOLDER = Path(__file__).parent / "models/golden"
 NAMES = sorted(path.name for path in FOLDER.iterdir())
-
-
-@pytest.fixture(scope="session")
-def pool():
-    with ThreadPoolExecutor(2) as pool:
-        yield pool
 
 
 @contextlib.contextmanager
@@ -78,6 +70,7 @@ def step_of(source, Weights, oracle):
 
 def loss_and_logits(source, Weights, bos_id=1):
     """A function of weights and a batch: the mean loss, all logits, and the loss's gradient."""
+    layers = source.family.layers  # of a changed copy its own
 
     def step(weights: Weights, batch: TokenBatch) -> tuple[f32[""], f32["B/d L V/t"], Weights]:
         def hidden(weights):
@@ -93,7 +86,7 @@ def loss_and_logits_of_read(source, Weights, bos_id=1):
 
     def step(weights: Weights, batch: TokenBatch, read: Read) -> tuple[f32[""], f32["B/d L V/t"], Weights]:
         def hidden(weights):
-            inputs, segment, _ = layers.inputs_of(batch, bos_id)
+            inputs, segment, _ = source.family.layers.inputs_of(batch, bos_id)
             return source.family.hidden(source.model, weights, read.tokens, read.segment, inputs, segment)
 
         return differentiated(source, hidden, weights, batch)
@@ -103,7 +96,7 @@ def loss_and_logits_of_read(source, Weights, bos_id=1):
 
 def differentiated(source, hidden, weights, batch):
     """The mean loss of hidden states, all logits, and the loss's gradient."""
-    cap = source.family.mask(source.model).logits_cap
+    layers, cap = source.family.layers, source.family.mask(source.model).logits_cap
     count = batch.targets.size * shardops.axis_size("d")
 
     def loss(weights, batch):

@@ -1,0 +1,325 @@
+"""models/gemma.py, gpt2.py and gptj.py beside what the golden files hold: their first weights, adapters, what is refused,
+config.json both ways, and the check of all that they send."""
+
+import dataclasses
+import functools
+import importlib
+import json
+import types
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from mutation import mutants
+from pages import ROOT, module_of
+from published import FOLDER, NAMES, batch_of, loss_and_logits, on_mesh, oracle_of, weights_of
+from safetensors.numpy import load_file, save_file
+from test_llama import decoded
+from test_mutation import refuse_all
+
+from models import gemma, gpt2, gptj, huggingface, layers
+from runtime.check import check_sizes
+from runtime.checkpoints.checkpoint import named_leaves
+from runtime.terminal import RunError
+from shardlib import shardops
+from shardlib.shardtypes import (
+    Adapted,
+    Array,
+    f32,
+    narrowed,
+    pytree_dataclass,
+    typed_shard_map,
+    u32,
+)
+from train import TokenBatch, act
+
+SIZES = {"d_model": 64, "n_kv": 8, "d_head": 8, "layers": 2, "vocab": 128, "d_ff": 96, "attention": "einsum"}
+GEMMA = {"n_q_per_kv": 2, "logits_scale": 0.3}
+GEMMA2 = {**GEMMA, "norm_after": True, "window": 5, "global_every": 2, "attention_cap": 2.0, "logits_cap": 3.0}
+GEMMA3 = {**GEMMA, "norm_after": True, "qk_norm": "head", "window": 5, "global_every": 2, "rope_local_timescale": 10.0}
+VARIANTS = {
+    "gemma": [GEMMA, GEMMA2, GEMMA3],
+    "gpt2": [{"positions": 64}, {"positions": 66, "first_position": 2, "activation": "relu"}],
+    "gptj": [{"d_rotary": 4}],
+}
+EACH = [(name, variant) for name, variants in VARIANTS.items() for variant in variants]
+
+
+def source_of(family, variant):
+    return types.SimpleNamespace(family=family, model=family.Model(**SIZES, **variant))
+
+
+def shapes_of(source):
+    return jax.eval_shape(functools.partial(source.family.init, source.model), np.uint32(0))
+
+
+@pytest.mark.parametrize("name, variant", EACH)
+def test_the_loss_of_the_first_weights_is_that_of_guessing(name, variant):
+    """Within a nat of ln(vocabulary), and the gradient of each of the weights is there."""
+    source = source_of(importlib.import_module(f"models.{name}"), variant)
+    targets = np.random.default_rng(0).integers(0, 128, (8, 24)).astype(np.uint32)
+    with on_mesh(1, 1):
+        step = jax.jit(typed_shard_map(loss_and_logits(source, narrowed(source.family.Weights, shapes_of(source)))))
+        loss, _, gradient = step(source.family.init(source.model, np.uint32(0)), batch_of({"targets": targets}))
+    assert abs(loss - np.log(128)) < 1
+    assert all(np.abs(leaf).max() > 1e-5 for leaf in jax.tree.leaves(gradient))
+
+
+@pytree_dataclass
+class LowRank:
+    w_up_a: f32['M N']
+    w_up_b: f32['N F/t']
+    w_down_a: f32['F/t N']
+    w_down_b: f32['N M']
+
+
+def with_adapters(w, low):
+    return dataclasses.replace(
+        w,
+        w_up=Adapted(w.w_up, low.w_up_a, low.w_up_b, 0.5),
+        w_down=Adapted(w.w_down, low.w_down_a, low.w_down_b, 0.5),
+    )
+
+
+def merged(w, low):
+    up = shardops.einsum_unreduced('M N, N F/t -> M F/t', low.w_up_a, low.w_up_b)
+    down = shardops.einsum_unreduced('F/t N, N M -> M F/t', low.w_down_a, low.w_down_b)
+    return dataclasses.replace(w, w_up=w.w_up + 0.5 * up, w_down=w.w_down + 0.5 * down)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt2", "gptj"])
+def test_adapters_compute_what_merged_weights_do(name, pool):
+    """The layer takes matrices with adapters as it is; hidden states are those of base + scale · a · b, to 1e-5."""
+    source, rng = huggingface.open_weights(FOLDER / name, pool), np.random.default_rng(0)
+    M, F = source.model.d_model, source.model.d_ff
+    shapes = LowRank((2, M, 4), (2, 4, F), (2, F, 4), (2, 4, M))
+    low = LowRank(*(rng.normal(size=shape).astype(np.float32) / 4 for shape in vars(shapes).values()))
+    with on_mesh(4, 2):
+        weights, type_ = weights_of(source, pool)
+
+        def hidden(adapt, weights: type_, low: Array['layers', LowRank], batch: TokenBatch) -> act["B/d L M"]:
+            return layers.hidden(source.family, source.model, weights, *layers.inputs_of(batch, 1), adapt, low)
+
+        found, expected, unchanged = [
+            np.asarray(
+                jax.jit(typed_shard_map(functools.partial(hidden, adapt)))(weights, low, batch_of(oracle_of(name)))
+            )
+            for adapt in (with_adapters, merged, lambda w, low: w)
+        ]
+    np.testing.assert_allclose(found, expected, atol=1e-5, rtol=0)
+    assert np.abs(found - unchanged).max() > 0.1
+
+
+def embedded(family, model, tokens):
+    """The bfloat16 rows that a family's layers begin with, of the embedding of ones."""
+    with on_mesh(1, 1, "bfloat16"):
+        weights = jax.tree.map(jnp.ones_like, family.init(model, np.uint32(0)))
+
+        def embed(weights: narrowed(family.Weights, weights), tokens: u32['B/d L']) -> act['B/d L M/t']:
+            position = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
+            return family.embed(model, family.gather_ends(weights), tokens, position, 'M/t')
+
+        return np.asarray(jax.jit(typed_shard_map(embed))(weights, tokens))
+
+
+def test_gemma_rounds_the_factor_of_its_embedding():
+    """In bfloat16 √3072 = 55.4 is 55.5, which published weights were trained with."""
+    model = gemma.Model(**{**SIZES, "d_model": 3072}, **GEMMA)
+    assert (embedded(gemma, model, np.zeros((1, 3), np.uint32)) == ml_dtypes.bfloat16(55.5)).all()
+
+
+def test_rows_longer_than_the_learned_positions_are_refused():
+    """GPT-2 and OPT have no row in their table for later positions."""
+    model = gpt2.Model(**SIZES, positions=34, first_position=2)
+    assert embedded(gpt2, model, np.zeros((1, 32), np.uint32)).shape == (1, 32, 64)
+    with pytest.raises(RunError, match=r"rows of 33 tokens: this model has learned 32 positions \(model\.positions"):
+        embedded(gpt2, model, np.zeros((1, 33), np.uint32))
+
+
+def test_the_vocabulary_of_gpt2_fits_few_meshes():
+    """50257 = 29 · 1733 tokens cannot be split over t=2: the refusal says for what they can be, and what would fit."""
+    model = gpt2.Model(**{**SIZES, "vocab": 50257}, positions=64)
+    config = types.SimpleNamespace(
+        mesh=types.SimpleNamespace(d=4, t=2), model=dataclasses.asdict(model), training={},
+        origins=types.SimpleNamespace(of=lambda key: "config"),
+    )  # fmt: skip
+    shapes = shapes_of(types.SimpleNamespace(family=gpt2, model=model))
+    with pytest.raises(RunError) as refused:
+        check_sizes(config, gpt2.Weights, shapes)
+    assert str(refused.value).startswith(
+        "config: model.vocab = 50257: dim V has size 50257, which axis t=2 cannot divide: set it to 50256 or 50258, or "
+        "mesh.t to 1 or 29"
+    )
+
+
+# -- config.json and published names -----------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", NAMES)
+def test_a_config_json_is_made_of_each_model(name, pool):
+    """`model_of(config_of(model))` is the model: an export that no config.json came with has one."""
+    source = huggingface.open_weights(FOLDER / name, pool)
+    fields = huggingface.Fields(json.loads(json.dumps(source.family.config_of(source.model))), "config.json")
+    made = source.family.model_of(fields)
+    fields.finish()
+    assert huggingface.same(made, source.model) and huggingface.same(source.model, made)
+
+
+OF_HUB = {  # shortened by fields that say nothing, such as eos_token_id
+    "google/gemma-2b": (
+        gemma,
+        {
+            "model_type": "gemma", "hidden_act": "gelu", "hidden_activation": None, "head_dim": 256, "hidden_size": 2048,
+            "intermediate_size": 16384, "max_position_embeddings": 8192, "num_attention_heads": 8, "num_hidden_layers": 18,
+            "num_key_value_heads": 1, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 10000.0,
+            "vocab_size": 256000,
+        },
+        {"n_q_per_kv": 8, "d_head": 256, "logits_scale": 1 / 16, "window": None, "norm_after": False},
+    ),
+    "google/gemma-2-27b": (
+        gemma,
+        {
+            "model_type": "gemma2", "attn_logit_softcapping": 50.0, "cache_implementation": "hybrid",
+            "final_logit_softcapping": 30.0, "head_dim": 128, "hidden_act": "gelu_pytorch_tanh",
+            "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 4608, "intermediate_size": 36864,
+            "num_attention_heads": 32, "num_hidden_layers": 46, "num_key_value_heads": 16, "query_pre_attn_scalar": 144,
+            "rms_norm_eps": 1e-06, "rope_theta": 10000.0, "sliding_window": 4096, "use_cache": True, "vocab_size": 256000,
+        },
+        {"logits_scale": 1 / 12, "attention_cap": 50.0, "logits_cap": 30.0, "window": 4096, "global_every": 2},
+    ),
+    "google/gemma-3-1b-it": (
+        gemma,
+        {
+            "model_type": "gemma3_text", "attn_logit_softcapping": None, "cache_implementation": "hybrid",
+            "final_logit_softcapping": None, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1152,
+            "intermediate_size": 6912, "num_attention_heads": 4, "num_hidden_layers": 26, "num_key_value_heads": 1,
+            "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_local_base_freq": 10000, "rope_scaling": None,
+            "rope_theta": 1000000, "sliding_window": 512, "sliding_window_pattern": 6, "vocab_size": 262144,
+        },
+        {"rope_max_timescale": 1000000, "rope_local_timescale": 10000, "window": 512, "global_every": 6},
+    ),
+    "openai-community/gpt2": (
+        gpt2,
+        {
+            "model_type": "gpt2", "activation_function": "gelu_new", "attn_pdrop": 0.1, "embd_pdrop": 0.1,
+            "layer_norm_epsilon": 1e-05, "n_ctx": 1024, "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024,
+            "resid_pdrop": 0.1, "summary_first_dropout": 0.1, "summary_proj_to_labels": True, "summary_type": "cls_index",
+            "summary_use_proj": True, "task_specific_params": {"text-generation": {"max_length": 50}}, "vocab_size": 50257,
+        },
+        {"d_head": 64, "d_ff": 3072, "positions": 1024, "first_position": 0, "activation": "gelu_tanh"},
+    ),
+    "facebook/opt-125m": (
+        gpt2,
+        {
+            "model_type": "opt", "activation_dropout": 0.0, "activation_function": "relu", "attention_dropout": 0.0,
+            "do_layer_norm_before": True, "_remove_final_layer_norm": False, "dropout": 0.1, "ffn_dim": 3072,
+            "hidden_size": 768, "init_std": 0.02, "layerdrop": 0.0, "max_position_embeddings": 2048,
+            "num_attention_heads": 12, "num_hidden_layers": 12, "prefix": "</s>", "vocab_size": 50272,
+            "word_embed_proj_dim": 768,
+        },
+        {"d_ff": 3072, "positions": 2050, "first_position": 2, "activation": "relu"},
+    ),
+    "EleutherAI/gpt-j-6b": (
+        gptj,
+        {
+            "model_type": "gptj", "activation_function": "gelu_new", "gradient_checkpointing": False, "n_embd": 4096,
+            "n_head": 16, "n_inner": None, "n_layer": 28, "n_positions": 2048, "rotary": True, "rotary_dim": 64,
+            "scale_attn_weights": True, "summary_type": "cls_index", "summary_use_proj": True,
+            "task_specific_params": {"text-generation": {"max_length": 50}}, "tie_word_embeddings": False,
+            "tokenizer_class": "GPT2Tokenizer", "vocab_size": 50400,
+        },
+        {"d_head": 256, "d_ff": 16384, "d_rotary": 64},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OF_HUB)
+def test_config_json_as_it_is_on_the_hub(name):
+    """Written by older transformers, with its names and without what was a default."""
+    family, content, expected = OF_HUB[name]
+    fields = huggingface.Fields(content, name)
+    model = family.model_of(fields)
+    fields.finish()
+    assert {key: getattr(model, key) for key in expected} == expected
+
+
+REFUSED = [
+    ("gemma", {"hidden_act": "silu"}, "hidden_act = 'silu' is not what models/ computes"),
+    ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation = 'gelu' is not .*expected 'gelu_pytorch_tanh'"),
+    ("gemma2", {"attention_bias": True}, "attention_bias = True is not .*expected False"),
+    (
+        "gemma3",
+        {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+        "every 1th layer would have",
+    ),
+    ("gemma3", {"attn_logit_softcapping": 50.0}, "this family does not compute attn_logit_softcapping = 50.0"),
+    ("gemma3", {"use_bidirectional_attention": True}, "does not compute use_bidirectional_attention = true"),
+    (
+        "gemma3",
+        {"rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 2.0}, "sliding_attention": {}}},
+        "rope_parameters = .*the kinds are linear",
+    ),
+    ("gpt2", {"activation_function": "swish"}, "activation_function = 'swish' .*expected one of gelu_new, "),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "does not compute scale_attn_by_inverse_layer_idx = true"),
+    ("gpt2", {"tie_word_embeddings": False}, "tie_word_embeddings = False is not .*expected True"),
+    ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before = False is not .*expected True"),
+    ("opt", {"word_embed_proj_dim": 8}, "word_embed_proj_dim = 8 is not .*expected 16, as hidden_size"),
+    ("opt", {"enable_bias": False}, "enable_bias = False is not .*expected True"),
+    ("gptj", {"rotary_dim": 3}, "rotary_dim = 3 is not .*expected an even number of dims"),
+]
+
+
+@pytest.mark.parametrize("name, change, message", REFUSED)
+def test_what_a_family_does_not_compute_is_refused(name, change, message, pool, tmp_path):
+    """By the name of the field in config.json, before a weight is read."""
+    content = json.loads((FOLDER / name / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**content, **change}))
+    (tmp_path / "model.safetensors").symlink_to(FOLDER / name / "model.safetensors")
+    with pytest.raises(RunError, match=message):
+        huggingface.open_weights(tmp_path, pool)
+
+
+@pytest.mark.parametrize("name, prefix", [("gpt2", "transformer."), ("opt", "model.")])
+def test_a_file_without_the_head_is_read(name, prefix, pool, tmp_path):
+    """GPT-2's and OPT's names lack their first part on the hub, and the file has buffers: the weights are the same."""
+    tensors = load_file(FOLDER / name / "model.safetensors")
+    bare = {key.removeprefix(prefix): value for key, value in tensors.items()}
+    assert not bare.keys() & tensors.keys()
+    buffer = {"h.0.attn.bias": np.ones((1, 1, 64, 64), np.float32)} if name == "gpt2" else {}
+    save_file(bare | buffer, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((FOLDER / name / "config.json").read_text())
+    with on_mesh(2, 2):
+        found, expected = [weights_of(huggingface.open_weights(at, pool), pool)[0] for at in (tmp_path, FOLDER / name)]
+    for (names, one), (_, other) in zip(named_leaves(found), named_leaves(expected), strict=True):
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes(), names
+
+
+# -- The check ---------------------------------------------------------------------------------------------------------
+def check_family(path, source, name):
+    """Checks each variant's loss with its gradient, and its layer of decoding, of a changed file; returns the claims."""
+    act.dtype = jnp.bfloat16
+    family, proved = module_of(path, source), 0
+    for variant in VARIANTS[name]:
+        given = source_of(family, variant)
+        shapes = shapes_of(given)
+        batch = TokenBatch(*(jax.ShapeDtypeStruct((16, 32), dtype) for dtype in (np.uint32, bool, bool)))
+        mesh = jax.sharding.AbstractMesh((4, 2), ("d", "t"))
+        for step in (loss_and_logits, decoded):
+            proved += typed_shard_map(step(given, narrowed(family.Weights, shapes))).check(mesh, shapes, batch)
+    return proved
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_family_is_accepted(name, tmp_path):
+    """As it is, in training and in decoding: the mutants are refused for their mutation."""
+    assert check_family(tmp_path / f"{name}.py", (ROOT / f"models/{name}.py").read_text(), name) > 100
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_mutant_of_the_family_is_refused(name, tmp_path, record_property):
+    """Each collective removed, doubled, with its axes exchanged or one too few, and each '+axis' dropped."""
+    check = functools.partial(check_family, name=name)
+    count = refuse_all(mutants((ROOT / f"models/{name}.py").read_text()), check, tmp_path, f"{name}.py")
+    record_property("summary", f"{count} mutants of models/{name}.py: none accepted")
+    assert count > 30

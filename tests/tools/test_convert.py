@@ -1,0 +1,297 @@
+"""Published weights to a checkpoint and back, whatever files they come in, and what is refused."""
+
+import json
+import shutil
+import sys
+import types
+
+import jax
+import numpy as np
+import pytest
+import small
+from einops import rearrange
+from pages import ROOT
+from reference import random_weights
+from safetensors.numpy import load_file, save_file
+
+from models import foreign, huggingface
+from runtime.checkpoints.checkpoint import read_leaf
+from runtime.checkpoints.directory import Checkpoints
+from runtime.config import command_line
+from runtime.config.rebuild import as_tree
+from runtime.data.sources import kept_tokenizer
+from runtime.data.tokenizers import load_tokenizer
+from shardlib.mesh import make_mesh
+from tools import convert
+
+GOLDEN = ROOT / "tests/models/golden"
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Calls the tool with arguments: its exit status, and what it prints."""
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["convert", *map(str, arguments)])
+        status = 0
+        try:
+            command_line.run(convert.main, convert.Convert)
+        except SystemExit as end:
+            status = int(end.code or 0)
+        printed = capsys.readouterr()
+        return status, printed.out + printed.err
+
+    return call
+
+
+def changed(tmp_path, name="llama", tensors=None, **config):
+    """A copy of a golden folder with other tensors and fields; None removes one."""
+    folder = tmp_path / "changed"
+    shutil.copytree(GOLDEN / name, folder)
+    fields = json.loads((folder / "config.json").read_text()) | config
+    (folder / "config.json").write_text(json.dumps({key: each for key, each in fields.items() if each is not None}))
+    if tensors:
+        all_tensors = load_file(folder / "model.safetensors") | tensors
+        save_file({key: each for key, each in all_tensors.items() if each is not None}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("name", ["qwen2", "olmo2"])
+def test_in_and_out_again(name, run, tmp_path):
+    """A published folder becomes a checkpoint with the model's keys; what comes out has its tensors bit for bit, and its
+    config.json."""
+    assert run(GOLDEN / name, tmp_path / "in")[0] == 0
+    assert (tmp_path / "in/config.yaml").read_text().startswith("family: llama\nmodel:\n  d_model: 16\n")
+    assert run(f"from={tmp_path / 'in'}", f"to={tmp_path / 'out'}")[0] == 0
+    before, after = (load_file(folder / "model.safetensors") for folder in (GOLDEN / name, tmp_path / "out"))
+    assert before.keys() == after.keys() and all(before[key].tobytes() == after[key].tobytes() for key in before)
+    configs = [json.loads((folder / "config.json").read_text()) for folder in (GOLDEN / name, tmp_path / "out")]
+    assert configs[0] == configs[1]
+    assert run(tmp_path / "in", tmp_path / "half", "dtype=bfloat16")[0] == 0
+    half = load_file(tmp_path / "half/model.safetensors")
+    assert all(
+        half[key].dtype.name == "bfloat16" and (half[key] == before[key].astype("bfloat16")).all() for key in before
+    )
+
+
+def test_large_exports_are_several_files(run, tmp_path, monkeypatch):
+    """With an index that names each tensor's, which is read again."""
+    monkeypatch.setattr(huggingface, "SHARD_BYTES", 9000)
+    run(GOLDEN / "llama", tmp_path / "in")
+    run(tmp_path / "in", tmp_path / "out")
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    files = sorted(set(index["weight_map"].values()))
+    assert len(files) > 2 and files == sorted(file.name for file in tmp_path.glob("out/*.safetensors"))
+    before = load_file(GOLDEN / "llama/model.safetensors")
+    assert index["metadata"]["total_size"] == sum(each.nbytes for each in before.values())
+    for key, file in index["weight_map"].items():
+        assert load_file(tmp_path / "out" / file)[key].tobytes() == before[key].tobytes()
+    assert run(tmp_path / "out", tmp_path / "again")[0] == 0
+
+
+def test_a_run_of_train_py_is_published(run, pool, tmp_path):
+    """As a Llama whose logits have the factor 1/sqrt(D), which train.py has in w_q; read again it is the run's weights, to
+    a rounding of w_q."""
+    with jax.set_mesh(make_mesh({"d": 1, "t": 1}, devices=jax.devices()[:1])):
+        state = small.state_of(random_weights(small.MODEL, 0))
+        checkpoints = Checkpoints(tmp_path / "run/checkpoints", asynchronous=False)
+        checkpoints.save(7, state, {"config": {"model": as_tree(small.MODEL)}, "program": {"module": "train"}})
+        checkpoints.close()
+    shutil.copy(GOLDEN.parent / "tokenizer_record.json", tmp_path / "run")
+    assert run(tmp_path / "run", tmp_path / "out")[0] == 0
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert (
+        config["model_type"] == "llama" and config["head_dim"] == 8 and config["architectures"] == ["LlamaForCausalLM"]
+    )
+    source = huggingface.open_weights(tmp_path / "out", pool)
+    for name, leaf in vars(state.weights.transformer).items():
+        found = read_leaf(source.checkpoint, f"weights/transformer/{name}", pool)
+        factor = np.float32(8**-0.5 if name == "w_q" else 1)
+        np.testing.assert_allclose(found * factor, leaf, rtol=0 if factor == 1 else 2e-7)
+    text = "Hello 2024!"
+    ids = [
+        load_tokenizer(str(tmp_path / "out")).encode_batch([text]),
+        kept_tokenizer(tmp_path / "run").encode_batch([text]),
+    ]
+    assert ids[0][0].tolist() == ids[1][0].tolist()
+
+
+NEW = np.zeros((3, 4), np.float32)
+REFUSED = {
+    "a tensor of no weight": (
+        {"tensors": {"model.layers.0.surprise": NEW}},
+        "model.layers.0.surprise: belongs to none",
+    ),
+    "a missing tensor": ({"tensors": {"model.norm.weight": None}}, "model.norm.weight: missing, expected [16]"),
+    "another shape": ({"intermediate_size": 32}, "mlp.down_proj.weight: is [16, 24], config.json says [16, 32]"),
+    "another element type": ({"tensors": {"model.norm.weight": np.zeros(16)}}, "model.norm.weight in"),
+    "a field with a meaning": ({"surprise": 3}, "this family does not compute surprise = 3. Delete what has no effect"),
+    "another activation": ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not what models/ computes for this family"),
+    "another family": ({"model_type": "mamba"}, "model_type = 'mamba' is none of the families: "),
+    "a missing field": ({"hidden_size": None}, "has no field hidden_size, which this family needs"),
+    "another scaling": (
+        {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1.0, "factor": 2.0}},
+        "the kinds are linear, llama3, yarn",
+    ),
+    "a part of a scaling": (
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1.0, "factor": 2.0, "mscale": 1.0}},
+        "mscale is not known",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_does_not_fit_is_refused(what, run, tmp_path):
+    """By name, before anything is written."""
+    change, text = REFUSED[what]
+    status, printed = run(changed(tmp_path, **change), tmp_path / "out")
+    assert status == 1 and text in printed
+    assert not (tmp_path / "out").exists()
+
+
+def test_files_that_cannot_be_read_are_named(run, tmp_path):
+    """A file that is cut short, one that is none, a name that the hub does not know here, and a full folder."""
+    folder = changed(tmp_path)
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    status, printed = run(folder, tmp_path / "out")
+    assert status == 1 and f"{file} is cut short" in " ".join(printed.split())
+    file.write_bytes(b"none")
+    status, printed = run(folder, tmp_path / "new")
+    assert status == 1 and f"{file} cannot be read" in " ".join(printed.split())
+    status, printed = run("nobody/nothing", tmp_path / "new")
+    assert status == 1 and "there is no folder nobody/nothing, and it cannot be downloaded" in printed
+    status, printed = run(GOLDEN / "llama", folder)
+    assert status == 1 and "is not empty: give a new folder" in printed
+
+
+def test_old_fields_are_read(run, pool, tmp_path):
+    """rope_theta and rope_scaling as they stood before transformers 5; buffers of old files are passed over."""
+    old = {"rope_parameters": None, "rope_theta": 50.0, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    buffer = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(4, np.float32)}
+    model = huggingface.open_weights(changed(tmp_path, tensors=buffer, **old), pool).model
+    assert (model.rope_max_timescale, model.rope_scaling.kind, model.rope_scaling.factor) == (50.0, "linear", 2.0)
+
+
+# -- Files of others ---------------------------------------------------------------------------------------------------
+def neighbours(values, heads):
+    """A projection's rows as llama.cpp and Meta have them, where rotary turns neighbours."""
+    return rearrange(values, "(H two D) M -> (H D two) M", H=heads, two=2)
+
+
+def same_weights(one, other, pool, but=()):
+    for name in one.checkpoint.arrays:
+        if name not in but:
+            first, second = (read_leaf(source.checkpoint, name, pool) for source in (one, other))
+            assert first.tobytes() == second.tobytes(), name
+
+
+class FakeTensor:
+    """As much of a torch.Tensor as is used; a stand-in, since the tests go without torch."""
+
+    def __init__(self, values):
+        self.values, self.shape = values, values.shape
+
+    def float(self):
+        return self
+
+    def numpy(self):
+        return self.values
+
+
+@pytest.mark.parametrize("embedding_axis", [1, 0], ids=["llama2", "llama3"])
+def test_meta_files_are_read(embedding_axis, pool, tmp_path, monkeypatch):
+    """Two parts of a model, each with half of every matrix, are the published folder bit for bit."""
+    published = huggingface.open_weights(GOLDEN / "llama", pool)
+    names = {theirs: ours for ours, theirs in foreign.META.items()}
+    parts = {"consolidated.00.pth": {}, "consolidated.01.pth": {}}
+    for name, tensor in published.checkpoint.tensors.items():
+        values, inner = tensor.read(slice(None)), name.removesuffix(".weight")
+        layer = inner.startswith("model.layers.") and inner.split(".")[2]
+        inner = names[inner.split(".", 3)[3] if layer else inner]
+        if inner in ("attention.wq", "attention.wk"):
+            values = neighbours(values, 4 if inner == "attention.wq" else 2)
+        axis = 1 if inner in foreign.COLUMNS else embedding_axis if inner == "tok_embeddings" else 0
+        halves = [values, values] if values.ndim == 1 else np.split(values, 2, axis)
+        for part, half in zip(parts.values(), halves):
+            part[f"layers.{layer}.{inner}.weight" if layer else f"{inner}.weight"] = FakeTensor(half)
+    for file in parts:
+        (tmp_path / file).touch()
+    params = {"dim": 16, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "norm_eps": 1e-6, "multiple_of": 8}
+    (tmp_path / "params.json").write_text(json.dumps(params))
+    with pytest.raises(huggingface.RunError, match="reading them needs the package torch"):
+        huggingface.open_weights(tmp_path, pool)
+    load = types.SimpleNamespace(load=lambda file, **_: parts[file.name])
+    monkeypatch.setitem(sys.modules, "torch", load)
+    source = huggingface.open_weights(tmp_path, pool)
+    assert source.model == published.model
+    same_weights(published, source, pool)
+    (tmp_path / "params.json").write_text(json.dumps({**params, "moe": True}))
+    with pytest.raises(huggingface.RunError, match="does not compute moe"):
+        huggingface.open_weights(tmp_path, pool)
+
+
+def test_gguf_needs_its_package(run, tmp_path, monkeypatch):
+    """Its absence is one line with the command that installs it."""
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    (tmp_path / "some.gguf").touch()
+    status, printed = run(tmp_path / "some.gguf", tmp_path / "out")
+    assert status == 1 and "needs the package gguf, which is not installed: pip install gguf" in " ".join(
+        printed.split()
+    )
+
+
+def test_gguf_files_are_read(run, pool, tmp_path):
+    """Plain and quantized tensors are what the published folder has, and texts have the ids of its tokenizer."""
+    gguf = pytest.importorskip("gguf")
+    published = huggingface.open_weights(GOLDEN / "llama", pool)
+    tokenizer = json.loads(json.loads((GOLDEN.parent / "tokenizer_record.json").read_text())["json"])
+    writer = gguf.GGUFWriter(tmp_path / "small.gguf", "llama")
+    for name, value in {
+        "block_count": 2,
+        "embedding_length": 16,
+        "feed_forward_length": 24,
+        "context_length": 64,
+    }.items():
+        writer.add_uint32(f"llama.{name}", value)
+    for name, value in {"head_count": 4, "head_count_kv": 2, "key_length": 8}.items():
+        writer.add_uint32(f"llama.attention.{name}", value)
+    writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-6)
+    writer.add_float32("llama.rope.freq_base", 10000.0)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    vocab = tokenizer["model"]["vocab"]
+    writer.add_token_list(sorted(vocab, key=vocab.get))
+    special = {each["content"] for each in tokenizer["added_tokens"]}
+    writer.add_token_types([3 if token in special else 1 for token in sorted(vocab, key=vocab.get)])
+    writer.add_token_merges([" ".join(pair) for pair in tokenizer["model"]["merges"]])
+    writer.add_bos_token_id(0)
+    names = {theirs: ours for ours, theirs in foreign.GGUF.items()}
+    for name, tensor in published.checkpoint.tensors.items():
+        values, inner = tensor.read(slice(None)), name.removesuffix(".weight")
+        if inner.startswith("model.layers."):
+            _, _, layer, inner = inner.split(".", 3)
+            if names[inner] in ("attn_q", "attn_k"):
+                values = neighbours(values, 4 if names[inner] == "attn_q" else 2)
+            theirs = f"blk.{layer}.{names[inner]}.weight"
+        else:
+            theirs = names[name]
+        if "attn_output" in theirs:
+            kind = gguf.GGMLQuantizationType.Q8_0
+            writer.add_tensor(theirs, gguf.quants.quantize(values, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(theirs, np.ascontiguousarray(values))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    source = huggingface.open_weights(tmp_path / "small.gguf", pool)
+    assert source.model == published.model
+    same_weights(published, source, pool, but=["weights/transformer/w_o"])
+    w_o = [read_leaf(each.checkpoint, "weights/transformer/w_o", pool) for each in (published, source)]
+    np.testing.assert_allclose(*w_o, atol=np.abs(w_o[0]).max() / 127)
+    assert run(tmp_path / "small.gguf", tmp_path / "in")[0] == 0
+    text = "In 2024, 17 dogs' names<|end|>\nagain"
+    ids = [load_tokenizer(str(tmp_path / "in")), kept_tokenizer(tmp_path / "in")]
+    expected = kept_tokenizer(GOLDEN.parent).encode_batch([text])[0].tolist()
+    assert [each.encode_batch([text])[0].tolist() for each in ids] == [expected, expected]

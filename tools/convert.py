@@ -1,0 +1,108 @@
+"""Published weights to a checkpoint, or a checkpoint to published weights, by what it finds.
+
+    python -m tools.convert from=meta-llama/Llama-3.2-1B to=weights/llama      # a folder that a run can start from
+    python -m tools.convert from=smollm2.Q8_0.gguf to=weights/smollm2
+    python -m tools.convert from=runs/my_run to=published dtype=bfloat16       # a folder that transformers loads
+
+What comes in may be a folder of safetensors, a name on the Hugging Face hub, a GGUF file or Meta's *.pth. It becomes
+checkpoints/0000000000 in float32, config.yaml with the model's keys, and the tokenizer. What goes out may be a run,
+whose newest checkpoint is taken, or a checkpoint. docs/models.md lists the families.
+"""
+
+import json
+import math
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import yaml
+
+from models.foreign import gguf_tokenizer
+from models.huggingface import Published, Source, export, open_weights
+from runtime.checkpoints.store import open_store
+from runtime.checkpoints.writing import write_copy
+from runtime.config import command_line
+from runtime.config.rebuild import as_tree
+from runtime.data.sources import RECORD, keep_tokenizer, kept_tokenizer
+from runtime.data.tokenizers import load_tokenizer
+from runtime.terminal import RunError, print_error
+
+TOKENIZER_FILES = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "spiece.model",
+    "chat_template*", "generation_config.json",
+)  # fmt: skip
+THREADS = 4  # that read and write parts of one tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Convert:
+    WORDS: ClassVar = ("from", "to")
+
+    from_: str  # what is converted: a folder, a file, or a name on the Hugging Face hub
+    to: str  # a new folder
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None  # of what is published; null: as it was, or float32
+
+
+def main(config: Convert) -> None:
+    to = Path(config.to).expanduser()
+    if to.exists() and any(to.iterdir()):
+        raise RunError(f"to={config.to} is not empty: give a new folder")
+    with ThreadPoolExecutor(THREADS) as pool:
+        source = open_weights(config.from_, pool)
+        if isinstance(source.checkpoint, Published):
+            if config.dtype is not None:
+                raise RunError("dtype is that of published weights: a checkpoint is in float32. Leave it out")
+            bring_in(source, to, pool)
+        else:
+            known = source.config or {}
+            export(source, to, config.dtype or known.get("dtype") or known.get("torch_dtype") or "float32", pool)
+            copy_tokenizer(source.folder, to)
+    print(
+        f"{source.checkpoint.path} -> {to}: {source.family.__name__.rpartition('.')[2]}, {count(source):,} parameters"
+    )
+
+
+def bring_in(source: Source, to: Path, pool: ThreadPoolExecutor) -> None:
+    """Writes a folder that initial_weights, tools and this program take."""
+    described = {"family": source.family.__name__.rpartition(".")[2], "model": as_tree(source.model)}
+    attributes = {"skipped_steps": 0, "config": described, "published": source.config}
+    write_copy(source.checkpoint, open_store(to / "checkpoints", 600), "0000000000", attributes, pool)
+    (to / "config.yaml").write_text(yaml.safe_dump(described, sort_keys=False), encoding="utf-8")
+    copy_tokenizer(source.folder, to)
+    if (to / "tokenizer.json").exists():
+        keep_tokenizer(to, load_tokenizer(str(to)))
+
+
+def copy_tokenizer(folder: Path, to: Path) -> None:
+    """The tokenizer's own files where they are; else those that a GGUF file or a run's record of it make."""
+    to.mkdir(parents=True, exist_ok=True)
+    if folder.suffix == ".gguf":
+        found = gguf_tokenizer(folder)
+        if found is None:
+            return print_error(f"the tokenizer in {folder} is of a kind that is not converted", "note")
+        return write_tokenizer(to, *found)
+    for file in [file for pattern in TOKENIZER_FILES for file in folder.glob(pattern) if file.name != RECORD]:
+        shutil.copy(file, to / file.name)
+    tokenizer = kept_tokenizer(folder)
+    if tokenizer is not None and tokenizer.json and not (to / "tokenizer.json").exists():
+        about = {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.special_tokens}
+        about |= {"chat_template": tokenizer.chat_template} if tokenizer.chat_template else {}
+        write_tokenizer(to, tokenizer.json, about)
+
+
+def write_tokenizer(to: Path, text: str, about: dict) -> None:
+    (to / "tokenizer.json").write_text(text, encoding="utf-8")
+    (to / "tokenizer_config.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+
+
+def count(source: Source) -> int:
+    """Of the weights."""
+    return sum(
+        math.prod(each.shape) for name, each in source.checkpoint.arrays.items() if "weights" in name.partition("/")[0]
+    )
+
+
+if __name__ == "__main__":
+    command_line.run(main, Convert)
