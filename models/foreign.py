@@ -52,7 +52,7 @@ GGUF_NO_EFFECT = {"rope.dimension_count", "attention.value_length", "rope.scalin
 
 def open_gguf(file: Path) -> Source:
     """A GGUF file of the architectures llama (which Mistral is too), qwen2 and qwen3, whatever its quantization."""
-    with needs_package(f"{file.name} is in GGUF, and reading it", "gguf", "pip install gguf"):
+    with needs_package(f"{file.name} is in GGUF, and reading it", "gguf"):
         import gguf
     try:
         reader = gguf.GGUFReader(file)

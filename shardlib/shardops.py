@@ -41,7 +41,19 @@ from shardlib.arrays import (
     shown_axes,
 )
 from shardlib.mesh import row_major
-from shardlib.spec import Dim, Recipe, ShardingError, Spec, TooFew, as_text, parse, parse_operation, parts, users_line
+from shardlib.spec import (
+    Dim,
+    Recipe,
+    ShardingError,
+    Spec,
+    TooFew,
+    as_text,
+    low_rank,
+    parse,
+    parse_operation,
+    parts,
+    users_line,
+)
 from shardlib.states import Made, State, dual, require, require_dual
 
 SAVED = "save_for_backward"  # the name under which jax_extra.save_for_backward keeps a value
@@ -607,19 +619,6 @@ def product(spec: str | bytes, x, w, **jnp_kwargs):
     thin = checkpoint_name(einsum_unreduced(f"{of_x}, {a} -> {low}", x, w.a), SAVED)  # spares the product with a
     change = einsum_unreduced(f"{low}, {b} -> {result}", thin, w.b, **jnp_kwargs)
     return einsum_unreduced(spec, x, w.base, **jnp_kwargs) + w.scale * change
-
-
-def low_rank(w: Spec, contracted, of_x=()) -> tuple[Spec, Spec]:
-    """The types of an adapter's a and b for a matrix of this type, rank N.
-
-    Args:
-      contracted: names of the dims that a product takes the sum over.
-      of_x: names of the other operand's dims: what w shares with it, uncontracted, both parts have.
-    """
-    both = tuple(dim for dim in w.dims if dim.name in of_x and dim.name not in contracted)
-    summed = tuple(dim for dim in w.dims if dim.name in contracted)
-    rest = tuple(dim for dim in w.dims if dim not in both and dim not in summed)
-    return Spec((*both, *summed, Dim("N"))), Spec((*both, Dim("N"), *rest))
 
 
 def sum_unreduced(spec: str | bytes, x):

@@ -185,6 +185,19 @@ def parse_operation(text: str, operands: int, results: int | None = 1) -> Recipe
     return Recipe(tuple(parse(part.strip()) for part in parts), tuple(parse(part.strip()) for part in after))
 
 
+def low_rank(w: Spec, contracted, of_x=()) -> tuple[Spec, Spec]:
+    """The types of an adapter's a and b for a matrix of this type, rank N.
+
+    Args:
+      contracted: names of the dims that a product takes the sum over.
+      of_x: names of the other operand's dims: what w shares with it, uncontracted, both parts have.
+    """
+    both = tuple(dim for dim in w.dims if dim.name in of_x and dim.name not in contracted)
+    summed = tuple(dim for dim in w.dims if dim.name in contracted)
+    rest = tuple(dim for dim in w.dims if dim not in both and dim not in summed)
+    return Spec((*both, *summed, Dim("N"))), Spec((*both, Dim("N"), *rest))
+
+
 # -- Where an error is -------------------------------------------------------------------------------------------------
 _NOT_USERS = (
     os.path.dirname(os.path.abspath(__file__)) + os.sep,

@@ -29,15 +29,16 @@ def abstract(mesh):
     return jax.sharding.AbstractMesh(tuple(mesh.values()), tuple(mesh))
 
 
-def refuse_all(made, check, folder, file="train.py"):
-    """Asserts that the check of each mutant of a file is a refusal with a line of it; returns how many there were."""
+def refuse_all(made, check, folder, file="train.py", place=None):
+    """Asserts that the check of each mutant of a file is a refusal with a line of it, or of `place`, a regular expression;
+    returns how many there were."""
     accepted, unlocated = [], []
     for index, (name, line, source) in enumerate(made):
         (folder / f"mutant_{index}").mkdir(parents=True)
         try:
             check(folder / f"mutant_{index}" / file, source)
         except ShardingError as error:
-            if not re.search(rf"{file}:\d+", str(error)):
+            if not re.search(rf"{place or file}:\d+", str(error)):
                 unlocated.append((name, line, str(error)))
         else:
             accepted.append((name, line))

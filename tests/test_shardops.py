@@ -12,7 +12,7 @@ from prove import prove, refusal
 
 from shardlib import shardops
 from shardlib.mesh import make_mesh
-from shardlib.shardtypes import ShardingError, bf16, bool_, f32, i32, typed_shard_map
+from shardlib.shardtypes import Adapted, ShardingError, bf16, bool_, f32, i32, typed_shard_map
 
 random = np.random.default_rng(0)
 
@@ -52,6 +52,9 @@ OPERATIONS = {
     "ppermute of the marked dim, backwards": ([T['S/d M/t']], T['S/d M/t'], lambda x: turned('S/d M/t', 'd/d s M/t', '[d/d] s M/t', x, -1), lambda x: jnp.roll(x, -16 // D[0], 0), [(16, 8)]),
     "einsum": ([T['B/d M'], T['M F/t']], T['B/d F/t'], lambda x, w: shardops.einsum_unreduced('B/d M, M F/t -> B/d F/t', x, w), lambda x, w: x @ w, [(16, 4), (4, 8)]),
     "einsum of three dims": ([T['B/d Q K/t'], T['M Q K/t']], T['B/d M'], lambda x, w: shardops.psum('B/d M +t -> B/d M', shardops.einsum_unreduced('B/d Q K/t, M Q K/t -> B/d M +t', x, w, preferred_element_type=jnp.float32)), lambda x, w: jnp.einsum('bqk,mqk->bm', x, w), [(16, 2, 8), (4, 2, 8)]),
+    "product": ([T['B/d F/t'], T['M F/t']], T['B/d M'], lambda x, w: shardops.psum('B/d M +t -> B/d M', shardops.product('B/d F/t, M F/t -> B/d M +t', x, w)), lambda x, w: x @ w.T, [(16, 8), (4, 8)]),
+    "product of an adapted matrix": ([T['B/d F/t'], T['M F/t'], T['F/t N'], T['N M']], T['B/d M'], lambda x, w, a, b: shardops.psum('B/d M +t -> B/d M', shardops.product('B/d F/t, M F/t -> B/d M +t', x, Adapted(w, a, b, 2.0))), lambda x, w, a, b: x @ (w.T + 2 * a @ b), [(16, 8), (4, 8), (8, 3), (3, 4)]),
+    "product of adapted experts": ([T['X B/d M'], T['X M F/t'], T['X M N'], T['X N F/t']], T['X B/d F/t'], lambda x, w, a, b: shardops.product('X B/d M, X M F/t -> X B/d F/t', x, Adapted(w, a, b, 0.5)), lambda x, w, a, b: x @ (w + 0.5 * a @ b), [(2, 16, 4), (2, 4, 8), (2, 4, 3), (2, 3, 8)]),
     "index_unreduced of a split table": ([T['V/t M'], i32['B/d L']], T['B/d L M'], lambda w, i: shardops.psum('B/d L M +t -> B/d L M', shardops.index_unreduced('[V/t] M, B/d L -> B/d L M +t', w, i)), lambda w, i: jnp.where(HELD[..., None], w[jnp.clip(i, 0, 15)], 0.0), [(16, 3), IDS]),
     "index_unreduced of a table split over both": ([T['M V/d/t'], i32['B L']], T['B L M'], lambda w, i: shardops.psum('B L M +d +t -> B L M', shardops.index_unreduced('M [V/d/t], B L -> B L M +d +t', w, i)), lambda w, i: jnp.where(HELD[..., None], w.T[jnp.clip(i, 0, 15)], 0.0), [(3, 16), IDS]),
     "index_unreduced of a whole table": ([T['V M/t'], i32['B/d L']], T['B/d L M/t'], lambda w, i: shardops.index_unreduced('[V] M/t, B/d L -> B/d L M/t', w, i), lambda w, i: jnp.where(HELD[..., None], w[jnp.clip(i, 0, 15)], 0.0), [(16, 8), IDS]),

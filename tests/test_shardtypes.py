@@ -30,12 +30,14 @@ from shardlib.shardtypes import (
     is_fully_sharded,
     make_partition_specs,
     make_shardings,
+    narrowed,
     pytree_dataclass,
     register_with_typeguard,
     typed_shard_map,
     u8,
     u32,
 )  # fmt: skip
+from shardlib.typed import typed
 
 MESH = dict(d=4, t=2)
 register_with_typeguard()
@@ -111,6 +113,48 @@ def test_specs_and_shardings():
         pytest.raises(ShardingError, match=r"order of the mesh's axes \(t, d\): write 'M/t/d', not 'M/d/t'"),
     ):
         make_shardings(Weights)
+
+
+@pytree_dataclass
+class Biased:
+    w: f32['M/d F/t']
+    b: f32['F/d/t'] | None = None
+
+
+@pytest.mark.parametrize("b", [None, np.ones((2, 8), np.float32)], ids=["absent", "there"])
+def test_a_field_that_may_be_absent(b):
+    """`narrowed` is the type of a tree, None where it has none; as such it maps a function, in and out, and its shardings
+    are made. A tree that has the field where the type has not, or the other way round, is refused."""
+    tree = Biased(np.ones((2, 16, 8), np.float32), b)
+    other = Biased(tree.w, np.ones((2, 8), np.float32) if b is None else None)
+    Type = narrowed(Array['layers', Biased], tree)
+    assert Type.w == f32['layers M/d F/t'] and Type.b == (None if b is None else f32['layers F/d/t'])
+
+    @typed
+    def added(w: Biased) -> f32['M/d F/t']:
+        if w.b is None:
+            return w.w
+        return w.w + shardops.slice('F -> F/t', shardops.all_gather('F/d/t -> F', w.b))[None]
+
+    def doubled(tree: Type) -> tuple[Type, f32['M/d F/t']]:
+        total, _ = lax.scan(lambda x, w: (x + added(w), None), shardops.zeros('M/d F/t', f32, M=16, F=8), tree)
+        return jax.tree.map(lambda x: 2 * x, tree), total
+
+    with jax.set_mesh(make_mesh(MESH)):
+        assert make_shardings(Type).w.spec == P(None, 'd', 't')
+        twice, total = jax.jit(typed_shard_map(doubled))(jax.device_put(tree, make_shardings(Type)))
+        with pytest.raises(ShardingError, match="argument tree of doubled is no "):
+            typed_shard_map(doubled)(other)
+    assert jax.tree.structure(twice) == jax.tree.structure(tree) and (twice.w == 2).all()
+    assert (total == (2 if b is None else 4)).all()
+
+
+def test_a_type_that_does_not_say_what_is_there_is_refused():
+    """Where the types alone are asked for, nothing says whether an optional field is there."""
+    with pytest.raises(
+        ShardingError, match=r"nothing says here whether the value is there\n  fix: shardtypes.narrowed\("
+    ):
+        make_partition_specs(Biased)
 
 
 def test_a_pytree_dataclass():

@@ -42,7 +42,7 @@ NOT_EXECUTED = {
     r"make train( PYTHON=python3.11)?$": "a new environment and minutes: CI does it; the same job: test_main",
     r"make shakespeare$": "network and minutes; its parts: test_make_dataset, test_tokenize_text, test_sample",
     r"make test(-slow)?$|make lint$|make format$": "what runs this test",
-    r"make golden$": "writes what test_golden compares with",
+    r"make golden(-oracle)?$": "writes what test_golden and test_golden_models compare with",
     r"(python -m )?pip install": "network; the files that it names are there",
     r"python3 -m venv \.venv$|\. \.venv/bin/activate$": "a new environment: `make train` makes one",
     r"(XLA_FLAGS=\S+ )?python -m train( --config-name=local_test_synthetic \+paths.model_name=synthetic_000)?$":
@@ -60,6 +60,9 @@ NOT_EXECUTED = {
     r"python -m tools.benchmark ": "minutes, or a GPU: test_benchmark",
     r"python -m tools.doctor": "test_doctor",
     r"python -m tools.checkpoint ": "test_checkpoint_tools",
+    r"python -m tools.convert ": "test_convert, with other folders",
+    r"python -m train initial_weights=": "needs another run: test_initial_weights",
+    r"make smollm2$": "network and minutes",
     r"python -m tools.ledger_diff before": "test_run_ledger and test_docs, with other folders",
     r"python -m tools.inspect_dataset path=my.zarr (samples|verify)": "test_inspect_dataset",
     r"python -m tools.tokenize_text input=\.\.\.": "not a command but its form: test_tokenize_text",

@@ -236,9 +236,7 @@ def test_gguf_needs_its_package(run, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
     (tmp_path / "some.gguf").touch()
     status, printed = run(tmp_path / "some.gguf", tmp_path / "out")
-    assert status == 1 and "needs the package gguf, which is not installed: pip install gguf" in " ".join(
-        printed.split()
-    )
+    assert status == 1 and "needs the package gguf, which is not installed: pip install -r" in " ".join(printed.split())
 
 
 def test_gguf_files_are_read(run, pool, tmp_path):
