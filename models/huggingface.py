@@ -39,6 +39,7 @@ FAMILIES = {
     **dict.fromkeys(("gpt2", "opt"), "models.gpt2"),
     "gptj": "models.gptj",
     "t5": "models.t5",
+    "bert": "models.bert",
 }
 DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 CODES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # of safetensors
@@ -51,13 +52,16 @@ WITHOUT_EFFECT = {
     "summary_type", "summary_use_proj", "task_specific_params", "tokenizer_class",
     "_name_or_path", "unsloth_version", "unsloth_fixed", "rope_interleaved", "is_llama_config", "transformers.js_config",
     "classifier_dropout", "dropout_rate", "initializer_factor", "n_positions", "output_past", "decoder_start_token_id",
+    "attention_probs_dropout_prob", "hidden_dropout_prob",
     "output_router_logits", "router_aux_loss_coef",
 }  # fmt: skip
-# Buffers that old files have, and T5's copies of the embedding and a bias that it does not add.
+# Buffers that old files have, T5's copies of the embedding and a bias that it does not add, BERT's other heads.
 UNUSED = re.compile(
     r".*\.rotary_emb\.inv_freq|.*\.attn\.(masked_)?bias|(en|de)coder\.embed_tokens\.weight"
     r"|decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight"
+    r"|bert\.(pooler|embeddings\.position_ids).*|cls\.(seq_relationship|predictions\.decoder)\..*"
 )
+RENAMED = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}  # by BERT's old files
 ROWS = 4096  # of an embedding, that are read and written at once
 SHARD_BYTES = 5 * 10**9  # of an export's files, at most
 # That say nothing of what a model is, and may differ between where weights come from and where they go.
@@ -393,9 +397,12 @@ def safetensors_of(folder: Path) -> dict[str, Tensor]:
             raise RunError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
         about.pop("__metadata__", None)
         for name, each in about.items():
+            if UNUSED.fullmatch(name):  # of any type
+                continue
             if each["dtype"] not in CODES:
                 raise RunError(f"{name} in {file} is {each['dtype']}: expected one of {', '.join(CODES)}")
             dtype, offset = DTYPES[CODES[each["dtype"]]], 8 + length + each["data_offsets"][0]
+            name = functools.reduce(lambda name, old: name.replace(old, RENAMED[old]), RENAMED, name)
             tensors[name] = Tensor(shape := tuple(each["shape"]), functools.partial(_rows, file, offset, dtype, shape))
     return tensors
 

@@ -37,7 +37,8 @@ def batch_of(oracle, lengths=(9, 15)):
     targets = oracle["targets"]
     starts = np.zeros(targets.shape, bool)
     starts[:, [0, lengths[0]]] = True
-    return jax.device_put(TokenBatch(targets, starts, np.ones(targets.shape, bool)), make_shardings(TokenBatch))
+    is_target = oracle.get("is_target", np.ones(targets.shape, bool))
+    return jax.device_put(TokenBatch(targets, starts, is_target), make_shardings(TokenBatch))
 
 
 def weights_of(source, pool, model=None):
@@ -49,22 +50,34 @@ def weights_of(source, pool, model=None):
 
 @pytree_dataclass
 class Read:
-    """What an encoder reads, and the numbers of its segments."""
+    """What T5's encoder reads, and the numbers of its segments."""
 
     tokens: u32["B/d S"]
     segment: i32["B/d S"]
 
 
+@pytree_dataclass
+class Masked:
+    """What BERT reads: some tokens are masked; and their kinds."""
+
+    tokens: u32["B/d L"]
+    kinds: i32["B/d L"]
+
+
 def read_of(oracle, lengths=(13, 7)):
     """The rows of golden.py that the encoder reads."""
     segment = np.broadcast_to(np.repeat([1, 2], lengths).astype(np.int32), oracle["read"].shape)
-    return jax.device_put(Read(oracle["read"], segment), make_shardings(Read))
+    return jax.device_put(Read(oracle["read"].astype(np.uint32), segment), make_shardings(Read))
 
 
 def step_of(source, Weights, oracle):
     """As `loss_and_logits`, or for a family that reads, and the arguments but for the weights."""
     if "read" in oracle:
         return loss_and_logits_of_read(source, Weights), (batch_of(oracle), read_of(oracle))
+    if "kinds" in oracle:
+        masked = Masked(oracle["inputs"].astype(np.uint32), oracle["kinds"].astype(np.int32))
+        masked = jax.device_put(masked, make_shardings(Masked))
+        return loss_and_logits_of_masked(source, Weights), (batch_of(oracle), masked)
     return loss_and_logits(source, Weights), (batch_of(oracle),)
 
 
@@ -94,10 +107,25 @@ def loss_and_logits_of_read(source, Weights, bos_id=1):
     return step
 
 
+def loss_and_logits_of_masked(source, Weights):
+    """The same for a family that predicts masked tokens."""
+
+    def step(weights: Weights, batch: TokenBatch, masked: Masked) -> tuple[f32[""], f32["B/d L V/t"], Weights]:
+        def hidden(weights):
+            family, model = source.family, source.model
+            _, segment, position = family.layers.inputs_of(batch, 0)
+            x = family.hidden(model, weights, masked.tokens, masked.kinds, segment, position)
+            return family.predict(model, family.gather_ends(weights), x)
+
+        return differentiated(source, hidden, weights, batch)
+
+    return step
+
+
 def differentiated(source, hidden, weights, batch):
     """The mean loss of hidden states, all logits, and the loss's gradient."""
     layers, cap = source.family.layers, source.family.mask(source.model).logits_cap
-    count = batch.targets.size * shardops.axis_size("d")
+    count = shardops.psum("+d -> ", shardops.sum_unreduced("B/d L -> +d", batch.is_target.astype(jnp.float32)))
 
     def loss(weights, batch):
         unembed, x = source.family.gather_ends(weights).unembed, hidden(weights)

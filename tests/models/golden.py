@@ -111,6 +111,19 @@ VARIANTS = {
         },
     ),
     "gptj": ("GPTJ", {**OLD, "rotary_dim": 4, "layer_norm_epsilon": 1e-3}),
+    "bert": (
+        "Bert",
+        {
+            "vocab_size": 40,
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "max_position_embeddings": 24,
+            "layer_norm_eps": 1e-3,
+            "pad_token_id": None,  # else its row has no gradient in torch
+        },
+    ),
     "t5": ("T5", {**OF_T5, "layer_norm_epsilon": 1e-3}),
     "t5_gated": ("T5", {**OF_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
 }
@@ -118,9 +131,11 @@ VARIANTS = {
 
 def write(name: str, family: str, settings: dict) -> None:
     torch.manual_seed(0)
-    shared = {} if family in ("GPT2", "OPT", "GPTJ", "T5") else SMALL  # which have other names for the same
+    shared = {} if family in ("GPT2", "OPT", "GPTJ", "T5", "Bert") else SMALL  # which have other names for the same
     config = getattr(transformers, f"{family}Config")(**{**shared, **settings})
-    kind = {"T5": transformers.AutoModelForSeq2SeqLM}.get(family, transformers.AutoModelForCausalLM)
+    kind = {"T5": transformers.AutoModelForSeq2SeqLM, "Bert": transformers.AutoModelForMaskedLM}.get(
+        family, transformers.AutoModelForCausalLM
+    )
     model = kind.from_config(config, attn_implementation="eager").float().eval()
     if settings.get("tie_word_embeddings") is False:  # T5 1.1, which this release of transformers ties all the same
         model.lm_head.weight = torch.nn.Parameter(torch.empty(config.vocab_size, config.d_model))
@@ -128,7 +143,7 @@ def write(name: str, family: str, settings: dict) -> None:
         for key, weight in model.named_parameters():
             drawn = torch.randn(weight.shape)
             if weight.ndim == 1:  # biases, and norms around one, which Gemma's are at 0
-                is_norm = ("norm" in key or "ln" in key) and not family.startswith("Gemma")
+                is_norm = any(part in key for part in ("norm", "ln", "LayerNorm")) and not family.startswith("Gemma")
                 weight.copy_(0.3 * drawn + (1.0 if is_norm else 0.0))
             else:
                 weight.copy_(drawn / weight.shape[-1] ** 0.5)
@@ -138,14 +153,24 @@ def write(name: str, family: str, settings: dict) -> None:
     model.save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
     targets = torch.randint(0, config.vocab_size, (ROWS, sum(LENGTHS)))
-    read = torch.randint(0, config.vocab_size, (ROWS, sum(READ))) if family == "T5" else None
+    is_target, others = torch.ones(targets.shape, dtype=torch.bool), {}
+    if family == "T5":
+        others["read"] = torch.randint(0, config.vocab_size, (ROWS, sum(READ)))
+    if family == "Bert":  # every third token is masked, and is a target
+        is_target = torch.rand(targets.shape) < 1 / 3
+        others = {"inputs": torch.where(is_target, 3, targets), "kinds": torch.randint(0, 2, targets.shape)}
+        others["is_target"] = is_target
     logits = []
     for n, part in enumerate(targets.split(LENGTHS, dim=1)):
-        inputs = torch.cat([torch.full((ROWS, 1), 1), part[:, :-1]], dim=1)
-        of_read = {} if read is None else {"input_ids": read.split(READ, dim=1)[n]}
-        logits.append(model(**of_read, **{"decoder_input_ids" if of_read else "input_ids": inputs}).logits)
+        given = {"input_ids": torch.cat([torch.full((ROWS, 1), 1), part[:, :-1]], dim=1)}
+        if family == "T5":
+            given = {"input_ids": others["read"].split(READ, dim=1)[n], "decoder_input_ids": given["input_ids"]}
+        if family == "Bert":
+            inputs, kinds = [others[key].split(LENGTHS, dim=1)[n] for key in ("inputs", "kinds")]
+            given = {"input_ids": inputs, "token_type_ids": kinds}
+        logits.append(model(**given).logits)
     logits = torch.cat(logits, dim=1)
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    loss = torch.nn.functional.cross_entropy(logits[is_target], targets[is_target])
     loss.backward()
     with torch.no_grad():  # gradients under the names, and lying, as the weights are published
         for weight in model.parameters():
@@ -159,7 +184,7 @@ def write(name: str, family: str, settings: dict) -> None:
         logits=logits[:2].detach().numpy(),
         loss=loss.item(),
         versions=f"torch {torch.__version__}, transformers {transformers.__version__}",
-        **({} if read is None else {"read": read.numpy().astype(np.uint32)}),
+        **{key: value.numpy() for key, value in others.items()},
         **{f"gradient/{key}": value for key, value in gradients.items()},
     )
 
