@@ -332,6 +332,7 @@ def model_of(config) -> Model:
     """
     heads, d_model = config.take('num_attention_heads'), config.take('hidden_size')
     config.require(
+        model_type='bert',
         hidden_act='gelu',
         position_embedding_type='absolute',
         is_decoder=False,

@@ -20,6 +20,7 @@ from kernels.attention import KernelName
 from models import layers
 from models.layers import Mask, RopeScaling, act, enter, head_norm, heads_norm, leave, rms_norm, stored
 from runtime.config.keys import Count, Positive
+from runtime.terminal import RunError
 from shardlib import shardops
 from shardlib.shardops import product
 from shardlib.shardtypes import Array, f32, i32, pytree_dataclass, u32
@@ -179,13 +180,21 @@ def gather_ends(weights: Weights, reduce_dtype: str = 'float32') -> Ends:
 
 # == Experts ===========================================================================================================
 @typed
-def route(model: Model, x: act['B/d L M'], router: f32['M E']) -> tuple[f32['B/d L E'], act['B/d L X'], i32['B/d L X']]:
-    """The probabilities of all experts, and of each token's chosen ones the weight and the number."""
+def route(model: Model, x: act['B/d L M'], router: f32['M E']) -> tuple[act['B/d L X'], i32['B/d L X']]:
+    """Of each token's chosen experts the weight and the number.
+
+    Raises:
+      RunError: more experts are chosen than there are.
+    """
+    if model.chosen > model.experts:
+        raise RunError(
+            f'model.chosen = {model.chosen} experts a token: expected at most model.experts = {model.experts}'
+        )
     probs = jax.nn.softmax(shardops.einsum_unreduced('B/d L M, M E -> B/d L E', x.astype(jnp.float32), router))
     weight, choice = lax.top_k(probs, model.chosen)
     if model.weights_add_to_one:
         weight = weight / shardops.sum_unreduced('B/d L X -> B/d L', weight)[..., None]
-    return probs, weight.astype(act.dtype), choice
+    return weight.astype(act.dtype), choice
 
 
 def every_token(x, weight, choice, held, w_gate, w_up, w_down):
@@ -295,7 +304,7 @@ def layer(
     with jax.named_scope('ffn'):
         gathered = save_for_backward(enter(x, M))  # 2M bytes a token, spares the product with w_o, its sum, the gather
         normed = rms_norm(gathered, w.ln2, model.norm_eps)
-        _, weight, choice = route(model, normed, w.router)
+        weight, choice = route(model, normed, w.router)
         return x + leave(experts(model, normed, weight, choice, w.w_gate, w.w_up, w.w_down), M), kept
 
 
@@ -360,7 +369,7 @@ def model_of(config) -> Model:
         layers=config.take('num_hidden_layers'),
         vocab=config.take('vocab_size'),
         d_ff=d_ff,
-        experts=config.take('num_local_experts' if 'num_local_experts' in config.content else 'num_experts'),
+        experts=config.take('num_local_experts', None) or config.take('num_experts'),
         chosen=config.take('num_experts_per_tok'),
         weights_add_to_one=True if kind == 'mixtral' else config.take('norm_topk_prob', False),
         rope_max_timescale=base,

@@ -399,7 +399,8 @@ def model_of(config) -> Model:
     if feed_forward not in ('relu', 'gated-gelu'):
         config.refuse('feed_forward_proj', 'relu is that of T5 1.0, gated-gelu that of 1.1')
     gated = feed_forward == 'gated-gelu'
-    config.require(is_encoder_decoder=True, is_gated_act=gated, dense_act_fn='gelu_new' if gated else 'relu')
+    config.require(model_type='t5', is_encoder_decoder=True, is_gated_act=gated)
+    config.require(dense_act_fn='gelu_new' if gated else 'relu')
     tied = config.take('tie_word_embeddings', True)
     return Model(
         d_model=config.take('d_model'),

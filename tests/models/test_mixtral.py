@@ -13,6 +13,7 @@ from test_llama import decoded
 from test_mutation import refuse_all
 
 from models import huggingface, layers, mixtral
+from runtime.terminal import RunError
 from shardlib.shardtypes import f32, i32, typed_shard_map
 from train import TokenBatch, act
 
@@ -71,7 +72,7 @@ def test_experts_take_as_many_tokens_of_a_row_as_they_have_slots(mesh, capacity,
     def forward(
         x: act["B/d L M"], router: f32["M E"], w_gate: act["E/t M F"], w_up: act["E/t M F"], w_down: act["E/t M F"]
     ) -> tuple[act["B/d L M"], act["B/d L X"], i32["B/d L X"]]:
-        _, weight, choice = mixtral.route(model, x, router)
+        weight, choice = mixtral.route(model, x, router)
         y = mixtral.experts(model, x, weight, choice, w_gate, w_up, w_down)
         return layers.leave(y, "M"), weight, choice
 
@@ -97,6 +98,14 @@ def test_no_token_depends_on_what_follows_it(capacity, pool):
     first, second = np.asarray(first), np.asarray(second)
     assert first[:, :-1].tobytes() == second[:, :-1].tobytes()
     assert (first[:, -1] != second[:, -1]).any(axis=-1).all()
+
+
+def test_more_experts_than_there_are_cannot_be_chosen(tmp_path):
+    """Refused by the keys, while the step is checked."""
+    variant = {**OF_EXPERTS, "experts": 2, "chosen": 3}
+    with pytest.raises(RunError, match=r"model\.chosen = 3 experts a token: expected at most model\.experts = 2"):
+        source = (ROOT / "models/mixtral.py").read_text()
+        check_family(tmp_path / "mixtral.py", source, [variant], [loss_and_logits])
 
 
 # -- The check ---------------------------------------------------------------------------------------------------------

@@ -119,20 +119,6 @@ def test_folders_that_earlier_releases_wrote_are_read(pool, tmp_path):
         assert found.tied == (name == "t5") and found.gated == (name == "t5_gated")
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"feed_forward_proj": "gated-silu"}, "relu is that of T5 1.0, gated-gelu that of 1.1"),
-        ({"is_encoder_decoder": False}, "is_encoder_decoder = False is not what models/ computes"),
-        ({"is_gated_act": True}, "is_gated_act = True is not what models/ computes"),
-    ],
-)
-def test_what_is_not_computed_is_refused(changes, message, pool, tmp_path):
-    """By the field's name and value, before weights are read."""
-    with pytest.raises(huggingface.RunError, match=message):
-        huggingface.open_weights(published_as(tmp_path, "t5", changes), pool)
-
-
 # -- The check ---------------------------------------------------------------------------------------------------------
 SMALL = {
     "d_model": 64, "n_kv": 8, "d_head": 8, "encoder_layers": 3, "layers": 2, "vocab": 128, "d_ff": 96, "buckets": 16,
