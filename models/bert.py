@@ -268,7 +268,7 @@ def predict(model: Model, ends: Ends, x: act['B/d L M']) -> act['B/d L M']:
 
 def hidden(
     model, weights, inputs, kinds, segment, position, adapt: Callable = lambda w, low: w, low=None, *,
-    reduce_dtype: str = 'float32', kept: tuple[str, ...] = ('save_for_backward',), unroll: bool = False,
+    ends=None, reduce_dtype: str = 'float32', kept: tuple[str, ...] = ('save_for_backward',), unroll: bool = False,
 ):  # fmt: skip
     """The hidden states of all tokens, act['B/d L M']; options as of layers.hidden.
 
@@ -276,7 +276,7 @@ def hidden(
       inputs, kinds: the tokens themselves, u32['B/d L'], some of them masked, and the number of the kind of each.
       segment, position: as of layers.inputs_of; a token sees all of its own segment. Padding has a number of its own.
     """
-    ends = gather_ends(weights, reduce_dtype)
+    ends = ends or gather_ends(weights, reduce_dtype)
 
     def attend(q, k, v):
         return layers.attention_where(q, k, v, segment[:, :, None] == segment[:, None, :]), None

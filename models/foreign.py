@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from einops import rearrange
 
-from models.huggingface import Source, Tensor, described, read_json
+from models.huggingface import Source, described
+from models.safetensors import Tensor, read_json
 from runtime.terminal import RunError, needs_package
 
 LAYER = "model.layers.{}"

@@ -1,8 +1,8 @@
 """Published weights as a checkpoint that `restore` reads, and back: a folder of safetensors with config.json.
 
     source = open_weights("meta-llama/Llama-3.2-1B", pool)     # a published folder, a run, or a checkpoint
-    state = restore(source.checkpoint, {"weights": shapes}, pool)          # onto any mesh, each host what it needs
-    export(source, "out", "bfloat16", pool)                    # a tensor at a time
+    weights = restored(source, config.model, shapes, pool)     # onto any mesh, each host what it needs
+    export(source, Path("out"), "bfloat16", pool)              # a tensor at a time
 
 A family's table (`published`) has a row for each tensor, which einops reads from left to right here and back there. A
 tensor that no row names, one that is not there, and a field of config.json that the family does not compute are errors.
@@ -15,18 +15,18 @@ import itertools
 import json
 import math
 import re
-import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Executor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import jax
-import ml_dtypes
 import numpy as np
 from einops import rearrange
 
+from models import safetensors
+from models.safetensors import Tensor, read_json
 from runtime.checkpoints.checkpoint import Bounds, Grid, named_leaves, open_newest, read_block, restore
 from runtime.config.rebuild import Origins, as_tree, rebuild
 from runtime.terminal import RunError, needs_package
@@ -41,8 +41,6 @@ FAMILIES = {
     "t5": "models.t5",
     "bert": "models.bert",
 }
-DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
-CODES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # of safetensors
 # Fields of config.json that change nothing of what a given model computes.
 WITHOUT_EFFECT = {
     "architectures", "attention_dropout", "bos_token_id", "dtype", "eos_token_id", "initializer_range",
@@ -63,7 +61,6 @@ UNUSED = re.compile(
 )
 RENAMED = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}  # by BERT's old files
 ROWS = 4096  # of an embedding, that are read and written at once
-SHARD_BYTES = 5 * 10**9  # of an export's files, at most
 # That say nothing of what a model is, and may differ between where weights come from and where they go.
 SETTINGS = ("compute_dtype", "attention", "capacity")
 
@@ -104,14 +101,6 @@ class Fields:
             raise RunError(
                 f"{self.where}: this family does not compute {fields}. Delete what has no effect on the model's results"
             )
-
-
-@dataclasses.dataclass(frozen=True)
-class Tensor:
-    """A published tensor that has not been read."""
-
-    shape: tuple[int, ...]
-    read: Callable[[slice], np.ndarray]  # of its rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,7 +199,7 @@ class Published:
         rows = self.rows[name.removeprefix("weights/")]
         place = number[: len(next(iter(rows)))]
         row, tensor = rows[place], self.tensors[rows[place].name]
-        taken = slice(*bounds[0]) if not place else slice(None)
+        taken = slice(*bounds[0]) if row.is_plain and not place else slice(None)
         return row.read_in(tensor.read(taken)).astype(np.float32).reshape([stop - start for start, stop in bounds])
 
 
@@ -273,7 +262,7 @@ def open_weights(path: str, pool: Executor) -> Source:
         return importlib.import_module("models.foreign").open_gguf(folder)
     if folder is not None and not (folder / "checkpoints").exists():
         if (folder / "config.json").exists():
-            return described(read_json(folder / "config.json"), safetensors_of(folder), folder)
+            return described(read_json(folder / "config.json"), safetensors.read(folder, UNUSED), folder)
         if (folder / "params.json").exists():
             return importlib.import_module("models.foreign").open_meta(folder)
     checkpoint = open_newest(str(path), pool)
@@ -314,23 +303,20 @@ def described(content: dict[str, Any], tensors: dict[str, Tensor], folder: Path)
     model = family.model_of(fields)
     fields.finish()
     rows = rows_of(family, model)
-    return Source(Published(str(folder), with_prefix(tensors, rows), rows), family, model, folder, content)
+    return Source(Published(str(folder), as_published(tensors, rows), rows), family, model, folder, content)
 
 
-def with_prefix(tensors: dict[str, Tensor], rows: dict[str, dict[tuple[int, ...], Row]]) -> dict[str, Tensor]:
-    """The tensors with the first part of their names, `transformer.`, which a file of the model without its head (of
-    gpt2, opt-6.7b) leaves out."""
+def as_published(tensors: dict[str, Tensor], rows: dict[str, dict[tuple[int, ...], Row]]) -> dict[str, Tensor]:
+    """The tensors by the names of today, and with the first part, `transformer.`, which a file of the model without its
+    head (of gpt2, opt-6.7b) leaves out."""
+    tensors = {
+        functools.reduce(lambda name, old: name.replace(old, RENAMED[old]), RENAMED, name): tensor
+        for name, tensor in tensors.items()
+    }
     prefix = rows["embed"][()].name.partition(".")[0] + "."
     if any(name.startswith(prefix) for name in tensors):
         return tensors
     return {name if name.startswith("lm_head.") else prefix + name: tensor for name, tensor in tensors.items()}
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise RunError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
 
 
 def require_same(source: Source, model: Any) -> None:
@@ -377,77 +363,27 @@ def rescaled(source: Source, logits_scale: float) -> dict[str, float]:
     return {f"weights/transformer/{name}": theirs / logits_scale for name in ("w_q", "b_q")}
 
 
-# ---- files -----------------------------------------------------------------------------------------------------------
+# ---- out -------------------------------------------------------------------------------------------------------------
 
 
-def safetensors_of(folder: Path) -> dict[str, Tensor]:
-    """The tensors of all safetensors in a folder; of those that an index names, where there is one."""
-    index = folder / "model.safetensors.index.json"
-    names = sorted(set(read_json(index)["weight_map"].values())) if index.exists() else None
-    files = [folder / name for name in names] if names else sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise RunError(f"there are no *.safetensors in {folder}, and no checkpoints")
-    tensors = {}
-    for file in files:
-        try:
-            with open(file, "rb") as opened:
-                (length,) = struct.unpack("<Q", opened.read(8))
-                about = json.loads(opened.read(length))
-        except (OSError, ValueError, struct.error) as error:
-            raise RunError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
-        about.pop("__metadata__", None)
-        for name, each in about.items():
-            if UNUSED.fullmatch(name):  # of any type
-                continue
-            if each["dtype"] not in CODES:
-                raise RunError(f"{name} in {file} is {each['dtype']}: expected one of {', '.join(CODES)}")
-            dtype, offset = DTYPES[CODES[each["dtype"]]], 8 + length + each["data_offsets"][0]
-            name = functools.reduce(lambda name, old: name.replace(old, RENAMED[old]), RENAMED, name)
-            tensors[name] = Tensor(shape := tuple(each["shape"]), functools.partial(_rows, file, offset, dtype, shape))
-    return tensors
-
-
-def _rows(file: Path, offset: int, dtype: np.dtype, shape: tuple[int, ...], rows: slice) -> np.ndarray:
-    """Read, not mapped: what is in memory is what was asked for."""
-    start, stop, _ = rows.indices(shape[0])
-    size = math.prod(shape[1:]) * dtype.itemsize
-    with open(file, "rb") as opened:
-        opened.seek(offset + start * size)
-        content = opened.read((stop - start) * size)
-    if len(content) != (stop - start) * size:
-        raise RunError(f"{file} is cut short: it ends before what its header says")
-    return np.frombuffer(content, dtype).reshape(stop - start, *shape[1:])
-
-
-def export(source: Source, folder: Path, dtype: str, pool: Executor) -> None:
+def export(source: Source, folder: Path, dtype: str, pool: Executor, fields: dict[str, Any] | None = None) -> None:
     """Writes a folder that transformers loads: config.json, and weights in this type, a tensor at a time.
 
     Args:
-      dtype: of DTYPES, its numpy name.
+      dtype: float32, bfloat16 or float16.
+      fields: of config.json besides, for weights that have never been published.
     """
     family, model = source.family, source.model
-    config = config_for(source, dtype)
+    if family is None:
+        raise RunError(f"{source.checkpoint.path} is of no family in models/: it cannot be published")
+    config = config_for(source, dtype) | (fields or {})
     target = family.model_of(Fields(config, "config.json"))
-    checkpoint = View(source.checkpoint, rescaled(source, getattr(target, "logits_scale", 1.0)), {})
-    named = {
-        row.name: (leaf, place, row) for leaf, rows in rows_of(family, model).items() for place, row in rows.items()
-    }
-    shapes = {name: row.shape for name, (_, _, row) in sorted(named.items())}
+    view = View(source.checkpoint, rescaled(source, getattr(target, "logits_scale", 1.0)), {})
+    rows = rows_of(family, model).items()
+    named = {row.name: (leaf, place, row) for leaf, places in rows for place, row in places.items()}
     folder.mkdir(parents=True, exist_ok=True)
-    files = list(shards(shapes, DTYPES[dtype].itemsize))
-    index = {}
-    for number, names in enumerate(files, 1):
-        file = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        index |= dict.fromkeys(names, file)
-        with open(folder / file, "wb") as out:
-            out.write(header({name: shapes[name] for name in names}, dtype))
-            for name in names:
-                for values in values_of(checkpoint, *named[name], pool):
-                    out.write(np.ascontiguousarray(values.astype(DTYPES[dtype])).tobytes())
-    if len(files) > 1:
-        size = sum(math.prod(shape) for shape in shapes.values()) * DTYPES[dtype].itemsize
-        about = {"metadata": {"total_size": size}, "weight_map": index}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+    shapes = {name: row.shape for name, (_, _, row) in sorted(named.items())}
+    safetensors.write(folder, shapes, dtype, lambda name: values_of(view, *named[name], pool))
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
@@ -476,27 +412,3 @@ def values_of(checkpoint: Any, leaf: str, place: tuple[int, ...], row: Row, pool
         bounds = (*at, (start, min(start + step, sizes[0])), *((0, size) for size in sizes[1:]))
         values = read_block(checkpoint, f"weights/{leaf}", bounds, pool)
         yield row.read_out(values.reshape(values.shape[len(place) :]))
-
-
-def shards(shapes: dict[str, tuple[int, ...]], itemsize: int) -> Iterator[list[str]]:
-    """The names in groups of at most SHARD_BYTES, or of one."""
-    names, size = [], 0
-    for name, shape in shapes.items():
-        each = math.prod(shape) * itemsize
-        if names and size + each > SHARD_BYTES:
-            yield names
-            names, size = [], 0
-        names, size = [*names, name], size + each
-    yield names
-
-
-def header(shapes: dict[str, tuple[int, ...]], dtype: str) -> bytes:
-    """What a safetensors file begins with."""
-    code = next(code for code, name in CODES.items() if name == dtype)
-    about, offset = {"__metadata__": {"format": "pt"}}, 0
-    for name, shape in shapes.items():
-        stop = offset + math.prod(shape) * DTYPES[dtype].itemsize
-        about[name], offset = {"dtype": code, "shape": shape, "data_offsets": [offset, stop]}, stop
-    text = json.dumps(about).encode()
-    text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text

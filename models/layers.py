@@ -1,7 +1,8 @@
 """What the families in models/ share: norms, rotary, attention with its mask, embedding, loss over a split vocabulary.
 
-    x = layers.hidden(llama, model, weights, inputs, segment, position)     # 'B/d L M', of any family
-    loss = layers.loss_sum(llama.gather_ends(weights).unembed, x, batch)    # as train.py's, pending over d and t
+    ends = llama.gather_ends(weights)
+    x = layers.hidden(llama, model, weights, inputs, segment, position, ends=ends)     # 'B/d L M', of any family
+    loss = layers.loss_sum(ends.unembed, x, batch)                          # as train.py's, pending over d and t
 
 A family is a module with `Model`, `Layer`, `Weights`, `Gathered`, `Ends`, `init`, `gather_layer`, `gather_ends`, `embed`,
 `layer`, `final`, `mask`, and its published names (models/huggingface.py). Its layer is written once, for training, for
@@ -258,7 +259,7 @@ def embed(table, tokens, M: str):
 
 def hidden(
     family, model, weights, inputs, segment, position, adapt: Callable = lambda w, low: w, low=None, *,
-    reduce_dtype: str = 'float32', kept: tuple[str, ...] = ('save_for_backward',), unroll: bool = False,
+    ends=None, reduce_dtype: str = 'float32', kept: tuple[str, ...] = ('save_for_backward',), unroll: bool = False,
 ):  # fmt: skip
     """The hidden states before the unembedding, act['B/d L M'], with one layer of any family after another.
 
@@ -266,10 +267,11 @@ def hidden(
       family: a module of models/.
       inputs, segment, position: as of `inputs_of`.
       adapt, low: `adapt(gathered layer, one layer of low)` puts adapters (`shardtypes.Adapted`) in; none by default.
+      ends: of `family.gather_ends`, where the caller has them for the loss.
       reduce_dtype: in which gradients of weights travel, as training.gradient_reduce_dtype.
       kept: names under which a layer keeps values for the backward pass; none: its input alone.
     """
-    mask, ends = family.mask(model), family.gather_ends(weights, reduce_dtype)
+    mask, ends = family.mask(model), ends or family.gather_ends(weights, reduce_dtype)
 
     @functools.partial(explicit_activation_checkpointing, names=kept)
     def layer(x, of_layer):

@@ -298,10 +298,10 @@ def _stack(model, weights, x, attend, cross, adapt, low, reduce_dtype, kept, unr
 
 def encode(
     model, weights, read, segment, adapt: Callable = lambda w, low: w, low=None, *,
-    reduce_dtype: str = 'float32', kept: tuple[str, ...] = ('save_for_backward',), unroll: bool = False,
+    ends=None, reduce_dtype: str = 'float32', kept: tuple[str, ...] = ('save_for_backward',), unroll: bool = False,
 ):  # fmt: skip
     """What the encoder writes, act['B/d S M'], of tokens u32['B/d S'], which see those with the same segment's number."""
-    ends = gather_ends(weights, reduce_dtype)
+    ends = ends or gather_ends(weights, reduce_dtype)
     place = jnp.arange(read.shape[1], dtype=jnp.int32)
     bias = relative_bias(model, ends.encoder_bias, place[:, None] - place[None], both_ways=True)
 
@@ -325,7 +325,7 @@ def memory(weights: Weights, encoded: act['B/d S M']) -> act['layers 2 B/d S K/t
 
 def hidden(
     model, weights, read, read_segment, inputs, segment, adapt: Callable = lambda w, low: w, low=(None, None), *,
-    reduce_dtype: str = 'float32', kept: tuple[str, ...] = ('save_for_backward',), unroll: bool = False,
+    ends=None, reduce_dtype: str = 'float32', kept: tuple[str, ...] = ('save_for_backward',), unroll: bool = False,
 ):  # fmt: skip
     """The decoder's hidden states before the unembedding, act['B/d L M']; options as of layers.hidden.
 
@@ -335,10 +335,10 @@ def hidden(
       inputs, segment: the decoder's, as of layers.inputs_of; a sequence begins with the published decoder_start_token_id.
       low: adapters of the encoder's layers and of the decoder's.
     """
+    ends = ends or gather_ends(weights, reduce_dtype)
     options = {'reduce_dtype': reduce_dtype, 'kept': kept, 'unroll': unroll}
     with jax.named_scope('encoder'):
-        encoded = encode(model, weights, read, read_segment, adapt, low[0], **options)
-    ends = gather_ends(weights, reduce_dtype)
+        encoded = encode(model, weights, read, read_segment, adapt, low[0], ends=ends, **options)
     place = jnp.arange(inputs.shape[1], dtype=jnp.int32)
     distance = place[:, None] - place[None]
     bias = relative_bias(model, ends.decoder_bias, distance, both_ways=False)

@@ -86,8 +86,8 @@ def loss_and_logits(source, Weights, bos_id=1):
     layers = source.family.layers  # of a changed copy its own
 
     def step(weights: Weights, batch: TokenBatch) -> tuple[f32[""], f32["B/d L V/t"], Weights]:
-        def hidden(weights):
-            return layers.hidden(source.family, source.model, weights, *layers.inputs_of(batch, bos_id))
+        def hidden(weights, ends):
+            return layers.hidden(source.family, source.model, weights, *layers.inputs_of(batch, bos_id), ends=ends)
 
         return differentiated(source, hidden, weights, batch)
 
@@ -98,9 +98,9 @@ def loss_and_logits_of_read(source, Weights, bos_id=1):
     """The same for a family that reads with an encoder."""
 
     def step(weights: Weights, batch: TokenBatch, read: Read) -> tuple[f32[""], f32["B/d L V/t"], Weights]:
-        def hidden(weights):
+        def hidden(weights, ends):
             inputs, segment, _ = source.family.layers.inputs_of(batch, bos_id)
-            return source.family.hidden(source.model, weights, read.tokens, read.segment, inputs, segment)
+            return source.family.hidden(source.model, weights, read.tokens, read.segment, inputs, segment, ends=ends)
 
         return differentiated(source, hidden, weights, batch)
 
@@ -111,11 +111,11 @@ def loss_and_logits_of_masked(source, Weights):
     """The same for a family that predicts masked tokens."""
 
     def step(weights: Weights, batch: TokenBatch, masked: Masked) -> tuple[f32[""], f32["B/d L V/t"], Weights]:
-        def hidden(weights):
+        def hidden(weights, ends):
             family, model = source.family, source.model
             _, segment, position = family.layers.inputs_of(batch, 0)
-            x = family.hidden(model, weights, masked.tokens, masked.kinds, segment, position)
-            return family.predict(model, family.gather_ends(weights), x)
+            x = family.hidden(model, weights, masked.tokens, masked.kinds, segment, position, ends=ends)
+            return family.predict(model, ends, x)
 
         return differentiated(source, hidden, weights, batch)
 
@@ -128,8 +128,9 @@ def differentiated(source, hidden, weights, batch):
     count = shardops.psum("+d -> ", shardops.sum_unreduced("B/d L -> +d", batch.is_target.astype(jnp.float32)))
 
     def loss(weights, batch):
-        unembed, x = source.family.gather_ends(weights).unembed, hidden(weights)
-        return layers.loss_sum(unembed, x, batch, cap) / count, layers.logits_of(unembed, x, cap)
+        ends = source.family.gather_ends(weights)
+        x = hidden(weights, ends)
+        return layers.loss_sum(ends.unembed, x, batch, cap) / count, layers.logits_of(ends.unembed, x, cap)
 
     (value, logits), gradient = shardops.value_and_grad(loss, has_aux=True)(weights, batch)
     return shardops.psum("+d +t -> ", value), logits, gradient

@@ -29,8 +29,9 @@ ARROWS = {
     "runtime.run": "runtime shardlib ledger models.huggingface",
     "train": "runtime ledger kernels shardlib jax_extra",
     "models": "train runtime.config.keys runtime.terminal shardlib kernels jax_extra",
-    "models.foreign": "models.huggingface runtime.terminal",
-    "models.huggingface": "runtime.checkpoints runtime.config.rebuild runtime.terminal",  # a checkpoint in or out
+    "models.foreign": "models.huggingface models.safetensors runtime.terminal",
+    "models.safetensors": "runtime.terminal",
+    "models.huggingface": "models.safetensors runtime.checkpoints runtime.config.rebuild runtime.terminal",  # a checkpoint in or out
 }
 FOLDERS = ("shardlib", "kernels", "ledger", "runtime", "models", "tools")
 ROOMS = (*FOLDERS, "tests")

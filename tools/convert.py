@@ -42,7 +42,7 @@ class Convert:
 
     from_: str  # what is converted: a folder, a file, or a name on the Hugging Face hub
     to: str  # a new folder
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None  # of what is published; null: as it was, or float32
+    dtype: Literal["float32", "bfloat16"] | None = None  # of what is published; null: as it was, or float32
 
 
 def main(config: Convert) -> None:
@@ -57,7 +57,8 @@ def main(config: Convert) -> None:
             bring_in(source, to, pool)
         else:
             known = source.config or {}
-            export(source, to, config.dtype or known.get("dtype") or known.get("torch_dtype") or "float32", pool)
+            dtype = config.dtype or known.get("dtype") or known.get("torch_dtype") or "float32"
+            export(source, to, dtype, pool, ends_of(source) if source.config is None else None)
             copy_tokenizer(source.folder, to)
     print(
         f"{source.checkpoint.path} -> {to}: {source.family.__name__.rpartition('.')[2]}, {count(source):,} parameters"
@@ -95,6 +96,16 @@ def copy_tokenizer(folder: Path, to: Path) -> None:
 def write_tokenizer(to: Path, text: str, about: dict) -> None:
     (to / "tokenizer.json").write_text(text, encoding="utf-8")
     (to / "tokenizer_config.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+
+
+def ends_of(source: Source) -> dict[str, int | None]:
+    """The ids that begin and end a text, as config.json has them, of a run whose tokenizer is known."""
+    tokenizer = kept_tokenizer(source.folder)
+    if tokenizer is None:
+        return {"bos_token_id": None, "eos_token_id": None}
+    end = tokenizer.special_tokens.get("eos_token")
+    ends = tokenizer.backend.token_to_id(end) if end else None
+    return {"bos_token_id": tokenizer.bos_id, "eos_token_id": ends}
 
 
 def count(source: Source) -> int:

@@ -1,0 +1,127 @@
+"""Files of safetensors: their headers are read, and a tensor's rows when they are asked for; written in one stream.
+
+tensors = read(Path("folder"))                     # by name, none of them in memory
+tensors["lm_head.weight"].read(slice(0, 4096))
+write(Path("out"), {"lm_head.weight": (49152, 576)}, "bfloat16", values)
+"""
+
+import functools
+import json
+import math
+import re
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from runtime.terminal import RunError
+
+CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}  # numpy's name: that in a file
+TYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
+SHARD_BYTES = 5 * 10**9  # of a file that is written, at most
+INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A published tensor that has not been read."""
+
+    shape: tuple[int, ...]
+    read: Callable[[slice], np.ndarray]  # of its rows
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RunError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def read(folder: Path, unused: re.Pattern | None = None) -> dict[str, Tensor]:
+    """The tensors of all files in a folder; where there is an index, of those that it names.
+
+    Args:
+      unused: names of tensors that are left out, of whatever type.
+    Raises:
+      RunError: there are none, one cannot be read, or a tensor is of another type than TYPES.
+    """
+    index = folder / INDEX
+    names = sorted(set(read_json(index)["weight_map"].values())) if index.exists() else None
+    files = [folder / name for name in names] if names else sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise RunError(f"there are no *.safetensors in {folder}, and no checkpoints")
+    tensors = {}
+    for file in files:
+        try:
+            with open(file, "rb") as opened:
+                (length,) = struct.unpack("<Q", opened.read(8))
+                about = json.loads(opened.read(length))
+        except (OSError, ValueError, struct.error) as error:
+            raise RunError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
+        about.pop("__metadata__", None)
+        for name, each in about.items():
+            if unused is not None and unused.fullmatch(name):
+                continue
+            if each["dtype"] not in TYPES:
+                raise RunError(f"{name} in {file} is {each['dtype']}: expected one of {', '.join(TYPES)}")
+            shape, offset = tuple(each["shape"]), 8 + length + each["data_offsets"][0]
+            tensors[name] = Tensor(shape, functools.partial(_rows, file, offset, TYPES[each["dtype"]], shape))
+    return tensors
+
+
+def _rows(file: Path, offset: int, dtype: np.dtype, shape: tuple[int, ...], rows: slice) -> np.ndarray:
+    """Read, not mapped: what is in memory is what was asked for."""
+    start, stop, _ = rows.indices(shape[0])
+    size = math.prod(shape[1:]) * dtype.itemsize
+    with open(file, "rb") as opened:
+        opened.seek(offset + start * size)
+        content = opened.read((stop - start) * size)
+    if len(content) != (stop - start) * size:
+        raise RunError(f"{file} is cut short: it ends before what its header says")
+    return np.frombuffer(content, dtype).reshape(stop - start, *shape[1:])
+
+
+def write(
+    folder: Path, shapes: dict[str, tuple[int, ...]], dtype: str, values: Callable[[str], Iterator[np.ndarray]]
+) -> None:
+    """Writes tensors, several files with an index above SHARD_BYTES.
+
+    Args:
+      values: of a name the tensor, in pieces that follow each other.
+    """
+    code, kind = CODES[dtype], TYPES[CODES[dtype]]
+    sizes = {name: math.prod(shape) * kind.itemsize for name, shape in shapes.items()}
+    files = list(_in_files(sizes))
+    index = {}
+    for number, names in enumerate(files, 1):
+        file = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        index |= dict.fromkeys(names, file)
+        about, offset = {"__metadata__": {"format": "pt"}}, 0
+        for name in names:
+            about[name] = {"dtype": code, "shape": shapes[name], "data_offsets": [offset, offset + sizes[name]]}
+            offset += sizes[name]
+        text = json.dumps(about).encode()
+        text += b" " * (-len(text) % 8)
+        with open(folder / file, "wb") as opened:
+            opened.write(struct.pack("<Q", len(text)) + text)
+            for name in names:
+                for piece in values(name):
+                    opened.write(np.ascontiguousarray(piece.astype(kind)).tobytes())
+    if len(files) > 1:
+        content = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": index}
+        (folder / INDEX).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _in_files(sizes: dict[str, int]) -> Iterator[list[str]]:
+    """The names in groups of at most SHARD_BYTES, or of one."""
+    names, size = [], 0
+    for name, each in sizes.items():
+        if names and size + each > SHARD_BYTES:
+            yield names
+            names, size = [], 0
+        names, size = [*names, name], size + each
+    yield names
