@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from runtime.config import command_line
-from runtime.data.batches import Loader
+from runtime.data.batches import Batch, Loader
 from runtime.data.flat_tokens import write_split
 
 
@@ -47,7 +47,6 @@ class FlatTokens:
     read_blocks_per_shuffle_buffer: int = 64
     sequences_per_read_block: int = 128
     seed: int = 0
-    long_sequences: str = "split"
     epochs: int = 10**6
 
 
@@ -58,7 +57,7 @@ def main(config: Benchmark) -> None:
             path = opened.enter_context(tempfile.TemporaryDirectory()) + "/data.zarr"
             write(path, config.tokens)
         memory_before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        sharding = Batch(*[jax.sharding.SingleDeviceSharding(jax.devices()[0])] * 3)
         flat_tokens = FlatTokens(path, config.packed)
         sizes = {"batch": config.batch, "length": config.length, "io_threads": config.max_io_threads}
         loader = opened.enter_context(Loader(flat_tokens, "train", **sizes, sharding=sharding))
@@ -75,7 +74,8 @@ def main(config: Benchmark) -> None:
 
 
 def measure(config: Benchmark, loader: Loader, first: int, step_s: float) -> tuple[float, float, float, int]:
-    """Tokens a second, processor time for each in ns, the share of the time that steps waited, and how many there were."""
+    """Tokens a second, processor time for each in ns, the share of the time that steps waited, and how many there
+    were."""
     tokens, step, waited = 0, first, loader.waited_s
     began, cpu = time.perf_counter(), time.process_time()
     while time.perf_counter() - began < config.seconds:

@@ -1,4 +1,5 @@
-"""What the tests of the data format and of the loader share: ragged data, a loader's config and the check of a message."""
+"""What the tests of the data format and of the loader share: ragged data, a loader's config and the check of a
+message."""
 
 import dataclasses
 import re
@@ -21,7 +22,6 @@ class FlatTokens:
     filespec: str
     seed: int = 0
     sequence_packing: bool = True
-    long_sequences: str = "truncate"
     epochs: int = 1
     read_blocks_per_shuffle_buffer: int = 3
     sequences_per_read_block: int = 4
@@ -46,6 +46,11 @@ def encoded(sequences):
 
 def as_numpy(batch):
     return np.asarray(batch.targets), np.asarray(batch.is_seq_start), np.asarray(batch.is_target)
+
+
+def read_all(loader):
+    """All rows of a loader in the order of its batches: targets, is_seq_start, is_target."""
+    return [np.concatenate(arrays) for arrays in zip(*(as_numpy(loader.load(step)) for step in range(loader.steps)))]
 
 
 def assert_equal(left, right):

@@ -1,9 +1,8 @@
-"""How fast a training step is, on whatever devices there are: a JSON line each, a table, and whether it got slower.
+"""How fast a training step is, on whatever devices there are: a JSON line each, and a table.
 
     python -m tools.benchmark device=cpu                                            # three jobs for a CPU
-    python -m tools.benchmark configs=[c4_h200x1_84m,c4_h200x1_1b] profile=true     # on the devices at hand
+    python -m tools.benchmark configs=[c4_h200x1_84m,c4_h200x1_1b]                  # on the devices at hand
     python -m tools.benchmark 'configs=["c4_h200x1_1b training.microbatches=2"]'    # any key of training can be set
-    python -m tools.benchmark compare=runs/benchmark/old.jsonl                      # its jobs again; status 1: slower
 
 Each job is a process of its own: train.py's step on random tokens, compiled anew, on one host. On an accelerator the
 mesh becomes that of all devices there are, with the config's `t` as far as it divides them.
@@ -13,10 +12,6 @@ PROGRAMS_IN_FLIGHT ahead, and a step's time is that between its end and the end 
 waited for, and followed by PRODUCTS products of 1024³ in bfloat16, with the machine to themselves: the speed of a
 shared machine drifts from minute to minute, so the step's rate (6 × parameters × tokens per second) is divided by that
 of the product at that moment, and `share_of_matmul` is the median of these shares.
-
-What got slower, with `compare`: a job whose steps take longer by more than half the distance between the quartiles of
-the old steps' times and half that of the new ones, and by more than SAME. On a CPU the time is counted in the
-product's, which is what `share_of_matmul` says. Jobs are the same by config and number of devices; other hardware is not compared.
 
 Expect four minutes on two cores for the CPU jobs. docs/performance.md explains the figures.
 """
@@ -28,12 +23,11 @@ import math
 import multiprocessing
 import platform
 import re
-import shutil
 import statistics
 import sys
 import time
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -57,20 +51,14 @@ from runtime.program import ProgramKey, Trainer, load
 from runtime.run import PROGRAMS_IN_FLIGHT, RUNS_ONCE, start, with_shardings
 from runtime.terminal import RunError, columns, print_error, refusals
 from runtime.tracking.metrics import memory
-from runtime.tracking.profiling import PROFILED_STEPS, SETTLING_STEPS, Profiler
 from runtime.tracking.report import environment
 from shardlib.shardtypes import make_shardings
 
 WARM_UP_STEPS = 3
 DOCUMENT = 427  # tokens on average: C4 has 156 billion in 365 million documents (Dodge et al. 2021, table 1)
 PRODUCTS = 6  # after a CPU's step; the median counts
-SAME = 0.02  # a smaller difference counts as none, however small the spread within each process is
 PROCESSES = multiprocessing.get_context("spawn")
 Line = dict[str, Any]
-KEYS = (
-    "config devices mesh tokens_per_s step_time_s step_time_spread_s mfu hfu mfu_6nd gflops_6nd matmul_gflops "
-    "share_of_matmul peak_memory_bytes compile_s predicted_step_time_s hardware versions"
-).split()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,26 +67,15 @@ class Benchmark(ProgramKey):
     configs: tuple[str, ...] = ()
     device: Literal["cpu"] | None = None  # cpu: not the accelerator; without configs it runs the three jobs for a CPU
     steps: Annotated[int, Ge(2), "2 or more, best 20: the spread needs them"] = 20  # timed, after those that warm up
-    profile: bool = False  # also a trace of three steps, beside the file
     file: str | None = None  # where the lines go; null: runs/benchmark/ and the time
-    # an older file: without configs its jobs run again; status 1 when one got slower than the spread explains
-    compare: str | None = None
 
 
 def main(config: Benchmark) -> None:
-    old = None if config.compare is None else read(config.compare)  # now: not after minutes of measuring
-    jobs = config.configs or tuple(line["config"] for line in old or ())
-    if not jobs and config.device == "cpu":
-        jobs = cpu_jobs(load(config.program))
+    jobs = config.configs or (cpu_jobs(load(config.program)) if config.device == "cpu" else ())
     if not jobs:
-        raise RunError("nothing to measure: set configs=[NAME,...], device=cpu, or compare=OLD.jsonl")
+        raise RunError("nothing to measure: set configs=[NAME,...], or device=cpu")
     lines = measure_all(config, jobs)
     print("\n".join(["", *table(lines)]), flush=True)
-    if old is not None:
-        text, slower = compared(old, lines)
-        print("\n".join(["", f"Compared with {config.compare}:", *text]), flush=True)
-        if slower:
-            raise RunError(f"slower than in {config.compare} by more than the spread explains: {', '.join(slower)}")
     if len(lines) < len(jobs):
         raise RunError(f"{len(jobs) - len(lines)} of {len(jobs)} jobs were not measured, for the reasons above")
 
@@ -124,7 +101,7 @@ def measure_all(config: Benchmark, jobs: tuple[str, ...]) -> list[Line]:
     with file:
         for job in jobs:
             receiver, sender = PROCESSES.Pipe(duplex=False)
-            process = PROCESSES.Process(target=measure, args=(config, job, path.with_suffix(""), sender))
+            process = PROCESSES.Process(target=measure, args=(config, job, sender))
             process.start()
             sender.close()
             try:
@@ -145,8 +122,8 @@ def config_of(benchmark: Benchmark, job: str) -> Any:
     return command_line.load(load(benchmark.program).Config, name, ["num_hosts=1", *overrides])
 
 
-def measure(benchmark: Benchmark, job: str, folder: Path, sender: Connection) -> None:
-    """In a process of its own: sends the job's line; then it profiles, if that is asked for."""
+def measure(benchmark: Benchmark, job: str, sender: Connection) -> None:
+    """In a process of its own: sends the job's line."""
     try:
         if benchmark.device == "cpu":
             jax.config.update("jax_platforms", "cpu")
@@ -158,10 +135,7 @@ def measure(benchmark: Benchmark, job: str, folder: Path, sender: Connection) ->
         # Before the mesh is set: the product runs on one device, and the intra-op threads of all.
         product = product_on(mesh.devices.flat[0]) if jax.default_backend() == "cpu" else None
         with jax.set_mesh(mesh):
-            line, next_step = figures(benchmark, job, config, mesh, product)
-            sender.send(line)
-            if benchmark.profile:  # when the line is in the file: a profiler needs more of a machine than a step does
-                profile(next_step, folder / job.replace(" ", "_"))
+            sender.send(figures(benchmark, job, config, mesh, product))
     except refusals() as error:
         print_error(error)
         sys.exit(1)
@@ -183,11 +157,9 @@ def on_devices(config: Any, devices: int, backend: str) -> Any:
     return changed
 
 
-def figures(
-    benchmark: Benchmark, job: str, config: Any, mesh: jax.sharding.Mesh, product: Callable | None
-) -> tuple[Line, Callable]:
-    """The job's line, and what runs one more step."""
-    trainer = load(benchmark.program)
+def figures(benchmark: Benchmark, job: str, config: Any, mesh: jax.sharding.Mesh, product: Callable | None) -> Line:
+    """The job's line."""
+    trainer: Any = load(benchmark.program)
     zero, tokens = np.uint32(0), config.training.tokens.batch * config.training.tokens.len
     step, _ = trainer.mapped_steps(config, bos_id=0)
     shapes = with_shardings(trainer.shapes(config), tuple[trainer.State, trainer.TokenBatch])
@@ -198,8 +170,8 @@ def figures(
     compiled = traced.lower().compile(compiler_options=options(jax.devices()[0]))
     compile_s = time.perf_counter() - began
 
-    init = functools.partial(trainer.init_state, config.model)
-    init = jax.jit(init, out_shardings=make_shardings(trainer.State), compiler_options=RUNS_ONCE)
+    first_state = functools.partial(trainer.init_state, config.model)
+    init = jax.jit(first_state, out_shardings=make_shardings(trainer.State), compiler_options=RUNS_ONCE)
     batch, numbers = random_batch(trainer, config), iter(range(2**31))
     state, metrics = init(np.uint32(config.training.seed)), None
 
@@ -222,7 +194,7 @@ def figures(
     machine = of_device_kind(kind)
     bound = machine and roofline(ledger, machine, devices_per_host=mesh.size)
     peak = machine and machine.peak_flops_per_s and machine.peak_flops_per_s * mesh.size
-    line = {
+    return {
         "config": job,
         "devices": mesh.size,
         "mesh": dict(mesh.shape),
@@ -242,7 +214,6 @@ def figures(
         "hardware": {"device": kind, "cpu": processor(), "cpu_cores": about["cpu_cores"]},
         "versions": {"python": about["python"], **about["packages"], "XLA_FLAGS": about["XLA_FLAGS"]},
     }
-    return line, next_step
 
 
 def random_batch(trainer: Trainer, config: Any) -> Any:
@@ -295,17 +266,6 @@ def took(work: Callable) -> float:
     return time.perf_counter() - began
 
 
-def profile(next_step: Callable, folder: Path) -> None:
-    """Traces some steps into the folder, and says so."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    steps = SETTLING_STEPS + PROFILED_STEPS
-    with Profiler(folder, start_step=0, total_steps=steps, is_leader=True) as profiler:
-        for number in range(1, steps + 1):
-            profiler.before_step(number)
-            profiler.after_step(number, next_step())
-
-
 def processor() -> str:
     """The CPU's name, where Linux or Python knows it."""
     path = Path("/proc/cpuinfo")
@@ -316,73 +276,27 @@ def processor() -> str:
 # ---------------------------------------------------------------- lines
 
 
-def read(path: str) -> list[Line]:
-    """The lines of a file that this tool wrote. Raises RunError if it is not one."""
-    try:
-        lines = [json.loads(text) for text in Path(path).expanduser().read_text(encoding="utf-8").splitlines()]
-        if not lines:
-            raise ValueError("it is empty")
-        for number, line in enumerate(lines, start=1):
-            lacks = [key for key in KEYS if key not in line] if isinstance(line, dict) else KEYS
-            if lacks:
-                raise ValueError(f"line {number} has no {', '.join(lacks)}")
-    except (OSError, ValueError) as error:
-        raise RunError(f"{path}: expected a file that tools.benchmark wrote: {error}") from None
-    return lines
-
-
-def compared(old: list[Line], new: list[Line]) -> tuple[list[str], list[str]]:
-    """A table, and the jobs that got slower by more than the spread explains."""
-    before = {(line["config"], line["devices"]): line for line in old}
-    rows, not_compared, slower = [("", "old", "new", "ratio", "spread", "")], [], []
-    for line in new:
-        was = before.pop((line["config"], line["devices"]), None)
-        if was is None or any(was["hardware"][key] != line["hardware"][key] for key in ("device", "cpu")):
-            why = "not in the old file" if was is None else f"measured on {was['hardware']}: not compared"
-            not_compared.append(f"{name(line)}: {why}")
-            continue
-        if was["share_of_matmul"] and line["share_of_matmul"]:
-            ratio = was["share_of_matmul"] / line["share_of_matmul"]
-            values = [f"{each['share_of_matmul']:.3f}" for each in (was, line)]
-        else:
-            ratio = line["step_time_s"] / was["step_time_s"]
-            values = [seconds(each["step_time_s"]) for each in (was, line)]
-        spread = max(SAME, sum(each["step_time_spread_s"] / each["step_time_s"] / 2 for each in (was, line)))
-        verdict = "slower" if ratio > 1 + spread else "faster" if ratio < 1 - spread else "same"
-        rows.append((name(line), *values, f"{ratio:.3f}", f"{spread:.3f}", verdict))
-        if verdict == "slower":
-            slower.append(f"{name(line)} by {ratio - 1:.1%}")
-    not_compared += [f"{name(line)}: not in the new lines" for line in before.values()]
-    about = "old, new: a step's time, on a CPU the share of the product's rate; ratio: new time over old"
-    return [*columns(rows, range(1, 6)), *not_compared, about], slower
-
-
-def name(line: Line) -> str:
-    return f"{line['config']} ({line['devices']} device{'s' * (line['devices'] > 1)})"
-
-
 def table(lines: list[Line]) -> list[str]:
     """The lines for a reader; n/a where a figure is not known."""
-    rows = [dict(cells(line)) for line in lines]
-    return columns([list(rows[0]), *(list(row.values()) for row in rows)], range(1, len(rows[0]))) if rows else []
-
-
-def cells(line: Line) -> Iterator[tuple[str, str]]:
-    predicted, share = line["predicted_step_time_s"], line["share_of_matmul"]
-    yield "", name(line)
-    yield "mesh", "×".join(str(size) for size in line["mesh"].values())
-    yield "tokens/s", f"{line['tokens_per_s']:,.0f}"
-    yield "step", seconds(line["step_time_s"])
-    yield "spread", seconds(line["step_time_spread_s"])
-    yield "MFU", percent(line["mfu"])
-    yield "HFU", percent(line["hfu"])
-    yield "6ND", percent(line["mfu_6nd"])
-    yield "GFLOP/s", f"{line['gflops_6nd']:,.0f}"
-    yield "share", "n/a" if share is None else f"{share:.3f}"
-    yield "memory", "n/a" if line["peak_memory_bytes"] is None else gigabytes(line["peak_memory_bytes"])
-    yield "compile", seconds(line["compile_s"])
-    yield "predicted", seconds(predicted)
-    yield "of it", "n/a" if predicted is None else f"{line['step_time_s'] / predicted:.2f}"
+    rows = [["", "mesh", "tokens/s", "step", "spread", "MFU", "6ND", "share", "memory", "compile", "predicted"]]
+    for line in lines:
+        share, memory_bytes = line["share_of_matmul"], line["peak_memory_bytes"]
+        rows.append(
+            [
+                line["config"],
+                "×".join(str(size) for size in line["mesh"].values()),
+                f"{line['tokens_per_s']:,.0f}",
+                seconds(line["step_time_s"]),
+                seconds(line["step_time_spread_s"]),
+                percent(line["mfu"]),
+                percent(line["mfu_6nd"]),
+                "n/a" if share is None else f"{share:.3f}",
+                "n/a" if memory_bytes is None else gigabytes(memory_bytes),
+                seconds(line["compile_s"]),
+                seconds(line["predicted_step_time_s"]),
+            ]
+        )
+    return columns(rows, range(1, len(rows[0]))) if lines else []
 
 
 if __name__ == "__main__":

@@ -46,11 +46,11 @@ class LookAt:
 
     what: Literal["show", "verify", "diff"]  # what to do
     path: str  # a checkpoint, or a directory of them
-    other: str | None = None  # of diff: another one
+    other: str = ""  # of diff: another one
 
 
 def main(config: LookAt) -> None:
-    if (config.what == "diff") != (config.other is not None):
+    if (config.what == "diff") != bool(config.other):
         raise RunError("diff takes two paths, show and verify one")
     with ThreadPoolExecutor(THREADS) as pool:
         if config.what == "verify":

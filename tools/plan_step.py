@@ -41,9 +41,6 @@ class PlanKeys(program.ProgramKey):
     folder: str | None = None  # ledger.txt, ledger.json and ledger.html for the machine are written there
     compile: bool = False  # compile it ahead of time too (requirements-plan.txt)
     sweep: bool = False  # every mesh of so many devices, each with the fewest microbatches that fit and with fewer
-    up_to_devices: int | None = None  # with sweep: also for twice the devices, and so on up to these
-    batch_grows: bool = True  # with up_to_devices: rows a device stay as many; false: the batch stays
-    picture: str | None = None  # with up_to_devices: an SVG file, MFU against devices
 
 
 def plan_class(trainer: program.Trainer) -> type:
@@ -51,7 +48,7 @@ def plan_class(trainer: program.Trainer) -> type:
     return program.with_keys(PlanKeys, trainer)
 
 
-def machine_of(config: PlanKeys) -> hardware.Hardware:
+def machine_of(config: Any) -> hardware.Hardware:
     """The figures of the plan's device. Raises RunError for a name that is not known."""
     if config.hardware is None:
         return hardware.Hardware(None, None, None)
@@ -63,9 +60,8 @@ def machine_of(config: PlanKeys) -> hardware.Hardware:
     if found is None:
         raise RunError(
             f"{config.origins.of('hardware')}: hardware = {config.hardware}: its figures are not known, and none are "
-            "guessed: "
-            f"expected one of {', '.join(hardware.NAMES)}, or give yours as own_hardware=[{{name: {config.hardware}, "
-            "peak_flops_per_s: ..., hbm_bytes: ...}]"
+            f"guessed: expected one of {', '.join(hardware.NAMES)}, or give yours as own_hardware=[{{name: "
+            f"{config.hardware}, peak_flops_per_s: ..., hbm_bytes: ...}}]"
         )
     return found
 
@@ -127,7 +123,8 @@ def trace(config: Any, mesh: jax.sharding.AbstractMesh | jax.sharding.Mesh, argu
 
 def ledger_of(config: Any) -> Ledger:
     """The ledger of the config's step on its mesh, without a device."""
-    trainer, mesh = program.load(config.program), vars(config.mesh)
+    trainer: Any = program.load(config.program)
+    mesh = vars(config.mesh)
     automatic = (jax.sharding.AxisType.Auto,) * len(mesh)  # as of the meshes of runs; jax 0.11's default is another
     abstract = jax.sharding.AbstractMesh(tuple(mesh.values()), tuple(mesh), axis_types=automatic)
     with jax.sharding.use_abstract_mesh(abstract):

@@ -55,20 +55,17 @@ def main(config: Sample) -> None:
         print()
 
 
-def load_run(folder: str, name: str | None = None) -> tuple[program.Trainer, Any, Any]:
-    """The trainer of a run, its config, and the weights of the run's newest checkpoint, on one device.
-
-    Args:
-      name: of another trainer than the one that the checkpoint keeps.
-    Raises:
-      RunError: there is no checkpoint that reads whole, or the trainer's weights are others.
-    """
+def load_run(folder: str, name: str | None = None) -> tuple[Any, Any, Any]:
+    """The trainer of a run, or the one of this name instead, its config, and the weights of the run's newest
+    checkpoint,
+    on one device. Raises RunError where no checkpoint reads whole, or the trainer's weights are others."""
     kept = {"keep_last": None, "keep_every": None}
     checkpoints = Checkpoints(f"{folder}/checkpoints", **kept, asynchronous=False, timeout_s=60, max_io_threads=16)
     step = checkpoints.latest()
     if step is None:
         raise RunError(f"there is no complete checkpoint in {folder}/checkpoints: give the folder of a run, runs/NAME")
     attributes = checkpoints.attributes(step)
+    trainer: Any
     if name is None:
         trainer, notes = program.of_checkpoint(attributes)
     else:
@@ -77,7 +74,7 @@ def load_run(folder: str, name: str | None = None) -> tuple[program.Trainer, Any
         print_error(note, "note")
     if not hasattr(trainer, "forward"):
         raise RunError(f"{trainer.__file__} has no function `forward`, without which nothing can be sampled")
-    config = config_of(trainer.Config, attributes)
+    config: Any = config_of(trainer.Config, attributes)
     trainer.act.dtype = config.model.compute_dtype
     state, _ = trainer.shapes(config)
     with jax.set_mesh(mesh_of(config)):
@@ -100,7 +97,7 @@ def find_tokenizer(folder: str, config: Any) -> Tokenizer:
     return tokenizer
 
 
-def logits_of(trainer: program.Trainer, config: Any, weights: Any, bos_id: int) -> Callable[[Any, int], jax.Array]:
+def logits_of(trainer: Any, config: Any, weights: Any, bos_id: int) -> Callable[[Any, int], jax.Array]:
     """A function of a batch of one row and a position: what the model says of the token there, given those before."""
     forward = typed_shard_map(functools.partial(trainer.forward, config.model, config.training, bos_id))
 
@@ -112,9 +109,8 @@ def logits_of(trainer: program.Trainer, config: Any, weights: Any, bos_id: int) 
 
     def of_row(tokens: np.ndarray, position: int) -> jax.Array:
         false = np.zeros(tokens.shape, bool)
-        return logits(
-            weights, trainer.TokenBatch(targets=tokens, is_seq_start=false, is_target=false), np.int32(position)
-        )
+        batch = trainer.TokenBatch(targets=tokens, is_seq_start=false, is_target=false)
+        return logits(weights, batch, np.int32(position))
 
     return of_row
 

@@ -24,20 +24,17 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Any
 
 import zarr
-from annotated_types import Ge, Gt, Interval, Predicate
 from tqdm import tqdm
 
 from runtime.cluster.tuning import keep_memory
 from runtime.config import command_line
-from runtime.config.keys import Decay, Steps
 from runtime.data.documents import Block, File, find_files, find_splits, read_blocks
-from runtime.data.flat_tokens import LARGEST_ID, SplitWriter, absolute_path, open_for_writing
+from runtime.data.flat_tokens import SplitWriter, absolute_path, failing_writes, open_for_writing
 from runtime.data.tokenizers import (
     BYTES,
     Tokenizer,
@@ -48,8 +45,8 @@ from runtime.data.tokenizers import (
 )
 from runtime.terminal import RunError, print_line, printable
 from tools.text_records import (
-    Settings,
     Tokenized,
+    TokenizeText,
     drawn,
     read_documents,
     start_worker,
@@ -63,90 +60,14 @@ SHOWN_BAD_RECORDS = 10
 TRAIN_BPE = "train_bpe"
 
 
-def unescaped(text: str) -> str | None:
-    r"""Text with \\n for a new line, as a command line gives it; None for what is none."""
-    try:
-        return text.encode("ascii", "backslashreplace").decode("unicode_escape")
-    except UnicodeDecodeError:
-        return None
-
-
-Escaped = Annotated[
-    str,
-    Predicate(lambda text: unescaped(text) is not None),
-    r"text, with \n for a new line and \\ for a backslash",
-]
-Id = Annotated[int, Interval(ge=0, le=LARGEST_ID), f"an id from 0 to {LARGEST_ID}"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class HubDataset:
-    path: str = ""  # in place of input: a data set's name on the Hugging Face hub, or its folder
-    name: str = ""  # its configuration, where it has several
-    split: str = "train"  # of it, that is tokenized
-    validation_split: str = ""  # becomes `validation`
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenizeText:
-    # A path, a glob such as 'corpus/*.jsonl.zst', or a URL that fsspec knows; or else hf_dataset. The suffix says how
-    # it is read: .jsonl (.ndjson, .json), .parquet, all others text; .gz, .bz2 and .zst are unpacked.
-    input: str = ""
-    hf_dataset: HubDataset = field(default_factory=HubDataset)
-    output: str  # folder or URL of the data set
-    overwrite: bool = False  # replaces a data set that is there
-    # or a tokenizer.json, a folder that holds one, a name on the Hugging Face hub; or train_bpe
-    tokenizer: str = "bytes_utf8"
-    # ids of the byte-level BPE that train_bpe trains, and the data set then holds
-    bpe_vocab: Annotated[int, Interval(ge=257, le=LARGEST_ID), f"257 (the bytes and one) to {LARGEST_ID}"] = 32768
-    # of training text that it is trained on, taken evenly from all the input
-    bpe_bytes: Annotated[int, Gt(0), "more than 0"] = 100_000_000
-    # the input that stands before each sequence, where it shall not be what the tokenizer says
-    bos_id: Id | None = None
-    chat_template: str = ""  # a file of jinja in place of the tokenizer's own
-    # prompt: records of a prompt, which is no target, and an answer. chat: messages, of which the assistant's are
-    # targets
-    format: Literal["text", "prompt", "chat"] = "text"
-    text_field: str = "text"  # of a record (a line of jsonl, a row of parquet)
-    in_field: str = "in_text"  # the prompt
-    out_field: str = "out_text"  # the answer
-    messages_field: str = "messages"  # a list of {"role": ..., "content": ...}
-    # what stands between the documents of a text file, such as '\n' or '<|endoftext|>'. Without one they are cut by
-    # size:
-    separator: Escaped = ""
-    # the least that is cut off, to the end of its line. Four times the tokens of a training sequence are enough
-    document_bytes: Annotated[int, Ge(4), "4 or more"] = 16384
-    validation: str = ""  # path, glob or URL of what becomes the split `validation`
-    # without that, about so many of the documents, chosen by their hash; 0: no validation split
-    validation_fraction: Decay = 0.01
-    seed: Annotated[int, Interval(ge=0, lt=2**64), "a number from 0 to less than 2⁶⁴"] = 0  # of that choice
-    # skip: leaves out what is no text or no JSON, or lacks a field, and counts it
-    on_bad_record: Literal["fail", "skip"] = "fail"
-    processes: Steps = 0  # that tokenize; 0: one for each core
-
-    @property
-    def settings(self) -> Settings:
-        """What of it says which documents there are."""
-        fields = {
-            "text": (self.text_field,),
-            "prompt": (self.in_field, self.out_field),
-            "chat": (self.messages_field,),
-        }
-        given = self.validation or self.hf_dataset.validation_split
-        fraction = 0.0 if given else self.validation_fraction
-        separator = unescaped(self.separator).encode()
-        return Settings(self.format, fields[self.format], separator, self.document_bytes, fraction, self.seed)
-
-    @property
-    def has_validation(self) -> bool:
-        return bool(self.validation or self.hf_dataset.validation_split or self.validation_fraction)
-
-
 # ---------------------------------------------------------------- from beginning to end
 
 
 def main(config: TokenizeText) -> None:
-    check(config)
+    if bool(config.input) == bool(config.hf_dataset.path):
+        raise RunError("expected one of input (a path, glob or URL) and hf_dataset.path (the name of a data set)")
+    if config.validation and config.hf_dataset.path:
+        raise RunError(f"validation = {config.validation}: expected hf_dataset.validation_split, or neither")
     files = find_all(config)
     # A run goes on where another was if these are the same. How many processes there are makes no difference.
     about = json.loads(printable(json.dumps(dataclasses.asdict(config))))  # without the password of a URL
@@ -159,22 +80,22 @@ def main(config: TokenizeText) -> None:
     open_for_writing(config.output)  # the folder must be there for alone_in
     with alone_in(config.output), failing_writes(config.output):
         dataset = open_for_writing(config.output)
-        if dataset.attrs.get("made_by") == made_by and not config.overwrite:
-            print_line(
-                f"{config.output} is complete: {counted(dataset.attrs['counts'])}. overwrite=true writes it again"
-            )
+        there: dict[str, Any] = dataset.attrs.asdict()
+        if there.get("made_by") == made_by and not config.overwrite:
+            print_line(f"{config.output} is complete: {counted(there['counts'])}. overwrite=true writes it again")
             return
-        state = dataset.attrs.get("tokenizing")
+        state = there.get("tokenizing")
         if not state or (state["made_by"], state["inputs"]) != (made_by, inputs):
             state = {"made_by": made_by, "inputs": inputs, "position": None, "splits": {}, "counts": {}}
             begin(config, files, dataset, state)
-        counts = write(config, files, dataset, state)
+        tokenizer = load_dataset_tokenizer(config.output)
+        assert tokenizer is not None  # begin() put it there
+        counts = write(config, files, dataset, tokenizer, state)
         # One write turns what was going on into what is complete.
-        attributes = {"tokenizer": dataset.attrs["tokenizer"], "made_by": made_by, "counts": counts}
-        dataset.attrs.put(attributes)
+        dataset.attrs.put({"tokenizer": dataset.attrs["tokenizer"], "made_by": made_by, "counts": counts})
         remove_partial_files(config.output)
     print_line(f"{config.output}: {counted(counts)}; flat_tokens.filespec={config.output} trains on it")
-    print_line(f"model.vocab must be at least {dataset.attrs['tokenizer']['vocab']} (tokenizer {config.tokenizer})")
+    print_line(f"model.vocab must be at least {tokenizer.vocab} (tokenizer {config.tokenizer})")
 
 
 def begin(config: TokenizeText, files: list[File], dataset: zarr.Group, state: dict) -> None:
@@ -194,20 +115,14 @@ def begin(config: TokenizeText, files: list[File], dataset: zarr.Group, state: d
     dataset.attrs["tokenizing"] = state
 
 
-def write(config: TokenizeText, files: list[File], dataset: zarr.Group, state: dict) -> dict:
-    """Goes on from the state to the end of the files, recording it now and then; what was counted."""
+def write(config: TokenizeText, files: list[File], dataset: zarr.Group, tokenizer: Tokenizer, state: dict) -> dict:
+    """Continues from the state to the end of the files, recording it now and then; what was counted."""
     remove_partial_files(config.output)
-    tokenizer, settings = load_dataset_tokenizer(config.output), config.settings
-    begun = bool(state["splits"])
+    has_validation = config.validation or config.hf_dataset.validation_split or config.validation_fraction
+    with_targets = config.format != "text"
     writers = {
-        split: SplitWriter(
-            dataset,
-            split,
-            with_targets=config.format != "text",
-            resume=state["splits"].get(split),
-            overwrite=True,  # what a run wrote that was killed before its first record
-        )
-        for split in ("train", "validation")[: 1 + config.has_validation]
+        split: SplitWriter(dataset, split, with_targets=with_targets, resume=state["splits"].get(split))
+        for split in ("train", "validation")[: 1 + bool(has_validation)]
     }
     position, counts = state["position"], {"tokens": 0, "documents": 0, "empty": 0, "bad": 0, **state["counts"]}
 
@@ -215,11 +130,11 @@ def write(config: TokenizeText, files: list[File], dataset: zarr.Group, state: d
         splits = {split: writer.flush() for split, writer in writers.items()}
         dataset.attrs["tokenizing"] = {**state, "position": position, "splits": splits, "counts": counts}
 
-    if not begun:
+    if not state["splits"]:
         record()
     recorded, bad_before = time.monotonic(), counts["bad"]
-    total, blocks = total_bytes(files), read_all(files, settings, position or (0, 0, 0))
-    with progress_bar(total) as bar, tokenized(blocks, tokenizer, settings, process_count(config, files)) as results:
+    total, blocks = total_bytes(files), read_all(files, config, position or (0, 0, 0))
+    with progress_bar(total) as bar, tokenized(blocks, tokenizer, config, process_count(config, files)) as results:
         start, tokens_before = time.monotonic(), counts["tokens"]
         for block, result in results:
             if result.bad and config.on_bad_record == "fail":
@@ -235,9 +150,7 @@ def write(config: TokenizeText, files: list[File], dataset: zarr.Group, state: d
             counts["bad"] += len(result.bad)
             position = block.position
             rate = (counts["tokens"] - tokens_before) / (time.monotonic() - start)
-            bar.set_description_str(
-                f"{counts['documents']:,} documents, {counts['tokens']:,} tokens, {rate:,.0f} tokens/s", False
-            )
+            bar.set_description_str(f"{counted(counts)}, {rate:,.0f} tokens/s", False)
             bar.update(min(block.done, total or block.done) - bar.n)
             if time.monotonic() - recorded > RECORD_S:
                 record()
@@ -246,35 +159,34 @@ def write(config: TokenizeText, files: list[File], dataset: zarr.Group, state: d
     for split, writer in writers.items():
         if not writer.token_count:
             fix = (
-                "give validation=..., a larger validation_fraction, or documents that are more and smaller "
-                "(separator, document_bytes)"
+                ": give validation=..., a larger validation_fraction, or documents that are more and smaller "
+                "(separator, document_bytes); and overwrite=true"
             )
-            raise RunError(
-                f"no document came to the split '{split}' of {config.output} ({counted(counts)})"
-                + (f": {fix}; and overwrite=true" if split == "validation" else "")
-            )
+            what = f"no document came to the split '{split}' of {config.output} ({counted(counts)})"
+            raise RunError(what + (fix if split == "validation" else ""))
         writer.finish(tokenizer.bos_id, {"tokenizer": tokenizer.name})
     return counts
 
 
-def read_all(files: list[File], settings: Settings, position: Sequence[int]) -> Iterator[Block]:
-    return read_blocks(files, position, lambda data: max(text_ends(data, settings, False), default=0))
+def read_all(files: list[File], config: TokenizeText, position: Sequence[int]) -> Iterator[Block]:
+    separator, size = config.separator_bytes, config.document_bytes
+    return read_blocks(files, position, lambda data: max(text_ends(data, separator, size, final=False), default=0))
 
 
 @contextlib.contextmanager
 def tokenized(
-    blocks: Iterator[Block], tokenizer: Tokenizer, settings: Settings, processes: int
+    blocks: Iterator[Block], tokenizer: Tokenizer, config: TokenizeText, processes: int
 ) -> Iterator[Iterator[tuple[Block, Tokenized]]]:
     """What becomes of the blocks, in their order, by so many processes; a few blocks for each are under way at once."""
     if processes == 1:
-        yield ((block, tokenize(block, tokenizer, settings)) for block in blocks)
+        yield ((block, tokenize(block, tokenizer, config)) for block in blocks)
         return
     # A fork would copy the locks of threads that are not there in the copy.
     spawn = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(processes, spawn, start_worker, (tokenizer, settings))
+    pool = ProcessPoolExecutor(processes, spawn, start_worker, (tokenizer, config))
 
     def in_order() -> Iterator[tuple[Block, Tokenized]]:
-        under_way = deque()
+        under_way: deque[tuple[Block, Future[Tokenized]]] = deque()
         for block in blocks:
             under_way.append((block, pool.submit(work_on, block)))
             if len(under_way) > 2 * processes:
@@ -287,8 +199,8 @@ def tokenized(
         yield in_order()
     except BrokenProcessPool as error:
         raise RunError(
-            "a process that tokenizes died, of too little memory perhaps: say fewer processes=...; the same command "
-            "goes on"
+            "a process that tokenizes died, of too little memory perhaps: the same command continues, with fewer "
+            "processes=... say"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
@@ -297,17 +209,9 @@ def tokenized(
 # ---------------------------------------------------------------- what it begins with
 
 
-def check(config: TokenizeText) -> None:
-    """Refuses keys that do not go together."""
-    if bool(config.input) == bool(config.hf_dataset.path):
-        raise RunError("expected one of input (a path, glob or URL) and hf_dataset.path (the name of a data set)")
-    if config.validation and config.hf_dataset.path:
-        raise RunError(f"validation = {config.validation}: expected hf_dataset.validation_split, or neither")
-
-
 def find_all(config: TokenizeText) -> list[File]:
     """What is read, in this order. A file that `validation` names too is none of the training split's."""
-    rest = "" if config.settings.validation_fraction else "train"
+    rest = "" if config.drawn_fraction else "train"
     if path := config.hf_dataset.path:
         splits = find_splits(path, config.hf_dataset.name)
         files = []
@@ -345,9 +249,7 @@ def make_tokenizer(config: TokenizeText, files: list[File]) -> Tokenizer:
         except (OSError, ValueError) as error:
             raise RunError(f"chat_template={config.chat_template} cannot be read ({error})") from error
     if config.tokenizer == TRAIN_BPE:
-        tokenizer = dataclasses.replace(trained_tokenizer(config, files, template), chat_template=template or "")
-        if config.bos_id is not None:
-            tokenizer = dataclasses.replace(tokenizer, bos_id=config.bos_id)
+        tokenizer = trained_tokenizer(config, files, template)
     else:
         tokenizer = load_tokenizer(config.tokenizer, bos_id=config.bos_id, chat_template=template)
     if config.format == "chat" and not tokenizer.chat_template:
@@ -367,10 +269,10 @@ def trained_tokenizer(config: TokenizeText, files: list[File], template: str | N
 
     def texts() -> Iterator[str]:
         nonlocal count
-        for number, block in enumerate(read_all(some, config.settings, (0, 0, 0))):
-            documents = read_documents(block, stand_in, config.settings)[0] if number % every == 0 else ()
+        for number, block in enumerate(read_all(some, config, (0, 0, 0))):
+            documents = read_documents(block, stand_in, config)[0] if number % every == 0 else ()
             for document in documents:
-                if config.settings.validation_fraction and drawn(document, config.settings):
+                if config.drawn_fraction and drawn(document, config):
                     continue
                 if config.format == "chat":
                     parts = [message.get("content") or "" for message in document[0]]
@@ -386,7 +288,8 @@ def trained_tokenizer(config: TokenizeText, files: list[File], template: str | N
     if not count:
         raise RunError(f"{config.input or config.hf_dataset.path} holds no text that a tokenizer could be trained on")
     print_line(f"trained a byte-level BPE on {count:,} characters: {tokenizer.vocab} ids")
-    return tokenizer
+    bos_id = tokenizer.bos_id if config.bos_id is None else config.bos_id
+    return dataclasses.replace(tokenizer, bos_id=bos_id, chat_template=template or "")
 
 
 def process_count(config: TokenizeText, files: list[File]) -> int:
@@ -422,14 +325,6 @@ def remove_partial_files(path: str) -> None:
             partial.unlink()
 
 
-@contextlib.contextmanager
-def failing_writes(path: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise RunError(f"cannot write {path}: {error}") from error
-
-
 # ---------------------------------------------------------------- what is said
 
 
@@ -443,12 +338,9 @@ def progress_bar(total: int) -> tqdm:
 
 
 def counted(counts: dict) -> str:
-    text = f"{counts['documents']:,} documents, {counts['tokens']:,} tokens"
-    if counts["empty"]:
-        text += f"; {counts['empty']:,} empty documents left out"
-    if counts["bad"]:
-        text += f"; {counts['bad']:,} bad records left out"
-    return text
+    left_out = {"empty": "empty documents", "bad": "bad records"}
+    texts = [f"; {counts[key]:,} {what} left out" for key, what in left_out.items() if counts[key]]
+    return f"{counts['documents']:,} documents, {counts['tokens']:,} tokens{''.join(texts)}"
 
 
 if __name__ == "__main__":

@@ -36,7 +36,6 @@ class Cluster:
 
 @dataclass(frozen=True, kw_only=True)
 class IO:
-    max_data_bytes: ClassVar[int] = 4 * 2**30  # host memory for reading flat tokens; what would need more is refused
     max_io_threads: Count = 64  # threads that read the data set and read and write checkpoints, per host
 
 
@@ -50,7 +49,6 @@ class Checkpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class FlatTokens:
-    long_sequences: ClassVar[str] = "split"  # unpacked, one that is longer than a row makes several
     filespec: Name | None = None  # folder or URL of a data set, with the groups `train` and `validation`
     seed: Seed = 0  # of the order of the training data; each epoch draws a new one from it
     sequence_packing: bool = True  # rows are cut from the joined sequences; false: one sequence a row, padded
@@ -70,8 +68,6 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class HuggingFaceDataset:
-    train_split: ClassVar[str] = "train"
-    num_workers: ClassVar[int] = 2  # threads that tokenize, per host
     # A data set on the Hugging Face hub (allenai/c4), or a folder of .txt, .jsonl or .parquet files; read as it is.
     path: Name | None = None
     name: str | None = None  # which of its configurations (en)

@@ -15,7 +15,7 @@ import functools
 import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Self
 
 import jax
 import numpy as np
@@ -32,6 +32,7 @@ BATCHES_AHEAD = 3  # on the device already while a step runs
 UNSHUFFLED_BATCHES = 8  # that are read at once where rows are read in the order they are stored in
 BYTES_A_TOKEN = 5  # of a buffer: the encoded token and whether it is a target
 CHUNKS_A_THREAD = 3  # while it reads one: compressed, decoded, and copied
+MAX_BYTES = 4 * 2**30  # of host memory that one split may take
 
 
 class Batch(NamedTuple):
@@ -72,31 +73,49 @@ def token_batch(tokens: np.ndarray, is_target: np.ndarray, host_rows: np.ndarray
     )
 
 
-class FlatTokensConfig(Protocol):
-    """What the loader reads of runtime.config.keys.FlatTokens."""
+class Batches:
+    """What both kinds of loaders offer a run, besides `load`, `summary` and `rows_of`."""
 
-    filespec: str | None
-    seed: int
-    sequence_packing: bool
-    long_sequences: str
-    epochs: int
-    read_blocks_per_shuffle_buffer: int
-    sequences_per_read_block: int
+    max_token_id: int  # no token id is larger
+    bos_id: int  # the input that stands before a sequence's first token
+    steps: int | None  # of all epochs; None: there is no end
+    dropped_tokens = 0  # of an epoch: at the ends of splits, too few for a row
+    _batches: ReadAhead
+    _opened: contextlib.ExitStack
+
+    @property
+    def waited_s(self) -> float:
+        """For how long load() has waited, in all."""
+        return self._batches.waited_s
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint must hold to resume after the batches loaded so far, as JSON values."""
+        return {}
+
+    def resume(self, step: int, state: dict[str, Any]) -> None:
+        """Continues with this step, where an earlier loader's `state` says."""
+
+    def metrics(self, step: int) -> dict[str, Any]:
+        """What a log says of the data up to a step."""
+        return {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the threads. What they are reading is finished first, what is queued is not begun."""
+        self._opened.close()
 
 
-class MixtureSource(Protocol):
-    """What the loader reads of runtime.config.keys.Source."""
-
-    filespec: str
-    weight: float
-
-
-class Loader:
+class Loader(Batches):
     """Loads the batches of one split of a data set, or of a mixture of several.
 
     A row is, packed, `length` tokens in the order they are stored in, whatever sequences they belong to; not packed,
-    tokens of one sequence, padded at its end, a longer one being split into several rows or cut. Padding is no target,
-    and each position of it is a segment of its own.
+    tokens of one sequence, padded at its end, a longer one being split into several rows. Padding is no target, and
+    each position of it is a segment of its own.
 
     Rows come epoch after epoch, without a gap: a batch may hold an epoch's last rows and the next one's first. In a
     mixture each source goes through its own epochs, and of any number of rows has its share, by weight, to within one
@@ -109,62 +128,62 @@ class Loader:
       length: tokens of a row.
       sharding: of a batch; each host reads only those rows that its own devices need.
       mixture: the sources, if there are several, instead of flat_tokens.filespec.
-      shuffle: False, for validation, gives the rows in the order they are stored in, each once; the last batch is filled up with
-        rows that are no target. A mixture ends where the first of its sources does.
+      shuffle: False, for validation, gives the rows in the order they are stored in, each once; the last batch is
+        filled up with rows that are no target. A mixture ends where the first of its sources does.
       batches: no more than so many of an unshuffled split; None: all.
       io_threads: threads that read at the same time.
-      max_bytes: of host memory.
     Raises:
       RunError: a data set cannot be opened, there is less than a batch, memory would not be enough, or sources do not
         go together.
     """
 
-    max_token_id: int  # no token id is larger
-    bos_id: int  # the input that stands before a sequence's first token
     rows: int  # of an epoch, of all sources together
-    dropped_tokens: int  # of an epoch: at the ends of splits, too few for a row, or cut from long sequences
-    steps: int | None  # of all epochs; None: a mixture has no end
     memory_bytes: int  # of the host, at most
 
     def __init__(
         self,
-        flat_tokens: FlatTokensConfig,
+        flat_tokens: Any,
         split: str,
         *,
         batch: int,
         length: int,
         sharding: Batch,
-        mixture: Sequence[MixtureSource] = (),
+        mixture: Sequence[Any] = (),
         shuffle: bool = True,
         batches: int | None = None,
         io_threads: int = 8,
-        max_bytes: int = 2**32,
     ):
         self._batch, self._length, self._sharding, self._shuffle = batch, length, sharding, shuffle
         self._epochs = flat_tokens.epochs if shuffle else 1
         self._interleaving = Interleaving([source.weight for source in mixture] or [1])
         self._host_rows = rows_of_host(sharding, batch, length)
         self._is_host_row = np.isin(np.arange(batch), self._host_rows)
-        self._pool = ThreadPoolExecutor(io_threads, thread_name_prefix="read_chunks")
         self._sources: list[RowStream] = []
-        self._batches: ReadAhead[Batch] | None = None
         with contextlib.ExitStack() as opened:
-            opened.callback(self.close)
-            for name in [source.filespec for source in mixture] or [flat_tokens.filespec]:
-                self._sources.append(self._open(flat_tokens, name, split))
+            pool = opened.enter_context(ThreadPoolExecutor(io_threads, thread_name_prefix="read_chunks"))
+            for index, name in enumerate([source.filespec for source in mixture] or [flat_tokens.filespec]):
+                opened_split = open_split(name, split)
+                rows = (
+                    PackedRows(opened_split, length)
+                    if flat_tokens.sequence_packing
+                    else SequenceRows(opened_split, length, pool)
+                )
+                order = Order(rows.count, batch, UNSHUFFLED_BATCHES, None)
+                if shuffle:
+                    sizes = flat_tokens.sequences_per_read_block, flat_tokens.read_blocks_per_shuffle_buffer
+                    order = Order(rows.count, *sizes, flat_tokens.seed)
+                wanted = functools.partial(self._is_wanted, index)
+                self._sources.append(RowStream(name, opened_split, rows, order, length, wanted, pool))
+                opened.callback(self._sources[-1].close)
             self._agree()
             self._end = self._count_rows(batches)
             self.steps = None if self._end == NO_END else (self._end if shuffle else self._end + batch - 1) // batch
             self._refuse_too_little()
-            self._bound_memory(io_threads, max_bytes)
-            opened.pop_all()
-        for index, source in enumerate(self._sources):
-            wanted = functools.partial(self._is_wanted, index)
-            source.read_ahead(
-                wanted, NO_END if self.steps is None else int(self._interleaving.counts(self._end)[index])
-            )
-        steps = NO_END if self.steps is None else self.steps
-        self._batches = ReadAhead(self._read_batch, steps, BATCHES_AHEAD, "read_batches")
+            self._bound_memory(io_threads)
+            steps = NO_END if self.steps is None else self.steps
+            self._batches = ReadAhead(self._read_batch, steps, BATCHES_AHEAD, "read_batches")
+            opened.callback(self._batches.close)
+            self._opened = opened.pop_all()
 
     def load(self, step: int) -> Batch:
         """The batch of a step, the first being 0; in any order, though reading on from the last one is fastest.
@@ -184,11 +203,6 @@ class Loader:
                 f"in flat_tokens.epochs = {self._epochs}: {fix}"
             )
         return self._batches(step)
-
-    @property
-    def waited_s(self) -> float:
-        """For how long load() has waited, in all."""
-        return self._batches.waited_s
 
     @property
     def summary(self) -> str:
@@ -220,55 +234,21 @@ class Loader:
         rows = [source.rows.count for source in self._sources]
         return {**identity, "rows": rows, "shares": self._interleaving.shares.tolist()}
 
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint must hold to go on after the batches loaded so far: nothing, since the step says all."""
-        return {}
-
-    def resume(self, step: int, state: dict[str, Any]) -> None:
-        """Goes on with this step where an earlier loader's `state` says."""
-
     def metrics(self, step: int) -> dict[str, Any]:
-        """What a log says of the data up to a step: of a mixture, tokens read from each source, padding included; else
-        nothing."""
+        """Of a mixture, tokens read from each source up to a step, padding included."""
         if len(self._sources) == 1:
             return {}
         counts = self._interleaving.counts((step + 1) * self._batch) * self._length
         return {"tokens_per_source": {source.name: count for source, count in zip(self._sources, counts.tolist())}}
 
     def rows_of(self, step: int) -> list[str]:
-        """Where each row of a step's batch, on all hosts, comes from; for a person who looks at what made a step bad."""
+        """Where each row of a step's batch, on all hosts, comes from; for a person who looks at what made a step
+        bad."""
         positions = np.arange(step * self._batch, min((step + 1) * self._batch, self._end))
         sources, ordinals = self._interleaving.at(positions)
         return [self._sources[source].place_of(ordinal) for source, ordinal in zip(sources.tolist(), ordinals.tolist())]
 
-    def close(self) -> None:
-        """Ends the threads. What they are reading is finished first, what is queued is not begun."""
-        if self._batches is not None:
-            self._batches.close()
-        for source in self._sources:
-            source.close()
-        self._pool.shutdown()
-
-    def __enter__(self) -> "Loader":
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.close()
-
     # ---- what is there
-
-    def _open(self, flat_tokens: FlatTokensConfig, name: str, split: str) -> RowStream:
-        opened = open_split(name, split)
-        if flat_tokens.sequence_packing:
-            rows = PackedRows(opened, self._length)
-        else:
-            rows = SequenceRows(opened, self._length, flat_tokens.long_sequences == "truncate", self._pool)
-        if self._shuffle:
-            sizes = flat_tokens.sequences_per_read_block, flat_tokens.read_blocks_per_shuffle_buffer
-            order = Order(rows.count, *sizes, flat_tokens.seed)
-        else:
-            order = Order(rows.count, self._batch, UNSHUFFLED_BATCHES, None)
-        return RowStream(name, opened, rows, order, self._length, self._pool)
 
     def _agree(self) -> None:
         splits = [source.split for source in self._sources]
@@ -276,8 +256,7 @@ class Loader:
             texts = ", ".join(f"{split.bos_id} in {split.where}" for split in splits)
             raise RunError(
                 f"the sources of the mixture differ in bos_id, the input before a sequence's first token: {texts}; "
-                "expected the same "
-                "in all: write them with one tokenizer"
+                "expected the same in all: write them with one tokenizer"
             )
         self.bos_id, self.max_token_id = splits[0].bos_id, max(split.max_token_id for split in splits)
         self.rows = sum(source.rows.count for source in self._sources)
@@ -306,30 +285,25 @@ class Loader:
     def _texts(self) -> str:
         return "; ".join(source.rows.text for source in self._sources)
 
-    def _bound_memory(self, io_threads: int, max_bytes: int) -> None:
+    def _bound_memory(self, io_threads: int) -> None:
         own = len(self._host_rows)
-        buffers = 0
+        rows = (BATCHES_AHEAD + 2) * own * 2  # of batches
         for source in self._sources:
-            rows = min(source.order.rows_per_block * source.order.blocks_per_buffer, source.order.rows)
+            buffer = min(source.order.rows_per_block * source.order.blocks_per_buffer, source.order.rows)
             if len(self._sources) == 1:  # of a mixture all rows of a source may be one host's
-                rows = min(rows, (rows // self._batch + 2) * own)
-            buffers += (1 + BUFFERS_AHEAD) * rows * (self._length * BYTES_A_TOKEN + 8)
-        arrays = [array for source in self._sources for array in source.arrays]
+                buffer = min(buffer, (buffer // self._batch + 2) * own)
+            rows += (1 + BUFFERS_AHEAD) * buffer
+        splits = [source.split for source in self._sources]
+        arrays = [array for split in splits for array in (split.encoded_tokens, split.seq_starts, split.is_target)]
         kept = sum(array.nbytes for array in arrays if isinstance(array, np.ndarray))
         chunks = [array.chunks[0] * array.dtype.itemsize for array in arrays if isinstance(array, zarr.Array)]
         reading = io_threads * CHUNKS_A_THREAD * max(chunks, default=0)
-        batches = (BATCHES_AHEAD + 2) * own * self._length * 2 * BYTES_A_TOKEN
-        self.memory_bytes = buffers + kept + reading + batches
-        if self.memory_bytes > max_bytes:
+        self.memory_bytes = rows * (self._length * BYTES_A_TOKEN + 8) + kept + reading
+        if self.memory_bytes > MAX_BYTES:
             raise RunError(
-                f"reading {', '.join(source.split.where for source in self._sources)} takes up to "
-                f"{self.memory_bytes:,} bytes of host memory, "
-                f"more than {max_bytes:,}: {buffers:,} for {1 + BUFFERS_AHEAD} shuffle buffers of "
-                f"each source, {reading:,} for "
-                f"chunks in {io_threads} threads, {kept:,} for small arrays that are kept, {batches:,} for batches. "
-                "Lower "
-                "flat_tokens.read_blocks_per_shuffle_buffer, flat_tokens.sequences_per_read_block or "
-                "io.max_io_threads"
+                f"reading {', '.join(split.where for split in splits)} takes up to {self.memory_bytes:,} bytes of host "
+                f"memory, more than {MAX_BYTES:,}: lower flat_tokens.read_blocks_per_shuffle_buffer, "
+                "flat_tokens.sequences_per_read_block or io.max_io_threads"
             )
 
     # ---- reading

@@ -3,26 +3,21 @@ an error.
 
     group = open_checked("my.zarr")
     read_ranges(group["train/encoded_tokens"], starts, stops, out, "encoded_tokens of my.zarr/train", pool)
-    write_chunk(array, 3, values)     # the fourth of an array in a local folder
 
 zarr reads a chunk that is not there as its fill value, and numcodecs (0.16) decodes a blosc file that was cut short to
 garbage where its values were not compressible. `open_checked` gives a group of arrays that do neither.
 """
 
 import atexit
-import os
-import pathlib
+import functools
 import struct
 import sys
-import threading
 import zlib
-from collections.abc import Callable
 from concurrent.futures import Executor
-from typing import Any
+from typing import Any, Literal
 
 import google_crc32c
 import numcodecs
-import numcodecs.blosc
 import numpy as np
 import zarr
 import zarr.abc.store
@@ -35,9 +30,6 @@ from runtime.terminal import RunError
 METADATA = ("zarr.json", ".zarray", ".zattrs", ".zgroup", ".zmetadata")
 BLOSC_HEADER = struct.Struct("<4B3I")  # last are the sizes of the content, of its blocks, and of the whole
 
-_scratch = threading.local()
-_to_be_closed: set[int] = set()  # file systems, which fsspec keeps to the end, by their ids
-
 
 class CheckedStore(zarr.storage.WrapperStore):
     """A store to read from, in which every chunk that is asked for must be there, and whole where it is compressed by
@@ -48,20 +40,19 @@ class CheckedStore(zarr.storage.WrapperStore):
         self.folder = store.root if isinstance(store, zarr.storage.LocalStore) else None
         # Paths of arrays whose files are frames of blosc, with how many bytes of checksum follow a frame.
         self.blosc_arrays: dict[str, int] = {}
-        self.plain_arrays: set[str] = set()  # of these, where a frame holds the values as numpy has them in memory
         self.gzip_arrays: dict[str, int] = {}  # to how many bytes a chunk's file may unpack
 
     async def get(self, key: str, prototype: Any, byte_range: Any = None) -> Any:
         if key.rpartition("/")[2] in METADATA:
             return await self._store.get(key, prototype, byte_range)
-        if self.folder:
-            check_file(self.folder / key, key)
+        if self.folder and (self.folder / key).exists() and not (self.folder / key).is_file():
+            raise OSError(f"the file {key} is no plain file")  # reading a pipe would wait forever
         value = await self._store.get(key, prototype, byte_range)
         if value is None:
             raise OSError(f"the file {key} is missing")
         array = key.rpartition("/")[0].removesuffix("/c")
         if byte_range is None and array in self.blosc_arrays:
-            check_frame(key, value.as_numpy_array(), self.blosc_arrays[array])
+            check_frame(key, value.to_bytes(), self.blosc_arrays[array])
         if array in self.gzip_arrays:
             most = self.gzip_arrays[array]
             if len(zlib.decompressobj(zlib.MAX_WBITS | 32).decompress(value.to_bytes(), most + 1)) > most:
@@ -69,44 +60,33 @@ class CheckedStore(zarr.storage.WrapperStore):
         return value
 
 
-def check_file(file: pathlib.Path, key: str) -> None:
-    """Raises OSError for what is there and no plain file: reading a pipe would wait forever."""
-    if not file.is_file() and file.exists():
-        raise OSError(f"the file {key} is no plain file")
-
-
-def check_frame(key: str, frame: np.ndarray, checksum_bytes: int) -> None:
+def check_frame(key: str, frame: bytes, checksum_bytes: int) -> None:
     """Raises OSError for a frame of blosc that was cut short, or that is not what was written."""
     size = BLOSC_HEADER.unpack_from(frame)[-1] if len(frame) >= BLOSC_HEADER.size else -1
     if size + checksum_bytes != len(frame):
         raise OSError(f"the file {key} has {len(frame)} bytes and was written with another number")
-    if checksum_bytes and checksum(frame[:-checksum_bytes]) != frame[-checksum_bytes:].tobytes():
+    if checksum_bytes and google_crc32c.value(frame[:-4]).to_bytes(4, "little") != frame[-4:]:
         raise OSError(f"the file {key} is not what was written (its crc32c differs)")
 
 
-def checksum(frame: Any) -> bytes:
-    """As zarr's codec crc32c appends it."""
-    return google_crc32c.value(frame).to_bytes(4, "little")
-
-
-def open_group(path: str, mode: str) -> zarr.Group:
-    """zarr.open_group, whose connections to an object store are closed when the program ends; nothing else closes them, and aiohttp
-    may then print "Unclosed client session"."""
+def open_group(path: str, mode: Literal["r", "r+", "a"]) -> zarr.Group:
+    """zarr.open_group, whose connections to an object store are closed when the program ends; nothing else closes them,
+    and aiohttp may then print "Unclosed client session"."""
     group = zarr.open_group(path, mode=mode)
-    file_system = getattr(group.store, "fs", None)
-    if file_system is not None and id(file_system) not in _to_be_closed:
-        _to_be_closed.add(id(file_system))
-        atexit.register(_close, file_system)  # runs before zarr's own, which ends the loop that the connections live in
+    if (file_system := getattr(group.store, "fs", None)) is not None:
+        _close_at_the_end(file_system)
     return group
 
 
-def _close(file_system: Any) -> None:
-    for name in (
-        "_s3",
-        "_session",
-    ):  # s3fs's, gcsfs's; neither has a public name, nor a close() for those that zarr makes
-        if (session := getattr(file_system, name, None)) is not None:
-            zarr.core.sync.sync(session.close(), timeout=5)
+@functools.cache
+def _close_at_the_end(file_system: Any) -> None:
+    def close() -> None:
+        # s3fs's, gcsfs's: neither has a public name, nor a close() for the file systems that zarr makes.
+        for name in ("_s3", "_session"):
+            if (session := getattr(file_system, name, None)) is not None:
+                zarr.core.sync.sync(session.close(), timeout=5)
+
+    atexit.register(close)  # runs before zarr's own, which ends the loop that the connections live in
 
 
 def open_checked(path: str) -> zarr.Group:
@@ -117,7 +97,7 @@ def open_checked(path: str) -> zarr.Group:
 
 def check_chunks(array: zarr.Array) -> None:
     """Lets the array's CheckedStore check its files, if they are compressed by blosc or gzip."""
-    if array.shards is not None or not array.compressors:
+    if array.shards is not None or not array.compressors or not isinstance(array.store, CheckedStore):
         return
     checksum_bytes = 4 * has_checksums(array)
     compressors = array.compressors[: len(array.compressors) - has_checksums(array)]
@@ -126,30 +106,16 @@ def check_chunks(array: zarr.Array) -> None:
             array.store.gzip_arrays[array.path] = array.chunks[0] * array.dtype.itemsize
     if compressors and isinstance(compressors[-1], zarr.codecs.BloscCodec | numcodecs.Blosc):
         array.store.blosc_arrays[array.path] = checksum_bytes
-        if array.metadata.zarr_format == 3 and len(compressors) == 1 and sys.byteorder == "little":
-            if array.metadata.codecs[0] in (
-                zarr.codecs.BytesCodec(endian="little"),
-                zarr.codecs.BytesCodec(endian=None),
-            ):
-                array.store.plain_arrays.add(array.path)
 
 
-def has_checksums(array: zarr.Array) -> bool:
+def has_checksums(array: Any) -> bool:
     return bool(array.compressors) and isinstance(array.compressors[-1], zarr.codecs.Crc32cCodec)
 
 
 def read(array: zarr.Array | np.ndarray, start: int, stop: int, what: str) -> np.ndarray:
-    """array[start:stop]; `what` names it in messages.
-
-    Raises:
-      RunError: a chunk of it cannot be read.
-    """
-    return _read(lambda: np.asarray(array[start:stop]), start, stop, what)
-
-
-def _read(values: Callable[[], np.ndarray], start: int, stop: int, what: str) -> np.ndarray:
+    """array[start:stop]; `what` names it in messages. Raises RunError where a chunk of it cannot be read."""
     try:
-        return values()
+        return np.asarray(array[start:stop])
     except read_errors() as error:
         text = str(error) or type(error).__name__
         raise RunError(
@@ -158,62 +124,18 @@ def _read(values: Callable[[], np.ndarray], start: int, stop: int, what: str) ->
         ) from error
 
 
-def _chunk(array: zarr.Array, number: int) -> np.ndarray:
-    """A chunk of a local array, decoded into memory that this thread uses again for the next: half the time of `array[...]`, which
-    goes through zarr's event loop and new memory."""
-    key = f"{array.path}/{array.metadata.encode_chunk_key((number,))}"
-    check_file(array.store.folder / key, key)
-    try:
-        frame = np.frombuffer((array.store.folder / key).read_bytes(), np.uint8)
-    except FileNotFoundError:
-        raise OSError(f"the file {key} is missing") from None
-    checksum_bytes = array.store.blosc_arrays[array.path]
-    check_frame(key, frame, checksum_bytes)
-    frame = frame[: len(frame) - checksum_bytes]
-    size = array.chunks[0] * array.dtype.itemsize
-    if BLOSC_HEADER.unpack_from(frame)[4] != size:
-        raise OSError(f"the file {key} holds another number of values than a chunk has")
-    if getattr(_scratch, "bytes", np.empty(0)).size < size:
-        _scratch.bytes = np.empty(size, np.uint8)
-    numcodecs.blosc.decompress(frame, _scratch.bytes[:size])
-    return _scratch.bytes[:size].view(array.dtype)
-
-
-def chunk_file(array: zarr.Array, number: int) -> pathlib.Path:
-    """The file of a chunk; the array is in a local folder."""
-    return array.store.root / array.path / array.metadata.encode_chunk_key((number,))
-
-
-def write_chunk(array: zarr.Array, number: int, values: np.ndarray) -> None:
-    """Writes a whole chunk of a local array that blosc compresses, perhaps with a checksum; its file is there whole or
-    not at all.
-
-    The file is the one that `array[...] = values` writes, which takes three to five times as long, in zarr's event loop
-    and threads.
-    """
-    codec = array.compressors[0]
-    shuffle = ("noshuffle", "shuffle", "bitshuffle").index(codec.shuffle.value)
-    compressor = numcodecs.Blosc(codec.cname.value, codec.clevel, shuffle, codec.blocksize)
-    file = chunk_file(array, number)
-    partial = file.with_name(f"{file.name}.partial")
-    file.parent.mkdir(exist_ok=True)
-    frame = compressor.encode(values.astype(values.dtype.newbyteorder("<"), copy=False))
-    partial.write_bytes(frame + checksum(frame) if has_checksums(array) else frame)
-    os.replace(partial, file)
-
-
-def read_errors() -> tuple[type[Exception], ...]:
-    """What a store or a codec may raise for data that are not as they should be, or not to be had."""
-    errors: list[type[Exception]] = [OSError, ValueError, RuntimeError, EOFError, zlib.error]
+def read_errors(*others: type[Exception]) -> tuple[type[Exception], ...]:
+    """What a store or a codec may raise for data that are not as they should be, or not to be had; and others."""
+    errors: list[type[Exception]] = [OSError, ValueError, RuntimeError, EOFError, zlib.error, *others]
     # Packages of object stores have errors of their own, which are none of the above.
     if "botocore" in sys.modules:
         from botocore.exceptions import BotoCoreError, ClientError
 
         errors += [BotoCoreError, ClientError]
     if "aiohttp" in sys.modules:
-        from aiohttp import ClientError
+        import aiohttp
 
-        errors.append(ClientError)
+        errors.append(aiohttp.ClientError)
     return tuple(errors)
 
 
@@ -221,15 +143,8 @@ def read_ranges(
     array: zarr.Array | np.ndarray, starts: np.ndarray, stops: np.ndarray, out: np.ndarray, what: str, pool: Executor
 ) -> None:
     """Copies array[starts[i]:stops[i]] to the front of out[i], for all i, decoding each chunk once, in the pool's
-    threads.
-
-    A thread holds one chunk at a time.
-
-    Raises:
-      RunError: a chunk cannot be read.
-    """
+    threads, of which each holds one chunk at a time. Raises RunError where a chunk cannot be read."""
     chunk = array.chunks[0] if isinstance(array, zarr.Array) else max(1, array.shape[0])
-    is_plain = isinstance(array, zarr.Array) and array.store.folder and array.path in array.store.plain_arrays
     # A range is cut where chunks end: into pieces, each with its row, its chunk, and from where to where it goes.
     there = np.flatnonzero(stops > starts)
     if not len(there):
@@ -246,11 +161,7 @@ def read_ranges(
     def copy(edge: int) -> None:
         pieces = slice(edges[edge], edges[edge + 1])
         low, high = int(begin[pieces].min()), int(end[pieces].max())
-        if is_plain:
-            number = low // chunk
-            values = _read(lambda: _chunk(array, number), low, high, what)[low - number * chunk : high - number * chunk]
-        else:
-            values = read(array, low, high, what)
+        values = read(array, low, high, what)
         rows, begins, ends = row[pieces], begin[pieces], end[pieces]
         whole = (ends - begins == out.shape[1]) & (begins == starts[rows])
         if whole.any():  # at once: a loop over rows would take longer than decoding where rows are short

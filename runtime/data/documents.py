@@ -50,11 +50,12 @@ class File:
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """Whole records of a file; all of an empty one. Blocks after a position hold the same records wherever reading
+    """Whole records of a file; nothing of an empty one. Blocks after a position hold the same records wherever reading
     began."""
 
     file: File
-    content: bytes | list[dict]
+    content: bytes  # of text and lines
+    rows: list[dict]  # of a table
     first: int  # number of its first line, from 1, or row, from 0
     # What follows it: of which file, a byte or a row, and how many lines come before that (1 after an empty file).
     position: tuple[int, int, int]
@@ -73,11 +74,8 @@ class BadRecord(ValueError):
 
 
 def find_files(pattern: str) -> list[File]:
-    """The files of a path, glob or URL, by name. What has no suffix that is known is text.
-
-    Raises:
-      RunError: nothing matches, or the file system cannot be asked.
-    """
+    """The files of a path, glob or URL, by name. What has no suffix that is known is text. Raises RunError where
+    nothing matches, or the file system cannot be asked."""
     with reading(pattern):
         file_system, path = fsspec.core.url_to_fs(os.path.expanduser(pattern))
         paths = sorted(file_system.glob(path)) if any(mark in path for mark in "*?[") else [path]
@@ -88,9 +86,8 @@ def find_files(pattern: str) -> list[File]:
     for url, about in found:
         if about["type"] != "directory":
             kind = "rows" if url.endswith(".parquet") else "lines" if _suffix(url) in LINES else "text"
-            version = next(
-                (str(about[key]) for key in ("mtime", "ETag", "LastModified", "updated") if key in about), ""
-            )
+            keys = ("mtime", "ETag", "LastModified", "updated")
+            version = next((str(about[key]) for key in keys if key in about), "")
             files.append(File(kind, url.removeprefix("file://"), about.get("size") or 0, version))
     if not files:
         raise RunError(f"no file matches {pattern}")
@@ -99,11 +96,7 @@ def find_files(pattern: str) -> list[File]:
 
 def find_splits(path: str, name: str) -> dict[str, list[File]]:
     """The files of each split of a Hugging Face data set, by its name on the hub or its folder; `name` is its
-    configuration, if it has several.
-
-    Raises:
-      RunError: a package or the data set is missing.
-    """
+    configuration, if it has several. Raises RunError where a package or the data set is missing."""
     with needs_package("hf_dataset.path", "datasets"):
         import datasets
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it logs, besides, what it raises
@@ -114,14 +107,11 @@ def find_splits(path: str, name: str) -> dict[str, list[File]]:
         with reading(where):
             builder = datasets.load_dataset_builder(where, name or None)
             splits = {str(split): names for split, names in (builder.config.data_files or {}).items()}
-            kinds = {_plain(each) for names in splits.values() for each in names}
-            # A file that holds one JSON array, or the records of a field, is no lines.
-            nested = getattr(builder.config, "field", None) or getattr(builder.config, "sample_by", "line") != "line"
-            if kinds == {"lines"} and not nested:
+            kind, *others = {_plain(each) for names in splits.values() for each in names} or {None}
+            if kind == "lines":  # or one JSON array
                 with _open(next(iter(splits.values()))[0]) as (file, _):
-                    nested = file.read(100).lstrip(codecs.BOM_UTF8).lstrip().startswith(b"[")
-            if len(kinds) == 1 and None not in kinds and not nested:
-                (kind,) = kinds
+                    kind = None if file.read(100).lstrip(codecs.BOM_UTF8).lstrip().startswith(b"[") else kind
+            if kind is not None and not others:
                 return {
                     split: [File(kind, each, version=str(builder.hash)) for each in names]
                     for split, names in splits.items()
@@ -174,25 +164,18 @@ def read_blocks(
         is_empty, before = not offset and not line, sum(file.size for file in files[:index])
         read = _read_rows(file, offset) if file.kind == "rows" else _read_bytes(file, offset, line, whole)
         file = dataclasses.replace(file, stream=None)  # a block goes to other processes
-        for content, first, offset, line, done in read:
+        for content, rows, first, offset, line, done in read:
             is_empty = False
-            yield Block(file, content, first, (index, offset, line), before + done)
+            yield Block(file, content, rows, first, (index, offset, line), before + done)
         if is_empty:
-            yield Block(file, b"", 1, (index, 0, 1), before)
+            yield Block(file, b"", [], 1, (index, 0, 1), before)
         offset = line = 0
 
 
 def _read_bytes(file: File, offset: int, line: int, whole: Callable[[bytes], int]) -> Iterator[tuple]:
     whole = whole if file.kind == "text" else whole_lines
     with reading(file.name), _open(file.name) as (opened, raw):
-        if opened is raw:
-            raw.seek(offset)
-        else:
-            left = offset
-            while left:
-                left -= (read := len(opened.read(min(BLOCK_BYTES, left))))
-                if not read:
-                    raise EOFError(f"it ends before byte {offset}, which was read before")
+        opened.seek(offset)
         data, wanted, at_end = b"", BLOCK_BYTES, False
         while data or not at_end:
             while len(data) < wanted and not at_end:  # so that the blocks are the same wherever reading began
@@ -207,7 +190,7 @@ def _read_bytes(file: File, offset: int, line: int, whole: Callable[[bytes], int
             # Four times as fast as bytes.count.
             lines = int(np.count_nonzero(np.frombuffer(content, np.uint8) == ord("\n")))
             first, line, offset = line + 1, line + lines, offset + stop
-            yield content, first, offset, line, offset if opened is raw else min(raw.tell(), file.size)
+            yield content, [], first, offset, line, offset if opened is raw else min(raw.tell(), file.size)
 
 
 def _read_rows(file: File, row: int) -> Iterator[tuple]:
@@ -224,7 +207,7 @@ def _read_rows(file: File, row: int) -> Iterator[tuple]:
             rest = table.slice(max(0, row - at))
             at += table.num_rows
             if rest.num_rows:
-                yield rest.to_pylist(), at - rest.num_rows, at, 0, 0
+                yield b"", rest.to_pylist(), at - rest.num_rows, at, 0, 0
 
 
 @contextlib.contextmanager
@@ -237,8 +220,8 @@ def _open(name: str) -> Iterator[tuple[BinaryIO, BinaryIO]]:
             # fsspec's own reads the first frame alone (2026.9), without a word.
             yield zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True), raw
         else:
-            open_by_suffix = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}.get(os.path.splitext(name)[1])
-            yield (open_by_suffix(raw) if open_by_suffix else raw), raw
+            openers: dict[str, Callable] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+            yield openers.get(os.path.splitext(name)[1], lambda raw: raw)(raw), raw
 
 
 @contextlib.contextmanager
@@ -246,7 +229,7 @@ def reading(name: str) -> Iterator[None]:
     """Turns what opening or reading raises when the network or the data are at fault into a RunError of one line."""
     try:
         yield
-    except (*read_errors(), TypeError, ImportError, lzma.LZMAError, *_of_packages()) as error:
+    except read_errors(TypeError, ImportError, lzma.LZMAError, *_of_packages()) as error:
         raise RunError(f"cannot read {name} ({type(error).__name__}: {' '.join(str(error).split())})") from error
 
 
@@ -262,9 +245,9 @@ def _of_packages() -> list[type[Exception]]:
 def records(block: Block) -> list[tuple[int, bytes | dict]]:
     """A block's records, each with the number of its line or row; a line of text is one too."""
     if block.file.kind == "rows":
-        return list(enumerate(block.content, block.first))
+        return [*enumerate(block.rows, block.first)]
     if block.file.kind == "text":
-        return list(enumerate(block.content.splitlines(), block.first))
+        return [*enumerate(block.content.splitlines(), block.first)]
     lines = enumerate(block.content.removeprefix(codecs.BOM_UTF8).split(b"\n"), block.first)
     return [(number, line) for number, line in lines if line and not line.isspace()]
 
@@ -290,12 +273,11 @@ def values(record: bytes | dict, fields: Sequence[str], kind: type = str) -> lis
             record = json.loads(decoded(record))
         except json.JSONDecodeError as error:
             raise BadRecord(f"no JSON ({error.msg}, column {error.colno})") from error
-        except RecursionError as error:
-            raise BadRecord("no JSON that can be read (nested too deeply)") from error
-        except ValueError as error:
-            if isinstance(error, BadRecord):
-                raise
-            raise BadRecord("no JSON that can be read (an integer of more than 4,300 digits)") from error
+        except BadRecord:
+            raise
+        except (RecursionError, ValueError) as error:
+            reason = "nested too deeply" if isinstance(error, RecursionError) else "an integer of over 4,300 digits"
+            raise BadRecord(f"no JSON that can be read ({reason})") from error
     if not isinstance(record, dict):
         raise BadRecord(f'{type(record).__name__}, expected {{"field": ...}}')
     for field in fields:

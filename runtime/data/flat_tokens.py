@@ -16,34 +16,27 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Executor
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import zarr
 import zarr.errors
 
-from runtime.data.chunks import (
-    check_chunks,
-    chunk_file,
-    open_checked,
-    open_group,
-    read,
-    read_errors,
-    read_ranges,
-    write_chunk,
-)
+from runtime.data.chunks import check_chunks, open_checked, open_group, read, read_errors, read_ranges
 from runtime.terminal import RunError
 
 LARGEST_ID = 2**31 - 1  # one bit of 32 tells where a sequence starts
 CHUNK_TOKENS = 2**18  # 1 MiB of tokens is one file: a quarter of that on disk, decoded in about a millisecond
-RESIDENT_BYTES = (
-    64 * 2**20
-)  # an array no larger is read once and kept: small rows out of many chunks would decode each often
+CHUNKS_AT_ONCE = 8  # that are written together: 140 M tokens a second of one core, one by one half of that
+# An array that is no larger is read once and kept: small rows out of many chunks would decode each often.
+RESIDENT_BYTES = 64 * 2**20
 ENCODED_PADDING = np.uint32(1)  # id 0 that starts a sequence: what pads is a segment of its own, so no token can see it
 
 # zarr reads a chunk file that is lost as the fill value. These are impossible values, so a lost chunk is found when it
 # is read.
 _LOST_TOKENS, _LOST_STARTS = 2**32 - 1, 2**64 - 1
+
+M = TypeVar("M", zarr.Array, zarr.Group)
 
 
 # ---------------------------------------------------------------- writing
@@ -60,59 +53,55 @@ def write_split(
     overwrite: bool = False,
     chunk_tokens: int = CHUNK_TOKENS,
 ) -> None:
-    """Writes one split of a data set, holding no more than a chunk and a sequence in memory.
+    """Writes one split of a data set, holding no more than some chunks and a sequence in memory.
 
         write_split("my.zarr", "train", (tokenize(text) for text in texts), attributes={"tokenizer": "gpt2"})
 
     Args:
       path: the data set; made where there is none. Other splits in it stay.
       sequences: one-dimensional integer arrays of token ids from 0 to 2³¹ - 1; an empty one is a sequence too.
-      is_target: a boolean array for each sequence, False where a token is only context. Without it every token is a target.
+      is_target: a boolean array for each sequence, False where a token is only context; None: every token is a target.
       attributes: further ones, such as the tokenizer's name.
       overwrite: replaces a split that is there already.
     Raises:
       RunError: the split is there already, the data set is of zarr format 2, or a sequence is not as above.
     """
-    where, dataset = absolute_path(path), open_for_writing(path)
+    where, dataset = f"{absolute_path(path)}/{split}", open_for_writing(path)
     if split in dataset and not overwrite:
-        raise RunError(
-            f"{where} holds the split '{split}' already: write to a new path, or say overwrite=true to replace it"
-        )
-
-    writer = SplitWriter(
-        dataset, split, with_targets=is_target is not None, chunk_tokens=chunk_tokens, overwrite=overwrite
-    )
-    masks = None if is_target is None else iter(is_target)
-    for index, sequence in enumerate(sequences):
-        ids = np.asarray(sequence)
-        if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-            raise RunError(
-                f"sequence {index} for {where}/{split} is {ids.dtype}{list(ids.shape)}, expected integers of one "
-                "dimension"
-            )
-        if ids.size:
-            smallest, largest = int(ids.min()), int(ids.max())
-            if smallest < 0 or largest > LARGEST_ID:
-                wrong = smallest if smallest < 0 else largest
+        raise RunError(f"{where} is there already: write to a new path, or say overwrite=true to replace it")
+    with failing_writes(where):
+        writer = SplitWriter(dataset, split, with_targets=is_target is not None, chunk_tokens=chunk_tokens)
+        masks = None if is_target is None else iter(is_target)
+        for index, sequence in enumerate(sequences):
+            ids = np.asarray(sequence)
+            whole = ids.ndim == 1 and (not ids.size or ids.dtype.kind in "iu")
+            if not whole or (ids.size and not 0 <= int(ids.min()) <= int(ids.max()) <= LARGEST_ID):
+                held = f" from {ids.min()} to {ids.max()}" if whole else ""
                 raise RunError(
-                    f"sequence {index} for {where}/{split} holds the token id {wrong}, expected 0 to {LARGEST_ID}"
+                    f"sequence {index} for {where} is {ids.dtype}{list(ids.shape)}{held}, expected whole numbers "
+                    f"from 0 to {LARGEST_ID} in one dimension"
                 )
-        mask = None if masks is None else np.asarray(next(masks, None))
-        if mask is not None and (mask.dtype != bool or mask.shape != ids.shape):
-            raise RunError(
-                f"is_target of sequence {index} for {where}/{split} is {mask.dtype}{list(mask.shape)}, expected "
-                f"bool{list(ids.shape)}"
-            )
-        writer.append(ids.astype(np.uint32), np.array([ids.size]), mask)
-    writer.finish(bos_id, attributes)
+            mask = None if masks is None else np.asarray(next(masks, None))
+            if mask is not None and (mask.dtype != bool or mask.shape != ids.shape):
+                raise RunError(
+                    f"is_target of sequence {index} for {where} is {mask.dtype}{list(mask.shape)}, expected "
+                    f"bool{list(ids.shape)}"
+                )
+            writer.append(ids.astype(np.uint32), np.array([ids.size]), mask)
+        writer.finish(bos_id, attributes)
+
+
+@contextlib.contextmanager
+def failing_writes(where: str) -> Iterator[None]:
+    """Turns what a full or broken disk raises into a RunError."""
+    try:
+        yield
+    except OSError as error:
+        raise RunError(f"cannot write {where}: {error}") from error
 
 
 def open_for_writing(path: str | os.PathLike) -> zarr.Group:
-    """The group of a data set that is there or is made now.
-
-    Raises:
-      RunError: it cannot be, or is of zarr format 2.
-    """
+    """The group of a data set that is there or is made now. Raises RunError if it is of zarr format 2, or cannot be."""
     where = absolute_path(path)
     try:
         dataset = open_group(where, mode="a")
@@ -124,7 +113,7 @@ def open_for_writing(path: str | os.PathLike) -> zarr.Group:
 
 
 class SplitWriter:
-    """Appends sequences to a split, holding no more than a chunk in memory; can go on where a recorded state was.
+    """Appends sequences to a split, holding no more than CHUNKS_AT_ONCE chunks; can resume from a recorded state.
 
         writer = SplitWriter(dataset, "train")
         writer.append(ids, lengths)      # all ids of some sequences one after another, and how many each has
@@ -137,10 +126,8 @@ class SplitWriter:
     Args:
       dataset: the open group, of zarr format 3, that the split is or shall be in.
       with_targets: every append gives is_target.
-      resume: what flush() returned; the split must be there. Without it the split is made.
-      overwrite: a split that is there already is replaced.
-    Raises:
-      RunError: by every method, a write that failed.
+      resume: what flush() returned; the split must be there. Without it the split is made, in place of one that is
+        there.
     """
 
     def __init__(
@@ -151,153 +138,106 @@ class SplitWriter:
         with_targets: bool = False,
         chunk_tokens: int = CHUNK_TOKENS,
         resume: dict[str, int] | None = None,
-        overwrite: bool = False,
     ):
-        self.where = f"{dataset.store_path}/{split}".removeprefix("file://")
         state = resume or {"tokens": 0, "sequences": 0, "max_token_id": 0}
-        self.token_count, self.sequence_count, self.max_token_id = (
-            state[key] for key in ("tokens", "sequences", "max_token_id")
-        )
-        with self._failing_writes():
-            self.group = dataset.create_group(split, overwrite=overwrite) if resume is None else dataset[split]
-            arrays = [
-                ("encoded_tokens", "uint32", chunk_tokens, _LOST_TOKENS, self.token_count),
-                ("seq_starts", "uint64", max(1, chunk_tokens // 8), _LOST_STARTS, self.sequence_count),
-                ("is_target", "bool", chunk_tokens, False, self.token_count),
-            ]
-            self.appenders = [
-                _Appender(self.group, *array, resume=resume is not None) for array in arrays[: 2 + with_targets]
-            ]
+        self.token_count, self.sequence_count = state["tokens"], state["sequences"]
+        self.max_token_id = state["max_token_id"]
+        if resume is None:
+            group = dataset.create_group(split, overwrite=True)
+            _create_array(group, "encoded_tokens", "uint32", chunk_tokens, _LOST_TOKENS)
+            _create_array(group, "seq_starts", "uint64", max(1, chunk_tokens // 8), _LOST_STARTS)
+            if with_targets:
+                _create_array(group, "is_target", "bool", chunk_tokens, False)
+        self.group = open_member(dataset, split, zarr.Group)
+        self._tokens = _Appender(self.group, "encoded_tokens", self.token_count)
+        self._starts = _Appender(self.group, "seq_starts", self.sequence_count)
+        self._targets = _Appender(self.group, "is_target", self.token_count) if with_targets else None
+        self._appenders = [each for each in (self._tokens, self._starts, self._targets) if each is not None]
 
     def append(self, ids: np.ndarray, lengths: np.ndarray, is_target: np.ndarray | None = None) -> None:
         """Appends sequences: uint32 ids up to 2³¹ - 1, how many each sequence has, and which are targets."""
         starts = np.cumsum(lengths) - lengths
-        firsts = starts[lengths > 0]
-        encoded_tokens, seq_starts, *mask = self.appenders
-        with self._failing_writes():
-            for place, room in encoded_tokens.rooms(len(ids)):
-                some = ids[place : place + len(room)]
-                np.left_shift(some, np.uint32(1), out=room)
-                low, high = np.searchsorted(firsts, (place, place + len(room)))
-                room[firsts[low:high] - place] |= np.uint32(1)
-                self.max_token_id = max(self.max_token_id, int(some.max()))
-            seq_starts.append(starts.astype(np.uint64) + np.uint64(self.token_count))
-            for appender in mask:
-                appender.append(is_target)
+        encoded = ids << np.uint32(1)
+        encoded[starts[lengths > 0]] |= np.uint32(1)
+        self._tokens.append(encoded)
+        self._starts.append(starts.astype(np.uint64) + np.uint64(self.token_count))
+        if self._targets is not None and is_target is not None:
+            self._targets.append(is_target)
         self.token_count += len(ids)
         self.sequence_count += len(lengths)
+        self.max_token_id = max(self.max_token_id, int(ids.max(initial=0)))
 
     def flush(self) -> dict[str, int]:
-        """Stores all that was appended, in a local folder also through the system's caches; what `resume` goes on from."""
-        with self._failing_writes():
-            for appender in self.appenders:
-                appender.flush()
-                appender.to_disk()
+        """Stores all that was appended, in a local folder also through the system's caches; returns what `resume`
+        takes."""
+        for appender in self._appenders:
+            appender.flush()
         return {"tokens": self.token_count, "sequences": self.sequence_count, "max_token_id": self.max_token_id}
 
     def finish(self, bos_id: int, attributes: dict[str, Any] | None = None) -> None:
         """Completes the split. Nothing can be appended any more."""
-        with self._failing_writes():
-            self.appenders[1].append(np.array([self.token_count], np.uint64))
-            for appender in self.appenders:
-                appender.flush()
-            # Last, since a split without max_token_id does not open: one that was only half written is never taken for
-            # whole.
-            self.group.attrs.update({**(attributes or {}), "bos_id": int(bos_id), "max_token_id": self.max_token_id})
+        self._starts.append(np.array([self.token_count], np.uint64))
+        self.flush()
+        # Last, since a split without max_token_id does not open: one that was only half written is never taken for
+        # whole.
+        self.group.attrs.update({**(attributes or {}), "bos_id": int(bos_id), "max_token_id": self.max_token_id})
 
-    @contextlib.contextmanager
-    def _failing_writes(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise RunError(f"cannot write {self.where}: {error}") from error
+
+def _create_array(group: zarr.Group, name: str, dtype: str, chunk: int, fill_value: int) -> None:
+    group.create_array(
+        name,
+        shape=(0,),
+        dtype=dtype,
+        chunks=(chunk,),
+        # At level 9, the slowest of lz4, still twice as fast to write and five times as fast to read as zstd at
+        # level 1, for a seventh to a third more space.
+        compressors=[zarr.codecs.BloscCodec(cname="lz4", clevel=9, shuffle="shuffle"), zarr.codecs.Crc32cCodec()],
+        fill_value=fill_value,
+        config={"write_empty_chunks": True},
+    )
 
 
 class _Appender:
-    """Gathers the values of a zarr array and writes whole chunks of it."""
+    """Gathers values of a zarr array, of which it keeps the first `length`, and writes some whole chunks at a time."""
 
-    def __init__(
-        self, group: zarr.Group, name: str, dtype: str, chunk: int, fill_value: int | bool, length: int, resume: bool
-    ):
-        # An array that is gone on with keeps its first `length` values; those of its last chunk are taken back to
-        # memory.
-        self.number = length // chunk  # of the chunk that is gathered; those before it are written
-        self.on_disk = self.number  # that many chunks are known to be on the disk
-        self.values, self.count = np.empty(chunk, dtype), length % chunk
-        if resume:
-            self.array = group[name]
-            self.array.resize((length,))
-            self.values[: self.count] = self.array[self.number * chunk :]
-        else:
-            self.array = group.create_array(
-                name,
-                shape=(0,),
-                dtype=dtype,
-                chunks=(chunk,),
-                # At level 9, the slowest of lz4, still twice as fast to write and five times as fast to read as zstd at
-                # level 1, for a seventh to a third more space.
-                compressors=[
-                    zarr.codecs.BloscCodec(cname="lz4", clevel=9, shuffle="shuffle"),
-                    zarr.codecs.Crc32cCodec(),
-                ],
-                fill_value=fill_value,
-                config={"write_empty_chunks": True},
-            )
-        self.is_local = isinstance(self.array.store, zarr.storage.LocalStore)
-        if resume and self.is_local:  # chunks that were written after the place which is gone on from
-            number = self.number + (self.count > 0)
-            while (file := chunk_file(self.array, number)).exists():
-                file.unlink()
-                number += 1
-
-    def rooms(self, count: int) -> Iterator[tuple[int, np.ndarray]]:
-        """Memory for the next `count` values, in pieces, each with how many come before it; to be filled before the
-        next is asked for."""
-        done = 0
-        while done < count:
-            room = self.values[self.count : self.count + count - done]
-            yield done, room
-            done += len(room)
-            self.count += len(room)
-            if self.count == len(self.values):
-                self._write()
-                self.number, self.count = self.number + 1, 0
+    def __init__(self, group: zarr.Group, name: str, length: int):
+        self.array = open_member(group, name, zarr.Array)
+        self.array.resize((length,))  # and removes the chunks of what was written after
+        chunk = self.array.chunks[0]
+        self.first = length - length % chunk  # place of `values` in the array: where a chunk begins
+        self.values, self.count = np.empty(CHUNKS_AT_ONCE * chunk, self.array.dtype), length - self.first
+        self.values[: self.count] = self.array[self.first :]
+        self.on_disk = self.first  # up to there all is known to be on the disk
 
     def append(self, values: np.ndarray) -> None:
-        for place, room in self.rooms(len(values)):
-            room[:] = values[place : place + len(room)]
+        while len(values):
+            room = self.values[self.count : self.count + len(values)]
+            room[:] = values[: len(room)]
+            self.count, values = self.count + len(room), values[len(room) :]
+            if self.count == len(self.values):
+                self._write()
+                self.first, self.count = self.first + self.count, 0
 
     def flush(self) -> None:
-        """Writes what is left too. It stays in memory, since its chunk is written again when it is full."""
-        if self.count:
-            self._write()
-        self._grow()
-
-    def to_disk(self) -> None:
-        """Waits until the chunks that were written are on the disk, and finds one that is not there; a local folder's
-        only."""
-        if self.is_local:
-            for number in range(self.on_disk, self.number + (self.count > 0)):
-                descriptor = os.open(chunk_file(self.array, number), os.O_RDONLY)
+        """Writes what is left too, which stays in memory, since its chunks are written again when they are full."""
+        self._write()
+        if isinstance(self.array.store, zarr.storage.LocalStore):
+            chunk = self.array.chunks[0]
+            for number in range(self.on_disk // chunk, -(-self.array.shape[0] // chunk)):
+                key = self.array.metadata.encode_chunk_key((number,))
+                descriptor = os.open(self.array.store.root / self.array.path / key, os.O_RDONLY)
                 try:
                     os.fsync(descriptor)
                 finally:
                     os.close(descriptor)
-        self.on_disk = self.number
+        self.on_disk = self.first
 
     def _write(self) -> None:
-        if self.is_local:
-            self.values[self.count :] = self.array.fill_value
-            write_chunk(self.array, self.number, self.values)
-        else:
-            self._grow()
-            start = self.number * len(self.values)
-            self.array[start : start + self.count] = self.values[: self.count]
-
-    def _grow(self) -> None:
-        length = self.number * len(self.values) + self.count
-        if length > self.array.shape[0]:
-            self.array.resize((length,))
+        end = self.first + self.count
+        if end > self.array.shape[0]:
+            self.array.resize((end,))
+        if self.count:
+            self.array[self.first : end] = self.values[: self.count]
 
 
 # ---------------------------------------------------------------- reading
@@ -365,8 +305,7 @@ def open_split(path: str | os.PathLike, split: str, *, resident_bytes: int = RES
         "set flat_tokens.filespec to a flat-tokens data set, or write one (python -m tools.tokenize_text; docs/data.md)"
     )
     try:
-        dataset = open_checked(where)
-        present = sorted(dataset.keys())
+        return _split_of(open_checked(where), where, split, resident_bytes)
     except (FileNotFoundError, zarr.errors.GroupNotFoundError) as error:
         if "://" in where or not os.path.exists(where):
             raise RunError(f"the data set {where} does not exist: {advice}") from error
@@ -375,52 +314,38 @@ def open_split(path: str | os.PathLike, split: str, *, resident_bytes: int = RES
         package = re.search(r"nstall (\w+)", str(error))
         fix = f"pip install {package[1]}" if package else "install what it needs"
         raise RunError(f"the data set {where} cannot be opened ({error}): {fix}") from error
-    except (*read_errors(), KeyError, TypeError) as error:
+    except read_errors(KeyError, TypeError) as error:
         raise RunError(f"the data set {where} cannot be opened ({type(error).__name__}: {error}): {advice}") from error
-    if split not in present and "encoded_tokens" in present:
-        raise RunError(
-            f"{where} is one split of a data set, expected the data set that holds it: give the folder above"
-        )
-    group = _member(dataset, split, where)
-    if not isinstance(group, zarr.Group):
-        raise RunError(f"the data set {where} has no split '{split}'; it holds {_listed(present)}")
 
-    where = f"{where}/{split}"
-    encoded_tokens = _open_array(group, where, "encoded_tokens", np.uint32)
-    seq_starts = _open_array(group, where, "seq_starts", np.uint64)
-    is_target = None if _member(group, "is_target", where) is None else _open_array(group, where, "is_target", np.bool_)
+
+def _split_of(dataset: zarr.Group, where: str, split: str, resident_bytes: int) -> Split:
+    if split not in dataset:
+        above = "; it is a split itself: give the folder above" if "encoded_tokens" in dataset else ""
+        raise RunError(f"the data set {where} has no split '{split}'; it holds {_listed(dataset)}{above}")
+    where, group = f"{where}/{split}", open_member(dataset, split, zarr.Group)
+    encoded_tokens = _checked_array(group, where, "encoded_tokens", np.uint32)
+    seq_starts = _checked_array(group, where, "seq_starts", np.uint64)
+    is_target = _checked_array(group, where, "is_target", np.bool_) if "is_target" in group else None
     token_count = encoded_tokens.shape[0]
     if is_target is not None and is_target.shape != encoded_tokens.shape:
         raise RunError(f"is_target of {where} has {is_target.shape[0]} entries, expected one a token, {token_count}")
-    if seq_starts.shape[0] == 0:
+    max_token_id, bos_id = _attribute(group, where, "max_token_id", None), _attribute(group, where, "bos_id", 0)
+    what, count = f"seq_starts of {where}", seq_starts.shape[0]
+    ends = [int(read(seq_starts, at, at + 1, what)[0]) for at in ((0, count - 1) if count else ())]
+    if ends != [0, token_count]:
+        held = f"goes from {ends[0]} to {ends[1]}" if ends else "is empty"
         raise RunError(
-            f"seq_starts of {where} is empty, expected where each sequence starts and, last, the number of tokens"
+            f"{what} {held}, expected from 0 to {token_count}, the length of encoded_tokens: the data set is damaged "
+            "or only partly written, write or copy it again"
         )
-    first, last = (int(read(seq_starts, i, i + 1, f"seq_starts of {where}")[0]) for i in (0, seq_starts.shape[0] - 1))
-    if first != 0:
-        raise RunError(
-            f"seq_starts of {where} starts with {first}, expected 0: the data set is damaged, write it again"
-        )
-    if last != token_count:
-        raise RunError(
-            f"seq_starts of {where} ends with {last}, expected {token_count}, the length of encoded_tokens: "
-            f"the data set is damaged or only partly written, write or copy it again"
-        )
-    max_token_id = _attribute(group, where, "max_token_id", None)
-    bos_id = _attribute(group, where, "bos_id", 0)
 
-    def resident(array, name):
-        small = array is not None and array.shape[0] * array.dtype.itemsize <= resident_bytes
+    def resident(array: zarr.Array, name: str) -> zarr.Array | np.ndarray:
+        small = array.shape[0] * array.dtype.itemsize <= resident_bytes
         return read(array, 0, array.shape[0], f"{name} of {where}") if small else array
 
-    return Split(
-        where,
-        resident(encoded_tokens, "encoded_tokens"),
-        resident(seq_starts, "seq_starts"),
-        resident(is_target, "is_target"),
-        max_token_id,
-        bos_id,
-    )
+    mask = None if is_target is None else resident(is_target, "is_target")
+    tokens, starts = resident(encoded_tokens, "encoded_tokens"), resident(seq_starts, "seq_starts")
+    return Split(where, tokens, starts, mask, max_token_id, bos_id)
 
 
 def absolute_path(path: str | os.PathLike) -> str:
@@ -429,23 +354,21 @@ def absolute_path(path: str | os.PathLike) -> str:
     return path if "://" in path else os.path.abspath(os.path.expanduser(path))
 
 
-def _member(group: zarr.Group, name: str, where: str) -> zarr.Group | zarr.Array | None:
+def open_member(group: zarr.Group, name: str, kind: type[M]) -> M:
+    """A member of a group. Raises KeyError where it has none of that name and kind, and what zarr does."""
+    member = group[name]
+    if not isinstance(member, kind):
+        raise KeyError(name)
+    return member
+
+
+def _checked_array(group: zarr.Group, where: str, name: str, dtype: type) -> zarr.Array:
     try:
-        return group[name]
+        array = open_member(group, name, zarr.Array)
     except KeyError:
-        return None
-    except (*read_errors(), TypeError) as error:
         raise RunError(
-            f"'{name}' of {where} cannot be opened ({type(error).__name__}: {error}): write or copy it again"
-        ) from error
-
-
-def _open_array(group: zarr.Group, where: str, name: str, dtype: type) -> zarr.Array:
-    array = _member(group, name, where)
-    if not isinstance(array, zarr.Array):
-        raise RunError(
-            f"{where} has no array '{name}', so it is no flat-tokens split; it holds {_listed(sorted(group.keys()))}"
-        )
+            f"{where} has no array '{name}', so it is no flat-tokens split; it holds {_listed(group)}"
+        ) from None
     if np.dtype(array.dtype).newbyteorder("=") != np.dtype(dtype) or array.ndim != 1:
         raise RunError(
             f"{name} of {where} is {array.dtype}{list(array.shape)}, expected {np.dtype(dtype)} of one dimension"
@@ -465,5 +388,5 @@ def _attribute(group: zarr.Group, where: str, name: str, default: int | None) ->
     return value
 
 
-def _listed(names: list[str]) -> str:
-    return ", ".join(f"'{name}'" for name in names) if names else "nothing"
+def _listed(group: zarr.Group) -> str:
+    return ", ".join(f"'{name}'" for name in sorted(group.keys())) or "nothing"

@@ -17,17 +17,17 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from runtime.data.batches import BATCHES_AHEAD, Batch, token_batch
+from runtime.data.batches import BATCHES_AHEAD, Batch, Batches, token_batch
 from runtime.data.flat_tokens import ENCODED_PADDING
-from runtime.data.read_ahead import ReadAhead
-from runtime.data.token_stream import HuggingFaceConfig, Position, TokenStream
+from runtime.data.read_ahead import NO_END, ReadAhead
+from runtime.data.token_stream import Position, TokenStream
 from runtime.data.tokenizers import load_tokenizer
 from runtime.terminal import RunError, print_line
 
 STEPS_REMEMBERED = 1000  # whose documents can be named
 
 
-class HuggingFaceLoader:
+class HuggingFaceLoader(Batches):
     """Loads the batches of one split, as runtime.data.batches.Loader does for flat tokens.
 
     Args:
@@ -36,20 +36,15 @@ class HuggingFaceLoader:
       batch: rows of a batch, over all hosts.
       length: tokens of a row.
       sharding: of a batch. Hosts that hold the same rows read the same share.
-      batches: None to train, without end. A number to validate: one pass of so many batches at most, read at once and kept
-        in memory, so that each validation sees the same; the last is filled up with what is no target.
+      batches: None to train, without end. A number to validate: one pass of so many batches at most, read at once and
+        kept in memory, so that each validation sees the same; the last is filled up with what is no target.
     Raises:
       RunError: the data set or the tokenizer cannot be opened, or the first batch cannot be read.
     """
 
-    max_token_id: int  # no token id is larger
-    bos_id: int  # the input that stands before a sequence's first token
-    steps: int | None  # None: as many as are wanted
-    dropped_tokens = 0
-
     def __init__(
         self,
-        hf_dataset: HuggingFaceConfig,
+        hf_dataset: Any,
         split: str,
         *,
         batch: int,
@@ -100,7 +95,7 @@ class HuggingFaceLoader:
         return self._stream.state([positions[share] for share in sorted(positions)])
 
     def resume(self, step: int, state: dict[str, Any]) -> None:
-        """Goes on with this step where an earlier loader's `state` says, at the beginning where it says nothing.
+        """Continues with this step where an earlier loader's `state` says, at the beginning where it says nothing.
 
         With the same number of shares the batches are those that the earlier loader would have loaded. With another
         number they hold what that one had not loaded yet, each token once a pass, in other rows.
@@ -110,20 +105,11 @@ class HuggingFaceLoader:
             self._open(step, state, endless=True)
 
     @property
-    def waited_s(self) -> float:
-        """For how long load() has waited, in all."""
-        return self._batches.waited_s
-
-    @property
     def summary(self) -> str:
         """What is read, in one line."""
         end = "without end" if self.steps is None else f"{self.steps:,} batches of {self._batch} are read"
         shares = f", in {self._shares} shares" if self._shares > 1 else ""
         return f"{self._stream.where}: {self._stream.files} files{shares}; {end}"
-
-    def metrics(self, step: int) -> dict[str, Any]:
-        """What a log says of the data up to a step: nothing."""
-        return {}
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -134,16 +120,9 @@ class HuggingFaceLoader:
     def rows_of(self, step: int) -> list[str]:
         """Where a recent batch comes from, as far as this host's rows go; for a person who looks at what made a step
         bad."""
-        begin, end = (
-            f"token {at.token} of document {at.document} of file {at.file}"
-            for at in (self._ends[step - 1], self._ends[step])
-        )
+        places = self._ends[step - 1], self._ends[step]
+        begin, end = (f"token {at.token} of document {at.document} of file {at.file}" for at in places)
         return [f"{self._stream.where}, from {begin} to before {end}, of share {self._share} of {self._shares}"]
-
-    def close(self) -> None:
-        """Ends the threads. What they are reading is finished first."""
-        self._batches.close()
-        self._stream.close()
 
     def _open(self, step: int, state: dict[str, Any], endless: bool) -> None:
         self._stream = TokenStream(
@@ -151,20 +130,14 @@ class HuggingFaceLoader:
         )
         self._next_step = step
         self._ends = {step - 1: self._stream.position}  # of recent batches
-        self._batches = ReadAhead(self._read_batch, 2**63, BATCHES_AHEAD, "stream_batches")
-
-    def __enter__(self) -> "HuggingFaceLoader":
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.close()
+        self._batches = ReadAhead(self._read_batch, NO_END, BATCHES_AHEAD, "stream_batches")
+        self._opened = contextlib.ExitStack()
+        self._opened.callback(self._stream.close)
+        self._opened.callback(self._batches.close)
 
     def _read_batch(self, step: int) -> tuple[Batch, Position]:
         if step != self._next_step:
-            raise RunError(
-                f"{self._stream.where} is a stream, whose steps are loaded one after another: step {step} is not the "
-                "next"
-            )
+            raise RunError(f"{self._stream.where} is a stream, read in order: step {step} is not the next")
         tokens, count = self._stream.take(self._shape[0] * self._shape[1])
         self._next_step += 1
         return self._place(tokens, count), self._stream.position
@@ -178,16 +151,18 @@ class HuggingFaceLoader:
 
 
 def host_share(sharding: jax.sharding.Sharding, batch: int, length: int) -> tuple[np.ndarray, int, int]:
-    """The rows of a batch that this host's devices hold, its share, and the number of shares: one for each set of rows."""
+    """The rows of a batch that this host's devices hold, its share, and the number of shares: one for each set of
+    rows."""
     rows_of: dict[int, set[int]] = {}
-    for device, (rows, _) in sharding.devices_indices_map((batch, length)).items():
+    indices: Any = sharding.devices_indices_map((batch, length))
+    for device, (rows, _) in indices.items():
         rows_of.setdefault(device.process_index, set()).update(range(batch)[rows])
     shares = sorted({tuple(sorted(rows)) for rows in rows_of.values()})
     if sum(map(len, shares)) > batch:
         devices = len(sharding.device_set) // len(rows_of)
         raise RunError(
-            "hf_dataset.path needs hosts that have all their rows of a batch in common or none: choose sizes of the mesh's "
-            f"axes, from the last to the first, that fill the {devices} devices of a host without a rest"
+            "hf_dataset.path needs hosts that have all their rows of a batch in common or none: choose sizes of the "
+            f"mesh's axes, from the last to the first, that fill the {devices} devices of a host without a rest"
         )
     own = tuple(sorted(rows_of[jax.process_index()]))
     return np.array(own), shares.index(own), len(shares)

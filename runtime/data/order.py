@@ -1,8 +1,8 @@
 """The order in which rows are read: permutations and mixtures that are computed, not stored, so that any place is
 reached at once.
 
-    Order(rows=10**9, rows_per_block=128, blocks_per_buffer=64, seed=0).rows_of(epoch=2, buffer=7) Interleaving([0.7,
-    0.3]).at(np.arange(10**12, 10**12 + 4))     # each row's source, and which of the source's rows it is
+    Order(rows=10**9, rows_per_block=128, blocks_per_buffer=64, seed=0).rows_of(epoch=2, buffer=7)
+    Interleaving([0.7, 0.3]).at(np.arange(10**12, 10**12 + 4))  # each row's source, and which of the source's rows
 
 `Order` permutes one source's rows; `Interleaving` says which source each row of a mixture comes from.
 """
@@ -72,14 +72,12 @@ class Order:
     def _short_block(self, epoch: int) -> int:
         """Where the last block, which may be shorter, comes in the order."""
         last = self.blocks - 1
-        return (
-            last
-            if self.seed is None
-            else int(permute(np.array([last]), self.blocks, self._key(epoch), inverse=True)[0])
-        )
+        if self.seed is None:
+            return last
+        return int(permute(np.array([last]), self.blocks, self._key(epoch), inverse=True)[0])
 
     def _key(self, epoch: int, buffer: int = -1) -> tuple[int, ...]:
-        return (self.seed % 2**64, epoch, buffer + 1)
+        return ((self.seed or 0) % 2**64, epoch, buffer + 1)
 
 
 def permute(index: np.ndarray, size: int, key: tuple[int, ...], *, inverse: bool = False) -> np.ndarray:

@@ -1,7 +1,7 @@
 """The rows of one data set in the order of its epochs, read a shuffle buffer at a time.
 
-    stream = RowStream("my.zarr", split, PackedRows(split, 1024), Order(...), length=1024, pool=pool)
-    stream.read_ahead(wanted=lambda ordinals: ordinals % 2 == 0, count=10**6)     # every other row
+    every_other = lambda ordinals: ordinals % 2 == 0
+    stream = RowStream("my.zarr", split, PackedRows(split, 1024), Order(...), 1024, every_other, pool)
     for at, buffer, place in stream.find(np.array([0, 2, 4])):
         rows[at] = buffer.tokens[place]
 
@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 
 import numpy as np
-import zarr
 
 from runtime.data.flat_tokens import Split
 from runtime.data.order import Order
@@ -33,26 +32,24 @@ class Buffer:
 
 
 class RowStream:
-    """The rows of one data set in the order of its epochs, one after another, read by shuffle buffers."""
+    """The rows of one data set, as far as they are wanted, in the order of its epochs, read by shuffle buffers."""
 
     def __init__(
-        self, name: str, split: Split, rows: PackedRows | SequenceRows, order: Order, length: int, pool: Executor
+        self,
+        name: str,
+        split: Split,
+        rows: PackedRows | SequenceRows,
+        order: Order,
+        length: int,
+        wanted: Callable[[np.ndarray], np.ndarray],
+        pool: Executor,
     ):
         self.name, self.split, self.rows, self.order = name, split, rows, order
-        self._length, self._pool = length, pool
-        self._buffers: ReadAhead[Buffer] | None = None
-        self._memory: list[tuple[np.ndarray, np.ndarray] | None] = [None] * (1 + BUFFERS_AHEAD)
-
-    @property
-    def arrays(self) -> list[zarr.Array | np.ndarray]:
-        split = self.split
-        return [array for array in (split.encoded_tokens, split.seq_starts, split.is_target) if array is not None]
-
-    def read_ahead(self, wanted: Callable[[np.ndarray], np.ndarray], count: int) -> None:
-        """Prepares to read the first `count` rows, as far as they are wanted."""
-        self._wanted = wanted
-        buffers = NO_END if count == NO_END else self._buffer_of(count - 1) + 1 if count else 0
-        self._buffers = ReadAhead(self._read, buffers, BUFFERS_AHEAD, "read_buffers")
+        self._wanted, self._pool = wanted, pool
+        self._length = length
+        self._memory: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._buffers = ReadAhead(self._read, NO_END, BUFFERS_AHEAD, "read_buffers")
+        self.close = self._buffers.close
 
     def find(self, ordinals: np.ndarray) -> Iterator[tuple[slice, Buffer, np.ndarray]]:
         """The buffers that hold these rows, which are increasing: which of them a buffer holds, and where in it."""
@@ -69,10 +66,6 @@ class RowStream:
         (start,), (stop,) = self.rows.ranges(rows[place - first : place - first + 1], self._pool)
         return f"tokens {start} to {stop - 1} of {self.split.where}"
 
-    def close(self) -> None:
-        if self._buffers is not None:
-            self._buffers.close()
-
     def _buffer_of(self, ordinal: int) -> int:
         epoch, place = divmod(ordinal, self.rows.count)
         return epoch * self.order.buffers + self.order.buffer_of(epoch, place)
@@ -85,9 +78,10 @@ class RowStream:
         starts, stops = self.rows.ranges(rows[wanted], self._pool)
         # A buffer is filled only after the one before the last was asked past, whose memory it takes over: new memory
         # costs as much time as decoding where the system hands it out page by page.
-        slot = index % len(self._memory)
-        if self._memory[slot] is None or len(self._memory[slot][0]) < len(starts):
-            shape = (len(starts), self._length)
+        slot, shape = index % (1 + BUFFERS_AHEAD), (len(starts), self._length)
+        if slot in self._memory and len(self._memory[slot][0]) < len(starts):
+            del self._memory[slot]
+        if slot not in self._memory:
             self._memory[slot] = np.empty(shape, np.uint32), np.empty(shape, bool)
         tokens, is_target = (array[: len(starts)] for array in self._memory[slot])
         self.split.read_rows(starts, stops, tokens, is_target, self._pool)

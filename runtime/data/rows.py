@@ -43,29 +43,25 @@ class SequenceRows:
     8 bytes a sequence, and a number is kept for each BLOCK sequences: 8 MB for 10⁹ sequences. A row is then found by a
     binary search among these and reading one block's starts.
 
-    Args:
-      truncate: a longer sequence has one row, its first `length` tokens; else as many as it needs.
     Raises:
       RunError: seq_starts cannot be read or is not in increasing order.
     """
 
-    def __init__(self, split: Split, length: int, truncate: bool, pool: Executor):
-        self._split, self._length, self._truncate = split, length, truncate
+    dropped_tokens = 0
+
+    def __init__(self, split: Split, length: int, pool: Executor):
+        self._split, self._length = split, length
         firsts = range(0, split.sequence_count, READ_AT_ONCE)
         counted = list(pool.map(self._count, firsts))
-        self._before = np.concatenate([[0], *(rows for rows, _, _ in counted)]).cumsum()  # rows before each block
+        self._before = np.concatenate([[0], *(rows for rows, _ in counted)]).cumsum()  # rows before each block
         self.count = int(self._before[-1])
-        self.dropped_tokens = sum(dropped for _, dropped, _ in counted)
-        longer = sum(longer for _, _, longer in counted)
         self.text = (
             f"{split.sequence_count:,} sequences, {split.token_count:,} tokens, of {split.where} in {self.count:,} "
-            f"rows of up to {length}, "
-            f"{longer:,} of them longer "
-            + (f"and cut there, {self.dropped_tokens:,} tokens being left out" if truncate else "and split")
+            f"rows of up to {length}, {sum(longer for _, longer in counted):,} of them longer and split"
         )
 
-    def _count(self, first: int) -> tuple[np.ndarray, int, int]:
-        """Of READ_AT_ONCE sequences: the rows of each block, the tokens cut off, and how many are longer than a row."""
+    def _count(self, first: int) -> tuple[np.ndarray, int]:
+        """Of READ_AT_ONCE sequences: the rows of each block, and how many are longer than a row."""
         stop = min(first + READ_AT_ONCE, self._split.sequence_count)
         starts = read(self._split.seq_starts, first, stop + 1, f"seq_starts of {self._split.where}")
         wrong = (starts[1:] < starts[:-1]) | (starts[1:] > self._split.token_count)
@@ -73,31 +69,22 @@ class SequenceRows:
             one = int(np.argmax(wrong))
             raise RunError(
                 f"seq_starts of {self._split.where} says that sequence {first + one} goes from {starts[one]} to "
-                f"{starts[one + 1]}, "
-                f"expected increasing numbers up to {self._split.token_count}: the data set is damaged, write it again"
+                f"{starts[one + 1]}, expected increasing numbers up to {self._split.token_count}: the data set is "
+                "damaged, write it again"
             )
         lengths = np.diff(starts.astype(np.int64))
-        rows = np.add.reduceat(self._rows_of(lengths), np.arange(0, len(lengths), BLOCK))
-        beyond = np.maximum(lengths - self._length, 0)
-        return rows, int(beyond.sum()) if self._truncate else 0, int((beyond > 0).sum())
-
-    def _rows_of(self, lengths: np.ndarray) -> np.ndarray:
-        rows = -(-lengths // self._length)
-        return np.minimum(rows, 1) if self._truncate else rows
+        rows = np.add.reduceat(-(-lengths // self._length), np.arange(0, len(lengths), BLOCK))
+        return rows, int((lengths > self._length).sum())
 
     def ranges(self, rows: np.ndarray, pool: Executor) -> tuple[np.ndarray, np.ndarray]:
-        """Where each row starts and ends, in tokens.
-
-        Raises:
-          RunError: seq_starts cannot be read.
-        """
+        """Where each row starts and ends, in tokens. Raises RunError where seq_starts cannot be read."""
         blocks = np.unique(np.searchsorted(self._before, rows, side="right") - 1)
         first = blocks * BLOCK
         last = np.minimum(first + BLOCK, self._split.sequence_count)
         starts = np.full((len(blocks), BLOCK + 1), self._split.token_count, np.int64)  # what is not there is empty
         what = f"seq_starts of {self._split.where}"
         read_ranges(self._split.seq_starts, first, last + 1, starts, what, pool)
-        of_sequence = self._rows_of(np.diff(starts))
+        of_sequence = -(-np.diff(starts) // self._length)
         before = self._before[blocks][:, None] + of_sequence.cumsum(axis=1) - of_sequence  # rows before each sequence
         # It grows over all blocks, so that one search finds each row's sequence.
         after = (before + of_sequence).reshape(-1)

@@ -7,54 +7,26 @@ import json
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from runtime.data.batches import Batch, Loader
-from runtime.data.chunks import has_checksums, open_group
+from runtime.data.chunks import open_group
 from runtime.data.flat_tokens import absolute_path
 from runtime.data.hf_stream import HuggingFaceLoader
 from runtime.data.tokenizers import BYTES, Tokenizer, load_dataset_tokenizer, load_tokenizer
-from runtime.terminal import print_line
 
 
 def open_data(config: Any, split: str, sharding: Batch) -> Loader | HuggingFaceLoader:
-    """The loader of one split.
-
-    Args:
-      config: train.py's.
-      split: `train`, or `validation`, which is read in order, once, and no further than validation_batches.
-      sharding: of a batch.
-    Raises:
-      RunError: the data cannot be opened.
-    """
+    """The loader of one split: `train`, or `validation`, which is read in order, once, and no further than
+    validation_batches. Raises RunError where the data cannot be opened."""
     is_training = split == "train"
+    batches = None if is_training else config.validation_batches
     rows = {"batch": config.training.tokens.batch, "length": config.training.tokens.len, "sharding": sharding}
     if config.hf_dataset.path:
-        return HuggingFaceLoader(
-            config.hf_dataset, split, **rows, batches=None if is_training else config.validation_batches
-        )
-    loader = Loader(
-        config.flat_tokens,
-        split,
-        **rows,
-        mixture=config.mixture,
-        shuffle=is_training,
-        batches=None if is_training else config.validation_batches,
-        io_threads=config.io.max_io_threads,
-        max_bytes=config.io.max_data_bytes,
-    )
-    if is_training and jax.process_index() == 0:
-        paths = [source.filespec for source in config.mixture] or [config.flat_tokens.filespec]
-        old = [
-            path for path in paths if not has_checksums(open_group(absolute_path(path), "r")[split]["encoded_tokens"])
-        ]
-        if old:
-            print_line(
-                f"{', '.join(old)}: written without checksums, so a bit that flips on disk is not noticed; "
-                "written again it has them"
-            )
-    return loader
+        return HuggingFaceLoader(config.hf_dataset, split, **rows, batches=batches)
+    io_threads = config.io.max_io_threads
+    options = {"mixture": config.mixture, "shuffle": is_training, "batches": batches, "io_threads": io_threads}
+    return Loader(config.flat_tokens, split, **rows, **options)
 
 
 def bytes_per_token(config: Any) -> float | None:
@@ -67,7 +39,9 @@ def bytes_per_token(config: Any) -> float | None:
         return 1.0 if config.hf_dataset.tokenizer == BYTES else None
     weights = {source.filespec: source.weight for source in config.mixture} or {config.flat_tokens.filespec: 1.0}
     known = [_bytes_per_token(open_group(absolute_path(path), mode="r").attrs.asdict()) for path in weights]
-    return None if None in known else float(np.average(known, weights=list(weights.values())))
+    if None in known:
+        return None
+    return float(np.average(np.array(known, float), weights=list(weights.values())))
 
 
 def _bytes_per_token(attributes: dict[str, Any]) -> float | None:
@@ -75,7 +49,7 @@ def _bytes_per_token(attributes: dict[str, Any]) -> float | None:
         return 1.0
     made_by = attributes.get("made_by") or {}
     written = made_by.get("config") or {}
-    inputs = [written.get(key) for key in ("input", "validation") if written.get(key)]
+    inputs = [written[key] for key in ("input", "validation") if written.get(key)]
     if "counts" in attributes and inputs and all(name.endswith(".txt") for name in inputs):
         return made_by["input_size"] / max(attributes["counts"]["tokens"], 1)
     return None

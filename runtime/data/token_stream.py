@@ -13,7 +13,7 @@ import os
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -22,17 +22,7 @@ from runtime.data.documents import BadRecord, File, decoded, find_splits, place,
 from runtime.data.tokenizers import Tokenizer
 from runtime.terminal import RunError, print_line
 
-
-class HuggingFaceConfig(Protocol):
-    """What the loader reads of runtime.config.keys.HuggingFaceDataset."""
-
-    path: str
-    name: str
-    tokenizer: str
-    text_field: str
-    train_split: str
-    validation_split: str
-    num_workers: int
+THREADS = 2  # that tokenize, per host
 
 
 class Position(NamedTuple):
@@ -67,7 +57,7 @@ class TokenStream:
 
     def __init__(
         self,
-        hf_dataset: HuggingFaceConfig,
+        hf_dataset: Any,
         split: str,
         tokenizer: Tokenizer,
         share: int,
@@ -78,16 +68,16 @@ class TokenStream:
         self.where, self._split, self._files = open_documents(hf_dataset, split)
         self.files, self._field = len(self._files), hf_dataset.text_field
         self._share, self._shares, self._endless = share, shares, endless
-        self._tokenizer, self._workers = tokenizer, hf_dataset.num_workers
-
+        self._tokenizer = tokenizer
         # How far each share got, for each number of shares that the run has had, the latest last.
         self._done = self._restored(state)
         goes_on = bool(self._done) and len(self._done[-1]) == shares
         self._earlier = self._done[:-1] if goes_on else self._done
-        self._begin = self.position = self._done[-1][share] if goes_on else min(self._done[-1:] or [[Position()]])[0]
+        latest = self._done[-1] if self._done else [Position()]
+        self._begin = self.position = latest[share] if goes_on else min(latest)
         self._continues = self._begin if goes_on else None  # a document whose first tokens the last batch held
         self._rest = np.empty(0, np.uint32)  # of the document that `position` is in
-        self._pool = ThreadPoolExecutor(self._workers, thread_name_prefix="tokenize")
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="tokenize")
         self._documents = self._read_documents()
 
     def take(self, count: int) -> tuple[np.ndarray, int]:
@@ -116,7 +106,8 @@ class TokenStream:
 
     def state(self, positions: list[Sequence[int]]) -> dict[str, Any]:
         """Where all shares are, as JSON values. positions: of each share, in their order."""
-        done = [[list(position) for position in layout] for layout in [*self._earlier, positions]]
+        layouts: list[Any] = [*self._earlier, positions]
+        done = [[list(position) for position in layout] for layout in layouts]
         return {"split": self._split, "files": self.files, "positions": done}
 
     def close(self) -> None:
@@ -125,16 +116,11 @@ class TokenStream:
     def _restored(self, state: dict[str, Any]) -> list[list[Position]]:
         if not state:
             return []
-        if not isinstance(state.get("positions"), list) or not {"split", "files"} <= state.keys():
-            raise RunError(
-                f"{self.where}: the checkpoint's data_position is not that of a stream: correct or delete it"
-            )
         if (state["split"], state["files"]) != (self._split, self.files):  # allowed by allow_config_change
             if jax.process_index() == 0:
                 print_line(
                     f"{self.where} is read from its beginning: the position in the checkpoint is of split "
-                    f"'{state['split']}' of "
-                    f"{state['files']} files, not of '{self._split}' of {self.files}"
+                    f"'{state['split']}' of {state['files']} files, not of '{self._split}' of {self.files}"
                 )
             return []
         return [[Position(*position) for position in layout] for layout in state["positions"]]
@@ -178,7 +164,7 @@ class TokenStream:
                 try:
                     for positions, texts in self._read_file(epoch, file):
                         waiting.append((positions, self._pool.submit(self._tokenizer.encode_batch, texts)))
-                        while len(waiting) > self._workers:
+                        while len(waiting) > THREADS:
                             yield from oldest()
                 except RunError:  # is met when the documents before it have been used
                     while waiting:
@@ -195,9 +181,10 @@ class TokenStream:
         """The share's documents of a file, some at a time, that have not been read before."""
         if self._share not in {self._owner(file, number, self._shares) for number in range(self._shares)}:
             return
-        first = 0
+        first, is_text = 0, self._files[file].kind == "text"
         for block in read_blocks(self._files[file : file + 1]):
-            positions, texts = [], []
+            positions: list[Position] = []
+            texts: list[str] = []
             for document, (number, record) in enumerate(records(block), first):
                 first += 1
                 if self._owner(file, document, self._shares) != self._share:
@@ -205,7 +192,9 @@ class TokenStream:
                 if (tokens := self._used(epoch, file, document)) is None:
                     continue
                 try:
-                    texts.append(decoded(record) if block.file.kind == "text" else values(record, [self._field])[0])
+                    texts.append(
+                        decoded(record) if is_text and isinstance(record, bytes) else values(record, [self._field])[0]
+                    )
                 except BadRecord as error:
                     yield positions, texts
                     fix = "mend it, or set hf_dataset.text_field to the field that holds the text"
@@ -214,7 +203,7 @@ class TokenStream:
             yield positions, texts
 
 
-def open_documents(hf_dataset: HuggingFaceConfig, split: str) -> tuple[str, str, list[File]]:
+def open_documents(hf_dataset: Any, split: str) -> tuple[str, str, list[File]]:
     """What messages call the split, what the data set calls it, and its files.
 
     Raises:
@@ -222,12 +211,9 @@ def open_documents(hf_dataset: HuggingFaceConfig, split: str) -> tuple[str, str,
     """
     splits = find_splits(hf_dataset.path, hf_dataset.name)
     where = f"the data set {os.path.expanduser(hf_dataset.path)}" + (f" ({hf_dataset.name})" if hf_dataset.name else "")
-    key = {"train": "train_split", "validation": "validation_split"}[split]
-    name = getattr(hf_dataset, key)
+    name = "train" if split == "train" else hf_dataset.validation_split
     if name not in splits:
         held = ", ".join(f"'{each}'" for each in splits)
-        raise RunError(
-            f"{where} has no split '{name}'; it holds {held}: set hf_dataset.{key} to one of them, or add "
-            f"{name}.jsonl to a folder of your own"
-        )
+        fix = "" if split == "train" else "set hf_dataset.validation_split to one of them, or "
+        raise RunError(f"{where} has no split '{name}'; it holds {held}: {fix}add {name}.jsonl to a folder of your own")
     return f"{where}, split '{name}'", name, splits[name]

@@ -30,7 +30,7 @@ import zarr
 import zarr.errors
 
 from runtime.data.chunks import open_group
-from runtime.data.flat_tokens import LARGEST_ID, absolute_path
+from runtime.data.flat_tokens import LARGEST_ID, absolute_path, open_member
 from runtime.terminal import RunError, needs_package
 
 BYTES = "bytes_utf8"
@@ -72,8 +72,8 @@ class Tokenizer:
             return ids, np.fromiter(map(len, texts), np.int64, len(texts))
         encodings = self.backend.encode_batch_fast([text.decode() for text in texts], add_special_tokens=False)
         lengths = np.fromiter(map(len, encodings), np.int64, len(encodings))
-        ids = chain.from_iterable(encoding.ids for encoding in encodings)
-        return np.fromiter(ids, np.uint32, int(lengths.sum())), lengths
+        ids = np.fromiter(chain.from_iterable(each.ids for each in encodings), np.uint32, int(lengths.sum()))
+        return ids, lengths
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The ids of each text, uint32, without begin or end tokens."""
@@ -100,7 +100,7 @@ class Tokenizer:
             ids, _ = self.encode_flat([text.encode()])
             starts = np.arange(len(ids))
             stops = starts + 1
-            turns = [tuple(len(text[:end].encode()) for end in turn) for turn in turns]
+            turns = [(len(text[:start].encode()), len(text[:stop].encode())) for start, stop in turns]
         else:
             encoding = self.backend.encode(text, add_special_tokens=False)
             ids = np.array(encoding.ids, np.uint32)
@@ -112,7 +112,7 @@ class Tokenizer:
         return ids[first:], is_target[first:]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text of ids, special tokens as they are written; what is no id of a text (bos_id, for bytes) is nothing."""
+        """The text of ids, special tokens as they are written; what is no id of a text is nothing."""
         ids = np.asarray(ids, np.int64)
         if not self.json:
             return (ids[(ids >= 1) & (ids <= 256)] - 1).astype(np.uint8).tobytes().decode(errors="replace")
@@ -123,20 +123,22 @@ class Tokenizer:
 
 
 def load_tokenizer(name: str, *, bos_id: int | None = None, chat_template: str | None = None) -> Tokenizer:
-    """A tokenizer by name, from a tokenizer.json, or from a folder that holds one.
+    """A tokenizer by name, from a tokenizer.json, or from a folder that holds one; with another bos_id or chat_template
+    (jinja) than its own where they are given.
 
-    Args:
-      bos_id: instead of the tokenizer's own.
-      chat_template: jinja, instead of the tokenizer's own.
     Raises:
       RunError: there is no such tokenizer, it cannot be read, it names no token to begin with, an id is larger than
         2³¹ - 1, or a package is missing.
     """
-    text, template, special = ("", "", {}) if name == BYTES else _loaded(name)
-    if bos_id is None:
-        bos_id = 0 if name == BYTES else _bos_id(name, _backend(name, text), special)
-    template = template if chat_template is None else chat_template
-    tokenizer = Tokenizer(name=name, bos_id=bos_id, json=text, chat_template=template, special_tokens=special)
+    tokenizer = Tokenizer(name=name, bos_id=0)
+    if name != BYTES:
+        text, template, special = _loaded(name)
+        bos_id = _bos_id(name, _backend(name, text), special) if bos_id is None else bos_id
+        tokenizer = Tokenizer(name=name, bos_id=bos_id, json=text, chat_template=template, special_tokens=special)
+    if bos_id is not None:
+        tokenizer = dataclasses.replace(tokenizer, bos_id=bos_id)
+    if chat_template is not None:
+        tokenizer = dataclasses.replace(tokenizer, chat_template=chat_template)
     if tokenizer.vocab > LARGEST_ID + 1:
         raise RunError(
             f"the tokenizer {name} has the id {tokenizer.vocab - 1}, expected ids up to {LARGEST_ID}: flat-tokens "
@@ -260,10 +262,12 @@ def load_dataset_tokenizer(path: str | os.PathLike) -> Tokenizer | None:
     where = absolute_path(path)
     try:
         dataset = open_group(where, mode="r")
-        about = dataset.attrs.get("tokenizer")
+        about: Any = dataset.attrs.get("tokenizer")
         if about is None:
             return None
-        content = dataset["tokenizer_json"][:].tobytes() if "sha256" in about else b""
+        content = b""
+        if "sha256" in about:
+            content = np.asarray(open_member(dataset, "tokenizer_json", zarr.Array)[:]).tobytes()
         if content and hashlib.sha256(content).hexdigest() != about["sha256"]:
             raise RunError(
                 f"tokenizer_json of {where} is not what was written (its sha256 differs): copy the data set again"
@@ -294,17 +298,16 @@ def render_chat(tokenizer: Tokenizer, messages: Sequence[dict]) -> tuple[str, li
     messages = _checked_messages(messages)
 
     def render(messages: list[dict], **options: bool) -> tuple[str, list[tuple[int, int]]]:
+        others: dict[str, Any] = {**options, **tokenizer.special_tokens}
         try:
-            texts, turns = render_jinja_template(
-                [messages], chat_template=template, **options, **tokenizer.special_tokens
-            )
+            rendered: Any = render_jinja_template([messages], chat_template=template, **others)
         except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
             raise ChatError(f"the chat template does not take the messages ({error})") from error
-        return texts[0], turns[0] if turns else []
+        (text,), turns = rendered
+        return text, [(start, stop) for start, stop in (turns[0] if turns else [])]
 
     if re.search(r"\{%-?\s*generation\s*-?%\}", template):
-        text, turns = render(messages, return_assistant_tokens_mask=True)
-        return text, [(start, stop) for start, stop in turns]
+        return render(messages, return_assistant_tokens_mask=True)
     text, _ = render(messages)
     turns = []
     for turn, message in enumerate(messages):
@@ -317,22 +320,22 @@ def render_chat(tokenizer: Tokenizer, messages: Sequence[dict]) -> tuple[str, li
             if not (after.startswith(before) and text.startswith(after)):
                 raise ChatError(
                     f"the chat template writes the chat up to message {turn} differently from the same part of the "
-                    "whole chat, so it "
-                    "is not known what the assistant wrote: give a chat_template that marks it with {% generation %}"
+                    "whole chat: give a chat_template that marks what the assistant wrote with {% generation %}"
                 )
             turns.append((len(before), len(after)))
     return text, turns
 
 
 def _checked_messages(messages: Sequence[dict]) -> list[dict]:
-    expected = 'expected a list of {"role": ..., "content": ...}'
-    if not isinstance(messages, list) or not messages:
-        raise ChatError(f"the messages are {type(messages).__name__ if messages else 'empty'}, {expected}")
-    for turn, message in enumerate(messages):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise ChatError(f"message {turn} has no role, {expected}")
-        if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
-            raise ChatError(f"message {turn} has no text as its content, {expected}")
+    def is_message(each: Any) -> bool:
+        return (
+            isinstance(each, dict)
+            and isinstance(each.get("role"), str)
+            and (isinstance(each.get("content"), str) or bool(each.get("tool_calls")))
+        )
+
+    if not isinstance(messages, list) or not messages or not all(map(is_message, messages)):
+        raise ChatError('expected messages, a list of {"role": ..., "content": ...}, both of them text')
     if not any(message["role"] == "assistant" for message in messages):
         raise ChatError("no message is the assistant's, so there is nothing to learn")
     # As transformers does: many templates write a key that is null as "None".

@@ -51,7 +51,6 @@ NOT_EXECUTED = {
     r"python -m train check_only=true$": "test_main::test_check_only_says_what_was_proved",
     r"python -m tools.plan( --config-name=c4_a100x8_1b hardware=h200 hosts=4 devices_per_host=8)?$": "test_plan::test_a_plan",
     r"python -m tools.plan .*compile=true": "minutes: test_plan (slow)",
-    r"python -m tools.plan .*up_to_devices": "three minutes: test_plan::test_a_sweep",
     r"python -m tools.plan .*sweep=true": "test_plan::test_a_sweep",
     r"python -m tests.torture": "minutes: test_torture (slow)",
     r"python -m tests.benchmark_attention": "a GPU: test_attention",

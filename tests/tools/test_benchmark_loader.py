@@ -25,7 +25,8 @@ def test_figures(packed):
 
 @pytest.mark.slow
 def test_steps_do_not_wait_for_data(tmp_path):
-    """The small job, as users run it: over all its lines but the first, a step waits for data less than 1 % of its time."""
+    """The small job, as users run it: over all its lines but the first, a step waits for data less than 1 % of its
+    time."""
     where = [
         f"paths.root_working_dir={tmp_path}",
         "paths.model_name=run",

@@ -14,9 +14,10 @@ from runtime.data.tokenizers import load_tokenizer
 from tools import sample, tokenize_text
 
 MODEL = [
-    "model.d_model=32", "model.n_q_per_kv=1", "model.n_kv=2", "model.d_head=16", "model.layers=1", "model.d_ff=64", "model.vocab=257",
-    "model.compute_dtype=float32", "mesh.d=1", "mesh.t=1", "training.tokens.batch=8", "training.tokens.len=32", "training.steps=60",
-    "training.warmup_steps=5", "training.steps_for_lr=60", "training.learning_rate=0.01", "checkpoint_interval=60", "eval_interval=60", "validation_batches=1",
+    "model.d_model=32", "model.n_q_per_kv=1", "model.n_kv=2", "model.d_head=16", "model.layers=1", "model.d_ff=64",
+    "model.vocab=257", "model.compute_dtype=float32", "mesh.d=1", "mesh.t=1", "training.tokens.batch=8",
+    "training.tokens.len=32", "training.steps=60", "training.warmup_steps=5", "training.steps_for_lr=60",
+    "training.learning_rate=0.01", "checkpoint_interval=60", "eval_interval=60", "validation_batches=1",
 ]  # fmt: skip
 SENTENCE = "the cat sat on the mat. "
 
@@ -40,7 +41,8 @@ def said(monkeypatch, capsys, *arguments):
 
 
 def test_it_goes_on_with_what_it_has_learnt(run_folder, monkeypatch, capsys):
-    """At temperature 0 a model that has seen one sentence only goes on with it, beyond the length of a row too; the prompt comes first."""
+    """At temperature 0 a model that has seen one sentence only goes on with it, beyond the length of a row too; the
+    prompt comes first."""
     text = said(monkeypatch, capsys, run_folder, "prompt=on the mat. the c", "tokens=55", "temperature=0")
     assert text == ("on the mat. " + SENTENCE * 4)[: len("on the mat. the c") + 55] + "\n"
 

@@ -14,7 +14,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Imports once and forks for each life, so that what is killed is the work and not the imports. No thread runs when it forks.
+# Imports once and forks for each life, so that what is killed is the work and not the imports. No thread runs when it
+# forks.
 # The first life is not killed: its output is the measure, and its time tells within which the others are.
 KILLER = """
 import json, os, random, signal, sys, time
@@ -50,7 +51,8 @@ def files(folder):
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    """A text, records of which some are bad, compressed and not: every kind of position that a record of progress holds."""
+    """A text, records of which some are bad, compressed and not: every kind of position that a record of progress
+    holds."""
     folder, draws = tmp_path_factory.mktemp("corpus"), random.Random(0)
 
     def text():
@@ -73,7 +75,8 @@ def corpus(tmp_path_factory):
 
 
 def test_killed_ten_times(tmp_path, corpus):
-    """Killed ten times at random moments and started again each time: the bytes of every file are those of an uninterrupted run."""
+    """Killed ten times at random moments and started again each time: the bytes of every file are those of an
+    uninterrupted run."""
     done = subprocess.run(
         [sys.executable, "-c", KILLER, json.dumps([corpus, str(tmp_path), 10])],
         cwd=ROOT, capture_output=True, text=True, timeout=120,

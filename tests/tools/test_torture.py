@@ -8,7 +8,8 @@ from tests.torture import Torture, torture
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_again_and_again(tmp_path, record_property):
-    """Six kills with SIGKILL, two of them as soon as a save begins: no checkpoint is lost, and the losses are bit for bit
+    """Six kills with SIGKILL, two of them as soon as a save begins: no checkpoint is lost, and the losses are bit for
+    bit
     those of a run left alone."""
     count = torture(
         Torture(folder=str(tmp_path / "torture"), seed=1, kills=6, steps=200, checkpoint_interval=10, epochs=1)

@@ -1,7 +1,7 @@
-"""The loader: which rows a batch holds, in which order, on every mesh and host, and that nothing a thread meets is lost."""
+"""The loader: which rows a batch holds, in which order, on every mesh and host, and that nothing a thread meets is
+lost."""
 
 import dataclasses
-import shutil
 import threading
 import time
 import tracemalloc
@@ -9,6 +9,9 @@ import tracemalloc
 import jax
 import numpy as np
 import pytest
+import zarr
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from ragged import (
     EXAMPLE,
     FlatTokens,
@@ -17,11 +20,13 @@ from ragged import (
     assert_refuses,
     encoded,
     ragged,
+    read_all,
     read_from_chunks,
     sharding,
 )
 
-from runtime.data import chunks, flat_tokens
+from runtime.data import batches, chunks, flat_tokens
+from runtime.data import rows as rows_module
 from runtime.data.batches import Batch, Loader
 from runtime.data.flat_tokens import write_split
 from runtime.data.read_ahead import ReadAhead
@@ -39,79 +44,144 @@ def data(tmp_path_factory):
     return path
 
 
+@pytest.fixture
+def starts_read(monkeypatch):
+    """Where the rows that are read from the data begin."""
+    found, read_rows = [], flat_tokens.Split.read_rows
+    watched = lambda self, starts, *rest: (found.extend(starts.tolist()), read_rows(self, starts, *rest))[1]  # noqa: E731
+    monkeypatch.setattr(flat_tokens.Split, "read_rows", watched)
+    return found
+
+
 # ---------------------------------------------------------------- rows
 
+SEQUENCES = st.lists(st.lists(st.integers(0, 2**31 - 1) | st.integers(0, 9), max_size=20), min_size=1, max_size=15)
 
-def all_rows(loader, epoch=0):
-    """Rows of an epoch as (targets, is_seq_start, is_target), in the order of the batches, which must end where it does."""
-    steps = -(-loader.rows // len(as_numpy(loader.load(0))[0]))
-    return [np.concatenate(a) for a in zip(*(as_numpy(loader.load(epoch * steps + step)) for step in range(steps)))]
+
+@pytest.mark.parametrize("packing", [True, False])
+@given(
+    sequences=SEQUENCES,
+    length=st.integers(1, 12),
+    chunk=st.integers(8, 50),
+    masked=st.booleans(),
+    seed=st.integers(0, 9),
+)
+@settings(max_examples=20, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_what_is_written_is_read(tmp_path_factory, packing, sequences, length, chunk, masked, seed):
+    """Random ragged sequences, written and read shuffled, are the same sequences again when their rows are put back in
+    order; padding is no target and starts a sequence at each place."""
+    sequences = [np.array(ids, np.int64) for ids in sequences]
+    masks = [np.arange(len(ids)) % 3 != 1 for ids in sequences] if masked else None
+    path = tmp_path_factory.mktemp("property") / "data"
+    write_split(path, "train", sequences, is_target=masks, chunk_tokens=chunk)
+    joined = encoded(sequences) if any(map(len, sequences)) else np.zeros(0, np.uint32)
+    targets = np.concatenate(masks) if masked else np.ones(len(joined), bool)
+    config = FlatTokens(str(path), seed, packing)
+    rows = len(joined) // length if packing else sum(-(-len(ids) // length) for ids in sequences)
+    shape = {"batch": 1, "length": length, "sharding": sharding()}
+    with pytest.MonkeyPatch.context() as patch:
+        read_from_chunks(patch)
+        if rows == 0:
+            assert_refuses("…less than one batch of 1…", Loader, config, "train", **shape)
+            return
+        with Loader(config, "train", **shape) as loader:
+            assert (loader.rows, loader.steps) == (rows, rows)
+            ids, starts, is_target = read_all(loader)
+            places = [[int(word) for word in loader.rows_of(step)[0].split() if word.isdigit()] for step in range(rows)]
+    got, got_targets = np.zeros_like(joined), np.zeros(len(joined), int)
+    for row, (first, last) in enumerate(places):
+        count = last - first + 1
+        got[first : last + 1] = ids[row, :count] * 2 + starts[row, :count]
+        got_targets[first : last + 1] += is_target[row, :count]
+        assert not is_target[row, count:].any() and starts[row, count:].all()
+    read = len(joined) - loader.dropped_tokens
+    assert loader.dropped_tokens == (len(joined) % length if packing else 0)
+    np.testing.assert_array_equal(got[:read], joined[:read])
+    np.testing.assert_array_equal(got_targets[:read], targets[:read])  # once each, and no context is a target
 
 
 @pytest.mark.parametrize("resident", [True, False])
-def test_packed_rows(data, resident, monkeypatch):
-    """Packed and in order, rows are consecutive windows of the joined tokens; the last batch is filled up with no targets."""
+def test_unshuffled_rows(data, resident, monkeypatch):
+    """Packed and in order, rows are consecutive windows of the joined tokens, and the last batch is filled up with no
+    targets; not packed, a sequence longer than a row continues in the next, which starts no sequence, and an empty one
+    has no row."""
     if not resident:
         read_from_chunks(monkeypatch)
-    stored = encoded(ragged(1))
-    with Loader(FlatTokens(str(data)), "validation", batch=6, length=32, sharding=sharding(), shuffle=False) as loader:
-        targets, is_seq_start, is_target = all_rows(loader)
+    stored, lengths = encoded(ragged(1)), [len(ids) for ids in ragged(1)]
+    shape = {"batch": 6, "length": 32, "sharding": sharding(), "shuffle": False}
+    with Loader(FlatTokens(str(data)), "validation", **shape) as loader:
+        targets, is_seq_start, is_target = read_all(loader)
         assert (loader.rows, loader.dropped_tokens) == divmod(len(stored), 32)
         assert loader.steps == -(-loader.rows // 6) and loader.rows % 6
-    stored = stored[: loader.rows * 32].reshape(-1, 32)
-    np.testing.assert_array_equal(targets[: loader.rows], stored >> 1)
-    np.testing.assert_array_equal(is_seq_start[: loader.rows], stored & 1)
+    rows = stored[: loader.rows * 32].reshape(-1, 32)
+    np.testing.assert_array_equal(targets[: loader.rows], rows >> 1)
+    np.testing.assert_array_equal(is_seq_start[: loader.rows], rows & 1)
     assert is_target[: loader.rows].all() and not is_target[loader.rows :].any()
     assert is_seq_start[loader.rows :].all() and not targets[loader.rows :].any()
-
-
-@pytest.mark.parametrize("resident", [True, False])
-@pytest.mark.parametrize("with_mask", [True, False])
-def test_unpacked_rows(tmp_path, resident, with_mask, monkeypatch):
-    """Not packed, a row is a sequence, cut or padded at its end; an empty one has none; padding is no target and sees nothing."""
-    if not resident:
-        read_from_chunks(monkeypatch)
-    sequences = ragged(5)
-    assert not all(map(len, sequences)) and max(map(len, sequences)) > 24
-    masks = [np.arange(len(ids)) % 3 > 0 if with_mask else np.ones(len(ids), bool) for ids in sequences]
-    write_split(tmp_path / "data", "train", sequences, is_target=masks if with_mask else None, chunk_tokens=64)
-    config = FlatTokens(str(tmp_path / "data"), sequence_packing=False)
-    with Loader(config, "train", batch=8, length=24, sharding=sharding(), shuffle=False) as loader:
-        targets, is_seq_start, is_target = all_rows(loader)
-    rows = [(ids, mask) for ids, mask in zip(sequences, masks) if len(ids)]
-    assert loader.rows == len(rows)
-    assert loader.dropped_tokens == sum(max(0, len(ids) - 24) for ids in sequences)
-    for row, (ids, mask) in enumerate(rows):
-        count = min(len(ids), 24)
-        np.testing.assert_array_equal(targets[row], np.concatenate([ids[:count], np.zeros(24 - count, int)]))
-        np.testing.assert_array_equal(is_target[row], np.concatenate([mask[:count], np.zeros(24 - count, bool)]))
-        np.testing.assert_array_equal(is_seq_start[row], (np.arange(24) == 0) | (np.arange(24) >= count))
+    with Loader(FlatTokens(str(data), sequence_packing=False), "validation", **shape) as loader:
+        targets, is_seq_start, is_target = read_all(loader)
+    np.testing.assert_array_equal((2 * targets + is_seq_start)[is_target], stored)
+    counts = [min(32, length - first) for length in lengths for first in range(0, length, 32)]
+    assert loader.rows == len(counts) and max(lengths) > 32
+    np.testing.assert_array_equal(is_target[: loader.rows], np.arange(32) < np.array(counts)[:, None])
 
 
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("blocks, rows_per_block", [(1, 1), (3, 4), (2, 7), (1000, 3), (1, 1000)])
 def test_each_row_once_an_epoch(tmp_path, packing, blocks, rows_per_block):
-    """Each row comes once in each epoch, whatever the sizes of blocks and buffers, and each epoch has an order of its own."""
+    """Each row comes once in each epoch, whatever the sizes of blocks and buffers, and each epoch and seed has an order
+    of its own."""
     sequences = [np.full(8, index) for index in range(60)]  # so that a row's first token is its number
     write_split(tmp_path / "data", "train", sequences, chunk_tokens=100)
     sizes = {"read_blocks_per_shuffle_buffer": blocks, "sequences_per_read_block": rows_per_block}
     config = FlatTokens(str(tmp_path / "data"), sequence_packing=packing, epochs=3, **sizes)
-    with Loader(config, "train", batch=5, length=8, sharding=sharding()) as loader:
-        orders = [tuple(all_rows(loader, epoch)[0][:, 0].tolist()) for epoch in range(3)]
-    assert loader.steps == 36
-    assert all(sorted(order) == list(range(60)) for order in orders)
-    assert len({*orders, tuple(range(60))}) == 4
-    with Loader(dataclasses.replace(config, seed=1), "train", batch=5, length=8, sharding=sharding()) as loader:
-        assert tuple(all_rows(loader)[0][:, 0].tolist()) not in orders
+    orders = [tuple(range(60))]
+    for each in (config, dataclasses.replace(config, seed=1)):
+        with Loader(each, "train", batch=5, length=8, sharding=sharding()) as loader:
+            assert loader.steps == 36
+            orders += map(tuple, read_all(loader)[0][:, 0].reshape(3, 60).tolist())
+    assert all(sorted(order) == list(range(60)) for order in orders) and len(set(orders)) == 7
 
 
 def test_epochs_follow_one_another(data):
-    """A batch that an epoch's last rows do not fill goes on with the next epoch's; what is left after the last is no batch."""
+    """A batch that an epoch's last rows do not fill is filled by the next epoch's; what is left after the last is no
+    batch."""
     with Loader(FlatTokens(str(data), epochs=3), "train", batch=7, length=16, sharding=sharding()) as loader:
         assert loader.rows % 7 and loader.steps == 3 * loader.rows // 7
-        rows = np.concatenate([as_numpy(loader.load(step))[0] for step in range(loader.steps)])
+        rows = read_all(loader)[0]
     epochs = [sorted(map(tuple, rows[epoch * loader.rows : (epoch + 1) * loader.rows].tolist())) for epoch in range(2)]
     assert epochs[0] == epochs[1] and len(rows) < 3 * loader.rows
+
+
+def test_many_sequences_are_found(tmp_path, monkeypatch):
+    """Rows are found over many blocks of sequences, the last one not whole, in any order; of a sequence whose start is
+    wrong the number is said before training begins."""
+    monkeypatch.setattr(rows_module, "BLOCK", 16)
+    monkeypatch.setattr(rows_module, "READ_AT_ONCE", 64)
+    read_from_chunks(monkeypatch)
+    sequences = ragged(7, count=1000, longest=20)
+    write_split(tmp_path / "data", "train", sequences, chunk_tokens=512)
+    expected = [ids[i : i + 6] for ids in sequences for i in range(0, len(ids), 6)]
+    config = FlatTokens(str(tmp_path / "data"), sequence_packing=False, sequences_per_read_block=7)
+    shape = {"batch": 1, "length": 6, "sharding": sharding()}
+    for shuffle in (False, True):
+        with Loader(config, "train", **shape, shuffle=shuffle) as loader:
+            assert loader.rows == len(expected)
+            got = [targets[0][is_target[0]] for targets, _, is_target in (as_numpy(loader.load(s)) for s in range(150))]
+        if not shuffle:
+            assert all(np.array_equal(a, b) for a, b in zip(got, expected))
+        else:
+            assert sorted(map(tuple, got)) != sorted(map(tuple, expected[:150]))
+            assert {tuple(row) for row in got} <= {tuple(row) for row in expected}
+    starts = zarr.open_group(tmp_path / "data", mode="r+")["train/seq_starts"]
+    for at, wrong in ((37, 2**63), (200, 0), (999, 10**6)):
+        before, starts[at] = int(starts[at]), wrong
+        message = (
+            f"seq_starts of {tmp_path}/data/train says that sequence {at - 1} goes from … to {wrong}, expected "
+            "increasing numbers up to …: the data set is damaged, write it again"
+        )
+        assert_refuses(message, Loader, config, "train", **shape)
+        starts[at] = before
 
 
 # ---------------------------------------------------------------- steps, meshes, hosts, threads
@@ -135,13 +205,13 @@ def test_load_is_a_function_of_the_step(data, packing):
 @pytest.mark.parametrize("d, t", [(8, 1), (4, 2), (1, 8)])
 def test_same_batch_on_every_mesh(data, d, t):
     """A step's global batch does not depend on the mesh, and it lies on it as TokenBatch says."""
-    config = FlatTokens(str(data))
-    mesh = sharding(d, t).targets.mesh
+    config, mesh = FlatTokens(str(data)), sharding(d, t).targets.mesh
     with jax.set_mesh(mesh):
         on_mesh = make_shardings(TokenBatch)
+    shape = {"batch": 8, "length": 20}
     with (
-        Loader(config, "train", batch=8, length=20, sharding=sharding()) as one,
-        Loader(config, "train", batch=8, length=20, sharding=on_mesh) as many,
+        Loader(config, "train", **shape, sharding=sharding()) as one,
+        Loader(config, "train", **shape, sharding=on_mesh) as many,
     ):
         for step in range(one.steps):
             batch = many.load(step)
@@ -151,149 +221,123 @@ def test_same_batch_on_every_mesh(data, d, t):
                 check_tree(TokenBatch, batch)
 
 
+@dataclasses.dataclass(frozen=True)
 class HostSharding:
-    """What one of several hosts sees of a sharding: only its own devices, all others being out of reach."""
+    """What one of several hosts sees of a sharding: its own devices."""
 
-    def __init__(self, whole, devices):
-        self.whole, self.devices = whole, devices
+    whole: jax.sharding.Sharding
+    devices: frozenset
 
     def addressable_devices_indices_map(self, shape):
-        return {
-            device: index for device, index in self.whole.devices_indices_map(shape).items() if device in self.devices
-        }
+        whole = self.whole.devices_indices_map(shape)
+        return {device: index for device, index in whole.items() if device in self.devices}
 
 
-@pytest.mark.parametrize("shuffle", [True, False])
-@pytest.mark.parametrize("own", [lambda i: i < 4, lambda i: i >= 4, lambda i: i % 2 == 1])
-def test_hosts_read_their_own_rows(data, own, shuffle, monkeypatch):
-    """Each host reads the rows of its own devices and no others, and together they have the batch of a single host."""
-    on_eight, batch, length = sharding(8, 1), 16, 20
-    whole = on_eight.targets
-    devices = {device for i, device in enumerate(whole.mesh.devices.flat) if own(i)}
-    placed = []
+def rows_of_hosts(monkeypatch, starts_read, config, mesh, hosts, batch, length):
+    """The rows that each of several hosts places on its devices: for each step the whole batch, put together from all
+    of
+    them; and how many rows each host read."""
+    whole, parts, of_hosts, counts = sharding(*mesh).targets, [], [], []
 
-    def place(shape, _, part):
-        placed.append(
-            {
-                device: part(index)
-                for device, index in HostSharding(whole, devices).addressable_devices_indices_map(shape).items()
-            }
-        )
+    def place(shape, host, part):
+        array = np.full(shape, -1)
+        for index in host.addressable_devices_indices_map(shape).values():
+            array[index] = part(index)
+        parts.append(array)
 
-    with Loader(
-        FlatTokens(str(data)), "train", batch=batch, length=length, sharding=on_eight, shuffle=shuffle
-    ) as single:
-        expected = [single.load(step) for step in range(single.steps)]
-        read = []
-        read_rows = flat_tokens.Split.read_rows
-        monkeypatch.setattr(
-            flat_tokens.Split,
-            "read_rows",
-            lambda self, starts, *rest: (read.extend(starts.tolist()), read_rows(self, starts, *rest))[1],
-        )
-        monkeypatch.setattr(jax, "make_array_from_callback", place)
-        with Loader(
-            FlatTokens(str(data)),
-            "train",
-            batch=batch,
-            length=length,
-            sharding=Batch(*[HostSharding(whole, devices)] * 3),
-            shuffle=shuffle,
-        ) as host:
-            for step in range(host.steps):
-                host._read_batch(step)
-    assert len(placed) == 3 * len(expected)
-    for i, part in enumerate(placed):
-        for shard in jax.tree.leaves(expected[i // 3])[i % 3].addressable_shards:
-            if shard.device in devices:
-                np.testing.assert_array_equal(part[shard.device], shard.data)
-    used = min(single.rows, single.steps * batch)
-    rows_of_host = sum(own(place % batch // 2) for place in range(used))
-    assert len(read) == len(set(read)) == rows_of_host < used
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "make_array_from_callback", place)
+        devices = list(whole.mesh.devices.flat)
+        for host in range(hosts):
+            own = frozenset(devices[host * len(devices) // hosts : (host + 1) * len(devices) // hosts])
+            split = Batch(*[HostSharding(whole, own)] * 3)
+            parts.clear(), starts_read.clear()
+            with Loader(config, "train", batch=batch, length=length, sharding=split) as loader:
+                for step in range(loader.steps):
+                    loader._read_batch(step)
+            of_hosts.append([parts[i : i + 3] for i in range(0, 3 * loader.steps, 3)])
+            counts.append(len(starts_read))
+    whole_batches = []
+    for one_step in zip(*of_hosts):
+        stacks = [np.stack(one) for one in zip(*one_step)]
+        for stack in stacks:
+            assert (stack.max(axis=0) >= 0).all()  # each row is on some host
+            assert ((stack == stack.max(axis=0)) | (stack == -1)).all()  # and the same where it is on several
+        whole_batches.append([stack.max(axis=0) for stack in stacks])
+    return whole_batches, counts, loader
+
+
+@pytest.mark.parametrize("packing, batch, length, mesh, hosts, hosts_of_a_row", [
+    (True, 8, 5, (8, 1), 1, 1), (True, 8, 5, (8, 1), 2, 1), (True, 16, 24, (4, 2), 4, 1), (True, 16, 24, (1, 8), 2, 2),
+    (False, 16, 24, (8, 1), 1, 1), (False, 8, 5, (8, 1), 2, 1), (False, 24, 64, (2, 4), 2, 1),
+])  # fmt: skip
+def test_every_token_is_a_target_once(
+    tmp_path, monkeypatch, starts_read, packing, batch, length, mesh, hosts, hosts_of_a_row
+):
+    """In two epochs, each token but those that are reported as left out is a target twice, on any mesh and hosts, whose
+    rows are together those of one loader; each host reads the rows of its own devices and no others."""
+    sequences = ragged(0, count=80)
+    joined = np.concatenate(sequences)
+    numbered = np.split(np.arange(len(joined)), np.cumsum([len(ids) for ids in sequences])[:-1])  # ids are places
+    write_split(tmp_path / "data", "train", numbered, chunk_tokens=64)
+    config = FlatTokens(str(tmp_path / "data"), 1, packing, epochs=2)
+    found, counts, loader = rows_of_hosts(monkeypatch, starts_read, config, mesh, hosts, batch, length)
+    assert len(found) == loader.steps == 2 * loader.rows // batch
+    assert counts == [loader.steps * batch * hosts_of_a_row // hosts] * hosts
+    targets_of = np.zeros(len(joined), int)
+    for targets, _, is_target in found:
+        np.add.at(targets_of, targets[is_target == 1], 1)
+    assert len(joined) - loader.dropped_tokens == np.sum(targets_of > 0)
+    left = 2 * loader.rows - loader.steps * batch  # rows that fill no batch: at the end of all, and said at the start
+    assert f"{loader.steps:,} steps in 2 epochs, {left:,} rows left over at the end" in loader.summary
+    once = np.sum(targets_of == 1)
+    assert targets_of.max() == 2 and (once == left * length if packing else left <= once <= left * length)
+    with Loader(config, "train", batch=batch, length=length, sharding=sharding()) as single:
+        for step, arrays in enumerate(found):
+            for array, expected in zip(arrays, as_numpy(single.load(step))):
+                np.testing.assert_array_equal(array, expected)
 
 
 def test_each_chunk_is_decoded_once_a_buffer(data, monkeypatch):
     """However many rows of a shuffle buffer lie in a chunk, it is decoded once for all of them."""
     read_from_chunks(monkeypatch)
-    reads = []
-    read = chunks._read
-    monkeypatch.setattr(
-        chunks,
-        "_read",
-        lambda values, start, stop, what: (reads.append((what, start, stop)), read(values, start, stop, what))[1],
-    )
+    decoded, read = [], chunks.read
+
+    def watched(array, start, stop, what):
+        if what.startswith("encoded"):
+            decoded.extend(range(start // 64, (stop - 1) // 64 + 1))
+        return read(array, start, stop, what)
+
+    monkeypatch.setattr(chunks, "read", watched)
     config = FlatTokens(str(data), read_blocks_per_shuffle_buffer=1000)  # an epoch is one buffer
     with Loader(config, "train", batch=4, length=8, sharding=sharding()) as loader:
-        for step in range(loader.steps):
-            loader.load(step)
-    decoded = [
-        chunk
-        for what, start, stop in reads
-        if what.startswith("encoded")
-        for chunk in range(start // 64, (stop - 1) // 64 + 1)
-    ]
+        read_all(loader)
     assert len(decoded) == len(set(decoded)) > 20
 
 
 def test_thread_reads_ahead():
-    """The next results are computed before they are asked for, a bounded number of them, each once."""
-    computed, release = [], threading.Semaphore(0)
+    """The next results are computed while nobody asks, a bounded number of them, each once; what the thread raises is
+    raised to whoever asks for that result, and asking again computes it again; closed, no thread is left."""
+    computed, third, fails = [], threading.Event(), {3}
 
     def function(index):
-        release.acquire()
         computed.append(index)
+        if index == 2:
+            third.set()
+        if index in fails:
+            raise RunError(f"no {index}")
         return index * 10
 
     read = ReadAhead(function, count=8, ahead=2, name="test")
-    for _ in range(8):
-        release.release()
-    assert [read(index) for index in (0, 1, 2)] == [0, 10, 20]
-    read.close()
-    assert computed[:3] == [0, 1, 2] and len(computed) <= 5
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("test")]
-
-
-def test_thread_is_ahead():
-    """What is two further on is computed while nobody asks."""
-    third = threading.Event()
-    read = ReadAhead(lambda index: third.set() if index == 2 else index, count=8, ahead=2, name="test")
     read(0)
-    assert third.wait(10)
-    read.close()
-
-
-def test_thread_exceptions_surface():
-    """What the thread raises is raised to whoever asks for that result, and asking again computes it again."""
-    fails = {3}
-
-    def function(index):
-        if index in fails:
-            raise RunError(f"no {index}")
-        return index
-
-    read = ReadAhead(function, count=6, ahead=2, name="test")
-    assert [read(index) for index in range(3)] == [0, 1, 2]
+    assert third.wait(10) and [read(1), read(2)] == [10, 20]
     with pytest.raises(RunError, match=r"^no 3$"):
         read(3)
+    assert computed[:4] == [0, 1, 2, 3] and len(computed) <= 6
     fails.clear()
-    assert [read(index) for index in (3, 4, 0, 5)] == [3, 4, 0, 5]
+    assert [read(index) for index in (3, 4, 0, 5)] == [30, 40, 0, 50]
     read.close()
-
-
-def test_loader_exceptions_surface(tmp_path, monkeypatch):
-    """Data that vanish while training runs are an error at the step that needs them, none before."""
-    read_from_chunks(monkeypatch)
-    path = tmp_path / "data"
-    write_split(path, "train", ragged(0), chunk_tokens=64)
-    config = FlatTokens(str(path), read_blocks_per_shuffle_buffer=1)
-    with Loader(config, "train", batch=4, length=8, sharding=sharding()) as loader:
-        loader.load(0)
-        shutil.rmtree(path / "train" / "encoded_tokens" / "c")
-        with pytest.raises(
-            RunError, match=r"cannot read encoded_tokens of .*/train from \d+ to \d+ \(the file .*/c/\d+ is missing\)"
-        ):
-            for step in range(loader.steps):
-                loader.load(step)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("test")]
 
 
 def test_no_thread_is_left(data):
@@ -305,40 +349,36 @@ def test_no_thread_is_left(data):
     assert not [thread.name for thread in set(threading.enumerate()) - before if thread.name.startswith("read_")]
 
 
+# ---------------------------------------------------------------- what is said and refused
+
+
 def test_too_little(tmp_path):
     """Less than a batch, and a step beyond the data, are refused with the numbers and the keys to change."""
     example = tmp_path / "data"
     write_split(example, "train", EXAMPLE)
-    config = FlatTokens(str(example), epochs=2)
-    message = (
-        f"8 tokens of {example}/train in 4 rows of 2, 0 at its end being too few for a row: in flat_tokens.epochs = 2 that is less than "
-        "one batch of 9; lower training.tokens.batch or training.tokens.len, or use more data"
-    )
-    assert_refuses(message, Loader, config, "train", batch=9, length=2, sharding=sharding())
-    unpacked = dataclasses.replace(config, sequence_packing=False)
-    message = (
-        f"3 sequences, 8 tokens, of {example}/train in 3 rows of up to 2, 2 of them longer and cut there, 2 tokens being left out: in "
-        "flat_tokens.epochs = 2 that is less than one batch of 7; lower training.tokens.batch or training.tokens.len, or use more data"
-    )
-    assert_refuses(message, Loader, unpacked, "train", batch=7, length=2, sharding=sharding())
-    with Loader(config, "train", batch=2, length=2, sharding=sharding()) as loader:
-        loader.load(3)
-        message = (
-            f"there is no batch for step 4: 8 tokens of {example}/train in 4 rows of 2, 0 at its end being too few for a row, 4 batches of 2 "
-            "in flat_tokens.epochs = 2: set flat_tokens.epochs to 3 or more, or lower training.steps"
-        )
-        assert_refuses(message, loader.load, 4)
-    with Loader(config, "train", batch=2, length=2, sharding=sharding(), shuffle=False) as loader:
-        message = (
-            f"there is no batch for step 2: 8 tokens of {example}/train in 4 rows of 2, 0 at its end being too few for a row, 2 batches of 2 "
-            "in flat_tokens.epochs = 1: an unshuffled pass reads each row once"
-        )
-        assert_refuses(message, loader.load, 2)
+    packed = FlatTokens(str(example), epochs=2)
+    unpacked = dataclasses.replace(packed, sequence_packing=False)
+    in_rows = f"8 tokens of {example}/train in 4 rows of 2, 0 at its end being too few for a row"
+    as_rows = f"3 sequences, 8 tokens, of {example}/train in 5 rows of up to 2, 2 of them longer and split"
+    fix = "lower training.tokens.batch or training.tokens.len, or use more data"
+    for config, text, batch in ((packed, in_rows, 9), (unpacked, as_rows, 11)):
+        message = f"{text}: in flat_tokens.epochs = 2 that is less than one batch of {batch}; {fix}"
+        assert_refuses(message, Loader, config, "train", batch=batch, length=2, sharding=sharding())
+    for shuffle, steps, epochs, fix in (
+        (True, 4, 2, "set flat_tokens.epochs to 3 or more, or lower training.steps"),
+        (False, 2, 1, "an unshuffled pass reads each row once"),
+    ):
+        with Loader(packed, "train", batch=2, length=2, sharding=sharding(), shuffle=shuffle) as loader:
+            loader.load(steps - 1)
+            held = f"{in_rows}, {steps} batches of 2 in flat_tokens.epochs = {epochs}"
+            assert_refuses(f"there is no batch for step {steps}: {held}: {fix}", loader.load, steps)
 
 
 @pytest.mark.parametrize("packing", [True, False])
 def test_memory_is_bounded(tmp_path, monkeypatch, packing):
-    """What a loader says it takes at most is more than it takes, and not much more; more than 4 GiB is refused with what it is for."""
+    """What a loader says it takes at most is more than it takes, and not much more; more than 4 GiB is refused with
+    what
+    to lower."""
     read_from_chunks(monkeypatch)
     rng = np.random.default_rng(0)
     sequences = [rng.integers(0, 1000, rng.integers(200, 400)) for _ in range(4000)]  # 5 MB
@@ -354,50 +394,47 @@ def test_memory_is_bounded(tmp_path, monkeypatch, packing):
         peak = tracemalloc.get_traced_memory()[1] - before
     tracemalloc.stop()
     assert 0.5 * loader.memory_bytes < peak < loader.memory_bytes < 8 * 10**6
+    assert batches.MAX_BYTES == 4 * 2**30
+    monkeypatch.setattr(batches, "MAX_BYTES", 10**6)
     message = (
         f"reading {tmp_path}/data/train takes up to {loader.memory_bytes:,} bytes of host memory, more than 1,000,000: "
-        "5,275,648 for 2 shuffle buffers of each source, … for chunks in 4 threads, 0 for small arrays that are kept, … for batches. Lower "
-        "flat_tokens.read_blocks_per_shuffle_buffer, flat_tokens.sequences_per_read_block or io.max_io_threads"
+        "lower flat_tokens.read_blocks_per_shuffle_buffer, flat_tokens.sequences_per_read_block or io.max_io_threads"
     )
-    assert_refuses(message, Loader, config, "train", **rows, max_bytes=10**6)
+    assert_refuses(message, Loader, config, "train", **rows)
 
 
 def test_what_is_left_out_is_said(data):
     """The line that a run prints says what is read, which tokens make no row, which rows no batch, and the memory."""
     rows = {"batch": 7, "length": 16, "sharding": sharding()}
+    count, left = divmod(sum(map(len, ragged(0))), 16)
     with Loader(FlatTokens(str(data), epochs=2), "train", **rows) as loader:
-        tokens = sum(map(len, ragged(0)))
         assert loader.summary == (
-            f"{tokens:,} tokens of {data}/train in {tokens // 16:,} rows of 16, {tokens % 16} at its end being too few for a row; "
-            f"{2 * (tokens // 16) // 7} steps in 2 epochs, {2 * (tokens // 16) % 7} rows left over at the end; "
-            f"at most {loader.memory_bytes / 1e6:.0f} MB of host memory"
+            f"{16 * count + left:,} tokens of {data}/train in {count:,} rows of 16, {left} at its end being too few "
+            f"for a row; {2 * count // 7} steps in 2 epochs, {2 * count % 7} rows left over at the end; at most "
+            f"{loader.memory_bytes / 1e6:.0f} MB of host memory"
         )
+    lengths = [len(ids) for ids in ragged(1)]
     config = FlatTokens(str(data), sequence_packing=False)
     with Loader(config, "validation", **rows, shuffle=False, batches=3) as loader:
-        lengths = [len(ids) for ids in ragged(1)]
-        cut = sum(max(0, length - 16) for length in lengths)
         assert loader.summary == (
-            f"100 sequences, {sum(lengths):,} tokens, of {data}/validation in {sum(map(bool, lengths))} rows of up to 16, "
-            f"{sum(length > 16 for length in lengths)} of them longer and cut there, {cut:,} tokens being left out; 3 batches of 7 are read; "
-            f"at most {loader.memory_bytes / 1e6:.0f} MB of host memory"
+            f"100 sequences, {sum(lengths):,} tokens, of {data}/validation in {sum(-(-n // 16) for n in lengths)} rows "
+            f"of up to 16, {sum(n > 16 for n in lengths)} of them longer and split; 3 batches of 7 are read; at most "
+            f"{loader.memory_bytes / 1e6:.0f} MB of host memory"
         )
 
 
-def test_validation_batches(data, monkeypatch):
+def test_validation_batches(data, monkeypatch, starts_read):
     """So many batches are the first of all, and no more than these are read."""
     read_from_chunks(monkeypatch)
     rows = {"batch": 8, "length": 16, "sharding": sharding(), "shuffle": False}
     with Loader(FlatTokens(str(data)), "validation", **rows) as whole:
         expected = [whole.load(step) for step in range(3)]
-    read = []
-    read_rows = flat_tokens.Split.read_rows
-    watched = lambda self, starts, *rest: (read.extend(starts.tolist()), read_rows(self, starts, *rest))[1]  # noqa: E731
-    monkeypatch.setattr(flat_tokens.Split, "read_rows", watched)
+    starts_read.clear()
     with Loader(FlatTokens(str(data)), "validation", **rows, batches=3) as loader:
         for _ in range(2):
             for step in range(loader.steps):
                 assert_equal(loader.load(step), expected[step])
-    assert loader.steps == 3 and len(set(read)) == 24
+    assert loader.steps == 3 and len(set(starts_read)) == 24
     with Loader(FlatTokens(str(data)), "validation", **rows, batches=10**6) as loader:
         assert loader.steps == whole.steps
 

@@ -1,4 +1,5 @@
-"""Data that are not as they should be, or not to be had, on a disk and in an object store: an error with the place, never a hang or a zero."""
+"""Data that are not as they should be, or not to be had, on a disk and in an object store: an error with the place,
+never a hang or a zero."""
 
 import gzip
 import json
@@ -8,14 +9,12 @@ import sys
 import fsspec
 import numpy as np
 import pytest
+import small
 import zarr
 from ragged import FlatTokens, assert_equal, assert_refuses, ragged, read_from_chunks, sharding
 
-import train
-from runtime.config.command_line import load, run
 from runtime.data.batches import Loader
 from runtime.data.flat_tokens import open_split, write_split
-from runtime.data.sources import open_data
 
 DAMAGED = "the data set is damaged or out of reach; write or copy it again"
 
@@ -51,7 +50,8 @@ def test_the_same_from_an_object_store(object_store, tmp_path, monkeypatch):
     ("object_store", "encoded_tokens", 2, True, "512 to 768"),
 ])  # fmt: skip
 def test_lost_and_truncated_chunks(request, tmp_path, place, name, chunk, packing, tokens, monkeypatch):
-    """A chunk's file that is missing, empty, cut short or longer is an error that names the array, the tokens and the file."""
+    """A chunk's file that is missing, empty, cut short or longer is an error that names the array, the tokens and the
+    file."""
     read_from_chunks(monkeypatch)
     path = write(f"{request.getfixturevalue('object_store')}/data" if place == "object_store" else tmp_path / "data")
     file = f"{path}/train/{name}/c/{chunk}"
@@ -82,31 +82,9 @@ def test_flipped_bits(request, place, monkeypatch):
         damaged[bit // 8] ^= 1 << bit % 8
         with fsspec.open(file, "wb") as stored:
             stored.write(bytes(damaged))
-        message = f"cannot read encoded_tokens of {path}/train from 256 to 512 (the file train/encoded_tokens/c/1 …): {DAMAGED}"
+        place = "from 256 to 512 (the file train/encoded_tokens/c/1"
+        message = f"cannot read encoded_tokens of {path}/train {place} …): {DAMAGED}"
         assert_refuses(message, load_all, path)
-
-
-def test_a_data_set_without_checksums(tmp_path, capsys):
-    """One that was written before there were any is read, and a line says what is not noticed."""
-    for split in ("train", "validation"):
-        write_split(tmp_path / "new", split, ragged(0))
-    copy = zarr.open_group(tmp_path / "old", mode="w")
-    for split in ("train", "validation"):
-        stored = zarr.open_group(tmp_path / "new", mode="r")[split]
-        group = copy.create_group(split, attributes=dict(stored.attrs))
-        for name, array in stored.arrays():
-            group.create_array(name, data=array[:], compressors=[zarr.codecs.BloscCodec()])
-    batches = []
-    for name in ("old", "new"):
-        sizes = ["training.tokens.batch=8", "training.tokens.len=8", "model.vocab=2048", "training.steps=1"]
-        config = load(train.Config, None, [*sizes, f"flat_tokens.filespec={tmp_path}/{name}"])
-        for split in ("train", "validation"):
-            with open_data(config, split, sharding()) as loader:
-                batches.append(loader.load(0))
-    for old, new in zip(batches[:2], batches[2:], strict=True):
-        assert_equal(old, new)
-    line = f"{tmp_path}/old: written without checksums, so a bit that flips on disk is not noticed; written again it has them\n"
-    assert capsys.readouterr().out == line
 
 
 def test_a_pipe_and_a_bomb(tmp_path, monkeypatch):
@@ -116,38 +94,35 @@ def test_a_pipe_and_a_bomb(tmp_path, monkeypatch):
     file = tmp_path / "data/train/encoded_tokens/c/1"
     file.unlink()
     os.mkfifo(file)
-    message = f"cannot read encoded_tokens of {path}/train from 256 to 512 (the file train/encoded_tokens/c/1 is no plain file): {DAMAGED}"
-    assert_refuses(message, load_all, path)
-    group = zarr.open_group(tmp_path / "data", mode="r+")["train"]
-    values = group["seq_starts"][:]
-    del group["encoded_tokens"]
-    gzipped = group.create_array(
-        "encoded_tokens", shape=(int(values[-1]),), dtype="uint32", chunks=(256,), compressors=[zarr.codecs.GzipCodec()]
-    )
-    gzipped[:] = 2
-    load_all(path)
+    where = f"cannot read encoded_tokens of {path}/train from 256 to 512 (the file train/encoded_tokens/c/1"
+    assert_refuses(f"{where} is no plain file): {DAMAGED}", load_all, path)
+    other_compressor(path, zarr.codecs.GzipCodec())
     file.write_bytes(gzip.compress(bytes(2**26)))
-    message = f"cannot read encoded_tokens of {path}/train from 256 to 512 (the file train/encoded_tokens/c/1 unpacks to more than the 1024 bytes of a chunk): {DAMAGED}"
-    assert_refuses(message, load_all, path)
+    assert_refuses(f"{where} unpacks to more than the 1024 bytes of a chunk): {DAMAGED}", load_all, path)
 
 
-@pytest.mark.parametrize("compressor", ["zstd", "gzip", None, "crc"])
-def test_other_compressors(tmp_path, compressor, monkeypatch):
-    """Also where others wrote with another compressor, or none, a chunk that was cut short is an error."""
+def other_compressor(path, codec):
+    """Replaces the tokens by others that another codec has compressed; they are read."""
+    group = zarr.open_group(path, mode="r+")["train"]
+    shape = group["encoded_tokens"].shape
+    compressors = [codec] if codec else None
+    options = {"shape": shape, "dtype": "uint32", "chunks": (256,), "compressors": compressors, "overwrite": True}
+    group.create_array("encoded_tokens", **options)[:] = 2 * (np.arange(shape[0]) % 1000)
+    load_all(path)
+
+
+@pytest.mark.parametrize("codec", [
+    zarr.codecs.ZstdCodec(), zarr.codecs.GzipCodec(), None, zarr.codecs.Crc32cCodec(), zarr.codecs.BloscCodec(),
+])  # fmt: skip
+def test_other_compressors(tmp_path, codec, monkeypatch):
+    """Also where others wrote with another compressor or none, or before there were checksums, a chunk that was cut
+    short is an error."""
     read_from_chunks(monkeypatch)
-    codecs = {"zstd": zarr.codecs.ZstdCodec(), "gzip": zarr.codecs.GzipCodec(), "crc": zarr.codecs.Crc32cCodec()}
-    values = {"encoded_tokens": np.arange(2000, dtype=np.uint32) * 2, "seq_starts": np.array([0, 2000], np.uint64)}
-    group = zarr.open_group(tmp_path / "data", mode="w").create_group("train", attributes={"max_token_id": 2000})
-    for name, array in values.items():
-        compressors = [codecs[compressor]] if compressor else None
-        group.create_array(name, shape=array.shape, dtype=array.dtype, chunks=(500,), compressors=compressors)[:] = (
-            array
-        )
-    load_all(tmp_path / "data")
+    path = write(tmp_path / "data")
+    other_compressor(path, codec)
     file = tmp_path / "data/train/encoded_tokens/c/1"
     file.write_bytes(file.read_bytes()[:-7])
-    message = f"cannot read encoded_tokens of {tmp_path}/data/train from 500 to … (…): {DAMAGED}"
-    assert_refuses(message, load_all, tmp_path / "data")
+    assert_refuses(f"cannot read encoded_tokens of {path}/train from 256 to 512 (…): {DAMAGED}", load_all, path)
 
 
 def test_ids_over_the_largest(tmp_path, monkeypatch):
@@ -156,8 +131,8 @@ def test_ids_over_the_largest(tmp_path, monkeypatch):
     read_from_chunks(monkeypatch)
     zarr.open_group(path, mode="r+")["train/encoded_tokens"][333] = 2 * 5000
     message = (
-        f"encoded_tokens of {path}/train holds the token id 5000 at 333, which is larger than its max_token_id 1000: a chunk was damaged, "
-        "or the writer was wrong; write or copy the data set again"
+        f"encoded_tokens of {path}/train holds the token id 5000 at 333, which is larger than its max_token_id 1000: a "
+        "chunk was damaged, or the writer was wrong; write or copy the data set again"
     )
     assert_refuses(message, load_all, path)
 
@@ -181,8 +156,9 @@ def test_stores_that_are_not_there(object_store, monkeypatch):
 
 
 def test_a_run_stops_where_its_data_are_damaged(tmp_path, monkeypatch, capfd):
-    """A chunk of one source of a mixture that is lost ends a run with one line and status 1, after the steps that did not need it, whose
-    metrics say how long they waited for data and how many tokens came from each source."""
+    """A chunk of one source of a mixture that is lost ends a run with one line and status 1, after the steps that did
+    not
+    need it, whose metrics say how long they waited for data and how many tokens came from each source."""
     rng = np.random.default_rng(0)
     a, b = (str(tmp_path / name) for name in "ab")
     for path in (a, b):
@@ -191,31 +167,23 @@ def test_a_run_stops_where_its_data_are_damaged(tmp_path, monkeypatch, capfd):
     read_from_chunks(monkeypatch)
     (tmp_path / "a/train/encoded_tokens/c/20").unlink()
     overrides = [
-        "model.d_model=32", "model.n_kv=4", "model.d_head=8", "model.d_ff=64", "model.layers=1", "model.vocab=128", "log_interval=2",
-        "training.tokens.batch=16", "training.tokens.len=32", "training.steps=120", "training.warmup_steps=2", "training.steps_for_lr=120",
-        "flat_tokens.read_blocks_per_shuffle_buffer=4", "flat_tokens.sequences_per_read_block=32", "flat_tokens.seed=1", "mesh.d=2",
-        "flat_tokens.filespec=null", f"mixture=[{{filespec:'{a}',weight:3}},{{filespec:'{b}',weight:1}}]", "validation_batches=1",
-        f"paths.root_working_dir={tmp_path}", "paths.model_name=run", "mesh.t=1", "eval_interval=1000", "checkpoint_interval=1000",
+        "model.d_model=32", "model.n_kv=4", "model.d_head=8", "model.d_ff=64", "model.layers=1",
+        "model.vocab=128", "log_interval=2", "training.tokens.batch=16",
+        "training.tokens.len=32", "training.steps=120", "training.warmup_steps=2", "training.steps_for_lr=120",
+        "flat_tokens.read_blocks_per_shuffle_buffer=4", "flat_tokens.sequences_per_read_block=32", "flat_tokens.seed=1",
+        "flat_tokens.filespec=null", f"mixture=[{{filespec:'{a}',weight:3}},{{filespec:'{b}',weight:1}}]", "mesh.d=2",
+        "mesh.t=1", "eval_interval=1000", "checkpoint_interval=1000", "validation_batches=1",
+        f"paths.root_working_dir={tmp_path}", "paths.model_name=run",
     ]  # fmt: skip
-    monkeypatch.setattr(sys, "argv", ["train", *overrides])
-    with pytest.raises(SystemExit) as stop:
-        run(train.main, train.Config)
-    assert stop.value.code == 1
+    assert small.start_training(monkeypatch, *overrides) == 1
     said = capfd.readouterr()
     printed = said.out.replace("\n  ", " ")  # long lines are broken
     (error,) = [line for line in said.err.splitlines() if line.startswith("error:")]
-    place = (
-        f"cannot read encoded_tokens of {a}/train from 20480 to 21504 (the file train/encoded_tokens/c/20 is missing)"
-    )
-    assert place in error
     assert (
-        f"training data: 75.00% from 40,000 tokens of {a}/train in 1,250 rows of 32, 0 at its end being too few for a row; 25"
-        in printed
+        f"read encoded_tokens of {a}/train from 20480 to 21504 (the file train/encoded_tokens/c/20 is missing)" in error
     )
-    assert (
-        f"of {b}/validation in 62 rows of 32, 16 at its end being too few for a row; 1 batches of 16 are read; at most"
-        in printed
-    )
+    assert f"training data: 75.00% from 40,000 tokens of {a}/train in 1,250 rows of 32, 0 at its end" in printed
+    assert f"of {b}/validation in 62 rows of 32, 16 at its end being too few for a row; 1 batches of 16" in printed
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert 4 < max(line["step"] for line in lines) < 120
     for line in lines:

@@ -5,7 +5,6 @@ import json
 import random
 
 import pytest
-from ragged import assert_refuses
 
 from runtime.data import documents
 from runtime.data.documents import decoded, find_files, find_splits, place, read_blocks, records, values
@@ -52,7 +51,8 @@ def read(blocks):
 @pytest.mark.parametrize("by_name", [False, True], ids=["files", "data set"])
 @pytest.mark.parametrize("kind", ["txt", "jsonl", "jsonl.gz", "jsonl.zst", "parquet"])
 def test_reading_continues_at_each_place(tmp_path, monkeypatch, kind, by_name):
-    """From the position after each block on come the records that follow it, in the same blocks; an empty file is one block."""
+    """From the position after each block on come the records that follow it, in the same blocks; an empty file is one
+    block."""
     monkeypatch.setattr(documents, "BLOCK_BYTES", 2000)
     monkeypatch.setattr(documents, "BLOCK_ROWS", 64)
     expected = write(tmp_path / "in", kind)
@@ -77,13 +77,3 @@ def test_places_are_lines_and_rows(tmp_path):
             assert values(lines[number - 1], ["text"]) == [texts(2)[-1]]
         else:
             assert number == 299
-
-
-def test_a_file_that_became_shorter(tmp_path):
-    """Where what was read before is gone, that is said and nothing is passed over."""
-    write(tmp_path / "in", "jsonl.gz")
-    files = find_files(f"{tmp_path}/in/train-0.jsonl.gz")
-    message = (
-        f"cannot read {tmp_path}/in/train-0.jsonl.gz (EOFError: it ends before byte 9999999, which was read before)"
-    )
-    assert_refuses(message, lambda: list(read_blocks(files, (0, 9999999, 5))))

@@ -1,10 +1,11 @@
-"""Mixtures through the loader: whose rows a batch holds, over epochs, meshes and hosts; validation, and what is refused."""
+"""Mixtures through the loader: whose rows a batch holds, over epochs, meshes and hosts; validation, and what is
+refused."""
 
 import dataclasses
 
 import numpy as np
 import pytest
-from ragged import FlatTokens, as_numpy, assert_equal, assert_refuses, ragged, read_from_chunks, sharding
+from ragged import FlatTokens, as_numpy, assert_equal, assert_refuses, ragged, read_all, read_from_chunks, sharding
 
 from runtime.data.batches import Loader
 from runtime.data.flat_tokens import write_split
@@ -30,16 +31,8 @@ def sources(tmp_path_factory):
 
 def loader(sources, split="train", mesh=(1, 1), batch=8, **options):
     config = FlatTokens(None, sequence_packing=options.pop("packing", True))
-    return Loader(
-        config,
-        split,
-        batch=batch,
-        length=LENGTH,
-        sharding=sharding(*mesh),
-        mixture=sources,
-        shuffle=split == "train",
-        **options,
-    )
+    shape = {"batch": batch, "length": LENGTH, "sharding": sharding(*mesh)}
+    return Loader(config, split, **shape, mixture=sources, shuffle=split == "train", **options)
 
 
 def rows_of(data, steps):
@@ -49,7 +42,9 @@ def rows_of(data, steps):
 
 @pytest.mark.parametrize("packing", [True, False])
 def test_shares_and_epochs(sources, packing):
-    """Each source has its share of any first steps to within a row; each goes through all its rows before any comes again, each time in another order."""
+    """Each source has its share of any first steps to within a row, which the metrics count in tokens; each goes
+    through
+    all its rows before any comes again, each time in another order."""
     with loader(sources, packing=packing) as data:
         assert data.steps is None
         source, row = rows_of(data, range(60))
@@ -57,6 +52,8 @@ def test_shares_and_epochs(sources, packing):
     for steps in (1, 7, 60):
         counts = np.bincount(source[: steps * 8], minlength=3)
         assert (np.abs(counts - steps * 8 * np.array([0.5, 0.2, 0.3])) < 1).all()
+        tokens = dict(zip([each.filespec for each in sources], (counts * LENGTH).tolist()))
+        assert data.metrics(steps - 1) == {"tokens_per_source": tokens}
     for index, size in enumerate((40, 25, 200)):
         taken = row[source == index]
         epochs = [tuple(taken[begin : begin + size].tolist()) for begin in range(0, len(taken), size)]
@@ -65,15 +62,34 @@ def test_shares_and_epochs(sources, packing):
         assert len(set(epochs[-1])) == len(epochs[-1])
 
 
-def test_metrics_count_the_tokens_of_each_source(sources):
-    """`tokens_per_source` is how many tokens of each source were read up to a step, that step included."""
-    with loader(sources) as data:
-        source, _ = rows_of(data, range(30))
-        for step in (0, 12, 29):
-            counts = np.bincount(source[: (step + 1) * 8], minlength=3) * LENGTH
-            assert data.metrics(step) == {
-                "tokens_per_source": dict(zip([one.filespec for one in sources], counts.tolist()))
-            }
+def test_what_is_said_of_a_mixture(sources):
+    """A checkpoint can tell other sources or weights; the line at the start says shares, rows and that there is no end;
+    `rows_of` names the tokens of each row, of the right data set; the largest id is that of all sources."""
+    with loader(sources) as data, loader([dataclasses.replace(sources[0], weight=1), *sources[1:]]) as other:
+        assert data.identity["shares"] == [5, 2, 3] and data.identity["rows"] == [40, 25, 200]
+        assert data.identity != other.identity and (data.max_token_id, data.bos_id) == (2199, 0)
+        where = f"50.00% from 320 tokens of {sources[0].filespec}/train in 40 rows of 8, 0 at its end"
+        assert data.summary.startswith(where)
+        assert "; 30.00% from 1,600 tokens" in data.summary and "; without end; at most " in data.summary
+        source, row = rows_of(data, [13])
+        expected = [f"tokens {8 * r} to {8 * r + 7} of {sources[s].filespec}/train" for s, r in zip(source, row)]
+        assert data.rows_of(13) == expected
+
+
+def test_validation_ends_with_the_first_source(sources):
+    """The validation splits, by the same weights, each in the order it is stored in, until one has no more; or the
+    first
+    batches of that."""
+    with loader(sources, "validation") as data:
+        assert data.steps == 2  # 8 of 40 rows, 5 of 25, 40 of 200: the first ends at row 16
+        source, row = rows_of(data, range(2))
+        is_target = read_all(data)[2][:, 0]
+    source, row = source[is_target], row[is_target]
+    for index in range(3):
+        np.testing.assert_array_equal(row[source == index], np.arange(np.sum(source == index)))
+    assert np.bincount(source).tolist() == [8, 3, 5]
+    with loader(sources, "validation", batches=1) as data:
+        assert data.steps == 1 and rows_of(data, [0])[0].tolist() == source[:8].tolist()
 
 
 def test_a_function_of_the_step(sources, monkeypatch):
@@ -88,59 +104,18 @@ def test_a_function_of_the_step(sources, monkeypatch):
         assert_equal(fresh.load(33), walked[33])
 
 
-def test_validation_ends_with_the_first_source(sources):
-    """The validation splits, by the same weights, each in the order it is stored in, until one has no more; or the first batches of that."""
-    with loader(sources, "validation") as data:
-        source, row = rows_of(data, range(data.steps))
-        is_target = np.concatenate([as_numpy(data.load(step))[2][:, 0] for step in range(data.steps)])
-        assert (
-            data.load(1).targets.shape == (8, LENGTH) and data.steps == 2
-        )  # 8 of 40 rows, 5 of 25, 40 of 200: a ends at row 16
-    source, row = source[is_target], row[is_target]
-    for index in range(3):
-        np.testing.assert_array_equal(row[source == index], np.arange(np.sum(source == index)))
-    assert np.bincount(source).tolist() == [8, 3, 5]
-    with loader(sources, "validation", batches=1) as data:
-        assert data.steps == 1 and rows_of(data, [0])[0].tolist() == source[:8].tolist()
-
-
-def test_where_rows_come_from(sources):
-    """`rows_of` names the tokens of each row, of the right data set."""
-    with loader(sources) as data:
-        source, row = rows_of(data, [13])
-        expected = [f"tokens {8 * r} to {8 * r + 7} of {sources[s].filespec}/train" for s, r in zip(source, row)]
-        assert data.rows_of(13) == expected
-
-
-def test_identity_and_summary(sources):
-    """A checkpoint can tell other sources or weights; the line at the start says shares, rows and that there is no end."""
-    with loader(sources) as data, loader([dataclasses.replace(sources[0], weight=1), *sources[1:]]) as other:
-        assert data.identity["shares"] == [5, 2, 3] and data.identity["rows"] == [40, 25, 200]
-        assert data.identity != other.identity
-        assert data.summary.startswith(
-            f"50.00% from 320 tokens of {sources[0].filespec}/train in 40 rows of 8, 0 at its end"
-        )
-        assert "; 30.00% from 1,600 tokens" in data.summary and "; without end; at most " in data.summary
-
-
 def test_what_does_not_go_together(sources, tmp_path):
     """Sources with different bos_ids, and one without a row, are refused with their paths."""
     write_split(tmp_path / "bos", "train", ragged(0), bos_id=7)
     other = Source(str(tmp_path / "bos"), 1.0)
     message = (
-        f"the sources of the mixture differ in bos_id, the input before a sequence's first token: 0 in {sources[0].filespec}/train, "
-        f"7 in {other.filespec}/train; expected the same in all: write them with one tokenizer"
+        "the sources of the mixture differ in bos_id, the input before a sequence's first token: 0 in "
+        f"{sources[0].filespec}/train, 7 in {other.filespec}/train; expected the same in all: …"
     )
     assert_refuses(message, loader, [sources[0], other])
     write_split(tmp_path / "short", "train", [np.arange(5)])
     message = (
-        f"5 tokens of {tmp_path}/short/train in 0 rows of 8, 5 at its end being too few for a row: a source of a mixture needs at least one row; "
-        "lower training.tokens.batch or training.tokens.len, or use more data"
+        f"5 tokens of {tmp_path}/short/train in 0 rows of 8, 5 at its end being too few for a row: a source "
+        "of a mixture needs at least one row; lower training.tokens.batch or training.tokens.len, or use more data"
     )
     assert_refuses(message, loader, [sources[0], Source(str(tmp_path / "short"), 1.0)])
-
-
-def test_the_largest_token_id(sources):
-    """It is the largest of all sources."""
-    with loader(sources) as data:
-        assert data.max_token_id == 2199 and data.bos_id == 0

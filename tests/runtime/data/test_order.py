@@ -11,7 +11,8 @@ from runtime.data.order import LONGEST_PATTERN, Interleaving, Order, permute
     "rows, rows_per_block, blocks", [(1, 1, 1), (2, 3, 1), (17, 4, 2), (100, 3, 5), (101, 8, 3), (64, 200, 1)]
 )
 def test_order(rows, rows_per_block, blocks):
-    """Buffers follow one another without gaps, hold whole blocks, and a position's buffer is found without walking there."""
+    """Buffers follow one another without gaps, hold whole blocks, and a position's buffer is found without walking
+    there."""
     order = Order(rows, rows_per_block, blocks, seed=7)
     for epoch in range(4):
         seen = []
@@ -24,8 +25,12 @@ def test_order(rows, rows_per_block, blocks):
         assert sorted(seen) == list(range(rows))
 
 
-def test_a_block_larger_than_the_data():
-    """Takes no more memory than the rows that there are, and gives the order of a block of their number."""
+def test_large_orders():
+    """Any place of 10¹³ rows is reached without walking there or holding anything of that size; a block larger than the
+    data takes no more memory than the rows that there are, and gives the order of a block of their number."""
+    order = Order(10**13, 128, 64, seed=0)
+    first, rows = order.rows_of(epoch=3, buffer=10**9)
+    assert order.buffer_of(3, first) == 10**9 and len(set(rows.tolist())) == 8192 and rows.max() < 10**13
     first, rows = Order(100, 2**40, 64, seed=3).rows_of(5, 0)
     assert first == 0 and rows.tolist() == Order(100, 100, 64, seed=3).rows_of(5, 0)[1].tolist()
 
@@ -67,8 +72,10 @@ def distances(stream):
 
 
 def test_neighbours_end_up_apart():
-    """With the default sizes, rows that follow one another in the data end up thousands of rows apart, unlike unshuffled (1), and in
-    another buffer only across a block's edge; a full shuffle puts them a third of the whole apart. Whole blocks go anywhere."""
+    """With the default sizes, rows that follow one another in the data end up thousands of rows apart, unlike
+    unshuffled (1), and in
+    another buffer only across a block's edge; a full shuffle puts them a third of the whole apart. Whole blocks go
+    anywhere."""
     rows = 2**20
     order = Order(rows, 128, 64, seed=0)
     stream = epoch_of(order)
@@ -87,7 +94,8 @@ def test_neighbours_end_up_apart():
 
 
 def test_batches_mix_the_whole_data():
-    """A batch of 64 rows comes from about 41 of its buffer's 64 blocks, which lie anywhere: the mean row of batches spreads as a full shuffle's would with 41 rows."""
+    """A batch of 64 rows comes from about 41 of its buffer's 64 blocks, which lie anywhere: the mean row of batches
+    spreads as a full shuffle's would with 41 rows."""
     rows, batch = 2**20, 64
     batches = epoch_of(Order(rows, 128, 64, seed=1)).reshape(-1, batch)
     blocks = np.mean([len(set((one // 128).tolist())) for one in batches[::64]])
@@ -105,13 +113,6 @@ def test_epochs_are_independent():
     assert same < 2**14 / 128 * 3  # within a block and buffer a follower is one of 128 rows' chance
 
 
-def test_start_up_costs_nothing():
-    """Any place of 10¹³ rows is reached without walking there or holding anything of that size."""
-    order = Order(10**13, 128, 64, seed=0)
-    first, rows = order.rows_of(epoch=3, buffer=10**9)
-    assert order.buffer_of(3, first) == 10**9 and len(set(rows.tolist())) == 8192 and rows.max() < 10**13
-
-
 # ---------------------------------------------------------------- mixtures
 
 
@@ -120,7 +121,8 @@ def test_start_up_costs_nothing():
     [[1.0], [0.7, 0.3], [1, 1, 1], [5, 2, 1], [0.5, 0.25, 0.125, 0.125], [0.98, 0.01, 0.01], [3.7, 0.29, 1.01, 2]],
 )
 def test_shares_are_exact(weights):
-    """Among the first n rows, for every n, each source has n times its share to within one row, and exactly so in the long run."""
+    """Among the first n rows, for every n, each source has n times its share to within one row, and exactly so in the
+    long run."""
     mixture = Interleaving(weights)
     period = int(mixture.shares.sum())
     source, ordinal = mixture.at(np.arange(3 * period))
@@ -136,20 +138,16 @@ def test_shares_are_exact(weights):
         ]
 
 
-def test_weights_are_decimals():
-    """0.7 and 0.3 are 7 and 3 of 10, as written, not what binary numbers make of them; a place in the far future costs the same."""
+def test_weights_as_written():
+    """0.7 and 0.3 are 7 and 3 of 10, not what binary numbers make of them; a place in the far future costs the same.
+    Weights without a short pattern are rounded to multiples of 1/65536 of their sum; one that would vanish is
+    refused."""
     mixture = Interleaving([0.7, 0.3])
-    assert mixture.shares.tolist() == [7, 3]
-    source, ordinal = mixture.at(np.array([10**15]))
-    assert source.tolist() == [0] and ordinal.tolist() == [7 * 10**14]
-    assert mixture.counts(10**15).tolist() == [7 * 10**14, 3 * 10**14]
-
-
-def test_odd_weights_are_rounded():
-    """Weights without a short pattern are rounded to multiples of 1/65536 of their sum; one that would vanish is refused."""
+    assert mixture.shares.tolist() == [7, 3] and mixture.counts(10**15).tolist() == [7 * 10**14, 3 * 10**14]
+    assert [each.tolist() for each in mixture.at(np.array([10**15]))] == [[0], [7 * 10**14]]
     weights = [0.333333, 0.1234567, 0.5]
-    mixture = Interleaving(weights)
-    assert mixture.shares.sum() == LONGEST_PATTERN
-    assert np.abs(mixture.shares / LONGEST_PATTERN - np.array(weights) / sum(weights)).max() < 1 / LONGEST_PATTERN
+    shares = Interleaving(weights).shares
+    assert shares.sum() == LONGEST_PATTERN
+    assert np.abs(shares / LONGEST_PATTERN - np.array(weights) / sum(weights)).max() < 1 / LONGEST_PATTERN
     message = "mixture[1].weight = 1e-06 is too small: expected at least 1/65536 of the sum of all weights"
     assert_refuses(message, Interleaving, [1.0, 1e-6])

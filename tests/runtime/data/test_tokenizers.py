@@ -1,4 +1,5 @@
-"""runtime/data/tokenizers.py: ids and text there and back, what stands before a sequence, chats against transformers, and what is refused."""
+"""runtime/data/tokenizers.py: ids and text there and back, what stands before a sequence, chats against transformers,
+and what is refused."""
 
 import json
 
@@ -21,8 +22,8 @@ TEXTS = ["", "Hi!", "Grüße, 你好 🎉\r\n\ttab  two", "\x00\x7f\u2028", "The
 # The assistant's turns are marked by the template itself, or found as what they add to the chat before.
 HEADER = "{% for m in messages %}<|{{ m.role }}|>\n"
 MARKED = (
-    HEADER
-    + "{% if m.role == 'assistant' %}{% generation %}{{ m.content | trim }}<|end|>{% endgeneration %}{% else %}{{ m.content }}<|end|>{% endif %}\n{% endfor %}"
+    HEADER + "{% if m.role == 'assistant' %}{% generation %}{{ m.content | trim }}<|end|>{% endgeneration %}"
+    "{% else %}{{ m.content }}<|end|>{% endif %}\n{% endfor %}"
 )
 UNMARKED = (
     "{{ bos_token }}"
@@ -80,7 +81,8 @@ def test_bytes():
 
 
 def test_trained_bpe(bpe):
-    """A byte-level BPE takes any text and gives it back; the same texts train the same one; it is a tokenizer.json of `tokenizers`."""
+    """A byte-level BPE takes any text and gives it back; the same texts train the same one; it is a tokenizer.json of
+    `tokenizers`."""
     import tokenizers
 
     assert bpe.vocab == 290 and bpe.bos_id == 0
@@ -94,7 +96,8 @@ def test_trained_bpe(bpe):
 
 
 def test_loaded_from_files(stored, bpe):
-    """A tokenizer.json, and a folder that holds one, with what stands beside it; ids may have holes, truncation is off."""
+    """A tokenizer.json, and a folder that holds one, with what stands beside it; ids may have holes, truncation is
+    off."""
     content = json.loads((stored / "tokenizer.json").read_text())
     content["truncation"] = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
     (stored / "tokenizer.json").write_text(json.dumps(content))
@@ -174,32 +177,25 @@ def test_what_stands_before(tmp_path, settings, post_processor, bos):
 
 def test_refused(tmp_path):
     """Each tokenizer that cannot be had says why, in a line, and what was expected."""
-    assert_refuses(f"there is no tokenizer ./nowhere: {EXPECTED}", load_tokenizer, "./nowhere")
-    assert_refuses(f"there is no tokenizer x.json: {EXPECTED}", load_tokenizer, "x.json")
     path = tmp_path / "tokenizer.json"
-    path.write_text("{}")
-    assert_refuses(f"the tokenizer {path} cannot be loaded (…): {EXPECTED}", load_tokenizer, str(path))
     (tmp_path / "other.json").write_text("{}")
-    message = f"the tokenizer {tmp_path}/other.json cannot be read (…): {EXPECTED}"
-    assert_refuses(message, load_tokenizer, f"{tmp_path}/other.json")
-    path.write_bytes(b"\xff")
-    assert_refuses(f"the tokenizer {path} cannot be loaded (…): {EXPECTED}", load_tokenizer, str(path))
     (tmp_path / "empty").mkdir()
-    assert_refuses(
-        f"the tokenizer {tmp_path}/empty cannot be loaded (…): {EXPECTED}", load_tokenizer, str(tmp_path / "empty")
-    )
-    word_level = {"type": "WordLevel", "vocab": {"a": 0, "b": 2**31}, "unk_token": "a"}
-    path.write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": word_level}))
-    assert_refuses(
-        f"the tokenizer {path} names no token that stands before a text: say bos_id=..., an id that is no part of texts",
-        load_tokenizer,
-        str(path),
-    )
-    with pytest.raises(
-        Exception, match="expected ids up to 2147483647: flat-tokens data sets keep one bit of 32"
-    ) as error:
-        load_tokenizer(str(path), bos_id=0)
-    assert str(error.value).startswith(f"the tokenizer {path} has the id 2147483648, ")
+    large = json.dumps({"type": "WordLevel", "vocab": {"a": 0, "b": 2**31}, "unk_token": "a"})
+    large = f'{{"version": "1.0", "added_tokens": [], "model": {large}}}'.encode()
+    bits = "expected ids up to 2147483647: flat-tokens data sets keep one bit of 32 to tell where a sequence starts"
+    no_bos = "names no token that stands before a text: say bos_id=..., an id that is no part of texts"
+    for name, content, bos_id, message in (
+        ("./nowhere", b"", None, f"there is no tokenizer ./nowhere: {EXPECTED}"),
+        ("x.json", b"", None, f"there is no tokenizer x.json: {EXPECTED}"),
+        (path, b"{}", None, f"the tokenizer {path} cannot be loaded (…): {EXPECTED}"),
+        (path, b"\xff", None, f"the tokenizer {path} cannot be loaded (…): {EXPECTED}"),
+        (tmp_path / "other.json", b"", None, f"the tokenizer {tmp_path}/other.json cannot be read (…): {EXPECTED}"),
+        (tmp_path / "empty", b"", None, f"the tokenizer {tmp_path}/empty cannot be loaded (…): {EXPECTED}"),
+        (path, large, None, f"the tokenizer {path} {no_bos}"),
+        (path, large, 0, f"the tokenizer {path} has the id 2147483648, {bits}"),
+    ):
+        path.write_bytes(content)
+        assert_refuses(message, load_tokenizer, str(name), bos_id=bos_id)
 
 
 def test_missing_packages(monkeypatch, bpe, stored):
@@ -221,37 +217,26 @@ def test_missing_packages(monkeypatch, bpe, stored):
 
 @pytest.mark.parametrize("url", [False, True])
 def test_kept_in_a_data_set(tmp_path, bpe, stored, url):
-    """A data set gives back the tokenizer that was put in, by a folder or by a URL; and None if it has none."""
+    """A data set gives back the tokenizer that was put in, by a folder or by a URL, and None if it has none; one that
+    was
+    changed or lost is refused."""
     path = "memory://kept.zarr" if url else str(tmp_path / "kept.zarr")
-    zarr.open_group(path, mode="w")
+    cannot = f"the tokenizer of the data set {path} cannot be read"
+    if not url:
+        assert_refuses(f"{cannot} (…)", load_dataset_tokenizer, path)
+    group = zarr.open_group(path, mode="w")
     assert load_dataset_tokenizer(path) is None
-    for tokenizer in (bpe, load_tokenizer(str(stored)), load_tokenizer("bytes_utf8")):
+    for tokenizer in (load_tokenizer("bytes_utf8"), bpe, load_tokenizer(str(stored))):
         save_dataset_tokenizer(path, tokenizer)
         found = load_dataset_tokenizer(path)
         assert found == tokenizer and found.vocab == tokenizer.vocab
-        np.testing.assert_array_equal(
-            np.concatenate(found.encode_batch(TEXTS)), np.concatenate(tokenizer.encode_batch(TEXTS))
-        )
-
-
-def test_damaged_in_a_data_set(tmp_path, bpe):
-    """A data set whose tokenizer was changed or lost says so."""
-    path = tmp_path / "kept.zarr"
-    assert_refuses(f"the tokenizer of the data set {path} cannot be read (…)", load_dataset_tokenizer, path)
-    group = zarr.open_group(path, mode="w")
-    save_dataset_tokenizer(path, bpe)
+        for ours, theirs in zip(found.encode_batch(TEXTS), tokenizer.encode_batch(TEXTS)):
+            np.testing.assert_array_equal(ours, theirs)
     group["tokenizer_json"][3] = 0
-    assert_refuses(
-        f"tokenizer_json of {path} is not what was written (its sha256 differs): copy the data set again",
-        load_dataset_tokenizer,
-        path,
-    )
+    message = f"tokenizer_json of {path} is not what was written (its sha256 differs): copy the data set again"
+    assert_refuses(message, load_dataset_tokenizer, path)
     del group["tokenizer_json"]
-    assert_refuses(
-        f"the tokenizer of the data set {path} cannot be read (KeyError: 'tokenizer_json')",
-        load_dataset_tokenizer,
-        path,
-    )
+    assert_refuses(f"{cannot} (KeyError: 'tokenizer_json')", load_dataset_tokenizer, path)
 
 
 # ---------------------------------------------------------------- chats
@@ -270,63 +255,49 @@ def test_chat_with_marks_equals_transformers(stored):
     """Where the template marks the assistant's turns, ids and targets are those of transformers, token by token."""
     expected = theirs(stored, MARKED, return_assistant_tokens_mask=True)
     ids, is_target = load_tokenizer(str(stored), chat_template=MARKED).encode_chat(CHAT)
-    assert ids.tolist() == expected["input_ids"] and is_target.tolist() == [
-        bool(each) for each in expected["assistant_masks"]
-    ]
+    assert (ids.tolist(), [*map(int, is_target)]) == (expected["input_ids"], expected["assistant_masks"])
 
 
 @pytest.mark.parametrize("name", ["bytes_utf8", "stored"])
 def test_chat_without_marks(stored, name):
-    """Where it marks nothing, the targets are exactly what follows the header of an answer; a leading bos is not kept."""
+    """Where it marks nothing, the targets are exactly what follows the header of an answer, of a first one too; a
+    leading
+    bos is not kept."""
     tokenizer = load_tokenizer(name if name == "bytes_utf8" else str(stored), chat_template=UNMARKED)
-    ids, is_target = tokenizer.encode_chat(CHAT)
+
+    def turns_of(chat):
+        ids, is_target = tokenizer.encode_chat(chat)
+        turns = np.split(np.arange(len(ids)), np.flatnonzero(np.diff(is_target.astype(int))) + 1)
+        return ids.tolist(), [(bool(is_target[turn[0]]), tokenizer.decode(ids[turn])) for turn in turns]
+
+    ids, turns = turns_of(CHAT)
     if name == "stored":
-        assert theirs(stored, UNMARKED)["input_ids"] == [1000, *ids.tolist()]
-    expected = "<|system|>\nBe brief.<|end|>\n<|user|>\nGrüße! 1 + 1?<|end|>\n<|assistant|>\n2 – 二<|end|>\n<|user|>\nSure?<|end|>\n<|assistant|>\nYes.<|end|>\n"
-    assert tokenizer.decode(ids) == expected
-    turns = np.split(np.arange(len(ids)), np.flatnonzero(np.diff(is_target.astype(int))) + 1)
-    turns = [(bool(is_target[turn[0]]), tokenizer.decode(ids[turn])) for turn in turns]
+        assert theirs(stored, UNMARKED)["input_ids"] == [1000, *ids]
     assert turns == [
         (False, "<|system|>\nBe brief.<|end|>\n<|user|>\nGrüße! 1 + 1?<|end|>\n<|assistant|>\n"),
         (True, "2 – 二<|end|>\n"),
         (False, "<|user|>\nSure?<|end|>\n<|assistant|>\n"),
         (True, "Yes.<|end|>\n"),
     ]
-
-
-def test_chat_that_the_assistant_begins():
-    """The header of a first answer is no target either."""
-    tokenizer = load_tokenizer("bytes_utf8", chat_template=UNMARKED)
-    ids, is_target = tokenizer.encode_chat(CHAT[2:3])
-    assert (
-        tokenizer.decode(ids[~is_target]) == "<|assistant|>\n" and tokenizer.decode(ids[is_target]) == "2 – 二<|end|>\n"
-    )
+    assert turns_of(CHAT[2:3])[1] == [(False, "<|assistant|>\n"), (True, "2 – 二<|end|>\n")]
 
 
 FORGETFUL = "{% for m in messages %}<{{ m.role }}>{% if loop.last %}(last){% endif %}{{ m.content }}{% endfor %}"
 
 
-@pytest.mark.parametrize(
-    "messages, template, message",
-    [
-        ("text", UNMARKED, 'the messages are str, expected a list of {"role": ..., "content": ...}'),
-        ([], UNMARKED, 'the messages are empty, expected a list of {"role": ..., "content": ...}'),
-        ([{"content": "x"}], UNMARKED, 'message 0 has no role, expected a list of {"role": ..., "content": ...}'),
-        (
-            [{"role": "user", "content": None}],
-            UNMARKED,
-            'message 0 has no text as its content, expected a list of {"role": ..., "content": ...}',
-        ),
-        (CHAT[:2], UNMARKED, "no message is the assistant's, so there is nothing to learn"),
-        (CHAT, "{{ raise_exception('no system') }}", "the chat template does not take the messages (no system)"),
-        (
-            CHAT,
-            FORGETFUL,
-            "the chat template writes the chat up to message 2 differently from the same part of the whole chat, so it is not known what "
-            "the assistant wrote: give a chat_template that marks it with {% generation %}",
-        ),
-    ],
-)
+NO_MESSAGES = 'expected messages, a list of {"role": ..., "content": ...}, both of them text'
+
+
+@pytest.mark.parametrize("messages, template, message", [
+    ("text", UNMARKED, NO_MESSAGES),
+    ([], UNMARKED, NO_MESSAGES),
+    ([{"content": "x"}], UNMARKED, NO_MESSAGES),
+    ([{"role": "user", "content": None}], UNMARKED, NO_MESSAGES),
+    (CHAT[:2], UNMARKED, "no message is the assistant's, so there is nothing to learn"),
+    (CHAT, "{{ raise_exception('no system') }}", "the chat template does not take the messages (no system)"),
+    (CHAT, FORGETFUL, "the chat template writes the chat up to message 2 differently from the same part of the whole "
+     "chat: give a chat_template that marks what the assistant wrote with {% generation %}"),
+])  # fmt: skip
 def test_chats_that_are_refused(messages, template, message):
     """What is no chat, and a template that cannot tell whose words are whose."""
     tokenizer = Tokenizer(name="bytes_utf8", bos_id=0, chat_template=template)
