@@ -272,7 +272,7 @@ def model_of(config) -> Model:
         types = config.take('layer_types', None) or layer_types(every, count)
         every = types.index('full_attention') + 1 if 'full_attention' in types else count + 1
         if types != layer_types(every, count):
-            config.refuse('layer_types', f'every {every}th layer would have to be full_attention, and no other')
+            config.refuse('layer_types', f'expected full_attention at the end of each {every} layers, and nowhere else')
         of_kind = {
             'norm_after': True,
             'window': config.take('sliding_window', 4096),

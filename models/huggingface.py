@@ -313,7 +313,7 @@ def as_published(tensors: dict[str, Tensor], rows: dict[str, dict[tuple[int, ...
         functools.reduce(lambda name, old: name.replace(old, RENAMED[old]), RENAMED, name): tensor
         for name, tensor in tensors.items()
     }
-    prefix = rows["embed"][()].name.partition(".")[0] + "."
+    prefix = next(row.name for parts in rows.values() for row in parts.values()).partition(".")[0] + "."
     if any(name.startswith(prefix) for name in tensors):
         return tensors
     return {name if name.startswith("lm_head.") else prefix + name: tensor for name, tensor in tensors.items()}

@@ -4,11 +4,12 @@
     x = layers.hidden(llama, model, weights, inputs, segment, position, ends=ends)     # 'B/d L M', of any family
     loss = layers.loss_sum(ends.unembed, x, batch)                          # as train.py's, pending over d and t
 
-A family is a module with `Model`, `Layer`, `Weights`, `Gathered`, `Ends`, `init`, `gather_layer`, `gather_ends`, `embed`,
-`layer`, `final`, `mask`, and its published names (models/huggingface.py). Its layer is written once, for training, for
-reading a prompt and for decoding: it multiplies with weights that are gathered over d, and does not know what attention
-is over, `attend(q, k, v) -> (o, kept)`, but for `attend.window`, the layer's own (Gemma 3 turns by it), nor how the residual lies: 'B/d L M/t' in training, 'B/d L M' in decoding, which
-sends half as often. Legend as in train.py.
+A family is a module with `Model`, `Layer`, `Weights`, `Gathered`, `Ends`, `init`, `gather_layer`, `gather_ends`,
+`embed`, `layer`, `final`, `mask`, and its published names (models/huggingface.py). Its layer is written once, for
+training, for reading a prompt and for decoding: it multiplies with weights that are gathered over d, and does not know
+what attention is over, `attend(q, k, v) -> (o, kept)`, nor how the residual lies: 'B/d L M/t' in training, 'B/d L M' in
+decoding, which sends half as often. `attend.window` is the layer's own window: Gemma 3's rotary base goes with it.
+Legend as in train.py.
 """
 
 import functools

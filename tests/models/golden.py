@@ -26,9 +26,15 @@ SMALL = {
     "pad_token_id": None,
 }  # fmt: skip
 OLD = {
-    "vocab_size": 40, "n_positions": 64, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_inner": 24, "bos_token_id": 1,
+    "vocab_size": 40,
+    "n_positions": 64,
+    "n_embd": 16,
+    "n_layer": 2,
+    "n_head": 2,
+    "n_inner": 24,
+    "bos_token_id": 1,
     "eos_token_id": 2,
-}  # fmt: skip
+}
 OF_T5 = {
     "vocab_size": 40, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_decoder_layers": 2, "num_heads": 2,
     "relative_attention_num_buckets": 8, "relative_attention_max_distance": 10,
