@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train shakespeare test test-model test-slow golden golden-oracle lint format clean
+.PHONY: train shakespeare smollm2 test test-model test-slow torture golden golden-oracle docs lint format clean
 .DEFAULT_GOAL := train
 
 train: $(VENV)/runtime  ## the small job on simulated devices
@@ -32,8 +32,14 @@ test-model: $(VENV)/tests  ## what proves the model: the step against its refere
 test-slow: $(VENV)/tests
 	$(BIN)/python -m pytest -m slow -rs
 
+torture: $(VENV)/tests  ## 300 signals at random moments, then full disks and failing stores; half an hour
+	$(BIN)/python -m tests.torture
+
 golden: $(VENV)/runtime  ## the losses that tests/test_golden.py expects, written anew
 	$(BIN)/python -m tests.renew_golden
+
+docs: $(VENV)/tests  ## the generated figures of README.md and docs/, written anew
+	$(BIN)/python -m docs.generate
 
 golden-oracle:  ## what tests/models/ compares with, written anew by transformers in an environment of its own
 	$(PYTHON) -m venv $(VENV)-oracle
@@ -43,6 +49,7 @@ golden-oracle:  ## what tests/models/ compares with, written anew by transformer
 lint: $(VENV)/tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 format: $(VENV)/tests
 	$(BIN)/ruff check --fix .

@@ -29,7 +29,7 @@ from jax_extra import explicit_activation_checkpointing, fold_in_str, save_for_b
 from kernels.attention import KERNELS, KernelName, chosen, usable
 from runtime.check import batch_shapes, check_sizes, report_check
 from runtime.config.command_line import run
-from runtime.config.keys import Count, Decay, Fraction, NotNegative, Positive, RunConfig, RunTraining, Steps
+from runtime.config.keys import Count, Even, Fraction, Momentum, NotNegative, Positive, RunConfig, RunTraining, Steps
 from runtime.run import Run, start, with_shardings
 from shardlib import shardops
 from shardlib.shardtypes import Array, ComputeType, bool_, f32, i32, pytree_dataclass, typed_shard_map, u32
@@ -51,7 +51,7 @@ class Model:
     d_model: Count  # M, length of the vector that each token has between layers
     n_q_per_kv: Count  # Q, query heads for each head of keys and values
     n_kv: Count  # K, heads of keys and values
-    d_head: Count  # D, length of a head's vectors
+    d_head: Even  # D, length of a head's vectors, whose two halves rotary embeddings turn
     layers: Count  # how many, all alike
     vocab: Count  # V, token ids are 0 to vocab - 1
     d_ff: Count  # F, length of the feed-forward network's hidden vector
@@ -67,8 +67,8 @@ class Training(RunTraining):  # which has seed, steps, tokens and microbatches
     steps_for_lr: Count  # then follows a cosine, which is at its floor from this step on, counted from 0
     learning_rate: Positive  # its largest value
     cosine_learning_rate_final_fraction: Fraction = 0.1  # the floor, as a fraction of learning_rate
-    adam_b1: Decay = 0.9  # decay rate of the gradient's mean
-    adam_b2: Decay = 0.95  # decay rate of the squared gradient's mean
+    adam_b1: Momentum = 0.9  # decay rate of the gradient's mean
+    adam_b2: Momentum = 0.95  # decay rate of the squared gradient's mean
     adam_eps: Positive = 1e-8  # added to the root of the second moment
     weight_decay: NotNegative = 0.1  # w loses learning_rate · weight_decay · w; matrices only, see DECAYED
     max_grad_norm: Positive = 1.0  # a gradient whose global norm is larger is scaled down to it
@@ -76,6 +76,10 @@ class Training(RunTraining):  # which has seed, steps, tokens and microbatches
     unroll_layers: bool = False  # no loop over layers: longer to compile, without copies into stacks of what is kept
     # Of the reduce-scatter of weights' gradients: float32 sends 4 bytes an element; bfloat16 2, and rounds on the way.
     gradient_reduce_dtype: Literal['float32', 'bfloat16'] = 'float32'
+
+    def __post_init__(self) -> None:
+        if self.steps_for_lr < self.warmup_steps:
+            raise ValueError(f'steps_for_lr: the warmup is longer, training.warmup_steps = {self.warmup_steps}')
 
 
 @dataclass(frozen=True, kw_only=True)

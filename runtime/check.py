@@ -15,10 +15,8 @@ from shardlib.sizes import nearest_divisors, nearest_multiples
 def check_sizes(config: Any, type_: Any, shapes: Any, what: str = "") -> Any:
     """Returns the shapes of a tree of this type, if the config's mesh can split all its dims.
 
-    Args:
-      what: of which sizes it is, where they are no value of a key.
-    Raises:
-      RunError: with each dim that it cannot, its axes, the keys that have its size, and the nearest sizes that fit.
+    what: of which sizes it is, where they are no value of a key. Raises RunError with each dim that it cannot, its
+    axes, the keys that have its size, and the nearest sizes that fit.
     """
     axes, problems = vars(config.mesh), []
     for error in indivisible(type_, shapes, axes):
@@ -41,8 +39,7 @@ def check_sizes(config: Any, type_: Any, shapes: Any, what: str = "") -> Any:
 def batch_shapes(config: Any, batch_type: Any) -> Any:
     """The global shapes of a batch, all of whose fields have a row for each row and a column for each token.
 
-    Raises:
-      RunError: the rows cannot be divided into microbatches, or those over the mesh.
+    Raises RunError: the rows cannot be divided into microbatches, or those over the mesh.
     """
     tokens, parts = config.training.tokens, config.training.microbatches
     if tokens.batch % parts:
@@ -60,13 +57,9 @@ def batch_shapes(config: Any, batch_type: Any) -> Any:
 
 
 def report_check(config: Any, steps: tuple[typed_shard_map, typed_shard_map], state: Any, batch: Any) -> None:
-    """Proves the types of the training and the validation step on the config's mesh, without a device, and says so.
+    """Proves the types of a trainer's `mapped_steps` on the config's mesh, without a device, and says so.
 
-    Args:
-      steps: a trainer's `mapped_steps`.
-      state, batch: its `shapes`.
-    Raises:
-      RunError: with the first claim that is not so, and its line.
+    state, batch: its `shapes`. Raises RunError with the first claim that is not so, and its line.
     """
     axes = vars(config.mesh)
     mesh, where = jax.sharding.AbstractMesh(tuple(axes.values()), tuple(axes)), f"on the {mesh_text(axes)}"

@@ -11,6 +11,7 @@ import functools
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import shutil
 import subprocess
 import sys
@@ -50,8 +51,8 @@ class Trainer(Protocol):
         """The global shapes of a State and a TokenBatch. Raises RunError where the mesh cannot split them."""
 
     def mapped_steps(self, config: Any, bos_id: int) -> tuple[Any, Any]:
-        """Two typed_shard_map: (state, skipped steps, step, batch) -> (state, metrics), which have `loss`, `grad_norm` and
-        `skipped_steps`; and (weights, sum of losses, number of targets, batch) -> the two with the batch's."""
+        """Two typed_shard_map: (state, skipped steps, step, batch) -> (state, metrics), which have `loss`, `grad_norm`
+        and `skipped_steps`; and (weights, sum of losses, number of targets, batch) -> the two with the batch's."""
 
     def main(self, config: Any) -> None:
         """Trains; with check_only, checks."""
@@ -68,7 +69,7 @@ def with_keys(keys: type, trainer: Trainer) -> type:
     """The class of a config with a tool's keys besides a trainer's."""
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(keys, trainer.Config):
+    class Config(keys, trainer.Config):  # type: ignore[misc, valid-type, name-defined]  # bases that are values
         pass
 
     return Config
@@ -119,7 +120,7 @@ def of_checkpoint(attributes: Mapping[str, Any]) -> tuple[Trainer, list[str]]:
 def recorded(config: Any) -> dict[str, Any]:
     """What says which program this config is of, as JSON values."""
     module = sys.modules[type(config).__module__]
-    spec, file = getattr(module, "__spec__", None), Path(module.__file__).resolve()
+    spec, file = getattr(module, "__spec__", None), Path(inspect.getfile(module)).resolve()
     name = (spec.name if spec else file.stem) if module.__name__ == "__main__" else module.__name__
     changes = _git(file.parent, "status", "--porcelain")
     return {
@@ -132,8 +133,8 @@ def recorded(config: Any) -> dict[str, Any]:
 
 
 def differences(attributes: Mapping[str, Any], record: Mapping[str, Any]) -> list[str]:
-    """What is another than in the program that saved a checkpoint with these attributes: its name, and names of modules.
-    Nothing where the attributes do not say."""
+    """What is another than in the program that saved a checkpoint with these attributes: its name, and names of
+    modules. Nothing where the attributes do not say."""
     kept = _kept(attributes)
     if kept is None:
         return []
@@ -157,6 +158,7 @@ def _changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
 
 def _of_file(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"program_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}", path)
+    assert spec is not None and spec.loader is not None  # its name ends in .py
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     try:
@@ -182,8 +184,8 @@ def _hashes(name: str, file: Path) -> dict[str, str]:
                 continue
             place = imported.replace(".", "/")
             there = (folder / each for folder in folders for each in (f"{place}.py", f"{place}/__init__.py"))
-            if (path := next(filter(Path.is_file, there), None)) is not None:
-                left[imported] = path
+            if found_file := next(filter(Path.is_file, there), None):
+                left[imported] = found_file
     return dict(sorted(found.items()))
 
 

@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -44,7 +45,7 @@ from runtime.config import resume
 from runtime.config.checks import check_dataset, check_resume
 from runtime.config.command_line import to_yaml
 from runtime.data.sources import bytes_per_token, keep_tokenizer, open_data, tokenizer_identity, tokenizer_of
-from runtime.terminal import RunError, print_line, wrapped
+from runtime.terminal import RunError, print_line, run_errors, wrapped
 from runtime.tracking.bad_steps import BadSteps
 from runtime.tracking.files import write_whole
 from runtime.tracking.followers import Followers
@@ -62,9 +63,6 @@ PROGRAMS_IN_FLIGHT = 8
 # time with this and in 16.2 s without, to a program that draws the same bits (2.4M parameters, two cores, jax 0.10.2,
 # 2026-11-21).
 RUNS_ONCE = {"xla_backend_optimization_level": 1}
-
-# What a run takes from a checkpoint's attributes; another program's may lack them.
-ATTRIBUTES = {"skipped_steps": int, "config": dict, "data": dict, "data_position": dict}
 
 MOST_BAD_STEPS = 10  # in a row; whoever has more is not helped by going on
 
@@ -87,11 +85,8 @@ class Run:
     """One run: its folder, data, checkpoints, metrics, profile and graph, and which steps are still to do.
 
     The folder is owned by this run until it is closed. With a URL as root_working_dir it holds the checkpoints, and
-    what else a run leaves is in `runs` on the leader's disk.
+    what else a run leaves is in `runs` on the leader's disk. batch_type has the fields of `runtime.data.batches.Batch`.
 
-    Args:
-      config: train.py's; written to the run folder as config.yaml.
-      batch_type: a batch's, with the fields of `runtime.data.batches.Batch`.
     Raises:
       RunError: the data do not fit the config, another run owns the folder, the checkpoint was trained with another
         configuration, or the run has all its steps already. Nothing is written then.
@@ -109,10 +104,14 @@ class Run:
         self.folder = Path("runs" if "://" in root else root) / name
         self.compiler_options = options(jax.devices()[0])
         with contextlib.ExitStack() as opened:
+            # The configuration may hold a secret, and so what repeats it: checkpoints, pages, what trackers keep.
+            opened.callback(os.umask, os.umask(0o077))
             # First, so that it ends last: waiting for a tracker holds up no checkpoint.
             self._followers = opened.enter_context(Followers(config, self.folder, is_leader=self._is_leader))
-            self.data = opened.enter_context(open_data(config, "train", sharding))
-            self.validation_data = opened.enter_context(open_data(config, "validation", sharding))
+            self.data = open_data(config, "train", sharding)
+            opened.enter_context(self.data)
+            self.validation_data = open_data(config, "validation", sharding)
+            opened.enter_context(self.validation_data)
             largest_id = max(self.data.max_token_id, self.validation_data.max_token_id)
             check_dataset(config, largest_id, self.data.steps, self.data.bos_id)
             tokenizer = tokenizer_of(config)
@@ -137,25 +136,25 @@ class Run:
                     self._source = huggingface.open_weights(config.initial_weights, pool)
                 huggingface.require_same(self._source, config.model)
             if self._is_leader:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                (self.folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
-                (self.folder / "program.py").write_text(self._program["source"], encoding="utf-8")
-                if tokenizer is not None:
-                    keep_tokenizer(self.folder, tokenizer)
+                with self._writing():
+                    self.folder.mkdir(parents=True, exist_ok=True)
+                    write_whole(self.folder / "config.yaml", to_yaml(config))
+                    write_whole(self.folder / "program.py", self._program["source"])
+                    if tokenizer is not None:
+                        keep_tokenizer(self.folder, tokenizer)
                 print_line(wrapped(f"training data: {self.data.summary}"))
                 print_line(wrapped(f"validation data: {self.validation_data.summary}"))
             self._open = opened.pop_all()
-        self._tracker: Tracker | None = None
         self._skipped_steps: Any = 0
         self._in_flight: collections.deque[jax.Array] = collections.deque()
-        self._stopping = self._save_is_late = False
+        self._stopping = self._is_stopped = self._save_is_late = False
 
     def __enter__(self) -> "Run":
         return self
 
     def __exit__(self, *error) -> None:
         self._open.__exit__(*error)
-        if self._stopping and error[0] is None:
+        if self._is_stopped and error[0] is None:
             sys.exit(STOPPED)
 
     def say(self, text: str) -> None:
@@ -166,10 +165,7 @@ class Run:
     def compile(self, traced: jax.stages.Traced, source: str) -> jax.stages.Compiled:
         """Compiles the step, and says what it costs: by its ledger before, and held against XLA's program after.
 
-        Writes the ledger and, in the background, the program as text and graph.
-
-        Args:
-          source: the file that the ledger annotates.
+        Writes the ledger, which annotates the file `source`, and the program as text; a follower draws the graph.
         """
         tokens = self._config.training.tokens
         mesh = vars(self._config.mesh)
@@ -180,31 +176,29 @@ class Run:
             devices = jax.sharding.get_mesh().devices.ravel()
             joined = [domain(each) for each in devices].count(domain(devices[0]))
             machine = of_device_kind(devices[0].device_kind)  # None: its figures are not known
-            files.write(ledger, self.folder, machine and roofline(ledger, machine, joined))
-            lines = summary(ledger, machine and machine.hbm_bytes)
+            lines = summary(ledger, machine.hbm_bytes if machine else None)
             lines += sent_over_network(ledger, jax.sharding.get_mesh())
+            with self._writing():
+                files.write(ledger, self.folder, roofline(ledger, machine, joined) if machine else None)
+                about = json.dumps({**environment(), "ledger": lines}, indent=1)
+                write_whole(self.folder / "environment.json", about)
             print_line("\n".join(map(wrapped, lines)))
-            about = json.dumps({**environment(), "ledger": lines}, indent=1)
-            (self.folder / "environment.json").write_text(about, encoding="utf-8")
         compiled = traced.lower().compile(compiler_options=self.compiler_options)
         if self._is_leader:
             lines, rows = report(ledger, compiled)
             print_line("\n".join(map(wrapped, lines)))
-            if rows:
-                with (self.folder / "ledger.txt").open("a", encoding="utf-8") as file:
-                    print("\nWhat the compiled step sends in another way:", *rows, sep="\n  ", file=file)
-            if not (self.folder / "step.svg").exists():
-                write_whole(self.folder / "step.hlo.txt", compiled.as_text())
+            with self._writing():
+                if rows:
+                    with (self.folder / "ledger.txt").open("a", encoding="utf-8") as file:
+                        print("\nWhat the compiled step sends in another way:", *rows, sep="\n  ", file=file)
+                if not (self.folder / "step.svg").exists():
+                    write_whole(self.folder / "step.hlo.txt", compiled.as_text())
         return compiled
 
     def first_state(self, shapes: Any, init: Callable[[jax.Array], Any]) -> Any:
         """The state of the newest checkpoint that reads whole; `done_steps` and `attributes` are then its own. Without
-        one, the state that is drawn, with `initial_weights` in the place of its weights where the config names some.
-
-        Args:
-          shapes: the state's tree of `ShapeDtypeStruct` with shardings.
-          init: the first state of a seed.
-        """
+        one, the state that `init` draws from the seed, with `initial_weights` in place of its weights where the config
+        names some. shapes: `ShapeDtypeStruct`s with shardings."""
         if not self.done_steps:
             shardings = jax.tree.map(lambda each: each.sharding, shapes)
             init = jax.jit(init, out_shardings=shardings, compiler_options=RUNS_ONCE)
@@ -245,17 +239,17 @@ class Run:
 
     def validate_if_due(self, step: int, add_batch: Callable, weights: Any) -> None:
         """Logs the mean of the validation split's losses after this step, every eval_interval steps and at the end.
-
-        Args:
-          add_batch: a trainer's compiled validation step.
-        """
+        add_batch: a trainer's compiled validation step."""
         if not self.due(step, self._config.eval_interval):
             return
         with self._tracker.paused():
             loss = targets = jax.device_put(np.float32(0), jax.P())  # as they return: it is compiled once
-            for index in range(self.validation_data.steps):
+            for index in range(self.validation_data.steps or 0):  # None is only of training data without an end
                 loss, targets = add_batch(weights, loss, targets, self.validation_data.load(index))
-                self.stay_close(loss)
+                self.stay_close(loss, behind=1)  # a signal waits for these
+                self._stopping = self._signals.stop()
+                if self._stopping:
+                    return self.say(f"the validation after step {step + 1} is dropped: the run was told to stop")
             self._tracker.log_validation(step + 1, float(loss) / max(float(targets), 1))
 
     def steps(self) -> Iterator[int]:
@@ -267,12 +261,16 @@ class Run:
                 self._owner.check()
             self._profiler.before_step(step + 1)
             yield step
-            if self._stopping:
-                if self._is_leader:
-                    what = f"stopped after step {step + 1} of {self._total}"
-                    print_line(f"{what}; started again, the run goes on from there")
+            if self._stopping and step + 1 < self._total:
+                self._is_stopped = True
+                self.say(f"stopped after step {step + 1} of {self._total}; started again, the run goes on from there")
                 return
         self._stop_if_bad()
+        if 2 * (skipped := int(self._skipped_steps)) > self._total:
+            raise RunError(
+                f"{skipped} of {self._total} steps were skipped, since their loss or gradient was not finite: this is "
+                "no trained model. Start a new run with other data or a lower training.learning_rate."
+            )
 
     def due(self, step: int, interval: int) -> bool:
         """Whether something that is done every `interval` steps, and at the end, is due after this step.
@@ -284,9 +282,8 @@ class Run:
     def log(self, step: int, state: Any, metrics: Any) -> None:
         """Takes what a step that was just dispatched returns; its numbers are read later, when they are due.
 
-        Args:
-          metrics: scalars, `loss`, `grad_norm` and `skipped_steps` among them, and vectors with a number for each of the
-            weights, which are logged under the weights' names.
+        metrics: scalars, `loss`, `grad_norm` and `skipped_steps` among them, and vectors with a number for each of the
+        weights, which are logged under the weights' names.
         """
         outputs, metrics, weights = (state, metrics), flattened(metrics), names(state.weights)
         # Before the profiler, which waits for the step that it ends with: else the step before would take its time.
@@ -297,13 +294,17 @@ class Run:
         self._bad_steps.note(step + 1, metrics, weights)
         self._skipped_steps = metrics["skipped_steps"]
         self.stay_close(metrics["loss"])
-        self._stopping = self._signals.stop_after(step) and step + 1 < self._total
+        self._stopping = self._signals.stop()
 
-    def stay_close(self, output: jax.Array) -> None:
-        """Called with an output of each program dispatched: lets the device be PROGRAMS_IN_FLIGHT behind, not more."""
+    def stay_close(self, output: jax.Array, behind: int = PROGRAMS_IN_FLIGHT) -> None:
+        """Called with an output of each program dispatched: lets the device be so many programs behind, not more."""
         self._in_flight.append(output)
-        if len(self._in_flight) > PROGRAMS_IN_FLIGHT:
+        while len(self._in_flight) > behind:
             self._in_flight.popleft().block_until_ready()
+
+    def _writing(self) -> contextlib.AbstractContextManager[None]:
+        """What is written at the start; later a full disk is said and training goes on, but for checkpoints."""
+        return run_errors(f"{self.folder} cannot be written; make room there, or set paths.root_working_dir")
 
     # ---- where the run stands
 
@@ -327,7 +328,7 @@ class Run:
     def _go_on_from(self, step: int) -> None:
         """Takes over where the checkpoint after `step` steps stands; from 0, nothing."""
         self.done_steps = step
-        self.attributes = self._checkpoints.attributes(step, ATTRIBUTES) if step else {}
+        self.attributes = self._checkpoints.attributes(step) if step else {}
         where = f"checkpoint {self._store}/checkpoints/{step:010d}"
         others = program.differences(self.attributes, self._program)
         changes = resume.compare(self._config, self._identity, self.attributes, where, others)
@@ -344,7 +345,7 @@ class Run:
         peak = peak_flops_per_s(jax.devices()[0].device_kind)
         if self._is_leader:
             about = {name: value for name, value in self._program.items() if name != "source"}
-            with (self.folder / "starts.jsonl").open("a", encoding="utf-8") as file:
+            with self._writing(), (self.folder / "starts.jsonl").open("a", encoding="utf-8") as file:
                 print(json.dumps({"after_step": self.done_steps, **environment(), "program": about}), file=file)
         self._tracker = Tracker(
             self.folder,
@@ -366,8 +367,8 @@ class Run:
     # ---- what is due, and what can end it early
 
     def _save_is_due(self, step: int) -> bool:
-        """By steps and minutes it waits for a step that is not bad. The state is that of the last good one, but it may be
-        what makes steps bad, and then the checkpoint before is the better one and shall not be deleted for it.
+        """By steps and minutes it waits for a step that is not bad. The state is that of the last good one, but it may
+        be what makes steps bad, and then the checkpoint before is the better one and shall not be deleted for it.
         """
         if step + 1 == self._total or self._stopping:
             self._stop_if_bad()
@@ -394,11 +395,10 @@ class Run:
         bad = self._bad_steps.read()
         if not bad:
             return
-        records = [{**step, "rows": self.data.rows_of(step["step"] - 1)} for step in bad]
-        file = self.folder / "bad_steps.json"
+        rows_of = [self.data.rows_of(int(step["step"]) - 1) for step in bad]
+        first, rows, file = bad[0], rows_of[0], self.folder / "bad_steps.json"
         if self._is_leader:
-            file.write_text(json.dumps(records, indent=1))
-        first, rows = bad[0], records[0]["rows"]
+            write_whole(file, json.dumps([{**step, "rows": each} for step, each in zip(bad, rows_of)], indent=1))
         saved = self._checkpoints.latest()
         raise RunError(
             f"{len(bad)} steps in a row had a loss or a gradient that is not finite, the first of them step "

@@ -14,6 +14,7 @@ import textwrap
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any, NoReturn
 
 # The status of one of several processes that an exception ended, not a RunError: that with which JAX itself ends the
@@ -31,6 +32,15 @@ _is_silent = False  # whether standard output took nothing the last time
 class RunError(Exception):
     """What is wrong, where, what was expected and the fix. The entry point prints it alone, without a traceback, and
     exits with 1."""
+
+
+@contextlib.contextmanager
+def run_errors(what: str) -> Iterator[None]:
+    """Makes a RunError of an error of a disk or a store (it is full, a server is down); what else goes wrong passes."""
+    try:
+        yield
+    except OSError as error:
+        raise RunError(f"{what}: {type(error).__name__}: {error}") from error
 
 
 @contextlib.contextmanager
@@ -171,7 +181,7 @@ def leave(status: int) -> NoReturn:
     sys.exit(status)
 
 
-def _end(kind: type[BaseException], error: BaseException, traceback: object) -> None:
+def _end(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
     sys.__excepthook__(kind, error, traceback)
     print_error(error, kind.__name__)
     if kind.__name__ == "JaxRuntimeError":

@@ -3,19 +3,16 @@
     python -m tests.benchmark_checkpoint                                      # 100M parameters with Adam, 1.26 GB
     python -m tests.benchmark_checkpoint layers=2 steps=4 save_every=2 step_s=0.2     # a small one
 
-Zarr alone means zarr-python's own `array[...] = values` and `array[...]` on numpy arrays, one leaf after another, with chunks of the same largest
-size, not split by device (which it reads and writes faster), the same checksums, and every file flushed to disk in the end. Saving includes the copy of the state, loading that the leaves are on their devices. Files
-are read back from the operating system's cache by both.
-Expect two minutes, 4 GB of memory and 4 GB of disk, which are freed at the end.
+Zarr alone means zarr-python's own `array[...] = values` and `array[...]` on numpy arrays, one leaf after another, with
+chunks of the same largest size, the same checksums, and every file flushed to disk in the end. Files are read back from
+the operating system's cache by both. Expect two minutes, 4 GB of memory and 4 GB of disk, which are freed at the end.
 """
 
 import os
 import shutil
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -46,9 +43,7 @@ class Benchmark:
 def main(config: Benchmark) -> None:
     directory = Path(config.directory)
     if directory.exists():
-        raise RunError(
-            f"directory is {directory}, which is there already: name one that is not, for it is removed at the end"
-        )
+        raise RunError(f"directory is {directory}, which is there already: name one that is not, since it is removed")
     for key in ("d_model", "vocab"):
         if getattr(config, key) % config.devices:
             raise RunError(f"{key} is {getattr(config, key)}, expected a multiple of devices, {config.devices}")
@@ -56,33 +51,23 @@ def main(config: Benchmark) -> None:
     directory.mkdir(parents=True)
     try:
         state = make_state(config)
-        parameters, size = (
-            sum(x.size for x in jax.tree.leaves(state["weights"])),
-            sum(x.nbytes for x in jax.tree.leaves(state)),
-        )
-        print(
-            f"state: {parameters / 1e6:.1f}M parameters, {size / 1e9:.2f} GB, over {config.devices} devices; {os.cpu_count()} CPUs"
-        )
+        parameters = sum(x.size for x in jax.tree.leaves(state["weights"]))
+        size = sum(x.nbytes for x in jax.tree.leaves(state))
+        over = f"over {config.devices} devices; {os.cpu_count()} CPUs"
+        print(f"state: {parameters / 1e6:.1f}M parameters, {size / 1e9:.2f} GB, {over}")
         measure_stall(config, directory, state, size)
         measure_bandwidth(config, directory, state, size)
     finally:
         shutil.rmtree(directory)
 
 
-def make_state(config: Benchmark) -> dict[str, Any]:
+def make_state(config: Benchmark) -> dict:
     """Weights and both moments, of the shapes of a transformer, each leaf split over all devices."""
     layers, model, ff = config.layers, config.d_model, config.d_ff
-    shapes = {
-        "embed": (config.vocab, model),
-        "unembed": (config.vocab, model),
-        "norm": (layers, model),
-        "w_q": (layers, model, model),
-        "w_kv": (layers, 2, model, model),
-        "w_o": (layers, model, model),
-        "w_gate": (layers, model, ff),
-        "w_up": (layers, model, ff),
-        "w_down": (layers, model, ff),
-    }
+    tables = dict.fromkeys(("embed", "unembed"), (config.vocab, model))
+    attention = {"norm": (layers, model), "w_kv": (layers, 2, model, model)}
+    attention |= dict.fromkeys(("w_q", "w_o"), (layers, model, model))
+    shapes = tables | attention | dict.fromkeys(("w_gate", "w_up", "w_down"), (layers, model, ff))
     mesh = jax.make_mesh((config.devices,), ("d",), (jax.sharding.AxisType.Auto,))
     rng = np.random.default_rng(0)
 
@@ -91,65 +76,43 @@ def make_state(config: Benchmark) -> dict[str, Any]:
         spec = jax.sharding.PartitionSpec(*[None] * dim, "d")
         return jax.device_put(rng.standard_normal(shape, np.float32), jax.NamedSharding(mesh, spec))
 
-    names = ("weights", "adam_mu", "adam_nu")
-    return {name: {key: leaf(shape) for key, shape in shapes.items()} for name in names}
+    return {name: {key: leaf(shape) for key, shape in shapes.items()} for name in ("weights", "adam_mu", "adam_nu")}
 
 
-# ---- stall
-
-
-def measure_stall(config: Benchmark, directory: Path, state: Any, size: int) -> None:
-    without_s = run_steps(config, state, None)[0]
+def measure_stall(config: Benchmark, directory: Path, state: dict, size: int) -> None:
+    without_s = config.steps * config.step_s
     for asynchronous in (True, False):
         checkpoints = open_checkpoints(config, directory / str(asynchronous), asynchronous=asynchronous)
-        snapshot_s: list[float] = []
+        before, stalls_s, copies_s = resident(), [], []
         reset_peak()
-        before = resident()
-        lasted_s, stalls_s = run_steps(config, state, checkpoints, snapshot_s)
-        grown = peak() - before
+        began = time.perf_counter()
+        for step in range(1, config.steps + 1):
+            time.sleep(config.step_s)
+            checkpoints.raise_failure()
+            if step % config.save_every == 0:
+                stalls_s.append(checkpoints.save(step, state, {}))
+                copies_s.append(copied(state))
+        lost_s = time.perf_counter() - began - without_s - sum(copies_s)
         checkpoints.close()
-        lost_s = lasted_s - without_s
-        beyond_s = lost_s - sum(snapshot_s)
+        grown, copy_s = peak() - before, float(np.mean(copies_s))
         mode = "saving behind the steps" if asynchronous else "saving in the foreground"
         print(
-            f"{mode}, every {config.save_every} steps of {config.step_s:g} s: a save holds the steps up for {np.mean(stalls_s):.2f} s, "
-            f"{np.mean(snapshot_s):.2f} s of it the copy ({size / 1e9 / np.mean(snapshot_s):.1f} GB/s); {lost_s / without_s:.1%} of the steps' "
-            f"time, {beyond_s / without_s:.1%} beyond the copy"
+            f"{mode}, every {config.save_every} steps of {config.step_s:g} s: a save holds the steps up for "
+            f"{np.mean(stalls_s):.2f} s, {copy_s:.2f} s of it the copy ({size / 1e9 / copy_s:.1f} GB/s); "
+            f"{lost_s / without_s:.1%} of the steps' time, {(lost_s - sum(copies_s)) / without_s:.1%} beyond the copy"
             + (f"; host memory grew by {grown / 1e9:.2f} GB" if asynchronous else "")
         )
         shutil.rmtree(directory / str(asynchronous))
 
 
-def run_steps(
-    config: Benchmark, state: Any, checkpoints: Checkpoints | None, snapshot_s: list[float] | None = None
-) -> tuple[float, list[float]]:
-    """The seconds that the steps took together, and those of each stall; adds those of each copy to `snapshot_s`."""
-    original = checkpoint_writing.snapshot
-
-    def timed(*arguments: Any) -> Any:
-        began = time.perf_counter()
-        result = original(*arguments)
-        snapshot_s.append(time.perf_counter() - began)
-        return result
-
-    checkpoint_writing.snapshot = timed
-    stalls_s = []
+def copied(state: dict) -> float:
+    """The seconds that a copy of the state takes, by itself."""
     began = time.perf_counter()
-    for step in range(1, config.steps + 1):
-        time.sleep(config.step_s)
-        if checkpoints is not None:
-            checkpoints.raise_failure()
-            if step % config.save_every == 0:
-                stalls_s.append(checkpoints.save(step, state, {}))
-    lasted_s = time.perf_counter() - began
-    checkpoint_writing.snapshot = original
-    return lasted_s, stalls_s
+    jax.tree.map(lambda leaf: [np.array(shard.data) for shard in leaf.addressable_shards], state)
+    return time.perf_counter() - began
 
 
-# ---- bandwidth
-
-
-def measure_bandwidth(config: Benchmark, directory: Path, state: Any, size: int) -> None:
+def measure_bandwidth(config: Benchmark, directory: Path, state: dict, size: int) -> None:
     leaves = {names[0]: np.array(leaf) for names, leaf in checkpoint.named_leaves(state)}
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
     theirs, ours = directory / "zarr", directory / "ours"
@@ -157,26 +120,25 @@ def measure_bandwidth(config: Benchmark, directory: Path, state: Any, size: int)
     best: dict[str, float] = {}
     grown = 0
 
-    def measure(what: str, action: Callable[[], Any]) -> Any:
+    def measure(what, action, *arguments):
         began = time.perf_counter()
-        result = action()
+        result = action(*arguments)
         best[what] = max(best.get(what, 0.0), size / 1e6 / (time.perf_counter() - began))
         return result
 
     for repeat in range(config.repeats):
         os.sync()  # what was written before is no part of what is measured
-        measure("save, zarr alone", lambda: save_with_zarr(theirs, leaves))
+        measure("save, zarr alone", save_with_zarr, theirs, leaves)
         os.sync()
-        measure("save", lambda step=repeat: checkpoints.save(step, state, {}))
-        measure("load, zarr alone", lambda: load_with_zarr(theirs, leaves))
+        measure("save", checkpoints.save, repeat, state, {})
+        measure("load, zarr alone", lambda: {name: zarr.open_group(theirs, mode="r")[name][...] for name in leaves})
         reset_peak()
         before = resident()
         restored = measure("load", lambda: jax.block_until_ready(checkpoints.restore(like)))[1]
         grown = max(grown, peak() - before)
-        for a, b in zip(jax.tree.leaves(restored), jax.tree.leaves(state)):
-            if not np.array_equal(a, b):
-                raise RunError("what was loaded is not what was saved")
-        del restored, a, b
+        if not jax.tree.all(jax.tree.map(np.array_equal, restored, state)):
+            raise RunError("what was loaded is not what was saved")
+        del restored
         shutil.rmtree(theirs)
         shutil.rmtree(ours)
     checkpoints.close()
@@ -184,47 +146,23 @@ def measure_bandwidth(config: Benchmark, directory: Path, state: Any, size: int)
         share = best[what] / best[f"{what}, zarr alone"]
         print(f"{what}: {best[what]:.0f} MB/s; zarr alone {best[f'{what}, zarr alone']:.0f} MB/s; {share:.0%} of it")
     largest = max(leaf.nbytes for leaf in leaves.values())
-    print(
-        f"load: host memory grew by {grown / 1e9:.2f} GB at most, of which {size / 1e9:.2f} GB is the state (largest leaf {largest / 1e9:.2f} GB)"
-    )
+    is_state = f"of which {size / 1e9:.2f} GB is the state (largest leaf {largest / 1e9:.2f} GB)"
+    print(f"load: host memory grew by {grown / 1e9:.2f} GB at most, {is_state}")
 
 
 def save_with_zarr(path: Path, leaves: dict[str, np.ndarray]) -> None:
     group = zarr.create_group(path)
     for name, values in leaves.items():
-        array = group.create_array(
-            name,
-            shape=values.shape,
-            dtype=values.dtype,
-            chunks=checkpoint_writing.chunk_shape(values.shape, values.itemsize),  # each without a gap in memory
-            compressors=zarr.codecs.Crc32cCodec(),
-            chunk_key_encoding={"name": "default", "separator": "."},
-        )
-        array[...] = values
-    for folder, _, files in os.walk(path):
-        for file in (folder, *(os.path.join(folder, file) for file in files)):
-            descriptor = os.open(file, os.O_RDONLY)
-            os.fsync(descriptor)
-            os.close(descriptor)
-
-
-def load_with_zarr(path: Path, leaves: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    group = zarr.open_group(path, mode="r")
-    return {name: group[name][...] for name in leaves}
-
-
-# ---- both
+        chunks = checkpoint_writing.chunk_shape(values.shape, values.itemsize)  # each without a gap in memory
+        group.create_array(name, data=values, chunks=chunks, compressors=zarr.codecs.Crc32cCodec())
+    for file in [path, *path.rglob("*")]:
+        descriptor = os.open(file, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
 
 
 def open_checkpoints(config: Benchmark, directory: Path, *, asynchronous: bool) -> Checkpoints:
-    return Checkpoints(
-        str(directory),
-        keep_last=None,
-        keep_every=None,
-        asynchronous=asynchronous,
-        timeout_s=60.0,
-        max_io_threads=config.max_io_threads,
-    )
+    return Checkpoints(directory, asynchronous=asynchronous, timeout_s=60.0, max_io_threads=config.max_io_threads)
 
 
 def resident() -> int:

@@ -40,7 +40,8 @@ def mesh_of(d, t):
 
 
 def numpy_state(seed=0):
-    """Bits no rounding would survive: any pattern of float32 (NaN payloads, -0, subnormals), and zeros, the fill value."""
+    """Bits no rounding would survive: any pattern of float32 (NaN payloads, -0, subnormals), and zeros, the fill
+    value."""
     rng = np.random.default_rng(seed)
     bits = rng.integers(0, 2**32, (16, 24), np.uint32).view(np.float32)
     w_q = rng.standard_normal((3, 16, 8)).astype(np.float32)

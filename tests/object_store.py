@@ -1,4 +1,5 @@
-"""An S3 object store on this machine: moto's server on a free loopback port, and an empty bucket in it for each test that asks.
+"""An S3 object store on this machine: moto's server on a free loopback port, and an empty bucket in it for each test
+that asks.
 
     def test_something(object_store):                   # "s3://bucket-0"
         write_split(f"{object_store}/data.zarr", ...)
@@ -47,7 +48,8 @@ def object_store(object_store_server: str, monkeypatch: pytest.MonkeyPatch) -> I
     bucket = f"bucket-{os.getpid()}-{next(_numbers)}"
     s3fs.S3FileSystem().mkdir(bucket)
     yield f"s3://{bucket}"
-    # Sessions that stay open, and zarr's do, are warned of by aiohttp when they are collected, in whatever test runs then.
+    # Sessions that stay open, and zarr's do, are warned of by aiohttp when they are collected, in whatever test runs
+    # then.
     for file_system in list(s3fs.S3FileSystem._cache.values()):
         if file_system._s3 is not None:
             if file_system.asynchronous:

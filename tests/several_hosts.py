@@ -1,4 +1,4 @@
-"""A tiny run for two processes of four simulated devices each: how it is started, and what it leaves."""
+"""Tiny runs, in one process or in two of four simulated devices each: how they are started, and what they leave."""
 
 import json
 import os
@@ -17,15 +17,22 @@ from runtime.data.flat_tokens import write_split
 ROOT = Path(__file__).resolve().parents[1]
 TRAIN = [sys.executable, "-m", "train"]
 # float32, so that what another order of a sum changes stays small.
-TINY = [
-    "model.d_model=32", "model.n_kv=4", "model.d_head=8", "model.d_ff=64", "model.layers=1", "model.vocab=128",
-    "model.compute_dtype=float32", "training.tokens.batch=16", "training.tokens.len=32", "training.steps=6",
-    "training.warmup_steps=2", "training.steps_for_lr=6", "training.learning_rate=0.01", "checkpoint_interval=3",
-    "eval_interval=6", "validation_batches=2", "log_interval=1", "mesh.d=4", "mesh.t=2", "flat_tokens.filespec=null",
-]  # fmt: skip
+TINY = """model.d_model=32 model.n_kv=4 model.d_head=8 model.d_ff=64 model.layers=1 model.vocab=128 mesh.d=4 mesh.t=2
+    model.compute_dtype=float32 training.tokens.batch=16 training.tokens.len=32 training.steps=6 training.warmup_steps=2
+    training.steps_for_lr=6 training.learning_rate=0.01 checkpoint_interval=3 eval_interval=6 validation_batches=2
+    log_interval=1 flat_tokens.filespec=null""".split()
 TWO = ["num_hosts=2"]
 STARTED: list[subprocess.Popen] = []
 FOR_EVER = ["training.steps=100000", "checkpoint_interval=100000", "eval_interval=100000"]
+
+
+def write_tiny(folder: Path) -> str:
+    """A data set of 20 steps of 16 x 32 tokens below 128, and a tenth for validation; returns the override that names
+    it."""
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 200), ("validation", 20)):
+        write_split(folder / "tiny.zarr", split, [rng.integers(1, 128, rng.integers(1, 104)) for _ in range(count)])
+    return f"flat_tokens.filespec={folder}/tiny.zarr"
 
 
 def write_mixture(folder: Path) -> str:
@@ -38,7 +45,8 @@ def write_mixture(folder: Path) -> str:
 
 
 def where(folder: Path) -> list[str]:
-    """The overrides of a run in this folder, which looks as if it had its profile and picture: they take half its time."""
+    """The overrides of a run in this folder, which looks as if it had its profile and picture: they take half its
+    time."""
     (folder / "profile").mkdir(parents=True, exist_ok=True)
     (folder / "step.svg").touch()
     return [f"paths.root_working_dir={folder.parent}", f"paths.model_name={folder.name}"]

@@ -102,11 +102,11 @@ def steps_of(module, model=None, training=None):
     return [(step, (state, number, number, batch)), (validate, (state.weights, loss, loss, batch))]
 
 
-def start_training(monkeypatch, *overrides):
-    """Runs as `python -m train <overrides>` would; returns the exit status."""
+def start_training(monkeypatch, *overrides, trainer=train):
+    """Runs as `python -m train <overrides>` would, or another trainer; returns the exit status."""
     monkeypatch.setattr(sys, "argv", ["train", *overrides])
     try:
-        run(train.main, train.Config)
+        run(trainer.main, trainer.Config)
     except SystemExit as stop:
         return stop.code
     return 0

@@ -1,6 +1,5 @@
 """`python -m train` from its command line to its run folder, on a model that compiles in seconds."""
 
-import json
 import os
 import re
 import subprocess
@@ -9,28 +8,21 @@ import sys
 import jax
 import numpy as np
 import pytest
+import several_hosts as hosts
 import small
 
 import tools.make_dataset as tool
 import train
 from runtime.config.command_line import load
-from runtime.data.flat_tokens import write_split
 
-TINY = [
-    "model.d_model=32", "model.n_kv=4", "model.d_head=8", "model.d_ff=64", "training.tokens.batch=16", "training.tokens.len=32",
-    "training.steps=12", "training.warmup_steps=2", "training.steps_for_lr=12", "checkpoint_interval=4", "eval_interval=6",
-    "log_interval=1", "model.vocab=128",
-]  # fmt: skip
+TINY = """model.d_model=32 model.n_kv=4 model.d_head=8 model.d_ff=64 model.vocab=128 training.tokens.batch=16
+    training.tokens.len=32 training.steps=12 training.warmup_steps=2 training.steps_for_lr=12 checkpoint_interval=4
+    eval_interval=6 log_interval=1""".split()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def data(tmp_path_factory):
-    """A data set of 20 steps of 16 x 32 tokens below 128, and as little again for validation."""
-    path = tmp_path_factory.mktemp("data") / "tiny.zarr"
-    rng = np.random.default_rng(0)
-    for split, count in (("train", 200), ("validation", 20)):
-        write_split(path, split, [rng.integers(1, 128, rng.integers(1, 104)) for _ in range(count)])
-    TINY.append(f"flat_tokens.filespec={path}")
+    TINY.append(hosts.write_tiny(tmp_path_factory.mktemp("data")))
     yield
     TINY.pop()
 
@@ -41,90 +33,58 @@ def start(monkeypatch, *overrides):
 
 
 def losses(folder):
-    """The training losses of a run by step."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+    return dict(hosts.losses(folder))
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(data, tmp_path_factory):
     """The folder of a run of 12 steps on the mesh 4 x 2, never stopped."""
     folder = tmp_path_factory.mktemp("runs")
-    train.main(
-        load(
-            train.Config, "local_test_synthetic", [*TINY, f"paths.root_working_dir={folder}", "paths.model_name=whole"]
-        )
-    )
+    where = [f"paths.root_working_dir={folder}", "paths.model_name=whole"]
+    train.main(load(train.Config, "local_test_synthetic", [*TINY, *where]))
     return folder / "whole"
 
 
 def test_a_run_leaves_all_that_it_should(uninterrupted):
-    """Config, metrics with the documented keys, the ledger, the compiled step as text, checkpoints at each interval and the end.
-    Each array of the step's new state takes the place of the old one's: the state is donated."""
+    """Config, metrics with the documented keys, the ledger, the compiled step as text, checkpoints at each interval and
+    the end. Each array of the step's new state takes the place of the old one's: the state is donated."""
     head, _, _ = (uninterrupted / "step.hlo.txt").read_text().partition("\n")
     state, _ = train.shapes(load(train.Config))
     assert len(re.findall("(?:may|must)-alias", head)) == len(jax.tree.leaves(state))
-    assert {"config.yaml", "metrics.jsonl", "step.hlo.txt", "ledger.html", "checkpoints", "profile"} <= {
-        path.name for path in uninterrupted.iterdir()
-    }
-    lines = [json.loads(line) for line in (uninterrupted / "metrics.jsonl").read_text().splitlines()]
+    names = {"config.yaml", "metrics.jsonl", "step.hlo.txt", "ledger.html", "checkpoints", "profile"}
+    assert names <= {path.name for path in uninterrupted.iterdir()}
+    lines = hosts.records(uninterrupted)
     assert [line["step"] for line in lines if "validation_loss" in line] == [6, 12]
     steps = [line for line in lines if "loss" in line]
     assert [line["step"] for line in steps] == list(range(1, 13))
-    for line in steps:
-        assert {
-            "step",
-            "loss",
-            "learning_rate",
-            "grad_norm",
-            "weight_norm",
-            "tokens_per_s",
-            "step_time_s",
-            "mfu",
-            "skipped_steps",
-        } <= set(line)
-    assert sorted(path.name for path in (uninterrupted / "checkpoints").iterdir()) == [
-        "0000000004",
-        "0000000008",
-        "0000000012",
-    ]
-
-
-def test_a_stopped_run_goes_on_bit_for_bit(uninterrupted, monkeypatch, tmp_path):
-    """Stopped after 5 steps and started again, the losses of steps 6 to 12 are bit for bit those of the run that was never stopped."""
-    where = [f"paths.root_working_dir={tmp_path}", "+paths.model_name=halves"]
-    assert start(monkeypatch, *where, "training.steps=5") == 0
-    assert start(monkeypatch, *where) == 0
-    assert losses(tmp_path / "halves") == losses(uninterrupted)
+    named = "step loss learning_rate grad_norm weight_norm tokens_per_s step_time_s mfu skipped_steps".split()
+    assert all(set(named) <= set(line) for line in steps)
+    assert hosts.checkpoints(uninterrupted) == [4, 8, 12]
 
 
 def test_a_run_goes_on_on_another_mesh(uninterrupted, monkeypatch, tmp_path):
-    """Stopped after 5 steps on 4 x 2 and resumed on 2 x 4, the losses are those of the uninterrupted run to bfloat16's rounding."""
+    """Stopped after 5 steps on 4 x 2 and resumed on 2 x 4, the losses are those of the uninterrupted run to bfloat16's
+    rounding."""
     where = [f"paths.root_working_dir={tmp_path}", "paths.model_name=moved"]
     assert start(monkeypatch, *where, "training.steps=5") == 0
     assert start(monkeypatch, *where, "mesh.d=2", "mesh.t=4") == 0
     whole, moved = losses(uninterrupted), losses(tmp_path / "moved")
     assert all(moved[step] == whole[step] for step in range(1, 6))
-    np.testing.assert_allclose(
-        [moved[step] for step in range(6, 13)], [whole[step] for step in range(6, 13)], rtol=2e-3
-    )
+    np.testing.assert_allclose(*([run[step] for step in range(6, 13)] for run in (moved, whole)), rtol=2e-3)
 
 
 def test_sequences_that_are_not_packed(monkeypatch, tmp_path):
     """A row a sequence, padded: the run trains, and its losses are finite."""
-    assert (
-        start(
-            monkeypatch, f"paths.root_working_dir={tmp_path}", "flat_tokens.sequence_packing=false", "training.steps=2"
-        )
-        == 0
-    )
+    overrides = [f"paths.root_working_dir={tmp_path}", "flat_tokens.sequence_packing=false", "training.steps=2"]
+    assert start(monkeypatch, *overrides) == 0
     (run_folder,) = tmp_path.iterdir()
     assert all(np.isfinite(loss) for loss in losses(run_folder).values())
 
 
 @pytest.mark.slow
 def test_the_small_job_goes_on_bit_for_bit(tmp_path):
-    """local_test_synthetic as users run it, stopped at step 20: the losses of steps 21 to 50 are bit for bit those of an uninterrupted run, and it has learnt more than frequencies."""
+    """local_test_synthetic as users run it, stopped at step 20: the losses of steps 21 to 50 are bit for bit those of
+    an uninterrupted run, and it has learnt more than frequencies."""
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     for name, last in [("whole", 50), ("halves", 20), ("halves", 50)]:
         where = [f"paths.root_working_dir={tmp_path}", f"paths.model_name={name}", f"training.steps={last}"]
@@ -132,8 +92,7 @@ def test_the_small_job_goes_on_bit_for_bit(tmp_path):
         subprocess.run([sys.executable, "-m", "train", *where, *often], check=True, env=environment)
     whole = losses(tmp_path / "whole")
     assert len(whole) == 50 and losses(tmp_path / "halves") == whole
-    lines = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
-    (*_, validation) = (line for line in lines if "validation_loss" in line)
+    (*_, validation) = (line for line in hosts.records(tmp_path / "whole") if "validation_loss" in line)
     tokens = np.concatenate(tool.generate(load(tool.MakeDataset, None, []), "validation"))
     assert validation["validation_loss"] < tool.unigram_entropy(tokens)
 
@@ -142,28 +101,29 @@ def test_the_small_job_goes_on_bit_for_bit(tmp_path):
     "overrides, message",
     [
         (["flat_tokens.filespec=nowhere.zarr"], r"nowhere\.zarr.*does not exist"),
-        (["model.vocab=64"], r"model\.vocab = 64: the data set .*tiny\.zarr has token ids up to 127: set model\.vocab to 128 or more"),
-        (["training.steps=100000"], r"training\.steps = 100000: the data set .*tiny\.zarr holds \d+ steps in flat_tokens\.epochs = 1: set flat_tokens\.epochs="),
-        (["mesh.d=16"], r"mesh\.d × mesh\.t = 16 × 2: expected 8 devices or fewer.*XLA_FLAGS=--xla_force_host_platform_device_count=32"),
+        (["model.vocab=64"], r"model\.vocab = 64: the data set .*tiny\.zarr has token ids up to 127: set"),
+        (
+            ["training.steps=100000"],
+            r"training\.steps = 100000: the data set .*tiny\.zarr holds \d+ steps in flat_tokens\.epochs = 1: set",
+        ),
+        (
+            ["mesh.d=16"],
+            r"mesh\.d × mesh\.t = 16 × 2: expected 8 devices.*XLA_FLAGS=--xla_force_host_platform_device_count=32",
+        ),
         (["num_hosts=1", "training.tokens.batch=62"], r"training\.tokens\.batch = 62"),
         (["checkpoint_interval=0"], r"checkpoint_interval = 0"),
         (["training.steps=-5"], r"training\.steps = -5"),
         (["+paths.mistyped=x"], r"paths\.mistyped is not a key"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
-)  # fmt: skip
+)
 def test_bad_input_is_one_message_and_no_traceback(overrides, message, monkeypatch, capsys, tmp_path):
-    """What cannot run ends with status 1 and a message that names the key and the fix, before anything is compiled or written."""
+    """What cannot run ends with status 1 and a message that names the key and the fix, before anything is compiled or
+    written."""
     assert start(monkeypatch, f"paths.root_working_dir={tmp_path}/runs", *overrides) == 1
     printed = capsys.readouterr().err
     assert re.search(message, printed, re.DOTALL) and printed.startswith("error: ") and "Traceback" not in printed
     assert not (tmp_path / "runs").exists()
-
-
-def test_a_finished_run_says_so(uninterrupted, monkeypatch, capsys):
-    """A run that has all its steps is not started again in silence."""
-    assert start(monkeypatch, f"paths.root_working_dir={uninterrupted.parent}", "paths.model_name=whole") == 1
-    assert "nothing to train: the run in" in capsys.readouterr().err
 
 
 def test_check_only_says_what_was_proved(monkeypatch, capsys):
@@ -200,12 +160,3 @@ def test_a_run_of_a_wrong_program_ends_like_one_on_bad_input(forgotten_reduction
     printed = capsys.readouterr().err
     assert printed.startswith("error: 'B/d L M/t' says split along t") and "Traceback" not in printed
     assert re.search(r"\n  at .*train\.py:\d+\n", printed) and printed.count("\n") < 10
-
-
-def test_an_argument_of_another_type_ends_a_run_like_bad_input(monkeypatch, capsys, tmp_path):
-    """What @typed leaves to typeguard, a bos_id that is a string: status 1, one line."""
-    right = train.mapped_steps
-    monkeypatch.setattr(train, "mapped_steps", lambda config, bos_id: right(config, "zero"))
-    assert start(monkeypatch, f"paths.root_working_dir={tmp_path}") == 1
-    printed = capsys.readouterr().err
-    assert re.fullmatch(r"error: argument bos_id of training_step \(.*\): str is not an instance of int\n", printed)

@@ -1,237 +1,347 @@
-"""Kills a real run with SIGKILL at random moments, and proves that nothing is lost.
+"""Ends real runs with signals at random moments, and takes from them disk, files and stores: nothing may be lost.
 
-    python -m tests.torture
-    python -m tests.torture kills=100 steps=6000 epochs=9 seed=1
+    python -m tests.torture                          # 300 signals, then each fault; half an hour on two cores
+    python -m tests.torture kills=20 faults=[] seed=1
 
-Two runs of the same small model, `python -m train` in processes of their own: one is left alone; the other is killed at
-moments that a seed chooses, and started again each time: one kill in ten while it starts, half of them when a save has
-begun (a third of these at once), the others some steps after a checkpoint. A kill counts as one inside saving if it
-leaves a checkpoint that is not complete. At the end the losses of all steps must be the same, bit for bit, and each
-start must have gone on from the newest checkpoint that was complete.
+Runs of the same small model are ended again and again, and started again until they reach their last step: by SIGKILL,
+SIGTERM and SIGINT, while they start, compile, step, save, remove old checkpoints, validate, resume and end. A life is a
+fork of this process, which has imported all that a run imports, and finds its programs in JAX's compilation cache.
 
-Expect 5 to 10 minutes on two cores.
+No start may go on from an older checkpoint than the newest complete one; a status says what happened; and in the end
+the losses of all steps are bit for bit those of a run that was left alone. A fault, which every second life has: `disk`,
+a full file system; `file_size`, a limit as `ulimit -f` sets it; `descriptors`, few open files; `store`, an object store
+that is slow, answers 503 or cuts connections.
 """
 
-import dataclasses
 import json
 import os
 import random
 import re
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+os.environ |= {
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+}
+import train
 from runtime.config import command_line
 from runtime.terminal import RunError
 
-ROOT = Path(__file__).resolve().parents[1]
 # 0.1M parameters: a step takes some milliseconds, so that most of a life is not the start.
 SMALL = (
     "model.d_model=32", "model.n_q_per_kv=1", "model.n_kv=4", "model.d_head=8", "model.d_ff=64", "mesh.d=2", "mesh.t=1",
-    "training.tokens.batch=16", "training.tokens.len=32", "log_interval=1",
+    "training.tokens.batch=16", "training.tokens.len=32", "log_interval=1", "validation_batches=3", "eval_interval=10",
+    "checkpoint_interval=5", "checkpoint.keep_last=2", "training.steps=60", "training.steps_for_lr=60",
 )  # fmt: skip
-LONGEST_START_S = 600.0
-POLL_S = 0.001
+STEPS, LONGEST_S = 60, 600
+MOMENTS = {"starting": 3, "stepping": 3, "saving": 4, "saved": 2, "validating": 1, "ending": 2}
+SIGNALS = {signal.SIGKILL: 6, signal.SIGTERM: 3, signal.SIGINT: 1}
+# What a life ends with: its end, stopped and saved, interrupted before there was anything to save.
+STATUSES = {
+    signal.SIGKILL: {0, -signal.SIGKILL},
+    signal.SIGTERM: {0, 75, -signal.SIGTERM},
+    signal.SIGINT: {0, 75, 130, -signal.SIGINT},
+}
+FAULTS = ("disk", "file_size", "descriptors", "store")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Torture:
-    folder: str = "runs/torture"  # emptied first; holds both run folders and the log of each start
-    seed: int = 0  # of the moments
-    kills: int = 30  # of the run, by SIGKILL
-    # of the run; it must last for all kills, each of which takes it forward by 3 checkpoint_interval or, on a busy
-    # machine, more
-    steps: int = 2000
-    checkpoint_interval: int = 10  # steps
-    epochs: int = 3  # passes over synthetic_dataset.zarr, of 688 steps each
-
-
-@dataclass
-class Count:
-    kills: int = 0
-    in_saving: int = 0  # these left a checkpoint that the killed process had not completed
-    in_starting: int = 0  # before the first step
-    restarts: int = 0
-    lost_checkpoints: int = 0  # starts that went on from an older one than the newest complete one
-    repeated_steps: int = 0
+    folder: str = "runs/torture"  # emptied first; holds the run folders and the log of each life
+    seed: int = 0  # of the moments and the signals
+    kills: int = 300  # signals
+    faults: tuple[str, ...] = FAULTS  # each in turn, three runs with it
 
 
 def main(config: Torture) -> None:
-    """Kills a real run with SIGKILL at random moments, and compares it with one that was never disturbed."""
-    count = torture(config)
-    for field in dataclasses.fields(count):
-        print(f"{field.name.replace('_', ' ')}: {getattr(count, field.name)}")
-    print(f"the losses of all {config.steps} steps are bit for bit those of the run that was never disturbed")
-
-
-def torture(config: Torture) -> Count:
-    """Raises RunError if the runs differ, a checkpoint was lost, or a start failed."""
-    for key in ("kills", "steps", "checkpoint_interval", "epochs"):
-        if getattr(config, key) < 1:
-            raise RunError(f"{key} is {getattr(config, key)}, expected 1 or more")
-    folder = Path(config.folder)
+    """Ends runs at random moments and takes their disk from them, and compares them with one that was left alone."""
+    folder = Path(config.folder).absolute()
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder / "compiled")
     draw = random.Random(config.seed)
-
-    whole = Life(config, "whole", 0)
+    whole = Run(folder, "whole")
+    whole.live().end()
     began = time.monotonic()
-    whole.wait_for(lambda: whole.last_step() > 0)
+    whole = Run(folder, "again")  # with what the first has compiled
+    life = whole.live()
+    life.wait_for(lambda: whole.last_step(life) > 0)
     start_s = time.monotonic() - began
-    whole.wait_for(whole.is_saving)
-    began = time.monotonic()
-    whole.wait_for(lambda: whole.newest_complete() > 0)
-    save_s = time.monotonic() - began
-    whole.end()
+    life.end()
 
-    count, newest = Count(), 0
-    while count.kills < config.kills:
-        if newest == config.steps:
-            raise ended_early(config, count)
-        life = Life(config, "tortured", count.restarts)
-        kind = draw.choices(["starting", "saving", "stepping"], [1, 5, 4])[0]
-        if kind == "starting":
-            time.sleep(draw.uniform(0, start_s))
-        else:
-            saved = newest + draw.randint(0, 2) * config.checkpoint_interval
-            life.wait_for(lambda life=life, saved=saved: life.newest_complete() >= saved)
-            if kind == "saving":
-                life.wait_for(life.is_saving)
-                time.sleep(max(draw.uniform(-0.6, 1.2) * save_s, 0))
-            else:
-                step = saved + draw.randint(1, config.checkpoint_interval)
-                life.wait_for(lambda life=life, step=step: life.last_step() >= step)
-        if not life.kill():
-            raise ended_early(config, count)
-        count.kills += 1
-        count.restarts += 1
-        count.in_saving += life.is_saving()
-        count.in_starting += life.last_step() == 0
-        count.lost_checkpoints += life.lost(newest)
-        newest = life.newest_complete()
-        count.repeated_steps += max(life.last_step() - newest, 0)
-        moment = "in a save" if life.is_saving() else "between saves" if life.last_step() else "while it started"
-        print(f"kill {count.kills}: {moment}; last step {life.last_step()}, newest checkpoint {newest}", flush=True)
+    counts, number = Counter(), 0
+    while counts["signals"] < config.kills:
+        run, number = Run(folder, f"tortured-{number}"), number + 1
+        while not run.reached_end() and counts["signals"] < config.kills:
+            _end_a_life(run, draw, start_s, counts)
+        run.finish(whole)
+    print(", ".join(f"{n} {what}" for what, n in counts.items()))
+    for fault in config.faults:
+        for number in range(3):
+            print(f"{fault}: {_with_fault(folder, fault, number, whole, draw)}", flush=True)
+    print(f"no checkpoint was lost, and the losses of all {STEPS} steps are bit for bit those of a run left alone")
 
-    if newest < config.steps:
-        life = Life(config, "tortured", count.restarts)
-        life.end()
-        count.lost_checkpoints += life.lost(newest)
-    differing = [step for step, loss in whole.losses().items() if life.losses().get(step) != loss]
-    if differing or count.lost_checkpoints or len(life.losses()) != config.steps:
-        raise RunError(
-            f"{len(differing)} steps have another loss, the first {differing[:1]}; {len(life.losses())} of "
-            f"{config.steps} steps are there; {count.lost_checkpoints} checkpoints were lost. {folder} has both runs "
-            "and the log of each start."
+
+def _end_a_life(run: "Run", draw: random.Random, start_s: float, counts: Counter) -> None:
+    moment = draw.choices(list(MOMENTS), MOMENTS.values())[0]
+    number = draw.choices(list(SIGNALS), SIGNALS.values())[0]
+    newest = run.newest_complete()
+    life = run.live()
+    if moment == "starting":
+        time.sleep(draw.uniform(0, start_s))
+    elif moment == "saving":
+        life.wait_for(lambda: run.is_saving(life))
+        time.sleep(draw.choice([0, draw.uniform(0, 0.05)]))
+    elif moment == "saved":
+        life.wait_for(lambda: run.newest_complete() > newest)
+    else:
+        step = {"stepping": newest + draw.randint(1, 9), "validating": -(-(newest + 1) // 10) * 10, "ending": STEPS}
+        life.wait_for(lambda: run.last_step(life) >= min(step[moment], STEPS))
+        time.sleep(draw.uniform(0, 0.5 if moment == "ending" else 0.02))
+    life.send(number)
+    if life.status not in STATUSES[number]:
+        raise RunError(f"a life that got {number.name} while {moment} ended with status {life.status}: {life.log}")
+    run.lost_nothing(life, newest)
+    if life.status == 75 and run.last_step(life) > run.newest_complete():
+        raise RunError(f"stopped after step {run.last_step(life)}, saved step {run.newest_complete()}: {life.log}")
+    counts.update(["signals", moment, number.name] if life.status else ["signals", "came too late"])
+
+
+def _with_fault(folder: Path, fault: str, number: int, whole: "Run", draw: random.Random) -> str:
+    """Lives with the fault and lives without take turns until the run is at its end."""
+    statuses = []
+    with ExitStack() as stack:
+        run = Run(folder, f"{fault}-{number}", *_place(stack, folder, fault, draw.randrange(10**6)))
+        while not run.reached_end():
+            newest = run.newest_complete()
+            if len(statuses) % 2 and fault == "disk":
+                subprocess.run(["mount", "-o", "remount,size=1g", "tmpfs", str(run.folder.parent)], check=True)
+            life = run.live({} if len(statuses) % 2 else _limits(fault, draw))
+            life.wait_for(lambda life=life: False, refused=True)
+            statuses.append(life.status)
+            text = life.log.read_text()
+            if life.status not in (0, 1) or "Traceback" in text or (life.status and "error: " not in text):
+                raise RunError(f"a life with the fault {fault} ended with status {life.status}: {life.log}")
+            run.lost_nothing(life, newest)
+        run.finish(whole)
+    return f"statuses {statuses}"
+
+
+def _limits(fault: str, draw: random.Random) -> dict[int, int]:
+    if fault == "file_size":
+        return {resource.RLIMIT_FSIZE: draw.choice([500, 3_000, 12_000, 60_000])}
+    return {resource.RLIMIT_NOFILE: draw.choice([16, 24, 40, 64])} if fault == "descriptors" else {}
+
+
+@contextmanager
+def _small_disk(place: Path) -> Iterator[None]:
+    place.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", place], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", place], check=True)
+
+
+def _place(stack: ExitStack, folder: Path, fault: str, seed: int) -> tuple[str, ...]:
+    """Overrides that say where the run is, if not in the folder."""
+    if fault == "disk":
+        place = folder / f"small_disk_{seed}"
+        stack.enter_context(_small_disk(place))
+        return (f"paths.root_working_dir={place}",)
+    if fault != "store":
+        return ()
+    # In a process of its own: a fork must not copy the server's threads.
+    command = [sys.executable, "-m", "tests.torture", "serve", str(seed)]
+    server = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+    stack.callback(server.kill)
+    assert server.stdout is not None
+    os.environ |= json.loads(server.stdout.readline())
+    return ("paths.root_working_dir=s3://bucket",)
+
+
+def serve(seed: int) -> None:
+    """An object store, until it is killed, of whose requests one in ten is slow, refused or cut."""
+    import boto3
+    from moto.server import ThreadedMotoServer
+
+    from tests.faulty_proxy import FaultyProxy
+    from tests.object_store import ENVIRONMENT
+
+    server, draw = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False), random.Random(seed)
+    server.start()
+    whole = "http://{}:{}".format(*server.get_host_and_port())
+    os.environ |= ENVIRONMENT
+    boto3.client("s3", endpoint_url=whole).create_bucket(Bucket="bucket")
+    with FaultyProxy(whole, hang_s=1) as proxy:
+        proxy.fault = lambda *_: (
+            draw.choice(["hang", "503", "500", "cut", "cut answer"]) if draw.random() < 0.1 else None
         )
-    return count
+        print(json.dumps({**ENVIRONMENT, "AWS_ENDPOINT_URL": proxy.url, "WHOLE_STORE": whole}), flush=True)
+        signal.pause()
 
 
-def ended_early(config: Torture, count: Count) -> RunError:
-    return RunError(
-        f"the run ended after {count.kills} of {config.kills} kills: raise steps, to "
-        f"{6 * config.checkpoint_interval * (config.kills + 1)} say, and epochs if the data do not suffice"
-    )
+class Run:
+    """A run folder and the lives that it had."""
+
+    def __init__(self, folder: Path, name: str, *overrides: str):
+        self.name, self.logs, self.lives = name, folder, 0
+        self.overrides = (f"paths.root_working_dir={folder}", f"paths.model_name={name}", *overrides)
+        place = self.overrides[-1 if overrides else 0].partition("=")[2]
+        self.folder = None if "://" in place else Path(place) / name  # None: in the object store
+
+    def live(self, limits: dict[int, int] | None = None) -> "Life":
+        self.lives += 1
+        if self.folder:  # as if the profile and the picture were there: half of a small run's time goes into these
+            (self.folder / "profile").mkdir(parents=True, exist_ok=True)
+            (self.folder / "step.svg").touch()
+        return Life([*SMALL, *self.overrides], self.logs / f"{self.name}.{self.lives}.log", limits or {})
+
+    def finish(self, whole: "Run") -> None:
+        """Lives to the end, if it has not yet; raises RunError unless the losses are those of the whole run."""
+        while not self.reached_end():
+            newest, life = self.newest_complete(), self.live()
+            life.end()
+            self.lost_nothing(life, newest)
+        differing = {step for step, loss in whole.losses().items() if self.losses().get(step) != loss}
+        if differing:
+            raise RunError(f"{self.name}: other losses than a run left alone has, first at step {min(differing)}")
+
+    def lost_nothing(self, life: "Life", newest: int) -> None:
+        said = re.search(r"going on after step (\d+) of", life.log.read_text())
+        began = int(said[1]) if said else 0 if self.last_step(life) else newest
+        if began < newest or self.newest_complete() < newest:
+            raise RunError(f"step {newest} was saved; the next life began after {began}: {life.log}")
+
+    def reached_end(self) -> bool:
+        return self.newest_complete() == STEPS and STEPS in self.losses()
+
+    def losses(self) -> dict[int, float]:
+        lines = self._read("metrics.jsonl").splitlines(keepends=True)
+        records = [json.loads(line) for line in lines if line.endswith("\n")]
+        return {record["step"]: record["loss"] for record in records if "loss" in record}
+
+    def last_step(self, life: "Life") -> int:
+        """The last step that this life has done; 0 while it starts."""
+        steps = re.findall(r"^step (\d+)/\d+: loss", life.log.read_text(), re.MULTILINE)
+        return int(steps[-1]) if steps else 0
+
+    def is_saving(self, life: "Life") -> bool:
+        """Whether there is a checkpoint that this life has begun and not completed."""
+        begun = [name for name in self._checkpoints() if not self._is_complete(name)]
+        for name in begun:
+            with suppress(FileNotFoundError):  # one that an earlier life had begun is removed just now
+                if self.folder and (self.folder / "checkpoints" / name).stat().st_mtime >= life.began:
+                    return True
+        return False
+
+    def newest_complete(self) -> int:
+        return max((int(name) for name in self._checkpoints() if self._is_complete(name)), default=0)
+
+    def _checkpoints(self) -> list[str]:
+        names = [name.split("/")[0] for name in self._files("checkpoints")]
+        return sorted({name for name in names if re.match(r"\d{10}", name)})
+
+    def _is_complete(self, name: str) -> bool:
+        try:
+            stored = json.loads(self._read(f"checkpoints/{name}/zarr.json"))
+        except ValueError:
+            return False
+        return name.isdigit() and stored["attributes"].get("write_completed") is True
+
+    def _files(self, below: str) -> list[str]:
+        if self.folder:
+            return os.listdir(self.folder / below) if (self.folder / below).is_dir() else []
+        prefix = f"{self.name}/{below}/"
+        pages = _store().get_paginator("list_objects_v2").paginate(Bucket="bucket", Prefix=prefix)
+        return [each["Key"].removeprefix(prefix) for page in pages for each in page.get("Contents", [])]
+
+    def _read(self, name: str) -> str:
+        if not self.folder:
+            found = name.rpartition("/")[2] in self._files(name.rpartition("/")[0])
+            key = f"{self.name}/{name}"
+            return _store().get_object(Bucket="bucket", Key=key)["Body"].read().decode() if found else ""
+        try:
+            return (self.folder / name).read_text()
+        except (FileNotFoundError, NotADirectoryError):
+            return ""
+
+
+def _store():
+    """A client of the object store that has no faults."""
+    import boto3
+
+    return boto3.client("s3", endpoint_url=os.environ["WHOLE_STORE"])
 
 
 class Life:
-    """One process of a run, from its start to its end or its kill."""
+    """One start of a run, to its end or its signal: a fork, in a group of its own."""
 
-    def __init__(self, config: Torture, name: str, number: int):
-        root, self._began = Path(config.folder).absolute(), time.time()
-        self._folder, self._log = root / name, root / f"{name}.{number}.log"
-        # What was compiled once is not compiled again: the same program, and a start takes seconds.
-        cache = {
-            "JAX_COMPILATION_CACHE_DIR": str(root / "compiled"),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-        }
-        overrides = (
-            f"paths.root_working_dir={root}", f"paths.model_name={name}", f"training.steps={config.steps}",
-            f"training.steps_for_lr={config.steps}", f"checkpoint_interval={config.checkpoint_interval}",
-            f"eval_interval={config.steps}", f"flat_tokens.epochs={config.epochs}",
-        )  # fmt: skip
-        with self._log.open("w") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "train", *SMALL, *overrides],
-                cwd=ROOT,
-                env={**os.environ, **cache},
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+    def __init__(self, overrides: list[str], log: Path, limits: dict[int, int]):
+        self.log, self.began, self.status = log, time.time(), 0
+        log.touch()
+        sys.stdout.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.setsid()
+            for stream in (1, 2):
+                os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), stream)
+            for number, limit in limits.items():
+                resource.setrlimit(number, (limit, resource.getrlimit(number)[1]))
+            sys.argv, status = ["train", *overrides], 1
+            try:
+                command_line.run(train.main, train.Config)
+                status = 0
+            except SystemExit as stop:
+                status = stop.code if isinstance(stop.code, int) else 1
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                os._exit(status)
 
-    def wait_for(self, condition: Callable[[], bool]) -> None:
-        """Returns when the condition holds or the process has ended. Raises RunError if it ended with a failure."""
-        end = time.monotonic() + LONGEST_START_S
-        while self._process.poll() is None and not condition():
+    def _has_ended(self) -> bool:
+        if self.pid:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.pid, self.status = 0, os.waitstatus_to_exitcode(status)
+        return not self.pid
+
+    def wait_for(self, condition: Callable[[], bool], refused: bool = False) -> None:
+        """Returns when the condition holds or the life has ended. Raises RunError if it failed, unless it may."""
+        end = time.monotonic() + LONGEST_S
+        while not self._has_ended() and not condition():
             if time.monotonic() > end:
-                self.kill()
-                raise RunError(f"nothing happened for {LONGEST_START_S:g} s: {self._log}")
-            time.sleep(POLL_S)
-        if self._process.returncode:
-            raise RunError(f"a start ended with status {self._process.returncode}: {self._log}")
+                os.killpg(self.pid, signal.SIGKILL)
+                raise RunError(f"nothing happened for {LONGEST_S} s: {self.log}")
+            time.sleep(0.001)
+        if self.status and not refused:
+            raise RunError(f"a life ended with status {self.status}: {self.log}")
 
     def end(self) -> None:
         """Waits for the end."""
         self.wait_for(lambda: False)
 
-    def kill(self) -> bool:
-        """Kills the process with all that it started; False if it had ended before."""
-        if self._process.poll() is not None:
-            return False
-        os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        return True
-
-    def losses(self) -> dict[int, float]:
-        try:
-            lines = (self._folder / "metrics.jsonl").read_text().splitlines(keepends=True)
-        except FileNotFoundError:
-            return {}
-        records = [json.loads(line) for line in lines if line.endswith("\n")]
-        return {record["step"]: record["loss"] for record in records if "loss" in record}
-
-    def last_step(self) -> int:
-        """The last step that this process has done; 0 while it starts."""
-        steps = re.findall(r"^step (\d+)/\d+: loss", self._log.read_text(), re.MULTILINE)
-        return int(steps[-1]) if steps else 0
-
-    def is_saving(self) -> bool:
-        """Whether there is a checkpoint that this process has begun and not completed."""
-        try:
-            begun = [path for path in self._checkpoints() if path.stat().st_mtime >= self._began]
-        except FileNotFoundError:  # one that an earlier process had begun is removed just now
-            return False
-        return any(not _is_complete(path) for path in begun)
-
-    def newest_complete(self) -> int:
-        return max((int(path.name) for path in self._checkpoints() if _is_complete(path)), default=0)
-
-    def lost(self, newest: int) -> bool:
-        """Whether the process went on from an older checkpoint than the newest complete one, or began anew."""
-        if said := re.search(r"going on after step (\d+) of", self._log.read_text()):
-            return int(said[1]) < newest
-        return self.last_step() > 0 and newest > 0
-
-    def _checkpoints(self) -> list[Path]:
-        folder = self._folder / "checkpoints"
-        return [path for path in folder.iterdir() if re.match(r"\d{10}", path.name)] if folder.is_dir() else []
-
-
-def _is_complete(checkpoint: Path) -> bool:
-    if not checkpoint.name.isdigit():  # a name that it has until it is complete
-        return False
-    try:
-        return json.loads((checkpoint / "zarr.json").read_text())["attributes"].get("write_completed") is True
-    except (FileNotFoundError, ValueError):
-        return False
+    def send(self, number: signal.Signals) -> None:
+        """Ends the life by a signal, if it has not ended by itself."""
+        if not self._has_ended():
+            (os.killpg if number == signal.SIGKILL else os.kill)(self.pid, number)
+            self.wait_for(lambda: False, refused=True)
 
 
 if __name__ == "__main__":
-    command_line.run(main, Torture)
+    if sys.argv[1:2] == ["serve"]:
+        serve(int(sys.argv[2]))
+    else:
+        command_line.run(main, Torture)

@@ -80,7 +80,7 @@ def violation(text: str, config: InspectDataset, count: int = 1) -> int:
 
 def print_attributes(group: zarr.Group) -> None:
     for key, value in group.attrs.items():
-        if key not in ("tokenizer", "max_token_id", "bos_id"):
+        if key not in ("tokenizer", "max_token_id", "bos_id", "has_is_target"):
             print_line(f"  {key}: {json.dumps(value, ensure_ascii=False)}")
 
 

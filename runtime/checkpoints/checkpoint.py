@@ -111,7 +111,8 @@ class Checkpoint:
             content = self.store.read(f"{self.name}/{file}")
         except (FileNotFoundError, NotADirectoryError):  # zarr would return zeros
             raise self.damaged(f"{file} is missing") from None
-        written = array.attrs.get(CHUNKS, {}).get(key) if self.is_bound else None
+        checksums: Any = array.attrs.get(CHUNKS, {})
+        written = checksums.get(key) if self.is_bound else None
         if written is not None and google_crc32c.value(content[:-4]) != written:
             raise self.damaged(f"{file} does not have the checksum that it was written with")
         if any(isinstance(codec, numcodecs.Blosc) for codec in array.compressors):
@@ -121,7 +122,7 @@ class Checkpoint:
                 raise self.damaged(f"{file} has {len(content)} bytes and was written with {size}")
         self.files[file] = zarr.buffer.cpu.Buffer.from_bytes(content)
         try:
-            return array[tuple(slice(*part) for part in bounds)]
+            return np.asarray(array[tuple(slice(*part) for part in bounds)])
         except UNREADABLE as error:
             raise self.damaged(f"{file} cannot be decoded ({type(error).__name__}: {error})") from error
         finally:
@@ -153,7 +154,7 @@ def open_checkpoint(store: Store, name: str, pool: Executor) -> Checkpoint:
         if google_crc32c.value(contents.get(file, b"")) != checksums[file]:
             what = "does not have the checksum that it was written with" if file in contents else "is missing"
             raise Damaged(f"checkpoint {path} is damaged: {file} {what}")
-    memory = {file: zarr.buffer.cpu.Buffer.from_bytes(content) for file, content in contents.items()}
+    memory: dict[str, Any] = {file: zarr.buffer.cpu.Buffer.from_bytes(content) for file, content in contents.items()}
     try:
         group = zarr.open_group(zarr.storage.MemoryStore(memory), mode="r", use_consolidated=False)
         arrays = {leaf: array for leaf, array in group.members(max_depth=None) if isinstance(array, zarr.Array)}
@@ -189,22 +190,22 @@ def open_newest(path: str, pool: Executor) -> Checkpoint:
 
 
 def restore(checkpoint: Checkpoint, like: Any, pool: Executor) -> Any:
-    """Reads a tree like `like`, whose leaves are jax.ShapeDtypeStructs with shardings.
+    """Reads a tree like `like`, whose leaves are jax.ShapeDtypeStructs with shardings, bit for bit as it was saved.
 
-    The values are bit for bit those that were saved, on whatever mesh. Each host reads the chunks that its devices
-    need, each once, and holds one leaf at a time beside those that are on its devices. A leaf's path may be spelled
-    `weights/transformer/w_q`, `weightstransformerw_q` or `.weights.transformer.w_q`.
+    Each host reads the chunks that its devices need, each once, and holds one leaf at a time beside those that are on
+    its devices. A leaf's path may be spelled `weights/transformer/w_q`, `weightstransformerw_q` or
+    `.weights.transformer.w_q`.
 
     Raises:
       RunError: the leaves are not those of `like`; with all differences.
       Damaged: a chunk is missing or is not what was written, with its path.
     """
     wanted = named_leaves(like)
-    names = [next((name for name in names if name in checkpoint.arrays), None) for names, _ in wanted]
+    names = [next((name for name in names if name in checkpoint.arrays), "") for names, _ in wanted]
     differences = []
     for name, (spellings, leaf) in zip(names, wanted):
         expected = f"expected {leaf.dtype}{list(leaf.shape)}"
-        if name is None:
+        if not name:
             differences.append(f"  {spellings[0]}: missing, {expected}")
         elif (found := checkpoint.grid(name)) and (found.shape, found.dtype) != (leaf.shape, leaf.dtype):
             differences.append(f"  {name}: holds {found.dtype}{list(found.shape)}, {expected}")
@@ -334,8 +335,8 @@ def _without_ours(attributes: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in attributes.items() if key not in (COMPLETED, CHECKSUMS, STEP)}
 
 
-def bounds_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Bounds:
-    return tuple(part.indices(size)[:2] for part, size in zip(index, shape))
+def bounds_of(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Bounds:
+    return tuple(part.indices(size)[:2] for part, size in zip(index or (), shape))
 
 
 def relative(part: Bounds, origin: Any) -> tuple[slice, ...]:

@@ -14,14 +14,12 @@ A checkpoint is the group `<step, ten digits>`. The directory is local, on a fil
 that fsspec opens.
 """
 
-import contextlib
 import functools
 import json
 import re
 import sys
-import textwrap
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -33,7 +31,7 @@ from runtime.checkpoints import writing as checkpoint_writing
 from runtime.checkpoints.checkpoint import UNBOUND, Damaged, Incomplete
 from runtime.checkpoints.hosts import Hosts
 from runtime.checkpoints.store import open_store
-from runtime.terminal import RunError
+from runtime.terminal import RunError, run_errors
 
 TIMEOUT_S = 600.0  # what takes longer, because a host died or the disk hangs, stops the run
 MOST_THREADS = 16  # each may hold a few chunks: at most about 2 GB of host memory beside the copy of the state
@@ -42,14 +40,9 @@ MOST_THREADS = 16  # each may hold a few chunks: at most about 2 GB of host memo
 class Checkpoints:
     """All hosts construct it alike and call its methods in the same order.
 
-    Args:
-      keep_last: how many of the newest checkpoints are kept; None keeps all.
-      keep_every: those whose step is a multiple of it are kept besides; None keeps no others.
-      asynchronous: whether `save` returns when the state is copied, and writes behind; else it returns when all is written.
-      timeout_s: how long a host waits for another, and how long an operation of an object store is tried again.
-      max_io_threads: that read and write at the same time; at most 16 are used.
-    Raises:
-      RunError: the directory's URL cannot be opened.
+    keep_last newest checkpoints are kept, None keeps all; and those whose step is a multiple of keep_every.
+    Asynchronous, `save` returns when the state is copied. A host waits for another, and for an object store, for
+    timeout_s.
     """
 
     def __init__(
@@ -63,7 +56,7 @@ class Checkpoints:
         max_io_threads: int = MOST_THREADS,
     ):
         self._store = open_store(directory, timeout_s)
-        with _run_errors(f"{directory} cannot be used"):
+        with run_errors(f"{directory} cannot be used"):
             self._hosts = Hosts(self._store, timeout_s)
         self._keep_last, self._keep_every, self._asynchronous = keep_last, keep_every, asynchronous
         self._pool = ThreadPoolExecutor(min(max_io_threads, MOST_THREADS), "checkpoint-io")
@@ -76,13 +69,12 @@ class Checkpoints:
     def save(self, step: int, tree: Any, attributes: dict[str, Any]) -> float:
         """Saves a tree of arrays and attributes (JSON values); returns the seconds that the caller was held up.
 
-        These are: until the save before is complete, and while this host's shards are copied to its memory; not until
-        the arrays are computed. The host's memory holds at most one such copy. Afterwards the arrays may be donated. An
-        incomplete checkpoint of the same step is replaced; a damaged one is moved aside.
+        It waits until the save before is complete and the arrays are computed, and copies this host's shards:
+        afterwards the arrays may be donated. An incomplete checkpoint of the same step is replaced; a damaged one is
+        moved aside.
 
         Raises:
-          RunError: the save before failed, or this one did if it is not asynchronous; with the path and the cause. What was saved
-            earlier is untouched, and what failed is not complete.
+          RunError: the save before failed, or this one did if it is not asynchronous; with the path and the cause.
         """
         began = time.perf_counter()
         self._wait()
@@ -108,12 +100,9 @@ class Checkpoints:
     def latest(self, last_step: int | None = None) -> int | None:
         """The newest complete checkpoint's step, or None; says on stderr which newer ones are passed over, and why.
 
-        Waits for a save that is under way. Whether the chunks are whole is known only to `restore`; one that it found
-        to be damaged is not counted.
+        Waits for a save that is under way. Whether chunks are whole is known only to `restore`, which nobody would call
+        for the last step or a later one: that checkpoint is read through here. One found to be damaged is not counted.
 
-        Args:
-          last_step: after which nothing is left to do, so that nobody would restore the checkpoint: one of this step
-            or a later one is read through here.
         Raises:
           RunError: there are checkpoints, but all of them are damaged; or the store cannot be read.
         """
@@ -121,40 +110,19 @@ class Checkpoints:
         failed = f"{self._store.path('')} cannot be read"
         return self._together(failed, lambda: self._newest(last_step) if self._hosts.is_leader else None)[0]
 
-    def attributes(self, step: int, types: Mapping[str, type] | None = None) -> dict[str, Any]:
-        """The attributes that a checkpoint was saved with.
-
-        Args:
-          types: of attributes by name, integers being counts. A line on stderr says which are missing, as in another
-            program's checkpoint.
-        Raises:
-          RunError: the checkpoint is not there, not complete, or damaged, or attributes have other types.
-        """
-        name = _name(step)
-        found = checkpoint.read_attributes(self._store, name)
-        missing = {key: kind() for key, kind in (types or {}).items() if key not in found}
-        for key, kind in (types or {}).items():
-            value = {**missing, **found}[key]
-            if type(value) is not kind or (kind is int and not 0 <= value < 2**32):
-                text = textwrap.shorten(json.dumps(value), 60)
-                where = f"checkpoint {self._store.path(name)} cannot be resumed: its attribute {key} = {text}"
-                raise RunError(f"{where}: expected {'a count' if kind is int else 'a mapping'}; correct or delete it")
-        if missing:
-            assumed = ", ".join(f"{key} = {json.dumps(value)}" for key, value in missing.items())
-            self._say(f"checkpoint {self._store.path(name)} does not say all that a run needs; assumed: {assumed}")
-        return {**missing, **found}
+    def attributes(self, step: int) -> dict[str, Any]:
+        """The attributes that a checkpoint was saved with. Raises RunError: it is not there, incomplete, or damaged."""
+        return checkpoint.read_attributes(self._store, _name(step))
 
     def restore(self, like: Any, step: int | None = None) -> tuple[int, Any]:
         """The newest checkpoint that reads whole, its step and its tree; or, with `step`, that one.
 
         One with a chunk that is missing or damaged is passed over, on all hosts, with a line on stderr that says what
-        is wrong, and is left as it is. No host holds more than its part of the tree and two leaves.
+        is wrong. `like` is a tree of jax.ShapeDtypeStructs with shardings, of any mesh.
 
-        Args:
-          like: the tree's `jax.ShapeDtypeStruct`s with shardings, of any mesh.
         Raises:
-          RunError: no checkpoint reads whole; the leaves are not those of `like`, with all differences; the store
-            cannot be read.
+          RunError: none reads whole; the leaves are not those of `like`, with all differences; the store cannot be
+          read.
         """
         trees = []
 
@@ -194,16 +162,13 @@ class Checkpoints:
     # ---- saving, in a thread of its own
 
     def _wait(self) -> None:
-        if self._saving is not None:
-            wait([self._saving])
+        wait([self._saving] if self._saving else [])
 
     def _save(self, name: str, grids: dict, chunks: list, attributes: dict[str, Any]) -> None:
         failed, is_leader = f"checkpoint {self._store.path(name)} could not be saved", self._hosts.is_leader
+        write = functools.partial(checkpoint_writing.write_chunks, self._store, name, chunks, self._pool)
         self._together(failed, lambda: self._make_room(name) if is_leader else None)
-        of_hosts = self._together(
-            failed, lambda: checkpoint_writing.write_chunks(self._store, name, chunks, self._pool)
-        )
-        checksums = {file: checksum for each in of_hosts for file, checksum in each.items()}
+        checksums = {file: checksum for each in self._together(failed, write) for file, checksum in each.items()}
         parts = self._store, name, grids, checksums, attributes, self._pool
         self._together(failed, lambda: checkpoint_writing.complete(*parts) if is_leader else None)
         self._complete.add(name)
@@ -214,11 +179,11 @@ class Checkpoints:
         """Does something on all hosts; returns what it returned on each, and raises on all if it failed on any."""
         value = error = None
         try:
-            with _run_errors(failed):
+            with run_errors(failed):
                 value = action()
         except RunError as failure:
             error = failure
-        with _run_errors("the hosts cannot agree"):
+        with run_errors("the hosts cannot agree"):
             fault, values = self._hosts.agree(None if error is None else str(error), value)
         if error is not None:
             raise error
@@ -246,7 +211,8 @@ class Checkpoints:
     def _remove_old(self, newest: str) -> None:
         """Deletes what is not kept, and what incomplete ones are older than the newest: they cannot become complete any
         more."""
-        complete, old = [], []
+        complete: list[str] = []
+        old: list[str] = []
         for name in self._names():
             if name <= newest:
                 fault = self._fault(name)
@@ -256,14 +222,14 @@ class Checkpoints:
         old += [name for name in complete[self._keep_last :] if name not in kept]
         for name in old:
             self._complete.discard(name)
-            with _run_errors(f"checkpoint {self._store.path(name)} could not be deleted"):
+            with run_errors(f"checkpoint {self._store.path(name)} could not be deleted"):
                 checkpoint_writing.remove(self._store, name)
 
     # ---- what is there
 
     def _names(self) -> list[str]:
         """Of all checkpoints, whatever their state, newest first."""
-        with _run_errors(f"{self._store.path('')} cannot be listed"):
+        with run_errors(f"{self._store.path('')} cannot be listed"):
             there = self._store.names()
         return sorted((name for name in there if re.fullmatch(r"\d{10}", name)), reverse=True)
 
@@ -300,15 +266,6 @@ class Checkpoints:
         if text not in self._said and self._hosts.is_leader:
             print(text, file=sys.stderr, flush=True)
         self._said.add(text)
-
-
-@contextlib.contextmanager
-def _run_errors(what: str) -> Iterator[None]:
-    """Makes errors of the store (a full disk, a server that is down) such that a person reads."""
-    try:
-        yield
-    except OSError as error:
-        raise RunError(f"{what}: {type(error).__name__}: {error}") from error
 
 
 def _name(step: int) -> str:

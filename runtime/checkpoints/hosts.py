@@ -50,19 +50,19 @@ class Hosts:
             if silent := [name for name in names if name not in heard]:
                 silence = f"nothing was heard of host {', '.join(silent)} within {self._timeout_s:g} s"
                 faults.append(f"{silence}: it died or hangs")
-            answer = ["; ".join(faults) or None, [heard[name][1] for name in names if name in heard]]
-            self._say("leader", answer)
+            fault, values = "; ".join(faults) or None, [heard[name][1] for name in names if name in heard]
+            self._say("leader", [fault, values])
         else:
             limit_s = 2 * self._timeout_s  # the leader may itself wait for another host
             heard = self._hear(["leader"], limit_s)
             if not heard:
                 raise RunError(f"nothing was heard of host 0 within {limit_s:g} s: it died or hangs")
-            answer = heard["leader"]
+            fault, values = heard["leader"]
         # All have spoken in this exchange, so all have read what was said in the one before.
         for name in ["leader", "0"] if self.is_leader else [str(self.index)]:
             self._store.remove(self._name(name, self._exchanges - 1))
         self._exchanges += 1
-        return answer[0], answer[1]
+        return fault, values
 
     def _say(self, name: str, what: Any) -> None:
         self._store.write(self._name(name, self._exchanges), json.dumps(what).encode())

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.checkpoints.store import LocalStore, open_store
-from runtime.terminal import RunError
+from runtime.terminal import RunError, run_errors
 
 HEARTBEAT_S = 10.0
 SILENT_S = 3 * HEARTBEAT_S  # an owner of which nothing is heard for so long is dead
@@ -57,10 +57,8 @@ class Ownership:
     def __enter__(self) -> "Ownership":
         with contextlib.ExitStack() as undo:
             undo.callback(self._unlock)
-            try:
+            with run_errors(f"{self._folder}/{NAME} cannot be written"):
                 self._take()
-            except OSError as error:
-                raise RunError(f"{self._folder}/{NAME} cannot be written: {type(error).__name__}: {error}") from error
             undo.pop_all()
         self._heart.start()
         return self
@@ -78,10 +76,8 @@ class Ownership:
     def check(self) -> None:
         """Raises RunError if another run has taken the folder, or it is not there any more."""
         if self._taken_by == {}:
-            gone = (
-                f"{self._folder}/{NAME} is gone: the folder was moved, or the file deleted, while this run wrote there"
-            )
-            raise RunError(f"{gone}. Start it again.")
+            gone = "the folder was moved, or the file deleted, while this run wrote there"
+            raise RunError(f"{self._folder}/{NAME} is gone: {gone}. Start it again.")
         if self._taken_by is not None:
             raise RunError(f"{self._in_use(self._taken_by)} It took the folder while this run stood still.")
 

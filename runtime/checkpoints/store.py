@@ -10,6 +10,7 @@ the exception.
 """
 
 import asyncio
+import functools
 import os
 import random
 import shutil
@@ -20,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
-import numpy as np
 
 from runtime.terminal import RunError
 
@@ -73,7 +73,7 @@ class LocalStore:
         with open(self._root / name, "rb", buffering=0) as file:
             return file.read()
 
-    def write(self, name: str, *parts: bytes | np.ndarray) -> None:
+    def write(self, name: str, *parts: bytes | memoryview) -> None:
         """Writes a file of these parts, one after another; it is on the disk, and then there at once.
 
         The directories that it is in are not flushed: see `flush`.
@@ -151,7 +151,7 @@ class RemoteStore:
     def read(self, name: str) -> bytes:
         return self._retried(lambda: self._files._cat_file(self._at(name)))
 
-    def write(self, name: str, *parts: bytes | np.ndarray) -> None:
+    def write(self, name: str, *parts: bytes | memoryview) -> None:
         content = b"".join(parts)
         self._retried(lambda: self._files._pipe_file(self._at(name), content))
 
@@ -177,7 +177,7 @@ class RemoteStore:
         """Copies every object, within the store, then removes the old ones."""
         for file in self.files(name):
             old, new = self._at(f"{name}/{file}"), self._at(f"{new_name}/{file}")
-            self._retried(lambda old=old, new=new: self._files._cp_file(old, new))
+            self._retried(functools.partial(self._files._cp_file, old, new))
         self.remove(name)
 
     def flush(self, name: str) -> None:

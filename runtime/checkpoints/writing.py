@@ -15,6 +15,7 @@ import google_crc32c
 import jax
 import numpy as np
 import zarr
+import zarr.codecs
 
 from runtime.checkpoints.checkpoint import (
     CHECKSUMS,
@@ -35,10 +36,8 @@ MAX_CHUNK_BYTES = 32 * 2**20  # also what a thread holds, and one request to an 
 
 
 def snapshot(tree: Any, pool: Executor, path: str = "") -> tuple[dict[str, Grid], list[tuple[str, np.ndarray]]]:
-    """The leaves by name, and a copy of what this host has to write: of each shard one copy over all hosts.
-
-    When it returns, the arrays may be donated. The copies are chunks, (file name, values); the host's memory grows by
-    their size.
+    """The leaves by name, and a copy of what this host has to write, of each shard one copy over all hosts: chunks,
+    (file name, values). When it returns, the arrays may be donated.
 
     Raises:
       RunError: a leaf has a type that zarr has not, such as bfloat16.
@@ -76,7 +75,7 @@ def write_chunks(store: Store, name: str, chunks: list[tuple[str, np.ndarray]], 
         content = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
         content.flags.writeable = False  # google_crc32c asks for it
         checksums[file] = google_crc32c.value(content)
-        store.write(f"{name}/{file}", content, checksums[file].to_bytes(4, "little"))
+        store.write(f"{name}/{file}", content.data, checksums[file].to_bytes(4, "little"))
 
     writes = {}
     while chunks:
@@ -94,11 +93,7 @@ def complete(
     attributes: dict[str, Any],
     pool: Executor,
 ) -> None:
-    """Makes a checkpoint of chunks that all hosts have written.
-
-    Raises:
-      RunError: a chunk is not there, or the metadata could not be written.
-    """
+    """Makes a checkpoint of chunks that all hosts have written. Raises RunError: one is not there, or a write fails."""
     sizes = store.files(name)
     for leaf, grid in grids.items():
         for number, _ in grid.all():

@@ -24,7 +24,7 @@ from jax.sharding import AxisType, Mesh
 from ledger.count.step import Ledger
 from ledger.units import gigabytes
 from runtime.cluster.tuning import is_given, tune
-from runtime.terminal import RunError, one_of_several, print_line
+from runtime.terminal import RunError, columns, one_of_several, print_line
 from shardlib.arrays import mesh_text
 from shardlib.mesh import make_mesh
 
@@ -82,8 +82,8 @@ def prepare_devices(config: Any) -> None:
     JAX_NUM_CPU_DEVICES, where set, decide instead; so does JAX once it has started.
     """
     tune()
-    given_by_user = is_given("xla_force_host_platform_device_count")
-    if config.check_only or given_by_user or jax.config.jax_num_cpu_devices != -1:
+    is_set = jax.config.jax_num_cpu_devices != -1  # type: ignore[attr-defined]  # its types lack flags
+    if config.check_only or is_set or is_given("xla_force_host_platform_device_count"):
         return
     try:
         jax.config.update("jax_num_cpu_devices", max(1, math.prod(vars(config.mesh).values()) // config.num_hosts))
@@ -93,13 +93,11 @@ def prepare_devices(config: Any) -> None:
 
 def check_num_hosts(config: Any, process_count: int) -> None:
     """Refuses a job whose processes are more or fewer than num_hosts says."""
-    if config.num_hosts != process_count:
-        raise RunError(
-            f"{config.origins.of('num_hosts')}: num_hosts = {config.num_hosts}: "
-            f"this job has {process_count} process{'es' if process_count > 1 else ''}: start one "
-            f"{f'on each of {config.num_hosts} hosts' if config.num_hosts > 1 else 'alone'}, or set "
-            f"num_hosts={process_count}"
-        )
+    if (given := config.num_hosts) != process_count:
+        has = f"this job has {process_count} process{'es' if process_count > 1 else ''}"
+        start_one = f"start one {f'on each of {given} hosts' if given > 1 else 'alone'}"
+        where = config.origins.of("num_hosts")
+        raise RunError(f"{where}: num_hosts = {given}: {has}: {start_one}, or set num_hosts={process_count}")
 
 
 def check_mesh(config: Any, device_count: int, platform: str) -> None:
@@ -107,25 +105,22 @@ def check_mesh(config: Any, device_count: int, platform: str) -> None:
 
     device_count: of all processes. platform: JAX's name of it, 'cpu', 'gpu' or 'tpu'.
     """
-    needed = math.prod(vars(config.mesh).values())
-    if needed == device_count or (needed < device_count and config.num_hosts == 1):
+    axes, hosts = vars(config.mesh), config.num_hosts
+    needed = math.prod(axes.values())
+    if needed == device_count or (needed < device_count and hosts == 1):
         return
-    keys = [f"mesh.{axis}" for axis in vars(config.mesh)]
+    keys = [f"mesh.{axis}" for axis in axes]
     fix = f"set {' and '.join(keys)} so that their product is {device_count}"
     if platform == "cpu":
-        fix += (
-            f", or simulate {needed // config.num_hosts} devices"
-            + (" in each process" if config.num_hosts > 1 else "")
-            + f": XLA_FLAGS=--xla_force_host_platform_device_count={needed // config.num_hosts}"
-        )
+        flag = f"XLA_FLAGS=--xla_force_host_platform_device_count={needed // hosts}"
+        fix += f", or simulate {needed // hosts} devices{' in each process' * (hosts > 1)}: {flag}"
     elif needed > device_count:
         fix += ", or run on more devices; check_only=true checks the step without any"
-    raise RunError(
-        f"{config.origins.of(keys[0])}: {' × '.join(keys)} = {' × '.join(map(str, vars(config.mesh).values()))}: expected "
-        f"{device_count} devices"
-        f"{'' if config.num_hosts > 1 else ' or fewer'}, since this job has {device_count} ({platform}), not "
-        f"{needed}: {fix}"
+    asked = f"{config.origins.of(keys[0])}: {' × '.join(keys)} = {' × '.join(map(str, axes.values()))}"
+    there = (
+        f"expected {device_count} devices{' or fewer' * (hosts == 1)}, since this job has {device_count} ({platform})"
     )
+    raise RunError(f"{asked}: {there}, not {needed}: {fix}")
 
 
 def find_devices() -> list[jax.Device]:
@@ -133,12 +128,9 @@ def find_devices() -> list[jax.Device]:
     try:
         return jax.devices()
     except (RuntimeError, AssertionError) as error:  # the latter has no text
-        raise NoDevice(
-            f"JAX does not start: {str(error) or 'what JAX_PLATFORMS asks for is not installed'}; "
-            "fix: nvidia-smi says whether a GPU's driver works, pip install 'jax[cuda13]' brings what JAX needs "
-            "besides; "
-            "JAX_PLATFORMS=cpu does without the device"
-        ) from error
+        why = str(error) or "what JAX_PLATFORMS asks for is not installed"
+        fix = "nvidia-smi says whether a GPU's driver works, pip install 'jax[cuda13]' brings what JAX needs besides"
+        raise NoDevice(f"JAX does not start: {why}; fix: {fix}; JAX_PLATFORMS=cpu does without the device") from error
 
 
 # ---------------------------------------------------------------- who is there
@@ -155,8 +147,11 @@ def _launched(config: Any) -> tuple[str | None, int | None]:
 
 
 def _join(config: Any, launcher: str | None) -> None:
-    given = config.cluster
-    waiting = threading.Timer(WAITING_S, _say_who_waits, [config])
+    given, host = config.cluster, socket.gethostname()
+    # JAX's own end, with status 134, does not say who is missing.
+    says = f"host {host}: waiting for the others of {config.num_hosts} processes for {WAITING_S} s; after {START_S} s "
+    says += "this ends with status 134. Do all of them run, and do they reach process 0 and its port?\n"
+    waiting = threading.Timer(WAITING_S, lambda: (sys.stderr.write(says), sys.stderr.flush()))
     waiting.daemon = True
     waiting.start()
     try:
@@ -171,28 +166,15 @@ def _join(config: Any, launcher: str | None) -> None:
     except ValueError as error:  # nothing that JAX knows has started this process
         raise RunError(
             f"num_hosts = {config.num_hosts}, but nothing says who the other processes are "
-            f"({str(error).rstrip('.')}): expected "
-            "a start by Slurm's srun, Open MPI's mpirun, a Kubernetes Job or JobSet with completionMode: Indexed, or "
-            "on Cloud TPU; else set cluster.coordinator=HOST:PORT and cluster.process_id; or num_hosts=1"
+            f"({str(error).rstrip('.')}): expected a start by Slurm's srun, Open MPI's mpirun, a Kubernetes Job or "
+            "JobSet with completionMode: Indexed, or on Cloud TPU; else set cluster.coordinator=HOST:PORT and "
+            "cluster.process_id; or num_hosts=1"
         ) from error
     except RuntimeError as error:  # JaxRuntimeError is one
-        raise RunError(
-            f"host {socket.gethostname()}: jax.distributed did not start "
-            f"({launcher or 'as JAX found the processes'}): {error}"
-        ) from error
+        found = launcher or "as JAX found the processes"
+        raise RunError(f"host {host}: jax.distributed did not start ({found}): {error}") from error
     finally:
         waiting.cancel()
-
-
-def _say_who_waits(config: Any) -> None:
-    """Said before JAX gives up, which then ends the process with a message that does not know of anyone missing."""
-    print(
-        f"host {socket.gethostname()}: waiting for the others of {config.num_hosts} processes for {WAITING_S} s; "
-        f"after {START_S} s "
-        "this ends with status 134. Do all of them run, and do they reach process 0 and its port?",
-        file=sys.stderr,
-        flush=True,
-    )
 
 
 def _local_devices() -> Sequence[int] | None:
@@ -255,31 +237,21 @@ def crossing(mesh: Mesh) -> tuple[str, ...]:
 
 
 def table(mesh: Mesh, names: Sequence[str]) -> list[str]:
-    """A line for each process, with its host, devices and part of the mesh, and what crosses hosts.
-
-    names: each process's host.
-    """
+    """A line for each process, with its host (`names`), devices and part of the mesh, and what crosses hosts."""
     devices = mesh.devices
     process = np.vectorize(lambda device: device.process_index)(devices)
-    width = max(len("host"), *map(len, names))
-    lines = [
-        f"{len(names)} hosts, {devices.size} devices: {mesh_text(mesh.shape)}",
-        f"  process  {'host':{width}}  devices",
-    ]
+    rows = [("process", "host", "devices")]
     for index, name in enumerate(names):
         own = np.argwhere(process == index)
-        kind = devices[tuple(own[0])].device_kind
-        parts = zip(mesh.axis_names, own.min(axis=0), own.max(axis=0))
-        part = ", ".join(f"{axis} {_range(first, last)}" for axis, first, last in parts)
-        lines.append(f"  {index:7}  {name:{width}}  {len(own)} × {kind}: {part}")
+        ranges = zip(mesh.axis_names, own.min(axis=0), own.max(axis=0))
+        part = ", ".join(f"{axis} {first}" + (f"-{last}" if last > first else "") for axis, first, last in ranges)
+        rows.append((str(index), name, f"{len(own)} × {devices[tuple(own[0])].device_kind}: {part}"))
     crossed, group = crossing(mesh), _group(devices)
     within = [axis for axis, size in mesh.shape.items() if axis not in crossed and size > 1]
     crosses = f"axis {' and axis '.join(crossed)} crosses {group}s" if crossed else f"no axis leaves a {group}"
-    return [*lines, crosses + (f"; axis {' and axis '.join(within)} stays within one" if within and crossed else "")]
-
-
-def _range(first: int, last: int) -> str:
-    return f"{first}" if first == last else f"{first}-{last}"
+    crosses += f"; axis {' and axis '.join(within)} stays within one" if within and crossed else ""
+    title = f"{len(names)} hosts, {devices.size} devices: {mesh_text(mesh.shape)}"
+    return [title, *(f"  {row}" for row in columns(rows, right={0})), crosses]
 
 
 def _group(devices: np.ndarray) -> str:

@@ -4,7 +4,7 @@
         signals.training = True
         for step in range(steps):
             ...
-            if signals.stop_after(step):
+            if signals.stop():
                 save(step)
                 break
 
@@ -39,6 +39,7 @@ class StopSignals:
         self._several_hosts = jax.process_count() > 1
         self._numbers = [signal.SIGINT] if self._several_hosts else [signal.SIGINT, signal.SIGTERM]
         self._received: signal.Signals | None = None
+        self._asked = 0
         self._in_main_thread = threading.current_thread() is threading.main_thread()
 
     def __enter__(self) -> "StopSignals":
@@ -59,10 +60,14 @@ class StopSignals:
             signal.set_wakeup_fd(self._wakeup_before)
             self._writer.close()  # which ends the thread
 
-    def stop_after(self, step: int) -> bool:
-        """Whether the run shall stop after this step. Called once for each step; with several hosts by all of them."""
+    def stop(self) -> bool:
+        """Whether the run shall stop now, asked after each step and each batch of a validation.
+
+        With several hosts all of them ask equally often, and the answer is the same on all; it is yes only once.
+        """
+        self._asked += 1
         if self._several_hosts:
-            return multihost_utils.reached_preemption_sync_point(step)
+            return multihost_utils.reached_preemption_sync_point(self._asked)
         return self._received is not None
 
     def _watch(self) -> None:

@@ -16,7 +16,7 @@ OPTIONS = {
     "gpu": {
         # Gathers travel together up to so many bytes, 40 MB. With XLA's 30 MB those of w_q, w_k and w_v (16.8 MB each)
         # of c4_a100x8x4_2b did not, and nothing ran beside w_q's; with 64 MB four do, and w_o's is not hidden any more.
-        "xla_gpu_all_gather_combine_threshold_bytes": "41943040",
+        "xla_gpu_all_gather_combine_threshold_bytes": "41943040"
     },
     # c4_a100x8_1b and _2b compiled for 8 and 64 v5p, libtpu 0.0.42 and 0.0.48, 2026-11-22 (docs/performance.md). By
     # default XLA:TPU sends while nothing else runs, and sums what should be scattered or gathered, twice the bytes.
@@ -48,7 +48,8 @@ OPTIONS = {
 
 
 def options(device) -> dict[str, str]:
-    """The compiler's options for a step on devices like this `jax.Device`, without those that the user has set himself."""
+    """The compiler's options for a step on devices like this `jax.Device`, without those that the user has set
+    himself."""
     wanted = OPTIONS.get(device.platform, {}) | OPTIONS.get(device.device_kind, {})
     return {name: value for name, value in wanted.items() if not is_given(name)}
 
@@ -86,7 +87,7 @@ def _keep_programs() -> None:
     """A program that was compiled before is read from a folder, of the user and not of the run."""
     import jax
 
-    if jax.config.jax_compilation_cache_dir is None:
+    if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]  # its types lack flags
         home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         jax.config.update("jax_compilation_cache_dir", f"{home}/clearshard/programs")
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

@@ -27,8 +27,9 @@ C = TypeVar("C")
 
 def read(config_class: type[C], arguments: Sequence[str]) -> C:
     """A config_class from what a command line says. Raises RunError with everything that is wrong with it."""
-    known, content = all_keys(config_class), {}
-    words = []
+    known = all_keys(config_class)
+    content: dict[str, Any] = {}
+    words: list[str] = []
     for text in arguments:
         if given := re.fullmatch(r"\+{0,2}([A-Za-z_][\w.]*)=(.*)", text, re.DOTALL):
             _set(content, given[1], _value(given[1], given[2], known))
@@ -43,7 +44,7 @@ def read(config_class: type[C], arguments: Sequence[str]) -> C:
         if words and get_origin(known[name][0]) is tuple:
             content[name], words = words, []
         elif words:
-            content[name], *words = words
+            content[name] = words.pop(0)
     if words:
         raise RunError(f"{COMMAND_LINE}: {words[0]} is too much: expected key=value, and --help lists the keys")
     return rebuild(config_class, content, Origins(COMMAND_LINE))

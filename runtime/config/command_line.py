@@ -18,6 +18,7 @@ import gc
 import os
 import re
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,7 +33,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
-from hydra.errors import HydraException
+from hydra.errors import HydraException, MissingConfigException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
@@ -69,16 +70,15 @@ def run(main: Callable[[Any], None], config_class: type) -> None:
         if __name__ == "__main__":
             run(main, Config)
 
-    Exits with 1 after a RunError or a refusal by shardlib's check, which is printed to stderr as `error: ...` without a
-    traceback, with 2 after an unknown flag, with 130 after an interrupt, with 75 when a signal stopped a run that can
-    go on (runtime/cluster/signals.py), and with 141 when nobody reads its output any more (`| head`). Any other
-    exception is a defect and passes through.
+    Exits with 1 after a RunError or a refusal by shardlib's check, which is printed alone; with 2 after an unknown
+    flag, 130 after an interrupt, 75 when a signal stopped a run that can go on, and 141 when nobody reads its output
+    any more (`| head`). Any other exception is a defect and passes through.
     """
     arguments = sys.argv[1:]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra then raises its errors for us to print, instead of printing a page
     try:
         if issubclass(config_class, RunConfig):
-            with _readable_errors(config_class):
+            with _readable_errors():
                 _run(main, config_class)
         elif {"--help", "-h"} & set(arguments):
             print(help_page(main, config_class, None, CONFIG_FOLDER))
@@ -110,8 +110,8 @@ def load(config_class: type[C], config_name: str | None = None, overrides: Seque
     if not issubclass(config_class, RunConfig):
         return read(config_class, overrides)
     name, overrides, folder = config_name or DEFAULT_CONFIG, list(map(_tolerant, overrides)), str(CONFIG_FOLDER)
-    ConfigStore.instance().store(BASE, default_tree(config_class))
-    with _readable_errors(config_class), hydra.initialize_config_dir(version_base="1.3", config_dir=folder):
+    _prepare(config_class)
+    with _readable_errors(), hydra.initialize_config_dir(version_base="1.3", config_dir=folder):
         composed = hydra.compose(name, overrides, return_hydra_config=True)
         node = composed.hydra
         with open_dict(composed):
@@ -131,7 +131,7 @@ def _run(main: Callable[[Any], None], config_class: type) -> None:
     gc.freeze()  # else Python looks through all of JAX, again and again, for what could be freed: 0.4 s of --help
     parsed = get_args_parser().parse_intermixed_args(sys.argv[1:])
     overrides = [_tolerant(text) for text in parsed.overrides if text != TRUST]
-    ConfigStore.instance().store(BASE, default_tree(config_class))
+    _prepare(config_class, is_trusted=TRUST in parsed.overrides)
 
     @functools.cache
     def page() -> str:
@@ -149,13 +149,18 @@ def _run(main: Callable[[Any], None], config_class: type) -> None:
             raise Refused from None
 
     OmegaConf.register_new_resolver("help_page", page, replace=True)
-    Plugins.instance()  # registers hydra's own source, whose place ours takes
-    SourcesRegistry.instance().types["file"] = FileConfigSource
-    FileConfigSource.is_trusted = TRUST in parsed.overrides
     if not parsed.shell_completion:  # whose arguments are none of ours
         flags = [text for text in sys.argv[1:] if text not in parsed.overrides]
         sys.argv[1:] = [*flags, "--", *HYDRA_SETTINGS, *overrides]
     hydra.main(version_base="1.3", config_path=str(CONFIG_FOLDER), config_name=DEFAULT_CONFIG)(job)()
+
+
+def _prepare(config_class: type, is_trusted: bool = False) -> None:
+    """Gives hydra the defaults, and our reader of files."""
+    ConfigStore.instance().store(BASE, default_tree(config_class))
+    Plugins.instance()  # registers hydra's own source, whose place ours takes
+    SourcesRegistry.instance().types["file"] = FileConfigSource
+    FileConfigSource.is_trusted = is_trusted
 
 
 def _tolerant(override: str) -> str:
@@ -177,7 +182,11 @@ class FileConfigSource(file_config_source.FileConfigSource):
     is_trusted = False
 
     def load_config(self, config_path: str) -> Any:
-        read = super().load_config(config_path)
+        try:
+            read = super().load_config(config_path)
+        except UnicodeDecodeError as error:
+            raise RunError(f"{from_here(Path(self.path, config_path))}: expected text in UTF-8: {error}") from None
+        assert isinstance(read.config, DictConfig)  # hydra itself refuses lists
         names = [config_path, read.header.get("package"), *read.config]
         names += re.findall(r"@[\w.]+", str(read.config.get("defaults")))
         if not self.is_trusted and any("hydra" in re.split(r"\W", str(name)) for name in names):
@@ -192,13 +201,14 @@ class FileConfigSource(file_config_source.FileConfigSource):
 # ---------------------------------------------------------------- from hydra's tree to ours
 
 
-def _finish(config_class: type[C], composed: DictConfig, node: DictConfig, command_line: Sequence[str] = ()) -> C:
+def _finish(config_class: Any, composed: DictConfig, node: Any, command_line: Sequence[str] = ()) -> Any:
     """A config_class from what hydra composed, or a RunError with everything that is wrong with it.
 
     node: hydra's own settings. command_line: the overrides of all jobs of a sweep.
     """
-    with _readable_errors(config_class):
-        content, origins = OmegaConf.to_container(composed, resolve=True), _origins(node)
+    with _readable_errors():
+        content: Any = OmegaConf.to_container(composed, resolve=True)
+        origins = _origins(node)
     if isinstance(content.setdefault("paths", {}), dict):
         content["paths"]["model_name"] = _model_name(content["paths"].get("model_name", MISSING), node, command_line)
     config = rebuild(config_class, content, origins, DROPPED_KEYS)
@@ -213,7 +223,7 @@ def _finish(config_class: type[C], composed: DictConfig, node: DictConfig, comma
     return config
 
 
-def _model_name(given: Any, node: DictConfig, command_line: Sequence[str]) -> Any:
+def _model_name(given: Any, node: Any, command_line: Sequence[str]) -> Any:
     """The run's name: the given one or the config's; in a sweep with what differs, so that no jobs share a folder."""
     name = Path(node.job.config_name).name if given == MISSING else given
     if node.mode != RunMode.MULTIRUN or not isinstance(name, str):
@@ -224,16 +234,17 @@ def _model_name(given: Any, node: DictConfig, command_line: Sequence[str]) -> An
     return re.sub(r"[^\w.=,/-]", "-", "_".join([name, *(text for text in differ if not text.startswith("paths."))]))
 
 
-def _origins(node: DictConfig) -> Origins:
+def _origins(node: Any) -> Origins:
     """hydra forgets where each key was set while it composes, so its files are read once more, the last word last."""
-    given = OmegaConf.to_container(node.overrides, resolve=False)  # as text: ${...} is part of it
+    given: Any = OmegaConf.to_container(node.overrides, resolve=False)  # as text: ${...} is part of it
     folders = [Path(source.path) for source in node.runtime.config_sources if source.schema == "file"]
-    loader, by_key, main_file = GlobalHydra.instance().config_loader(), {}, COMMAND_LINE
+    loader, main_file = GlobalHydra.instance().config_loader(), COMMAND_LINE
+    by_key: dict[str, str] = {}
     name, overrides = node.job.config_name, [*given["hydra"], *given["task"]]
     for each in loader.compute_defaults_list(name, overrides, RunMode.RUN).defaults:
         stem = str(each.config_path).removesuffix(".yaml")
         for file in [path for folder in folders if (path := folder / f"{stem}.yaml").is_file()][:1]:
-            tree = OmegaConf.to_container(OmegaConf.load(file))
+            tree: Any = OmegaConf.to_container(OmegaConf.load(file))
             by_key |= dict.fromkeys(flat({each.package: tree} if each.package else tree), from_here(file))
             main_file = from_here(file) if stem == name.removesuffix(".yaml") else main_file
     for override in given["task"]:
@@ -250,22 +261,21 @@ def from_here(file: Path) -> str:
 
 
 @contextlib.contextmanager
-def _readable_errors(config_class: type) -> Iterator[None]:
+def _readable_errors() -> Iterator[None]:
     """Turns what hydra, omegaconf and the yaml reader raise into a RunError of one line."""
     try:
         yield
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         lines = [line.strip() for line in str(error).splitlines()]
         text = " ".join(line for line in lines if line and not line.startswith(("See https:", "object_type=")))
-        if text.startswith("Cannot find primary config"):
-            missing, names = str(error.missing_cfg_file), configs_of(config_class, CONFIG_FOLDER)
+        if isinstance(error, MissingConfigException) and text.startswith("Cannot find primary config"):
+            missing, names = str(error.missing_cfg_file), configs_of(CONFIG_FOLDER)
             hint = "".join(f"; the nearest is {name}" for name in difflib.get_close_matches(missing, names, n=1))
             where = from_here(CONFIG_FOLDER)
             text = f"there is no config {missing} in {where}{hint}; there are {', '.join(names)}"
-        if text.startswith("no viable alternative") and " " in text.partition("'")[2]:
-            text += ": a value with a space or = in it needs quotes, of which the shell takes a pair: 'KEY=[\"a b=1\"]'"
         raise RunError(text.replace("'++", "'")) from error
     except ValueError as error:
-        if "integer string conversion" not in str(error):
-            raise
-        raise RunError(f"expected numbers of {sys.get_int_max_str_digits()} digits at most: {error}") from error
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        if frame.f_globals["__name__"].partition(".")[0] not in ("hydra", "omegaconf", "yaml"):
+            raise  # a defect of ours
+        raise RunError(f"the configuration cannot be read: {error}") from error

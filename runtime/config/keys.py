@@ -6,18 +6,21 @@ A type beside a field says what its value may be, and its last word is what mess
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
-from annotated_types import Ge, Gt, Interval, Predicate
+from annotated_types import Ge, Interval, MultipleOf, Predicate
 
 from runtime.config.rebuild import Origins, as_tree
 
 Count = Annotated[int, Interval(ge=1, lt=2**31), "a whole number from 1 to 2147483647"]
+Even = Annotated[int, Interval(ge=2, lt=2**31), MultipleOf(2), "an even number from 2 to 2147483646"]
 Steps = Annotated[int, Interval(ge=0, lt=2**31), "a whole number from 0 to 2147483647"]  # that may be none
 Seed = Annotated[int, Interval(ge=0, lt=2**32), "a whole number from 0 to 4294967295"]
-Positive = Annotated[float, Gt(0), "a number above 0"]
+# Of what is computed in float32: smaller numbers are 0 there, and larger ones infinity.
+Positive = Annotated[float, Interval(ge=2**-126, lt=2**128), "a number above 0 that float32 holds"]
 NotNegative = Annotated[float, Ge(0), "a number, 0 or more"]
 Fraction = Annotated[float, Interval(ge=0, le=1), "a number from 0 to 1"]
 Decay = Annotated[float, Interval(ge=0, lt=1), "a number from 0 to below 1"]
-Name = Annotated[str, Predicate(str.strip), "a name"]
+Momentum = Annotated[float, Interval(ge=0, lt=1 - 2**-25), "a number from 0 to below 1 that float32 holds"]
+Name = Annotated[str, Predicate(str.strip), "a name, in quotes that the shell keeps if it is a number"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +48,10 @@ class Checkpoint:
     keep_last: Count | None = None  # newest checkpoints that are kept; null keeps all
     keep_every: Count | None = None  # with keep_last, also keeps each step that is a multiple of this
     async_: bool = True  # written while training goes on; false: training waits until it is written
+
+    def __post_init__(self) -> None:
+        if self.keep_every and not self.keep_last:
+            raise ValueError("keep_every: checkpoint.keep_last is null and keeps all: set that too, or this to null")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,8 +109,8 @@ class RunTraining:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """All of a run but what its trainer's file adds: `mesh`, a size for each axis in the mesh's order; `model`, which has
-    `vocab`; and `training`, a RunTraining."""
+    """All of a run but what its trainer's file adds: `mesh`, a size for each axis in the mesh's order; `model`, which
+    has `vocab`; and `training`, a RunTraining."""
 
     # Where each key was set, for messages: the loader fills it in. Not a key, and no part of equality.
     origins: ClassVar[Origins] = Origins()
@@ -132,24 +139,12 @@ class RunConfig:
         return as_tree(self)
 
 
-# Keys of published configs and of earlier versions: the value that means what always happens now, which is ignored, and
-# why any other is refused. Ignoring that too would run something else than was asked for.
+# Keys of published configs: the value that means what always happens now, which is ignored, and why any other is
+# refused. Ignoring that too would run something else than was asked for.
 DROPPED_KEYS = {
-    "training.interleave": (1, "a layer computes all its rows at once: delete the key"),
     "training.adam_eps_root": (0.0, "nothing is added under the root: use training.adam_eps"),
-    "training.max_consecutive_bad_steps": (10, "10 bad steps in a row stop a run: delete the key"),
     "flat_tokens.streams": (1, "the order of the data is one permutation of all of it: delete the key"),
-    "flat_tokens.long_sequences": ("split", "a sequence longer than a row makes several rows: delete the key"),
     "hf_dataset.sequences_packed_per_batch": (None, "documents are packed without gaps: delete the key"),
-    "hf_dataset.train_split": ("train", "training reads the split `train`: delete the key"),
     "hf_dataset.num_workers": (2, "two threads tokenize: delete the key"),
-    "io.max_data_bytes": (4 * 2**30, "reading takes at most 4 GiB: delete the key"),
-    "checkpoint.timeout_s": (600.0, "a save may take 600 s: delete the key"),
-    "cluster.num_processes": (None, "it is num_hosts: delete the key"),
-    "tracking.tensorboard": (False, "write tracking.to=[tensorboard]"),
-    "tracking.wandb": (False, "write tracking.to=[wandb]"),
-    "tracking.clearml": (False, "write tracking.to=[clearml]"),
-    "tracking.trackio": (False, "write tracking.to=[trackio]"),
-    "tracking.offline": (False, "set the environment's WANDB_MODE=offline or CLEARML_OFFLINE_MODE=1"),
     "allow_code_in_config": (False, "write allow_code_in_config=true on the command line"),
 }

@@ -9,7 +9,6 @@ import dataclasses
 import difflib
 import functools
 import json
-import math
 import re
 import types
 import typing
@@ -63,22 +62,23 @@ def rebuild(
     """
     from pydantic import ValidationError  # here, as in _adapter: --help starts without it
 
-    content, problems, known = _given(content), [], all_keys(config_class)
+    problems: list[str] = []
+    content, known, adapter = _given(content), all_keys(config_class), _adapter(typing.cast(Any, config_class))
     for key, (harmless, why) in (dropped or {}).items():
         for value in take_out(content, key):
             if value != harmless:
                 problems.append(f"{origins.of(key)}: {key} is refused: {why}")
     try:
-        config = _adapter(config_class).validate_json(json.dumps(content, default=str))
+        config = adapter.validate_json(json.dumps(content, default=str))
     except ValidationError as error:
         for each in error.errors(include_url=False, include_context=False):
-            problems.append(_message(_dotted(each["loc"]), each["type"], each["input"], known, origins))
+            problems.append(_message(_dotted(each["loc"]), each["type"], each["input"], each["msg"], known, origins))
     refuse(problems)
     return config
 
 
 @functools.cache
-def _adapter(config_class: type) -> Any:
+def _adapter(config_class: Any) -> Any:
     from pydantic import ConfigDict, TypeAdapter
 
     # pydantic finds it on the class. Strict: 2.0 is no whole number, 1 is not true. Its sections follow it.
@@ -156,20 +156,20 @@ def shown(value: Any) -> str:
 # ---------------------------------------------------------------- messages
 
 
-def _message(key: str, error: str, value: Any, known: Mapping[str, Any], origins: Origins) -> str:
+def _message(key: str, error: str, value: Any, said: str, known: Mapping[str, Any], origins: Origins) -> str:
     """The line for one of pydantic's errors."""
     if error == "unexpected_keyword_argument":
         return _unknown_key(key, value, known, origins)
+    if error == "value_error":  # of a section's own check, `field: what is wrong`
+        name, _, text = said.removeprefix("Value error, ").partition(": ")
+        return f"{origins.of(f'{key}.{name}')}: {key}.{name} = {shown(value.get(name))}: {text}"
     is_item = key.endswith("]")
     kind = known[re.sub(r"\[\d+\]", "" if is_item else "[]", key)][0]
     expected = f"expected {_expected(item_of(kind) if is_item else kind)}"
     if error != "missing":
-        return f"{origins.of(key)}: {key} = {shown(value)}: {expected}{_how_to_write(key, value, kind)}"
-    if "[" in key:  # of an item, which the command line sets only with its whole list
-        return f"{origins.of(key)}: {key} is missing: {expected}; add it there"
-    if origins.config_file == COMMAND_LINE:
-        return f"{COMMAND_LINE}: {key} is missing: {expected}; add {key}=..."
-    return f"{origins.config_file}: {key} is missing: {expected}; add it there, or {key}=... to the command line"
+        return f"{origins.of(key)}: {key} = {shown(value)}: {expected}"
+    where = origins.of(key) if "[" in key else origins.config_file
+    return f"{where}: {key} is missing: {expected}; add {key}=..."
 
 
 def _expected(kind: Any) -> str:
@@ -184,16 +184,6 @@ def _expected(kind: Any) -> str:
     return EXPECTED.get(kind) or kind.__metadata__[-1]
 
 
-def _how_to_write(key: str, value: Any, kind: Any) -> str:
-    """The fix, where one is likely."""
-    wanted = getattr(kind, "__origin__", kind)  # of Annotated[int, ...]
-    if wanted is int and isinstance(value, float) and math.isfinite(value):
-        return "; write " + " or ".join(f"{key}={whole}" for whole in sorted({math.floor(value), math.ceil(value)}))
-    if wanted is str and isinstance(value, bool | int | float):
-        return f"; write it in quotes that the shell keeps: \"{key}='{value}'\""
-    return ""
-
-
 def _unknown_key(key: str, value: Any, known: Mapping[str, Any], origins: Origins) -> str:
     """The message for a key that is not in the schema: the nearest one that is, or else its section's keys."""
     while isinstance(value, dict) and value:  # the first value in an unknown section says where it was set
@@ -202,13 +192,15 @@ def _unknown_key(key: str, value: Any, known: Mapping[str, Any], origins: Origin
     section, _, name = key.rpartition(".")
     of_items = re.sub(r"\[\d+\]", "[]", section)
     siblings = [other.rpartition(".")[2] for other in known if other.rpartition(".")[0] == of_items]
-    nearest = [f"{section}.{other}".lstrip(".") for other in difflib.get_close_matches(name, siblings, n=1)]
-    if not siblings:  # the section itself is unknown
-        nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
-    nearest = nearest or [other for other in known if other.rpartition(".")[2] == name]
-    hint = f"the keys {f'of {section} ' * bool(section)}are {', '.join(siblings)}"
-    if nearest or not siblings:
-        hint = f"the nearest is {nearest[0]}" if nearest else "--help lists all"
+    by_name = {other.rpartition(".")[2]: other for other in known}
+    if nearest := difflib.get_close_matches(name, siblings, n=1):
+        hint = f"the nearest is {f'{section}.{nearest[0]}'.lstrip('.')}"
+    elif name in by_name:  # in another section
+        hint = f"the nearest is {by_name[name]}"
+    else:
+        hint = (
+            f"the keys {f'of {section} ' * bool(section)}are {', '.join(siblings)}" if siblings else "--help lists all"
+        )
     return f"{origins.of(key)}: {key} is not a key: {hint}; correct it or delete it"
 
 

@@ -25,11 +25,7 @@ C = TypeVar("C")
 
 
 def description(config: Any, data: Mapping[str, Any]) -> dict[str, Any]:
-    """The attributes that `compare` needs.
-
-    Args:
-      data: what tells the data set from another, JSON values by name.
-    """
+    """The attributes that `compare` needs; data: what tells the data set from another, JSON values by name."""
     return {"config": as_tree(config), "data": dict(data)}
 
 
@@ -50,17 +46,17 @@ def config_of(config_class: type[C], attributes: Mapping[str, Any]) -> C:
 def compare(
     config: Any, data: Mapping[str, Any], attributes: Mapping[str, Any], where: str, program: Sequence[str] = ()
 ) -> list[str]:
-    """Lines that say what is another than in the checkpoint with these attributes, `key: before -> now`.
+    """Lines that say what is another than in the checkpoint `where` with these attributes, `key: before -> now`.
 
-    Args:
-      where: the checkpoint, for the message.
-      program: what is another in the program, which may not change either.
+    program: what is another in the program, which may not change either.
+
     Raises:
       RunError: with both values of everything that may not change and did, unless allow_config_change is set.
     """
     defaults = flat(default_tree(type(config))) | {key: value for key, (value, _) in DROPPED_KEYS.items()}
     before, now = flat(attributes.get("config", {})), flat(as_tree(config))
-    changes, refused = [], []
+    changes: list[str] = []
+    refused: list[str] = []
     for key in dict.fromkeys([*before, *now]) if before else []:
         # A key that one of the two programs does not have has the effect of its default.
         old, new = before.get(key, defaults.get(key)), now.get(key, defaults.get(key))

@@ -180,7 +180,9 @@ class SplitWriter:
         self.flush()
         # Last, since a split without max_token_id does not open: one that was only half written is never taken for
         # whole.
-        self.group.attrs.update({**(attributes or {}), "bos_id": int(bos_id), "max_token_id": self.max_token_id})
+        about = {"has_is_target": True} if self._targets is not None else {}
+        about |= {**(attributes or {}), "bos_id": int(bos_id), "max_token_id": self.max_token_id}
+        self.group.attrs.update(about)
 
 
 def _create_array(group: zarr.Group, name: str, dtype: str, chunk: int, fill_value: int) -> None:
@@ -314,7 +316,7 @@ def open_split(path: str | os.PathLike, split: str, *, resident_bytes: int = RES
         package = re.search(r"nstall (\w+)", str(error))
         fix = f"pip install {package[1]}" if package else "install what it needs"
         raise RunError(f"the data set {where} cannot be opened ({error}): {fix}") from error
-    except read_errors(KeyError, TypeError) as error:
+    except read_errors(KeyError, TypeError, AttributeError) as error:
         raise RunError(f"the data set {where} cannot be opened ({type(error).__name__}: {error}): {advice}") from error
 
 
@@ -325,7 +327,10 @@ def _split_of(dataset: zarr.Group, where: str, split: str, resident_bytes: int) 
     where, group = f"{where}/{split}", open_member(dataset, split, zarr.Group)
     encoded_tokens = _checked_array(group, where, "encoded_tokens", np.uint32)
     seq_starts = _checked_array(group, where, "seq_starts", np.uint64)
-    is_target = _checked_array(group, where, "is_target", np.bool_) if "is_target" in group else None
+    has_mask = "is_target" in group or group.attrs.get(
+        "has_is_target"
+    )  # which says so where the array's own file is lost
+    is_target = _checked_array(group, where, "is_target", np.bool_) if has_mask else None
     token_count = encoded_tokens.shape[0]
     if is_target is not None and is_target.shape != encoded_tokens.shape:
         raise RunError(f"is_target of {where} has {is_target.shape[0]} entries, expected one a token, {token_count}")

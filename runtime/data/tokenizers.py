@@ -273,7 +273,15 @@ def load_dataset_tokenizer(path: str | os.PathLike) -> Tokenizer | None:
                 f"tokenizer_json of {where} is not what was written (its sha256 differs): copy the data set again"
             )
         fields = {field.name: about[field.name] for field in dataclasses.fields(Tokenizer) if field.name != "json"}
-    except (OSError, ValueError, KeyError, TypeError, ImportError, zarr.errors.GroupNotFoundError) as error:
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        ImportError,
+        zarr.errors.GroupNotFoundError,
+    ) as error:
         reason = f"{type(error).__name__}: {error}"
         raise RunError(f"the tokenizer of the data set {where} cannot be read ({reason})") from error
     return Tokenizer(**fields, json=content.decode())

@@ -19,29 +19,20 @@ from runtime.tracking.metrics import scalars
 
 
 class BadSteps:
-    """Counts bad steps in a row.
-
-    Args:
-      limit: so many in a row are too many.
-      skipped_steps: what the device's count begins with.
-    """
+    """Counts bad steps in a row: `limit` are too many; skipped_steps is what the device's count begins with."""
 
     def __init__(self, limit: int, skipped_steps: int):
         self._limit, self._skipped = limit, skipped_steps
         self._unread: list[tuple[int, Mapping[str, jax.Array], Sequence[str]]] = []
-        self._row: list[dict[str, float]] = []
+        self._row: list[dict[str, float]] = []  # up to the last step that was read
 
     @property
     def in_a_row(self) -> int:
-        """Bad steps up to the last one that was read."""
         return len(self._row)
 
     def note(self, step: int, metrics: Mapping[str, jax.Array], names: Sequence[str] = ()) -> None:
-        """Takes a step that was just dispatched; its `skipped_steps` counts all that were skipped so far.
-
-        Args:
-          names: of the elements of vectors.
-        """
+        """Takes a step that was just dispatched, whose `skipped_steps` counts all so far; names: of vectors'
+        elements."""
         self._unread.append((step, metrics, names))
 
     def read(self) -> list[dict[str, float]]:

@@ -44,7 +44,6 @@ NOISY = {"loss", "bits_per_byte", "perplexity", "grad_norm", "tokens_per_s", "st
 NOISY |= {"grad_norm_of", "update_ratio_of"}
 MEAN_OVER = 0.04
 COLOURS = ("#2b83c6", "#d97a00", "#009080", "#9a63d8", "#c94080", "#988000", "#6b9a20", "#c85030", "#5f86a8", "#888888")
-DASHES = ("solid", "dot", "dash", "longdash", "dashdot")
 # Pixels: the drawing itself never gets smaller, whatever is written around it.
 DRAWN, ABOVE, BELOW, LEGEND_ROW = 220, 42, 42, 19
 
@@ -84,8 +83,8 @@ def curves(run: Recorded) -> dict[str, Curve]:
 
 def _thinned(curve: Curve) -> Curve:
     every = max(1, math.ceil(len(curve.step) / POINTS))
-    parts = (values[::-1][::every][::-1] for values in (curve.step, curve.hours, curve.value))  # with the last
-    return Curve(curve.name, *parts)
+    kept = slice((len(curve.step) - 1) % every, None, every)  # with the last
+    return Curve(curve.name, curve.step[kept], curve.hours[kept], curve.value[kept])
 
 
 def charts(runs: list[Recorded]) -> list[Chart]:
@@ -107,12 +106,8 @@ def charts(runs: list[Recorded]) -> list[Chart]:
             wanted += [(name.partition("/")[2] or name, unit, title, [name]) for name in mine]
     found = []
     for title, unit, family, given in wanted:
-        series = [
-            (run.name, index, of_run[name])
-            for index, (run, of_run) in enumerate(zip(runs, of_runs))
-            for name in given
-            if name in of_run
-        ]
+        drawn = enumerate(zip(runs, of_runs))
+        series = [(run.name, index, each[name]) for index, (run, each) in drawn for name in given if name in each]
         if series:
             html = _figure(series, unit, of_several=len(runs) > 1, several_metrics=len(given) > 1)
             found.append(Chart(title, unit, family, len(series) > 10, html))
@@ -122,7 +117,9 @@ def charts(runs: list[Recorded]) -> list[Chart]:
 def _figure(series: list[tuple[str, int, Curve]], unit: str, *, of_several: bool, several_metrics: bool) -> str:
     """A chart: one colour a run where there are several, else one a metric."""
     metrics = list(dict.fromkeys(curve.name for *_, curve in series))
-    traces, steps, hours = [], [], []
+    traces: list[go.Scatter] = []
+    steps: list[list[int]] = []
+    hours: list[list[float]] = []
     for run, index, curve in series:
         metric = metrics.index(curve.name)
         short = curve.name.partition("/")[2] or curve.name
@@ -177,7 +174,7 @@ def _buttons(steps: list[list[int]], hours: list[list[float]]) -> dict[str, Any]
 
 
 def _dash(number: int) -> str:
-    return DASHES[number] if number < len(DASHES) else f"{2 + number}px,3px,{number}px,3px"
+    return f"{2 + number}px,3px,{number}px,3px" if number else "solid"
 
 
 def _mean(values: list[float]) -> list[float]:

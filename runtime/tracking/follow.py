@@ -83,7 +83,7 @@ def tracked(folder: Path, to: str, first_step: int, is_repeated: bool) -> Tracke
     return Tracked(folder / to, name, **about, first_step=first_step, is_repeated=is_repeated)
 
 
-def keep_report(folder: Path, is_over: IsOver) -> None:
+def keep_report(folder: Path, _: str, is_over: IsOver) -> None:
     """Draws step.svg once, and writes report.html again and again. A full disk is said and tried again.
 
     Raises:
@@ -106,30 +106,25 @@ def keep_report(folder: Path, is_over: IsOver) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    folders = [each for each in arguments if "=" not in each]
-    options = dict(each.split("=", 1) for each in arguments if "=" in each)
-    targets: dict[str, Any] = {
-        **dict.fromkeys(TRACKERS, send),
-        "report": lambda folder, to, over: keep_report(folder, over),
-    }
-    to = options.pop("to", "")
-    once, run = (options.pop(key, "false") == "true" for key in ("once", "run"))
-    if len(folders) != 1 or options or to not in targets:
+    """arguments: a run folder, to=, once=true; run=true of the run that starts this process."""
+    given = dict(each.split("=", 1) for each in arguments if "=" in each)
+    folders, to = [Path(each) for each in arguments if "=" not in each], given.pop("to", "")
+    targets: dict[str, Any] = {**dict.fromkeys(TRACKERS, send), "report": keep_report}
+    if len(folders) != 1 or given.keys() - {"once", "run"} or to not in targets:
         raise RunError(f"expected {USAGE}{', '.join(targets)}; got {' '.join(arguments) or 'nothing'}")
-    folder = Path(folders[0])
-    if not folder.is_dir():
-        raise RunError(f"{folder} is no folder: expected that of a run, runs/NAME")
-    stop = threading.Event()
-    if run:
+    if not folders[0].is_dir():
+        raise RunError(f"{folders[0]} is no folder: expected that of a run, runs/NAME")
+    if given.get("run") == "true":
         # The run that started this process holds the other end of its standard input, and is over when that is closed,
         # however it ended. No package shall find it on file descriptor 0.
         ends = os.dup(0)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        targets[to](folder, to, lambda seconds: bool(select.select([ends], [], [], seconds)[0]))
+        targets[to](folders[0], to, lambda seconds: bool(select.select([ends], [], [], seconds)[0]))
     else:
+        stop, once = threading.Event(), given.get("once") == "true"
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: stop.set())
-        targets[to](folder, to, lambda seconds: once or stop.wait(seconds))
+        targets[to](folders[0], to, lambda seconds: once or stop.wait(seconds))
 
 
 if __name__ == "__main__":

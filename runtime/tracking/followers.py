@@ -8,7 +8,6 @@ They read metrics.jsonl (runtime/tracking/follow.py), so that none can stop or s
 """
 
 import importlib.util
-import math
 import os
 import signal
 import subprocess
@@ -18,27 +17,22 @@ from pathlib import Path
 from typing import Any
 
 from runtime.terminal import RunError, print_line, wrapped
-from runtime.tracking.files import write_whole
 from runtime.tracking.recorded import read_run
-from runtime.tracking.trackers import PACKAGES, wanted
+from runtime.tracking.trackers import PACKAGES
 
 LONGEST_WAIT_S = 60.0  # at the end of a run, for all of them together
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 class Followers:
-    """The followers of a run.
+    """The followers of a run. What one prints is in `<run folder>/<follower>.log`; only the leader starts some.
 
-    Args:
-      config: train.py's.
-      run_folder: what a follower prints is in `<run folder>/<follower>.log`.
-      is_leader: the others start none.
     Raises:
       RunError: a tracker's package is not installed.
     """
 
     def __init__(self, config: Any, run_folder: Path, *, is_leader: bool):
-        names = wanted(config.tracking)
+        names = config.tracking.to
         missing = [name for name in names if importlib.util.find_spec(PACKAGES[name][0]) is None]
         if missing:
             packages = " ".join(PACKAGES[name][1] for name in missing)
@@ -64,7 +58,6 @@ class Followers:
                 "run=true",
             ]
             try:
-                _take_over(self._folder / name)
                 with self._log(name).open("ab") as log:
                     self._running[name] = subprocess.Popen(
                         command,
@@ -81,7 +74,7 @@ class Followers:
         """Says which have failed since the last time."""
         for name, process in list(self._running.items()):
             if process.poll() is not None:
-                process.stdin.close()
+                _hang_up(process)
                 del self._running[name]
                 self._leave_out(name, f"failed ({self._last_words(name) or f'status {process.returncode}'})")
 
@@ -95,17 +88,15 @@ class Followers:
         self.check()
         deadline = time.monotonic() + LONGEST_WAIT_S
         for process in self._running.values():
-            process.stdin.close()
-        for name, process in list(self._running.items()):
+            _hang_up(process)
+        for name, process in self._running.items():
             try:
-                status = process.wait(max(0.0, deadline - time.monotonic()))
+                if status := process.wait(max(0.0, deadline - time.monotonic())):
+                    self._leave_out(name, f"failed ({self._last_words(name) or f'status {status}'})")
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-                status = 0
                 self._leave_out(name, f"was not done {LONGEST_WAIT_S:g} s after the end of the run")
-            if status:
-                self._leave_out(name, f"failed ({self._last_words(name) or f'status {status}'})")
         if error_type is None:
             print_line("\n".join(map(wrapped, reached(self._folder))))
 
@@ -127,12 +118,10 @@ class Followers:
         )
 
 
-def _take_over(folder: Path) -> None:
-    """Marks as sent what a run before 2026-11-23 left: its tracker kept no mark but a log of this name, and had all."""
-    if (folder / "tracker.log").exists() and not (folder / "sent").exists():
-        times = [line["time"] for line in read_run(folder.parent).lines]
-        # Just after the last line: what the tracker has of later steps is repeated.
-        write_whole(folder / "sent", repr(math.nextafter(max(times, default=0.0), math.inf)))
+def _hang_up(process: subprocess.Popen) -> None:
+    """Tells a follower that the run is over."""
+    if process.stdin is not None:
+        process.stdin.close()
 
 
 def reached(folder: Path) -> list[str]:
@@ -142,15 +131,14 @@ def reached(folder: Path) -> list[str]:
     last = {name: value for line in run.lines for name, value in line.items() if value is not None}
     if not run.lines:
         return []
-    losses = [
-        f"{name.replace('_', ' ')} {last[name]:.4f}" if isinstance(last[name], float) else f"{name} {last[name]}"
-        for name in ("loss", "validation_loss")
-        if name in last
-    ]
-    done = [f"{run.name}: step {last['step']:,}" + (f" of {steps:,}" if steps else ""), *losses]
+    done = f"{run.name}: step {last['step']:,}" + (f" of {steps:,}" if steps else "")
+    for name in ("loss", "validation_loss"):
+        if name in last:
+            value = f"{last[name]:.4f}" if isinstance(last[name], float) else last[name]
+            done += f", {name.replace('_', ' ')} {value}"
     page = folder / "report.html"
     return [
-        f"{', '.join(done)}.",
+        f"{done}.",
         *([f"Its page, for a browser: {page}"] if page.exists() else []),
         f"Next: python -m tools.compare {folder} OTHER_RUN lays runs over one another; python -m tools.sample {folder} "
         "writes text, if the data have a tokenizer.",

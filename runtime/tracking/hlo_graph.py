@@ -31,10 +31,7 @@ LIMIT_S = 120.0  # for the drawing
 
 
 def graph_of(module: Module) -> "graphviz.Digraph":
-    """The picture of a module, to be drawn by `dot`.
-
-    graph_of(parse(compiled.as_text())).source
-    """
+    """The picture of a module, to be drawn by `dot`."""
     return _Graph(module).dot
 
 
@@ -62,7 +59,7 @@ class _Graph:
             self.dot.edge(*edge)
 
     def _add(self, computation: Computation, graph: "graphviz.Digraph") -> None:
-        together: dict[str, list[Instruction]] = {}
+        together: dict[str, list[tuple[Instruction, tuple[str, str, str]]]] = {}
         for instruction in computation.instructions.values():
             if instruction.opcode in FRAMES:
                 for number, (callee, operand) in enumerate(self._framed(instruction)):
@@ -79,16 +76,14 @@ class _Graph:
             elif described := self._described(instruction):
                 node = " ".join((computation.name, *described)).replace(":", " ")
                 self.nodes[computation.name, instruction.name] = node
-                together.setdefault(node, []).append(instruction)
+                together.setdefault(node, []).append((instruction, described))
         for node, same in together.items():
-            shapes = list(
-                dict.fromkeys(each.shape if len(each.shape) <= 50 else each.shape[:47] + "..." for each in same)
-            )
+            shapes = list(dict.fromkeys(_short(each.shape) for each, _ in same))
             shape = shapes[0] + (" and others" if len(shapes) > 1 else "")
-            kind, title, place = self._described(same[0])
+            kind, title, place = same[0][1]
             times = f" ×{len(same)}" if len(same) > 1 else ""
             label = r"\n".join(filter(None, [title + times, shape, place]))
-            graph.node(node, label, fillcolor=COLORS[kind], tooltip=", ".join(each.name for each in same[:20]))
+            graph.node(node, label, fillcolor=COLORS[kind], tooltip=", ".join(each.name for each, _ in same[:20]))
 
     def _has_nodes(self, computation: Computation) -> bool:
         return any(
@@ -172,12 +167,16 @@ class _Graph:
             place, runner, operand = self.runners[computation.name]
             return [(place, runner.operands[int(operands[0]) if operand is None else operand], index)]
         if opcode == "get-tuple-element":
-            return [(computation, operands[0], int(re.search(r"index=(\d+)", instruction.attributes)[1]))]
+            return [(computation, operands[0], int(instruction.attributes.partition("index=")[2].split(",")[0]))]
         if opcode == "tuple" and index is not None:
             return [(computation, operands[index], None)]
         if opcode == "opt-barrier":
             return [(computation, operands[0], index)]
         return [] if instruction.is_counter else [(computation, name, None) for name in operands]
+
+
+def _short(shape: str) -> str:
+    return shape if len(shape) <= 50 else shape[:47] + "..."
 
 
 def _without_shortcuts(edges: set[tuple[str, str]]) -> set[tuple[str, str]]:
@@ -201,29 +200,24 @@ def draw(folder: Path) -> None:
     text, svg, part = folder / "step.hlo.txt", folder / "step.svg", folder / "step.svg.part"
     if svg.exists() or not text.exists():
         return
-    if (program := find_dot()) is None:
+    try:
+        source = graph_of(parse(text.read_text(encoding="utf-8"))).source
+        command = [find_dot() or "dot", "-Kdot", "-Tsvg", f"-o{part}"]
+        subprocess.run(command, input=source.encode(), capture_output=True, timeout=LIMIT_S, check=True)
+        return os.replace(part, svg)
+    except FileNotFoundError:
         reason = "the program `dot` is missing: pip install graphviz-pure, or apt-get install graphviz"
-    else:
-        try:
-            source = graph_of(parse(text.read_text(encoding="utf-8"))).source
-            command = [program, "-Kdot", "-Tsvg", f"-o{part}"]
-            subprocess.run(command, input=source.encode(), capture_output=True, timeout=LIMIT_S, check=True)
-            os.replace(part, svg)
-            return
-        except subprocess.CalledProcessError as error:
-            reason = f"{error}: {error.stderr.decode(errors='replace').strip()[-200:]}"
-        except ImportError as error:
-            reason = f"{error}: pip install graphviz"
-        except (OSError, ValueError, LookupError, subprocess.TimeoutExpired) as error:
-            reason = f"{type(error).__name__}: {error}"
-        part.unlink(missing_ok=True)
+    except subprocess.CalledProcessError as error:
+        reason = f"{error}: {error.stderr.decode(errors='replace').strip()[-200:]}"
+    except (ImportError, OSError, ValueError, LookupError, subprocess.TimeoutExpired) as error:
+        reason = f"{type(error).__name__}: {error}"
+    part.unlink(missing_ok=True)
     print_error(f"{svg} is not drawn: {reason}", "warning")
 
 
 def find_dot() -> str | None:
-    """The path of graphviz' `dot`, or of the same in the wheel graphviz-pure, also where its environment is not
+    """The path of graphviz' `dot`, or of the same in the wheel graphviz-pure, whose environment may not be
     activated."""
-    for name in ("dot", "graphviz-pure"):
-        if program := shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent)):
-            return program
-    return None
+    beside = str(Path(sys.executable).parent)
+    names = ("dot", "graphviz-pure")
+    return next(filter(None, (shutil.which(name, path=where) for name in names for where in (None, beside))), None)

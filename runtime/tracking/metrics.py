@@ -10,7 +10,6 @@ import dataclasses
 import json
 import math
 import resource
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -53,19 +52,13 @@ class Tracker:
                     with tracker.paused():
                         tracker.log_validation(step, validation_loss(state))
 
-    A line of `metrics.jsonl` is `step`, `time` (s since 1970) and numbers by their names, nested ones joined by '/';
-    docs/runs.md says what each is. Floats are written with all their digits, so that losses can be compared bit for
-    bit. What is not known is null: the shares of unknown hardware's peak, and the timings of a process's first line
-    (its step is mostly compilation). A float that is not finite is the string "NaN", "Infinity" or "-Infinity", which
-    JSON cannot write as a number.
+    docs/runs.md says what each number is. Floats have all their digits, so that losses can be compared bit for bit; one
+    that is not finite is the string "NaN", "Infinity" or "-Infinity", which JSON cannot write as a number. Timings are
+    means a step since the line before; a process's first line has none, since its step is mostly compilation.
 
-    Timings are means a step since the line before (or the one before that, where the step was finished before anybody
-    looked), without what `paused` excludes: `step_time_s` is wall time; for `data_wait_s` of it the leader waited for
-    its data; `device_s` is the rest, in which it kept its devices at work.
-
-    Nothing about the file stops a run. A line that is damaged is named and set aside in `metrics.damaged.jsonl`; a
-    half-written last one is dropped. That it cannot be written (a full disk) is said once, and the lines are written
-    when they can be.
+    Nothing about the file stops a run. A damaged line is named and set aside in `metrics.damaged.jsonl`; a half-written
+    last one is dropped. That it cannot be written (a full disk) is said once, and the lines are written when they can
+    be.
     """
 
     run_folder: str | Path  # where `metrics.jsonl` is appended to; created if missing
@@ -81,12 +74,14 @@ class Tracker:
     on_line: Callable[[], None] = lambda: None  # called after each line that is written; returns at once
 
     def __post_init__(self) -> None:
-        # A step whose metrics are still to be read, with names; the time waited for data up to it; what is known already.
+        # A step whose metrics are still to be read, with names; the time waited for data up to it; what is known
+        # already.
         self._due: tuple[int, Mapping[str, jax.Array], Sequence[str], float, dict[str, Any]] | None = None
         self._latest: Mapping[str, jax.Array] | None = None  # metrics of the last step dispatched
         self._first_reading: tuple[int, float] | None = None  # step, and when it was known to be finished
-        # The last two: the step, when it was known to be finished, without pauses, and the time waited for data.
-        self._readings: collections.deque[tuple[int, float, float]] = collections.deque(maxlen=2)
+        # The last three: the step, when it was known to be finished, without pauses, the time waited for data, and
+        # whether the step was finished before anybody looked.
+        self._readings: collections.deque[tuple[int, float, float, bool]] = collections.deque(maxlen=3)
         self._paused_s = 0.0
         if self.is_leader:
             path = Path(self.run_folder) / "metrics.jsonl"
@@ -107,15 +102,13 @@ class Tracker:
         data_metrics: Mapping[str, Any] | None = None,
         names: Sequence[str] = (),
     ) -> None:
-        """Takes the scalars of a step that was just dispatched; reads and writes those of an earlier one that is due.
+        """Takes the numbers of a step that was just dispatched; reads and writes those of an earlier one that is due.
 
         Args:
             step: finished updates once this step is done, 1 to `total_steps`, increasing.
-            metrics: scalars and vectors, replicated on all devices, `loss` among them; a mapping or dataclass that may be
-                nested.
+            metrics: scalars, `loss` among them, and vectors with the elements `names`; a mapping or dataclass.
             data_waited_s: for how long all steps so far waited for their data.
             data_metrics: further values of the line, on the host already.
-            names: of the elements of vectors.
         """
         if not self.is_leader:
             return
@@ -131,9 +124,9 @@ class Tracker:
             return
         step, metrics, names, waited_s, of_data = self._due
         self._due = None
-        # One that is finished already is seen late, or the one before was, as while a profile is written: who looks
-        # late takes the time of a step that has run meanwhile for that of the one before.
-        is_late = metrics["loss"].is_ready()
+        # A step that is finished already is seen late, as while a profile is written, and the next one may have run
+        # meanwhile: timed from there, it would seem fast. So times are taken since the last reading that was on time.
+        is_late = metrics["loss"].is_ready()  # type: ignore[attr-defined]  # since jax 0.2, not in its types
         values = scalars(metrics, names)
         now = time.perf_counter()
         busy_s = now - self._paused_s
@@ -142,7 +135,8 @@ class Tracker:
         data_wait_s = waited_s / (step - self.start_step)
         utilization = dict.fromkeys(self.flops_per_step)
         if self._readings:
-            last_step, last_busy_s, last_waited_s = self._readings[0 if is_late else -1]
+            on_time = [reading for reading in self._readings if not reading[3]]
+            last_step, last_busy_s, last_waited_s, _ = on_time[-1] if on_time else self._readings[0]
             step_time_s = (busy_s - last_busy_s) / (step - last_step)
             data_wait_s = (waited_s - last_waited_s) / (step - last_step)
             device_s = step_time_s - data_wait_s
@@ -150,7 +144,7 @@ class Tracker:
             if self.peak_flops_per_s is not None:
                 for name, flops in self.flops_per_step.items():
                     utilization[name] = flops / step_time_s / self.peak_flops_per_s
-        self._readings.append((step, busy_s, waited_s))
+        self._readings.append((step, busy_s, waited_s, is_late))
         self._first_reading = self._first_reading or (step, now)
         timings = {"step_time_s": step_time_s, "device_s": device_s, "tokens_per_s": tokens_per_s, **utilization}
         self._write(
@@ -190,27 +184,18 @@ class Tracker:
         finally:
             self._paused_s += time.perf_counter() - start
 
-    def close(self) -> None:
-        """Writes what is due and ends the progress bar."""
+    def __exit__(self, error_type: type[BaseException] | None, *_) -> None:
         try:
-            self.flush()
+            if error_type is None:  # reading a failed step would raise again and hide the first error
+                self.flush()
         finally:
-            self._close_outputs()
+            if self.is_leader:
+                self._write_lines()
+                self._file.close()
+                self._progress.close()
 
     def __enter__(self) -> "Tracker":
         return self
-
-    def __exit__(self, error_type: type[BaseException] | None, error: Any, traceback: Any) -> None:
-        if error_type is None:
-            self.close()
-        else:
-            self._close_outputs()  # reading a failed step would raise again and hide the first error
-
-    def _close_outputs(self) -> None:
-        if self.is_leader:
-            self._write_lines()
-            self._file.close()
-            self._progress.close()
 
     def _write(self, step: int, values: dict[str, Any]) -> None:
         self._latest_time = max(time.time(), math.nextafter(self._latest_time, math.inf))
@@ -243,7 +228,7 @@ class Tracker:
         }
 
     def _status(self, step: int, now: float, loss: float, tokens_per_s: float | None, mfu: float | None) -> str:
-        if tokens_per_s is None:
+        if tokens_per_s is None or self._first_reading is None:
             return f"loss {loss:.4f} (first step, not timed)"
         first_step, first_time = self._first_reading
         # With the pauses: the person who waits waits for them too.
@@ -257,7 +242,7 @@ def memory() -> dict[str, int | None]:
     as on a CPU), and of the process itself (its resident set, in which the arrays of simulated devices are too)."""
     devices = [device.memory_stats() or {} for device in jax.local_devices()]
     peaks = [stats["peak_bytes_in_use"] for stats in devices if "peak_bytes_in_use" in stats]
-    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {"device_peak_memory_bytes": max(peaks, default=None), "host_peak_memory_bytes": resident}
 
 
@@ -273,19 +258,16 @@ def _drop_steps_after(path: Path, step: int) -> float:
     if not path.exists():
         return 0.0
     *lines, half = path.read_bytes().split(b"\n")
-    kept, damaged, latest = [], [], 0.0
+    kept, latest, aside = [], 0.0, path.with_name("metrics.damaged.jsonl")
     for number, line in enumerate(lines, 1):
-        record = record_of(line)
-        latest = max(latest, record["time"]) if record else latest
-        if record is None:
-            damaged.append(line)
-            aside = path.with_name("metrics.damaged.jsonl")
+        if (record := record_of(line)) is None:
             print_line(wrapped(f"warning: {damage(path, number, line)}. It is set aside in {aside}."))
-        elif record["step"] <= step:
+            with aside.open("ab") as file:
+                file.write(line + b"\n")
+            continue
+        latest = max(latest, record["time"])
+        if record["step"] <= step:
             kept.append(line)
-    if damaged:
-        with aside.open("ab") as file:
-            file.write(b"".join(line + b"\n" for line in damaged))
     if half or len(kept) < len(lines):
         write_whole(path, b"".join(line + b"\n" for line in kept).decode())
     return latest

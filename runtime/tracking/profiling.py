@@ -1,5 +1,6 @@
 """A profile of a few steps, once per run folder, for Perfetto and for TensorBoard's profiler."""
 
+import contextlib
 import shutil
 import threading
 from pathlib import Path
@@ -25,10 +26,8 @@ class Profiler:
 
     `profile/perfetto_trace.json.gz` opens at https://ui.perfetto.dev; `profile/plugins` is what TensorBoard reads.
     Nothing is profiled where fewer steps than needed are left, where the folder has a profile, or on other processes
-    than the leader; no step is added and no batch drawn. Training waits once, for the last profiled step: its outputs
-    are donated to the next one, so nobody could wait for them later. The files are written by a thread meanwhile.
-
-    An exception ends the profile and leaves no folder, so that the next start profiles again.
+    than the leader. Training waits once, for the last profiled step: its outputs are donated to the next one, so nobody
+    could wait for them later. A thread writes the files. An exception leaves no folder: the next start profiles again.
     """
 
     def __init__(self, run_folder: str | Path, *, start_step: int, total_steps: int, is_leader: bool):
@@ -37,56 +36,43 @@ class Profiler:
         self._first_step = start_step + 1 + SETTLING_STEPS
         self._last_step = self._first_step + PROFILED_STEPS - 1
         self._is_wanted = is_leader and self._last_step <= total_steps and not self._folder.exists()
-        self._is_tracing = False
-        self._annotation: jax.profiler.StepTraceAnnotation | None = None
+        self._tracing = contextlib.ExitStack()  # closed, it stops the tracer
+        self._annotation = contextlib.ExitStack()  # of the step
         self._writer: threading.Thread | None = None
 
     def before_step(self, step: int) -> None:
         """Called before a step is dispatched."""
-        if self._is_wanted and step == self._first_step:
+        if not self._is_wanted or not self._first_step <= step <= self._last_step:
+            return
+        if step == self._first_step:
             shutil.rmtree(self._part, ignore_errors=True)
             options = jax.profiler.ProfileOptions()
             # It would slow all Python down, data threads too, and say little of the device.
             options.python_tracer_level = 0
             jax.profiler.start_trace(self._part, create_perfetto_trace=True, profiler_options=options)
-            self._is_tracing = True
-        if self._is_tracing:
-            self._annotation = jax.profiler.StepTraceAnnotation("step", step_num=step)
-            self._annotation.__enter__()
+            self._tracing.callback(shutil.rmtree, self._part, ignore_errors=True)
+            self._tracing.callback(jax.profiler.stop_trace)
+        self._annotation.enter_context(jax.profiler.StepTraceAnnotation("step", step_num=step))
 
     def after_step(self, step: int, outputs: Any) -> None:
-        """Called when a step is dispatched.
-
-        Args:
-            outputs: all that the step returns; waited for at the last profiled step, and only there.
-        """
-        if not self._is_tracing:
-            return
-        self._end_annotation()
-        if step == self._last_step:
+        """Called when a step is dispatched, with all that it returns: waited for at the last profiled step alone."""
+        self._annotation.close()
+        if self._is_wanted and step == self._last_step:
             jax.block_until_ready(outputs)
-            self._is_tracing = False
+            self._tracing.pop_all()
             self._writer = threading.Thread(target=self._write, name="profile", daemon=True)
             self._writer.start()
 
     def __enter__(self) -> "Profiler":
         return self
 
-    def __exit__(self, error_type: type[BaseException] | None, error: Any, traceback: Any) -> None:
-        if self._is_tracing:
-            self._is_tracing = False
-            self._end_annotation()
-            jax.profiler.stop_trace()
-            shutil.rmtree(self._part, ignore_errors=True)
+    def __exit__(self, *error) -> None:
+        self._annotation.close()
+        self._tracing.close()
         if self._writer is not None:
             self._writer.join(LONGEST_WAIT_S)
             if self._writer.is_alive():
                 print_line(f"{self._folder} is given up: it was not written within {LONGEST_WAIT_S:g} s.")
-
-    def _end_annotation(self) -> None:
-        if self._annotation is not None:
-            self._annotation.__exit__(None, None, None)
-            self._annotation = None
 
     def _write(self) -> None:
         try:
@@ -97,7 +83,5 @@ class Profiler:
         except (OSError, ValueError, RuntimeError) as error:
             print_line(f"{self._folder} is not written: {type(error).__name__}: {error}. Training goes on.")
             return
-        print_line(
-            f"profile of steps {self._first_step} to {self._last_step}: {self._folder / trace.name} "
-            "(https://ui.perfetto.dev)"
-        )
+        steps = f"profile of steps {self._first_step} to {self._last_step}"
+        print_line(f"{steps}: {self._folder / trace.name} (https://ui.perfetto.dev)")

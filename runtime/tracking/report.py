@@ -95,9 +95,7 @@ def compare_page(
 ) -> str:
     """Several runs over one another.
 
-    Args:
-      differences: of configuration: values in the order of the runs, by key.
-      summary: the table that the terminal shows: its headings, and a row a run.
+    differences: of configuration: values in the order of the runs, by key. summary: headings, and a row a run.
     """
     rows = [
         (key, *("–" if value is None else as_yaml(value) for value in values)) for key, values in differences.items()

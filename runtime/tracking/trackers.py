@@ -9,7 +9,7 @@ import json
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,6 @@ PACKAGES = {
 Log = Callable[[int, float, dict[str, float]], None]  # of a step, its time (s since 1970), and numbers by their names
 
 
-def wanted(tracking: Any) -> list[str]:
-    """The names of the trackers that the section `tracking` of a config asks for."""
-    return [name for name in PACKAGES if name in tracking.to]
-
-
 @dataclass(frozen=True)
 class Tracked:
     """What a tracker is told of a run."""
@@ -36,7 +31,7 @@ class Tracked:
     folder: Path  # the tracker's own, in the run folder
     name: str
     project: str
-    config: Mapping[str, Any]
+    config: dict[str, Any]
     first_step: int  # of what is sent now
     is_repeated: bool  # whether that step, and later ones, were sent before: the run was resumed
 
@@ -95,7 +90,7 @@ def clearml(run: Tracked) -> Iterator[Log]:
 
     Task.set_offline(offline)
     known = run.remembered()
-    task = Task.init(
+    task: Any = Task.init(
         run.project,
         run.name,
         reuse_last_task_id=known or False,
@@ -127,8 +122,15 @@ def trackio(run: Tracked) -> Iterator[Log]:
     os.environ.setdefault("TRACKIO_DIR", str(run.folder))
     import trackio
 
-    measured = {"auto_log_gpu": False, "auto_log_cpu": False}
-    trackio.init(run.project, name=run.name, config=run.config, resume="allow", embed=False, **measured)
+    trackio.init(
+        run.project,
+        name=run.name,
+        config=run.config,
+        resume="allow",
+        embed=False,
+        auto_log_gpu=False,
+        auto_log_cpu=False,
+    )
     try:
         yield lambda step, time, values: trackio.log(values, step=step)
     finally:

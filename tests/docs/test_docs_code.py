@@ -1,12 +1,10 @@
-"""What README.md and docs/ show of code, tried: Python, configs, the notation's operations, changed copies of train.py, shapes."""
+"""What README.md and docs/ show of code, tried: Python, configs, the notation's operations, changes of train.py."""
 
-import functools
 import inspect
 import re
 import shlex
 import shutil
 import subprocess
-import types
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +27,8 @@ from pages import (
     section,
     text_of,
     train_py,
-)  # fmt: skip
+    without_places,
+)
 
 import train
 from ledger.compiled.collectives import written
@@ -41,22 +40,16 @@ from shardlib.shardtypes import ShardingError, typed_shard_map
 from shardlib.spec import Spec, parse
 from tools import plan
 
+
 # == Python ============================================================================================================
-# Blocks of Python that are not executed here, by how they begin.
-CODE_NOT_EXECUTED = {
-    "with declared.kernel_flops(": "a form, with gaps; test_ledger_kernels executes both scopes",
-    "lines, rows = check.report(": "test_run_ledger: of every run",
-    "load_dataset_tokenizer": "test_your_own_text_in_five_commands",
-}
-
-
-def test_python_blocks_are_all_known():
-    """A block that is new is executed by a test or in the table."""
-    found = {path.name: len(of_language("python", path)) for path in PAGES}
-    tested = {"README.md": 1, "notation.md": 2, "formats.md": 1, "ledger.md": 3, "data.md": 1}
-    assert {page: count for page, count in found.items() if count} == tested
-    every = "\n".join(block for path in PAGES for block in of_language("python", path))
-    assert all(start in every for start in CODE_NOT_EXECUTED)
+def test_blocks_of_code_are_all_known():
+    """A block that is new has a test; that of docs/ledger.md is a form, whose scopes test_ledger_kernels runs."""
+    for language, known in {
+        "python": {"README.md": 1, "notation.md": 2, "formats.md": 1, "ledger.md": 1, "data.md": 1},
+        "yaml": {"data.md": 1, "ledger.md": 1},
+    }.items():
+        found = {path.name: len(of_language(language, path)) for path in PAGES}
+        assert {page: count for page, count in found.items() if count} == known
 
 
 def test_the_excerpt_of_the_readme_is_train_py():
@@ -107,22 +100,6 @@ def test_the_functions_of_the_notation(tmp_path):
     assert typed_shard_map(module.step).check(mesh, weights, tokens) > 0
 
 
-@pytest.mark.slow
-def test_the_ledger_of_the_page(tmp_path):
-    """The ledger's example: the 2b model on 512 × 8 devices that are not there, written to a folder."""
-    config = load(train.Config, "c4_a100x8_2b", ["mesh.d=512", "mesh.t=8", "training.tokens.batch=4096"])
-    state, batch = train.shapes(config)
-    zero = np.uint32(0)
-    names = executed(
-        "import jax\nfrom jax.sharding import AbstractMesh\nfrom ledger.count.step import of_step\nfrom ledger.pages import files, text\n"
-        "from shardlib.shardtypes import typed_shard_map\n" + of_language("python", "docs/ledger.md")[0],
-        training_step=functools.partial(train.training_step, config.model, config.training, 0),
-        state=state, skipped_steps=zero, number=zero, batch=batch, run_folder=tmp_path,
-    )  # fmt: skip
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["ledger.html", "ledger.json", "ledger.txt"]
-    assert names["ledger"].mesh == {"d": 512, "t": 8}
-
-
 def test_the_checkpoint_of_the_formats(tmp_path, monkeypatch):
     """A leaf opens as an array under its path."""
     monkeypatch.chdir(tmp_path)
@@ -139,12 +116,6 @@ def configured(block, class_, tmp_path, monkeypatch):
     monkeypatch.setattr(command_line, "CONFIG_FOLDER", folder)
     (folder / "my_config.yaml").write_text(f"defaults: [local_test_synthetic, _self_]\n\n{block}")
     return load(class_, "my_config")
-
-
-def test_yaml_blocks_are_all_known():
-    """A block that is new has a test."""
-    found = {path.name: len(of_language("yaml", path)) for path in PAGES}
-    assert {page: count for page, count in found.items() if count} == {"data.md": 1, "ledger.md": 1}
 
 
 def test_the_mixture_of_the_data(tmp_path, monkeypatch):
@@ -188,7 +159,7 @@ class Example:
         return f"{self.name} {self.text}"
 
     def module(self, folder, claimed):
-        """A program with the operation, whose result it claims to be of a type. A pending operand is made of one that is not."""
+        """A program that claims the result to be of a type. A pending operand is made of one that is not."""
         given, lines = [], []
         for letter, spec in zip(self.letters, self.operands):
             before = re.sub(r"[][]", "", str(Spec(spec.dims)))
@@ -237,7 +208,7 @@ def word(axis, *specs):
 
 @pytest.mark.parametrize("example", examples(), ids=str)
 def test_examples_of_the_notation(example, tmp_path, monkeypatch):
-    """Each is accepted, its result is of the type that the string says and of no other, and its states change as the row says."""
+    """Each is accepted, its result is of the string's type and of no other, and its states change as the row says."""
     monkeypatch.setitem(prove.SIZES, "C", 160)
     assert prove.prove(example.module(tmp_path, example.result).program, AXES) > 0
     dims, pending, split = example.result.dims, example.result.pending, example.result.split
@@ -289,14 +260,9 @@ def said(path, text):
     return ""
 
 
-def without_places(message):
-    """A message without folders and line numbers, which drift."""
-    return re.sub(r"(at |\()\S*?((?:kernels/)?\w+\.py):\d+", r"\1\2", message).strip()
-
-
 @pytest.mark.parametrize("title", ["A new weight", "Another attention"])
-def test_changes_are_accepted_and_what_is_forgotten_is_said(title, tmp_path, capsys):
-    """The diffs of a section, one after another, are accepted; with those marked `forgotten` the check says what stands below them."""
+def test_changes_are_accepted_and_what_is_forgotten_is_said(title, tmp_path):
+    """A section's diffs are accepted; with those marked `forgotten` the check says what stands below them."""
     text = forgotten = train_py()
     count = 0
     folder = tmp_path / "train"
@@ -311,16 +277,16 @@ def test_changes_are_accepted_and_what_is_forgotten_is_said(title, tmp_path, cap
         else:
             assert without_places(said(folder / "train.py", forgotten)) == without_places(body)
             forgotten, count = text, count + 1
-    assert accepted and count == {"A new weight": 2, "Another attention": 3}[title]
-    if title == "A new weight":
-        proved = re.search(r"training_step on the mesh d=4 × t=2: (\d+) claims", capsys.readouterr().out)[1]
-        assert f"{proved} claims of the training step are proved" in text_of("changing.md")
+    assert accepted and count == 1
 
 
 FORGOTTEN = {  # what docs/notation.md says before a message: what is replaced in train.py, and by what
-    "With `+t` left out of the feed-forward's last product:": ("F/t -> B/d L M +t', hidden", "F/t -> B/d L M', hidden"),
-    "and with the `psum` of the softmax's denominator forgotten:": ("        total = shardops.psum('B/d L +t -> B/d L', total)\n", ""),
-}  # fmt: skip
+    "With `+t` left out of the feed-forward's last product:": ("B/d L M +t', hidden", "B/d L M', hidden"),
+    "and with the `psum` of the softmax's denominator forgotten:": (
+        "total = shardops.psum('B/d L +t -> B/d L', total)",
+        "pass",
+    ),
+}
 
 
 @pytest.mark.parametrize("sentence", FORGOTTEN)
@@ -353,19 +319,16 @@ def test_changes_of_another_axis(tmp_path):
             count += 1
             if count == 3:
                 assert "training_step on the mesh r=2 × d=4 × t=2: " in run_in(tmp_path, check)
-                few = [
-                    "training.steps=2",
-                    "validation_batches=1",
-                    "flat_tokens.filespec=" + str(ROOT / "synthetic_dataset.zarr"),
-                ]
-                run_in(tmp_path, [*check[:3], "mesh.r=2", "mesh.d=2", "mesh.t=2", *few])
+                data = f"flat_tokens.filespec={ROOT / 'synthetic_dataset.zarr'}"
+                few = ["training.steps=2", "validation_batches=1", data, "mesh.r=2", "mesh.d=2", "mesh.t=2"]
+                run_in(tmp_path, [*check[:3], *few])
                 assert "step" in (tmp_path / "runs/local_test_synthetic/metrics.jsonl").read_text()
         elif language == "diff forgotten":
             file.write_text(changed(file.read_text(), body))
         else:
             assert without_places(run_in(tmp_path, check, status=1).removeprefix('error: ')) == without_places(body)
             messages += 1
-    assert (count, messages) == (3, 2)
+    assert (count, messages) == (3, 1)
 
 
 @pytest.mark.slow
@@ -379,34 +342,3 @@ def test_what_a_change_costs(tmp_path):
     run_in(tmp_path, after)
     places = re.compile(r"train\.py:\d+( -> train\.py:\d+)?")
     assert places.sub("train.py", run_in(tmp_path, difference)) == places.sub("train.py", expected)
-
-
-# == Shapes: docs/reading.md ===========================================================================================
-def test_shapes_of_the_reading_guide():
-    """Each row's shapes follow from its type and the sizes of local_test_synthetic; its type stands in train.py; sections are in its order."""
-    page, config = text_of("reading.md"), load(train.Config, "local_test_synthetic")
-    model, tokens, axes = config.model, config.training.tokens, {"d": config.mesh.d, "t": config.mesh.t}
-    sizes = dict(
-        B=tokens.batch, L=tokens.len, M=model.d_model, K=model.n_kv, Q=model.n_q_per_kv, D=model.d_head, F=model.d_ff,
-        V=model.vocab,
-    )  # fmt: skip
-    rows = re.findall(r"^\| (`[^|]*) \| `([^`|]+)` \| ([\d ×]+) \| ([\d ×]+) \|$", page, re.M)
-    assert len(rows) == 17
-    for name, type_, whole, device in rows:
-        dims = [dim.split("/") for dim in type_.split() if dim[0] != "+"]
-        lengths = [sizes.get(dim) or int(dim) for dim, *_ in dims]
-        parts = [
-            length // np.prod([axes[axis] for axis in over], dtype=int) for length, (_, *over) in zip(lengths, dims)
-        ]
-        assert (whole, device) == (" × ".join(map(str, lengths)), " × ".join(map(str, parts))), name
-        assert type_ in train_py(), type_
-    state, _ = train.shapes(config)
-    assert f"{sum(leaf.size for leaf in jax.tree.leaves(state.weights)):,} parameters" in page
-    for letter, _, size in re.findall(r"^\| (\w(?:, \w)?) \| ([^|]*) \| (\d+) \|$", page, re.M):
-        assert sizes[letter[0]] == int(size)
-    sections = re.findall(r"^# == (.*?) =+$", train_py(), re.M)
-    assert [each for each in re.findall(r"^## (.*)$", page, re.M) if each in sections] == sections
-    ledger = plan.ledger_of(plan.with_kernel(load(plan.plan_class(train), "local_test_synthetic"), types.SimpleNamespace(
-        torus_dims=0, capability=0)))  # fmt: skip
-    figures = ledger.hardware_flops / 1e9, ledger.sent_bytes() / 1e6, ledger.memory.bytes / 1e6
-    assert "computes {:.1f} GFLOP, and each device sends {:.2f} MB and needs {:.1f} MB".format(*figures) in page

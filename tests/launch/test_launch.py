@@ -1,6 +1,5 @@
 """The files of launch/: that they parse, name what is there, and start what docs/hosts.md says."""
 
-import dataclasses
 import os
 import re
 import subprocess
@@ -12,6 +11,7 @@ import yaml
 
 import train
 from runtime.config.command_line import load
+from runtime.config.rebuild import flat
 
 LAUNCH = hosts.ROOT / "launch"
 
@@ -37,9 +37,7 @@ def test_configs_and_keys_that_launch_files_name_are_there(path):
     for name in names:
         assert (hosts.ROOT / f"configs/{name}.yaml").exists()
     keys = set(re.findall(r"\b((?:paths|flat_tokens|cluster|mesh|checkpoint|training)\.\w+|num_hosts)=", text))
-    known = {f"{section}.{each.name}" for section in ("paths", "flat_tokens", "cluster", "mesh", "checkpoint", "training")
-             for each in dataclasses.fields(getattr(load(train.Config), section))}  # fmt: skip
-    assert keys <= known | {"num_hosts"}
+    assert keys <= flat(load(train.Config).tree()).keys()
 
 
 @pytest.mark.parametrize("name", ["train.sbatch", "tpu.sh"])
@@ -49,8 +47,8 @@ def test_scripts_parse(name):
 
 
 def test_the_jobset():
-    """As JAX needs it: indexed pods of as many as the config's num_hosts, an account that may ask for them; restarted together,
-    but not after an error that would come again."""
+    """As JAX needs it: indexed pods of as many as the config's num_hosts, an account that may ask for them; restarted
+    together, but not after an error that would come again."""
     jobset, account, role, binding = yaml.safe_load_all((LAUNCH / "jobset.yaml").read_text())
     assert (jobset["apiVersion"], jobset["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
     (job,) = jobset["spec"]["replicatedJobs"]
@@ -71,7 +69,8 @@ def test_the_jobset():
 
 
 def test_the_skypilot_task():
-    """As many nodes as the config's num_hosts, of as many GPUs as its mesh needs; stopped and saved is started again."""
+    """As many nodes as the config's num_hosts, of as many GPUs as its mesh needs; stopped and saved is started
+    again."""
     task = yaml.safe_load((LAUNCH / "sky.yaml").read_text())
     config = load(train.Config, task["envs"]["CONFIG"])
     per_node = int(task["resources"]["accelerators"].partition(":")[2])
@@ -90,14 +89,13 @@ def test_the_skypilot_task_starts_the_processes_as_told(tmp_path):
     node = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1"}
     env = {"PATH": os.environ["PATH"], **task["envs"], **node}
     printed = subprocess.run(["bash", "-c", task["run"]], cwd=tmp_path, env=env, capture_output=True, text=True).stdout
-    assert printed.splitlines()[-3:] == [
-        "cluster.coordinator=10.0.0.1:8476", "num_hosts=2", "cluster.process_id=1",
-    ]  # fmt: skip
+    assert printed.split()[-3:] == ["cluster.coordinator=10.0.0.1:8476", "num_hosts=2", "cluster.process_id=1"]
 
 
 @pytest.mark.parametrize("statuses, ends, tries", [("75 134 0", 0, 3), ("1", 1, 1), ("75 " * 9, 75, 3)])
 def test_tpu_sh_starts_again_what_can_go_on(statuses, ends, tries, tmp_path):
-    """Stopped or died: again, MOST_RESTARTS times; not after an error that would come again. Arguments arrive as they are."""
+    """Stopped or died: again, MOST_RESTARTS times; not after an error that would come again. Arguments arrive as they
+    are."""
     (tmp_path / "statuses").write_text("\n".join(statuses.split()))
     (tmp_path / "gcloud").write_text(
         f'#!/bin/bash\ncd {tmp_path}\necho "${{!#}}" >> commands\n'
@@ -113,7 +111,8 @@ def test_tpu_sh_starts_again_what_can_go_on(statuses, ends, tries, tmp_path):
 
 @pytest.mark.parametrize("name", ["Dockerfile.cuda", "Dockerfile.cpu"])
 def test_dockerfiles(name):
-    """Known instructions, what they copy is here, and JAX is of the tested version. (Building needs a network: not done.)"""
+    """Known instructions, what they copy is here, and JAX is of the tested version. (Building needs a network: not
+    done.)"""
     text = re.sub(r"\\\n", "", (LAUNCH / name).read_text())
     lines = [line.split(maxsplit=1) for line in text.splitlines() if line and not line.startswith("#")]
     assert next(word for word, _ in lines) == "FROM"

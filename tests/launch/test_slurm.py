@@ -1,4 +1,5 @@
-"""A Slurm of this one machine: srun, and launch/train.sbatch, which is queued again after a kill and after a preemption."""
+"""A Slurm of this one machine: srun, and launch/train.sbatch, which is queued again after a kill and after a
+preemption."""
 
 import os
 import re
@@ -88,8 +89,8 @@ def mixture(tmp_path_factory):
 
 
 def test_srun(slurm, mixture, tmp_path):
-    """Two processes that srun starts find each other: the table, the losses of two processes that keys bring together; with
-    another num_hosts each is refused before it waits."""
+    """Two processes that srun starts find each other: the table, the losses of two processes that keys bring together;
+    with another num_hosts each is refused before it waits."""
     folder = tmp_path / "run"
     srun = ["srun", "-n", "2", "--overcommit", "--label", *hosts.TRAIN, *mixture]
     ended = subprocess.run([*srun, *hosts.where(folder)], cwd=hosts.ROOT, env=slurm, capture_output=True, text=True)
@@ -105,14 +106,15 @@ def test_srun(slurm, mixture, tmp_path):
 
 
 def test_sbatch_is_queued_again(slurm, mixture, tmp_path):
-    """A run of launch/train.sbatch, of which one process is killed, and which is then told to save as before a time limit:
-    queued again both times, in the same folder, it comes to its end with the losses of a run that was left alone."""
+    """A run of launch/train.sbatch, of which one process is killed, and which is then told to save as before a time
+    limit: queued again both times, in the same folder, it comes to its end with the losses of a run that was left
+    alone."""
     folder, log, long = tmp_path / "run", tmp_path / "log", ["training.steps=80", "checkpoint_interval=10"]
     # The directives that only a cluster with GPUs can fulfil; all others are the script's own.
     here = ["--nodes=1", "--ntasks-per-node=2", "--cpus-per-task=1", "--gpus-per-node=0", f"--output={log}"]
     env = {**slurm, "VENV": os.path.dirname(os.path.dirname(sys.executable))}
-    arguments = [*mixture, *hosts.TWO, *long]
-    job = ask(env, "sbatch", "--parsable", f"--chdir={hosts.ROOT}", *here, "launch/train.sbatch", *arguments, *hosts.where(folder))  # fmt: skip
+    arguments = [*mixture, *hosts.TWO, *long, *hosts.where(folder)]
+    job = ask(env, "sbatch", "--parsable", f"--chdir={hosts.ROOT}", *here, "launch/train.sbatch", *arguments)
 
     def state():
         return ask(env, "squeue", "-h", "-j", job, "-o", "%T")

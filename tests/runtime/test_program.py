@@ -7,21 +7,20 @@ import sys
 from pathlib import Path
 
 import pytest
+import small
 
 import train
 from runtime import program
 from runtime.checkpoints.directory import Checkpoints
-from runtime.config.command_line import load, run
+from runtime.config.command_line import load
 from runtime.data.flat_tokens import write_split
 from runtime.data.tokenizers import save_dataset_tokenizer, train_bpe
 from runtime.terminal import RunError
 from tools import sample
 
 ROOT = Path(__file__).resolve().parents[2]
-TINY = [
-    "model.d_model=32", "model.n_kv=2", "model.d_head=8", "model.d_ff=64", "model.layers=1", "training.tokens.batch=16",
-    "training.tokens.len=32", "training.steps=2", "eval_interval=100", "validation_batches=1", "mesh.d=2", "mesh.t=1",
-]  # fmt: skip
+TINY = """model.d_model=32 model.n_kv=2 model.d_head=8 model.d_ff=64 model.layers=1 training.tokens.batch=16 mesh.d=2
+    mesh.t=1 training.tokens.len=32 training.steps=2 eval_interval=100 validation_batches=1""".split()
 
 
 def copy_of(folder, old="", new=""):
@@ -45,12 +44,7 @@ def folder(tmp_path, monkeypatch):
 def start(monkeypatch, trainer, folder, *overrides):
     """Runs a trainer; returns the exit status."""
     where = [f"paths.root_working_dir={folder}", "paths.model_name=run"]
-    monkeypatch.setattr(sys, "argv", ["train", *TINY, *where, *overrides])
-    try:
-        run(trainer.main, trainer.Config)
-    except SystemExit as stop:
-        return stop.code
-    return 0
+    return small.start_training(monkeypatch, *TINY, *where, *overrides, trainer=trainer)
 
 
 def attributes_of(folder):
@@ -65,7 +59,8 @@ def attributes_of(folder):
 
 
 def test_what_a_run_records(monkeypatch, folder, capsys):
-    """A copy of the module in the run folder and in the checkpoint; its name, hashes and commit in both, for each start."""
+    """A copy of the module in the run folder and in the checkpoint; its name, hashes and commit in both, for each
+    start."""
     trainer = copy_of(folder)
     assert start(monkeypatch, trainer, folder) == 0
     assert start(monkeypatch, trainer, folder, "training.steps=4") == 0
@@ -162,9 +157,12 @@ def test_a_checkpoint_from_before_resumes_and_says_so(monkeypatch, folder, capsy
     [
         ("no_such", "program = no_such: there is no such module or file; expected train, say"),
         ("no/such.py", "program = no/such.py: there is no such module or file"),
-        ("runtime.terminal", "program = runtime.terminal: it is no trainer, since it has no Config, State, TokenBatch, init_state"),
+        (
+            "runtime.terminal",
+            "program = runtime.terminal: it is no trainer, since it has no Config, State, TokenBatch, ",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_trainer(name, text):
     """One line that says what was looked for and what is missing."""
     with pytest.raises(RunError, match=text.replace("(", r"\(")):

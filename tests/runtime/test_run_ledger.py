@@ -19,13 +19,15 @@ from shardlib.shardtypes import typed_shard_map
 
 
 def compiled(tmp_path, capsys) -> str:
-    """What `Run.compile` prints, without its line breaks, of the small float32 step in two microbatches on the mesh 4 × 2."""
+    """What `Run.compile` prints, without its line breaks, of the small float32 step in two microbatches on the mesh 4 ×
+    2."""
     training = dataclasses.replace(small.TRAINING, microbatches=2)
     mesh = types.SimpleNamespace(d=4, t=2)
     (tmp_path / "step.svg").touch()  # the graph is drawn already
-    with contextlib.ExitStack() as opened, small.on_mesh(4, 2, "float32"):
+    with small.on_mesh(4, 2, "float32"):
         config = types.SimpleNamespace(training=training, mesh=mesh)
-        run = types.SimpleNamespace(_config=config, _is_leader=True, folder=tmp_path, _open=opened, compiler_options={})
+        run = types.SimpleNamespace(_config=config, _is_leader=True, folder=tmp_path, compiler_options={})
+        run._writing = contextlib.nullcontext
         step = typed_shard_map(functools.partial(train.training_step, small.MODEL, training, 0))
         state, zero = small.state_of(reference.random_weights(small.MODEL, seed=0)), np.uint32(0)
         traced = jax.jit(step, donate_argnums=0).trace(state, zero, zero, small.batch_of(small.BATCH))

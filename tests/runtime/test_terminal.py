@@ -82,7 +82,8 @@ def test_a_disk_that_has_room_again(tmp_path, monkeypatch, capsys):
     ],
 )
 def test_control_characters_are_spelled_out(capsys, text, shown):
-    """A name or a text of others cannot clear the screen, write elsewhere or name the window; no password is printed."""
+    """A name or a text of others cannot clear the screen, write elsewhere or name the window; no password is
+    printed."""
     assert printable(text) == shown
     print_line(text)
     print_error(text)

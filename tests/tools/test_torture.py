@@ -1,26 +1,16 @@
-"""A run in processes of its own, killed again and again."""
+"""Runs that are ended again and again, and robbed of their disk and files: tests/torture.py, in small."""
+
+import subprocess
+import sys
 
 import pytest
 
-from runtime.terminal import RunError
-from tests.torture import Torture, torture
-
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_again_and_again(tmp_path, record_property):
-    """Six kills with SIGKILL, two of them as soon as a save begins: no checkpoint is lost, and the losses are bit for
-    bit
-    those of a run left alone."""
-    count = torture(
-        Torture(folder=str(tmp_path / "torture"), seed=1, kills=6, steps=200, checkpoint_interval=10, epochs=1)
-    )
-    assert count.kills == count.restarts == 6 and count.in_saving > 0 and count.lost_checkpoints == 0
-    record_property("summary", f"torture: {count}")
-
-
-@pytest.mark.slow
-def test_torture_says_when_the_run_is_too_short(tmp_path):
-    """A run that ends before its last kill is no proof: the message says how many steps it takes."""
-    config = Torture(folder=str(tmp_path / "torture"), seed=0, kills=50, steps=10, checkpoint_interval=5, epochs=1)
-    with pytest.raises(RunError, match=r"the run ended after \d of 50 kills: raise steps, to 1530 say"):
-        torture(config)
+@pytest.mark.parametrize("arguments", ["kills=12 faults=[]", "kills=1 faults=[file_size,descriptors]"])
+def test_nothing_is_lost(tmp_path, arguments):
+    """No checkpoint is lost, statuses say what happened, and the losses are bit for bit those of a run left alone."""
+    command = [sys.executable, "-m", "tests.torture", f"folder={tmp_path}/torture", "seed=1", *arguments.split()]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert ended.stdout.splitlines()[-1].startswith("no checkpoint was lost, and the losses of all 60 steps are bit")

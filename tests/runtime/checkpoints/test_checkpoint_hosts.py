@@ -126,7 +126,8 @@ def outputs_of(hosts, timeout_s):
 
 
 def test_two_hosts(tmp_path):
-    """Two hosts save behind the steps, restore on another mesh reading each its own chunks, fall back together, and both raise when one's write fails."""
+    """Two hosts save behind the steps, restore on another mesh reading each its own chunks, fall back together, and
+    both raise when one's write fails."""
     outputs = outputs_of(start_hosts(tmp_path, SAVE_AND_RESTORE), 120)
     path = re.escape(str(tmp_path / "checkpoints"))
     chunks = [[f"weights/embed/c.{row}.{column}" for column in range(4)] for row in range(2)]
@@ -152,14 +153,16 @@ def test_two_hosts(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [1, 0])
 def test_a_host_that_is_killed_while_saving(tmp_path, killed):
-    """The other host ends within the stated time, by its own error or, when the first host dies, by JAX's; the checkpoint is not complete."""
+    """The other host ends within the stated time, by its own error or, when the first host dies, by JAX's; the
+    checkpoint is not complete."""
     hosts = start_hosts(tmp_path, KILLED_WHILE_SAVING, str(killed))
     began = time.monotonic()
     outputs = outputs_of(hosts, 150)
     assert hosts[killed].returncode == -signal.SIGKILL and time.monotonic() - began < 140
     output, errors = outputs[1 - killed]
     if killed == 1:
-        expected = r"RunError after \d+ s: checkpoint \S+/0000000020 could not be saved: nothing was heard of host 1 within 6 s: it died or hangs\n"
+        expected = r"RunError after \d+ s: checkpoint \S+/0000000020 could not be saved: "
+        expected += "nothing was heard of host 1 within 6 s: it died or hangs\n"
         assert re.search(expected, output), output + errors
     else:
         assert "RunError" in output or "distributed service" in errors, output + errors

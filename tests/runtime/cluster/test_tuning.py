@@ -25,8 +25,8 @@ SMALL = "model.d_model=32 model.n_kv=2 model.d_head=8 model.d_ff=64 training.tok
 
 
 def test_a_second_start_compiles_nothing(tmp_path):
-    """The same configuration in another run folder finds every program that the first start compiled: those that initialize,
-    train and validate, each once."""
+    """The same configuration in another run folder finds every program that the first start compiled: those that
+    initialize, train and validate, each once."""
     counts = []
     for name in ("first", "second"):
         given = f"{SMALL} training.steps=2 training.steps_for_lr=2 training.warmup_steps=1 validation_batches=3"
@@ -56,7 +56,8 @@ V5P, V5E = Device("tpu", "TPU v5"), Device("tpu", "TPU v5 lite")
 
 
 def test_options_are_of_the_platform_and_the_kind_of_device():
-    """Gathers are fused with products on TPU v5e alone, which has no SparseCores: libtpu 0.0.48 refuses that elsewhere."""
+    """Gathers are fused with products on TPU v5e alone, which has no SparseCores: libtpu 0.0.48 refuses that
+    elsewhere."""
     assert options(Device("cpu", "cpu")) == {} and options(Device("gpu", "NVIDIA H200")) == OPTIONS["gpu"]
     assert options(V5P) == OPTIONS["tpu"] and options(V5E) == OPTIONS["tpu"] | OPTIONS["TPU v5 lite"]
     assert "xla_tpu_enable_async_collective_fusion" in options(V5E).keys() - options(V5P).keys()

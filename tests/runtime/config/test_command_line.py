@@ -63,7 +63,7 @@ def failing(config):
         (["--config-name=nope"], "error: there is no config nope in configs; there are "),
         (["--cfg", "job", "--config-name=nope"], "error: there is no config nope in configs; there are "),
         (["--config-dir=/nowhere"], "error: Additional config directory '/nowhere' not found"),
-        (["training.steps=" + "9" * 5000], "error: expected numbers of 4300 digits at most: "),
+        (["training.steps=" + "9" * 5000], "error: the configuration cannot be read: "),
         ([], "error: the disk is full\n"),
     ],
     ids=lambda value: " ".join(value)[:30] if isinstance(value, list) else "",
@@ -138,8 +138,8 @@ def test_a_sweep_runs_every_job_in_its_own_folder(monkeypatch, capsys, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["multirun"]  # hydra's own record of a sweep
 
 
-def test_a_job_of_a_sweep_is_named_by_what_differs(monkeypatch, capsys, tmp_path):
-    """Keys that all jobs share are no part of it, however they are written; groups are; a name too long is refused."""
+def test_a_job_of_a_sweep_is_named_by_what_differs(monkeypatch, tmp_path):
+    """Keys that all jobs share are no part of it, however they are written; groups are."""
     monkeypatch.chdir(tmp_path)
     seen = []
     main = lambda config: seen.append(config.paths.model_name)  # noqa: E731
@@ -151,10 +151,6 @@ def test_a_job_of_a_sweep_is_named_by_what_differs(monkeypatch, capsys, tmp_path
     assert run(monkeypatch, "-m", "--config-name=c4", "size=84m,1b", main=main) == 0
     long = [f"local_test_synthetic_training.steps={steps}_model.d_ff=64" for steps in (5, 10)]
     assert seen == [*long, "local_test_synthetic", "c4_size=84m", "c4_size=1b"]
-    capsys.readouterr()
-    assert run(monkeypatch, "-m", f"flat_tokens.filespec=a,{'b' * 300}", main=main) == 1
-    assert seen[-1] == "local_test_synthetic_flat_tokens.filespec=a"
-    assert "a folder's name has at most 255 bytes, and this has 342: shorten it" in capsys.readouterr().err
 
 
 class Elsewhere(Launcher):
@@ -229,15 +225,16 @@ def test_a_yaml_may_not_run_code(monkeypatch, capsys, tmp_path, name, text):
     for more in ([], ["-m"], ["--help"]):
         assert run(monkeypatch, *arguments, *more, main=pytest.fail) == 1
         assert capsys.readouterr().err.startswith(
-            f"error: configs/{name}.yaml: `hydra` is refused in a yaml, since hydra's own settings can run code: delete it, or "
-            "add allow_code_in_config=true to the command line if you trust the file\n"
+            f"error: configs/{name}.yaml: `hydra` is refused in a yaml, since hydra's own settings can run code: "
+            "delete it, or add allow_code_in_config=true to the command line if you trust the file\n"
         )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["configs"]
 
 
 def test_a_yaml_that_is_trusted_sets_what_it_wants(monkeypatch, tmp_path):
     """With allow_code_in_config=true, which is no key and reaches no config; here a sweep that a file describes."""
-    text = "defaults: [local_test_synthetic, _self_]\nhydra: {mode: MULTIRUN, sweeper: {params: {training.steps: '5,6'}}}\n"
+    text = "defaults: [local_test_synthetic, _self_]\n"
+    text += "hydra: {mode: MULTIRUN, sweeper: {params: {training.steps: '5,6'}}}\n"
     (tmp_path / "mine.yaml").write_text(text)
     monkeypatch.chdir(tmp_path)
     seen = []
@@ -344,18 +341,13 @@ def test_devices_are_simulated_where_nothing_else_says_so(tmp_path, environment,
 
 def test_an_error_as_a_program(tmp_path):
     """The whole program: status 1, one line on stderr, no traceback, nothing on stdout."""
-    expected = "expected a whole number from 1 to 2147483647; write training.steps=2 or training.steps=3"
-    error = f"error: command line: training.steps = 2.9: {expected}\n"
+    error = "error: command line: training.steps = 2.9: expected a whole number from 1 to 2147483647\n"
     assert program(tmp_path, "training.steps=2.9") == (1, "", error)
 
 
 @pytest.mark.parametrize(
     "flags, arguments, last",
-    [
-        ((), ["--help"], ""),
-        ((), ["--cfg", "job"], ""),
-        (("-u",), [], "Error executing job with overrides: []\n"),
-    ],
+    [((), ["--help"], ""), ((), ["--cfg", "job"], ""), (("-u",), [], "Error executing job with overrides: []\n")],
     ids=str,
 )
 def test_output_that_nobody_reads(tmp_path, flags, arguments, last):

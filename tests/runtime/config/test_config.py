@@ -100,7 +100,8 @@ MACHINES = {"a100x8": (8, 1, 64, False), "a100x8x4": (32, 4, 256, False), "h200x
 
 
 def test_the_published_family_is_complete():
-    """The thirteen compose from a size and a machine to what they were: every key, against this table and the defaults."""
+    """The thirteen compose from a size and a machine to what they were: every key, against this table and the
+    defaults."""
     assert {f"c4_{name}" for name in FAMILY} == {name for name in CONFIGS if name.startswith("c4_")}
     for name, (d_model, heads, layers, d_ff, steps, rate) in FAMILY.items():
         d, hosts, batch, is_unrolled = MACHINES[name.rpartition("_")[0]]
@@ -180,8 +181,8 @@ def dropped(tree, values):
 
 
 def test_the_config_of_an_older_run_is_read(config_folder):
-    """Keys that are gone, with the value that now always holds, are ignored in a run folder's config.yaml; another value
-    is refused with what to do; in a checkpoint's attributes, which cannot be mended, all are ignored."""
+    """Keys that are gone, with the value that now always holds, are ignored in a run folder's config.yaml; another
+    value is refused with what to do; in a checkpoint's attributes, which cannot be mended, all are ignored."""
     config = load(train.Config, "one")
     old = dropped(config.tree(), {key: value for key, (value, _) in DROPPED_KEYS.items()})
     (config_folder / "old.yaml").write_text(yaml.safe_dump(old))
@@ -210,16 +211,17 @@ model._target_=os.system
     model._target_ is not a key: the keys of model are d_model, n_q_per_kv, n_kv, d_head, layers, vocab, d_ff, …
 allow_code_in_config=1
     allow_code_in_config is refused: write allow_code_in_config=true on the command line
-tracking.wandb=true
-    tracking.wandb is refused: write tracking.to=[wandb]
+hf_dataset.num_workers=4
+    hf_dataset.num_workers is refused: two threads tokenize: delete the key
 
 ~training.steps
-    {FILE}: training.steps is missing: {COUNT}; add it there, or training.steps=... to the command line
+    {FILE}: training.steps is missing: {COUNT}; add training.steps=...
 training.learning_rate=???
-    {FILE}: training.learning_rate is missing: expected a number above 0; add it there, or …
+    {FILE}: training.learning_rate is missing: expected a number above 0 that float32 holds; add
+    training.learning_rate=...
 ~flat_tokens
-    {FILE}: flat_tokens.filespec is missing: expected the data set to train on; add it there, or flat_tokens.filespec=...
-    to the command line (or `mixture`, or hf_dataset.path)
+    {FILE}: flat_tokens.filespec is missing: expected the data set to train on; add it there, or
+    flat_tokens.filespec=... to the command line (or `mixture`, or hf_dataset.path)
 
 mixture=[{{filespec:a,weight:1}}]
     mixture is set, and so is flat_tokens.filespec ({FILE}): expected one of them, since each says where the data come
@@ -229,22 +231,20 @@ mixture=3
 mixture=[a.zarr]
     mixture[0] = "a.zarr": expected a section with the keys filespec, weight
 mixture=[{{filespec:a}}]
-    mixture[0].weight is missing: expected a number above 0; add it there
+    mixture[0].weight is missing: expected a number above 0 that float32 holds; add mixture[0].weight=...
 mixture=[{{filespec:a,weight:1,wieght:1}}]
     mixture[0].wieght is not a key: the nearest is mixture[0].weight; correct it or delete it
 mixture=[{{filespec:a,weight:yes}}]
-    mixture[0].weight = "yes": expected a number above 0
+    mixture[0].weight = "yes": expected a number above 0 that float32 holds
 mixture=[{{filespec:a,weight:0}}]
-    mixture[0].weight = 0: expected a number above 0
+    mixture[0].weight = 0: expected a number above 0 that float32 holds
 tracking.to=wandb
     tracking.to = "wandb": expected a list of tensorboard or wandb or clearml or trackio, [a, b, …]
 tracking.to=[wandb,tb]
     tracking.to[1] = "tb": expected tensorboard or wandb or clearml or trackio
 
 training.steps=2.9
-    training.steps = 2.9: {COUNT}; write training.steps=2 or training.steps=3
-training.steps=1e3
-    training.steps = 1000.0: {COUNT}; write training.steps=1000
+    training.steps = 2.9: {COUNT}
 training.steps=true
     training.steps = true: {COUNT}
 model.d_model=null
@@ -252,13 +252,13 @@ model.d_model=null
 flat_tokens.sequence_packing=no
     flat_tokens.sequence_packing = "no": expected true or false
 training.learning_rate=high
-    training.learning_rate = "high": expected a number above 0
+    training.learning_rate = "high": expected a number above 0 that float32 holds
 training.learning_rate=nan
-    training.learning_rate = NaN: expected a number above 0
+    training.learning_rate = NaN: expected a number above 0 that float32 holds
 paths.model_name=2026
-    paths.model_name = 2026: expected a name; write it in quotes that the shell keeps: "paths.model_name='2026'"
+    paths.model_name = 2026: expected a name, in quotes that the shell keeps if it is a number
 paths.model_name=null
-    paths.model_name = null: expected a name
+    paths.model_name = null: expected a name, in quotes that the shell keeps if it is a number
 mesh=big
     mesh = "big": expected a section with the keys d, t
 training.tokens=4096
@@ -273,9 +273,13 @@ training.warmup_steps=-1
 training.weight_decay=-0.1
     training.weight_decay = -0.1: expected a number, 0 or more
 training.adam_eps=0
-    training.adam_eps = 0: expected a number above 0
+    training.adam_eps = 0: expected a number above 0 that float32 holds
 training.adam_b1=1
-    training.adam_b1 = 1: expected a number from 0 to below 1
+    training.adam_b1 = 1: expected a number from 0 to below 1 that float32 holds
+training.adam_b2=0.9999999999
+    training.adam_b2 = 0.9999999999: expected a number from 0 to below 1 that float32 holds
+training.adam_eps=1e-300
+    training.adam_eps = 1e-300: expected a number above 0 that float32 holds
 training.cosine_learning_rate_final_fraction=1.5
     training.cosine_learning_rate_final_fraction = 1.5: expected a number from 0 to 1
 training.seed=4294967296
@@ -290,15 +294,14 @@ paths.model_name=.
     paths.model_name = ".": expected a folder's name under paths.root_working_dir; set that for another place
 
 model.d_head=33
-    model.d_head = 33: rotary embeddings turn the two halves of a head, so it must be even: set it to 32 or 34
+    model.d_head = 33: expected an even number from 2 to 2147483646
 num_hosts=3
     num_hosts = 3: the mesh's 8 devices (mesh.d × mesh.t = 4 × 2) cannot be shared evenly by 3 hosts: set num_hosts to 2
     or 4
 training.warmup_steps=60
-    {FILE}: training.steps_for_lr = 50: the learning rate's schedule ends before its warmup does (training.warmup_steps =
-    60): set training.steps_for_lr to at least 60, usually to training.steps = 50
+    {FILE}: training.steps_for_lr = 50: the warmup is longer, training.warmup_steps = 60
 checkpoint.keep_every=2
-    checkpoint.keep_every = 2: it says which checkpoints outlive checkpoint.keep_last, which is null and keeps all: …
+    checkpoint.keep_every = 2: checkpoint.keep_last is null and keeps all: set that too, or this to null
 
 training.steps=[1
     no viable alternative at input '[1'
@@ -311,12 +314,12 @@ training.steps=5,10
 training.steps=${{training.stps}}
     Interpolation key 'training.stps' not found full_key: training.steps
 training.steps={"9" * 5000}
-    expected numbers of 4300 digits at most: Exceeds the limit …
+    the configuration cannot be read: Exceeds the limit …
 training.steps={"9" * 500}
     training.steps = {"9" * 100}… (500 characters): {COUNT}
 """
 CASES = [case.split("\n", 1) for case in re.findall(r"^\S+\n(?: +.*\n)+", WRONG, re.MULTILINE)]
-OF_HYDRA = ("no viable", "Error parsing", "Ambiguous", "Could not", "Interpolation", "expected numbers", FILE)
+OF_HYDRA = ("no viable", "Error parsing", "Ambiguous", "Could not", "Interpolation", "the configuration", FILE)
 
 
 @pytest.mark.parametrize("override, text", CASES, ids=[override[:60] for override, _ in CASES])
@@ -335,12 +338,12 @@ def test_a_wrong_mixture_is_refused():
     one, twice = "mixture=[{filespec:a,weight:1}]", "mixture=[{filespec:a,weight:1},{filespec:a,weight:2}]"
     for overrides, text in [
         ([twice], 'mixture[1].filespec = "a": it is in the mixture already: add up the weights'),
-        ([one, "flat_tokens.epochs=2"], "flat_tokens.epochs = 2: a mixture has no end: a source that runs out starts "),
+        ([one, "flat_tokens.epochs=2"], "flat_tokens.epochs = 2: only flat_tokens.filespec ends; a mixture and "),
         (
             [one, "hf_dataset={path:x,tokenizer:bytes_utf8}", "validation_batches=1"],
             "hf_dataset.path is set, and so is "
-            "mixture (command line): expected one of them, since each says where the data come from; delete the other, on "
-            "the command line by mixture=[]",
+            "mixture (command line): expected one of them, since each says where the data come from; delete the other, "
+            "on the command line by mixture=[]",
         ),
     ]:
         assert message("flat_tokens.filespec=null", *overrides).startswith(f"command line: {text}")
@@ -355,7 +358,7 @@ def test_a_wrong_mixture_is_refused():
         ("mesh: {d: 4, t: 2}", "mesh:", "two.yaml: mesh = null: expected a section with the keys d, t"),
         ("mesh: {d: 4, t: 2}", "mesh: {d: 4}", f"two.yaml: mesh.t is missing: {COUNT}"),
         ("filespec:", "sequence_packing: 'no'\n  filespec:", 'two.yaml: flat_tokens.sequence_packing = "no"'),
-        ("d_head: 32", "d_head: 33", "two.yaml: model.d_head = 33: rotary embeddings turn the two halves"),
+        ("d_head: 32", "d_head: 33", "two.yaml: model.d_head = 33: expected an even number"),
         ("n_kv: 2", "n_kv: 2\n  n_kv: 2", "found duplicate key n_kv"),
         ("mesh: {d: 4, t: 2}", "mesh: {d: 4, t", "while parsing a flow mapping"),
         ("[base, _self_]", "[bsae, _self_]", "In 'two': Could not load 'bsae'."),
@@ -364,7 +367,8 @@ def test_a_wrong_mixture_is_refused():
     ],
 )
 def test_a_wrong_file_is_named(config_folder, replaced, by, text):
-    """A value in a yaml is blamed on that yaml, also on one that a defaults list names, and YAML's own typing counts."""
+    """A value in a yaml is blamed on that yaml, also on one that a defaults list names, and YAML's own typing
+    counts."""
     (config_folder / "size").mkdir()
     (config_folder / "size/big.yaml").write_text("# @package _global_\nmodel: {d_ff: 1.5}\n")
     good = (ROOT / FILE).read_text()
@@ -375,13 +379,13 @@ def test_a_wrong_file_is_named(config_folder, replaced, by, text):
 
 def test_all_problems_come_at_once():
     """Three mistakes are three lines under one heading, so that they are mended in one go."""
-    text = message("training.steps=2.9", "+paths.mistyped=x", "model.d_model=null", "+training.interleave=2")
+    text = message("training.steps=2.9", "+paths.mistyped=x", "model.d_model=null", "+training.adam_eps_root=2")
     heading, *lines = text.splitlines()
     assert heading == "4 problems in the configuration"
-    keys = ["model.d_model", "paths.mistyped", "training.interleave", "training.steps"]
-    assert sorted(line.split()[2] for line in lines) == keys
-    text = message("num_hosts=3", "training.steps_for_lr=2", "model.d_head=33")
-    assert text.startswith("3 problems in the configuration\n  command line: num_hosts = 3: the mesh's 8 devices")
+    keys = ["model.d_model", "paths.mistyped", "training.adam_eps_root", "training.steps"]
+    assert sorted(line.split()[2] for line in lines) == sorted(keys)
+    text = message("num_hosts=3", "paths.model_name=..")
+    assert text.startswith("2 problems in the configuration\n  command line: paths.model_name = ")
 
 
 def test_an_unknown_config_is_refused():
@@ -389,17 +393,6 @@ def test_an_unknown_config_is_refused():
     text = message(name="c4_h200_84m")
     assert text.startswith("there is no config c4_h200_84m in configs; the nearest is c4_h200x1_84m; there are ")
     assert "local_test_synthetic" in text
-
-
-def test_a_name_that_no_disk_takes_is_refused():
-    """What counts is the bytes between two slashes."""
-    fits = f"{'x' * 200}/{'x' * 255}"
-    assert load(train.Config, overrides=[f"paths.model_name={fits}"]).paths.model_name == fits
-    assert message(f"paths.model_name=a/{'x' * 256}").endswith(
-        "x\": a folder's name has at most 255 bytes, and this has 256: shorten it; in a sweep, whose jobs' names say what "
-        "differs, sweep fewer keys at once"
-    )
-    assert "at most 255 bytes, and this has 256" in message(f"paths.model_name='{'é' * 128}'")
 
 
 # ---- what is taken
@@ -438,7 +431,8 @@ def test_what_is_written_loads_again(config_folder):
 
 
 def test_mesh_against_the_machine():
-    """Too few devices is refused, with the simulation's flag on a CPU; fewer than there are is fine on one host only."""
+    """Too few devices is refused, with the simulation's flag on a CPU; fewer than there are is fine on one host
+    only."""
     config = load(train.Config)
     processes.check_mesh(config, 8, "cpu")
     processes.check_mesh(config, 9, "gpu")
@@ -446,12 +440,15 @@ def test_mesh_against_the_machine():
         (
             1,
             "cpu",
-            f"{FILE}: mesh.d × mesh.t = 4 × 2: expected 1 devices or fewer, since this job has 1 (cpu), not 8: set mesh.d and mesh.t so that their product is 1, or simulate 8 devices: XLA_FLAGS=--xla_force_host_platform_device_count=8",
+            f"{FILE}: mesh.d × mesh.t = 4 × 2: expected 1 devices or fewer, since this job has 1 (cpu), not 8: set "
+            "mesh.d and mesh.t so that their product is 1, or simulate 8 devices: "
+            "XLA_FLAGS=--xla_force_host_platform_device_count=8",
         ),
         (
             4,
             "gpu",
-            "since this job has 4 (gpu), not 8: set mesh.d and mesh.t so that their product is 4, or run on more devices; check_only=true checks the step without any",
+            "since this job has 4 (gpu), not 8: set mesh.d and mesh.t so that their product is 4, or run on more "
+            "devices; check_only=true checks the step without any",
         ),
     ]:
         with pytest.raises(RunError, match=re.escape(text)):
@@ -482,12 +479,14 @@ def test_dataset_against_the_config():
     for arguments, text in [
         (
             (1280, 50),
-            f"{FILE}: model.vocab = 1280: the data set synthetic_dataset.zarr has token ids up to 1280: set model.vocab to 1281 or more",
+            f"{FILE}: model.vocab = 1280: the data set synthetic_dataset.zarr has token ids up to 1280: set "
+            "model.vocab to 1281 or more",
         ),
         ((1016, 50, 2000), "has the bos_id 2000: set model.vocab to 2001 or more"),
         (
             (1279, 20),
-            f"{FILE}: training.steps = 50: the data set synthetic_dataset.zarr holds 20 steps in flat_tokens.epochs = 1: set flat_tokens.epochs=3, or training.steps=20",
+            f"{FILE}: training.steps = 50: the data set synthetic_dataset.zarr holds 20 steps in flat_tokens.epochs = "
+            "1: set flat_tokens.epochs=3, or training.steps=20",
         ),
         ((1279, 0), "is too small for one step of 64 × 64 tokens (batch × len) in flat_tokens.epochs = 1"),
         ((1280, 20), "2 problems in the configuration"),
@@ -500,6 +499,7 @@ def test_nothing_left_to_train():
     """A run whose checkpoint has all the steps says so instead of doing nothing."""
     config = load(train.Config, overrides=["training.steps=20"])
     config_checks.check_resume(config, 19)
-    text = "command line: training.steps = 20: nothing to train: the run in runs/local_test_synthetic has a checkpoint after 20 steps; raise training.steps, or give the new run its own paths.model_name"
+    text = "command line: training.steps = 20: nothing to train: the run in runs/local_test_synthetic has a checkpoint "
+    text += "after 20 steps; raise training.steps, or give the new run its own paths.model_name"
     with pytest.raises(RunError, match=re.escape(text)):
         config_checks.check_resume(config, 20)

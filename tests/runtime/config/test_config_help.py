@@ -88,19 +88,16 @@ def test_no_key_is_without_explanation(config_class):
 
 
 @pytest.mark.parametrize("config_class", [train.Config, plan.plan_class(train)])
-def test_each_program_lists_the_configs_that_it_takes(config_class):
-    """All of them; so no listed one ends in `is not a key`."""
-    listed = list(configs_of(config_class, ROOT / "configs"))
-    assert listed == sorted(
-        file.stem for start in ("c4", "local") for file in (ROOT / "configs").glob(f"{start}*.yaml")
-    )
-    for name in listed:
+def test_each_program_takes_the_configs_that_it_lists(config_class):
+    """None ends in `is not a key`."""
+    for name in configs_of(ROOT / "configs"):
         assert isinstance(load(config_class, name), config_class)
 
 
 @pytest.mark.parametrize("config_class", TOOLS)
 def test_a_tool_has_the_defaults_of_its_dataclass(config_class):
-    """Without any yaml; a key is given as in a run, an unknown one is refused, and one without a default is asked for."""
+    """Without any yaml; a key is given as in a run, an unknown one is refused, and one without a default is asked
+    for."""
     key = {tokenize_text.TokenizeText: "output", inspect_dataset.InspectDataset: "path", sample.Sample: "run"}.get(
         config_class
     )
@@ -142,7 +139,8 @@ def test_help_of_a_tool(monkeypatch, capsys):
 
 
 def test_help_takes_little_more_than_importing_jax():
-    """At most 2.5 times the processor time, 2 s where JAX takes 0.8: nothing else that is slow to import is imported."""
+    """At most 2.5 times the processor time, 2 s where JAX takes 0.8: nothing else that is slow to import is
+    imported."""
 
     def seconds(*arguments):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
