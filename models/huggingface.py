@@ -34,9 +34,12 @@ from runtime.terminal import RunError, needs_package
 # The module of each model_type. By name, since a family imports train.py, which imports what reads its weights.
 FAMILIES = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "olmo2"), "models.llama"),
+    **dict.fromkeys(("mixtral", "olmoe", "qwen3_moe"), "models.mixtral"),
     **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), "models.gemma"),
     **dict.fromkeys(("gpt2", "opt"), "models.gpt2"),
     "gptj": "models.gptj",
+    "t5": "models.t5",
+    "bert": "models.bert",
 }
 # Fields of config.json that change nothing of what a given model computes.
 WITHOUT_EFFECT = {
@@ -46,11 +49,20 @@ WITHOUT_EFFECT = {
     "n_ctx", "prefix", "resid_pdrop", "summary_activation", "summary_first_dropout", "summary_proj_to_labels",
     "summary_type", "summary_use_proj", "task_specific_params", "tokenizer_class",
     "_name_or_path", "unsloth_version", "unsloth_fixed", "rope_interleaved", "is_llama_config", "transformers.js_config",
+    "classifier_dropout", "dropout_rate", "initializer_factor", "n_positions", "output_past", "decoder_start_token_id",
+    "attention_probs_dropout_prob", "hidden_dropout_prob",
+    "output_router_logits", "router_aux_loss_coef",
 }  # fmt: skip
-UNUSED = re.compile(r".*\.rotary_emb\.inv_freq|.*\.attn\.(masked_)?bias")  # buffers that old files have
+# Buffers that old files have, T5's copies of the embedding and a bias that it does not add, BERT's other heads.
+UNUSED = re.compile(
+    r".*\.rotary_emb\.inv_freq|.*\.attn\.(masked_)?bias|(en|de)coder\.embed_tokens\.weight"
+    r"|decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight"
+    r"|bert\.(pooler|embeddings\.position_ids).*|cls\.(seq_relationship|predictions\.decoder)\..*"
+)
+RENAMED = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}  # by BERT's old files
 ROWS = 4096  # of an embedding, that are read and written at once
 # That say nothing of what a model is, and may differ between where weights come from and where they go.
-SETTINGS = ("compute_dtype", "attention")
+SETTINGS = ("compute_dtype", "attention", "capacity")
 
 
 class Fields:
@@ -250,7 +262,7 @@ def open_weights(path: str, pool: Executor) -> Source:
         return importlib.import_module("models.foreign").open_gguf(folder)
     if folder is not None and not (folder / "checkpoints").exists():
         if (folder / "config.json").exists():
-            return described(read_json(folder / "config.json"), safetensors.read(folder), folder)
+            return described(read_json(folder / "config.json"), safetensors.read(folder, UNUSED), folder)
         if (folder / "params.json").exists():
             return importlib.import_module("models.foreign").open_meta(folder)
     checkpoint = open_newest(str(path), pool)
@@ -291,12 +303,16 @@ def described(content: dict[str, Any], tensors: dict[str, Tensor], folder: Path)
     model = family.model_of(fields)
     fields.finish()
     rows = rows_of(family, model)
-    return Source(Published(str(folder), with_prefix(tensors, rows), rows), family, model, folder, content)
+    return Source(Published(str(folder), as_published(tensors, rows), rows), family, model, folder, content)
 
 
-def with_prefix(tensors: dict[str, Tensor], rows: dict[str, dict[tuple[int, ...], Row]]) -> dict[str, Tensor]:
-    """The tensors with the first part of their names, `transformer.`, which a file of the model without its head (of
-    gpt2, opt-6.7b) leaves out."""
+def as_published(tensors: dict[str, Tensor], rows: dict[str, dict[tuple[int, ...], Row]]) -> dict[str, Tensor]:
+    """The tensors by the names of today, and with the first part, `transformer.`, which a file of the model without its
+    head (of gpt2, opt-6.7b) leaves out."""
+    tensors = {
+        functools.reduce(lambda name, old: name.replace(old, RENAMED[old]), RENAMED, name): tensor
+        for name, tensor in tensors.items()
+    }
     prefix = next(row.name for parts in rows.values() for row in parts.values()).partition(".")[0] + "."
     if any(name.startswith(prefix) for name in tensors):
         return tensors

@@ -27,7 +27,7 @@ import train
 from jax_extra import explicit_activation_checkpointing, save_for_backward
 from runtime.config.keys import Count, Positive
 from shardlib import shardops
-from shardlib.shardtypes import ComputeType, f32, i32, pytree_dataclass, u32
+from shardlib.shardtypes import ComputeType, bool_, f32, i32, pytree_dataclass, u32
 from shardlib.typed import typed
 from train import TokenBatch, act, rms_norm
 
@@ -213,10 +213,20 @@ def attention(
     distance = position[:, None] - position[None]
     allowed = (segment[:, :, None] == segment[:, None, :]) & (distance >= 0)[None]
     allowed = allowed & (distance < (ALL if window is None else window))[None]
+    return attention_where(q, k, v, allowed, cap)
+
+
+@typed
+def attention_where(
+    q: act['B/d L Q K/t D'], k: act['B/d S K/t D'], v: act['B/d S K/t D'], allowed: bool_['B/d L S'],
+    cap: float | None = None, bias: f32['K/t L S'] | None = None,
+) -> act['B/d L Q K/t D']:  # fmt: skip
+    """Attention where a query sees the keys that are allowed; a bias is added to the logits."""
     logits = shardops.einsum_unreduced(
         'B/d L Q K/t D, B/d S K/t D -> B/d Q K/t L S', q, k, preferred_element_type=jnp.float32
     )
     logits = logits if cap is None else cap * jnp.tanh(logits / cap)
+    logits = logits if bias is None else logits + bias[None, None]
     logits = jnp.where(allowed[:, None, None], logits, -1e30)
     largest = shardops.pmax('B/d Q K/t L S -> B/d Q K/t L', lax.stop_gradient(logits))
     e = jnp.exp(logits - largest[..., None])

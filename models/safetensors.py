@@ -8,6 +8,7 @@ write(Path("out"), {"lm_head.weight": (49152, 576)}, "bfloat16", values)
 import functools
 import json
 import math
+import re
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -40,9 +41,11 @@ def read_json(file: Path) -> dict[str, Any]:
         raise RunError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
 
 
-def read(folder: Path) -> dict[str, Tensor]:
+def read(folder: Path, unused: re.Pattern | None = None) -> dict[str, Tensor]:
     """The tensors of all files in a folder; where there is an index, of those that it names.
 
+    Args:
+      unused: names of tensors that may be of another type than TYPES: those are left out.
     Raises:
       RunError: there are none, one cannot be read, or a tensor is of another type than TYPES.
     """
@@ -62,6 +65,8 @@ def read(folder: Path) -> dict[str, Tensor]:
         about.pop("__metadata__", None)
         for name, each in about.items():
             if each["dtype"] not in TYPES:
+                if unused is not None and unused.fullmatch(name):
+                    continue
                 raise RunError(f"{name} in {file} is {each['dtype']}: expected one of {', '.join(TYPES)}")
             shape, offset = tuple(each["shape"]), 8 + length + each["data_offsets"][0]
             tensors[name] = Tensor(shape, functools.partial(_rows, file, offset, TYPES[each["dtype"]], shape))

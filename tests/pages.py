@@ -107,7 +107,7 @@ def recipe(title, folder):
 
 def copy_of_the_repository(folder):
     """Links to its rooms, and a copy of train.py to be changed."""
-    for name in ("shardlib", "ledger", "kernels", "tools", "configs", "runtime", "jax_extra.py"):
+    for name in ("shardlib", "ledger", "kernels", "models", "tools", "configs", "runtime", "jax_extra.py"):
         os.symlink(ROOT / name, folder / name)
     shutil.copy(ROOT / "train.py", folder)
 

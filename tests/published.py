@@ -5,13 +5,15 @@ import functools
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from pages import module_of
 
 from models import huggingface
 from runtime.run import with_shardings
 from shardlib import shardops
 from shardlib.mesh import make_mesh
-from shardlib.shardtypes import f32, make_shardings, narrowed
+from shardlib.shardtypes import f32, i32, make_shardings, narrowed, pytree_dataclass, typed_shard_map, u32
 from train import TokenBatch, act
 
 FOLDER = Path(__file__).parent / "models/golden"
@@ -35,7 +37,8 @@ def batch_of(oracle, lengths=(9, 15)):
     targets = oracle["targets"]
     starts = np.zeros(targets.shape, bool)
     starts[:, [0, lengths[0]]] = True
-    return jax.device_put(TokenBatch(targets, starts, np.ones(targets.shape, bool)), make_shardings(TokenBatch))
+    is_target = oracle.get("is_target", np.ones(targets.shape, bool))
+    return jax.device_put(TokenBatch(targets, starts, is_target), make_shardings(TokenBatch))
 
 
 def weights_of(source, pool, model=None):
@@ -45,21 +48,108 @@ def weights_of(source, pool, model=None):
     return huggingface.restored(source, model or source.model, with_shardings(shapes, type_), pool), type_
 
 
+@pytree_dataclass
+class Read:
+    """What T5's encoder reads, and the numbers of its segments."""
+
+    tokens: u32["B/d S"]
+    segment: i32["B/d S"]
+
+
+@pytree_dataclass
+class Masked:
+    """What BERT reads: some tokens are masked; and their kinds."""
+
+    tokens: u32["B/d L"]
+    kinds: i32["B/d L"]
+
+
+def read_of(oracle, lengths=(13, 7)):
+    """The rows of golden.py that the encoder reads."""
+    segment = np.broadcast_to(np.repeat([1, 2], lengths).astype(np.int32), oracle["read"].shape)
+    return jax.device_put(Read(oracle["read"].astype(np.uint32), segment), make_shardings(Read))
+
+
+def step_of(source, Weights, oracle):
+    """As `loss_and_logits`, or for a family that reads, and the arguments but for the weights."""
+    if "read" in oracle:
+        return loss_and_logits_of_read(source, Weights), (batch_of(oracle), read_of(oracle))
+    if "kinds" in oracle:
+        masked = Masked(oracle["inputs"].astype(np.uint32), oracle["kinds"].astype(np.int32))
+        masked = jax.device_put(masked, make_shardings(Masked))
+        return loss_and_logits_of_masked(source, Weights), (batch_of(oracle), masked)
+    return loss_and_logits(source, Weights), (batch_of(oracle),)
+
+
 def loss_and_logits(source, Weights, bos_id=1):
     """A function of weights and a batch: the mean loss, all logits, and the loss's gradient."""
-    family, model = source.family, source.model
-    layers = family.layers  # of a changed copy its own
-    cap = family.mask(model).logits_cap
+    layers = source.family.layers  # of a changed copy its own
 
     def step(weights: Weights, batch: TokenBatch) -> tuple[f32[""], f32["B/d L V/t"], Weights]:
-        count = batch.targets.size * shardops.axis_size("d")
+        def hidden(weights, ends):
+            return layers.hidden(source.family, source.model, weights, *layers.inputs_of(batch, bos_id), ends=ends)
 
-        def loss(weights, batch):
-            ends = family.gather_ends(weights)
-            x = layers.hidden(family, model, weights, *layers.inputs_of(batch, bos_id), ends=ends)
-            return layers.loss_sum(ends.unembed, x, batch, cap) / count, layers.logits_of(ends.unembed, x, cap)
-
-        (value, logits), gradient = shardops.value_and_grad(loss, has_aux=True)(weights, batch)
-        return shardops.psum("+d +t -> ", value), logits, gradient
+        return differentiated(source, hidden, weights, batch)
 
     return step
+
+
+def loss_and_logits_of_read(source, Weights, bos_id=1):
+    """The same for a family that reads with an encoder."""
+
+    def step(weights: Weights, batch: TokenBatch, read: Read) -> tuple[f32[""], f32["B/d L V/t"], Weights]:
+        def hidden(weights, ends):
+            inputs, segment, _ = source.family.layers.inputs_of(batch, bos_id)
+            return source.family.hidden(source.model, weights, read.tokens, read.segment, inputs, segment, ends=ends)
+
+        return differentiated(source, hidden, weights, batch)
+
+    return step
+
+
+def loss_and_logits_of_masked(source, Weights):
+    """The same for a family that predicts masked tokens."""
+
+    def step(weights: Weights, batch: TokenBatch, masked: Masked) -> tuple[f32[""], f32["B/d L V/t"], Weights]:
+        def hidden(weights, ends):
+            family, model = source.family, source.model
+            _, segment, position = family.layers.inputs_of(batch, 0)
+            x = family.hidden(model, weights, masked.tokens, masked.kinds, segment, position, ends=ends)
+            return family.predict(model, ends, x)
+
+        return differentiated(source, hidden, weights, batch)
+
+    return step
+
+
+def differentiated(source, hidden, weights, batch):
+    """The mean loss of hidden states, all logits, and the loss's gradient."""
+    layers, cap = source.family.layers, source.family.mask(source.model).logits_cap
+    count = shardops.psum("+d -> ", shardops.sum_unreduced("B/d L -> +d", batch.is_target.astype(jnp.float32)))
+
+    def loss(weights, batch):
+        ends = source.family.gather_ends(weights)
+        x = hidden(weights, ends)
+        return layers.loss_sum(ends.unembed, x, batch, cap) / count, layers.logits_of(ends.unembed, x, cap)
+
+    (value, logits), gradient = shardops.value_and_grad(loss, has_aux=True)(weights, batch)
+    return shardops.psum("+d +t -> ", value), logits, gradient
+
+
+def check_family(path, source, variants, steps, *others):
+    """Checks the steps of each variant of a family's file, such as `loss_and_logits`, on 4 x 2; returns the claims.
+
+    `others` are their arguments after the weights and the batch.
+    """
+    family, proved = module_of(path, source), 0
+    for variant in variants:
+        act.dtype = jnp.bfloat16
+        model = family.Model(**variant)
+        shapes = jax.eval_shape(functools.partial(family.init, model), np.uint32(0))
+        batch = TokenBatch(*(jax.ShapeDtypeStruct((16, 32), dtype) for dtype in (np.uint32, bool, bool)))
+        given = type("Source", (), {"family": family, "model": model})
+        mesh = jax.sharding.AbstractMesh((4, 2), ("d", "t"))
+        for step in steps:
+            mapped = typed_shard_map(step(given, narrowed(family.Weights, shapes)))
+            proved += mapped.check(mesh, shapes, batch, *others)
+    return proved

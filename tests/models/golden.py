@@ -11,11 +11,13 @@ that is shorter than the row, a scaling of rotary angles past the original lengt
 import json
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import torch
 import transformers
+from safetensors.numpy import load_file
 
 FOLDER = Path(__file__).parent / "golden"
 SMALL = {
@@ -33,7 +35,12 @@ OLD = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+OF_T5 = {
+    "vocab_size": 40, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_decoder_layers": 2, "num_heads": 2,
+    "relative_attention_num_buckets": 8, "relative_attention_max_distance": 10,
+}  # fmt: skip
 ROWS, LENGTHS = 8, (9, 15)  # of the two sequences in each row
+READ = (13, 7)  # what an encoder reads of them, where it is other than what is predicted
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 100.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 2.0}
 YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "beta_fast": 2.0, "beta_slow": 0.5}
 VARIANTS = {
@@ -50,6 +57,22 @@ VARIANTS = {
     ),
     "qwen3": ("Qwen3", {"rope_parameters": {**YARN, "original_max_position_embeddings": 8}}),
     "olmo2": ("Olmo2", {"num_key_value_heads": 4, "rms_norm_eps": 1e-5}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "intermediate_size": 8, "sliding_window": 5}),
+    "olmoe": (
+        "Olmoe",
+        {"num_attention_heads": 2, "num_experts": 4, "num_experts_per_tok": 3, "intermediate_size": 8},
+    ),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 8,
+            "norm_topk_prob": True,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+        },
+    ),
     "gemma": ("Gemma", {"hidden_size": 24, "rms_norm_eps": 1e-5}),
     "gemma2": (
         "Gemma2",
@@ -94,42 +117,80 @@ VARIANTS = {
         },
     ),
     "gptj": ("GPTJ", {**OLD, "rotary_dim": 4, "layer_norm_epsilon": 1e-3}),
+    "bert": (
+        "Bert",
+        {
+            "vocab_size": 40,
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "max_position_embeddings": 24,
+            "layer_norm_eps": 1e-3,
+            "pad_token_id": None,  # else its row has no gradient in torch
+        },
+    ),
+    "t5": ("T5", {**OF_T5, "layer_norm_epsilon": 1e-3}),
+    "t5_gated": ("T5", {**OF_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
 }
 
 
 def write(name: str, family: str, settings: dict) -> None:
     torch.manual_seed(0)
-    shared = {} if family in ("GPT2", "OPT", "GPTJ") else SMALL  # which have other names for the same
+    shared = {} if family in ("GPT2", "OPT", "GPTJ", "T5", "Bert") else SMALL  # which have other names for the same
     config = getattr(transformers, f"{family}Config")(**{**shared, **settings})
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    kind = {"T5": transformers.AutoModelForSeq2SeqLM, "Bert": transformers.AutoModelForMaskedLM}.get(
+        family, transformers.AutoModelForCausalLM
+    )
+    model = kind.from_config(config, attn_implementation="eager").float().eval()
+    if settings.get("tie_word_embeddings") is False:  # T5 1.1, which this release of transformers ties all the same
+        model.lm_head.weight = torch.nn.Parameter(torch.empty(config.vocab_size, config.d_model))
     with torch.no_grad():
         for key, weight in model.named_parameters():
             drawn = torch.randn(weight.shape)
             if weight.ndim == 1:  # biases, and norms around one, which Gemma's are at 0
-                is_norm = ("norm" in key or "ln" in key) and not family.startswith("Gemma")
+                is_norm = any(part in key for part in ("norm", "ln", "LayerNorm")) and not family.startswith("Gemma")
                 weight.copy_(0.3 * drawn + (1.0 if is_norm else 0.0))
             else:
-                weight.copy_(drawn / weight.shape[1] ** 0.5)
+                weight.copy_(drawn / weight.shape[-1] ** 0.5)
     folder = FOLDER / name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     model.save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
     targets = torch.randint(0, config.vocab_size, (ROWS, sum(LENGTHS)))
+    is_target, others = torch.ones(targets.shape, dtype=torch.bool), {}
+    if family == "T5":
+        others["read"] = torch.randint(0, config.vocab_size, (ROWS, sum(READ)))
+    if family == "Bert":  # every third token is masked, and is a target
+        is_target = torch.rand(targets.shape) < 1 / 3
+        others = {"inputs": torch.where(is_target, 3, targets), "kinds": torch.randint(0, 2, targets.shape)}
+        others["is_target"] = is_target
     logits = []
-    for part in targets.split(LENGTHS, dim=1):
-        inputs = torch.cat([torch.full((ROWS, 1), config.bos_token_id), part[:, :-1]], dim=1)
-        logits.append(model(inputs).logits)
+    for n, part in enumerate(targets.split(LENGTHS, dim=1)):
+        given = {"input_ids": torch.cat([torch.full((ROWS, 1), 1), part[:, :-1]], dim=1)}
+        if family == "T5":
+            given = {"input_ids": others["read"].split(READ, dim=1)[n], "decoder_input_ids": given["input_ids"]}
+        if family == "Bert":
+            inputs, kinds = [others[key].split(LENGTHS, dim=1)[n] for key in ("inputs", "kinds")]
+            given = {"input_ids": inputs, "token_type_ids": kinds}
+        logits.append(model(**given).logits)
     logits = torch.cat(logits, dim=1)
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    loss = torch.nn.functional.cross_entropy(logits[is_target], targets[is_target])
     loss.backward()
-    gradients = {key: weight.grad.numpy() for key, weight in model.named_parameters()}
+    with torch.no_grad():  # gradients under the names, and lying, as the weights are published
+        for weight in model.parameters():
+            weight.copy_(weight.grad)
+    with tempfile.TemporaryDirectory() as published:
+        model.save_pretrained(published)
+        gradients = load_file(Path(published) / "model.safetensors")
     np.savez_compressed(
         folder / "oracle.npz",
         targets=targets.numpy().astype(np.uint32),
         logits=logits[:2].detach().numpy(),
         loss=loss.item(),
         versions=f"torch {torch.__version__}, transformers {transformers.__version__}",
+        **{key: value.numpy() for key, value in others.items()},
         **{f"gradient/{key}": value for key, value in gradients.items()},
     )
 

@@ -1,5 +1,5 @@
-"""models/gemma.py, gpt2.py and gptj.py beside what the golden files hold: their first weights, adapters, config.json
-both ways, what is refused, and the check of all that they send."""
+"""The families of models/ beside what the golden files hold: their first weights, adapters, what is refused,
+config.json both ways, and the check of all that they send."""
 
 import dataclasses
 import functools
@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 from test_llama import decoded
 from test_mutation import refuse_all
 
-from models import gemma, gpt2, gptj, huggingface, layers
+from models import bert, gemma, gpt2, gptj, huggingface, layers, mixtral, t5
 from runtime.check import check_sizes
 from runtime.checkpoints.checkpoint import named_leaves
 from runtime.terminal import RunError
@@ -199,6 +199,36 @@ PUBLISHED = {
         "gradient_checkpointing": false, "n_inner": null, "n_layer": 28, "n_positions": 2048, "rotary": true,
         "rotary_dim": 64, "scale_attn_weights": true, "summary_type": "cls_index", "summary_use_proj": true,
         "tie_word_embeddings": false, "tokenizer_class": "GPT2Tokenizer", "vocab_size": 50400}""",
+    "mixtral 8x7B": """{"model_type": "mixtral", "hidden_act": "silu", "hidden_size": 4096, "intermediate_size":
+        14336, "max_position_embeddings": 32768, "num_attention_heads": 32, "num_experts_per_tok": 2,
+        "num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 8, "output_router_logits": false,
+        "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.02, "sliding_window": null,
+        "tie_word_embeddings": false, "vocab_size": 32000}""",
+    "olmoe 1B-7B": """{"model_type": "olmoe", "attention_bias": false, "clip_qkv": null, "hidden_act": "silu",
+        "hidden_size": 2048, "intermediate_size": 1024, "norm_topk_prob": false, "num_attention_heads": 16,
+        "num_experts": 64, "num_experts_per_tok": 8, "num_hidden_layers": 16, "num_key_value_heads": 16,
+        "output_router_logits": false, "rms_norm_eps": 1e-05, "rope_scaling": null, "rope_theta": 10000.0,
+        "router_aux_loss_coef": 0.01, "tie_word_embeddings": false, "vocab_size": 50304}""",
+    "qwen 3 30B-A3B": """{"model_type": "qwen3_moe", "attention_bias": false, "decoder_sparse_step": 1,
+        "head_dim": 128, "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 6144,
+        "max_position_embeddings": 40960, "max_window_layers": 48, "mlp_only_layers": [], "moe_intermediate_size":
+        768, "norm_topk_prob": true, "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8,
+        "num_hidden_layers": 48, "num_key_value_heads": 4, "output_router_logits": false, "rms_norm_eps": 1e-06,
+        "rope_scaling": null, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001, "sliding_window": null,
+        "tie_word_embeddings": false, "use_sliding_window": false, "vocab_size": 151936}""",
+    "t5 small": """{"model_type": "t5", "d_ff": 2048, "d_kv": 64, "d_model": 512, "decoder_start_token_id": 0,
+        "dropout_rate": 0.1, "initializer_factor": 1.0, "is_encoder_decoder": true, "layer_norm_epsilon": 1e-06,
+        "n_positions": 512, "num_heads": 8, "num_layers": 6, "output_past": true, "relative_attention_num_buckets":
+        32, "task_specific_params": {"summarization": {"num_beams": 4}}, "vocab_size": 32128}""",
+    "flan-t5 base": """{"model_type": "t5", "d_ff": 2048, "d_kv": 64, "d_model": 768, "decoder_start_token_id": 0,
+        "dropout_rate": 0.1, "feed_forward_proj": "gated-gelu", "initializer_factor": 1.0, "is_encoder_decoder": true,
+        "layer_norm_epsilon": 1e-06, "n_positions": 512, "num_decoder_layers": 12, "num_heads": 12, "num_layers": 12,
+        "output_past": true, "relative_attention_max_distance": 128, "relative_attention_num_buckets": 32,
+        "tie_word_embeddings": false, "use_cache": true, "vocab_size": 32128}""",
+    "bert base": """{"model_type": "bert", "attention_probs_dropout_prob": 0.1, "gradient_checkpointing": false,
+        "hidden_act": "gelu", "hidden_dropout_prob": 0.1, "hidden_size": 768, "initializer_range": 0.02,
+        "intermediate_size": 3072, "layer_norm_eps": 1e-12, "max_position_embeddings": 512, "num_attention_heads": 12,
+        "num_hidden_layers": 12, "position_embedding_type": "absolute", "type_vocab_size": 2, "vocab_size": 30522}""",
 }
 EXPECTED = [
     ("gemma 2B", gemma, {"n_q_per_kv": 8, "logits_scale": 1 / 16, "window": None, "norm_after": False}),
@@ -209,6 +239,20 @@ EXPECTED = [
     ("gpt2", gpt2, {"d_head": 64, "d_ff": 3072, "positions": 1024, "activation": "gelu_tanh"}),
     ("opt 125M", gpt2, {"d_ff": 3072, "positions": 2050, "first_position": 2, "activation": "relu"}),
     ("gpt-j 6B", gptj, {"d_head": 256, "d_ff": 16384, "d_rotary": 64}),
+    (
+        "mixtral 8x7B",
+        mixtral,
+        {"n_q_per_kv": 4, "d_head": 128, "experts": 8, "chosen": 2, "weights_add_to_one": True, "qk_norm": "none"},
+    ),
+    ("olmoe 1B-7B", mixtral, {"d_ff": 1024, "experts": 64, "chosen": 8, "weights_add_to_one": False, "qk_norm": "all"}),
+    (
+        "qwen 3 30B-A3B",
+        mixtral,
+        {"d_ff": 768, "d_head": 128, "experts": 128, "weights_add_to_one": True, "qk_norm": "head", "window": None},
+    ),
+    ("t5 small", t5, {"encoder_layers": 6, "layers": 6, "max_distance": 128, "gated": False, "tied": True}),
+    ("flan-t5 base", t5, {"encoder_layers": 12, "layers": 12, "gated": True, "tied": False}),
+    ("bert base", bert, {"d_head": 64, "positions": 512, "kinds": 2, "norm_eps": 1e-12}),
 ]
 
 
@@ -244,6 +288,16 @@ REFUSED = [
     ("opt", {"word_embed_proj_dim": 8}, "word_embed_proj_dim = 8 is not .*expected 16, as hidden_size"),
     ("opt", {"enable_bias": False}, "enable_bias = False is not .*expected True"),
     ("gptj", {"rotary_dim": 3}, "rotary_dim = 3 is not .*expected an even number of dims"),
+    ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers = \[0\] is not .*expected \[\]"),
+    ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2 is not .*expected 1"),
+    ("olmoe", {"clip_qkv": 8.0}, "clip_qkv = 8.0 is not .*expected None"),
+    ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1 is not .*expected 0.0"),
+    ("t5", {"feed_forward_proj": "gated-silu"}, "relu is that of T5 1.0, gated-gelu that of 1.1"),
+    ("t5", {"is_encoder_decoder": False}, "is_encoder_decoder = False is not .*expected True"),
+    ("t5", {"is_gated_act": True}, "is_gated_act = True is not .*expected False"),
+    ("bert", {"hidden_act": "relu"}, "hidden_act = 'relu' is not .*expected 'gelu'"),
+    ("bert", {"position_embedding_type": "relative_key"}, "position_embedding_type = .*expected 'absolute'"),
+    ("bert", {"is_decoder": True}, "is_decoder = True is not .*expected False"),
 ]
 
 

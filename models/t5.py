@@ -1,0 +1,440 @@
+"""T5 1.0 and 1.1 (and Flan-T5, which are 1.1): an encoder, and a decoder that also attends to what it wrote.
+
+    x = t5.hidden(model, weights, read, read_segment, inputs, segment)      # 'B/d L M', of the decoder's tokens
+
+Decoding encodes once: `encoded = encode(...)`, then `memory(...)` makes of it each decoder layer's keys and values; a
+layer's `cross(q, project)` attends to those and does not call `project`, its `attend` to the tokens that were written.
+Distances are between places in a row, so that no token needs its position. Legend as in train.py, with S tokens read and
+N buckets of distances. models/layers.py says what a family's file holds; here a layer has `cross` instead of positions.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_extra import explicit_activation_checkpointing, fold_in_str, save_for_backward
+from models import layers
+from models.layers import Mask, act, enter, leave, rms_norm, stored
+from runtime.config.keys import Count, Positive
+from shardlib import shardops
+from shardlib.shardops import product
+from shardlib.shardtypes import Array, f32, i32, pytree_dataclass, u32
+from shardlib.typed import typed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    d_model: Count  # M
+    n_kv: Count  # K, heads
+    d_head: Count  # D
+    encoder_layers: Count
+    layers: Count  # of the decoder
+    vocab: Count  # V
+    d_ff: Count  # F
+    buckets: Count = 32  # N; an encoder's are half for keys before the query, half for those after it
+    max_distance: Count = 128  # from which on all distances are in one bucket
+    gated: bool = True  # gelu(gate) · up (1.1); else relu(up) (1.0)
+    tied: bool = False  # the embedding / sqrt(M) is the unembedding (1.0)
+    norm_eps: Positive = 1e-6  # added to the mean square in RMSNorm
+    compute_dtype: Literal['bfloat16', 'float32'] = 'bfloat16'  # of activations and matrix products
+
+
+def mask(model: Model) -> Mask:
+    return Mask()
+
+
+# == Weights ===========================================================================================================
+@pytree_dataclass
+class Layer:
+    """Of the encoder, or with a second attention of the decoder."""
+
+    ln1: f32['M/d/t']
+    ln2: f32['M/d/t']
+    w_q: stored['M/d K/t D']
+    w_kv: stored['2 M/d K/t D']
+    w_o: stored['M/d K/t D']
+    w_up: stored['M/d F/t']
+    w_down: stored['M/d F/t']
+    w_gate: stored['M/d F/t'] | None = None
+    ln_cross: f32['M/d/t'] | None = None
+    cross_q: stored['M/d K/t D'] | None = None
+    cross_kv: stored['2 M/d K/t D'] | None = None
+    cross_o: stored['M/d K/t D'] | None = None
+
+
+@pytree_dataclass
+class Weights:
+    embed: stored['V/t M/d']
+    unembed: stored['V/t M/d'] | None
+    encoder: Array['encoder_layers', Layer]
+    encoder_bias: f32['N/d K/t']
+    encoder_norm: f32['M/d/t']
+    decoder: Array['layers', Layer]
+    decoder_bias: f32['N/d K/t']
+    decoder_norm: f32['M/d/t']
+
+
+@pytree_dataclass
+class Gathered:
+    """What a layer multiplies with; a matrix may be `Adapted`."""
+
+    ln1: f32['M']
+    ln2: f32['M']
+    w_q: act['M K/t D']
+    w_k: act['M K/t D']
+    w_v: act['M K/t D']
+    w_o: act['M K/t D']
+    w_up: act['M F/t']
+    w_down: act['M F/t']
+    w_gate: act['M F/t'] | None
+    ln_cross: f32['M'] | None
+    cross_q: act['M K/t D'] | None
+    cross_k: act['M K/t D'] | None
+    cross_v: act['M K/t D'] | None
+    cross_o: act['M K/t D'] | None
+
+
+@pytree_dataclass
+class Ends:
+    """What is not of a layer, gathered."""
+
+    embed: act['V/t M']
+    unembed: act['V/t M']
+    encoder_bias: f32['N K/t']
+    encoder_norm: f32['M']
+    decoder_bias: f32['N K/t']
+    decoder_norm: f32['M']
+
+
+def init(model: Model, seed: jax.Array) -> Weights:
+    M, F, V, K, D = model.d_model, model.d_ff, model.vocab, model.n_kv, model.d_head
+
+    def normal(name, shape, fan_in, scale=1.0):
+        key = fold_in_str(jax.random.key(seed), name)
+        return jax.random.truncated_normal(key, -2, 2, shape, jnp.float32) * (scale / 0.87962566 / fan_in**0.5)
+
+    def stack(name, count, has_cross):
+        def of_layers(what, shape, fan_in, scale=1.0):
+            return normal(f'{name}/{what}', (count, *shape), fan_in, scale)
+
+        ones = jnp.ones((count, M), jnp.float32)
+        return Layer(
+            ln1=ones,
+            ln2=ones,
+            w_q=of_layers('w_q', (M, K, D), M, scale=D**-0.5),
+            w_kv=of_layers('w_kv', (2, M, K, D), M),
+            w_o=of_layers('w_o', (M, K, D), K * D),
+            w_up=of_layers('w_up', (M, F), M),
+            w_down=of_layers('w_down', (M, F), F),
+            w_gate=of_layers('w_gate', (M, F), M) if model.gated else None,
+            ln_cross=ones if has_cross else None,
+            cross_q=of_layers('cross_q', (M, K, D), M, scale=D**-0.5) if has_cross else None,
+            cross_kv=of_layers('cross_kv', (2, M, K, D), M) if has_cross else None,
+            cross_o=of_layers('cross_o', (M, K, D), K * D) if has_cross else None,
+        )
+
+    return Weights(
+        embed=normal('embed', (V, M), 1),
+        unembed=None if model.tied else normal('unembed', (V, M), M),
+        encoder=stack('encoder', model.encoder_layers, False),
+        encoder_bias=normal('encoder_bias', (model.buckets, K), M),
+        encoder_norm=jnp.ones((M,), jnp.float32),
+        decoder=stack('decoder', model.layers, True),
+        decoder_bias=normal('decoder_bias', (model.buckets, K), M),
+        decoder_norm=jnp.ones((M,), jnp.float32),
+    )
+
+
+@typed
+def gather_layer(w: Layer, reduce_dtype: str = 'float32') -> Gathered:
+    gather = functools.partial(shardops.all_gather, dtype=act, reduce_dtype=reduce_dtype)
+
+    def if_there(gather, string, w):
+        return None if w is None else gather(string, w)
+
+    cross_k, cross_v = (None, None) if w.cross_kv is None else (w.cross_kv[0], w.cross_kv[1])
+    return Gathered(
+        ln1=shardops.all_gather('M/d/t -> M', w.ln1),
+        ln2=shardops.all_gather('M/d/t -> M', w.ln2),
+        w_q=gather('M/d K/t D -> M K/t D', w.w_q),
+        w_k=gather('M/d K/t D -> M K/t D', w.w_kv[0]),
+        w_v=gather('M/d K/t D -> M K/t D', w.w_kv[1]),
+        w_o=gather('M/d K/t D -> M K/t D', w.w_o),
+        w_up=gather('M/d F/t -> M F/t', w.w_up),
+        w_down=gather('M/d F/t -> M F/t', w.w_down),
+        w_gate=if_there(gather, 'M/d F/t -> M F/t', w.w_gate),
+        ln_cross=if_there(shardops.all_gather, 'M/d/t -> M', w.ln_cross),
+        cross_q=if_there(gather, 'M/d K/t D -> M K/t D', w.cross_q),
+        cross_k=if_there(gather, 'M/d K/t D -> M K/t D', cross_k),
+        cross_v=if_there(gather, 'M/d K/t D -> M K/t D', cross_v),
+        cross_o=if_there(gather, 'M/d K/t D -> M K/t D', w.cross_o),
+    )
+
+
+@typed
+def gather_ends(weights: Weights, reduce_dtype: str = 'float32') -> Ends:
+    gather = functools.partial(shardops.all_gather, dtype=act, reduce_dtype=reduce_dtype)
+    embed = gather('V/t M/d -> V/t M', weights.embed)
+    return Ends(
+        embed=embed,
+        unembed=embed if weights.unembed is None else gather('V/t M/d -> V/t M', weights.unembed),
+        encoder_bias=shardops.all_gather('N/d K/t -> N K/t', weights.encoder_bias),
+        encoder_norm=shardops.all_gather('M/d/t -> M', weights.encoder_norm),
+        decoder_bias=shardops.all_gather('N/d K/t -> N K/t', weights.decoder_bias),
+        decoder_norm=shardops.all_gather('M/d/t -> M', weights.decoder_norm),
+    )
+
+
+# == Distances =========================================================================================================
+def first_distances(buckets: int, max_distance: int) -> list[int]:
+    """The least distance of each bucket but the first: one by one up to half of them, then by a constant factor."""
+    exact = buckets // 2
+    distance = np.arange(exact, max_distance + 1, dtype=np.float32)
+    number = np.log(distance / np.float32(exact)) / np.float32(math.log(max_distance / exact))
+    number = np.minimum(exact + (number * np.float32(buckets - exact)).astype(np.int32), buckets - 1)
+    return [*range(1, exact), *(exact + int(np.argmax(number >= each)) for each in range(exact, buckets))]
+
+
+@typed
+def relative_bias(model: Model, table: f32['N K/t'], distance: i32['L S'], both_ways: bool) -> f32['K/t L S']:
+    """What is added to attention's logits; distance is the query's place less the key's."""
+    buckets = model.buckets // 2 if both_ways else model.buckets
+    far = jnp.abs(distance) if both_ways else jnp.maximum(distance, 0)
+    bucket = buckets * (distance < 0).astype(jnp.int32) if both_ways else jnp.zeros_like(far)
+    for first in first_distances(buckets, model.max_distance):
+        bucket = bucket + (far >= first).astype(jnp.int32)
+    return jnp.moveaxis(shardops.index_unreduced('[N] K/t, L S -> L S K/t', table, bucket), -1, 0)
+
+
+# == Forward pass ======================================================================================================
+@typed
+def embed(model: Model, ends: Ends, tokens: u32['B/d L'], position: i32['B/d L'] | None, M: str) -> jax.Array:
+    return layers.embed(ends.embed, tokens, M)
+
+
+@typed
+def project(w: Gathered, encoded: act['B/d S M']) -> tuple[act['B/d S K/t D'], act['B/d S K/t D']]:
+    """The keys and values that a layer of the decoder makes of what the encoder wrote."""
+    k = product('B/d S M, M K/t D -> B/d S K/t D', encoded, w.cross_k)
+    return k, product('B/d S M, M K/t D -> B/d S K/t D', encoded, w.cross_v)
+
+
+@typed
+def layer(
+    model: Model, x: jax.Array, w: Gathered, attend: Callable, cross: Callable | None, M: str
+) -> tuple[jax.Array, Any]:
+    """One layer of the decoder, or without `cross` of the encoder; x lies as 'B/d L' with M.
+
+    `attend(q, k, v)` returns o and what of k and v is to be kept; `cross(q, project)` returns o, where
+    `project(encoded)` are keys and values. No factor stands before q·k.
+    """
+    x: act[f'B/d L {M}'] = x
+
+    with jax.named_scope('attention'):
+        gathered = save_for_backward(enter(x, M))  # 2M bytes a token, in the place of the input's 2M/t
+        normed = rms_norm(gathered, w.ln1, model.norm_eps)
+        q = product('B/d L M, M K/t D -> B/d L K/t D', normed, w.w_q)
+        q = save_for_backward(q)  # 2KD/t bytes a token, spares the product with w_q
+        k = product('B/d L M, M K/t D -> B/d L K/t D', normed, w.w_k)
+        k = save_for_backward(k)  # 2KD/t bytes a token, spares the product with w_k
+        v = product('B/d L M, M K/t D -> B/d L K/t D', normed, w.w_v)
+        v = save_for_backward(v)  # 2KD/t bytes a token, spares the product with w_v
+        o, kept = attend(q[:, :, None], k, v)
+        x = x + leave(product('B/d L K/t D, M K/t D -> B/d L M +t', o[:, :, 0], w.w_o), M)
+
+    if cross is not None:
+        with jax.named_scope('cross'):
+            gathered = save_for_backward(enter(x, M))  # 2M bytes a token, spares the product with w_o, sum, gather
+            normed = rms_norm(gathered, w.ln_cross, model.norm_eps)
+            q = product('B/d L M, M K/t D -> B/d L K/t D', normed, w.cross_q)
+            q = save_for_backward(q)  # 2KD/t bytes a token, spares the product with cross_q
+            o = cross(q[:, :, None], functools.partial(project, w))
+            x = x + leave(product('B/d L K/t D, M K/t D -> B/d L M +t', o[:, :, 0], w.cross_o), M)
+
+    with jax.named_scope('ffn'):
+        gathered = save_for_backward(enter(x, M))  # 2M bytes a token, spares the product before, its sum, the gather
+        normed = rms_norm(gathered, w.ln2, model.norm_eps)
+        up = product('B/d L M, M F/t -> B/d L F/t', normed, w.w_up)
+        up = save_for_backward(up)  # 2F/t bytes a token, spares a product with w_up
+        if w.w_gate is None:
+            hidden = jax.nn.relu(up)
+        else:
+            gate = product('B/d L M, M F/t -> B/d L F/t', normed, w.w_gate)
+            gate = save_for_backward(gate)  # 2F/t bytes a token, spares a product with w_gate
+            hidden = jax.nn.gelu(gate, approximate=True) * up
+        return x + leave(product('B/d L F/t, M F/t -> B/d L M +t', hidden, w.w_down), M), kept
+
+
+@typed
+def final(model: Model, ends: Ends, x: jax.Array, M: str) -> act['B/d L M']:
+    """The decoder's hidden states that logits are computed from."""
+    scale = ends.decoder_norm * model.d_model**-0.5 if model.tied else ends.decoder_norm
+    return rms_norm(enter(x, M), scale, model.norm_eps)
+
+
+@typed
+def final_of_encoder(model: Model, ends: Ends, x: jax.Array, M: str) -> act['B/d L M']:
+    """What the encoder writes, after its last layer."""
+    return rms_norm(enter(x, M), ends.encoder_norm, model.norm_eps)
+
+
+def _stack(model, weights, x, attend, cross, adapt, low, reduce_dtype, kept, unroll):
+    """All layers of the encoder or of the decoder, as training runs them."""
+
+    @functools.partial(explicit_activation_checkpointing, names=kept)
+    def one(x, of_layer):
+        w, low = of_layer
+        return layer(model, x, adapt(gather_layer(w, reduce_dtype), low), attend, cross, 'M/t')
+
+    return lax.scan(one, x, (weights, low), unroll=unroll)[0]
+
+
+def encode(
+    model, weights, read, segment, adapt: Callable = lambda w, low: w, low=None, *,
+    ends=None, reduce_dtype: str = 'float32', kept: tuple[str, ...] = ('save_for_backward',), unroll: bool = False,
+):  # fmt: skip
+    """What the encoder writes, act['B/d S M'], of tokens u32['B/d S'], which see those with the same segment's number."""
+    ends = ends or gather_ends(weights, reduce_dtype)
+    place = jnp.arange(read.shape[1], dtype=jnp.int32)
+    bias = relative_bias(model, ends.encoder_bias, place[:, None] - place[None], both_ways=True)
+
+    def attend(q, k, v):
+        return layers.attention_where(q, k, v, segment[:, :, None] == segment[:, None, :], bias=bias), None
+
+    x = embed(model, ends, read, None, 'M/t')
+    x = _stack(model, weights.encoder, x, attend, None, adapt, low, reduce_dtype, kept, unroll)
+    return final_of_encoder(model, ends, x, 'M/t')
+
+
+@typed
+def memory(weights: Weights, encoded: act['B/d S M']) -> act['layers 2 B/d S K/t D']:
+    """For decoding: the keys and values of all layers of the decoder."""
+
+    def of_layer(_, w):
+        return None, jnp.stack(project(gather_layer(w), encoded))
+
+    return lax.scan(of_layer, None, weights.decoder)[1]
+
+
+def hidden(
+    model, weights, read, read_segment, inputs, segment, adapt: Callable = lambda w, low: w, low=(None, None), *,
+    ends=None, reduce_dtype: str = 'float32', kept: tuple[str, ...] = ('save_for_backward',), unroll: bool = False,
+):  # fmt: skip
+    """The decoder's hidden states before the unembedding, act['B/d L M']; options as of layers.hidden.
+
+    Args:
+      read, read_segment: the encoder's tokens, u32['B/d S'], and the numbers of their segments, i32['B/d S']; a token of
+        the decoder sees those of its own segment's number. Padding has a number of its own, such as 0.
+      inputs, segment: the decoder's, as of layers.inputs_of; a sequence begins with the published decoder_start_token_id.
+      low: adapters of the encoder's layers and of the decoder's.
+    """
+    ends = ends or gather_ends(weights, reduce_dtype)
+    options = {'reduce_dtype': reduce_dtype, 'kept': kept, 'unroll': unroll}
+    with jax.named_scope('encoder'):
+        encoded = encode(model, weights, read, read_segment, adapt, low[0], ends=ends, **options)
+    place = jnp.arange(inputs.shape[1], dtype=jnp.int32)
+    distance = place[:, None] - place[None]
+    bias = relative_bias(model, ends.decoder_bias, distance, both_ways=False)
+
+    def attend(q, k, v):
+        allowed = (segment[:, :, None] == segment[:, None, :]) & (distance >= 0)[None]
+        return layers.attention_where(q, k, v, allowed, bias=bias), None
+
+    def cross(q, project):
+        return layers.attention_where(q, *project(encoded), segment[:, :, None] == read_segment[:, None, :])
+
+    with jax.named_scope('embed'):
+        x = embed(model, ends, inputs, None, 'M/t')
+    x = _stack(model, weights.decoder, x, attend, cross, adapt, low[1], **options)
+    with jax.named_scope('final_norm'):
+        return explicit_activation_checkpointing(functools.partial(final, model, M='M/t'))(ends, x)
+
+
+# == Published names ===================================================================================================
+def published(model: Model) -> dict[str, list[tuple[str, str]]]:
+    """Of each of the weights the published tensors it is made of, and how each lies there -> here."""
+    rows = {'embed': [('shared.weight', 'V M -> V M')]}
+    if not model.tied:
+        rows['unembed'] = [('lm_head.weight', 'V M -> V M')]
+    for stack, ffn in (('encoder', 1), ('decoder', 2)):
+        block = f'{stack}.block.{{}}.layer'
+        dense = f'{block}.{ffn}.DenseReluDense'
+        parts = {'': (f'{block}.0', 'SelfAttention')} | (
+            {'cross': (f'{block}.1', 'EncDecAttention')} if ffn == 2 else {}
+        )
+        for which, (sublayer, attention) in parts.items():
+            norm, w = ('ln_cross', 'cross') if which else ('ln1', 'w')
+            rows |= {
+                f'{stack}/{norm}': [(f'{sublayer}.layer_norm.weight', 'M -> M')],
+                f'{stack}/{w}_q': [(f'{sublayer}.{attention}.q.weight', '(K D) M -> M K D')],
+                f'{stack}/{w}_kv': [(f'{sublayer}.{attention}.{x}.weight', '(K D) M -> M K D') for x in 'kv'],
+                f'{stack}/{w}_o': [(f'{sublayer}.{attention}.o.weight', 'M (K D) -> M K D')],
+            }
+        rows |= {
+            f'{stack}/ln2': [(f'{block}.{ffn}.layer_norm.weight', 'M -> M')],
+            f'{stack}/w_up': [(f'{dense}.wi_1.weight' if model.gated else f'{dense}.wi.weight', 'F M -> M F')],
+            f'{stack}/w_down': [(f'{dense}.wo.weight', 'M F -> M F')],
+            f'{stack}_bias': [(f'{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight', 'N K -> N K')],
+            f'{stack}_norm': [(f'{stack}.final_layer_norm.weight', 'M -> M')],
+        }
+        if model.gated:
+            rows[f'{stack}/w_gate'] = [(f'{dense}.wi_0.weight', 'F M -> M F')]
+    return rows
+
+
+def model_of(config) -> Model:
+    """The model that a published config.json describes.
+
+    Args:
+      config: models.huggingface.Fields.
+    """
+    feed_forward, count = config.take('feed_forward_proj', 'relu'), config.take('num_layers')
+    if feed_forward not in ('relu', 'gated-gelu'):
+        config.refuse('feed_forward_proj', 'relu is that of T5 1.0, gated-gelu that of 1.1')
+    gated = feed_forward == 'gated-gelu'
+    config.require(model_type='t5', is_encoder_decoder=True, is_gated_act=gated)
+    config.require(dense_act_fn='gelu_new' if gated else 'relu')
+    tied = config.take('tie_word_embeddings', True)
+    return Model(
+        d_model=config.take('d_model'),
+        n_kv=config.take('num_heads'),
+        d_head=config.take('d_kv'),
+        encoder_layers=count,
+        layers=config.take('num_decoder_layers', None) or count,
+        vocab=config.take('vocab_size'),
+        d_ff=config.take('d_ff'),
+        buckets=config.take('relative_attention_num_buckets'),
+        max_distance=config.take('relative_attention_max_distance', 128),
+        gated=gated,
+        tied=config.take('scale_decoder_outputs', tied),  # transformers 5 writes tie_word_embeddings = true into all
+        norm_eps=config.take('layer_norm_epsilon', 1e-6),
+    )
+
+
+def config_of(model: Model) -> dict[str, Any]:
+    """The other way round."""
+    return {
+        'model_type': 't5',
+        'architectures': ['T5ForConditionalGeneration'],
+        'is_encoder_decoder': True,
+        'd_model': model.d_model,
+        'num_heads': model.n_kv,
+        'd_kv': model.d_head,
+        'num_layers': model.encoder_layers,
+        'num_decoder_layers': model.layers,
+        'vocab_size': model.vocab,
+        'd_ff': model.d_ff,
+        'feed_forward_proj': 'gated-gelu' if model.gated else 'relu',
+        'relative_attention_num_buckets': model.buckets,
+        'relative_attention_max_distance': model.max_distance,
+        'layer_norm_epsilon': model.norm_eps,
+        'tie_word_embeddings': model.tied,
+        'scale_decoder_outputs': model.tied,
+    }

@@ -1,0 +1,118 @@
+"""models/bert.py: its layer with the residual whole, what is published, and the check of all that it sends."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from mutation import mutants
+from pages import ROOT
+from published import FOLDER, Masked, check_family, loss_and_logits_of_masked, on_mesh, oracle_of, weights_of
+from safetensors.numpy import load_file, save_file
+from test_mutation import refuse_all
+
+from models import bert, huggingface
+from runtime.checkpoints.checkpoint import named_leaves
+from runtime.terminal import RunError
+from shardlib.shardtypes import i32, typed_shard_map
+from train import TokenBatch, act
+
+
+def whole(source, Weights):
+    """Hidden states and what predicts, by layers that take the residual as a whole on each device of t."""
+    family, model = source.family, source.model
+
+    def forward(weights: Weights, batch: TokenBatch, masked: Masked) -> tuple[act["B/d L M"], act["B/d L M"]]:
+        layers, ends = family.layers, family.gather_ends(weights)
+        _, segment, position = layers.inputs_of(batch, 0)
+
+        def one(x, w):
+            def attend(q, k, v):
+                return layers.attention_where(q, k, v, segment[:, :, None] == segment[:, None, :]), None
+
+            return family.layer(model, x, family.gather_layer(w), attend, position, "M")
+
+        x = family.embed(model, ends, masked.tokens, masked.kinds, position, "M")
+        x = family.final(model, ends, jax.lax.scan(one, x, weights.transformer)[0], "M")
+        return x, family.predict(model, ends, x)
+
+    return forward
+
+
+def test_hidden_states_do_not_depend_on_how_the_residual_lies_nor_on_padding(pool):
+    """Whole on each device, or split: the same to 1e-5; tokens of another segment change no bit, those of its own do."""
+    source, oracle = huggingface.open_weights(FOLDER / "bert", pool), oracle_of("bert")
+    starts = np.zeros((8, 24), bool)
+    starts[:, 16] = True
+    batch = TokenBatch(oracle["targets"], starts, np.ones_like(starts))
+    tokens, kinds = oracle["inputs"].astype(np.uint32), oracle["kinds"].astype(np.int32)
+    changed = [tokens.copy(), tokens.copy()]
+    changed[0][:, 16:] = 39 - tokens[:, 16:]
+    changed[1][:, 15] = 39 - tokens[:, 15]
+    with on_mesh(4, 2):
+        weights, type_ = weights_of(source, pool)
+
+        def trained(weights: type_, batch: TokenBatch, masked: Masked, segment: i32["B/d L"]) -> act["B/d L M"]:
+            _, _, position = bert.layers.inputs_of(batch, 0)
+            return bert.hidden(source.model, weights, masked.tokens, masked.kinds, segment, position)
+
+        run, segment = jax.jit(typed_shard_map(trained)), np.cumsum(starts, axis=1).astype(np.int32)
+        expected, beside, within = [
+            np.asarray(run(weights, batch, Masked(each, kinds), segment)) for each in (tokens, *changed)
+        ]
+        found, _ = jax.jit(typed_shard_map(whole(source, type_)))(weights, batch, Masked(tokens, kinds))
+    np.testing.assert_allclose(found, expected, atol=1e-5, rtol=0)
+    assert beside[:, :16].tobytes() == expected[:, :16].tobytes()
+    assert (within[:, 0] != expected[:, 0]).any(axis=-1).all()  # an earlier token sees a later one
+
+
+def test_old_files_are_read(pool, tmp_path):
+    """As google-bert/bert-base-uncased: gamma and beta of norms, positions' numbers, heads that are not computed."""
+    tensors, old = load_file(FOLDER / "bert/model.safetensors"), {}
+    for name, value in tensors.items():
+        name = name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
+        old[name] = value
+    assert old.keys() != tensors.keys()
+    old["bert.embeddings.position_ids"] = np.arange(24, dtype=np.int64)[None]
+    old["bert.pooler.dense.weight"], old["cls.seq_relationship.bias"] = np.ones((16, 16)), np.ones(2)
+    old["cls.predictions.decoder.weight"] = tensors["bert.embeddings.word_embeddings.weight"]
+    save_file(old, tmp_path / "model.safetensors")
+    config = json.loads((FOLDER / "bert/config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "position_embedding_type": "absolute"}))
+    with on_mesh(2, 2):
+        found, expected = [
+            weights_of(huggingface.open_weights(at, pool), pool)[0] for at in (tmp_path, FOLDER / "bert")
+        ]
+    for (names, one), (_, other) in zip(named_leaves(found), named_leaves(expected), strict=True):
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes(), names
+
+
+# -- The check ---------------------------------------------------------------------------------------------------------
+SMALL = {"d_model": 64, "n_kv": 8, "d_head": 8, "layers": 2, "vocab": 128, "d_ff": 96, "positions": 32}
+SHAPES = Masked(jax.ShapeDtypeStruct((16, 32), np.uint32), jax.ShapeDtypeStruct((16, 32), np.int32))
+
+
+def check_bert(path, source):
+    return check_family(path, source, [SMALL], [loss_and_logits_of_masked, whole], SHAPES)
+
+
+def test_rows_longer_than_the_learned_positions_are_refused(tmp_path):
+    """BERT has no row in its table for later positions."""
+    shorter = {**SMALL, "positions": 31}
+    with pytest.raises(RunError, match=r"rows of 32 tokens: this model has learned 31 positions \(model\.positions\)"):
+        check_family(
+            tmp_path / "bert.py", (ROOT / "models/bert.py").read_text(), [shorter], [loss_and_logits_of_masked], SHAPES
+        )
+
+
+def test_the_family_is_accepted(tmp_path):
+    """As it is, split and whole: the mutants are refused for their mutation."""
+    assert check_bert(tmp_path / "bert.py", (ROOT / "models/bert.py").read_text()) > 100
+
+
+@pytest.mark.slow
+def test_every_mutant_of_the_family_is_refused(tmp_path, record_property):
+    """Each collective removed, doubled, with its axes exchanged or one too few, and each '+axis' dropped."""
+    count = refuse_all(mutants((ROOT / "models/bert.py").read_text()), check_bert, tmp_path, "bert.py")
+    record_property("summary", f"{count} mutants of models/bert.py: none accepted")
+    assert count > 40

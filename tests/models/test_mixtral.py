@@ -1,0 +1,134 @@
+"""models/mixtral.py: its layer of decoding, what it drops with a capacity, and the check of all that it sends."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+import small
+from mutation import mutants
+from pages import ROOT
+from published import FOLDER, batch_of, check_family, loss_and_logits, on_mesh, oracle_of, weights_of
+from test_llama import decoded
+from test_mutation import refuse_all
+
+from models import huggingface, layers, mixtral
+from runtime.terminal import RunError
+from shardlib.shardtypes import f32, i32, typed_shard_map
+from train import TokenBatch, act
+
+NAMES = ["mixtral", "olmoe", "qwen3_moe"]
+
+
+def hidden_of(source, weights, type_, batch, **changes):
+    model = dataclasses.replace(source.model, **changes)
+
+    def hidden(weights: type_, batch: TokenBatch) -> act["B/d L M"]:
+        return layers.hidden(mixtral, model, weights, *layers.inputs_of(batch, 1))
+
+    return jax.jit(typed_shard_map(hidden))(weights, batch)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_layer_of_decoding_is_the_layer_of_training(name, pool):
+    """With the residual whole on each device of t it is accepted by the check, and computes the same to 1e-5."""
+    source = huggingface.open_weights(FOLDER / name, pool)
+    with on_mesh(4, 2):
+        weights, type_ = weights_of(source, pool)
+        batch = batch_of(oracle_of(name))
+        expected = hidden_of(source, weights, type_, batch)
+        found, _ = jax.jit(typed_shard_map(decoded(source, type_)))(weights, batch)
+    np.testing.assert_allclose(found, expected, atol=1e-5, rtol=0)
+
+
+# -- Capacity ----------------------------------------------------------------------------------------------------------
+def reference(x, weight, choice, w_gate, w_up, w_down, C):
+    """Expert by expert and token by token; an expert takes a row's first C tokens that chose it."""
+    y = np.zeros_like(x)
+    for row in range(x.shape[0]):
+        taken = [0] * len(w_gate)
+        for token, chosen in enumerate(choice[row]):
+            for which, expert in enumerate(chosen):
+                taken[expert] += 1
+                if taken[expert] <= C:
+                    gate, up = x[row, token] @ w_gate[expert], x[row, token] @ w_up[expert]
+                    hidden = gate / (1 + np.exp(-gate)) * up
+                    y[row, token] += weight[row, token, which] * (hidden @ w_down[expert].T)
+    return y
+
+
+@pytest.mark.parametrize(("capacity", "C"), [(None, 16), (2.0, 16), (0.75, 6), (0.01, 1)])
+@pytest.mark.parametrize("mesh", [(1, 1), (2, 2), (1, 4), (8, 1)], ids=str)
+def test_experts_take_as_many_tokens_of_a_row_as_they_have_slots(mesh, capacity, C):
+    """Against numpy, on every mesh: without a capacity, or with one of E/X, none is dropped; else a row's last are."""
+    model = mixtral.Model(
+        **dict.fromkeys(("d_model", "n_q_per_kv", "n_kv", "d_head", "layers", "vocab"), 8), d_ff=12, experts=8, chosen=4,
+        capacity=capacity, rope_max_timescale=100.0,
+    )  # fmt: skip
+    rng = np.random.default_rng(0)
+    x, router = rng.normal(size=(8, 16, 8)).astype(np.float32), rng.normal(size=(8, 8)).astype(np.float32)
+    matrices = rng.normal(size=(3, 8, 8, 12)).astype(np.float32) / 3
+
+    def forward(
+        x: act["B/d L M"], router: f32["M E"], w_gate: act["E/t M F"], w_up: act["E/t M F"], w_down: act["E/t M F"]
+    ) -> tuple[act["B/d L M"], act["B/d L X"], i32["B/d L X"]]:
+        weight, choice = mixtral.route(model, x, router)
+        y = mixtral.experts(model, x, weight, choice, w_gate, w_up, w_down)
+        return layers.leave(y, "M"), weight, choice
+
+    with on_mesh(*mesh):
+        y, weight, choice = jax.jit(typed_shard_map(forward))(x, router, *matrices)
+    weight, choice = np.asarray(weight), np.asarray(choice)
+    np.testing.assert_allclose(weight.sum(axis=-1), 1, atol=1e-6)
+    np.testing.assert_allclose(y, reference(x, weight, choice, *matrices, C), atol=1e-5, rtol=0)
+    dropped = np.abs(reference(x, weight, choice, *matrices, 16) - y).max() > 0.1
+    assert dropped == (C < 16)
+
+
+@pytest.mark.parametrize("capacity", [None, 0.5])
+def test_no_token_depends_on_what_follows_it(capacity, pool):
+    """The last token of each row is changed: hidden states before it keep their bits, dropped tokens included."""
+    source = huggingface.open_weights(FOLDER / "olmoe", pool)
+    oracle = oracle_of("olmoe")
+    with on_mesh(2, 2):
+        weights, type_ = weights_of(source, pool)
+        first = hidden_of(source, weights, type_, batch_of(oracle), capacity=capacity)
+        oracle["targets"][:, -2] += 1  # an input is the target before it
+        second = hidden_of(source, weights, type_, batch_of(oracle), capacity=capacity)
+    first, second = np.asarray(first), np.asarray(second)
+    assert first[:, :-1].tobytes() == second[:, :-1].tobytes()
+    assert (first[:, -1] != second[:, -1]).any(axis=-1).all()
+
+
+def test_more_experts_than_there_are_cannot_be_chosen(tmp_path):
+    """Refused by the keys, while the step is checked."""
+    variant = {**OF_EXPERTS, "experts": 2, "chosen": 3}
+    with pytest.raises(RunError, match=r"model\.chosen = 3 experts a token: expected at most model\.experts = 2"):
+        source = (ROOT / "models/mixtral.py").read_text()
+        check_family(tmp_path / "mixtral.py", source, [variant], [loss_and_logits])
+
+
+# -- The check ---------------------------------------------------------------------------------------------------------
+OF_EXPERTS = {**vars(small.MODEL), "experts": 8, "chosen": 2, "attention": "einsum"}
+VARIANTS = [
+    {**OF_EXPERTS, "window": 5, "tied": True},
+    {**OF_EXPERTS, "qk_norm": "all", "weights_add_to_one": False},
+    {**OF_EXPERTS, "qk_norm": "head", "capacity": 1.25},
+]
+
+
+def check_mixtral(path, source):
+    return check_family(path, source, VARIANTS, [loss_and_logits, decoded])
+
+
+def test_the_family_is_accepted(tmp_path):
+    """As it is, in training and in decoding: the mutants are refused for their mutation."""
+    assert check_mixtral(tmp_path / "mixtral.py", (ROOT / "models/mixtral.py").read_text()) > 300
+
+
+@pytest.mark.slow
+def test_every_mutant_of_the_family_is_refused(tmp_path, record_property):
+    """Each collective removed, doubled, with its axes exchanged or one too few, and each '+axis' dropped."""
+    count = refuse_all(mutants((ROOT / "models/mixtral.py").read_text()), check_mixtral, tmp_path, "mixtral.py")
+    record_property("summary", f"{count} mutants of models/mixtral.py: none accepted")
+    assert count > 40

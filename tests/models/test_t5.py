@@ -1,0 +1,145 @@
+"""models/t5.py: decoding with what was encoded once, its buckets, what is published, and the check of all it sends."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from mutation import mutants
+from pages import ROOT
+from published import FOLDER, Read, check_family, loss_and_logits_of_read, on_mesh, oracle_of, weights_of
+from safetensors.numpy import load_file, save_file
+from test_mutation import refuse_all
+
+from models import huggingface, layers, t5
+from shardlib.shardtypes import typed_shard_map
+from train import TokenBatch, act
+
+
+def decoded_in(chunks):
+    """Hidden states by the layer as decoding calls it: some tokens at a time, keys and values of all before are kept."""
+
+    def made(source, Weights):
+        family, model = source.family, source.model
+
+        def forward(weights: Weights, batch: TokenBatch, read: Read) -> act["B/d L M"]:
+            inputs, _, _ = layers.inputs_of(batch, 1)
+            ends = family.gather_ends(weights)
+            memory = family.memory(weights, family.encode(model, weights, read.tokens, read.segment))
+            is_read = jnp.broadcast_to((read.segment == 1)[:, None], (inputs.shape[0], 1, read.tokens.shape[1]))
+            written, outputs, start = None, [], 0
+            for count in chunks:
+                query, key = jnp.arange(start, start + count), jnp.arange(start + count)
+                distance = (query[:, None] - key[None]).astype(jnp.int32)
+                bias = family.relative_bias(model, ends.decoder_bias, distance, both_ways=False)
+
+                def one(x, of_layer, distance=distance, bias=bias):
+                    w, of_read, before = of_layer
+
+                    def attend(q, k, v):
+                        if before is not None:
+                            k = jnp.concatenate([before[0], k], axis=1)
+                            v = jnp.concatenate([before[1], v], axis=1)
+                        allowed = jnp.broadcast_to(distance >= 0, (q.shape[0], *distance.shape))
+                        return layers.attention_where(q, k, v, allowed, bias=bias), jnp.stack([k, v])
+
+                    def cross(q, project):
+                        allowed = jnp.broadcast_to(is_read, (q.shape[0], q.shape[1], is_read.shape[2]))
+                        return layers.attention_where(q, of_read[0], of_read[1], allowed)
+
+                    return family.layer(model, x, family.gather_layer(w), attend, cross, "M")
+
+                x = family.embed(model, ends, inputs[:, start : start + count], None, "M")
+                x, written = jax.lax.scan(one, x, (weights.decoder, memory, written))
+                outputs.append(family.final(model, ends, x, "M"))
+                start += count
+            return jnp.concatenate(outputs, axis=1)
+
+        return forward
+
+    return made
+
+
+@pytest.mark.parametrize("name", ["t5", "t5_gated"])
+def test_decoding_computes_what_training_does(name, pool):
+    """Encoded once, then five tokens, one, and six: hidden states to 1e-5, and padding that is read changes no bit."""
+    source, oracle = huggingface.open_weights(FOLDER / name, pool), oracle_of(name)
+    starts = np.zeros((8, 12), bool)
+    batch = TokenBatch(oracle["targets"][:, :12], starts, np.ones_like(starts))
+    segment = np.ones(oracle["read"].shape, np.int32)
+    segment[:, 15:] = 0
+    other = np.where(segment == 1, oracle["read"], 39 - oracle["read"])
+    with on_mesh(4, 2):
+        weights, type_ = weights_of(source, pool)
+
+        def trained(weights: type_, batch: TokenBatch, read: Read) -> act["B/d L M"]:
+            inputs, of_written, _ = layers.inputs_of(batch, 1)
+            return t5.hidden(source.model, weights, read.tokens, read.segment, inputs, of_written)
+
+        expected = jax.jit(typed_shard_map(trained))(weights, batch, Read(oracle["read"], segment))
+        padded = jax.jit(typed_shard_map(trained))(weights, batch, Read(other, segment))
+        forward = decoded_in([5, 1, 6])(source, type_)
+        found = jax.jit(typed_shard_map(forward))(weights, batch, Read(oracle["read"], segment))
+    np.testing.assert_allclose(found, expected, atol=1e-5, rtol=0)
+    assert np.asarray(padded).tobytes() == np.asarray(expected).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("buckets", "max_distance", "firsts"),
+    [
+        (16, 128, [1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 23, 32, 46, 64, 91]),
+        (32, 128, [*range(1, 17), 19, 21, 24, 27, 31, 35, 40, 46, 52, 59, 67, 77, 87, 99, 113]),
+        (16, 1000, [1, 2, 3, 4, 5, 6, 7, 8, 15, 27, 49, 90, 164, 300, 547]),
+    ],
+)
+def test_buckets_begin_where_those_of_transformers_do(buckets, max_distance, firsts):
+    """Of T5Attention._relative_position_bucket (transformers 5.23.0): the distances at which the bucket changes."""
+    assert t5.first_distances(buckets, max_distance) == firsts
+
+
+def published_as(tmp_path, name, changes, tensors=None):
+    config = {**json.loads((FOLDER / name / "config.json").read_text()), **changes}
+    (tmp_path / "config.json").write_text(json.dumps({key: x for key, x in config.items() if x is not None}))
+    save_file({**load_file(FOLDER / name / "model.safetensors"), **(tensors or {})}, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def test_folders_that_earlier_releases_wrote_are_read(pool, tmp_path):
+    """T5 1.1 says tie_word_embeddings = false; 1.0 has copies of its embedding, and a bias that it does not add."""
+    before = {"scale_decoder_outputs": None, "dense_act_fn": None, "is_gated_act": None}
+    for name, changes in (("t5", {**before, "feed_forward_proj": None}), ("t5_gated", before)):
+        (tmp_path / name).mkdir()
+        table = load_file(FOLDER / name / "model.safetensors")["shared.weight"]
+        unused = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
+        old = {"encoder.embed_tokens.weight": table, "decoder.embed_tokens.weight": table, unused: table[:8, :2].copy()}
+        changes = {**changes, "tie_word_embeddings": name == "t5"}
+        found = huggingface.open_weights(published_as(tmp_path / name, name, changes, old), pool).model
+        assert found == huggingface.open_weights(FOLDER / name, pool).model
+        assert found.tied == (name == "t5") and found.gated == (name == "t5_gated")
+
+
+# -- The check ---------------------------------------------------------------------------------------------------------
+SMALL = {
+    "d_model": 64, "n_kv": 8, "d_head": 8, "encoder_layers": 3, "layers": 2, "vocab": 128, "d_ff": 96, "buckets": 16,
+    "max_distance": 40,
+}  # fmt: skip
+VARIANTS = [{**SMALL, "gated": False, "tied": True}, {**SMALL, "gated": True}]
+SHAPES = Read(jax.ShapeDtypeStruct((16, 24), np.uint32), jax.ShapeDtypeStruct((16, 24), np.int32))
+
+
+def check_t5(path, source):
+    return check_family(path, source, VARIANTS, [loss_and_logits_of_read, decoded_in([32])], SHAPES)
+
+
+def test_the_family_is_accepted(tmp_path):
+    """As it is, in training and in decoding: the mutants are refused for their mutation."""
+    assert check_t5(tmp_path / "t5.py", (ROOT / "models/t5.py").read_text()) > 300
+
+
+@pytest.mark.slow
+def test_every_mutant_of_the_family_is_refused(tmp_path, record_property):
+    """Each collective removed, doubled, with its axes exchanged or one too few, and each '+axis' dropped."""
+    count = refuse_all(mutants((ROOT / "models/t5.py").read_text()), check_t5, tmp_path, "t5.py")
+    record_property("summary", f"{count} mutants of models/t5.py: none accepted")
+    assert count > 40
