@@ -108,7 +108,7 @@ def serve(path: str, mesh: jax.sharding.Mesh, compute_dtype: str | None = None) 
     """
     with ThreadPoolExecutor() as pool:
         source = open_weights(path, pool)
-        if not hasattr(source.family, "embed"):
+        if source.family is None or hasattr(source.family, "hidden"):
             raise RunError(f"{path} is of a model that models/ cannot decode: write a family for it (docs/models.md)")
         # XLA:CPU computes bfloat16 by way of float32.
         dtype = compute_dtype or ('float32' if jax.default_backend() == 'cpu' else source.model.compute_dtype)

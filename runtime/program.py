@@ -135,7 +135,8 @@ def recorded(config: Any) -> dict[str, Any]:
 def is_another(attributes: Mapping[str, Any], name: str = DEFAULT) -> bool:
     """Whether the trainer that saved a checkpoint is known, and is another than the one of this name."""
     kept = _kept(attributes)
-    here = _hash(ast.parse(Path(load(name).__file__).read_text(encoding="utf-8")))
+    module: Any = load(name)
+    here = _hash(ast.parse(Path(module.__file__).read_text(encoding="utf-8")))
     return kept is not None and kept["files"].get(kept["module"]) != here
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 
 def programs() -> dict[str, str]:
-    """Each subcommand's module: the trainer, and every module of tools/ that says in its first lines how it is run."""
-    found = {"train": "train"}
+    """Each subcommand's module: those at the top, and every module of tools/ that says in its first lines how it is run."""
+    found = {name: name for name in ("train", "generate", "serve")}
     for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
         path = Path(__file__).with_name(f"{module.name}.py")
         if f"python -m tools.{module.name}" in path.read_text()[:1000] and module.name != "cli":

@@ -60,14 +60,17 @@ def main(config: Convert) -> None:
             dtype = config.dtype or known.get("dtype") or known.get("torch_dtype") or "float32"
             export(source, to, dtype, pool, ends_of(source) if source.config is None else None)
             copy_tokenizer(source.folder, to)
-    print(
-        f"{source.checkpoint.path} -> {to}: {source.family.__name__.rpartition('.')[2]}, {count(source):,} parameters"
-    )
+    print(f"{source.checkpoint.path} -> {to}: {name_of(source)}, {count(source):,} parameters")
+
+
+def name_of(source: Source) -> str:
+    """Of the family."""
+    return "of no family" if source.family is None else source.family.__name__.rpartition(".")[2]
 
 
 def bring_in(source: Source, to: Path, pool: ThreadPoolExecutor) -> None:
     """Writes a folder that initial_weights, tools and this program take."""
-    described = {"family": source.family.__name__.rpartition(".")[2], "model": as_tree(source.model)}
+    described = {"family": name_of(source), "model": as_tree(source.model)}
     attributes = {"skipped_steps": 0, "config": described, "published": source.config}
     write_copy(source.checkpoint, open_store(to / "checkpoints", 600), "0000000000", attributes, pool)
     (to / "config.yaml").write_text(yaml.safe_dump(described, sort_keys=False), encoding="utf-8")

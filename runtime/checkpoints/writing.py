@@ -114,7 +114,8 @@ def write_copy(source: Any, store: Store, name: str, attributes: dict[str, Any],
     Args:
       source: with `arrays`, `grid` and `read_chunk` as a Checkpoint has them; its chunks divide each leaf evenly.
     """
-    grids, checksums = {}, {}
+    grids: dict[str, Grid] = {}
+    checksums: dict[str, Any] = {}
     for leaf in source.arrays:
         grid = source.grid(leaf)
         grids[leaf] = Grid(grid.shape, grid.dtype, chunk_shape(grid.chunk, grid.dtype.itemsize))

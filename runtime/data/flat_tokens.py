@@ -180,7 +180,7 @@ class SplitWriter:
         self.flush()
         # Last, since a split without max_token_id does not open: one that was only half written is never taken for
         # whole.
-        about = {"has_is_target": True} if self._targets is not None else {}
+        about: dict[str, Any] = {"has_is_target": True} if self._targets is not None else {}
         about |= {**(attributes or {}), "bos_id": int(bos_id), "max_token_id": self.max_token_id}
         self.group.attrs.update(about)
 

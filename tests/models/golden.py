@@ -195,9 +195,33 @@ def write(name: str, family: str, settings: dict) -> None:
     )
 
 
+def write_texts(name: str) -> None:
+    """What transformers generates after four prompts: greedy, by four beams, and with a repetition penalty."""
+    folder, drawn, texts = FOLDER / name, torch.Generator().manual_seed(0), []
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    for length in (3, 17, 1, 9):
+        prompt = torch.randint(3, model.config.vocab_size, (1, length), generator=drawn)
+        given = dict(max_new_tokens=20, do_sample=False, pad_token_id=0, eos_token_id=2)
+        ways = {
+            "greedy": {},
+            "beams": {"num_beams": 4, "length_penalty": 0.7},
+            "penalized": {"repetition_penalty": 1.4},
+        }
+        said = {
+            way: model.generate(prompt, attention_mask=torch.ones_like(prompt), **given, **settings)[
+                0, length:
+            ].tolist()
+            for way, settings in ways.items()
+        }
+        texts.append({"prompt": prompt[0].tolist(), **said})
+    (folder / "texts.json").write_text(json.dumps(texts) + "\n")
+
+
 if __name__ == "__main__":
     for name, variant in VARIANTS.items():
         if not sys.argv[1:] or name in sys.argv[1:]:
             write(name, *variant)
+            if variant[0] not in ("T5", "Bert"):
+                write_texts(name)
             size = sum(file.stat().st_size for file in (FOLDER / name).iterdir())
             print(f"{name}: {size:,} bytes, {json.loads((FOLDER / name / 'config.json').read_text())['model_type']}")
