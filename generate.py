@@ -1,7 +1,7 @@
 """Text from a model: a run, a checkpoint or a published folder. The same tokens on every mesh, alone or in a batch.
 
     python -m generate runs/local_shakespeare prompt='HAMLET.' tokens=300
-    python -m generate SmolLM2-135M-Instruct chat=true prompt='Why is the sky blue?'    # without a prompt: a conversation
+    python -m generate SmolLM2-135M-Instruct chat=true prompt='Why is the sky blue?'   # without one: a conversation
     python -m generate SmolLM2-135M-Instruct input=questions.jsonl prompt_field=question to=answers.jsonl top_p=0.9
     python -m generate runs/local_shakespeare prompt_ids=[1,2,3] temperature=0 output=ids mesh.t=2
 

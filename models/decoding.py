@@ -9,7 +9,7 @@ A prompt is read into a cache of keys and values, a chunk of tokens at a time; t
 turn. The layers are those of training, with weights that are gathered over d once. What is drawn depends on the row's
 seed, its tokens and the place of the draw, and not on the mesh or on other rows.
 
-Legend as in train.py; S slots of the cache, one a position; L tokens that are new; N tokens that are drawn, or candidates.
+Legend as in train.py; S slots of the cache, one a position; L new tokens; N tokens that are drawn, or candidates.
 """
 
 import functools
@@ -310,9 +310,8 @@ class Programs:
         @functools.cache
         def compiled(which: str, **settings: Any):
             """A program; those of other settings are others. The cache is given up, and so are the rows."""
-            function, given_up = {
-                "admit": (admit, (0, 1)), "read": (read, (2,)), "decode": (decode, (2, 3)), "search": (candidates, (2,)),
-            }[which]  # fmt: skip
+            function = {"admit": admit, "read": read, "decode": decode, "search": candidates}[which]
+            given_up = {"admit": (0, 1), "decode": (2, 3)}.get(which, 2)
             return jax.jit(typed_shard_map(functools.partial(function, **settings)), donate_argnums=given_up)
 
         self.compiled = compiled

@@ -48,8 +48,9 @@ WITHOUT_EFFECT = {
     "attn_pdrop", "cache_implementation", "dropout", "embd_pdrop", "gradient_checkpointing", "init_std", "layerdrop",
     "n_ctx", "prefix", "resid_pdrop", "summary_activation", "summary_first_dropout", "summary_proj_to_labels",
     "summary_type", "summary_use_proj", "task_specific_params", "tokenizer_class",
-    "_name_or_path", "unsloth_version", "unsloth_fixed", "rope_interleaved", "is_llama_config", "transformers.js_config",
-    "classifier_dropout", "dropout_rate", "initializer_factor", "n_positions", "output_past", "decoder_start_token_id",
+    "_name_or_path", "unsloth_version", "unsloth_fixed", "rope_interleaved", "is_llama_config",
+    "transformers.js_config", "classifier_dropout", "dropout_rate",
+    "initializer_factor", "n_positions", "output_past", "decoder_start_token_id",
     "attention_probs_dropout_prob", "hidden_dropout_prob",
     "output_router_logits", "router_aux_loss_coef",
 }  # fmt: skip

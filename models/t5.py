@@ -4,8 +4,8 @@
 
 Decoding encodes once: `encoded = encode(...)`, then `memory(...)` makes of it each decoder layer's keys and values; a
 layer's `cross(q, project)` attends to those and does not call `project`, its `attend` to the tokens that were written.
-Distances are between places in a row, so that no token needs its position. Legend as in train.py, with S tokens read and
-N buckets of distances. models/layers.py says what a family's file holds; here a layer has `cross` instead of positions.
+Distances are between places in a row, so that no token needs its position. Legend as in train.py, with S tokens read
+and N buckets of distances. models/layers.py says what a family's file holds; here a layer has `cross`, not positions.
 """
 
 import functools
@@ -300,7 +300,7 @@ def encode(
     model, weights, read, segment, adapt: Callable = lambda w, low: w, low=None, *,
     ends=None, reduce_dtype: str = 'float32', kept: tuple[str, ...] = ('save_for_backward',), unroll: bool = False,
 ):  # fmt: skip
-    """What the encoder writes, act['B/d S M'], of tokens u32['B/d S'], which see those with the same segment's number."""
+    """What the encoder writes, act['B/d S M'], of tokens u32['B/d S'], which see those of their own segment."""
     ends = ends or gather_ends(weights, reduce_dtype)
     place = jnp.arange(read.shape[1], dtype=jnp.int32)
     bias = relative_bias(model, ends.encoder_bias, place[:, None] - place[None], both_ways=True)
@@ -330,9 +330,9 @@ def hidden(
     """The decoder's hidden states before the unembedding, act['B/d L M']; options as of layers.hidden.
 
     Args:
-      read, read_segment: the encoder's tokens, u32['B/d S'], and the numbers of their segments, i32['B/d S']; a token of
-        the decoder sees those of its own segment's number. Padding has a number of its own, such as 0.
-      inputs, segment: the decoder's, as of layers.inputs_of; a sequence begins with the published decoder_start_token_id.
+      read, read_segment: the encoder's tokens, u32['B/d S'], and the numbers of their segments, i32['B/d S']; a token
+        of the decoder sees those of its own segment. Padding has a number of its own, such as 0.
+      inputs, segment: the decoder's, as of layers.inputs_of; a sequence begins with decoder_start_token_id.
       low: adapters of the encoder's layers and of the decoder's.
     """
     ends = ends or gather_ends(weights, reduce_dtype)

@@ -8,9 +8,9 @@ SIGTERM and SIGINT, while they start, compile, step, save, remove old checkpoint
 fork of this process, which has imported all that a run imports, and finds its programs in JAX's compilation cache.
 
 No start may go on from an older checkpoint than the newest complete one; a status says what happened; and in the end
-the losses of all steps are bit for bit those of a run that was left alone. A fault, which every second life has: `disk`,
-a full file system; `file_size`, a limit as `ulimit -f` sets it; `descriptors`, few open files; `store`, an object store
-that is slow, answers 503 or cuts connections.
+the losses of all steps are bit for bit those of a run that was left alone. A fault, which every second life has:
+`disk`, a full file system; `file_size`, a limit as `ulimit -f` sets it; `descriptors`, few open files; `store`, an
+object store that is slow, answers 503 or cuts connections.
 """
 
 import json

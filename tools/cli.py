@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 def programs() -> dict[str, str]:
-    """Each subcommand's module: those at the top, and every module of tools/ that says in its first lines how it is run."""
+    """Each subcommand's module: those at the top, and all of tools/ that say in their first lines how they are run."""
     found = {name: name for name in ("train", "generate", "serve")}
     for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
         path = Path(__file__).with_name(f"{module.name}.py")

@@ -30,8 +30,8 @@ from runtime.data.tokenizers import load_tokenizer
 from runtime.terminal import RunError, print_error
 
 TOKENIZER_FILES = (
-    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "spiece.model",
-    "chat_template*", "generation_config.json",
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt",
+    "spiece.model", "chat_template*", "generation_config.json",
 )  # fmt: skip
 THREADS = 4  # that read and write parts of one tensor
 

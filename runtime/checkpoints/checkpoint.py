@@ -164,8 +164,8 @@ def open_checkpoint(store: Store, name: str, pool: Executor) -> Checkpoint:
 
 
 def find(path: str) -> list[tuple[Store, str]]:
-    """The store and the name of each checkpoint at a path: itself, or all in it, oldest first. Raises RunError if there is
-    none."""
+    """The store and the name of each checkpoint at a path: itself, or all in it, oldest first. Raises RunError if there
+    is none."""
     path = path.rstrip("/")
     store = open_store(path, FIND_TIMEOUT_S)
     there = store.names()

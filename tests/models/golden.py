@@ -5,7 +5,7 @@
 Each variant is a folder golden/NAME: config.json and model.safetensors as transformers writes them, and oracle.npz with
 rows of two sequences, their
 logits, the mean loss and its gradient. Its settings are those that a tiny default leaves off: a window
-that is shorter than the row, a scaling of rotary angles past the original length, biases and norms that are not 0 and 1.
+that is shorter than the row, a scaling of rotary angles past the original length, biases and norms other than 0 and 1.
 """
 
 import json

@@ -40,7 +40,7 @@ def whole(source, Weights):
 
 
 def test_hidden_states_do_not_depend_on_how_the_residual_lies_nor_on_padding(pool):
-    """Whole on each device, or split: the same to 1e-5; tokens of another segment change no bit, those of its own do."""
+    """Whole on each device, or split: the same to 1e-5; tokens of another segment change no bit, its own do."""
     source, oracle = huggingface.open_weights(FOLDER / "bert", pool), oracle_of("bert")
     starts = np.zeros((8, 24), bool)
     starts[:, 16] = True

@@ -30,7 +30,7 @@ def all_of(generator, prompts, drawings):
 @pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: f"{mesh[0]}x{mesh[1]}")
 @pytest.mark.parametrize("name", TEXTS)
 def test_tokens_are_those_of_transformers(name, mesh, pool):
-    """Greedy, with a repetition penalty, and by four beams, token for token; four prompts at once, of 1 to 17 tokens."""
+    """Greedy, with a repetition penalty, and by four beams, token for token; four prompts of 1 to 17 tokens at once."""
     expected = json.loads((FOLDER / name / "texts.json").read_text())
     prompts = [each["prompt"] for each in expected]
     with on_mesh(*mesh):

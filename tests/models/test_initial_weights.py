@@ -12,9 +12,9 @@ from runtime.data.flat_tokens import write_split
 
 RUN = [
     "model.d_model=16", "model.n_q_per_kv=2", "model.n_kv=2", "model.d_head=8", "model.d_ff=24", "model.vocab=40",
-    "model.rope_max_timescale=10000", "model.compute_dtype=float32", "training.tokens.batch=8", "training.tokens.len=24",
-    "training.steps=4", "training.steps_for_lr=4", "training.warmup_steps=0", "checkpoint_interval=4", "eval_interval=4",
-    "log_interval=1", "flat_tokens.epochs=9",
+    "model.rope_max_timescale=10000", "model.compute_dtype=float32", "training.tokens.batch=8",
+    "training.tokens.len=24", "training.steps=4", "training.steps_for_lr=4", "training.warmup_steps=0",
+    "checkpoint_interval=4", "eval_interval=4", "log_interval=1", "flat_tokens.epochs=9",
 ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""models/llama.py against train.py, its layer in both of its forms and with adapters, and the check of all that it sends."""
+"""models/llama.py against train.py, its layer in both forms and with adapters, and the check of all that it sends."""
 
 import dataclasses
 import functools
@@ -72,7 +72,7 @@ def test_losses_and_gradients_are_those_of_train_py(mesh, dtype):
 
 
 def decoded(source, Weights):
-    """Hidden states by the layer as decoding calls it: the residual is whole on each device, keys and values are kept."""
+    """Hidden states by the layer as decoding calls it: the residual is whole, keys and values are kept."""
     family, model, layers = source.family, source.model, source.family.layers
 
     def forward(weights: Weights, batch: TokenBatch) -> tuple[act["B/d L M"], act["layers B/d S K/t D"]]:

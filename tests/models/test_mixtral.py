@@ -62,8 +62,8 @@ def reference(x, weight, choice, w_gate, w_up, w_down, C):
 def test_experts_take_as_many_tokens_of_a_row_as_they_have_slots(mesh, capacity, C):
     """Against numpy, on every mesh: without a capacity, or with one of E/X, none is dropped; else a row's last are."""
     model = mixtral.Model(
-        **dict.fromkeys(("d_model", "n_q_per_kv", "n_kv", "d_head", "layers", "vocab"), 8), d_ff=12, experts=8, chosen=4,
-        capacity=capacity, rope_max_timescale=100.0,
+        **dict.fromkeys(("d_model", "n_q_per_kv", "n_kv", "d_head", "layers", "vocab"), 8), d_ff=12, experts=8,
+        chosen=4, capacity=capacity, rope_max_timescale=100.0,
     )  # fmt: skip
     rng = np.random.default_rng(0)
     x, router = rng.normal(size=(8, 16, 8)).astype(np.float32), rng.normal(size=(8, 8)).astype(np.float32)

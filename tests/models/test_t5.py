@@ -18,7 +18,7 @@ from train import TokenBatch, act
 
 
 def decoded_in(chunks):
-    """Hidden states by the layer as decoding calls it: some tokens at a time, keys and values of all before are kept."""
+    """Hidden states by the layer as decoding calls it: some tokens at a time; keys and values are kept."""
 
     def made(source, Weights):
         family, model = source.family, source.model

@@ -176,7 +176,7 @@ def test_the_command_line_names_the_program(capsys):
 
 
 def test_the_program_of_a_checkpoint(monkeypatch, folder, capsys):
-    """The copy in the checkpoint is what is loaded, though the module is another by now; that it is another is known."""
+    """The copy in the checkpoint is what is loaded, though the module is another by now; that is known."""
     changed = copy_of(folder, "jax.nn.silu(gate)", "jax.nn.gelu(gate)")
     assert start(monkeypatch, changed, folder) == 0
     (folder / "my_trainer.py").unlink()

@@ -59,8 +59,8 @@ def changed(tmp_path, name="llama", tensors=None, **config):
 
 @pytest.mark.parametrize("name", ["qwen2", "olmo2"])
 def test_in_and_out_again(name, run, tmp_path):
-    """A published folder becomes a checkpoint with the model's keys; what comes out has its tensors bit for bit, and its
-    config.json."""
+    """A published folder becomes a checkpoint with the model's keys; what comes out has its tensors bit for bit, and
+    its config.json."""
     assert run(GOLDEN / name, tmp_path / "in")[0] == 0
     assert (tmp_path / "in/config.yaml").read_text().startswith("family: llama\nmodel:\n  d_model: 16\n")
     assert run(f"from={tmp_path / 'in'}", f"to={tmp_path / 'out'}")[0] == 0
@@ -91,8 +91,8 @@ def test_large_exports_are_several_files(run, tmp_path, monkeypatch):
 
 
 def test_a_run_of_train_py_is_published(run, pool, tmp_path):
-    """As a Llama whose logits have the factor 1/sqrt(D), which train.py has in w_q; read again it is the run's weights, to
-    a rounding of w_q."""
+    """As a Llama whose logits have the factor 1/sqrt(D), which train.py has in w_q; read again it is the run's weights,
+    to a rounding of w_q."""
     with jax.set_mesh(make_mesh({"d": 1, "t": 1}, devices=jax.devices()[:1])):
         state = small.state_of(random_weights(small.MODEL, 0))
         checkpoints = Checkpoints(tmp_path / "run/checkpoints", asynchronous=False)
