@@ -142,9 +142,21 @@ class RunConfig:
 # refused. Ignoring that too would run something else than was asked for.
 DROPPED_KEYS = {
     "checkpoint.async": (True, "checkpoints are always written while training goes on: delete the key"),
+    "training.interleave": (1, "a layer computes all its rows at once: delete the key"),
     "training.adam_eps_root": (0.0, "nothing is added under the root: use training.adam_eps"),
+    "training.max_consecutive_bad_steps": (10, "10 bad steps in a row stop a run: delete the key"),
     "flat_tokens.streams": (1, "the order of the data is one permutation of all of it: delete the key"),
+    "flat_tokens.long_sequences": ("split", "a sequence longer than a row makes several rows: delete the key"),
     "hf_dataset.sequences_packed_per_batch": (None, "documents are packed without gaps: delete the key"),
+    "hf_dataset.train_split": ("train", "training reads the split `train`: delete the key"),
     "hf_dataset.num_workers": (2, "two threads tokenize: delete the key"),
+    "io.max_data_bytes": (4 * 2**30, "reading takes at most 4 GiB: delete the key"),
+    "checkpoint.timeout_s": (600.0, "a save may take 600 s: delete the key"),
+    "cluster.num_processes": (None, "it is num_hosts: delete the key"),
+    "tracking.tensorboard": (False, "write tracking.to=[tensorboard]"),
+    "tracking.wandb": (False, "write tracking.to=[wandb]"),
+    "tracking.clearml": (False, "write tracking.to=[clearml]"),
+    "tracking.trackio": (False, "write tracking.to=[trackio]"),
+    "tracking.offline": (False, "set the environment's WANDB_MODE=offline or CLEARML_OFFLINE_MODE=1"),
     "allow_code_in_config": (False, "write allow_code_in_config=true on the command line"),
 }

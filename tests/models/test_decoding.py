@@ -10,6 +10,12 @@ from models.decoding import Drawing, Generator
 
 MESHES = [(1, 1), (2, 2), (8, 1)]
 TEXTS = [name for name in NAMES if (FOLDER / name / "texts.json").exists()]
+QUICK = ("llama", "gemma3", "gpt2", "mixtral")
+CASES = [
+    pytest.param(name, mesh, marks=[] if name in QUICK and mesh == (2, 2) else pytest.mark.slow)
+    for name in TEXTS
+    for mesh in MESHES
+]
 
 
 def generator_of(name, pool, ends=(2,)):
@@ -27,8 +33,7 @@ def all_of(generator, prompts, drawings):
     return texts
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: f"{mesh[0]}x{mesh[1]}")
-@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize("name, mesh", CASES, ids=str)
 def test_tokens_are_those_of_transformers(name, mesh, pool):
     """Greedy, with a repetition penalty, and by four beams, token for token; four prompts of 1 to 17 tokens at once."""
     expected = json.loads((FOLDER / name / "texts.json").read_text())

@@ -15,7 +15,7 @@ from shardlib.shardtypes import typed_shard_map
 
 # Attention does not change when all keys move alike; where no rotation follows the bias, it has no gradient.
 WITHOUT_GRADIENT = re.compile(r"model\.decoder\.layers\..*k_proj\.bias|bert\..*\.key\.bias")
-MESHES = [(1, 1), (2, 2), (4, 2), (8, 1)]
+MESHES = [(4, 2), *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in [(1, 1), (2, 2), (8, 1)])]
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: f"{mesh[0]}x{mesh[1]}")
