@@ -77,10 +77,6 @@ class Training(RunTraining):  # which has seed, steps, tokens and microbatches
     # Of the reduce-scatter of weights' gradients: float32 sends 4 bytes an element; bfloat16 2, and rounds on the way.
     gradient_reduce_dtype: Literal['float32', 'bfloat16'] = 'float32'
 
-    def __post_init__(self) -> None:
-        if self.steps_for_lr < self.warmup_steps:
-            raise ValueError(f'steps_for_lr: the warmup is longer, training.warmup_steps = {self.warmup_steps}')
-
 
 @dataclass(frozen=True, kw_only=True)
 class Config(RunConfig):

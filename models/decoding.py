@@ -188,11 +188,10 @@ class Programs:
     """What runs on the mesh, for one model. Each is compiled once for each number of rows, slots and tokens.
 
     Args:
-      weights: with the master weights' sharding; they are given up.
+      weights: the shapes of the model's.
     """
 
     def __init__(self, family: Any, model: Any, weights: Any):
-        self.model = model
         mask = family.mask(model)
         windows = mask.by_layer()
         Layers = narrowed(Array['layers', family.Gathered], weights.transformer)
@@ -202,6 +201,13 @@ class Programs:
         def gathered(weights: Given) -> tuple[Ends, Layers]:
             _, by_layer = lax.scan(lambda _, w: (None, family.gather_layer(w)), None, weights.transformer)
             return family.gather_ends(weights), by_layer
+
+        @typed
+        def empty(*, count: int, slots: int) -> Cache:
+            """A cache in which nothing is."""
+            sizes = dict(layers=model.layers, B=count, K=model.n_kv, S=slots, D=model.d_head)
+            k = shardops.zeros('layers B/d K/t S D', act, **sizes)
+            return Cache(k, k, shardops.zeros('B/d', i32, B=count))
 
         @typed
         def extend(
@@ -307,25 +313,19 @@ class Programs:
 
             return replace(cache, length=jnp.where(is_new, 0, cache.length)), jax.tree.map(one, new, rows)
 
-        @functools.cache
-        def compiled(which: str, **settings: Any):
-            """A program; those of other settings are others. The cache is given up, and so are the rows."""
-            function = {"admit": admit, "read": read, "decode": decode, "search": candidates}[which]
-            given_up = {"admit": (0, 1), "decode": (2, 3)}.get(which, 2)
-            return jax.jit(typed_shard_map(functools.partial(function, **settings)), donate_argnums=given_up)
+        self._functions = {
+            "gather": gathered, "empty": empty, "admit": admit, "read": read, "decode": decode, "search": candidates,
+        }  # fmt: skip
+        self.compiled = functools.cache(self._compiled)
 
-        self.compiled = compiled
-        self.weights = jax.jit(typed_shard_map(gathered))(weights)
+    def mapped(self, which: str, **settings: Any) -> typed_shard_map:
+        """A program over the mesh; those of other settings are others."""
+        return typed_shard_map(functools.partial(self._functions[which], **settings))
 
-    def empty(self, rows: int, slots: int) -> Cache:
-        """A cache in which nothing is."""
-        sizes = dict(layers=self.model.layers, B=rows, K=self.model.n_kv, S=slots, D=self.model.d_head)
-        make = functools.partial(shardops.zeros, 'layers B/d K/t S D', act, **sizes)
-
-        def cache() -> Cache:
-            return Cache(make(), make(), shardops.zeros('B/d', i32, B=rows))
-
-        return jax.jit(typed_shard_map(cache))()
+    def _compiled(self, which: str, **settings: Any) -> Any:
+        """The same, compiled; a cache is given up, and so are rows."""
+        given_up = {"admit": (0, 1), "decode": (2, 3), "read": (2,), "search": (2,)}.get(which, ())
+        return jax.jit(self.mapped(which, **settings), donate_argnums=given_up)
 
 
 class Generator:
@@ -333,6 +333,7 @@ class Generator:
 
     def __init__(self, family: Any, model: Any, weights: Any, ends: Sequence[int] = ()):
         self.programs, self.vocab = Programs(family, model, weights), model.vocab
+        self.weights = self.programs.compiled("gather")(weights)
         self.ids = jax.device_put(np.arange(self.vocab, dtype=np.int32), make_shardings(i32['V/t']))
         # A program needs one to compare with; a vocabulary has no such token.
         self.ends = np.asarray(list(ends) or [2**32 - 1], np.uint32)
@@ -366,7 +367,7 @@ class Generator:
         token = np.repeat([prompt[-1] for prompt in prompts], beams).astype(np.uint32)
         parent = np.tile(np.arange(beams, dtype=np.int32), len(prompts))
         while not all(each.is_over for each in texts):
-            cache, values, ids = search(*self.programs.weights, cache, token, parent, self.ids)
+            cache, values, ids = search(*self.weights, cache, token, parent, self.ids)
             by_text = [np.asarray(each).reshape(len(prompts), beams, -1) for each in (values, ids)]
             moves = [each.advance(*of_text) for each, *of_text in zip(texts, *by_text)]
             parent, token = (np.concatenate(each) for each in zip(*moves))
@@ -386,7 +387,7 @@ class Slots:
         # A chunk is written as a whole, although a prompt may end in it.
         self.chunk = min(CHUNK, 1 << max(prompt - 2, 0).bit_length())
         room = -(-(prompt + max(tokens, self.chunk)) // SLOTS) * SLOTS
-        self.cache = generator.programs.empty(count, room)
+        self.cache = generator.programs.compiled("empty", count=count, slots=room)()
         self.drawings = [Drawing(tokens=1, temperature=0.0)] * count
         self.rows = self._rows({})
 
@@ -406,7 +407,7 @@ class Slots:
             counts = np.clip(lengths - start, 0, self.chunk).astype(np.int32)
             for row, prompt, count in zip(tokens, prompts, counts):
                 row[:count] = prompt[start : start + count]
-            self.cache = read(*self.generator.programs.weights, self.cache, tokens, counts)
+            self.cache = read(*self.generator.weights, self.cache, tokens, counts)
 
     def drop(self, rows: Collection[int]) -> None:
         """Ends these rows."""
@@ -423,7 +424,7 @@ class Slots:
         )
         generator, before = self.generator, self.left
         self.cache, self.rows, tokens, log_probs = decode(
-            *generator.programs.weights, self.cache, self.rows, generator.ids, generator.ends
+            *generator.weights, self.cache, self.rows, generator.ids, generator.ends
         )
         self.left = np.array(self.rows.left)
         drawn = zip(before - self.left, before, self.left, np.asarray(tokens), np.asarray(log_probs))

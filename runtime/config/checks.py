@@ -49,6 +49,9 @@ def _contradictions(config: Any) -> Iterator[tuple[bool, str, str]]:
     inside = "expected a folder's name under paths.root_working_dir; set that for another place"
     yield is_outside, "paths.model_name", inside
 
+    warmup, decay = (getattr(config.training, key, 0) for key in ("warmup_steps", "steps_for_lr"))
+    yield decay < warmup, "training.steps_for_lr", f"the warmup is longer, training.warmup_steps = {warmup}"
+
     is_stream, is_packed = bool(config.hf_dataset.path), config.flat_tokens.sequence_packing
     no_end = "only flat_tokens.filespec ends; a mixture and hf_dataset.path begin again: delete the key"
     yield bool(config.mixture or is_stream) and config.flat_tokens.epochs != 1, "flat_tokens.epochs", no_end

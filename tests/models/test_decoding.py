@@ -1,12 +1,19 @@
 """Decoding: transformers' tokens on every mesh, the model's distribution, and texts that depend on nothing else."""
 
+import functools
 import json
 
+import jax
+import numpy as np
 import pytest
+from mutation import mutants
+from pages import ROOT, module_of
 from published import FOLDER, NAMES, on_mesh, weights_of
+from test_mutation import refuse_all
 
 from models import huggingface
 from models.decoding import Drawing, Generator
+from shardlib.shardtypes import map_type
 
 MESHES = [(1, 1), (2, 2), (8, 1)]
 TEXTS = [name for name in NAMES if (FOLDER / name / "texts.json").exists()]
@@ -45,3 +52,108 @@ def test_tokens_are_those_of_transformers(name, mesh, pool):
             assert all_of(generator, prompts, [drawing] * 4) == [each[key] for each in expected], key
         beams = generator.search(prompts, tokens=20, beams=4, length_penalty=0.7)
         assert [each.tokens for each in beams] == [each["beams"] for each in expected]
+
+
+def check_decoding(path, source):
+    """Checks all programs of a models/decoding.py with a small Llama; returns the number of claims."""
+    module = module_of(path, source)
+    family = huggingface.family_of("qwen2", "here")
+    model = family.Model(
+        d_model=64, n_q_per_kv=2, n_kv=8, d_head=8, layers=2, vocab=128, d_ff=96, rope_max_timescale=256, qkv_bias=True
+    )
+    weights = jax.eval_shape(functools.partial(family.init, model), np.uint32(0))
+    programs = module.Programs(family, model, weights)
+    mesh = jax.sharding.AbstractMesh((4, 2), ("d", "t"))
+
+    def shape(dtype, *sizes):
+        return jax.ShapeDtypeStruct(sizes, dtype)
+
+    def given(type_, **sizes):
+        sizes = {"layers": 2, "B": 16, "K": 8, "S": 32, "D": 8, "V": 128, **sizes}
+        return map_type(
+            lambda array: shape(array.element.dtype, *(sizes.get(x.name) or int(x.name) for x in array.spec.dims)),
+            type_,
+        )
+
+    with jax.sharding.use_abstract_mesh(mesh):
+        gathered = jax.eval_shape(programs.mapped("gather"), weights)
+    cache, rows, ids = given(module.Cache), given(module.Rows), shape(np.int32, 128)
+    is_new, tokens, counts = shape(bool, 16), shape(np.uint32, 16, 4), shape(np.int32, 16)
+    proved = programs.mapped("gather").check(mesh, weights) + programs.mapped("empty", count=16, slots=32).check(mesh)
+    proved += programs.mapped("admit").check(mesh, cache, rows, rows, is_new)
+    proved += programs.mapped("read").check(mesh, *gathered, cache, tokens, counts)
+    decode = programs.mapped("decode", is_drawn=True, is_filtered=True)
+    proved += decode.check(mesh, *gathered, cache, rows, ids, shape(np.uint32, 1))
+    search = programs.mapped("search", N=8)
+    return proved + search.check(mesh, *gathered, cache, shape(np.uint32, 16), counts, ids)
+
+
+def test_decoding_is_accepted(tmp_path):
+    """All programs, as they are: the mutants are refused for their mutation."""
+    assert check_decoding(tmp_path / "decoding.py", (ROOT / "models/decoding.py").read_text()) > 300
+
+
+@pytest.mark.slow
+def test_every_mutant_of_decoding_is_refused(tmp_path, record_property):
+    """Each collective removed, doubled, with its axes exchanged or one too few, and each '+axis' dropped."""
+    made = mutants((ROOT / "models/decoding.py").read_text())
+    count = refuse_all(made, check_decoding, tmp_path, "decoding.py", r"(decoding|llama|layers)\.py")
+    record_property("summary", f"{count} mutants of models/decoding.py: none accepted")
+    assert count > 40
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_drawn_tokens_are_the_same_on_every_mesh_and_alone(dtype, pool):
+    """What is drawn is a function of the row: on five meshes, in a batch and alone, with filters and without."""
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(3, 40, length).tolist() for length in (3, 17, 1, 9)]
+    ways = [{}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.1, "repetition_penalty": 1.3}]
+    drawings = [Drawing(tokens=16, temperature=1.0, seed=n, **way) for n, way in enumerate(ways)]
+    drawn = []
+    for mesh in [(1, 1), (2, 2), (4, 2), (8, 1), (1, 2)]:
+        with on_mesh(*mesh, dtype):
+            generator = generator_of("llama", pool)
+            drawn.append(all_of(generator, prompts, drawings))
+            drawn.append([all_of(generator, [prompt], [drawing])[0] for prompt, drawing in zip(prompts, drawings)])
+    assert all(each == drawn[0] for each in drawn)
+
+
+def filtered(p, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
+    """Probabilities of tokens by numpy, as transformers' filters leave them."""
+    p = p ** (1 / temperature) / np.sum(p ** (1 / temperature))
+    order = np.argsort(-p)
+    keep = np.ones(len(p), bool)
+    if top_k:
+        keep[order[top_k:]] = False
+    q = np.where(keep, p, 0) / p[keep].sum()
+    before = np.cumsum(q[order]) - q[order]
+    keep[order[before >= top_p]] = False
+    keep &= p >= min_p * p.max()
+    return np.where(keep, p, 0) / p[keep].sum()
+
+
+@pytest.mark.slow
+def test_the_distribution_is_the_models(pool, record_property):
+    """20,000 draws after one prompt, each with a seed of its own, by each filter: chi² against the model's softmax."""
+    prompt, rows, batches = [5, 9, 11], 1000, 20
+    with on_mesh(2, 2):
+        generator = generator_of("llama", pool, ends=())
+        p = np.zeros(40)
+        for way in ({}, {"top_k": 4}, {"top_p": 0.6}, {"min_p": 0.2}, {"temperature": 0.5}):
+            counts = np.zeros(40)
+            for batch in range(batches):
+                settings = [
+                    Drawing(**{"tokens": 1, "temperature": 1.0, "seed": batch * rows + n, **way}) for n in range(rows)
+                ]
+                for drawn in next(generator.draw([prompt] * rows, settings)):
+                    counts[drawn.tokens[0]] += 1
+                    p[drawn.tokens[0]] = np.exp(drawn.log_probs[0])
+            if not way:  # what the model says of each token; of those that never came it is next to nothing
+                assert abs(p.sum() - 1) < 0.001
+            expected = filtered(p, **way) * counts.sum()
+            assert not counts[expected == 0].any()
+            often = expected >= 5
+            chi2, free = np.sum((counts - expected)[often] ** 2 / expected[often]), often.sum() - 1
+            record_property("summary", f"{way}: chi² {chi2:.1f} with {free} degrees of freedom")
+            assert chi2 < free + 4 * np.sqrt(2 * free)
