@@ -41,7 +41,7 @@ class Serve:
 
     model: str  # a run, a checkpoint, or a published folder
     host: str = "127.0.0.1"  # where it listens; 0.0.0.0: for other machines too, over which an api_key should watch
-    port: Count = 8000
+    port: Count = 8000  # of it
     api_key: str | None = None  # that clients must send as a bearer token
     rows: Count = 8  # answers that are written at the same time
     length: Count = 2048  # tokens of a prompt and its answer, at most

@@ -42,7 +42,7 @@ class Drawing:
     """How the tokens of a row are drawn. Filters apply in this order, as in transformers."""
 
     tokens: Count = 256  # that are drawn at most
-    seed: Seed = 0
+    seed: Seed = 0  # of what is drawn
     repetition_penalty: Positive = 1.0  # divides the logits above 0 of tokens that are there already; multiplies others
     temperature: NotNegative = 0.8  # 0: always the likeliest token
     top_k: Steps = 0  # only the k likeliest; 0: all

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import generate
+import serve
 import train
 from runtime.config.command_line import load, run
 from runtime.config.help import configs_of, explanations, help_of_keys
@@ -24,7 +26,6 @@ from tools import (
     ledger_diff,
     make_dataset,
     plan,
-    sample,
     tokenize_text,
 )
 
@@ -73,7 +74,8 @@ TOOLS = [
     make_dataset.MakeDataset,
     inspect_dataset.InspectDataset,
     benchmark_attention.Benchmark,
-    sample.Sample,
+    generate.Generate,
+    serve.Serve,
 ]
 SEVERAL_NEEDED = [compare.Compare, checkpoint.LookAt, ledger_diff.LedgerDiff]
 
@@ -98,9 +100,12 @@ def test_each_program_takes_the_configs_that_it_lists(config_class):
 def test_a_tool_has_the_defaults_of_its_dataclass(config_class):
     """Without any yaml; a key is given as in a run, an unknown one is refused, and one without a default is asked
     for."""
-    key = {tokenize_text.TokenizeText: "output", inspect_dataset.InspectDataset: "path", sample.Sample: "run"}.get(
-        config_class
-    )
+    key = {
+        tokenize_text.TokenizeText: "output",
+        inspect_dataset.InspectDataset: "path",
+        generate.Generate: "model",
+        serve.Serve: "model",
+    }.get(config_class)
     needed = [f"{key}=x"] if key else []
     config = load(config_class, overrides=needed)
     assert config == config_class(**({key: "x"} if key else {}))

@@ -462,9 +462,9 @@ def test_a_run_goes_on_bit_for_bit(folder, monkeypatch, tmp_path):
 WRONG = {
     "model.vocab=256": "model.vocab = 256: the tokenizer bytes_utf8 has token ids up to 256: set model.vocab to 257",
     "hf_dataset.tokenizer=null": "hf_dataset.tokenizer = null: expected bytes_utf8, a tokenizer.json, or the name of",
-    "validation_batches=null": "validation_batches = null: with hf_dataset.path, each validation reads the same first",
+    "validation_batches=null": "validation_batches = null: of hf_dataset.path the first batches are kept in memory",
     "flat_tokens.sequence_packing=false": "flat_tokens.sequence_packing = false: hf_dataset.path is always packed",
-    "flat_tokens.epochs=2": "flat_tokens.epochs = 2: hf_dataset.path has no end: it begins again; delete the key",
+    "flat_tokens.epochs=2": "flat_tokens.epochs = 2: only flat_tokens.filespec ends; a mixture and",
     "flat_tokens.filespec=a.zarr": "hf_dataset.path is set, and so is flat_tokens.filespec (command line): expected",
     "hf_dataset.text_field=body": "train-0.jsonl:1: no field 'body'; it has 'text', 'other': mend it, or set",
 }
