@@ -181,25 +181,70 @@ class Engine(threading.Thread):
             slots.drop(gone)
 
 
-def app_of(served: Served, engine: Engine, config: Serve) -> Any:
-    """The ASGI application."""
-    from starlette.applications import Starlette
-    from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, StreamingResponse
-    from starlette.routing import Route
+class Api:
+    """What the server answers; `application` is the ASGI application."""
 
-    name, seeds = Path(config.model).name, iter(range(2**32))
+    def __init__(self, served: Served, engine: Engine, config: Serve):
+        from starlette import responses
 
-    def error(status: int, message: str, **headers: str) -> JSONResponse:
-        body = {"error": {"message": message, "type": "invalid_request_error" if status < 500 else "server_error"}}
-        return JSONResponse(body, status, headers)
+        self.served, self.engine, self.config, self.responses = served, engine, config, responses
+        self.name, self.seeds = Path(config.model).name, iter(range(2**32))
 
-    def refusal(request: Any) -> Any:
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if config.api_key is not None and not hmac.compare_digest(given.encode(), config.api_key.encode()):
-            return error(401, "expected the server's api_key as a bearer token")
+    def application(self) -> Any:
+        from starlette.applications import Starlette
+        from starlette.routing import Route
+
+        @asynccontextmanager
+        async def lifespan(_: Any) -> AsyncIterator[None]:
+            yield
+            self.engine.stop()
+
+        routes = [
+            Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/v1/chat/completions", self.chat_completions, methods=["POST"]),
+            Route("/v1/models", self.models), Route("/health", self.health), Route("/metrics", self.metrics),
+            Route("/", self.page),
+        ]  # fmt: skip
+        return Starlette(routes=routes, lifespan=lifespan)
+
+    # ---- requests
+
+    async def completions(self, request: Any) -> Any:
+        return await self.complete(request, is_chat=False)
+
+    async def chat_completions(self, request: Any) -> Any:
+        return await self.complete(request, is_chat=True)
+
+    async def complete(self, request: Any, is_chat: bool) -> Any:
+        if (refused := self.refusal(request)) is not None:
+            return refused
+        try:
+            given = await self.asked(request)
+            ids, drawing = self.ids_of(given, is_chat), given.drawing(next(self.seeds))
+            if len(ids) + drawing.tokens > self.config.length:
+                most = f"at most {self.config.length} together"
+                raise ValueError(f"{len(ids)} tokens and max_tokens={drawing.tokens}: {most}")
+        except (ValueError, ChatError, RunError) as wrong:
+            return self.error(400, str(wrong))
+        stop = [given.stop] if isinstance(given.stop, str) else given.stop or []
+        answer = Answer(ids, drawing, Text(self.served, stop))
+        if not self.engine.submit(answer):
+            is_over = self.engine.stopping or self.engine.has_ended
+            said = (503, "the server stops") if is_over else (429, "too many wait")
+            return self.error(*said, **{"Retry-After": "1"})
+        head = {"id": f"cmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.name}
+        if given.stream:
+            return self.responses.StreamingResponse(self.events(answer, head, is_chat), media_type="text/event-stream")
+        return await self.whole(request, answer, head, is_chat)
+
+    def refusal(self, request: Any) -> Any:
+        """Of a request without the api_key, where one is asked for."""
+        given, key = request.headers.get("authorization", "").removeprefix("Bearer "), self.config.api_key
+        if key is not None and not hmac.compare_digest(given.encode(), key.encode()):
+            return self.error(401, "expected the server's api_key as a bearer token")
         return None
 
-    async def asked(request: Any) -> Request:
+    async def asked(self, request: Any) -> Request:
         """Raises ValueError with what is wrong."""
         body = b""
         async for piece in request.stream():
@@ -211,43 +256,18 @@ def app_of(served: Served, engine: Engine, config: Serve) -> Any:
             first = wrong.errors()[0]
             raise ValueError(f"{'.'.join(map(str, first['loc'])) or 'body'}: {first['msg']}") from None
 
-    def ids_of(given: Request, is_chat: bool) -> list[int]:
+    def ids_of(self, given: Request, is_chat: bool) -> list[int]:
         if (given.messages is None) == is_chat or (given.prompt is None) != is_chat:
             raise ValueError(f"expected {'messages' if is_chat else 'prompt'}")
         if isinstance(given.prompt, list):
-            if not given.prompt or not all(0 <= each < served.source.model.vocab for each in given.prompt):
+            if not given.prompt or not all(0 <= each < self.served.source.model.vocab for each in given.prompt):
                 raise ValueError("prompt: expected ids of the vocabulary, one or more")
             return given.prompt
-        return served.ids_of(given.messages if is_chat else given.prompt)
+        return self.served.ids_of(given.messages if is_chat else given.prompt)
 
-    async def complete(request: Any, is_chat: bool) -> Any:
-        if (refused := refusal(request)) is not None:
-            return refused
-        try:
-            given = await asked(request)
-            ids = ids_of(given, is_chat)
-            drawing = given.drawing(next(seeds))
-        except (ValueError, ChatError, RunError) as wrong:
-            return error(400, str(wrong))
-        if len(ids) + drawing.tokens > config.length:
-            return error(400, f"{len(ids)} tokens and max_tokens={drawing.tokens}: at most {config.length} together")
-        stop = [given.stop] if isinstance(given.stop, str) else given.stop or []
-        answer = Answer(ids, drawing, Text(served, stop))
-        if not engine.submit(answer):
-            status = 503 if engine.stopping or engine.has_ended else 429
-            return error(status, "the server stops" if status == 503 else "too many wait", **{"Retry-After": "1"})
-        head = {"id": f"cmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": name}
-        if given.stream:
-            return StreamingResponse(events(answer, head, is_chat), media_type="text/event-stream")
-        text = await whole(request, answer)
-        said = {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}
-        counts = {"prompt_tokens": len(ids), "completion_tokens": len(answer.text.ids)}
-        usage = {**counts, "total_tokens": sum(counts.values())}
-        choice = {"index": 0, "finish_reason": answer.reason, "logprobs": None, **said}
-        kind = "chat.completion" if is_chat else "text_completion"
-        return JSONResponse({**head, "object": kind, "choices": [choice], "usage": usage})
+    # ---- answers
 
-    async def whole(request: Any, answer: Answer) -> str:
+    async def whole(self, request: Any, answer: Answer, head: dict, is_chat: bool) -> Any:
         """All of an answer; it is left when its client is."""
 
         async def watch() -> None:
@@ -257,11 +277,18 @@ def app_of(served: Served, engine: Engine, config: Serve) -> Any:
 
         watching = asyncio.create_task(watch())
         try:
-            return "".join([piece async for piece in answer.read()])
+            text = "".join([piece async for piece in answer.read()])
         finally:
             watching.cancel()
+        said = {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}
+        counts = {"prompt_tokens": len(answer.ids), "completion_tokens": len(answer.text.ids)}
+        usage = {**counts, "total_tokens": sum(counts.values())}
+        choice = {"index": 0, "finish_reason": answer.reason, "logprobs": None, **said}
+        kind = "chat.completion" if is_chat else "text_completion"
+        return self.responses.JSONResponse({**head, "object": kind, "choices": [choice], "usage": usage})
 
-    async def events(answer: Answer, head: dict, is_chat: bool) -> AsyncIterator[str]:
+    async def events(self, answer: Answer, head: dict, is_chat: bool) -> AsyncIterator[str]:
+        """An answer as server-sent events."""
         kind = "chat.completion.chunk" if is_chat else "text_completion"
 
         def event(said: dict, reason: str | None = None) -> str:
@@ -275,37 +302,30 @@ def app_of(served: Served, engine: Engine, config: Serve) -> Any:
         yield event({}, answer.reason)
         yield "data: [DONE]\n\n"
 
-    async def completions(request: Any) -> Any:
-        return await complete(request, is_chat=False)
+    def error(self, status: int, message: str, **headers: str) -> Any:
+        body = {"error": {"message": message, "type": "invalid_request_error" if status < 500 else "server_error"}}
+        return self.responses.JSONResponse(body, status, headers)
 
-    async def chat_completions(request: Any) -> Any:
-        return await complete(request, is_chat=True)
+    # ---- about the server
 
-    async def models(request: Any) -> Any:
-        listed = [{"id": name, "object": "model", "created": 0, "owned_by": "clearshard"}]
-        return refusal(request) or JSONResponse({"object": "list", "data": listed})
+    async def models(self, request: Any) -> Any:
+        listed = [{"id": self.name, "object": "model", "created": 0, "owned_by": "clearshard"}]
+        return self.refusal(request) or self.responses.JSONResponse({"object": "list", "data": listed})
 
-    async def health(_: Any) -> Any:
-        return error(503, "the engine has ended") if engine.has_ended else PlainTextResponse("ok\n")
+    async def health(self, _: Any) -> Any:
+        return (
+            self.error(503, "the engine has ended")
+            if self.engine.has_ended
+            else self.responses.PlainTextResponse("ok\n")
+        )
 
-    async def metrics(_: Any) -> Any:
-        now = {**engine.counts, "rows_in_use": sum(map(bool, engine.answers)), "waiting": len(engine.waiting)}
-        return PlainTextResponse("".join(f"clearshard_{key} {value}\n" for key, value in now.items()))
+    async def metrics(self, _: Any) -> Any:
+        in_use = sum(map(bool, self.engine.answers))
+        now = {**self.engine.counts, "rows_in_use": in_use, "waiting": len(self.engine.waiting)}
+        return self.responses.PlainTextResponse("".join(f"clearshard_{key} {value}\n" for key, value in now.items()))
 
-    async def page(_: Any) -> Any:
-        return HTMLResponse(PAGE.read_text(encoding="utf-8"))
-
-    @asynccontextmanager
-    async def lifespan(_: Any) -> AsyncIterator[None]:
-        yield
-        engine.stop()
-
-    routes = [
-        Route("/v1/completions", completions, methods=["POST"]),
-        Route("/v1/chat/completions", chat_completions, methods=["POST"]),
-        Route("/v1/models", models), Route("/health", health), Route("/metrics", metrics), Route("/", page),
-    ]  # fmt: skip
-    return Starlette(routes=routes, lifespan=lifespan)
+    async def page(self, _: Any) -> Any:
+        return self.responses.HTMLResponse(PAGE.read_text(encoding="utf-8"))
 
 
 def main(config: Serve) -> None:
@@ -319,7 +339,7 @@ def main(config: Serve) -> None:
         raise RunError(f"length = {config.length}: the model knows {served.length} positions, set it to that or less")
     engine = Engine(served, mesh, config)
     engine.start()
-    settings = uvicorn.Config(app_of(served, engine, config), config.host, config.port, log_level="warning")
+    settings = uvicorn.Config(Api(served, engine, config).application(), config.host, config.port, log_level="warning")
     print_line(
         f"{config.model} at http://{config.host}:{config.port}, {config.rows} answers at a time; Ctrl-C ends it."
     )

@@ -91,18 +91,19 @@ def attention(
 ) -> act['B/d L Q K/t D']:  # fmt: skip
     """Over the slots that are filled and, causally, the new tokens."""
     product = functools.partial(shardops.einsum_unreduced, preferred_element_type=jnp.float32)
-    before = product('B/d L Q K/t D, B/d K/t S D -> B/d K/t Q L S', q, old_k)
-    among = product('B/d L Q K/t D, B/d N K/t D -> B/d K/t Q L N', q, k)
-    slots, new = old_k.shape[2], jnp.arange(q.shape[1])
-    logits = jnp.concatenate([before, among], axis=-1)
-    logits = logits if cap is None else cap * jnp.tanh(logits / cap)
-    # The position of each key, and of each query.
-    key = jnp.concatenate([jnp.arange(slots)[None] + 0 * length[:, None], length[:, None] + new[None]], axis=1)
-    query = length[:, None] + new[None]
-    is_there = jnp.concatenate([jnp.arange(slots)[None] < length[:, None], new[None] >= 0 * length[:, None]], axis=1)
-    distance = query[:, :, None] - key[:, None]
-    allowed = is_there[:, None] & (distance >= 0) & (distance < (layers.ALL if window is None else window))
-    probs = jax.nn.softmax(jnp.where(allowed[:, None, None], logits, -1e30), axis=-1).astype(act.dtype)
+    slot, new, window = jnp.arange(old_k.shape[2]), jnp.arange(q.shape[1]), layers.ALL if window is None else window
+    position = length[:, None] + new[None]
+    is_filled = (slot[None] < length[:, None])[:, None] & (position[:, :, None] - slot[None, None] < window)
+    distance = new[:, None] - new[None]
+    is_before = (distance >= 0) & (distance < window)
+
+    def masked(logits, allowed):
+        return jnp.where(allowed, logits if cap is None else cap * jnp.tanh(logits / cap), -1e30)
+
+    before = masked(product('B/d L Q K/t D, B/d K/t S D -> B/d K/t Q L S', q, old_k), is_filled[:, None, None])
+    among = masked(product('B/d L Q K/t D, B/d N K/t D -> B/d K/t Q L N', q, k), is_before[None, None, None])
+    probs = jax.nn.softmax(jnp.concatenate([before, among], axis=-1), axis=-1).astype(act.dtype)
+    slots = len(slot)
     o = product('B/d K/t Q L S, B/d K/t S D -> B/d L Q K/t D', probs[..., :slots], old_v)
     o = o + product('B/d K/t Q L N, B/d N K/t D -> B/d L Q K/t D', probs[..., slots:], v)
     return o.astype(act.dtype)
@@ -183,138 +184,160 @@ def axis_size(name: str) -> int:
     return current_mesh().shape[name]
 
 
-# == Programs ==========================================================================================================
+# == Programs =========================================================================================================
+@typed
+def empty(model, *, count: int, slots: int) -> Cache:
+    """A cache in which nothing is."""
+    sizes = dict(layers=model.layers, B=count, K=model.n_kv, S=slots, D=model.d_head)
+    k = shardops.zeros('layers B/d K/t S D', act, **sizes)
+    return Cache(k, k, shardops.zeros('B/d', i32, B=count))
+
+
+@typed
+def extend(
+    family, model, ends, stack, cache: Cache, tokens: u32['B/d L'], count: i32['B/d']
+) -> tuple[Cache, act['B/d L M']]:
+    """Reads the first `count` of each row's tokens into the cache; returns the hidden states of all.
+
+    Args:
+      family: a module of models/.
+      ends, stack: its `Ends` and its stacked `Gathered`.
+    """
+    mask = family.mask(model)
+    position = cache.length[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    x = family.embed(model, ends, tokens, position, 'M')
+
+    def layer(x: act['B/d L M'], of_layer):
+        w, old_k, old_v, window = of_layer
+
+        def attend(q, k, v):
+            return attention(q, old_k, old_v, k, v, cache.length, attend.window, mask.cap), (k, v)
+
+        attend.window = mask.of_layer(window)
+        return family.layer(model, x, w, attend, position, 'M')
+
+    x, (k, v) = lax.scan(layer, x, (stack, cache.k, cache.v, mask.by_layer()))
+    into = functools.partial(shardops.local, 'layers B/d K/t S D, layers B/d L K/t D, B/d -> layers B/d K/t S D', write)
+    return Cache(into(cache.k, k, cache.length), into(cache.v, v, cache.length), cache.length + count), x
+
+
+@typed
+def logits_after(family, model, ends, x: act['B/d L M']) -> f32['B/d V/t']:
+    """Of each row's first token."""
+    cap = family.mask(model).logits_cap
+    return layers.logits_of(ends.unembed, family.final(model, ends, x, 'M'), cap)[:, 0]
+
+
+@typed
+def decode(
+    family, model, ends, stack, cache: Cache, rows: Rows, ids: i32['V/t'], stops: u32['ends'], *,
+    is_drawn: bool, is_filtered: bool,
+) -> tuple[Cache, Rows, u32['B/d N'], f32['B/d N']]:  # fmt: skip
+    """Draws BURST tokens for each row, fewer when all have ended; with their log probabilities."""
+
+    def goes_on(carry):
+        number, _, rows, _, _ = carry
+        return (number < BURST) & shardops.any('B/d -> ', rows.left > 0)
+
+    def step(carry):
+        number, cache, rows, tokens, log_probs = carry
+        alive = rows.left > 0
+        cache, x = extend(family, model, ends, stack, cache, rows.token[:, None], alive.astype(jnp.int32))
+        token, log_prob = choose(logits_after(family, model, ends, x), ids, rows, is_drawn, is_filtered)
+        tokens = lax.dynamic_update_slice_in_dim(tokens, token[:, None], number, axis=1)
+        log_probs = lax.dynamic_update_slice_in_dim(log_probs, log_prob[:, None], number, axis=1)
+        is_end = jnp.any(token[:, None] == stops[None], axis=1)
+        rows = replace(
+            rows,
+            token=token,
+            drawn=rows.drawn + 1,
+            left=jnp.where(is_end, 0, jnp.maximum(rows.left - 1, 0)),
+            seen=rows.seen | (token[:, None].astype(jnp.int32) == ids[None]),
+        )
+        return number + 1, cache, rows, tokens, log_probs
+
+    tokens = jnp.zeros((rows.token.shape[0], BURST), jnp.uint32) + 0 * rows.token[:, None]
+    log_probs = 0.0 * tokens.astype(jnp.float32)
+    carry = jnp.int32(0), cache, rows, tokens, log_probs
+    _, cache, rows, tokens, log_probs = lax.while_loop(goes_on, step, carry)
+    return cache, rows, tokens, log_probs
+
+
+@typed
+def candidates(
+    family, model, ends, stack, cache: Cache, token: u32['B/d'], parent: i32['B/d'], ids: i32['V/t'], *, N: int
+) -> tuple[Cache, f32['B/d N'], i32['B/d N']]:
+    """The rows' caches are replaced by those of their parents, on the same device; then the N likeliest tokens
+    after `token`, and their log probabilities."""
+
+    def of_parent(old, parent):
+        return jnp.take(old, parent, axis=1)
+
+    k, v = [
+        shardops.local('layers B/d K/t S D, B/d -> layers B/d K/t S D', of_parent, each, parent)
+        for each in (cache.k, cache.v)
+    ]
+    cache = replace(cache, k=k, v=v)
+    cache, x = extend(family, model, ends, stack, cache, token[:, None], jnp.ones_like(cache.length))
+    values = logits_after(family, model, ends, x)
+    values = values - log_normalizer(values)[:, None]
+
+    def largest(values, ids):
+        top, place = lax.top_k(values, N)
+        return top[:, None], jnp.take(ids, place)[:, None]
+
+    # The likeliest of each device of t, of which it has a row; gathered, 8N bytes a row and device.
+    some, names = shardops.local('B/d V/t, V/t -> B/d t/t N, B/d t/t N', largest, values, ids, N=N)
+    some, names = [shardops.all_gather('B/d t/t N -> B/d t N', each) for each in (some, names)]
+    some, names = [each.reshape(each.shape[0], -1) for each in (some, names)]
+    top, place = lax.top_k(some, N)
+    return cache, top, jnp.take_along_axis(names, place, axis=1)
+
+
+@typed
+def admit(cache: Cache, rows: Rows, new: Rows, is_new: bool_['B/d']) -> tuple[Cache, Rows]:
+    """New rows in the place of others, of which nothing is read any more."""
+
+    def one(new, old):
+        return jnp.where(is_new.reshape(is_new.shape + (1,) * (new.ndim - 1)), new, old)
+
+    return replace(cache, length=jnp.where(is_new, 0, cache.length)), jax.tree.map(one, new, rows)
+
+
 class Programs:
-    """What runs on the mesh, for one model. Each is compiled once for each number of rows, slots and tokens.
+    """The functions above for one model, with the types of its weights.
 
     Args:
       weights: the shapes of the model's.
     """
 
     def __init__(self, family: Any, model: Any, weights: Any):
-        mask = family.mask(model)
-        windows = mask.by_layer()
-        Layers = narrowed(Array['layers', family.Gathered], weights.transformer)
-        Ends, Given = family.Ends, narrowed(family.Weights, weights)
+        Ends, Layers = family.Ends, narrowed(Array['layers', family.Gathered], weights.transformer)
 
         @typed
-        def gathered(weights: Given) -> tuple[Ends, Layers]:
-            _, by_layer = lax.scan(lambda _, w: (None, family.gather_layer(w)), None, weights.transformer)
-            return family.gather_ends(weights), by_layer
-
-        @typed
-        def empty(*, count: int, slots: int) -> Cache:
-            """A cache in which nothing is."""
-            sizes = dict(layers=model.layers, B=count, K=model.n_kv, S=slots, D=model.d_head)
-            k = shardops.zeros('layers B/d K/t S D', act, **sizes)
-            return Cache(k, k, shardops.zeros('B/d', i32, B=count))
-
-        @typed
-        def extend(
-            ends: Ends, stack: Layers, cache: Cache, tokens: u32['B/d L'], count: i32['B/d']
-        ) -> tuple[Cache, act['B/d L M']]:
-            """Reads the first `count` of each row's tokens into the cache; returns the hidden states of all."""
-            position = cache.length[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-            x = family.embed(model, ends, tokens, position, 'M')
-
-            def layer(x: act['B/d L M'], of_layer):
-                w, old_k, old_v, window = of_layer
-
-                def attend(q, k, v):
-                    return attention(q, old_k, old_v, k, v, cache.length, attend.window, mask.cap), (k, v)
-
-                attend.window = mask.of_layer(window)
-                return family.layer(model, x, w, attend, position, 'M')
-
-            x, (k, v) = lax.scan(layer, x, (stack, cache.k, cache.v, windows))
-            into = functools.partial(
-                shardops.local, 'layers B/d K/t S D, layers B/d L K/t D, B/d -> layers B/d K/t S D', write
-            )
-            return Cache(into(cache.k, k, cache.length), into(cache.v, v, cache.length), cache.length + count), x
-
-        @typed
-        def logits(ends: Ends, x: act['B/d L M']) -> f32['B/d V/t']:
-            return layers.logits_of(ends.unembed, family.final(model, ends, x, 'M'), mask.logits_cap)[:, 0]
+        def gather(weights: narrowed(family.Weights, weights)) -> tuple[Ends, Layers]:
+            _, stack = lax.scan(lambda _, w: (None, family.gather_layer(w)), None, weights.transformer)
+            return family.gather_ends(weights), stack
 
         @typed
         def read(ends: Ends, stack: Layers, cache: Cache, tokens: u32['B/d L'], count: i32['B/d']) -> Cache:
-            return extend(ends, stack, cache, tokens, count)[0]
+            return extend(family, model, ends, stack, cache, tokens, count)[0]
 
         @typed
-        def decode(
-            ends: Ends, stack: Layers, cache: Cache, rows: Rows, ids: i32['V/t'], stops: u32['ends'], *,
-            is_drawn: bool, is_filtered: bool,
-        ) -> tuple[Cache, Rows, u32['B/d N'], f32['B/d N']]:  # fmt: skip
-            """Draws BURST tokens for each row, fewer when all have ended; with their log probabilities."""
-
-            def goes_on(carry):
-                number, _, rows, _, _ = carry
-                return (number < BURST) & shardops.any('B/d -> ', rows.left > 0)
-
-            def step(carry):
-                number, cache, rows, tokens, log_probs = carry
-                alive = rows.left > 0
-                cache, x = extend(ends, stack, cache, rows.token[:, None], alive.astype(jnp.int32))
-                token, log_prob = choose(logits(ends, x), ids, rows, is_drawn, is_filtered)
-                tokens = lax.dynamic_update_slice_in_dim(tokens, token[:, None], number, axis=1)
-                log_probs = lax.dynamic_update_slice_in_dim(log_probs, log_prob[:, None], number, axis=1)
-                is_end = jnp.any(token[:, None] == stops[None], axis=1)
-                rows = replace(
-                    rows,
-                    token=token,
-                    drawn=rows.drawn + 1,
-                    left=jnp.where(is_end, 0, jnp.maximum(rows.left - 1, 0)),
-                    seen=rows.seen | (token[:, None].astype(jnp.int32) == ids[None]),
-                )
-                return number + 1, cache, rows, tokens, log_probs
-
-            tokens = jnp.zeros((rows.token.shape[0], BURST), jnp.uint32) + 0 * rows.token[:, None]
-            log_probs = 0.0 * tokens.astype(jnp.float32)
-            carry = jnp.int32(0), cache, rows, tokens, log_probs
-            _, cache, rows, tokens, log_probs = lax.while_loop(goes_on, step, carry)
-            return cache, rows, tokens, log_probs
+        def draw(
+            ends: Ends, stack: Layers, cache: Cache, rows: Rows, ids: i32['V/t'], stops: u32['ends'], **settings
+        ) -> tuple[Cache, Rows, u32['B/d N'], f32['B/d N']]:
+            return decode(family, model, ends, stack, cache, rows, ids, stops, **settings)
 
         @typed
-        def candidates(
+        def search(
             ends: Ends, stack: Layers, cache: Cache, token: u32['B/d'], parent: i32['B/d'], ids: i32['V/t'], *, N: int
         ) -> tuple[Cache, f32['B/d N'], i32['B/d N']]:
-            """The rows' caches are replaced by those of their parents, on the same device; then the N likeliest tokens
-            after `token`, and their log probabilities."""
-
-            def of_parent(old, parent):
-                return jnp.take(old, parent, axis=1)
-
-            k, v = [
-                shardops.local('layers B/d K/t S D, B/d -> layers B/d K/t S D', of_parent, each, parent)
-                for each in (cache.k, cache.v)
-            ]
-            cache = replace(cache, k=k, v=v)
-            cache, x = extend(ends, stack, cache, token[:, None], jnp.ones_like(cache.length))
-            values = logits(ends, x)
-            values = values - log_normalizer(values)[:, None]
-
-            def largest(values, ids):
-                top, place = lax.top_k(values, N)
-                return top[:, None], jnp.take(ids, place)[:, None]
-
-            # The likeliest of each device of t, of which it has a row; gathered, 8N bytes a row and device.
-            some, names = shardops.local('B/d V/t, V/t -> B/d t/t N, B/d t/t N', largest, values, ids, N=N)
-            some, names = [shardops.all_gather('B/d t/t N -> B/d t N', each) for each in (some, names)]
-            some, names = [each.reshape(each.shape[0], -1) for each in (some, names)]
-            top, place = lax.top_k(some, N)
-            return cache, top, jnp.take_along_axis(names, place, axis=1)
-
-        @typed
-        def admit(cache: Cache, rows: Rows, new: Rows, is_new: bool_['B/d']) -> tuple[Cache, Rows]:
-            """New rows in the place of others, of which nothing is read any more."""
-
-            def one(new, old):
-                return jnp.where(is_new.reshape(is_new.shape + (1,) * (new.ndim - 1)), new, old)
-
-            return replace(cache, length=jnp.where(is_new, 0, cache.length)), jax.tree.map(one, new, rows)
+            return candidates(family, model, ends, stack, cache, token, parent, ids, N=N)
 
         self._functions = {
-            "gather": gathered, "empty": empty, "admit": admit, "read": read, "decode": decode, "search": candidates,
+            "gather": gather, "empty": functools.partial(empty, model), "admit": admit, "read": read, "decode": draw,
+            "search": search,
         }  # fmt: skip
         self.compiled = functools.cache(self._compiled)
 
