@@ -313,11 +313,9 @@ class Api:
         return self.refusal(request) or self.responses.JSONResponse({"object": "list", "data": listed})
 
     async def health(self, _: Any) -> Any:
-        return (
-            self.error(503, "the engine has ended")
-            if self.engine.has_ended
-            else self.responses.PlainTextResponse("ok\n")
-        )
+        if self.engine.has_ended:
+            return self.error(503, "the engine has ended")
+        return self.responses.PlainTextResponse("ok\n")
 
     async def metrics(self, _: Any) -> Any:
         in_use = sum(map(bool, self.engine.answers))
