@@ -90,6 +90,8 @@ def attention(
     v: act['B/d N K/t D'], length: i32['B/d'], window, cap: float | None,
 ) -> act['B/d L Q K/t D']:  # fmt: skip
     """Over the slots that are filled and, causally, the new tokens."""
+    if jax.default_backend() == 'cpu':  # XLA:CPU has no products of bfloat16 with results in float32 (jax 0.10.2)
+        q, old_k, old_v, k, v = [each.astype(jnp.float32) for each in (q, old_k, old_v, k, v)]
     product = functools.partial(shardops.einsum_unreduced, preferred_element_type=jnp.float32)
     slot, new, window = jnp.arange(old_k.shape[2]), jnp.arange(q.shape[1]), layers.ALL if window is None else window
     position = length[:, None] + new[None]
@@ -102,7 +104,7 @@ def attention(
 
     before = masked(product('B/d L Q K/t D, B/d K/t S D -> B/d K/t Q L S', q, old_k), is_filled[:, None, None])
     among = masked(product('B/d L Q K/t D, B/d N K/t D -> B/d K/t Q L N', q, k), is_before[None, None, None])
-    probs = jax.nn.softmax(jnp.concatenate([before, among], axis=-1), axis=-1).astype(act.dtype)
+    probs = jax.nn.softmax(jnp.concatenate([before, among], axis=-1), axis=-1).astype(v.dtype)
     slots = len(slot)
     o = product('B/d K/t Q L S, B/d K/t S D -> B/d L Q K/t D', probs[..., :slots], old_v)
     o = o + product('B/d K/t Q L N, B/d N K/t D -> B/d L Q K/t D', probs[..., slots:], v)

@@ -99,7 +99,7 @@ def test_every_mutant_of_decoding_is_refused(tmp_path, record_property):
     made = mutants((ROOT / "models/decoding.py").read_text())
     count = refuse_all(made, check_decoding, tmp_path, "decoding.py", r"(decoding|llama|layers)\.py")
     record_property("summary", f"{count} mutants of models/decoding.py: none accepted")
-    assert count > 40
+    assert count > 30
 
 
 @pytest.mark.slow
