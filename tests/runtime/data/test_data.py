@@ -48,7 +48,11 @@ def data(tmp_path_factory):
 def starts_read(monkeypatch):
     """Where the rows that are read from the data begin."""
     found, read_rows = [], flat_tokens.Split.read_rows
-    watched = lambda self, starts, *rest: (found.extend(starts.tolist()), read_rows(self, starts, *rest))[1]  # noqa: E731
+
+    def watched(self, starts, *rest):
+        found.extend(starts.tolist())
+        return read_rows(self, starts, *rest)
+
     monkeypatch.setattr(flat_tokens.Split, "read_rows", watched)
     return found
 
