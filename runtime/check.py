@@ -7,8 +7,8 @@ import jax
 
 from runtime.terminal import RunError, print_line
 from runtime.tracking.metrics import flattened
-from shardlib.arrays import indivisible, map_type, mesh_text
-from shardlib.shardtypes import ShardingError, typed_shard_map
+from shardlib.arrays import fields, indivisible, mesh_text
+from shardlib.shardtypes import ShardingError, narrowed, typed_shard_map
 from shardlib.sizes import nearest_divisors, nearest_multiples
 
 
@@ -19,7 +19,7 @@ def check_sizes(config: Any, type_: Any, shapes: Any, what: str = "") -> Any:
     axes, the keys that have its size, and the nearest sizes that fit.
     """
     axes, problems = vars(config.mesh), []
-    for error in indivisible(type_, shapes, axes):
+    for error in indivisible(narrowed(type_, shapes), shapes, axes):
         values = flattened({"model": config.model, "training": config.training}, separator=".")
         keys = [key for key, value in values.items() if value == error.size and not isinstance(value, bool)]
         where = what or f"{config.origins.of(keys[0])}: {' or '.join(keys)} = {error.size}" if what or keys else "mesh"
@@ -37,7 +37,8 @@ def check_sizes(config: Any, type_: Any, shapes: Any, what: str = "") -> Any:
 
 
 def batch_shapes(config: Any, batch_type: Any) -> Any:
-    """The global shapes of a batch, all of whose fields have a row for each row and a column for each token.
+    """The global shapes of a batch, all of whose fields have a row for each row and a column for each token; `read` and
+    `read_starts` for each that an encoder reads, of PairTokens.
 
     Raises RunError: the rows cannot be divided into microbatches, or those over the mesh.
     """
@@ -49,7 +50,11 @@ def batch_shapes(config: Any, batch_type: Any) -> Any:
         )
 
     def of_rows(rows: int) -> Any:
-        return map_type(lambda array: jax.ShapeDtypeStruct((rows, tokens.len), array.element.dtype), batch_type)
+        def shape(name: str, array: Any) -> jax.ShapeDtypeStruct:
+            columns = tokens.read_len if name in ("read", "read_starts") else tokens.len
+            return jax.ShapeDtypeStruct((rows, columns), array.element.dtype)
+
+        return batch_type(**{name: shape(name, array) for name, array in fields(batch_type).items()})
 
     what = f"training.tokens.batch / training.microbatches = {tokens.batch} / {parts}" if parts > 1 else ""
     check_sizes(config, batch_type, of_rows(tokens.batch // parts), what)

@@ -27,7 +27,7 @@ from runtime.terminal import RunError
 ROOT = Path(__file__).resolve().parents[1]
 DEFAULT = "train"
 # Of this project, what a trainer computes with; and what it imports without a change of what it computes.
-MATHEMATICS = ("train", "models", "shardlib", "kernels", "jax_extra")
+MATHEMATICS = ("train", "optimizers", "models", "shardlib", "kernels", "jax_extra")
 NO_MATHEMATICS = ("runtime", "ledger", "tools")
 LONGEST_GIT_S = 10.0
 
@@ -56,6 +56,10 @@ class Trainer(Protocol):
 
     def main(self, config: Any) -> None:
         """Trains; with check_only, checks."""
+
+    # Where only files that a config names say what is trained, as in finetune.py, there are two more:
+    # resolved(config), the config with the model in it, for shapes and mapped_steps; and state_type(config), in the
+    # place of State, of that.
 
 
 @dataclass(frozen=True, kw_only=True)

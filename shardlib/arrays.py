@@ -83,7 +83,7 @@ def bind(
       axes: the mesh's axes and their sizes.
       letters: size and origin of each letter in this scope; changed.
     Raises:
-      ShardingError: another rank, an axis written out of the mesh's order, an integer or a letter of another size, a
+      ShardingError: another rank, pending axes out of the mesh's order, an integer or a letter of another size, a
         size that an axis does not divide, a dim with an axis' name and another size.
     """
     spec.require_mesh_order(axes)
@@ -142,7 +142,7 @@ def indivisible(type_, shapes, axes: dict[str, int]) -> list[Indivisible]:
       shapes: the tree, of arrays or `ShapeDtypeStruct` of global shapes.
       axes: the mesh's axes and their sizes.
     Raises:
-      ShardingError: a type names an axis that the mesh lacks, or not in the mesh's order.
+      ShardingError: a type names an axis that the mesh lacks.
     """
     found = {}
     specs = jax.tree.leaves(map_type(lambda array: array.spec, type_), is_leaf=lambda each: isinstance(each, Spec))
@@ -341,7 +341,9 @@ def is_tree_of_types(type_) -> bool:
     return is_instance and all(isinstance(leaf, ArrayType) for leaf in jax.tree.leaves(type_))
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["base", "a", "b"], meta_fields=["scale"])
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["base", "a", "b", "draw"], meta_fields=["scale", "dropout"]
+)
 @dataclasses.dataclass(frozen=True)
 class Adapted:
     """A matrix to which `scale` · a · b is added, of low rank (Hu et al. 2021). It may stand where a type says a
@@ -352,6 +354,18 @@ class Adapted:
     a: jax.Array  # the dims that a product contracts, then the rank N
     b: jax.Array  # the rank N, then the other dims
     scale: float
+    dropout: float = 0.0  # of what is multiplied with a: elements that are zero, at random; the others make up for them
+    draw: jax.Array | None = None  # with dropout: numbers that say which, u32['X'], others for each step and matrix
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class Quantized:
+    """A matrix of 8-bit integers with a factor for each column, values · scale. It may stand where a type says a
+    matrix, which is then said of `values`, and is for `shardops.product` alone. It has no gradient."""
+
+    values: jax.Array  # i8
+    scale: jax.Array  # f32, of the dims that a product keeps, in their order
 
 
 def make_partition_specs(cls):
@@ -382,7 +396,7 @@ def make_shardings(cls):
     """The same tree of `NamedSharding` on the current mesh.
 
     Raises:
-      ShardingError: without a mesh, or if a type's axes are not in the mesh's order.
+      ShardingError: without a mesh, or if a type names an axis that it lacks.
     """
     mesh = current_mesh()
     if mesh is None:
@@ -491,6 +505,8 @@ def check_tree(type_, value, leading: tuple[Dim, ...] = (), *, what: str = "the 
             array = type_.with_leading(leading)
         except ShardingError as error:
             raise wrong(str(error)) from None
+        if isinstance(value, Quantized):
+            return dataclasses.replace(value, values=check(i8, array.spec, value.values, what=place))
         if isinstance(value, Adapted):
             return dataclasses.replace(value, base=check(array.element, array.spec, value.base, what=place))
         return check(array.element, array.spec, value, what=place)

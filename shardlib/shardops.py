@@ -30,6 +30,7 @@ from shardlib import check as _check
 from shardlib.arrays import (
     Adapted,
     DType,
+    Quantized,
     bind,
     devices_of,
     letters_of_scope,
@@ -126,7 +127,7 @@ def _planned(plan, text, operands, results, mesh_axes) -> tuple[Recipe, dict]:
     legal = [[str(spec.in_mesh_order(mesh_axes)) for spec in specs] for specs in (recipe.operands, recipe.results)]
     if legal != [[str(spec) for spec in specs] for specs in (recipe.operands, recipe.results)]:
         raise ShardingError(
-            f"axes are written in the order of the mesh's axes ({', '.join(mesh_axes)}): "
+            f"pending axes are written in the order of the mesh's axes ({', '.join(mesh_axes)}): "
             f"write '{', '.join(legal[0])} -> {', '.join(legal[1])}'"
         )
     return recipe, {"moves": (), "infers": None, **plan(recipe, mesh_axes)}
@@ -364,7 +365,7 @@ def argmax(spec: str | bytes, x):
     """
 
     def execute(planned, axes, x):
-        (dim,), names = planned["dropped"], _wide(planned["moves"], axes)
+        (dim,), names = planned["dropped"], _wide(planned["major_first"], axes)
         x, size = lax.stop_gradient(x), x.shape[dim]
         x = jnp.where(jnp.isnan(x), jnp.inf, x) if jnp.issubdtype(x.dtype, jnp.floating) else x
         first = lax.axis_index(names) * size if names else 0
@@ -381,7 +382,7 @@ def _plan_argmax(recipe, mesh_axes):
     planned = _plan_pmax(recipe, mesh_axes)
     if len(planned["dropped"]) != 1:
         raise ShardingError("argmax goes along one dim, as in 'B/d L V/t -> B/d L'")
-    return planned
+    return {**planned, "major_first": recipe.operands[0].dims[planned["dropped"][0]].axes}
 
 
 def any(spec: str | bytes, x):
@@ -532,7 +533,7 @@ def einsum_unreduced(spec: str | bytes, x, y, **jnp_kwargs):
     Args:
       jnp_kwargs: passed on. With preferred_element_type=float32 of bfloat16 operands the sums stay in float32; the
         gradient's products are in bfloat16 too (JAX would take the result's gradient in float32, and multiply at the
-        rate of that).
+        rate of that). An operand that is not differentiated costs no product.
     Sends: nothing.
     """
 
@@ -543,12 +544,23 @@ def einsum_unreduced(spec: str | bytes, x, y, **jnp_kwargs):
         if x.dtype != y.dtype or jnp_kwargs.get("preferred_element_type", x.dtype) == x.dtype:
             return product(x, y)
 
-        def backward(operands, cotangent):
-            _, transpose = jax.vjp(lambda x, y: jnp.einsum(planned["equation"], x, y), *operands)
-            return transpose(cotangent.astype(operands[0].dtype))
+        # The gradient of a frozen operand is not computed, and what only it would need is not kept.
+        def forward(x, y):
+            return product(x.value, y.value), (x.value if y.perturbed else None, y.value if x.perturbed else None)
+
+        def backward(kept, cotangent):
+            of_y, of_x = kept
+            cotangent, like = cotangent.astype(x.dtype), [jax.ShapeDtypeStruct(each.shape, x.dtype) for each in (x, y)]
+
+            def pulled(multiply, like):
+                return jax.linear_transpose(multiply, like)(cotangent)[0]
+
+            by_x = None if of_x is None else pulled(lambda x: jnp.einsum(planned["equation"], x, of_x), like[0])
+            by_y = None if of_y is None else pulled(lambda y: jnp.einsum(planned["equation"], of_y, y), like[1])
+            return by_x, by_y
 
         widened = jax.custom_vjp(product)
-        widened.defvjp(lambda x, y: (product(x, y), (x, y)), backward)
+        widened.defvjp(forward, backward, symbolic_zeros=True)
         return widened(x, y)
 
     return _operate("einsum_unreduced", spec, (x, y), _plan_einsum, execute, with_=(str(jnp_kwargs),))
@@ -606,7 +618,16 @@ def product(spec: str | bytes, x, w, **jnp_kwargs):
         change = einsum_unreduced('B/d L N +t, N M -> B/d L M +t', thin, w_down.b)
 
     besides the one with `base`: they join its pending sum, so no more is sent. Dims that all three have, as experts,
-    stay in front in a and in b. The layer that calls this is the same with adapters and without. Sends: nothing."""
+    stay in front in a and in b. The layer that calls this is the same with adapters and without.
+
+    Of `shardtypes.Quantized` the product with its 8-bit values in x's type, times the factor of each column, in
+    float32. Sends: nothing."""
+    if isinstance(w, Quantized):
+        recipe = parse_operation(as_text(spec), 2)
+        kept = [name for name in recipe.operands[1].names if name in recipe.result.names]
+        y = einsum_unreduced(spec, x, w.values.astype(x.dtype), **jnp_kwargs)
+        axes = [axis for axis, name in enumerate(recipe.result.names) if name not in kept]
+        return (y.astype(jnp.float32) * jnp.expand_dims(w.scale, axes)).astype(y.dtype)
     if not isinstance(w, Adapted):
         return einsum_unreduced(spec, x, w, **jnp_kwargs)
     recipe = parse_operation(as_text(spec), 2)
@@ -614,9 +635,25 @@ def product(spec: str | bytes, x, w, **jnp_kwargs):
     a, b = low_rank(of_w, [name for name in of_w.names if name not in result.names], of_x.names)
     kept = (dim for dim in of_x.dims if dim.name not in a.names or dim.name in b.names)
     low = Spec((*kept, Dim("N")), result.pending)
-    thin = checkpoint_name(einsum_unreduced(f"{of_x}, {a} -> {low}", x, w.a), SAVED)  # spares the product with a
+    some = x if w.draw is None else _with_dropout(of_x, x, w.draw, w.dropout)
+    thin = checkpoint_name(einsum_unreduced(f"{of_x}, {a} -> {low}", some, w.a), SAVED)  # spares the product with a
     change = einsum_unreduced(f"{low}, {b} -> {result}", thin, w.b, **jnp_kwargs)
     return einsum_unreduced(spec, x, w.base, **jnp_kwargs) + w.scale * change
+
+
+def _with_dropout(spec: Spec, x, draw, rate: float):
+    """Devices draw the same where x is the same, and else each its own: other elements on another mesh."""
+
+    def drop(x, draw, *indices):
+        key = jax.random.key(0)
+        for number in (*draw, *(index[0] for index in indices)):
+            key = jax.random.fold_in(key, number)
+        kept = jax.random.bernoulli(key, 1 - rate, x.shape)
+        return jnp.where(kept, x / jnp.asarray(1 - rate, x.dtype), jnp.zeros((), x.dtype))
+
+    axes = [axis for axis in mapped_axes() if axis in spec.split]
+    operands = ", ".join([str(spec), "draw", *(f"{axis}/{axis}" for axis in axes)])
+    return local(f"{operands} -> {spec}", drop, x, draw, *map(index, axes))
 
 
 def sum_unreduced(spec: str | bytes, x):
@@ -737,9 +774,8 @@ def _plan_index(recipe, mesh_axes):
             f"table and indices share {', '.join(sorted(both))}: either all dims but the indexed one are the indices' "
             "dims, or none"
         )
-    expected = Spec(
-        indices.dims if own else (*indices.dims, *table.dims[:position], *table.dims[position + 1 :]), names
-    )
+    dims = indices.dims if own else (*indices.dims, *table.dims[:position], *table.dims[position + 1 :])
+    expected = Spec(dims, _ordered(names, mesh_axes))
     if recipe.result != expected:
         raise ShardingError(f"the result is '{expected}', not '{recipe.result}'\n  fix: {_corrected(recipe, expected)}")
     return {"position": position, "names": names, "own": own}
@@ -754,7 +790,7 @@ def slice(spec: str | bytes, x):
     """
 
     def execute(planned, axes, x):
-        for position, names in planned["sliced"]:
+        for position, names in _sent(planned["sliced"], axes):
             size = x.shape[position] // math.prod(axes[name] for name in names)
             x = lax.dynamic_slice_in_dim(x, lax.axis_index(names) * size, size, position)
         return x
@@ -1077,7 +1113,7 @@ def sum_over_chunks(function, shared, x, others):
     pass, and that of `shared` is summed up in its own type (Hsu et al. 2024, section 3.2, where chunks are rows).
 
     Args:
-      shared: an array or a tree of them, the same for each chunk; differentiated.
+      shared: an array or a tree of them, the same for each chunk; differentiated, but for what is frozen.
       x: an array with a leading dim of chunks; differentiated.
       others: tree of arrays with the same leading dim; not differentiated.
     Sends: what `function` sends.
@@ -1091,19 +1127,29 @@ def sum_over_chunks(function, shared, x, others):
         return total(shared, x, others)
 
     def with_gradient(shared, x, others):
+        leaves, structure = jax.tree.flatten(shared)
+        values, x, others = [each.value for each in leaves], x.value, jax.tree.map(lambda each: each.value, others)
+        trained = [index for index, each in enumerate(leaves) if each.perturbed]
+
+        def of_trained(some, x, others):
+            given = dict(zip(trained, some))
+            all_ = [given.get(index, value) for index, value in enumerate(values)]
+            return function(jax.tree.unflatten(structure, all_), x, others)
+
         def add(sums, chunk):
-            value, (by_shared, by_x) = jax.value_and_grad(function, (0, 1))(shared, *chunk)
+            value, (by_shared, by_x) = jax.value_and_grad(of_trained, (0, 1))([values[i] for i in trained], *chunk)
             return jax.tree.map(jnp.add, sums, (value, by_shared)), by_x
 
-        start = jnp.float32(0), jax.tree.map(jnp.zeros_like, shared)
+        start = jnp.float32(0), [jnp.zeros_like(values[index]) for index in trained]
         (value, by_shared), by_x = lax.scan(add, start, (x, others))
-        return value, (by_shared, by_x)
+        found = dict(zip(trained, by_shared))
+        return value, (jax.tree.unflatten(structure, [found.get(index) for index in range(len(leaves))]), by_x)
 
     def backward(kept, gradient):
         return *jax.tree.map(lambda each: (gradient * each.astype(jnp.float32)).astype(each.dtype), kept), None
 
     differentiated = jax.custom_vjp(total)
-    differentiated.defvjp(with_gradient, backward)
+    differentiated.defvjp(with_gradient, backward, symbolic_zeros=True)
     return differentiated(shared, x, others)
 
 

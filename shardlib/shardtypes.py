@@ -23,6 +23,7 @@ from shardlib.arrays import (  # noqa: F401 the types and their functions, of wh
     ArrayType,
     ComputeType,
     DType,
+    Quantized,
     Scope,
     Stacked,
     bf16,

@@ -98,22 +98,21 @@ class Spec:
         return PartitionSpec(*(dim.axes[0] if len(dim.axes) == 1 else dim.axes or None for dim in self.dims))
 
     def in_mesh_order(self, mesh_axes) -> "Spec":
-        """The one legal spelling: axes in the order of the mesh's axes. Raises `ShardingError` for an axis that the
-        mesh lacks."""
+        """The one legal spelling: pending axes in the order of the mesh's axes. A dim's own axes stand major first, in
+        any order: 'M/d/t' and 'M/t/d' are two ways to deal out M. Raises `ShardingError` for an axis that the mesh
+        lacks."""
         for axis in [*(a for dim in self.dims for a in dim.axes), *self.pending]:
             if axis not in mesh_axes:
                 raise ShardingError(
                     f"'{self}' names mesh axis {axis}, but the mesh has {', '.join(mesh_axes) or 'no axes'}"
                 )
-        order = list(mesh_axes).index
-        dims = tuple(Dim(dim.name, tuple(sorted(dim.axes, key=order)), dim.indexed) for dim in self.dims)
-        return Spec(dims, tuple(sorted(self.pending, key=order)))
+        return Spec(self.dims, tuple(sorted(self.pending, key=list(mesh_axes).index)))
 
     def require_mesh_order(self, mesh_axes):
         legal = self.in_mesh_order(mesh_axes)
         if legal != self:
             raise ShardingError(
-                f"axes are written in the order of the mesh's axes ({', '.join(mesh_axes)}): "
+                f"pending axes are written in the order of the mesh's axes ({', '.join(mesh_axes)}): "
                 f"write '{legal}', not '{self}'"
             )
 

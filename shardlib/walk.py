@@ -351,7 +351,8 @@ class Walk:
                     f"a scan over a dim that is {describe(row.dims[0])}: each device would go through its own part "
                     "alone\n  fix: all_gather it first, or reshape so that the scanned dim is whole"
                 )
-        if twin is not None and twin.params["length"] != params["length"] and not self.check.schedule:
+        is_of_schedule = self.check.schedule and _sends(params["jaxpr"])
+        if twin is not None and twin.params["length"] != params["length"] and not is_of_schedule:
             raise ShardingError(
                 f"a scan of as many turns as a device's part has elements ({params['length']} on the check's mesh, "
                 f"{twin.params['length']} on one device)"
@@ -439,6 +440,12 @@ def _axis_names(params) -> set[str]:
         names = value if isinstance(value, (tuple, list, set, frozenset)) else (value,)
         found |= {name for name in names if isinstance(name, str)}
     return found
+
+
+def _sends(jaxpr) -> bool:
+    """Whether a loop hands something on, as the turns of a ring and the ticks of a pipeline do."""
+    eqns = getattr(jaxpr, "jaxpr", jaxpr).eqns
+    return any(eqn.primitive.name == "ppermute" or any(map(_sends, inner_jaxprs(eqn))) for eqn in eqns)
 
 
 def _ranks(eqn) -> list[int]:

@@ -437,7 +437,8 @@ class Author:
 
     def dim(self, taken, free):
         """A new dim, perhaps split over axes that are free."""
-        return self.letter(self.choose(SIZES), taken), self.choose(["", *free, *([free] if len(free) > 1 else [])])
+        both = [free, free[::-1]] if len(free) > 1 else []
+        return self.letter(self.choose(SIZES), taken), self.choose(["", *free, *both])
 
     def parameter(self, dims=None, dtype="f32"):
         if dims is None:
@@ -500,12 +501,11 @@ def redistribute(a):
             gathered = replaced(v.dims, k, (letter, axes[:-1]))
             moves += [("all_gather", gathered, v.pending)] * 2
             for j, (other, others) in enumerate(v.dims):
-                if j != k and can_split[j] and others < axes[-1]:
+                if j != k and can_split[j]:
                     moves.append(("all_to_all", replaced(gathered, j, (other, others + axes[-1])), v.pending))
         for axis in v.free + v.pending if can_split[k] else "":
-            if axes < axis:
-                operation = "slice" if axis in v.free else "psum_scatter"
-                moves.append((operation, replaced(v.dims, k, (letter, axes + axis)), v.pending.replace(axis, "")))
+            operation = "slice" if axis in v.free else "psum_scatter"
+            moves.append((operation, replaced(v.dims, k, (letter, axes + axis)), v.pending.replace(axis, "")))
     if moves:
         operation, dims, pending = a.choose(moves)
         line = f"shardops.{operation}('{v} -> {spec(dims, pending)}', {v.name})"

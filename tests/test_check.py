@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh
 from prove import OF_D_AND_T, prove_everywhere, refused_everywhere
 
 from shardlib import shardops
-from shardlib.mesh import make_mesh
+from shardlib.mesh import call_sites, make_mesh, trace_with_axes
 from shardlib.primitives import RULES, Equation
 from shardlib.shardtypes import ShardingError, f32, make_shardings, typed_shard_map
 from shardlib.states import Made, State
@@ -287,3 +287,19 @@ def test_kinds_of_mesh(kind):
             jax.jit(typed_shard_map(unreduced))(x)
         # The first device's term: what the check is for.
         assert jax.jit(typed_shard_map(unreduced, check=False))(x) == 1
+
+
+def test_a_call_keeps_its_place():
+    """A call has the same place in every trace: Python 3.11 moves `sum`, in the byte code, once it has specialised it.
+    Two calls on one line have two."""
+
+    def program(x):
+        return sum(x + i for i in range(2)), x * x + x * x
+
+    def sites():
+        jaxpr = trace_with_axes(lambda x: program(x), {}, jnp.ones(2))  # a new function: JAX traces it again
+        return [call_sites(eqn, lambda file: file == __file__) for eqn in jaxpr.eqns]
+
+    first = sites()
+    assert len(set(map(frozenset, first))) == 5  # x + i, sum's own, and three of the products
+    assert all(sites() == first for _ in range(20))

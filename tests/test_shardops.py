@@ -13,7 +13,7 @@ from prove import abstract, each_row, program, prove, refusal, says, table
 
 from shardlib import shardops
 from shardlib.mesh import make_mesh
-from shardlib.shardtypes import ShardingError, bf16, f32, typed_shard_map
+from shardlib.shardtypes import ShardingError, bf16, f32, i32, typed_shard_map
 from shardlib.typed import typed
 
 random = np.random.default_rng(0)
@@ -169,6 +169,40 @@ def test_three_axes():
         np.testing.assert_array_equal(one, other)
 
 
+def test_a_dims_axes_stand_major_first_in_any_order():
+    """'M/t/d' deals M out over t first, whichever the mesh names first: gathered, scattered, sliced, looked up and
+    moved, it is numpy's result, and so are the gradients."""
+
+    def program(
+        x: f32['M/t/d'], y: f32['B/e M'], table: f32['V/t/d'], ids: i32['B/e']
+    ) -> tuple[f32['M/t'], f32['M/t/e/d'], f32['B/e'], f32['M/t/d'], f32['M N/t/d'], i32['']]:
+        near = shardops.all_gather('M/t/d -> M/t', x)
+        whole = shardops.all_gather('M/t/d -> M', x)
+        of_y = shardops.psum_scatter('M +e -> M/e', shardops.sum_unreduced('B/e M -> M +e', y))
+        moved = shardops.all_gather('M/e -> M', of_y)
+        moved = shardops.slice('M -> M/t/e/d', moved)
+        found = shardops.index_unreduced('[V/t/d], B/e -> B/e +d +t', table, ids)
+        found = shardops.psum('B/e +d +t -> B/e', found)
+
+        def loss(x: f32['M/t/d']) -> f32['+d +e +t']:
+            whole = shardops.all_gather('M/t/d -> M', x)
+            products = shardops.einsum_unreduced('B/e M, M -> B/e', y, whole)
+            return shardops.pending('+e -> +d +e +t', shardops.sum_unreduced('B/e -> +e', products * products))
+
+        dealt = shardops.einsum_unreduced('M/t/d, N -> M/t/d N', x, whole)
+        dealt = shardops.all_to_all('M/t/d N -> M N/t/d', dealt)
+        gradient = shardops.psum('M/t/d +e -> M/t/d', shardops.grad(loss)(x))
+        return near, moved, found, gradient, dealt, shardops.argmax('M/t/d -> ', x)
+
+    x = np.float32([-3, 5, 2, -8, 1, 0, 7, -2, 4, 3, -5, 6, -1, -4, -6, -7])  # the largest is on neither end's device
+    y, ids = random.integers(-8, 8, (4, 16)).astype(np.float32), np.int32([3, 15, 0, 8])
+    with jax.set_mesh(make_mesh(dict(d=2, e=2, t=2))):
+        found = jax.jit(typed_shard_map(program))(x, y, x, ids)
+    expected = x, y.sum(0), x[ids], 2 * y.T @ (y @ x), np.outer(x, x), 6
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 def test_dtypes_of_a_gather():
     """dtype=bf16, reduce_dtype=f32: gathers in bfloat16, and the reduce-scatter of the gradient is in float32; one
     collective over both axes."""
@@ -199,8 +233,11 @@ M/d/t | shardops.all_gather('M/d/t -> M/t', x)
 M/d | shardops.all_gather('M/d +t -> M', x) | all_gather takes no sum: write 'M/d +t -> M +t'
 B/d M/t | shardops.all_gather('Z/t E/d -> Z/t E', x)
     | 'Z/t E/d' says Z/t, but that dim is split over d in the value: write Z/d
-M/d/t | shardops.all_gather('M/t/d -> M', x)
-    | axes are written in the order of the mesh's axes (d, t): write 'M/d/t -> M'
+M/d/t | shardops.all_gather('Z/t/d -> Z', x)
+    | 'Z/t/d' says Z/t/d, but that dim is split over d/t in the value: write Z/d/t
+M/t/d | shardops.all_gather('M/t/d -> M/d', x) | gathers a dim's minor axes only, the last ones
+M | shardops.pending('M -> M +t +d', x)
+    | pending axes are written in the order of the mesh's axes (d, t): write 'M -> M +d +t'
 M | shardops.all_gather('Z/d -> Z', x)
     | 'Z/d' says split along d, but the value is the same along d (slice makes '/d' of it; zeros and full make new ones)
 B/d F/t | shardops.psum_scatter('B/d F/t -> B/d F/t', x)

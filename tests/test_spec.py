@@ -48,10 +48,8 @@ parse('B/d M/d') | 'B/d M/d' uses mesh axis d twice: an axis is split over one d
 parse('B/d/d') | 'B/d/d' uses mesh axis d twice
 parse('B/d +d') | 'B/d +d' uses mesh axis d twice
 parse('+d +d') | '+d +d' uses mesh axis d twice
-parse('M/t/d').require_mesh_order(MESH)
-    | axes are written in the order of the mesh's axes (d, t): write 'M/d/t', not 'M/t/d'
 parse('B +t +d').require_mesh_order(MESH)
-    | axes are written in the order of the mesh's axes (d, t): write 'B +d +t', not 'B +t +d'
+    | pending axes are written in the order of the mesh's axes (d, t): write 'B +d +t', not 'B +t +d'
 parse('M/x').require_mesh_order(MESH) | 'M/x' names mesh axis x, but the mesh has d, t
 parse('M +x').require_mesh_order(MESH) | 'M +x' names mesh axis x, but the mesh has d, t
 parse('B +t').partition_spec | 'B +t' is pending over t: a pending value has no meaning outside of shard_map
@@ -74,7 +72,7 @@ f32['... M'] | belongs in an operation's string; a type names each dim
 
 @each_row(INVALID)
 def test_what_is_no_type_or_string_is_refused(row):
-    """A type or a string that cannot be read, axes out of the mesh's order, sizes that do not fit: this text."""
+    """What cannot be read, pending axes out of the mesh's order, sizes that do not fit: this text."""
     call, message = row
     with pytest.raises(ShardingError) as caught:
         eval(call)
