@@ -10,11 +10,13 @@
 | cudnn_masked | NVIDIA from Ampere on, 16-bit types  | a mask, 2 bytes for each pair of positions of a row         |
 | splash       | TPU                                  | 512 bytes a head and position                               |
 
-Each is a function (q, k, v, segment) -> o, with a gradient of its own:
+Each is a function (q, k, v, segment, window=None, cap=None) -> o, with a gradient of its own:
 
     q        'B L Q K D'; query head (Q, K) reads key head K. The logits are q·k: no factor.
     k, v     'B L K D'
     segment  int32 'B L': a position sees those before it, and itself, that are next to each other with its number
+    window   positions that a query sees, its own included: an int, or a scalar array, as `able` says
+    cap      logits are cap · tanh(logits / cap)
     o        'B L Q K D' in q's type
 
 For the backward pass each keeps o and the logits' log-sum-exp, 2 Q K D + 4 Q K bytes a token in bfloat16,
@@ -36,17 +38,37 @@ _SAVED = "save_for_backward"  # as jax_extra.save_for_backward
 def _with_gradient(forward, backward):
     """A kernel of its two halves; the name under which it keeps what lies between them is the policy's."""
 
-    @jax.custom_vjp
-    def attention(q, k, v, segment):
-        return forward(q, k, v, segment)[0]
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+    def attention(q, k, v, segment, window=None, cap=None):
+        return forward(q, k, v, segment, window, cap)[0]
 
-    def keep(q, k, v, segment):
-        o, log_sum_exp = (checkpoint_name(x, _SAVED) for x in forward(q, k, v, segment))
-        return o, (q, k, v, segment, o, log_sum_exp)
+    def keep(q, k, v, segment, window, cap):
+        o, log_sum_exp = (checkpoint_name(x, _SAVED) for x in forward(q, k, v, segment, window, cap))
+        return o, (q, k, v, segment, o, log_sum_exp, window)
 
-    attention.defvjp(keep, lambda kept, gradient: (*backward(*kept, gradient), None))
+    def give_back(cap, kept, gradient):
+        *operands, window = kept
+        return *backward(*operands, gradient, window, cap), None, None
+
+    attention.defvjp(keep, give_back)
     return attention
 
+
+@jax.custom_vjp
+def of_part(q, k, v, position, segment, key_segment):
+    """`blockwise` for the queries of one device's part of rows whose positions are `blockwise.dealt`, with all keys.
+
+    q 'B l Q K D', k and v 'B L K D' in that order, position int32 'l', segment int32 'B l', key_segment int32 'B L'.
+    """
+    return blockwise.forward_of_part(q, k, v, position, segment, key_segment)[0]
+
+
+def _keep_of_part(*operands):
+    o, log_sum_exp = (checkpoint_name(x, _SAVED) for x in blockwise.forward_of_part(*operands))
+    return o, (*operands, o, log_sum_exp)
+
+
+of_part.defvjp(_keep_of_part, lambda kept, gradient: (*blockwise.backward_of_part(*kept, gradient), None, None, None))
 
 KERNELS = {
     "blockwise": _with_gradient(blockwise.forward, blockwise.backward),
@@ -70,6 +92,13 @@ def chosen(name: str, dtype, d_head: int) -> str:
         return name
     device = jax.local_devices()[0]
     return suited(device.platform, float(getattr(device, "compute_capability", 0)), dtype, d_head)
+
+
+def able(kernel: str, window, cap) -> str:
+    """The kernel, or blockwise where this one lacks what is asked: cuDNN's a cap, splash a window that is an array, as
+    where each layer has its own."""
+    lacks = {"cudnn_masked": cap is not None, "splash": not isinstance(window, int | None)}
+    return "blockwise" if lacks.get(kernel) else kernel
 
 
 class KernelError(Exception):

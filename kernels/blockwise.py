@@ -21,8 +21,11 @@ BLOCK = 128
 MOST = 64
 
 
-def forward(q, k, v, segment):
-    """Returns o, 'B L Q K D', and the logits' log-sum-exp in float32, 'B (K Q) L'."""
+def forward(q, k, v, segment, window=None, cap=None):
+    """Returns o, 'B L Q K D', and the logits' log-sum-exp in float32, 'B (K Q) L'.
+
+    A window, an int or a scalar array, hides what lies further back; blocks that it hides are computed all the same.
+    """
     # Without the barrier JAX takes the masks of all pairs of blocks, which are the same for each layer, out of the loop
     # over layers and keeps them: length² bytes a head.
     q, segment = lax.optimization_barrier((q, segment))
@@ -32,7 +35,8 @@ def forward(q, k, v, segment):
     segments = _split_segment(segment, blocks)
     with _share(length):
         # The blocks on the diagonal, all at once, and then each pair of blocks below it: no query is without a key.
-        logits = jnp.where(_allowed(segments, segments, groups, causal=True), _dot("Rd,Sd->RS", queries, keys), -1e30)
+        allowed = _allowed(segments, segments, groups, window)
+        logits = jnp.where(allowed, _capped(_dot("Rd,Sd->RS", queries, keys), cap), -1e30)
         largest = jnp.max(logits, axis=-1)
         e = jnp.exp(logits - largest[..., None])
         sums = largest, jnp.sum(e, axis=-1), _dot("RS,Sd->Rd", e.astype(v.dtype), values)
@@ -40,8 +44,9 @@ def forward(q, k, v, segment):
         def add(sums, pair):
             row, column = pair
             largest, total, o = (x[row] for x in sums)
-            logits = _dot("Rd,Sd->RS", queries[row], keys[column])
-            logits = jnp.where(_allowed(segments[row], segments[column], groups), logits, -1e30)
+            logits = _capped(_dot("Rd,Sd->RS", queries[row], keys[column]), cap)
+            allowed = _allowed(segments[row], segments[column], groups, window, row - column)
+            logits = jnp.where(allowed, logits, -1e30)
             larger = jnp.maximum(largest, jnp.max(logits, axis=-1))
             e, rescale = jnp.exp(logits - larger[..., None]), jnp.exp(largest - larger)
             total = total * rescale + jnp.sum(e, axis=-1)
@@ -53,7 +58,7 @@ def forward(q, k, v, segment):
     return o, _join_rows(largest + jnp.log(total), groups, length)
 
 
-def backward(q, k, v, segment, o, log_sum_exp, gradient):
+def backward(q, k, v, segment, o, log_sum_exp, gradient, window=None, cap=None):
     """The gradients of q, k and v, from what `forward` returned and the gradient of its o."""
     o, segment = lax.optimization_barrier((o, segment))  # as in `forward`
     length, groups = q.shape[1], q.shape[2]
@@ -63,23 +68,15 @@ def backward(q, k, v, segment, o, log_sum_exp, gradient):
     by_row = jnp.sum(gradient.astype(jnp.float32) * o.astype(jnp.float32), axis=-1)  # Σ_s p_s · dp_s of each query
     by_row, log_sum_exp = _split_rows(jnp.moveaxis(by_row, 1, 3), blocks), _unjoin_rows(log_sum_exp, groups, blocks)
 
-    def of_pair(q, k, v, do, allowed, log_sum_exp, by_row):
-        with declared.recomputed():
-            logits = _dot("Rd,Sd->RS", q, k)
-        p = jnp.exp(jnp.where(allowed, logits, -1e30) - log_sum_exp[..., None])
-        dv = _dot("RS,Rd->Sd", p.astype(v.dtype), do)
-        dlogits = (p * (_dot("Rd,Sd->RS", do, v) - by_row[..., None])).astype(q.dtype)
-        return _dot("RS,Sd->Rd", dlogits, k), _dot("RS,Rd->Sd", dlogits, q), dv
-
     with _share(length):
-        diagonal = _allowed(segments, segments, groups, causal=True)
-        sums = of_pair(queries, keys, values, gradients, diagonal, log_sum_exp, by_row)
+        diagonal = _allowed(segments, segments, groups, window)
+        sums = _of_pair(queries, keys, values, gradients, diagonal, log_sum_exp, by_row, cap)
 
         def add(sums, pair):
             row, column = pair
-            allowed = _allowed(segments[row], segments[column], groups)
-            dq, dk, dv = of_pair(
-                queries[row], keys[column], values[column], gradients[row], allowed, log_sum_exp[row], by_row[row]
+            allowed = _allowed(segments[row], segments[column], groups, window, row - column)
+            dq, dk, dv = _of_pair(
+                queries[row], keys[column], values[column], gradients[row], allowed, log_sum_exp[row], by_row[row], cap
             )
             return (sums[0].at[row].add(dq), sums[1].at[column].add(dk), sums[2].at[column].add(dv)), None
 
@@ -88,6 +85,120 @@ def backward(q, k, v, segment, o, log_sum_exp, gradient):
     return _join(dq, groups, length).astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
 
 
+def _of_pair(q, k, v, do, allowed, log_sum_exp, by_row, cap=None):
+    """The gradients of q, k and v by a pair of blocks."""
+    with declared.recomputed():
+        logits = _capped(_dot("Rd,Sd->RS", q, k), cap)
+    p = jnp.exp(jnp.where(allowed, logits, -1e30) - log_sum_exp[..., None])
+    dv = _dot("RS,Rd->Sd", p.astype(v.dtype), do)
+    dlogits = p * (_dot("Rd,Sd->RS", do, v) - by_row[..., None])
+    dlogits = (dlogits if cap is None else dlogits * (1 - (logits / cap) ** 2)).astype(q.dtype)
+    return _dot("RS,Sd->Rd", dlogits, k), _dot("RS,Rd->Sd", dlogits, q), dv
+
+
+# -- Of some positions of a row, with all its keys ---------------------------------------------------------------------
+def dealt(length: int, devices: int) -> np.ndarray:
+    """The positions of a row in the order in which its parts lie on so many devices: of twice as many chunks each has
+    one from the front and one from the end, so that all have as many pairs of a query and an earlier key (zigzag;
+    Llama Team 2024, section 3.3.2)."""
+    chunks = np.arange(length, dtype=np.int32).reshape(2 * devices, -1)
+    return np.stack([chunks[:devices], chunks[: devices - 1 : -1]], axis=1).reshape(-1)
+
+
+def forward_of_part(q, k, v, position, segment, key_segment):
+    """`forward` for the queries of one device's part of rows that are `dealt`, with all keys in that order.
+
+    Args:
+      q: 'B l Q K D'. k, v: 'B L K D'. position: int32 'l'. segment: int32 'B l'. key_segment: int32 'B L'.
+    """
+    q, segment = lax.optimization_barrier((q, segment))  # as in `forward`
+    length, groups = q.shape[1], q.shape[2]
+    rows, columns = _blocks_of_part(length, k.shape[1])
+    queries, keys, values = _split(q, rows), _split(k, columns), _split(v, columns)
+    allowed = _allowed_of_part(position, segment, key_segment, rows, columns, groups)
+    o = jnp.zeros(queries.shape, jnp.float32)
+    sums = jnp.full(queries.shape[:-1], -1e30), jnp.zeros(queries.shape[:-1], jnp.float32), o
+
+    def add(sums, pair):
+        row, column = pair
+        largest, total, o = (x[row] for x in sums)
+        logits = jnp.where(allowed(row, column), _dot("Rd,Sd->RS", queries[row], keys[column]), -1e30)
+        larger = jnp.maximum(largest, jnp.max(logits, axis=-1))
+        # Where no key was allowed yet, what is summed up here is of no key: the first that is makes it zero.
+        e, rescale = jnp.exp(logits - larger[..., None]), jnp.exp(largest - larger)
+        total = total * rescale + jnp.sum(e, axis=-1)
+        o = o * rescale[..., None] + _dot("RS,Sd->Rd", e.astype(v.dtype), values[column])
+        return tuple(x.at[row].set(new) for x, new in zip(sums, (larger, total, o), strict=True)), None
+
+    with _share_of_part(length, k.shape[1]):
+        (largest, total, o), _ = lax.scan(add, sums, _pairs_of_part(position, rows, columns))
+    o = _join(o / total[..., None], groups, length).astype(q.dtype)
+    return o, _join_rows(largest + jnp.log(total), groups, length)
+
+
+def backward_of_part(q, k, v, position, segment, key_segment, o, log_sum_exp, gradient):
+    """The gradients of q, and of k and v by these queries, from what `forward_of_part` returned."""
+    o, segment = lax.optimization_barrier((o, segment))
+    length, groups = q.shape[1], q.shape[2]
+    rows, columns = _blocks_of_part(length, k.shape[1])
+    queries, keys, values = _split(q, rows), _split(k, columns), _split(v, columns)
+    allowed = _allowed_of_part(position, segment, key_segment, rows, columns, groups)
+    gradients = _split(gradient, rows)
+    by_row = jnp.sum(gradient.astype(jnp.float32) * o.astype(jnp.float32), axis=-1)
+    by_row, log_sum_exp = _split_rows(jnp.moveaxis(by_row, 1, 3), rows), _unjoin_rows(log_sum_exp, groups, rows)
+
+    def add(sums, pair):
+        row, column = pair
+        given = queries[row], keys[column], values[column], gradients[row], allowed(row, column)
+        dq, dk, dv = _of_pair(*given, log_sum_exp[row], by_row[row])
+        return (sums[0].at[row].add(dq), sums[1].at[column].add(dk), sums[2].at[column].add(dv)), None
+
+    sums = tuple(jnp.zeros(x.shape, jnp.float32) for x in (queries, keys, values))
+    with _share_of_part(length, k.shape[1]):
+        (dq, dk, dv), _ = lax.scan(add, sums, _pairs_of_part(position, rows, columns))
+    dk, dv = (_join(x, 1, k.shape[1])[:, :, 0] for x in (dk, dv))
+    return _join(dq, groups, length).astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
+
+
+def _blocks_of_part(part: int, length: int) -> tuple[int, int]:
+    """Numbers of blocks of a part's queries and of all keys: a chunk, half of a part, has whole blocks."""
+    in_chunk = min(range(1, part // 2 + 1), key=lambda n: ((part // 2) % n > 0, part // 2 > n * BLOCK, n))
+    return 2 * in_chunk, 2 * in_chunk * (length // part)
+
+
+def _pairs_of_part(position, rows: int, columns: int):
+    """Each block of queries with each block of keys that is not later, as many on every device: a device's two chunks
+    have together 2 · devices + 1 chunks of keys. Returns the indices of both, where they lie."""
+    block, devices = position.shape[0] // rows, columns // rows
+    keys = position.reshape(rows, block)[:, 0] // block + 1  # how many blocks of keys each has, itself the last
+    ends = jnp.cumsum(keys)
+    turns = jnp.arange(rows * (columns + 1) // 2, dtype=jnp.int32)
+    row = jnp.searchsorted(ends, turns, side="right").astype(jnp.int32)
+    place = np.argsort(dealt(columns, devices)).astype(np.int32)  # of a row's blocks in the order of their positions
+    return row, jnp.asarray(place)[turns - (ends - keys)[row]]
+
+
+def _allowed_of_part(position, segment, key_segment, rows: int, columns: int, groups: int):
+    """The function from a pair of blocks to bool 'B 1 R S': of the same segment, and not later."""
+    at, key_at = position.reshape(rows, -1), jnp.asarray(dealt(key_segment.shape[1], columns // rows))
+    key_at = key_at.reshape(columns, -1)
+    queries, keys = _split_segment(segment, rows), _split_segment(key_segment, columns)
+
+    def allowed(row, column):
+        same = queries[row][..., :, None] == keys[column][..., None, :]
+        both = same & (at[row][:, None] >= key_at[column][None])[None]
+        return jnp.concatenate([both] * groups, axis=-2)[:, None]
+
+    return allowed
+
+
+def _share_of_part(part: int, length: int):
+    """Of part · length pairs of positions the model needs half."""
+    rows, columns = _blocks_of_part(part, length)
+    return declared.share(part * length, rows * (columns + 1) * (part // rows) ** 2)
+
+
+# -- Blocks ------------------------------------------------------------------------------------------------------------
 def _blocks(length: int) -> tuple[int, int]:
     """Number and length of a row's blocks: as few as may be, as alike as may be, so that a row is padded by less than
     their number."""
@@ -115,13 +226,20 @@ def _dot(formula: str, a, b):
     return jnp.einsum(f"...{left},...{right}->...{out}", a, b, preferred_element_type=jnp.float32)
 
 
-def _allowed(queries, keys, groups: int, causal: bool = False):
-    """bool '... B 1 R S': of the same segment and, on the diagonal, not later."""
+def _capped(logits, cap):
+    return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+def _allowed(queries, keys, groups: int, window, apart=0):
+    """bool '... B 1 R S': of the same segment, not later and within the window; the keys' block is the `apart`-th
+    before the queries'."""
     allowed = queries[..., :, None] == keys[..., None, :]
-    if causal:
+    on_diagonal = isinstance(apart, int)
+    if on_diagonal or window is not None:  # else all keys are earlier
         position = jnp.arange(queries.shape[-1])
-        later = position[:, None] < position[None]
-        allowed = allowed & ~jnp.expand_dims(later, tuple(range(allowed.ndim - 2)))
+        distance = position[:, None] - position[None] + apart * queries.shape[-1]
+        seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+        allowed = allowed & jnp.expand_dims(seen, tuple(range(allowed.ndim - 2)))
     return jnp.concatenate([allowed] * groups, axis=-2)[..., None, :, :]
 
 

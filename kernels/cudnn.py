@@ -28,35 +28,39 @@ _BACKWARD = {
 }
 
 
-def forward(q, k, v, segment):
-    """Returns o, 'B L Q K D', and the logits' log-sum-exp in float32, 'B (K Q) L'."""
+def forward(q, k, v, segment, window=None, cap=None):
+    """Returns o, 'B L Q K D', and the logits' log-sum-exp in float32, 'B (K Q) L'. A window is in the mask."""
+    assert cap is None, "kernels.attention.able gives such logits to another kernel"
     batch, length, groups, heads, dim = q.shape
     o = jax.ShapeDtypeStruct((batch, heads * groups, length, dim), q.dtype)
     log_sum_exp = jax.ShapeDtypeStruct((batch, heads * groups, length), jnp.float32)
     call = _call(_NAME, [o, log_sum_exp], 1, _settings(q, _FORWARD))
     with _flops(_NAME, q, products=2, needed=2):
-        o, log_sum_exp, _ = call(_by_key_head(q), k, v, _mask(segment, q.dtype))
+        o, log_sum_exp, _ = call(_by_key_head(q), k, v, _mask(segment, q.dtype, window))
     return _by_group(o.swapaxes(1, 2), groups), log_sum_exp
 
 
-def backward(q, k, v, segment, o, log_sum_exp, gradient):
+def backward(q, k, v, segment, o, log_sum_exp, gradient, window=None, cap=None):
     """The gradients of q, k and v."""
     batch, length, groups, heads, dim = q.shape
     name = f"{_NAME}Backward"
     dq = jax.ShapeDtypeStruct((batch, heads * groups, length, dim), q.dtype)
     dk = jax.ShapeDtypeStruct((batch, heads, length, dim), k.dtype)
     call = _call(name, [dq, dk, dk], 3, _settings(q, _BACKWARD))
-    mask = _mask(segment, q.dtype)
+    mask = _mask(segment, q.dtype, window)
     q, gradient, o = _by_key_head(q), _by_key_head(gradient), _by_key_head(o)
     with _flops(name, q, products=5, needed=4):
         dq, dk, dv, _ = call(q, k, v, log_sum_exp, gradient, mask, o)
     return _by_group(dq.swapaxes(1, 2), groups), dk.swapaxes(1, 2), dv.swapaxes(1, 2)
 
 
-def _mask(segment, dtype):
+def _mask(segment, dtype, window):
     """'B 1 L L': what is added to the logits. -2⁴¹ is what JAX adds: two of it do not overflow inside of cuDNN."""
-    different = (segment[:, :, None] != segment[:, None, :])[:, None]
-    return different.astype(dtype) * -(2.0**41)
+    hidden = segment[:, :, None] != segment[:, None, :]
+    if window is not None:
+        position = jnp.arange(segment.shape[1])
+        hidden = hidden | (position[:, None] - position[None] >= window)[None]
+    return hidden[:, None].astype(dtype) * -(2.0**41)
 
 
 def _by_key_head(x):

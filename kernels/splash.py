@@ -11,7 +11,7 @@ LANES = 128  # a row is filled up to a multiple of these
 BLOCK = 512
 
 
-def attention(q, k, v, segment, save_as: str, interpret: bool = False):
+def attention(q, k, v, segment, window: int | None = None, cap=None, *, save_as: str, interpret: bool = False):
     """'B L Q K D', with the kernel's own gradient; its result and the logits' log-sum-exp are kept under `save_as`.
 
     `interpret` runs the kernel's body as plain JAX, on any device, slowly: for tests.
@@ -25,14 +25,18 @@ def attention(q, k, v, segment, save_as: str, interpret: bool = False):
 
     block = math.gcd(padded, BLOCK)
     names = "block_q block_kv block_kv_compute block_q_dkv block_kv_dkv block_kv_dkv_compute block_q_dq block_kv_dq"
-    causal = splash_attention.CausalMask((padded, padded))
+    seen = splash_attention.CausalMask((padded, padded))
+    if window is not None:
+        seen = splash_attention.LocalMask((padded, padded), (window - 1, 0), 0)
     kernel = splash_attention.make_splash_mha_single_device(
-        splash_attention.MultiHeadMask([causal] * (heads * groups)),
+        splash_attention.MultiHeadMask([seen] * (heads * groups)),
         block_sizes=splash_attention.BlockSizes(**dict.fromkeys(names.split(), block)),
         residual_checkpoint_name=save_as,
+        attn_logits_soft_cap=cap,
         interpret=interpret,
     )
-    # Half of the pairs of positions are masked. The backward pass has the logits again in each of its two kernels.
+    # Half of the pairs of positions are masked; what a window leaves out besides is counted. The backward pass has the
+    # logits again in each of its two kernels.
     each = q.size * length  # 2 · B L (K Q) D · L / 2
     fwd, dq, dkv = (2 * each, 2 * each), (3 * each, each), (4 * each, 3 * each)
     kind = "segmented_no_residuals"

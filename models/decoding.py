@@ -9,7 +9,8 @@ A prompt is read into a cache of keys and values, a chunk of tokens at a time; t
 turn. The layers are those of training, with weights that are gathered over d once. What is drawn depends on the row's
 seed, its tokens and the place of the draw, and not on the mesh or on other rows.
 
-Legend as in train.py; S slots of the cache, one a position; L new tokens; N tokens that are drawn, or candidates.
+Legend as in train.py; S slots of the cache, one a position; L new tokens; N tokens that are drawn, or candidates (C
+in programs, where N may be T5's buckets); R tokens that an encoder reads.
 """
 
 import functools
@@ -27,12 +28,29 @@ from models.layers import act
 from runtime.config.keys import Count, Fraction, NotNegative, Positive, Seed, Steps
 from shardlib import shardops
 from shardlib.mesh import current_mesh
-from shardlib.shardtypes import Array, bool_, f32, i32, make_shardings, narrowed, pytree_dataclass, typed_shard_map, u32
+from shardlib.shardtypes import (
+    Array,
+    ArrayType,
+    Quantized,
+    bool_,
+    f32,
+    i8,
+    i32,
+    make_shardings,
+    map_type,
+    narrowed,
+    pytree_dataclass,
+    typed_shard_map,
+    u32,
+)
 from shardlib.typed import typed
 
 CHUNK = 256  # tokens of a prompt that are read at once, at most
 BURST = 16  # tokens that are drawn between two looks of the host
 SLOTS = 128  # caches have a multiple of it, so that few programs are compiled
+# XLA:CPU has no products of bfloat16 with results in float32 (jax 0.10.2): there attention widens what it reads, but
+# not in the plan of another machine, which sets this.
+is_planned = False
 FILTERS = ('repetition_penalty', 'temperature', 'top_k', 'top_p', 'min_p')
 
 
@@ -66,6 +84,61 @@ class Cache:
     k: act['layers B/d K/t S D']
     v: act['layers B/d K/t S D']
     length: i32['B/d']  # slots that are filled
+    memory: act['layers 2 B/d R K/t D'] | None = None  # keys and values of what an encoder wrote of R tokens
+    read: i32['B/d'] | None = None  # how many of these there are
+
+
+# What a layer multiplies with by `product`; the experts of some families do not.
+INTO_LAYER = ("w_q", "w_k", "w_v", "w_gate", "w_up", "cross_q", "cross_k", "cross_v")
+OUT_OF_LAYER = ("w_o", "w_down", "cross_o")  # whose columns are along M
+
+
+def columns_of(name: str, array: ArrayType) -> str | None:
+    """The dims that a matrix of a layer keeps in its product; None of what is none."""
+    first, *others = array.spec.dims
+    if first.name != 'M' or name not in INTO_LAYER + OUT_OF_LAYER:
+        return None
+    return str(first) if name in OUT_OF_LAYER else ' '.join(map(str, others))
+
+
+def quantized_type(layer: Any) -> Any:
+    """The type of a gathered layer, a tree of array types, with its matrices in 8 bits."""
+    found = {
+        name: Quantized(i8[str(array.spec)], f32[columns])
+        for name, array in vars(layer).items()
+        if array is not None and (columns := columns_of(name, array))
+    }
+    return replace(layer, **found)
+
+
+def quantized(layer: Any, type_: Any) -> Any:
+    """A gathered layer whose matrices have a byte an element: each column is divided by its largest magnitude / 127 and
+    rounded. A column that is split over t sends 4 bytes."""
+
+    def of(w, array, columns):
+        largest = shardops.pmax(f"{array.spec} -> {columns}", jnp.abs(w.astype(jnp.float32)))
+        scale = jnp.maximum(largest, 1e-30) / 127
+        axes = [axis for axis, dim in enumerate(array.spec.dims) if str(dim) not in columns.split()]
+        return Quantized(jnp.round(w.astype(jnp.float32) / jnp.expand_dims(scale, axes)).astype(jnp.int8), scale)
+
+    found = {name: (getattr(layer, name), array) for name, array in vars(type_).items() if array is not None}
+    return replace(
+        layer,
+        **{name: of(*each, columns) for name, each in found.items() if (columns := columns_of(name, each[1]))},
+    )
+
+
+class Split:
+    """A family whose layers' weights stay divided over d: each is gathered when its turn comes."""
+
+    def __init__(self, family: Any):
+        self.family = family
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.family, name)
+
+    def layer(self, model: Any, x: Any, w: Any, *others: Any) -> Any:
+        return self.family.layer(model, x, self.family.gather_layer(w), *others)
 
 
 @pytree_dataclass
@@ -88,9 +161,10 @@ class Rows:
 def attention(
     q: act['B/d L Q K/t D'], old_k: act['B/d K/t S D'], old_v: act['B/d K/t S D'], k: act['B/d N K/t D'],
     v: act['B/d N K/t D'], length: i32['B/d'], window, cap: float | None,
+    bias: tuple[f32['B/d K/t L S'], f32['B/d K/t L N']] | None = None,
 ) -> act['B/d L Q K/t D']:  # fmt: skip
-    """Over the slots that are filled and, causally, the new tokens."""
-    if jax.default_backend() == 'cpu':  # XLA:CPU has no products of bfloat16 with results in float32 (jax 0.10.2)
+    """Over the slots that are filled and, causally, the new tokens; a bias is added to the logits of both."""
+    if jax.default_backend() == 'cpu' and not is_planned:
         q, old_k, old_v, k, v = [each.astype(jnp.float32) for each in (q, old_k, old_v, k, v)]
     product = functools.partial(shardops.einsum_unreduced, preferred_element_type=jnp.float32)
     slot, new, window = jnp.arange(old_k.shape[2]), jnp.arange(q.shape[1]), layers.ALL if window is None else window
@@ -99,11 +173,15 @@ def attention(
     distance = new[:, None] - new[None]
     is_before = (distance >= 0) & (distance < window)
 
-    def masked(logits, allowed):
-        return jnp.where(allowed, logits if cap is None else cap * jnp.tanh(logits / cap), -1e30)
+    def masked(logits, allowed, bias):
+        logits = logits if cap is None else cap * jnp.tanh(logits / cap)
+        return jnp.where(allowed, logits if bias is None else logits + bias[:, :, None], -1e30)
 
-    before = masked(product('B/d L Q K/t D, B/d K/t S D -> B/d K/t Q L S', q, old_k), is_filled[:, None, None])
-    among = masked(product('B/d L Q K/t D, B/d N K/t D -> B/d K/t Q L N', q, k), is_before[None, None, None])
+    of_old, of_new = bias or (None, None)
+    before = product('B/d L Q K/t D, B/d K/t S D -> B/d K/t Q L S', q, old_k)
+    before = masked(before, is_filled[:, None, None], of_old)
+    among = product('B/d L Q K/t D, B/d N K/t D -> B/d K/t Q L N', q, k)
+    among = masked(among, is_before[None, None, None], of_new)
     probs = jax.nn.softmax(jnp.concatenate([before, among], axis=-1), axis=-1).astype(v.dtype)
     slots = len(slot)
     o = product('B/d K/t Q L S, B/d K/t S D -> B/d L Q K/t D', probs[..., :slots], old_v)
@@ -188,11 +266,25 @@ def axis_size(name: str) -> int:
 
 # == Programs =========================================================================================================
 @typed
-def empty(model, *, count: int, slots: int) -> Cache:
-    """A cache in which nothing is."""
-    sizes = dict(layers=model.layers, B=count, K=model.n_kv, S=slots, D=model.d_head)
-    k = shardops.zeros('layers B/d K/t S D', act, **sizes)
-    return Cache(k, k, shardops.zeros('B/d', i32, B=count))
+def empty(model, *, count: int, slots: int, read: int | None = None) -> Cache:
+    """A cache in which nothing is; `read`: with room for so many tokens that an encoder reads."""
+    sizes = dict(layers=model.layers, B=count, K=model.n_kv, D=model.d_head)
+    k = shardops.zeros('layers B/d K/t S D', act, S=slots, **sizes)
+    length = shardops.zeros('B/d', i32, B=count)
+    if read is None:
+        return Cache(k, k, length)
+    return Cache(k, k, length, shardops.zeros('layers 2 B/d R K/t D', act, R=read, **sizes), length)
+
+
+@typed
+def encode(
+    family, model, weights, cache: Cache, tokens: u32['B/d R'], count: i32['B/d'], is_new: bool_['B/d']
+) -> Cache:
+    """The encoder reads the first `count` tokens of the new rows; what the decoder's layers make of it is kept."""
+    segment = (jnp.arange(tokens.shape[1])[None] < count[:, None]).astype(jnp.int32)
+    memory = family.memory(weights, family.encode(model, weights, tokens, segment))
+    memory = jnp.where(is_new[None, None, :, None, None, None], memory, cache.memory)
+    return replace(cache, memory=memory, read=jnp.where(is_new, count, cache.read))
 
 
 @typed
@@ -207,20 +299,32 @@ def extend(
     """
     mask = family.mask(model)
     position = cache.length[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    x = family.embed(model, ends, tokens, position, 'M')
+    x, bias = family.embed(model, ends, tokens, position, 'M'), None
+    if cache.memory is not None:  # of a family whose layers know distances, and attend to what an encoder wrote
+        slot, here = jnp.arange(cache.k.shape[3], dtype=jnp.int32), position[:, :, None]
+        bias = tuple(
+            family.decoding_bias(model, ends, distance)
+            for distance in (here - slot[None, None], here - position[:, None, :])
+        )
+        is_read = jnp.arange(cache.memory.shape[3])[None] < cache.read[:, None]
+        is_read = jnp.broadcast_to(is_read[:, None], (*tokens.shape, is_read.shape[1]))
 
     def layer(x: act['B/d L M'], of_layer):
-        w, old_k, old_v, window = of_layer
+        w, old_k, old_v, memory, window = of_layer
 
         def attend(q, k, v):
-            return attention(q, old_k, old_v, k, v, cache.length, attend.window, mask.cap), (k, v)
+            return attention(q, old_k, old_v, k, v, cache.length, attend.window, mask.cap, bias), (k, v)
+
+        def cross(q, project):
+            return layers.attention_where(q, memory[0], memory[1], is_read)
 
         attend.window = mask.of_layer(window)
-        return family.layer(model, x, w, attend, position, 'M')
+        return family.layer(model, x, w, attend, position if memory is None else cross, 'M')
 
-    x, (k, v) = lax.scan(layer, x, (stack, cache.k, cache.v, mask.by_layer()))
+    x, (k, v) = lax.scan(layer, x, (stack, cache.k, cache.v, cache.memory, mask.by_layer()))
     into = functools.partial(shardops.local, 'layers B/d K/t S D, layers B/d L K/t D, B/d -> layers B/d K/t S D', write)
-    return Cache(into(cache.k, k, cache.length), into(cache.v, v, cache.length), cache.length + count), x
+    k, v = into(cache.k, k, cache.length), into(cache.v, v, cache.length)
+    return replace(cache, k=k, v=v, length=cache.length + count), x
 
 
 @typed
@@ -228,6 +332,16 @@ def logits_after(family, model, ends, x: act['B/d L M']) -> f32['B/d V/t']:
     """Of each row's first token."""
     cap = family.mask(model).logits_cap
     return layers.logits_of(ends.unembed, family.final(model, ends, x, 'M'), cap)[:, 0]
+
+
+@typed
+def step(
+    family, model, ends, stack, cache: Cache, rows: Rows, ids: i32['V/t'], count: i32['B/d'], is_drawn: bool,
+    is_filtered: bool,
+) -> tuple[Cache, u32['B/d'], f32['B/d']]:  # fmt: skip
+    """Reads the last token of the rows whose count is 1; a next token for each, and its log probability."""
+    cache, x = extend(family, model, ends, stack, cache, rows.token[:, None], count)
+    return cache, *choose(logits_after(family, model, ends, x), ids, rows, is_drawn, is_filtered)
 
 
 @typed
@@ -241,11 +355,10 @@ def decode(
         number, _, rows, _, _ = carry
         return (number < BURST) & shardops.any('B/d -> ', rows.left > 0)
 
-    def step(carry):
+    def one(carry):
         number, cache, rows, tokens, log_probs = carry
-        alive = rows.left > 0
-        cache, x = extend(family, model, ends, stack, cache, rows.token[:, None], alive.astype(jnp.int32))
-        token, log_prob = choose(logits_after(family, model, ends, x), ids, rows, is_drawn, is_filtered)
+        count = (rows.left > 0).astype(jnp.int32)
+        cache, token, log_prob = step(family, model, ends, stack, cache, rows, ids, count, is_drawn, is_filtered)
         tokens = lax.dynamic_update_slice_in_dim(tokens, token[:, None], number, axis=1)
         log_probs = lax.dynamic_update_slice_in_dim(log_probs, log_prob[:, None], number, axis=1)
         is_end = jnp.any(token[:, None] == stops[None], axis=1)
@@ -261,7 +374,7 @@ def decode(
     tokens = jnp.zeros((rows.token.shape[0], BURST), jnp.uint32) + 0 * rows.token[:, None]
     log_probs = 0.0 * tokens.astype(jnp.float32)
     carry = jnp.int32(0), cache, rows, tokens, log_probs
-    _, cache, rows, tokens, log_probs = lax.while_loop(goes_on, step, carry)
+    _, cache, rows, tokens, log_probs = lax.while_loop(goes_on, one, carry)
     return cache, rows, tokens, log_probs
 
 
@@ -306,41 +419,105 @@ def admit(cache: Cache, rows: Rows, new: Rows, is_new: bool_['B/d']) -> tuple[Ca
     return replace(cache, length=jnp.where(is_new, 0, cache.length)), jax.tree.map(one, new, rows)
 
 
+def shapes_of(type_: Any, **sizes: int) -> Any:
+    """The global shapes of a tree of this type, by the letters of its dims."""
+
+    def shape(array):
+        dims = (sizes[dim.name] if dim.name in sizes else int(dim.name) for dim in array.spec.dims)
+        return jax.ShapeDtypeStruct(tuple(dims), array.element.dtype)
+
+    return map_type(shape, type_)
+
+
+def traced_step(programs: 'Programs', model: Any, weights: Any, count: int, slots: int) -> jax.stages.Traced:
+    """A step of `count` rows in a cache of so many slots, none of which has filters, on the current mesh, for the
+    ledger.
+
+    Args:
+      weights: the shapes of the model's.
+    """
+    sizes = {} if not hasattr(weights, "encoder") else {"read": slots}
+    held = programs.Held(jax.eval_shape(programs.mapped("gather"), weights))
+    cache = jax.eval_shape(programs.mapped("empty", count=count, slots=slots, **sizes))
+    rows, ids, counts = shapes_of(tuple[Rows, i32['V/t'], i32['B/d']], B=count, V=model.vocab)
+    return programs.compiled("step", is_drawn=True, is_filtered=False).trace(held, cache, rows, ids, counts)
+
+
 class Programs:
     """The functions above for one model, with the types of its weights.
 
     Args:
       weights: the shapes of the model's.
+      kept: how the layers' weights are: gathered over d; 'int8', gathered, as `quantized` makes them; or 'split', as
+        `Split`.
     """
 
-    def __init__(self, family: Any, model: Any, weights: Any):
-        Ends, Layers = family.Ends, narrowed(Array['layers', family.Gathered], weights.transformer)
+    def __init__(self, family: Any, model: Any, weights: Any, kept: str | None = None):
+        name = "decoder" if hasattr(family, "memory") else "transformer"
+        family = Split(family) if kept == "split" else family
+        Ends, Layer = family.Ends, narrowed(family.Gathered, getattr(weights, name))
+        Layers = Array['layers', quantized_type(Layer) if kept == "int8" else Layer]
+        if kept == "split":
+            Layers = narrowed(Array['layers', family.Layer], getattr(weights, name))
+        Weights, of_encoder = narrowed(family.Weights, weights), (0, 0) if name == "decoder" else ()
+        KeysValues = narrowed(Cache, Cache(0, 0, 0, *of_encoder))
 
         @typed
-        def gather(weights: narrowed(family.Weights, weights)) -> tuple[Ends, Layers]:
-            _, stack = lax.scan(lambda _, w: (None, family.gather_layer(w)), None, weights.transformer)
-            return family.gather_ends(weights), stack
+        def gather(weights: Weights) -> tuple[Ends, Layers]:
+            def gather_layer(_, w):
+                if kept == "split":
+                    return None, w
+                gathered = family.gather_layer(w)
+                return None, quantized(gathered, Layer) if kept == "int8" else gathered
+
+            return family.gather_ends(weights), lax.scan(gather_layer, None, getattr(weights, name))[1]
 
         @typed
-        def read(ends: Ends, stack: Layers, cache: Cache, tokens: u32['B/d L'], count: i32['B/d']) -> Cache:
+        def nothing(**sizes) -> KeysValues:
+            return empty(model, **sizes)
+
+        @typed
+        def read_source(
+            weights: Weights, cache: KeysValues, tokens: u32['B/d R'], count: i32['B/d'], is_new: bool_['B/d']
+        ) -> KeysValues:
+            return encode(family, model, weights, cache, tokens, count, is_new)
+
+        @typed
+        def new_rows(cache: KeysValues, rows: Rows, new: Rows, is_new: bool_['B/d']) -> tuple[KeysValues, Rows]:
+            return admit(cache, rows, new, is_new)
+
+        @typed
+        def read(ends: Ends, stack: Layers, cache: KeysValues, tokens: u32['B/d L'], count: i32['B/d']) -> KeysValues:
             return extend(family, model, ends, stack, cache, tokens, count)[0]
+
+        @pytree_dataclass
+        class Held:  # by this name the ledger knows weights
+            weights: tuple[Ends, Layers]
+
+        @typed
+        def one(
+            held: Held, cache: KeysValues, rows: Rows, ids: i32['V/t'], count: i32['B/d'], **settings
+        ) -> tuple[KeysValues, u32['B/d'], f32['B/d']]:
+            return step(family, model, *held.weights, cache, rows, ids, count, **settings)
 
         @typed
         def draw(
-            ends: Ends, stack: Layers, cache: Cache, rows: Rows, ids: i32['V/t'], stops: u32['ends'], **settings
-        ) -> tuple[Cache, Rows, u32['B/d N'], f32['B/d N']]:
+            ends: Ends, stack: Layers, cache: KeysValues, rows: Rows, ids: i32['V/t'], stops: u32['ends'], **settings
+        ) -> tuple[KeysValues, Rows, u32['B/d C'], f32['B/d C']]:
             return decode(family, model, ends, stack, cache, rows, ids, stops, **settings)
 
         @typed
         def search(
-            ends: Ends, stack: Layers, cache: Cache, token: u32['B/d'], parent: i32['B/d'], ids: i32['V/t'], *, N: int
-        ) -> tuple[Cache, f32['B/d N'], i32['B/d N']]:
+            ends: Ends, stack: Layers, cache: KeysValues, token: u32['B/d'], parent: i32['B/d'], ids: i32['V/t'], *,
+            N: int,
+        ) -> tuple[KeysValues, f32['B/d C'], i32['B/d C']]:  # fmt: skip
             return candidates(family, model, ends, stack, cache, token, parent, ids, N=N)
 
         self._functions = {
-            "gather": gather, "empty": functools.partial(empty, model), "admit": admit, "read": read, "decode": draw,
-            "search": search,
+            "gather": gather, "empty": nothing, "encode": read_source, "admit": new_rows, "read": read, "step": one,
+            "decode": draw, "search": search,
         }  # fmt: skip
+        self.Held = Held
         self.compiled = functools.cache(self._compiled)
 
     def mapped(self, which: str, **settings: Any) -> typed_shard_map:
@@ -349,19 +526,36 @@ class Programs:
 
     def _compiled(self, which: str, **settings: Any) -> Any:
         """The same, compiled; a cache is given up, and so are rows."""
-        given_up = {"admit": (0, 1), "decode": (2, 3), "read": (2,), "search": (2,)}.get(which, ())
-        return jax.jit(self.mapped(which, **settings), donate_argnums=given_up)
+        given_up = {"encode": 1, "admit": (0, 1), "step": 1, "decode": (2, 3), "read": 2, "search": 2}
+        return jax.jit(self.mapped(which, **settings), donate_argnums=given_up.get(which, ()))
 
 
 class Generator:
-    """Draws tokens after prompts. `ends` are tokens that end a text."""
+    """Draws tokens after prompts.
 
-    def __init__(self, family: Any, model: Any, weights: Any, ends: Sequence[int] = ()):
-        self.programs, self.vocab = Programs(family, model, weights), model.vocab
-        self.weights = self.programs.compiled("gather")(weights)
+    Args:
+      ends: tokens that end a text.
+      start: of a family with an encoder, which reads the prompt: the token that the decoder begins with.
+      kept: as of `Programs`.
+    """
+
+    def __init__(
+        self, family: Any, model: Any, weights: Any, ends: Sequence[int] = (), start: int | None = None,
+        kept: str | None = None,
+    ):  # fmt: skip
+        self.programs, self.vocab = Programs(family, model, weights, kept), model.vocab
+        self.start, self.of_encoder = start, None if start is None else weights
+        ends_, stack = self.programs.compiled("gather")(weights)
+        if getattr(weights, "unembed", None) is None:  # one table at both ends, of which jit makes two
+            ends_ = replace(ends_, unembed=ends_.embed)
+        self.weights = ends_, stack
         self.ids = jax.device_put(np.arange(self.vocab, dtype=np.int32), make_shardings(i32['V/t']))
         # A program needs one to compare with; a vocabulary has no such token.
         self.ends = np.asarray(list(ends) or [2**32 - 1], np.uint32)
+
+    def begun(self, prompt: Sequence[int]) -> Sequence[int]:
+        """What stands before the first token that is drawn."""
+        return prompt if self.start is None else [self.start]
 
     def draw(self, prompts: Sequence[Sequence[int]], drawings: Sequence[Drawing]) -> Iterator[list[Drawn]]:
         """Yields what is new of each row, until all have ended: tokens and their log probabilities."""
@@ -389,7 +583,7 @@ class Generator:
         slots.admit(dict(enumerate(rows)))
         cache = slots.cache
         search = self.programs.compiled("search", N=min((1 + len(self.ends)) * beams, self.vocab // axis_size('t')))
-        token = np.repeat([prompt[-1] for prompt in prompts], beams).astype(np.uint32)
+        token = np.repeat([self.begun(prompt)[-1] for prompt in prompts], beams).astype(np.uint32)
         parent = np.tile(np.arange(beams, dtype=np.int32), len(prompts))
         while not all(each.is_over for each in texts):
             cache, values, ids = search(*self.weights, cache, token, parent, self.ids)
@@ -409,18 +603,23 @@ class Slots:
 
     def __init__(self, generator: Generator, count: int, prompt: int, tokens: int):
         self.generator, self.left = generator, np.zeros(count, np.int32)
+        sizes = {} if generator.start is None else {"read": -(-prompt // SLOTS) * SLOTS}
+        prompt = prompt if generator.start is None else 1
         # A chunk is written as a whole, although a prompt may end in it.
         self.chunk = min(CHUNK, 1 << max(prompt - 2, 0).bit_length())
         room = -(-(prompt + max(tokens, self.chunk)) // SLOTS) * SLOTS
-        self.cache = generator.programs.compiled("empty", count=count, slots=room)()
+        self.cache = generator.programs.compiled("empty", count=count, slots=room, **sizes)()
         self.drawings = [Drawing(tokens=1, temperature=0.0)] * count
         self.rows = self._rows({})
 
     def admit(self, texts: Mapping[int, tuple[Sequence[int], Drawing]]) -> None:
         """Puts a prompt into each of these rows, in the place of what was there."""
-        is_new = np.isin(np.arange(len(self.left)), list(texts))
+        is_new = jax.device_put(np.isin(np.arange(len(self.left)), list(texts)), make_shardings(bool_['B/d']))
+        if self.generator.start is not None:
+            self._encode({row: prompt for row, (prompt, _) in texts.items()}, is_new)
+        texts = {row: (self.generator.begun(prompt), drawing) for row, (prompt, drawing) in texts.items()}
         self.cache, self.rows = self.generator.programs.compiled("admit")(
-            self.cache, self.rows, self._rows(texts), jax.device_put(is_new, make_shardings(bool_['B/d']))
+            self.cache, self.rows, self._rows(texts), is_new
         )
         prompts: list[Sequence[int]] = [texts[n][0] if n in texts else [0] for n in range(len(self.left))]
         for row, (_, drawing) in texts.items():
@@ -433,6 +632,15 @@ class Slots:
             for row, prompt, count in zip(tokens, prompts, counts):
                 row[:count] = prompt[start : start + count]
             self.cache = read(*self.generator.weights, self.cache, tokens, counts)
+
+    def _encode(self, prompts: Mapping[int, Sequence[int]], is_new: jax.Array) -> None:
+        """Lets the encoder read these rows' prompts."""
+        tokens = np.zeros((len(self.left), self.cache.memory.shape[3]), np.uint32)
+        counts = np.zeros(len(self.left), np.int32)
+        for row, prompt in prompts.items():
+            tokens[row, : len(prompt)], counts[row] = prompt, len(prompt)
+        encode = self.generator.programs.compiled("encode")
+        self.cache = encode(self.generator.of_encoder, self.cache, tokens, counts, is_new)
 
     def drop(self, rows: Collection[int]) -> None:
         """Ends these rows."""

@@ -3,18 +3,26 @@
 Both name and lay out a Llama in their own way: rotary turns neighbouring dims there, and dims i and i + D/2 here.
 """
 
+import contextlib
 import functools
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from pickle import PickleError
 from typing import Any
 
 import numpy as np
 from einops import rearrange
 
 from models.huggingface import Source, described
+from models.layers import RopeScaling, frequencies
 from models.safetensors import Tensor, read_json
 from runtime.terminal import RunError, needs_package
 
+# What gguf and torch raise of a damaged file: mostly what its content happens to make their next line do.
+WRONG = (
+    OSError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RuntimeError, EOFError, PickleError,
+)  # fmt: skip
 LAYER = "model.layers.{}"
 HALVES_TO_NEIGHBOURS = "(H D two) ... -> (H two D) ..."  # from their order of a head's rows to ours
 
@@ -55,10 +63,14 @@ def open_gguf(file: Path) -> Source:
     """A GGUF file of the architectures llama (which Mistral is too), qwen2 and qwen3, whatever its quantization."""
     with needs_package(f"{file.name} is in GGUF, and reading it", "gguf"):
         import gguf
-    try:
-        reader = gguf.GGUFReader(file)
-    except (OSError, ValueError) as error:
-        raise RunError(f"{file} cannot be read: {error}") from error
+    with _readable(file):
+        config, tensors = _gguf_parts(gguf, file)
+    return described(config, tensors, file)
+
+
+def _gguf_parts(gguf: Any, file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What a config.json would hold, and the tensors by their published names."""
+    reader = gguf.GGUFReader(file)
     about = {key: _plain(field.contents()) for key, field in reader.fields.items() if not key.startswith("tokenizer.")}
     kind = about["general.architecture"]
     if kind not in ("llama", "qwen2", "qwen3"):
@@ -72,6 +84,10 @@ def open_gguf(file: Path) -> Source:
             raise RunError(f"{file}: {key} = {value!r} is not known here: take the published folder")
     tensors = {}
     for each in reader.tensors:
+        if each.name == "rope_freqs.weight":
+            factors = gguf.quants.dequantize(each.data, each.tensor_type)
+            config["rope_scaling"] = _llama3_scaling(factors, config.get("rope_theta", 10000.0), file)
+            continue
         part = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", each.name)
         name = GGUF.get(part[2] if part else each.name)
         name = f"{LAYER.format(part[1])}.{name}.{part[3]}" if part and name else name or each.name
@@ -79,13 +95,32 @@ def open_gguf(file: Path) -> Source:
         heads = None
         if kind == "llama" and part and part[2] in ("attn_q", "attn_k"):
             heads = config["num_attention_heads" if part[2] == "attn_q" else "num_key_value_heads"]
-        tensors[name] = Tensor(shape, functools.partial(_dequantized, gguf, each, shape, heads))
+        tensors[name] = Tensor(shape, functools.partial(_dequantized, gguf, file, each, shape, heads))
     config["tie_word_embeddings"] = "lm_head.weight" not in tensors
     config["vocab_size"] = tensors["model.embed_tokens.weight"].shape[0]
     for name in ("bos", "eos"):
         if field := reader.fields.get(f"tokenizer.ggml.{name}_token_id"):
             config[f"{name}_token_id"] = int(field.contents())
-    return described(config, tensors, file)
+    return config, tensors
+
+
+def _llama3_scaling(factors: np.ndarray, base: float, file: Path) -> dict[str, Any]:
+    """The scaling of Llama 3.1 to 3.3, of which a GGUF file holds what each pair's angle is divided by."""
+    about = {"factor": float(factors.max()), "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling = RopeScaling(kind="llama3", factor=about["factor"])
+    expected = np.divide(*(frequencies(2 * factors.size, base, each) for each in (None, scaling)))
+    if not np.allclose(factors, expected, rtol=1e-4):
+        raise RunError(f"{file}: rope_freqs is not the scaling of Llama 3.1 to 3.3: take the published folder")
+    return {"rope_type": "llama3", **about, "original_max_position_embeddings": scaling.original_length}
+
+
+@contextlib.contextmanager
+def _readable(file: Path) -> Iterator[None]:
+    """Around what reads a file or folder: a RunError of what WRONG says."""
+    try:
+        yield
+    except WRONG as error:
+        raise RunError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
 
 
 # How texts are cut before byte pairs are merged, by llama.cpp's name for it.
@@ -97,7 +132,12 @@ GGUF_WORDS = {"gpt-2": None, "smollm": None, "llama-bpe": _WORDS % "{1,3}", "qwe
 
 def gguf_tokenizer(file: Path) -> tuple[str, dict[str, Any]] | None:
     """The texts of a tokenizer.json, and what stands in tokenizer_config.json, of a file that open_gguf has read; None
-    where it holds a tokenizer that is no BPE of bytes."""
+    where it holds a tokenizer that is no BPE of bytes. Raises RunError where it is damaged."""
+    with _readable(file):
+        return _byte_bpe(file)
+
+
+def _byte_bpe(file: Path) -> tuple[str, dict[str, Any]] | None:
     import gguf
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers
@@ -110,7 +150,10 @@ def gguf_tokenizer(file: Path) -> tuple[str, dict[str, Any]] | None:
         return None
     tokens, words = about["tokens"], GGUF_WORDS[about.get("pre", "gpt-2")]
     merges = [tuple(each.split(" ")) for each in about["merges"]]
-    tokenizer = tokenizers.Tokenizer(models.BPE(vocab={token: n for n, token in enumerate(tokens)}, merges=merges))
+    vocab = {token: n for n, token in enumerate(tokens)}
+    if any(len(pair) != 2 or not {*pair, "".join(pair)} <= vocab.keys() for pair in merges):
+        raise ValueError("its merges are not those of its tokens")
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges))
     cut = [pre_tokenizers.Digits(individual_digits=True)] if about.get("pre") == "smollm" else []
     cut += [pre_tokenizers.Split(tokenizers.Regex(words), "isolated")] if words else []
     cut.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words is None))
@@ -129,12 +172,15 @@ def _plain(value: Any) -> Any:
     return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
-def _dequantized(gguf: Any, tensor: Any, shape: tuple[int, ...], heads: int | None, rows: slice) -> np.ndarray:
-    if heads is None:  # a quantized row is a row of blocks
-        data = tensor.data.reshape(shape[0], -1)[rows]
-        return gguf.quants.dequantize(data, tensor.tensor_type).reshape(-1, *shape[1:])
-    values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).reshape(shape)
-    return rearrange(values, HALVES_TO_NEIGHBOURS, H=heads, two=2)[rows]
+def _dequantized(
+    gguf: Any, file: Path, tensor: Any, shape: tuple[int, ...], heads: int | None, rows: slice
+) -> np.ndarray:
+    with _readable(file):
+        if heads is None:  # a quantized row is a row of blocks
+            data = tensor.data.reshape(shape[0], -1)[rows]
+            return gguf.quants.dequantize(data, tensor.tensor_type).reshape(-1, *shape[1:])
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).reshape(shape)
+        return rearrange(values, HALVES_TO_NEIGHBOURS, H=heads, two=2)[rows]
 
 
 # ---- Meta ------------------------------------------------------------------------------------------------------------
@@ -163,10 +209,19 @@ def open_meta(folder: Path) -> Source:
     """The folder of a Llama as Meta publishes it: params.json, and a consolidated.NN.pth for each part."""
     with needs_package(f"{folder} holds *.pth, and reading them", "torch", "pip install torch"):
         import torch
+    with _readable(folder):
+        config, tensors = _meta_parts(torch, folder)
+    return described(config, tensors, folder)
+
+
+def _meta_parts(torch: Any, folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """As `_gguf_parts`."""
     params = read_json(folder / "params.json")
     if unknown := params.keys() - META_FIELDS:
         raise RunError(f"{folder / 'params.json'}: this family does not compute {', '.join(sorted(unknown))}")
     files = sorted(folder.glob("consolidated.*.pth"))
+    if not files:
+        raise RunError(f"there is no consolidated.*.pth in {folder}")
     parts = [torch.load(file, map_location="cpu", mmap=True, weights_only=True) for file in files]
     heads = params["n_heads"]
     config: dict[str, Any] = {
@@ -202,7 +257,7 @@ def open_meta(folder: Path) -> Source:
     config["head_dim"] = tensors["model.layers.0.self_attn.q_proj.weight"].shape[0] // heads
     config["intermediate_size"] = tensors["model.layers.0.mlp.gate_proj.weight"].shape[0]
     config["tie_word_embeddings"] = "lm_head.weight" not in tensors
-    return described(config, tensors, folder)
+    return config, tensors
 
 
 def _joined(parts: list[dict[str, Any]], key: str, axis: int, heads: int | None, rows: slice) -> np.ndarray:

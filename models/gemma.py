@@ -18,7 +18,7 @@ from jax_extra import fold_in_str, save_for_backward
 from kernels.attention import KernelName
 from models import layers
 from models.layers import ALL, Mask, RopeScaling, act, enter, head_norm, leave, rms_norm, stored
-from runtime.config.keys import Count, Positive
+from runtime.config.keys import Count, Even, Positive
 from shardlib import shardops
 from shardlib.shardops import product
 from shardlib.shardtypes import Array, f32, i32, pytree_dataclass, u32
@@ -30,7 +30,7 @@ class Model:
     d_model: Count  # M
     n_q_per_kv: Count  # Q
     n_kv: Count  # K
-    d_head: Count  # D
+    d_head: Even  # D
     layers: Count
     vocab: Count  # V
     d_ff: Count  # F
@@ -46,7 +46,7 @@ class Model:
     window: Count | None = None  # positions that a query sees, its own included (Gemma 2 and 3)
     global_every: Count = 1  # with a window, every so many-th layer sees all
     compute_dtype: Literal['bfloat16', 'float32'] = 'bfloat16'  # of activations and matrix products
-    attention: KernelName = 'auto'  # of kernels/attention.py; a window or a cap takes none
+    attention: KernelName = 'auto'  # of kernels/attention.py
 
 
 def mask(model: Model) -> Mask:

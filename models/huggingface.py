@@ -10,10 +10,12 @@ tensor that no row names, one that is not there, and a field of config.json that
 
 import dataclasses
 import functools
+import hashlib
 import importlib
 import itertools
 import json
 import math
+import os
 import re
 from collections.abc import Iterator
 from concurrent.futures import Executor
@@ -25,7 +27,7 @@ import jax
 import numpy as np
 from einops import rearrange
 
-from models import safetensors
+from models import adapters, safetensors
 from models.safetensors import Tensor, read_json
 from runtime.checkpoints.checkpoint import Bounds, Grid, named_leaves, open_newest, read_block, restore
 from runtime.config.rebuild import Origins, as_tree, rebuild
@@ -54,6 +56,10 @@ WITHOUT_EFFECT = {
     "attention_probs_dropout_prob", "hidden_dropout_prob",
     "output_router_logits", "router_aux_loss_coef",
 }  # fmt: skip
+# That have tensors of their own each.
+NUMBERED = {
+    "num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers", "num_experts", "num_local_experts",
+}  # fmt: skip
 # Buffers that old files have, T5's copies of the embedding and a bias that it does not add, BERT's other heads.
 UNUSED = re.compile(
     r".*\.rotary_emb\.inv_freq|.*\.attn\.(masked_)?bias|(en|de)coder\.embed_tokens\.weight"
@@ -64,6 +70,7 @@ RENAMED = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.b
 ROWS = 4096  # of an embedding, that are read and written at once
 # That say nothing of what a model is, and may differ between where weights come from and where they go.
 SETTINGS = ("compute_dtype", "attention", "capacity")
+EMBED, UNEMBED = "weights/embed", "weights/unembed"
 
 
 class Fields:
@@ -206,11 +213,16 @@ class Published:
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """Of a checkpoint the weights alone, some of them multiplied, in the types that are asked for."""
+    """Of a checkpoint the weights alone, some of them multiplied, in the types that are asked for.
+
+    An untied model's `unembed` is a copy of the embedding where the weights have none of their own.
+    """
 
     source: Any
     factors: dict[str, float]
     dtypes: dict[str, np.dtype]
+    untied: bool = False
+    only: frozenset[str] | None = None  # of these names; None: all
 
     @property
     def path(self) -> str:
@@ -218,16 +230,51 @@ class View:
 
     @property
     def arrays(self) -> dict[str, Any]:
-        return {name: each for name, each in self.source.arrays.items() if name.lstrip(".").startswith("weights")}
+        found = {name: each for name, each in self.source.arrays.items() if name.lstrip(".").startswith("weights")}
+        found |= {UNEMBED: found[EMBED]} if self.untied else {}
+        return {name: each for name, each in found.items() if self.only is None or name in self.only}
 
     def grid(self, name: str) -> Grid:
-        return dataclasses.replace(grid := self.source.grid(name), dtype=self.dtypes.get(name, grid.dtype))
+        grid = self.source.grid(self._stored(name))
+        return dataclasses.replace(grid, dtype=self.dtypes.get(name, grid.dtype))
+
+    def _stored(self, name: str) -> str:
+        return EMBED if self.untied and name == UNEMBED else name
 
     def read_chunk(self, name: str, number: tuple[int, ...], bounds: Bounds) -> np.ndarray:
-        values = self.source.read_chunk(name, number, bounds)
+        values = self.source.read_chunk(self._stored(name), number, bounds)
         if name in self.factors:
             values = values * np.float32(self.factors[name])
         return values.astype(self.dtypes.get(name, values.dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class Averaged:
+    """Stands for a checkpoint: where it has an average of weights, that in their place."""
+
+    source: Any
+
+    @property
+    def path(self) -> str:
+        return self.source.path
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        return self.source.attributes
+
+    @property
+    def arrays(self) -> dict[str, Any]:
+        return {name: self.source.arrays[self.named(name)] for name in self.source.arrays}
+
+    def named(self, name: str) -> str:
+        average = re.sub("^weights", "ema", name)
+        return average if average in self.source.arrays else name
+
+    def grid(self, name: str) -> Grid:
+        return self.source.grid(self.named(name))
+
+    def read_chunk(self, name: str, number: tuple[int, ...], bounds: Bounds) -> np.ndarray:
+        return self.source.read_chunk(self.named(name), number, bounds)
 
 
 # ---- what weights are of ---------------------------------------------------------------------------------------------
@@ -246,14 +293,15 @@ class Source:
 
 def family_of(name: str, where: str) -> ModuleType:
     """The family of a model_type, or of a module's last name."""
-    module = FAMILIES.get(name, f"models.{name}")
+    module = FAMILIES.get(str(name), f"models.{name}")
     if module not in FAMILIES.values():
         raise RunError(f"{where}: model_type = {name!r} is none of the families: {', '.join(sorted(FAMILIES))}")
     return importlib.import_module(module)
 
 
 def open_weights(path: str, pool: Executor) -> Source:
-    """The weights of a published folder, of a run (its newest checkpoint), or of a checkpoint.
+    """The weights of a published folder, of a run (its newest checkpoint), or of a checkpoint; their average, where it
+    has one.
 
     Raises:
       RunError: there are none, or the tensors or fields are not those of a family in models/.
@@ -261,31 +309,63 @@ def open_weights(path: str, pool: Executor) -> Source:
     folder = downloaded(str(path))
     if folder is not None and folder.suffix == ".gguf":
         return importlib.import_module("models.foreign").open_gguf(folder)
-    if folder is not None and not (folder / "checkpoints").exists():
-        if (folder / "config.json").exists():
+    if folder is not None and not os.path.exists(folder / "checkpoints"):  # Path.exists raises for a long name
+        if os.path.exists(folder / "config.json"):
             return described(read_json(folder / "config.json"), safetensors.read(folder, UNUSED), folder)
-        if (folder / "params.json").exists():
+        if os.path.exists(folder / "params.json"):
             return importlib.import_module("models.foreign").open_meta(folder)
-    checkpoint = open_newest(str(path), pool)
+    checkpoint = Averaged(open_newest(str(path), pool))
     attributes = checkpoint.attributes
     config, program = attributes.get("config") or {}, attributes.get("program") or {}
     if not isinstance(config.get("model"), dict):
         raise RunError(f"checkpoint {checkpoint.path} does not say of which model it is: another program wrote it")
     folder, model = Path(checkpoint.path).parents[1], config["model"]
-    name = config.get("family") or ("llama" if program.get("module", "train") == "train" else None)
+    name = attributes.get("family") or config.get("family")
+    name = name or ("llama" if program.get("module", "train") == "train" else None)
     if name is None:
         return Source(checkpoint, None, model, folder)
     family = family_of(name, checkpoint.path)
     model = rebuild(family.Model, model, Origins(checkpoint.path))
+    if attributes.get("base"):
+        checkpoint = with_base(checkpoint, family, model, pool)
     return Source(checkpoint, family, model, folder, attributes.get("published"))
+
+
+def with_base(saved: Averaged, family: ModuleType, model: Any, pool: Executor) -> adapters.Overlaid:
+    """The weights of a run of finetune.py that saves only what it trains. Raises RunError if the others are gone."""
+    config, lora = saved.attributes["config"], saved.attributes["config"]["lora"]
+    path = config["initial_weights"]
+    try:
+        base = open_weights(path, pool)
+    except RunError as error:
+        fix = f"the rest is in its initial_weights = {path}: put that back there"
+        raise RunError(f"{saved.path} holds only what was trained, and {fix} ({error})") from error
+    if fingerprint(base, pool) != saved.attributes["base"]:
+        raise RunError(f"{saved.path} was trained from other weights than those that are now in {path}")
+    scale = lora["alpha"] / lora["rank"] if lora["rank"] else 0.0
+    shapes = jax.eval_shape(functools.partial(family.init, model), np.uint32(0))
+    return adapters.overlaid(base.checkpoint, family, shapes, saved, scale, pool)
+
+
+def fingerprint(source: Source, pool: Executor) -> str:
+    """A hash of the first and of the last values of each of the weights: two chunks of each are read. The same for a
+    published folder and its checkpoint."""
+    digest = hashlib.sha256()
+    view = View(source.checkpoint, {}, {})
+    for name in sorted(view.arrays):
+        *sizes, last = view.grid(name).shape
+        for at in ([0] * len(sizes), [size - 1 for size in sizes]):
+            values = read_block(view, name, (*((n, n + 1) for n in at), (0, last)), pool)
+            digest.update(name.encode() + np.ascontiguousarray(values, np.float32).tobytes())
+    return digest.hexdigest()[:16]
 
 
 def downloaded(path: str) -> Path | None:
     """A path that is there; of a name on the Hugging Face hub the folder that it is downloaded to; None of a URL."""
     if "://" in path:
         return None
-    folder = Path(path).expanduser()
-    if folder.exists() or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path):
+    folder = Path(os.path.expanduser(path))
+    if os.path.exists(folder) or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path):
         return folder
     with needs_package(f"downloading {path}", "huggingface_hub"):
         from huggingface_hub import snapshot_download
@@ -301,10 +381,22 @@ def described(content: dict[str, Any], tensors: dict[str, Tensor], folder: Path)
     """What a config.json says, and the tensors beside it, as weights. Raises RunError where they do not fit."""
     fields = Fields(content, str(folder / "config.json"))
     family = family_of(fields.take("model_type"), fields.where)
-    model = family.model_of(fields)
+    for key in NUMBERED & content.keys():
+        if isinstance(content[key], int) and content[key] > len(tensors):  # before as many rows of the table are made
+            raise RunError(f"{fields.where}: {key} = {content[key]}, and {folder} has {len(tensors)} tensors")
+    model = model_of(family, fields)
     fields.finish()
     rows = rows_of(family, model)
     return Source(Published(str(folder), as_published(tensors, rows), rows), family, model, folder, content)
+
+
+def model_of(family: ModuleType, fields: Fields) -> Any:
+    """The family's Model that a config.json describes. Raises RunError where a value is not of its kind."""
+    try:
+        model = family.model_of(fields)
+    except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+        raise RunError(f"{fields.where}: a field is not what a {fields.content['model_type']} has: {error}") from error
+    return rebuild(family.Model, as_tree(model), Origins(fields.where))
 
 
 def as_published(tensors: dict[str, Tensor], rows: dict[str, dict[tuple[int, ...], Row]]) -> dict[str, Tensor]:
@@ -327,8 +419,8 @@ def require_same(source: Source, model: Any) -> None:
     defaults = {each.name: as_tree(each.default) for each in dataclasses.fields(source.model)} if is_family else {}
     problems = []
     for key, value in theirs.items():
-        if key in (*SETTINGS, "logits_scale"):
-            continue
+        if key in (*SETTINGS, "logits_scale") or (key == "tied" and key not in ours):
+            continue  # train.py's model has two tables: both begin as the one
         expected = ours.get(key, defaults.get(key))  # what a model has no key for it computes as by default
         if value != expected or (key not in ours and key not in defaults):
             is_ours = f"has {json.dumps(expected)}" if key in ours else "has no such key"
@@ -339,9 +431,11 @@ def require_same(source: Source, model: Any) -> None:
     rescaled(source, ours.get("logits_scale", 1.0))
 
 
-def restored(source: Source, model: Any, like: Any, pool: Executor) -> Any:
+def restored(source: Source, model: Any, like: Any, pool: Executor, *, is_part: bool = False) -> Any:
     """The weights as `like` says, a tree of `ShapeDtypeStruct`s with shardings, for a trainer's model.
 
+    Args:
+      is_part: `like` may have some of them alone.
     Raises:
       RunError: as `require_same` and `restore`.
     """
@@ -349,7 +443,9 @@ def restored(source: Source, model: Any, like: Any, pool: Executor) -> Any:
     like = {"weights": like}
     factors = rescaled(source, getattr(model, "logits_scale", 1.0))
     dtypes = {name: leaf.dtype for names, leaf in named_leaves(like) for name in names}
-    return restore(View(source.checkpoint, factors, dtypes), like, pool)["weights"]
+    untied = getattr(source.model, "tied", False) and not hasattr(model, "tied")
+    only = frozenset(dtypes) if is_part else None
+    return restore(View(source.checkpoint, factors, dtypes, untied, only), like, pool)["weights"]
 
 
 def rescaled(source: Source, logits_scale: float) -> dict[str, float]:
@@ -386,6 +482,20 @@ def export(source: Source, folder: Path, dtype: str, pool: Executor, fields: dic
     shapes = {name: row.shape for name, (_, _, row) in sorted(named.items())}
     safetensors.write(folder, shapes, dtype, lambda name: values_of(view, *named[name], pool))
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def export_adapters(source: Source, folder: Path) -> None:
+    """Writes the adapters of a run as PEFT's two files, for the base as it is published. Raises RunError without."""
+    found = [each for some in getattr(source.checkpoint, "adapters", {}).values() for each in some]
+    if not found:
+        raise RunError(f"adapter=true: {source.checkpoint.path} has no adapters, it is no run with lora.rank")
+    target = source.family.model_of(Fields(config_for(source, "float32"), "config.json"))
+    factors = rescaled(source, getattr(target, "logits_scale", 1.0))
+    pairs = {place.path: (a, b * np.float32(factors.get(f"weights/{place.path}", 1.0))) for place, a, b in found}
+    names = adapters.named(source.family, source.model, [place for place, _, _ in found])
+    config = source.checkpoint.attributes["config"]
+    about = {**config["lora"], "base": config["initial_weights"]}
+    adapters.write_peft(folder, names, lambda place, which: pairs[place.path]["ab".index(which)], about)
 
 
 def config_for(source: Source, dtype: str) -> dict[str, Any]:

@@ -25,6 +25,8 @@ from jax import lax
 
 import train
 from jax_extra import explicit_activation_checkpointing, save_for_backward
+from kernels.attention import KERNELS, able, chosen
+from models.dropout import Drop, Dropout, Residual
 from runtime.config.keys import Count, Positive
 from shardlib import shardops
 from shardlib.shardtypes import ComputeType, bool_, f32, i32, pytree_dataclass, u32
@@ -45,7 +47,8 @@ def leave(y, M: str):
     """The sum of what the devices of t have computed, as the residual lies."""
     if M == 'M':
         return shardops.psum('B/d L M +t -> B/d L M', y)
-    return shardops.psum_scatter('B/d L M +t -> B/d L M/t', y)
+    y = shardops.psum_scatter('B/d L M +t -> B/d L M/t', y)
+    return M.drop('B/d L M/t', y) if isinstance(M, Residual) else y
 
 
 def part(vector, M: str):
@@ -137,7 +140,8 @@ def rope_from(config, kinds: tuple[str, ...] = ('linear', 'llama3', 'yarn')) -> 
         return base, None
     where = 'rope_scaling' if config.content.get('rope_scaling') else 'rope_parameters'
     if kind not in kinds:
-        config.refuse(where, f'the kinds are {", ".join(kinds)}')
+        fix = '. Of rows up to max_position_embeddings it changes nothing: delete it' if kind == 'dynamic' else ''
+        config.refuse(where, f'the kinds are {", ".join(kinds)}{fix}')
     length = config.take('max_position_embeddings', 8192)
     scaling = {'kind': kind, 'factor': rope.pop('factor')}
     if kind != 'linear':
@@ -204,22 +208,26 @@ ALL = 2**30  # a window that hides nothing
 @typed
 def attention(
     by: str, q: act['B/d L Q K/t D'], k: act['B/d S K/t D'], v: act['B/d S K/t D'], segment: i32['B/d L'],
-    window: int | jax.Array | None = None, cap: float | None = None,
+    window: int | jax.Array | None = None, cap: float | None = None, drop: Drop | None = None,
 ) -> act['B/d L Q K/t D']:  # fmt: skip
-    """train.py's attention, kernels included; with a window that hides something, or a cap, as written here."""
-    if cap is None and (window is None or (isinstance(window, int) and window >= q.shape[1])):
+    """train.py's attention, kernels included, with a window and a cap; with dropout as written here."""
+    if drop is None and cap is None and (window is None or (isinstance(window, int) and window >= q.shape[1])):
         return train.attention(by, q, k, v, segment)
+    if by != 'einsum' and drop is None:
+        kernel = KERNELS[able(chosen(by, act.dtype, q.shape[-1]), window, cap)]
+        types = 'B/d L Q K/t D, B/d S K/t D, B/d S K/t D, B/d L -> B/d L Q K/t D'
+        return shardops.local(types, lambda *given: kernel(*given, window, cap), q, k, v, segment)
     position = jnp.arange(segment.shape[1])
     distance = position[:, None] - position[None]
     allowed = (segment[:, :, None] == segment[:, None, :]) & (distance >= 0)[None]
     allowed = allowed & (distance < (ALL if window is None else window))[None]
-    return attention_where(q, k, v, allowed, cap)
+    return attention_where(q, k, v, allowed, cap, drop=drop)
 
 
 @typed
 def attention_where(
     q: act['B/d L Q K/t D'], k: act['B/d S K/t D'], v: act['B/d S K/t D'], allowed: bool_['B/d L S'],
-    cap: float | None = None, bias: f32['K/t L S'] | None = None,
+    cap: float | None = None, bias: f32['K/t L S'] | None = None, drop: Drop | None = None,
 ) -> act['B/d L Q K/t D']:  # fmt: skip
     """Attention where a query sees the keys that are allowed; a bias is added to the logits."""
     logits = shardops.einsum_unreduced(
@@ -227,11 +235,13 @@ def attention_where(
     )
     logits = logits if cap is None else cap * jnp.tanh(logits / cap)
     logits = logits if bias is None else logits + bias[None, None]
-    logits = jnp.where(allowed[:, None, None], logits, -1e30)
+    # Not by jnp.where, which broadcasts only where a device holds several rows or heads: another program, to the check.
+    logits = jnp.where(lax.broadcast_in_dim(allowed, logits.shape, (0, 3, 4)), logits, -1e30)
     largest = shardops.pmax('B/d Q K/t L S -> B/d Q K/t L', lax.stop_gradient(logits))
     e = jnp.exp(logits - largest[..., None])
     total = shardops.sum_unreduced('B/d Q K/t L S -> B/d Q K/t L', e)
     probs: act['B/d Q K/t L S'] = (e / total[..., None]).astype(act.dtype)
+    probs = probs if drop is None else drop('B/d Q K/t L S', probs)
     o = shardops.einsum_unreduced('B/d Q K/t L S, B/d S K/t D -> B/d L Q K/t D', probs, v)
     return save_for_backward(o)  # 2QKD/t bytes a token, spares the product of probabilities and v
 
@@ -261,6 +271,7 @@ def embed(table, tokens, M: str):
 def hidden(
     family, model, weights, inputs, segment, position, adapt: Callable = lambda w, low: w, low=None, *,
     ends=None, reduce_dtype: str = 'float32', kept: tuple[str, ...] = ('save_for_backward',), unroll: bool = False,
+    dropout: Dropout | None = None,
 ):  # fmt: skip
     """The hidden states before the unembedding, act['B/d L M'], with one layer of any family after another.
 
@@ -271,23 +282,27 @@ def hidden(
       ends: of `family.gather_ends`, where the caller has them for the loss.
       reduce_dtype: in which gradients of weights travel, as training.gradient_reduce_dtype.
       kept: names under which a layer keeps values for the backward pass; none: its input alone.
+      dropout: in training alone; what a layer adds has its elements dropped before a bias or a norm behind it.
     """
     mask, ends = family.mask(model), ends or family.gather_ends(weights, reduce_dtype)
 
     @functools.partial(explicit_activation_checkpointing, names=kept)
     def layer(x, of_layer):
-        w, low, window = of_layer
+        w, low, window, number = of_layer
         w = adapt(family.gather_layer(w, reduce_dtype), low)
 
+        drop = None if dropout is None else dropout.of_layer(number)
+
         def attend(q, k, v):
-            return attention(model.attention, q, k, v, segment, mask.of_layer(window), mask.cap), None
+            return attention(model.attention, q, k, v, segment, mask.of_layer(window), mask.cap, drop), None
 
         attend.window = mask.of_layer(window)
-        return family.layer(model, x, w, attend, position, 'M/t')
+        return family.layer(model, x, w, attend, position, 'M/t' if drop is None else Residual(drop))
 
     with jax.named_scope('embed'):
         x = family.embed(model, ends, inputs, position, 'M/t')
-    x, _ = lax.scan(layer, x, (weights.transformer, low, mask.by_layer()), unroll=unroll)
+    numbers = None if dropout is None else jnp.arange(model.layers, dtype=jnp.uint32)
+    x, _ = lax.scan(layer, x, (weights.transformer, low, mask.by_layer(), numbers), unroll=unroll)
     with jax.named_scope('final_norm'):  # keeps its input, 2M/t bytes a token, and not the norm's float32 values
         return explicit_activation_checkpointing(functools.partial(family.final, model, M='M/t'))(ends, x)
 
@@ -314,12 +329,29 @@ def logits_of(unembed: Any, x: act['B/d L M'], cap: float | None = None) -> f32[
     return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
+@pytree_dataclass
+class WeightedBatch(TokenBatch):
+    """A batch for a loss that divides by the sum of weights. A data set without weights gives 1 for each target."""
+
+    weight: f32['B/d L']  # of each target; 0 where is_target is False
+
+
 @typed
-def loss_sum(unembed: Any, x: act['B/d L M'], batch: TokenBatch, cap: float | None = None) -> f32['+d +t']:
-    """The sum of -log softmax over all targets, as train.py's: a chunk of positions at a time, no logits are sent."""
+def loss_sum(
+    unembed: Any, x: act['B/d L M'], batch: TokenBatch, cap: float | None = None, weight: f32['B/d L'] | None = None,
+    z_loss: float = 0.0,
+) -> f32['+d +t']:  # fmt: skip
+    """The sum of -log softmax over all targets, as train.py's: a chunk of positions at a time, no logits are sent.
+
+    weight: of each target, such as WeightedBatch's; None: 1.
+    z_loss: times log² Z of each target is added, Z being the sum that softmax divides by: it keeps logits from drifting
+      (Chowdhery et al. 2022, section 5, with 1e-4).
+    """
+    weight: f32['B/d L'] = batch.is_target.astype(jnp.float32) if weight is None else weight
 
     @explicit_activation_checkpointing
-    def chunk_loss(unembed: Any, x: act['B/d L M'], batch: TokenBatch) -> f32['+d +t']:
+    def chunk_loss(unembed: Any, x: act['B/d L M'], others: tuple[u32['B/d L'], f32['B/d L']]) -> f32['+d +t']:
+        targets, weight = others
         logits = save_for_backward(logits_of(unembed.astype(act.dtype), x, cap))  # 4V/t bytes a token of one chunk
         largest = shardops.pmax('B/d L V/t -> B/d L', lax.stop_gradient(logits))
         largest = save_for_backward(largest)  # 4 bytes a token of one chunk, spares the maximum over t
@@ -327,11 +359,14 @@ def loss_sum(unembed: Any, x: act['B/d L M'], batch: TokenBatch, cap: float | No
         total = shardops.psum('B/d L +t -> B/d L', total)
         total = save_for_backward(total)  # 4 bytes a token of one chunk, spares the sum over t
         log_normalizer = largest + jnp.log(total)
-        at_target = shardops.index_unreduced('B/d L [V/t], B/d L -> B/d L +t', logits, batch.targets)
+        at_target = shardops.index_unreduced('B/d L [V/t], B/d L -> B/d L +t', logits, targets)
+        if z_loss:
+            log_normalizer = log_normalizer + z_loss * log_normalizer**2
         loss = shardops.pending('B/d L -> B/d L +t', log_normalizer) - at_target
-        return shardops.sum_unreduced('B/d L +t -> +d +t', loss * batch.is_target.astype(jnp.float32))
+        return shardops.sum_unreduced('B/d L +t -> +d +t', loss * weight)
 
     chunk = max(size for size in range(1, train.LOSS_CHUNK + 1) if x.shape[1] % size == 0)
-    x, batch = jax.tree.map(lambda a: rearrange(a, 'B (chunk L) ... -> chunk B L ...', L=chunk), (x, batch))
+    chunks = functools.partial(rearrange, pattern='B (chunk L) ... -> chunk B L ...', L=chunk)
+    x, others = jax.tree.map(chunks, (x, (batch.targets, weight)))
     # Float32, so that its gradient adds up over chunks in float32; the products are in act's type.
-    return shardops.sum_over_chunks(chunk_loss, unembed.astype(jnp.float32), x, batch)
+    return shardops.sum_over_chunks(chunk_loss, unembed.astype(jnp.float32), x, others)

@@ -16,7 +16,7 @@ from jax_extra import fold_in_str, save_for_backward
 from kernels.attention import KernelName
 from models import layers
 from models.layers import ALL, Mask, RopeScaling, act, enter, head_norm, heads_norm, leave, norm_after, rms_norm, stored
-from runtime.config.keys import Count, Positive, Steps
+from runtime.config.keys import Count, Even, Positive, Steps
 from shardlib import shardops
 from shardlib.shardops import product
 from shardlib.shardtypes import Array, f32, i32, pytree_dataclass, u32
@@ -28,7 +28,7 @@ class Model:
     d_model: Count  # M
     n_q_per_kv: Count  # Q
     n_kv: Count  # K
-    d_head: Count  # D
+    d_head: Even  # D
     layers: Count
     vocab: Count  # V
     d_ff: Count  # F
@@ -43,7 +43,7 @@ class Model:
     window: Count | None = None  # positions that a query sees, its own included (Mistral 7B v0.1)
     window_from: Steps = 0  # the first layer that has the window (Qwen2)
     compute_dtype: Literal['bfloat16', 'float32'] = 'bfloat16'  # of activations and matrix products
-    attention: KernelName = 'auto'  # of kernels/attention.py; a window shorter than the row takes none
+    attention: KernelName = 'auto'  # of kernels/attention.py
 
 
 def mask(model: Model) -> Mask:
@@ -115,10 +115,8 @@ def init(model: Model, seed: jax.Array) -> Weights:
     Q, K, D = model.n_q_per_kv, model.n_kv, model.d_head
 
     def normal(name, shape, fan_in, scale=1.0):
-        key, shape = (
-            fold_in_str(jax.random.key(seed), name),
-            shape if name.endswith('embed') else (model.layers, *shape),
-        )
+        key = fold_in_str(jax.random.key(seed), name)
+        shape = shape if name.endswith('embed') else (model.layers, *shape)
         return jax.random.truncated_normal(key, -2, 2, shape, jnp.float32) * (scale / 0.87962566 / fan_in**0.5)
 
     def constant(value, *shape, only_if=True):
@@ -191,8 +189,6 @@ def layer(
     """One layer; x lies as 'B/d L' with M. `attend(q, k, v)` returns o and what of k and v is to be kept, which the
     layer hands on; the logits are q·k, no factor."""
     x: act[f'B/d L {M}'] = x
-    rope = layers.frequencies(model.d_head, model.rope_max_timescale, model.rope_scaling)
-    factor = 1.0 if model.rope_scaling is None else model.rope_scaling.attention_factor
 
     with jax.named_scope('attention'):
         gathered = save_for_backward(enter(x, M))  # 2M bytes a token, in the place of the input's 2M/t
@@ -206,6 +202,8 @@ def layer(
             q, k = head_norm(q, w.q_norm, model.norm_eps), head_norm(k, w.k_norm, model.norm_eps)
         if model.qk_norm == 'all':
             q, k = heads_norm(q, w.q_norm_all, model.norm_eps), heads_norm(k, w.k_norm_all[None], model.norm_eps)
+        rope = layers.frequencies(q.shape[-1], model.rope_max_timescale, model.rope_scaling)
+        factor = 1.0 if model.rope_scaling is None else model.rope_scaling.attention_factor
         q = save_for_backward(layers.rotary(q, position, rope, factor * model.logits_scale))  # 2QKD/t bytes a token
         k = save_for_backward(layers.rotary(k, position, rope, factor)[:, :, 0])  # 2KD/t bytes a token
         v = save_for_backward(v)  # 2KD/t bytes a token, spares the product with w_v

@@ -19,7 +19,7 @@ from jax_extra import fold_in_str, save_for_backward
 from kernels.attention import KernelName
 from models import layers
 from models.layers import Mask, RopeScaling, act, enter, head_norm, heads_norm, leave, rms_norm, stored
-from runtime.config.keys import Count, Positive
+from runtime.config.keys import Count, Even, Positive
 from runtime.terminal import RunError
 from shardlib import shardops
 from shardlib.shardops import product
@@ -32,16 +32,14 @@ class Model:
     d_model: Count  # M
     n_q_per_kv: Count  # Q
     n_kv: Count  # K
-    d_head: Count  # D
+    d_head: Even  # D
     layers: Count
     vocab: Count  # V
     d_ff: Count  # F, of one expert
     experts: Count  # E
     chosen: Count  # X, experts that a token goes to
     weights_add_to_one: bool = True  # those of the chosen experts; else they are the softmax over all (OLMoE)
-    capacity: Positive | None = (
-        None  # an expert's slots in a row, over what it gets on average; none: nothing is dropped
-    )
+    capacity: Positive | None = None  # an expert's slots in a row, over what it gets on average; none: no limit
     rope_max_timescale: Positive  # base of the rotary angles
     rope_scaling: RopeScaling | None = None
     norm_eps: Positive = 1e-6  # added to the mean square in RMSNorm
@@ -50,7 +48,7 @@ class Model:
     qk_norm: Literal['none', 'head', 'all'] = 'none'  # of each head by itself (Qwen3), or of all together (OLMoE)
     window: Count | None = None  # positions that a query sees, its own included
     compute_dtype: Literal['bfloat16', 'float32'] = 'bfloat16'  # of activations and matrix products
-    attention: KernelName = 'auto'  # of kernels/attention.py; a window shorter than the row takes none
+    attention: KernelName = 'auto'  # of kernels/attention.py
 
 
 def mask(model: Model) -> Mask:
@@ -117,10 +115,8 @@ def init(model: Model, seed: jax.Array) -> Weights:
     Q, K, D = model.n_q_per_kv, model.n_kv, model.d_head
 
     def normal(name, shape, fan_in, scale=1.0):
-        key, shape = (
-            fold_in_str(jax.random.key(seed), name),
-            shape if name.endswith('embed') else (model.layers, *shape),
-        )
+        key = fold_in_str(jax.random.key(seed), name)
+        shape = shape if name.endswith('embed') else (model.layers, *shape)
         return jax.random.truncated_normal(key, -2, 2, shape, jnp.float32) * (scale / 0.87962566 / fan_in**0.5)
 
     def ones(*shape, only_if=True):
@@ -256,9 +252,8 @@ def experts(
     if model.capacity is None:
         types = 'B/d L M, B/d L X, B/d L X, E/t, E/t M F, E/t M F, E/t M F -> B/d L M +t'
         return shardops.local(types, every_token, x, weight, choice, held, w_gate, w_up, w_down)
-    C = max(
-        1, min(x.shape[1], math.ceil(model.capacity * x.shape[1] * model.chosen / E))
-    )  # slots of an expert in a row
+    C = math.ceil(model.capacity * x.shape[1] * model.chosen / E)
+    C = max(1, min(x.shape[1], C))  # slots of an expert in a row
     into = functools.partial(dispatch, E=E, C=C)
     tokens = shardops.local('B/d L M, B/d L X, E/t -> B/d E/t C M', into, x, choice, held, C=C)
     gate = shardops.einsum_unreduced('B/d E/t C M, E/t M F -> B/d E/t C F', tokens, w_gate)
@@ -282,8 +277,6 @@ def layer(
 ) -> tuple[jax.Array, Any]:
     """One layer, as models/llama.py's up to the experts."""
     x: act[f'B/d L {M}'] = x
-    rope = layers.frequencies(model.d_head, model.rope_max_timescale, model.rope_scaling)
-    factor = 1.0 if model.rope_scaling is None else model.rope_scaling.attention_factor
 
     with jax.named_scope('attention'):
         gathered = save_for_backward(enter(x, M))  # 2M bytes a token, in the place of the input's 2M/t
@@ -295,6 +288,8 @@ def layer(
             q, k = head_norm(q, w.q_norm, model.norm_eps), head_norm(k, w.k_norm, model.norm_eps)
         if model.qk_norm == 'all':
             q, k = heads_norm(q, w.q_norm_all, model.norm_eps), heads_norm(k, w.k_norm_all[None], model.norm_eps)
+        rope = layers.frequencies(q.shape[-1], model.rope_max_timescale, model.rope_scaling)
+        factor = 1.0 if model.rope_scaling is None else model.rope_scaling.attention_factor
         q = save_for_backward(layers.rotary(q, position, rope, factor * model.logits_scale))  # 2QKD/t bytes a token
         k = save_for_backward(layers.rotary(k, position, rope, factor)[:, :, 0])  # 2KD/t bytes a token
         v = save_for_backward(v)  # 2KD/t bytes a token, spares the product with w_v

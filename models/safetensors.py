@@ -22,6 +22,7 @@ from runtime.terminal import RunError
 
 CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}  # numpy's name: that in a file
 TYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
+LONGEST_HEADER = 10**8  # bytes, as in the format's own reader
 SHARD_BYTES = 5 * 10**9  # of a file that is written, at most
 INDEX = "model.safetensors.index.json"
 
@@ -36,9 +37,12 @@ class Tensor:
 
 def read_json(file: Path) -> dict[str, Any]:
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise RunError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
+    if not isinstance(content, dict):
+        raise RunError(f"{file} cannot be read: expected an object in braces")
+    return content
 
 
 def read(folder: Path, unused: re.Pattern | None = None) -> dict[str, Tensor]:
@@ -49,28 +53,63 @@ def read(folder: Path, unused: re.Pattern | None = None) -> dict[str, Tensor]:
     Raises:
       RunError: there are none, one cannot be read, or a tensor is of another type than TYPES.
     """
-    index = folder / INDEX
-    names = sorted(set(read_json(index)["weight_map"].values())) if index.exists() else None
-    files = [folder / name for name in names] if names else sorted(folder.glob("*.safetensors"))
+    index, whole = folder / INDEX, folder / "model.safetensors"
+    if index.exists():
+        files = [folder / name for name in _named_in(index)]
+    else:  # beside one whole file there may be the same weights in another form
+        files = [whole] if whole.exists() else sorted(folder.glob("*.safetensors"))
     if not files:
         raise RunError(f"there are no *.safetensors in {folder}, and no checkpoints")
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     for file in files:
-        try:
-            with open(file, "rb") as opened:
-                (length,) = struct.unpack("<Q", opened.read(8))
-                about = json.loads(opened.read(length))
-        except (OSError, ValueError, struct.error) as error:
-            raise RunError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
-        about.pop("__metadata__", None)
+        start, about = _header(file)
         for name, each in about.items():
             if each["dtype"] not in TYPES:
                 if unused is not None and unused.fullmatch(name):
                     continue
                 raise RunError(f"{name} in {file} is {each['dtype']}: expected one of {', '.join(TYPES)}")
-            shape, offset = tuple(each["shape"]), 8 + length + each["data_offsets"][0]
+            if name in tensors:
+                raise RunError(f"{name} is in {file}, and in another file of {folder}: delete what is no part of them")
+            shape, offset = tuple(each["shape"]), start + each["data_offsets"][0]
             tensors[name] = Tensor(shape, functools.partial(_rows, file, offset, TYPES[each["dtype"]], shape))
     return tensors
+
+
+def _named_in(index: Path) -> list[str]:
+    """The files that an index names, which lie beside it."""
+    named = read_json(index).get("weight_map")
+    names = set(named.values()) if isinstance(named, dict) and all(isinstance(n, str) for n in named.values()) else ()
+    if not names or any(Path(name).name != name for name in names):
+        raise RunError(f"{index}: weight_map is not the name of a file beside it for each tensor")
+    return sorted(names)
+
+
+def _header(file: Path) -> tuple[int, dict[str, Any]]:
+    """Where the tensors begin, and what is said of each. Raises RunError where they are not what the format has: one
+    after another, from there to the end of the file."""
+    try:
+        with open(file, "rb") as opened:
+            (length,) = struct.unpack("<Q", opened.read(8))
+            size = file.stat().st_size - 8 - length
+            if size < 0 or length > LONGEST_HEADER:
+                raise ValueError(f"its header would have {length:,} bytes")
+            about = json.loads(opened.read(length))
+        about.pop("__metadata__", None)
+        end = 0
+        for each in sorted(about.values(), key=lambda each: each["data_offsets"]):
+            start, stop = each["data_offsets"]
+            shape, dtype = each["shape"], TYPES.get(each["dtype"])
+            if start != end or stop < start or any(type(n) is not int or n < 0 for n in (*shape, start, stop)):
+                raise ValueError("its tensors do not follow one another")
+            if dtype is not None and stop - start != math.prod(shape) * dtype.itemsize:
+                raise ValueError(f"a tensor of shape {shape} cannot have {stop - start} bytes")
+            end = stop
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError, struct.error) as error:
+        raise RunError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
+    if end != size:
+        is_short = "is cut short: it ends before what its header says" if end > size else "holds more than it says"
+        raise RunError(f"{file} {is_short}")
+    return 8 + length, about
 
 
 def _rows(file: Path, offset: int, dtype: np.dtype, shape: tuple[int, ...], rows: slice) -> np.ndarray:
@@ -86,19 +125,21 @@ def _rows(file: Path, offset: int, dtype: np.dtype, shape: tuple[int, ...], rows
 
 
 def write(
-    folder: Path, shapes: dict[str, tuple[int, ...]], dtype: str, values: Callable[[str], Iterator[np.ndarray]]
-) -> None:
+    folder: Path, shapes: dict[str, tuple[int, ...]], dtype: str, values: Callable[[str], Iterator[np.ndarray]],
+    only: str = "model.safetensors",
+) -> None:  # fmt: skip
     """Writes tensors, several files with an index above SHARD_BYTES.
 
     Args:
       values: of a name the tensor, in pieces that follow each other.
+      only: the file's name where it is the only one.
     """
     code, kind = CODES[dtype], TYPES[CODES[dtype]]
     sizes = {name: math.prod(shape) * kind.itemsize for name, shape in shapes.items()}
     files = list(_in_files(sizes))
     index = {}
     for number, names in enumerate(files, 1):
-        file = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        file = only if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
         index |= dict.fromkeys(names, file)
         about, offset = {"__metadata__": {"format": "pt"}}, 0
         for name in names:

@@ -21,11 +21,11 @@ from jax import lax
 
 from jax_extra import explicit_activation_checkpointing, fold_in_str, save_for_backward
 from models import layers
-from models.layers import Mask, act, enter, leave, rms_norm, stored
+from models.layers import Mask, WeightedBatch, act, enter, leave, rms_norm, stored
 from runtime.config.keys import Count, Positive
 from shardlib import shardops
 from shardlib.shardops import product
-from shardlib.shardtypes import Array, f32, i32, pytree_dataclass, u32
+from shardlib.shardtypes import Array, bool_, f32, i32, pytree_dataclass, u32
 from shardlib.typed import typed
 
 
@@ -202,15 +202,45 @@ def first_distances(buckets: int, max_distance: int) -> list[int]:
     return [*range(1, exact), *(exact + int(np.argmax(number >= each)) for each in range(exact, buckets))]
 
 
-@typed
-def relative_bias(model: Model, table: f32['N K/t'], distance: i32['L S'], both_ways: bool) -> f32['K/t L S']:
-    """What is added to attention's logits; distance is the query's place less the key's."""
+def bucket_of(model: Model, distance: jax.Array, both_ways: bool) -> jax.Array:
+    """The bucket of each distance, which is the query's place less the key's."""
     buckets = model.buckets // 2 if both_ways else model.buckets
     far = jnp.abs(distance) if both_ways else jnp.maximum(distance, 0)
     bucket = buckets * (distance < 0).astype(jnp.int32) if both_ways else jnp.zeros_like(far)
     for first in first_distances(buckets, model.max_distance):
         bucket = bucket + (far >= first).astype(jnp.int32)
+    return bucket
+
+
+@typed
+def relative_bias(model: Model, table: f32['N K/t'], distance: i32['L S'], both_ways: bool) -> f32['K/t L S']:
+    """What is added to attention's logits."""
+    bucket = bucket_of(model, distance, both_ways)
     return jnp.moveaxis(shardops.index_unreduced('[N] K/t, L S -> L S K/t', table, bucket), -1, 0)
+
+
+@typed
+def decoding_bias(model: Model, ends: Ends, distance: i32['B/d L S']) -> f32['B/d K/t L S']:
+    """The same for the decoder, of rows that are at places of their own."""
+    bucket = bucket_of(model, distance, both_ways=False)
+    return jnp.moveaxis(shardops.index_unreduced('[N] K/t, B/d L S -> B/d L S K/t', ends.decoder_bias, bucket), -1, 1)
+
+
+# == Batch =============================================================================================================
+@pytree_dataclass
+class PairBatch(WeightedBatch):
+    """Pairs, several a row, as `tools.tokenize_text format=pairs` writes them: the decoder's n-th sequence of a row is
+    written to the n-th that the encoder reads."""
+
+    read: u32['B/d S']
+    read_starts: bool_['B/d S']  # the token starts a sequence
+
+
+@typed
+def pairs_of(batch: PairBatch, bos_id: int) -> tuple[u32['B/d S'], i32['B/d S'], u32['B/d L'], i32['B/d L']]:
+    """What `hidden` takes after its weights: read, read_segment, inputs, segment. bos_id: decoder_start_token_id."""
+    inputs, segment, _ = layers.inputs_of(batch, bos_id)
+    return batch.read, jnp.cumsum(batch.read_starts, axis=1, dtype=jnp.int32), inputs, segment
 
 
 # == Forward pass ======================================================================================================

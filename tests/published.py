@@ -2,14 +2,17 @@
 
 import contextlib
 import functools
+import json
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from einops import rearrange
 from pages import module_of
+from safetensors.numpy import load_file
 
-from models import huggingface
+from models import foreign, huggingface
 from runtime.run import with_shardings
 from shardlib import shardops
 from shardlib.mesh import make_mesh
@@ -153,3 +156,56 @@ def check_family(path, source, variants, steps, *others):
             mapped = typed_shard_map(step(given, narrowed(family.Weights, shapes)))
             proved += mapped.check(mesh, shapes, batch, *others)
     return proved
+
+
+def neighbours(values, heads):
+    """A projection's rows as llama.cpp and Meta have them, where rotary turns neighbours."""
+    return rearrange(values, "(H two D) M -> (H D two) M", H=heads, two=2)
+
+
+def small_gguf(path, base=10000.0, **more):
+    """Writes the golden Llama as a GGUF file: w_o quantized, all else plain; its tokenizer; and more tensors."""
+    import gguf
+
+    tokenizer = json.loads(json.loads((FOLDER.parent / "tokenizer_record.json").read_text())["json"])
+    writer = gguf.GGUFWriter(path, "llama")
+    for name, value in {
+        "block_count": 2,
+        "embedding_length": 16,
+        "feed_forward_length": 24,
+        "context_length": 64,
+    }.items():
+        writer.add_uint32(f"llama.{name}", value)
+    for name, value in {"head_count": 4, "head_count_kv": 2, "key_length": 8}.items():
+        writer.add_uint32(f"llama.attention.{name}", value)
+    writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-6)
+    writer.add_float32("llama.rope.freq_base", base)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    vocab = tokenizer["model"]["vocab"]
+    writer.add_token_list(sorted(vocab, key=vocab.get))
+    special = {each["content"] for each in tokenizer["added_tokens"]}
+    writer.add_token_types([3 if token in special else 1 for token in sorted(vocab, key=vocab.get)])
+    writer.add_token_merges([" ".join(pair) for pair in tokenizer["model"]["merges"]])
+    writer.add_bos_token_id(0)
+    names = {theirs: ours for ours, theirs in foreign.GGUF.items()}
+    for name, values in load_file(FOLDER / "llama/model.safetensors").items():
+        inner = name.removesuffix(".weight")
+        if inner.startswith("model.layers."):
+            _, _, layer, inner = inner.split(".", 3)
+            if names[inner] in ("attn_q", "attn_k"):
+                values = neighbours(values, 4 if names[inner] == "attn_q" else 2)
+            theirs = f"blk.{layer}.{names[inner]}.weight"
+        else:
+            theirs = names[name]
+        if "attn_output" in theirs:
+            kind = gguf.GGMLQuantizationType.Q8_0
+            writer.add_tensor(theirs, gguf.quants.quantize(values, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(theirs, np.ascontiguousarray(values))
+    for name, values in more.items():
+        writer.add_tensor(f"{name}.weight", values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

@@ -97,14 +97,52 @@ def attention(q, k, v, allowed, dtype):
     return jnp.stack(heads, axis=2).reshape(q.shape)
 
 
+def feed_forward(h, w_gate, w_up, w_down):
+    gate = jnp.einsum('BLM,MF->BLF', h, w_gate)
+    up = jnp.einsum('BLM,MF->BLF', h, w_up)
+    return jnp.einsum('BLF,MF->BLM', gate * jax.nn.sigmoid(gate) * up, w_down)  # silu(gate) · up
+
+
+def mixture(h, w, model, compute):
+    """Every expert of every token, of which the weights of those that were not chosen, or had no slot left, are zero;
+    and the router's two losses: balance (Fedus et al. 2021, equation 4) and z (Zoph et al. 2022, equation 5).
+
+    `model.slots`: of an expert in each of the `model.parts` parts of a row; None for as many as there are tokens.
+    """
+    rows = h.shape[0]
+    scores = jnp.einsum('BLM,ME->BLE', h.astype(w["router"].dtype), w["router"])
+    probabilities, left, taken = softmax(scores), softmax(scores), []
+    for _ in range(model.experts_per_token):
+        best = jax.nn.one_hot(jnp.argmax(left, axis=-1), model.experts, dtype=scores.dtype)
+        taken.append(best)
+        left = left * (1 - best)
+    chosen = sum(taken)
+    weight = probabilities * chosen
+    if model.experts_per_token > 1:
+        weight = weight / jnp.sum(weight, axis=-1, keepdims=True)
+    if model.slots is not None:  # a part's tokens take their experts' slots in turn
+        in_turn = chosen.reshape(rows, model.parts, -1, model.experts)
+        has_slot = jnp.cumsum(in_turn, axis=2) <= model.slots
+        weight = jnp.where(has_slot.reshape(weight.shape), weight, 0)
+    y = 0
+    for e in range(model.experts):
+        own = (compute(w[name][e]) for name in ("expert_gate", "expert_up", "expert_down"))
+        y = y + feed_forward(h, *own) * compute(weight[:, :, e, None])
+    share, mean = jnp.mean(chosen, axis=(0, 1)) / model.experts_per_token, jnp.mean(probabilities, axis=(0, 1))
+    balance = model.experts * jnp.sum(jax.lax.stop_gradient(share) * mean)
+    z = jnp.mean(jnp.log(jnp.sum(jnp.exp(scores), axis=-1)) ** 2)
+    return y, jnp.stack([balance, z])
+
+
 def _logits(weights, batch, model, bos_id, dtype, compute_dtype):
     def compute(array):
         return array.astype(compute_dtype)
 
     allowed = jnp.asarray(allowed_of(batch))
+    routers = jnp.zeros(2, dtype)
     x = compute(weights["embed"][jnp.asarray(inputs_of(batch, bos_id))])  # cast last: its gradient adds up in `dtype`
     for layer in range(model.layers):
-        w = {name: weights["transformer"][name][layer] for name in TRANSFORMER if name != "w_kv"}
+        w = {name: leaf[layer] for name, leaf in weights["transformer"].items() if name != "w_kv"}
         w_k, w_v = weights["transformer"]["w_kv"][layer]
 
         h = compute(rms_norm(x, w["ln1"], model.norm_eps))
@@ -115,23 +153,25 @@ def _logits(weights, batch, model, bos_id, dtype, compute_dtype):
         x = x + jnp.einsum('BLQKD,MQKD->BLM', o, compute(w["w_o"]))
 
         h = compute(rms_norm(x, w["ln2"], model.norm_eps))
-        gate = jnp.einsum('BLM,MF->BLF', h, compute(w["w_gate"]))
-        up = jnp.einsum('BLM,MF->BLF', h, compute(w["w_up"]))
-        hidden = gate * jax.nn.sigmoid(gate) * up  # silu(gate) · up
-        x = x + jnp.einsum('BLF,MF->BLM', hidden, compute(w["w_down"]))
+        if "w_gate" in w:
+            x = x + feed_forward(h, compute(w["w_gate"]), compute(w["w_up"]), compute(w["w_down"]))
+        if "router" in w:
+            y, of_layer = mixture(h, w, model, compute)
+            x, routers = x + y, routers + of_layer
 
     h = compute(rms_norm(x, weights["final_layer_norm"], model.norm_eps))
-    return jnp.einsum('BLM,VM->BLV', h, compute(weights["unembed"]), preferred_element_type=dtype)
+    return jnp.einsum('BLM,VM->BLV', h, compute(weights["unembed"]), preferred_element_type=dtype), routers
 
 
 def _loss(weights, batch, model, bos_id, dtype, compute_dtype):
-    scores = _logits(weights, batch, model, bos_id, dtype, compute_dtype)
+    scores, routers = _logits(weights, batch, model, bos_id, dtype, compute_dtype)
     highest = jnp.max(scores, axis=-1, keepdims=True)
     log_normalizer = highest[..., 0] + jnp.log(jnp.sum(jnp.exp(scores - highest), axis=-1))
     targets, is_target = jnp.asarray(np.asarray(batch.targets)), np.asarray(batch.is_target)
     target_score = jnp.take_along_axis(scores, targets[:, :, None], axis=-1)[..., 0]
     losses = jnp.where(jnp.asarray(is_target), log_normalizer - target_score, 0.0)
-    return jnp.sum(losses) / int(is_target.sum())
+    of_routers = jnp.asarray(getattr(model, "router_losses", (0.0, 0.0)), dtype)  # the factors of the two, per layer
+    return jnp.sum(losses) / int(is_target.sum()) + jnp.sum(of_routers * routers)
 
 
 def _run(function, weights, batch, model, bos_id, dtype, compute_dtype):
@@ -144,7 +184,7 @@ def _run(function, weights, batch, model, bos_id, dtype, compute_dtype):
 
 def logits(weights, batch, model, *, bos_id=0, dtype=np.float64, compute_dtype=None):
     """The logits B L V of a batch under `model` (the attributes of train.Model)."""
-    return _run(_logits, weights, batch, model, bos_id, dtype, compute_dtype)
+    return _run(lambda *given: _logits(*given)[0], weights, batch, model, bos_id, dtype, compute_dtype)
 
 
 def loss(weights, batch, model, *, bos_id=0, dtype=np.float64, compute_dtype=None):

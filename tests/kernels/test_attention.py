@@ -16,10 +16,11 @@ from ledgers import ledger_of
 
 from jax_extra import explicit_activation_checkpointing
 from kernels import blockwise, splash
-from kernels.attention import KERNELS, suited
+from kernels.attention import KERNELS, able, of_part, suited
 from ledger.count.costs import count, saved
 from ledger.count.program import read
 
+SLOW = pytest.mark.slow
 RUNNABLE = {
     "blockwise": KERNELS["blockwise"],
     "splash": functools.partial(splash.attention, save_as="save_for_backward", interpret=True),
@@ -78,6 +79,56 @@ def test_blockwise_equals_the_reference(block, length, Q, K, monkeypatch):
     monkeypatch.setattr(blockwise, "BLOCK", block)
     given = operands(length, Q=Q, K=K)
     assert max(distances(with_gradient(KERNELS["blockwise"])(*given), truth(*given))) < 2e-6
+
+
+def of_layers(window, cap):
+    """(q, k, v, segment) -> o as models/layers.py writes it out."""
+
+    def attention(q, k, v, segment):
+        position = jnp.arange(segment.shape[1])
+        distance = position[:, None] - position[None]
+        allowed = (segment[:, :, None] == segment[:, None, :]) & ((distance >= 0) & (distance < window))[None]
+        logits = jnp.einsum('BLQKD,BSKD->BQKLS', q, k)
+        logits = logits if cap is None else cap * jnp.tanh(logits / cap)
+        return jnp.einsum('BQKLS,BSKD->BLQKD', jax.nn.softmax(jnp.where(allowed[:, None, None], logits, -1e30)), v)
+
+    return attention
+
+
+@pytest.mark.parametrize(
+    "name, block, length, window, cap",
+    [
+        ("blockwise", 16, 40, 7, 0.5),
+        ("blockwise", 16, 40, 20, None),
+        ("blockwise", 128, 20, 7, 0.5),
+        ("splash", 0, 150, 7, 0.5),
+    ],
+    ids=["window within a block", "beyond one", "one block", "splash"],
+)
+def test_a_window_and_a_cap(name, block, length, window, cap, monkeypatch):
+    """o and the gradients are those of plain products in float32, to 2e-6; by blocks also with the window as an
+    array."""
+    monkeypatch.setattr(blockwise, "BLOCK", block)
+    given = operands(length, batch=1, Q=2, K=1, segments=2.0)
+    with jax.default_matmul_precision("highest"):
+        expected = with_gradient(of_layers(window, cap))(*given)
+        for each in [window] + [jnp.int32(window)] * (name == "blockwise"):
+            found = with_gradient(functools.partial(RUNNABLE[name], window=each, cap=cap))(*given)
+            assert max(distances(found, [np.asarray(x, np.float64) for x in expected])) < 2e-6
+
+
+@pytest.mark.parametrize(
+    "kernel, window, cap, name",
+    [
+        ("cudnn_masked", np.int32(5), None, "cudnn_masked"),
+        ("cudnn_masked", 5, 2.0, "blockwise"),
+        ("splash", 5, 2.0, "splash"),
+        ("splash", np.int32(5), None, "blockwise"),
+    ],
+)
+def test_a_kernel_without_a_window_or_a_cap_is_replaced(kernel, window, cap, name):
+    """By blockwise, which has both."""
+    assert able(kernel, window, cap) == name
 
 
 def test_splash_equals_the_reference():
@@ -190,23 +241,32 @@ def test_every_kernel_has_the_same_model_flops(name, run):
     assert costs.flops() == pytest.approx(run * product, rel=1e-3)
 
 
-def lowered(name, platform, **changes) -> str:
-    shapes = jax.eval_shape(functools.partial(operands, **{**SHAPES, **changes}))
-    return with_gradient(KERNELS[name]).trace(*shapes).lower(lowering_platforms=(platform,)).as_text()
+def lowered(name, platform, **given) -> str:
+    shapes = jax.eval_shape(functools.partial(operands, **SHAPES))
+    return (
+        with_gradient(functools.partial(KERNELS[name], **given))
+        .trace(*shapes)
+        .lower(lowering_platforms=(platform,))
+        .as_text()
+    )
 
 
 def test_splash_lowers_for_tpus():
-    """Forward, gradient of q, gradient of k and v: three kernels."""
+    """Forward, gradient of q, gradient of k and v: three kernels; with a window and a cap too."""
+    assert lowered("splash", "tpu", window=100, cap=30.0).count("stablehlo.custom_call @tpu_custom_call") == 3
     assert lowered("splash", "tpu").count("stablehlo.custom_call @tpu_custom_call") == 3
 
 
 def test_cudnn_lowers_for_nvidia():
-    """Forward and backward are one call each, with the settings and operands that cuDNN reads."""
+    """Forward and backward are one call each, with the settings and operands that cuDNN reads; a window is in the mask,
+    and no other call or setting."""
     text = lowered("cudnn_masked", "cuda")
-    calls = re.findall(r'custom_call @(__cudnn\$\w+)\((.*?)\) \{(.*?)\} : \((.*?)\) -> ', text)
+    pattern = r'custom_call @(__cudnn\$\w+)\(.*?\) \{(.*?)\} : \((.*?)\) -> '
+    calls, windowed = re.findall(pattern, text), lowered("cudnn_masked", "cuda", window=100)
+    assert re.findall(pattern, windowed) == calls and "dense<100>" in windowed
     names = ["__cudnn$fmhaScaleBiasSoftmax", "__cudnn$fmhaScaleBiasSoftmaxBackward"]
     assert sorted(call[0] for call in calls) == names
-    for _, _, attributes, types in calls:
+    for _, attributes, types in calls:
         config = json.loads(re.search(r'backend_config = "(.*?[^\\])"', attributes)[1].replace('\\22', '"'))
         settings = config["cudnn_fmha_backend_config"]
         assert settings["fmha_scale"] == 1.0
@@ -250,6 +310,7 @@ def test_a_step_with_the_kernel_is_the_steps_with_the_products():
         assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(b)
 
 
+@pytest.mark.slow
 def test_the_ledger_of_a_run_is_the_same_but_for_what_runs():
     """Model FLOPs of a published configuration are those of the plain products, by each kernel; attention's rows stand
     at its line."""
@@ -258,3 +319,29 @@ def test_the_ledger_of_a_run_is_the_same_but_for_what_runs():
         ledger = ledger_of("c4_a100x8_1b", f"model.attention={name}")
         assert ledger.model_flops == pytest.approx(plain.model_flops, rel=1e-12), name
         assert not ledger.costs.kernels and ledger.hardware_flops < plain.hardware_flops
+
+
+@pytest.mark.parametrize("devices, length", [(3, 48), pytest.param(1, 48, marks=SLOW), pytest.param(4, 40, marks=SLOW)])
+def test_parts_of_a_row_with_all_its_keys(devices, length, monkeypatch):
+    """What devices find for their parts of rows that are dealt out, put together, is the result for whole rows, and so
+    are the gradients."""
+    monkeypatch.setattr(blockwise, "BLOCK", 4)
+    q, k, v, segment, gradient = operands(length)
+    expected = truth(q, k, v, segment, gradient)
+    order = blockwise.dealt(length, devices)
+    assert sorted(order) == list(range(length))
+    found = [np.zeros(each.shape, np.float32) for each in (q, q, k, v)]
+
+    @jax.jit
+    def both(q, k, v, part, segment, key_segment, gradient):
+        o, backward = jax.vjp(lambda q, k, v: of_part(q, k, v, part, segment, key_segment), q, k, v)
+        return o, *backward(gradient)
+
+    for part in np.split(order, devices):
+        keys = k[:, order], v[:, order]
+        o, dq, dk, dv = both(q[:, part], *keys, part, segment[:, part], segment[:, order], gradient[:, part])
+        found[0][:, part], found[1][:, part] = o, dq
+        found[2][:, order] += dk
+        found[3][:, order] += dv
+    for ours, true in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours, true, atol=2e-6)

@@ -198,10 +198,17 @@ def write(name: str, family: str, settings: dict) -> None:
 def write_texts(name: str) -> None:
     """What transformers generates after four prompts: greedy, by four beams, and with a repetition penalty."""
     folder, drawn, texts = FOLDER / name, torch.Generator().manual_seed(0), []
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    reads = name.startswith("t5")
+    kind = transformers.AutoModelForSeq2SeqLM if reads else transformers.AutoModelForCausalLM
+    model = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    unembed = load_file(folder / "model.safetensors").get("lm_head.weight") if reads else None
+    if unembed is not None:  # of T5 1.1, which this release of transformers ties all the same
+        model.lm_head.weight = torch.nn.Parameter(torch.tensor(unembed))
     for length in (3, 17, 1, 9):
         prompt = torch.randint(3, model.config.vocab_size, (1, length), generator=drawn)
         given = dict(max_new_tokens=20, do_sample=False, pad_token_id=0, eos_token_id=2)
+        # Its cache has as many layers as the encoder, of which there are fewer here.
+        given |= {"decoder_start_token_id": 0, "use_cache": False} if reads else {}
         ways = {
             "greedy": {},
             "beams": {"num_beams": 4, "length_penalty": 0.7},
@@ -209,7 +216,7 @@ def write_texts(name: str) -> None:
         }
         said = {
             way: model.generate(prompt, attention_mask=torch.ones_like(prompt), **given, **settings)[
-                0, length:
+                0, 1 if reads else length :
             ].tolist()
             for way, settings in ways.items()
         }
@@ -217,11 +224,33 @@ def write_texts(name: str) -> None:
     (folder / "texts.json").write_text(json.dumps(texts) + "\n")
 
 
+def write_scores(name: str) -> None:
+    """The log likelihoods of continuations of three contexts, in nats, and whether greedy decoding writes them: of each
+    context two drawn ones and the greedy one."""
+    folder, drawn, scores = FOLDER / name, torch.Generator().manual_seed(1), []
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    for length in (1, 7, 20):
+        context = torch.randint(3, model.config.vocab_size, (length,), generator=drawn)
+        given = dict(max_new_tokens=6, min_new_tokens=6, do_sample=False, pad_token_id=0, eos_token_id=2)
+        (greedy,) = model.generate(context[None], attention_mask=torch.ones_like(context[None]), **given)
+        drawn_ones = [torch.randint(0, model.config.vocab_size, (n,), generator=drawn) for n in (1, 9)]
+        for continuation in (*drawn_ones, greedy[length:]):
+            ids = torch.cat([context, continuation])
+            with torch.no_grad():
+                log_probs = model(ids[None, :-1]).logits[0, length - 1 :].double().log_softmax(-1)
+            found = log_probs.gather(1, continuation[:, None]).sum().item()
+            is_greedy = bool((log_probs.argmax(-1) == continuation).all())
+            pair = {"context": context.tolist(), "continuation": continuation.tolist()}
+            scores.append({**pair, "log_likelihood": found, "is_greedy": is_greedy})
+    (folder / "scores.json").write_text(json.dumps(scores) + "\n")
+
+
 if __name__ == "__main__":
     for name, variant in VARIANTS.items():
         if not sys.argv[1:] or name in sys.argv[1:]:
             write(name, *variant)
-            if variant[0] not in ("T5", "Bert"):
+            if variant[0] != "Bert":
                 write_texts(name)
+                write_scores(name)
             size = sum(file.stat().st_size for file in (FOLDER / name).iterdir())
             print(f"{name}: {size:,} bytes, {json.loads((FOLDER / name / 'config.json').read_text())['model_type']}")

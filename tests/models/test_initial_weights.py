@@ -1,14 +1,20 @@
 """A run that begins with another's weights, or with published ones: what is theirs, and what begins anew."""
 
+import functools
 import json
 import re
 
+import jax
 import numpy as np
 import pytest
 import small
-from published import FOLDER, oracle_of
+from published import FOLDER, on_mesh, oracle_of
+from safetensors.numpy import load_file, save_file
 
+import train
+from models import huggingface
 from runtime.data.flat_tokens import write_split
+from runtime.run import with_shardings
 
 RUN = [
     "model.d_model=16", "model.n_q_per_kv=2", "model.n_kv=2", "model.d_head=8", "model.d_ff=24", "model.vocab=40",
@@ -64,10 +70,33 @@ def test_train_py_starts_from_published_weights(data, monkeypatch, tmp_path):
     assert losses[0] == pytest.approx(float(oracle_of("llama")["loss"]), abs=1e-5) and losses[-1] < losses[0]
 
 
+def test_tied_weights_begin_both_tables(pool, tmp_path):
+    """Of a Llama without a table of its own for the logits, train.py's has the embedding's bits in both; all other
+    weights are those of the folder with both."""
+    tensors = load_file(FOLDER / "llama/model.safetensors")
+    tables = {"tied": {}, "twice": {"lm_head.weight": tensors["model.embed_tokens.weight"]}}
+    del tensors["lm_head.weight"]
+    sizes = {"d_model": 16, "n_q_per_kv": 2, "n_kv": 2, "d_head": 8, "layers": 2, "vocab": 40, "d_ff": 24}
+    model = train.Model(**sizes, rope_max_timescale=10000)
+    shapes = jax.eval_shape(functools.partial(train.init_state, model), np.uint32(0)).weights
+    found = []
+    with on_mesh(2, 2):
+        for name, table in tables.items():
+            (tmp_path / name).mkdir()
+            save_file(tensors | table, tmp_path / name / "model.safetensors")
+            config = json.loads((FOLDER / "llama/config.json").read_text()) | {"tie_word_embeddings": name == "tied"}
+            (tmp_path / name / "config.json").write_text(json.dumps(config))
+            source = huggingface.open_weights(tmp_path / name, pool)
+            found.append(huggingface.restored(source, model, with_shardings(shapes, train.Weights), pool))
+    for one, other in zip(*map(jax.tree.leaves, found), strict=True):
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+    assert np.asarray(found[0].unembed).tobytes() == tensors["model.embed_tokens.weight"].tobytes()
+
+
 @pytest.mark.parametrize(
     ("weights", "text"),
     [
-        ("llama_linear_tied", "model.tied = true: this run's model has no such key"),
+        ("llama_linear_tied", 'model.rope_scaling = {"kind": "linear", '),
         ("mistral", "model.window = 5: this run's model has no such key"),
         ("olmo2", 'model.qk_norm = "all": this run\'s model has no such key'),
         ("nowhere", "there is no checkpoint at"),

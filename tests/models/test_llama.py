@@ -38,7 +38,7 @@ def test_the_first_weights_are_those_of_train_py():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("mesh", [(1, 1), (4, 2), (8, 1)], ids=str)
+@pytest.mark.parametrize("mesh", [(1, 1), (4, 2), pytest.param((8, 1), marks=pytest.mark.slow)], ids=str)
 def test_losses_and_gradients_are_those_of_train_py(mesh, dtype):
     """A checkpoint of train.py is one of models/llama.py: the same bits come out, of packed rows."""
     with on_mesh(*mesh, dtype):

@@ -61,7 +61,7 @@ def decoded_in(chunks):
     return made
 
 
-@pytest.mark.parametrize("name", ["t5", "t5_gated"])
+@pytest.mark.parametrize("name", [pytest.param("t5", marks=pytest.mark.slow), "t5_gated"])
 def test_decoding_computes_what_training_does(name, pool):
     """Encoded once, then five tokens, one, and six: hidden states to 1e-5, and padding that is read changes no bit."""
     source, oracle = huggingface.open_weights(FOLDER / name, pool), oracle_of(name)
