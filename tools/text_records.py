@@ -7,16 +7,18 @@ import multiprocessing
 import os
 import signal
 import threading
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 from annotated_types import Ge, Gt, Interval
 
 from runtime.config.keys import Decay, Steps
-from runtime.data.documents import BadRecord, Block, decoded, place, records, values
-from runtime.data.flat_tokens import LARGEST_ID
+from runtime.data.documents import BadRecord, Block, decoded, parsed, place, records, values
+from runtime.data.flat_tokens import LARGEST_ID, TARGETS
 from runtime.data.tokenizers import ChatError, Tokenizer, plain_exceptions
+from tools.whole_rows import Sequences
 
+LARGEST_WEIGHT = 1_000_000
 Id = Annotated[int, Interval(ge=0, le=LARGEST_ID), f"an id from 0 to {LARGEST_ID}"]
 
 
@@ -39,19 +41,28 @@ class TokenizeText:
     # or a tokenizer.json, a folder that holds one, a name on the Hugging Face hub; or train_bpe
     tokenizer: str = "bytes_utf8"
     # ids of the byte-level BPE that train_bpe trains, and the data set then holds
-    bpe_vocab: Annotated[int, Interval(ge=257, le=LARGEST_ID), f"257 (the bytes and one) to {LARGEST_ID}"] = 32768
+    bpe_vocab: Annotated[int, Interval(ge=259, le=LARGEST_ID), f"259 (the bytes and three) to {LARGEST_ID}"] = 32768
     # of training text that it is trained on, taken evenly from all the input
     bpe_bytes: Annotated[int, Gt(0), "more than 0"] = 100_000_000
     # the input that stands before each sequence, where it shall not be what the tokenizer says
     bos_id: Id | None = None
-    chat_template: str = ""  # a file of jinja in place of the tokenizer's own
+    # a file of jinja in place of the tokenizer's own; a tokenizer that has none writes chats as ChatML
+    chat_template: str = ""
     # prompt: records of a prompt, which is no target, and an answer. chat: messages, of which the assistant's are
-    # targets
-    format: Literal["text", "prompt", "chat"] = "text"
+    # targets. segments: texts, each with a weight. pairs: a prompt that an encoder reads, and an answer
+    format: Literal["text", "prompt", "chat", "segments", "pairs"] = "text"
     text_field: str = "text"  # of a record (a line of jsonl, a row of parquet)
     in_field: str = "in_text"  # the prompt
     out_field: str = "out_text"  # the answer
     messages_field: str = "messages"  # a list of {"role": ..., "content": ...}
+    segments_field: str = "segments"  # a list of {"text": ..., "weight": ...}
+    end: str = ""  # is written after each text, answer or last segment, such as '</s>', and after what an encoder reads
+    # A field `weight` of a record, a message or a segment counts in the loss. Without this, records have none, and that
+    # of a message or a segment is 0, for what is no target, or 1.
+    weights: bool = False
+    row_length: Steps = 0  # tokens of a row that holds whole documents, to be training.tokens.len; 0: no such rows
+    read_length: Steps = 0  # of pairs, tokens of a row that an encoder reads, to be training.tokens.read_len
+    too_long: Literal["refuse", "truncate", "drop"] = "refuse"  # what happens to a document that is longer than a row
     # what stands between the documents of a text file, such as '\n' or '<|endoftext|>'. Without one they are cut by
     # size:
     separator: str = ""
@@ -65,11 +76,34 @@ class TokenizeText:
     on_bad_record: Literal["fail", "skip"] = "fail"
     processes: Steps = 0  # that tokenize; 0: one for each core
 
+    def __post_init__(self) -> None:
+        if self.end and self.format == "chat":
+            raise ValueError("end: the chat template says how a turn ends: give it there")
+        if self.too_long != "refuse" and not self.row_length:
+            raise ValueError("too_long: only rows of a row_length have documents that are too long: set that too")
+        if self.format == "pairs" and not (self.row_length and self.read_length):
+            raise ValueError("format: pairs are written in rows: set row_length and read_length")
+        if self.format != "pairs" and self.read_length:
+            raise ValueError("read_length: only format=pairs has something that an encoder reads")
+
     @property
     def fields(self) -> tuple[str, ...]:
         """Of a record: the text; or the prompt and the answer; or the messages."""
-        fields = {"text": (self.text_field,), "prompt": (self.in_field, self.out_field)}
-        return fields.get(self.format, (self.messages_field,))
+        both = self.in_field, self.out_field
+        one = {"text": self.text_field, "chat": self.messages_field, "segments": self.segments_field}
+        return both if self.format in ("prompt", "pairs") else (one[self.format],)
+
+    @property
+    def targets(self) -> str | None:
+        """The array, of flat_tokens.TARGETS, that the data set has."""
+        if self.weights:
+            return "weight"
+        return None if self.format == "text" and not self.row_length else "is_target"
+
+    @property
+    def room(self) -> tuple[int, ...]:
+        """In each part of a row; none where sequences are not put into rows."""
+        return tuple(length for length in (self.read_length, self.row_length) if length)
 
     @property
     def drawn_fraction(self) -> float:
@@ -81,17 +115,17 @@ class TokenizeText:
         return self.separator.replace("\\n", "\n").encode()  # as a command line gives a new line
 
 
-@dataclasses.dataclass(frozen=True)
-class Sequences:
-    ids: np.ndarray  # uint32, of all sequences one after another
-    lengths: np.ndarray  # int64
-    is_target: np.ndarray | None  # bool; None: all are targets
+class Document(NamedTuple):
+    number: int  # of its line or row
+    texts: tuple[bytes, ...]  # in UTF-8, each tokenized on its own; of a chat, its messages as JSON
+    weights: tuple[float, ...] = (1.0,)  # of each text in the loss
+    chat: tuple[np.ndarray, np.ndarray] | None = None  # its ids, and the weight of each
 
 
 @dataclasses.dataclass(frozen=True)
 class Tokenized:
     sequences: dict[str, Sequences]  # by split
-    empty: int  # documents without a token, which are left out
+    counts: dict[str, int]  # tokens and documents; documents without a token, left out; too long ones, cut or left out
     bad: list[str]  # records that cannot be taken: where and why
 
 
@@ -126,73 +160,147 @@ def tokenize(block: Block, tokenizer: Tokenizer, config: TokenizeText) -> Tokeni
         by_split = {"train": [], "validation": []}
         for document in documents:
             by_split["validation" if drawn(document, config) else "train"].append(document)
-    sequences, empty = {}, 0
+    sequences, counts = {}, {"tokens": 0, "documents": 0, "empty": 0, "too_long": 0}
     for name, some in by_split.items():
-        if some:
-            found = encoded(some, block.file.name, tokenizer, config)
-            lengths = found.lengths[found.lengths > 0]
-            sequences[name] = dataclasses.replace(found, lengths=lengths)
-            empty += len(some) - len(lengths)
-    return Tokenized(sequences, empty, bad)
+        if not some:
+            continue
+        found = encoded(some, block.file.name, tokenizer, config)
+        lengths = found.lengths.reshape(len(some), -1)
+        kept, is_empty = lengths, (lengths == 0).any(axis=1)
+        if config.room:
+            is_long = (lengths > config.room).any(axis=1) & ~is_empty
+            if config.too_long == "refuse":
+                bad += [
+                    f"{place(block, some[one].number)}: {too_long(lengths[one], config)}"
+                    for one in np.flatnonzero(is_long)
+                ]
+            else:
+                counts["too_long"] += int(is_long.sum())
+            kept = np.minimum(lengths, config.room) if config.too_long == "truncate" else lengths * ~is_long[:, None]
+        kept = kept * ~is_empty[:, None]
+        sequences[name] = found.cut(kept.reshape(-1))
+        counts["tokens"] += len(sequences[name].ids)
+        counts["documents"] += int(kept.all(axis=1).sum())
+        counts["empty"] += int(is_empty.sum())
+    return Tokenized(sequences, counts, bad)
 
 
-def encoded(documents: list[tuple], source: str, tokenizer: Tokenizer, config: TokenizeText) -> Sequences:
+def too_long(lengths: np.ndarray, config: TokenizeText) -> str:
+    names = ("read_length", "row_length")[-len(config.room) :]
+    parts = [f"{length} tokens for {name} = {most}" for length, name, most in zip(lengths, names, config.room)]
+    return f"{' and '.join(parts)}: set it larger, or too_long to truncate or drop"
+
+
+def encoded(documents: list[Document], source: str, tokenizer: Tokenizer, config: TokenizeText) -> Sequences:
     """The ids of documents, which are from `source`, and the lengths of all, 0 for one without a token."""
-    if config.format == "chat":
-        ids, is_target = (np.concatenate([document[part] for document in documents]) for part in (1, 2))
-        return Sequences(ids, np.array([len(ids) for _, ids, _ in documents]), is_target)
+    dtype = TARGETS[config.targets or "is_target"]
+    chats = [document.chat for document in documents if document.chat]
+    if chats:
+        ids, weight = (np.concatenate(parts) for parts in zip(*chats))
+        return Sequences(ids, np.array([len(ids) for ids, _ in chats]), weight.astype(dtype))
     with plain_exceptions(f"the tokenizer {tokenizer.name} does not take the text of {source} ({{}})"):
-        ids, lengths = tokenizer.encode_flat([part for document in documents for part in document])
-    if config.format == "prompt":
-        return Sequences(ids, lengths.reshape(-1, 2).sum(axis=1), np.repeat(np.arange(len(lengths)) % 2 == 1, lengths))
-    return Sequences(ids, lengths, None)
+        ids, lengths = tokenizer.encode_flat([text for document in documents for text in document.texts])
+    of_ids: np.ndarray | None = None
+    if config.targets:
+        weights = np.array([weight for document in documents for weight in document.weights])
+        of_ids = np.repeat(weights.astype(dtype), lengths)
+    if config.format == "segments":
+        counts = np.array([len(document.texts) for document in documents])
+        lengths = np.add.reduceat(lengths, np.cumsum(counts) - counts)
+    elif config.format == "prompt":
+        lengths = lengths.reshape(-1, 2).sum(axis=1)
+    return Sequences(ids, lengths, of_ids)
 
 
-def drawn(document: tuple, config: TokenizeText) -> bool:
+def drawn(document: Document, config: TokenizeText) -> bool:
     """Whether a document belongs to the validation split: by its own text and the seed alone, wherever it stands."""
-    chat = config.format == "chat"
-    text = json.dumps(document[0], sort_keys=True).encode() if chat else b"\0".join(document)
-    digest = hashlib.sha256(config.seed.to_bytes(8, "little") + text).digest()  # processors have instructions for it
+    text = config.seed.to_bytes(8, "little") + b"\0".join(document.texts)
+    digest = hashlib.sha256(text).digest()  # processors have instructions for it
     return int.from_bytes(digest[:8], "little") < config.drawn_fraction * 2**64
 
 
-def read_documents(block: Block, tokenizer: Tokenizer, config: TokenizeText) -> tuple[list[tuple], list[str]]:
+def read_documents(block: Block, tokenizer: Tokenizer, config: TokenizeText) -> tuple[list[Document], list[str]]:
     """A block's documents, and of its other records where they are and what is wrong.
 
-    A document is a text; a prompt and an answer; or the messages of a chat, their ids and which of these are targets.
-    Its texts are in UTF-8, as they are in a file, so that bytes become ids without being decoded and encoded.
+    Texts are in UTF-8, as they are in a file, so that bytes become ids without being decoded and encoded.
     """
     if not block.content and not block.rows:
         return [], [f"{block.file.name}: the file is empty"]
-    documents: list[tuple] = []
+    documents: list[Document] = []
     bad: list[str] = []
     if block.file.kind == "text":
-        separator = config.separator_bytes
+        separator, end, line = config.separator_bytes, config.end.encode(), block.first
         ends = text_ends(block.content, separator, config.document_bytes, final=True)
-        for start, end in zip([0, *ends], ends):
-            text = block.content[start:end].removesuffix(separator)
+        for start, stop in zip([0, *ends], ends):
+            text = block.content[start:stop].removesuffix(separator)
             try:
                 decoded(text)
-                documents.append((text,))
+                documents.append(Document(line, (text + end,)))
             except BadRecord as error:
-                line = block.first + block.content.count(b"\n", 0, start) + error.lines
-                bad.append(f"{place(block, line)}: {error}")
+                line = block.first + block.content.count(b"\n", 0, start)
+                bad.append(f"{place(block, line + error.lines)}: {error}")
+            if config.room:  # counting takes as long as all else, and only the check of lengths needs it
+                line = line + block.content.count(b"\n", start, stop)
         return documents, bad
     for number, record in records(block):
         try:
-            if config.format == "chat":
-                (messages,) = values(record, config.fields, object)
-                documents.append((messages, *tokenizer.encode_chat(messages)))
-                continue
-            texts = tuple(value.encode() for value in values(record, config.fields))
-            if config.format == "prompt" and not texts[1]:
-                raise BadRecord(f"field '{config.fields[1]}' is empty, so there is nothing to learn")
-            documents.append(texts)
+            documents.append(document_of(number, parsed(record), tokenizer, config))
         except UnicodeEncodeError as error:
             bad.append(f"{place(block, number)}: half of a surrogate pair ({error.reason}), expected Unicode text")
         except (BadRecord, ChatError) as error:
             bad.append(f"{place(block, number)}: {error}")
     return documents, bad
+
+
+def document_of(number: int, record: dict, tokenizer: Tokenizer, config: TokenizeText) -> Document:
+    """A record's document. Raises BadRecord, ChatError or UnicodeEncodeError where it has none."""
+    of_record, chat = weight_of(record, "weight") if config.weights else 1.0, None
+    texts: tuple[str, ...]
+    if config.format == "chat":
+        (messages,) = values(record, config.fields, object)
+        weights = weights_of(messages, config)
+        ids, weight = tokenizer.encode_chat(messages, None if set(weights) <= {1.0} else weights)
+        texts, chat = (json.dumps(messages, sort_keys=True),), (ids, of_record * weight)
+        weights = weight.tolist()
+    elif config.format == "segments":
+        (segments,) = values(record, config.fields, object)
+        if not (isinstance(segments, list) and segments and all(isinstance(each, dict) for each in segments)):
+            raise BadRecord(f"field '{config.segments_field}': expected a list of {{\"text\": ..., \"weight\": ...}}")
+        texts, weights = tuple(values(each, ("text",))[0] for each in segments), weights_of(segments, config)
+    else:
+        texts = tuple(values(record, config.fields))
+        weights = [0.0, 1.0][-len(texts) :]
+        needed = 0 if config.format == "pairs" else 1  # the first field that may not be empty
+        for field, text in list(zip(config.fields, texts))[needed:]:
+            if not text:
+                raise BadRecord(f"field '{field}' is empty, so there is nothing to learn")
+    if config.format == "pairs":
+        texts = (texts[0] + config.end, texts[1])
+    if not of_record or not any(weights):
+        raise BadRecord("all weights are 0, so there is nothing to learn")
+    texts = (*texts[:-1], texts[-1] + config.end)
+    return Document(number, tuple(map(str.encode, texts)), tuple(of_record * weight for weight in weights), chat)
+
+
+def weights_of(parts: Any, config: TokenizeText) -> list[float]:
+    """Of messages or segments; where they are not as expected, others say so."""
+    (field,), known = config.fields, parts if isinstance(parts, list) else []
+    weights = [
+        weight_of(part, f"{field}[{number}].weight") for number, part in enumerate(known) if isinstance(part, dict)
+    ]
+    if not config.weights and (other := set(weights) - {0.0, 1.0}):
+        raise BadRecord(f"the weight {other.pop()} of {field} needs weights=true; without that a weight is 0 or 1")
+    return weights
+
+
+def weight_of(part: dict, name: str) -> float:
+    """The field `weight`; 1 where there is none."""
+    weight = part.get("weight")
+    if weight is None:
+        return 1.0
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= LARGEST_WEIGHT:
+        raise BadRecord(f"{name} is {weight!r}, expected a number from 0 to {LARGEST_WEIGHT:,}")
+    return float(weight)
 
 
 def text_ends(data: bytes, separator: bytes, size: int, *, final: bool) -> list[int]:

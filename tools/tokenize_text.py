@@ -37,6 +37,7 @@ from runtime.data.documents import Block, File, find_files, find_splits, read_bl
 from runtime.data.flat_tokens import SplitWriter, absolute_path, failing_writes, open_for_writing
 from runtime.data.tokenizers import (
     BYTES,
+    CHATML,
     Tokenizer,
     load_dataset_tokenizer,
     load_tokenizer,
@@ -54,6 +55,7 @@ from tools.text_records import (
     tokenize,
     work_on,
 )
+from tools.whole_rows import PACKED_TOKENS, Sequences, in_rows, joined
 
 RECORD_S = 15.0  # seconds between two records of how far it is: what a killed run does again
 SHOWN_BAD_RECORDS = 10
@@ -119,42 +121,59 @@ def write(config: TokenizeText, files: list[File], dataset: zarr.Group, tokenize
     """Continues from the state to the end of the files, recording it now and then; what was counted."""
     remove_partial_files(config.output)
     has_validation = config.validation or config.hf_dataset.validation_split or config.validation_fraction
-    with_targets = config.format != "text"
     writers = {
-        split: SplitWriter(dataset, split, with_targets=with_targets, resume=state["splits"].get(split))
+        split: SplitWriter(dataset, split, targets=config.targets, resume=state["splits"].get(split))
         for split in ("train", "validation")[: 1 + bool(has_validation)]
     }
-    position, counts = state["position"], {"tokens": 0, "documents": 0, "empty": 0, "bad": 0, **state["counts"]}
+    names = "tokens", "documents", "padding", "empty", "too_long", "bad"
+    position, counts = state["position"], {**dict.fromkeys(names, 0), **state["counts"]}
+    waiting: dict[str, list[Sequences]] = {split: [] for split in writers}
 
     def record() -> None:
         splits = {split: writer.flush() for split, writer in writers.items()}
         dataset.attrs["tokenizing"] = {**state, "position": position, "splits": splits, "counts": counts}
 
+    def write_waiting() -> None:
+        for split, some in waiting.items():
+            if some:
+                sequences = joined(some)
+                if config.room:
+                    counts["padding"] -= len(sequences.ids)
+                    sequences = in_rows(sequences, config.room)
+                    counts["padding"] += len(sequences.ids)
+                writers[split].append(sequences.ids, sequences.lengths, sequences.weight)
+                some.clear()
+
     if not state["splits"]:
         record()
-    recorded, bad_before = time.monotonic(), counts["bad"]
+    recorded, bad_before, read = time.monotonic(), counts["bad"], position
     total, blocks = total_bytes(files), read_all(files, config, position or (0, 0, 0))
     with progress_bar(total) as bar, tokenized(blocks, tokenizer, config, process_count(config, files)) as results:
         start, tokens_before = time.monotonic(), counts["tokens"]
         for block, result in results:
             if result.bad and config.on_bad_record == "fail":
-                record()
+                if not any(waiting.values()):
+                    record()
                 raise RunError(f"{result.bad[0]}; on_bad_record=skip leaves out such records")
             for reason in result.bad[: max(0, SHOWN_BAD_RECORDS - counts["bad"] + bad_before)]:
                 bar.write(printable(f"left out: {reason}"), file=sys.stderr)
             for split, sequences in result.sequences.items():
-                writers[split].append(sequences.ids, sequences.lengths, sequences.is_target)
-                counts["tokens"] += len(sequences.ids)
-                counts["documents"] += len(sequences.lengths)
-            counts["empty"] += result.empty
-            counts["bad"] += len(result.bad)
-            position = block.position
+                waiting[split].append(sequences)
+            for name, number in {**result.counts, "bad": len(result.bad)}.items():
+                counts[name] += number
+            read = block.position
             rate = (counts["tokens"] - tokens_before) / (time.monotonic() - start)
             bar.set_description_str(f"{counted(counts)}, {rate:,.0f} tokens/s", False)
             bar.update(min(block.done, total or block.done) - bar.n)
-            if time.monotonic() - recorded > RECORD_S:
-                record()
-                recorded = time.monotonic()
+            # Many are put into rows at once, and the same ones however often a run was killed.
+            if not config.room or sum(len(each.ids) for some in waiting.values() for each in some) >= PACKED_TOKENS:
+                write_waiting()
+                position = read
+                if time.monotonic() - recorded > RECORD_S:
+                    record()
+                    recorded = time.monotonic()
+    write_waiting()
+    position = read
     record()
     for split, writer in writers.items():
         if not writer.token_count:
@@ -164,7 +183,8 @@ def write(config: TokenizeText, files: list[File], dataset: zarr.Group, tokenize
             )
             what = f"no document came to the split '{split}' of {config.output} ({counted(counts)})"
             raise RunError(what + (fix if split == "validation" else ""))
-        writer.finish(tokenizer.bos_id, {"tokenizer": tokenizer.name})
+        rows = {name: getattr(config, name) for name in ("row_length", "read_length") if getattr(config, name)}
+        writer.finish(tokenizer.bos_id, {"tokenizer": tokenizer.name, **rows})
     return counts
 
 
@@ -233,6 +253,8 @@ def find_all(config: TokenizeText) -> list[File]:
             raise RunError(
                 f"{file.name} is plain text by its suffix, but format={config.format} needs records: .jsonl or .parquet"
             )
+        if file.kind == "text" and config.end and not config.separator:
+            raise RunError(f"{file.name} is cut by size, not where a document ends: end={config.end} needs a separator")
     return files
 
 
@@ -253,7 +275,8 @@ def make_tokenizer(config: TokenizeText, files: list[File]) -> Tokenizer:
     else:
         tokenizer = load_tokenizer(config.tokenizer, bos_id=config.bos_id, chat_template=template)
     if config.format == "chat" and not tokenizer.chat_template:
-        raise RunError(f"the tokenizer {config.tokenizer} has no chat template: give one, chat_template=FILE of jinja")
+        print_line(f"the tokenizer {config.tokenizer} has no chat template: chats are written as ChatML")
+        tokenizer = dataclasses.replace(tokenizer, chat_template=CHATML)
     return tokenizer
 
 
@@ -264,7 +287,7 @@ def trained_tokenizer(config: TokenizeText, files: list[File], template: str | N
     stride = max(1, total_bytes(files) // config.bpe_bytes)
     some = files[:: min(stride, len(files))]
     every = max(1, stride // min(stride, len(files)))
-    stand_in = load_tokenizer(BYTES, chat_template=template)  # for the chats' sake, which it renders
+    stand_in = load_tokenizer(BYTES, chat_template=template or CHATML)  # for the chats' sake, which it renders
     count = 0
 
     def texts() -> Iterator[str]:
@@ -275,9 +298,9 @@ def trained_tokenizer(config: TokenizeText, files: list[File], template: str | N
                 if config.drawn_fraction and drawn(document, config):
                     continue
                 if config.format == "chat":
-                    parts = [message.get("content") or "" for message in document[0]]
+                    parts = [message.get("content") or "" for message in json.loads(document.texts[0])]
                 else:
-                    parts = [part.decode() for part in document]
+                    parts = [text.decode() for text in document.texts]
                 for part in parts:
                     yield part
                     count += len(part)
@@ -338,8 +361,13 @@ def progress_bar(total: int) -> tqdm:
 
 
 def counted(counts: dict) -> str:
-    left_out = {"empty": "empty documents", "bad": "bad records"}
-    texts = [f"; {counts[key]:,} {what} left out" for key, what in left_out.items() if counts[key]]
+    about = {
+        "padding": f"of padding ({counts['padding'] / max(1, counts['padding'] + counts['tokens']):.1%})",
+        "empty": "empty documents left out",
+        "too_long": "documents longer than a row cut or left out",
+        "bad": "bad records left out",
+    }
+    texts = [f"; {counts[key]:,} {what}" for key, what in about.items() if counts[key]]
     return f"{counts['documents']:,} documents, {counts['tokens']:,} tokens{''.join(texts)}"
 
 

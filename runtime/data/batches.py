@@ -21,8 +21,8 @@ import jax
 import numpy as np
 import zarr
 
-from runtime.data.flat_tokens import ENCODED_PADDING, open_split
-from runtime.data.order import Interleaving, Order
+from runtime.data.flat_tokens import ENCODED_PADDING, Split, open_split
+from runtime.data.order import Interleaving, InTurn, Order
 from runtime.data.read_ahead import NO_END, ReadAhead
 from runtime.data.row_stream import BUFFERS_AHEAD, RowStream
 from runtime.data.rows import PackedRows, SequenceRows
@@ -30,13 +30,17 @@ from runtime.terminal import RunError
 
 BATCHES_AHEAD = 3  # on the device already while a step runs
 UNSHUFFLED_BATCHES = 8  # that are read at once where rows are read in the order they are stored in
-BYTES_A_TOKEN = 5  # of a buffer: the encoded token and whether it is a target
+TOKEN_BYTES = 4  # of a buffer; whether it is a target takes another, or its weight 4
 CHUNKS_A_THREAD = 3  # while it reads one: compressed, decoded, and copied
 MAX_BYTES = 4 * 2**30  # of host memory that one split may take
 
 
 class Batch(NamedTuple):
-    """A batch, or how it lies; or a trainer's own pytree with the same fields, each of rows of tokens."""
+    """A batch, or how it lies; or a trainer's own pytree with the same fields, each of rows of tokens.
+
+    It may also have `weight` (f32: each target's in the loss, 0 for what is none); and `read` (u32) and `read_starts`
+    (bool: it starts a sequence), of the tokens that an encoder reads before a row's others (training.tokens.read_len).
+    """
 
     targets: Any  # u32: what is to be predicted
     is_seq_start: Any  # bool: the target starts a sequence
@@ -49,13 +53,16 @@ def rows_of_host(sharding: Batch, batch: int, length: int) -> np.ndarray:
     return np.unique(np.concatenate([np.arange(batch)[rows] for rows, _ in indices]))
 
 
-def token_batch(tokens: np.ndarray, is_target: np.ndarray, host_rows: np.ndarray, batch: int, sharding: Batch) -> Batch:
+def token_batch(
+    tokens: np.ndarray, weight: np.ndarray, host_rows: np.ndarray, batch: int, sharding: Batch, read_length: int = 0
+) -> Batch:
     """The global batch of `batch` rows, of which each host gives its own.
 
     Args:
       sharding: of each field; rows are split alike in all.
-      tokens, is_target: uint32 as flat tokens are stored, and bool; both [len(host_rows), length].
+      tokens, weight: uint32 as flat tokens are stored, and bool or float32; both [len(host_rows), length].
       host_rows: the rows of the batch that this host's devices hold, in increasing order.
+      read_length: of the row's tokens so many are the encoder's.
     """
 
     def place(values: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
@@ -66,11 +73,17 @@ def token_batch(tokens: np.ndarray, is_target: np.ndarray, host_rows: np.ndarray
 
         return jax.make_array_from_callback((batch, values.shape[1]), sharding, part)
 
-    return type(sharding)(
-        targets=place(tokens >> np.uint32(1), sharding.targets),
-        is_seq_start=place((tokens & np.uint32(1)).astype(bool), sharding.is_seq_start),
-        is_target=place(is_target, sharding.is_target),
-    )
+    (read, tokens), weight = np.split(tokens, [read_length], axis=1), weight[:, read_length:]
+    values = {
+        "targets": tokens >> np.uint32(1),
+        "is_seq_start": (tokens & np.uint32(1)).astype(bool),
+        "is_target": weight > 0,
+        "weight": weight.astype(np.float32),
+        "read": read >> np.uint32(1),
+        "read_starts": (read & np.uint32(1)).astype(bool),
+    }
+    there = {name: value for name, value in values.items() if hasattr(sharding, name)}
+    return type(sharding)(**{name: place(value, getattr(sharding, name)) for name, value in there.items()})
 
 
 class Batches:
@@ -99,6 +112,10 @@ class Batches:
         """What a log says of the data up to a step."""
         return {}
 
+    def source_of(self, step: int) -> str:
+        """Whose rows a batch of an unshuffled pass has, where there are several sources."""
+        return ""
+
     def __enter__(self) -> Self:
         return self
 
@@ -115,7 +132,7 @@ class Loader(Batches):
 
     A row is, packed, `length` tokens in the order they are stored in, whatever sequences they belong to; not packed,
     tokens of one sequence, padded at its end, a longer one being split into several rows. Padding is no target, and
-    each position of it is a segment of its own.
+    each position of it is a segment of its own. Of a data set that was written in rows, packed, they are its rows.
 
     Rows come epoch after epoch, without a gap: a batch may hold an epoch's last rows and the next one's first. In a
     mixture each source goes through its own epochs, and of any number of rows has its share, by weight, to within one
@@ -126,15 +143,17 @@ class Loader(Batches):
       split: `train` or `validation`.
       batch: rows of a batch, over all hosts.
       length: tokens of a row.
+      read_length: tokens before those that an encoder reads.
       sharding: of a batch; each host reads only those rows that its own devices need.
       mixture: the sources, if there are several, instead of flat_tokens.filespec.
       shuffle: False, for validation, gives the rows in the order they are stored in, each once; the last batch is
-        filled up with rows that are no target. A mixture ends where the first of its sources does.
+        filled up with rows that are no target. A mixture ends where the first of its sources does; up to there each
+        source's rows have batches of their own.
       batches: no more than so many of an unshuffled split; None: all.
       io_threads: threads that read at the same time.
     Raises:
-      RunError: a data set cannot be opened, there is less than a batch, memory would not be enough, or sources do not
-        go together.
+      RunError: a data set cannot be opened, has rows of another length or weights that a batch does not take, there is
+        less than a batch, memory would not be enough, or sources do not go together.
     """
 
     rows: int  # of an epoch, of all sources together
@@ -152,8 +171,10 @@ class Loader(Batches):
         shuffle: bool = True,
         batches: int | None = None,
         io_threads: int = 8,
+        read_length: int = 0,
     ):
-        self._batch, self._length, self._sharding, self._shuffle = batch, length, sharding, shuffle
+        self._batch, self._sharding, self._shuffle = batch, sharding, shuffle
+        self._length, self._read_length = read_length + length, read_length
         self._epochs = flat_tokens.epochs if shuffle else 1
         self._interleaving = Interleaving([source.weight for source in mixture] or [1])
         self._host_rows = rows_of_host(sharding, batch, length)
@@ -163,8 +184,9 @@ class Loader(Batches):
             pool = opened.enter_context(ThreadPoolExecutor(io_threads, thread_name_prefix="read_chunks"))
             for index, name in enumerate([source.filespec for source in mixture] or [flat_tokens.filespec]):
                 opened_split = open_split(name, split)
+                self._check_rows(opened_split, length, flat_tokens.sequence_packing)
                 rows = (
-                    PackedRows(opened_split, length)
+                    PackedRows(opened_split, self._length)
                     if flat_tokens.sequence_packing
                     else SequenceRows(opened_split, length, pool)
                 )
@@ -173,11 +195,18 @@ class Loader(Batches):
                     sizes = flat_tokens.sequences_per_read_block, flat_tokens.read_blocks_per_shuffle_buffer
                     order = Order(rows.count, *sizes, flat_tokens.seed)
                 wanted = functools.partial(self._is_wanted, index)
-                self._sources.append(RowStream(name, opened_split, rows, order, length, wanted, pool))
+                self._sources.append(RowStream(name, opened_split, rows, order, self._length, wanted, pool))
                 opened.callback(self._sources[-1].close)
             self._agree()
             self._end = self._count_rows(batches)
-            self.steps = None if self._end == NO_END else (self._end if shuffle else self._end + batch - 1) // batch
+            self.steps = None if self._end == NO_END else self._end // batch
+            # How many rows of each source there are to read, and where they come.
+            self._counts = np.full(len(self._sources), NO_END if self.steps is None else self.steps * batch)
+            self._places: Interleaving | InTurn = self._interleaving
+            if not shuffle:
+                self._counts = self._interleaving.counts(self._end)
+                self._places = InTurn(self._counts, batch)
+                self.steps = int(self._places.starts[-1]) // batch
             self._refuse_too_little()
             self._bound_memory(io_threads)
             steps = NO_END if self.steps is None else self.steps
@@ -244,11 +273,38 @@ class Loader(Batches):
     def rows_of(self, step: int) -> list[str]:
         """Where each row of a step's batch, on all hosts, comes from; for a person who looks at what made a step
         bad."""
-        positions = np.arange(step * self._batch, min((step + 1) * self._batch, self._end))
-        sources, ordinals = self._interleaving.at(positions)
-        return [self._sources[source].place_of(ordinal) for source, ordinal in zip(sources.tolist(), ordinals.tolist())]
+        sources, ordinals = self._places.at(np.arange(step * self._batch, (step + 1) * self._batch))
+        there = ordinals < self._counts[sources]
+        pairs = zip(sources[there].tolist(), ordinals[there].tolist())
+        return [self._sources[source].place_of(ordinal) for source, ordinal in pairs]
+
+    def source_of(self, step: int) -> str:
+        """Whose rows a batch of an unshuffled pass has."""
+        (source,), _ = self._places.at(np.array([step * self._batch]))
+        return self._sources[source].name
 
     # ---- what is there
+
+    def _check_rows(self, split: Split, length: int, is_packed: bool) -> None:
+        """Refuses what this run's rows, or its batch, cannot hold as it was written."""
+        if bool(self._read_length) != bool(split.read_length):
+            pairs, encoder = "pairs" if split.read_length else "no pairs", "an" if self._read_length else "no"
+            raise RunError(
+                f"{split.where} holds {pairs}, of what an encoder reads and what is written, and this program has "
+                f"{encoder} encoder"
+            )
+        written, asked = (split.row_length, split.read_length), (length, self._read_length)
+        if split.row_length and (written != asked or not is_packed):
+            read = f" and training.tokens.read_len={split.read_length}" if split.read_length else ""
+            raise RunError(
+                f"{split.where} was written in rows of {split.row_length} tokens, which hold sequences whole: set "
+                f"training.tokens.len={split.row_length}{read}, with flat_tokens.sequence_packing=true"
+            )
+        if split.targets == "weight" and not hasattr(self._sharding, "weight"):
+            raise RunError(
+                f"{split.where} holds weights of targets, which this program's loss does not take: write the data set "
+                "without them, or train with a program whose batch has the field `weight`"
+            )
 
     def _agree(self) -> None:
         splits = [source.split for source in self._sources]
@@ -287,6 +343,7 @@ class Loader(Batches):
 
     def _bound_memory(self, io_threads: int) -> None:
         own = len(self._host_rows)
+        self._weight_type = np.result_type(*(source.split.weight_type for source in self._sources))
         rows = (BATCHES_AHEAD + 2) * own * 2  # of batches
         for source in self._sources:
             buffer = min(source.order.rows_per_block * source.order.blocks_per_buffer, source.order.rows)
@@ -294,11 +351,12 @@ class Loader(Batches):
                 buffer = min(buffer, (buffer // self._batch + 2) * own)
             rows += (1 + BUFFERS_AHEAD) * buffer
         splits = [source.split for source in self._sources]
-        arrays = [array for split in splits for array in (split.encoded_tokens, split.seq_starts, split.is_target)]
+        arrays = [array for split in splits for array in (split.encoded_tokens, split.seq_starts, split.weight)]
         kept = sum(array.nbytes for array in arrays if isinstance(array, np.ndarray))
         chunks = [array.chunks[0] * array.dtype.itemsize for array in arrays if isinstance(array, zarr.Array)]
+        token_bytes = TOKEN_BYTES + self._weight_type.itemsize
         reading = io_threads * CHUNKS_A_THREAD * max(chunks, default=0)
-        self.memory_bytes = rows * (self._length * BYTES_A_TOKEN + 8) + kept + reading
+        self.memory_bytes = rows * (self._length * token_bytes + 8) + kept + reading
         if self.memory_bytes > MAX_BYTES:
             raise RunError(
                 f"reading {', '.join(split.where for split in splits)} takes up to {self.memory_bytes:,} bytes of host "
@@ -310,18 +368,17 @@ class Loader(Batches):
 
     def _is_wanted(self, source: int, ordinals: np.ndarray) -> np.ndarray:
         """Which of a source's rows this host reads."""
-        positions = self._interleaving.rows_of(source, ordinals)
-        end = self._end if self.steps is None or not self._shuffle else self.steps * self._batch
-        return self._is_host_row[positions % self._batch] & (positions < end)
+        positions = self._places.rows_of(source, ordinals)
+        return self._is_host_row[positions % self._batch] & (ordinals < self._counts[source])
 
     def _read_batch(self, step: int) -> Batch:
         positions = step * self._batch + self._host_rows
         tokens = np.full((len(positions), self._length), ENCODED_PADDING)
-        is_target = np.zeros(tokens.shape, bool)
-        sources, ordinals = self._interleaving.at(positions)
-        there = positions < self._end  # the last batch of an unshuffled pass may go beyond
+        weight = np.zeros(tokens.shape, self._weight_type)
+        sources, ordinals = self._places.at(positions)
+        there = ordinals < self._counts[sources]  # the last batch of a source in an unshuffled pass may go beyond
         for index, source in enumerate(self._sources):
             rows = np.flatnonzero(there & (sources == index))
             for at, buffer, place in source.find(ordinals[rows]):
-                tokens[rows[at]], is_target[rows[at]] = buffer.tokens[place], buffer.is_target[place]
-        return token_batch(tokens, is_target, self._host_rows, self._batch, self._sharding)
+                tokens[rows[at]], weight[rows[at]] = buffer.tokens[place], buffer.weight[place]
+        return token_batch(tokens, weight, self._host_rows, self._batch, self._sharding, self._read_length)

@@ -266,8 +266,8 @@ def decoded(data: bytes) -> str:
         raise BadRecord(f"invalid UTF-8 ({byte})", data.count(b"\n", 0, error.start)) from error
 
 
-def values(record: bytes | dict, fields: Sequence[str], kind: type = str) -> list[Any]:
-    """The fields of a record, a line of JSON or a row. Raises BadRecord for one that is not there or no `kind`."""
+def parsed(record: bytes | dict) -> dict[str, Any]:
+    """A record, a line of JSON or a row, as a mapping. Raises BadRecord for one that is none."""
     if isinstance(record, bytes):
         try:
             record = json.loads(decoded(record))
@@ -280,6 +280,12 @@ def values(record: bytes | dict, fields: Sequence[str], kind: type = str) -> lis
             raise BadRecord(f"no JSON that can be read ({reason})") from error
     if not isinstance(record, dict):
         raise BadRecord(f'{type(record).__name__}, expected {{"field": ...}}')
+    return record
+
+
+def values(record: bytes | dict, fields: Sequence[str], kind: type = str) -> list[Any]:
+    """The fields of a record. Raises BadRecord for one that is not there or no `kind`."""
+    record = parsed(record)
     for field in fields:
         if field not in record:
             raise BadRecord(f"no field '{field}'; it has {', '.join(map(repr, record)) or 'none'}")

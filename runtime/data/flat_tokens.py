@@ -30,6 +30,9 @@ CHUNK_TOKENS = 2**18  # 1 MiB of tokens is one file: a quarter of that on disk, 
 CHUNKS_AT_ONCE = 8  # that are written together: 140 M tokens a second of one core, one by one half of that
 # An array that is no larger is read once and kept: small rows out of many chunks would decode each often.
 RESIDENT_BYTES = 64 * 2**20
+# What says how much each token counts in the loss: a split has one of these arrays, or none, if all are targets.
+TARGETS = {"is_target": np.bool_, "weight": np.float32}
+WEIGHT = "a finite number, 0 or more"
 ENCODED_PADDING = np.uint32(1)  # id 0 that starts a sequence: what pads is a segment of its own, so no token can see it
 
 # zarr reads a chunk file that is lost as the fill value. These are impossible values, so a lost chunk is found when it
@@ -37,6 +40,11 @@ ENCODED_PADDING = np.uint32(1)  # id 0 that starts a sequence: what pads is a se
 _LOST_TOKENS, _LOST_STARTS = 2**32 - 1, 2**64 - 1
 
 M = TypeVar("M", zarr.Array, zarr.Group)
+
+
+def is_weight(values: np.ndarray) -> np.ndarray:
+    """Which of them may be weights, or are targets or not."""
+    return (values >= 0) & (values < np.inf)
 
 
 # ---------------------------------------------------------------- writing
@@ -48,6 +56,7 @@ def write_split(
     sequences: Iterable[np.ndarray],
     *,
     is_target: Iterable[np.ndarray] | None = None,
+    weight: Iterable[np.ndarray] | None = None,
     bos_id: int = 0,
     attributes: dict[str, Any] | None = None,
     overwrite: bool = False,
@@ -61,6 +70,7 @@ def write_split(
       path: the data set; made where there is none. Other splits in it stay.
       sequences: one-dimensional integer arrays of token ids from 0 to 2³¹ - 1; an empty one is a sequence too.
       is_target: a boolean array for each sequence, False where a token is only context; None: every token is a target.
+      weight: or a float32 array for each, the weights of its tokens in the loss, 0 where a token is only context.
       attributes: further ones, such as the tokenizer's name.
       overwrite: replaces a split that is there already.
     Raises:
@@ -70,8 +80,10 @@ def write_split(
     if split in dataset and not overwrite:
         raise RunError(f"{where} is there already: write to a new path, or say overwrite=true to replace it")
     with failing_writes(where):
-        writer = SplitWriter(dataset, split, with_targets=is_target is not None, chunk_tokens=chunk_tokens)
-        masks = None if is_target is None else iter(is_target)
+        given, targets = (is_target, "is_target") if weight is None else (weight, "weight")
+        dtype = np.dtype(TARGETS[targets])
+        writer = SplitWriter(dataset, split, targets=None if given is None else targets, chunk_tokens=chunk_tokens)
+        masks = None if given is None else iter(given)
         for index, sequence in enumerate(sequences):
             ids = np.asarray(sequence)
             whole = ids.ndim == 1 and (not ids.size or ids.dtype.kind in "iu")
@@ -82,11 +94,14 @@ def write_split(
                     f"from 0 to {LARGEST_ID} in one dimension"
                 )
             mask = None if masks is None else np.asarray(next(masks, None))
-            if mask is not None and (mask.dtype != bool or mask.shape != ids.shape):
+            if mask is not None and (mask.dtype != dtype or mask.shape != ids.shape):
                 raise RunError(
-                    f"is_target of sequence {index} for {where} is {mask.dtype}{list(mask.shape)}, expected "
-                    f"bool{list(ids.shape)}"
+                    f"{targets} of sequence {index} for {where} is {mask.dtype}{list(mask.shape)}, expected "
+                    f"{dtype}{list(ids.shape)}"
                 )
+            if mask is not None and not is_weight(mask).all():
+                wrong = mask[~is_weight(mask)][0]
+                raise RunError(f"weight of sequence {index} for {where} holds {wrong}, expected {WEIGHT}")
             writer.append(ids.astype(np.uint32), np.array([ids.size]), mask)
         writer.finish(bos_id, attributes)
 
@@ -125,7 +140,7 @@ class SplitWriter:
 
     Args:
       dataset: the open group, of zarr format 3, that the split is or shall be in.
-      with_targets: every append gives is_target.
+      targets: the array, of TARGETS, that every append gives.
       resume: what flush() returned; the split must be there. Without it the split is made, in place of one that is
         there.
     """
@@ -135,7 +150,7 @@ class SplitWriter:
         dataset: zarr.Group,
         split: str,
         *,
-        with_targets: bool = False,
+        targets: str | None = None,
         chunk_tokens: int = CHUNK_TOKENS,
         resume: dict[str, int] | None = None,
     ):
@@ -146,23 +161,25 @@ class SplitWriter:
             group = dataset.create_group(split, overwrite=True)
             _create_array(group, "encoded_tokens", "uint32", chunk_tokens, _LOST_TOKENS)
             _create_array(group, "seq_starts", "uint64", max(1, chunk_tokens // 8), _LOST_STARTS)
-            if with_targets:
-                _create_array(group, "is_target", "bool", chunk_tokens, False)
+            if targets:
+                _create_array(group, targets, TARGETS[targets], chunk_tokens, 0)
         self.group = open_member(dataset, split, zarr.Group)
         self._tokens = _Appender(self.group, "encoded_tokens", self.token_count)
         self._starts = _Appender(self.group, "seq_starts", self.sequence_count)
-        self._targets = _Appender(self.group, "is_target", self.token_count) if with_targets else None
+        self._targets = _Appender(self.group, targets, self.token_count) if targets else None
+        self._has_targets = {f"has_{targets}": True} if targets else {}
         self._appenders = [each for each in (self._tokens, self._starts, self._targets) if each is not None]
 
-    def append(self, ids: np.ndarray, lengths: np.ndarray, is_target: np.ndarray | None = None) -> None:
-        """Appends sequences: uint32 ids up to 2³¹ - 1, how many each sequence has, and which are targets."""
+    def append(self, ids: np.ndarray, lengths: np.ndarray, weight: np.ndarray | None = None) -> None:
+        """Appends sequences: uint32 ids up to 2³¹ - 1, how many each sequence has, and their weights (or True for
+        targets)."""
         starts = np.cumsum(lengths) - lengths
         encoded = ids << np.uint32(1)
         encoded[starts[lengths > 0]] |= np.uint32(1)
         self._tokens.append(encoded)
         self._starts.append(starts.astype(np.uint64) + np.uint64(self.token_count))
-        if self._targets is not None and is_target is not None:
-            self._targets.append(is_target)
+        if self._targets is not None and weight is not None:
+            self._targets.append(weight)
         self.token_count += len(ids)
         self.sequence_count += len(lengths)
         self.max_token_id = max(self.max_token_id, int(ids.max(initial=0)))
@@ -180,12 +197,11 @@ class SplitWriter:
         self.flush()
         # Last, since a split without max_token_id does not open: one that was only half written is never taken for
         # whole.
-        about: dict[str, Any] = {"has_is_target": True} if self._targets is not None else {}
-        about |= {**(attributes or {}), "bos_id": int(bos_id), "max_token_id": self.max_token_id}
-        self.group.attrs.update(about)
+        about = {"bos_id": int(bos_id), "max_token_id": self.max_token_id}
+        self.group.attrs.update({**self._has_targets, **(attributes or {}), **about})
 
 
-def _create_array(group: zarr.Group, name: str, dtype: str, chunk: int, fill_value: int) -> None:
+def _create_array(group: zarr.Group, name: str, dtype: Any, chunk: int, fill_value: int) -> None:
     group.create_array(
         name,
         shape=(0,),
@@ -252,9 +268,12 @@ class Split:
     where: str  # for messages
     encoded_tokens: zarr.Array | np.ndarray  # uint32[token_count]
     seq_starts: zarr.Array | np.ndarray  # uint64[sequence_count + 1]
-    is_target: zarr.Array | np.ndarray | None  # bool[token_count]
+    targets: str | None  # the name of `weight`, of TARGETS
+    weight: zarr.Array | np.ndarray | None  # bool or float32[token_count]; None: all are targets
     max_token_id: int
     bos_id: int
+    row_length: int = 0  # 0, or it was written in rows that hold sequences whole: of so many tokens,
+    read_length: int = 0  # after so many that an encoder reads
 
     @property
     def token_count(self) -> int:
@@ -264,17 +283,22 @@ class Split:
     def sequence_count(self) -> int:
         return self.seq_starts.shape[0] - 1
 
+    @property
+    def weight_type(self) -> np.dtype:
+        """float32 where tokens have weights, else bool."""
+        return np.dtype(TARGETS[self.targets or "is_target"])
+
     def read_rows(
-        self, starts: np.ndarray, stops: np.ndarray, tokens: np.ndarray, is_target: np.ndarray, pool: Executor
+        self, starts: np.ndarray, stops: np.ndarray, tokens: np.ndarray, weight: np.ndarray, pool: Executor
     ) -> None:
-        """Fills row i with the tokens from starts[i] to stops[i], as they are stored, and with which are targets.
+        """Fills row i with the tokens from starts[i] to stops[i], as they are stored, and with their weights.
 
         What pads a row at its end is ENCODED_PADDING and no target.
 
         Args:
-          tokens, is_target: to be filled: uint32 and bool, [rows, length].
+          tokens, weight: to be filled: uint32 and `weight_type`, [rows, length].
         Raises:
-          RunError: the tokens cannot be read, or an id is larger than max_token_id.
+          RunError: the tokens cannot be read, an id is larger than max_token_id, or a weight is none.
         """
         tokens.fill(ENCODED_PADDING)
         read_ranges(self.encoded_tokens, starts, stops, tokens, f"encoded_tokens of {self.where}", pool)
@@ -286,11 +310,17 @@ class Split:
                 f"max_token_id {self.max_token_id}: a chunk was damaged, or the writer was wrong; write or copy the "
                 "data set again"
             )
-        if self.is_target is None:
-            np.less(np.arange(tokens.shape[1]), (stops - starts)[:, None], out=is_target)
-        else:
-            is_target.fill(False)
-            read_ranges(self.is_target, starts, stops, is_target, f"is_target of {self.where}", pool)
+        if self.weight is None:
+            np.less(np.arange(tokens.shape[1]), (stops - starts)[:, None], out=weight)
+            return
+        weight.fill(0)
+        read_ranges(self.weight, starts, stops, weight, f"{self.targets} of {self.where}", pool)
+        if self.targets == "weight" and not is_weight(weight).all():
+            row, place = np.argwhere(~is_weight(weight))[0]
+            raise RunError(
+                f"weight of {self.where} holds {weight[row, place]} at {starts[row] + place}, expected {WEIGHT}: write "
+                "the data set again"
+            )
 
 
 def open_split(path: str | os.PathLike, split: str, *, resident_bytes: int = RESIDENT_BYTES) -> Split:
@@ -327,13 +357,21 @@ def _split_of(dataset: zarr.Group, where: str, split: str, resident_bytes: int) 
     where, group = f"{where}/{split}", open_member(dataset, split, zarr.Group)
     encoded_tokens = _checked_array(group, where, "encoded_tokens", np.uint32)
     seq_starts = _checked_array(group, where, "seq_starts", np.uint64)
-    has_mask = "is_target" in group or group.attrs.get(
-        "has_is_target"
-    )  # which says so where the array's own file is lost
-    is_target = _checked_array(group, where, "is_target", np.bool_) if has_mask else None
+    # The attribute says so where the array's own file is lost.
+    has = [name for name in TARGETS if name in group or group.attrs.get(f"has_{name}")]
+    if len(has) > 1:
+        raise RunError(f"{where} has both is_target and weight, expected one of them: weights say what is a target")
+    targets = has[0] if has else None
+    stored = _checked_array(group, where, targets, TARGETS[targets]) if targets else None
     token_count = encoded_tokens.shape[0]
-    if is_target is not None and is_target.shape != encoded_tokens.shape:
-        raise RunError(f"is_target of {where} has {is_target.shape[0]} entries, expected one a token, {token_count}")
+    if stored is not None and stored.shape != encoded_tokens.shape:
+        raise RunError(f"{targets} of {where} has {stored.shape[0]} entries, expected one a token, {token_count}")
+    row_length, read_length = (_attribute(group, where, name, 0) for name in ("row_length", "read_length"))
+    if row_length and token_count % (row_length + read_length):
+        raise RunError(
+            f"{where} has {token_count} tokens, expected whole rows of {row_length + read_length} as its row_length "
+            "says: the data set is damaged, write or copy it again"
+        )
     max_token_id, bos_id = _attribute(group, where, "max_token_id", None), _attribute(group, where, "bos_id", 0)
     what, count = f"seq_starts of {where}", seq_starts.shape[0]
     ends = [int(read(seq_starts, at, at + 1, what)[0]) for at in ((0, count - 1) if count else ())]
@@ -348,9 +386,9 @@ def _split_of(dataset: zarr.Group, where: str, split: str, resident_bytes: int) 
         small = array.shape[0] * array.dtype.itemsize <= resident_bytes
         return read(array, 0, array.shape[0], f"{name} of {where}") if small else array
 
-    mask = None if is_target is None else resident(is_target, "is_target")
+    weight = None if stored is None else resident(stored, str(targets))
     tokens, starts = resident(encoded_tokens, "encoded_tokens"), resident(seq_starts, "seq_starts")
-    return Split(where, tokens, starts, mask, max_token_id, bos_id)
+    return Split(where, tokens, starts, targets, weight, max_token_id, bos_id, row_length, read_length)
 
 
 def absolute_path(path: str | os.PathLike) -> str:
@@ -389,7 +427,7 @@ def _attribute(group: zarr.Group, where: str, name: str, default: int | None) ->
             f"{where} has no attribute '{name}': the writer did not finish, or is none of flat-tokens; write it again"
         )
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= LARGEST_ID:
-        raise RunError(f"attribute '{name}' of {where} is {value!r}, expected a token id from 0 to {LARGEST_ID}")
+        raise RunError(f"attribute '{name}' of {where} is {value!r}, expected a number from 0 to {LARGEST_ID}")
     return value
 
 

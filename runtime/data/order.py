@@ -170,6 +170,26 @@ class Interleaving:
         return turn * self.shares + np.bincount(self._source[:rest], minlength=len(self.shares))
 
 
+class InTurn:
+    """One source after another, each from a batch's first row on, so that a batch is of one source.
+
+    in_turn = InTurn(np.array([5, 3]), batch=4)      # of 5 and 3 rows
+    in_turn.at(np.array([4, 8]))                     # sources [0, 1], of which these are the rows [4, 0]
+    """
+
+    def __init__(self, counts: np.ndarray, batch: int):
+        self.starts = np.concatenate([[0], np.cumsum(-(-counts // batch) * batch)])  # the last is where all end
+
+    def at(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The source of each row, and how many rows of the same source come before it: maybe more than it has."""
+        source = np.searchsorted(self.starts, rows, side="right") - 1
+        return source, rows - self.starts[source]
+
+    def rows_of(self, source: int, ordinals: np.ndarray) -> np.ndarray:
+        """The inverse."""
+        return self.starts[source] + ordinals
+
+
 def _pattern(shares: Sequence[int]) -> list[int]:
     """An order in which source s comes shares[s] times, and among the first n never a whole row more or less than n of
     its share.

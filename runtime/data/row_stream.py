@@ -28,7 +28,7 @@ class Buffer:
 
     ordinals: np.ndarray  # int64 [rows], increasing: of the source's rows, counted over all epochs
     tokens: np.ndarray  # uint32 [rows, length], as stored
-    is_target: np.ndarray  # bool [rows, length]
+    weight: np.ndarray  # bool or float32 [rows, length]
 
 
 class RowStream:
@@ -82,7 +82,7 @@ class RowStream:
         if slot in self._memory and len(self._memory[slot][0]) < len(starts):
             del self._memory[slot]
         if slot not in self._memory:
-            self._memory[slot] = np.empty(shape, np.uint32), np.empty(shape, bool)
-        tokens, is_target = (array[: len(starts)] for array in self._memory[slot])
-        self.split.read_rows(starts, stops, tokens, is_target, self._pool)
-        return Buffer(ordinals[wanted], tokens, is_target)
+            self._memory[slot] = np.empty(shape, np.uint32), np.empty(shape, self.split.weight_type)
+        tokens, weight = (array[: len(starts)] for array in self._memory[slot])
+        self.split.read_rows(starts, stops, tokens, weight, self._pool)
+        return Buffer(ordinals[wanted], tokens, weight)

@@ -14,6 +14,7 @@ from runtime.data.chunks import open_group
 from runtime.data.flat_tokens import absolute_path
 from runtime.data.hf_stream import HuggingFaceLoader
 from runtime.data.tokenizers import BYTES, Tokenizer, load_dataset_tokenizer, load_tokenizer
+from runtime.terminal import RunError
 
 
 def open_data(config: Any, split: str, sharding: Batch) -> Loader | HuggingFaceLoader:
@@ -21,11 +22,17 @@ def open_data(config: Any, split: str, sharding: Batch) -> Loader | HuggingFaceL
     validation_batches. Raises RunError where the data cannot be opened."""
     is_training = split == "train"
     batches = None if is_training else config.validation_batches
-    rows = {"batch": config.training.tokens.batch, "length": config.training.tokens.len, "sharding": sharding}
+    tokens, read_length = config.training.tokens, getattr(config.training.tokens, "read_len", 0)
+    rows = {"batch": tokens.batch, "length": tokens.len, "sharding": sharding}
     if config.hf_dataset.path:
+        if read_length:
+            raise RunError(
+                "hf_dataset.path gives no tokens for an encoder: write flat tokens with format=pairs instead"
+            )
         return HuggingFaceLoader(config.hf_dataset, split, **rows, batches=batches)
     io_threads = config.io.max_io_threads
-    options = {"mixture": config.mixture, "shuffle": is_training, "batches": batches, "io_threads": io_threads}
+    options: dict[str, Any] = {"read_length": read_length}
+    options |= {"mixture": config.mixture, "shuffle": is_training, "batches": batches, "io_threads": io_threads}
     return Loader(config.flat_tokens, split, **rows, **options)
 
 

@@ -35,6 +35,19 @@ from runtime.terminal import RunError, needs_package
 
 BYTES = "bytes_utf8"
 END_OF_TEXT = "<|endoftext|>"
+START_OF_TURN, END_OF_TURN = "<|im_start|>", "<|im_end|>"
+# For tokenizers without a template. The end of the assistant's turn is its part, the new line after it is not.
+CHATML = """\
+{% for message in messages %}
+{% if message.tool_calls %}{{ raise_exception('ChatML has no form for tool_calls') }}{% endif %}
+<|im_start|>{{ message.role }}
+{% if message.role == 'assistant' %}{% generation %}{{ message.content }}<|im_end|>{% endgeneration %}
+{% else %}{{ message.content }}<|im_end|>{% endif %}
+
+{% endfor %}
+{% if add_generation_prompt %}
+<|im_start|>assistant
+{% endif %}"""
 EXPECTED = (
     f"expected {BYTES}, a tokenizer.json, a folder that holds a tokenizer, or the name of one on the Hugging Face hub"
 )
@@ -81,17 +94,22 @@ class Tokenizer:
         stops = np.cumsum(lengths).tolist()
         return [ids[start:stop] for start, stop in zip([0, *stops], stops)]
 
-    def encode_chat(self, messages: Sequence[dict]) -> tuple[np.ndarray, np.ndarray]:
-        """A chat's ids through the chat template, uint32, and which of them the assistant wrote.
+    def encode_chat(
+        self, messages: Sequence[dict], weights: Sequence[float] | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """A chat's ids through the chat template, uint32, and the weight of each in the loss, float32.
 
-            ids, is_target = tokenizer.encode_chat([
+            ids, weight = tokenizer.encode_chat([
                 {"role": "user", "content": "1 + 1?"},
                 {"role": "assistant", "content": "2"},
             ])
 
         The ids are those of transformers' apply_chat_template, but for a leading bos_id, which stands before every
-        sequence anyway. A token is a target if any of its characters is the assistant's, what ends its turn included.
+        sequence anyway. A token has the weight of a message of the assistant, by default 1, if any of its characters is
+        the message's, what ends its turn included; all others have 0.
 
+        Args:
+          weights: of each message; the assistant's count.
         Raises:
           ChatError: the messages are not as above, none is the assistant's, or the template cannot take them.
         """
@@ -105,11 +123,19 @@ class Tokenizer:
             encoding = self.backend.encode(text, add_special_tokens=False)
             ids = np.array(encoding.ids, np.uint32)
             starts, stops = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
-        is_target = np.zeros(len(ids), bool)
-        for start, stop in turns:
-            is_target |= (starts < stop) & (stops > start)
+        of_turns = [1.0] * len(turns)
+        if weights is not None:
+            of_turns = [weight for message, weight in zip(messages, weights) if message["role"] == "assistant"]
+        if len(of_turns) != len(turns):
+            raise ChatError(
+                f"the chat template marks {len(turns)} parts as the assistant's, expected one for each of its "
+                f"{len(of_turns)} messages, to give it the message's weight"
+            )
+        weight = np.zeros(len(ids), np.float32)
+        for (start, stop), of_turn in zip(turns, of_turns):
+            weight[(starts < stop) & (stops > start)] = of_turn
         first = int(len(ids) > 0 and ids[0] == self.bos_id)
-        return ids[first:], is_target[first:]
+        return ids[first:], weight[first:]
 
     def encode_prompt(self, messages: Sequence[dict]) -> np.ndarray:
         """The ids of a chat up to where the assistant is to answer, uint32, as transformers' apply_chat_template.
@@ -227,7 +253,8 @@ def plain_exceptions(message: str) -> Iterator[None]:
 def train_bpe(texts: Iterable[str], vocab: int) -> Tokenizer:
     """A byte-level BPE of at most `vocab` ids, trained on texts: any text can be encoded, and comes back as it was.
 
-    Its id 0 is <|endoftext|>, its bos_id; 1 to 256 are the bytes. The same texts give the same tokenizer.
+    Its id 0 is <|endoftext|>, its bos_id; 1 is <|im_start|>, 2 is <|im_end|>, its eos_token; 3 to 258 are bytes. The
+    same texts give the same tokenizer.
     """
     with needs_package("training a tokenizer", "tokenizers"):
         import tokenizers
@@ -236,14 +263,15 @@ def train_bpe(texts: Iterable[str], vocab: int) -> Tokenizer:
     backend.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=vocab,
-        special_tokens=[END_OF_TEXT],
+        special_tokens=[END_OF_TEXT, START_OF_TURN, END_OF_TURN],
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     with plain_exceptions("a tokenizer cannot be trained ({})"):
         backend.train_from_iterator(texts, trainer)
     text = backend.to_str()
-    return Tokenizer(name=f"bpe_{vocab}", bos_id=0, json=text, special_tokens={"bos_token": END_OF_TEXT})
+    special = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TURN}
+    return Tokenizer(name=f"bpe_{vocab}", bos_id=0, json=text, special_tokens=special)
 
 
 # ---------------------------------------------------------------- within a data set

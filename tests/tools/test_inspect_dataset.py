@@ -153,7 +153,7 @@ VIOLATIONS = {
         chunk("seq_starts", 0, lambda content: content[:-6] + bytes([content[-6] ^ 4]) + content[-5:]), 1,
         f"(the file train/seq_starts/c/0 is not what was written (its crc32c differs)): {UNREADABLE}",
     ),
-    "bos_id": (attribute(bos_id=-1), 1, "attribute 'bos_id' of DATA/train is -1, expected a token id from 0 to"),
+    "bos_id": (attribute(bos_id=-1), 1, "attribute 'bos_id' of DATA/train is -1, expected a number from 0 to"),
     "ids of the tokenizer": (
         attribute(max_token_id=300, bos_id=257), 2,
         "max_token_id is 300, expected an id of the tokenizer bytes_utf8, below 257",
@@ -243,3 +243,19 @@ def test_in_an_object_store(data, object_store, capsys):
     status, lines, _ = inspect(capsys, url, "verify=true")
     assert status == 1 and lines[-1] == f"error: {url}: 1 violation of the format"
     assert "train/encoded_tokens/c/3 is missing" in " ".join(lines)
+
+
+def test_weights_are_shown_and_checked(tmp_path, capsys):
+    """A sample says the weight of what counts neither 0 nor 1; a weight below 0 is a violation."""
+    path, ids = tmp_path / "data.zarr", np.frombuffer(b"q?halfone", np.uint8).astype(int) + 1
+    weights = np.float32([0] * 2 + [0.5] * 4 + [1] * 3)
+    for split in ("train", "validation"):
+        write_split(path, split, [ids], weight=[weights])
+    save_dataset_tokenizer(path, load_tokenizer("bytes_utf8"))
+    tool.main(tool.InspectDataset(path=str(path), samples=1))
+    shown = capsys.readouterr().out
+    assert "context | q?\n  × 0.5   | half\n  target  | one\n" in shown and "has_weight" not in shown
+    zarr.open_group(path)["train/weight"][3] = -2
+    with pytest.raises(RunError, match="1 violation of the format"):
+        tool.main(tool.InspectDataset(path=str(path), verify=True))
+    assert "weight[3] is -2.0, expected a finite number, 0 or more" in capsys.readouterr().out

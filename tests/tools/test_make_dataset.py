@@ -40,7 +40,7 @@ def test_checked_in(split):
     made = corpus(split)
     np.testing.assert_array_equal(stored.encoded_tokens[:], encoded(made))
     np.testing.assert_array_equal(stored.seq_starts[:], np.cumsum([0, *map(len, made)]))
-    assert (stored.max_token_id, stored.bos_id, stored.is_target) == (max(map(max, made)), 0, None)
+    assert (stored.max_token_id, stored.bos_id, stored.weight) == (max(map(max, made)), 0, None)
     assert zarr.open_group(CHECKED_IN, mode="r")[split].attrs["config"] == {"seed": 0, "sequences": 512}
 
 

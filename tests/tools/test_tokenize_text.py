@@ -14,15 +14,22 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 import zarr
-from ragged import assert_refuses
+from ragged import FlatTokens, assert_refuses
 
 import tools.tokenize_text
+from models.t5 import PairBatch
 from runtime.config import command_line
 from runtime.data import documents
+from runtime.data.batches import Loader
 from runtime.data.flat_tokens import open_split
-from runtime.data.tokenizers import load_dataset_tokenizer
+from runtime.data.tokenizers import CHATML, load_dataset_tokenizer
+from runtime.terminal import RunError
+from shardlib.mesh import make_mesh
+from shardlib.shardtypes import make_shardings
 from tools.text_records import text_ends
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,7 +54,7 @@ def sequences(path, split="train"):
     assert (data.encoded_tokens[:][bounds[:-1]] & 1).all() and (data.encoded_tokens[:] & 1).sum() == len(parts)
     ids = data.encoded_tokens[:] >> 1
     assert data.max_token_id == ids.max() and data.bos_id == tokenizer.bos_id
-    targets = None if data.is_target is None else [data.is_target[:][part] for part in parts]
+    targets = None if data.weight is None else [data.weight[:][part] for part in parts]
     return [tokenizer.decode(ids[part]) for part in parts], [ids[part] for part in parts], targets
 
 
@@ -258,6 +265,15 @@ def test_prompts(tmp_path, tokenizer, suffix):
         assert is_target.tolist() == [False] * len(question) + [True] * len(answer)
 
 
+def test_chats_without_a_template(tmp_path, capsys):
+    """They are written as ChatML, which the data set keeps."""
+    source = write_lines(tmp_path / "a.jsonl", [{"messages": [{"role": "assistant", "content": "x"}]}])
+    tokenize(f"input={source}", f"output={tmp_path}/x.zarr", "format=chat")
+    assert "the tokenizer bytes_utf8 has no chat template: chats are written as ChatML\n" in capsys.readouterr().out
+    assert sequences(tmp_path / "x.zarr")[0] == ["<|im_start|>assistant\nx<|im_end|>\n"]
+    assert load_dataset_tokenizer(tmp_path / "x.zarr").chat_template == CHATML
+
+
 @pytest.mark.parametrize("tokenizer", ["bytes_utf8", "train_bpe"])
 def test_chats(tmp_path, tokenizer):
     """A chat is one sequence as its template writes it, exactly the assistant's words are targets; both splits have
@@ -286,6 +302,134 @@ def test_chats(tmp_path, tokenizer):
         assert ids.tolist() == ids_expected and is_target.tolist() == targets_expected
 
 
+# ---------------------------------------------------------------- weights and rows
+
+
+def test_weights(tmp_path):
+    """A token's weight is that of its record times that of its message or segment; without `weights` 0 and 1 say what
+    is a target."""
+    half = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "ab", "weight": 0.5}]
+    none = [{"role": "assistant", "content": "c", "weight": 0}, {"role": "assistant", "content": "d"}]
+    segments = [{"text": "ab", "weight": 0.25}, {"text": "c", "weight": 0}, {"text": "de", "weight": None}]
+    (tmp_path / "template.jinja").write_text(CHAT_TEMPLATE)
+    for format, record, weights, expected in (
+        ("text", {"text": "abc", "weight": 2}, True, [2, 2, 2]),
+        ("text", {"text": "abc", "weight": 2}, False, None),
+        ("prompt", {"in_text": "ab", "out_text": "c", "weight": 0.5}, True, [0, 0, 0.5]),
+        ("chat", {"messages": half, "weight": 3}, True, [0] * 18 + [1.5] * 2),
+        ("chat", {"messages": none}, False, [0] * 23 + [1]),
+        ("segments", {"segments": segments, "weight": 2}, True, [0.5, 0.5, 0, 2, 2]),
+        ("segments", {"segments": segments[1:]}, False, [0, 1, 1]),
+    ):
+        source = write_lines(tmp_path / "a.jsonl", [record])
+        options = [f"format={format}", f"weights={weights}", f"chat_template={tmp_path}/template.jinja"]
+        tokenize(f"input={source}", f"output={tmp_path}/x.zarr", "overwrite=true", *options)
+        (found,) = sequences(tmp_path / "x.zarr")[2] or [None]
+        assert (found if found is None else found.tolist()) == expected, format
+        assert open_split(tmp_path / "x.zarr", "train").targets == ("weight" if weights else expected and "is_target")
+
+
+def test_what_ends_a_document(tmp_path):
+    """It follows a text, an answer and the last segment, and is a target; the encoder's text ends with it too."""
+    record = {"text": "ab", "in_text": "q", "out_text": "a", "segments": [{"text": "q", "weight": 0}, {"text": "ab"}]}
+    source = write_lines(tmp_path / "a.jsonl", [record])
+    for format, texts, targets in (
+        ("text", ["ab</s>"], None),
+        ("prompt", ["qa</s>"], [[0] + [1] * 5]),
+        ("segments", ["qab</s>"], [[0] + [1] * 6]),
+        ("pairs", ["q</s>", "", "a</s>", ""], [[0] * 5, [0], [1] * 5, [0]]),
+    ):
+        options = [f"format={format}", "end='</s>'"] + (["row_length=6", "read_length=6"] if format == "pairs" else [])
+        tokenize(f"input={source}", f"output={tmp_path}/x.zarr", "overwrite=true", *options)
+        found, _, is_target = sequences(tmp_path / "x.zarr")
+        assert found == texts and (is_target and [each.tolist() for each in is_target]) == targets
+
+
+@pytest.mark.parametrize("too_long", ["refuse", "truncate", "drop"])
+def test_documents_longer_than_a_row(tmp_path, capsys, too_long):
+    """They are refused with their line, or cut, or left out, and counted."""
+    source = write_lines(tmp_path / "a.jsonl", [{"text": "a" * length} for length in (4, 9, 2, 8, 1)])
+    command = [f"input={source}", f"output={tmp_path}/x.zarr", "row_length=8", f"too_long={too_long}"]
+    if too_long == "refuse":
+        message = f"{source}:2: 9 tokens for row_length = 8: set it larger, or too_long to truncate or drop; …"
+        assert_refuses(message, tokenize, *command)
+        tokenize(*command, "on_bad_record=skip")
+        assert "; 1 bad records left out" in capsys.readouterr().out
+    else:
+        tokenize(*command)
+        count = (
+            "5 documents, 23 tokens; 1 of padding (4.2%)"
+            if too_long == "truncate"
+            else "4 documents, 15 tokens; 1 of padding (6.2%)"
+        )
+        assert f"{count}; 1 documents longer than a row cut or left out" in capsys.readouterr().out
+    rows = [4, 2, 1, 0, 8] if too_long != "truncate" else [4, 2, 1, 0, 8, 8]  # of padding, no text
+    assert sorted(map(len, sequences(tmp_path / "x.zarr")[0])) == sorted(rows)
+
+
+def test_rows_of_pairs(tmp_path):
+    """A run reads each pair whole: the encoder's n-th sequence of a row and the decoder's are one, with its weight."""
+    draws = random.Random(2)
+    draw = lambda most: "".join(draws.choices("abcdef", k=draws.randint(1, most)))  # noqa: E731
+    pairs = [(draw(9), draw(5), draws.choice([0.5, 1, 2])) for _ in range(200)]
+    source = write_lines(tmp_path / "a.jsonl", [{"in_text": a, "out_text": b, "weight": w} for a, b, w in pairs])
+    options = ["format=pairs", "weights=true", "read_length=20", "row_length=12"]
+    tokenize(f"input={source}", f"output={tmp_path}/x.zarr", *options)
+    found = []
+    with jax.set_mesh(make_mesh({"d": 2, "t": 1}, jax.devices()[:2])):
+        shape = {"batch": 2, "length": 12, "read_length": 20, "sharding": make_shardings(PairBatch)}
+        with Loader(FlatTokens(str(tmp_path / "x.zarr")), "train", **shape, shuffle=False) as loader:
+            assert loader.rows < 80  # a pair a row would be 200, and no padding at all 49
+            for step in range(loader.steps):
+                batch = jax.tree.map(np.asarray, loader.load(step))
+                assert batch.read.shape == (2, 20) and batch.targets.shape == (2, 12)
+                np.testing.assert_array_equal(batch.is_target, batch.weight > 0)
+                for row in range(2):
+                    parts = []
+                    for name, starts in (
+                        ("read", "read_starts"),
+                        ("targets", "is_seq_start"),
+                        ("weight", "is_seq_start"),
+                    ):
+                        places = np.flatnonzero(getattr(batch, starts)[row])[1:]
+                        parts.append(np.split(getattr(batch, name)[row], places))
+                    for read, written, weight in zip(*parts):
+                        if weight[0] > 0:
+                            assert len(set(weight)) == 1
+                            text = load_dataset_tokenizer(tmp_path / "x.zarr").decode
+                            found.append((text(read), text(written), float(weight[0])))
+    assert sorted(found) == sorted(pairs)
+
+
+def test_rows_of_an_interrupted_run(tmp_path, monkeypatch):
+    """A run that is stopped at any block continues to the same bytes, by any number of processes, with rows that hold
+    whole chats."""
+    chats = [[{"role": "assistant", "content": text}] for text in texts(600)]
+    source = write_lines(tmp_path / "a.jsonl", [{"messages": chat} for chat in chats])
+    options = ["format=chat", "row_length=256", "too_long=drop", "validation_fraction=0.1"]
+    monkeypatch.setattr(documents, "BLOCK_BYTES", 3000)
+    monkeypatch.setattr(tools.tokenize_text, "PACKED_TOKENS", 8000)
+    monkeypatch.setattr(tools.tokenize_text, "RECORD_S", 0.0)
+    tokenize(f"input={source}", f"output={tmp_path}/whole.zarr", *options)
+    read = tools.tokenize_text.read_blocks
+    for stop in (3, 7, 12):
+
+        def stopped(*args, stop=stop):
+            yield from itertools.islice(read(*args), stop)
+            raise RunError("stopped")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(tools.tokenize_text, "read_blocks", stopped)
+            assert_refuses("stopped", tokenize, f"input={source}", f"output={tmp_path}/x.zarr", *options)
+    tokenize(f"input={source}", f"output={tmp_path}/x.zarr", *options, "processes=2")
+    assert files(tmp_path / "x.zarr") == files(tmp_path / "whole.zarr")
+    for split in ("train", "validation"):
+        data = open_split(tmp_path / "x.zarr", split)
+        assert data.row_length == 256 and set(range(0, data.token_count, 256)) <= set(data.seq_starts[:].tolist())
+    found = [text for split in ("train", "validation") for text in sequences(tmp_path / "x.zarr", split)[0] if text]
+    assert len(found) == 600
+
+
 # ---------------------------------------------------------------- faults of the input
 
 NO_WORDS = [{"role": "user", "content": "x"}]
@@ -303,6 +447,17 @@ BAD = {
     "a.jsonl:1: no field 'out_text'; it has 'in_text'": b'{"in_text": "x"}\n',
     f"a.jsonl:1: field 'out_text' is empty, {LEARN}": b'{"in_text": "x", "out_text": ""}\n',
     f"a.jsonl:1: no message is the assistant's, {LEARN}": json.dumps({"messages": NO_WORDS}).encode(),
+    "a.jsonl:1: field 'segments': expected a list of {\"text\": ..., \"weight\": ...}": b'{"segments": ["x"]}',
+    f"a.jsonl:1: all weights are 0, {LEARN}": b'{"segments": [{"text": "x", "weight": 0}]}',
+    "a.jsonl:1: segments[0].weight is nan, expected a number from 0 to 1,000,000": (
+        b'{"segments": [{"text": "x", "weight": NaN}]}'
+    ),
+    "a.jsonl:1: segments[1].weight is -1, expected a number from 0 to 1,000,000": (
+        b'{"segments": [{"text": "x"}, {"text": "x", "weight": -1}]}'
+    ),
+    "a.jsonl:1: the weight 0.5 of segments needs weights=true; without that a weight is 0 or 1": (
+        b'{"segments": [{"text": "x", "weight": 0.5}]}'
+    ),
     "a.jsonl: the file is empty": b"",
     "a.jsonl.gz: the file is empty": gzip.compress(b""),
     "a.txt: the file is empty": b"",
@@ -317,8 +472,12 @@ def test_bad_records(tmp_path, capsys, message):
     rest is taken."""
     (tmp_path / message.partition(":")[0]).write_bytes(BAD[message])
     format = "prompt" if "out_text" in message else "chat" if "assistant" in message else "text"
+    format = "segments" if "segments" in message or "weights" in message else format
     turns = [{"role": "user", "content": "g"}, {"role": "assistant", "content": "ood"}]
-    write_lines(tmp_path / "b.jsonl", [{"text": "good", "in_text": "g", "out_text": "ood", "messages": turns}])
+    write_lines(
+        tmp_path / "b.jsonl",
+        [{"text": "good", "in_text": "g", "out_text": "ood", "messages": turns, "segments": [{"text": "good"}]}],
+    )
     (tmp_path / "template.jinja").write_text(CHAT_TEMPLATE)
     output = [f"output={tmp_path}/x.zarr", f"chat_template={tmp_path}/template.jinja", "document_bytes=4"]
     command = [f"input='{tmp_path}/[ab].*'", f"format={format}", *output]
@@ -368,10 +527,10 @@ def test_bad_rows(tmp_path):
 
 ONE_OF = "expected one of input (a path, glob or URL) and hf_dataset.path (the name of a data set)"
 WRONG = {
-    "bpe_vocab=256": "bpe_vocab = 256: expected 257 (the bytes and one) to 2147483647",
+    "bpe_vocab=256": "bpe_vocab = 256: expected 259 (the bytes and three) to 2147483647",
     "bpe_bytes=0": "bpe_bytes = 0: expected more than 0",
     "bos_id=-1": "bos_id = -1: expected an id from 0 to 2147483647",
-    "format=json": 'format = "json": expected text or prompt or chat',
+    "format=json": 'format = "json": expected text or prompt or chat or segments or pairs',
     "document_bytes=1": "document_bytes = 1: expected 4 or more",
     "validation_fraction=1": "validation_fraction = 1: expected a number from 0 to below 1",
     "seed=-1": "seed = -1: expected a number from 0 to less than 2⁶⁴",
@@ -379,6 +538,14 @@ WRONG = {
     "processes=-1": "processes = -1: expected a whole number from 0 to 2147483647",
 }
 REFUSED = [
+    (["input=IN/a.jsonl", "format=chat", "end=x"],
+     'command line: end = "x": the chat template says how a turn ends: give it there'),
+    (["input=IN/a.jsonl", "too_long=drop"],
+     'command line: too_long = "drop": only rows of a row_length have documents that are too long: set that too'),
+    (["input=IN/a.jsonl", "format=pairs", "row_length=8"],
+     'command line: format = "pairs": pairs are written in rows: set row_length and read_length'),
+    (["input=IN/a.jsonl", "read_length=8"],
+     "command line: read_length = 8: only format=pairs has something that an encoder reads"),
     ([], ONE_OF),
     (["input=IN/a.txt", "hf_dataset.path=x"], ONE_OF),
     (["input=IN/a.txt", *WRONG], "\n  command line: ".join(["9 problems in the configuration", *WRONG.values()])),
@@ -387,9 +554,9 @@ REFUSED = [
     (["input='IN/*.json'"], "no file matches IN/*.json"),
     (["input=IN"], "IN is a folder, expected files: say IN/*.txt or such"),
     (["input=nothing://x"], "cannot read nothing://x (ValueError: Protocol not known: nothing)"),
+    (["input=IN/a.txt", "end=x"], "IN/a.txt is cut by size, not where a document ends: end=x needs a separator"),
     (["input=IN/a.txt", "format=prompt"], "IN/a.txt is plain text by its suffix, but format=prompt needs records: …"),
     (["input=IN/a.txt", "validation=IN/a.txt"], "validation=IN/a.txt names all files of input=IN/a.txt, so nothing …"),
-    (["input=IN/a.jsonl", "format=chat"], "the tokenizer bytes_utf8 has no chat template: give one, …"),
     (["input=IN/a.jsonl", "format=chat", "chat_template=nowhere"], "chat_template=nowhere cannot be read (…)"),
     (["input=IN/a.jsonl", "tokenizer=train_bpe"], "IN/a.jsonl holds no text that a tokenizer could be trained on"),
     (["hf_dataset.path=no/where"], "hf_dataset.path: cannot read no/where (…): …"),
@@ -435,7 +602,7 @@ def test_output_that_is_there(tmp_path, capsys):
     made = "a data set, or its beginning, made with another config or from an input that has changed since"
     assert_refuses(f"{tmp_path}/x.zarr holds {made}: {other}", tokenize, *command, "document_bytes=4")
     assert files(tmp_path / "x.zarr") == before
-    tokenize(*command, "document_bytes=4", "overwrite=true", "tokenizer=train_bpe", "bpe_vocab=257")
+    tokenize(*command, "document_bytes=4", "overwrite=true", "tokenizer=train_bpe", "bpe_vocab=259")
     assert sequences(tmp_path / "x.zarr")[0] == ["some", " tex", "t"]
     tokenize(*command, "overwrite=true")
     assert files(tmp_path / "x.zarr") == before

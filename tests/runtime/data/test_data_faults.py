@@ -183,7 +183,7 @@ def test_a_run_stops_where_its_data_are_damaged(tmp_path, monkeypatch, capfd):
         f"read encoded_tokens of {a}/train from 20480 to 21504 (the file train/encoded_tokens/c/20 is missing)" in error
     )
     assert f"training data: 75.00% from 40,000 tokens of {a}/train in 1,250 rows of 32, 0 at its end" in printed
-    assert f"of {b}/validation in 62 rows of 32, 16 at its end being too few for a row; 1 batches of 16" in printed
+    assert f"of {b}/validation in 62 rows of 32, 16 at its end being too few for a row; 2 batches of 16" in printed
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert 4 < max(line["step"] for line in lines) < 120
     for line in lines:

@@ -2,7 +2,9 @@
 be."""
 
 import json
+from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 import zarr
@@ -14,12 +16,16 @@ from ragged import (
     assert_refuses,
     encoded,
     ragged,
+    read_from_chunks,
     sharding,
 )
 
+from models.layers import WeightedBatch
 from runtime.data import flat_tokens
 from runtime.data.batches import Loader
 from runtime.data.flat_tokens import open_split, write_split
+from shardlib.mesh import make_mesh
+from shardlib.shardtypes import make_shardings
 
 
 @pytest.fixture
@@ -69,7 +75,7 @@ def test_round_trip(tmp_path, chunk_tokens):
     split = open_split(tmp_path / "data", "train")
     np.testing.assert_array_equal(split.encoded_tokens[:], encoded(sequences))
     np.testing.assert_array_equal(split.seq_starts[:], np.cumsum([0, *map(len, sequences)]))
-    np.testing.assert_array_equal(split.is_target[:], np.concatenate(masks))
+    np.testing.assert_array_equal(split.weight[:], np.concatenate(masks))
     assert (split.max_token_id, split.bos_id) == (max(ids.max() for ids in sequences if len(ids)), 5)
     assert (split.token_count, split.sequence_count) == (sum(map(len, sequences)), 102)
     assert zarr.open_group(tmp_path / "data", mode="r")["train"].attrs["tokenizer"] == "x"
@@ -146,6 +152,15 @@ def test_writer_refuses(tmp_path):
         ([good] * 2, [good > 0], f"is_target of sequence 1 for {path}/train is object[], expected bool[2]"),
     ):
         assert_refuses(message, write_split, path, "train", sequences, is_target=masks, overwrite=True)
+    for weight, message in (
+        (np.ones(2), f"weight of sequence 0 for {path}/train is float64[2], expected float32[2]"),
+        (np.float32([1, -1]), f"weight of sequence 0 for {path}/train holds -1.0, expected a finite number, 0 or more"),
+        (
+            np.float32([np.nan, 1]),
+            f"weight of sequence 0 for {path}/train holds nan, expected a finite number, 0 or more",
+        ),
+    ):
+        assert_refuses(message, write_split, path, "train", [good], weight=[weight], overwrite=True)
     message = f"{path}/train is there already: write to a new path, or say overwrite=true to replace it"
     assert_refuses(message, write_split, path, "train", [good])
     zarr.open_group(tmp_path / "old", mode="w", zarr_format=2)
@@ -192,7 +207,7 @@ def replace_array(group, name, values):
 
 
 WRITTEN = "the length of encoded_tokens: the data set is damaged or only partly written, write or copy it again"
-IDS = "expected a token id from 0 to 2147483647"
+IDS = "expected a number from 0 to 2147483647"
 DAMAGE = {
     "DATA/train has no array 'encoded_tokens', so it is no flat-tokens split; it holds 'seq_starts'": (
         lambda group: replace_array(group, "encoded_tokens", None)
@@ -217,6 +232,12 @@ DAMAGE = {
     ),
     "is_target of DATA/train has 7 entries, expected one a token, 8": (
         lambda group: group.create_array("is_target", shape=(7,), dtype=bool)
+    ),
+    "DATA/train has both is_target and weight, expected one of them: weights say what is a target": (
+        lambda group: group.attrs.update(has_is_target=True, has_weight=True)
+    ),
+    "DATA/train has 8 tokens, expected whole rows of 5 as its row_length says: the data set is damaged, write or …": (
+        lambda group: group.attrs.update(row_length=3, read_length=2)
     ),
     "DATA/train has no attribute 'max_token_id': the writer did not finish, or is none of flat-tokens; …": (
         lambda group: group.attrs.put({"bos_id": 0})
@@ -246,3 +267,91 @@ def test_half_written_does_not_open(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         write_split(tmp_path / "data", "train", stopped(), chunk_tokens=16)
     assert_refuses("…/data/train has no attribute 'max_token_id'…", open_split, tmp_path / "data", "train")
+
+
+# ---------------------------------------------------------------- weights and rows
+
+
+def shardings_of(batch_type):
+    with jax.set_mesh(make_mesh({"d": 2, "t": 1}, jax.devices()[:2])):
+        return make_shardings(batch_type)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_weights_are_read(tmp_path, packing, monkeypatch):
+    """A batch has the weights that were written, beside data without weights 1 for each target; padding has 0."""
+    read_from_chunks(monkeypatch)
+    sequences = [ids[:40] for ids in ragged(7, longest=39)]
+    written = [np.float32((ids % 5) / 2) for ids in sequences]
+    write_split(tmp_path / "a", "train", sequences, weight=written, chunk_tokens=64)
+    write_split(tmp_path / "b", "train", sequences, is_target=[each > 0 for each in written], chunk_tokens=64)
+    found = {}
+    for name in "ab":
+        shape = {"batch": 4, "length": 40, "sharding": shardings_of(WeightedBatch)}
+        with Loader(FlatTokens(str(tmp_path / name), 0, packing), "train", **shape) as loader:
+            batches = [jax.tree.map(np.asarray, loader.load(step)) for step in range(loader.steps)]
+            found[name] = jax.tree.map(lambda *parts: np.concatenate(parts), *batches)
+    one, two = found["a"], found["b"]
+    for name in ("targets", "is_seq_start", "is_target"):
+        np.testing.assert_array_equal(getattr(one, name), getattr(two, name))
+    np.testing.assert_array_equal(one.weight, one.is_target * (one.targets % 5) / 2)
+    np.testing.assert_array_equal(two.weight, two.is_target)
+    assert one.weight.dtype == np.float32 and one.is_target.any() and one.weight.max() == 2
+
+
+def test_weights_in_a_mixture(tmp_path):
+    """A source without weights has 1 for each target beside one that has them."""
+    write_split(tmp_path / "a", "train", [np.full(400, 1)], weight=[np.full(400, 0.5, np.float32)])
+    write_split(tmp_path / "b", "train", [np.full(400, 2)], is_target=[np.arange(400) % 2 > 0])
+    mixture = [SimpleNamespace(filespec=str(tmp_path / name), weight=1) for name in "ab"]
+    shape = {"batch": 4, "length": 10, "sharding": shardings_of(WeightedBatch), "mixture": mixture}
+    with Loader(FlatTokens(None), "train", **shape) as loader:
+        batch = jax.tree.map(np.asarray, loader.load(0))
+    assert set(batch.weight[batch.targets == 1]) == {0.5}
+    np.testing.assert_array_equal(batch.weight[batch.targets == 2], batch.is_target[batch.targets == 2])
+    assert set(batch.weight[batch.targets == 2]) == {0, 1}
+
+
+def test_what_a_batch_cannot_hold_is_refused(tmp_path):
+    """Weights for a loss that does not take them, rows of another length, tokens that no encoder reads, or none for
+    one."""
+    one = [np.arange(1, 9)]
+    write_split(tmp_path / "weights", "train", one, weight=[np.ones(8, np.float32)])
+    write_split(tmp_path / "rows", "train", one, attributes={"row_length": 4})
+    write_split(tmp_path / "pairs", "train", one, attributes={"row_length": 1, "read_length": 3})
+    write_split(tmp_path / "plain", "train", one)
+    rows = "train was written in rows of {} tokens, which hold sequences whole: set training.tokens.len={}"
+    packed = ", with flat_tokens.sequence_packing=true"
+    for name, options, message in (
+        (
+            "weights",
+            {},
+            "train holds weights of targets, which this program's loss does not take: write the data set …",
+        ),
+        ("rows", {"length": 8}, rows.format(4, 4) + packed),
+        ("rows", {"packing": False}, rows.format(4, 4) + packed),
+        (
+            "pairs",
+            {},
+            "train holds pairs, of what an encoder reads and what is written, and this program has no encoder",
+        ),
+        ("pairs", {"read_length": 2}, rows.format(1, 1) + " and training.tokens.read_len=3" + packed),
+        ("plain", {"read_length": 3}, "train holds no pairs, of what … is written, and this program has an encoder"),
+    ):
+        config = FlatTokens(str(tmp_path / name), 0, options.pop("packing", True))
+        options = {"batch": 1, "length": 4, "sharding": sharding(), **options}
+        assert_refuses(f"{tmp_path}/{name}/{message}", Loader, config, "train", **options)
+    with Loader(FlatTokens(str(tmp_path / "rows")), "train", batch=1, length=4, sharding=sharding()) as loader:
+        assert loader.rows == 2 and loader.dropped_tokens == 0
+
+
+def test_weights_that_are_none_end_a_run(tmp_path):
+    """One that a writer, or a damaged disk, left in the data is named with its place."""
+    write_split(tmp_path / "data", "train", [np.arange(8)], weight=[np.ones(8, np.float32)])
+    zarr.open_group(tmp_path / "data", mode="r+")["train/weight"][5] = np.nan
+    shape = {"batch": 2, "length": 4, "sharding": shardings_of(WeightedBatch)}
+    with Loader(FlatTokens(str(tmp_path / "data")), "train", **shape) as loader:
+        message = (
+            f"weight of {tmp_path}/data/train holds nan at 5, expected a finite number, 0 or more: write the data …"
+        )
+        assert_refuses(message, loader.load, 0)

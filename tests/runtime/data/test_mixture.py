@@ -1,14 +1,19 @@
 """Mixtures through the loader: whose rows a batch holds, over epochs, meshes and hosts; validation, and what is
 refused."""
 
+import contextlib
 import dataclasses
+from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 from ragged import FlatTokens, as_numpy, assert_equal, assert_refuses, ragged, read_all, read_from_chunks, sharding
 
 from runtime.data.batches import Loader
 from runtime.data.flat_tokens import write_split
+from runtime.run import Run
+from shardlib.mesh import make_mesh
 
 LENGTH = 8
 
@@ -77,19 +82,50 @@ def test_what_is_said_of_a_mixture(sources):
 
 
 def test_validation_ends_with_the_first_source(sources):
-    """The validation splits, by the same weights, each in the order it is stored in, until one has no more; or the
-    first
-    batches of that."""
+    """The validation splits, by the same weights, each in the order it is stored in and in batches of its own, until
+    one has no more; or the first batches of that."""
     with loader(sources, "validation") as data:
-        assert data.steps == 2  # 8 of 40 rows, 5 of 25, 40 of 200: the first ends at row 16
-        source, row = rows_of(data, range(2))
+        assert data.steps == 3  # 8 of 40 rows, 5 of 25, 40 of 200: the first ends at row 16
+        assert [data.source_of(step) for step in range(3)] == [each.filespec for each in sources]
+        assert [len(data.rows_of(step)) for step in range(3)] == [8, 3, 5]
+        source, row = rows_of(data, range(3))
         is_target = read_all(data)[2][:, 0]
     source, row = source[is_target], row[is_target]
     for index in range(3):
         np.testing.assert_array_equal(row[source == index], np.arange(np.sum(source == index)))
     assert np.bincount(source).tolist() == [8, 3, 5]
-    with loader(sources, "validation", batches=1) as data:
-        assert data.steps == 1 and rows_of(data, [0])[0].tolist() == source[:8].tolist()
+    with loader(sources, "validation", batches=1) as data:  # 8 rows
+        source, row = (each[read_all(data)[2][:, 0]] for each in rows_of(data, range(data.steps)))
+        assert source.tolist() == [0, 0, 0, 0, 1, 1, 2, 2] and row.tolist() == [0, 1, 2, 3, 0, 1, 0, 1]
+    with loader(sources, "validation", mesh=(8, 1)) as data, loader(sources, "validation") as one:
+        for step in range(3):
+            assert_equal(data.load(step), one.load(step))
+
+
+def test_the_validation_loss_of_each_source(sources):
+    """Of batches of three sources: the loss of each is its own mean, that of all the mean over all targets."""
+    logged = []
+    with loader(sources, "validation") as data:
+        run = SimpleNamespace(
+            due=lambda *_: True,
+            stay_close=lambda *_, behind: None,
+            validation_data=data,
+            _config=SimpleNamespace(eval_interval=1),
+            _score=None,
+            _signals=SimpleNamespace(stop=lambda: False),
+            _tracker=SimpleNamespace(paused=contextlib.nullcontext, log_validation=lambda *given: logged.append(given)),
+        )
+
+        def add_batch(weights, loss, targets, batch):  # the loss of a target is its row, from 1
+            counted = np.asarray(batch.is_target)
+            losses = weights * (np.asarray(batch.targets) % 1000 + 1)[counted]
+            return loss + np.float32(losses.sum()), targets + np.float32(counted.sum())
+
+        with jax.set_mesh(make_mesh({"d": 1, "t": 1}, devices=jax.devices()[:1])):
+            Run.validate_if_due(run, 6, add_batch, 2)
+    ((step, loss, of_sources),) = logged
+    assert step == 7 and of_sources == {sources[0].filespec: 9.0, sources[1].filespec: 4.0, sources[2].filespec: 6.0}
+    assert loss == (8 * 9 + 3 * 4 + 5 * 6) / 16
 
 
 def test_a_function_of_the_step(sources, monkeypatch):

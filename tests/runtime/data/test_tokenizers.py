@@ -1,6 +1,7 @@
 """runtime/data/tokenizers.py: ids and text there and back, what stands before a sequence, chats against transformers,
 and what is refused."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -9,6 +10,7 @@ import zarr
 from ragged import assert_refuses
 
 from runtime.data.tokenizers import (
+    CHATML,
     EXPECTED,
     ChatError,
     Tokenizer,
@@ -304,3 +306,54 @@ def test_chats_that_are_refused(messages, template, message):
     with pytest.raises(ChatError) as error:
         tokenizer.encode_chat(messages)
     assert str(error.value) == message
+
+
+CHATML_TEXT = """\
+<|im_start|>system
+Be brief.<|im_end|>
+<|im_start|>user
+Grüße! 1 + 1?<|im_end|>
+<|im_start|>assistant
+2 – 二 <|im_end|>
+<|im_start|>user
+Sure?<|im_end|>
+<|im_start|>assistant
+Yes.<|im_end|>
+"""
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_chatml(bpe, trained):
+    """ChatML is written as its authors write it. The end of the assistant's turns is a target, of the others' it is
+    not; a trained BPE has one id for it. A prompt ends with the header of an answer, and a chat goes on as it was."""
+    tokenizer = dataclasses.replace(bpe if trained else load_tokenizer("bytes_utf8"), chat_template=CHATML)
+    ids, weight = tokenizer.encode_chat(CHAT)
+    is_target = weight == 1
+    assert tokenizer.decode(ids) == CHATML_TEXT and (is_target | (weight == 0)).all()
+    assert tokenizer.decode(ids[is_target]) == "2 – 二 <|im_end|>Yes.<|im_end|>"
+    if trained:
+        (end,) = tokenizer.encode_batch(["<|im_end|>"])[0]
+        assert is_target[ids == end].tolist() == [False, False, True, False, True]
+        assert (end, tokenizer.special_tokens["eos_token"]) == (2, "<|im_end|>")
+    prompt = tokenizer.encode_prompt(CHAT[:2])
+    assert tokenizer.decode(prompt) == CHATML_TEXT.partition("2 – 二")[0]
+    assert ids[: len(prompt)].tolist() == prompt.tolist()
+    calls = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [{"name": "f"}]}]
+    with pytest.raises(ChatError, match=r"does not take the messages .ChatML has no form for tool_calls."):
+        tokenizer.encode_chat(calls)
+
+
+def test_weights_of_messages(bpe):
+    """Each of the assistant's tokens has its message's weight; a template that marks other parts is refused."""
+    tokenizer = dataclasses.replace(bpe, chat_template=CHATML)
+    ids, weight = tokenizer.encode_chat(CHAT, [1, 1, 0.5, 7, 2])
+    assert weight.dtype == np.float32 and set(weight) == {0, 0.5, 2}
+    parts = [tokenizer.decode(ids[weight == each]) for each in (0.5, 2)]
+    assert parts == ["2 – 二 <|im_end|>", "Yes.<|im_end|>"]
+    once = dataclasses.replace(bpe, chat_template="{% generation %}{{ messages[2].content }}{% endgeneration %}")
+    message = (
+        "the chat template marks 1 parts as the assistant's, expected one for each of its 2 messages, to give it …"
+    )
+    with pytest.raises(ChatError) as error:
+        once.encode_chat(CHAT, [1, 1, 0.5, 7, 2])
+    assert str(error.value).startswith(message[:-1])
