@@ -11,8 +11,8 @@ models/decoding.py has the mathematics.
 import functools
 import json
 import sys
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,7 +36,7 @@ from runtime.config.keys import Count
 from runtime.config.rebuild import Origins
 from runtime.config.resume import config_of
 from runtime.data.sources import kept_tokenizer
-from runtime.data.tokenizers import Tokenizer, load_dataset_tokenizer, load_tokenizer
+from runtime.data.tokenizers import CHATML, END_OF_TURN, Tokenizer, load_dataset_tokenizer, load_tokenizer
 from runtime.run import with_shardings
 from runtime.terminal import RunError, print_error, printable
 from shardlib.mesh import current_mesh, make_mesh
@@ -68,6 +68,8 @@ class Generate(Drawing):
     to: str | None = None  # a .jsonl file that is continued, with a line for each text; none: standard output
     rows: Count = 8  # texts that are written at the same time
     compute_dtype: Literal["bfloat16", "float32"] | None = None  # null: the model's; float32 on a CPU
+    # Of the layers: int8, in a byte an element, which rounds them; split, over d too, and gathered for each token.
+    weights: Literal["int8", "split"] | None = None
     mesh: Mesh = field(default_factory=Mesh)
 
 
@@ -80,6 +82,7 @@ class Served:
     source: Source
     tokenizer: Tokenizer | None
     start: tuple[int, ...]  # ids that stand before each prompt
+    end: tuple[int, ...]  # ids that stand behind it, where an encoder reads it
     length: int  # tokens of a row that it was trained on
 
     def ids_of(self, prompt: "str | Sequence[dict]") -> list[int]:
@@ -88,8 +91,16 @@ class Served:
             raise RunError(f"{self.source.folder} has no tokenizer: give prompt_ids, and output=ids")
         if not isinstance(prompt, str):
             ids = self.tokenizer.encode_prompt(prompt).tolist()
-            return ids if self.start[:1] == tuple(ids[:1]) else [*self.start, *ids]
-        return [*self.start, *self.tokenizer.encode_batch([prompt])[0].tolist()]
+            return ids if self.start and self.start[:1] == tuple(ids[:1]) else [*self.start, *ids, *self.end]
+        return [*self.start, *self.tokenizer.encode_batch([prompt])[0].tolist(), *self.end]
+
+    @property
+    def is_chatml(self) -> bool:
+        return self.tokenizer is not None and self.tokenizer.chat_template == CHATML
+
+    def chat_stops(self, stop: Sequence[str]) -> tuple[str, ...]:
+        """What an answer in a chat ends before: a tokenizer may have no token for the end of ChatML's turns."""
+        return (*stop, END_OF_TURN) if self.is_chatml else tuple(stop)
 
 
 def start_mesh(config: Any) -> jax.sharding.Mesh:
@@ -100,45 +111,58 @@ def start_mesh(config: Any) -> jax.sharding.Mesh:
     return make_mesh(vars(config.mesh))
 
 
-def serve(path: str, mesh: jax.sharding.Mesh, compute_dtype: str | None = None) -> Served:
-    """Reads a model onto the current mesh.
+def opened(path: str, axes: Mapping[str, int], compute_dtype: str | None, pool: Executor) -> tuple[Source, Any, Any]:
+    """A model that can decode: where it is, what it computes, and the shapes of its weights, which a mesh can split.
 
+    Args:
+      axes: the sizes of the mesh's.
+      compute_dtype: None is the model's.
     Raises:
       RunError: there is none, it cannot decode, or the mesh cannot split it.
     """
+    source = open_weights(path, pool)
+    if source.family is None or hasattr(source.family, "predict"):
+        raise RunError(f"{path} is of a model that models/ cannot decode: write a family for it (docs/models.md)")
+    act.dtype = stored.dtype = compute_dtype or source.model.compute_dtype
+    model = replace(source.model, compute_dtype=act.dtype)
+    shapes = jax.eval_shape(functools.partial(source.family.init, model), np.uint32(0))
+    type_ = narrowed(source.family.Weights, shapes)
+    mesh_of_run = SimpleNamespace(mesh=SimpleNamespace(**axes), model=model, training=(), origins=Origins())
+    check_sizes(mesh_of_run, type_, shapes)
+    return source, model, jax.tree.map(lambda x, of: jax.ShapeDtypeStruct(x.shape, of.element.dtype), shapes, type_)
+
+
+def serve(path: str, mesh: jax.sharding.Mesh, compute_dtype: str | None = None, kept: str | None = None) -> Served:
+    """Reads a model onto the current mesh. Raises RunError as `opened`."""
     with ThreadPoolExecutor() as pool:
-        source = open_weights(path, pool)
-        if source.family is None or hasattr(source.family, "hidden"):
-            raise RunError(f"{path} is of a model that models/ cannot decode: write a family for it (docs/models.md)")
         # XLA:CPU computes bfloat16 by way of float32.
-        dtype = compute_dtype or ('float32' if jax.default_backend() == 'cpu' else source.model.compute_dtype)
-        act.dtype = stored.dtype = dtype
-        model = replace(source.model, compute_dtype=dtype)
-        shapes = jax.eval_shape(functools.partial(source.family.init, model), np.uint32(0))
-        type_ = narrowed(source.family.Weights, shapes)
-        check_sizes(
-            SimpleNamespace(mesh=SimpleNamespace(**mesh.shape), model=model, training=(), origins=Origins()),
-            type_,
-            shapes,
-        )
-        like = jax.tree.map(lambda x, of: jax.ShapeDtypeStruct(x.shape, of.element.dtype), shapes, type_)
-        weights = restored(source, model, with_shardings(like, type_), pool)
+        dtype = compute_dtype or ('float32' if jax.default_backend() == 'cpu' else None)
+        source, model, shapes = opened(path, mesh.shape, dtype, pool)
+        shapes = with_shardings(shapes, narrowed(source.family.Weights, shapes))
+        weights = restored(source, model, shapes, pool)
         if not isinstance(source.checkpoint, Published):
             check_program(source, model, weights)
     tokenizer, start = _tokenizer(source)
+    end, decoder_start = (), None
+    if hasattr(source.family, "memory"):  # T5's tokenizers add nothing but an end
+        config = source.config or {}
+        start, end, decoder_start = (), start, config.get("decoder_start_token_id", config.get("pad_token_id") or 0)
+    if tokenizer is not None and not tokenizer.chat_template:
+        tokenizer = replace(tokenizer, chat_template=CHATML)
     if source.config is None:
         length = source.checkpoint.attributes["config"]["training"]["tokens"]["len"]
     else:
         length = source.config.get("max_position_embeddings", 2**30)
     if hasattr(model, "positions"):  # a table of them, which ends
         length = model.positions - model.first_position
-    return Served(Generator(source.family, model, weights, _ends(source, tokenizer)), source, tokenizer, start, length)
+    generator = Generator(source.family, model, weights, _ends(source, tokenizer), decoder_start, kept)
+    return Served(generator, source, tokenizer, start, end, length)
 
 
 def check_program(source: Source, model: Any, weights: Any) -> None:
     """Refuses a run of a changed train.py, unless its program computes the same as the family here: on one row."""
     attributes = source.checkpoint.attributes
-    if not program.is_another(attributes):
+    if "family" in attributes or not program.is_another(attributes):  # finetune.py computes with models/ itself
         return
     trainer, _ = program.of_checkpoint(attributes)
     config = config_of(trainer.Config, attributes)
@@ -280,9 +304,16 @@ def prompts_of(config: Generate) -> list[str | list[dict]]:
     return prompts
 
 
+def as_chat(served: Served, config: Generate) -> Generate:
+    """The same, with what ends an answer in a chat. A line says where it is ChatML, which the model may not know."""
+    if served.is_chatml:
+        print_error(f"{config.model}: the chat is written as ChatML", "note")
+    return replace(config, stop=served.chat_stops(config.stop))
+
+
 def converse(served: Served, config: Generate) -> None:
     """A conversation: a line of standard input is a message, its end the end."""
-    messages: list[dict] = []
+    config, messages = as_chat(served, config), list[dict]()
     while True:
         print("> ", end="", flush=True)
         if not (line := sys.stdin.readline()):
@@ -326,21 +357,23 @@ def record_of(config: Generate, number: int, sample: int, ids: Sequence[int], te
 
 def main(config: Generate) -> None:
     """Writes texts with a model, to standard output or to a file."""
-    given = [key for key in ("prompt", "prompt_ids", "input") if getattr(config, key) is not None]
-    if len(given) > 1:
-        raise RunError(f"{' and '.join(given)}: expected one of them")
+    keys = [key for key in ("prompt", "prompt_ids", "input") if getattr(config, key) is not None]
+    if len(keys) > 1:
+        raise RunError(f"{' and '.join(keys)}: expected one of them")
     if config.samples > 1 and config.beams > 1:
         raise RunError("samples and beams: beam search finds one text, expected one of them")
     mesh = start_mesh(config)
     with jax.set_mesh(mesh):
-        served = serve(config.model, mesh, config.compute_dtype)
-        if config.chat and not given:
+        served = serve(config.model, mesh, config.compute_dtype, config.weights)
+        if config.chat and not keys:
             return converse(served, config)
         if config.prompt_ids is not None:
             check_ids(config.prompt_ids, served)
             prompts = [list(config.prompt_ids)]
         else:
-            prompts = [served.ids_of(prompt) for prompt in prompts_of(config)]
+            given = prompts_of(config)
+            config = as_chat(served, config) if any(isinstance(each, list) for each in given) else config
+            prompts = [served.ids_of(each) for each in given]
         if (longest := max(map(len, prompts)) + config.tokens) > served.length:
             text = f"up to {longest} tokens, of a model that was trained on {served.length}"
             if hasattr(served.source.model, "positions"):

@@ -17,9 +17,9 @@ import uuid
 from collections import Counter, deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import jax
 import pydantic
@@ -27,7 +27,7 @@ import pydantic
 from generate import Mesh, Served, Text, serve, start_mesh
 from models.decoding import Drawing, Slots
 from runtime.config import command_line
-from runtime.config.keys import Count
+from runtime.config.keys import Count, NotNegative, Seed
 from runtime.data.tokenizers import ChatError
 from runtime.terminal import RunError, needs_package, print_line
 
@@ -47,37 +47,32 @@ class Serve:
     length: Count = 2048  # tokens of a prompt and its answer, at most
     waiting: Count = 64  # requests that wait for a row, at most; more are told to come again
     compute_dtype: Literal["bfloat16", "float32"] | None = None  # null: the model's; float32 on a CPU
+    # Of the layers: int8, in a byte an element, which rounds them; split, over d too, and gathered for each token.
+    weights: Literal["int8", "split"] | None = None
     mesh: Mesh = field(default_factory=Mesh)
 
 
-class Request(pydantic.BaseModel):
-    """What /v1/completions and /v1/chat/completions take. Fields that they take besides must have no effect."""
+_MAX_TOKENS = pydantic.Field(validation_alias=pydantic.AliasChoices("max_tokens", "max_completion_tokens"))
 
-    model_config = pydantic.ConfigDict(extra="forbid")
 
-    model: str | None = None
+@dataclass(frozen=True, kw_only=True)
+class Request(Drawing):
+    """What /v1/completions and /v1/chat/completions take: how to draw, and what follows; n and those after it are
+    taken because clients send them, and have no effect."""
+
+    __pydantic_config__: ClassVar = pydantic.ConfigDict(extra="forbid")
+
     prompt: str | list[int] | None = None
     messages: list[dict] | None = None
-    max_tokens: int = pydantic.Field(256, ge=1)
-    max_completion_tokens: int | None = pydantic.Field(None, ge=1)
-    temperature: float = pydantic.Field(1.0, ge=0)
-    top_p: float = pydantic.Field(1.0, ge=0, le=1)
-    top_k: int = pydantic.Field(0, ge=0)
-    min_p: float = pydantic.Field(0.0, ge=0, le=1)
-    repetition_penalty: float = pydantic.Field(1.0, gt=0)
-    seed: int | None = pydantic.Field(None, ge=0, lt=2**32)
+    tokens: Annotated[Count | None, _MAX_TOKENS] = None  # null: 256, or what the prompt leaves of the server's length
+    temperature: NotNegative = 1.0
+    seed: Seed | None = None  # null: another for each request
     stop: str | list[str] | None = None
     stream: bool = False
     n: Literal[1] = 1
+    model: str | None = None
     user: str | None = None
     stream_options: dict | None = None
-
-    def drawing(self, seed: int) -> Drawing:
-        return Drawing(
-            tokens=self.max_completion_tokens or self.max_tokens,
-            seed=seed if self.seed is None else self.seed,
-            **{name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
-        )
 
 
 class Answer:
@@ -156,7 +151,8 @@ class Engine(threading.Thread):
                 new = {}
                 for row in [row for row, answer in enumerate(self.answers) if answer is None]:
                     while self.waiting and self.waiting[0].is_left:
-                        self.waiting.popleft()
+                        self.waiting.popleft().put(None)
+                        self.counts["left"] += 1
                     if self.waiting:
                         new[row] = self.answers[row] = self.waiting.popleft()
             if new:
@@ -220,14 +216,17 @@ class Api:
             return refused
         try:
             given = await self.asked(request)
-            ids, drawing = self.ids_of(given, is_chat), given.drawing(next(self.seeds))
-            if len(ids) + drawing.tokens > self.config.length:
+            ids = self.ids_of(given, is_chat)
+            tokens = given.tokens or max(min(256, self.config.length - len(ids)), 1)
+            if len(ids) + tokens > self.config.length:
                 most = f"at most {self.config.length} together"
-                raise ValueError(f"{len(ids)} tokens and max_tokens={drawing.tokens}: {most}")
+                raise ValueError(f"{len(ids)} tokens and max_tokens={tokens}: {most}")
         except (ValueError, ChatError, RunError) as wrong:
             return self.error(400, str(wrong))
         stop = [given.stop] if isinstance(given.stop, str) else given.stop or []
-        answer = Answer(ids, drawing, Text(self.served, stop))
+        text = Text(self.served, self.served.chat_stops(stop) if is_chat else stop)
+        seed = next(self.seeds) if given.seed is None else given.seed
+        answer = Answer(ids, replace(given, tokens=tokens, seed=seed), text)
         if not self.engine.submit(answer):
             is_over = self.engine.stopping or self.engine.has_ended
             said = (503, "the server stops") if is_over else (429, "too many wait")
@@ -251,7 +250,7 @@ class Api:
             if len(body := body + piece) > BODY_BYTES:
                 raise ValueError(f"a request has at most {BODY_BYTES:,} bytes")
         try:
-            return Request.model_validate_json(body)
+            return pydantic.TypeAdapter(Request).validate_json(body)
         except pydantic.ValidationError as wrong:
             first = wrong.errors()[0]
             raise ValueError(f"{'.'.join(map(str, first['loc'])) or 'body'}: {first['msg']}") from None
@@ -332,9 +331,11 @@ def main(config: Serve) -> None:
         import uvicorn
     mesh = start_mesh(config)
     with jax.set_mesh(mesh):
-        served = serve(config.model, mesh, config.compute_dtype)
+        served = serve(config.model, mesh, config.compute_dtype, config.weights)
     if hasattr(served.source.model, "positions") and config.length > served.length:
         raise RunError(f"length = {config.length}: the model knows {served.length} positions, set it to that or less")
+    if served.is_chatml:
+        print_line(f"{config.model}: chats are written as ChatML.")
     engine = Engine(served, mesh, config)
     engine.start()
     settings = uvicorn.Config(Api(served, engine, config).application(), config.host, config.port, log_level="warning")

@@ -1,13 +1,17 @@
 """python -m generate: what it writes of runs and of published folders, and what it refuses."""
 
+import io
 import json
 import sys
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from published import FOLDER
 
 import generate
 import train
+from models.decoding import Drawn
 from runtime.config.command_line import run
 
 SENTENCE = "the cat sat on the mat. "
@@ -71,6 +75,53 @@ def test_ids_and_log_probabilities(said):
     ids = list(map(int, said(*given, "output=ids").split()))
     record = json.loads(said(*given, "output=jsonl"))
     assert record["ids"] == ids and len(ids) == 6 and all(each < 0 for each in record["log_probs"])
+    rounded = json.loads(said(*given, "output=jsonl", "weights=int8"))["log_probs"]
+    assert 0 < abs(rounded[0] - record["log_probs"][0]) < 0.1
+
+
+def test_an_encoder_reads_the_prompt(said):
+    """Of T5 the same: the prompt is what the encoder reads, the text what the decoder writes."""
+    prompt = "prompt_ids=[5,36,30,28,30,16,34,12,21,26,27,36,18,28,19,18,16]"
+    ids = said(FOLDER / "t5_gated", prompt, "tokens=8", "temperature=0", "output=ids")
+    (expected,) = [each["greedy"] for each in json.loads((FOLDER / "t5_gated/texts.json").read_text())[1:2]]
+    assert list(map(int, ids.split())) == expected[:8]
+
+
+CHATML = "<|im_start|>user\nthe cat<|im_end|>\n<|im_start|>assistant\n"
+
+
+def bytes_of(text):
+    """The ids of cat_run's tokenizer, bos_id first."""
+    return [0, *(each + 1 for each in text.encode())]
+
+
+def test_a_chat_from_the_command_line(cat_run, said, monkeypatch, tmp_path):
+    """chat=true, a line of messages, and a conversation through standard input are the same prompts: of a tokenizer
+    without a template in ChatML, which a line says; else in its own."""
+    given = [cat_run, "temperature=0", "tokens=6", "output=jsonl"]
+    first = json.loads(said(*given, "chat=true", "prompt=the cat"))
+    assert f"note: {cat_run}: the chat is written as ChatML" in " ".join(said.note.split())
+    assert first["prompt_ids"] == bytes_of(CHATML)
+    messages = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": first["text"]}]
+    messages.append({"role": "user", "content": "on"})
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    second = json.loads(said(*given, f"input={tmp_path}/chats.jsonl", "prompt_field=messages"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("the cat\non\n"))
+    assert said(cat_run, "temperature=0", "tokens=6", "chat=true") == f"> {first['text']}\n> {second['text']}\n> \n"
+    kept = generate.kept_tokenizer
+    template = "{% for each in messages %}{{ each.content }}!{% endfor %}"
+    monkeypatch.setattr(generate, "kept_tokenizer", lambda folder: replace(kept(folder), chat_template=template))
+    assert json.loads(said(*given, "chat=true", "prompt=the cat"))["prompt_ids"] == bytes_of("the cat!")
+    assert "ChatML" not in said.note
+
+
+def test_an_answer_in_chatml_ends_with_its_turn(cat_run):
+    """A tokenizer that has no token for <|im_end|> writes it in several: the text ends before it."""
+    tokenizer = replace(generate.kept_tokenizer(cat_run), chat_template=generate.CHATML)
+    served = generate.Served(SimpleNamespace(ends=[]), None, tokenizer, (0,), (), 32)
+    text = generate.Text(served, served.chat_stops(["x"]))
+    shown = [text.add(Drawn([byte + 1], [0.0])) for byte in b"on the mat<|im_end|>\n"]
+    assert "".join(shown) == "on the mat" and text.has_ended
 
 
 @pytest.mark.parametrize("arguments, message", [

@@ -1,8 +1,11 @@
 """python -m serve: an OpenAI client against it, many of them, and what it refuses."""
 
 import asyncio
+import contextlib
+import functools
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -11,10 +14,16 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
+import httpx
 import openai
 import pytest
+from browser import ENTER, browser
+
+import serve
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -57,6 +66,18 @@ class Server:
             for line in self.get("/metrics").splitlines()
         }
 
+    def idle(self):
+        """What it has counted, when no row is in use and nobody waits."""
+        end = time.monotonic() + 60
+        while (metrics := self.metrics())["rows_in_use"] or metrics["waiting"]:
+            assert time.monotonic() < end, metrics
+            time.sleep(0.1)
+        return metrics
+
+    def resident_bytes(self):
+        pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
     def stop(self):
         self.client.close()
         self.process.send_signal(signal.SIGTERM)
@@ -65,7 +86,7 @@ class Server:
 
 @pytest.fixture(scope="module")
 def server(cat_run):
-    server = Server(cat_run, "rows=4", "length=64", "waiting=6")
+    server = Server(cat_run, "rows=4", "length=256", "waiting=6")
     yield server
     server.stop()
 
@@ -86,11 +107,11 @@ def test_an_openai_client_completes_and_streams(server):
 
 @pytest.mark.parametrize("body, message", [
     (b"{", "body: Invalid JSON: EOF while parsing an object at line 1 column 1"),
-    (b'{"prompt": "a", "best_of": 3}', "best_of: Extra inputs are not permitted"),
+    (b'{"prompt": "a", "best_of": 3}', "best_of: Unexpected keyword argument"),
     (b'{"prompt": "a", "temperature": -1}', "temperature: Input should be greater than or equal to 0"),
     (b'{"messages": []}', "expected prompt"),
     (b'{"prompt": [999]}', "prompt: expected ids of the vocabulary, one or more"),
-    (b'{"prompt": "a", "max_tokens": 90}', "2 tokens and max_tokens=90: at most 64 together"),
+    (b'{"prompt": "a", "max_tokens": 255}', "2 tokens and max_tokens=255: at most 256 together"),
     (b" " * (2**20 + 1), "a request has at most 1,048,576 bytes"),
 ])  # fmt: skip
 def test_what_is_refused(server, body, message):
@@ -100,8 +121,7 @@ def test_what_is_refused(server, body, message):
 
 
 def test_answers_beside_others_are_those_alone(server):
-    """Twelve requests at once, each with its own seed and filters: rows come and go, the texts stay the same; more
-    than can wait are told to come again."""
+    """28 requests at once, each with its own seed and filters: rows come and go, the texts stay the same."""
     requests = [dict(prompt="the cat"[:n], max_tokens=10 + n, temperature=1.5, seed=n, top_p=0.9) for n in range(1, 8)]
     alone = [server.client.completions.create(model="cat", **each).choices[0].text for each in requests]
 
@@ -111,24 +131,116 @@ def test_answers_beside_others_are_those_alone(server):
             return [each.choices[0].text for each in await asyncio.gather(*some)]
 
     assert asyncio.run(ask()) == alone * 4
-    assert server.metrics()["refused"] > 0 and server.metrics()["rows_in_use"] == server.metrics()["waiting"] == 0
+    assert server.metrics()["rows_in_use"] == server.metrics()["waiting"] == 0
 
 
-def test_a_client_that_leaves_frees_its_row(server):
-    """Streams that are closed after a piece leave no row in use."""
-    for _ in range(6):
-        with server.client.completions.create(model="cat", prompt="the", max_tokens=50, stream=True) as stream:
-            next(iter(stream))
-    end = time.monotonic() + 30
-    while server.metrics()["rows_in_use"] and time.monotonic() < end:
-        time.sleep(0.1)
-    assert server.metrics()["rows_in_use"] == 0 and server.metrics()["left"] > 0
+def test_too_many_are_told_to_come_again():
+    """Of an engine that takes nothing two requests wait and the third is refused; one that stops says so."""
+    served = SimpleNamespace(source=SimpleNamespace(model=SimpleNamespace(vocab=9)))
+    config = serve.Serve(model="none", waiting=2)
+    engine = serve.Engine(served, None, config)
+    transport = httpx.ASGITransport(serve.Api(served, engine, config).application())
+
+    async def ask():
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            post = functools.partial(client.post, "/v1/completions", json={"prompt": [1], "max_tokens": 5})
+            waiting = [asyncio.create_task(post()) for _ in range(2)]
+            while len(engine.waiting) < 2:
+                await asyncio.sleep(0.01)
+            many = await post()
+            engine.stop()
+            stops = await post()
+            for each in waiting:
+                each.cancel()
+            return many, stops
+
+    many, stops = asyncio.run(ask())
+    assert (many.status_code, many.headers["Retry-After"]) == (429, "1")
+    assert many.json()["error"]["message"] == "too many wait"
+    assert (stops.status_code, stops.json()["error"]["message"]) == (503, "the server stops")
+
+
+async def load(server, expected, clients, seconds):
+    """Clients that ask again and again; a third of them leaves, while the answer comes or before. Returns how often
+    what happened; whatever is not as it should be is raised."""
+    happened, end = Counter(), time.monotonic() + seconds
+
+    async def one(client, number):
+        rng = random.Random(number)
+        while time.monotonic() < end:
+            given, text = rng.choice(expected)
+            try:
+                if number % 6 == 0:
+                    async with await client.completions.create(**given, stream=True) as stream:
+                        await anext(aiter(stream))
+                    happened["left"] += 1
+                elif number % 6 == 3:
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(client.completions.create(**given), rng.random() / 10)
+                    happened["left"] += 1
+                else:
+                    assert (await client.completions.create(**given)).choices[0].text == text
+                    happened["answered"] += 1
+            except openai.RateLimitError:
+                happened["refused"] += 1
+                await asyncio.sleep(0.1)
+
+    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        await asyncio.gather(*(one(client, number) for number in range(clients)))
+    return happened
+
+
+def answers_alone(server):
+    """Some requests, and what each is answered when nobody else asks."""
+    requests = [
+        dict(model="cat", prompt="the cat sat"[:n], max_tokens=8 * n, temperature=1.5, seed=n, top_p=0.9)
+        for n in range(1, 9)
+    ]
+    return [(each, server.client.completions.create(**each).choices[0].text) for each in requests]
+
+
+def test_clients_that_come_and_leave(server):
+    """Eight at once for five seconds: each answer is the one alone, nothing fails but by 429, and no row is lost."""
+    before = server.metrics()
+    happened = asyncio.run(load(server, answers_alone(server), clients=8, seconds=5))
+    counted = {key: number - before.get(key, 0) for key, number in server.idle().items()}
+    assert counted["answered"] + counted["left"] == counted["requests"] and counted["answered"] >= happened["answered"]
+    assert happened["answered"] > 0 and happened["left"] > 0 and counted["left"] > 0
+
+
+@pytest.mark.slow
+def test_two_minutes_of_load(cat_run, record_property):
+    """64 clients for two minutes, more than can wait: as above, in memory that stays flat. SIGTERM then finishes the
+    answers that are under way and refuses new ones."""
+    server = Server(cat_run, "rows=8", "length=256", "waiting=32")
+    expected, happened, memory = answers_alone(server), Counter(), []
+    for _ in range(4):
+        happened += asyncio.run(load(server, expected, clients=64, seconds=30))
+        counted = server.idle()
+        memory.append(server.resident_bytes())
+    assert counted["answered"] + counted["left"] == counted["requests"]
+    assert min(happened[each] for each in ("answered", "left", "refused")) > 100
+    assert max(memory[1:]) < 1.05 * memory[0], memory
+    size = f"{memory[0] / 1e6:.0f} to {memory[-1] / 1e6:.0f} MB"
+    record_property("summary", f"64 clients, 120 s: {dict(happened)}, {counted['tokens']} tokens, {size}")
+
+    given, text = expected[-1]
+    streams = [server.client.completions.create(**given, stream=True) for _ in range(8)]
+    begun = [next(stream).choices[0].text for stream in streams]
+    server.process.send_signal(signal.SIGTERM)
+    time.sleep(0.5)
+    with pytest.raises((openai.APIConnectionError, openai.InternalServerError)):
+        server.client.completions.create(**given)
+    rest = ["".join(chunk.choices[0].text for chunk in stream) for stream in streams]
+    assert [first + more for first, more in zip(begun, rest)] == [text] * 8
+    assert server.process.wait(60) in (0, -signal.SIGTERM)
+    server.client.close()
 
 
 def test_a_key_is_asked_for(cat_run):
     """With api_key only its bearers are answered; SIGTERM finishes what was begun and ends the server."""
     server = Server(cat_run, "rows=1", "length=64", "api_key=secret")
-    body = b'{"prompt": "the cat sat", "max_tokens": 30, "temperature": 0}'
+    body = b'{"prompt": "the cat sat", "max_tokens": 48, "temperature": 0}'
     assert server.post("/v1/completions", body)[0] == 401
     answers = []
     asking = threading.Thread(
@@ -142,3 +254,43 @@ def test_a_key_is_asked_for(cat_run):
     assert answers[0][0] == 200 and answers[0][1]["choices"][0]["text"].startswith(" on the mat. the cat")
     assert server.process.wait(60) in (0, -signal.SIGTERM)
     server.client.close()
+
+
+def test_the_page_converses_in_a_browser(server, tmp_path):
+    """Two messages typed into the page, in Chromium: what it shows grows and is what a client gets of the same chat;
+    of a third, which is too long, it shows the server's reason. The page loads nothing from elsewhere, and fits a
+    narrow window."""
+    with browser(tmp_path) as chromium:
+        chromium.open(server.url)
+        chromium.script("""
+            const ask = window.fetch;
+            window.fetch = (url, given) => ask(url, {...given, body: given.body.replace("0.7", '0, "max_tokens": 48')});
+            window.lengths = [];
+            const main = document.querySelector("main");
+            new MutationObserver(() => window.lengths.push(main.lastChild.textContent.length)).observe(
+                main, {childList: true, subtree: true});
+        """)
+        messages = []
+        for text in ("the cat", "on the"):
+            messages.append({"role": "user", "content": text})
+            chromium.type("textarea", text + ENTER)
+            number = len(messages) // 2
+            shown = chromium.wait_for(f"""
+                return document.querySelector("button").textContent == "Send"
+                    && document.querySelectorAll(".assistant")[{number}].textContent
+            """)
+            given = dict(model="cat", temperature=0, max_tokens=48)
+            told = server.client.chat.completions.create(messages=messages, **given)
+            assert shown == told.choices[0].message.content
+            messages.append({"role": "assistant", "content": shown})
+        assert len({*chromium.script("return window.lengths")} - {0, 6, 7, 48}) > 0  # between nothing and all of it
+        chromium.look(320, 700, "dark")
+        chromium.type("textarea", 250 * "a" + ENTER)
+        assert "at most 256 together" in chromium.wait_for("return document.querySelector('.error')?.textContent")
+        places = [f"document.querySelector('{each}').getBoundingClientRect()" for each in (".error", "form")]
+        assert chromium.script(f"return {places[0]}.bottom <= {places[1]}.top"), "the form hides the error"
+        loaded = chromium.script("return performance.getEntriesByType('resource').map(each => new URL(each.name).host)")
+        assert set(loaded) <= {server.url.removeprefix("http://")}
+        for width, scheme in ((320, "dark"), (1000, "light")):
+            (tmp_path / f"chat_{scheme}.png").write_bytes(chromium.look(width, 700, scheme))
+            assert chromium.script("return document.documentElement.scrollWidth <= innerWidth")

@@ -4,6 +4,7 @@
     python -m tools.plan --config-name=c4_a100x8_1b hardware=h200 hosts=4 folder=runs/plan         # and ledger.html
     python -m tools.plan --config-name=c4_a100x8_1b hardware=h200 hosts=4 sweep=true                # every mesh
     python -m tools.plan --config-name=c4_a100x8_1b hardware=tpu_v5p hosts=2 devices_per_host=4 compile=true
+    python -m tools.plan program=generate model=weights/llama hardware=h200 mesh.t=8 rows=64                # decoding
 
 Any config of training, on any mesh; nothing runs, and without `compile` nothing is compiled. Expect an answer in two
 seconds of processor time, a sweep in as much for each mesh that it tries. `compile` takes minutes and
@@ -51,6 +52,8 @@ def main(config: Any) -> None:
 def plan(config: Any) -> None:
     """Prints what a step costs."""
     machine = machine_of(config)
+    trainer: Any = program.load(config.program)
+    config = getattr(trainer, "resolved", lambda config: config)(config)
     config = with_kernel(config, machine)
     if config.sweep:
         if config.folder is not None:
@@ -111,9 +114,11 @@ def compile_absent(config: Any, ledger: Ledger) -> None:
     try:
         devices = absent.devices(config.hardware, config.hosts, config.devices_per_host)
         trainer: Any = program.load(config.program)
+        type_ = getattr(trainer, "state_type", lambda _: trainer.State)(config)
         mesh = make_mesh(dict(vars(config.mesh)), devices=devices)
         with jax.set_mesh(mesh):
-            shapes = with_shardings(trainer.shapes(config), tuple[trainer.State, trainer.TokenBatch])
+            state, batch = trainer.shapes(config)
+            shapes = with_shardings(state, type_), with_shardings(batch, trainer.TokenBatch)
             traced, began = trace(config, mesh, shapes), time.perf_counter()
             compiled = absent.compile(traced, options(devices[0]))
     except absent.TooLarge as error:
@@ -139,4 +144,9 @@ def compile_absent(config: Any, ledger: Ledger) -> None:
 
 
 if __name__ == "__main__":
+    if "program=generate" in sys.argv[1:]:
+        from tools import plan_generate  # here: it imports all models, which take time to start
+
+        command_line.run(plan_generate.main, plan_generate.PlanGenerate)
+        sys.exit()
     command_line.run(main, plan_class(program.of_command_line(sys.argv[1:])))

@@ -1,0 +1,80 @@
+"""`python -m tools.plan program=generate`: memory and tokens a second of decoding, by hand; and the compiled step."""
+
+import functools
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from published import FOLDER, on_mesh
+
+from ledger.compiled import check
+from ledger.count.step import of_step
+from ledger.machines import hardware, roofline
+from ledger.units import gigabytes
+from models import huggingface, llama
+from models.decoding import Programs, traced_step
+from runtime.config.command_line import load
+from runtime.terminal import RunError
+from tools import plan_generate
+
+
+def config_of(name, *overrides):
+    given = ["program=generate", f"model={FOLDER / name}", *overrides]
+    return load(plan_generate.PlanGenerate, None, given)
+
+
+def test_memory_and_time_are_those_by_hand():
+    """Of the llama of tests/models/golden on 2 × 2 H200s in bfloat16: weights, cache, what moves, and tokens/s."""
+    config = config_of("llama", "hardware=h200", "mesh.d=2", "mesh.t=2", "rows=6", "length=200")
+    ledger, cache = plan_generate.ledger_of(config)
+    V, M, F, K, Q, D, layers, slots = 40, 16, 24, 2, 2, 8, 2, 256
+    matrices = layers * (2 * Q * K * D * M + 2 * K * D * M + 3 * M * F) + 2 * V * M
+    norms = (2 * layers + 1) * M
+    assert ledger.memory.by_kind()["weights"] == 2 * matrices // 2 + 4 * norms
+    small, _ = plan_generate.ledger_of(replace(config, weights="int8"))
+    scales = layers * ((Q * K * D + 2 * K * D + 2 * F) // 2 + 2 * M)
+    of_layers = matrices - 2 * V * M
+    assert small.memory.by_kind()["weights"] == of_layers // 2 + 4 * scales + 2 * V * M + 4 * norms
+    split, _ = plan_generate.ledger_of(replace(config, weights="split"))
+    of_norms = 4 * 2 * layers * M // 4  # which are split over d · t
+    assert split.memory.by_kind()["weights"] == of_layers // 2 + 2 * V * M + of_norms + 4 * M
+    assert split.sent_bytes() - ledger.sent_bytes() == of_layers // 2 + 3 * of_norms
+    assert cache == 2 * 2 * layers * (6 // 2) * K // 2 * slots * D
+    estimate = roofline.roofline(ledger, hardware.named("h200"), 8)
+    read = (2 * (matrices - V * M) // 2 + cache) / 4.8e12  # of the embedding a row for each token
+    assert read < estimate.totals["memory"] < 4 * read
+    text = "\n".join(plan_generate.report(config, ledger, cache, hardware.named("h200"), estimate))
+    assert f"At most {6 / estimate.step_s:,.0f} tokens a second of all rows" in text
+    held = f"weights {gigabytes(ledger.memory.by_kind()['weights'])}"
+    assert f"Memory of one device: {held}; cache {gigabytes(cache)}; forecast of the peak" in text
+    assert "It will not fit" not in text
+
+
+def test_the_page_and_what_does_not_fit(capsys, tmp_path):
+    """With a folder there is a ledger of the family's lines; a cache beyond the device's memory is said."""
+    overrides = ("hardware=h200", "rows=1000000", "length=10000", f"folder={tmp_path}/plan", "compute_dtype=float32")
+    plan_generate.main(config_of("gemma3", *overrides))
+    assert (
+        "It will not fit: change the mesh, lower rows or length, or set weights to int8 or split."
+        in capsys.readouterr().out
+    )
+    page = (tmp_path / "plan/ledger.txt").read_text()
+    assert page.startswith("gemma.py on the mesh d=1 × t=1: one step of 1,000,000 tokens") and "w.w_gate" in page
+    with pytest.raises(RunError, match=r"rows = 3 cannot be divided among mesh\.d = 2 devices"):
+        plan_generate.main(config_of("llama", "mesh.d=2", "rows=3"))
+
+
+@pytest.mark.parametrize("name, kept", [("llama", "split"), ("t5", None)])
+def test_the_compiled_step_sends_what_is_written(name, kept):
+    """On 4 × 2, collective by collective, of a Llama whose layers are gathered each time, and of a T5."""
+    family = huggingface.family_of(name, "here")
+    sizes = dict(d_model=64, n_kv=8, d_head=8, layers=3, vocab=128, d_ff=96)
+    others = dict(n_q_per_kv=2, rope_max_timescale=256) if family is llama else dict(encoder_layers=1)
+    model = family.Model(**sizes, **others, compute_dtype="float32")
+    weights = jax.eval_shape(functools.partial(family.init, model), np.uint32(0))
+    with on_mesh(4, 2):
+        traced = traced_step(Programs(family, model, weights, kept), model, weights, 8, 128)
+        ledger = of_step(traced, {"d": 4, "t": 2}, source=family.__file__, tokens=8, platform="cpu")
+        lines, _ = check.report(ledger, traced.lower().compile())
+    assert lines[0].startswith("The compiled step sends what is written: "), "\n".join(lines)
