@@ -1,0 +1,424 @@
+"""Trains any model of models/ further: all of its weights, some of them, or adapters of low rank beside them (LoRA).
+
+    python -m finetune                                      # all weights, of SmolLM2 on invented chats
+    python -m finetune lora.rank=8                          # adapters
+    python -m finetune train='transformer/w_q|.*norm'       # some weights
+    python -m finetune check_only=true                      # proves the types below on the mesh, without a device
+
+What the model is, initial_weights say: a run, a checkpoint or a published folder. What is frozen has no gradient and no
+moments, and is not saved. docs/finetuning.md leads from conversations to a model that answers like them.
+Legend and types as in train.py, whose optimizer and losses these are; rank is that of an adapter.
+"""
+
+import dataclasses
+import functools
+import re
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import optimizers
+from jax_extra import fold_in_str
+from kernels.attention import KernelName
+from models import adapters, huggingface, layers
+from models.dropout import Dropout
+from models.layers import act, stored
+from optimizers import State, Training
+from runtime.check import batch_shapes, check_sizes, report_check
+from runtime.config.command_line import run
+from runtime.config.keys import Decay, Name, Positive, RunConfig, Steps
+from runtime.run import Run, names, start, with_shardings
+from runtime.terminal import RunError
+from shardlib import shardops
+from shardlib.shardtypes import Adapted, ArrayType, f32, narrowed, pytree_dataclass, typed_shard_map, u32
+from shardlib.typed import typed
+from train import Mesh, Metrics
+
+TokenBatch = layers.WeightedBatch  # of a data set without weights each target's is 1
+
+
+# == Hyperparameters ===================================================================================================
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """How the model of initial_weights is computed; all else it says itself."""
+
+    compute_dtype: Literal['bfloat16', 'float32'] = 'bfloat16'  # of activations and matrix products
+    attention: KernelName = 'auto'  # of kernels/attention.py; einsum, which is written out; auto: by device
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lora:  # Hu et al. 2021
+    rank: Steps = 0  # of each adapter; 0: none, and the weights themselves are trained
+    alpha: Positive = 16.0  # alpha / rank · a · b is added to a matrix
+    dropout: Decay = 0.0  # of what a is multiplied with, while training
+    targets: str = '.*'  # a regular expression: the matrices of a layer that have an adapter, 'w_q|w_v'; all
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(RunConfig):
+    CONFIG: ClassVar[str] = 'finetune_smollm2'
+
+    mesh: Mesh
+    model: Model = field(default_factory=Model)
+    training: Training
+    lora: Lora = field(default_factory=Lora)
+    initial_weights: Name = field()  # a run, a checkpoint, or a folder of published weights, of any family in models/
+    train: str | None = None  # a regular expression: the weights that are trained, 'transformer/w_q|.*norm'; null: all
+    initial_adapter: Name | None = None  # a folder that PEFT wrote, with adapters of this rank; null: drawn by the seed
+
+
+# == What is trained ===================================================================================================
+@pytree_dataclass
+class Tuned:
+    """The weights in two trees: a family's `Weights` with None for what is in the other; or of adapters, and all."""
+
+    trained: Any  # float32
+    frozen: Any
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a config trains: types and shapes."""
+
+    family: ModuleType
+    model: Any
+    lora: Lora
+    State: Any  # types: a State of ArrayTypes, whose weights are Tuned
+    decayed: Any  # as trained: a factor of training.weight_decay
+    places: list[adapters.Place]  # of adapters
+
+    @property
+    def trained(self) -> Any:
+        """Types."""
+        return self.State.weights.trained
+
+    @property
+    def saved(self) -> Any:
+        """Types of the state without what is frozen."""
+        return replace(self.State, weights=self.trained)
+
+
+def resolved(config: Config) -> Config:
+    """The config with the model that its initial_weights are of. Raises RunError where none can be trained."""
+    if not isinstance(config.model, Model):
+        return config
+    if config.lora.rank and config.train is not None:
+        raise RunError('train and lora.rank: expected one of them, since with adapters all weights are frozen')
+    if config.initial_adapter and not config.lora.rank:
+        raise RunError('initial_adapter: set lora.rank and lora.alpha to those of its adapter_config.json')
+    if config.training.optimizer == 'muon' and config.lora.rank:
+        raise RunError('training.optimizer = muon: it is for the matrices of layers; of adapters set it to adamw')
+    if config.training.dropout and config.model.attention not in ('auto', 'einsum'):
+        raise RunError(
+            f'model.attention = {config.model.attention}: with training.dropout attention is as written out, since its '
+            'probabilities are dropped; set it to auto'
+        )
+    with ThreadPoolExecutor() as pool:
+        source = huggingface.open_weights(config.initial_weights, pool)
+    if source.family is None or hasattr(source.family, 'hidden'):
+        what = 'is of no family in models/' if source.family is None else 'does not predict the next token of a text'
+        raise RunError(f'initial_weights = {config.initial_weights}: the model {what}, and cannot be fine-tuned')
+    given = {key: value for key, value in vars(config.model).items() if hasattr(source.model, key)}
+    new = replace(config, model=replace(source.model, **given))
+    for key, value in {'origins': config.origins, 'given': config}.items():  # given: what the run's config.yaml says
+        object.__setattr__(new, key, value)  # frozen for everyone else
+    return new
+
+
+def task_of(config: Config) -> Task:
+    """Of a resolved config; sets the types of activations and of matrices at rest."""
+    family, model, lora = sys.modules[type(config.model).__module__], config.model, config.lora
+    act.dtype = model.compute_dtype
+    stored.dtype = act.dtype if lora.rank else jnp.float32
+    shapes = jax.eval_shape(functools.partial(family.init, model), np.uint32(0))
+    types, places = narrowed(family.Weights, shapes), []
+    if lora.rank:
+        places = adapters.chosen(adapters.places(family, shapes), lora.targets)
+        trained = adapters.tree(family, places, lambda place, which: f32[str(getattr(place, which))])
+        frozen, decayed = types, jax.tree.map(lambda _: 1.0, trained)
+    else:
+        is_trained = [re.fullmatch('.*' if config.train is None else config.train, each) for each in names(types)]
+        if not any(is_trained):
+            raise RunError(f'train = {config.train!r} is none of the weights: {", ".join(names(types))}')
+        trained, frozen = [
+            jax.tree.unflatten(
+                jax.tree.structure(types),
+                [each if bool(has) == want else None for each, has in zip(jax.tree.leaves(types), is_trained)],
+            )
+            for want in (True, False)
+        ]
+        # As in train.py: matrices of the layers, no norms, biases or embeddings.
+        factors = [float('/' in name and each.element is stored) for name, each in zip(names(trained), leaves(trained))]
+        decayed = jax.tree.unflatten(jax.tree.structure(trained), factors)
+    state = replace(optimizers.state_type(config.training, trained), weights=Tuned(trained, frozen))
+    return Task(family, model, lora, state, decayed, places)
+
+
+def state_type(config: Config) -> Any:
+    """Of a resolved config; State alone does not say what is trained."""
+    return task_of(config).State
+
+
+def leaves(types: Any) -> list[ArrayType]:
+    return jax.tree.leaves(types)
+
+
+def first_weights(task: Task, seed: jax.Array) -> Any:
+    """What is trained, at first: all of b is zero, so that adapters change nothing; or any weights of the model, in
+    whose place those of initial_weights come."""
+    if not task.lora.rank:
+        drawn = task.family.init(task.model, seed)
+        return jax.tree.map(lambda type_, w: w if type_ else None, task.trained, drawn, is_leaf=lambda x: x is None)
+
+    def draw(place, which):
+        shape = place.shape(which, task.lora.rank)
+        if which == 'b':
+            return jnp.zeros(shape, jnp.float32)
+        fan_in = np.prod(shape[1:-1])
+        key = fold_in_str(jax.random.key(seed), place.path)
+        return jax.random.uniform(key, shape, jnp.float32, -1, 1) / np.float32(fan_in**0.5)
+
+    return adapters.tree(task.family, task.places, draw)
+
+
+def init_state(task: Task, seed: jax.Array) -> State:
+    """The first state, without what is frozen."""
+    return optimizers.first_state(task.saved, first_weights(task, seed))
+
+
+# == Loss ==============================================================================================================
+def loss_sum(
+    task: Task, training: Training, bos_id: int, weights: Tuned, batch: TokenBatch, draw: jax.Array | None = None,
+    dropout: Dropout | None = None, z_loss: float = 0.0,
+):  # fmt: skip
+    """The sum of weight · -log softmax over all targets, f32['+d +t'].
+
+    draw: numbers for the adapters' dropout, u32['draw']; None: without.
+    dropout, z_loss: of training; without, in validation.
+    """
+    family, model, low, adapt = task.family, task.model, None, lambda w, low: w
+    if task.lora.rank:
+        whole, low = weights.frozen, (weights.trained.transformer, jnp.arange(model.layers, dtype=jnp.uint32))
+        adapt = functools.partial(adapted, task.lora, draw if task.lora.dropout else None)
+    else:
+        whole = jax.tree.map(
+            lambda w, other: other if w is None else w, weights.trained, weights.frozen, is_leaf=is_none
+        )
+    kept = ('save_for_backward',) if training.save_for_backward == 'everything' else ()
+    options = dict(reduce_dtype=training.gradient_reduce_dtype, kept=kept, unroll=training.unroll_layers)
+    ends = family.gather_ends(whole, training.gradient_reduce_dtype)
+    inputs = layers.inputs_of(batch, bos_id)
+    x = layers.hidden(family, model, whole, *inputs, adapt, low, ends=ends, dropout=dropout, **options)
+    return layers.loss_sum(ends.unembed, x, batch, family.mask(model).logits_cap, batch.weight, z_loss)
+
+
+def is_none(x: Any) -> bool:
+    return x is None
+
+
+def adapted(lora: Lora, draw: jax.Array | None, w: Any, low: tuple[Any, jax.Array]) -> Any:
+    """A gathered layer with its adapters, which join its products' sums: no more is sent (`shardops.product`). Numbers
+    of the step and the layer draw what is dropped."""
+    (pairs, layer), matrices = low, {}
+    for number, (name, pair) in enumerate(vars(pairs).items()):
+        if pair is not None:
+            own = None if draw is None else jnp.stack([*draw, layer, jnp.uint32(number)])
+            a, b = pair.a.astype(act.dtype), pair.b.astype(act.dtype)
+            matrices[name] = Adapted(getattr(w, name), a, b, lora.alpha / lora.rank, lora.dropout, own)
+    return replace(w, **matrices)
+
+
+# == Optimizer and step ================================================================================================
+AXES = [each.name for each in dataclasses.fields(Mesh)]
+
+
+def owed(array: ArrayType) -> str:
+    """The axes along which all devices hold the same, as adapters along d: over them its gradient is a sum."""
+    return ' '.join(f'+{axis}' for axis in AXES if axis not in array.spec.split)
+
+
+def reduced(types: Any, gradient: Any) -> Any:
+    """Each gradient as its weight lies. Sends, of adapters alone, an all-reduce of 4 bytes an element."""
+
+    def of_one(array, g):
+        return shardops.psum(f'{array.spec} {owed(array)} -> {array.spec}', g) if owed(array) else g
+
+    return jax.tree.map(of_one, types, gradient)
+
+
+def squared_norms(types: Any, tree: Any):
+    """f32['weights']: of each of the weights, all layers together; one sum over all devices."""
+    squares = []
+    for array, w in zip(leaves(types), jax.tree.leaves(tree), strict=True):
+        split = ' '.join(f'+{axis}' for axis in AXES if axis in array.spec.split)
+        square = shardops.sum_unreduced(f'{array.spec} -> {split}', w * w)
+        squares.append(shardops.pending(f'{split} -> +d +t', square) if owed(array) else square)
+    return shardops.psum('weights +d +t -> weights', jnp.stack(squares))
+
+
+def mapped_steps(config: Config, bos_id: int) -> tuple[typed_shard_map, typed_shard_map]:
+    """The training step and the validation step over the mesh, of a resolved config."""
+    task, training = task_of(config), config.training
+    StateType, Weights, Trained = task.State, task.State.weights, task.trained
+
+    @typed
+    def training_step(
+        state: StateType, skipped: u32[''], step: u32[''], batch: TokenBatch
+    ) -> tuple[StateType, Metrics]:
+        """The update number `step`, from 0, and what is logged of it; as train.py's, of what is trained."""
+        with jax.named_scope('count_targets'):
+            target_count: f32[''] = shardops.psum('+d -> ', shardops.sum_unreduced('B/d L -> +d', batch.weight))
+            target_count = jnp.where(target_count > 0, target_count, 1.0)
+
+        # A microbatch, its number, and with dropout its rows' numbers in the whole batch.
+        Part = tuple[TokenBatch, u32[''], u32['B/d'] | None]
+
+        def loss(trained: Trained, weights: Weights, part: Part) -> f32['+d +t']:
+            (batch, number, rows), drop = part, None
+            draw = jnp.stack([jnp.uint32(training.seed), step, number])
+            if rows is not None:
+                drop = Dropout(training.dropout, optimizers.seed_of(training, 'dropout', step), rows)
+            weights = replace(weights, trained=trained)
+            return loss_sum(task, training, bos_id, weights, batch, draw, drop, training.z_loss) / target_count
+
+        Sums = tuple[f32['+d +t'], Trained]  # of losses and gradients
+
+        def add_microbatch(sums: Sums, part: Part) -> tuple[Sums, None]:
+            # Without the barrier XLA gathers what is not of a layer before the loop and holds it throughout.
+            weights, part = lax.optimization_barrier((state.weights, part))
+            value, gradient = shardops.value_and_grad(loss)(weights.trained, weights, part)
+            return jax.tree.map(jnp.add, sums, (value, reduced(Trained, gradient))), None
+
+        with jax.named_scope('gradient'):
+            regroup = functools.partial(shardops.regroup, 'B/d L -> parts R/d L', parts=training.microbatches)
+            rows = None
+            if training.dropout:
+                count = batch.targets.shape[0] * shardops.axis_size('d')
+                rows = shardops.slice('B -> B/d', jnp.arange(count, dtype=jnp.uint32))
+                rows = shardops.regroup('B/d -> parts R/d', rows, parts=training.microbatches)
+            parts = jax.tree.map(regroup, batch), jnp.arange(training.microbatches, dtype=jnp.uint32), rows
+            zero = shardops.zeros('+d +t', f32), jax.tree.map(jnp.zeros_like, state.weights.trained)
+            (value, gradient), _ = lax.scan(add_microbatch, zero, parts)
+            gradient: Trained = gradient
+
+        with jax.named_scope('clip'):
+            value: f32[''] = shardops.psum('+d +t -> ', value)
+            grad_squares: f32['weights'] = squared_norms(Trained, gradient)
+            grad_norm: f32[''] = jnp.sqrt(shardops.sum_unreduced('weights -> ', grad_squares))
+            clip = jnp.minimum(1.0, training.max_grad_norm / jnp.maximum(grad_norm, 1e-30))
+            clipped: Trained = jax.tree.map(lambda g: clip * g, gradient)
+
+        with jax.named_scope('optimizer'):
+            before = replace(state, weights=state.weights.trained)
+            updated = optimizers.step(training, task.saved, task.decayed, before, clipped, step)
+            finite = jnp.isfinite(value) & jnp.isfinite(grad_norm)  # a step that is not changes nothing
+            new = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, before)
+
+        with jax.named_scope('metrics'):
+            weight_squares = squared_norms(Trained, new.weights)
+            change_squares = squared_norms(Trained, jax.tree.map(jnp.subtract, new.weights, before.weights))
+            metrics = Metrics(
+                loss=value,
+                learning_rate=optimizers.learning_rate(training, step),
+                grad_norm=grad_norm,
+                weight_norm=jnp.sqrt(shardops.sum_unreduced('weights -> ', weight_squares)),
+                skipped_steps=skipped + jnp.where(finite, jnp.uint32(0), jnp.uint32(1)),
+                grad_norm_of=jnp.sqrt(grad_squares),
+                weight_norm_of=jnp.sqrt(weight_squares),
+                update_ratio_of=jnp.sqrt(change_squares / jnp.maximum(weight_squares, 1e-30)),
+            )
+        return replace(new, weights=replace(state.weights, trained=new.weights)), metrics
+
+    @typed
+    def validation_step(
+        weights: Weights, loss: f32[''], targets: f32[''], batch: TokenBatch
+    ) -> tuple[f32[''], f32['']]:
+        """Adds a batch's losses and its targets' weights to the sums so far."""
+        value: f32['+d +t'] = loss_sum(task, training, bos_id, weights, batch)
+        batch_targets = shardops.sum_unreduced('B/d L -> +d', batch.weight)
+        return loss + shardops.psum('+d +t -> ', value), targets + shardops.psum('+d -> ', batch_targets)
+
+    return typed_shard_map(training_step), typed_shard_map(validation_step)
+
+
+# == Main loop =========================================================================================================
+def shapes(config: Config) -> tuple[State, TokenBatch]:
+    """The global shapes of the state and of a batch, of a resolved config. Raises RunError for sizes that the mesh
+    cannot split."""
+    task = task_of(config)
+    of = jax.eval_shape(functools.partial(init_state, task), np.uint32(0))
+    whole = jax.eval_shape(functools.partial(task.family.init, task.model), np.uint32(0))
+    frozen = jax.tree.map(
+        lambda type_, w: type_ and jax.ShapeDtypeStruct(w.shape, type_.element.dtype),
+        task.State.weights.frozen, whole, is_leaf=is_none,
+    )  # fmt: skip
+    state = replace(of, weights=Tuned(of.weights, frozen))
+    return check_sizes(config, task.State, state), batch_shapes(config, TokenBatch)
+
+
+def reader(config: Config, task: Task) -> Callable | None:
+    """How the first weights are read, as huggingface.restored does; None: they are not, but for what is frozen."""
+    if not task.lora.rank:
+        return functools.partial(huggingface.restored, is_part=True)
+    if config.initial_adapter is None:
+        return None
+    named = adapters.named(task.family, task.model, task.places)
+    read = adapters.read_peft(Path(config.initial_adapter).expanduser(), named, task.lora.rank, task.lora.alpha)
+
+    def read_adapters(source, model, like, pool):
+        read_all = adapters.tree(task.family, task.places, read)
+        return jax.tree.map(lambda w, like: jax.device_put(w, like.sharding), read_all, like)
+
+    return read_adapters
+
+
+def main(config: Config) -> None:
+    """Trains a model further on a flat-tokens data set, as a config in configs/ says."""
+    config = resolved(config)
+    state, batch = shapes(config)
+    if config.check_only:
+        return report_check(config, mapped_steps(config, bos_id=0), state, batch)
+    task = task_of(config)
+    read = reader(config, task)
+    mesh = start(config)
+    with ThreadPoolExecutor(config.io.max_io_threads) as pool:
+        source = huggingface.open_weights(config.initial_weights, pool)
+        is_part = bool(jax.tree.leaves(task.State.weights.frozen))
+        about = {'family': task.family.__name__.rpartition('.')[2], 'published': source.config}
+        about['base'] = huggingface.fingerprint(source, pool) if is_part else None
+        with jax.set_mesh(mesh), Run(config, TokenBatch, about) as run:
+            step, validate = mapped_steps(config, run.data.bos_id)
+            state, batch = with_shardings(state, task.State), with_shardings(batch, TokenBatch)
+            zero, count = np.uint32(0), sum(each.size for each in jax.tree.leaves(state.weights.trained))
+            of = sum(each.size for each in jax.tree.leaves(state.weights.frozen))
+            run.say(f'{count:,} parameters are trained' + (f', {of:,} are frozen' if is_part else ''))
+            step = run.compile(jax.jit(step, donate_argnums=0).trace(state, zero, zero, batch), __file__)
+            validate = jax.jit(validate, compiler_options=run.compiler_options)
+            kept = replace(state, weights=state.weights.trained)
+            kept = run.first_state(kept, functools.partial(init_state, task), read)
+            if kept.ema is not None and not run.done_steps:  # it begins at the weights that were read
+                kept = replace(kept, ema=jax.tree.map(jnp.copy, kept.weights))
+            frozen = huggingface.restored(source, config.model, state.weights.frozen, pool, is_part=True)
+            state = replace(kept, weights=Tuned(kept.weights, frozen))
+            skipped_steps = np.uint32(run.attributes.get('skipped_steps', 0))
+
+            for number in run.steps():
+                state, metrics = step(state, skipped_steps, np.uint32(number), run.data.load(number))
+                skipped_steps = metrics.skipped_steps
+                kept = replace(state, weights=state.weights.trained)
+                run.log(number, kept, metrics)
+                run.validate_if_due(number, validate, replace(state.weights, trained=optimizers.averaged(kept)))
+                run.save_if_due(number, kept)
+
+
+if __name__ == '__main__':
+    run(main, Config)

@@ -1,0 +1,524 @@
+"""python -m finetune: all weights, some or adapters, against dense references, train.py, and PEFT's own files."""
+
+import dataclasses
+import functools
+import json
+import sys
+import types
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import small
+from einops import einsum
+from mutation import mutants
+from pages import module_of
+from published import FOLDER, batch_of, loss_and_logits, oracle_of, weights_of
+from safetensors.numpy import load_file
+from test_mutation import refuse_all
+
+import finetune
+import train
+from models import adapters, huggingface, layers, llama
+from models.layers import stored
+from runtime.checkpoints.checkpoint import named_leaves, open_newest, read_leaf
+from runtime.config.command_line import run
+from runtime.config.keys import Tokens
+from runtime.data.flat_tokens import write_split
+from runtime.terminal import RunError
+from shardlib import shardops
+from shardlib.mesh import make_mesh
+from shardlib.shardtypes import Adapted, bool_, f32, make_shardings, typed_shard_map, u32
+from tools import convert as tools_convert
+from tools import plan
+
+TRAINING = finetune.Training(
+    **dict(seed=0, steps=4, warmup_steps=0, steps_for_lr=4, learning_rate=1e-2, weight_decay=0.1),
+    tokens=Tokens(batch=8, len=24),
+)
+# Its first moment is the gradient.
+OF_GRADIENTS = dataclasses.replace(TRAINING, adam_b1=0.0, max_grad_norm=1e30)
+
+
+def config_of(model, d=1, t=1, training=TRAINING, **keys):
+    """A resolved config, as far as the step reads it."""
+    given = {"lora": finetune.Lora(), "train": None, "initial_adapter": None, **keys}
+    return types.SimpleNamespace(model=model, mesh=train.Mesh(d=d, t=t), training=training, **given)
+
+
+def on_mesh(d, t):
+    return jax.set_mesh(make_mesh({"d": d, "t": t}, devices=jax.devices()[: d * t]))
+
+
+def stepped(config, weights, batch, trained=None, bos_id=1, weight=1.0):
+    """A step from these weights, which are numpy's in float32: the new state and the metrics."""
+    task = finetune.task_of(config)
+    if task.lora.rank:
+        frozen = jax.tree.map(lambda type_, w: w.astype(type_.element.dtype), task.State.weights.frozen, weights)
+        tuned = finetune.Tuned(trained, frozen)
+    else:
+        tuned = finetune.Tuned(
+            *(
+                jax.tree.map(lambda type_, w: w if type_ else None, types_, weights, is_leaf=finetune.is_none)
+                for types_ in (task.trained, task.State.weights.frozen)
+            )
+        )
+    state = finetune.State(tuned, *(jax.tree.map(np.zeros_like, tuned.trained) for _ in range(2)))
+    state = jax.device_put(state, make_shardings(task.State))
+    batch = layers.WeightedBatch(**vars(batch), weight=batch.is_target.astype(jnp.float32) * weight)
+    step, _ = finetune.mapped_steps(config, bos_id)
+    new, metrics = jax.jit(step)(state, np.uint32(0), np.uint32(0), batch)
+    return jax.tree.map(np.asarray, (new, metrics))
+
+
+def drawn_adapters(task, seed=0):
+    """With a b that is not zero, unlike at the start of training."""
+    draws = np.random.default_rng(seed)
+
+    def draw(place, which):
+        return draws.normal(size=place.shape(which, task.lora.rank)).astype(np.float32) / 4
+
+    return adapters.tree(task.family, task.places, draw)
+
+
+def pairs_of(task, low):
+    """Each place with its a and b."""
+    return [(place, getattr(getattr(low, place.stack), place.name)) for place in task.places]
+
+
+def part_of(place, weights):
+    """The matrices of all layers that a place names, a view of numpy's array."""
+    whole = getattr(getattr(weights, place.stack), place.leaf)
+    return whole[(slice(None), *place.part)]
+
+
+# -- The step ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name, mesh", [
+    ("llama", (2, 2)), ("gpt2", (2, 2)),
+    *(pytest.param(each, (1, 1), marks=pytest.mark.slow) for each in "llama gpt2".split()),
+    *(pytest.param(each, (2, 2), marks=pytest.mark.slow) for each in "qwen3 olmo2 gemma2 gemma3 gptj olmoe".split()),
+])  # fmt: skip
+def test_the_gradients_of_adapters_are_those_of_the_merged_weights(name, mesh, pool):
+    """With W = base + s·A·B, of dL/dW on one device: dL/dA = s·dL/dW·Bᵀ and dL/dB = s·Aᵀ·dL/dW, and the same loss."""
+    batch = oracle_of(name)
+    source = huggingface.open_weights(FOLDER / name, pool)
+    model = dataclasses.replace(source.model, compute_dtype="float32")
+    source = dataclasses.replace(source, model=model)
+    lora = finetune.Lora(rank=3, alpha=1.5)
+    config = config_of(model, *mesh, training=OF_GRADIENTS, lora=lora)
+    low = drawn_adapters(finetune.task_of(config))
+    task, scale = finetune.task_of(config), np.float32(lora.alpha / lora.rank)
+    stored.dtype = "float32"
+    with on_mesh(1, 1):
+        weights, type_ = weights_of(source, pool)
+        merged = jax.tree.map(np.array, weights)
+        for place, pair in pairs_of(task, low):
+            one, other, whole = (" ".join(spec.names) for spec in (place.a, place.b, place.whole))
+            part_of(place, merged)[...] += scale * einsum(pair.a, pair.b, f"{one}, {other} -> {whole}")
+        dense = jax.jit(typed_shard_map(loss_and_logits(source, type_)))
+        loss, _, by_w = dense(jax.device_put(merged, make_shardings(type_)), batch_of(batch))
+        by_w, weights = jax.tree.map(np.asarray, (by_w, weights))
+    with on_mesh(*mesh):
+        new, metrics = stepped(config, weights, batch_of(batch), low)
+    assert abs(metrics.loss - loss) < 2e-6 * abs(loss)
+    for place, pair in pairs_of(task, low):
+        found = getattr(getattr(new.adam_mu, place.stack), place.name)
+        one, other, whole = (" ".join(spec.names) for spec in (place.a, place.b, place.whole))
+        by_a = scale * einsum(part_of(place, by_w), pair.b, f"{whole}, {other} -> {one}")
+        by_b = scale * einsum(part_of(place, by_w), pair.a, f"{whole}, {one} -> {other}")
+        for got, expected in ((found.a, by_a), (found.b, by_b)):
+            np.testing.assert_allclose(got, expected, rtol=0, atol=2e-5 * np.abs(expected).max(), err_msg=place.path)
+    assert len(jax.tree.leaves(new.adam_mu)) == 2 * len(task.places)
+
+
+@pytest.mark.parametrize("mesh", [pytest.param((1, 1), marks=pytest.mark.slow), (2, 2)])
+def test_training_all_weights_is_training_them_with_train_py(mesh):
+    """Of a Llama, bit for bit: weights, moments and metrics after a step of two microbatches in bfloat16, of rows with
+    one sequence each: train.py counts positions from the row's start, and rounds rotary angles accordingly."""
+    training = dataclasses.replace(TRAINING, microbatches=2, tokens=Tokens(batch=16, len=32))
+    sizes = {key: value for key, value in vars(small.MODEL).items() if key != "attention"}
+    with on_mesh(*mesh):
+        init = jax.jit(train.init_state, static_argnums=0, out_shardings=make_shardings(train.State))
+        rows = dataclasses.replace(small.BATCH, is_seq_start=np.zeros_like(small.BATCH.is_seq_start))
+        state, batch = init(small.MODEL, np.uint32(3)), small.batch_of(rows)
+        config = config_of(llama.Model(**sizes), *mesh, training=training)
+        weights = llama.Weights(
+            **{**vars(state.weights), "transformer": llama.Layer(**vars(state.weights.transformer))}
+        )
+        new, metrics = stepped(config, jax.tree.map(np.asarray, weights), batch, bos_id=0)
+        expected, theirs = small.step(small.MODEL, training, state, batch)
+    found = dataclasses.replace(new, weights=new.weights.trained)
+    assert len(jax.tree.leaves(found)) == 33
+    for one, other in zip(jax.tree.leaves((found, metrics)), jax.tree.leaves((expected, theirs)), strict=True):
+        assert one.dtype == other.dtype and one.tobytes() == other.tobytes()
+
+
+def test_only_the_named_weights_change(pool):
+    """What train leaves out is frozen, has no moments, and the named ones change as in training of all."""
+    source = huggingface.open_weights(FOLDER / "qwen3", pool)
+    model = dataclasses.replace(source.model, compute_dtype="float32")
+    with on_mesh(2, 2):
+        weights = jax.tree.map(np.asarray, weights_of(source, pool)[0])
+        batch = batch_of(oracle_of("qwen3"))
+        whole, _ = stepped(config_of(model, 2, 2, OF_GRADIENTS), weights, batch, weight=0.001)  # of all alike: as 1
+        some, metrics = stepped(config_of(model, 2, 2, OF_GRADIENTS, train="transformer/w_q|.*norm"), weights, batch)
+    expected = {names[0]: leaf for names, leaf in named_leaves(whole.weights.trained)}
+    found = {names[0]: leaf for names, leaf in named_leaves(some.weights.trained)}
+    assert sorted(found) == ["final_layer_norm", *(f"transformer/{x}" for x in ("k_norm", "q_norm", "w_q"))]
+    assert len(jax.tree.leaves(some.adam_nu)) == 4 == len(metrics.grad_norm_of)
+    for name, leaf in found.items():
+        np.testing.assert_allclose(leaf, expected[name], rtol=1e-5, atol=1e-6, err_msg=name)
+    frozen = {names[0]: leaf for names, leaf in named_leaves(some.weights.frozen)}
+    assert frozen.keys() | found.keys() == expected.keys() and not frozen.keys() & found.keys()
+    for names, leaf in named_leaves(weights):
+        assert names[0] in found or frozen[names[0]].tobytes() == np.asarray(leaf).tobytes()
+
+
+def products_of(jaxpr):
+    """The shapes of all results of dot_general, and of what is looked up and added to, in a jaxpr and those within."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in ("dot_general", "scatter-add"):
+            yield eqn.outvars[0].aval.shape
+        for value in eqn.params.values():
+            for inner in value if isinstance(value, tuple | list) else [value]:
+                if hasattr(inner := getattr(inner, "jaxpr", inner), "eqns"):
+                    yield from products_of(inner)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
+def test_no_gradient_of_the_base_is_computed(dtype):
+    """No product of the step with adapters has the size of a matrix's gradient, and all of the step without have."""
+    sizes = dict(d_model=24, n_q_per_kv=1, n_kv=4, d_head=10, layers=3, vocab=56, d_ff=72, rope_max_timescale=256)
+    model = llama.Model(**sizes, compute_dtype=dtype)  # no product of sizes is that of a matrix
+    gradients = {24 * 40, 24 * 72, 24 * 56}
+    mesh = jax.sharding.AbstractMesh((1, 1), ("d", "t"))
+    found = {}
+    for rank in (0, 2):
+        config = config_of(model, training=dataclasses.replace(TRAINING, tokens=Tokens(batch=11, len=13)))
+        config.lora = finetune.Lora(rank=rank)
+        config.origins = None
+        step, _ = finetune.mapped_steps(config, 0)
+        with jax.sharding.use_abstract_mesh(mesh):
+            state, batch = finetune.shapes(config)
+            traced = jax.jit(step).trace(state, np.uint32(0), np.uint32(0), batch)
+        found[rank] = {int(np.prod(shape)) for shape in products_of(traced.jaxpr.jaxpr)}
+    assert gradients <= found[0] and not gradients & found[2]
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+def test_dropout_is_of_what_the_adapter_reads(is_split):
+    """Of ones, through adapters that are the identity, a quarter is zero and the rest 4/3: others on each device that
+    has another part, the same where devices hold the same, and others for other numbers."""
+    X, M = ("B/d L M/t", "M/t") if is_split else ("B/d L M", "M")
+    identity = np.eye(16, dtype=np.float32)
+
+    def dropped(x: f32[X], a: f32[f"{M} N"], b: f32["N F"], draw: u32["X"]) -> f32["B/d L F"]:
+        w = Adapted(jnp.zeros((a.shape[0], 16)), a, b, 1.0, 0.25, draw)
+        y = shardops.product(f"{X}, {M} F -> B/d L F{' +t' * is_split}", x, w)
+        return shardops.psum("B/d L F +t -> B/d L F", y) if is_split else y
+
+    with on_mesh(2, 2):
+        mapped = jax.jit(typed_shard_map(dropped))
+        given = np.ones((8, 50, 16), np.float32), identity, identity
+        first, again, other = (np.asarray(mapped(*given, np.array([1, n], np.uint32))) for n in (2, 2, 3))
+    assert first.tobytes() == again.tobytes() and 0.3 < (first != other).mean() < 0.45
+    assert set(np.unique(first)) == {0, np.float32(1) / np.float32(0.75)}
+    assert abs((first == 0).mean() - 0.25) < 5 * (0.25 * 0.75 / first.size) ** 0.5
+    assert (first[:4] != first[4:]).mean() > 0.3
+    assert (first[..., :8] != first[..., 8:]).mean() > 0.3
+
+
+# -- Runs --------------------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """Runs as `python -m finetune <overrides>` would, on a small data set; returns the exit status."""
+    folder = tmp_path_factory.mktemp("finetune")
+    draws = np.random.default_rng(0)
+    for split in ("train", "validation"):
+        sequences = [draws.integers(0, 40, 11).astype(np.uint32) for _ in range(80)]
+        write_split(str(folder / "data.zarr"), split, sequences)
+    (folder / "tiny.yaml").write_text(
+        "defaults: [base, _self_]\nmesh: {d: 1, t: 1}\nmodel: {compute_dtype: float32}\n"
+        "training: {steps: 4, steps_for_lr: 4, warmup_steps: 1, learning_rate: 0.01, tokens: {batch: 4, len: 16}}\n"
+        f"flat_tokens: {{filespec: {folder}/data.zarr}}\ncheckpoint_interval: 2\neval_interval: 4\n"
+        f"paths: {{root_working_dir: {folder}}}\nlog_interval: 1\ninitial_weights: {FOLDER}/llama\n"
+    )
+
+    def call(name, *overrides):
+        before = sys.argv
+        given = [f"--config-dir={folder}", "--config-name=tiny", f"paths.model_name={name}", *overrides]
+        sys.argv = ["finetune", *given]
+        try:
+            run(finetune.main, finetune.Config)
+        except SystemExit as stop:
+            return stop.code
+        finally:
+            sys.argv = before
+        return 0
+
+    call.folder = folder
+    return call
+
+
+KEYS = ["lora.rank=2", "lora.alpha=6", "lora.targets=w_q|w_v|w_o", "lora.dropout=0.2", "mesh.d=2"]
+
+
+@pytest.fixture(scope="module")
+def lora_run(start):
+    """A run with adapters, on two devices."""
+    assert start("lora", *KEYS) == 0
+    return start.folder / "lora"
+
+
+def arrays_of(run_folder, pool):
+    """All of its newest checkpoint, by name."""
+    checkpoint = open_newest(str(run_folder), pool)
+    return {name: read_leaf(checkpoint, name, pool) for name in checkpoint.arrays}
+
+
+def test_a_run_saves_its_adapters_alone(lora_run, pool):
+    """Adapters and their moments, float32; and what they belong to."""
+    arrays = arrays_of(lora_run, pool)
+    names = {f"transformer/w_{x}/{which}" for x in "qvo" for which in "ab"}
+    assert arrays.keys() == {f"{tree}/{name}" for tree in ("weights", "adam_mu", "adam_nu") for name in names}
+    assert arrays["weights/transformer/w_o/a"].shape == (2, 2, 2, 8, 2) and arrays["weights/transformer/w_o/b"].any()
+    attributes = open_newest(str(lora_run), pool).attributes
+    source = huggingface.open_weights(FOLDER / "llama", pool)
+    assert attributes["base"] == huggingface.fingerprint(source, pool) and attributes["family"] == "llama"
+    metrics = [json.loads(line) for line in (lora_run / "metrics.jsonl").read_text().splitlines()]
+    assert metrics[-1]["step"] == 4 and "validation_loss" in json.dumps(metrics)
+    assert "grad_norm_of/transformer/w_q/a" in json.dumps(metrics)
+
+
+@pytest.mark.slow
+def test_it_resumes_bit_for_bit(lora_run, start, pool):
+    """After two of four steps, with dropout, and with the base read anew: the same checkpoint as without a stop."""
+    assert start("half", *KEYS, "training.steps=2") == 0 and start("half", *KEYS) == 0
+    expected = arrays_of(lora_run, pool)
+    for name, found in arrays_of(start.folder / "half", pool).items():
+        assert found.tobytes() == expected[name].tobytes(), name
+
+
+def test_another_base_or_other_adapters_are_refused(lora_run, start, capsys, tmp_path, monkeypatch):
+    """When a run resumes, and when its weights are read, by a hash of the base."""
+    assert (
+        start(
+            "lora",
+            "lora.rank=2",
+            "lora.alpha=7",
+            "lora.targets=w_.*",
+            "lora.dropout=0.2",
+            "mesh.d=2",
+            "training.steps=5",
+        )
+        == 1
+    )
+    assert "lora.alpha: 6.0 -> 7.0 (command line)" in capsys.readouterr().err
+    other = start.folder / "other"
+    monkeypatch.setattr(huggingface, "fingerprint", lambda *_: "0123456789abcdef")
+    assert (
+        start(
+            "lora",
+            "lora.rank=2",
+            "lora.alpha=6",
+            "lora.targets=w_.*",
+            "lora.dropout=0.2",
+            "mesh.d=2",
+            "training.steps=5",
+        )
+        == 1
+    )
+    assert '-> "0123456789abcdef"' in capsys.readouterr().err
+    assert start("next", f"initial_weights={lora_run}") == 1
+    assert f"was trained from other weights than those that are now in {FOLDER}/llama" in capsys.readouterr().err
+    assert not other.exists()
+
+
+def test_merged_they_are_the_base_and_their_product(lora_run, pool, tmp_path):
+    """Of a run with adapters `open_weights` reads base + alpha / rank · A · B; tools.convert writes that, or the
+    adapters as PEFT names them, from which the same are read."""
+    merged = huggingface.open_weights(lora_run, pool)
+    base = huggingface.open_weights(FOLDER / "llama", pool)
+    arrays = arrays_of(lora_run, pool)
+    assert isinstance(merged.checkpoint, adapters.Overlaid) and merged.config == base.config
+    for name in merged.checkpoint.arrays:
+        found, expected = (read_leaf(source.checkpoint, name, pool) for source in (merged, base))
+        leaf = name.rpartition("/")[2]
+        if name == "weights/transformer/w_kv":
+            pair = [arrays[f"weights/transformer/w_v/{which}"] for which in "ab"]
+            expected[:, 1] += 3 * np.einsum("lmr,lrkd->lmkd", *pair)
+        elif leaf in ("w_q", "w_o"):
+            change = [np.tensordot(*pair, axes=1) for pair in zip(*(arrays[f"{name}/{which}"] for which in "ab"))]
+            expected += 3 * np.stack([np.moveaxis(x, -1, 0) if leaf == "w_o" else x for x in change])
+        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-7, err_msg=name)
+
+    def convert(**keys):
+        tools_convert.main(tools_convert.Convert(from_=str(lora_run), **keys))
+
+    convert(to=str(tmp_path / "merged"))
+    again = huggingface.open_weights(tmp_path / "merged", pool)
+    for name in merged.checkpoint.arrays:
+        found, expected = (read_leaf(source.checkpoint, name, pool) for source in (again, merged))
+        assert found.tobytes() == expected.tobytes(), name
+    convert(to=str(tmp_path / "adapter"), adapter=True)
+    assert sorted(file.name for file in (tmp_path / "adapter").iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+    model = dataclasses.replace(base.model, compute_dtype="float32")
+    lora = finetune.Lora(rank=2, alpha=6.0, targets="w_[qvo]")
+    config = config_of(model, lora=lora, initial_adapter=str(tmp_path / "adapter"))
+    task = finetune.task_of(config)
+    with on_mesh(1, 1):
+        like = finetune.with_shardings(finetune.shapes(config)[0].weights.trained, task.trained)
+        read = finetune.reader(config, task)(None, None, like, pool)
+    for names, leaf in named_leaves(read):
+        assert np.asarray(leaf).tobytes() == arrays[f"weights/{names[0]}"].tobytes()
+
+
+@pytest.mark.parametrize("name, targets", [("llama", "w_(q|v|o|down|up)"), ("gptj", "w_(k|o|up)")])
+def test_adapters_of_peft_are_taken(name, targets, pool, tmp_path):
+    """Of files that PEFT wrote: with them the logits are PEFT's, and written again they are the same tensors."""
+    folder = FOLDER.parent / "peft" / name
+    oracle = np.load(folder / "oracle.npz")
+    source = huggingface.open_weights(FOLDER / name, pool)
+    model = dataclasses.replace(source.model, compute_dtype="float32")
+    config = config_of(model, 2, 2, lora=finetune.Lora(rank=3, alpha=5.0, targets=targets), initial_adapter=str(folder))
+    task = finetune.task_of(config)
+    tokens = oracle["tokens"]
+    with on_mesh(2, 2):
+        weights, _ = weights_of(dataclasses.replace(source, model=model), pool)
+        like = finetune.with_shardings(finetune.shapes(config)[0].weights.trained, task.trained)
+        low = finetune.reader(config, task)(source, model, like, pool)
+        Weights = task.State.weights
+
+        def logits(weights: Weights, tokens: u32["B/d L"], first: bool_["B/d L"]) -> f32["B/d L V/t"]:
+            segment = jnp.cumsum(first, axis=1, dtype=jnp.int32)
+            position = jnp.broadcast_to(jnp.arange(first.shape[1], dtype=jnp.int32)[None], first.shape)
+            ends = task.family.gather_ends(weights.frozen)
+            adapt = functools.partial(finetune.adapted, config.lora, None)
+            low = weights.trained.transformer, jnp.arange(model.layers, dtype=jnp.uint32)
+            given = (tokens, segment, position)
+            x = layers.hidden(task.family, model, weights.frozen, *given, adapt, low, ends=ends)
+            return layers.logits_of(ends.unembed, x)
+
+        first = np.zeros(tokens.shape, bool)
+        found = jax.jit(typed_shard_map(logits))(finetune.Tuned(low, weights), tokens, first)
+        np.testing.assert_allclose(np.asarray(found), oracle["logits"], atol=1e-4, rtol=0)
+    values = {place.path: pair for place, pair in pairs_of(task, jax.tree.map(np.asarray, low))}
+    named = adapters.named(task.family, model, task.places)
+    about = {"base": name, "rank": 3, "alpha": 5.0, "dropout": 0.1}
+    adapters.write_peft(tmp_path, named, lambda place, which: getattr(values[place.path], which), about)
+    written, expected = (load_file(each / "adapter_model.safetensors") for each in (tmp_path, folder))
+    assert written.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert written[key].tobytes() == tensor.tobytes(), key
+    ours, theirs = (json.loads((each / "adapter_config.json").read_text()) for each in (tmp_path, folder))
+    for key in ("peft_type", "r", "lora_alpha", "lora_dropout", "bias", "task_type"):
+        assert ours[key] == theirs[key]
+    assert sorted(ours["target_modules"]) == sorted(theirs["target_modules"])
+
+
+def test_some_weights_are_saved_alone_and_read_with_the_rest(start, pool):
+    """Of a run that trains some weights, the others come from its initial weights; named as its family names them."""
+    assert start("some", "train=transformer/w_q|final_layer_norm", "mesh.t=2") == 0
+    arrays = arrays_of(start.folder / "some", pool)
+    assert {name for name in arrays if name.startswith("weights")} == {
+        "weights/transformer/w_q",
+        "weights/final_layer_norm",
+    }
+    found = huggingface.open_weights(start.folder / "some", pool).checkpoint
+    base = huggingface.open_weights(FOLDER / "llama", pool).checkpoint
+    for name in base.arrays:
+        expected = arrays[name] if name in arrays else read_leaf(base, name, pool)
+        assert read_leaf(found, name, pool).tobytes() == expected.tobytes(), name
+
+
+def test_what_cannot_be_trained_is_refused(start, capsys, tmp_path):
+    """Before anything is compiled, with what to set."""
+    refused = [
+        (["initial_weights=null"], "initial_weights = null: expected a name"),
+        ([f"initial_weights={FOLDER}/bert"], "the model does not predict the next token of a text, and cannot be"),
+        ([f"initial_weights={FOLDER}/t5"], "the model does not predict the next token of a text, and cannot be"),
+        (["lora.rank=2", "train=embed"], "train and lora.rank: expected one of them"),
+        (["train=w_q"], "train = 'w_q' is none of the weights: embed, unembed, transformer/ln1"),
+        (["lora.rank=2", "lora.targets=q_proj"], "lora.targets = 'q_proj' is none of the matrices that can have an"),
+        (["initial_adapter=x"], "initial_adapter: set lora.rank and lora.alpha to those of its adapter_config.json"),
+        (["mesh.t=16"], "which axis t=16 cannot divide"),
+        (["model.vocab=40"], "model.vocab is not a key"),
+    ]
+    peft = f"initial_adapter={FOLDER.parent}/peft/llama"
+    refused += [
+        (["lora.rank=2", peft], "r = 3, expected 2: set lora.rank=3"),
+        (["lora.rank=3", "lora.alpha=5", peft], "lora_A.weight: expected [3, 16]"),
+        (
+            ["lora.rank=3", "lora.alpha=5", "lora.targets=w_q", peft],
+            "up_proj.lora_A.weight: lora.targets leaves it",
+        ),
+        (["lora.rank=3", "lora.alpha=5", f"initial_adapter={tmp_path}"], "adapter_config.json cannot be read"),
+    ]
+    for keys, message in refused:
+        assert start("refused", *keys) == 1
+        assert message in capsys.readouterr().err, keys
+    assert not (start.folder / "refused").exists()
+
+
+def test_a_kind_of_adapter_that_is_not_computed_is_refused(pool, tmp_path):
+    """A field of adapter_config.json that nobody reads would be silent nonsense."""
+    config = json.loads((FOLDER.parent / "peft/llama/adapter_config.json").read_text())
+    source = huggingface.open_weights(FOLDER / "llama", pool)
+    task = finetune.task_of(config_of(source.model, lora=finetune.Lora(rank=3, alpha=5.0, targets="w_q")))
+    named = adapters.named(task.family, task.model, task.places)
+    for key, value in {"use_dora": True, "rank_pattern": {"q": 2}, "init_lora_weights": "pissa", "new": 1}.items():
+        (tmp_path / "adapter_config.json").write_text(json.dumps({**config, key: value}))
+        with pytest.raises(RunError, match=f"{key} = "):
+            adapters.read_peft(tmp_path, named, 3, 5.0)
+    fused = huggingface.open_weights(FOLDER / "gpt2", pool)
+    task = finetune.task_of(config_of(fused.model, lora=finetune.Lora(rank=3)))
+    with pytest.raises(RunError, match=r"part of the published transformer.*c_attn\.weight, for which PEFT has"):
+        adapters.named(task.family, task.model, task.places)
+
+
+def test_it_is_checked_and_planned_without_a_device(start, capsys, monkeypatch, tmp_path):
+    """check_only proves both steps; tools.plan counts the step, and in 6 × parameters × tokens no frozen weight."""
+    assert start("checked", "lora.rank=2", "mesh={d: 4, t: 2}", "check_only=true") == 0
+    out = capsys.readouterr().out
+    assert "training_step on the mesh d=4 × t=2: " in out and "validation_step on the mesh d=4 × t=2: " in out
+    keys = ["program=finetune", "lora.rank=2", "hardware=h200", f"folder={tmp_path}"]
+    monkeypatch.setattr(sys, "argv", ["plan", f"--config-dir={start.folder}", "--config-name=tiny", *keys])
+    run(plan.main, plan.plan_class(finetune))
+    ledger = json.loads((tmp_path / "ledger.json").read_text())
+    # 2 layers of (16 + 16) q, o; (16 + 8) k, v; (16 + 24) gate, up, down: what each reads and writes.
+    heads, kv, d_ff, layers_ = 2 * 2 * 8, 2 * 8, 24, 2
+    count = layers_ * 2 * (2 * (16 + heads) + 2 * (16 + kv) + 3 * (16 + d_ff))
+    assert ledger["parameters"] == count and ledger["flops_6nd"] == 6 * count * 64
+    frozen = {kind: size for kind, size in ledger["memory"]["by_kind"].items() if kind == "weights"}
+    assert frozen["weights"] > 4 * count
+
+
+@pytest.mark.slow
+def test_every_mutant_of_the_program_is_refused(pool, tmp_path, record_property):
+    """Each collective removed, doubled, with its axes exchanged or one too few, and each '+axis' dropped: with
+    adapters, or else with some weights."""
+    source = huggingface.open_weights(FOLDER / "llama", pool)
+    mesh = jax.sharding.AbstractMesh((4, 2), ("d", "t"))
+    training = dataclasses.replace(TRAINING, microbatches=2, tokens=Tokens(batch=16, len=32))
+
+    def check(path, text):
+        module, proved = module_of(path, text), 0
+        number, loss = jax.ShapeDtypeStruct((), jnp.uint32), jax.ShapeDtypeStruct((), jnp.float32)
+        for keys in ({"lora": finetune.Lora(rank=2, targets="w_[qo]")}, {"train": ".*norm|transformer/w_q"}):
+            config = config_of(source.model, 4, 2, training, **keys)
+            state, batch = module.shapes(config)
+            step, validate = module.mapped_steps(config, 0)
+            proved += step.check(mesh, state, number, number, batch)
+            proved += validate.check(mesh, state.weights, loss, loss, batch)
+        return proved
+
+    program = Path(finetune.__file__).read_text()
+    assert check(tmp_path / "finetune.py", program) > 100
+    count = refuse_all(mutants(program), check, tmp_path, "finetune.py")
+    record_property("summary", f"{count} mutants of finetune.py: none accepted")
+    assert count > 20

@@ -1,0 +1,399 @@
+"""python -m score: log likelihoods against transformers and a plain model, tasks of files and of lm-eval-harness."""
+
+import dataclasses
+import functools
+import importlib.util
+import json
+import math
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+import reference
+from mutation import mutants
+from pages import ROOT, module_of
+from published import FOLDER, NAMES, on_mesh, weights_of
+from test_mutation import refuse_all
+
+import generate
+import score
+import train
+from models import huggingface
+from models.decoding import Generator, Programs
+from runtime.config.command_line import load, run
+from runtime.data.sources import kept_tokenizer
+from runtime.data.tokenizers import ChatError
+from runtime.terminal import RunError
+
+MESHES = [(1, 1), (2, 2)]
+QUICK = (("llama", (1, 1)), ("llama", (2, 2)), ("gemma3", (2, 2)))
+CASES = [
+    pytest.param(name, mesh, marks=[] if (name, mesh) in QUICK else pytest.mark.slow)
+    for name in NAMES
+    for mesh in MESHES
+    if (FOLDER / name / "scores.json").exists()
+]
+
+
+# == Log likelihoods ===================================================================================================
+def scorer_of(name, pool, length=64):
+    source = huggingface.open_weights(FOLDER / name, pool)
+    generator = Generator(source.family, source.model, weights_of(source, pool)[0])
+    return score.Scorer(generate.Served(generator, source, None, (), (), length), rows=2, length=length)
+
+
+@pytest.mark.parametrize("name, mesh", CASES, ids=str)
+def test_log_likelihoods_are_those_of_transformers(name, mesh, pool):
+    """Of nine continuations of three contexts, packed, to 1e-4 nats; and whether greedy decoding writes them. One by
+    one they are the same to rounding."""
+    expected = json.loads((FOLDER / name / "scores.json").read_text())
+    pairs = [(each["context"], each["continuation"]) for each in expected]
+    with on_mesh(*mesh):
+        scorer = scorer_of(name, pool)
+        found = scorer(pairs)
+        alone = [scorer([pair])[0] for pair in pairs]
+    np.testing.assert_allclose([a for a, _ in found], [each["log_likelihood"] for each in expected], atol=1e-4, rtol=0)
+    assert [greedy for _, greedy in found] == [each["is_greedy"] for each in expected]
+    np.testing.assert_allclose([a for a, _ in found], [a for a, _ in alone], atol=2e-5, rtol=0)
+    assert [greedy for _, greedy in alone] == [greedy for _, greedy in found]
+
+
+@pytest.mark.parametrize("length", [64, 300])
+def test_packed_rows_have_all_that_each_continuation_needs(length):
+    """Of random pairs, some of one context: a continuation's places are its own, and what they see, in the order of
+    positions, is the context and the continuation; a context that fits is read once."""
+    rng = np.random.default_rng(0)
+    contexts = [rng.integers(1, 99, n).tolist() for n in rng.integers(1, 40, 12)]
+    pairs = [(contexts[n], rng.integers(1, 99, rng.integers(1, 20)).tolist()) for n in rng.integers(0, 12, 50)]
+    rows, places = score.pack(pairs, length)
+    assert rows.shape[1:] == (5, min(length, 128))
+    taken = np.zeros((len(rows), rows.shape[2]), int)
+    for (context, after), (row, place) in zip(pairs, places):
+        tokens, targets, number, continuation, position = rows[row]
+        taken[row, place] += 1
+        own = continuation[place][0]
+        seen = (number == number[place][0]) & np.isin(continuation, (0, own))
+        assert number[place][0] > 0 and own > 0
+        assert tokens[seen].tolist() == [*context, *after[:-1]] and position[seen].tolist() == list(range(seen.sum()))
+        assert targets[place].tolist() == after
+    assert taken.max() == 1
+    shared = [(contexts[0], [1, 2]), (contexts[1], [3]), (contexts[0], [4])]
+    (row,), _ = score.pack(shared, 128)
+    assert (row[2] > 0).sum() == len(contexts[0]) - 1 + 2 + 1 + len(contexts[1])
+
+
+def check_score(path, source):
+    """Checks the program of a score.py with a small Qwen2 on 4 x 2; returns the number of claims."""
+    module = module_of(path, source)
+    family = huggingface.family_of("qwen2", "here")
+    model = family.Model(
+        d_model=64, n_q_per_kv=2, n_kv=8, d_head=8, layers=2, vocab=128, d_ff=96, rope_max_timescale=256, qkv_bias=True
+    )
+    weights = jax.eval_shape(functools.partial(family.init, model), np.uint32(0))
+    mesh = jax.sharding.AbstractMesh((4, 2), ("d", "t"))
+    with jax.sharding.use_abstract_mesh(mesh):
+        ends, stack = jax.eval_shape(Programs(family, model, weights).mapped("gather"), weights)
+    rows = module.Packed(*(jax.ShapeDtypeStruct((16, 32), kind) for kind in (np.uint32, np.uint32, *[np.int32] * 3)))
+    return module.mapped(family, model, stack).check(mesh, ends, stack, rows)
+
+
+def test_scoring_is_accepted(tmp_path):
+    """The program as it is: the mutants are refused for their mutation."""
+    assert check_score(tmp_path / "score.py", (ROOT / "score.py").read_text()) > 50
+
+
+@pytest.mark.slow
+def test_every_mutant_of_scoring_is_refused(tmp_path, record_property):
+    """Each collective removed, doubled, with its axes exchanged or one too few, and each '+axis' dropped."""
+    made = mutants((ROOT / "score.py").read_text())
+    count = refuse_all(made, check_score, tmp_path, "score.py", r"(score|decoding|llama|layers)\.py")
+    record_property("summary", f"{count} mutants of score.py: none accepted")
+    assert count >= 5
+
+
+# == Tasks of files ====================================================================================================
+@pytest.fixture
+def said(monkeypatch, capsys):
+    """What `python -m score <arguments>` prints."""
+
+    def call(*arguments, status=0):
+        monkeypatch.setattr(sys, "argv", ["score", *map(str, arguments)])
+        if status:
+            with pytest.raises(SystemExit) as stop:
+                run(score.main, score.Score)
+            assert stop.value.code == status
+            return capsys.readouterr().err
+        run(score.main, score.Score)
+        return capsys.readouterr().out
+
+    return call
+
+
+def values_of(table):
+    """{(task, metric): value} of what is printed."""
+    return {tuple(line.split()[:2]): float(line.split()[2]) for line in table.splitlines()[1:]}
+
+
+def jsonl(path, *records):
+    path.write_text("".join(json.dumps(each) + "\n" for each in records))
+    return path
+
+
+TEXT = "the cat sat on the mat. the mat sat on the cat."
+
+
+def nats_of(cat_run, text, length, pool):
+    """What a plain float64 model gives a text of bytes, in windows of `length`, each after one byte of the window
+    before, the last filled up."""
+    source = huggingface.open_weights(cat_run, pool)
+    with on_mesh(1, 1):
+        weights = jax.tree.map(np.asarray, weights_of(source, pool)[0])
+    tree = {key: value for key, value in dataclasses.asdict(weights).items() if value is not None}
+    tree["transformer"] = {key: value for key, value in tree["transformer"].items() if value is not None}
+    ids, nats = [0, *(byte + 1 for byte in text.encode())], 0.0
+    for start in range(1, len(ids), length):
+        end = min(start + length, len(ids))
+        first = max(end - length - 1, 0) if start > 1 else 0
+        targets = np.array([ids[first + 1 : end]], np.uint32)
+        starts = np.zeros(targets.shape, bool)
+        logits = reference.logits(tree, reference.Batch(targets, starts, ~starts), source.model, bos_id=ids[first])[0]
+        log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        nats -= log_probs[np.arange(len(logits)), targets[0]][start - first - 1 :].sum()
+    return nats
+
+
+def test_bits_a_byte_are_those_of_the_plain_formula(cat_run, said, tmp_path, pool):
+    """Of a text in three windows of 20 bytes and of one in a line of .jsonl, as the float64 reference gives them."""
+    (tmp_path / "text.txt").write_text(TEXT)
+    lines = jsonl(tmp_path / "texts.jsonl", {"text": TEXT[:13], "from": "a cat"}, {"text": TEXT})
+    found = values_of(said(cat_run, tmp_path / "text.txt", lines, "length=20", "rows=2"))
+    whole, part = (nats_of(cat_run, text, 20, pool) for text in (TEXT, TEXT[:13]))
+    name, names = str(tmp_path / "text.txt"), str(lines)
+    assert found[name, "bits_per_byte"] == pytest.approx(whole / len(TEXT) / math.log(2), abs=1e-4)
+    assert found[name, "perplexity"] == pytest.approx(math.exp(whole / len(TEXT)), abs=1e-4)
+    both = (whole + part) / (len(TEXT) + 13)
+    assert found[names, "bits_per_byte"] == pytest.approx(both / math.log(2), abs=1e-4)
+
+
+def test_choices_and_a_file_of_answers(cat_run, said, tmp_path):
+    """A model that knows one sentence chooses how it goes on; each answer is a line, and what is too long is cut."""
+    task = jsonl(
+        tmp_path / "exam.jsonl",
+        {"context": "the cat sat", "choices": ["in a hat", "on the mat."], "answer": 1},
+        {"context": "the cat sat on the mat. " * 3, "choices": ["a dog", "the cat", "zebras"], "answer": 2},
+    )
+    table = said(cat_run, task, f"to={tmp_path}/out.jsonl")
+    found = values_of(table)
+    assert [found[str(task), name] for name in ("acc", "acc_norm", "acc_bytes")] == [0.5, 0.5, 0.5]
+    assert f"{task}  acc        0.5000  0.5000   2" in table
+    first, second = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
+    assert first["task"] == str(task) and (first["number"], first["acc"], second["acc"]) == (0, 1.0, 0.0)
+    assert len(second["log_likelihoods"]) == 3 and np.argmax(second["log_likelihoods"]) == 1
+    assert first["context"] == "the cat sat"
+
+
+def test_normalized_accuracy_by_hand():
+    """Log likelihoods of -4 and -6: by token sums the first is best, by character and by byte the longer one."""
+
+    class Fixed:
+        def __init__(self, *sums):
+            self.sums = sums
+
+        def __call__(self, pairs):
+            return [(each, False) for each in self.sums]
+
+        def pair(self, context, continuation):
+            return context, continuation
+
+    def scored(sums, choices, answer):
+        record = score.Choices(context="", choices=choices, answer=answer)
+        (found,) = score.score_choices(Fixed(*sums), [record], score.Score(model=""))
+        return [found[name] for name in ("acc", "acc_norm", "acc_bytes")]
+
+    assert scored((-4.0, -6.0), ("ab", "abcd"), 0) == [1, 0, 0]
+    assert scored((-4.0, -6.0), ("ab", "abcd"), 1) == [0, 1, 1]
+    assert scored((-4.0, -6.0), ("éé", "abcd"), 0) == [1, 0, 1]  # 2 characters, 4 bytes
+
+
+def test_exact_match_and_rouge_by_hand():
+    """Two of three words are those of the answer, one of two pairs; of several right answers the best counts."""
+    writer = SimpleNamespace(write=lambda prompts, config: ["the cat sat", " the cat ran\n"])
+    right = ("no", "the cat ran")
+    records = [score.Question(question="?", answer=right) for _ in range(2)]
+    near, same = score.score_questions(writer, records, score.Score(model=""))
+    third = pytest.approx(2 / 3)
+    assert [near[name] for name in ("exact_match", "rouge1", "rouge2", "rougeL")] == [0.0, third, 0.5, third]
+    assert [same[name] for name in ("exact_match", *score.ROUGE)] == [1.0] * 4
+
+
+def test_what_cannot_be_asked_is_refused():
+    """A chat without a template, and answers that leave no room for a question."""
+
+    def ids_of(prompt):
+        raise ChatError("the tokenizer bytes_utf8 has no chat template")
+
+    scorer = SimpleNamespace(length=32, served=SimpleNamespace(ids_of=ids_of))
+    config = generate.Generate(model="", tokens=8)
+    with pytest.raises(RunError, match=r"^chat=true: the tokenizer bytes_utf8 has no chat template$"):
+        score.Scorer.write(scorer, [[{"role": "user", "content": "?"}]], config)
+    with pytest.raises(RunError, match=r"^tokens = 32: expected fewer than the 32 that are read at once$"):
+        score.Scorer.write(scorer, ["?"], dataclasses.replace(config, tokens=32))
+
+
+def test_questions_are_answered(cat_run, said, tmp_path):
+    """What the model goes on with, cut at `stop`, is compared with the answer."""
+    task = jsonl(
+        tmp_path / "ask.jsonl",
+        {"question": "the cat sat on", "answer": "the mat"},
+        {"question": "the cat", "answer": ["x"]},
+    )
+    found = values_of(said(cat_run, task, "tokens=12", "stop=[.]"))
+    assert found[str(task), "exact_match"] == 0.5 and 0.5 <= found[str(task), "rougeL"] < 1
+
+
+def test_a_missing_package_is_one_line(said, tmp_path, monkeypatch):
+    """Before anything is read, with the command that installs it."""
+    for package in ("rouge_score", "lm_eval"):
+        monkeypatch.setitem(sys.modules, package, None)
+        monkeypatch.delitem(sys.modules, f"{package}.tasks", raising=False)
+    task = jsonl(tmp_path / "ask.jsonl", {"question": "a", "answer": "b"})
+    install = "which is not installed: pip install -r requirements-score.txt\n"
+    assert said("nowhere", task, status=1) == f"error: scoring answers needs the package rouge_score, {install}"
+    assert said("nowhere", "harness=arc_easy", status=1) == f"error: harness needs the package lm_eval, {install}"
+
+
+@pytest.mark.parametrize("content, message", [
+    ("", "the task FILE is empty"),
+    ("x", "FILE, line 1: expected an object: "),
+    ("[1]", "FILE, line 1: expected an object with the field choices, question or text"),
+    ('{"answer": 1}', "FILE, line 1: expected an object with the field choices, question or text"),
+    ('{"text": "a"}\n{"tex": "a"}', "FILE, line 2: text is missing: expected text, not empty"),
+    ('{"text": ""}', 'FILE, line 1: text = "": expected text, not empty'),
+    ('{"choices": ["a", ""], "context": "", "answer": 0}', 'FILE, line 1: choices[1] = "": expected text, not empty'),
+    ('{"choices": ["a"], "context": "", "answer": 1}', "FILE, line 1: answer = 1: there are 1 choices, from 0 on"),
+    ('{"choices": ["a"], "context": "", "answer": "a"}', "FILE, line 1: answer"),
+])  # fmt: skip
+def test_a_task_that_is_wrong_is_refused(said, tmp_path, content, message):
+    """One line with the file and the line in it, before the model is read."""
+    task = tmp_path / "task.jsonl"
+    task.write_text(content)
+    assert message.replace("FILE", str(task)) in said("nowhere", task, status=1)
+
+
+@pytest.mark.parametrize("arguments, message", [
+    ([], "there is nothing to score: name files, or harness=TASK,TASK"),
+    (["nowhere.txt"], "the task nowhere.txt cannot be read: "),
+    (["harness=arc_easy", "chat=true"], "chat=true is of the questions of files"),
+    ([ROOT / "LICENSE"], "golden/llama has no tokenizer, which scoring needs"),
+    ([ROOT / "LICENSE", "to=/nowhere/x"], "to=/nowhere/x cannot be written: "),
+])  # fmt: skip
+def test_what_is_refused(said, arguments, message):
+    """One line that says what was expected."""
+    assert message in said(FOLDER / "llama", *arguments, status=1)
+
+
+# == While a run trains ================================================================================================
+EXAM = [{"context": "the cat sat", "choices": ["on the mat.", "in a hat"], "answer": 0}]
+
+
+def test_a_run_scores_what_its_checkpoint_scores(cat_run, said, tmp_path, pool, monkeypatch):
+    """With the weights of a run, twice: the same numbers as of its checkpoint on the command line."""
+    exam = jsonl(tmp_path / "exam.jsonl", *EXAM)
+    (tmp_path / "text.txt").write_text(TEXT)
+    source = huggingface.open_weights(cat_run, pool)
+    attributes = source.checkpoint.attributes
+    model = [f"model.{key}={value}" for key, value in attributes["config"]["model"].items()]
+    given = ["mesh.d=1", "mesh.t=1", "training.tokens.len=32", f"eval_tasks=[{exam},{tmp_path}/text.txt]"]
+    config, recorded = load(train.Config, "local_shakespeare", [*model, *given]), attributes["program"]
+    with on_mesh(1, 1):
+        scorer, (weights, _) = score.InRun(config, recorded, kept_tokenizer(cat_run)), weights_of(source, pool)
+        (found, samples), again = scorer(weights), scorer(weights)
+    assert (found, samples) == again and samples == "" and scorer.scorer.weights is None
+    expected = values_of(said(cat_run, exam, tmp_path / "text.txt"))
+    assert {name: round(value, 4) for name, value in found.items()} == {
+        f"score/{task.rsplit('/')[-1]}/{metric}": value for (task, metric), value in expected.items()
+    }
+    refused = "^eval_tasks: expected train.py with its own model, on one host, and data that name their tokenizer$"
+    with pytest.raises(RunError, match=refused):
+        score.InRun(config, recorded, None)
+    monkeypatch.setattr(train, "Layer", dataclasses.make_dataclass("Layer", ["ln1", "q_bias"]))
+    with pytest.raises(RunError, match=refused):
+        score.InRun(config, recorded, kept_tokenizer(cat_run))
+
+
+@pytest.mark.slow
+def test_a_run_logs_its_scores(cat_run, tmp_path):
+    """`python -m train` with tasks: metrics.jsonl has their numbers at each validation, the page an answer."""
+    tasks = [jsonl(tmp_path / "exam.jsonl", *EXAM)]
+    if importlib.util.find_spec("rouge_score"):
+        tasks.append(jsonl(tmp_path / "ask.jsonl", {"question": "the cat sat on the", "answer": "mat"}))
+    overrides = f"""
+        flat_tokens.filespec={cat_run.parent}/text.zarr paths.root_working_dir={tmp_path} paths.model_name=run
+        mesh.d=2 mesh.t=2 model.d_model=32 model.n_q_per_kv=1 model.n_kv=2 model.d_head=16 model.layers=1 model.d_ff=64
+        model.vocab=258 model.compute_dtype=float32 training.tokens.batch=8 training.tokens.len=32 training.steps=8
+        training.warmup_steps=2 training.steps_for_lr=8 eval_interval=4 validation_batches=1
+        eval_tasks=[{",".join(map(str, tasks))}]
+    """
+    command = [sys.executable, "-m", "train", "--config-name=local_shakespeare", *overrides.split()]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    scored = [line for line in lines if "score/exam.jsonl/acc" in line]
+    assert [line["step"] for line in scored] == [4, 8] and "exam.jsonl/acc " in done.stdout
+    if len(tasks) > 1:
+        assert all(line["score/ask.jsonl/exact_match"] in (0, 1) for line in scored)
+        assert (tmp_path / "run/samples.txt").read_text().startswith("after step 8\n\nthe cat sat on the\n→ ")
+
+
+# == Tasks of lm-eval-harness ==========================================================================================
+ENDINGS = {"ind": 1, "activity_label": "Cats", "ctx_a": "the cat sat", "ctx_b": "", "split_type": "indomain"}
+ARC = {"question": "the cat sat on", "choices": {"text": ["a dog", "the mat."], "label": ["A", "B"]}}
+HARNESS = {  # the harness's own tasks, with a few lines of their data
+    "hellaswag": [
+        {**ENDINGS, "endings": [" on a hat", " on the mat."], "label": "1"},
+        {**ENDINGS, "endings": [" on the mat.", " zz", " xx"], "label": "2"},
+    ],
+    "arc_easy": [{**ARC, "answerKey": key} for key in "BBA"],
+    "nq_open": [{"question": "the mat. the cat sat on", "answer": [answer]} for answer in ("the mat", "x")],
+    "wikitext": [{"page": TEXT}, {"page": "the cat"}],
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tasks_of_lm_eval_harness(cat_run, said, tmp_path, monkeypatch):
+    """Multiple choice, answers and texts, end to end, on data in a folder; the first and the last as our own tasks
+    give them."""
+    lm_eval = pytest.importorskip("lm_eval", reason="pip install -r requirements-score.txt")
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    for name, records in HARNESS.items():
+        data = str(jsonl(tmp_path / f"{name}.jsonl", *records))
+        (file,) = (ROOT / lm_eval.__path__[0] / "tasks").rglob(f"{name}.yaml")
+        about = {"include": str(file), "task": f"our_{name}", "dataset_path": "json", "dataset_name": None}
+        about["dataset_kwargs"] = {"data_files": dict.fromkeys(("train", "validation", "test"), data)}
+        if name == "nq_open":  # the model knows no other words
+            about |= {"doc_to_text": "{{question}}", "description": ""}
+        (tmp_path / f"our_{name}.yaml").write_text(json.dumps(about))
+    names = ",".join(f"our_{name}" for name in HARNESS)
+    given = [f"include_path={tmp_path}", "num_fewshot=0", "tokens=12", f"to={tmp_path}/out.jsonl"]
+    texts = jsonl(tmp_path / "texts.jsonl", *({"text": each["page"]} for each in HARNESS["wikitext"]))
+    exam = jsonl(
+        tmp_path / "exam.jsonl",
+        *(
+            {"context": f"Question: {ARC['question']}\nAnswer:", "choices": ARC["choices"]["text"], "answer": answer}
+            for answer in (1, 1, 0)
+        ),
+    )
+    found = values_of(said(cat_run, exam, texts, f"harness={names}", *given))
+    for metric in ("acc", "acc_norm"):
+        assert found["our_arc_easy", metric] == found[str(exam), metric]
+    assert found["our_hellaswag", "acc"] == 0.5
+    assert found["our_nq_open", "exact_match,remove_whitespace"] == 0.5
+    assert found["our_wikitext", "bits_per_byte"] == found[str(texts), "bits_per_byte"]
+    kept = [json.loads(line)["task"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert kept == [str(exam)] * 3 + [str(texts)] * 2 + [f"our_{name}" for name in HARNESS for _ in HARNESS[name]]
+    assert "harness: there is no task our_arc; the nearest is our_arc_easy" in said(
+        cat_run, "harness=our_arc", *given, status=1
+    )

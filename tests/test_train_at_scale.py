@@ -1,0 +1,397 @@
+"""train_at_scale.py: on axes r, d, c, e and t it computes what a plain, unsharded reference does, and on d and t alone
+what train.py does, bit for bit."""
+
+import ast
+import collections
+import dataclasses
+import functools
+import json
+import math
+import pathlib
+import re
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+import small
+from mutation import mutants
+from pages import module_of
+
+import train
+import train_at_scale as at_scale
+from ledger.compiled.check import differences
+from ledger.count.step import of_step
+from runtime.config.keys import Tokens
+from shardlib.mesh import make_mesh
+from shardlib.shardtypes import ShardingError, make_shardings, narrowed
+
+SIZES = dict(d_model=32, n_q_per_kv=2, n_kv=4, d_head=4, layers=2, vocab=64, d_ff=32, rope_max_timescale=256)
+DENSE = at_scale.Model(**SIZES, compute_dtype='float32', attention='einsum')
+FEW_HEADS = dataclasses.replace(
+    DENSE, n_kv=2, attention='blockwise'
+)  # c = t = 2 has more devices than heads: keys are gathered
+DROPLESS = dataclasses.replace(DENSE, experts=4, experts_per_token=2)
+CAPACITY = dataclasses.replace(DROPLESS, capacity=0.75, shared_experts=1)  # 16 slots, and 16 tokens on average
+SCHEDULE = dict(steps=10, warmup_steps=2, steps_for_lr=10, learning_rate=1e-2)
+TRAINING = at_scale.Training(**SCHEDULE, tokens=Tokens(batch=8, len=32), balance_loss=0.1, router_z_loss=0.05)
+BATCH = reference.random_batch(DENSE, batch=8, length=32, seed=1)
+AXES = 'rdcet'
+
+
+def mesh_of(text):
+    """'r2 c4' as sizes of all axes."""
+    sizes = dict.fromkeys(AXES, 1) | {word[0]: int(word[1:]) for word in text.split()}
+    return at_scale.Mesh(**sizes)
+
+
+def config_of(model, training, mesh):
+    return types.SimpleNamespace(mesh=mesh, model=model, training=training)
+
+
+def weights_of(model):
+    """Weights under which nothing is special, as a nested dict of numpy arrays."""
+    shapes = jax.eval_shape(functools.partial(at_scale.init_state, model), np.uint32(0)).weights
+    rng, tree = np.random.default_rng(0), {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
+        name, size = path[-1].name, math.prod(leaf.shape)
+        fan_in = model.d_model * (model.d_head if name == 'w_q' else 1)
+        fan_in = {'embed': 1, 'w_o': model.n_q_per_kv * model.n_kv * model.d_head}.get(name, fan_in)
+        fan_in = leaf.shape[-1] if name.endswith('down') else fan_in
+        value = (
+            rng.standard_normal(size) * fan_in**-0.5 if leaf.ndim > 1 + len(path) - 1 else rng.uniform(0.5, 1.5, size)
+        )
+        inner = tree if len(path) == 1 else tree.setdefault(path[0].name, {})
+        inner[name] = value.reshape(leaf.shape).astype(np.float32)
+    return tree
+
+
+def as_weights(tree, module=at_scale):
+    layer = dict.fromkeys(('w_gate', 'w_up', 'w_down')) | tree['transformer']
+    return module.Weights(**{**tree, 'transformer': module.Layer(**layer)})
+
+
+def on(mesh):
+    sizes = vars(mesh)
+    return jax.set_mesh(make_mesh(sizes, devices=jax.devices()[: math.prod(sizes.values())]))
+
+
+def stepped(model, training, mesh, weights, batch=BATCH, steps=1, module=at_scale):
+    """The last state and all metrics of some steps, as numpy arrays. Its types are not checked here, but the compiled
+    program sends what its ledger says."""
+    module.act.dtype = model.compute_dtype
+    config = config_of(model, training, mesh)
+    module.shapes(config)
+    step, _ = module.mapped_steps(config, 0)
+    step.checked = False
+    with on(mesh):
+        zeros = jax.tree.map(np.zeros_like, weights)
+        state = module.State(weights, zeros, zeros)
+        state = jax.device_put(state, make_shardings(narrowed(module.State, state)))
+        arrays = batch.targets.astype(np.uint32), batch.is_seq_start, batch.is_target
+        placed = jax.device_put(module.TokenBatch(*arrays), make_shardings(module.TokenBatch))
+        traced, found = jax.jit(step).trace(state, jnp.uint32(0), jnp.uint32(0), placed), []
+        step = traced.lower().compile()
+        tokens = training.tokens.batch * training.tokens.len
+        ledger = of_step(traced, vars(mesh), source=module.__file__, tokens=tokens)
+        rows = differences(ledger, step.as_text())
+        assert all('as all bfloat16 is by XLA:CPU' in row.reason for row in rows), rows
+        for number in range(steps):
+            state, metrics = step(state, jnp.uint32(0), jnp.uint32(number), placed)
+            found.append(jax.tree.map(np.asarray, metrics))
+        return jax.tree.map(np.asarray, state), found
+
+
+def loss_and_gradient(model, training, mesh, weights, module=at_scale):
+    """Of a step: the first moment, with b1 = 0 and no clipping."""
+    training = dataclasses.replace(training, adam_b1=0.0, max_grad_norm=1e30)
+    given = module.Model(**vars(model)), module.Training(**vars(training)), module.Mesh(**vars(mesh))
+    state, (metrics,) = stepped(*given, as_weights(weights, module), module=module)
+    return metrics, state.adam_mu
+
+
+@functools.cache
+def truth_of(model, parts=1):
+    """The reference's loss and gradient in float64, for rows in so many parts."""
+    known = {name: getattr(model, name) for name in vars(model)}
+    factors = (TRAINING.balance_loss, TRAINING.router_z_loss) if model.experts else (0.0, 0.0)
+    slots = None if model.capacity is None else 16 // parts
+    plain = types.SimpleNamespace(**known, router_losses=factors, slots=slots, parts=parts)
+    return reference.loss_and_grad(weights_of(model), BATCH, plain)
+
+
+def require_truth(model, mesh, microbatches=1, module=at_scale):
+    training = dataclasses.replace(TRAINING, microbatches=microbatches)
+    metrics, gradient = loss_and_gradient(model, training, mesh, weights_of(model), module)
+    loss, expected = truth_of(model, mesh.c if model.capacity else 1)
+    if model.experts:
+        of_routers = TRAINING.balance_loss * metrics.balance_loss + TRAINING.router_z_loss * metrics.router_z_loss
+        assert model.capacity is None or 0.05 < metrics.dropped < 0.5
+        assert metrics.load.sum() == pytest.approx(model.experts)
+        loss = loss - model.layers * float(of_routers)
+    assert abs(float(metrics.loss) - float(loss)) <= 2e-6 * abs(float(loss)), 'the loss is another'
+    far = {}
+    for path, true in jax.tree_util.tree_leaves_with_path(expected):
+        ours = getattr(gradient, path[0].key)
+        ours = getattr(ours, path[1].key) if len(path) == 2 else ours
+        far[path[-1].key] = float(np.linalg.norm(ours - true) / np.linalg.norm(true))
+    far = {name: distance for name, distance in far.items() if not distance <= 1e-5}
+    assert not far, 'the gradient is another'
+
+
+# Each two axes meet on some mesh.
+QUICK = [(DENSE, 'r2 d2 c2', 2), (CAPACITY, 'r2 e2 t2', 1), (DROPLESS, 'd2 c2 e2', 1), (FEW_HEADS, 'd2 c2 t2', 1)]
+
+
+@pytest.mark.parametrize('model, mesh, microbatches', QUICK, ids=[mesh for _, mesh, _ in QUICK])
+def test_loss_and_gradient_equal_the_reference(model, mesh, microbatches):
+    """In float32 the loss is within 2e-6 of float64's, and each leaf of the gradient within 1e-5 of its norm; and what
+    XLA compiled sends what the ledger says."""
+    require_truth(model, mesh_of(mesh), microbatches)
+
+
+LARGER = [
+    (DENSE, 'r8', 1), (DENSE, 'r2 c4', 1), (FEW_HEADS, 'c8', 1), (FEW_HEADS, 'r2 c4', 2), (DENSE, 'r4 e2', 1),
+    (CAPACITY, 'e4 t2', 1), (CAPACITY, 'c4 e2', 1), (CAPACITY, 'r2 d2 e2', 1), (CAPACITY, 'c2 e2 t2', 1),
+    (DROPLESS, 'e4 c2', 1), (DROPLESS, 'r2 e2 t2', 1), (DROPLESS, 'd4 t2', 1),
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    'model, mesh, microbatches', LARGER, ids=[f'{mesh} {n}' for n, (_, mesh, _) in enumerate(LARGER)]
+)
+def test_larger_axes(model, mesh, microbatches):
+    """The same with more devices along an axis, and with axes alone."""
+    require_truth(model, mesh_of(mesh), microbatches)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('capacity', [None, 4.0], ids=['dropless', 'capacity'])
+def test_a_mixture_of_equal_experts_is_the_dense_model(capacity):
+    """Whatever the router says: each token's weights add up to one, and with slots enough none is dropped."""
+    tree, training = weights_of(DENSE), dataclasses.replace(TRAINING, balance_loss=0.0, router_z_loss=0.0)
+    model = dataclasses.replace(DROPLESS, capacity=capacity)
+    layer = dict(tree['transformer'])
+    for name in ('gate', 'up', 'down'):
+        layer[f'expert_{name}'] = np.stack([layer.pop(f'w_{name}')] * model.experts, axis=1)
+    layer['router'] = weights_of(DROPLESS)['transformer']['router']
+    metrics, gradient = loss_and_gradient(model, training, mesh_of('e4 t2'), {**tree, 'transformer': layer})
+    loss, expected = truth_of(DENSE)
+    assert metrics.dropped == 0 and float(metrics.loss) == pytest.approx(float(loss), rel=2e-6)
+    summed = gradient.transformer.expert_up.sum(axis=1)
+    np.testing.assert_allclose(summed, expected['transformer']['w_up'], atol=1e-5 * abs(summed).max())
+    assert np.abs(gradient.transformer.router).max() < 1e-5 * abs(summed).max()  # the router makes no difference
+
+
+def as_train(model, training):
+    """The same settings of train.py."""
+    fields = [field.name for field in dataclasses.fields(train.Model)]
+    others = {field.name: getattr(training, field.name) for field in dataclasses.fields(train.Training)}
+    return train.Model(**{name: getattr(model, name) for name in fields}), train.Training(**others)
+
+
+@pytest.mark.parametrize('attention', ['einsum', pytest.param('blockwise', marks=pytest.mark.slow)])
+def test_axes_of_one_device_cost_nothing(attention):
+    """On d and t alone, three steps in bfloat16 leave the weights and losses of train.py, bit for bit; and what is sent
+    and computed is what train.py's ledger has, row by row, and no more is held."""
+    model = dataclasses.replace(DENSE, compute_dtype='bfloat16', attention=attention)
+    training = dataclasses.replace(TRAINING, microbatches=2)
+    plain_model, plain_training = as_train(model, training)
+    tree = weights_of(model)
+    plain_weights = train.Weights(**{**tree, 'transformer': train.Layer(**tree['transformer'])})
+    plain_mesh, mesh = train.Mesh(d=4, t=2), mesh_of('d4 t2')
+    state, metrics = stepped(model, training, mesh, as_weights(tree), steps=3)
+    plain_state, plain_metrics = stepped(plain_model, plain_training, plain_mesh, plain_weights, steps=3, module=train)
+    for ours, theirs in zip(jax.tree.leaves((state, metrics)), jax.tree.leaves((plain_state, plain_metrics))):
+        np.testing.assert_array_equal(ours, theirs)
+
+    ours = ledger_of(at_scale, config_of(model, training, mesh))
+    theirs = ledger_of(train, config_of(plain_model, plain_training, plain_mesh))
+    assert sent_by(ours) == sent_by(theirs)
+    assert (ours.model_flops, ours.hardware_flops) == (theirs.model_flops, theirs.hardware_flops)
+    assert ours.memory.bytes <= theirs.memory.bytes
+
+
+def ledger_of(module, config):
+    step, _ = module.mapped_steps(config, 0)
+    step.checked = False
+    sizes, zero = vars(config.mesh), np.uint32(0)
+    automatic = (jax.sharding.AxisType.Auto,) * len(sizes)
+    mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=automatic)
+    state, batch = module.shapes(config)
+    with jax.sharding.use_abstract_mesh(mesh):
+        traced = jax.jit(step, donate_argnums=0).trace(state, zero, zero, batch)
+    tokens = config.training.tokens
+    return of_step(traced, sizes, source=module.__file__, tokens=tokens.batch * tokens.len)
+
+
+def sent_by(ledger):
+    """How often each collective is run, wherever it stands."""
+    counts = collections.Counter()
+    for row, times in ledger.costs.collectives.items():
+        counts[dataclasses.replace(row, line='')] += times
+    return counts
+
+
+# -- What types refuse -------------------------------------------------------------------------------------------------
+# Functions that one model alone reaches; all others are reached by CAPACITY.
+WRITTEN_OUT = dataclasses.replace(FEW_HEADS, attention='einsum')
+REACHED_BY = {'attention_of_gathered_keys': WRITTEN_OUT, 'experts_without_loss': DROPLESS, 'validation_step': DENSE}
+CHECKED_ON = mesh_of('r2 d2 c2 e2 t2')  # for which no devices are needed
+
+
+def check(path, source, function, model=None):
+    """Checks the step of a train_at_scale.py that reaches a function, or of a model; returns the number of claims."""
+    module = module_of(path, source)
+    model = model or REACHED_BY.get(function, CAPACITY)
+    config = config_of(module.Model(**vars(model)), module.Training(**vars(TRAINING)), module.Mesh(**vars(CHECKED_ON)))
+    state, batch = module.shapes(config)
+    train_step, validate = module.mapped_steps(config, 0)
+    number, loss = jax.ShapeDtypeStruct((), jnp.uint32), jax.ShapeDtypeStruct((), jnp.float32)
+    sizes = vars(CHECKED_ON)
+    mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes))
+    if function == 'validation_step':
+        return validate.check(mesh, state.weights, loss, loss, batch)
+    return train_step.check(mesh, state, number, number, batch)
+
+
+def functions_of(source):
+    """The function of the file's top level that each line stands in."""
+    return {
+        line: node.name
+        for node in ast.parse(source).body
+        if isinstance(node, ast.FunctionDef)
+        for line in range(node.lineno, node.end_lineno + 1)
+    }
+
+
+SOURCE = pathlib.Path(at_scale.__file__).read_text()
+
+
+SLOW = ('attention_of_gathered_keys', 'experts_without_loss')
+
+
+@pytest.mark.parametrize(
+    'function', [None, *(pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in REACHED_BY)]
+)
+def test_the_types_are_proved(function, tmp_path):
+    """The steps of a dense model, with dealt heads and with gathered keys, and of both mixtures, on axes of two."""
+    assert check(tmp_path / 'train_at_scale.py', SOURCE, function) > 150
+
+
+EVERY = 7
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('first', range(EVERY))
+def test_mutants_are_refused(first, tmp_path, record_property):
+    """Each collective removed, doubled, with its axes exchanged or one axis too few, and each '+axis' dropped: refused,
+    by a line of the file."""
+    within, made = functions_of(SOURCE), mutants(SOURCE, tuple(AXES))
+    accepted, unlocated = [], []
+    for index, (name, line, source) in list(enumerate(made))[first::EVERY]:
+        (tmp_path / f'mutant_{index}').mkdir()
+        try:
+            check(tmp_path / f'mutant_{index}' / 'train_at_scale.py', source, within.get(line))
+        except ShardingError as error:
+            if not re.search(r'train_at_scale.py:\d+', str(error)):
+                unlocated.append((name, line, str(error)))
+        else:
+            accepted.append((name, line))
+    assert not accepted and not unlocated
+    record_property('summary', f'{len(made[first::EVERY])} mutants of train_at_scale.py: none accepted')
+
+
+# What types cannot see: which positions, whose tokens, which slot.
+UNSEEN = {
+    'labels are not dealt': (
+        FEW_HEADS,
+        "part = shardops.regroup('B/r/d/e L/c -> B/r/d/e chunks P/c', dealt(mesh, model, whole), chunks=chunks)",
+        "part = shardops.slice('B/r/d/e L -> B/r/d/e L/c', whole)\n"
+        "        part = shardops.regroup('B/r/d/e L/c -> B/r/d/e chunks P/c', part, chunks=chunks)",
+    ),
+    'positions are not dealt': (
+        FEW_HEADS,
+        "dealt(mesh, model, jnp.arange(inputs.shape[1], dtype=jnp.int32))",
+        "shardops.slice('L -> L/c', jnp.arange(inputs.shape[1], dtype=jnp.int32))",
+    ),
+    'results come back to other slots': (CAPACITY, 'jnp.moveaxis(y, 0, 1)', 'jnp.moveaxis(y[::-1], 0, 1)'),
+    'each device multiplies the first experts': (DROPLESS, 'choice.reshape(-1) - held[0]', 'choice.reshape(-1)'),
+    'two experts share slots': (CAPACITY, 'pairs * C + place, E * C', 'pairs // 2 * C + place, E * C'),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('what', UNSEEN)
+def test_mutants_that_types_cannot_see(what, tmp_path):
+    """The check accepts them; the comparison with the reference does not."""
+    model, old, new = UNSEEN[what]
+    assert SOURCE.count(old) == 1
+    changed = SOURCE.replace(old, new)
+    assert check(tmp_path / 'train_at_scale.py', changed, None, model) > 150
+    module = module_of(tmp_path / 'train_at_scale.py', changed)
+    with pytest.raises(AssertionError, match=r'the (loss|gradient) is another'):
+        require_truth(model, mesh_of('c2 e2 t2'), module=module)
+
+
+# -- Runs --------------------------------------------------------------------------------------------------------------
+def started(monkeypatch, folder, trainer, *overrides):
+    """The losses, by step, of a run in this folder, resumed where it has a checkpoint; None where it is refused."""
+    keys = 'training.steps_for_lr=50 log_interval=1 validation_batches=1 checkpoint_interval=2 model.d_model=32'
+    keys += ' model.d_ff=32 model.d_head=8 model.n_kv=4 model.compute_dtype=float32 mesh.d=1 mesh.t=1'
+    status = small.start_training(
+        monkeypatch, f'paths.root_working_dir={folder}', *keys.split(), *overrides, trainer=trainer
+    )
+    if status:
+        return None
+    (run,) = (path.parent for path in folder.glob('*/metrics.jsonl'))
+    lines = map(json.loads, (run / 'metrics.jsonl').read_text().splitlines())
+    return {(line['step'], name): line[name] for line in lines for name in ('loss', 'validation_loss') if name in line}
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_on_any_mesh_and_by_either_trainer(monkeypatch, tmp_path, capsys):
+    """Two steps of train.py, two on axes r, c and t, two on e and d, and two of train.py again have the losses of eight
+    steps of train.py; without allow_config_change another trainer is refused."""
+    whole = started(monkeypatch, tmp_path / 'whole', train, 'training.steps=8', 'eval_interval=2')
+    folder = tmp_path / 'parts'
+    started(monkeypatch, folder, train, 'training.steps=2')
+    axes = ['training.steps=4', 'mesh.r=2', 'mesh.c=2', 'mesh.t=2']
+    assert started(monkeypatch, folder, at_scale, *axes) is None
+    assert 'the program: train -> train_at_scale' in capsys.readouterr().err
+    started(monkeypatch, folder, at_scale, *axes, 'allow_config_change=true')
+    started(monkeypatch, folder, at_scale, 'training.steps=6', 'mesh.d=4', 'mesh.e=2')
+    parts = started(monkeypatch, folder, train, 'training.steps=8', 'allow_config_change=true')
+    assert len(whole) == 12 and parts.keys() == whole.keys()
+    assert [parts[key] for key in whole] == pytest.approx(list(whole.values()), rel=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('capacity', ['null', '1.0'])
+def test_a_mixture_goes_on_on_any_mesh(capacity, monkeypatch, tmp_path):
+    """Its losses are those of an uninterrupted run, with dropped tokens too: slots are counted in a row."""
+    mixture = f'model.experts=4 model.experts_per_token=2 model.shared_experts=1 model.capacity={capacity}'.split()
+    whole = started(monkeypatch, tmp_path / 'whole', at_scale, *mixture, 'training.steps=4', 'eval_interval=2')
+    started(monkeypatch, tmp_path / 'parts', at_scale, *mixture, 'training.steps=2', 'mesh.e=2', 'mesh.r=2', 'mesh.t=2')
+    parts = started(monkeypatch, tmp_path / 'parts', at_scale, *mixture, 'training.steps=4', 'mesh.e=4', 'mesh.d=2')
+    assert parts == pytest.approx(whole, rel=2e-5) and len(parts) == 6
+
+
+REFUSED = [
+    ('model.experts_per_token=2', 'model.experts = 0: expected 1 or more, since another key of a mixture'),
+    ('model.experts=4', 'model.experts_per_token = 0: expected 1 to model.experts = 4'),
+    ('mesh.c=3', 'training.tokens.len = 64: dim L has size 64, which axis c=3 cannot divide: set it to 63 or 66'),
+    ('mesh.c=64', 'dim l has size 32, which axis c=64 cannot divide'),
+    ('mesh.e=3 model.experts=4 model.experts_per_token=1', 'dim E has size 4, which axis e=3 cannot divide'),
+    ('mesh.r=128', 'dim M has size 256, which axes d=4 × c=1 × e=1 × t=2 × r=128 cannot divide: set it to 1024'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize('keys, message', REFUSED, ids=[keys for keys, _ in REFUSED])
+def test_what_cannot_be_is_refused(keys, message, monkeypatch, capsys):
+    """Before anything is compiled, with the key and what it may be."""
+    assert small.start_training(monkeypatch, 'check_only=true', *keys.split(), trainer=at_scale) == 1
+    assert message in ' '.join(capsys.readouterr().err.split())
