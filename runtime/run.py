@@ -13,12 +13,13 @@ with jax.set_mesh(start(config)), Run(config, TokenBatch) as run:
 import collections
 import contextlib
 import dataclasses
+import importlib
 import json
 import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ from runtime.tracking.followers import Followers
 from runtime.tracking.metrics import Tracker, flattened
 from runtime.tracking.profiling import Profiler
 from runtime.tracking.report import environment
-from shardlib.shardtypes import make_shardings
+from shardlib.shardtypes import make_shardings, narrowed
 
 # How far the host may be ahead. The device never runs dry of work, and the host does not run away from it: with 32
 # programs in flight, simulated devices stop for ever (jax 0.10.2: the next program waits for a place in each device's
@@ -69,8 +70,9 @@ MOST_BAD_STEPS = 10  # in a row; whoever has more is not helped by going on
 
 def with_shardings(shapes: Any, type_: Any) -> Any:
     """The tree of `ShapeDtypeStruct` with the shardings that its type has on the current mesh."""
+    shardings = make_shardings(narrowed(type_, shapes))
     return jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes, make_shardings(type_)
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes, shardings
     )
 
 
@@ -86,6 +88,7 @@ class Run:
 
     The folder is owned by this run until it is closed. With a URL as root_working_dir it holds the checkpoints, and
     what else a run leaves is in `runs` on the leader's disk. batch_type has the fields of `runtime.data.batches.Batch`.
+    about: attributes of each checkpoint besides, JSON values, with which alone the run goes on.
 
     Raises:
       RunError: the data do not fit the config, another run owns the folder, the checkpoint was trained with another
@@ -93,8 +96,9 @@ class Run:
       SystemExit: at the end, with the status STOPPED, when a signal stopped the run before its last step.
     """
 
-    def __init__(self, config: Any, batch_type: Any):
+    def __init__(self, config: Any, batch_type: Any, about: Mapping[str, Any] | None = None):
         self._config = config
+        self._about = dict(about or {})
         self._total = config.training.steps
         self._is_leader = jax.process_index() == 0
         sharding = make_shardings(batch_type)
@@ -119,6 +123,9 @@ class Run:
             if tokenizer is not None:
                 self._identity["tokenizer"] = tokenizer_identity(tokenizer)
             self._signals = opened.enter_context(StopSignals())
+            self._score: Any = None
+            if config.eval_tasks:  # score.py, which imports the trainer, is loaded by name
+                self._score = importlib.import_module("score").InRun(config, self._program, tokenizer)
             self._owner = self._own(opened)
             self._checkpoints = Checkpoints(
                 f"{self._store}/checkpoints",
@@ -137,7 +144,7 @@ class Run:
             if self._is_leader:
                 with self._writing():
                     self.folder.mkdir(parents=True, exist_ok=True)
-                    write_whole(self.folder / "config.yaml", to_yaml(config))
+                    write_whole(self.folder / "config.yaml", to_yaml(vars(config).get("given", config)))
                     write_whole(self.folder / "program.py", self._program["source"])
                     if tokenizer is not None:
                         keep_tokenizer(self.folder, tokenizer)
@@ -194,20 +201,23 @@ class Run:
                     write_whole(self.folder / "step.hlo.txt", compiled.as_text())
         return compiled
 
-    def first_state(self, shapes: Any, init: Callable[[jax.Array], Any]) -> Any:
+    def first_state(
+        self, shapes: Any, init: Callable[[jax.Array], Any], read: Callable | None = huggingface.restored
+    ) -> Any:
         """The state of the newest checkpoint that reads whole; `done_steps` and `attributes` are then its own. Without
         one, the state that `init` draws from the seed, with `initial_weights` in place of its weights where the config
-        names some. shapes: `ShapeDtypeStruct`s with shardings."""
+        names some. shapes: `ShapeDtypeStruct`s with shardings. read: how they become the state's weights, as
+        `huggingface.restored`; None: not at all."""
         if not self.done_steps:
             shardings = jax.tree.map(lambda each: each.sharding, shapes)
             init = jax.jit(init, out_shardings=shardings, compiler_options=RUNS_ONCE)
             state = init(np.uint32(self._config.training.seed))
-            if self._source is None:
+            if self._source is None or read is None:
                 return state
             for each in jax.tree.leaves(state.weights):  # before the others are read
                 each.delete()
             with self._readers() as pool:
-                weights = huggingface.restored(self._source, self._config.model, shapes.weights, pool)
+                weights = read(self._source, self._config.model, shapes.weights, pool)
             self.say(f"the first weights are those of {self._source.checkpoint.path}")
             return dataclasses.replace(state, weights=weights)
         step, state = self._checkpoints.restore(shapes)
@@ -230,6 +240,7 @@ class Run:
             **resume.description(self._config, self._identity),
             "data_position": self.data.state(),
             "program": self._program,
+            **self._about,
         }
         with self._tracker.paused():
             stall_s = self._checkpoints.save(step + 1, state, attributes)
@@ -237,19 +248,31 @@ class Run:
         self._saved_at = time.monotonic()
 
     def validate_if_due(self, step: int, add_batch: Callable, weights: Any) -> None:
-        """Logs the mean of the validation split's losses after this step, every eval_interval steps and at the end.
-        add_batch: a trainer's compiled validation step."""
+        """Logs the mean of the validation split's losses after this step, every eval_interval steps and at the end, and
+        the scores of eval_tasks. add_batch: a trainer's compiled validation step."""
         if not self.due(step, self._config.eval_interval):
             return
         with self._tracker.paused():
-            loss = targets = jax.device_put(np.float32(0), jax.P())  # as they return: it is compiled once
+            zero = jax.device_put(np.float32(0), jax.P())  # as they return: it is compiled once
+            sums: dict[str, tuple[Any, Any]] = {}  # of losses and targets, by source
             for index in range(self.validation_data.steps or 0):  # None is only of training data without an end
-                loss, targets = add_batch(weights, loss, targets, self.validation_data.load(index))
-                self.stay_close(loss, behind=1)  # a signal waits for these
+                source = self.validation_data.source_of(index)
+                before, batch = sums.get(source, (zero, zero)), self.validation_data.load(index)
+                sums[source] = add_batch(weights, *before, batch)
+                self.stay_close(sums[source][0], behind=1)  # a signal waits for these
                 self._stopping = self._signals.stop()
                 if self._stopping:
                     return self.say(f"the validation after step {step + 1} is dropped: the run was told to stop")
-            self._tracker.log_validation(step + 1, float(loss) / max(float(targets), 1))
+            losses, targets = np.array([*sums.values(), (0, 0)], np.float64).T
+            means = dict(zip(sums, (losses / np.maximum(targets, 1)).tolist()))
+            total = losses.sum() / max(targets.sum(), 1)
+            self._tracker.log_validation(step + 1, total, means if len(means) > 1 else {})
+            if self._score is not None:
+                scores, samples = self._score(weights)
+                self._tracker.log_scores(step + 1, scores)
+                if samples and self._is_leader:
+                    with self._writing():
+                        write_whole(self.folder / "samples.txt", f"after step {step + 1}\n\n{samples}")
 
     def steps(self) -> Iterator[int]:
         """The steps to do, counted from 0, until all are done or a signal has come."""
@@ -281,8 +304,8 @@ class Run:
     def log(self, step: int, state: Any, metrics: Any) -> None:
         """Takes what a step that was just dispatched returns; its numbers are read later, when they are due.
 
-        metrics: scalars, `loss`, `grad_norm` and `skipped_steps` among them, and vectors with a number for each of the
-        weights, which are logged under the weights' names.
+        metrics: scalars, `loss`, `grad_norm` and `skipped_steps` among them, and vectors: those whose names end
+        with '_of' have a number for each of the weights, under whose names they are logged.
         """
         outputs, metrics, weights = (state, metrics), flattened(metrics), names(state.weights)
         # Before the profiler, which waits for the step that it ends with: else the step before would take its time.
@@ -330,7 +353,7 @@ class Run:
         self.attributes = self._checkpoints.attributes(step) if step else {}
         where = f"checkpoint {self._store}/checkpoints/{step:010d}"
         others = program.differences(self.attributes, self._program)
-        changes = resume.compare(self._config, self._identity, self.attributes, where, others)
+        changes = resume.compare(self._config, self._identity, self.attributes, where, others, self._about)
         if changes and self._is_leader:
             print_line("\n".join([f"the configuration is another than that of {where}:", *changes]))
         if step and "program" not in self.attributes and self._is_leader:

@@ -82,9 +82,10 @@ def _recipes():
     found = {title: section("docs/changing.md", title) for title in titles}
     for path in sorted((ROOT / "docs/recipes").glob("*.md")):
         found[path.read_text().partition("\n")[0].removeprefix("# ")] = blocks(path.read_text())
-    return {title: body for title, body in found.items() if "diff" in dict(body)}
+    return {title: body for title, body in found.items() if "diff" in dict(body) and title != FAMILY}
 
 
+FAMILY = "A family"  # a page that changes models/llama.py
 RECIPES = _recipes()
 MESH_OF_RECIPE = {
     "Another axis of the mesh": {"r": 2, "d": 4, "t": 2},
@@ -106,9 +107,11 @@ def recipe(title, folder):
 
 
 def copy_of_the_repository(folder):
-    """Links to its rooms, and a copy of train.py to be changed."""
-    for name in ("shardlib", "ledger", "kernels", "models", "tools", "configs", "runtime", "jax_extra.py"):
-        os.symlink(ROOT / name, folder / name)
+    """Links to its rooms and programs, and a copy of train.py to be changed."""
+    rooms = [ROOT / name for name in ("shardlib", "ledger", "kernels", "models", "tools", "configs", "runtime")]
+    for path in (*rooms, *ROOT.glob("*.py")):
+        if path.name != "train.py":
+            os.symlink(path, folder / path.name)
     shutil.copy(ROOT / "train.py", folder)
 
 

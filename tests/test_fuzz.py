@@ -10,6 +10,7 @@ import io
 import json
 import resource
 import shutil
+import struct
 import time
 from pathlib import Path
 
@@ -21,7 +22,10 @@ from checkpoint_state import SPECS, mesh_of, numpy_state
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
+from pages import ROOT
+from published import small_gguf
 from ragged import FlatTokens, ragged, sharding
+from safetensors.numpy import load_file, save_file
 
 import train
 from runtime.checkpoints.directory import Checkpoints
@@ -32,7 +36,7 @@ from runtime.data.flat_tokens import write_split
 from runtime.terminal import RunError
 from runtime.tracking.recorded import flattened, read_run
 from runtime.tracking.report import report_page
-from tools import compare, inspect_dataset, tokenize_text
+from tools import compare, convert, inspect_dataset, tokenize_text
 
 pytestmark = pytest.mark.filterwarnings("default")  # a warning is no traceback
 LONGEST_S, LARGEST_BYTES = 10, 2**30
@@ -312,3 +316,103 @@ def test_texts(times, tmp_path):
         attempt(lambda: tokenize_text.main(load(tokenize_text.TokenizeText, None, overrides)))
 
     fuzz(check, 50 * times, st.sampled_from(sorted(contents)), EDITS)
+
+
+# ---------------------------------------------------------------- published models
+
+GOLDEN, DATA = ROOT / "tests/models/golden", ROOT / "synthetic_dataset.zarr"
+HEADERS = st.sampled_from([
+    b"", b"\xff" * 8, struct.pack("<Q", 2**40) + b"{}", struct.pack("<Q", 1) + b"{", struct.pack("<Q", 4) + b'{"a"',
+    struct.pack("<Q", 5) + b"\xff\xfe{}\n", struct.pack("<Q", 2) + b"[]", struct.pack("<Q", 2) + b"{}",
+])  # fmt: skip
+
+
+def with_header(file: bytes, edits) -> bytes:
+    """A file of safetensors whose header is edited, with the length that it then has."""
+    (length,) = struct.unpack("<Q", file[:8])
+    header = edited(file[8 : 8 + length], edits)
+    return struct.pack("<Q", len(header)) + header + file[8 + length :]
+
+
+@TIMES
+@pytest.mark.parametrize("name", ["llama", "gemma3", "mixtral", "gpt2", "t5", "bert"])
+def test_published_models(name, times, tmp_path):
+    """A damaged header, file, config.json or index, or another family's config.json: refused with nothing written, or
+    what goes out again has the tensors that the format's own reader finds in what came in."""
+    original = tmp_path / name
+    shutil.copytree(GOLDEN / name, original, ignore=shutil.ignore_patterns("oracle.npz"))
+    tensors, index = load_file(original / "model.safetensors"), {}
+    for number, part in enumerate(np.array_split(sorted(tensors), 2)):
+        index |= dict.fromkeys(map(str, part), f"part{number}.safetensors")
+        save_file({key: tensors[key] for key in part}, original / f"part{number}.safetensors")
+    before = digest(original)
+
+    def convert_it(*arguments):
+        attempt(lambda: convert.main(load(convert.Convert, None, [str(each) for each in arguments])))
+
+    def check(what, other, header, edits):
+        folder, to, out = tmp_path / "damaged", tmp_path / "in", tmp_path / "out"
+        for each in (folder, to, out):
+            shutil.rmtree(each, ignore_errors=True)
+        shutil.copytree(original, folder)
+        whole, parts = folder / "model.safetensors", sorted(folder.glob("part*"))
+        if what == "index":
+            whole.unlink()
+            content = json.dumps({"metadata": {}, "weight_map": index}).encode()
+            (folder / "model.safetensors.index.json").write_bytes(edited(content, edits))
+        for part in parts if what != "index" else []:
+            part.unlink()
+        if what == "header":
+            whole.write_bytes(with_header(whole.read_bytes(), edits))
+        elif what == "start":
+            whole.write_bytes(header)
+        elif what == "file":
+            whole.write_bytes(edited(whole.read_bytes(), edits))
+        elif what == "config":
+            (folder / "config.json").write_bytes(edited((folder / "config.json").read_bytes(), edits))
+        elif what == "family":
+            shutil.copy(GOLDEN / other / "config.json", folder)
+        convert_it(folder, to)
+        assert not list(tmp_path.glob("*.partial"))
+        if not to.exists():
+            return
+        convert_it(to, out)
+        files = [folder / file for file in set(index.values())] if what == "index" else [whole]
+        found = {key: value for file in files for key, value in load_file(file).items()}
+        written = load_file(out / "model.safetensors")
+        assert written and all(each.tobytes() == found[key].tobytes() for key, each in written.items())
+
+    kinds = st.sampled_from(["header", "start", "file", "config", "index", "family"])
+    others = st.sampled_from(sorted(path.name for path in GOLDEN.iterdir()))
+    fuzz(check, 20 * times, kinds, others, HEADERS, EDITS)
+    assert digest(original) == before
+
+
+@pytest.mark.parametrize("place", ["", "checkpoints", "checkpoints/0000000000"])
+def test_folders_that_are_no_model(place, tmp_path):
+    """An empty folder, a data set, one with a config.json alone, a file: refused, and nothing is written."""
+    empty, alone = tmp_path / "empty" / place, tmp_path / "alone" / place
+    empty.mkdir(parents=True)
+    alone.mkdir(parents=True)
+    shutil.copy(GOLDEN / "llama/config.json", alone)
+    for folder in (empty, alone, alone / "config.json", DATA, tmp_path / "nowhere", tmp_path / ("a" * 300)):
+        arguments = [f"from={folder}", f"to={tmp_path / 'to'}"]
+        assert attempt(lambda: convert.main(load(convert.Convert, None, arguments)) or True) is None  # noqa: B023
+        assert not (tmp_path / "to").exists()
+
+
+@TIMES
+def test_gguf_files(times, tmp_path):
+    """A damaged GGUF file: converted, or refused with nothing written."""
+    pytest.importorskip("gguf")
+    small_gguf(tmp_path / "small.gguf")
+    original, to = (tmp_path / "small.gguf").read_bytes(), tmp_path / "to"
+
+    def check(edits):
+        shutil.rmtree(to, ignore_errors=True)
+        (tmp_path / "damaged.gguf").write_bytes(edited(original, edits))
+        arguments = [f"from={tmp_path / 'damaged.gguf'}", f"to={to}"]
+        done = attempt(lambda: convert.main(load(convert.Convert, None, arguments)) or True)
+        assert to.exists() == bool(done) and not list(tmp_path.glob("*.partial"))
+
+    fuzz(check, 20 * times, EDITS)

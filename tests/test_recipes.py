@@ -1,7 +1,9 @@
 """The pages of docs/recipes/: train.py changed as each says is accepted, and trains alike on one and eight devices."""
 
+import dataclasses
 import functools
 import math
+import types
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,9 @@ import numpy as np
 import pytest
 import small
 from pages import (
+    FAMILY,
     MESH_OF_RECIPE,
+    RECIPES,
     ROOT,
     blocks,
     changed,
@@ -19,13 +23,17 @@ from pages import (
     run_in,
     without_places,
 )
+from published import check_family, loss_and_logits, on_mesh
 
 import train
+from models import huggingface, llama
+from runtime.terminal import RunError
 from shardlib.mesh import make_mesh
-from shardlib.shardtypes import make_shardings, typed_shard_map
+from shardlib.shardtypes import make_shardings, narrowed, typed_shard_map
 from shardlib.spec import ShardingError
 
-PAGES = {path.read_text().partition("\n")[0].removeprefix("# "): path for path in (ROOT / "docs/recipes").glob("*.md")}
+TITLES = {path.read_text().partition("\n")[0].removeprefix("# "): path for path in (ROOT / "docs/recipes").glob("*.md")}
+PAGES = {title: path for title, path in TITLES.items() if title in RECIPES}
 D_T = {"d": 4, "t": 2}
 
 
@@ -92,3 +100,66 @@ def test_what_is_forgotten_is_said(title, tmp_path):
             said = without_places(str(error.value))
         elif language == "":
             assert said == without_places(body)
+
+
+# -- A family ----------------------------------------------------------------------------------------------------------
+FACTORS = {"embed_factor": 4.0, "residual_factor": 0.5, "logits_divisor": 8.0}  # powers of 2: what they scale is exact
+
+
+@pytest.fixture(scope="module")
+def granite(tmp_path_factory):
+    """models/llama.py changed as the page says, with its name in models/huggingface.py; and its source."""
+    *diffs, name = [body for language, body in blocks(TITLES[FAMILY].read_text()) if language == "diff"]
+    text = (ROOT / "models/llama.py").read_text()
+    for diff in diffs:
+        text = changed(text, diff)
+    assert '"granite": "models.granite"' in changed((ROOT / "models/huggingface.py").read_text(), name)
+    path = tmp_path_factory.mktemp("family") / "granite.py"
+    return module_of(path, text), text
+
+
+def test_a_family_is_accepted(granite, tmp_path):
+    """Its loss and gradient, tied or not, in training."""
+    variant = {**vars(small.MODEL), **FACTORS}
+    assert (
+        check_family(tmp_path / "checked.py", granite[1], [variant, {**variant, "tied": True}], [loss_and_logits]) > 100
+    )
+
+
+def test_a_family_computes_what_its_factors_say(granite):
+    """Logits, bit for bit, of a Llama whose embedding, last matrices of each half and unembedding are scaled."""
+    model = granite[0].Model(**vars(small.MODEL), **FACTORS)
+    weights = llama.init(llama.Model(**vars(small.MODEL)), np.uint32(0))
+    layer = weights.transformer
+    layer = dataclasses.replace(layer, w_o=layer.w_o * 0.5, w_down=layer.w_down * 0.5)
+    scaled = dataclasses.replace(weights, embed=weights.embed * 4, unembed=weights.unembed / 8, transformer=layer)
+    given = {
+        granite[0]: (model, granite[0].init(model, np.uint32(0))),
+        llama: (llama.Model(**vars(small.MODEL)), scaled),
+    }
+    logits = []
+    with on_mesh(2, 2):
+        for family, (each, weights) in given.items():
+            source = types.SimpleNamespace(family=family, model=each)
+            step = typed_shard_map(loss_and_logits(source, narrowed(family.Weights, weights)))
+            batch = small.batch_of(small.BATCH)
+            weights = jax.device_put(weights, make_shardings(narrowed(family.Weights, weights)))
+            logits.append(np.asarray(jax.jit(step)(weights, batch)[1]))
+    assert logits[0].tobytes() == logits[1].tobytes()
+
+
+def test_a_family_is_published_and_read(granite):
+    """Its config.json leads back to the model; a family without one of the factors refuses it as the page says."""
+    model = granite[0].Model(**vars(small.MODEL) | FACTORS | {"logits_scale": 0.25})
+    content = granite[0].config_of(model)
+    fields = huggingface.Fields(content, "config.json")
+    found = granite[0].model_of(fields)
+    fields.finish()
+    assert huggingface.same(found, model) and found.logits_scale == 0.25 and content["model_type"] == "granite"
+    for key in ("attention_multiplier", "embedding_multiplier", "residual_multiplier"):
+        del content[key]
+    fields = huggingface.Fields(content, "config.json")
+    llama.model_of(fields)
+    with pytest.raises(RunError) as error:
+        fields.finish()
+    assert [str(error.value)] == [body.strip() for name, body in blocks(TITLES[FAMILY].read_text()) if name == ""]

@@ -266,6 +266,8 @@ B/d 2 F/t -> B/d Z/t | x.reshape(x.shape[0], -1)
     | fix: shardops.regroup with a string, as in 'B/d L -> parts R/d L', where another order is meant
 B/d M -> P/d M | jnp.max(x.reshape(4, -1, x.shape[1]), axis=1)
     | 'reshape' makes a dim whose size depends on how many devices there are
+B/d -> d/d R | shardops.ppermute('[d/d] R -> [d/d] R', shardops.regroup('B/d -> d/d R',
+    lax.fori_loop(0, x.shape[0], lambda i, c: c * 0.9, x)), 1) | a scan of as many turns as a device's part has elements
 # H3: Two dims that are split over one axis
 L/d M -> L/d | jnp.max(lax.map(lambda rows: rows @ x.T, x.reshape(4, -1, x.shape[1])), axis=-1).reshape(-1)
     | two dims that are split over d|a scan over a dim that is split over d

@@ -130,6 +130,8 @@ def _with_fault(folder: Path, fault: str, number: int, whole: "Run", draw: rando
             life = run.live({} if len(statuses) % 2 else _limits(fault, draw))
             life.wait_for(lambda life=life: False, refused=True)
             statuses.append(life.status)
+            if len(statuses) > 40:
+                raise RunError(f"{fault}: 40 lives, and the run is not at its end: {life.log}")
             text = life.log.read_text()
             if life.status not in (0, 1) or "Traceback" in text or (life.status and "error: " not in text):
                 raise RunError(f"a life with the fault {fault} ended with status {life.status}: {life.log}")
@@ -199,7 +201,10 @@ class Run:
         self.name, self.logs, self.lives = name, folder, 0
         self.overrides = (f"paths.root_working_dir={folder}", f"paths.model_name={name}", *overrides)
         place = self.overrides[-1 if overrides else 0].partition("=")[2]
-        self.folder = None if "://" in place else Path(place) / name  # None: in the object store
+        self.folder = None if "://" in place else Path(place) / name  # None: checkpoints are in the object store
+        self.metrics = (self.folder or Path("runs") / name) / "metrics.jsonl"
+        if not self.folder:
+            shutil.rmtree(self.metrics.parent, ignore_errors=True)
 
     def live(self, limits: dict[int, int] | None = None) -> "Life":
         self.lives += 1
@@ -228,7 +233,7 @@ class Run:
         return self.newest_complete() == STEPS and STEPS in self.losses()
 
     def losses(self) -> dict[int, float]:
-        lines = self._read("metrics.jsonl").splitlines(keepends=True)
+        lines = self.metrics.read_text().splitlines(keepends=True) if self.metrics.exists() else []
         records = [json.loads(line) for line in lines if line.endswith("\n")]
         return {record["step"]: record["loss"] for record in records if "loss" in record}
 

@@ -162,8 +162,8 @@ def figures(benchmark: Benchmark, job: str, config: Any, mesh: jax.sharding.Mesh
     trainer: Any = load(benchmark.program)
     zero, tokens = np.uint32(0), config.training.tokens.batch * config.training.tokens.len
     step, _ = trainer.mapped_steps(config, bos_id=0)
-    shapes = with_shardings(trainer.shapes(config), tuple[trainer.State, trainer.TokenBatch])
-    traced = jax.jit(step, donate_argnums=0).trace(shapes[0], zero, zero, shapes[1])
+    state, batch = map(with_shardings, trainer.shapes(config), (trainer.State, trainer.TokenBatch))
+    traced = jax.jit(step, donate_argnums=0).trace(state, zero, zero, batch)
     backend = jax.default_backend()
     ledger = of_step(traced, dict(mesh.shape), source=trainer.__file__, tokens=tokens, platform=backend)
     began = time.perf_counter()

@@ -3,15 +3,20 @@
     python -m tools.convert from=meta-llama/Llama-3.2-1B to=weights/llama      # a folder that a run can start from
     python -m tools.convert from=smollm2.Q8_0.gguf to=weights/smollm2
     python -m tools.convert from=runs/my_run to=published dtype=bfloat16       # a folder that transformers loads
+    python -m tools.convert from=runs/my_lora to=adapter adapter=true          # a folder that PEFT loads
 
 What comes in may be a folder of safetensors, a name on the Hugging Face hub, a GGUF file or Meta's *.pth. It becomes
 checkpoints/0000000000 in float32, config.yaml with the model's keys, and the tokenizer. What goes out may be a run,
-whose newest checkpoint is taken, or a checkpoint. docs/models.md lists the families.
+whose newest checkpoint is taken, or a checkpoint; adapters are merged into the weights. docs/models.md lists the
+families.
 """
 
+import contextlib
 import json
 import math
+import os
 import shutil
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,14 +25,14 @@ from typing import ClassVar, Literal
 import yaml
 
 from models.foreign import gguf_tokenizer
-from models.huggingface import Published, Source, export, open_weights
+from models.huggingface import Published, Source, export, export_adapters, open_weights
 from runtime.checkpoints.store import open_store
 from runtime.checkpoints.writing import write_copy
 from runtime.config import command_line
 from runtime.config.rebuild import as_tree
 from runtime.data.sources import RECORD, keep_tokenizer, kept_tokenizer
 from runtime.data.tokenizers import load_tokenizer
-from runtime.terminal import RunError, print_error
+from runtime.terminal import RunError, print_error, run_errors
 
 TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt",
@@ -43,24 +48,44 @@ class Convert:
     from_: str  # what is converted: a folder, a file, or a name on the Hugging Face hub
     to: str  # a new folder
     dtype: Literal["float32", "bfloat16"] | None = None  # of what is published; null: as it was, or float32
+    adapter: bool = False  # of a run with lora.rank: its adapters alone, in float32, as the package PEFT writes them
 
 
 def main(config: Convert) -> None:
-    to = Path(config.to).expanduser()
-    if to.exists() and any(to.iterdir()):
+    to = Path(os.path.expanduser(config.to))
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise RunError(f"to={config.to} is not empty: give a new folder")
     with ThreadPoolExecutor(THREADS) as pool:
         source = open_weights(config.from_, pool)
+        if config.adapter:
+            export_adapters(source, to)
+            return print(f"{source.checkpoint.path} -> {to}: adapters of {name_of(source)}")
         if isinstance(source.checkpoint, Published):
             if config.dtype is not None:
                 raise RunError("dtype is that of published weights: a checkpoint is in float32. Leave it out")
-            bring_in(source, to, pool)
+            with written_whole(to) as folder:
+                bring_in(source, folder, pool)
         else:
             known = source.config or {}
             dtype = config.dtype or known.get("dtype") or known.get("torch_dtype") or "float32"
-            export(source, to, dtype, pool, ends_of(source) if source.config is None else None)
-            copy_tokenizer(source.folder, to)
+            with written_whole(to) as folder:
+                export(source, folder, dtype, pool, ends_of(source) if source.config is None else None)
+                copy_tokenizer(source.folder, folder)
     print(f"{source.checkpoint.path} -> {to}: {name_of(source)}, {count(source):,} parameters")
+
+
+@contextlib.contextmanager
+def written_whole(to: Path) -> Iterator[Path]:
+    """A folder to write in, which becomes `to` at the end: of what is refused or killed midway, `to` has no part."""
+    partial = Path(f"{to.resolve()}.partial")
+    with run_errors(f"{to} cannot be written"):
+        try:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            yield partial
+            partial.rename(to)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
 
 
 def name_of(source: Source) -> str:

@@ -29,7 +29,7 @@ class Ledger:
     text: list[str]  # its lines
     mesh: dict[str, int]
     tokens: int  # of a step, over all devices
-    parameters: int  # of the whole model
+    parameters: int  # of the whole model, but for frozen ones
     costs: Costs  # on one device
     saved: list[Saved]
     memory: Memory
@@ -51,7 +51,7 @@ class Ledger:
 
     @property
     def flops_6nd(self) -> int:
-        """6 × all parameters × tokens, which many published tables count."""
+        """6 × all trained parameters × tokens, which many published tables count."""
         return 6 * self.parameters * self.tokens
 
     def sent_bytes(self, *phases: str) -> float:
@@ -110,8 +110,8 @@ def of_step(
 
     Args:
       traced: `jax.jit(typed_shard_map(step), ...).trace(...)`, under a mesh that may be abstract. Of its arguments
-        those in a field named `weights` are weights, the others of the same argument optimizer state, the rest counts
-        as the batch.
+        those in a field named `weights` are weights, in a field `frozen` of it frozen ones; the others of the same
+        argument are optimizer state, and the rest counts as the batch.
       mesh_axes: name and size of each mesh axis, in the mesh's order.
       source: the file whose lines are annotated. What happens in others counts at the line of this one that leads
         there.
@@ -136,7 +136,11 @@ def of_step(
         text=Path(source).read_text(encoding="utf-8").splitlines(),
         mesh=dict(mesh_axes),
         tokens=tokens,
-        parameters=sum(math.prod(info.shape) for info, group in zip(infos, groups, strict=True) if group == WEIGHTS),
+        parameters=sum(
+            math.prod(info.shape)
+            for info, group, name in zip(infos, groups, names, strict=True)
+            if group == WEIGHTS and "frozen" not in name
+        ),
         costs=count(block, mesh_axes),
         saved=saved(block),
         memory=forecast(in_memory, groups, [info.donated for info in infos], on_cpu=on_cpu),

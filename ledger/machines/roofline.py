@@ -222,17 +222,18 @@ def text(estimate: Roofline) -> list[str]:
     rows.append(("all", [*estimate.totals.values(), estimate.step_s, estimate.step_alone_s], estimate.bound))
     for name, times, bound in rows:
         lines.append(f"  {name:<28}" + "".join(f"{seconds(each):>15}" for each in times) + f"  {bound or 'n/a'}")
+    over = max([9, *(len(" × ".join(each.axes)) + 1 for each in estimate.sendings)])
     lines += [
         f"MFU: at most {percent(estimate.mfu)}, if within each phase everything overlaps; "
         f"{percent(estimate.mfu_alone)} if nothing does.",
         "",
-        f"{'Sent by one device':<30}{'over':<9}{'phase':<12}{'bytes':>10}{'at':>14}{'takes':>12}",
+        f"{'Sent by one device':<30}{'over':<{over}}{'phase':<12}{'bytes':>10}{'at':>14}{'takes':>12}",
     ]
     for each in sorted(estimate.sendings, key=lambda each: -each.sent_bytes):
         rate = "n/a" if each.bytes_per_s is None else amount(each.bytes_per_s, "B/s")
         where = "  between hosts" if each.crosses_hosts else ""
         lines.append(
-            f"  {each.kind:<28}{' × '.join(each.axes):<9}{each.phase:<12}{each.sent_bytes:>10.3g}{rate:>14}"
+            f"  {each.kind:<28}{' × '.join(each.axes):<{over}}{each.phase:<12}{each.sent_bytes:>10.3g}{rate:>14}"
             f"{seconds(each.sent_s):>12}{where}"
         )
     return lines if estimate.sendings else [*lines[:-1], "Nothing is sent."]

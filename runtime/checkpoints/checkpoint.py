@@ -30,7 +30,7 @@ import zarr
 import zarr.buffer.cpu
 
 from runtime.checkpoints.store import LocalStore, RemoteStore, open_store
-from runtime.terminal import RunError
+from runtime.terminal import RunError, run_errors
 
 # Attributes of the root.
 COMPLETED = "write_completed"
@@ -168,7 +168,8 @@ def find(path: str) -> list[tuple[Store, str]]:
     is none."""
     path = path.rstrip("/")
     store = open_store(path, FIND_TIMEOUT_S)
-    there = store.names()
+    with run_errors(f"{path} cannot be read"):
+        there = store.names()
     if "checkpoints" in there:
         return find(f"{path}/checkpoints")
     if names := sorted(name for name in there if re.fullmatch(r"\d{10}", name)):

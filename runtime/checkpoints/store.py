@@ -92,7 +92,7 @@ class LocalStore:
         """What is directly in a directory; nothing where there is none."""
         try:
             return os.listdir(self._root / name)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return []
 
     def files(self, name: str) -> dict[str, int]:

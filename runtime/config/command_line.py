@@ -46,7 +46,6 @@ from runtime.config.rebuild import COMMAND_LINE, MISSING, Origins, as_tree, defa
 from runtime.terminal import RunError, leave, print_error, refusals
 
 CONFIG_FOLDER = Path(__file__).resolve().parents[2] / "configs"
-DEFAULT_CONFIG = "local_test_synthetic"
 BASE = "base"  # of each config's defaults list
 TRUST = "allow_code_in_config=true"
 HYDRA_SETTINGS = (  # a run has its own folder and its own log
@@ -64,7 +63,7 @@ class Refused(Exception):
 def run(main: Callable[[Any], None], config_class: type) -> None:
     """Composes the config that the command line asks for and calls main with it, once, or once for each job of a sweep.
 
-    Without a name a run starts from DEFAULT_CONFIG. Any other program has no yaml, and no need of hydra
+    Without a name a run starts from config_class.CONFIG. Any other program has no yaml, and no need of hydra
     (runtime/config/arguments.py).
 
         if __name__ == "__main__":
@@ -109,7 +108,7 @@ def load(config_class: type[C], config_name: str | None = None, overrides: Seque
     """
     if not issubclass(config_class, RunConfig):
         return read(config_class, overrides)
-    name, overrides, folder = config_name or DEFAULT_CONFIG, list(map(_tolerant, overrides)), str(CONFIG_FOLDER)
+    name, overrides, folder = config_name or config_class.CONFIG, list(map(_tolerant, overrides)), str(CONFIG_FOLDER)
     _prepare(config_class)
     with _readable_errors(), hydra.initialize_config_dir(version_base="1.3", config_dir=folder):
         composed = hydra.compose(name, overrides, return_hydra_config=True)
@@ -127,7 +126,7 @@ def to_yaml(config: Any) -> str:
 # ---------------------------------------------------------------- to hydra
 
 
-def _run(main: Callable[[Any], None], config_class: type) -> None:
+def _run(main: Callable[[Any], None], config_class: Any) -> None:
     gc.freeze()  # else Python looks through all of JAX, again and again, for what could be freed: 0.4 s of --help
     parsed = get_args_parser().parse_intermixed_args(sys.argv[1:])
     overrides = [_tolerant(text) for text in parsed.overrides if text != TRUST]
@@ -135,7 +134,7 @@ def _run(main: Callable[[Any], None], config_class: type) -> None:
 
     @functools.cache
     def page() -> str:
-        return help_page(main, config_class, DEFAULT_CONFIG, CONFIG_FOLDER).replace("$", "$$")
+        return help_page(main, config_class, config_class.CONFIG, CONFIG_FOLDER).replace("$", "$$")
 
     @functools.wraps(main)  # so that hydra names the job after main's file
     def job(composed: DictConfig) -> None:
@@ -152,7 +151,7 @@ def _run(main: Callable[[Any], None], config_class: type) -> None:
     if not parsed.shell_completion:  # whose arguments are none of ours
         flags = [text for text in sys.argv[1:] if text not in parsed.overrides]
         sys.argv[1:] = [*flags, "--", *HYDRA_SETTINGS, *overrides]
-    hydra.main(version_base="1.3", config_path=str(CONFIG_FOLDER), config_name=DEFAULT_CONFIG)(job)()
+    hydra.main(version_base="1.3", config_path=str(CONFIG_FOLDER), config_name=config_class.CONFIG)(job)()
 
 
 def _prepare(config_class: type, is_trusted: bool = False) -> None:

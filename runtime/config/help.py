@@ -40,7 +40,7 @@ def help_page(main: Callable, config_class: type, default: str | None, folder: P
       folder: of configs.
     """
     spec = getattr(sys.modules["__main__"], "__spec__", None)
-    lines = [f"  {name:24} {about}" for name, about in configs_of(folder).items()]
+    lines = [f"  {name:24} {about}" for name, about in configs_of(folder, default or "").items()]
     for group in sorted(path for path in folder.iterdir() if path.is_dir()):
         lines.append(f"  {group.name}={'|'.join(sorted(file.stem for file in group.glob('*.yaml')))}")
     title, _, rest = (sys.modules[main.__module__].__doc__ or "").strip().partition("\n\n")
@@ -61,9 +61,10 @@ def _word(name: str, kind: Any, each: dataclasses.Field) -> str:
     return f"{word} " if each.default is dataclasses.MISSING else f"[{word}] "
 
 
-def configs_of(folder: Path) -> dict[str, str]:
-    """The configs of a folder with the first line of each."""
+def configs_of(folder: Path, like: str = "") -> dict[str, str]:
+    """The configs of a folder with the first line of each: those of finetune.py, if `like` is one, or all others."""
     files = sorted(folder.glob("*.yaml"))
+    files = [each for each in files if each.stem.startswith("finetune_") == like.startswith("finetune_")]
     return {file.stem: file.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ") for file in files}
 
 

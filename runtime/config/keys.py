@@ -97,6 +97,13 @@ class Tokens:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PairTokens(Tokens):
+    """Of a program with an encoder."""
+
+    read_len: Count  # tokens of a row that the encoder reads; len are the decoder's
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunTraining:
     """What every trainer's section `training` has."""
 
@@ -113,12 +120,15 @@ class RunConfig:
 
     # Where each key was set, for messages: the loader fills it in. Not a key, and no part of equality.
     origins: ClassVar[Origins] = Origins()
+    CONFIG: ClassVar[str] = "local_test_synthetic"  # of configs/, where none is named
 
     paths: Paths
     num_hosts: Count = 1  # processes that run this job together, one a host
     cluster: Cluster = field(default_factory=Cluster)
     checkpoint_interval: Count = 1000  # steps from one checkpoint to the next; the last step is always saved
     eval_interval: Count = 1000  # steps from one validation loss to the next; there is always one at the end
+    # Files of tasks that are scored with each validation loss (docs/evaluation.md): [exam.jsonl, questions.jsonl]
+    eval_tasks: tuple[str, ...] = ()
     log_interval: Count = 10  # steps from one logged line to the next: numbers are read from the device only then
     check_only: bool = False  # check the step's sharding on the configured mesh, without devices, and stop
     allow_config_change: bool = False  # resume although the model, the data or the seed are not those of the checkpoint

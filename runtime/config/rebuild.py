@@ -162,7 +162,8 @@ def _message(key: str, error: str, value: Any, said: str, known: Mapping[str, An
         return _unknown_key(key, value, known, origins)
     if error == "value_error":  # of a section's own check, `field: what is wrong`
         name, _, text = said.removeprefix("Value error, ").partition(": ")
-        return f"{origins.of(f'{key}.{name}')}: {key}.{name} = {shown(value.get(name))}: {text}"
+        key = f"{key}.{name}".lstrip(".")
+        return f"{origins.of(key)}: {key} = {shown(value.get(name))}: {text}"
     is_item = key.endswith("]")
     kind = known[re.sub(r"\[\d+\]", "" if is_item else "[]", key)][0]
     expected = f"expected {_expected(item_of(kind) if is_item else kind)}"

@@ -14,8 +14,12 @@ from runtime.config.keys import DROPPED_KEYS
 from runtime.config.rebuild import Origins, as_tree, default_tree, flat, rebuild, shown, take_out
 from runtime.terminal import RunError
 
-# The keys, or sections of keys, that say what is trained on what: shapes, vocabulary, data and their order, seeds.
-FIXED = ("model", "training.seed", "training.tokens", "flat_tokens", "mixture", "hf_dataset")
+# The keys, or sections of keys, that say what is trained on what: shapes, vocabulary, data and their order, seeds;
+# and which moments there are.
+FIXED = (
+    "model", "lora", "train", "training.seed", "training.tokens", "training.optimizer", "training.moment_dtype",
+    "flat_tokens", "mixture", "hf_dataset",
+)  # fmt: skip
 # Of a section that is else fixed: how attention is computed, what has no effect on the batches, and the path, since
 # `data` knows a moved data set.
 FREE = ("model.attention", "flat_tokens.epochs", "flat_tokens.filespec", "hf_dataset.validation_split")
@@ -44,11 +48,13 @@ def config_of(config_class: type[C], attributes: Mapping[str, Any]) -> C:
 
 
 def compare(
-    config: Any, data: Mapping[str, Any], attributes: Mapping[str, Any], where: str, program: Sequence[str] = ()
-) -> list[str]:
+    config: Any, data: Mapping[str, Any], attributes: Mapping[str, Any], where: str, program: Sequence[str] = (),
+    about: Mapping[str, Any] | None = None,
+) -> list[str]:  # fmt: skip
     """Lines that say what is another than in the checkpoint `where` with these attributes, `key: before -> now`.
 
     program: what is another in the program, which may not change either.
+    about: attributes, by name, that may not change either.
 
     Raises:
       RunError: with both values of everything that may not change and did, unless allow_config_change is set.
@@ -69,6 +75,9 @@ def compare(
     data = {name: value for name, value in data.items() if name != "tokenizer" or name in known}
     if known and known != data:
         refused.append(f"  the data: {shown(known)} -> {shown(data)}")
+    for name, value in (about or {}).items() if before else ():
+        if attributes.get(name) != value:
+            refused.append(f"  {name}: {shown(attributes.get(name))} -> {shown(value)}")
     if program:
         refused.append(f"  the program: {', '.join(program)}")
     if refused and not config.allow_config_change:

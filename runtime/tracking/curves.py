@@ -36,6 +36,8 @@ FAMILIES = {
     "weight_norm_of": ("Norm of each weight", ""),
     "update_ratio_of": ("Update of each weight, of its norm", "share"),
     "tokens_per_source": ("Tokens of each source", "tokens"),
+    "score": ("Scores of tasks", ""),
+    "validation_loss_of": ("Validation loss of each source", "nats a token"),
 }
 FORMATS = {"B": "~s", "share": ".2~%", "tokens/s": "~s", "tokens": "~s"}
 # Those that jump from step to step have their mean drawn, over about so much of the curve; below it they are pale

@@ -29,13 +29,15 @@ def scalars(metrics: Mapping[str, jax.Array], names: Sequence[str]) -> dict[str,
     """Each number of a step's metrics, read from the device.
 
     Args:
-      names: of the elements of a vector: that of 'embed' in 'grad_norm_of' is 'grad_norm_of/embed'.
+      names: of the elements of a vector whose own name ends with '_of': that of 'embed' in 'grad_norm_of' is
+        'grad_norm_of/embed'. Those of another have numbers: 'load/0'.
     """
     fetched = jax.device_get(dict(metrics))  # all copies at once; its keys come out sorted
     values: dict[str, Any] = {}
     for name in metrics:
         array = np.asarray(fetched[name])
-        keys = [f"{name}/{each}" for each in names] if array.ndim else [name]
+        elements = names if name.endswith("_of") else range(array.size)
+        keys = [f"{name}/{each}" for each in elements] if array.ndim else [name]
         values |= dict(zip(keys, array.reshape(-1).tolist(), strict=True))
     return values
 
@@ -106,7 +108,7 @@ class Tracker:
 
         Args:
             step: finished updates once this step is done, 1 to `total_steps`, increasing.
-            metrics: scalars, `loss` among them, and vectors with the elements `names`; a mapping or dataclass.
+            metrics: scalars, `loss` among them, and vectors, as `scalars` takes them; a mapping or dataclass.
             data_waited_s: for how long all steps so far waited for their data.
             data_metrics: further values of the line, on the host already.
         """
@@ -153,15 +155,24 @@ class Tracker:
         )
         self._progress.show(step, self._status(step, now, values["loss"], tokens_per_s, utilization["mfu"]))
 
-    def log_validation(self, step: int, loss: jax.Array | float) -> None:
-        """Writes and prints the loss on the validation split after `step` updates; waits for it."""
+    def log_validation(self, step: int, loss: jax.Array | float, of_sources: Mapping[str, float] | None = None) -> None:
+        """Writes and prints the loss on the validation split after `step` updates, of a mixture also that of each
+        source; waits for it."""
         if not self.is_leader:
             return
         self.flush()
-        loss = float(loss)
+        loss, of_sources = float(loss), of_sources or {}
         derived = {f"validation_{name}": value for name, value in self._of_loss(loss).items()}
-        self._write(step, {"validation_loss": loss, **derived})
-        print_line(f"step {step}/{self.total_steps}: validation loss {loss:.4f}")
+        self._write(step, {"validation_loss": loss, **derived, **flattened(of_sources, "validation_loss_of")})
+        texts = [f"; {value:.4f} of {name}" for name, value in of_sources.items()]
+        print_line(wrapped(f"step {step}/{self.total_steps}: validation loss {loss:.4f}{''.join(texts)}"))
+
+    def log_scores(self, step: int, scores: Mapping[str, float]) -> None:
+        """Writes and prints what tasks say of the model after `step` updates."""
+        if self.is_leader:
+            self._write(step, dict(scores))
+            texts = [f"{name.removeprefix('score/')} {value:.4f}" for name, value in scores.items()]
+            print_line(wrapped(f"step {step}/{self.total_steps}: {'; '.join(texts)}"))
 
     def log_checkpoint(self, step: int, stall_s: float) -> None:
         """Writes for how long saving the state after `step` updates held the training up."""

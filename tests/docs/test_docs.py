@@ -16,9 +16,10 @@ from pages import PAGES, ROOT, blocks, copy_of_the_repository, executed, of_lang
 
 import train
 from docs.generate import BLOCK
+from runtime import program
 from runtime.config.command_line import load
 from runtime.terminal import RunError
-from tools import plan
+from tools import plan, plan_generate
 
 # == Commands ==========================================================================================================
 # How many blocks of commands each page has that say `sh`: tests execute these, line by line.
@@ -101,7 +102,12 @@ def check_arguments(module, arguments):
     given = re.search(r"\brun\(main, ([\w.]+)(\(.*)?\)\n", source)
     if given is None or "--help" in arguments:
         return  # docs/tutorial.py, and follow.py, which has two arguments
-    class_ = plan.plan_class(train) if given[2] else getattr(importlib.import_module(module), given[1])
+    if "program=generate" in arguments:
+        class_ = plan_generate.PlanGenerate
+    elif given[2]:
+        class_ = plan.plan_class(program.of_command_line(arguments))
+    else:
+        class_ = getattr(importlib.import_module(module), given[1])
     name, overrides, sweeps = None, [], "-m" in arguments
     for each in arguments:
         if each.startswith("--config-name="):

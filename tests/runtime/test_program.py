@@ -126,6 +126,7 @@ def train_itself():
     return program.load("train")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_from_before_resumes_and_says_so(monkeypatch, folder, capsys):
     """A checkpoint without a record is taken as it is, with a line."""
     with monkeypatch.context() as before:
@@ -175,6 +176,7 @@ def test_the_command_line_names_the_program(capsys):
         program.of_command_line(["program=no_such"])
 
 
+@pytest.mark.slow
 def test_the_program_of_a_checkpoint(monkeypatch, folder, capsys):
     """The copy in the checkpoint is what is loaded, though the module is another by now; that is known."""
     changed = copy_of(folder, "jax.nn.silu(gate)", "jax.nn.gelu(gate)")

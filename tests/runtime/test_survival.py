@@ -257,6 +257,7 @@ def test_a_damaged_checkpoint_of_the_last_step_is_repaired(whole, start, tmp_pat
     assert "nothing to train" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_program_resumes(whole, start, tmp_path, capfd):
     """One whose only attribute is write_completed, as docs/formats.md says: the state goes on bit for bit, skipped
     steps are counted from 0, and a line says what is not known."""
@@ -533,6 +534,7 @@ def test_bad_steps_stop_the_run(start, tmp_path, capsys, monkeypatch):
     assert checkpoints(tmp_path / "run") == list(range(1, first))
 
 
+@pytest.mark.slow
 def test_a_run_of_bad_steps_is_no_success(start, tmp_path, capsys, monkeypatch):
     """Where more than half of all steps were skipped the status is 1, though never too many came in a row."""
     monkeypatch.setattr(runtime_run, "MOST_BAD_STEPS", 100)

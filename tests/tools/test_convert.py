@@ -9,12 +9,12 @@ import jax
 import numpy as np
 import pytest
 import small
-from einops import rearrange
 from pages import ROOT
+from published import neighbours, small_gguf
 from reference import random_weights
 from safetensors.numpy import load_file, save_file
 
-from models import foreign, huggingface, safetensors
+from models import foreign, huggingface, layers, safetensors
 from runtime.checkpoints.checkpoint import read_leaf
 from runtime.checkpoints.directory import Checkpoints
 from runtime.config import command_line
@@ -133,6 +133,10 @@ REFUSED = {
         {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1.0, "factor": 2.0}},
         "the kinds are linear, llama3, yarn",
     ),
+    "a scaling of longer rows": (
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1.0, "factor": 2.0}},
+        "Of rows up to max_position_embeddings it changes nothing: delete it",
+    ),
     "a part of a scaling": (
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 1.0, "factor": 2.0, "mscale": 1.0}},
         "mscale is not known",
@@ -174,11 +178,6 @@ def test_old_fields_are_read(run, pool, tmp_path):
 
 
 # -- Files of others ---------------------------------------------------------------------------------------------------
-def neighbours(values, heads):
-    """A projection's rows as llama.cpp and Meta have them, where rotary turns neighbours."""
-    return rearrange(values, "(H two D) M -> (H D two) M", H=heads, two=2)
-
-
 def same_weights(one, other, pool, but=()):
     for name in one.checkpoint.arrays:
         if name not in but:
@@ -241,48 +240,9 @@ def test_gguf_needs_its_package(run, tmp_path, monkeypatch):
 
 def test_gguf_files_are_read(run, pool, tmp_path):
     """Plain and quantized tensors are what the published folder has, and texts have the ids of its tokenizer."""
-    gguf = pytest.importorskip("gguf")
+    pytest.importorskip("gguf")
     published = huggingface.open_weights(GOLDEN / "llama", pool)
-    tokenizer = json.loads(json.loads((GOLDEN.parent / "tokenizer_record.json").read_text())["json"])
-    writer = gguf.GGUFWriter(tmp_path / "small.gguf", "llama")
-    for name, value in {
-        "block_count": 2,
-        "embedding_length": 16,
-        "feed_forward_length": 24,
-        "context_length": 64,
-    }.items():
-        writer.add_uint32(f"llama.{name}", value)
-    for name, value in {"head_count": 4, "head_count_kv": 2, "key_length": 8}.items():
-        writer.add_uint32(f"llama.attention.{name}", value)
-    writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-6)
-    writer.add_float32("llama.rope.freq_base", 10000.0)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
-    vocab = tokenizer["model"]["vocab"]
-    writer.add_token_list(sorted(vocab, key=vocab.get))
-    special = {each["content"] for each in tokenizer["added_tokens"]}
-    writer.add_token_types([3 if token in special else 1 for token in sorted(vocab, key=vocab.get)])
-    writer.add_token_merges([" ".join(pair) for pair in tokenizer["model"]["merges"]])
-    writer.add_bos_token_id(0)
-    names = {theirs: ours for ours, theirs in foreign.GGUF.items()}
-    for name, tensor in published.checkpoint.tensors.items():
-        values, inner = tensor.read(slice(None)), name.removesuffix(".weight")
-        if inner.startswith("model.layers."):
-            _, _, layer, inner = inner.split(".", 3)
-            if names[inner] in ("attn_q", "attn_k"):
-                values = neighbours(values, 4 if names[inner] == "attn_q" else 2)
-            theirs = f"blk.{layer}.{names[inner]}.weight"
-        else:
-            theirs = names[name]
-        if "attn_output" in theirs:
-            kind = gguf.GGMLQuantizationType.Q8_0
-            writer.add_tensor(theirs, gguf.quants.quantize(values, kind), raw_dtype=kind)
-        else:
-            writer.add_tensor(theirs, np.ascontiguousarray(values))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    small_gguf(tmp_path / "small.gguf")
     source = huggingface.open_weights(tmp_path / "small.gguf", pool)
     assert source.model == published.model
     same_weights(published, source, pool, but=["weights/transformer/w_o"])
@@ -293,3 +253,19 @@ def test_gguf_files_are_read(run, pool, tmp_path):
     ids = [load_tokenizer(str(tmp_path / "in")), kept_tokenizer(tmp_path / "in")]
     expected = kept_tokenizer(GOLDEN.parent).encode_batch([text])[0].tolist()
     assert [each.encode_batch([text])[0].tolist() for each in ids] == [expected, expected]
+
+
+def test_the_scaling_of_llama3_is_found_in_a_gguf_file(pool, tmp_path):
+    """Of what each pair's angle is divided by, as llama.cpp computes it: wavelengths of over 8192 positions by the
+    factor, those below 2048 by 1, smoothly between. Other divisors are refused."""
+    pytest.importorskip("gguf")
+    wavelengths = 2 * np.pi * 500000 ** (np.arange(4) / 4)
+    smooth = np.clip((8192 / wavelengths - 1) / 3, 0, 1)
+    divisors = (1 / ((1 - smooth) / 32 + smooth)).astype(np.float32)
+    assert divisors[0] == 1 and divisors[-1] == 32
+    small_gguf(tmp_path / "small.gguf", 500000.0, rope_freqs=divisors)
+    scaling = huggingface.open_weights(tmp_path / "small.gguf", pool).model.rope_scaling
+    assert scaling == layers.RopeScaling(kind="llama3", factor=32.0)
+    small_gguf(tmp_path / "other.gguf", 500000.0, rope_freqs=np.sqrt(divisors))
+    with pytest.raises(RunError, match=r"rope_freqs is not the scaling of Llama 3\.1 to 3\.3: take the published"):
+        huggingface.open_weights(tmp_path / "other.gguf", pool)

@@ -221,7 +221,7 @@ def test_the_forecast_of_a_cpu_job_is_xlas(job, record_property):
     mesh = {"d": config.mesh.d, "t": config.mesh.t}
     devices = jax.devices()[: config.mesh.d * config.mesh.t]
     with jax.set_mesh(make_mesh(mesh, devices=devices)):
-        state, batch = with_shardings(train.shapes(config), tuple[train.State, TokenBatch])
+        state, batch = map(with_shardings, train.shapes(config), (train.State, TokenBatch))
         step, _ = train.mapped_steps(config, 0)
         zero = np.uint32(0)
         traced = jax.jit(step, donate_argnums=0).trace(state, zero, zero, batch)

@@ -163,6 +163,15 @@ def test_incomplete_ones_are_passed_over_and_named(tmp_path, capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_a_plain_file_with_a_steps_name(tmp_path):
+    """It is no checkpoint: it blocks neither a start nor saving that step."""
+    save(tmp_path, 10)
+    (tmp_path / "0000000020").write_text("a note")
+    assert open_checkpoints(tmp_path).latest() == 10
+    save(tmp_path, 20)
+    assert open_checkpoints(tmp_path).latest() == 20
+
+
 @pytest.mark.parametrize("lies", ["in the past", "ahead"])
 def test_a_linked_checkpoint(tmp_path, lies):
     """A folder that is a link is read as a checkpoint; deleting it, or saving its step anew, takes the link away and

@@ -265,6 +265,7 @@ def assert_losses_equal_to_rounding(folder, expected):
     np.testing.assert_allclose(values, expected_values, rtol=1e-5)
 
 
+@pytest.mark.slow
 @needs_mpirun
 def test_mpirun(mixture, alone, cache, tmp_path):
     """Two processes that mpirun starts find each other; process 0 prints the table and tracks; the losses of the

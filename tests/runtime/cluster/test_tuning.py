@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from runtime.cluster.tuning import OPTIONS, options
 
 COUNT = """
@@ -24,6 +26,7 @@ finally:
 SMALL = "model.d_model=32 model.n_kv=2 model.d_head=8 model.d_ff=64 training.tokens.batch=8 training.tokens.len=16"
 
 
+@pytest.mark.slow
 def test_a_second_start_compiles_nothing(tmp_path):
     """The same configuration in another run folder finds every program that the first start compiled: those that
     initialize, train and validate, each once."""

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+import finetune
 import generate
+import score
 import serve
 import train
 from runtime.config.command_line import load, run
@@ -76,6 +78,7 @@ TOOLS = [
     benchmark_attention.Benchmark,
     generate.Generate,
     serve.Serve,
+    score.Score,
 ]
 SEVERAL_NEEDED = [compare.Compare, checkpoint.LookAt, ledger_diff.LedgerDiff]
 
@@ -89,10 +92,12 @@ def test_no_key_is_without_explanation(config_class):
     assert max(len(line) for text in help_of_keys(config_class) for line in text.splitlines()) <= 120
 
 
-@pytest.mark.parametrize("config_class", [train.Config, plan.plan_class(train)])
+@pytest.mark.parametrize("config_class", [train.Config, plan.plan_class(train), finetune.Config])
 def test_each_program_takes_the_configs_that_it_lists(config_class):
     """None ends in `is not a key`."""
-    for name in configs_of(ROOT / "configs"):
+    names = configs_of(ROOT / "configs", config_class.CONFIG)
+    assert config_class.CONFIG in names
+    for name in names:
         assert isinstance(load(config_class, name), config_class)
 
 
@@ -105,6 +110,7 @@ def test_a_tool_has_the_defaults_of_its_dataclass(config_class):
         inspect_dataset.InspectDataset: "path",
         generate.Generate: "model",
         serve.Serve: "model",
+        score.Score: "model",
     }.get(config_class)
     needed = [f"{key}=x"] if key else []
     config = load(config_class, overrides=needed)

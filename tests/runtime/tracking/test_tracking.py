@@ -148,12 +148,14 @@ def test_pauses_do_not_count(tmp_path, monkeypatch):
         if step == 2:
             with tracker.paused():
                 clock.now += 500
-                tracker.log_validation(step, jnp.float32(3.5))
+                tracker.log_validation(step, jnp.float32(3.5), {"data/a": 3.0, "data/b": 5.0})
     tracker.flush()
     lines = records(tmp_path)
     assert [line["step"] for line in lines] == [1, 2, 2, 4]
     names = {"step", "time", "validation_loss", "validation_perplexity", "validation_bits_per_byte"}
+    names |= {"validation_loss_of/data/a", "validation_loss_of/data/b"}
     assert lines[2].keys() == names and lines[2]["validation_loss"] == 3.5
+    assert lines[2]["validation_loss_of/data/b"] == 5.0
     assert lines[1]["step_time_s"] == lines[3]["step_time_s"] == 2
     tracker.__exit__(None, None, None)
 
