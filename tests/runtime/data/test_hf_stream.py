@@ -393,12 +393,11 @@ BROKEN = {  # test_tokenize_text.py has all that can be wrong with a record
 @pytest.mark.parametrize("message", BROKEN)
 def test_a_read_that_fails_in_the_background(tmp_path, monkeypatch, message):
     """What a thread meets is raised by the load that needs it, with the file and the line; what comes after says that
-    it
-    failed; no thread is left."""
+    it failed; no thread is left."""
     write(tmp_path / "train-0.jsonl", ["x" * 100] * 640)
     write(tmp_path / "train-1.jsonl", ["y"])
     BROKEN[message](tmp_path / "train-1.jsonl")
-    before, step = threading.active_count(), 0
+    before, step = set(threading.enumerate()), 0
     monkeypatch.setattr(token_stream, "THREADS", 1)
     with loader(tmp_path) as stream:
 
@@ -411,7 +410,8 @@ def test_a_read_that_fails_in_the_background(tmp_path, monkeypatch, message):
         assert 100 < step <= 64000 // 128
         failed = "cannot be read on, since it failed before: start the run again"
         assert_refuses(f"the data set {tmp_path}, split 'train' {failed}", stream.load, step)
-    assert threading.active_count() == before
+    # Others may have come from elsewhere in the process, as a library's own.
+    assert not [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("tokenize")]
 
 
 def test_no_text(tmp_path):
