@@ -200,7 +200,7 @@ def orthogonalized(spec: Spec, x):
         'turns d/d t M K/t D'       one all-to-all for each axis
         'turns d/d t/t M K D'       whole
 
-    Here d and t count devices, so the check takes the whole step for a schedule (docs/notation.md, What is not proved).
+    Here d and t count devices; that `turns` fits them is not proved (docs/notation.md, What is not proved).
     Sends: its part of the matrices, in the type of activations, once for each axis that splits them, and back. Where
     there are more devices than matrices, some orthogonalize zeros.
     """

@@ -433,11 +433,10 @@ def check(dtype, shape_spec: str | bytes | Spec, value, *, what: str = "the anno
         return value
 
     context = _against(dtype, spec, value, what)  # now: the walk comes when the trace is over
-    now = _check.current()
 
     def rule(states):
         try:
-            require(spec, states[0], strict=False, sizes=value.shape, schedule=now.schedule)
+            require(spec, states[0], strict=False, sizes=value.shape, axes=axes)
         except ShardingError as error:
             raise error.extended(f"  {context}") from None
         return [State.of(spec)]

@@ -46,8 +46,8 @@ class Check:
       marking: whether operations and annotations become marks; else the program is traced as it runs.
       marks: every mark that the trace has met, by name.
       proved: the number of those that were walked, each of which is a claim.
-      schedule: whether the program names its devices, as in 'p/p': how many turns it takes, and which slot is used in
-        which, may then depend on how many there are.
+      schedule: whether the program names its devices, as in 'p/p': sizes that its operations are given may then depend
+        on how many there are, and in a loop that sends how many turns it takes, and which slot is used in which.
       gradients: whether it takes one.
     """
 

@@ -40,6 +40,13 @@ ELEMENTWISE = set(
     sign sin sinh sqrt square stop_gradient sub tan tanh threefry2x32 xor zeta
     """.split()
 )
+# The operands that say which element is taken, or whether.
+_CHOOSING = {
+    "select_n": (0,),
+    "dynamic_slice": range(1, 9),
+    "dynamic_update_slice": range(2, 10),
+    **dict.fromkeys(("gather", "scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max"), (1,)),
+}
 _KEEP_ZERO = {"broadcast_in_dim", "convert_element_type", "reshape", "neg", "copy", "reshard"}
 
 
@@ -51,7 +58,8 @@ class Equation:
       twin: the same equation of the program on one device alone, whose shapes are the whole arrays'; None where it is
         not known.
       axes: sizes of the mesh's axes.
-      schedule: the program names its devices ('p/p'), so sizes and whole numbers may depend on how many there are.
+      turning: it stands in a loop that sends, where whole numbers that depend on how many devices there are may say
+        which slot is used in which turn.
       unreduced: sums over split dims leave them pending (in the backward rule of a custom_vjp).
     """
 
@@ -59,7 +67,7 @@ class Equation:
     states: list[State]
     twin: object = None
     axes: dict[str, int] = field(default_factory=dict)
-    schedule: bool = False
+    turning: bool = False
     unreduced: bool = False
     dropped: frozenset[str] = frozenset()  # set by a rule: axes whose dim of one element a device is gone
     summed: frozenset[str] = frozenset()  # set by a rule, if `unreduced`: axes over which the result is a sum
@@ -110,6 +118,8 @@ def apply(equation: Equation) -> list[State]:
             "would mix them"
         )
     alone = base.alone | equation.dropped
+    chooses = _CHOOSING.get(name, ()) if equation.turning else ()
+    sized = any(state.sized and position not in chooses for position, state in enumerate(states))
     results = []
     for row in rows:
         for axis in sorted(split):
@@ -125,7 +135,7 @@ def apply(equation: Equation) -> list[State]:
                     "index\n  fix: all_gather one operand first"
                 )
         zero = name in _KEEP_ZERO and all(state.zero for state in states)
-        results.append(State(row, split, pending, alone, zero, base.sized))
+        results.append(State(row, split, pending, alone, zero, sized))
     return [_followed(equation, results[0])] if len(results) == 1 else results
 
 
@@ -233,8 +243,6 @@ def dims(equation: Equation) -> list[Dims]:
 def require_uniform(equation: Equation, rows: Sequence[Dims]):
     """Raises `ShardingError` for a dim of a result whose size in the whole array depends on how many devices there are,
     unless it is a dim of an operand."""
-    if equation.schedule:
-        return
     operands = zip(equation.rows, equation.shapes, equation.twin_shapes, strict=True)
     known = {pair for row, shape, twin in operands for pair in zip(row, shape, twin, strict=True)}
     for row, shape, twin in zip(rows, equation.outs, equation.twin_outs, strict=True):

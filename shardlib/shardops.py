@@ -99,7 +99,7 @@ def _operate(name, text, operands, plan, execute, rule=None, new_sizes=None, sev
             if rule is not None:
                 return rule(recipe, states)
             for spec, state, operand in zip(recipe.operands, states, operands):
-                require(spec, state, strict=True, sizes=jnp.shape(operand), schedule=check.schedule)
+                require(spec, state, strict=True, sizes=jnp.shape(operand), axes=axes)
             return list(map(State.of, recipe.results))
         except ShardingError as error:
             raise error.extended(context) from None
@@ -665,12 +665,10 @@ def sum_unreduced(spec: str | bytes, x):
     Sends: nothing.
     """
 
-    check = _check.current()
-
     def rule(recipe, states):
         (operand,), result = recipe.operands, recipe.result
         if "..." not in operand.names:
-            require(operand, states[0], strict=True, sizes=jnp.shape(x), schedule=check.schedule)
+            require(operand, states[0], strict=True, sizes=jnp.shape(x))
             return [State.of(result)]
         if builtins.any(axes is Made.PART or axes is Made.OWN for axes in states[0].dims) or states[0].sized:
             raise ShardingError(

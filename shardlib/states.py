@@ -2,7 +2,7 @@
 dim."""
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from shardlib.spec import ShardingError, Spec
@@ -84,7 +84,7 @@ _WHY = {
 }
 
 
-def require(spec: Spec, state: State, *, strict: bool, sizes: Sequence[int], schedule: bool = False):
+def require(spec: Spec, state: State, *, strict: bool, sizes: Sequence[int], axes: Collection[str] = ()):
     """Raises `ShardingError` if a value's state contradicts its type; `strict` (operations) also refuses 'split' said
     of what is the same.
 
@@ -93,7 +93,7 @@ def require(spec: Spec, state: State, *, strict: bool, sizes: Sequence[int], sch
 
     Args:
       sizes: of the value's dims on a device.
-      schedule: the program names its devices ('p/p'), so sizes may depend on how many there are.
+      axes: the mesh's: positions in a dim that is named like one are the numbers of its devices.
     """
     if state.sized:
         raise ShardingError(
@@ -111,16 +111,16 @@ def require(spec: Spec, state: State, *, strict: bool, sizes: Sequence[int], sch
             continue
         why = _WHY[said, true].format(axis=axis)
         raise ShardingError(f"'{spec}' says {said} along {axis}, but {why}{_as_it_lies(spec, state)}")
-    for dim, axes, size in zip(spec.dims, state.dims, sizes, strict=True):
-        if axes == dim.axes or axes is Made.ANY:
+    for dim, lies, size in zip(spec.dims, state.dims, sizes, strict=True):
+        if lies == dim.axes or lies is Made.ANY or (lies is Made.PART and dim.axes):
             continue
-        if (axes is Made.PART and (dim.axes or schedule)) or (axes is Made.OWN and not dim.axes and schedule):
+        if isinstance(lies, Made) and not dim.axes and dim.name in axes:
             continue
-        if not axes and size == 1 and dim.axes == (dim.name,):  # y[None]: the dim of one element a device is back
+        if not lies and size == 1 and dim.axes == (dim.name,):  # y[None]: the dim of one element a device is back
             continue
-        write = f": write {'/'.join((dim.name, *axes))}" if isinstance(axes, tuple) else ""
+        write = f": write {'/'.join((dim.name, *lies))}" if isinstance(lies, tuple) else ""
         raise ShardingError(
-            f"'{spec}' says {'/'.join((dim.name, *dim.axes))}, but that dim is {describe(axes)} in the value{write}"
+            f"'{spec}' says {'/'.join((dim.name, *dim.axes))}, but that dim is {describe(lies)} in the value{write}"
         )
     for axis in sorted(state.alone):
         if not any(dim.axes == (axis,) and dim.name == axis for dim in spec.dims):

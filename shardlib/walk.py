@@ -43,6 +43,7 @@ class Walk:
         self.divergent: frozenset[str] = frozenset()  # axes along which devices may take different branches here
         self.rule = ""  # 'jax.custom_vjp' inside one
         self.backward = False  # in its backward rule
+        self.turning = False  # in a loop of a program that names its devices, which sends: a ring, a pipeline
         self.within = None, None  # the jaxpr that is being walked, and its twin
 
     def __call__(self, jaxpr, states: list[State], twin=None):
@@ -112,7 +113,7 @@ class Walk:
             like = mark_of(other, self.beside)
             if like is None or like.said != mark.said:
                 what = "another operation"
-        elif not self.check.schedule and (ours := numbers(eqn)) != (theirs := numbers(other)):
+        elif (ours := numbers(eqn)) != (theirs := numbers(other)):
             key = next(key for key in ours if ours[key] != theirs.get(key))
             what = f"'{name}' with another {key}, {ours[key]} in place of {theirs.get(key)}"
         if what is not None:
@@ -141,8 +142,7 @@ class Walk:
             made = Made.PART if one_number else Made.OWN
             sizes = zip(shape, jnp.shape(twin[0]), strict=True)
             return State(tuple(uniform if size == other else made for size, other in sizes))
-        trusted = self.check.schedule and not jnp.issubdtype(jnp.result_type(value), jnp.inexact)
-        same = trusted or equal(value, twin[0])
+        same = equal(value, twin[0])
         return State((uniform,) * len(shape), zero=zero and same, sized=not same)
 
     def where(self, eqn) -> str | None:
@@ -193,7 +193,7 @@ class Walk:
                 )
         if not eqn.outvars:  # jax.debug.print
             return []
-        return apply(Equation(eqn, states, twin, self.check.axes, self.check.schedule, unreduced=self.backward))
+        return apply(Equation(eqn, states, twin, self.check.axes, self.turning, unreduced=self.backward))
 
     def call(self, eqn, states, twin):
         name = eqn.primitive.name
@@ -330,8 +330,8 @@ class Walk:
         if error is None:
             try:
                 results = mark.rule(operands)
-                if twin is not None:
-                    view = Equation(eqn, states, twin, self.check.axes, self.check.schedule)
+                if twin is not None and not self.check.schedule:
+                    view = Equation(eqn, states, twin, self.check.axes)
                     view.name = "an operation or an annotation"
                     require_uniform(view, [state.dims for state in results])
                 self.check.proved += 1
@@ -345,14 +345,14 @@ class Walk:
         params = eqn.params
         consts, carry = scan_counts(params)
         fixed, start, rows = states[:consts], states[consts : consts + carry], states[consts + carry :]
+        turning = self.check.schedule and _sends(params["jaxpr"])
         for row in rows:
-            if row.dims[0] and row.dims[0] is not Made.ANY and not (row.dims[0] is Made.OWN and self.check.schedule):
+            if row.dims[0] and row.dims[0] is not Made.ANY and not (row.dims[0] is Made.OWN and turning):
                 raise ShardingError(
                     f"a scan over a dim that is {describe(row.dims[0])}: each device would go through its own part "
                     "alone\n  fix: all_gather it first, or reshape so that the scanned dim is whole"
                 )
-        is_of_schedule = self.check.schedule and _sends(params["jaxpr"])
-        if twin is not None and twin.params["length"] != params["length"] and not is_of_schedule:
+        if twin is not None and twin.params["length"] != params["length"] and not turning:
             raise ShardingError(
                 f"a scan of as many turns as a device's part has elements ({params['length']} on the check's mesh, "
                 f"{twin.params['length']} on one device)"
@@ -364,7 +364,11 @@ class Walk:
         def body(now):
             return self.jaxpr(inner, [*fixed, *now, *rows], other)
 
-        carried, out = self.fixed_point(body, start, sizes)
+        outer, self.turning = self.turning, self.turning or turning
+        try:
+            carried, out = self.fixed_point(body, start, sizes)
+        finally:
+            self.turning = outer
         return [*carried, *(state.plain(((), *state.dims)) for state in out[carry:])]
 
     def while_loop(self, params, states, twin):
@@ -428,7 +432,7 @@ class Walk:
     def can_decide(self, state, what):
         if state.pending:
             raise ShardingError(f"{what} is pending over {', '.join(sorted(state.pending))}: reduce it first")
-        if state.sized:
+        if state.sized and not self.turning:
             raise ShardingError(f"{what} depends on how many devices there are, like the size of a device's part")
 
 

@@ -316,6 +316,22 @@ def ring(x: f32['B/d L']) -> f32['L']:
     return shardops.psum('L +d -> L', shardops.sum_unreduced('d/d L -> L +d', total))
 
 
+@right
+def slots(x: f32['B/d L']) -> f32['L']:
+    """Each device hands on what it got, and keeps it: in which slot depends on how many devices there are."""
+    own, devices = jnp.sum(shardops.regroup('B/d L -> d/d R L', x), axis=1), shardops.axis_size('d')
+    kept = shardops.zeros('slots d/d L', f32, slots=devices)
+
+    def turn(carry, i):
+        moved, kept = carry
+        slot = (i + devices - 1) % devices
+        kept = lax.dynamic_update_index_in_dim(kept, jnp.where(slot < devices, moved, 0.0), slot, 0)
+        return (shardops.ppermute('d/d L -> d/d L', moved, 1), kept), None
+
+    (_, kept), _ = lax.scan(turn, (own, kept), jnp.arange(devices))
+    return shardops.psum('L +d -> L', shardops.sum_unreduced('slots d/d L -> L +d', kept * own[None]))
+
+
 # -- Gradients ---------------------------------------------------------------------------------------------------------
 @right
 def gradient_of_a_replicated_weight(w: f32['M'], x: f32['B/d M'], y: f32['B/d']) -> tuple[f32[''], f32['M']]:

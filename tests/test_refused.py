@@ -268,6 +268,18 @@ B/d M -> P/d M | jnp.max(x.reshape(4, -1, x.shape[1]), axis=1)
     | 'reshape' makes a dim whose size depends on how many devices there are
 B/d -> d/d R | shardops.ppermute('[d/d] R -> [d/d] R', shardops.regroup('B/d -> d/d R',
     lax.fori_loop(0, x.shape[0], lambda i, c: c * 0.9, x)), 1) | a scan of as many turns as a device's part has elements
+B/d -> d/d R | shardops.ppermute('[d/d] R -> [d/d] R', shardops.regroup('B/d -> d/d R',
+    x * jnp.sum(jnp.arange(99.0)[: x.shape[0]])), 1)
+    | 'slice' makes a dim whose size depends on how many devices there are
+B/d -> d/d R | shardops.ppermute('[d/d] R -> [d/d] R', shardops.regroup('B/d -> d/d R',
+    x * jnp.int32(x.shape[0]).astype(x.dtype)), 1)
+    | depends on how many devices there are, like the size of a split dim
+B/d -> d/d R | shardops.ppermute('[d/d] R -> [d/d] R', shardops.regroup('B/d -> d/d R',
+    x * jnp.arange(9.0)[jnp.int32(x.shape[0]) % 9]), 1)
+    | depends on how many devices there are, like the size of a split dim
+B/d -> d/d R | shardops.ppermute('[d/d] R -> [d/d] R', shardops.regroup('B/d -> d/d R',
+    x ** x.shape[0]), 1)
+    | ('power' (integer_pow) with another y, 4 in place of 16)
 # H3: Two dims that are split over one axis
 L/d M -> L/d | jnp.max(lax.map(lambda rows: rows @ x.T, x.reshape(4, -1, x.shape[1])), axis=-1).reshape(-1)
     | two dims that are split over d|a scan over a dim that is split over d
