@@ -36,7 +36,7 @@ from runtime.config.keys import Count
 from runtime.config.rebuild import Origins
 from runtime.config.resume import config_of
 from runtime.data.sources import kept_tokenizer
-from runtime.data.tokenizers import CHATML, END_OF_TURN, Tokenizer, load_dataset_tokenizer, load_tokenizer
+from runtime.data.tokenizers import CHATML, END_OF_TURN, ChatError, Tokenizer, load_dataset_tokenizer, load_tokenizer
 from runtime.run import with_shardings
 from runtime.terminal import RunError, print_error, printable
 from shardlib.mesh import current_mesh, make_mesh
@@ -285,7 +285,7 @@ def prompts_of(config: Generate) -> list[str | list[dict]]:
     if config.input is None:
         return [[{"role": "user", "content": config.prompt}] if config.chat else config.prompt or ""]
     try:
-        lines = Path(config.input).expanduser().read_text(encoding="utf-8").splitlines()
+        lines = Path(config.input).expanduser().read_text(encoding="utf-8").removesuffix("\n").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise RunError(f"input={config.input} cannot be read: {error}") from error
     prompts = []
@@ -373,7 +373,10 @@ def main(config: Generate) -> None:
         else:
             given = prompts_of(config)
             config = as_chat(served, config) if any(isinstance(each, list) for each in given) else config
-            prompts = [served.ids_of(each) for each in given]
+            try:
+                prompts = [served.ids_of(each) for each in given]
+            except ChatError as error:
+                raise RunError(f"{config.input or 'prompt'}: {error}") from error
         if (longest := max(map(len, prompts)) + config.tokens) > served.length:
             text = f"up to {longest} tokens, of a model that was trained on {served.length}"
             if hasattr(served.source.model, "positions"):

@@ -56,7 +56,8 @@ def test_a_text_ends_before_a_stop(cat_run, said):
 def test_a_file_of_prompts_is_continued_where_it_was_left(cat_run, said, tmp_path):
     """A line for each prompt and sample; after a kill in the middle of a line the rest is written, the same texts."""
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
-    prompts.write_text("".join(json.dumps({"q": text}) + "\n" for text in ("the cat", "on the mat", "sat")))
+    texts = "the cat", "on the mat", "sat\u2028"  # a line separator, which ends no line
+    prompts.write_text("".join(json.dumps({"q": text}, ensure_ascii=False) + "\n" for text in texts))
     given = [cat_run, f"input={prompts}", "prompt_field=q", f"to={out}", "tokens=8", "samples=2", "rows=4"]
     said(*given)
     whole = out.read_text()
@@ -106,6 +107,9 @@ def test_a_chat_from_the_command_line(cat_run, said, monkeypatch, tmp_path):
     messages.append({"role": "user", "content": "on"})
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
     second = json.loads(said(*given, f"input={tmp_path}/chats.jsonl", "prompt_field=messages"))
+    (tmp_path / "wrong.jsonl").write_text('{"messages": [{"role": "user"}]}\n')
+    refused = said(*given, f"input={tmp_path}/wrong.jsonl", "prompt_field=messages", status=1)
+    assert f"{tmp_path}/wrong.jsonl: expected messages, a list of" in refused
     monkeypatch.setattr(sys, "stdin", io.StringIO("the cat\non\n"))
     assert said(cat_run, "temperature=0", "tokens=6", "chat=true") == f"> {first['text']}\n> {second['text']}\n> \n"
     kept = generate.kept_tokenizer
