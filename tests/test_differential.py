@@ -116,7 +116,7 @@ def hole(texts, wrong, by_size) -> str | None:
         if text is None and fault:
             return f"accepted on {mesh[0]} x {mesh[1]}, and there {fault}"
         # What Python decides by the size of a part can be seen on the meshes alone where it is decided otherwise.
-        if text and None in texts and not (by_size and fault):
+        if text and None in texts and not (by_size and any(wrong)):
             return f"not one verdict: refused on {mesh[0]} x {mesh[1]}, though not on others: {text}"
     return None
 
