@@ -384,6 +384,9 @@ def described(content: dict[str, Any], tensors: dict[str, Tensor], folder: Path)
     for key in NUMBERED & content.keys():
         if isinstance(content[key], int) and content[key] > len(tensors):  # before as many rows of the table are made
             raise RunError(f"{fields.where}: {key} = {content[key]}, and {folder} has {len(tensors)} tensors")
+    for key in {"dtype", "torch_dtype"} & content.keys():
+        if content[key] not in (None, *safetensors.CODES):
+            raise RunError(f"{fields.where}: {key} = {content[key]!r}: expected {', '.join(safetensors.CODES)}")
     model = model_of(family, fields)
     fields.finish()
     rows = rows_of(family, model)

@@ -292,6 +292,7 @@ REFUSED = [
     ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2 is not .*expected 1"),
     ("olmoe", {"clip_qkv": 8.0}, "clip_qkv = 8.0 is not .*expected None"),
     ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1 is not .*expected 0.0"),
+    ("t5", {"dtype": "flnat32"}, "dtype = 'flnat32': expected float32, float16, bfloat16"),
     ("t5", {"feed_forward_proj": "gated-silu"}, "relu is that of T5 1.0, gated-gelu that of 1.1"),
     ("t5", {"is_encoder_decoder": False}, "is_encoder_decoder = False is not .*expected True"),
     ("t5", {"is_gated_act": True}, "is_gated_act = True is not .*expected False"),
