@@ -1,6 +1,7 @@
 """Eight simulated devices, strict promotion, quick compilation: what every test stands on. Must run before JAX
 starts."""
 
+import gc
 import logging
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -12,14 +13,20 @@ os.environ["XLA_FLAGS"] = " ".join([
     "--xla_force_host_platform_device_count=8",
     "--xla_backend_optimization_level=0",
     "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
+    "--xla_cpu_parallel_codegen_split_count=1",  # of programs as small as these each part costs more than it saves
+    "--xla_cpu_multi_thread_eigen=false",
 ])  # fmt: skip
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"  # the tests neither read nor fill the user's
+# The tests neither read nor fill the user's. One of their own is hardly ever hit, since runs put the source's lines
+# into the key; and JAX does not write it at once: another process that reads half a file warns, which fails a test.
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"
 os.environ["HF_HUB_OFFLINE"] = "1"  # what the tests read is on the disk
 
 import jax
 import pytest
+import small
 from object_store import object_store, object_store_server  # noqa: F401 fixtures
+from several_hosts import where
 
 import train
 from models import layers
@@ -28,6 +35,14 @@ from tools import tokenize_text
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def pytest_collection_finish():
+    """What was imported lives to the end: Python need not look for garbage there, nor so often. A quarter of the time
+    that JAX takes to trace a step went into that."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 @pytest.fixture(autouse=True)
@@ -39,6 +54,18 @@ def own_logging():
     for handler in set(root.handlers) - set(handlers):
         root.removeHandler(handler)
     root.setLevel(level)
+
+
+@pytest.fixture
+def called(monkeypatch, capsys):
+    """Runs as `python -m` of a module would: its exit status, what it prints, and what it says of an error."""
+
+    def call(main, config_class, *arguments):
+        status = small.start(monkeypatch, main, config_class, *arguments)
+        printed = capsys.readouterr()
+        return status, printed.out, printed.err
+
+    return call
 
 
 @pytest.fixture(scope="session")
@@ -65,13 +92,13 @@ def cat_run(tmp_path_factory):
     keys = [f"input={folder}/text.txt", f"output={folder}/text.zarr", "validation_fraction=0.5", "document_bytes=100"]
     tokenize_text.main(load(tokenize_text.TokenizeText, None, keys))
     overrides = f"""
-        flat_tokens.filespec={folder}/text.zarr paths.root_working_dir={folder} paths.model_name=cat mesh.d=1 mesh.t=1
+        flat_tokens.filespec={folder}/text.zarr mesh.d=1 mesh.t=1
         model.d_model=32 model.n_q_per_kv=1 model.n_kv=2 model.d_head=16 model.layers=1 model.d_ff=64 model.vocab=257
         model.compute_dtype=float32 training.tokens.batch=8 training.tokens.len=32 training.steps=60
         training.warmup_steps=5 training.steps_for_lr=60 training.learning_rate=0.01 checkpoint_interval=60
         eval_interval=60 validation_batches=1
     """
-    train.main(load(train.Config, "local_shakespeare", overrides.split()))
+    train.main(load(train.Config, "local_shakespeare", [*where(folder / "cat"), *overrides.split()]))
     return folder / "cat"
 
 

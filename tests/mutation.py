@@ -3,6 +3,11 @@
 import ast
 import itertools
 import re
+from pathlib import Path
+
+from pages import ROOT
+
+from shardlib.shardtypes import ShardingError
 
 COLLECTIVES = {"all_gather", "gather", "psum_scatter", "psum", "pmax", "all_to_all", "ppermute"}
 
@@ -38,6 +43,30 @@ def mutants(source, axes=("d", "t")):
                     dropped = spec[: match.start()] + spec[match.end() :]
                     make(f"{spec} without{match[0]} at {match.start()}", node, dropped)
     return made
+
+
+def refuse_all(made, check, folder, file="train.py", place=None):
+    """Asserts that the check of each mutant of a file is a refusal with a line of it, or of `place`, a regular
+    expression; returns how many there were."""
+    accepted, unlocated = [], []
+    for index, (name, line, source) in enumerate(made):
+        (folder / f"mutant_{index}").mkdir(parents=True)
+        try:
+            check(folder / f"mutant_{index}" / file, source)
+        except ShardingError as error:
+            if not re.search(rf"{place or file}:\d+", str(error)):
+                unlocated.append((name, line, str(error)))
+        else:
+            accepted.append((name, line))
+    assert not accepted and not unlocated
+    return len(made)
+
+
+def refuse_all_of(file, check, folder, record_property, place=None):
+    """The same of all mutants of a file of the repository; says how many there were, and returns that."""
+    count = refuse_all(mutants((ROOT / file).read_text()), check, folder, Path(file).name, place)
+    record_property("summary", f"{count} mutants of {file}: none accepted")
+    return count
 
 
 def is_string(node):

@@ -106,9 +106,14 @@ def steps_of(module, model=None, training=None):
 
 def start_training(monkeypatch, *overrides, trainer=train):
     """Runs as `python -m train <overrides>` would, or another trainer; returns the exit status."""
-    monkeypatch.setattr(sys, "argv", ["train", *overrides])
+    return start(monkeypatch, trainer.main, trainer.Config, *overrides)
+
+
+def start(monkeypatch, main, config_class, *arguments):
+    """Runs as `python -m` of main's module would; returns the exit status."""
+    monkeypatch.setattr(sys, "argv", ["command", *map(str, arguments)])
     try:
-        run(trainer.main, trainer.Config)
+        run(main, config_class)
     except SystemExit as stop:
-        return stop.code
+        return stop.code or 0
     return 0

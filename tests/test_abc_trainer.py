@@ -2,14 +2,14 @@
 axes."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
+import small
+from several_hosts import where
 
 import generate
 from runtime import program
-from runtime.config import command_line
 from runtime.terminal import RunError
 from tools import plan
 
@@ -19,12 +19,7 @@ CONFIG = [f"--config-dir={Path(__file__).parent}", "--config-name=abc"]
 
 def start(monkeypatch, *overrides, main=TRAINER.main, config_class=TRAINER.Config):
     """Runs as `python -m tests.abc_trainer <overrides>` would, or a tool; returns the exit status."""
-    monkeypatch.setattr(sys, "argv", ["abc_trainer", *CONFIG, *overrides])
-    try:
-        command_line.run(main, config_class)
-    except SystemExit as stop:
-        return stop.code
-    return 0
+    return small.start(monkeypatch, main, config_class, *CONFIG, *overrides)
 
 
 def losses(folder):
@@ -37,7 +32,7 @@ def whole(tmp_path_factory):
     """The folder of a run of 12 steps."""
     root = tmp_path_factory.mktemp("abc")
     with pytest.MonkeyPatch.context() as monkeypatch:
-        assert start(monkeypatch, f"paths.root_working_dir={root}") == 0
+        assert start(monkeypatch, *where(root / "abc")) == 0
     return root / "abc"
 
 
@@ -60,9 +55,9 @@ def test_its_ledger_has_its_axes(whole):
 
 def test_it_resumes_bit_for_bit(whole, monkeypatch, tmp_path):
     """Stopped after 6 steps and started again, on the same mesh: the losses of the run that was never stopped."""
-    where = f"paths.root_working_dir={tmp_path}"
-    assert start(monkeypatch, where, "training.steps=6", "training.steps_for_lr=12") == 0
-    assert start(monkeypatch, where) == 0
+    again = where(tmp_path / "abc")
+    assert start(monkeypatch, *again, "training.steps=6", "training.steps_for_lr=12") == 0
+    assert start(monkeypatch, *again) == 0
     assert losses(tmp_path / "abc") == losses(whole)
     starts = [json.loads(line) for line in (tmp_path / "abc" / "starts.jsonl").read_text().splitlines()]
     assert [each["after_step"] for each in starts] == [0, 6]

@@ -253,9 +253,9 @@ def test_an_abstract_mesh_of_4096_devices():
 
     mesh = jax.sharding.AbstractMesh((512, 8), ("d", "t"))
     shape = jax.ShapeDtypeStruct
-    started = time.perf_counter()
+    started = time.process_time()
     assert typed_shard_map(program).check(mesh, shape((1024, 8192), jnp.float32), shape((8192,), jnp.float32)) >= 5
-    assert time.perf_counter() - started < 5
+    assert time.process_time() - started < 5
 
 
 def twice(x: f32['M/d']) -> f32['M/d']:

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import small
 from einops import einsum
-from mutation import mutants
+from mutation import refuse_all_of
 from pages import module_of
 from published import FOLDER, batch_of, loss_and_logits, oracle_of, weights_of
 from safetensors.numpy import load_file
-from test_mutation import refuse_all
+from several_hosts import where
 
 import finetune
 import train
@@ -243,20 +243,13 @@ def start(tmp_path_factory):
         "defaults: [base, _self_]\nmesh: {d: 1, t: 1}\nmodel: {compute_dtype: float32}\n"
         "training: {steps: 4, steps_for_lr: 4, warmup_steps: 1, learning_rate: 0.01, tokens: {batch: 4, len: 16}}\n"
         f"flat_tokens: {{filespec: {folder}/data.zarr}}\ncheckpoint_interval: 2\neval_interval: 4\n"
-        f"paths: {{root_working_dir: {folder}}}\nlog_interval: 1\ninitial_weights: {FOLDER}/llama\n"
+        f"log_interval: 1\ninitial_weights: {FOLDER}/llama\n"
     )
 
     def call(name, *overrides):
-        before = sys.argv
-        given = [f"--config-dir={folder}", "--config-name=tiny", f"paths.model_name={name}", *overrides]
-        sys.argv = ["finetune", *given]
-        try:
-            run(finetune.main, finetune.Config)
-        except SystemExit as stop:
-            return stop.code
-        finally:
-            sys.argv = before
-        return 0
+        given = [f"--config-dir={folder}", "--config-name=tiny", *where(folder / name), *overrides]
+        with pytest.MonkeyPatch.context() as patch:
+            return small.start_training(patch, *given, trainer=finetune)
 
     call.folder = folder
     return call
@@ -517,8 +510,5 @@ def test_every_mutant_of_the_program_is_refused(pool, tmp_path, record_property)
             proved += validate.check(mesh, state.weights, loss, loss, batch)
         return proved
 
-    program = Path(finetune.__file__).read_text()
-    assert check(tmp_path / "finetune.py", program) > 100
-    count = refuse_all(mutants(program), check, tmp_path, "finetune.py")
-    record_property("summary", f"{count} mutants of finetune.py: none accepted")
-    assert count > 20
+    assert check(tmp_path / "finetune.py", Path(finetune.__file__).read_text()) > 100
+    assert refuse_all_of("finetune.py", check, tmp_path, record_property) > 20

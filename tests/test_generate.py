@@ -12,25 +12,18 @@ from published import FOLDER
 import generate
 import train
 from models.decoding import Drawn
-from runtime.config.command_line import run
 
 SENTENCE = "the cat sat on the mat. "
 
 
 @pytest.fixture
-def said(monkeypatch, capsys):
-    """What `python -m generate <arguments>` prints."""
+def said(called):
+    """What `python -m generate <arguments>` prints, or says of an error; `note` is what else it says."""
 
     def call(*arguments, status=0):
-        monkeypatch.setattr(sys, "argv", ["generate", *map(str, arguments)])
-        if status:
-            with pytest.raises(SystemExit) as stop:
-                run(generate.main, generate.Generate)
-            assert stop.value.code == status
-            return capsys.readouterr().err
-        run(generate.main, generate.Generate)
-        call.note, out = (printed := capsys.readouterr()).err, printed.out
-        return out
+        found, out, call.note = called(generate.main, generate.Generate, *arguments)
+        assert found == status
+        return call.note if status else out
 
     return call
 

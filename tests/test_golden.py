@@ -9,6 +9,7 @@ import jax
 import pytest
 import small
 from renew_golden import FOLDER, NAME, RUN
+from several_hosts import where
 
 from runtime.tracking.recorded import read_run
 from tests.runtime.tracking.test_trackers import tensorboard_curves
@@ -25,8 +26,7 @@ def folder(tmp_path_factory):
     """The run that golden losses are of."""
     root = tmp_path_factory.mktemp("golden")
     with pytest.MonkeyPatch.context() as monkeypatch:
-        more = f"paths.root_working_dir={root}", "tracking.to=[tensorboard]"
-        assert small.start_training(monkeypatch, *RUN, *more) == 0
+        assert small.start_training(monkeypatch, *RUN, *where(root / NAME), "tracking.to=[tensorboard]") == 0
     return root / NAME
 
 

@@ -65,7 +65,7 @@ def test_a_run_leaves_all_that_it_should(uninterrupted):
 def test_a_run_goes_on_on_another_mesh(uninterrupted, monkeypatch, tmp_path):
     """Stopped after 5 steps on 4 x 2 and resumed on 2 x 4, the losses are those of the uninterrupted run to bfloat16's
     rounding."""
-    where = [f"paths.root_working_dir={tmp_path}", "paths.model_name=moved"]
+    where = hosts.where(tmp_path / "moved")
     assert start(monkeypatch, *where, "training.steps=5") == 0
     assert start(monkeypatch, *where, "mesh.d=2", "mesh.t=4") == 0
     whole, moved = losses(uninterrupted), losses(tmp_path / "moved")
@@ -75,10 +75,9 @@ def test_a_run_goes_on_on_another_mesh(uninterrupted, monkeypatch, tmp_path):
 
 def test_sequences_that_are_not_packed(monkeypatch, tmp_path):
     """A row a sequence, padded: the run trains, and its losses are finite."""
-    overrides = [f"paths.root_working_dir={tmp_path}", "flat_tokens.sequence_packing=false", "training.steps=2"]
-    assert start(monkeypatch, *overrides) == 0
-    (run_folder,) = tmp_path.iterdir()
-    assert all(np.isfinite(loss) for loss in losses(run_folder).values())
+    where = hosts.where(tmp_path / "run")
+    assert start(monkeypatch, *where, "flat_tokens.sequence_packing=false", "training.steps=2") == 0
+    assert np.isfinite(list(losses(tmp_path / "run").values())).all()
 
 
 @pytest.mark.slow

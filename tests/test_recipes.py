@@ -66,7 +66,7 @@ def test_it_trains_alike_on_every_mesh(title, tmp_path):
     assert one[1] > one[2] > one[3]
 
 
-@pytest.mark.parametrize("c", [1, 2, 4])
+@pytest.mark.parametrize("c", [*(pytest.param(c, marks=pytest.mark.slow) for c in (1, 2)), 4])
 def test_a_context_axis_changes_no_result(c, tmp_path, monkeypatch):
     """Losses and each weight's gradient are those of train.py on one device, however many devices share a row."""
     monkeypatch.setattr(train, "LOSS_CHUNK", 8)

@@ -13,17 +13,16 @@ import jax
 import numpy as np
 import pytest
 import reference
-from mutation import mutants
+from mutation import refuse_all_of
 from pages import ROOT, module_of
 from published import FOLDER, NAMES, on_mesh, weights_of
-from test_mutation import refuse_all
 
 import generate
 import score
 import train
 from models import huggingface
 from models.decoding import Generator, Programs
-from runtime.config.command_line import load, run
+from runtime.config.command_line import load
 from runtime.data.sources import kept_tokenizer
 from runtime.data.tokenizers import ChatError
 from runtime.terminal import RunError
@@ -108,26 +107,19 @@ def test_scoring_is_accepted(tmp_path):
 @pytest.mark.slow
 def test_every_mutant_of_scoring_is_refused(tmp_path, record_property):
     """Each collective removed, doubled, with its axes exchanged or one too few, and each '+axis' dropped."""
-    made = mutants((ROOT / "score.py").read_text())
-    count = refuse_all(made, check_score, tmp_path, "score.py", r"(score|decoding|llama|layers)\.py")
-    record_property("summary", f"{count} mutants of score.py: none accepted")
-    assert count >= 5
+    place = r"(score|decoding|llama|layers)\.py"
+    assert refuse_all_of("score.py", check_score, tmp_path, record_property, place) >= 5
 
 
 # == Tasks of files ====================================================================================================
 @pytest.fixture
-def said(monkeypatch, capsys):
-    """What `python -m score <arguments>` prints."""
+def said(called):
+    """What `python -m score <arguments>` prints, or says of an error."""
 
     def call(*arguments, status=0):
-        monkeypatch.setattr(sys, "argv", ["score", *map(str, arguments)])
-        if status:
-            with pytest.raises(SystemExit) as stop:
-                run(score.main, score.Score)
-            assert stop.value.code == status
-            return capsys.readouterr().err
-        run(score.main, score.Score)
-        return capsys.readouterr().out
+        found, out, error = called(score.main, score.Score, *arguments)
+        assert found == status
+        return error if status else out
 
     return call
 

@@ -1,6 +1,7 @@
 """The training step equals a plain, unsharded reference, on every mesh."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -32,8 +33,14 @@ def distances(ours, truth):
     return found
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: f"{mesh[0]}x{mesh[1]}")
+QUICK = [((1, 1), 2), ((8, 1), 2), ((4, 2), 1), ((4, 2), 2), ((2, 4), 1), ((1, 8), 1)]
+CASES = [
+    pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow, id=f"{case[0][0]}x{case[0][1]}-{case[1]}")
+    for case in itertools.product(MESHES, (1, 2))
+]
+
+
+@pytest.mark.parametrize("mesh, microbatches", CASES)
 def test_gradient_equals_the_reference_in_float32(mesh, microbatches, weights, truth):
     """In float32 the loss is within 1e-6 of float64's, and each leaf of the gradient within 1e-5 of its norm."""
     training = dataclasses.replace(small.TRAINING, microbatches=microbatches)

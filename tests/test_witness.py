@@ -32,9 +32,16 @@ def claims_of(steps, mesh=MESH):
 
 
 WAYS = [("einsum", "everything"), ("einsum", "inputs")] + [(kernel, "everything") for kernel in KERNELS]
+QUICK = [("einsum", "inputs"), ("blockwise", "everything"), ("A new weight",), ("A context axis",)]
 
 
-@pytest.mark.parametrize("kernel, saved", WAYS)
+def quick(cases):
+    """The others are slow."""
+    assert set(cases) & set(QUICK)
+    return [pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow) for case in cases]
+
+
+@pytest.mark.parametrize("kernel, saved", quick(WAYS))
 def test_it_agrees_with_the_steps(kernel, saved, record_property):
     """The types in train.py are those of the program that runs, backward pass included, by each policy and kernel."""
     claims = claims_of(small.steps_of(train, {"attention": kernel}, {"save_for_backward": saved}))
@@ -42,7 +49,7 @@ def test_it_agrees_with_the_steps(kernel, saved, record_property):
     assert claims[0] > 700 and claims[1] > 200
 
 
-@pytest.mark.parametrize("title", RECIPES)
+@pytest.mark.parametrize("title", quick([(title,) for title in RECIPES]))
 def test_it_agrees_with_the_recipes(title, tmp_path, record_property):
     """The types in train.py changed as a section of docs/changing.md says are those of the program that runs."""
     axes = MESH_OF_RECIPE.get(title, {"d": 4, "t": 2})

@@ -12,7 +12,11 @@ from shardlib import shardops
 from shardlib.shardtypes import f32, make_shardings, typed_shard_map
 from train import act
 
-DRAWN = np.random.default_rng(3)
+
+@pytest.fixture
+def drawn():
+    """The same numbers, whatever ran before."""
+    return np.random.default_rng(3)
 
 
 def on_device(batch):
@@ -36,21 +40,22 @@ def losses_of(source, Weights, is_weighted):
     return jax.jit(typed_shard_map(step))
 
 
-def test_weights_of_the_loss(pool):
+def test_weights_of_the_loss(pool, drawn):
     """Weights of 0 and 1 give the loss and the gradient of is_target bit for bit; any others multiply each target's
     -log softmax, as numpy computes it in float64 from the logits."""
     source, oracle = huggingface.open_weights(FOLDER / "llama", pool), oracle_of("llama")
     with on_mesh(2, 1):
         weights, type_ = weights_of(source, pool)
         batch = jax.tree.map(np.asarray, batch_of(oracle))
-        is_target = DRAWN.random(batch.targets.shape) < 0.5
+        is_target = drawn.random(batch.targets.shape) < 0.5
         ones = on_device(WeightedBatch(batch.targets, batch.is_seq_start, is_target, is_target.astype(np.float32)))
-        of_weights, of_targets = (losses_of(source, type_, each)(weights, ones) for each in (True, False))
+        weighted = losses_of(source, type_, True)
+        of_weights, of_targets = weighted(weights, ones), losses_of(source, type_, False)(weights, ones)
         jax.tree.map(np.testing.assert_array_equal, of_weights, of_targets)
         assert float(of_targets[0]) > 0
-        others = np.where(is_target, DRAWN.choice([0.25, 1, 3], is_target.shape), 0).astype(np.float32)
-        drawn = on_device(WeightedBatch(batch.targets, batch.is_seq_start, is_target, others))
-        found, logits, _ = losses_of(source, type_, True)(weights, drawn)
+        others = np.where(is_target, drawn.choice([0.25, 1, 3], is_target.shape), 0).astype(np.float32)
+        batch_of_others = on_device(WeightedBatch(batch.targets, batch.is_seq_start, is_target, others))
+        found, logits, _ = weighted(weights, batch_of_others)
     logits = np.asarray(logits, np.float64)
     scores = np.take_along_axis(logits, batch.targets[..., None].astype(int), axis=-1)[..., 0]
     expected = (others * (np.log(np.exp(logits).sum(axis=-1)) - scores)).sum()
@@ -58,10 +63,10 @@ def test_weights_of_the_loss(pool):
 
 
 @pytest.mark.parametrize("name", ["t5_gated"])
-def test_pairs_in_one_row(pool, name):
+def test_pairs_in_one_row(pool, name, drawn):
     """The losses of pairs in one row are those of the same pairs, each in a row of its own."""
     source = huggingface.open_weights(FOLDER / name, pool)
-    draw = lambda length: DRAWN.integers(2, 39, length).astype(np.uint32)  # noqa: E731
+    draw = lambda length: drawn.integers(2, 39, length).astype(np.uint32)  # noqa: E731
     pairs = [(draw(read), draw(written)) for read, written in ((5, 4), (7, 2), (3, 6), (9, 5))]
     weight = (0.5, 1, 2, 3)
 

@@ -5,11 +5,10 @@ import json
 import jax
 import numpy as np
 import pytest
-from mutation import mutants
+from mutation import refuse_all_of
 from pages import ROOT
 from published import FOLDER, Masked, check_family, loss_and_logits_of_masked, on_mesh, oracle_of, weights_of
 from safetensors.numpy import load_file, save_file
-from test_mutation import refuse_all
 
 from models import bert, huggingface
 from runtime.checkpoints.checkpoint import named_leaves
@@ -113,6 +112,4 @@ def test_the_family_is_accepted(tmp_path):
 @pytest.mark.slow
 def test_every_mutant_of_the_family_is_refused(tmp_path, record_property):
     """Each collective removed, doubled, with its axes exchanged or one too few, and each '+axis' dropped."""
-    count = refuse_all(mutants((ROOT / "models/bert.py").read_text()), check_bert, tmp_path, "bert.py")
-    record_property("summary", f"{count} mutants of models/bert.py: none accepted")
-    assert count > 40
+    assert refuse_all_of("models/bert.py", check_bert, tmp_path, record_property) > 40

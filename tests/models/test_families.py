@@ -12,12 +12,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from mutation import mutants
+from mutation import refuse_all_of
 from pages import ROOT, module_of
 from published import FOLDER, NAMES, batch_of, loss_and_logits, on_mesh, oracle_of, weights_of
 from safetensors.numpy import load_file, save_file
 from test_llama import decoded
-from test_mutation import refuse_all
 
 from models import bert, gemma, gpt2, gptj, huggingface, layers, mixtral, t5
 from runtime.check import check_sizes
@@ -353,6 +352,4 @@ def test_the_family_is_accepted(name, tmp_path):
 def test_every_mutant_of_the_family_is_refused(name, tmp_path, record_property):
     """Each collective removed, doubled, with its axes exchanged or one too few, and each '+axis' dropped."""
     check = functools.partial(check_family, name=name)
-    count = refuse_all(mutants((ROOT / f"models/{name}.py").read_text()), check, tmp_path, f"{name}.py")
-    record_property("summary", f"{count} mutants of models/{name}.py: none accepted")
-    assert count > 30
+    assert refuse_all_of(f"models/{name}.py", check, tmp_path, record_property) > 30

@@ -10,6 +10,7 @@ import pytest
 import small
 from published import FOLDER, on_mesh, oracle_of
 from safetensors.numpy import load_file, save_file
+from several_hosts import where
 
 import train
 from models import huggingface
@@ -39,8 +40,7 @@ def lines_of(folder):
 
 
 def start(monkeypatch, folder, *overrides):
-    paths = [f"paths.root_working_dir={folder.parent}", f"paths.model_name={folder.name}"]
-    return small.start_training(monkeypatch, *RUN, *paths, *overrides)
+    return small.start_training(monkeypatch, *RUN, *where(folder), *overrides)
 
 
 def test_a_run_starts_from_the_weights_of_another(data, monkeypatch, tmp_path, capsys):

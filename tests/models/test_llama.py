@@ -9,11 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import small
-from mutation import mutants
+from mutation import refuse_all_of
 from pages import ROOT, module_of
 from published import FOLDER, batch_of, loss_and_logits, on_mesh, oracle_of, weights_of
 from reference import random_weights
-from test_mutation import refuse_all
 
 import train
 from models import huggingface, layers, llama
@@ -212,6 +211,4 @@ def test_every_mutant_of_the_family_is_refused(module, tmp_path, record_property
     file = f"{module.replace('.', '/')}.py"
     check = functools.partial(check_family, module=module)
     place = r"(layers|llama|published|test_llama)\.py"  # what a shared function does wrong is met where it is used
-    count = refuse_all(mutants((ROOT / file).read_text()), check, tmp_path, file.rpartition("/")[2], place)
-    record_property("summary", f"{count} mutants of {file}: none accepted")
-    assert count > 40
+    assert refuse_all_of(file, check, tmp_path, record_property, place) > 40

@@ -6,11 +6,10 @@ import jax
 import numpy as np
 import pytest
 import small
-from mutation import mutants
+from mutation import refuse_all_of
 from pages import ROOT
 from published import FOLDER, batch_of, check_family, loss_and_logits, on_mesh, oracle_of, weights_of
 from test_llama import decoded
-from test_mutation import refuse_all
 
 from models import huggingface, layers, mixtral
 from runtime.terminal import RunError
@@ -129,6 +128,4 @@ def test_the_family_is_accepted(tmp_path):
 @pytest.mark.slow
 def test_every_mutant_of_the_family_is_refused(tmp_path, record_property):
     """Each collective removed, doubled, with its axes exchanged or one too few, and each '+axis' dropped."""
-    count = refuse_all(mutants((ROOT / "models/mixtral.py").read_text()), check_mixtral, tmp_path, "mixtral.py")
-    record_property("summary", f"{count} mutants of models/mixtral.py: none accepted")
-    assert count > 40
+    assert refuse_all_of("models/mixtral.py", check_mixtral, tmp_path, record_property) > 40

@@ -6,11 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from mutation import mutants
+from mutation import refuse_all_of
 from pages import ROOT
 from published import FOLDER, Read, check_family, loss_and_logits_of_read, on_mesh, oracle_of, weights_of
 from safetensors.numpy import load_file, save_file
-from test_mutation import refuse_all
 
 from models import huggingface, layers, t5
 from shardlib.shardtypes import typed_shard_map
@@ -140,6 +139,4 @@ def test_the_family_is_accepted(tmp_path):
 @pytest.mark.slow
 def test_every_mutant_of_the_family_is_refused(tmp_path, record_property):
     """Each collective removed, doubled, with its axes exchanged or one too few, and each '+axis' dropped."""
-    count = refuse_all(mutants((ROOT / "models/t5.py").read_text()), check_t5, tmp_path, "t5.py")
-    record_property("summary", f"{count} mutants of models/t5.py: none accepted")
-    assert count > 40
+    assert refuse_all_of("models/t5.py", check_t5, tmp_path, record_property) > 40

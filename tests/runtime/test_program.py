@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import small
+from several_hosts import where
 
 from runtime import program
 from runtime.checkpoints.directory import Checkpoints
@@ -41,8 +42,7 @@ def folder(tmp_path, monkeypatch):
 
 def start(monkeypatch, trainer, folder, *overrides):
     """Runs a trainer; returns the exit status."""
-    where = [f"paths.root_working_dir={folder}", "paths.model_name=run"]
-    return small.start_training(monkeypatch, *TINY, *where, *overrides, trainer=trainer)
+    return small.start_training(monkeypatch, *TINY, *where(folder / "run"), *overrides, trainer=trainer)
 
 
 def attributes_of(folder):

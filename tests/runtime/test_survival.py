@@ -17,9 +17,8 @@ import numpy as np
 import pytest
 import small
 import zarr
-from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import SingleDeviceSharding
-from several_hosts import ROOT, TRAIN, checkpoints, losses, records, wait_for_step, where, write_tiny
+from several_hosts import ROOT, TRAIN, checkpoints, losses, records, wait_for_step, wait_until, where, write_tiny
 
 import train
 from runtime import run as runtime_run
@@ -43,22 +42,6 @@ TINY = """model.d_model=32 model.n_kv=4 model.d_head=8 model.d_ff=64 model.layer
 def tiny(tmp_path_factory):
     """The overrides of a run of 12 steps, on a data set of 20, that saves after 4, 8 and 12."""
     return [*TINY, write_tiny(tmp_path_factory.mktemp("data"))]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled_once(tmp_path_factory):
-    """Runs of the same program, here and in processes of their own, share what is compiled."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
-        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-        before = jax.config.jax_compilation_cache_dir, jax.config.jax_persistent_cache_min_compile_time_secs
-        jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-        compilation_cache.reset_cache()
-        yield
-        jax.config.update("jax_compilation_cache_dir", before[0])
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", before[1])
-        compilation_cache.reset_cache()
 
 
 @pytest.fixture
@@ -217,7 +200,7 @@ def test_signals_while_the_process_is_busy(state, signals, status, said):
         assert process.stderr.readline().startswith(said)
         for number in signals[1:]:
             process.send_signal(number)
-        assert process.wait(30) == status
+        assert process.wait(120) == status
     finally:
         process.kill()
         process.communicate()
@@ -312,7 +295,7 @@ with Ownership(sys.argv[1]):
 """
 
 
-def test_what_a_killed_owner_left_is_taken_over_at_once(tmp_path):
+def test_what_a_killed_owner_left_is_taken_over_at_once(tmp_path, capsys):
     """The lock of a process that was killed is gone with it: no file to delete, no waiting."""
     owner = subprocess.Popen([sys.executable, "-c", OWNER, tmp_path], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
@@ -322,16 +305,16 @@ def test_what_a_killed_owner_left_is_taken_over_at_once(tmp_path):
     finally:
         owner.kill()
         owner.communicate()
-    began = time.monotonic()
+    capsys.readouterr()
     with Ownership(tmp_path):
-        assert time.monotonic() - began < 1
         assert json.loads((tmp_path / lock.NAME).read_text())["pid"] == os.getpid()
+    assert "watching" not in capsys.readouterr().err
 
 
 @pytest.fixture
 def fast_heart(monkeypatch):
     monkeypatch.setattr(lock, "HEARTBEAT_S", 0.05)
-    monkeypatch.setattr(lock, "SILENT_S", 0.5)
+    monkeypatch.setattr(lock, "SILENT_S", 1.5)
 
 
 OTHER = {"host": "elsewhere", "pid": 17, "started": "2026-11-21 12:00:00 +0000", "run": "a", "beat": 7}
@@ -358,7 +341,7 @@ def test_an_owner_on_another_host_is_watched(where, fast_heart, tmp_path, capsys
     heart.join()
     with Ownership(folder):
         printed = capsys.readouterr().err
-        assert f"{folder} was left by process 17 on host elsewhere, or is still in use: watching for 0.5 s\n" in printed
+        assert f"{folder} was left by process 17 on host elsewhere, or is still in use: watching for 1.5 s\n" in printed
         assert f"nothing is heard of it: {folder} is taken over\n" in printed
         assert json.loads(store.read(lock.NAME))["pid"] == os.getpid()
     assert lock.NAME not in store.names()
@@ -410,9 +393,7 @@ def test_an_owner_that_lost_the_folder_notices(fast_heart, tmp_path, what, said)
             open_store(folder, 10).write(lock.NAME, json.dumps(OTHER).encode())
         else:
             open_store(folder, 10).remove(lock.NAME)
-        end = time.monotonic() + 10
-        while owner._taken_by is None and time.monotonic() < end:
-            time.sleep(0.01)
+        wait_until(lambda: owner._taken_by is not None)
         with pytest.raises(RunError, match=said):
             owner.check()
     assert open_store(folder, 10).names() == ([lock.NAME] if what == "taken" else [])

@@ -1,5 +1,6 @@
 """tools/benchmark.py: the keys of a line, the table, and errors of one line."""
 
+import functools
 import json
 import subprocess
 import sys
@@ -9,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 
 import train
-from runtime.config import command_line as config
 from runtime.terminal import RunError
 from shardlib.spec import ShardingError
 from tools import benchmark
@@ -25,15 +25,11 @@ KEYS = (
 ).split()
 
 
-def start(monkeypatch, *arguments):
-    """Runs as `python -m tools.benchmark ARGUMENTS` would; returns the exit status."""
+@pytest.fixture
+def run(called, monkeypatch):
+    """`python -m tools.benchmark ARGUMENTS` in this process: the exit status, what it prints and its error."""
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "argv", ["benchmark", *arguments])
-    try:
-        config.run(benchmark.main, benchmark.Benchmark)
-    except SystemExit as stop:
-        return stop.code
-    return 0
+    return functools.partial(called, benchmark.main, benchmark.Benchmark)
 
 
 def test_a_line_has_its_keys_and_they_agree(tmp_path):
@@ -113,21 +109,20 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("arguments", MISTAKES)
-def test_mistakes_are_said_before_anything_runs(monkeypatch, capsys, arguments):
+def test_mistakes_are_said_before_anything_runs(run, arguments):
     """One line each, and status 1."""
-    assert start(monkeypatch, *arguments.split()) == 1
-    message = capsys.readouterr().err
-    assert message.startswith(f"error: {MISTAKES[arguments]}") and message.count("\n") == 1
+    status, _, message = run(*arguments.split())
+    assert status == 1 and message.startswith(f"error: {MISTAKES[arguments]}") and message.count("\n") == 1
 
 
-def test_the_jobs(monkeypatch):
+def test_the_jobs(monkeypatch, run):
     """device=cpu is three jobs, of 18M parameters the largest; configs come first. A job that was not measured is an
     error."""
     asked = []
     monkeypatch.setattr(benchmark, "measure_all", lambda _, jobs: asked.append(jobs) or [])
     monkeypatch.setattr(benchmark, "table", lambda _: [])
     for keys in (["device=cpu"], ["device=cpu", "configs=[local_18m a.b=1,z]"]):
-        assert start(monkeypatch, *keys) == 1
+        assert run(*keys)[0] == 1
     assert asked == [benchmark.cpu_jobs(train), ("local_18m a.b=1", "z")]
     parameters = 2 * 1280 * 512 + 4 * (4 * 512 * 512 + 3 * 512 * 2048 + 2 * 512) + 512
     job = benchmark.config_of(benchmark.Benchmark(), "local_18m")

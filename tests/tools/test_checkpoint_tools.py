@@ -9,23 +9,16 @@ import numpy as np
 import pytest
 from checkpoint_state import numpy_state, save
 
-from runtime.config import command_line
 from tools import checkpoint
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
+def run(called):
     """Calls the tool with arguments: its exit status, and the lines of its output, and what it says of an error."""
 
     def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["checkpoint", *map(str, arguments)])
-        status = 0
-        try:
-            command_line.run(checkpoint.main, checkpoint.LookAt)
-        except SystemExit as end:
-            status = int(end.code or 0)
-        printed = capsys.readouterr()
-        return status, printed.out.splitlines(), printed.err.splitlines()
+        status, out, error = called(checkpoint.main, checkpoint.LookAt, *arguments)
+        return status, out.splitlines(), error.splitlines()
 
     return call
 

@@ -17,7 +17,6 @@ from safetensors.numpy import load_file, save_file
 from models import foreign, huggingface, layers, safetensors
 from runtime.checkpoints.checkpoint import read_leaf
 from runtime.checkpoints.directory import Checkpoints
-from runtime.config import command_line
 from runtime.config.rebuild import as_tree
 from runtime.data.sources import kept_tokenizer
 from runtime.data.tokenizers import load_tokenizer
@@ -29,18 +28,12 @@ GOLDEN = ROOT / "tests/models/golden"
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
+def run(called):
     """Calls the tool with arguments: its exit status, and what it prints."""
 
     def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["convert", *map(str, arguments)])
-        status = 0
-        try:
-            command_line.run(convert.main, convert.Convert)
-        except SystemExit as end:
-            status = int(end.code or 0)
-        printed = capsys.readouterr()
-        return status, printed.out + printed.err
+        status, *printed = called(convert.main, convert.Convert, *arguments)
+        return status, "".join(printed)
 
     return call
 

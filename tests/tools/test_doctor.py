@@ -12,7 +12,6 @@ import pytest
 import train
 from runtime import program
 from runtime.checkpoints.store import LocalStore
-from runtime.config import command_line
 from runtime.config.command_line import load
 from runtime.data import batches
 from tools import doctor
@@ -31,19 +30,13 @@ def small(monkeypatch):
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
+def run(called):
     """`python -m tools.doctor ARGUMENTS` in this process: the exit status, what it prints and its error."""
 
     def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["doctor.py", *arguments])
-        status = 0
-        try:
-            command_line.run(doctor.main, CONFIG)
-        except SystemExit as stop:
-            status = stop.code
-        shown = capsys.readouterr()
-        assert max(map(len, shown.out.splitlines()), default=0) <= 120
-        return status, shown.out, shown.err
+        status, out, error = called(doctor.main, CONFIG, *arguments)
+        assert max(map(len, out.splitlines()), default=0) <= 120
+        return status, out, error
 
     return call
 

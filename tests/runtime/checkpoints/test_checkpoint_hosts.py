@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from checkpoint_state import assert_same_bits, numpy_state, open_checkpoints, restore, save
+from several_hosts import free_port
 
 BEGINNING = """
 import os, sys
@@ -103,9 +103,7 @@ except RunError as error:
 def start_hosts(tmp_path, program, *arguments):
     tests = Path(__file__).parents[2]
     (tmp_path / "host.py").write_text(BEGINNING.format(root=str(tests.parent), tests=str(tests)) + program)
-    with socket.create_server(("localhost", 0)) as free:
-        port = free.getsockname()[1]
-    command = [f"localhost:{port}", str(tmp_path / "checkpoints"), *arguments]
+    command = [f"localhost:{free_port()}", str(tmp_path / "checkpoints"), *arguments]
     return [
         subprocess.Popen(
             [sys.executable, str(tmp_path / "host.py"), str(host), *command],
@@ -128,7 +126,7 @@ def outputs_of(hosts, timeout_s):
 def test_two_hosts(tmp_path):
     """Two hosts save behind the steps, restore on another mesh reading each its own chunks, fall back together, and
     both raise when one's write fails."""
-    outputs = outputs_of(start_hosts(tmp_path, SAVE_AND_RESTORE), 120)
+    outputs = outputs_of(start_hosts(tmp_path, SAVE_AND_RESTORE), 400)
     path = re.escape(str(tmp_path / "checkpoints"))
     chunks = [[f"weights/embed/c.{row}.{column}" for column in range(4)] for row in range(2)]
     for host, (output, errors) in enumerate(outputs):

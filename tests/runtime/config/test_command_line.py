@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import small
 import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
@@ -14,7 +15,6 @@ from hydra.core.utils import JobReturn, JobStatus, run_job
 from hydra.plugins.launcher import Launcher
 
 import train
-from runtime.config import command_line
 from runtime.config.command_line import load
 from runtime.terminal import RunError
 from shardlib.spec import ShardingError
@@ -30,12 +30,7 @@ def in_the_repository(monkeypatch):
 
 def run(monkeypatch, *arguments, main=lambda config: None):
     """Runs main as `python -m train ARGUMENTS` would; returns the exit status."""
-    monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
-    try:
-        command_line.run(main, train.Config)
-    except SystemExit as stop:
-        return stop.code or 0
-    return 0
+    return small.start(monkeypatch, main, train.Config, *arguments)
 
 
 def test_run_calls_main_with_the_config(monkeypatch, tmp_path):

@@ -334,7 +334,7 @@ def test_thread_reads_ahead():
 
     read = ReadAhead(function, count=8, ahead=2, name="test")
     read(0)
-    assert third.wait(10) and [read(1), read(2)] == [10, 20]
+    assert third.wait(300) and [read(1), read(2)] == [10, 20]
     with pytest.raises(RunError, match=r"^no 3$"):
         read(3)
     assert computed[:4] == [0, 1, 2, 3] and len(computed) <= 6
@@ -344,13 +344,18 @@ def test_thread_reads_ahead():
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("test")]
 
 
+def reading(before):
+    """The names of the loaders' threads that are new."""
+    return [thread.name for thread in set(threading.enumerate()) - before if thread.name.startswith("read_")]
+
+
 def test_no_thread_is_left(data):
     """A closed loader has no threads."""
     before = set(threading.enumerate())
     with Loader(FlatTokens(str(data)), "train", batch=4, length=8, sharding=sharding()) as loader:
         loader.load(0)
-        assert {thread.name.split("_")[1] for thread in set(threading.enumerate()) - before} >= {"buffers", "batches"}
-    assert not [thread.name for thread in set(threading.enumerate()) - before if thread.name.startswith("read_")]
+        assert {name.split("_")[1] for name in reading(before)} >= {"buffers", "batches"}
+    assert not reading(before)
 
 
 # ---------------------------------------------------------------- what is said and refused
@@ -451,8 +456,7 @@ def test_the_time_waited_is_counted(data, monkeypatch):
     config = FlatTokens(str(data), read_blocks_per_shuffle_buffer=1000)  # an epoch is one buffer
     with Loader(config, "train", batch=4, length=8, sharding=sharding()) as loader:
         loader.load(0)
-        assert 0.3 <= loader.waited_s < 3
+        assert (before := loader.waited_s) >= 0.3
         time.sleep(0.5)
-        before = loader.waited_s
         loader.load(1)
-        assert loader.waited_s - before < 0.1
+        assert loader.waited_s - before < 0.3

@@ -12,6 +12,7 @@ import pytest
 import small
 import zarr
 from ragged import FlatTokens, assert_equal, assert_refuses, ragged, read_from_chunks, sharding
+from several_hosts import where
 
 from runtime.data.batches import Loader
 from runtime.data.flat_tokens import open_split, write_split
@@ -173,7 +174,7 @@ def test_a_run_stops_where_its_data_are_damaged(tmp_path, monkeypatch, capfd):
         "flat_tokens.read_blocks_per_shuffle_buffer=4", "flat_tokens.sequences_per_read_block=32", "flat_tokens.seed=1",
         "flat_tokens.filespec=null", f"mixture=[{{filespec:'{a}',weight:3}},{{filespec:'{b}',weight:1}}]", "mesh.d=2",
         "mesh.t=1", "eval_interval=1000", "checkpoint_interval=1000", "validation_batches=1",
-        f"paths.root_working_dir={tmp_path}", "paths.model_name=run",
+        *where(tmp_path / "run"),
     ]  # fmt: skip
     assert small.start_training(monkeypatch, *overrides) == 1
     said = capfd.readouterr()

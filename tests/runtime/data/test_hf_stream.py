@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import small
 from ragged import as_numpy, assert_equal, assert_refuses, read_all, sharding
+from several_hosts import free_port
 
 from runtime.config.keys import HuggingFaceDataset
 from runtime.data import token_stream
@@ -261,13 +262,13 @@ def test_two_processes(folder):
     with loader(folder) as stream:
         first = np.concatenate([rows(stream.load(step)) for step in range(3)]).reshape(-1)
         state = stream.state()
-    address = f"localhost:{random.randint(20000, 40000)}"
+    address = f"localhost:{free_port()}"
     options = {"cwd": ROOT, "stdout": subprocess.PIPE, "text": True, "env": {**os.environ, "XLA_FLAGS": ""}}
     command = [sys.executable, "-c", TWO_HOSTS]
     hosts = [
         subprocess.Popen([*command, str(host), address, str(folder), json.dumps(state)], **options) for host in (0, 1)
     ]
-    outputs = [host.communicate(timeout=120)[0] for host in hosts]
+    outputs = [host.communicate(timeout=400)[0] for host in hosts]
     assert [host.returncode for host in hosts] == [0, 0]
     second, state, steps = json.loads(outputs[0].splitlines()[-1])
     assert len(state["positions"]) == 2 and len(state["positions"][-1]) == 2

@@ -133,8 +133,9 @@ def test_training_does_not_wait_for_the_writing(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(profiling, "LONGEST_WAIT_S", 0.1)
     assert run(tmp_path, 0, 50, trace)["waited"] == [6]
     assert f"{tmp_path / 'profile'} is given up: it was not written within 0.1 s." in capsys.readouterr().out
+    (writing,) = (thread for thread in threading.enumerate() if thread.name == "profile")
     may_write.set()
-    next(thread for thread in threading.enumerate() if thread.name == "profile").join()
+    writing.join()
 
 
 def test_a_real_profile_shows_the_steps_and_their_collectives(tmp_path, capsys):

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import zarr
 
-from runtime.config import command_line
 from runtime.config.keys import FlatTokens, HuggingFaceDataset, Source
 from runtime.data.sources import bytes_per_token
 from runtime.terminal import RunError
@@ -213,7 +212,7 @@ def test_long_curves_are_thinned_and_what_is_not_finite_is_left_out():
         b'{"step": 1, "time": 1, "x": 1' + b"0" * 400 + b"}",
     ],
 )
-def test_a_damaged_line_is_left_out_and_named(tmp_path, bad, monkeypatch, capsys):
+def test_a_damaged_line_is_left_out_and_named(tmp_path, bad, run_compare):
     """By the report and tools.compare; two runs of which one is damaged are not said to be equal."""
     folder = write_run(tmp_path / "first", [3.0, 2.0])
     with (folder / "metrics.jsonl").open("ab") as file:
@@ -222,17 +221,17 @@ def test_a_damaged_line_is_left_out_and_named(tmp_path, bad, monkeypatch, capsys
     text = f"{folder}/metrics.jsonl, line 3: expected a JSON object with `step` and `time`, which are numbers, but got "
     assert len(run.lines) == 2 and run.damaged[0].startswith(text)
     assert "Damaged lines are left out: " in report_page(run)
-    status, output = run_compare(monkeypatch, capsys, folder, folder, "assert_equal=true")
+    status, output = run_compare(folder, folder, "assert_equal=true")
     assert status == 1 and f"error: {text}" in output
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "environment.json"])
 @pytest.mark.parametrize("text", ["{a: [", "[1]", "\x00"])
-def test_a_damaged_file_beside_the_metrics_is_one_line(tmp_path, monkeypatch, capsys, name, text):
+def test_a_damaged_file_beside_the_metrics_is_one_line(tmp_path, name, text, run_compare):
     """With the way out."""
     folder = write_run(tmp_path / "first", [3.0])
     (folder / name).write_text(text)
-    status, said = run_compare(monkeypatch, capsys, folder)
+    status, said = run_compare(folder)
     assert status == 1 and said.startswith(f"error: {folder}/{name} is damaged") and "remove it\n" in said
 
 
@@ -279,30 +278,31 @@ def test_bytes_per_token_of_a_stream():
 # ---- tools.compare
 
 
-def run_compare(monkeypatch, capsys, *arguments) -> tuple[object, str]:
-    """The exit status and what it printed, of an error on standard error."""
-    monkeypatch.setattr(sys, "argv", ["compare", *map(str, arguments)])
-    try:
-        command_line.run(compare.main, compare.Compare)
-    except SystemExit as stop:
-        return stop.code, capsys.readouterr().err
-    return 0, capsys.readouterr().out
+@pytest.fixture
+def run_compare(called):
+    """Its exit status and what it prints, of an error on standard error."""
+
+    def call(*arguments):
+        status, out, error = called(compare.main, compare.Compare, *arguments)
+        return status, error if status else out
+
+    return call
 
 
-def test_the_page_can_be_written_again(tmp_path, monkeypatch, capsys):
+def test_the_page_can_be_written_again(tmp_path, run_compare):
     """python -m tools.compare RUN writes its report and prints its row."""
     folder = write_run(tmp_path / "first", [3.0])
-    table, row, *_, page = run_compare(monkeypatch, capsys, folder)[1].splitlines()
+    table, row, *_, page = run_compare(folder)[1].splitlines()
     assert "step 1 of 100" in (folder / "report.html").read_text()
     assert table.startswith("run ") and row.startswith("first ") and page == f"Curves: {folder}/report.html"
 
 
-def test_compare_prints_a_table_and_the_differences_and_writes_a_page(tmp_path, monkeypatch, capsys):
+def test_compare_prints_a_table_and_the_differences_and_writes_a_page(tmp_path, run_compare):
     """Of two runs: steps, last losses, medians of speed; keys of the configuration that differ; curves of both."""
     first = write_run(tmp_path / "first", [3.0, 2.5, 2.25])
     other = "training: {steps: 100, seed: 1}\nmodel: {d_model: 64}\nnew: true\npaths: {model_name: second}\n"
     second = write_run(tmp_path / "second", [3.5, 2.75], config=other, validation_loss=2.0)
-    status, output = run_compare(monkeypatch, capsys, first, second, f"output={tmp_path}/both.html")
+    status, output = run_compare(first, second, f"output={tmp_path}/both.html")
     assert status == 0 and output.splitlines() == [
         "run     steps  loss    validation  step time  tokens/s  MFU",
         "first   3      2.2500  n/a         500 ms     1,001     n/a",
@@ -317,21 +317,21 @@ def test_compare_prints_a_table_and_the_differences_and_writes_a_page(tmp_path, 
     assert "2 runs" in text and "training.seed" in text and "2.7500" in text
 
 
-def test_runs_of_the_same_name_are_told_apart(tmp_path, monkeypatch, capsys):
+def test_runs_of_the_same_name_are_told_apart(tmp_path, run_compare):
     """By their paths."""
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     folders = [write_run(tmp_path / letter / "run", [3.0]) for letter in "ab"]
-    _, output = run_compare(monkeypatch, capsys, *folders, f"output={tmp_path}/both.html")
+    _, output = run_compare(*folders, f"output={tmp_path}/both.html")
     assert output.splitlines()[1].split()[0] == str(folders[0]) and "The configurations are equal." in output
 
 
-def test_equal_runs(tmp_path, monkeypatch, capsys):
+def test_equal_runs(tmp_path, run_compare):
     """Bit for bit, but for what the machine decides; and a file of metrics in the place of a folder."""
     first = write_run(tmp_path / "first", [3.0, 0.1], host_peak_memory_bytes=1)
     second = write_run(tmp_path / "second", [3.0, 0.1], host_peak_memory_bytes=2, data_wait_s=7.0)
     said = "first and metrics.jsonl: 2 values of 2 steps are equal.\n"
-    assert run_compare(monkeypatch, capsys, first, second / "metrics.jsonl", "assert_equal=true") == (0, said)
+    assert run_compare(first, second / "metrics.jsonl", "assert_equal=true") == (0, said)
 
 
 @pytest.mark.parametrize(
@@ -354,11 +354,11 @@ def test_equal_runs(tmp_path, monkeypatch, capsys):
         ([3.0, 0.1001], 0.01, None),
     ],
 )
-def test_the_first_difference_is_named(tmp_path, monkeypatch, capsys, losses, tolerance, text):
+def test_the_first_difference_is_named(tmp_path, losses, tolerance, text, run_compare):
     """Step, metric, both values, by how much, and what was expected (status 1); within a tolerance, the largest is
     said."""
     first, second = write_run(tmp_path / "first", [3.0, 0.1]), write_run(tmp_path / "second", losses)
-    status, said = run_compare(monkeypatch, capsys, first, second, "assert_equal=true", f"tolerance={tolerance}")
+    status, said = run_compare(first, second, "assert_equal=true", f"tolerance={tolerance}")
     assert status == bool(text) and not (tmp_path / "compare.html").exists()
     assert (
         said == f"error: {text}\n"
@@ -367,11 +367,11 @@ def test_the_first_difference_is_named(tmp_path, monkeypatch, capsys, losses, to
     )
 
 
-def test_runs_with_nothing_in_common_are_not_equal(tmp_path, monkeypatch, capsys):
+def test_runs_with_nothing_in_common_are_not_equal(tmp_path, run_compare):
     """Two empty files prove nothing."""
     folders = [write_run(tmp_path / name, []) for name in ("first", "second")]
     text = "error: first and second have no value in common to compare\n"
-    assert run_compare(monkeypatch, capsys, *folders, "assert_equal=true") == (1, text)
+    assert run_compare(*folders, "assert_equal=true") == (1, text)
 
 
 def test_a_run_that_is_not_there(tmp_path):

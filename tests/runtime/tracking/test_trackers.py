@@ -169,7 +169,7 @@ def test_lines_are_followed_as_they_come(tmp_path):
 
 
 def wait_for(is_done, folder):
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not is_done():
         assert time.monotonic() < deadline, (folder / "tensorboard.log").read_text()
         time.sleep(0.1)
@@ -191,19 +191,18 @@ def test_what_a_dead_tracker_missed_is_sent_by_hand(tmp_path):
     assert len(files) == 2  # the last start had nothing to send
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        ([], "expected python -m runtime.tracking.follow RUN_FOLDER to=TRACKER [once=true], where TRACKER is one "),
-        (["{folder}", "to=tensorbord"], "tensorboard, wandb, clearml, trackio, report; got {folder} to=tensorbord"),
-        (["{folder}/none", "to=wandb"], "{folder}/none is no folder: expected that of a run, runs/NAME"),
-    ],
-)
-def test_arguments_that_are_refused(tmp_path, arguments, message):
-    """With what was expected."""
-    folder, *rest = [each.format(folder=tmp_path) for each in arguments] or ["x=y"]
-    done = follow(folder, *rest)
-    assert done.returncode == 1 and message.format(folder=tmp_path) in done.stderr and "Traceback" not in done.stderr
+def test_arguments_that_are_refused(tmp_path):
+    """With what was expected, in one line."""
+    one_of = "expected python -m runtime.tracking.follow RUN_FOLDER to=TRACKER [once=true], where TRACKER is one of"
+    for arguments, message in (
+        ([], one_of),
+        ([f"{tmp_path}", "to=tensorbord"], f"clearml, trackio, report; got {tmp_path} to=tensorbord"),
+        ([f"{tmp_path}/none", "to=wandb"], f"{tmp_path}/none is no folder: expected that of a run, runs/NAME"),
+    ):
+        with pytest.raises(RunError, match=re.escape(message)):
+            follow_module.main(arguments)
+    done = follow(tmp_path / "none", "to=wandb")
+    assert done.returncode == 1 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
 
 
 # ---- what goes wrong
