@@ -38,16 +38,17 @@ from models import huggingface
 from runtime import program
 from runtime.checkpoints.directory import MOST_THREADS, Checkpoints
 from runtime.checkpoints.lock import Ownership
-from runtime.cluster.processes import domain, sent_over_network
+from runtime.cluster.processes import domain, host_names, sent_over_network
 from runtime.cluster.processes import start as start  # train.py's name for it
 from runtime.cluster.signals import STOPPED, StopSignals
+from runtime.cluster.slow_hosts import SlowHosts
 from runtime.cluster.tuning import options
 from runtime.config import resume
 from runtime.config.checks import check_dataset, check_resume
 from runtime.config.command_line import to_yaml
 from runtime.data.sources import bytes_per_token, keep_tokenizer, open_data, tokenizer_identity, tokenizer_of
 from runtime.terminal import RunError, print_line, run_errors, wrapped
-from runtime.tracking.bad_steps import BadSteps
+from runtime.tracking.bad_steps import BadSteps, not_finite
 from runtime.tracking.files import write_whole
 from runtime.tracking.followers import Followers
 from runtime.tracking.metrics import Tracker, flattened
@@ -282,6 +283,7 @@ class Run:
             if self._owner is not None:
                 self._owner.check()
             self._profiler.before_step(step + 1)
+            self._step_began = time.monotonic()
             yield step
             if self._stopping and step + 1 < self._total:
                 self._is_stopped = True
@@ -307,6 +309,7 @@ class Run:
         metrics: scalars, `loss`, `grad_norm` and `skipped_steps` among them, and vectors: those whose names end
         with '_of' have a number for each of the weights, under whose names they are logged.
         """
+        own_s, self._state = time.monotonic() - self._step_began, state
         outputs, metrics, weights = (state, metrics), flattened(metrics), names(state.weights)
         # Before the profiler, which waits for the step that it ends with: else the step before would take its time.
         self._tracker.log(step + 1, metrics, self.data.waited_s, self.data.metrics(step), weights)
@@ -316,6 +319,11 @@ class Run:
         self._bad_steps.note(step + 1, metrics, weights)
         self._skipped_steps = metrics["skipped_steps"]
         self.stay_close(metrics["loss"])
+        if self._slow_hosts is not None:
+            self._slow_hosts.note(own_s)
+            if (step + 1) % self._config.log_interval == 0:
+                for line in self._slow_hosts.exchange(step + 1):
+                    self.say(line)
         self._stopping = self._signals.stop()
 
     def stay_close(self, output: jax.Array, behind: int = PROGRAMS_IN_FLIGHT) -> None:
@@ -383,6 +391,7 @@ class Run:
         self._followers.start()
         self._profiler = self._open.enter_context(Profiler(self.folder, **steps))
         self._bad_steps = BadSteps(MOST_BAD_STEPS, self.attributes.get("skipped_steps", 0))
+        self._slow_hosts = SlowHosts(host_names()) if jax.process_count() > 1 else None
         self._saved_at = time.monotonic()
         self._signals.training = True
 
@@ -421,11 +430,12 @@ class Run:
         first, rows, file = bad[0], rows_of[0], self.folder / "bad_steps.json"
         if self._is_leader:
             write_whole(file, json.dumps([{**step, "rows": each} for step, each in zip(bad, rows_of)], indent=1))
-        saved = self._checkpoints.latest()
+        saved, holds = self._checkpoints.latest(), not_finite(self._state)
         raise RunError(
             f"{len(bad)} steps in a row had a loss or a gradient that is not finite, the first of them step "
             f"{first['step']}: loss {first['loss']}, gradient norm {first['grad_norm']}. None changed the weights; "
             + ("no checkpoint was saved yet" if saved is None else f"the last checkpoint is that after step {saved}")
+            + f".\nNot finite on this host: {'; '.join(holds[:8]) or 'no weight or moment'}"
             + f".\nThe {len(rows)} rows of step {first['step']} are {', '.join(rows[:4])}"
             f"{', …' if len(rows) > 4 else ''}: {file} has all rows of all these steps. Look at them; then start "
             "again with other data or a lower training.learning_rate."

@@ -30,11 +30,13 @@ from several_hosts import where
 
 import train
 from models import layers
+from runtime.cluster.tuning import multiply_bfloat16
 from runtime.config.command_line import load
 from tools import tokenize_text
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+multiply_bfloat16()  # as in every run
 
 
 def pytest_collection_finish():

@@ -65,13 +65,15 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
-def start_two(arguments: list[str], env: dict[str, str], *, output: Path) -> list[subprocess.Popen]:
+def start_two(
+    arguments: list[str], env: dict[str, str], *, output: Path, program: list[str] = TRAIN
+) -> list[subprocess.Popen]:
     """Two processes that are told by keys who they are; what each prints goes to `output`.0 and `output`.1."""
     who = [f"cluster.coordinator=localhost:{free_port()}"]
     processes = []
     for index in range(2):
         with open(f"{output}.{index}", "w") as file:
-            command = [*TRAIN, *arguments, *TWO, *who, f"cluster.process_id={index}"]
+            command = [*program, *arguments, *TWO, *who, f"cluster.process_id={index}"]
             processes.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=file, stderr=subprocess.STDOUT))
     STARTED.extend(processes)
     return processes

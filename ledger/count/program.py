@@ -80,7 +80,7 @@ def read(jaxpr: Jaxpr | ClosedJaxpr, source: str | Path | None = None, *, widene
       source: the user's file. What happens in other files is placed at the line of this one that led there; without
         it, or where no line of it did, at the innermost line of the user's program. Frames inside shardlib and JAX are
         never a place.
-      widened: each bfloat16 value is a float32, as XLA:CPU computes.
+      widened: each bfloat16 value that no product reads is a float32, as XLA:CPU computes.
     """
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     reader = _Reader(None if source is None else str(Path(source).absolute()), widened)
@@ -164,6 +164,9 @@ class _Reader:
                 op = Operation(name, params, operands, [], phase_of(inner_scopes), inner_scopes, line)
                 bodies = [] if name in OPAQUE else _bodies(params)
                 op.blocks = [self.block(inner, inner_scopes, line) for inner in bodies]
+                for operand, atom in zip(operands, eqn.invars):
+                    if self.widened and name == "dot_general" and atom.aval.dtype == jnp.bfloat16:
+                        operand.dtype, operand.bytes = "bfloat16", 2 * atom.aval.size
                 results = self.results(op, eqn.outvars, operations)
             known.update(zip(eqn.outvars, results, strict=True))
         return [look_up(atom) for atom in jaxpr.outvars]

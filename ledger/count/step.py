@@ -116,9 +116,9 @@ def of_step(
       source: the file whose lines are annotated. What happens in others counts at the line of this one that leads
         there.
       tokens: of a step, over all devices.
-      platform: JAX's word for what it will be compiled for. XLA:CPU ('cpu') computes bfloat16 as float32 and in another
-        order, so the memory forecast counts it so; FLOPs, bytes sent and bytes kept are what the source says, as
-        everywhere else.
+      platform: JAX's word for what it will be compiled for. XLA:CPU ('cpu') computes bfloat16 as float32, but for
+        products, and in another order, so the memory forecast counts it so; FLOPs, bytes sent and bytes kept are what
+        the source says, as everywhere else.
     Raises:
       ValueError: where a count is not known before the step runs; see `ledger.count.costs.count`.
     """

@@ -69,7 +69,7 @@ def start(config: Any) -> Mesh:
     axes = vars(config.mesh)
     mesh = lay_out(jax.devices()[: math.prod(axes.values())], axes)
     if jax.process_count() > 1:
-        names = _host_names()
+        names = host_names()
         if jax.process_index() == 0:
             print_line("\n".join([*table(mesh, names), *advice(mesh)]))
     return mesh
@@ -187,7 +187,7 @@ def _local_devices() -> Sequence[int] | None:
     return [] if here == "1" and "JAX_LOCAL_DEVICE_IDS" not in os.environ else None
 
 
-def _host_names() -> list[str]:
+def host_names() -> list[str]:
     """Of each process."""
     name = np.frombuffer(socket.gethostname().encode()[:LONGEST_NAME].ljust(LONGEST_NAME), np.uint8)
     return [bytes(row).decode().strip() for row in np.asarray(multihost_utils.process_allgather(name))]

@@ -66,6 +66,7 @@ def is_given(flag: str) -> bool:
 def tune() -> None:
     """Sets the rest, for this process. Call it before JAX's first operation."""
     keep_memory()
+    multiply_bfloat16()
     _keep_programs()
 
 
@@ -81,6 +82,42 @@ def keep_memory() -> None:
         mallopt(-4, 0)  # M_MMAP_MAX: no block of its own mapping, which would be unmapped when it is freed
         mallopt(-8, 1)  # M_ARENA_MAX: one heap for all threads; the others' may have no block above 64 MB
         mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: up to 2 GB that are free at the heap's end stay
+
+
+def has_bfloat16() -> bool:
+    """Whether the CPU's cores have instructions for it, as Linux says."""
+    with contextlib.suppress(OSError):
+        return re.search(r"\b(amx_bf16|avx512_bf16|bf16)\b", Path("/proc/cpuinfo").read_text()) is not None
+    return False
+
+
+def multiply_bfloat16() -> None:
+    """Lets XLA:CPU multiply bfloat16 as such. It does where sums are asked for in float32; else it first makes float32
+    of both operands. So it is asked for that, and rounds afterwards; no other platform's program changes.
+
+    A step of local_test_synthetic on eight simulated devices took 606 in place of 894 ms of processor time, and on one
+    441 in place of 725 (two cores of a Xeon with AMX, measured in turn, jax 0.10.2, 2026-11-23). Cores without bfloat16
+    instructions were not measured: there nothing changes.
+    """
+    if not has_bfloat16():
+        return
+    import jax.numpy as jnp
+    from jax import lax
+    from jax.interpreters import mlir
+
+    def lower(context, x, y, **how):
+        all_bfloat16 = all(each.dtype == jnp.bfloat16 for each in (*context.avals_in, *context.avals_out))
+        sums = {**how, "preferred_element_type": jnp.dtype(jnp.float32)} if all_bfloat16 else how
+
+        def multiply(x, y):
+            product = lax.dot_general_p.bind(x, y, **sums)
+            return product.astype(jnp.bfloat16) if all_bfloat16 else product
+
+        # By JAX's own rule, which is that for platforms that have none.
+        elsewhere = context.replace(platforms=("default",))
+        return mlir.lower_fun(multiply, multiple_results=False)(elsewhere, x, y)
+
+    mlir.register_lowering(lax.dot_general_p, lower, platform="cpu")
 
 
 def _keep_programs() -> None:

@@ -12,8 +12,10 @@ was are the others fetched, to say which.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
+import numpy as np
 
 from runtime.tracking.metrics import scalars
 
@@ -47,3 +49,17 @@ class BadSteps:
             if len(self._row) >= self._limit:
                 return self._row
         return []
+
+
+def not_finite(state: Any) -> list[str]:
+    """Which of this process's devices hold numbers of a state that are not finite: 'weights/embed on device 3 (d 1, t
+    1)'. What is the same on several devices is looked at on each."""
+    devices, found = jax.sharding.get_mesh().devices, []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        for shard in leaf.addressable_shards:
+            if not np.isfinite(np.asarray(shard.data)).all():
+                axes = zip(jax.sharding.get_mesh().axis_names, np.argwhere(devices == shard.device)[0], strict=True)
+                place = ", ".join(f"{axis} {index}" for axis, index in axes)
+                name = jax.tree_util.keystr(path, simple=True, separator="/")
+                found.append(f"{name} on device {shard.device.id} ({place})")
+    return found

@@ -10,6 +10,7 @@ import several_hosts as hosts
 import yaml
 
 import train
+import train_at_scale
 from runtime.config.command_line import load
 from runtime.config.rebuild import flat
 
@@ -37,7 +38,7 @@ def test_configs_and_keys_that_launch_files_name_are_there(path):
     for name in names:
         assert (hosts.ROOT / f"configs/{name}.yaml").exists()
     keys = set(re.findall(r"\b((?:paths|flat_tokens|cluster|mesh|checkpoint|training)\.\w+|num_hosts)=", text))
-    assert keys <= flat(load(train.Config).tree()).keys()
+    assert keys <= flat(load(train_at_scale.Config).tree()).keys()
 
 
 @pytest.mark.parametrize("name", ["train.sbatch", "tpu.sh"])
@@ -123,3 +124,16 @@ def test_dockerfiles(name):
     version = re.search(r"^jax==(.*)$", (hosts.ROOT / "requirements-cpu.txt").read_text(), re.MULTILINE)[1]
     for path in LAUNCH.iterdir():
         assert set(re.findall(r"jax\[\w+\]==([\d.]+)", Path(path).read_text())) <= {version}
+
+
+@pytest.mark.parametrize(
+    "nodes, keys", [("4", ["num_hosts=4", "mesh.r=4"]), ("2", ["num_hosts=2", "mesh.r=2", "mesh.d=4"]), ("3", [])]
+)
+def test_the_batch_script_chooses_the_mesh(nodes, keys, tmp_path):
+    """By how many nodes it got, from those that the environment has; without one, what the arguments say."""
+    (tmp_path / "srun").write_text('#!/bin/sh\nshift 3; printf "%s\\n" "$@"\n')
+    (tmp_path / "srun").chmod(0o755)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NUM_NODES": nodes, "PROGRAM": "train_at_scale"}
+    env |= {"MESH_4": "mesh.r=4", "MESH_2": "mesh.r=2 mesh.d=4"}
+    ended = subprocess.run([str(LAUNCH / "train.sbatch"), "a=c d"], env=env, capture_output=True, text=True)
+    assert ended.returncode == 0 and ended.stdout.splitlines() == ["-m", "train_at_scale", "a=c d", *keys]

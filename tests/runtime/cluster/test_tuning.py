@@ -2,12 +2,16 @@
 
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from runtime.cluster.tuning import OPTIONS, options
+from runtime.cluster.tuning import OPTIONS, has_bfloat16, options
 
 COUNT = """
 import sys, jax
@@ -82,3 +86,21 @@ def test_what_the_user_sets_wins(monkeypatch, tmp_path):
         with monkeypatch.context() as patch:
             patch.setenv(variable, value)
             assert options(V5P) == left, value
+
+
+@pytest.mark.skipif(not has_bfloat16(), reason="the CPU has no bfloat16 instructions")
+@pytest.mark.parametrize("dtype, on_cpu", [("bfloat16", "f32"), ("float32", "f32")])
+def test_a_cpu_sums_products_in_float32(dtype, on_cpu):
+    """Of bfloat16 numbers, too, and rounds the sums once; its result is that of float32. For a TPU or a GPU the program
+    is as it was, and so is what is asked of a product besides."""
+    rng = np.random.default_rng(0)
+    x, y = (jnp.asarray(rng.standard_normal(shape), dtype) for shape in ((3, 8, 64), (64, 16)))
+    traced = jax.jit(lambda x, y: jnp.einsum("blm,mf->blf", x, y, precision="highest")).trace(x, y)
+    written = {"bfloat16": "bf16", "float32": "f32"}[dtype]
+    for platform, element in (("cpu", on_cpu), ("tpu", written), ("cuda", written)):
+        (product,) = re.findall(r"dot_general.*", traced.lower(lowering_platforms=(platform,)).as_text())
+        assert product.endswith(f"tensor<3x8x16x{element}>") and "precision = [HIGHEST, HIGHEST]" in product
+    expected = jnp.einsum("blm,mf->blf", x.astype("float32"), y.astype("float32"), precision="highest").astype(dtype)
+    result = traced.lower().compile()(x, y)
+    assert result.dtype == dtype
+    np.testing.assert_allclose(result.astype("float32"), expected.astype("float32"), rtol=2**-8)

@@ -1,0 +1,72 @@
+"""Names a host for which the others wait.
+
+    slow_hosts = SlowHosts(names)
+    for step in range(1, 1001):
+        began = time.monotonic()
+        metrics = training_step(load(step))          # dispatched, not waited for
+        slow_hosts.note(time.monotonic() - began)
+        if it is a step that is logged:
+            print(slow_hosts.exchange(step))
+
+All hosts' steps take equally long, since each waits in collectives for the last. What differs is the time that a host
+needs by itself to load its rows and to start a step. Where that is most of a step, the devices run dry: there the host
+is what is slow, its disk, network or processor. A device that computes slowly keeps no host busy, and is not seen here;
+nor is a host that stands still, after which all end within `processes.SILENT_S`.
+"""
+
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+TIMES_THE_MEDIAN = 1.5  # of all hosts' own work; of two hosts' the smaller one
+SHARE_OF_STEP = 0.5  # less is done while the devices compute the steps before
+
+
+class SlowHosts:
+    """Of one process; `names` are the hosts of all processes. All call `exchange` after the same steps."""
+
+    def __init__(self, names: Sequence[str]):
+        self._names, self._named = names, set[int]()
+        mesh = jax.sharding.get_mesh()
+        self._process_of = [device.process_index for device in mesh.devices.flat]
+        self._split = jax.NamedSharding(mesh, jax.P(mesh.axis_names))
+        self._gather = jax.jit(lambda own: own, out_shardings=jax.NamedSharding(mesh, jax.P()))
+        self._due: tuple[int, jax.Array] | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        self._own_s, self._steps, self._began = 0.0, 0, time.monotonic()
+
+    def note(self, own_s: float) -> None:
+        """Takes the time in which this host loaded its rows of a step and started the step."""
+        self._own_s += own_s
+        self._steps += 1
+
+    def exchange(self, step: int) -> list[str]:
+        """Sends this host's times since the last exchange, a float32 and another a device, and returns a line for each
+        host that was slow before that exchange and not named yet. No device waits for a host in here."""
+        lines, before = [], self._due
+        own = np.array([[self._own_s, time.monotonic() - self._began]], np.float32) / max(self._steps, 1)
+        shape = (len(self._process_of), 2)
+        placed: Any = jax.make_array_from_callback(shape, self._split, lambda index: own)
+        self._due = step, self._gather(placed)
+        if before is not None:
+            lines = self._slow(before[0], np.asarray(before[1]))
+        self._begin()
+        return lines
+
+    def _slow(self, step: int, times: np.ndarray) -> list[str]:
+        own = dict(zip(self._process_of, times[:, 0].tolist()))
+        step_s, median_s = float(times[:, 1].max()), statistics.median_low(own.values())
+        slow = {process for process, s in own.items() if s > max(TIMES_THE_MEDIAN * median_s, SHARE_OF_STEP * step_s)}
+        new, self._named = sorted(slow - self._named), slow
+        return [
+            f"warning: host {self._names[process]} (process {process} of {len(self._names)}) is slow: up to step "
+            f"{step} it took {own[process]:.2f} s a step to load its rows and start the step, the median host "
+            f"{median_s:.2f} s; a step took {step_s:.2f} s"
+            for process in new
+        ]

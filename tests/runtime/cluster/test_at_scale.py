@@ -1,0 +1,153 @@
+"""train_at_scale.py in two processes: each axis across them, and what a slow, a dead and a faulty one do."""
+
+import re
+import signal
+import sys
+
+import pytest
+import several_hosts as hosts
+from several_hosts import nothing_is_left  # noqa: F401 a fixture
+
+import train_at_scale
+from runtime.cluster import processes
+from runtime.config.command_line import run
+
+AT_SCALE = [sys.executable, "-m", "train_at_scale"]
+ACROSS = {
+    "r": "mesh.r=2 mesh.d=2 mesh.t=1",
+    "d": "mesh.d=2 mesh.t=2",
+    "c": "mesh.d=1 mesh.c=2 mesh.t=2",
+    "c of gathered keys": "mesh.d=1 mesh.c=2 mesh.t=2 model.n_kv=2",
+    "e": "mesh.d=1 mesh.e=2 mesh.t=2 model.experts=4 model.experts_per_token=2",
+    "e with a capacity": "mesh.d=1 mesh.e=2 mesh.t=2 model.experts=4 model.experts_per_token=2 model.capacity=1.0",
+    "t": "mesh.d=1 mesh.t=4",
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return hosts.write_tiny(tmp_path_factory.mktemp("data"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ACROSS)
+def test_an_axis_across_processes(axis, data, tmp_path, monkeypatch):
+    """Two devices in each of two processes have the losses and the validation loss of four devices in one, but for the
+    order in which sums are taken."""
+    keys = [*hosts.TINY, data, *ACROSS[axis].split()]
+    both = hosts.start_two(
+        [*keys, *hosts.where(tmp_path / "two")],
+        hosts.environment(tmp_path / "compiled"),
+        output=tmp_path / "log",
+        program=AT_SCALE,
+    )
+    monkeypatch.setattr(sys, "argv", ["train_at_scale", *keys, *hosts.where(tmp_path / "one")])
+    run(train_at_scale.main, train_at_scale.Config)
+    assert [process.wait(400) for process in both] == [0, 0], (tmp_path / "log.0").read_text()
+    assert f"Between hosts, along axis {axis[0]}: " in (tmp_path / "log.0").read_text()
+    ours, expected = (
+        [each[name] for each in hosts.records(tmp_path / run) for name in ("loss", "validation_loss") if name in each]
+        for run in ("two", "one")
+    )
+    assert len(expected) == 7 and ours == pytest.approx(expected, rel=1e-5)
+
+
+# -- Faults ------------------------------------------------------------------------------------------------------------
+RUN = """
+import train_at_scale
+from runtime.config.command_line import run
+run(train_at_scale.main, train_at_scale.Config)
+"""
+SLOW = (
+    """
+import time
+import jax
+import runtime.run as at
+opened = at.open_data
+def slow(*given):
+    data = opened(*given)
+    load = data.load
+    def late(step):
+        time.sleep(2 * jax.process_index())
+        return load(step)
+    data.load = late
+    return data
+at.open_data = slow
+"""
+    + RUN
+)
+NAN = (
+    """
+import dataclasses
+import jax
+import numpy as np
+import runtime.run as at
+first_state = at.Run.first_state
+def poisoned(run, *given):
+    state = first_state(run, *given)
+    norm, own = state.weights.final_layer_norm, jax.local_devices()[1]
+    parts = [jax.device_put(np.asarray(each.data) * (np.nan if jax.process_index() and each.device == own else 1),
+                            each.device) for each in norm.addressable_shards]
+    norm = jax.make_array_from_single_device_arrays(norm.shape, norm.sharding, parts)
+    return dataclasses.replace(state, weights=dataclasses.replace(state.weights, final_layer_norm=norm))
+at.Run.first_state = poisoned
+"""
+    + RUN
+)
+
+
+@pytest.mark.slow
+def test_a_slow_host_is_named(data, tmp_path):
+    """Process 1 takes two seconds longer to load its rows: it is named, once, and process 0, which waits for it, is
+    not."""
+    both = hosts.start_two(
+        [*hosts.TINY, data, "mesh.r=2", "mesh.d=1", "training.steps=8", *hosts.where(tmp_path / "run")],
+        hosts.environment(tmp_path / "compiled"),
+        output=tmp_path / "log",
+        program=[sys.executable, "-c", SLOW],
+    )
+    assert [process.wait(400) for process in both] == [0, 0], (tmp_path / "log.0").read_text()
+    (named,) = re.findall(r"warning: host \S+ \(process (\d) of 2\) is slow: .*", (tmp_path / "log.0").read_text())
+    assert named == "1" and "is slow" not in (tmp_path / "log.1").read_text()
+
+
+@pytest.mark.slow
+def test_the_device_that_holds_a_nan_is_named(data, tmp_path):
+    """A number that went bad in one device's part of a norm: both processes end with status 1, and that which has the
+    device says where it is in the mesh, and what it holds."""
+    both = hosts.start_two(
+        [*hosts.TINY, data, "mesh.r=2", "mesh.d=1", "training.steps=20", *hosts.where(tmp_path / "run")],
+        hosts.environment(tmp_path / "compiled"),
+        output=tmp_path / "log",
+        program=[sys.executable, "-c", NAN],
+    )
+    assert [process.wait(400) for process in both] == [1, 1]
+    printed = [" ".join((tmp_path / f"log.{index}").read_text().split()) for index in range(2)]
+    assert "10 steps in a row had a loss" in printed[0] and "Not finite on this host: no weight or moment" in printed[0]
+    assert re.search(
+        r"Not finite on this host: weights/final_layer_norm on device \d+ \(r 1, d 0, c 0, e 0, t 1\)\. ", printed[1]
+    )
+
+
+@pytest.mark.slow
+def test_a_job_goes_on_on_fewer_hosts(tmp_path, monkeypatch):
+    """Process 1 of two replicas is killed: process 0 ends within a minute. One process alone, without r, goes on from
+    the last checkpoint, and has the losses of a run of one process that nothing disturbed."""
+    tiny = [*hosts.TINY, hosts.write_mixture(tmp_path), "mesh.d=1", "checkpoint_interval=3"]
+    ever, folder = [key for key in hosts.FOR_EVER if "checkpoint" not in key], tmp_path / "parts"
+    both = hosts.start_two(
+        [*tiny, *ever, "mesh.r=2", *hosts.where(folder)],
+        hosts.environment(tmp_path / "compiled"),
+        output=tmp_path / "log",
+        program=AT_SCALE,
+    )
+    hosts.wait_until(lambda: (folder / "checkpoints").exists() and hosts.checkpoints(folder))
+    both[1].kill()
+    assert both[0].wait(processes.SILENT_S + 60) in (134, -signal.SIGABRT)
+    done = hosts.checkpoints(folder)[-1]
+    for run_folder in (folder, tmp_path / "whole"):
+        keys = [*tiny, f"training.steps={done + 3}", "mesh.r=1", *hosts.where(run_folder)]
+        monkeypatch.setattr(sys, "argv", ["train_at_scale", *keys])
+        run(train_at_scale.main, train_at_scale.Config)
+    losses, whole = (dict(hosts.losses(each)) for each in (folder, tmp_path / "whole"))
+    assert list(losses) == list(whole) and losses[done + 3] == pytest.approx(whole[done + 3], rel=1e-5)
