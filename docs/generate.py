@@ -1,6 +1,6 @@
 """Writes the generated blocks of README.md and docs/: the figures that a ledger, a plan or a config gives.
 
-    python -m docs.generate               # all, two minutes on a core: `make docs`
+    python -m docs.generate               # all, three minutes on a core: `make docs`
     python -m docs.generate plans letters   # those of these names
 
 A block stands between `<!-- generated: NAME arguments -->` and `<!-- end -->`. Its function below gets the text that is
@@ -24,6 +24,7 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 import jax
 
 import train
+import train_at_scale
 from ledger.count.step import of_step
 from ledger.machines.hardware import named
 from ledger.machines.roofline import roofline
@@ -126,6 +127,27 @@ def plans(old, *base):
     return table(old, row)
 
 
+def settings(old, *machine):
+    """docs/settings.md: the plan of a size of configs/scale.yaml on so many devices, with the keys of each row."""
+    load_at_scale = functools.partial(load, plan.plan_class(train_at_scale))
+
+    def row(size, devices, keys, *others):
+        given = ["program=train_at_scale", f"size={size.strip('`')}", *machine, *keys.strip("`").split()]
+        rows = 512 if (count := int(devices.replace(",", ""))) <= 512 else 2048
+        config = load_at_scale("scale", [*given, f"training.tokens.batch={rows}"])
+        figures = plan.machine_of(config)
+        config = plan.with_kernel(plan.on_mesh(config), figures)
+        ledger = plan_step.ledger_of(config, check=False)
+        bound = roofline(ledger, figures, config.devices_per_host)
+        if ledger.devices != count:
+            raise ValueError(f"{keys} are {ledger.devices} devices, not {devices}")
+        (update,) = (phase for phase in bound.phases if phase.name == "update")
+        shares = [f"{each:.0%}" for each in (bound.mfu, bound.mfu_alone, update.sent_s / bound.step_s)]
+        return size, devices, keys, f"{ledger.memory.bytes / 1e9:.1f} GB", *shares
+
+    return table(old, row)
+
+
 def refusal(old, *overrides):
     """docs/it_does_not_fit.md: how the plan says it."""
     return fenced([wrapped(re.search(r"It will not fit: .*? To need less:", planned(*overrides))[0] + " ...")])
@@ -186,7 +208,7 @@ def small_job(old):
 
 
 # == Pages =============================================================================================================
-MADE = hosts, ledger, plans, refusal, floors_on_h200, letters, shapes, small_job
+MADE = hosts, ledger, plans, settings, refusal, floors_on_h200, letters, shapes, small_job
 FUNCTIONS = {each.__name__: each for each in MADE}
 
 

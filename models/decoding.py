@@ -440,7 +440,25 @@ def traced_step(programs: 'Programs', model: Any, weights: Any, count: int, slot
     held = programs.Held(jax.eval_shape(programs.mapped("gather"), weights))
     cache = jax.eval_shape(programs.mapped("empty", count=count, slots=slots, **sizes))
     rows, ids, counts = shapes_of(tuple[Rows, i32['V/t'], i32['B/d']], B=count, V=model.vocab)
-    return programs.compiled("step", is_drawn=True, is_filtered=False).trace(held, cache, rows, ids, counts)
+    program = programs.mapped("step", is_drawn=True, is_filtered=False)
+
+    def step(held, *others):
+        ends, stack = held.weights
+        return program(programs.Held((with_unembed(ends), stack)), *others)
+
+    ends, stack = held.weights
+    held = programs.Held((replace(ends, unembed=None) if is_tied(weights) else ends, stack))
+    return jax.jit(step, donate_argnums=1).trace(held, cache, rows, ids, counts)
+
+
+def is_tied(weights: Any) -> bool:
+    """Whether one table is at both ends."""
+    return getattr(weights, "unembed", None) is None
+
+
+def with_unembed(ends: Any) -> Any:
+    """With the embedding as the unembedding, where there is none."""
+    return replace(ends, unembed=ends.embed) if ends.unembed is None else ends
 
 
 class Programs:
@@ -546,8 +564,8 @@ class Generator:
         self.programs, self.vocab = Programs(family, model, weights, kept), model.vocab
         self.start, self.of_encoder = start, None if start is None else weights
         ends_, stack = self.programs.compiled("gather")(weights)
-        if getattr(weights, "unembed", None) is None:  # one table at both ends, of which jit makes two
-            ends_ = replace(ends_, unembed=ends_.embed)
+        if is_tied(weights):  # of one table jit makes two
+            ends_ = with_unembed(replace(ends_, unembed=None))
         self.weights = ends_, stack
         self.ids = jax.device_put(np.arange(self.vocab, dtype=np.int32), make_shardings(i32['V/t']))
         # A program needs one to compare with; a vocabulary has no such token.

@@ -48,15 +48,18 @@ class Collective:
         return f"{self.kind} over {' × '.join(self.axes)}, {self.bytes} bytes of {self.dtype}, {self.phase}"
 
     def sent_bytes(self, mesh_axes: dict[str, int]) -> float:
-        """Bytes that leave a device, and as many that enter it, when n devices pass parts around a ring.
+        """Bytes that leave a device, and as many that enter it, when devices pass parts around a ring."""
+        return turns(self.kind, math.prod(mesh_axes[axis] for axis in self.axes)) * self.bytes
 
-        all-gather of a part of b bytes: (n - 1) b; reduce-scatter and all-to-all of b bytes: (n - 1) / n b;
-        all-reduce, a reduce-scatter and an all-gather: 2 (n - 1) / n b; collective-permute: b.
-        """
-        devices = math.prod(mesh_axes[axis] for axis in self.axes)
-        share = (devices - 1) / devices
-        turns = {"all-gather": devices - 1, "all-reduce": 2 * share, "collective-permute": 1}
-        return turns.get(self.kind, share) * self.bytes
+
+def turns(kind: str, devices: int) -> float:
+    """What leaves a device over the bytes of the operand, when n devices pass parts around a ring.
+
+    all-gather of a part: n - 1; reduce-scatter and all-to-all: (n - 1) / n; all-reduce, a reduce-scatter and an
+    all-gather: 2 (n - 1) / n; collective-permute: 1.
+    """
+    share = (devices - 1) / devices
+    return {"all-gather": devices - 1, "all-reduce": 2 * share, "collective-permute": 1}.get(kind, share)
 
 
 @dataclasses.dataclass(frozen=True, order=True)

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 from published import FOLDER, on_mesh
+from safetensors.numpy import load_file
 
 from ledger.compiled import check
 from ledger.count.step import of_step
@@ -49,6 +50,14 @@ def test_memory_and_time_are_those_by_hand():
     held = f"weights {gigabytes(ledger.memory.by_kind()['weights'])}"
     assert f"Memory of one device: {held}; cache {gigabytes(cache)}; forecast of the peak" in text
     assert "It will not fit" not in text
+
+
+@pytest.mark.parametrize("name", ["gemma", "llama_linear_tied", "llama"])
+def test_one_table_at_both_ends_counts_once(name):
+    """As many parameters as the published file has."""
+    ledger, _ = plan_generate.ledger_of(config_of(name))
+    tensors = load_file(FOLDER / name / "model.safetensors")
+    assert ledger.parameters == sum(tensor.size for tensor in tensors.values())
 
 
 def test_the_page_and_what_does_not_fit(capsys, tmp_path):
