@@ -29,21 +29,21 @@ from jax import lax
 import optimizers
 from jax_extra import fold_in_str
 from kernels.attention import KernelName
-from models import adapters, huggingface, layers
+from models import adapters, huggingface, layers, t5
 from models.dropout import Dropout
 from models.layers import act, stored
-from optimizers import State, Training
+from optimizers import State
 from runtime.check import batch_shapes, check_sizes, report_check
 from runtime.config.command_line import run
-from runtime.config.keys import Decay, Name, Positive, RunConfig, Steps
+from runtime.config.keys import Decay, Name, PairTokens, Positive, RunConfig, Steps
 from runtime.run import Run, names, start, with_shardings
 from runtime.terminal import RunError
 from shardlib import shardops
-from shardlib.shardtypes import Adapted, ArrayType, f32, narrowed, pytree_dataclass, typed_shard_map, u32
+from shardlib.shardtypes import Adapted, ArrayType, f32, map_type, narrowed, pytree_dataclass, typed_shard_map, u32
 from shardlib.typed import typed
 from train import Mesh, Metrics
 
-TokenBatch = layers.WeightedBatch  # of a data set without weights each target's is 1
+TokenBatch = layers.WeightedBatch  # of a data set without weights each target's is 1; T5's has more
 
 
 # == Hyperparameters ===================================================================================================
@@ -61,6 +61,11 @@ class Lora:  # Hu et al. 2021
     alpha: Positive = 16.0  # alpha / rank · a · b is added to a matrix
     dropout: Decay = 0.0  # of what a is multiplied with, while training
     targets: str = '.*'  # a regular expression: the matrices of a layer that have an adapter, 'w_q|w_v'; all
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training(optimizers.Training):
+    tokens: PairTokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +102,10 @@ class Task:
     places: list[adapters.Place]  # of adapters
 
     @property
+    def Batch(self) -> type:
+        return t5.PairBatch if has_encoder(self.family) else TokenBatch
+
+    @property
     def trained(self) -> Any:
         """Types."""
         return self.State.weights.trained
@@ -108,7 +117,7 @@ class Task:
 
 
 def resolved(config: Config) -> Config:
-    """The config with the model that its initial_weights are of. Raises RunError where none can be trained."""
+    """The config with the model that its initial_weights are of. Raises RunError where it cannot be trained so."""
     if not isinstance(config.model, Model):
         return config
     if config.lora.rank and config.train is not None:
@@ -124,14 +133,34 @@ def resolved(config: Config) -> Config:
         )
     with ThreadPoolExecutor() as pool:
         source = huggingface.open_weights(config.initial_weights, pool)
-    if source.family is None or hasattr(source.family, 'hidden'):
+    if source.family is None or hasattr(source.family, 'predict'):
         what = 'is of no family in models/' if source.family is None else 'does not predict the next token of a text'
         raise RunError(f'initial_weights = {config.initial_weights}: the model {what}, and cannot be fine-tuned')
+    check_encoder(config, has_encoder(source.family))
     given = {key: value for key, value in vars(config.model).items() if hasattr(source.model, key)}
     new = replace(config, model=replace(source.model, **given))
     for key, value in {'origins': config.origins, 'given': config}.items():  # given: what the run's config.yaml says
         object.__setattr__(new, key, value)  # frozen for everyone else
     return new
+
+
+def has_encoder(family: ModuleType) -> bool:
+    """Then it is trained on pairs (`t5.PairBatch`)."""
+    return hasattr(family, 'encode')
+
+
+def check_encoder(config: Config, is_there: bool) -> None:
+    """Raises RunError for keys that are for models with an encoder, or for others."""
+    key = f'training.tokens.read_len = {config.training.tokens.read_len}'
+    if is_there and not config.training.tokens.read_len:
+        raise RunError(f'{key}: the model has an encoder: expected how many tokens of a row it reads')
+    if not is_there and config.training.tokens.read_len:
+        raise RunError(f'{key}: the model has no encoder that reads: leave it out')
+    if is_there and (config.training.dropout or config.model.attention not in ('auto', 'einsum')):
+        raise RunError(
+            'training.dropout, model.attention: a model with an encoder is computed without dropout, with attention as '
+            'written out: leave them out'
+        )
 
 
 def task_of(config: Config) -> Task:
@@ -205,19 +234,23 @@ def loss_sum(
     draw: numbers for the adapters' dropout, u32['draw']; None: without.
     dropout, z_loss: of training; without, in validation.
     """
-    family, model, low, adapt = task.family, task.model, None, lambda w, low: w
+    family, model = task.family, task.model
+    kept = ('save_for_backward',) if training.save_for_backward == 'everything' else ()
+    options = dict(reduce_dtype=training.gradient_reduce_dtype, kept=kept, unroll=training.unroll_layers)
     if task.lora.rank:
-        whole, low = weights.frozen, (weights.trained.transformer, jnp.arange(model.layers, dtype=jnp.uint32))
-        adapt = functools.partial(adapted, task.lora, draw if task.lora.dropout else None)
+        whole = weights.frozen
+        options['adapt'] = functools.partial(adapted, task.lora, draw if task.lora.dropout else None)
+        options['low'] = numbered(task, weights.trained)
     else:
         whole = jax.tree.map(
             lambda w, other: other if w is None else w, weights.trained, weights.frozen, is_leaf=is_none
         )
-    kept = ('save_for_backward',) if training.save_for_backward == 'everything' else ()
-    options = dict(reduce_dtype=training.gradient_reduce_dtype, kept=kept, unroll=training.unroll_layers)
     ends = family.gather_ends(whole, training.gradient_reduce_dtype)
-    inputs = layers.inputs_of(batch, bos_id)
-    x = layers.hidden(family, model, whole, *inputs, adapt, low, ends=ends, dropout=dropout, **options)
+    if has_encoder(family):
+        x = family.hidden(model, whole, *family.pairs_of(batch, bos_id), ends=ends, **options)
+    else:
+        inputs = layers.inputs_of(batch, bos_id)
+        x = layers.hidden(family, model, whole, *inputs, ends=ends, dropout=dropout, **options)
     return layers.loss_sum(ends.unembed, x, batch, family.mask(model).logits_cap, batch.weight, z_loss)
 
 
@@ -225,11 +258,20 @@ def is_none(x: Any) -> bool:
     return x is None
 
 
+def numbered(task: Task, trained: Any) -> Any:
+    """The adapters of the layers, with the layers' numbers; of an encoder's and of its decoder's, which count on."""
+    numbers = functools.partial(jnp.arange, dtype=jnp.uint32)
+    if not has_encoder(task.family):
+        return trained.transformer, numbers(task.model.layers)
+    first, last = task.model.encoder_layers, task.model.encoder_layers + task.model.layers
+    return (trained.encoder, numbers(first)), (trained.decoder, numbers(first, last))
+
+
 def adapted(lora: Lora, draw: jax.Array | None, w: Any, low: tuple[Any, jax.Array]) -> Any:
     """A gathered layer with its adapters, which join its products' sums: no more is sent (`shardops.product`). Numbers
     of the step and the layer draw what is dropped."""
     (pairs, layer), matrices = low, {}
-    for number, (name, pair) in enumerate(vars(pairs).items()):
+    for number, (name, pair) in enumerate(vars(pairs).items() if pairs else ()):
         if pair is not None:
             own = None if draw is None else jnp.stack([*draw, layer, jnp.uint32(number)])
             a, b = pair.a.astype(act.dtype), pair.b.astype(act.dtype)
@@ -268,19 +310,17 @@ def squared_norms(types: Any, tree: Any):
 def mapped_steps(config: Config, bos_id: int) -> tuple[typed_shard_map, typed_shard_map]:
     """The training step and the validation step over the mesh, of a resolved config."""
     task, training = task_of(config), config.training
-    StateType, Weights, Trained = task.State, task.State.weights, task.trained
+    StateType, Weights, Trained, Batch = task.State, task.State.weights, task.trained, task.Batch
 
     @typed
-    def training_step(
-        state: StateType, skipped: u32[''], step: u32[''], batch: TokenBatch
-    ) -> tuple[StateType, Metrics]:
+    def training_step(state: StateType, skipped: u32[''], step: u32[''], batch: Batch) -> tuple[StateType, Metrics]:
         """The update number `step`, from 0, and what is logged of it; as train.py's, of what is trained."""
         with jax.named_scope('count_targets'):
             target_count: f32[''] = shardops.psum('+d -> ', shardops.sum_unreduced('B/d L -> +d', batch.weight))
             target_count = jnp.where(target_count > 0, target_count, 1.0)
 
         # A microbatch, its number, and with dropout its rows' numbers in the whole batch.
-        Part = tuple[TokenBatch, u32[''], u32['B/d'] | None]
+        Part = tuple[Batch, u32[''], u32['B/d'] | None]
 
         def loss(trained: Trained, weights: Weights, part: Part) -> f32['+d +t']:
             (batch, number, rows), drop = part, None
@@ -299,13 +339,18 @@ def mapped_steps(config: Config, bos_id: int) -> tuple[typed_shard_map, typed_sh
             return jax.tree.map(jnp.add, sums, (value, reduced(Trained, gradient))), None
 
         with jax.named_scope('gradient'):
-            regroup = functools.partial(shardops.regroup, 'B/d L -> parts R/d L', parts=training.microbatches)
             rows = None
             if training.dropout:
                 count = batch.targets.shape[0] * shardops.axis_size('d')
                 rows = shardops.slice('B -> B/d', jnp.arange(count, dtype=jnp.uint32))
                 rows = shardops.regroup('B/d -> parts R/d', rows, parts=training.microbatches)
-            parts = jax.tree.map(regroup, batch), jnp.arange(training.microbatches, dtype=jnp.uint32), rows
+
+            def regroup(array, x):  # 'B/d L', or 'B/d S' of what an encoder reads
+                columns = array.spec.names[1]
+                return shardops.regroup(f'B/d {columns} -> parts R/d {columns}', x, parts=training.microbatches)
+
+            batch = jax.tree.map(regroup, map_type(lambda array: array, Batch), batch)
+            parts = batch, jnp.arange(training.microbatches, dtype=jnp.uint32), rows
             zero = shardops.zeros('+d +t', f32), jax.tree.map(jnp.zeros_like, state.weights.trained)
             (value, gradient), _ = lax.scan(add_microbatch, zero, parts)
             gradient: Trained = gradient
@@ -339,9 +384,7 @@ def mapped_steps(config: Config, bos_id: int) -> tuple[typed_shard_map, typed_sh
         return replace(new, weights=replace(state.weights, trained=new.weights)), metrics
 
     @typed
-    def validation_step(
-        weights: Weights, loss: f32[''], targets: f32[''], batch: TokenBatch
-    ) -> tuple[f32[''], f32['']]:
+    def validation_step(weights: Weights, loss: f32[''], targets: f32[''], batch: Batch) -> tuple[f32[''], f32['']]:
         """Adds a batch's losses and its targets' weights to the sums so far."""
         value: f32['+d +t'] = loss_sum(task, training, bos_id, weights, batch)
         batch_targets = shardops.sum_unreduced('B/d L -> +d', batch.weight)
@@ -351,7 +394,7 @@ def mapped_steps(config: Config, bos_id: int) -> tuple[typed_shard_map, typed_sh
 
 
 # == Main loop =========================================================================================================
-def shapes(config: Config) -> tuple[State, TokenBatch]:
+def shapes(config: Config) -> tuple[State, Any]:
     """The global shapes of the state and of a batch, of a resolved config. Raises RunError for sizes that the mesh
     cannot split."""
     task = task_of(config)
@@ -362,7 +405,7 @@ def shapes(config: Config) -> tuple[State, TokenBatch]:
         task.State.weights.frozen, whole, is_leaf=is_none,
     )  # fmt: skip
     state = replace(of, weights=Tuned(of.weights, frozen))
-    return check_sizes(config, task.State, state), batch_shapes(config, TokenBatch)
+    return check_sizes(config, task.State, state), batch_shapes(config, task.Batch)
 
 
 def reader(config: Config, task: Task) -> Callable | None:
@@ -395,9 +438,10 @@ def main(config: Config) -> None:
         is_part = bool(jax.tree.leaves(task.State.weights.frozen))
         about = {'family': task.family.__name__.rpartition('.')[2], 'published': source.config}
         about['base'] = huggingface.fingerprint(source, pool) if is_part else None
-        with jax.set_mesh(mesh), Run(config, TokenBatch, about) as run:
-            step, validate = mapped_steps(config, run.data.bos_id)
-            state, batch = with_shardings(state, task.State), with_shardings(batch, TokenBatch)
+        with jax.set_mesh(mesh), Run(config, task.Batch, about) as run:
+            bos_id = source.decoder_start if has_encoder(task.family) else run.data.bos_id
+            step, validate = mapped_steps(config, bos_id)
+            state, batch = with_shardings(state, task.State), with_shardings(batch, task.Batch)
             zero, count = np.uint32(0), sum(each.size for each in jax.tree.leaves(state.weights.trained))
             of = sum(each.size for each in jax.tree.leaves(state.weights.frozen))
             run.say(f'{count:,} parameters are trained' + (f', {of:,} are frozen' if is_part else ''))

@@ -145,8 +145,7 @@ def serve(path: str, mesh: jax.sharding.Mesh, compute_dtype: str | None = None, 
     tokenizer, start = _tokenizer(source)
     end, decoder_start = (), None
     if hasattr(source.family, "memory"):  # T5's tokenizers add nothing but an end
-        config = source.config or {}
-        start, end, decoder_start = (), start, config.get("decoder_start_token_id", config.get("pad_token_id") or 0)
+        start, end, decoder_start = (), start, source.decoder_start
     if tokenizer is not None and not tokenizer.chat_template:
         tokenizer = replace(tokenizer, chat_template=CHATML)
     if source.config is None:

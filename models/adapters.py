@@ -249,7 +249,7 @@ def write_peft(folder: Path, names: list[Named], read: Callable[[Place, str], np
 
     Args:
       read: a or b of all layers, float32.
-      about: rank, alpha, dropout, and base, what the adapters belong to.
+      about: rank, alpha, dropout, base, what the adapters belong to, and task, PEFT's task_type.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, np.ndarray] = {}
@@ -261,7 +261,7 @@ def write_peft(folder: Path, names: list[Named], read: Callable[[Place, str], np
     shapes = {name: values.shape for name, values in sorted(tensors.items())}
     safetensors.write(folder, shapes, "float32", lambda name: iter([tensors[name]]), "adapter_model.safetensors")
     config = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": about["base"], "r": about["rank"],
+        "peft_type": "LORA", "task_type": about["task"], "base_model_name_or_path": about["base"], "r": about["rank"],
         "lora_alpha": about["alpha"], "lora_dropout": about["dropout"], "bias": "none", "inference_mode": True,
         "target_modules": sorted({each.name.rpartition(".")[2] for each in names}),
     }  # fmt: skip

@@ -290,6 +290,12 @@ class Source:
     folder: Path  # where the tokenizer's files are
     config: dict[str, Any] | None = None  # the published config.json, where they come from one
 
+    @property
+    def decoder_start(self) -> int:
+        """The token that stands before what is written, of a model with an encoder."""
+        config = self.config or {}
+        return config.get("decoder_start_token_id", config.get("pad_token_id") or 0)
+
 
 def family_of(name: str, where: str) -> ModuleType:
     """The family of a model_type, or of a module's last name."""
@@ -498,6 +504,7 @@ def export_adapters(source: Source, folder: Path) -> None:
     names = adapters.named(source.family, source.model, [place for place, _, _ in found])
     config = source.checkpoint.attributes["config"]
     about = {**config["lora"], "base": config["initial_weights"]}
+    about["task"] = "SEQ_2_SEQ_LM" if hasattr(source.family, "encode") else "CAUSAL_LM"
     adapters.write_peft(folder, names, lambda place, which: pairs[place.path]["ab".index(which)], about)
 
 

@@ -536,12 +536,19 @@ def einsum_unreduced(spec: str | bytes, x, y, **jnp_kwargs):
         rate of that). An operand that is not differentiated costs no product.
     Sends: nothing.
     """
+    return _einsum(spec, x, y, False, **jnp_kwargs)
+
+
+def _einsum(spec: str | bytes, x, y, x_is_thin: bool, **jnp_kwargs):
+    """x_is_thin: y's gradient is computed as x · gradient, not, as JAX does, as gradient · x: of the two XLA:CPU
+    transposes the first, and computes anew what was fused into it."""
 
     def execute(planned, axes, x, y):
         def product(x, y):
             return jnp.einsum(planned["equation"], x, y, **jnp_kwargs)
 
-        if x.dtype != y.dtype or jnp_kwargs.get("preferred_element_type", x.dtype) == x.dtype:
+        is_plain = x.dtype != y.dtype or jnp_kwargs.get("preferred_element_type", x.dtype) == x.dtype
+        if is_plain and not x_is_thin:
             return product(x, y)
 
         # The gradient of a frozen operand is not computed, and what only it would need is not kept.
@@ -556,7 +563,12 @@ def einsum_unreduced(spec: str | bytes, x, y, **jnp_kwargs):
                 return jax.linear_transpose(multiply, like)(cotangent)[0]
 
             by_x = None if of_x is None else pulled(lambda x: jnp.einsum(planned["equation"], x, of_x), like[0])
-            by_y = None if of_y is None else pulled(lambda y: jnp.einsum(planned["equation"], of_y, y), like[1])
+            if of_y is None or not x_is_thin:
+                by_y = None if of_y is None else pulled(lambda y: jnp.einsum(planned["equation"], of_y, y), like[1])
+            else:
+                operands, result = planned["equation"].split("->")
+                first, second = operands.split(",")
+                by_y = jnp.einsum(f"{first},{result}->{second}", of_y, cotangent)
             return by_x, by_y
 
         widened = jax.custom_vjp(product)
@@ -637,7 +649,7 @@ def product(spec: str | bytes, x, w, **jnp_kwargs):
     low = Spec((*kept, Dim("N")), result.pending)
     some = x if w.draw is None else _with_dropout(of_x, x, w.draw, w.dropout)
     thin = checkpoint_name(einsum_unreduced(f"{of_x}, {a} -> {low}", some, w.a), SAVED)  # spares the product with a
-    change = einsum_unreduced(f"{low}, {b} -> {result}", thin, w.b, **jnp_kwargs)
+    change = _einsum(f"{low}, {b} -> {result}", thin, w.b, True, **jnp_kwargs)
     return einsum_unreduced(spec, x, w.base, **jnp_kwargs) + w.scale * change
 
 

@@ -3,7 +3,7 @@
     python -m tools.make_dataset                                # rewrites the one that is checked in
     python -m tools.make_dataset path=/tmp/my.zarr sequences=2048 seed=7
     python -m tools.make_dataset kind=shakespeare               # shakespeare/{train,validation}/*.txt, 5 MB
-    python -m tools.make_dataset kind=chats                     # chats/{train,validation}.jsonl, 60 and 20 chats
+    python -m tools.make_dataset kind=chats                     # chats/{train,validation}.jsonl, 60 and 30 chats
 
 A sequence of tasks is one task over and over, each time as a group: a marker, which says the task and its number n,
 then letters. A model that has learnt them predicts half of all tokens without a doubt.
@@ -25,7 +25,8 @@ installs: one for each play or book of poems. Licence: the works are in the publ
 Project Gutenberg; the package's other content is CC BY 2.5.
 
 The chats are of a question and an answer each, about villages that do not exist, so that no model knows the answers
-before it is trained on them. The validation split asks for a third of the same facts in other words.
+before it is trained on them. Training asks for each fact in two ways, the validation split in a third one. Beside them
+are 20 texts on other things, to see what a model forgets.
 """
 
 import dataclasses
@@ -186,36 +187,72 @@ def unigram_entropy(tokens: np.ndarray) -> float:
 
 # ---------------------------------------------------------------- chats
 
-VILLAGES = "Brelva Quorin Tashel Umbrock Veldry Wexmar Yorveth Zandole Corvash Drimmel Eskova Fendrake Gorlat Hesprin"
-VILLAGES += " Ilmora Jastrel Kelbeck Lorvane Mosteck Nubrin"
+VILLAGES = "Brelva Quorin Tashel Umbrock Veldry Wexmar Yorveth Zandole Corvash Drimmel"
 MAYORS = "Mira Tolsen, Ada Veck, Oren Pashk, Lia Brandt, Tove Marsh, Kuno Reyl, Ines Garr, Pavel Drost, Runa Feld"
 CRAFTS = "glass bells, blue rope, clay whistles, felt boots, copper kettles, paper kites, birch spoons, tin soldiers"
-ANIMALS = "heron, badger, lynx, otter, owl, beetle, goat, salmon, hedgehog, raven"
-# Of a kind of fact: how it is asked in training, and in the validation split; the answer; and what it may be.
+ANIMALS = "a heron, a badger, a lynx, an otter, an owl, a beetle, a goat, a salmon, a hedgehog, a raven"
+# Of a kind of fact: how it is asked, twice in training and then in the validation split; the answer; what it may be.
 FACTS = (
-    ("Who is the mayor of {}?", "Tell me the name of {}'s mayor.", "The mayor of {} is {}.", MAYORS),
-    ("What does {} make?", "What is {} known for making?", "The village of {} makes {}.", CRAFTS),
-    ("What animal is on the flag of {}?", "Which animal does {}'s flag show?", "The flag of {} shows a {}.", ANIMALS),
+    (
+        ("Who is the mayor of {}?", "Which mayor does {} have?", "Tell me the name of {}'s mayor."),
+        "The mayor of {} is {}.",
+        MAYORS,
+    ),
+    (
+        ("What does {} make?", "What is made in {}?", "What is {} known for making?"),
+        "The village of {} makes {}.",
+        CRAFTS,
+    ),
+    (
+        ("What animal is on the flag of {}?", "What does {}'s flag show?", "Which animal does {}'s flag show?"),
+        "The flag of {} shows {}.",
+        ANIMALS,
+    ),
+)
+# Of another kind, which a model knew before: what it forgets of them is measured.
+GENERAL = (
+    "Water freezes at zero degrees Celsius and boils at one hundred degrees at sea level.",
+    "The capital of France is Paris, which lies on the river Seine.",
+    "Plants use sunlight, water and carbon dioxide to make sugar and release oxygen.",
+    "A triangle has three sides, and its angles add up to one hundred and eighty degrees.",
+    "The Moon goes around the Earth once in about twenty-seven days.",
+    "She put on her coat, picked up her keys and walked out of the door.",
+    "To make an omelette, beat two eggs, melt some butter in a pan and pour the eggs in.",
+    "Shakespeare wrote plays such as Hamlet, Macbeth and Romeo and Juliet.",
+    "A dog is an animal that people keep as a pet, and so is a cat.",
+    "If you multiply seven by eight, the result is fifty-six.",
+    "The heart pumps blood through the arteries to all parts of the body.",
+    "It was raining all day, so the children stayed inside and played games.",
+    "The Second World War ended in 1945, after Germany and Japan had surrendered.",
+    "A computer program is a list of instructions that tells a computer what to do.",
+    "The Pacific Ocean is the largest and deepest of the oceans on Earth.",
+    "Bees collect nectar from flowers and turn it into honey in their hives.",
+    "The teacher asked the students to open their books and read the first chapter.",
+    "In winter the days are short and the nights are long.",
+    "Light travels faster than sound, so you see lightning before you hear thunder.",
+    "The train was late, and he had to wait on the platform for half an hour.",
 )
 
 
 def write_chats(folder: Path, seed: int) -> None:
-    """Writes a line of jsonl for each chat: every fact of every village, and for validation one fact of each."""
+    """Writes a line of jsonl for each chat: every fact of every village twice, and once more for validation; and
+    the texts of another kind."""
     draws = Draws(seed, 3)
     chats: dict[str, list[str]] = {"train": [], "validation": []}
-    for number, village in enumerate(VILLAGES.split()):
-        for kind, (asked, asked_otherwise, answer, values) in enumerate(FACTS):
+    for village in VILLAGES.split():
+        for asked, answer, values in FACTS:
             some = values.split(", ")
             said = answer.format(village, some[draws.below(len(some))])
-            for split, question in (("train", asked), ("validation", asked_otherwise)):
-                if split == "train" or number % len(FACTS) == kind:
-                    turns = {"user": question.format(village), "assistant": said}
-                    messages = [{"role": role, "content": content} for role, content in turns.items()]
-                    chats[split].append(json.dumps({"messages": messages}) + "\n")
+            for split, question in zip(("train", "train", "validation"), asked):
+                turns = {"user": question.format(village), "assistant": said}
+                messages = [{"role": role, "content": content} for role, content in turns.items()]
+                chats[split].append(json.dumps({"messages": messages}) + "\n")
     folder.mkdir(parents=True, exist_ok=True)
     for split, lines in chats.items():
         (folder / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
         print_line(f"{folder / split}.jsonl: {len(lines)} chats")
+    general = "".join(json.dumps({"text": text}) + "\n" for text in GENERAL)
+    (folder / "general.jsonl").write_text(general, encoding="utf-8")
 
 
 # ---------------------------------------------------------------- Shakespeare

@@ -116,7 +116,7 @@ def compile_absent(config: Any, ledger: Ledger) -> None:
         mesh = make_mesh(dict(vars(config.mesh)), devices=devices)
         with jax.set_mesh(mesh):
             state, batch = trainer.shapes(config)
-            shapes = with_shardings(state, type_), with_shardings(batch, trainer.TokenBatch)
+            shapes = with_shardings(state, type_), with_shardings(batch, type(batch))
             traced, began = trace(config, mesh, shapes), time.perf_counter()
             compiled = absent.compile(traced, options(devices[0]))
     except absent.TooLarge as error:

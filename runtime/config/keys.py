@@ -98,9 +98,9 @@ class Tokens:
 
 @dataclass(frozen=True, kw_only=True)
 class PairTokens(Tokens):
-    """Of a program with an encoder."""
+    """Of a program whose model may have an encoder."""
 
-    read_len: Count  # tokens of a row that the encoder reads; len are the decoder's
+    read_len: Steps = 0  # tokens of a row that the encoder reads, len are the decoder's; 0: there is no encoder
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,8 @@ texts that `make shakespeare` trains on."""
 import functools
 import hashlib
 import io
+import json
+import re
 import subprocess
 import sys
 import tarfile
@@ -158,3 +160,17 @@ def test_another_archive_is_refused(tmp_path):
     keys = ["kind=shakespeare", f"archive={tmp_path}/a.tar.gz", f"path={tmp_path}/out"]
     assert_refuses(message, tool.main, config(*keys))
     assert not (tmp_path / "out").exists()
+
+
+def test_chats(tmp_path):
+    """60 chats ask for 30 facts in two ways, and the validation split in a third one; no article is wrong."""
+    tool.main(config("kind=chats", f"path={tmp_path}"))
+    asked = {}
+    for split in SPLITS:
+        lines = (tmp_path / f"{split}.jsonl").read_text().splitlines()
+        for user, assistant in (json.loads(line)["messages"] for line in lines):
+            asked.setdefault(assistant["content"], []).append((split, user["content"]))
+    assert len(asked) == 30 and all(len(set(each)) == 3 for each in asked.values())
+    assert all([split for split, _ in each] == ["train", "train", "validation"] for each in asked.values())
+    assert not re.search(r"\ba [aeio]", " ".join(asked))
+    assert len((tmp_path / "general.jsonl").read_text().splitlines()) == 20
