@@ -47,9 +47,11 @@ def scope(function):
 
 
 def mapped_axes() -> dict[str, int]:
-    """The mesh axes, name to size, over which the code being traced is mapped; empty outside of shard_map."""
+    """The mesh axes, name to size, over which the code being traced is mapped, but for those of `shardops.each` around
+    it; empty outside of shard_map."""
     check = _check.current()
-    return manual_axes() if check is None else check.axes
+    axes = manual_axes() if check is None else check.axes
+    return {name: size for name, size in axes.items() if name not in _check.apart()} if _check.apart() else axes
 
 
 def shown_axes() -> dict[str, int]:

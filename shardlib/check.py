@@ -5,8 +5,9 @@
 
 import contextlib
 import contextvars
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
@@ -61,6 +62,8 @@ class Check:
 
 
 _current: contextvars.ContextVar[Check | None] = contextvars.ContextVar("check", default=None)
+# The axes along which what is traced runs on each device by itself, as if the mesh did not have them.
+_apart: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar("apart", default=frozenset())
 
 
 def current() -> Check | None:
@@ -117,8 +120,32 @@ def during(check: Check):
         _current.reset(token)
 
 
+def apart() -> frozenset[str]:
+    """The axes that are not there for what is traced."""
+    return _apart.get()
+
+
+@contextlib.contextmanager
+def on_each(axis: str):
+    """What is traced inside runs on each device along an axis by itself."""
+    token = _apart.set(_apart.get() | {axis})
+    try:
+        yield
+    finally:
+        _apart.reset(token)
+
+
+def _by_itself(rule, axes, states):
+    """What a rule that does not know these axes says: of one device's own values, one device's own results."""
+    own = frozenset().union(*(state.alone & axes for state in states))
+    known = [replace(state, split=state.split - own, alone=state.alone - own) for state in states]
+    return [replace(state, split=state.split | own, alone=state.alone | own) for state in rule(known)]
+
+
 def _record(said, rule, moves, operands, sealed) -> str:
     marks = _current.get().marks
+    if _apart.get():
+        rule = functools.partial(_by_itself, rule, _apart.get())
     name = f"shardlib mark {len(marks)}"
     marks[name] = Mark(said, rule, frozenset(moves), [jnp.ndim(operand) for operand in operands], sealed, users_line())
     return name

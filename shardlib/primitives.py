@@ -47,7 +47,7 @@ _CHOOSING = {
     "dynamic_update_slice": range(2, 10),
     **dict.fromkeys(("gather", "scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max"), (1,)),
 }
-_KEEP_ZERO = {"broadcast_in_dim", "convert_element_type", "reshape", "neg", "copy", "reshard"}
+_KEEP_ZERO = set("broadcast_in_dim convert_element_type reshape neg copy reshard squeeze dynamic_slice".split())
 
 
 @dataclass
@@ -118,8 +118,9 @@ def apply(equation: Equation) -> list[State]:
             "would mix them"
         )
     alone = base.alone | equation.dropped
-    chooses = _CHOOSING.get(name, ()) if equation.turning else ()
-    sized = any(state.sized and position not in chooses for position, state in enumerate(states))
+    chooses = _CHOOSING.get(name, ())
+    taken = [state for position, state in enumerate(states) if position not in chooses]
+    sized = any(state.sized for state in (taken if equation.turning else states))
     results = []
     for row in rows:
         for axis in sorted(split):
@@ -134,7 +135,7 @@ def apply(equation: Equation) -> list[State]:
                     f"'{name}' makes two dims that are split over {axis}: each device has only the parts of its own "
                     "index\n  fix: all_gather one operand first"
                 )
-        zero = name in _KEEP_ZERO and all(state.zero for state in states)
+        zero = name in _KEEP_ZERO and all(state.zero for state in taken)
         results.append(State(row, split, pending, alone, zero, sized))
     return [_followed(equation, results[0])] if len(results) == 1 else results
 

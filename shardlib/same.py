@@ -17,7 +17,7 @@ ANOTHER = (
 )
 # Parameters that are sizes, compared as those of results, and what is no number: JAX notes a `sharding`, empty inside
 # of shard_map, depending on what else it has traced.
-_SIZES = frozenset("shape new_sizes sizes slice_sizes limit_indices length donated_invars name sharding".split())
+_SIZES = frozenset("shape new_sizes sizes slice_sizes limit_indices length unroll donated_invars name sharding".split())
 # Where a device holds one row, JAX moves it in ways of its own.
 _MOVES = frozenset("broadcast_in_dim gather reshape squeeze".split())
 

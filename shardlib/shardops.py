@@ -17,6 +17,7 @@ all_gather <-> reduce-scatter, psum <-> psum, all_to_all and ppermute their reve
 """
 
 import builtins
+import dataclasses
 import functools
 import math
 import string as _strings
@@ -55,7 +56,7 @@ from shardlib.spec import (
     parts,
     users_line,
 )
-from shardlib.states import Made, State, dual, require, require_dual
+from shardlib.states import Made, State, describe, dual, require, require_dual
 
 SAVED = "save_for_backward"  # the name under which jax_extra.save_for_backward keeps a value
 
@@ -1019,6 +1020,47 @@ def _plan_local(recipe, mesh_axes):
                     "which device it runs on"
                 )
     return {}
+
+
+def each(axis: str, function, *trees):
+    """Runs a function on each device along an axis by itself, as if the mesh did not have that axis.
+
+        y = each('p', stage, w, x)      # f32['p/p M F/t'], f32['p/p B/d M']; inside of stage f32['M F/t'], f32['B/d M']
+
+    The values' first dim, 'p/p', is not there inside, and the results get it. What the function takes from around it
+    is the same along the axis. Sends nothing over it.
+
+    Raises:
+      ShardingError: for a value whose first dim does not count the axis' devices; in the check, for a result that is
+        pending over the axis.
+    """
+    axis_size(axis)
+    said, where = ("each", axis), f"  in shardops.each('{axis}'), {mesh_text(shown_axes())}\n  at {users_line()}"
+
+    def of_one(states):
+        (state,) = states
+        if state.dims[0] not in ((axis,), Made.ANY, Made.PART):
+            raise ShardingError(f"the first dim is {describe(state.dims[0])}: write '{axis}/{axis} ...'\n{where}")
+        alone = {} if state.zero else dict(split=state.split | {axis}, alone=state.alone | {axis})
+        return [dataclasses.replace(state, dims=state.dims[1:], **alone)]
+
+    def of_all(states):
+        (state,) = states
+        if axis in state.pending:
+            raise ShardingError(f"a result is pending over {axis}: reduce it first\n{where}")
+        dims, alone = ((axis,), *state.dims), state.alone - {axis}
+        return [dataclasses.replace(state, dims=dims, split=state.split | {axis}, alone=alone)]
+
+    def enter(x):
+        if jnp.ndim(x) == 0 or jnp.shape(x)[0] != 1:
+            shape = list(jnp.shape(x))
+            raise ShardingError(f"the first dim is one element a device, '{axis}/{axis} ...', not {shape}\n{where}")
+        return _check.mark(said, of_one, functools.partial(jnp.squeeze, axis=0), x)
+
+    given = jax.tree.map(enter, trees)
+    with _check.on_each(axis):
+        results = function(*given)
+    return jax.tree.map(lambda y: _check.mark(said, of_all, lambda y: y[None], y), results)
 
 
 # -- Gradients ---------------------------------------------------------------------------------------------------------

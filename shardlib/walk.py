@@ -352,7 +352,9 @@ class Walk:
                     f"a scan over a dim that is {describe(row.dims[0])}: each device would go through its own part "
                     "alone\n  fix: all_gather it first, or reshape so that the scanned dim is whole"
                 )
-        if twin is not None and twin.params["length"] != params["length"] and not turning:
+        # In a program that names its devices a whole dim may be shorter where there are more: a stage's layers.
+        over_whole = self.check.schedule and any(row.dims[0] == () for row in rows)
+        if twin is not None and twin.params["length"] != params["length"] and not (turning or over_whole):
             raise ShardingError(
                 f"a scan of as many turns as a device's part has elements ({params['length']} on the check's mesh, "
                 f"{twin.params['length']} on one device)"

@@ -109,6 +109,9 @@ class Whole:
     def local(self, text, function, *operands, **_):
         return function(*operands)
 
+    def each(self, axis, function, *trees):
+        return jax.tree.map(lambda y: y[None], function(*jax.tree.map(lambda x: x[0], trees)))
+
     def sum_over_chunks(self, function, shared, x, others):
         return sum(function(shared, *chunk) for chunk in zip(x, lax.stop_gradient(others)))
 

@@ -332,6 +332,17 @@ def slots(x: f32['B/d L']) -> f32['L']:
     return shardops.psum('L +d -> L', shardops.sum_unreduced('slots d/d L -> L +d', kept * own[None]))
 
 
+@right
+def each_device_by_itself(x: f32['B/d M/t']) -> f32['B/d M/t']:
+    own = shardops.regroup('B/d M/t -> d/d R M/t', x)
+
+    def scaled(own):
+        total = shardops.psum('R +t -> R', shardops.sum_unreduced('R M/t -> R +t', own))
+        return own * jnp.tanh(total)[:, None]
+
+    return shardops.regroup('d/d R M/t -> B/d M/t', shardops.each('d', scaled, own))
+
+
 # -- Gradients ---------------------------------------------------------------------------------------------------------
 @right
 def gradient_of_a_replicated_weight(w: f32['M'], x: f32['B/d M'], y: f32['B/d']) -> tuple[f32[''], f32['M']]:

@@ -31,6 +31,7 @@ ARROWS = {
     "train": "runtime ledger kernels shardlib jax_extra",
     "optimizers": "train models.dropout runtime.config.keys shardlib",
     "train_at_scale": "train runtime ledger kernels shardlib jax_extra",
+    "train_pipeline": "train_at_scale train runtime ledger kernels shardlib jax_extra",
     "models": "train runtime.config.keys runtime.terminal shardlib kernels jax_extra",
     "models.foreign": "models.huggingface models.layers models.safetensors runtime.terminal",
     "models.safetensors": "runtime.terminal",
@@ -54,7 +55,7 @@ def test_train_py_is_minimal():
 def modules():
     """All modules of the product by name, with their files."""
     files = [
-        *(ROOT / f"{name}.py" for name in ("train", "train_at_scale", "optimizers", "jax_extra")),
+        *(ROOT / f"{name}.py" for name in ("train", "train_at_scale", "train_pipeline", "optimizers", "jax_extra")),
         *(p for room in FOLDERS for p in (ROOT / room).rglob("*.py")),
     ]
     names = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in files}
@@ -85,7 +86,7 @@ def test_imports_are_found_wherever_they_stand():
 
 def test_rooms_import_only_what_they_may():
     """Imports go one way: shardlib knows no language model, the ledger and runtime no trainer, the folders of runtime
-    not each other, and nothing but train_at_scale.py, models/, tools and tests imports train.py."""
+    not each other, and nothing but train_at_scale.py, train_pipeline.py, models/, tools and tests imports train.py."""
     known = modules()
     foreign = []
     for name, path in known.items():
@@ -163,7 +164,9 @@ def test_no_room_knows_the_axes():
         if not name.startswith("shardlib"):
             found += filter(in_types.search, texts)
         known |= {
-            (name, text) for text in found if name not in ("train", "train_at_scale") and not within(name, ["models"])
+            (name, text)
+            for text in found
+            if name not in ("train", "train_at_scale", "train_pipeline") and not within(name, ["models"])
         }
     assert axes == ["d", "t"] and known == {  # the top, as graphviz and plotly say it
         ("runtime.tracking.hlo_graph", "t"),
@@ -181,7 +184,7 @@ def test_no_private_jax_names_and_no_broad_excepts():
 
 def test_every_saved_activation_says_why():
     """Each save_for_backward in the trainers has a comment on its line."""
-    for name in ("train.py", "train_at_scale.py"):
+    for name in ("train.py", "train_at_scale.py", "train_pipeline.py"):
         for number, line in enumerate((ROOT / name).read_text().splitlines(), 1):
             if "save_for_backward(" in line:
                 assert "#" in line, f"{name}:{number}"

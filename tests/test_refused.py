@@ -266,6 +266,15 @@ B/d 2 F/t -> B/d Z/t | x.reshape(x.shape[0], -1)
     | fix: shardops.regroup with a string, as in 'B/d L -> parts R/d L', where another order is meant
 B/d M -> P/d M | jnp.max(x.reshape(4, -1, x.shape[1]), axis=1)
     | 'reshape' makes a dim whose size depends on how many devices there are
+B/d M | shardops.each('d', jnp.tanh, x) | the first dim is one element a device, 'd/d ...', not
+d M | shardops.each('d', jnp.tanh, x[:1]) | the first dim is whole: write 'd/d ...'
+d/d M -> d/d M | shardops.each('d', lambda y: shardops.psum('M +d -> M', y), x)
+    | 'M +d' names mesh axis d, but the mesh has t
+d/d M -> d/d | shardops.each('d', lambda y: shardops.sum_unreduced('X M -> ', x), x)
+    | 'X M' says the same along d, but the value differs along d
+d/d M/t | shardops.each('d', lambda y: jnp.exp(shardops.sum_unreduced('M/t -> +t', y)) * y, x)
+    | 'exp', which is not linear, of a value that is pending over t
+d/d M/t | shardops.each('d', lambda y: (y[None] + x)[0], x) | a value that is one device's own along d
 B/d -> d/d R | shardops.ppermute('[d/d] R -> [d/d] R', shardops.regroup('B/d -> d/d R',
     lax.fori_loop(0, x.shape[0], lambda i, c: c * 0.9, x)), 1) | a scan of as many turns as a device's part has elements
 B/d -> d/d R | shardops.ppermute('[d/d] R -> [d/d] R', shardops.regroup('B/d -> d/d R',

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from shardlib import shardops, shardtypes
+from shardlib.check import apart
 from shardlib.mesh import scan_counts
 from shardlib.spec import is_users
 
@@ -95,6 +96,7 @@ def _named(value, type_, what):
     axes = shardtypes.mapped_axes()
     if "..." in type_ or not axes:
         return value
+    type_ = " ".join([*(f"{axis}/{axis}" for axis in sorted(apart())), type_.strip()])  # inside of shardops.each
     line = _line((frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None))
     said = f"{_CLAIM}{type_.strip()}|'{type_.strip()}' of {what} at {line}"
     if not jnp.issubdtype(value.dtype, jnp.inexact):

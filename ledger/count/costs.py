@@ -30,9 +30,10 @@ KINDS = {
 SEND_NOTHING = {"axis_index", "pvary"}
 # Names of scopes. Of the products in `jax.named_scope('causal')` the model needs half, since they are masked to the
 # positions before; in 'needed=3:4' three quarters. In 'flops:NAME=5:4' each run of the kernel NAME computes 5 FLOPs, of
-# which the model needs 4.
+# which the model needs 4. Of the turns of a loop in which 'busy=8:11' stands, the model needs 8 of 11.
 _NEEDED = re.compile(r"(?<![\w.])(?:causal|needed=(\d+):(\d+))(?![\w.])")
 _KERNEL = re.compile(r"flops:([^\s=]+)=(\d+):(\d+)")
+_BUSY = re.compile(r"(?<![\w.])busy=(\d+):(\d+)")
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -145,6 +146,8 @@ def count(block: Block, mesh_axes: dict[str, int]) -> Costs:
     for op in block.operations:
         _count_collective(op, mesh_axes, costs)
         flops, needed = _kernel_flops(op) if op.name in OPAQUE else (_flops(op), _needed(op.scopes))
+        for busy, turns in set(_BUSY.findall(op.scopes)):
+            needed *= int(busy) / int(turns)
         if flops is not None:
             # A kernel's first operands may be tables of its blocks: the type is that of the largest.
             dtype = max(op.inputs, key=lambda value: value.bytes).dtype if op.name in OPAQUE else op.inputs[0].dtype

@@ -213,11 +213,10 @@ def _called(eqn: JaxprEqn) -> Jaxpr | ClosedJaxpr | None:
 
 
 def phase_of(scopes: str) -> str:
-    """The phase by JAX's name stack."""
-    for mark, phase in (("rematted_computation", "recomputed"), ("transpose(", "backward"), ("jvp(", "forward")):
-        if mark in scopes:
-            return phase
-    return "update"
+    """The phase by JAX's name stack; of what JAX does not differentiate, by a scope of that name around it."""
+    marks = {"rematted_computation": "recomputed", "transpose(": "backward", "jvp(": "forward"}
+    marks |= {"/forward": "forward", "/backward": "backward"}
+    return next((phase for mark, phase in marks.items() if mark in scopes), "update")
 
 
 def _without_dead_code(block: Block) -> Block:
