@@ -18,6 +18,7 @@ rows are split over r, d and e, positions over c, weights over all.
 import functools
 import math
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -55,8 +56,14 @@ class Model(train.Model):
     shared_experts: Steps = 0  # further ones, to which every token goes
     # An expert's slots in a row, over what it gets on average; tokens beyond them are dropped; null: none is dropped.
     capacity: Positive | None = None
+    # How rows meet over c. auto: heads are dealt out, or, with more devices than heads, keys gathered; ring: keys are
+    # passed on from device to device, for rows whose gathered keys do not fit.
+    context: Literal['auto', 'ring'] = 'auto'
+    fp8: bool = False  # products of layers with their weights are of 8-bit numbers, and half as much is gathered
 
     def __post_init__(self) -> None:
+        if self.fp8 and self.experts:
+            raise ValueError('fp8: expected false in a mixture of experts, whose products have no 8-bit form')
         if not self.experts and (self.experts_per_token or self.shared_experts or self.capacity):
             raise ValueError('experts: expected 1 or more, since another key of a mixture of experts is set')
         if self.experts and not 1 <= self.experts_per_token <= self.experts:
@@ -65,6 +72,8 @@ class Model(train.Model):
 
 @dataclass(frozen=True, kw_only=True)
 class Training(train.Training):
+    # What a layer keeps: what says so, on the device or in the host's memory; or its input.
+    save_for_backward: Literal['everything', 'on_host', 'inputs'] = 'everything'
     balance_loss: NotNegative = 0.01  # factor of the loss that is least where all experts get as many tokens
     router_z_loss: NotNegative = 0.001  # factor of the loss that keeps the router's logits small
 
@@ -221,17 +230,56 @@ def rotary(x: act['B/r/d/e L/c Q K/t D'], position: i32['L/c'], base: float) -> 
 
 
 def deals_heads(mesh: Mesh, model: Model) -> bool:
-    """Whether attention deals out its heads over c; else, with more devices than heads, it gathers keys."""
-    return model.n_kv % (mesh.t * mesh.c) == 0
+    """Whether attention deals out its heads over c; else each device keeps its positions and keys come to it."""
+    return mesh.c == 1 or (model.context == 'auto' and model.n_kv % (mesh.t * mesh.c) == 0)
+
+
+def in_order(mesh: Mesh, model: Model, whole):
+    """Rows, 'B/r/d/e L' or 'L', in the order in which their positions lie on the devices. Where keys come, each device
+    has some from the front and some from the end, else the last one would have nearly all pairs of positions."""
+    return whole if deals_heads(mesh, model) else whole[..., blockwise.dealt(whole.shape[-1], mesh.c)]
 
 
 @typed
 def dealt(mesh: Mesh, model: Model, whole):
-    """Each device's positions of rows, 'B/r/d/e L' or 'L', that all devices along c have. Where keys are gathered it
-    has some from the front and some from the end, else the last one would have nearly all pairs of positions."""
-    if not deals_heads(mesh, model):
-        whole = whole[..., blockwise.dealt(whole.shape[-1], mesh.c)]
-    return shardops.slice('L -> L/c' if whole.ndim == 1 else 'B/r/d/e L -> B/r/d/e L/c', whole)
+    """Each device's positions of rows that all devices along c have."""
+    spec = 'L -> L/c' if whole.ndim == 1 else 'B/r/d/e L -> B/r/d/e L/c'
+    return shardops.slice(spec, in_order(mesh, model, whole))
+
+
+@pytree_dataclass
+class Places:
+    """Where tokens stand: in whole rows, in a device's part of them, and as the keys that come to it."""
+
+    segment: i32['B/r/d/e L']
+    position: i32['L/c']
+    own_segment: i32['B/r/d/e L/c']
+    key_position: i32['S']
+    key_segment: i32['B/r/d/e S']
+
+
+@typed
+def places_of(mesh: Mesh, model: Model, segment: i32['B/r/d/e L']) -> Places:
+    position = jnp.arange(segment.shape[1], dtype=jnp.int32)
+    own = [dealt(mesh, model, each) for each in (position, segment)]
+    return Places(segment, *own, *[in_order(mesh, model, each) for each in (position, segment)])
+
+
+@typed
+def written_out(L: str, K: str, q, k, v, position, key_position, segment, key_segment):
+    """Attention by plain products. L and K say how queries and heads lie: 'L' and 'K/t/c', or 'L/c' and 'K/t'."""
+    allowed = segment[:, :, None] == key_segment[:, None, :]
+    allowed = allowed & (position[:, None] >= key_position[None])[None]
+    logits = shardops.einsum_unreduced(
+        f'B/r/d/e {L} Q {K} D, B/r/d/e S {K} D -> B/r/d/e Q {K} {L} S', q, k, preferred_element_type=jnp.float32
+    )
+    logits = jnp.where(allowed[:, None, None], logits, -1e30)
+    largest = shardops.pmax(f'B/r/d/e Q {K} {L} S -> B/r/d/e Q {K} {L}', lax.stop_gradient(logits))
+    e = jnp.exp(logits - largest[..., None])
+    total = shardops.sum_unreduced(f'B/r/d/e Q {K} {L} S -> B/r/d/e Q {K} {L}', e)
+    probs = (e / total[..., None]).astype(act.dtype)
+    o = shardops.einsum_unreduced(f'B/r/d/e Q {K} {L} S, B/r/d/e S {K} D -> B/r/d/e {L} Q {K} D', probs, v)
+    return save_for_backward(o)  # 2QKD/t bytes a token, spares the product of probabilities and v
 
 
 @jax.named_scope('causal')  # half of its products are masked: MFU counts the other half
@@ -244,22 +292,12 @@ def attention(
     segment: i32['B/r/d/e L'],
 ) -> act['B/r/d/e L Q K/t/c D']:
     """Of whole rows, each device with its heads: causal, and only within each segment."""
-    if by != 'einsum':
-        kernel = KERNELS[chosen(by, act.dtype, q.shape[-1])]
-        types = 'B/r/d/e L Q K/t/c D, B/r/d/e S K/t/c D, B/r/d/e S K/t/c D, B/r/d/e L -> B/r/d/e L Q K/t/c D'
-        return shardops.local(types, kernel, q, k, v, segment)
-    position = jnp.arange(segment.shape[1])
-    allowed = (segment[:, :, None] == segment[:, None, :]) & (position[:, None] >= position[None])[None]
-    logits = shardops.einsum_unreduced(
-        'B/r/d/e L Q K/t/c D, B/r/d/e S K/t/c D -> B/r/d/e Q K/t/c L S', q, k, preferred_element_type=jnp.float32
-    )
-    logits = jnp.where(allowed[:, None, None], logits, -1e30)
-    largest = shardops.pmax('B/r/d/e Q K/t/c L S -> B/r/d/e Q K/t/c L', lax.stop_gradient(logits))
-    e = jnp.exp(logits - largest[..., None])
-    total = shardops.sum_unreduced('B/r/d/e Q K/t/c L S -> B/r/d/e Q K/t/c L', e)
-    probs: act['B/r/d/e Q K/t/c L S'] = (e / total[..., None]).astype(act.dtype)
-    o = shardops.einsum_unreduced('B/r/d/e Q K/t/c L S, B/r/d/e S K/t/c D -> B/r/d/e L Q K/t/c D', probs, v)
-    return save_for_backward(o)  # 2QKD/t bytes a token, spares the product of probabilities and v
+    if by == 'einsum':
+        position = jnp.arange(segment.shape[1])
+        return written_out('L', 'K/t/c', q, k, v, position, position, segment, segment)
+    kernel = KERNELS[chosen(by, act.dtype, q.shape[-1])]
+    types = 'B/r/d/e L Q K/t/c D, B/r/d/e S K/t/c D, B/r/d/e S K/t/c D, B/r/d/e L -> B/r/d/e L Q K/t/c D'
+    return shardops.local(types, kernel, q, k, v, segment)
 
 
 @jax.named_scope('causal')
@@ -269,30 +307,86 @@ def attention_of_gathered_keys(
     q: act['B/r/d/e L/c Q K/t D'],
     k: act['B/r/d/e S/c K/t D'],
     v: act['B/r/d/e S/c K/t D'],
-    position: i32['L/c'],
-    segment: i32['B/r/d/e L/c'],
+    places: Places,
 ) -> act['B/r/d/e L/c Q K/t D']:
     """Of a device's positions, with all keys of its rows (Llama Team 2024, 3.3.2), which backward gathers again. By
     'einsum', or in blocks, whichever kernel is asked for: the others count positions by themselves."""
     k = shardops.all_gather('B/r/d/e S/c K/t D -> B/r/d/e S K/t D', k)  # 2KD/t bytes for each position of others
     v = shardops.all_gather('B/r/d/e S/c K/t D -> B/r/d/e S K/t D', v)
-    key_segment = shardops.all_gather('B/r/d/e S/c -> B/r/d/e S', segment)
-    if by != 'einsum':
-        types = 'B/r/d/e L/c Q K/t D, B/r/d/e S K/t D, B/r/d/e S K/t D, L/c, B/r/d/e L/c, B/r/d/e S'
-        return shardops.local(f'{types} -> B/r/d/e L/c Q K/t D', of_part, q, k, v, position, segment, key_segment)
-    key_position = shardops.all_gather('S/c -> S', position)
-    allowed = segment[:, :, None] == key_segment[:, None, :]
-    allowed = allowed & (position[:, None] >= key_position[None])[None]
-    logits = shardops.einsum_unreduced(
-        'B/r/d/e L/c Q K/t D, B/r/d/e S K/t D -> B/r/d/e Q K/t L/c S', q, k, preferred_element_type=jnp.float32
-    )
-    logits = jnp.where(allowed[:, None, None], logits, -1e30)
-    largest = shardops.pmax('B/r/d/e Q K/t L/c S -> B/r/d/e Q K/t L/c', lax.stop_gradient(logits))
-    e = jnp.exp(logits - largest[..., None])
-    total = shardops.sum_unreduced('B/r/d/e Q K/t L/c S -> B/r/d/e Q K/t L/c', e)
-    probs: act['B/r/d/e Q K/t L/c S'] = (e / total[..., None]).astype(act.dtype)
-    o = shardops.einsum_unreduced('B/r/d/e Q K/t L/c S, B/r/d/e S K/t D -> B/r/d/e L/c Q K/t D', probs, v)
-    return save_for_backward(o)  # 2QKD/t bytes a token
+    of_both = places.position, places.key_position, places.own_segment, places.key_segment
+    if by == 'einsum':
+        return written_out('L/c', 'K/t', q, k, v, *of_both)
+    types = 'B/r/d/e L/c Q K/t D, B/r/d/e S K/t D, B/r/d/e S K/t D, L/c, S, B/r/d/e L/c, B/r/d/e S'
+    return shardops.local(f'{types} -> B/r/d/e L/c Q K/t D', of_part, q, k, v, *of_both)
+
+
+@jax.named_scope('causal')
+@typed
+def attention_in_a_ring(
+    q: act['B/r/d/e L/c Q K/t D'],
+    k: act['B/r/d/e S/c K/t D'],
+    v: act['B/r/d/e S/c K/t D'],
+    position: i32['L/c'],
+    segment: i32['B/r/d/e L/c'],
+) -> act['B/r/d/e L/c Q K/t D']:
+    """Of a device's positions, with keys that are passed on from device to device (Liu et al. 2023), in blocks: two
+    parts of the keys are in memory at a time, and nothing of a turn is kept.
+
+    Sends in each of c - 1 turns 4KD/t bytes a token of a part; backward that again, and in c turns 8KD/t of gradients.
+    """
+    kept, passed = 'B/r/d/e L/c Q K/t D', 'B/r/d/e [S/c] K/t D'
+    types = f'{kept}, {passed}, {passed}, L/c, [S/c], B/r/d/e L/c, B/r/d/e [S/c] -> {kept}'
+    both = blockwise.forward_of_part, blockwise.backward_of_part
+    return shardops.ring(types, *both, q, k, v, position, position, segment, segment)
+
+
+@typed
+def attention_half(
+    mesh: Mesh,
+    model: Model,
+    x: act['B/r/d/e L/c M/t'],
+    scale: f32['M'],
+    weights: tuple,
+    places: Places,
+) -> act['B/r/d/e L/c M/t']:
+    """A layer's first half, of its gathered weights: q, k, v and o."""
+    w_q, w_k, w_v, w_o = weights
+    with jax.named_scope('attention'):
+        gathered = shardops.all_gather('B/r/d/e L/c M/t -> B/r/d/e L/c M', x)
+        gathered = save_for_backward(gathered)  # 2M bytes a token, in the place of the input's 2M/t
+        normed = rms_norm(gathered, scale, model.norm_eps)
+        q = shardops.product('B/r/d/e L/c M, M Q K/t D -> B/r/d/e L/c Q K/t D', normed, w_q)
+        q = rotary(q, places.position, model.rope_max_timescale)
+        k = shardops.product('B/r/d/e L/c M, M K/t D -> B/r/d/e L/c K/t D', normed, w_k)
+        k = rotary(k[:, :, None], places.position, model.rope_max_timescale)[:, :, 0]
+        v = shardops.product('B/r/d/e L/c M, M K/t D -> B/r/d/e L/c K/t D', normed, w_v)
+        if deals_heads(mesh, model):  # whole rows of some heads, in the place of some positions of all heads
+            q = shardops.all_to_all('B/r/d/e L/c Q K/t D -> B/r/d/e L Q K/t/c D', q)
+            k = shardops.all_to_all('B/r/d/e S/c K/t D -> B/r/d/e S K/t/c D', k)
+            v = shardops.all_to_all('B/r/d/e S/c K/t D -> B/r/d/e S K/t/c D', v)
+        q = save_for_backward(q)  # 2QKD/t bytes a token, spares a product with w_q, and sending it
+        k = save_for_backward(k)  # 2KD/t bytes a token, spares the product with w_k, and sending it
+        v = save_for_backward(v)  # 2KD/t bytes a token, spares the product with w_v, and sending it
+        if deals_heads(mesh, model):
+            o = attention(model.attention, q, k, v, places.segment)
+            o = shardops.all_to_all('B/r/d/e L Q K/t/c D -> B/r/d/e L/c Q K/t D', o)
+        elif model.context == 'ring':
+            o = attention_in_a_ring(q, k, v, places.position, places.own_segment)
+        else:
+            o = attention_of_gathered_keys(model.attention, q, k, v, places)
+        y = shardops.product('B/r/d/e L/c Q K/t D, M Q K/t D -> B/r/d/e L/c M +t', o, w_o)
+        return x + shardops.psum_scatter('B/r/d/e L/c M +t -> B/r/d/e L/c M/t', y)
+
+
+@typed
+def feed_forward(normed: act['B/r/d/e L/c M'], w_gate, w_up, w_down) -> act['B/r/d/e L/c M/t']:
+    gate = shardops.product('B/r/d/e L/c M, M F/t -> B/r/d/e L/c F/t', normed, w_gate)
+    gate = save_for_backward(gate)  # 2F/t bytes a token, spares a product with w_gate
+    up = shardops.product('B/r/d/e L/c M, M F/t -> B/r/d/e L/c F/t', normed, w_up)
+    up = save_for_backward(up)  # 2F/t bytes a token, spares a product with w_up
+    hidden = jax.nn.silu(gate) * up
+    y = shardops.product('B/r/d/e L/c F/t, M F/t -> B/r/d/e L/c M +t', hidden, w_down)
+    return shardops.psum_scatter('B/r/d/e L/c M +t -> B/r/d/e L/c M/t', y)
 
 
 # == Experts ===========================================================================================================
@@ -438,6 +532,21 @@ def experts_without_loss(
     return shardops.psum_scatter('B/r/d L/c M +e +t -> B/r/d/e L/c M/t', y)
 
 
+# == Products in 8 bits ================================================================================================
+@typed
+def float8_scales(layers) -> dict[str, f32['layers']]:
+    """Of each matrix of each layer one number, the same on all devices: 4 bytes, all-reduced."""
+    dims = {'w_q': 'Q K/t D', 'w_kv': 'K/t D', 'w_o': 'Q K/t D', 'w_gate': 'F/t', 'w_up': 'F/t', 'w_down': 'F/t'}
+    dims = {name: f'layers {"2 " * (name == "w_kv")}M/d/c/e {rest}' for name, rest in dims.items()}
+    return {name: shardops.float8_scale(f'{spec} -> layers', getattr(layers, name)) for name, spec in dims.items()}
+
+
+def in_float8(w: Layer, scales: dict) -> Layer:
+    """The layer with matrices that are gathered and multiplied as 8-bit numbers, of these scales."""
+    w = replace(w, **{name: shardops.Float8(getattr(w, name) / scale, scale) for name, scale in scales.items()})
+    return replace(w, w_kv=[shardops.Float8(each, w.w_kv.scale) for each in w.w_kv.values])
+
+
 # == Forward pass ======================================================================================================
 @typed
 def forward(
@@ -459,47 +568,27 @@ def forward(
         first = batch.is_seq_start.at[:, 0].set(True)  # a row's first position starts a segment
         inputs: u32['B/r/d/e L'] = jnp.where(first, jnp.uint32(bos_id), jnp.roll(batch.targets, 1, axis=1))
         segment: i32['B/r/d/e L'] = jnp.cumsum(first, axis=1, dtype=jnp.int32)
-        position: i32['L/c'] = dealt(mesh, model, jnp.arange(inputs.shape[1], dtype=jnp.int32))
-        own_segment: i32['B/r/d/e L/c'] = dealt(mesh, model, segment)
+        places = places_of(mesh, model, segment)
         x = embed(weights.embed, dealt(mesh, model, inputs))
 
     # The norms of all layers travel together, in float32: they are small. 8M bytes a layer, held throughout.
     ln1 = shardops.all_gather('layers M/d/c/e/t -> layers M', weights.transformer.ln1)
     ln2 = shardops.all_gather('layers M/d/c/e/t -> layers M', weights.transformer.ln2)
 
-    # Bytes of one layer and one token of the device's positions, in bfloat16, as in train.py.
-    kept = ('save_for_backward',) if training.save_for_backward == 'everything' else ()
+    scales = float8_scales(weights.transformer) if model.fp8 else None
 
-    @functools.partial(explicit_activation_checkpointing, names=kept)
+    # Bytes of one layer and one token of the device's positions, in bfloat16, as in train.py.
+    kept = () if training.save_for_backward == 'inputs' else ('save_for_backward',)
+
+    @functools.partial(explicit_activation_checkpointing, names=kept, on_host=training.save_for_backward == 'on_host')
     def layer(x: act['B/r/d/e L/c M/t'], ws):
-        ln1, ln2, w = ws
+        ln1, ln2, w, scales = ws
+        w = in_float8(w, scales) if model.fp8 else w
         w_q = gather('M/d/c/e Q K/t D -> M Q K/t D', w.w_q)
         w_k, w_v = [gather('M/d/c/e K/t D -> M K/t D', each) for each in w.w_kv]
         w_o = gather('M/d/c/e Q K/t D -> M Q K/t D', w.w_o)
 
-        with jax.named_scope('attention'):
-            gathered = shardops.all_gather('B/r/d/e L/c M/t -> B/r/d/e L/c M', x)
-            gathered = save_for_backward(gathered)  # 2M bytes a token, in the place of the input's 2M/t
-            normed = rms_norm(gathered, ln1, model.norm_eps)
-            q = shardops.einsum_unreduced('B/r/d/e L/c M, M Q K/t D -> B/r/d/e L/c Q K/t D', normed, w_q)
-            q = rotary(q, position, model.rope_max_timescale)
-            k = shardops.einsum_unreduced('B/r/d/e L/c M, M K/t D -> B/r/d/e L/c K/t D', normed, w_k)
-            k = rotary(k[:, :, None], position, model.rope_max_timescale)[:, :, 0]
-            v = shardops.einsum_unreduced('B/r/d/e L/c M, M K/t D -> B/r/d/e L/c K/t D', normed, w_v)
-            if deals_heads(mesh, model):  # whole rows of some heads, in the place of some positions of all heads
-                q = shardops.all_to_all('B/r/d/e L/c Q K/t D -> B/r/d/e L Q K/t/c D', q)
-                k = shardops.all_to_all('B/r/d/e S/c K/t D -> B/r/d/e S K/t/c D', k)
-                v = shardops.all_to_all('B/r/d/e S/c K/t D -> B/r/d/e S K/t/c D', v)
-            q = save_for_backward(q)  # 2QKD/t bytes a token, spares a product with w_q, and sending it
-            k = save_for_backward(k)  # 2KD/t bytes a token, spares the product with w_k, and sending it
-            v = save_for_backward(v)  # 2KD/t bytes a token, spares the product with w_v, and sending it
-            if deals_heads(mesh, model):
-                o = attention(model.attention, q, k, v, segment)
-                o = shardops.all_to_all('B/r/d/e L Q K/t/c D -> B/r/d/e L/c Q K/t D', o)
-            else:
-                o = attention_of_gathered_keys(model.attention, q, k, v, position, own_segment)
-            y = shardops.einsum_unreduced('B/r/d/e L/c Q K/t D, M Q K/t D -> B/r/d/e L/c M +t', o, w_o)
-            x = x + shardops.psum_scatter('B/r/d/e L/c M +t -> B/r/d/e L/c M/t', y)
+        x = attention_half(mesh, model, x, ln1, (w_q, w_k, w_v, w_o), places)
 
         with jax.named_scope('ffn'):
             gathered = shardops.all_gather('B/r/d/e L/c M/t -> B/r/d/e L/c M', x)
@@ -509,13 +598,7 @@ def forward(
                 w_gate = gather('M/d/c/e F/t -> M F/t', w.w_gate)
                 w_up = gather('M/d/c/e F/t -> M F/t', w.w_up)
                 w_down = gather('M/d/c/e F/t -> M F/t', w.w_down)
-                gate = shardops.einsum_unreduced('B/r/d/e L/c M, M F/t -> B/r/d/e L/c F/t', normed, w_gate)
-                gate = save_for_backward(gate)  # 2F/t bytes a token, spares a product with w_gate
-                up = shardops.einsum_unreduced('B/r/d/e L/c M, M F/t -> B/r/d/e L/c F/t', normed, w_up)
-                up = save_for_backward(up)  # 2F/t bytes a token, spares a product with w_up
-                hidden = jax.nn.silu(gate) * up
-                y = shardops.einsum_unreduced('B/r/d/e L/c F/t, M F/t -> B/r/d/e L/c M +t', hidden, w_down)
-                x = x + shardops.psum_scatter('B/r/d/e L/c M +t -> B/r/d/e L/c M/t', y)
+                x = x + feed_forward(normed, w_gate, w_up, w_down)
             if not model.experts:
                 return x, None
             router = shardops.all_gather('M/d/c/e/t E -> M E', w.router)
@@ -531,7 +614,7 @@ def forward(
                 routing = replace(routing, dropped=dropped)
             return x + y, routing
 
-    x, routing = lax.scan(layer, x, (ln1, ln2, weights.transformer), unroll=training.unroll_layers)
+    x, routing = lax.scan(layer, x, (ln1, ln2, weights.transformer, scales), unroll=training.unroll_layers)
 
     with jax.named_scope('final_norm'):
         scale = shardops.all_gather('M/d/c/e/t -> M', weights.final_layer_norm)

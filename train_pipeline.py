@@ -36,7 +36,7 @@ from shardlib.shardtypes import Array, bool_, f32, i32, narrowed, pytree_datacla
 from shardlib.sizes import nearest_multiples
 from shardlib.typed import typed
 from train import act, adamw_step, learning_rate
-from train_at_scale import attention, attention_of_gathered_keys, deals_heads, dealt, rms_norm, rotary
+from train_at_scale import attention_half, deals_heads, dealt, feed_forward, places_of, rms_norm
 
 
 # == Hyperparameters ===================================================================================================
@@ -289,49 +289,16 @@ def layers(
     segment: i32['B/r/d/e L'],
 ) -> act['B/r/d/e L/c M/t']:
     """A piece of the layers, train_at_scale.py's, of whole weights 'n M F/t', on each stage by itself."""
-    position: i32['L/c'] = dealt(mesh, model, jnp.arange(segment.shape[1], dtype=jnp.int32))
-    own_segment: i32['B/r/d/e L/c'] = dealt(mesh, model, segment)
+    places = places_of(mesh, model, segment)
     kept = ('save_for_backward',) if training.save_for_backward == 'everything' else ()
 
     @functools.partial(explicit_activation_checkpointing, names=kept)
     def layer(x: act['B/r/d/e L/c M/t'], w):
-        with jax.named_scope('attention'):
-            gathered = shardops.all_gather('B/r/d/e L/c M/t -> B/r/d/e L/c M', x)
-            gathered = save_for_backward(gathered)  # 2M bytes a token of one microbatch, as those below
-            normed = rms_norm(gathered, w.ln1, model.norm_eps)
-            q = shardops.einsum_unreduced('B/r/d/e L/c M, M Q K/t D -> B/r/d/e L/c Q K/t D', normed, w.w_q)
-            q = rotary(q, position, model.rope_max_timescale)
-            k, v = [
-                shardops.einsum_unreduced('B/r/d/e L/c M, M K/t D -> B/r/d/e L/c K/t D', normed, each)
-                for each in w.w_kv
-            ]
-            k = rotary(k[:, :, None], position, model.rope_max_timescale)[:, :, 0]
-            if deals_heads(mesh, model):
-                q = shardops.all_to_all('B/r/d/e L/c Q K/t D -> B/r/d/e L Q K/t/c D', q)
-                k = shardops.all_to_all('B/r/d/e S/c K/t D -> B/r/d/e S K/t/c D', k)
-                v = shardops.all_to_all('B/r/d/e S/c K/t D -> B/r/d/e S K/t/c D', v)
-            q = save_for_backward(q)  # 2QKD/t bytes a token
-            k = save_for_backward(k)  # 2KD/t bytes a token
-            v = save_for_backward(v)  # 2KD/t bytes a token
-            if deals_heads(mesh, model):
-                o = attention(model.attention, q, k, v, segment)
-                o = shardops.all_to_all('B/r/d/e L Q K/t/c D -> B/r/d/e L/c Q K/t D', o)
-            else:
-                o = attention_of_gathered_keys(model.attention, q, k, v, position, own_segment)
-            y = shardops.einsum_unreduced('B/r/d/e L/c Q K/t D, M Q K/t D -> B/r/d/e L/c M +t', o, w.w_o)
-            x = x + shardops.psum_scatter('B/r/d/e L/c M +t -> B/r/d/e L/c M/t', y)
-
+        x = attention_half(mesh, model, x, w.ln1, (w.w_q, *w.w_kv, w.w_o), places)
         with jax.named_scope('ffn'):
             gathered = shardops.all_gather('B/r/d/e L/c M/t -> B/r/d/e L/c M', x)
             gathered = save_for_backward(gathered)  # 2M bytes a token
-            normed = rms_norm(gathered, w.ln2, model.norm_eps)
-            gate = shardops.einsum_unreduced('B/r/d/e L/c M, M F/t -> B/r/d/e L/c F/t', normed, w.w_gate)
-            gate = save_for_backward(gate)  # 2F/t bytes a token
-            up = shardops.einsum_unreduced('B/r/d/e L/c M, M F/t -> B/r/d/e L/c F/t', normed, w.w_up)
-            up = save_for_backward(up)  # 2F/t bytes a token
-            hidden = jax.nn.silu(gate) * up
-            y = shardops.einsum_unreduced('B/r/d/e L/c F/t, M F/t -> B/r/d/e L/c M +t', hidden, w.w_down)
-            return x + shardops.psum_scatter('B/r/d/e L/c M +t -> B/r/d/e L/c M/t', y), None
+            return x + feed_forward(rms_norm(gathered, w.ln2, model.norm_eps), w.w_gate, w.w_up, w.w_down), None
 
     return lax.scan(layer, x, weights, unroll=training.unroll_layers)[0]
 
@@ -538,9 +505,10 @@ def shapes(config: Config) -> tuple[State, TokenBatch]:
     """The global shapes of the state and of a batch. Raises RunError for what this program has not, and for sizes that
     the mesh cannot split."""
     mesh, model, training = config.mesh, config.model, config.training
-    if mesh.p == 1 or model.experts:
-        what = 'mesh.p = 1' if mesh.p == 1 else f'model.experts = {model.experts}'
-        raise RunError(f'{what}: train_pipeline has neither one stage nor mixtures: use train_at_scale')
+    refused = {'mesh.p = 1': mesh.p == 1, f'model.experts = {model.experts}': model.experts, 'model.fp8': model.fp8}
+    for what, is_so in refused.items():
+        if is_so:
+            raise RunError(f'{what}: train_pipeline has neither one stage nor mixtures nor 8 bits: use train_at_scale')
     of_stages = 'model.layers', model.layers, mesh.p * training.pieces, 'mesh.p · training.pieces'
     for key, size, count, what in of_stages, ('training.microbatches', training.microbatches, mesh.p, 'mesh.p'):
         if size % count:

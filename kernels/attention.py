@@ -55,20 +55,27 @@ def _with_gradient(forward, backward):
 
 
 @jax.custom_vjp
-def of_part(q, k, v, position, segment, key_segment):
+def of_part(q, k, v, *places):
     """`blockwise` for the queries of one device's part of rows whose positions are `blockwise.dealt`, with all keys.
 
-    q 'B l Q K D', k and v 'B L K D' in that order, position int32 'l', segment int32 'B l', key_segment int32 'B L'.
+    q 'B l Q K D', k and v 'B L K D', places: position int32 'l', key_position int32 'L', segment int32 'B l',
+    key_segment int32 'B L'.
     """
-    return blockwise.forward_of_part(q, k, v, position, segment, key_segment)[0]
+    return blockwise.forward_of_part(q, k, v, *places)[0].astype(q.dtype)
 
 
 def _keep_of_part(*operands):
-    o, log_sum_exp = (checkpoint_name(x, _SAVED) for x in blockwise.forward_of_part(*operands))
+    o, log_sum_exp = blockwise.forward_of_part(*operands)
+    o, log_sum_exp = (checkpoint_name(x, _SAVED) for x in (o.astype(operands[0].dtype), log_sum_exp))
     return o, (*operands, o, log_sum_exp)
 
 
-of_part.defvjp(_keep_of_part, lambda kept, gradient: (*blockwise.backward_of_part(*kept, gradient), None, None, None))
+def _give_back_of_part(kept, gradient):
+    found = blockwise.backward_of_part(*kept, gradient)
+    return *(each.astype(operand.dtype) for each, operand in zip(found, kept)), *[None] * 4
+
+
+of_part.defvjp(_keep_of_part, _give_back_of_part)
 
 KERNELS = {
     "blockwise": _with_gradient(blockwise.forward, blockwise.backward),

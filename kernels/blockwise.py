@@ -96,7 +96,7 @@ def _of_pair(q, k, v, do, allowed, log_sum_exp, by_row, cap=None):
     return _dot("RS,Sd->Rd", dlogits, k), _dot("RS,Rd->Sd", dlogits, q), dv
 
 
-# -- Of some positions of a row, with all its keys ---------------------------------------------------------------------
+# -- Of some positions of a row, with all its keys or some ------------------------------------------------------------
 def dealt(length: int, devices: int) -> np.ndarray:
     """The positions of a row in the order in which its parts lie on so many devices: of twice as many chunks each has
     one from the front and one from the end, so that all have as many pairs of a query and an earlier key (zigzag;
@@ -105,17 +105,21 @@ def dealt(length: int, devices: int) -> np.ndarray:
     return np.stack([chunks[:devices], chunks[: devices - 1 : -1]], axis=1).reshape(-1)
 
 
-def forward_of_part(q, k, v, position, segment, key_segment):
-    """`forward` for the queries of one device's part of rows that are `dealt`, with all keys in that order.
+def forward_of_part(q, k, v, position, key_position, segment, key_segment):
+    """`forward` for the queries of one device's part of rows that are `dealt`, with the keys of all parts or of one.
 
     Args:
-      q: 'B l Q K D'. k, v: 'B L K D'. position: int32 'l'. segment: int32 'B l'. key_segment: int32 'B L'.
+      q: 'B l Q K D'. k, v: 'B s K D'. position: int32 'l'. key_position: int32 's'. segment: int32 'B l'. key_segment:
+        int32 'B s'.
+    Returns o and the logits' log-sum-exp, 'B l Q K', both in float32. Of a query that no key is for the log-sum-exp is
+    about -1e30, and its o means nothing.
     """
-    q, segment = lax.optimization_barrier((q, segment))  # as in `forward`
+    # As in `forward`; positions come from outside of the loop over layers too.
+    q, position, key_position, segment = lax.optimization_barrier((q, position, key_position, segment))
     length, groups = q.shape[1], q.shape[2]
     rows, columns = _blocks_of_part(length, k.shape[1])
     queries, keys, values = _split(q, rows), _split(k, columns), _split(v, columns)
-    allowed = _allowed_of_part(position, segment, key_segment, rows, columns, groups)
+    allowed = _allowed_of_part(position, key_position, segment, key_segment, rows, columns, groups)
     o = jnp.zeros(queries.shape, jnp.float32)
     sums = jnp.full(queries.shape[:-1], -1e30), jnp.zeros(queries.shape[:-1], jnp.float32), o
 
@@ -131,21 +135,22 @@ def forward_of_part(q, k, v, position, segment, key_segment):
         return tuple(x.at[row].set(new) for x, new in zip(sums, (larger, total, o), strict=True)), None
 
     with _share_of_part(length, k.shape[1]):
-        (largest, total, o), _ = lax.scan(add, sums, _pairs_of_part(position, rows, columns))
-    o = _join(o / total[..., None], groups, length).astype(q.dtype)
-    return o, _join_rows(largest + jnp.log(total), groups, length)
+        (largest, total, o), _ = lax.scan(add, sums, _pairs_of_part(position, key_position, rows, columns))
+    total = jnp.maximum(total, 1e-30)  # of blocks of queries that are before all keys nothing was summed up
+    log_sum_exp = _join((largest + jnp.log(total))[..., None], groups, length)[..., 0]
+    return _join(o / total[..., None], groups, length), log_sum_exp
 
 
-def backward_of_part(q, k, v, position, segment, key_segment, o, log_sum_exp, gradient):
-    """The gradients of q, and of k and v by these queries, from what `forward_of_part` returned."""
-    o, segment = lax.optimization_barrier((o, segment))
+def backward_of_part(q, k, v, position, key_position, segment, key_segment, o, log_sum_exp, gradient):
+    """The gradients of q, k and v by these queries and keys, in float32, from the o and log-sum-exp of all keys."""
+    o, position, key_position, segment = lax.optimization_barrier((o, position, key_position, segment))
     length, groups = q.shape[1], q.shape[2]
     rows, columns = _blocks_of_part(length, k.shape[1])
     queries, keys, values = _split(q, rows), _split(k, columns), _split(v, columns)
-    allowed = _allowed_of_part(position, segment, key_segment, rows, columns, groups)
+    allowed = _allowed_of_part(position, key_position, segment, key_segment, rows, columns, groups)
     gradients = _split(gradient, rows)
     by_row = jnp.sum(gradient.astype(jnp.float32) * o.astype(jnp.float32), axis=-1)
-    by_row, log_sum_exp = _split_rows(jnp.moveaxis(by_row, 1, 3), rows), _unjoin_rows(log_sum_exp, groups, rows)
+    by_row, log_sum_exp = (_split(x[..., None], rows)[..., 0] for x in (by_row, log_sum_exp))
 
     def add(sums, pair):
         row, column = pair
@@ -155,33 +160,29 @@ def backward_of_part(q, k, v, position, segment, key_segment, o, log_sum_exp, gr
 
     sums = tuple(jnp.zeros(x.shape, jnp.float32) for x in (queries, keys, values))
     with _share_of_part(length, k.shape[1]):
-        (dq, dk, dv), _ = lax.scan(add, sums, _pairs_of_part(position, rows, columns))
-    dk, dv = (_join(x, 1, k.shape[1])[:, :, 0] for x in (dk, dv))
-    return _join(dq, groups, length).astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
+        (dq, dk, dv), _ = lax.scan(add, sums, _pairs_of_part(position, key_position, rows, columns))
+    return _join(dq, groups, length), *(_join(x, 1, k.shape[1])[:, :, 0] for x in (dk, dv))
 
 
 def _blocks_of_part(part: int, length: int) -> tuple[int, int]:
-    """Numbers of blocks of a part's queries and of all keys: a chunk, half of a part, has whole blocks."""
+    """Numbers of blocks of a part's queries and of the keys: a chunk, half of a part, has whole blocks."""
     in_chunk = min(range(1, part // 2 + 1), key=lambda n: ((part // 2) % n > 0, part // 2 > n * BLOCK, n))
     return 2 * in_chunk, 2 * in_chunk * (length // part)
 
 
-def _pairs_of_part(position, rows: int, columns: int):
-    """Each block of queries with each block of keys that is not later, as many on every device: a device's two chunks
-    have together 2 · devices + 1 chunks of keys. Returns the indices of both, where they lie."""
-    block, devices = position.shape[0] // rows, columns // rows
-    keys = position.reshape(rows, block)[:, 0] // block + 1  # how many blocks of keys each has, itself the last
-    ends = jnp.cumsum(keys)
-    turns = jnp.arange(rows * (columns + 1) // 2, dtype=jnp.int32)
-    row = jnp.searchsorted(ends, turns, side="right").astype(jnp.int32)
-    place = np.argsort(dealt(columns, devices)).astype(np.int32)  # of a row's blocks in the order of their positions
-    return row, jnp.asarray(place)[turns - (ends - keys)[row]]
+def _pairs_of_part(position, key_position, rows: int, columns: int):
+    """Each block of queries with each block of keys that is not later; where the keys are of another part, some pairs
+    more, which the positions mask: as many on every device and in every turn. A device's two chunks have together
+    2 · devices + 1 chunks of keys in all, three in its own part, two in another. Returns the indices of both."""
+    ends, starts = position.reshape(rows, -1)[:, -1], key_position.reshape(columns, -1)[:, 0]
+    later = ends[:, None] < starts[None]
+    pairs = jnp.argsort(later.reshape(-1), stable=True)[: rows * (columns + 1) // 2].astype(jnp.int32)
+    return pairs // columns, pairs % columns
 
 
-def _allowed_of_part(position, segment, key_segment, rows: int, columns: int, groups: int):
+def _allowed_of_part(position, key_position, segment, key_segment, rows: int, columns: int, groups: int):
     """The function from a pair of blocks to bool 'B 1 R S': of the same segment, and not later."""
-    at, key_at = position.reshape(rows, -1), jnp.asarray(dealt(key_segment.shape[1], columns // rows))
-    key_at = key_at.reshape(columns, -1)
+    at, key_at = position.reshape(rows, -1), key_position.reshape(columns, -1)
     queries, keys = _split_segment(segment, rows), _split_segment(key_segment, columns)
 
     def allowed(row, column):

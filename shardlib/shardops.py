@@ -21,6 +21,7 @@ import dataclasses
 import functools
 import math
 import string as _strings
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -59,6 +60,14 @@ from shardlib.spec import (
 from shardlib.states import Made, State, describe, dual, require, require_dual
 
 SAVED = "save_for_backward"  # the name under which jax_extra.save_for_backward keeps a value
+
+
+class Float8(typing.NamedTuple):
+    """A matrix, values · scale, whose products are of 8-bit numbers: `all_gather` sends `values` in 8 bits, `product`
+    rounds both operands. Its gradient is that of the matrix as it is, unrounded. `float8_scale` finds the scale."""
+
+    values: jax.Array
+    scale: jax.Array
 
 
 # -- What all operations share -----------------------------------------------------------------------------------------
@@ -112,7 +121,7 @@ def _operate(name, text, operands, plan, execute, rule=None, new_sizes=None, sev
         functools.partial(execute, planned, axes),
         *operands,
         moves=planned["moves"],
-        sealed=plan is _plan_local,
+        sealed=plan in (_plan_local, _plan_ring),
     )
 
 
@@ -121,8 +130,8 @@ def _planned(plan, text, operands, results, mesh_axes) -> tuple[Recipe, dict]:
     recipe = parse_operation(text, operands, results)
     for spec in (*recipe.operands, *recipe.results):
         for dim in spec.dims:
-            if dim.indexed and plan not in (_plan_index, _plan_ppermute):
-                raise ShardingError(f"[{dim.name}]: only index_unreduced and ppermute mark a dim with [ ]")
+            if dim.indexed and plan not in (_plan_index, _plan_ppermute, _plan_ring):
+                raise ShardingError(f"[{dim.name}]: only index_unreduced, ppermute and ring mark a dim with [ ]")
             if dim.name == "..." and plan is not _plan_sum:
                 raise ShardingError("'...' is for sum_unreduced alone: name the dims")
     legal = [[str(spec.in_mesh_order(mesh_axes)) for spec in specs] for specs in (recipe.operands, recipe.results)]
@@ -253,7 +262,7 @@ def index(name: str):
 
 
 # -- split -> same -----------------------------------------------------------------------------------------------------
-def all_gather(spec: str | bytes, x, *, dtype=None, reduce_dtype=None):
+def all_gather(spec: str | bytes, x, *, dtype=None, reduce_dtype=None, sent_as=None):
     """Gathers the parts of the dims that lose an axis: split -> same.
 
         all_gather('M/d F/t -> M F/t', w)
@@ -264,19 +273,27 @@ def all_gather(spec: str | bytes, x, *, dtype=None, reduce_dtype=None):
       dtype: cast to this before sending; the result has it.
       reduce_dtype: the gradient is cast to this before its reduction, then to the operand's type. With a cast by hand
         before the gather, the gradient's reduction would run in the gathered type.
-    Sends: (n - 1) x bytes in `dtype`; in the backward pass a reduce-scatter of (n - 1) x bytes in `reduce_dtype`.
+      sent_as: rounded to this on the way, and only there.
+    Sends: (n - 1) x bytes in `sent_as` or `dtype`; in the backward pass a reduce-scatter of (n - 1) x bytes in
+    `reduce_dtype`. Of `Float8` 1 byte an element; the result is `Float8` too.
     """
+    if isinstance(x, Float8):
+        given = dict(dtype=dtype, reduce_dtype=reduce_dtype, sent_as=jnp.float8_e4m3fn)
+        return x._replace(values=all_gather(spec, x.values, **given))
 
     def execute(planned, axes, x):
-        wire, reduced = _element(dtype or x.dtype), _element(reduce_dtype or dtype or x.dtype)
+        out = _element(dtype or x.dtype)
+        wire, reduced = _element(sent_as or out), _element(reduce_dtype or out)
 
         def gather(x):
             x = x.astype(wire)
+            if sent_as is not None:  # as bits: XLA:CPU would send 8-bit floats as 16-bit ones
+                x = lax.bitcast_convert_type(x, f"uint{8 * wire.itemsize}")
             for position, names in _sent(planned["gathered"], axes):
                 x = _gather(x, names, position)
-            return x
+            return (x if sent_as is None else lax.bitcast_convert_type(x, wire)).astype(out)
 
-        if wire == reduced == x.dtype:
+        if wire == out == reduced == x.dtype:
             return gather(x)  # JAX's own transpose is the reduce-scatter
         gather_cast = jax.custom_vjp(gather)
 
@@ -290,7 +307,9 @@ def all_gather(spec: str | bytes, x, *, dtype=None, reduce_dtype=None):
         gather_cast.defvjp(lambda x: (gather(x), None), backward)
         return gather_cast(x)
 
-    return _operate("all_gather", spec, (x,), _plan_gather, execute, with_=(str(dtype), str(reduce_dtype)))
+    return _operate(
+        "all_gather", spec, (x,), _plan_gather, execute, with_=(str(dtype), str(reduce_dtype), str(sent_as))
+    )
 
 
 def _plan_gather(recipe, mesh_axes):
@@ -525,31 +544,147 @@ def _plan_ppermute(recipe, mesh_axes):
     return {"moves": moving[0].axes}
 
 
+def ring(spec: str | bytes, forward, backward, *operands):
+    """Attention to blocks that go round: what has a dim in [ ] is passed on along that dim's axis until each device has
+    had every block; the other operands stay, and the result lies as the first of them.
+
+        ring('B/d L/c K/t D, B/d [S/c] K/t D, B/d [S/c] K/t D, L/c, [S/c] -> B/d L/c K/t D', forward, backward,
+             q, k, v, position, key_position)
+
+    Both functions are local to a device and see one block of what goes round, the device's own one first:
+
+        forward(*operands) -> o, log_sum_exp                            of the logits with this block alone
+        backward(*operands, o, log_sum_exp, gradient) -> gradients      of the operands that are floats
+
+    in float32, log_sum_exp of o's shape without its last dim. Blocks are put together as parts of one softmax, and
+    `backward` gets the o and log_sum_exp of all of them (Dao et al. 2022, algorithms 1 and 4; the ring is that of Liu
+    et al. 2023). Kept for the backward pass, under the name of save_for_backward: o and its log-sum-exp; nothing of a
+    turn.
+    Proved: as of `local`. Sends: of what goes round, x bytes, (n - 1) x; backward that again, and n times the gradients
+    of its floats in float32, each while a block is multiplied.
+    """
+    text = as_text(spec)
+    floats = [jnp.issubdtype(jnp.result_type(operand), jnp.inexact) for operand in operands]
+
+    def execute(planned, axes, *operands):
+        (axis,), goes = planned["moves"], planned["goes"]
+        turns = 1 if _check.marking() else axes[axis]  # the check looks at one, as at a local function
+        of_floats = [each for each, is_float in zip(goes, floats) if is_float]
+
+        def parted(values, goes):
+            return [[value for value, each in zip(values, goes) if each is wanted] for wanted in (False, True)]
+
+        def joined(stay, moving):
+            stay, moving = iter(stay), iter(moving)
+            return [next(moving if each else stay) for each in goes]
+
+        def turned(values):
+            pairs = [(index, (index + 1) % turns) for index in range(turns)]
+            return [lax.ppermute(value, axis, pairs) for value in values]
+
+        def keep(*operands):
+            stay, moving = parted(lax.optimization_barrier(operands), goes)  # else a loop over layers is left by some
+
+            def turn(carry, _):
+                moving, (o, largest) = carry
+                coming = turned(moving) if turns > 1 else moving  # sent while this block is multiplied
+                more, other = forward(*joined(stay, moving))
+                both = jnp.logaddexp(largest, other)
+                o = o * jnp.exp(largest - both)[..., None] + more * jnp.exp(other - both)[..., None]
+                return (coming, (o, both)), None
+
+            first = operands[0]
+            carry = moving, (jnp.zeros(first.shape, jnp.float32), jnp.full(first.shape[:-1], -1e30, jnp.float32))
+            if turns > 1:
+                carry, _ = lax.scan(turn, carry, None, length=turns - 1)
+            (_, (o, log_sum_exp)), _ = turn(carry, None)  # the last block is passed on to nobody
+            o, log_sum_exp = (checkpoint_name(x, SAVED) for x in (o.astype(first.dtype), log_sum_exp))
+            return o, (operands, o, log_sum_exp)
+
+        def give_back(kept, gradient):
+            operands, *result = kept
+            stay, moving = parted(lax.optimization_barrier(operands), goes)
+
+            def of_pair(moving):
+                return parted(backward(*joined(stay, moving), *result, gradient), of_floats)
+
+            def turn(carry, _):
+                moving, (of_stay, of_moving) = carry
+                coming, passed = turned(moving), turned(of_moving)  # a block's gradients come a turn after the block
+                more, found = of_pair(moving)
+                return (coming, jax.tree.map(jnp.add, (of_stay, passed), (more, found))), None
+
+            sums = tuple(of_pair(moving))
+            if turns > 1:
+                carry = turned(moving), sums
+                if turns > 2:
+                    carry, _ = lax.scan(turn, carry, None, length=turns - 2)
+                (_, (of_stay, of_moving)), _ = turn(carry, None)
+                sums = of_stay, turned(of_moving)
+            of_stay, of_moving = map(iter, sums)
+            return tuple(
+                next(of_moving if each else of_stay).astype(operand.dtype) if is_float else None
+                for operand, each, is_float in zip(operands, goes, floats)
+            )
+
+        attend = jax.custom_vjp(lambda *operands: keep(*operands)[0])
+        attend.defvjp(keep, give_back)
+        return attend(*operands)
+
+    return _operate("ring", text, operands, _plan_ring, execute)
+
+
+def _plan_ring(recipe, mesh_axes):
+    first, *_ = recipe.operands
+    marked = [[dim for dim in operand.dims if dim.indexed] for operand in recipe.operands]
+    dims = {dim for each in marked for dim in each}
+    if len(dims) != 1 or max(map(len, marked)) > 1 or len(dims.pop().axes) != 1:
+        raise ShardingError(
+            "what goes round has one dim in [ ], the same in all of it, split over one axis: 'B/d [S/c] K/t D'"
+        )
+    (axis,) = next(dim for each in marked for dim in each).axes
+    if marked[0] or axis not in first.split or recipe.result != first:
+        raise ShardingError(
+            f"the first operand stays, is split over {axis}, and the result lies as it does: "
+            f"{_corrected(recipe, Spec(tuple(Dim(dim.name, dim.axes) for dim in first.dims), first.pending))}"
+        )
+    lies: dict[str, Dim] = {}
+    for dim in (dim for operand in recipe.operands for dim in operand.dims):
+        if lies.setdefault(dim.name, dim).axes != dim.axes:
+            raise ShardingError(f"{lies[dim.name]} in one operand, {dim} in the other: the devices' parts do not match")
+    if builtins.any(operand.pending for operand in recipe.operands):
+        raise ShardingError("an operand is pending, and a softmax is not linear: reduce it first")
+    return {**_plan_local(recipe, mesh_axes), "goes": [bool(each) for each in marked], "moves": (axis,)}
+
+
 # -- Nothing is sent ---------------------------------------------------------------------------------------------------
-def einsum_unreduced(spec: str | bytes, x, y, **jnp_kwargs):
+def einsum_unreduced(spec: str | bytes, x, y, *, rounded_to=None, **jnp_kwargs):
     """`jnp.einsum` of two operands. A contraction over a dim that is split over t leaves the result pending, '+t'.
 
         einsum_unreduced('B/d L F/t, M F/t -> B/d L M +t', h, w_down)
 
     Args:
+      rounded_to: both operands are, for the product alone; the gradient's products are of the operands as they are.
       jnp_kwargs: passed on. With preferred_element_type=float32 of bfloat16 operands the sums stay in float32; the
         gradient's products are in bfloat16 too (JAX would take the result's gradient in float32, and multiply at the
         rate of that). An operand that is not differentiated costs no product.
     Sends: nothing.
     """
-    return _einsum(spec, x, y, False, **jnp_kwargs)
+    return _einsum(spec, x, y, rounded_to, **jnp_kwargs)
 
 
-def _einsum(spec: str | bytes, x, y, x_is_thin: bool, **jnp_kwargs):
+def _einsum(spec: str | bytes, x, y, rounded_to=None, x_is_thin: bool = False, **jnp_kwargs):
     """x_is_thin: y's gradient is computed as x · gradient, not, as JAX does, as gradient · x: of the two XLA:CPU
     transposes the first, and computes anew what was fused into it."""
 
     def execute(planned, axes, x, y):
         def product(x, y):
+            if rounded_to is not None:
+                x, y = x.astype(rounded_to), y.astype(rounded_to)
             return jnp.einsum(planned["equation"], x, y, **jnp_kwargs)
 
-        is_plain = x.dtype != y.dtype or jnp_kwargs.get("preferred_element_type", x.dtype) == x.dtype
-        if is_plain and not x_is_thin:
+        as_they_are = rounded_to is None and jnp_kwargs.get("preferred_element_type", x.dtype) == x.dtype
+        if (x.dtype != y.dtype or as_they_are) and not x_is_thin:
             return product(x, y)
 
         # The gradient of a frozen operand is not computed, and what only it would need is not kept.
@@ -576,7 +711,7 @@ def _einsum(spec: str | bytes, x, y, x_is_thin: bool, **jnp_kwargs):
         widened.defvjp(forward, backward, symbolic_zeros=True)
         return widened(x, y)
 
-    return _operate("einsum_unreduced", spec, (x, y), _plan_einsum, execute, with_=(str(jnp_kwargs),))
+    return _operate("einsum_unreduced", spec, (x, y), _plan_einsum, execute, with_=(str(rounded_to), str(jnp_kwargs)))
 
 
 def _plan_einsum(recipe, mesh_axes):
@@ -634,7 +769,12 @@ def product(spec: str | bytes, x, w, **jnp_kwargs):
     stay in front in a and in b. The layer that calls this is the same with adapters and without.
 
     Of `shardtypes.Quantized` the product with its 8-bit values in x's type, times the factor of each column, in
-    float32. Sends: nothing."""
+    float32. Of `Float8` a product of 8-bit numbers, summed in float32, with a scale for each of x's rows that the
+    result has; its gradient's products are in x's type.
+
+    Sends: nothing; of `Float8`, and x whose contracted dims are split, the largest of each row, all-reduced."""
+    if isinstance(w, Float8):
+        return _product_of_float8(spec, x, w, **jnp_kwargs)
     if isinstance(w, Quantized):
         recipe = parse_operation(as_text(spec), 2)
         kept = [name for name in recipe.operands[1].names if name in recipe.result.names]
@@ -650,8 +790,39 @@ def product(spec: str | bytes, x, w, **jnp_kwargs):
     low = Spec((*kept, Dim("N")), result.pending)
     some = x if w.draw is None else _with_dropout(of_x, x, w.draw, w.dropout)
     thin = checkpoint_name(einsum_unreduced(f"{of_x}, {a} -> {low}", some, w.a), SAVED)  # spares the product with a
-    change = _einsum(f"{low}, {b} -> {result}", thin, w.b, True, **jnp_kwargs)
+    change = _einsum(f"{low}, {b} -> {result}", thin, w.b, x_is_thin=True, **jnp_kwargs)
     return einsum_unreduced(spec, x, w.base, **jnp_kwargs) + w.scale * change
+
+
+def float8_scale(spec: str | bytes, x):
+    """For each element of the result, in float32, the power of two by which the largest of x that belongs to it is
+    192 to 384: float8_e4m3fn has numbers up to 448 (Micikevicius et al. 2022, section 3). Dividing by it is exact.
+
+        float8_scale('layers M/d F/t -> layers', w)
+
+    Sends: as `pmax`.
+    """
+    largest = pmax(spec, jnp.abs(lax.stop_gradient(x))).astype(jnp.float32)
+    return lax.reduce_precision(jnp.maximum(largest, 1e-30), exponent_bits=8, mantissa_bits=0) / 256
+
+
+def _product_of_float8(spec, x, w: Float8, **jnp_kwargs):
+    """A scale for each row and one for the matrix: both leave the sum over the contracted dims."""
+    (of_x, _), result = (recipe := parse_operation(as_text(spec), 2)).operands, recipe.result
+    kept = [dim for dim in of_x.dims if dim.name in result.names]
+    scale = float8_scale(f"{of_x} -> {Spec(tuple(kept))}", x)
+    if builtins.any(dim.axes for dim in of_x.dims if dim not in kept):
+        scale = checkpoint_name(scale, SAVED)  # 4 bytes a row, spares sending it again
+
+    def wide(names):
+        rows = {dim.name for dim in kept}
+        return jnp.expand_dims(scale, [axis for axis, name in enumerate(names) if name not in rows])
+
+    x = x * (1 / wide(of_x.names)).astype(x.dtype)
+    y = einsum_unreduced(
+        spec, x, w.values, rounded_to=jnp.float8_e4m3fn, **{**jnp_kwargs, "preferred_element_type": jnp.float32}
+    )
+    return (y * (wide(result.names) * w.scale)).astype(jnp_kwargs.get("preferred_element_type", x.dtype))
 
 
 def _with_dropout(spec: Spec, x, draw, rate: float):

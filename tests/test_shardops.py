@@ -11,6 +11,8 @@ import pytest
 from grammar import Whole
 from prove import abstract, each_row, program, prove, refusal, says, table
 
+from ledger.count.costs import count
+from ledger.count.program import read
 from shardlib import shardops
 from shardlib.mesh import make_mesh
 from shardlib.shardtypes import ShardingError, bf16, f32, i32, typed_shard_map
@@ -314,7 +316,7 @@ M, F/t | shardops.local('M +t, F/t -> M +t', lambda x, y: x, x, y)
     | an operand is pending over t and another is split over it: reduce it first
 B/d M/t | shardops.local('B/d M/t -> B/d M/t', lambda x: x[:, :1], x)
     | dim M/t of 'B/d M/t' is 1, but M is 64 in 'B/d M/t'
-B/d M/t | shardops.all_gather('[B/d] M/t -> B M/t', x) | [B]: only index_unreduced and ppermute mark a dim with [ ]
+B/d M/t | shardops.all_gather('[B/d] M/t -> B M/t', x) | [B]: only index_unreduced, ppermute and ring mark a dim
 B/d M/t | shardops.all_gather('... M/t -> ... M', x) | '...' is for sum_unreduced alone: name the dims
 B/d M/t | shardops.all_gather('B/d M/x -> B/d M', x) | 'B/d M/x' names mesh axis x, but the mesh has d, t
 B/d M/t | shardops.all_gather('M/t -> M', x) | 'M/t' has 1 dims, the value has 2
@@ -389,6 +391,45 @@ def test_outside_of_shard_map():
     ) in str(caught.value)
     with pytest.raises(ShardingError, match=r"called outside of shard_map"):
         shardops.zeros('M', f32, M=3)
+
+
+@pytest.mark.parametrize("mesh", [dict(d=4, t=2), dict(d=1, t=1)], ids=["4x2", "1x1"])
+def test_products_of_8_bit_numbers(mesh):
+    """The value is that of both operands rounded to float8_e4m3fn after division by powers of two, summed exactly; the
+    gradients are those of the rounded matrix and of the activations as they are; and a matrix is sent in bytes."""
+
+    def both(
+        x: f32['B/d F/t'], w: f32['M/d F/t'], gradient: f32['B/d M/t']
+    ) -> tuple[f32['B/d M/t'], f32['B/d F/t'], f32['M/d F/t']]:
+        def multiply(x, w):
+            scale = shardops.float8_scale('M/d F/t -> ', w)
+            w = shardops.all_gather('M/d F/t -> M F/t', shardops.Float8(w / scale, scale))
+            y = shardops.product('B/d F/t, M F/t -> B/d M +t', x, w)
+            return shardops.psum_scatter('B/d M +t -> B/d M/t', y)
+
+        y, pull = shardops.vjp(multiply, x, w)
+        return y, *pull(gradient)
+
+    def rounded(values, axis):
+        largest = np.abs(values).max(axis=axis, keepdims=True).astype(np.float64)
+        scale = 2.0 ** np.floor(np.log2(largest / 1.5) + 1) / 256
+        assert ((largest / scale > 191) & (largest / scale < 385)).all()
+        return (values / scale).astype(np.float32).astype(jnp.float8_e4m3fn).astype(np.float64) * scale
+
+    draws = np.random.default_rng(3)
+    x = draws.standard_normal((8, 16)) * np.exp(draws.standard_normal((8, 1)) * 4)  # rows of very different sizes
+    x, w, g = (each.astype(np.float32) for each in (x, *draws.standard_normal((2, 8, 16))))
+    g = g[:, :8]
+    with jax.set_mesh(make_mesh(mesh, devices=jax.devices()[: mesh["d"] * mesh["t"]])):
+        traced = jax.jit(typed_shard_map(both)).trace(x, w, g)
+        y, of_x, of_w = traced.lower().compile()(x, w, g)
+    near = rounded(w, axis=None)
+    for found, right in ((y, rounded(x, axis=1) @ near.T), (of_x, g @ near), (of_w, g.T @ x)):
+        np.testing.assert_allclose(found, right, rtol=1e-5, atol=1e-5 * np.abs(right).max(axis=-1, keepdims=True).max())
+    assert np.abs(y - x @ w.T).max() > 1e-3 * np.abs(y).max()  # 8 bits are few
+    table = count(read(traced.jaxpr), mesh).collectives
+    sent = {(row.dtype, row.bytes) for row in table if (row.kind, row.axes) == ("all-gather", ("d",))}
+    assert sent == ({("uint8", 2 * 8)} if mesh["d"] > 1 else set())
 
 
 def test_strings_as_bytes():

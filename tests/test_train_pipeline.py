@@ -341,7 +341,7 @@ def test_a_run_goes_on_on_other_stages_and_by_other_trainers(monkeypatch, tmp_pa
 
 
 REFUSED = [
-    ('mesh.p=1', 'mesh.p = 1: train_pipeline has neither one stage nor mixtures: use train_at_scale'),
+    ('mesh.p=1', 'mesh.p = 1: train_pipeline has neither one stage nor mixtures nor 8 bits: use'),
     ('model.experts=4 model.experts_per_token=1', 'model.experts = 4: train_pipeline has neither one stage nor'),
     ('training.pieces=3', 'model.layers = 8: dealt out to mesh.p · training.pieces = 12: set it to 12'),
     ('training.microbatches=2', 'training.microbatches = 2: dealt out to mesh.p = 4: set it to 4'),

@@ -95,6 +95,17 @@ class Saved:
     times: int  # layers
 
 
+@dataclasses.dataclass(frozen=True, order=True)
+class HostCopy:
+    """An array that is copied between a device's memory and its host's."""
+
+    line: str
+    phase: str
+    to_host: bool
+    dtype: str
+    bytes: int
+
+
 Table = collections.Counter[Collective]  # times a step
 # By a collective and how often a place of the program runs it in a step, through the loops around it: such places.
 Sites = collections.Counter[tuple[Collective, int]]
@@ -108,13 +119,14 @@ class Costs:
     sites: Sites = dataclasses.field(default_factory=collections.Counter)
     loops: collections.Counter[Loop] = dataclasses.field(default_factory=collections.Counter)
     kernels: collections.Counter[tuple[str, str]] = dataclasses.field(default_factory=collections.Counter)
+    host_copies: collections.Counter[HostCopy] = dataclasses.field(default_factory=collections.Counter)
 
     @property
     def collectives(self) -> Table:
         return times_of(self.sites)
 
     def add(self, other: "Costs", times: int) -> None:
-        for name in ("products", "loops", "kernels"):
+        for name in ("products", "loops", "kernels", "host_copies"):
             for row, count in getattr(other, name).items():
                 getattr(self, name)[row] += count * times
         add_sites(self.sites, other.sites, times)
@@ -122,6 +134,15 @@ class Costs:
     def flops(self, *phases: str) -> int:
         """Of all products that run in these phases; without phases, in any."""
         return sum(row.flops * times for row, times in self.products.items() if not phases or row.phase in phases)
+
+    def host_bytes(self, to_host: bool) -> int:
+        """Copied to the host in a step, or from it."""
+        return sum(row.bytes * times for row, times in self.host_copies.items() if row.to_host is to_host)
+
+    def float8_flops(self, phase: str) -> int:
+        """Of the products of 8-bit floats in a phase."""
+        rows = ((row, times) for row, times in self.products.items() if row.phase == phase)
+        return sum(row.flops * times for row, times in rows if row.dtype.startswith("float8"))
 
     def model_flops(self) -> float:
         """Of the products of the forward and the backward pass, nothing recomputed, of masked ones what the model
@@ -163,6 +184,11 @@ def count(block: Block, mesh_axes: dict[str, int]) -> Costs:
         if op.name == "cond":
             any_branch([body.sites for body in bodies], op.line)
             bodies = [max(bodies, key=Costs.flops)]
+        if crosses_to_host(op):
+            (here,), (there,) = op.inputs, op.outputs
+            line = origin(here)[0] if there.on_host else op.line
+            row = HostCopy(line, op.phase, there.on_host, here.dtype, here.bytes or there.bytes)
+            costs.host_copies[row] += 1
         if op.name == "scan":
             costs.loops[Loop(op.line, op.phase, op.length)] += 1
         for body in bodies:
@@ -215,6 +241,11 @@ def any_branch(branches: Iterable[Sites], place: str) -> Sites:
     return first
 
 
+def crosses_to_host(op: Operation) -> bool:
+    """Whether an operation copies between a device's memory and its host's."""
+    return op.name == "device_put" and op.inputs[0].on_host != op.outputs[0].on_host
+
+
 def _flops(op: Operation) -> int | None:
     """FLOPs of a matrix product or a convolution; None for anything else."""
     if op.name == "dot_general":
@@ -251,7 +282,7 @@ def saved(block: Block) -> list[Saved]:
     rows: collections.Counter[Saved] = collections.Counter()  # how often, of rows whose own `times` is 1
     for op in block.operations:
         for value in op.outputs:
-            if readers := read_in_backward(value):
+            if not value.on_host and (readers := read_in_backward(value)):
                 line, why, each, times = origin(value)
                 if not why and any(reader.name == "checkpoint" for reader in readers):
                     why = "input"

@@ -28,7 +28,7 @@ import collections
 import dataclasses
 import sys
 
-from ledger.count.costs import KINDS, origin, read_in_backward
+from ledger.count.costs import KINDS, crosses_to_host, origin, read_in_backward
 from ledger.count.program import OPAQUE, Block, Operation, Value
 from shardlib.mesh import scan_counts
 
@@ -133,7 +133,7 @@ class _Lifetimes:
         self.seen: list[Held]
         bodies: dict[int, _Lifetimes] = {}
         for now, op in enumerate(block.operations):
-            if op.name in _READ or op.name.startswith("scatter"):
+            if op.name in _READ or op.name.startswith("scatter") or crosses_to_host(op):
                 for value in op.inputs:
                     self.compute([value])
                     self.lay_down(value, now)

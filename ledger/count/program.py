@@ -32,6 +32,7 @@ class Value:
     bytes: int
     maker: "Operation | None" = None
     literal: bool = False
+    on_host: bool = False  # in the host's memory: no bytes of a device
     uses: list["Operation"] = field(default_factory=list)  # those of its own block
 
 
@@ -176,7 +177,9 @@ class _Reader:
         if dtype is None:
             return Value(shape, "", 0, maker, literal)
         dtype = jnp.dtype("float32") if self.widened and dtype.name == "bfloat16" else dtype
-        return Value(shape, dtype.name, var.aval.size * dtype.itemsize, maker, literal)
+        memory = getattr(getattr(var.aval, "memory_space", None), "name", "")
+        on_host = memory == "Host" and not self.widened  # a CPU has but one memory
+        return Value(shape, dtype.name, 0 if on_host else var.aval.size * dtype.itemsize, maker, literal, on_host)
 
     def results(self, op: Operation, variables, operations: list[Operation]) -> list[Value]:
         op.outputs = [self.value(var, op) for var in variables]

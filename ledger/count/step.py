@@ -84,6 +84,7 @@ class Ledger:
             "collectives": collectives,
             "saved": [dataclasses.asdict(row) for row in sorted(self.saved)],
             "loops": rows(self.costs.loops),
+            "host_copies": rows(self.costs.host_copies),
             "uncounted_kernels": [
                 {"line": line, "kernel": name, "times": times} for (line, name), times in self.costs.kernels.items()
             ],

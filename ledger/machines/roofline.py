@@ -23,7 +23,8 @@ from ledger.machines.hardware import Hardware
 from ledger.units import amount, percent, seconds
 
 ASSUMPTIONS = (
-    "Every matrix product runs at the peak bfloat16 rate, whatever its shape and type.",
+    "Every matrix product runs at the peak bfloat16 rate, whatever its shape and type; of 8-bit floats, on NVIDIA's "
+    "Hopper and Blackwell, at twice that.",
     "Memory: products, collectives, reductions and scatters read their operands and write their results once; what is "
     "computed element by element before them reads and writes once more; the update reads and writes weights and "
     "optimizer state once. Nothing stays in a cache.",
@@ -166,13 +167,14 @@ def roofline(ledger: Ledger, hardware: Hardware, devices_per_host: int) -> Roofl
     for name in PHASES:
         flops, moved = ledger.costs.flops(name), ledger.memory.moved_bytes(name)
         mine = [each for each in sendings if each.phase == name]
+        spared = ledger.costs.float8_flops(name) * hardware.float8_spares
         phases.append(
             Phase(
                 name=name,
                 flops=flops,
                 hbm_bytes=moved,
                 sent_bytes=sum(each.sent_bytes for each in mine),
-                compute_s=_per(flops, hardware.peak_flops_per_s),
+                compute_s=_per(flops - spared, hardware.peak_flops_per_s),
                 hbm_s=_per(moved, hardware.hbm_bytes_per_s),
                 sent_s=_sum(each.sent_s for each in mine),
             )

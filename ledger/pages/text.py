@@ -113,7 +113,15 @@ def _kept(ledger) -> list[str]:
             f"{WHY.get(row.why, row.why):<22} {name_of(ledger, row.line)}"
         )
     total = sum(row.bytes * row.times for row in ledger.saved)
-    return [*lines, f"  {number(total) or '0':>7}  in all (what is under a thousandth of the largest is not listed)"]
+    lines.append(f"  {number(total) or '0':>7}  in all (what is under a thousandth of the largest is not listed)")
+    copies = ledger.costs.host_copies.items()
+    for row, times in sorted(copies, key=lambda each: (not each[0].to_host, -each[0].bytes * each[1])):
+        where = "to the host" if row.to_host else "from the host"
+        lines.append(
+            f"  {number(row.bytes * times):>7}  {f'{times} × {row.dtype}':<34} {row.line:<14} {where:<22} "
+            f"{name_of(ledger, row.line)}"
+        )
+    return lines
 
 
 # -- Memory ------------------------------------------------------------------------------------------------------------
@@ -167,6 +175,8 @@ def summary(ledger, hbm_bytes: int | None = None) -> list[str]:
         f"A step: {ledger.model_flops:.4g} model FLOPs, {ledger.hardware_flops:.4g} with what is recomputed; "
         f"each device sends {gigabytes(ledger.sent_bytes())} and needs {gigabytes(memory)}{of} (forecast)."
     ]
+    if copied := ledger.costs.host_bytes(to_host=True):
+        lines.append(f"It copies {gigabytes(copied)} to its host in a step, and back.")
     if hbm_bytes is not None and memory > hbm_bytes:
         parts = [f"{kind} {gigabytes(part)}" for kind, part in ledger.memory.by_kind().items() if part]
         lines += [

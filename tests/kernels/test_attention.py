@@ -334,7 +334,7 @@ def test_parts_of_a_row_with_all_its_keys(devices, length, monkeypatch):
 
     @jax.jit
     def both(q, k, v, part, segment, key_segment, gradient):
-        o, backward = jax.vjp(lambda q, k, v: of_part(q, k, v, part, segment, key_segment), q, k, v)
+        o, backward = jax.vjp(lambda q, k, v: of_part(q, k, v, part, order, segment, key_segment), q, k, v)
         return o, *backward(gradient)
 
     for part in np.split(order, devices):

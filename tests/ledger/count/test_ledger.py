@@ -18,7 +18,7 @@ from ledgers import ledger_of, ledger_of_changed
 
 import train
 from jax_extra import explicit_activation_checkpointing, save_for_backward
-from ledger.count.costs import Collective, Product, Saved, count, saved
+from ledger.count.costs import Collective, HostCopy, Product, Saved, count, saved
 from ledger.count.memory import GROUPS
 from ledger.count.program import PHASES, read
 from ledger.pages import text as page
@@ -343,7 +343,8 @@ def test_the_keys_of_the_json_are_documented():
     """docs/ledger.md has a table with every key of ledger.json and of its rows, in backticks, and no other."""
     ledger = ledger_of("local_test_synthetic")
     kernels = collections.Counter({("train.py:1", "a_kernel"): 1})
-    ledger = dataclasses.replace(ledger, costs=dataclasses.replace(ledger.costs, kernels=kernels))
+    copies = collections.Counter({HostCopy("train.py:1", "forward", True, "float32", 4): 1})
+    ledger = dataclasses.replace(ledger, costs=dataclasses.replace(ledger.costs, kernels=kernels, host_copies=copies))
     text = (Path(train.__file__).parent / "docs" / "ledger.md").read_text()
     table = text[text.index("| key | what |") :].split("\n\n")[0].splitlines()[2:]
     documented: dict[str, set[str]] = {}
