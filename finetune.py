@@ -36,10 +36,22 @@ from optimizers import State
 from runtime.check import batch_shapes, check_sizes, report_check
 from runtime.config.command_line import run
 from runtime.config.keys import Decay, Name, PairTokens, Positive, RunConfig, Steps
+from runtime.data.sources import tokenizer_of
 from runtime.run import Run, names, start, with_shardings
 from runtime.terminal import RunError
+from score import InRun
 from shardlib import shardops
-from shardlib.shardtypes import Adapted, ArrayType, f32, map_type, narrowed, pytree_dataclass, typed_shard_map, u32
+from shardlib.shardtypes import (
+    Adapted,
+    ArrayType,
+    f32,
+    make_shardings,
+    map_type,
+    narrowed,
+    pytree_dataclass,
+    typed_shard_map,
+    u32,
+)
 from shardlib.typed import typed
 from train import Mesh, Metrics
 
@@ -78,6 +90,9 @@ class Config(RunConfig):
     lora: Lora = field(default_factory=Lora)
     initial_weights: Name = field()  # a run, a checkpoint, or a folder of published weights, of any family in models/
     train: str | None = None  # a regular expression: the weights that are trained, 'transformer/w_q|.*norm'; null: all
+    # Files of tasks that are scored with each validation loss (docs/evaluation.md): [exam.jsonl, questions.jsonl]
+    eval_tasks: tuple[str, ...] = ()
+    best_by: Name = 'validation_loss'  # with patience, what tells the best: or score/exam.jsonl/acc
     initial_adapter: Name | None = None  # a folder that PEFT wrote, with adapters of this rank; null: drawn by the seed
 
 
@@ -224,33 +239,40 @@ def init_state(task: Task, seed: jax.Array) -> State:
     return optimizers.first_state(task.saved, first_weights(task, seed))
 
 
+def drawn_state(config: Config, seed: jax.Array) -> State:
+    """The whole first state of a resolved config, with weights that are drawn, not read."""
+    task = task_of(config)
+    state, drawn = init_state(task, seed), task.family.init(task.model, seed)
+    frozen = jax.tree.map(
+        lambda type_, w: type_ and w.astype(type_.element.dtype), task.State.weights.frozen, drawn, is_leaf=is_none
+    )
+    return replace(state, weights=Tuned(state.weights, frozen))
+
+
 # == Loss ==============================================================================================================
 def loss_sum(
-    task: Task, training: Training, bos_id: int, weights: Tuned, batch: TokenBatch, draw: jax.Array | None = None,
-    dropout: Dropout | None = None, z_loss: float = 0.0,
+    task: Task, training: Training, bos_id: int, weights: Tuned, batch: TokenBatch, dropout: Dropout | None = None,
+    of_adapters: Dropout | None = None, z_loss: float = 0.0,
 ):  # fmt: skip
     """The sum of weight · -log softmax over all targets, f32['+d +t'].
 
-    draw: numbers for the adapters' dropout, u32['draw']; None: without.
-    dropout, z_loss: of training; without, in validation.
+    dropout, of_adapters, z_loss: of training; without, in validation.
     """
     family, model = task.family, task.model
     kept = ('save_for_backward',) if training.save_for_backward == 'everything' else ()
     options = dict(reduce_dtype=training.gradient_reduce_dtype, kept=kept, unroll=training.unroll_layers)
     if task.lora.rank:
-        whole = weights.frozen
-        options['adapt'] = functools.partial(adapted, task.lora, draw if task.lora.dropout else None)
+        joined = weights.frozen
+        options['adapt'] = functools.partial(adapted, task.lora, of_adapters)
         options['low'] = numbered(task, weights.trained)
     else:
-        whole = jax.tree.map(
-            lambda w, other: other if w is None else w, weights.trained, weights.frozen, is_leaf=is_none
-        )
-    ends = family.gather_ends(whole, training.gradient_reduce_dtype)
+        joined = whole(task, weights)
+    ends = family.gather_ends(joined, training.gradient_reduce_dtype)
     if has_encoder(family):
-        x = family.hidden(model, whole, *family.pairs_of(batch, bos_id), ends=ends, **options)
+        x = family.hidden(model, joined, *family.pairs_of(batch, bos_id), ends=ends, **options)
     else:
         inputs = layers.inputs_of(batch, bos_id)
-        x = layers.hidden(family, model, whole, *inputs, ends=ends, dropout=dropout, **options)
+        x = layers.hidden(family, model, joined, *inputs, ends=ends, dropout=dropout, **options)
     return layers.loss_sum(ends.unembed, x, batch, family.mask(model).logits_cap, batch.weight, z_loss)
 
 
@@ -267,15 +289,31 @@ def numbered(task: Task, trained: Any) -> Any:
     return (trained.encoder, numbers(first)), (trained.decoder, numbers(first, last))
 
 
-def adapted(lora: Lora, draw: jax.Array | None, w: Any, low: tuple[Any, jax.Array]) -> Any:
-    """A gathered layer with its adapters, which join its products' sums: no more is sent (`shardops.product`). Numbers
-    of the step and the layer draw what is dropped."""
+def whole(task: Task, weights: Tuned) -> Any:
+    """The model's weights, with the adapters' products in them; that of whole arrays, outside of the mapped step."""
+    if not task.lora.rank:
+        return jax.tree.map(
+            lambda w, other: other if w is None else w, weights.trained, weights.frozen, is_leaf=is_none
+        )
+    found = weights.frozen
+    for place in task.places:
+        pair, stack = getattr(getattr(weights.trained, place.stack), place.name), getattr(found, place.stack)
+        one, other, all_ = adapters.letters(place.a, place.b, place.whole)
+        change = task.lora.alpha / task.lora.rank * jnp.einsum(f'{one},{other}->{all_}', pair.a, pair.b)
+        w, part = getattr(stack, place.leaf), (slice(None), *place.part)
+        w = w.at[part].set((w[part] + change).astype(w.dtype))
+        found = replace(found, **{place.stack: replace(stack, **{place.leaf: w})})
+    return found
+
+
+def adapted(lora: Lora, dropout: Dropout | None, w: Any, low: tuple[Any, jax.Array]) -> Any:
+    """A gathered layer with its adapters, which join its products' sums: no more is sent (`shardops.product`)."""
     (pairs, layer), matrices = low, {}
-    for number, (name, pair) in enumerate(vars(pairs).items() if pairs else ()):
+    drop = None if dropout is None else dropout.of_layer(layer)
+    for name, pair in vars(pairs).items() if pairs else ():
         if pair is not None:
-            own = None if draw is None else jnp.stack([*draw, layer, jnp.uint32(number)])
             a, b = pair.a.astype(act.dtype), pair.b.astype(act.dtype)
-            matrices[name] = Adapted(getattr(w, name), a, b, lora.alpha / lora.rank, lora.dropout, own)
+            matrices[name] = Adapted(getattr(w, name), a, b, lora.alpha / lora.rank, drop)
     return replace(w, **matrices)
 
 
@@ -307,28 +345,65 @@ def squared_norms(types: Any, tree: Any):
     return shardops.psum('weights +d +t -> weights', jnp.stack(squares))
 
 
-def mapped_steps(config: Config, bos_id: int) -> tuple[typed_shard_map, typed_shard_map]:
-    """The training step and the validation step over the mesh, of a resolved config."""
+@typed
+def updated(
+    task: Task, training: Training, state: State, value: f32['+d +t'], gradient, skipped: u32[''], step: u32['']
+):
+    """The state after an update, and what is logged of it; as train.py's, of what is trained."""
+    Trained = task.trained
+    with jax.named_scope('clip'):
+        value: f32[''] = shardops.psum('+d +t -> ', value)
+        grad_squares: f32['weights'] = squared_norms(Trained, gradient)
+        grad_norm: f32[''] = jnp.sqrt(shardops.sum_unreduced('weights -> ', grad_squares))
+        clip = jnp.minimum(1.0, training.max_grad_norm / jnp.maximum(grad_norm, 1e-30))
+        clipped: Trained = jax.tree.map(lambda g: clip * g, gradient)
+
+    with jax.named_scope('optimizer'):
+        before = replace(state, weights=state.weights.trained)
+        moved = optimizers.step(training, task.saved, task.decayed, before, clipped, step)
+        finite = jnp.isfinite(value) & jnp.isfinite(grad_norm)  # a step that is not changes nothing
+        new = jax.tree.map(lambda new, old: jnp.where(finite, new, old), moved, before)
+
+    with jax.named_scope('metrics'):
+        weight_squares = squared_norms(Trained, new.weights)
+        change_squares = squared_norms(Trained, jax.tree.map(jnp.subtract, new.weights, before.weights))
+        metrics = Metrics(
+            loss=value,
+            learning_rate=optimizers.learning_rate(training, step),
+            grad_norm=grad_norm,
+            weight_norm=jnp.sqrt(shardops.sum_unreduced('weights -> ', weight_squares)),
+            skipped_steps=skipped + jnp.where(finite, jnp.uint32(0), jnp.uint32(1)),
+            grad_norm_of=jnp.sqrt(grad_squares),
+            weight_norm_of=jnp.sqrt(weight_squares),
+            update_ratio_of=jnp.sqrt(change_squares / jnp.maximum(weight_squares, 1e-30)),
+        )
+    return replace(new, weights=replace(state.weights, trained=new.weights)), metrics
+
+
+def mapped_steps(config: Config, bos_id: int, part: float = 1.0) -> tuple[typed_shard_map, typed_shard_map]:
+    """The training step, with a part of the batch, and the validation step over the mesh, of a resolved config."""
     task, training = task_of(config), config.training
+    microbatches = round(part * training.microbatches)
     StateType, Weights, Trained, Batch = task.State, task.State.weights, task.trained, task.Batch
 
     @typed
     def training_step(state: StateType, skipped: u32[''], step: u32[''], batch: Batch) -> tuple[StateType, Metrics]:
-        """The update number `step`, from 0, and what is logged of it; as train.py's, of what is trained."""
+        """The update number `step`, from 0, and what is logged of it."""
         with jax.named_scope('count_targets'):
             target_count: f32[''] = shardops.psum('+d -> ', shardops.sum_unreduced('B/d L -> +d', batch.weight))
             target_count = jnp.where(target_count > 0, target_count, 1.0)
 
-        # A microbatch, its number, and with dropout its rows' numbers in the whole batch.
-        Part = tuple[Batch, u32[''], u32['B/d'] | None]
+        Part = tuple[Batch, u32['B/d']]  # a microbatch, and its rows' numbers in the whole batch
 
         def loss(trained: Trained, weights: Weights, part: Part) -> f32['+d +t']:
-            (batch, number, rows), drop = part, None
-            draw = jnp.stack([jnp.uint32(training.seed), step, number])
-            if rows is not None:
-                drop = Dropout(training.dropout, optimizers.seed_of(training, 'dropout', step), rows)
+            batch, rows = part
+
+            def dropout(name, rate):
+                return Dropout(rate, optimizers.seed_of(training, name, step), rows) if rate else None
+
+            drops = dropout('dropout', training.dropout), dropout('lora.dropout', task.lora.dropout)
             weights = replace(weights, trained=trained)
-            return loss_sum(task, training, bos_id, weights, batch, draw, drop, training.z_loss) / target_count
+            return loss_sum(task, training, bos_id, weights, batch, *drops, training.z_loss) / target_count
 
         Sums = tuple[f32['+d +t'], Trained]  # of losses and gradients
 
@@ -339,49 +414,19 @@ def mapped_steps(config: Config, bos_id: int) -> tuple[typed_shard_map, typed_sh
             return jax.tree.map(jnp.add, sums, (value, reduced(Trained, gradient))), None
 
         with jax.named_scope('gradient'):
-            rows = None
-            if training.dropout:
-                count = batch.targets.shape[0] * shardops.axis_size('d')
-                rows = shardops.slice('B -> B/d', jnp.arange(count, dtype=jnp.uint32))
-                rows = shardops.regroup('B/d -> parts R/d', rows, parts=training.microbatches)
 
             def regroup(array, x):  # 'B/d L', or 'B/d S' of what an encoder reads
                 columns = array.spec.names[1]
-                return shardops.regroup(f'B/d {columns} -> parts R/d {columns}', x, parts=training.microbatches)
+                return shardops.regroup(f'B/d {columns} -> parts R/d {columns}', x, parts=microbatches)
 
-            batch = jax.tree.map(regroup, map_type(lambda array: array, Batch), batch)
-            parts = batch, jnp.arange(training.microbatches, dtype=jnp.uint32), rows
+            count = batch.targets.shape[0] * shardops.axis_size('d')
+            rows = shardops.slice('B -> B/d', jnp.arange(count, dtype=jnp.uint32))
+            rows = shardops.regroup('B/d -> parts R/d', rows, parts=microbatches)
+            parts = jax.tree.map(regroup, map_type(lambda array: array, Batch), batch), rows
             zero = shardops.zeros('+d +t', f32), jax.tree.map(jnp.zeros_like, state.weights.trained)
             (value, gradient), _ = lax.scan(add_microbatch, zero, parts)
             gradient: Trained = gradient
-
-        with jax.named_scope('clip'):
-            value: f32[''] = shardops.psum('+d +t -> ', value)
-            grad_squares: f32['weights'] = squared_norms(Trained, gradient)
-            grad_norm: f32[''] = jnp.sqrt(shardops.sum_unreduced('weights -> ', grad_squares))
-            clip = jnp.minimum(1.0, training.max_grad_norm / jnp.maximum(grad_norm, 1e-30))
-            clipped: Trained = jax.tree.map(lambda g: clip * g, gradient)
-
-        with jax.named_scope('optimizer'):
-            before = replace(state, weights=state.weights.trained)
-            updated = optimizers.step(training, task.saved, task.decayed, before, clipped, step)
-            finite = jnp.isfinite(value) & jnp.isfinite(grad_norm)  # a step that is not changes nothing
-            new = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, before)
-
-        with jax.named_scope('metrics'):
-            weight_squares = squared_norms(Trained, new.weights)
-            change_squares = squared_norms(Trained, jax.tree.map(jnp.subtract, new.weights, before.weights))
-            metrics = Metrics(
-                loss=value,
-                learning_rate=optimizers.learning_rate(training, step),
-                grad_norm=grad_norm,
-                weight_norm=jnp.sqrt(shardops.sum_unreduced('weights -> ', weight_squares)),
-                skipped_steps=skipped + jnp.where(finite, jnp.uint32(0), jnp.uint32(1)),
-                grad_norm_of=jnp.sqrt(grad_squares),
-                weight_norm_of=jnp.sqrt(weight_squares),
-                update_ratio_of=jnp.sqrt(change_squares / jnp.maximum(weight_squares, 1e-30)),
-            )
-        return replace(new, weights=replace(state.weights, trained=new.weights)), metrics
+        return updated(task, training, state, value, gradient, skipped, step)
 
     @typed
     def validation_step(weights: Weights, loss: f32[''], targets: f32[''], batch: Batch) -> tuple[f32[''], f32['']]:
@@ -397,15 +442,8 @@ def mapped_steps(config: Config, bos_id: int) -> tuple[typed_shard_map, typed_sh
 def shapes(config: Config) -> tuple[State, Any]:
     """The global shapes of the state and of a batch, of a resolved config. Raises RunError for sizes that the mesh
     cannot split."""
-    task = task_of(config)
-    of = jax.eval_shape(functools.partial(init_state, task), np.uint32(0))
-    whole = jax.eval_shape(functools.partial(task.family.init, task.model), np.uint32(0))
-    frozen = jax.tree.map(
-        lambda type_, w: type_ and jax.ShapeDtypeStruct(w.shape, type_.element.dtype),
-        task.State.weights.frozen, whole, is_leaf=is_none,
-    )  # fmt: skip
-    state = replace(of, weights=Tuned(of.weights, frozen))
-    return check_sizes(config, task.State, state), batch_shapes(config, task.Batch)
+    state = jax.eval_shape(functools.partial(drawn_state, config), np.uint32(0))
+    return check_sizes(config, state_type(config), state), batch_shapes(config, task_of(config).Batch)
 
 
 def reader(config: Config, task: Task) -> Callable | None:
@@ -424,6 +462,16 @@ def reader(config: Config, task: Task) -> Callable | None:
     return read_adapters
 
 
+def scorer_of(config: Config, task: Task) -> InRun | None:
+    """What scores eval_tasks, if there are any."""
+    if not config.eval_tasks:
+        return None
+    join = functools.partial(whole, task)
+    if task.lora.rank:
+        join = jax.jit(join, out_shardings=make_shardings(task.State.weights.frozen))
+    return InRun(config, tokenizer_of(config), join)
+
+
 def main(config: Config) -> None:
     """Trains a model further on a flat-tokens data set, as a config in configs/ says."""
     config = resolved(config)
@@ -438,14 +486,17 @@ def main(config: Config) -> None:
         is_part = bool(jax.tree.leaves(task.State.weights.frozen))
         about = {'family': task.family.__name__.rpartition('.')[2], 'published': source.config}
         about['base'] = huggingface.fingerprint(source, pool) if is_part else None
-        with jax.set_mesh(mesh), Run(config, task.Batch, about) as run:
+        with jax.set_mesh(mesh), Run(config, task.Batch, about, scorer_of(config, task)) as run:
             bos_id = source.decoder_start if has_encoder(task.family) else run.data.bos_id
             step, validate = mapped_steps(config, bos_id)
             state, batch = with_shardings(state, task.State), with_shardings(batch, task.Batch)
             zero, count = np.uint32(0), sum(each.size for each in jax.tree.leaves(state.weights.trained))
             of = sum(each.size for each in jax.tree.leaves(state.weights.frozen))
             run.say(f'{count:,} parameters are trained' + (f', {of:,} are frozen' if is_part else ''))
-            step = run.compile(jax.jit(step, donate_argnums=0).trace(state, zero, zero, batch), __file__)
+            steps = {1.0: run.compile(jax.jit(step, donate_argnums=0).trace(state, zero, zero, batch), __file__)}
+            for part in (0.5**n for n, _ in enumerate(config.training.batch_doubles_at, 1)):
+                smaller, _ = mapped_steps(config, bos_id, part)
+                steps[part] = jax.jit(smaller, donate_argnums=0, compiler_options=run.compiler_options)
             validate = jax.jit(validate, compiler_options=run.compiler_options)
             kept = replace(state, weights=state.weights.trained)
             kept = run.first_state(kept, functools.partial(init_state, task), read)
@@ -456,6 +507,7 @@ def main(config: Config) -> None:
             skipped_steps = np.uint32(run.attributes.get('skipped_steps', 0))
 
             for number in run.steps():
+                step = steps[run.data.part_of_batch(number)]
                 state, metrics = step(state, skipped_steps, np.uint32(number), run.data.load(number))
                 skipped_steps = metrics.skipped_steps
                 kept = replace(state, weights=state.weights.trained)

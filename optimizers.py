@@ -25,7 +25,7 @@ from jax import lax
 
 import train
 from models.dropout import mixed, random_bits
-from runtime.config.keys import Decay, Momentum, NotNegative, Steps
+from runtime.config.keys import Count, Decay, Momentum, NotNegative, Steps
 from shardlib import shardops
 from shardlib.shardtypes import ArrayType, DType, f32, map_type, mapped_axes, pytree_dataclass, scope, u32
 from shardlib.spec import Dim, Spec
@@ -44,6 +44,9 @@ class Training(train.Training):
     # constant and inverse_sqrt: from this step on it falls linearly to the floor, at steps_for_lr (warmup, stable,
     # decay); null: it does not. A run that did not may be resumed with it.
     decay_from: Steps | None = None
+    # Steps from which on a step has twice the rows of those before; from the last on, tokens.batch. Steps of fewer rows
+    # have fewer microbatches.
+    batch_doubles_at: tuple[Count, ...] = ()
     # muon: of matrices, adamw of all else; adafactor: learning_rate is relative to a weight's root mean square.
     optimizer: Literal['adamw', 'muon', 'adafactor'] = 'adamw'
     moment_dtype: Literal['float32', 'bfloat16'] = 'float32'  # of moments at rest; bfloat16: rounded stochastically
@@ -59,6 +62,13 @@ class Training(train.Training):
             raise ValueError(
                 f'decay_from: expected a step from warmup_steps = {self.warmup_steps} to below '
                 f'steps_for_lr = {self.steps_for_lr}, where the learning rate is at its floor'
+            )
+        if list(self.batch_doubles_at) != sorted(set(self.batch_doubles_at)):
+            raise ValueError('batch_doubles_at: expected steps in increasing order')
+        if self.microbatches % (least := 2 ** len(self.batch_doubles_at)):
+            raise ValueError(
+                f'batch_doubles_at: training.microbatches = {self.microbatches} are halved for each of these steps: '
+                f'set it to {least} or another multiple of {least}'
             )
         if self.optimizer == 'adafactor' and self.moment_dtype != 'float32':
             raise ValueError('moment_dtype: adafactor has rows and columns, which are small: set it to float32')

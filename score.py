@@ -16,8 +16,9 @@ import importlib
 import itertools
 import json
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -31,11 +32,10 @@ from tqdm import tqdm
 
 import train
 from generate import Generate, Mesh, Served, serve, start_mesh, write
-from models import layers, llama
+from models import layers
 from models.decoding import SLOTS, Generator, axis_size, log_normalizer
 from models.huggingface import Source
 from models.layers import act
-from runtime import program
 from runtime.config import command_line
 from runtime.config.keys import Count, Steps
 from runtime.config.rebuild import Origins, rebuild
@@ -327,6 +327,11 @@ KINDS: dict[str, tuple[type, Callable]] = {
     "question": (Question, score_questions),
     "text": (Document, score_documents),
 }
+METRICS: dict[Callable, tuple[str, ...]] = {  # of `summary`
+    score_choices: ("acc", "acc_norm", "acc_bytes"),
+    score_questions: ("exact_match", *ROUGE),
+    score_documents: ("bits_per_byte", "perplexity"),
+}
 
 
 def read_task(file: str, limit: int | None) -> tuple[Callable, list[Any]]:
@@ -376,27 +381,23 @@ def need_rouge(tasks: Sequence[tuple[str, Callable, Any]]) -> None:
             importlib.import_module("rouge_score")
 
 
-def names_of(section: type) -> set[str]:
-    return {each.name for each in fields(section)}
-
-
 class InRun:
-    """Tasks of files while train.py trains, with its weights as they are; on one host.
+    """Tasks of files while finetune.py trains, with its weights as they are; on one host.
+
+    whole: the family's weights, of what is trained.
 
     Raises:
       RunError: a task cannot be read or its package is missing, or the run cannot be scored.
     """
 
-    def __init__(self, config: Any, recorded: dict[str, Any], tokenizer: Tokenizer | None):
-        kept = ("Model", "Weights", "Layer")  # of models/llama.py, which computes what train.py does
-        is_own = all(names_of(getattr(train, name)) <= names_of(getattr(llama, name)) for name in kept)
-        if not is_own or tokenizer is None or config.num_hosts > 1 or program.is_another({"program": recorded}):
-            raise RunError(
-                "eval_tasks: expected train.py with its own model, on one host, and data that name their tokenizer"
-            )
+    def __init__(self, config: Any, tokenizer: Tokenizer | None, whole: Callable[[Any], Any]):
+        if tokenizer is None or config.num_hosts > 1:
+            raise RunError("eval_tasks: expected one host, and data that name their tokenizer")
         self.tasks = [(file, *read_task(file, None)) for file in config.eval_tasks]
         need_rouge(self.tasks)
-        self.model, self.tokenizer = llama.Model(**vars(config.model)), tokenizer
+        self.metrics = [f"score/{Path(file).name}/{name}" for file, how, _ in self.tasks for name in METRICS[how]]
+        self.model, self.tokenizer, self.whole = config.model, tokenizer, whole
+        self.family = sys.modules[type(self.model).__module__]
         length = config.training.tokens.len
         self.config = Score(model="the run", length=length, tokens=min(Score.tokens, length // 2))
         self.scorer: Scorer | None = None
@@ -404,12 +405,12 @@ class InRun:
     def __call__(self, weights: Any) -> tuple[dict[str, float], str]:
         """Metrics by their names in metrics.jsonl, and the first answers to questions. The weights are gathered over d,
         in the type of activations, while it lasts."""
-        act.dtype, layers.stored.dtype = self.model.compute_dtype, "float32"
-        weights = llama.Weights(**{**vars(weights), "transformer": llama.Layer(**vars(weights.transformer))})
+        weights = self.whole(weights)
         if self.scorer is None:
             end = self.tokenizer.special_tokens.get("eos_token")
-            generator = Generator(llama, self.model, weights, [self.tokenizer.backend.token_to_id(end)] if end else [])
-            source = Source(None, llama, self.model, Path())
+            ends = [self.tokenizer.backend.token_to_id(end)] if end else []
+            generator = Generator(self.family, self.model, weights, ends)
+            source = Source(None, self.family, self.model, Path())
             start = (self.tokenizer.bos_id,)
             served = Served(generator, source, self.tokenizer, start, (), self.config.length)
             self.scorer = Scorer(served, self.config.rows, self.config.length)

@@ -1,8 +1,8 @@
 """train_at_scale.py for models whose layers are dealt out to stages: a pipeline over axis p.
 
-    python -m train_pipeline --config-name=local_pipeline                      # four stages, on eight simulated devices
-    python -m train_pipeline --config-name=local_pipeline training.pieces=2 mesh.p=2 mesh.t=2      # interleaved
-    python -m train_pipeline --config-name=local_pipeline check_only=true      # proves the types, without a device
+    python -m train_pipeline --config-name=pipeline_local                      # four stages, on eight simulated devices
+    python -m train_pipeline --config-name=pipeline_local training.pieces=2 mesh.p=2 mesh.t=2      # interleaved
+    python -m train_pipeline --config-name=pipeline_local check_only=true      # proves the types, without a device
 
 All devices run one program in lockstep: in a tick each stage computes a piece of its layers forward for one microbatch
 and a piece backward for another (`pipelined`, 1F1B). Checkpoints are train.py's and train_at_scale.py's, and know no
@@ -58,7 +58,7 @@ class Training(train.Training):
 
 @dataclass(frozen=True, kw_only=True)
 class Config(RunConfig):
-    CONFIG = 'local_pipeline'
+    CONFIG = 'pipeline_local'
 
     mesh: Mesh
     model: at_scale.Model

@@ -252,7 +252,8 @@ def inputs_of(batch: TokenBatch, bos_id: int) -> tuple[u32['B/d L'], i32['B/d L'
     """Of each target the token before it, the number of its segment, and its position there."""
     first = batch.is_seq_start.at[:, 0].set(True)
     inputs = jnp.where(first, jnp.uint32(bos_id), jnp.roll(batch.targets, 1, axis=1))
-    place = jnp.broadcast_to(jnp.arange(first.shape[1], dtype=jnp.int32)[None], first.shape)
+    # Not by jnp.broadcast_to, which does nothing where a device holds one row: another program, to the check.
+    place = lax.broadcast_in_dim(jnp.arange(first.shape[1], dtype=jnp.int32), first.shape, (1,))
     position = place - lax.cummax(jnp.where(first, place, 0), axis=1)
     return inputs, jnp.cumsum(first, axis=1, dtype=jnp.int32), position
 

@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DEFAULT = "train"
 # Of this project, what a trainer computes with; and what it imports without a change of what it computes.
 MATHEMATICS = ("train", "optimizers", "models", "shardlib", "kernels", "jax_extra")
-NO_MATHEMATICS = ("runtime", "ledger", "tools")
+NO_MATHEMATICS = ("runtime", "ledger", "tools", "score")
 LONGEST_GIT_S = 10.0
 
 
@@ -57,9 +57,9 @@ class Trainer(Protocol):
     def main(self, config: Any) -> None:
         """Trains; with check_only, checks."""
 
-    # Where only files that a config names say what is trained, as in finetune.py, there are two more:
-    # resolved(config), the config with the model in it, for shapes and mapped_steps; and state_type(config), in the
-    # place of State, of that.
+    # Where only files that a config names say what is trained, as in finetune.py, there are three more:
+    # resolved(config), the config with the model in it, for shapes and mapped_steps; and of that state_type(config), in
+    # the place of State, and drawn_state(config, seed), in the place of init_state(config.model, seed).
 
 
 @dataclass(frozen=True, kw_only=True)

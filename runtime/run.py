@@ -13,7 +13,6 @@ with jax.set_mesh(start(config)), Run(config, TokenBatch) as run:
 import collections
 import contextlib
 import dataclasses
-import importlib
 import json
 import math
 import os
@@ -49,6 +48,7 @@ from runtime.config.command_line import to_yaml
 from runtime.data.sources import bytes_per_token, keep_tokenizer, open_data, tokenizer_identity, tokenizer_of
 from runtime.terminal import RunError, print_line, run_errors, wrapped
 from runtime.tracking.bad_steps import BadSteps, not_finite
+from runtime.tracking.best import Best
 from runtime.tracking.files import write_whole
 from runtime.tracking.followers import Followers
 from runtime.tracking.metrics import Tracker, flattened
@@ -90,6 +90,7 @@ class Run:
     The folder is owned by this run until it is closed. With a URL as root_working_dir it holds the checkpoints, and
     what else a run leaves is in `runs` on the leader's disk. batch_type has the fields of `runtime.data.batches.Batch`.
     about: attributes of each checkpoint besides, JSON values, with which alone the run goes on.
+    score: gives metrics of the weights and samples at each validation, and has the metrics' names (`score.InRun`).
 
     Raises:
       RunError: the data do not fit the config, another run owns the folder, the checkpoint was trained with another
@@ -97,7 +98,7 @@ class Run:
       SystemExit: at the end, with the status STOPPED, when a signal stopped the run before its last step.
     """
 
-    def __init__(self, config: Any, batch_type: Any, about: Mapping[str, Any] | None = None):
+    def __init__(self, config: Any, batch_type: Any, about: Mapping[str, Any] | None = None, score: Any = None):
         self._config = config
         self._about = dict(about or {})
         self._total = config.training.steps
@@ -124,9 +125,8 @@ class Run:
             if tokenizer is not None:
                 self._identity["tokenizer"] = tokenizer_identity(tokenizer)
             self._signals = opened.enter_context(StopSignals())
-            self._score: Any = None
-            if config.eval_tasks:  # score.py, which imports the trainer, is loaded by name
-                self._score = importlib.import_module("score").InRun(config, self._program, tokenizer)
+            self._score = score
+            self._best: Best | None = None  # with patience
             self._owner = self._own(opened)
             self._checkpoints = Checkpoints(
                 f"{self._store}/checkpoints",
@@ -137,6 +137,11 @@ class Run:
             opened.push(self._close_checkpoints)
             self._go_on_from(self._checkpoints.latest(last_step=self._total) or 0)
             check_resume(config, self.done_steps)
+            if self._is_over():
+                raise RunError(
+                    f"nothing to train: {self._best_text()}: raise patience, or give the new run its own "
+                    "paths.model_name"
+                )
             self._source = None  # of the first weights
             if config.initial_weights is not None and not self.done_steps:
                 with self._readers() as pool:
@@ -241,17 +246,22 @@ class Run:
             **resume.description(self._config, self._identity),
             "data_position": self.data.state(),
             "program": self._program,
+            "best": None if self._best is None else dataclasses.asdict(self._best),
             **self._about,
         }
+        best = None if self._best is None else self._best.step
         with self._tracker.paused():
-            stall_s = self._checkpoints.save(step + 1, state, attributes)
+            stall_s = self._checkpoints.save(step + 1, state, attributes, best)
             self._tracker.log_checkpoint(step + 1, stall_s)
         self._saved_at = time.monotonic()
 
     def validate_if_due(self, step: int, add_batch: Callable, weights: Any) -> None:
         """Logs the mean of the validation split's losses after this step, every eval_interval steps and at the end, and
-        the scores of eval_tasks. add_batch: a trainer's compiled validation step."""
-        if not self.due(step, self._config.eval_interval):
+        the scores of eval_tasks. add_batch: a trainer's compiled validation step.
+
+        A signal drops it; with `patience` it waits, so that the run ends where one that was left alone does."""
+        waits = self._best is not None
+        if not (self.due(step, self._config.eval_interval) or (waits and (step + 1) % self._config.eval_interval == 0)):
             return
         with self._tracker.paused():
             zero = jax.device_put(np.float32(0), jax.P())  # as they return: it is compiled once
@@ -262,18 +272,21 @@ class Run:
                 sums[source] = add_batch(weights, *before, batch)
                 self.stay_close(sums[source][0], behind=1)  # a signal waits for these
                 self._stopping = self._signals.stop()
-                if self._stopping:
+                if self._stopping and not waits:
                     return self.say(f"the validation after step {step + 1} is dropped: the run was told to stop")
             losses, targets = np.array([*sums.values(), (0, 0)], np.float64).T
             means = dict(zip(sums, (losses / np.maximum(targets, 1)).tolist()))
             total = losses.sum() / max(targets.sum(), 1)
             self._tracker.log_validation(step + 1, total, means if len(means) > 1 else {})
+            scores: dict[str, float] = {}
             if self._score is not None:
                 scores, samples = self._score(weights)
                 self._tracker.log_scores(step + 1, scores)
                 if samples and self._is_leader:
                     with self._writing():
                         write_whole(self.folder / "samples.txt", f"after step {step + 1}\n\n{samples}")
+            if self._best is not None:
+                self._best.note(step + 1, {"validation_loss": total, **scores})
 
     def steps(self) -> Iterator[int]:
         """The steps to do, counted from 0, until all are done or a signal has come."""
@@ -285,6 +298,9 @@ class Run:
             self._profiler.before_step(step + 1)
             self._step_began = time.monotonic()
             yield step
+            if self._is_over():
+                self.say(f"ended after step {step + 1} of {self._total}: {self._best_text()}")
+                break
             if self._stopping and step + 1 < self._total:
                 self._is_stopped = True
                 self.say(f"stopped after step {step + 1} of {self._total}; started again, the run goes on from there")
@@ -359,6 +375,9 @@ class Run:
         """Takes over where the checkpoint after `step` steps stands; from 0, nothing."""
         self.done_steps = step
         self.attributes = self._checkpoints.attributes(step) if step else {}
+        if self._config.patience:
+            known = ["validation_loss", *(self._score.metrics if self._score else ())]
+            self._best = Best.of(getattr(self._config, "best_by", known[0]), known, self.attributes)
         where = f"checkpoint {self._store}/checkpoints/{step:010d}"
         others = program.differences(self.attributes, self._program)
         changes = resume.compare(self._config, self._identity, self.attributes, where, others, self._about)
@@ -385,6 +404,7 @@ class Run:
             peak_flops_per_s=None if peak is None else peak * math.prod(vars(config.mesh).values()),
             log_interval=config.log_interval,
             bytes_per_token=bytes_per_token(config),
+            part_of_batch=self.data.part_of_batch,
             on_line=self._followers.check,
         )
         self._open.enter_context(self._tracker)
@@ -401,7 +421,8 @@ class Run:
         """By steps and minutes it waits for a step that is not bad. The state is that of the last good one, but it may
         be what makes steps bad, and then the checkpoint before is the better one and shall not be deleted for it.
         """
-        if step + 1 == self._total or self._stopping:
+        is_best = self._best is not None and self._best.step == step + 1
+        if step + 1 == self._total or self._stopping or is_best or self._is_over():
             self._stop_if_bad()
             return True
         if self.due(step, self._config.checkpoint_interval) or self._save_is_late or self._minutes_are_over(step):
@@ -409,6 +430,15 @@ class Run:
             self._save_is_late = self._bad_steps.in_a_row > 0
             return not self._save_is_late
         return False
+
+    def _is_over(self) -> bool:
+        """Whether no validation was better for as many as `patience`."""
+        return self._best is not None and self._best.since >= self._config.patience
+
+    def _best_text(self) -> str:
+        best: Any = self._best
+        where = f"{self._store}/checkpoints/{best.step:010d}"
+        return f"the best {best.by}, {best.value:.4f}, is that of {where}; none was better in {best.since} after it"
 
     def _minutes_are_over(self, step: int) -> bool:
         """By the leader's clock, which the other hosts ask for at the steps that are logged."""

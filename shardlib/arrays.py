@@ -11,6 +11,8 @@ import functools
 import inspect
 import types
 import typing
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -343,9 +345,7 @@ def is_tree_of_types(type_) -> bool:
     return is_instance and all(isinstance(leaf, ArrayType) for leaf in jax.tree.leaves(type_))
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["base", "a", "b", "draw"], meta_fields=["scale", "dropout"]
-)
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["base", "a", "b"], meta_fields=["scale", "drop"])
 @dataclasses.dataclass(frozen=True)
 class Adapted:
     """A matrix to which `scale` · a · b is added, of low rank (Hu et al. 2021). It may stand where a type says a
@@ -356,8 +356,7 @@ class Adapted:
     a: jax.Array  # the dims that a product contracts, then the rank N
     b: jax.Array  # the rank N, then the other dims
     scale: float
-    dropout: float = 0.0  # of what is multiplied with a: elements that are zero, at random; the others make up for them
-    draw: jax.Array | None = None  # with dropout: numbers that say which, u32['X'], others for each step and matrix
+    drop: Callable[[str, Any], Any] | None = None  # dropout of what is multiplied with a: drop('B/d L M', x)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=[])

@@ -788,7 +788,7 @@ def product(spec: str | bytes, x, w, **jnp_kwargs):
     a, b = low_rank(of_w, [name for name in of_w.names if name not in result.names], of_x.names)
     kept = (dim for dim in of_x.dims if dim.name not in a.names or dim.name in b.names)
     low = Spec((*kept, Dim("N")), result.pending)
-    some = x if w.draw is None else _with_dropout(of_x, x, w.draw, w.dropout)
+    some = x if w.drop is None else w.drop(str(of_x), x)
     thin = checkpoint_name(einsum_unreduced(f"{of_x}, {a} -> {low}", some, w.a), SAVED)  # spares the product with a
     change = _einsum(f"{low}, {b} -> {result}", thin, w.b, x_is_thin=True, **jnp_kwargs)
     return einsum_unreduced(spec, x, w.base, **jnp_kwargs) + w.scale * change
@@ -823,21 +823,6 @@ def _product_of_float8(spec, x, w: Float8, **jnp_kwargs):
         spec, x, w.values, rounded_to=jnp.float8_e4m3fn, **{**jnp_kwargs, "preferred_element_type": jnp.float32}
     )
     return (y * (wide(result.names) * w.scale)).astype(jnp_kwargs.get("preferred_element_type", x.dtype))
-
-
-def _with_dropout(spec: Spec, x, draw, rate: float):
-    """Devices draw the same where x is the same, and else each its own: other elements on another mesh."""
-
-    def drop(x, draw, *indices):
-        key = jax.random.key(0)
-        for number in (*draw, *(index[0] for index in indices)):
-            key = jax.random.fold_in(key, number)
-        kept = jax.random.bernoulli(key, 1 - rate, x.shape)
-        return jnp.where(kept, x / jnp.asarray(1 - rate, x.dtype), jnp.zeros((), x.dtype))
-
-    axes = [axis for axis in mapped_axes() if axis in spec.split]
-    operands = ", ".join([str(spec), "draw", *(f"{axis}/{axis}" for axis in axes)])
-    return local(f"{operands} -> {spec}", drop, x, draw, *map(index, axes))
 
 
 def sum_unreduced(spec: str | bytes, x):

@@ -24,6 +24,7 @@ from several_hosts import where
 import finetune
 import train
 from models import adapters, huggingface, layers, llama
+from models.dropout import Dropout
 from models.layers import stored
 from runtime.checkpoints.checkpoint import named_leaves, open_newest, read_leaf
 from runtime.config.command_line import run
@@ -215,25 +216,27 @@ def test_no_gradient_of_the_base_is_computed(dtype):
 
 @pytest.mark.parametrize("is_split", [False, True])
 def test_dropout_is_of_what_the_adapter_reads(is_split):
-    """Of ones, through adapters that are the identity, a quarter is zero and the rest 4/3: others on each device that
-    has another part, the same where devices hold the same, and others for other numbers."""
+    """Of ones, through adapters that are the identity, a quarter is zero and the rest 4/3: the same elements on any
+    mesh, others for another seed, and others in each matrix."""
     X, M = ("B/d L M/t", "M/t") if is_split else ("B/d L M", "M")
     identity = np.eye(16, dtype=np.float32)
 
-    def dropped(x: f32[X], a: f32[f"{M} N"], b: f32["N F"], draw: u32["X"]) -> f32["B/d L F"]:
-        w = Adapted(jnp.zeros((a.shape[0], 16)), a, b, 1.0, 0.25, draw)
-        y = shardops.product(f"{X}, {M} F -> B/d L F{' +t' * is_split}", x, w)
-        return shardops.psum("B/d L F +t -> B/d L F", y) if is_split else y
+    def dropped(x: f32[X], a: f32[f"{M} N"], b: f32["N F"], seed: u32[""], rows: u32["B/d"]) -> f32["2 B/d L F"]:
+        drop = Dropout(0.25, seed, rows).of_layer(jnp.uint32(0))
+        w = Adapted(jnp.zeros((a.shape[0], 16)), a, b, 1.0, drop)
+        y = jnp.stack([shardops.product(f"{X}, {M} F -> B/d L F{' +t' * is_split}", x, w) for _ in range(2)])
+        return shardops.psum("2 B/d L F +t -> 2 B/d L F", y) if is_split else y
 
-    with on_mesh(2, 2):
-        mapped = jax.jit(typed_shard_map(dropped))
-        given = np.ones((8, 50, 16), np.float32), identity, identity
-        first, again, other = (np.asarray(mapped(*given, np.array([1, n], np.uint32))) for n in (2, 2, 3))
+    def on(mesh, seed):
+        with on_mesh(*mesh):
+            given = np.ones((8, 50, 16), np.float32), identity, identity, np.uint32(seed), np.arange(8, dtype=np.uint32)
+            return np.asarray(jax.jit(typed_shard_map(dropped))(*given))
+
+    first, again, other = on((2, 2), 2), on((4, 1), 2), on((2, 2), 3)
     assert first.tobytes() == again.tobytes() and 0.3 < (first != other).mean() < 0.45
     assert set(np.unique(first)) == {0, np.float32(1) / np.float32(0.75)}
     assert abs((first == 0).mean() - 0.25) < 5 * (0.25 * 0.75 / first.size) ** 0.5
-    assert (first[:4] != first[4:]).mean() > 0.3
-    assert (first[..., :8] != first[..., 8:]).mean() > 0.3
+    assert (first[0] != first[1]).mean() > 0.3
 
 
 # -- Runs --------------------------------------------------------------------------------------------------------------
@@ -530,9 +533,9 @@ def test_what_cannot_be_trained_is_refused(start, capsys, tmp_path):
         (["lora.rank=3", "lora.alpha=5", f"initial_adapter={tmp_path}"], "adapter_config.json cannot be read"),
     ]
     for keys, message in refused:
-        assert start("refused", *keys) == 1
+        assert start("cannot_be", *keys) == 1
         assert message in capsys.readouterr().err, keys
-    assert not (start.folder / "refused").exists()
+        assert not (start.folder / "cannot_be").exists(), keys
 
 
 def test_a_kind_of_adapter_that_is_not_computed_is_refused(pool, tmp_path):
@@ -552,8 +555,10 @@ def test_a_kind_of_adapter_that_is_not_computed_is_refused(pool, tmp_path):
 
 
 def test_it_is_checked_and_planned_without_a_device(start, capsys, monkeypatch, tmp_path):
-    """check_only proves both steps; tools.plan counts the step, and in 6 × parameters × tokens no frozen weight."""
-    assert start("checked", "lora.rank=2", "mesh={d: 4, t: 2}", "check_only=true") == 0
+    """check_only proves both steps, of one row a device and microbatch; tools.plan counts the step, and in 6 ×
+    parameters × tokens no frozen weight."""
+    rows = ["training.tokens.batch=8", "training.microbatches=2"]
+    assert start("checked", "lora.rank=2", "mesh={d: 4, t: 2}", "check_only=true", *rows) == 0
     out = capsys.readouterr().out
     assert "training_step on the mesh d=4 × t=2: " in out and "validation_step on the mesh d=4 × t=2: " in out
     keys = ["program=finetune", "lora.rank=2", "hardware=h200", f"folder={tmp_path}"]

@@ -50,6 +50,58 @@ def test_it_resumes_bit_for_bit(whole, half, start, pool):  # noqa: F811
         assert values.tobytes() == expected[name].tobytes(), name
 
 
+@pytest.mark.slow
+def test_a_run_ends_when_it_gets_no_better(start, capsys):  # noqa: F811
+    """With steps so large that one soon makes it worse: after that validation, also when it was stopped before it; the
+    best checkpoint is kept beside the last; and it does not start again."""
+    worse = ["training.learning_rate=3.0", "training.steps=9", "training.steps_for_lr=9", "checkpoint.keep_last=1"]
+    worse += ["eval_interval=1", "patience=1", "lora.rank=2", "training.warmup_steps=0"]
+    assert start("ends", *worse) == 0
+    losses = metrics_of(start.folder / "ends", "validation_loss")
+    best, last = min(losses, key=losses.get), max(losses)
+    assert last == best + 1 < 9
+    checkpoints = [f"{start.folder}/ends/checkpoints/{step:010d}" for step in (best, last)]
+    said = f"the best validation_loss, {losses[best]:.4f}, is that of {checkpoints[0]}; none was better in 1 after it"
+    assert f"ended after step {last} of 9: {said}" in " ".join(capsys.readouterr().out.split())
+    there = (start.folder / "ends/checkpoints").iterdir()
+    assert sorted(str(path) for path in there if path.name.isdigit()) == checkpoints
+    assert start("ended", *worse, f"training.steps={last - 1}") == 0 and start("ended", *worse) == 0
+    assert metrics_of(start.folder / "ended", "validation_loss") == losses
+    assert start("ended", *worse) == 1 and "nothing to train: the best validation_loss" in capsys.readouterr().err
+    assert start("other", *worse, "best_by=score/x/acc") == 1
+    assert "best_by = score/x/acc: a validation of this run gives validation_loss" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_dropout_of_adapters_is_the_same_on_one_device(start):  # noqa: F811
+    """The losses are those of four devices, to rounding; without dropout they are others."""
+    keys = ["lora.rank=2", "lora.dropout=0.3", "training.microbatches=2", "training.learning_rate=0.1"]
+    assert (
+        start("dropped", *keys, FOUR) == 0 and start("dropped-1", *keys) == 0 and start("not", keys[0], *keys[2:]) == 0
+    )
+    four, one, without = (list(metrics_of(start.folder / x, "loss").values()) for x in ("dropped", "dropped-1", "not"))
+    assert four == pytest.approx(one, rel=1e-5) and without[-1] != pytest.approx(one[-1], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_batch_that_grows_resumes_bit_for_bit(start, pool):  # noqa: F811
+    """Of 1, 2, 2 and 4 microbatches: the same checkpoint as without a stop; and the losses of one device. Its rows are
+    those of steps that are alike, each once."""
+    grows = ["training.microbatches=4", "training.tokens.batch=16", "training.batch_doubles_at=[1,3]", "mesh.d=2"]
+    assert start("grows", *grows) == 0
+    for steps in (1, 2, 3, 4):
+        assert start("grown", *grows, f"training.steps={steps}") == 0
+    expected = arrays_of(start.folder / "grows", pool)
+    for name, values in arrays_of(start.folder / "grown", pool).items():
+        assert values.tobytes() == expected[name].tobytes(), name
+    assert start("one", *grows[:-1]) == 0
+    one, two = (metrics_of(start.folder / name, "loss") for name in ("one", "grows"))
+    assert one.keys() == {1, 2, 3, 4} and one == pytest.approx(two, rel=1e-6)
+    assert start("small", "training.tokens.batch=4", "training.steps=1") == 0
+    assert metrics_of(start.folder / "small", "loss")[1] == pytest.approx(one[1], rel=1e-6)
+    assert start("grown", *grows[:2], "training.batch_doubles_at=[1,2]", "training.steps=5") == 1
+
+
 def test_the_average_is_exported(whole, pool):
     """What is read of the run is the average, not the last weights."""
     arrays, source = arrays_of(whole, pool), huggingface.open_weights(whole, pool)
@@ -98,6 +150,11 @@ def test_what_does_not_fit_is_refused(start, capsys):  # noqa: F811
             "model.attention = blockwise: with training.dropout attention",
         ),
         (["training.decay_from=2"], "training.decay_from = 2: schedule cosine falls from the warmup on"),
+        (
+            ["training.batch_doubles_at=[1,2]", "training.microbatches=2"],
+            "training.batch_doubles_at = [1, 2]: training.microbatches = 2 are halved for each of these steps",
+        ),
+        (["training.batch_doubles_at=[2,1]"], "training.batch_doubles_at = [2, 1]: expected steps in increasing order"),
     ]:
         assert start("refused", *keys) == 1
         assert message in capsys.readouterr().err

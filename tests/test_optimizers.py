@@ -221,7 +221,8 @@ def muon(weight, gradients, row, settings):
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_muon_is_the_published_formula(mesh):
-    """Matrices, whole on one device each, are within 1e-5 of float64's; what is none is AdamW's, bit for bit."""
+    """Matrices, whole on one device each, are within 1e-5 of float64's; what is none is AdamW's, to rounding: XLA may
+    fuse it in another way."""
     settings, weights, gradients = training(optimizer="muon"), draw(0), [draw(1), draw(2)]
     state = steps(settings, mesh, weights, gradients, check=mesh == (2, 4))
     for name, row in MATRICES.items():
@@ -233,7 +234,8 @@ def test_muon_is_the_published_formula(mesh):
     if mesh == (4, 2):
         adamw = steps(training(), mesh, weights, gradients)
         for name in ("norm", "embed"):
-            assert same_bits(*(getattr(each.weights, name) for each in (state, adamw)))
+            found, expected = (getattr(each.weights, name) for each in (state, adamw))
+            np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-9)
 
 
 # -- Adafactor ---------------------------------------------------------------------------------------------------------

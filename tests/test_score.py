@@ -19,10 +19,8 @@ from published import FOLDER, NAMES, on_mesh, weights_of
 
 import generate
 import score
-import train
 from models import huggingface
 from models.decoding import Generator, Programs
-from runtime.config.command_line import load
 from runtime.data.sources import kept_tokenizer
 from runtime.data.tokenizers import ChatError
 from runtime.terminal import RunError
@@ -58,6 +56,19 @@ def test_log_likelihoods_are_those_of_transformers(name, mesh, pool):
     assert [greedy for _, greedy in found] == [each["is_greedy"] for each in expected]
     np.testing.assert_allclose([a for a, _ in found], [a for a, _ in alone], atol=2e-5, rtol=0)
     assert [greedy for _, greedy in alone] == [greedy for _, greedy in found]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in NAMES if (FOLDER / name / "scores.json").exists()])
+def test_log_likelihoods_are_those_of_lm_eval_harness(name, pool, record_property):
+    """Of 200 pairs, packed, to 1e-4 nats of what the harness' own HFLM gives, and the same verdicts."""
+    kept = json.loads((FOLDER / "harness.json").read_text())
+    with on_mesh(2, 2):
+        found = scorer_of(name, pool)(kept["pairs"])
+    (sums, greedy), (expected, is_greedy) = zip(*found), zip(*kept["found"][name])
+    furthest = np.abs(np.array(sums) - expected).max()
+    record_property("summary", f"{name}: 200 log likelihoods within {furthest:.1e} nats of HFLM's")
+    assert len(sums) == 200 and furthest <= 1e-4 and greedy == is_greedy
 
 
 @pytest.mark.parametrize("length", [64, 300])
@@ -291,53 +302,56 @@ def test_what_is_refused(said, arguments, message):
 EXAM = [{"context": "the cat sat", "choices": ["on the mat.", "in a hat"], "answer": 0}]
 
 
-def test_a_run_scores_what_its_checkpoint_scores(cat_run, said, tmp_path, pool, monkeypatch):
+def test_a_run_scores_what_its_checkpoint_scores(cat_run, said, tmp_path, pool):
     """With the weights of a run, twice: the same numbers as of its checkpoint on the command line."""
     exam = jsonl(tmp_path / "exam.jsonl", *EXAM)
     (tmp_path / "text.txt").write_text(TEXT)
     source = huggingface.open_weights(cat_run, pool)
-    attributes = source.checkpoint.attributes
-    model = [f"model.{key}={value}" for key, value in attributes["config"]["model"].items()]
-    given = ["mesh.d=1", "mesh.t=1", "training.tokens.len=32", f"eval_tasks=[{exam},{tmp_path}/text.txt]"]
-    config, recorded = load(train.Config, "local_shakespeare", [*model, *given]), attributes["program"]
+    tasks, tokens = (str(exam), f"{tmp_path}/text.txt"), SimpleNamespace(len=32)
+    config = SimpleNamespace(model=source.model, num_hosts=1, eval_tasks=tasks, training=SimpleNamespace(tokens=tokens))
     with on_mesh(1, 1):
-        scorer, (weights, _) = score.InRun(config, recorded, kept_tokenizer(cat_run)), weights_of(source, pool)
+        weights, _ = weights_of(source, pool)
+        scorer = score.InRun(config, kept_tokenizer(cat_run), lambda trained: trained)
         (found, samples), again = scorer(weights), scorer(weights)
     assert (found, samples) == again and samples == "" and scorer.scorer.weights is None
     expected = values_of(said(cat_run, exam, tmp_path / "text.txt"))
     assert {name: round(value, 4) for name, value in found.items()} == {
         f"score/{task.rsplit('/')[-1]}/{metric}": value for (task, metric), value in expected.items()
     }
-    refused = "^eval_tasks: expected train.py with its own model, on one host, and data that name their tokenizer$"
-    with pytest.raises(RunError, match=refused):
-        score.InRun(config, recorded, None)
-    monkeypatch.setattr(train, "Layer", dataclasses.make_dataclass("Layer", ["ln1", "q_bias"]))
-    with pytest.raises(RunError, match=refused):
-        score.InRun(config, recorded, kept_tokenizer(cat_run))
+    assert sorted(scorer.metrics) == sorted(found)
+    with pytest.raises(RunError, match=r"^eval_tasks: expected one host, and data that name their tokenizer$"):
+        score.InRun(config, None, None)
 
 
 @pytest.mark.slow
-def test_a_run_logs_its_scores(cat_run, tmp_path):
-    """`python -m train` with tasks: metrics.jsonl has their numbers at each validation, the page an answer."""
-    tasks = [jsonl(tmp_path / "exam.jsonl", *EXAM)]
+def test_a_run_logs_its_scores(cat_run, said, tmp_path):
+    """`python -m finetune` with adapters and tasks: metrics.jsonl has their numbers at each validation, the last ones
+    those of the run's merged weights, the page an answer; and the first best score ends it."""
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    tasks = [jsonl(tmp_path / "exam.jsonl", *EXAM), text]
     if importlib.util.find_spec("rouge_score"):
         tasks.append(jsonl(tmp_path / "ask.jsonl", {"question": "the cat sat on the", "answer": "mat"}))
     overrides = f"""
         flat_tokens.filespec={cat_run.parent}/text.zarr paths.root_working_dir={tmp_path} paths.model_name=run
-        mesh.d=2 mesh.t=2 model.d_model=32 model.n_q_per_kv=1 model.n_kv=2 model.d_head=16 model.layers=1 model.d_ff=64
-        model.vocab=258 model.compute_dtype=float32 training.tokens.batch=8 training.tokens.len=32 training.steps=8
-        training.warmup_steps=2 training.steps_for_lr=8 eval_interval=4 validation_batches=1
-        eval_tasks=[{",".join(map(str, tasks))}]
+        mesh.d=2 initial_weights={cat_run} lora.rank=2 training.learning_rate=0.3
+        model.compute_dtype=float32 training.tokens.batch=8 training.tokens.len=32 training.steps=8
+        training.warmup_steps=0 training.steps_for_lr=8 eval_interval=2 validation_batches=1 training.seed=1
+        eval_tasks=[{",".join(map(str, tasks))}] patience=2 best_by=score/exam.jsonl/acc
     """
-    command = [sys.executable, "-m", "train", "--config-name=local_shakespeare", *overrides.split()]
+    command = [sys.executable, "-m", "finetune", *overrides.split()]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     scored = [line for line in lines if "score/exam.jsonl/acc" in line]
-    assert [line["step"] for line in scored] == [4, 8] and "exam.jsonl/acc " in done.stdout
-    if len(tasks) > 1:
+    said_last = " ".join(done.stdout.split())
+    assert [line["step"] for line in scored] == [2, 4, 6] and "6 of 8: the best score/exam.jsonl/acc, " in said_last
+    bits = values_of(said(tmp_path / "run", text, "length=32", "compute_dtype=float32"))[str(text), "bits_per_byte"]
+    logged = [line["score/text.txt/bits_per_byte"] for line in scored]
+    assert logged[-1] == pytest.approx(bits, abs=2e-4) and abs(logged[0] - logged[-1]) > 0.01
+    if len(tasks) > 2:
         assert all(line["score/ask.jsonl/exact_match"] in (0, 1) for line in scored)
-        assert (tmp_path / "run/samples.txt").read_text().startswith("after step 8\n\nthe cat sat on the\n→ ")
+        assert (tmp_path / "run/samples.txt").read_text().startswith("after step 6\n\nthe cat sat on the\n→ ")
 
 
 # == Tasks of lm-eval-harness ==========================================================================================

@@ -320,7 +320,7 @@ def test_mutants_are_refused(first, tmp_path, record_property):
 
 # -- Runs --------------------------------------------------------------------------------------------------------------
 def run_of(monkeypatch, folder, trainer, *keys):
-    """The losses, by step, of a run of local_pipeline's model."""
+    """The losses, by step, of a run of pipeline_local's model."""
     fixed = 'paths.model_name=run', 'model.layers=8', 'training.microbatches=8'
     return started(monkeypatch, folder, trainer, *fixed, *keys)
 

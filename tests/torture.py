@@ -2,6 +2,7 @@
 
     python -m tests.torture                          # 300 signals, then each fault; half an hour on two cores
     python -m tests.torture kills=20 faults=[] seed=1
+    python -m tests.torture program=finetune         # adapters, on a model that train.py trains first
 
 Runs of the same small model are ended again and again, and started again until they reach their last step: by SIGKILL,
 SIGTERM and SIGINT, while they start, compile, step, save, remove old checkpoints, validate, resume and end. A life is a
@@ -29,20 +30,26 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 os.environ |= {
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
 }
-import train
+from runtime import program
 from runtime.config import command_line
 from runtime.terminal import RunError
 
 # 0.1M parameters: a step takes some milliseconds, so that most of a life is not the start.
+MODEL = "model.d_model=32", "model.n_q_per_kv=1", "model.n_kv=4", "model.d_head=8", "model.d_ff=64"
 SMALL = (
-    "model.d_model=32", "model.n_q_per_kv=1", "model.n_kv=4", "model.d_head=8", "model.d_ff=64", "mesh.d=2", "mesh.t=1",
+    "mesh.d=2", "mesh.t=1",
     "training.tokens.batch=16", "training.tokens.len=32", "log_interval=1", "validation_batches=3", "eval_interval=10",
     "checkpoint_interval=5", "checkpoint.keep_last=2", "training.steps=60", "training.steps_for_lr=60",
+)  # fmt: skip
+FINETUNE = (
+    "flat_tokens.filespec=synthetic_dataset.zarr", "flat_tokens.sequence_packing=true", "lora.rank=2",
+    "lora.dropout=0.1", "training.ema_decay=0.9", "training.microbatches=2", "training.batch_doubles_at=[20]",
 )  # fmt: skip
 STEPS, LONGEST_S = 60, 600
 MOMENTS = {"starting": 3, "stepping": 3, "saving": 4, "saved": 2, "validating": 1, "ending": 2}
@@ -59,6 +66,7 @@ FAULTS = ("disk", "file_size", "descriptors", "store")
 @dataclass(frozen=True, kw_only=True)
 class Torture:
     folder: str = "runs/torture"  # emptied first; holds the run folders and the log of each life
+    program: Literal["train", "finetune"] = "train"  # whose runs they are
     seed: int = 0  # of the moments and the signals
     kills: int = 300  # signals
     faults: tuple[str, ...] = FAULTS  # each in turn, three runs with it
@@ -71,6 +79,9 @@ def main(config: Torture) -> None:
     folder.mkdir(parents=True)
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder / "compiled")
     draw = random.Random(config.seed)
+    if config.program == "finetune":
+        Run(folder, "base").live().end()
+        Run.program, Run.keys = "finetune", (*FINETUNE, f"initial_weights={folder}/base")
     whole = Run(folder, "whole")
     whole.live().end()
     began = time.monotonic()
@@ -197,6 +208,8 @@ def serve(seed: int) -> None:
 class Run:
     """A run folder and the lives that it had."""
 
+    program, keys = "train", MODEL
+
     def __init__(self, folder: Path, name: str, *overrides: str):
         self.name, self.logs, self.lives = name, folder, 0
         self.overrides = (f"paths.root_working_dir={folder}", f"paths.model_name={name}", *overrides)
@@ -211,7 +224,8 @@ class Run:
         if self.folder:  # as if the profile and the picture were there: half of a small run's time goes into these
             (self.folder / "profile").mkdir(parents=True, exist_ok=True)
             (self.folder / "step.svg").touch()
-        return Life([*SMALL, *self.overrides], self.logs / f"{self.name}.{self.lives}.log", limits or {})
+        overrides, log = [*SMALL, *self.keys, *self.overrides], self.logs / f"{self.name}.{self.lives}.log"
+        return Life(self.program, overrides, log, limits or {})
 
     def finish(self, whole: "Run") -> None:
         """Lives to the end, if it has not yet; raises RunError unless the losses are those of the whole run."""
@@ -293,7 +307,8 @@ def _store():
 class Life:
     """One start of a run, to its end or its signal: a fork, in a group of its own."""
 
-    def __init__(self, overrides: list[str], log: Path, limits: dict[int, int]):
+    def __init__(self, name: str, overrides: list[str], log: Path, limits: dict[int, int]):
+        trainer = program.load(name)
         self.log, self.began, self.status = log, time.time(), 0
         log.touch()
         sys.stdout.flush()
@@ -304,9 +319,9 @@ class Life:
                 os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), stream)
             for number, limit in limits.items():
                 resource.setrlimit(number, (limit, resource.getrlimit(number)[1]))
-            sys.argv, status = ["train", *overrides], 1
+            sys.argv, status = [name, *overrides], 1
             try:
-                command_line.run(train.main, train.Config)
+                command_line.run(trainer.main, trainer.Config)
                 status = 0
             except SystemExit as stop:
                 status = stop.code if isinstance(stop.code, int) else 1

@@ -3,6 +3,7 @@
     python -m tools.benchmark device=cpu                                            # three jobs for a CPU
     python -m tools.benchmark configs=[c4_h200x1_84m,c4_h200x1_1b]                  # on the devices at hand
     python -m tools.benchmark 'configs=["c4_h200x1_1b training.microbatches=2"]'    # any key of training can be set
+    python -m tools.benchmark program=finetune 'configs=["finetune_smollm2 lora.rank=8"]'   # weights drawn, not read
 
 Each job is a process of its own: train.py's step on random tokens, compiled anew, on one host. On an accelerator the
 mesh becomes that of all devices there are, with the config's `t` as far as it divides them.
@@ -52,6 +53,7 @@ from runtime.run import PROGRAMS_IN_FLIGHT, RUNS_ONCE, start, with_shardings
 from runtime.terminal import RunError, columns, print_error, refusals
 from runtime.tracking.metrics import memory
 from runtime.tracking.report import environment
+from shardlib.arrays import fields
 from shardlib.shardtypes import make_shardings
 
 WARM_UP_STEPS = 3
@@ -131,6 +133,7 @@ def measure(benchmark: Benchmark, job: str, sender: Connection) -> None:
         prepare_devices(config)
         jax.config.update("jax_enable_compilation_cache", False)  # else compile_s would be that of reading a file
         config = on_devices(config, len(find_devices()), jax.default_backend())
+        config = getattr(load(benchmark.program), "resolved", lambda config: config)(config)
         mesh = start(config)
         # Before the mesh is set: the product runs on one device, and the intra-op threads of all.
         product = product_on(mesh.devices.flat[0]) if jax.default_backend() == "cpu" else None
@@ -162,7 +165,8 @@ def figures(benchmark: Benchmark, job: str, config: Any, mesh: jax.sharding.Mesh
     trainer: Any = load(benchmark.program)
     zero, tokens = np.uint32(0), config.training.tokens.batch * config.training.tokens.len
     step, _ = trainer.mapped_steps(config, bos_id=0)
-    state, batch = map(with_shardings, trainer.shapes(config), (trainer.State, trainer.TokenBatch))
+    type_ = getattr(trainer, "state_type", lambda _: trainer.State)(config)
+    state, batch = map(with_shardings, trainer.shapes(config), (type_, trainer.TokenBatch))
     traced = jax.jit(step, donate_argnums=0).trace(state, zero, zero, batch)
     backend = jax.default_backend()
     ledger = of_step(traced, dict(mesh.shape), source=trainer.__file__, tokens=tokens, platform=backend)
@@ -170,8 +174,9 @@ def figures(benchmark: Benchmark, job: str, config: Any, mesh: jax.sharding.Mesh
     compiled = traced.lower().compile(compiler_options=options(jax.devices()[0]))
     compile_s = time.perf_counter() - began
 
-    first_state = functools.partial(trainer.init_state, config.model)
-    init = jax.jit(first_state, out_shardings=make_shardings(trainer.State), compiler_options=RUNS_ONCE)
+    draw = getattr(trainer, "drawn_state", lambda config, seed: trainer.init_state(config.model, seed))
+    shardings = jax.tree.map(lambda each: each.sharding, state)
+    init = jax.jit(functools.partial(draw, config), out_shardings=shardings, compiler_options=RUNS_ONCE)
     batch, numbers = random_batch(trainer, config), iter(range(2**31))
     state, metrics = init(np.uint32(config.training.seed)), None
 
@@ -219,11 +224,13 @@ def figures(benchmark: Benchmark, job: str, config: Any, mesh: jax.sharding.Mesh
 def random_batch(trainer: Trainer, config: Any) -> Any:
     """Tokens of no data set, in documents as long as C4's."""
     rows, rng = (config.training.tokens.batch, config.training.tokens.len), np.random.default_rng(0)
-    batch = trainer.TokenBatch(
-        targets=rng.integers(0, config.model.vocab, rows).astype(np.uint32),
-        is_seq_start=rng.random(rows) < 1 / DOCUMENT,
-        is_target=np.ones(rows, bool),
-    )
+    values = {
+        "targets": rng.integers(0, config.model.vocab, rows).astype(np.uint32),
+        "is_seq_start": rng.random(rows) < 1 / DOCUMENT,
+        "is_target": np.ones(rows, bool),
+        "weight": np.ones(rows, np.float32),
+    }
+    batch = trainer.TokenBatch(**{name: values[name] for name in fields(trainer.TokenBatch)})
     return jax.device_put(batch, make_shardings(trainer.TokenBatch))
 
 

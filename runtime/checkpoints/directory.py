@@ -66,8 +66,9 @@ class Checkpoints:
         self._damaged: dict[str, str] = {}  # what was found to be wrong, by name
         self._said: set[str] = set()
 
-    def save(self, step: int, tree: Any, attributes: dict[str, Any]) -> float:
-        """Saves a tree of arrays and attributes (JSON values); returns the seconds that the caller was held up.
+    def save(self, step: int, tree: Any, attributes: dict[str, Any], best: int | None = None) -> float:
+        """Saves a tree of arrays and attributes (JSON values); returns the seconds that the caller was held up. The
+        checkpoint of step `best` is kept too.
 
         It waits until the save before is complete and the arrays are computed, and copies this host's shards:
         afterwards the arrays may be donated. An incomplete checkpoint of the same step is replaced; a damaged one is
@@ -85,7 +86,7 @@ class Checkpoints:
         attributes = json.loads(json.dumps(attributes))  # the caller may change his
         name = _name(step)
         grids, chunks = checkpoint_writing.snapshot(tree, self._pool, self._store.path(name))
-        self._saving = self._writer.submit(self._save, name, grids, chunks, attributes)
+        self._saving = self._writer.submit(self._save, name, grids, chunks, attributes, best)
         if not self._asynchronous:
             self._wait()
             self.raise_failure()
@@ -164,7 +165,7 @@ class Checkpoints:
     def _wait(self) -> None:
         wait([self._saving] if self._saving else [])
 
-    def _save(self, name: str, grids: dict, chunks: list, attributes: dict[str, Any]) -> None:
+    def _save(self, name: str, grids: dict, chunks: list, attributes: dict[str, Any], best: int | None) -> None:
         failed, is_leader = f"checkpoint {self._store.path(name)} could not be saved", self._hosts.is_leader
         write = functools.partial(checkpoint_writing.write_chunks, self._store, name, chunks, self._pool)
         self._together(failed, lambda: self._make_room(name) if is_leader else None)
@@ -173,7 +174,7 @@ class Checkpoints:
         self._together(failed, lambda: checkpoint_writing.complete(*parts) if is_leader else None)
         self._complete.add(name)
         if is_leader and self._keep_last is not None:
-            self._remove_old(name)
+            self._remove_old(name, best)
 
     def _together(self, failed: str, action: Callable[[], Any]) -> list[Any]:
         """Does something on all hosts; returns what it returned on each, and raises on all if it failed on any."""
@@ -208,7 +209,7 @@ class Checkpoints:
         self._store.move(name, aside := f"{name}.damaged" + (f"-{number + 1}" if number else ""))
         self._say(f"moved aside, to {aside}: {fault}")
 
-    def _remove_old(self, newest: str) -> None:
+    def _remove_old(self, newest: str, best: int | None) -> None:
         """Deletes what is not kept, and what incomplete ones are older than the newest: they cannot become complete any
         more."""
         complete: list[str] = []
@@ -218,7 +219,7 @@ class Checkpoints:
                 fault = self._fault(name)
                 if name not in self._damaged:
                     (complete if fault is None else old).append(name)
-        kept = {name for name in complete if self._keep_every and int(name) % self._keep_every == 0}
+        kept = {name for name in complete if int(name) == best or int(name) % (self._keep_every or int(name) + 1) == 0}
         old += [name for name in complete[self._keep_last :] if name not in kept]
         for name in old:
             self._complete.discard(name)

@@ -62,9 +62,12 @@ def _word(name: str, kind: Any, each: dataclasses.Field) -> str:
 
 
 def configs_of(folder: Path, like: str = "") -> dict[str, str]:
-    """The configs of a folder with the first line of each: those of finetune.py, if `like` is one, or all others."""
-    files = sorted(folder.glob("*.yaml"))
-    files = [each for each in files if each.stem.startswith("finetune_") == like.startswith("finetune_")]
+    """The configs of a folder with the first line of each: those of the program that `like` is of."""
+
+    def program_of(name: str) -> str:
+        return next((start for start in ("finetune_", "pipeline_") if name.startswith(start)), "")
+
+    files = [each for each in sorted(folder.glob("*.yaml")) if program_of(each.stem) == program_of(like)]
     return {file.stem: file.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ") for file in files}
 
 

@@ -127,8 +127,9 @@ class RunConfig:
     cluster: Cluster = field(default_factory=Cluster)
     checkpoint_interval: Count = 1000  # steps from one checkpoint to the next; the last step is always saved
     eval_interval: Count = 1000  # steps from one validation loss to the next; there is always one at the end
-    # Files of tasks that are scored with each validation loss (docs/evaluation.md): [exam.jsonl, questions.jsonl]
-    eval_tasks: tuple[str, ...] = ()
+    # Validations in a row without a better one, after which the run ends; the best is saved, and always kept. null: no
+    # such end.
+    patience: Count | None = None
     log_interval: Count = 10  # steps from one logged line to the next: numbers are read from the device only then
     check_only: bool = False  # check the step's sharding on the configured mesh, without devices, and stop
     allow_config_change: bool = False  # resume although the model, the data or the seed are not those of the checkpoint

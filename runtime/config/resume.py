@@ -17,8 +17,8 @@ from runtime.terminal import RunError
 # The keys, or sections of keys, that say what is trained on what: shapes, vocabulary, data and their order, seeds;
 # and which moments there are.
 FIXED = (
-    "model", "lora", "train", "training.seed", "training.tokens", "training.optimizer", "training.moment_dtype",
-    "flat_tokens", "mixture", "hf_dataset",
+    "model", "lora", "train", "training.seed", "training.tokens", "training.batch_doubles_at", "training.optimizer",
+    "training.moment_dtype", "flat_tokens", "mixture", "hf_dataset",
 )  # fmt: skip
 # Of a section that is else fixed: how attention is computed, what has no effect on the batches, and the path, since
 # `data` knows a moved data set.

@@ -22,7 +22,7 @@ import numpy as np
 import zarr
 
 from runtime.data.flat_tokens import ENCODED_PADDING, Split, open_split
-from runtime.data.order import Interleaving, InTurn, Order
+from runtime.data.order import Growing, Interleaving, InTurn, Order
 from runtime.data.read_ahead import NO_END, ReadAhead
 from runtime.data.row_stream import BUFFERS_AHEAD, RowStream
 from runtime.data.rows import PackedRows, SequenceRows
@@ -116,6 +116,10 @@ class Batches:
         """Whose rows a batch of an unshuffled pass has, where there are several sources."""
         return ""
 
+    def part_of_batch(self, step: int) -> float:
+        """How many rows a step has, in the largest step's."""
+        return 1.0
+
     def __enter__(self) -> Self:
         return self
 
@@ -141,7 +145,7 @@ class Loader(Batches):
     Args:
       flat_tokens: the section of the config.
       split: `train` or `validation`.
-      batch: rows of a batch, over all hosts.
+      batch: rows of a batch, over all hosts; with doubles_at of the largest (`Growing`).
       length: tokens of a row.
       read_length: tokens before those that an encoder reads.
       sharding: of a batch; each host reads only those rows that its own devices need.
@@ -172,13 +176,17 @@ class Loader(Batches):
         batches: int | None = None,
         io_threads: int = 8,
         read_length: int = 0,
+        doubles_at: Sequence[int] = (),
     ):
+        self._growing = Growing(batch, doubles_at if shuffle else ())
         self._batch, self._sharding, self._shuffle = batch, sharding, shuffle
         self._length, self._read_length = read_length + length, read_length
         self._epochs = flat_tokens.epochs if shuffle else 1
         self._interleaving = Interleaving([source.weight for source in mixture] or [1])
-        self._host_rows = rows_of_host(sharding, batch, length)
-        self._is_host_row = np.isin(np.arange(batch), self._host_rows)
+        self._host_rows = {size: rows_of_host(sharding, size, length) for size in self._growing.sizes}
+        self._is_host_row = np.zeros((len(self._growing.sizes), batch), bool)  # by phase
+        for phase, size in enumerate(self._growing.sizes):
+            self._is_host_row[phase, self._host_rows[size]] = True
         self._sources: list[RowStream] = []
         with contextlib.ExitStack() as opened:
             pool = opened.enter_context(ThreadPoolExecutor(io_threads, thread_name_prefix="read_chunks"))
@@ -199,9 +207,10 @@ class Loader(Batches):
                 opened.callback(self._sources[-1].close)
             self._agree()
             self._end = self._count_rows(batches)
-            self.steps = None if self._end == NO_END else self._end // batch
+            self.steps = None if self._end == NO_END else self._growing.steps(self._end)
             # How many rows of each source there are to read, and where they come.
-            self._counts = np.full(len(self._sources), NO_END if self.steps is None else self.steps * batch)
+            end = NO_END if self.steps is None else self._growing.start(self.steps)
+            self._counts = np.full(len(self._sources), end)
             self._places: Interleaving | InTurn = self._interleaving
             if not shuffle:
                 self._counts = self._interleaving.counts(self._end)
@@ -221,7 +230,7 @@ class Loader(Batches):
           RunError: the data hold fewer steps, or cannot be read.
         """
         if step < 0 or (self.steps is not None and step >= self.steps):
-            epochs = math.ceil((step + 1) * self._batch / self.rows)
+            epochs = math.ceil(self._growing.start(step + 1) / self.rows)
             fix = (
                 f"set flat_tokens.epochs to {epochs} or more, or lower training.steps"
                 if self._shuffle
@@ -239,7 +248,7 @@ class Loader(Batches):
         if self.steps is None:
             end = "without end"
         elif self._shuffle:
-            left = self._end - self.steps * self._batch
+            left = self._end - self._growing.start(self.steps)
             end = (
                 f"{self.steps:,} steps in {self._epochs} {'epoch' if self._epochs == 1 else 'epochs'}, {left:,} rows "
                 "left over at the end"
@@ -267,13 +276,17 @@ class Loader(Batches):
         """Of a mixture, tokens read from each source up to a step, padding included."""
         if len(self._sources) == 1:
             return {}
-        counts = self._interleaving.counts((step + 1) * self._batch) * self._length
+        counts = self._interleaving.counts(self._growing.start(step + 1)) * self._length
         return {"tokens_per_source": {source.name: count for source, count in zip(self._sources, counts.tolist())}}
+
+    def part_of_batch(self, step: int) -> float:
+        """How many rows a step has, in the largest step's."""
+        return self._growing.rows(step) / self._batch
 
     def rows_of(self, step: int) -> list[str]:
         """Where each row of a step's batch, on all hosts, comes from; for a person who looks at what made a step
         bad."""
-        sources, ordinals = self._places.at(np.arange(step * self._batch, (step + 1) * self._batch))
+        sources, ordinals = self._places.at(np.arange(self._growing.start(step), self._growing.start(step + 1)))
         there = ordinals < self._counts[sources]
         pairs = zip(sources[there].tolist(), ordinals[there].tolist())
         return [self._sources[source].place_of(ordinal) for source, ordinal in pairs]
@@ -342,7 +355,7 @@ class Loader(Batches):
         return "; ".join(source.rows.text for source in self._sources)
 
     def _bound_memory(self, io_threads: int) -> None:
-        own = len(self._host_rows)
+        own = len(self._host_rows[self._batch])
         self._weight_type = np.result_type(*(source.split.weight_type for source in self._sources))
         rows = (BATCHES_AHEAD + 2) * own * 2  # of batches
         for source in self._sources:
@@ -369,10 +382,12 @@ class Loader(Batches):
     def _is_wanted(self, source: int, ordinals: np.ndarray) -> np.ndarray:
         """Which of a source's rows this host reads."""
         positions = self._places.rows_of(source, ordinals)
-        return self._is_host_row[positions % self._batch] & (ordinals < self._counts[source])
+        return self._is_host_row[self._growing.places(positions)] & (ordinals < self._counts[source])
 
     def _read_batch(self, step: int) -> Batch:
-        positions = step * self._batch + self._host_rows
+        size = self._growing.rows(step)
+        host_rows = self._host_rows[size]
+        positions = self._growing.start(step) + host_rows
         tokens = np.full((len(positions), self._length), ENCODED_PADDING)
         weight = np.zeros(tokens.shape, self._weight_type)
         sources, ordinals = self._places.at(positions)
@@ -381,4 +396,4 @@ class Loader(Batches):
             rows = np.flatnonzero(there & (sources == index))
             for at, buffer, place in source.find(ordinals[rows]):
                 tokens[rows[at]], weight[rows[at]] = buffer.tokens[place], buffer.weight[place]
-        return token_batch(tokens, weight, self._host_rows, self._batch, self._sharding, self._read_length)
+        return token_batch(tokens, weight, host_rows, size, self._sharding, self._read_length)

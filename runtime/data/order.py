@@ -3,8 +3,10 @@ reached at once.
 
     Order(rows=10**9, rows_per_block=128, blocks_per_buffer=64, seed=0).rows_of(epoch=2, buffer=7)
     Interleaving([0.7, 0.3]).at(np.arange(10**12, 10**12 + 4))  # each row's source, and which of the source's rows
+    Growing(64, (10, 30)).start(1000)                           # how many rows the first 1000 steps have
 
-`Order` permutes one source's rows; `Interleaving` says which source each row of a mixture comes from.
+`Order` permutes one source's rows; `Interleaving` says which source each row of a mixture comes from; `Growing`, which
+rows a step has.
 """
 
 import dataclasses
@@ -168,6 +170,39 @@ class Interleaving:
         """How many of the first rows come from each source."""
         turn, rest = divmod(rows, len(self._source))
         return turn * self.shares + np.bincount(self._source[:rest], minlength=len(self.shares))
+
+
+class Growing:
+    """How many rows each step has: twice as many from each of some steps on, at the last as many as a batch.
+
+        growing = Growing(64, doubles_at=(10, 30))      # 16 rows a step, from step 10 on 32, from step 30 on 64
+        growing.rows(10), growing.start(11)             # 32, 10 · 16 + 32
+
+    Each row belongs to one step, whatever the mesh.
+    """
+
+    def __init__(self, batch: int, doubles_at: Sequence[int] = ()):
+        self.sizes = [batch >> times for times in range(len(doubles_at), -1, -1)]  # of each phase
+        self._steps = np.array([0, *doubles_at])  # that begin a phase, and the rows before
+        self._starts = np.cumsum([0, *(np.diff(self._steps) * np.array(self.sizes[:-1], int))])
+
+    def rows(self, step: int) -> int:
+        return self.sizes[int(np.searchsorted(self._steps, step, side="right")) - 1]
+
+    def start(self, step: int) -> int:
+        """The step's first row."""
+        phase = int(np.searchsorted(self._steps, step, side="right")) - 1
+        return int(self._starts[phase]) + (step - int(self._steps[phase])) * self.sizes[phase]
+
+    def steps(self, rows: int) -> int:
+        """How many whole steps so many rows are."""
+        phase = int(np.searchsorted(self._starts, rows, side="right")) - 1
+        return int(self._steps[phase]) + (rows - int(self._starts[phase])) // self.sizes[phase]
+
+    def places(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Of each row the phase that it is in, and its place in its step's batch."""
+        phase = np.searchsorted(self._starts, rows, side="right") - 1
+        return phase, (rows - self._starts[phase]) % np.array(self.sizes)[phase]
 
 
 class InTurn:

@@ -24,14 +24,19 @@ def open_data(config: Any, split: str, sharding: Batch) -> Loader | HuggingFaceL
     batches = None if is_training else config.validation_batches
     tokens, read_length = config.training.tokens, getattr(config.training.tokens, "read_len", 0)
     rows = {"batch": tokens.batch, "length": tokens.len, "sharding": sharding}
+    doubles_at = getattr(config.training, "batch_doubles_at", ())
     if config.hf_dataset.path:
         if read_length:
             raise RunError(
                 "hf_dataset.path gives no tokens for an encoder: write flat tokens with format=pairs instead"
             )
+        if doubles_at:
+            raise RunError(
+                "training.batch_doubles_at: rows of hf_dataset.path have no numbers: write flat tokens instead"
+            )
         return HuggingFaceLoader(config.hf_dataset, split, **rows, batches=batches)
     io_threads = config.io.max_io_threads
-    options: dict[str, Any] = {"read_length": read_length}
+    options: dict[str, Any] = {"read_length": read_length, "doubles_at": doubles_at}
     options |= {"mixture": config.mixture, "shuffle": is_training, "batches": batches, "io_threads": io_threads}
     return Loader(config.flat_tokens, split, **rows, **options)
 

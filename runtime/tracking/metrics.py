@@ -73,6 +73,7 @@ class Tracker:
     log_interval: int  # steps from line to line
     is_leader: bool  # whether this process reads, writes and prints; the others do nothing here
     bytes_per_token: float | None = None  # of the data's text, for bits per byte; None if not known
+    part_of_batch: Callable[[int], float] = lambda step: 1.0  # how much of the global batch a step has; from 0
     on_line: Callable[[], None] = lambda: None  # called after each line that is written; returns at once
 
     def __post_init__(self) -> None:
@@ -142,10 +143,11 @@ class Tracker:
             step_time_s = (busy_s - last_busy_s) / (step - last_step)
             data_wait_s = (waited_s - last_waited_s) / (step - last_step)
             device_s = step_time_s - data_wait_s
-            tokens_per_s = self.tokens_per_step / step_time_s
+            steps_per_s = self.part_of_batch(step - 1) / step_time_s
+            tokens_per_s = self.tokens_per_step * steps_per_s
             if self.peak_flops_per_s is not None:
                 for name, flops in self.flops_per_step.items():
-                    utilization[name] = flops / step_time_s / self.peak_flops_per_s
+                    utilization[name] = flops * steps_per_s / self.peak_flops_per_s
         self._readings.append((step, busy_s, waited_s, is_late))
         self._first_reading = self._first_reading or (step, now)
         timings = {"step_time_s": step_time_s, "device_s": device_s, "tokens_per_s": tokens_per_s, **utilization}

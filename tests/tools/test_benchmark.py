@@ -59,6 +59,24 @@ def test_a_line_has_its_keys_and_they_agree(tmp_path):
     assert table.startswith(TINY) and "n/a" in table and "2×2" in table
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("program, job", [
+    ("train_at_scale", f"{TINY} mesh.c=2 model.experts=2 model.experts_per_token=1"),
+    ("finetune", "finetune_smollm2 initial_weights=tests/models/golden/llama lora.rank=2 mesh.d=2"),
+])  # fmt: skip
+def test_other_programs(tmp_path, program, job):
+    """A step of a mixture of experts, and of adapters, whose base is drawn: as many parameters as are trained."""
+    command = [sys.executable, "-m", "tools.benchmark", f"program={program}", "device=cpu", "steps=2"]
+    command += [f"file={tmp_path}/new.jsonl", f'configs=["{job}"]']
+    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=600)
+    assert run.returncode == 0, run.stderr
+    line = json.loads((tmp_path / "new.jsonl").read_text())
+    assert list(line) == KEYS and line["tokens_per_s"] > 0
+    if program == "finetune":  # 2 layers of what each adapter of rank 2 reads and writes, as in test_finetune.py
+        count = 2 * 2 * (2 * (16 + 32) + 2 * (16 + 16) + 3 * (16 + 24))
+        assert line["gflops_6nd"] == pytest.approx(6 * count * line["tokens_per_s"] / 1e9)
+
+
 def test_times_of_an_accelerator_are_those_between_the_ends_of_steps():
     """Steps are dispatched ahead, no more than PROGRAMS_IN_FLIGHT; each time is from one end to the next, warm-up left
     out."""

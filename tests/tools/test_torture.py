@@ -7,7 +7,10 @@ import pytest
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arguments", ["kills=12 faults=[]", "kills=1 faults=[file_size,descriptors]"])
+@pytest.mark.parametrize(
+    "arguments",
+    ["kills=12 faults=[]", "kills=1 faults=[file_size,descriptors]", "program=finetune kills=4 faults=[descriptors]"],
+)
 def test_nothing_is_lost(tmp_path, arguments):
     """No checkpoint is lost, statuses say what happened, and the losses are bit for bit those of a run left alone."""
     command = [sys.executable, "-m", "tests.torture", f"folder={tmp_path}/torture", "seed=1", *arguments.split()]

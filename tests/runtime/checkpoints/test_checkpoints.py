@@ -383,14 +383,15 @@ def test_none_reads_whole(tmp_path):
         (9, 30, [10, 20, 30, 40, 50, 60]),
     ],
 )
-def test_what_is_kept(tmp_path, keep_last, keep_every, expected):
-    """The newest `keep_last` and every multiple of `keep_every`; all where keep_last is None."""
+@pytest.mark.parametrize("best", [None, 10, 40])
+def test_what_is_kept(tmp_path, keep_last, keep_every, expected, best):
+    """The newest `keep_last`, every multiple of `keep_every`, and the best; all where keep_last is None."""
     checkpoints = open_checkpoints(tmp_path, asynchronous=True, keep_last=keep_last, keep_every=keep_every)
     tree = {"w": jnp.zeros(4)}
     for step in range(10, 61, 10):
-        checkpoints.save(step, tree, {})
+        checkpoints.save(step, tree, {}, best)
     checkpoints.close()
-    assert names(tmp_path) == [f"{step:010d}" for step in expected]
+    assert names(tmp_path) == [f"{step:010d}" for step in sorted({*expected, best} - {None})]
 
 
 def test_deletion_that_is_interrupted(tmp_path, monkeypatch):

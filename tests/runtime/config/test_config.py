@@ -21,7 +21,7 @@ from runtime.config.resume import config_of
 from runtime.terminal import RunError
 
 ROOT = Path(__file__).parents[3]
-CONFIGS = sorted(file.stem for file in (ROOT / "configs").glob("*_*.yaml") if "finetune" not in file.stem)
+CONFIGS = sorted(file.stem for file in (ROOT / "configs").glob("[cl]*_*.yaml"))
 FILE = "configs/local_test_synthetic.yaml"
 COUNT = "expected a whole number from 1 to 2147483647"
 

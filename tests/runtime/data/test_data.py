@@ -237,7 +237,7 @@ class HostSharding:
         return {device: index for device, index in whole.items() if device in self.devices}
 
 
-def rows_of_hosts(monkeypatch, starts_read, config, mesh, hosts, batch, length):
+def rows_of_hosts(monkeypatch, starts_read, config, mesh, hosts, batch, length, doubles_at):
     """The rows that each of several hosts places on its devices: for each step the whole batch, put together from all
     of
     them; and how many rows each host read."""
@@ -256,7 +256,7 @@ def rows_of_hosts(monkeypatch, starts_read, config, mesh, hosts, batch, length):
             own = frozenset(devices[host * len(devices) // hosts : (host + 1) * len(devices) // hosts])
             split = Batch(*[HostSharding(whole, own)] * 3)
             parts.clear(), starts_read.clear()
-            with Loader(config, "train", batch=batch, length=length, sharding=split) as loader:
+            with Loader(config, "train", batch=batch, length=length, sharding=split, doubles_at=doubles_at) as loader:
                 for step in range(loader.steps):
                     loader._read_batch(step)
             of_hosts.append([parts[i : i + 3] for i in range(0, 3 * loader.steps, 3)])
@@ -271,12 +271,13 @@ def rows_of_hosts(monkeypatch, starts_read, config, mesh, hosts, batch, length):
     return whole_batches, counts, loader
 
 
-@pytest.mark.parametrize("packing, batch, length, mesh, hosts, hosts_of_a_row", [
-    (True, 8, 5, (8, 1), 1, 1), (True, 8, 5, (8, 1), 2, 1), (True, 16, 24, (4, 2), 4, 1), (True, 16, 24, (1, 8), 2, 2),
-    (False, 16, 24, (8, 1), 1, 1), (False, 8, 5, (8, 1), 2, 1), (False, 24, 64, (2, 4), 2, 1),
+@pytest.mark.parametrize("packing, batch, length, mesh, hosts, hosts_of_a_row, doubles_at", [
+    (True, 8, 5, (8, 1), 1, 1, ()), (True, 8, 5, (8, 1), 2, 1, ()), (True, 16, 24, (4, 2), 4, 1, ()),
+    (True, 16, 24, (1, 8), 2, 2, ()), (True, 16, 5, (4, 2), 2, 1, (3, 7)), (True, 16, 5, (2, 4), 4, 2, (9, 90)),
+    (False, 16, 24, (8, 1), 1, 1, ()), (False, 8, 5, (8, 1), 2, 1, ()), (False, 24, 64, (2, 4), 2, 1, ()),
 ])  # fmt: skip
 def test_every_token_is_a_target_once(
-    tmp_path, monkeypatch, starts_read, packing, batch, length, mesh, hosts, hosts_of_a_row
+    tmp_path, monkeypatch, starts_read, packing, batch, length, mesh, hosts, hosts_of_a_row, doubles_at
 ):
     """In two epochs, each token but those that are reported as left out is a target twice, on any mesh and hosts, whose
     rows are together those of one loader; each host reads the rows of its own devices and no others."""
@@ -285,21 +286,23 @@ def test_every_token_is_a_target_once(
     numbered = np.split(np.arange(len(joined)), np.cumsum([len(ids) for ids in sequences])[:-1])  # ids are places
     write_split(tmp_path / "data", "train", numbered, chunk_tokens=64)
     config = FlatTokens(str(tmp_path / "data"), 1, packing, epochs=2)
-    found, counts, loader = rows_of_hosts(monkeypatch, starts_read, config, mesh, hosts, batch, length)
-    assert len(found) == loader.steps == 2 * loader.rows // batch
-    assert counts == [loader.steps * batch * hosts_of_a_row // hosts] * hosts
+    found, counts, loader = rows_of_hosts(monkeypatch, starts_read, config, mesh, hosts, batch, length, doubles_at)
+    sizes = [batch // 2 ** sum(step < each for each in doubles_at) for step in range(loader.steps)]
+    assert [len(targets) for targets, _, _ in found] == sizes and 0 <= 2 * loader.rows - sum(sizes) < batch
+    assert counts == [sum(sizes) * hosts_of_a_row // hosts] * hosts
     targets_of = np.zeros(len(joined), int)
     for targets, _, is_target in found:
         np.add.at(targets_of, targets[is_target == 1], 1)
     assert len(joined) - loader.dropped_tokens == np.sum(targets_of > 0)
-    left = 2 * loader.rows - loader.steps * batch  # rows that fill no batch: at the end of all, and said at the start
+    left = 2 * loader.rows - sum(sizes)  # rows that fill no batch: at the end of all, and said at the start
     assert f"{loader.steps:,} steps in 2 epochs, {left:,} rows left over at the end" in loader.summary
     once = np.sum(targets_of == 1)
     assert targets_of.max() == 2 and (once == left * length if packing else left <= once <= left * length)
     with Loader(config, "train", batch=batch, length=length, sharding=sharding()) as single:
-        for step, arrays in enumerate(found):
-            for array, expected in zip(arrays, as_numpy(single.load(step))):
-                np.testing.assert_array_equal(array, expected)
+        whole = list(zip(*(as_numpy(single.load(step)) for step in range(single.steps))))
+    for arrays, expected in zip(zip(*found), whole):  # the rows, one after another, are those of steps that are alike
+        array, expected = np.concatenate(arrays), np.concatenate(expected)
+        np.testing.assert_array_equal(array[: len(expected)], expected[: len(array)])
 
 
 def test_each_chunk_is_decoded_once_a_buffer(data, monkeypatch):

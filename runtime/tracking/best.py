@@ -1,0 +1,38 @@
+"""The best of a run's validations so far, and when to stop waiting for a better one."""
+
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, Self
+
+from runtime.terminal import RunError
+
+SMALLER_IS_BETTER = re.compile("loss|perplexity|bits_per_byte")
+
+
+@dataclasses.dataclass
+class Best:
+    """Of one metric. A checkpoint keeps it, so that a run that resumes ends where one that was left alone would."""
+
+    by: str  # as metrics.jsonl has it: validation_loss
+    step: int = 0  # updates of the weights; 0: there was none yet
+    value: float = float("nan")
+    since: int = 0  # validations after it
+
+    @classmethod
+    def of(cls, by: str, known: Iterable[str], attributes: Mapping[str, Any]) -> Self:
+        """As a checkpoint with these attributes has it, if that is of the same metric.
+
+        Raises:
+          RunError: the metric is none of those known.
+        """
+        if by not in (known := list(known)):
+            raise RunError(f"best_by = {by}: a validation of this run gives {', '.join(known)}")
+        kept = attributes.get("best") or {}
+        return cls(**kept) if kept.get("by") == by else cls(by)
+
+    def note(self, step: int, values: Mapping[str, float]) -> None:
+        """Takes the metrics of the validation after this step; what is not finite is never the best."""
+        value, sign = values[self.by], -1 if SMALLER_IS_BETTER.search(self.by) else 1
+        is_better = sign * value > sign * self.value or (value == value and not self.step)
+        self.step, self.value, self.since = (step, value, 0) if is_better else (self.step, self.value, self.since + 1)

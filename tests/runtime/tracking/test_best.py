@@ -1,0 +1,24 @@
+"""The best of a run's validations, and how long none was better."""
+
+import dataclasses
+import math
+
+import pytest
+
+from runtime.terminal import RunError
+from runtime.tracking.best import Best
+
+
+def test_the_best_and_how_long_ago_it_was():
+    """Of a loss the smallest, of a score the largest; nan is never it; as a checkpoint has it, it goes on."""
+    best = Best.of("validation_loss", ["validation_loss"], {})
+    for step, loss in enumerate([math.nan, 3.0, 2.0, math.nan, 2.0, 2.5], 1):
+        best.note(step, {"validation_loss": loss, "other": -step})
+        best = Best.of("validation_loss", ["validation_loss"], {"best": dataclasses.asdict(best)})
+    assert (best.step, best.value, best.since) == (3, 2.0, 3)
+    score = Best.of("score/a/acc", ["score/a/acc"], {"best": dataclasses.asdict(best)})  # of another one
+    for step, value in enumerate([0.5, 0.25, 0.75, 0.75], 1):
+        score.note(step, {"score/a/acc": value})
+    assert (score.step, score.value, score.since) == (3, 0.75, 1)
+    with pytest.raises(RunError, match=r"^best_by = loss: a validation of this run gives validation_loss, x$"):
+        Best.of("loss", ["validation_loss", "x"], {})
