@@ -404,9 +404,12 @@ def candidates(
     # The likeliest of each device of t, of which it has a row; gathered, 8N bytes a row and device.
     some, names = shardops.local('B/d V/t, V/t -> B/d t/t N, B/d t/t N', largest, values, ids, N=N)
     some, names = [shardops.all_gather('B/d t/t N -> B/d t N', each) for each in (some, names)]
-    some, names = [each.reshape(each.shape[0], -1) for each in (some, names)]
-    top, place = lax.top_k(some, N)
-    return cache, top, jnp.take_along_axis(names, place, axis=1)
+
+    def of_all(values, names):
+        top, place = lax.top_k(values.reshape(len(values), -1), N)
+        return top, jnp.take_along_axis(names.reshape(len(names), -1), place, axis=1)
+
+    return cache, *shardops.local('B/d t N, B/d t N -> B/d N, B/d N', of_all, some, names)
 
 
 @typed

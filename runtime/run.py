@@ -98,6 +98,10 @@ class Run:
       SystemExit: at the end, with the status STOPPED, when a signal stopped the run before its last step.
     """
 
+    _best: Best | None = None  # with patience
+    _slow_hosts: SlowHosts | None = None  # where there are several
+    _step_began = 0.0
+
     def __init__(self, config: Any, batch_type: Any, about: Mapping[str, Any] | None = None, score: Any = None):
         self._config = config
         self._about = dict(about or {})
@@ -126,7 +130,6 @@ class Run:
                 self._identity["tokenizer"] = tokenizer_identity(tokenizer)
             self._signals = opened.enter_context(StopSignals())
             self._score = score
-            self._best: Best | None = None  # with patience
             self._owner = self._own(opened)
             self._checkpoints = Checkpoints(
                 f"{self._store}/checkpoints",
@@ -411,7 +414,8 @@ class Run:
         self._followers.start()
         self._profiler = self._open.enter_context(Profiler(self.folder, **steps))
         self._bad_steps = BadSteps(MOST_BAD_STEPS, self.attributes.get("skipped_steps", 0))
-        self._slow_hosts = SlowHosts(host_names()) if jax.process_count() > 1 else None
+        if jax.process_count() > 1:
+            self._slow_hosts = SlowHosts(host_names())
         self._saved_at = time.monotonic()
         self._signals.training = True
 

@@ -2,18 +2,19 @@
 small model that has scores.json.
 
     .venv-oracle/bin/pip install lm_eval==0.4.13            # after `make golden-oracle`
-    .venv-oracle/bin/python tests/models/golden_harness.py
+    .venv-oracle/bin/python tests/golden_harness.py
 """
 
 import json
 import random
+from pathlib import Path
 
 import transformers
-from golden import FOLDER
 from lm_eval.models.huggingface import HFLM
 from tokenizers import Tokenizer, models
 
 VOCAB = 40
+FOLDER = Path(__file__).parent / "models/golden"
 
 
 def pairs() -> list[tuple[list[int], list[int]]]:
@@ -41,7 +42,7 @@ def main() -> None:
         found[folder.name] = [
             [round(value, 7), bool(greedy)] for value, greedy in judge._loglikelihood_tokens(given, disable_tqdm=True)
         ]
-    (FOLDER / "harness.json").write_text(json.dumps({"pairs": asked, "found": found}) + "\n")
+    (Path(__file__).parent / "golden/harness.json").write_text(json.dumps({"pairs": asked, "found": found}) + "\n")
 
 
 if __name__ == "__main__":
