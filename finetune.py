@@ -347,7 +347,13 @@ def squared_norms(types: Any, tree: Any):
 
 @typed
 def updated(
-    task: Task, training: Training, state: State, value: f32['+d +t'], gradient, skipped: u32[''], step: u32['']
+    task: Task,
+    training: optimizers.Training,
+    state: State,
+    value: f32['+d +t'],
+    gradient,
+    skipped: u32[''],
+    step: u32[''],
 ):
     """The state after an update, and what is logged of it; as train.py's, of what is trained."""
     Trained = task.trained
