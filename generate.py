@@ -30,7 +30,7 @@ from models.huggingface import Published, Source, open_weights, read_json, resto
 from models.layers import act, stored
 from runtime import program
 from runtime.check import check_sizes
-from runtime.cluster.processes import check_mesh, prepare_devices
+from runtime.cluster.processes import start
 from runtime.config import command_line
 from runtime.config.keys import Count
 from runtime.config.rebuild import Origins
@@ -39,7 +39,7 @@ from runtime.data.sources import kept_tokenizer
 from runtime.data.tokenizers import CHATML, END_OF_TURN, ChatError, Tokenizer, load_dataset_tokenizer, load_tokenizer
 from runtime.run import with_shardings
 from runtime.terminal import RunError, print_error, printable
-from shardlib.mesh import current_mesh, make_mesh
+from shardlib.mesh import current_mesh
 from shardlib.shardtypes import narrowed, typed_shard_map
 
 
@@ -105,10 +105,8 @@ class Served:
 
 def start_mesh(config: Any) -> jax.sharding.Mesh:
     """The mesh that a config with `mesh` and `origins` asks for, of this host's devices."""
-    of_run = SimpleNamespace(mesh=config.mesh, origins=Origins(), num_hosts=1, check_only=False)
-    prepare_devices(of_run)
-    check_mesh(of_run, jax.device_count(), jax.default_backend())
-    return make_mesh(vars(config.mesh))
+    alone = SimpleNamespace(coordinator=None)
+    return start(SimpleNamespace(mesh=config.mesh, origins=Origins(), num_hosts=1, check_only=False, cluster=alone))
 
 
 def opened(path: str, axes: Mapping[str, int], compute_dtype: str | None, pool: Executor) -> tuple[Source, Any, Any]:

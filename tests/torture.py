@@ -6,7 +6,7 @@
 
 Runs of the same small model are ended again and again, and started again until they reach their last step: by SIGKILL,
 SIGTERM and SIGINT, while they start, compile, step, save, remove old checkpoints, validate, resume and end. A life is a
-fork of this process, which has imported all that a run imports, and finds its programs in JAX's compilation cache.
+fork of this process, which has imported all that a run imports, and XLA is asked to compile quickly.
 
 No start may go on from an older checkpoint than the newest complete one; a status says what happened; and in the end
 the losses of all steps are bit for bit those of a run that was left alone. A fault, which every second life has:
@@ -32,10 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-os.environ |= {
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-}
+os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
 from runtime import program
 from runtime.config import command_line
 from runtime.terminal import RunError
@@ -77,15 +74,11 @@ def main(config: Torture) -> None:
     folder = Path(config.folder).absolute()
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder / "compiled")
     draw = random.Random(config.seed)
     if config.program == "finetune":
         Run(folder, "base").live().end()
         Run.program, Run.keys = "finetune", (*FINETUNE, f"initial_weights={folder}/base")
-    whole = Run(folder, "whole")
-    whole.live().end()
-    began = time.monotonic()
-    whole = Run(folder, "again")  # with what the first has compiled
+    whole, began = Run(folder, "whole"), time.monotonic()
     life = whole.live()
     life.wait_for(lambda: whole.last_step(life) > 0)
     start_s = time.monotonic() - began

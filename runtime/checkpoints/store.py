@@ -11,6 +11,7 @@ the exception.
 
 import asyncio
 import functools
+import logging
 import os
 import random
 import shutil
@@ -143,6 +144,8 @@ class RemoteStore:
             from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
 
             files = AsyncFileSystemWrapper(files, asynchronous=False)
+        # Of a connection that is cut aiohttp leaves tasks whose error nobody waits for: who asked has his own.
+        logging.getLogger("asyncio").setLevel(logging.CRITICAL)
         self._files, self._url, self._root, self._timeout_s = files, url.rstrip("/"), root.rstrip("/"), timeout_s
 
     def path(self, name: str) -> str:

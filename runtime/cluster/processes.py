@@ -23,7 +23,7 @@ from jax.sharding import AxisType, Mesh
 
 from ledger.count.step import Ledger
 from ledger.units import gigabytes
-from runtime.cluster.tuning import is_given, tune
+from runtime.cluster.tuning import is_given, keep_programs, tune
 from runtime.terminal import RunError, columns, one_of_several, print_line
 from shardlib.arrays import mesh_text
 from shardlib.mesh import make_mesh
@@ -66,8 +66,9 @@ def start(config: Any) -> Mesh:
     if jax.process_count() > 1:
         one_of_several(socket.gethostname(), jax.process_index(), jax.process_count())
     check_mesh(config, jax.device_count(), jax.default_backend())
-    axes = vars(config.mesh)
-    mesh = lay_out(jax.devices()[: math.prod(axes.values())], axes)
+    axes, count = vars(config.mesh), math.prod(vars(config.mesh).values())
+    keep_programs(jax.default_backend(), count)
+    mesh = lay_out(jax.devices()[:count], axes)
     if jax.process_count() > 1:
         names = host_names()
         if jax.process_index() == 0:
