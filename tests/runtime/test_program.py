@@ -135,8 +135,8 @@ def test_a_checkpoint_from_before_resumes_and_says_so(monkeypatch, folder, capsy
         before.setattr(
             Checkpoints,
             "save",
-            lambda self, step, state, attributes: save(
-                self, step, state, {key: value for key, value in attributes.items() if key != "program"}
+            lambda self, step, state, attributes, best: save(
+                self, step, state, {key: value for key, value in attributes.items() if key != "program"}, best
             ),
         )
         assert start(monkeypatch, train_itself(), folder) == 0
