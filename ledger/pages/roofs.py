@@ -1,29 +1,13 @@
-"""The roofline for ledger.html: what each phase of a step waits for, and how near it is to the roofs."""
+"""The roofline for ledger.html: how near each phase of a step is to the roofs."""
 
 import math
 import re
-from typing import Any
 
 from ledger.machines.roofline import Roofline
 from ledger.pages.render import shown
 from ledger.units import number
 
-LANES = {"compute": "compute", "memory": "memory traffic", "communication": "communication"}
-WIDTH, HEIGHT = 460, 290  # of the diagram, in its own units
-LEFT, RIGHT, TOP, BOTTOM = 58, 440, 24, 250  # of its frame
-
-
-def time(roofline: Roofline) -> dict[str, Any]:
-    """A step in time: its phases, their shares of the step, and of each lane its seconds and, by phase, which part of
-    the phase it takes."""
-    phases = [each for each in roofline.phases if any(each.times.values())]
-    lengths = {each.name: max(time for time in each.times.values() if time) for each in phases}
-    whole = sum(lengths.values())
-    lanes = {}
-    for lane, label in LANES.items():
-        shares = {each.name: (each.times[lane] or 0) / lengths[each.name] for each in phases}
-        lanes[label] = roofline.totals[lane], shares
-    return {"phases": phases, "shares": {name: each / whole for name, each in lengths.items()}, "lanes": lanes}
+LEFT, RIGHT, TOP, BOTTOM = 58, 440, 24, 250  # of the frame, in the units of the diagram
 
 
 def diagram(roofline: Roofline) -> dict[str, list[tuple]] | None:

@@ -20,8 +20,8 @@ TINY = (
     "model.d_ff=64 training.tokens.batch=4 training.tokens.len=16"
 )
 KEYS = (
-    "config devices mesh tokens_per_s step_time_s step_time_spread_s mfu hfu mfu_6nd gflops_6nd matmul_gflops "
-    "share_of_matmul peak_memory_bytes compile_s predicted_step_time_s hardware versions"
+    "config devices mesh tokens_per_s step_time_s step_time_spread_s step_cpu_s mfu hfu mfu_6nd gflops_6nd "
+    "peak_memory_bytes compile_s predicted_step_time_s hardware versions"
 ).split()
 
 
@@ -48,8 +48,7 @@ def test_a_line_has_its_keys_and_they_agree(tmp_path):
     assert line["tokens_per_s"] == pytest.approx(64 / line["step_time_s"])
     parameters = 2 * 64 * 32 + 2 * 32 * 4 * 8 + 2 * 32 * 2 * 8 + 3 * 32 * 64 + 3 * 32
     assert line["gflops_6nd"] == pytest.approx(6 * parameters * line["tokens_per_s"] / 1e9)
-    assert line["share_of_matmul"] == pytest.approx(line["gflops_6nd"] / line["matmul_gflops"], rel=0.9)
-    for key in ("step_time_spread_s", "peak_memory_bytes", "compile_s"):
+    for key in ("step_time_spread_s", "step_cpu_s", "peak_memory_bytes", "compile_s"):
         assert line[key] > 0
     for key in ("mfu", "hfu", "mfu_6nd", "predicted_step_time_s"):  # of a CPU nothing is known
         assert line[key] is None
@@ -77,28 +76,27 @@ def test_other_programs(tmp_path, program, job):
         assert line["gflops_6nd"] == pytest.approx(6 * count * line["tokens_per_s"] / 1e9)
 
 
-def test_times_of_an_accelerator_are_those_between_the_ends_of_steps():
+def test_times_are_those_between_the_ends_of_steps():
     """Steps are dispatched ahead, no more than PROGRAMS_IN_FLIGHT; each time is from one end to the next, warm-up left
     out."""
-    ahead = most = 0
+    ahead, most, given = 0, 0, []
 
     class Loss:
         def block_until_ready(self):
             nonlocal ahead
             ahead -= 1
 
-    class Metrics:
-        loss = Loss()
-
-    def next_step():
+    def step(state, skipped_steps, number, batch):
         nonlocal ahead, most
         ahead += 1
         most = max(most, ahead)
-        return None, Metrics()
+        given.append((state, skipped_steps, number, batch))
+        return state + 1, SimpleNamespace(loss=Loss(), skipped_steps=state)
 
-    times = benchmark.timed_in_flight(next_step, steps=20)
-    assert len(times) == 20 and all(time >= 0 for time in times)
+    times, cpu_s = benchmark.timed(step, 0, "batch", steps=20)
+    assert len(times) == 20 and all(time >= 0 for time in times) and cpu_s >= 0
     assert ahead == 0 and most == benchmark.PROGRAMS_IN_FLIGHT + 1
+    assert given == [(number, max(0, number - 1), number, "batch") for number in range(23)]
 
 
 def test_the_mesh_is_that_of_the_devices_there_are(monkeypatch):
@@ -121,8 +119,7 @@ MISTAKES = {
     "steps=1": "command line: steps = 1: expected 2 or more, best 20: the spread needs them",
     "configs=[local_18m,local_19m]": "there is no config local_19m in configs; the nearest is local_18m; ",
     "configs=local_18m": 'command line: configs = "local_18m": expected a list of text, [a, b, …]',
-    "configs=[local_18m] file=README.md": "file = README.md: it cannot be written ([Errno 17] File exists",
-    "configs=['']": 'configs: "" is no job: expected the name of a config, or one with overrides, "NAME KEY=VALUE"',
+    "configs=[local_18m] file=README.md/x": "file = README.md/x cannot be written: FileExistsError: [Errno 17]",
 }
 
 
@@ -134,29 +131,21 @@ def test_mistakes_are_said_before_anything_runs(run, arguments):
 
 
 def test_the_jobs(monkeypatch, run):
-    """device=cpu is three jobs, of 18M parameters the largest; configs come first. A job that was not measured is an
-    error."""
+    """device=cpu is three jobs; configs come first. A job that was not measured is an error."""
     asked = []
     monkeypatch.setattr(benchmark, "measure_all", lambda _, jobs: asked.append(jobs) or [])
     monkeypatch.setattr(benchmark, "table", lambda _: [])
     for keys in (["device=cpu"], ["device=cpu", "configs=[local_18m a.b=1,z]"]):
         assert run(*keys)[0] == 1
     assert asked == [benchmark.cpu_jobs(train), ("local_18m a.b=1", "z")]
-    parameters = 2 * 1280 * 512 + 4 * (4 * 512 * 512 + 3 * 512 * 2048 + 2 * 512) + 512
-    job = benchmark.config_of(benchmark.Benchmark(), "local_18m")
-    assert 18_092_544 == parameters and (job.training.tokens.batch, job.training.tokens.len) == (16, 256)
-    model = job.model
-    assert (model.d_model, model.n_kv, model.d_head, model.layers, model.d_ff) == (512, 8, 64, 4, 2048)
 
 
 def test_a_step_that_the_check_refuses(monkeypatch, capsys):
-    """A job whose types are wrong is one message and status 1 of its process, no traceback."""
+    """A job whose types are wrong is one message, no traceback, and the next one is measured."""
 
     def refused(*_):
         raise ShardingError("'M/d' names mesh axis d\n  at train.py:7")
 
     monkeypatch.setattr(benchmark, "figures", refused)
-    with pytest.raises(SystemExit) as stop:
-        benchmark.measure(benchmark.Benchmark(device="cpu"), TINY, SimpleNamespace(send=print))
-    assert stop.value.code == 1
-    assert capsys.readouterr().err == "error: 'M/d' names mesh axis d\n  at train.py:7\n"
+    assert benchmark.measure(benchmark.Benchmark(device="cpu"), TINY) is None
+    assert capsys.readouterr().err == f"error: {TINY} was not measured: 'M/d' names mesh axis d\n  at train.py:7\n"

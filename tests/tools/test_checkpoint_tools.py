@@ -84,7 +84,7 @@ def test_paths_that_do_not_go_with_what_is_asked(run, saved):
 
 
 def test_inspect_one(run, saved):
-    """Path, attributes, and each leaf's type, shape, size, chunk and norm; values that are not finite are counted."""
+    """Path, attributes, and each leaf's type, shape, size and norm; values that are not finite are counted."""
     status, lines, errors = run("show", saved)
     assert (status, errors) == (0, [])
     assert lines[:5] == [
@@ -98,9 +98,9 @@ def test_inspect_one(run, saved):
     embed[3 * 24 + 4] += 0.5
     norm = f"{np.linalg.norm(embed.astype(np.float64)):.6g}"
     rows = [line.split() for line in lines[5:]]
-    assert rows[0] == ["leaf", "dtype", "shape", "size", "chunk", "norm"]
-    assert rows[2] == ["counts/step", "int32", "[]", "4", "B", "1", "9"]
-    assert rows[3] == ["weights/embed", "float32", "[16,", "24]", "1.54", "kB", "8×6", norm]
+    assert rows[0] == ["leaf", "dtype", "shape", "size", "norm"]
+    assert rows[2] == ["counts/step", "int32", "[]", "4", "B", "9"]
+    assert rows[3] == ["weights/embed", "float32", "[16,", "24]", "1.54", "kB", norm]
     assert lines[-1] == "5 leaves, 822 values, 3.27 kB"
     state = numpy_state()
     state.weights.transformer.w_q[0, 0, :3] = np.nan
@@ -109,8 +109,7 @@ def test_inspect_one(run, saved):
 
 
 def test_compare_two(run, saved):
-    """Attributes that differ, and each leaf that does: the largest difference, absolute and relative, and how many
-    values."""
+    """Attributes that differ, and each leaf that does: how many values, and by how much."""
     status, lines, _ = run("diff", saved / "0000000010", saved)
     assert status == 0
     assert lines == [
@@ -118,9 +117,9 @@ def test_compare_two(run, saved):
         f"second  {saved}/0000000020",
         "  config.mesh.d: 4 -> 8",
         "  seed: null -> 1",
-        "leaf           absolute  relative  what differs",
-        "counts/step           2     0.286  1 of 1 values",
-        "weights/embed       0.5       0.5  1 of 384 values",
+        "leaf           what differs",
+        "counts/step    1 of 1 values, by 2 at most",
+        "weights/embed  1 of 384 values, by 0.5 at most",
         "3 leaves are the same bit for bit, 2 differ",
     ]
 
@@ -134,7 +133,7 @@ def test_compare_other_models(run, saved, tmp_path):
         (tmp_path / "b" / "0000000010" / "zarr.json").read_bytes()
     )
     lines = run("diff", saved / "0000000010", tmp_path / "b")[1]
-    assert "weights/embed                      float32[16, 24] -> float32[16, 16]" in lines
+    assert "weights/embed  float32[16, 24] -> float32[16, 16]" in lines
 
 
 @pytest.mark.slow

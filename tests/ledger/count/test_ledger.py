@@ -423,8 +423,8 @@ def test_the_tool_and_its_errors(tmp_path, monkeypatch, capsys):
     none = str(tmp_path / "none.json")
     for text, arguments, status, shown in [
         ("", [same, same], 0, "The two ledgers say the same."),
-        ("", [same, none], 1, "none.json: No such file or directory: give the ledger.json of a run folder"),
-        ("{", [str(other), same], 1, "other.json: is no JSON"),
+        ("", [same, none], 1, f"error: {none} is no ledger ([Errno 2] No such file or directory: '{none}'): give the "),
+        ("{", [str(other), same], 1, "other.json is no ledger (Expecting property name"),
         ('{"format": 0}', [str(other), same], 1, "other.json: expected a ledger of format 1, found 0: write it again"),
     ]:
         other.write_text(text)
