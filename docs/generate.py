@@ -24,11 +24,11 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 import jax
 
 import train
-import train_at_scale
 from ledger.count.step import of_step
 from ledger.machines.hardware import named
 from ledger.machines.roofline import roofline
 from ledger.pages.text import text as text_of_ledger
+from runtime import program
 from runtime.cluster import processes as cluster
 from runtime.config.command_line import load
 from runtime.terminal import wrapped
@@ -129,12 +129,13 @@ def plans(old, *base):
 
 def settings(old, *machine):
     """docs/settings.md: the plan of a size of configs/scale.yaml on so many devices, with the keys of each row."""
-    load_at_scale = functools.partial(load, plan.plan_class(train_at_scale))
 
     def row(size, devices, keys, *others):
+        count = int(devices.replace(",", ""))
         given = ["program=train_at_scale", f"size={size.strip('`')}", *machine, *keys.strip("`").split()]
-        rows = 512 if (count := int(devices.replace(",", ""))) <= 512 else 2048
-        config = load_at_scale("scale", [*given, f"training.tokens.batch={rows}"])
+        given = dict(key.split("=") for key in (f"training.tokens.batch={512 if count <= 512 else 2048}", *given))
+        trainer = plan.plan_class(program.load(given["program"]))
+        config = load(trainer, "scale", [f"{key}={value}" for key, value in given.items()])
         figures = plan.machine_of(config)
         config = plan.with_kernel(plan.on_mesh(config), figures)
         ledger = plan_step.ledger_of(config, check=False)

@@ -7,9 +7,13 @@ Of each row of a ledger a part is split over an axis, and the rest is whole; a p
 rest once. Ledgers of a base, with two of each, and with one of them at one, say how large these parts are. Of the axes
 that a collective itself goes over it follows from what it is: the operand of an all-gather is split, that of a
 reduction is whole. What is best by the estimate is counted afterwards, by a ledger of its own.
+
+A base speaks for the meshes that run its program. With more devices along c than heads, keys are gathered: that is
+another program, with a base of its own. A pipeline has no estimate, since idle ticks are no part of a row.
 """
 
 import collections
+import contextlib
 import dataclasses
 import math
 from typing import Any
@@ -56,19 +60,43 @@ def rows(ledger: Ledger) -> dict[tuple, float]:
     return {key: value for key, value in found.items() if value}
 
 
+def deals_heads(config: Any, mesh: dict[str, int]) -> bool:
+    """Whether the program of this mesh is that of few devices along c, or of a trainer that has but one."""
+    deals = getattr(program.load(config.program), "deals_heads", None)
+    return deals is None or deals(dataclasses.replace(config.mesh, **mesh), config.model)
+
+
+def repeating(config: Any) -> set[str]:
+    """The axes that only repeat what another one does: without experts e is one more d, and in a pipeline r too."""
+    axes = {"r", "e"} if "p" in vars(config.mesh) else {"e"}
+    return set() if getattr(config.model, "experts", 0) else axes & {*vars(config.mesh)}
+
+
+def least(config: Any, dealt: bool) -> dict[str, int] | None:
+    """The smallest mesh that deals out its heads, or that does not; None where there is none."""
+    mesh = dict.fromkeys(vars(config.mesh), 1)
+    while deals_heads(config, mesh) != dealt:
+        if "c" not in mesh or mesh["c"] > config.training.tokens.len:
+            return None
+        mesh["c"] *= 2
+    return mesh
+
+
 class Estimate:
-    """Of a config's step on any mesh of its trainer.
+    """Of a config's step on the meshes of its trainer that deal out heads, or on those that gather keys.
 
     Raises RunError where there is no base: the step cannot be split over any axis, or not at all.
     """
 
-    def __init__(self, config: Any, machine: hardware.Hardware):
+    def __init__(self, config: Any, machine: hardware.Hardware, dealt: bool = True):
         self.machine, self.joined = machine, config.devices_per_host
-        self.names = [*vars(config.mesh), "microbatches"]
-        base, self.all_rows = dict.fromkeys(self.names, 1), config.training.tokens.batch
+        if (smallest := least(config, dealt)) is None:
+            raise RunError(f"on no mesh {'heads are dealt out' if dealt else 'keys are gathered'}")
+        self.least, self.names = smallest | {"microbatches": 1}, [*smallest, "microbatches"]
+        base, self.all_rows = self.least, config.training.tokens.batch
         self.counts = [2**power for power in range(self.all_rows.bit_length()) if self.all_rows % 2**power == 0]
         trainer: Any = program.load(config.program)
-        self.state, self.whole = trainer.shapes(shaped(config, dict.fromkeys(vars(config.mesh), 1), microbatches=1))
+        self.state, self.whole = trainer.shapes(shaped(config, smallest, microbatches=1))
         type_ = getattr(trainer, "state_type", lambda _: trainer.State)(config)
         self.state_type, self.batch_type = narrowed(type_, self.state), narrowed(trainer.TokenBatch, self.whole)
 
@@ -78,24 +106,24 @@ class Estimate:
 
         found = rows_of(base)
         for name in reversed(self.names):  # two of each, of as many of them as can be
-            try:
-                found, base = rows_of(base | {name: 2}), base | {name: 2}
-            except RunError:
+            twice = base | {name: 2 * base[name]}
+            if name in repeating(config) or deals_heads(config, {axis: twice[axis] for axis in smallest}) != dealt:
                 continue
+            with contextlib.suppress(RunError):
+                found, base = rows_of(twice), twice
         self.keys, self.base = list(found), np.array(list(found.values()))
         self.is_held = [key[0] == "held" for key in found]
         self.sizes = np.array([base[name] for name in self.names])
-        fewer = {name: rows_of(base | {name: 1}) if base[name] > 1 else found for name in self.names}
-        # Of each row and name: what it is with one of it, over what it is on the base.
+        fewer = {name: rows_of(base | {name: one}) if base[name] > one else found for name, one in self.least.items()}
+        # Of each row and name: what it is with one (the least) of it, over what it is on the base.
         self.ones = np.array([[self.one(found, fewer[name], key, name) for name in self.names] for key in found])
         grows = np.outer([not held for held in self.is_held], [name == "microbatches" for name in self.names])
         self.once = np.where(grows, self.ones, 1)  # what microbatches repeat is not split by them
         self.split = np.where(grows, 0, np.clip(self.ones - 1, 0, 1))
         self.order = np.argsort(-self.split, axis=1)
 
-    @staticmethod
-    def one(found: dict, fewer: dict, key: tuple, name: str) -> float:
-        if key[0] == "sent" and name in key[-1]:
+    def one(self, found: dict, fewer: dict, key: tuple, name: str) -> float:
+        if key[0] == "sent" and name in key[-1] and self.least[name] == 1:  # of one device nothing is sent
             return 2.0 if key[-2] in SPLIT else 1.0
         return fewer.get(key, 0) / found[key]
 
@@ -108,11 +136,10 @@ class Estimate:
         sizes = np.array([*mesh.values(), count])
         split = np.take_along_axis(self.split, self.order, axis=1)
         parts = -np.diff(np.pad(split, ((0, 0), (1, 1)), constant_values=((0, 0), (1, 0))))
-        factors = np.pad(np.cumprod((2 / sizes)[self.order], axis=1), ((0, 0), (1, 0)), constant_values=1)
+        factors = np.pad(np.cumprod((self.sizes / sizes)[self.order], axis=1), ((0, 0), (1, 0)), constant_values=1)
         repeated = 1 + (1 - self.once) * (sizes - 2)
-        of_one = np.where(
-            (sizes == 1) & (self.once == 1), self.ones / (1 + self.split), 1
-        )  # of one device none is split
+        is_one = (sizes == 1) & (self.once == 1)  # of one device none is split
+        of_one = np.where(is_one, self.ones / (1 + self.split), 1)
         return self.base * (parts * factors).sum(axis=1) * (repeated * of_one).prod(axis=1)
 
     def of(self, mesh: dict[str, int]) -> Estimated | None:

@@ -1,10 +1,11 @@
 """The best meshes for a number of devices: `python -m tools.plan sweep=true`.
 
 Meshes, what is kept for the backward pass, and the microbatches that it takes to fit. Where these are many, an estimate
-says which are worth a ledger (plan_estimate.py); every figure that is printed is a ledger's.
+says which are worth a ledger (plan_estimate.py), but not of a pipeline; every figure that is printed is a ledger's.
 """
 
 import dataclasses
+import itertools
 import math
 import typing
 from collections.abc import Iterator
@@ -18,9 +19,10 @@ from ledger.count.step import Ledger
 from ledger.machines import hardware, roofline
 from ledger.pages.render import render
 from ledger.units import gigabytes, percent, seconds
+from runtime import program
 from runtime.terminal import RunError
 from shardlib.arrays import mesh_text
-from tools.plan_estimate import ROOM, Estimate
+from tools.plan_estimate import ROOM, Estimate, deals_heads, repeating
 from tools.plan_step import ledger_of, shaped
 
 COUNTED = 24  # so many ways get a ledger
@@ -71,7 +73,8 @@ def sweep(config: Any, machine: hardware.Hardware) -> None:
     found, refusal = choices(config, machine, devices)
     print("\n".join(table(config, devices, found, refusal)), end="\n\n", flush=True)
     print("Assumed:", *(f"- {each}" for each in roofline.ASSUMPTIONS), sep="\n")
-    print("- A way that fits leaves a tenth of the memory free, and has the fewest microbatches that do.")
+    print("- A way that fits leaves a tenth of the memory free, with the fewest microbatches that do.")
+    print("- A pipeline has as many microbatches as it can have. Nothing is kept on the host.")
     if config.folder is not None:
         Path(config.folder).mkdir(parents=True, exist_ok=True)
         (Path(config.folder) / "sweep.html").write_text(page(config, devices, found), encoding="utf-8")
@@ -82,10 +85,12 @@ def choices(config: Any, machine: hardware.Hardware, devices: int) -> tuple[list
     """The best ways to run a step on so many devices, the best first; and why a mesh is refused."""
     axes, refusal = vars(config.mesh), ""
     meshes = [dict(zip(axes, sizes)) for sizes in products(devices, len(axes))]
-    ways = [(mesh, {**keys, "microbatches": 1}) for keys in kept(config) for mesh in meshes]
-    if len(ways) > COUNTED:
+    meshes = [mesh for mesh in meshes if all(mesh[axis] == 1 for axis in repeating(config))]
+    if "p" in axes:
+        ways = piped(config, meshes)
+    elif len(ways := [(mesh, {**keys, "microbatches": 1}) for keys in kept(config) for mesh in meshes]) > COUNTED:
         ways = estimated(config, machine, meshes)
-    found = []
+    found: list[Choice] = []
     for mesh, keys in tqdm(ways, desc=f"{devices} devices", leave=False):
         try:
             found.append(choose(config, machine, mesh, keys))
@@ -95,24 +100,44 @@ def choices(config: Any, machine: hardware.Hardware, devices: int) -> tuple[list
 
 
 def kept(config: Any) -> list[dict[str, str]]:
-    """What may be kept for the backward pass, where the trainer has that key and the command line does not set it."""
+    """What may be kept for the backward pass, where the trainer has that key and the command line does not set it. Not
+    on the host: how long the way there takes is in no forecast, so that it would always be the best."""
     type_ = typing.get_type_hints(type(config.training)).get("save_for_backward")
     if config.origins.of("training.save_for_backward") == "command line":
         return [{}]
-    return [{"save_for_backward": each} for each in typing.get_args(type_)] or [{}]
+    return [{"save_for_backward": each} for each in typing.get_args(type_) if each != "on_host"] or [{}]
 
 
 def estimated(config: Any, machine: hardware.Hardware, meshes: list[dict[str, int]]) -> list[tuple[dict, dict]]:
     """The ways that are best by the estimate; within a hundredth of a step's time those with the fewest axes first."""
     found = []
-    for keys in kept(config):
-        estimate = Estimate(shaped(config, vars(config.mesh), **keys), machine)
-        for mesh in meshes:
+    for dealt, keys in itertools.product((True, False), kept(config)):
+        if not (same := [mesh for mesh in meshes if deals_heads(config, mesh) == dealt]):
+            continue
+        try:
+            estimate = Estimate(shaped(config, vars(config.mesh), **keys), machine, dealt)
+        except RunError:
+            if dealt:
+                raise
+            continue  # the rows are too short to be gathered
+        for mesh in same:
             if (each := estimate.of(mesh)) is not None:
                 wide = sum(size > 1 for size in mesh.values())
                 order = not each.fits, round(100 * math.log(each.middle_s)), wide, each.middle_s
                 found.append((order, (mesh, {**keys, "microbatches": each.microbatches})))
     return [way for _, way in sorted(found, key=lambda each: each[0])[:COUNTED]]
+
+
+def piped(config: Any, meshes: list[dict[str, int]]) -> list[tuple[dict, dict]]:
+    """A pipeline's ways, of whole rows, for a ledger each: with as many microbatches as there can be, since fewer ticks
+    are idle then."""
+    trainer: Any = program.load(config.program)
+    rows, ways = trainer.TokenBatch.__annotations__["targets"].spec.dims[0], []
+    for keys, mesh in itertools.product(kept(config), meshes):
+        counts, rest = divmod(config.training.tokens.batch, math.prod(mesh[axis] for axis in rows.axes) // mesh["p"])
+        if mesh["c"] == 1 and not rest and not counts % mesh["p"] and not config.model.layers % mesh["p"]:
+            ways.append((mesh, {**keys, "microbatches": counts}))
+    return ways
 
 
 def choose(config: Any, machine: hardware.Hardware, mesh: dict[str, int], keys: dict[str, Any]) -> Choice:
