@@ -35,10 +35,10 @@ shakespeare_smollm2.zarr: | shakespeare.zarr smollm2
 	$(BIN)/python -m tools.tokenize_text input='shakespeare/train/*.txt' validation='shakespeare/validation/*.txt' output=$@ tokenizer=smollm2
 
 test: $(VENV)/tests  ## all tests but the slow ones
-	$(BIN)/python -m pytest -m "not slow" -n 2 -rs
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist worksteal -rs
 
 test-model: $(VENV)/tests  ## what proves the model: the step against its reference, by every mesh; under a minute
-	$(BIN)/python -m pytest tests/test_model.py tests/test_reference.py tests/test_step.py -m "not slow" -n 2
+	$(BIN)/python -m pytest tests/test_model.py tests/test_reference.py tests/test_step.py -m "not slow" -n 2 --dist worksteal
 
 test-slow: $(VENV)/tests
 	$(BIN)/python -m pytest -m slow -rs

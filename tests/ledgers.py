@@ -6,12 +6,14 @@ import sys
 
 import jax
 import numpy as np
+from small import proved_elsewhere
 
 import train
 from ledger.count.step import Ledger, of_step
 from runtime.config.command_line import load
 
 
+@proved_elsewhere()
 def traced(module, config) -> jax.stages.Traced:
     """The training step of train.py, or of a changed copy of it, traced on the config's mesh."""
     before = module.act.dtype

@@ -139,12 +139,17 @@ def differentiated(source, hidden, weights, batch):
     return shardops.psum("+d +t -> ", value), logits, gradient
 
 
-def check_family(path, source, variants, steps, *others):
-    """Checks the steps of each variant of a family's file, such as `loss_and_logits`, on 4 x 2; returns the claims.
+def check_family(path, source, *given):
+    """As `claims_of`, of a family's file that was changed."""
+    return claims_of(module_of(path, source), *given)
+
+
+def claims_of(family, variants, steps, *others):
+    """Checks the steps of each variant of a family, such as `loss_and_logits`, on 4 x 2; returns the claims.
 
     `others` are their arguments after the weights and the batch.
     """
-    family, proved = module_of(path, source), 0
+    proved = 0
     for variant in variants:
         act.dtype = jnp.bfloat16
         model = family.Model(**variant)

@@ -5,10 +5,12 @@ import dataclasses
 import functools
 import sys
 import types
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import reference
 
 import train
@@ -25,6 +27,18 @@ TRAINING = train.Training(
     tokens=Tokens(batch=16, len=32),
 )
 BATCH = reference.random_batch(MODEL, batch=16, length=32, seed=1)
+
+
+def slow(*cases):
+    """Values of a parameter with which a test is slow."""
+    return [pytest.param(case, marks=pytest.mark.slow) for case in cases]
+
+
+@contextlib.contextmanager
+def proved_elsewhere():
+    """Leaves out the check, half of what it takes to compile a step: of programs whose types another test proves."""
+    with mock.patch.object(typed_shard_map, "check"):
+        yield
 
 
 @contextlib.contextmanager

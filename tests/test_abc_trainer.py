@@ -28,6 +28,7 @@ def losses(folder):
 
 
 @pytest.fixture(scope="module")
+@small.proved_elsewhere()
 def whole(tmp_path_factory):
     """The folder of a run of 12 steps."""
     root = tmp_path_factory.mktemp("abc")
@@ -53,6 +54,7 @@ def test_its_ledger_has_its_axes(whole):
     assert {tuple(row["axes"]) for row in ledger["collectives"]} >= {("a", "b"), ("c",), ("a", "b", "c")}
 
 
+@pytest.mark.usefixtures("proved_elsewhere")
 def test_it_resumes_bit_for_bit(whole, monkeypatch, tmp_path):
     """Stopped after 6 steps and started again, on the same mesh: the losses of the run that was never stopped."""
     again = where(tmp_path / "abc")

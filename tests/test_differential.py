@@ -12,6 +12,7 @@ import numpy as np
 import prove
 import pytest
 import right_programs
+import small
 from grammar import Whole, programs
 from hypothesis import Phase, find, settings
 from prove import each_row, program, prove_everywhere, table
@@ -126,7 +127,7 @@ def hole_of(program) -> str | None:
     return hole(texts, faults([program])[0], program.by_size) if None in texts else None
 
 
-@pytest.mark.parametrize("count", [25, pytest.param(1500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [25, *small.slow(1500)])
 def test_what_is_accepted_is_right(count, record_property):
     """No drawn program is accepted whose values or gradients on some mesh are not those on whole arrays; of those that
     are right at least a third are accepted. Fails with the smallest wrong one."""
@@ -221,7 +222,7 @@ def test_right_programs_are_accepted(program):
     prove_everywhere(program.function, prove.OF_D_AND_T, program.sizes)
 
 
-@pytest.mark.parametrize("meshes", [[(4, 2)], pytest.param(MESHES, marks=pytest.mark.slow)], ids=len)
+@pytest.mark.parametrize("meshes", [[(4, 2)], *small.slow(MESHES)], ids=len)
 def test_right_programs_are_right(meshes):
     """Each gives on every mesh what it means on whole arrays."""
     assert [(str(each), wrong) for each, wrong in zip(WRITTEN, faults(WRITTEN, meshes)) if any(wrong)] == []

@@ -1,24 +1,43 @@
 """python -m generate: what it writes of runs and of published folders, and what it refuses."""
 
+import functools
 import io
 import json
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
+import jax
 import pytest
 from published import FOLDER
 
 import generate
 import train
+from models import layers
 from models.decoding import Drawn
+from shardlib.mesh import make_mesh
 
+pytestmark = pytest.mark.usefixtures("proved_elsewhere")  # tests/models/test_decoding.py does
 SENTENCE = "the cat sat on the mat. "
+SERVE = generate.serve
+
+
+@functools.cache
+def opened(*given):
+    return SERVE(*given), train.act.dtype
+
+
+def served_before(*given):
+    """As generate.serve; the same model each time, since compiling its programs is most of what a start takes."""
+    served, train.act.dtype = opened(*given)
+    layers.stored.dtype = train.act.dtype
+    return served
 
 
 @pytest.fixture
-def said(called):
+def said(called, monkeypatch):
     """What `python -m generate <arguments>` prints, or says of an error; `note` is what else it says."""
+    monkeypatch.setattr(generate, "serve", served_before)
 
     def call(*arguments, status=0):
         found, out, call.note = called(generate.main, generate.Generate, *arguments)
@@ -108,8 +127,10 @@ def test_a_chat_from_the_command_line(cat_run, said, monkeypatch, tmp_path):
     kept = generate.kept_tokenizer
     template = "{% for each in messages %}{{ each.content }}!{% endfor %}"
     monkeypatch.setattr(generate, "kept_tokenizer", lambda folder: replace(kept(folder), chat_template=template))
-    assert json.loads(said(*given, "chat=true", "prompt=the cat"))["prompt_ids"] == bytes_of("the cat!")
-    assert "ChatML" not in said.note
+    mesh = make_mesh(dict(d=1, t=1))
+    with jax.set_mesh(mesh):
+        served = SERVE(str(cat_run), mesh)
+    assert served.ids_of(messages[:1]) == bytes_of("the cat!") and not served.is_chatml
 
 
 def test_an_answer_in_chatml_ends_with_its_turn(cat_run):
@@ -137,6 +158,7 @@ def test_what_is_refused(said, arguments, message):
 
 def test_a_run_of_another_program_is_refused(cat_run, said, monkeypatch):
     """Of a train.py that was changed since, it is tried whether it still computes what the family does."""
+    monkeypatch.setattr(generate, "serve", SERVE)
     monkeypatch.setattr(generate.program, "is_another", lambda *_: True)
     assert said(cat_run, "prompt=the c", "tokens=2", "temperature=0") == "the cat\n"
     right = train.rms_norm

@@ -188,9 +188,3 @@ def test_every_saved_activation_says_why():
         for number, line in enumerate((ROOT / name).read_text().splitlines(), 1):
             if "save_for_backward(" in line:
                 assert "#" in line, f"{name}:{number}"
-
-
-def test_the_excerpt_in_the_readme_is_in_train_py():
-    """What the README shows of train.py stands there, word for word."""
-    (excerpt,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert excerpt in (ROOT / "train.py").read_text()

@@ -37,6 +37,7 @@ def losses(folder):
 
 
 @pytest.fixture(scope="module")
+@small.proved_elsewhere()
 def uninterrupted(data, tmp_path_factory):
     """The folder of a run of 12 steps on the mesh 4 x 2, never stopped."""
     folder = tmp_path_factory.mktemp("runs")
@@ -62,6 +63,7 @@ def test_a_run_leaves_all_that_it_should(uninterrupted):
     assert hosts.checkpoints(uninterrupted) == [4, 8, 12]
 
 
+@pytest.mark.usefixtures("proved_elsewhere")
 def test_a_run_goes_on_on_another_mesh(uninterrupted, monkeypatch, tmp_path):
     """Stopped after 5 steps on 4 x 2 and resumed on 2 x 4, the losses are those of the uninterrupted run to bfloat16's
     rounding."""
@@ -73,6 +75,7 @@ def test_a_run_goes_on_on_another_mesh(uninterrupted, monkeypatch, tmp_path):
     np.testing.assert_allclose(*([run[step] for step in range(6, 13)] for run in (moved, whole)), rtol=2e-3)
 
 
+@pytest.mark.slow
 def test_sequences_that_are_not_packed(monkeypatch, tmp_path):
     """A row a sequence, padded: the run trains, and its losses are finite."""
     where = hosts.where(tmp_path / "run")

@@ -29,19 +29,20 @@ def abstract(mesh):
 
 
 # -- train.py ----------------------------------------------------------------------------------------------------------
-def check_steps(path, source, mesh):
+def check_steps(path, source, mesh, **training):
     """Checks the training step and the validation step of a train.py; returns the number of claims."""
     module = module_of(path, source)
     module.act.dtype = jnp.bfloat16
-    return sum(typed_shard_map(step).check(abstract(mesh), *given) for step, given in small.steps_of(module))
+    return sum(
+        typed_shard_map(step).check(abstract(mesh), *given) for step, given in small.steps_of(module, training=training)
+    )
 
 
-@pytest.mark.parametrize(
-    "mesh", [*MESHES[:2], *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in MESHES[2:])], ids=shown
-)
-def test_the_program_itself_passes(mesh, tmp_path):
+@pytest.mark.parametrize("unroll_layers", [False, True], ids=["loop", "unrolled"])
+@pytest.mark.parametrize("mesh", [D_T, *small.slow(*MESHES[1:])], ids=shown)
+def test_the_program_itself_passes(mesh, unroll_layers, tmp_path):
     """train.py as it is is accepted on each mesh: the mutants are refused for their mutation."""
-    assert check_steps(tmp_path / "train.py", train_py(), mesh) > 100
+    assert check_steps(tmp_path / "train.py", train_py(), mesh, unroll_layers=unroll_layers) > 100
 
 
 def test_mutants_are_refused(tmp_path):
@@ -67,7 +68,7 @@ def check_tutorial(path, source):
     return [typed_shard_map(step).check(abstract(mesh), *given) for step, given, mesh in steps]
 
 
-@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [4, *small.slow(1)])
 def test_mutants_of_the_tutorial_are_refused(every, tmp_path, record_property):
     """Its three steps are accepted as they are, and none of their mutants is; quickly, none of every fourth."""
     source, _, _ = text_of("tutorial.py").partition("# == 4. A mistake")
@@ -79,11 +80,8 @@ def test_mutants_of_the_tutorial_are_refused(every, tmp_path, record_property):
 
 
 # -- docs/changing.md --------------------------------------------------------------------------------------------------
-QUICK = ("A new weight", "A mixture of experts")
-
-
 @pytest.mark.parametrize(
-    "title", [pytest.param(title, marks=[] if title in QUICK else pytest.mark.slow) for title in RECIPES]
+    "title", [pytest.param(title, marks=[] if title == "A new weight" else pytest.mark.slow) for title in RECIPES]
 )
 def test_every_mutant_of_a_recipe_is_refused(title, tmp_path, record_property):
     """train.py changed as the section says is accepted, and no mutant of the lines that are new in it is."""

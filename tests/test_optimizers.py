@@ -25,7 +25,7 @@ from shardlib.shardtypes import f32, make_shardings, narrowed, pytree_dataclass,
 from shardlib.spec import parse
 from train import TokenBatch, act
 
-MESHES = [(1, 1), (4, 2), (2, 4), *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ((8, 1), (1, 8)))]
+MESHES = [(4, 2), (2, 4), *small.slow((1, 1), (8, 1), (1, 8))]
 SIZES = dict(M=16, K=8, D=4, F=32, E=8, V=16)
 
 

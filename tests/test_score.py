@@ -42,6 +42,7 @@ def scorer_of(name, pool, length=64):
     return score.Scorer(generate.Served(generator, source, None, (), (), length), rows=2, length=length)
 
 
+@pytest.mark.usefixtures("proved_elsewhere")
 @pytest.mark.parametrize("name, mesh", CASES, ids=str)
 def test_log_likelihoods_are_those_of_transformers(name, mesh, pool):
     """Of nine continuations of three contexts, packed, to 1e-4 nats; and whether greedy decoding writes them. One by
@@ -124,7 +125,7 @@ def test_every_mutant_of_scoring_is_refused(tmp_path, record_property):
 
 # == Tasks of files ====================================================================================================
 @pytest.fixture
-def said(called):
+def said(called, proved_elsewhere):
     """What `python -m score <arguments>` prints, or says of an error."""
 
     def call(*arguments, status=0):

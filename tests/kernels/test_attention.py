@@ -12,15 +12,12 @@ import numpy as np
 import pytest
 import reference
 import small
-from ledgers import ledger_of
 
 from jax_extra import explicit_activation_checkpointing
 from kernels import blockwise, splash
 from kernels.attention import KERNELS, able, of_part, suited
-from ledger.count.costs import count, saved
 from ledger.count.program import read
 
-SLOW = pytest.mark.slow
 RUNNABLE = {
     "blockwise": KERNELS["blockwise"],
     "splash": functools.partial(splash.attention, save_as="save_for_backward", interpret=True),
@@ -205,40 +202,7 @@ def test_nothing_of_length_squared():
         assert list(shape).count(4096) < 2 and math.prod(shape) < 4096**2 / 2
 
 
-def test_the_layer_keeps_result_and_log_sum_exp_alone():
-    """Under the layer's checkpoint the backward pass reads o and the log-sum-exp as kept: no product of the kernel is
-    run for a second time but the logits', and o is kept once."""
-    given = operands(length=32)
-
-    @explicit_activation_checkpointing
-    def layer(q, k, v, w):
-        q, k, v = (x * w for x in (q, k, v))
-        o = KERNELS["blockwise"](q, k, v, given[3])
-        return o * w
-
-    def loss(w):
-        return jnp.sum(layer(*given[:3], w) * given[4])
-
-    block = read(jax.make_jaxpr(jax.value_and_grad(loss))(jnp.ones(())))
-    kept = [(row.shape, row.why) for row in saved(block) if row.shape]
-    assert kept == [((2, 32, 2, 2, 8), "save_for_backward"), ((2, 4, 32), "save_for_backward")]
-    phases = [row.phase for row, times in count(block, {}).products.items() for _ in range(times)]
-    assert sorted(phases) == ["backward"] * 4 + ["forward"] * 2 + ["recomputed"]
-
-
 SHAPES = dict(length=1000, batch=2, Q=2, K=4, D=64, dtype=jnp.bfloat16)
-
-
-@pytest.mark.parametrize("name, run", [("blockwise", 7 * 9 / 16), ("cudnn_masked", 7 / 2), ("splash", 9 / 2)])
-def test_every_kernel_has_the_same_model_flops(name, run):
-    """The model's are half of six products of length², whichever kernel runs. What runs is counted apart: 7 products (9
-    on a TPU) of half of the pairs; of 9/16 in 8 blocks of 8."""
-    loss = jax.value_and_grad(lambda *x: jnp.sum(KERNELS[name](*x).astype(jnp.float32)), argnums=(0, 1, 2))
-    costs = count(read(jax.make_jaxpr(loss)(*jax.eval_shape(functools.partial(operands, **SHAPES))[:4])), {})
-    product = 2 * 2 * (2 * 4) * 64 * 1000**2
-    assert not costs.kernels
-    assert costs.model_flops() == pytest.approx(6 / 2 * product, rel=1e-12)
-    assert costs.flops() == pytest.approx(run * product, rel=1e-3)
 
 
 def lowered(name, platform, **given) -> str:
@@ -296,6 +260,7 @@ def test_the_platform_chooses(platform, capability, dtype, d_head, name):
     assert suited(platform, capability, dtype, d_head) == name
 
 
+@pytest.mark.usefixtures("proved_elsewhere")
 def test_a_step_with_the_kernel_is_the_steps_with_the_products():
     """Loss and gradient of train.py's step by blocks are those by plain products, to rounding in float32."""
     weights = reference.random_weights(small.MODEL, seed=0)
@@ -310,22 +275,12 @@ def test_a_step_with_the_kernel_is_the_steps_with_the_products():
         assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(b)
 
 
-@pytest.mark.slow
-def test_the_ledger_of_a_run_is_the_same_but_for_what_runs():
-    """Model FLOPs of a published configuration are those of the plain products, by each kernel; attention's rows stand
-    at its line."""
-    plain = ledger_of("c4_a100x8_1b", "model.attention=einsum")
-    for name in ("blockwise", "splash"):
-        ledger = ledger_of("c4_a100x8_1b", f"model.attention={name}")
-        assert ledger.model_flops == pytest.approx(plain.model_flops, rel=1e-12), name
-        assert not ledger.costs.kernels and ledger.hardware_flops < plain.hardware_flops
-
-
-@pytest.mark.parametrize("devices, length", [(3, 48), pytest.param(1, 48, marks=SLOW), pytest.param(4, 40, marks=SLOW)])
-def test_parts_of_a_row_with_all_its_keys(devices, length, monkeypatch):
+@pytest.mark.parametrize("parts", [(3, 48), *small.slow((1, 48), (4, 40))], ids=str)
+def test_parts_of_a_row_with_all_its_keys(parts, monkeypatch):
     """What devices find for their parts of rows that are dealt out, put together, is the result for whole rows, and so
     are the gradients."""
     monkeypatch.setattr(blockwise, "BLOCK", 4)
+    devices, length = parts
     q, k, v, segment, gradient = operands(length)
     expected = truth(q, k, v, segment, gradient)
     order = blockwise.dealt(length, devices)

@@ -38,6 +38,7 @@ def whole(source, Weights):
     return forward
 
 
+@pytest.mark.usefixtures("proved_elsewhere")
 def test_hidden_states_do_not_depend_on_how_the_residual_lies_nor_on_padding(pool):
     """Whole on each device, or split: the same to 1e-5; tokens of another segment change no bit, its own do."""
     source, oracle = huggingface.open_weights(FOLDER / "bert", pool), oracle_of("bert")

@@ -7,6 +7,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
+import small
 from mutation import refuse_all_of
 from pages import ROOT, module_of
 from published import FOLDER, NAMES, on_mesh, weights_of
@@ -40,6 +41,7 @@ def all_of(generator, prompts, drawings):
     return texts
 
 
+@pytest.mark.usefixtures("proved_elsewhere")
 @pytest.mark.parametrize("name, mesh", CASES, ids=str)
 def test_tokens_are_those_of_transformers(name, mesh, pool):
     """Greedy, with a repetition penalty, and by four beams, token for token; four prompts of 1 to 17 tokens at once."""
@@ -54,6 +56,7 @@ def test_tokens_are_those_of_transformers(name, mesh, pool):
         assert [each.tokens for each in beams] == [each["beams"] for each in expected]
 
 
+@pytest.mark.usefixtures("proved_elsewhere")
 def test_weights_that_stay_split_write_the_same(pool):
     """Gathered over d layer by layer, for each token anew: transformers' tokens."""
     expected = json.loads((FOLDER / "qwen2/texts.json").read_text())
@@ -65,6 +68,7 @@ def test_weights_that_stay_split_write_the_same(pool):
     assert found == [each["greedy"] for each in expected]
 
 
+@pytest.mark.usefixtures("proved_elsewhere")
 def test_a_row_that_comes_later_reads_its_own_prompt(pool):
     """With an encoder: a second text joins while the first is written, and both are transformers'."""
     first, second, *_ = json.loads((FOLDER / "t5_gated/texts.json").read_text())
@@ -125,7 +129,7 @@ def check_decoding(path, source, names=tuple(SMALL)):
     return proved
 
 
-@pytest.mark.parametrize("mesh", [(2, 2), pytest.param((8, 1), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("mesh", [(2, 2), *small.slow((8, 1))], ids=str)
 def test_int8_weights_are_rounded_once_a_column(mesh, pool):
     """Log probabilities of a text are those of a model whose matrices numpy has rounded, on every mesh; and the layers'
     matrices have a byte an element."""

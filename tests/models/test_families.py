@@ -13,8 +13,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from mutation import refuse_all_of
-from pages import ROOT, module_of
-from published import FOLDER, NAMES, batch_of, loss_and_logits, on_mesh, oracle_of, weights_of
+from pages import ROOT
+from published import FOLDER, NAMES, batch_of, check_family, loss_and_logits, on_mesh, oracle_of, weights_of
 from safetensors.numpy import load_file, save_file
 from test_llama import decoded
 
@@ -23,15 +23,7 @@ from runtime.check import check_sizes
 from runtime.checkpoints.checkpoint import named_leaves
 from runtime.terminal import RunError
 from shardlib import shardops
-from shardlib.shardtypes import (
-    Adapted,
-    Array,
-    f32,
-    narrowed,
-    pytree_dataclass,
-    typed_shard_map,
-    u32,
-)
+from shardlib.shardtypes import Adapted, Array, f32, narrowed, pytree_dataclass, typed_shard_map, u32
 from train import TokenBatch, act
 
 SIZES = {"d_model": 64, "n_kv": 8, "d_head": 8, "layers": 2, "vocab": 128, "d_ff": 96, "attention": "einsum"}
@@ -54,6 +46,7 @@ def shapes_of(source):
     return jax.eval_shape(functools.partial(source.family.init, source.model), np.uint32(0))
 
 
+@pytest.mark.usefixtures("proved_elsewhere")
 @pytest.mark.parametrize("name, variant", EACH)
 def test_the_loss_of_the_first_weights_is_that_of_guessing(name, variant):
     """Within 1.5 nats of ln(vocabulary), and the gradient of each of the weights is there. Gemma repeats
@@ -89,6 +82,7 @@ def merged(w, low):
     return dataclasses.replace(w, w_up=w.w_up + 0.5 * up, w_down=w.w_down + 0.5 * down)
 
 
+@pytest.mark.usefixtures("proved_elsewhere")
 @pytest.mark.parametrize("name", ["gemma2", "gpt2", "gptj"])
 def test_adapters_compute_what_merged_weights_do(name, pool):
     """The layer takes matrices with adapters as it is; hidden states are those of base + scale · a · b, to 1e-5."""
@@ -124,6 +118,7 @@ def embedded(family, model, tokens):
         return np.asarray(jax.jit(typed_shard_map(embed))(weights, tokens))
 
 
+@pytest.mark.usefixtures("proved_elsewhere")
 def test_gemma_rounds_the_factor_of_its_embedding():
     """In bfloat16 √3072 = 55.4 is 55.5, which published weights were trained with."""
     model = gemma.Model(**{**SIZES, "d_model": 3072}, **GEMMA)
@@ -168,67 +163,7 @@ def test_a_config_json_is_made_of_each_model(name, pool):
 
 
 # What the models of these sizes were published with, in the words of transformers before 5.
-PUBLISHED = {
-    "gemma 2B": """{"model_type": "gemma", "hidden_act": "gelu", "hidden_activation": null, "head_dim": 256,
-        "hidden_size": 2048, "intermediate_size": 16384, "max_position_embeddings": 8192, "num_attention_heads": 8,
-        "num_hidden_layers": 18, "num_key_value_heads": 1, "rms_norm_eps": 1e-06, "rope_scaling": null,
-        "rope_theta": 10000.0, "vocab_size": 256000}""",
-    "gemma 2 27B": """{"model_type": "gemma2", "attn_logit_softcapping": 50.0, "cache_implementation": "hybrid",
-        "final_logit_softcapping": 30.0, "head_dim": 128, "hidden_act": "gelu_pytorch_tanh", "hidden_size": 4608,
-        "hidden_activation": "gelu_pytorch_tanh", "intermediate_size": 36864, "num_attention_heads": 32,
-        "num_hidden_layers": 46, "num_key_value_heads": 16, "query_pre_attn_scalar": 144, "rms_norm_eps": 1e-06,
-        "rope_theta": 10000.0, "sliding_window": 4096, "use_cache": true, "vocab_size": 256000}""",
-    "gemma 3, scaled": """{"model_type": "gemma3_text", "attn_logit_softcapping": null, "head_dim": 256,
-        "cache_implementation": "hybrid", "final_logit_softcapping": null, "hidden_activation": "gelu_pytorch_tanh",
-        "hidden_size": 1152, "intermediate_size": 6912, "num_attention_heads": 4, "num_hidden_layers": 26,
-        "num_key_value_heads": 1, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_local_base_freq": 10000,
-        "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "rope_theta": 1000000, "sliding_window": 512,
-        "sliding_window_pattern": 6, "vocab_size": 262144}""",
-    "gpt2": """{"model_type": "gpt2", "activation_function": "gelu_new", "attn_pdrop": 0.1,
-        "embd_pdrop": 0.1, "layer_norm_epsilon": 1e-05, "n_ctx": 1024, "n_embd": 768, "n_head": 12, "n_layer": 12,
-        "n_positions": 1024, "resid_pdrop": 0.1, "summary_first_dropout": 0.1, "summary_proj_to_labels": true,
-        "summary_type": "cls_index", "summary_use_proj": true, "vocab_size": 50257,
-        "task_specific_params": {"text-generation": {"do_sample": true, "max_length": 50}}}""",
-    "opt 125M": """{"model_type": "opt", "activation_dropout": 0.0, "activation_function": "relu",
-        "attention_dropout": 0.0, "do_layer_norm_before": true, "_remove_final_layer_norm": false, "dropout": 0.1,
-        "ffn_dim": 3072, "hidden_size": 768, "init_std": 0.02, "layerdrop": 0.0, "max_position_embeddings": 2048,
-        "num_attention_heads": 12, "num_hidden_layers": 12, "prefix": "</s>", "vocab_size": 50272,
-        "word_embed_proj_dim": 768}""",
-    "gpt-j 6B": """{"model_type": "gptj", "activation_function": "gelu_new", "n_embd": 4096, "n_head": 16,
-        "gradient_checkpointing": false, "n_inner": null, "n_layer": 28, "n_positions": 2048, "rotary": true,
-        "rotary_dim": 64, "scale_attn_weights": true, "summary_type": "cls_index", "summary_use_proj": true,
-        "tie_word_embeddings": false, "tokenizer_class": "GPT2Tokenizer", "vocab_size": 50400}""",
-    "mixtral 8x7B": """{"model_type": "mixtral", "hidden_act": "silu", "hidden_size": 4096, "intermediate_size":
-        14336, "max_position_embeddings": 32768, "num_attention_heads": 32, "num_experts_per_tok": 2,
-        "num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 8, "output_router_logits": false,
-        "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.02, "sliding_window": null,
-        "tie_word_embeddings": false, "vocab_size": 32000}""",
-    "olmoe 1B-7B": """{"model_type": "olmoe", "attention_bias": false, "clip_qkv": null, "hidden_act": "silu",
-        "hidden_size": 2048, "intermediate_size": 1024, "norm_topk_prob": false, "num_attention_heads": 16,
-        "num_experts": 64, "num_experts_per_tok": 8, "num_hidden_layers": 16, "num_key_value_heads": 16,
-        "output_router_logits": false, "rms_norm_eps": 1e-05, "rope_scaling": null, "rope_theta": 10000.0,
-        "router_aux_loss_coef": 0.01, "tie_word_embeddings": false, "vocab_size": 50304}""",
-    "qwen 3 30B-A3B": """{"model_type": "qwen3_moe", "attention_bias": false, "decoder_sparse_step": 1,
-        "head_dim": 128, "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 6144,
-        "max_position_embeddings": 40960, "max_window_layers": 48, "mlp_only_layers": [], "moe_intermediate_size":
-        768, "norm_topk_prob": true, "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8,
-        "num_hidden_layers": 48, "num_key_value_heads": 4, "output_router_logits": false, "rms_norm_eps": 1e-06,
-        "rope_scaling": null, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001, "sliding_window": null,
-        "tie_word_embeddings": false, "use_sliding_window": false, "vocab_size": 151936}""",
-    "t5 small": """{"model_type": "t5", "d_ff": 2048, "d_kv": 64, "d_model": 512, "decoder_start_token_id": 0,
-        "dropout_rate": 0.1, "initializer_factor": 1.0, "is_encoder_decoder": true, "layer_norm_epsilon": 1e-06,
-        "n_positions": 512, "num_heads": 8, "num_layers": 6, "output_past": true, "relative_attention_num_buckets":
-        32, "task_specific_params": {"summarization": {"num_beams": 4}}, "vocab_size": 32128}""",
-    "flan-t5 base": """{"model_type": "t5", "d_ff": 2048, "d_kv": 64, "d_model": 768, "decoder_start_token_id": 0,
-        "dropout_rate": 0.1, "feed_forward_proj": "gated-gelu", "initializer_factor": 1.0, "is_encoder_decoder": true,
-        "layer_norm_epsilon": 1e-06, "n_positions": 512, "num_decoder_layers": 12, "num_heads": 12, "num_layers": 12,
-        "output_past": true, "relative_attention_max_distance": 128, "relative_attention_num_buckets": 32,
-        "tie_word_embeddings": false, "use_cache": true, "vocab_size": 32128}""",
-    "bert base": """{"model_type": "bert", "attention_probs_dropout_prob": 0.1, "gradient_checkpointing": false,
-        "hidden_act": "gelu", "hidden_dropout_prob": 0.1, "hidden_size": 768, "initializer_range": 0.02,
-        "intermediate_size": 3072, "layer_norm_eps": 1e-12, "max_position_embeddings": 512, "num_attention_heads": 12,
-        "num_hidden_layers": 12, "position_embedding_type": "absolute", "type_vocab_size": 2, "vocab_size": 30522}""",
-}
+PUBLISHED = json.loads((ROOT / "tests/models/older_configs.json").read_text())
 EXPECTED = [
     ("gemma 2B", gemma, {"n_q_per_kv": 8, "logits_scale": 1 / 16, "window": None, "norm_after": False}),
     ("gemma 2 27B", gemma, {"logits_scale": 1 / 12, "attention_cap": 50.0, "logits_cap": 30.0}),
@@ -258,7 +193,7 @@ EXPECTED = [
 @pytest.mark.parametrize("name, family, expected", EXPECTED)
 def test_a_config_json_of_older_transformers_is_read(name, family, expected):
     """With its names, without what was a default, and with fields that change no result."""
-    fields = huggingface.Fields(json.loads(PUBLISHED[name]), name)
+    fields = huggingface.Fields(PUBLISHED[name], name)
     model = family.model_of(fields)
     fields.finish()
     assert {key: getattr(model, key) for key in expected} == expected
@@ -327,29 +262,20 @@ def test_a_file_without_the_head_is_read(name, prefix, pool, tmp_path):
 
 
 # -- The check ---------------------------------------------------------------------------------------------------------
-def check_family(path, source, name):
+def check(path, source, name):
     """Checks each variant's loss with its gradient and its layer of decoding, of a changed file; returns the claims."""
-    act.dtype = jnp.bfloat16
-    family, proved = module_of(path, source), 0
-    for variant in VARIANTS[name]:
-        given = source_of(family, variant)
-        shapes = shapes_of(given)
-        batch = TokenBatch(*(jax.ShapeDtypeStruct((16, 32), dtype) for dtype in (np.uint32, bool, bool)))
-        mesh = jax.sharding.AbstractMesh((4, 2), ("d", "t"))
-        for step in (loss_and_logits, decoded):
-            proved += typed_shard_map(step(given, narrowed(family.Weights, shapes))).check(mesh, shapes, batch)
-    return proved
+    return check_family(path, source, [SIZES | each for each in VARIANTS[name]], [loss_and_logits, decoded])
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_the_family_is_accepted(name, tmp_path):
     """As it is, in training and in decoding: the mutants are refused for their mutation."""
-    assert check_family(tmp_path / f"{name}.py", (ROOT / f"models/{name}.py").read_text(), name) > 100
+    assert check(tmp_path / f"{name}.py", (ROOT / f"models/{name}.py").read_text(), name) > 100
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_mutant_of_the_family_is_refused(name, tmp_path, record_property):
     """Each collective removed, doubled, with its axes exchanged or one too few, and each '+axis' dropped."""
-    check = functools.partial(check_family, name=name)
-    assert refuse_all_of(f"models/{name}.py", check, tmp_path, record_property) > 30
+    of_name = functools.partial(check, name=name)
+    assert refuse_all_of(f"models/{name}.py", of_name, tmp_path, record_property) > 30

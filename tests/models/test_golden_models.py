@@ -6,6 +6,7 @@ import re
 import jax
 import numpy as np
 import pytest
+import small
 from published import FOLDER, NAMES, on_mesh, oracle_of, step_of, weights_of
 from safetensors.numpy import load_file, save_file
 
@@ -13,9 +14,10 @@ from models import huggingface
 from runtime.checkpoints.checkpoint import named_leaves
 from shardlib.shardtypes import typed_shard_map
 
+pytestmark = pytest.mark.usefixtures("proved_elsewhere")  # the test_the_family_is_accepted do
 # Attention does not change when all keys move alike; where no rotation follows the bias, it has no gradient.
 WITHOUT_GRADIENT = re.compile(r"model\.decoder\.layers\..*k_proj\.bias|bert\..*\.key\.bias")
-MESHES = [(4, 2), *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in [(1, 1), (2, 2), (8, 1)])]
+MESHES = [(4, 2), *small.slow((1, 1), (2, 2), (8, 1))]
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: f"{mesh[0]}x{mesh[1]}")

@@ -17,6 +17,7 @@ from models import huggingface
 from runtime.data.flat_tokens import write_split
 from runtime.run import with_shardings
 
+pytestmark = pytest.mark.usefixtures("proved_elsewhere")
 RUN = [
     "model.d_model=16", "model.n_q_per_kv=2", "model.n_kv=2", "model.d_head=8", "model.d_ff=24", "model.vocab=40",
     "model.rope_max_timescale=10000", "model.compute_dtype=float32", "training.tokens.batch=8",

@@ -11,7 +11,7 @@ import pytest
 import small
 from mutation import refuse_all_of
 from pages import ROOT, module_of
-from published import FOLDER, batch_of, loss_and_logits, on_mesh, oracle_of, weights_of
+from published import FOLDER, batch_of, claims_of, loss_and_logits, on_mesh, oracle_of, weights_of
 from reference import random_weights
 
 import train
@@ -36,8 +36,9 @@ def test_the_first_weights_are_those_of_train_py():
         assert one.shape == other.shape and np.asarray(one).tobytes() == np.asarray(other).tobytes()
 
 
+@pytest.mark.usefixtures("proved_elsewhere")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("mesh", [(1, 1), (4, 2), pytest.param((8, 1), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("mesh", [(4, 2), *small.slow((1, 1), (8, 1))], ids=str)
 def test_losses_and_gradients_are_those_of_train_py(mesh, dtype):
     """A checkpoint of train.py is one of models/llama.py: the same bits come out, of packed rows."""
     with on_mesh(*mesh, dtype):
@@ -70,6 +71,9 @@ def test_losses_and_gradients_are_those_of_train_py(mesh, dtype):
         assert np.asarray(one).tobytes() == np.asarray(other).tobytes(), name
 
 
+MORE = "mistral qwen2 olmo2 gemma3 opt olmoe qwen3_moe".split()  # another of each of the families
+
+
 def decoded(source, Weights):
     """Hidden states by the layer as decoding calls it: the residual is whole, keys and values are kept."""
     family, model, layers = source.family, source.model, source.family.layers
@@ -95,7 +99,7 @@ def decoded(source, Weights):
     return forward
 
 
-@pytest.mark.parametrize("name", ["llama3", "mistral", "qwen2", "olmo2", "gemma2", "gemma3", "gpt2", "opt", "gptj"])
+@pytest.mark.parametrize("name", ["llama3", "gemma2", "gpt2", "gptj", "mixtral", *small.slow(*MORE)])
 def test_the_layer_of_decoding_is_the_layer_of_training(name, pool):
     """With the residual whole on each device of t it is accepted by the check, and computes the same to 1e-5."""
     source = huggingface.open_weights(FOLDER / name, pool)
@@ -130,7 +134,8 @@ def adapt(w, low):
     )
 
 
-@pytest.mark.parametrize("mesh", [(1, 1), (4, 2)], ids=str)
+@pytest.mark.usefixtures("proved_elsewhere")
+@pytest.mark.parametrize("mesh", [*small.slow((1, 1)), (4, 2)], ids=str)
 def test_adapters_compute_what_merged_weights_do(mesh, pool):
     """The layer takes matrices with adapters as it is; hidden states are those of base + scale · a · b, to 1e-5."""
     source = huggingface.open_weights(FOLDER / "llama", pool)
@@ -173,28 +178,17 @@ def check_family(path, source, module="models.llama"):
     """Checks each variant's loss with its gradient, and its layer of decoding, with a changed file in the place of a
     module; returns the claims."""
     before = {name: sys.modules[name] for name in ("models.layers", "models.llama")}
-    proved = 0
     try:
         changed = module_of(path, source)
         sys.modules[module] = changed
         if module == "models.layers":
             sys.modules["models"].layers = changed
             sys.modules["models.llama"] = module_of(path.with_name("llama.py"), (ROOT / "models/llama.py").read_text())
-        family = sys.modules["models.llama"]
-        for variant in VARIANTS:
-            act.dtype = jnp.bfloat16
-            model = family.Model(**vars(small.MODEL) | {"attention": "einsum"} | variant)
-            shapes = jax.eval_shape(functools.partial(family.init, model), np.uint32(0))
-            batch = TokenBatch(*(jax.ShapeDtypeStruct((16, 32), dtype) for dtype in (np.uint32, bool, bool)))
-            given = type("Source", (), {"family": family, "model": model})
-            mesh = jax.sharding.AbstractMesh((4, 2), ("d", "t"))
-            for step in (loss_and_logits, decoded):
-                mapped = typed_shard_map(step(given, narrowed(family.Weights, shapes)))
-                proved += mapped.check(mesh, shapes, batch)
+        variants = [vars(small.MODEL) | {"attention": "einsum"} | each for each in VARIANTS]
+        return claims_of(sys.modules["models.llama"], variants, [loss_and_logits, decoded])
     finally:
         sys.modules.update(before)
         sys.modules["models"].layers, sys.modules["models"].llama = before.values()
-    return proved
 
 
 @pytest.mark.parametrize("module", ["models.layers", "models.llama"])

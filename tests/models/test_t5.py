@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import small
 from mutation import refuse_all_of
 from pages import ROOT
 from published import FOLDER, Read, check_family, loss_and_logits_of_read, on_mesh, oracle_of, weights_of
@@ -60,7 +61,8 @@ def decoded_in(chunks):
     return made
 
 
-@pytest.mark.parametrize("name", [pytest.param("t5", marks=pytest.mark.slow), "t5_gated"])
+@pytest.mark.usefixtures("proved_elsewhere")
+@pytest.mark.parametrize("name", [*small.slow("t5"), "t5_gated"])
 def test_decoding_computes_what_training_does(name, pool):
     """Encoded once, then five tokens, one, and six: hidden states to 1e-5, and padding that is read changes no bit."""
     source, oracle = huggingface.open_weights(FOLDER / name, pool), oracle_of(name)

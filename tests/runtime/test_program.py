@@ -18,6 +18,7 @@ from runtime.data.tokenizers import save_dataset_tokenizer, train_bpe
 from runtime.terminal import RunError
 
 ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.usefixtures("proved_elsewhere")
 TINY = """model.d_model=32 model.n_kv=2 model.d_head=8 model.d_ff=64 model.layers=1 training.tokens.batch=16 mesh.d=2
     mesh.t=1 training.tokens.len=32 training.steps=2 eval_interval=100 validation_batches=1""".split()
 

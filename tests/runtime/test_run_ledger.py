@@ -18,6 +18,7 @@ from ledger.machines.hardware import Hardware
 from shardlib.shardtypes import typed_shard_map
 
 
+@small.proved_elsewhere()
 def compiled(tmp_path, capsys) -> str:
     """What `Run.compile` prints, without its line breaks, of the small float32 step in two microbatches on the mesh 4 ×
     2."""

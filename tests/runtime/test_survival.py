@@ -33,6 +33,7 @@ from runtime.run import Run
 from runtime.terminal import RunError
 from runtime.tracking.bad_steps import BadSteps
 
+pytestmark = pytest.mark.usefixtures("proved_elsewhere")
 TINY = """model.d_model=32 model.n_kv=4 model.d_head=8 model.d_ff=64 model.layers=1 model.vocab=128 mesh.d=2 mesh.t=1
     training.tokens.batch=16 training.tokens.len=32 training.steps=12 training.warmup_steps=2 training.steps_for_lr=12
     training.learning_rate=0.01 checkpoint_interval=4 eval_interval=12 log_interval=1""".split()
@@ -53,6 +54,7 @@ def start(tiny, monkeypatch, tmp_path):
 
 
 @pytest.fixture(scope="module")
+@small.proved_elsewhere()
 def whole(tiny, tmp_path_factory):
     """The folder of a run that was never disturbed."""
     folder = tmp_path_factory.mktemp("whole") / "run"
@@ -136,7 +138,7 @@ def stopped_in_validation(monkeypatch, batch=2):
     return loaded
 
 
-@pytest.mark.parametrize("due, status, saved", [(5, 75, 5), (12, 0, 12)])
+@pytest.mark.parametrize("due, status, saved", [(5, 75, 5), pytest.param(12, 0, 12, marks=pytest.mark.slow)])
 def test_a_signal_during_a_validation(start, tmp_path, capfd, monkeypatch, due, status, saved):
     """SIGTERM stops it after the batch in flight. It is dropped, the state saved, the status 75; after the last step,
     from which there is nothing to go on, 0."""
@@ -161,7 +163,9 @@ def test_what_a_run_writes_is_its_owner_s_alone(whole):
     assert mask != 0o077
 
 
-@pytest.mark.parametrize("name", ["config.yaml", "environment.json", "ledger.txt", "program.py", "starts.jsonl"])
+@pytest.mark.parametrize(
+    "name", ["config.yaml", "ledger.txt", *small.slow("environment.json", "program.py", "starts.jsonl")]
+)
 def test_a_disk_that_is_full_at_the_start(start, tmp_path, capfd, name):
     """One line with the folder, the cause and the fix, status 1, no traceback, whichever file it is."""
     whole = name in ("config.yaml", "program.py", "environment.json")
@@ -226,6 +230,7 @@ def test_a_damaged_checkpoint_is_passed_over(whole, start, tmp_path, capfd):
     assert "0000000008" in printed.err + printed.out and chunk.name in printed.err + printed.out
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_of_the_last_step_is_repaired(whole, start, tmp_path, capfd):
     """A run that is done, but whose last checkpoint is damaged, goes on from the one before, and saves the last step
     again; started once more there is nothing to train."""

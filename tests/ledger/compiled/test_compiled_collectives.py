@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import functools
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,8 @@ from ledger.count.costs import Collective, count, totals
 from ledger.count.program import read
 from shardlib import shardops
 from shardlib.shardtypes import f32, typed_shard_map
+
+pytestmark = pytest.mark.usefixtures("proved_elsewhere")
 
 
 def both_tables(traced, axes):
@@ -36,11 +39,10 @@ def tables(d, t, microbatches, dtype="float32"):
 
 # How many collectives a microbatch has, and the whole step: targets, loss, and the norms of gradient, weights, update.
 SENT = {(4, 2): (75, 5), (8, 1): (52, 5), (1, 1): (0, 0), (2, 4): (75, 5), (1, 8): (29, 4)}
-MESHES = [pytest.param(mesh, marks=[] if mesh == (4, 2) else pytest.mark.slow) for mesh in SENT]
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("mesh", [(4, 2), *small.slow(*list(SENT)[1:])], ids=str)
 def test_the_compiled_step_sends_what_is_written(mesh, microbatches):
     """In float32, kinds, axes, counts, bytes, phases and even lines are equal exactly; microbatches repeat all but the
     sums of the whole step. On a single device nothing is sent; axes of one device are left out on both sides."""
@@ -52,7 +54,7 @@ def test_the_compiled_step_sends_what_is_written(mesh, microbatches):
     assert all(row.line.startswith("train.py:") for row in ours)
 
 
-@pytest.mark.parametrize("mesh", [(4, 2), (8, 1)], ids=["4x2", "8x1"])
+@pytest.mark.parametrize("mesh", [(4, 2), *small.slow((8, 1))], ids=["4x2", "8x1"])
 def test_bfloat16_is_widened_and_nothing_else(mesh):
     """In bfloat16 the CPU sends the bfloat16 collectives as float32, twice the bytes, and that is the only
     difference."""
@@ -171,53 +173,7 @@ def test_three_axes_and_an_unknown_spelling():
         axes_of_groups("replica_groups=@mesh<d=4>{d}", AXES)
 
 
-OTHER_FORMS = """HloModule other, num_partitions=8
-
-%add (a: f32[], b: f32[]) -> f32[] {
-  %a = f32[] parameter(0)
-  %b = f32[] parameter(1)
-  ROOT %sum = f32[] add(%a, %b)
-}
-
-%wrapped (p: bf16[4,16]) -> bf16[2,16] {
-  %p = bf16[4,16]{1,0} parameter(0)
-  ROOT %scatter = bf16[2,16]{1,0} reduce-scatter(%p), channel_id=2, replica_groups=[4,2]<=[8], to_apply=%add
-}
-
-%body (state: (s32[], f32[8], f32[2])) -> (s32[], f32[8], f32[2]) {
-  %state = (s32[], f32[8]{0}, f32[2]{0}) parameter(0)
-  %i = s32[] get-tuple-element(%state), index=0
-  %x = f32[8]{0} get-tuple-element(%state), index=1
-  %y = f32[2]{0} get-tuple-element(%state), index=2
-  %start = ((f32[8], f32[2]), (f32[8], f32[2])) all-reduce-start(%x, %y), replica_groups=[2,4]<=[4,2]T(1,0)
-  %done = (f32[8]{0}, f32[2]{0}) all-reduce-done(%start)
-  %x1 = f32[8] get-tuple-element(%done), index=0, metadata={op_name="transpose()" source_file="/train.py" source_line=7}
-  %y1 = f32[2]{0} get-tuple-element(%done), index=1
-  %one = s32[] constant(1)
-  %next = s32[] add(%i, %one)
-  ROOT %out = (s32[], f32[8]{0}, f32[2]{0}) tuple(%next, %x1, %y1)
-}
-
-%condition (state.1: (s32[], f32[8], f32[2])) -> pred[] {
-  %state.1 = (s32[], f32[8]{0}, f32[2]{0}) parameter(0)
-  %i.1 = s32[] get-tuple-element(%state.1), index=0
-  %bound = s32[] constant(5)
-  ROOT %less = pred[] compare(%i.1, %bound), direction=LT
-}
-
-ENTRY %main (x: f32[8], y: f32[2], w: bf16[4,16]) -> (f32[8], bf16[2,16]) {
-  %x.2 = f32[8]{0} parameter(0)
-  %y.2 = f32[2]{0} parameter(1)
-  %w = bf16[4,16]{1,0} parameter(2)
-  %zero = s32[] constant(0)
-  %tuple = (s32[], f32[8]{0}, f32[2]{0}) tuple(%zero, %x.2, %y.2)
-  %while = (s32[], f32[8]{0}, f32[2]{0}) while(%tuple), condition=%condition, body=%body
-  %wrapped-start = ((bf16[4,16]{1,0}), bf16[2,16]{1,0}) async-start(%w), calls=%wrapped
-  %wrapped-done = bf16[2,16]{1,0} async-done(%wrapped-start)
-  %result = f32[8]{0} get-tuple-element(%while), index=1
-  ROOT %pair = (f32[8]{0}, bf16[2,16]{1,0}) tuple(%result, %wrapped-done)
-}
-"""
+OTHER_FORMS = Path(__file__).with_name("other_forms.hlo.txt").read_text()
 
 
 def test_asynchronous_and_combined_collectives():

@@ -190,6 +190,7 @@ def test_the_parts_of_the_step():
 
 # -- Against the compiled step -----------------------------------------------------------------------------------------
 @functools.cache
+@small.proved_elsewhere()
 def traced_step(microbatches, dtype, layers=2):
     model = dataclasses.replace(small.MODEL, layers=layers)
     training = dataclasses.replace(small.TRAINING, microbatches=microbatches)

@@ -9,6 +9,7 @@ import time
 import fsspec
 import jax.numpy as jnp
 import pytest
+import small
 import zarr
 from checkpoint_state import CHUNKS, assert_same_bits, like, mesh_of, numpy_state, open_checkpoints, put, restore, save
 from faulty_proxy import FaultyProxy
@@ -84,9 +85,7 @@ def test_a_run_of_checkpoints(object_store, capsys):  # noqa: F811
     assert len(files.find(f"{root}/0000000030.damaged")) == CHUNKS + 8
 
 
-@pytest.mark.parametrize(
-    "fault", [*(pytest.param(fault, marks=pytest.mark.slow) for fault in ["500", "503", "cut"]), "cut answer"]
-)
+@pytest.mark.parametrize("fault", [*small.slow("500", "503", "cut"), "cut answer"])
 def test_a_store_that_fails_now_and_then(object_store, proxy, fault, record_property):  # noqa: F811
     """When 30 % of the requests fail, at random, saving, restoring and deleting succeed, with the same bits."""
     rng = random.Random(1)

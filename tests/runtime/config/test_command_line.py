@@ -322,11 +322,11 @@ def program(folder, *arguments, flags=(), environment=(), output=subprocess.PIPE
 @pytest.mark.parametrize(
     "environment, arguments, devices",
     [
-        ({}, [], 8),
         ({}, ["num_hosts=2"], 4),
-        ({}, ["check_only=true"], 1),
         ({"XLA_FLAGS": "--xla_force_host_platform_device_count=3"}, [], 3),
-        ({"JAX_NUM_CPU_DEVICES": "2"}, [], 2),
+        pytest.param({}, [], 8, marks=pytest.mark.slow),
+        pytest.param({}, ["check_only=true"], 1, marks=pytest.mark.slow),
+        pytest.param({"JAX_NUM_CPU_DEVICES": "2"}, [], 2, marks=pytest.mark.slow),
     ],
 )
 def test_devices_are_simulated_where_nothing_else_says_so(tmp_path, environment, arguments, devices):
@@ -342,7 +342,11 @@ def test_an_error_as_a_program(tmp_path):
 
 @pytest.mark.parametrize(
     "flags, arguments, last",
-    [((), ["--help"], ""), ((), ["--cfg", "job"], ""), (("-u",), [], "Error executing job with overrides: []\n")],
+    [
+        ((), ["--help"], ""),
+        pytest.param((), ["--cfg", "job"], "", marks=pytest.mark.slow),
+        pytest.param(("-u",), [], "Error executing job with overrides: []\n", marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_output_that_nobody_reads(tmp_path, flags, arguments, last):

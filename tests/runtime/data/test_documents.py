@@ -5,6 +5,7 @@ import json
 import random
 
 import pytest
+import small
 
 from runtime.data import documents
 from runtime.data.documents import decoded, find_files, find_splits, place, read_blocks, records, values
@@ -48,8 +49,8 @@ def read(blocks):
     return found, places
 
 
-@pytest.mark.parametrize("by_name", [False, True], ids=["files", "data set"])
-@pytest.mark.parametrize("kind", ["txt", "jsonl", "jsonl.gz", "jsonl.zst", "parquet"])
+@pytest.mark.parametrize("by_name", [False, *small.slow(True)], ids=["files", "data set"])
+@pytest.mark.parametrize("kind", ["txt", *small.slow("jsonl"), "jsonl.gz", "jsonl.zst", "parquet"])
 def test_reading_continues_at_each_place(tmp_path, monkeypatch, kind, by_name):
     """From the position after each block on come the records that follow it, in the same blocks; an empty file is one
     block."""
