@@ -390,10 +390,12 @@ def feed_forward(normed: act['B/r/d/e L/c M'], w_gate, w_up, w_down) -> act['B/r
 
 
 # == Experts ===========================================================================================================
+Choices = tuple[act['B/r/d/e L/c X'], i32['B/r/d/e L/c X']]  # of each token its experts' weights and their numbers
+Experts = tuple[act['E/e M H/t'], act['E/e M H/t'], act['E/e M H/t']]  # w_gate, w_up and w_down of each
+
+
 @typed
-def route(
-    model: Model, x: act['B/r/d/e L/c M'], router: f32['M E']
-) -> tuple[act['B/r/d/e L/c X'], i32['B/r/d/e L/c X'], Routing]:
+def route(model: Model, x: act['B/r/d/e L/c M'], router: f32['M E']) -> tuple[Choices, Routing]:
     """Of each token's chosen experts the weight and the number, and the losses of the choice.
 
     The weights add up to 1; that of a single expert is its probability, else the router would have no gradient (Fedus
@@ -417,7 +419,7 @@ def route(
     square = jax.nn.logsumexp(logits, axis=-1) ** 2  # Zoph et al. 2022, equation 5
     z = shardops.sum_unreduced('B/r/d/e L/c -> +r +d +c +e', square) / tokens
     routing = Routing(balance=balance, z=z, load=load, dropped=shardops.zeros('+r +d +c +e', f32))
-    return weight.astype(act.dtype), choice, routing
+    return (weight.astype(act.dtype), choice), routing
 
 
 def slots(choice, E, C):
@@ -452,20 +454,14 @@ def combine(y, weight, slot):
 
 @typed
 def experts_with_capacity(
-    mesh: Mesh,
-    model: Model,
-    x: act['B/r/d/e L/c M'],
-    weight: act['B/r/d/e L/c X'],
-    choice: i32['B/r/d/e L/c X'],
-    w_gate: act['E/e M H/t'],
-    w_up: act['E/e M H/t'],
-    w_down: act['E/e M H/t'],
+    mesh: Mesh, model: Model, x: act['B/r/d/e L/c M'], choices: Choices, experts: Experts
 ) -> tuple[act['B/r/d/e L/c M/t'], f32['+r +d +c +e']]:
     """The chosen experts' results, weighted; and the share of choices that were dropped (Lepikhin et al. 2020, 2.2).
 
     Each row has C slots of each expert, the same number on every mesh; of a row on c devices each fills its C/c. Sends
     all-to-all over e, of the tokens' M there, 2·capacity·X·M bytes a token, and of M/t back; as much backward.
     """
+    (weight, choice), (w_gate, w_up, w_down) = choices, experts
     E, length = model.experts, x.shape[1] * shardops.axis_size('c')
     average = length * model.experts_per_token / E
     C = math.ceil(min(model.capacity * average, length))
@@ -513,23 +509,31 @@ def multiplied(x, weight, choice, held, w_gate, w_up, w_down):
 
 @typed
 def experts_without_loss(
-    model: Model,
-    x: act['B/r/d/e L/c M'],
-    weight: act['B/r/d/e L/c X'],
-    choice: i32['B/r/d/e L/c X'],
-    w_gate: act['E/e M H/t'],
-    w_up: act['E/e M H/t'],
-    w_down: act['E/e M H/t'],
+    model: Model, x: act['B/r/d/e L/c M'], choices: Choices, experts: Experts
 ) -> act['B/r/d/e L/c M/t']:
     """The chosen experts' results, weighted; no token is dropped. Each device has the tokens of all devices along e,
     2M bytes a token, and multiplies those of its own experts; one reduce-scatter adds what they found."""
     x = shardops.all_gather('B/r/d/e L/c M -> B/r/d L/c M', x)
-    weight = shardops.all_gather('B/r/d/e L/c X -> B/r/d L/c X', weight)
-    choice = shardops.all_gather('B/r/d/e L/c X -> B/r/d L/c X', choice)
+    weight = shardops.all_gather('B/r/d/e L/c X -> B/r/d L/c X', choices[0])
+    choice = shardops.all_gather('B/r/d/e L/c X -> B/r/d L/c X', choices[1])
     held = shardops.slice('E -> E/e', jnp.arange(model.experts, dtype=jnp.int32))
     types = 'B/r/d L/c M, B/r/d L/c X, B/r/d L/c X, E/e, E/e M H/t, E/e M H/t, E/e M H/t -> B/r/d L/c M +e +t'
-    y = shardops.local(types, multiplied, x, weight, choice, held, w_gate, w_up, w_down)
+    y = shardops.local(types, multiplied, x, weight, choice, held, *experts)
     return shardops.psum_scatter('B/r/d L/c M +e +t -> B/r/d/e L/c M/t', y)
+
+
+@typed
+def mixture(mesh: Mesh, model: Model, gather, x: act['B/r/d/e L/c M'], w) -> tuple[act['B/r/d/e L/c M/t'], Routing]:
+    """What a layer's experts, which it gathers, make of the tokens; and what its router did."""
+    router = shardops.all_gather('M/d/c/e/t E -> M E', w.router)
+    w_gate = gather('E/e M/d/c H/t -> E/e M H/t', w.expert_gate)
+    w_up = gather('E/e M/d/c H/t -> E/e M H/t', w.expert_up)
+    w_down = gather('E/e M/d/c H/t -> E/e M H/t', w.expert_down)
+    choices, routing = route(model, x, router)
+    if model.capacity is None:
+        return experts_without_loss(model, x, choices, (w_gate, w_up, w_down)), routing
+    y, dropped = experts_with_capacity(mesh, model, x, choices, (w_gate, w_up, w_down))
+    return y, replace(routing, dropped=dropped)
 
 
 # == Products in 8 bits ================================================================================================
@@ -601,17 +605,7 @@ def forward(
                 x = x + feed_forward(normed, w_gate, w_up, w_down)
             if not model.experts:
                 return x, None
-            router = shardops.all_gather('M/d/c/e/t E -> M E', w.router)
-            w_gate = gather('E/e M/d/c H/t -> E/e M H/t', w.expert_gate)
-            w_up = gather('E/e M/d/c H/t -> E/e M H/t', w.expert_up)
-            w_down = gather('E/e M/d/c H/t -> E/e M H/t', w.expert_down)
-            weight, choice, routing = route(model, normed, router)
-            if model.capacity is None:
-                y = experts_without_loss(model, normed, weight, choice, w_gate, w_up, w_down)
-            else:
-                given = normed, weight, choice, w_gate, w_up, w_down
-                y, dropped = experts_with_capacity(mesh, model, *given)
-                routing = replace(routing, dropped=dropped)
+            y, routing = mixture(mesh, model, gather, normed, w)
             return x + y, routing
 
     x, routing = lax.scan(layer, x, (ln1, ln2, weights.transformer, scales), unroll=training.unroll_layers)
@@ -683,6 +677,66 @@ def squared_norms(tree: Weights) -> f32['weights']:
 
 
 @typed
+def count_of(batch: TokenBatch) -> f32['']:
+    """The number of targets of all devices."""
+    own = shardops.sum_unreduced('B/r/d/e L -> +r +d +e', batch.is_target.astype(jnp.float32))
+    return shardops.psum('+r +d +e -> ', own)
+
+
+@typed
+def updated(
+    training: train.Training, decayed, squared_norms, state, skipped: u32[''], step: u32[''], loss: f32[''], gradient
+):
+    """The state of any model after AdamW of its clipped gradient, and train.py's metrics. `decayed` as in `adamw_step`;
+    squared_norms(tree) is the model's own, of its types: what is sent, it sends."""
+    with jax.named_scope('clip'):
+        grad_squares: f32['weights'] = squared_norms(gradient)
+        grad_norm: f32[''] = jnp.sqrt(shardops.sum_unreduced('weights -> ', grad_squares))
+        clip = jnp.minimum(1.0, training.max_grad_norm / jnp.maximum(grad_norm, 1e-30))
+        clipped = jax.tree.map(lambda g: clip * g, gradient)
+
+    with jax.named_scope('adamw'):
+        after = adamw_step(training, decayed, state, clipped, step)
+        finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)  # a step that is not changes nothing
+        new_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, state)
+
+    with jax.named_scope('metrics'):
+        weight_squares = squared_norms(new_state.weights)
+        change_squares = squared_norms(jax.tree.map(jnp.subtract, new_state.weights, state.weights))
+        metrics = train.Metrics(
+            loss=loss,
+            learning_rate=learning_rate(training, step),
+            grad_norm=grad_norm,
+            weight_norm=jnp.sqrt(shardops.sum_unreduced('weights -> ', weight_squares)),
+            skipped_steps=skipped + jnp.where(finite, jnp.uint32(0), jnp.uint32(1)),
+            grad_norm_of=jnp.sqrt(grad_squares),
+            weight_norm_of=jnp.sqrt(weight_squares),
+            update_ratio_of=jnp.sqrt(change_squares / weight_squares),
+        )
+    return new_state, metrics
+
+
+@jax.named_scope('metrics')
+@typed
+def mixture_metrics(
+    model: Model, training: Training, metrics: train.Metrics, routing: Array['layers', Routing]
+) -> MixtureMetrics:
+    """The metrics of a mixture, of what its routers did, summed over microbatches."""
+    scalars = jnp.stack([routing.balance, routing.z, routing.dropped])
+    scalars = shardops.psum('metrics layers +r +d +c +e -> metrics layers', scalars) / training.microbatches
+    balance, z, dropped = shardops.sum_unreduced('metrics layers -> metrics', scalars) / model.layers
+    load = routing.load / training.microbatches * model.experts
+    return MixtureMetrics(
+        **vars(metrics),
+        balance_loss=balance,
+        router_z_loss=z,
+        dropped=dropped,
+        largest_load=shardops.pmax('layers E -> ', load),
+        load=shardops.sum_unreduced('layers E -> E', load) / model.layers,
+    )
+
+
+@typed
 def training_step(
     mesh: Mesh,
     model: Model,
@@ -695,8 +749,7 @@ def training_step(
 ):
     """The update number `step`, from 0, and what is logged of it; of a mixture MixtureMetrics."""
     with jax.named_scope('count_targets'):
-        target_count = shardops.sum_unreduced('B/r/d/e L -> +r +d +e', batch.is_target.astype(jnp.float32))
-        target_count: f32[''] = jnp.maximum(shardops.psum('+r +d +e -> ', target_count), 1)
+        target_count = jnp.maximum(count_of(batch), 1)
 
     with jax.named_scope('replicas'):
         near = gathered_over_replicas(mesh, state.weights)
@@ -728,49 +781,13 @@ def training_step(
             routing = Routing(balance=scalar, z=scalar, load=load, dropped=scalar)
         zero = shardops.zeros('+r +d +c +e +t', f32), jax.tree.map(jnp.zeros_like, near), routing
         (value, gradient, routing), _ = lax.scan(add_microbatch, zero, rows)  # pending over r throughout
+        value: f32[''] = shardops.psum('+r +d +c +e +t -> ', value)
 
     with jax.named_scope('replicas'):
         gradient: Weights = scattered_over_replicas(state.weights, gradient)
 
-    with jax.named_scope('clip'):
-        value: f32[''] = shardops.psum('+r +d +c +e +t -> ', value)
-        grad_squares: f32['weights'] = squared_norms(gradient)
-        grad_norm: f32[''] = jnp.sqrt(shardops.sum_unreduced('weights -> ', grad_squares))
-        clip = jnp.minimum(1.0, training.max_grad_norm / jnp.maximum(grad_norm, 1e-30))
-        clipped: Weights = jax.tree.map(lambda g: clip * g, gradient)
-
-    with jax.named_scope('adamw'):
-        updated: State = adamw_step(training, decayed(state.weights), state, clipped, step)
-        finite = jnp.isfinite(value) & jnp.isfinite(grad_norm)  # a step that is not changes nothing
-        new_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, state)
-
-    with jax.named_scope('metrics'):
-        weight_squares = squared_norms(new_state.weights)
-        change_squares = squared_norms(jax.tree.map(jnp.subtract, new_state.weights, state.weights))
-        metrics = train.Metrics(
-            loss=value,
-            learning_rate=learning_rate(training, step),
-            grad_norm=grad_norm,
-            weight_norm=jnp.sqrt(shardops.sum_unreduced('weights -> ', weight_squares)),
-            skipped_steps=skipped + jnp.where(finite, jnp.uint32(0), jnp.uint32(1)),
-            grad_norm_of=jnp.sqrt(grad_squares),
-            weight_norm_of=jnp.sqrt(weight_squares),
-            update_ratio_of=jnp.sqrt(change_squares / weight_squares),
-        )
-        if routing is not None:
-            scalars = jnp.stack([routing.balance, routing.z, routing.dropped])
-            scalars = shardops.psum('metrics layers +r +d +c +e -> metrics layers', scalars) / training.microbatches
-            balance, z, dropped = shardops.sum_unreduced('metrics layers -> metrics', scalars) / model.layers
-            load = routing.load / training.microbatches * model.experts
-            metrics = MixtureMetrics(
-                **vars(metrics),
-                balance_loss=balance,
-                router_z_loss=z,
-                dropped=dropped,
-                largest_load=shardops.pmax('layers E -> ', load),
-                load=shardops.sum_unreduced('layers E -> E', load) / model.layers,
-            )
-    return new_state, metrics
+    new_state, metrics = updated(training, decayed(state.weights), squared_norms, state, skipped, step, value, gradient)
+    return new_state, metrics if routing is None else mixture_metrics(model, training, metrics, routing)
 
 
 @typed
@@ -787,9 +804,7 @@ def validation_step(
     """Adds a batch's losses and its number of targets to the sums so far."""
     near = gathered_over_replicas(mesh, weights)
     value, _ = loss_sum(mesh, model, training, bos_id, near, batch)
-    batch_targets = shardops.sum_unreduced('B/r/d/e L -> +r +d +e', batch.is_target.astype(jnp.float32))
-    loss = loss + shardops.psum('+r +d +c +e +t -> ', value)
-    return loss, targets + shardops.psum('+r +d +e -> ', batch_targets)
+    return loss + shardops.psum('+r +d +c +e +t -> ', value), targets + count_of(batch)
 
 
 # == Main loop =========================================================================================================

@@ -35,8 +35,8 @@ from shardlib import shardops
 from shardlib.shardtypes import Array, bool_, f32, i32, narrowed, pytree_dataclass, typed_shard_map, u32
 from shardlib.sizes import nearest_multiples
 from shardlib.typed import typed
-from train import act, adamw_step, learning_rate
-from train_at_scale import attention_half, deals_heads, dealt, feed_forward, places_of, rms_norm
+from train import act
+from train_at_scale import attention_half, deals_heads, dealt, feed_forward, places_of, rms_norm, updated
 
 
 # == Hyperparameters ===================================================================================================
@@ -113,58 +113,64 @@ DECAYED = Weights(**{**vars(train.DECAYED), 'transformer': Layer(**vars(train.DE
 
 
 # == Weights of the stages =============================================================================================
-def parts(at_rest: str) -> tuple[str, str, str, str, str]:
-    """Of how a weight lies at rest, 'layers M/d/c/e/r/p F/t': the dims before M, there ('v p n ') and dealt out to
-    stages ('v p/p n '); M's axes but r and p; the dims after; and over which axes the gathered weight's gradient is
-    pending."""
-    before, axes, after = re.fullmatch(r'(.*)M/(.*)/r/p(.*)', at_rest).groups()
-    dealt_out = before.replace('layers', 'v p/p n').replace('V/t', 'V/t/p')
-    return before.replace('layers', 'v p n'), dealt_out, axes, after, f'+r +{axes.replace("/", " +")}'
+def way(at_rest: str) -> tuple[str, str, str, str]:
+    """How a weight lies on its way to the stages. At rest: 'p v n M/d/c/e/r/p F/t', where the layers are the pieces of
+    stages. Dealt out to them: 'p/p v n M/d/c/e/r F/t'. Gathered over r; and over the other axes: 'p/p v n M F/t'."""
+    at_rest = at_rest.replace('layers', 'p v n')
+    dealt_out = at_rest.replace('/r/p', '/r').replace('p v n', 'p/p v n').replace('V/t', 'V/t/p')
+    near = dealt_out.replace('/r', '')
+    return at_rest, dealt_out, near, re.sub('M/d/c/e(/t)?', 'M', near)
 
 
 @typed
 def of_stages(training: Training, weights: Weights):
-    """Each stage's pieces of the layers, 'p/p v n M F/t', and its part of the unembedding, 'V/t/p M': in bfloat16, but
-    for norms. Piece i of all is the (i // p)th of stage i % p.
+    """Each stage's pieces of the layers, 'p/p v n M F/t', its part of the unembedding, 'V/t/p M', and the last norm: in
+    bfloat16, but for norms. Piece i of all is the (i // p)th of stage i % p.
 
     Sends 2 bytes for each parameter that a device has at rest over p, and 2 for each of its stage / t over r, d, c, e.
     """
     types = narrowed(Weights, weights)
 
     def deal(w, type_):
-        before, dealt_out, axes, after, _ = parts(str(type_.spec))
-        w = w if 't' in axes else w.astype(act.dtype)
-        w = shardops.all_to_all(f'{before}M/{axes}/r/p{after} -> {dealt_out}M/{axes}/r{after}', w)
-        w = shardops.all_gather(f'{dealt_out}M/{axes}/r{after} -> {dealt_out}M/{axes}{after}', w)
-        return shardops.all_gather(f'{dealt_out}M/{axes}{after} -> {dealt_out}M{after}', w)
+        at_rest, dealt_out, near, whole = way(str(type_.spec))
+        is_norm = '/t/r' in at_rest
+        w = w if is_norm else w.astype(act.dtype)
+        w = shardops.all_to_all(f'{at_rest} -> {dealt_out}', w)
+        w = shardops.all_gather(f'{dealt_out} -> {near}', w)
+        return shardops.all_gather(f'{near} -> {whole}', w)
 
     def of_layers(w, type_):
         lies = str(type_.spec).removeprefix('layers')
         w = shardops.regroup(f'layers{lies} -> v p n{lies}', w, v=training.pieces)
-        return jnp.moveaxis(deal(w, type_), 1, 0)
+        return deal(jnp.moveaxis(w, 1, 0), type_)
 
-    return jax.tree.map(of_layers, weights.transformer, types.transformer), deal(weights.unembed, types.unembed)
+    pieces = jax.tree.map(of_layers, weights.transformer, types.transformer)
+    norm = shardops.all_gather('M/d/c/e/t/r/p -> M', weights.final_layer_norm)
+    return pieces, deal(weights.unembed, types.unembed), norm
 
 
 @typed
-def at_rest(training: Training, weights: Weights, layers, unembed):
+def at_rest(training: Training, weights: Weights, pieces, unembed, norm):
     """The gradients of what `of_stages` returns as weights lie at rest. Sends 4 bytes for each parameter of the stage /
     t over r, d, c, e (2 as bfloat16), and 4 for each that a device has at rest over p."""
     types = narrowed(Weights, weights)
 
     def collect(g, type_):
-        before, dealt_out, axes, after, owed = parts(str(type_.spec))
-        g = g if 't' in axes else g.astype(training.gradient_reduce_dtype)
-        g = shardops.psum_scatter(f'{dealt_out}M{after} {owed} -> {dealt_out}M/{axes}{after} +r', g)
-        g = shardops.psum_scatter(f'{dealt_out}M/{axes}{after} +r -> {dealt_out}M/{axes}/r{after}', g)
-        g = g.astype(jnp.float32)
-        return shardops.all_to_all(f'{dealt_out}M/{axes}/r{after} -> {before}M/{axes}/r/p{after}', g)
+        at_rest, dealt_out, near, whole = way(str(type_.spec))
+        is_norm = '/t/r' in at_rest
+        g = g if is_norm else g.astype(training.gradient_reduce_dtype)
+        g = shardops.psum_scatter(f'{whole} +r +d +c +e{" +t" * is_norm} -> {near} +r', g)
+        g = shardops.psum_scatter(f'{near} +r -> {dealt_out}', g).astype(jnp.float32)
+        return shardops.all_to_all(f'{dealt_out} -> {at_rest}', g)
 
     def of_layers(g, type_):
         lies = str(type_.spec).removeprefix('layers')
-        return shardops.regroup(f'v p n{lies} -> layers{lies}', collect(jnp.moveaxis(g, 0, 1), type_))
+        g = jnp.moveaxis(collect(g, type_), 0, 1)
+        return shardops.regroup(f'v p n{lies} -> layers{lies}', g)
 
-    return jax.tree.map(of_layers, layers, types.transformer), collect(unembed, types.unembed)
+    transformer = jax.tree.map(of_layers, pieces, types.transformer)
+    norm = shardops.psum_scatter('M +p +r +d +c +e +t -> M/d/c/e/t/r/p', norm)
+    return transformer, collect(unembed, types.unembed), norm
 
 
 # == Schedule ==========================================================================================================
@@ -402,16 +408,14 @@ def loss_and_gradient(
 
     with jax.named_scope('embed'):
         stream, pull = shardops.vjp(lambda table: embed(table, inputs), weights.embed)
-        norm = shardops.all_gather('M/d/c/e/t/r/p -> M', weights.final_layer_norm)
     with jax.named_scope('stages'):
-        pieces, unembed = of_stages(training, weights)
+        pieces, unembed, norm = of_stages(training, weights)
     shared = unembed.astype(jnp.float32), norm
     loss, of_pieces, of_shared, of_stream = pipelined(stage, head, pieces, shared, stream, backward)
     if not backward:
         return loss, None
     with jax.named_scope('stages'):
-        transformer, unembed = at_rest(training, weights, of_pieces, of_shared[0])
-        norm = shardops.psum_scatter('M +p +r +d +c +e +t -> M/d/c/e/t/r/p', of_shared[1])
+        transformer, unembed, norm = at_rest(training, weights, of_pieces, *of_shared)
     with jax.named_scope('embed'):
         (embed,) = pull(of_stream)
     return loss, Weights(embed=embed, unembed=unembed, transformer=transformer, final_layer_norm=norm)
@@ -446,35 +450,11 @@ def training_step(
     """The update number `step`, from 0, and what is logged of it."""
     with jax.named_scope('gradient'):
         value, gradient = loss_and_gradient(mesh, model, training, bos_id, state.weights, batch)
-
-    with jax.named_scope('clip'):
         target_count = jnp.maximum(count_of(batch), 1)
         value: f32[''] = shardops.psum('+p +r +d +c +e +t -> ', value / target_count)
         gradient: Weights = jax.tree.map(lambda g: g / target_count, gradient)
-        grad_squares: f32['weights'] = squared_norms(gradient)
-        grad_norm: f32[''] = jnp.sqrt(shardops.sum_unreduced('weights -> ', grad_squares))
-        clip = jnp.minimum(1.0, training.max_grad_norm / jnp.maximum(grad_norm, 1e-30))
-        clipped: Weights = jax.tree.map(lambda g: clip * g, gradient)
 
-    with jax.named_scope('adamw'):
-        updated: State = adamw_step(training, DECAYED, state, clipped, step)
-        finite = jnp.isfinite(value) & jnp.isfinite(grad_norm)  # a step that is not changes nothing
-        new_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, state)
-
-    with jax.named_scope('metrics'):
-        weight_squares = squared_norms(new_state.weights)
-        change_squares = squared_norms(jax.tree.map(jnp.subtract, new_state.weights, state.weights))
-        metrics = train.Metrics(
-            loss=value,
-            learning_rate=learning_rate(training, step),
-            grad_norm=grad_norm,
-            weight_norm=jnp.sqrt(shardops.sum_unreduced('weights -> ', weight_squares)),
-            skipped_steps=skipped + jnp.where(finite, jnp.uint32(0), jnp.uint32(1)),
-            grad_norm_of=jnp.sqrt(grad_squares),
-            weight_norm_of=jnp.sqrt(weight_squares),
-            update_ratio_of=jnp.sqrt(change_squares / weight_squares),
-        )
-    return new_state, metrics
+    return updated(training, DECAYED, squared_norms, state, skipped, step, value, gradient)
 
 
 @typed

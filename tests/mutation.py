@@ -115,4 +115,5 @@ def one_axis_fewer(spec, axes):
         else:
             dim = re.search(rf"(\w+)[/\w]*/{axis}\b", left)[1]
             kept = re.sub(rf"\b{dim}(?![/\w])", f"{dim}/{axis}", right)
-        yield f"{start}{left} -> {kept}{end}"
+        if kept != right:  # a maximum's dim is gone, and all of its axes
+            yield f"{start}{left} -> {kept}{end}"

@@ -8,7 +8,6 @@ import functools
 import json
 import math
 import pathlib
-import re
 import types
 
 import jax
@@ -17,7 +16,7 @@ import numpy as np
 import pytest
 import reference
 import small
-from mutation import mutants
+from mutation import mutants, refuse_all
 from pages import module_of
 
 import train
@@ -25,8 +24,9 @@ import train_at_scale as at_scale
 from ledger.compiled.check import differences
 from ledger.count.step import of_step
 from runtime.config.keys import Tokens
+from shardlib import shardops
 from shardlib.mesh import make_mesh
-from shardlib.shardtypes import ShardingError, make_shardings, narrowed
+from shardlib.shardtypes import f32, make_shardings, narrowed
 
 SIZES = dict(d_model=32, n_q_per_kv=2, n_kv=4, d_head=4, layers=2, vocab=64, d_ff=32, rope_max_timescale=256)
 DENSE = at_scale.Model(**SIZES, compute_dtype='float32', attention='einsum')
@@ -323,55 +323,84 @@ def test_what_is_kept_on_the_host():
 
 
 # -- What types refuse -------------------------------------------------------------------------------------------------
-# Functions that one model alone reaches; all others are reached by CAPACITY.
+# Functions that DENSE does not reach, and what stands outside of functions.
 WRITTEN_OUT = dataclasses.replace(FEW_HEADS, attention='einsum')
 REACHED_BY = {
     'attention_of_gathered_keys': WRITTEN_OUT,
-    'attention_in_a_ring': RING,
-    'float8_scales': FP8,
     'experts_without_loss': DROPLESS,
-    'validation_step': DENSE,
+    **dict.fromkeys((None, 'route', 'experts_with_capacity', 'mixture', 'mixture_metrics', 'training_step'), CAPACITY),
 }
 CHECKED_ON = mesh_of('r2 d2 c2 e2 t2')  # for which no devices are needed
 
 
-def check(path, source, function, model=None):
-    """Checks the step of a train_at_scale.py that reaches a function, or of a model; returns the number of claims."""
-    module = module_of(path, source)
-    model = model or REACHED_BY.get(function, CAPACITY)
-    config = config_of(module.Model(**vars(model)), module.Training(**vars(TRAINING)), module.Mesh(**vars(CHECKED_ON)))
-    state, batch = module.shapes(config)
-    train_step, validate = module.mapped_steps(config, 0)
+# To trace a model is most of a check's time, and that of the training step of its own.
+ONLY_TRAINED = 'training_step squared_norms mixture_metrics scattered_over_replicas at_rest'.split()
+WITHOUT_A_MODEL = [*ONLY_TRAINED, 'validation_step', 'count_of', 'gathered_over_replicas']
+
+
+def no_loss(module, mesh, model, training, bos_id, weights, batch):
+    """What stands for `loss_sum` where mutants of other functions are checked."""
+    routing, zeros = None, functools.partial(shardops.zeros, dtype=f32, layers=model.layers)
+    if model.experts:
+        of_layers = zeros('layers +r +d +c +e')
+        routing = module.Routing(of_layers, of_layers, zeros('layers E', E=model.experts), of_layers)
+    return shardops.zeros('+r +d +c +e +t', f32), routing
+
+
+def claims_of(module, config, function=None):
+    """Checks a trainer's two steps; returns the number of claims. The validation step comes first: it costs a third and
+    refuses what is wrong forward. Of a function that it does not reach it is left out."""
+    (state, batch), (step, validate) = module.shapes(config), module.mapped_steps(config, 0)
     number, loss = jax.ShapeDtypeStruct((), jnp.uint32), jax.ShapeDtypeStruct((), jnp.float32)
-    sizes = vars(CHECKED_ON)
+    sizes = vars(config.mesh)
     mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes))
-    if function == 'validation_step':
-        return validate.check(mesh, state.weights, loss, loss, batch)
-    return train_step.check(mesh, state, number, number, batch)
+    claims = 0 if function in ONLY_TRAINED else validate.check(mesh, state.weights, loss, loss, batch)
+    return claims + step.check(mesh, state, number, number, batch)
 
 
-def functions_of(source):
-    """The function of the file's top level that each line stands in."""
-    return {
+def check(path, source, function=None, model=None):
+    """Checks a train_at_scale.py, or one of its functions amid little else, for a model that reaches it; returns the
+    number of claims."""
+    module, model = module_of(path, source), model or REACHED_BY.get(function, DENSE)
+    if function in WITHOUT_A_MODEL:
+        module.loss_sum = functools.partial(no_loss, module)
+    config = config_of(module.Model(**vars(model)), module.Training(**vars(TRAINING)), module.Mesh(**vars(CHECKED_ON)))
+    return claims_of(module, config, function)
+
+
+def refuse_each(file, source, axes, part, check, folder, record_property):
+    """Each mutant of a part of all is refused by check(path, source, function), of the function that it stands in."""
+    made = mutants(source, tuple(axes))[part]
+    within = {
         line: node.name
         for node in ast.parse(source).body
         if isinstance(node, ast.FunctionDef)
         for line in range(node.lineno, node.end_lineno + 1)
     }
+    for function in {within.get(line) for _, line, _ in made}:
+        of_function = [mutant for mutant in made if within.get(mutant[1]) == function]
+        refuse_all(of_function, functools.partial(check, function=function), folder / str(function), file)
+    record_property('summary', f'{len(made)} mutants of {file}: none accepted')
 
 
 SOURCE = pathlib.Path(at_scale.__file__).read_text()
 
 
-SLOW = ('attention_of_gathered_keys', 'attention_in_a_ring', 'float8_scales', 'experts_without_loss')
+@pytest.mark.parametrize(
+    'function', [pytest.param(name, marks=pytest.mark.slow) for name in ('training_step', 'count_of')]
+)
+def test_a_step_without_a_model_is_proved(function, tmp_path):
+    """As mutants of a step's own functions are checked."""
+    assert check(tmp_path / 'train_at_scale.py', SOURCE, function) > 100
 
 
 @pytest.mark.parametrize(
-    'function', [None, *(pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in REACHED_BY)]
+    'model',
+    [DENSE, CAPACITY, *(pytest.param(model, marks=pytest.mark.slow) for model in (DROPLESS, WRITTEN_OUT, RING, FP8))],
 )
-def test_the_types_are_proved(function, tmp_path):
+def test_the_types_are_proved(model, tmp_path):
     """The steps of a dense model, by each way over c and in 8 bits, and of both mixtures, on axes of two."""
-    assert check(tmp_path / 'train_at_scale.py', SOURCE, function) > 150
+    assert check(tmp_path / 'train_at_scale.py', SOURCE, model=model) > 500
 
 
 EVERY = 7
@@ -381,20 +410,9 @@ EVERY = 7
 @pytest.mark.parametrize('first', range(EVERY))
 def test_mutants_are_refused(first, tmp_path, record_property):
     """Each collective removed, doubled, with its axes exchanged or one axis too few, and each '+axis' dropped: refused,
-    by a line of the file."""
-    within, made = functions_of(SOURCE), mutants(SOURCE, tuple(AXES))
-    accepted, unlocated = [], []
-    for index, (name, line, source) in list(enumerate(made))[first::EVERY]:
-        (tmp_path / f'mutant_{index}').mkdir()
-        try:
-            check(tmp_path / f'mutant_{index}' / 'train_at_scale.py', source, within.get(line))
-        except ShardingError as error:
-            if not re.search(r'train_at_scale.py:\d+', str(error)):
-                unlocated.append((name, line, str(error)))
-        else:
-            accepted.append((name, line))
-    assert not accepted and not unlocated
-    record_property('summary', f'{len(made[first::EVERY])} mutants of train_at_scale.py: none accepted')
+    by a line of the file, with a model that reaches it."""
+    part = slice(first, None, EVERY)
+    refuse_each('train_at_scale.py', SOURCE, AXES, part, check, tmp_path, record_property)
 
 
 # What types cannot see: which positions, whose tokens, which slot.
@@ -407,8 +425,8 @@ UNSEEN = {
     ),
     'positions are not dealt': (
         FEW_HEADS,
-        "dealt(mesh, model, jnp.arange(inputs.shape[1], dtype=jnp.int32))",
-        "shardops.slice('L -> L/c', jnp.arange(inputs.shape[1], dtype=jnp.int32))",
+        'own = [dealt(mesh, model, each) for each in (position, segment)]',
+        "own = [shardops.slice('L -> L/c', position), dealt(mesh, model, segment)]",
     ),
     'results come back to other slots': (CAPACITY, 'jnp.moveaxis(y, 0, 1)', 'jnp.moveaxis(y[::-1], 0, 1)'),
     'each device multiplies the first experts': (DROPLESS, 'choice.reshape(-1) - held[0]', 'choice.reshape(-1)'),
@@ -423,7 +441,7 @@ def test_mutants_that_types_cannot_see(what, tmp_path):
     model, old, new = UNSEEN[what]
     assert SOURCE.count(old) == 1
     changed = SOURCE.replace(old, new)
-    assert check(tmp_path / 'train_at_scale.py', changed, None, model) > 150
+    assert check(tmp_path / 'train_at_scale.py', changed, model=model) > 500
     module = module_of(tmp_path / 'train_at_scale.py', changed)
     with pytest.raises(AssertionError, match=r'the (loss|gradient) is another'):
         require_truth(model, mesh_of('c2 e2 t2'), module=module)

@@ -1,18 +1,23 @@
-"""train_at_scale.py in two processes: each axis across them, and what a slow, a dead and a faulty one do."""
+"""train_at_scale.py and train_pipeline.py in two processes: each axis across them; and what a slow, a dead and a faulty
+one do."""
 
 import re
 import signal
+import subprocess
 import sys
 
 import pytest
 import several_hosts as hosts
 from several_hosts import nothing_is_left  # noqa: F401 a fixture
+from test_cluster import MPIRUN, needs_mpirun
 
 import train_at_scale
+import train_pipeline
 from runtime.cluster import processes
 from runtime.config.command_line import run
 
 AT_SCALE = [sys.executable, "-m", "train_at_scale"]
+STAGES = "model.layers=4 training.microbatches=4"
 ACROSS = {
     "r": "mesh.r=2 mesh.d=2 mesh.t=1",
     "d": "mesh.d=2 mesh.t=2",
@@ -21,6 +26,9 @@ ACROSS = {
     "e": "mesh.d=1 mesh.e=2 mesh.t=2 model.experts=4 model.experts_per_token=2",
     "e with a capacity": "mesh.d=1 mesh.e=2 mesh.t=2 model.experts=4 model.experts_per_token=2 model.capacity=1.0",
     "t": "mesh.d=1 mesh.t=4",
+    "p": f"mesh.p=2 mesh.d=2 mesh.t=1 {STAGES}",
+    "p with r": f"mesh.p=2 mesh.r=2 mesh.d=1 mesh.t=1 {STAGES}",
+    "p with t, interleaved": f"mesh.p=2 mesh.d=1 mesh.t=2 {STAGES} training.pieces=2",
 }
 
 
@@ -30,21 +38,20 @@ def data(tmp_path_factory):
 
 
 @pytest.mark.slow
+@needs_mpirun
 @pytest.mark.parametrize("axis", ACROSS)
 def test_an_axis_across_processes(axis, data, tmp_path, monkeypatch):
-    """Two devices in each of two processes have the losses and the validation loss of four devices in one, but for the
-    order in which sums are taken."""
+    """Two devices in each of two processes that mpirun starts have the losses and the validation loss of four devices
+    in one, but for the order in which sums are taken."""
+    program = train_pipeline if axis[0] == "p" else train_at_scale
     keys = [*hosts.TINY, data, *ACROSS[axis].split()]
-    both = hosts.start_two(
-        [*keys, *hosts.where(tmp_path / "two")],
-        hosts.environment(tmp_path / "compiled"),
-        output=tmp_path / "log",
-        program=AT_SCALE,
-    )
-    monkeypatch.setattr(sys, "argv", ["train_at_scale", *keys, *hosts.where(tmp_path / "one")])
-    run(train_at_scale.main, train_at_scale.Config)
-    assert [process.wait(400) for process in both] == [0, 0], (tmp_path / "log.0").read_text()
-    assert f"Between hosts, along axis {axis[0]}: " in (tmp_path / "log.0").read_text()
+    monkeypatch.setattr(sys, "argv", [program.__name__, *keys, *hosts.where(tmp_path / "one")])
+    run(program.main, program.Config)
+    command = [*MPIRUN, sys.executable, "-m", program.__name__, *keys, *hosts.TWO, *hosts.where(tmp_path / "two")]
+    env = hosts.environment(tmp_path / "compiled")
+    ended = subprocess.run(command, cwd=hosts.ROOT, env=env, capture_output=True, text=True, timeout=400)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert f"Between hosts, along axis {axis[0]}: " in ended.stdout
     ours, expected = (
         [each[name] for each in hosts.records(tmp_path / run) for name in ("loss", "validation_loss") if name in each]
         for run in ("two", "one")
