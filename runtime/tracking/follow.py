@@ -107,10 +107,12 @@ def keep_report(folder: Path, _: str, is_over: IsOver) -> None:
 
 def main(arguments: list[str]) -> None:
     """arguments: a run folder, to=, once=true; run=true of the run that starts this process."""
-    given = dict(each.split("=", 1) for each in arguments if "=" in each)
-    folders, to = [Path(each) for each in arguments if "=" not in each], given.pop("to", "")
+    # A run of a sweep has a folder such as runs/x_training.learning_rate=1e-3.
+    keys = [each for each in arguments if each.partition("=")[0] in ("to", "once", "run")]
+    given, folders = dict(each.split("=", 1) for each in keys), [Path(each) for each in arguments if each not in keys]
+    to = given.pop("to", "")
     targets: dict[str, Any] = {**dict.fromkeys(TRACKERS, send), "report": keep_report}
-    if len(folders) != 1 or given.keys() - {"once", "run"} or to not in targets:
+    if len(folders) != 1 or to not in targets:
         raise RunError(f"expected {USAGE}{', '.join(targets)}; got {' '.join(arguments) or 'nothing'}")
     if not folders[0].is_dir():
         raise RunError(f"{folders[0]} is no folder: expected that of a run, runs/NAME")

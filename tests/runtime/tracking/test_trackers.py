@@ -177,17 +177,18 @@ def wait_for(is_done, folder):
 
 def test_what_a_dead_tracker_missed_is_sent_by_hand(tmp_path):
     """Killed after step 3: no line is lost, and none is sent twice. Values that are not finite arrive, damaged lines do
-    not stop it, and the run's own config need not name the tracker."""
-    write_lines(tmp_path, config_of(), 0, range(1, 4))
-    assert follow(tmp_path, "to=tensorboard", "once=true").returncode == 0
-    assert tensorboard_curves(tmp_path) == curves(range(1, 4))
-    write_lines(tmp_path, config_of(), 3, range(4, 7))
-    with (tmp_path / "metrics.jsonl").open("a") as file:
+    not stop it, and the run's own config need not name the tracker. The folder is one of a sweep."""
+    (folder := tmp_path / "x_training.learning_rate=1e-3").mkdir()
+    write_lines(folder, config_of(), 0, range(1, 4))
+    assert follow(folder, "to=tensorboard", "once=true").returncode == 0
+    assert tensorboard_curves(folder) == curves(range(1, 4))
+    write_lines(folder, config_of(), 3, range(4, 7))
+    with (folder / "metrics.jsonl").open("a") as file:
         file.write("damaged\n" + json.dumps({"step": 7, "time": time.time(), "loss": "Infinity", "note": "x"}) + "\n")
     for _ in range(2):
-        assert follow(tmp_path, "to=tensorboard", "once=true").returncode == 0
-    assert tensorboard_curves(tmp_path) == curves(range(1, 7)) | {(7, "loss"): float("inf")}
-    files = list((tmp_path / "tensorboard").glob("events*"))
+        assert follow(folder, "to=tensorboard", "once=true").returncode == 0
+    assert tensorboard_curves(folder) == curves(range(1, 7)) | {(7, "loss"): float("inf")}
+    files = list((folder / "tensorboard").glob("events*"))
     assert len(files) == 2  # the last start had nothing to send
 
 
