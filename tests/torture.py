@@ -32,7 +32,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
 from runtime import program
 from runtime.config import command_line
 from runtime.terminal import RunError
@@ -74,6 +73,7 @@ def main(config: Torture) -> None:
     folder = Path(config.folder).absolute()
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
+    os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
     draw = random.Random(config.seed)
     if config.program == "finetune":
         Run(folder, "base").live().end()
