@@ -41,7 +41,7 @@ test-model: $(VENV)/tests  ## what proves the model: the step against its refere
 	$(BIN)/python -m pytest tests/test_model.py tests/test_reference.py tests/test_step.py -m "not slow" -n 2 --dist worksteal
 
 test-slow: $(VENV)/tests
-	$(BIN)/python -m pytest -m slow -rs
+	$(BIN)/python -m pytest -m slow -n 2 --dist worksteal -rs
 
 torture: $(VENV)/tests  ## 300 signals at random moments, then full disks and failing stores; half an hour
 	$(BIN)/python -m tests.torture
