@@ -127,8 +127,8 @@ def test_a_constant_run_can_be_resumed_with_its_decay(half, start):  # noqa: F81
 @pytest.mark.slow
 def test_dropout_of_microbatches_is_the_same_on_one_device(whole, start):  # noqa: F811
     """Of rows that another mesh has in another microbatch: the first loss is that of four devices, to rounding."""
-    assert start("one", *ALL, "training.steps=1") == 0
-    one = metrics_of(start.folder / "one", "loss")[1]
+    assert start("one_of_all", *ALL, "training.steps=1") == 0
+    one = metrics_of(start.folder / "one_of_all", "loss")[1]
     assert abs(metrics_of(whole, "loss")[1] - one) <= 1e-6 * one
 
 
