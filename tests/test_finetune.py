@@ -107,7 +107,10 @@ def part_of(place, weights):
     *(pytest.param(each, (2, 2), marks=pytest.mark.slow) for each in "qwen3 olmo2 gemma2 gemma3 gptj olmoe t5".split()),
 ])  # fmt: skip
 def test_the_gradients_of_adapters_are_those_of_the_merged_weights(name, mesh, pool):
-    """With W = base + s·A·B, of dL/dW on one device: dL/dA = s·dL/dW·Bᵀ and dL/dB = s·Aᵀ·dL/dW, and the same loss."""
+    """With W = base + s·A·B, of dL/dW on one device: dL/dA = s·dL/dW·Bᵀ and dL/dB = s·Aᵀ·dL/dW, and the same loss.
+
+    To 2e-5 of the largest, and what one more rounding of W changes, twice: for T5, whose scores are not divided by the
+    root of d_head, that is up to 3e-5 of the largest."""
     oracle = oracle_of(name)
     source = huggingface.open_weights(FOLDER / name, pool)
     model = dataclasses.replace(source.model, compute_dtype="float32")
@@ -124,8 +127,12 @@ def test_the_gradients_of_adapters_are_those_of_the_merged_weights(name, mesh, p
             one, other, whole = (" ".join(spec.names) for spec in (place.a, place.b, place.whole))
             part_of(place, merged)[...] += scale * einsum(pair.a, pair.b, f"{one}, {other} -> {whole}")
         dense, given = step_of(source, type_, oracle)
-        loss, _, by_w = jax.jit(typed_shard_map(dense))(jax.device_put(merged, make_shardings(type_)), *given)
-        by_w, weights = jax.tree.map(np.asarray, (by_w, weights))
+        step, draws = jax.jit(typed_shard_map(dense)), np.random.default_rng(0)
+        rounded = jax.tree.map(lambda w: (w * (1 + draws.uniform(-1, 1, w.shape) * 2**-24)).astype(w.dtype), merged)
+        (loss, _, by_w), (_, _, by_rounded) = (
+            step(jax.device_put(each, make_shardings(type_)), *given) for each in (merged, rounded)
+        )
+        by_w, by_rounded, weights = jax.tree.map(np.asarray, (by_w, by_rounded, weights))
     with on_mesh(*mesh):
         read = read_of(oracle) if "read" in oracle else None
         new, metrics = stepped(config, weights, batch_of(oracle), low, read=read)
@@ -133,10 +140,13 @@ def test_the_gradients_of_adapters_are_those_of_the_merged_weights(name, mesh, p
     for place, pair in pairs_of(task, low):
         found = getattr(getattr(new.adam_mu, place.stack), place.name)
         one, other, whole = (" ".join(spec.names) for spec in (place.a, place.b, place.whole))
-        by_a = scale * einsum(part_of(place, by_w), pair.b, f"{whole}, {other} -> {one}")
-        by_b = scale * einsum(part_of(place, by_w), pair.a, f"{whole}, {one} -> {other}")
-        for got, expected in ((found.a, by_a), (found.b, by_b)):
-            np.testing.assert_allclose(got, expected, rtol=0, atol=2e-5 * np.abs(expected).max(), err_msg=place.path)
+        by_a, by_b = (
+            [scale * einsum(part_of(place, by), factor, string) for by in (by_w, by_rounded)]
+            for factor, string in ((pair.b, f"{whole}, {other} -> {one}"), (pair.a, f"{whole}, {one} -> {other}"))
+        )
+        for got, (expected, moved) in ((found.a, by_a), (found.b, by_b)):
+            atol = 2e-5 * np.abs(expected).max() + 2 * np.abs(moved - expected).max()
+            np.testing.assert_allclose(got, expected, rtol=0, atol=atol, err_msg=place.path)
     assert len(jax.tree.leaves(new.adam_mu)) == 2 * len(task.places)
 
 
