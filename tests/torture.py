@@ -15,6 +15,7 @@ object store that is slow, answers 503 or cuts connections.
 """
 
 import json
+import logging
 import os
 import random
 import re
@@ -185,6 +186,7 @@ def serve(seed: int) -> None:
     from tests.faulty_proxy import FaultyProxy
     from tests.object_store import ENVIRONMENT
 
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # else a line for each request
     server, draw = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False), random.Random(seed)
     server.start()
     whole = "http://{}:{}".format(*server.get_host_and_port())
