@@ -167,6 +167,8 @@ def _tolerant(override: str) -> str:
 
     So a mistyped key comes to our check and its message. `~` is quoted, which hydra's grammar has no place for.
     """
+    if re.match(r"[+~]*($|[=@])", override):
+        raise RunError(f"{override!r} has no key: expected key=value")
     key = re.match(r"\+{0,2}([A-Za-z_][\w.]*)=", override)
     if not key or key[1].startswith("hydra.") or (CONFIG_FOLDER / key[1]).is_dir():
         return override

@@ -59,6 +59,7 @@ def failing(config):
         (["--cfg", "job", "--config-name=nope"], "error: there is no config nope in configs; there are "),
         (["--config-dir=/nowhere"], "error: Additional config directory '/nowhere' not found"),
         (["training.steps=" + "9" * 5000], "error: the configuration cannot be read: "),
+        (["+="], "error: '+=' has no key: expected key=value\n"),
         ([], "error: the disk is full\n"),
     ],
     ids=lambda value: " ".join(value)[:30] if isinstance(value, list) else "",
