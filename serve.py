@@ -181,9 +181,10 @@ class Api:
     """What the server answers; `application` is the ASGI application."""
 
     def __init__(self, served: Served, engine: Engine, config: Serve):
-        from starlette import responses
+        from starlette import requests, responses
 
-        self.served, self.engine, self.config, self.responses = served, engine, config, responses
+        self.served, self.engine, self.config = served, engine, config
+        self.requests, self.responses = requests, responses
         self.name, self.seeds = Path(config.model).name, iter(range(2**32))
 
     def application(self) -> Any:
@@ -223,6 +224,8 @@ class Api:
                 raise ValueError(f"{len(ids)} tokens and max_tokens={tokens}: {most}")
         except (ValueError, ChatError, RunError) as wrong:
             return self.error(400, str(wrong))
+        except self.requests.ClientDisconnect:
+            return self.error(400, "the client left")  # which nobody reads
         stop = [given.stop] if isinstance(given.stop, str) else given.stop or []
         text = Text(self.served, self.served.chat_stops(stop) if is_chat else stop)
         seed = next(self.seeds) if given.seed is None else given.seed

@@ -133,6 +133,23 @@ def test_answers_beside_others_are_those_alone(server):
     assert server.metrics()["rows_in_use"] == server.metrics()["waiting"] == 0
 
 
+def test_a_client_that_leaves_before_it_has_asked():
+    """In the middle of its request: nothing is submitted, and nothing raised."""
+    engine = SimpleNamespace(submit=lambda _: pytest.fail("submitted"))
+    application = serve.Api(None, engine, serve.Serve(model="none")).application()
+    pieces, sent = [dict(type="http.request", body=b"{", more_body=True), dict(type="http.disconnect")], []
+
+    async def receive():
+        return pieces.pop(0)
+
+    async def send(message):
+        sent.append(message)
+
+    scope = dict(type="http", method="POST", path="/v1/completions", headers=[], query_string=b"")
+    asyncio.run(application(scope, receive, send))
+    assert not pieces and sent[0]["status"] == 400
+
+
 def test_too_many_are_told_to_come_again():
     """Of an engine that takes nothing two requests wait and the third is refused; one that stops says so. Without the
     api_key, where one is asked for, none is taken."""
@@ -188,7 +205,8 @@ async def load(server, expected, clients, seconds):
                 happened["refused"] += 1
                 await asyncio.sleep(0.1)
 
-    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+    # It gives up after 5 s if nothing else is said, in which one thread for all clients may not even get to connect.
+    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
         await asyncio.gather(*(one(client, number) for number in range(clients)))
     return happened
 
