@@ -9,6 +9,7 @@ import pathlib
 import re
 import runpy
 import shlex
+import shutil
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ EXECUTED = {
     "changing.md": 2,  # test_changes_of_another_axis, test_what_a_change_costs
     "clone_to_cluster.md": 2,  # test_the_data_on_the_way_to_a_cluster, test_the_plan_on_the_way_to_a_cluster
     "data.md": 1,  # test_your_own_text_in_five_commands
+    "finetuning.md": 2,  # test_from_conversations_to_a_model
     "context.md": 1,  # these two: tests/test_recipes.py
     "layer_norm.md": 1,
     "models.md": 3,  # tests/tools/test_convert.py, test_initial_weights.py, with other folders
@@ -180,6 +182,35 @@ def test_your_own_text_in_five_commands(tmp_path):
     (code,) = of_language("python", "docs/data.md")
     with contextlib.chdir(tmp_path):
         assert isinstance(eval(code.strip().splitlines()[-1], executed(code)), str)
+
+
+@pytest.mark.slow
+def test_from_conversations_to_a_model(tmp_path):
+    """The commands of docs/finetuning.md, for all weights and for adapters, with a small model in SmolLM2's place and
+    two steps: both runs learn, and the first one answers."""
+    copy_of_the_repository(tmp_path)
+    shutil.copytree(ROOT / "docs/chats", tmp_path / "docs/chats")
+    steps = "steps=2 steps_for_lr=2 warmup_steps=0 learning_rate=1e-3"
+    steps = [*(f"training.{each}" for each in steps.split()), "eval_interval=1", "log_interval=1"]
+    fewer = {"finetune": steps, "generate": ["tokens=5"]}
+    chats = "input=docs/chats/train.jsonl format=chat tokenizer=train_bpe bpe_vocab=400 validation_fraction=0.2"
+    run_in(tmp_path, ["python", "-m", "tools.tokenize_text", *chats.split(), "output=own.zarr"])
+    small = """
+        model.d_model=32 model.n_q_per_kv=1 model.n_kv=2 model.d_head=16 model.layers=1 model.d_ff=64 model.vocab=400
+        paths.root_working_dir=. paths.model_name=own flat_tokens.filespec=own.zarr mesh.d=1 mesh.t=1
+        training.tokens.batch=4 training.tokens.len=32
+    """
+    run_in(tmp_path, ["python", "-m", "train", *small.split(), *steps])
+    run_in(tmp_path, ["python", "-m", "tools.convert", "from=own", "to=smollm2"])
+    make, *lines = "".join(of_language("sh", "docs/finetuning.md")).splitlines()
+    assert make == "make smollm2" and len(lines) == 5
+    for line in lines:
+        words = shlex.split(line)
+        run_in(tmp_path, [*words, *fewer.get(words[2], [])])
+    for name in ("finetune_smollm2", "finetune_smollm2_lora"):
+        of_steps = (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()
+        before, after = (each["validation_loss"] for each in map(json.loads, of_steps) if "validation_loss" in each)
+        assert after < before
 
 
 @pytest.mark.slow
