@@ -65,6 +65,13 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
+def without_gloo(output: str) -> list[str]:
+    """The lines of a process, without those in which Gloo says how many are connected. It says so from several
+    threads, so that a line may begin in the middle of another."""
+    words = set("[Gloo] Rank is connected to peer ranks. Expected number of connected peer ranks is :".split())
+    return [line for line in output.splitlines() if set(re.sub(r"\d", " ", line).split()) - words]
+
+
 def start_two(
     arguments: list[str], env: dict[str, str], *, output: Path, program: list[str] = TRAIN
 ) -> list[subprocess.Popen]:
