@@ -10,8 +10,9 @@ models/decoding.py has the mathematics.
 
 import functools
 import json
+import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -32,13 +33,13 @@ from runtime import program
 from runtime.check import check_sizes
 from runtime.cluster.processes import start
 from runtime.config import command_line
-from runtime.config.keys import Count
+from runtime.config.keys import Count, NotEmpty
 from runtime.config.rebuild import Origins
 from runtime.config.resume import config_of
 from runtime.data.sources import kept_tokenizer
 from runtime.data.tokenizers import CHATML, END_OF_TURN, ChatError, Tokenizer, load_dataset_tokenizer, load_tokenizer
 from runtime.run import with_shardings
-from runtime.terminal import RunError, print_error, printable
+from runtime.terminal import RunError, print_error, printable, run_errors
 from shardlib.mesh import current_mesh
 from shardlib.shardtypes import narrowed, typed_shard_map
 
@@ -63,7 +64,7 @@ class Generate(Drawing):
     samples: Count = 1  # texts for each prompt
     beams: Count = 1  # above 1: beam search in place of drawing
     length_penalty: float = 1.0  # of beam search: a text's log probability is divided by its length to this power
-    stop: tuple[str, ...] = ()  # a text ends before any of these
+    stop: tuple[NotEmpty, ...] = ()  # a text ends before any of these
     output: Literal["text", "ids", "jsonl"] = "text"  # ids: of the new tokens alone
     to: str | None = None  # a .jsonl file that is continued, with a line for each text; none: standard output
     rows: Count = 8  # texts that are written at the same time
@@ -329,15 +330,21 @@ def check_ids(ids: Sequence[int], served: Served) -> None:
         raise RunError(f"prompt_ids = {list(ids)}: expected one id or more, from 0 to {vocab - 1}")
 
 
-def finished(file: Path) -> set[tuple[int, int]]:
-    """Which texts stand in a file of an earlier start; a line that was cut short is taken away."""
-    lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
-    if lines and not lines[-1].endswith(b"\n"):
-        file.write_bytes(b"".join(lines := lines[:-1]))
-    try:
-        return {(record["prompt_number"], record["sample"]) for record in map(json.loads, lines)}
-    except (ValueError, TypeError, KeyError) as error:
-        raise RunError(f"to={file} has lines that this program did not write ({error}): give another file") from None
+def finished(file: Path) -> dict[tuple[int, int], list[int]]:
+    """The prompts of the texts that stand in a file of an earlier start; a line that was cut short is taken away."""
+    beginning = b'{"prompt_number": '
+    with run_errors(f"to={file} cannot be written"):
+        file.open("ab").close()
+        *lines, cut = file.read_bytes().split(b"\n")
+        try:
+            done = {(each["prompt_number"], each["sample"]): each["prompt_ids"] for each in map(json.loads, lines)}
+            is_ours = cut[: len(beginning)] == beginning[: len(cut)]
+        except (ValueError, TypeError, KeyError, RecursionError):
+            is_ours = False
+        if not is_ours:
+            raise RunError(f"to={file} has lines that this program did not write: give another file")
+        os.truncate(file, file.stat().st_size - len(cut))
+    return done
 
 
 def record_of(config: Generate, number: int, sample: int, ids: Sequence[int], text: Text) -> dict[str, Any]:
@@ -359,6 +366,12 @@ def main(config: Generate) -> None:
         raise RunError(f"{' and '.join(keys)}: expected one of them")
     if config.samples > 1 and config.beams > 1:
         raise RunError("samples and beams: beam search finds one text, expected one of them")
+    if config.chat and not keys:
+        for key in ("to", "output", "samples"):
+            if getattr(config, key) != getattr(Generate, key):
+                raise RunError(f"{key}: a conversation is written to the terminal. Give prompt or input")
+    file = None if config.to is None else Path(config.to).expanduser()
+    done = {} if file is None else finished(file)
     mesh = start_mesh(config)
     with jax.set_mesh(mesh):
         served = serve(config.model, mesh, config.compute_dtype, config.weights)
@@ -379,14 +392,16 @@ def main(config: Generate) -> None:
             if hasattr(served.source.model, "positions"):
                 raise RunError(f"{text}, and knows no more positions: lower tokens")
             print_error(f"{text}: expect nonsense", "note")
-        write_all(served, config, prompts)
+        if any(prompts[number : number + 1] != [ids] for (number, _), ids in done.items()):
+            raise RunError(f"to={file} has texts of other prompts: give another file")
+        write_all(served, config, prompts, file, done)
 
 
-def write_all(served: Served, config: Generate, prompts: list[list[int]]) -> None:
-    """All texts, a batch of rows after the other, in the order of the prompts."""
+def write_all(
+    served: Served, config: Generate, prompts: list[list[int]], file: Path | None, done: Collection[tuple[int, int]]
+) -> None:
+    """The texts that are not done, a batch of rows after the other, in the order of the prompts."""
     numbered = [(number, sample) for number in range(len(prompts)) for sample in range(config.samples)]
-    file = None if config.to is None else Path(config.to).expanduser()
-    done = set() if file is None else finished(file)
     left = [each for each in numbered if each not in done]
     # A single text is shown as it grows.
     grows = len(numbered) == 1 and config.output == "text" and file is None
@@ -405,7 +420,7 @@ def write_all(served: Served, config: Generate, prompts: list[list[int]]) -> Non
             for each, text in zip(some, write(served, config, given, [sample for _, sample in some], show)):
                 record = record_of(config, *each, prompts[each[0]], text)
                 if file is not None:
-                    with file.open("a", encoding="utf-8") as out:
+                    with run_errors(f"to={file} cannot be written"), file.open("a", encoding="utf-8") as out:
                         out.write(json.dumps(record) + "\n")
                 elif config.output == "jsonl":
                     print(json.dumps(record), flush=True)

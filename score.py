@@ -20,12 +20,11 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from annotated_types import MinLen
 from einops import rearrange
 from jax import lax
 from tqdm import tqdm
@@ -37,7 +36,7 @@ from models.decoding import SLOTS, Generator, axis_size, log_normalizer
 from models.huggingface import Source
 from models.layers import act
 from runtime.config import command_line
-from runtime.config.keys import Count, Steps
+from runtime.config.keys import Count, NotEmpty, Steps
 from runtime.config.rebuild import Origins, rebuild
 from runtime.data.tokenizers import ChatError, Tokenizer
 from runtime.terminal import RunError, columns, needs_package, print_error, print_line, run_errors
@@ -64,7 +63,7 @@ class Score:
     delimiter: str = " "  # between a context and its choices
     chat: bool = False  # questions go through the model's chat template
     tokens: Count = 256  # of an answer, at most, if a harness task does not say
-    stop: tuple[str, ...] = ("\n",)  # an answer ends before any of these
+    stop: tuple[NotEmpty, ...] = ("\n",)  # an answer ends before any of these
     length: Count = 2048  # tokens that are read at once, at most: contexts lose their beginning, texts are divided
     to: str | None = None  # a .jsonl file, with a line for each answer
     rows: Count = 8  # that are computed at the same time
@@ -72,25 +71,22 @@ class Score:
     mesh: Mesh = field(default_factory=Mesh)
 
 
-Text = Annotated[str, MinLen(1), "text, not empty"]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Choices:
     context: str
-    choices: tuple[Text, ...]
+    choices: tuple[NotEmpty, ...]
     answer: Steps  # the number of the right one, from 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    question: Text
-    answer: tuple[Text, ...]  # each is right; in a file also one text
+    question: NotEmpty
+    answer: tuple[NotEmpty, ...]  # each is right; in a file also one text
 
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
-    text: Text
+    text: NotEmpty
 
 
 # == Log likelihoods ===================================================================================================
@@ -482,6 +478,10 @@ def main(config: Score) -> None:
         raise RunError("there is nothing to score: name files, or harness=TASK,TASK")
     if config.harness and config.chat:
         raise RunError("chat=true is of the questions of files; tasks of lm-eval-harness are given as they are")
+    if config.to and Path(config.to).expanduser().resolve() in [
+        Path(file).expanduser().resolve() for file in config.tasks
+    ]:
+        raise RunError(f"to={config.to} is one of the tasks, and would be lost: give another file")
     tasks = [(file, *read_task(file, config.limit)) for file in config.tasks]
     need_rouge(tasks)
     manager, names = harness_tasks(config) if config.harness else (None, [])

@@ -27,7 +27,7 @@ import pydantic
 from generate import Mesh, Served, Text, serve, start_mesh
 from models.decoding import Drawing, Slots
 from runtime.config import command_line
-from runtime.config.keys import Count, NotNegative, Seed
+from runtime.config.keys import Count, NotEmpty, NotNegative, Seed
 from runtime.data.tokenizers import ChatError
 from runtime.terminal import RunError, needs_package, print_line
 
@@ -67,7 +67,7 @@ class Request(Drawing):
     tokens: Annotated[Count | None, _MAX_TOKENS] = None  # null: 256, or what the prompt leaves of the server's length
     temperature: NotNegative = 1.0
     seed: Seed | None = None  # null: another for each request
-    stop: str | list[str] | None = None
+    stop: NotEmpty | list[NotEmpty] | None = None
     stream: bool = False
     n: Literal[1] = 1
     model: str | None = None

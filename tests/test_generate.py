@@ -80,6 +80,19 @@ def test_a_file_of_prompts_is_continued_where_it_was_left(cat_run, said, tmp_pat
     assert out.read_text() == whole
     alone = said(cat_run, "prompt=on the mat", "tokens=8", "seed=1", "output=ids")
     assert list(map(int, alone.split())) == records[3]["ids"]
+    prompts.write_text('{"q": "the dog"}\n')
+    assert f"to={out} has texts of other prompts: give another file" in said(*given, status=1)
+    assert out.read_text() == whole
+
+
+@pytest.mark.parametrize("text", ["a letter", '{"q": 1}', '{"q": 1}\n', "[1]\n{", "3\n", "\xff\n"])
+def test_another_file_is_not_written_to(cat_run, said, tmp_path, text):
+    """What is no file of texts stays as it is, also where its last line ends in none."""
+    (tmp_path / "mine").write_text(text)
+    expected = f"to={tmp_path}/mine has lines that this program did not write: give another file"
+    assert expected in said(cat_run, "prompt=a", f"to={tmp_path}/mine", status=1)
+    assert (tmp_path / "mine").read_text() == text
+    assert f"to={tmp_path} cannot be written: IsADirectoryError" in said("nowhere", f"to={tmp_path}", status=1)
 
 
 def test_ids_and_log_probabilities(said):
@@ -149,6 +162,9 @@ def test_an_answer_in_chatml_ends_with_its_turn(cat_run):
     (["prompt=a"], "golden/llama has no tokenizer: give prompt_ids, and output=ids"),
     (["prompt_ids=[1]", "beams=2", "samples=2"], "samples and beams: beam search finds one text, expected one of them"),
     (["prompt_ids=[1]", "top_p=2"], "top_p = 2: expected a number from 0 to 1"),
+    (["chat=true", "to=x"], "to: a conversation is written to the terminal. Give prompt or input"),
+    (["chat=true", "samples=2"], "samples: a conversation is written to the terminal. Give prompt or input"),
+    (["prompt_ids=[1]", "stop=['']"], "stop[0] = \"\": expected text, not empty"),
     (["input=nowhere.txt"], "input=nowhere.txt cannot be read: "),
 ])  # fmt: skip
 def test_what_is_refused(said, arguments, message):

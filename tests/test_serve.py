@@ -108,6 +108,7 @@ def test_an_openai_client_completes_and_streams(server):
     (b"{", "body: Invalid JSON: EOF while parsing an object at line 1 column 1"),
     (b'{"prompt": "a", "best_of": 3}', "best_of: Unexpected keyword argument"),
     (b'{"prompt": "a", "temperature": -1}', "temperature: Input should be greater than or equal to 0"),
+    (b'{"prompt": "a", "stop": ""}', "stop.constrained-str: String should have at least 1 character"),
     (b'{"messages": []}', "expected prompt"),
     (b'{"prompt": [999]}', "prompt: expected ids of the vocabulary, one or more"),
     (b'{"prompt": "a", "max_tokens": 255}', "2 tokens and max_tokens=255: at most 256 together"),

@@ -6,7 +6,7 @@ A type beside a field says what its value may be, and its last word is what mess
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
-from annotated_types import Ge, Interval, MultipleOf, Predicate
+from annotated_types import Ge, Interval, MinLen, MultipleOf, Predicate
 
 from runtime.config.rebuild import Origins, as_tree
 
@@ -20,6 +20,7 @@ NotNegative = Annotated[float, Ge(0), "a number, 0 or more"]
 Fraction = Annotated[float, Interval(ge=0, le=1), "a number from 0 to 1"]
 Decay = Annotated[float, Interval(ge=0, lt=1), "a number from 0 to below 1"]
 Momentum = Annotated[float, Interval(ge=0, lt=1 - 2**-25), "a number from 0 to below 1 that float32 holds"]
+NotEmpty = Annotated[str, MinLen(1), "text, not empty"]
 Name = Annotated[str, Predicate(str.strip), "a name, in quotes that the shell keeps if it is a number"]
 
 
