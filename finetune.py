@@ -35,7 +35,7 @@ from models.layers import act, stored
 from optimizers import State
 from runtime.check import batch_shapes, check_sizes, report_check
 from runtime.config.command_line import run
-from runtime.config.keys import Decay, Name, PairTokens, Positive, RunConfig, Steps
+from runtime.config.keys import Decay, Name, PairTokens, Positive, Regex, RunConfig, Steps
 from runtime.data.sources import tokenizer_of
 from runtime.run import Run, names, start, with_shardings
 from runtime.terminal import RunError
@@ -72,7 +72,7 @@ class Lora:  # Hu et al. 2021
     rank: Steps = 0  # of each adapter; 0: none, and the weights themselves are trained
     alpha: Positive = 16.0  # alpha / rank · a · b is added to a matrix
     dropout: Decay = 0.0  # of what a is multiplied with, while training
-    targets: str = '.*'  # a regular expression: the matrices of a layer that have an adapter, 'w_q|w_v'; all
+    targets: Regex = '.*'  # a regular expression: the matrices of a layer that have an adapter, 'w_q|w_v'; all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +89,9 @@ class Config(RunConfig):
     training: Training
     lora: Lora = field(default_factory=Lora)
     initial_weights: Name = field()  # a run, a checkpoint, or a folder of published weights, of any family in models/
-    train: str | None = None  # a regular expression: the weights that are trained, 'transformer/w_q|.*norm'; null: all
+    train: Regex | None = (
+        None  # a regular expression: the weights that are trained, 'transformer/w_q|.*norm'; null: all
+    )
     # Files of tasks that are scored with each validation loss (docs/evaluation.md): [exam.jsonl, questions.jsonl]
     eval_tasks: tuple[str, ...] = ()
     best_by: Name = 'validation_loss'  # with patience, what tells the best: or score/exam.jsonl/acc

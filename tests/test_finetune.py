@@ -527,6 +527,8 @@ def test_what_cannot_be_trained_is_refused(start, capsys, tmp_path):
         ),
         (["lora.rank=2", "train=embed"], "train and lora.rank: expected one of them"),
         (["train=w_q"], "train = 'w_q' is none of the weights: embed, unembed, transformer/ln1"),
+        (["train='w_q|('"], "train = \"w_q|(\": expected a regular expression"),
+        (["lora.rank=2", "lora.targets='*'"], "lora.targets = \"*\": expected a regular expression"),
         (["lora.rank=2", "lora.targets=q_proj"], "lora.targets = 'q_proj' is none of the matrices that can have an"),
         (["initial_adapter=x"], "initial_adapter: set lora.rank and lora.alpha to those of its adapter_config.json"),
         (["mesh.t=16"], "which axis t=16 cannot divide"),

@@ -3,12 +3,21 @@
 A type beside a field says what its value may be, and its last word is what messages say was expected.
 """
 
+import re
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Interval, MinLen, MultipleOf, Predicate
 
 from runtime.config.rebuild import Origins, as_tree
+
+
+def is_regex(text: str) -> bool:
+    try:
+        return bool(re.compile(text))
+    except re.error:
+        return False
+
 
 Count = Annotated[int, Interval(ge=1, lt=2**31), "a whole number from 1 to 2147483647"]
 Even = Annotated[int, Interval(ge=2, lt=2**31), MultipleOf(2), "an even number from 2 to 2147483646"]
@@ -22,6 +31,7 @@ Decay = Annotated[float, Interval(ge=0, lt=1), "a number from 0 to below 1"]
 Momentum = Annotated[float, Interval(ge=0, lt=1 - 2**-25), "a number from 0 to below 1 that float32 holds"]
 NotEmpty = Annotated[str, MinLen(1), "text, not empty"]
 Name = Annotated[str, Predicate(str.strip), "a name, in quotes that the shell keeps if it is a number"]
+Regex = Annotated[str, Predicate(is_regex), "a regular expression"]
 
 
 @dataclass(frozen=True, kw_only=True)
