@@ -158,9 +158,10 @@ def serve(path: str, mesh: jax.sharding.Mesh, compute_dtype: str | None = None, 
 
 
 def check_program(source: Source, model: Any, weights: Any) -> None:
-    """Refuses a run of a changed train.py, unless its program computes the same as the family here: on one row."""
+    """Refuses a run of a changed trainer, unless it computes, as a train.py, the same as the family: on one row."""
     attributes = source.checkpoint.attributes
-    if "family" in attributes or not program.is_another(attributes):  # finetune.py computes with models/ itself
+    module = (attributes.get("program") or {}).get("module", program.DEFAULT)
+    if "family" in attributes or not program.is_another(attributes, module):  # finetune.py computes with models/ itself
         return
     trainer, _ = program.of_checkpoint(attributes)
     config = config_of(trainer.Config, attributes)
@@ -185,8 +186,9 @@ def check_program(source: Source, model: Any, weights: Any) -> None:
         found = jax.jit(typed_shard_map(hidden))(weights, train.TokenBatch(**vars(batch)))
         same = np.allclose(np.asarray(found, np.float32), expected, rtol=0.05, atol=0.05 * np.abs(expected).max())
     if not same:
+        family = source.family.__name__.replace(".", "/")
         raise RunError(
-            f"{source.checkpoint.path} was trained by a program that computes another model than models/llama.py does: "
+            f"{source.checkpoint.path} was trained by a program that computes another model than {family}.py does: "
             "write a family for it (docs/models.md), or use the program as it is, which the run folder has"
         )
 

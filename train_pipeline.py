@@ -268,7 +268,8 @@ def pipelined(stage, head, pieces, shared, stream: act['p/p groups B/r/d/e L/c M
         return ticks(carry, first + turn - p, p, *both, 'head'), None
 
     both = ('forward', 'backward') if backward else ('forward',)
-    x, kept = jnp.zeros_like(stream[:, 0]), shardops.zeros('p/p slots B/r/d/e L/c M/t', act, slots=slots)
+    x = jnp.zeros_like(lax.dynamic_index_in_dim(stream, 0, axis=1, keepdims=False))
+    kept = shardops.zeros('p/p slots B/r/d/e L/c M/t', act, slots=slots)
     floats = functools.partial(jnp.zeros_like, dtype=jnp.float32)
     sums = (jax.tree.map(floats, pieces), jax.tree.map(floats, shared)) if backward else (None, None)
     carry = (x, x, kept), (x, x, sums[0]), (jnp.float32(0), sums[1], shardops.zeros('p/p groups B/r/d/e L/c M/t', act))

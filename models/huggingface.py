@@ -70,6 +70,7 @@ RENAMED = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.b
 ROWS = 4096  # of an embedding, that are read and written at once
 # That say nothing of what a model is, and may differ between where weights come from and where they go.
 SETTINGS = ("compute_dtype", "attention", "capacity")
+TRAINERS = ("train", "train_at_scale", "train_pipeline")  # whose weights have the names of a family's
 EMBED, UNEMBED = "weights/embed", "weights/unembed"
 
 
@@ -305,6 +306,17 @@ def family_of(name: str, where: str) -> ModuleType:
     return importlib.import_module(module)
 
 
+def as_family(keys: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The family that computes the model of one of TRAINERS, and its keys there, without those that say only how it is
+    computed."""
+    model = {key: value for key, value in keys.items() if key not in ("context", "fp8")}
+    if model.get("experts"):
+        # The weight of a single expert is its probability.
+        return "mixtral", {"weights_add_to_one": model.get("experts_per_token") != 1, **model, "capacity": None}
+    of_experts = ("experts", "experts_per_token", "shared_experts", "capacity")
+    return "llama", {key: value for key, value in model.items() if key not in of_experts}
+
+
 def open_weights(path: str, pool: Executor) -> Source:
     """The weights of a published folder, of a run (its newest checkpoint), or of a checkpoint; their average, where it
     has one.
@@ -327,7 +339,8 @@ def open_weights(path: str, pool: Executor) -> Source:
         raise RunError(f"checkpoint {checkpoint.path} does not say of which model it is: another program wrote it")
     folder, model = Path(checkpoint.path).parents[1], config["model"]
     name = attributes.get("family") or config.get("family")
-    name = name or ("llama" if program.get("module", "train") == "train" else None)
+    if name is None and program.get("module", "train") in TRAINERS:
+        name, model = as_family(model)
     if name is None:
         return Source(checkpoint, None, model, folder)
     family = family_of(name, checkpoint.path)
@@ -423,7 +436,7 @@ def as_published(tensors: dict[str, Tensor], rows: dict[str, dict[tuple[int, ...
 
 def require_same(source: Source, model: Any) -> None:
     """Raises RunError where the weights are not those of a trainer's model, train.py's or a family's; with the keys."""
-    theirs, ours = as_tree(source.model), as_tree(model)
+    theirs, (_, ours) = as_tree(source.model), as_family(as_tree(model))
     is_family = dataclasses.is_dataclass(source.model)
     defaults = {each.name: as_tree(each.default) for each in dataclasses.fields(source.model)} if is_family else {}
     problems = []

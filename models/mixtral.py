@@ -2,7 +2,9 @@
 
 A device of t computes its own experts for the tokens of all its rows; the sum over t that ends a layer's half adds
 them. No token is dropped, or each expert has `capacity` slots in a row: then what it computes has a fixed size.
-Legend as in train.py, with E experts, X of them chosen by a token. models/layers.py says what a family's file holds.
+With the defaults the weights have the names of train_at_scale.py's mixtures: their checkpoints are read here as they
+are. Legend as there: E experts, X of them chosen by a token, H d_ff of one expert, F that of all shared experts
+together. models/layers.py says what a family's file holds.
 """
 
 import functools
@@ -19,7 +21,7 @@ from jax_extra import fold_in_str, save_for_backward
 from kernels.attention import KernelName
 from models import layers
 from models.layers import Mask, RopeScaling, act, enter, head_norm, heads_norm, leave, rms_norm, stored
-from runtime.config.keys import Count, Even, Positive
+from runtime.config.keys import Count, Even, Positive, Steps
 from runtime.terminal import RunError
 from shardlib import shardops
 from shardlib.shardops import product
@@ -35,9 +37,10 @@ class Model:
     d_head: Even  # D
     layers: Count
     vocab: Count  # V
-    d_ff: Count  # F, of one expert
+    d_ff: Count  # H, of one expert
     experts: Count  # E
-    chosen: Count  # X, experts that a token goes to
+    experts_per_token: Count  # X
+    shared_experts: Steps = 0  # further ones, to which every token goes (train_at_scale.py; no published model)
     weights_add_to_one: bool = True  # those of the chosen experts; else they are the softmax over all (OLMoE)
     capacity: Positive | None = None  # an expert's slots in a row, over what it gets on average; none: no limit
     rope_max_timescale: Positive  # base of the rotary angles
@@ -64,9 +67,12 @@ class Layer:
     w_kv: stored['2 M/d K/t D']
     w_o: stored['M/d Q K/t D']
     router: f32['M/d/t E']
-    w_gate: stored['E/t M/d F']
-    w_up: stored['E/t M/d F']
-    w_down: stored['E/t M/d F']
+    expert_gate: stored['E/t M/d H']
+    expert_up: stored['E/t M/d H']
+    expert_down: stored['E/t M/d H']
+    w_gate: stored['M/d F/t'] | None = None  # the shared experts
+    w_up: stored['M/d F/t'] | None = None
+    w_down: stored['M/d F/t'] | None = None
     q_norm: f32['D/d/t'] | None = None
     k_norm: f32['D/d/t'] | None = None
     q_norm_all: f32['Q K/t D/d'] | None = None
@@ -83,7 +89,7 @@ class Weights:
 
 @pytree_dataclass
 class Gathered:
-    """What a layer multiplies with; a matrix of the attention may be `Adapted`."""
+    """What a layer multiplies with; a matrix may be `Adapted`, but for the experts'."""
 
     ln1: f32['M']
     ln2: f32['M']
@@ -92,9 +98,12 @@ class Gathered:
     w_v: act['M K/t D']
     w_o: act['M Q K/t D']
     router: f32['M E']
-    w_gate: act['E/t M F']
-    w_up: act['E/t M F']
-    w_down: act['E/t M F']
+    expert_gate: act['E/t M H']
+    expert_up: act['E/t M H']
+    expert_down: act['E/t M H']
+    w_gate: act['M F/t'] | None
+    w_up: act['M F/t'] | None
+    w_down: act['M F/t'] | None
     q_norm: f32['D'] | None
     k_norm: f32['D'] | None
     q_norm_all: f32['Q K/t D'] | None
@@ -111,7 +120,8 @@ class Ends:
 
 
 def init(model: Model, seed: jax.Array) -> Weights:
-    M, F, V, E = model.d_model, model.d_ff, model.vocab, model.experts
+    M, H, V, E = model.d_model, model.d_ff, model.vocab, model.experts
+    F = model.shared_experts * H
     Q, K, D = model.n_q_per_kv, model.n_kv, model.d_head
 
     def normal(name, shape, fan_in, scale=1.0):
@@ -129,9 +139,12 @@ def init(model: Model, seed: jax.Array) -> Weights:
         w_kv=normal('w_kv', (2, M, K, D), M),
         w_o=normal('w_o', (M, Q, K, D), Q * K * D),
         router=normal('router', (M, E), M),
-        w_gate=normal('w_gate', (E, M, F), M),
-        w_up=normal('w_up', (E, M, F), M),
-        w_down=normal('w_down', (E, M, F), F),
+        expert_gate=normal('expert_gate', (E, M, H), M),
+        expert_up=normal('expert_up', (E, M, H), M),
+        expert_down=normal('expert_down', (E, M, H), H),
+        w_gate=normal('w_gate', (M, F), M) if F else None,
+        w_up=normal('w_up', (M, F), M) if F else None,
+        w_down=normal('w_down', (M, F), F) if F else None,
         q_norm=ones(D, only_if=model.qk_norm == 'head'),
         k_norm=ones(D, only_if=model.qk_norm == 'head'),
         q_norm_all=ones(Q, K, D, only_if=model.qk_norm == 'all'),
@@ -145,8 +158,8 @@ def init(model: Model, seed: jax.Array) -> Weights:
 def gather_layer(w: Layer, reduce_dtype: str = 'float32') -> Gathered:
     gather = functools.partial(shardops.all_gather, dtype=act, reduce_dtype=reduce_dtype)
 
-    def if_there(string, w):
-        return None if w is None else shardops.all_gather(string, w)
+    def if_there(string, w, gather=shardops.all_gather):
+        return None if w is None else gather(string, w)
 
     return Gathered(
         ln1=shardops.all_gather('M/d/t -> M', w.ln1),
@@ -156,9 +169,12 @@ def gather_layer(w: Layer, reduce_dtype: str = 'float32') -> Gathered:
         w_v=gather('M/d K/t D -> M K/t D', w.w_kv[1]),
         w_o=gather('M/d Q K/t D -> M Q K/t D', w.w_o),
         router=shardops.all_gather('M/d/t E -> M E', w.router),
-        w_gate=gather('E/t M/d F -> E/t M F', w.w_gate),
-        w_up=gather('E/t M/d F -> E/t M F', w.w_up),
-        w_down=gather('E/t M/d F -> E/t M F', w.w_down),
+        expert_gate=gather('E/t M/d H -> E/t M H', w.expert_gate),
+        expert_up=gather('E/t M/d H -> E/t M H', w.expert_up),
+        expert_down=gather('E/t M/d H -> E/t M H', w.expert_down),
+        w_gate=if_there('M/d F/t -> M F/t', w.w_gate, gather),
+        w_up=if_there('M/d F/t -> M F/t', w.w_up, gather),
+        w_down=if_there('M/d F/t -> M F/t', w.w_down, gather),
         q_norm=if_there('D/d/t -> D', w.q_norm),
         k_norm=if_there('D/d/t -> D', w.k_norm),
         q_norm_all=if_there('Q K/t D/d -> Q K/t D', w.q_norm_all),
@@ -182,12 +198,10 @@ def route(model: Model, x: act['B/d L M'], router: f32['M E']) -> tuple[act['B/d
     Raises:
       RunError: more experts are chosen than there are.
     """
-    if model.chosen > model.experts:
-        raise RunError(
-            f'model.chosen = {model.chosen} experts a token: expected at most model.experts = {model.experts}'
-        )
+    if model.experts_per_token > model.experts:
+        raise RunError(f'experts_per_token = {model.experts_per_token}: expected 1 to model.experts = {model.experts}')
     probs = jax.nn.softmax(shardops.einsum_unreduced('B/d L M, M E -> B/d L E', x.astype(jnp.float32), router))
-    weight, choice = lax.top_k(probs, model.chosen)
+    weight, choice = lax.top_k(probs, model.experts_per_token)
     if model.weights_add_to_one:
         weight = weight / shardops.sum_unreduced('B/d L X -> B/d L', weight)[..., None]
     return weight.astype(act.dtype), choice
@@ -244,23 +258,23 @@ def combine(y, weight, choice, held, E):
 @typed
 def experts(
     model: Model, x: act['B/d L M'], weight: act['B/d L X'], choice: i32['B/d L X'],
-    w_gate: act['E/t M F'], w_up: act['E/t M F'], w_down: act['E/t M F'],
+    w_gate: act['E/t M H'], w_up: act['E/t M H'], w_down: act['E/t M H'],
 ) -> act['B/d L M +t']:  # fmt: skip
     """The chosen experts' results, weighted; what a device lacks is in the sum over t."""
     E = model.experts
     held = shardops.slice('E -> E/t', jnp.arange(E, dtype=jnp.int32))
     if model.capacity is None:
-        types = 'B/d L M, B/d L X, B/d L X, E/t, E/t M F, E/t M F, E/t M F -> B/d L M +t'
+        types = 'B/d L M, B/d L X, B/d L X, E/t, E/t M H, E/t M H, E/t M H -> B/d L M +t'
         return shardops.local(types, every_token, x, weight, choice, held, w_gate, w_up, w_down)
-    C = math.ceil(model.capacity * x.shape[1] * model.chosen / E)
+    C = math.ceil(model.capacity * x.shape[1] * model.experts_per_token / E)
     C = max(1, min(x.shape[1], C))  # slots of an expert in a row
     into = functools.partial(dispatch, E=E, C=C)
     tokens = shardops.local('B/d L M, B/d L X, E/t -> B/d E/t C M', into, x, choice, held, C=C)
-    gate = shardops.einsum_unreduced('B/d E/t C M, E/t M F -> B/d E/t C F', tokens, w_gate)
-    gate = save_for_backward(gate)  # 2·capacity·XF/t bytes a token, spares a product with w_gate
-    up = shardops.einsum_unreduced('B/d E/t C M, E/t M F -> B/d E/t C F', tokens, w_up)
-    up = save_for_backward(up)  # 2·capacity·XF/t bytes a token, spares a product with w_up
-    y = shardops.einsum_unreduced('B/d E/t C F, E/t M F -> B/d E/t C M', jax.nn.silu(gate) * up, w_down)
+    gate = shardops.einsum_unreduced('B/d E/t C M, E/t M H -> B/d E/t C H', tokens, w_gate)
+    gate = save_for_backward(gate)  # 2·capacity·XH/t bytes a token, spares a product with w_gate
+    up = shardops.einsum_unreduced('B/d E/t C M, E/t M H -> B/d E/t C H', tokens, w_up)
+    up = save_for_backward(up)  # 2·capacity·XH/t bytes a token, spares a product with w_up
+    y = shardops.einsum_unreduced('B/d E/t C H, E/t M H -> B/d E/t C M', jax.nn.silu(gate) * up, w_down)
     back = functools.partial(combine, E=E)
     return shardops.local('B/d E/t C M, B/d L X, B/d L X, E/t -> B/d L M +t', back, y, weight, choice, held)
 
@@ -300,7 +314,14 @@ def layer(
         gathered = save_for_backward(enter(x, M))  # 2M bytes a token, spares the product with w_o, its sum, the gather
         normed = rms_norm(gathered, w.ln2, model.norm_eps)
         weight, choice = route(model, normed, w.router)
-        return x + leave(experts(model, normed, weight, choice, w.w_gate, w.w_up, w.w_down), M), kept
+        y = experts(model, normed, weight, choice, w.expert_gate, w.expert_up, w.expert_down)
+        if w.w_gate is not None:
+            gate = product('B/d L M, M F/t -> B/d L F/t', normed, w.w_gate)
+            gate = save_for_backward(gate)  # 2F/t bytes a token, spares a product with w_gate
+            up = product('B/d L M, M F/t -> B/d L F/t', normed, w.w_up)
+            up = save_for_backward(up)  # 2F/t bytes a token, spares a product with w_up
+            y = y + product('B/d L F/t, M F/t -> B/d L M +t', jax.nn.silu(gate) * up, w.w_down)
+        return x + leave(y, M), kept
 
 
 @typed
@@ -325,9 +346,9 @@ def published(model: Model) -> dict[str, list[tuple[str, str]]]:
         'transformer/w_kv': [(f'{attention}.{x}_proj.weight', '(K D) M -> M K D') for x in 'kv'],
         'transformer/w_o': [(f'{attention}.o_proj.weight', 'M (K Q D) -> M Q K D')],
         'transformer/router': [(f'{moe}.gate.weight', 'E M -> M E')],
-        'transformer/w_gate': [(f'{moe}.experts.{{}}.{gate}.weight', 'F M -> M F')],
-        'transformer/w_up': [(f'{moe}.experts.{{}}.{up}.weight', 'F M -> M F')],
-        'transformer/w_down': [(f'{moe}.experts.{{}}.{down}.weight', 'M F -> M F')],
+        'transformer/expert_gate': [(f'{moe}.experts.{{}}.{gate}.weight', 'H M -> M H')],
+        'transformer/expert_up': [(f'{moe}.experts.{{}}.{up}.weight', 'H M -> M H')],
+        'transformer/expert_down': [(f'{moe}.experts.{{}}.{down}.weight', 'M H -> M H')],
         'final_layer_norm': [('model.norm.weight', 'M -> M')],
     }
     if model.tied:
@@ -365,7 +386,7 @@ def model_of(config) -> Model:
         vocab=config.take('vocab_size'),
         d_ff=d_ff,
         experts=config.take('num_local_experts', None) or config.take('num_experts'),
-        chosen=config.take('num_experts_per_tok'),
+        experts_per_token=config.take('num_experts_per_tok'),
         weights_add_to_one=True if kind == 'mixtral' else config.take('norm_topk_prob', False),
         rope_max_timescale=base,
         rope_scaling=scaling,
@@ -407,7 +428,7 @@ def config_of(model: Model) -> dict[str, Any]:
         'num_hidden_layers': model.layers,
         'vocab_size': model.vocab,
         'intermediate_size': model.d_ff,
-        'num_experts_per_tok': model.chosen,
+        'num_experts_per_tok': model.experts_per_token,
         'hidden_act': 'silu',
         'rms_norm_eps': model.norm_eps,
         'tie_word_embeddings': model.tied,

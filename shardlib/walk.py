@@ -21,6 +21,7 @@ _GRAD = (
 _CALLS = "jit pjit closed_call core_call remat remat2 checkpoint custom_jvp_call custom_vjp_call composite".split()
 # Operations whose parameters hold a jaxpr that works element by element.
 _WITH_JAXPR = {"reduce", "scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max", "scatter-sub", "sort"}
+_WHERE = {"broadcast_in_dim", "convert_element_type", "ne", "select_n"}  # jnp.where
 _REFS = {"new_ref", "get", "swap", "addupdate", "freeze"}
 
 
@@ -198,6 +199,8 @@ class Walk:
     def call(self, eqn, states, twin):
         name = eqn.primitive.name
         (inner, *_), twins = inner_jaxprs(eqn), inner_jaxprs(twin) if twin is not None else [None]
+        if eqn.params.get("name") == "_where" and {each.primitive.name for each in inner.jaxpr.eqns} <= _WHERE:
+            twins = [None]  # what it broadcasts depends on which dims have one element
         if not name.startswith("custom_"):
             return self.jaxpr(inner, states, twins[0])
         outer, self.rule = self.rule, f"jax.{name.removesuffix('_call')}"

@@ -537,6 +537,19 @@ def test_sizes_that_the_check_changes_for_itself():
         assert prove(heads, mesh, SIZES | {"B": 9, "H": 192}) > 0
 
 
+def test_what_where_broadcasts_depends_on_single_elements():
+    """jnp.where is the same program where a device holds one element of a dim: of one row and two heads, here, which
+    the check cannot make more. What it must not repeat is still refused."""
+    one, where = SIZES | {"B": 1, "H": 2}, "jnp.where((x > 0)[:, None], y, 0.0)"
+    types = "B/d M, B/d H/t M -> B/d H/t M"
+    for mesh in (dict(d=1, t=1), dict(d=1, t=2)):
+        assert prove(program(types, where), mesh, one) > 0
+        assert NUMBER in refusal(program(types, f"{where} * y.shape[1]"), mesh, one)
+    two, repeated = SIZES | {"B": 2}, program("B/d M, i32 2 -> 2 M", "jnp.where((y > 0)[:, None], x, 0.0)")
+    for mesh in (dict(d=1, t=1), dict(d=2, t=1)):
+        assert "of values that lie differently: dim 0 is whole in one, split over d" in refusal(repeated, mesh, two)
+
+
 def test_a_program_that_does_not_expect_the_checks_mesh():
     """What a program raises on each mesh of the check's own is a refusal that says on which."""
 

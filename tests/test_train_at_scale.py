@@ -19,14 +19,21 @@ import small
 from mutation import mutants, refuse_all
 from pages import module_of
 
+import finetune
+import generate
 import train
 import train_at_scale as at_scale
+import train_pipeline
 from ledger.compiled.check import differences
 from ledger.count.step import of_step
+from models import layers
+from models.huggingface import as_family, family_of
 from runtime.config.keys import Tokens
+from runtime.config.rebuild import Origins, as_tree, rebuild
 from shardlib import shardops
 from shardlib.mesh import make_mesh
-from shardlib.shardtypes import f32, make_shardings, narrowed
+from shardlib.shardtypes import f32, make_shardings, narrowed, typed_shard_map
+from tools import convert
 
 SIZES = dict(d_model=32, n_q_per_kv=2, n_kv=4, d_head=4, layers=2, vocab=64, d_ff=32, rope_max_timescale=256)
 DENSE = at_scale.Model(**SIZES, compute_dtype='float32', attention='einsum')
@@ -447,6 +454,41 @@ def test_mutants_that_types_cannot_see(what, tmp_path):
         require_truth(model, mesh_of('c2 e2 t2'), module=module)
 
 
+# -- The families that read its runs -----------------------------------------------------------------------------------
+READ = {
+    'dense': DENSE,
+    'mixture': dataclasses.replace(DROPLESS, shared_experts=2),
+    'one of the experts': dataclasses.replace(DROPLESS, experts_per_token=1, capacity=4.0),  # none is dropped
+}
+
+
+@pytest.mark.parametrize('name', READ)
+def test_a_family_computes_the_model(name):
+    """Of the same weights models/llama.py or mixtral.py has the trainer's hidden states, on another mesh."""
+    model, weights = READ[name], as_weights(weights_of(READ[name]))
+    named, keys = as_family(as_tree(model))
+    family, at_scale.act.dtype, layers.stored.dtype = family_of(named, ''), 'float32', 'float32'
+    theirs, arrays = rebuild(family.Model, keys, Origins()), (BATCH.targets.astype(np.uint32), BATCH.is_seq_start)
+    of_layers = {key: leaf for key, leaf in vars(weights.transformer).items() if leaf is not None}
+    read = family.Weights(**{**vars(weights), 'transformer': family.Layer(**of_layers)})
+    mesh = mesh_of('c2 e2 t2')
+
+    def hidden(
+        weights: narrowed(at_scale.Weights, weights), batch: at_scale.TokenBatch
+    ) -> at_scale.act['B/r/d/e L/c M']:
+        held = at_scale.gathered_over_replicas(mesh, weights)
+        return at_scale.forward(mesh, model, TRAINING, 0, held, batch)[0]
+
+    def of_family(weights: narrowed(family.Weights, read), batch: train.TokenBatch) -> train.act['B/d L M']:
+        return layers.hidden(family, theirs, weights, *layers.inputs_of(batch, 0))
+
+    with on(mesh):
+        expected = jax.jit(typed_shard_map(hidden))(weights, at_scale.TokenBatch(*arrays, BATCH.is_target))
+    with on(train.Mesh(d=2, t=2)):
+        found = jax.jit(typed_shard_map(of_family))(read, train.TokenBatch(*arrays, BATCH.is_target))
+    np.testing.assert_allclose(np.asarray(found), np.asarray(expected), atol=2e-5, rtol=0)
+
+
 # -- Runs --------------------------------------------------------------------------------------------------------------
 def started(monkeypatch, folder, trainer, *overrides):
     """The losses, by step, of a run in this folder, resumed where it has a checkpoint; None where it is refused."""
@@ -488,6 +530,47 @@ def test_a_mixture_goes_on_on_any_mesh(capacity, monkeypatch, tmp_path):
     started(monkeypatch, tmp_path / 'parts', at_scale, *mixture, 'training.steps=2', 'mesh.e=2', 'mesh.r=2', 'mesh.t=2')
     parts = started(monkeypatch, tmp_path / 'parts', at_scale, *mixture, 'training.steps=4', 'mesh.e=4', 'mesh.d=2')
     assert parts == pytest.approx(whole, rel=2e-5) and len(parts) == 6
+
+
+def texts(monkeypatch, capsys, model, mesh):
+    """What greedy decoding draws, and its log probabilities."""
+    arguments = [model, 'prompt_ids=[5,6,7]', 'tokens=8', 'temperature=0', 'output=jsonl', mesh]
+    assert not small.start(monkeypatch, generate.main, generate.Generate, *arguments)
+    text = json.loads(capsys.readouterr().out.splitlines()[-1])
+    return text['ids'], text['log_probs']
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('trainer, keys', [
+    (at_scale, 'mesh.r=2 mesh.c=2 mesh.t=2'),
+    (at_scale, 'model.experts=4 model.experts_per_token=2 mesh.e=2 mesh.t=2'),
+    (at_scale, 'model.experts=4 model.experts_per_token=2 model.shared_experts=1 mesh.e=2'),
+    (train_pipeline, 'mesh.p=2 mesh.d=2 training.microbatches=2'),
+])  # fmt: skip
+def test_all_programs_read_its_runs(trainer, keys, monkeypatch, tmp_path, capsys):
+    """The run, its export and what is trained further from it decode the same; fine-tuning begins with the loss with
+    which the trainer itself begins from these weights."""
+    keys = keys.split()
+    assert started(monkeypatch, tmp_path / 'first', trainer, 'training.steps=2', *keys)
+    (run,) = (tmp_path / 'first').iterdir()
+    capsys.readouterr()
+    ids, log_probs = texts(monkeypatch, capsys, run, 'mesh.t=2')
+    assert texts(monkeypatch, capsys, run, 'mesh.d=2') == (ids, pytest.approx(log_probs, abs=1e-4))
+    status = small.start(monkeypatch, convert.main, convert.Convert, run, f'to={tmp_path}/out')
+    said = capsys.readouterr().err
+    assert ('no published architecture computes what' in said) == bool(status) == ('model.shared_experts=1' in keys)
+    if not status:
+        assert texts(monkeypatch, capsys, tmp_path / 'out', 'mesh.t=1') == (ids, pytest.approx(log_probs, abs=1e-4))
+    again = [f'initial_weights={run}', 'training.steps=1', 'training.max_grad_norm=1']
+    expected = started(monkeypatch, tmp_path / 'second', trainer, *again, *keys)
+    further = [f'paths.root_working_dir={tmp_path}/third', *again, 'flat_tokens.filespec=synthetic_dataset.zarr']
+    further += (
+        'flat_tokens.sequence_packing=true training.tokens.batch=64 training.tokens.len=64 log_interval=1'.split()
+    )
+    further += 'model.compute_dtype=float32 mesh.d=2 mesh.t=2 validation_batches=1 lora.rank=2'.split()
+    assert not small.start_training(monkeypatch, *further, trainer=finetune)
+    (metrics,) = (tmp_path / 'third').glob('*/metrics.jsonl')
+    assert json.loads(metrics.read_text().splitlines()[0])['loss'] == pytest.approx(expected[1, 'loss'], rel=1e-5)
 
 
 REFUSED = [

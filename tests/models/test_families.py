@@ -176,9 +176,20 @@ EXPECTED = [
     (
         "mixtral 8x7B",
         mixtral,
-        {"n_q_per_kv": 4, "d_head": 128, "experts": 8, "chosen": 2, "weights_add_to_one": True, "qk_norm": "none"},
+        {
+            "n_q_per_kv": 4,
+            "d_head": 128,
+            "experts": 8,
+            "experts_per_token": 2,
+            "weights_add_to_one": True,
+            "qk_norm": "none",
+        },
     ),
-    ("olmoe 1B-7B", mixtral, {"d_ff": 1024, "experts": 64, "chosen": 8, "weights_add_to_one": False, "qk_norm": "all"}),
+    (
+        "olmoe 1B-7B",
+        mixtral,
+        {"d_ff": 1024, "experts": 64, "experts_per_token": 8, "weights_add_to_one": False, "qk_norm": "all"},
+    ),
     (
         "qwen 3 30B-A3B",
         mixtral,

@@ -49,14 +49,14 @@ def test_experts_take_as_many_tokens_of_a_row_as_they_have_slots(mesh, capacity,
     """Against numpy, on every mesh: without a capacity, or with one of E/X, none is dropped; else a row's last are."""
     model = mixtral.Model(
         **dict.fromkeys(("d_model", "n_q_per_kv", "n_kv", "d_head", "layers", "vocab"), 8), d_ff=12, experts=8,
-        chosen=4, capacity=capacity, rope_max_timescale=100.0,
+        experts_per_token=4, capacity=capacity, rope_max_timescale=100.0,
     )  # fmt: skip
     rng = np.random.default_rng(0)
     x, router = rng.normal(size=(8, 16, 8)).astype(np.float32), rng.normal(size=(8, 8)).astype(np.float32)
     matrices = rng.normal(size=(3, 8, 8, 12)).astype(np.float32) / 3
 
     def forward(
-        x: act["B/d L M"], router: f32["M E"], w_gate: act["E/t M F"], w_up: act["E/t M F"], w_down: act["E/t M F"]
+        x: act["B/d L M"], router: f32["M E"], w_gate: act["E/t M H"], w_up: act["E/t M H"], w_down: act["E/t M H"]
     ) -> tuple[act["B/d L M"], act["B/d L X"], i32["B/d L X"]]:
         weight, choice = mixtral.route(model, x, router)
         y = mixtral.experts(model, x, weight, choice, w_gate, w_up, w_down)
@@ -89,18 +89,18 @@ def test_no_token_depends_on_what_follows_it(capacity, pool):
 
 def test_more_experts_than_there_are_cannot_be_chosen(tmp_path):
     """Refused by the keys, while the step is checked."""
-    variant = {**OF_EXPERTS, "experts": 2, "chosen": 3}
-    with pytest.raises(RunError, match=r"model\.chosen = 3 experts a token: expected at most model\.experts = 2"):
+    variant = {**OF_EXPERTS, "experts": 2, "experts_per_token": 3}
+    with pytest.raises(RunError, match=r"experts_per_token = 3: expected 1 to model\.experts = 2"):
         source = (ROOT / "models/mixtral.py").read_text()
         check_family(tmp_path / "mixtral.py", source, [variant], [loss_and_logits])
 
 
 # -- The check ---------------------------------------------------------------------------------------------------------
-OF_EXPERTS = {**vars(small.MODEL), "experts": 8, "chosen": 2, "attention": "einsum"}
+OF_EXPERTS = {**vars(small.MODEL), "experts": 8, "experts_per_token": 2, "attention": "einsum"}
 VARIANTS = [
     {**OF_EXPERTS, "window": 5, "tied": True},
     {**OF_EXPERTS, "qk_norm": "all", "weights_add_to_one": False},
-    {**OF_EXPERTS, "qk_norm": "head", "capacity": 1.25},
+    {**OF_EXPERTS, "qk_norm": "head", "capacity": 1.25, "shared_experts": 2},
 ]
 
 
