@@ -158,11 +158,18 @@ def serve(path: str, mesh: jax.sharding.Mesh, compute_dtype: str | None = None, 
 
 
 def check_program(source: Source, model: Any, weights: Any) -> None:
-    """Refuses a run of a changed trainer, unless it computes, as a train.py, the same as the family: on one row."""
+    """Refuses a run of a changed train.py, unless its program computes the same as the family here: on one row. Of a
+    changed trainer with more axes a line says that it was not tried."""
     attributes = source.checkpoint.attributes
     module = (attributes.get("program") or {}).get("module", program.DEFAULT)
     if "family" in attributes or not program.is_another(attributes, module):  # finetune.py computes with models/ itself
         return
+    family = f"{source.family.__name__.replace('.', '/')}.py"
+    if module != program.DEFAULT:
+        return print_error(
+            f"{source.checkpoint.path} was trained by another {module}.py than this one: whether it computes what "
+            f"{family} does was not tried", "note",
+        )  # fmt: skip
     trainer, _ = program.of_checkpoint(attributes)
     config = config_of(trainer.Config, attributes)
     same = hasattr(trainer, "forward") and set(vars(config.mesh)) == {"d", "t"}
@@ -186,9 +193,8 @@ def check_program(source: Source, model: Any, weights: Any) -> None:
         found = jax.jit(typed_shard_map(hidden))(weights, train.TokenBatch(**vars(batch)))
         same = np.allclose(np.asarray(found, np.float32), expected, rtol=0.05, atol=0.05 * np.abs(expected).max())
     if not same:
-        family = source.family.__name__.replace(".", "/")
         raise RunError(
-            f"{source.checkpoint.path} was trained by a program that computes another model than {family}.py does: "
+            f"{source.checkpoint.path} was trained by a program that computes another model than {family} does: "
             "write a family for it (docs/models.md), or use the program as it is, which the run folder has"
         )
 

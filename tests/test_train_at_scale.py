@@ -556,6 +556,10 @@ def test_all_programs_read_its_runs(trainer, keys, monkeypatch, tmp_path, capsys
     capsys.readouterr()
     ids, log_probs = texts(monkeypatch, capsys, run, 'mesh.t=2')
     assert texts(monkeypatch, capsys, run, 'mesh.d=2') == (ids, pytest.approx(log_probs, abs=1e-4))
+    with monkeypatch.context() as patch:
+        patch.setattr(generate.program, 'is_another', lambda *_: True)
+        assert not small.start(patch, generate.main, generate.Generate, run, 'prompt_ids=[5]', 'tokens=1', 'output=ids')
+    assert f'trained by another {trainer.__name__}.py than this one' in ' '.join(capsys.readouterr().err.split())
     status = small.start(monkeypatch, convert.main, convert.Convert, run, f'to={tmp_path}/out')
     said = capsys.readouterr().err
     assert ('no published architecture computes what' in said) == bool(status) == ('model.shared_experts=1' in keys)
