@@ -98,6 +98,11 @@ def load(name: str) -> Trainer:
     return module
 
 
+def resolved(config: Any, trainer: Any) -> Any:
+    """The config as a trainer's shapes and steps take it."""
+    return getattr(trainer, "resolved", lambda config: config)(config)
+
+
 def of_command_line(arguments: Sequence[str]) -> Trainer:
     """The trainer that `program=...` names. Ends the process where there is none: hydra has not started yet."""
     given = [text.lstrip("+").partition("=")[2] for text in arguments if text.lstrip("+").startswith("program=")]

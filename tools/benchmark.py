@@ -43,13 +43,11 @@ from ledger.units import gigabytes, percent, seconds
 from runtime.cluster.processes import find_devices, prepare_devices, start
 from runtime.cluster.tuning import options
 from runtime.config import command_line
-from runtime.program import ProgramKey, Trainer, load
+from runtime.program import ProgramKey, Trainer, load, resolved
 from runtime.run import PROGRAMS_IN_FLIGHT, RUNS_ONCE, with_shardings
 from runtime.terminal import RunError, columns, print_error, refusals, run_errors
 from runtime.tracking.metrics import memory
 from runtime.tracking.report import environment
-from shardlib.arrays import fields
-from shardlib.shardtypes import make_shardings
 from tools.plan_step import changed
 
 WARM_UP_STEPS = 3
@@ -116,7 +114,7 @@ def measure(benchmark: Benchmark, job: str) -> Line | None:
         prepare_devices(config)
         jax.config.update("jax_enable_compilation_cache", False)  # else compile_s would be that of reading a file
         config = on_devices(config, len(find_devices()), jax.default_backend())
-        config = getattr(load(benchmark.program), "resolved", lambda config: config)(config)
+        config = resolved(config, load(benchmark.program))
         mesh = start(config)
         with jax.set_mesh(mesh):
             return figures(benchmark, job, config, mesh)
@@ -143,7 +141,8 @@ def figures(benchmark: Benchmark, job: str, config: Any, mesh: jax.sharding.Mesh
     trainer: Any = load(benchmark.program)
     zero, tokens = np.uint32(0), config.training.tokens.batch * config.training.tokens.len
     type_ = getattr(trainer, "state_type", lambda _: trainer.State)(config)
-    shapes, batch = map(with_shardings, trainer.shapes(config), (type_, trainer.TokenBatch))
+    shapes, batch = trainer.shapes(config)
+    shapes, batch = with_shardings(shapes, type_), with_shardings(batch, type(batch))
     step, _ = trainer.mapped_steps(config, bos_id=0)
     traced = jax.jit(step, donate_argnums=0).trace(shapes, zero, zero, batch)
     backend = jax.default_backend()
@@ -156,7 +155,7 @@ def figures(benchmark: Benchmark, job: str, config: Any, mesh: jax.sharding.Mesh
     shardings = jax.tree.map(lambda each: each.sharding, shapes)
     init = jax.jit(lambda seed: draw(config, seed), out_shardings=shardings, compiler_options=RUNS_ONCE)
     state = init(np.uint32(config.training.seed))
-    times, cpu_s = timed(compiled, state, random_batch(trainer, config), benchmark.steps)
+    times, cpu_s = timed(compiled, state, random_batch(config.model.vocab, batch), benchmark.steps)
 
     kind, about, peak_memory = mesh.devices.flat[0].device_kind, environment(), memory()["device_peak_memory_bytes"]
     first, step_s, third = statistics.quantiles(times, n=4, method="inclusive")
@@ -184,17 +183,17 @@ def figures(benchmark: Benchmark, job: str, config: Any, mesh: jax.sharding.Mesh
     }
 
 
-def random_batch(trainer: Trainer, config: Any) -> Any:
-    """Tokens of no data set, in documents as long as C4's."""
-    rows, rng = (config.training.tokens.batch, config.training.tokens.len), np.random.default_rng(0)
-    values = {
-        "targets": rng.integers(0, config.model.vocab, rows).astype(np.uint32),
-        "is_seq_start": rng.random(rows) < 1 / DOCUMENT,
-        "is_target": np.ones(rows, bool),
-        "weight": np.ones(rows, np.float32),
-    }
-    batch = trainer.TokenBatch(**{name: values[name] for name in fields(trainer.TokenBatch)})
-    return jax.device_put(batch, make_shardings(trainer.TokenBatch))
+def random_batch(vocab: int, like: Any) -> Any:
+    """Tokens of no data set, in documents as long as C4's, for a batch of these shapes and shardings."""
+    rng = np.random.default_rng(0)
+
+    def values(path, leaf):
+        if leaf.dtype == np.uint32:
+            return rng.integers(0, vocab, leaf.shape).astype(np.uint32)
+        return rng.random(leaf.shape) < 1 / DOCUMENT if "start" in path[-1].name else np.ones(leaf.shape, leaf.dtype)
+
+    placed = jax.tree.map(lambda leaf: leaf.sharding, like)
+    return jax.device_put(jax.tree_util.tree_map_with_path(values, like), placed)
 
 
 def timed(step: Callable, state: Any, batch: Any, steps: int) -> tuple[list[float], float]:

@@ -78,6 +78,7 @@ def rows(config: Any) -> Iterator[Row]:
         what, _, fix = str(error).partition("; fix: ")
         yield "devices", what, fix or "as it says, and then again: nothing else was looked at"
         return
+    config = program.resolved(config, program.load(config.program))
     yield packages(config.tracking.to)
     yield from devices(mesh)
     yield from all_reduces(mesh)
@@ -155,8 +156,9 @@ def _seconds(run: Callable[[], jax.Array]) -> float:
 
 def data(config: Any, mesh: Mesh) -> Iterator[Row]:
     """Opens both splits as the run would, and holds them against its vocabulary and its steps."""
+    _, batch = program.load(config.program).shapes(config)
     with jax.set_mesh(mesh):
-        sharding = make_shardings(program.load(config.program).TokenBatch)
+        sharding = make_shardings(type(batch))
     try:
         with open_data(config, "train", sharding) as training, open_data(config, "validation", sharding) as validation:
             largest_id = max(training.max_token_id, validation.max_token_id)

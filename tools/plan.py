@@ -53,7 +53,7 @@ def plan(config: Any) -> None:
     """Prints what a step costs."""
     machine = machine_of(config)
     trainer: Any = program.load(config.program)
-    config = getattr(trainer, "resolved", lambda config: config)(config)
+    config = program.resolved(config, trainer)
     config = with_kernel(config, machine)
     if config.sweep:
         return sweep(config, machine)

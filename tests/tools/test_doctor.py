@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 import pytest
 
+import finetune
 import train
 from runtime import program
 from runtime.checkpoints.store import LocalStore
@@ -57,6 +58,16 @@ def test_the_whole_table(run, tmp_path):
     assert re.search(rf"ok data [\d,]+ {tokens}[\d,]+ rows of 64, .* steps in 1 epoch, ", words(text))
     assert text.endswith("\n\nNothing that this run needs is missing or broken.\n")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_program_whose_model_is_in_its_files(called, tmp_path):
+    """Of fine-tuning the vocabulary is that of the weights that it begins with."""
+    keys = f"initial_weights={ROOT}/tests/models/golden/llama flat_tokens.filespec=synthetic_dataset.zarr mesh.t=2"
+    config = program.with_keys(program.ProgramKey, finetune)
+    keys += f" program=finetune paths.root_working_dir={tmp_path}"
+    status, text, _ = called(doctor.main, config, *keys.split())
+    assert status == 1 and "ok store" in words(text)
+    assert "model.vocab = 40: the data set synthetic_dataset.zarr has token ids up to 249" in words(text)
 
 
 def test_what_is_wrong_is_named_last_with_status_1(run, tmp_path):
