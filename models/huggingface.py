@@ -436,7 +436,8 @@ def as_published(tensors: dict[str, Tensor], rows: dict[str, dict[tuple[int, ...
 
 def require_same(source: Source, model: Any) -> None:
     """Raises RunError where the weights are not those of a trainer's model, train.py's or a family's; with the keys."""
-    theirs, (_, ours) = as_tree(source.model), as_family(as_tree(model))
+    theirs, ours = as_tree(source.model), as_tree(model)
+    ours |= as_family(ours)[1]
     is_family = dataclasses.is_dataclass(source.model)
     defaults = {each.name: as_tree(each.default) for each in dataclasses.fields(source.model)} if is_family else {}
     problems = []
