@@ -335,6 +335,8 @@ def main(config: Serve) -> None:
     mesh = start_mesh(config)
     with jax.set_mesh(mesh):
         served = serve(config.model, mesh, config.compute_dtype, config.weights)
+    if served.tokenizer is None:
+        raise RunError(f"{config.model} has no tokenizer, which a server needs: answers are text")
     if hasattr(served.source.model, "positions") and config.length > served.length:
         raise RunError(f"length = {config.length}: the model knows {served.length} positions, set it to that or less")
     if served.is_chatml:

@@ -259,6 +259,12 @@ def test_two_minutes_of_load(cat_run, record_property):
     server.client.close()
 
 
+def test_a_model_without_a_tokenizer_is_not_served(called):
+    """It could not say anything."""
+    status, _, error = called(serve.main, serve.Serve, ROOT / "tests/models/golden/llama")
+    assert status == 1 and "has no tokenizer, which a server needs: answers are text" in " ".join(error.split())
+
+
 def test_the_page_converses_in_a_browser(server, tmp_path):
     """Two messages typed into the page, in Chromium: what it shows grows and is what a client gets of the same chat;
     of a third, which is too long, it shows the server's reason. The page loads nothing from elsewhere, and fits a
