@@ -595,8 +595,9 @@ def _random(equation):
 
 
 def _reshape(equation):
-    """Runs of dims of equal size correspond. In a run the dim that is split must be the major one, and the major one of
-    those after stays split: only that is the same permutation of the whole array on every mesh."""
+    """The first dims, as far as they keep their sizes, and then runs of dims of equal size correspond. In a run the dim
+    that is split must be the major one, and the major one of those after stays split: only that is the same permutation
+    of the whole array on every mesh."""
     (row,), (before,), (after,) = equation.rows, equation.shapes, equation.outs
     # The runs are those of the whole arrays: on a device a split dim may have size one by chance.
     before, after = (before, after) if equation.twin is None else (equation.twin_shapes[0], equation.twin_outs[0])
@@ -606,6 +607,11 @@ def _reshape(equation):
         return [whole(len(after))]
     result: list[Axes] = [()] * len(after)
     i = j = 0
+    for sizes in zip(before, after, equation.shapes[0], equation.outs[0]):  # the first dims stay what they are
+        if sizes[0] != sizes[1] or sizes[2] != sizes[3]:
+            break
+        result[j] = row[i]
+        i = j = i + 1
     waiting: Axes = ()  # of a split dim of one element a device, which stands before the run
     while i < len(before) or j < len(after):
         if i < len(before) and before[i] == 1:

@@ -459,6 +459,17 @@ def test_the_optimizers_pass_the_check(tmp_path):
     assert check_optimizers(tmp_path / "optimizers.py", (ROOT / "optimizers.py").read_text()) > 20
 
 
+def test_muon_of_a_single_layer():
+    """There is one matrix to deal out, so that dims of one stand beside those that count devices."""
+    matrix = f32["layers M/d K/t D"]
+
+    def whole(x: matrix) -> matrix:
+        return optimizers.orthogonalized(matrix.spec, x)
+
+    for mesh in (dict(d=1, t=1), dict(d=2, t=2), dict(d=4, t=2)):
+        assert typed_shard_map(whole).check(abstract(mesh), jax.ShapeDtypeStruct((1, 16, 4, 4), jnp.float32)) > 5
+
+
 @pytest.mark.slow
 def test_every_mutant_is_refused(tmp_path, record_property):
     """Each collective of optimizers.py removed or doubled."""
