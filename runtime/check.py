@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from runtime.config.help import comments_of
 from runtime.terminal import RunError, print_line
 from runtime.tracking.metrics import flattened
 from shardlib.arrays import fields, indivisible, mesh_text
@@ -16,12 +17,14 @@ def check_sizes(config: Any, type_: Any, shapes: Any, what: str = "") -> Any:
     """Returns the shapes of a tree of this type, if the config's mesh can split all its dims.
 
     what: of which sizes it is, where they are no value of a key. Raises RunError with each dim that it cannot, its
-    axes, the keys that have its size, and the nearest sizes that fit.
+    axes, the key of its letter, else those that have its size, and the nearest sizes that fit.
     """
     axes, problems = vars(config.mesh), []
     for error in indivisible(narrowed(type_, shapes), shapes, axes):
         values = flattened({"model": config.model, "training": config.training}, separator=".")
         keys = [key for key, value in values.items() if value == error.size and not isinstance(value, bool)]
+        letter, said = str(error).split()[1], comments_of(type(config.model))
+        keys = [key for key in keys if said.get(key.removeprefix("model."), "").split(",")[0] == letter] or keys
         where = what or f"{config.origins.of(keys[0])}: {' or '.join(keys)} = {error.size}" if what or keys else "mesh"
         parts = 1
         for axis in error.axes:

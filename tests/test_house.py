@@ -24,7 +24,7 @@ ARROWS = {
         "runtime.terminal shardlib ledger",
     ),
     "runtime.program": "runtime.terminal",
-    "runtime.check": "runtime.terminal runtime.tracking shardlib",
+    "runtime.check": "runtime.config.help runtime.terminal runtime.tracking shardlib",
     # initial_weights may be a published folder. Its family and score.py, which import train.py, are
     # loaded by name.
     "runtime.run": "runtime shardlib ledger models.huggingface",

@@ -89,11 +89,11 @@ def help_of_keys(config_class: type) -> list[str]:
 def explanations(config_class: type) -> dict[str, str]:
     """The explanation of every key: its field's comment, or the docstring of a section. '' where there is none."""
     known = all_keys(config_class)
-    comments = {"": _comments(config_class)}
+    comments = {"": comments_of(config_class)}
     found = {}
     for key, (kind, field) in known.items():
         if dataclasses.is_dataclass(item_of(kind)):
-            comments[key] = comments[f"{key}[]"] = _comments(item_of(kind))
+            comments[key] = comments[f"{key}[]"] = comments_of(item_of(kind))
         found[key] = comments[key.rpartition(".")[0]].get(field.name, "")
         about = inspect.getdoc(kind) if dataclasses.is_dataclass(kind) else None
         if about and not about.startswith(f"{kind.__name__}("):  # else dataclasses have written the signature there
@@ -101,7 +101,7 @@ def explanations(config_class: type) -> dict[str, str]:
     return found
 
 
-def _comments(section_class: Any) -> dict[str, str]:
+def comments_of(section_class: Any) -> dict[str, str]:
     """By a field's name, those of base classes too: what stands beside it, or else the whole lines right above."""
     comments: dict[str, str] = {}
     for owner in [each for each in reversed(section_class.__mro__) if "__dataclass_fields__" in vars(each)]:

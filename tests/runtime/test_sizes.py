@@ -31,7 +31,7 @@ model.d_model=260
     weights/transformer/ln1: layers M/d/t
 model.vocab=1281 model.layers=7 model.n_kv=7
     command line: model.vocab = 1281: dim V has size 1281, which axis t=2 cannot divide: set it to 1280 or 1282, or
-    mesh.t to 1 or 3 | in weights/embed: V/t M/d command line: model.n_kv or model.layers = 7: dim K has size 7
+    mesh.t to 1 or 3 | in weights/embed: V/t M/d command line: model.n_kv = 7: dim K has size 7
 """
 CASES = [case.split("\n", 1) for case in re.findall(r"^\S.*\n(?: +.*\n)+", WRONG, re.MULTILINE)]
 

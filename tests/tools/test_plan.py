@@ -171,7 +171,7 @@ def test_a_sweep(capsys, tmp_path):
     assert {tuple(row[:3]) for row in rows} == {("4", "1", "2"), ("2", "2", "2")}
     both = [float(row[5]) + float(row[8]) for row in rows]
     assert [row[6] for row in rows] == ["µs"] * 2 and both == sorted(both)
-    refused = "model.n_kv or model.layers = 2: dim K has size 2, which axis t=4 cannot divide"
+    refused = "model.n_kv = 2: dim K has size 2, which axis t=4 cannot divide"
     assert "Other meshes cannot be, such as mesh d=1 × t=4: " in text and refused in text
 
     first, second, microbatches, *figures = rows[0]
