@@ -6,6 +6,7 @@
 'M/d/t'          one dim split over two axes, major first, in the order of the mesh's axes
 'd/d M'          a dim that is named like an axis counts that axis' devices; here each device has its own row of M
 ''               a scalar that is the same on every device
+'B/b L +w'       b and w are groups, `groups('r d c e t', b='r d e', w='d c e')`: 'B/r/d/e L +d +c +e'
 """
 
 import functools
@@ -15,7 +16,7 @@ import re
 import sys
 import sysconfig
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 from jax.sharding import PartitionSpec
@@ -55,6 +56,42 @@ class TooFew(ShardingError):
         return TooFew(f"{self}\n{more}", self.name, self.factor)
 
 
+# -- Groups of axes ----------------------------------------------------------------------------------------------------
+_GROUPS: dict[str, tuple[str, ...]] = {}
+_ORDER: list[str] = []  # of the axes that stand in groups
+
+
+def groups(order: str, **names: str) -> None:
+    """Declares abbreviations: groups('r d c e t', b='r d e') lets 'B/b' mean 'B/r/d/e', and '+b' '+r +d +e'.
+
+    One table for the process, declared before strings are read that use it.
+
+    Args:
+      order: the axes in the order of the meshes' axes, in which pending axes are brought where a group stands for some.
+    Raises:
+      ShardingError: a name has another meaning already, or the axes another order.
+    """
+    axes = {name: tuple(text.split()) for name, text in names.items()}
+    if wrong := [name for name in axes if _GROUPS.get(name, axes[name]) != axes[name]]:
+        raise ShardingError(f"the group {wrong[0]} is '{' '.join(_GROUPS[wrong[0]])}' already")
+    if _ORDER and _ORDER != order.split():
+        raise ShardingError(f"the axes of groups have the order '{' '.join(_ORDER)}' already")
+    _GROUPS.update(axes)
+    _ORDER[:] = order.split()
+
+
+def expanded(names) -> tuple[str, ...]:
+    """Axes in the place of groups."""
+    return tuple(axis for name in names for axis in _GROUPS.get(name, (name,)))
+
+
+def _meaning(text: str, axis: str) -> str:
+    """' (b is r d e)', of the groups in a type that contain the axis."""
+    found = [f"{name} is {' '.join(_GROUPS[name])}" for name in re.findall(r"(?<=[/+])\w+", text) if name in _GROUPS]
+    found = [each for each in dict.fromkeys(found) if axis in each.partition(" is ")[2].split()]
+    return f" ({', '.join(found)})" if found else ""
+
+
 @dataclass(frozen=True)
 class Dim:
     """A dim's name (or size, in digits), the mesh axes it is split over, and whether it stands in `[ ]` (the dim that
@@ -63,9 +100,11 @@ class Dim:
     name: str
     axes: tuple[str, ...] = ()
     indexed: bool = False
+    written: tuple[str, ...] = field(default=(), compare=False)  # axes and groups as in the source: for messages
 
     def __str__(self):
-        text = "/".join((self.name, *self.axes))
+        axes = self.written if expanded(self.written) == self.axes else self.axes
+        text = "/".join((self.name, *axes))
         return f"[{text}]" if self.indexed else text
 
 
@@ -75,9 +114,11 @@ class Spec:
 
     dims: tuple[Dim, ...]
     pending: tuple[str, ...] = ()
+    written: tuple[str, ...] = field(default=(), compare=False)  # pending axes and groups as in the source
 
     def __str__(self):
-        return " ".join([*map(str, self.dims), *("+" + axis for axis in self.pending)])
+        is_same = sorted(expanded(self.written)) == sorted(self.pending)
+        return " ".join([*map(str, self.dims), *("+" + name for name in (self.written if is_same else self.pending))])
 
     @property
     def split(self) -> frozenset[str]:
@@ -104,9 +145,11 @@ class Spec:
         for axis in [*(a for dim in self.dims for a in dim.axes), *self.pending]:
             if axis not in mesh_axes:
                 raise ShardingError(
-                    f"'{self}' names mesh axis {axis}, but the mesh has {', '.join(mesh_axes) or 'no axes'}"
+                    f"'{self}' names mesh axis {axis}{_meaning(str(self), axis)}, but the mesh has "
+                    f"{', '.join(mesh_axes) or 'no axes'}"
                 )
-        return Spec(self.dims, tuple(sorted(self.pending, key=list(mesh_axes).index)))
+        legal = tuple(sorted(self.pending, key=list(mesh_axes).index))
+        return self if legal == self.pending else Spec(self.dims, legal)
 
     def require_mesh_order(self, mesh_axes):
         legal = self.in_mesh_order(mesh_axes)
@@ -155,14 +198,19 @@ def parse(text: str) -> Spec:
             )
         if pending:
             raise ShardingError(f"in '{text}' the dim '{word}' stands after a pending axis: pending axes come last")
-        dims.append(Dim(match["name"], tuple(match["axes"].split("/")[1:]), bool(match["open"])))
-    used = [*(axis for dim in dims for axis in dim.axes), *pending]
+        names = tuple(match["axes"].split("/")[1:])
+        dims.append(Dim(match["name"], expanded(names), bool(match["open"]), names))
+    axes = expanded(pending)
+    used = [*(axis for dim in dims for axis in dim.axes), *axes]
     for axis in used:
         if used.count(axis) > 1:
             raise ShardingError(
-                f"'{text}' uses mesh axis {axis} twice: an axis is split over one dim, or pending, or not mentioned"
+                f"'{text}' uses mesh axis {axis} twice{_meaning(text, axis)}: an axis is split over one dim, or "
+                "pending, or not mentioned"
             )
-    return Spec(tuple(dims), tuple(pending))
+    if axes != tuple(pending):
+        axes = tuple(sorted(axes, key=lambda axis: _ORDER.index(axis) if axis in _ORDER else len(_ORDER)))
+    return Spec(tuple(dims), axes, tuple(pending))
 
 
 def parts(dim: Dim, axes: dict[str, int]) -> int:

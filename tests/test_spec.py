@@ -1,13 +1,17 @@
 """The strings of the notation: valid | invalid | message."""
 
+from dataclasses import replace
+
 import pytest
 from jax.sharding import PartitionSpec as P
 from prove import each_row, says, table
 
 from shardlib.shardtypes import ShardingError, bind, f32
-from shardlib.spec import Dim, Spec, parse, parse_operation
+from shardlib.spec import Dim, Spec, groups, parse, parse_operation
 
 MESH = dict(d=4, t=2)
+SIX = dict(p=2, r=2, d=2, c=2, e=1, t=2)
+groups('p r d c e t', b='r d e', w='d c e')  # as models/ has them
 
 VALID = [
     ('', (), ()),
@@ -65,6 +69,12 @@ bind(parse('B B'), (3, 4), MESH, {}) | dim B of 'B B' is 4, but B is 3 in 'B B'
 bind(parse('B/d'), (4,), MESH, {'B': (8, "'B L'")}) | dim B/d of 'B/d' is 16, but B is 8 in 'B L'
 bind(parse('B/d'), (6,), MESH, {}, local=False) | dim B has size 6, which axis d=4 cannot divide
 bind(parse('M/d/t'), (12,), MESH, {}, local=False) | dim M has size 12, which axes d=4 × t=2 cannot divide
+parse('B/b M/w') | 'B/b M/w' uses mesh axis d twice (b is r d e, w is d c e): an axis is split over one dim, or pending
+parse('B/b +d') | 'B/b +d' uses mesh axis d twice (b is r d e)
+parse('M/w').require_mesh_order(MESH) | 'M/w' names mesh axis c (w is d c e), but the mesh has d, t
+parse('L +c +r').require_mesh_order(SIX) | (p, r, d, c, e, t): write 'L +r +c', not 'L +c +r'
+groups('p r d c e t', b='d') | the group b is 'r d e' already
+groups('d t', x='d t') | the axes of groups have the order 'p r d c e t' already
 f32['[V/t] M'] | belongs in an operation's string; a type names each dim
 f32['... M'] | belongs in an operation's string; a type names each dim
 """)
@@ -77,6 +87,26 @@ def test_what_is_no_type_or_string_is_refused(row):
     with pytest.raises(ShardingError) as caught:
         eval(call)
     assert says(message, str(caught.value)), caught.value
+
+
+GROUPED = [
+    ('B/b L/c', (('r', 'd', 'e'), ('c',)), ()),
+    ('M/w/r F/t', (('d', 'c', 'e', 'r'), ('t',)), ()),
+    ('[V/w] M', (('d', 'c', 'e'), ()), ()),
+    ('L +b +c', ((),), ('r', 'd', 'c', 'e')),  # in the order of the mesh's axes
+    ('M/t +w', (('t',),), ('d', 'c', 'e')),
+]
+
+
+@pytest.mark.parametrize("text, axes, pending", GROUPED)
+def test_a_group_stands_for_its_axes(text, axes, pending):
+    """The type is that of the axes written out, and is printed as it was written; what is made of it, with axes."""
+    spec = parse(text)
+    assert (tuple(dim.axes for dim in spec.dims), spec.pending, str(spec)) == (axes, pending, text)
+    out = ' '.join(str(Dim(dim.name, dim.axes, dim.indexed)) for dim in spec.dims)
+    assert spec == parse(' '.join([out, *(f'+{axis}' for axis in pending)]))
+    spec.require_mesh_order(SIX)
+    assert str(replace(spec.dims[0], axes=('t',))) in ('B/t', 'M/t', '[V/t]', 'L/t')
 
 
 def test_operations_are_parsed_once():
