@@ -18,14 +18,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_extra import explicit_activation_checkpointing, fold_in_str, save_for_backward
+from jax_extra import explicit_activation_checkpointing, save_for_backward
 from models import layers
-from models.layers import Biased, Mask, act, enter, layer_norm, leave, part, stored
+from models.layers import Mask, act, enter, layer_norm, leave, part
+from models.weights import Table, Weight, bias, exact, matrix
 from runtime.config.keys import Count, Positive
 from runtime.terminal import RunError
 from shardlib import shardops
 from shardlib.shardops import product
-from shardlib.shardtypes import Array, f32, i32, pytree_dataclass, u32
+from shardlib.shardtypes import f32, i32, u32
 from shardlib.typed import typed
 
 
@@ -48,141 +49,39 @@ def mask(model: Model) -> Mask:
 
 
 # == Weights ===========================================================================================================
-@pytree_dataclass
-class Layer:
-    w_q: stored['M/d K/t D']
-    w_kv: stored['2 M/d K/t D']
-    b_qkv: f32['3 K/t D/d']
-    w_o: stored['M/d K/t D']
-    b_o: f32['M/d/t']
-    ln1: f32['2 M/d/t']  # scale and bias
-    w_up: stored['M/d F/t']
-    b_up: f32['F/d/t']
-    w_down: stored['M/d F/t']
-    b_down: f32['M/d/t']
-    ln2: f32['2 M/d/t']
+LAYER, TABLES, HEAD = 'bert.encoder.layer.{}', 'bert.embeddings', 'cls.predictions'
+ATTENTION, QKV = f'{LAYER}.attention.self', ('query', 'key', 'value')
 
 
-@pytree_dataclass
-class Weights:
-    embed: stored['V/t M/d']
-    positions: stored['P M/d/t']
-    kinds: stored['N M/d/t']
-    first_norm: f32['2 M/d/t']
-    transformer: Array['layers', Layer]
-    w_predict: stored['M/d M2/t']
-    b_predict: f32['M/d/t']
-    predict_norm: f32['2 M/d/t']
-    unembed_bias: f32['V/d/t']
+def norm_of(name: str) -> Weight:
+    return exact('2 M/d/t -> 2 M', (1, 0), (f'{name}.LayerNorm.weight', f'{name}.LayerNorm.bias'), 'M')
 
 
-@pytree_dataclass
-class Gathered:
-    """What a layer multiplies with; a matrix may be `Adapted`."""
-
-    w_q: act['M K/t D']
-    w_k: act['M K/t D']
-    w_v: act['M K/t D']
-    b_qkv: act['3 K/t D']
-    w_o: act['M K/t D']
-    b_o: act['M']
-    ln1: f32['2 M']
-    w_up: act['M F/t']
-    b_up: act['F/t']
-    w_down: act['M F/t']
-    b_down: act['M']
-    ln2: f32['2 M']
-
-
-@pytree_dataclass
-class Ends:
-    """What stands before the first layer and after the last, gathered."""
-
-    embed: act['V/t M']
-    positions: act['P M']
-    kinds: act['N M']
-    first_norm: f32['2 M']
-    w_predict: act['M M2/t']
-    b_predict: act['M']
-    predict_norm: f32['2 M']
-    unembed: Biased
-
-
-def init(model: Model, seed: jax.Array) -> Weights:
-    """The first weights: biases are 0."""
-    M, F, V, K, D = model.d_model, model.d_ff, model.vocab, model.n_kv, model.d_head
-
-    def normal(name, shape, fan_in):
-        key = fold_in_str(jax.random.key(seed), name)
-        return jax.random.truncated_normal(key, -2, 2, shape, jnp.float32) / (0.87962566 * fan_in**0.5)
-
-    def of_layers(name, *shape, fan_in):
-        return normal(name, (model.layers, *shape), fan_in)
-
-    def zeros(*shape):
-        return jnp.zeros(shape, jnp.float32)
-
-    norm = jnp.stack([jnp.ones((M,), jnp.float32), zeros(M)])
-    layer = Layer(
-        w_q=of_layers('w_q', M, K, D, fan_in=M),
-        w_kv=of_layers('w_kv', 2, M, K, D, fan_in=M),
-        b_qkv=zeros(model.layers, 3, K, D),
-        w_o=of_layers('w_o', M, K, D, fan_in=K * D),
-        b_o=zeros(model.layers, M),
-        ln1=jnp.stack([norm] * model.layers),
-        w_up=of_layers('w_up', M, F, fan_in=M),
-        b_up=zeros(model.layers, F),
-        w_down=of_layers('w_down', M, F, fan_in=F),
-        b_down=zeros(model.layers, M),
-        ln2=jnp.stack([norm] * model.layers),
-    )
-    return Weights(
-        embed=normal('embed', (V, M), M),
-        positions=normal('positions', (model.positions, M), M),
-        kinds=normal('kinds', (model.kinds, M), M),
-        first_norm=norm,
-        transformer=layer,
-        w_predict=normal('w_predict', (M, M), M),
-        b_predict=zeros(M),
-        predict_norm=norm,
-        unembed_bias=zeros(V),
-    )
-
-
-@typed
-def gather_layer(w: Layer, reduce_dtype: str = 'float32') -> Gathered:
-    gather = functools.partial(shardops.all_gather, dtype=act, reduce_dtype=reduce_dtype)
-    return Gathered(
-        w_q=gather('M/d K/t D -> M K/t D', w.w_q),
-        w_k=gather('M/d K/t D -> M K/t D', w.w_kv[0]),
-        w_v=gather('M/d K/t D -> M K/t D', w.w_kv[1]),
-        b_qkv=gather('3 K/t D/d -> 3 K/t D', w.b_qkv),
-        w_o=gather('M/d K/t D -> M K/t D', w.w_o),
-        b_o=gather('M/d/t -> M', w.b_o),
-        ln1=shardops.all_gather('2 M/d/t -> 2 M', w.ln1),
-        w_up=gather('M/d F/t -> M F/t', w.w_up),
-        b_up=shardops.slice('F -> F/t', gather('F/d/t -> F', w.b_up)),
-        w_down=gather('M/d F/t -> M F/t', w.w_down),
-        b_down=gather('M/d/t -> M', w.b_down),
-        ln2=shardops.all_gather('2 M/d/t -> 2 M', w.ln2),
-    )
-
-
-@typed
-def gather_ends(weights: Weights, reduce_dtype: str = 'float32') -> Ends:
-    gather = functools.partial(shardops.all_gather, dtype=act, reduce_dtype=reduce_dtype)
-    embed = gather('V/t M/d -> V/t M', weights.embed)
-    bias = shardops.slice('V -> V/t', shardops.all_gather('V/d/t -> V', weights.unembed_bias))
-    return Ends(
-        embed=embed,
-        positions=gather('P M/d/t -> P M', weights.positions),
-        kinds=gather('N M/d/t -> N M', weights.kinds),
-        first_norm=shardops.all_gather('2 M/d/t -> 2 M', weights.first_norm),
-        w_predict=gather('M/d M2/t -> M M2/t', weights.w_predict),
-        b_predict=gather('M/d/t -> M', weights.b_predict),
-        predict_norm=shardops.all_gather('2 M/d/t -> 2 M', weights.predict_norm),
-        unembed=Biased(embed, bias),
-    )
+TABLE = Table({  # at rest -> in use; first values; the published tensor, and how it lies
+    'embed': matrix('V/t M/d -> V/t M', 'M', f'{TABLES}.word_embeddings.weight', 'V M'),
+    'positions': matrix('P M/d/t -> P M', 'M', f'{TABLES}.position_embeddings.weight', 'P M'),
+    'kinds': matrix('N M/d/t -> N M', 'M', f'{TABLES}.token_type_embeddings.weight', 'N M'),
+    'first_norm': norm_of(TABLES),
+    'transformer': {
+        'w_q': matrix('M/d K/t D -> M K/t D', 'M', f'{ATTENTION}.query.weight', '(K D) M'),
+        'w_kv': matrix('2 M/d K/t D -> M K/t D', 'M', tuple(f'{ATTENTION}.{x}.weight' for x in QKV[1:]), '(K D) M'),
+        'b_qkv': bias('3 K/t D/d -> 3 K/t D', 0, tuple(f'{ATTENTION}.{x}.bias' for x in QKV), '(K D)'),
+        'w_o': matrix('M/d K/t D -> M K/t D', 'K D', f'{LAYER}.attention.output.dense.weight', 'M (K D)'),
+        'b_o': bias('M/d/t -> M', 0, f'{LAYER}.attention.output.dense.bias', 'M'),
+        'ln1': norm_of(f'{LAYER}.attention.output'),
+        'w_up': matrix('M/d F/t -> M F/t', 'M', f'{LAYER}.intermediate.dense.weight', 'F M'),
+        'b_up': bias('F/t/d -> F/t', 0, f'{LAYER}.intermediate.dense.bias', 'F'),
+        'w_down': matrix('M/d F/t -> M F/t', 'F', f'{LAYER}.output.dense.weight', 'M F'),
+        'b_down': bias('M/d/t -> M', 0, f'{LAYER}.output.dense.bias', 'M'),
+        'ln2': norm_of(f'{LAYER}.output'),
+    },
+    'w_predict': matrix('M/d M2/t -> M M2/t', 'M', f'{HEAD}.transform.dense.weight', 'M2 M'),
+    'b_predict': bias('M/d/t -> M', 0, f'{HEAD}.transform.dense.bias', 'M'),
+    'predict_norm': norm_of(f'{HEAD}.transform'),
+    'unembed_bias': exact('V/t/d -> V/t', 0, f'{HEAD}.bias', 'V'),
+}, sizes={'N': 'kinds', 'M2': 'd_model'})  # fmt: skip
+Layer, Weights, Gathered, Ends = TABLE.types
+init, gather_layer, gather_ends, published = TABLE.functions
 
 
 # == Forward pass ======================================================================================================
@@ -233,21 +132,17 @@ def layer(
 
     with jax.named_scope('attention'):
         gathered = save_for_backward(enter(x, M))  # 2M bytes a token, in the place of the input's 2M/t
-        q = product('B/d L M, M K/t D -> B/d L K/t D', gathered, w.w_q) + w.b_qkv[0][None, None]
-        k = product('B/d L M, M K/t D -> B/d L K/t D', gathered, w.w_k) + w.b_qkv[1][None, None]
-        v = product('B/d L M, M K/t D -> B/d L K/t D', gathered, w.w_v) + w.b_qkv[2][None, None]
+        q, k, v = layers.heads_of(gathered, w)
         q = save_for_backward(q * model.d_head**-0.5)  # 2KD/t bytes a token
-        k = save_for_backward(k)  # 2KD/t bytes a token
+        k = save_for_backward(k[:, :, 0])  # 2KD/t bytes a token
         v = save_for_backward(v)  # 2KD/t bytes a token, spares the product with w_v
-        o, kept = attend(q[:, :, None], k, v)
+        o, kept = attend(q, k, v)
         y = leave(product('B/d L K/t D, M K/t D -> B/d L M +t', o[:, :, 0], w.w_o), M)
         x = norm(x + y + part(w.b_o, M)[None, None], w.ln1, model.norm_eps, M)
 
     with jax.named_scope('ffn'):
         gathered = save_for_backward(enter(x, M))  # 2M bytes a token, spares the product with w_o, sums, the gather
-        up = product('B/d L M, M F/t -> B/d L F/t', gathered, w.w_up) + w.b_up[None, None]
-        up = save_for_backward(up)  # 2F/t bytes a token, spares a product with w_up
-        y = leave(product('B/d L F/t, M F/t -> B/d L M +t', jax.nn.gelu(up, approximate=False), w.w_down), M)
+        y = leave(layers.network(gathered, w, functools.partial(jax.nn.gelu, approximate=False)), M)
         return norm(x + y + part(w.b_down, M)[None, None], w.ln2, model.norm_eps, M), kept
 
 
@@ -292,38 +187,7 @@ def hidden(
     return final(model, ends, x, 'M/t')
 
 
-# == Published names ===================================================================================================
-def published(model: Model) -> dict[str, list[tuple[str, str]]]:
-    """Of each of the weights the published tensors it is made of, and how each lies there -> here."""
-    layer, tables, head = 'bert.encoder.layer.{}', 'bert.embeddings', 'cls.predictions'
-    own, qkv = f'{layer}.attention.self', ('query', 'key', 'value')
-
-    def norm(name):
-        return [(f'{name}.LayerNorm.{x}', 'M -> M') for x in ('weight', 'bias')]
-
-    return {
-        'embed': [(f'{tables}.word_embeddings.weight', 'V M -> V M')],
-        'positions': [(f'{tables}.position_embeddings.weight', 'P M -> P M')],
-        'kinds': [(f'{tables}.token_type_embeddings.weight', 'N M -> N M')],
-        'first_norm': norm(tables),
-        'transformer/w_q': [(f'{own}.query.weight', '(K D) M -> M K D')],
-        'transformer/w_kv': [(f'{own}.{x}.weight', '(K D) M -> M K D') for x in qkv[1:]],
-        'transformer/b_qkv': [(f'{own}.{x}.bias', '(K D) -> K D') for x in qkv],
-        'transformer/w_o': [(f'{layer}.attention.output.dense.weight', 'M (K D) -> M K D')],
-        'transformer/b_o': [(f'{layer}.attention.output.dense.bias', 'M -> M')],
-        'transformer/ln1': norm(f'{layer}.attention.output'),
-        'transformer/w_up': [(f'{layer}.intermediate.dense.weight', 'F M -> M F')],
-        'transformer/b_up': [(f'{layer}.intermediate.dense.bias', 'F -> F')],
-        'transformer/w_down': [(f'{layer}.output.dense.weight', 'M F -> M F')],
-        'transformer/b_down': [(f'{layer}.output.dense.bias', 'M -> M')],
-        'transformer/ln2': norm(f'{layer}.output'),
-        'w_predict': [(f'{head}.transform.dense.weight', 'M2 M -> M M2')],
-        'b_predict': [(f'{head}.transform.dense.bias', 'M -> M')],
-        'predict_norm': norm(f'{head}.transform'),
-        'unembed_bias': [(f'{head}.bias', 'V -> V')],
-    }
-
-
+# == config.json =======================================================================================================
 def model_of(config) -> Model:
     """The model that a published config.json describes.
 

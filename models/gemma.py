@@ -14,14 +14,12 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from jax_extra import fold_in_str, save_for_backward
 from kernels.attention import KernelName
 from models import layers
-from models.layers import ALL, Mask, RopeScaling, act, enter, head_norm, leave, rms_norm, stored
+from models.layers import ALL, Mask, RopeScaling, act, enter, rms_norm
+from models.weights import Table, Weight, exact, matrix, q_scale, qk_norms
 from runtime.config.keys import Count, Even, Positive
-from shardlib import shardops
-from shardlib.shardops import product
-from shardlib.shardtypes import Array, f32, i32, pytree_dataclass, u32
+from shardlib.shardtypes import i32, u32
 from shardlib.typed import typed
 
 
@@ -57,114 +55,41 @@ def mask(model: Model) -> Mask:
 
 
 # == Weights ===========================================================================================================
-@pytree_dataclass
-class Layer:
-    ln1: f32['M/d/t']
-    ln2: f32['M/d/t']
-    w_q: stored['M/d Q K/t D']
-    w_kv: stored['2 M/d K/t D']
-    w_o: stored['M/d Q K/t D']
-    w_gate: stored['M/d F/t']
-    w_up: stored['M/d F/t']
-    w_down: stored['M/d F/t']
-    ln1_after: f32['M/d/t'] | None = None
-    ln2_after: f32['M/d/t'] | None = None
-    q_norm: f32['D/d/t'] | None = None
-    k_norm: f32['D/d/t'] | None = None
+LAYER, ATTENTION = 'model.layers.{}', 'model.layers.{}.self_attn'
 
 
-@pytree_dataclass
-class Weights:
-    embed: stored['V/t M/d']
-    transformer: Array['layers', Layer]
-    final_layer_norm: f32['M/d/t']
+def second_norm(model: Model) -> str:
+    return f'{LAYER}.{"pre_feedforward" if model.norm_after else "post_attention"}_layernorm.weight'
 
 
-@pytree_dataclass
-class Gathered:
-    """What a layer multiplies with; a matrix may be `Adapted`. Norms are 1 + w here."""
-
-    ln1: f32['M']
-    ln2: f32['M']
-    w_q: act['M Q K/t D']
-    w_k: act['M K/t D']
-    w_v: act['M K/t D']
-    w_o: act['M Q K/t D']
-    w_gate: act['M F/t']
-    w_up: act['M F/t']
-    w_down: act['M F/t']
-    ln1_after: f32['M'] | None
-    ln2_after: f32['M'] | None
-    q_norm: f32['D'] | None
-    k_norm: f32['D'] | None
+def norms_after(model: Model) -> bool:
+    return model.norm_after
 
 
-@pytree_dataclass
-class Ends:
-    """What stands before the first layer and after the last, gathered."""
-
-    embed: act['V/t M']
-    unembed: act['V/t M']
-    final_layer_norm: f32['M']
+def norm(published: Any, *only_if: Callable) -> Weight:
+    """It multiplies by 1 + w."""
+    return exact('M/d/t -> M', 0, published, 'M', *only_if, plus=1)
 
 
-def init(model: Model, seed: jax.Array) -> Weights:
-    """The first weights: norms are 0, which stands for 1."""
-    M, F, V = model.d_model, model.d_ff, model.vocab
-    Q, K, D = model.n_q_per_kv, model.n_kv, model.d_head
-
-    def normal(name, shape, fan_in, scale=1.0):
-        key = fold_in_str(jax.random.key(seed), name)
-        return jax.random.truncated_normal(key, -2, 2, shape, jnp.float32) * (scale / 0.87962566 / fan_in**0.5)
-
-    def of_layers(name, *shape, fan_in, scale=1.0):
-        return normal(name, (model.layers, *shape), fan_in, scale)
-
-    def zeros(*shape, only_if=True):
-        return jnp.zeros((model.layers, *shape), jnp.float32) if only_if else None
-
-    layer = Layer(
-        ln1=zeros(M),
-        ln2=zeros(M),
-        w_q=of_layers('w_q', M, Q, K, D, fan_in=M, scale=D**-0.5 / model.logits_scale),
-        w_kv=of_layers('w_kv', 2, M, K, D, fan_in=M),
-        w_o=of_layers('w_o', M, Q, K, D, fan_in=Q * K * D),
-        w_gate=of_layers('w_gate', M, F, fan_in=M),
-        w_up=of_layers('w_up', M, F, fan_in=M),
-        w_down=of_layers('w_down', M, F, fan_in=F),
-        ln1_after=zeros(M, only_if=model.norm_after),
-        ln2_after=zeros(M, only_if=model.norm_after),
-        q_norm=zeros(D, only_if=model.qk_norm == 'head'),
-        k_norm=zeros(D, only_if=model.qk_norm == 'head'),
-    )
-    return Weights(normal('embed', (V, M), M), layer, jnp.zeros((M,), jnp.float32))
-
-
-@typed
-def gather_layer(w: Layer, reduce_dtype: str = 'float32') -> Gathered:
-    gather = functools.partial(shardops.all_gather, dtype=act, reduce_dtype=reduce_dtype)
-    return Gathered(
-        ln1=1 + shardops.all_gather('M/d/t -> M', w.ln1),
-        ln2=1 + shardops.all_gather('M/d/t -> M', w.ln2),
-        w_q=gather('M/d Q K/t D -> M Q K/t D', w.w_q),
-        w_k=gather('M/d K/t D -> M K/t D', w.w_kv[0]),
-        w_v=gather('M/d K/t D -> M K/t D', w.w_kv[1]),
-        w_o=gather('M/d Q K/t D -> M Q K/t D', w.w_o),
-        w_gate=gather('M/d F/t -> M F/t', w.w_gate),
-        w_up=gather('M/d F/t -> M F/t', w.w_up),
-        w_down=gather('M/d F/t -> M F/t', w.w_down),
-        ln1_after=None if w.ln1_after is None else 1 + shardops.all_gather('M/d/t -> M', w.ln1_after),
-        ln2_after=None if w.ln2_after is None else 1 + shardops.all_gather('M/d/t -> M', w.ln2_after),
-        q_norm=None if w.q_norm is None else 1 + shardops.all_gather('D/d/t -> D', w.q_norm),
-        k_norm=None if w.k_norm is None else 1 + shardops.all_gather('D/d/t -> D', w.k_norm),
-    )
-
-
-@typed
-def gather_ends(weights: Weights, reduce_dtype: str = 'float32') -> Ends:
-    gather = functools.partial(shardops.all_gather, dtype=act, reduce_dtype=reduce_dtype)
-    embed = gather('V/t M/d -> V/t M', weights.embed)
-    return Ends(embed, embed, 1 + shardops.all_gather('M/d/t -> M', weights.final_layer_norm))
+TABLE = Table({  # at rest -> in use; first values; the published tensor, and how it lies; which models have it
+    'embed': matrix('V/t M/d -> V/t M', 'M', 'model.embed_tokens.weight', 'V M'),
+    'transformer': {
+        'ln1': norm(f'{LAYER}.input_layernorm.weight'),
+        'ln2': norm(second_norm),
+        'w_q': matrix('M/d Q K/t D -> M Q K/t D', 'M', f'{ATTENTION}.q_proj.weight', '(K Q D) M', scale=q_scale),
+        'w_kv': matrix('2 M/d K/t D -> M K/t D', 'M', tuple(f'{ATTENTION}.{x}_proj.weight' for x in 'kv'), '(K D) M'),
+        'w_o': matrix('M/d Q K/t D -> M Q K/t D', 'Q K D', f'{ATTENTION}.o_proj.weight', 'M (K Q D)'),
+        'w_gate': matrix('M/d F/t -> M F/t', 'M', f'{LAYER}.mlp.gate_proj.weight', 'F M'),
+        'w_up': matrix('M/d F/t -> M F/t', 'M', f'{LAYER}.mlp.up_proj.weight', 'F M'),
+        'w_down': matrix('M/d F/t -> M F/t', 'F', f'{LAYER}.mlp.down_proj.weight', 'M F'),
+        'ln1_after': norm(f'{LAYER}.post_attention_layernorm.weight', norms_after),
+        'ln2_after': norm(f'{LAYER}.post_feedforward_layernorm.weight', norms_after),
+        **qk_norms(ATTENTION, plus=1),
+    },
+    'final_layer_norm': norm('model.norm.weight'),
+})  # fmt: skip
+Layer, Weights, Gathered, Ends = TABLE.types
+init, gather_layer, gather_ends, published = TABLE.functions
 
 
 # == Forward pass ======================================================================================================
@@ -178,44 +103,15 @@ def embed(model: Model, ends: Ends, tokens: u32['B/d L'], position: i32['B/d L']
 def layer(
     model: Model, x: jax.Array, w: Gathered, attend: Callable, position: i32['B/d L'], M: str
 ) -> tuple[jax.Array, Any]:
-    """One layer; x lies as 'B/d L' with M. `attend(q, k, v)` returns o and what of k and v is to be kept, which the
-    layer hands on; the logits are q·k, no factor."""
-    x: act[f'B/d L {M}'] = x
-
-    with jax.named_scope('attention'):
-        gathered = save_for_backward(enter(x, M))  # 2M bytes a token, in the place of the input's 2M/t
-        normed = rms_norm(gathered, w.ln1, model.norm_eps)
-        q = product('B/d L M, M Q K/t D -> B/d L Q K/t D', normed, w.w_q)
-        k = product('B/d L M, M K/t D -> B/d L K/t D', normed, w.w_k)[:, :, None]
-        v = product('B/d L M, M K/t D -> B/d L K/t D', normed, w.w_v)
-        rope = layers.frequencies(q.shape[-1], model.rope_max_timescale, model.rope_scaling)
-        if model.rope_local_timescale is not None and model.window is not None:
-            local = layers.frequencies(q.shape[-1], model.rope_local_timescale, None)
-            rope = jnp.where(attend.window < ALL, local, rope)
-        if model.qk_norm == 'head':
-            q, k = head_norm(q, w.q_norm, model.norm_eps), head_norm(k, w.k_norm, model.norm_eps)
-        q = save_for_backward(layers.rotary(q, position, rope, model.logits_scale))  # 2QKD/t bytes a token
-        k = save_for_backward(layers.rotary(k, position, rope)[:, :, 0])  # 2KD/t bytes a token
-        v = save_for_backward(v)  # 2KD/t bytes a token, spares the product with w_v
-        o, kept = attend(q, k, v)
-        y = leave(product('B/d L Q K/t D, M Q K/t D -> B/d L M +t', o, w.w_o), M)
-        if model.norm_after:
-            y = save_for_backward(y)  # 2M/t bytes a token, spares the product with w_o and its sum
-            y = layers.norm_after(y, w.ln1_after, model.norm_eps, M)
-        x = x + y
-
-    with jax.named_scope('ffn'):
-        gathered = save_for_backward(enter(x, M))  # 2M bytes a token, spares the product with w_o, its sum, the gather
-        normed = rms_norm(gathered, w.ln2, model.norm_eps)
-        gate = product('B/d L M, M F/t -> B/d L F/t', normed, w.w_gate)
-        gate = save_for_backward(gate)  # 2F/t bytes a token, spares a product with w_gate
-        up = product('B/d L M, M F/t -> B/d L F/t', normed, w.w_up)
-        up = save_for_backward(up)  # 2F/t bytes a token, spares a product with w_up
-        y = leave(product('B/d L F/t, M F/t -> B/d L M +t', jax.nn.gelu(gate) * up, w.w_down), M)
-        if model.norm_after:
-            y = save_for_backward(y)  # 2M/t bytes a token, spares the product with w_down and its sum
-            y = layers.norm_after(y, w.ln2_after, model.norm_eps, M)
-        return x + y, kept
+    """One layer; x lies as 'B/d L' with M."""
+    rope = layers.frequencies(model.d_head, model.rope_max_timescale, model.rope_scaling)
+    if model.rope_local_timescale is not None and model.window is not None:
+        local = layers.frequencies(model.d_head, model.rope_local_timescale, None)
+        rope = jnp.where(attend.window < ALL, local, rope)
+    turn = functools.partial(layers.rotary, position=position, frequency=rope)
+    y, kept = layers.attention_half(model, x, w, attend, turn, (w.ln1, w.ln1_after), M)
+    x = x + y
+    return x + layers.feed_forward_half(model, x, w, jax.nn.gelu, (w.ln2, w.ln2_after), M), kept
 
 
 @typed
@@ -224,30 +120,7 @@ def final(model: Model, ends: Ends, x: jax.Array, M: str) -> act['B/d L M']:
     return rms_norm(enter(x, M), ends.final_layer_norm, model.norm_eps)
 
 
-# == Published names ===================================================================================================
-def published(model: Model) -> dict[str, list[tuple[str, str]]]:
-    """Of each of the weights the published tensors it is made of, and how each lies there -> here."""
-    layer, attention = 'model.layers.{}', 'model.layers.{}.self_attn'
-    norms = {'ln1': 'input', 'ln2': 'post_attention'}
-    if model.norm_after:
-        norms = {'ln1': 'input', 'ln1_after': 'post_attention'}
-        norms |= {'ln2': 'pre_feedforward', 'ln2_after': 'post_feedforward'}
-    rows = {
-        'embed': [('model.embed_tokens.weight', 'V M -> V M')],
-        'transformer/w_q': [(f'{attention}.q_proj.weight', '(K Q D) M -> M Q K D')],
-        'transformer/w_kv': [(f'{attention}.{x}_proj.weight', '(K D) M -> M K D') for x in 'kv'],
-        'transformer/w_o': [(f'{attention}.o_proj.weight', 'M (K Q D) -> M Q K D')],
-        'transformer/w_gate': [(f'{layer}.mlp.gate_proj.weight', 'F M -> M F')],
-        'transformer/w_up': [(f'{layer}.mlp.up_proj.weight', 'F M -> M F')],
-        'transformer/w_down': [(f'{layer}.mlp.down_proj.weight', 'M F -> M F')],
-        'final_layer_norm': [('model.norm.weight', 'M -> M')],
-    }
-    rows |= {f'transformer/{ours}': [(f'{layer}.{name}_layernorm.weight', 'M -> M')] for ours, name in norms.items()}
-    if model.qk_norm == 'head':
-        rows |= {f'transformer/{x}_norm': [(f'{attention}.{x}_norm.weight', 'D -> D')] for x in 'qk'}
-    return rows
-
-
+# == config.json =======================================================================================================
 def layer_types(global_every: int, count: int) -> list[str]:
     """What each layer sees, in the words of a config.json."""
     return ['sliding_attention' if (n + 1) % global_every else 'full_attention' for n in range(count)]

@@ -12,17 +12,17 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 
-from jax_extra import fold_in_str, save_for_backward
+from jax_extra import save_for_backward
 from kernels.attention import KernelName
 from models import layers
-from models.layers import Mask, act, enter, layer_norm, leave, part, stored
+from models.layers import Mask, act, enter, layer_norm, leave, part
+from models.weights import Table, Weight, bias, exact, matrix
 from runtime.config.keys import Count, Positive, Steps
 from runtime.terminal import RunError
 from shardlib import shardops
 from shardlib.shardops import product
-from shardlib.shardtypes import Array, f32, i32, pytree_dataclass, u32
+from shardlib.shardtypes import i32, u32
 from shardlib.typed import typed
 
 ACTIVATIONS = {'gelu_tanh': jax.nn.gelu, 'gelu': functools.partial(jax.nn.gelu, approximate=False), 'relu': jax.nn.relu}
@@ -49,112 +49,54 @@ def mask(model: Model) -> Mask:
 
 
 # == Weights ===========================================================================================================
-@pytree_dataclass
-class Layer:
-    ln1: f32['2 M/d/t']  # scale and bias
-    ln2: f32['2 M/d/t']
-    w_qkv: stored['3 M/d K/t D']
-    b_qkv: f32['3 K/t D/d']
-    w_o: stored['M/d K/t D']
-    b_o: f32['M/d/t']
-    w_up: stored['M/d F/t']
-    b_up: f32['F/d/t']
-    w_down: stored['M/d F/t']
-    b_down: f32['M/d/t']
+GPT2, OPT = 'transformer.h.{}', 'model.decoder.layers.{}'
+OPT_ATTENTION = f'{OPT}.self_attn'
 
 
-@pytree_dataclass
-class Weights:
-    embed: stored['V/t M/d']
-    positions: stored['P M/d/t']
-    transformer: Array['layers', Layer]
-    final_layer_norm: f32['2 M/d/t']
+def either(gpt2: Any, opt: Any) -> Callable:
+    """What GPT-2 has, or OPT."""
+    return lambda model: opt if model.first_position else gpt2
 
 
-@pytree_dataclass
-class Gathered:
-    """What a layer multiplies with; a matrix may be `Adapted`."""
-
-    ln1: f32['2 M']
-    ln2: f32['2 M']
-    w_q: act['M K/t D']
-    w_k: act['M K/t D']
-    w_v: act['M K/t D']
-    b_qkv: act['3 K/t D']
-    w_o: act['M K/t D']
-    b_o: act['M']
-    w_up: act['M F/t']
-    b_up: act['F/t']
-    w_down: act['M F/t']
-    b_down: act['M']
+def norm(gpt2: str, opt: str) -> Weight:
+    names = ((f'{name}.weight', f'{name}.bias') for name in (gpt2, opt))
+    return exact('2 M/d/t -> 2 M', (1, 0), either(*names), 'M')  # scale and bias
 
 
-@pytree_dataclass
-class Ends:
-    """What stands before the first layer and after the last, gathered."""
-
-    embed: act['V/t M']
-    positions: act['P M']
-    unembed: act['V/t M']
-    final_layer_norm: f32['2 M']
+def qkv(kind: str) -> Callable:
+    return either(f'{GPT2}.attn.c_attn.{kind}', tuple(f'{OPT_ATTENTION}.{x}_proj.{kind}' for x in 'qkv'))
 
 
-def init(model: Model, seed: jax.Array) -> Weights:
-    """The first weights: biases are 0."""
-    M, F, K, D = model.d_model, model.d_ff, model.n_kv, model.d_head
-
-    def normal(name, shape, fan_in):
-        key = fold_in_str(jax.random.key(seed), name)
-        return jax.random.truncated_normal(key, -2, 2, shape, jnp.float32) / (0.87962566 * fan_in**0.5)
-
-    def of_layers(name, *shape, fan_in):
-        return normal(name, (model.layers, *shape), fan_in)
-
-    def zeros(*shape):
-        return jnp.zeros((model.layers, *shape), jnp.float32)
-
-    norm = jnp.stack([jnp.ones((M,), jnp.float32), jnp.zeros((M,), jnp.float32)])
-    norms = jnp.stack([norm] * model.layers)
-    layer = Layer(
-        ln1=norms,
-        ln2=norms,
-        w_qkv=of_layers('w_qkv', 3, M, K, D, fan_in=M),
-        b_qkv=zeros(3, K, D),
-        w_o=of_layers('w_o', M, K, D, fan_in=K * D),
-        b_o=zeros(M),
-        w_up=of_layers('w_up', M, F, fan_in=M),
-        b_up=zeros(F),
-        w_down=of_layers('w_down', M, F, fan_in=F),
-        b_down=zeros(M),
-    )
-    embed, positions = normal('embed', (model.vocab, M), M), normal('positions', (model.positions, M), M)
-    return Weights(embed, positions, layer, norm)
-
-
-@typed
-def gather_layer(w: Layer, reduce_dtype: str = 'float32') -> Gathered:
-    gather = functools.partial(shardops.all_gather, dtype=act, reduce_dtype=reduce_dtype)
-    return Gathered(
-        ln1=shardops.all_gather('2 M/d/t -> 2 M', w.ln1),
-        ln2=shardops.all_gather('2 M/d/t -> 2 M', w.ln2),
-        w_q=gather('M/d K/t D -> M K/t D', w.w_qkv[0]),
-        w_k=gather('M/d K/t D -> M K/t D', w.w_qkv[1]),
-        w_v=gather('M/d K/t D -> M K/t D', w.w_qkv[2]),
-        b_qkv=gather('3 K/t D/d -> 3 K/t D', w.b_qkv),
-        w_o=gather('M/d K/t D -> M K/t D', w.w_o),
-        b_o=gather('M/d/t -> M', w.b_o),
-        w_up=gather('M/d F/t -> M F/t', w.w_up),
-        b_up=shardops.slice('F -> F/t', gather('F/d/t -> F', w.b_up)),
-        w_down=gather('M/d F/t -> M F/t', w.w_down),
-        b_down=gather('M/d/t -> M', w.b_down),
-    )
-
-
-@typed
-def gather_ends(weights: Weights, reduce_dtype: str = 'float32') -> Ends:
-    gather = functools.partial(shardops.all_gather, dtype=act, reduce_dtype=reduce_dtype)
-    embed, positions = gather('V/t M/d -> V/t M', weights.embed), gather('P M/d/t -> P M', weights.positions)
-    return Ends(embed, positions, embed, shardops.all_gather('2 M/d/t -> 2 M', weights.final_layer_norm))
+TABLE = Table({  # at rest -> in use; first values; the tensor that GPT-2 publishes, or OPT, and how it lies
+    'embed': matrix(
+        'V/t M/d -> V/t M', 'M', either('transformer.wte.weight', 'model.decoder.embed_tokens.weight'), 'V M'
+    ),
+    'positions': matrix(
+        'P M/d/t -> P M', 'M', either('transformer.wpe.weight', 'model.decoder.embed_positions.weight'), 'P M'
+    ),
+    'transformer': {
+        'ln1': norm(f'{GPT2}.ln_1', f'{OPT_ATTENTION}_layer_norm'),
+        'ln2': norm(f'{GPT2}.ln_2', f'{OPT}.final_layer_norm'),
+        'w_qkv': matrix('3 M/d K/t D -> M K/t D', 'M', qkv('weight'), either('M (N K D)', '(K D) M')),
+        'b_qkv': bias('3 K/t D/d -> 3 K/t D', 0, qkv('bias'), either('(N K D)', '(K D)')),
+        'w_o': matrix(
+            'M/d K/t D -> M K/t D', 'K D', either(f'{GPT2}.attn.c_proj.weight', f'{OPT_ATTENTION}.out_proj.weight'),
+            either('(K D) M', 'M (K D)'),
+        ),
+        'b_o': bias('M/d/t -> M', 0, either(f'{GPT2}.attn.c_proj.bias', f'{OPT_ATTENTION}.out_proj.bias'), 'M'),
+        'w_up': matrix(
+            'M/d F/t -> M F/t', 'M', either(f'{GPT2}.mlp.c_fc.weight', f'{OPT}.fc1.weight'), either('M F', 'F M')
+        ),
+        'b_up': bias('F/t/d -> F/t', 0, either(f'{GPT2}.mlp.c_fc.bias', f'{OPT}.fc1.bias'), 'F'),
+        'w_down': matrix(
+            'M/d F/t -> M F/t', 'F', either(f'{GPT2}.mlp.c_proj.weight', f'{OPT}.fc2.weight'), either('F M', 'M F')
+        ),
+        'b_down': bias('M/d/t -> M', 0, either(f'{GPT2}.mlp.c_proj.bias', f'{OPT}.fc2.bias'), 'M'),
+    },
+    'final_layer_norm': norm('transformer.ln_f', 'model.decoder.final_layer_norm'),
+})  # fmt: skip
+Layer, Weights, Gathered, Ends = TABLE.types
+init, gather_layer, gather_ends, published = TABLE.functions
 
 
 # == Forward pass ======================================================================================================
@@ -185,23 +127,17 @@ def layer(
 
     with jax.named_scope('attention'):
         gathered = save_for_backward(enter(x, M))  # 2M bytes a token, in the place of the input's 2M/t
-        normed = layer_norm(gathered, w.ln1, model.norm_eps)
-        q = product('B/d L M, M K/t D -> B/d L K/t D', normed, w.w_q) + w.b_qkv[0][None, None]
-        k = product('B/d L M, M K/t D -> B/d L K/t D', normed, w.w_k) + w.b_qkv[1][None, None]
-        v = product('B/d L M, M K/t D -> B/d L K/t D', normed, w.w_v) + w.b_qkv[2][None, None]
+        q, k, v = layers.heads_of(layer_norm(gathered, w.ln1, model.norm_eps), w)
         q = save_for_backward(q * model.d_head**-0.5)  # 2KD/t bytes a token
-        k = save_for_backward(k)  # 2KD/t bytes a token
+        k = save_for_backward(k[:, :, 0])  # 2KD/t bytes a token
         v = save_for_backward(v)  # 2KD/t bytes a token, spares the product with w_v
-        o, kept = attend(q[:, :, None], k, v)
+        o, kept = attend(q, k, v)
         y = product('B/d L K/t D, M K/t D -> B/d L M +t', o[:, :, 0], w.w_o)
         x = x + leave(y, M) + part(w.b_o, M)[None, None]
 
     with jax.named_scope('ffn'):
         gathered = save_for_backward(enter(x, M))  # 2M bytes a token, spares the product with w_o, its sum, the gather
-        normed = layer_norm(gathered, w.ln2, model.norm_eps)
-        up = product('B/d L M, M F/t -> B/d L F/t', normed, w.w_up) + w.b_up[None, None]
-        up = save_for_backward(up)  # 2F/t bytes a token, spares a product with w_up
-        y = product('B/d L F/t, M F/t -> B/d L M +t', ACTIVATIONS[model.activation](up), w.w_down)
+        y = layers.network(layer_norm(gathered, w.ln2, model.norm_eps), w, ACTIVATIONS[model.activation])
         return x + leave(y, M) + part(w.b_down, M)[None, None], kept
 
 
@@ -211,52 +147,7 @@ def final(model: Model, ends: Ends, x: jax.Array, M: str) -> act['B/d L M']:
     return layer_norm(enter(x, M), ends.final_layer_norm, model.norm_eps)
 
 
-# == Published names ===================================================================================================
-def published(model: Model) -> dict[str, list[tuple[str, str]]]:
-    """Of each of the weights the published tensors it is made of, and how each lies there -> here."""
-    if model.first_position:
-        return of_opt()
-    layer = 'transformer.h.{}'
-    return {
-        'embed': [('transformer.wte.weight', 'V M -> V M')],
-        'positions': [('transformer.wpe.weight', 'P M -> P M')],
-        'transformer/ln1': norm(f'{layer}.ln_1'),
-        'transformer/ln2': norm(f'{layer}.ln_2'),
-        'transformer/w_qkv': [(f'{layer}.attn.c_attn.weight', 'M (N K D) -> N M K D')],
-        'transformer/b_qkv': [(f'{layer}.attn.c_attn.bias', '(N K D) -> N K D')],
-        'transformer/w_o': [(f'{layer}.attn.c_proj.weight', '(K D) M -> M K D')],
-        'transformer/b_o': [(f'{layer}.attn.c_proj.bias', 'M -> M')],
-        'transformer/w_up': [(f'{layer}.mlp.c_fc.weight', 'M F -> M F')],
-        'transformer/b_up': [(f'{layer}.mlp.c_fc.bias', 'F -> F')],
-        'transformer/w_down': [(f'{layer}.mlp.c_proj.weight', 'F M -> M F')],
-        'transformer/b_down': [(f'{layer}.mlp.c_proj.bias', 'M -> M')],
-        'final_layer_norm': norm('transformer.ln_f'),
-    }
-
-
-def of_opt() -> dict[str, list[tuple[str, str]]]:
-    layer, attention = 'model.decoder.layers.{}', 'model.decoder.layers.{}.self_attn'
-    return {
-        'embed': [('model.decoder.embed_tokens.weight', 'V M -> V M')],
-        'positions': [('model.decoder.embed_positions.weight', 'P M -> P M')],
-        'transformer/ln1': norm(f'{layer}.self_attn_layer_norm'),
-        'transformer/ln2': norm(f'{layer}.final_layer_norm'),
-        'transformer/w_qkv': [(f'{attention}.{x}_proj.weight', '(K D) M -> M K D') for x in 'qkv'],
-        'transformer/b_qkv': [(f'{attention}.{x}_proj.bias', '(K D) -> K D') for x in 'qkv'],
-        'transformer/w_o': [(f'{attention}.out_proj.weight', 'M (K D) -> M K D')],
-        'transformer/b_o': [(f'{attention}.out_proj.bias', 'M -> M')],
-        'transformer/w_up': [(f'{layer}.fc1.weight', 'F M -> M F')],
-        'transformer/b_up': [(f'{layer}.fc1.bias', 'F -> F')],
-        'transformer/w_down': [(f'{layer}.fc2.weight', 'M F -> M F')],
-        'transformer/b_down': [(f'{layer}.fc2.bias', 'M -> M')],
-        'final_layer_norm': norm('model.decoder.final_layer_norm'),
-    }
-
-
-def norm(name: str) -> list[tuple[str, str]]:
-    return [(f'{name}.weight', 'M -> M'), (f'{name}.bias', 'M -> M')]
-
-
+# == config.json =======================================================================================================
 PUBLISHED_ACTIVATIONS = {'gelu_new': 'gelu_tanh', 'gelu_pytorch_tanh': 'gelu_tanh', 'gelu': 'gelu', 'relu': 'relu'}
 
 

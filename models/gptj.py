@@ -5,7 +5,6 @@ and only the first of each head; biases in the feed-forward and on the logits. L
 of its own, so Q is 1. models/layers.py says what a family's file holds and who calls it.
 """
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,14 +12,14 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from jax_extra import fold_in_str, save_for_backward
+from jax_extra import save_for_backward
 from kernels.attention import KernelName
 from models import layers
-from models.layers import Biased, Mask, act, enter, layer_norm, leave, part, stored
+from models.layers import Mask, act, enter, layer_norm, leave, part
+from models.weights import Table, bias, exact, matrix
 from runtime.config.keys import Count, Positive
-from shardlib import shardops
 from shardlib.shardops import product
-from shardlib.shardtypes import Array, f32, i32, pytree_dataclass, u32
+from shardlib.shardtypes import i32, u32
 from shardlib.typed import typed
 
 
@@ -44,100 +43,25 @@ def mask(model: Model) -> Mask:
 
 
 # == Weights ===========================================================================================================
-@pytree_dataclass
-class Layer:
-    ln: f32['2 M/d/t']  # scale and bias
-    w_qkv: stored['3 M/d K/t D']
-    w_o: stored['M/d K/t D']
-    w_up: stored['M/d F/t']
-    b_up: f32['F/d/t']
-    w_down: stored['M/d F/t']
-    b_down: f32['M/d/t']
-
-
-@pytree_dataclass
-class Weights:
-    embed: stored['V/t M/d']
-    unembed: stored['V/t M/d']
-    unembed_bias: f32['V/d/t']
-    transformer: Array['layers', Layer]
-    final_layer_norm: f32['2 M/d/t']
-
-
-@pytree_dataclass
-class Gathered:
-    """What a layer multiplies with; a matrix may be `Adapted`."""
-
-    ln: f32['2 M']
-    w_q: act['M K/t D']
-    w_k: act['M K/t D']
-    w_v: act['M K/t D']
-    w_o: act['M K/t D']
-    w_up: act['M F/t']
-    b_up: act['F/t']
-    w_down: act['M F/t']
-    b_down: act['M']
-
-
-@pytree_dataclass
-class Ends:
-    """What stands before the first layer and after the last, gathered."""
-
-    embed: act['V/t M']
-    unembed: Biased
-    final_layer_norm: f32['2 M']
-
-
-def init(model: Model, seed: jax.Array) -> Weights:
-    """The first weights: biases are 0."""
-    M, F, K, D = model.d_model, model.d_ff, model.n_kv, model.d_head
-
-    def normal(name, shape, fan_in):
-        key = fold_in_str(jax.random.key(seed), name)
-        return jax.random.truncated_normal(key, -2, 2, shape, jnp.float32) / (0.87962566 * fan_in**0.5)
-
-    def of_layers(name, *shape, fan_in):
-        return normal(name, (model.layers, *shape), fan_in)
-
-    norm = jnp.stack([jnp.ones((M,), jnp.float32), jnp.zeros((M,), jnp.float32)])
-    layer = Layer(
-        ln=jnp.stack([norm] * model.layers),
-        w_qkv=of_layers('w_qkv', 3, M, K, D, fan_in=M),
-        w_o=of_layers('w_o', M, K, D, fan_in=K * D),
-        w_up=of_layers('w_up', M, F, fan_in=M),
-        b_up=jnp.zeros((model.layers, F), jnp.float32),
-        w_down=of_layers('w_down', M, F, fan_in=F),
-        b_down=jnp.zeros((model.layers, M), jnp.float32),
-    )
-    embed, unembed = normal('embed', (model.vocab, M), M), normal('unembed', (model.vocab, M), M)
-    return Weights(embed, unembed, jnp.zeros((model.vocab,), jnp.float32), layer, norm)
-
-
-@typed
-def gather_layer(w: Layer, reduce_dtype: str = 'float32') -> Gathered:
-    gather = functools.partial(shardops.all_gather, dtype=act, reduce_dtype=reduce_dtype)
-    return Gathered(
-        ln=shardops.all_gather('2 M/d/t -> 2 M', w.ln),
-        w_q=gather('M/d K/t D -> M K/t D', w.w_qkv[0]),
-        w_k=gather('M/d K/t D -> M K/t D', w.w_qkv[1]),
-        w_v=gather('M/d K/t D -> M K/t D', w.w_qkv[2]),
-        w_o=gather('M/d K/t D -> M K/t D', w.w_o),
-        w_up=gather('M/d F/t -> M F/t', w.w_up),
-        b_up=shardops.slice('F -> F/t', gather('F/d/t -> F', w.b_up)),
-        w_down=gather('M/d F/t -> M F/t', w.w_down),
-        b_down=gather('M/d/t -> M', w.b_down),
-    )
-
-
-@typed
-def gather_ends(weights: Weights, reduce_dtype: str = 'float32') -> Ends:
-    gather = functools.partial(shardops.all_gather, dtype=act, reduce_dtype=reduce_dtype)
-    bias = shardops.slice('V -> V/t', shardops.all_gather('V/d/t -> V', weights.unembed_bias))
-    return Ends(
-        embed=gather('V/t M/d -> V/t M', weights.embed),
-        unembed=Biased(gather('V/t M/d -> V/t M', weights.unembed), bias),
-        final_layer_norm=shardops.all_gather('2 M/d/t -> 2 M', weights.final_layer_norm),
-    )
+LAYER = 'transformer.h.{}'
+QKV = tuple(f'{LAYER}.attn.{x}_proj.weight' for x in 'qkv')
+TABLE = Table({  # at rest -> in use; first values; the published tensor, and how it lies
+    'embed': matrix('V/t M/d -> V/t M', 'M', 'transformer.wte.weight', 'V M'),
+    'unembed': matrix('V/t M/d -> V/t M', 'M', 'lm_head.weight', 'V M'),
+    'unembed_bias': exact('V/t/d -> V/t', 0, 'lm_head.bias', 'V'),
+    'transformer': {
+        'ln': exact('2 M/d/t -> 2 M', (1, 0), (f'{LAYER}.ln_1.weight', f'{LAYER}.ln_1.bias'), 'M'),
+        'w_qkv': matrix('3 M/d K/t D -> M K/t D', 'M', QKV, '(K D) M'),
+        'w_o': matrix('M/d K/t D -> M K/t D', 'K D', f'{LAYER}.attn.out_proj.weight', 'M (K D)'),
+        'w_up': matrix('M/d F/t -> M F/t', 'M', f'{LAYER}.mlp.fc_in.weight', 'F M'),
+        'b_up': bias('F/t/d -> F/t', 0, f'{LAYER}.mlp.fc_in.bias', 'F'),
+        'w_down': matrix('M/d F/t -> M F/t', 'F', f'{LAYER}.mlp.fc_out.weight', 'M F'),
+        'b_down': bias('M/d/t -> M', 0, f'{LAYER}.mlp.fc_out.bias', 'M'),
+    },
+    'final_layer_norm': exact('2 M/d/t -> 2 M', (1, 0), ('transformer.ln_f.weight', 'transformer.ln_f.bias'), 'M'),
+})  # fmt: skip
+Layer, Weights, Gathered, Ends = TABLE.types
+init, gather_layer, gather_ends, published = TABLE.functions
 
 
 # == Forward pass ======================================================================================================
@@ -167,9 +91,7 @@ def layer(
     normed = layer_norm(gathered, w.ln, model.norm_eps)
 
     with jax.named_scope('attention'):
-        q = product('B/d L M, M K/t D -> B/d L K/t D', normed, w.w_q)[:, :, None]
-        k = product('B/d L M, M K/t D -> B/d L K/t D', normed, w.w_k)[:, :, None]
-        v = product('B/d L M, M K/t D -> B/d L K/t D', normed, w.w_v)
+        q, k, v = layers.heads_of(normed, w)
         q = save_for_backward(rotary(model, q, position, model.d_head**-0.5))  # 2KD/t bytes a token
         k = save_for_backward(rotary(model, k, position)[:, :, 0])  # 2KD/t bytes a token
         v = save_for_backward(v)  # 2KD/t bytes a token, spares the product with w_v
@@ -177,9 +99,7 @@ def layer(
         of_attention = product('B/d L K/t D, M K/t D -> B/d L M +t', o[:, :, 0], w.w_o)
 
     with jax.named_scope('ffn'):
-        up = product('B/d L M, M F/t -> B/d L F/t', normed, w.w_up) + w.b_up[None, None]
-        up = save_for_backward(up)  # 2F/t bytes a token, spares a product with w_up
-        of_ffn = product('B/d L F/t, M F/t -> B/d L M +t', jax.nn.gelu(up), w.w_down)
+        of_ffn = layers.network(normed, w, jax.nn.gelu)
 
     return x + leave(of_attention + of_ffn, M) + part(w.b_down, M)[None, None], kept
 
@@ -190,25 +110,7 @@ def final(model: Model, ends: Ends, x: jax.Array, M: str) -> act['B/d L M']:
     return layer_norm(enter(x, M), ends.final_layer_norm, model.norm_eps)
 
 
-# == Published names ===================================================================================================
-def published(model: Model) -> dict[str, list[tuple[str, str]]]:
-    """Of each of the weights the published tensors it is made of, and how each lies there -> here."""
-    layer = 'transformer.h.{}'
-    return {
-        'embed': [('transformer.wte.weight', 'V M -> V M')],
-        'unembed': [('lm_head.weight', 'V M -> V M')],
-        'unembed_bias': [('lm_head.bias', 'V -> V')],
-        'transformer/ln': [(f'{layer}.ln_1.weight', 'M -> M'), (f'{layer}.ln_1.bias', 'M -> M')],
-        'transformer/w_qkv': [(f'{layer}.attn.{x}_proj.weight', '(K D) M -> M K D') for x in 'qkv'],
-        'transformer/w_o': [(f'{layer}.attn.out_proj.weight', 'M (K D) -> M K D')],
-        'transformer/w_up': [(f'{layer}.mlp.fc_in.weight', 'F M -> M F')],
-        'transformer/b_up': [(f'{layer}.mlp.fc_in.bias', 'F -> F')],
-        'transformer/w_down': [(f'{layer}.mlp.fc_out.weight', 'M F -> M F')],
-        'transformer/b_down': [(f'{layer}.mlp.fc_out.bias', 'M -> M')],
-        'final_layer_norm': [('transformer.ln_f.weight', 'M -> M'), ('transformer.ln_f.bias', 'M -> M')],
-    }
-
-
+# == config.json =======================================================================================================
 def model_of(config) -> Model:
     """The model that a published config.json describes.
 

@@ -1,11 +1,12 @@
-"""What the families in models/ share: norms, rotary, attention with its mask, embedding, loss over a split vocabulary.
+"""What the families in models/ share: norms, rotary, attention with its mask, halves of a layer, embedding, loss.
 
     ends = llama.gather_ends(weights)
     x = layers.hidden(llama, model, weights, inputs, segment, position, ends=ends)     # 'B/d L M', of any family
     loss = layers.loss_sum(ends.unembed, x, batch)                          # as train.py's, pending over d and t
 
-A family is a module with `Model`, `Layer`, `Weights`, `Gathered`, `Ends`, `init`, `gather_layer`, `gather_ends`,
-`embed`, `layer`, `final`, `mask`, and its published names (models/huggingface.py). Its layer is written once, for
+A family is a module with `Model`, `embed`, `layer`, `final`, `mask`, and a table of its weights (models/weights.py),
+from which `Layer`, `Weights`, `Gathered`, `Ends`, `init`, `gather_layer`, `gather_ends` and `published` follow; and
+`model_of` and `config_of`, from a config.json and to one (models/huggingface.py). Its layer is written once, for
 training, for reading a prompt and for decoding: it multiplies with weights that are gathered over d, and does not know
 what attention is over, `attend(q, k, v) -> (o, kept)`, nor how the residual lies: 'B/d L M/t' in training, 'B/d L M' in
 decoding, which sends half as often. `attend.window` is the layer's own window: Gemma 3's rotary base goes with it.
@@ -27,14 +28,14 @@ import train
 from jax_extra import explicit_activation_checkpointing, save_for_backward
 from kernels.attention import KERNELS, able, chosen
 from models.dropout import Drop, Dropout, Residual
+from models.weights import Biased
+from models.weights import stored as stored  # by this name for who sets it
 from runtime.config.keys import Count, Positive
 from shardlib import shardops
-from shardlib.shardtypes import ComputeType, bool_, f32, i32, pytree_dataclass, u32
+from shardlib.shardops import product
+from shardlib.shardtypes import bool_, f32, i32, pytree_dataclass, u32
 from shardlib.typed import typed
 from train import TokenBatch, act, rms_norm
-
-# The type of matrices at rest: float32, or bfloat16 where they are not trained.
-stored = ComputeType('stored', jnp.float32)
 
 
 # == How the residual lies =============================================================================================
@@ -246,6 +247,88 @@ def attention_where(
     return save_for_backward(o)  # 2QKD/t bytes a token, spares the product of probabilities and v
 
 
+# == Halves of a layer =================================================================================================
+# A weight that is there is used: biases, norms of q and k. `norms` are the scales before a half and behind it.
+Norms = tuple[f32['M'] | None, f32['M'] | None]
+
+
+@typed
+def attention_half(
+    model: Any, x: jax.Array, w: Any, attend: Callable, turn: Callable, norms: Norms, M: str
+) -> tuple[jax.Array, Any]:
+    """What attention with rotary adds to x, in families like Llama, and what is to be kept; both lie as 'B/d L' with M.
+
+    Args:
+      attend: `attend(q, k, v)` returns o and what of k and v is to be kept; no factor stands before q·k.
+      turn: `turn(x, factor=…)` is `rotary` of q, and of k with a dim of 1 in the place of Q.
+    """
+    x: act[f'B/d L {M}'] = x
+    with jax.named_scope('attention'):
+        gathered = save_for_backward(enter(x, M))  # 2M bytes a token, in the place of the input's 2M/t
+        normed = gathered if norms[0] is None else rms_norm(gathered, norms[0], model.norm_eps)
+        q = product('B/d L M, M Q K/t D -> B/d L Q K/t D', normed, w.w_q)
+        k = product('B/d L M, M K/t D -> B/d L K/t D', normed, w.w_k)[:, :, None]
+        v = product('B/d L M, M K/t D -> B/d L K/t D', normed, w.w_v)
+        if getattr(w, 'b_q', None) is not None:
+            q, k, v = q + w.b_q[None, None], k + w.b_kv[0][None, None, None], v + w.b_kv[1][None, None]
+        if w.q_norm is not None:
+            q, k = head_norm(q, w.q_norm, model.norm_eps), head_norm(k, w.k_norm, model.norm_eps)
+        if w.q_norm_all is not None:
+            q, k = heads_norm(q, w.q_norm_all, model.norm_eps), heads_norm(k, w.k_norm_all[None], model.norm_eps)
+        factor = 1.0 if model.rope_scaling is None else model.rope_scaling.attention_factor
+        q = save_for_backward(turn(q, factor=factor * model.logits_scale))  # 2QKD/t bytes a token
+        k = save_for_backward(turn(k, factor=factor)[:, :, 0])  # 2KD/t bytes a token
+        v = save_for_backward(v)  # 2KD/t bytes a token, spares the product with w_v
+        o, kept = attend(q, k, v)
+        y = leave(product('B/d L Q K/t D, M Q K/t D -> B/d L M +t', o, w.w_o), M)
+        return behind(model, y, norms[1], M), kept
+
+
+@typed
+def feed_forward_half(model: Any, x: jax.Array, w: Any, activation: Callable, norms: Norms, M: str) -> jax.Array:
+    """What a gated network adds to x, which lies as 'B/d L' with M."""
+    with jax.named_scope('ffn'):
+        gathered = save_for_backward(enter(x, M))  # 2M bytes a token, spares the product with w_o, its sum, the gather
+        normed = gathered if norms[0] is None else rms_norm(gathered, norms[0], model.norm_eps)
+        return behind(model, leave(gated(normed, w, activation), M), norms[1], M)
+
+
+def behind(model: Any, y: jax.Array, scale: jax.Array | None, M: str) -> jax.Array:
+    """What a half adds, with the norm behind it if there is one."""
+    if scale is None:
+        return y
+    y = save_for_backward(y)  # 2M/t bytes a token, spares the half's last product and its sum
+    return norm_after(y, scale, model.norm_eps, M)
+
+
+@typed
+def gated(x: act['B/d L M'], w: Any, activation: Callable) -> act['B/d L M +t']:
+    """activation(x·w_gate) * (x·w_up) · w_down."""
+    gate = product('B/d L M, M F/t -> B/d L F/t', x, w.w_gate)
+    gate = save_for_backward(gate)  # 2F/t bytes a token, spares a product with w_gate
+    up = product('B/d L M, M F/t -> B/d L F/t', x, w.w_up)
+    up = save_for_backward(up)  # 2F/t bytes a token, spares a product with w_up
+    return product('B/d L F/t, M F/t -> B/d L M +t', activation(gate) * up, w.w_down)
+
+
+@typed
+def network(x: act['B/d L M'], w: Any, activation: Callable) -> act['B/d L M +t']:
+    """activation(x·w_up + b_up) · w_down; b_down is the caller's to add, once the sum over t is taken."""
+    up = product('B/d L M, M F/t -> B/d L F/t', x, w.w_up)
+    up = up if getattr(w, 'b_up', None) is None else up + w.b_up[None, None]
+    up = save_for_backward(up)  # 2F/t bytes a token, spares a product with w_up
+    return product('B/d L F/t, M F/t -> B/d L M +t', activation(up), w.w_down)
+
+
+@typed
+def heads_of(x: act['B/d L M'], w: Any) -> tuple[act['B/d L Q K/t D'], act['B/d L Q K/t D'], act['B/d L K/t D']]:
+    """q, k and v where each head has keys of its own: q and k with a dim of 1 in the place of Q."""
+    q, k, v = [product('B/d L M, M K/t D -> B/d L K/t D', x, matrix) for matrix in (w.w_q, w.w_k, w.w_v)]
+    if getattr(w, 'b_qkv', None) is not None:
+        q, k, v = q + w.b_qkv[0][None, None], k + w.b_qkv[1][None, None], v + w.b_qkv[2][None, None]
+    return q[:, :, None], k[:, :, None], v
+
+
 # == From tokens to hidden states ======================================================================================
 @typed
 def inputs_of(batch: TokenBatch, bos_id: int) -> tuple[u32['B/d L'], i32['B/d L'], i32['B/d L']]:
@@ -309,18 +392,6 @@ def hidden(
 
 
 # == Loss ==============================================================================================================
-@pytree_dataclass
-class Biased:
-    """An unembedding with a bias: `Ends.unembed` of a family that has one (GPT-J)."""
-
-    table: act['V/t M']
-    bias: f32['V/t']
-
-    def astype(self, dtype) -> 'Biased':
-        """The table in this type, the bias in float32."""
-        return Biased(self.table.astype(dtype), self.bias)
-
-
 @typed
 def logits_of(unembed: Any, x: act['B/d L M'], cap: float | None = None) -> f32['B/d L V/t']:
     """In float32, of act['V/t M'] or `Biased`; with a cap, cap · tanh(logits / cap)."""

@@ -17,15 +17,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_extra import fold_in_str, save_for_backward
+from jax_extra import save_for_backward
 from kernels.attention import KernelName
 from models import layers
-from models.layers import Mask, RopeScaling, act, enter, head_norm, heads_norm, leave, rms_norm, stored
+from models.layers import Mask, RopeScaling, act, enter, leave, rms_norm
+from models.weights import Table, exact, matrix, q_scale, qk_norms
 from runtime.config.keys import Count, Even, Positive, Steps
 from runtime.terminal import RunError
 from shardlib import shardops
-from shardlib.shardops import product
-from shardlib.shardtypes import Array, f32, i32, pytree_dataclass, u32
+from shardlib.shardtypes import f32, i32, u32
 from shardlib.typed import typed
 
 
@@ -59,135 +59,42 @@ def mask(model: Model) -> Mask:
 
 
 # == Weights ===========================================================================================================
-@pytree_dataclass
-class Layer:
-    ln1: f32['M/d/t']
-    ln2: f32['M/d/t']
-    w_q: stored['M/d Q K/t D']
-    w_kv: stored['2 M/d K/t D']
-    w_o: stored['M/d Q K/t D']
-    router: f32['M/d/t E']
-    expert_gate: stored['E/t M/d H']
-    expert_up: stored['E/t M/d H']
-    expert_down: stored['E/t M/d H']
-    w_gate: stored['M/d F/t'] | None = None  # the shared experts
-    w_up: stored['M/d F/t'] | None = None
-    w_down: stored['M/d F/t'] | None = None
-    q_norm: f32['D/d/t'] | None = None
-    k_norm: f32['D/d/t'] | None = None
-    q_norm_all: f32['Q K/t D/d'] | None = None
-    k_norm_all: f32['K/t D/d'] | None = None
+LAYER, ATTENTION = 'model.layers.{}', 'model.layers.{}.self_attn'
 
 
-@pytree_dataclass
-class Weights:
-    embed: stored['V/t M/d']
-    unembed: stored['V/t M/d'] | None
-    transformer: Array['layers', Layer]
-    final_layer_norm: f32['M/d/t']
+def of_moe(published: str, of_mixtral: str) -> Callable:
+    """The name below the layer's mixture, which Mixtral calls otherwise."""
+    mixtral, others = f'{LAYER}.block_sparse_moe.{of_mixtral}.weight', f'{LAYER}.mlp.{published}.weight'
+    return lambda model: mixtral if model.qk_norm == 'none' else others
 
 
-@pytree_dataclass
-class Gathered:
-    """What a layer multiplies with; a matrix may be `Adapted`, but for the experts'."""
-
-    ln1: f32['M']
-    ln2: f32['M']
-    w_q: act['M Q K/t D']
-    w_k: act['M K/t D']
-    w_v: act['M K/t D']
-    w_o: act['M Q K/t D']
-    router: f32['M E']
-    expert_gate: act['E/t M H']
-    expert_up: act['E/t M H']
-    expert_down: act['E/t M H']
-    w_gate: act['M F/t'] | None
-    w_up: act['M F/t'] | None
-    w_down: act['M F/t'] | None
-    q_norm: f32['D'] | None
-    k_norm: f32['D'] | None
-    q_norm_all: f32['Q K/t D'] | None
-    k_norm_all: f32['K/t D'] | None
+def has_shared(model: Model) -> bool:
+    return model.shared_experts > 0
 
 
-@pytree_dataclass
-class Ends:
-    """What stands before the first layer and after the last, gathered."""
-
-    embed: act['V/t M']
-    unembed: act['V/t M']
-    final_layer_norm: f32['M']
-
-
-def init(model: Model, seed: jax.Array) -> Weights:
-    M, H, V, E = model.d_model, model.d_ff, model.vocab, model.experts
-    F = model.shared_experts * H
-    Q, K, D = model.n_q_per_kv, model.n_kv, model.d_head
-
-    def normal(name, shape, fan_in, scale=1.0):
-        key = fold_in_str(jax.random.key(seed), name)
-        shape = shape if name.endswith('embed') else (model.layers, *shape)
-        return jax.random.truncated_normal(key, -2, 2, shape, jnp.float32) * (scale / 0.87962566 / fan_in**0.5)
-
-    def ones(*shape, only_if=True):
-        return jnp.ones((model.layers, *shape), jnp.float32) if only_if else None
-
-    layer = Layer(
-        ln1=ones(M),
-        ln2=ones(M),
-        w_q=normal('w_q', (M, Q, K, D), M, scale=D**-0.5 / model.logits_scale),
-        w_kv=normal('w_kv', (2, M, K, D), M),
-        w_o=normal('w_o', (M, Q, K, D), Q * K * D),
-        router=normal('router', (M, E), M),
-        expert_gate=normal('expert_gate', (E, M, H), M),
-        expert_up=normal('expert_up', (E, M, H), M),
-        expert_down=normal('expert_down', (E, M, H), H),
-        w_gate=normal('w_gate', (M, F), M) if F else None,
-        w_up=normal('w_up', (M, F), M) if F else None,
-        w_down=normal('w_down', (M, F), F) if F else None,
-        q_norm=ones(D, only_if=model.qk_norm == 'head'),
-        k_norm=ones(D, only_if=model.qk_norm == 'head'),
-        q_norm_all=ones(Q, K, D, only_if=model.qk_norm == 'all'),
-        k_norm_all=ones(K, D, only_if=model.qk_norm == 'all'),
-    )
-    embed, unembed = normal('embed', (V, M), M), None if model.tied else normal('unembed', (V, M), M)
-    return Weights(embed, unembed, layer, jnp.ones((M,), jnp.float32))
-
-
-@typed
-def gather_layer(w: Layer, reduce_dtype: str = 'float32') -> Gathered:
-    gather = functools.partial(shardops.all_gather, dtype=act, reduce_dtype=reduce_dtype)
-
-    def if_there(string, w, gather=shardops.all_gather):
-        return None if w is None else gather(string, w)
-
-    return Gathered(
-        ln1=shardops.all_gather('M/d/t -> M', w.ln1),
-        ln2=shardops.all_gather('M/d/t -> M', w.ln2),
-        w_q=gather('M/d Q K/t D -> M Q K/t D', w.w_q),
-        w_k=gather('M/d K/t D -> M K/t D', w.w_kv[0]),
-        w_v=gather('M/d K/t D -> M K/t D', w.w_kv[1]),
-        w_o=gather('M/d Q K/t D -> M Q K/t D', w.w_o),
-        router=shardops.all_gather('M/d/t E -> M E', w.router),
-        expert_gate=gather('E/t M/d H -> E/t M H', w.expert_gate),
-        expert_up=gather('E/t M/d H -> E/t M H', w.expert_up),
-        expert_down=gather('E/t M/d H -> E/t M H', w.expert_down),
-        w_gate=if_there('M/d F/t -> M F/t', w.w_gate, gather),
-        w_up=if_there('M/d F/t -> M F/t', w.w_up, gather),
-        w_down=if_there('M/d F/t -> M F/t', w.w_down, gather),
-        q_norm=if_there('D/d/t -> D', w.q_norm),
-        k_norm=if_there('D/d/t -> D', w.k_norm),
-        q_norm_all=if_there('Q K/t D/d -> Q K/t D', w.q_norm_all),
-        k_norm_all=if_there('K/t D/d -> K/t D', w.k_norm_all),
-    )
-
-
-@typed
-def gather_ends(weights: Weights, reduce_dtype: str = 'float32') -> Ends:
-    gather = functools.partial(shardops.all_gather, dtype=act, reduce_dtype=reduce_dtype)
-    embed = gather('V/t M/d -> V/t M', weights.embed)
-    unembed = embed if weights.unembed is None else gather('V/t M/d -> V/t M', weights.unembed)
-    return Ends(embed, unembed, shardops.all_gather('M/d/t -> M', weights.final_layer_norm))
+TABLE = Table({  # at rest -> in use; first values; the published tensor, and how it lies; which models have it
+    'embed': matrix('V/t M/d -> V/t M', 'M', 'model.embed_tokens.weight', 'V M'),
+    'unembed': matrix('V/t M/d -> V/t M', 'M', 'lm_head.weight', 'V M', lambda model: not model.tied),
+    'transformer': {
+        'ln1': exact('M/d/t -> M', 1, f'{LAYER}.input_layernorm.weight', 'M'),
+        'ln2': exact('M/d/t -> M', 1, f'{LAYER}.post_attention_layernorm.weight', 'M'),
+        'w_q': matrix('M/d Q K/t D -> M Q K/t D', 'M', f'{ATTENTION}.q_proj.weight', '(K Q D) M', scale=q_scale),
+        'w_kv': matrix('2 M/d K/t D -> M K/t D', 'M', tuple(f'{ATTENTION}.{x}_proj.weight' for x in 'kv'), '(K D) M'),
+        'w_o': matrix('M/d Q K/t D -> M Q K/t D', 'Q K D', f'{ATTENTION}.o_proj.weight', 'M (K Q D)'),
+        'router': exact('M/d/t E -> M E', 'M', of_moe('gate', 'gate'), 'E M'),
+        'expert_gate': matrix('E/t M/d H -> E/t M H', 'M', of_moe('experts.{}.gate_proj', 'experts.{}.w1'), 'H M'),
+        'expert_up': matrix('E/t M/d H -> E/t M H', 'M', of_moe('experts.{}.up_proj', 'experts.{}.w3'), 'H M'),
+        'expert_down': matrix('E/t M/d H -> E/t M H', 'H', of_moe('experts.{}.down_proj', 'experts.{}.w2'), 'M H'),
+        # The shared experts, which no published model has.
+        'w_gate': matrix('M/d F/t -> M F/t', 'M', '', 'F M', has_shared),
+        'w_up': matrix('M/d F/t -> M F/t', 'M', '', 'F M', has_shared),
+        'w_down': matrix('M/d F/t -> M F/t', 'F', '', 'M F', has_shared),
+        **qk_norms(ATTENTION),
+    },
+    'final_layer_norm': exact('M/d/t -> M', 1, 'model.norm.weight', 'M'),
+}, sizes={'E': 'experts', 'H': 'd_ff', 'F': lambda model: model.shared_experts * model.d_ff})  # fmt: skip
+Layer, Weights, Gathered, Ends = TABLE.types
+init, gather_layer, gather_ends, published = TABLE.functions
 
 
 # == Experts ===========================================================================================================
@@ -290,37 +197,16 @@ def layer(
     model: Model, x: jax.Array, w: Gathered, attend: Callable, position: i32['B/d L'], M: str
 ) -> tuple[jax.Array, Any]:
     """One layer, as models/llama.py's up to the experts."""
-    x: act[f'B/d L {M}'] = x
-
-    with jax.named_scope('attention'):
-        gathered = save_for_backward(enter(x, M))  # 2M bytes a token, in the place of the input's 2M/t
-        normed = rms_norm(gathered, w.ln1, model.norm_eps)
-        q = product('B/d L M, M Q K/t D -> B/d L Q K/t D', normed, w.w_q)
-        k = product('B/d L M, M K/t D -> B/d L K/t D', normed, w.w_k)[:, :, None]
-        v = product('B/d L M, M K/t D -> B/d L K/t D', normed, w.w_v)
-        if model.qk_norm == 'head':
-            q, k = head_norm(q, w.q_norm, model.norm_eps), head_norm(k, w.k_norm, model.norm_eps)
-        if model.qk_norm == 'all':
-            q, k = heads_norm(q, w.q_norm_all, model.norm_eps), heads_norm(k, w.k_norm_all[None], model.norm_eps)
-        rope = layers.frequencies(q.shape[-1], model.rope_max_timescale, model.rope_scaling)
-        factor = 1.0 if model.rope_scaling is None else model.rope_scaling.attention_factor
-        q = save_for_backward(layers.rotary(q, position, rope, factor * model.logits_scale))  # 2QKD/t bytes a token
-        k = save_for_backward(layers.rotary(k, position, rope, factor)[:, :, 0])  # 2KD/t bytes a token
-        v = save_for_backward(v)  # 2KD/t bytes a token, spares the product with w_v
-        o, kept = attend(q, k, v)
-        x = x + leave(product('B/d L Q K/t D, M Q K/t D -> B/d L M +t', o, w.w_o), M)
-
+    rope = layers.frequencies(model.d_head, model.rope_max_timescale, model.rope_scaling)
+    turn = functools.partial(layers.rotary, position=position, frequency=rope)
+    y, kept = layers.attention_half(model, x, w, attend, turn, (w.ln1, None), M)
+    x = x + y
     with jax.named_scope('ffn'):
         gathered = save_for_backward(enter(x, M))  # 2M bytes a token, spares the product with w_o, its sum, the gather
         normed = rms_norm(gathered, w.ln2, model.norm_eps)
         weight, choice = route(model, normed, w.router)
         y = experts(model, normed, weight, choice, w.expert_gate, w.expert_up, w.expert_down)
-        if w.w_gate is not None:
-            gate = product('B/d L M, M F/t -> B/d L F/t', normed, w.w_gate)
-            gate = save_for_backward(gate)  # 2F/t bytes a token, spares a product with w_gate
-            up = product('B/d L M, M F/t -> B/d L F/t', normed, w.w_up)
-            up = save_for_backward(up)  # 2F/t bytes a token, spares a product with w_up
-            y = y + product('B/d L F/t, M F/t -> B/d L M +t', jax.nn.silu(gate) * up, w.w_down)
+        y = y if w.w_gate is None else y + layers.gated(normed, w, jax.nn.silu)
         return x + leave(y, M), kept
 
 
@@ -330,37 +216,7 @@ def final(model: Model, ends: Ends, x: jax.Array, M: str) -> act['B/d L M']:
     return rms_norm(enter(x, M), ends.final_layer_norm, model.norm_eps)
 
 
-# == Published names ===================================================================================================
-def published(model: Model) -> dict[str, list[tuple[str, str]]]:
-    """Of each of the weights the published tensors it is made of, and how each lies there -> here."""
-    layer, attention, moe = 'model.layers.{}', 'model.layers.{}.self_attn', 'model.layers.{}.mlp'
-    gate, up, down = 'gate_proj', 'up_proj', 'down_proj'
-    if model.qk_norm == 'none':  # Mixtral
-        moe, gate, up, down = f'{layer}.block_sparse_moe', 'w1', 'w3', 'w2'
-    rows = {
-        'embed': [('model.embed_tokens.weight', 'V M -> V M')],
-        'unembed': [('lm_head.weight', 'V M -> V M')],
-        'transformer/ln1': [(f'{layer}.input_layernorm.weight', 'M -> M')],
-        'transformer/ln2': [(f'{layer}.post_attention_layernorm.weight', 'M -> M')],
-        'transformer/w_q': [(f'{attention}.q_proj.weight', '(K Q D) M -> M Q K D')],
-        'transformer/w_kv': [(f'{attention}.{x}_proj.weight', '(K D) M -> M K D') for x in 'kv'],
-        'transformer/w_o': [(f'{attention}.o_proj.weight', 'M (K Q D) -> M Q K D')],
-        'transformer/router': [(f'{moe}.gate.weight', 'E M -> M E')],
-        'transformer/expert_gate': [(f'{moe}.experts.{{}}.{gate}.weight', 'H M -> M H')],
-        'transformer/expert_up': [(f'{moe}.experts.{{}}.{up}.weight', 'H M -> M H')],
-        'transformer/expert_down': [(f'{moe}.experts.{{}}.{down}.weight', 'M H -> M H')],
-        'final_layer_norm': [('model.norm.weight', 'M -> M')],
-    }
-    if model.tied:
-        del rows['unembed']
-    if model.qk_norm == 'head':
-        rows |= {f'transformer/{x}_norm': [(f'{attention}.{x}_norm.weight', 'D -> D')] for x in 'qk'}
-    if model.qk_norm == 'all':
-        rows['transformer/q_norm_all'] = [(f'{attention}.q_norm.weight', '(K Q D) -> Q K D')]
-        rows['transformer/k_norm_all'] = [(f'{attention}.k_norm.weight', '(K D) -> K D')]
-    return rows
-
-
+# == config.json =======================================================================================================
 def model_of(config) -> Model:
     """The model that a published config.json describes; no token is dropped, as there.
 

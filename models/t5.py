@@ -19,13 +19,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_extra import explicit_activation_checkpointing, fold_in_str, save_for_backward
+from jax_extra import explicit_activation_checkpointing, save_for_backward
 from models import layers
-from models.layers import Mask, WeightedBatch, act, enter, leave, rms_norm, stored
+from models.layers import Mask, WeightedBatch, act, enter, leave, rms_norm
+from models.weights import Table, Weight, exact, matrix
 from runtime.config.keys import Count, Positive
 from shardlib import shardops
 from shardlib.shardops import product
-from shardlib.shardtypes import Array, bool_, f32, i32, pytree_dataclass, u32
+from shardlib.shardtypes import bool_, f32, i32, pytree_dataclass, u32
 from shardlib.typed import typed
 
 
@@ -51,145 +52,60 @@ def mask(model: Model) -> Mask:
 
 
 # == Weights ===========================================================================================================
-@pytree_dataclass
-class Layer:
-    """Of the encoder, or with a second attention of the decoder."""
-
-    ln1: f32['M/d/t']
-    ln2: f32['M/d/t']
-    w_q: stored['M/d K/t D']
-    w_kv: stored['2 M/d K/t D']
-    w_o: stored['M/d K/t D']
-    w_up: stored['M/d F/t']
-    w_down: stored['M/d F/t']
-    w_gate: stored['M/d F/t'] | None = None
-    ln_cross: f32['M/d/t'] | None = None
-    cross_q: stored['M/d K/t D'] | None = None
-    cross_kv: stored['2 M/d K/t D'] | None = None
-    cross_o: stored['M/d K/t D'] | None = None
+def is_gated(model: Model) -> bool:
+    return model.gated
 
 
-@pytree_dataclass
-class Weights:
-    embed: stored['V/t M/d']
-    unembed: stored['V/t M/d'] | None
-    encoder: Array['encoder_layers', Layer]
-    encoder_bias: f32['N/d K/t']
-    encoder_norm: f32['M/d/t']
-    decoder: Array['layers', Layer]
-    decoder_bias: f32['N/d K/t']
-    decoder_norm: f32['M/d/t']
+def stack(name: str, ffn: int) -> dict[str, Weight]:
+    """The layers of the encoder or of the decoder, whose feed-forward is the part of this number of a published one."""
+    block = f'{name}.block.{{}}.layer'
+    attention, dense = f'{block}.0.SelfAttention', f'{block}.{ffn}.DenseReluDense'
+    kv = tuple(f'{attention}.{x}.weight' for x in 'kv')
+    return {
+        'ln1': exact('M/d/t -> M', 1, f'{block}.0.layer_norm.weight', 'M'),
+        'ln2': exact('M/d/t -> M', 1, f'{block}.{ffn}.layer_norm.weight', 'M'),
+        'w_q': matrix('M/d K/t D -> M K/t D', 'M', f'{attention}.q.weight', '(K D) M', scale=small_scale),
+        'w_kv': matrix('2 M/d K/t D -> M K/t D', 'M', kv, '(K D) M'),
+        'w_o': matrix('M/d K/t D -> M K/t D', 'K D', f'{attention}.o.weight', 'M (K D)'),
+        'w_up': matrix('M/d F/t -> M F/t', 'M', lambda model: f'{dense}.wi{"_1" if model.gated else ""}.weight', 'F M'),
+        'w_down': matrix('M/d F/t -> M F/t', 'F', f'{dense}.wo.weight', 'M F'),
+        'w_gate': matrix('M/d F/t -> M F/t', 'M', f'{dense}.wi_0.weight', 'F M', is_gated),
+    }
 
 
-@pytree_dataclass
-class Gathered:
-    """What a layer multiplies with; a matrix may be `Adapted`."""
-
-    ln1: f32['M']
-    ln2: f32['M']
-    w_q: act['M K/t D']
-    w_k: act['M K/t D']
-    w_v: act['M K/t D']
-    w_o: act['M K/t D']
-    w_up: act['M F/t']
-    w_down: act['M F/t']
-    w_gate: act['M F/t'] | None
-    ln_cross: f32['M'] | None
-    cross_q: act['M K/t D'] | None
-    cross_k: act['M K/t D'] | None
-    cross_v: act['M K/t D'] | None
-    cross_o: act['M K/t D'] | None
+def small_scale(model: Model) -> float:
+    """No factor stands before q·k."""
+    return model.d_head**-0.5
 
 
-@pytree_dataclass
-class Ends:
-    """What is not of a layer, gathered."""
-
-    embed: act['V/t M']
-    unembed: act['V/t M']
-    encoder_bias: f32['N K/t']
-    encoder_norm: f32['M']
-    decoder_bias: f32['N K/t']
-    decoder_norm: f32['M']
+def of_stack(name: str) -> dict[str, Weight]:
+    table = f'{name}.block.0.layer.0.SelfAttention.relative_attention_bias.weight'
+    return {
+        f'{name}_bias': exact('N/d K/t -> N K/t', 'M', table, 'N K'),
+        f'{name}_norm': exact('M/d/t -> M', 1, f'{name}.final_layer_norm.weight', 'M'),
+    }
 
 
-def init(model: Model, seed: jax.Array) -> Weights:
-    M, F, V, K, D = model.d_model, model.d_ff, model.vocab, model.n_kv, model.d_head
-
-    def normal(name, shape, fan_in, scale=1.0):
-        key = fold_in_str(jax.random.key(seed), name)
-        return jax.random.truncated_normal(key, -2, 2, shape, jnp.float32) * (scale / 0.87962566 / fan_in**0.5)
-
-    def stack(name, count, has_cross):
-        def of_layers(what, shape, fan_in, scale=1.0):
-            return normal(f'{name}/{what}', (count, *shape), fan_in, scale)
-
-        ones = jnp.ones((count, M), jnp.float32)
-        return Layer(
-            ln1=ones,
-            ln2=ones,
-            w_q=of_layers('w_q', (M, K, D), M, scale=D**-0.5),
-            w_kv=of_layers('w_kv', (2, M, K, D), M),
-            w_o=of_layers('w_o', (M, K, D), K * D),
-            w_up=of_layers('w_up', (M, F), M),
-            w_down=of_layers('w_down', (M, F), F),
-            w_gate=of_layers('w_gate', (M, F), M) if model.gated else None,
-            ln_cross=ones if has_cross else None,
-            cross_q=of_layers('cross_q', (M, K, D), M, scale=D**-0.5) if has_cross else None,
-            cross_kv=of_layers('cross_kv', (2, M, K, D), M) if has_cross else None,
-            cross_o=of_layers('cross_o', (M, K, D), K * D) if has_cross else None,
-        )
-
-    return Weights(
-        embed=normal('embed', (V, M), 1),
-        unembed=None if model.tied else normal('unembed', (V, M), M),
-        encoder=stack('encoder', model.encoder_layers, False),
-        encoder_bias=normal('encoder_bias', (model.buckets, K), M),
-        encoder_norm=jnp.ones((M,), jnp.float32),
-        decoder=stack('decoder', model.layers, True),
-        decoder_bias=normal('decoder_bias', (model.buckets, K), M),
-        decoder_norm=jnp.ones((M,), jnp.float32),
-    )
-
-
-@typed
-def gather_layer(w: Layer, reduce_dtype: str = 'float32') -> Gathered:
-    gather = functools.partial(shardops.all_gather, dtype=act, reduce_dtype=reduce_dtype)
-
-    def if_there(gather, string, w):
-        return None if w is None else gather(string, w)
-
-    cross_k, cross_v = (None, None) if w.cross_kv is None else (w.cross_kv[0], w.cross_kv[1])
-    return Gathered(
-        ln1=shardops.all_gather('M/d/t -> M', w.ln1),
-        ln2=shardops.all_gather('M/d/t -> M', w.ln2),
-        w_q=gather('M/d K/t D -> M K/t D', w.w_q),
-        w_k=gather('M/d K/t D -> M K/t D', w.w_kv[0]),
-        w_v=gather('M/d K/t D -> M K/t D', w.w_kv[1]),
-        w_o=gather('M/d K/t D -> M K/t D', w.w_o),
-        w_up=gather('M/d F/t -> M F/t', w.w_up),
-        w_down=gather('M/d F/t -> M F/t', w.w_down),
-        w_gate=if_there(gather, 'M/d F/t -> M F/t', w.w_gate),
-        ln_cross=if_there(shardops.all_gather, 'M/d/t -> M', w.ln_cross),
-        cross_q=if_there(gather, 'M/d K/t D -> M K/t D', w.cross_q),
-        cross_k=if_there(gather, 'M/d K/t D -> M K/t D', cross_k),
-        cross_v=if_there(gather, 'M/d K/t D -> M K/t D', cross_v),
-        cross_o=if_there(gather, 'M/d K/t D -> M K/t D', w.cross_o),
-    )
-
-
-@typed
-def gather_ends(weights: Weights, reduce_dtype: str = 'float32') -> Ends:
-    gather = functools.partial(shardops.all_gather, dtype=act, reduce_dtype=reduce_dtype)
-    embed = gather('V/t M/d -> V/t M', weights.embed)
-    return Ends(
-        embed=embed,
-        unembed=embed if weights.unembed is None else gather('V/t M/d -> V/t M', weights.unembed),
-        encoder_bias=shardops.all_gather('N/d K/t -> N K/t', weights.encoder_bias),
-        encoder_norm=shardops.all_gather('M/d/t -> M', weights.encoder_norm),
-        decoder_bias=shardops.all_gather('N/d K/t -> N K/t', weights.decoder_bias),
-        decoder_norm=shardops.all_gather('M/d/t -> M', weights.decoder_norm),
-    )
+CROSS = 'decoder.block.{}.layer.1'
+CROSS_KV = tuple(f'{CROSS}.EncDecAttention.{x}.weight' for x in 'kv')
+TABLE = Table({  # at rest -> in use; first values; the published tensor, and how it lies; which models have it
+    'embed': matrix('V/t M/d -> V/t M', '1', 'shared.weight', 'V M'),
+    'unembed': matrix('V/t M/d -> V/t M', 'M', 'lm_head.weight', 'V M', lambda model: not model.tied),
+    'encoder': stack('encoder', 1),
+    **of_stack('encoder'),
+    'decoder': {
+        **stack('decoder', 2),
+        'ln_cross': exact('M/d/t -> M', 1, f'{CROSS}.layer_norm.weight', 'M'),
+        'cross_q': matrix(
+            'M/d K/t D -> M K/t D', 'M', f'{CROSS}.EncDecAttention.q.weight', '(K D) M', scale=small_scale
+        ),
+        'cross_kv': matrix('2 M/d K/t D -> M K/t D', 'M', CROSS_KV, '(K D) M'),
+        'cross_o': matrix('M/d K/t D -> M K/t D', 'K D', f'{CROSS}.EncDecAttention.o.weight', 'M (K D)'),
+    },
+    **of_stack('decoder'),
+}, sizes={'N': 'buckets'}, counts={'encoder': 'encoder_layers'})  # fmt: skip
+Layer, Weights, Gathered, Ends = TABLE.types
+init, gather_layer, gather_ends, published = TABLE.functions
 
 
 # == Distances =========================================================================================================
@@ -270,13 +186,11 @@ def layer(
     with jax.named_scope('attention'):
         gathered = save_for_backward(enter(x, M))  # 2M bytes a token, in the place of the input's 2M/t
         normed = rms_norm(gathered, w.ln1, model.norm_eps)
-        q = product('B/d L M, M K/t D -> B/d L K/t D', normed, w.w_q)
+        q, k, v = layers.heads_of(normed, w)
         q = save_for_backward(q)  # 2KD/t bytes a token, spares the product with w_q
-        k = product('B/d L M, M K/t D -> B/d L K/t D', normed, w.w_k)
-        k = save_for_backward(k)  # 2KD/t bytes a token, spares the product with w_k
-        v = product('B/d L M, M K/t D -> B/d L K/t D', normed, w.w_v)
+        k = save_for_backward(k[:, :, 0])  # 2KD/t bytes a token, spares the product with w_k
         v = save_for_backward(v)  # 2KD/t bytes a token, spares the product with w_v
-        o, kept = attend(q[:, :, None], k, v)
+        o, kept = attend(q, k, v)
         x = x + leave(product('B/d L K/t D, M K/t D -> B/d L M +t', o[:, :, 0], w.w_o), M)
 
     if cross is not None:
@@ -291,15 +205,8 @@ def layer(
     with jax.named_scope('ffn'):
         gathered = save_for_backward(enter(x, M))  # 2M bytes a token, spares the product before, its sum, the gather
         normed = rms_norm(gathered, w.ln2, model.norm_eps)
-        up = product('B/d L M, M F/t -> B/d L F/t', normed, w.w_up)
-        up = save_for_backward(up)  # 2F/t bytes a token, spares a product with w_up
-        if w.w_gate is None:
-            hidden = jax.nn.relu(up)
-        else:
-            gate = product('B/d L M, M F/t -> B/d L F/t', normed, w.w_gate)
-            gate = save_for_backward(gate)  # 2F/t bytes a token, spares a product with w_gate
-            hidden = jax.nn.gelu(gate, approximate=True) * up
-        return x + leave(product('B/d L F/t, M F/t -> B/d L M +t', hidden, w.w_down), M), kept
+        of_ffn = layers.network(normed, w, jax.nn.relu) if w.w_gate is None else layers.gated(normed, w, jax.nn.gelu)
+        return x + leave(of_ffn, M), kept
 
 
 @typed
@@ -387,38 +294,7 @@ def hidden(
         return explicit_activation_checkpointing(functools.partial(final, model, M='M/t'))(ends, x)
 
 
-# == Published names ===================================================================================================
-def published(model: Model) -> dict[str, list[tuple[str, str]]]:
-    """Of each of the weights the published tensors it is made of, and how each lies there -> here."""
-    rows = {'embed': [('shared.weight', 'V M -> V M')]}
-    if not model.tied:
-        rows['unembed'] = [('lm_head.weight', 'V M -> V M')]
-    for stack, ffn in (('encoder', 1), ('decoder', 2)):
-        block = f'{stack}.block.{{}}.layer'
-        dense = f'{block}.{ffn}.DenseReluDense'
-        parts = {'': (f'{block}.0', 'SelfAttention')} | (
-            {'cross': (f'{block}.1', 'EncDecAttention')} if ffn == 2 else {}
-        )
-        for which, (sublayer, attention) in parts.items():
-            norm, w = ('ln_cross', 'cross') if which else ('ln1', 'w')
-            rows |= {
-                f'{stack}/{norm}': [(f'{sublayer}.layer_norm.weight', 'M -> M')],
-                f'{stack}/{w}_q': [(f'{sublayer}.{attention}.q.weight', '(K D) M -> M K D')],
-                f'{stack}/{w}_kv': [(f'{sublayer}.{attention}.{x}.weight', '(K D) M -> M K D') for x in 'kv'],
-                f'{stack}/{w}_o': [(f'{sublayer}.{attention}.o.weight', 'M (K D) -> M K D')],
-            }
-        rows |= {
-            f'{stack}/ln2': [(f'{block}.{ffn}.layer_norm.weight', 'M -> M')],
-            f'{stack}/w_up': [(f'{dense}.wi_1.weight' if model.gated else f'{dense}.wi.weight', 'F M -> M F')],
-            f'{stack}/w_down': [(f'{dense}.wo.weight', 'M F -> M F')],
-            f'{stack}_bias': [(f'{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight', 'N K -> N K')],
-            f'{stack}_norm': [(f'{stack}.final_layer_norm.weight', 'M -> M')],
-        }
-        if model.gated:
-            rows[f'{stack}/w_gate'] = [(f'{dense}.wi_0.weight', 'F M -> M F')]
-    return rows
-
-
+# == config.json =======================================================================================================
 def model_of(config) -> Model:
     """The model that a published config.json describes.
 

@@ -10,13 +10,16 @@ from pages import ROOT
 from shardlib.shardtypes import ShardingError
 
 COLLECTIVES = {"all_gather", "gather", "psum_scatter", "psum", "pmax", "all_to_all", "ppermute"}
+WEIGHTS = {"matrix", "bias", "exact"}  # lines of a table of weights (models/weights.py)
+# What a weight's line or a shared function of models/ says wrong is met where it is used.
+PLACE = r"(weights|layers|llama|mixtral|gemma|gpt2|gptj|bert|t5|published|test_llama)\.py"
 
 
 def mutants(source, axes=("d", "t")):
     """(name, line, source) of every mutant; no line moves. `axes` are the mesh's, in its order.
 
-    Each collective is removed, doubled, has two axes exchanged or leaves one of several as it was; and in each string
-    each '+axis' is dropped.
+    Each collective is removed, doubled, has two axes exchanged or leaves one of several as it was; in a weight's line
+    two axes are exchanged, and each '/axis' is dropped; and in each string each '+axis' is dropped.
     """
     tree, made = ast.parse(source), []
     parts_of_strings = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
@@ -35,6 +38,10 @@ def mutants(source, axes=("d", "t")):
                 make(f"{name} {spec} removed", node, text_of(node.args[1]))
                 make(f"{name} {spec} twice", node.args[1], text_of(node))
                 for other in [*exchanged(spec, axes), *one_axis_fewer(spec, axes)]:
+                    make(f"{name} {spec} as {other}", node.args[0], other)
+            if name in WEIGHTS:
+                spec = text_of(node.args[0])
+                for other in [*exchanged(spec, axes), *without_an_axis(spec, axes)]:
                     make(f"{name} {spec} as {other}", node.args[0], other)
         if is_string(node) and id(node) not in parts_of_strings:
             spec = text_of(node)
@@ -94,6 +101,12 @@ def exchanged(spec, axes):
             there = re.sub(rf"({mark}({'|'.join(axes)})\b){{2,}}", lambda run: in_order(run[0], axes), there)
         if there != spec:
             yield there
+
+
+def without_an_axis(spec, axes):
+    """The string without one '/axis', of each."""
+    for match in re.finditer(rf"/({'|'.join(axes)})\b", spec):
+        yield spec[: match.start()] + spec[match.end() :]
 
 
 def in_order(run, axes):

@@ -5,7 +5,7 @@ import json
 import jax
 import numpy as np
 import pytest
-from mutation import refuse_all_of
+from mutation import PLACE, refuse_all_of
 from pages import ROOT
 from published import FOLDER, Masked, check_family, loss_and_logits_of_masked, on_mesh, oracle_of, weights_of
 from safetensors.numpy import load_file, save_file
@@ -113,4 +113,4 @@ def test_the_family_is_accepted(tmp_path):
 @pytest.mark.slow
 def test_every_mutant_of_the_family_is_refused(tmp_path, record_property):
     """Each collective removed, doubled, with its axes exchanged or one too few, and each '+axis' dropped."""
-    assert refuse_all_of("models/bert.py", check_bert, tmp_path, record_property) > 40
+    assert refuse_all_of("models/bert.py", check_bert, tmp_path, record_property, PLACE) > 40

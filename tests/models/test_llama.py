@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 import sys
 
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import small
-from mutation import refuse_all_of
+from mutation import PLACE, refuse_all_of
 from pages import ROOT, module_of
 from published import FOLDER, batch_of, claims_of, loss_and_logits, on_mesh, oracle_of, weights_of
 from reference import random_weights
@@ -174,24 +175,31 @@ VARIANTS = [
 ]
 
 
+MODULES = ["models.weights", "models.layers", "models.llama"]
+GPT2 = {"d_model": 64, "n_kv": 8, "d_head": 8, "layers": 2, "vocab": 128, "d_ff": 96, "positions": 64}
+
+
 def check_family(path, source, module="models.llama"):
     """Checks each variant's loss with its gradient, and its layer of decoding, with a changed file in the place of a
     module; returns the claims."""
-    before = {name: sys.modules[name] for name in ("models.layers", "models.llama")}
+    families = ["models.llama"] if module == "models.llama" else ["models.llama", "models.gpt2"]
+    changed = [*MODULES[MODULES.index(module) : 2], *families]  # those that import it are made anew
+    before = {name: importlib.import_module(name) for name in changed}
     try:
-        changed = module_of(path, source)
-        sys.modules[module] = changed
-        if module == "models.layers":
-            sys.modules["models"].layers = changed
-            sys.modules["models.llama"] = module_of(path.with_name("llama.py"), (ROOT / "models/llama.py").read_text())
+        for name in changed:
+            text = source if name == module else (ROOT / f"{name.replace('.', '/')}.py").read_text()
+            sys.modules[name] = module_of(path.with_name(f"{name.rpartition('.')[2]}.py"), text)
+            setattr(sys.modules["models"], name.rpartition(".")[2], sys.modules[name])
         variants = [vars(small.MODEL) | {"attention": "einsum"} | each for each in VARIANTS]
-        return claims_of(sys.modules["models.llama"], variants, [loss_and_logits, decoded])
+        given = {"models.llama": variants, "models.gpt2": [GPT2 | {"attention": "einsum"}]}
+        return sum(claims_of(sys.modules[name], given[name], [loss_and_logits, decoded]) for name in families)
     finally:
         sys.modules.update(before)
-        sys.modules["models"].layers, sys.modules["models"].llama = before.values()
+        for name, each in before.items():
+            setattr(sys.modules["models"], name.rpartition(".")[2], each)
 
 
-@pytest.mark.parametrize("module", ["models.layers", "models.llama"])
+@pytest.mark.parametrize("module", MODULES)
 def test_the_family_is_accepted(module, tmp_path):
     """As it is, in training and in decoding: the mutants are refused for their mutation."""
     file = f"{module.replace('.', '/')}.py"
@@ -199,10 +207,10 @@ def test_the_family_is_accepted(module, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", ["models.layers", "models.llama"])
+@pytest.mark.parametrize("module", MODULES)
 def test_every_mutant_of_the_family_is_refused(module, tmp_path, record_property):
     """Each collective removed, doubled, with its axes exchanged or one too few, and each '+axis' dropped."""
     file = f"{module.replace('.', '/')}.py"
     check = functools.partial(check_family, module=module)
-    place = r"(layers|llama|published|test_llama)\.py"  # what a shared function does wrong is met where it is used
-    assert refuse_all_of(file, check, tmp_path, record_property, place) > 40
+    least = {"models.weights": 3, "models.layers": 40, "models.llama": 30}[module]
+    assert refuse_all_of(file, check, tmp_path, record_property, PLACE) > least

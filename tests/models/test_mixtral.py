@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 import small
-from mutation import refuse_all_of
+from mutation import PLACE, refuse_all_of
 from pages import ROOT
 from published import FOLDER, batch_of, check_family, loss_and_logits, on_mesh, oracle_of, weights_of
 from test_llama import decoded
@@ -116,4 +116,4 @@ def test_the_family_is_accepted(tmp_path):
 @pytest.mark.slow
 def test_every_mutant_of_the_family_is_refused(tmp_path, record_property):
     """Each collective removed, doubled, with its axes exchanged or one too few, and each '+axis' dropped."""
-    assert refuse_all_of("models/mixtral.py", check_mixtral, tmp_path, record_property) > 40
+    assert refuse_all_of("models/mixtral.py", check_mixtral, tmp_path, record_property, PLACE) > 40

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import small
-from mutation import refuse_all_of
+from mutation import PLACE, refuse_all_of
 from pages import ROOT
 from published import FOLDER, Read, check_family, loss_and_logits_of_read, on_mesh, oracle_of, weights_of
 from safetensors.numpy import load_file, save_file
@@ -141,4 +141,4 @@ def test_the_family_is_accepted(tmp_path):
 @pytest.mark.slow
 def test_every_mutant_of_the_family_is_refused(tmp_path, record_property):
     """Each collective removed, doubled, with its axes exchanged or one too few, and each '+axis' dropped."""
-    assert refuse_all_of("models/t5.py", check_t5, tmp_path, record_property) > 40
+    assert refuse_all_of("models/t5.py", check_t5, tmp_path, record_property, PLACE) > 40

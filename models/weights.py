@@ -1,0 +1,249 @@
+"""A family's weights as a table, a line a weight: their types, first values, gathers and published names follow.
+
+    TABLE = Table({
+        'embed': matrix('V/t M/d -> V/t M', 'M', 'model.embed_tokens.weight', 'V M'),
+        'transformer': {     # a stack of layers
+            'ln1': exact('M/d/t -> M', 1, 'model.layers.{}.input_layernorm.weight', 'M'),
+            'w_kv': matrix('2 M/d K/t D -> M K/t D', 'M', ('….k_proj.weight', '….v_proj.weight'), '(K D) M'),
+            'b_o': bias('M/d/t -> M', 0, '….o_proj.bias', 'M', lambda model: model.has_biases),
+        },
+    })
+    Layer, Weights, Gathered, Ends = TABLE.types
+    init, gather_layer, gather_ends, published = TABLE.functions
+
+A line says how the weight lies at rest -> in use, which is the string of its all-gather; its first values, a constant
+or the letters of a matrix's fan-in; the published tensor, or the tensors that it is a stack of, and how one lies; and
+which models have it. `w_kv`, a stack of 2, is gathered as `w_k` and `w_v`: a result whose first dim were the 2 would
+have to be transposed.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_extra import fold_in_str
+from shardlib import shardops
+from shardlib.shardtypes import Array, ComputeType, DType, Scope, check_tree, f32, pytree_dataclass
+from shardlib.spec import ShardingError, users_line
+from train import act
+
+# The type of matrices at rest: float32, or bfloat16 where they are not trained.
+stored = ComputeType('stored', jnp.float32)
+# The field of `Model` that is a letter's size.
+SIZES = dict(M='d_model', Q='n_q_per_kv', K='n_kv', D='d_head', V='vocab', F='d_ff', P='positions')
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A line of the table. `matrix`, `bias` and `exact` give the two types."""
+
+    at_rest: DType
+    in_use: DType
+    lies: str  # 'M/d F/t -> M F/t'
+    first: Any  # first values: a number, one for each of the first dim, or the letters of the fan-in
+    published: Any  # a name, or several that the first dim is a stack of; or a function of the model; '': not published
+    layout: Any  # of the published tensor: '(K Q D) M'; or a function of the model
+    only_if: Callable[[Any], bool] = lambda model: True
+    plus: float = 0.0  # added where it is used
+    scale: Callable[[Any], float] = lambda model: 1.0  # of first values that are drawn
+    line: str = field(default_factory=users_line, compare=False)  # of the table, for messages
+
+    @property
+    def rest(self) -> str:
+        return self.lies.partition(' -> ')[0]
+
+    @property
+    def use(self) -> str:
+        return self.lies.partition(' -> ')[2]
+
+    @property
+    def is_optional(self) -> bool:
+        return self.only_if is not Weight.only_if
+
+    def parts(self, name: str) -> dict[str, int | None]:
+        """The names under which it is gathered; of a stack, each with its number there."""
+        if self.rest[0].isdigit() and not self.use[0].isdigit():
+            stem, _, letters = name.rpartition('_')
+            return {f'{stem}_{letter}': number for number, letter in enumerate(letters)}
+        return {name: None}
+
+    def gathered(self, name: str, w: jax.Array | None, reduce_dtype: str) -> dict[str, jax.Array | None]:
+        """What it is in use, by name; gradients of matrices and biases travel in reduce_dtype."""
+        options = {} if self.in_use is f32 else {'dtype': self.in_use, 'reduce_dtype': reduce_dtype}
+        parts = self.parts(name)
+        if w is None:
+            return dict.fromkeys(parts)
+        result = {}
+        for part, number in parts.items():
+            string, one = (self.lies, w) if number is None else (self.lies.partition(' ')[2], w[number])
+            with jax.named_scope(part):  # a line of the ledger
+                used = shardops.all_gather(string, one, **options)
+            result[part] = used + self.plus if self.plus else used
+        return result
+
+    def drawn(self, key: str, model: Any, layers: tuple[int, ...], size: Callable[[str], int], seed) -> jax.Array:
+        shape = *layers, *map(size, letters(self.rest))
+        if not isinstance(self.first, str):
+            first = jnp.asarray(self.first, jnp.float32)
+            return jnp.broadcast_to(first.reshape(*first.shape, *[1] * (len(shape) - len(layers) - first.ndim)), shape)
+        fan_in = math.prod(map(size, self.first.split()))
+        # 0.8796 is the standard deviation of a normal distribution that is cut at 2.
+        factor = self.scale(model) / 0.87962566 / fan_in**0.5
+        return jax.random.truncated_normal(fold_in_str(jax.random.key(seed), key), -2, 2, shape, jnp.float32) * factor
+
+
+matrix = functools.partial(Weight, stored, act)  # used in the type of activations
+bias = functools.partial(Weight, f32, act)
+exact = functools.partial(Weight, f32, f32)  # norms, routers
+
+
+@pytree_dataclass
+class Biased:
+    """An unembedding with a bias: `Ends.unembed` of a family whose table has `unembed_bias`."""
+
+    table: act['V/t M']
+    bias: f32['V/t']
+
+    def astype(self, dtype) -> 'Biased':
+        """The table in this type, the bias in float32."""
+        return Biased(self.table.astype(dtype), self.bias)
+
+
+def letters(dims: str) -> list[str]:
+    """Without axes: 'M/d F/t' has M and F."""
+    return [dim.partition('/')[0] for dim in dims.split()]
+
+
+def tree_type(name: str, doc: str, types: dict[str, Any], optional: set[str]) -> type:
+    """A pytree_dataclass; optional fields may be None, which they are by default."""
+    members = {key: field(default=None, kw_only=True) for key in optional}
+    annotations = {key: type_ | None if key in optional else type_ for key, type_ in types.items()}
+    return pytree_dataclass(type(name, (), {'__doc__': doc, '__annotations__': annotations, **members}))
+
+
+class Table:
+    """A family's weights. `types` and `functions` have what models/layers.py says that a family has."""
+
+    def __init__(self, table: dict[str, Any], sizes: dict[str, Any] = {}, counts: dict[str, str] = {}):  # noqa: B006
+        """
+        Args:
+          table: by name `Weight`s, and stacks of layers, which are such tables.
+          sizes: as SIZES, of letters besides; or functions of the model.
+          counts: fields of `Model` with the number of layers of each stack; `layers` by default.
+        """
+        self.table, self.sizes, self.counts = table, SIZES | sizes, counts
+        self.stacks = {name: stack for name, stack in table.items() if isinstance(stack, dict)}
+        self.ends = {name: weight for name, weight in table.items() if name not in self.stacks}
+        self.layer = {name: weight for stack in self.stacks.values() for name, weight in stack.items()}
+        everywhere = set.intersection(*map(set, self.stacks.values()))
+        optional = {name for name, weight in self.layer.items() if weight.is_optional or name not in everywhere}
+        of_ends = {name for name, weight in self.ends.items() if weight.is_optional}
+
+        self.Layer = tree_type('Layer', 'At rest.', {x: w.at_rest[w.rest] for x, w in self.layer.items()}, optional)
+        types = {
+            name: Array[counts.get(name, 'layers'), self.Layer] if name in self.stacks else each.at_rest[each.rest]
+            for name, each in table.items()
+        }
+        self.Weights = tree_type('Weights', 'At rest.', types, of_ends)
+
+        parts = {part: (weight, name) for name, weight in self.layer.items() for part in weight.parts(name)}
+        types = {part: weight.in_use[weight.use] for part, (weight, _) in parts.items()}
+        doc = 'What a layer multiplies with; a matrix may be `Adapted`.'
+        self.Gathered = tree_type('Gathered', doc, types, {x for x, (_, name) in parts.items() if name in optional})
+
+        unembed = Biased if 'unembed_bias' in self.ends else self.ends['embed'].in_use[self.ends['embed'].use]
+        types = {name: weight.in_use[weight.use] for name, weight in self.ends.items() if name != 'unembed_bias'}
+        doc = 'What stands before the first layer and after the last, gathered.'
+        self.Ends = tree_type('Ends', doc, types | {'unembed': unembed}, of_ends - {'unembed'})
+
+    @property
+    def types(self) -> tuple[type, ...]:
+        return self.Layer, self.Weights, self.Gathered, self.Ends
+
+    @property
+    def functions(self) -> tuple[Callable, ...]:
+        return self.init, self.gather_layer, self.gather_ends, self.published
+
+    def size(self, model: Any, letter: str) -> int:
+        where = self.sizes.get(letter)
+        return int(letter) if letter.isdigit() else where(model) if callable(where) else getattr(model, where)
+
+    def init(self, model: Any, seed: jax.Array) -> Any:
+        """The first `Weights`; a model of train.py has train.py's of that seed."""
+
+        def draw(weight: Weight, key: str, layers: tuple[int, ...] = ()):
+            size = functools.partial(self.size, model)
+            return weight.drawn(key, model, layers, size, seed) if weight.only_if(model) else None
+
+        weights = {name: draw(weight, name) for name, weight in self.ends.items()}
+        for stack, table in self.stacks.items():
+            prefix = '' if len(self.stacks) == 1 else f'{stack}/'
+            count = (getattr(model, self.counts.get(stack, 'layers')),)
+            weights[stack] = self.Layer(**{x: draw(weight, prefix + x, count) for x, weight in table.items()})
+        return self.Weights(**weights)
+
+    def gather_layer(self, w: Any, reduce_dtype: str = 'float32') -> Any:
+        """`Gathered` of a `Layer`: an all-gather of each of its weights, of matrices and biases in act's type."""
+        return self._gathered(self.layer, self.Gathered, w, reduce_dtype)
+
+    def gather_ends(self, weights: Any, reduce_dtype: str = 'float32') -> Any:
+        """`Ends` of `Weights`. A model without `unembed` has the embedding there."""
+        return self._gathered(self.ends, self.Ends, weights, reduce_dtype)
+
+    def _gathered(self, table: dict[str, Weight], type_: type, w: Any, reduce_dtype: str) -> Any:
+        used = {}
+        with Scope():  # letters are the table's
+            for name, weight in table.items():
+                try:
+                    used |= weight.gathered(name, getattr(w, name), reduce_dtype)
+                except ShardingError as error:
+                    raise error.extended(f"  for the weight {name}, '{weight.lies}'\n  at {weight.line}") from None
+            if table is self.ends:
+                used['unembed'] = used['embed'] if used.get('unembed') is None else used['unembed']
+            if 'unembed_bias' in used:
+                used['unembed'] = Biased(used['unembed'], used.pop('unembed_bias'))
+            return check_tree(type_, type_(**used))
+
+    def published(self, model: Any) -> dict[str, list[tuple[str, str]]]:
+        """The published tensors that each of the weights is made of, and how one lies there -> here."""
+        rows = {}
+        for stack, table in {'': self.ends, **self.stacks}.items():
+            for name, weight in table.items():
+                names, layout = (x(model) if callable(x) else x for x in (weight.published, weight.layout))
+                if names and weight.only_if(model):
+                    names = names if isinstance(names, tuple) else (names,)
+                    ours = ['N' if letter.isdigit() else letter for letter in letters(weight.rest)]
+                    ours = ours[1:] if len(names) > 1 else ours
+                    ours = ours[names[0].count('{}') - 1 :] if stack else ours  # a second {} is the first dim's number
+                    key = f'{stack}/{name}' if stack else name
+                    rows[key] = [(each, f'{layout} -> {" ".join(ours)}') for each in names]
+        return rows
+
+
+def q_scale(model: Any) -> float:
+    """Attention's logits have variance 1 at first, whether their factor is in w_q or the model's."""
+    return model.d_head**-0.5 / model.logits_scale
+
+
+def of_each_head(model: Any) -> bool:
+    return model.qk_norm == 'head'
+
+
+def of_all_heads(model: Any) -> bool:
+    return model.qk_norm == 'all'
+
+
+def qk_norms(attention: str, plus: float = 0.0) -> dict[str, Weight]:
+    """Scales of RMSNorm of q and k, of each head by itself or of all heads together."""
+    q, k = [f'{attention}.{x}_norm.weight' for x in 'qk']
+    return {
+        'q_norm': exact('D/d/t -> D', 1 - plus, q, 'D', of_each_head, plus),
+        'k_norm': exact('D/d/t -> D', 1 - plus, k, 'D', of_each_head, plus),
+        'q_norm_all': exact('Q K/t D/d -> Q K/t D', 1 - plus, q, '(K Q D)', of_all_heads, plus),
+        'k_norm_all': exact('K/t D/d -> K/t D', 1 - plus, k, '(K D)', of_all_heads, plus),
+    }
