@@ -119,9 +119,9 @@ class Run:
             # First, so that it ends last: waiting for a tracker holds up no checkpoint.
             self._followers = opened.enter_context(Followers(config, self.folder, is_leader=self._is_leader))
             self.data = open_data(config, "train", sharding)
-            opened.enter_context(self.data)
+            opened.callback(self.data.close)
             self.validation_data = open_data(config, "validation", sharding)
-            opened.enter_context(self.validation_data)
+            opened.callback(self.validation_data.close)
             largest_id = max(self.data.max_token_id, self.validation_data.max_token_id)
             check_dataset(config, largest_id, self.data.steps, self.data.bos_id)
             tokenizer = tokenizer_of(config)
@@ -150,6 +150,8 @@ class Run:
                 with self._readers() as pool:
                     self._source = huggingface.open_weights(config.initial_weights, pool)
                 huggingface.require_same(self._source, config.model)
+            self.data.begin()
+            self.validation_data.begin()
             if self._is_leader:
                 with self._writing():
                     self.folder.mkdir(parents=True, exist_ok=True)
@@ -247,7 +249,6 @@ class Run:
             "skipped_steps": int(self._skipped_steps),
             "seed": self._config.training.seed,
             **resume.description(self._config, self._identity),
-            "data_position": self.data.state(),
             "program": self._program,
             "best": None if self._best is None else dataclasses.asdict(self._best),
             **self._about,
@@ -391,7 +392,6 @@ class Run:
 
     def _begin(self) -> None:
         """Opens what depends on the step that the run goes on from, which is known only when the state is restored."""
-        self.data.resume(self.done_steps, self.attributes.get("data_position", {}))
         config, tokens = self._config, self._config.training.tokens
         steps = {"start_step": self.done_steps, "total_steps": self._total, "is_leader": self._is_leader}
         peak = peak_flops_per_s(jax.devices()[0].device_kind)

@@ -9,6 +9,7 @@ the store of checkpoints. Exits with 1 when something that the run needs is miss
 tested one is only said. A rate takes a second, on a machine that does nothing else.
 """
 
+import contextlib
 import functools
 import os
 import platform
@@ -160,7 +161,8 @@ def data(config: Any, mesh: Mesh) -> Iterator[Row]:
     with jax.set_mesh(mesh):
         sharding = make_shardings(type(batch))
     try:
-        with open_data(config, "train", sharding) as training, open_data(config, "validation", sharding) as validation:
+        splits = [contextlib.closing(open_data(config, split, sharding)) for split in ("train", "validation")]
+        with splits[0] as training, splits[1] as validation:  # without a run that owns its folder, none is begun
             largest_id = max(training.max_token_id, validation.max_token_id)
             check_dataset(config, largest_id, training.steps, training.bos_id)
             yield "data", training.summary, ""

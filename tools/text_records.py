@@ -72,6 +72,9 @@ class TokenizeText:
     # skip: leaves out what is no text or no JSON, or lacks a field, and counts it
     on_bad_record: Literal["fail", "skip"] = "fail"
     processes: Steps = 0  # that tokenize; 0: one for each core
+    # As training does that reads what is written: no more tokens than these beyond the number that standard input said
+    # last, a line each time. It ends when standard input does. null: to the end, whoever reads
+    tokens_ahead: Steps | None = None
 
     def __post_init__(self) -> None:
         if len(self.names) != len(FIELDS[self.format]):

@@ -22,6 +22,7 @@ import multiprocessing
 import os
 import pathlib
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -59,6 +60,7 @@ from tools.text_records import (
 from tools.whole_rows import PACKED_TOKENS, Sequences, in_rows, joined
 
 RECORD_S = 15.0  # seconds between two records of how far it is: what a killed run does again
+READ_RECORD_S = 0.5  # where another process reads up to the record
 SHOWN_BAD_RECORDS = 10
 TRAIN_BPE = "train_bpe"
 BPE_BYTES = 100_000_000  # of text that a tokenizer is trained on, taken evenly from all the input
@@ -75,7 +77,7 @@ def main(config: TokenizeText) -> None:
     files = find_all(config)
     # A run goes on where another was if these are the same. How many processes there are makes no difference.
     about = json.loads(printable(json.dumps(dataclasses.asdict(config))))  # without the password of a URL
-    for key in ("output", "overwrite", "on_bad_record", "processes"):
+    for key in ("output", "overwrite", "on_bad_record", "processes", "tokens_ahead"):
         del about[key]
     made_by = {"tool": "tools/tokenize_text.py", "config": about, "input_size": total_bytes(files)}
     known = [(file.name, file.size, file.version, file.split) for file in files]
@@ -110,7 +112,10 @@ def begin(config: TokenizeText, files: list[File], dataset: zarr.Group, state: d
         what = f"{', '.join(sorted(present))} already"
         if {"tokenizing", "made_by"} & set(dataset.attrs):
             what = "a data set, or its beginning, made with another config or from an input that has changed since"
-        raise RunError(f"{config.output} holds {what}: write to a new path, or say overwrite=true to replace it")
+        fix = "write to a new path, or say overwrite=true to replace it"
+        if config.tokens_ahead is not None:
+            fix = "put the text back as it was, or delete this folder, so that the run writes it anew"
+        raise RunError(f"{config.output} holds {what}: {fix}")
     tokenizer = make_tokenizer(config, files)
     dataset.attrs.put({})
     for name in list(dataset.keys()):
@@ -148,6 +153,8 @@ def write(config: TokenizeText, files: list[File], dataset: zarr.Group, tokenize
 
     if not state["splits"]:
         record()
+    reader = None if config.tokens_ahead is None else Reader(config.tokens_ahead)
+    record_s = RECORD_S if reader is None else READ_RECORD_S
     recorded, bad_before, read = time.monotonic(), counts["bad"], position
     total, blocks = total_bytes(files), read_all(files, config, position or (0, 0, 0))
     with progress_bar(total) as bar, tokenized(blocks, tokenizer, config, process_count(config, files)) as results:
@@ -156,7 +163,10 @@ def write(config: TokenizeText, files: list[File], dataset: zarr.Group, tokenize
             if result.bad and config.on_bad_record == "fail":
                 if not any(waiting.values()):
                     record()
-                raise RunError(f"{result.bad[0]}; on_bad_record=skip leaves out such records")
+                fix = "; on_bad_record=skip leaves out such records"
+                if reader is not None:
+                    fix = ": mend it, or set hf_dataset.text_field to the field that holds the text"
+                raise RunError(result.bad[0] + fix)
             for reason in result.bad[: max(0, SHOWN_BAD_RECORDS - counts["bad"] + bad_before)]:
                 bar.write(printable(f"left out: {reason}"), file=sys.stderr)
             for split, sequences in result.sequences.items():
@@ -171,9 +181,12 @@ def write(config: TokenizeText, files: list[File], dataset: zarr.Group, tokenize
             if not config.room or sum(len(each.ids) for some in waiting.values() for each in some) >= PACKED_TOKENS:
                 write_waiting()
                 position = read
-                if time.monotonic() - recorded > RECORD_S:
+                is_ahead = reader is not None and writers["train"].token_count >= reader.wanted
+                if is_ahead or time.monotonic() - recorded > record_s:
                     record()
                     recorded = time.monotonic()
+                if reader is not None:
+                    reader.wait(writers["train"].token_count)
     write_waiting()
     position = read
     record()
@@ -314,8 +327,42 @@ def trained_tokenizer(config: TokenizeText, files: list[File], template: str | N
 def process_count(config: TokenizeText, files: list[File]) -> int:
     """As configured; else one for each core, where it pays to start them."""
     small = 0 < total_bytes(files) < 8 * 2**20
+    cores = len(os.sched_getaffinity(0))
+    if config.tokens_ahead is not None:  # the others are the run's
+        cores = max(1, cores // 2)
     # Bytes are made sooner than they are sent to another process.
-    return config.processes or (1 if small or config.tokenizer == BYTES else len(os.sched_getaffinity(0)))
+    return config.processes or (1 if small or config.tokenizer == BYTES else cores)
+
+
+class Reader:
+    """A run that reads what is written, and says on standard input how many tokens it wants."""
+
+    def __init__(self, ahead: int):
+        self._ahead, self._asked, self._is_over = ahead, 0, False
+        self._changed = threading.Condition()
+        threading.Thread(target=self._listen, name="reader", daemon=True).start()
+        os.nice(10)  # training first
+
+    @property
+    def wanted(self) -> int:
+        """The tokens that may be written."""
+        return self._asked + self._ahead
+
+    def wait(self, count: int) -> None:
+        """Returns when more than `count` tokens are wanted. Ends this process when the reader has ended."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_over or count < self.wanted)
+        if self._is_over:
+            sys.exit(0)
+
+    def _listen(self) -> None:
+        for line in sys.stdin.buffer:
+            with self._changed:
+                self._asked = max(self._asked, int(line))
+                self._changed.notify()
+        with self._changed:
+            self._is_over = True
+            self._changed.notify()
 
 
 # ---------------------------------------------------------------- the output

@@ -85,12 +85,15 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class HuggingFaceDataset:
-    # A data set on the Hugging Face hub (allenai/c4), or a folder of .txt, .jsonl or .parquet files; read as it is.
+    # A data set on the Hugging Face hub (allenai/c4), or a folder of .txt, .jsonl or .parquet files; tokenized into the
+    # run folder while the run reads it.
     path: Name | None = None
     name: str | None = None  # which of its configurations (en)
     tokenizer: str | None = None  # as tools.tokenize_text takes it: bytes_utf8, a tokenizer.json, a name on the hub
     text_field: str = "text"  # of each document
     validation_split: str = "validation"  # of which validation_batches batches are read
+    # tokens that may be written before training wants them; each takes 2 to 4 bytes of the run folder's disk
+    tokens_ahead: Count = 50_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +174,7 @@ DROPPED_KEYS = {
     "flat_tokens.long_sequences": ("split", "a sequence longer than a row makes several rows: delete the key"),
     "hf_dataset.sequences_packed_per_batch": (None, "documents are packed without gaps: delete the key"),
     "hf_dataset.train_split": ("train", "training reads the split `train`: delete the key"),
-    "hf_dataset.num_workers": (2, "two threads tokenize: delete the key"),
+    "hf_dataset.num_workers": (2, "half of the cores tokenize: delete the key"),
     "io.max_data_bytes": (4 * 2**30, "reading takes at most 4 GiB: delete the key"),
     "checkpoint.timeout_s": (600.0, "a save may take 600 s: delete the key"),
     "cluster.num_processes": (None, "it is num_hosts: delete the key"),

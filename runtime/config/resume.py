@@ -22,7 +22,10 @@ FIXED = (
 )  # fmt: skip
 # Of a section that is else fixed: how attention is computed, what has no effect on the batches, and the path, since
 # `data` knows a moved data set.
-FREE = ("model.attention", "flat_tokens.epochs", "flat_tokens.filespec", "hf_dataset.validation_split")
+FREE = (
+    "model.attention", "flat_tokens.epochs", "flat_tokens.filespec", "hf_dataset.validation_split",
+    "hf_dataset.tokens_ahead",
+)  # fmt: skip
 UNIMPORTANT = ("allow_config_change", "check_only")
 
 C = TypeVar("C")
@@ -75,6 +78,8 @@ def compare(
     data = {name: value for name, value in data.items() if name != "tokenizer" or name in known}
     if known and known != data:
         refused.append(f"  the data: {shown(known)} -> {shown(data)}")
+    if other := _other_order(attributes.get("data_position") or {}):
+        refused.append(f"  the order of hf_dataset.path: {other} -> one row after another; a new run may take its initial_weights from this one")
     for name, value in (about or {}).items() if before else ():
         if attributes.get(name) != value:
             refused.append(f"  {name}: {shown(attributes.get(name))} -> {shown(value)}")
@@ -88,6 +93,15 @@ def compare(
             "allow_config_change=true."
         )
     return changes + refused
+
+
+def _other_order(position: Mapping[str, Any]) -> str:
+    """How a program read text that had no rows, where that differs from how its rows are read now. It kept for each
+    number of hosts that the run had had where each host was, as (pass, file, document, token)."""
+    layouts = position.get("positions", [])
+    if len(layouts) > 1 or any(len(hosts) > 1 for hosts in layouts):
+        return "a share of its documents for each host"
+    return "a pass that begins within a row" if any(epoch for hosts in layouts for epoch, *_ in hosts) else ""
 
 
 def _is_fixed(key: str) -> bool:

@@ -21,8 +21,10 @@ import jax
 import numpy as np
 import zarr
 
-from runtime.data.flat_tokens import ENCODED_PADDING, Split, open_split
-from runtime.data.order import Growing, Interleaving, InTurn, Order
+from runtime.data import refusals
+from runtime.data.flat_tokens import ENCODED_PADDING, open_split
+from runtime.data.growing import GrowingSplit
+from runtime.data.order import GrowingBatch, MixtureOrder, Order, SequentialOrder
 from runtime.data.read_ahead import NO_END, ReadAhead
 from runtime.data.row_stream import BUFFERS_AHEAD, RowStream
 from runtime.data.rows import PackedRows, SequenceRows
@@ -32,7 +34,6 @@ BATCHES_AHEAD = 3  # on the device already while a step runs
 UNSHUFFLED_BATCHES = 8  # that are read at once where rows are read in the order they are stored in
 TOKEN_BYTES = 4  # of a buffer; whether it is a target takes another, or its weight 4
 CHUNKS_A_THREAD = 3  # while it reads one: compressed, decoded, and copied
-MAX_BYTES = 4 * 2**30  # of host memory that one split may take
 
 
 class Batch(NamedTuple):
@@ -86,52 +87,7 @@ def token_batch(
     return type(sharding)(**{name: place(value, getattr(sharding, name)) for name, value in there.items()})
 
 
-class Batches:
-    """What both kinds of loaders offer a run, besides `load`, `summary` and `rows_of`."""
-
-    max_token_id: int  # no token id is larger
-    bos_id: int  # the input that stands before a sequence's first token
-    steps: int | None  # of all epochs; None: there is no end
-    dropped_tokens = 0  # of an epoch: at the ends of splits, too few for a row
-    _batches: ReadAhead
-    _opened: contextlib.ExitStack
-
-    @property
-    def waited_s(self) -> float:
-        """For how long load() has waited, in all."""
-        return self._batches.waited_s
-
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint must hold to resume after the batches loaded so far, as JSON values."""
-        return {}
-
-    def resume(self, step: int, state: dict[str, Any]) -> None:
-        """Continues with this step, where an earlier loader's `state` says."""
-
-    def metrics(self, step: int) -> dict[str, Any]:
-        """What a log says of the data up to a step."""
-        return {}
-
-    def source_of(self, step: int) -> str:
-        """Whose rows a batch of an unshuffled pass has, where there are several sources."""
-        return ""
-
-    def part_of_batch(self, step: int) -> float:
-        """How many rows a step has, in the largest step's."""
-        return 1.0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Ends the threads. What they are reading is finished first, what is queued is not begun."""
-        self._opened.close()
-
-
-class Loader(Batches):
+class Loader:
     """Loads the batches of one split of a data set, or of a mixture of several.
 
     A row is, packed, `length` tokens in the order they are stored in, whatever sequences they belong to; not packed,
@@ -140,16 +96,17 @@ class Loader(Batches):
 
     Rows come epoch after epoch, without a gap: a batch may hold an epoch's last rows and the next one's first. In a
     mixture each source goes through its own epochs, and of any number of rows has its share, by weight, to within one
-    row.
+    row. Data that another process is still writing are read in the order they are stored in, and waited for.
 
     Args:
       flat_tokens: the section of the config.
       split: `train` or `validation`.
-      batch: rows of a batch, over all hosts; with doubles_at of the largest (`Growing`).
+      batch: rows of a batch, over all hosts; with doubles_at of the largest (`GrowingBatch`).
       length: tokens of a row.
       read_length: tokens before those that an encoder reads.
       sharding: of a batch; each host reads only those rows that its own devices need.
       mixture: the sources, if there are several, instead of flat_tokens.filespec.
+      growing: the split, if it is still being written, instead of flat_tokens.filespec. The loader closes it.
       shuffle: False, for validation, gives the rows in the order they are stored in, each once; the last batch is
         filled up with rows that are no target. A mixture ends where the first of its sources does; up to there each
         source's rows have batches of their own.
@@ -160,7 +117,11 @@ class Loader(Batches):
         less than a batch, memory would not be enough, or sources do not go together.
     """
 
+    max_token_id: int  # no token id is larger
+    bos_id: int  # the input that stands before a sequence's first token
+    steps: int | None  # of all epochs; None: there is no end
     rows: int  # of an epoch, of all sources together
+    dropped_tokens: int  # of an epoch: at the ends of splits, too few for a row
     memory_bytes: int  # of the host, at most
 
     def __init__(
@@ -172,56 +133,73 @@ class Loader(Batches):
         length: int,
         sharding: Batch,
         mixture: Sequence[Any] = (),
+        growing: GrowingSplit | None = None,
         shuffle: bool = True,
         batches: int | None = None,
         io_threads: int = 8,
         read_length: int = 0,
         doubles_at: Sequence[int] = (),
     ):
-        self._growing = Growing(batch, doubles_at if shuffle else ())
-        self._batch, self._sharding, self._shuffle = batch, sharding, shuffle
+        self._growing_batch = GrowingBatch(batch, doubles_at if shuffle else ())
+        self._batch, self._sharding, self._shuffle, self._most_batches = batch, sharding, shuffle, batches
+        self._is_growing = growing is not None
         self._length, self._read_length = read_length + length, read_length
         self._epochs = flat_tokens.epochs if shuffle else 1
-        self._interleaving = Interleaving([source.weight for source in mixture] or [1])
-        self._host_rows = {size: rows_of_host(sharding, size, length) for size in self._growing.sizes}
-        self._is_host_row = np.zeros((len(self._growing.sizes), batch), bool)  # by phase
-        for phase, size in enumerate(self._growing.sizes):
+        self._mixture = MixtureOrder([source.weight for source in mixture] or [1])
+        self._host_rows = {size: rows_of_host(sharding, size, length) for size in self._growing_batch.sizes}
+        self._is_host_row = np.zeros((len(self._growing_batch.sizes), batch), bool)  # by phase
+        for phase, size in enumerate(self._growing_batch.sizes):
             self._is_host_row[phase, self._host_rows[size]] = True
         self._sources: list[RowStream] = []
+        splits = {} if growing is None else {growing.where: growing}
         with contextlib.ExitStack() as opened:
+            if growing is not None:
+                opened.callback(growing.close)
             pool = opened.enter_context(ThreadPoolExecutor(io_threads, thread_name_prefix="read_chunks"))
-            for index, name in enumerate([source.filespec for source in mixture] or [flat_tokens.filespec]):
-                opened_split = open_split(name, split)
-                self._check_rows(opened_split, length, flat_tokens.sequence_packing)
+            names = [source.filespec for source in mixture] or [flat_tokens.filespec]
+            for index, name in enumerate(splits or names):
+                opened_split = splits.get(name) or open_split(name, split)
+                refusals.check_rows(opened_split, length, read_length, flat_tokens.sequence_packing, sharding)
                 rows = (
                     PackedRows(opened_split, self._length)
                     if flat_tokens.sequence_packing
                     else SequenceRows(opened_split, length, pool)
                 )
                 order = Order(rows.count, batch, UNSHUFFLED_BATCHES, None)
-                if shuffle:
+                if shuffle and growing is None:
                     sizes = flat_tokens.sequences_per_read_block, flat_tokens.read_blocks_per_shuffle_buffer
                     order = Order(rows.count, *sizes, flat_tokens.seed)
                 wanted = functools.partial(self._is_wanted, index)
                 self._sources.append(RowStream(name, opened_split, rows, order, self._length, wanted, pool))
                 opened.callback(self._sources[-1].close)
-            self._agree()
-            self._end = self._count_rows(batches)
-            self.steps = None if self._end == NO_END else self._growing.steps(self._end)
-            # How many rows of each source there are to read, and where they come.
-            end = NO_END if self.steps is None else self._growing.start(self.steps)
-            self._counts = np.full(len(self._sources), end)
-            self._places: Interleaving | InTurn = self._interleaving
-            if not shuffle:
-                self._counts = self._interleaving.counts(self._end)
-                self._places = InTurn(self._counts, batch)
-                self.steps = int(self._places.starts[-1]) // batch
-            self._refuse_too_little()
-            self._bound_memory(io_threads)
-            steps = NO_END if self.steps is None else self.steps
-            self._batches = ReadAhead(self._read_batch, steps, BATCHES_AHEAD, "read_batches")
-            opened.callback(self._batches.close)
+            self.bos_id = refusals.check_same_bos_id([source.split for source in self._sources])
+            self.max_token_id = max(source.split.max_token_id for source in self._sources)
+            self.rows = sum(source.rows.count for source in self._sources)
+            self.dropped_tokens = sum(source.rows.dropped_tokens for source in self._sources)
+            self._set_end()
+            self.memory_bytes = self._most_memory(io_threads)
+            refusals.check_memory(self.memory_bytes, [source.split.where for source in self._sources])
+            opened.callback(lambda: self._batches.close())
+            if growing is not None:
+                opened.callback(growing.close)  # first, since the threads may be waiting for it
             self._opened = opened.pop_all()
+
+    def __enter__(self) -> Self:
+        self.begin()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def begin(self) -> None:
+        """Waits, where the split is still being written, for its first rows; of an unshuffled pass for all."""
+        if self._is_growing:
+            self._sources[0].rows.reach(1 if self._shuffle else self._end)
+            self._set_end()
+
+    def close(self) -> None:
+        """Ends the threads. What they are reading is finished first, what is queued is not begun."""
+        self._opened.close()
 
     def load(self, step: int) -> Batch:
         """The batch of a step, the first being 0; in any order, though reading on from the last one is fastest.
@@ -230,17 +208,22 @@ class Loader(Batches):
           RunError: the data hold fewer steps, or cannot be read.
         """
         if step < 0 or (self.steps is not None and step >= self.steps):
-            epochs = math.ceil(self._growing.start(step + 1) / self.rows)
+            epochs = math.ceil(self._growing_batch.start(step + 1) / self.rows)
             fix = (
                 f"set flat_tokens.epochs to {epochs} or more, or lower training.steps"
                 if self._shuffle
                 else "an unshuffled pass reads each row once"
             )
             raise RunError(
-                f"there is no batch for step {step}: {self._texts()}, {self.steps} batches of {self._batch} "
-                f"in flat_tokens.epochs = {self._epochs}: {fix}"
+                f"there is no batch for step {step}: {'; '.join(source.rows.text for source in self._sources)}, "
+                f"{self.steps} batches of {self._batch} in flat_tokens.epochs = {self._epochs}: {fix}"
             )
         return self._batches(step)
+
+    @property
+    def waited_s(self) -> float:
+        """For how long load() has waited, in all."""
+        return self._batches.waited_s
 
     @property
     def summary(self) -> str:
@@ -248,14 +231,14 @@ class Loader(Batches):
         if self.steps is None:
             end = "without end"
         elif self._shuffle:
-            left = self._end - self._growing.start(self.steps)
+            left = self._end - self._growing_batch.start(self.steps)
             end = (
                 f"{self.steps:,} steps in {self._epochs} {'epoch' if self._epochs == 1 else 'epochs'}, {left:,} rows "
                 "left over at the end"
             )
         else:
             end = f"{self.steps:,} batches of {self._batch} are read"
-        shares = self._interleaving.shares / self._interleaving.shares.sum()
+        shares = self._mixture.shares / self._mixture.shares.sum()
         texts = [
             (f"{share:.2%} from " if len(shares) > 1 else "") + source.rows.text
             for share, source in zip(shares, self._sources)
@@ -266,27 +249,30 @@ class Loader(Batches):
     def identity(self) -> dict[str, Any]:
         """What tells this split from another, as JSON values: a checkpoint keeps it, so that no run goes on with other
         data."""
+        if isinstance(split := self._sources[0].split, GrowingSplit):  # how many rows it will have is not known
+            return {"files": split.files, "max_token_id": self.max_token_id, "bos_id": self.bos_id}
         identity = {name: getattr(self, name) for name in ("rows", "dropped_tokens", "max_token_id", "bos_id")}
         if len(self._sources) == 1:
             return identity
         rows = [source.rows.count for source in self._sources]
-        return {**identity, "rows": rows, "shares": self._interleaving.shares.tolist()}
+        return {**identity, "rows": rows, "shares": self._mixture.shares.tolist()}
 
     def metrics(self, step: int) -> dict[str, Any]:
         """Of a mixture, tokens read from each source up to a step, padding included."""
         if len(self._sources) == 1:
             return {}
-        counts = self._interleaving.counts(self._growing.start(step + 1)) * self._length
+        counts = self._mixture.counts(self._growing_batch.start(step + 1)) * self._length
         return {"tokens_per_source": {source.name: count for source, count in zip(self._sources, counts.tolist())}}
 
     def part_of_batch(self, step: int) -> float:
         """How many rows a step has, in the largest step's."""
-        return self._growing.rows(step) / self._batch
+        return self._growing_batch.rows(step) / self._batch
 
     def rows_of(self, step: int) -> list[str]:
         """Where each row of a step's batch, on all hosts, comes from; for a person who looks at what made a step
         bad."""
-        sources, ordinals = self._places.at(np.arange(self._growing.start(step), self._growing.start(step + 1)))
+        first, after = (self._growing_batch.start(each) for each in (step, step + 1))
+        sources, ordinals = self._places.at(np.arange(first, after))
         there = ordinals < self._counts[sources]
         pairs = zip(sources[there].tolist(), ordinals[there].tolist())
         return [self._sources[source].place_of(ordinal) for source, ordinal in pairs]
@@ -298,63 +284,32 @@ class Loader(Batches):
 
     # ---- what is there
 
-    def _check_rows(self, split: Split, length: int, is_packed: bool) -> None:
-        """Refuses what this run's rows, or its batch, cannot hold as it was written."""
-        if bool(self._read_length) != bool(split.read_length):
-            pairs, encoder = "pairs" if split.read_length else "no pairs", "an" if self._read_length else "no"
-            raise RunError(
-                f"{split.where} holds {pairs}, of what an encoder reads and what is written, and this program has "
-                f"{encoder} encoder"
-            )
-        written, asked = (split.row_length, split.read_length), (length, self._read_length)
-        if split.row_length and (written != asked or not is_packed):
-            read = f" and training.tokens.read_len={split.read_length}" if split.read_length else ""
-            raise RunError(
-                f"{split.where} was written in rows of {split.row_length} tokens, which hold sequences whole: set "
-                f"training.tokens.len={split.row_length}{read}, with flat_tokens.sequence_packing=true"
-            )
-        if split.targets == "weight" and not hasattr(self._sharding, "weight"):
-            raise RunError(
-                f"{split.where} holds weights of targets, which this program's loss does not take: write the data set "
-                "without them, or train with a program whose batch has the field `weight`"
-            )
+    def _set_end(self) -> None:
+        """Counts the rows of each source that there are to read, says where they come, and refuses too few."""
+        self._end = self._count_rows()
+        self.steps = None if self._end == NO_END else self._growing_batch.steps(self._end)
+        end = NO_END if self.steps is None else self._growing_batch.start(self.steps)
+        self._counts = np.full(len(self._sources), end)
+        self._places: MixtureOrder | SequentialOrder = self._mixture
+        if not self._shuffle:
+            self._counts = self._mixture.counts(self._end)
+            self._places = SequentialOrder(self._counts, self._batch)
+            self.steps = int(self._places.starts[-1]) // self._batch
+        refusals.check_enough([source.rows for source in self._sources], self.steps, self._epochs, self._batch)
+        steps = NO_END if self.steps is None else self.steps
+        self._batches = ReadAhead(self._read_batch, steps, BATCHES_AHEAD, "read_batches")
 
-    def _agree(self) -> None:
-        splits = [source.split for source in self._sources]
-        if len({split.bos_id for split in splits}) > 1:
-            texts = ", ".join(f"{split.bos_id} in {split.where}" for split in splits)
-            raise RunError(
-                f"the sources of the mixture differ in bos_id, the input before a sequence's first token: {texts}; "
-                "expected the same in all: write them with one tokenizer"
-            )
-        self.bos_id, self.max_token_id = splits[0].bos_id, max(split.max_token_id for split in splits)
-        self.rows = sum(source.rows.count for source in self._sources)
-        self.dropped_tokens = sum(source.rows.dropped_tokens for source in self._sources)
-
-    def _count_rows(self, batches: int | None) -> int:
+    def _count_rows(self) -> int:
         """How many rows there are to read."""
         counts = [source.rows.count for source in self._sources]
         if self._shuffle:
-            return counts[0] * self._epochs if len(counts) == 1 else NO_END
+            return NO_END if self._is_growing or len(counts) > 1 else counts[0] * self._epochs
         # Up to the first row that a source does not have.
-        ends = [int(self._interleaving.rows_of(index, np.array([count]))[0]) for index, count in enumerate(counts)]
-        return min(ends) if batches is None else min(*ends, batches * self._batch)
+        ends = [int(self._mixture.rows_of(index, np.array([count]))[0]) for index, count in enumerate(counts)]
+        return min(ends) if self._most_batches is None else min(*ends, self._most_batches * self._batch)
 
-    def _refuse_too_little(self) -> None:
-        fix = "lower training.tokens.batch or training.tokens.len, or use more data"
-        for source in self._sources:
-            if len(self._sources) > 1 and source.rows.count == 0:
-                raise RunError(f"{source.rows.text}: a source of a mixture needs at least one row; {fix}")
-        if self.steps == 0:
-            raise RunError(
-                f"{self._texts()}: in flat_tokens.epochs = {self._epochs} that is less than one batch of "
-                f"{self._batch}; {fix}"
-            )
-
-    def _texts(self) -> str:
-        return "; ".join(source.rows.text for source in self._sources)
-
-    def _bound_memory(self, io_threads: int) -> None:
+    def _most_memory(self, io_threads: int) -> int:
+        """Bytes of the host that reading takes, at most."""
         own = len(self._host_rows[self._batch])
         self._weight_type = np.result_type(*(source.split.weight_type for source in self._sources))
         rows = (BATCHES_AHEAD + 2) * own * 2  # of batches
@@ -369,25 +324,19 @@ class Loader(Batches):
         chunks = [array.chunks[0] * array.dtype.itemsize for array in arrays if isinstance(array, zarr.Array)]
         token_bytes = TOKEN_BYTES + self._weight_type.itemsize
         reading = io_threads * CHUNKS_A_THREAD * max(chunks, default=0)
-        self.memory_bytes = rows * (self._length * token_bytes + 8) + kept + reading
-        if self.memory_bytes > MAX_BYTES:
-            raise RunError(
-                f"reading {', '.join(split.where for split in splits)} takes up to {self.memory_bytes:,} bytes of host "
-                f"memory, more than {MAX_BYTES:,}: lower flat_tokens.read_blocks_per_shuffle_buffer, "
-                "flat_tokens.sequences_per_read_block or io.max_io_threads"
-            )
+        return rows * (self._length * token_bytes + 8) + kept + reading
 
     # ---- reading
 
     def _is_wanted(self, source: int, ordinals: np.ndarray) -> np.ndarray:
         """Which of a source's rows this host reads."""
         positions = self._places.rows_of(source, ordinals)
-        return self._is_host_row[self._growing.places(positions)] & (ordinals < self._counts[source])
+        return self._is_host_row[self._growing_batch.places(positions)] & (ordinals < self._counts[source])
 
     def _read_batch(self, step: int) -> Batch:
-        size = self._growing.rows(step)
+        size = self._growing_batch.rows(step)
         host_rows = self._host_rows[size]
-        positions = self._growing.start(step) + host_rows
+        positions = self._growing_batch.start(step) + host_rows
         tokens = np.full((len(positions), self._length), ENCODED_PADDING)
         weight = np.zeros(tokens.shape, self._weight_type)
         sources, ordinals = self._places.at(positions)

@@ -261,7 +261,7 @@ class _Appender:
 # ---------------------------------------------------------------- reading
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Split:
     """An open split. The arrays are zarr's, or numpy's where they are small enough to be kept."""
 
@@ -278,6 +278,15 @@ class Split:
     @property
     def token_count(self) -> int:
         return self.encoded_tokens.shape[0]
+
+    @property
+    def text(self) -> str:
+        """What it holds, for messages."""
+        return f"{self.token_count:,} tokens of {self.where}"
+
+    def reach(self, tokens: int) -> bool:
+        """Whether so many tokens are there. A split that grows waits for them (runtime/data/growing.py)."""
+        return tokens <= self.token_count
 
     @property
     def sequence_count(self) -> int:

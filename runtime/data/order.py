@@ -2,11 +2,11 @@
 reached at once.
 
     Order(rows=10**9, rows_per_block=128, blocks_per_buffer=64, seed=0).rows_of(epoch=2, buffer=7)
-    Interleaving([0.7, 0.3]).at(np.arange(10**12, 10**12 + 4))  # each row's source, and which of the source's rows
-    Growing(64, (10, 30)).start(1000)                           # how many rows the first 1000 steps have
+    MixtureOrder([0.7, 0.3]).at(np.arange(10**12, 10**12 + 4))  # each row's source, and which of the source's rows
+    GrowingBatch(64, (10, 30)).start(1000)                      # how many rows the first 1000 steps have
 
-`Order` permutes one source's rows; `Interleaving` says which source each row of a mixture comes from; `Growing`, which
-rows a step has.
+`Order` permutes one source's rows; `MixtureOrder` says which source each row of a mixture comes from;
+`GrowingBatch`, which rows a step has.
 """
 
 import dataclasses
@@ -119,11 +119,11 @@ def _hash(values: np.ndarray, key: np.uint64, size: int) -> np.ndarray:
     return ((bits ^ (bits >> np.uint64(31))) % np.uint64(size)).astype(np.int64)
 
 
-class Interleaving:
+class MixtureOrder:
     """Which source each row of a mixture comes from, by weights: among the first n rows, whatever n, n times its share
     of each, to within one.
 
-        mixture = Interleaving([0.7, 0.3])
+        mixture = MixtureOrder([0.7, 0.3])
         mixture.at(np.array([0, 1, 2]))          # sources [0, 1, 0], of which these are the rows [0, 0, 1]
         mixture.counts(1000)                     # [700, 300]: rows of each source among the first 1000
 
@@ -172,11 +172,11 @@ class Interleaving:
         return turn * self.shares + np.bincount(self._source[:rest], minlength=len(self.shares))
 
 
-class Growing:
+class GrowingBatch:
     """How many rows each step has: twice as many from each of some steps on, at the last as many as a batch.
 
-        growing = Growing(64, doubles_at=(10, 30))      # 16 rows a step, from step 10 on 32, from step 30 on 64
-        growing.rows(10), growing.start(11)             # 32, 10 · 16 + 32
+        batch = GrowingBatch(64, doubles_at=(10, 30))   # 16 rows a step, from step 10 on 32, from step 30 on 64
+        batch.rows(10), batch.start(11)                 # 32, 10 · 16 + 32
 
     Each row belongs to one step, whatever the mesh.
     """
@@ -205,11 +205,11 @@ class Growing:
         return phase, (rows - self._starts[phase]) % np.array(self.sizes)[phase]
 
 
-class InTurn:
+class SequentialOrder:
     """One source after another, each from a batch's first row on, so that a batch is of one source.
 
-    in_turn = InTurn(np.array([5, 3]), batch=4)      # of 5 and 3 rows
-    in_turn.at(np.array([4, 8]))                     # sources [0, 1], of which these are the rows [4, 0]
+    order = SequentialOrder(np.array([5, 3]), batch=4)  # of 5 and 3 rows
+    order.at(np.array([4, 8]))  # sources [0, 1], of which these are the rows [4, 0]
     """
 
     def __init__(self, counts: np.ndarray, batch: int):

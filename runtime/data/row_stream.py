@@ -44,12 +44,17 @@ class RowStream:
         wanted: Callable[[np.ndarray], np.ndarray],
         pool: Executor,
     ):
-        self.name, self.split, self.rows, self.order = name, split, rows, order
+        self.name, self.split, self.rows, self._order = name, split, rows, order
         self._wanted, self._pool = wanted, pool
         self._length = length
         self._memory: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._buffers = ReadAhead(self._read, NO_END, BUFFERS_AHEAD, "read_buffers")
         self.close = self._buffers.close
+
+    @property
+    def order(self) -> Order:
+        """Of the rows that there are, whose number is known of a split that grows only when it has ended."""
+        return dataclasses.replace(self._order, rows=self.rows.count)
 
     def find(self, ordinals: np.ndarray) -> Iterator[tuple[slice, Buffer, np.ndarray]]:
         """The buffers that hold these rows, which are increasing: which of them a buffer holds, and where in it."""
@@ -67,17 +72,27 @@ class RowStream:
         return f"tokens {start} to {stop - 1} of {self.split.where}"
 
     def _buffer_of(self, ordinal: int) -> int:
-        epoch, place = divmod(ordinal, self.rows.count)
-        return epoch * self.order.buffers + self.order.buffer_of(epoch, place)
+        self.rows.reach(ordinal + 1)  # there, or of a later epoch
+        order = self.order
+        epoch, place = divmod(ordinal, order.rows)
+        return epoch * order.buffers + order.buffer_of(epoch, place)
+
+    def _wanted_of(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """The rows of a buffer that are wanted, and their ordinals."""
+        order = self.order
+        epoch, buffer = divmod(index, order.buffers)
+        first, rows = order.rows_of(epoch, buffer)
+        ordinals = epoch * order.rows + first + np.arange(len(rows))
+        wanted = self._wanted(ordinals)
+        return rows[wanted], ordinals[wanted]
 
     def _read(self, index: int) -> Buffer:
-        epoch, buffer = divmod(index, self.order.buffers)
-        first, rows = self.order.rows_of(epoch, buffer)
-        ordinals = epoch * self.rows.count + first + np.arange(len(rows))
-        wanted = self._wanted(ordinals)
-        starts, stops = self.rows.ranges(rows[wanted], self._pool)
-        # A buffer is filled only after the one before the last was asked past, whose memory it takes over: new memory
-        # costs as much time as decoding where the system hands it out page by page.
+        rows, ordinals = self._wanted_of(index)
+        if not self.rows.reach(int(rows.max(initial=-1)) + 1):
+            rows, ordinals = self._wanted_of(index)  # where the split ends is known now
+        starts, stops = self.rows.ranges(rows, self._pool)
+        # Two buffers alternate, each in the memory of the one before the last, which the loader has moved past: new
+        # memory costs as much time as decoding where the system hands it out page by page.
         slot, shape = index % (1 + BUFFERS_AHEAD), (len(starts), self._length)
         if slot in self._memory and len(self._memory[slot][0]) < len(starts):
             del self._memory[slot]
@@ -85,4 +100,4 @@ class RowStream:
             self._memory[slot] = np.empty(shape, np.uint32), np.empty(shape, self.split.weight_type)
         tokens, weight = (array[: len(starts)] for array in self._memory[slot])
         self.split.read_rows(starts, stops, tokens, weight, self._pool)
-        return Buffer(ordinals[wanted], tokens, weight)
+        return Buffer(ordinals, tokens, weight)

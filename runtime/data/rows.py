@@ -4,8 +4,8 @@
     rows.count, rows.dropped_tokens             # how many, and how many tokens at the end fill none
     starts, stops = rows.ranges(np.array([0, 7, 3]), pool)
 
-`PackedRows` needs nothing but the number of tokens. `SequenceRows` reads where each sequence starts, once, when it is
-made.
+`PackedRows` needs nothing but the number of tokens, which is NO_END while the split grows. `SequenceRows` reads where
+each sequence starts, once, when it is made.
 """
 
 from concurrent.futures import Executor
@@ -14,6 +14,7 @@ import numpy as np
 
 from runtime.data.chunks import read, read_ranges
 from runtime.data.flat_tokens import Split
+from runtime.data.read_ahead import NO_END
 from runtime.terminal import RunError
 
 BLOCK = 1024  # sequences for which one number is kept
@@ -24,12 +25,28 @@ class PackedRows:
     """Row r holds `length` tokens from r * length on, whatever sequences they belong to."""
 
     def __init__(self, split: Split, length: int):
-        self._length = length
-        self.count, self.dropped_tokens = divmod(split.token_count, length)
-        self.text = (
-            f"{split.token_count:,} tokens of {split.where} in {self.count:,} rows of {length}, "
-            f"{self.dropped_tokens:,} at its end being too few for a row"
+        self._split, self._length = split, length
+
+    @property
+    def count(self) -> int:
+        return self._split.token_count // self._length
+
+    @property
+    def dropped_tokens(self) -> int:
+        return self._split.token_count % self._length
+
+    @property
+    def text(self) -> str:
+        if self._split.token_count == NO_END:
+            return f"{self._split.text}, in rows of {self._length}"
+        return (
+            f"{self._split.text} in {self.count:,} rows of {self._length}, {self.dropped_tokens:,} at its end being "
+            "too few for a row"
         )
+
+    def reach(self, count: int) -> bool:
+        """Whether there are so many rows; of a split that grows it waits for them."""
+        return self._split.reach(count * self._length)
 
     def ranges(self, rows: np.ndarray, pool: Executor) -> tuple[np.ndarray, np.ndarray]:
         """Where each row starts and ends, in tokens."""
@@ -59,6 +76,9 @@ class SequenceRows:
             f"{split.sequence_count:,} sequences, {split.token_count:,} tokens, of {split.where} in {self.count:,} "
             f"rows of up to {length}, {sum(longer for _, longer in counted):,} of them longer and split"
         )
+
+    def reach(self, count: int) -> bool:
+        return count <= self.count
 
     def _count(self, first: int) -> tuple[np.ndarray, int]:
         """Of READ_AT_ONCE sequences: the rows of each block, and how many are longer than a row."""

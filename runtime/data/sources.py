@@ -4,41 +4,81 @@
 import dataclasses
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from runtime.data.batches import Batch, Loader
+from runtime.data.batches import UNSHUFFLED_BATCHES, Batch, Loader
 from runtime.data.chunks import open_group
+from runtime.data.documents import find_splits
 from runtime.data.flat_tokens import absolute_path
-from runtime.data.hf_stream import HuggingFaceLoader
+from runtime.data.growing import GrowingSplit
+from runtime.data.row_stream import BUFFERS_AHEAD
 from runtime.data.tokenizers import BYTES, Tokenizer, load_dataset_tokenizer, load_tokenizer
 from runtime.terminal import RunError
 
 
-def open_data(config: Any, split: str, sharding: Batch) -> Loader | HuggingFaceLoader:
+def open_data(config: Any, split: str, sharding: Batch) -> Loader:
     """The loader of one split: `train`, or `validation`, which is read in order, once, and no further than
-    validation_batches. Raises RunError where the data cannot be opened."""
-    is_training = split == "train"
-    batches = None if is_training else config.validation_batches
-    tokens, read_length = config.training.tokens, getattr(config.training.tokens, "read_len", 0)
-    rows = {"batch": tokens.batch, "length": tokens.len, "sharding": sharding}
-    doubles_at = getattr(config.training, "batch_doubles_at", ())
-    if config.hf_dataset.path:
-        if read_length:
-            raise RunError(
-                "hf_dataset.path gives no tokens for an encoder: write flat tokens with format=pairs instead"
-            )
-        if doubles_at:
-            raise RunError(
-                "training.batch_doubles_at: rows of hf_dataset.path have no numbers: write flat tokens instead"
-            )
-        return HuggingFaceLoader(config.hf_dataset, split, **rows, batches=batches)
-    io_threads = config.io.max_io_threads
-    options: dict[str, Any] = {"read_length": read_length, "doubles_at": doubles_at}
-    options |= {"mixture": config.mixture, "shuffle": is_training, "batches": batches, "io_threads": io_threads}
-    return Loader(config.flat_tokens, split, **rows, **options)
+    validation_batches.
+
+    With hf_dataset.path it begins to tokenize into the run folder, which this run must own.
+
+    Raises:
+      RunError: the data cannot be opened.
+    """
+    tokens, is_training = config.training.tokens, split == "train"
+    options: dict[str, Any] = {
+        "batch": tokens.batch,
+        "length": tokens.len,
+        "read_length": getattr(tokens, "read_len", 0),
+        "sharding": sharding,
+        "doubles_at": getattr(config.training, "batch_doubles_at", ()),
+        "mixture": config.mixture,
+        "shuffle": is_training,
+        "batches": None if is_training else config.validation_batches,
+        "io_threads": config.io.max_io_threads,
+    }
+    growing = growing_split(config, split) if config.hf_dataset.path else None
+    return Loader(config.flat_tokens, split, **options, growing=growing)
+
+
+def growing_split(config: Any, split: str) -> GrowingSplit:
+    """The tokens of hf_dataset.path, not begun yet. Raises RunError where a package, the data set or its split is
+    missing."""
+    stream, rows = config.hf_dataset, config.training.tokens
+    where = f"the data set {os.path.expanduser(stream.path)}" + (f" ({stream.name})" if stream.name else "")
+    name = "train" if split == "train" else stream.validation_split
+    splits = find_splits(stream.path, stream.name)
+    if name not in splits:
+        held = ", ".join(f"'{each}'" for each in splits)
+        fix = "" if split == "train" else "set hf_dataset.validation_split to one of them, or "
+        raise RunError(f"{where} has no split '{name}'; it holds {held}: {fix}add {name}.jsonl to a folder of your own")
+    keys = {
+        "hf_dataset.path": stream.path,
+        "hf_dataset.name": stream.name or "",
+        "hf_dataset.split": name,
+        "tokenizer": stream.tokenizer,
+        "fields": json.dumps([stream.text_field]),
+        "separator": "\\n",  # a line of a text file is a document
+        "validation_fraction": "0",
+    }
+    # Another stream under the same config is another data set.
+    identity = hashlib.sha256(json.dumps(keys, sort_keys=True).encode()).hexdigest()[:8]
+    batches, ahead = config.validation_batches, 0
+    if split == "train":
+        batches, ahead = config.training.steps + 2 * (1 + BUFFERS_AHEAD) * UNSHUFFLED_BATCHES, stream.tokens_ahead
+    return GrowingSplit(
+        where=f"{where}, split '{name}'",
+        files=len(splits[name]),
+        tokenizer=load_tokenizer(stream.tokenizer),
+        path=absolute_path(f"{config.paths.root_working_dir}/{config.paths.model_name}/tokens/{split}-{identity}.zarr"),
+        keys=keys,
+        tokens_ahead=ahead,
+        most_tokens=batches * rows.batch * rows.len + ahead,
+    )
 
 
 def bytes_per_token(config: Any) -> float | None:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from ragged import assert_refuses
 
-from runtime.data.order import LONGEST_PATTERN, Interleaving, Order, permute
+from runtime.data.order import LONGEST_PATTERN, MixtureOrder, Order, permute
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_epochs_are_independent():
 def test_shares_are_exact(weights):
     """Among the first n rows, for every n, each source has n times its share to within one row, and exactly so in the
     long run."""
-    mixture = Interleaving(weights)
+    mixture = MixtureOrder(weights)
     period = int(mixture.shares.sum())
     source, ordinal = mixture.at(np.arange(3 * period))
     for index, weight in enumerate(weights):
@@ -142,12 +142,12 @@ def test_weights_as_written():
     """0.7 and 0.3 are 7 and 3 of 10, not what binary numbers make of them; a place in the far future costs the same.
     Weights without a short pattern are rounded to multiples of 1/65536 of their sum; one that would vanish is
     refused."""
-    mixture = Interleaving([0.7, 0.3])
+    mixture = MixtureOrder([0.7, 0.3])
     assert mixture.shares.tolist() == [7, 3] and mixture.counts(10**15).tolist() == [7 * 10**14, 3 * 10**14]
     assert [each.tolist() for each in mixture.at(np.array([10**15]))] == [[0], [7 * 10**14]]
     weights = [0.333333, 0.1234567, 0.5]
-    shares = Interleaving(weights).shares
+    shares = MixtureOrder(weights).shares
     assert shares.sum() == LONGEST_PATTERN
     assert np.abs(shares / LONGEST_PATTERN - np.array(weights) / sum(weights)).max() < 1 / LONGEST_PATTERN
     message = "mixture[1].weight = 1e-06 is too small: expected at least 1/65536 of the sum of all weights"
-    assert_refuses(message, Interleaving, [1.0, 1e-6])
+    assert_refuses(message, MixtureOrder, [1.0, 1e-6])

@@ -1,0 +1,185 @@
+"""A split that grows while it is read: a process beside the run tokenizes text into a data set of the run folder.
+
+    split = GrowingSplit(where="the data set my_texts, split 'train'", path="runs/a/tokens/train-0f1e.zarr", ...)
+    split.reach(10**6)      # waits until a million tokens are there; False: the data end before
+    split.token_count       # NO_END until the end is reached
+
+The process is tools.tokenize_text, which says in the data set how far it is and, killed, goes on from there. It is
+started by the first host, when less is there than is wanted, and told on its standard input how much that is. All hosts
+read the data set, so the run folder must be one that all reach, as for checkpoints.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import jax
+import numpy as np
+import zarr
+import zarr.errors
+
+from runtime.data.chunks import check_chunks, open_checked, open_group
+from runtime.data.flat_tokens import Split, open_split
+from runtime.data.read_ahead import NO_END
+from runtime.data.tokenizers import Tokenizer
+from runtime.terminal import RunError, print_line, wrapped
+
+POLL_S = 0.1  # from one look at the data set to the next, while waiting
+LONGEST_WAIT_S = 20.0  # for the process to record how far it is, at the end of the run
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+class GrowingSplit(Split):
+    """A split of which a data set holds the beginning, and more when more is asked for.
+
+    Args:
+      where: what messages call it.
+      files: of how many files the text is.
+      path: the data set, a folder or a URL, whose split `train` is written.
+      keys: what else the process is told: keys of tools.tokenize_text, and their values.
+      tokens_ahead: how many tokens may be written beyond those that were asked for.
+      most_tokens: how many the run will ask for, and those ahead.
+    """
+
+    def __init__(
+        self,
+        *,
+        where: str,
+        files: int,
+        tokenizer: Tokenizer,
+        path: str,
+        keys: Mapping[str, str],
+        tokens_ahead: int,
+        most_tokens: int,
+    ):
+        nothing = np.empty(0, np.uint32)
+        super().__init__(where, nothing, nothing.astype(np.uint64), None, None, tokenizer.vocab - 1, tokenizer.bos_id)
+        self.files, self._path, self._most_tokens = files, path, most_tokens
+        self._tokens_ahead, self._tokens, self._is_whole = tokens_ahead, 0, False
+        keys = {**keys, "output": path, "tokens_ahead": str(tokens_ahead)}
+        self._process = Tokenizing(where, keys) if jax.process_index() == 0 else None
+        self._is_closed = threading.Event()
+        self._lock = threading.Lock()  # batches and buffers are read by threads of their own
+
+    @property
+    def token_count(self) -> int:
+        return self._tokens if self._is_whole else NO_END
+
+    @property
+    def text(self) -> str:
+        if self._is_whole:
+            return super().text
+        return (
+            f"{self.where} ({self.files:,} files), tokenized beside the run into {self._path}, 2 to 4 bytes a "
+            f"token: at most {4 * self._most_tokens / 1e6:,.1f} MB of disk"
+        )
+
+    def reach(self, tokens: int) -> bool:
+        """Waits until so many tokens are there, or the end of the data is: whether they are.
+
+        Raises:
+          RunError: the text cannot be tokenized, or the split was closed.
+        """
+        with self._lock:
+            is_enough = lambda count: self._is_whole or count <= self._tokens  # noqa: E731
+            if not is_enough(tokens + self._tokens_ahead):
+                self._look()
+            if self._process and not is_enough(tokens + self._tokens_ahead) and not self._is_closed.is_set():
+                self._process.ask(tokens)
+            while not is_enough(tokens):
+                failure = self._process and self._process.failure()
+                self._look()  # what it wrote before it ended counts
+                if not is_enough(tokens) and failure:
+                    raise RunError(failure)
+                if not is_enough(tokens) and self._is_closed.wait(POLL_S):
+                    raise RunError(f"{self.where} is closed")
+            if self._process and (self._is_whole or self._tokens >= self._most_tokens):
+                self._process.close()
+        return tokens <= self._tokens
+
+    def close(self) -> None:
+        """Ends the waiting, and the process."""
+        self._is_closed.set()
+        with self._lock:
+            if self._process:
+                self._process.close()
+
+    def _look(self) -> None:
+        """Takes over what is there by now."""
+        try:
+            attributes: dict[str, Any] = open_group(self._path, mode="r").attrs.asdict()
+        except (FileNotFoundError, zarr.errors.GroupNotFoundError):
+            return  # the process has not begun
+        if "made_by" in attributes:
+            whole = open_split(self._path, "train")
+            self.encoded_tokens, self.seq_starts = whole.encoded_tokens, whole.seq_starts
+            self._tokens, self._is_whole = whole.encoded_tokens.shape[0], True
+            if jax.process_index() == 0:
+                print_line(wrapped(f"all of {self.where} is tokenized: {self._tokens:,} tokens"))
+            return
+        written = attributes.get("tokenizing", {}).get("splits", {}).get("train", {})
+        if written.get("tokens", 0) > self._tokens:
+            array = open_checked(self._path)["train/encoded_tokens"]
+            assert isinstance(array, zarr.Array)
+            check_chunks(array)
+            self.encoded_tokens, self._tokens = array, written["tokens"]
+
+
+class Tokenizing:
+    """`python -m tools.tokenize_text` beside the run. It ends when its standard input does, however the run ends."""
+
+    def __init__(self, where: str, keys: Mapping[str, str]):
+        self._where = where
+        self._arguments = [f"{key}={value}" for key, value in keys.items()]
+        self._process: subprocess.Popen | None = None
+        self._output: BinaryIO = tempfile.TemporaryFile()  # read when the process has ended
+        self._asked = -1
+
+    def ask(self, tokens: int) -> None:
+        """Lets it write so many tokens, and those that it may write ahead."""
+        if self._process is None:
+            path = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
+            self._process = subprocess.Popen(
+                # -P: packages are not looked for where the run was started.
+                [sys.executable, "-P", "-m", "tools.tokenize_text", *self._arguments],
+                bufsize=0,
+                stdin=subprocess.PIPE,
+                stdout=self._output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "PYTHONPATH": path},
+                start_new_session=True,  # an interrupt from the keyboard ends the run, and that ends this
+            )
+        if tokens > self._asked:
+            self._asked = tokens
+            assert self._process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):  # it has ended, and failure() says why
+                self._process.stdin.write(b"%d\n" % tokens)
+
+    def failure(self) -> str:
+        """Why it has ended; empty while it works. Where it ended with its work done, the data set says so."""
+        if self._process is None or (status := self._process.poll()) is None:
+            return ""
+        self._output.seek(0)
+        _, said, reason = self._output.read().decode(errors="replace").rpartition("error: ")
+        reason = reason.strip() if said else f"the process ended with status {status}"
+        return f"{self._where} cannot be tokenized: {reason}"
+
+    def close(self) -> None:
+        """Ends it, until more is asked for."""
+        if self._process is None:
+            return
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(LONGEST_WAIT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)  # what it recorded stays
+            self._process.wait()
+        self._process, self._asked = None, -1
