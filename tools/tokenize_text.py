@@ -356,7 +356,8 @@ class Reader:
             sys.exit(0)
 
     def _listen(self) -> None:
-        for line in sys.stdin.buffer:
+        # Unbuffered: Python cannot end while a thread waits with a buffer's lock.
+        for line in open(0, "rb", buffering=0, closefd=False):
             with self._changed:
                 self._asked = max(self._asked, int(line))
                 self._changed.notify()

@@ -79,7 +79,10 @@ def compare(
     if known and known != data:
         refused.append(f"  the data: {shown(known)} -> {shown(data)}")
     if other := _other_order(attributes.get("data_position") or {}):
-        refused.append(f"  the order of hf_dataset.path: {other} -> one row after another; a new run may take its initial_weights from this one")
+        refused.append(
+            f"  the order of hf_dataset.path: {other} -> one row after another; "
+            "a new run may take its initial_weights from this one"
+        )
     for name, value in (about or {}).items() if before else ():
         if attributes.get(name) != value:
             refused.append(f"  {name}: {shown(attributes.get(name))} -> {shown(value)}")

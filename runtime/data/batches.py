@@ -22,7 +22,7 @@ import numpy as np
 import zarr
 
 from runtime.data import refusals
-from runtime.data.flat_tokens import ENCODED_PADDING, open_split
+from runtime.data.flat_tokens import CHUNK_TOKENS, ENCODED_PADDING, open_split
 from runtime.data.growing import GrowingSplit
 from runtime.data.order import GrowingBatch, MixtureOrder, Order, SequentialOrder
 from runtime.data.read_ahead import NO_END, ReadAhead
@@ -322,6 +322,7 @@ class Loader:
         arrays = [array for split in splits for array in (split.encoded_tokens, split.seq_starts, split.weight)]
         kept = sum(array.nbytes for array in arrays if isinstance(array, np.ndarray))
         chunks = [array.chunks[0] * array.dtype.itemsize for array in arrays if isinstance(array, zarr.Array)]
+        chunks += [CHUNK_TOKENS * TOKEN_BYTES] if self._is_growing else []
         token_bytes = TOKEN_BYTES + self._weight_type.itemsize
         reading = io_threads * CHUNKS_A_THREAD * max(chunks, default=0)
         return rows * (self._length * token_bytes + 8) + kept + reading

@@ -18,7 +18,7 @@ import tempfile
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import jax
 import numpy as np
@@ -139,12 +139,12 @@ class Tokenizing:
         self._where = where
         self._arguments = [f"{key}={value}" for key, value in keys.items()]
         self._process: subprocess.Popen | None = None
-        self._output: BinaryIO = tempfile.TemporaryFile()  # read when the process has ended
         self._asked = -1
 
     def ask(self, tokens: int) -> None:
         """Lets it write so many tokens, and those that it may write ahead."""
         if self._process is None:
+            self._output = tempfile.TemporaryFile()
             path = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
             self._process = subprocess.Popen(
                 # -P: packages are not looked for where the run was started.
@@ -182,4 +182,5 @@ class Tokenizing:
         except subprocess.TimeoutExpired:
             os.killpg(self._process.pid, signal.SIGKILL)  # what it recorded stays
             self._process.wait()
+        self._output.close()
         self._process, self._asked = None, -1

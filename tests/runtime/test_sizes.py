@@ -10,7 +10,6 @@ from models.t5 import PairBatch
 from runtime.check import batch_shapes
 from runtime.config.command_line import load
 from runtime.config.keys import PairTokens
-from runtime.data.sources import open_data
 from runtime.terminal import RunError
 
 WRONG = """
@@ -66,13 +65,3 @@ def test_a_batch_for_an_encoder():
     """Its fields have a column for each token that is read, beside those for each that is written."""
     batch = batch_shapes(load(Config, "local_test_synthetic", ["training.tokens.read_len=24"]), PairBatch)
     assert batch.read.shape == batch.read_starts.shape == (64, 24) and batch.weight.shape == (64, 64)
-
-
-def test_a_stream_has_nothing_for_an_encoder():
-    """A Hugging Face data set that is read as it is has no pairs, and says what to write instead."""
-    keys = ["training.tokens.read_len=24", "flat_tokens.filespec=null", "hf_dataset.path=x", "validation_batches=1"]
-    keys += ["hf_dataset.tokenizer=bytes_utf8"]
-    with pytest.raises(
-        RunError, match=r"^hf_dataset.path gives no tokens for an encoder: write flat tokens with format="
-    ):
-        open_data(load(Config, "local_test_synthetic", keys), "train", None)

@@ -13,7 +13,7 @@ import train
 from runtime import program
 from runtime.checkpoints.store import LocalStore
 from runtime.config.command_line import load
-from runtime.data import batches
+from runtime.data import refusals
 from tools import doctor
 from tools.doctor import all_reduces, data, packages, storage
 
@@ -157,9 +157,11 @@ def test_data_of_a_mixture_and_of_a_stream(monkeypatch, tmp_path):
         without.setitem(sys.modules, "datasets", None)
         ((_, found, fix),) = data(config, mesh(4, 2))
     assert fix and found.startswith("hf_dataset.path needs the package datasets, which is not installed: pip install ")
-    text = f"the data set {tmp_path}, split 'train': 1 files; without end"
-    assert list(data(config, mesh(4, 2))) == [("data", text, "")]
-    monkeypatch.setattr(batches, "MAX_BYTES", 1000)
+    ((_, found, fix),) = data(config, mesh(4, 2))
+    text = f"the data set {tmp_path}, split 'train' (1 files), tokenized beside the run into ….zarr, 2 to 4 bytes …"
+    assert not fix and re.fullmatch(re.escape(text).replace("…", ".*"), found)
+    assert not Path("runs/local_test_synthetic/tokens").exists()  # the doctor owns no run
+    monkeypatch.setattr(refusals, "MAX_BYTES", 1000)
     ((_, found, fix),) = data(load(CONFIG), mesh(4, 2))
     assert fix and "more than 1,000: " in found
 

@@ -25,7 +25,7 @@ from ragged import (
     sharding,
 )
 
-from runtime.data import batches, chunks, flat_tokens
+from runtime.data import chunks, flat_tokens, refusals
 from runtime.data import rows as rows_module
 from runtime.data.batches import Batch, Loader
 from runtime.data.flat_tokens import write_split
@@ -406,8 +406,8 @@ def test_memory_is_bounded(tmp_path, monkeypatch, packing):
         peak = tracemalloc.get_traced_memory()[1] - before
     tracemalloc.stop()
     assert 0.5 * loader.memory_bytes < peak < loader.memory_bytes < 8 * 10**6
-    assert batches.MAX_BYTES == 4 * 2**30
-    monkeypatch.setattr(batches, "MAX_BYTES", 10**6)
+    assert refusals.MAX_BYTES == 4 * 2**30
+    monkeypatch.setattr(refusals, "MAX_BYTES", 10**6)
     message = (
         f"reading {tmp_path}/data/train takes up to {loader.memory_bytes:,} bytes of host memory, more than 1,000,000: "
         "lower flat_tokens.read_blocks_per_shuffle_buffer, flat_tokens.sequences_per_read_block or io.max_io_threads"

@@ -152,7 +152,7 @@ def test_what_does_not_go_together(sources, tmp_path):
     assert_refuses(message, loader, [sources[0], other])
     write_split(tmp_path / "short", "train", [np.arange(5)])
     message = (
-        f"5 tokens of {tmp_path}/short/train in 0 rows of 8, 5 at its end being too few for a row: a source "
-        "of a mixture needs at least one row; lower training.tokens.batch or training.tokens.len, or use more data"
+        f"5 tokens of {tmp_path}/short/train in 0 rows of 8, 5 at its end being too few for a row: each "
+        "source needs at least one row; lower training.tokens.batch or training.tokens.len, or use more data"
     )
     assert_refuses(message, loader, [sources[0], Source(str(tmp_path / "short"), 1.0)])

@@ -1,0 +1,391 @@
+"""hf_dataset.path: a data set that grows while it is read. Which rows there are and who waits for whom, with a writer
+in place of the process; and what the process itself does with text, a kill and a bad record."""
+
+import gzip
+import json
+import os
+import random
+import signal
+import sys
+import threading
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+import small
+from ragged import FlatTokens, as_numpy, assert_equal, assert_refuses, encoded, ragged, read_all, sharding
+
+from runtime.config import resume
+from runtime.config.command_line import load
+from runtime.config.keys import HuggingFaceDataset
+from runtime.data import growing
+from runtime.data.batches import Loader
+from runtime.data.flat_tokens import SplitWriter, open_for_writing
+from runtime.data.growing import GrowingSplit
+from runtime.data.read_ahead import NO_END
+from runtime.data.sources import growing_split
+from runtime.terminal import RunError
+from train import Config
+
+IDS = SimpleNamespace(vocab=1001, bos_id=0)
+SEQUENCES = ragged(0, count=150)
+TOKENS = encoded(SEQUENCES)
+
+
+class Writer:
+    """In place of the process: writes, when it is asked, sequences until there are as many tokens as it may write."""
+
+    def __init__(self, where, keys):
+        self.path, self.ahead = keys["output"], int(keys["tokens_ahead"])
+        self.asked, self.is_closed = 0, False
+
+    def ask(self, tokens):
+        self.asked = max(self.asked, tokens)
+        dataset = open_for_writing(self.path)
+        before = dataset.attrs.get("tokenizing", {}).get("splits", {}).get("train")
+        writer = SplitWriter(dataset, "train", chunk_tokens=64, resume=before)
+        for ids in SEQUENCES[writer.sequence_count :]:
+            if writer.token_count >= self.asked + self.ahead:
+                break
+            writer.append(ids.astype(np.uint32), np.array([len(ids)]))
+        state = writer.flush()
+        dataset.attrs["tokenizing"] = {"splits": {"train": state}}
+        if writer.sequence_count == len(SEQUENCES):
+            writer.finish(0)
+            dataset.attrs.put({"made_by": {}, "counts": {}})
+
+    def failure(self):
+        return ""
+
+    def close(self):
+        self.is_closed = True
+
+
+@pytest.fixture
+def written(monkeypatch, tmp_path):
+    """The path of a data set that Writer writes."""
+    monkeypatch.setattr(growing, "Tokenizing", Writer)
+    return tmp_path / "tokens.zarr"
+
+
+def split_at(path, *, ahead=0, most=10**6, **keys):
+    return GrowingSplit(
+        where="the text", files=3, tokenizer=IDS, path=str(path), keys=keys, tokens_ahead=ahead, most_tokens=most
+    )
+
+
+def loader(split, *, on=None, batch=4, length=32, **options):
+    shape = {"batch": batch, "length": length, "sharding": on or sharding()}
+    return Loader(FlatTokens(None), "train", growing=split, **shape, **options)
+
+
+def rows(batch):
+    """A batch's rows as flat tokens."""
+    targets, is_seq_start, is_target = as_numpy(batch)
+    assert is_target.all()
+    return 2 * targets + is_seq_start
+
+
+# ---------------------------------------------------------------- which rows
+
+
+@pytest.mark.parametrize("ahead", [0, 100, 10**6])
+@pytest.mark.parametrize("d, t", [(1, 1), (4, 2)])
+def test_rows_are_the_sequences_one_after_another(written, d, t, ahead):
+    """Rows are the sequences joined, in their order, whoever waits for whom; after the last whole one the first comes
+    again. The batch of a step is the same for a loader that begins there."""
+    count = len(TOKENS) // 32
+    expected = np.resize(TOKENS[: count * 32], (3 * count, 32))
+    steps = 3 * count // 4
+    with loader(split_at(written, ahead=ahead), on=sharding(d, t)) as walker:
+        assert walker.steps is None and walker.identity == {"files": 3, "max_token_id": 1000, "bos_id": 0}
+        batches = [walker.load(step) for step in range(steps)]
+    np.testing.assert_array_equal(np.concatenate(list(map(rows, batches))), expected[: 4 * steps])
+    for path in (written, written.with_name("other.zarr")):  # what is there already, and what is not yet
+        with loader(split_at(path, ahead=ahead)) as jumper:
+            for step in (steps // 2, 3, steps - 1):
+                assert_equal(jumper.load(step), batches[step])
+
+
+def test_no_more_is_asked_for_than_is_read(written):
+    """A row is asked for, and waited for, when the loader comes near it; the writer is let go when nothing more will
+    be. The summary says what disk it takes."""
+    split = split_at(written, ahead=64, most=2000)
+    with loader(split) as data:
+        assert split.token_count == NO_END
+        assert data.summary.startswith(
+            f"the text (3 files), tokenized beside the run into {written}, 2 to 4 bytes a token: at most 0.0 MB of disk"
+        )
+        data.load(0)
+        writer = split._process
+        assert 4 * 32 <= writer.asked <= 2 * 8 * 4 * 32 + 3 * 4 * 32 < len(TOKENS)  # two buffers, and batches ahead
+        assert split.encoded_tokens.shape[0] <= writer.asked + 64 + 40 and not writer.is_closed
+        data.load(16)
+        assert writer.is_closed
+
+
+def test_validation_is_a_bounded_pass_that_repeats(written):
+    """The first batches, the same each time; where there are fewer, all, the last filled up with what is no target."""
+    whole = len(TOKENS) // 32
+    shape = {"shuffle": False}
+    with loader(split_at(written), batches=2, **shape) as few:
+        assert few.steps == 2
+        for _ in range(2):
+            np.testing.assert_array_equal(np.concatenate([rows(few.load(i)) for i in (0, 1)]).ravel(), TOKENS[:256])
+    with loader(split_at(written), batches=10**6, **shape) as every:
+        assert every.steps == -(-whole // 4)
+        targets, is_seq_start, is_target = read_all(every)
+    assert is_target.all(axis=1).tolist() == [True] * whole + [False] * (len(targets) - whole)
+    np.testing.assert_array_equal((2 * targets + is_seq_start)[is_target], TOKENS[: whole * 32])
+
+
+def test_another_host_waits_for_the_first(written, monkeypatch):
+    """A host that is not the first starts no process; it reads what the first has written, as soon as it is there."""
+    first = split_at(written)
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    other = split_at(written)
+    assert other._process is None
+    found = []
+    thread = threading.Thread(target=lambda: found.append(other.reach(500)))
+    thread.start()
+    assert first.reach(500)
+    thread.join(30)
+    assert found == [True] and other.encoded_tokens[:500].tolist() == TOKENS[:500].tolist()
+    waiting = loader(other)
+    threading.Timer(0.3, waiting.close).start()
+    assert_refuses("the text is closed", waiting.load, 40)
+
+
+def test_what_other_programs_ask_for(written):
+    """A batch that doubles takes the same rows one after another; text has nothing for an encoder."""
+    with loader(split_at(written), doubles_at=(2,)) as data:
+        found = np.concatenate([rows(data.load(step)) for step in range(4)])
+    np.testing.assert_array_equal(found.ravel(), TOKENS[: (2 + 2 + 4 + 4) * 32])
+    assert_refuses("the text holds no pairs, of what …", loader, split_at(written), read_length=8)
+
+
+def test_too_little(written, monkeypatch):
+    """Text of less than a row is refused."""
+    message = "3 tokens of the text in 0 rows of 32, 3 at its end being too few for a row: each source needs …"
+    monkeypatch.setattr(sys.modules[__name__], "SEQUENCES", [np.arange(3)])
+    assert_refuses(message, loader(split_at(written)).__enter__)
+
+
+# ---------------------------------------------------------------- the process
+
+
+def write(path, texts, field="text"):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps({field: text, "other": 1}) + "\n" for text in texts))
+
+
+def stream(path, root, *, split="train", ahead=1, **keys):
+    """The split that a run in `root` reads."""
+    keys = {"tokenizer": "bytes_utf8", **keys}
+    return growing_split(
+        SimpleNamespace(
+            hf_dataset=HuggingFaceDataset(path=str(path), tokens_ahead=ahead, **keys),
+            training=SimpleNamespace(tokens=SimpleNamespace(batch=4, len=32), steps=10**6),
+            paths=SimpleNamespace(root_working_dir=str(root), model_name="run"),
+            validation_batches=2,
+        ),
+        split,
+    )
+
+
+def tokens_of(texts):
+    """The texts as flat tokens, by another way: ids are bytes + 1, and the first of each text is marked."""
+    return [2 * (byte + 1) + (place == 0) for text in texts for place, byte in enumerate(text.encode())]
+
+
+def test_killed_and_a_bad_record(tmp_path):
+    """The process writes no further than it may, in blocks of a megabyte. Killed, it is said to have died; the next one
+    goes on, and no token is lost or comes twice. A bad record is named by file and number when the tokens before its
+    block have been read, and the next run meets it again."""
+    rng = random.Random(0)
+    texts = ["".join(rng.choices("ab é€𝄞", k=rng.randint(0, 9000))) for _ in range(1000)]
+    write(tmp_path / "in/train-0.jsonl", texts)
+    with gzip.open(tmp_path / "in/train-1.jsonl.gz", "wt") as file:
+        file.write('{"text": "x"}\n{"text": "cut o')
+    expected = np.array(tokens_of(texts), np.uint32)
+    assert len(expected) > 6 * 2**20
+    split = stream(tmp_path / "in", tmp_path, ahead=1000)
+    assert split.reach(10)
+    size = split._tokens
+    assert 10 <= size <= 1010 + 2**20
+    assert split.reach(size + 10**6)
+    os.killpg(split._process._process.pid, signal.SIGKILL)
+    with pytest.raises(RunError, match=r"split 'train' cannot be tokenized: the process ended with status -9$"):
+        split.reach(size + 5 * 10**6)
+    split.close()
+    for _ in range(2):
+        split = stream(tmp_path / "in", tmp_path, ahead=1000)
+        fix = "mend it, or set hf_dataset.text_field to the field that holds the text"
+        place = rf"{tmp_path}/in/train-1.jsonl.gz:2: no JSON \(Unterminated string starting at, column 10\): {fix}$"
+        with pytest.raises(RunError, match=place):
+            split.reach(len(expected) + 1)
+        np.testing.assert_array_equal(split.encoded_tokens[: split._tokens], expected)
+        split.close()
+
+
+def test_files(tmp_path):
+    """Each line of a .txt is a document; .parquet, .json and another field are read too; other keys, and another split,
+    are another data set of the run."""
+    import pyarrow
+    import pyarrow.parquet
+
+    texts = ["one line", "", "another é"]
+    for kind in ("txt", "json", "rows"):
+        (tmp_path / kind).mkdir()
+    (tmp_path / "txt/train.txt").write_text("".join(f"{text}\n" for text in texts))
+    (tmp_path / "txt/test.txt").write_text("".join(f"{text}\n" for text in texts[::-1]))
+    (tmp_path / "json/train.json").write_text(json.dumps([{"text": text} for text in texts]))
+    pyarrow.parquet.write_table(pyarrow.table({"content": texts}), tmp_path / "rows/train.parquet")
+    cases = [
+        (stream(tmp_path / "txt", tmp_path), texts),
+        (stream(tmp_path / "txt", tmp_path, split="validation", validation_split="test"), texts[::-1]),
+        (stream(tmp_path / "json", tmp_path), texts),
+        (stream(tmp_path / "rows", tmp_path, text_field="content"), texts),
+    ]
+    for split, _ in cases:  # all at once
+        split._process.ask(100)
+    for split, held in cases:
+        assert not split.reach(100) and split.token_count == 18
+        assert np.asarray(split.encoded_tokens).tolist() == tokens_of(held)
+        split.close()
+    assert len(list((tmp_path / "run/tokens").iterdir())) == 4
+
+
+def test_other_text_is_refused(tmp_path):
+    """Text that has changed since its beginning was tokenized is refused, with what to do."""
+    write(tmp_path / "in/train.jsonl", ["x" * 100] * 30_000)
+    split = stream(tmp_path / "in", tmp_path)
+    split.reach(1)
+    split.close()
+    write(tmp_path / "in/train.jsonl", ["y" * 100] * 20_000)
+    write(tmp_path / "in/train-1.jsonl", ["y" * 100] * 20_000)
+    split = stream(tmp_path / "in", tmp_path)
+    with pytest.raises(
+        RunError, match=r"put the text back as it was, or delete this folder, so that the run writes it"
+    ):
+        split.reach(2_500_000)
+    split.close()
+
+
+def test_missing(tmp_path, monkeypatch):
+    """A folder, data set, split or package that is missing is named at once, with what is there and what to do."""
+    expected = "expected the name of a data set on the Hugging Face hub or a folder of .txt, .jsonl or .parquet files"
+    (tmp_path / "empty").mkdir()
+    folder = tmp_path / "texts"
+    for split in ("train", "validation"):
+        write(folder / f"{split}.jsonl", ["a"])
+    for path, keys, message in (
+        (tmp_path / "none", {}, f"hf_dataset.path: there is no folder {tmp_path}/none: {expected}"),
+        (tmp_path / "empty", {}, f"hf_dataset.path: cannot read {tmp_path}/empty (EmptyDatasetError: …): {expected}"),
+    ):
+        assert_refuses(message, stream, path, tmp_path, **keys)
+    message = (
+        f"the data set {folder} has no split 'test'; it holds 'train', 'validation': set hf_dataset.validation_split "
+        "to one of them, or add test.jsonl to a folder of your own"
+    )
+    assert_refuses(message, stream, folder, tmp_path, split="validation", validation_split="test")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    message = "hf_dataset.path needs the package datasets, which is not installed: pip install -r requirements-text.txt"
+    assert_refuses(message, stream, folder, tmp_path)
+
+
+# ---------------------------------------------------------------- in a run
+
+TINY = [
+    "model.d_model=32", "model.n_kv=4", "model.d_head=8", "model.d_ff=64", "model.vocab=258", "validation_batches=2",
+    "training.tokens.batch=16", "training.tokens.len=32", "training.steps=6", "training.warmup_steps=2",
+    "training.steps_for_lr=12", "checkpoint_interval=3", "eval_interval=3", "log_interval=1",
+    "flat_tokens.filespec=null", "hf_dataset.tokenizer=bytes_utf8",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path, rng = tmp_path_factory.mktemp("texts"), random.Random(0)
+    for name, count in (("train-0", 150), ("train-1", 3), ("validation", 40)):
+        write(path / f"{name}.jsonl", ["".join(rng.choices("ab é", k=rng.randint(0, 90))) for _ in range(count)])
+    return path
+
+
+def start(monkeypatch, *overrides):
+    """Runs as `python -m train <TINY> <overrides>` would; returns the exit status."""
+    return small.start_training(monkeypatch, *TINY, *overrides)
+
+
+def losses(folder):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [[line[key] for line in lines if key in line] for key in ("loss", "validation_loss")]
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_bit_for_bit(folder, monkeypatch, tmp_path):
+    """Trained straight from a folder, past its end, stopped after 3 of 20 steps and started again, the losses are those
+    of a run that was never stopped. No process is left."""
+    where = [f"hf_dataset.path={folder}", f"paths.root_working_dir={tmp_path}", "training.steps=20"]
+    assert start(monkeypatch, *where, "paths.model_name=whole") == 0
+    assert start(monkeypatch, *where, "paths.model_name=halves", "training.steps=3") == 0
+    assert start(monkeypatch, *where, "paths.model_name=halves") == 0
+    training, validation = losses(tmp_path / "whole")
+    assert len(training) == 20 and np.isfinite(training).all() and training[-1] < training[0]
+    assert losses(tmp_path / "halves") == [training, validation]
+
+
+WRONG = {
+    "model.vocab=256": "model.vocab = 256: the tokenizer bytes_utf8 has token ids up to 256: set model.vocab to 257",
+    "hf_dataset.tokenizer=null": "hf_dataset.tokenizer = null: expected bytes_utf8, a tokenizer.json, or the name of",
+    "validation_batches=null": "validation_batches = null: of hf_dataset.path so many batches are tokenized for",
+    "flat_tokens.sequence_packing=false": "flat_tokens.sequence_packing = false: hf_dataset.path is always packed",
+    "flat_tokens.epochs=2": "flat_tokens.epochs = 2: only flat_tokens.filespec ends; a mixture and",
+    "flat_tokens.filespec=a.zarr": "hf_dataset.path is set, and so is flat_tokens.filespec (command line): expected",
+    "hf_dataset.validation_split=test": "has no split 'test'; it holds 'train', 'validation': set hf_dataset.valid",
+    "hf_dataset.text_field=body": "train-0.jsonl:1: no field 'body'; it has 'text', 'other': mend it, or set",
+}
+
+
+@pytest.mark.parametrize("override", WRONG)
+def test_a_run_that_cannot_be(folder, override, monkeypatch, capsys, tmp_path):
+    """What cannot be streamed ends with status 1 and one line, before anything is compiled; but for bad text before
+    anything is written."""
+    where = [f"hf_dataset.path={folder}", f"paths.root_working_dir={tmp_path}/runs"]
+    assert start(monkeypatch, *where, override) == 1
+    printed = capsys.readouterr().err
+    assert printed.startswith("error: ") and WRONG[override] in printed and printed.count("\n") == 1
+    assert (tmp_path / "runs").exists() == ("text_field" in override)
+
+
+@pytest.mark.parametrize(
+    "positions, text",
+    [
+        ([[[0, 1, 0, 3]]], ""),
+        ([[[0, 1, 0, 3], [0, 0, 1, 0]]], "a share of its documents for each host"),
+        ([[[0, 1, 0, 3]], [[0, 2, 0, 0]]], "a share of its documents for each host"),
+        ([[[1, 0, 0, 3]]], "a pass that begins within a row"),
+    ],
+)
+def test_runs_of_an_earlier_program(positions, text):
+    """A checkpoint that says where in the text its run was is gone on from where its rows were these; where they were
+    others it is refused, with what to do."""
+    config = load(Config, "local_test_synthetic")
+    position = {"split": "train", "files": 3, "positions": positions}
+    checkpoint = config, {}, {"data_position": position}, "checkpoint x"
+    if not text:
+        assert resume.compare(*checkpoint) == []
+    else:
+        message = f"checkpoint x was trained with …\n  the order of hf_dataset.path: {text} -> one row after another; …"
+        assert_refuses(message, resume.compare, *checkpoint)
+
+
+def test_nothing_is_left(tmp_path):
+    """The process ends when the run does, without being told."""
+    write(tmp_path / "in/train.jsonl", ["x" * 1000] * 5000)
+    split = stream(tmp_path / "in", tmp_path)
+    split.reach(1)
+    process = split._process._process
+    process.stdin.close()  # as the system does for a run that was killed
+    assert process.wait(60) == 0
