@@ -92,7 +92,7 @@ class HuggingFaceDataset:
     tokenizer: str | None = None  # as tools.tokenize_text takes it: bytes_utf8, a tokenizer.json, a name on the hub
     text_field: str = "text"  # of each document
     validation_split: str = "validation"  # of which validation_batches batches are read
-    # tokens that may be written before training wants them; each takes 2 to 4 bytes of the run folder's disk
+    # tokens that may be written before training wants them; each takes 1 to 4 bytes of the run folder's disk
     tokens_ahead: Count = 50_000_000
 
 

@@ -77,7 +77,7 @@ class GrowingSplit(Split):
         if self._is_whole:
             return super().text
         return (
-            f"{self.where} ({self.files:,} files), tokenized beside the run into {self._path}, 2 to 4 bytes a "
+            f"{self.where} ({self.files:,} files), tokenized beside the run into {self._path}, 1 to 4 bytes a "
             f"token: at most {4 * self._most_tokens / 1e6:,.1f} MB of disk"
         )
 

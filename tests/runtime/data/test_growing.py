@@ -115,7 +115,7 @@ def test_no_more_is_asked_for_than_is_read(written):
     with loader(split) as data:
         assert split.token_count == NO_END
         assert data.summary.startswith(
-            f"the text (3 files), tokenized beside the run into {written}, 2 to 4 bytes a token: at most 0.0 MB of disk"
+            f"the text (3 files), tokenized beside the run into {written}, 1 to 4 bytes a token: at most 0.0 MB of disk"
         )
         data.load(0)
         writer = split._process
