@@ -185,7 +185,10 @@ class Loader:
             self._opened = opened.pop_all()
 
     def __enter__(self) -> Self:
-        self.begin()
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close)
+            self.begin()
+            undo.pop_all()
         return self
 
     def __exit__(self, *_) -> None:

@@ -389,3 +389,4 @@ def test_nothing_is_left(tmp_path):
     process = split._process._process
     process.stdin.close()  # as the system does for a run that was killed
     assert process.wait(60) == 0
+    split.close()
