@@ -20,12 +20,9 @@ from types import SimpleNamespace
 from typing import Any, ClassVar, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-import train
-from models import layers
 from models.decoding import Drawing, Drawn, Generator
 from models.huggingface import Published, Source, open_weights, read_json, restored
 from models.layers import act, stored
@@ -34,14 +31,12 @@ from runtime.check import check_sizes
 from runtime.cluster.processes import start
 from runtime.config import command_line
 from runtime.config.keys import Count, NotEmpty
-from runtime.config.rebuild import Origins
-from runtime.config.resume import config_of
+from runtime.config.rebuild import Origins, shown
 from runtime.data.sources import kept_tokenizer
 from runtime.data.tokenizers import CHATML, END_OF_TURN, ChatError, Tokenizer, load_dataset_tokenizer, load_tokenizer
 from runtime.run import with_shardings
 from runtime.terminal import RunError, print_error, printable, run_errors
-from shardlib.mesh import current_mesh
-from shardlib.shardtypes import narrowed, typed_shard_map
+from shardlib.shardtypes import narrowed
 
 
 # == What is asked for =================================================================================================
@@ -68,6 +63,7 @@ class Generate(Drawing):
     output: Literal["text", "ids", "jsonl"] = "text"  # ids: of the new tokens alone
     to: str | None = None  # a .jsonl file that is continued, with a line for each text; none: standard output
     rows: Count = 8  # texts that are written at the same time
+    allow_program_change: bool = False  # decode a run although its trainer's file is not the one of that name here
     compute_dtype: Literal["bfloat16", "float32"] | None = None  # null: the model's; float32 on a CPU
     # Of the layers: int8, in a byte an element, which rounds them; split, over d too, and gathered for each token.
     weights: Literal["int8", "split"] | None = None
@@ -86,14 +82,37 @@ class Served:
     end: tuple[int, ...]  # ids that stand behind it, where an encoder reads it
     length: int  # tokens of a row that it was trained on
 
-    def ids_of(self, prompt: "str | Sequence[dict]") -> list[int]:
-        """A text's ids, or those of a chat up to the answer's first token."""
+    def ids_of(self, prompt: str | Sequence[int] | Sequence[dict]) -> list[int]:
+        """The ids of a text, or of a chat up to the answer's first token; ids stay as they are. There is always one.
+
+        Raises:
+          RunError: there is no tokenizer, or an id is none of the vocabulary.
+          ChatError: the chat cannot be rendered.
+        """
+        if isinstance(prompt, str):
+            ids = [*self.start, *self.encoded(prompt), *self.end]
+        elif all(isinstance(each, int) for each in prompt):
+            return self.checked(prompt)
+        else:
+            ids = self.require_tokenizer().encode_prompt(prompt).tolist()
+            ids = ids if self.start and self.start[:1] == tuple(ids[:1]) else [*self.start, *ids, *self.end]
+        return self.checked(ids or [self.require_tokenizer().bos_id])
+
+    def encoded(self, text: str) -> list[int]:
+        """A text's ids alone. Raises RunError as `ids_of`."""
+        return self.checked(self.require_tokenizer().encode_batch([text])[0].tolist(), least=0)
+
+    def checked(self, ids: Sequence[int], least: int = 1) -> list[int]:
+        vocab = self.source.model.vocab
+        if len(ids) < least or not all(0 <= each < vocab for each in ids):
+            wrong = [each for each in ids if not 0 <= each < vocab][:5]
+            raise RunError(f"the prompt has the ids {wrong}: expected one or more, from 0 to {vocab - 1}")
+        return list(ids)
+
+    def require_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
-            raise RunError(f"{self.source.folder} has no tokenizer: give prompt_ids, and output=ids")
-        if not isinstance(prompt, str):
-            ids = self.tokenizer.encode_prompt(prompt).tolist()
-            return ids if self.start and self.start[:1] == tuple(ids[:1]) else [*self.start, *ids, *self.end]
-        return [*self.start, *self.tokenizer.encode_batch([prompt])[0].tolist(), *self.end]
+            raise RunError(f"{self.source.folder} has no tokenizer, which texts need; generate takes prompt_ids too")
+        return self.tokenizer
 
     @property
     def is_chatml(self) -> bool:
@@ -131,72 +150,57 @@ def opened(path: str, axes: Mapping[str, int], compute_dtype: str | None, pool: 
     return source, model, jax.tree.map(lambda x, of: jax.ShapeDtypeStruct(x.shape, of.element.dtype), shapes, type_)
 
 
-def serve(path: str, mesh: jax.sharding.Mesh, compute_dtype: str | None = None, kept: str | None = None) -> Served:
-    """Reads a model onto the current mesh. Raises RunError as `opened`."""
+def serve(
+    path: str, mesh: jax.sharding.Mesh, compute_dtype: str | None = None, kept: str | None = None,
+    allow_program_change: bool = False,
+) -> Served:  # fmt: skip
+    """Reads a model onto the current mesh. Raises RunError as `opened`, and where `check_program` or a value of the
+    published files does."""
     with ThreadPoolExecutor() as pool:
         # XLA:CPU computes bfloat16 by way of float32.
         dtype = compute_dtype or ('float32' if jax.default_backend() == 'cpu' else None)
         source, model, shapes = opened(path, mesh.shape, dtype, pool)
+        if not allow_program_change and not isinstance(source.checkpoint, Published):
+            check_program(source)
         shapes = with_shardings(shapes, narrowed(source.family.Weights, shapes))
         weights = restored(source, model, shapes, pool)
-        if not isinstance(source.checkpoint, Published):
-            check_program(source, model, weights)
     tokenizer, start = _tokenizer(source)
     end, decoder_start = (), None
     if hasattr(source.family, "memory"):  # T5's tokenizers add nothing but an end
-        start, end, decoder_start = (), start, source.decoder_start
+        start, end = (), start
+        decoder_start = whole_number(source.decoder_start, f"{source.folder}: decoder_start_token_id", 0, model.vocab)
     if tokenizer is not None and not tokenizer.chat_template:
         tokenizer = replace(tokenizer, chat_template=CHATML)
     if source.config is None:
         length = source.checkpoint.attributes["config"]["training"]["tokens"]["len"]
     else:
-        length = source.config.get("max_position_embeddings", 2**30)
+        length = source.config.get("max_position_embeddings")
+        length = 2**30 if length is None else length
+    length = whole_number(length, f"{source.folder}: the length of a row (max_position_embeddings)", 1, 2**31)
     if hasattr(model, "positions"):  # a table of them, which ends
         length = model.positions - model.first_position
     generator = Generator(source.family, model, weights, _ends(source, tokenizer), decoder_start, kept)
     return Served(generator, source, tokenizer, start, end, length)
 
 
-def check_program(source: Source, model: Any, weights: Any) -> None:
-    """Refuses a run of a changed train.py, unless its program computes the same as the family here: on one row. Of a
-    changed trainer with more axes a line says that it was not tried."""
+def check_program(source: Source) -> None:
+    """Refuses a run whose trainer has changed since: it may compute another model than the family here. Its copy in the
+    checkpoint is compared by its hash, and never run."""
     attributes = source.checkpoint.attributes
-    module = (attributes.get("program") or {}).get("module", program.DEFAULT)
-    if "family" in attributes or not program.is_another(attributes, module):  # finetune.py computes with models/ itself
+    if "family" in attributes or not program.is_another(attributes):  # finetune.py computes with models/ itself
         return
-    family = f"{source.family.__name__.replace('.', '/')}.py"
-    if module != program.DEFAULT:
-        return print_error(
-            f"{source.checkpoint.path} was trained by another {module}.py than this one: whether it computes what "
-            f"{family} does was not tried", "note",
-        )  # fmt: skip
-    trainer, _ = program.of_checkpoint(attributes)
-    config = config_of(trainer.Config, attributes)
-    same = hasattr(trainer, "forward") and set(vars(config.mesh)) == {"d", "t"}
-    if same:
-        trainer.act.dtype = act.dtype
-        state, _ = trainer.shapes(replace(config, mesh=type(config.mesh)(**current_mesh().shape)))
-        leaves, structure = jax.tree.leaves(weights), jax.tree.structure(state.weights)
-        same = [each.shape for each in leaves] == [each.shape for each in jax.tree.leaves(state.weights)]
-    if same:
-        rows, numbers = current_mesh().shape["d"], np.arange(16, dtype=np.uint32)
-        targets = np.tile(numbers * 7 % model.vocab, (rows, 1))
-        starts, no = np.zeros(targets.shape, bool), 0
-        batch = trainer.TokenBatch(targets=targets, is_seq_start=starts, is_target=~starts)
-        theirs = jax.tree.unflatten(structure, [each.astype(jnp.float32) for each in leaves])
-        forward = typed_shard_map(functools.partial(trainer.forward, config.model, config.training, no))
-        expected = np.asarray(jax.jit(forward)(theirs, batch), np.float32)
+    raise RunError(
+        f"{source.checkpoint.path} was trained by another {attributes['program']['module']}.py than the one here: if "
+        f"it computes what {source.family.__name__.replace('.', '/')}.py does, add allow_program_change=true; else "
+        "write a family for it (docs/models.md)"
+    )
 
-        def hidden(weights: narrowed(source.family.Weights, weights), batch: train.TokenBatch) -> act['B/d L M']:
-            return layers.hidden(source.family, model, weights, *layers.inputs_of(batch, no))
 
-        found = jax.jit(typed_shard_map(hidden))(weights, train.TokenBatch(**vars(batch)))
-        same = np.allclose(np.asarray(found, np.float32), expected, rtol=0.05, atol=0.05 * np.abs(expected).max())
-    if not same:
-        raise RunError(
-            f"{source.checkpoint.path} was trained by a program that computes another model than {family} does: "
-            "write a family for it (docs/models.md), or use the program as it is, which the run folder has"
-        )
+def whole_number(value: Any, what: str, low: int = 0, below: int = 2**32) -> int:
+    """A whole number that stands in a published file. Raises RunError where it is something else."""
+    if type(value) is not int or not low <= value < below:
+        raise RunError(f"{what} = {shown(value)}: expected a whole number from {low} to {below - 1}")
+    return value
 
 
 def _tokenizer(source: Source) -> tuple[Tokenizer | None, tuple[int, ...]]:
@@ -221,7 +225,8 @@ def _ends(source: Source, tokenizer: Tokenizer | None) -> list[int]:
         ends = read_json(file).get("eos_token_id", ends)
     if ends is None and tokenizer and (token := tokenizer.special_tokens.get("eos_token")):
         ends = tokenizer.backend.token_to_id(token)
-    return [ends] if isinstance(ends, int) else list(ends or ())
+    ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    return sorted({whole_number(each, f"{source.folder}: eos_token_id") for each in ends})
 
 
 # == Prompts and texts =================================================================================================
@@ -244,6 +249,9 @@ class Text:
         text = self.text()
         if cut := [place for stop in self.stop if (place := text.find(stop)) >= 0]:
             self.has_ended, text = True, text[: min(cut)]
+            # A burst goes on behind the stop: what it drew there is no part of the text.
+            while any(stop in self.text(self.ids[:-1]) for stop in self.stop):
+                self.ids, self.log_probs = self.ids[:-1], self.log_probs[:-1]
         elif text.endswith("\ufffd") or any(text.endswith(stop[:n]) for stop in self.stop for n in range(1, len(stop))):
             return ""
         return self._show(text)
@@ -252,9 +260,10 @@ class Text:
         """The rest, of a text that goes on no more."""
         return "" if self.has_ended else self._show(self.text())
 
-    def text(self) -> str:
+    def text(self, ids: Sequence[int] | None = None) -> str:
         tokenizer, ends = self.served.tokenizer, self.served.generator.ends
-        return "" if tokenizer is None else tokenizer.decode([each for each in self.ids if each not in ends])
+        ids = self.ids if ids is None else ids
+        return "" if tokenizer is None else tokenizer.decode([each for each in ids if each not in ends])
 
     def _show(self, text: str) -> str:
         new, self.shown = text[len(self.shown) :], text
@@ -286,8 +295,10 @@ def write(
     return texts
 
 
-def prompts_of(config: Generate) -> list[str | list[dict]]:
-    """What stands on the command line, or in the file: texts, or chats."""
+def prompts_of(config: Generate) -> list[str | tuple[int, ...] | list[dict]]:
+    """What stands on the command line, or in the file: texts, ids, or chats."""
+    if config.prompt_ids is not None:
+        return [config.prompt_ids]
     if config.input is None:
         return [[{"role": "user", "content": config.prompt}] if config.chat else config.prompt or ""]
     try:
@@ -330,12 +341,6 @@ def converse(served: Served, config: Generate) -> None:
         )
         print()
         messages.append({"role": "assistant", "content": text.shown})
-
-
-def check_ids(ids: Sequence[int], served: Served) -> None:
-    vocab = served.source.model.vocab
-    if not ids or not all(0 <= each < vocab for each in ids):
-        raise RunError(f"prompt_ids = {list(ids)}: expected one id or more, from 0 to {vocab - 1}")
 
 
 def finished(file: Path) -> dict[tuple[int, int], list[int]]:
@@ -382,19 +387,17 @@ def main(config: Generate) -> None:
     done = {} if file is None else finished(file)
     mesh = start_mesh(config)
     with jax.set_mesh(mesh):
-        served = serve(config.model, mesh, config.compute_dtype, config.weights)
+        served = serve(config.model, mesh, config.compute_dtype, config.weights, config.allow_program_change)
         if config.chat and not keys:
             return converse(served, config)
-        if config.prompt_ids is not None:
-            check_ids(config.prompt_ids, served)
-            prompts = [list(config.prompt_ids)]
-        else:
-            given = prompts_of(config)
-            config = as_chat(served, config) if any(isinstance(each, list) for each in given) else config
+        given = prompts_of(config)
+        config = as_chat(served, config) if any(isinstance(each, list) for each in given) else config
+        prompts = []
+        for number, each in enumerate(given, 1):
             try:
-                prompts = [served.ids_of(each) for each in given]
-            except ChatError as error:
-                raise RunError(f"{config.input or 'prompt'}: {error}") from error
+                prompts.append(served.ids_of(each))
+            except (ChatError, RunError) as error:
+                raise RunError(f"{config.input}, line {number}: {error}" if config.input else str(error)) from error
         if (longest := max(map(len, prompts)) + config.tokens) > served.length:
             text = f"up to {longest} tokens, of a model that was trained on {served.length}"
             if hasattr(served.source.model, "positions"):

@@ -67,6 +67,7 @@ class Score:
     length: Count = 2048  # tokens that are read at once, at most: contexts lose their beginning, texts are divided
     to: str | None = None  # a .jsonl file, with a line for each answer
     rows: Count = 8  # that are computed at the same time
+    allow_program_change: bool = False  # score a run although its trainer's file is not the one of that name here
     compute_dtype: Literal["bfloat16", "float32"] | None = None  # null: the model's; float32 on a CPU
     mesh: Mesh = field(default_factory=Mesh)
 
@@ -231,9 +232,7 @@ class Scorer:
     # ---- of texts
 
     def ids(self, text: str) -> list[int]:
-        if self.served.tokenizer is None:
-            raise RunError(f"{self.served.source.folder} has no tokenizer, which scoring needs")
-        return self.served.tokenizer.encode_batch([text])[0].tolist()
+        return self.served.encoded(text)
 
     def pair(self, context: str, continuation: str) -> Pair:
         """A context's ids and a continuation's, divided as lm-eval-harness does: spaces at the context's end go with
@@ -260,7 +259,7 @@ class Scorer:
         if (room := self.length - config.tokens) < 1:
             raise RunError(f"tokens = {config.tokens}: expected fewer than the {self.length} that are read at once")
         try:
-            ids = [self.served.ids_of(prompt)[-room:] or [self.served.tokenizer.bos_id] for prompt in prompts]
+            ids = [self.served.ids_of(prompt)[-room:] for prompt in prompts]
         except ChatError as error:
             raise RunError(f"chat=true: {error}") from error
         texts: list[str] = []
@@ -492,7 +491,8 @@ def main(config: Score) -> None:
                 file = opened.enter_context(Path(config.to).expanduser().open("w", encoding="utf-8"))
         mesh = start_mesh(config)
         opened.enter_context(jax.set_mesh(mesh))
-        scorer = Scorer(serve(config.model, mesh, config.compute_dtype), config.rows, config.length)
+        served = serve(config.model, mesh, config.compute_dtype, None, config.allow_program_change)
+        scorer = Scorer(served, config.rows, config.length)
         table = [("task", "metric", "value", "±", "of")]
 
         def add(task: str, metric: str, value: float, error: Any, count: int) -> None:

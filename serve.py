@@ -1,7 +1,7 @@
 """An OpenAI-compatible server for a run, a checkpoint or a published folder.
 
     python -m serve SmolLM2-135M-Instruct                     # http://127.0.0.1:8000, with a page for a conversation
-    python -m serve runs/my_chats port=9000 rows=16 mesh.t=2 api_key=secret
+    python -m serve runs/my_chats port=9000 rows=16 mesh.t=2
     curl localhost:8000/v1/completions -d '{"prompt": "HAMLET.", "max_tokens": 50, "stream": true}'
 
 Requests share one cache: a free row takes the next one while others are drawn (continuous batching), so an answer is
@@ -10,29 +10,40 @@ the one that it would be alone. `pip install starlette uvicorn`.
 
 import asyncio
 import hmac
+import importlib
 import json
+import os
+import re
+import socket
 import threading
 import time
+import traceback
 import uuid
 from collections import Counter, deque
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import jax
 import pydantic
+import pydantic_core
+from annotated_types import Interval, MaxLen, MinLen
 
 from generate import Mesh, Served, Text, serve, start_mesh
-from models.decoding import Drawing, Slots
+from models.decoding import Drawing, Drawn, Slots
 from runtime.config import command_line
 from runtime.config.keys import Count, NotEmpty, NotNegative, Seed
 from runtime.data.tokenizers import ChatError
-from runtime.terminal import RunError, needs_package, print_line
+from runtime.terminal import RunError, needs_package, print_error, print_line, run_errors
 
 PAGE = Path(__file__).parent / "runtime/chat.html"
-BODY_BYTES = 2**20  # of a request, at most
+HEADERS = 100  # of a request, at most
+OTHERS = 128  # connections besides those whose requests are answered or wait
+Port = Annotated[int, Interval(ge=1, lt=2**16), "a whole number from 1 to 65535"]
+Rows = Annotated[int, Interval(ge=1, le=2**12), "a whole number from 1 to 4096"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,59 +52,65 @@ class Serve:
 
     model: str  # a run, a checkpoint, or a published folder
     host: str = "127.0.0.1"  # where it listens; 0.0.0.0: for other machines too, over which an api_key should watch
-    port: Count = 8000  # of it
-    api_key: str | None = None  # that clients must send as a bearer token
-    rows: Count = 8  # answers that are written at the same time
+    port: Port = 8000  # of it
+    # That clients must send as a bearer token; null: the environment's CLEARSHARD_API_KEY, as others see arguments.
+    api_key: NotEmpty | None = None
+    origins: tuple[NotEmpty, ...] = ()  # of web pages elsewhere that may ask: [https://chat.example.com]
+    rows: Rows = 8  # answers that are written at the same time
     length: Count = 2048  # tokens of a prompt and its answer, at most
-    waiting: Count = 64  # requests that wait for a row, at most; more are told to come again
+    waiting: Count = 64  # answers that wait for a row, at most; more are told to come again
+    grace_s: Count = 30  # seconds that answers have to end after SIGTERM
+    allow_program_change: bool = False  # serve a run although its trainer's file is not the one of that name here
     compute_dtype: Literal["bfloat16", "float32"] | None = None  # null: the model's; float32 on a CPU
     # Of the layers: int8, in a byte an element, which rounds them; split, over d too, and gathered for each token.
     weights: Literal["int8", "split"] | None = None
     mesh: Mesh = field(default_factory=Mesh)
 
 
+# == What clients ask for ==============================================================================================
 _MAX_TOKENS = pydantic.Field(validation_alias=pydantic.AliasChoices("max_tokens", "max_completion_tokens"))
+Stop = Annotated[str, MinLen(1), MaxLen(256)]
+# What a client may say because it changes nothing. null is like nothing for any key.
+WITHOUT_EFFECT = {
+    "best_of": 1, "echo": False, "frequency_penalty": 0, "functions": [], "logit_bias": {}, "metadata": {},
+    "modalities": ["text"], "parallel_tool_calls": True, "presence_penalty": 0, "response_format": {"type": "text"},
+    "service_tier": "auto", "store": False, "suffix": "", "tool_choice": "none", "tools": [], "top_logprobs": 0,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request(Drawing):
-    """What /v1/completions and /v1/chat/completions take: how to draw, and what follows; n and those after it are
-    taken because clients send them, and have no effect."""
+    """What /v1/completions and /v1/chat/completions take: how to draw, and what follows."""
 
-    __pydantic_config__: ClassVar = pydantic.ConfigDict(extra="forbid")
+    __pydantic_config__: ClassVar = pydantic.ConfigDict(extra="forbid", allow_inf_nan=False)
 
-    prompt: str | list[int] | None = None
+    prompt: str | list[int] | list[str] | list[list[int]] | None = None
     messages: list[dict] | None = None
     tokens: Annotated[Count | None, _MAX_TOKENS] = None  # null: 256, or what the prompt leaves of the server's length
     temperature: NotNegative = 1.0
-    seed: Seed | None = None  # null: another for each request
-    stop: NotEmpty | list[NotEmpty] | None = None
+    seed: Seed | None = None  # null: another for each request; the second of n answers has the next one
+    n: Count = 1  # answers for each prompt
+    stop: Stop | Annotated[list[Stop], MaxLen(16)] = field(default_factory=list)
+    logprobs: bool | Literal[0] = False  # of the tokens that are drawn; 0 too asks for them, as in /v1/completions
     stream: bool = False
-    n: Literal[1] = 1
+    stream_options: dict[Literal["include_usage", "include_obfuscation"], bool] = field(default_factory=dict)
     model: str | None = None
-    user: str | None = None
-    stream_options: dict | None = None
+    user: str | None = None  # without effect
 
 
+REQUEST = pydantic.TypeAdapter(Request)
+
+
+@dataclass(eq=False)
 class Answer:
-    """A request on its way: what the engine writes, and where its client reads."""
+    """A text on its way: the engine draws it, and its request reads it on the server's thread."""
 
-    def __init__(self, ids: list[int], drawing: Drawing, text: Text):
-        self.ids, self.drawing, self.text, self.is_left = ids, drawing, text, False
-        self.loop, self.pieces = asyncio.get_running_loop(), asyncio.Queue()
-
-    def put(self, piece: str | None) -> None:
-        """A piece of text; None: that was all."""
-        with suppress(RuntimeError):  # the server has stopped meanwhile
-            self.loop.call_soon_threadsafe(self.pieces.put_nowait, piece)
-
-    async def read(self) -> AsyncIterator[str]:
-        try:
-            while (piece := await self.pieces.get()) is not None:
-                if piece:
-                    yield piece
-        finally:
-            self.is_left = True  # its row is free, if it has one still
+    ids: list[int]
+    drawing: Drawing
+    text: Text
+    # Takes the answer and what was drawn of it; None: that was all; a str: what went wrong.
+    put: Callable[["Answer", Drawn | str | None], None]
+    is_left: bool = False  # its client does not read it: the row is free, if it has one
 
     @property
     def reason(self) -> str:
@@ -101,25 +118,29 @@ class Answer:
         return "stop" if ended else "length"
 
 
+# == The thread that draws =============================================================================================
 class Engine(threading.Thread):
-    """Draws for all requests, on the thread that speaks with the devices."""
+    """Draws for all requests, on the thread that speaks with the devices; nothing else is done there.
 
-    def __init__(self, served: Served, mesh: jax.sharding.Mesh, config: Serve):
+    new_slots: makes the cache, once and after each failure of a device.
+    """
+
+    def __init__(self, new_slots: Callable[[], Slots], mesh: jax.sharding.Mesh, config: Serve):
         super().__init__(name="engine", daemon=True)
-        self.served, self.mesh, self.config = served, mesh, config
+        self.slots, self.new_slots, self.mesh, self.config = new_slots(), new_slots, mesh, config
         self.waiting: deque[Answer] = deque()
         self.changed, self.stopping, self.has_ended = threading.Condition(), False, False
         self.answers: list[Answer | None] = [None] * config.rows
         self.counts: Counter[str] = Counter()
 
-    def submit(self, answer: Answer) -> bool:
-        """False where too many wait already, or the server stops."""
+    def submit(self, answers: Sequence[Answer]) -> bool:
+        """All or none: False where too many wait already, or the server stops."""
         with self.changed:
-            if self.stopping or self.has_ended or len(self.waiting) >= self.config.waiting:
+            if self.stopping or self.has_ended or len(self.waiting) + len(answers) > self.config.waiting:
                 self.counts["refused"] += 1
                 return False
-            self.waiting.append(answer)
-            self.counts["requests"] += 1
+            self.waiting.extend(answers)
+            self.counts["requests"] += len(answers)
             self.changed.notify()
             return True
 
@@ -137,72 +158,120 @@ class Engine(threading.Thread):
             with self.changed:
                 self.has_ended = True
             for answer in [*self.waiting, *filter(None, self.answers)]:
-                answer.put(None)
+                answer.put(answer, "the engine has ended")
 
     def _run(self) -> None:
-        length = self.config.length
-        slots = Slots(self.served.generator, self.config.rows, length, length)
-        while True:
-            with self.changed:
-                while not self.waiting and not any(self.answers) and not self.stopping:
-                    self.changed.wait()
-                if self.stopping and not self.waiting and not any(self.answers):
-                    return
-                new = {}
-                for row in [row for row, answer in enumerate(self.answers) if answer is None]:
-                    while self.waiting and self.waiting[0].is_left:
-                        self.waiting.popleft().put(None)
-                        self.counts["left"] += 1
-                    if self.waiting:
-                        new[row] = self.answers[row] = self.waiting.popleft()
-            if new:
-                slots.admit({row: (answer.ids, answer.drawing) for row, answer in new.items()})
-            if any(self.answers):
-                self._hand_out(slots, slots.advance())
+        while (new := self._next()) is not None:
+            try:
+                self._admit(new)
+                if any(self.answers):
+                    self._hand_out(self.slots.advance())
+            except Exception as error:  # whatever it is: those who ask later must not suffer from it
+                self._fail([row for row, answer in enumerate(self.answers) if answer], error)
+                self.slots = None  # whose memory the next takes
+            self.slots = self.slots or self.new_slots()
 
-    def _hand_out(self, slots: Slots, burst: list) -> None:
+    def _next(self) -> dict[int, Answer] | None:
+        """The answers that now get a row; None after the last one."""
+        with self.changed:
+            while not self.waiting and not any(self.answers) and not self.stopping:
+                self.changed.wait()
+            if self.stopping and not self.waiting and not any(self.answers):
+                return None
+            new = {}
+            for row in [row for row, answer in enumerate(self.answers) if answer is None]:
+                while self.waiting and self.waiting[0].is_left:
+                    answer = self.waiting.popleft()
+                    answer.put(answer, None)
+                    self.counts["left"] += 1
+                if self.waiting:
+                    new[row] = self.answers[row] = self.waiting.popleft()
+            return new
+
+    def _admit(self, new: Mapping[int, Answer]) -> None:
+        try:
+            if new:
+                self.slots.admit({row: (answer.ids, answer.drawing) for row, answer in new.items()})
+        except Exception as error:  # as above; of several, each has its chance
+            self.slots.drop(new)
+            if len(new) == 1:
+                return self._fail(list(new), error)
+            for row, answer in new.items():
+                self._admit({row: answer})
+
+    def _fail(self, rows: Sequence[int], error: Exception) -> None:
+        print_error("".join(traceback.format_exception(error)), "an answer failed")
+        for row in rows:
+            self.answers[row].put(self.answers[row], f"it could not be drawn ({type(error).__name__})")
+            self.answers[row] = None
+            self.counts["failed"] += 1
+
+    def _hand_out(self, burst: Sequence[Drawn]) -> None:
         gone = []
         for row, (answer, drawn) in enumerate(zip(self.answers, burst)):
             if answer is None:
                 continue
             self.counts["tokens"] += len(drawn.tokens)
-            answer.put(answer.text.add(drawn))
-            if answer.is_left or answer.text.has_ended or not slots.left[row]:
-                answer.put(answer.text.end())
-                answer.put(None)
+            answer.put(answer, drawn)
+            if answer.is_left or answer.text.has_ended or not self.slots.left[row]:
+                answer.put(answer, None)
                 self.answers[row] = None
                 gone.append(row)
-                self.counts["left" if answer.is_left else "answered"] += 1
-        if any(slots.left[row] for row in gone):
-            slots.drop(gone)
+                self.counts["left" if answer.is_left and not answer.text.has_ended else "answered"] += 1
+        if any(self.slots.left[row] for row in gone):
+            self.slots.drop(gone)
 
 
+# == The server ========================================================================================================
 class Api:
-    """What the server answers; `application` is the ASGI application."""
+    """What the server answers, as an ASGI application."""
 
     def __init__(self, served: Served, engine: Engine, config: Serve):
-        from starlette import requests, responses
+        from starlette import applications, requests, responses
+        from starlette.exceptions import HTTPException
+        from starlette.middleware import Middleware
+        from starlette.middleware.cors import CORSMiddleware
+        from starlette.routing import Route
 
         self.served, self.engine, self.config = served, engine, config
         self.requests, self.responses = requests, responses
-        self.name, self.seeds = Path(config.model).name, iter(range(2**32))
+        self.name, self.seeds = Path(config.model).resolve().name, iter(range(2**32))
+        self.most_bytes = 2**16 + 64 * config.length  # of a request: more is no prompt of that length
 
-    def application(self) -> Any:
-        from starlette.applications import Starlette
-        from starlette.routing import Route
+        cors = {"allow_origins": config.origins, "allow_methods": ["*"], "allow_headers": ["*"]}
+        self.routed = applications.Starlette(
+            routes=[
+                Route("/v1/completions", self.completions, methods=["POST"]),
+                Route("/v1/chat/completions", self.chat_completions, methods=["POST"]),
+                Route("/v1/models", self.models), Route("/v1/models/{name:path}", self.models),
+                Route("/health", self.health), Route("/metrics", self.metrics), Route("/", self.page),
+            ],
+            middleware=[Middleware(CORSMiddleware, **cors)] if config.origins else [],
+            exception_handlers={HTTPException: lambda _, error: self.error(error.status_code, error.detail)},
+        )  # fmt: skip
 
-        @asynccontextmanager
-        async def lifespan(_: Any) -> AsyncIterator[None]:
-            yield
-            self.engine.stop()
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        refused = self.refusal(self.requests.Request(scope)) if scope["type"] == "http" else None
+        await (refused or self.routed)(scope, receive, send)
 
-        routes = [
-            Route("/v1/completions", self.completions, methods=["POST"]),
-            Route("/v1/chat/completions", self.chat_completions, methods=["POST"]),
-            Route("/v1/models", self.models), Route("/health", self.health), Route("/metrics", self.metrics),
-            Route("/", self.page),
-        ]  # fmt: skip
-        return Starlette(routes=routes, lifespan=lifespan)
+    def refusal(self, request: Any) -> Any:
+        """Of a request that is not looked at: without the api_key, or of a web page from elsewhere, since browsers let
+        such pages ask any server of their machine."""
+        headers, config, scope = request.headers, self.config, request.scope
+        host, origin = headers.get("host", "").lower(), headers.get("origin")
+        hosts = [config.host, "localhost", "127.0.0.1", "[::1]", *(each.split("://")[-1] for each in config.origins)]
+        is_loopback = config.host in ("localhost", "::1") or config.host.startswith("127.")
+        if len(headers) > HEADERS:
+            return self.error(431, f"a request has at most {HEADERS} headers")
+        if is_loopback and host not in hosts and re.sub(r":\d*$", "", host) not in hosts:
+            return self.error(403, f"{host[:100]} is not this server, which listens on {config.host}")
+        if origin not in (None, *config.origins) and origin.partition("://")[2] != host:
+            return self.error(403, f"pages of {origin[:100]} may not ask: they are none of origins")
+        given = headers.get("authorization", "").removeprefix("Bearer ").encode("latin-1")
+        is_open = config.api_key is None or not scope["path"].startswith("/v1") or scope["method"] == "OPTIONS"
+        if not is_open and not hmac.compare_digest(given, config.api_key.encode()):
+            return self.error(401, "expected the server's api_key as a bearer token")
+        return None
 
     # ---- requests
 
@@ -213,106 +282,156 @@ class Api:
         return await self.complete(request, is_chat=True)
 
     async def complete(self, request: Any, is_chat: bool) -> Any:
-        if (refused := self.refusal(request)) is not None:
-            return refused
+        loop, drawn = asyncio.get_running_loop(), asyncio.Queue()
+
+        def put(*piece: Any) -> None:
+            with suppress(RuntimeError):  # the server has stopped meanwhile
+                loop.call_soon_threadsafe(drawn.put_nowait, piece)
+
         try:
             given = await self.asked(request)
-            ids = self.ids_of(given, is_chat)
-            tokens = given.tokens or max(min(256, self.config.length - len(ids)), 1)
-            if len(ids) + tokens > self.config.length:
-                most = f"at most {self.config.length} together"
-                raise ValueError(f"{len(ids)} tokens and max_tokens={tokens}: {most}")
+            if given.model not in (None, self.name):
+                return self.unknown(given.model)
+            # On a thread, since templates and long texts take their time.
+            answers = await asyncio.to_thread(self.answers, given, is_chat, put)
         except (ValueError, ChatError, RunError) as wrong:
             return self.error(400, str(wrong))
         except self.requests.ClientDisconnect:
             return self.error(400, "the client left")  # which nobody reads
-        stop = [given.stop] if isinstance(given.stop, str) else given.stop or []
-        text = Text(self.served, self.served.chat_stops(stop) if is_chat else stop)
-        seed = next(self.seeds) if given.seed is None else given.seed
-        answer = Answer(ids, replace(given, tokens=tokens, seed=seed), text)
-        if not self.engine.submit(answer):
+        if not self.engine.submit(answers):
             is_over = self.engine.stopping or self.engine.has_ended
             said = (503, "the server stops") if is_over else (429, "too many wait")
             return self.error(*said, **{"Retry-After": "1"})
-        head = {"id": f"cmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.name}
+        kind = "chat.completion" if is_chat else "text_completion"
+        head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": self.name}
         if given.stream:
-            return self.responses.StreamingResponse(self.events(answer, head, is_chat), media_type="text/event-stream")
-        return await self.whole(request, answer, head, is_chat)
-
-    def refusal(self, request: Any) -> Any:
-        """Of a request without the api_key, where one is asked for."""
-        given, key = request.headers.get("authorization", "").removeprefix("Bearer "), self.config.api_key
-        if key is not None and not hmac.compare_digest(given.encode(), key.encode()):
-            return self.error(401, "expected the server's api_key as a bearer token")
-        return None
+            events = self.events(read(drawn, answers), answers, given, head)
+            return self.responses.StreamingResponse(events, media_type="text/event-stream")
+        return await self.whole(request, read(drawn, answers), answers, given, head)
 
     async def asked(self, request: Any) -> Request:
         """Raises ValueError with what is wrong."""
-        body = b""
+        body = bytearray()
         async for piece in request.stream():
-            if len(body := body + piece) > BODY_BYTES:
-                raise ValueError(f"a request has at most {BODY_BYTES:,} bytes")
+            body += piece[: self.most_bytes + 1 - len(body)]
+        if len(body) > self.most_bytes:
+            raise ValueError(f"a request has at most {self.most_bytes:,} bytes")
         try:
-            return pydantic.TypeAdapter(Request).validate_json(body)
+            content = pydantic_core.from_json(bytes(body))
+            if isinstance(content, dict):
+                given = {key: value for key, value in content.items() if value is not None}
+                content = {key: value for key, value in given.items() if WITHOUT_EFFECT.get(key, ...) != value}
+            return REQUEST.validate_python(content)
         except pydantic.ValidationError as wrong:
             first = wrong.errors()[0]
-            raise ValueError(f"{'.'.join(map(str, first['loc'])) or 'body'}: {first['msg']}") from None
+            raise ValueError(f"{'.'.join(map(str, first['loc'])) or 'body'}: {first['msg']}"[:500]) from None
+        except ValueError as wrong:
+            raise ValueError(f"body: {wrong}") from None
 
-    def ids_of(self, given: Request, is_chat: bool) -> list[int]:
+    def answers(self, given: Request, is_chat: bool, put: Callable) -> list[Answer]:
+        """n for each prompt. Raises ValueError, ChatError or RunError with what is wrong."""
         if (given.messages is None) == is_chat or (given.prompt is None) != is_chat:
             raise ValueError(f"expected {'messages' if is_chat else 'prompt'}")
-        if isinstance(given.prompt, list):
-            if not given.prompt or not all(0 <= each < self.served.source.model.vocab for each in given.prompt):
-                raise ValueError("prompt: expected ids of the vocabulary, one or more")
-            return given.prompt
-        return self.served.ids_of(given.messages if is_chat else given.prompt)
+        prompts = given.prompt if isinstance(given.prompt, list) else [given.prompt]
+        prompts = [given.prompt] if not prompts or isinstance(prompts[0], int) else prompts
+        if len(prompts) * given.n > self.config.waiting:
+            raise ValueError(f"{len(prompts) * given.n} answers: at most {self.config.waiting} at once")
+        stop, answers = [given.stop] if isinstance(given.stop, str) else given.stop, []
+        for prompt in [with_text(given.messages)] if is_chat else prompts:
+            ids = self.served.ids_of(prompt)
+            tokens = given.tokens or max(min(256, self.config.length - len(ids)), 1)
+            if len(ids) + tokens > self.config.length:
+                most = f"at most {self.config.length} together"
+                raise ValueError(f"{len(ids)} tokens and max_tokens={tokens}: {most}")
+            for number in range(given.n):
+                seed = next(self.seeds) if given.seed is None else (given.seed + number) % 2**32
+                text = Text(self.served, self.served.chat_stops(stop) if is_chat else stop)
+                answers.append(Answer(ids, replace(given, tokens=tokens, seed=seed), text, put))
+        return answers
 
     # ---- answers
 
-    async def whole(self, request: Any, answer: Answer, head: dict, is_chat: bool) -> Any:
-        """All of an answer; it is left when its client is."""
+    async def whole(
+        self, request: Any, pieces: AsyncIterator[tuple[int, str, int]], answers: Sequence[Answer], given: Request,
+        head: dict,
+    ) -> Any:  # fmt: skip
+        """All of the answers; they are left when their client is."""
 
         async def watch() -> None:
             while not await request.is_disconnected():
                 await asyncio.sleep(0.2)
-            answer.is_left = True
+            for answer in answers:
+                answer.is_left = True
 
-        watching = asyncio.create_task(watch())
+        watching, is_chat = asyncio.create_task(watch()), given.messages is not None
+        texts = [""] * len(answers)
         try:
-            text = "".join([piece async for piece in answer.read()])
+            async for number, piece, _ in pieces:
+                texts[number] += piece
+        except RunError as error:
+            return self.error(500, str(error))
         finally:
             watching.cancel()
-        said = {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}
-        counts = {"prompt_tokens": len(answer.ids), "completion_tokens": len(answer.text.ids)}
-        usage = {**counts, "total_tokens": sum(counts.values())}
-        choice = {"index": 0, "finish_reason": answer.reason, "logprobs": None, **said}
-        kind = "chat.completion" if is_chat else "text_completion"
-        return self.responses.JSONResponse({**head, "object": kind, "choices": [choice], "usage": usage})
+        choices = []
+        for number, (text, answer) in enumerate(zip(texts, answers)):
+            said = {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}
+            logprobs = self.logprobs(answer, 0, given)
+            choices.append({"index": number, "finish_reason": answer.reason, "logprobs": logprobs, **said})
+        return self.responses.JSONResponse({**head, "choices": choices, "usage": usage(answers, given.n)})
 
-    async def events(self, answer: Answer, head: dict, is_chat: bool) -> AsyncIterator[str]:
-        """An answer as server-sent events."""
-        kind = "chat.completion.chunk" if is_chat else "text_completion"
+    async def events(
+        self, pieces: AsyncIterator[tuple[int, str, int]], answers: Sequence[Answer], given: Request, head: dict
+    ) -> AsyncIterator[str]:
+        """The answers as server-sent events."""
+        is_chat, counts = given.messages is not None, given.stream_options.get("include_usage")
+        head = {**head, "object": "chat.completion.chunk"} if is_chat else head
 
-        def event(said: dict, reason: str | None = None) -> str:
-            choice = {"index": 0, "finish_reason": reason, **({"delta": said} if is_chat else {"text": "", **said})}
-            return f"data: {json.dumps({**head, 'object': kind, 'choices': [choice]})}\n\n"
+        def event(number: int, said: dict, reason: str | None = None, logprobs: dict | None = None) -> str:
+            said = {"delta": said} if is_chat else {"text": "", **said}
+            choice = {"index": number, "finish_reason": reason, "logprobs": logprobs, **said}
+            return f"data: {json.dumps({**head, 'choices': [choice], **({'usage': None} if counts else {})})}\n\n"
 
-        if is_chat:
-            yield event({"role": "assistant", "content": ""})
-        async for piece in answer.read():
-            yield event({"content": piece} if is_chat else {"text": piece})
-        yield event({}, answer.reason)
-        yield "data: [DONE]\n\n"
+        for number in range(len(answers) if is_chat else 0):
+            yield event(number, {"role": "assistant", "content": ""})
+        try:
+            async for number, piece, before in pieces:
+                logprobs = self.logprobs(answers[number], before, given)
+                if piece or logprobs:
+                    yield event(number, {"content": piece} if is_chat else {"text": piece}, None, logprobs)
+            for number, answer in enumerate(answers):
+                yield event(number, {}, answer.reason)
+            if counts:
+                yield f"data: {json.dumps({**head, 'choices': [], 'usage': usage(answers, given.n)})}\n\n"
+            yield "data: [DONE]\n\n"
+        except RunError as error:
+            yield f"data: {json.dumps(said_of(500, str(error)))}\n\n"
+
+    def logprobs(self, answer: Answer, since: int, given: Request) -> dict | None:
+        """Of an answer's tokens from this one on, where they are asked for."""
+        tokens = [self.served.tokenizer.decode([each]) for each in answer.text.ids[since:]]
+        if given.logprobs is False or not tokens:
+            return None
+        values = [max(-9999.0, each) for each in answer.text.log_probs[since:]]  # JSON has no infinity
+        if given.messages is None:
+            return {"tokens": tokens, "token_logprobs": values}
+        return {"content": [{"token": t, "logprob": v, "top_logprobs": []} for t, v in zip(tokens, values)]}
 
     def error(self, status: int, message: str, **headers: str) -> Any:
-        body = {"error": {"message": message, "type": "invalid_request_error" if status < 500 else "server_error"}}
-        return self.responses.JSONResponse(body, status, headers)
+        """Ends the connection, so that a body which was not read need not be."""
+        return self.responses.JSONResponse(said_of(status, message), status, {"Connection": "close", **headers})
 
     # ---- about the server
 
     async def models(self, request: Any) -> Any:
-        listed = [{"id": self.name, "object": "model", "created": 0, "owned_by": "clearshard"}]
-        return self.refusal(request) or self.responses.JSONResponse({"object": "list", "data": listed})
+        """All of them, or the one that is named."""
+        about = {"id": self.name, "object": "model", "created": 0, "owned_by": "clearshard"}
+        if (name := request.path_params.get("name", self.name)) != self.name:
+            return self.unknown(name)
+        is_one = "name" in request.path_params
+        return self.responses.JSONResponse(about if is_one else {"object": "list", "data": [about]})
+
+    def unknown(self, name: str) -> Any:
+        return self.error(404, f"there is no model {name[:100]} here, but {self.name}")
 
     async def health(self, _: Any) -> Any:
         if self.engine.has_ended:
@@ -328,28 +447,106 @@ class Api:
         return self.responses.HTMLResponse(PAGE.read_text(encoding="utf-8"))
 
 
+async def read(drawn: asyncio.Queue, answers: Sequence[Answer]) -> AsyncIterator[tuple[int, str, int]]:
+    """What is new of the answers, as it comes: the answer's number, text, and how many tokens it had before.
+
+    Raises:
+      RunError: one could not be drawn to its end.
+    """
+    left = set(answers)
+    try:
+        while left:
+            answer, new = await drawn.get()
+            if isinstance(new, str):
+                raise RunError(new)
+            if answer not in left:  # what was drawn behind a stop
+                continue
+            before, piece = len(answer.text.ids), answer.text.end() if new is None else answer.text.add(new)
+            if new is None or answer.text.has_ended:
+                left.remove(answer)
+            yield answers.index(answer), piece, before
+    finally:
+        for answer in answers:
+            answer.is_left = True
+
+
+def with_text(messages: Sequence[dict]) -> list[dict]:
+    """The messages with their content as text, where it comes in parts. Raises ValueError where a part is none."""
+    found = []
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, list):
+            if not all(isinstance(each, dict) and isinstance(each.get("text"), str) for each in content):
+                raise ValueError('messages: expected content as text, or as parts {"type": "text", "text": ...}')
+            message = {**message, "content": "".join(each["text"] for each in content)}
+        found.append(message)
+    return found
+
+
+def usage(answers: Sequence[Answer], n: int) -> dict[str, int]:
+    """The tokens of all; a prompt counts once."""
+    prompt = sum(len(answer.ids) for answer in answers[::n])
+    completion = sum(len(answer.text.ids) for answer in answers)
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+def said_of(status: int, message: str) -> dict[str, Any]:
+    """An error as OpenAI's clients expect it."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": message, "type": kind, "param": None, "code": status}}
+
+
+# == All of it =========================================================================================================
+def listening(host: str, port: int) -> socket.socket:
+    """The socket of this address. Raises RunError where it cannot be had."""
+    with run_errors(f"host={host} port={port} cannot be listened on"):
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        found = socket.socket(family, kind, protocol)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind(address)
+    return found
+
+
+def server_of(api: Api) -> Any:
+    """The uvicorn.Server, within bounds of its own settings and of runtime/http.py."""
+    import uvicorn
+
+    from runtime.http import Connection
+
+    most = api.config.rows + api.config.waiting + OTHERS
+    http = partial(Connection, most=most, grace_s=api.config.grace_s)
+    return uvicorn.Server(uvicorn.Config(api, http=http, ws="none", log_level="error", backlog=OTHERS))
+
+
 def main(config: Serve) -> None:
     """Answers until it is interrupted; then finishes what it has begun."""
     with needs_package("serving", "uvicorn", "pip install starlette uvicorn"):
-        import uvicorn
-    mesh = start_mesh(config)
-    with jax.set_mesh(mesh):
-        served = serve(config.model, mesh, config.compute_dtype, config.weights)
-    if served.tokenizer is None:
-        raise RunError(f"{config.model} has no tokenizer, which a server needs: answers are text")
-    if hasattr(served.source.model, "positions") and config.length > served.length:
-        raise RunError(f"length = {config.length}: the model knows {served.length} positions, set it to that or less")
-    if served.is_chatml:
-        print_line(f"{config.model}: chats are written as ChatML.")
-    engine = Engine(served, mesh, config)
-    engine.start()
-    settings = uvicorn.Config(Api(served, engine, config).application(), config.host, config.port, log_level="warning")
-    print_line(
-        f"{config.model} at http://{config.host}:{config.port}, {config.rows} answers at a time; Ctrl-C ends it."
-    )
-    uvicorn.Server(settings).run()
-    engine.stop()
-    engine.join()
+        importlib.import_module("uvicorn")
+    if config.rows % config.mesh.d:
+        raise RunError(f"rows = {config.rows}: expected a multiple of mesh.d = {config.mesh.d}")
+    config = replace(config, api_key=config.api_key or os.environ.get("CLEARSHARD_API_KEY"))
+    if config.api_key == "":
+        raise RunError("the environment's CLEARSHARD_API_KEY is empty: set it to a key, or unset it")
+    with listening(config.host, config.port) as listens:
+        mesh = start_mesh(config)
+        with jax.set_mesh(mesh):
+            served = serve(config.model, mesh, config.compute_dtype, config.weights, config.allow_program_change)
+        if served.tokenizer is None:
+            raise RunError(f"{config.model} has no tokenizer, which a server needs: answers are text")
+        if hasattr(served.source.model, "positions") and config.length > served.length:
+            raise RunError(f"length = {config.length}: the model knows {served.length} positions, set it to that")
+        if served.is_chatml:
+            print_line(f"{config.model}: chats are written as ChatML.")
+        with jax.set_mesh(mesh):
+            engine = Engine(partial(Slots, served.generator, config.rows, config.length, config.length), mesh, config)
+        engine.start()
+        where = f"http://{config.host}:{config.port}"
+        print_line(f"{config.model} at {where}, {config.rows} answers at a time; Ctrl-C ends it.")
+        try:
+            server_of(Api(served, engine, config)).run([listens])
+        finally:
+            engine.stop()
+            engine.join()
 
 
 if __name__ == "__main__":

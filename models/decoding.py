@@ -14,6 +14,7 @@ in programs, where N may be T5's buckets); R tokens that an encoder reads.
 """
 
 import functools
+import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,6 +27,7 @@ from jax import lax
 from models import layers
 from models.layers import act
 from runtime.config.keys import Count, Fraction, NotNegative, Positive, Seed, Steps
+from runtime.terminal import RunError
 from shardlib import shardops
 from shardlib.mesh import current_mesh
 from shardlib.shardtypes import (
@@ -614,6 +616,17 @@ class Generator:
         return [each.best() for each in texts]
 
 
+def require_room(cache: Cache) -> None:
+    """Raises RunError where a cache of these shapes is larger than the memory, which the devices of a CPU share."""
+    size = sum(each.size * each.dtype.itemsize for each in jax.tree.leaves(cache))
+    of_device = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    has = of_device * current_mesh().size if of_device else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if size > has:
+        rows, slots = cache.k.shape[1], cache.k.shape[3]
+        text = f"{rows} rows of {slots} tokens take {size / 1e9:,.0f} GB, and there are {has / 1e9:,.0f}"
+        raise RunError(f"{text}: lower rows, or tokens (in a server length)")
+
+
 class Slots:
     """Rows of one cache, into which texts come and from which they go while others are drawn.
 
@@ -629,6 +642,7 @@ class Slots:
         # A chunk is written as a whole, although a prompt may end in it.
         self.chunk = min(CHUNK, 1 << max(prompt - 2, 0).bit_length())
         room = -(-(prompt + max(tokens, self.chunk)) // SLOTS) * SLOTS
+        require_room(jax.eval_shape(generator.programs.mapped("empty", count=count, slots=room, **sizes)))
         self.cache = generator.programs.compiled("empty", count=count, slots=room, **sizes)()
         self.drawings = [Drawing(tokens=1, temperature=0.0)] * count
         self.rows = self._rows({})

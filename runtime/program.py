@@ -6,16 +6,14 @@ differences(checkpoint_attributes, record)       # ["train", "shardlib.shardops"
 """
 
 import ast
-import atexit
 import functools
 import hashlib
 import importlib
 import importlib.util
 import inspect
-import shutil
+import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,20 +110,6 @@ def of_command_line(arguments: Sequence[str]) -> Trainer:
         sys.exit(f"error: {error}")
 
 
-def of_checkpoint(attributes: Mapping[str, Any]) -> tuple[Trainer, list[str]]:
-    """The trainer that saved a checkpoint, from the copy that it keeps; and what to say about it."""
-    kept = _kept(attributes)
-    if kept is None:
-        return load(DEFAULT), [f"the checkpoint does not say which program trained it: {DEFAULT} is taken"]
-    folder = tempfile.mkdtemp()  # to the end, since @typed and messages read the source
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    file = Path(folder, "program.py")
-    file.write_text(kept["source"], encoding="utf-8")
-    now = _hashes(kept["module"], file)
-    others = [name for name in _changed(kept["files"], now) if name != kept["module"]]
-    return load(str(file)), [f"other than when the checkpoint was saved: {', '.join(others)}"] if others else []
-
-
 def recorded(config: Any) -> dict[str, Any]:
     """What says which program this config is of, as JSON values."""
     module = sys.modules[type(config).__module__]
@@ -141,12 +125,16 @@ def recorded(config: Any) -> dict[str, Any]:
     }
 
 
-def is_another(attributes: Mapping[str, Any], name: str = DEFAULT) -> bool:
-    """Whether the trainer that saved a checkpoint is known, and is another than the one of this name."""
+def is_another(attributes: Mapping[str, Any]) -> bool:
+    """Whether the trainer that saved a checkpoint is known, and is another than this project's of that name. Neither
+    is run."""
     kept = _kept(attributes)
-    module: Any = load(name)
-    here = _hash(ast.parse(Path(module.__file__).read_text(encoding="utf-8")))
-    return kept is not None and kept["files"].get(kept["module"]) != here
+    if kept is None:
+        return False
+    file = ROOT / f"{kept['module'].replace('.', '/')}.py"
+    if not os.path.isfile(file):  # Path.is_file raises for a long name
+        return True
+    return kept["files"].get(kept["module"]) != _hash(ast.parse(file.read_text(encoding="utf-8")))
 
 
 def differences(attributes: Mapping[str, Any], record: Mapping[str, Any]) -> list[str]:

@@ -3,6 +3,7 @@
 import functools
 import io
 import json
+import shutil
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -134,7 +135,7 @@ def test_a_chat_from_the_command_line(cat_run, said, monkeypatch, tmp_path):
     second = json.loads(said(*given, f"input={tmp_path}/chats.jsonl", "prompt_field=messages"))
     (tmp_path / "wrong.jsonl").write_text('{"messages": [{"role": "user"}]}\n')
     refused = said(*given, f"input={tmp_path}/wrong.jsonl", "prompt_field=messages", status=1)
-    assert f"{tmp_path}/wrong.jsonl: expected messages, a list of" in refused
+    assert f"{tmp_path}/wrong.jsonl, line 1: expected messages, a list of" in refused
     monkeypatch.setattr(sys, "stdin", io.StringIO("the cat\non\n"))
     assert said(cat_run, "temperature=0", "tokens=6", "chat=true") == f"> {first['text']}\n> {second['text']}\n> \n"
     kept = generate.kept_tokenizer
@@ -156,34 +157,100 @@ def test_an_answer_in_chatml_ends_with_its_turn(cat_run):
 
 
 @pytest.mark.parametrize("arguments, message", [
-    (["prompt_ids=[3,99]"], "prompt_ids = [3, 99]: expected one id or more, from 0 to 39"),
-    (["prompt_ids=[]"], "prompt_ids = []: expected one id or more, from 0 to 39"),
+    (["prompt_ids=[3,99]"], "the prompt has the ids [99]: expected one or more, from 0 to 39"),
+    (["prompt_ids=[]"], "the prompt has the ids []: expected one or more, from 0 to 39"),
     (["prompt=a", "prompt_ids=[1]"], "prompt and prompt_ids: expected one of them"),
-    (["prompt=a"], "golden/llama has no tokenizer: give prompt_ids, and output=ids"),
+    (["prompt=a"], "golden/llama has no tokenizer, which texts need; generate takes prompt_ids too"),
     (["prompt_ids=[1]", "beams=2", "samples=2"], "samples and beams: beam search finds one text, expected one of them"),
     (["prompt_ids=[1]", "top_p=2"], "top_p = 2: expected a number from 0 to 1"),
     (["chat=true", "to=x"], "to: a conversation is written to the terminal. Give prompt or input"),
     (["chat=true", "samples=2"], "samples: a conversation is written to the terminal. Give prompt or input"),
     (["prompt_ids=[1]", "stop=['']"], "stop[0] = \"\": expected text, not empty"),
     (["input=nowhere.txt"], "input=nowhere.txt cannot be read: "),
+    (["prompt_ids=[1]", "tokens=2147483647"], "1 rows of 2147483648 tokens take 550 GB, and there are "),
 ])  # fmt: skip
 def test_what_is_refused(said, arguments, message):
     """One line that names the key."""
     assert message in said(FOLDER / "llama", *arguments, status=1)
 
 
-def test_a_run_of_another_program_is_refused(cat_run, said, monkeypatch):
-    """Of a train.py that was changed since, it is tried whether it still computes what the family does."""
+def test_a_run_of_another_program_is_refused(cat_run, said, monkeypatch, tmp_path):
+    """Of a trainer that was changed since, by the hash that the checkpoint has; the key says that it is the same model.
+    The copy in the checkpoint is never run, nor what it names as its module."""
     monkeypatch.setattr(generate, "serve", SERVE)
-    monkeypatch.setattr(generate.program, "is_another", lambda *_: True)
-    assert said(cat_run, "prompt=the c", "tokens=2", "temperature=0") == "the cat\n"
-    right = train.rms_norm
-    kept = generate.program.of_checkpoint
+    given = [cat_run, "prompt=the c", "tokens=2", "temperature=0"]
+    assert said(*given) == "the cat\n"
+    ran = tmp_path / "ran"
+    (tmp_path / "evil.py").write_text(f"open({str(ran)!r}, 'w')")
+    kept = generate.program._kept
+    for module in ("train", f"{tmp_path}/evil.py", "../evil", "no.such", "x" * 300):
+        other = {"module": module, "files": {module: "0" * 16}, "source": f"open({str(ran)!r}, 'w')"}
+        monkeypatch.setattr(generate.program, "_kept", lambda _, other=other: other)
+        monkeypatch.setattr(generate, "opened", functools.partial(opened_as, module))
+        refused = f"was trained by another {module}.py than the one here: if it computes what models/llama.py does, add"
+        assert refused in said(*given, status=1)
+        assert said(*given, "allow_program_change=true") == "the cat\n"
+    monkeypatch.setattr(generate.program, "_kept", kept)
+    assert not ran.exists()
 
-    def other(attributes):
-        trainer, notes = kept(attributes)
-        monkeypatch.setattr(trainer, "rms_norm", lambda x, scale, eps: right(x, 2 * scale, eps))
-        return trainer, notes
 
-    monkeypatch.setattr(generate.program, "of_checkpoint", other)
-    assert "computes another model than models/llama.py does" in said(cat_run, "prompt=a", status=1)
+OPENED = generate.opened
+
+
+def opened_as(module, *arguments):
+    """As generate.opened, of a checkpoint that names this module."""
+    source, *others = OPENED(*arguments)
+    source.checkpoint.attributes["program"]["module"] = module
+    return source, *others
+
+
+@pytest.mark.parametrize("prompt, ids", [("", [0]), ([{"role": "user", "content": ""}], None), ([5, 6], [5, 6])])
+def test_there_is_always_a_first_token(cat_run, prompt, ids):
+    """Of a tokenizer that puts nothing before a text: an empty prompt, or a chat of which its template writes nothing,
+    begins with bos."""
+    template = "{% if messages[0].content %}x{% endif %}"
+    tokenizer = replace(generate.kept_tokenizer(cat_run), chat_template=template)
+    source = SimpleNamespace(model=SimpleNamespace(vocab=257))
+    assert generate.Served(None, source, tokenizer, (), (), 32).ids_of(prompt) == (ids or [0])
+
+
+@pytest.mark.parametrize("prompt", ["a\ud800", [{"role": "user", "content": "\udfff"}]])
+def test_half_of_a_surrogate_pair(cat_run, said, prompt, tmp_path):
+    """JSON may say it, UTF-8 does not: the line of the file is named."""
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n' + json.dumps({"prompt": prompt}) + "\n")
+    text = said(cat_run, f"input={tmp_path}/prompts.jsonl", status=1)
+    assert "prompts.jsonl, line 2: character " in text
+    assert "is half of a surrogate pair, expected Unicode text" in text
+    assert "command line: expected Unicode text: " in said(cat_run, "prompt=a\udcff", status=1)
+
+
+PUBLISHED = {"max_position_embeddings": "the length of a row (max_position_embeddings)", "eos_token_id": "eos_token_id"}
+
+
+@pytest.mark.parametrize("value", ["x", -1, 1.5, True, {}, [[]], ["a"], 10**30, "\ud800"])
+@pytest.mark.parametrize("file, key", [
+    ("config.json", "max_position_embeddings"), ("config.json", "eos_token_id"),
+    ("generation_config.json", "eos_token_id"),
+])  # fmt: skip
+def test_a_published_value_of_another_kind(said, tmp_path, monkeypatch, file, key, value):
+    """One line that names the key; a value that is none is the same as none."""
+    monkeypatch.setattr(generate, "serve", SERVE)
+    folder = tmp_path / "llama"
+    shutil.copytree(FOLDER / "llama", folder)
+    content = json.loads((folder / file).read_text()) if (folder / file).exists() else {}
+    (folder / file).write_text(json.dumps(content | {key: value}))
+    text = said(folder, "prompt_ids=[3]", "tokens=1", status=1)
+    assert f"{PUBLISHED[key]} = " in text and "expected a whole number from " in text and text.count("\n") == 1
+
+
+def test_published_values_that_are_none(said, tmp_path, monkeypatch):
+    """null is nothing, and an end beyond the vocabulary is never drawn."""
+    monkeypatch.setattr(generate, "serve", SERVE)
+    shutil.copytree(FOLDER / "llama", tmp_path / "llama")
+    file = tmp_path / "llama/config.json"
+    given = [tmp_path / "llama", "prompt_ids=[3]", "tokens=4", "temperature=0", "output=ids"]
+    expected = said(*given)
+    file.write_text(
+        json.dumps(json.loads(file.read_text()) | {"max_position_embeddings": None, "eos_token_id": [10**9]})
+    )
+    assert len(said(*given).split()) == 4 >= len(expected.split())

@@ -22,6 +22,7 @@ import openai
 import pytest
 from browser import ENTER, browser
 
+import generate
 import serve
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -104,15 +105,155 @@ def test_an_openai_client_completes_and_streams(server):
     assert [each.id for each in client.models.list()] == ["cat"]
 
 
+SAMPLED = dict(prompt="the cat", max_tokens=8, temperature=1.5, seed=3)
+WITHOUT_EFFECT = dict(
+    best_of=1, echo=False, frequency_penalty=0, logit_bias={}, presence_penalty=0.0, suffix=None, user="me",
+)  # fmt: skip
+CHAT_WITHOUT_EFFECT = dict(
+    frequency_penalty=0, functions=[], logit_bias={}, logprobs=False, metadata={}, modalities=["text"],
+    parallel_tool_calls=True, presence_penalty=0, response_format={"type": "text"}, service_tier="auto", store=False,
+    tool_choice="none", tools=[], top_logprobs=0, user="me", max_tokens=None,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WITHOUT_EFFECT)
+def test_a_parameter_without_effect(server, name):
+    """A value that changes nothing is taken."""
+    expected = server.client.completions.create(model="cat", **SAMPLED)
+    given = server.client.completions.create(model="cat", **SAMPLED, **{name: WITHOUT_EFFECT[name]})
+    assert given.choices == expected.choices and given.usage == expected.usage
+
+
+@pytest.mark.parametrize("name", CHAT_WITHOUT_EFFECT)
+def test_a_parameter_of_a_chat_without_effect(server, name):
+    """The same of a chat; max_completion_tokens is the newer name of max_tokens."""
+    create = functools.partial(server.client.chat.completions.create, model="cat", seed=3, max_completion_tokens=8)
+    messages = [{"role": "user", "content": "the cat"}]
+    expected = create(messages=messages)
+    given = create(messages=messages, **{name: CHAT_WITHOUT_EFFECT[name]})
+    assert given.choices == expected.choices and given.usage.completion_tokens == 8
+
+
+def texts_of(completion):
+    return [each.text for each in completion.choices]
+
+
+def test_several_answers(server):
+    """A list of prompts, as texts or as ids, and n: each answer is that of a request of its own, whose seed is the next
+    one. A prompt counts once."""
+    create = functools.partial(server.client.completions.create, model="cat", max_tokens=6, temperature=1.5)
+    alone = [create(prompt=prompt, seed=seed) for prompt in ("the", "on the mat") for seed in (3, 4)]
+    texts = [each.choices[0].text for each in alone]
+    ids = [[0, *(byte + 1 for byte in prompt.encode())] for prompt in ("the", "on the mat")]
+    for prompt in (["the", "on the mat"], ids):
+        several = create(prompt=prompt, n=2, seed=3)
+        assert texts_of(several) == texts and [each.index for each in several.choices] == [0, 1, 2, 3]
+        assert several.usage.prompt_tokens == 4 + 11 and several.usage.completion_tokens == 4 * 6
+    found = [""] * 4
+    for chunk in create(prompt=ids, n=2, seed=3, stream=True):
+        found[chunk.choices[0].index] += chunk.choices[0].text
+    assert found == texts
+    assert texts_of(create(prompt=ids[0], seed=3)) == texts[:1]
+    assert texts_of(create(prompt=["the"], seed=3)) == texts[:1]
+    chats = server.client.chat.completions.create(
+        model="cat", messages=[{"role": "user", "content": "a"}], n=3, seed=3, max_tokens=4
+    )
+    assert len({each.message.content for each in chats.choices}) > 1 and len(chats.choices) == 3
+
+
+def test_an_empty_prompt_begins_with_bos(server):
+    """ "" is the token that stands before a text; a list of none is refused."""
+    empty, begun = (
+        server.client.completions.create(model="cat", prompt=prompt, temperature=0, max_tokens=6)
+        for prompt in ("", [0])
+    )
+    assert texts_of(empty) == texts_of(begun) and empty.usage.prompt_tokens == 1
+
+
+def test_log_probabilities(server):
+    """Those of the tokens that are drawn, which are the same at once and as they come; of a chat in its own form."""
+    create = functools.partial(server.client.completions.create, model="cat", prompt="the cat", max_tokens=8, seed=1)
+    whole = create(logprobs=0).choices[0]
+    assert "".join(whole.logprobs.tokens) == whole.text and len(whole.logprobs.token_logprobs) == 8
+    assert all(each < 0 for each in whole.logprobs.token_logprobs)
+    assert create(temperature=0, logprobs=0).choices[0].logprobs.token_logprobs[0] > -1.0
+    streamed = [chunk.choices[0].logprobs for chunk in create(logprobs=0, stream=True)]
+    streamed = [number for each in streamed if each for number in each.token_logprobs]
+    assert streamed == whole.logprobs.token_logprobs
+    assert create().choices[0].logprobs is None
+    chat = server.client.chat.completions.create(
+        model="cat", messages=[{"role": "user", "content": "a"}], logprobs=True, max_tokens=5, seed=1
+    ).choices[0]
+    content = chat.logprobs.content
+    assert "".join(each.token for each in content) == chat.message.content and all(each.logprob < 0 for each in content)
+    assert [each.top_logprobs for each in content] == [[]] * 5
+
+
+def test_usage_in_a_stream(server):
+    """With include_usage the last event has the counts of the whole answer; without there is none."""
+    given = dict(model="cat", prompt="the cat sat", max_tokens=20, temperature=0, stream=True)
+    *chunks, last = server.client.completions.create(**given, stream_options={"include_usage": True})
+    assert last.choices == [] and (last.usage.prompt_tokens, last.usage.completion_tokens) == (12, 20)
+    assert all(each.choices and each.usage is None for each in chunks)
+    assert all(each.usage is None for each in server.client.completions.create(**given))
+
+
+def test_a_stop_ends_what_counts(server):
+    """Tokens that a burst draws behind a stop are not counted, at once or as they come."""
+    given = dict(model="cat", prompt="the cat sat", max_tokens=20, temperature=0, stop=["mat", "zebra"])
+    whole = server.client.completions.create(**given, logprobs=0)
+    assert (whole.choices[0].text, whole.choices[0].finish_reason) == (" on the ", "stop")
+    assert whole.usage.completion_tokens == len(whole.choices[0].logprobs.tokens) == len(" on the mat")
+    *_, last = server.client.completions.create(**given, stream=True, stream_options={"include_usage": True})
+    assert last.usage == whole.usage
+
+
+def test_content_in_parts(server):
+    """Content that is a list of texts is their concatenation; a picture is refused."""
+    create = functools.partial(server.client.chat.completions.create, model="cat", seed=1, max_tokens=6)
+    parts = [{"type": "text", "text": "the "}, {"type": "text", "text": "cat"}]
+    whole = create(messages=[{"role": "user", "content": "the cat"}])
+    assert create(messages=[{"role": "user", "content": parts}]).choices == whole.choices
+    with pytest.raises(openai.BadRequestError, match="expected content as text, or as parts"):
+        create(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}])
+
+
+def test_the_model_by_its_name(server):
+    """/v1/models/NAME; another name is not found, there or in a request, and the message says ours."""
+    assert server.client.models.retrieve("cat").id == "cat"
+    for call in (
+        lambda: server.client.models.retrieve("gpt-4"),
+        lambda: server.client.completions.create(model="gpt-4", prompt="a"),
+        lambda: server.client.chat.completions.create(model="gpt-4", messages=[{"role": "user", "content": "a"}]),
+    ):
+        with pytest.raises(openai.NotFoundError, match="there is no model gpt-4 here, but cat"):
+            call()
+    with pytest.raises(openai.NotFoundError, match="Not Found"):
+        server.client.embeddings.create(model="cat", input="a")
+
+
 @pytest.mark.parametrize("body, message", [
-    (b"{", "body: Invalid JSON: EOF while parsing an object at line 1 column 1"),
+    (b"{", "body: EOF while parsing an object at line 1 column 1"),
+    (b"", "body: EOF while parsing a value at line 1 column 0"),
+    (b"[" * 80_000, "body: recursion limit exceeded at line 1 column 202"),
+    (b'{"prompt": "\\ud800"}', "body: unexpected end of hex escape at line 1 column 19"),
+    (b'{"prompt": "\xff"}', "body: invalid unicode code point at line 1 column 13"),
+    (b"3", "body: Input should be a dictionary or an instance of Request"),
     (b'{"prompt": "a", "best_of": 3}', "best_of: Unexpected keyword argument"),
+    (b'{"prompt": "a", "logprobs": 5}', "logprobs.bool: Input should be a valid boolean, unable to interpret input"),
     (b'{"prompt": "a", "temperature": -1}', "temperature: Input should be greater than or equal to 0"),
+    (b'{"prompt": "a", "temperature": 1e39}', "temperature: Input should be less than 3402823669209385" + 23 * "0"),
+    (b'{"prompt": "a", "temperature": NaN}', "temperature: Input should be a finite number"),
     (b'{"prompt": "a", "stop": ""}', "stop.constrained-str: String should have at least 1 character"),
+    (b'{"prompt": "a", "stop": "%0999d"}' % 0, "stop.constrained-str: String should have at most 256 characters"),
+    (b'{"prompt": "a", "stop": [%s"a"]}' % (b'"a",' * 16), "stop.constrained-str: Input should be a valid string"),
     (b'{"messages": []}', "expected prompt"),
-    (b'{"prompt": [999]}', "prompt: expected ids of the vocabulary, one or more"),
+    (b'{"prompt": [999]}', "the prompt has the ids [999]: expected one or more, from 0 to 256"),
+    (b'{"prompt": [-1]}', "the prompt has the ids [-1]: expected one or more, from 0 to 256"),
+    (b'{"prompt": []}', "the prompt has the ids []: expected one or more, from 0 to 256"),
+    (b'{"prompt": "a", "n": 7}', "7 answers: at most 6 at once"),
     (b'{"prompt": "a", "max_tokens": 255}', "2 tokens and max_tokens=255: at most 256 together"),
-    (b" " * (2**20 + 1), "a request has at most 1,048,576 bytes"),
+    (b" " * 2**20, "a request has at most 81,920 bytes"),
 ])  # fmt: skip
 def test_what_is_refused(server, body, message):
     """Status 400 and what was wrong, in the form that clients expect."""
@@ -137,7 +278,7 @@ def test_answers_beside_others_are_those_alone(server):
 def test_a_client_that_leaves_before_it_has_asked():
     """In the middle of its request: nothing is submitted, and nothing raised."""
     engine = SimpleNamespace(submit=lambda _: pytest.fail("submitted"))
-    application = serve.Api(None, engine, serve.Serve(model="none")).application()
+    application = serve.Api(None, engine, serve.Serve(model="none"))
     pieces, sent = [dict(type="http.request", body=b"{", more_body=True), dict(type="http.disconnect")], []
 
     async def receive():
@@ -146,7 +287,8 @@ def test_a_client_that_leaves_before_it_has_asked():
     async def send(message):
         sent.append(message)
 
-    scope = dict(type="http", method="POST", path="/v1/completions", headers=[], query_string=b"")
+    headers = [(b"host", b"localhost")]
+    scope = dict(type="http", method="POST", path="/v1/completions", headers=headers, query_string=b"")
     asyncio.run(application(scope, receive, send))
     assert not pieces and sent[0]["status"] == 400
 
@@ -154,13 +296,13 @@ def test_a_client_that_leaves_before_it_has_asked():
 def test_too_many_are_told_to_come_again():
     """Of an engine that takes nothing two requests wait and the third is refused; one that stops says so. Without the
     api_key, where one is asked for, none is taken."""
-    served = SimpleNamespace(source=SimpleNamespace(model=SimpleNamespace(vocab=9)))
+    served = generate.Served(None, SimpleNamespace(model=SimpleNamespace(vocab=9)), None, (), (), 8)
     config = serve.Serve(model="none", waiting=2, api_key="secret")
-    engine = serve.Engine(served, None, config)
-    transport = httpx.ASGITransport(serve.Api(served, engine, config).application())
+    engine = serve.Engine(lambda: None, None, config)
+    transport = httpx.ASGITransport(serve.Api(served, engine, config))
 
     async def ask():
-        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             post = functools.partial(client.post, "/v1/completions", json={"prompt": [1], "max_tokens": 5})
             refused = [(await post(headers=each)).status_code for each in ({}, {"Authorization": "Bearer other"})]
             post = functools.partial(post, headers={"Authorization": "Bearer secret"})

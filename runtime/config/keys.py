@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
-from annotated_types import Ge, Interval, MinLen, MultipleOf, Predicate
+from annotated_types import Interval, MinLen, MultipleOf, Predicate
 
 from runtime.config.rebuild import Origins, as_tree
 
@@ -25,7 +25,7 @@ Steps = Annotated[int, Interval(ge=0, lt=2**31), "a whole number from 0 to 21474
 Seed = Annotated[int, Interval(ge=0, lt=2**32), "a whole number from 0 to 4294967295"]
 # Of what is computed in float32: smaller numbers are 0 there, and larger ones infinity.
 Positive = Annotated[float, Interval(ge=2**-126, lt=2**128), "a number above 0 that float32 holds"]
-NotNegative = Annotated[float, Ge(0), "a number, 0 or more"]
+NotNegative = Annotated[float, Interval(ge=0, lt=2.0**128), "a number, 0 or more, that float32 holds"]
 Fraction = Annotated[float, Interval(ge=0, le=1), "a number from 0 to 1"]
 Decay = Annotated[float, Interval(ge=0, lt=1), "a number from 0 to below 1"]
 Momentum = Annotated[float, Interval(ge=0, lt=1 - 2**-25), "a number from 0 to below 1 that float32 holds"]

@@ -164,6 +164,8 @@ def _message(key: str, error: str, value: Any, said: str, known: Mapping[str, An
         name, _, text = said.removeprefix("Value error, ").partition(": ")
         key = f"{key}.{name}".lstrip(".")
         return f"{origins.of(key)}: {key} = {shown(value.get(name))}: {text}"
+    if error == "json_invalid":  # of half of a surrogate pair, or of nesting without end
+        return f"{origins.of(key)}: expected Unicode text: {said}"
     is_item = key.endswith("]")
     kind = known[re.sub(r"\[\d+\]", "" if is_item else "[]", key)][0]
     expected = f"expected {_expected(item_of(kind) if is_item else kind)}"

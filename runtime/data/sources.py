@@ -125,9 +125,12 @@ def keep_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
 
 
 def kept_tokenizer(folder: Path) -> Tokenizer | None:
-    """The one that `keep_tokenizer` has copied."""
+    """The one that `keep_tokenizer` has copied. Raises RunError where it is damaged."""
     file = folder / RECORD
-    return Tokenizer(**json.loads(file.read_text(encoding="utf-8"))) if file.exists() else None
+    try:
+        return Tokenizer(**json.loads(file.read_text(encoding="utf-8"))) if file.exists() else None
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise RunError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
 
 
 def tokenizer_identity(tokenizer: Tokenizer) -> str:

@@ -16,7 +16,9 @@ its splits.
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
+import importlib.util
 import os
 import pathlib
 import re
@@ -29,6 +31,7 @@ import numpy as np
 import zarr
 import zarr.errors
 
+from runtime.data.apart import Unfinished, apart
 from runtime.data.chunks import open_group, read_errors
 from runtime.data.flat_tokens import LARGEST_ID, absolute_path, open_member
 from runtime.terminal import RunError, needs_package
@@ -65,9 +68,15 @@ class Tokenizer:
     chat_template: str = ""  # jinja
     special_tokens: dict[str, str] = dataclasses.field(default_factory=dict)  # bos_token and such, for the template
 
+    def __post_init__(self) -> None:
+        """Raises RunError where a field that a file says is of another type."""
+        texts = (self.name, self.json, self.chat_template, *self.special_tokens, *dict(self.special_tokens).values())
+        if not all(isinstance(each, str) for each in texts) or type(self.bos_id) is not int or self.bos_id < 0:
+            raise RunError(f"the tokenizer {str(self.name)[:100]} has a field of another type: {EXPECTED}")
+
     @cached_property
     def backend(self) -> Any:
-        """The `tokenizers.Tokenizer`; not there for bytes."""
+        """The `tokenizers.Tokenizer`; not there for bytes. Raises RunError where there is none."""
         return _backend(self.name, self.json)
 
     @cached_property
@@ -89,8 +98,11 @@ class Tokenizer:
         return ids, lengths
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The ids of each text, uint32, without begin or end tokens."""
-        ids, lengths = self.encode_flat([text.encode() for text in texts])
+        """The ids of each text, uint32, without begin or end tokens. Raises RunError where one is not UTF-8."""
+        try:
+            ids, lengths = self.encode_flat([text.encode() for text in texts])
+        except UnicodeEncodeError as error:  # JSON may say "\ud800", and a command line any bytes
+            raise RunError(f"character {error.start} is half of a surrogate pair, expected Unicode text") from error
         stops = np.cumsum(lengths).tolist()
         return [ids[start:stop] for start, stop in zip([0, *stops], stops)]
 
@@ -198,6 +210,8 @@ def _loaded(name: str) -> tuple[str, str, dict[str, str]]:
         transformers.logging.set_verbosity_error()
         where = os.path.dirname(local) or "." if os.path.isfile(local) else local if os.path.isdir(local) else name
         file = cached_file(where, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
+        if file:
+            tried(name, pathlib.Path(file).read_text(encoding="utf-8"))
         # Of a tokenizer.json the ids are meant that it says itself, not those of the class that stands beside it.
         loader = transformers.PreTrainedTokenizerFast if file else transformers.AutoTokenizer
         with plain_exceptions(f"the tokenizer {name} cannot be read ({{}}): {EXPECTED}"):
@@ -209,7 +223,7 @@ def _loaded(name: str) -> tuple[str, str, dict[str, str]]:
         reason = str(error).strip().partition("\n")[0]
         raise RunError(f"the tokenizer {name} cannot be loaded ({reason}): {EXPECTED}") from error
     template = loaded.chat_template or ""
-    template = template if isinstance(template, str) else template.get("default", "")  # several, each with a name
+    template = template.get("default", "") if isinstance(template, dict) else template  # several, each with a name
     return text, template, {key: value for key, value in loaded.special_tokens_map.items() if isinstance(value, str)}
 
 
@@ -225,9 +239,20 @@ def _bos_id(name: str, backend: Any, special: dict[str, str]) -> int:
     )
 
 
+@functools.lru_cache(maxsize=4)
+def tried(name: str, text: str) -> None:
+    """Builds a tokenizer in another process, since the package `tokenizers` may abort. Raises RunError where it
+    does."""
+    try:
+        apart("build", text)
+    except Unfinished as error:
+        raise RunError(f"the tokenizer {name} cannot be read ({error}): {EXPECTED}") from error
+
+
 def _backend(name: str, text: str) -> Any:
     with needs_package(f"the tokenizer {name}", "tokenizers"):
         import tokenizers
+    tried(name, text)
     with plain_exceptions(f"the tokenizer {name} cannot be read ({{}}): {EXPECTED}"):
         backend = tokenizers.Tokenizer.from_str(text)
     backend.no_truncation()
@@ -321,21 +346,18 @@ def load_dataset_tokenizer(path: str | os.PathLike) -> Tokenizer | None:
 
 def _render(tokenizer: Tokenizer, messages: list[dict], **options: bool) -> tuple[str, list[tuple[int, int]]]:
     """The chat as the template writes it, and the turns that the template marks, in characters."""
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it advises to install PyTorch
-    with needs_package(f"the chat template of {tokenizer.name}", "transformers"):
-        from transformers.utils.chat_template_utils import render_jinja_template
-    with needs_package(f"the chat template of {tokenizer.name}", "jinja2"):
-        import jinja2
-
+    for package in ("transformers", "jinja2"):
+        with needs_package(f"the chat template of {tokenizer.name}", package):
+            if importlib.util.find_spec(package) is None:
+                raise ModuleNotFoundError
     if not tokenizer.chat_template:
         raise ChatError(f"the tokenizer {tokenizer.name} has no chat template")
     others: dict[str, Any] = {**options, **tokenizer.special_tokens}
     try:
-        rendered: Any = render_jinja_template([messages], chat_template=tokenizer.chat_template, **others)
-    except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+        text, turns = apart("render", tokenizer.chat_template, messages, others)
+    except (TypeError, ValueError, RecursionError) as error:  # also of messages that are no JSON
         raise ChatError(f"the chat template does not take the messages ({error})") from error
-    (text,), turns = rendered
-    return text, [(start, stop) for start, stop in (turns[0] if turns else [])]
+    return text, [(start, stop) for start, stop in turns]
 
 
 def render_chat(tokenizer: Tokenizer, messages: Sequence[dict]) -> tuple[str, list[tuple[int, int]]]:

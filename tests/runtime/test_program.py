@@ -179,18 +179,10 @@ def test_the_command_line_names_the_program(capsys):
 
 @pytest.mark.slow
 def test_the_program_of_a_checkpoint(monkeypatch, folder, capsys):
-    """The copy in the checkpoint is what is loaded, though the module is another by now; that is known."""
+    """That it is none of this project's is known by its hash."""
     changed = copy_of(folder, "jax.nn.silu(gate)", "jax.nn.gelu(gate)")
     assert start(monkeypatch, changed, folder) == 0
-    (folder / "my_trainer.py").unlink()
-    trainer, notes = program.of_checkpoint(attributes_of(folder / "run"))
-    assert "jax.nn.gelu(gate)" in Path(trainer.__file__).read_text() and notes == []
     assert program.is_another(attributes_of(folder / "run")) and not program.is_another({})
-    attributes = attributes_of(folder / "run")
-    del attributes["program"]
-    assert program.of_checkpoint(attributes)[1] == [
-        "the checkpoint does not say which program trained it: train is taken"
-    ]
 
 
 # ---- the tokenizer

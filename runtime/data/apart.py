@@ -1,0 +1,116 @@
+"""What others wrote and nobody has tried, a chat template or a tokenizer, in a process of its own: where it never ends,
+fills the memory or aborts, that costs a message.
+
+    apart("render", template, messages, {"add_generation_prompt": True})     # ["<|im_start|>user…", []]
+    apart("build", tokenizer_json)
+"""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+SECONDS = 3  # of the processor, that a call may take
+BYTES = 2**27  # that it may take
+RENDERED = 2**22  # characters that a template may write
+NO_MEMORY = 3  # the status of the process
+ROOT = Path(__file__).parents[2]
+
+
+class Unfinished(ValueError):
+    """What a call raised, or how its process ended."""
+
+
+class Apart:
+    """Calls a function of this file in a process that is started with the first call, and anew after one that ended.
+
+    Arguments and results are JSON. Raises Unfinished.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.process: subprocess.Popen | None = None
+
+    def __call__(self, function: str, *arguments: Any) -> Any:
+        request = json.dumps([function, *arguments]).encode()
+        with self.lock:
+            process = self.process = self.process or self._started()
+            try:
+                self.pipe.send_bytes(request)
+                kind, result = json.loads(self.pipe.recv_bytes())
+            except (EOFError, OSError):
+                self.process, status = None, process.wait()
+                reasons = {-signal.SIGXCPU: "it takes too much time", NO_MEMORY: "it takes too much memory"}
+                raise Unfinished(reasons.get(status, f"it ends its process with status {status}")) from None
+        if kind == "raised":
+            raise Unfinished(result)
+        return result
+
+    def _started(self) -> subprocess.Popen:
+        self.pipe, theirs = Pipe()
+        with theirs:
+            number, null = theirs.fileno(), subprocess.DEVNULL
+            command = [sys.executable, "-m", "runtime.data.apart", str(number)]
+            return subprocess.Popen(command, cwd=ROOT, pass_fds=[number], stdin=null, stdout=null, stderr=null)
+
+
+apart = Apart()
+
+
+def render(template: str, messages: list[dict], others: dict[str, Any]) -> Any:
+    """The chat as the template writes it, and its marked turns."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    limit(BYTES, SECONDS)
+    rendered: Any = render_jinja_template([messages], chat_template=template, **others)
+    (text,), turns = rendered
+    if len(text) > RENDERED:
+        raise ValueError(f"it writes {len(text)} characters, at most {RENDERED} are allowed")
+    return text, turns[0] if turns else []
+
+
+def build(text: str) -> None:
+    """Builds a tokenizer and uses it."""
+    import tokenizers
+
+    limit(BYTES + 64 * len(text), SECONDS + len(text) // 2**20)  # a megabyte takes 0.1 s
+    backend = tokenizers.Tokenizer.from_str(text)
+    backend.decode(backend.encode("a b", add_special_tokens=True).ids)
+
+
+def limit(size: int, seconds: int) -> None:
+    """Of what this process takes from now on."""
+    if (statm := Path("/proc/self/statm")).exists():  # of Linux
+        used = int(statm.read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        resource.setrlimit(resource.RLIMIT_AS, (used + size, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + seconds, resource.RLIM_INFINITY))
+
+
+def main(number: int) -> None:
+    pipe = Connection(number)
+    functions: dict[str, Callable] = {"render": render, "build": build}
+    while True:
+        try:
+            function, *arguments = json.loads(pipe.recv_bytes())
+        except EOFError:  # the other process has ended
+            return
+        try:
+            reply = "result", functions[function](*arguments)
+        except MemoryError:
+            sys.exit(NO_MEMORY)
+        except BaseException as error:  # a template or the package's Rust may raise anything
+            reply = "raised", f"{type(error).__name__}: {error}".partition("\n")[0][:300]
+        pipe.send_bytes(json.dumps(reply).encode())
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
