@@ -200,7 +200,7 @@ class Engine(threading.Thread):
                 self._admit({row: answer})
 
     def _fail(self, rows: Sequence[int], error: Exception) -> None:
-        print_error("".join(traceback.format_exception(error)), "an answer failed")
+        print_error("".join(traceback.format_exception(error, chain=False)), "an answer failed")
         for row in rows:
             self.answers[row].put(self.answers[row], f"it could not be drawn ({type(error).__name__})")
             self.answers[row] = None
@@ -360,8 +360,7 @@ class Api:
         async def watch() -> None:
             while not await request.is_disconnected():
                 await asyncio.sleep(0.2)
-            for answer in answers:
-                answer.is_left = True
+            answers[0].put(answers[0], "the client has left")
 
         watching, is_chat = asyncio.create_task(watch()), given.messages is not None
         texts = [""] * len(answers)
@@ -503,7 +502,11 @@ def listening(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         found = socket.socket(family, kind, protocol)
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind(address)
+        try:
+            found.bind(address)
+        except OSError:
+            found.close()
+            raise
     return found
 
 
