@@ -241,8 +241,8 @@ class Api:
         cors = {"allow_origins": config.origins, "allow_methods": ["*"], "allow_headers": ["*"]}
         self.routed = applications.Starlette(
             routes=[
-                Route("/v1/completions", self.completions, methods=["POST"]),
-                Route("/v1/chat/completions", self.chat_completions, methods=["POST"]),
+                Route("/v1/completions", partial(self.complete, is_chat=False), methods=["POST"]),
+                Route("/v1/chat/completions", partial(self.complete, is_chat=True), methods=["POST"]),
                 Route("/v1/models", self.models), Route("/v1/models/{name:path}", self.models),
                 Route("/health", self.health), Route("/metrics", self.metrics), Route("/", self.page),
             ],
@@ -275,12 +275,6 @@ class Api:
 
     # ---- requests
 
-    async def completions(self, request: Any) -> Any:
-        return await self.complete(request, is_chat=False)
-
-    async def chat_completions(self, request: Any) -> Any:
-        return await self.complete(request, is_chat=True)
-
     async def complete(self, request: Any, is_chat: bool) -> Any:
         loop, drawn = asyncio.get_running_loop(), asyncio.Queue()
 
@@ -304,10 +298,10 @@ class Api:
             return self.error(*said, **{"Retry-After": "1"})
         kind = "chat.completion" if is_chat else "text_completion"
         head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": self.name}
+        reply = Reply(given, answers, drawn, head)
         if given.stream:
-            events = self.events(read(drawn, answers), answers, given, head)
-            return self.responses.StreamingResponse(events, media_type="text/event-stream")
-        return await self.whole(request, read(drawn, answers), answers, given, head)
+            return self.responses.StreamingResponse(self.events(reply), media_type="text/event-stream")
+        return await self.whole(request, reply)
 
     async def asked(self, request: Any) -> Request:
         """Raises ValueError with what is wrong."""
@@ -337,7 +331,7 @@ class Api:
         if len(prompts) * given.n > self.config.waiting:
             raise ValueError(f"{len(prompts) * given.n} answers: at most {self.config.waiting} at once")
         stop, answers = [given.stop] if isinstance(given.stop, str) else given.stop, []
-        for prompt in [with_text(given.messages)] if is_chat else prompts:
+        for prompt in [[*map(with_text, given.messages)]] if is_chat else prompts:
             ids = self.served.ids_of(prompt)
             tokens = given.tokens or max(min(256, self.config.length - len(ids)), 1)
             if len(ids) + tokens > self.config.length:
@@ -351,69 +345,64 @@ class Api:
 
     # ---- answers
 
-    async def whole(
-        self, request: Any, pieces: AsyncIterator[tuple[int, str, int]], answers: Sequence[Answer], given: Request,
-        head: dict,
-    ) -> Any:  # fmt: skip
+    async def whole(self, request: Any, reply: "Reply") -> Any:
         """All of the answers; they are left when their client is."""
+        first = reply.answers[0]
 
         async def watch() -> None:
             while not await request.is_disconnected():
                 await asyncio.sleep(0.2)
-            answers[0].put(answers[0], "the client has left")
+            first.put(first, "the client has left")
 
-        watching, is_chat = asyncio.create_task(watch()), given.messages is not None
-        texts = [""] * len(answers)
+        watching, texts, choices = asyncio.create_task(watch()), [""] * len(reply.answers), []
         try:
-            async for number, piece, _ in pieces:
+            async for number, piece, _ in reply.pieces():
                 texts[number] += piece
         except RunError as error:
             return self.error(500, str(error))
         finally:
             watching.cancel()
-        choices = []
-        for number, (text, answer) in enumerate(zip(texts, answers)):
-            said = {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}
-            logprobs = self.logprobs(answer, 0, given)
+        for number, (text, answer) in enumerate(zip(texts, reply.answers)):
+            said = {"message": {"role": "assistant", "content": text}} if reply.is_chat else {"text": text}
+            logprobs = self.logprobs(reply, answer, 0)
             choices.append({"index": number, "finish_reason": answer.reason, "logprobs": logprobs, **said})
-        return self.responses.JSONResponse({**head, "choices": choices, "usage": usage(answers, given.n)})
+        return self.responses.JSONResponse({**reply.head, "choices": choices, "usage": reply.usage()})
 
-    async def events(
-        self, pieces: AsyncIterator[tuple[int, str, int]], answers: Sequence[Answer], given: Request, head: dict
-    ) -> AsyncIterator[str]:
+    async def events(self, reply: "Reply") -> AsyncIterator[str]:
         """The answers as server-sent events."""
-        is_chat, counts = given.messages is not None, given.stream_options.get("include_usage")
-        head = {**head, "object": "chat.completion.chunk"} if is_chat else head
+        is_chat, counts = reply.is_chat, reply.given.stream_options.get("include_usage")
+        head = {**reply.head, "object": "chat.completion.chunk"} if is_chat else reply.head
 
         def event(number: int, said: dict, reason: str | None = None, logprobs: dict | None = None) -> str:
             said = {"delta": said} if is_chat else {"text": "", **said}
             choice = {"index": number, "finish_reason": reason, "logprobs": logprobs, **said}
             return f"data: {json.dumps({**head, 'choices': [choice], **({'usage': None} if counts else {})})}\n\n"
 
-        for number in range(len(answers) if is_chat else 0):
+        for number in range(len(reply.answers) if is_chat else 0):
             yield event(number, {"role": "assistant", "content": ""})
         try:
-            async for number, piece, before in pieces:
-                logprobs = self.logprobs(answers[number], before, given)
+            async for number, piece, before in reply.pieces():
+                logprobs = self.logprobs(reply, reply.answers[number], before)
                 if piece or logprobs:
-                    yield event(number, {"content": piece} if is_chat else {"text": piece}, None, logprobs)
-            for number, answer in enumerate(answers):
-                yield event(number, {}, answer.reason)
-            if counts:
-                yield f"data: {json.dumps({**head, 'choices': [], 'usage': usage(answers, given.n)})}\n\n"
-            yield "data: [DONE]\n\n"
+                    yield event(number, {"content" if is_chat else "text": piece}, None, logprobs)
         except RunError as error:
             yield f"data: {json.dumps(said_of(500, str(error)))}\n\n"
+            return
+        for number, answer in enumerate(reply.answers):
+            yield event(number, {}, answer.reason)
+        if counts:
+            yield f"data: {json.dumps({**head, 'choices': [], 'usage': reply.usage()})}\n\n"
+        yield "data: [DONE]\n\n"
 
-    def logprobs(self, answer: Answer, since: int, given: Request) -> dict | None:
+    def logprobs(self, reply: "Reply", answer: Answer, since: int) -> dict | None:
         """Of an answer's tokens from this one on, where they are asked for."""
         tokens = [self.served.tokenizer.decode([each]) for each in answer.text.ids[since:]]
-        if given.logprobs is False or not tokens:
+        if reply.given.logprobs is False or not tokens:
             return None
         values = [max(-9999.0, each) for each in answer.text.log_probs[since:]]  # JSON has no infinity
-        if given.messages is None:
-            return {"tokens": tokens, "token_logprobs": values}
-        return {"content": [{"token": t, "logprob": v, "top_logprobs": []} for t, v in zip(tokens, values)]}
+        if reply.is_chat:
+            return {"content": [{"token": t, "logprob": v, "top_logprobs": []} for t, v in zip(tokens, values)]}
+        return {"tokens": tokens, "token_logprobs": values}
 
     def error(self, status: int, message: str, **headers: str) -> Any:
         """Ends the connection, so that a body which was not read need not be."""
@@ -446,47 +435,53 @@ class Api:
         return self.responses.HTMLResponse(PAGE.read_text(encoding="utf-8"))
 
 
-async def read(drawn: asyncio.Queue, answers: Sequence[Answer]) -> AsyncIterator[tuple[int, str, int]]:
-    """What is new of the answers, as it comes: the answer's number, text, and how many tokens it had before.
+@dataclass(eq=False)
+class Reply:
+    """What is said to a request: its answers, in what all their parts begin with."""
 
-    Raises:
-      RunError: one could not be drawn to its end.
-    """
-    left = set(answers)
-    try:
-        while left:
-            answer, new = await drawn.get()
-            if isinstance(new, str):
-                raise RunError(new)
-            if answer not in left:  # what was drawn behind a stop
-                continue
-            before, piece = len(answer.text.ids), answer.text.end() if new is None else answer.text.add(new)
-            if new is None or answer.text.has_ended:
-                left.remove(answer)
-            yield answers.index(answer), piece, before
-    finally:
-        for answer in answers:
-            answer.is_left = True
+    given: Request
+    answers: list[Answer]
+    drawn: asyncio.Queue
+    head: dict[str, Any]
+
+    @property
+    def is_chat(self) -> bool:
+        return self.given.messages is not None
+
+    async def pieces(self) -> AsyncIterator[tuple[int, str, int]]:
+        """What is new of the answers, as it comes: the answer's number, text, and how many tokens it had before. Raises
+        RunError where one could not be drawn."""
+        left = set(self.answers)
+        try:
+            while left:
+                answer, new = await self.drawn.get()
+                if isinstance(new, str):
+                    raise RunError(new)
+                if answer not in left:  # what was drawn behind a stop
+                    continue
+                before, piece = len(answer.text.ids), answer.text.end() if new is None else answer.text.add(new)
+                if new is None or answer.text.has_ended:
+                    left.remove(answer)
+                yield self.answers.index(answer), piece, before
+        finally:
+            for answer in self.answers:
+                answer.is_left = True
+
+    def usage(self) -> dict[str, int]:
+        """The tokens of all; a prompt counts once."""
+        prompt = sum(len(answer.ids) for answer in self.answers[:: self.given.n])
+        completion = sum(len(answer.text.ids) for answer in self.answers)
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
-def with_text(messages: Sequence[dict]) -> list[dict]:
-    """The messages with their content as text, where it comes in parts. Raises ValueError where a part is none."""
-    found = []
-    for message in messages:
-        content = message.get("content")
-        if isinstance(content, list):
-            if not all(isinstance(each, dict) and isinstance(each.get("text"), str) for each in content):
-                raise ValueError('messages: expected content as text, or as parts {"type": "text", "text": ...}')
-            message = {**message, "content": "".join(each["text"] for each in content)}
-        found.append(message)
-    return found
-
-
-def usage(answers: Sequence[Answer], n: int) -> dict[str, int]:
-    """The tokens of all; a prompt counts once."""
-    prompt = sum(len(answer.ids) for answer in answers[::n])
-    completion = sum(len(answer.text.ids) for answer in answers)
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+def with_text(message: dict) -> dict:
+    """A message whose content is text, where it comes in parts. Raises ValueError where a part is none."""
+    parts = message.get("content")
+    if not isinstance(parts, list):
+        return message
+    if not all(isinstance(each, dict) and isinstance(each.get("text"), str) for each in parts):
+        raise ValueError('messages: expected content as text, or as parts {"type": "text", "text": ...}')
+    return {**message, "content": "".join(each["text"] for each in parts)}
 
 
 def said_of(status: int, message: str) -> dict[str, Any]:
@@ -496,20 +491,6 @@ def said_of(status: int, message: str) -> dict[str, Any]:
 
 
 # == All of it =========================================================================================================
-def listening(host: str, port: int) -> socket.socket:
-    """The socket of this address. Raises RunError where it cannot be had."""
-    with run_errors(f"host={host} port={port} cannot be listened on"):
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        found = socket.socket(family, kind, protocol)
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            found.bind(address)
-        except OSError:
-            found.close()
-            raise
-    return found
-
-
 def server_of(api: Api) -> Any:
     """The uvicorn.Server, within bounds of its own settings and of runtime/http.py."""
     import uvicorn
@@ -530,18 +511,19 @@ def main(config: Serve) -> None:
     config = replace(config, api_key=config.api_key or os.environ.get("CLEARSHARD_API_KEY"))
     if config.api_key == "":
         raise RunError("the environment's CLEARSHARD_API_KEY is empty: set it to a key, or unset it")
-    with listening(config.host, config.port) as listens:
-        mesh = start_mesh(config)
-        with jax.set_mesh(mesh):
-            served = serve(config.model, mesh, config.compute_dtype, config.weights, config.allow_program_change)
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    with run_errors(f"host={config.host} port={config.port} cannot be listened on"):
+        listens = socket.create_server((config.host, config.port), family=family)  # who comes now waits for the model
+    mesh = start_mesh(config)
+    with listens, jax.set_mesh(mesh):
+        served = serve(config.model, mesh, config.compute_dtype, config.weights, config.allow_program_change)
         if served.tokenizer is None:
             raise RunError(f"{config.model} has no tokenizer, which a server needs: answers are text")
         if hasattr(served.source.model, "positions") and config.length > served.length:
             raise RunError(f"length = {config.length}: the model knows {served.length} positions, set it to that")
         if served.is_chatml:
             print_line(f"{config.model}: chats are written as ChatML.")
-        with jax.set_mesh(mesh):
-            engine = Engine(partial(Slots, served.generator, config.rows, config.length, config.length), mesh, config)
+        engine = Engine(partial(Slots, served.generator, config.rows, config.length, config.length), mesh, config)
         engine.start()
         where = f"http://{config.host}:{config.port}"
         print_line(f"{config.model} at {where}, {config.rows} answers at a time; Ctrl-C ends it.")

@@ -66,7 +66,7 @@ class Running:
             lambda: self.made.append(Slots(self.config.rows)) or self.made[-1], mesh, self.config
         )
         self.server = serve.server_of(serve.Api(served, self.engine, self.config))
-        self.listens = serve.listening("127.0.0.1", 0)
+        self.listens = socket.create_server(("127.0.0.1", 0))
         self.address = self.listens.getsockname()
         self.thread = threading.Thread(target=self.server.run, args=([self.listens],))
         Slots.may_draw.set()
@@ -438,8 +438,7 @@ def test_keys_that_are_refused(called, arguments, message):
 
 def test_a_port_in_use_and_an_empty_variable(called, monkeypatch):
     """One line each."""
-    with serve.listening("127.0.0.1", 0) as taken:
-        taken.listen()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         status, _, error = called(serve.main, serve.Serve, "nowhere", f"port={port}")
         assert status == 1 and f"port={port} cannot be listened on: OSError: [Errno 98] Address already in use" in error

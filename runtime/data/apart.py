@@ -31,10 +31,7 @@ class Unfinished(ValueError):
 
 
 class Apart:
-    """Calls a function of this file in a process that is started with the first call, and anew after one that ended.
-
-    Arguments and results are JSON. Raises Unfinished.
-    """
+    """Calls a function of this file, with JSON for its arguments and result, in one process. Raises Unfinished."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
