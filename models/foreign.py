@@ -17,6 +17,7 @@ from einops import rearrange
 from models.huggingface import Source, described
 from models.layers import RopeScaling, frequencies
 from models.safetensors import Tensor, read_json
+from runtime.files import open_file
 from runtime.terminal import RunError, needs_package
 
 # What gguf and torch raise of a damaged file: mostly what its content happens to make their next line do.
@@ -116,8 +117,10 @@ def _llama3_scaling(factors: np.ndarray, base: float, file: Path) -> dict[str, A
 
 @contextlib.contextmanager
 def _readable(file: Path) -> Iterator[None]:
-    """Around what reads a file or folder: a RunError of what WRONG says."""
+    """Around what reads a file, or a folder with files: a RunError of what WRONG says."""
     try:
+        for each in [file] if not file.is_dir() else file.glob("consolidated.*.pth"):
+            open_file(each).close()
         yield
     except WRONG as error:
         raise RunError(f"{file} cannot be read: {type(error).__name__}: {error}") from error

@@ -18,6 +18,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from runtime.files import open_file, read_text
 from runtime.terminal import RunError
 
 CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}  # numpy's name: that in a file
@@ -37,7 +38,7 @@ class Tensor:
 
 def read_json(file: Path) -> dict[str, Any]:
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(read_text(file))
     except (OSError, ValueError, RecursionError) as error:
         raise RunError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
     if not isinstance(content, dict):
@@ -88,7 +89,7 @@ def _header(file: Path) -> tuple[int, dict[str, Any]]:
     """Where the tensors begin, and what is said of each. Raises RunError where they are not what the format has: one
     after another, from there to the end of the file."""
     try:
-        with open(file, "rb") as opened:
+        with open_file(file) as opened:
             (length,) = struct.unpack("<Q", opened.read(8))
             size = file.stat().st_size - 8 - length
             if size < 0 or length > LONGEST_HEADER:
@@ -116,7 +117,7 @@ def _rows(file: Path, offset: int, dtype: np.dtype, shape: tuple[int, ...], rows
     """Read, not mapped: what is in memory is what was asked for."""
     start, stop, _ = rows.indices(shape[0])
     size = math.prod(shape[1:]) * dtype.itemsize
-    with open(file, "rb") as opened:
+    with open_file(file) as opened:
         opened.seek(offset + start * size)
         content = opened.read((stop - start) * size)
     if len(content) != (stop - start) * size:

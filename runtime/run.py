@@ -45,11 +45,12 @@ from runtime.cluster.tuning import options
 from runtime.config import resume
 from runtime.config.checks import check_dataset, check_resume
 from runtime.config.command_line import to_yaml
-from runtime.data.sources import bytes_per_token, keep_tokenizer, open_data, tokenizer_identity, tokenizer_of
+from runtime.data.sources import bytes_per_token, keep_tokenizer, open_data, tokenizer_of
+from runtime.data.tokenizers import tokenizer_identity
+from runtime.files import write_whole
 from runtime.terminal import RunError, print_line, run_errors, wrapped
 from runtime.tracking.bad_steps import BadSteps, not_finite
 from runtime.tracking.best import Best
-from runtime.tracking.files import write_whole
 from runtime.tracking.followers import Followers
 from runtime.tracking.metrics import Tracker, flattened
 from runtime.tracking.profiling import Profiler

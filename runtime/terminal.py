@@ -53,13 +53,15 @@ def needs_package(what: str, package: str, install: str = INSTALL) -> Iterator[N
 
 
 def refusals() -> tuple[type[Exception], ...]:
-    """What ends a program with its message alone: RunError, and what shardlib's check and the kernels refuse with.
+    """What ends a program with its message alone: RunError, what shardlib's check and the kernels refuse with, and of
+    one process what the machine does (a full disk, too many open files, no memory); several hosts are started again.
 
     They are not imported for this: whoever has not loaded them cannot have been refused by them, and importing JAX
     takes a second.
     """
     others = {"shardlib.spec": "ShardingError", "typeguard": "TypeCheckError", "kernels.attention": "KernelError"}
-    return RunError, *(getattr(sys.modules[module], name) for module, name in others.items() if module in sys.modules)
+    loaded = [getattr(sys.modules[module], name) for module, name in others.items() if module in sys.modules]
+    return RunError, *loaded, *(() if _process else (OSError, MemoryError))
 
 
 def print_line(text: str) -> None:
@@ -168,7 +170,8 @@ def one_of_several(host: str, index: int, count: int) -> None:
 
 def print_error(error: BaseException | str, kind: str = "error") -> None:
     """Prints a message on stderr, at once, so that those of several processes do not run into each other."""
-    _write_error(f"{_process}{kind}: {printable(error)}\n")
+    _write_error(f"{_process}{kind}: {printable(str(error) or type(error).__name__)}\n")
+
 
 
 def leave(status: int) -> NoReturn:

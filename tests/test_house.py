@@ -17,11 +17,12 @@ ARROWS = {
     "ledger.compiled": "ledger.count ledger.units shardlib kernels",
     "ledger.machines": "ledger.compiled ledger.count ledger.units shardlib kernels",
     "ledger.pages": "ledger.machines ledger.compiled ledger.count ledger.units shardlib kernels",
+    "runtime.files": "",
     "runtime.terminal": "shardlib ledger",
     # Five folders that do not know each other; run.py knows all.
     **dict.fromkeys(
         ("runtime.config", "runtime.data", "runtime.checkpoints", "runtime.tracking", "runtime.cluster"),
-        "runtime.terminal shardlib ledger",
+        "runtime.files runtime.terminal shardlib ledger",
     ),
     "runtime.program": "runtime.terminal",
     "runtime.check": "runtime.config.help runtime.terminal runtime.tracking shardlib",
@@ -33,8 +34,8 @@ ARROWS = {
     "train_at_scale": "train runtime ledger kernels shardlib jax_extra",
     "train_pipeline": "train_at_scale train runtime ledger kernels shardlib jax_extra",
     "models": "train runtime.config.keys runtime.terminal shardlib kernels jax_extra",
-    "models.foreign": "models.huggingface models.layers models.safetensors runtime.terminal",
-    "models.safetensors": "runtime.terminal",
+    "models.foreign": "models.huggingface models.layers models.safetensors runtime.files runtime.terminal",
+    "models.safetensors": "runtime.files runtime.terminal",
     # A checkpoint in or out.
     "models.adapters": "models.safetensors runtime.checkpoints runtime.terminal shardlib",
     "models.huggingface": "models.adapters models.safetensors runtime.checkpoints runtime.config.rebuild "

@@ -20,8 +20,8 @@ from typing import Any, ClassVar
 from ledger.units import percent, seconds
 from runtime.config import command_line
 from runtime.config.keys import NotNegative
+from runtime.files import write_whole
 from runtime.terminal import RunError, columns, print_error, print_line
-from runtime.tracking.files import write_whole
 from runtime.tracking.recorded import Recorded, as_yaml, read_run
 from runtime.tracking.report import compare_page, write_report
 

@@ -10,12 +10,12 @@ import difflib
 import json
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 from ledger.count.step import FORMAT
 from ledger.units import number
 from runtime.config import command_line
+from runtime.files import read_text
 from runtime.terminal import RunError
 
 
@@ -30,9 +30,9 @@ class LedgerDiff:
 def load(path: str) -> dict[str, Any]:
     """A ledger.json. Raises `RunError` if it is none, or of another format."""
     try:
-        ledger = json.loads(Path(path).read_text(encoding="utf-8"))
+        ledger = json.loads(read_text(path))
         found = ledger["format"]
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise RunError(f"{path} is no ledger ({error}): give the ledger.json of a run folder") from error
     if found != FORMAT:
         raise RunError(f"{path}: expected a ledger of format {FORMAT}, found {found}: write it again with this version")

@@ -35,6 +35,7 @@ from tqdm import tqdm
 
 from runtime.cluster.tuning import keep_memory
 from runtime.config import command_line
+from runtime.config.rebuild import flat
 from runtime.data.documents import Block, File, find_files, find_splits, read_blocks
 from runtime.data.flat_tokens import SplitWriter, absolute_path, failing_writes, open_for_writing
 from runtime.data.tokenizers import (
@@ -44,8 +45,10 @@ from runtime.data.tokenizers import (
     load_dataset_tokenizer,
     load_tokenizer,
     save_dataset_tokenizer,
+    tokenizer_identity,
     train_bpe,
 )
+from runtime.files import read_text
 from runtime.terminal import RunError, print_line, printable
 from tools.text_records import (
     Tokenized,
@@ -81,7 +84,12 @@ def main(config: TokenizeText) -> None:
         del about[key]
     made_by = {"tool": "tools/tokenize_text.py", "config": about, "input_size": total_bytes(files)}
     known = [(file.name, file.size, file.version, file.split) for file in files]
-    inputs = hashlib.sha256(json.dumps(known).encode()).hexdigest()
+    made_by["inputs"] = hashlib.sha256(json.dumps(known).encode()).hexdigest()
+    # A file under the same name may hold another; one that is trained follows from all the rest.
+    template, tokenizer = read_template(config), None
+    if config.tokenizer != TRAIN_BPE:
+        tokenizer = load_tokenizer(config.tokenizer, bos_id=config.bos_id, chat_template=template)
+    made_by["tokenizer"] = template if tokenizer is None else tokenizer_identity(tokenizer)
 
     open_for_writing(config.output)  # the folder must be there for alone_in
     with alone_in(config.output), failing_writes(config.output):
@@ -91,9 +99,10 @@ def main(config: TokenizeText) -> None:
             print_line(f"{config.output} is complete: {counted(there['counts'])}. overwrite=true writes it again")
             return
         state = there.get("tokenizing")
-        if not state or (state["made_by"], state["inputs"]) != (made_by, inputs):
-            state = {"made_by": made_by, "inputs": inputs, "position": None, "splits": {}, "counts": {}}
-            begin(config, files, dataset, state)
+        if not state or state["made_by"] != made_by or config.overwrite:
+            refuse_what_is_there(config, dataset, made_by)
+            state = {"made_by": made_by, "position": None, "splits": {}, "counts": {}}
+            begin(dataset, with_template(tokenizer or trained_tokenizer(config, files, template), config), state)
         tokenizer = load_dataset_tokenizer(config.output)
         assert tokenizer is not None  # begin() put it there
         counts = write(config, files, dataset, tokenizer, state)
@@ -104,19 +113,27 @@ def main(config: TokenizeText) -> None:
     print_line(f"model.vocab must be at least {tokenizer.vocab} (tokenizer {config.tokenizer})")
 
 
-def begin(config: TokenizeText, files: list[File], dataset: zarr.Group, state: dict) -> None:
-    """Refuses to write over what is there, makes the tokenizer, and records that nothing is written yet."""
-    # A run that was killed in here leaves a tokenizer at most, which is no more than this one writes.
+def refuse_what_is_there(config: TokenizeText, dataset: zarr.Group, made_by: dict) -> None:
+    """Raises RunError where a data set would be written over, with what made it otherwise."""
+    # A run that was killed in begin() leaves a tokenizer at most, which is no more than this one writes.
     present = [*(name for name in dataset.keys() if name != "tokenizer_json"), *(set(dataset.attrs) - {"tokenizer"})]
     if present and not config.overwrite:
         what = f"{', '.join(sorted(present))} already"
         if {"tokenizing", "made_by"} & set(dataset.attrs):
-            what = "a data set, or its beginning, made with another config or from an input that has changed since"
+            there: Any = dataset.attrs.asdict()
+            before, now = flat(there.get("made_by") or there["tokenizing"]["made_by"]), flat(made_by)
+            others = {key.removeprefix("config.") for key in before.keys() | now if before.get(key) != now.get(key)}
+            names = {"inputs": "input (name, size or time)", "tokenizer": "content of tokenizer or chat_template"}
+            said = ", ".join(sorted(names.get(key, key) for key in others - {"input_size"}))
+            what = f"a data set, or its beginning, that was made with another {said}"
         fix = "write to a new path, or say overwrite=true to replace it"
         if config.tokens_ahead is not None:
             fix = "put the text back as it was, or delete this folder, so that the run writes it anew"
         raise RunError(f"{config.output} holds {what}: {fix}")
-    tokenizer = make_tokenizer(config, files)
+
+
+def begin(dataset: zarr.Group, tokenizer: Tokenizer, state: dict) -> None:
+    """Empties the data set, and records its tokenizer and that nothing is written yet."""
     dataset.attrs.put({})
     for name in list(dataset.keys()):
         del dataset[name]
@@ -278,17 +295,14 @@ def total_bytes(files: list[File]) -> int:
     return sum(file.size for file in files)
 
 
-def make_tokenizer(config: TokenizeText, files: list[File]) -> Tokenizer:
-    template = None
-    if config.chat_template:
-        try:
-            template = pathlib.Path(config.chat_template).expanduser().read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise RunError(f"chat_template={config.chat_template} cannot be read ({error})") from error
-    if config.tokenizer == TRAIN_BPE:
-        tokenizer = trained_tokenizer(config, files, template)
-    else:
-        tokenizer = load_tokenizer(config.tokenizer, bos_id=config.bos_id, chat_template=template)
+def read_template(config: TokenizeText) -> str | None:
+    try:
+        return read_text(os.path.expanduser(config.chat_template)) if config.chat_template else None
+    except (OSError, ValueError) as error:
+        raise RunError(f"chat_template={config.chat_template} cannot be read ({error})") from error
+
+
+def with_template(tokenizer: Tokenizer, config: TokenizeText) -> Tokenizer:
     if config.format == "chat" and not tokenizer.chat_template:
         print_line(f"the tokenizer {config.tokenizer} has no chat template: chats are written as ChatML")
         tokenizer = dataclasses.replace(tokenizer, chat_template=CHATML)

@@ -30,6 +30,7 @@ import zarr
 import zarr.buffer.cpu
 
 from runtime.checkpoints.store import LocalStore, RemoteStore, open_store
+from runtime.files import NotPlain
 from runtime.terminal import RunError, run_errors
 
 # Attributes of the root.
@@ -39,6 +40,9 @@ STEP = "step"  # that it was saved under
 CHUNKS = "chunk_crc32c"  # attribute of an array: of each chunk's values by its file's name
 UNBOUND = "does not say which chunk belongs where, as an earlier program's: chunks that changed places are not noticed"
 METADATA_FILES = ("zarr.json", ".zgroup", ".zarray", ".zattrs")
+MOST_CHUNK_BYTES = 2**32  # of other programs' checkpoints; ours have chunks of 32 MiB
+# Something else lies where a file was: a reason to pass the checkpoint over, as an error of the disk is none.
+NO_FILE = (FileNotFoundError, NotADirectoryError, NotPlain)
 # What decoders raise at bytes that they cannot read; the last is zlib's own.
 UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OSError, EOFError, zlib.error)
 
@@ -108,11 +112,12 @@ class Checkpoint:
         key = array.metadata.encode_chunk_key(number)
         file = f"{name}/{key}"
         try:
-            content = self.store.read(f"{self.name}/{file}")
-        except (FileNotFoundError, NotADirectoryError):  # zarr would return zeros
-            raise self.damaged(f"{file} is missing") from None
-        checksums: Any = array.attrs.get(CHUNKS, {})
-        written = checksums.get(key) if self.is_bound else None
+            # A codec may make more of values that it cannot compress.
+            content = self.store.read(f"{self.name}/{file}", 2 * self.grid(name).file_bytes + 2**16)
+        except NO_FILE as error:  # zarr would return zeros
+            raise self.damaged(_lost(file, error)) from None
+        checksums: Any = array.attrs.get(CHUNKS)
+        written = checksums.get(key) if self.is_bound and isinstance(checksums, dict) else None
         if written is not None and google_crc32c.value(content[:-4]) != written:
             raise self.damaged(f"{file} does not have the checksum that it was written with")
         if any(isinstance(codec, numcodecs.Blosc) for codec in array.compressors):
@@ -145,9 +150,16 @@ def read_attributes(store: Store, name: str) -> dict[str, Any]:
 def open_checkpoint(store: Store, name: str, pool: Executor) -> Checkpoint:
     """Reads the metadata. Raises as read_attributes, and Damaged for any file of metadata."""
     path, root = store.path(name), _read_root(store, name)
-    checksums = root.get(CHECKSUMS, {})
-    found = [file for file in store.files(name) if file.rpartition("/")[2] in METADATA_FILES]
-    reads = {file: pool.submit(store.read, f"{name}/{file}") for file in found}
+    checksums, there = root.get(CHECKSUMS, {}), store.files(name)
+
+    def read(file: str) -> bytes:
+        try:
+            return store.read(f"{name}/{file}")
+        except NO_FILE as error:
+            raise Damaged(f"checkpoint {path} is damaged: {_lost(file, error)}") from None
+
+    found = [file for file in there if file.rpartition("/")[2] in METADATA_FILES]
+    reads = {file: pool.submit(read, file) for file in found}
     finish({read: store.path(f"{name}/{file}") for file, read in reads.items()}, "read")
     contents = {file: read.result() for file, read in reads.items()}
     for file in filter(None, checksums):
@@ -160,7 +172,13 @@ def open_checkpoint(store: Store, name: str, pool: Executor) -> Checkpoint:
         arrays = {leaf: array for leaf, array in group.members(max_depth=None) if isinstance(array, zarr.Array)}
     except UNREADABLE as error:
         raise Damaged(f"checkpoint {path} is damaged: its metadata cannot be read ({error})") from error
-    return Checkpoint(store, name, _without_ours(root), arrays, memory, is_bound=bool(checksums) and STEP in root)
+    opened = Checkpoint(store, name, _without_ours(root), arrays, memory, is_bound=bool(checksums) and STEP in root)
+    for leaf in arrays:  # before a loop goes through them, or memory for one is asked for
+        grid = opened.grid(leaf)
+        count = math.prod(-(-size // part) for size, part in zip(grid.shape, grid.chunk))
+        if count > len(there) or grid.file_bytes > MOST_CHUNK_BYTES:
+            raise opened.damaged(f"{leaf} would have {count:,} chunks of {grid.file_bytes:,} bytes")
+    return opened
 
 
 def find(path: str) -> list[tuple[Store, str]]:
@@ -253,12 +271,14 @@ def _read_root(store: Store, name: str) -> dict[str, Any]:
                 raise ValueError("it is no group in format 3")
             if attributes.get(COMPLETED) is not True:
                 break
-            if (checksums := attributes.get(CHECKSUMS)) is None:
+            if CHECKSUMS not in attributes:
                 return attributes
-            if checksums[""] != attributes_checksum(attributes):
+            if attributes[CHECKSUMS][""] != attributes_checksum(attributes):
                 raise Damaged(f"checkpoint {path} is damaged: the attributes in {file} are not those that were written")
         except (FileNotFoundError, NotADirectoryError):
             continue
+        except NotPlain as error:
+            raise Damaged(f"checkpoint {path} is damaged: {_lost(file, error)}") from None
         except OSError as error:  # it may be a complete one: to pass it over could lose a run's work
             raise RunError(f"checkpoint {path} cannot be opened: {type(error).__name__}: {error}") from error
         except UNREADABLE as error:
@@ -267,6 +287,10 @@ def _read_root(store: Store, name: str) -> dict[str, Any]:
             raise Damaged(f"checkpoint {path} is damaged: it was saved as that of step {attributes[STEP]}")
         return attributes
     raise Incomplete(f"checkpoint {path} was not written to its end")
+
+
+def _lost(file: str, error: OSError) -> str:
+    return f"{file}: {error.strerror}" if isinstance(error, NotPlain) else f"{file} is missing"
 
 
 def _read_leaf(checkpoint: Checkpoint, name: str, leaf: jax.ShapeDtypeStruct, pool: Executor) -> jax.Array:

@@ -23,6 +23,7 @@ from typing import Any
 
 import fsspec
 
+from runtime.files import LARGEST_BYTES, read_bytes
 from runtime.terminal import RunError
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 10.0
@@ -69,10 +70,9 @@ class LocalStore:
         """As a person would write it."""
         return str(self._root / name)
 
-    def read(self, name: str) -> bytes:
-        """A file's content. Raises FileNotFoundError."""
-        with open(self._root / name, "rb", buffering=0) as file:
-            return file.read()
+    def read(self, name: str, most: int = LARGEST_BYTES) -> bytes:
+        """A file's content. Raises OSError: FileNotFoundError; NotPlain, of more than `most` bytes too."""
+        return read_bytes(self._root / name, most)
 
     def write(self, name: str, *parts: bytes | memoryview) -> None:
         """Writes a file of these parts, one after another; it is on the disk, and then there at once.
@@ -97,12 +97,12 @@ class LocalStore:
             return []
 
     def files(self, name: str) -> dict[str, int]:
-        """The sizes in bytes of all files below a directory, by their paths from there."""
+        """The sizes in bytes of all files below a directory, by their paths from there; links are not followed."""
         top, sizes = self._root / name, {}
         for folder, _, files in os.walk(top):
             for file in files:
                 path = Path(folder, file)
-                sizes[path.relative_to(top).as_posix()] = path.stat().st_size
+                sizes[path.relative_to(top).as_posix()] = path.lstat().st_size
         return sizes
 
     def remove(self, name: str) -> None:
@@ -151,7 +151,8 @@ class RemoteStore:
     def path(self, name: str) -> str:
         return f"{self._url}/{name}".rstrip("/")
 
-    def read(self, name: str) -> bytes:
+    def read(self, name: str, most: int = 0) -> bytes:
+        """`most` is of no use here: an object has the bytes that were sent."""
         return self._retried(lambda: self._files._cat_file(self._at(name)))
 
     def write(self, name: str, *parts: bytes | memoryview) -> None:

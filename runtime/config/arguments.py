@@ -20,6 +20,7 @@ from typing import Any, Literal, TypeVar, get_origin
 import yaml
 
 from runtime.config.rebuild import COMMAND_LINE, Origins, all_keys, rebuild
+from runtime.files import parse_yaml
 from runtime.terminal import RunError
 
 C = TypeVar("C")
@@ -68,9 +69,9 @@ def _value(key: str, text: str, known: dict[str, tuple[Any, Any]]) -> Any:
         return quoted[2] if quoted and quoted[1] not in quoted[2] else text
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         pass  # [a, b] without quotes
     try:
-        return yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError) as error:
+        return parse_yaml(text)
+    except yaml.YAMLError as error:
         raise RunError(f"{COMMAND_LINE}: {key}={text[:100]} cannot be read: {' '.join(str(error).split())}") from None

@@ -69,7 +69,7 @@ def run(main: Callable[[Any], None], config_class: type) -> None:
         if __name__ == "__main__":
             run(main, Config)
 
-    Exits with 1 after a RunError or a refusal by shardlib's check, which is printed alone; with 2 after an unknown
+    Exits with 1 after a RunError, a refusal by shardlib's check or an error of the machine, which is printed alone; with 2 after an unknown
     flag, 130 after an interrupt, 75 when a signal stopped a run that can go on, and 141 when nobody reads its output
     any more (`| head`). Any other exception is a defect and passes through.
     """
@@ -84,14 +84,15 @@ def run(main: Callable[[Any], None], config_class: type) -> None:
         else:
             main(read(config_class, arguments))
         sys.stdout.flush()  # here, so that a broken pipe is met here and not by Python's end
-    except refusals() as error:
-        print_error(error)
-        leave(1)
-    except Refused:
-        leave(1)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be flushed
         leave(141)
+    except refusals() as error:
+        is_open = isinstance(error, OSError) and error.filename is None
+        print_error(f"standard output, or another open file, fails: {error}" if is_open else error)
+        leave(1)
+    except Refused:
+        leave(1)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         leave(130)
@@ -141,6 +142,8 @@ def _run(main: Callable[[Any], None], config_class: Any) -> None:
         node = HydraConfig.get()
         try:
             main(_finish(config_class, composed, node, overrides))
+        except BrokenPipeError:
+            raise
         except refusals() as error:
             print_error(error)
             if node.mode != RunMode.MULTIRUN:

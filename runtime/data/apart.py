@@ -2,6 +2,7 @@
 fills the memory or aborts, that costs a message.
 
     apart("render", template, messages, {"add_generation_prompt": True})     # ["<|im_start|>user…", []]
+    apart("load", "google/gemma-3-1b-pt")      # the text of its tokenizer.json, its template, its special tokens
     apart("build", tokenizer_json)
 """
 
@@ -21,6 +22,7 @@ from typing import Any
 
 SECONDS = 3  # of the processor, that a call may take
 BYTES = 2**27  # that it may take
+LOADED, LOADED_SECONDS = 2**32, 120  # bytes and seconds that reading the files of a tokenizer may take
 RENDERED = 2**22  # characters that a template may write
 NO_MEMORY = 3  # the status of the process
 ROOT = Path(__file__).parents[2]
@@ -73,6 +75,25 @@ def render(template: str, messages: list[dict], others: dict[str, Any]) -> Any:
     if len(text) > RENDERED:
         raise ValueError(f"it writes {len(text)} characters, at most {RENDERED} are allowed")
     return text, turns[0] if turns else []
+
+
+def load(where: str) -> tuple[str, str, dict[str, str]]:
+    """Of a folder or a name on the hub the text of the tokenizer.json, the chat template, the special tokens."""
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it advises to install PyTorch
+    import transformers
+    from transformers.utils import cached_file
+
+    file = cached_file(where, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
+    limit(LOADED, LOADED_SECONDS)
+    # Of a tokenizer.json the ids are meant that it says itself, not those of the class that stands beside it.
+    loader = transformers.PreTrainedTokenizerFast if file else transformers.AutoTokenizer
+    loaded = loader.from_pretrained(where)
+    if not loaded.is_fast:
+        raise ValueError("it has no form that the package `tokenizers` reads")
+    text = Path(file).read_text(encoding="utf-8") if file else loaded.backend_tokenizer.to_str()
+    template = loaded.chat_template or ""
+    template = template.get("default", "") if isinstance(template, dict) else template  # several, each with a name
+    return text, template, {key: value for key, value in loaded.special_tokens_map.items() if isinstance(value, str)}
 
 
 def build(text: str) -> None:

@@ -17,6 +17,7 @@ from runtime.data.flat_tokens import absolute_path
 from runtime.data.growing import GrowingSplit
 from runtime.data.row_stream import BUFFERS_AHEAD
 from runtime.data.tokenizers import BYTES, Tokenizer, load_dataset_tokenizer, load_tokenizer
+from runtime.files import read_text
 from runtime.terminal import RunError
 
 
@@ -128,12 +129,6 @@ def kept_tokenizer(folder: Path) -> Tokenizer | None:
     """The one that `keep_tokenizer` has copied. Raises RunError where it is damaged."""
     file = folder / RECORD
     try:
-        return Tokenizer(**json.loads(file.read_text(encoding="utf-8"))) if file.exists() else None
+        return Tokenizer(**json.loads(read_text(file))) if os.path.lexists(file) else None
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise RunError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
-
-
-def tokenizer_identity(tokenizer: Tokenizer) -> str:
-    """What tells it from another: of its content, not its name."""
-    content = {**dataclasses.asdict(tokenizer), "name": ""}
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]

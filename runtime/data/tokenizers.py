@@ -19,8 +19,8 @@ import dataclasses
 import functools
 import hashlib
 import importlib.util
+import json
 import os
-import pathlib
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property, partial
@@ -34,6 +34,7 @@ import zarr.errors
 from runtime.data.apart import Unfinished, apart
 from runtime.data.chunks import open_group, read_errors
 from runtime.data.flat_tokens import LARGEST_ID, absolute_path, open_member
+from runtime.files import LARGEST_BYTES, open_file, read_text
 from runtime.terminal import RunError, needs_package
 
 BYTES = "bytes_utf8"
@@ -54,6 +55,7 @@ CHATML = """\
 EXPECTED = (
     f"expected {BYTES}, a tokenizer.json, a folder that holds a tokenizer, or the name of one on the Hugging Face hub"
 )
+TOKENIZER_SUFFIXES = (".json", ".jinja", ".model", ".txt")
 
 
 class ChatError(ValueError):
@@ -166,6 +168,12 @@ class Tokenizer:
         return self.backend.decode(ids[(ids >= 0) & (ids < self.vocab)].tolist(), skip_special_tokens=False)
 
 
+def tokenizer_identity(tokenizer: Tokenizer) -> str:
+    """What tells it from another: of its content, not its name."""
+    content = {**dataclasses.asdict(tokenizer), "name": ""}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+
 # ---------------------------------------------------------------- by name or from files
 
 
@@ -200,31 +208,24 @@ def _loaded(name: str) -> tuple[str, str, dict[str, str]]:
     if name.startswith((".", "/", "~")) or name.endswith(".json"):
         if not os.path.exists(local):
             raise RunError(f"there is no tokenizer {name}: {EXPECTED}")
+    where, files = name, []
+    if os.path.exists(local):
+        where = os.path.abspath(local)
+        where = os.path.dirname(where) if os.path.basename(where) == "tokenizer.json" else where
+        files = [where]
+    if os.path.isdir(where):
+        files = [each.path for each in os.scandir(where) if each.name.endswith(TOKENIZER_SUFFIXES)]
     try:
-        if os.path.isfile(local) and os.path.basename(local) != "tokenizer.json":
-            return pathlib.Path(local).read_text(encoding="utf-8"), "", {}
-        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it advises to install PyTorch
+        for file in files:
+            open_file(file, LARGEST_BYTES).close()
+        if files == [where]:
+            return read_text(where), "", {}
         with needs_package(f"the tokenizer {name}", "transformers"):
-            import transformers
-            from transformers.utils import cached_file
-        transformers.logging.set_verbosity_error()
-        where = os.path.dirname(local) or "." if os.path.isfile(local) else local if os.path.isdir(local) else name
-        file = cached_file(where, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
-        if file:
-            tried(name, pathlib.Path(file).read_text(encoding="utf-8"))
-        # Of a tokenizer.json the ids are meant that it says itself, not those of the class that stands beside it.
-        loader = transformers.PreTrainedTokenizerFast if file else transformers.AutoTokenizer
-        with plain_exceptions(f"the tokenizer {name} cannot be read ({{}}): {EXPECTED}"):
-            loaded = loader.from_pretrained(where)
-        if not loaded.is_fast:
-            raise RunError(f"the tokenizer {name} has no form that the package `tokenizers` reads: {EXPECTED}")
-        text = pathlib.Path(file).read_text(encoding="utf-8") if file else loaded.backend_tokenizer.to_str()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise RunError(f"the tokenizer {name} cannot be loaded ({reason}): {EXPECTED}") from error
-    template = loaded.chat_template or ""
-    template = template.get("default", "") if isinstance(template, dict) else template  # several, each with a name
-    return text, template, {key: value for key, value in loaded.special_tokens_map.items() if isinstance(value, str)}
+            if importlib.util.find_spec("transformers") is None:
+                raise ModuleNotFoundError
+        return apart("load", where)
+    except (OSError, ValueError) as error:
+        raise RunError(f"the tokenizer {name} cannot be loaded ({error}): {EXPECTED}") from error
 
 
 def _bos_id(name: str, backend: Any, special: dict[str, str]) -> int:
@@ -335,10 +336,10 @@ def load_dataset_tokenizer(path: str | os.PathLike) -> Tokenizer | None:
                 f"tokenizer_json of {where} is not what was written (its sha256 differs): copy the data set again"
             )
         fields = {field.name: about[field.name] for field in dataclasses.fields(Tokenizer) if field.name != "json"}
+        return Tokenizer(**fields, json=content.decode())
     except read_errors(KeyError, TypeError, AttributeError, ImportError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise RunError(f"the tokenizer of the data set {where} cannot be read ({reason})") from error
-    return Tokenizer(**fields, json=content.decode())
 
 
 # ---------------------------------------------------------------- chats

@@ -21,10 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from runtime.files import open_file, parse_yaml, read_text, write_whole
 from runtime.terminal import RunError, print_error
-from runtime.tracking.files import write_whole
 from runtime.tracking.hlo_graph import draw
 from runtime.tracking.recorded import numbers, record_of
 from runtime.tracking.report import write_report
@@ -52,8 +50,8 @@ def _send(folder: Path, to: str, is_over: IsOver) -> bool:
     """Sends the lines of this very file; returns whether it is over."""
     mark = folder / to / "sent"
     mark.parent.mkdir(parents=True, exist_ok=True)
-    sent = float(mark.read_text()) if mark.exists() else None
-    with contextlib.ExitStack() as opened, (folder / "metrics.jsonl").open("rb") as file:
+    sent = float(read_text(mark)) if mark.exists() else None
+    with contextlib.ExitStack() as opened, open_file(folder / "metrics.jsonl") as file:
         log, is_there, rest, wait_s = None, sent is None, b"", 0.0
         while True:
             over, latest = is_over(wait_s), None
@@ -77,7 +75,7 @@ def _send(folder: Path, to: str, is_over: IsOver) -> bool:
 
 def tracked(folder: Path, to: str, first_step: int, is_repeated: bool) -> Tracked:
     """What a tracker is told of the run, from its config.yaml."""
-    config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+    config = parse_yaml(read_text(folder / "config.yaml"))
     tracking, name = config["tracking"], config["paths"]["model_name"]
     about = {"project": tracking["project"], "config": config}
     return Tracked(folder / to, name, **about, first_step=first_step, is_repeated=is_repeated)

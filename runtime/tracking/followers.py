@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from runtime.files import read_text
 from runtime.terminal import RunError, print_line, wrapped
 from runtime.tracking.recorded import read_run
 from runtime.tracking.trackers import PACKAGES
@@ -106,7 +107,7 @@ class Followers:
     def _last_words(self, name: str) -> str:
         """The last line of what it printed."""
         try:
-            lines = self._log(name).read_text(encoding="utf-8", errors="replace").split("\n")
+            lines = read_text(self._log(name), errors="replace").split("\n")
         except OSError:
             return ""
         return next((line.strip()[:200] for line in reversed(lines) if line.strip()), "")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ledger.compiled.hlo_text import Computation, Instruction, Module, parse
+from runtime.files import read_text
 from runtime.terminal import print_error
 
 if TYPE_CHECKING:
@@ -201,7 +202,7 @@ def draw(folder: Path) -> None:
     if svg.exists() or not text.exists():
         return
     try:
-        source = graph_of(parse(text.read_text(encoding="utf-8"))).source
+        source = graph_of(parse(read_text(text))).source
         command = [find_dot() or "dot", "-Kdot", "-Tsvg", f"-o{part}"]
         subprocess.run(command, input=source.encode(), capture_output=True, timeout=LIMIT_S, check=True)
         return os.replace(part, svg)

@@ -20,8 +20,8 @@ import numpy as np
 from tqdm import tqdm
 
 from ledger.units import percent
+from runtime.files import MOST_BYTES, read_bytes, write_whole
 from runtime.terminal import Progress, keep_messages, print_line, wrapped
-from runtime.tracking.files import write_whole
 from runtime.tracking.recorded import damage, flattened, record_of
 
 
@@ -270,7 +270,7 @@ def _drop_steps_after(path: Path, step: int) -> float:
     which a process left that died while writing it. Returns the latest time of a line."""
     if not path.exists():
         return 0.0
-    *lines, half = path.read_bytes().split(b"\n")
+    *lines, half = read_bytes(path, MOST_BYTES).split(b"\n")
     kept, latest, aside = [], 0.0, path.with_name("metrics.damaged.jsonl")
     for number, line in enumerate(lines, 1):
         if (record := record_of(line)) is None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from runtime.files import MOST_BYTES, parse_yaml, read_bytes, read_text
 from runtime.terminal import RunError
 
 # Numbers that JSON cannot write; metrics.jsonl has them as strings.
@@ -78,19 +79,19 @@ def read_run(path: str | Path) -> Recorded:
     file = path / "metrics.jsonl" if path.is_dir() else path
     try:
         # What follows the last line's end is being written.
-        lines = file.read_bytes().split(b"\n")[:-1]
+        lines = read_bytes(file, MOST_BYTES).split(b"\n")[:-1]
     except OSError as error:
         raise RunError(f"{file}: {error.strerror}: give a run folder, runs/NAME, or a file of metrics") from error
     records = [record_of(line) for line in lines]
 
     def beside(name: str) -> str:
         there = file.parent / name
-        return there.read_text(encoding="utf-8", errors="replace") if path.is_dir() and there.exists() else ""
+        return read_text(there, errors="replace") if path.is_dir() and there.exists() else ""
 
     def parsed(name: str, read: Callable[[str], Any]) -> dict[str, Any]:
         try:
             found = read(beside(name) or "{}")
-        except (ValueError, RecursionError, yaml.YAMLError) as error:
+        except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
             raise RunError(f"{file.parent / name} is damaged ({str(error).splitlines()[0]}): remove it") from error
         if not isinstance(found, dict):
             raise RunError(f"{file.parent / name} is damaged: expected keys with values; remove it")
@@ -100,7 +101,7 @@ def read_run(path: str | Path) -> Recorded:
         name=path.resolve().name if path.is_dir() else path.name,
         folder=file.parent,
         lines=[record for record in records if record is not None],
-        config=flattened(parsed("config.yaml", yaml.safe_load), separator="."),
+        config=flattened(parsed("config.yaml", parse_yaml), separator="."),
         environment=parsed("environment.json", json.loads),
         samples=beside("samples.txt"),
         damaged=tuple(

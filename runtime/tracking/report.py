@@ -18,7 +18,7 @@ from typing import Any
 
 from ledger.pages.render import render
 from ledger.units import amount, percent, seconds
-from runtime.tracking.files import write_whole
+from runtime.files import write_whole
 from runtime.tracking.recorded import Recorded, as_yaml, read_run
 
 PACKAGES = ("jax", "jaxlib", "numpy", "zarr", "hydra-core", "libtpu", "jax-cuda13-plugin")

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from runtime.files import read_text
+
 # By the key of the config: the package, and what pip calls it.
 PACKAGES = {
     "tensorboard": ("tensorboardX", "tensorboardX==2.6.5"),
@@ -40,7 +42,7 @@ class Tracked:
         file = self.folder / "id"
         if not file.exists() and new is not None:
             file.write_text(new(), encoding="utf-8")
-        return file.read_text(encoding="utf-8") if file.exists() else None
+        return read_text(file) if file.exists() else None
 
 
 @contextlib.contextmanager

@@ -200,7 +200,7 @@ def test_a_store_that_fails(monkeypatch, tmp_path):
     """A package that is missing has its command, and what is read must be what was written."""
     ((_, _, fix),) = storage("gs://bucket/runs")
     assert fix == "pip install gcsfs"
-    monkeypatch.setattr(LocalStore, "read", lambda self, name: b"other")
+    monkeypatch.setattr(LocalStore, "read", lambda self, name, most=0: b"other")
     ((_, found, fix),) = storage(str(tmp_path))
     assert fix and found == f"{tmp_path}: what was read is not what was written"
     assert list(tmp_path.iterdir()) == []

@@ -25,8 +25,8 @@ from models.t5 import PairBatch
 from runtime.config import command_line
 from runtime.data import documents
 from runtime.data.batches import Loader
-from runtime.data.flat_tokens import open_split
-from runtime.data.tokenizers import CHATML, load_dataset_tokenizer
+from runtime.data.flat_tokens import SplitWriter, open_split
+from runtime.data.tokenizers import CHATML, load_dataset_tokenizer, train_bpe
 from runtime.terminal import RunError
 from shardlib.mesh import make_mesh
 from shardlib.shardtypes import make_shardings
@@ -597,21 +597,48 @@ def test_output_that_is_there(tmp_path, capsys):
     complete = f"{tmp_path}/x.zarr is complete: 1 documents, 9 tokens. overwrite=true writes it again\n"
     assert capsys.readouterr().out.endswith(complete)
     other = "write to a new path, or say overwrite=true to replace it"
-    made = "a data set, or its beginning, made with another config or from an input that has changed since"
-    assert_refuses(f"{tmp_path}/x.zarr holds {made}: {other}", tokenize, *command, "document_bytes=4")
+    made = f"{tmp_path}/x.zarr holds a data set, or its beginning, that was made with another"
+    assert_refuses(f"{made} document_bytes: {other}", tokenize, *command, "document_bytes=4")
     assert files(tmp_path / "x.zarr") == before
     tokenize(*command, "document_bytes=4", "overwrite=true", "tokenizer=train_bpe", "bpe_vocab=259")
     assert sequences(tmp_path / "x.zarr")[0] == ["some", " tex", "t"]
     tokenize(*command, "overwrite=true")
     assert files(tmp_path / "x.zarr") == before
     (tmp_path / "a.txt").write_text("other texts")
-    assert_refuses(f"{tmp_path}/x.zarr holds {made}: {other}", tokenize, *command)
+    assert_refuses(f"{made} input (name, size or time): {other}", tokenize, *command)
 
     zarr.open_group(tmp_path / "mine", mode="w").create_group("mine")
     assert_refuses(f"{tmp_path}/mine holds mine already: {other}", tokenize, command[0], f"output={tmp_path}/mine")
     zarr.open_group(tmp_path / "old", mode="w", zarr_format=2)
     message = f"{tmp_path}/old is of zarr format 2, and only format 3 is written: write to a new path"
     assert_refuses(message, tokenize, command[0], f"output={tmp_path}/old")
+
+
+@pytest.mark.parametrize("changed", ["tokenizer.json", "template.jinja"])
+@pytest.mark.parametrize("stops", [True, False])
+def test_another_file_under_the_same_name(tmp_path, monkeypatch, changed, stops):
+    """A tokenizer.json or a chat template that holds something else than when the data set was begun, or completed:
+    refused, with its name; overwrite=true begins anew, and makes the bytes of a run that never saw the old one."""
+    turns = [[{"role": role, "content": text} for role in ("user", "assistant")] for text in texts(60)]
+    chats = [{"messages": messages} for messages in turns]
+    source = write_lines(tmp_path / "a.jsonl", chats)
+    (tmp_path / "tokenizer.json").write_text(train_bpe(texts(60), 300).json)
+    (tmp_path / "template.jinja").write_text(CHATML)
+    command = [f"input={source}", "format=chat", f"tokenizer={tmp_path}/tokenizer.json", "bos_id=0"]
+    command += [f"chat_template={tmp_path}/template.jinja", f"output={tmp_path}/x.zarr", "validation_fraction=0"]
+    with monkeypatch.context() as patch:
+        if stops:
+            patch.setattr(SplitWriter, "finish", lambda *_: (_ for _ in ()).throw(RunError("stopped")))
+            assert_refuses("stopped", tokenize, *command)
+        else:
+            tokenize(*command)
+    new = CHATML.replace("im_start", "im_begin") if changed == "template.jinja" else train_bpe(texts(9), 280).json
+    (tmp_path / changed).write_text(new)
+    assert_refuses("… that was made with another content of tokenizer or chat_template: …", tokenize, *command)
+    tokenize(*command, "overwrite=true")
+    anew = [*command[:-2], f"output={tmp_path}/y.zarr", "validation_fraction=0"]
+    tokenize(*anew)
+    assert files(tmp_path / "x.zarr") == files(tmp_path / "y.zarr")
 
 
 def test_written_by_two_at_once(tmp_path):

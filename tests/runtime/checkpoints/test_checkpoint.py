@@ -84,9 +84,9 @@ def traffic(monkeypatch):
     read, written = [], []
     originals = LocalStore.read, LocalStore.write
 
-    def recording_read(store, name):
+    def recording_read(store, name, *most):
         read.append(name)
-        return originals[0](store, name)
+        return originals[0](store, name, *most)
 
     def recording_write(store, name, *parts):
         written.append(name)

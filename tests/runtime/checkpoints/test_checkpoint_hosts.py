@@ -48,7 +48,7 @@ for step in (5, 10, 20):
 assert checkpoints.latest() == 20
 read = []
 original_read = LocalStore.read
-LocalStore.read = lambda store, name: (read.append(name), original_read(store, name))[1]
+LocalStore.read = lambda store, name, *most: (read.append(name), original_read(store, name, *most))[1]
 step, tree = checkpoints.restore(states.like(states.numpy_state(), states.mesh_of(2, 4)))
 assert step == 20
 assert_restored(tree, states.numpy_state(20))

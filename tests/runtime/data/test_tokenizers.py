@@ -134,10 +134,9 @@ def test_loaded_by_transformers(tmp_path, stored):
 
 def test_loaded_by_name(tmp_path, stored, monkeypatch):
     """A name on the hub is taken from the hub's cache, where it is, without a network; else the reason is said."""
-    import huggingface_hub.constants
-
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(tokenizers, "apart", Apart())  # which reads the environment when it starts
     repository = tmp_path / "cache" / "models--some--one"
     (repository / "refs").mkdir(parents=True)
     (repository / "refs" / "main").write_text("abc")
@@ -191,7 +190,7 @@ def test_refused(tmp_path):
         ("x.json", b"", None, f"there is no tokenizer x.json: {EXPECTED}"),
         (path, b"{}", None, f"the tokenizer {path} cannot be read (…): {EXPECTED}"),
         (path, b"\xff", None, f"the tokenizer {path} cannot be loaded (…): {EXPECTED}"),
-        (tmp_path / "other.json", b"", None, f"the tokenizer {tmp_path}/other.json cannot be read (…): {EXPECTED}"),
+        (tmp_path / "other.json", b"", None, f"the tokenizer {tmp_path}/other.json cannot be loaded (…): {EXPECTED}"),
         (tmp_path / "empty", b"", None, f"the tokenizer {tmp_path}/empty cannot be loaded (…): {EXPECTED}"),
         (path, large, None, f"the tokenizer {path} {no_bos}"),
         (path, large, 0, f"the tokenizer {path} has the id 2147483648, {bits}"),

@@ -1,0 +1,96 @@
+"""Files that others may have written or damaged, opened by one function; and files that a browser or a resumed run may
+be reading, there whole or as they were.
+
+    text = read_text(folder / "config.json")
+    with open_file("corpus.txt") as file:
+        first = file.read(100)
+
+Opening never waits, and what is read has a limit, so a pipe, a device or a sparse file is an error as a missing one is.
+"""
+
+import errno
+import itertools
+import math
+import os
+import stat
+from pathlib import Path
+from typing import Any, BinaryIO
+
+MOST_BYTES = 2**30  # of metrics.jsonl, which grows with a run
+LARGEST_BYTES = 2**27  # of a file that is read at once; a tokenizer.json may have tens of millions
+MOST_NODES = 10**6  # of a yaml document with its aliases written out
+KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+
+
+class NotPlain(OSError):
+    """There is something, but no plain file, or one that is larger than what is read at once can be."""
+
+
+def open_file(path: str | os.PathLike, most: float = math.inf) -> BinaryIO:
+    """Opens a file to read. Raises OSError; NotPlain for a folder, a pipe, a device, a link that leads to itself, and a
+    file of more than `most` bytes."""
+
+    def opened(name: str, flags: int) -> int:
+        try:
+            descriptor = os.open(name, flags | os.O_NONBLOCK)  # else opening a pipe waits for its writer
+        except OSError as error:
+            if error.errno not in (errno.ELOOP, errno.ENXIO):
+                raise
+            raise NotPlain(error.errno, "it is a link to itself or a socket, expected a plain file", name) from None
+        about = os.fstat(descriptor)
+        if stat.S_ISREG(about.st_mode) and about.st_size <= most:
+            return descriptor
+        os.close(descriptor)
+        if stat.S_ISREG(about.st_mode):
+            raise NotPlain(errno.EFBIG, f"it has {about.st_size:,} bytes, expected at most {most:,}", name)
+        kind = KINDS.get(stat.S_IFMT(about.st_mode), "a device")
+        raise NotPlain(errno.EINVAL, f"it is {kind}, expected a plain file", name)
+
+    return open(path, "rb", opener=opened)
+
+
+def read_bytes(path: str | os.PathLike, most: int = LARGEST_BYTES) -> bytes:
+    """A file's content. Raises as open_file."""
+    with open_file(path, most) as file:
+        return file.read(most)
+
+
+def read_text(path: str | os.PathLike, errors: str = "strict") -> str:
+    """A file's text in UTF-8. Raises as read_bytes, and UnicodeDecodeError, a ValueError."""
+    return read_bytes(path).decode(errors=errors)
+
+
+def parse_yaml(text: str) -> Any:
+    """yaml.safe_load. Raises yaml.YAMLError for all that it cannot take, and where aliases make a small text a large
+    tree."""
+    import yaml
+
+    sizes: dict[int, float] = {}
+
+    def size(node: Any) -> float:
+        """How many nodes there are, aliases written out; infinite where one is within itself."""
+        if id(node) not in sizes:
+            sizes[id(node)] = math.inf
+            parts = node.value if isinstance(node, yaml.CollectionNode) else ()
+            parts = itertools.chain(*parts) if isinstance(node, yaml.MappingNode) else parts
+            sizes[id(node)] = 1 + sum(map(size, parts))
+        return sizes[id(node)]
+
+    try:
+        loader = yaml.SafeLoader(text)
+        root = loader.get_single_node()
+        if root is not None and size(root) > MOST_NODES:
+            raise yaml.YAMLError(f"its aliases make it more than {MOST_NODES:,} values, or a value of itself")
+        return None if root is None else loader.construct_document(root)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:  # of values with a wrong tag
+        raise yaml.YAMLError(str(error)) from error
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file all or nothing, also where the machine fails meanwhile."""
+    part = path.with_name(path.name + ".part")
+    with part.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, path)
