@@ -173,7 +173,6 @@ def print_error(error: BaseException | str, kind: str = "error") -> None:
     _write_error(f"{_process}{kind}: {printable(str(error) or type(error).__name__)}\n")
 
 
-
 def leave(status: int) -> NoReturn:
     """Ends the process after an error. JAX's own end would wait for the other processes, which may wait for this
     one."""

@@ -69,9 +69,9 @@ def run(main: Callable[[Any], None], config_class: type) -> None:
         if __name__ == "__main__":
             run(main, Config)
 
-    Exits with 1 after a RunError, a refusal by shardlib's check or an error of the machine, which is printed alone; with 2 after an unknown
-    flag, 130 after an interrupt, 75 when a signal stopped a run that can go on, and 141 when nobody reads its output
-    any more (`| head`). Any other exception is a defect and passes through.
+    Exits with 1 after a RunError, a refusal by shardlib's check or an error of the machine, which is printed alone;
+    with 2 after an unknown flag, 130 after an interrupt, 75 when a signal stopped a run that can go on, and 141 when
+    nobody reads its output any more (`| head`). Any other exception is a defect and passes through.
     """
     arguments = sys.argv[1:]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra then raises its errors for us to print, instead of printing a page
