@@ -22,7 +22,7 @@ from typing import Any
 
 SECONDS = 3  # of the processor, that a call may take
 BYTES = 2**27  # that it may take
-LOADED, LOADED_SECONDS = 2**32, 120  # bytes and seconds that reading the files of a tokenizer may take
+LOADED, LOADED_SECONDS = 2**32, 120  # the same of importing packages, and reading the files of a tokenizer
 RENDERED = 2**22  # characters that a template may write
 NO_MEMORY = 3  # the status of the process
 ROOT = Path(__file__).parents[2]
@@ -84,7 +84,6 @@ def load(where: str) -> tuple[str, str, dict[str, str]]:
     from transformers.utils import cached_file
 
     file = cached_file(where, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
-    limit(LOADED, LOADED_SECONDS)
     # Of a tokenizer.json the ids are meant that it says itself, not those of the class that stands beside it.
     loader = transformers.PreTrainedTokenizerFast if file else transformers.AutoTokenizer
     loaded = loader.from_pretrained(where)
@@ -115,12 +114,13 @@ def limit(size: int, seconds: int) -> None:
 
 def main(number: int) -> None:
     pipe = Connection(number)
-    functions: dict[str, Callable] = {"render": render, "build": build}
+    functions: dict[str, Callable] = {"render": render, "load": load, "build": build}
     while True:
         try:
             function, *arguments = json.loads(pipe.recv_bytes())
         except EOFError:  # the other process has ended
             return
+        limit(LOADED, LOADED_SECONDS)  # also where the call before has left less; a function may allow itself less
         try:
             reply = "result", functions[function](*arguments)
         except MemoryError:

@@ -9,6 +9,8 @@ import pytest
 import zarr
 from ragged import assert_refuses
 
+from runtime.data import tokenizers
+from runtime.data.apart import Apart
 from runtime.data.tokenizers import (
     CHATML,
     EXPECTED,
@@ -132,11 +134,12 @@ def test_loaded_by_transformers(tmp_path, stored):
     assert tokenizer.bos_id == theirs.bos_token_id == 0
 
 
-def test_loaded_by_name(tmp_path, stored, monkeypatch):
+def test_loaded_by_name(tmp_path, stored, monkeypatch, request):
     """A name on the hub is taken from the hub's cache, where it is, without a network; else the reason is said."""
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(tokenizers, "apart", Apart())  # which reads the environment when it starts
+    monkeypatch.setattr(tokenizers, "apart", apart := Apart())  # it reads the environment when it starts
+    request.addfinalizer(lambda: (apart.process.kill(), apart.process.wait()))
     repository = tmp_path / "cache" / "models--some--one"
     (repository / "refs").mkdir(parents=True)
     (repository / "refs" / "main").write_text("abc")
@@ -188,9 +191,9 @@ def test_refused(tmp_path):
     for name, content, bos_id, message in (
         ("./nowhere", b"", None, f"there is no tokenizer ./nowhere: {EXPECTED}"),
         ("x.json", b"", None, f"there is no tokenizer x.json: {EXPECTED}"),
-        (path, b"{}", None, f"the tokenizer {path} cannot be read (…): {EXPECTED}"),
+        (path, b"{}", None, f"the tokenizer {path} cannot be loaded (…): {EXPECTED}"),
         (path, b"\xff", None, f"the tokenizer {path} cannot be loaded (…): {EXPECTED}"),
-        (tmp_path / "other.json", b"", None, f"the tokenizer {tmp_path}/other.json cannot be loaded (…): {EXPECTED}"),
+        (tmp_path / "other.json", b"", None, f"the tokenizer {tmp_path}/other.json cannot be read (…): {EXPECTED}"),
         (tmp_path / "empty", b"", None, f"the tokenizer {tmp_path}/empty cannot be loaded (…): {EXPECTED}"),
         (path, large, None, f"the tokenizer {path} {no_bos}"),
         (path, large, 0, f"the tokenizer {path} has the id 2147483648, {bits}"),
