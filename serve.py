@@ -91,7 +91,7 @@ class Request(Drawing):
     seed: Seed | None = None  # null: another for each request; the second of n answers has the next one
     n: Count = 1  # answers for each prompt
     stop: Stop | Annotated[list[Stop], MaxLen(16)] = field(default_factory=list)
-    logprobs: bool | Literal[0] = False  # of the tokens that are drawn; 0 too asks for them, as in /v1/completions
+    logprobs: pydantic.StrictBool | Literal[0] = False  # of the tokens that are drawn; 0 asks for them too
     stream: bool = False
     stream_options: dict[Literal["include_usage", "include_obfuscation"], bool] = field(default_factory=dict)
     model: str | None = None
@@ -289,7 +289,7 @@ class Api:
             # On a thread, since templates and long texts take their time.
             answers = await asyncio.to_thread(self.answers, given, is_chat, put)
         except (ValueError, ChatError, RunError) as wrong:
-            return self.error(400, str(wrong))
+            return self.error(400, str(wrong)[:500])
         except self.requests.ClientDisconnect:
             return self.error(400, "the client left")  # which nobody reads
         if not self.engine.submit(answers):
@@ -318,7 +318,7 @@ class Api:
             return REQUEST.validate_python(content)
         except pydantic.ValidationError as wrong:
             first = wrong.errors()[0]
-            raise ValueError(f"{'.'.join(map(str, first['loc'])) or 'body'}: {first['msg']}"[:500]) from None
+            raise ValueError(f"{'.'.join(map(str, first['loc'])) or 'body'}: {first['msg']}") from None
         except ValueError as wrong:
             raise ValueError(f"body: {wrong}") from None
 

@@ -101,15 +101,18 @@ def build(text: str) -> None:
 
     limit(BYTES + 64 * len(text), SECONDS + len(text) // 2**20)  # a megabyte takes 0.1 s
     backend = tokenizers.Tokenizer.from_str(text)
+    backend.no_padding()
     backend.decode(backend.encode("a b", add_special_tokens=True).ids)
 
 
 def limit(size: int, seconds: int) -> None:
     """Of what this process takes from now on."""
+    limits = {resource.RLIMIT_CPU: int(time.process_time()) + seconds}
     if (statm := Path("/proc/self/statm")).exists():  # of Linux
-        used = int(statm.read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-        resource.setrlimit(resource.RLIMIT_AS, (used + size, resource.RLIM_INFINITY))
-    resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + seconds, resource.RLIM_INFINITY))
+        limits[resource.RLIMIT_AS] = int(statm.read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE") + size
+    for kind, value in limits.items():
+        _, most = resource.getrlimit(kind)
+        resource.setrlimit(kind, (value if most == resource.RLIM_INFINITY else min(value, most), most))
 
 
 def main(number: int) -> None:

@@ -94,7 +94,8 @@ class Tokenizer:
         if not self.json:
             ids = np.add(np.frombuffer(b"".join(texts), np.uint8), 1, dtype=np.uint32)
             return ids, np.fromiter(map(len, texts), np.int64, len(texts))
-        encodings = self.backend.encode_batch_fast([text.decode() for text in texts], add_special_tokens=False)
+        with plain_exceptions(f"the tokenizer {self.name} does not encode a text ({{}})"):
+            encodings = self.backend.encode_batch_fast([text.decode() for text in texts], add_special_tokens=False)
         lengths = np.fromiter(map(len, encodings), np.int64, len(encodings))
         ids = np.fromiter(chain.from_iterable(each.ids for each in encodings), np.uint32, int(lengths.sum()))
         return ids, lengths
@@ -165,7 +166,8 @@ class Tokenizer:
         ids = np.asarray(ids, np.int64)
         if not self.json:
             return (ids[(ids >= 1) & (ids <= 256)] - 1).astype(np.uint8).tobytes().decode(errors="replace")
-        return self.backend.decode(ids[(ids >= 0) & (ids < self.vocab)].tolist(), skip_special_tokens=False)
+        with plain_exceptions(f"the tokenizer {self.name} does not decode its ids ({{}})"):
+            return self.backend.decode(ids[(ids >= 0) & (ids < self.vocab)].tolist(), skip_special_tokens=False)
 
 
 def tokenizer_identity(tokenizer: Tokenizer) -> str:
@@ -263,12 +265,12 @@ def _backend(name: str, text: str) -> Any:
 
 @contextlib.contextmanager
 def plain_exceptions(message: str) -> Iterator[None]:
-    """Turns what the package `tokenizers` raises, a bare Exception of no narrower kind, into a RunError; `{}` is its
-    reason."""
+    """Turns what the package `tokenizers` raises, a bare Exception of no narrower kind, or Rust's panic, into a
+    RunError; `{}` is its reason."""
     try:
         yield
-    except Exception as error:
-        if type(error) is not Exception:
+    except BaseException as error:
+        if type(error) is not Exception and type(error).__name__ != "PanicException":
             raise
         raise RunError(message.format(str(error).strip().partition("\n")[0])) from error
 

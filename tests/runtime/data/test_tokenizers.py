@@ -3,6 +3,8 @@ and what is refused."""
 
 import dataclasses
 import json
+import re
+import resource
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ import zarr
 from ragged import assert_refuses
 
 from runtime.data import tokenizers
-from runtime.data.apart import Apart
+from runtime.data.apart import Apart, Unfinished
 from runtime.data.tokenizers import (
     CHATML,
     EXPECTED,
@@ -21,6 +23,7 @@ from runtime.data.tokenizers import (
     save_dataset_tokenizer,
     train_bpe,
 )
+from runtime.terminal import RunError
 
 TEXTS = ["", "Hi!", "Grüße, 你好 🎉\r\n\ttab  two", "\x00\x7f\u2028", "The quick brown fox. " * 20]
 # The assistant's turns are marked by the template itself, or found as what they add to the chat before.
@@ -200,6 +203,69 @@ def test_refused(tmp_path):
     ):
         path.write_bytes(content)
         assert_refuses(message, load_tokenizer, str(name), bos_id=bos_id)
+
+
+NORMALIZER = {"type": "Precompiled", "precompiled_charsmap": "/////wAAAAA="}
+
+
+@pytest.mark.parametrize("changed, message", [
+    ({"normalizer": NORMALIZER}, "it ends its process with status -6"),
+    ({"pre_tokenizer": {"type": "FixedLength", "length": 0}}, "PanicException: chunk size must be non-zero"),
+    ({"decoder": {"type": "Strip", "content": "a", "start": 3, "stop": 5}}, "PanicException: index out of bounds"),
+    ({"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [["a", "b"]]}}, "Exception: Token `b` out of vocabulary"),
+])  # fmt: skip
+def test_a_tokenizer_that_aborts(tmp_path, bpe, changed, message):
+    """The package's Rust ends its process, or panics: a message costs no more; of a record in a run folder too, whose
+    tokenizer is built when it is used."""
+    text = json.dumps(json.loads(bpe.json) | changed)
+    (tmp_path / "mine.json").write_text(text)
+    refused = re.escape(f"the tokenizer {tmp_path}/mine.json cannot be read ({message}")
+    with pytest.raises(RunError, match=refused):
+        load_tokenizer(f"{tmp_path}/mine.json")
+    with pytest.raises(RunError, match=re.escape(f"the tokenizer x cannot be read ({message}")):
+        Tokenizer(name="x", bos_id=0, json=text).encode_batch(["a"])
+    (tmp_path / "mine.json").write_text(bpe.json)
+    assert load_tokenizer(f"{tmp_path}/mine.json").vocab == bpe.vocab
+
+
+def test_a_text_that_a_tokenizer_panics_at(bpe):
+    """Others are encoded."""
+    normalizer = {"type": "Replace", "pattern": {"Regex": "(?=x)"}, "content": "ab"}
+    tokenizer = dataclasses.replace(bpe, json=json.dumps(json.loads(bpe.json) | {"normalizer": normalizer}))
+    with pytest.raises(RunError, match=r"^the tokenizer bpe_\d+ does not encode a text \(.*out of bounds"):
+        tokenizer.encode_batch(["x"])
+    assert len(tokenizer.encode_batch(["a"])) == 1
+
+
+@pytest.mark.parametrize("field, value", [
+    ("name", 3), ("bos_id", "0"), ("bos_id", -1), ("bos_id", True), ("bos_id", None), ("json", []),
+    ("chat_template", {}), ("special_tokens", {"eos_token": 3}),
+])  # fmt: skip
+def test_a_record_of_another_kind(field, value):
+    """What a run folder or a data set says of its tokenizer has the types that it needs."""
+    with pytest.raises(RunError, match="has a field of another type"):
+        Tokenizer(**{"name": "x", "bos_id": 0, field: value})
+
+
+def test_a_template_and_its_process():
+    """Where it takes too much, its process ends, and the next has one of its own; limits are of that process and of a
+    call. What is imported for a call does not count."""
+    apart = Apart()
+    for _ in range(3):
+        apart("build", '{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}')
+    assert apart("render", "{{ messages[0].content }}", [{"content": "a"}], {}) == ["a", []]
+    first = apart.process
+    assert apart("render", "{{ eos_token }}", [], {"eos_token": "b"}) == ["b", []] and apart.process is first
+    with pytest.raises(Unfinished, match="it takes too much memory"):
+        apart("render", "{{ 'a'.center(10**10) }}", [], {})
+    assert apart("render", "c", [], {}) == ["c", []] and apart.process is not first
+    first.wait()
+    with pytest.raises(Unfinished, match="SecurityError: access to attribute '__init__' of 'type' object is unsafe"):
+        apart("render", "{{ cycler.__init__.__globals__ }}", [], {})
+    assert resource.getrlimit(resource.RLIMIT_CPU)[0] == resource.RLIM_INFINITY
+    last = apart.process
+    apart.pipe.close()
+    assert last.wait(60) == 0  # as where this process ends
 
 
 def test_missing_packages(monkeypatch, bpe, stored):
