@@ -231,14 +231,11 @@ class Scorer:
 
     # ---- of texts
 
-    def ids(self, text: str) -> list[int]:
-        return self.served.encoded(text)
-
     def pair(self, context: str, continuation: str) -> Pair:
         """A context's ids and a continuation's, divided as lm-eval-harness does: spaces at the context's end go with
         the continuation, and both are one text to the tokenizer."""
         kept = context.rstrip()
-        before, whole = self.ids(kept), self.ids(context + continuation)
+        before, whole = self.served.encoded(kept), self.served.encoded(context + continuation)
         if len(whole) <= len(before):
             raise RunError(f"{continuation[:40]!r} is no token of its own after its context: begin it with a space")
         first = self.served.start if before else (self.served.tokenizer.bos_id,)
@@ -247,7 +244,7 @@ class Scorer:
     def windows(self, text: str) -> list[Pair]:
         """A whole text in windows of `length` tokens that do not overlap, each after one token of the window before;
         the last is filled up with context, as in lm-eval-harness."""
-        ids, pairs = self.ids(text), []
+        ids, pairs = self.served.encoded(text), []
         for start in range(0, len(ids), self.length):
             end = min(start + self.length, len(ids))
             first = ids[max(end - self.length - 1, 0) : start] if start else [self.served.tokenizer.bos_id]

@@ -487,7 +487,7 @@ def with_text(message: dict) -> dict:
 def said_of(status: int, message: str) -> dict[str, Any]:
     """An error as OpenAI's clients expect it."""
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"error": {"message": message, "type": kind, "param": None, "code": status}}
+    return {"error": {"message": message, "type": kind}}
 
 
 # == All of it =========================================================================================================

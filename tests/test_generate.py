@@ -3,8 +3,10 @@
 import functools
 import io
 import json
+import random
 import shutil
 import sys
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -13,6 +15,7 @@ import pytest
 from published import FOLDER
 
 import generate
+import score
 import train
 from models import layers
 from models.decoding import Drawn
@@ -254,3 +257,43 @@ def test_published_values_that_are_none(said, tmp_path, monkeypatch):
         json.dumps(json.loads(file.read_text()) | {"max_position_embeddings": None, "eos_token_id": [10**9]})
     )
     assert len(said(*given).split()) == 4 >= len(expected.split())
+
+
+ODD = [
+    None, True, -1, 1.5, 10**30, "", "x", "\ud800", [], [1], {}, [[1]], {"a": 1}, [257], [-1], "a" * 5000, "{{ 1//0 }}",
+    "{% for m in messages %}{{ m.content }}{% endfor %}", "{{ 'a' * 10**8 }}", [{"role": "user"}],
+    [{"role": "user", "content": "a"}], [{"role": "user", "content": "\ud800"}], [{"role": 1, "content": "a"}],
+    [{"role": "user", "content": "a", "x": json.loads("[" * 150 + "]" * 150)}],
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_odd_values_in_prompts_and_records(cat_run, called, monkeypatch, tmp_path, seed, record_property):
+    """100 of a run's record of its tokenizer, of prompts in a file and of tasks to score: a text, or one line. Another
+    exception passes through `called`."""
+    rng, counts, run = random.Random(seed), Counter(), tmp_path / "cat"
+    shutil.copytree(cat_run, run)
+    record, file = run / "tokenizer_record.json", tmp_path / "odd.jsonl"
+    content = json.loads(record.read_text())
+    monkeypatch.setattr(generate, "serve", SERVE)
+    for _ in range(100):
+        main, kind, what = generate.main, generate.Generate, rng.choice(["record", "prompts", "score"])
+        changed = content | {rng.choice([*content, "more"]): rng.choice(ODD)} if what == "record" else content
+        record.write_text(json.dumps(changed))
+        arguments = ["prompt=a", f"chat={rng.choice(['true', 'false'])}"]
+        if what == "prompts":
+            file.write_text("".join(json.dumps({"prompt": rng.choice(ODD)}) + "\n" for _ in range(2)))
+            arguments = [f"input={file}", *rng.choice([[], ["chat=true"], ["beams=2"], ["samples=2"]])]
+        if what == "score":
+            main, kind, arguments = score.main, score.Score, [file, "length=64"]
+            task = rng.choice(
+                [{"text": 0}, {"question": 0, "answer": "b"}, {"context": 0, "choices": ["b"], "answer": 0}]
+            )
+            file.write_text(json.dumps({key: value or rng.choice(ODD) for key, value in task.items()}) + "\n")
+        status, _, error = called(main, kind, run, "tokens=2", *arguments)
+        counts[what, status] += 1
+        lines = [line for line in error.splitlines() if line.startswith("error: ")]
+        assert "Traceback" not in error and len(lines) == status, error
+    record_property("summary", f"odd values, seed {seed}: {dict(counts)}")
+    assert {status for _, status in counts} == {0, 1}

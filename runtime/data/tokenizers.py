@@ -72,7 +72,8 @@ class Tokenizer:
 
     def __post_init__(self) -> None:
         """Raises RunError where a field that a file says is of another type."""
-        texts = (self.name, self.json, self.chat_template, *self.special_tokens, *dict(self.special_tokens).values())
+        special = self.special_tokens.items() if isinstance(self.special_tokens, dict) else [(None,)]
+        texts = [self.name, self.json, self.chat_template, *chain(*special)]
         if not all(isinstance(each, str) for each in texts) or type(self.bos_id) is not int or self.bos_id < 0:
             raise RunError(f"the tokenizer {str(self.name)[:100]} has a field of another type: {EXPECTED}")
 
@@ -256,8 +257,7 @@ def _backend(name: str, text: str) -> Any:
     with needs_package(f"the tokenizer {name}", "tokenizers"):
         import tokenizers
     tried(name, text)
-    with plain_exceptions(f"the tokenizer {name} cannot be read ({{}}): {EXPECTED}"):
-        backend = tokenizers.Tokenizer.from_str(text)
+    backend = tokenizers.Tokenizer.from_str(text)
     backend.no_truncation()
     backend.no_padding()
     return backend

@@ -3,8 +3,10 @@ and what is refused."""
 
 import dataclasses
 import json
+import random
 import re
 import resource
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -228,6 +230,53 @@ def test_a_tokenizer_that_aborts(tmp_path, bpe, changed, message):
     assert load_tokenizer(f"{tmp_path}/mine.json").vocab == bpe.vocab
 
 
+ODD = {
+    int: [0, 1, 299, 10**6, 2**31, 2**32 - 1, 2**32, -1],
+    float: [0.0, -1e308, 1e308],
+    str: ["", "\0", "(((", "(a+)+$", "(?<!a)b", "x" * 10_000, "##", "▁", "AAAA", "/////wAAAAA=", "BAAAAAAAAAA="],
+    bool: [True, False],
+    list: [[]],
+    dict: [{}, NORMALIZER, {"type": "Replace", "pattern": {"String": ""}, "content": "ab"}],
+    type(None): [{"type": "FixedLength", "length": 0}, NORMALIZER, {"type": "Sequence", "normalizers": []}],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_odd_values_in_a_tokenizer(tmp_path, bpe, seed, record_property):
+    """500 of a BPE, a Unigram and a WordPiece, with one to three values replaced by others of their kind: each
+    loads and encodes, or is refused with a line."""
+    package, rng, counts = pytest.importorskip("tokenizers"), random.Random(seed), Counter()
+    unigram = package.Tokenizer(package.models.Unigram([("<unk>", 0.0), ("a", -1.0), ("▁the", -1.5)], 0))
+    unigram.pre_tokenizer, unigram.normalizer = package.pre_tokenizers.Metaspace(), package.normalizers.NFKC()
+    words = package.Tokenizer(package.models.WordPiece({"[UNK]": 0, "a": 1, "##b": 2, "the": 3}, unk_token="[UNK]"))
+    words.pre_tokenizer = package.pre_tokenizers.Split(package.Regex(r"\s+"), "removed")
+    words.post_processor = package.processors.BertProcessing(("a", 1), ("the", 3))
+    words.decoder = package.decoders.WordPiece()
+
+    def places(tree):
+        for key in [*tree][:12] if isinstance(tree, dict) else range(min(len(tree), 3)):
+            yield tree, key
+            if isinstance(tree[key], (dict, list)):
+                yield from places(tree[key])
+
+    for _ in range(500):
+        content = json.loads(rng.choice([bpe.json, unigram.to_str(), words.to_str()]))
+        for _ in range(rng.randint(1, 3)):
+            tree, key = rng.choice(list(places(content)))
+            tree[key] = json.loads(json.dumps(rng.choice(ODD[type(tree[key])])))
+        (tmp_path / "odd.json").write_text(json.dumps(content))
+        try:
+            tokenizer = load_tokenizer(f"{tmp_path}/odd.json", bos_id=0)
+            for ids in tokenizer.encode_batch(TEXTS):
+                tokenizer.decode(ids)
+            counts["loaded"] += 1
+        except RunError as error:
+            counts["aborted" if "ends its process" in str(error) else "refused"] += 1
+    record_property("summary", f"odd tokenizers, seed {seed}: {dict(counts)}")
+    assert counts["loaded"] > 50 < counts["refused"]
+
+
 def test_a_text_that_a_tokenizer_panics_at(bpe):
     """Others are encoded."""
     normalizer = {"type": "Replace", "pattern": {"Regex": "(?=x)"}, "content": "ab"}
@@ -239,7 +288,7 @@ def test_a_text_that_a_tokenizer_panics_at(bpe):
 
 @pytest.mark.parametrize("field, value", [
     ("name", 3), ("bos_id", "0"), ("bos_id", -1), ("bos_id", True), ("bos_id", None), ("json", []),
-    ("chat_template", {}), ("special_tokens", {"eos_token": 3}),
+    ("chat_template", {}), ("special_tokens", {"eos_token": 3}), ("special_tokens", []), ("special_tokens", None),
 ])  # fmt: skip
 def test_a_record_of_another_kind(field, value):
     """What a run folder or a data set says of its tokenizer has the types that it needs."""
