@@ -1,7 +1,7 @@
 """The best meshes for a number of devices: `python -m tools.plan sweep=true`.
 
-Meshes, what is kept for the backward pass, and the microbatches that it takes to fit. Where these are many, an estimate
-says which are worth a ledger (plan_estimate.py), but not of a pipeline; every figure that is printed is a ledger's.
+A search over meshes, over what is kept for the backward pass, and over the microbatches that it takes to fit. All that
+it looks at has a ledger, so every figure is one that a plan of that mesh prints.
 """
 
 import dataclasses
@@ -22,18 +22,22 @@ from ledger.units import gigabytes, percent, seconds
 from runtime import program
 from runtime.terminal import RunError
 from shardlib.arrays import mesh_text
-from tools.plan_estimate import ROOM, Estimate, deals_heads, repeating
 from tools.plan_step import ledger_of, shaped
 
-COUNTED = 24  # so many ways get a ledger
+COUNTED = 40  # so many ways get a ledger
+ROOM = 0.9  # of a device's memory: docs/it_does_not_fit.md says what the forecast does not know
+
+Mesh = dict[str, int]  # devices along each axis
+Keys = dict[str, Any]  # of training: microbatches, save_for_backward
+Order = tuple[bool, float]  # what fits first, the fastest first; of the others the smallest and fastest
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
     """One way to run a step."""
 
-    mesh: dict[str, int]
-    keys: dict[str, Any]  # of training: microbatches, save_for_backward
+    mesh: Mesh
+    keys: Keys
     ledger: Ledger
     fits: bool
     estimate: roofline.Roofline
@@ -58,9 +62,10 @@ class Choice:
         return {phase.name: phase.alone_s or 0 for phase in self.estimate.phases}
 
     @property
-    def order(self) -> tuple[bool, float]:
-        """What fits first, the fastest first: a program is between all overlap and none."""
-        return not self.fits, (self.estimate.step_s or 0) + (self.estimate.step_alone_s or 0)
+    def order(self) -> Order:
+        """A program's time is between all overlap and none."""
+        seconds = (self.estimate.step_s or 0) + (self.estimate.step_alone_s or 0)
+        return not self.fits, seconds if self.fits else seconds * self.memory_bytes
 
 
 def sweep(config: Any, machine: hardware.Hardware) -> None:
@@ -82,21 +87,68 @@ def sweep(config: Any, machine: hardware.Hardware) -> None:
 
 
 def choices(config: Any, machine: hardware.Hardware, devices: int) -> tuple[list[Choice], str]:
-    """The best ways to run a step on so many devices, the best first; and why a mesh is refused."""
-    axes, refusal = vars(config.mesh), ""
-    meshes = [dict(zip(axes, sizes)) for sizes in products(devices, len(axes))]
-    meshes = [mesh for mesh in meshes if all(mesh[axis] == 1 for axis in repeating(config))]
-    if "p" in axes:
-        ways = piped(config, meshes)
-    elif len(ways := [(mesh, {**keys, "microbatches": 1}) for keys in kept(config) for mesh in meshes]) > COUNTED:
-        ways = estimated(config, machine, meshes)
+    """The best ways that a search finds to run a step on so many devices, the best first; and why a mesh is refused.
+
+    Each way that it looks at gets a ledger. It begins with as many devices as there can be along each axis, and then
+    looks at the neighbours of the best way so far, until COUNTED ways have a ledger.
+    """
+    own, options, refusal = vars(config.mesh), kept(config), ""
+    axes = searched(config)
+    others = {axis: math.prod(own.values()) // own[axis] for axis in axes}
+    meshes = [own | {axis: devices // others[axis]} for axis in axes if devices % others[axis] == 0]
+    starts = (filled(config, axes[index:] + axes[:index], devices) for index in range(len(axes)))
+    meshes += [mesh for mesh in starts if math.prod(mesh.values()) == devices]
+    # The order of the way that each is a neighbour of, the way, and with how many microbatches to begin.
+    waiting: list[tuple[Order, Mesh, Keys, int]] = [
+        ((False, 0.0), mesh, keys, 1) for mesh in meshes for keys in options
+    ]
     found: list[Choice] = []
-    for mesh, keys in tqdm(ways, desc=f"{devices} devices", leave=False):
-        try:
-            found.append(choose(config, machine, mesh, keys))
-        except RunError as error:
-            refusal = refusal or f"{mesh_text(mesh)}: {error}".partition("\n")[0]
+    seen = set()
+    with tqdm(desc=f"{devices} devices", leave=False) as bar:
+        while waiting and len(found) < COUNTED:
+            waiting.sort(key=lambda each: each[0])
+            _, mesh, keys, count = waiting.pop(0)
+            if (way := (*mesh.values(), *keys.values())) in seen:
+                continue
+            seen.add(way)
+            bar.update()
+            try:
+                choice = choose(config, machine, mesh, keys, count)
+            except RunError as error:
+                refusal = refusal or f"{mesh_text(mesh)}: {error}".partition("\n")[0]
+                continue
+            found.append(choice)
+            count = choice.keys["microbatches"]
+            waiting += [(choice.order, mesh, other, count) for other in options]
+            waiting += [(choice.order, other, keys, count) for other in neighbours(mesh, axes)]
     return sorted(found, key=lambda each: each.order), refusal
+
+
+def searched(config: Any) -> list[str]:
+    """The axes that devices may be along. Without experts e only repeats d."""
+    return [axis for axis in vars(config.mesh) if axis != "e" or getattr(config.model, "experts", 0)]
+
+
+def filled(config: Any, axes: list[str], devices: int) -> Mesh:
+    """The mesh with as many devices as there can be along the first axis, then along the second, and so on."""
+    mesh = dict.fromkeys(vars(config.mesh), 1)
+    for axis in axes:
+        rest = devices // math.prod(mesh.values())
+        sizes = [size for size in range(rest, 1, -1) if rest % size == 0]
+        mesh[axis] = next((size for size in sizes if is_possible(config, mesh | {axis: size}, 1)), 1)
+    return mesh
+
+
+def neighbours(mesh: Mesh, axes: list[str]) -> Iterator[Mesh]:
+    """The meshes in which the smallest prime factor of an axis has gone to another.
+
+    >>> list(neighbours({"d": 6, "t": 1}, ["d", "t"]))
+    [{'d': 3, 't': 2}]
+    """
+    for one, other in itertools.permutations(axes, 2):
+        if (size := mesh[one]) > 1:
+            factor = next(factor for factor in range(2, size + 1) if size % factor == 0)
+            yield mesh | {one: size // factor, other: mesh[other] * factor}
 
 
 def kept(config: Any) -> list[dict[str, str]]:
@@ -108,50 +160,44 @@ def kept(config: Any) -> list[dict[str, str]]:
     return [{"save_for_backward": each} for each in typing.get_args(type_) if each != "on_host"] or [{}]
 
 
-def estimated(config: Any, machine: hardware.Hardware, meshes: list[dict[str, int]]) -> list[tuple[dict, dict]]:
-    """The ways that are best by the estimate; within a hundredth of a step's time those with the fewest axes first."""
-    found = []
-    for dealt, keys in itertools.product((True, False), kept(config)):
-        if not (same := [mesh for mesh in meshes if deals_heads(config, mesh) == dealt]):
-            continue
-        try:
-            estimate = Estimate(shaped(config, vars(config.mesh), **keys), machine, dealt)
-        except RunError:
-            if dealt:
-                raise
-            continue  # the rows are too short to be gathered
-        for mesh in same:
-            if (each := estimate.of(mesh)) is not None:
-                wide = sum(size > 1 for size in mesh.values())
-                order = not each.fits, round(100 * math.log(each.middle_s)), wide, each.middle_s
-                found.append((order, (mesh, {**keys, "microbatches": each.microbatches})))
-    return [way for _, way in sorted(found, key=lambda each: each[0])[:COUNTED]]
-
-
-def piped(config: Any, meshes: list[dict[str, int]]) -> list[tuple[dict, dict]]:
-    """A pipeline's ways, of whole rows, for a ledger each: with as many microbatches as there can be, since fewer ticks
-    are idle then."""
-    trainer: Any = program.load(config.program)
-    rows, ways = trainer.TokenBatch.__annotations__["targets"].spec.dims[0], []
-    for keys, mesh in itertools.product(kept(config), meshes):
-        counts, rest = divmod(config.training.tokens.batch, math.prod(mesh[axis] for axis in rows.axes) // mesh["p"])
-        if mesh["c"] == 1 and not rest and not counts % mesh["p"] and not config.model.layers % mesh["p"]:
-            ways.append((mesh, {**keys, "microbatches": counts}))
-    return ways
-
-
-def choose(config: Any, machine: hardware.Hardware, mesh: dict[str, int], keys: dict[str, Any]) -> Choice:
-    """A mesh with as many microbatches as it takes to fit. Raises RunError where it cannot be."""
-    best = counted(config, machine, mesh, keys)
-    while not best.fits:
-        try:
-            best = counted(config, machine, mesh, keys := {**keys, "microbatches": 2 * keys["microbatches"]})
-        except RunError:  # a device has one row
-            break
+def choose(config: Any, machine: hardware.Hardware, mesh: Mesh, keys: Keys, count: int) -> Choice:
+    """A mesh with the fewest microbatches that fit, looked for from `count` on; the most where none do. A pipeline has
+    as many as there can be, since fewer of its ticks are idle then. Raises RunError where the mesh cannot be."""
+    with_count = lambda count: counted(config, machine, mesh, {**keys, "microbatches": count})  # noqa: E731
+    if mesh.get("p", 1) > 1:
+        most = 2 ** (config.training.tokens.batch.bit_length() - 1)
+        count = next((count for count in halved(most) if is_possible(config, mesh, count)), 1)
+        return with_count(count)
+    count = next((each for each in halved(count) if is_possible(config, mesh, each)), 1)
+    best = with_count(count)
+    if best.fits:
+        for fewer in itertools.islice(halved(count), 1, None):
+            if not (choice := with_count(fewer)).fits:
+                break
+            best = choice
+    while not best.fits and is_possible(config, mesh, count := 2 * count):
+        best = with_count(count)
     return best
 
 
-def counted(config: Any, machine: hardware.Hardware, mesh: dict[str, int], keys: dict[str, Any]) -> Choice:
+def halved(count: int) -> Iterator[int]:
+    """It, its half, and so on to 1."""
+    while count:
+        yield count
+        count //= 2
+
+
+def is_possible(config: Any, mesh: Mesh, count: int) -> bool:
+    """Whether the sizes of the state and of a batch can be split so; no ledger is made for this."""
+    try:
+        config = shaped(config, mesh, microbatches=count)
+        program.load(config.program).shapes(config)
+    except RunError:
+        return False
+    return True
+
+
+def counted(config: Any, machine: hardware.Hardware, mesh: Mesh, keys: Keys) -> Choice:
     """By its ledger."""
     config = shaped(config, mesh, **keys)
     ledger = ledger_of(config, check=False)
@@ -162,19 +208,6 @@ def counted(config: Any, machine: hardware.Hardware, mesh: dict[str, int], keys:
         fits=ledger.memory.bytes <= ROOM * (machine.hbm_bytes or 0),
         estimate=roofline.roofline(ledger, machine, config.devices_per_host),
     )
-
-
-def products(number: int, factors: int) -> Iterator[tuple[int, ...]]:
-    """The ways to write a number as a product, the first factor falling.
-
-    >>> list(products(4, 2))
-    [(4, 1), (2, 2), (1, 4)]
-    """
-    if factors == 1:
-        yield (number,)
-        return
-    for first in (each for each in range(number, 0, -1) if number % each == 0):
-        yield from ((first, *rest) for rest in products(number // first, factors - 1))
 
 
 def table(config: Any, devices: int, found: list[Choice], refusal: str) -> list[str]:
