@@ -22,7 +22,7 @@ import numpy as np
 
 from runtime.config import command_line
 from runtime.data.batches import Batch, Loader
-from runtime.data.flat_tokens import write_split
+from runtime.data.split_writer import write_split
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,7 @@ from models.layers import stored
 from runtime.checkpoints.checkpoint import named_leaves, open_newest, read_leaf
 from runtime.config.command_line import run
 from runtime.config.keys import Tokens
-from runtime.data.flat_tokens import write_split
+from runtime.data.split_writer import write_split
 from runtime.terminal import RunError
 from shardlib import shardops
 from shardlib.mesh import make_mesh

@@ -32,7 +32,7 @@ from runtime.checkpoints.directory import Checkpoints
 from runtime.config import command_line
 from runtime.config.command_line import load
 from runtime.data.batches import Loader
-from runtime.data.flat_tokens import write_split
+from runtime.data.split_writer import write_split
 from runtime.terminal import RunError
 from runtime.tracking.recorded import flattened, read_run
 from runtime.tracking.report import report_page

@@ -25,7 +25,7 @@ import numpy as np
 
 from runtime.config import command_line
 from runtime.config.keys import Count, Seed
-from runtime.data.flat_tokens import write_split
+from runtime.data.split_writer import write_split
 from runtime.terminal import print_line
 
 TASKS = ("copy", "reverse", "known_distance", "unknown_distance", "gaussians")

@@ -37,7 +37,8 @@ from runtime.cluster.tuning import keep_memory
 from runtime.config import command_line
 from runtime.config.rebuild import flat
 from runtime.data.documents import Block, File, find_files, find_splits, read_blocks
-from runtime.data.flat_tokens import SplitWriter, absolute_path, failing_writes, open_for_writing
+from runtime.data.flat_tokens import absolute_path
+from runtime.data.split_writer import SplitWriter, failing_writes, open_for_writing
 from runtime.data.tokenizers import (
     BYTES,
     CHATML,

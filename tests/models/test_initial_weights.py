@@ -14,7 +14,7 @@ from several_hosts import where
 
 import train
 from models import huggingface
-from runtime.data.flat_tokens import write_split
+from runtime.data.split_writer import write_split
 from runtime.run import with_shardings
 
 pytestmark = pytest.mark.usefixtures("proved_elsewhere")

@@ -12,8 +12,8 @@ from several_hosts import where
 
 from runtime import program
 from runtime.checkpoints.directory import Checkpoints
-from runtime.data.flat_tokens import write_split
 from runtime.data.sources import kept_tokenizer
+from runtime.data.split_writer import write_split
 from runtime.data.tokenizers import save_dataset_tokenizer, train_bpe
 from runtime.terminal import RunError
 

@@ -9,7 +9,7 @@ import pytest
 import zarr
 
 from runtime.config.command_line import load
-from runtime.data.flat_tokens import write_split
+from runtime.data.split_writer import write_split
 from runtime.data.tokenizers import load_tokenizer, save_dataset_tokenizer
 from runtime.terminal import RunError, print_error
 from tools import inspect_dataset as tool

@@ -25,7 +25,8 @@ from models.t5 import PairBatch
 from runtime.config import command_line
 from runtime.data import documents
 from runtime.data.batches import Loader
-from runtime.data.flat_tokens import SplitWriter, open_split
+from runtime.data.flat_tokens import open_split
+from runtime.data.split_writer import SplitWriter
 from runtime.data.tokenizers import CHATML, load_dataset_tokenizer, train_bpe
 from runtime.terminal import RunError
 from shardlib.mesh import make_mesh

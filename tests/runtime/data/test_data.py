@@ -28,8 +28,8 @@ from ragged import (
 from runtime.data import chunks, flat_tokens, refusals
 from runtime.data import rows as rows_module
 from runtime.data.batches import Batch, Loader
-from runtime.data.flat_tokens import write_split
 from runtime.data.read_ahead import ReadAhead
+from runtime.data.split_writer import write_split
 from runtime.terminal import RunError
 from shardlib.shardtypes import check_tree, make_shardings
 from train import TokenBatch

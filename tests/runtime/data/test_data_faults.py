@@ -15,7 +15,8 @@ from ragged import FlatTokens, assert_equal, assert_refuses, ragged, read_from_c
 from several_hosts import where
 
 from runtime.data.batches import Loader
-from runtime.data.flat_tokens import open_split, write_split
+from runtime.data.flat_tokens import open_split
+from runtime.data.split_writer import write_split
 
 DAMAGED = "the data set is damaged or out of reach; write or copy it again"
 

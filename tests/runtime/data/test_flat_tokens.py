@@ -21,9 +21,10 @@ from ragged import (
 )
 
 from models.layers import WeightedBatch
-from runtime.data import flat_tokens
+from runtime.data import split_writer
 from runtime.data.batches import Loader
-from runtime.data.flat_tokens import open_split, write_split
+from runtime.data.flat_tokens import open_split
+from runtime.data.split_writer import write_split
 from shardlib.mesh import make_mesh
 from shardlib.shardtypes import make_shardings
 
@@ -93,12 +94,12 @@ def test_a_writer_goes_on(tmp_path):
         for each in sequences:
             writer.append(each.astype(np.uint32), np.array([len(each)]))
 
-    dataset = flat_tokens.open_for_writing(tmp_path / "stopped")
-    writer = flat_tokens.SplitWriter(dataset, "train", chunk_tokens=16)
+    dataset = split_writer.open_for_writing(tmp_path / "stopped")
+    writer = split_writer.SplitWriter(dataset, "train", chunk_tokens=16)
     append(writer, parts[0])
     state = writer.flush()
     append(writer, parts[1] + parts[2])
-    writer = flat_tokens.SplitWriter(dataset, "train", chunk_tokens=16, resume=state)
+    writer = split_writer.SplitWriter(dataset, "train", chunk_tokens=16, resume=state)
     append(writer, parts[2])
     writer.finish(bos_id=0)
     whole, stopped = (

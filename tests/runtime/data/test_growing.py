@@ -21,10 +21,10 @@ from runtime.config.command_line import load
 from runtime.config.keys import HuggingFaceDataset
 from runtime.data import growing
 from runtime.data.batches import Loader
-from runtime.data.flat_tokens import SplitWriter, open_for_writing
 from runtime.data.growing import GrowingSplit
 from runtime.data.read_ahead import NO_END
 from runtime.data.sources import growing_split
+from runtime.data.split_writer import SplitWriter, open_for_writing
 from runtime.terminal import RunError
 from train import Config
 

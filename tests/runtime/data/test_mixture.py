@@ -11,7 +11,7 @@ import pytest
 from ragged import FlatTokens, as_numpy, assert_equal, assert_refuses, ragged, read_all, read_from_chunks, sharding
 
 from runtime.data.batches import Loader
-from runtime.data.flat_tokens import write_split
+from runtime.data.split_writer import write_split
 from runtime.run import Run
 from shardlib.mesh import make_mesh
 
