@@ -219,7 +219,7 @@ def orthogonalized(spec: Spec, x):
     stack, dims = math.prod(shape[:stacked]), spec.dims[stacked:]
     matrix = dims[row - stacked :]
     axes = [axis for axis in mapped_axes() if any(axis in dim.axes for dim in matrix)]
-    devices = [shardops.axis_size(axis) for axis in axes]
+    devices = [int(shardops.axis_size(axis)) for axis in axes]
     turns = -(-stack // math.prod(devices))
 
     def padded(x):

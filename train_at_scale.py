@@ -466,7 +466,7 @@ def experts_with_capacity(
     average = length * model.experts_per_token / E
     C = math.ceil(min(model.capacity * average, length))
     C = -(-C // math.lcm(8, mesh.c)) * math.lcm(8, mesh.c)  # a multiple of 8, and of the devices that share a row
-    own = C // shardops.axis_size('c')
+    own = C // int(shardops.axis_size('c'))
     into = functools.partial(slots, E=E, C=own)
     slot, lost = shardops.local('B/r/d/e L/c X -> B/r/d/e L/c X, B/r/d/e L/c X', into, choice)
     into = functools.partial(dispatch, E=E, C=own)

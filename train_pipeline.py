@@ -193,7 +193,7 @@ def pipelined(stage, head, pieces, shared, stream: act['p/p groups B/r/d/e L/c M
       The loss; and the gradients of pieces and shared in float32, and of the stream.
     Kept: 2vp - 1 stage inputs, 2M/t bytes a token each. Sends, in a tick, 4M/t bytes a token forward, as many backward.
     """
-    p, v, groups = shardops.axis_size('p'), jax.tree.leaves(pieces)[0].shape[1], stream.shape[1]
+    p, v, groups = int(shardops.axis_size('p')), jax.tree.leaves(pieces)[0].shape[1], stream.shape[1]
     turn = v * p  # ticks that a group takes
     items, delay, slots = groups * turn, turn - 1, 2 * turn - 1
     busy = f'busy={items}:{items + p - 1}'  # for the ledger: ticks of which the model needs the products
@@ -320,7 +320,7 @@ def last_loss(
 ) -> f32['+p +r +d +c +e +t']:
     """The sum of -log softmax over the targets of the microbatch that the last stage has done. Each stage has a part of
     the vocabulary (Yeung et al. 2024): y goes to all of them, 4M/t bytes a token, and 12 bytes a token for sums."""
-    is_last = (shardops.index('p') == shardops.axis_size('p') - 1)[:, None, None, None]
+    is_last = (shardops.index('p') == int(shardops.axis_size('p')) - 1)[:, None, None, None]
     y = shardops.sum_unreduced('p/p B/r/d/e L/c M/t -> B/r/d/e L/c M/t +p', jnp.where(is_last, y, 0))
     y = shardops.psum('B/r/d/e L/c M/t +p -> B/r/d/e L/c M/t', y)
     y = shardops.all_gather('B/r/d/e L/c M/t -> B/r/d/e L/c M', y)
@@ -371,7 +371,7 @@ def loss_and_gradient(
     inner = at_scale.Mesh(**{name: size for name, size in vars(mesh).items() if name != 'p'})
     gather = functools.partial(shardops.all_gather, dtype=act, reduce_dtype=training.gradient_reduce_dtype)
     # Each device embeds its own rows: microbatch g·p + m is those in group g of the devices at (m + 1) % p along p.
-    p = shardops.axis_size('p')
+    p = int(shardops.axis_size('p'))
     groups = training.microbatches // p
     regroup = functools.partial(shardops.regroup, 'B/p/r/d/e L -> p/p groups R/r/d/e L', groups=groups)
     rows = jax.tree.map(regroup, batch)

@@ -18,10 +18,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from shardlib import check as _check
 from shardlib.mesh import current_mesh, manual_axes, place
+from shardlib.proof import marks
+from shardlib.proof.states import State, require
 from shardlib.spec import Dim, Indivisible, ShardingError, Spec, as_text, parse, parts, users_line
-from shardlib.states import State, require
 
 # -- Letters -----------------------------------------------------------------------------------------------------------
 _letters: contextvars.ContextVar[dict[str, tuple[int, str]] | None] = contextvars.ContextVar("letters", default=None)
@@ -51,24 +51,26 @@ def scope(function):
 def mapped_axes() -> dict[str, int]:
     """The mesh axes, name to size, over which the code being traced is mapped, but for those of `shardops.each` around
     it; empty outside of shard_map."""
-    check = _check.current()
-    axes = manual_axes() if check is None else check.axes
-    return {name: size for name, size in axes.items() if name not in _check.apart()} if _check.apart() else axes
+    return {name: size for name, size in all_mapped_axes().items() if name not in marks.apart()}
 
 
-def shown_axes() -> dict[str, int]:
-    """The same, of the mesh that the user has: the check traces on meshes of its own."""
-    check = _check.current()
-    return manual_axes() if check is None else check.shown
+def all_mapped_axes() -> dict[str, int]:
+    """The same, with those of `shardops.each`."""
+    check = marks.current()
+    return manual_axes() if check is None else check.axes
 
 
-def on_each_device(spec: Spec, shape) -> list[int]:
-    """What a device of the user's mesh holds of a value whose local shape in this trace is `shape`."""
-    axes, shown = mapped_axes(), shown_axes()
-    if axes is shown or len(spec.dims) != len(shape) or not axes.keys() >= spec.split:
+def part_of(whole: int, dim: Dim, axes: dict[str, int]):
+    """What a device holds of a dim of this size: in the check a symbol, but for one that counts devices."""
+    check = marks.marking()
+    return whole // parts(dim, axes) if check is None or dim.name in axes else check.parts.size(whole, dim.axes)
+
+
+def on_this_mesh(shape) -> list[int]:
+    """What a device of the user's mesh holds of a value with this shape: in the check sizes are symbols."""
+    if (check := marks.marking()) is None:
         return list(shape)
-    sizes = [(size * parts(dim, axes), parts(dim, shown)) for dim, size in zip(spec.dims, shape)]
-    return list(shape) if any(size % count for size, count in sizes) else [size // count for size, count in sizes]
+    return [check.parts.on_mesh(size, check.axes) for size in shape]
 
 
 def mesh_text(axes: dict[str, int]) -> str:
@@ -96,15 +98,28 @@ def bind(
         dims = (Dim("..."),) * (len(shape) - len(dims) + 1) + dims[1:]
     if len(dims) != len(shape):
         raise ShardingError(f"'{spec}' has {len(spec.dims)} dims, the value has {len(shape)}")
-    whole = []
+    whole, check = [], marks.marking() if local else None
     for dim, size in zip(dims, shape):
         if not local and dim.name not in axes:
             require_divisible(dim, size, axes)
-        size = size * parts(dim, axes) if local else size
+        if check is not None and dim.name not in axes:
+            if dim.name != "..." and (lies := check.parts.axes(size)) != dim.axes:
+                raise ShardingError(_lies_otherwise(spec, dim, lies))
+            size = check.parts.whole(size)
+        elif local:
+            size *= parts(dim, axes)
         whole.append(size)
         if dim.name != "...":
             remember(dim, size, axes, letters, str(spec))
     return tuple(whole)
+
+
+def _lies_otherwise(spec: Spec, dim: Dim, lies: tuple[str, ...]) -> str:
+    said, true = str(dim).strip("[]"), "/".join((dim.name, *lies))
+    if not lies:
+        return f"'{spec}' says {said}, but that dim is whole in the value: write {true} (slice makes {said} of it)"
+    gather = "" if set(lies) <= set(dim.axes) else ", or a gather was forgotten"
+    return f"'{spec}' says {said}, but that dim is split over {'/'.join(lies)} in the value: write {true}{gather}"
 
 
 def remember(dim: Dim, size: int, axes: dict[str, int], letters: dict, text: str):
@@ -125,7 +140,6 @@ def devices_of(dim: Dim, axes: dict[str, int]) -> int:
         raise ShardingError(
             f"dim {dim}: a dim that is named like an axis counts its devices, and is split over no other"
         )
-    _check.note("schedule")
     return axes[dim.name]
 
 
@@ -430,24 +444,24 @@ def check(dtype, shape_spec: str | bytes | Spec, value, *, what: str = "the anno
             _check_outside(spec, value)
     except ShardingError as error:
         raise error.extended(f"  {_against(dtype, spec, value, what)}\n  at {users_line()}") from None
-    if not _check.marking():
+    if marks.marking() is None:
         return value
 
     context = _against(dtype, spec, value, what)  # now: the walk comes when the trace is over
 
     def rule(states):
         try:
-            require(spec, states[0], strict=False, sizes=value.shape, axes=axes)
+            require(spec, states[0], strict=False)
         except ShardingError as error:
             raise error.extended(f"  {context}") from None
         return [State.of(spec)]
 
-    return _check.mark_value((what, repr(dtype), str(spec)), rule, value)
+    return marks.mark((what, repr(dtype), str(spec)), rule, value, value)
 
 
 def _against(dtype, spec, value, what) -> str:
-    axes = shown_axes()
-    shape = f"{value.dtype}{on_each_device(spec, value.shape)}" if hasattr(value, "dtype") else type(value).__name__
+    axes = all_mapped_axes()
+    shape = f"{value.dtype}{on_this_mesh(value.shape)}" if hasattr(value, "dtype") else type(value).__name__
     where = "on each device" if axes else "globally"
     if not axes and (mesh := current_mesh()) is not None:
         axes = dict(mesh.shape)

@@ -1,7 +1,6 @@
 """The one place that knows JAX's young API: which mesh is current, which of its axes are manual, how a step is mapped,
 what a scan's operands are, how an array lies in memory, how a jaxpr is run."""
 
-import functools
 import math
 import warnings
 
@@ -70,26 +69,6 @@ def row_major(x):
 def trace_with_axes(f, axes: dict[str, int], *args):
     """The jaxpr of `f` for shapes local to a device, with the axes' names and sizes but no mesh and no device."""
     return jax.make_jaxpr(f, axis_env=list(axes.items()))(*args)
-
-
-def call_sites(eqn, is_users) -> set[tuple]:
-    """The places in the user's files through which an equation was traced, each as (file, lines and columns): two calls
-    on one line are two."""
-    found = set()
-    traceback = eqn.source_info.traceback
-    for code, place in zip(*(traceback.raw_frames() if traceback is not None else ((), ()))):
-        if code is trace_with_axes.__code__:
-            break
-        if is_users(code.co_filename):
-            found.add((code.co_filename, *_positions(code)[place // 2]))
-    return found
-
-
-@functools.cache
-def _positions(code) -> tuple[tuple, ...]:
-    """The place in the source of each instruction. That in the byte code would not do: a call that Python has
-    specialised is made by the instruction before."""
-    return tuple(code.co_positions())
 
 
 def scan_counts(params: dict) -> tuple[int, int]:

@@ -28,36 +28,38 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from shardlib import check as _check
 from shardlib.arrays import (
     Adapted,
     DType,
     Quantized,
+    all_mapped_axes,
     bind,
     devices_of,
     letters_of_scope,
     mapped_axes,
     mesh_text,
-    on_each_device,
+    on_this_mesh,
+    part_of,
     remember,
     require_divisible,
-    shown_axes,
 )
 from shardlib.mesh import row_major
+from shardlib.proof import marks
+from shardlib.proof.parts import Count, is_part
+from shardlib.proof.states import State, dual, require, require_dual
 from shardlib.spec import (
     Dim,
     Recipe,
     ShardingError,
     Spec,
-    TooFew,
     as_text,
     low_rank,
     parse,
     parse_operation,
     parts,
+    unbound,
     users_line,
 )
-from shardlib.states import Made, State, describe, dual, require, require_dual
 
 SAVED = "save_for_backward"  # the name under which jax_extra.save_for_backward keeps a value
 
@@ -71,13 +73,14 @@ class Float8(typing.NamedTuple):
 
 
 # -- What all operations share -----------------------------------------------------------------------------------------
-def _operate(name, text, operands, plan, execute, rule=None, new_sizes=None, several=False, with_=()):
-    """Checks the string and the sizes, then runs the operation.
+def _operate(name, text, operands, plan, execute, rule=None, new_sizes=None, several=False, with_=(), dtype=None):
+    """Checks the string and the sizes, then runs the operation; or, in the check, marks it.
 
     `plan(recipe, mesh_axes)` raises if the string is not one for the operation; else it returns what `execute(planned,
     axes, *operands)` needs, which is cached by string. `planned['moves']` are the axes over which data are sent.
     `new_sizes` are sizes of dims that no operand has; `several` says that the string may have several results; `with_`
-    are numbers that are no operands.
+    are numbers that are no operands; `dtype` is the result's, where it is not the first operand's. A function of the
+    user's that `execute` runs (`planned['runs']`) says it itself.
     """
     text = as_text(text)
     axes = mapped_axes()
@@ -95,34 +98,93 @@ def _operate(name, text, operands, plan, execute, rule=None, new_sizes=None, sev
         if planned["infers"]:
             planned = {**planned, "sizes": planned["infers"](sizes, axes)}
             sizes |= planned["sizes"]
-        for dim in (dim for result in recipe.results for dim in result.dims):
-            size = sizes[dim.name] if dim.name in sizes else _size_of(dim, letters, axes)
-            require_divisible(dim, size, axes)
-            remember(dim, size, axes, letters, text)
+        results = []
+        for spec in recipe.results:
+            shape = []
+            for dim in spec.dims:
+                size = sizes[dim.name] if dim.name in sizes else _size_of(dim, letters, axes)
+                require_divisible(dim, size, axes)
+                remember(dim, size, axes, letters, text)
+                shape.append(part_of(size, dim, axes))
+            results.append(tuple(shape))
     except ShardingError as error:
         raise error.extended(f"{_context(name, text, operands)}\n  at {users_line()}") from None
 
-    check = _check.current()
+    def run(sizes, *operands):
+        function = functools.partial(execute, planned, sizes)
+        return (
+            _as_declared(function, name, text, recipe, several, axes, operands)
+            if planned["runs"]
+            else function(*operands)
+        )
+
+    if (check := marks.marking()) is None:
+        return run(axes, *operands)
+    context = _context(name, text, operands)  # now: the walk comes when the trace is over
+    _require_own_axes(axes, context)
+    if planned["moves"] and recipe.operands[0].pending and jnp.result_type(operands[0]) == jnp.bool_:
+        raise ShardingError(f"a sum of truth values is none: any, or numbers\n{context}\n  at {users_line()}")
+    if builtins.any(is_part(number) or isinstance(number, Count) for number in with_):
+        raise ShardingError(f"a number that depends on how many devices there are\n{context}\n  at {users_line()}")
 
     def checked(states):
         try:
             if rule is not None:
                 return rule(recipe, states)
-            for spec, state, operand in zip(recipe.operands, states, operands):
-                require(spec, state, strict=True, sizes=jnp.shape(operand), axes=axes)
+            for spec, state in zip(recipe.operands, states):
+                require(spec, state, strict=True)
             return list(map(State.of, recipe.results))
         except ShardingError as error:
             raise error.extended(context) from None
 
-    context = _context(name, text, operands) if check is not None else ""  # now: the walk comes when the trace is over
-    return _check.mark(
-        (name, text, *with_),
-        checked,
-        functools.partial(execute, planned, axes),
-        *operands,
-        moves=planned["moves"],
-        sealed=plan in (_plan_local, _plan_ring),
-    )
+    sealed, closed_over, dtypes = None, [], [dtype or jnp.result_type(operands[0])]
+    if planned["runs"]:
+        given = [jax.ShapeDtypeStruct(tuple(on_this_mesh(jnp.shape(x))), jnp.result_type(x)) for x in operands]
+        try:
+            with marks.during(marks.Check(check.axes, None)):  # by itself: a ring looks like one of one device
+                sealed = jax.make_jaxpr(functools.partial(run, dict.fromkeys(axes, 1)))(*given)
+        except NameError as error:
+            raise ShardingError(
+                f"a function that is local to a device sends over {unbound(error, axes)}: write the transfer as an "
+                f"operation with a string\n{context}\n  at {users_line()}"
+            ) from error
+        closed_over = [each for each in sealed.consts if isinstance(each, jax.core.Tracer)]
+        dtypes = [aval.dtype for aval in sealed.out_avals]
+    said = name, text, *map(str, with_), str(sealed)
+
+    made = tuple(map(jax.ShapeDtypeStruct, results, dtypes))
+    given = dict(moves=planned["moves"], sealed=sealed, closed_over=closed_over)
+    return marks.mark(said, checked, made if len(made) > 1 else made[0], *operands, **given)
+
+
+def _as_declared(function, name, text, recipe, several, axes, operands):
+    """The results of a function of the user's that is local to a device. Raises where they are not of the types that
+    the string says."""
+    found = function(*operands)
+    given = found if several else (found,)
+    try:
+        if not isinstance(given, (tuple, list)) or len(given) != len(recipe.results):
+            count = f"{len(given)}" if isinstance(given, (tuple, list)) else type(given).__name__
+            raise ShardingError(f"the string has {len(recipe.results)} results, the function returned {count}")
+        for result, value in zip(recipe.results, given):
+            bind(result, jnp.shape(value), axes, letters_of_scope())
+    except ShardingError as error:
+        shapes = ", ".join(str(list(jnp.shape(value))) for value in jax.tree.leaves(given))
+        raise error.extended(f"{_context(name, text, operands)}, result {shapes}\n  at {users_line()}") from None
+    return found
+
+
+def _require_own_axes(axes, context):
+    """Raises `ShardingError` under a jax.vmap that has given a mesh axis' name to a dim of its own: the operation would
+    go along that. In the check the mesh's axes are not bound."""
+    for axis in axes:
+        try:
+            lax.axis_size(axis)
+        except NameError:
+            continue
+        raise ShardingError(
+            f"a jax.vmap(axis_name='{axis}') around it has the name of a mesh axis\n{context}\n  at {users_line()}"
+        )
 
 
 @functools.cache
@@ -140,30 +202,24 @@ def _planned(plan, text, operands, results, mesh_axes) -> tuple[Recipe, dict]:
             f"pending axes are written in the order of the mesh's axes ({', '.join(mesh_axes)}): "
             f"write '{', '.join(legal[0])} -> {', '.join(legal[1])}'"
         )
-    return recipe, {"moves": (), "infers": None, **plan(recipe, mesh_axes)}
+    return recipe, {"moves": (), "infers": None, "runs": False, **plan(recipe, mesh_axes)}
 
 
 def _context(name, text, operands) -> str:
-    """The second level of an error: operation, string, shapes on a device and, where the string fits them, of the
-    whole, mesh."""
-    axes, shown = mapped_axes(), shown_axes()
-    shapes = [jnp.shape(operand) for operand in operands]
-    local, whole = shapes, [None]
+    """The second level of an error: operation, string, shapes on a device and of the whole, mesh."""
+    axes = all_mapped_axes()
+    shapes = [on_this_mesh(jnp.shape(operand)) for operand in operands]
+    local = ", ".join(f"{jnp.result_type(operand)}{shape}" for operand, shape in zip(operands, shapes))
     try:
         specs = parse_operation(text, len(operands), None).operands
-        whole = [_global_shape(spec, shape, axes) for spec, shape in zip(specs, shapes)]
-        local = [on_each_device(spec, shape) for spec, shape in zip(specs, shapes)]
-    except (ShardingError, KeyError):
-        pass  # the string cannot be read, or names an axis that the mesh lacks: that is the error
-    local = ", ".join(f"{jnp.result_type(operand)}{list(shape)}" for operand, shape in zip(operands, local))
-    if None in whole and axes != shown:  # sizes on the check's own mesh would mislead
-        return f"  in shardops.{name}('{text}'), {mesh_text(shown)}"
-    whole = "" if None in whole else f", global {', '.join(map(str, whole))}"
-    return f"  in shardops.{name}('{text}'), local {local}{whole}, {mesh_text(shown)}"
+        whole = ", global " + ", ".join(str(_global_shape(*each, axes)) for each in zip(specs, shapes, strict=True))
+    except (ShardingError, KeyError, ValueError):
+        whole = ""  # the string cannot be read, or names an axis that the mesh lacks: that is the error
+    return f"  in shardops.{name}('{text}'), local {local}{whole}, {mesh_text(axes)}"
 
 
-def _global_shape(spec: Spec, shape, axes) -> list[int] | None:
-    return None if len(spec.dims) != len(shape) else [size * parts(dim, axes) for dim, size in zip(spec.dims, shape)]
+def _global_shape(spec: Spec, shape, axes) -> list[int]:
+    return [size * parts(dim, axes) for dim, size in zip(spec.dims, shape, strict=True)]
 
 
 def _size_of(dim: Dim, letters, axes) -> int:
@@ -250,14 +306,32 @@ def axis_size(name: str) -> int:
     shard_map."""
     axes = mapped_axes()
     if name not in axes:
-        mesh = mesh_text(shown_axes())
+        mesh = mesh_text(all_mapped_axes())
         raise ShardingError(f"axis_size('{name}'): the {mesh} has no such axis here\n  at {users_line()}")
-    return axes[name]
+    check = marks.marking()
+    return axes[name] if check is None else Count(check.parts, axes[name], (name,), _divided)
+
+
+def _divided(x, count: Count):
+    """A term of a sum over these axes, of what is the same along them: x over the number of devices."""
+    line, axes = users_line(), frozenset(count.axes)
+
+    def rule(states):
+        (state,) = states
+        for axis in sorted(axes):
+            if state.word(axis) != "the same" or state.sized:
+                raise ShardingError(
+                    f"a value that is {state.word(axis)} along {axis} over the number of devices along {axis} is "
+                    f"another value on each mesh\n  at {line}"
+                )
+        return [dataclasses.replace(state, pending=state.pending | axes, zero=False)]
+
+    return marks.mark(("axis_size", count.axes, count.factor), rule, jax.eval_shape(lambda x: x / 1, x), x)
 
 
 def index(name: str):
     """Each device's index along a mesh axis, i32['d/d']: on the whole, jnp.arange(axis_size('d')). Sends nothing."""
-    count = axis_size(name)
+    count = int(axis_size(name))
     return slice(f"{name} -> {name}/{name}", jnp.arange(count, dtype=jnp.int32))
 
 
@@ -308,7 +382,13 @@ def all_gather(spec: str | bytes, x, *, dtype=None, reduce_dtype=None, sent_as=N
         return gather_cast(x)
 
     return _operate(
-        "all_gather", spec, (x,), _plan_gather, execute, with_=(str(dtype), str(reduce_dtype), str(sent_as))
+        "all_gather",
+        spec,
+        (x,),
+        _plan_gather,
+        execute,
+        with_=(dtype, reduce_dtype, sent_as),
+        dtype=_element(dtype or jnp.result_type(x)),
     )
 
 
@@ -395,7 +475,7 @@ def argmax(spec: str | bytes, x):
         ours = largest == lax.pmax(largest, names)
         return lax.pmin(jnp.where(ours, place, jnp.iinfo(jnp.int32).max), names)
 
-    return _operate("argmax", spec, (x,), _plan_argmax, execute)
+    return _operate("argmax", spec, (x,), _plan_argmax, execute, dtype=jnp.int32)
 
 
 def _plan_argmax(recipe, mesh_axes):
@@ -416,7 +496,7 @@ def any(spec: str | bytes, x):
     def execute(planned, axes, x):
         return _largest(jnp.any(x, axis=planned["dropped"]).astype(jnp.int32), planned, axes).astype(bool)
 
-    return _operate("any", spec, (x,), _plan_pmax, execute)
+    return _operate("any", spec, (x,), _plan_pmax, execute, dtype=jnp.bool_)
 
 
 # -- pending -> split, pending -> same ---------------------------------------------------------------------------------
@@ -568,7 +648,7 @@ def ring(spec: str | bytes, forward, backward, *operands):
 
     def execute(planned, axes, *operands):
         (axis,), goes = planned["moves"], planned["goes"]
-        turns = 1 if _check.marking() else axes[axis]  # the check looks at one, as at a local function
+        turns = axes[axis]
         of_floats = [each for each, is_float in zip(goes, floats) if is_float]
 
         def parted(values, goes):
@@ -711,7 +791,9 @@ def _einsum(spec: str | bytes, x, y, rounded_to=None, x_is_thin: bool = False, *
         widened.defvjp(forward, backward, symbolic_zeros=True)
         return widened(x, y)
 
-    return _operate("einsum_unreduced", spec, (x, y), _plan_einsum, execute, with_=(str(rounded_to), str(jnp_kwargs)))
+    given = (rounded_to, sorted(jnp_kwargs.items()))
+    dtype = jnp.dtype(jnp_kwargs.get("preferred_element_type") or jnp.result_type(x, y))
+    return _operate("einsum_unreduced", spec, (x, y), _plan_einsum, execute, with_=given, dtype=dtype)
 
 
 def _plan_einsum(recipe, mesh_axes):
@@ -837,9 +919,11 @@ def sum_unreduced(spec: str | bytes, x):
     def rule(recipe, states):
         (operand,), result = recipe.operands, recipe.result
         if "..." not in operand.names:
-            require(operand, states[0], strict=True, sizes=jnp.shape(x))
+            require(operand, states[0], strict=True)
             return [State.of(result)]
-        if builtins.any(axes is Made.PART or axes is Made.OWN for axes in states[0].dims) or states[0].sized:
+        (state,) = states
+        made = builtins.any(not state.split >= frozenset(axes) for axes in state.dims)
+        if made or state.sized or state.local_iota:
             raise ShardingError(
                 "'...' was made to the size of a device's part: its elements are no elements of the whole"
             )
@@ -1039,7 +1123,7 @@ def _plan_regroup(recipe, mesh_axes):
             if have % rest or (not unknown and have != rest):
                 text = f"{' '.join(map(str, one))} to {' '.join(map(str, other))}: a device's {have} elements are not "
                 text += f"{'a multiple of ' * bool(unknown)}{rest}"
-                raise TooFew(text, one[0].name, rest // math.gcd(have, rest))
+                raise ShardingError(text)
             for dim in unknown:
                 sizes[dim.name] = have // rest * parts(dim, axes)
         return sizes
@@ -1086,7 +1170,7 @@ def full(spec: str | bytes, value, dtype, **sizes: int):
 
 def _make(name, text, dtype, value, sizes):
     text, axes = as_text(text), mapped_axes()
-    where = f"  in shardops.{name}('{text}'), {mesh_text(shown_axes())}"
+    where = f"  in shardops.{name}('{text}'), {mesh_text(all_mapped_axes())}"
     try:
         spec = parse(text)
         if not axes:
@@ -1097,25 +1181,27 @@ def _make(name, text, dtype, value, sizes):
                 "a pending value is a sum of the devices' terms\n  fix: shardops.pending("
                 f"'{Spec(spec.dims)} -> {spec}', shardops.full('{Spec(spec.dims)}', ...))"
             )
-        letters = letters_of_scope() | {letter: (size, "the arguments") for letter, size in sizes.items()}
+        letters = letters_of_scope() | {letter: (int(size), "the arguments") for letter, size in sizes.items()}
         shape = []
         for dim in spec.dims:
             size = _size_of(dim, letters, axes)
             require_divisible(dim, size, axes)
-            shape.append(size // parts(dim, axes))
+            shape.append(part_of(size, dim, axes))
     except ShardingError as error:
         raise error.extended(f"{where}\n  at {users_line()}") from None
 
+    value, element = jnp.asarray(value, _element(dtype)), _element(dtype)
+    if marks.marking() is None:
+        return jnp.full(shape, value, element)
+
     def rule(states):
         try:
-            require(Spec(()), states[0], strict=True, sizes=())
+            require(Spec(()), states[0], strict=True)
         except ShardingError as error:
             raise error.extended(where) from None
         return [State.of(spec)]
 
-    value = jnp.asarray(value, _element(dtype))
-    make = functools.partial(jnp.full, shape, dtype=_element(dtype))
-    return _check.mark((name, text), rule, make, value)
+    return marks.mark((name, text, str(shape)), rule, jax.ShapeDtypeStruct(tuple(shape), element), value)
 
 
 def local(spec: str | bytes, function, *operands, **sizes: int):
@@ -1131,29 +1217,12 @@ def local(spec: str | bytes, function, *operands, **sizes: int):
     what is pending.
     """
     several = "," in as_text(spec).partition("->")[2]
+    sizes = {name: int(size) for name, size in sizes.items()}
 
     def execute(planned, axes, *operands):
         return function(*operands)
 
-    found = _operate("local", spec, operands, _plan_local, execute, new_sizes=sizes, several=True)
-    results = parse_operation(as_text(spec), len(operands), None).results
-    given = found if several else (found,)
-    try:
-        if not isinstance(given, (tuple, list)) or len(given) != len(results):
-            raise ShardingError(f"the string has {len(results)} results, the function returned {_count_of(given)}")
-        letters = letters_of_scope() | {letter: (size, "the arguments") for letter, size in sizes.items()}
-        for result, value in zip(results, given):
-            bind(result, jnp.shape(value), mapped_axes(), letters)
-    except ShardingError as error:
-        shapes = ", ".join(str(on_each_device(result, jnp.shape(value))) for result, value in zip(results, given))
-        raise error.extended(
-            f"{_context('local', as_text(spec), operands)}, result {shapes}\n  at {users_line()}"
-        ) from None
-    return found
-
-
-def _count_of(value) -> str:
-    return f"{len(value)}" if isinstance(value, (tuple, list)) else type(value).__name__
+    return _operate("local", spec, operands, _plan_local, execute, new_sizes=sizes, several=several)
 
 
 def _plan_local(recipe, mesh_axes):
@@ -1175,7 +1244,7 @@ def _plan_local(recipe, mesh_axes):
                     f"the operands are the same along {axis}, and so is the result: a local function does not know "
                     "which device it runs on"
                 )
-    return {}
+    return {"runs": True}
 
 
 def each(axis: str, function, *trees):
@@ -1191,12 +1260,12 @@ def each(axis: str, function, *trees):
         pending over the axis.
     """
     axis_size(axis)
-    said, where = ("each", axis), f"  in shardops.each('{axis}'), {mesh_text(shown_axes())}\n  at {users_line()}"
+    where = f"  in shardops.each('{axis}'), {mesh_text(all_mapped_axes())}\n  at {users_line()}"
 
     def of_one(states):
         (state,) = states
-        if state.dims[0] not in ((axis,), Made.ANY, Made.PART):
-            raise ShardingError(f"the first dim is {describe(state.dims[0])}: write '{axis}/{axis} ...'\n{where}")
+        if state.dims[0] != (axis,) and not state.zero:
+            raise ShardingError(f"the first dim is {state.along(state.dims[0])}: write '{axis}/{axis} ...'\n{where}")
         alone = {} if state.zero else dict(split=state.split | {axis}, alone=state.alone | {axis})
         return [dataclasses.replace(state, dims=state.dims[1:], **alone)]
 
@@ -1207,16 +1276,21 @@ def each(axis: str, function, *trees):
         dims, alone = ((axis,), *state.dims), state.alone - {axis}
         return [dataclasses.replace(state, dims=dims, split=state.split | {axis}, alone=alone)]
 
+    def marked(rule, function, x):
+        if marks.marking() is None:
+            return function(x)
+        return marks.mark(("each", axis), rule, jax.eval_shape(function, x), x)
+
     def enter(x):
         if jnp.ndim(x) == 0 or jnp.shape(x)[0] != 1:
-            shape = list(jnp.shape(x))
+            shape = on_this_mesh(jnp.shape(x))
             raise ShardingError(f"the first dim is one element a device, '{axis}/{axis} ...', not {shape}\n{where}")
-        return _check.mark(said, of_one, functools.partial(jnp.squeeze, axis=0), x)
+        return marked(of_one, functools.partial(jnp.squeeze, axis=0), x)
 
     given = jax.tree.map(enter, trees)
-    with _check.on_each(axis):
+    with marks.on_each(axis):
         results = function(*given)
-    return jax.tree.map(lambda y: _check.mark(said, of_all, lambda y: y[None], y), results)
+    return jax.tree.map(functools.partial(marked, of_all, lambda y: y[None]), results)
 
 
 # -- Gradients ---------------------------------------------------------------------------------------------------------
@@ -1235,10 +1309,10 @@ def vjp(function, *args):
 
 
 def _vjp(name, function, args, has_aux=False, loss=False):
-    if not _check.marking():
+    if (check := marks.marking()) is None:
         return jax.vjp(function, *args, has_aux=has_aux)
-    # The backward pass need not be traced: the theory of the types gives the gradients' (see shardlib/check.py).
-    _check.note("gradients")
+    # The backward pass need not be traced: the theory of the types gives the gradients' (see shardlib/proof/verify.py).
+    check.gradients = True
     result, *aux = function(*args) if has_aux else (function(*args),)
     results, given = jax.tree.leaves(result), jax.tree.leaves(args)
     axes, line = frozenset(mapped_axes()), users_line()
@@ -1249,22 +1323,24 @@ def _vjp(name, function, args, has_aux=False, loss=False):
 
         def rule(states):
             of_results, cotangents = states[: len(results)], states[len(results) : 2 * len(results)]
-            for index, (of, state, value) in enumerate(zip(of_results, cotangents, results)):
+            of_given = states[2 * len(results) :]
+            for index, (of, state) in enumerate(zip(of_results, cotangents)):
                 if loss:
                     _require_pending(of, axes, name)
                 try:
-                    require_dual(state, of, axes, jnp.shape(value), f"the cotangent of result {index}")
+                    require_dual(state, of, axes, f"the cotangent of result {index}")
                 except ShardingError as error:
                     raise error.extended(f"  in shardops.{name}\n  at {line}") from None
-            return [dual(state, axes) for state in states[2 * len(results) :]]
+            if builtins.any(state.zero for state in of_given):
+                raise ShardingError(
+                    "a constant zero, which has no type, is differentiated: its gradient would have none either\n"
+                    f"  fix: make it with shardops.zeros, which gives it one\n  in shardops.{name}\n  at {line}"
+                )
+            return [dual(state, axes) for state in of_given]
 
-        def stand_ins(*leaves):
-            return [jnp.zeros_like(leaf) for leaf in leaves[2 * len(results) :]]
-
-        return jax.tree.unflatten(
-            jax.tree.structure(args),
-            _check.mark((name,), rule, stand_ins, *results, *jax.tree.leaves(cotangent), *given),
-        )
+        operands = *results, *jax.tree.leaves(cotangent), *given
+        # What is pulled back may send wherever something has been sent.
+        return marks.mark((name,), rule, jax.tree.map(jnp.asarray, args), *operands, moves=check.moves)
 
     return result, pull, *aux
 
@@ -1327,15 +1403,22 @@ def sum_over_chunks(function, shared, x, others):
     Sends: what `function` sends.
     """
 
+    line = users_line()
+
     def total(shared, x, others):
         start = zeros(str(Spec((), tuple(mapped_axes()))), jnp.float32)
         return lax.scan(lambda sum, chunk: (sum + function(shared, *chunk), None), start, (x, others))[0]
 
-    if _check.marking():
+    if marks.marking():
         return total(shared, x, others)
 
     def with_gradient(shared, x, others):
         leaves, structure = jax.tree.flatten(shared)
+        if builtins.any(each.perturbed for each in jax.tree.leaves(others)):
+            raise ShardingError(
+                "what stands in `others` is differentiated: its gradient would be zero\n"
+                f"  fix: pass it in `shared` or `x`\n  in shardops.sum_over_chunks\n  at {line}"
+            )
         values, x, others = [each.value for each in leaves], x.value, jax.tree.map(lambda each: each.value, others)
         trained = [index for index, each in enumerate(leaves) if each.perturbed]
 

@@ -51,9 +51,9 @@ from shardlib.arrays import (  # noqa: F401 the types and their functions, of wh
     u32,
 )
 from shardlib.mesh import current_mesh, shard_map
+from shardlib.proof.verify import trace_as_it_runs, verify
 from shardlib.spec import ShardingError, Spec, users_line
 from shardlib.typed import refuse_unread, typed
-from shardlib.verify import verify
 
 
 class typed_shard_map:
@@ -104,7 +104,10 @@ class typed_shard_map:
         names, types, values = self._bind(args, kwargs)
         in_specs = self._global(mesh, names, types, values)
 
-        proved, functions = verify(functools.partial(self._body, names, types), axes, values, in_specs)
+        given = functools.partial(self._body, names, types), axes, values, in_specs
+        proved, functions, gradients = verify(*given)
+        if gradients:
+            trace_as_it_runs(*given)
         refuse_unread(functions)
         return proved
 

@@ -45,17 +45,6 @@ class Indivisible(ShardingError):
         return Indivisible(f"{self}\n{more}", self.size, self.axes)
 
 
-class TooFew(ShardingError):
-    """A device's part of the dim `name` is too small to be regrouped: `factor` times as long it would not be."""
-
-    def __init__(self, text: str, name: str, factor: int):
-        super().__init__(text)
-        self.name, self.factor = name, factor
-
-    def extended(self, more: str) -> "TooFew":
-        return TooFew(f"{self}\n{more}", self.name, self.factor)
-
-
 # -- Groups of axes ----------------------------------------------------------------------------------------------------
 _GROUPS: dict[str, tuple[str, ...]] = {}
 _ORDER: list[str] = []  # of the axes that stand in groups
@@ -280,6 +269,15 @@ def line_of(error: BaseException) -> str:
         if is_users(frame.f_code.co_filename)
     ]
     return lines[-1] if lines else "unknown line"
+
+
+def unbound(error: NameError, axes) -> str:
+    """The mesh axis that a function of JAX's names where the axes are not bound. Raises the error itself if it is
+    another one."""
+    match = re.search(r"axis name: (\w+)", str(error))
+    if match is None or match[1] not in axes:
+        raise error
+    return match[1]
 
 
 _WRITTEN = (jax.numpy, jax.nn, jax.lax, jax.random, jax.numpy.linalg)

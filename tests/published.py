@@ -32,7 +32,8 @@ def on_mesh(d, t, dtype="float32"):
 
 def oracle_of(name):
     """What transformers computed: `targets`, `logits` of the first rows, `loss`, and `gradient/` of each tensor."""
-    return dict(np.load(FOLDER / name / "oracle.npz"))
+    with np.load(FOLDER / name / "oracle.npz") as file:
+        return dict(file)
 
 
 def batch_of(oracle, lengths=(9, 15)):

@@ -94,7 +94,17 @@ M/d, '' -> M/d | shardops.local('M/d -> M/d', lambda x: x * y, x)
 B/d M/t -> B/d Z/t 2 | x.reshape(x.shape[0], -1, 2)
 B/d M | x * np.arange(64, dtype=np.float32)[None]
 B/d L S | jnp.einsum('bls,bsm->blm', x, x)
-B/d M | x + np.ones(x.shape, np.float32)
+B/d M, 4 -> B/d M | jax.vmap(lambda row: jnp.convolve(row, y, mode='same'))(x)
+B/d L M, 3 1 M -> B/d L M | lax.conv_general_dilated(x, y, (1,), 'SAME', dimension_numbers=('NWC', 'WIO', 'NWC'),
+    feature_group_count=64)
+B/d L M, 3 M F/t -> B/d L F/t | lax.conv_general_dilated(x, y, (1,), 'SAME', dimension_numbers=('NWC', 'WIO', 'NWC'))
+B/d M | lax.reduce_window(x, -jnp.inf, lax.max, (1, 3), (1, 1), 'SAME')
+B/d M | lax.reduce_window(x, 0.0, lax.add, (1, 3), (1, 1), 'SAME')
+B/d M | jnp.fft.irfft(jnp.fft.rfft(x, axis=1), axis=1)
+i32 B/d -> B/d 8 | jnp.zeros((x.shape[0], 8)).at[jnp.arange(x.shape[0]), x % 8].set(1.0)
+B/d F/t, M F/t, M -> B/d M | shardops.psum('B/d M +t -> B/d M',
+    shardops.einsum_unreduced('B/d F/t, M F/t -> B/d M +t', x, y) + (z / shardops.axis_size('t'))[None])
+B/d M | x + jnp.ones(x.shape)
 B/d M, bool_ B/d -> B/d M | jnp.where(y[:, None], x, 0.0)
 i32 B/d -> B/d | jax.vmap(lambda n: jax.random.uniform(jax.random.fold_in(jax.random.key(0), n)))(x)
 B/d M, B/d, i32 B/d -> B/d M | x.at[jnp.arange(x.shape[0]), z % 64].set(y)
@@ -312,14 +322,14 @@ def ring(x: f32['B/d L']) -> f32['L']:
         moved, total = carry
         return (shardops.ppermute('d/d L -> d/d L', moved, 1), total + own * moved), None
 
-    (_, total), _ = lax.scan(turn, (own, jnp.zeros_like(own)), None, length=shardops.axis_size('d'))
+    (_, total), _ = lax.scan(turn, (own, jnp.zeros_like(own)), None, length=int(shardops.axis_size('d')))
     return shardops.psum('L +d -> L', shardops.sum_unreduced('d/d L -> L +d', total))
 
 
 @right
 def slots(x: f32['B/d L']) -> f32['L']:
     """Each device hands on what it got, and keeps it: in which slot depends on how many devices there are."""
-    own, devices = jnp.sum(shardops.regroup('B/d L -> d/d R L', x), axis=1), shardops.axis_size('d')
+    own, devices = jnp.sum(shardops.regroup('B/d L -> d/d R L', x), axis=1), int(shardops.axis_size('d'))
     kept = shardops.zeros('slots d/d L', f32, slots=devices)
 
     def turn(carry, i):

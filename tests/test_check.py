@@ -12,46 +12,55 @@ from jax.sharding import AxisType, Mesh
 from prove import OF_D_AND_T, prove_everywhere, refused_everywhere
 
 from shardlib import shardops
-from shardlib.mesh import call_sites, make_mesh, trace_with_axes
-from shardlib.primitives import RULES, Equation
+from shardlib.mesh import make_mesh
+from shardlib.proof.parts import Parts
+from shardlib.proof.rules import Equation, apply
+from shardlib.proof.states import State
 from shardlib.shardtypes import ShardingError, f32, make_shardings, typed_shard_map
-from shardlib.states import Made, State
 
 
 def test_reshape_tracking():
-    """What is known after a reshape, by sizes alone: the major dim of a run is the split one, before and after."""
+    """What splits the dims after a reshape: the major dim of a run is the split one, before and after. Of one element a
+    device, 'p/p', it is the dim that stands behind as many elements, or it is dropped."""
+    parts = Parts()
 
-    def after(before, row, shape):
-        def variables(shape):
-            return [SimpleNamespace(aval=SimpleNamespace(shape=shape))]
+    def after(before, shape):
+        """Dims are sizes, or (size of the whole, its axes); of one element a device (1, ('p',))."""
+        rows = tuple(dim[1] if isinstance(dim, tuple) else () for dim in before)
+        sizes = [
+            [dim if isinstance(dim, int) else parts.size(*dim) if dim[0] > 1 else 1 for dim in dims]
+            for dims in (before, shape)
+        ]
+        given, made = ([SimpleNamespace(aval=SimpleNamespace(shape=tuple(each)))] for each in sizes)
+        eqn = SimpleNamespace(primitive=SimpleNamespace(name="reshape"), params={}, invars=given, outvars=made)
+        axes = frozenset(axis for row in rows for axis in row)
+        (state,) = apply(Equation(eqn, [State(rows, split=axes)], parts))
+        return state.dims, state.alone
 
-        eqn = SimpleNamespace(
-            primitive=SimpleNamespace(name="reshape"), params={}, invars=variables(before), outvars=variables(shape)
-        )
-        return RULES['reshape'](Equation(eqn, [State(row)]))[0]
-
-    d, t, made = ('d',), ('t',), Made.ANY
-    table = [
-        ((4, 6), (d, ()), (24,), (d,)),
-        ((4, 6), (d, ()), (2, 2, 6), (d, (), ())),
-        ((4, 6), (d, ()), (4, 2, 3), (d, (), ())),
-        ((4, 6), (d, t), (4, 2, 3), (d, t, ())),
-        ((4, 6), (d, ()), (1, 4, 6), (made, d, ())),
-        ((4, 6), (d, ()), (4, 1, 6), (d, made, ())),
-        ((4, 6), (d, ()), (4, 6, 1), (d, (), made)),
-        ((1, 6), (d, ()), (1, 1, 6), (d, made, ())),
-        ((1, 6), (d, ()), (6,), (d,)),
-        ((1, 6), (d, ()), (1, 2, 3), (d, (), ())),
-        ((2, 1, 3), (d, (), ()), (6,), (d,)),
-        ((4, 6), (made, ()), (24,), (made,)),
-        ((4, 6), (made, made), (24,), (made,)),
-        ((6,), ((),), (1, 6, 1), (made, (), made)),
-    ]
-    for before, row, shape, expected in table:
-        assert after(before, row, shape) == expected, (before, row, shape)
-    for before, row, shape in (((4, 6), ((), d), (24,)), ((4, 6), (d, t), (24,)), ((2, 1, 6), ((), d, t), (2, 6))):
-        with pytest.raises(ShardingError, match="merges a dim that is split over"):
-            after(before, row, shape)
+    d, t, p = ('d',), ('t',), ('p',)
+    for before, shape, dims, alone in [
+        (((4, d), 6), ((24, d),), (d,), ""),
+        (((4, d), 6), ((2, d), 2, 6), (d, (), ()), ""),
+        (((4, d), 6), ((4, d), 2, 3), (d, (), ()), ""),
+        (((4, d), (6, t)), ((4, d), (2, t), 3), (d, t, ()), ""),
+        (((4, d), 6), (1, (4, d), 6), ((), d, ()), ""),
+        (((4, d), 6), ((4, d), 1, 6, 1), (d, (), (), ()), ""),
+        (((1, p), 6), (1, 1, 6), (p, (), ()), ""),
+        (((1, p), 6), (6,), ((),), "p"),
+        (((1, p), 6), (1, 2, 3), (p, (), ()), ""),
+        ((2, (1, p), 3), (6,), ((),), "p"),
+        ((2, (1, p), 3), (2, 1, 3), ((), p, ()), ""),
+        ((1, (1, p), 3), (1, 1, 3), ((), p, ()), ""),
+        ((6,), (1, 6, 1), ((), (), ()), ""),
+    ]:
+        assert after(before, shape) == (dims, frozenset(alone)), (before, shape)
+    for before, shape, text in [
+        ((4, (6, d)), ((24, d),), "'reshape' merges into the one before it a dim that is split over d"),
+        (((24, d),), (4, (6, d)), "'reshape' makes a minor dim of a dim that is split over d"),
+        (((4, d), 6), (6, (4, d)), "'reshape' makes a minor dim of a dim that is split over d"),
+    ]:
+        with pytest.raises(ShardingError, match=text):
+            after(before, shape)
 
 
 # -- Losses and gradients ----------------------------------------------------------------------------------------------
@@ -287,19 +296,3 @@ def test_kinds_of_mesh(kind):
             jax.jit(typed_shard_map(unreduced))(x)
         # The first device's term: what the check is for.
         assert jax.jit(typed_shard_map(unreduced, check=False))(x) == 1
-
-
-def test_a_call_keeps_its_place():
-    """A call has the same place in every trace: Python 3.11 moves `sum`, in the byte code, once it has specialised it.
-    Two calls on one line have two."""
-
-    def program(x):
-        return sum(x + i for i in range(2)), x * x + x * x
-
-    def sites():
-        jaxpr = trace_with_axes(lambda x: program(x), {}, jnp.ones(2))  # a new function: JAX traces it again
-        return [call_sites(eqn, lambda file: file == __file__) for eqn in jaxpr.eqns]
-
-    first = sites()
-    assert len(set(map(frozenset, first))) == 5  # x + i, sum's own, and three of the products
-    assert all(sites() == first for _ in range(20))

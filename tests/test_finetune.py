@@ -394,7 +394,8 @@ def test_merged_they_are_the_base_and_their_product(lora_run, pool, tmp_path):
 def test_adapters_of_peft_are_taken(name, targets, pool, tmp_path):
     """Of files that PEFT wrote: with them the logits are PEFT's, and written again they are the same tensors."""
     folder = FOLDER.parent / "peft" / name
-    oracle = np.load(folder / "oracle.npz")
+    with np.load(folder / "oracle.npz") as file:
+        oracle = dict(file)
     source = huggingface.open_weights(FOLDER / name, pool)
     model = dataclasses.replace(source.model, compute_dtype="float32")
     config = config_of(model, 2, 2, lora=finetune.Lora(rank=3, alpha=5.0, targets=targets), initial_adapter=str(folder))

@@ -248,7 +248,8 @@ class Stack:
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_adafactor_is_that_of_torch(mesh):
     """Three steps, of a stack of matrices and of a vector, end within 1e-6 of torch.optim.Adafactor's in float64."""
-    golden = np.load(pathlib.Path(__file__).parent / "golden/adafactor.npz")
+    with np.load(pathlib.Path(__file__).parent / "golden/adafactor.npz") as file:
+        golden = dict(file)
     settings = training(optimizer="adafactor", schedule="constant", weight_decay=0.1)
     names = ("matrices", "vector")
     start = Stack(*(golden[f"{name}/start"] for name in names))

@@ -1,12 +1,14 @@
 """Programs that look right and are wrong on some mesh: refused on every one, with a text and a line."""
 
+import functools  # noqa: F401 for the programs
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
 from jax.experimental import pallas as pl
 from pages import module_of
-from prove import MESHES, OF_D_AND_T, SINGLE, SIZES, each_row, program, prove, refusal, refused_everywhere, says, table
+from prove import MESHES, OF_D_AND_T, each_row, program, refusal, refused_everywhere, says, table
 
 from shardlib import shardops
 from shardlib.shardtypes import Array, ShardingError, f32, pytree_dataclass, typed_shard_map
@@ -130,6 +132,32 @@ def ref_forgets(x):
     return ref[...]
 
 
+def ref_of_positions(x):
+    ref = jax.new_ref(jnp.arange(x.shape[0]))
+    return x + ref[...]
+
+
+def own_rule(function, forward, backward):
+    wrapped = jax.custom_vjp(function)
+    wrapped.defvjp(forward, backward)
+    return wrapped
+
+
+def inject(x):
+    """An auxiliary loss whose value is zero: its backward rule puts a gradient beside the one that comes."""
+    return own_rule(lambda x: jnp.zeros(()), lambda x: (jnp.zeros(()), x), lambda r, g: (g * jnp.ones_like(r),))(x)
+
+
+def pulled(w):
+    """The gradient, which is reduced over d, of a loss that sends."""
+
+    def loss(w):
+        whole = shardops.psum('M +d -> M', shardops.pending('M -> M +d', w))
+        return shardops.pending(' -> +d +t', jnp.sum(whole))
+
+    return shardops.grad(loss)(w)
+
+
 def diagonal(x):
     return x[jnp.arange(x.shape[0]), jnp.arange(x.shape[0])]
 
@@ -164,10 +192,11 @@ B/d L | jnp.sort(x, axis=0) | 'sort' runs along a dim that is split over d
 B/d V/t | x + lax.top_k(x, 1)[0] | 'top_k' runs along a dim that is split over t
 B L/t | jnp.roll(x, 1, axis=1) | takes a part of a dim that is split over t
 B L/t | jnp.flip(x, axis=1) | 'flip' (rev) reverses a dim that is split over t
-B/d M | x - x[0][None] | '(slice|squeeze)' (takes a part of|drops) a dim that is split over d
+B/d M | x - x[0][None] | 'dynamic_slice' takes a part of a dim that is split over d
 B L/t | jnp.pad(x, ((0, 0), (1, 0)))[:, :-1] | 'pad' lengthens a dim that is split over t
 B L/t | jnp.concatenate([x, x], axis=1)[:, :x.shape[1]] | 'concatenate' lengthens a dim that is split over t
-B L/t | x + jnp.unstack(x, axis=1)[0][:, None] | 'unstack' takes parts of a dim that is split over t
+B L/t | x + jnp.unstack(x, axis=1)[0][:, None]
+    | the size of a device's part is asked for as a number, which is another one on each mesh
 V/t M | x + x[jnp.zeros((1,), jnp.int32)]
     | 'gather' indexes a dim that is split over t: each device would take its own part for the whole fix: all_gather
       it first; index_unreduced
@@ -180,49 +209,69 @@ B/d M | jnp.max(x @ x.T, axis=1, keepdims=True) * x
       all_gather one operand first
 L/d | jnp.max((x[:, None] > x[None]).astype(jnp.float32), axis=1) * x | makes two dims that are split over d
 B L/t | x + jnp.arange(x.shape[1], dtype=jnp.float32)[None]
-    | 'add' of values that lie differently: dim 1 is whole in one, split over t in another
+    | 'add' of positions that each device counts from 0
 L/t M | lax.scan(lambda c, r: (c + r, c), jnp.zeros(x.shape[1]), x)[1]
     | a scan over a dim that is split over t: each device would go through its own part alone
-B L/t | lax.associative_scan(jnp.add, x, axis=1) | a dim that is split over t
+B L/t | lax.associative_scan(jnp.add, x, axis=1)
+    | the size of a device's part is asked for as a number, which is another one on each mesh
 i32 B/d L | x + jnp.zeros(8, jnp.int32).at[x].add(1)[0]
     | 'add' (scatter-add) writes at indices of a dim that is split over d: each device would take its own part for the
       whole fix: all_gather indices and values first
 i32 B/d -> u32
     | jax.random.bits(jax.vmap(lambda seed: jax.random.fold_in(jax.random.key(0), seed))(x)[0], dtype=jnp.uint32)
     | that is split
-B/d L | x - jnp.mean(x.reshape(2, -1, 32), axis=(0, 1))[None] | 'mean' (reduce_sum) reduces a dim that is split over d
+B/d L | x - jnp.mean(x.reshape(2, -1, 32), axis=(0, 1))[None]
+    | 'reshape' makes a minor dim of a dim that is split over d
 B/d L | x - lax.scan(lambda c, r: (c + r, None), jnp.zeros(32), x)[0][None] | a scan over a dim that is split over d
 B/d M | x @ (x.T @ jnp.zeros((x.shape[0], x.shape[1]))) | 'dot_general' contracts a dim that is split over d
 M/d | jnp.fft.fft(x).real
-    | 'fft' of a value with a dim that is split over d: what it does to the parts is not known here fix: all_gather
-      it first, or call it through shardops.local
+    | 'fft' goes along a dim that is split over d
 B/d M | jax.pure_callback(lambda a: a, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
     | 'pure_callback': what it does cannot be seen fix: call it through shardops.local
 B/d M | kernel(x)
-    | 'pallas_call': what it does cannot be seen fix: call it through shardops.local, with a declared type
+    | 'pallas_call': what it does cannot be seen
 M | jax.grad(lambda y: jnp.sum(y * y))(x) | a jax.grad, jax.vjp or jax.jvp inside typed_shard_map
 M | jax.grad(lambda y: jnp.sum(y))(x) | fix: use shardops.value_and_grad, shardops.grad or shardops.vjp
 M/d | jax.grad(lambda y: jnp.sum(shardops.all_gather('M/d -> M', y)))(x) | a jax.grad, jax.vjp or jax.jvp
 M | jax.vjp(jnp.sin, x)[1](x)[0] | a jax.grad, jax.vjp or jax.jvp
 M | jax.jvp(jnp.sin, (x,), (x,))[1] | a jax.grad, jax.vjp or jax.jvp
-M/d | x / lax.psum(x, 'd') | 'psum' over d outside of shardops: every transfer is written as an operation with a string
-M/d | lax.pmean(x, 'd') | 'pmean' (psum) over d outside of shardops
-M/d | lax.pmax(x, 'd') | 'pmax' over d outside of shardops
-M/d | lax.all_gather(x, 'd', tiled=True)[:x.shape[0]] | 'all_gather' over d outside of shardops
+M/d | x / lax.psum(x, 'd')
+    | a transfer, an index or a number of devices over d outside of shardops: each is written as an operation with a
+      string
+M/d | lax.pmean(x, 'd')
+    | a transfer, an index or a number of devices over d outside of shardops: each is written as an operation with a
+      string
+M/d | lax.pmax(x, 'd')
+    | a transfer, an index or a number of devices over d outside of shardops: each is written as an operation with a
+      string
+M/d | lax.all_gather(x, 'd', tiled=True)[:x.shape[0]]
+    | a transfer, an index or a number of devices over d outside of shardops: each is written as an operation with a
+      string
 M | x * jnp.sum(lax.psum_scatter(x, ('d', 't'), tiled=True))
-    | 'psum_scatter' (reduce_scatter) over d, t outside of shardops
-M/t | lax.ppermute(x, 't', [(0, 0)]) | 'ppermute' over t outside of shardops
-M/t | lax.all_to_all(x, 't', 0, 0, tiled=True) | 'all_to_all' over t outside of shardops
-M/t | x * lax.axis_index('t').astype(jnp.float32) | 'axis_index' over t outside of shardops
-M/d | lax.scan(lambda c, _: (lax.psum(c, 'd'), None), x, None, length=2)[0] | 'psum' over d outside of shardops
+    | a transfer, an index or a number of devices over d outside of shardops: each is written as an operation with a
+      string
+M/t | lax.ppermute(x, 't', [(0, 0)])
+    | a transfer, an index or a number of devices over t outside of shardops: each is written as an operation with a
+      string
+M/t | lax.all_to_all(x, 't', 0, 0, tiled=True)
+    | a transfer, an index or a number of devices over t outside of shardops: each is written as an operation with a
+      string
+M/t | x * lax.axis_index('t').astype(jnp.float32)
+    | a transfer, an index or a number of devices over t outside of shardops: each is written as an operation with a
+      string
+M/d | lax.scan(lambda c, _: (lax.psum(c, 'd'), None), x, None, length=2)[0]
+    | a transfer, an index or a number of devices over d outside of shardops: each is written as an operation with a
+      string
 B M/d -> B M | jax.vmap(lambda row: shardops.all_gather('M/d -> M', row))(x)
     | an operation or an annotation under jax.vmap: its string does not name the mapped dim fix: write the dim in
       the string
 # A whole dim that is called split, on one device too
 M -> M/t | x
-    | 'M/t' says M/t, but that dim is whole in the value: write M against the result of program (
+    | 'M/t' says M/t, but that dim is whole in the value: write M
 M -> M/t | lax.scan(lambda c, _: (shardops.slice('M -> M/t', c), None), x, None, length=1)[0]
-    | a carry or a branch has values that lie differently: dim 0 is whole in one, split over t in another
+    | scan body function carry input and carry output must have equal types, but they differ: The input carry c has
+      type float32[64] but the corresponding output carry component has type float32[64/t], so the shapes do
+      not match. Revise the function so that all output types match the corresponding input types.
 # A transfer that not all devices reach, inside of rules for gradients, or hidden
 B/d M | lax.while_loop(lambda c: jnp.any(c < 3), lambda c: 2 * c, x)
     | 'any' (reduce_or) reduces a dim that is split over d
@@ -233,7 +282,7 @@ M/d | shardops.local('M/d -> M/d', lambda x: jax.jit(lambda x: x / lax.psum(x, '
     | a function that is local to a device sends over d: write the transfer as an operation with a string
 # What is local to a device closes over what is not the same everywhere; full of what differs
 M/d, M/d -> M/d | shardops.local('M/d -> M/d', lambda x: x * y, x)
-    | takes a value from outside that is not the same everywhere fix: pass it as an operand, with its type
+    | mul got incompatible shapes for broadcasting: (16,), (64/d,).
 M, M/t -> '' | shardops.local('M -> ', lambda x: jnp.sum(x) * jnp.sum(y), x)
     | takes a value from outside that is not the same everywhere
 B/d -> M | shardops.full('M', shardops.sum_unreduced('B/d -> +d', x), f32, M=64)
@@ -248,26 +297,26 @@ B/d M/t -> B/d | bag(Bag({'a': x}, shardops.zeros('B/d', f32))).total
     | dict says nothing of how its arrays lie, or is a container that cannot be checked
 # H2: Reshapes of a split dim: the major part stays split, and only that
 B/d M, M H/t -> B/d 4 Z/t 2 | shardops.einsum_unreduced('B/d M, M H/t -> B/d H/t', x, y).reshape(x.shape[0], 4, -1, 2)
-    | says 4, but that dim is split over t in the value: write 4/t
+    | 'reshape' makes a minor dim of a dim that is split over t
 B/d 4 Q/t, F/t -> B/d 4 Q/t | x + jnp.max(y.reshape(1, 4, -1), axis=2, keepdims=True)
-    | dim 1 is whole in one, split over t in another
+    | 'reshape' makes a minor dim of a dim that is split over t
 B/d 4 F/t, H/t M -> B/d M
     | shardops.einsum_unreduced('B/d H/t, H/t M -> B/d M +t', x.reshape(x.shape[0], -1), y)
-    | 'reshape' merges a dim that is split over t with one that stands before it
+    | 'reshape' merges into the one before it a dim that is split over t
 M F/t -> M E/t | check(f32, 'M 2 E/t', x.reshape(x.shape[0], 2, -1))[:, 0]
-    | says 2, but that dim is split over t in the value: write 2/t
-M/d F/t -> N/d/t | x.reshape(-1) | 'reshape' merges a dim that is split over t
+    | 'reshape' makes a minor dim of a dim that is split over t
+M/d F/t -> N/d/t | x.reshape(-1) | a size, 3072/d*t, that depends on how many devices there are
 L/t M -> M
     | lax.scan(lambda c, r: (c + jnp.max(r, axis=0), None), jnp.zeros(x.shape[1]), x.reshape(4, -1, x.shape[1]))[0]
-    | a scan over a dim that is split over t
+    | 'reshape' makes a minor dim of a dim that is split over t
 B/d M/t -> B/d 2 Z/t | x.reshape(x.shape[0], 2, -1)
-    | 'B/d 2 Z/t' says 2, but that dim is split over t in the value: write 2/t
+    | 'reshape' makes a minor dim of a dim that is split over t
 B/d 2 F/t -> B/d Z/t | x.reshape(x.shape[0], -1)
     | fix: shardops.regroup with a string, as in 'B/d L -> parts R/d L', where another order is meant
 B/d M -> P/d M | jnp.max(x.reshape(4, -1, x.shape[1]), axis=1)
-    | 'reshape' makes a dim whose size depends on how many devices there are
+    | 'P/d M' says P/d, but that dim is whole in the value: write P
 B/d M | shardops.each('d', jnp.tanh, x) | the first dim is one element a device, 'd/d ...', not
-d M | shardops.each('d', jnp.tanh, x[:1]) | the first dim is whole: write 'd/d ...'
+d M | shardops.each('d', jnp.tanh, x[:1]) | dim d of 'd M' is 1, but d is 4 in the mesh, whose axis has that name
 d/d M -> d/d M | shardops.each('d', lambda y: shardops.psum('M +d -> M', y), x)
     | 'M +d' names mesh axis d, but the mesh has t
 d/d M -> d/d | shardops.each('d', lambda y: shardops.sum_unreduced('X M -> ', x), x)
@@ -276,10 +325,11 @@ d/d M/t | shardops.each('d', lambda y: jnp.exp(shardops.sum_unreduced('M/t -> +t
     | 'exp', which is not linear, of a value that is pending over t
 d/d M/t | shardops.each('d', lambda y: (y[None] + x)[0], x) | a value that is one device's own along d
 B/d -> d/d R | shardops.ppermute('[d/d] R -> [d/d] R', shardops.regroup('B/d -> d/d R',
-    lax.fori_loop(0, x.shape[0], lambda i, c: c * 0.9, x)), 1) | a scan of as many turns as a device's part has elements
+    lax.fori_loop(0, x.shape[0], lambda i, c: c * 0.9, x)), 1)
+    | the condition of a while loop depends on how many devices there are, like the size of a device's part
 B/d -> d/d R | shardops.ppermute('[d/d] R -> [d/d] R', shardops.regroup('B/d -> d/d R',
     x * jnp.sum(jnp.arange(99.0)[: x.shape[0]])), 1)
-    | 'slice' makes a dim whose size depends on how many devices there are
+    | 'gather' makes a dim of a size, min(99, 16/d), that depends on how many devices there are
 B/d -> d/d R | shardops.ppermute('[d/d] R -> [d/d] R', shardops.regroup('B/d -> d/d R',
     x * jnp.int32(x.shape[0]).astype(x.dtype)), 1)
     | depends on how many devices there are, like the size of a split dim
@@ -288,23 +338,31 @@ B/d -> d/d R | shardops.ppermute('[d/d] R -> [d/d] R', shardops.regroup('B/d -> 
     | depends on how many devices there are, like the size of a split dim
 B/d -> d/d R | shardops.ppermute('[d/d] R -> [d/d] R', shardops.regroup('B/d -> d/d R',
     x ** x.shape[0]), 1)
-    | ('power' (integer_pow) with another y, 4 in place of 16)
+    | 'B/d' is said of a number that depends on how many devices there are, like the size of a split dim on one of them
 # H3: Two dims that are split over one axis
 L/d M -> L/d | jnp.max(lax.map(lambda rows: rows @ x.T, x.reshape(4, -1, x.shape[1])), axis=-1).reshape(-1)
-    | two dims that are split over d|a scan over a dim that is split over d
+    | 'reshape' makes a minor dim of a dim that is split over d
 # H4: Positions in what was made to a split dim's size
-B L/t | x * jnp.zeros(x.shape).at[:, 0].set(1.0) | dim 1 is whole in one, split over t in another
-B L/t | x + jnp.cumsum(jnp.ones_like(x), axis=1) | dim 1 is whole in one, split over t in another
-B L/t | jnp.zeros(x.shape).at[:, 0].set(1.0) | 'B L/t' says L/t, but that dim is whole in the value
-B L/t | jnp.cumsum(jnp.ones_like(x), axis=1) | 'B L/t' says L/t, but that dim is whole in the value
+B L/t | x * jnp.zeros(x.shape).at[:, 0].set(1.0)
+    | 'scatter' writes at an index of a dim that is made to the size of a device's part
+B L/t | x + jnp.cumsum(jnp.ones_like(x), axis=1)
+    | 'cumsum' runs along a dim that is made to the size of a device's part
+B L/t | jnp.zeros(x.shape).at[:, 0].set(1.0)
+    | 'scatter' writes at an index of a dim that is made to the size of a device's part
+B L/t | jnp.cumsum(jnp.ones_like(x), axis=1) | 'cumsum' runs along a dim that is made to the size of a device's part
 # H5: Split indices
 V M/d, i32 B/d -> V M/d | x.at[y].set(0.0) | 'scatter' writes at indices of a dim that is split over d
 V M/d, i32 B/d -> V M/d | x.at[y].add(1.0) | writes at indices of a dim that is split over d
 # H6: Rules for gradients that the program brings along
-B/d M/t | gradient(inverse, x) | a transfer over t inside a jax.custom_vjp
-B/d M/t | inverse(x) | a transfer over t inside a jax.custom_vjp
+B/d M/t | gradient(inverse, x)
+    | a transfer, an index or a number of devices over t outside of shardops: each is written as an operation with a
+      string
+B/d M/t | inverse(x)
+    | a transfer, an index or a number of devices over t outside of shardops: each is written as an operation with a
+      string
 M/t | own_jvp(jnp.sin, lambda x, t: (jnp.sin(x[0]), lax.pmean(t[0], 't')))(x)
-    | a transfer over t inside a jax.custom_jvp
+    | a transfer, an index or a number of devices over t outside of shardops: each is written as an operation with a
+      string
 M | own_vjp(jnp.sin, lambda r, g: (jnp.clip(g, -1.0, 1.0),))(x) | which is not linear, of a value that is pending over d
 B/d M, M -> B/d M
     | own_vjp(lambda x, s: x * s[None], lambda r, g: (g * r[1][None], jnp.sum(g * r[0], axis=0) / r[0].shape[0]))(x, y)
@@ -327,15 +385,18 @@ M/t | lax.composite(lambda x: x / jnp.sum(x), name='own.norm')(x)
     | 'sum' .reduce_sum. reduces a dim that is split over t
 M/t | lax.composite(lambda x: lax.pmean(x, 't'), name='own.mean')(x) | over t outside of shardops
 M/t | lax.custom_linear_solve(lambda y: y * (1.0 + lax.axis_index('t').astype(jnp.float32)), x, lambda mv, b: b)
-    | 'custom_linear_solve': what it does cannot be seen
+    | a transfer, an index or a number of devices over t outside of shardops: each is written as an operation with a
+      string
 # H9: Counts of what was made to a split dim's size
 B/d M -> '' | jnp.sum(jnp.ones_like(x)) | 'sum' .reduce_sum. reduces a dim that is made to the size of a device's part
 B/d M -> '' | shardops.psum('+d -> ', shardops.sum_unreduced('B/d M -> +d', x)) / jnp.sum(jnp.ones(x.shape[0]))
     | reduces a dim that is made to the size of a device's part
 B/d M | x / x.shape[0] | 'f32|'B/d M' is said of a number that depends on how many devices there are
 B/d M -> '' | lax.fori_loop(0, x.shape[0], lambda i, c: c + 1.0, jnp.float32(0))
-    | a scan of as many turns as a device's part has elements
-B/d M | x ** x.shape[0] | 'power' .integer_pow. with another y, . in place of 16
+    | the condition of a while loop depends on how many devices there are, like the size of a device's part
+B/d M | x ** x.shape[0]
+    | 'B/d M' is said of a number that depends on how many devices there are, like the size of a split dim on one of
+      them
 # H10: A turn of blocks
 L/d M | shardops.ppermute('L/d M -> L/d M', x, 1)
     | ppermute rolls one dim that counts an axis' devices, as 'd/d' does: of a longer dim it would move blocks
@@ -344,9 +405,9 @@ d/d M -> M | x[0] | 'M' says the same along d, but the value differs along d
 d/d M, B/d M -> B/d M | x[0][None] * y | its dim 'd/d' was dropped
 # H11: What depends on how many elements a device has
 B/d M | x - jnp.max(x[:4], axis=0, keepdims=True)
-    | takes a part of a dim that is split over d|reduces a dim that is split over d
-B/d M | x[:4] | 'B/d M' is 4, but B is 16|takes a part of a dim that is split over d
-B/d M | x - x[:1] | takes a part of a dim that is split over d
+    | 'gather' indexes a dim that is split over d
+B/d M | x[:4] | 'B/d M' says B/d, but that dim is whole in the value: write B
+B/d M | x - x[:1] | 'gather' indexes a dim that is split over d
 i32 B/d M -> i32 B/d
     | jnp.max(jnp.concatenate([jnp.arange(x.shape[0])[:, None], x[:, :1]], axis=1), axis=1)
     | positions that each device counts from 0 fix: the device's part of the whole's positions is shardops.slice
@@ -364,11 +425,11 @@ B/d M/t -> B/d | listed(Listed([shardops.zeros('B/d', f32), forgotten(x)])) | su
 B/d M -> B/d | (lambda r: r[0] / r[1])(jax.jit(lambda x: (jnp.sum(x, axis=1), jnp.float32(x.shape[0])))(x))
     | a number that depends on how many devices there are
 B/d M, L -> L | lax.scan(lambda c, r: (c, float(x.shape[0])), 0.0, y)[1]
-    | a number that depends on how many devices there are
+    | the size of a device's part is asked for as a number, which is another one on each mesh
 B/d M -> '' | shardops.full('', 1.0 / x.shape[0], f32) | a number that depends on how many devices there are
 B/d M -> d/d b M
     | shardops.ppermute('d/d b M -> d/d b M', shardops.regroup('B/d M -> d/d b M', x), x.shape[0] + 1)
-    | another operation
+    | a number that depends on how many devices there are
 B/d L/t, L M -> L/t M | jax.vmap(lambda i: lax.dynamic_index_in_dim(y, i, keepdims=False))(jnp.arange(x.shape[1]))
     | positions that each device counts from 0|'L/t M' says L/t, but that dim is whole in the value
 L M, i32 B/d -> B/d | x[jnp.arange(y.shape[0]), y] | positions that each device counts from 0
@@ -380,36 +441,118 @@ B/d M | lax.fori_loop(0, shardops.index('d')[0], lambda i, c: c * 2, x) | each d
 u32 B/d M -> '' | shardops.psum('+d -> ', shardops.sum_unreduced('B/d M -> +d', x).astype(jnp.float32))
     | which is not linear, of a value that is pending over d
 B/d M, M -> M B/d | jnp.broadcast_to(y[None], x.shape).reshape(x.shape[1], x.shape[0])
-    | 'reshape' reshapes a dim that is made to the size of a device's part
+    | 'reshape' makes a minor dim of a dim that is made to the size of a device's part
 B/d M/t | gradient(lambda x: x / x.shape[0], x) | depends on how many devices there are
 B/d M, M -> M | shardops.local('M -> M', lambda y: y / x.shape[0], y)
-    | a number that it takes from outside depends on that
+    | a function that is local to a device takes a number that depends on how many devices there are
 i32 B/d -> i32 B/d 2
     | lax.scan(lambda k, _: (k, coordinates(x)), 0, None, length=2)[1][0]
     | positions that each device counts from 0
 M/d | shardops.local('M/d -> M/d', own_vjp(lambda x: 2 * x, lambda r, g: (2 * lax.psum(g, 't'),)), x)
-    | a function that is local to a device sends over t
+    | a transfer, an index or a number of devices over t outside of shardops: each is written as an operation with a
+      string
 B/d M, B/d -> B/d M | own_vjp(lambda x: x * 2, lambda r, g: (g * y[:, None],))(x)
     | a jax.custom_vjp closes over a value of the program
 # argmax, any, index, regroup and local with an axis lost, moved or doubled
-B/d V/t -> i32 B/d | shardops.argmax('B/d V -> B/d', x) | says the same along t, but the value differs along t
-B/d V/t -> i32 B | shardops.argmax('B V/t -> B', x) | says the same along d, but the value differs along d
+B/d V/t -> i32 B/d | shardops.argmax('B/d V -> B/d', x)
+    | 'B/d V' says V, but that dim is split over t in the value: write V/t, or a gather was forgotten
+B/d V/t -> i32 B | shardops.argmax('B V/t -> B', x)
+    | 'B V/t' says B, but that dim is split over d in the value: write B/d, or a gather was forgotten
 B/d V/t M -> i32 M | shardops.argmax('V/t M -> M', shardops.sum_unreduced('B/d V/t M -> V/t M +d', x))
     | is still a sum over d that nobody has taken
 B/d M/t -> bool_ | shardops.any('M/t -> ', shardops.any('B/d M/t -> M/t', x > 0) & (x[0] > 0))
-    | takes a part of a dim that is split over d
-B/d M/t -> bool_ | shardops.any('B/d M -> ', x > 0) | says the same along t, but the value differs along t
+    | 'gather' indexes a dim that is split over d
+B/d M/t -> bool_ | shardops.any('B/d M -> ', x > 0)
+    | 'B/d M' says M, but that dim is split over t in the value: write M/t, or a gather was forgotten
 M -> i32 | shardops.index('d')[0] | '' says the same along d, but the value differs along d
 B/d M -> i32 t/t | shardops.index('d') | 't/t' says the same along d, but the value differs along d
 B/d M -> P R M | shardops.regroup('B/d M -> P R M', x, P=2) | regroup moves nothing between devices
 B/d M -> P/d R M | check(f32, 'P R/d M', shardops.regroup('B/d M -> P/d R M', x, R=1))
     | 'P R/d M' says P, but that dim is split over d in the value: write P/d
-B M -> P R/d M | shardops.regroup('B/d M -> P R/d M', x, P=2) | says split along d, but the value is the same along d
+B M -> P R/d M | shardops.regroup('B/d M -> P R/d M', x, P=2)
+    | 'B/d M' says B/d, but that dim is whole in the value: write B
 B/d M/t -> P R/d | shardops.regroup('B/d -> P R/d', shardops.sum_unreduced('B/d M/t -> B/d +t', x), P=2)
     | is still a sum over t that nobody has taken
 B/d M -> X | shardops.local('B/d M -> B/d X, X', lambda x: (x[:, :2], x[0, :2]), x, X=2)[1]
     | an operand differs along d, the result says it is the same: nothing is sent inside a local function
 d/d M/t | shardops.ppermute('d/d M/t -> d/d M', x, 1) | ppermute keeps the type: write 'd/d M/t -> d/d M/t'
+# Python that asks for the size of a part
+B/d M -> B/d | x[jnp.arange(x.shape[0]) + x.shape[0], 3] | positions that each device counts from 0
+B/d M, M -> M | shardops.local('M -> M', lambda y: y / jnp.sum(jnp.ones(x.shape)), y)
+    | takes a number that depends on how many devices there are
+B/d M | x * functools.reduce(max, (x.shape[0], 4)) | 16/d, compared or divided here
+B/d M | jnp.tanh(x) if x.shape[0] > 4 else jnp.sin(x) + 1
+    | what is computed must not depend on the size of a device's part: 16/d, compared or divided here
+B/d M | x if x.shape[0] == 4 else 2 * x | 16/d, compared or divided here
+B/d M | x if x.shape == (4, 64) else 2 * x | 16/d, compared or divided here
+B/d M | x if x.shape[0] in (1, 2, 4) else 2 * x | 16/d, compared or divided here
+B/d M | x * (x.shape[0] % 3) | 16/d, compared or divided here
+B/d M | x * divmod(x.shape[0], 3)[1] | 16/d, compared or divided here
+B/d M | lax.switch(x.shape[0] % 3, [jnp.sin, jnp.cos, jnp.tan], x) | 16/d, compared or divided here
+B/d M -> B/d | jnp.sum(lax.top_k(x, min(4, x.shape[0]))[0], axis=1) | 16/d, compared or divided here
+B/d M | lax.fori_loop(0, min(4, x.shape[0]), lambda i, c: c * 2.0, x) | 16/d, compared or divided here
+B/d M -> B/d | jnp.max(x[:, : min(4, x.shape[0])], axis=1) | 16/d, compared or divided here
+B/d L M | lax.rev(x, (1,) if x.shape[0] > 4 else (2,)) | 16/d, compared or divided here
+B/d M, M -> B/d M | x * (y if x.shape[0] == 1 else 2 * y)[None] | 16/d, compared or divided here
+B/d M | sum(x for _ in range(x.shape[0])) | asked for as a number
+B/d M | x / len(x) | asked for as a number
+B/d M | x * float(x.shape[0]) | asked for as a number
+B/d M | x * (1.0 / x.shape[0]) | said of a number that depends on how many devices there are
+B/d M -> M | (np.ones(x.shape[0]) / x.shape[0]) @ x
+    | asked for as a number, which is another one on each mesh fix: jnp.ones
+B/d M | x * np.ones(x.shape, np.float32) | asked for as a number
+B/d M, M -> B/d M | x * jnp.max(y[: x.shape[0]]) | depends on how many devices there are
+B/d M, M -> B/d | y[: x.shape[0]] | depends on how many devices there are
+B/d M, M -> B/d M | x * jnp.max(lax.dynamic_slice(y, (0,), (x.shape[0],)))
+    | must not depend on the size of a device's part
+B/d M, M -> B/d M | x * jnp.max(lax.top_k(y, x.shape[0])[0]) | must not depend on the size of a device's part
+# The number of devices
+B/d M | x / shardops.axis_size('d') | a value that is split along d over the number of devices along d is another value
+M | x / shardops.axis_size('d') | the value is still a sum over d that nobody has taken
+M | x * shardops.axis_size('d') | the number of devices along d is another one on each mesh
+M | x ** shardops.axis_size('d') | the number of devices along d is another one on each mesh
+M | x * 2.0 ** shardops.axis_size('d') | the number of devices along d is another one on each mesh
+M | jnp.tanh(x) if shardops.axis_size('d') > 2 else x | the number of devices along d is another one on each mesh
+M | sum(x for _ in range(shardops.axis_size('d'))) | the number of devices along d is another one on each mesh
+M | x * jnp.float32(shardops.axis_size('d')) | the number of devices along d|float() argument
+M/d | x * (x.shape[0] * shardops.axis_size('t')) | the product depends on how many there are
+B/d M -> M | shardops.psum('M +d -> M', shardops.sum_unreduced('B/d M -> M +d', x) / shardops.axis_size('d'))
+    | a value that is pending along d over the number of devices along d
+M | x * lax.axis_size('d') | over d outside of shardops
+M | x * lax.psum(1, 'd') | over d outside of shardops
+# What hides from the walk
+M | jax.vmap(lambda row: shardops.psum('M +d -> M', shardops.pending('M -> M +d', x)) * row, axis_name='d')(
+    jnp.ones(3))[0]
+    | a jax.vmap(axis_name='d') around it has the name of a mesh axis
+B/d M -> B/d | lax.reduce(x, 0.0, lambda a, b: a + b * x.shape[0], (1,)) | depends on how many devices there are
+B/d M/t -> B/d | lax.reduce(forgotten(x)[:, None], 0.0, lambda a, b: jnp.maximum(a, b), (1,)) | which is not linear
+B/d M | x.at[:, 3].apply(lambda row: row * x.shape[0]) | depends on how many devices there are
+i32 B/d -> i32 B/d | ref_of_positions(x) | positions that each device counts from 0
+M -> d/d M | x[None] | 'd/d M' says d/d, but that dim is whole in the value
+M -> M
+    | (lambda y: shardops.psum('M +d -> M', shardops.sum_unreduced('d/d M -> M +d', y)))(check(f32, 'd/d M', x[None]))
+    | 'd/d M' says d/d, but that dim is whole in the value
+# Rules for gradients: the value of the forward rule
+M | own_rule(lambda x: jnp.sin(x), lambda x: (jnp.cos(x), x), lambda r, g: (g * jnp.cos(r),))(x)
+    | the forward rule of a jax.custom_vjp has another value than its function
+B/d M | own_rule(lambda x: x * 2, lambda x: (x * x.shape[0], None), lambda r, g: (g * 2,))(x)
+    | depends on how many devices there are|has another value than its function
+B/d M/t -> B/d
+    | own_rule(lambda x: jnp.max(x, axis=1), lambda x: (jnp.sum(x, axis=1), x), lambda r, g: (r * g[:, None],))(x)
+    | reduces a dim that is split over t
+M | own_jvp(jnp.sin, lambda x, t: (2 * jnp.sin(x[0]), jnp.cos(x[0]) * t[0]))(x)
+    | the forward rule of a jax.custom_jvp has another value than its function
+# Gradients of what has no type
+M/d/t -> M/d/t | shardops.grad(lambda z: shardops.sum_unreduced('M/d/t -> +d +t', x + z))(jnp.zeros_like(x))
+    | a constant zero, which has no type, is differentiated
+B/d M/t, M -> M
+    | shardops.psum('M +d +t -> M', shardops.grad(lambda w: inject(w)
+      + shardops.sum_unreduced('B/d M/t -> +d +t', x))(y))
+    | 'add' of a value that is pending over d and one that is not
+# Transfers that not all devices reach
+d/d M, M -> d/d M | lax.cond(shardops.index('d')[0] == 0, lambda: x * pulled(y)[None], lambda: x)
+    | a transfer over d under a branch that depends on a value that differs along it: some devices would wait for ever
+bool_ B/d -> bool_ | shardops.psum('+d -> ', shardops.sum_unreduced('B/d -> +d', x)) | a sum of truth values
 """)
 
 
@@ -473,117 +616,11 @@ def test_what_is_not_linear_refuses_a_sum(row):
     assert says(message, text), text
 
 
-# -- What is another program where a device holds few rows -------------------------------------------------------------
-# Accepted on 2 × 2 or 4 × 2 and refused on 8 × 1, where a device holds two rows, or one.
-BY_SIZE = table(r"""
-B/d M | jnp.tanh(x) if x.shape[0] > 4 else jnp.sin(x) + 1 | on the mesh d=8, t=1: it was accepted on the check's own
-B/d M -> B/d | jnp.sum(lax.top_k(x, min(4, x.shape[0]))[0], axis=1) | 'top_k' with another k
-B/d M | lax.fori_loop(0, min(4, x.shape[0]), lambda i, c: c * 2.0, x) | as many turns
-B/d M -> B/d | jnp.max(x[:, : min(4, x.shape[0])], axis=1) | depends on how many devices there are
-B/d M, B/d M -> B/d M | x - y if x.shape[0] > 4 else y - x | another program is traced for another number of devices
-B/d M | x.astype(jnp.bfloat16 if x.shape[0] > 4 else jnp.float16).astype(jnp.float32) | another program
-B/d L M | lax.rev(x, (1,) if x.shape[0] > 4 else (2,)) | another program
-""")
-# Of masked(x, y), which is another program where a device has one row: JAX broadcasts less.
-SINGLE_ROW = table(r"""
-masked(x, y) * (y[None, None] if x.shape[0] == 1 else y[None, :, None])
-masked(x, y) * jnp.full((1, 1, 64), 2.0 if x.shape[0] == 1 else 3.0)
-jnp.take(masked(x, y), (y > 1).astype(jnp.int32), axis=1 if x.shape[0] == 1 else 2)
-""")
-
-
-def masked(x, y):
-    return jnp.where((y > 0)[None, None], x, 0.0)
-
-
-@each_row(BY_SIZE)
-def test_python_that_asks_for_a_local_size(row):
-    """A program that Python makes another one where a device holds few rows is refused there, with the line."""
-    types, body, message = row
-    assert prove(program(types, body), dict(d=2, t=2)) > 0
-    text = refusal(program(types, body), dict(d=8, t=1))
-    assert says(message, text) and "/program/" in text, text
-
-
-@each_row(SINGLE_ROW)
-def test_python_that_asks_for_a_single_row(row):
-    """So is one that does where a device holds one row, which JAX treats in ways of its own; that alone is accepted."""
-    function = program("B/d 64 64, 64 -> B/d 64 64", *row, globals())
-    assert prove(function, dict(d=4, t=2), SINGLE) > 0
-    assert says("another program|depends on how many devices there are", refusal(function, dict(d=8, t=1), SINGLE))
-    right = "jnp.take(masked(x, y), (y > 1).astype(jnp.int32), axis=2)"
-    assert prove(program("B/d 64 64, 64 -> B/d 64 64", right, globals()), dict(d=8, t=1), SINGLE) > 0
-
-
-NUMBER = "a number that depends on how many devices there are"
-
-
-def test_sizes_that_the_check_changes_for_itself():
-    """Where a device would hold single elements, the check makes the batch longer for itself, or takes another mesh of
-    its own; where that does not help it says what it found."""
-    four, two = SIZES | {"B": 4}, SIZES | {"B": 2}
-    parts = "shardops.regroup('B/d M -> parts R/d M', x, parts=4)"
-    assert prove(program("B/d M -> parts R/d M", parts), dict(d=1, t=1), four) > 0
-    text = refusal(program("B/d M -> parts R/d M", parts), dict(d=2, t=1), four)
-    assert "B/d to parts R/d: a device's 2 elements are not a multiple of 4" in text
-    assert NUMBER in refusal(program("B/d M -> parts R/d M", f"{parts} / x.shape[0]"), dict(d=1, t=1), four)
-    row = "jnp.take_along_axis(x, y[:, None] % 64, axis=1)[:, 0]"
-    for mesh in (dict(d=1, t=1), dict(d=2, t=1), dict(d=2, t=2)):
-        assert prove(program("B/d M, i32 B/d -> B/d", row), mesh, two) > 0
-        assert NUMBER in refusal(program("B/d M, i32 B/d -> B/d", f"{row} / x.shape[0]"), mesh, two)
-    assert NUMBER in refusal(program("B/d M/t, 3/d M -> B/d M/t", "x / x.shape[1]"), dict(d=1, t=1), four)
-    heads = program("B/d H/t -> B/d Z/t 64", "x.reshape(x.shape[0], -1, 64)")  # three of them
-    for mesh in (dict(d=1, t=1), dict(d=3, t=1), dict(d=1, t=3)):
-        assert prove(heads, mesh, SIZES | {"B": 9, "H": 192}) > 0
-
-
-def test_what_where_broadcasts_depends_on_single_elements():
-    """jnp.where is the same program where a device holds one element of a dim: of one row and two heads, here, which
-    the check cannot make more. What it must not repeat is still refused."""
-    one, where = SIZES | {"B": 1, "H": 2}, "jnp.where((x > 0)[:, None], y, 0.0)"
-    types = "B/d M, B/d H/t M -> B/d H/t M"
-    for mesh in (dict(d=1, t=1), dict(d=1, t=2)):
-        assert prove(program(types, where), mesh, one) > 0
-        assert NUMBER in refusal(program(types, f"{where} * y.shape[1]"), mesh, one)
-    two, repeated = SIZES | {"B": 2}, program("B/d M, i32 2 -> 2 M", "jnp.where((y > 0)[:, None], x, 0.0)")
-    for mesh in (dict(d=1, t=1), dict(d=2, t=1)):
-        assert "of values that lie differently: dim 0 is whole in one, split over d" in refusal(repeated, mesh, two)
-
-
-def test_a_program_that_does_not_expect_the_checks_mesh():
-    """What a program raises on each mesh of the check's own is a refusal that says on which."""
-
-    def asserts(x: f32['B/d M']) -> f32['B/d M']:
-        assert x.shape[0] == 16, "not sixteen"
-        return x
-
-    assert "not sixteen\n  while the check traced it for d=" in refusal(asserts, dict(d=1, t=1))
-
-
 def test_a_dim_that_counts_devices_has_their_number():
     """Another size of a dim that is named like an axis is refused."""
     mesh = jax.sharding.AbstractMesh((4, 2), ("d", "t"))
     with pytest.raises(ShardingError, match="is 3, but d is 4 in the mesh, whose axis has that name"):
         typed_shard_map(program("d/d M", "x")).check(mesh, jax.ShapeDtypeStruct((3, 64), jnp.float32))
-
-
-def test_a_transfer_under_a_branch_that_differs():
-    """A transfer under a branch that differs along its axis would hang: refused; over another axis it is accepted."""
-    from shardlib.check import Check, Mark
-    from shardlib.walk import Walk
-
-    def transfer(axis):
-        walk = Walk(Check(dict(d=4, t=2), dict(d=4, t=2)), None)
-        walk.divergent = frozenset('d')
-        walk.mark(Mark((), lambda states: states, frozenset(axis), [], False, "here"), None, [], None)
-
-    transfer('t')
-    with pytest.raises(ShardingError) as caught:
-        transfer('d')
-    assert str(caught.value) == (
-        "a transfer over d under a branch that depends on a value that differs along it: some devices would wait for "
-        "ever\n  at here"
-    )
 
 
 # -- Annotations -------------------------------------------------------------------------------------------------------

@@ -559,7 +559,7 @@ def test_all_programs_read_its_runs(trainer, keys, monkeypatch, tmp_path, capsys
     with monkeypatch.context() as patch:
         patch.setattr(generate.program, 'is_another', lambda *_: True)
         assert small.start(patch, generate.main, generate.Generate, run, 'prompt_ids=[5]', 'tokens=1', 'output=ids')
-    assert f'trained by another {trainer.__name__}.py than the one here' in ' '.join(capsys.readouterr().err.split())
+    assert f'trained by another {trainer.__name__}.py than this one' in ' '.join(capsys.readouterr().err.split())
     status = small.start(monkeypatch, convert.main, convert.Convert, run, f'to={tmp_path}/out')
     said = capsys.readouterr().err
     assert ('no published architecture computes what' in said) == bool(status) == ('model.shared_experts=1' in keys)

@@ -65,7 +65,7 @@ def labelled(module, p, v, groups):
             return x * (3 + g * (at + 1)) + w + at
 
         def head(a, y, number):
-            last = (shardops.index('p') == shardops.axis_size('p') - 1)[:, None, None, None]
+            last = (shardops.index('p') == int(shardops.axis_size('p')) - 1)[:, None, None, None]
             y = shardops.sum_unreduced('p/p B/r/d/e L/c M/t -> +p +r +d +c +e +t', jnp.where(last, y, 0))
             return y * jax.lax.dynamic_index_in_dim(a, number, keepdims=False)
 

@@ -22,8 +22,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from shardlib import shardops, shardtypes
-from shardlib.check import apart
 from shardlib.mesh import scan_counts
+from shardlib.proof.marks import apart
 from shardlib.spec import is_users
 
 _MAKE_THE_SAME = ("psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant")

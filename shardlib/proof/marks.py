@@ -1,0 +1,133 @@
+"""What a trace under the check records: each operation of shardops and each annotation, as a *mark* with a rule.
+
+`verify.py` makes the trace, `walk.py` goes through it; docs/notation.md says what is proved.
+"""
+
+import contextlib
+import contextvars
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+
+from shardlib.proof.parts import Parts
+from shardlib.spec import users_line
+
+
+@dataclass(frozen=True)
+class Mark:
+    """An operation or an annotation in the trace.
+
+    Attributes:
+      said: what the source says there: the operation, its string, and what else it was given.
+      rule: from the states of the operands' leaves to those of the results'; it refuses.
+      moves: the axes over which it sends.
+      operands: how many there are. What follows them in the trace, a function of the user's has closed over.
+      sealed: the jaxpr of a function of the user's that it runs, which must not send.
+      line: the user's.
+    """
+
+    said: tuple
+    rule: Callable
+    moves: frozenset[str]
+    operands: int
+    sealed: object
+    line: str
+
+
+@dataclass
+class Check:
+    """One trace in progress.
+
+    Attributes:
+      axes: the mesh's axes.
+      parts: the sizes of what a device holds; None: they are numbers, and the program is traced as it runs.
+      moves: the axes over which anything has been sent so far.
+      proved: the number of those that were walked, each of which is a claim.
+      gradients: whether the program takes one.
+    """
+
+    axes: dict[str, int]
+    parts: Parts | None
+    moves: frozenset[str] = frozenset()
+    gradients: bool = False
+    proved: int = 0
+
+
+_current: contextvars.ContextVar[Check | None] = contextvars.ContextVar("check", default=None)
+# The axes along which what is traced runs on each device by itself, as if the mesh did not have them.
+_apart: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar("apart", default=frozenset())
+
+
+def current() -> Check | None:
+    """The check that is being traced."""
+    return _current.get()
+
+
+def marking() -> Check | None:
+    """The check, if operations and annotations are to be marked."""
+    check = _current.get()
+    return check if check is not None and check.parts is not None else None
+
+
+_mark = Primitive("shardlib_mark")
+_mark.multiple_results = True
+_mark.def_abstract_eval(lambda *_, mark, results: [jax.core.ShapedArray(*each) for each in results])
+
+
+def mark(said, rule, results, *operands, moves=(), sealed=None, closed_over=()):
+    """In a check, marks what the source `said`: the `results`, a tree with shapes and dtypes, are of `operands` what
+    `rule(states of the operands' leaves) -> states of the results' leaves` says.
+
+    `moves` are the axes over which devices exchange data: all of them must get there, so a mark under a branch that
+    depends on them is refused. `sealed` is the jaxpr of a function of the user's, which must not send, and which has
+    `closed_over` these values.
+    """
+    check, leaves = _current.get(), list(map(jnp.asarray, jax.tree.leaves(operands)))
+    if _apart.get():
+        rule = functools.partial(_by_itself, rule, _apart.get())
+    check.moves |= frozenset(moves)
+    made, tree = jax.tree.flatten(results)
+    shapes = tuple((tuple(each.shape), jnp.dtype(each.dtype)) for each in made)
+    known = Mark(said, rule, frozenset(moves), len(leaves), sealed, users_line())
+    return jax.tree.unflatten(tree, _mark.bind(*leaves, *closed_over, mark=known, results=shapes))
+
+
+def mark_of(eqn) -> Mark | None:
+    """The mark that an equation of a check's trace is, if it is one."""
+    return eqn.params["mark"] if eqn.primitive is _mark else None
+
+
+@contextlib.contextmanager
+def during(check: Check):
+    """What is traced inside is traced for this check."""
+    token = _current.set(check)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def apart() -> frozenset[str]:
+    """The axes that are not there for what is traced."""
+    return _apart.get()
+
+
+@contextlib.contextmanager
+def on_each(axis: str):
+    """What is traced inside runs on each device along an axis by itself."""
+    token = _apart.set(_apart.get() | {axis})
+    try:
+        yield
+    finally:
+        _apart.reset(token)
+
+
+def _by_itself(rule, axes, states):
+    """What a rule that does not know these axes says: of one device's own values, one device's own results."""
+    alone = frozenset().union(*(state.alone & axes for state in states))
+    known = [replace(state, split=state.split - alone, alone=state.alone - alone) for state in states]
+    return [replace(state, split=state.split | alone, alone=state.alone | alone) for state in rule(known)]

@@ -1,0 +1,176 @@
+"""Sizes under the check: a device's part of a dim has a symbol in place of a number.
+
+    parts = Parts()
+    n = parts.size(4096, ("d",))        # 4096*split_over_d: for any number of devices
+    parts.axes(n), parts.whole(n)       # ("d",), 4096
+
+So one trace is that of every mesh, and JAX's own rules for shapes say which dim of a result is split. A program that
+asks for the number, `x.shape[0] > 4`, is refused where it asks; one that computes with it is refused by the walk.
+"""
+
+import contextlib
+import functools
+import math
+import operator
+import os
+import re
+import sys
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import export
+from jax.errors import InconclusiveDimensionOperation
+
+from shardlib.spec import ShardingError, users_line
+
+_SYMBOL = re.compile(r"split_over_(\w+)")
+_PRODUCT = re.compile(r"(?:(\d+)\*)?split_over_(\w+)")
+_MAY_ASK = tuple(os.path.dirname(path) + os.sep for path in (jax.__file__, os.path.dirname(os.path.abspath(__file__))))
+_Size = type(export.symbolic_shape("n")[0])  # JAX has no public name for it
+
+
+class Parts:
+    """The sizes of one trace."""
+
+    def __init__(self):
+        self._scope = export.SymbolicScope()
+
+    def size(self, whole: int, axes: tuple[str, ...]):
+        """A device's part of a dim; of one that is not split, all of it."""
+        return whole * _symbol(self._scope, axes) if axes else whole
+
+    def axes(self, size) -> tuple[str, ...]:
+        """The axes that a size is split over, major first. Raises `ShardingError` for a size that is no device's part
+        of a dim, such as the sum of a part and a number."""
+        return _read(size)[1]
+
+    def whole(self, size) -> int:
+        """The size in the whole array."""
+        return _read(size)[0]
+
+    def on_mesh(self, size, mesh: dict[str, int]):
+        """The number that it is on a mesh, or, of a size that is no part of a dim, its text."""
+        try:
+            return self.whole(size) // math.prod(mesh[axis] for axis in self.axes(size))
+        except ShardingError:
+            return shown(size)
+
+    def times(self, size, count: "Count"):
+        """A size times a number of devices: the size of the whole, if it is split over these axes."""
+        left, axes = list(count.axes), []
+        for symbol in _SYMBOL.findall(str(size)):
+            axes.append([axis for axis in symbol.split("__") if axis not in left])
+            left = [axis for axis in left if axis not in symbol.split("__")]
+        if left:
+            raise ShardingError(
+                f"a size that is split over {shown(size)} times the number of devices along {', '.join(left)}: the "
+                f"product depends on how many there are\n  at {users_line()}"
+            )
+        whole = int(_SYMBOL.sub("1", str(size)).replace("*", " ").split()[0]) * count.factor
+        return math.prod((_symbol(self._scope, tuple(each)) for each in axes if each), start=whole)
+
+
+@functools.cache
+def _symbol(scope, axes: tuple[str, ...]):
+    return export.symbolic_shape("split_over_" + "__".join(axes), scope=scope)[0]
+
+
+@functools.cache
+def _read(size) -> tuple[int, tuple[str, ...]]:
+    if not is_part(size):
+        return size, ()
+    if (match := _PRODUCT.fullmatch(str(size))) is None:
+        raise ShardingError(f"a size, {shown(size)}, that depends on how many devices there are")
+    return int(match[1] or 1), tuple(match[2].split("__"))
+
+
+def is_part(size) -> bool:
+    """Whether a size depends on the mesh."""
+    return isinstance(size, _Size)
+
+
+def shown(text) -> str:
+    """A size, or a text that has sizes in it, as a type writes them: '4096/d' for 4096*split_over_d."""
+    text = re.sub(r"(\d+)\*split_over_(\w+)", r"\1/split_over_\2", str(text))
+    return _SYMBOL.sub(lambda match: match[1].replace("__", "/"), text)
+
+
+# -- What a program may ask of a size ----------------------------------------------------------------------------------
+_COMPARISONS = {"__eq__": operator.eq, "__ne__": operator.ne} | {
+    name: getattr(operator, name.strip("_")) for name in ("__lt__", "__le__", "__gt__", "__ge__")
+}
+
+
+@contextlib.contextmanager
+def guarded():
+    """Inside, a program gets no answer that would not be the same on every mesh. JAX itself gets one: that
+    16*split_over_d is no less than 16, and that two sizes differ until it is proved that they are the same."""
+    before = {name: getattr(_Size, name) for name in (*_COMPARISONS, "__mod__", "__divmod__", "__mul__")}
+    for name in (*_COMPARISONS, "__mod__", "__divmod__"):
+        setattr(_Size, name, _asked(before[name], _COMPARISONS.get(name)))
+    times = before["__mul__"]
+    _Size.__mul__ = lambda size, other: other * size if isinstance(other, Count) else times(size, other)
+    try:
+        yield
+    finally:
+        for name, method in before.items():
+            setattr(_Size, name, method)
+
+
+def _asked(method: Callable, compare: Callable | None):
+    @functools.wraps(method)
+    def ask(size, other):
+        if sys._getframe(1).f_code.co_filename.startswith(_MAY_ASK):
+            return method(size, other)
+        difference = size - other if compare is not None and isinstance(other, (int, _Size)) else size
+        if compare is not None and not is_part(difference):
+            return compare(difference, 0)
+        raise InconclusiveDimensionOperation(f"{shown(size)}, compared or divided here, is another number on each mesh")
+
+    return ask
+
+
+class Count:
+    """The number of devices along mesh axes, in the check: a number that is another one on each mesh.
+
+    It makes the whole's size of a part's, `x.shape[0] * axis_size('d')`; what is divided by it is a term of a sum over
+    these axes; and `int(...)` is the number itself, with which what is computed is not proved.
+    """
+
+    def __init__(self, parts: Parts, number: int, axes: tuple[str, ...], divide: Callable, factor: int = 1):
+        self.parts, self.number, self.axes, self.divide, self.factor = parts, number, axes, divide, factor
+
+    def __mul__(self, other):
+        given = self.parts, self.number, self.axes, self.divide
+        if isinstance(other, int):
+            return Count(*given, self.factor * other)
+        if isinstance(other, Count):
+            return Count(
+                self.parts, self.number * other.number, self.axes + other.axes, self.divide, self.factor * other.factor
+            )
+        return self.parts.times(other, self) if is_part(other) else self._refuse(other)
+
+    __rmul__ = __mul__
+
+    def __rtruediv__(self, other):
+        return self._refuse() if is_part(other) else self.divide(jnp.asarray(other), self)
+
+    def __int__(self) -> int:
+        return self.number * self.factor
+
+    def __str__(self) -> str:
+        return str(int(self))
+
+    def _refuse(self, *_):
+        axes = ", ".join(self.axes)
+        raise ShardingError(
+            f"the number of devices along {axes} is another one on each mesh, and so is what is computed with it\n"
+            f"  fix: x.shape[0] * shardops.axis_size('{self.axes[0]}') is the size of the whole, x / axis_size a term "
+            f"of a sum; int(axis_size) is a plain number, of which nothing is proved\n  at {users_line()}"
+        )
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __truediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = _refuse
+    __pow__ = __rpow__ = __neg__ = __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __bool__ = _refuse
+    __index__ = __float__ = __array__ = _refuse
+    __hash__ = None

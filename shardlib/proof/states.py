@@ -1,0 +1,181 @@
+"""How a value lies on the mesh, as the check knows it: split, same or pending along each axis, and what splits each
+dim."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+from shardlib.spec import ShardingError, Spec
+
+Axes = tuple[str, ...]  # what splits a dim, major first; () is whole
+Dims = tuple[Axes, ...]
+
+
+@dataclass(frozen=True)
+class State:
+    """How a value lies: what splits each dim, and all axes that it is split or pending over.
+
+    A dim that is split over an axis along which the value is the same was made to the size of a device's part:
+    jnp.ones(x.shape). Its elements fit those of x, and must not be counted.
+    """
+
+    dims: Dims
+    split: frozenset[str] = frozenset()
+    pending: frozenset[str] = frozenset()
+    alone: frozenset[str] = frozenset()  # of the split ones: those whose dim of one element a device was dropped, w[0]
+    zero: bool = False  # the constant 0, which lies in any way: adding it to a term of a sum changes nothing
+    sized: bool = False  # a number that depends on how many devices there are, as x.shape[0] of a split dim does
+    # For `cache.at[arange(B), position]`. The value is its own index along this dim; each coordinate (last dim) is its
+    # own index along that dim, or None.
+    position_along: int | None = None
+    positions_along: tuple[int | None, ...] | None = None
+    local_iota: bool = False  # counted by each device from 0: good for indexing alone
+    never: bool = False  # a comparison that is never true: JAX asks whether an index is negative
+
+    @classmethod
+    def of(cls, spec: Spec) -> "State":
+        return cls(tuple(dim.axes for dim in spec.dims), spec.split, frozenset(spec.pending))
+
+    def word(self, axis: str) -> str:
+        return "pending" if axis in self.pending else "split" if axis in self.split else "the same"
+
+    def along(self, axes: Axes) -> str:
+        """What is said of one of its dims in a message."""
+        made = axes and not self.split >= frozenset(axes)
+        return "made to the size of a device's part" if made else f"split over {'/'.join(axes)}" if axes else "whole"
+
+    def with_dims(self, dims: Dims) -> "State":
+        """The same along each axis, with other dims."""
+        return State(dims, self.split, self.pending, self.alone, sized=self.sized, local_iota=self.local_iota)
+
+
+LOCAL_IOTA = (
+    "positions that each device counts from 0\n  fix: the device's part of the whole's positions is "
+    "shardops.slice('L -> L/t', jnp.arange(L))"
+)
+_WHY = {
+    ("the same", "split"): "the value differs along {axis}: a reduction over {axis} or a gather was forgotten, or "
+    "'/{axis}' is missing",
+    ("the same", "pending"): "the value is still a sum over {axis} that nobody has taken: reduce it, or write "
+    "'+{axis}'",
+    ("split", "pending"): "the value is still a sum over {axis} that nobody has taken (psum_scatter makes '/{axis}' "
+    "of '+{axis}')",
+    ("split", "the same"): "the value is the same along {axis} (slice makes '/{axis}' of it; zeros and full make new "
+    "ones)",
+    ("pending", "the same"): "the value is already the same along {axis}: a sum over {axis} would count it once for "
+    "each device",
+    ("pending", "split"): "the value is split over {axis}, it is no term of a sum over {axis}",
+}
+
+
+def require(spec: Spec, state: State, *, strict: bool):
+    """Raises `ShardingError` if a value's state contradicts its type; `strict` (operations) also refuses 'split' said
+    of what is the same.
+
+    An annotation may call a value split that was made to the size of a part (zeros, random numbers): each device's
+    part is as good. Zeros may be called pending too.
+    """
+    if state.sized:
+        raise ShardingError(
+            f"'{spec}' is said of a number that depends on how many devices there are, like the size of a split dim "
+            "on one of them\n  fix: count in the whole array: x.shape[0] * shardops.axis_size('d')"
+        )
+    if state.local_iota:
+        raise ShardingError(f"'{spec}' is said of {LOCAL_IOTA}")
+    if state.zero:
+        return
+    for axis in sorted(state.split | state.pending | spec.split | frozenset(spec.pending)):
+        said, true = State.of(spec).word(axis), state.word(axis)
+        if said == true or ((said, true) == ("split", "the same") and not strict):
+            continue
+        raise ShardingError(
+            f"'{spec}' says {said} along {axis}, but {_WHY[said, true].format(axis=axis)}{_as_it_lies(spec, state)}"
+        )
+    alone = state.alone
+    for dim, lies in zip(spec.dims, state.dims, strict=True):
+        if not lies and dim.axes == (dim.name,) and dim.name in alone:  # y[None]: the dim of one element is back
+            alone -= {dim.name}
+        elif lies != dim.axes:
+            raise ShardingError(
+                f"'{spec}' says {'/'.join((dim.name, *dim.axes))}, but that dim is {state.along(lies)} in the value: "
+                f"write {'/'.join((dim.name, *lies))}"
+            )
+    for axis in sorted(alone):
+        raise ShardingError(
+            f"'{spec}': the value is one device's own along {axis}, its dim '{axis}/{axis}' was dropped: put it "
+            f"back with x[None], as '{axis}/{axis} ...'"
+        )
+
+
+def _as_it_lies(spec: Spec, state: State) -> str:
+    """The type that a value has, in the words of the one that was said of it."""
+    if len(spec.dims) != len(state.dims) or state.alone:
+        return ""
+    dims = tuple(replace(dim, axes=axes) for dim, axes in zip(spec.dims, state.dims))
+    return f"\n  it lies as '{Spec(dims, tuple(sorted(state.pending)))}'"
+
+
+def agree(what: str, rows: Sequence[Dims]) -> Dims:
+    """The dims of values that are combined element by element. Sizes have been compared: they can differ only where
+    one has a dim of one element a device, 'p/p', and the other one element for all."""
+    dims = []
+    for position, column in enumerate(zip(*rows, strict=True)):
+        known = sorted(set(column) - {()})
+        if len(known) > 1:
+            one, other = ("/".join(axes) for axes in known[:2])
+            raise ShardingError(
+                f"{what} that lie differently: dim {position} is split over {one} in one, over {other} in another"
+            )
+        dims.append(known[0] if known else ())
+    return tuple(dims)
+
+
+def join(*states: State) -> State:
+    """What holds on every path of a loop or a branch: split if split on one; pending must be so on all."""
+    pending = next((state.pending for state in states if not state.zero), frozenset())
+    for state in states:
+        if state.pending != pending and not state.zero:
+            axis = min(state.pending ^ pending)
+            raise ShardingError(
+                f"a carry or a branch is pending over {axis} on one path and not on the other\n"
+                f"  fix: start the carry with shardops.zeros('... +{axis}'), or reduce over {axis} inside"
+            )
+    if len(set(states)) == 1:
+        return states[0]
+    dims = agree("a carry or a branch has values", [state.dims for state in states])
+    return replace(merged(states), dims=dims, pending=pending, zero=all(state.zero for state in states))
+
+
+def merged(states: Sequence[State]) -> State:
+    """A scalar that is split, alone and sized as any of these is, pending over nothing; raises where one is a device's
+    own along an axis that splits a dim of another."""
+    split = frozenset().union(*(state.split for state in states))
+    alone = frozenset().union(*(state.alone for state in states))
+    for axis in sorted(alone):
+        if any(axis in axes for state in states for axes in state.dims):
+            raise ShardingError(
+                f"a value that is one device's own along {axis} (its dim '{axis}/{axis}' was dropped) meets one with a "
+                f"dim that is split over {axis}: each device would pair them by its own index"
+            )
+    sized, iota = any(state.sized for state in states), any(state.local_iota for state in states)
+    return State((), split, alone=alone, sized=sized, local_iota=iota)
+
+
+def dual(state: State, axes: Collection[str]) -> State:
+    """The state of a value's gradient: same and pending exchanged."""
+    return State(state.dims, state.split, frozenset(axes) - state.split - state.pending, state.alone)
+
+
+def require_dual(state: State, of: State, axes: Collection[str], what: str):
+    """Raises `ShardingError` if a gradient, or a cotangent, is not of the dual type of a value."""
+    expected = dual(of, axes)
+    if state.sized or of.sized:
+        raise ShardingError(f"{what} depends on how many devices there are, like the size of a device's part")
+    if state.zero:
+        return
+    for axis in sorted(axes):
+        if state.word(axis) != expected.word(axis):
+            raise ShardingError(
+                f"{what} is {state.word(axis)} along {axis}, but must be {expected.word(axis)}, since the value is "
+                f"{of.word(axis)} along it (same and pending change places)"
+            )
+    agree(what, [state.dims, of.dims])

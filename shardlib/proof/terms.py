@@ -1,0 +1,79 @@
+"""Whether two traces compute the same value by the same operations."""
+
+import jax
+import numpy as np
+
+from shardlib.proof.marks import mark_of
+
+_CALLS = "jit pjit closed_call core_call remat remat2 checkpoint custom_jvp_call custom_vjp_call".split()
+_IDENTITIES = {"name", "copy", "copy_p", "reshard", "optimization_barrier"}
+
+
+class Terms:
+    """Gives each value a number, by the operation that makes it and the numbers of its operands: two values with one
+    number are equal, and what no result needs does not matter."""
+
+    def __init__(self):
+        self.numbers = {}
+
+    def argument(self, key) -> int:
+        return self.number("argument", key)
+
+    def number(self, *key) -> int:
+        return self.numbers.setdefault(key, len(self.numbers))
+
+    def of(self, jaxpr, arguments: list[int]) -> list[int]:
+        """The numbers of the results of a jaxpr, from those of its arguments."""
+        consts, jaxpr = getattr(jaxpr, "consts", ()), getattr(jaxpr, "jaxpr", jaxpr)
+        known = dict(zip(jaxpr.invars, arguments, strict=True))
+        known |= {variable: self.constant(value) for variable, value in zip(jaxpr.constvars, consts)}
+
+        def read(atom):
+            return self.constant(atom.val) if is_literal(atom) else known[atom]
+
+        for eqn in jaxpr.eqns:
+            known.update(zip(eqn.outvars, self.equation(eqn, list(map(read, eqn.invars)))))
+        return list(map(read, jaxpr.outvars))
+
+    def constant(self, value) -> int:
+        if isinstance(value, jax.core.Tracer):
+            return self.number("tracer", id(value))
+        if hasattr(value, "dtype") and jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended):
+            return self.number("key", id(value))
+        array = np.asarray(value)
+        return self.number("constant", str(array.dtype), array.shape, array.tobytes())
+
+    def equation(self, eqn, operands: list[int]) -> list[int]:
+        name = eqn.primitive.name
+        if (mark := mark_of(eqn)) is not None:
+            key = "mark", mark.said
+        elif name in _CALLS:
+            return self.of(inner_jaxprs(eqn)[0], operands)
+        elif name in _IDENTITIES:
+            return operands
+        else:
+            key = name, *(self.parameter(*item) for item in sorted(eqn.params.items()))
+        made = self.number(*key, *operands, *(str(out.aval) for out in eqn.outvars))
+        return [self.number("result", made, index) for index in range(len(eqn.outvars))]
+
+    def parameter(self, key, value):
+        if isinstance(value, (tuple, list)):
+            return key, *(self.parameter(key, each) for each in value)
+        if hasattr(jaxpr := getattr(value, "jaxpr", value), "eqns"):
+            inner = [self.argument(("inner", index)) for index in range(len(jaxpr.invars))]
+            return key, *self.of(value, inner)
+        return (key,) if callable(value) or key == "sharding" else (key, repr(value))
+
+
+def inner_jaxprs(eqn) -> list:
+    """The jaxprs among an equation's parameters."""
+    return [
+        each
+        for value in eqn.params.values()
+        for each in (value if isinstance(value, (tuple, list)) else (value,))
+        if hasattr(getattr(each, "jaxpr", each), "eqns")
+    ]
+
+
+def is_literal(atom) -> bool:
+    return hasattr(atom, "val")

@@ -1,0 +1,118 @@
+"""The check: that each value lies on the mesh as its type says, proved on the program's jaxpr before a device is used.
+
+The function is traced abstractly, once, for what one device holds. In that trace each operation of shardops and each
+annotation is a *mark*: a call whose rule says, from the types of what goes in, what comes out, or refuses. A walk over
+the jaxpr then carries, for every value and mesh axis, one of three states:
+
+    split      each device holds its own part (and which dim is split)
+    same       all devices hold the same
+    pending    the devices hold the terms of a sum
+
+Between marks stands ordinary JAX, device by device (`rules.py`): it keeps *same* if every operand is the same, makes
+*split* of split, and *pending* of pending where it is linear.
+
+The verdict does not depend on the mesh: what a device holds of a split dim has no number for its size but a symbol
+(`parts.py`), and the mesh's axes are not bound, so that nothing but a mark sends, or knows how many devices there are.
+
+Backward passes are not walked: the gradient's type follows from the value's by exchanging same and pending
+(`shardops.vjp`), since each operation's transpose does just that. Backward rules that the program brings along
+(`jax.custom_vjp`, `jax.custom_jvp`) are walked where they stand.
+"""
+
+import itertools
+import math
+import re
+
+import jax
+from jax.errors import InconclusiveDimensionOperation
+
+from shardlib.mesh import trace_with_axes
+from shardlib.proof.marks import Check, during
+from shardlib.proof.parts import Parts, guarded, shown
+from shardlib.proof.states import State
+from shardlib.proof.walk import GRAD, Walk
+from shardlib.spec import ShardingError, Spec, line_of, unbound
+
+_serial = itertools.count()
+# What an error of JAX's means here.
+_MEANT = (
+    (
+        "Batching rule for 'shardlib_mark'",
+        "an operation or an annotation under jax.vmap: its string does not name the mapped dim\n"
+        "  fix: write the dim in the string, or use jax.lax.scan or map",
+    ),
+    ("rule for 'shardlib_mark'", GRAD),
+    ("Pallas", "'pallas_call': what it does cannot be seen\n  fix: call it through shardops.local"),
+    (
+        "_DimExpr|interpreted as an integer|sequence of integers|shape polymorphism|dim_as_value|non-constant size",
+        "the size of a device's part is asked for as a number, which is another one on each mesh\n"
+        "  fix: jnp.ones(x.shape), not np.ones; a number of the whole is x.shape[0] * shardops.axis_size('d')",
+    ),
+)
+
+
+def verify(function, axes: dict[str, int], arguments: list, in_specs: list[Spec]) -> tuple[int, set, bool]:
+    """Traces `function` and walks it; returns how many claims were proved, and the functions of the user's program that
+    were traced, as (file, first line).
+
+    Args:
+      function: the body that `shard_map` would run; it checks its own result.
+      axes: the mesh's axes and sizes.
+      arguments: trees of `ShapeDtypeStruct`, the whole arrays.
+      in_specs: the types of the leaves of the arguments.
+    Raises:
+      ShardingError: at the first claim that is not so, with its line.
+    """
+    check, functions = Check(axes, Parts()), set()
+    with guarded():
+        jaxpr = traced(function, check, _on_a_device(arguments, in_specs, axes, check.parts.size))
+        Walk(check, traced, functions)(jaxpr, [State.of(spec) for spec in in_specs])
+    return check.proved, functions, check.gradients
+
+
+def trace_as_it_runs(function, axes: dict[str, int], arguments: list, in_specs: list[Spec]):
+    """Traces `function` with its gradients for the sizes of this mesh. Raises `ShardingError` where they do not fit."""
+
+    def numbers(whole, over):
+        return whole // math.prod(axes[axis] for axis in over)
+
+    traced(function, Check(axes, None), _on_a_device(arguments, in_specs, axes, numbers), axes)
+
+
+def _on_a_device(arguments, in_specs, axes, size) -> list:
+    """What one device holds; of a dim that is named like an axis one element, or all."""
+    leaves, tree = jax.tree.flatten(arguments)
+
+    def part(leaf, spec):
+        shape = [
+            (1 if dim.axes else axes[dim.name]) if dim.name in axes else size(whole, dim.axes)
+            for dim, whole in zip(spec.dims, leaf.shape, strict=True)
+        ]
+        return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
+
+    return jax.tree.unflatten(tree, [part(leaf, spec) for leaf, spec in zip(leaves, in_specs, strict=True)])
+
+
+def traced(function, check: Check, arguments: list, axes: dict[str, int] | None = None):
+    """The jaxpr of a function for a check."""
+    try:
+        with during(check):
+            # The extra axis is in the key of every cache of traced functions, so that nothing traced here is met by
+            # the real trace.
+            return trace_with_axes(function, {**(axes or {}), f"check {next(_serial)}": 1}, *arguments)
+    except ShardingError:
+        raise
+    except InconclusiveDimensionOperation as error:
+        first = shown(error).partition("\n")[0]
+        raise ShardingError(
+            f"what is computed must not depend on the size of a device's part: {first}\n  at {line_of(error)}"
+        ) from error
+    except NameError as error:
+        raise ShardingError(
+            f"a transfer, an index or a number of devices over {unbound(error, check.axes)} outside of shardops: each "
+            f"is written as an operation with a string\n  at {line_of(error)}"
+        ) from error
+    # JAX's own, shapes that do not fit, and what a program raises that does not expect these sizes.
+    except (TypeError, ValueError, RuntimeError, ArithmeticError, LookupError, AttributeError, AssertionError) as error:
+        text = next((text for said, text in _MEANT if re.search(said, str(error))), shown(error))
+        raise ShardingError(f"{text or type(error).__name__}\n  at {line_of(error)}") from error

@@ -1,0 +1,365 @@
+"""The walk through a traced program: from the states of its arguments to those of its results, mark by mark, with
+ordinary JAX between them (`rules.py`), or a refusal."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+
+from shardlib.mesh import function_of, scan_counts, trace_with_axes
+from shardlib.proof.marks import Check, Mark, during, mark_of
+from shardlib.proof.parts import is_part, shown
+from shardlib.proof.rules import Equation, apply
+from shardlib.proof.states import State, dual, join, merged, require_dual
+from shardlib.proof.terms import Terms, inner_jaxprs, is_literal
+from shardlib.spec import ShardingError, is_users, spoken_name
+
+GRAD = (
+    "a jax.grad, jax.vjp or jax.jvp inside typed_shard_map: the type of its result cannot be known\n"
+    "  fix: use shardops.value_and_grad, shardops.grad or shardops.vjp, which give each gradient its type"
+)
+_CALLS = "jit pjit closed_call core_call remat remat2 checkpoint custom_jvp_call custom_vjp_call composite".split()
+# Operations with a function that goes from scalars to a scalar.
+_WITH_FUNCTION = {"reduce", "scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max", "scatter-sub"}
+_REFS = {"new_ref", "get", "swap", "addupdate", "freeze"}
+
+
+class Walk:
+    """Goes through a trace of a check.
+
+    Args:
+      check: that made the trace.
+      trace: traces a function of the program, with given shapes, for a check: backward rules, on the way.
+      functions: those of the user's program that were met are added, as (file, first line).
+    """
+
+    def __init__(self, check: Check, trace, functions: set):
+        self.check, self.trace, self.functions = check, trace, functions
+        # Of the jitted function that is being walked: inner lines may come from a cached trace.
+        self.line: str | None = None
+        self.spoken = None  # its equation
+        self.near = "unknown line"  # of the equation around the one that is walked: JAX's own functions have none
+        self.divergent: frozenset[str] = frozenset()  # axes along which devices may take different branches here
+        self.rule = ""  # 'jax.custom_vjp' inside one
+        self.backward = False  # in its backward rule
+        self.within = None  # the jaxpr that is being walked
+
+    def __call__(self, jaxpr, states: list[State]):
+        with during(self.check):
+            self.jaxpr(jaxpr, states)
+
+    def jaxpr(self, jaxpr, states: list[State]) -> list[State]:
+        consts, jaxpr = getattr(jaxpr, "consts", ()), getattr(jaxpr, "jaxpr", jaxpr)
+        known = dict(zip(jaxpr.invars, states, strict=True))
+        known |= {variable: self.constant(value) for variable, value in zip(jaxpr.constvars, consts)}
+
+        def read(atom) -> State:
+            if is_literal(atom):
+                return self.constant(atom.val)
+            # A constant that is closed over is the same everywhere.
+            return known[atom] if atom in known else State(((),) * atom.aval.ndim)
+
+        for eqn in jaxpr.eqns:
+            outer = self.line, self.near, self.spoken
+            line = self.near = self.line or self.where(eqn) or self.near
+            if eqn.primitive.name in ("jit", "pjit"):
+                self.line, self.spoken = line, self.spoken or eqn
+            try:
+                self.within = jaxpr
+                results = self.equation(eqn, list(map(read, eqn.invars)))
+            except ShardingError as error:
+                text = str(error)
+                if "\n  at " in text:
+                    raise
+                name, spoken = eqn.primitive.name, spoken_name(outer[2] or eqn) or spoken_name(eqn)
+                if spoken not in (None, name):
+                    text = text.replace(f"'{name}'", f"'{spoken}' ({name})", 1)
+                raise ShardingError(f"{text}\n  at {line}") from None
+            finally:
+                self.line, self.near, self.spoken = outer
+            known.update(zip(eqn.outvars, results, strict=True))
+        return list(map(read, jaxpr.outvars))
+
+    def constant(self, value) -> State:
+        """The state of a number or an array that the trace holds."""
+        if isinstance(value, jax.core.Tracer):
+            raise ShardingError(
+                f"a {self.rule or 'function'} closes over a value of the program: its state is not known in the "
+                "backward rule\n  fix: make it an argument, and a residual"
+            )
+        return State(((),) * jnp.ndim(value), zero=jnp.shape(value) == () and bool(value == 0))
+
+    def where(self, eqn) -> str | None:
+        """The user's line of an equation; notes the functions that it was reached through."""
+        traceback, found = eqn.source_info.traceback, None
+        for frame in traceback.frames if traceback is not None else ():
+            if frame.function_name == trace_with_axes.__name__:
+                break
+            if is_users(frame.file_name):
+                found = found or f"{frame.file_name}:{frame.line_num}"
+                self.functions.add((frame.file_name, frame.function_start_line))
+        return found
+
+    def equation(self, eqn, states: list[State]) -> list[State]:
+        name, params = eqn.primitive.name, eqn.params
+        if name == "dim_as_value":
+            return [State((), sized=True)]
+        for key, value in params.items():
+            if is_part(value) and name != "scan":
+                raise ShardingError(f"'{name}' with {key}={shown(value)}, which depends on how many devices there are")
+        stack = str(eqn.source_info.name_stack)
+        if not self.backward and ("jvp(" in stack or "transpose(" in stack):
+            raise ShardingError(GRAD)
+        if (mark := mark_of(eqn)) is not None:
+            return self.mark(mark, states)
+        if name == "scan":
+            return self.scan(eqn, states)
+        if name == "while":
+            return self.while_loop(params, states)
+        if name == "cond":
+            return self.cond(params, states)
+        if name in _CALLS:
+            return self.call(eqn, states)
+        if name in _REFS:
+            return self.ref(eqn, states)
+        inner = inner_jaxprs(eqn)
+        if name in _WITH_FUNCTION:
+            for function in inner:
+                numbers = [State(())] * len(getattr(function, "jaxpr", function).invars)
+                if any(state.sized for state in self.jaxpr(function, numbers)):
+                    raise ShardingError(f"the function of '{name}' depends on how many devices there are")
+        elif inner or name in ("pallas_call", "custom_call", "ffi_call", "shard_map") or "callback" in name:
+            if eqn.outvars or not name.startswith("debug_"):
+                raise ShardingError(
+                    f"'{name}': what it does cannot be seen\n"
+                    "  fix: call it through shardops.local, with a declared type"
+                )
+        if not eqn.outvars and name.startswith("debug_"):  # jax.debug.print
+            return []
+        return apply(Equation(eqn, states, self.check.parts, unreduced=self.backward))
+
+    def call(self, eqn, states):
+        name, (inner, *_) = eqn.primitive.name, inner_jaxprs(eqn)
+        if not name.startswith("custom_"):
+            return self.jaxpr(inner, states)
+        outer, self.rule = self.rule, f"jax.{name.removesuffix('_call')}"
+        jaxpr = self.within
+        try:
+            # A gradient may be injected into what is zero: it is no constant.
+            results = [replace(state, zero=False) for state in self.jaxpr(inner, states)]
+            if not self.backward:
+                self.check_rules(eqn, jaxpr, states, results)
+            return results
+        finally:
+            self.rule = outer
+
+    def check_rules(self, eqn, jaxpr, states, results):
+        """Walks the rules for gradients that the program brings along. The value of the forward rule is the function's,
+        by the same program; from cotangents of the dual types the backward rule makes gradients of the dual types, and
+        it sends nothing."""
+        axes = self.check.axes
+        operands, moved, given = _differentiated(eqn)
+        if not moved or not given:
+            return
+        duals = [dual(results[index], axes) for index in given]
+        outer = self.backward, self.check.proved
+        self.backward = True
+        try:
+            traced = self.trace_rules(eqn, jaxpr)
+            found = self.jaxpr(traced, [*(states[index] for index in operands), *duals])
+            for index, state in zip(moved, found[len(given) :], strict=True):
+                require_dual(state, states[index], axes, f"the gradient that {self.rule} gives operand {index}")
+            terms = Terms()
+            function, *_ = inner_jaxprs(eqn)
+            arguments = [terms.argument(index) for index in range(len(eqn.invars))]
+            of_function = terms.of(function, arguments)
+            of_rule = terms.of(traced, [*(arguments[index] for index in operands), *map(terms.argument, duals)])
+            for index, term in zip(given, of_rule):
+                if term != of_function[index]:
+                    raise ShardingError(
+                        f"the forward rule of a {self.rule} has another value than its function: with a gradient and "
+                        "without one the program would compute different numbers\n"
+                        "  fix: let both call one function for the value"
+                    )
+        finally:
+            self.backward, self.check.proved = outer
+
+    def trace_rules(self, eqn, jaxpr):
+        """The forward and the backward rule: operands and cotangents to the values and to gradients."""
+        operands, moved, given = _differentiated(eqn)
+        function, positions = function_of(eqn, jaxpr), [operands.index(index) for index in moved]
+
+        def pull(*values):
+            values, cotangents = list(values[: len(operands)]), list(values[len(operands) :])
+
+            def forward(*floats):
+                for position, value in zip(positions, floats, strict=True):
+                    values[position] = value
+                outs = function(*values)
+                return [outs[index] for index in given]
+
+            outs, backward = jax.vjp(forward, *(values[position] for position in positions))
+            return *outs, *backward(cotangents)
+
+        atoms = (*(eqn.invars[index] for index in operands), *(eqn.outvars[index] for index in given))
+        return self.trace(pull, self.check, [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in atoms])
+
+    def require_sealed(self, jaxpr):
+        """Raises `ShardingError` for a function that is local to a device and takes the size of a part from outside, or
+        sends in its rules for gradients. (Elsewhere it cannot: the axes are not bound.)"""
+        jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+        for eqn in jaxpr.eqns:
+            sizes = [size for out in eqn.outvars for size in getattr(out.aval, "shape", ())]
+            if eqn.primitive.name == "dim_as_value" or any(map(is_part, sizes)):
+                raise ShardingError(
+                    "a function that is local to a device takes a number that depends on how many devices there are"
+                )
+            for inner in inner_jaxprs(eqn):
+                self.require_sealed(inner)
+            if eqn.primitive.name.startswith("custom_") and all(_differentiated(eqn)):
+                self.trace_rules(eqn, jaxpr)
+
+    def ref(self, eqn, states) -> list[State]:
+        """A mutable array keeps the type that it was made with."""
+        name, held = eqn.primitive.name, states[0]
+        if name == "new_ref":
+            return [replace(held, zero=False, position_along=None, positions_along=None, never=False)]
+        if name == "freeze":
+            return [held]
+        moved = eqn.outvars[0] if name == "get" else eqn.invars[1]
+        if len(states) > 1 + (name != "get") or moved.aval.shape != eqn.invars[0].aval.shape:
+            raise ShardingError(f"'{name}' of a part of a ref: read and write it whole, as ref[...]")
+        if name == "get":
+            return [held]
+        value = states[1]
+        kept = replace(held, pending=frozenset())
+        if join(kept, replace(value.with_dims(value.dims), pending=frozenset())) != kept or (
+            value.pending != held.pending and not value.zero
+        ):
+            raise ShardingError(
+                f"'{name}' writes into a ref what does not lie as the ref was made\n"
+                "  fix: make it of the type that is written, as jax.new_ref(shardops.zeros('B/d M', f32))"
+            )
+        if self.divergent - held.alone:
+            raise ShardingError(
+                f"'{name}' under a branch that depends on a value that differs along "
+                f"{min(self.divergent - held.alone)}: the ref would not stay as it lies along it"
+            )
+        return [held] * len(eqn.outvars)
+
+    def mark(self, mark: Mark, states):
+        operands, closed_over = states[: mark.operands], states[mark.operands :]
+        error = None
+        if mark.moves & self.divergent:
+            error = (
+                f"a transfer over {', '.join(sorted(mark.moves & self.divergent))} under a branch that depends on a "
+                "value that differs along it: some devices would wait for ever"
+            )
+        elif mark.moves and self.rule:
+            error = (
+                f"a transfer over {', '.join(sorted(mark.moves))} inside a {self.rule}: the types of its gradients "
+                "cannot be known\n  fix: put it around what is local to a device, transfers outside of it; the "
+                "operations of shardops have their own backward passes"
+            )
+        elif any(state.split or state.pending or state.sized or state.local_iota for state in closed_over):
+            error = (
+                "a function that is local to a device takes a value from outside that is not the same everywhere\n"
+                "  fix: pass it as an operand, with its type"
+            )
+        if error is None:
+            try:
+                if mark.sealed is not None:
+                    self.require_sealed(mark.sealed)
+                results = mark.rule(operands)
+                self.check.proved += 1
+                return results
+            except ShardingError as refused:
+                error = refused
+        raise ShardingError(f"{error}" if "\n  at " in str(error) else f"{error}\n  at {mark.line}") from None
+
+    # -- Control flow: carries reach a fixed point; branches join ------------------------------------------------------
+    def scan(self, eqn, states):
+        params = eqn.params
+        consts, carry = scan_counts(params)
+        fixed, start, rows = states[:consts], states[consts : consts + carry], states[consts + carry :]
+        for row in rows:
+            if row.dims[0]:
+                raise ShardingError(
+                    f"a scan over a dim that is {row.along(row.dims[0])}: each device would go through its own part "
+                    "alone\n  fix: all_gather it first, or reshape so that the scanned dim is whole"
+                )
+        if is_part(params["length"]):
+            raise ShardingError(f"a scan of {shown(params['length'])} turns, as many as a device's part has elements")
+        rows = [row.with_dims(row.dims[1:]) for row in rows]
+
+        def body(now):
+            return self.jaxpr(params["jaxpr"], [*fixed, *now, *rows])
+
+        carried, out = self.fixed_point(body, start)
+        return [*carried, *(state.with_dims(((), *state.dims)) for state in out[carry:])]
+
+    def while_loop(self, params, states):
+        conds, consts = params["cond_nconsts"], params["body_nconsts"]
+        start, outer = states[conds + consts :], self.divergent
+
+        def body(now):
+            return self.jaxpr(params["body_jaxpr"], [*states[conds : conds + consts], *now])
+
+        try:
+            while True:
+                carried, _ = self.fixed_point(body, start)
+                (go_on,) = self.jaxpr(params["cond_jaxpr"], [*states[:conds], *carried])
+                self.can_decide(go_on, "the condition of a while loop")
+                if go_on.split <= self.divergent:
+                    return [self.under(go_on, state) for state in carried]
+                self.divergent |= go_on.split
+        finally:
+            self.divergent = outer
+
+    def cond(self, params, states):
+        index, *operands = states
+        self.can_decide(index, "the index of a branch")
+        outer, self.divergent = self.divergent, self.divergent | index.split
+        try:
+            branches = [self.jaxpr(branch, operands) for branch in params["branches"]]
+        finally:
+            self.divergent = outer
+        return [self.under(index, join(*results)) for results in zip(*branches, strict=True)]
+
+    def under(self, decides: State, state: State) -> State:
+        """A result of a branch or a loop: it differs along the axes along which what decides differs."""
+        merged([decides, state])
+        if crossing := decides.split & state.pending:
+            raise ShardingError(
+                f"a result that is pending over {min(crossing)} under a branch that depends on a value that is split "
+                "over it: the sum would mix them"
+            )
+        if not decides.split:
+            return state
+        split, alone = state.split | decides.split, state.alone | (decides.split - state.split)
+        return State(state.dims, split, state.pending, alone, sized=state.sized, local_iota=state.local_iota)
+
+    def fixed_point(self, body, start):
+        while True:
+            proved = self.check.proved
+            out = body(start)
+            joined = [join(before, after) for before, after in zip(start, out)]
+            if joined == start:
+                return joined, out
+            start, self.check.proved = joined, proved
+
+    def can_decide(self, state, what):
+        if state.pending:
+            raise ShardingError(f"{what} is pending over {', '.join(sorted(state.pending))}: reduce it first")
+        if state.sized:
+            raise ShardingError(f"{what} depends on how many devices there are, like the size of a device's part")
+
+
+def _differentiated(eqn) -> tuple[list[int], list[int], list[int]]:
+    """Of a function with rules for its gradients: the operands that are no literals; those that have a gradient, which
+    what it closes over has not; the results that have a cotangent."""
+    operands = [index for index, atom in enumerate(eqn.invars) if not is_literal(atom)]
+    proper = [index for index in operands if index >= eqn.params.get("num_consts", 0)]
+    moved = [index for index in proper if jnp.issubdtype(eqn.invars[index].aval.dtype, jnp.inexact)]
+    given = [index for index, out in enumerate(eqn.outvars) if jnp.issubdtype(out.aval.dtype, jnp.inexact)]
+    return operands, moved, given
