@@ -194,6 +194,7 @@ class Run:
             devices = jax.sharding.get_mesh().devices.ravel()
             joined = [domain(each) for each in devices].count(domain(devices[0]))
             machine = of_device_kind(devices[0].device_kind)  # None: its figures are not known
+            self._refuse_beyond_memory(ledger.memory.bytes * len(jax.local_devices()))
             lines = summary(ledger, machine.hbm_bytes if machine else None)
             lines += sent_over_network(ledger, jax.sharding.get_mesh())
             with self._writing():
@@ -357,6 +358,13 @@ class Run:
         """What is written at the start; later a full disk is said and training goes on, but for checkpoints."""
         return run_errors(f"{self.folder} cannot be written; make room there, or set paths.root_working_dir")
 
+    def _refuse_beyond_memory(self, forecast: int) -> None:
+        """Simulated devices share the host's memory; raises RunError before they ask for more than there is."""
+        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if jax.default_backend() == "cpu" and forecast > there:
+            fix = "lower training.tokens.batch, training.tokens.len or a size of the model"
+            raise RunError(f"the step takes {forecast:,} bytes of host memory (forecast), there are {there:,}: {fix}")
+
     # ---- where the run stands
 
     def _readers(self) -> ThreadPoolExecutor:
@@ -400,17 +408,18 @@ class Run:
             about = {name: value for name, value in self._program.items() if name != "source"}
             with self._writing(), (self.folder / "starts.jsonl").open("a", encoding="utf-8") as file:
                 print(json.dumps({"after_step": self.done_steps, **environment(), "program": about}), file=file)
-        self._tracker = Tracker(
-            self.folder,
-            **steps,
-            tokens_per_step=tokens.batch * tokens.len,
-            flops_per_step=self._flops,
-            peak_flops_per_s=None if peak is None else peak * math.prod(vars(config.mesh).values()),
-            log_interval=config.log_interval,
-            bytes_per_token=bytes_per_token(config),
-            part_of_batch=self.data.part_of_batch,
-            on_line=self._followers.check,
-        )
+        with self._writing():
+            self._tracker = Tracker(
+                self.folder,
+                **steps,
+                tokens_per_step=tokens.batch * tokens.len,
+                flops_per_step=self._flops,
+                peak_flops_per_s=None if peak is None else peak * math.prod(vars(config.mesh).values()),
+                log_interval=config.log_interval,
+                bytes_per_token=bytes_per_token(config),
+                part_of_batch=self.data.part_of_batch,
+                on_line=self._followers.check,
+            )
         self._open.enter_context(self._tracker)
         self._followers.start()
         self._profiler = self._open.enter_context(Profiler(self.folder, **steps))

@@ -32,6 +32,7 @@ from runtime.config import command_line
 from runtime.config.rebuild import as_tree
 from runtime.data.sources import RECORD, keep_tokenizer, kept_tokenizer
 from runtime.data.tokenizers import load_tokenizer
+from runtime.files import read_bytes
 from runtime.terminal import RunError, print_error, run_errors
 
 TOKENIZER_FILES = (
@@ -58,7 +59,8 @@ def main(config: Convert) -> None:
     with ThreadPoolExecutor(THREADS) as pool:
         source = open_weights(config.from_, pool)
         if config.adapter:
-            export_adapters(source, to)
+            with written_whole(to) as folder:
+                export_adapters(source, folder)
             return print(f"{source.checkpoint.path} -> {to}: adapters of {name_of(source)}")
         if isinstance(source.checkpoint, Published):
             if config.dtype is not None:
@@ -113,7 +115,7 @@ def copy_tokenizer(folder: Path, to: Path) -> None:
             return print_error(f"the tokenizer in {folder} is of a kind that is not converted", "note")
         return write_tokenizer(to, *found)
     for file in [file for pattern in TOKENIZER_FILES for file in folder.glob(pattern) if file.name != RECORD]:
-        shutil.copy(file, to / file.name)
+        (to / file.name).write_bytes(read_bytes(file))
     tokenizer = kept_tokenizer(folder)
     if tokenizer is not None and tokenizer.json and not (to / "tokenizer.json").exists():
         about = {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.special_tokens}

@@ -140,6 +140,7 @@ class Loader:
         read_length: int = 0,
         doubles_at: Sequence[int] = (),
     ):
+        refusals.check_batch(batch // jax.process_count(), read_length + length)
         self._growing_batch = GrowingBatch(batch, doubles_at if shuffle else ())
         self._batch, self._sharding, self._shuffle, self._most_batches = batch, sharding, shuffle, batches
         self._is_growing = growing is not None

@@ -10,6 +10,7 @@ garbage where its values were not compressible. `open_checked` gives a group of 
 
 import atexit
 import functools
+import os
 import struct
 import sys
 import zlib
@@ -25,9 +26,11 @@ import zarr.codecs
 import zarr.core.sync
 import zarr.storage
 
+from runtime.files import LARGEST_BYTES, open_file
 from runtime.terminal import RunError
 
 METADATA = ("zarr.json", ".zarray", ".zattrs", ".zgroup", ".zmetadata")
+MOST_FILE_BYTES = 2**32  # of other writers' shards; ours have a quarter of 2**20
 BLOSC_HEADER = struct.Struct("<4B3I")  # last are the sizes of the content, of its blocks, and of the whole
 
 
@@ -43,10 +46,10 @@ class CheckedStore(zarr.storage.WrapperStore):
         self.gzip_arrays: dict[str, int] = {}  # to how many bytes a chunk's file may unpack
 
     async def get(self, key: str, prototype: Any, byte_range: Any = None) -> Any:
+        if self.folder and os.path.lexists(self.folder / key):
+            open_file(self.folder / key, MOST_FILE_BYTES).close()  # reading a pipe would wait forever
         if key.rpartition("/")[2] in METADATA:
             return await self._store.get(key, prototype, byte_range)
-        if self.folder and (self.folder / key).exists() and not (self.folder / key).is_file():
-            raise OSError(f"the file {key} is no plain file")  # reading a pipe would wait forever
         value = await self._store.get(key, prototype, byte_range)
         if value is None:
             raise OSError(f"the file {key} is missing")
@@ -72,6 +75,9 @@ def check_frame(key: str, frame: bytes, checksum_bytes: int) -> None:
 def open_group(path: str, mode: Literal["r", "r+", "a"]) -> zarr.Group:
     """zarr.open_group, whose connections to an object store are closed when the program ends; nothing else closes them,
     and aiohttp may then print "Unclosed client session"."""
+    for name in METADATA:
+        if "://" not in path and os.path.lexists(file := os.path.join(path, name)):
+            open_file(file, LARGEST_BYTES).close()
     group = zarr.open_group(path, mode=mode)
     if (file_system := getattr(group.store, "fs", None)) is not None:
         _close_at_the_end(file_system)

@@ -28,6 +28,7 @@ import fsspec
 import numpy as np
 
 from runtime.data.chunks import read_errors
+from runtime.files import open_file
 from runtime.terminal import RunError, needs_package
 
 BLOCK_BYTES = 2**20
@@ -85,6 +86,9 @@ def find_files(pattern: str) -> list[File]:
     files = []
     for url, about in found:
         if about["type"] != "directory":
+            if url.startswith("file://"):  # here, since rows are opened by a package
+                with reading(pattern):
+                    open_file(url.removeprefix("file://")).close()
             kind = "rows" if url.endswith(".parquet") else "lines" if _suffix(url) in LINES else "text"
             keys = ("mtime", "ETag", "LastModified", "updated")
             version = next((str(about[key]) for key in keys if key in about), "")
@@ -213,7 +217,7 @@ def _read_rows(file: File, row: int) -> Iterator[tuple]:
 @contextlib.contextmanager
 def _open(name: str) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     """A file's content, and the file as it is stored."""
-    with fsspec.open(name, "rb") as raw:
+    with fsspec.open(name, "rb") if "://" in name else open_file(name) as raw:
         if name.endswith(".zst"):
             with needs_package(name, "zstandard"):
                 import zstandard

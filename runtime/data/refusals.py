@@ -54,6 +54,15 @@ def check_enough(sources: Sequence[PackedRows | SequenceRows], steps: int | None
         raise RunError(f"{texts}: in flat_tokens.epochs = {epochs} that is less than one batch of {batch}; {fix}")
 
 
+def check_batch(rows: int, length: int) -> None:
+    """Of a host's rows, before anything is allocated: each token is 5 bytes."""
+    if 5 * rows * length > MAX_BYTES:
+        raise RunError(
+            f"a batch of {rows} rows of {length} tokens on each host takes {5 * rows * length:,} bytes of host memory, "
+            f"more than {MAX_BYTES:,}: lower training.tokens.batch or training.tokens.len"
+        )
+
+
 def check_memory(most_bytes: int, names: Sequence[str]) -> None:
     if most_bytes > MAX_BYTES:
         raise RunError(

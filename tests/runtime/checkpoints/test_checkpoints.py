@@ -327,6 +327,28 @@ def test_every_file_in_turn_is_damaged(tmp_path, capsys, record_property):
     )
 
 
+NO_FILES = {
+    "folder": lambda file: file.mkdir(),
+    "dangling link": lambda file: file.symlink_to("no/where"),
+    "link to itself": lambda file: file.symlink_to(file.name),
+    "pipe": os.mkfifo,
+    "device": lambda file: file.symlink_to("/dev/zero"),
+    "sparse file": lambda file: (file.touch(), os.truncate(file, 8 * 2**30)),
+}
+
+
+@pytest.mark.parametrize("kind", NO_FILES)
+@pytest.mark.parametrize("name", ["zarr.json", "counts/step/zarr.json", "counts/step/c"])
+def test_what_is_no_file_is_damage(tmp_path, capsys, kind, name):
+    """Something else in a file's place is neither waited for nor read whole: the checkpoint before is restored."""
+    for step in (10, 20):
+        save(tmp_path, step, numpy_state(step))
+    (tmp_path / "0000000020" / name).unlink()
+    NO_FILES[kind](tmp_path / "0000000020" / name)
+    assert_same_bits(restore(tmp_path, (4, 2))[1], numpy_state(10))
+    assert capsys.readouterr().err.startswith(f"passed over: checkpoint {tmp_path}/0000000020 ")
+
+
 def test_the_one_that_was_passed_over_is_never_deleted(tmp_path, capsys):
     """After falling back from 20 and 30 the run comes to both again: the damaged ones are moved aside, and retention
     leaves them alone."""

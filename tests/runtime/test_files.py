@@ -1,0 +1,49 @@
+"""runtime/files.py: only plain files of a bounded size are opened, without waiting; yaml is bounded as well."""
+
+import os
+
+import pytest
+import yaml
+
+from runtime.files import NotPlain, open_file, parse_yaml, read_text
+
+TEN = ", ".join(["*{}"] * 10)
+BOMB = "a: &a [" + ", ".join("x" * 10) + "]\n"
+BOMB += "".join(f"{name}: &{name} [{TEN.replace('{}', before)}]\n" for before, name in zip("abcdef", "bcdefg"))
+
+
+@pytest.mark.parametrize(
+    "make, kind",
+    [
+        (os.mkdir, "a folder"),
+        (os.mkfifo, "a pipe"),
+        (lambda path: path.symlink_to("/dev/zero"), "a device"),
+        (lambda path: path.symlink_to(path.name), "a link to itself"),
+        (lambda path: (path.touch(), os.truncate(path, 2**40)), "1,099,511,627,776 bytes"),
+    ],
+)
+def test_what_is_refused(tmp_path, make, kind):
+    """Each with its path and what it is; a link to a plain file is opened."""
+    make(tmp_path / "there")
+    with pytest.raises(NotPlain, match=f"it (is|has) {kind}.*'{tmp_path}/there'$"):
+        read_text(tmp_path / "there")
+    (tmp_path / "text").write_text("ü")
+    (tmp_path / "link").symlink_to("text")
+    assert read_text(tmp_path / "link") == "ü"
+    with open_file(tmp_path / "link") as file:
+        assert file.read(1) == b"\xc3"
+
+
+@pytest.mark.parametrize(
+    "text", [BOMB, "&a [*a]", "[" * 10**5, "!!timestamp x", "!!bool x", "2001-99-99", "{[a]: 1}", "\x00"]
+)
+def test_yaml_that_is_refused(text):
+    """Aliases that multiply, a value of itself, depth, tags that do not fit: one kind of error."""
+    with pytest.raises(yaml.YAMLError):
+        parse_yaml(text)
+
+
+@pytest.mark.parametrize("text", ["", "a: 1", "[1, x]", "a: &a {b: 2}\nc: {<<: *a, d: [*a, *a]}"])
+def test_yaml_that_is_read(text):
+    """As the package reads it, with aliases too."""
+    assert parse_yaml(text) == yaml.safe_load(text)
