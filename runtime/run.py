@@ -85,6 +85,14 @@ def names(tree: Any) -> list[str]:
     ]
 
 
+def refuse_beyond_memory(forecast: int) -> None:
+    """Simulated devices share the host's memory: raises RunError before they ask for more than there is."""
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if jax.default_backend() == "cpu" and forecast > there:
+        fix = "lower training.tokens.batch, training.tokens.len or a size of the model"
+        raise RunError(f"the step takes {forecast:,} bytes of host memory (forecast), there are {there:,}: {fix}")
+
+
 class Run:
     """One run: its folder, data, checkpoints, metrics, profile and graph, and which steps are still to do.
 
@@ -194,7 +202,7 @@ class Run:
             devices = jax.sharding.get_mesh().devices.ravel()
             joined = [domain(each) for each in devices].count(domain(devices[0]))
             machine = of_device_kind(devices[0].device_kind)  # None: its figures are not known
-            self._refuse_beyond_memory(ledger.memory.bytes * len(jax.local_devices()))
+            refuse_beyond_memory(ledger.memory.bytes * len(jax.local_devices()))
             lines = summary(ledger, machine.hbm_bytes if machine else None)
             lines += sent_over_network(ledger, jax.sharding.get_mesh())
             with self._writing():
@@ -357,13 +365,6 @@ class Run:
     def _writing(self) -> contextlib.AbstractContextManager[None]:
         """What is written at the start; later a full disk is said and training goes on, but for checkpoints."""
         return run_errors(f"{self.folder} cannot be written; make room there, or set paths.root_working_dir")
-
-    def _refuse_beyond_memory(self, forecast: int) -> None:
-        """Simulated devices share the host's memory; raises RunError before they ask for more than there is."""
-        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        if jax.default_backend() == "cpu" and forecast > there:
-            fix = "lower training.tokens.batch, training.tokens.len or a size of the model"
-            raise RunError(f"the step takes {forecast:,} bytes of host memory (forecast), there are {there:,}: {fix}")
 
     # ---- where the run stands
 
