@@ -143,6 +143,19 @@ def own_rule(function, forward, backward):
     return wrapped
 
 
+def by_perturbed(x):
+    wrapped = jax.custom_vjp(lambda x: 2 * x)
+    wrapped.defvjp(lambda x: (2 * x.value, x.perturbed), lambda r, g: (2 * g if r else g,), symbolic_zeros=True)
+    return wrapped(x)
+
+
+def caught(ask):
+    try:
+        return float(ask())
+    except Exception:
+        return 1.0
+
+
 def inject(x):
     """An auxiliary loss whose value is zero: its backward rule puts a gradient beside the one that comes."""
     return own_rule(lambda x: jnp.zeros(()), lambda x: (jnp.zeros(()), x), lambda r, g: (g * jnp.ones_like(r),))(x)
@@ -305,6 +318,7 @@ B/d 4 F/t, H/t M -> B/d M
     | 'reshape' merges into the one before it a dim that is split over t
 M F/t -> M E/t | check(f32, 'M 2 E/t', x.reshape(x.shape[0], 2, -1))[:, 0]
     | 'reshape' makes a minor dim of a dim that is split over t
+B/d H/t M, B/d/t M H -> B/d/t M H | x.reshape(y.shape) | 'reshape' reshapes a dim that is split over d
 M/d F/t -> N/d/t | x.reshape(-1) | a size, 3072/d*t, that depends on how many devices there are
 L/t M -> M
     | lax.scan(lambda c, r: (c + jnp.max(r, axis=0), None), jnp.zeros(x.shape[1]), x.reshape(4, -1, x.shape[1]))[0]
@@ -480,20 +494,20 @@ d/d M/t | shardops.ppermute('d/d M/t -> d/d M', x, 1) | ppermute keeps the type:
 B/d M -> B/d | x[jnp.arange(x.shape[0]) + x.shape[0], 3] | positions that each device counts from 0
 B/d M, M -> M | shardops.local('M -> M', lambda y: y / jnp.sum(jnp.ones(x.shape)), y)
     | takes a number that depends on how many devices there are
-B/d M | x * functools.reduce(max, (x.shape[0], 4)) | 16/d, compared or divided here
+B/d M | x * functools.reduce(max, (x.shape[0], 4)) | 16/d, compared, divided, counted or looked up
 B/d M | jnp.tanh(x) if x.shape[0] > 4 else jnp.sin(x) + 1
-    | what is computed must not depend on the size of a device's part: 16/d, compared or divided here
-B/d M | x if x.shape[0] == 4 else 2 * x | 16/d, compared or divided here
-B/d M | x if x.shape == (4, 64) else 2 * x | 16/d, compared or divided here
-B/d M | x if x.shape[0] in (1, 2, 4) else 2 * x | 16/d, compared or divided here
-B/d M | x * (x.shape[0] % 3) | 16/d, compared or divided here
-B/d M | x * divmod(x.shape[0], 3)[1] | 16/d, compared or divided here
-B/d M | lax.switch(x.shape[0] % 3, [jnp.sin, jnp.cos, jnp.tan], x) | 16/d, compared or divided here
-B/d M -> B/d | jnp.sum(lax.top_k(x, min(4, x.shape[0]))[0], axis=1) | 16/d, compared or divided here
-B/d M | lax.fori_loop(0, min(4, x.shape[0]), lambda i, c: c * 2.0, x) | 16/d, compared or divided here
-B/d M -> B/d | jnp.max(x[:, : min(4, x.shape[0])], axis=1) | 16/d, compared or divided here
-B/d L M | lax.rev(x, (1,) if x.shape[0] > 4 else (2,)) | 16/d, compared or divided here
-B/d M, M -> B/d M | x * (y if x.shape[0] == 1 else 2 * y)[None] | 16/d, compared or divided here
+    | 16/d, compared, divided, counted or looked up
+B/d M | x if x.shape[0] == 4 else 2 * x | 16/d, compared, divided, counted or looked up
+B/d M | x if x.shape == (4, 64) else 2 * x | 16/d, compared, divided, counted or looked up
+B/d M | x if x.shape[0] in (1, 2, 4) else 2 * x | 16/d, compared, divided, counted or looked up
+B/d M | x * (x.shape[0] % 3) | 16/d, compared, divided, counted or looked up
+B/d M | x * divmod(x.shape[0], 3)[1] | 16/d, compared, divided, counted or looked up
+B/d M | lax.switch(x.shape[0] % 3, [jnp.sin, jnp.cos, jnp.tan], x) | 16/d, compared, divided, counted or looked up
+B/d M -> B/d | jnp.sum(lax.top_k(x, min(4, x.shape[0]))[0], axis=1) | 16/d, compared, divided, counted or looked up
+B/d M | lax.fori_loop(0, min(4, x.shape[0]), lambda i, c: c * 2.0, x) | 16/d, compared, divided, counted or looked up
+B/d M -> B/d | jnp.max(x[:, : min(4, x.shape[0])], axis=1) | 16/d, compared, divided, counted or looked up
+B/d L M | lax.rev(x, (1,) if x.shape[0] > 4 else (2,)) | 16/d, compared, divided, counted or looked up
+B/d M, M -> B/d M | x * (y if x.shape[0] == 1 else 2 * y)[None] | 16/d, compared, divided, counted or looked up
 B/d M | sum(x for _ in range(x.shape[0])) | asked for as a number
 B/d M | x / len(x) | asked for as a number
 B/d M | x * float(x.shape[0]) | asked for as a number
@@ -506,7 +520,16 @@ B/d M, M -> B/d | y[: x.shape[0]] | depends on how many devices there are
 B/d M, M -> B/d M | x * jnp.max(lax.dynamic_slice(y, (0,), (x.shape[0],)))
     | must not depend on the size of a device's part
 B/d M, M -> B/d M | x * jnp.max(lax.top_k(y, x.shape[0])[0]) | must not depend on the size of a device's part
+B/d M | x * (2.0 if x.shape[0] - 4 else 1.0) | is another number on each mesh
+B/d M | x * {16: 1.0, 4: 2.0}.get(x.shape[0], 3.0) | 16/d, compared, divided, counted or looked up
+B/d M | x * (hash(x.shape) % 7) | 16/d, compared, divided, counted or looked up
+B/d M | x * caught(lambda: int(x.shape[0])) | 16/d, compared, divided, counted or looked up
+B/d M | x * caught(lambda: x.shape[0] > 3) | 16/d, compared, divided, counted or looked up
+M | x * caught(lambda: shardops.axis_size('d') > 1) | the number of devices along d is another one on each mesh
 # The number of devices
+B/d M | x * (x.shape[0] ** 2 * shardops.axis_size('d')) | times the number of devices along d depends on how many
+B/d M | x * ((x.shape[0] - 1) * shardops.axis_size('d')) | times the number of devices along d depends on how many
+B/d M, H/d -> B/d M | x * (x.shape[0] * y.shape[0] * shardops.axis_size('d')) | depends on how many there are
 B/d M | x / shardops.axis_size('d') | a value that is split along d over the number of devices along d is another value
 M | x / shardops.axis_size('d') | the value is still a sum over d that nobody has taken
 M | x * shardops.axis_size('d') | the number of devices along d is another one on each mesh
@@ -515,7 +538,7 @@ M | x * 2.0 ** shardops.axis_size('d') | the number of devices along d is anothe
 M | jnp.tanh(x) if shardops.axis_size('d') > 2 else x | the number of devices along d is another one on each mesh
 M | sum(x for _ in range(shardops.axis_size('d'))) | the number of devices along d is another one on each mesh
 M | x * jnp.float32(shardops.axis_size('d')) | the number of devices along d|float() argument
-M/d | x * (x.shape[0] * shardops.axis_size('t')) | the product depends on how many there are
+M/d | x * (x.shape[0] * shardops.axis_size('t')) | times the number of devices along t depends on how many there are
 B/d M -> M | shardops.psum('M +d -> M', shardops.sum_unreduced('B/d M -> M +d', x) / shardops.axis_size('d'))
     | a value that is pending along d over the number of devices along d
 M | x * lax.axis_size('d') | over d outside of shardops
@@ -542,6 +565,7 @@ B/d M/t -> B/d
     | reduces a dim that is split over t
 M | own_jvp(jnp.sin, lambda x, t: (2 * jnp.sin(x[0]), jnp.cos(x[0]) * t[0]))(x)
     | the forward rule of a jax.custom_jvp has another value than its function
+M | by_perturbed(x) | rules with symbolic_zeros: what they compute depends on what is differentiated
 # Gradients of what has no type
 M/d/t -> M/d/t | shardops.grad(lambda z: shardops.sum_unreduced('M/d/t -> +d +t', x + z))(jnp.zeros_like(x))
     | a constant zero, which has no type, is differentiated

@@ -12,21 +12,17 @@ import contextlib
 import functools
 import math
 import operator
-import os
 import re
 import sys
 from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
 from jax import export
-from jax.errors import InconclusiveDimensionOperation
 
-from shardlib.spec import ShardingError, users_line
+from shardlib.spec import ShardingError, is_users, users_line
 
 _SYMBOL = re.compile(r"split_over_(\w+)")
 _PRODUCT = re.compile(r"(?:(\d+)\*)?split_over_(\w+)")
-_MAY_ASK = tuple(os.path.dirname(path) + os.sep for path in (jax.__file__, os.path.dirname(os.path.abspath(__file__))))
 _Size = type(export.symbolic_shape("n")[0])  # JAX has no public name for it
 
 
@@ -57,18 +53,19 @@ class Parts:
             return shown(size)
 
     def times(self, size, count: "Count"):
-        """A size times a number of devices: the size of the whole, if it is split over these axes."""
-        left, axes = list(count.axes), []
-        for symbol in _SYMBOL.findall(str(size)):
-            axes.append([axis for axis in symbol.split("__") if axis not in left])
-            left = [axis for axis in left if axis not in symbol.split("__")]
-        if left:
+        """A size times a number of devices: the size of the whole, if it is split over these axes once."""
+        factors = str(size).split("*")
+        whole, symbols = (int(factors[0]), factors[1:]) if factors[0].isdigit() else (1, factors)
+        split = [match[1].split("__") for match in map(_SYMBOL.fullmatch, symbols) if match]
+        over = [axis for axes in split for axis in axes]
+        if len(split) < len(symbols) or any(over.count(axis) != 1 for axis in count.axes):
             raise ShardingError(
-                f"a size that is split over {shown(size)} times the number of devices along {', '.join(left)}: the "
-                f"product depends on how many there are\n  at {users_line()}"
+                f"{shown(size)} times the number of devices along {', '.join(count.axes)} depends on how many there "
+                f"are: only the size of a device's part of a dim that is split over them makes the whole's\n"
+                f"  at {users_line()}"
             )
-        whole = int(_SYMBOL.sub("1", str(size)).replace("*", " ").split()[0]) * count.factor
-        return math.prod((_symbol(self._scope, tuple(each)) for each in axes if each), start=whole)
+        left = [tuple(axis for axis in axes if axis not in count.axes) for axes in split]
+        return math.prod((_symbol(self._scope, axes) for axes in left if axes), start=whole * count.factor)
 
 
 @functools.cache
@@ -97,38 +94,56 @@ def shown(text) -> str:
 
 
 # -- What a program may ask of a size ----------------------------------------------------------------------------------
-_COMPARISONS = {"__eq__": operator.eq, "__ne__": operator.ne} | {
-    name: getattr(operator, name.strip("_")) for name in ("__lt__", "__le__", "__gt__", "__ge__")
-}
+_COMPARISONS = {f"__{name}__": getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
+_QUESTIONS = (*_COMPARISONS, "__mod__", "__divmod__", "__bool__", "__hash__", "__int__")
+_refused: list[ShardingError] = []  # in the trace that is under way
 
 
 @contextlib.contextmanager
 def guarded():
-    """Inside, a program gets no answer that would not be the same on every mesh. JAX itself gets one: that
-    16*split_over_d is no less than 16, and that two sizes differ until it is proved that they are the same."""
-    before = {name: getattr(_Size, name) for name in (*_COMPARISONS, "__mod__", "__divmod__", "__mul__")}
-    for name in (*_COMPARISONS, "__mod__", "__divmod__"):
-        setattr(_Size, name, _asked(before[name], _COMPARISONS.get(name)))
+    """Inside, a program gets no answer that would not be the same on every mesh; it is refused also where it catches
+    that. JAX, einops and other packages get one: that 16*split_over_d is no less than 16, and that two sizes differ
+    until it is proved that they are the same."""
+    before = {name: getattr(_Size, name, None) for name in (*_QUESTIONS, "__mul__")}
+    for name in _QUESTIONS:
+        setattr(_Size, name, _asked(name, before[name] or (lambda size: True)))
     times = before["__mul__"]
     _Size.__mul__ = lambda size, other: other * size if isinstance(other, Count) else times(size, other)
+    _refused.clear()
     try:
         yield
+        if _refused:
+            raise _refused[0]
     finally:
         for name, method in before.items():
-            setattr(_Size, name, method)
+            if method is None:
+                delattr(_Size, name)
+            else:
+                setattr(_Size, name, method)
 
 
-def _asked(method: Callable, compare: Callable | None):
-    @functools.wraps(method)
-    def ask(size, other):
-        if sys._getframe(1).f_code.co_filename.startswith(_MAY_ASK):
-            return method(size, other)
-        difference = size - other if compare is not None and isinstance(other, (int, _Size)) else size
-        if compare is not None and not is_part(difference):
-            return compare(difference, 0)
-        raise InconclusiveDimensionOperation(f"{shown(size)}, compared or divided here, is another number on each mesh")
+def _asked(name: str, method: Callable):
+    compare = _COMPARISONS.get(name)
+
+    def ask(size, *other):
+        if not is_users(sys._getframe(1).f_code.co_filename):
+            return method(size, *other)
+        if compare is not None and isinstance(other[0], (int, _Size)):
+            difference = size - other[0]
+            if not is_part(difference):
+                return compare(difference, 0)
+        raise refused(
+            f"what is computed must not depend on the size of a device's part: {shown(size)}, compared, divided, "
+            f"counted or looked up here, is another number on each mesh\n  at {users_line()}"
+        )
 
     return ask
+
+
+def refused(text: str) -> ShardingError:
+    """An error that a program cannot catch."""
+    _refused.append(ShardingError(text))
+    return _refused[-1]
 
 
 class Count:
@@ -164,7 +179,7 @@ class Count:
 
     def _refuse(self, *_):
         axes = ", ".join(self.axes)
-        raise ShardingError(
+        raise refused(
             f"the number of devices along {axes} is another one on each mesh, and so is what is computed with it\n"
             f"  fix: x.shape[0] * shardops.axis_size('{self.axes[0]}') is the size of the whole, x / axis_size a term "
             f"of a sum; int(axis_size) is a plain number, of which nothing is proved\n  at {users_line()}"

@@ -427,7 +427,10 @@ def _reshape(equation) -> Whole:
     if 0 in before:
         yield from ((0, dim, "reshapes", _REGROUP) for dim in range(len(before)))
         return
-    for dims, sizes in _runs(before, after):
+    runs = list(_runs(before, after))
+    if {dim for dims, _ in runs for dim in dims} != {dim for dim, size in enumerate(before) if size != 1}:
+        yield from ((0, dim, "reshapes", _REGROUP) for dim in range(len(before)))
+    for dims, sizes in runs:
         if any(map(is_part, sizes[1:])):
             yield from ((0, dim, "makes a minor dim of", _REGROUP) for dim in dims[:1])
         yield from ((0, dim, "merges into the one before it", _REGROUP) for dim in dims[1:])

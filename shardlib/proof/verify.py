@@ -41,7 +41,7 @@ _MEANT = (
         "an operation or an annotation under jax.vmap: its string does not name the mapped dim\n"
         "  fix: write the dim in the string, or use jax.lax.scan or map",
     ),
-    ("rule for 'shardlib_mark'", GRAD),
+    ("rule.* for 'shardlib_mark'", GRAD),
     ("Pallas", "'pallas_call': what it does cannot be seen\n  fix: call it through shardops.local"),
     (
         "_DimExpr|interpreted as an integer|sequence of integers|shape polymorphism|dim_as_value|non-constant size",

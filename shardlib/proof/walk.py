@@ -142,6 +142,10 @@ class Walk:
         name, (inner, *_) = eqn.primitive.name, inner_jaxprs(eqn)
         if not name.startswith("custom_"):
             return self.jaxpr(inner, states)
+        if eqn.params.get("symbolic_zeros"):
+            raise ShardingError(
+                "rules with symbolic_zeros: what they compute depends on what is differentiated, which is not known"
+            )
         outer, self.rule = self.rule, f"jax.{name.removesuffix('_call')}"
         jaxpr = self.within
         try:
@@ -171,7 +175,9 @@ class Walk:
                 require_dual(state, states[index], axes, f"the gradient that {self.rule} gives operand {index}")
             terms = Terms()
             function, *_ = inner_jaxprs(eqn)
-            arguments = [terms.argument(index) for index in range(len(eqn.invars))]
+            arguments = [
+                terms.constant(atom.val) if is_literal(atom) else terms.argument(id(atom)) for atom in eqn.invars
+            ]
             of_function = terms.of(function, arguments)
             of_rule = terms.of(traced, [*(arguments[index] for index in operands), *map(terms.argument, duals)])
             for index, term in zip(given, of_rule):
