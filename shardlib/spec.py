@@ -249,8 +249,9 @@ _NOT_USERS = (
 
 @functools.cache
 def is_users(file_name: str) -> bool:
-    """Whether a frame is of the user's program: not of shardlib, JAX, Python's or an installed package's own files."""
-    return not file_name.startswith(_NOT_USERS)
+    """Whether a frame is of the user's program: not of shardlib, JAX, Python's or an installed package's own files. A
+    cell of IPython's is."""
+    return file_name.startswith("<ipython-input") or not file_name.startswith(_NOT_USERS)
 
 
 def users_line() -> str:

@@ -52,7 +52,8 @@ def _rewritten(function):
         lines, first = inspect.getsourcelines(function)
     except OSError:
         raise ShardingError(
-            f"@typed needs the source of {function.__name__}, which cannot be read: define it in a file"
+            f"@typed needs the source of {function.__name__}, which Python's own prompt does not keep: define it in a "
+            "file, a notebook or IPython"
         ) from None
     # Under an `if`, a function that is indented parses as it stands; to remove the indent would change its strings.
     indented = lines[0][0].isspace()

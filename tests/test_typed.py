@@ -2,6 +2,9 @@
 
 import functools
 import inspect
+import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -101,7 +104,7 @@ first(changed, 0)
     | dim layers of 'layers F' is 4, but layers is 2 in 'layers M F' against argument w of first .*layers/b
 first(weights.layers, 0) | expected Weights, got Layer against argument w of first
 typed(wrapped) | @typed stands next to `def`, under the other decorators of product
-typed(made) | @typed needs the source of made, which cannot be read: define it in a file
+typed(made) | @typed needs the source of made, which Python's own prompt does not keep: define it in a file, a notebook
 """)
 
 
@@ -257,3 +260,39 @@ def test_elements():
         takes(jnp.zeros(3, dtype))
         with pytest.raises(ShardingError, match=r"the element type is uint8"):
             takes(jnp.zeros(3, jnp.uint8))
+
+
+CELLS = """
+import jax
+import jax.numpy as jnp
+from shardlib.shardtypes import f32, typed_shard_map
+from shardlib.typed import typed
+
+@typed
+def helper(x: f32['B/d M']) -> f32['B/d M']:
+    y: f32['B/d M'] = jnp.tanh(x)
+    return y
+
+def program(x: f32['B/d M']) -> f32['B/d M']:
+    return helper(x)
+
+def by_size(x: f32['B/d M']) -> f32['B/d M']:
+    return helper(x) if x.shape[0] == 4 else x
+
+mesh = jax.sharding.AbstractMesh((4, 2), ("d", "t"))
+x = jax.ShapeDtypeStruct((16, 8), jnp.float32)
+print(typed_shard_map(program).check(mesh, x), "claims")
+try:
+    typed_shard_map(by_size).check(mesh, x)
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+
+def test_in_a_notebook():
+    """In IPython a cell's functions are checked, their locals too, and what a cell asks of a size is refused with its
+    line."""
+    run = f"from IPython.core.interactiveshell import InteractiveShell as S; S.instance().run_cell({CELLS!r})"
+    told = subprocess.run([sys.executable, "-c", run], capture_output=True, text=True, check=True).stdout
+    assert "7 claims" in told
+    assert re.search(r"ShardingError what is computed must not .*\n  at <ipython-input-\S+>:15", told), told
