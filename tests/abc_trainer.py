@@ -1,4 +1,4 @@
-"""The smallest trainer: another model, on a mesh of axes a, b and c. No room of the house knows it.
+"""The smallest trainer: another model, on a mesh of axes a, t and c. No room of the house knows it.
 
     python -m tests.abc_trainer --config-dir=tests --config-name=abc
     python -m tools.plan program=tests.abc_trainer --config-dir=tests --config-name=abc
@@ -28,7 +28,7 @@ from train import Training, adamw_step
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
     a: Count  # half of the rows' split
-    b: Count  # the other half
+    t: Count  # the other half
     c: Count  # hidden layer and vocabulary
 
 
@@ -48,16 +48,16 @@ class Config(RunConfig):
 
 @pytree_dataclass
 class TokenBatch:
-    targets: u32['B/a/b L']
-    is_seq_start: bool_['B/a/b L']
-    is_target: bool_['B/a/b L']
+    targets: u32['B/a/t L']
+    is_seq_start: bool_['B/a/t L']
+    is_target: bool_['B/a/t L']
 
 
 @pytree_dataclass
 class Weights:
-    table: f32['V/c M/a/b']
-    w_in: f32['M/a/b F/c']
-    w_out: f32['M/a/b F/c']
+    table: f32['V/c M/a/t']
+    w_in: f32['M/a/t F/c']
+    w_out: f32['M/a/t F/c']
 
 
 @pytree_dataclass
@@ -87,22 +87,22 @@ def init_state(model: Model, seed: jax.Array) -> State:
 
 
 @typed
-def loss_sum(bos_id: int, weights: Weights, batch: TokenBatch) -> f32['+a +b +c']:
-    table = shardops.all_gather('V/c M/a/b -> V/c M', weights.table)
-    w_in = shardops.all_gather('M/a/b F/c -> M F/c', weights.w_in)
-    w_out = shardops.all_gather('M/a/b F/c -> M F/c', weights.w_out)
+def loss_sum(bos_id: int, weights: Weights, batch: TokenBatch) -> f32['+a +t +c']:
+    table = shardops.all_gather('V/c M/a/t -> V/c M', weights.table)
+    w_in = shardops.all_gather('M/a/t F/c -> M F/c', weights.w_in)
+    w_out = shardops.all_gather('M/a/t F/c -> M F/c', weights.w_out)
     first = batch.is_seq_start.at[:, 0].set(True)
     inputs = jnp.where(first, jnp.uint32(bos_id), jnp.roll(batch.targets, 1, axis=1))
-    x = shardops.index_unreduced('[V/c] M, B/a/b L -> B/a/b L M +c', table, inputs)
-    x = shardops.psum('B/a/b L M +c -> B/a/b L M', x)
-    hidden = jnp.tanh(shardops.einsum_unreduced('B/a/b L M, M F/c -> B/a/b L F/c', x, w_in))
-    y = shardops.einsum_unreduced('B/a/b L F/c, M F/c -> B/a/b L M +c', hidden, w_out)
-    x = x + shardops.psum('B/a/b L M +c -> B/a/b L M', y)
-    logits = shardops.einsum_unreduced('B/a/b L M, V/c M -> B/a/b L V/c', x, table)
-    total = shardops.psum('B/a/b L +c -> B/a/b L', shardops.sum_unreduced('B/a/b L V/c -> B/a/b L +c', jnp.exp(logits)))
-    at_target = shardops.index_unreduced('B/a/b L [V/c], B/a/b L -> B/a/b L +c', logits, batch.targets)
-    loss = shardops.pending('B/a/b L -> B/a/b L +c', jnp.log(total)) - at_target
-    return shardops.sum_unreduced('B/a/b L +c -> +a +b +c', loss * batch.is_target.astype(jnp.float32))
+    x = shardops.index_unreduced('[V/c] M, B/a/t L -> B/a/t L M +c', table, inputs)
+    x = shardops.psum('B/a/t L M +c -> B/a/t L M', x)
+    hidden = jnp.tanh(shardops.einsum_unreduced('B/a/t L M, M F/c -> B/a/t L F/c', x, w_in))
+    y = shardops.einsum_unreduced('B/a/t L F/c, M F/c -> B/a/t L M +c', hidden, w_out)
+    x = x + shardops.psum('B/a/t L M +c -> B/a/t L M', y)
+    logits = shardops.einsum_unreduced('B/a/t L M, V/c M -> B/a/t L V/c', x, table)
+    total = shardops.psum('B/a/t L +c -> B/a/t L', shardops.sum_unreduced('B/a/t L V/c -> B/a/t L +c', jnp.exp(logits)))
+    at_target = shardops.index_unreduced('B/a/t L [V/c], B/a/t L -> B/a/t L +c', logits, batch.targets)
+    loss = shardops.pending('B/a/t L -> B/a/t L +c', jnp.log(total)) - at_target
+    return shardops.sum_unreduced('B/a/t L +c -> +a +t +c', loss * batch.is_target.astype(jnp.float32))
 
 
 @typed
@@ -110,22 +110,22 @@ def training_step(
     training: Training, bos_id: int, state: State, skipped: u32[''], step: u32[''], batch: TokenBatch
 ) -> tuple[State, Metrics]:
     targets = shardops.psum(
-        '+a +b -> ', shardops.sum_unreduced('B/a/b L -> +a +b', batch.is_target.astype(jnp.float32))
+        '+a +t -> ', shardops.sum_unreduced('B/a/t L -> +a +t', batch.is_target.astype(jnp.float32))
     )
 
-    def loss(weights: Weights, batch: TokenBatch) -> f32['+a +b +c']:
+    def loss(weights: Weights, batch: TokenBatch) -> f32['+a +t +c']:
         return loss_sum(bos_id, weights, batch) / targets
 
-    def add(sums: tuple[f32['+a +b +c'], Weights], batch: TokenBatch) -> tuple[tuple[f32['+a +b +c'], Weights], None]:
+    def add(sums: tuple[f32['+a +t +c'], Weights], batch: TokenBatch) -> tuple[tuple[f32['+a +t +c'], Weights], None]:
         return jax.tree.map(jnp.add, sums, shardops.value_and_grad(loss)(state.weights, batch)), None
 
-    regroup = functools.partial(shardops.regroup, 'B/a/b L -> parts R/a/b L', parts=training.microbatches)
-    zero = shardops.zeros('+a +b +c', f32), jax.tree.map(jnp.zeros_like, state.weights)
+    regroup = functools.partial(shardops.regroup, 'B/a/t L -> parts R/a/t L', parts=training.microbatches)
+    zero = shardops.zeros('+a +t +c', f32), jax.tree.map(jnp.zeros_like, state.weights)
     (value, gradient), _ = lax.scan(add, zero, jax.tree.map(regroup, batch))
-    squares = [shardops.sum_unreduced('... -> +a +b +c', each * each) for each in jax.tree.leaves(gradient)]
-    squares = shardops.psum('weights +a +b +c -> weights', jnp.stack(squares))
+    squares = [shardops.sum_unreduced('... -> +a +t +c', each * each) for each in jax.tree.leaves(gradient)]
+    squares = shardops.psum('weights +a +t +c -> weights', jnp.stack(squares))
     metrics = Metrics(
-        loss=shardops.psum('+a +b +c -> ', value),
+        loss=shardops.psum('+a +t +c -> ', value),
         grad_norm=jnp.sqrt(shardops.sum_unreduced('weights -> ', squares)),
         skipped_steps=skipped,
         grad_norm_of=jnp.sqrt(squares),
@@ -137,8 +137,8 @@ def training_step(
 def validation_step(
     bos_id: int, weights: Weights, loss: f32[''], targets: f32[''], batch: TokenBatch
 ) -> tuple[f32[''], f32['']]:
-    count = shardops.psum('+a +b -> ', shardops.sum_unreduced('B/a/b L -> +a +b', batch.is_target.astype(jnp.float32)))
-    return loss + shardops.psum('+a +b +c -> ', loss_sum(bos_id, weights, batch)), targets + count
+    count = shardops.psum('+a +t -> ', shardops.sum_unreduced('B/a/t L -> +a +t', batch.is_target.astype(jnp.float32)))
+    return loss + shardops.psum('+a +t +c -> ', loss_sum(bos_id, weights, batch)), targets + count
 
 
 def mapped_steps(config: Config, bos_id: int) -> tuple[typed_shard_map, typed_shard_map]:

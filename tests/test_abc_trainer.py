@@ -1,4 +1,4 @@
-"""Another trainer, with a mesh of axes a, b and c and another model, has all that train.py has: no room knows the
+"""Another trainer, with a mesh of axes a, t and c and another model, has all that train.py has: no room knows the
 axes."""
 
 import json
@@ -50,8 +50,8 @@ def test_it_trains_and_validates(whole):
 def test_its_ledger_has_its_axes(whole):
     """What is sent is counted along a, b and c, and annotated in the trainer's own file."""
     ledger = json.loads((whole / "ledger.json").read_text())
-    assert ledger["mesh"] == {"a": 2, "b": 2, "c": 2} and ledger["source"].endswith("abc_trainer.py")
-    assert {tuple(row["axes"]) for row in ledger["collectives"]} >= {("a", "b"), ("c",), ("a", "b", "c")}
+    assert ledger["mesh"] == {"a": 2, "t": 2, "c": 2} and ledger["source"].endswith("abc_trainer.py")
+    assert {tuple(row["axes"]) for row in ledger["collectives"]} >= {("a", "t"), ("c",), ("a", "t", "c")}
 
 
 @pytest.mark.usefixtures("proved_elsewhere")
@@ -68,13 +68,13 @@ def test_it_resumes_bit_for_bit(whole, monkeypatch, tmp_path):
 def test_its_sharding_is_checked(monkeypatch, capsys):
     """check_only proves both steps on a mesh for which there are no devices, and sizes are held against its axes."""
     assert start(monkeypatch, "check_only=true", "mesh.a=4", "mesh.c=8") == 0
-    assert "training_step on the mesh a=4 × b=2 × c=8: " in capsys.readouterr().out
+    assert "training_step on the mesh a=4 × t=2 × c=8: " in capsys.readouterr().out
     assert start(monkeypatch, "check_only=true", "mesh.c=3") == 1
     assert "dim V has size 1280, which axis c=3 cannot divide: set it to 1278 or 1281, or mesh.c to 2 or 4" in (
         capsys.readouterr().err
     )
     assert start(monkeypatch, "check_only=true", "training.tokens.batch=6") == 1
-    assert "training.tokens.batch = 6: dim B has size 6, which axes a=2 × b=2 cannot divide: set it to 4 or 8" in (
+    assert "training.tokens.batch = 6: dim B has size 6, which axes a=2 × t=2 cannot divide: set it to 4 or 8" in (
         capsys.readouterr().err
     )
 
@@ -84,10 +84,10 @@ def test_it_is_planned(monkeypatch, capsys):
     given = {"main": plan.main, "config_class": plan.plan_class(TRAINER)}
     overrides = ["program=tests.abc_trainer", "hardware=h200", "devices_per_host=8"]
     assert start(monkeypatch, *overrides, **given) == 0
-    assert "abc on 8 × h200: 1 host of 8, mesh a=2 × b=2 × c=2; 16 × 32 tokens a step" in capsys.readouterr().out
+    assert "abc on 8 × h200: 1 host of 8, mesh a=2 × t=2 × c=2; 16 × 32 tokens a step" in capsys.readouterr().out
     assert start(monkeypatch, *overrides, "hosts=1", "sweep=true", **given) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1].split()[:4] == ["a", "b", "c", "save_for_backward"]
+    assert lines[1].split()[:4] == ["a", "t", "c", "save_for_backward"]
     assert {tuple(line.split()[:3]) for line in lines if " everything " in line} == {
         ("8", "1", "1"), ("4", "2", "1"), ("4", "1", "2"), ("2", "4", "1"), ("2", "2", "2"), ("2", "1", "4"),
         ("1", "8", "1"), ("1", "4", "2"), ("1", "2", "4"), ("1", "1", "8"),
