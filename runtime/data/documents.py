@@ -32,6 +32,7 @@ from runtime.files import open_file
 from runtime.terminal import RunError, needs_package
 
 BLOCK_BYTES = 2**20
+MOST_RECORD_BYTES = 2**28
 BLOCK_ROWS = 256  # of a table, whose rows have no size that is known beforehand
 LINES = (".jsonl", ".ndjson", ".json")
 EXPECTED = "expected the name of a data set on the Hugging Face hub or a folder of .txt, .jsonl or .parquet files"
@@ -189,6 +190,8 @@ def _read_bytes(file: File, offset: int, line: int, whole: Callable[[bytes], int
             stop = len(data) if at_end else whole(data)
             if not stop:  # a record that is longer than what was read, or the end
                 wanted *= 2
+                if wanted > MOST_RECORD_BYTES:
+                    raise RunError(f"{file.name}: after byte {offset:,} a record has over {wanted // 2:,} bytes")
                 continue
             content, data, wanted = data[:stop], data[stop:], BLOCK_BYTES
             # Four times as fast as bytes.count.
