@@ -152,7 +152,7 @@ def by_perturbed(x):
 def caught(ask):
     try:
         return float(ask())
-    except Exception:
+    except TypeError:
         return 1.0
 
 
