@@ -160,5 +160,5 @@ def test_a_run_of_a_wrong_program_ends_like_one_on_bad_input(forgotten_reduction
     """Without check_only too: status 1, the check's message with the line, no traceback."""
     assert start(monkeypatch, f"paths.root_working_dir={tmp_path}") == 1
     printed = capsys.readouterr().err
-    assert printed.startswith("error: 'B/d L M/t' says split along t") and "Traceback" not in printed
+    assert printed.startswith("error: 'B/d L M/t' says M/t, but that dim is whole") and "Traceback" not in printed
     assert re.search(r"\n  at .*train\.py:\d+\n", printed) and printed.count("\n") < 10
