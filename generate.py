@@ -34,6 +34,7 @@ from runtime.config.keys import Count, NotEmpty
 from runtime.config.rebuild import Origins, shown
 from runtime.data.sources import kept_tokenizer
 from runtime.data.tokenizers import CHATML, END_OF_TURN, ChatError, Tokenizer, load_dataset_tokenizer, load_tokenizer
+from runtime.files import MOST_BYTES, read_bytes, read_text
 from runtime.run import with_shardings
 from runtime.terminal import RunError, print_error, printable, run_errors
 from shardlib.shardtypes import narrowed
@@ -301,10 +302,8 @@ def prompts_of(config: Generate) -> list[str | tuple[int, ...] | list[dict]]:
         return [config.prompt_ids]
     if config.input is None:
         return [[{"role": "user", "content": config.prompt}] if config.chat else config.prompt or ""]
-    try:
-        lines = Path(config.input).expanduser().read_text(encoding="utf-8").removesuffix("\n").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RunError(f"input={config.input} cannot be read: {error}") from error
+    with run_errors(f"input={config.input} cannot be read", ValueError):
+        lines = read_text(os.path.expanduser(config.input)).removesuffix("\n").split("\n")
     prompts = []
     for number, line in enumerate(lines, 1):
         prompt: Any = line
@@ -347,8 +346,8 @@ def finished(file: Path) -> dict[tuple[int, int], list[int]]:
     """The prompts of the texts that stand in a file of an earlier start; a line that was cut short is taken away."""
     beginning = b'{"prompt_number": '
     with run_errors(f"to={file} cannot be written"):
+        *lines, cut = read_bytes(file, MOST_BYTES).split(b"\n") if os.path.lexists(file) else [b""]
         file.open("ab").close()
-        *lines, cut = file.read_bytes().split(b"\n")
         try:
             done = {(each["prompt_number"], each["sample"]): each["prompt_ids"] for each in map(json.loads, lines)}
             is_ours = cut[: len(beginning)] == beginning[: len(cut)]

@@ -16,6 +16,7 @@ import importlib
 import itertools
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -39,6 +40,7 @@ from runtime.config import command_line
 from runtime.config.keys import Count, NotEmpty, Steps
 from runtime.config.rebuild import Origins, rebuild
 from runtime.data.tokenizers import ChatError, Tokenizer
+from runtime.files import open_file, read_text
 from runtime.terminal import RunError, columns, needs_package, print_error, print_line, run_errors
 from shardlib import shardops
 from shardlib.shardtypes import Array, bool_, f32, i32, make_shardings, narrowed, pytree_dataclass, typed_shard_map, u32
@@ -328,10 +330,8 @@ METRICS: dict[Callable, tuple[str, ...]] = {  # of `summary`
 
 def read_task(file: str, limit: int | None) -> tuple[Callable, list[Any]]:
     """How a file is scored, and its records. Raises RunError with the line that is wrong."""
-    try:
-        text = Path(file).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RunError(f"the task {file} cannot be read: {error}") from error
+    with run_errors(f"the task {file} cannot be read", ValueError):
+        text = read_text(os.path.expanduser(file))
     if not text.strip():
         raise RunError(f"the task {file} is empty")
     if not file.endswith(".jsonl"):
@@ -474,9 +474,8 @@ def main(config: Score) -> None:
         raise RunError("there is nothing to score: name files, or harness=TASK,TASK")
     if config.harness and config.chat:
         raise RunError("chat=true is of the questions of files; tasks of lm-eval-harness are given as they are")
-    if config.to and Path(config.to).expanduser().resolve() in [
-        Path(file).expanduser().resolve() for file in config.tasks
-    ]:
+    to, *files = (os.path.realpath(os.path.expanduser(each)) for each in (config.to or "", *config.tasks))
+    if config.to and to in files:
         raise RunError(f"to={config.to} is one of the tasks, and would be lost: give another file")
     tasks = [(file, *read_task(file, config.limit)) for file in config.tasks]
     need_rouge(tasks)
@@ -485,7 +484,9 @@ def main(config: Score) -> None:
         file = None
         if config.to:
             with run_errors(f"to={config.to} cannot be written"):
-                file = opened.enter_context(Path(config.to).expanduser().open("w", encoding="utf-8"))
+                if os.path.lexists(to):
+                    open_file(to).close()
+                file = opened.enter_context(open(to, "w", encoding="utf-8"))
         mesh = start_mesh(config)
         opened.enter_context(jax.set_mesh(mesh))
         served = serve(config.model, mesh, config.compute_dtype, None, config.allow_program_change)

@@ -18,11 +18,11 @@ from models.huggingface import Source, described
 from models.layers import RopeScaling, frequencies
 from models.safetensors import Tensor, read_json
 from runtime.files import open_file
-from runtime.terminal import RunError, needs_package
+from runtime.terminal import RunError, needs_package, run_errors
 
 # What gguf and torch raise of a damaged file: mostly what its content happens to make their next line do.
 WRONG = (
-    OSError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RuntimeError, EOFError, PickleError,
+    ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RuntimeError, EOFError, PickleError,
 )  # fmt: skip
 LAYER = "model.layers.{}"
 HALVES_TO_NEIGHBOURS = "(H D two) ... -> (H two D) ..."  # from their order of a head's rows to ours
@@ -118,12 +118,10 @@ def _llama3_scaling(factors: np.ndarray, base: float, file: Path) -> dict[str, A
 @contextlib.contextmanager
 def _readable(file: Path) -> Iterator[None]:
     """Around what reads a file, or a folder with files: a RunError of what WRONG says."""
-    try:
+    with run_errors(f"{file} cannot be read", *WRONG):
         for each in [file] if not file.is_dir() else file.glob("consolidated.*.pth"):
             open_file(each).close()
         yield
-    except WRONG as error:
-        raise RunError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
 
 
 # How texts are cut before byte pairs are merged, by llama.cpp's name for it.

@@ -19,7 +19,7 @@ import ml_dtypes
 import numpy as np
 
 from runtime.files import open_file, read_text
-from runtime.terminal import RunError
+from runtime.terminal import RunError, run_errors
 
 CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}  # numpy's name: that in a file
 TYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
@@ -37,10 +37,8 @@ class Tensor:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    try:
+    with run_errors(f"{file} cannot be read", ValueError, RecursionError):
         content = json.loads(read_text(file))
-    except (OSError, ValueError, RecursionError) as error:
-        raise RunError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
     if not isinstance(content, dict):
         raise RunError(f"{file} cannot be read: expected an object in braces")
     return content
@@ -88,7 +86,8 @@ def _named_in(index: Path) -> list[str]:
 def _header(file: Path) -> tuple[int, dict[str, Any]]:
     """Where the tensors begin, and what is said of each. Raises RunError where they are not what the format has: one
     after another, from there to the end of the file."""
-    try:
+    wrong = ValueError, TypeError, LookupError, AttributeError, RecursionError, struct.error
+    with run_errors(f"{file} cannot be read", *wrong):
         with open_file(file) as opened:
             (length,) = struct.unpack("<Q", opened.read(8))
             size = file.stat().st_size - 8 - length
@@ -105,8 +104,6 @@ def _header(file: Path) -> tuple[int, dict[str, Any]]:
             if dtype is not None and stop - start != math.prod(shape) * dtype.itemsize:
                 raise ValueError(f"a tensor of shape {shape} cannot have {stop - start} bytes")
             end = stop
-    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError, struct.error) as error:
-        raise RunError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
     if end != size:
         is_short = "is cut short: it ends before what its header says" if end > size else "holds more than it says"
         raise RunError(f"{file} {is_short}")

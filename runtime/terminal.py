@@ -35,11 +35,12 @@ class RunError(Exception):
 
 
 @contextlib.contextmanager
-def run_errors(what: str) -> Iterator[None]:
-    """Makes a RunError of an error of a disk or a store (it is full, a server is down); what else goes wrong passes."""
+def run_errors(what: str, *others: type[Exception]) -> Iterator[None]:
+    """Makes a RunError of an error of a disk or a store (it is full, a server is down), and of `others`, which say that
+    a content is none; what else goes wrong passes."""
     try:
         yield
-    except OSError as error:
+    except (OSError, *others) as error:
         raise RunError(f"{what}: {type(error).__name__}: {error}") from error
 
 

@@ -16,7 +16,7 @@ from annotated_types import Ge, Interval
 from runtime.config.keys import Decay, Steps
 from runtime.data.documents import BadRecord, Block, decoded, parsed, place, records, values
 from runtime.data.flat_tokens import LARGEST_ID, TARGETS
-from runtime.data.tokenizers import ChatError, Tokenizer, plain_exceptions
+from runtime.data.tokenizers import ChatError, PlainExceptions, Tokenizer
 from tools.whole_rows import Sequences
 
 LARGEST_WEIGHT = 1_000_000
@@ -194,7 +194,7 @@ def encoded(documents: list[Document], source: str, tokenizer: Tokenizer, config
     if chats:
         ids, weight = (np.concatenate(parts) for parts in zip(*chats))
         return Sequences(ids, np.array([len(ids) for ids, _ in chats]), weight.astype(dtype))
-    with plain_exceptions(f"the tokenizer {tokenizer.name} does not take the text of {source} ({{}})"):
+    with PlainExceptions(f"the tokenizer {tokenizer.name} does not take the text of {source} ({{}})"):
         ids, lengths = tokenizer.encode_flat([text for document in documents for text in document.texts])
     of_ids: np.ndarray | None = None
     if config.targets:

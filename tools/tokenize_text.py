@@ -38,7 +38,7 @@ from runtime.config import command_line
 from runtime.config.rebuild import flat
 from runtime.data.documents import Block, File, find_files, find_splits, read_blocks
 from runtime.data.flat_tokens import absolute_path
-from runtime.data.split_writer import SplitWriter, failing_writes, open_for_writing
+from runtime.data.split_writer import SplitWriter, open_for_writing
 from runtime.data.tokenizers import (
     BYTES,
     CHATML,
@@ -50,7 +50,7 @@ from runtime.data.tokenizers import (
     train_bpe,
 )
 from runtime.files import read_text
-from runtime.terminal import RunError, print_line, printable
+from runtime.terminal import RunError, print_line, printable, run_errors
 from tools.text_records import (
     Tokenized,
     TokenizeText,
@@ -93,7 +93,7 @@ def main(config: TokenizeText) -> None:
     made_by["tokenizer"] = template if tokenizer is None else tokenizer_identity(tokenizer)
 
     open_for_writing(config.output)  # the folder must be there for alone_in
-    with alone_in(config.output), failing_writes(config.output):
+    with alone_in(config.output), run_errors(f"cannot write {config.output}"):
         dataset = open_for_writing(config.output)
         there: dict[str, Any] = dataset.attrs.asdict()
         if there.get("made_by") == made_by and not config.overwrite:
@@ -297,10 +297,8 @@ def total_bytes(files: list[File]) -> int:
 
 
 def read_template(config: TokenizeText) -> str | None:
-    try:
+    with run_errors(f"chat_template={config.chat_template} cannot be read", ValueError):
         return read_text(os.path.expanduser(config.chat_template)) if config.chat_template else None
-    except (OSError, ValueError) as error:
-        raise RunError(f"chat_template={config.chat_template} cannot be read ({error})") from error
 
 
 def with_template(tokenizer: Tokenizer, config: TokenizeText) -> Tokenizer:

@@ -189,9 +189,9 @@ def _read_bytes(file: File, offset: int, line: int, whole: Callable[[bytes], int
                 data += piece
             stop = len(data) if at_end else whole(data)
             if not stop:  # a record that is longer than what was read, or the end
+                if wanted > MOST_RECORD_BYTES or b"\0" in data:
+                    raise RunError(f"{file.name}: after byte {offset:,} a record has over {wanted:,} bytes, or no text")
                 wanted *= 2
-                if wanted > MOST_RECORD_BYTES:
-                    raise RunError(f"{file.name}: after byte {offset:,} a record has over {wanted // 2:,} bytes")
                 continue
             content, data, wanted = data[:stop], data[stop:], BLOCK_BYTES
             # Four times as fast as bytes.count.
@@ -264,7 +264,9 @@ def place(block: Block, number: int) -> str:
 
 
 def decoded(data: bytes) -> str:
-    """Raises BadRecord for what is not UTF-8."""
+    """Raises BadRecord for what is not UTF-8, or holds a zero byte, as what a sparse file or no text has."""
+    if (zero := data.find(b"\0")) >= 0:
+        raise BadRecord("byte 0x00, which is in no text", data.count(b"\n", 0, zero))
     try:
         return data.decode()
     except UnicodeDecodeError as error:

@@ -18,7 +18,7 @@ from runtime.data.growing import GrowingSplit
 from runtime.data.row_stream import BUFFERS_AHEAD
 from runtime.data.tokenizers import BYTES, Tokenizer, load_dataset_tokenizer, load_tokenizer
 from runtime.files import read_text
-from runtime.terminal import RunError
+from runtime.terminal import RunError, run_errors
 
 
 def open_data(config: Any, split: str, sharding: Batch) -> Loader:
@@ -128,7 +128,5 @@ def keep_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
 def kept_tokenizer(folder: Path) -> Tokenizer | None:
     """The one that `keep_tokenizer` has copied. Raises RunError where it is damaged."""
     file = folder / RECORD
-    try:
+    with run_errors(f"{file} cannot be read", ValueError, TypeError, RecursionError):
         return Tokenizer(**json.loads(read_text(file))) if os.path.lexists(file) else None
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise RunError(f"{file} cannot be read: {type(error).__name__}: {error}") from error

@@ -3,9 +3,8 @@
 write_split("my.zarr", "train", [np.array([1, 2]), np.array([3, 4, 5])])
 """
 
-import contextlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from runtime.data.flat_tokens import (
     is_weight,
     open_member,
 )
-from runtime.terminal import RunError
+from runtime.terminal import RunError, run_errors
 
 CHUNKS_AT_ONCE = 8  # that are written together: 140 M tokens a second of one core, one by one half of that
 
@@ -59,7 +58,7 @@ def write_split(
     where, dataset = f"{absolute_path(path)}/{split}", open_for_writing(path)
     if split in dataset and not overwrite:
         raise RunError(f"{where} is there already: write to a new path, or say overwrite=true to replace it")
-    with failing_writes(where):
+    with run_errors(f"cannot write {where}"):
         given, targets = (is_target, "is_target") if weight is None else (weight, "weight")
         dtype = np.dtype(TARGETS[targets])
         writer = SplitWriter(dataset, split, targets=None if given is None else targets, chunk_tokens=chunk_tokens)
@@ -86,22 +85,11 @@ def write_split(
         writer.finish(bos_id, attributes)
 
 
-@contextlib.contextmanager
-def failing_writes(where: str) -> Iterator[None]:
-    """Turns what a full or broken disk raises into a RunError."""
-    try:
-        yield
-    except OSError as error:
-        raise RunError(f"cannot write {where}: {error}") from error
-
-
 def open_for_writing(path: str | os.PathLike) -> zarr.Group:
     """The group of a data set that is there or is made now. Raises RunError if it is of zarr format 2, or cannot be."""
     where = absolute_path(path)
-    try:
+    with run_errors(f"cannot write a data set at {where}", ValueError, ImportError):
         dataset = open_group(where, mode="a")
-    except (OSError, ValueError, ImportError) as error:
-        raise RunError(f"cannot write a data set at {where}: {error}") from error
     if dataset.metadata.zarr_format != 3:
         raise RunError(f"{where} is of zarr format 2, and only format 3 is written: write to a new path")
     return dataset

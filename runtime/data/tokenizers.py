@@ -14,7 +14,6 @@ set holds its tokenizer as the attribute `tokenizer` of its group and, but for b
 its splits.
 """
 
-import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -22,7 +21,7 @@ import importlib.util
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property, partial
 from itertools import chain
 from typing import Any
@@ -95,7 +94,7 @@ class Tokenizer:
         if not self.json:
             ids = np.add(np.frombuffer(b"".join(texts), np.uint8), 1, dtype=np.uint32)
             return ids, np.fromiter(map(len, texts), np.int64, len(texts))
-        with plain_exceptions(f"the tokenizer {self.name} does not encode a text ({{}})"):
+        with PlainExceptions(f"the tokenizer {self.name} does not encode a text ({{}})"):
             encodings = self.backend.encode_batch_fast([text.decode() for text in texts], add_special_tokens=False)
         lengths = np.fromiter(map(len, encodings), np.int64, len(encodings))
         ids = np.fromiter(chain.from_iterable(each.ids for each in encodings), np.uint32, int(lengths.sum()))
@@ -167,7 +166,7 @@ class Tokenizer:
         ids = np.asarray(ids, np.int64)
         if not self.json:
             return (ids[(ids >= 1) & (ids <= 256)] - 1).astype(np.uint8).tobytes().decode(errors="replace")
-        with plain_exceptions(f"the tokenizer {self.name} does not decode its ids ({{}})"):
+        with PlainExceptions(f"the tokenizer {self.name} does not decode its ids ({{}})"):
             return self.backend.decode(ids[(ids >= 0) & (ids < self.vocab)].tolist(), skip_special_tokens=False)
 
 
@@ -263,16 +262,19 @@ def _backend(name: str, text: str) -> Any:
     return backend
 
 
-@contextlib.contextmanager
-def plain_exceptions(message: str) -> Iterator[None]:
+class PlainExceptions:
     """Turns what the package `tokenizers` raises, a bare Exception of no narrower kind, or Rust's panic, into a
     RunError; `{}` is its reason."""
-    try:
-        yield
-    except BaseException as error:
-        if type(error) is not Exception and type(error).__name__ != "PanicException":
-            raise
-        raise RunError(message.format(str(error).strip().partition("\n")[0])) from error
+
+    def __init__(self, message: str):
+        self.message = message
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
+        if kind is Exception or getattr(kind, "__name__", "") == "PanicException":  # a class that nothing exports
+            raise RunError(self.message.format(str(error).strip().partition("\n")[0])) from error
 
 
 # ---------------------------------------------------------------- training one
@@ -295,7 +297,7 @@ def train_bpe(texts: Iterable[str], vocab: int) -> Tokenizer:
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    with plain_exceptions("a tokenizer cannot be trained ({})"):
+    with PlainExceptions("a tokenizer cannot be trained ({})"):
         backend.train_from_iterator(texts, trainer)
     text = backend.to_str()
     special = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TURN}
