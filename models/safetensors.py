@@ -8,6 +8,7 @@ write(Path("out"), {"lm_head.weight": (49152, 576)}, "bfloat16", values)
 import functools
 import json
 import math
+import os
 import re
 import struct
 from collections.abc import Callable, Iterator
@@ -53,7 +54,7 @@ def read(folder: Path, unused: re.Pattern | None = None) -> dict[str, Tensor]:
       RunError: there are none, one cannot be read, or a tensor is of another type than TYPES.
     """
     index, whole = folder / INDEX, folder / "model.safetensors"
-    if index.exists():
+    if os.path.lexists(index):
         files = [folder / name for name in _named_in(index)]
     else:  # beside one whole file there may be the same weights in another form
         files = [whole] if whole.exists() else sorted(folder.glob("*.safetensors"))

@@ -193,8 +193,8 @@ def broad_handlers(source):
 
 def test_broad_handlers_are_found():
     """Without a type, with either name, named, in a tuple; narrow ones are none."""
-    kinds = ["", " Exception", " BaseException as e", " (OSError, Exception) as e", " OSError", " (ValueError, OSError)"]
-    source = "".join(f"try: f()\nexcept{kind}: pass\n" for kind in kinds)
+    kinds = "", "Exception", "BaseException as e", "(OSError, Exception) as e", "OSError", "(ValueError, OSError)"
+    source = "".join(f"try: f()\nexcept {kind}: pass\n" for kind in kinds)
     assert broad_handlers(source) == [2, 4, 6, 8]
 
 

@@ -54,7 +54,7 @@ class Convert:
 
 def main(config: Convert) -> None:
     to = Path(os.path.expanduser(config.to))
-    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+    if os.path.lexists(to) and (not os.path.isdir(to) or os.listdir(to)):
         raise RunError(f"to={config.to} is not empty: give a new folder")
     with ThreadPoolExecutor(THREADS) as pool:
         source = open_weights(config.from_, pool)
@@ -79,7 +79,7 @@ def main(config: Convert) -> None:
 @contextlib.contextmanager
 def written_whole(to: Path) -> Iterator[Path]:
     """A folder to write in, which becomes `to` at the end: of what is refused or killed midway, `to` has no part."""
-    partial = Path(f"{to.resolve()}.partial")
+    partial = Path(f"{os.path.realpath(to)}.partial")
     with run_errors(f"{to} cannot be written"):
         try:
             shutil.rmtree(partial, ignore_errors=True)

@@ -38,6 +38,7 @@ SILENT_S = 60
 # What these launchers say about a job, in the order in which JAX looks for them. Kubernetes and Cloud TPU say it only
 # when they are asked, which JAX does.
 LAUNCHERS = {"Open MPI": "OMPI_COMM_WORLD_SIZE", "Slurm": "SLURM_STEP_NUM_TASKS"}
+MOST_SIMULATED = 2**10  # devices, which JAX takes a second to start
 LONGEST_NAME = 64  # of a host, in Linux
 
 
@@ -87,7 +88,8 @@ def prepare_devices(config: Any) -> None:
     if config.check_only or is_set or is_given("xla_force_host_platform_device_count"):
         return
     try:
-        jax.config.update("jax_num_cpu_devices", max(1, math.prod(vars(config.mesh).values()) // config.num_hosts))
+        wanted = math.prod(vars(config.mesh).values()) // config.num_hosts
+        jax.config.update("jax_num_cpu_devices", min(max(1, wanted), MOST_SIMULATED))  # of more, check_mesh says so
     except RuntimeError:  # JAX has started (a second job of a sweep): check_mesh says so if devices are too few
         return
 

@@ -43,11 +43,14 @@ from runtime.config.checks import check_combinations
 from runtime.config.help import configs_of, help_page
 from runtime.config.keys import DROPPED_KEYS, RunConfig
 from runtime.config.rebuild import COMMAND_LINE, MISSING, Origins, as_tree, default_tree, flat, rebuild
-from runtime.terminal import RunError, leave, print_error, refusals
+from runtime.files import parse_yaml, read_text
+from runtime.terminal import RunError, leave, print_error, refusals, run_errors
 
 CONFIG_FOLDER = Path(__file__).resolve().parents[2] / "configs"
 BASE = "base"  # of each config's defaults list
 TRUST = "allow_code_in_config=true"
+LONGEST_OVERRIDE = 2**14  # characters, which hydra's parser takes half a second for
+MOST_RESOLVED = 10**6  # characters of a value whose ${...} are written out
 HYDRA_SETTINGS = (  # a run has its own folder and its own log
     *("hydra.run.dir=.", "hydra.output_subdir=null", "hydra.sweep.subdir=.", "hydra/job_logging=none"),
     *("hydra/hydra_logging=none", "hydra.help.template='${help_page:}'"),
@@ -172,6 +175,8 @@ def _tolerant(override: str) -> str:
     """
     if re.match(r"[+~]*($|[=@])", override):
         raise RunError(f"{override!r} has no key: expected key=value")
+    if len(override) > LONGEST_OVERRIDE:
+        raise RunError(f"{override[:60]}… has {len(override):,} characters: expected {LONGEST_OVERRIDE:,} at most")
     key = re.match(r"\+{0,2}([A-Za-z_][\w.]*)=", override)
     if not key or key[1].startswith("hydra.") or (CONFIG_FOLDER / key[1]).is_dir():
         return override
@@ -186,15 +191,20 @@ class FileConfigSource(file_config_source.FileConfigSource):
     is_trusted = False
 
     def load_config(self, config_path: str) -> Any:
-        try:
-            read = super().load_config(config_path)
-        except UnicodeDecodeError as error:
-            raise RunError(f"{from_here(Path(self.path, config_path))}: expected text in UTF-8: {error}") from None
-        assert isinstance(read.config, DictConfig)  # hydra itself refuses lists
+        file = Path(self.path, f"{config_path.removesuffix('.yaml')}.yaml")
+        if os.path.lexists(file):
+            try:
+                with run_errors(f"{from_here(file)} cannot be read", ValueError):
+                    content = parse_yaml(read_text(file))  # first, as it bounds what hydra reads then
+            except yaml.YAMLError as error:
+                raise yaml.YAMLError(f"{from_here(file)} cannot be read: {error}") from None
+            if not isinstance(content, dict | None):
+                raise RunError(f"{from_here(file)} holds {type(content).__name__}, expected keys with values")
+        read = super().load_config(config_path)
+        assert isinstance(read.config, DictConfig)
         names = [config_path, read.header.get("package"), *read.config]
         names += re.findall(r"@[\w.]+", str(read.config.get("defaults")))
         if not self.is_trusted and any("hydra" in re.split(r"\W", str(name)) for name in names):
-            file = Path(self.path, f"{config_path.removesuffix('.yaml')}.yaml")
             raise RunError(
                 f"{from_here(file)}: `hydra` is refused in a yaml, since hydra's own settings "
                 f"can run code: delete it, or add {TRUST} to the command line if you trust the file"
@@ -211,6 +221,7 @@ def _finish(config_class: Any, composed: DictConfig, node: Any, command_line: Se
     node: hydra's own settings. command_line: the overrides of all jobs of a sweep.
     """
     with _readable_errors():
+        check_resolved_size(OmegaConf.to_container(composed, resolve=False))
         content: Any = OmegaConf.to_container(composed, resolve=True)
         origins = _origins(node)
     if isinstance(content.setdefault("paths", {}), dict):
@@ -225,6 +236,22 @@ def _finish(config_class: Any, composed: DictConfig, node: Any, command_line: Se
     object.__setattr__(config, "origins", origins)  # frozen for everyone else
     check_combinations(config)
     return config
+
+
+def check_resolved_size(tree: Any) -> None:
+    """Raises RunError where references to references make a small text a large one."""
+    texts, sizes = {key: str(value) for key, value in flat(tree).items()}, dict[str, int]()
+
+    def size(key: str) -> int:
+        if key not in sizes:
+            sizes[key] = 0  # of a reference to itself, which omegaconf refuses
+            text = texts.get(key, "")
+            sizes[key] = len(text) + sum(map(size, re.findall(r"\$\{([\w.]+)\}", text)))
+        return sizes[key]
+
+    for key in texts:
+        if size(key) > MOST_RESOLVED:
+            raise RunError(f"{key} would have over {MOST_RESOLVED:,} characters with its ${{...}} written out")
 
 
 def _model_name(given: Any, node: Any, command_line: Sequence[str]) -> Any:
@@ -269,6 +296,8 @@ def _readable_errors() -> Iterator[None]:
     """Turns what hydra, omegaconf and the yaml reader raise into a RunError of one line."""
     try:
         yield
+    except RecursionError as error:
+        raise RunError("the configuration is nested too deeply, or names itself among its defaults") from error
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         lines = [line.strip() for line in str(error).splitlines()]
         text = " ".join(line for line in lines if line and not line.startswith(("See https:", "object_type=")))
