@@ -38,9 +38,10 @@ class RunError(Exception):
 def run_errors(what: str, *others: type[Exception]) -> Iterator[None]:
     """Makes a RunError of an error of a disk or a store (it is full, a server is down), and of `others`, which say that
     a content is none; what else goes wrong passes."""
+    errors: tuple[type[Exception], ...] = (OSError, *others)
     try:
         yield
-    except (OSError, *others) as error:
+    except errors as error:
         raise RunError(f"{what}: {type(error).__name__}: {error}") from error
 
 
