@@ -96,7 +96,8 @@ def test_another_file_is_not_written_to(cat_run, said, tmp_path, text):
     expected = f"to={tmp_path}/mine has lines that this program did not write: give another file"
     assert expected in said(cat_run, "prompt=a", f"to={tmp_path}/mine", status=1)
     assert (tmp_path / "mine").read_text() == text
-    assert f"to={tmp_path} cannot be written: NotPlain: [Errno 22] it is a folder" in said("nowhere", f"to={tmp_path}", status=1)
+    expected = f"to={tmp_path} cannot be written: NotPlain: [Errno 22] it is a folder"
+    assert expected in said("nowhere", f"to={tmp_path}", status=1)
 
 
 def test_ids_and_log_probabilities(said):
