@@ -43,8 +43,9 @@ test-model: $(VENV)/tests  ## what proves the model: the step against its refere
 test-slow: $(VENV)/tests
 	$(BIN)/python -m pytest -m slow -n 2 --dist worksteal -rs
 
-torture: $(VENV)/tests  ## 300 signals at random moments, then full disks and failing stores; half an hour
+torture: $(VENV)/tests  ## 900 signals at random moments, then full disks and failing stores; an hour
 	$(BIN)/python -m tests.torture
+	$(BIN)/python -m tests.torture_tools
 
 golden: $(VENV)/runtime  ## the losses that tests/test_golden.py expects, written anew
 	$(BIN)/python -m tests.renew_golden

@@ -220,7 +220,8 @@ class Run:
             (self.folder / "profile").mkdir(parents=True, exist_ok=True)
             (self.folder / "step.svg").touch()
         overrides, log = [*SMALL, *self.keys, *self.overrides], self.logs / f"{self.name}.{self.lives}.log"
-        return Life(self.program, overrides, log, limits or {})
+        trainer = program.load(self.program)
+        return Life(trainer.main, trainer.Config, overrides, log, limits or {})
 
     def finish(self, whole: "Run") -> None:
         """Lives to the end, if it has not yet; raises RunError unless the losses are those of the whole run."""
@@ -300,23 +301,22 @@ def _store():
 
 
 class Life:
-    """One start of a run, to its end or its signal: a fork, in a group of its own."""
+    """One start of a program, to its end or its signal: a fork, in a group of its own."""
 
-    def __init__(self, name: str, overrides: list[str], log: Path, limits: dict[int, int]):
-        trainer = program.load(name)
+    def __init__(self, main: Callable, config_class: type, overrides: list[str], log: Path, limits: dict[int, int]):
         self.log, self.began, self.status = log, time.time(), 0
         log.touch()
         sys.stdout.flush()
         self.pid = os.fork()
+        os.setpgid(self.pid, self.pid)  # by both, so that the group is there for whoever comes first
         if self.pid == 0:
-            os.setsid()
             for stream in (1, 2):
                 os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), stream)
             for number, limit in limits.items():
                 resource.setrlimit(number, (limit, resource.getrlimit(number)[1]))
-            sys.argv, status = [name, *overrides], 1
+            sys.argv, status = [main.__module__, *overrides], 1
             try:
-                command_line.run(trainer.main, trainer.Config)
+                command_line.run(main, config_class)
                 status = 0
             except SystemExit as stop:
                 status = stop.code if isinstance(stop.code, int) else 1

@@ -17,3 +17,12 @@ def test_nothing_is_lost(tmp_path, arguments):
     ended = subprocess.run(command, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert ended.stdout.splitlines()[-1].startswith("no checkpoint was lost, and the losses of all 60 steps are bit")
+
+
+@pytest.mark.slow
+def test_nothing_is_lost_by_tools(tmp_path):
+    """Two signals to each program that writes: inputs are untouched, folders whole or not there, bytes the same."""
+    command = [sys.executable, "-m", "tests.torture_tools", f"folder={tmp_path}/torture", "kills=18"]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert ended.stdout.splitlines()[-1].startswith("nothing was lost: ")

@@ -1,0 +1,162 @@
+"""Ends the programs that write files, runs apart, with signals at random moments: nothing is lost, half or different.
+
+    python -m tests.torture_tools                    # 600 signals, some minutes on two cores
+    python -m tests.torture_tools kills=40 seed=1
+
+A program is ended at random moments of its work and, half of the time, just after what it writes has appeared or grown.
+After each signal its inputs are as they were, and nothing stands under the name of a folder that is written whole.
+Started again with the same arguments it ends, with the bytes of one that was left alone.
+"""
+
+import hashlib
+import importlib
+import random
+import re
+import shutil
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from runtime.config import command_line
+from runtime.terminal import RunError
+from tests.torture import STATUSES, Life, Run
+
+GOLDEN = Path(__file__).parent / "models/golden/llama"
+UUID = rb"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"
+SIGNALS = {signal.SIGKILL: 6, signal.SIGTERM: 2, signal.SIGINT: 2}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is called: its module, its config, its arguments with {names}; and what of its end is compared."""
+
+    module: str
+    config: str
+    arguments: str
+    is_whole: bool = False  # the folder is there with all that belongs to it, or not at all
+
+
+JOBS = {
+    "weights in": Job("tools.convert", "Convert", f"{GOLDEN} {{to}}", is_whole=True),
+    "weights out": Job("tools.convert", "Convert", "{inputs}/run {to}", is_whole=True),
+    "adapters out": Job("tools.convert", "Convert", "{inputs}/lora {to} adapter=true", is_whole=True),
+    "synthetic": Job("tools.make_dataset", "MakeDataset", "path={to} sequences=200"),
+    "text": Job("tools.tokenize_text", "TokenizeText", "input={inputs}/text.txt output={to} document_bytes=64"),
+    "records": Job(
+        "tools.tokenize_text", "TokenizeText", "input={inputs}/text.jsonl output={to} tokenizer=train_bpe bpe_vocab=300"
+    ),
+    "curves": Job("tools.compare", "Compare", "{inputs}/run {inputs}/lora output={to}"),
+    "answers": Job("generate", "Generate", "{inputs}/run input={inputs}/prompts.txt tokens=2 rows=4 to={to}"),
+    "scores": Job("score", "Score", "{inputs}/run {inputs}/tasks.jsonl to={to}"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TortureTools:
+    folder: str = "runs/torture_tools"  # emptied first; holds inputs, outputs and the log of each life
+    seed: int = 0  # of the moments and the signals
+    kills: int = 600  # signals
+    only: tuple[str, ...] = tuple(JOBS)  # of JOBS
+
+
+def main(config: TortureTools) -> None:
+    folder, draw, counts = Path(config.folder).absolute(), random.Random(config.seed), Counter[str]()
+    shutil.rmtree(folder, ignore_errors=True)
+    (folder / "inputs").mkdir(parents=True)
+    make_inputs(folder / "inputs", draw)
+    for name in config.only:  # imported once; a life is a fork
+        importlib.import_module(JOBS[name].module)
+    inputs = digest(folder / "inputs")
+    for name in config.only:
+        torture(name, JOBS[name], folder, draw, config.kills // len(config.only), counts)
+        if digest(folder / "inputs") != inputs:
+            raise RunError(f"{name}: what it reads is not what it was")
+    print(", ".join(f"{n} {what}" for what, n in sorted(counts.items())))
+    print(f"nothing was lost: {counts['outputs']} outputs are bit for bit those of programs left alone")
+
+
+def make_inputs(folder: Path, draw: random.Random) -> None:
+    """A run with a tokenizer, its adapters, texts and tasks."""
+    words = ["".join(draw.choices("abcdefgh", k=draw.randint(2, 9))) for _ in range(4000)]
+    lines = [" ".join(words[start : start + 8]) for start in range(0, len(words), 8)]
+    (folder / "text.txt").write_text("\n".join(lines))
+    (folder / "text.jsonl").write_text("".join(f'{{"text": "{line}"}}\n' for line in lines))
+    (folder / "prompts.txt").write_text("\n".join(lines[:24]))
+    (folder / "tasks.jsonl").write_text("".join(f'{{"text": "{line}"}}\n' for line in lines[:24]))
+    data = f"flat_tokens.filespec={folder}/data.zarr"
+    job = Job("tools.tokenize_text", "TokenizeText", f"input={folder}/text.txt output={folder}/data.zarr")
+    live(job, [*job.arguments.split(), "document_bytes=64", "validation_fraction=0.2"], folder / "data.log").end()
+    short = [data, "flat_tokens.sequence_packing=true", "training.steps=5", "training.steps_for_lr=5"]
+    Run.keys = (*Run.keys, "model.vocab=264")
+    Run(folder, "run", *short).live().end()
+    Run.program, Run.keys = "finetune", ("lora.rank=2", f"initial_weights={folder}/run")
+    Run(folder, "lora", *short).live().end()
+
+
+def live(job: Job, arguments: list[str], log: Path) -> Life:
+    module = importlib.import_module(job.module)
+    return Life(module.main, getattr(module, job.config), arguments, log, {})
+
+
+def torture(name: str, job: Job, folder: Path, draw: random.Random, kills: int, counts: Counter) -> None:
+    """Ends the job so many times, in as many outputs as it takes."""
+    named, number, killed = name.replace(" ", "_"), 0, 0
+    whole, began = folder / f"{named}-whole", time.monotonic()
+    live(job, written_to(job, folder, whole), folder / f"{named}.log").end()
+    whole_s, expected = time.monotonic() - began, digest(whole)
+    while killed < kills:
+        to, lives = folder / f"{named}-{number}", 0
+        number += 1
+        while True:
+            log, lives = folder / f"{named}-{number}.{lives}.log", lives + 1
+            life = live(job, written_to(job, folder, to), log)
+            if killed < kills and lives < 8:
+                # Those after the first one may be ended sooner, since part of the work is done.
+                end_at_a_moment(life, to, draw, whole_s)
+            else:
+                life.end()
+            if life.status not in (0, *STATUSES[signal.SIGTERM], *STATUSES[signal.SIGKILL], *STATUSES[signal.SIGINT]):
+                raise RunError(f"{name} ended with status {life.status}: {log}")
+            if not life.status:
+                break
+            killed, _ = killed + 1, counts.update([name, "signals"])
+            if job.is_whole and to.exists():
+                raise RunError(f"{name} was ended midway, and {to} is there: {log}")
+        if digest(to) != expected:
+            raise RunError(f"{name}: {to} is not what a program left alone writes, {whole}")
+        counts["outputs"] += 1
+        shutil.rmtree(to) if to.is_dir() else to.unlink()
+
+
+def written_to(job: Job, folder: Path, to: Path) -> list[str]:
+    return [each.format(inputs=folder / "inputs", to=to) for each in job.arguments.split()]
+
+
+def end_at_a_moment(life: Life, to: Path, draw: random.Random, whole_s: float) -> None:
+    if draw.random() < 0.5:
+        wait_for(life, lambda: to.exists() or Path(f"{to}.partial").exists(), draw.uniform(0, whole_s))
+        time.sleep(draw.choice([0, draw.uniform(0, 0.05)]))
+    else:
+        wait_for(life, lambda: False, draw.uniform(0, whole_s))
+    life.send(draw.choices(list(SIGNALS), SIGNALS.values())[0])
+
+
+def wait_for(life: Life, condition: Callable[[], bool], longest_s: float) -> None:
+    end = time.monotonic() + longest_s
+    life.wait_for(lambda: condition() or time.monotonic() > end)
+
+
+def digest(path: Path) -> str:
+    """Of a file, or of all files in a folder, with their names; without the random ids that plotly gives its plots."""
+    files = sorted(each for each in path.rglob("*") if each.is_file()) if path.is_dir() else [path]
+    content = hashlib.sha256()
+    for file in files:
+        content.update(f"{file.relative_to(path)}\0".encode() + re.sub(UUID, b"", file.read_bytes()))
+    return content.hexdigest()
+
+
+if __name__ == "__main__":
+    command_line.run(main, TortureTools)
