@@ -7,7 +7,8 @@
 
 What the model is, initial_weights say: a run, a checkpoint or a published folder. What is frozen has no gradient and no
 moments, and is not saved. docs/finetuning.md leads from conversations to a model that answers like them.
-Legend and types as in train.py, whose optimizer and losses these are; rank is that of an adapter.
+Legend as in train.py, whose optimizer and losses these are; rank is that of an adapter. Types name groups of axes
+(models/mesh.py). What differs by mesh stands outside of families: attention over c in models/context.py, replicas here.
 """
 
 import dataclasses
@@ -30,12 +31,15 @@ import optimizers
 from jax_extra import fold_in_str
 from kernels.attention import KernelName
 from models import adapters, huggingface, layers, t5
+from models.context import Context, context_of
 from models.dropout import Dropout
+from models.experts import Routing
 from models.layers import act, stored
+from models.mesh import Mesh, devices_along
 from optimizers import State
 from runtime.check import batch_shapes, check_sizes, report_check
 from runtime.config.command_line import run
-from runtime.config.keys import Decay, Name, PairTokens, Positive, Regex, RunConfig, Steps
+from runtime.config.keys import Decay, Name, NotNegative, PairTokens, Positive, Regex, RunConfig, Steps
 from runtime.data.sources import tokenizer_of
 from runtime.run import Run, names, start, with_shardings
 from runtime.terminal import RunError
@@ -43,6 +47,7 @@ from score import InRun
 from shardlib import shardops
 from shardlib.shardtypes import (
     Adapted,
+    Array,
     ArrayType,
     f32,
     make_shardings,
@@ -53,7 +58,7 @@ from shardlib.shardtypes import (
     u32,
 )
 from shardlib.typed import typed
-from train import Mesh, Metrics
+from train import Metrics
 
 TokenBatch = layers.WeightedBatch  # of a data set without weights each target's is 1; T5's has more
 
@@ -78,6 +83,8 @@ class Lora:  # Hu et al. 2021
 @dataclass(frozen=True, kw_only=True)
 class Training(optimizers.Training):
     tokens: PairTokens
+    balance_loss: NotNegative = 0.0  # factor of the loss that is least where all experts get as many tokens
+    router_z_loss: NotNegative = 0.0  # factor of the loss that keeps the router's logits small
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +102,19 @@ class Config(RunConfig):
     # Files of tasks that are scored with each validation loss (docs/evaluation.md): [exam.jsonl, questions.jsonl]
     eval_tasks: tuple[str, ...] = ()
     best_by: Name = 'validation_loss'  # with patience, what tells the best: or score/exam.jsonl/acc
+    # How rows meet over mesh.c. auto: heads are dealt out, or, with more devices than heads, keys gathered; ring: keys
+    # are passed on from device to device.
+    context: Literal['auto', 'ring'] = 'auto'
     initial_adapter: Name | None = None  # a folder that PEFT wrote, with adapters of this rank; null: drawn by the seed
+
+
+@pytree_dataclass
+class MixtureMetrics(Metrics):
+    balance_loss: f32['']  # mean over layers, without its factor; 1 where all experts get as many tokens
+    router_z_loss: f32['']  # mean over layers, without its factor
+    dropped: f32['']  # share of the tokens' choices that found no slot
+    largest_load: f32['']  # of all experts of all layers, over the even share
+    load: f32['E']  # each expert's share of the choices over the even share, mean over layers
 
 
 # == What is trained ===================================================================================================
@@ -114,7 +133,9 @@ class Task:
     family: ModuleType
     model: Any
     lora: Lora
-    State: Any  # types: a State of ArrayTypes, whose weights are Tuned
+    along_c: Context
+    in_step: Tuned  # types within a step: the same along r
+    State: Any  # types at rest: a State of ArrayTypes, whose weights are Tuned
     decayed: Any  # as trained: a factor of training.weight_decay
     places: list[adapters.Place]  # of adapters
 
@@ -124,7 +145,7 @@ class Task:
 
     @property
     def trained(self) -> Any:
-        """Types."""
+        """Types at rest."""
         return self.State.weights.trained
 
     @property
@@ -205,8 +226,16 @@ def task_of(config: Config) -> Task:
         # As in train.py: matrices of the layers, no norms, biases or embeddings.
         factors = [float('/' in name and each.element is stored) for name, each in zip(names(trained), leaves(trained))]
         decayed = jax.tree.unflatten(jax.tree.structure(trained), factors)
-    state = replace(optimizers.state_type(config.training, trained), weights=Tuned(trained, frozen))
-    return Task(family, model, lora, state, decayed, places)
+    in_step = Tuned(trained, frozen)
+    rest = jax.tree.map(at_rest, in_step)
+    state = replace(optimizers.state_type(config.training, rest.trained), weights=rest)
+    along_c = context_of(config.mesh, model.n_kv, config.context)
+    return Task(family, model, lora, along_c, in_step, state, decayed, places)
+
+
+def at_rest(array: ArrayType) -> ArrayType:
+    """Split over r too, along the dim that is split over d: 'M/w/r F/t'. What is split over t alone is not."""
+    return array.element[' '.join(f'{dim}/r' if 'd' in dim.axes else str(dim) for dim in array.spec.dims)]
 
 
 def state_type(config: Config) -> Any:
@@ -256,9 +285,9 @@ def loss_sum(
     task: Task, training: Training, bos_id: int, weights: Tuned, batch: TokenBatch, dropout: Dropout | None = None,
     of_adapters: Dropout | None = None, z_loss: float = 0.0,
 ):  # fmt: skip
-    """The sum of weight · -log softmax over all targets, f32['+d +t'].
+    """The sum of weight · -log softmax over all targets, f32['+b +c +t'], and what routers did, None without experts.
 
-    dropout, of_adapters, z_loss: of training; without, in validation.
+    weights: as in a step. dropout, of_adapters, z_loss: of training; without, in validation.
     """
     family, model = task.family, task.model
     kept = ('save_for_backward',) if training.save_for_backward == 'everything' else ()
@@ -271,11 +300,13 @@ def loss_sum(
         joined = whole(task, weights)
     ends = family.gather_ends(joined, training.gradient_reduce_dtype)
     if has_encoder(family):
-        x = family.hidden(model, joined, *family.pairs_of(batch, bos_id), ends=ends, **options)
+        x, routing = family.hidden(model, joined, *family.pairs_of(batch, bos_id), ends=ends, **options), None
     else:
         inputs = layers.inputs_of(batch, bos_id)
-        x = layers.hidden(family, model, joined, *inputs, ends=ends, dropout=dropout, **options)
-    return layers.loss_sum(ends.unembed, x, batch, family.mask(model).logits_cap, batch.weight, z_loss)
+        options |= {'dropout': dropout, 'along_c': task.along_c}
+        x, routing = layers.hidden(family, model, joined, *inputs, ends=ends, **options)
+    cap = family.mask(model).logits_cap
+    return layers.loss_sum(ends.unembed, x, batch, cap, batch.weight, z_loss, task.along_c), routing
 
 
 def is_none(x: Any) -> bool:
@@ -319,48 +350,70 @@ def adapted(lora: Lora, dropout: Dropout | None, w: Any, low: tuple[Any, jax.Arr
     return replace(w, **matrices)
 
 
-# == Optimizer and step ================================================================================================
+# == Replicas ==========================================================================================================
 AXES = [each.name for each in dataclasses.fields(Mesh)]
+ALL = ' '.join(f'+{axis}' for axis in AXES)
 
 
-def owed(array: ArrayType) -> str:
-    """The axes along which all devices hold the same, as adapters along d: over them its gradient is a sum."""
-    return ' '.join(f'+{axis}' for axis in AXES if axis not in array.spec.split)
+def pending_over(axes: Any) -> str:
+    return ' '.join(f'+{axis}' for axis in AXES if axis in axes)
 
 
+def owed(array: ArrayType) -> set[str]:
+    """The axes along which all devices hold the same: over them a gradient is a sum."""
+    return set(AXES) - array.spec.split
+
+
+@typed
+def gathered_over_replicas(mesh: Mesh, types: Tuned, weights: Tuned) -> Any:
+    """The weights of a step, the same along r. Matrices travel as they will be used: between hosts 2 bytes a parameter
+    of the devices' share, and 4 of norms. Held in a step: 4 bytes a parameter of the share."""
+
+    def gather(in_step, w):
+        rest = at_rest(in_step)
+        if rest == in_step:
+            return w
+        dtype = act if mesh.r > 1 and in_step.element is stored else None  # of one replica they are not rounded
+        return shardops.all_gather(f'{rest.spec} -> {in_step.spec}', w, dtype=dtype).astype(in_step.element.dtype)
+
+    return jax.tree.map(gather, types, weights)
+
+
+@typed
 def reduced(types: Any, gradient: Any) -> Any:
-    """Each gradient as its weight lies. Sends, of adapters alone, an all-reduce of 4 bytes an element."""
+    """Each gradient as its weight lies at rest, of one that is pending over what its weight is the same along: once a
+    step, 4 bytes a parameter of the share over r, and an all-reduce of what is small."""
 
-    def of_one(array, g):
-        return shardops.psum(f'{array.spec} {owed(array)} -> {array.spec}', g) if owed(array) else g
+    def of_one(in_step, g):
+        rest, over = at_rest(in_step), owed(in_step)
+        if rest != in_step:
+            rests = pending_over(over - {'r'})
+            g = shardops.psum_scatter(f'{in_step.spec} {pending_over(over)} -> {rest.spec} {rests}', g)
+            over = over - {'r'}
+        return shardops.psum(f'{rest.spec} {pending_over(over)} -> {rest.spec}', g) if over else g
 
     return jax.tree.map(of_one, types, gradient)
 
 
-def squared_norms(types: Any, tree: Any):
-    """f32['weights']: of each of the weights, all layers together; one sum over all devices."""
+# == Optimizer and step ================================================================================================
+@typed
+def squared_norms(types: Any, tree: Any) -> f32['weights']:
+    """Of each of the weights, of gradients or changes, all layers together; one sum over all devices."""
     squares = []
     for array, w in zip(leaves(types), jax.tree.leaves(tree), strict=True):
-        split = ' '.join(f'+{axis}' for axis in AXES if axis in array.spec.split)
+        split = pending_over(array.spec.split)
         square = shardops.sum_unreduced(f'{array.spec} -> {split}', w * w)
-        squares.append(shardops.pending(f'{split} -> +d +t', square) if owed(array) else square)
-    return shardops.psum('weights +d +t -> weights', jnp.stack(squares))
+        squares.append(shardops.pending(f'{split} -> {ALL}', square) if owed(array) else square)
+    return shardops.psum(f'weights {ALL} -> weights', jnp.stack(squares))
 
 
 @typed
 def updated(
-    task: Task,
-    training: optimizers.Training,
-    state: State,
-    value: f32['+d +t'],
-    gradient,
-    skipped: u32[''],
-    step: u32[''],
+    task: Task, training: optimizers.Training, state: State, value: f32[''], gradient, skipped: u32[''], step: u32['']
 ):
     """The state after an update, and what is logged of it; as train.py's, of what is trained."""
     Trained = task.trained
     with jax.named_scope('clip'):
-        value: f32[''] = shardops.psum('+d +t -> ', value)
         grad_squares: f32['weights'] = squared_norms(Trained, gradient)
         grad_norm: f32[''] = jnp.sqrt(shardops.sum_unreduced('weights -> ', grad_squares))
         clip = jnp.minimum(1.0, training.max_grad_norm / jnp.maximum(grad_norm, 1e-30))
@@ -388,22 +441,49 @@ def updated(
     return replace(new, weights=replace(state.weights, trained=new.weights)), metrics
 
 
+@jax.named_scope('metrics')
+@typed
+def mixture_metrics(model: Any, parts: int, metrics: Metrics, routing: Array['layers', Routing]) -> MixtureMetrics:
+    """The metrics of a mixture, of what its routers did, summed over microbatches."""
+    scalars = jnp.stack([routing.balance, routing.z, routing.dropped])
+    scalars = shardops.psum('metrics layers +b +c -> metrics layers', scalars) / parts
+    balance, z, dropped = shardops.sum_unreduced('metrics layers -> metrics', scalars) / model.layers
+    load = routing.load / parts * model.experts
+    return MixtureMetrics(
+        **vars(metrics),
+        balance_loss=balance,
+        router_z_loss=z,
+        dropped=dropped,
+        largest_load=shardops.pmax('layers E -> ', load),
+        load=shardops.sum_unreduced('layers E -> E', load) / model.layers,
+    )
+
+
+@typed
+def count_of(batch: TokenBatch) -> f32['']:
+    """The sum of the targets' weights, of all devices."""
+    return shardops.psum('+b -> ', shardops.sum_unreduced('B/b L -> +b', batch.weight))
+
+
 def mapped_steps(config: Config, bos_id: int, part: float = 1.0) -> tuple[typed_shard_map, typed_shard_map]:
     """The training step, with a part of the batch, and the validation step over the mesh, of a resolved config."""
-    task, training = task_of(config), config.training
-    microbatches = round(part * training.microbatches)
-    StateType, Weights, Trained, Batch = task.State, task.State.weights, task.trained, task.Batch
+    task, training, mesh = task_of(config), config.training, config.mesh
+    parts, experts = round(part * training.microbatches), getattr(config.model, 'experts', 0)
+    StateType, Weights, Batch = task.State, task.State.weights, task.Batch
+    AllMetrics = MixtureMetrics if experts else Metrics
 
     @typed
-    def training_step(state: StateType, skipped: u32[''], step: u32[''], batch: Batch) -> tuple[StateType, Metrics]:
+    def training_step(state: StateType, skipped: u32[''], step: u32[''], batch: Batch) -> tuple[StateType, AllMetrics]:
         """The update number `step`, from 0, and what is logged of it."""
         with jax.named_scope('count_targets'):
-            target_count: f32[''] = shardops.psum('+d -> ', shardops.sum_unreduced('B/d L -> +d', batch.weight))
+            target_count = count_of(batch)
             target_count = jnp.where(target_count > 0, target_count, 1.0)
+        with jax.named_scope('replicas'):
+            in_step = gathered_over_replicas(mesh, task.in_step, state.weights)
 
-        Part = tuple[Batch, u32['B/d']]  # a microbatch, and its rows' numbers in the whole batch
+        Part = tuple[Batch, u32['B/b']]  # a microbatch, and its rows' numbers in the whole batch
 
-        def loss(trained: Trained, weights: Weights, part: Part) -> f32['+d +t']:
+        def loss(trained: task.in_step.trained, weights: task.in_step, part: Part):
             batch, rows = part
 
             def dropout(name, rate):
@@ -411,37 +491,50 @@ def mapped_steps(config: Config, bos_id: int, part: float = 1.0) -> tuple[typed_
 
             drops = dropout('dropout', training.dropout), dropout('lora.dropout', task.lora.dropout)
             weights = replace(weights, trained=trained)
-            return loss_sum(task, training, bos_id, weights, batch, *drops, training.z_loss) / target_count
+            value, routing = loss_sum(task, training, bos_id, weights, batch, *drops, training.z_loss)
+            value = total = value / target_count
+            if routing is not None:
+                balance = shardops.sum_unreduced('layers +b +c -> +b +c', routing.balance)
+                z = shardops.sum_unreduced('layers +b +c -> +b +c', routing.z)
+                of_routers = (training.balance_loss * balance + training.router_z_loss * z) / parts
+                total = value + shardops.pending(f'+b +c -> {ALL}', of_routers)
+            return total, (value, routing)
 
-        Sums = tuple[f32['+d +t'], Trained]  # of losses and gradients
-
-        def add_microbatch(sums: Sums, part: Part) -> tuple[Sums, None]:
+        def add_microbatch(sums, part: Part):
             # Without the barrier XLA gathers what is not of a layer before the loop and holds it throughout.
-            weights, part = lax.optimization_barrier((state.weights, part))
-            value, gradient = shardops.value_and_grad(loss)(weights.trained, weights, part)
-            return jax.tree.map(jnp.add, sums, (value, reduced(Trained, gradient))), None
+            weights, part = lax.optimization_barrier((in_step, part))
+            (_, found), gradient = shardops.value_and_grad(loss, has_aux=True)(weights.trained, weights, part)
+            return jax.tree.map(jnp.add, sums, (found, gradient)), None
 
         with jax.named_scope('gradient'):
 
-            def regroup(array, x):  # 'B/d L', or 'B/d S' of what an encoder reads
+            def regroup(array, x):  # 'B/b L', or 'B/b S' of what an encoder reads
                 columns = array.spec.names[1]
-                return shardops.regroup(f'B/d {columns} -> parts R/d {columns}', x, parts=microbatches)
+                return shardops.regroup(f'B/b {columns} -> parts R/b {columns}', x, parts=parts)
 
-            count = batch.targets.shape[0] * shardops.axis_size('d')
-            rows = shardops.slice('B -> B/d', jnp.arange(count, dtype=jnp.uint32))
-            rows = shardops.regroup('B/d -> parts R/d', rows, parts=microbatches)
-            parts = jax.tree.map(regroup, map_type(lambda array: array, Batch), batch), rows
-            zero = shardops.zeros('+d +t', f32), jax.tree.map(jnp.zeros_like, state.weights.trained)
-            (value, gradient), _ = lax.scan(add_microbatch, zero, parts)
-            gradient: Trained = gradient
-        return updated(task, training, state, value, gradient, skipped, step)
+            count = batch.targets.shape[0] * devices_along('rde')
+            rows = shardops.slice('B -> B/b', jnp.arange(count, dtype=jnp.uint32))
+            rows = shardops.regroup('B/b -> parts R/b', rows, parts=parts)
+            batches = jax.tree.map(regroup, map_type(lambda array: array, Batch), batch), rows
+            routing = None
+            if experts:
+                scalar = jnp.zeros((task.model.layers,), jnp.float32)
+                load = jnp.zeros((task.model.layers, experts), jnp.float32)
+                routing = Routing(balance=scalar, z=scalar, load=load, dropped=scalar)
+            zero = (shardops.zeros(ALL, f32), routing), jax.tree.map(jnp.zeros_like, in_step.trained)
+            ((value, routing), gradient), _ = lax.scan(add_microbatch, zero, batches)
+            value: f32[''] = shardops.psum(f'{ALL} -> ', value)
+        with jax.named_scope('replicas'):
+            gradient: task.trained = reduced(task.in_step.trained, gradient)
+        new, metrics = updated(task, training, state, value, gradient, skipped, step)
+        return new, mixture_metrics(task.model, parts, metrics, routing) if experts else metrics
 
     @typed
     def validation_step(weights: Weights, loss: f32[''], targets: f32[''], batch: Batch) -> tuple[f32[''], f32['']]:
         """Adds a batch's losses and its targets' weights to the sums so far."""
-        value: f32['+d +t'] = loss_sum(task, training, bos_id, weights, batch)
-        batch_targets = shardops.sum_unreduced('B/d L -> +d', batch.weight)
-        return loss + shardops.psum('+d +t -> ', value), targets + shardops.psum('+d -> ', batch_targets)
+        in_step = gathered_over_replicas(mesh, task.in_step, weights)
+        value, _ = loss_sum(task, training, bos_id, in_step, batch)
+        return loss + shardops.psum(f'{ALL} -> ', value), targets + count_of(batch)
 
     return typed_shard_map(training_step), typed_shard_map(validation_step)
 
@@ -476,7 +569,7 @@ def scorer_of(config: Config, task: Task) -> InRun | None:
         return None
     join = functools.partial(whole, task)
     if task.lora.rank:
-        join = jax.jit(join, out_shardings=make_shardings(task.State.weights.frozen))
+        join = jax.jit(join, out_shardings=make_shardings(task.in_step.frozen))
     return InRun(config, tokenizer_of(config), join)
 
 

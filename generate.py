@@ -26,6 +26,7 @@ from tqdm import tqdm
 from models.decoding import Drawing, Drawn, Generator
 from models.huggingface import Published, Source, open_weights, read_json, restored
 from models.layers import act, stored
+from models.mesh import Mesh as FamilyMesh
 from runtime import program
 from runtime.check import check_sizes
 from runtime.cluster.processes import start
@@ -127,7 +128,11 @@ class Served:
 def start_mesh(config: Any) -> jax.sharding.Mesh:
     """The mesh that a config with `mesh` and `origins` asks for, of this host's devices."""
     alone = SimpleNamespace(coordinator=None)
-    return start(SimpleNamespace(mesh=config.mesh, origins=Origins(), num_hosts=1, check_only=False, cluster=alone))
+    return start(
+        SimpleNamespace(
+            mesh=FamilyMesh(**vars(config.mesh)), origins=Origins(), num_hosts=1, check_only=False, cluster=alone
+        )
+    )
 
 
 def opened(path: str, axes: Mapping[str, int], compute_dtype: str | None, pool: Executor) -> tuple[Source, Any, Any]:

@@ -218,7 +218,7 @@ def orthogonalized(spec: Spec, x):
     stacked = next(place for place, dim in enumerate(spec.dims) if place == row or dim.axes)  # experts may be split
     stack, dims = math.prod(shape[:stacked]), spec.dims[stacked:]
     matrix = dims[row - stacked :]
-    axes = [axis for axis in mapped_axes() if any(axis in dim.axes for dim in matrix)]
+    axes = [axis for dim in matrix for axis in dim.axes]  # of each dim the major one first
     devices = [int(shardops.axis_size(axis)) for axis in axes]
     turns = -(-stack // math.prod(devices))
 

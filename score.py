@@ -12,6 +12,7 @@ Legend as in train.py.
 
 import contextlib
 import difflib
+import functools
 import importlib
 import itertools
 import json
@@ -33,7 +34,8 @@ from tqdm import tqdm
 import train
 from generate import Generate, Mesh, Served, serve, start_mesh, write
 from models import layers
-from models.decoding import SLOTS, Generator, axis_size, log_normalizer
+from models.context import ALONE, attention_where, deal_heads
+from models.decoding import SLOTS, Generator, devices_of_rows, log_normalizer
 from models.huggingface import Source
 from models.layers import act
 from runtime.config import command_line
@@ -97,15 +99,15 @@ class Document:
 class Packed:
     """Rows of contexts, each with its continuations behind it, as `pack` lays them."""
 
-    tokens: u32['B/d L']
-    targets: u32['B/d L']  # what comes next, where a continuation is read
-    context: i32['B/d L']  # the context's number; 0: nothing is there
-    continuation: i32['B/d L']  # the continuation's number among those of its context; 0: the context itself
-    position: i32['B/d L']  # in a context with this continuation alone
+    tokens: u32['B/b L']
+    targets: u32['B/b L']  # what comes next, where a continuation is read
+    context: i32['B/b L']  # the context's number; 0: nothing is there
+    continuation: i32['B/b L']  # the continuation's number among those of its context; 0: the context itself
+    position: i32['B/b L']  # in a context with this continuation alone
 
 
 @typed
-def log_probs(family, model, ends, stack, rows: Packed) -> tuple[f32['B/d L'], bool_['B/d L']]:
+def log_probs(family, model, ends, stack, rows: Packed) -> tuple[f32['B/b L'], bool_['B/b L']]:
     """Of each target its log probability, and whether it is the likeliest token: the lowest id of several.
 
     A continuation sees its context and itself. 4 · Q · K · L² / t bytes a row are in memory. Sent over t: the sums of
@@ -121,31 +123,34 @@ def log_probs(family, model, ends, stack, rows: Packed) -> tuple[f32['B/d L'], b
     sees = (rows.context[:, :, None] == rows.context[:, None]) & (same | (rows.continuation == 0)[:, None])
     sees = sees & (distance >= 0)
 
-    def layer(x: act['B/d L M'], of_layer):
+    position = ALONE.part(rows.position)
+
+    def layer(x: act['B/b L/c M'], of_layer):
         w, window = of_layer
 
         def attend(q, k, v):
             near = distance < (layers.ALL if attend.window is None else attend.window)
-            return layers.attention_where(q, k, v, sees & near, mask.cap), None
+            return deal_heads(functools.partial(attention_where, allowed=sees & near, cap=mask.cap), q, k, v), None
 
         attend.window = mask.of_layer(window)
-        return family.layer(model, x, w, attend, rows.position, 'M')
+        x, _, _ = family.layer(model, x, w, attend, position, 'M')
+        return x, None
 
     @typed
-    def of_chunk(x: act['B/d L M'], targets: u32['B/d L']) -> tuple[f32['B/d L'], bool_['B/d L']]:
-        logits = layers.logits_of(ends.unembed, x, mask.logits_cap)
-        at_target = shardops.index_unreduced('B/d L [V/t], B/d L -> B/d L +t', logits, targets)
-        best = shardops.argmax('B/d L V/t -> B/d L', logits)
+    def of_chunk(x: act['B/b L M'], targets: u32['B/b L']) -> tuple[f32['B/b L'], bool_['B/b L']]:
+        logits = layers.logits_of(ends.unembed, shardops.slice('B/b L M -> B/b L/c M', x), mask.logits_cap)
+        logits = shardops.all_gather('B/b L/c V/t -> B/b L V/t', logits)
+        at_target = shardops.index_unreduced('B/b L [V/t], B/b L -> B/b L +t', logits, targets)
+        best = shardops.argmax('B/b L V/t -> B/b L', logits)
         normalizer = log_normalizer(rearrange(logits, 'B L V -> (B L) V')).reshape(targets.shape)
-        return shardops.psum('B/d L +t -> B/d L', at_target) - normalizer, best == targets.astype(jnp.int32)
+        return shardops.psum('B/b L +t -> B/b L', at_target) - normalizer, best == targets.astype(jnp.int32)
 
-    x, _ = lax.scan(layer, family.embed(model, ends, rows.tokens, rows.position, 'M'), (stack, mask.by_layer()))
+    x = family.embed(model, ends, ALONE.part(rows.tokens), position, 'M')
+    x, _ = lax.scan(layer, x, (stack, mask.by_layer()))
+    x = shardops.all_gather('B/b L/c M -> B/b L M', family.final(model, ends, x, 'M'))
     # Positions whose logits are in memory at once, 4V/t bytes each.
     chunk = max(size for size in range(1, train.LOSS_CHUNK + 1) if x.shape[1] % size == 0)
-    x, targets = [
-        rearrange(each, 'B (chunk L) ... -> chunk B L ...', L=chunk)
-        for each in (family.final(model, ends, x, 'M'), rows.targets)
-    ]
+    x, targets = [rearrange(each, 'B (chunk L) ... -> chunk B L ...', L=chunk) for each in (x, rows.targets)]
     _, found = lax.scan(lambda _, part: (None, of_chunk(*part)), None, (x, targets))
     return tuple(rearrange(each, 'chunk B L -> B (chunk L)') for each in found)
 
@@ -155,7 +160,7 @@ def mapped(family: Any, model: Any, stack: Any) -> typed_shard_map:
     Ends, Layers = family.Ends, narrowed(Array['layers', family.Gathered], stack)
 
     @typed
-    def score(ends: Ends, stack: Layers, rows: Packed) -> tuple[f32['B/d L'], bool_['B/d L']]:
+    def score(ends: Ends, stack: Layers, rows: Packed) -> tuple[f32['B/b L'], bool_['B/b L']]:
         return log_probs(family, model, ends, stack, rows)
 
     return typed_shard_map(score)
@@ -197,14 +202,14 @@ class Scorer:
     """Log likelihoods by a model that is ready.
 
     Args:
-      rows: that are computed at the same time; as many on each device along d, two at least.
+      rows: that are computed at the same time; as many on each device along b, two at least.
       length: tokens that are read at once, at most.
     """
 
     def __init__(self, served: Served, rows: int, length: int):
         self.served, self.length = served, min(length, served.length)
         # At least two a device: of one row with one head JAX broadcasts in another way, which the check refuses.
-        self.rows = max(-(-rows // axis_size('d')), 2) * axis_size('d')
+        self.rows = max(-(-rows // devices_of_rows()), 2) * devices_of_rows()
         self.weights = served.generator.weights
         self.compiled = jax.jit(mapped(served.source.family, served.source.model, self.weights[1]))
 

@@ -54,28 +54,36 @@ def _with_gradient(forward, backward):
     return attention
 
 
-@jax.custom_vjp
-def of_part(q, k, v, *places):
-    """`blockwise` for the queries of one device's part of rows whose positions are `blockwise.dealt`, with all keys.
+@functools.cache
+def part_kernel(cap: float | None = None):
+    """`blockwise` for the queries of one device's part of rows whose positions are `blockwise.dealt`, with all keys: a
+    function of
 
-    q 'B l Q K D', k and v 'B L K D', places: position int32 'l', key_position int32 'L', segment int32 'B l',
-    key_segment int32 'B L'.
+    q 'B l Q K D', k and v 'B L K D', position int32 'l', key_position int32 'L', segment int32 'B l', key_segment
+    int32 'B L', and a window, which may be left out.
     """
-    return blockwise.forward_of_part(q, k, v, *places)[0].astype(q.dtype)
+
+    def keep(q, k, v, *others):
+        o, log_sum_exp = blockwise.forward_of_part(q, k, v, *others, cap=cap)
+        o, log_sum_exp = (checkpoint_name(x, _SAVED) for x in (o.astype(q.dtype), log_sum_exp))
+        return o, (q, k, v, others, o, log_sum_exp)
+
+    def give_back(kept, gradient):
+        *operands, (position, key_position, segment, key_segment, *window), o, log_sum_exp = kept
+        places = position, key_position, segment, key_segment
+        found = blockwise.backward_of_part(*operands, *places, o, log_sum_exp, gradient, *window, cap=cap)
+        changes = [each.astype(operand.dtype) for each, operand in zip(found, operands)]
+        return *changes, *[None] * (4 + len(window))
+
+    @jax.custom_vjp
+    def of_part(q, k, v, *others):
+        return blockwise.forward_of_part(q, k, v, *others, cap=cap)[0].astype(q.dtype)
+
+    of_part.defvjp(keep, give_back)
+    return of_part
 
 
-def _keep_of_part(*operands):
-    o, log_sum_exp = blockwise.forward_of_part(*operands)
-    o, log_sum_exp = (checkpoint_name(x, _SAVED) for x in (o.astype(operands[0].dtype), log_sum_exp))
-    return o, (*operands, o, log_sum_exp)
-
-
-def _give_back_of_part(kept, gradient):
-    found = blockwise.backward_of_part(*kept, gradient)
-    return *(each.astype(operand.dtype) for each, operand in zip(found, kept)), *[None] * 4
-
-
-of_part.defvjp(_keep_of_part, _give_back_of_part)
+of_part = part_kernel()
 
 KERNELS = {
     "blockwise": _with_gradient(blockwise.forward, blockwise.backward),

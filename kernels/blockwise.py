@@ -105,12 +105,12 @@ def dealt(length: int, devices: int) -> np.ndarray:
     return np.stack([chunks[:devices], chunks[: devices - 1 : -1]], axis=1).reshape(-1)
 
 
-def forward_of_part(q, k, v, position, key_position, segment, key_segment):
+def forward_of_part(q, k, v, position, key_position, segment, key_segment, window=None, cap=None):
     """`forward` for the queries of one device's part of rows that are `dealt`, with the keys of all parts or of one.
 
     Args:
       q: 'B l Q K D'. k, v: 'B s K D'. position: int32 'l'. key_position: int32 's'. segment: int32 'B l'. key_segment:
-        int32 'B s'.
+        int32 'B s'. window, cap: as of `forward`.
     Returns o and the logits' log-sum-exp, 'B l Q K', both in float32. Of a query that no key is for the log-sum-exp is
     about -1e30, and its o means nothing.
     """
@@ -119,14 +119,15 @@ def forward_of_part(q, k, v, position, key_position, segment, key_segment):
     length, groups = q.shape[1], q.shape[2]
     rows, columns = _blocks_of_part(length, k.shape[1])
     queries, keys, values = _split(q, rows), _split(k, columns), _split(v, columns)
-    allowed = _allowed_of_part(position, key_position, segment, key_segment, rows, columns, groups)
+    allowed = _allowed_of_part(position, key_position, segment, key_segment, rows, columns, groups, window)
     o = jnp.zeros(queries.shape, jnp.float32)
     sums = jnp.full(queries.shape[:-1], -1e30), jnp.zeros(queries.shape[:-1], jnp.float32), o
 
     def add(sums, pair):
         row, column = pair
         largest, total, o = (x[row] for x in sums)
-        logits = jnp.where(allowed(row, column), _dot("Rd,Sd->RS", queries[row], keys[column]), -1e30)
+        logits = _capped(_dot("Rd,Sd->RS", queries[row], keys[column]), cap)
+        logits = jnp.where(allowed(row, column), logits, -1e30)
         larger = jnp.maximum(largest, jnp.max(logits, axis=-1))
         # Where no key was allowed yet, what is summed up here is of no key: the first that is makes it zero.
         e, rescale = jnp.exp(logits - larger[..., None]), jnp.exp(largest - larger)
@@ -141,13 +142,15 @@ def forward_of_part(q, k, v, position, key_position, segment, key_segment):
     return _join(o / total[..., None], groups, length), log_sum_exp
 
 
-def backward_of_part(q, k, v, position, key_position, segment, key_segment, o, log_sum_exp, gradient):
+def backward_of_part(
+    q, k, v, position, key_position, segment, key_segment, o, log_sum_exp, gradient, window=None, cap=None
+):
     """The gradients of q, k and v by these queries and keys, in float32, from the o and log-sum-exp of all keys."""
     o, position, key_position, segment = lax.optimization_barrier((o, position, key_position, segment))
     length, groups = q.shape[1], q.shape[2]
     rows, columns = _blocks_of_part(length, k.shape[1])
     queries, keys, values = _split(q, rows), _split(k, columns), _split(v, columns)
-    allowed = _allowed_of_part(position, key_position, segment, key_segment, rows, columns, groups)
+    allowed = _allowed_of_part(position, key_position, segment, key_segment, rows, columns, groups, window)
     gradients = _split(gradient, rows)
     by_row = jnp.sum(gradient.astype(jnp.float32) * o.astype(jnp.float32), axis=-1)
     by_row, log_sum_exp = (_split(x[..., None], rows)[..., 0] for x in (by_row, log_sum_exp))
@@ -155,7 +158,7 @@ def backward_of_part(q, k, v, position, key_position, segment, key_segment, o, l
     def add(sums, pair):
         row, column = pair
         given = queries[row], keys[column], values[column], gradients[row], allowed(row, column)
-        dq, dk, dv = _of_pair(*given, log_sum_exp[row], by_row[row])
+        dq, dk, dv = _of_pair(*given, log_sum_exp[row], by_row[row], cap)
         return (sums[0].at[row].add(dq), sums[1].at[column].add(dk), sums[2].at[column].add(dv)), None
 
     sums = tuple(jnp.zeros(x.shape, jnp.float32) for x in (queries, keys, values))
@@ -180,14 +183,16 @@ def _pairs_of_part(position, key_position, rows: int, columns: int):
     return pairs // columns, pairs % columns
 
 
-def _allowed_of_part(position, key_position, segment, key_segment, rows: int, columns: int, groups: int):
-    """The function from a pair of blocks to bool 'B 1 R S': of the same segment, and not later."""
+def _allowed_of_part(position, key_position, segment, key_segment, rows: int, columns: int, groups: int, window):
+    """The function from a pair of blocks to bool 'B 1 R S': of the same segment, not later and within the window."""
     at, key_at = position.reshape(rows, -1), key_position.reshape(columns, -1)
     queries, keys = _split_segment(segment, rows), _split_segment(key_segment, columns)
 
     def allowed(row, column):
         same = queries[row][..., :, None] == keys[column][..., None, :]
-        both = same & (at[row][:, None] >= key_at[column][None])[None]
+        distance = at[row][:, None] - key_at[column][None]
+        seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+        both = same & seen[None]
         return jnp.concatenate([both] * groups, axis=-2)[:, None]
 
     return allowed

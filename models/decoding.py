@@ -14,6 +14,7 @@ in programs, where N may be T5's buckets); R tokens that an encoder reads.
 """
 
 import functools
+import math
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ import numpy as np
 from jax import lax
 
 from models import layers
+from models.context import ALONE, attention_where
 from models.layers import act
 from runtime.config.keys import Count, Fraction, NotNegative, Positive, Seed, Steps
 from runtime.terminal import RunError
@@ -45,6 +47,7 @@ from shardlib.shardtypes import (
     typed_shard_map,
     u32,
 )
+from shardlib.spec import expanded
 from shardlib.typed import typed
 
 CHUNK = 256  # tokens of a prompt that are read at once, at most
@@ -83,11 +86,11 @@ class Drawn:
 class Cache:
     """Keys and values of the tokens that were read: 4KD/t bytes a layer and slot in bfloat16."""
 
-    k: act['layers B/d K/t S D']
-    v: act['layers B/d K/t S D']
-    length: i32['B/d']  # slots that are filled
-    memory: act['layers 2 B/d R K/t D'] | None = None  # keys and values of what an encoder wrote of R tokens
-    read: i32['B/d'] | None = None  # how many of these there are
+    k: act['layers B/b K/t S D']
+    v: act['layers B/b K/t S D']
+    length: i32['B/b']  # slots that are filled
+    memory: act['layers 2 B/b R K/t D'] | None = None  # keys and values of what an encoder wrote of R tokens
+    read: i32['B/b'] | None = None  # how many of these there are
 
 
 # What a layer multiplies with by `product`; the experts of some families do not.
@@ -131,7 +134,7 @@ def quantized(layer: Any, type_: Any) -> Any:
 
 
 class Split:
-    """A family whose layers' weights stay divided over d: each is gathered when its turn comes."""
+    """A family whose layers' weights stay divided over w: each is gathered when its turn comes."""
 
     def __init__(self, family: Any):
         self.family = family
@@ -147,24 +150,24 @@ class Split:
 class Rows:
     """Where each row is, and how its tokens are drawn."""
 
-    token: u32['B/d']  # the last one, which is not in the cache yet
-    drawn: i32['B/d']  # tokens that were drawn
-    left: i32['B/d']  # that may still be; 0: the row has ended
-    seen: bool_['B/d V/t']  # the tokens that are in the row
-    key: u32['B/d 2']
-    repetition_penalty: f32['B/d']
-    temperature: f32['B/d']
-    top_k: f32['B/d']
-    top_p: f32['B/d']
-    min_p: f32['B/d']
+    token: u32['B/b']  # the last one, which is not in the cache yet
+    drawn: i32['B/b']  # tokens that were drawn
+    left: i32['B/b']  # that may still be; 0: the row has ended
+    seen: bool_['B/b V/t']  # the tokens that are in the row
+    key: u32['B/b 2']
+    repetition_penalty: f32['B/b']
+    temperature: f32['B/b']
+    top_k: f32['B/b']
+    top_p: f32['B/b']
+    min_p: f32['B/b']
 
 
 @typed
 def attention(
-    q: act['B/d L Q K/t D'], old_k: act['B/d K/t S D'], old_v: act['B/d K/t S D'], k: act['B/d N K/t D'],
-    v: act['B/d N K/t D'], length: i32['B/d'], window, cap: float | None,
-    bias: tuple[f32['B/d K/t L S'], f32['B/d K/t L N']] | None = None,
-) -> act['B/d L Q K/t D']:  # fmt: skip
+    q: act['B/b L Q K/t D'], old_k: act['B/b K/t S D'], old_v: act['B/b K/t S D'], k: act['B/b N K/t D'],
+    v: act['B/b N K/t D'], length: i32['B/b'], window, cap: float | None,
+    bias: tuple[f32['B/b K/t L S'], f32['B/b K/t L N']] | None = None,
+) -> act['B/b L Q K/t D']:  # fmt: skip
     """Over the slots that are filled and, causally, the new tokens; a bias is added to the logits of both."""
     if jax.default_backend() == 'cpu' and not is_planned:
         q, old_k, old_v, k, v = [each.astype(jnp.float32) for each in (q, old_k, old_v, k, v)]
@@ -180,14 +183,14 @@ def attention(
         return jnp.where(allowed, logits if bias is None else logits + bias[:, :, None], -1e30)
 
     of_old, of_new = bias or (None, None)
-    before = product('B/d L Q K/t D, B/d K/t S D -> B/d K/t Q L S', q, old_k)
+    before = product('B/b L Q K/t D, B/b K/t S D -> B/b K/t Q L S', q, old_k)
     before = masked(before, is_filled[:, None, None], of_old)
-    among = product('B/d L Q K/t D, B/d N K/t D -> B/d K/t Q L N', q, k)
+    among = product('B/b L Q K/t D, B/b N K/t D -> B/b K/t Q L N', q, k)
     among = masked(among, is_before[None, None, None], of_new)
     probs = jax.nn.softmax(jnp.concatenate([before, among], axis=-1), axis=-1).astype(v.dtype)
     slots = len(slot)
-    o = product('B/d K/t Q L S, B/d K/t S D -> B/d L Q K/t D', probs[..., :slots], old_v)
-    o = o + product('B/d K/t Q L N, B/d N K/t D -> B/d L Q K/t D', probs[..., slots:], v)
+    o = product('B/b K/t Q L S, B/b K/t S D -> B/b L Q K/t D', probs[..., :slots], old_v)
+    o = o + product('B/b K/t Q L N, B/b N K/t D -> B/b L Q K/t D', probs[..., slots:], v)
     return o.astype(act.dtype)
 
 
@@ -209,32 +212,32 @@ def noise(key, number, ids):
 
 
 @typed
-def bound(logits: f32['B/d V/t'], weight: f32['B/d V/t'], enough: f32['B/d']) -> f32['B/d']:
+def bound(logits: f32['B/b V/t'], weight: f32['B/b V/t'], enough: f32['B/b']) -> f32['B/b']:
     """The largest number such that the logits at or above it weigh enough, within 100 of the largest, by bisection: 32
     sums over t, 4 bytes a row each."""
-    largest = shardops.pmax('B/d V/t -> B/d', logits)
+    largest = shardops.pmax('B/b V/t -> B/b', logits)
 
-    def halve(bounds: tuple[f32['B/d'], f32['B/d']], _) -> tuple[tuple[f32['B/d'], f32['B/d']], None]:
+    def halve(bounds: tuple[f32['B/b'], f32['B/b']], _) -> tuple[tuple[f32['B/b'], f32['B/b']], None]:
         low, high = bounds
         middle = (low + high) / 2
-        weighs = shardops.sum_unreduced('B/d V/t -> B/d +t', jnp.where(logits >= middle[:, None], weight, 0.0))
-        is_enough = shardops.psum('B/d +t -> B/d', weighs) >= enough
+        weighs = shardops.sum_unreduced('B/b V/t -> B/b +t', jnp.where(logits >= middle[:, None], weight, 0.0))
+        is_enough = shardops.psum('B/b +t -> B/b', weighs) >= enough
         return (jnp.where(is_enough, middle, low), jnp.where(is_enough, high, middle)), None
 
     return lax.scan(halve, (largest - 100, largest + 1), None, length=32)[0][0]
 
 
 @typed
-def log_normalizer(logits: f32['B/d V/t']) -> f32['B/d']:
-    largest = shardops.pmax('B/d V/t -> B/d', logits)
-    total = shardops.sum_unreduced('B/d V/t -> B/d +t', jnp.exp(logits - largest[:, None]))
-    return largest + jnp.log(shardops.psum('B/d +t -> B/d', total))
+def log_normalizer(logits: f32['B/b V/t']) -> f32['B/b']:
+    largest = shardops.pmax('B/b V/t -> B/b', logits)
+    total = shardops.sum_unreduced('B/b V/t -> B/b +t', jnp.exp(logits - largest[:, None]))
+    return largest + jnp.log(shardops.psum('B/b +t -> B/b', total))
 
 
 @typed
 def choose(
-    logits: f32['B/d V/t'], ids: i32['V/t'], rows: Rows, is_drawn: bool, is_filtered: bool
-) -> tuple[u32['B/d'], f32['B/d']]:
+    logits: f32['B/b V/t'], ids: i32['V/t'], rows: Rows, is_drawn: bool, is_filtered: bool
+) -> tuple[u32['B/b'], f32['B/b']]:
     """A token of each row, and its log probability by the model.
 
     The largest of logits + temperature · noise, where the noise is a token's own, is a draw from the softmax of logits
@@ -245,25 +248,37 @@ def choose(
     score = penalized
     if is_filtered:
         hot = penalized / jnp.maximum(rows.temperature, 1e-6)[:, None]
-        largest = shardops.pmax('B/d V/t -> B/d', hot)
+        largest = shardops.pmax('B/b V/t -> B/b', hot)
         at_least = bound(hot, jnp.ones_like(hot), jnp.where(rows.top_k > 0, rows.top_k, jnp.inf))
         at_least = jnp.where(rows.top_k > 0, at_least, largest - 1e30)
         p = jnp.where(hot >= at_least[:, None], jnp.exp(hot - largest[:, None]), 0.0)
-        total = shardops.psum('B/d +t -> B/d', shardops.sum_unreduced('B/d V/t -> B/d +t', p))
+        total = shardops.psum('B/b +t -> B/b', shardops.sum_unreduced('B/b V/t -> B/b +t', p))
         at_least = jnp.maximum(at_least, jnp.where(rows.top_p < 1, bound(hot, p, rows.top_p * total), at_least))
         at_least = jnp.maximum(at_least, largest + jnp.log(rows.min_p))
         score = jnp.where(hot >= jnp.minimum(at_least, largest)[:, None], score, -jnp.inf)
     if is_drawn:
-        drawn = shardops.local('B/d 2, B/d, V/t -> B/d V/t', noise, rows.key, rows.drawn, ids)
+        drawn = shardops.local('B/b 2, B/b, V/t -> B/b V/t', noise, rows.key, rows.drawn, ids)
         score = score + rows.temperature[:, None] * drawn
-    best = shardops.argmax('B/d V/t -> B/d', score)  # the lowest id of several
+    best = shardops.argmax('B/b V/t -> B/b', score)  # the lowest id of several
     is_best = best[:, None] == ids[None]
-    chosen = shardops.sum_unreduced('B/d V/t -> B/d +t', jnp.where(is_best, logits, 0.0))
-    return best.astype(jnp.uint32), shardops.psum('B/d +t -> B/d', chosen) - log_normalizer(logits)
+    chosen = shardops.sum_unreduced('B/b V/t -> B/b +t', jnp.where(is_best, logits, 0.0))
+    return best.astype(jnp.uint32), shardops.psum('B/b +t -> B/b', chosen) - log_normalizer(logits)
 
 
-def axis_size(name: str) -> int:
-    return current_mesh().shape[name]
+def devices_of_rows() -> int:
+    """The devices among which rows are divided."""
+    return math.prod(current_mesh().shape[axis] for axis in expanded("b"))
+
+
+# Where tokens are drawn a row lies on one device: c is 1, and these send nothing.
+@typed
+def whole(x: act['B/b L/c Q K/t D']) -> act['B/b L Q K/t D']:
+    return shardops.all_gather('B/b L/c Q K/t D -> B/b L Q K/t D', x)
+
+
+@typed
+def part(x: act['B/b L Q K/t D']) -> act['B/b L/c Q K/t D']:
+    return shardops.slice('B/b L Q K/t D -> B/b L/c Q K/t D', x)
 
 
 # == Programs =========================================================================================================
@@ -271,16 +286,16 @@ def axis_size(name: str) -> int:
 def empty(model, *, count: int, slots: int, read: int | None = None) -> Cache:
     """A cache in which nothing is; `read`: with room for so many tokens that an encoder reads."""
     sizes = dict(layers=model.layers, B=count, K=model.n_kv, D=model.d_head)
-    k = shardops.zeros('layers B/d K/t S D', act, S=slots, **sizes)
-    length = shardops.zeros('B/d', i32, B=count)
+    k = shardops.zeros('layers B/b K/t S D', act, S=slots, **sizes)
+    length = shardops.zeros('B/b', i32, B=count)
     if read is None:
         return Cache(k, k, length)
-    return Cache(k, k, length, shardops.zeros('layers 2 B/d R K/t D', act, R=read, **sizes), length)
+    return Cache(k, k, length, shardops.zeros('layers 2 B/b R K/t D', act, R=read, **sizes), length)
 
 
 @typed
 def encode(
-    family, model, weights, cache: Cache, tokens: u32['B/d R'], count: i32['B/d'], is_new: bool_['B/d']
+    family, model, weights, cache: Cache, tokens: u32['B/b R'], count: i32['B/b'], is_new: bool_['B/b']
 ) -> Cache:
     """The encoder reads the first `count` tokens of the new rows; what the decoder's layers make of it is kept."""
     segment = (jnp.arange(tokens.shape[1])[None] < count[:, None]).astype(jnp.int32)
@@ -291,8 +306,8 @@ def encode(
 
 @typed
 def extend(
-    family, model, ends, stack, cache: Cache, tokens: u32['B/d L'], count: i32['B/d']
-) -> tuple[Cache, act['B/d L M']]:
+    family, model, ends, stack, cache: Cache, tokens: u32['B/b L'], count: i32['B/b']
+) -> tuple[Cache, act['B/b L/c M']]:
     """Reads the first `count` of each row's tokens into the cache; returns the hidden states of all.
 
     Args:
@@ -301,7 +316,8 @@ def extend(
     """
     mask = family.mask(model)
     position = cache.length[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    x, bias = family.embed(model, ends, tokens, position, 'M'), None
+    own = ALONE.part(position)
+    x, bias = family.embed(model, ends, ALONE.part(tokens), own, 'M'), None
     if cache.memory is not None:  # of a family whose layers know distances, and attend to what an encoder wrote
         slot, here = jnp.arange(cache.k.shape[3], dtype=jnp.int32), position[:, :, None]
         bias = tuple(
@@ -311,36 +327,38 @@ def extend(
         is_read = jnp.arange(cache.memory.shape[3])[None] < cache.read[:, None]
         is_read = jnp.broadcast_to(is_read[:, None], (*tokens.shape, is_read.shape[1]))
 
-    def layer(x: act['B/d L M'], of_layer):
+    def layer(x: act['B/b L/c M'], of_layer):
         w, old_k, old_v, memory, window = of_layer
 
         def attend(q, k, v):
-            return attention(q, old_k, old_v, k, v, cache.length, attend.window, mask.cap, bias), (k, v)
+            q, k, v = whole(q), whole(k[:, :, None])[:, :, 0], whole(v[:, :, None])[:, :, 0]
+            return part(attention(q, old_k, old_v, k, v, cache.length, attend.window, mask.cap, bias)), (k, v)
 
         def cross(q, project):
-            return layers.attention_where(q, memory[0], memory[1], is_read)
+            return part(attention_where(whole(q), memory[0], memory[1], is_read, K='K/t'))
 
         attend.window = mask.of_layer(window)
-        return family.layer(model, x, w, attend, position if memory is None else cross, 'M')
+        x, kept, _ = family.layer(model, x, w, attend, own if memory is None else cross, 'M')
+        return x, kept
 
     x, (k, v) = lax.scan(layer, x, (stack, cache.k, cache.v, cache.memory, mask.by_layer()))
-    into = functools.partial(shardops.local, 'layers B/d K/t S D, layers B/d L K/t D, B/d -> layers B/d K/t S D', write)
+    into = functools.partial(shardops.local, 'layers B/b K/t S D, layers B/b L K/t D, B/b -> layers B/b K/t S D', write)
     k, v = into(cache.k, k, cache.length), into(cache.v, v, cache.length)
     return replace(cache, k=k, v=v, length=cache.length + count), x
 
 
 @typed
-def logits_after(family, model, ends, x: act['B/d L M']) -> f32['B/d V/t']:
+def logits_after(family, model, ends, x: act['B/b L/c M']) -> f32['B/b V/t']:
     """Of each row's first token."""
-    cap = family.mask(model).logits_cap
-    return layers.logits_of(ends.unembed, family.final(model, ends, x, 'M'), cap)[:, 0]
+    logits = layers.logits_of(ends.unembed, family.final(model, ends, x, 'M'), family.mask(model).logits_cap)
+    return shardops.all_gather('B/b L/c V/t -> B/b L V/t', logits)[:, 0]
 
 
 @typed
 def step(
-    family, model, ends, stack, cache: Cache, rows: Rows, ids: i32['V/t'], count: i32['B/d'], is_drawn: bool,
+    family, model, ends, stack, cache: Cache, rows: Rows, ids: i32['V/t'], count: i32['B/b'], is_drawn: bool,
     is_filtered: bool,
-) -> tuple[Cache, u32['B/d'], f32['B/d']]:  # fmt: skip
+) -> tuple[Cache, u32['B/b'], f32['B/b']]:  # fmt: skip
     """Reads the last token of the rows whose count is 1; a next token for each, and its log probability."""
     cache, x = extend(family, model, ends, stack, cache, rows.token[:, None], count)
     return cache, *choose(logits_after(family, model, ends, x), ids, rows, is_drawn, is_filtered)
@@ -350,12 +368,12 @@ def step(
 def decode(
     family, model, ends, stack, cache: Cache, rows: Rows, ids: i32['V/t'], stops: u32['ends'], *,
     is_drawn: bool, is_filtered: bool,
-) -> tuple[Cache, Rows, u32['B/d N'], f32['B/d N']]:  # fmt: skip
+) -> tuple[Cache, Rows, u32['B/b N'], f32['B/b N']]:  # fmt: skip
     """Draws BURST tokens for each row, fewer when all have ended; with their log probabilities."""
 
     def goes_on(carry):
         number, _, rows, _, _ = carry
-        return (number < BURST) & shardops.any('B/d -> ', rows.left > 0)
+        return (number < BURST) & shardops.any('B/b -> ', rows.left > 0)
 
     def one(carry):
         number, cache, rows, tokens, log_probs = carry
@@ -382,8 +400,8 @@ def decode(
 
 @typed
 def candidates(
-    family, model, ends, stack, cache: Cache, token: u32['B/d'], parent: i32['B/d'], ids: i32['V/t'], *, N: int
-) -> tuple[Cache, f32['B/d N'], i32['B/d N']]:
+    family, model, ends, stack, cache: Cache, token: u32['B/b'], parent: i32['B/b'], ids: i32['V/t'], *, N: int
+) -> tuple[Cache, f32['B/b N'], i32['B/b N']]:
     """The rows' caches are replaced by those of their parents, on the same device; then the N likeliest tokens
     after `token`, and their log probabilities."""
 
@@ -391,7 +409,7 @@ def candidates(
         return jnp.take(old, parent, axis=1)
 
     k, v = [
-        shardops.local('layers B/d K/t S D, B/d -> layers B/d K/t S D', of_parent, each, parent)
+        shardops.local('layers B/b K/t S D, B/b -> layers B/b K/t S D', of_parent, each, parent)
         for each in (cache.k, cache.v)
     ]
     cache = replace(cache, k=k, v=v)
@@ -404,18 +422,18 @@ def candidates(
         return top[:, None], jnp.take(ids, place)[:, None]
 
     # The likeliest of each device of t, of which it has a row; gathered, 8N bytes a row and device.
-    some, names = shardops.local('B/d V/t, V/t -> B/d t/t N, B/d t/t N', largest, values, ids, N=N)
-    some, names = [shardops.all_gather('B/d t/t N -> B/d t N', each) for each in (some, names)]
+    some, names = shardops.local('B/b V/t, V/t -> B/b t/t N, B/b t/t N', largest, values, ids, N=N)
+    some, names = [shardops.all_gather('B/b t/t N -> B/b t N', each) for each in (some, names)]
 
     def of_all(values, names):
         top, place = lax.top_k(values.reshape(len(values), -1), N)
         return top, jnp.take_along_axis(names.reshape(len(names), -1), place, axis=1)
 
-    return cache, *shardops.local('B/d t N, B/d t N -> B/d N, B/d N', of_all, some, names)
+    return cache, *shardops.local('B/b t N, B/b t N -> B/b N, B/b N', of_all, some, names)
 
 
 @typed
-def admit(cache: Cache, rows: Rows, new: Rows, is_new: bool_['B/d']) -> tuple[Cache, Rows]:
+def admit(cache: Cache, rows: Rows, new: Rows, is_new: bool_['B/b']) -> tuple[Cache, Rows]:
     """New rows in the place of others, of which nothing is read any more."""
 
     def one(new, old):
@@ -444,7 +462,7 @@ def traced_step(programs: 'Programs', model: Any, weights: Any, count: int, slot
     sizes = {} if not hasattr(weights, "encoder") else {"read": slots}
     held = programs.Held(jax.eval_shape(programs.mapped("gather"), weights))
     cache = jax.eval_shape(programs.mapped("empty", count=count, slots=slots, **sizes))
-    rows, ids, counts = shapes_of(tuple[Rows, i32['V/t'], i32['B/d']], B=count, V=model.vocab)
+    rows, ids, counts = shapes_of(tuple[Rows, i32['V/t'], i32['B/b']], B=count, V=model.vocab)
     program = programs.mapped("step", is_drawn=True, is_filtered=False)
 
     def step(held, *others):
@@ -471,7 +489,7 @@ class Programs:
 
     Args:
       weights: the shapes of the model's.
-      kept: how the layers' weights are: gathered over d; 'int8', gathered, as `quantized` makes them; or 'split', as
+      kept: how the layers' weights are: gathered over w; 'int8', gathered, as `quantized` makes them; or 'split', as
         `Split`.
     """
 
@@ -501,16 +519,16 @@ class Programs:
 
         @typed
         def read_source(
-            weights: Weights, cache: KeysValues, tokens: u32['B/d R'], count: i32['B/d'], is_new: bool_['B/d']
+            weights: Weights, cache: KeysValues, tokens: u32['B/b R'], count: i32['B/b'], is_new: bool_['B/b']
         ) -> KeysValues:
             return encode(family, model, weights, cache, tokens, count, is_new)
 
         @typed
-        def new_rows(cache: KeysValues, rows: Rows, new: Rows, is_new: bool_['B/d']) -> tuple[KeysValues, Rows]:
+        def new_rows(cache: KeysValues, rows: Rows, new: Rows, is_new: bool_['B/b']) -> tuple[KeysValues, Rows]:
             return admit(cache, rows, new, is_new)
 
         @typed
-        def read(ends: Ends, stack: Layers, cache: KeysValues, tokens: u32['B/d L'], count: i32['B/d']) -> KeysValues:
+        def read(ends: Ends, stack: Layers, cache: KeysValues, tokens: u32['B/b L'], count: i32['B/b']) -> KeysValues:
             return extend(family, model, ends, stack, cache, tokens, count)[0]
 
         @pytree_dataclass
@@ -519,21 +537,21 @@ class Programs:
 
         @typed
         def one(
-            held: Held, cache: KeysValues, rows: Rows, ids: i32['V/t'], count: i32['B/d'], **settings
-        ) -> tuple[KeysValues, u32['B/d'], f32['B/d']]:
+            held: Held, cache: KeysValues, rows: Rows, ids: i32['V/t'], count: i32['B/b'], **settings
+        ) -> tuple[KeysValues, u32['B/b'], f32['B/b']]:
             return step(family, model, *held.weights, cache, rows, ids, count, **settings)
 
         @typed
         def draw(
             ends: Ends, stack: Layers, cache: KeysValues, rows: Rows, ids: i32['V/t'], stops: u32['ends'], **settings
-        ) -> tuple[KeysValues, Rows, u32['B/d C'], f32['B/d C']]:
+        ) -> tuple[KeysValues, Rows, u32['B/b C'], f32['B/b C']]:
             return decode(family, model, ends, stack, cache, rows, ids, stops, **settings)
 
         @typed
         def search(
-            ends: Ends, stack: Layers, cache: KeysValues, token: u32['B/d'], parent: i32['B/d'], ids: i32['V/t'], *,
+            ends: Ends, stack: Layers, cache: KeysValues, token: u32['B/b'], parent: i32['B/b'], ids: i32['V/t'], *,
             N: int,
-        ) -> tuple[KeysValues, f32['B/d C'], i32['B/d C']]:  # fmt: skip
+        ) -> tuple[KeysValues, f32['B/b C'], i32['B/b C']]:  # fmt: skip
             return candidates(family, model, ends, stack, cache, token, parent, ids, N=N)
 
         self._functions = {
@@ -582,7 +600,7 @@ class Generator:
 
     def draw(self, prompts: Sequence[Sequence[int]], drawings: Sequence[Drawing]) -> Iterator[list[Drawn]]:
         """Yields what is new of each row, until all have ended: tokens and their log probabilities."""
-        count = -(-len(prompts) // axis_size('d')) * axis_size('d')
+        count = -(-len(prompts) // devices_of_rows()) * devices_of_rows()
         slots = Slots(self, count, max(map(len, prompts)), max(each.tokens for each in drawings))
         slots.admit(dict(enumerate(zip(prompts, drawings))))
         while slots.left.any():
@@ -591,21 +609,23 @@ class Generator:
     def search(self, prompts: Sequence[Sequence[int]], tokens: int, beams: int, length_penalty: float) -> list[Drawn]:
         """The best text after each prompt that beam search finds, as transformers does."""
         found = []
-        for start in range(0, len(prompts), axis_size('d')):
-            some = list(prompts[start : start + axis_size('d')])
-            found += self._search([*some, *[some[0]] * (axis_size('d') - len(some))], tokens, beams, length_penalty)[
+        for start in range(0, len(prompts), devices_of_rows()):
+            some = list(prompts[start : start + devices_of_rows()])
+            found += self._search([*some, *[some[0]] * (devices_of_rows() - len(some))], tokens, beams, length_penalty)[
                 : len(some)
             ]
         return found
 
     def _search(self, prompts: Sequence[Sequence[int]], tokens: int, beams: int, length_penalty: float) -> list[Drawn]:
-        """One prompt for each device along d, whose beams are its rows."""
+        """One prompt for each device along b, whose beams are its rows."""
         texts = [Beams(beams, tokens, length_penalty, self.ends) for _ in prompts]
         slots = Slots(self, len(prompts) * beams, max(map(len, prompts)), tokens)
         rows = [(prompt, Drawing(tokens=tokens)) for prompt in prompts for _ in range(beams)]
         slots.admit(dict(enumerate(rows)))
         cache = slots.cache
-        search = self.programs.compiled("search", N=min((1 + len(self.ends)) * beams, self.vocab // axis_size('t')))
+        search = self.programs.compiled(
+            "search", N=min((1 + len(self.ends)) * beams, self.vocab // current_mesh().shape['t'])
+        )
         token = np.repeat([self.begun(prompt)[-1] for prompt in prompts], beams).astype(np.uint32)
         parent = np.tile(np.arange(beams, dtype=np.int32), len(prompts))
         while not all(each.is_over for each in texts):
@@ -631,7 +651,7 @@ class Slots:
     """Rows of one cache, into which texts come and from which they go while others are drawn.
 
     Args:
-      count: of the rows, a multiple of the devices along d.
+      count: of the rows, a multiple of the devices along b.
       prompt, tokens: the longest prompt, and the most tokens after it.
     """
 
@@ -649,7 +669,7 @@ class Slots:
 
     def admit(self, texts: Mapping[int, tuple[Sequence[int], Drawing]]) -> None:
         """Puts a prompt into each of these rows, in the place of what was there."""
-        is_new = jax.device_put(np.isin(np.arange(len(self.left)), list(texts)), make_shardings(bool_['B/d']))
+        is_new = jax.device_put(np.isin(np.arange(len(self.left)), list(texts)), make_shardings(bool_['B/b']))
         if self.generator.start is not None:
             self._encode({row: prompt for row, (prompt, _) in texts.items()}, is_new)
         texts = {row: (self.generator.begun(prompt), drawing) for row, (prompt, drawing) in texts.items()}
@@ -680,7 +700,7 @@ class Slots:
     def drop(self, rows: Collection[int]) -> None:
         """Ends these rows."""
         left = np.where(np.isin(np.arange(len(self.left)), list(rows)), 0, self.left).astype(np.int32)
-        self.left, self.rows = left, replace(self.rows, left=jax.device_put(left, make_shardings(i32['B/d'])))
+        self.left, self.rows = left, replace(self.rows, left=jax.device_put(left, make_shardings(i32['B/b'])))
 
     def advance(self) -> list[Drawn]:
         """Up to BURST tokens more of each row that has not ended."""

@@ -1,7 +1,7 @@
 """Dropout, and the random numbers that it takes: a function of an element's place in the whole array, so that they are
 the same on any mesh.
 
-    bits = random_bits(seed, parse('M/d F/t').dims, w.shape)          # u32['M/d F/t']
+    bits = random_bits(seed, parse('M/w F/t').dims, w.shape)          # u32['M/w F/t']
     dropout = Dropout(0.1, seed, rows)                                # for layers.hidden
 
 `jax.random` under `shard_map` gives each device the numbers of its own part. A key for each element would do, as
@@ -53,14 +53,14 @@ class Dropout:
 
     rate: float  # the part that becomes zero
     seed: jax.Array  # u32[''], another at each step
-    rows: jax.Array  # u32['B/d'], the row's number in the whole batch
+    rows: jax.Array  # u32['B/b'], the row's number in the whole batch
 
     def of_layer(self, number: jax.Array) -> 'Drop':
         return Drop(self, mixed(self.seed, number))
 
 
 class Drop:
-    """`drop('B/d L M/t', x)`, in one layer; each call has a mask of its own."""
+    """`drop('B/b L/c M/t', x)`, in one layer; each call has a mask of its own."""
 
     def __init__(self, dropout: Dropout, seed: jax.Array):
         self.dropout, self.seed, self.calls = dropout, seed, itertools.count(1)

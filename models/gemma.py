@@ -68,20 +68,20 @@ def norms_after(model: Model) -> bool:
 
 def norm(published: Any, *only_if: Callable) -> Weight:
     """It multiplies by 1 + w."""
-    return exact('M/d/t -> M', 0, published, 'M', *only_if, plus=1)
+    return exact('M/w/t -> M', 0, published, 'M', *only_if, plus=1)
 
 
 TABLE = Table({  # at rest -> in use; first values; the published tensor, and how it lies; which models have it
-    'embed': matrix('V/t M/d -> V/t M', 'M', 'model.embed_tokens.weight', 'V M'),
+    'embed': matrix('V/t M/w -> V/t M', 'M', 'model.embed_tokens.weight', 'V M'),
     'transformer': {
         'ln1': norm(f'{LAYER}.input_layernorm.weight'),
         'ln2': norm(second_norm),
-        'w_q': matrix('M/d Q K/t D -> M Q K/t D', 'M', f'{ATTENTION}.q_proj.weight', '(K Q D) M', scale=q_scale),
-        'w_kv': matrix('2 M/d K/t D -> M K/t D', 'M', tuple(f'{ATTENTION}.{x}_proj.weight' for x in 'kv'), '(K D) M'),
-        'w_o': matrix('M/d Q K/t D -> M Q K/t D', 'Q K D', f'{ATTENTION}.o_proj.weight', 'M (K Q D)'),
-        'w_gate': matrix('M/d F/t -> M F/t', 'M', f'{LAYER}.mlp.gate_proj.weight', 'F M'),
-        'w_up': matrix('M/d F/t -> M F/t', 'M', f'{LAYER}.mlp.up_proj.weight', 'F M'),
-        'w_down': matrix('M/d F/t -> M F/t', 'F', f'{LAYER}.mlp.down_proj.weight', 'M F'),
+        'w_q': matrix('M/w Q K/t D -> M Q K/t D', 'M', f'{ATTENTION}.q_proj.weight', '(K Q D) M', scale=q_scale),
+        'w_kv': matrix('2 M/w K/t D -> M K/t D', 'M', tuple(f'{ATTENTION}.{x}_proj.weight' for x in 'kv'), '(K D) M'),
+        'w_o': matrix('M/w Q K/t D -> M Q K/t D', 'Q K D', f'{ATTENTION}.o_proj.weight', 'M (K Q D)'),
+        'w_gate': matrix('M/w F/t -> M F/t', 'M', f'{LAYER}.mlp.gate_proj.weight', 'F M'),
+        'w_up': matrix('M/w F/t -> M F/t', 'M', f'{LAYER}.mlp.up_proj.weight', 'F M'),
+        'w_down': matrix('M/w F/t -> M F/t', 'F', f'{LAYER}.mlp.down_proj.weight', 'M F'),
         'ln1_after': norm(f'{LAYER}.post_attention_layernorm.weight', norms_after),
         'ln2_after': norm(f'{LAYER}.post_feedforward_layernorm.weight', norms_after),
         **qk_norms(ATTENTION, plus=1),
@@ -94,16 +94,16 @@ init, gather_layer, gather_ends, published = TABLE.functions
 
 # == Forward pass ======================================================================================================
 @typed
-def embed(model: Model, ends: Ends, tokens: u32['B/d L'], position: i32['B/d L'], M: str) -> jax.Array:
+def embed(model: Model, ends: Ends, tokens: u32['B/b L/c'], position: i32['B/b L/c'], M: str) -> jax.Array:
     """Rows of the table times √M, which is rounded to the compute type first, as transformers does."""
     return layers.embed(ends.embed, tokens, M) * jnp.asarray(model.d_model**0.5, act.dtype)
 
 
 @typed
 def layer(
-    model: Model, x: jax.Array, w: Gathered, attend: Callable, position: i32['B/d L'], M: str
-) -> tuple[jax.Array, Any]:
-    """One layer; x lies as 'B/d L' with M."""
+    model: Model, x: jax.Array, w: Gathered, attend: Callable, position: i32['B/b L/c'], M: str
+) -> tuple[jax.Array, Any, None]:
+    """One layer; x lies as 'B/b L/c' with M."""
     rope = layers.frequencies(model.d_head, model.rope_max_timescale, model.rope_scaling)
     if model.rope_local_timescale is not None and model.window is not None:
         local = layers.frequencies(model.d_head, model.rope_local_timescale, None)
@@ -111,11 +111,11 @@ def layer(
     turn = functools.partial(layers.rotary, position=position, frequency=rope)
     y, kept = layers.attention_half(model, x, w, attend, turn, (w.ln1, w.ln1_after), M)
     x = x + y
-    return x + layers.feed_forward_half(model, x, w, jax.nn.gelu, (w.ln2, w.ln2_after), M), kept
+    return x + layers.feed_forward_half(model, x, w, jax.nn.gelu, (w.ln2, w.ln2_after), M), kept, None
 
 
 @typed
-def final(model: Model, ends: Ends, x: jax.Array, M: str) -> act['B/d L M']:
+def final(model: Model, ends: Ends, x: jax.Array, M: str) -> act['B/b L/c M']:
     """The hidden states that logits are computed from."""
     return rms_norm(enter(x, M), ends.final_layer_norm, model.norm_eps)
 

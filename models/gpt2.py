@@ -19,7 +19,6 @@ from models import layers
 from models.layers import Mask, act, enter, layer_norm, leave, part
 from models.weights import Table, Weight, bias, exact, matrix
 from runtime.config.keys import Count, Positive, Steps
-from runtime.terminal import RunError
 from shardlib import shardops
 from shardlib.shardops import product
 from shardlib.shardtypes import i32, u32
@@ -60,7 +59,7 @@ def either(gpt2: Any, opt: Any) -> Callable:
 
 def norm(gpt2: str, opt: str) -> Weight:
     names = ((f'{name}.weight', f'{name}.bias') for name in (gpt2, opt))
-    return exact('2 M/d/t -> 2 M', (1, 0), either(*names), 'M')  # scale and bias
+    return exact('2 M/w/t -> 2 M', (1, 0), either(*names), 'M')  # scale and bias
 
 
 def qkv(kind: str) -> Callable:
@@ -69,29 +68,29 @@ def qkv(kind: str) -> Callable:
 
 TABLE = Table({  # at rest -> in use; first values; the tensor that GPT-2 publishes, or OPT, and how it lies
     'embed': matrix(
-        'V/t M/d -> V/t M', 'M', either('transformer.wte.weight', 'model.decoder.embed_tokens.weight'), 'V M'
+        'V/t M/w -> V/t M', 'M', either('transformer.wte.weight', 'model.decoder.embed_tokens.weight'), 'V M'
     ),
     'positions': matrix(
-        'P M/d/t -> P M', 'M', either('transformer.wpe.weight', 'model.decoder.embed_positions.weight'), 'P M'
+        'P M/w/t -> P M', 'M', either('transformer.wpe.weight', 'model.decoder.embed_positions.weight'), 'P M'
     ),
     'transformer': {
         'ln1': norm(f'{GPT2}.ln_1', f'{OPT_ATTENTION}_layer_norm'),
         'ln2': norm(f'{GPT2}.ln_2', f'{OPT}.final_layer_norm'),
-        'w_qkv': matrix('3 M/d K/t D -> M K/t D', 'M', qkv('weight'), either('M (N K D)', '(K D) M')),
-        'b_qkv': bias('3 K/t D/d -> 3 K/t D', 0, qkv('bias'), either('(N K D)', '(K D)')),
+        'w_qkv': matrix('3 M/w K/t D -> M K/t D', 'M', qkv('weight'), either('M (N K D)', '(K D) M')),
+        'b_qkv': bias('3 K/t D -> 3 K/t D', 0, qkv('bias'), either('(N K D)', '(K D)')),
         'w_o': matrix(
-            'M/d K/t D -> M K/t D', 'K D', either(f'{GPT2}.attn.c_proj.weight', f'{OPT_ATTENTION}.out_proj.weight'),
+            'M/w K/t D -> M K/t D', 'K D', either(f'{GPT2}.attn.c_proj.weight', f'{OPT_ATTENTION}.out_proj.weight'),
             either('(K D) M', 'M (K D)'),
         ),
-        'b_o': bias('M/d/t -> M', 0, either(f'{GPT2}.attn.c_proj.bias', f'{OPT_ATTENTION}.out_proj.bias'), 'M'),
+        'b_o': bias('M/w/t -> M', 0, either(f'{GPT2}.attn.c_proj.bias', f'{OPT_ATTENTION}.out_proj.bias'), 'M'),
         'w_up': matrix(
-            'M/d F/t -> M F/t', 'M', either(f'{GPT2}.mlp.c_fc.weight', f'{OPT}.fc1.weight'), either('M F', 'F M')
+            'M/w F/t -> M F/t', 'M', either(f'{GPT2}.mlp.c_fc.weight', f'{OPT}.fc1.weight'), either('M F', 'F M')
         ),
-        'b_up': bias('F/t/d -> F/t', 0, either(f'{GPT2}.mlp.c_fc.bias', f'{OPT}.fc1.bias'), 'F'),
+        'b_up': bias('F/t/w -> F/t', 0, either(f'{GPT2}.mlp.c_fc.bias', f'{OPT}.fc1.bias'), 'F'),
         'w_down': matrix(
-            'M/d F/t -> M F/t', 'F', either(f'{GPT2}.mlp.c_proj.weight', f'{OPT}.fc2.weight'), either('F M', 'M F')
+            'M/w F/t -> M F/t', 'F', either(f'{GPT2}.mlp.c_proj.weight', f'{OPT}.fc2.weight'), either('F M', 'M F')
         ),
-        'b_down': bias('M/d/t -> M', 0, either(f'{GPT2}.mlp.c_proj.bias', f'{OPT}.fc2.bias'), 'M'),
+        'b_down': bias('M/w/t -> M', 0, either(f'{GPT2}.mlp.c_proj.bias', f'{OPT}.fc2.bias'), 'M'),
     },
     'final_layer_norm': norm('transformer.ln_f', 'model.decoder.final_layer_norm'),
 })  # fmt: skip
@@ -101,48 +100,36 @@ init, gather_layer, gather_ends, published = TABLE.functions
 
 # == Forward pass ======================================================================================================
 @typed
-def embed(model: Model, ends: Ends, tokens: u32['B/d L'], position: i32['B/d L'], M: str) -> jax.Array:
-    """Rows of both tables.
-
-    Raises:
-      RunError: the rows of tokens are longer than the table of positions.
-    """
-    if tokens.shape[1] > model.positions - model.first_position:
-        raise RunError(
-            f'rows of {tokens.shape[1]} tokens: this model has learned {model.positions - model.first_position} '
-            'positions (model.positions - model.first_position): take shorter rows, training.tokens.len'
-        )
+def embed(model: Model, ends: Ends, tokens: u32['B/b L/c'], position: i32['B/b L/c'], M: str) -> jax.Array:
+    """Rows of both tables."""
     table = ends.positions if M == 'M' else shardops.slice('P M -> P M/t', ends.positions)
-    of_position = shardops.index_unreduced(f'[P] {M}, B/d L -> B/d L {M}', table, position + model.first_position)
+    of_position = shardops.index_unreduced(f'[P] {M}, B/b L/c -> B/b L/c {M}', table, position + model.first_position)
     return layers.embed(ends.embed, tokens, M) + of_position
 
 
 @typed
 def layer(
-    model: Model, x: jax.Array, w: Gathered, attend: Callable, position: i32['B/d L'], M: str
-) -> tuple[jax.Array, Any]:
-    """One layer; x lies as 'B/d L' with M. `attend(q, k, v)` returns o and what of k and v is to be kept, which the
+    model: Model, x: jax.Array, w: Gathered, attend: Callable, position: i32['B/b L/c'], M: str
+) -> tuple[jax.Array, Any, None]:
+    """One layer; x lies as 'B/b L/c' with M. `attend(q, k, v)` returns o and what of k and v is to be kept, which the
     layer hands on; the logits are q·k, no factor."""
-    x: act[f'B/d L {M}'] = x
+    x: act[f'B/b L/c {M}'] = x
 
     with jax.named_scope('attention'):
         gathered = save_for_backward(enter(x, M))  # 2M bytes a token, in the place of the input's 2M/t
         q, k, v = layers.heads_of(layer_norm(gathered, w.ln1, model.norm_eps), w)
-        q = save_for_backward(q * model.d_head**-0.5)  # 2KD/t bytes a token
-        k = save_for_backward(k[:, :, 0])  # 2KD/t bytes a token
-        v = save_for_backward(v)  # 2KD/t bytes a token, spares the product with w_v
-        o, kept = attend(q, k, v)
-        y = product('B/d L K/t D, M K/t D -> B/d L M +t', o[:, :, 0], w.w_o)
+        o, kept = attend(q * model.d_head**-0.5, k[:, :, 0], v)
+        y = product('B/b L/c K/t D, M K/t D -> B/b L/c M +t', o[:, :, 0], w.w_o)
         x = x + leave(y, M) + part(w.b_o, M)[None, None]
 
     with jax.named_scope('ffn'):
         gathered = save_for_backward(enter(x, M))  # 2M bytes a token, spares the product with w_o, its sum, the gather
         y = layers.network(layer_norm(gathered, w.ln2, model.norm_eps), w, ACTIVATIONS[model.activation])
-        return x + leave(y, M) + part(w.b_down, M)[None, None], kept
+        return x + leave(y, M) + part(w.b_down, M)[None, None], kept, None
 
 
 @typed
-def final(model: Model, ends: Ends, x: jax.Array, M: str) -> act['B/d L M']:
+def final(model: Model, ends: Ends, x: jax.Array, M: str) -> act['B/b L/c M']:
     """The hidden states that logits are computed from."""
     return layer_norm(enter(x, M), ends.final_layer_norm, model.norm_eps)
 

@@ -46,19 +46,19 @@ def mask(model: Model) -> Mask:
 LAYER = 'transformer.h.{}'
 QKV = tuple(f'{LAYER}.attn.{x}_proj.weight' for x in 'qkv')
 TABLE = Table({  # at rest -> in use; first values; the published tensor, and how it lies
-    'embed': matrix('V/t M/d -> V/t M', 'M', 'transformer.wte.weight', 'V M'),
-    'unembed': matrix('V/t M/d -> V/t M', 'M', 'lm_head.weight', 'V M'),
-    'unembed_bias': exact('V/t/d -> V/t', 0, 'lm_head.bias', 'V'),
+    'embed': matrix('V/t M/w -> V/t M', 'M', 'transformer.wte.weight', 'V M'),
+    'unembed': matrix('V/t M/w -> V/t M', 'M', 'lm_head.weight', 'V M'),
+    'unembed_bias': exact('V/t/w -> V/t', 0, 'lm_head.bias', 'V'),
     'transformer': {
-        'ln': exact('2 M/d/t -> 2 M', (1, 0), (f'{LAYER}.ln_1.weight', f'{LAYER}.ln_1.bias'), 'M'),
-        'w_qkv': matrix('3 M/d K/t D -> M K/t D', 'M', QKV, '(K D) M'),
-        'w_o': matrix('M/d K/t D -> M K/t D', 'K D', f'{LAYER}.attn.out_proj.weight', 'M (K D)'),
-        'w_up': matrix('M/d F/t -> M F/t', 'M', f'{LAYER}.mlp.fc_in.weight', 'F M'),
-        'b_up': bias('F/t/d -> F/t', 0, f'{LAYER}.mlp.fc_in.bias', 'F'),
-        'w_down': matrix('M/d F/t -> M F/t', 'F', f'{LAYER}.mlp.fc_out.weight', 'M F'),
-        'b_down': bias('M/d/t -> M', 0, f'{LAYER}.mlp.fc_out.bias', 'M'),
+        'ln': exact('2 M/w/t -> 2 M', (1, 0), (f'{LAYER}.ln_1.weight', f'{LAYER}.ln_1.bias'), 'M'),
+        'w_qkv': matrix('3 M/w K/t D -> M K/t D', 'M', QKV, '(K D) M'),
+        'w_o': matrix('M/w K/t D -> M K/t D', 'K D', f'{LAYER}.attn.out_proj.weight', 'M (K D)'),
+        'w_up': matrix('M/w F/t -> M F/t', 'M', f'{LAYER}.mlp.fc_in.weight', 'F M'),
+        'b_up': bias('F/t/w -> F/t', 0, f'{LAYER}.mlp.fc_in.bias', 'F'),
+        'w_down': matrix('M/w F/t -> M F/t', 'F', f'{LAYER}.mlp.fc_out.weight', 'M F'),
+        'b_down': bias('M/w/t -> M', 0, f'{LAYER}.mlp.fc_out.bias', 'M'),
     },
-    'final_layer_norm': exact('2 M/d/t -> 2 M', (1, 0), ('transformer.ln_f.weight', 'transformer.ln_f.bias'), 'M'),
+    'final_layer_norm': exact('2 M/w/t -> 2 M', (1, 0), ('transformer.ln_f.weight', 'transformer.ln_f.bias'), 'M'),
 })  # fmt: skip
 Layer, Weights, Gathered, Ends = TABLE.types
 init, gather_layer, gather_ends, published = TABLE.functions
@@ -66,12 +66,14 @@ init, gather_layer, gather_ends, published = TABLE.functions
 
 # == Forward pass ======================================================================================================
 @typed
-def embed(model: Model, ends: Ends, tokens: u32['B/d L'], position: i32['B/d L'], M: str) -> jax.Array:
+def embed(model: Model, ends: Ends, tokens: u32['B/b L/c'], position: i32['B/b L/c'], M: str) -> jax.Array:
     return layers.embed(ends.embed, tokens, M)
 
 
 @typed
-def rotary(model: Model, x: act['B/d L Q K/t D'], position: i32['B/d L'], factor: float = 1.0) -> act['B/d L Q K/t D']:
+def rotary(
+    model: Model, x: act['B/b L/c Q K/t D'], position: i32['B/b L/c'], factor: float = 1.0
+) -> act['B/b L/c Q K/t D']:
     """Rotates dims 2i and 2i + 1, of the first d_rotary, and multiplies by factor. The dims that turn come out as the
     even ones and then the odd ones: in q and k alike, so that their product is the same."""
     turning = x[..., : model.d_rotary]
@@ -82,30 +84,27 @@ def rotary(model: Model, x: act['B/d L Q K/t D'], position: i32['B/d L'], factor
 
 @typed
 def layer(
-    model: Model, x: jax.Array, w: Gathered, attend: Callable, position: i32['B/d L'], M: str
-) -> tuple[jax.Array, Any]:
-    """One layer; x lies as 'B/d L' with M. `attend(q, k, v)` returns o and what of k and v is to be kept, which the
+    model: Model, x: jax.Array, w: Gathered, attend: Callable, position: i32['B/b L/c'], M: str
+) -> tuple[jax.Array, Any, None]:
+    """One layer; x lies as 'B/b L/c' with M. `attend(q, k, v)` returns o and what of k and v is to be kept, which the
     layer hands on; the logits are q·k, no factor."""
-    x: act[f'B/d L {M}'] = x
+    x: act[f'B/b L/c {M}'] = x
     gathered = save_for_backward(enter(x, M))  # 2M bytes a token, in the place of the input's 2M/t
     normed = layer_norm(gathered, w.ln, model.norm_eps)
 
     with jax.named_scope('attention'):
         q, k, v = layers.heads_of(normed, w)
-        q = save_for_backward(rotary(model, q, position, model.d_head**-0.5))  # 2KD/t bytes a token
-        k = save_for_backward(rotary(model, k, position)[:, :, 0])  # 2KD/t bytes a token
-        v = save_for_backward(v)  # 2KD/t bytes a token, spares the product with w_v
-        o, kept = attend(q, k, v)
-        of_attention = product('B/d L K/t D, M K/t D -> B/d L M +t', o[:, :, 0], w.w_o)
+        o, kept = attend(rotary(model, q, position, model.d_head**-0.5), rotary(model, k, position)[:, :, 0], v)
+        of_attention = product('B/b L/c K/t D, M K/t D -> B/b L/c M +t', o[:, :, 0], w.w_o)
 
     with jax.named_scope('ffn'):
         of_ffn = layers.network(normed, w, jax.nn.gelu)
 
-    return x + leave(of_attention + of_ffn, M) + part(w.b_down, M)[None, None], kept
+    return x + leave(of_attention + of_ffn, M) + part(w.b_down, M)[None, None], kept, None
 
 
 @typed
-def final(model: Model, ends: Ends, x: jax.Array, M: str) -> act['B/d L M']:
+def final(model: Model, ends: Ends, x: jax.Array, M: str) -> act['B/b L/c M']:
     """The hidden states that logits are computed from."""
     return layer_norm(enter(x, M), ends.final_layer_norm, model.norm_eps)
 

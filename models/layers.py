@@ -1,16 +1,16 @@
 """What the families in models/ share: norms, rotary, attention with its mask, halves of a layer, embedding, loss.
 
     ends = llama.gather_ends(weights)
-    x = layers.hidden(llama, model, weights, inputs, segment, position, ends=ends)     # 'B/d L M', of any family
-    loss = layers.loss_sum(ends.unembed, x, batch)                          # as train.py's, pending over d and t
+    x, routing = layers.hidden(llama, model, weights, inputs, segment, position, ends=ends)       # 'B/b L/c M'
+    loss = layers.loss_sum(ends.unembed, x, batch)                   # as train.py's, pending over all axes
 
 A family is a module with `Model`, `embed`, `layer`, `final`, `mask`, and a table of its weights (models/weights.py),
 from which `Layer`, `Weights`, `Gathered`, `Ends`, `init`, `gather_layer`, `gather_ends` and `published` follow; and
 `model_of` and `config_of`, from a config.json and to one (models/huggingface.py). Its layer is written once, for
-training, for reading a prompt and for decoding: it multiplies with weights that are gathered over d, and does not know
-what attention is over, `attend(q, k, v) -> (o, kept)`, nor how the residual lies: 'B/d L M/t' in training, 'B/d L M' in
-decoding, which sends half as often. `attend.window` is the layer's own window: Gemma 3's rotary base goes with it.
-Legend as in train.py.
+training, for reading a prompt and for decoding: it multiplies with weights that are gathered over w, and does not know
+what attention is over, `attend(q, k, v) -> (o, kept)`, nor how the residual lies: 'B/b L/c M/t' in training, 'B/b L/c
+M' in decoding, which sends half as often. It returns x, what attend says is to be kept, and what a router did.
+`attend.window` is the layer's own window: Gemma 3's rotary base goes with it. Legend as in train.py and models/mesh.py.
 """
 
 import functools
@@ -21,35 +21,37 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from einops import rearrange
 from jax import lax
 
 import train
 from jax_extra import explicit_activation_checkpointing, save_for_backward
-from kernels.attention import KERNELS, able, chosen
-from models.dropout import Drop, Dropout, Residual
+from models.context import ALL as ALL  # by this name for families
+from models.context import ALONE, Context, Rows, TokenBatch
+from models.context import WeightedBatch as WeightedBatch
+from models.dropout import Dropout, Residual
 from models.weights import Biased
 from models.weights import stored as stored  # by this name for who sets it
 from runtime.config.keys import Count, Positive
+from runtime.terminal import RunError
 from shardlib import shardops
 from shardlib.shardops import product
-from shardlib.shardtypes import bool_, f32, i32, pytree_dataclass, u32
+from shardlib.shardtypes import f32, i32, u32
 from shardlib.typed import typed
-from train import TokenBatch, act, rms_norm
+from train import act
 
 
 # == How the residual lies =============================================================================================
 def enter(x, M: str):
-    """The residual, 'B/d L M/t' or 'B/d L M' by M, as a whole on each device of t."""
-    return x if M == 'M' else shardops.all_gather('B/d L M/t -> B/d L M', x)
+    """The residual, 'B/b L/c M/t' or 'B/b L/c M' by M, as a whole on each device of t."""
+    return x if M == 'M' else shardops.all_gather('B/b L/c M/t -> B/b L/c M', x)
 
 
 def leave(y, M: str):
     """The sum of what the devices of t have computed, as the residual lies."""
     if M == 'M':
-        return shardops.psum('B/d L M +t -> B/d L M', y)
-    y = shardops.psum_scatter('B/d L M +t -> B/d L M/t', y)
-    return M.drop('B/d L M/t', y) if isinstance(M, Residual) else y
+        return shardops.psum('B/b L/c M +t -> B/b L/c M', y)
+    y = shardops.psum_scatter('B/b L/c M +t -> B/b L/c M/t', y)
+    return M.drop('B/b L/c M/t', y) if isinstance(M, Residual) else y
 
 
 def part(vector, M: str):
@@ -59,18 +61,26 @@ def part(vector, M: str):
 
 # == Norms =============================================================================================================
 @typed
-def head_norm(x: act['B/d L Q K/t D'], scale: f32['D'], eps: float) -> act['B/d L Q K/t D']:
+def rms_norm(x: act['B/b L/c M'], scale: f32['M'], eps: float) -> act['B/b L/c M']:
+    """x / sqrt(mean(x²) + eps) · scale, in float32 (Zhang and Sennrich 2019, section 4)."""
+    x = x.astype(jnp.float32)
+    mean_square = shardops.sum_unreduced('B/b L/c M -> B/b L/c', x * x) / x.shape[-1]
+    return (x * lax.rsqrt(mean_square + eps)[:, :, None] * scale[None, None]).astype(act.dtype)
+
+
+@typed
+def head_norm(x: act['B/b L/c Q K/t D'], scale: f32['D'], eps: float) -> act['B/b L/c Q K/t D']:
     """RMSNorm of each head by itself."""
     x = x.astype(jnp.float32)
-    mean_square = shardops.sum_unreduced('B/d L Q K/t D -> B/d L Q K/t', x * x) / x.shape[-1]
+    mean_square = shardops.sum_unreduced('B/b L/c Q K/t D -> B/b L/c Q K/t', x * x) / x.shape[-1]
     return (x * lax.rsqrt(mean_square + eps)[..., None] * scale[None, None, None, None]).astype(act.dtype)
 
 
 @typed
-def heads_norm(x: act['B/d L Q K/t D'], scale: f32['Q K/t D'], eps: float) -> act['B/d L Q K/t D']:
+def heads_norm(x: act['B/b L/c Q K/t D'], scale: f32['Q K/t D'], eps: float) -> act['B/b L/c Q K/t D']:
     """RMSNorm of all heads together: 4 bytes a token are summed over t."""
     x = x.astype(jnp.float32)
-    square = shardops.psum('B/d L +t -> B/d L', shardops.sum_unreduced('B/d L Q K/t D -> B/d L +t', x * x))
+    square = shardops.psum('B/b L/c +t -> B/b L/c', shardops.sum_unreduced('B/b L/c Q K/t D -> B/b L/c +t', x * x))
     mean_square = square / (math.prod(x.shape[2:]) * shardops.axis_size('t'))
     return (x * lax.rsqrt(mean_square + eps)[:, :, None, None, None] * scale[None, None]).astype(act.dtype)
 
@@ -81,17 +91,17 @@ def norm_after(y: jax.Array, scale: f32['M'], eps: float, M: str) -> jax.Array:
     if M == 'M':
         return rms_norm(y, scale, eps)
     y = y.astype(jnp.float32)
-    square = shardops.psum('B/d L +t -> B/d L', shardops.sum_unreduced('B/d L M/t -> B/d L +t', y * y))
+    square = shardops.psum('B/b L/c +t -> B/b L/c', shardops.sum_unreduced('B/b L/c M/t -> B/b L/c +t', y * y))
     scale, inverse = shardops.slice('M -> M/t', scale), lax.rsqrt(square / scale.shape[0] + eps)
     return (y * inverse[:, :, None] * scale[None, None]).astype(act.dtype)
 
 
 @typed
-def layer_norm(x: act['B/d L M'], scale_and_bias: f32['2 M'], eps: float) -> act['B/d L M']:
+def layer_norm(x: act['B/b L/c M'], scale_and_bias: f32['2 M'], eps: float) -> act['B/b L/c M']:
     """(x - mean(x)) / sqrt(variance(x) + eps) · scale + bias, in float32 (Ba et al. 2016)."""
     x = x.astype(jnp.float32)
-    x = x - (shardops.sum_unreduced('B/d L M -> B/d L', x) / x.shape[-1])[:, :, None]
-    variance = shardops.sum_unreduced('B/d L M -> B/d L', x * x) / x.shape[-1]
+    x = x - (shardops.sum_unreduced('B/b L/c M -> B/b L/c', x) / x.shape[-1])[:, :, None]
+    variance = shardops.sum_unreduced('B/b L/c M -> B/b L/c', x * x) / x.shape[-1]
     scale, bias = scale_and_bias[0][None, None], scale_and_bias[1][None, None]
     return (x * lax.rsqrt(variance + eps)[:, :, None] * scale + bias).astype(act.dtype)
 
@@ -172,8 +182,8 @@ def rope_to(base: float, scaling: RopeScaling | None) -> dict[str, Any]:
 
 @typed
 def rotary(
-    x: act['B/d L Q K/t D'], position: i32['B/d L'], frequency: f32['H'], factor: float = 1.0
-) -> act['B/d L Q K/t D']:
+    x: act['B/b L/c Q K/t D'], position: i32['B/b L/c'], frequency: f32['H'], factor: float = 1.0
+) -> act['B/b L/c Q K/t D']:
     """Rotates dims i and i + D/2 by position · frequency[i] (Su et al. 2021, 3.2.2), and multiplies by factor: in
     float32, rounded once."""
     half = x.shape[-1] // 2
@@ -202,51 +212,6 @@ class Mask:
         return self.window if scanned is None else scanned
 
 
-ALL = 2**30  # a window that hides nothing
-
-
-@jax.named_scope('causal')
-@typed
-def attention(
-    by: str, q: act['B/d L Q K/t D'], k: act['B/d S K/t D'], v: act['B/d S K/t D'], segment: i32['B/d L'],
-    window: int | jax.Array | None = None, cap: float | None = None, drop: Drop | None = None,
-) -> act['B/d L Q K/t D']:  # fmt: skip
-    """train.py's attention, kernels included, with a window and a cap; with dropout as written here."""
-    if drop is None and cap is None and (window is None or (isinstance(window, int) and window >= q.shape[1])):
-        return train.attention(by, q, k, v, segment)
-    if by != 'einsum' and drop is None:
-        kernel = KERNELS[able(chosen(by, act.dtype, q.shape[-1]), window, cap)]
-        types = 'B/d L Q K/t D, B/d S K/t D, B/d S K/t D, B/d L -> B/d L Q K/t D'
-        return shardops.local(types, lambda *given: kernel(*given, window, cap), q, k, v, segment)
-    position = jnp.arange(segment.shape[1])
-    distance = position[:, None] - position[None]
-    allowed = (segment[:, :, None] == segment[:, None, :]) & (distance >= 0)[None]
-    allowed = allowed & (distance < (ALL if window is None else window))[None]
-    return attention_where(q, k, v, allowed, cap, drop=drop)
-
-
-@typed
-def attention_where(
-    q: act['B/d L Q K/t D'], k: act['B/d S K/t D'], v: act['B/d S K/t D'], allowed: bool_['B/d L S'],
-    cap: float | None = None, bias: f32['K/t L S'] | None = None, drop: Drop | None = None,
-) -> act['B/d L Q K/t D']:  # fmt: skip
-    """Attention where a query sees the keys that are allowed; a bias is added to the logits."""
-    logits = shardops.einsum_unreduced(
-        'B/d L Q K/t D, B/d S K/t D -> B/d Q K/t L S', q, k, preferred_element_type=jnp.float32
-    )
-    logits = logits if cap is None else cap * jnp.tanh(logits / cap)
-    logits = logits if bias is None else logits + bias[None, None]
-    # Not by jnp.where, which broadcasts only where a device holds several rows or heads: another program, to the check.
-    logits = jnp.where(lax.broadcast_in_dim(allowed, logits.shape, (0, 3, 4)), logits, -1e30)
-    largest = shardops.pmax('B/d Q K/t L S -> B/d Q K/t L', lax.stop_gradient(logits))
-    e = jnp.exp(logits - largest[..., None])
-    total = shardops.sum_unreduced('B/d Q K/t L S -> B/d Q K/t L', e)
-    probs: act['B/d Q K/t L S'] = (e / total[..., None]).astype(act.dtype)
-    probs = probs if drop is None else drop('B/d Q K/t L S', probs)
-    o = shardops.einsum_unreduced('B/d Q K/t L S, B/d S K/t D -> B/d L Q K/t D', probs, v)
-    return save_for_backward(o)  # 2QKD/t bytes a token, spares the product of probabilities and v
-
-
 # == Halves of a layer =================================================================================================
 # A weight that is there is used: biases, norms of q and k. `norms` are the scales before a half and behind it.
 Norms = tuple[f32['M'] | None, f32['M'] | None]
@@ -256,19 +221,20 @@ Norms = tuple[f32['M'] | None, f32['M'] | None]
 def attention_half(
     model: Any, x: jax.Array, w: Any, attend: Callable, turn: Callable, norms: Norms, M: str
 ) -> tuple[jax.Array, Any]:
-    """What attention with rotary adds to x, in families like Llama, and what is to be kept; both lie as 'B/d L' with M.
+    """What attention with rotary adds to x, in families like Llama, and what is to be kept; x lies as 'B/b L/c' with M.
 
     Args:
-      attend: `attend(q, k, v)` returns o and what of k and v is to be kept; no factor stands before q·k.
+      attend: `attend(q, k, v)` returns o and what of k and v is to be kept, and says save_for_backward of what it
+        needs; no factor stands before q·k.
       turn: `turn(x, factor=…)` is `rotary` of q, and of k with a dim of 1 in the place of Q.
     """
-    x: act[f'B/d L {M}'] = x
+    x: act[f'B/b L/c {M}'] = x
     with jax.named_scope('attention'):
         gathered = save_for_backward(enter(x, M))  # 2M bytes a token, in the place of the input's 2M/t
         normed = gathered if norms[0] is None else rms_norm(gathered, norms[0], model.norm_eps)
-        q = product('B/d L M, M Q K/t D -> B/d L Q K/t D', normed, w.w_q)
-        k = product('B/d L M, M K/t D -> B/d L K/t D', normed, w.w_k)[:, :, None]
-        v = product('B/d L M, M K/t D -> B/d L K/t D', normed, w.w_v)
+        q = product('B/b L/c M, M Q K/t D -> B/b L/c Q K/t D', normed, w.w_q)
+        k = product('B/b L/c M, M K/t D -> B/b L/c K/t D', normed, w.w_k)[:, :, None]
+        v = product('B/b L/c M, M K/t D -> B/b L/c K/t D', normed, w.w_v)
         if getattr(w, 'b_q', None) is not None:
             q, k, v = q + w.b_q[None, None], k + w.b_kv[0][None, None, None], v + w.b_kv[1][None, None]
         if w.q_norm is not None:
@@ -276,17 +242,14 @@ def attention_half(
         if w.q_norm_all is not None:
             q, k = heads_norm(q, w.q_norm_all, model.norm_eps), heads_norm(k, w.k_norm_all[None], model.norm_eps)
         factor = 1.0 if model.rope_scaling is None else model.rope_scaling.attention_factor
-        q = save_for_backward(turn(q, factor=factor * model.logits_scale))  # 2QKD/t bytes a token
-        k = save_for_backward(turn(k, factor=factor)[:, :, 0])  # 2KD/t bytes a token
-        v = save_for_backward(v)  # 2KD/t bytes a token, spares the product with w_v
-        o, kept = attend(q, k, v)
-        y = leave(product('B/d L Q K/t D, M Q K/t D -> B/d L M +t', o, w.w_o), M)
+        o, kept = attend(turn(q, factor=factor * model.logits_scale), turn(k, factor=factor)[:, :, 0], v)
+        y = leave(product('B/b L/c Q K/t D, M Q K/t D -> B/b L/c M +t', o, w.w_o), M)
         return behind(model, y, norms[1], M), kept
 
 
 @typed
 def feed_forward_half(model: Any, x: jax.Array, w: Any, activation: Callable, norms: Norms, M: str) -> jax.Array:
-    """What a gated network adds to x, which lies as 'B/d L' with M."""
+    """What a gated network adds to x, which lies as 'B/b L/c' with M."""
     with jax.named_scope('ffn'):
         gathered = save_for_backward(enter(x, M))  # 2M bytes a token, spares the product with w_o, its sum, the gather
         normed = gathered if norms[0] is None else rms_norm(gathered, norms[0], model.norm_eps)
@@ -302,28 +265,30 @@ def behind(model: Any, y: jax.Array, scale: jax.Array | None, M: str) -> jax.Arr
 
 
 @typed
-def gated(x: act['B/d L M'], w: Any, activation: Callable) -> act['B/d L M +t']:
+def gated(x: act['B/b L/c M'], w: Any, activation: Callable) -> act['B/b L/c M +t']:
     """activation(x·w_gate) * (x·w_up) · w_down."""
-    gate = product('B/d L M, M F/t -> B/d L F/t', x, w.w_gate)
+    gate = product('B/b L/c M, M F/t -> B/b L/c F/t', x, w.w_gate)
     gate = save_for_backward(gate)  # 2F/t bytes a token, spares a product with w_gate
-    up = product('B/d L M, M F/t -> B/d L F/t', x, w.w_up)
+    up = product('B/b L/c M, M F/t -> B/b L/c F/t', x, w.w_up)
     up = save_for_backward(up)  # 2F/t bytes a token, spares a product with w_up
-    return product('B/d L F/t, M F/t -> B/d L M +t', activation(gate) * up, w.w_down)
+    return product('B/b L/c F/t, M F/t -> B/b L/c M +t', activation(gate) * up, w.w_down)
 
 
 @typed
-def network(x: act['B/d L M'], w: Any, activation: Callable) -> act['B/d L M +t']:
+def network(x: act['B/b L/c M'], w: Any, activation: Callable) -> act['B/b L/c M +t']:
     """activation(x·w_up + b_up) · w_down; b_down is the caller's to add, once the sum over t is taken."""
-    up = product('B/d L M, M F/t -> B/d L F/t', x, w.w_up)
+    up = product('B/b L/c M, M F/t -> B/b L/c F/t', x, w.w_up)
     up = up if getattr(w, 'b_up', None) is None else up + w.b_up[None, None]
     up = save_for_backward(up)  # 2F/t bytes a token, spares a product with w_up
-    return product('B/d L F/t, M F/t -> B/d L M +t', activation(up), w.w_down)
+    return product('B/b L/c F/t, M F/t -> B/b L/c M +t', activation(up), w.w_down)
 
 
 @typed
-def heads_of(x: act['B/d L M'], w: Any) -> tuple[act['B/d L Q K/t D'], act['B/d L Q K/t D'], act['B/d L K/t D']]:
+def heads_of(
+    x: act['B/b L/c M'], w: Any
+) -> tuple[act['B/b L/c Q K/t D'], act['B/b L/c Q K/t D'], act['B/b L/c K/t D']]:
     """q, k and v where each head has keys of its own: q and k with a dim of 1 in the place of Q."""
-    q, k, v = [product('B/d L M, M K/t D -> B/d L K/t D', x, matrix) for matrix in (w.w_q, w.w_k, w.w_v)]
+    q, k, v = [product('B/b L/c M, M K/t D -> B/b L/c K/t D', x, matrix) for matrix in (w.w_q, w.w_k, w.w_v)]
     if getattr(w, 'b_qkv', None) is not None:
         q, k, v = q + w.b_qkv[0][None, None], k + w.b_qkv[1][None, None], v + w.b_qkv[2][None, None]
     return q[:, :, None], k[:, :, None], v
@@ -331,7 +296,7 @@ def heads_of(x: act['B/d L M'], w: Any) -> tuple[act['B/d L Q K/t D'], act['B/d 
 
 # == From tokens to hidden states ======================================================================================
 @typed
-def inputs_of(batch: TokenBatch, bos_id: int) -> tuple[u32['B/d L'], i32['B/d L'], i32['B/d L']]:
+def inputs_of(batch: TokenBatch, bos_id: int) -> tuple[u32['B/b L'], i32['B/b L'], i32['B/b L']]:
     """Of each target the token before it, the number of its segment, and its position there."""
     first = batch.is_seq_start.at[:, 0].set(True)
     inputs = jnp.where(first, jnp.uint32(bos_id), jnp.roll(batch.targets, 1, axis=1))
@@ -346,18 +311,30 @@ def embed(table, tokens, M: str):
 
     @explicit_activation_checkpointing  # else a mask of M bytes a token
     @typed
-    def rows(table: act['V/t M'], tokens: u32['B/d L']) -> act['B/d L M +t']:
-        return shardops.index_unreduced('[V/t] M, B/d L -> B/d L M +t', table, tokens)
+    def rows(table: act['V/t M'], tokens: u32['B/b L/c']) -> act['B/b L/c M +t']:
+        return shardops.index_unreduced('[V/t] M, B/b L/c -> B/b L/c M +t', table, tokens)
 
     return leave(rows(table, tokens), M)
+
+
+def require_positions(model: Any, length: int) -> None:
+    """Raises RunError for rows that are longer than a family's table of positions."""
+    learned = getattr(model, 'positions', length) - getattr(model, 'first_position', 0)
+    if hasattr(model, 'positions') and length > learned:
+        raise RunError(
+            f'rows of {length} tokens: this model has learned {learned} positions (model.positions'
+            f'{" - model.first_position" if hasattr(model, "first_position") else ""}): take shorter rows, '
+            'training.tokens.len'
+        )
 
 
 def hidden(
     family, model, weights, inputs, segment, position, adapt: Callable = lambda w, low: w, low=None, *,
     ends=None, reduce_dtype: str = 'float32', kept: tuple[str, ...] = ('save_for_backward',), unroll: bool = False,
-    dropout: Dropout | None = None,
+    dropout: Dropout | None = None, along_c: Context = ALONE,
 ):  # fmt: skip
-    """The hidden states before the unembedding, act['B/d L M'], with one layer of any family after another.
+    """The hidden states before the unembedding, act['B/b L/c M'], with one layer of any family after another; and what
+    each layer's router did (models/experts.py), None of a family without experts.
 
     Args:
       family: a module of models/.
@@ -367,8 +344,13 @@ def hidden(
       reduce_dtype: in which gradients of weights travel, as training.gradient_reduce_dtype.
       kept: names under which a layer keeps values for the backward pass; none: its input alone.
       dropout: in training alone; what a layer adds has its elements dropped before a bias or a norm behind it.
+      along_c: how rows meet that lie on several devices.
+    Raises:
+      RunError: the rows are longer than a table of positions.
     """
+    require_positions(model, inputs.shape[1])
     mask, ends = family.mask(model), ends or family.gather_ends(weights, reduce_dtype)
+    rows, position = Rows(along_c, segment), along_c.part(position)
 
     @functools.partial(explicit_activation_checkpointing, names=kept)
     def layer(x, of_layer):
@@ -378,67 +360,68 @@ def hidden(
         drop = None if dropout is None else dropout.of_layer(number)
 
         def attend(q, k, v):
-            return attention(model.attention, q, k, v, segment, mask.of_layer(window), mask.cap, drop), None
+            return rows.attention(model.attention, q, k, v, mask.of_layer(window), mask.cap, drop), None
 
         attend.window = mask.of_layer(window)
-        return family.layer(model, x, w, attend, position, 'M/t' if drop is None else Residual(drop))
+        x, _, routing = family.layer(model, x, w, attend, position, 'M/t' if drop is None else Residual(drop))
+        return x, routing
 
     with jax.named_scope('embed'):
-        x = family.embed(model, ends, inputs, position, 'M/t')
+        x = family.embed(model, ends, along_c.part(inputs), position, 'M/t')
     numbers = None if dropout is None else jnp.arange(model.layers, dtype=jnp.uint32)
-    x, _ = lax.scan(layer, x, (weights.transformer, low, mask.by_layer(), numbers), unroll=unroll)
+    x, routing = lax.scan(layer, x, (weights.transformer, low, mask.by_layer(), numbers), unroll=unroll)
     with jax.named_scope('final_norm'):  # keeps its input, 2M/t bytes a token, and not the norm's float32 values
-        return explicit_activation_checkpointing(functools.partial(family.final, model, M='M/t'))(ends, x)
+        return explicit_activation_checkpointing(functools.partial(family.final, model, M='M/t'))(ends, x), routing
 
 
 # == Loss ==============================================================================================================
 @typed
-def logits_of(unembed: Any, x: act['B/d L M'], cap: float | None = None) -> f32['B/d L V/t']:
+def logits_of(unembed: Any, x: act['B/b L/c M'], cap: float | None = None) -> f32['B/b L/c V/t']:
     """In float32, of act['V/t M'] or `Biased`; with a cap, cap · tanh(logits / cap)."""
     table: act['V/t M'] = unembed.table if isinstance(unembed, Biased) else unembed
-    logits = shardops.einsum_unreduced('B/d L M, V/t M -> B/d L V/t', x, table, preferred_element_type=jnp.float32)
+    logits = shardops.einsum_unreduced('B/b L/c M, V/t M -> B/b L/c V/t', x, table, preferred_element_type=jnp.float32)
     logits = logits + unembed.bias[None, None] if isinstance(unembed, Biased) else logits
     return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
-@pytree_dataclass
-class WeightedBatch(TokenBatch):
-    """A batch for a loss that divides by the sum of weights. A data set without weights gives 1 for each target."""
-
-    weight: f32['B/d L']  # of each target; 0 where is_target is False
-
-
 @typed
 def loss_sum(
-    unembed: Any, x: act['B/d L M'], batch: TokenBatch, cap: float | None = None, weight: f32['B/d L'] | None = None,
-    z_loss: float = 0.0,
-) -> f32['+d +t']:  # fmt: skip
+    unembed: Any, x: act['B/b L/c M'], batch: TokenBatch, cap: float | None = None, weight: f32['B/b L'] | None = None,
+    z_loss: float = 0.0, along_c: Context = ALONE,
+) -> f32['+b +c +t']:  # fmt: skip
     """The sum of -log softmax over all targets, as train.py's: a chunk of positions at a time, no logits are sent.
 
-    weight: of each target, such as WeightedBatch's; None: 1.
-    z_loss: times log² Z of each target is added, Z being the sum that softmax divides by: it keeps logits from drifting
-      (Chowdhery et al. 2022, section 5, with 1e-4).
+    Args:
+      weight: of each target, such as WeightedBatch's; None: 1.
+      z_loss: times log² Z of each target is added, Z being the sum that softmax divides by: it keeps logits from
+        drifting (Chowdhery et al. 2022, section 5, with 1e-4).
+      along_c: as of `hidden`.
     """
-    weight: f32['B/d L'] = batch.is_target.astype(jnp.float32) if weight is None else weight
+    weight: f32['B/b L'] = batch.is_target.astype(jnp.float32) if weight is None else weight
 
     @explicit_activation_checkpointing
-    def chunk_loss(unembed: Any, x: act['B/d L M'], others: tuple[u32['B/d L'], f32['B/d L']]) -> f32['+d +t']:
+    def chunk_loss(unembed: Any, x: act['B/b L/c M'], others: tuple[u32['B/b L/c'], f32['B/b L/c']]) -> f32['+b +c +t']:
         targets, weight = others
         logits = save_for_backward(logits_of(unembed.astype(act.dtype), x, cap))  # 4V/t bytes a token of one chunk
-        largest = shardops.pmax('B/d L V/t -> B/d L', lax.stop_gradient(logits))
+        largest = shardops.pmax('B/b L/c V/t -> B/b L/c', lax.stop_gradient(logits))
         largest = save_for_backward(largest)  # 4 bytes a token of one chunk, spares the maximum over t
-        total = shardops.sum_unreduced('B/d L V/t -> B/d L +t', jnp.exp(logits - largest[..., None]))
-        total = shardops.psum('B/d L +t -> B/d L', total)
+        total = shardops.sum_unreduced('B/b L/c V/t -> B/b L/c +t', jnp.exp(logits - largest[..., None]))
+        total = shardops.psum('B/b L/c +t -> B/b L/c', total)
         total = save_for_backward(total)  # 4 bytes a token of one chunk, spares the sum over t
         log_normalizer = largest + jnp.log(total)
-        at_target = shardops.index_unreduced('B/d L [V/t], B/d L -> B/d L +t', logits, targets)
+        at_target = shardops.index_unreduced('B/b L/c [V/t], B/b L/c -> B/b L/c +t', logits, targets)
         if z_loss:
             log_normalizer = log_normalizer + z_loss * log_normalizer**2
-        loss = shardops.pending('B/d L -> B/d L +t', log_normalizer) - at_target
-        return shardops.sum_unreduced('B/d L +t -> +d +t', loss * weight)
+        loss = shardops.pending('B/b L/c -> B/b L/c +t', log_normalizer) - at_target
+        return shardops.sum_unreduced('B/b L/c +t -> +b +c +t', loss * weight)
 
-    chunk = max(size for size in range(1, train.LOSS_CHUNK + 1) if x.shape[1] % size == 0)
-    chunks = functools.partial(rearrange, pattern='B (chunk L) ... -> chunk B L ...', L=chunk)
-    x, others = jax.tree.map(chunks, (x, (batch.targets, weight)))
+    # Each device's own positions in chunks; the config's mesh says how many.
+    own = batch.targets.shape[1] // along_c.devices
+    chunks = own // max(size for size in range(1, train.LOSS_CHUNK + 1) if own % size == 0)
+
+    def in_chunks(part, M=''):
+        return jnp.moveaxis(shardops.regroup(f'B/b L/c{M} -> B/b chunks P/c{M}', part, chunks=chunks), 1, 0)
+
+    x, others = in_chunks(x, ' M'), (in_chunks(along_c.part(batch.targets)), in_chunks(along_c.part(weight)))
     # Float32, so that its gradient adds up over chunks in float32; the products are in act's type.
     return shardops.sum_over_chunks(chunk_loss, unembed.astype(jnp.float32), x, others)

@@ -56,7 +56,7 @@ LAYER, ATTENTION = 'model.layers.{}', 'model.layers.{}.self_attn'
 def norm(before: str, after: str) -> Weight:
     """The published names differ by where it stands."""
     return exact(
-        'M/d/t -> M', 1, lambda model: f'{LAYER}.{after if model.norm_after else before}_layernorm.weight', 'M'
+        'M/w/t -> M', 1, lambda model: f'{LAYER}.{after if model.norm_after else before}_layernorm.weight', 'M'
     )
 
 
@@ -66,22 +66,22 @@ def has_bias(model: Model) -> bool:
 
 KV_WEIGHT, KV_BIAS = [tuple(f'{ATTENTION}.{x}_proj.{kind}' for x in 'kv') for kind in ('weight', 'bias')]
 TABLE = Table({  # at rest -> in use; first values; the published tensor, and how it lies; which models have it
-    'embed': matrix('V/t M/d -> V/t M', 'M', 'model.embed_tokens.weight', 'V M'),
-    'unembed': matrix('V/t M/d -> V/t M', 'M', 'lm_head.weight', 'V M', lambda model: not model.tied),
+    'embed': matrix('V/t M/w -> V/t M', 'M', 'model.embed_tokens.weight', 'V M'),
+    'unembed': matrix('V/t M/w -> V/t M', 'M', 'lm_head.weight', 'V M', lambda model: not model.tied),
     'transformer': {
         'ln1': norm('input', 'post_attention'),
         'ln2': norm('post_attention', 'post_feedforward'),
-        'w_q': matrix('M/d Q K/t D -> M Q K/t D', 'M', f'{ATTENTION}.q_proj.weight', '(K Q D) M', scale=q_scale),
-        'w_kv': matrix('2 M/d K/t D -> M K/t D', 'M', KV_WEIGHT, '(K D) M'),
-        'w_o': matrix('M/d Q K/t D -> M Q K/t D', 'Q K D', f'{ATTENTION}.o_proj.weight', 'M (K Q D)'),
-        'w_gate': matrix('M/d F/t -> M F/t', 'M', f'{LAYER}.mlp.gate_proj.weight', 'F M'),
-        'w_up': matrix('M/d F/t -> M F/t', 'M', f'{LAYER}.mlp.up_proj.weight', 'F M'),
-        'w_down': matrix('M/d F/t -> M F/t', 'F', f'{LAYER}.mlp.down_proj.weight', 'M F'),
-        'b_q': bias('Q K/t D/d -> Q K/t D', 0, f'{ATTENTION}.q_proj.bias', '(K Q D)', has_bias),
-        'b_kv': bias('2 K/t D/d -> 2 K/t D', 0, KV_BIAS, '(K D)', has_bias),
+        'w_q': matrix('M/w Q K/t D -> M Q K/t D', 'M', f'{ATTENTION}.q_proj.weight', '(K Q D) M', scale=q_scale),
+        'w_kv': matrix('2 M/w K/t D -> M K/t D', 'M', KV_WEIGHT, '(K D) M'),
+        'w_o': matrix('M/w Q K/t D -> M Q K/t D', 'Q K D', f'{ATTENTION}.o_proj.weight', 'M (K Q D)'),
+        'w_gate': matrix('M/w F/t -> M F/t', 'M', f'{LAYER}.mlp.gate_proj.weight', 'F M'),
+        'w_up': matrix('M/w F/t -> M F/t', 'M', f'{LAYER}.mlp.up_proj.weight', 'F M'),
+        'w_down': matrix('M/w F/t -> M F/t', 'F', f'{LAYER}.mlp.down_proj.weight', 'M F'),
+        'b_q': bias('Q K/t D -> Q K/t D', 0, f'{ATTENTION}.q_proj.bias', '(K Q D)', has_bias),
+        'b_kv': bias('2 K/t D -> 2 K/t D', 0, KV_BIAS, '(K D)', has_bias),
         **qk_norms(ATTENTION),
     },
-    'final_layer_norm': exact('M/d/t -> M', 1, 'model.norm.weight', 'M'),
+    'final_layer_norm': exact('M/w/t -> M', 1, 'model.norm.weight', 'M'),
 })  # fmt: skip
 Layer, Weights, Gathered, Ends = TABLE.types
 init, gather_layer, gather_ends, published = TABLE.functions
@@ -89,25 +89,25 @@ init, gather_layer, gather_ends, published = TABLE.functions
 
 # == Forward pass ======================================================================================================
 @typed
-def embed(model: Model, ends: Ends, tokens: u32['B/d L'], position: i32['B/d L'], M: str) -> jax.Array:
+def embed(model: Model, ends: Ends, tokens: u32['B/b L/c'], position: i32['B/b L/c'], M: str) -> jax.Array:
     return layers.embed(ends.embed, tokens, M)
 
 
 @typed
 def layer(
-    model: Model, x: jax.Array, w: Gathered, attend: Callable, position: i32['B/d L'], M: str
-) -> tuple[jax.Array, Any]:
-    """One layer; x lies as 'B/d L' with M."""
+    model: Model, x: jax.Array, w: Gathered, attend: Callable, position: i32['B/b L/c'], M: str
+) -> tuple[jax.Array, Any, None]:
+    """One layer; x lies as 'B/b L/c' with M."""
     rope = layers.frequencies(model.d_head, model.rope_max_timescale, model.rope_scaling)
     turn = functools.partial(layers.rotary, position=position, frequency=rope)
     norms = [(None, scale) if model.norm_after else (scale, None) for scale in (w.ln1, w.ln2)]
     y, kept = layers.attention_half(model, x, w, attend, turn, norms[0], M)
     x = x + y
-    return x + layers.feed_forward_half(model, x, w, jax.nn.silu, norms[1], M), kept
+    return x + layers.feed_forward_half(model, x, w, jax.nn.silu, norms[1], M), kept, None
 
 
 @typed
-def final(model: Model, ends: Ends, x: jax.Array, M: str) -> act['B/d L M']:
+def final(model: Model, ends: Ends, x: jax.Array, M: str) -> act['B/b L/c M']:
     """The hidden states that logits are computed from."""
     return rms_norm(enter(x, M), ends.final_layer_norm, model.norm_eps)
 

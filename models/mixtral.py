@@ -1,31 +1,24 @@
-"""Mixtral, OLMoE and Qwen3-MoE: a router sends each token to a few of E experts, which are split over t.
+"""Mixtral, OLMoE and Qwen3-MoE: a router sends each token to a few of E experts (models/experts.py).
 
-A device of t computes its own experts for the tokens of all its rows; the sum over t that ends a layer's half adds
-them. No token is dropped, or each expert has `capacity` slots in a row: then what it computes has a fixed size.
 With the defaults the weights have the names of train_at_scale.py's mixtures: their checkpoints are read here as they
-are. Legend as there: E experts, X of them chosen by a token, H d_ff of one expert, F that of all shared experts
-together. models/layers.py says what a family's file holds.
+are. Legend as in models/experts.py: F is d_ff of all shared experts together. models/layers.py says what a family's
+file holds.
 """
 
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 
 from jax_extra import save_for_backward
 from kernels.attention import KernelName
-from models import layers
+from models import experts, layers
 from models.layers import Mask, RopeScaling, act, enter, leave, rms_norm
 from models.weights import Table, exact, matrix, q_scale, qk_norms
 from runtime.config.keys import Count, Even, Positive, Steps
-from runtime.terminal import RunError
-from shardlib import shardops
-from shardlib.shardtypes import f32, i32, u32
+from shardlib.shardtypes import i32, u32
 from shardlib.typed import typed
 
 
@@ -73,129 +66,40 @@ def has_shared(model: Model) -> bool:
 
 
 TABLE = Table({  # at rest -> in use; first values; the published tensor, and how it lies; which models have it
-    'embed': matrix('V/t M/d -> V/t M', 'M', 'model.embed_tokens.weight', 'V M'),
-    'unembed': matrix('V/t M/d -> V/t M', 'M', 'lm_head.weight', 'V M', lambda model: not model.tied),
+    'embed': matrix('V/t M/w -> V/t M', 'M', 'model.embed_tokens.weight', 'V M'),
+    'unembed': matrix('V/t M/w -> V/t M', 'M', 'lm_head.weight', 'V M', lambda model: not model.tied),
     'transformer': {
-        'ln1': exact('M/d/t -> M', 1, f'{LAYER}.input_layernorm.weight', 'M'),
-        'ln2': exact('M/d/t -> M', 1, f'{LAYER}.post_attention_layernorm.weight', 'M'),
-        'w_q': matrix('M/d Q K/t D -> M Q K/t D', 'M', f'{ATTENTION}.q_proj.weight', '(K Q D) M', scale=q_scale),
-        'w_kv': matrix('2 M/d K/t D -> M K/t D', 'M', tuple(f'{ATTENTION}.{x}_proj.weight' for x in 'kv'), '(K D) M'),
-        'w_o': matrix('M/d Q K/t D -> M Q K/t D', 'Q K D', f'{ATTENTION}.o_proj.weight', 'M (K Q D)'),
-        'router': exact('M/d/t E -> M E', 'M', of_moe('gate', 'gate'), 'E M'),
-        'expert_gate': matrix('E/t M/d H -> E/t M H', 'M', of_moe('experts.{}.gate_proj', 'experts.{}.w1'), 'H M'),
-        'expert_up': matrix('E/t M/d H -> E/t M H', 'M', of_moe('experts.{}.up_proj', 'experts.{}.w3'), 'H M'),
-        'expert_down': matrix('E/t M/d H -> E/t M H', 'H', of_moe('experts.{}.down_proj', 'experts.{}.w2'), 'M H'),
+        'ln1': exact('M/w/t -> M', 1, f'{LAYER}.input_layernorm.weight', 'M'),
+        'ln2': exact('M/w/t -> M', 1, f'{LAYER}.post_attention_layernorm.weight', 'M'),
+        'w_q': matrix('M/w Q K/t D -> M Q K/t D', 'M', f'{ATTENTION}.q_proj.weight', '(K Q D) M', scale=q_scale),
+        'w_kv': matrix('2 M/w K/t D -> M K/t D', 'M', tuple(f'{ATTENTION}.{x}_proj.weight' for x in 'kv'), '(K D) M'),
+        'w_o': matrix('M/w Q K/t D -> M Q K/t D', 'Q K D', f'{ATTENTION}.o_proj.weight', 'M (K Q D)'),
+        'router': exact('M/w/t E -> M E', 'M', of_moe('gate', 'gate'), 'E M'),
+        'expert_gate': matrix('E/e M/v H/t -> E/e M H/t', 'M', of_moe('experts.{}.gate_proj', 'experts.{}.w1'), 'H M'),
+        'expert_up': matrix('E/e M/v H/t -> E/e M H/t', 'M', of_moe('experts.{}.up_proj', 'experts.{}.w3'), 'H M'),
+        'expert_down': matrix('E/e M/v H/t -> E/e M H/t', 'H', of_moe('experts.{}.down_proj', 'experts.{}.w2'), 'M H'),
         # The shared experts, which no published model has.
-        'w_gate': matrix('M/d F/t -> M F/t', 'M', '', 'F M', has_shared),
-        'w_up': matrix('M/d F/t -> M F/t', 'M', '', 'F M', has_shared),
-        'w_down': matrix('M/d F/t -> M F/t', 'F', '', 'M F', has_shared),
+        'w_gate': matrix('M/w F/t -> M F/t', 'M', '', 'F M', has_shared),
+        'w_up': matrix('M/w F/t -> M F/t', 'M', '', 'F M', has_shared),
+        'w_down': matrix('M/w F/t -> M F/t', 'F', '', 'M F', has_shared),
         **qk_norms(ATTENTION),
     },
-    'final_layer_norm': exact('M/d/t -> M', 1, 'model.norm.weight', 'M'),
+    'final_layer_norm': exact('M/w/t -> M', 1, 'model.norm.weight', 'M'),
 }, sizes={'E': 'experts', 'H': 'd_ff', 'F': lambda model: model.shared_experts * model.d_ff})  # fmt: skip
 Layer, Weights, Gathered, Ends = TABLE.types
 init, gather_layer, gather_ends, published = TABLE.functions
 
 
-# == Experts ===========================================================================================================
-@typed
-def route(model: Model, x: act['B/d L M'], router: f32['M E']) -> tuple[act['B/d L X'], i32['B/d L X']]:
-    """Of each token's chosen experts the weight and the number.
-
-    Raises:
-      RunError: more experts are chosen than there are.
-    """
-    if model.experts_per_token > model.experts:
-        raise RunError(f'experts_per_token = {model.experts_per_token}: expected 1 to model.experts = {model.experts}')
-    probs = jax.nn.softmax(shardops.einsum_unreduced('B/d L M, M E -> B/d L E', x.astype(jnp.float32), router))
-    weight, choice = lax.top_k(probs, model.experts_per_token)
-    if model.weights_add_to_one:
-        weight = weight / shardops.sum_unreduced('B/d L X -> B/d L', weight)[..., None]
-    return weight.astype(act.dtype), choice
-
-
-def every_token(x, weight, choice, held, w_gate, w_up, w_down):
-    """Part by part: the weighted results of the experts that a device holds, numbers `held`, for each token of x.
-
-    (token, choice) pairs are sorted by expert, those of other devices last; each expert multiplies its group.
-    """
-    top, count = choice.shape[-1], held.shape[0]
-    own = choice.reshape(-1) - held[0]
-    own = jnp.where((own >= 0) & (own < count), own, count)
-    order = jnp.argsort(own)
-    sizes = jnp.bincount(own, length=count).astype(jnp.int32)
-    is_own = (own[order] < count)[:, None]  # past the last group ragged_dot's rows are not promised to be zero
-    tokens = jnp.where(is_own, x.reshape(-1, x.shape[-1])[order // top], 0)
-    hidden = jax.nn.silu(lax.ragged_dot(tokens, w_gate, sizes)) * lax.ragged_dot(tokens, w_up, sizes)
-    y = lax.ragged_dot(hidden, w_down.swapaxes(1, 2), sizes) * weight.reshape(-1)[order][:, None]
-    y = jnp.where(is_own, y, 0)
-    return jnp.zeros((x.shape[0] * x.shape[1], x.shape[2]), y.dtype).at[order // top].add(y).reshape(x.shape)
-
-
-def slots(choice, held, E, C):
-    """Part by part: of each (token, choice) its slot among those of the experts `held`, the last + 1 where it has none.
-
-    A row's earlier tokens come first, so that no token sees what follows it.
-    """
-    pairs = choice.reshape(choice.shape[0], -1)
-    one_hot = jax.nn.one_hot(pairs, E, dtype=jnp.int32)
-    place = jnp.sum(jnp.cumsum(one_hot, axis=1) * one_hot, axis=-1) - 1
-    own = pairs - held[0]
-    has_slot = (own >= 0) & (own < held.shape[0]) & (place < C)
-    return jnp.where(has_slot, own * C + place, held.shape[0] * C).reshape(choice.shape)
-
-
-def dispatch(x, choice, held, E, C):
-    """Part by part: the tokens in the slots of the experts `held`; zero in slots that are free."""
-    slot = slots(choice, held, E, C).reshape(choice.shape[0], -1)
-    tokens = jnp.repeat(x, choice.shape[-1], axis=1)
-    taken = jnp.zeros((x.shape[0], held.shape[0] * C + 1, x.shape[2]), x.dtype)
-    taken = jax.vmap(lambda taken, slot, tokens: taken.at[slot].set(tokens))(taken, slot, tokens)
-    return taken[:, :-1].reshape(x.shape[0], held.shape[0], C, x.shape[2])
-
-
-def combine(y, weight, choice, held, E):
-    """Part by part: the weighted results of the experts `held`, back where the tokens are."""
-    slot = slots(choice, held, E, y.shape[2]).reshape(choice.shape[0], -1)
-    y = jnp.pad(y.reshape(y.shape[0], -1, y.shape[-1]), ((0, 0), (0, 1), (0, 0)))
-    y = jnp.take_along_axis(y, slot[..., None], axis=1).reshape(*choice.shape, y.shape[-1])
-    return jnp.sum(y * weight[..., None], axis=2)
-
-
-@typed
-def experts(
-    model: Model, x: act['B/d L M'], weight: act['B/d L X'], choice: i32['B/d L X'],
-    w_gate: act['E/t M H'], w_up: act['E/t M H'], w_down: act['E/t M H'],
-) -> act['B/d L M +t']:  # fmt: skip
-    """The chosen experts' results, weighted; what a device lacks is in the sum over t."""
-    E = model.experts
-    held = shardops.slice('E -> E/t', jnp.arange(E, dtype=jnp.int32))
-    if model.capacity is None:
-        types = 'B/d L M, B/d L X, B/d L X, E/t, E/t M H, E/t M H, E/t M H -> B/d L M +t'
-        return shardops.local(types, every_token, x, weight, choice, held, w_gate, w_up, w_down)
-    C = math.ceil(model.capacity * x.shape[1] * model.experts_per_token / E)
-    C = max(1, min(x.shape[1], C))  # slots of an expert in a row
-    into = functools.partial(dispatch, E=E, C=C)
-    tokens = shardops.local('B/d L M, B/d L X, E/t -> B/d E/t C M', into, x, choice, held, C=C)
-    gate = shardops.einsum_unreduced('B/d E/t C M, E/t M H -> B/d E/t C H', tokens, w_gate)
-    gate = save_for_backward(gate)  # 2·capacity·XH/t bytes a token, spares a product with w_gate
-    up = shardops.einsum_unreduced('B/d E/t C M, E/t M H -> B/d E/t C H', tokens, w_up)
-    up = save_for_backward(up)  # 2·capacity·XH/t bytes a token, spares a product with w_up
-    y = shardops.einsum_unreduced('B/d E/t C H, E/t M H -> B/d E/t C M', jax.nn.silu(gate) * up, w_down)
-    back = functools.partial(combine, E=E)
-    return shardops.local('B/d E/t C M, B/d L X, B/d L X, E/t -> B/d L M +t', back, y, weight, choice, held)
-
-
 # == Forward pass ======================================================================================================
 @typed
-def embed(model: Model, ends: Ends, tokens: u32['B/d L'], position: i32['B/d L'], M: str) -> jax.Array:
+def embed(model: Model, ends: Ends, tokens: u32['B/b L/c'], position: i32['B/b L/c'], M: str) -> jax.Array:
     return layers.embed(ends.embed, tokens, M)
 
 
 @typed
 def layer(
-    model: Model, x: jax.Array, w: Gathered, attend: Callable, position: i32['B/d L'], M: str
-) -> tuple[jax.Array, Any]:
+    model: Model, x: jax.Array, w: Gathered, attend: Callable, position: i32['B/b L/c'], M: str
+) -> tuple[jax.Array, Any, Any]:
     """One layer, as models/llama.py's up to the experts."""
     rope = layers.frequencies(model.d_head, model.rope_max_timescale, model.rope_scaling)
     turn = functools.partial(layers.rotary, position=position, frequency=rope)
@@ -204,14 +108,13 @@ def layer(
     with jax.named_scope('ffn'):
         gathered = save_for_backward(enter(x, M))  # 2M bytes a token, spares the product with w_o, its sum, the gather
         normed = rms_norm(gathered, w.ln2, model.norm_eps)
-        weight, choice = route(model, normed, w.router)
-        y = experts(model, normed, weight, choice, w.expert_gate, w.expert_up, w.expert_down)
-        y = y if w.w_gate is None else y + layers.gated(normed, w, jax.nn.silu)
-        return x + leave(y, M), kept
+        y, routing = experts.mixture(model, normed, w.router, (w.expert_gate, w.expert_up, w.expert_down), M)
+        y = y if w.w_gate is None else y + leave(layers.gated(normed, w, jax.nn.silu), M)
+        return x + y, kept, routing
 
 
 @typed
-def final(model: Model, ends: Ends, x: jax.Array, M: str) -> act['B/d L M']:
+def final(model: Model, ends: Ends, x: jax.Array, M: str) -> act['B/b L/c M']:
     """The hidden states that logits are computed from."""
     return rms_norm(enter(x, M), ends.final_layer_norm, model.norm_eps)
 

@@ -1,6 +1,6 @@
 """T5 1.0 and 1.1 (and Flan-T5, which are 1.1): an encoder, and a decoder that also attends to what it wrote.
 
-    x = t5.hidden(model, weights, read, read_segment, inputs, segment)      # 'B/d L M', of the decoder's tokens
+    x = t5.hidden(model, weights, read, read_segment, inputs, segment)      # 'B/b L/c M', of the decoder's tokens
 
 Decoding encodes once: `encoded = encode(...)`, then `memory(...)` makes of it each decoder layer's keys and values; a
 layer's `cross(q, project)` attends to those and does not call `project`, its `attend` to the tokens that were written.
@@ -21,6 +21,7 @@ from jax import lax
 
 from jax_extra import explicit_activation_checkpointing, save_for_backward
 from models import layers
+from models.context import ALONE, attention_where, deal_heads
 from models.layers import Mask, WeightedBatch, act, enter, leave, rms_norm
 from models.weights import Table, Weight, exact, matrix
 from runtime.config.keys import Count, Positive
@@ -62,14 +63,14 @@ def stack(name: str, ffn: int) -> dict[str, Weight]:
     attention, dense = f'{block}.0.SelfAttention', f'{block}.{ffn}.DenseReluDense'
     kv = tuple(f'{attention}.{x}.weight' for x in 'kv')
     return {
-        'ln1': exact('M/d/t -> M', 1, f'{block}.0.layer_norm.weight', 'M'),
-        'ln2': exact('M/d/t -> M', 1, f'{block}.{ffn}.layer_norm.weight', 'M'),
-        'w_q': matrix('M/d K/t D -> M K/t D', 'M', f'{attention}.q.weight', '(K D) M', scale=small_scale),
-        'w_kv': matrix('2 M/d K/t D -> M K/t D', 'M', kv, '(K D) M'),
-        'w_o': matrix('M/d K/t D -> M K/t D', 'K D', f'{attention}.o.weight', 'M (K D)'),
-        'w_up': matrix('M/d F/t -> M F/t', 'M', lambda model: f'{dense}.wi{"_1" if model.gated else ""}.weight', 'F M'),
-        'w_down': matrix('M/d F/t -> M F/t', 'F', f'{dense}.wo.weight', 'M F'),
-        'w_gate': matrix('M/d F/t -> M F/t', 'M', f'{dense}.wi_0.weight', 'F M', is_gated),
+        'ln1': exact('M/w/t -> M', 1, f'{block}.0.layer_norm.weight', 'M'),
+        'ln2': exact('M/w/t -> M', 1, f'{block}.{ffn}.layer_norm.weight', 'M'),
+        'w_q': matrix('M/w K/t D -> M K/t D', 'M', f'{attention}.q.weight', '(K D) M', scale=small_scale),
+        'w_kv': matrix('2 M/w K/t D -> M K/t D', 'M', kv, '(K D) M'),
+        'w_o': matrix('M/w K/t D -> M K/t D', 'K D', f'{attention}.o.weight', 'M (K D)'),
+        'w_up': matrix('M/w F/t -> M F/t', 'M', lambda model: f'{dense}.wi{"_1" if model.gated else ""}.weight', 'F M'),
+        'w_down': matrix('M/w F/t -> M F/t', 'F', f'{dense}.wo.weight', 'M F'),
+        'w_gate': matrix('M/w F/t -> M F/t', 'M', f'{dense}.wi_0.weight', 'F M', is_gated),
     }
 
 
@@ -81,26 +82,26 @@ def small_scale(model: Model) -> float:
 def of_stack(name: str) -> dict[str, Weight]:
     table = f'{name}.block.0.layer.0.SelfAttention.relative_attention_bias.weight'
     return {
-        f'{name}_bias': exact('N/d K/t -> N K/t', 'M', table, 'N K'),
-        f'{name}_norm': exact('M/d/t -> M', 1, f'{name}.final_layer_norm.weight', 'M'),
+        f'{name}_bias': exact('N K/t -> N K/t', 'M', table, 'N K'),
+        f'{name}_norm': exact('M/w/t -> M', 1, f'{name}.final_layer_norm.weight', 'M'),
     }
 
 
 CROSS = 'decoder.block.{}.layer.1'
 CROSS_KV = tuple(f'{CROSS}.EncDecAttention.{x}.weight' for x in 'kv')
 TABLE = Table({  # at rest -> in use; first values; the published tensor, and how it lies; which models have it
-    'embed': matrix('V/t M/d -> V/t M', '1', 'shared.weight', 'V M'),
-    'unembed': matrix('V/t M/d -> V/t M', 'M', 'lm_head.weight', 'V M', lambda model: not model.tied),
+    'embed': matrix('V/t M/w -> V/t M', '1', 'shared.weight', 'V M'),
+    'unembed': matrix('V/t M/w -> V/t M', 'M', 'lm_head.weight', 'V M', lambda model: not model.tied),
     'encoder': stack('encoder', 1),
     **of_stack('encoder'),
     'decoder': {
         **stack('decoder', 2),
-        'ln_cross': exact('M/d/t -> M', 1, f'{CROSS}.layer_norm.weight', 'M'),
+        'ln_cross': exact('M/w/t -> M', 1, f'{CROSS}.layer_norm.weight', 'M'),
         'cross_q': matrix(
-            'M/d K/t D -> M K/t D', 'M', f'{CROSS}.EncDecAttention.q.weight', '(K D) M', scale=small_scale
+            'M/w K/t D -> M K/t D', 'M', f'{CROSS}.EncDecAttention.q.weight', '(K D) M', scale=small_scale
         ),
-        'cross_kv': matrix('2 M/d K/t D -> M K/t D', 'M', CROSS_KV, '(K D) M'),
-        'cross_o': matrix('M/d K/t D -> M K/t D', 'K D', f'{CROSS}.EncDecAttention.o.weight', 'M (K D)'),
+        'cross_kv': matrix('2 M/w K/t D -> M K/t D', 'M', CROSS_KV, '(K D) M'),
+        'cross_o': matrix('M/w K/t D -> M K/t D', 'K D', f'{CROSS}.EncDecAttention.o.weight', 'M (K D)'),
     },
     **of_stack('decoder'),
 }, sizes={'N': 'buckets'}, counts={'encoder': 'encoder_layers'})  # fmt: skip
@@ -129,17 +130,18 @@ def bucket_of(model: Model, distance: jax.Array, both_ways: bool) -> jax.Array:
 
 
 @typed
-def relative_bias(model: Model, table: f32['N K/t'], distance: i32['L S'], both_ways: bool) -> f32['K/t L S']:
+def relative_bias(model: Model, table: f32['N K/t'], distance: i32['L S'], both_ways: bool) -> f32['K/h L S']:
     """What is added to attention's logits."""
     bucket = bucket_of(model, distance, both_ways)
-    return jnp.moveaxis(shardops.index_unreduced('[N] K/t, L S -> L S K/t', table, bucket), -1, 0)
+    bias = shardops.index_unreduced('[N] K/t, L S -> L S K/t', table, bucket)
+    return shardops.slice('K/t L S -> K/h L S', jnp.moveaxis(bias, -1, 0))
 
 
 @typed
-def decoding_bias(model: Model, ends: Ends, distance: i32['B/d L S']) -> f32['B/d K/t L S']:
+def decoding_bias(model: Model, ends: Ends, distance: i32['B/b L S']) -> f32['B/b K/t L S']:
     """The same for the decoder, of rows that are at places of their own."""
     bucket = bucket_of(model, distance, both_ways=False)
-    return jnp.moveaxis(shardops.index_unreduced('[N] K/t, B/d L S -> B/d L S K/t', ends.decoder_bias, bucket), -1, 1)
+    return jnp.moveaxis(shardops.index_unreduced('[N] K/t, B/b L S -> B/b L S K/t', ends.decoder_bias, bucket), -1, 1)
 
 
 # == Batch =============================================================================================================
@@ -148,12 +150,12 @@ class PairBatch(WeightedBatch):
     """Pairs, several a row, as `tools.tokenize_text format=pairs` writes them: the decoder's n-th sequence of a row is
     written to the n-th that the encoder reads."""
 
-    read: u32['B/d S']
-    read_starts: bool_['B/d S']  # the token starts a sequence
+    read: u32['B/b S']
+    read_starts: bool_['B/b S']  # the token starts a sequence
 
 
 @typed
-def pairs_of(batch: PairBatch, bos_id: int) -> tuple[u32['B/d S'], i32['B/d S'], u32['B/d L'], i32['B/d L']]:
+def pairs_of(batch: PairBatch, bos_id: int) -> tuple[u32['B/b S'], i32['B/b S'], u32['B/b L'], i32['B/b L']]:
     """What `hidden` takes after its weights: read, read_segment, inputs, segment. bos_id: decoder_start_token_id."""
     inputs, segment, _ = layers.inputs_of(batch, bos_id)
     return batch.read, jnp.cumsum(batch.read_starts, axis=1, dtype=jnp.int32), inputs, segment
@@ -161,63 +163,60 @@ def pairs_of(batch: PairBatch, bos_id: int) -> tuple[u32['B/d S'], i32['B/d S'],
 
 # == Forward pass ======================================================================================================
 @typed
-def embed(model: Model, ends: Ends, tokens: u32['B/d L'], position: i32['B/d L'] | None, M: str) -> jax.Array:
+def embed(model: Model, ends: Ends, tokens: u32['B/b L/c'], position: i32['B/b L/c'] | None, M: str) -> jax.Array:
     return layers.embed(ends.embed, tokens, M)
 
 
 @typed
-def project(w: Gathered, encoded: act['B/d S M']) -> tuple[act['B/d S K/t D'], act['B/d S K/t D']]:
+def project(w: Gathered, encoded: act['B/b S/c M']) -> tuple[act['B/b S/c K/t D'], act['B/b S/c K/t D']]:
     """The keys and values that a layer of the decoder makes of what the encoder wrote."""
-    k = product('B/d S M, M K/t D -> B/d S K/t D', encoded, w.cross_k)
-    return k, product('B/d S M, M K/t D -> B/d S K/t D', encoded, w.cross_v)
+    k = product('B/b S/c M, M K/t D -> B/b S/c K/t D', encoded, w.cross_k)
+    return k, product('B/b S/c M, M K/t D -> B/b S/c K/t D', encoded, w.cross_v)
 
 
 @typed
 def layer(
     model: Model, x: jax.Array, w: Gathered, attend: Callable, cross: Callable | None, M: str
-) -> tuple[jax.Array, Any]:
-    """One layer of the decoder, or without `cross` of the encoder; x lies as 'B/d L' with M.
+) -> tuple[jax.Array, Any, None]:
+    """One layer of the decoder, or without `cross` of the encoder; x lies as 'B/b L/c' with M.
 
     `attend(q, k, v)` returns o and what of k and v is to be kept; `cross(q, project)` returns o, where
     `project(encoded)` are keys and values. No factor stands before q·k.
     """
-    x: act[f'B/d L {M}'] = x
+    x: act[f'B/b L/c {M}'] = x
 
     with jax.named_scope('attention'):
         gathered = save_for_backward(enter(x, M))  # 2M bytes a token, in the place of the input's 2M/t
         normed = rms_norm(gathered, w.ln1, model.norm_eps)
         q, k, v = layers.heads_of(normed, w)
-        q = save_for_backward(q)  # 2KD/t bytes a token, spares the product with w_q
-        k = save_for_backward(k[:, :, 0])  # 2KD/t bytes a token, spares the product with w_k
-        v = save_for_backward(v)  # 2KD/t bytes a token, spares the product with w_v
-        o, kept = attend(q, k, v)
-        x = x + leave(product('B/d L K/t D, M K/t D -> B/d L M +t', o[:, :, 0], w.w_o), M)
+        o, kept = attend(q, k[:, :, 0], v)
+        x = x + leave(product('B/b L/c K/t D, M K/t D -> B/b L/c M +t', o[:, :, 0], w.w_o), M)
 
     if cross is not None:
         with jax.named_scope('cross'):
             gathered = save_for_backward(enter(x, M))  # 2M bytes a token, spares the product with w_o, sum, gather
             normed = rms_norm(gathered, w.ln_cross, model.norm_eps)
-            q = product('B/d L M, M K/t D -> B/d L K/t D', normed, w.cross_q)
+            q = product('B/b L/c M, M K/t D -> B/b L/c K/t D', normed, w.cross_q)
             q = save_for_backward(q)  # 2KD/t bytes a token, spares the product with cross_q
             o = cross(q[:, :, None], functools.partial(project, w))
-            x = x + leave(product('B/d L K/t D, M K/t D -> B/d L M +t', o[:, :, 0], w.cross_o), M)
+            x = x + leave(product('B/b L/c K/t D, M K/t D -> B/b L/c M +t', o[:, :, 0], w.cross_o), M)
 
     with jax.named_scope('ffn'):
         gathered = save_for_backward(enter(x, M))  # 2M bytes a token, spares the product before, its sum, the gather
         normed = rms_norm(gathered, w.ln2, model.norm_eps)
         of_ffn = layers.network(normed, w, jax.nn.relu) if w.w_gate is None else layers.gated(normed, w, jax.nn.gelu)
-        return x + leave(of_ffn, M), kept
+        return x + leave(of_ffn, M), kept, None
 
 
 @typed
-def final(model: Model, ends: Ends, x: jax.Array, M: str) -> act['B/d L M']:
+def final(model: Model, ends: Ends, x: jax.Array, M: str) -> act['B/b L/c M']:
     """The decoder's hidden states that logits are computed from."""
     scale = ends.decoder_norm * model.d_model**-0.5 if model.tied else ends.decoder_norm
     return rms_norm(enter(x, M), scale, model.norm_eps)
 
 
 @typed
-def final_of_encoder(model: Model, ends: Ends, x: jax.Array, M: str) -> act['B/d L M']:
+def final_of_encoder(model: Model, ends: Ends, x: jax.Array, M: str) -> act['B/b L/c M']:
     """What the encoder writes, after its last layer."""
     return rms_norm(enter(x, M), ends.encoder_norm, model.norm_eps)
 
@@ -228,7 +227,7 @@ def _stack(model, weights, x, attend, cross, adapt, low, reduce_dtype, kept, unr
     @functools.partial(explicit_activation_checkpointing, names=kept)
     def one(x, of_layer):
         w, low = of_layer
-        return layer(model, x, adapt(gather_layer(w, reduce_dtype), low), attend, cross, 'M/t')
+        return layer(model, x, adapt(gather_layer(w, reduce_dtype), low), attend, cross, 'M/t')[0], None
 
     return lax.scan(one, x, (weights, low), unroll=unroll)[0]
 
@@ -237,25 +236,28 @@ def encode(
     model, weights, read, segment, adapt: Callable = lambda w, low: w, low=None, *,
     ends=None, reduce_dtype: str = 'float32', kept: tuple[str, ...] = ('save_for_backward',), unroll: bool = False,
 ):  # fmt: skip
-    """What the encoder writes, act['B/d S M'], of tokens u32['B/d S'], which see those of their own segment."""
+    """What the encoder writes, act['B/b S/c M'], of tokens u32['B/b S'], which see those of their own segment."""
     ends = ends or gather_ends(weights, reduce_dtype)
     place = jnp.arange(read.shape[1], dtype=jnp.int32)
     bias = relative_bias(model, ends.encoder_bias, place[:, None] - place[None], both_ways=True)
+    same = segment[:, :, None] == segment[:, None, :]
+    whole = functools.partial(attention_where, allowed=same, bias=bias)
 
     def attend(q, k, v):
-        return layers.attention_where(q, k, v, segment[:, :, None] == segment[:, None, :], bias=bias), None
+        return deal_heads(whole, q, k, v), None
 
-    x = embed(model, ends, read, None, 'M/t')
+    x = embed(model, ends, ALONE.part(read), None, 'M/t')
     x = _stack(model, weights.encoder, x, attend, None, adapt, low, reduce_dtype, kept, unroll)
     return final_of_encoder(model, ends, x, 'M/t')
 
 
 @typed
-def memory(weights: Weights, encoded: act['B/d S M']) -> act['layers 2 B/d S K/t D']:
+def memory(weights: Weights, encoded: act['B/b S/c M']) -> act['layers 2 B/b S K/t D']:
     """For decoding: the keys and values of all layers of the decoder."""
 
     def of_layer(_, w):
-        return None, jnp.stack(project(gather_layer(w), encoded))
+        both = jnp.stack(project(gather_layer(w), encoded))
+        return None, shardops.all_gather('2 B/b S/c K/t D -> 2 B/b S K/t D', both)
 
     return lax.scan(of_layer, None, weights.decoder)[1]
 
@@ -264,10 +266,10 @@ def hidden(
     model, weights, read, read_segment, inputs, segment, adapt: Callable = lambda w, low: w, low=(None, None), *,
     ends=None, reduce_dtype: str = 'float32', kept: tuple[str, ...] = ('save_for_backward',), unroll: bool = False,
 ):  # fmt: skip
-    """The decoder's hidden states before the unembedding, act['B/d L M']; options as of layers.hidden.
+    """The decoder's hidden states before the unembedding, act['B/b L/c M']; options as of layers.hidden.
 
     Args:
-      read, read_segment: the encoder's tokens, u32['B/d S'], and the numbers of their segments, i32['B/d S']; a token
+      read, read_segment: the encoder's tokens, u32['B/b S'], and the numbers of their segments, i32['B/b S']; a token
         of the decoder sees those of its own segment. Padding has a number of its own, such as 0.
       inputs, segment: the decoder's, as of layers.inputs_of; a sequence begins with decoder_start_token_id.
       low: adapters of the encoder's layers and of the decoder's.
@@ -279,16 +281,18 @@ def hidden(
     place = jnp.arange(inputs.shape[1], dtype=jnp.int32)
     distance = place[:, None] - place[None]
     bias = relative_bias(model, ends.decoder_bias, distance, both_ways=False)
+    allowed = (segment[:, :, None] == segment[:, None, :]) & (distance >= 0)[None]
+    whole = functools.partial(attention_where, allowed=allowed, bias=bias)
+    of_read = functools.partial(attention_where, allowed=segment[:, :, None] == read_segment[:, None, :])
 
     def attend(q, k, v):
-        allowed = (segment[:, :, None] == segment[:, None, :]) & (distance >= 0)[None]
-        return layers.attention_where(q, k, v, allowed, bias=bias), None
+        return deal_heads(whole, q, k, v), None
 
     def cross(q, project):
-        return layers.attention_where(q, *project(encoded), segment[:, :, None] == read_segment[:, None, :])
+        return deal_heads(of_read, q, *project(encoded), is_saved=False)
 
     with jax.named_scope('embed'):
-        x = embed(model, ends, inputs, None, 'M/t')
+        x = embed(model, ends, ALONE.part(inputs), None, 'M/t')
     x = _stack(model, weights.decoder, x, attend, cross, adapt, low[1], **options)
     with jax.named_scope('final_norm'):
         return explicit_activation_checkpointing(functools.partial(final, model, M='M/t'))(ends, x)

@@ -1,11 +1,11 @@
 """A family's weights as a table, a line a weight: their types, first values, gathers and published names follow.
 
     TABLE = Table({
-        'embed': matrix('V/t M/d -> V/t M', 'M', 'model.embed_tokens.weight', 'V M'),
+        'embed': matrix('V/t M/w -> V/t M', 'M', 'model.embed_tokens.weight', 'V M'),
         'transformer': {     # a stack of layers
-            'ln1': exact('M/d/t -> M', 1, 'model.layers.{}.input_layernorm.weight', 'M'),
-            'w_kv': matrix('2 M/d K/t D -> M K/t D', 'M', ('….k_proj.weight', '….v_proj.weight'), '(K D) M'),
-            'b_o': bias('M/d/t -> M', 0, '….o_proj.bias', 'M', lambda model: model.has_biases),
+            'ln1': exact('M/w/t -> M', 1, 'model.layers.{}.input_layernorm.weight', 'M'),
+            'w_kv': matrix('2 M/w K/t D -> M K/t D', 'M', ('….k_proj.weight', '….v_proj.weight'), '(K D) M'),
+            'b_o': bias('M/w/t -> M', 0, '….o_proj.bias', 'M', lambda model: model.has_biases),
         },
     })
     Layer, Weights, Gathered, Ends = TABLE.types
@@ -13,8 +13,8 @@
 
 A line says how the weight lies at rest -> in use, which is the string of its all-gather; its first values, a constant
 or the letters of a matrix's fan-in; the published tensor, or the tensors that it is a stack of, and how one lies; and
-which models have it. `w_kv`, a stack of 2, is gathered as `w_k` and `w_v`: a result whose first dim were the 2 would
-have to be transposed.
+which models have it. What is no matrix and has no M is small, and lies at rest as in use: 'D'. `w_kv`, a stack of 2, is
+gathered as `w_k` and `w_v`: a result whose first dim were the 2 would have to be transposed.
 """
 
 import functools
@@ -28,7 +28,7 @@ import jax.numpy as jnp
 
 from jax_extra import fold_in_str
 from shardlib import shardops
-from shardlib.shardtypes import Array, ComputeType, DType, Scope, check_tree, f32, pytree_dataclass
+from shardlib.shardtypes import Array, ArrayType, ComputeType, DType, Scope, check_tree, f32, pytree_dataclass
 from shardlib.spec import ShardingError, users_line
 from train import act
 
@@ -44,7 +44,7 @@ class Weight:
 
     at_rest: DType
     in_use: DType
-    lies: str  # 'M/d F/t -> M F/t'
+    lies: str  # 'M/w F/t -> M F/t'
     first: Any  # first values: a number, one for each of the first dim, or the letters of the fan-in
     published: Any  # a name, or several that the first dim is a stack of; or a function of the model; '': not published
     layout: Any  # of the published tensor: '(K Q D) M'; or a function of the model
@@ -60,6 +60,20 @@ class Weight:
     @property
     def use(self) -> str:
         return self.lies.partition(' -> ')[2]
+
+    @property
+    def type_at_rest(self) -> ArrayType:
+        return self.typed(self.at_rest, self.rest)
+
+    @property
+    def type_in_use(self) -> ArrayType:
+        return self.typed(self.in_use, self.use)
+
+    def typed(self, element: DType, dims: str) -> ArrayType:
+        try:
+            return element[dims]
+        except ShardingError as error:
+            raise error.extended(f"  for a weight that lies '{self.lies}'\n  at {self.line}") from None
 
     @property
     def is_optional(self) -> bool:
@@ -81,7 +95,9 @@ class Weight:
         result = {}
         for part, number in parts.items():
             string, one = (self.lies, w) if number is None else (self.lies.partition(' ')[2], w[number])
-            with jax.named_scope(part):  # a line of the ledger
+            if self.rest == self.use:
+                used = one.astype(self.in_use.dtype)
+            else:
                 used = shardops.all_gather(string, one, **options)
             result[part] = used + self.plus if self.plus else used
         return result
@@ -115,7 +131,7 @@ class Biased:
 
 
 def letters(dims: str) -> list[str]:
-    """Without axes: 'M/d F/t' has M and F."""
+    """Without axes: 'M/w F/t' has M and F."""
     return [dim.partition('/')[0] for dim in dims.split()]
 
 
@@ -144,20 +160,20 @@ class Table:
         optional = {name for name, weight in self.layer.items() if weight.is_optional or name not in everywhere}
         of_ends = {name for name, weight in self.ends.items() if weight.is_optional}
 
-        self.Layer = tree_type('Layer', 'At rest.', {x: w.at_rest[w.rest] for x, w in self.layer.items()}, optional)
+        self.Layer = tree_type('Layer', 'At rest.', {x: w.type_at_rest for x, w in self.layer.items()}, optional)
         types = {
-            name: Array[counts.get(name, 'layers'), self.Layer] if name in self.stacks else each.at_rest[each.rest]
+            name: Array[counts.get(name, 'layers'), self.Layer] if name in self.stacks else each.type_at_rest
             for name, each in table.items()
         }
         self.Weights = tree_type('Weights', 'At rest.', types, of_ends)
 
         parts = {part: (weight, name) for name, weight in self.layer.items() for part in weight.parts(name)}
-        types = {part: weight.in_use[weight.use] for part, (weight, _) in parts.items()}
+        types = {part: weight.type_in_use for part, (weight, _) in parts.items()}
         doc = 'What a layer multiplies with; a matrix may be `Adapted`.'
         self.Gathered = tree_type('Gathered', doc, types, {x for x, (_, name) in parts.items() if name in optional})
 
-        unembed = Biased if 'unembed_bias' in self.ends else self.ends['embed'].in_use[self.ends['embed'].use]
-        types = {name: weight.in_use[weight.use] for name, weight in self.ends.items() if name != 'unembed_bias'}
+        unembed = Biased if 'unembed_bias' in self.ends else self.ends['embed'].type_in_use
+        types = {name: weight.type_in_use for name, weight in self.ends.items() if name != 'unembed_bias'}
         doc = 'What stands before the first layer and after the last, gathered.'
         self.Ends = tree_type('Ends', doc, types | {'unembed': unembed}, of_ends - {'unembed'})
 
@@ -242,8 +258,8 @@ def qk_norms(attention: str, plus: float = 0.0) -> dict[str, Weight]:
     """Scales of RMSNorm of q and k, of each head by itself or of all heads together."""
     q, k = [f'{attention}.{x}_norm.weight' for x in 'qk']
     return {
-        'q_norm': exact('D/d/t -> D', 1 - plus, q, 'D', of_each_head, plus),
-        'k_norm': exact('D/d/t -> D', 1 - plus, k, 'D', of_each_head, plus),
-        'q_norm_all': exact('Q K/t D/d -> Q K/t D', 1 - plus, q, '(K Q D)', of_all_heads, plus),
-        'k_norm_all': exact('K/t D/d -> K/t D', 1 - plus, k, '(K D)', of_all_heads, plus),
+        'q_norm': exact('D -> D', 1 - plus, q, 'D', of_each_head, plus),
+        'k_norm': exact('D -> D', 1 - plus, k, 'D', of_each_head, plus),
+        'q_norm_all': exact('Q K/t D -> Q K/t D', 1 - plus, q, '(K Q D)', of_all_heads, plus),
+        'k_norm_all': exact('K/t D -> K/t D', 1 - plus, k, '(K D)', of_all_heads, plus),
     }

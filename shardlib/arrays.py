@@ -146,10 +146,11 @@ def devices_of(dim: Dim, axes: dict[str, int]) -> int:
 def require_divisible(dim: Dim, size: int, axes: dict[str, int]):
     """Raises `Indivisible` for a dim of the whole array that its axes cannot divide."""
     if size % parts(dim, axes):
-        sizes = " × ".join(f"{axis}={axes[axis]}" for axis in dim.axes)
-        noun = "axis" if len(dim.axes) == 1 else "axes"
+        split = tuple(axis for axis in dim.axes if axes[axis] > 1)
+        sizes = " × ".join(f"{axis}={axes[axis]}" for axis in split)
+        noun = "axis" if len(split) == 1 else "axes"
         text = f"dim {dim.name} has size {size}, which {noun} {sizes} cannot divide"
-        raise Indivisible(text, size, dim.axes)
+        raise Indivisible(text, size, split)
 
 
 def indivisible(type_, shapes, axes: dict[str, int]) -> list[Indivisible]:

@@ -69,9 +69,12 @@ def refuse_all(made, check, folder, file="train.py", place=None):
     return len(made)
 
 
-def refuse_all_of(file, check, folder, record_property, place=None):
+GROUPS = ("b", "w", "c", "t")  # as the programs on models/ name them
+
+
+def refuse_all_of(file, check, folder, record_property, place=None, axes=("d", "t")):
     """The same of all mutants of a file of the repository; says how many there were, and returns that."""
-    count = refuse_all(mutants((ROOT / file).read_text()), check, folder, Path(file).name, place)
+    count = refuse_all(mutants((ROOT / file).read_text(), axes), check, folder, Path(file).name, place)
     record_property("summary", f"{count} mutants of {file}: none accepted")
     return count
 

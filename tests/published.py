@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import json
+import math
 from pathlib import Path
 
 import jax
@@ -13,18 +14,30 @@ from pages import module_of
 from safetensors.numpy import load_file
 
 from models import foreign, huggingface
+from models.context import ALONE
+from models.layers import TokenBatch
+from models.mesh import Mesh
 from runtime.run import with_shardings
 from shardlib import shardops
 from shardlib.mesh import make_mesh
 from shardlib.shardtypes import f32, i32, make_shardings, narrowed, pytree_dataclass, typed_shard_map, u32
-from train import TokenBatch, act
+from train import act
 
 FOLDER = Path(__file__).parent / "models/golden"
 NAMES = sorted(path.name for path in FOLDER.iterdir())
 
 
 @contextlib.contextmanager
-def on_mesh(d, t, dtype="float32"):
+def on_mesh(d=1, t=1, dtype="float32", **others):
+    """Five axes, of one device where nothing is said."""
+    act.dtype, axes = dtype, vars(Mesh(d=d, t=t, **others))
+    with jax.set_mesh(make_mesh(axes, devices=jax.devices()[: math.prod(axes.values())])):
+        yield
+
+
+@contextlib.contextmanager
+def on_mesh_of_train_py(d, t, dtype="float32"):
+    """Its two axes."""
     act.dtype = dtype
     with jax.set_mesh(make_mesh({"d": d, "t": t}, devices=jax.devices()[: d * t])):
         yield
@@ -56,16 +69,16 @@ def weights_of(source, pool, model=None):
 class Read:
     """What T5's encoder reads, and the numbers of its segments."""
 
-    tokens: u32["B/d S"]
-    segment: i32["B/d S"]
+    tokens: u32["B/b S"]
+    segment: i32["B/b S"]
 
 
 @pytree_dataclass
 class Masked:
     """What BERT reads: some tokens are masked; and their kinds."""
 
-    tokens: u32["B/d L"]
-    kinds: i32["B/d L"]
+    tokens: u32["B/b L"]
+    kinds: i32["B/b L"]
 
 
 def read_of(oracle, lengths=(13, 7)):
@@ -74,7 +87,7 @@ def read_of(oracle, lengths=(13, 7)):
     return jax.device_put(Read(oracle["read"].astype(np.uint32), segment), make_shardings(Read))
 
 
-def step_of(source, Weights, oracle):
+def step_of(source, Weights, oracle, along_c=ALONE):
     """As `loss_and_logits`, or for a family that reads, and the arguments but for the weights."""
     if "read" in oracle:
         return loss_and_logits_of_read(source, Weights), (batch_of(oracle), read_of(oracle))
@@ -82,18 +95,19 @@ def step_of(source, Weights, oracle):
         masked = Masked(oracle["inputs"].astype(np.uint32), oracle["kinds"].astype(np.int32))
         masked = jax.device_put(masked, make_shardings(Masked))
         return loss_and_logits_of_masked(source, Weights), (batch_of(oracle), masked)
-    return loss_and_logits(source, Weights), (batch_of(oracle),)
+    return loss_and_logits(source, Weights, along_c=along_c), (batch_of(oracle),)
 
 
-def loss_and_logits(source, Weights, bos_id=1):
+def loss_and_logits(source, Weights, bos_id=1, along_c=ALONE):
     """A function of weights and a batch: the mean loss, all logits, and the loss's gradient."""
     layers = source.family.layers  # of a changed copy its own
 
-    def step(weights: Weights, batch: TokenBatch) -> tuple[f32[""], f32["B/d L V/t"], Weights]:
+    def step(weights: Weights, batch: TokenBatch) -> tuple[f32[""], f32["B/b L/c V/t"], Weights]:
         def hidden(weights, ends):
-            return layers.hidden(source.family, source.model, weights, *layers.inputs_of(batch, bos_id), ends=ends)
+            inputs = layers.inputs_of(batch, bos_id)
+            return layers.hidden(source.family, source.model, weights, *inputs, ends=ends, along_c=along_c)[0]
 
-        return differentiated(source, hidden, weights, batch)
+        return differentiated(source, hidden, weights, batch, Weights, along_c)
 
     return step
 
@@ -101,12 +115,12 @@ def loss_and_logits(source, Weights, bos_id=1):
 def loss_and_logits_of_read(source, Weights, bos_id=1):
     """The same for a family that reads with an encoder."""
 
-    def step(weights: Weights, batch: TokenBatch, read: Read) -> tuple[f32[""], f32["B/d L V/t"], Weights]:
+    def step(weights: Weights, batch: TokenBatch, read: Read) -> tuple[f32[""], f32["B/b L/c V/t"], Weights]:
         def hidden(weights, ends):
             inputs, segment, _ = source.family.layers.inputs_of(batch, bos_id)
             return source.family.hidden(source.model, weights, read.tokens, read.segment, inputs, segment, ends=ends)
 
-        return differentiated(source, hidden, weights, batch)
+        return differentiated(source, hidden, weights, batch, Weights)
 
     return step
 
@@ -114,30 +128,41 @@ def loss_and_logits_of_read(source, Weights, bos_id=1):
 def loss_and_logits_of_masked(source, Weights):
     """The same for a family that predicts masked tokens."""
 
-    def step(weights: Weights, batch: TokenBatch, masked: Masked) -> tuple[f32[""], f32["B/d L V/t"], Weights]:
+    def step(weights: Weights, batch: TokenBatch, masked: Masked) -> tuple[f32[""], f32["B/b L/c V/t"], Weights]:
         def hidden(weights, ends):
             family, model = source.family, source.model
             _, segment, position = family.layers.inputs_of(batch, 0)
             x = family.hidden(model, weights, masked.tokens, masked.kinds, segment, position, ends=ends)
             return family.predict(model, ends, x)
 
-        return differentiated(source, hidden, weights, batch)
+        return differentiated(source, hidden, weights, batch, Weights)
 
     return step
 
 
-def differentiated(source, hidden, weights, batch):
+def differentiated(source, hidden, weights, batch, weights_type, along_c=ALONE):
     """The mean loss of hidden states, all logits, and the loss's gradient."""
     layers, cap = source.family.layers, source.family.mask(source.model).logits_cap
-    count = shardops.psum("+d -> ", shardops.sum_unreduced("B/d L -> +d", batch.is_target.astype(jnp.float32)))
+    count = shardops.psum("+b -> ", shardops.sum_unreduced("B/b L -> +b", batch.is_target.astype(jnp.float32)))
 
     def loss(weights, batch):
         ends = source.family.gather_ends(weights)
         x = hidden(weights, ends)
-        return layers.loss_sum(ends.unembed, x, batch, cap) / count, layers.logits_of(ends.unembed, x, cap)
+        loss = layers.loss_sum(ends.unembed, x, batch, cap, along_c=along_c)
+        return loss / count, layers.logits_of(ends.unembed, x, cap)
 
     (value, logits), gradient = shardops.value_and_grad(loss, has_aux=True)(weights, batch)
-    return shardops.psum("+d +t -> ", value), logits, gradient
+    return shardops.psum("+b +c +t -> ", value), logits, reduced(weights_type, gradient)
+
+
+def reduced(types, gradient):
+    """Each gradient as its weight lies: over axes along which that is the same it is a sum."""
+
+    def of_one(array, g):
+        owed = " ".join(f"+{axis}" for axis in "rdcet" if axis not in array.spec.split)
+        return shardops.psum(f"{array.spec} {owed} -> {array.spec}", g) if owed else g
+
+    return jax.tree.map(of_one, types, gradient)
 
 
 def check_family(path, source, *given):
@@ -157,7 +182,7 @@ def claims_of(family, variants, steps, *others):
         shapes = jax.eval_shape(functools.partial(family.init, model), np.uint32(0))
         batch = TokenBatch(*(jax.ShapeDtypeStruct((16, 32), dtype) for dtype in (np.uint32, bool, bool)))
         given = type("Source", (), {"family": family, "model": model})
-        mesh = jax.sharding.AbstractMesh((4, 2), ("d", "t"))
+        mesh = jax.sharding.AbstractMesh((2, 2, 1, 1, 2), tuple("rdcet"))
         for step in steps:
             mapped = typed_shard_map(step(given, narrowed(family.Weights, shapes)))
             proved += mapped.check(mesh, shapes, batch, *others)

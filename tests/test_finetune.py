@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import small
 from einops import einsum
-from mutation import refuse_all_of
+from mutation import GROUPS, refuse_all_of
 from pages import module_of
-from published import FOLDER, batch_of, oracle_of, read_of, step_of, weights_of
+from published import FOLDER, batch_of, on_mesh, on_mesh_of_train_py, oracle_of, read_of, step_of, weights_of
 from safetensors.numpy import load_file
 from several_hosts import where
 
@@ -26,13 +26,13 @@ import train
 from models import adapters, huggingface, layers, llama
 from models.dropout import Dropout
 from models.layers import stored
+from models.mesh import Mesh
 from runtime.checkpoints.checkpoint import named_leaves, open_newest, read_leaf
 from runtime.config.command_line import run
 from runtime.config.keys import Tokens
 from runtime.data.split_writer import write_split
 from runtime.terminal import RunError
 from shardlib import shardops
-from shardlib.mesh import make_mesh
 from shardlib.shardtypes import Adapted, bool_, f32, make_shardings, typed_shard_map, u32
 from tools import convert as tools_convert
 from tools import plan
@@ -47,12 +47,8 @@ OF_GRADIENTS = dataclasses.replace(TRAINING, adam_b1=0.0, max_grad_norm=1e30)
 
 def config_of(model, d=1, t=1, training=TRAINING, **keys):
     """A resolved config, as far as the step reads it."""
-    given = {"lora": finetune.Lora(), "train": None, "initial_adapter": None, **keys}
-    return types.SimpleNamespace(model=model, mesh=train.Mesh(d=d, t=t), training=training, **given)
-
-
-def on_mesh(d, t):
-    return jax.set_mesh(make_mesh({"d": d, "t": t}, devices=jax.devices()[: d * t]))
+    mesh, given = Mesh(d=d, t=t), {"lora": finetune.Lora(), "train": None, "initial_adapter": None, **keys}
+    return types.SimpleNamespace(**{"model": model, "mesh": mesh, "training": training, "context": "auto", **given})
 
 
 def stepped(config, weights, batch, trained=None, bos_id=1, weight=1.0, read=None):
@@ -156,16 +152,16 @@ def test_training_all_weights_is_training_them_with_train_py(mesh):
     one sequence each: train.py counts positions from the row's start, and rounds rotary angles accordingly."""
     training = dataclasses.replace(TRAINING, microbatches=2, tokens=Tokens(batch=16, len=32))
     sizes = {key: value for key, value in vars(small.MODEL).items() if key != "attention"}
-    with on_mesh(*mesh):
+    with on_mesh_of_train_py(*mesh, "bfloat16"):
         init = jax.jit(train.init_state, static_argnums=0, out_shardings=make_shardings(train.State))
         rows = dataclasses.replace(small.BATCH, is_seq_start=np.zeros_like(small.BATCH.is_seq_start))
         state, batch = init(small.MODEL, np.uint32(3)), small.batch_of(rows)
-        config = config_of(llama.Model(**sizes), *mesh, training=training)
-        weights = llama.Weights(
-            **{**vars(state.weights), "transformer": llama.Layer(**vars(state.weights.transformer))}
-        )
-        new, metrics = stepped(config, jax.tree.map(np.asarray, weights), batch, bos_id=0)
+        first, numbers = jax.tree.map(np.asarray, (state.weights, batch))
         expected, theirs = small.step(small.MODEL, training, state, batch)
+    with on_mesh(*mesh, "bfloat16"):
+        config = config_of(llama.Model(**sizes), *mesh, training=training)
+        weights = llama.Weights(**{**vars(first), "transformer": llama.Layer(**vars(first.transformer))})
+        new, metrics = stepped(config, weights, numbers, bos_id=0)
     found = dataclasses.replace(new, weights=new.weights.trained)
     assert len(jax.tree.leaves(found)) == 33
     for one, other in zip(jax.tree.leaves((found, metrics)), jax.tree.leaves((expected, theirs)), strict=True):
@@ -210,7 +206,7 @@ def test_no_gradient_of_the_base_is_computed(dtype):
     sizes = dict(d_model=24, n_q_per_kv=1, n_kv=4, d_head=10, layers=3, vocab=56, d_ff=72, rope_max_timescale=256)
     model = llama.Model(**sizes, compute_dtype=dtype)  # no product of sizes is that of a matrix
     gradients = {24 * 40, 24 * 72, 24 * 56}
-    mesh = jax.sharding.AbstractMesh((1, 1), ("d", "t"))
+    mesh = jax.sharding.AbstractMesh((1, 1, 1, 1, 1), tuple("rdcet"))
     found = {}
     for rank in (0, 2):
         config = config_of(model, training=dataclasses.replace(TRAINING, tokens=Tokens(batch=11, len=13)))
@@ -228,14 +224,14 @@ def test_no_gradient_of_the_base_is_computed(dtype):
 def test_dropout_is_of_what_the_adapter_reads(is_split):
     """Of ones, through adapters that are the identity, a quarter is zero and the rest 4/3: the same elements on any
     mesh, others for another seed, and others in each matrix."""
-    X, M = ("B/d L M/t", "M/t") if is_split else ("B/d L M", "M")
+    X, M = ("B/b L/c M/t", "M/t") if is_split else ("B/b L/c M", "M")
     identity = np.eye(16, dtype=np.float32)
 
-    def dropped(x: f32[X], a: f32[f"{M} N"], b: f32["N F"], seed: u32[""], rows: u32["B/d"]) -> f32["2 B/d L F"]:
+    def dropped(x: f32[X], a: f32[f"{M} N"], b: f32["N F"], seed: u32[""], rows: u32["B/b"]) -> f32["2 B/b L/c F"]:
         drop = Dropout(0.25, seed, rows).of_layer(jnp.uint32(0))
         w = Adapted(jnp.zeros((a.shape[0], 16)), a, b, 1.0, drop)
-        y = jnp.stack([shardops.product(f"{X}, {M} F -> B/d L F{' +t' * is_split}", x, w) for _ in range(2)])
-        return shardops.psum("2 B/d L F +t -> 2 B/d L F", y) if is_split else y
+        y = jnp.stack([shardops.product(f"{X}, {M} F -> B/b L/c F{' +t' * is_split}", x, w) for _ in range(2)])
+        return shardops.psum("2 B/b L/c F +t -> 2 B/b L/c F", y) if is_split else y
 
     def on(mesh, seed):
         with on_mesh(*mesh):
@@ -405,16 +401,16 @@ def test_adapters_of_peft_are_taken(name, targets, pool, tmp_path):
         weights, _ = weights_of(dataclasses.replace(source, model=model), pool)
         like = finetune.with_shardings(finetune.shapes(config)[0].weights.trained, task.trained)
         low = finetune.reader(config, task)(source, model, like, pool)
-        Weights = task.State.weights
+        Weights = task.in_step
 
-        def logits(weights: Weights, tokens: u32["B/d L"], first: bool_["B/d L"]) -> f32["B/d L V/t"]:
+        def logits(weights: Weights, tokens: u32["B/b L"], first: bool_["B/b L"]) -> f32["B/b L/c V/t"]:
             segment = jnp.cumsum(first, axis=1, dtype=jnp.int32)
             position = jnp.broadcast_to(jnp.arange(first.shape[1], dtype=jnp.int32)[None], first.shape)
             ends = task.family.gather_ends(weights.frozen)
             adapt = functools.partial(finetune.adapted, config.lora, None)
             low = weights.trained.transformer, jnp.arange(model.layers, dtype=jnp.uint32)
-            given = (tokens, segment, position)
-            x = layers.hidden(task.family, model, weights.frozen, *given, adapt, low, ends=ends)
+            given = (tokens, segment, position + 0 * segment)
+            x = layers.hidden(task.family, model, weights.frozen, *given, adapt, low, ends=ends)[0]
             return layers.logits_of(ends.unembed, x)
 
         first = np.zeros(tokens.shape, bool)
@@ -573,7 +569,8 @@ def test_it_is_checked_and_planned_without_a_device(start, capsys, monkeypatch, 
     rows = ["training.tokens.batch=8", "training.microbatches=2"]
     assert start("checked", "lora.rank=2", "mesh={d: 4, t: 2}", "check_only=true", *rows) == 0
     out = capsys.readouterr().out
-    assert "training_step on the mesh d=4 × t=2: " in out and "validation_step on the mesh d=4 × t=2: " in out
+    for step in ("training_step", "validation_step"):
+        assert f"{step} on the mesh r=1 × d=4 × c=1 × e=1 × t=2: " in out
     keys = ["program=finetune", "lora.rank=2", "hardware=h200", f"folder={tmp_path}"]
     monkeypatch.setattr(sys, "argv", ["plan", f"--config-dir={start.folder}", "--config-name=tiny", *keys])
     run(plan.main, plan.plan_class(finetune))
@@ -591,7 +588,7 @@ def test_every_mutant_of_the_program_is_refused(pool, tmp_path, record_property)
     """Each collective removed, doubled, with its axes exchanged or one too few, and each '+axis' dropped: with
     adapters, or else with some weights."""
     source = huggingface.open_weights(FOLDER / "llama", pool)
-    mesh = jax.sharding.AbstractMesh((4, 2), ("d", "t"))
+    mesh = jax.sharding.AbstractMesh((2, 2, 1, 1, 2), tuple("rdcet"))
     training = dataclasses.replace(TRAINING, microbatches=2, tokens=Tokens(batch=16, len=32))
 
     def check(path, text):
@@ -606,4 +603,4 @@ def test_every_mutant_of_the_program_is_refused(pool, tmp_path, record_property)
         return proved
 
     assert check(tmp_path / "finetune.py", Path(finetune.__file__).read_text()) > 100
-    assert refuse_all_of("finetune.py", check, tmp_path, record_property) > 20
+    assert refuse_all_of("finetune.py", check, tmp_path, record_property, None, GROUPS) > 20

@@ -19,6 +19,7 @@ import score
 import train
 from models import layers
 from models.decoding import Drawn
+from models.mesh import Mesh
 from shardlib.mesh import make_mesh
 
 pytestmark = pytest.mark.usefixtures("proved_elsewhere")  # tests/models/test_decoding.py does
@@ -145,7 +146,7 @@ def test_a_chat_from_the_command_line(cat_run, said, monkeypatch, tmp_path):
     kept = generate.kept_tokenizer
     template = "{% for each in messages %}{{ each.content }}!{% endfor %}"
     monkeypatch.setattr(generate, "kept_tokenizer", lambda folder: replace(kept(folder), chat_template=template))
-    mesh = make_mesh(dict(d=1, t=1))
+    mesh = make_mesh(vars(Mesh()))
     with jax.set_mesh(mesh):
         served = SERVE(str(cat_run), mesh)
     assert served.ids_of(messages[:1]) == bytes_of("the cat!") and not served.is_chatml

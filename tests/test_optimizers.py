@@ -12,18 +12,21 @@ import pytest
 import small
 from mutation import refuse_all_of
 from pages import ROOT, module_of
+from published import on_mesh, reduced
 from test_mutation import abstract
 
 import optimizers
 import train
 from models import gpt2, layers, llama
 from models.dropout import Dropout, random_bits
+from models.layers import TokenBatch
+from models.mesh import devices_along
 from runtime.config.rebuild import Origins, rebuild
 from runtime.terminal import RunError
 from shardlib import shardops
 from shardlib.shardtypes import f32, make_shardings, narrowed, pytree_dataclass, typed_shard_map, u32
 from shardlib.spec import parse
-from train import TokenBatch, act
+from train import act
 
 MESHES = [(4, 2), (2, 4), *small.slow((1, 1), (8, 1), (1, 8))]
 SIZES = dict(M=16, K=8, D=4, F=32, E=8, V=16)
@@ -340,18 +343,18 @@ def losses_and_gradients(family, model, mesh, rate, seeds):
     batch = TokenBatch(targets, starts, rng.random((8, 8)) < 0.9)
 
     def step(weights: Weights, batch: TokenBatch, seed: u32[""]) -> tuple[f32[""], Weights]:
-        rows = batch.targets.shape[0] * shardops.axis_size("d")
-        rows = shardops.slice("B -> B/d", jnp.arange(rows, dtype=jnp.uint32))
+        rows = batch.targets.shape[0] * devices_along("rde")
+        rows = shardops.slice("B -> B/b", jnp.arange(rows, dtype=jnp.uint32))
 
-        def loss(weights: Weights, batch: TokenBatch) -> f32["+d +t"]:
+        def loss(weights: Weights, batch: TokenBatch) -> f32["+b +c +t"]:
             ends, inputs = family.gather_ends(weights), layers.inputs_of(batch, 0)
-            x = layers.hidden(family, model, weights, *inputs, ends=ends, dropout=Dropout(rate, seed, rows))
+            x = layers.hidden(family, model, weights, *inputs, ends=ends, dropout=Dropout(rate, seed, rows))[0]
             return layers.loss_sum(ends.unembed, x, batch) / 64
 
         value, gradient = shardops.value_and_grad(loss)(weights, batch)
-        return shardops.psum("+d +t -> ", value), gradient
+        return shardops.psum("+b +c +t -> ", value), reduced(Weights, gradient)
 
-    with small.on_mesh(*mesh):
+    with on_mesh(*mesh):
         placed = jax.device_put((weights, batch), (make_shardings(Weights), make_shardings(TokenBatch)))
         step = jax.jit(typed_shard_map(step, check=mesh == (2, 2)))
         return [jax.tree.map(np.asarray, step(*placed, jnp.uint32(seed))) for seed in seeds]
@@ -375,19 +378,19 @@ def test_dropout_keeps_the_mean():
     """Of 2,000 masks the mean of what is left is the value, within five deviations; as many elements are zero as the
     rate says, of each row, position and feature; and each call, layer and seed has a mask of its own."""
 
-    def drops(x: f32["B/d L M/t"], seeds: u32["V"], rows: u32["B/d"]) -> f32["V B/d L M/t"]:
+    def drops(x: f32["B/b L M/t"], seeds: u32["V"], rows: u32["B/b"]) -> f32["V B/b L M/t"]:
         def one(seed):
-            return Dropout(0.25, seed, rows).of_layer(jnp.uint32(1))('B/d L M/t', x)
+            return Dropout(0.25, seed, rows).of_layer(jnp.uint32(1))('B/b L M/t', x)
 
         return jax.lax.map(one, seeds)
 
-    def calls(x: f32["B/d L M/t"], rows: u32["B/d"]) -> tuple[f32["B/d L M/t"], f32["B/d L M/t"], f32["B/d L M/t"]]:
+    def calls(x: f32["B/b L M/t"], rows: u32["B/b"]) -> tuple[f32["B/b L M/t"], f32["B/b L M/t"], f32["B/b L M/t"]]:
         drop, other = (Dropout(0.25, jnp.uint32(3), rows).of_layer(jnp.uint32(n)) for n in (0, 1))
-        return drop('B/d L M/t', x), drop('B/d L M/t', x), other('B/d L M/t', x)
+        return drop('B/b L M/t', x), drop('B/b L M/t', x), other('B/b L M/t', x)
 
     rng, rows = np.random.default_rng(0), np.arange(2, dtype=np.uint32)
     x = rng.normal(size=(2, 3, 4)).astype(np.float32)
-    with small.on_mesh(1, 1):
+    with on_mesh(1, 1):
         found = np.asarray(jax.jit(typed_shard_map(drops, check=False))(x, np.arange(2000, dtype=np.uint32), rows))
         masks = [
             np.asarray(each) == 0 for each in jax.jit(typed_shard_map(calls))(np.ones((2, 64, 64), np.float32), rows)
@@ -414,21 +417,21 @@ def test_z_loss_is_the_published_term():
     is_target = rng.random((4, 8)) < 0.8
     batch = TokenBatch(np.zeros((4, 8), np.uint32), np.zeros((4, 8), bool), is_target)
 
-    def term(x: act["B/d L M"], table: act["V/t M"], batch: TokenBatch) -> tuple[f32[""], f32["B/d L M"]]:
-        def loss(x: act["B/d L M"], z_loss: float) -> f32["+d +t"]:
+    def term(x: act["B/b L/c M"], table: act["V/t M"], batch: TokenBatch) -> tuple[f32[""], f32["B/b L/c M"]]:
+        def loss(x: act["B/b L/c M"], z_loss: float) -> f32["+b +c +t"]:
             return layers.loss_sum(table, x, batch, z_loss=z_loss)
 
         found = [shardops.value_and_grad(functools.partial(loss, z_loss=z))(x) for z in (0.01, 0.0)]
         values, gradients = zip(*found)
-        of_x = shardops.psum("B/d L M +t -> B/d L M", gradients[0] - gradients[1])
-        return shardops.psum("+d +t -> ", values[0] - values[1]), of_x
+        of_x = shardops.psum("B/b L/c M +t -> B/b L/c M", gradients[0] - gradients[1])
+        return shardops.psum("+b +c +t -> ", values[0] - values[1]), of_x
 
     logits = x.astype(np.float64) @ table.T.astype(np.float64)
     probabilities = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
     log_z = np.log(np.exp(logits).sum(axis=-1, keepdims=True))
     of_x = is_target[..., None] * 0.02 * log_z * (probabilities @ table)
     for mesh in ((1, 1), (2, 4)):
-        with small.on_mesh(*mesh):
+        with on_mesh(*mesh):
             value, gradient = jax.jit(typed_shard_map(term))(x, table, batch)
         np.testing.assert_allclose(value, (is_target * reference(logits)).sum(), rtol=1e-5)
         np.testing.assert_allclose(gradient, of_x, atol=1e-5)

@@ -27,6 +27,7 @@ from published import check_family, loss_and_logits, on_mesh
 
 import train
 from models import huggingface, llama
+from models.layers import TokenBatch
 from runtime.terminal import RunError
 from shardlib.mesh import make_mesh
 from shardlib.shardtypes import make_shardings, narrowed, typed_shard_map
@@ -148,7 +149,8 @@ def test_a_family_computes_what_its_factors_say(granite):
         for family, (each, weights) in given.items():
             source = types.SimpleNamespace(family=family, model=each)
             step = typed_shard_map(loss_and_logits(source, narrowed(family.Weights, weights)))
-            batch = small.batch_of(small.BATCH)
+            numbers = {**vars(small.BATCH), "targets": small.BATCH.targets.astype(np.uint32)}
+            batch = jax.device_put(TokenBatch(**numbers), make_shardings(TokenBatch))
             weights = jax.device_put(weights, make_shardings(narrowed(family.Weights, weights)))
             logits.append(np.asarray(jax.jit(step)(weights, batch)[1]))
     assert logits[0].tobytes() == logits[1].tobytes()

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 import reference
-from mutation import refuse_all_of
+from mutation import GROUPS, refuse_all_of
 from pages import ROOT, module_of
 from published import FOLDER, NAMES, on_mesh, weights_of
 
@@ -104,7 +104,7 @@ def check_score(path, source):
         d_model=64, n_q_per_kv=2, n_kv=8, d_head=8, layers=2, vocab=128, d_ff=96, rope_max_timescale=256, qkv_bias=True
     )
     weights = jax.eval_shape(functools.partial(family.init, model), np.uint32(0))
-    mesh = jax.sharding.AbstractMesh((4, 2), ("d", "t"))
+    mesh = jax.sharding.AbstractMesh((2, 2, 1, 1, 2), tuple("rdcet"))
     with jax.sharding.use_abstract_mesh(mesh):
         ends, stack = jax.eval_shape(Programs(family, model, weights).mapped("gather"), weights)
     rows = module.Packed(*(jax.ShapeDtypeStruct((16, 32), kind) for kind in (np.uint32, np.uint32, *[np.int32] * 3)))
@@ -120,7 +120,7 @@ def test_scoring_is_accepted(tmp_path):
 def test_every_mutant_of_scoring_is_refused(tmp_path, record_property):
     """Each collective removed, doubled, with its axes exchanged or one too few, and each '+axis' dropped."""
     place = r"(score|decoding|llama|layers)\.py"
-    assert refuse_all_of("score.py", check_score, tmp_path, record_property, place) >= 5
+    assert refuse_all_of("score.py", check_score, tmp_path, record_property, place, GROUPS) >= 5
 
 
 # == Tasks of files ====================================================================================================

@@ -18,6 +18,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 import generate
 import serve
 from models.decoding import Drawn
+from models.mesh import Mesh
 from runtime import http as bounds
 from runtime.data.tokenizers import CHATML, Tokenizer
 from shardlib.mesh import make_mesh
@@ -61,7 +62,7 @@ class Running:
         source = SimpleNamespace(model=SimpleNamespace(vocab=257), folder="fake")
         served = generate.Served(SimpleNamespace(ends=[]), source, tokenizer, (0,), (), 64)
         self.made, self.clients = [], []
-        mesh = make_mesh(dict(d=1, t=1), devices=jax.devices()[:1])
+        mesh = make_mesh(vars(Mesh()), devices=jax.devices()[:1])
         self.engine = serve.Engine(
             lambda: self.made.append(Slots(self.config.rows)) or self.made[-1], mesh, self.config
         )

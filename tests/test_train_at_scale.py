@@ -464,7 +464,7 @@ READ = {
 
 @pytest.mark.parametrize('name', READ)
 def test_a_family_computes_the_model(name):
-    """Of the same weights models/llama.py or mixtral.py has the trainer's hidden states, on another mesh."""
+    """Of the same weights models/llama.py or mixtral.py has the trainer's hidden states, on the same mesh."""
     model, weights = READ[name], as_weights(weights_of(READ[name]))
     named, keys = as_family(as_tree(model))
     family, at_scale.act.dtype, layers.stored.dtype = family_of(named, ''), 'float32', 'float32'
@@ -479,13 +479,12 @@ def test_a_family_computes_the_model(name):
         held = at_scale.gathered_over_replicas(mesh, weights)
         return at_scale.forward(mesh, model, TRAINING, 0, held, batch)[0]
 
-    def of_family(weights: narrowed(family.Weights, read), batch: train.TokenBatch) -> train.act['B/d L M']:
-        return layers.hidden(family, theirs, weights, *layers.inputs_of(batch, 0))
+    def of_family(weights: narrowed(family.Weights, read), batch: layers.TokenBatch) -> train.act['B/b L/c M']:
+        return layers.hidden(family, theirs, weights, *layers.inputs_of(batch, 0))[0]
 
     with on(mesh):
         expected = jax.jit(typed_shard_map(hidden))(weights, at_scale.TokenBatch(*arrays, BATCH.is_target))
-    with on(train.Mesh(d=2, t=2)):
-        found = jax.jit(typed_shard_map(of_family))(read, train.TokenBatch(*arrays, BATCH.is_target))
+        found = jax.jit(typed_shard_map(of_family))(read, layers.TokenBatch(*arrays, BATCH.is_target))
     np.testing.assert_allclose(np.asarray(found), np.asarray(expected), atol=2e-5, rtol=0)
 
 

@@ -20,6 +20,7 @@ from ledger.machines import hardware, roofline
 from ledger.pages import files
 from ledger.units import gigabytes
 from models import decoding
+from models.mesh import Mesh as FamilyMesh
 from runtime.config.keys import Count
 from runtime.config.rebuild import Origins
 from runtime.terminal import RunError
@@ -57,8 +58,8 @@ def main(config: PlanGenerate) -> None:
 
 def ledger_of(config: PlanGenerate) -> tuple[Ledger, int]:
     """The ledger of a step, and the bytes of the cache on one device."""
-    mesh = vars(config.mesh)
-    (axis, devices), *_ = mesh.items()
+    mesh = vars(FamilyMesh(**vars(config.mesh)))
+    (axis, devices), *_ = vars(config.mesh).items()
     if config.rows % devices:
         raise RunError(f"rows = {config.rows} cannot be divided among mesh.{axis} = {devices} devices")
     automatic = (jax.sharding.AxisType.Auto,) * len(mesh)
@@ -85,8 +86,8 @@ def report(
     """What to print."""
     weights, peak, most = ledger.memory.by_kind()["weights"], ledger.memory.bytes, machine.hbm_bytes
     lines = [
-        f"{config.model} on {ledger.devices:,} × {config.hardware or 'n/a'}: {mesh_text(ledger.mesh)}; {config.rows:,} "
-        f"rows of up to {config.length:,} tokens.",
+        f"{config.model} on {ledger.devices:,} × {config.hardware or 'n/a'}: {mesh_text(vars(config.mesh))}; "
+        f"{config.rows:,} rows of up to {config.length:,} tokens.",
         f"Memory of one device: weights {gigabytes(weights)}; cache "
         f"{gigabytes(cache_bytes)}; forecast of the peak {gigabytes(peak)}"
         + (f" of {gigabytes(most)}." if most else "."),

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from published import FOLDER, batch_of, on_mesh, oracle_of, weights_of
+from published import FOLDER, batch_of, on_mesh, oracle_of, reduced, weights_of
 
 from models import huggingface, layers, t5
 from models.layers import WeightedBatch
@@ -27,15 +27,15 @@ def losses_of(source, Weights, is_weighted):
     """The sum of losses, its gradient, and the logits, of a decoder's batch."""
     family, model = source.family, source.model
 
-    def step(weights: Weights, batch: WeightedBatch) -> tuple[f32[""], f32["B/d L V/t"], Weights]:
+    def step(weights: Weights, batch: WeightedBatch) -> tuple[f32[""], f32["B/b L/c V/t"], Weights]:
         def loss(weights, batch):
             ends = family.gather_ends(weights)
-            x = layers.hidden(family, model, weights, *layers.inputs_of(batch, 1), ends=ends)
+            x = layers.hidden(family, model, weights, *layers.inputs_of(batch, 1), ends=ends)[0]
             weight = batch.weight if is_weighted else None
             return layers.loss_sum(ends.unembed, x, batch, weight=weight), layers.logits_of(ends.unembed, x)
 
         (value, logits), gradient = shardops.value_and_grad(loss, has_aux=True)(weights, batch)
-        return shardops.psum("+d +t -> ", value), logits, gradient
+        return shardops.psum("+b +c +t -> ", value), logits, reduced(Weights, gradient)
 
     return jax.jit(typed_shard_map(step))
 
@@ -92,11 +92,11 @@ def test_pairs_in_one_row(pool, name, drawn):
     with on_mesh(2, 1):
         weights, type_ = weights_of(source, pool)
 
-        def losses(weights: type_, batch: PairBatch) -> tuple[f32[""], act["B/d L M"]]:
+        def losses(weights: type_, batch: PairBatch) -> tuple[f32[""], act["B/b L/c M"]]:
             ends = t5.gather_ends(weights)
             x = t5.hidden(source.model, weights, *t5.pairs_of(batch, 0), ends=ends)
             loss = layers.loss_sum(ends.unembed, x, batch, weight=batch.weight)
-            return shardops.psum("+d +t -> ", loss), x
+            return shardops.psum("+b +c +t -> ", loss), x
 
         losses = jax.jit(typed_shard_map(losses))
         together, x = losses(weights, rows_of([(0, 1), (2, 3)]))

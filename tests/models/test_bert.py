@@ -1,37 +1,42 @@
 """models/bert.py: its layer with the residual whole, what is published, and the check of all that it sends."""
 
+import functools
 import json
 
 import jax
 import numpy as np
 import pytest
-from mutation import PLACE, refuse_all_of
+from mutation import GROUPS, PLACE, refuse_all_of
 from pages import ROOT
 from published import FOLDER, Masked, check_family, loss_and_logits_of_masked, on_mesh, oracle_of, weights_of
 from safetensors.numpy import load_file, save_file
 
 from models import bert, huggingface
+from models.context import ALONE, attention_where, deal_heads
+from models.layers import TokenBatch
 from runtime.checkpoints.checkpoint import named_leaves
 from runtime.terminal import RunError
 from shardlib.shardtypes import i32, typed_shard_map
-from train import TokenBatch, act
+from train import act
 
 
 def whole(source, Weights):
     """Hidden states and what predicts, by layers that take the residual as a whole on each device of t."""
     family, model = source.family, source.model
 
-    def forward(weights: Weights, batch: TokenBatch, masked: Masked) -> tuple[act["B/d L M"], act["B/d L M"]]:
+    def forward(weights: Weights, batch: TokenBatch, masked: Masked) -> tuple[act["B/b L/c M"], act["B/b L/c M"]]:
         layers, ends = family.layers, family.gather_ends(weights)
         _, segment, position = layers.inputs_of(batch, 0)
 
         def one(x, w):
             def attend(q, k, v):
-                return layers.attention_where(q, k, v, segment[:, :, None] == segment[:, None, :]), None
+                same = segment[:, :, None] == segment[:, None, :]
+                return deal_heads(functools.partial(attention_where, allowed=same), q, k, v), None
 
-            return family.layer(model, x, family.gather_layer(w), attend, position, "M")
+            return family.layer(model, x, family.gather_layer(w), attend, position, "M")[0], None
 
-        x = family.embed(model, ends, masked.tokens, masked.kinds, position, "M")
+        tokens, kinds, position = map(ALONE.part, (masked.tokens, masked.kinds, position))
+        x = family.embed(model, ends, tokens, kinds, position, "M")
         x = family.final(model, ends, jax.lax.scan(one, x, weights.transformer)[0], "M")
         return x, family.predict(model, ends, x)
 
@@ -52,7 +57,7 @@ def test_hidden_states_do_not_depend_on_how_the_residual_lies_nor_on_padding(poo
     with on_mesh(4, 2):
         weights, type_ = weights_of(source, pool)
 
-        def trained(weights: type_, batch: TokenBatch, masked: Masked, segment: i32["B/d L"]) -> act["B/d L M"]:
+        def trained(weights: type_, batch: TokenBatch, masked: Masked, segment: i32["B/b L"]) -> act["B/b L/c M"]:
             _, _, position = bert.layers.inputs_of(batch, 0)
             return bert.hidden(source.model, weights, masked.tokens, masked.kinds, segment, position)
 
@@ -113,4 +118,4 @@ def test_the_family_is_accepted(tmp_path):
 @pytest.mark.slow
 def test_every_mutant_of_the_family_is_refused(tmp_path, record_property):
     """Each collective removed, doubled, with its axes exchanged or one too few, and each '+axis' dropped."""
-    assert refuse_all_of("models/bert.py", check_bert, tmp_path, record_property, PLACE) > 40
+    assert refuse_all_of("models/bert.py", check_bert, tmp_path, record_property, PLACE, GROUPS) > 40

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 import small
-from mutation import refuse_all_of
+from mutation import GROUPS, refuse_all_of
 from pages import ROOT, module_of
 from published import FOLDER, NAMES, on_mesh, weights_of
 
@@ -92,7 +92,7 @@ SMALL = {
 def check_decoding(path, source, names=tuple(SMALL)):
     """Checks all programs of a models/decoding.py with a small model of each; returns the number of claims."""
     module, proved = module_of(path, source), 0
-    mesh = jax.sharding.AbstractMesh((4, 2), ("d", "t"))
+    mesh = jax.sharding.AbstractMesh((2, 2, 1, 1, 2), tuple("rdcet"))
 
     def shape(dtype, *sizes):
         return jax.ShapeDtypeStruct(sizes, dtype)
@@ -166,7 +166,7 @@ def test_decoding_is_accepted(tmp_path):
 def test_every_mutant_of_decoding_is_refused(tmp_path, record_property):
     """Each collective removed, doubled, with its axes exchanged or one too few, and each '+axis' dropped."""
     place = r"(decoding|llama|t5|layers)\.py"
-    assert refuse_all_of("models/decoding.py", check_decoding, tmp_path, record_property, place) > 30
+    assert refuse_all_of("models/decoding.py", check_decoding, tmp_path, record_property, place, GROUPS) > 30
 
 
 FIVE = [(1, 1), (2, 2), (4, 2), (8, 1), (1, 2)]

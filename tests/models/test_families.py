@@ -12,19 +12,22 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from mutation import PLACE, refuse_all_of
+from mutation import GROUPS, PLACE, refuse_all_of
 from pages import ROOT
 from published import FOLDER, NAMES, batch_of, check_family, loss_and_logits, on_mesh, oracle_of, weights_of
 from safetensors.numpy import load_file, save_file
 from test_llama import decoded
 
 from models import bert, gemma, gpt2, gptj, huggingface, layers, mixtral, t5
+from models.context import ALONE
+from models.layers import TokenBatch
+from models.mesh import Mesh
 from runtime.check import check_sizes
 from runtime.checkpoints.checkpoint import named_leaves
 from runtime.terminal import RunError
 from shardlib import shardops
 from shardlib.shardtypes import Adapted, Array, f32, narrowed, pytree_dataclass, typed_shard_map, u32
-from train import TokenBatch, act
+from train import act
 
 SIZES = {"d_model": 64, "n_kv": 8, "d_head": 8, "layers": 2, "vocab": 128, "d_ff": 96, "attention": "einsum"}
 GEMMA = {"n_q_per_kv": 2, "logits_scale": 0.3}
@@ -93,8 +96,8 @@ def test_adapters_compute_what_merged_weights_do(name, pool):
     with on_mesh(4, 2):
         weights, type_ = weights_of(source, pool)
 
-        def hidden(adapt, weights: type_, low: Array['layers', LowRank], batch: TokenBatch) -> act["B/d L M"]:
-            return layers.hidden(source.family, source.model, weights, *layers.inputs_of(batch, 1), adapt, low)
+        def hidden(adapt, weights: type_, low: Array['layers', LowRank], batch: TokenBatch) -> act["B/b L/c M"]:
+            return layers.hidden(source.family, source.model, weights, *layers.inputs_of(batch, 1), adapt, low)[0]
 
         found, expected, unchanged = [
             np.asarray(
@@ -111,9 +114,10 @@ def embedded(family, model, tokens):
     with on_mesh(1, 1, "bfloat16"):
         weights = jax.tree.map(jnp.ones_like, family.init(model, np.uint32(0)))
 
-        def embed(weights: narrowed(family.Weights, weights), tokens: u32['B/d L']) -> act['B/d L M/t']:
-            position = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
-            return family.embed(model, family.gather_ends(weights), tokens, position, 'M/t')
+        def embed(weights: narrowed(family.Weights, weights), tokens: u32['B/b L']) -> act['B/b L/c M/t']:
+            position = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] + 0 * tokens.astype(jnp.int32)
+            layers.require_positions(model, tokens.shape[1])
+            return family.embed(model, family.gather_ends(weights), ALONE.part(tokens), ALONE.part(position), 'M/t')
 
         return np.asarray(jax.jit(typed_shard_map(embed))(weights, tokens))
 
@@ -137,7 +141,7 @@ def test_the_vocabulary_of_gpt2_fits_few_meshes():
     """50257 = 29 · 1733 tokens cannot be split over t=2: the refusal says for what they can be, and what would fit."""
     model = gpt2.Model(**{**SIZES, "vocab": 50257}, positions=64)
     config = types.SimpleNamespace(
-        mesh=types.SimpleNamespace(d=4, t=2),
+        mesh=Mesh(d=4, t=2),
         model=dataclasses.asdict(model),
         training={},
         origins=types.SimpleNamespace(of=lambda key: "config"),
@@ -289,4 +293,4 @@ def test_the_family_is_accepted(name, tmp_path):
 def test_every_mutant_of_the_family_is_refused(name, tmp_path, record_property):
     """Each collective removed, doubled, with its axes exchanged or one too few, and each '+axis' dropped."""
     of_name = functools.partial(check, name=name)
-    assert refuse_all_of(f"models/{name}.py", of_name, tmp_path, record_property, PLACE) > 25
+    assert refuse_all_of(f"models/{name}.py", of_name, tmp_path, record_property, PLACE, GROUPS) > 25

@@ -11,6 +11,7 @@ from published import FOLDER, NAMES, on_mesh, oracle_of, step_of, weights_of
 from safetensors.numpy import load_file, save_file
 
 from models import huggingface
+from models.context import Context
 from runtime.checkpoints.checkpoint import named_leaves
 from shardlib.shardtypes import typed_shard_map
 
@@ -30,6 +31,10 @@ def test_logits_loss_and_gradients_are_those_of_transformers(name, mesh, pool):
         step, arguments = step_of(source, type_, oracle)
         loss, logits, gradient = jax.tree.map(np.asarray, jax.jit(typed_shard_map(step))(weights, *arguments))
     np.testing.assert_allclose(logits[: len(oracle["logits"])], oracle["logits"], atol=1e-4, rtol=0)
+    assert_same_loss_and_gradient(source, oracle, loss, gradient)
+
+
+def assert_same_loss_and_gradient(source, oracle, loss, gradient):
     assert loss == pytest.approx(float(oracle["loss"]), abs=1e-5)
     gradient = {names[0]: leaf for names, leaf in named_leaves(gradient)}
     compared = set()
@@ -42,6 +47,25 @@ def test_logits_loss_and_gradients_are_those_of_transformers(name, mesh, pool):
             assert WITHOUT_GRADIENT.fullmatch(row.name) or np.abs(expected).max() > 1e-3, row.name
             compared.add(f"gradient/{row.name}")
     assert compared == {key for key in oracle if key.startswith("gradient/")}
+
+
+QUICK = ["gemma3", "gpt2", "olmoe"]  # windows of their own, a table of positions, experts
+WAYS = [("deal", dict(r=2, d=2, c=2)), ("gather", dict(d=2, c=4)), ("ring", dict(c=2, e=2, t=2))]
+
+
+@pytest.mark.parametrize("way, mesh", WAYS, ids=[way for way, _ in WAYS])
+@pytest.mark.parametrize("name", [*QUICK, *small.slow(*(name for name in NAMES if name not in QUICK))])
+def test_loss_and_gradients_do_not_depend_on_axes(name, way, mesh, pool):
+    """The same with replicas, with experts on two devices, and with each row on several, in each way that these meet:
+    with windows and caps. A family that reads, or masks, has its heads dealt out."""
+    source, oracle = huggingface.open_weights(FOLDER / name, pool), oracle_of(name)
+    if way != "deal" and not hasattr(source.model, "attention"):
+        pytest.skip("its heads are dealt out on every mesh")
+    with on_mesh(**mesh):
+        weights, type_ = weights_of(source, pool)
+        step, arguments = step_of(source, type_, oracle, Context(mesh["c"], way))
+        loss, _, gradient = jax.tree.map(np.asarray, jax.jit(typed_shard_map(step))(weights, *arguments))
+    assert_same_loss_and_gradient(source, oracle, loss, gradient)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

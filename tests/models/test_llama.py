@@ -4,23 +4,36 @@ import dataclasses
 import functools
 import importlib
 import sys
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import small
-from mutation import PLACE, refuse_all_of
+from mutation import GROUPS, PLACE, refuse_all_of
 from pages import ROOT, module_of
-from published import FOLDER, batch_of, claims_of, loss_and_logits, on_mesh, oracle_of, weights_of
+from published import (
+    FOLDER,
+    batch_of,
+    claims_of,
+    loss_and_logits,
+    on_mesh,
+    on_mesh_of_train_py,
+    oracle_of,
+    reduced,
+    weights_of,
+)
 from reference import random_weights
 
 import train
 from models import huggingface, layers, llama
+from models.context import ALONE, attention, deal_heads
+from models.layers import TokenBatch
 from runtime.checkpoints.checkpoint import named_leaves
 from shardlib import shardops
 from shardlib.shardtypes import Adapted, Array, f32, make_shardings, narrowed, pytree_dataclass, typed_shard_map
-from train import TokenBatch, act
+from train import act
 
 MODEL = llama.Model(**vars(small.MODEL))
 
@@ -42,31 +55,35 @@ def test_the_first_weights_are_those_of_train_py():
 @pytest.mark.parametrize("mesh", [(4, 2), *small.slow((1, 1), (8, 1))], ids=str)
 def test_losses_and_gradients_are_those_of_train_py(mesh, dtype):
     """A checkpoint of train.py is one of models/llama.py: the same bits come out, of packed rows."""
-    with on_mesh(*mesh, dtype):
+    with on_mesh_of_train_py(*mesh, dtype):
         theirs = small.state_of(random_weights(small.MODEL, 0)).weights
-        shapes = jax.eval_shape(functools.partial(llama.init, MODEL), np.uint32(0))
-        Weights = narrowed(llama.Weights, shapes)
-        ours = jax.tree.unflatten(jax.tree.structure(shapes), jax.tree.leaves(theirs))
 
-        def of_train(weights: train.Weights, batch: TokenBatch) -> tuple[f32[""], train.Weights]:
+        def of_train(weights: train.Weights, batch: train.TokenBatch) -> tuple[f32[""], train.Weights]:
             def loss(weights, batch) -> f32["+d +t"]:
                 return train.loss_sum(small.MODEL, small.TRAINING, 0, weights, batch)
 
             value, gradient = shardops.value_and_grad(loss)(weights, batch)
             return shardops.psum("+d +t -> ", value), gradient
 
+        expected = jax.jit(typed_shard_map(of_train))(theirs, small.batch_of(small.BATCH))
+
+    with on_mesh(*mesh, dtype):
+        shapes = jax.eval_shape(functools.partial(llama.init, MODEL), np.uint32(0))
+        Weights = narrowed(llama.Weights, shapes)
+        ours = jax.tree.unflatten(jax.tree.structure(shapes), jax.tree.map(np.asarray, jax.tree.leaves(theirs)))
+
         def of_llama(weights: Weights, batch: TokenBatch) -> tuple[f32[""], Weights]:
-            def loss(weights, batch) -> f32["+d +t"]:
+            def loss(weights, batch) -> f32["+b +c +t"]:
                 inputs, segment, _ = layers.inputs_of(batch, 0)
                 position = jnp.broadcast_to(jnp.arange(inputs.shape[1])[None], inputs.shape)  # train.py's: in the row
-                x = layers.hidden(llama, MODEL, weights, inputs, segment, position)
+                x = layers.hidden(llama, MODEL, weights, inputs, segment, position)[0]
                 return layers.loss_sum(llama.gather_ends(weights).unembed, x, batch)
 
             value, gradient = shardops.value_and_grad(loss)(weights, batch)
-            return shardops.psum("+d +t -> ", value), gradient
+            return shardops.psum("+b +c +t -> ", value), reduced(Weights, gradient)
 
-        batch = small.batch_of(small.BATCH)
-        expected = jax.jit(typed_shard_map(of_train))(theirs, batch)
+        batch = TokenBatch(**{name: np.asarray(x) for name, x in vars(small.BATCH).items()})
+        batch = replace(batch, targets=batch.targets.astype(np.uint32))
         found = jax.jit(typed_shard_map(of_llama))(ours, batch)
     for name, one, other in zip(names_of(expected), jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
         assert np.asarray(one).tobytes() == np.asarray(other).tobytes(), name
@@ -79,18 +96,20 @@ def decoded(source, Weights):
     """Hidden states by the layer as decoding calls it: the residual is whole, keys and values are kept."""
     family, model, layers = source.family, source.model, source.family.layers
 
-    def forward(weights: Weights, batch: TokenBatch) -> tuple[act["B/d L M"], act["layers B/d S K/t D"]]:
+    def forward(weights: Weights, batch: TokenBatch) -> tuple[act["B/b L/c M"], act["layers B/b S/c K/t D"]]:
         inputs, segment, position = layers.inputs_of(batch, 1)
+        inputs, position = ALONE.part(inputs), ALONE.part(position)
         mask, ends = family.mask(model), family.gather_ends(weights)
 
         def layer(x, of_layer):
             w, window = of_layer
 
             def attend(q, k, v):
-                return layers.attention("einsum", q, k, v, segment, mask.of_layer(window), mask.cap), k
+                whole = functools.partial(attention, "einsum", segment=segment, window=attend.window, cap=mask.cap)
+                return deal_heads(whole, q, k, v), k
 
             attend.window = mask.of_layer(window)
-            return family.layer(model, x, family.gather_layer(w), attend, position, "M")
+            return family.layer(model, x, family.gather_layer(w), attend, position, "M")[:2]
 
         x, keys = jax.lax.scan(
             layer, family.embed(model, ends, inputs, position, "M"), (weights.transformer, mask.by_layer())
@@ -108,8 +127,8 @@ def test_the_layer_of_decoding_is_the_layer_of_training(name, pool):
         weights, type_ = weights_of(source, pool)
         batch = batch_of(oracle_of(name))
 
-        def trained(weights: type_, batch: TokenBatch) -> act["B/d L M"]:
-            return layers.hidden(source.family, source.model, weights, *layers.inputs_of(batch, 1))
+        def trained(weights: type_, batch: TokenBatch) -> act["B/b L/c M"]:
+            return layers.hidden(source.family, source.model, weights, *layers.inputs_of(batch, 1))[0]
 
         expected = jax.jit(typed_shard_map(trained))(weights, batch)
         found, _ = jax.jit(typed_shard_map(decoded(source, type_)))(weights, batch)
@@ -148,11 +167,11 @@ def test_adapters_compute_what_merged_weights_do(mesh, pool):
     with on_mesh(*mesh):
         weights, type_ = weights_of(source, pool)
 
-        def adapted(weights: type_, low: Array['layers', LowRank], batch: TokenBatch) -> act["B/d L M"]:
-            return layers.hidden(llama, model, weights, *layers.inputs_of(batch, 1), adapt, low)
+        def adapted(weights: type_, low: Array['layers', LowRank], batch: TokenBatch) -> act["B/b L/c M"]:
+            return layers.hidden(llama, model, weights, *layers.inputs_of(batch, 1), adapt, low)[0]
 
-        def merged(weights: type_, batch: TokenBatch) -> act["B/d L M"]:
-            return layers.hidden(llama, model, weights, *layers.inputs_of(batch, 1))
+        def merged(weights: type_, batch: TokenBatch) -> act["B/b L/c M"]:
+            return layers.hidden(llama, model, weights, *layers.inputs_of(batch, 1))[0]
 
         batch = batch_of(oracle_of("llama"))
         found = jax.jit(typed_shard_map(adapted))(weights, low, batch)
@@ -213,4 +232,4 @@ def test_every_mutant_of_the_family_is_refused(module, tmp_path, record_property
     file = f"{module.replace('.', '/')}.py"
     check = functools.partial(check_family, module=module)
     least = {"models.weights": 3, "models.layers": 40, "models.llama": 30}[module]
-    assert refuse_all_of(file, check, tmp_path, record_property, PLACE) > least
+    assert refuse_all_of(file, check, tmp_path, record_property, PLACE, GROUPS) > least

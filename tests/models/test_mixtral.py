@@ -6,24 +6,28 @@ import jax
 import numpy as np
 import pytest
 import small
-from mutation import PLACE, refuse_all_of
+from mutation import GROUPS, PLACE, refuse_all_of
 from pages import ROOT
 from published import FOLDER, batch_of, check_family, loss_and_logits, on_mesh, oracle_of, weights_of
 from test_llama import decoded
 
-from models import huggingface, layers, mixtral
+from models import experts, huggingface, layers, mixtral
+from models.layers import TokenBatch
 from runtime.terminal import RunError
 from shardlib.shardtypes import f32, i32, typed_shard_map
-from train import TokenBatch, act
+from train import act
 
 
 def hidden_of(source, weights, type_, batch, **changes):
     model = dataclasses.replace(source.model, **changes)
 
-    def hidden(weights: type_, batch: TokenBatch) -> act["B/d L M"]:
-        return layers.hidden(mixtral, model, weights, *layers.inputs_of(batch, 1))
+    def hidden(weights: type_, batch: TokenBatch) -> act["B/b L/c M"]:
+        return layers.hidden(mixtral, model, weights, *layers.inputs_of(batch, 1))[0]
 
     return jax.jit(typed_shard_map(hidden))(weights, batch)
+
+
+Expert = act["E/e M H/t"]
 
 
 # -- Capacity ----------------------------------------------------------------------------------------------------------
@@ -43,7 +47,7 @@ def reference(x, weight, choice, w_gate, w_up, w_down, C):
 
 
 @pytest.mark.usefixtures("proved_elsewhere")
-@pytest.mark.parametrize(("capacity", "C"), [(None, 16), (2.0, 16), (0.75, 6), (0.01, 1)])
+@pytest.mark.parametrize(("capacity", "C"), [(None, 16), (2.0, 16), (0.75, 8), (0.01, 8)])
 @pytest.mark.parametrize("mesh", [(2, 2), *small.slow((1, 1), (1, 4), (8, 1))], ids=str)
 def test_experts_take_as_many_tokens_of_a_row_as_they_have_slots(mesh, capacity, C):
     """Against numpy, on every mesh: without a capacity, or with one of E/X, none is dropped; else a row's last are."""
@@ -56,11 +60,10 @@ def test_experts_take_as_many_tokens_of_a_row_as_they_have_slots(mesh, capacity,
     matrices = rng.normal(size=(3, 8, 8, 12)).astype(np.float32) / 3
 
     def forward(
-        x: act["B/d L M"], router: f32["M E"], w_gate: act["E/t M H"], w_up: act["E/t M H"], w_down: act["E/t M H"]
-    ) -> tuple[act["B/d L M"], act["B/d L X"], i32["B/d L X"]]:
-        weight, choice = mixtral.route(model, x, router)
-        y = mixtral.experts(model, x, weight, choice, w_gate, w_up, w_down)
-        return layers.leave(y, "M"), weight, choice
+        x: act["B/b L/c M"], router: f32["M E"], w_gate: Expert, w_up: Expert, w_down: Expert
+    ) -> tuple[act["B/b L/c M"], act["B/b L/c X"], i32["B/b L/c X"]]:
+        (weight, choice), _ = experts.route(model, x, router)
+        return experts.mixture(model, x, router, (w_gate, w_up, w_down), "M")[0], weight, choice
 
     with on_mesh(*mesh):
         y, weight, choice = jax.jit(typed_shard_map(forward))(x, router, *matrices)
@@ -116,4 +119,4 @@ def test_the_family_is_accepted(tmp_path):
 @pytest.mark.slow
 def test_every_mutant_of_the_family_is_refused(tmp_path, record_property):
     """Each collective removed, doubled, with its axes exchanged or one too few, and each '+axis' dropped."""
-    assert refuse_all_of("models/mixtral.py", check_mixtral, tmp_path, record_property, PLACE) > 40
+    assert refuse_all_of("models/mixtral.py", check_mixtral, tmp_path, record_property, PLACE, GROUPS) > 40

@@ -7,14 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import small
-from mutation import PLACE, refuse_all_of
+from mutation import GROUPS, PLACE, refuse_all_of
 from pages import ROOT
 from published import FOLDER, Read, check_family, loss_and_logits_of_read, on_mesh, oracle_of, weights_of
 from safetensors.numpy import load_file, save_file
 
 from models import huggingface, layers, t5
-from shardlib.shardtypes import typed_shard_map
-from train import TokenBatch, act
+from models.context import ALONE, attention_where
+from models.decoding import part, whole
+from models.layers import TokenBatch
+from shardlib import shardops
+from shardlib.shardtypes import Scope, typed_shard_map
+from train import act
 
 
 def decoded_in(chunks):
@@ -23,7 +27,7 @@ def decoded_in(chunks):
     def made(source, Weights):
         family, model = source.family, source.model
 
-        def forward(weights: Weights, batch: TokenBatch, read: Read) -> act["B/d L M"]:
+        def forward(weights: Weights, batch: TokenBatch, read: Read) -> act["B/b L M"]:
             inputs, _, _ = layers.inputs_of(batch, 1)
             ends = family.gather_ends(weights)
             memory = family.memory(weights, family.encode(model, weights, read.tokens, read.segment))
@@ -33,26 +37,32 @@ def decoded_in(chunks):
                 query, key = jnp.arange(start, start + count), jnp.arange(start + count)
                 distance = (query[:, None] - key[None]).astype(jnp.int32)
                 bias = family.relative_bias(model, ends.decoder_bias, distance, both_ways=False)
+                with Scope():
+                    bias = shardops.all_gather("K/h L S -> K/t L S", bias)
 
                 def one(x, of_layer, distance=distance, bias=bias):
                     w, of_read, before = of_layer
 
                     def attend(q, k, v):
+                        q, k, v = whole(q), whole(k[:, :, None])[:, :, 0], whole(v[:, :, None])[:, :, 0]
                         if before is not None:
                             k = jnp.concatenate([before[0], k], axis=1)
                             v = jnp.concatenate([before[1], v], axis=1)
                         allowed = jnp.broadcast_to(distance >= 0, (q.shape[0], *distance.shape))
-                        return layers.attention_where(q, k, v, allowed, bias=bias), jnp.stack([k, v])
+                        return part(attention_where(q, k, v, allowed, bias=bias, K="K/t")), jnp.stack([k, v])
 
                     def cross(q, project):
+                        q = whole(q)
                         allowed = jnp.broadcast_to(is_read, (q.shape[0], q.shape[1], is_read.shape[2]))
-                        return layers.attention_where(q, of_read[0], of_read[1], allowed)
+                        return part(attention_where(q, of_read[0], of_read[1], allowed, K="K/t"))
 
-                    return family.layer(model, x, family.gather_layer(w), attend, cross, "M")
+                    return family.layer(model, x, family.gather_layer(w), attend, cross, "M")[:2]
 
-                x = family.embed(model, ends, inputs[:, start : start + count], None, "M")
+                x = family.embed(model, ends, ALONE.part(inputs[:, start : start + count]), None, "M")
                 x, written = jax.lax.scan(one, x, (weights.decoder, memory, written))
-                outputs.append(family.final(model, ends, x, "M"))
+                with Scope():
+                    x = family.final(model, ends, x, "M")
+                    outputs.append(shardops.all_gather("B/b L/c M -> B/b L M", x))
                 start += count
             return jnp.concatenate(outputs, axis=1)
 
@@ -74,7 +84,7 @@ def test_decoding_computes_what_training_does(name, pool):
     with on_mesh(4, 2):
         weights, type_ = weights_of(source, pool)
 
-        def trained(weights: type_, batch: TokenBatch, read: Read) -> act["B/d L M"]:
+        def trained(weights: type_, batch: TokenBatch, read: Read) -> act["B/b L/c M"]:
             inputs, of_written, _ = layers.inputs_of(batch, 1)
             return t5.hidden(source.model, weights, read.tokens, read.segment, inputs, of_written)
 
@@ -141,4 +151,4 @@ def test_the_family_is_accepted(tmp_path):
 @pytest.mark.slow
 def test_every_mutant_of_the_family_is_refused(tmp_path, record_property):
     """Each collective removed, doubled, with its axes exchanged or one too few, and each '+axis' dropped."""
-    assert refuse_all_of("models/t5.py", check_t5, tmp_path, record_property, PLACE) > 40
+    assert refuse_all_of("models/t5.py", check_t5, tmp_path, record_property, PLACE, GROUPS) > 40

@@ -69,7 +69,7 @@ def test_the_page_and_what_does_not_fit(capsys, tmp_path):
         in capsys.readouterr().out
     )
     page = (tmp_path / "plan/ledger.txt").read_text()
-    assert page.startswith("gemma.py on the mesh d=1 × t=1: one step of 1,000,000 tokens")
+    assert page.startswith("gemma.py on the mesh r=1 × d=1 × c=1 × e=1 × t=1: one step of 1,000,000 tokens")
     assert "feed_forward_half" in page
     with pytest.raises(RunError, match=r"rows = 3 cannot be divided among mesh\.d = 2 devices"):
         plan_generate.main(config_of("llama", "mesh.d=2", "rows=3"))

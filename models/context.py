@@ -1,0 +1,220 @@
+"""How rows whose positions lie on several devices, 'B/b L/c', meet in attention: once for all families.
+
+    along_c = context_of(config.mesh, model.n_kv)
+    x = layers.hidden(family, model, weights, *inputs, along_c=along_c)
+
+Three ways, by the mesh of the config: heads are dealt out over c, of whole rows; keys are gathered; or keys are passed
+on from device to device. Each has windows and caps. With one device along c nothing is sent, and the program is that of
+whole rows. Legend as in train.py; 'K/h' are heads that are split over t and c.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_extra import save_for_backward
+from kernels import blockwise
+from kernels.attention import KERNELS, able, chosen, part_kernel
+from models.dropout import Drop
+from models.mesh import Mesh
+from runtime.terminal import RunError
+from shardlib import shardops
+from shardlib.shardtypes import bool_, f32, i32, pytree_dataclass, u32
+from shardlib.typed import typed
+from train import act
+
+ALL = 2**30  # a window that hides nothing
+
+
+@pytree_dataclass
+class TokenBatch:
+    targets: u32['B/b L']
+    is_seq_start: bool_['B/b L']
+    is_target: bool_['B/b L']  # the position counts in the loss
+
+
+@pytree_dataclass
+class WeightedBatch(TokenBatch):
+    """A batch for a loss that divides by the sum of weights. A data set without weights gives 1 for each target."""
+
+    weight: f32['B/b L']  # of each target; 0 where is_target is False
+
+
+@dataclass(frozen=True)
+class Context:
+    """The mesh decides which way is taken."""
+
+    devices: int = 1  # along c
+    way: Literal['deal', 'gather', 'ring'] = 'deal'
+
+    def in_order(self, whole):
+        """Rows, 'B/b L' or 'L', in the order in which their positions lie on the devices. Where keys come, each device
+        has some from the front and some from the end, else the last one would have nearly all pairs of positions."""
+        return whole if self.way == 'deal' else whole[..., blockwise.dealt(whole.shape[-1], self.devices)]
+
+    @typed
+    def part(self, whole: jax.Array) -> jax.Array:
+        """Each device's positions of rows that all devices along c have."""
+        return shardops.slice('L -> L/c' if whole.ndim == 1 else 'B/b L -> B/b L/c', self.in_order(whole))
+
+
+ALONE = Context()  # of rows that lie on one device each
+
+
+def context_of(mesh: Mesh, n_kv: int, asked: Literal['auto', 'ring'] = 'auto') -> Context:
+    """Heads are dealt out where there are enough of them; else keys come, or go round if that is asked for."""
+    if mesh.c == 1 or (asked == 'auto' and n_kv % (mesh.t * mesh.c) == 0):
+        return Context(mesh.c, 'deal')
+    return Context(mesh.c, 'ring' if asked == 'ring' else 'gather')
+
+
+@typed
+def deal_heads(
+    attention: Callable, q: act['B/b L/c Q K/t D'], k: act['B/b S/c K/t D'], v: act['B/b S/c K/t D'], *,
+    is_saved: bool = True,
+) -> act['B/b L/c Q K/t D']:  # fmt: skip
+    """`attention(q, k, v)` of whole rows of some heads, 'B/b L Q K/h D', in the place of some positions of all heads.
+
+    Sends (c - 1) / c of q, k, v and o, all-to-all over c; backward the same of their gradients.
+    """
+    q = shardops.all_to_all('B/b L/c Q K/t D -> B/b L Q K/h D', q)
+    k = shardops.all_to_all('B/b S/c K/t D -> B/b S K/h D', k)
+    v = shardops.all_to_all('B/b S/c K/t D -> B/b S K/h D', v)
+    if is_saved:
+        q = save_for_backward(q)  # 2QKD/t bytes a token, spares a product with w_q, and sending it
+        k = save_for_backward(k)  # 2KD/t bytes a token, spares the product with w_k, and sending it
+        v = save_for_backward(v)  # 2KD/t bytes a token, spares the product with w_v, and sending it
+    return shardops.all_to_all('B/b L Q K/h D -> B/b L/c Q K/t D', attention(q, k, v))
+
+
+class Rows:
+    """The rows of a batch, of which each device along c has some positions."""
+
+    @typed
+    def __init__(self, context: Context, segment: i32['B/b L']):
+        self.context, self.segment = context, segment
+        self.place = jnp.arange(segment.shape[1], dtype=jnp.int32)
+
+    def attention(self, by: str, q, k, v, window=None, cap: float | None = None, drop: Drop | None = None):
+        """Causal, within segments: of 'B/b L/c Q K/t D' and 'B/b S/c K/t D' twice.
+
+        Args:
+          by: a name of kernels/attention.py.
+          window: positions that a query sees, its own included: an int, or a scalar array.
+          cap: logits are cap · tanh(logits / cap).
+          drop: of the probabilities, which are then computed as written out.
+        """
+        if self.context.way == 'deal':
+            whole = functools.partial(attention, by, segment=self.segment, window=window, cap=cap, drop=drop)
+            return deal_heads(whole, q, k, v)
+        q = save_for_backward(q)  # 2QKD/t bytes a token, spares a product with w_q
+        k = save_for_backward(k)  # 2KD/t bytes a token, spares the product with w_k
+        v = save_for_backward(v)  # 2KD/t bytes a token, spares the product with w_v
+        own = self.context.part(self.place), self.context.part(self.segment)
+        with jax.named_scope('causal'):
+            if self.context.way == 'ring':
+                return in_a_ring(q, k, v, *own, window, cap, drop)
+            of_keys = self.context.in_order(self.place), self.context.in_order(self.segment)
+            return of_gathered_keys(by, q, k, v, own, of_keys, window, cap, drop)
+
+
+@typed
+def in_a_ring(
+    q: act['B/b L/c Q K/t D'], k: act['B/b S/c K/t D'], v: act['B/b S/c K/t D'], position: i32['L/c'],
+    segment: i32['B/b L/c'], window, cap: float | None, drop: Drop | None,
+) -> act['B/b L/c Q K/t D']:  # fmt: skip
+    """Of a device's positions, with keys that are passed on from device to device (Liu et al. 2023), in blocks: two
+    parts of the keys are in memory at a time, and nothing of a turn is kept.
+
+    Sends in each of c - 1 turns 4KD/t bytes a token of a part; backward that again, and in c turns 8KD/t of gradients.
+    """
+    if drop is not None:
+        raise RunError('context = ring: attention has no dropout there: set training.dropout=0, or context=auto')
+    kept, passed = 'B/b L/c Q K/t D', 'B/b [S/c] K/t D'
+    types = f'{kept}, {passed}, {passed}, L/c, [S/c], B/b L/c, B/b [S/c],  -> {kept}'
+    forward = functools.partial(blockwise.forward_of_part, cap=cap)
+
+    def backward(*operands):
+        *given, window, o, log_sum_exp, gradient = operands
+        return blockwise.backward_of_part(*given, o, log_sum_exp, gradient, window, cap)
+
+    window = jnp.int32(ALL if window is None else window)
+    return shardops.ring(types, forward, backward, q, k, v, position, position, segment, segment, window)
+
+
+@typed
+def of_gathered_keys(
+    by: str, q: act['B/b L/c Q K/t D'], k: act['B/b S/c K/t D'], v: act['B/b S/c K/t D'],
+    own: tuple[i32['L/c'], i32['B/b L/c']], of_keys: tuple[i32['S'], i32['B/b S']], window, cap: float | None,
+    drop: Drop | None,
+) -> act['B/b L/c Q K/t D']:  # fmt: skip
+    """Of a device's positions, with all keys of its rows (Llama Team 2024, 3.3.2), which backward gathers again. By
+    'einsum', or in blocks, whichever kernel is asked for: the others count positions by themselves.
+
+    Sends 4KD/t bytes for each position of other devices; backward the same and a reduce-scatter.
+    """
+    k = shardops.all_gather('B/b S/c K/t D -> B/b S K/t D', k)
+    v = shardops.all_gather('B/b S/c K/t D -> B/b S K/t D', v)
+    if by != 'einsum' and drop is None:
+        types = 'B/b L/c Q K/t D, B/b S K/t D, B/b S K/t D, L/c, S, B/b L/c, B/b S, '
+        places = own[0], of_keys[0], own[1], of_keys[1], jnp.int32(ALL if window is None else window)
+        return shardops.local(f'{types} -> B/b L/c Q K/t D', part_kernel(cap), q, k, v, *places)
+    distance = own[0][:, None] - of_keys[0][None]
+    allowed = (own[1][:, :, None] == of_keys[1][:, None, :]) & (distance >= 0)[None]
+    allowed = allowed if window is None else allowed & (distance < window)[None]
+    return attention_where(q, k, v, allowed, cap, drop=drop, L='L/c', K='K/t')
+
+
+# == Attention =========================================================================================================
+@jax.named_scope('causal')
+@typed
+def attention(
+    by: str, q: act['B/b L Q K/h D'], k: act['B/b S K/h D'], v: act['B/b S K/h D'], segment: i32['B/b L'],
+    window: int | jax.Array | None = None, cap: float | None = None, drop: Drop | None = None,
+) -> act['B/b L Q K/h D']:  # fmt: skip
+    """train.py's attention of whole rows, kernels included, with a window and a cap; with dropout as written out."""
+    window = None if isinstance(window, int) and window >= segment.shape[1] else window
+    if by != 'einsum' and drop is None:
+        kernel = KERNELS[able(chosen(by, act.dtype, q.shape[-1]), window, cap)]
+        types = 'B/b L Q K/h D, B/b S K/h D, B/b S K/h D, B/b L -> B/b L Q K/h D'
+        return shardops.local(types, lambda *given: kernel(*given, window, cap), q, k, v, segment)
+    position = jnp.arange(segment.shape[1])
+    distance = position[:, None] - position[None]
+    allowed = (segment[:, :, None] == segment[:, None, :]) & (distance >= 0)[None]
+    allowed = allowed if window is None else allowed & (distance < window)[None]
+    return attention_where(q, k, v, allowed, cap, drop=drop)
+
+
+@typed
+def attention_where(
+    q: jax.Array, k: jax.Array, v: jax.Array, allowed: jax.Array, cap: float | None = None,
+    bias: jax.Array | None = None, drop: Drop | None = None, L: str = 'L', K: str = 'K/h',
+) -> jax.Array:  # fmt: skip
+    """Attention where a query sees the keys that are allowed.
+
+    Args:
+      q, k, v: act['B/b L Q K/h D'], act['B/b S K/h D'] twice.
+      allowed: bool_['B/b L S'].
+      bias: f32['K/h L S'], added to the logits.
+      L, K: how queries and heads lie, where not so: 'L/c' and 'K/t', 'L' and 'K/t'.
+    """
+    q: act[f'B/b {L} Q {K} D'] = q
+    logits = shardops.einsum_unreduced(
+        f'B/b {L} Q {K} D, B/b S {K} D -> B/b Q {K} {L} S', q, k, preferred_element_type=jnp.float32
+    )
+    logits = logits if cap is None else cap * jnp.tanh(logits / cap)
+    logits = logits if bias is None else logits + bias[None, None]
+    # Not by jnp.where, which broadcasts only where a device holds several rows or heads: another program, to the check.
+    logits = jnp.where(lax.broadcast_in_dim(allowed, logits.shape, (0, 3, 4)), logits, -1e30)
+    largest = shardops.pmax(f'B/b Q {K} {L} S -> B/b Q {K} {L}', lax.stop_gradient(logits))
+    e = jnp.exp(logits - largest[..., None])
+    total = shardops.sum_unreduced(f'B/b Q {K} {L} S -> B/b Q {K} {L}', e)
+    probs: act[f'B/b Q {K} {L} S'] = (e / total[..., None]).astype(act.dtype)
+    probs = probs if drop is None else drop(f'B/b Q {K} {L} S', probs)
+    o = shardops.einsum_unreduced(f'B/b Q {K} {L} S, B/b S {K} D -> B/b {L} Q {K} D', probs, v)
+    return save_for_backward(o)  # 2QKD/t bytes a token, spares the product of probabilities and v

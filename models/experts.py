@@ -1,0 +1,176 @@
+"""Mixtures of experts, once for all families and meshes: experts are split over e, their matrices over t.
+
+    y, routing = mixture(model, x, router, (w_gate, w_up, w_down), M)         # act['B/b L/c M/t']
+
+No token is dropped, or each expert has `capacity` slots in a row: then what it computes has a fixed size. Legend: E
+experts, X of them chosen by a token, C an expert's slots in a row, H d_ff of one expert.
+"""
+
+import functools
+import math
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_extra import save_for_backward
+from models.layers import act, leave
+from models.mesh import devices_along
+from runtime.terminal import RunError
+from shardlib import shardops
+from shardlib.shardtypes import f32, i32, pytree_dataclass
+from shardlib.typed import typed
+
+
+@pytree_dataclass
+class Routing:
+    """What a layer's router did with a microbatch."""
+
+    balance: f32['+b +c']  # 1 where all experts get as many tokens
+    z: f32['+b +c']  # the mean square of log sum exp of a token's logits
+    load: f32['E']  # each expert's share of the tokens' choices; they add up to 1
+    dropped: f32['+b +c']  # the share of choices without a slot
+
+
+Choices = tuple[act['B/b L/c X'], i32['B/b L/c X']]  # of each token its experts' weights and their numbers
+Experts = tuple[act['E/e M H/t'], act['E/e M H/t'], act['E/e M H/t']]  # w_gate, w_up and w_down of each
+
+
+@typed
+def route(model, x: act['B/b L/c M'], router: f32['M E']) -> tuple[Choices, Routing]:
+    """Of each token's chosen experts the weight and the number, and the losses of the choice. Sends E numbers of
+    float32, all-reduced over r, d, c and e.
+
+    Raises:
+      RunError: more experts are chosen than there are.
+    """
+    if model.experts_per_token > model.experts:
+        raise RunError(f'experts_per_token = {model.experts_per_token}: expected 1 to model.experts = {model.experts}')
+    E = router.shape[1]
+    logits = shardops.einsum_unreduced('B/b L/c M, M E -> B/b L/c E', x.astype(jnp.float32), router)
+    probs = jax.nn.softmax(logits)
+    weight, choice = lax.top_k(probs, model.experts_per_token)
+    if model.weights_add_to_one:
+        weight = weight / shardops.sum_unreduced('B/b L/c X -> B/b L/c', weight)[..., None]
+
+    tokens = x.shape[0] * x.shape[1] * devices_along('rdce')
+    took = jax.nn.one_hot(choice, E, dtype=jnp.float32)
+    load = shardops.sum_unreduced('B/b L/c X E -> E +b +c', took) / (tokens * model.experts_per_token)
+    load = shardops.psum('E +b +c -> E', load)
+    load = save_for_backward(load)  # 4E bytes, spares the sum over all devices
+    # Load balance (Fedus et al. 2021, equations 4 to 6): an expert's share and mean probability, of all tokens.
+    mean = shardops.sum_unreduced('B/b L/c E -> E +b +c', probs) / tokens
+    balance = shardops.sum_unreduced('E +b +c -> +b +c', mean * load) * E
+    square = jax.nn.logsumexp(logits, axis=-1) ** 2  # Zoph et al. 2022, equation 5
+    z = shardops.sum_unreduced('B/b L/c -> +b +c', square) / tokens
+    routing = Routing(balance=balance, z=z, load=load, dropped=shardops.zeros('+b +c', f32))
+    return (weight.astype(act.dtype), choice), routing
+
+
+def slots(choice, E, C):
+    """Part by part: of each (token, choice) its slot, of E·C, or the one past the last where its expert has none left;
+    and whether it has none.
+
+    A row's earlier tokens come first, so that no token is dropped for one that follows it.
+    """
+    pairs = choice.reshape(choice.shape[0], -1)
+    one_hot = jax.nn.one_hot(pairs, E, dtype=jnp.int32)
+    place = jnp.sum(jnp.cumsum(one_hot, axis=1) * one_hot, axis=-1) - 1
+    slot, lost = jnp.where(place < C, pairs * C + place, E * C), place >= C
+    return slot.reshape(choice.shape), lost.astype(jnp.float32).reshape(choice.shape)
+
+
+def dispatch(x, slot, E, C):
+    """Part by part: the tokens in their slots, 'E B C M'; zero in slots that are free."""
+    rows, top, M = x.shape[0], slot.shape[-1], x.shape[-1]
+    taken = jnp.zeros((rows, E * C + 1, M), x.dtype)
+    fill = jax.vmap(lambda taken, slot, tokens: taken.at[slot].set(tokens))
+    taken = fill(taken, slot.reshape(rows, -1), jnp.repeat(x, top, axis=1))
+    return jnp.moveaxis(taken[:, :-1].reshape(rows, E, C, M), 1, 0)
+
+
+def combine(y, weight, slot):
+    """Part by part: what came back in the slots, 'E B C M', weighted, where the tokens are."""
+    y = jnp.moveaxis(y, 0, 1).reshape(slot.shape[0], -1, y.shape[-1])
+    y = jnp.pad(y, ((0, 0), (0, 1), (0, 0)))
+    y = jnp.take_along_axis(y, slot.reshape(slot.shape[0], -1)[..., None], axis=1).reshape(*slot.shape, y.shape[-1])
+    return jnp.sum(y * weight[..., None], axis=2)
+
+
+@typed
+def experts_with_capacity(
+    model, x: act['B/b L/c M'], choices: Choices, experts: Experts
+) -> tuple[act['B/b L/c M/t'], f32['+b +c']]:
+    """The chosen experts' results, weighted; and the share of choices that were dropped (Lepikhin et al. 2020, 2.2).
+
+    Each row has C slots of each expert, the same number on every mesh; of a row on c devices each fills its C/c. Sends
+    all-to-all over e, of the tokens' M there, 2·capacity·X·M bytes a token, and of M/t back; as much backward.
+    """
+    (weight, choice), (w_gate, w_up, w_down) = choices, experts
+    E, length = model.experts, x.shape[1] * shardops.axis_size('c')
+    average = length * model.experts_per_token / E
+    C = math.ceil(min(model.capacity * average, length))
+    C = -(-C // 8) * 8  # so that 2, 4 or 8 devices can share a row
+    own = C // int(shardops.axis_size('c'))
+    into = functools.partial(slots, E=E, C=own)
+    slot, lost = shardops.local('B/b L/c X -> B/b L/c X, B/b L/c X', into, choice)
+    into = functools.partial(dispatch, E=E, C=own)
+    sent = shardops.local('B/b L/c M, B/b L/c X -> E B/b C/c M', into, x, slot, E=E, C=C)
+    there = shardops.all_to_all('E B/b C/c M -> E/e B/g C/c M', sent)
+    there = save_for_backward(there)  # 2·capacity·XM bytes a token, spares sending it again
+    gate = shardops.einsum_unreduced('E/e B/g C/c M, E/e M H/t -> E/e B/g C/c H/t', there, w_gate)
+    gate = save_for_backward(gate)  # 2·capacity·XH/t bytes a token, spares a product with w_gate
+    up = shardops.einsum_unreduced('E/e B/g C/c M, E/e M H/t -> E/e B/g C/c H/t', there, w_up)
+    up = save_for_backward(up)  # 2·capacity·XH/t bytes a token, spares a product with w_up
+    hidden = jax.nn.silu(gate) * up
+    y = shardops.einsum_unreduced('E/e B/g C/c H/t, E/e M H/t -> E/e B/g C/c M +t', hidden, w_down)
+    y = shardops.psum_scatter('E/e B/g C/c M +t -> E/e B/g C/c M/t', y)
+    back = shardops.all_to_all('E/e B/g C/c M/t -> E B/b C/c M/t', y)
+    back = save_for_backward(back)  # 2·capacity·XM/t bytes a token, spares the product with w_down, and sending it
+    types = 'E B/b C/c M/t, B/b L/c X, B/b L/c X -> B/b L/c M/t'
+    y = shardops.local(types, combine, back, weight, slot)
+    lost = shardops.sum_unreduced('B/b L/c X -> +b +c', lost)
+    choices = x.shape[0] * length * model.experts_per_token * devices_along('rde')
+    return y, lost / choices
+
+
+def multiplied(x, weight, choice, held, w_gate, w_up, w_down):
+    """Part by part: the weighted results of the experts that a device holds, numbers `held`, for each token of x.
+
+    (token, choice) pairs are sorted by expert, those of other devices last; each expert multiplies its group.
+    """
+    top, count = choice.shape[-1], held.shape[0]
+    own = choice.reshape(-1) - held[0]
+    own = jnp.where((own >= 0) & (own < count), own, count)
+    order = jnp.argsort(own)
+    sizes = jnp.bincount(own, length=count).astype(jnp.int32)
+    is_own = (own[order] < count)[:, None]  # past the last group ragged_dot's rows are not promised to be zero
+    tokens = jnp.where(is_own, x.reshape(-1, x.shape[-1])[order // top], 0)
+    hidden = jax.nn.silu(lax.ragged_dot(tokens, w_gate, sizes)) * lax.ragged_dot(tokens, w_up, sizes)
+    y = lax.ragged_dot(hidden, w_down.swapaxes(1, 2), sizes) * weight.reshape(-1)[order][:, None]
+    y = jnp.where(is_own, y, 0)
+    return jnp.zeros((x.shape[0] * x.shape[1], x.shape[2]), y.dtype).at[order // top].add(y).reshape(x.shape)
+
+
+@typed
+def experts_without_loss(model, x: act['B/b L/c M'], choices: Choices, experts: Experts) -> act['B/b L/c M +t']:
+    """The chosen experts' results, weighted; no token is dropped. Each device has the tokens of all devices along e,
+    2M bytes a token, and multiplies those of its own experts; one reduce-scatter adds what they found."""
+    x = shardops.all_gather('B/b L/c M -> B/g L/c M', x)
+    weight = shardops.all_gather('B/b L/c X -> B/g L/c X', choices[0])
+    choice = shardops.all_gather('B/b L/c X -> B/g L/c X', choices[1])
+    held = shardops.slice('E -> E/e', jnp.arange(model.experts, dtype=jnp.int32))
+    types = 'B/g L/c M, B/g L/c X, B/g L/c X, E/e, E/e M H/t, E/e M H/t, E/e M H/t -> B/g L/c M +e +t'
+    y = shardops.local(types, multiplied, x, weight, choice, held, *experts)
+    return shardops.psum_scatter('B/g L/c M +e +t -> B/b L/c M +t', y)
+
+
+def mixture(model, x, router, experts: tuple, M: str):
+    """What a layer's experts make of the tokens, as the residual lies; and what its router did."""
+    choices, routing = route(model, x, router)
+    if model.capacity is None:
+        return leave(experts_without_loss(model, x, choices, experts), M), routing
+    y, dropped = experts_with_capacity(model, x, choices, experts)
+    y = shardops.all_gather('B/b L/c M/t -> B/b L/c M', y) if M == 'M' else y
+    return y, replace(routing, dropped=dropped)
