@@ -5,6 +5,7 @@ import shutil
 
 import numpy as np
 import pytest
+from published import FOLDER
 from test_finetune import arrays_of, start  # noqa: F401 a fixture
 
 from models import huggingface
@@ -158,3 +159,25 @@ def test_what_does_not_fit_is_refused(start, capsys):  # noqa: F811
     ]:
         assert start("refused", *keys) == 1
         assert message in capsys.readouterr().err
+
+
+MESHES = {
+    "llama": ["r: 2, d: 2", "d: 2, c: 2", "c: 4", "r: 2, c: 2, t: 2"],  # on four devices keys are gathered
+    "olmoe": ["e: 2", "r: 2, c: 2, e: 2"],
+}
+CASES = [(name, [f"mesh={{{mesh}}}"]) for name, meshes in MESHES.items() for mesh in meshes]
+CASES += [("llama", ["mesh={c: 2}", "context=ring"])]
+SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in CASES if case not in (CASES[3], CASES[5])]
+
+
+@pytest.mark.parametrize("name, mesh", [CASES[3], CASES[5], *SLOW])
+def test_losses_do_not_depend_on_axes(name, mesh, start):  # noqa: F811
+    """Of replicas, rows that lie on several devices, and experts on several: those of one device in float32, of two
+    microbatches; of a mixture, whose loss is not that of its parts, of one. So is what is logged of the routers."""
+    keys = [f"training.microbatches={1 + (name == 'llama')}", "training.tokens.batch=16", "flat_tokens.epochs=3"]
+    keys += ["training.balance_loss=0.01", "training.router_z_loss=0.001", f"initial_weights={FOLDER}/{name}"]
+    one, several = (start.folder / f"{name}-{CASES.index((name, mesh))}-{which}" for which in ("one", "several"))
+    assert start(one.name, *keys) == 0 and start(several.name, *keys, *mesh) == 0
+    for key in ["loss", "grad_norm", *(["balance_loss", "largest_load"] if name == "olmoe" else [])]:
+        expected, found = metrics_of(one, key), metrics_of(several, key)
+        assert len(expected) == 4 and found == pytest.approx(expected, rel=1e-5), key
