@@ -583,7 +583,7 @@ REFUSED = [
     ('mesh.c=3', 'training.tokens.len = 64: dim L has size 64, which axis c=3 cannot divide: set it to 63 or 66'),
     ('mesh.c=64', 'dim l has size 32, which axis c=64 cannot divide'),
     ('mesh.e=3 model.experts=4 model.experts_per_token=1', 'dim E has size 4, which axis e=3 cannot divide'),
-    ('mesh.r=128', 'dim M has size 256, which axes d=4 × c=1 × e=1 × t=2 × r=128 cannot divide: set it to 1024'),
+    ('mesh.r=128', 'dim M has size 256, which axes d=4 × t=2 × r=128 cannot divide: set it to 1024'),
 ]  # fmt: skip
 
 

@@ -69,7 +69,10 @@ def check_experts(path, source):
     return sum(typed_shard_map(program(*each)).check(MESH, x, router, *[matrix] * 3) for each in cases)
 
 
-CASES = {"context": (check_context, ("b", "c", "h", "t"), 25), "experts": (check_experts, ("b", "g", "c", "e", "t"), 40)}
+CASES = {
+    "context": (check_context, ("b", "c", "h", "t"), 25),
+    "experts": (check_experts, ("b", "g", "c", "e", "t"), 40),
+}
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -21,6 +21,7 @@ import zarr
 from ragged import FlatTokens, assert_refuses
 
 import tools.tokenize_text
+from models.mesh import Mesh
 from models.t5 import PairBatch
 from runtime.config import command_line
 from runtime.data import documents
@@ -375,7 +376,7 @@ def test_rows_of_pairs(tmp_path):
     options = ["format=pairs", "weights=true", "read_length=20", "row_length=12"]
     tokenize(f"input={source}", f"output={tmp_path}/x.zarr", *options)
     found = []
-    with jax.set_mesh(make_mesh({"d": 2, "t": 1}, jax.devices()[:2])):
+    with jax.set_mesh(make_mesh(vars(Mesh(d=2)), jax.devices()[:2])):
         shape = {"batch": 2, "length": 12, "read_length": 20, "sharding": make_shardings(PairBatch)}
         with Loader(FlatTokens(str(tmp_path / "x.zarr")), "train", **shape, shuffle=False) as loader:
             assert loader.rows < 80  # a pair a row would be 200, and no padding at all 49
