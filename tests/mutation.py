@@ -69,7 +69,7 @@ def refuse_all(made, check, folder, file="train.py", place=None):
     return len(made)
 
 
-GROUPS = ("b", "w", "v", "c", "e", "t")  # as the programs on models/ name them
+GROUPS = ("b", "w", "c", "t")  # as the programs on models/ name them
 
 
 def refuse_all_of(file, check, folder, record_property, place=None, axes=("d", "t")):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import pytest
 
 import train
+from models.mesh import Mesh
 from models.t5 import PairBatch
 from runtime.check import batch_shapes
 from runtime.config.command_line import load
@@ -58,6 +59,7 @@ class Training(train.Training):
 
 @dataclass(frozen=True, kw_only=True)
 class Config(train.Config):
+    mesh: Mesh
     training: Training
 
 

@@ -21,6 +21,7 @@ from ragged import (
 )
 
 from models.layers import WeightedBatch
+from models.mesh import Mesh
 from runtime.data import split_writer
 from runtime.data.batches import Loader
 from runtime.data.flat_tokens import open_split
@@ -274,7 +275,7 @@ def test_half_written_does_not_open(tmp_path):
 
 
 def shardings_of(batch_type):
-    with jax.set_mesh(make_mesh({"d": 2, "t": 1}, jax.devices()[:2])):
+    with jax.set_mesh(make_mesh(vars(Mesh(d=2)), jax.devices()[:2])):
         return make_shardings(batch_type)
 
 
