@@ -65,7 +65,7 @@ def refuse_all(made, check, folder, file="train.py", place=None):
                 unlocated.append((name, line, str(error)))
         else:
             accepted.append((name, line))
-    assert not accepted and not unlocated
+    assert not accepted and not unlocated, (accepted, unlocated)
     return len(made)
 
 

@@ -586,16 +586,17 @@ def test_it_is_checked_and_planned_without_a_device(start, capsys, monkeypatch, 
 @pytest.mark.slow
 def test_every_mutant_of_the_program_is_refused(pool, tmp_path, record_property):
     """Each collective removed, doubled, with its axes exchanged or one too few, and each '+axis' dropped: with
-    adapters, or else with some weights."""
-    source = huggingface.open_weights(FOLDER / "llama", pool)
+    adapters, or else with some weights, or of a mixture."""
+    llama_, olmoe = [huggingface.open_weights(FOLDER / name, pool).model for name in ("llama", "olmoe")]
     mesh = jax.sharding.AbstractMesh((2, 2, 1, 1, 2), tuple("rdcet"))
     training = dataclasses.replace(TRAINING, microbatches=2, tokens=Tokens(batch=16, len=32))
 
     def check(path, text):
         module, proved = module_of(path, text), 0
         number, loss = jax.ShapeDtypeStruct((), jnp.uint32), jax.ShapeDtypeStruct((), jnp.float32)
-        for keys in ({"lora": finetune.Lora(rank=2, targets="w_[qo]")}, {"train": ".*norm|transformer/w_q"}):
-            config = config_of(source.model, 4, 2, training, **keys)
+        lora, some = {"lora": finetune.Lora(rank=2, targets="w_[qo]")}, {"train": ".*norm|transformer/w_q"}
+        for model, keys in ((llama_, lora), (llama_, some), (olmoe, {"train": ".*router"})):
+            config = config_of(model, 4, 2, training, **keys)
             state, batch = module.shapes(config)
             step, validate = module.mapped_steps(config, 0)
             proved += step.check(mesh, state, number, number, batch)
