@@ -45,18 +45,9 @@ from runtime.run import Run, names, start, with_shardings
 from runtime.terminal import RunError
 from score import InRun
 from shardlib import shardops
-from shardlib.shardtypes import (
-    Adapted,
-    Array,
-    ArrayType,
-    f32,
-    make_shardings,
-    map_type,
-    narrowed,
-    pytree_dataclass,
-    typed_shard_map,
-    u32,
-)
+from shardlib.products import Adapted
+from shardlib.shard_map import typed_shard_map
+from shardlib.shardtypes import Array, ArrayType, f32, make_shardings, map_type, narrowed, pytree_dataclass, u32
 from shardlib.typed import typed
 from train import Metrics
 
@@ -340,7 +331,7 @@ def whole(task: Task, weights: Tuned) -> Any:
 
 
 def adapted(lora: Lora, dropout: Dropout | None, w: Any, low: tuple[Any, jax.Array]) -> Any:
-    """A gathered layer with its adapters, which join its products' sums: no more is sent (`shardops.product`)."""
+    """A gathered layer with its adapters, which join its products' sums: no more is sent (`products.product`)."""
     (pairs, layer), matrices = low, {}
     drop = None if dropout is None else dropout.of_layer(layer)
     for name, pair in vars(pairs).items() if pairs else ():

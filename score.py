@@ -45,7 +45,8 @@ from runtime.data.tokenizers import ChatError, Tokenizer
 from runtime.files import open_file, read_text
 from runtime.terminal import RunError, columns, needs_package, print_error, print_line, run_errors
 from shardlib import shardops
-from shardlib.shardtypes import Array, bool_, f32, i32, make_shardings, narrowed, pytree_dataclass, typed_shard_map, u32
+from shardlib.shard_map import typed_shard_map
+from shardlib.shardtypes import Array, bool_, f32, i32, make_shardings, narrowed, pytree_dataclass, u32
 from shardlib.typed import typed
 
 INSTALL = "pip install -r requirements-score.txt"

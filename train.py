@@ -32,7 +32,8 @@ from runtime.config.command_line import run
 from runtime.config.keys import Count, Even, Fraction, Momentum, NotNegative, Positive, RunConfig, RunTraining, Steps
 from runtime.run import Run, start, with_shardings
 from shardlib import shardops
-from shardlib.shardtypes import Array, ComputeType, bool_, f32, i32, pytree_dataclass, typed_shard_map, u32
+from shardlib.shard_map import typed_shard_map
+from shardlib.shardtypes import Array, ComputeType, bool_, f32, i32, pytree_dataclass, u32
 from shardlib.typed import typed
 
 # The type of activations and of gathered weights: bfloat16, or what model.compute_dtype says.

@@ -29,12 +29,15 @@ import train
 from jax_extra import explicit_activation_checkpointing, fold_in_str, save_for_backward
 from kernels import blockwise
 from kernels.attention import KERNELS, chosen, of_part, usable
+from kernels.ring import ring
 from runtime.check import batch_shapes, check_sizes, report_check
 from runtime.config.command_line import run
 from runtime.config.keys import Count, NotNegative, Positive, RunConfig, Steps
 from runtime.run import Run, start, with_shardings
 from shardlib import shardops
-from shardlib.shardtypes import Array, bool_, f32, i32, narrowed, pytree_dataclass, typed_shard_map, u32
+from shardlib.products import Float8, float8_scale, product
+from shardlib.shard_map import typed_shard_map
+from shardlib.shardtypes import Array, bool_, f32, i32, narrowed, pytree_dataclass, u32
 from shardlib.typed import typed
 from train import act, adamw_step, learning_rate
 
@@ -337,7 +340,7 @@ def attention_in_a_ring(
     kept, passed = 'B/r/d/e L/c Q K/t D', 'B/r/d/e [S/c] K/t D'
     types = f'{kept}, {passed}, {passed}, L/c, [S/c], B/r/d/e L/c, B/r/d/e [S/c] -> {kept}'
     both = blockwise.forward_of_part, blockwise.backward_of_part
-    return shardops.ring(types, *both, q, k, v, position, position, segment, segment)
+    return ring(types, *both, q, k, v, position, position, segment, segment)
 
 
 @typed
@@ -355,11 +358,11 @@ def attention_half(
         gathered = shardops.all_gather('B/r/d/e L/c M/t -> B/r/d/e L/c M', x)
         gathered = save_for_backward(gathered)  # 2M bytes a token, in the place of the input's 2M/t
         normed = rms_norm(gathered, scale, model.norm_eps)
-        q = shardops.product('B/r/d/e L/c M, M Q K/t D -> B/r/d/e L/c Q K/t D', normed, w_q)
+        q = product('B/r/d/e L/c M, M Q K/t D -> B/r/d/e L/c Q K/t D', normed, w_q)
         q = rotary(q, places.position, model.rope_max_timescale)
-        k = shardops.product('B/r/d/e L/c M, M K/t D -> B/r/d/e L/c K/t D', normed, w_k)
+        k = product('B/r/d/e L/c M, M K/t D -> B/r/d/e L/c K/t D', normed, w_k)
         k = rotary(k[:, :, None], places.position, model.rope_max_timescale)[:, :, 0]
-        v = shardops.product('B/r/d/e L/c M, M K/t D -> B/r/d/e L/c K/t D', normed, w_v)
+        v = product('B/r/d/e L/c M, M K/t D -> B/r/d/e L/c K/t D', normed, w_v)
         if deals_heads(mesh, model):  # whole rows of some heads, in the place of some positions of all heads
             q = shardops.all_to_all('B/r/d/e L/c Q K/t D -> B/r/d/e L Q K/t/c D', q)
             k = shardops.all_to_all('B/r/d/e S/c K/t D -> B/r/d/e S K/t/c D', k)
@@ -374,18 +377,18 @@ def attention_half(
             o = attention_in_a_ring(q, k, v, places.position, places.own_segment)
         else:
             o = attention_of_gathered_keys(model.attention, q, k, v, places)
-        y = shardops.product('B/r/d/e L/c Q K/t D, M Q K/t D -> B/r/d/e L/c M +t', o, w_o)
+        y = product('B/r/d/e L/c Q K/t D, M Q K/t D -> B/r/d/e L/c M +t', o, w_o)
         return x + shardops.psum_scatter('B/r/d/e L/c M +t -> B/r/d/e L/c M/t', y)
 
 
 @typed
 def feed_forward(normed: act['B/r/d/e L/c M'], w_gate, w_up, w_down) -> act['B/r/d/e L/c M/t']:
-    gate = shardops.product('B/r/d/e L/c M, M F/t -> B/r/d/e L/c F/t', normed, w_gate)
+    gate = product('B/r/d/e L/c M, M F/t -> B/r/d/e L/c F/t', normed, w_gate)
     gate = save_for_backward(gate)  # 2F/t bytes a token, spares a product with w_gate
-    up = shardops.product('B/r/d/e L/c M, M F/t -> B/r/d/e L/c F/t', normed, w_up)
+    up = product('B/r/d/e L/c M, M F/t -> B/r/d/e L/c F/t', normed, w_up)
     up = save_for_backward(up)  # 2F/t bytes a token, spares a product with w_up
     hidden = jax.nn.silu(gate) * up
-    y = shardops.product('B/r/d/e L/c F/t, M F/t -> B/r/d/e L/c M +t', hidden, w_down)
+    y = product('B/r/d/e L/c F/t, M F/t -> B/r/d/e L/c M +t', hidden, w_down)
     return shardops.psum_scatter('B/r/d/e L/c M +t -> B/r/d/e L/c M/t', y)
 
 
@@ -542,13 +545,13 @@ def float8_scales(layers) -> dict[str, f32['layers']]:
     """Of each matrix of each layer one number, the same on all devices: 4 bytes, all-reduced."""
     dims = {'w_q': 'Q K/t D', 'w_kv': 'K/t D', 'w_o': 'Q K/t D', 'w_gate': 'F/t', 'w_up': 'F/t', 'w_down': 'F/t'}
     dims = {name: f'layers {"2 " * (name == "w_kv")}M/d/c/e {rest}' for name, rest in dims.items()}
-    return {name: shardops.float8_scale(f'{spec} -> layers', getattr(layers, name)) for name, spec in dims.items()}
+    return {name: float8_scale(f'{spec} -> layers', getattr(layers, name)) for name, spec in dims.items()}
 
 
 def in_float8(w: Layer, scales: dict) -> Layer:
     """The layer with matrices that are gathered and multiplied as 8-bit numbers, of these scales."""
-    w = replace(w, **{name: shardops.Float8(getattr(w, name) / scale, scale) for name, scale in scales.items()})
-    return replace(w, w_kv=[shardops.Float8(each, w.w_kv.scale) for each in w.w_kv.values])
+    w = replace(w, **{name: Float8(getattr(w, name) / scale, scale) for name, scale in scales.items()})
+    return replace(w, w_kv=[Float8(each, w.w_kv.scale) for each in w.w_kv.values])
 
 
 # == Forward pass ======================================================================================================

@@ -32,7 +32,8 @@ from runtime.config.keys import Count, RunConfig
 from runtime.run import Run, start, with_shardings
 from runtime.terminal import RunError
 from shardlib import shardops
-from shardlib.shardtypes import Array, bool_, f32, i32, narrowed, pytree_dataclass, typed_shard_map, u32
+from shardlib.shard_map import typed_shard_map
+from shardlib.shardtypes import Array, bool_, f32, i32, narrowed, pytree_dataclass, u32
 from shardlib.sizes import nearest_multiples
 from shardlib.typed import typed
 from train import act

@@ -17,7 +17,9 @@ import numpy as np
 from ledger.compiled.collectives import compiled
 from shardlib import shardops
 from shardlib.mesh import make_mesh
-from shardlib.shardtypes import ShardingError, f32, make_shardings, pytree_dataclass, typed_shard_map
+from shardlib.shard_map import typed_shard_map
+from shardlib.shardtypes import f32, make_shardings, pytree_dataclass
+from shardlib.spec import ShardingError
 from shardlib.typed import typed
 
 # == 0. Without devices ================================================================================================

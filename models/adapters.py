@@ -4,7 +4,7 @@
     low = tree(family, found, make)                    # a family's Weights with make(place, 'a') and 'b' in its layers
     merged = Merged(base, saved, found, scale, pool)   # base + scale · a · b, as a checkpoint
 
-The model multiplies with base + alpha / rank · a · b (`shardtypes.Adapted`, `shardops.product`). Folders of the package
+The model multiplies with base + alpha / rank · a · b (`products.Adapted`, `products.product`). Folders of the package
 PEFT are read and written here too: adapter_config.json and adapter_model.safetensors.
 """
 
@@ -24,9 +24,9 @@ from einops import rearrange
 from models import safetensors
 from runtime.checkpoints.checkpoint import Bounds, Grid, read_leaf
 from runtime.terminal import RunError
-from shardlib.arrays import Stacked, inner_of_optional
-from shardlib.shardtypes import fields, pytree_dataclass
-from shardlib.spec import Dim, Spec, low_rank
+from shardlib.products import low_rank
+from shardlib.shardtypes import Stacked, fields, inner_of_optional, pytree_dataclass
+from shardlib.spec import Dim, Spec
 
 # Of a layer's matrices those that lead back to the residual: products with them take the sum over all dims but M.
 INWARD = ("w_o", "w_down", "cross_o")

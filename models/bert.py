@@ -25,7 +25,7 @@ from models.layers import Mask, act, enter, layer_norm, leave, part
 from models.weights import Table, Weight, bias, exact, matrix
 from runtime.config.keys import Count, Positive
 from shardlib import shardops
-from shardlib.shardops import product
+from shardlib.products import product
 from shardlib.shardtypes import f32, i32, u32
 from shardlib.typed import typed
 

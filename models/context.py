@@ -20,6 +20,7 @@ from jax import lax
 from jax_extra import save_for_backward
 from kernels import blockwise
 from kernels.attention import KERNELS, able, chosen, part_kernel
+from kernels.ring import ring
 from models.dropout import Drop
 from models.mesh import Mesh
 from runtime.terminal import RunError
@@ -144,7 +145,7 @@ def in_a_ring(
         return blockwise.backward_of_part(*given, o, log_sum_exp, gradient, window, cap)
 
     window = jnp.int32(ALL if window is None else window)
-    return shardops.ring(types, forward, backward, q, k, v, position, position, segment, segment, window)
+    return ring(types, forward, backward, q, k, v, position, position, segment, segment, window)
 
 
 @typed

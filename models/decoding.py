@@ -32,10 +32,11 @@ from runtime.config.keys import Count, Fraction, NotNegative, Positive, Seed, St
 from runtime.terminal import RunError
 from shardlib import shardops
 from shardlib.mesh import current_mesh
+from shardlib.products import Quantized
+from shardlib.shard_map import typed_shard_map
 from shardlib.shardtypes import (
     Array,
     ArrayType,
-    Quantized,
     bool_,
     f32,
     i8,
@@ -44,7 +45,6 @@ from shardlib.shardtypes import (
     map_type,
     narrowed,
     pytree_dataclass,
-    typed_shard_map,
     u32,
 )
 from shardlib.spec import expanded

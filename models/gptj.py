@@ -18,7 +18,7 @@ from models import layers
 from models.layers import Mask, act, enter, layer_norm, leave, part
 from models.weights import Table, bias, exact, matrix
 from runtime.config.keys import Count, Positive
-from shardlib.shardops import product
+from shardlib.products import product
 from shardlib.shardtypes import i32, u32
 from shardlib.typed import typed
 

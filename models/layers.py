@@ -34,7 +34,7 @@ from models.weights import stored as stored  # by this name for who sets it
 from runtime.config.keys import Count, Positive
 from runtime.terminal import RunError
 from shardlib import shardops
-from shardlib.shardops import product
+from shardlib.products import product
 from shardlib.shardtypes import f32, i32, u32
 from shardlib.typed import typed
 from train import act
@@ -339,7 +339,7 @@ def hidden(
     Args:
       family: a module of models/.
       inputs, segment, position: as of `inputs_of`.
-      adapt, low: `adapt(gathered layer, one layer of low)` puts adapters (`shardtypes.Adapted`) in; none by default.
+      adapt, low: `adapt(gathered layer, one layer of low)` puts adapters (`products.Adapted`) in; none by default.
       ends: of `family.gather_ends`, where the caller has them for the loss.
       reduce_dtype: in which gradients of weights travel, as training.gradient_reduce_dtype.
       kept: names under which a layer keeps values for the backward pass; none: its input alone.

@@ -26,7 +26,7 @@ from models.layers import Mask, WeightedBatch, act, enter, leave, rms_norm
 from models.weights import Table, Weight, exact, matrix
 from runtime.config.keys import Count, Positive
 from shardlib import shardops
-from shardlib.shardops import product
+from shardlib.products import product
 from shardlib.shardtypes import bool_, f32, i32, pytree_dataclass, u32
 from shardlib.typed import typed
 

@@ -28,8 +28,9 @@ import jax.numpy as jnp
 
 from jax_extra import fold_in_str
 from shardlib import shardops
+from shardlib.places import users_line
 from shardlib.shardtypes import Array, ArrayType, ComputeType, DType, Scope, check_tree, f32, pytree_dataclass
-from shardlib.spec import ShardingError, users_line
+from shardlib.spec import ShardingError
 from train import act
 
 # The type of matrices at rest: float32, or bfloat16 where they are not trained.

@@ -8,9 +8,10 @@ import jax
 from runtime.config.help import comments_of
 from runtime.terminal import RunError, print_line
 from runtime.tracking.metrics import flattened
-from shardlib.arrays import fields, indivisible, mesh_text
-from shardlib.shardtypes import ShardingError, narrowed, typed_shard_map
+from shardlib.shard_map import typed_shard_map
+from shardlib.shardtypes import fields, indivisible, mesh_text, narrowed
 from shardlib.sizes import nearest_divisors, nearest_multiples
+from shardlib.spec import ShardingError
 
 
 def check_sizes(config: Any, type_: Any, shapes: Any, what: str = "") -> Any:

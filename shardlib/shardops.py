@@ -21,17 +21,19 @@ import dataclasses
 import functools
 import math
 import string as _strings
-import typing
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 
-from shardlib.arrays import (
-    Adapted,
+from shardlib.mesh import row_major
+from shardlib.places import unbound, users_line
+from shardlib.proof import marks
+from shardlib.proof.parts import Count, is_part
+from shardlib.proof.states import State, dual, require, require_dual
+from shardlib.shardtypes import (
     DType,
-    Quantized,
+    StandIn,
     all_mapped_axes,
     bind,
     devices_of,
@@ -43,37 +45,13 @@ from shardlib.arrays import (
     remember,
     require_divisible,
 )
-from shardlib.mesh import row_major
-from shardlib.proof import marks
-from shardlib.proof.parts import Count, is_part
-from shardlib.proof.states import State, dual, require, require_dual
-from shardlib.spec import (
-    Dim,
-    Recipe,
-    ShardingError,
-    Spec,
-    as_text,
-    low_rank,
-    parse,
-    parse_operation,
-    parts,
-    unbound,
-    users_line,
-)
+from shardlib.spec import Dim, Recipe, ShardingError, Spec, as_text, parse, parse_operation, parts
 
 SAVED = "save_for_backward"  # the name under which jax_extra.save_for_backward keeps a value
 
 
-class Float8(typing.NamedTuple):
-    """A matrix, values · scale, whose products are of 8-bit numbers: `all_gather` sends `values` in 8 bits, `product`
-    rounds both operands. Its gradient is that of the matrix as it is, unrounded. `float8_scale` finds the scale."""
-
-    values: jax.Array
-    scale: jax.Array
-
-
 # -- What all operations share -----------------------------------------------------------------------------------------
-def _operate(name, text, operands, plan, execute, rule=None, new_sizes=None, several=False, with_=(), dtype=None):
+def operate(name, text, operands, plan, execute, rule=None, new_sizes=None, several=False, with_=(), dtype=None):
     """Checks the string and the sizes, then runs the operation; or, in the check, marks it.
 
     `plan(recipe, mesh_axes)` raises if the string is not one for the operation; else it returns what `execute(planned,
@@ -90,7 +68,7 @@ def _operate(name, text, operands, plan, execute, rule=None, new_sizes=None, sev
                 "called outside of shard_map: there are no mesh axes here\n"
                 "  fix: call it inside a function under typed_shard_map"
             )
-        recipe, planned = _planned(plan, text, len(operands), None if several else 1, tuple(axes))
+        recipe, planned = _planned(name, plan, text, len(operands), None if several else 1, tuple(axes))
         letters = letters_of_scope()
         shapes = [bind(spec, jnp.shape(operand), axes, letters) for spec, operand in zip(recipe.operands, operands)]
         sizes = {dim.name: size for spec, shape in zip(recipe.operands, shapes) for dim, size in zip(spec.dims, shape)}
@@ -122,10 +100,18 @@ def _operate(name, text, operands, plan, execute, rule=None, new_sizes=None, sev
         return run(axes, *operands)
     context = _context(name, text, operands)  # now: the walk comes when the trace is over
     _require_own_axes(axes, context)
-    if planned["moves"] and recipe.operands[0].pending and jnp.result_type(operands[0]) == jnp.bool_:
-        raise ShardingError(f"a sum of truth values is none: any, or numbers\n{context}\n  at {users_line()}")
+    given_as, made_of = jnp.result_type(operands[0]), jnp.dtype(dtype or jnp.result_type(operands[0]))
+
+    def refuse(why):
+        raise ShardingError(f"{why}\n{context}\n  at {users_line()}")
+
+    if planned["moves"] and recipe.operands[0].pending and given_as == jnp.bool_:
+        refuse("a sum of truth values is none: any, or numbers")
+    rounds = jnp.issubdtype(given_as, jnp.inexact) and not jnp.issubdtype(made_of, jnp.inexact)
+    if rounds and builtins.any(spec.pending for spec in recipe.results):
+        refuse(f"each term of a sum would be rounded to {made_of}: reduce first")
     if builtins.any(is_part(number) or isinstance(number, Count) for number in with_):
-        raise ShardingError(f"a number that depends on how many devices there are\n{context}\n  at {users_line()}")
+        refuse("a number that depends on how many devices there are")
 
     def checked(states):
         try:
@@ -137,7 +123,7 @@ def _operate(name, text, operands, plan, execute, rule=None, new_sizes=None, sev
         except ShardingError as error:
             raise error.extended(context) from None
 
-    sealed, closed_over, dtypes = None, [], [dtype or jnp.result_type(operands[0])]
+    sealed, closed_over, dtypes = None, [], [made_of]
     if planned["runs"]:
         given = [jax.ShapeDtypeStruct(tuple(on_this_mesh(jnp.shape(x))), jnp.result_type(x)) for x in operands]
         try:
@@ -188,13 +174,13 @@ def _require_own_axes(axes, context):
 
 
 @functools.cache
-def _planned(plan, text, operands, results, mesh_axes) -> tuple[Recipe, dict]:
+def _planned(name, plan, text, operands, results, mesh_axes) -> tuple[Recipe, dict]:
     recipe = parse_operation(text, operands, results)
     for spec in (*recipe.operands, *recipe.results):
         for dim in spec.dims:
-            if dim.indexed and plan not in (_plan_index, _plan_ppermute, _plan_ring):
+            if dim.indexed and name not in ("index_unreduced", "ppermute", "ring"):
                 raise ShardingError(f"[{dim.name}]: only index_unreduced, ppermute and ring mark a dim with [ ]")
-            if dim.name == "..." and plan is not _plan_sum:
+            if dim.name == "..." and name != "sum_unreduced":
                 raise ShardingError("'...' is for sum_unreduced alone: name the dims")
     legal = [[str(spec.in_mesh_order(mesh_axes)) for spec in specs] for specs in (recipe.operands, recipe.results)]
     if legal != [[str(spec) for spec in specs] for specs in (recipe.operands, recipe.results)]:
@@ -235,7 +221,7 @@ def _size_of(dim: Dim, letters, axes) -> int:
     return letters[dim.name][0]
 
 
-def _corrected(recipe: Recipe, result: Spec) -> str:
+def corrected(recipe: Recipe, result: Spec) -> str:
     return f"write '{', '.join(map(str, recipe.operands))} -> {result}'"
 
 
@@ -349,11 +335,11 @@ def all_gather(spec: str | bytes, x, *, dtype=None, reduce_dtype=None, sent_as=N
         before the gather, the gradient's reduction would run in the gathered type.
       sent_as: rounded to this on the way, and only there.
     Sends: (n - 1) x bytes in `sent_as` or `dtype`; in the backward pass a reduce-scatter of (n - 1) x bytes in
-    `reduce_dtype`. Of `Float8` 1 byte an element; the result is `Float8` too.
+    `reduce_dtype`. Of what stands for a matrix (see `products`) its typed field is; of `Float8` in 1 byte an element.
     """
-    if isinstance(x, Float8):
-        given = dict(dtype=dtype, reduce_dtype=reduce_dtype, sent_as=jnp.float8_e4m3fn)
-        return x._replace(values=all_gather(spec, x.values, **given))
+    if isinstance(x, StandIn):
+        given = dict(dtype=dtype, reduce_dtype=reduce_dtype, sent_as=sent_as or x.sent_as)
+        return x.map(lambda values: all_gather(spec, values, **given))
 
     def execute(planned, axes, x):
         out = _element(dtype or x.dtype)
@@ -381,7 +367,7 @@ def all_gather(spec: str | bytes, x, *, dtype=None, reduce_dtype=None, sent_as=N
         gather_cast.defvjp(lambda x: (gather(x), None), backward)
         return gather_cast(x)
 
-    return _operate(
+    return operate(
         "all_gather",
         spec,
         (x,),
@@ -399,7 +385,7 @@ def _plan_gather(recipe, mesh_axes):
         if names := _suffix(before, after, "all_gather gathers"):
             gathered.append((position, names))
     if operand.pending != result.pending:
-        raise ShardingError(f"all_gather takes no sum: {_corrected(recipe, Spec(result.dims, operand.pending))}")
+        raise ShardingError(f"all_gather takes no sum: {corrected(recipe, Spec(result.dims, operand.pending))}")
     if not gathered:
         raise ShardingError(f"gathers nothing: '{operand}' and '{result}' are split alike")
     return {"gathered": gathered, "moves": tuple(axis for _, names in gathered for axis in names)}
@@ -429,7 +415,7 @@ def pmax(spec: str | bytes, x):
     def execute(planned, axes, x):
         return _largest(jnp.max(undifferentiated(x), axis=planned["dropped"]), planned, axes)
 
-    return _operate("pmax", spec, (x,), _plan_pmax, execute)
+    return operate("pmax", spec, (x,), _plan_pmax, execute)
 
 
 def _largest(local, planned, axes):
@@ -451,7 +437,7 @@ def _plan_pmax(recipe, mesh_axes):
     if not dropped:
         raise ShardingError("the result lacks no dim: the largest over what?")
     if recipe.result != Spec(tuple(kept)):
-        raise ShardingError(f"the other dims stay as they are: {_corrected(recipe, Spec(tuple(kept)))}")
+        raise ShardingError(f"the other dims stay as they are: {corrected(recipe, Spec(tuple(kept)))}")
     return {"dropped": dropped, "moves": _ordered(axes, mesh_axes)}
 
 
@@ -475,7 +461,7 @@ def argmax(spec: str | bytes, x):
         ours = largest == lax.pmax(largest, names)
         return lax.pmin(jnp.where(ours, place, jnp.iinfo(jnp.int32).max), names)
 
-    return _operate("argmax", spec, (x,), _plan_argmax, execute, dtype=jnp.int32)
+    return operate("argmax", spec, (x,), _plan_argmax, execute, dtype=jnp.int32)
 
 
 def _plan_argmax(recipe, mesh_axes):
@@ -496,7 +482,7 @@ def any(spec: str | bytes, x):
     def execute(planned, axes, x):
         return _largest(jnp.any(x, axis=planned["dropped"]).astype(jnp.int32), planned, axes).astype(bool)
 
-    return _operate("any", spec, (x,), _plan_pmax, execute, dtype=jnp.bool_)
+    return operate("any", spec, (x,), _plan_pmax, execute, dtype=jnp.bool_)
 
 
 # -- pending -> split, pending -> same ---------------------------------------------------------------------------------
@@ -513,7 +499,7 @@ def psum_scatter(spec: str | bytes, x):
             x = _scatter(x, names, position)
         return x
 
-    return _operate("psum_scatter", spec, (x,), _plan_scatter, execute)
+    return operate("psum_scatter", spec, (x,), _plan_scatter, execute)
 
 
 def _plan_scatter(recipe, mesh_axes):
@@ -543,13 +529,13 @@ def psum(spec: str | bytes, x):
         names = _wide(planned["moves"], axes)
         return lax.psum(x, names) if names else x
 
-    return _operate("psum", spec, (x,), _plan_psum, execute)
+    return operate("psum", spec, (x,), _plan_psum, execute)
 
 
 def _plan_psum(recipe, mesh_axes):
     (operand,), result = recipe.operands, recipe.result
     if operand.dims != result.dims:
-        raise ShardingError(f"psum keeps the dims: {_corrected(recipe, Spec(operand.dims, result.pending))}")
+        raise ShardingError(f"psum keeps the dims: {corrected(recipe, Spec(operand.dims, result.pending))}")
     taken = set(operand.pending) - set(result.pending)
     if not taken or set(result.pending) - set(operand.pending):
         raise ShardingError(
@@ -574,7 +560,7 @@ def all_to_all(spec: str | bytes, x):
             return x
         return lax.all_to_all(x, names, split_axis=planned["gains"], concat_axis=planned["loses"], tiled=True)
 
-    return _operate("all_to_all", spec, (x,), _plan_all_to_all, execute)
+    return operate("all_to_all", spec, (x,), _plan_all_to_all, execute)
 
 
 def _plan_all_to_all(recipe, mesh_axes):
@@ -606,13 +592,13 @@ def ppermute(spec: str | bytes, x, shift: int):
             return x
         return lax.ppermute(x, axis, [(index, (index + shift) % axes[axis]) for index in range(axes[axis])])
 
-    return _operate("ppermute", spec, (x,), _plan_ppermute, execute, with_=(shift,))
+    return operate("ppermute", spec, (x,), _plan_ppermute, execute, with_=(shift,))
 
 
 def _plan_ppermute(recipe, mesh_axes):
     (operand,), result = recipe.operands, recipe.result
     if operand != result:
-        raise ShardingError(f"ppermute keeps the type: {_corrected(recipe, operand)}")
+        raise ShardingError(f"ppermute keeps the type: {corrected(recipe, operand)}")
     moving = [dim for dim in operand.dims if dim.indexed] or [dim for dim in operand.dims if dim.axes == (dim.name,)]
     if len(moving) != 1 or moving[0].axes != (moving[0].name,):
         split = next((axis for dim in operand.dims for axis in dim.axes), mesh_axes[0])
@@ -624,138 +610,21 @@ def _plan_ppermute(recipe, mesh_axes):
     return {"moves": moving[0].axes}
 
 
-def ring(spec: str | bytes, forward, backward, *operands):
-    """Attention to blocks that go round: what has a dim in [ ] is passed on along that dim's axis until each device has
-    had every block; the other operands stay, and the result lies as the first of them.
-
-        ring('B/d L/c K/t D, B/d [S/c] K/t D, B/d [S/c] K/t D, L/c, [S/c] -> B/d L/c K/t D', forward, backward,
-             q, k, v, position, key_position)
-
-    Both functions are local to a device and see one block of what goes round, the device's own one first:
-
-        forward(*operands) -> o, log_sum_exp                            of the logits with this block alone
-        backward(*operands, o, log_sum_exp, gradient) -> gradients      of the operands that are floats
-
-    in float32, log_sum_exp of o's shape without its last dim. Blocks are put together as parts of one softmax, and
-    `backward` gets the o and log_sum_exp of all of them (Dao et al. 2022, algorithms 1 and 4; the ring is that of Liu
-    et al. 2023). Kept for the backward pass, under the name of save_for_backward: o and its log-sum-exp; nothing of a
-    turn.
-    Proved: as of `local`. Sends: of what goes round, x bytes, (n - 1) x; backward that again, and n times the gradients
-    of its floats in float32, each while a block is multiplied.
-    """
-    text = as_text(spec)
-    floats = [jnp.issubdtype(jnp.result_type(operand), jnp.inexact) for operand in operands]
-
-    def execute(planned, axes, *operands):
-        (axis,), goes = planned["moves"], planned["goes"]
-        turns = axes[axis]
-        of_floats = [each for each, is_float in zip(goes, floats) if is_float]
-
-        def parted(values, goes):
-            return [[value for value, each in zip(values, goes) if each is wanted] for wanted in (False, True)]
-
-        def joined(stay, moving):
-            stay, moving = iter(stay), iter(moving)
-            return [next(moving if each else stay) for each in goes]
-
-        def turned(values):
-            pairs = [(index, (index + 1) % turns) for index in range(turns)]
-            return [lax.ppermute(value, axis, pairs) for value in values]
-
-        def keep(*operands):
-            stay, moving = parted(lax.optimization_barrier(operands), goes)  # else a loop over layers is left by some
-
-            def turn(carry, _):
-                moving, (o, largest) = carry
-                coming = turned(moving) if turns > 1 else moving  # sent while this block is multiplied
-                more, other = forward(*joined(stay, moving))
-                both = jnp.logaddexp(largest, other)
-                o = o * jnp.exp(largest - both)[..., None] + more * jnp.exp(other - both)[..., None]
-                return (coming, (o, both)), None
-
-            first = operands[0]
-            carry = moving, (jnp.zeros(first.shape, jnp.float32), jnp.full(first.shape[:-1], -1e30, jnp.float32))
-            if turns > 1:
-                carry, _ = lax.scan(turn, carry, None, length=turns - 1)
-            (_, (o, log_sum_exp)), _ = turn(carry, None)  # the last block is passed on to nobody
-            o, log_sum_exp = (checkpoint_name(x, SAVED) for x in (o.astype(first.dtype), log_sum_exp))
-            return o, (operands, o, log_sum_exp)
-
-        def give_back(kept, gradient):
-            operands, *result = kept
-            stay, moving = parted(lax.optimization_barrier(operands), goes)
-
-            def of_pair(moving):
-                return parted(backward(*joined(stay, moving), *result, gradient), of_floats)
-
-            def turn(carry, _):
-                moving, (of_stay, of_moving) = carry
-                coming, passed = turned(moving), turned(of_moving)  # a block's gradients come a turn after the block
-                more, found = of_pair(moving)
-                return (coming, jax.tree.map(jnp.add, (of_stay, passed), (more, found))), None
-
-            sums = tuple(of_pair(moving))
-            if turns > 1:
-                carry = turned(moving), sums
-                if turns > 2:
-                    carry, _ = lax.scan(turn, carry, None, length=turns - 2)
-                (_, (of_stay, of_moving)), _ = turn(carry, None)
-                sums = of_stay, turned(of_moving)
-            of_stay, of_moving = map(iter, sums)
-            return tuple(
-                next(of_moving if each else of_stay).astype(operand.dtype) if is_float else None
-                for operand, each, is_float in zip(operands, goes, floats)
-            )
-
-        attend = jax.custom_vjp(lambda *operands: keep(*operands)[0])
-        attend.defvjp(keep, give_back)
-        return attend(*operands)
-
-    return _operate("ring", text, operands, _plan_ring, execute)
-
-
-def _plan_ring(recipe, mesh_axes):
-    first, *_ = recipe.operands
-    marked = [[dim for dim in operand.dims if dim.indexed] for operand in recipe.operands]
-    dims = {dim for each in marked for dim in each}
-    if len(dims) != 1 or max(map(len, marked)) > 1 or len(dims.pop().axes) != 1:
-        raise ShardingError(
-            "what goes round has one dim in [ ], the same in all of it, split over one axis: 'B/d [S/c] K/t D'"
-        )
-    (axis,) = next(dim for each in marked for dim in each).axes
-    if marked[0] or axis not in first.split or recipe.result != first:
-        raise ShardingError(
-            f"the first operand stays, is split over {axis}, and the result lies as it does: "
-            f"{_corrected(recipe, Spec(tuple(Dim(dim.name, dim.axes) for dim in first.dims), first.pending))}"
-        )
-    lies: dict[str, Dim] = {}
-    for dim in (dim for operand in recipe.operands for dim in operand.dims):
-        if lies.setdefault(dim.name, dim).axes != dim.axes:
-            raise ShardingError(f"{lies[dim.name]} in one operand, {dim} in the other: the devices' parts do not match")
-    if builtins.any(operand.pending for operand in recipe.operands):
-        raise ShardingError("an operand is pending, and a softmax is not linear: reduce it first")
-    return {**_plan_local(recipe, mesh_axes), "goes": [bool(each) for each in marked], "moves": (axis,)}
-
-
 # -- Nothing is sent ---------------------------------------------------------------------------------------------------
-def einsum_unreduced(spec: str | bytes, x, y, *, rounded_to=None, **jnp_kwargs):
+def einsum_unreduced(spec: str | bytes, x, y, *, rounded_to=None, x_is_thin: bool = False, **jnp_kwargs):
     """`jnp.einsum` of two operands. A contraction over a dim that is split over t leaves the result pending, '+t'.
 
         einsum_unreduced('B/d L F/t, M F/t -> B/d L M +t', h, w_down)
 
     Args:
       rounded_to: both operands are, for the product alone; the gradient's products are of the operands as they are.
+      x_is_thin: y's gradient is computed as x · gradient, not, as JAX does, as gradient · x: of the two XLA:CPU
+        transposes the first, and computes anew what was fused into it.
       jnp_kwargs: passed on. With preferred_element_type=float32 of bfloat16 operands the sums stay in float32; the
         gradient's products are in bfloat16 too (JAX would take the result's gradient in float32, and multiply at the
         rate of that). An operand that is not differentiated costs no product.
     Sends: nothing.
     """
-    return _einsum(spec, x, y, rounded_to, **jnp_kwargs)
-
-
-def _einsum(spec: str | bytes, x, y, rounded_to=None, x_is_thin: bool = False, **jnp_kwargs):
-    """x_is_thin: y's gradient is computed as x · gradient, not, as JAX does, as gradient · x: of the two XLA:CPU
-    transposes the first, and computes anew what was fused into it."""
 
     def execute(planned, axes, x, y):
         def product(x, y):
@@ -793,7 +662,7 @@ def _einsum(spec: str | bytes, x, y, rounded_to=None, x_is_thin: bool = False, *
 
     given = (rounded_to, sorted(jnp_kwargs.items()))
     dtype = jnp.dtype(jnp_kwargs.get("preferred_element_type") or jnp.result_type(x, y))
-    return _operate("einsum_unreduced", spec, (x, y), _plan_einsum, execute, with_=given, dtype=dtype)
+    return operate("einsum_unreduced", spec, (x, y), _plan_einsum, execute, with_=given, dtype=dtype)
 
 
 def _plan_einsum(recipe, mesh_axes):
@@ -830,81 +699,11 @@ def _plan_einsum(recipe, mesh_axes):
         forgotten = contracted - set(recipe.result.pending)
         owed = f": the contraction leaves a sum over {', '.join(sorted(contracted))}" if forgotten else ""
         raise ShardingError(
-            f"the result is '{expected}', not '{recipe.result}'{owed}\n  fix: {_corrected(recipe, expected)}"
+            f"the result is '{expected}', not '{recipe.result}'{owed}\n  fix: {corrected(recipe, expected)}"
         )
     letter = dict(zip(lies, _strings.ascii_letters))
     words = ["".join(letter[name] for name in each.names) for each in (first, second, recipe.result)]
     return {"equation": f"{words[0]},{words[1]}->{words[2]}"}
-
-
-def product(spec: str | bytes, x, w, **jnp_kwargs):
-    """`einsum_unreduced(spec, x, w)`; of a matrix with an adapter, `shardtypes.Adapted`, the product with its sum.
-
-        product('B/d L F/t, M F/t -> B/d L M +t', h, w_down)
-
-    For an adapted w_down that is, with N the adapter's rank, the two thin products
-
-        thin = einsum_unreduced('B/d L F/t, F/t N -> B/d L N +t', h, w_down.a)
-        change = einsum_unreduced('B/d L N +t, N M -> B/d L M +t', thin, w_down.b)
-
-    besides the one with `base`: they join its pending sum, so no more is sent. Dims that all three have, as experts,
-    stay in front in a and in b. The layer that calls this is the same with adapters and without.
-
-    Of `shardtypes.Quantized` the product with its 8-bit values in x's type, times the factor of each column, in
-    float32. Of `Float8` a product of 8-bit numbers, summed in float32, with a scale for each of x's rows that the
-    result has; its gradient's products are in x's type.
-
-    Sends: nothing; of `Float8`, and x whose contracted dims are split, the largest of each row, all-reduced."""
-    if isinstance(w, Float8):
-        return _product_of_float8(spec, x, w, **jnp_kwargs)
-    if isinstance(w, Quantized):
-        recipe = parse_operation(as_text(spec), 2)
-        kept = [name for name in recipe.operands[1].names if name in recipe.result.names]
-        y = einsum_unreduced(spec, x, w.values.astype(x.dtype), **jnp_kwargs)
-        axes = [axis for axis, name in enumerate(recipe.result.names) if name not in kept]
-        return (y.astype(jnp.float32) * jnp.expand_dims(w.scale, axes)).astype(y.dtype)
-    if not isinstance(w, Adapted):
-        return einsum_unreduced(spec, x, w, **jnp_kwargs)
-    recipe = parse_operation(as_text(spec), 2)
-    (of_x, of_w), result = recipe.operands, recipe.result
-    a, b = low_rank(of_w, [name for name in of_w.names if name not in result.names], of_x.names)
-    kept = (dim for dim in of_x.dims if dim.name not in a.names or dim.name in b.names)
-    low = Spec((*kept, Dim("N")), result.pending)
-    some = x if w.drop is None else w.drop(str(of_x), x)
-    thin = checkpoint_name(einsum_unreduced(f"{of_x}, {a} -> {low}", some, w.a), SAVED)  # spares the product with a
-    change = _einsum(f"{low}, {b} -> {result}", thin, w.b, x_is_thin=True, **jnp_kwargs)
-    return einsum_unreduced(spec, x, w.base, **jnp_kwargs) + w.scale * change
-
-
-def float8_scale(spec: str | bytes, x):
-    """For each element of the result, in float32, the power of two by which the largest of x that belongs to it is
-    192 to 384: float8_e4m3fn has numbers up to 448 (Micikevicius et al. 2022, section 3). Dividing by it is exact.
-
-        float8_scale('layers M/d F/t -> layers', w)
-
-    Sends: as `pmax`.
-    """
-    largest = pmax(spec, jnp.abs(lax.stop_gradient(x))).astype(jnp.float32)
-    return lax.reduce_precision(jnp.maximum(largest, 1e-30), exponent_bits=8, mantissa_bits=0) / 256
-
-
-def _product_of_float8(spec, x, w: Float8, **jnp_kwargs):
-    """A scale for each row and one for the matrix: both leave the sum over the contracted dims."""
-    (of_x, _), result = (recipe := parse_operation(as_text(spec), 2)).operands, recipe.result
-    kept = [dim for dim in of_x.dims if dim.name in result.names]
-    scale = float8_scale(f"{of_x} -> {Spec(tuple(kept))}", x)
-    if builtins.any(dim.axes for dim in of_x.dims if dim not in kept):
-        scale = checkpoint_name(scale, SAVED)  # 4 bytes a row, spares sending it again
-
-    def wide(names):
-        rows = {dim.name for dim in kept}
-        return jnp.expand_dims(scale, [axis for axis, name in enumerate(names) if name not in rows])
-
-    x = x * (1 / wide(of_x.names)).astype(x.dtype)
-    y = einsum_unreduced(
-        spec, x, w.values, rounded_to=jnp.float8_e4m3fn, **{**jnp_kwargs, "preferred_element_type": jnp.float32}
-    )
-    return (y * (wide(result.names) * w.scale)).astype(jnp_kwargs.get("preferred_element_type", x.dtype))
 
 
 def sum_unreduced(spec: str | bytes, x):
@@ -940,7 +739,7 @@ def sum_unreduced(spec: str | bytes, x):
     def execute(planned, axes, x):
         return jnp.sum(x, axis=planned["dropped"])
 
-    return _operate("sum_unreduced", spec, (x,), _plan_sum, execute, rule)
+    return operate("sum_unreduced", spec, (x,), _plan_sum, execute, rule)
 
 
 def _plan_sum(recipe, mesh_axes):
@@ -954,7 +753,7 @@ def _plan_sum(recipe, mesh_axes):
     if not dropped:
         raise ShardingError("the result lacks no dim: the sum over what?")
     if result != expected:
-        raise ShardingError(f"the result is '{expected}', not '{result}'\n  fix: {_corrected(recipe, expected)}")
+        raise ShardingError(f"the result is '{expected}', not '{result}'\n  fix: {corrected(recipe, expected)}")
     return {"dropped": dropped}
 
 
@@ -985,7 +784,7 @@ def index_unreduced(spec: str | bytes, table, indices):
         held = held.reshape(held.shape + (1,) * (found.ndim - held.ndim))
         return jnp.where(held, found, jnp.zeros((), found.dtype))
 
-    return _operate("index_unreduced", spec, (table, indices), _plan_index, execute)
+    return operate("index_unreduced", spec, (table, indices), _plan_index, execute)
 
 
 def _rows(table, indices):
@@ -1028,7 +827,7 @@ def _plan_index(recipe, mesh_axes):
     dims = indices.dims if own else (*indices.dims, *table.dims[:position], *table.dims[position + 1 :])
     expected = Spec(dims, _ordered(names, mesh_axes))
     if recipe.result != expected:
-        raise ShardingError(f"the result is '{expected}', not '{recipe.result}'\n  fix: {_corrected(recipe, expected)}")
+        raise ShardingError(f"the result is '{expected}', not '{recipe.result}'\n  fix: {corrected(recipe, expected)}")
     return {"position": position, "names": names, "own": own}
 
 
@@ -1046,7 +845,7 @@ def slice(spec: str | bytes, x):
             x = lax.dynamic_slice_in_dim(x, lax.axis_index(names) * size, size, position)
         return x
 
-    return _operate("slice", spec, (x,), _plan_slice, execute)
+    return operate("slice", spec, (x,), _plan_slice, execute)
 
 
 def _plan_slice(recipe, mesh_axes):
@@ -1073,7 +872,7 @@ def regroup(spec: str | bytes, x, **sizes: int):
         return x.reshape(shape)
 
     sizes = {name: int(size) for name, size in sizes.items()}
-    return _operate("regroup", spec, (x,), _plan_regroup, execute, new_sizes=sizes)
+    return operate("regroup", spec, (x,), _plan_regroup, execute, new_sizes=sizes)
 
 
 def _plan_regroup(recipe, mesh_axes):
@@ -1082,7 +881,7 @@ def _plan_regroup(recipe, mesh_axes):
     if stay != [name for name in result.names if name in stay]:
         raise ShardingError("regroup keeps the order of the dims that stay: transpose before or after")
     if operand.pending != result.pending or operand.names == result.names:
-        fix = _corrected(recipe, Spec(result.dims, operand.pending))
+        fix = corrected(recipe, Spec(result.dims, operand.pending))
         raise ShardingError(f"regroup divides and merges dims, and changes nothing else: {fix}")
     runs, before, after = [], list(operand.dims), list(result.dims)
     for name in (*stay, None):
@@ -1142,7 +941,7 @@ def pending(spec: str | bytes, x):
     def execute(planned, axes, x):
         return jnp.where(lax.axis_index(planned["new"]) == 0, x, jnp.zeros((), x.dtype))
 
-    return _operate("pending", spec, (x,), _plan_pending, execute)
+    return operate("pending", spec, (x,), _plan_pending, execute)
 
 
 def _plan_pending(recipe, mesh_axes):
@@ -1222,10 +1021,10 @@ def local(spec: str | bytes, function, *operands, **sizes: int):
     def execute(planned, axes, *operands):
         return function(*operands)
 
-    return _operate("local", spec, operands, _plan_local, execute, new_sizes=sizes, several=several)
+    return operate("local", spec, operands, plan_local, execute, new_sizes=sizes, several=several)
 
 
-def _plan_local(recipe, mesh_axes):
+def plan_local(recipe, mesh_axes):
     for axis in mesh_axes:
         split = builtins.any(axis in operand.split for operand in recipe.operands)
         owed = builtins.any(axis in operand.pending for operand in recipe.operands)

@@ -1,4 +1,4 @@
-"""Types with sharding: `f32['B/d L M/t']`, pytrees of them, their check against values, and `typed_shard_map`.
+"""Types with sharding: `f32['B/d L M/t']`, pytrees of them, and their check against values.
 
 @pytree_dataclass
 class Layer:
@@ -10,190 +10,575 @@ class Weights:
     layers: Array['layers', Layer]      # every field with a leading dim
 
 make_shardings(Weights)                 # the same tree of NamedSharding on the current mesh
+
+Letters are sizes: within one scope (a call of a `typed` function, `with Scope():`, `@scope`) a letter is one global
+size.
 """
 
+import contextlib
+import contextvars
+import dataclasses
 import functools
 import inspect
+import types
+import typing
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
 
-from shardlib.arrays import (  # noqa: F401 the types and their functions, of which this module is the face
-    Adapted,
-    Array,
-    ArrayType,
-    ComputeType,
-    DType,
-    Quantized,
-    Scope,
-    Stacked,
-    bf16,
-    bind,
-    bool_,
-    check,
-    check_tree,
-    f32,
-    fields,
-    holds_arrays,
-    i8,
-    i32,
-    indivisible,
-    is_fully_sharded,
-    make_partition_specs,
-    make_shardings,
-    map_type,
-    mapped_axes,
-    mesh_text,
-    narrowed,
-    pytree_dataclass,
-    register_with_typeguard,
-    scope,
-    u8,
-    u32,
-)
-from shardlib.mesh import current_mesh, shard_map
-from shardlib.proof.verify import trace_as_it_runs, verify
-from shardlib.spec import ShardingError, Spec, users_line
-from shardlib.typed import refuse_unread, typed
+from shardlib.mesh import current_mesh, manual_axes, place
+from shardlib.places import users_line
+from shardlib.proof import marks
+from shardlib.proof.states import State, require
+from shardlib.spec import Dim, Indivisible, ShardingError, Spec, as_text, parse, parts
+
+# -- Letters -----------------------------------------------------------------------------------------------------------
+_letters: contextvars.ContextVar[dict[str, tuple[int, str]] | None] = contextvars.ContextVar("letters", default=None)
 
 
-class typed_shard_map:
-    """Maps a function over the mesh as its annotations say, after checking that what they say is so.
+@contextlib.contextmanager
+def Scope():
+    """Fresh letters inside: `with Scope(): ...`."""
+    token = _letters.set({})
+    try:
+        yield
+    finally:
+        _letters.reset(token)
 
-        @typed_shard_map
-        def step(weights: Weights, batch: f32['B/d L']) -> tuple[Weights, f32['']]: ...
 
-    The mesh is the current one (`with jax.set_mesh(mesh):`). Annotations give `shard_map` its specs. The check traces
-    the function once more, abstractly, at each call: call it inside `jax.jit`, so that this happens once per
-    compilation. An eager call is checked and compiled anew each time.
+def scope(function):
+    """Gives each call of the function fresh letters."""
+
+    @functools.wraps(function)
+    def scoped(*args, **kwargs):
+        with Scope():
+            return function(*args, **kwargs)
+
+    return scoped
+
+
+def mapped_axes() -> dict[str, int]:
+    """The mesh axes, name to size, over which the code being traced is mapped, but for those of `shardops.each` around
+    it; empty outside of shard_map."""
+    return {name: size for name, size in all_mapped_axes().items() if name not in marks.apart()}
+
+
+def all_mapped_axes() -> dict[str, int]:
+    """The same, with those of `shardops.each`."""
+    check = marks.current()
+    return manual_axes() if check is None else check.axes
+
+
+def part_of(whole: int, dim: Dim, axes: dict[str, int]):
+    """What a device holds of a dim of this size: in the check a symbol, but for one that counts devices."""
+    check = marks.marking()
+    return whole // parts(dim, axes) if check is None or dim.name in axes else check.parts.size(whole, dim.axes)
+
+
+def on_this_mesh(shape) -> list[int]:
+    """What a device of the user's mesh holds of a value with this shape: in the check sizes are symbols."""
+    if (check := marks.marking()) is None:
+        return list(shape)
+    return [check.parts.on_mesh(size, check.axes) for size in shape]
+
+
+def mesh_text(axes: dict[str, int]) -> str:
+    return "mesh " + " × ".join(f"{name}={size}" for name, size in axes.items()) if axes else "no mesh"
+
+
+def bind(
+    spec: Spec, shape: tuple[int, ...], axes: dict[str, int], letters: dict, *, local: bool = True
+) -> tuple[int, ...]:
+    """Checks one value's shape against its type and the letters met so far; returns the global shape and remembers new
+    letters.
 
     Args:
-      function: its arguments and result are annotated with types of sharded arrays; annotations within are read too,
-        as under `typed`.
-      check: False leaves out the check.
+      spec: the type.
+      shape: what one device holds (`local`), or the whole.
+      axes: the mesh's axes and their sizes.
+      letters: size and origin of each letter in this scope; changed.
     Raises:
-      ShardingError: without a mesh, for a missing annotation, and for every claim that is not so, with its line.
+      ShardingError: another rank, pending axes out of the mesh's order, an integer or a letter of another size, a
+        size that an axis does not divide, a dim with an axis' name and another size.
     """
+    spec.require_mesh_order(axes)
+    dims = spec.dims
+    if dims and dims[0].name == "...":
+        dims = (Dim("..."),) * (len(shape) - len(dims) + 1) + dims[1:]
+    if len(dims) != len(shape):
+        raise ShardingError(f"'{spec}' has {len(spec.dims)} dims, the value has {len(shape)}")
+    whole, check = [], marks.marking() if local else None
+    for dim, size in zip(dims, shape):
+        if not local and dim.name not in axes:
+            require_divisible(dim, size, axes)
+        if check is not None and dim.name not in axes:
+            if dim.name != "..." and (lies := check.parts.axes(size)) != dim.axes:
+                raise ShardingError(_lies_otherwise(spec, dim, lies))
+            size = check.parts.whole(size)
+        elif local:
+            size *= parts(dim, axes)
+        whole.append(size)
+        if dim.name != "...":
+            remember(dim, size, axes, letters, str(spec))
+    return tuple(whole)
 
-    def __init__(self, function, check: bool = True):  # noqa: F811 the parameter, not the function
-        self.function, self.checked = _read(function), check
-        functools.update_wrapper(self, function)
-        self.signature = inspect.signature(function, eval_str=True)
 
-    def __call__(self, *args, **kwargs):
+def _lies_otherwise(spec: Spec, dim: Dim, lies: tuple[str, ...]) -> str:
+    said, true = str(dim).strip("[]"), "/".join((dim.name, *lies))
+    if not lies:
+        return f"'{spec}' says {said}, but that dim is whole in the value: write {true} (slice makes {said} of it)"
+    gather = "" if set(lies) <= set(dim.axes) else ", or a gather was forgotten"
+    return f"'{spec}' says {said}, but that dim is split over {'/'.join(lies)} in the value: write {true}{gather}"
+
+
+def remember(dim: Dim, size: int, axes: dict[str, int], letters: dict, text: str):
+    """Binds a dim's letter to its size in the whole array; raises `ShardingError` if it has another size already."""
+    if dim.name.isdigit():
+        known, origin = int(dim.name), "the string"
+    elif dim.name in axes:
+        known, origin = devices_of(dim, axes), "the mesh, whose axis has that name"
+    else:
+        known, origin = letters.setdefault(dim.name, (size, f"'{text}'"))
+    if known != size:
+        raise ShardingError(f"dim {dim} of '{text}' is {size}, but {dim.name} is {known} in {origin}")
+
+
+def devices_of(dim: Dim, axes: dict[str, int]) -> int:
+    """The size of a dim that is named like a mesh axis: it counts the devices along it."""
+    if dim.axes not in ((), (dim.name,)):
+        raise ShardingError(
+            f"dim {dim}: a dim that is named like an axis counts its devices, and is split over no other"
+        )
+    return axes[dim.name]
+
+
+def require_divisible(dim: Dim, size: int, axes: dict[str, int]):
+    """Raises `Indivisible` for a dim of the whole array that its axes cannot divide."""
+    if size % parts(dim, axes):
+        split = tuple(axis for axis in dim.axes if axes[axis] > 1)
+        sizes = " × ".join(f"{axis}={axes[axis]}" for axis in split)
+        noun = "axis" if len(split) == 1 else "axes"
+        text = f"dim {dim.name} has size {size}, which {noun} {sizes} cannot divide"
+        raise Indivisible(text, size, split)
+
+
+def indivisible(type_, shapes, axes: dict[str, int]) -> list[Indivisible]:
+    """Each dim of a tree's leaves that a mesh cannot split, once, with the leaf that is first to have it.
+
+    Args:
+      type_: the tree's type.
+      shapes: the tree, of arrays or `ShapeDtypeStruct` of global shapes.
+      axes: the mesh's axes and their sizes.
+    Raises:
+      ShardingError: a type names an axis that the mesh lacks.
+    """
+    found = {}
+    specs = jax.tree.leaves(map_type(lambda array: array.spec, type_), is_leaf=lambda each: isinstance(each, Spec))
+    for spec, (path, leaf) in zip(specs, jax.tree_util.tree_leaves_with_path(shapes), strict=True):
+        spec.require_mesh_order(axes)
+        for dim, size in zip(spec.dims, leaf.shape, strict=True):
+            if dim.name in axes:  # it counts devices
+                continue
+            try:
+                require_divisible(dim, size, axes)
+            except Indivisible as error:
+                name = jax.tree_util.keystr(path, simple=True, separator="/")
+                found.setdefault((dim.axes, size), error.extended(f"  in {name}: {spec}"))
+    return list(found.values())
+
+
+def letters_of_scope() -> dict:
+    """The letters of the scope that is open, or fresh ones for a single use."""
+    letters = _letters.get()
+    return {} if letters is None else letters
+
+
+def _parse_type(text: str | bytes) -> Spec:
+    """Parses a type, in which the marks that belong to operations alone have no place."""
+    spec = parse(as_text(text))
+    for dim in spec.dims:
+        if dim.indexed or dim.name == "...":
+            raise ShardingError(f"'{spec}': '{dim}' belongs in an operation's string; a type names each dim")
+    return spec
+
+
+# -- Array types -------------------------------------------------------------------------------------------------------
+class DType:
+    """An element type; `f32['B/d L']` (or `f32[b'B/d L']`, `f32('B/d L')`) is a type of arrays."""
+
+    def __init__(self, name: str, dtype):
+        self.name, self.dtype = name, jnp.dtype(dtype)
+
+    def __getitem__(self, spec: str | bytes) -> "ArrayType":
+        return ArrayType(self, _parse_type(spec))
+
+    __call__ = __getitem__
+
+    def __repr__(self):
+        return self.name
+
+
+class ComputeType(DType):
+    """An element type with one name in the source that is chosen at run time: `act.dtype = jnp.float32` before anything
+    is traced."""
+
+    @property
+    def dtype(self):
+        return self._dtype
+
+    @dtype.setter
+    def dtype(self, dtype):
+        self._dtype = jnp.dtype(dtype)
+
+
+class _Annotation:
+    """What annotations may do with a type: `f32['B'] | None`, and stand inside tuple[...] and the like."""
+
+    def __or__(self, other):
+        return typing.Union[self, other]  # noqa: UP007 this is what `|` means here
+
+    def __ror__(self, other):
+        return typing.Union[other, self]  # noqa: UP007
+
+    def __call__(self, *_):  # typing accepts only callables
+        raise TypeError(f"{self!r} is a type for annotations, it makes no arrays: use shardops.zeros or shardops.full")
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayType(_Annotation):
+    """A type of arrays: an element type and how the dims lie on the mesh."""
+
+    element: DType
+    spec: Spec
+
+    def with_leading(self, dims: tuple[Dim, ...]) -> "ArrayType":
+        # Parsed again, for what a spec may not say: an axis twice.
+        return ArrayType(self.element, parse(str(Spec((*dims, *self.spec.dims), self.spec.pending)))) if dims else self
+
+    def __repr__(self):
+        return f"{self.element}['{self.spec}']"
+
+
+f32, bf16 = DType("f32", jnp.float32), DType("bf16", jnp.bfloat16)
+i32, u32 = DType("i32", jnp.int32), DType("u32", jnp.uint32)
+i8, u8 = DType("i8", jnp.int8), DType("u8", jnp.uint8)
+bool_ = DType("bool_", jnp.bool_)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stacked(_Annotation):
+    """`Array['layers', Layer]`: a pytree type with leading dims added to every field."""
+
+    dims: tuple[Dim, ...]
+    cls: typing.Any
+
+    def __repr__(self):
+        return f"Array['{' '.join(map(str, self.dims))}', {getattr(self.cls, '__name__', self.cls)}]"
+
+
+class Array:
+    """`Array['layers', Layer]`: Layer with a leading dim on every field."""
+
+    def __class_getitem__(cls, parameters) -> Stacked:
+        spec, inner = parameters
+        spec = _parse_type(spec)
+        if spec.pending:
+            raise ShardingError(
+                f"Array['{spec}', ...] adds dims to each field; pending axes stand in the fields' types"
+            )
+        stacked = Stacked(spec.dims, inner)
+        map_type(lambda array: array, stacked, like=_ALL)  # each field can have these dims
+        return stacked
+
+
+def pytree_dataclass(cls):
+    """A frozen dataclass that JAX sees as a pytree, with field names as keys."""
+    cls = dataclasses.dataclass(frozen=True)(cls)
+    names = [field.name for field in dataclasses.fields(cls)]
+    return jax.tree_util.register_dataclass(cls, data_fields=names, meta_fields=[])
+
+
+@functools.cache
+def fields(cls) -> dict[str, typing.Any]:
+    """Field names and types of a `pytree_dataclass`, also where annotations are strings (`from __future__ import
+    annotations`)."""
+    said = {}
+    for base in reversed(cls.__mro__):
+        try:
+            said |= inspect.get_annotations(base, eval_str=True)
+        except NameError as error:
+            raise ShardingError(f"a field's type in {cls.__name__} cannot be read: {error}") from None
+    return {field.name: said[field.name] for field in dataclasses.fields(cls)}
+
+
+_NOTHING, _ALL = object(), object()  # in the place of a tree: nothing says which optional fields are there; all are
+
+
+def map_type(function, type_, leading: tuple[Dim, ...] = (), like=_NOTHING):
+    """The tree of `function(ArrayType)` for a type that is made of pytree dataclasses, `Array[...]`, tuples and array
+    types. Of `X | None` the tree `like` says whether the value is there."""
+    if isinstance(type_, ArrayType):
+        return function(type_.with_leading(leading))
+    if isinstance(type_, Stacked):
+        return map_type(function, type_.cls, leading + type_.dims, like)
+    if is_tree_of_types(type_):
+        return jax.tree.map(lambda array: function(array.with_leading(leading)), type_)
+    if dataclasses.is_dataclass(type_):
+        items = fields(type_).items()
+        return type_(**{key: map_type(function, inner, leading, getattr(like, key, like)) for key, inner in items})
+    if typing.get_origin(type_) is tuple:
+        inner = typing.get_args(type_)
+        likes = like if isinstance(like, tuple) else (like,) * len(inner)
+        return tuple(map_type(function, item, leading, each) for item, each in zip(inner, likes, strict=True))
+    if (inner := inner_of_optional(type_)) is not None:
+        if like is _NOTHING:
+            raise ShardingError(
+                f"{type_}: nothing says here whether the value is there\n"
+                "  fix: shardtypes.narrowed(Weights, shapes) is the type with the fields that `shapes` has"
+            )
+        return None if like is None else map_type(function, inner, leading, like)
+    if typing.get_origin(type_) is dict or type_ in (None, type(None)):
+        raise ShardingError(f"{type_}: name the leaves in a pytree_dataclass")
+    raise ShardingError(
+        f"{type_!r} is no type of sharded arrays: "
+        "use f32['...'], Array['...', cls], tuple[...] or a pytree_dataclass of them"
+    )
+
+
+def narrowed(type_, like):
+    """The type of a tree whose fields may be absent (`f32['M'] | None`), with the fields that the tree `like` has: a
+    tree of array types, and None for what is absent. It is a type wherever one is asked for.
+
+        shapes = jax.eval_shape(init, np.uint32(0))
+        make_shardings(narrowed(Weights, shapes))
+    """
+    return map_type(lambda array: array, type_, like=like)
+
+
+def inner_of_optional(type_):
+    """X of `X | None`; else None."""
+    container, items = typing.get_origin(type_), typing.get_args(type_)
+    if container in (typing.Union, types.UnionType) and type(None) in items and len(items) == 2:
+        return items[0] if items[1] is type(None) else items[1]
+    return None
+
+
+def is_tree_of_types(type_) -> bool:
+    """Whether this is what `narrowed` returns: an instance of a pytree dataclass, of array types."""
+    is_instance = dataclasses.is_dataclass(type_) and not isinstance(type_, (type, ArrayType, Stacked))
+    return is_instance and all(isinstance(leaf, ArrayType) for leaf in jax.tree.leaves(type_))
+
+
+class StandIn:
+    """A dataclass of several arrays that may stand where a type says a matrix: what the type says is said of one field.
+    Those that there are, and the product with them, are in `shardlib/products.py`."""
+
+    typed_field: str
+    element: DType | None = None  # of the typed field, where it is not the type's
+    sent_as = None  # what `shardops.all_gather` rounds it to on the way
+
+    def map(self, function) -> "StandIn":
+        """The same with `function` of the typed field in its place."""
+        return dataclasses.replace(self, **{self.typed_field: function(getattr(self, self.typed_field))})
+
+
+def make_partition_specs(cls):
+    """The same tree of `PartitionSpec`."""
+    return map_type(lambda array: array.spec.partition_spec, cls)
+
+
+def is_fully_sharded(spec) -> bool:
+    """Whether a `PartitionSpec` (or an array type) uses every axis of the current mesh, so that no two devices hold the
+    same.
+
+    all(map(is_fully_sharded, jax.tree.leaves(make_partition_specs(Weights))))
+    """
+    axes = mapped_axes()
+    if not axes:
         mesh = current_mesh()
         if mesh is None:
-            raise ShardingError(
-                f"typed_shard_map needs a mesh: call {self.name} under `with jax.set_mesh(mesh):`\n  at {users_line()}"
-            )
-        names, types, values = self._bind(args, kwargs)
-        self._global(mesh, names, types, values)
-        if self.checked:
-            self.check(mesh, *args, **kwargs)
-        body = functools.partial(self._body, names, types)
-        return shard_map(body, mesh, tuple(map(make_partition_specs, types)), make_partition_specs(self._result_type))(
-            *values
-        )
+            raise ShardingError("is_fully_sharded needs a mesh: call it under `with jax.set_mesh(mesh):`")
+        axes = mesh.shape
+    entries = spec.spec.partition_spec if isinstance(spec, ArrayType) else spec
+    used = {
+        axis for entry in entries if entry is not None for axis in (entry if isinstance(entry, tuple) else (entry,))
+    }
+    return used == set(axes)
 
-    def check(self, mesh, *args, **kwargs) -> int:
-        """Checks the function for arguments of these global shapes (arrays or `ShapeDtypeStruct`) on a mesh, which may
-        be abstract.
 
-        Returns the number of claims that were proved. Nothing runs and no device is used.
-        """
-        axes = dict(mesh.shape)
-        names, types, values = self._bind(args, kwargs)
-        in_specs = self._global(mesh, names, types, values)
+def make_shardings(cls):
+    """The same tree of `NamedSharding` on the current mesh.
 
-        given = functools.partial(self._body, names, types), axes, values, in_specs
-        proved, functions, gradients = verify(*given)
-        if gradients:
-            trace_as_it_runs(*given)
-        refuse_unread(functions)
-        return proved
+    Raises:
+      ShardingError: without a mesh, or if a type names an axis that it lacks.
+    """
+    mesh = current_mesh()
+    if mesh is None:
+        raise ShardingError("make_shardings needs a mesh: call it under `with jax.set_mesh(mesh):`")
+    map_type(lambda array: array.spec.require_mesh_order(mesh.axis_names), cls)
+    return place(mesh, make_partition_specs(cls))
 
-    def _global(self, mesh, names, types, values) -> list[Spec]:
-        """Checks the arguments' global shapes and the spelling of all types; returns the types of the arguments'
-        leaves."""
-        axes, letters, specs = dict(mesh.shape), {}, []
 
-        def check_leaf(array, leaf, name):
-            specs.append(array.spec)
-            try:
-                if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-                    raise ShardingError(f"expected an array, got {type(leaf).__name__}")
-                if leaf.dtype != array.element.dtype:
-                    raise ShardingError(f"the element type is {leaf.dtype}")
-                make_partition_specs(array)  # refuses pending types
-                bind(array.spec, leaf.shape, axes, letters, local=False)
-            except ShardingError as error:
-                got = f"{leaf.dtype}{list(leaf.shape)} globally" if hasattr(leaf, "dtype") else type(leaf).__name__
-                raise error.extended(
-                    f"  in argument {name} of {self.name}: {array!r}, value {got}, {mesh_text(axes)}\n"
-                    f"  at {users_line()}"
-                ) from None
+# -- Checking values ---------------------------------------------------------------------------------------------------
+def check(dtype, shape_spec: str | bytes | Spec, value, *, what: str = "the annotation"):
+    """Checks that an array is of the type `dtype[shape_spec]`; returns it.
 
-        for name, type_, value in zip(names, types, values):
-            wanted = map_type(lambda array: array, type_)
-            if jax.tree.structure(wanted) != jax.tree.structure(value):
-                got = type(value).__name__ if jax.tree.structure(value).num_nodes == 1 else jax.tree.structure(value)
-                raise ShardingError(f"argument {name} of {self.name} is no {type_!r} but {got}\n  at {users_line()}")
-            paths = jax.tree_util.tree_leaves_with_path(wanted)
-            for (path, array), leaf in zip(paths, jax.tree.leaves(value), strict=True):
-                inner = jax.tree_util.keystr(path, simple=True, separator="/")
-                check_leaf(array, leaf, f"{name}/{inner}" if inner else name)
+    Inside `shard_map`: element type, sizes against the scope's letters, and, while a function is being checked, how it
+    lies on the mesh. Outside: the actual sharding of arrays that are on devices.
+
+    Raises:
+      ShardingError: where it is not so.
+    """
+    spec = shape_spec if isinstance(shape_spec, Spec) else _parse_type(shape_spec)
+    try:
+        if not hasattr(value, "dtype") or not hasattr(value, "shape"):
+            raise ShardingError(f"expected an array, got {type(value).__name__}")
+        wanted = dtype.dtype if isinstance(dtype, DType) else jnp.dtype(dtype)
+        if value.dtype != wanted:
+            raise ShardingError(f"the element type is {value.dtype}")
+        axes = mapped_axes()
+        if axes:
+            bind(spec, value.shape, axes, letters_of_scope())
+        else:
+            _check_outside(spec, value)
+    except ShardingError as error:
+        raise error.extended(f"  {_against(dtype, spec, value, what)}\n  at {users_line()}") from None
+    if marks.marking() is None:
+        return value
+
+    context = _against(dtype, spec, value, what)  # now: the walk comes when the trace is over
+
+    def rule(states):
         try:
-            for spec in jax.tree.leaves(
-                map_type(lambda array: array.spec, self._result_type), is_leaf=lambda x: isinstance(x, Spec)
-            ):
-                spec.partition_spec, spec.require_mesh_order(axes)
+            require(spec, states[0], strict=False)
         except ShardingError as error:
-            raise error.extended(f"  in the result of {self.name}, {mesh_text(axes)}\n  at {users_line()}") from None
-        return specs
+            raise error.extended(f"  {context}") from None
+        return [State.of(spec)]
 
-    @property
-    def name(self) -> str:
-        return getattr(self._unwrapped, "__name__", "the function")
+    return marks.mark((what, repr(dtype), str(spec)), rule, value, value)
 
-    @property
-    def _unwrapped(self):
-        return self.function.func if isinstance(self.function, functools.partial) else self.function
 
-    @property
-    def _result_type(self):
-        result = self.signature.return_annotation
-        if result is inspect.Signature.empty:
-            raise ShardingError(f"typed_shard_map needs a return annotation on {self.name}")
-        return result
+def _against(dtype, spec, value, what) -> str:
+    axes = all_mapped_axes()
+    shape = f"{value.dtype}{on_this_mesh(value.shape)}" if hasattr(value, "dtype") else type(value).__name__
+    where = "on each device" if axes else "globally"
+    if not axes and (mesh := current_mesh()) is not None:
+        axes = dict(mesh.shape)
+    return f"against {what}: {dtype}['{spec}'], value {shape} {where}, {mesh_text(axes)}"
 
-    def _bind(self, args, kwargs):
-        arguments = self.signature.bind(*args, **kwargs).arguments
-        for name in arguments:
-            parameter = self.signature.parameters[name]
-            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-                raise ShardingError(f"typed_shard_map needs named arguments, {self.name} takes {parameter}")
-            if parameter.annotation is parameter.empty:
-                raise ShardingError(f"typed_shard_map needs an annotation on argument {name} of {self.name}")
-        return (
-            list(arguments),
-            [self.signature.parameters[name].annotation for name in arguments],
-            list(arguments.values()),
+
+def _check_outside(spec: Spec, value):
+    if spec.pending:
+        raise ShardingError(f"'{spec}' is pending, which has a meaning only inside shard_map")
+    mesh = current_mesh()
+    if mesh is None:
+        mesh = getattr(getattr(value, "sharding", None), "mesh", None)
+    if mesh is not None and mesh.axis_names:
+        axes = dict(mesh.shape)
+    else:  # no mesh to compare with: any order of axes will do
+        axes = {axis: 1 for dim in spec.dims for axis in dim.axes}
+    bind(spec, value.shape, axes, letters_of_scope(), local=False)
+    if (
+        isinstance(value, jax.core.Tracer)
+        or not isinstance(value, jax.Array)
+        or not isinstance(mesh, jax.sharding.Mesh)
+        or mesh.empty
+    ):
+        return  # inside jit XLA chooses; a numpy array is not placed yet
+    wanted = NamedSharding(mesh, spec.partition_spec)
+    if not value.sharding.is_equivalent_to(wanted, value.ndim):
+        lies = getattr(value.sharding, "spec", value.sharding)
+        raise ShardingError(
+            f"the array lies as {lies}, the type says {wanted.spec}: "
+            "place it with jax.device_put(x, make_shardings(...))"
         )
 
-    def _body(self, names, types, *args):
-        code = getattr(inspect.unwrap(self._unwrapped), "__code__", None)
-        place = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
-        with Scope():
-            args = [
-                check_tree(type_, value, what=f"argument {name} of {self.name}")
-                for name, type_, value in zip(names, types, args)
-            ]
-            bound = inspect.BoundArguments(self.signature, dict(zip(names, args)))
-            result = self.function(*bound.args, **bound.kwargs)
-            return check_tree(self._result_type, result, what=f"the result of {self.name}{place}")
+
+def check_tree(type_, value, leading: tuple[Dim, ...] = (), *, what: str = "the annotation", path: tuple = ()):
+    """Checks a value against a type made of array types; returns it.
+
+    Args:
+      type_: array types, in pytree dataclasses, `Array[...]`, tuple, list, dict and `... | None`.
+      what: the value's name in messages, with the `path` of the leaf in it.
+    Raises:
+      ShardingError: where it is not so, and for a container that cannot be checked.
+    """
+    place = f"{what}, {'/'.join(map(str, path))}" if path else what
+    if len(path) == 1 and isinstance(path[0], int):
+        place = f"item {path[0]} of {what}"
+
+    def wrong(text):
+        return ShardingError(f"{text}\n  against {place}\n  at {users_line()}")
+
+    def inside(inner, item, key):
+        return check_tree(inner, item, leading, what=what, path=(*path, key))
+
+    if isinstance(type_, ArrayType):
+        try:
+            array = type_.with_leading(leading)
+        except ShardingError as error:
+            raise wrong(str(error)) from None
+        if isinstance(value, StandIn):
+            return value.map(lambda field: check(value.element or array.element, array.spec, field, what=place))
+        return check(array.element, array.spec, value, what=place)
+    if isinstance(type_, Stacked):
+        return check_tree(type_.cls, value, leading + type_.dims, what=what, path=path)
+    if (inner := inner_of_optional(type_)) is not None:
+        return None if value is None else check_tree(inner, value, leading, what=what, path=path)
+    container, items = typing.get_origin(type_), typing.get_args(type_)
+    if container is tuple and items[-1:] != (Ellipsis,):
+        if not isinstance(value, tuple) or len(value) != len(items):
+            got = f"{len(value)} items" if isinstance(value, tuple) else type(value).__name__
+            raise wrong(f"expected a tuple of {len(items)} items, got {got}")
+        return tuple(inside(inner, item, index) for index, (inner, item) in enumerate(zip(items, value)))
+    if container in (tuple, list, dict):
+        if not isinstance(value, container):
+            raise wrong(f"expected a {container.__name__}, got {type(value).__name__}")
+        if container is dict:
+            return {key: inside(items[1], item, key) for key, item in value.items()}
+        return container(inside(items[0], item, index) for index, item in enumerate(value))
+    if dataclasses.is_dataclass(type_):
+        cls, parts = (type_, fields(type_)) if isinstance(type_, type) else (type(type_), vars(type_))
+        if not isinstance(value, cls):
+            raise wrong(f"expected {cls.__name__}, got {type(value).__name__}")
+        return cls(**{name: inside(inner, getattr(value, name), name) for name, inner in parts.items()})
+    if type_ is None and value is None:  # a field that this model's type lacks
+        return None
+    if not holds_arrays(type_) and not any(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(value)):
+        return value  # a setting beside the arrays
+    raise wrong(f"{_name_of(type_)} says nothing of how its arrays lie, or is a container that cannot be checked")
 
 
-def _read(function):
-    """The function, or that of a partial, under `typed` if it is not already."""
-    if isinstance(function, functools.partial):
-        return functools.partial(_read(function.func), *function.args, **function.keywords)
-    return typed(function) if inspect.isfunction(function) and not hasattr(function, "__wrapped__") else function
+def holds_arrays(type_) -> bool:
+    """Whether a type has array types anywhere in it: such a value is for `check_tree`."""
+    if isinstance(type_, (ArrayType, Stacked)) or is_tree_of_types(type_):
+        return True
+    if isinstance(type_, type) and dataclasses.is_dataclass(type_):
+        return any(map(holds_arrays, fields(type_).values()))
+    return any(map(holds_arrays, typing.get_args(type_)))
+
+
+def _name_of(type_) -> str:
+    return getattr(type_, "__name__", None) or repr(type_)
+
+
+def register_with_typeguard():
+    """Makes `typeguard.typechecked` check annotations like `f32[b'B/d L']` (bytes: typeguard evaluates strings)."""
+    import typeguard
+
+    def lookup(origin, args, extras):
+        if not holds_arrays(origin):
+            return None
+
+        def checker(value, origin_type, args, memo):
+            try:
+                check_tree(origin_type, value)
+            except ShardingError as error:
+                raise typeguard.TypeCheckError(str(error)) from None
+
+        return checker
+
+    if not any(getattr(known, "of_shardlib", False) for known in typeguard.checker_lookup_functions):
+        lookup.of_shardlib = True
+        typeguard.checker_lookup_functions.insert(0, lookup)

@@ -11,14 +11,9 @@
 
 import functools
 import math
-import os
 import re
-import sys
-import sysconfig
-import traceback
 from dataclasses import dataclass, field
 
-import jax
 from jax.sharding import PartitionSpec
 
 _DIM = re.compile(r"(?P<open>\[)?(?P<name>[A-Za-z_]\w*|\d+|\.\.\.)(?P<axes>(/[A-Za-z_]\w*)*)(?P<close>\])?")
@@ -222,77 +217,3 @@ def parse_operation(text: str, operands: int, results: int | None = 1) -> Recipe
         if takes is not None and found != takes:
             raise ShardingError(f"the string has {found} {what}{'s' * (found != 1)}, the operation takes {takes}")
     return Recipe(tuple(parse(part.strip()) for part in parts), tuple(parse(part.strip()) for part in after))
-
-
-def low_rank(w: Spec, contracted, of_x=()) -> tuple[Spec, Spec]:
-    """The types of an adapter's a and b for a matrix of this type, rank N.
-
-    Args:
-      contracted: names of the dims that a product takes the sum over.
-      of_x: names of the other operand's dims: what w shares with it, uncontracted, both parts have.
-    """
-    both = tuple(dim for dim in w.dims if dim.name in of_x and dim.name not in contracted)
-    summed = tuple(dim for dim in w.dims if dim.name in contracted)
-    rest = tuple(dim for dim in w.dims if dim not in both and dim not in summed)
-    return Spec((*both, *summed, Dim("N"))), Spec((*both, Dim("N"), *rest))
-
-
-# -- Where an error is -------------------------------------------------------------------------------------------------
-_NOT_USERS = (
-    os.path.dirname(os.path.abspath(__file__)) + os.sep,
-    os.path.dirname(os.path.abspath(jax.__file__)) + os.sep,
-    sysconfig.get_paths()["stdlib"] + os.sep,
-    sysconfig.get_paths()["purelib"] + os.sep,
-    "<",
-)
-
-
-@functools.cache
-def is_users(file_name: str) -> bool:
-    """Whether a frame is of the user's program: not of shardlib, JAX, Python's or an installed package's own files. A
-    cell of IPython's is."""
-    return file_name.startswith("<ipython-input") or not file_name.startswith(_NOT_USERS)
-
-
-def users_line() -> str:
-    """'file:line' of the innermost frame of the user's program."""
-    frame = sys._getframe(1)
-    while frame is not None and not is_users(frame.f_code.co_filename):
-        frame = frame.f_back
-    return "unknown line" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
-
-
-def line_of(error: BaseException) -> str:
-    """'file:line' of the innermost frame of the user's program on the way to where an error was raised."""
-    lines = [
-        f"{frame.f_code.co_filename}:{number}"
-        for frame, number in traceback.walk_tb(error.__traceback__)
-        if is_users(frame.f_code.co_filename)
-    ]
-    return lines[-1] if lines else "unknown line"
-
-
-def unbound(error: NameError, axes) -> str:
-    """The mesh axis that a function of JAX's names where the axes are not bound. Raises the error itself if it is
-    another one."""
-    match = re.search(r"axis name: (\w+)", str(error))
-    if match is None or match[1] not in axes:
-        raise error
-    return match[1]
-
-
-_WRITTEN = (jax.numpy, jax.nn, jax.lax, jax.random, jax.numpy.linalg)
-_TAKE_FUNCTIONS = {"map", "scan", "cond", "switch", "while_loop", "fori_loop", "associative_scan"}
-
-
-def spoken_name(eqn) -> str | None:
-    """The function of JAX that the user's line called, 'softmax', of which an equation is a part; not operators."""
-    frames = [] if eqn.source_info.traceback is None else eqn.source_info.traceback.frames
-    users = next((index for index, frame in enumerate(frames) if is_users(frame.file_name)), 0)
-    for frame in reversed(frames[:users]):
-        name = frame.function_name.rpartition(".")[2]
-        if name.startswith("_") or name in _TAKE_FUNCTIONS:
-            continue
-        if any(callable(getattr(module, name, None)) for module in _WRITTEN):
-            return name
-    return None

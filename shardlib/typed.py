@@ -22,7 +22,7 @@ import types
 
 import typeguard
 
-from shardlib.arrays import Scope, check_tree, holds_arrays, register_with_typeguard
+from shardlib.shardtypes import Scope, check_tree, holds_arrays, register_with_typeguard
 from shardlib.spec import ShardingError
 
 _LOCAL, _RETURN, _NESTED = "__shardlib_local__", "__shardlib_return__", "__shardlib_nested__"

@@ -20,7 +20,8 @@ from runtime.config.command_line import run
 from runtime.config.keys import Count, RunConfig
 from runtime.run import Run, start, with_shardings
 from shardlib import shardops
-from shardlib.shardtypes import bool_, f32, pytree_dataclass, typed_shard_map, u32
+from shardlib.shard_map import typed_shard_map
+from shardlib.shardtypes import bool_, f32, pytree_dataclass, u32
 from shardlib.typed import typed
 from train import Training, adamw_step
 

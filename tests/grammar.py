@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from jax import lax
 
 from shardlib import shardops
-from shardlib.shardtypes import Adapted, f32, i32, pytree_dataclass
+from shardlib.products import Adapted
+from shardlib.shardtypes import f32, i32, pytree_dataclass
 from shardlib.typed import typed
 
 AXES = "dt"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pages import ROOT
 
-from shardlib.shardtypes import ShardingError
+from shardlib.spec import ShardingError
 
 COLLECTIVES = {"all_gather", "gather", "psum_scatter", "psum", "pmax", "all_to_all", "ppermute"}
 WEIGHTS = {"matrix", "bias", "exact"}  # lines of a table of weights (models/weights.py)

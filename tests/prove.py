@@ -15,8 +15,10 @@ import pytest
 import witness
 from jax import lax
 
-from shardlib import shardops, shardtypes
-from shardlib.shardtypes import ShardingError, map_type, typed_shard_map
+from shardlib import products, shardops, shardtypes
+from shardlib.shard_map import typed_shard_map
+from shardlib.shardtypes import map_type
+from shardlib.spec import ShardingError
 from shardlib.typed import typed
 
 # Different, so that letters are not confused, and divisible by the axes of every mesh here.
@@ -50,7 +52,9 @@ def program(types, body, names=(), shardops=shardops):
     source = f"def program({text}) -> {result}:\n    return {body}\n"
     file = f"/program/{abs(hash(source))}.py"
     linecache.cache[file] = len(source), None, source.splitlines(True), file  # for @typed, which reads it
-    known = vars(shardtypes) | dict(names) | dict(jax=jax, jnp=jnp, np=np, lax=lax, shardops=shardops, typed=typed)
+    known = vars(shardtypes) | vars(products) | dict(names)
+    known |= dict(jax=jax, jnp=jnp, np=np, lax=lax, shardops=shardops, typed=typed)
+    known["product"] = getattr(shardops, "product", products.product)  # a plain reference may stand for shardops
     exec(compile(source, file, "exec"), known)
     return known["program"]
 

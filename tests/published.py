@@ -20,7 +20,8 @@ from models.mesh import Mesh
 from runtime.run import with_shardings
 from shardlib import shardops
 from shardlib.mesh import make_mesh
-from shardlib.shardtypes import f32, i32, make_shardings, narrowed, pytree_dataclass, typed_shard_map, u32
+from shardlib.shard_map import typed_shard_map
+from shardlib.shardtypes import f32, i32, make_shardings, narrowed, pytree_dataclass, u32
 from train import act
 
 FOLDER = Path(__file__).parent / "models/golden"

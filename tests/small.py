@@ -17,7 +17,8 @@ import train
 from runtime.config.command_line import run
 from runtime.config.keys import Tokens
 from shardlib.mesh import make_mesh
-from shardlib.shardtypes import make_shardings, typed_shard_map
+from shardlib.shard_map import typed_shard_map
+from shardlib.shardtypes import make_shardings
 from train import TokenBatch
 
 MODEL = train.Model(d_model=64, n_q_per_kv=2, n_kv=8, d_head=8, layers=2, vocab=128, d_ff=96, rope_max_timescale=256)

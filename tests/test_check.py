@@ -16,7 +16,9 @@ from shardlib.mesh import make_mesh
 from shardlib.proof.parts import Parts
 from shardlib.proof.rules import Equation, apply
 from shardlib.proof.states import State
-from shardlib.shardtypes import ShardingError, f32, make_shardings, typed_shard_map
+from shardlib.shard_map import typed_shard_map
+from shardlib.shardtypes import f32, make_shardings
+from shardlib.spec import ShardingError
 
 
 def test_reshape_tracking():

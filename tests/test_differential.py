@@ -18,7 +18,8 @@ from hypothesis import Phase, find, settings
 from prove import each_row, program, prove_everywhere, table
 
 from shardlib.mesh import make_mesh
-from shardlib.shardtypes import ShardingError, typed_shard_map
+from shardlib.shard_map import typed_shard_map
+from shardlib.spec import ShardingError
 
 MESHES = [(1, 1), (8, 1), (4, 2), (2, 4), (1, 8)]
 # What a program that does not fit its arrays raises while it is traced.

@@ -33,7 +33,9 @@ from runtime.config.keys import Tokens
 from runtime.data.split_writer import write_split
 from runtime.terminal import RunError
 from shardlib import shardops
-from shardlib.shardtypes import Adapted, bool_, f32, make_shardings, typed_shard_map, u32
+from shardlib.products import Adapted, product
+from shardlib.shard_map import typed_shard_map
+from shardlib.shardtypes import bool_, f32, make_shardings, u32
 from tools import convert as tools_convert
 from tools import plan
 
@@ -230,7 +232,7 @@ def test_dropout_is_of_what_the_adapter_reads(is_split):
     def dropped(x: f32[X], a: f32[f"{M} N"], b: f32["N F"], seed: u32[""], rows: u32["B/b"]) -> f32["2 B/b L/c F"]:
         drop = Dropout(0.25, seed, rows).of_layer(jnp.uint32(0))
         w = Adapted(jnp.zeros((a.shape[0], 16)), a, b, 1.0, drop)
-        y = jnp.stack([shardops.product(f"{X}, {M} F -> B/b L/c F{' +t' * is_split}", x, w) for _ in range(2)])
+        y = jnp.stack([product(f"{X}, {M} F -> B/b L/c F{' +t' * is_split}", x, w) for _ in range(2)])
         return shardops.psum("2 B/b L/c F +t -> 2 B/b L/c F", y) if is_split else y
 
     def on(mesh, seed):

@@ -102,7 +102,7 @@ def test_the_unembedding_gradient_adds_up_in_float32(monkeypatch):
     and nowhere in bfloat16."""
     import functools
 
-    from shardlib.shardtypes import typed_shard_map
+    from shardlib.shard_map import typed_shard_map
 
     monkeypatch.setattr(train, "LOSS_CHUNK", 8)
     with small.on_mesh(4, 2, dtype="bfloat16"):

@@ -13,7 +13,7 @@ import small
 from mutation import mutants, refuse_all
 from pages import MESH_OF_RECIPE, RECIPES, module_of, recipe, steps_of_the_tutorial, text_of, train_py
 
-from shardlib.shardtypes import typed_shard_map
+from shardlib.shard_map import typed_shard_map
 
 D_T = dict(d=4, t=2)
 MESHES = [D_T, dict(d=8, t=1), dict(d=2, t=2), dict(d=1, t=1)]

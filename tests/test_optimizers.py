@@ -24,7 +24,8 @@ from models.mesh import devices_along
 from runtime.config.rebuild import Origins, rebuild
 from runtime.terminal import RunError
 from shardlib import shardops
-from shardlib.shardtypes import f32, make_shardings, narrowed, pytree_dataclass, typed_shard_map, u32
+from shardlib.shard_map import typed_shard_map
+from shardlib.shardtypes import f32, make_shardings, narrowed, pytree_dataclass, u32
 from shardlib.spec import parse
 from train import act
 

@@ -30,7 +30,8 @@ from models import huggingface, llama
 from models.layers import TokenBatch
 from runtime.terminal import RunError
 from shardlib.mesh import make_mesh
-from shardlib.shardtypes import make_shardings, narrowed, typed_shard_map
+from shardlib.shard_map import typed_shard_map
+from shardlib.shardtypes import make_shardings, narrowed
 from shardlib.spec import ShardingError
 
 TITLES = {path.read_text().partition("\n")[0].removeprefix("# "): path for path in (ROOT / "docs/recipes").glob("*.md")}

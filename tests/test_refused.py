@@ -11,7 +11,9 @@ from pages import module_of
 from prove import MESHES, OF_D_AND_T, each_row, program, refusal, refused_everywhere, says, table
 
 from shardlib import shardops
-from shardlib.shardtypes import Array, ShardingError, f32, pytree_dataclass, typed_shard_map
+from shardlib.shard_map import typed_shard_map
+from shardlib.shardtypes import Array, f32, pytree_dataclass
+from shardlib.spec import ShardingError
 from shardlib.typed import typed
 
 

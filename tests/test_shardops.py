@@ -15,7 +15,10 @@ from ledger.count.costs import count
 from ledger.count.program import read
 from shardlib import shardops
 from shardlib.mesh import make_mesh
-from shardlib.shardtypes import ShardingError, bf16, f32, i32, typed_shard_map
+from shardlib.products import Float8, float8_scale, product
+from shardlib.shard_map import typed_shard_map
+from shardlib.shardtypes import bf16, f32, i32
+from shardlib.spec import ShardingError
 from shardlib.typed import typed
 
 random = np.random.default_rng(0)
@@ -45,11 +48,11 @@ B/d M, M F/t -> B/d F/t | shardops.einsum_unreduced('B/d M, M F/t -> B/d F/t', x
 B/d Q K/t, M Q K/t -> B/d M
     | shardops.psum('B/d M +t -> B/d M', shardops.einsum_unreduced('B/d Q K/t, M Q K/t -> B/d M +t', x, y))
 B/d F/t, D F/t -> B/d D
-    | shardops.psum('B/d D +t -> B/d D', shardops.product('B/d F/t, D F/t -> B/d D +t', x, y))
+    | shardops.psum('B/d D +t -> B/d D', product('B/d F/t, D F/t -> B/d D +t', x, y))
 B/d F/t, D F/t, F/t N, N D -> B/d D
-    | shardops.psum('B/d D +t -> B/d D', shardops.product('B/d F/t, D F/t -> B/d D +t', x, Adapted(y, z, w, 2.0)))
+    | shardops.psum('B/d D +t -> B/d D', product('B/d F/t, D F/t -> B/d D +t', x, Adapted(y, z, w, 2.0)))
 X B/d D, X D F/t, X D N, X N F/t -> X B/d F/t
-    | shardops.product('X B/d D, X D F/t -> X B/d F/t', x, Adapted(y, z, w, 0.5))
+    | product('X B/d D, X D F/t -> X B/d F/t', x, Adapted(y, z, w, 0.5))
 V/t M, i32 B/d L -> B/d L M
     | shardops.psum('B/d L M +t -> B/d L M', shardops.index_unreduced('[V/t] M, B/d L -> B/d L M +t', x, y))
 M V/d/t, i32 B L -> B L M
@@ -401,9 +404,9 @@ def test_products_of_8_bit_numbers(mesh):
         x: f32['B/d F/t'], w: f32['M/d F/t'], gradient: f32['B/d M/t']
     ) -> tuple[f32['B/d M/t'], f32['B/d F/t'], f32['M/d F/t']]:
         def multiply(x, w):
-            scale = shardops.float8_scale('M/d F/t -> ', w)
-            w = shardops.all_gather('M/d F/t -> M F/t', shardops.Float8(w / scale, scale))
-            y = shardops.product('B/d F/t, M F/t -> B/d M +t', x, w)
+            scale = float8_scale('M/d F/t -> ', w)
+            w = shardops.all_gather('M/d F/t -> M F/t', Float8(w / scale, scale))
+            y = product('B/d F/t, M F/t -> B/d M +t', x, w)
             return shardops.psum_scatter('B/d M +t -> B/d M/t', y)
 
         y, pull = shardops.vjp(multiply, x, w)

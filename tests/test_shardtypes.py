@@ -17,10 +17,10 @@ from prove import says
 import jax_extra
 from shardlib import shardops, shardtypes
 from shardlib.mesh import current_mesh, make_mesh
+from shardlib.shard_map import typed_shard_map
 from shardlib.shardtypes import (
     Array,
     ComputeType,
-    ShardingError,
     bf16,
     bool_,
     check,
@@ -33,10 +33,10 @@ from shardlib.shardtypes import (
     narrowed,
     pytree_dataclass,
     register_with_typeguard,
-    typed_shard_map,
     u8,
     u32,
 )  # fmt: skip
+from shardlib.spec import ShardingError
 from shardlib.typed import typed
 
 MESH = dict(d=4, t=2)

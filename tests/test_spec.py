@@ -6,8 +6,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from prove import each_row, says, table
 
-from shardlib.shardtypes import ShardingError, bind, f32
-from shardlib.spec import Dim, Spec, groups, parse, parse_operation
+from shardlib.shardtypes import bind, f32
+from shardlib.spec import Dim, ShardingError, Spec, groups, parse, parse_operation
 
 MESH = dict(d=4, t=2)
 SIX = dict(p=2, r=2, d=2, c=2, e=1, t=2)

@@ -32,7 +32,8 @@ from runtime.config.keys import Tokens
 from runtime.config.rebuild import Origins, as_tree, rebuild
 from shardlib import shardops
 from shardlib.mesh import make_mesh
-from shardlib.shardtypes import f32, make_shardings, narrowed, typed_shard_map
+from shardlib.shard_map import typed_shard_map
+from shardlib.shardtypes import f32, make_shardings, narrowed
 from tools import convert
 
 SIZES = dict(d_model=32, n_q_per_kv=2, n_kv=4, d_head=4, layers=2, vocab=64, d_ff=32, rope_max_timescale=256)

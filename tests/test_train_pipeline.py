@@ -35,7 +35,8 @@ import train_pipeline
 from runtime.config.keys import Tokens
 from runtime.run import with_shardings
 from shardlib import shardops
-from shardlib.shardtypes import f32, typed_shard_map
+from shardlib.shard_map import typed_shard_map
+from shardlib.shardtypes import f32
 from shardlib.typed import typed
 
 MODEL = dataclasses.replace(DENSE, layers=8)

@@ -14,7 +14,8 @@ import typeguard
 from jax import lax
 from prove import each_row, refusal, says, table
 
-from shardlib.shardtypes import Array, Scope, ShardingError, bf16, bool_, f32, i32, pytree_dataclass, scope
+from shardlib.shardtypes import Array, Scope, bf16, bool_, f32, i32, pytree_dataclass, scope
+from shardlib.spec import ShardingError
 from shardlib.typed import typed
 
 x = np.zeros((4, 6), np.float32)
@@ -265,7 +266,8 @@ def test_elements():
 CELLS = """
 import jax
 import jax.numpy as jnp
-from shardlib.shardtypes import f32, typed_shard_map
+from shardlib.shard_map import typed_shard_map
+from shardlib.shardtypes import f32
 from shardlib.typed import typed
 
 @typed
@@ -295,4 +297,4 @@ def test_in_a_notebook():
     run = f"from IPython.core.interactiveshell import InteractiveShell as S; S.instance().run_cell({CELLS!r})"
     told = subprocess.run([sys.executable, "-c", run], capture_output=True, text=True, check=True).stdout
     assert "7 claims" in told
-    assert re.search(r"ShardingError what is computed must not .*\n  at <ipython-input-\S+>:15", told), told
+    assert re.search(r"ShardingError what is computed must not .*\n  at <ipython-input-\S+>:16", told), told

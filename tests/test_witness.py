@@ -21,7 +21,8 @@ import train
 from kernels.attention import KERNELS
 from shardlib import shardops
 from shardlib.mesh import make_mesh
-from shardlib.shardtypes import f32, pytree_dataclass, typed_shard_map
+from shardlib.shard_map import typed_shard_map
+from shardlib.shardtypes import f32, pytree_dataclass
 from shardlib.typed import typed
 
 MESH = jax.sharding.AbstractMesh((4, 2), ("d", "t"))

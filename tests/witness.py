@@ -23,8 +23,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from shardlib import shardops, shardtypes
 from shardlib.mesh import scan_counts
+from shardlib.places import is_users
 from shardlib.proof.marks import apart
-from shardlib.spec import is_users
 
 _MAKE_THE_SAME = ("psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant")
 _ADD_UP = ("psum", "psum_invariant", "reduce_scatter")

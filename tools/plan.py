@@ -33,8 +33,8 @@ from runtime.cluster.tuning import options
 from runtime.config import command_line
 from runtime.run import with_shardings
 from runtime.terminal import RunError
-from shardlib.arrays import mesh_text
 from shardlib.mesh import make_mesh
+from shardlib.shardtypes import mesh_text
 from tools.plan_step import ledger_of, machine_of, on_mesh, plan_class, trace, with_kernel
 from tools.plan_sweep import sweep
 

@@ -24,7 +24,7 @@ from models.mesh import Mesh as FamilyMesh
 from runtime.config.keys import Count
 from runtime.config.rebuild import Origins
 from runtime.terminal import RunError
-from shardlib.arrays import mesh_text
+from shardlib.shardtypes import mesh_text
 from tools.plan_step import machine_of
 
 

@@ -14,7 +14,8 @@ from ledger.machines import hardware
 from runtime import program
 from runtime.config.checks import check_combinations
 from runtime.terminal import RunError
-from shardlib.shardtypes import ShardingError, mesh_text
+from shardlib.shardtypes import mesh_text
+from shardlib.spec import ShardingError
 
 
 @dataclass(frozen=True, kw_only=True)

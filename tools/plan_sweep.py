@@ -21,7 +21,7 @@ from ledger.pages.render import render
 from ledger.units import gigabytes, percent, seconds
 from runtime import program
 from runtime.terminal import RunError
-from shardlib.arrays import mesh_text
+from shardlib.shardtypes import mesh_text
 from tools.plan_step import ledger_of, shaped
 
 COUNTED = 40  # so many ways get a ledger

@@ -16,7 +16,7 @@ from pathlib import Path
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from shardlib.spec import is_users
+from shardlib.places import is_users
 
 PHASES = ("forward", "recomputed", "backward", "update")
 # A frame in here says how an operation is written, not where the model does it: the caller's line is its place.

@@ -25,8 +25,8 @@ from ledger.count.step import Ledger
 from ledger.units import gigabytes
 from runtime.cluster.tuning import is_given, keep_programs, tune
 from runtime.terminal import RunError, columns, one_of_several, print_line
-from shardlib.arrays import mesh_text
 from shardlib.mesh import make_mesh
+from shardlib.shardtypes import mesh_text
 
 # For how long the processes wait for each other at the start: of a large job some are scheduled minutes later.
 START_S = 300

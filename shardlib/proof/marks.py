@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 
+from shardlib.places import users_line
 from shardlib.proof.parts import Parts
-from shardlib.spec import users_line
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jax import export
 
-from shardlib.spec import ShardingError, is_users, users_line
+from shardlib.places import is_users, users_line
+from shardlib.spec import ShardingError
 
 _SYMBOL = re.compile(r"split_over_(\w+)")
 _PRODUCT = re.compile(r"(?:(\d+)\*)?split_over_(\w+)")

@@ -27,11 +27,12 @@ import jax
 from jax.errors import InconclusiveDimensionOperation
 
 from shardlib.mesh import trace_with_axes
+from shardlib.places import line_of, unbound
 from shardlib.proof.marks import Check, during
 from shardlib.proof.parts import Parts, guarded, shown
 from shardlib.proof.states import State
 from shardlib.proof.walk import GRAD, Walk
-from shardlib.spec import ShardingError, Spec, line_of, unbound
+from shardlib.spec import ShardingError, Spec
 
 _serial = itertools.count()
 # What an error of JAX's means here.

@@ -7,12 +7,13 @@ import jax
 import jax.numpy as jnp
 
 from shardlib.mesh import function_of, scan_counts, trace_with_axes
+from shardlib.places import is_users, spoken_name
 from shardlib.proof.marks import Check, Mark, during, mark_of
 from shardlib.proof.parts import is_part, shown
 from shardlib.proof.rules import Equation, apply
 from shardlib.proof.states import State, dual, join, merged, require_dual
 from shardlib.proof.terms import Terms, inner_jaxprs, is_literal
-from shardlib.spec import ShardingError, is_users, spoken_name
+from shardlib.spec import ShardingError
 
 GRAD = (
     "a jax.grad, jax.vjp or jax.jvp inside typed_shard_map: the type of its result cannot be known\n"

@@ -37,8 +37,8 @@ from runtime.config import command_line
 from runtime.config.command_line import load
 from runtime.terminal import RunError
 from shardlib import shardops
-from shardlib.shardtypes import ShardingError, typed_shard_map
-from shardlib.spec import Spec, parse
+from shardlib.shard_map import typed_shard_map
+from shardlib.spec import ShardingError, Spec, parse
 from tools import plan
 
 
@@ -61,7 +61,8 @@ def test_the_excerpt_of_the_readme_is_train_py():
 
 IMPORTS = """import jax
 from shardlib import shardops
-from shardlib.shardtypes import Array, bool_, f32, i32, make_shardings, pytree_dataclass, typed_shard_map, u32
+from shardlib.shard_map import typed_shard_map
+from shardlib.shardtypes import Array, bool_, f32, i32, make_shardings, pytree_dataclass, u32
 from shardlib.typed import typed
 
 """

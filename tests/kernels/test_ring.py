@@ -1,4 +1,4 @@
-"""shardops.ring: each device meets every block once, and each gradient comes home; and attention by it is attention."""
+"""The ring: each device meets every block once, and each gradient comes home; and attention by it is attention."""
 
 import math
 import pathlib
@@ -11,16 +11,19 @@ from pages import module_of
 from prove import SIZES, program, prove, refusal, says, table
 from test_attention import distances, operands, truth
 
+import kernels.ring
 from kernels import blockwise
+from kernels.ring import ring
 from ledger.compiled.check import differences
 from ledger.count.costs import saved
 from ledger.count.program import read
 from ledger.count.step import of_step
 from shardlib import shardops
 from shardlib.mesh import make_mesh
-from shardlib.shardtypes import f32, i32, typed_shard_map
+from shardlib.shard_map import typed_shard_map
+from shardlib.shardtypes import f32, i32
 
-SOURCE = pathlib.Path(shardops.__file__).read_text()
+SOURCE = pathlib.Path(kernels.ring.__file__).read_text()
 
 
 # -- Labels: every device and every block is a number ------------------------------------------------------------------
@@ -67,7 +70,7 @@ def require_labels(ring, devices):
 @pytest.mark.parametrize('devices', [1, 2, 3, 4])
 def test_each_device_meets_each_block_once(devices):
     """By labels: forward each block counts once, backward too, and each block's gradient comes home from all."""
-    require_labels(shardops.ring, devices)
+    require_labels(ring, devices)
 
 
 TURNED = 'return [lax.ppermute(value, axis, pairs) for value in values]'
@@ -94,7 +97,7 @@ def test_another_schedule_has_other_labels(what, tmp_path):
     """Types cannot see the schedule; the labels' numbers can."""
     old, new = SCHEDULES[what]
     assert SOURCE.count(old) == 1
-    changed = module_of(tmp_path / 'shardops.py', SOURCE.replace(old, new))
+    changed = module_of(tmp_path / 'ring.py', SOURCE.replace(old, new))
     with pytest.raises(AssertionError, match=r'forward|what stays|what goes round'):
         require_labels(changed.ring, 4)
 
@@ -103,7 +106,7 @@ def test_another_schedule_has_other_labels(what, tmp_path):
 def attend(q, k, v, position, segment):
     types = 'B/d L/c Q K/t D, B/d [S/c] K/t D, B/d [S/c] K/t D, L/c, [S/c], B/d L/c, B/d [S/c] -> B/d L/c Q K/t D'
     functions = blockwise.forward_of_part, blockwise.backward_of_part
-    return shardops.ring(types, *functions, q, k, v, position, position, segment, segment)
+    return ring(types, *functions, q, k, v, position, position, segment, segment)
 
 
 def attention(
@@ -160,7 +163,7 @@ def test_nothing_of_a_turn_is_kept():
 # -- Types -------------------------------------------------------------------------------------------------------------
 def test_a_ring_is_proved():
     """With the gradients' types, which have to be claimed; and the second witness agrees."""
-    assert prove(labels(shardops.ring), dict(c=4), SIZES | dict(X=4)) > 8
+    assert prove(labels(ring), dict(c=4), SIZES | dict(X=4)) > 8
 
 
 REFUSED = table(r"""
@@ -189,7 +192,7 @@ def test_refused(row):
     """Wrong strings, and functions that send."""
 
     def ring(spec, *given, forward=lambda own, *_: (own, own[:, 0]), backward=lambda own, k, *_: (own, k)):
-        return shardops.ring(spec, forward, backward, *given)
+        return kernels.ring.ring(spec, forward, backward, *given)
 
     types, body, message = row
     text = refusal(program(f"{types} -> {types.split(',')[0]}", body, dict(ring=ring, sends=sends)), dict(d=2, c=2))

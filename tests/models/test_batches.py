@@ -9,7 +9,8 @@ from models import huggingface, layers, t5
 from models.layers import WeightedBatch
 from models.t5 import PairBatch
 from shardlib import shardops
-from shardlib.shardtypes import f32, make_shardings, typed_shard_map
+from shardlib.shard_map import typed_shard_map
+from shardlib.shardtypes import f32, make_shardings
 from train import act
 
 

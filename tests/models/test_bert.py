@@ -16,7 +16,8 @@ from models.context import ALONE, attention_where, deal_heads
 from models.layers import TokenBatch
 from runtime.checkpoints.checkpoint import named_leaves
 from runtime.terminal import RunError
-from shardlib.shardtypes import i32, typed_shard_map
+from shardlib.shard_map import typed_shard_map
+from shardlib.shardtypes import i32
 from train import act
 
 

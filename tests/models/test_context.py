@@ -9,7 +9,8 @@ from mutation import refuse_all_of
 from pages import ROOT, module_of
 
 from shardlib import shardops
-from shardlib.shardtypes import f32, i32, typed_shard_map
+from shardlib.shard_map import typed_shard_map
+from shardlib.shardtypes import f32, i32
 from train import act
 
 MESH = jax.sharding.AbstractMesh((1, 2, 2, 2, 2), tuple("rdcet"))

@@ -26,7 +26,9 @@ from runtime.check import check_sizes
 from runtime.checkpoints.checkpoint import named_leaves
 from runtime.terminal import RunError
 from shardlib import shardops
-from shardlib.shardtypes import Adapted, Array, f32, narrowed, pytree_dataclass, typed_shard_map, u32
+from shardlib.products import Adapted
+from shardlib.shard_map import typed_shard_map
+from shardlib.shardtypes import Array, f32, narrowed, pytree_dataclass, u32
 from train import act
 
 SIZES = {"d_model": 64, "n_kv": 8, "d_head": 8, "layers": 2, "vocab": 128, "d_ff": 96, "attention": "einsum"}

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 from models import huggingface
 from models.context import Context
 from runtime.checkpoints.checkpoint import named_leaves
-from shardlib.shardtypes import typed_shard_map
+from shardlib.shard_map import typed_shard_map
 
 pytestmark = pytest.mark.usefixtures("proved_elsewhere")  # the test_the_family_is_accepted do
 # Attention does not change when all keys move alike; where no rotation follows the bias, it has no gradient.

@@ -32,7 +32,9 @@ from models.context import ALONE, attention, deal_heads
 from models.layers import TokenBatch
 from runtime.checkpoints.checkpoint import named_leaves
 from shardlib import shardops
-from shardlib.shardtypes import Adapted, Array, f32, make_shardings, narrowed, pytree_dataclass, typed_shard_map
+from shardlib.products import Adapted
+from shardlib.shard_map import typed_shard_map
+from shardlib.shardtypes import Array, f32, make_shardings, narrowed, pytree_dataclass
 from train import act
 
 MODEL = llama.Model(**vars(small.MODEL))

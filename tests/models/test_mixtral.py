@@ -14,7 +14,8 @@ from test_llama import decoded
 from models import experts, huggingface, layers, mixtral
 from models.layers import TokenBatch
 from runtime.terminal import RunError
-from shardlib.shardtypes import f32, i32, typed_shard_map
+from shardlib.shard_map import typed_shard_map
+from shardlib.shardtypes import f32, i32
 from train import act
 
 

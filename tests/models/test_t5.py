@@ -17,7 +17,8 @@ from models.context import ALONE, attention_where
 from models.decoding import part, whole
 from models.layers import TokenBatch
 from shardlib import shardops
-from shardlib.shardtypes import Scope, typed_shard_map
+from shardlib.shard_map import typed_shard_map
+from shardlib.shardtypes import Scope
 from train import act
 
 

@@ -15,7 +15,7 @@ from jax import lax
 import runtime.run
 import train
 from ledger.machines.hardware import Hardware
-from shardlib.shardtypes import typed_shard_map
+from shardlib.shard_map import typed_shard_map
 
 
 @small.proved_elsewhere()

@@ -17,7 +17,8 @@ from ledger.compiled.collectives import axes_of_groups, compiled, dtype_of, wide
 from ledger.count.costs import Collective, count, totals
 from ledger.count.program import read
 from shardlib import shardops
-from shardlib.shardtypes import f32, typed_shard_map
+from shardlib.shard_map import typed_shard_map
+from shardlib.shardtypes import f32
 
 pytestmark = pytest.mark.usefixtures("proved_elsewhere")
 

@@ -34,7 +34,7 @@ from ledger.count.program import read
 from ledger.count.step import of_step
 from runtime.run import with_shardings
 from shardlib.mesh import make_mesh
-from shardlib.shardtypes import typed_shard_map
+from shardlib.shard_map import typed_shard_map
 from tools.benchmark import Benchmark, config_of, cpu_jobs
 from train import TokenBatch
 

@@ -1,0 +1,75 @@
+"""Where an error is: the line of the user's program, and the function of JAX's that it called."""
+
+import functools
+import os
+import re
+import sys
+import sysconfig
+import traceback
+
+import jax
+
+_not_users = [
+    os.path.dirname(os.path.abspath(__file__)) + os.sep,
+    os.path.dirname(os.path.abspath(jax.__file__)) + os.sep,
+    sysconfig.get_paths()["stdlib"] + os.sep,
+    sysconfig.get_paths()["purelib"] + os.sep,
+    "<",
+]
+
+
+def defines_operations(file_name: str):
+    """Says of a file of operations that lies elsewhere: an error in one, or what it sends, is at the line that calls
+    it."""
+    _not_users.append(file_name)
+
+
+@functools.cache
+def is_users(file_name: str) -> bool:
+    """Whether a frame is of the user's program: not of shardlib, JAX, Python's or an installed package's own files. A
+    cell of IPython's is."""
+    return file_name.startswith("<ipython-input") or not file_name.startswith(tuple(_not_users))
+
+
+def users_line() -> str:
+    """'file:line' of the innermost frame of the user's program."""
+    frame = sys._getframe(1)
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    return "unknown line" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def line_of(error: BaseException) -> str:
+    """'file:line' of the innermost frame of the user's program on the way to where an error was raised."""
+    lines = [
+        f"{frame.f_code.co_filename}:{number}"
+        for frame, number in traceback.walk_tb(error.__traceback__)
+        if is_users(frame.f_code.co_filename)
+    ]
+    return lines[-1] if lines else "unknown line"
+
+
+def unbound(error: NameError, axes) -> str:
+    """The mesh axis that a function of JAX's names where the axes are not bound. Raises the error itself if it is
+    another one."""
+    match = re.search(r"axis name: (\w+)", str(error))
+    if match is None or match[1] not in axes:
+        raise error
+    return match[1]
+
+
+_WRITTEN = (jax.numpy, jax.nn, jax.lax, jax.random, jax.numpy.linalg)
+_TAKE_FUNCTIONS = {"map", "scan", "cond", "switch", "while_loop", "fori_loop", "associative_scan"}
+
+
+def spoken_name(eqn) -> str | None:
+    """The function of JAX that the user's line called, 'softmax', of which an equation is a part; not operators."""
+    frames = [] if eqn.source_info.traceback is None else eqn.source_info.traceback.frames
+    users = next((index for index, frame in enumerate(frames) if is_users(frame.file_name)), 0)
+    for frame in reversed(frames[:users]):
+        name = frame.function_name.rpartition(".")[2]
+        if name.startswith("_") or name in _TAKE_FUNCTIONS:
+            continue
+        if any(callable(getattr(module, name, None)) for module in _WRITTEN):
+            return name
+    return None

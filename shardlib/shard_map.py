@@ -1,0 +1,156 @@
+"""`typed_shard_map`: a function over the mesh as its annotations say, checked before it runs."""
+
+import functools
+import inspect
+
+import jax
+
+from shardlib.mesh import current_mesh, shard_map
+from shardlib.places import users_line
+from shardlib.proof.verify import trace_as_it_runs, verify
+from shardlib.shardtypes import Scope, bind, check_tree, make_partition_specs, map_type, mesh_text
+from shardlib.spec import ShardingError, Spec
+from shardlib.typed import refuse_unread, typed
+
+
+class typed_shard_map:
+    """Maps a function over the mesh as its annotations say, after checking that what they say is so.
+
+        @typed_shard_map
+        def step(weights: Weights, batch: f32['B/d L']) -> tuple[Weights, f32['']]: ...
+
+    The mesh is the current one (`with jax.set_mesh(mesh):`). Annotations give `shard_map` its specs. The check traces
+    the function once more, abstractly, at each call: call it inside `jax.jit`, so that this happens once per
+    compilation. An eager call is checked and compiled anew each time.
+
+    Args:
+      function: its arguments and result are annotated with types of sharded arrays; annotations within are read too,
+        as under `typed`.
+      check: False leaves out the check.
+    Raises:
+      ShardingError: without a mesh, for a missing annotation, and for every claim that is not so, with its line.
+    """
+
+    def __init__(self, function, check: bool = True):
+        self.function, self.checked = _read(function), check
+        functools.update_wrapper(self, function)
+        self.signature = inspect.signature(function, eval_str=True)
+
+    def __call__(self, *args, **kwargs):
+        mesh = current_mesh()
+        if mesh is None:
+            raise ShardingError(
+                f"typed_shard_map needs a mesh: call {self.name} under `with jax.set_mesh(mesh):`\n  at {users_line()}"
+            )
+        names, types, values = self._bind(args, kwargs)
+        self._global(mesh, names, types, values)
+        if self.checked:
+            self.check(mesh, *args, **kwargs)
+        body = functools.partial(self._body, names, types)
+        return shard_map(body, mesh, tuple(map(make_partition_specs, types)), make_partition_specs(self._result_type))(
+            *values
+        )
+
+    def check(self, mesh, *args, **kwargs) -> int:
+        """Checks the function for arguments of these global shapes (arrays or `ShapeDtypeStruct`) on a mesh, which may
+        be abstract.
+
+        Returns the number of claims that were proved. Nothing runs and no device is used.
+        """
+        axes = dict(mesh.shape)
+        names, types, values = self._bind(args, kwargs)
+        in_specs = self._global(mesh, names, types, values)
+
+        given = functools.partial(self._body, names, types), axes, values, in_specs
+        proved, functions, gradients = verify(*given)
+        if gradients:
+            trace_as_it_runs(*given)
+        refuse_unread(functions)
+        return proved
+
+    def _global(self, mesh, names, types, values) -> list[Spec]:
+        """Checks the arguments' global shapes and the spelling of all types; returns the types of the arguments'
+        leaves."""
+        axes, letters, specs = dict(mesh.shape), {}, []
+
+        def check_leaf(array, leaf, name):
+            specs.append(array.spec)
+            try:
+                if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+                    raise ShardingError(f"expected an array, got {type(leaf).__name__}")
+                if leaf.dtype != array.element.dtype:
+                    raise ShardingError(f"the element type is {leaf.dtype}")
+                make_partition_specs(array)  # refuses pending types
+                bind(array.spec, leaf.shape, axes, letters, local=False)
+            except ShardingError as error:
+                got = f"{leaf.dtype}{list(leaf.shape)} globally" if hasattr(leaf, "dtype") else type(leaf).__name__
+                raise error.extended(
+                    f"  in argument {name} of {self.name}: {array!r}, value {got}, {mesh_text(axes)}\n"
+                    f"  at {users_line()}"
+                ) from None
+
+        for name, type_, value in zip(names, types, values):
+            wanted = map_type(lambda array: array, type_)
+            if jax.tree.structure(wanted) != jax.tree.structure(value):
+                got = type(value).__name__ if jax.tree.structure(value).num_nodes == 1 else jax.tree.structure(value)
+                raise ShardingError(f"argument {name} of {self.name} is no {type_!r} but {got}\n  at {users_line()}")
+            paths = jax.tree_util.tree_leaves_with_path(wanted)
+            for (path, array), leaf in zip(paths, jax.tree.leaves(value), strict=True):
+                inner = jax.tree_util.keystr(path, simple=True, separator="/")
+                check_leaf(array, leaf, f"{name}/{inner}" if inner else name)
+        try:
+            for spec in jax.tree.leaves(
+                map_type(lambda array: array.spec, self._result_type), is_leaf=lambda x: isinstance(x, Spec)
+            ):
+                spec.partition_spec, spec.require_mesh_order(axes)
+        except ShardingError as error:
+            raise error.extended(f"  in the result of {self.name}, {mesh_text(axes)}\n  at {users_line()}") from None
+        return specs
+
+    @property
+    def name(self) -> str:
+        return getattr(self._unwrapped, "__name__", "the function")
+
+    @property
+    def _unwrapped(self):
+        return self.function.func if isinstance(self.function, functools.partial) else self.function
+
+    @property
+    def _result_type(self):
+        result = self.signature.return_annotation
+        if result is inspect.Signature.empty:
+            raise ShardingError(f"typed_shard_map needs a return annotation on {self.name}")
+        return result
+
+    def _bind(self, args, kwargs):
+        arguments = self.signature.bind(*args, **kwargs).arguments
+        for name in arguments:
+            parameter = self.signature.parameters[name]
+            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                raise ShardingError(f"typed_shard_map needs named arguments, {self.name} takes {parameter}")
+            if parameter.annotation is parameter.empty:
+                raise ShardingError(f"typed_shard_map needs an annotation on argument {name} of {self.name}")
+        return (
+            list(arguments),
+            [self.signature.parameters[name].annotation for name in arguments],
+            list(arguments.values()),
+        )
+
+    def _body(self, names, types, *args):
+        code = getattr(inspect.unwrap(self._unwrapped), "__code__", None)
+        place = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
+        with Scope():
+            args = [
+                check_tree(type_, value, what=f"argument {name} of {self.name}")
+                for name, type_, value in zip(names, types, args)
+            ]
+            bound = inspect.BoundArguments(self.signature, dict(zip(names, args)))
+            result = self.function(*bound.args, **bound.kwargs)
+            return check_tree(self._result_type, result, what=f"the result of {self.name}{place}")
+
+
+def _read(function):
+    """The function, or that of a partial, under `typed` if it is not already."""
+    if isinstance(function, functools.partial):
+        return functools.partial(_read(function.func), *function.args, **function.keywords)
+    return typed(function) if inspect.isfunction(function) and not hasattr(function, "__wrapped__") else function
