@@ -578,6 +578,14 @@ B/d M/t, M -> M
 # Transfers that not all devices reach
 d/d M, M -> d/d M | lax.cond(shardops.index('d')[0] == 0, lambda: x * pulled(y)[None], lambda: x)
     | a transfer over d under a branch that depends on a value that differs along it: some devices would wait for ever
+# Options that round each term of a sum
+M/d F/t, F/t -> M | shardops.psum('M +t -> M', shardops.all_gather('M/d +t -> M +t',
+      shardops.einsum_unreduced('M/d F/t, F/t -> M/d +t', x, y), dtype=jnp.int32)).astype(jnp.float32)
+    | each term of a sum would be rounded to int32: reduce first
+B/d F/t, F/t -> B/d | shardops.psum('B/d +t -> B/d',
+      shardops.einsum_unreduced('B/d F/t, F/t -> B/d +t', x, y, preferred_element_type=jnp.int32).astype(jnp.float32))
+    | each term of a sum would be rounded to int32: reduce first
+# Truth values
 bool_ B/d -> bool_ | shardops.psum('+d -> ', shardops.sum_unreduced('B/d -> +d', x)) | a sum of truth values
 """)
 
