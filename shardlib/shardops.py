@@ -1065,15 +1065,15 @@ def each(axis: str, function, *trees):
         (state,) = states
         if state.dims[0] != (axis,) and not state.zero:
             raise ShardingError(f"the first dim is {state.along(state.dims[0])}: write '{axis}/{axis} ...'\n{where}")
-        alone = {} if state.zero else dict(split=state.split | {axis}, alone=state.alone | {axis})
-        return [dataclasses.replace(state, dims=state.dims[1:], **alone)]
+        axes = {} if state.zero else dict(split=state.split | {axis}, without_dim=state.without_dim | {axis})
+        return [dataclasses.replace(state, dims=state.dims[1:], **axes)]
 
     def of_all(states):
         (state,) = states
         if axis in state.pending:
             raise ShardingError(f"a result is pending over {axis}: reduce it first\n{where}")
-        dims, alone = ((axis,), *state.dims), state.alone - {axis}
-        return [dataclasses.replace(state, dims=dims, split=state.split | {axis}, alone=alone)]
+        dims, without_dim = ((axis,), *state.dims), state.without_dim - {axis}
+        return [dataclasses.replace(state, dims=dims, split=state.split | {axis}, without_dim=without_dim)]
 
     def marked(rule, function, x):
         if marks.marking() is None:

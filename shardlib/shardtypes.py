@@ -61,7 +61,7 @@ def scope(function):
 def mapped_axes() -> dict[str, int]:
     """The mesh axes, name to size, over which the code being traced is mapped, but for those of `shardops.each` around
     it; empty outside of shard_map."""
-    return {name: size for name, size in all_mapped_axes().items() if name not in marks.apart()}
+    return {name: size for name, size in all_mapped_axes().items() if name not in marks.axes_of_each()}
 
 
 def all_mapped_axes() -> dict[str, int]:

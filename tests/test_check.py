@@ -37,7 +37,7 @@ def test_reshape_tracking():
         eqn = SimpleNamespace(primitive=SimpleNamespace(name="reshape"), params={}, invars=given, outvars=made)
         axes = frozenset(axis for row in rows for axis in row)
         (state,) = apply(Equation(eqn, [State(rows, split=axes)], parts))
-        return state.dims, state.alone
+        return state.dims, state.without_dim
 
     d, t, p = ('d',), ('t',), ('p',)
     for before, shape, dims, alone in [

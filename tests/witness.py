@@ -24,7 +24,7 @@ from jax.ad_checkpoint import checkpoint_name
 from shardlib import shardops, shardtypes
 from shardlib.mesh import scan_counts
 from shardlib.places import is_users
-from shardlib.proof.marks import apart
+from shardlib.proof.marks import axes_of_each
 
 _MAKE_THE_SAME = ("psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant")
 _ADD_UP = ("psum", "psum_invariant", "reduce_scatter")
@@ -96,7 +96,7 @@ def _named(value, type_, what):
     axes = shardtypes.mapped_axes()
     if "..." in type_ or not axes:
         return value
-    type_ = " ".join([*(f"{axis}/{axis}" for axis in sorted(apart())), type_.strip()])  # inside of shardops.each
+    type_ = " ".join([*(f"{axis}/{axis}" for axis in sorted(axes_of_each())), type_.strip()])  # inside of shardops.each
     line = _line((frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None))
     said = f"{_CLAIM}{type_.strip()}|'{type_.strip()}' of {what} at {line}"
     if not jnp.issubdtype(value.dtype, jnp.inexact):

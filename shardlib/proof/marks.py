@@ -59,7 +59,7 @@ class Check:
 
 _current: contextvars.ContextVar[Check | None] = contextvars.ContextVar("check", default=None)
 # The axes along which what is traced runs on each device by itself, as if the mesh did not have them.
-_apart: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar("apart", default=frozenset())
+_axes_of_each: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar("axes_of_each", default=frozenset())
 
 
 def current() -> Check | None:
@@ -87,8 +87,8 @@ def mark(said, rule, results, *operands, moves=(), sealed=None, closed_over=()):
     `closed_over` these values.
     """
     check, leaves = _current.get(), list(map(jnp.asarray, jax.tree.leaves(operands)))
-    if _apart.get():
-        rule = functools.partial(_by_itself, rule, _apart.get())
+    if _axes_of_each.get():
+        rule = functools.partial(_by_itself, rule, _axes_of_each.get())
     check.moves |= frozenset(moves)
     made, tree = jax.tree.flatten(results)
     shapes = tuple((tuple(each.shape), jnp.dtype(each.dtype)) for each in made)
@@ -111,23 +111,23 @@ def during(check: Check):
         _current.reset(token)
 
 
-def apart() -> frozenset[str]:
-    """The axes that are not there for what is traced."""
-    return _apart.get()
+def axes_of_each() -> frozenset[str]:
+    """The axes of the `shardops.each` around what is traced: inside they are not there."""
+    return _axes_of_each.get()
 
 
 @contextlib.contextmanager
 def on_each(axis: str):
     """What is traced inside runs on each device along an axis by itself."""
-    token = _apart.set(_apart.get() | {axis})
+    token = _axes_of_each.set(_axes_of_each.get() | {axis})
     try:
         yield
     finally:
-        _apart.reset(token)
+        _axes_of_each.reset(token)
 
 
 def _by_itself(rule, axes, states):
     """What a rule that does not know these axes says: of one device's own values, one device's own results."""
-    alone = frozenset().union(*(state.alone & axes for state in states))
-    known = [replace(state, split=state.split - alone, alone=state.alone - alone) for state in states]
-    return [replace(state, split=state.split | alone, alone=state.alone | alone) for state in rule(known)]
+    own = frozenset().union(*(state.without_dim & axes for state in states))
+    known = [replace(state, split=state.split - own, without_dim=state.without_dim - own) for state in states]
+    return [replace(state, split=state.split | own, without_dim=state.without_dim | own) for state in rule(known)]

@@ -94,24 +94,24 @@ def apply(equation: Equation) -> list[State]:
             f"'{name}' of a value that is pending over {axis} and one that is split over {axis}: the sum over {axis} "
             "would mix them"
         )
-    alone = base.alone | _dropped(equation)
+    without_dim = base.without_dim | _dropped(equation)
     results = []
     for row in rows:
         for axis in sorted(split):
             times = sum(axis in axes for axes in row)
-            if not times and axis not in alone:
+            if not times and axis not in without_dim:
                 raise ShardingError(
                     f"'{name}' of a value that is split over {axis} loses the dim that is split: what each device has "
                     f"is no part of any whole\n  fix: {_REDUCED}"
                 )
-            if times > 1 or (times and axis in alone):
+            if times > 1 or (times and axis in without_dim):
                 raise ShardingError(
                     f"'{name}' makes two dims that are split over {axis}: each device has only the parts of its own "
                     "index\n  fix: all_gather one operand first"
                 )
         taken = states[1:] if name == "select_n" else states[:1] if name == "dynamic_slice" else states
         zero = name in _KEEP_ZERO and all(state.zero for state in taken)
-        results.append(State(row, split, pending, alone, zero, base.sized))
+        results.append(State(row, split, pending, without_dim, zero, base.sized))
     return [replace(results[0], **position)] if position is not None else results
 
 

@@ -21,7 +21,7 @@ class State:
     dims: Dims
     split: frozenset[str] = frozenset()
     pending: frozenset[str] = frozenset()
-    alone: frozenset[str] = frozenset()  # of the split ones: those whose dim of one element a device was dropped, w[0]
+    without_dim: frozenset[str] = frozenset()  # the split ones whose dim, one element a device, was dropped: w[0]
     zero: bool = False  # the constant 0, which lies in any way: adding it to a term of a sum changes nothing
     sized: bool = False  # a number that depends on how many devices there are, as x.shape[0] of a split dim does
     # For `cache.at[arange(B), position]`. The value is its own index along this dim; each coordinate (last dim) is its
@@ -45,7 +45,7 @@ class State:
 
     def with_dims(self, dims: Dims) -> "State":
         """The same along each axis, with other dims."""
-        return State(dims, self.split, self.pending, self.alone, sized=self.sized, local_iota=self.local_iota)
+        return State(dims, self.split, self.pending, self.without_dim, sized=self.sized, local_iota=self.local_iota)
 
 
 LOCAL_IOTA = (
@@ -90,16 +90,16 @@ def require(spec: Spec, state: State, *, strict: bool):
         raise ShardingError(
             f"'{spec}' says {said} along {axis}, but {_WHY[said, true].format(axis=axis)}{_as_it_lies(spec, state)}"
         )
-    alone = state.alone
+    without_dim = state.without_dim
     for dim, lies in zip(spec.dims, state.dims, strict=True):
-        if not lies and dim.axes == (dim.name,) and dim.name in alone:  # y[None]: the dim of one element is back
-            alone -= {dim.name}
+        if not lies and dim.axes == (dim.name,) and dim.name in without_dim:  # y[None]: the dim of one element is back
+            without_dim -= {dim.name}
         elif lies != dim.axes:
             raise ShardingError(
                 f"'{spec}' says {'/'.join((dim.name, *dim.axes))}, but that dim is {state.along(lies)} in the value: "
                 f"write {'/'.join((dim.name, *lies))}"
             )
-    for axis in sorted(alone):
+    for axis in sorted(without_dim):
         raise ShardingError(
             f"'{spec}': the value is one device's own along {axis}, its dim '{axis}/{axis}' was dropped: put it "
             f"back with x[None], as '{axis}/{axis} ...'"
@@ -108,7 +108,7 @@ def require(spec: Spec, state: State, *, strict: bool):
 
 def _as_it_lies(spec: Spec, state: State) -> str:
     """The type that a value has, in the words of the one that was said of it."""
-    if len(spec.dims) != len(state.dims) or state.alone:
+    if len(spec.dims) != len(state.dims) or state.without_dim:
         return ""
     dims = tuple(replace(dim, axes=axes) for dim, axes in zip(spec.dims, state.dims))
     return f"\n  it lies as '{Spec(dims, tuple(sorted(state.pending)))}'"
@@ -146,23 +146,23 @@ def join(*states: State) -> State:
 
 
 def merged(states: Sequence[State]) -> State:
-    """A scalar that is split, alone and sized as any of these is, pending over nothing; raises where one is a device's
-    own along an axis that splits a dim of another."""
+    """A scalar that is split, sized and the like as any of these is, pending over nothing; raises where one is a
+    device's own along an axis that splits a dim of another."""
     split = frozenset().union(*(state.split for state in states))
-    alone = frozenset().union(*(state.alone for state in states))
-    for axis in sorted(alone):
+    without_dim = frozenset().union(*(state.without_dim for state in states))
+    for axis in sorted(without_dim):
         if any(axis in axes for state in states for axes in state.dims):
             raise ShardingError(
                 f"a value that is one device's own along {axis} (its dim '{axis}/{axis}' was dropped) meets one with a "
                 f"dim that is split over {axis}: each device would pair them by its own index"
             )
     sized, iota = any(state.sized for state in states), any(state.local_iota for state in states)
-    return State((), split, alone=alone, sized=sized, local_iota=iota)
+    return State((), split, without_dim=without_dim, sized=sized, local_iota=iota)
 
 
 def dual(state: State, axes: Collection[str]) -> State:
     """The state of a value's gradient: same and pending exchanged."""
-    return State(state.dims, state.split, frozenset(axes) - state.split - state.pending, state.alone)
+    return State(state.dims, state.split, frozenset(axes) - state.split - state.pending, state.without_dim)
 
 
 def require_dual(state: State, of: State, axes: Collection[str], what: str):

@@ -247,10 +247,10 @@ class Walk:
                 f"'{name}' writes into a ref what does not lie as the ref was made\n"
                 "  fix: make it of the type that is written, as jax.new_ref(shardops.zeros('B/d M', f32))"
             )
-        if self.divergent - held.alone:
+        if self.divergent - held.without_dim:
             raise ShardingError(
                 f"'{name}' under a branch that depends on a value that differs along "
-                f"{min(self.divergent - held.alone)}: the ref would not stay as it lies along it"
+                f"{min(self.divergent - held.without_dim)}: the ref would not stay as it lies along it"
             )
         return [held] * len(eqn.outvars)
 
@@ -343,8 +343,8 @@ class Walk:
             )
         if not decides.split:
             return state
-        split, alone = state.split | decides.split, state.alone | (decides.split - state.split)
-        return State(state.dims, split, state.pending, alone, sized=state.sized, local_iota=state.local_iota)
+        split, without_dim = state.split | decides.split, state.without_dim | (decides.split - state.split)
+        return State(state.dims, split, state.pending, without_dim, sized=state.sized, local_iota=state.local_iota)
 
     def fixed_point(self, body, start):
         while True:
