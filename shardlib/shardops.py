@@ -127,7 +127,9 @@ def operate(name, text, operands, plan, execute, rule=None, new_sizes=None, seve
     if planned["runs"]:
         given = [jax.ShapeDtypeStruct(tuple(on_this_mesh(jnp.shape(x))), jnp.result_type(x)) for x in operands]
         try:
-            with marks.during(marks.Check(check.axes, None)):  # by itself: a ring looks like one of one device
+            with marks.during(
+                marks.Check(check.axes, None, is_local=True)
+            ):  # by itself: a ring looks like one of one device
                 sealed = jax.make_jaxpr(functools.partial(run, dict.fromkeys(axes, 1)))(*given)
         except NameError as error:
             raise ShardingError(
@@ -295,6 +297,11 @@ def axis_size(name: str) -> int:
         mesh = mesh_text(all_mapped_axes())
         raise ShardingError(f"axis_size('{name}'): the {mesh} has no such axis here\n  at {users_line()}")
     check = marks.marking()
+    if marks.current() is not None and marks.current().is_local:
+        raise ShardingError(
+            f"a function that is local to a device asks for the number of devices along {name}, or the index there\n"
+            f"  fix: pass it as an operand\n  at {users_line()}"
+        )
     return axes[name] if check is None else Count(check.parts, axes[name], (name,), _divided)
 
 
@@ -585,6 +592,9 @@ def ppermute(spec: str | bytes, x, shift: int):
     `regroup('B/d L/c -> B/d c/c l', x)` makes such a dim of each device's part.
     Sends: x bytes; as much in the backward pass.
     """
+
+    if not isinstance(shift, int):
+        raise ShardingError(f"ppermute: shift is a plain int, not {shift!r}\n  at {users_line()}")
 
     def execute(planned, axes, x):
         (axis,) = planned["moves"]

@@ -585,6 +585,12 @@ M/d F/t, F/t -> M | shardops.psum('M +t -> M', shardops.all_gather('M/d +t -> M 
 B/d F/t, F/t -> B/d | shardops.psum('B/d +t -> B/d',
       shardops.einsum_unreduced('B/d F/t, F/t -> B/d +t', x, y, preferred_element_type=jnp.int32).astype(jnp.float32))
     | each term of a sum would be rounded to int32: reduce first
+# A function that is local to a device and asks for the mesh; a roll that differs
+M | shardops.local('M -> M', lambda v: v * shardops.index('d')[0].astype(jnp.float32), x)
+    | a function that is local to a device asks for the number of devices along d, or the index there
+M | shardops.local('M -> M', lambda v: v * shardops.axis_size('d'), x)
+    | a function that is local to a device asks for the number of devices along d, or the index there
+d/d M | shardops.ppermute('d/d M -> d/d M', x, shardops.index('d')[0]) | shift is a plain int
 # Truth values
 bool_ B/d -> bool_ | shardops.psum('+d -> ', shardops.sum_unreduced('B/d -> +d', x)) | a sum of truth values
 """)

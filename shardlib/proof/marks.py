@@ -48,6 +48,7 @@ class Check:
       moves: the axes over which anything has been sent so far.
       proved: the number of those that were walked, each of which is a claim.
       gradients: whether the program takes one.
+      is_local: whether what is traced is a function of `shardops.local`, which knows nothing of the mesh.
     """
 
     axes: dict[str, int]
@@ -55,6 +56,7 @@ class Check:
     moves: frozenset[str] = frozenset()
     gradients: bool = False
     proved: int = 0
+    is_local: bool = False
 
 
 _current: contextvars.ContextVar[Check | None] = contextvars.ContextVar("check", default=None)
