@@ -593,7 +593,7 @@ def ppermute(spec: str | bytes, x, shift: int):
     Sends: x bytes; as much in the backward pass.
     """
 
-    if not isinstance(shift, int):
+    if isinstance(shift, jax.Array):
         raise ShardingError(f"ppermute: shift is a plain int, not {shift!r}\n  at {users_line()}")
 
     def execute(planned, axes, x):
