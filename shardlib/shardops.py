@@ -127,9 +127,8 @@ def operate(name, text, operands, plan, execute, rule=None, new_sizes=None, seve
     if planned["runs"]:
         given = [jax.ShapeDtypeStruct(tuple(on_this_mesh(jnp.shape(x))), jnp.result_type(x)) for x in operands]
         try:
-            with marks.during(
-                marks.Check(check.axes, None, is_local=True)
-            ):  # by itself: a ring looks like one of one device
+            with marks.during(marks.Check(check.axes, None, is_local=True)):
+                # By itself: a ring looks like one of one device.
                 sealed = jax.make_jaxpr(functools.partial(run, dict.fromkeys(axes, 1)))(*given)
         except NameError as error:
             raise ShardingError(
