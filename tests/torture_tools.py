@@ -25,6 +25,7 @@ from runtime.terminal import RunError
 from tests.torture import STATUSES, Life, Run
 
 GOLDEN = Path(__file__).parent / "models/golden/llama"
+ENDS = {0}.union(*STATUSES.values())
 UUID = rb"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 SIGNALS = {signal.SIGKILL: 6, signal.SIGTERM: 2, signal.SIGINT: 2}
 
@@ -118,7 +119,9 @@ def torture(name: str, job: Job, folder: Path, draw: random.Random, kills: int, 
                 end_at_a_moment(life, to, draw, whole_s)
             else:
                 life.end()
-            if life.status not in (0, *STATUSES[signal.SIGTERM], *STATUSES[signal.SIGKILL], *STATUSES[signal.SIGINT]):
+            # pydantic's Rust makes an error of its own of an interrupt that comes while it builds a schema.
+            is_interrupt = life.status == 1 and log.read_text().rstrip().endswith("KeyboardInterrupt:")
+            if life.status not in ENDS and not is_interrupt:
                 raise RunError(f"{name} ended with status {life.status}: {log}")
             if not life.status:
                 break
