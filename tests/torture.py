@@ -320,6 +320,8 @@ class Life:
                 status = 0
             except SystemExit as stop:
                 status = stop.code if isinstance(stop.code, int) else 1
+            except KeyboardInterrupt:  # before `run` could catch it: Python's own end of a program
+                status = 130
             finally:
                 if sys.exc_info()[1] is not None:
                     traceback.print_exc()
