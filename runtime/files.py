@@ -87,7 +87,9 @@ def parse_yaml(text: str) -> Any:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a file all or nothing, also where the machine fails meanwhile."""
+    """Writes a file all or nothing, also where the machine fails meanwhile. Raises OSError."""
+    if path.is_dir():  # else the part would stay behind
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     part = path.with_name(path.name + ".part")
     with part.open("w", encoding="utf-8") as file:
         file.write(text)

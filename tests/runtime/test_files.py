@@ -5,7 +5,7 @@ import os
 import pytest
 import yaml
 
-from runtime.files import NotPlain, open_file, parse_yaml, read_text
+from runtime.files import NotPlain, open_file, parse_yaml, read_text, write_whole
 
 TEN = ", ".join(["*{}"] * 10)
 BOMB = "a: &a [" + ", ".join("x" * 10) + "]\n"
@@ -32,6 +32,14 @@ def test_what_is_refused(tmp_path, make, kind):
     assert read_text(tmp_path / "link") == "ü"
     with open_file(tmp_path / "link") as file:
         assert file.read(1) == b"\xc3"
+
+
+@pytest.mark.parametrize("name", ["/", ".", ""])
+def test_a_folder_is_not_written_over(tmp_path, name):
+    """It is named, and nothing is left in it or beside it."""
+    with pytest.raises(IsADirectoryError, match="Is a directory"):
+        write_whole(tmp_path / name, "text")
+    assert not [*tmp_path.iterdir(), *tmp_path.parent.glob("*.part")]
 
 
 @pytest.mark.parametrize(
