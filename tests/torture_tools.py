@@ -91,6 +91,7 @@ def make_inputs(folder: Path, draw: random.Random) -> None:
     job = Job("tools.tokenize_text", "TokenizeText", f"input={folder}/text.txt output={folder}/data.zarr")
     live(job, [*job.arguments.split(), "document_bytes=64", "validation_fraction=0.2"], folder / "data.log").end()
     short = [data, "flat_tokens.sequence_packing=true", "training.steps=5", "training.steps_for_lr=5"]
+    short.append(f"paths.root_working_dir={folder}")  # the last one says where a Run looks
     Run.keys = (*Run.keys, "model.vocab=264")
     Run(folder, "run", *short).live().end()
     Run.program, Run.keys = "finetune", ("lora.rank=2", f"initial_weights={folder}/run")
