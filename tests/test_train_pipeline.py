@@ -335,8 +335,8 @@ REFUSED = [
     ('model.experts=4 model.experts_per_token=1', 'model.experts = 4: train_pipeline has neither one stage nor'),
     ('training.pieces=3', 'model.layers = 8: dealt out to mesh.p · training.pieces = 12: set it to 12'),
     ('training.microbatches=2', 'training.microbatches = 2: dealt out to mesh.p = 4: set it to 4'),
-    ('model.vocab=1281', 'dim V has size 1281, which axes t=1 × p=4 cannot divide'),
-    ('mesh.d=16', 'training.microbatches = 64 / 8: dim B has size 8, which axes r=1 × d=16'),
+    ('model.vocab=1281', 'dim V has size 1281, which axis p=4 cannot divide'),
+    ('mesh.d=16', 'training.microbatches = 64 / 8: dim B has size 8, which axis d=16 cannot divide'),
 ]  # fmt: skip
 
 

@@ -101,7 +101,7 @@ def test_what_a_command_starts():
 def check_arguments(module, arguments):
     """The program takes these keys, words and configs."""
     source = pathlib.Path(importlib.util.find_spec(module).origin).read_text()
-    given = re.search(r"\brun\(main, ([\w.]+)(\(.*)?\)\n", source)
+    given = re.search(r"^    \S*\brun\(main, ([\w.]+)(\(.*)?\)\n", source, re.M)
     if given is None or "--help" in arguments:
         return  # docs/tutorial.py, and follow.py, which has two arguments
     if "program=generate" in arguments:
