@@ -45,6 +45,16 @@ def ref_adds(x):
     return ref[...]
 
 
+def squares(y):
+    """A loss of 'B/d M'."""
+    return shardops.pending('+d -> +d +t', shardops.sum_unreduced('B/d M -> +d', y * y))
+
+
+def reduced(loss, w):
+    """The gradient of a weight 'M'."""
+    return shardops.psum('M +d +t -> M', shardops.grad(loss)(w))
+
+
 # Everyday JAX, device by device; tests/prove.py says how a table is read.
 ACCEPTED = r"""
 B/d L M/t | jnp.tanh(x) * 2 + x
@@ -127,6 +137,66 @@ B/d M, M -> B/d M | own_vjp(lambda x, s: x * s[None], lambda r, g: (g * r[1][Non
 B/d M | own_jvp(jnp.sin, lambda x, t: (jnp.sin(x[0]), jnp.cos(x[0]) * t[0]))(x)
 B/d M | lax.composite(lambda x: x * 2, name='own.double')(x)
 B/d M | jax.nn.relu(x) + jax.nn.softmax(x, axis=1) * jax.nn.logsumexp(x, axis=1, keepdims=True)
+# Control flow
+B/d M | lax.while_loop(lambda c: shardops.any('B/d M -> ', jnp.abs(c) > 1), lambda c: c * 0.5, x)
+B/d M | jax.vmap(lambda r: lax.while_loop(lambda c: jnp.any(jnp.abs(c) > 1), lambda c: c * 0.5, r))(x)
+B/d M | jax.vmap(lambda r: lax.cond(r[0] > 0, lambda r: r, lambda r: 2 * r, r))(x)
+B/d M, i32 B/d -> B/d M | jax.vmap(lambda r, n: lax.fori_loop(0, n, lambda i, c: c * 0.5, r))(x, y % 9)
+M/d -> M
+    | lax.fori_loop(0, 3, lambda i, c: lax.cond(i > 1, lambda e: e + shardops.all_gather('M/d -> M', x),
+      lambda e: e, c), jnp.ones(64))
+M, B/d M -> M | lax.cond(x[0] > 0, lambda: reduced(lambda w: squares(y * w[None]), x), lambda: x)
+# Dims on their way
+M/d/t -> M/d | shardops.all_gather('M/d/t -> M/d', x)
+M/t/d -> M | shardops.all_gather('M/t/d -> M', x)
+M/d/t -> M/t/d | shardops.slice('M -> M/t/d', shardops.all_gather('M/d/t -> M', x))
+M -> M/d/t | shardops.slice('M/d -> M/d/t', shardops.slice('M -> M/d', x))
+M/d F/t -> M F/t/d | shardops.all_to_all('M/d F/t -> M F/t/d', x)
+M/d/t F -> M/d F/t | shardops.all_to_all('M/d/t F -> M/d F/t', x)
+M/d/t F -> M F/d/t | shardops.all_to_all('M/d/t F -> M F/d/t', x)
+B M/d/t, F M/d/t -> B F/t/d
+    | shardops.psum_scatter('B F +d +t -> B F/t/d', shardops.einsum_unreduced('B M/d/t, F M/d/t -> B F +d +t', x, y))
+B M/d/t, F M/d/t -> B F/d/t
+    | shardops.psum_scatter('B F/d +t -> B F/d/t', shardops.psum_scatter('B F +d +t -> B F/d +t',
+      shardops.einsum_unreduced('B M/d/t, F M/d/t -> B F +d +t', x, y)))
+M/d, H/t -> M/d H/t | shardops.einsum_unreduced('M/d, H/t -> M/d H/t', x, y)
+B/d M, M -> '' | shardops.psum('+d -> ', shardops.einsum_unreduced('B/d M, M -> +d', x, y))
+B/d M, B/d M -> Z/d M | jnp.stack([x, y], axis=1).reshape(-1, x.shape[1])
+B/d M -> Z/d M | jnp.repeat(x, 2, axis=0)
+2 B/d M -> Z/d M | jnp.swapaxes(x, 0, 1).reshape(-1, 64)
+B M/t -> B 8 Z/t | jnp.swapaxes(x.reshape(x.shape[0], -1, 8), 1, 2)
+B/d M -> Z/d 32 | x.reshape(-1, 32)
+B M/t | (x.reshape(x.shape[0], -1, 8) - x.reshape(x.shape[0], -1, 8).mean(-1, keepdims=True)).reshape(x.shape)
+B L M/t | jnp.fft.fft(x, axis=1).real
+B/d L M -> B/d 16 M | jax.image.resize(x, (x.shape[0], 16, x.shape[2]), 'linear')
+B/d M | jnp.where(x > jnp.median(x, axis=1, keepdims=True), x, 0.0)
+B/d M | x[jnp.arange(x.shape[0])]
+B/d M | jax.random.permutation(jax.random.key(0), x, axis=1)
+M/d | x + shardops.slice('M -> M/d', jax.random.normal(jax.random.key(0), (64,)))
+M/d | jnp.interp(x, jnp.arange(64.0), jnp.arange(64.0) ** 2)
+L M -> L | jax.vmap(lambda r: jnp.sum(r) - lax.pmean(jnp.sum(r), 'i'), axis_name='i')(x)
+V M, i32 B/d -> B/d M | x[y]
+B/d M, i32 B/d -> 8 M
+    | shardops.psum('8 M +d -> 8 M', shardops.einsum_unreduced('B/d 8, B/d M -> 8 M +d', jax.nn.one_hot(y, 8), x))
+# Means and gradients
+B/d -> '' | shardops.psum('+d -> ', total(x) / (x.shape[0] * shardops.axis_size('d')))
+B/d, B/d -> '' | shardops.psum('+d -> ', total(x) / shardops.psum('+d -> ', total(jnp.abs(y))))
+B/d M | x - (shardops.psum('M +d -> M', shardops.sum_unreduced('B/d M -> M +d', x))
+    / (x.shape[0] * shardops.axis_size('d')))[None]
+M, B/d M -> M | reduced(lambda w: squares(y * w[None]) + shardops.pending(' -> +d +t', jnp.sum(w * w)), x)
+M, B/d M -> M
+    | reduced(lambda w: shardops.pending(' -> +d +t', jnp.sqrt(shardops.psum('+d +t -> ', squares(y * w[None])))), x)
+M, B/d M -> M | reduced(lambda w: jnp.sum(shardops.grad(lambda v: squares(jnp.tanh(y * v[None])))(w) * x), x)
+M, B/d M -> M | reduced(lambda w: squares(y * (w - 0.1 * reduced(lambda v: squares(y * v[None]), w))[None]), x)
+M, B/d M -> M | reduced(lambda w: squares(jax.checkpoint(lambda w: jnp.tanh(y * w[None]),
+    policy=jax.checkpoint_policies.everything_saveable)(w)), x)
+M, B/d M -> M | reduced(lambda w: squares(y * w[None] + lax.stop_gradient(jnp.round(y * w[None]) - y * w[None])), x)
+M, B/d M -> M | reduced(lambda w: squares(own_vjp(jnp.sin, lambda r, g: (g * jnp.cos(r[0]),))(y * w[None])), x)
+M, B/d M -> M | reduced(lambda w: lax.scan(lambda c, s: (c + squares(y * w[None] * s), None),
+    shardops.zeros('+d +t', f32), jnp.arange(3.0))[0], x)
+M, B/d M -> B/d M | shardops.grad(lambda w: (squares(y * w[None]), y * w[None]), has_aux=True)(x)[1]
+M, 3 B/d M -> M
+    | reduced(lambda w: 2 * shardops.sum_over_chunks(lambda w, x, _: squares(x * w[None]), w, y * w[None, None], y), x)
 """
 # Accepted too; on another number of devices they have another type, order, or random numbers.
 OF_DEVICES = r"""
@@ -165,6 +235,22 @@ lax.stop_gradient(u)
 jax.jit(lambda v: 2 * v)(u)
 jax.checkpoint(lambda v: 2 * v)(u)
 lax.cond(jnp.float32(3) > 2, lambda v: v, lambda v: 2 * v, u)
+jnp.sum(u, axis=1, keepdims=True) * jnp.ones((1, 64))
+u - jnp.mean(u, axis=1, keepdims=True)
+lax.reduce_window(u, 0.0, lax.add, (1, 3), (1, 1), 'SAME')
+u.at[:, jnp.arange(64) + 10].get(mode='fill', fill_value=0.0)
+u.at[:, jnp.arange(64) + 10].get(mode='clip')
+u.at[:, 0].divide(2.0)
+jnp.pad(u[:, 1:], ((0, 0), (1, 0)), mode='wrap')
+u + lax.cond(jnp.float32(1) > 1, lambda: jnp.zeros((1, 64)), lambda: jnp.zeros((1, 64)))
+jnp.where(jnp.arange(64)[None] > 3, u, shardops.pending('B/d M -> B/d M +t', shardops.zeros('B/d M', f32) + 1))
+jnp.average(jnp.stack([u, u]), axis=0, weights=jnp.array([0.25, 0.75]))
+jnp.diff(u, axis=1, prepend=0.0)
+jnp.real(jnp.fft.ifft(jnp.fft.fft(u, axis=1), axis=1))
+jax.vmap(lambda r: jnp.convolve(r, jnp.ones(3), mode='same'))(u)
+lax.dynamic_update_slice(u, jnp.zeros_like(u[:, :3]), (0, 0))
+lax.cond(jnp.float32(3) > 2, lambda: u, lambda: jnp.zeros_like(u))
+own_vjp(lambda u: 2 * u, lambda r, g: (2 * g,))(u)
 """
 
 

@@ -173,6 +173,30 @@ def pulled(w):
     return shardops.grad(loss)(w)
 
 
+def at(axis, dtype=jnp.int32):
+    """A device's index along an axis, as a scalar that differs along it."""
+    return shardops.index(axis)[0].astype(dtype)
+
+
+def hop(x):
+    """A transfer over d of 'M'."""
+    return shardops.psum('M +d -> M', shardops.pending('M -> M +d', x))
+
+
+def total(x):
+    return shardops.sum_unreduced('B/d -> +d', x)
+
+
+def squares(y):
+    """A loss of 'B/d M'."""
+    return shardops.pending('+d -> +d +t', shardops.sum_unreduced('B/d M -> +d', y * y))
+
+
+def reduced(loss, w):
+    """The gradient of a weight 'M', reduced as it should be."""
+    return shardops.psum('M +d +t -> M', shardops.grad(loss)(w))
+
+
 def diagonal(x):
     return x[jnp.arange(x.shape[0]), jnp.arange(x.shape[0])]
 
@@ -593,6 +617,175 @@ M | shardops.local('M -> M', lambda v: v * shardops.axis_size('d'), x)
 d/d M | shardops.ppermute('d/d M -> d/d M', x, shardops.index('d')[0]) | shift is a plain int
 # Truth values
 bool_ B/d -> bool_ | shardops.psum('+d -> ', shardops.sum_unreduced('B/d -> +d', x)) | a sum of truth values
+# Decisions and loops that differ from device to device
+M | lax.cond(at('d') > 0, lambda: x, lambda: 2 * x) | 'M' says the same along d, but the value differs along d
+M | lax.switch(at('d') % 3, [lambda x: x, lambda x: 2 * x, lambda x: 3 * x], x)
+    | 'M' says the same along d, but the value differs along d
+M | lax.while_loop(lambda c: c[0] < at('d'), lambda c: (c[0] + 1, c[1] * 2), (0, x))[1]
+    | 'M' says the same along d, but the value differs along d
+M -> '' | lax.fori_loop(0, 4, lambda i, c: (c[0] + c[1], c[1] + c[2], c[2]), (0.0, 1.0, at('d', jnp.float32)))[0]
+    | '' says the same along d, but the value differs along d
+M -> ''
+    | lax.scan(lambda c, _: ((c[0] + c[1], c[1] + c[2], c[2]), None), (0.0, 1.0, at('d', jnp.float32)), None,
+      length=4)[0][0]
+    | '' says the same along d, but the value differs along d
+M -> '' | lax.fori_loop(0, 3, lambda i, c: (c[1], c[0]), (1.0, at('d', jnp.float32)))[0]
+    | '' says the same along d, but the value differs along d
+M | lax.fori_loop(0, 3, lambda i, c: lax.cond(i > 1, lambda e: e * at('d', jnp.float32), lambda e: e, c), x)
+    | 'M' says the same along d, but the value differs along d
+M | lax.while_loop(lambda c: c[0] < at('d'), lambda c: (c[0] + 1, hop(c[1])), (0, x))[1]
+    | a transfer over d under a branch that depends on a value that differs along it
+M | lax.fori_loop(0, at('d'), lambda i, c: hop(c), x)
+    | a transfer over d under a branch that depends on a value that differs along it
+M | lax.fori_loop(0, 3, lambda i, c: lax.cond(i > at('d'), hop, lambda e: e, c), x)
+    | a transfer over d under a branch that depends on a value that differs along it
+M | lax.while_loop(lambda c: c[1] > 0.5, lambda c: (hop(c[0]), c[1] * 0.5 * at('d', jnp.float32)), (x, 8.0))[0]
+    | a transfer over d under a branch that depends on a value that differs along it
+B/d M/t -> B/d | shardops.psum('B/d +t -> B/d', lax.cond(at('t') > 0, lambda u: u, lambda u: 2 * u, forgotten(x)))
+    | a result that is pending over t under a branch that depends on a value that is split over it
+B/d M/t -> B/d | shardops.psum('B/d +t -> B/d', lax.fori_loop(0, at('t'), lambda i, c: 2 * c, forgotten(x)))
+    | a result that is pending over t under a branch that depends on a value that is split over it
+B/d M/t -> B/d | shardops.psum('B/d +t -> B/d', jnp.where(at('t') > 0, forgotten(x), -forgotten(x)))
+    | 'where' (select_n) of a value that is pending over t and one that is split over t: the sum over t would mix them
+B/d M/t -> B/d | shardops.psum('B/d +t -> B/d', forgotten(x) * at('t', jnp.float32))
+    | 'mul' of a value that is pending over t and one that is split over t: the sum over t would mix them
+B/d M/t -> B/d | lax.scan(lambda c, _: (shardops.psum('B/d +t -> B/d', c), None), forgotten(x), None, length=2)[0]
+    | a carry or a branch is pending over t on one path and not on the other
+# Keys, rows and places that differ from device to device
+M | x * jax.random.uniform(jax.random.fold_in(jax.random.key(0), at('d')), x.shape)
+    | 'M' says the same along d, but the value differs along d
+M | x * jax.random.uniform(jax.random.split(jax.random.key(0), 8)[at('d')], x.shape)
+    | 'M' says the same along d, but the value differs along d
+M | x[at('d')] * jnp.ones_like(x) | 'M' says the same along d, but the value differs along d
+M | jnp.roll(x, at('d')) | 'M' says the same along d, but the value differs along d
+M | lax.dynamic_update_slice(x, x[:1], (at('d'),)) | 'M' says the same along d, but the value differs along d
+M | jnp.zeros_like(x).at[at('d')].add(x[at('d')]) | 'M' says the same along d, but the value differs along d
+M | shardops.psum('M +d -> M', jnp.zeros_like(x).at[at('d')].add(x[at('d')]))
+    | 'M +d' says pending along d, but the value is split over d
+M | x + shardops.full('M', at('d', jnp.float32), f32) | '' says the same along d, but the value differs along d
+M -> M/d | lax.dynamic_slice(x, (at('d') * 8,), (16,)) | 'M/d' says M/d, but that dim is whole in the value
+M/d -> M | jax.random.uniform(jax.random.key(x.shape[0]), (64,))
+    | 'M' is said of a number that depends on how many devices there are
+# Dims that lie in another way: lost, moved, in another order
+M/t/d -> M/d/t | x | 'M/d/t' says M/d/t, but that dim is split over t/d in the value
+M -> M/t/d | shardops.slice('M -> M/d/t', x) | 'M/t/d' says M/t/d, but that dim is split over d/t in the value
+M -> M/d/t | shardops.slice('M/t -> M/d/t', shardops.slice('M -> M/t', x))
+    | M/t and M/d/t: slice splits a dim's minor axes only
+M/d/t -> M | shardops.all_gather('M/t/d -> M', x) | 'M/t/d' says M/t/d, but that dim is split over d/t in the value
+M/d/t -> M/t | shardops.all_gather('M/d/t -> M/t', x) | M/t and M/d/t: all_gather gathers a dim's minor axes only
+M | shardops.all_gather('M/d -> M', x) | 'M/d' says M/d, but that dim is whole in the value
+M/d -> M | shardops.all_gather('M/d -> M', shardops.all_gather('M/d -> M', x))
+    | 'M/d' says M/d, but that dim is whole in the value
+M | shardops.psum('M +d -> M', shardops.slice('M -> M/d', x)) | 'M +d' says M, but that dim is split over d in the value
+M/d | shardops.psum('M/d +d -> M/d', x)
+    | 'M/d +d' uses mesh axis d twice: an axis is split over one dim, or pending, or not mentioned
+M -> M/d | shardops.psum_scatter('M +d -> M/d', x)
+    | 'M +d' says pending along d, but the value is already the same along d
+M/d F/t -> M F/d/t | shardops.all_to_all('M/d F/t -> M F/d/t', x)
+    | F/t and F/d/t: all_to_all moves a dim's minor axes only
+M/d F -> M F/d | shardops.all_to_all('M/d F -> M F/t', x)
+    | all_to_all moves the same axes from one dim to one other, as in 'E/t C M -> E C/t M'
+M/d F -> M F/d | shardops.all_to_all('M F/d -> M/d F', x) | 'M F/d' says M, but that dim is split over d in the value
+M/d/t F -> M/t F/d | shardops.all_to_all('M/d/t F -> M/t F/d', x)
+    | M/t and M/d/t: all_to_all moves a dim's minor axes only
+M/d/t F -> M F/t/d | shardops.all_to_all('M/d/t F -> M F/t/d', x)
+    | all_to_all moves the same axes from one dim to one other, as in 'E/t C M -> E C/t M'
+t/t M -> d/d M | shardops.ppermute('d/d M -> d/d M', x, 1)
+    | 'd/d M' says split along d, but the value is the same along d
+d/d M -> M | shardops.psum('M +d -> M', x[0]) | 'M +d' says pending along d, but the value is split over d
+d/d M -> M | x.reshape(-1) | 'M' says the same along d, but the value differs along d
+d/d M, t/t M -> d/d M | x + y | 'add' of values that lie differently: dim 0 is split over d in one, over t in another
+B M/d/t, F M/d/t -> B F
+    | shardops.psum('B F +d -> B F', shardops.einsum_unreduced('B M/d/t, F M/d/t -> B F +d +t', x, y))
+    | 'B F +d' says the same along t, but the value is still a sum over t that nobody has taken
+B M/d/t, F M/t/d -> B F | shardops.einsum_unreduced('B M/d/t, F M/t/d -> B F +d +t', x, y) | M/d/t in one operand, M/t/d
+B/d M/t, F M/d -> B F | shardops.einsum_unreduced('B/d M/t, F M/d -> B F +t', x, y) | M/t in one operand, M/d
+B/d M/t, B/d F/t -> M/t F | shardops.einsum_unreduced('B/d M/t, B/d F/t -> M/t F +d', x, y)
+    | two dims that are split over t meet in the result 'M/t F/t +d'
+M/d, M/t -> M/d | shardops.einsum_unreduced('M/d, M/t -> M/d M/t', x, y) | M/d in one operand, M/t
+B/d M -> M/d B | x.T | 'M/d B' says M/d, but that dim is whole in the value
+L/d S/t | x.T | 'L/d S/t' says L/d, but that dim is split over t in the value
+B/d M -> 8 Z | x.reshape(8, -1) | '8 Z' says Z, but that dim is split over d in the value
+B/d M -> Z/d 32 | x.reshape(32, 32) | 'Z/d 32' says Z/d, but that dim is whole in the value
+B M/t -> B 8/t 8 | jnp.swapaxes(x.reshape(16, 8, -1), 1, 2) | 'reshape' makes a minor dim of a dim that is split over t
+N B/d M -> Z/d M | x.reshape(-1, 64) | 'reshape' merges into the one before it a dim that is split over d
+B/d M | x.T.reshape(x.shape) | 'reshape' merges into the one before it a dim that is split over d
+B/d M | jnp.tril(x) | positions that each device counts from 0
+B M/t -> B F/t | jax.nn.glu(x) | 'split' takes parts of a dim that is split over t
+B M/t -> B F/t | x[:, : x.shape[1] // 2] | 'gather' indexes a dim that is split over t
+B/d M -> 32/d M | jnp.tile(x, (2, 1)) | 'tile' repeats a dim that is split over d
+B/d M | jax.random.permutation(jax.random.key(0), x) | the size of a device's part is asked for as a number
+B/d M | x[jnp.argsort(x[:, 0])] | positions that each device counts from 0
+B/d M | x[jnp.arange(x.shape[0])[::-1]] | positions that each device counts from 0
+B L/t M, 3 M F -> B L/t F | lax.conv_general_dilated(x, y, (1,), 'SAME', dimension_numbers=('NWC', 'WIO', 'NWC'))
+    | 'conv_general_dilated' goes along a dim that is split over t
+B L M/t, 3 M/t F -> B L F | lax.conv_general_dilated(x, y, (1,), 'SAME', dimension_numbers=('NWC', 'WIO', 'NWC'))
+    | 'conv_general_dilated' goes along a dim that is split over t
+B L/t M | lax.reduce_window(x, 0.0, lax.add, (1, 2, 1), (1, 1, 1), 'SAME')
+    | 'reduce_window' (reduce_window_sum) goes along a dim that is split over t
+i32 B/d -> i32 8 | jnp.bincount(x, length=8) | 'bincount' (scatter-add) writes at indices of a dim that is split over d
+B/d M, i32 B/d -> 8 M | jax.ops.segment_sum(x, y, num_segments=8)
+    | 'scatter_add' (scatter-add) writes at indices of a dim that is split over d
+V/t M, i32 B/d -> B/d M | jnp.take(x, y, axis=0) | 'take' (gather) indexes a dim that is split over t
+B/d M, i32 V -> V M | shardops.index_unreduced('[B/d] M, V -> V M +d', x, y)
+    | 'V M' says the same along d, but the value is still a sum over d that nobody has taken
+# Means and losses over what a device has
+B/d, B/d -> '' | shardops.psum('+d -> ', total(x) / total(y))
+    | 'div', which is not linear, of a value that is pending over d
+B/d -> '' | shardops.psum('+d -> ', total(x)) / x.shape[0]
+    | '' is said of a number that depends on how many devices there are
+B/d M/t -> B/d | shardops.psum('B/d +t -> B/d', jnp.log(forgotten(jnp.exp(x))))
+    | 'log', which is not linear, of a value that is pending over t
+B/d M/t | x * lax.rsqrt(forgotten(x * x))[:, None] | 'rsqrt', which is not linear, of a value that is pending over t
+M, B/d M -> M | shardops.psum('M +d -> M', shardops.grad(lambda w: squares(y * w[None]))(x))
+    | 'M +d' says the same along t, but the value is still a sum over t that nobody has taken
+M, B/d M -> M | x - 0.1 * shardops.grad(lambda w: squares(y * w[None]))(x)
+    | 'sub' of a value that is pending over d and one that is not
+M, B/d M -> M | hop(jnp.sign(shardops.grad(lambda w: squares(y * w[None]))(x)))
+    | 'sign', which is not linear, of a value that is pending over d
+M, B/d M -> M | reduced(lambda w: squares(y * w[None]) + jnp.sum(w), x)
+    | 'add' of a value that is pending over d and one that is not
+M, B/d M -> M | reduced(lambda w: squares(y * w[None]) ** 2, x)
+    | 'power' (integer_pow), which is not linear, of a value that is pending over d
+M, B/d M -> M | reduced(lambda w: squares(y * w[None]) * at('d', jnp.float32), x)
+    | 'mul' of a value that is pending over d and one that is split over d: the sum over d would mix them
+M, B/d M -> M | reduced(lambda w: shardops.sum_unreduced('B/d M -> +d', y * w[None]), x) | the loss is the same along t
+M, B/d M -> M
+    | reduced(lambda w: lax.scan(lambda c, s: (c * s + 1.0, None), squares(y * w[None]), jnp.arange(3.0))[0], x)
+    | 'add' of a value that is pending over d and one that is not
+M, B/d M -> M | lax.cond(at('d') > 0, lambda: reduced(lambda w: squares(y * w[None]), x), lambda: x)
+    | a transfer over d under a branch that depends on a value that differs along it
+M, B/d M -> '' | shardops.grad(lambda w: (squares(y * w[None]), squares(y)), has_aux=True)(x)[1]
+    | '' says the same along d, but the value is still a sum over d that nobody has taken
+M, B/d M -> M | shardops.grad(lambda w: (squares(y * w[None]), w * at('d', jnp.float32)), has_aux=True)(x)[1]
+    | 'M' says the same along d, but the value differs along d
+M, B/d M -> M | sum(shardops.grad(lambda w: (squares(y * w[None]), w), has_aux=True)(x))
+    | 'add' of a value that is pending over d and one that is not
+M, N B/d M -> M | reduced(lambda w: shardops.sum_over_chunks(lambda w, x, _: squares(x * w[None]) ** 2, w, y, y), x)
+    | 'power' (integer_pow), which is not linear, of a value that is pending over d
+M, N B/d M -> M | reduced(lambda w: shardops.sum_over_chunks(lambda w, x, _: squares(x * w[None]), w, y, y) ** 2, x)
+    | 'power' (integer_pow), which is not linear, of a value that is pending over d
+M, N B/d M -> M
+    | reduced(lambda w: shardops.sum_over_chunks(lambda w, x, _: squares(x * w[None]), w, y, y) * at('d', jnp.float32),
+      x)
+    | 'mul' of a value that is pending over d and one that is split over d: the sum over d would mix them
+M, B/d M -> M | shardops.vjp(lambda w: jnp.tanh(w[None] * y), x)[1](y)[0]
+    | the cotangent of result 0 is the same along t
+M, B/d M -> M | shardops.vjp(lambda w: shardops.sum_unreduced('B/d M -> M +d', w[None] * y), x)[1](x)[0]
+    | the cotangent of result 0 is the same along t
+# Rules for gradients that are not linear, or send
+M | own_vjp(jnp.sin, lambda r, g: (jnp.sign(g),))(x) | 'sign', which is not linear, of a value that is pending over d
+M | own_vjp(jnp.sin, lambda r, g: (g * g,))(x) | 'mul' of two values that are both pending over d
+M | own_vjp(jnp.sin, lambda r, g: (g + r[0],))(x) | 'add' of a value that is pending over d and one that is not
+M | own_vjp(jnp.sin, lambda r, g: (g / jnp.linalg.norm(g),))(x) | 'mul' of two values that are both pending over d
+M, B/d M -> B/d M | own_vjp(lambda w, x: x * w[None], lambda r, g: (r[0], g * r[0][None]))(x, y)
+    | the gradient that jax.custom_vjp gives operand 0 is the same along d
+M, B/d M -> B/d M | own_vjp(lambda w, x: x * w[None], lambda r, g: (jnp.max(g * r[1], axis=0), g * r[0][None]))(x, y)
+    | 'reduce_max' reduces a dim that is split over d
+M | own_jvp(jnp.sin, lambda x, t: (jnp.sin(x[0]), t[0] * at('d', jnp.float32)))(x)
+    | 'mul' of a value that is pending over d and one that is split over d: the sum over d would mix them
+M/d, M -> M | shardops.local('M -> M', functools.partial(lambda o, v: v * o.sum(), x), y)
+    | a function that is local to a device takes a value from outside that is not the same everywhere
 """)
 
 
@@ -639,7 +832,41 @@ lax.cond(jnp.float32(3) > 2, lambda v: v, lambda v: jnp.ones_like(v), u)
     | a carry or a branch is pending over t on one path
 lax.cond(jnp.all(u > 2), lambda v: v, lambda v: v, u) | 'gt', which is not linear
 lax.while_loop(lambda c: jnp.any(c < 3), lambda c: 2 * c, u) | 'lt', which is not linear
-shardops.pending('B/d M -> B/d M +t', u) | the value is still a sum over t that nobody has taken""")
+shardops.pending('B/d M -> B/d M +t', u) | the value is still a sum over t that nobody has taken
+lax.clamp(-1.0, u, 1.0) | 'clamp', which is not linear
+jnp.sum(u, axis=1, keepdims=True, initial=1.0) * jnp.ones((1, 64))
+    | 'sum' .add. of a value that is pending over t and one that is not
+lax.reduce(u, 1.0, lax.add, (1,))[:, None] + u | 'reduce', which is not linear
+u.at[:, jnp.arange(64) + 10].get(mode='fill', fill_value=1.0) | 'gather', which is not linear
+u.at[:, 0].add(1.0) | 'add' .scatter-add. of a value that is pending over t and one that is not
+u.at[:, 0].multiply(u[:, 1]) | 'multiply' .scatter-mul., which is not linear
+u.at[:, 0].max(0.0) | 'max' .scatter-max., which is not linear
+u.at[:, 0].apply(jnp.tanh) | 'scatter_apply' .scatter., which is not linear
+jnp.select([u > 0], [u]) | 'gt', which is not linear
+lax.sort((jnp.zeros_like(u), u), dimension=1, num_keys=1)[1] | 'sort', which is not linear
+lax.top_k(u, 64)[0] | 'top_k', which is not linear
+lax.cummax(u, axis=1) | 'cummax', which is not linear
+lax.cumlogsumexp(u, axis=1) | 'cumlogsumexp', which is not linear
+jnp.var(u, axis=1, keepdims=True) * jnp.ones((1, 64)) | 'var' .square., which is not linear
+jnp.abs(jnp.fft.fft(u, axis=1)) | 'abs', which is not linear
+lax.bitcast_convert_type(u, jnp.int32) | the element type is int32
+u.astype(bool) | a sum of truth values is none: any, or numbers
+u % 2.0 | 'mod' .rem., which is not linear
+jnp.diff(u, axis=1, prepend=1.0) | 'concatenate' of a value that is pending over t and one that is not
+jax.checkpoint(jnp.tanh, policy=jax.checkpoint_policies.dots_saveable)(u) | 'tanh', which is not linear
+jax.jit(jnp.tanh)(u) | 'tanh', which is not linear
+jax.vmap(jnp.tanh)(u) | 'tanh', which is not linear
+own_vjp(jnp.tanh, lambda r, g: (g,))(u) | 'tanh', which is not linear
+own_rule(lambda u: 2 * u, lambda u: (2 * u, jnp.tanh(u)), lambda r, g: (g * r,))(u) | 'tanh', which is not linear
+own_jvp(jnp.tanh, lambda x, t: (jnp.tanh(x[0]), t[0]))(u) | 'tanh', which is not linear
+lax.dynamic_update_slice(u, jnp.ones_like(u[:, :3]), (0, 0))
+    | 'dynamic_update_slice' of a value that is pending over t and one that is not
+lax.fori_loop(0, 3, lambda i, c: jnp.tanh(c) + u, u) | 'tanh', which is not linear
+lax.fori_loop(0, 2, lambda i, c: (c[1], c[0]), (u, jnp.ones_like(u)))[0]
+    | a carry or a branch is pending over t on one path and not on the other
+shardops.psum('B/d M +t -> B/d M', u) | 'B/d M .t' says pending along t, but the value is already the same along t
+shardops.local('B/d M -> B/d M', lambda v: v, u)
+    | 'B/d M' says the same along t, but the value is still a sum over t that nobody has taken""")
 
 
 @typed
@@ -654,6 +881,43 @@ def test_what_is_not_linear_refuses_a_sum(row):
     body = f"shardops.psum('B/d M +t -> B/d M', (lambda u: {expression})(owed(x, y)))"
     text = refused_everywhere(program("B/d F/t, M F/t -> B/d M", body, globals()))
     assert says(message, text), text
+
+
+# Functions along the dim of x, 'M/t', that is split.
+ALONG_A_SPLIT_DIM = """
+jnp.max jnp.min jnp.mean jnp.std jnp.median jnp.ptp jnp.nanmax jnp.prod jnp.any jnp.all jnp.count_nonzero jnp.cumprod
+lax.cummax lax.cumlogsumexp jax.nn.log_softmax jax.nn.logsumexp jax.nn.standardize jnp.flip jnp.linalg.norm
+jnp.fft.rfft jnp.gradient jnp.argsort
+""".split()
+# Functions of a sum that is owed, each as f(u), that are not linear.
+NOT_LINEAR_FUNCTIONS = """
+jnp.abs jnp.sign jnp.round jnp.floor jnp.square jnp.sqrt jnp.reciprocal jnp.isfinite jnp.nan_to_num jax.nn.gelu
+jax.nn.relu6 jax.nn.sigmoid jax.nn.log_softmax lax.erf lax.rsqrt jnp.logical_not jnp.angle
+""".split()
+# Functions whose value of zeros, which lie in any way, is not zero: what is made of zeros lies as what is made of ones.
+NOT_ZERO_OF_ZERO = """
+jnp.exp jnp.cos jax.nn.sigmoid jax.nn.softmax jnp.ones_like jax.nn.softplus jnp.logical_not
+""".split()
+
+
+@pytest.mark.parametrize("name", ALONG_A_SPLIT_DIM)
+def test_functions_along_a_split_dim_are_refused(name):
+    text = refused_everywhere(program("M/t -> ''", f"jnp.sum(jnp.real({name}(x))).astype(jnp.float32)"))
+    assert says("a dim that is split over t|positions that each device counts from 0", text), text
+
+
+@pytest.mark.parametrize("name", NOT_LINEAR_FUNCTIONS)
+def test_functions_that_are_not_linear_refuse_a_sum(name):
+    body = f"shardops.psum('B/d M +t -> B/d M', {name}(owed(x, y)).astype(jnp.float32))"
+    text = refused_everywhere(program("B/d F/t, M F/t -> B/d M", body, globals()))
+    assert says("which is not linear, of a value that is pending over t|both pending over t", text), text
+
+
+@pytest.mark.parametrize("name", NOT_ZERO_OF_ZERO)
+def test_what_is_made_of_zeros_is_not_owed(name):
+    body = f"shardops.psum('B/d M +t -> B/d M', owed(x, y) + {name}(jnp.zeros((1, 64))).astype(jnp.float32))"
+    text = refused_everywhere(program("B/d F/t, M F/t -> B/d M", body, globals()))
+    assert says("'add' of a value that is pending over t and one that is not", text), text
 
 
 def test_a_dim_that_counts_devices_has_their_number():
