@@ -13,7 +13,7 @@
 
 A line says how the weight lies at rest -> in use, which is the string of its all-gather; its first values, a constant
 or the letters of a matrix's fan-in; the published tensor, or the tensors that it is a stack of, and how one lies; and
-which models have it. What has an M is divided over d, c, e and t at rest; what has none is small, and lies as in use:
+which models have it. What has M, F or V is divided over d, c, e and t at rest; else it is small, and lies as in use:
 'D'. `w_kv`, a stack of 2, is gathered as `w_k` and `w_v`: a result whose first dim were the 2 would have to be
 transposed.
 """
@@ -67,8 +67,8 @@ class Weight:
     def type_at_rest(self) -> ArrayType:
         array = self.typed(self.at_rest, self.rest)
         missing = [axis for axis in 'dcet' if axis not in array.spec.split]
-        if missing and 'M' in letters(self.rest):
-            fix = "split M over w, or experts' over v, and what is no matrix over t too"
+        if missing and {'M', 'F', 'V'} & set(letters(self.rest)):
+            fix = "split a dim over w, or experts' over v, and what is no matrix over t too"
             error = ShardingError(f"'{self.rest}' lies whole along {', '.join(missing)}: {fix}")
             raise error.extended(f'  at {self.line}')
         return array

@@ -12,7 +12,7 @@ from shardlib.spec import ShardingError
 COLLECTIVES = {"all_gather", "gather", "psum_scatter", "psum", "pmax", "all_to_all", "ppermute"}
 WEIGHTS = {"matrix", "bias", "exact"}  # lines of a table of weights (models/weights.py)
 # What a weight's line or a shared function of models/ says wrong is met where it is used.
-PLACE = r"(weights|layers|llama|mixtral|gemma|gpt2|gptj|bert|t5|published|test_llama)\.py"
+PLACE = r"(weights|layers|context|experts|llama|mixtral|gemma|gpt2|gptj|bert|t5|published|test_llama)\.py"
 
 
 def mutants(source, axes=("d", "t")):
