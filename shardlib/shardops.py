@@ -1247,6 +1247,10 @@ def sum_over_chunks(function, shared, x, others):
     def backward(kept, gradient):
         return *jax.tree.map(lambda each: (gradient * each.astype(jnp.float32)).astype(each.dtype), kept), None
 
+    # What is differentiated and closed over is shared.
+    first = jax.tree.map(lambda leaf: leaf[0], (x, others))
+    own, closed_over = jax.closure_convert(function, shared, *first)
+    shared, function = (shared, closed_over), lambda both, x, others: own(both[0], x, others, *both[1])
     differentiated = jax.custom_vjp(total)
     differentiated.defvjp(with_gradient, backward, symbolic_zeros=True)
     return differentiated(shared, x, others)

@@ -160,9 +160,13 @@ def _check_call(function):
     def call(*args, **kwargs):
         with Scope():
             bound = signature.bind(*args, **kwargs)
+            given = set(bound.arguments)
+            bound.apply_defaults()
             for name, value in bound.arguments.items():
                 if annotations[name] is inspect.Parameter.empty:
                     continue
+                if name not in given and (value is None or not holds_arrays(annotations[name])):
+                    continue  # `size: int = None` is nobody's mistake
                 kind, what = signature.parameters[name].kind, f"argument {name} of {place}"
                 if kind is inspect.Parameter.VAR_POSITIONAL:
                     value = tuple(_checked(annotations[name], item, what) for item in value)

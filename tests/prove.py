@@ -25,7 +25,7 @@ from shardlib.typed import typed
 SIZES = dict(B=16, L=32, M=64, F=48, V=80, E=96, K=112, D=128, Q=144, S=32, H=192, N=3, C=160)
 # The same where a device holds one row, one head, one expert.
 SINGLE = SIZES | dict(B=8, F=8, V=8, E=8, K=8, H=32)
-MESHES = [dict(d=4, t=2), dict(d=8, t=1), dict(d=2, t=2), dict(d=1, t=1), dict(d=2, e=2, t=2), dict(d=1, t=8)]
+MESHES = [dict(zip("dt", sizes)) for sizes in ((4, 2), (2, 4), (8, 1), (1, 8), (2, 1), (1, 1))] + [dict(d=2, e=2, t=2)]
 OF_D_AND_T = [mesh for mesh in MESHES if len(mesh) == 2]  # where a loss is '+d +t'
 OF_EIGHT = [dict(d=8, t=1), dict(d=1, t=8)]  # where SINGLE is one a device
 

@@ -107,6 +107,10 @@ B/d L S | jnp.einsum('bls,bsm->blm', x, x)
 B/d M, 4 -> B/d M | jax.vmap(lambda row: jnp.convolve(row, y, mode='same'))(x)
 B/d L M, 3 1 M -> B/d L M | lax.conv_general_dilated(x, y, (1,), 'SAME', dimension_numbers=('NWC', 'WIO', 'NWC'),
     feature_group_count=64)
+B/d L M/t, 3 1 M/t -> B/d L M/t | lax.conv_general_dilated(x, y, (1,), 'SAME',
+    dimension_numbers=('NWC', 'WIO', 'NWC'), feature_group_count=x.shape[-1])
+B/d F/t, M F/t -> B/d M | shardops.psum('B/d M +t -> B/d M',
+    shardops.einsum_unreduced('B/d F/t, M F/t -> B/d M +t', x, y).at[:, 0].set(0.0).at[:, 1].multiply(2.0))
 B/d L M, 3 M F/t -> B/d L F/t | lax.conv_general_dilated(x, y, (1,), 'SAME', dimension_numbers=('NWC', 'WIO', 'NWC'))
 B/d M | lax.reduce_window(x, -jnp.inf, lax.max, (1, 3), (1, 1), 'SAME')
 B/d M | lax.reduce_window(x, 0.0, lax.add, (1, 3), (1, 1), 'SAME')
@@ -517,6 +521,18 @@ def gradient_over_chunks(w: f32['M V/t'], x: f32['3 B/d M'], y: i32['3 B/d']) ->
 
     gradient = shardops.grad(lambda w: shardops.sum_over_chunks(loss, w, x, y))(w)
     return shardops.psum('M V/t +d -> M V/t', gradient)
+
+
+@right
+def gradient_of_what_chunks_close_over(w: f32['M'], x: f32['3 B/d M'], scale: f32['']) -> f32['M']:
+    def loss(w):
+        def of_chunk(scale, x, _):
+            y = jnp.sin(x * w[None]) * scale
+            return shardops.pending('+d -> +d +t', shardops.sum_unreduced('B/d M -> +d', y))
+
+        return shardops.sum_over_chunks(of_chunk, scale, x, x)
+
+    return shardops.psum('M +d +t -> M', shardops.grad(loss)(w))
 
 
 @right

@@ -403,6 +403,9 @@ B/d M/t | inverse(x)
 M/t | own_jvp(jnp.sin, lambda x, t: (jnp.sin(x[0]), lax.pmean(t[0], 't')))(x)
     | a transfer, an index or a number of devices over t outside of shardops: each is written as an operation with a
       string
+M | own_jvp(jnp.sin, lambda x, t: (jnp.sin(x[0]), jnp.sin(t[0])))(x) | that is not linear in its tangents
+M | own_jvp(jnp.sin, lambda x, t: (jnp.sin(x[0]), t[0] * t[0]))(x) | that is not linear in its tangents
+M | x * jax.sharding.get_abstract_mesh().shape['d'] | KeyError: 'd'
 M | own_vjp(jnp.sin, lambda r, g: (jnp.clip(g, -1.0, 1.0),))(x) | which is not linear, of a value that is pending over d
 B/d M, M -> B/d M
     | own_vjp(lambda x, s: x * s[None], lambda r, g: (g * r[1][None], jnp.sum(g * r[0], axis=0) / r[0].shape[0]))(x, y)
@@ -450,7 +453,8 @@ B/d M | x[:4] | 'B/d M' says B/d, but that dim is whole in the value: write B
 B/d M | x - x[:1] | 'gather' indexes a dim that is split over d
 i32 B/d M -> i32 B/d
     | jnp.max(jnp.concatenate([jnp.arange(x.shape[0])[:, None], x[:, :1]], axis=1), axis=1)
-    | positions that each device counts from 0 fix: the device's part of the whole's positions is shardops.slice
+    | positions that each device counts from 0 (arange, argsort or x[::2] of a split dim) fix:
+      the device's part of the whole's positions is shardops.slice
 # H12: Annotations that nobody would read
 B/d M | helper(x)
     | nobody reads the annotations of helper: what they say of its arrays is not checked fix: @typed above
@@ -840,6 +844,7 @@ lax.reduce(u, 1.0, lax.add, (1,))[:, None] + u | 'reduce', which is not linear
 u.at[:, jnp.arange(64) + 10].get(mode='fill', fill_value=1.0) | 'gather', which is not linear
 u.at[:, 0].add(1.0) | 'add' .scatter-add. of a value that is pending over t and one that is not
 u.at[:, 0].multiply(u[:, 1]) | 'multiply' .scatter-mul., which is not linear
+u.at[:, jnp.array([0, 0])].set(u[:, 1:3]) | '(set|scatter)'.*, which is not linear
 u.at[:, 0].max(0.0) | 'max' .scatter-max., which is not linear
 u.at[:, 0].apply(jnp.tanh) | 'scatter_apply' .scatter., which is not linear
 jnp.select([u > 0], [u]) | 'gt', which is not linear
@@ -994,19 +999,3 @@ def test_what_cannot_be_differentiated_is_refused(row):
     """What has no gradient is refused by the check already, not by the run."""
     for mesh in OF_D_AND_T:
         assert says(row[1], refusal(program("B/d M/t", f"gradient({row[0]}, x)", globals()), mesh))
-
-
-def test_chunks_that_close_over_a_weight():
-    """A loss of chunks that closes over what is differentiated is refused by the check already."""
-
-    def program(w: f32['M'], x: f32['L B/d M']) -> f32['M']:
-        def loss(w):
-            def chunk(shared, x, _):
-                return shardops.pending('+d -> +d +t', shardops.sum_unreduced('B/d M -> +d', x * w * shared))
-
-            return shardops.sum_over_chunks(chunk, jnp.float32(1), x, x)
-
-        return shardops.psum('M +d +t -> M', shardops.grad(loss)(w))
-
-    for mesh in OF_D_AND_T:
-        refusal(program, mesh)

@@ -76,6 +76,14 @@ def local(a: f32['B M']) -> f32['B']:
     return b
 
 
+FIVE = np.zeros(5, np.float32)
+
+
+@typed
+def at_its_default(a: f32['B M'], b: f32['B'] = FIVE) -> f32['B']:
+    return a[:, 0]
+
+
 def test_right_calls():
     """Right calls pass, with defaults, keywords, closures and static arguments, and return what the function
     returns."""
@@ -97,6 +105,7 @@ product(3.0, row) | expected an array, got float against argument a of product \
 product(x[0], row) | 'B M' has 2 dims, the value has 1 against argument a of product
 product(x, row, other=row) | dim B of 'B' is 6, but B is 4 in 'B M' against argument other of product
 pair(x) | dim M of 'M' is 4, but M is 6 in 'B M' against item 1 of the result of pair (
+at_its_default(x) | dim B of 'B' is 5, but B is 4 in 'B M' against argument b of at_its_default
 local(x) | dim B of 'B' is 6, but B is 4 in 'B M' against local b: f32['B'], value float32[6]
 nested(x, wrong=True) | dim B of 'B' is 5, but B is 6 in 'B' against local c
 scanned(x, wrong=True) | '' has 0 dims, the value has 1 against item 1 of the result of body (

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 
-from shardlib.proof.parts import Parts, is_part
+from shardlib.proof.parts import Parts, is_part, shown
 from shardlib.proof.states import LOCAL_IOTA, Dims, State, agree, merged
 from shardlib.spec import ShardingError
 
@@ -25,11 +25,11 @@ from shardlib.spec import ShardingError
 _ALL = "all"
 _LINEAR_IN_ALL = """
     neg reshape transpose broadcast_in_dim squeeze tile reduce_sum cumsum slice rev copy copy_p reduce_precision name
-    concatenate split stop_gradient stack unstack add sub add_any reshard reduce_window_sum fft real imag
+    concatenate split stop_gradient stack unstack add sub add_any reshard reduce_window_sum fft real imag complex
     """
 LINEAR = {
     **dict.fromkeys(_LINEAR_IN_ALL.split(), _ALL),
-    **dict.fromkeys(("gather", "dynamic_slice", "div"), (0,)),
+    **dict.fromkeys(("gather", "dynamic_slice", "div", "scatter-mul"), (0,)),
     **dict.fromkeys(("dynamic_update_slice", "pad"), (0, 1)),
     **dict.fromkeys(("scatter-add",), (0, 2)),
 }
@@ -135,6 +135,9 @@ def _pending(equation: Equation) -> frozenset[str]:
             data = {0} if _holds_sums(eqn.invars[0].aval.dtype) else set()
         elif name == "div" and not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact):
             data = set()  # whole numbers are rounded
+        elif name == "scatter":  # where an index comes twice, devices might write different ones
+            sets = eqn.params["update_jaxpr"] is None and (states[2].zero or eqn.params["unique_indices"])
+            data = {0, 2} if sets else set()
         elif name == "gather" and not _fills_with_zero(eqn):
             data = set()
         else:
@@ -310,12 +313,21 @@ def _ragged_dot(equation) -> Whole:
 
 
 def _convolution(equation) -> Whole:
-    """Of the operand's dims only the rows of the batch may be split, of the kernel's only its output features."""
+    """Of the operand's dims only the rows of the batch may be split, of the kernel's only its output features; and the
+    features of both, where each goes through a kernel of its own."""
     numbers, batches = equation.params["dimension_numbers"], equation.params["batch_group_count"]
-    grouped = equation.params["feature_group_count"] > 1
-    for operand, (first, *others) in enumerate((numbers.lhs_spec, numbers.rhs_spec)):
-        free = batches == 1 and not (operand and grouped)
-        yield from ((operand, dim, "goes along", _GATHERED) for dim in (others if free else (first, *others)))
+    groups = equation.params["feature_group_count"]
+    if is_each := groups == equation.shapes[0][numbers.lhs_spec[1]]:
+        groups = 1
+    elif is_part(groups):
+        raise ShardingError(
+            f"'{equation.name}' with feature_group_count={shown(groups)}, which depends on how many devices there are"
+        )
+    for operand, (first, second, *others) in enumerate((numbers.lhs_spec, numbers.rhs_spec)):
+        free = [first] if batches == 1 and not (operand and groups > 1) else []
+        free += [second] if is_each and not operand else []
+        dims = (dim for dim in (first, second, *others) if dim not in free)
+        yield from ((operand, dim, "goes along", _GATHERED) for dim in dims)
 
 
 def _window(equation) -> Whole:

@@ -49,8 +49,8 @@ class State:
 
 
 LOCAL_IOTA = (
-    "positions that each device counts from 0\n  fix: the device's part of the whole's positions is "
-    "shardops.slice('L -> L/t', jnp.arange(L))"
+    "positions that each device counts from 0 (arange, argsort or x[::2] of a split dim)\n"
+    "  fix: the device's part of the whole's positions is shardops.slice('L -> L/t', jnp.arange(L))"
 )
 _WHY = {
     ("the same", "split"): "the value differs along {axis}: a reduction over {axis} or a gather was forgotten, or "

@@ -43,6 +43,10 @@ _MEANT = (
         "  fix: write the dim in the string, or use jax.lax.scan or map",
     ),
     ("rule.* for 'shardlib_mark'", GRAD),
+    (
+        "Transpose rule|ValAccum|UndefinedPrimal",
+        "a rule of a jax.custom_jvp that is not linear in its tangents: it has no backward pass",
+    ),
     ("Pallas", "'pallas_call': what it does cannot be seen\n  fix: call it through shardops.local"),
     (
         "_DimExpr|interpreted as an integer|sequence of integers|shape polymorphism|dim_as_value|non-constant size",
@@ -115,5 +119,6 @@ def traced(function, check: Check, arguments: list, axes: dict[str, int] | None 
         ) from error
     # JAX's own, shapes that do not fit, and what a program raises that does not expect these sizes.
     except (TypeError, ValueError, RuntimeError, ArithmeticError, LookupError, AttributeError, AssertionError) as error:
-        text = next((text for said, text in _MEANT if re.search(said, str(error))), shown(error))
+        own = f"{type(error).__name__}: {error}" if isinstance(error, LookupError) else shown(error)
+        text = next((text for said, text in _MEANT if re.search(said, own)), own)
         raise ShardingError(f"{text or type(error).__name__}\n  at {line_of(error)}") from error

@@ -70,6 +70,7 @@ class Walk:
                 results = self.equation(eqn, list(map(read, eqn.invars)))
             except ShardingError as error:
                 text = str(error)
+                text = text.removesuffix("\n  at unknown line")
                 if "\n  at " in text:
                     raise
                 name, spoken = eqn.primitive.name, spoken_name(outer[2] or eqn) or spoken_name(eqn)
@@ -106,7 +107,7 @@ class Walk:
         if name == "dim_as_value":
             return [State((), sized=True)]
         for key, value in params.items():
-            if is_part(value) and name != "scan":
+            if is_part(value) and name != "scan" and key != "feature_group_count":
                 raise ShardingError(f"'{name}' with {key}={shown(value)}, which depends on how many devices there are")
         stack = str(eqn.source_info.name_stack)
         if not self.backward and ("jvp(" in stack or "transpose(" in stack):
@@ -293,7 +294,7 @@ class Walk:
             if row.dims[0]:
                 raise ShardingError(
                     f"a scan over a dim that is {row.along(row.dims[0])}: each device would go through its own part "
-                    "alone\n  fix: all_gather it first, or reshape so that the scanned dim is whole"
+                    "alone\n  fix: all_gather it first, scan another dim, or map what is done row by row with jax.vmap"
                 )
         if is_part(params["length"]):
             raise ShardingError(f"a scan of {shown(params['length'])} turns, as many as a device's part has elements")
