@@ -193,7 +193,7 @@ def check_program(source: Source) -> None:
     """Refuses a run whose trainer has changed since: it may compute another model than the family here. Its copy in the
     checkpoint is compared by its hash, and never run."""
     attributes = source.checkpoint.attributes
-    if "family" in attributes or not program.is_another(attributes):  # finetune.py computes with models/ itself
+    if "family" in attributes or not program.is_another(attributes):  # train_any.py computes with models/ itself
         return
     raise RunError(
         f"{source.checkpoint.path} was trained by another {attributes['program']['module']}.py than the one here: if "

@@ -380,7 +380,7 @@ def need_rouge(tasks: Sequence[tuple[str, Callable, Any]]) -> None:
 
 
 class InRun:
-    """Tasks of files while finetune.py trains, with its weights as they are; on one host.
+    """Tasks of files while train_any.py trains, with its weights as they are; on one host.
 
     whole: the family's weights, of what is trained.
 

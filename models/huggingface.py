@@ -351,7 +351,7 @@ def open_weights(path: str, pool: Executor) -> Source:
 
 
 def with_base(saved: Averaged, family: ModuleType, model: Any, pool: Executor) -> adapters.Overlaid:
-    """The weights of a run of finetune.py that saves only what it trains. Raises RunError if the others are gone."""
+    """The weights of a run of train_any.py that saves only what it trains. Raises RunError if the others are gone."""
     config, lora = saved.attributes["config"], saved.attributes["config"]["lora"]
     path = config["initial_weights"]
     try:

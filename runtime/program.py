@@ -55,7 +55,7 @@ class Trainer(Protocol):
     def main(self, config: Any) -> None:
         """Trains; with check_only, checks."""
 
-    # Where only files that a config names say what is trained, as in finetune.py, there are three more:
+    # Where only files that a config names say what is trained, as in train_any.py, there are three more:
     # resolved(config), the config with the model in it, for shapes and mapped_steps; and of that state_type(config), in
     # the place of State, and drawn_state(config, seed), in the place of init_state(config.model, seed).
 

@@ -19,9 +19,9 @@ import small
 from mutation import mutants, refuse_all
 from pages import module_of
 
-import finetune
 import generate
 import train
+import train_any
 import train_at_scale as at_scale
 import train_pipeline
 from ledger.compiled.check import differences
@@ -572,7 +572,7 @@ def test_all_programs_read_its_runs(trainer, keys, monkeypatch, tmp_path, capsys
         'flat_tokens.sequence_packing=true training.tokens.batch=64 training.tokens.len=64 log_interval=1'.split()
     )
     further += 'model.compute_dtype=float32 mesh.d=2 mesh.t=2 validation_batches=1 lora.rank=2'.split()
-    assert not small.start_training(monkeypatch, *further, trainer=finetune)
+    assert not small.start_training(monkeypatch, *further, trainer=train_any)
     (metrics,) = (tmp_path / 'third').glob('*/metrics.jsonl')
     assert json.loads(metrics.read_text().splitlines()[0])['loss'] == pytest.approx(expected[1, 'loss'], rel=1e-5)
 

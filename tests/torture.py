@@ -2,7 +2,7 @@
 
     python -m tests.torture                          # 300 signals, then each fault; half an hour on two cores
     python -m tests.torture kills=20 faults=[] seed=1
-    python -m tests.torture program=finetune         # adapters, on a model that train.py trains first
+    python -m tests.torture program=train_any         # adapters, on a model that train.py trains first
 
 Runs of the same small model are ended again and again, and started again until they reach their last step: by SIGKILL,
 SIGTERM and SIGINT, while they start, compile, step, save, remove old checkpoints, validate, resume and end. A life is a
@@ -63,7 +63,7 @@ FAULTS = ("disk", "file_size", "descriptors", "store")
 @dataclass(frozen=True, kw_only=True)
 class Torture:
     folder: str = "runs/torture"  # emptied first; holds the run folders and the log of each life
-    program: Literal["train", "finetune"] = "train"  # whose runs they are
+    program: Literal["train", "train_any"] = "train"  # whose runs they are
     seed: int = 0  # of the moments and the signals
     kills: int = 300  # signals
     faults: tuple[str, ...] = FAULTS  # each in turn, three runs with it
@@ -76,9 +76,9 @@ def main(config: Torture) -> None:
     folder.mkdir(parents=True)
     os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
     draw = random.Random(config.seed)
-    if config.program == "finetune":
+    if config.program == "train_any":
         Run(folder, "base").live().end()
-        Run.program, Run.keys = "finetune", (*FINETUNE, f"initial_weights={folder}/base")
+        Run.program, Run.keys = "train_any", (*FINETUNE, f"initial_weights={folder}/base")
     whole, began = Run(folder, "whole"), time.monotonic()
     life = whole.live()
     life.wait_for(lambda: whole.last_step(life) > 0)

@@ -94,7 +94,7 @@ def make_inputs(folder: Path, draw: random.Random) -> None:
     short.append(f"paths.root_working_dir={folder}")  # the last one says where a Run looks
     Run.keys = (*Run.keys, "model.vocab=264")
     Run(folder, "run", *short).live().end()
-    Run.program, Run.keys = "finetune", ("lora.rank=2", f"initial_weights={folder}/run")
+    Run.program, Run.keys = "train_any", ("lora.rank=2", f"initial_weights={folder}/run")
     Run(folder, "lora", *short).live().end()
 
 

@@ -3,7 +3,7 @@
     python -m tools.benchmark device=cpu                                            # three jobs for a CPU
     python -m tools.benchmark configs=[c4_h200x1_84m,c4_h200x1_1b]                  # on the devices at hand
     python -m tools.benchmark 'configs=["c4_h200x1_1b training.microbatches=2"]'    # any key of training can be set
-    python -m tools.benchmark program=finetune 'configs=["finetune_smollm2 lora.rank=8"]'   # weights drawn, not read
+    python -m tools.benchmark program=train_any 'configs=["finetune_smollm2 lora.rank=8"]'   # weights drawn, not read
 
 Each job is a process of its own: train.py's step on random tokens, compiled anew, on one host. On an accelerator the
 mesh becomes that of all devices there are, with the config's `t` as far as it divides them.

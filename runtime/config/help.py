@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from runtime.config.rebuild import all_keys, as_tree, item_of, shown
+from runtime.config.rebuild import MISSING, all_keys, as_tree, default_of, item_of, shown
 
 PAGE = """{about}
 
@@ -65,7 +65,8 @@ def configs_of(folder: Path, like: str = "") -> dict[str, str]:
     """The configs of a folder with the first line of each: those of the program that `like` is of."""
 
     def program_of(name: str) -> str:
-        return next((start for start in ("finetune_", "pipeline_") if name.startswith(start)), "")
+        trainers = {"any_": "train_any", "finetune_": "train_any", "pipeline_": "train_pipeline"}
+        return next((trainer for start, trainer in trainers.items() if name.startswith(start)), "train")
 
     files = [each for each in sorted(folder.glob("*.yaml")) if program_of(each.stem) == program_of(like)]
     return {file.stem: file.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ") for file in files}
@@ -81,7 +82,8 @@ def help_of_keys(config_class: type) -> list[str]:
         name = "list" if typing.get_origin(kind) is tuple else getattr(kind, "__origin__", kind).__name__
         if typing.get_origin(kind) is typing.Literal:
             name = " or ".join(typing.get_args(kind))
-        default = "" if each.default is dataclasses.MISSING else f" = {shown(as_tree(each.default))}"
+        default = default_of(each)
+        default = "" if default == MISSING else f" = {shown(as_tree(default))}"
         lines += [f"  {key}: {name}{default}", _wrapped(explained[key], 6)]
     return lines
 

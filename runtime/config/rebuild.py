@@ -22,7 +22,10 @@ C = TypeVar("C")
 
 COMMAND_LINE = "command line"
 MISSING = "???"  # omegaconf's mark for a value that must still be given
-EXPECTED = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+EXPECTED = {
+    **{int: "a whole number", float: "a number", bool: "true or false", str: "text"},
+    dict[str, Any]: "a section, {key: value}",
+}
 
 
 @dataclass(frozen=True)
@@ -126,8 +129,15 @@ def default_tree(config_class: type) -> dict[str, Any]:
         if dataclasses.is_dataclass(kind) or "[]" in key:
             continue
         section = functools.reduce(lambda outer, inner: outer.setdefault(inner, {}), sections, tree)
-        section[name] = MISSING if each.default is dataclasses.MISSING else as_tree(each.default)
+        section[name] = as_tree(default_of(each))
     return tree
+
+
+def default_of(each: dataclasses.Field) -> Any:
+    """`???` where there is none."""
+    if each.default_factory is not dataclasses.MISSING:
+        return each.default_factory()
+    return MISSING if each.default is dataclasses.MISSING else each.default
 
 
 def as_tree(config: Any) -> Any:

@@ -61,8 +61,8 @@ def test_a_line_has_its_keys_and_they_agree(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("program, job", [
     ("train_at_scale", f"{TINY} mesh.c=2 model.experts=2 model.experts_per_token=1"),
-    ("finetune", "finetune_smollm2 initial_weights=tests/models/golden/llama lora.rank=2 mesh.d=2"),
-    ("finetune", "finetune_smollm2 initial_weights=tests/models/golden/t5 training.tokens.read_len=8"),
+    ("train_any", "finetune_smollm2 initial_weights=tests/models/golden/llama lora.rank=2 mesh.d=2"),
+    ("train_any", "finetune_smollm2 initial_weights=tests/models/golden/t5 training.tokens.read_len=8"),
 ])  # fmt: skip
 def test_other_programs(tmp_path, program, job):
     """A step of a mixture of experts, and of adapters, whose base is drawn: as many parameters as are trained."""
@@ -72,7 +72,7 @@ def test_other_programs(tmp_path, program, job):
     assert run.returncode == 0, run.stderr
     line = json.loads((tmp_path / "new.jsonl").read_text())
     assert list(line) == KEYS and line["tokens_per_s"] > 0
-    if "lora" in job:  # 2 layers of what each adapter of rank 2 reads and writes, as in test_finetune.py
+    if "lora" in job:  # 2 layers of what each adapter of rank 2 reads and writes, as in test_train_any.py
         count = 2 * 2 * (2 * (16 + 32) + 2 * (16 + 16) + 3 * (16 + 24))
         assert line["gflops_6nd"] == pytest.approx(6 * count * line["tokens_per_s"] / 1e9)
 

@@ -9,7 +9,7 @@ import pytest
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
-    ["kills=12 faults=[]", "kills=1 faults=[file_size,descriptors]", "program=finetune kills=4 faults=[descriptors]"],
+    ["kills=12 faults=[]", "kills=1 faults=[file_size,descriptors]", "program=train_any kills=4 faults=[descriptors]"],
 )
 def test_nothing_is_lost(tmp_path, arguments):
     """No checkpoint is lost, statuses say what happened, and the losses are bit for bit those of a run left alone."""

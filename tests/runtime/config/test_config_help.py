@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-import finetune
 import generate
 import score
 import serve
 import train
+import train_any
 import train_pipeline
 from runtime.config.command_line import load, run
 from runtime.config.help import configs_of, explanations, help_of_keys
@@ -91,7 +91,9 @@ def test_no_key_is_without_explanation(config_class):
     assert max(len(line) for text in help_of_keys(config_class) for line in text.splitlines()) <= 120
 
 
-@pytest.mark.parametrize("config_class", [train.Config, plan.plan_class(train), finetune.Config, train_pipeline.Config])
+@pytest.mark.parametrize(
+    "config_class", [train.Config, plan.plan_class(train), train_any.Config, train_pipeline.Config]
+)
 def test_each_program_takes_the_configs_that_it_lists(config_class):
     """None ends in `is not a key`."""
     names = configs_of(ROOT / "configs", config_class.CONFIG)

@@ -1,4 +1,4 @@
-"""python -m finetune: all weights, some or adapters, against dense references, train.py, and PEFT's own files."""
+"""python -m train_any: all weights, some or adapters, against dense references, train.py, and PEFT's own files."""
 
 import dataclasses
 import functools
@@ -21,8 +21,8 @@ from published import FOLDER, batch_of, on_mesh, on_mesh_of_train_py, oracle_of,
 from safetensors.numpy import load_file
 from several_hosts import where
 
-import finetune
 import train
+import train_any
 from models import adapters, huggingface, layers, llama
 from models.dropout import Dropout
 from models.layers import stored
@@ -39,7 +39,7 @@ from shardlib.shardtypes import bool_, f32, make_shardings, u32
 from tools import convert as tools_convert
 from tools import plan
 
-TRAINING = finetune.Training(
+TRAINING = train_any.Training(
     **dict(seed=0, steps=4, warmup_steps=0, steps_for_lr=4, learning_rate=1e-2, weight_decay=0.1),
     tokens=Tokens(batch=8, len=24),
 )
@@ -49,30 +49,30 @@ OF_GRADIENTS = dataclasses.replace(TRAINING, adam_b1=0.0, max_grad_norm=1e30)
 
 def config_of(model, d=1, t=1, training=TRAINING, **keys):
     """A resolved config, as far as the step reads it."""
-    mesh, given = Mesh(d=d, t=t), {"lora": finetune.Lora(), "train": None, "initial_adapter": None, **keys}
+    mesh, given = Mesh(d=d, t=t), {"lora": train_any.Lora(), "train": None, "initial_adapter": None, **keys}
     return types.SimpleNamespace(**{"model": model, "mesh": mesh, "training": training, "context": "auto", **given})
 
 
 def stepped(config, weights, batch, trained=None, bos_id=1, weight=1.0, read=None):
     """A step from these weights, which are numpy's in float32: the new state and the metrics. read: of `read_of`."""
-    task = finetune.task_of(config)
+    task = train_any.task_of(config)
     if task.lora.rank:
         frozen = jax.tree.map(lambda type_, w: w.astype(type_.element.dtype), task.State.weights.frozen, weights)
-        tuned = finetune.Tuned(trained, frozen)
+        tuned = train_any.Tuned(trained, frozen)
     else:
-        tuned = finetune.Tuned(
+        tuned = train_any.Tuned(
             *(
-                jax.tree.map(lambda type_, w: w if type_ else None, types_, weights, is_leaf=finetune.is_none)
+                jax.tree.map(lambda type_, w: w if type_ else None, types_, weights, is_leaf=train_any.is_none)
                 for types_ in (task.trained, task.State.weights.frozen)
             )
         )
-    state = finetune.State(tuned, *(jax.tree.map(np.zeros_like, tuned.trained) for _ in range(2)))
+    state = train_any.State(tuned, *(jax.tree.map(np.zeros_like, tuned.trained) for _ in range(2)))
     state = jax.device_put(state, make_shardings(task.State))
     given = {**vars(batch), "weight": batch.is_target.astype(jnp.float32) * weight}
     if read is not None:
         given |= {"read": read.tokens, "read_starts": np.diff(read.segment, axis=1, prepend=0) > 0}
     batch = jax.device_put(task.Batch(**given), make_shardings(task.Batch))
-    step, _ = finetune.mapped_steps(config, bos_id)
+    step, _ = train_any.mapped_steps(config, bos_id)
     new, metrics = jax.jit(step)(state, np.uint32(0), np.uint32(0), batch)
     return jax.tree.map(np.asarray, (new, metrics))
 
@@ -113,10 +113,10 @@ def test_the_gradients_of_adapters_are_those_of_the_merged_weights(name, mesh, p
     source = huggingface.open_weights(FOLDER / name, pool)
     model = dataclasses.replace(source.model, compute_dtype="float32")
     source = dataclasses.replace(source, model=model)
-    lora = finetune.Lora(rank=3, alpha=1.5)
+    lora = train_any.Lora(rank=3, alpha=1.5)
     config = config_of(model, *mesh, training=OF_GRADIENTS, lora=lora)
-    low = drawn_adapters(finetune.task_of(config))
-    task, scale = finetune.task_of(config), np.float32(lora.alpha / lora.rank)
+    low = drawn_adapters(train_any.task_of(config))
+    task, scale = train_any.task_of(config), np.float32(lora.alpha / lora.rank)
     stored.dtype = "float32"
     with on_mesh(1, 1):
         weights, type_ = weights_of(source, pool)
@@ -212,11 +212,11 @@ def test_no_gradient_of_the_base_is_computed(dtype):
     found = {}
     for rank in (0, 2):
         config = config_of(model, training=dataclasses.replace(TRAINING, tokens=Tokens(batch=11, len=13)))
-        config.lora = finetune.Lora(rank=rank)
+        config.lora = train_any.Lora(rank=rank)
         config.origins = None
-        step, _ = finetune.mapped_steps(config, 0)
+        step, _ = train_any.mapped_steps(config, 0)
         with jax.sharding.use_abstract_mesh(mesh):
-            state, batch = finetune.shapes(config)
+            state, batch = train_any.shapes(config)
             traced = jax.jit(step).trace(state, np.uint32(0), np.uint32(0), batch)
         found[rank] = {int(np.prod(shape)) for shape in products_of(traced.jaxpr.jaxpr)}
     assert gradients <= found[0] and not gradients & found[2]
@@ -250,8 +250,8 @@ def test_dropout_is_of_what_the_adapter_reads(is_split):
 # -- Runs --------------------------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
-    """Runs as `python -m finetune <overrides>` would, on a small data set; returns the exit status."""
-    folder = tmp_path_factory.mktemp("finetune")
+    """Runs as `python -m train_any <overrides>` would, on a small data set; returns the exit status."""
+    folder = tmp_path_factory.mktemp("train_any")
     draws = np.random.default_rng(0)
     for split in ("train", "validation"):
         sequences = [draws.integers(0, 40, 11).astype(np.uint32) for _ in range(80)]
@@ -266,7 +266,7 @@ def start(tmp_path_factory):
     def call(name, *overrides):
         given = [f"--config-dir={folder}", "--config-name=tiny", *where(folder / name), *overrides]
         with pytest.MonkeyPatch.context() as patch:
-            return small.start_training(patch, *given, trainer=finetune)
+            return small.start_training(patch, *given, trainer=train_any)
 
     call.folder = folder
     return call
@@ -378,12 +378,12 @@ def test_merged_they_are_the_base_and_their_product(lora_run, pool, tmp_path):
         "adapter_model.safetensors",
     ]
     model = dataclasses.replace(base.model, compute_dtype="float32")
-    lora = finetune.Lora(rank=2, alpha=6.0, targets="w_[qvo]")
+    lora = train_any.Lora(rank=2, alpha=6.0, targets="w_[qvo]")
     config = config_of(model, lora=lora, initial_adapter=str(tmp_path / "adapter"))
-    task = finetune.task_of(config)
+    task = train_any.task_of(config)
     with on_mesh(1, 1):
-        like = finetune.with_shardings(finetune.shapes(config)[0].weights.trained, task.trained)
-        read = finetune.reader(config, task)(None, None, like, pool)
+        like = train_any.with_shardings(train_any.shapes(config)[0].weights.trained, task.trained)
+        read = train_any.reader(config, task)(None, None, like, pool)
     for names, leaf in named_leaves(read):
         assert np.asarray(leaf).tobytes() == arrays[f"weights/{names[0]}"].tobytes()
 
@@ -396,27 +396,29 @@ def test_adapters_of_peft_are_taken(name, targets, pool, tmp_path):
         oracle = dict(file)
     source = huggingface.open_weights(FOLDER / name, pool)
     model = dataclasses.replace(source.model, compute_dtype="float32")
-    config = config_of(model, 2, 2, lora=finetune.Lora(rank=3, alpha=5.0, targets=targets), initial_adapter=str(folder))
-    task = finetune.task_of(config)
+    config = config_of(
+        model, 2, 2, lora=train_any.Lora(rank=3, alpha=5.0, targets=targets), initial_adapter=str(folder)
+    )
+    task = train_any.task_of(config)
     tokens = oracle["tokens"]
     with on_mesh(2, 2):
         weights, _ = weights_of(dataclasses.replace(source, model=model), pool)
-        like = finetune.with_shardings(finetune.shapes(config)[0].weights.trained, task.trained)
-        low = finetune.reader(config, task)(source, model, like, pool)
+        like = train_any.with_shardings(train_any.shapes(config)[0].weights.trained, task.trained)
+        low = train_any.reader(config, task)(source, model, like, pool)
         Weights = task.in_step
 
         def logits(weights: Weights, tokens: u32["B/b L"], first: bool_["B/b L"]) -> f32["B/b L/c V/t"]:
             segment = jnp.cumsum(first, axis=1, dtype=jnp.int32)
             position = jnp.broadcast_to(jnp.arange(first.shape[1], dtype=jnp.int32)[None], first.shape)
             ends = task.family.gather_ends(weights.frozen)
-            adapt = functools.partial(finetune.adapted, config.lora, None)
+            adapt = functools.partial(train_any.adapted, config.lora, None)
             low = weights.trained.transformer, jnp.arange(model.layers, dtype=jnp.uint32)
             given = (tokens, segment, position + 0 * segment)
             x = layers.hidden(task.family, model, weights.frozen, *given, adapt, low, ends=ends)[0]
             return layers.logits_of(ends.unembed, x)
 
         first = np.zeros(tokens.shape, bool)
-        found = jax.jit(typed_shard_map(logits))(finetune.Tuned(low, weights), tokens, first)
+        found = jax.jit(typed_shard_map(logits))(train_any.Tuned(low, weights), tokens, first)
         np.testing.assert_allclose(np.asarray(found), oracle["logits"], atol=1e-4, rtol=0)
     values = {place.path: pair for place, pair in pairs_of(task, jax.tree.map(np.asarray, low))}
     named = adapters.named(task.family, model, task.places)
@@ -516,13 +518,26 @@ def test_adapters_of_an_encoder_and_its_decoder(start, pairs, pool, tmp_path):
 def test_what_cannot_be_trained_is_refused(start, capsys, tmp_path):
     """Before anything is compiled, with what to set."""
     refused = [
-        (["initial_weights=null"], "initial_weights = null: expected a name"),
+        (["initial_weights=null"], "model: expected a family and its sizes (+family=llama, say), or initial_weights"),
+        (["+family=gpt2"], "model.family = \"gpt2\": initial_weights ="),
+        (
+            ["initial_weights=null", "model.family=qwen3"],
+            "model.family = \"qwen3\": expected gemma, gpt2, gptj, llama,",
+        ),
+        (["initial_weights=null", "+family=gpt2"], "model.d_ff is missing: expected a whole number from 1 to"),
+        (
+            ["initial_weights=null", "+family=llama", "lora.rank=2"],
+            "lora.rank, train: what is frozen would stay random",
+        ),
+        (["model=5"], "model = 5: expected a section, {key: value}"),
+        (["model.d_model=8"], "model.d_model = 16: this run's model has 8"),
+        (["model.attention=fast"], "command line: model.attention = \"fast\": expected auto or"),
         ([f"initial_weights={FOLDER}/bert"], "the model does not predict the next token of a text, and cannot be"),
         ([f"initial_weights={FOLDER}/t5"], "training.tokens.read_len = 0: the model has an encoder: expected how"),
         (["training.tokens.read_len=8"], "training.tokens.read_len = 8: the model has no encoder that reads: leave"),
         (
             [f"initial_weights={FOLDER}/t5", "training.tokens.read_len=8", "training.dropout=0.1"],
-            "training.dropout, model.attention: a model with an encoder is computed without dropout",
+            "training.dropout: a model with an encoder is computed without it",
         ),
         (["lora.rank=2", "train=embed"], "train and lora.rank: expected one of them"),
         (["train=w_q"], "train = 'w_q' is none of the weights: embed, unembed, transformer/ln1"),
@@ -553,14 +568,14 @@ def test_a_kind_of_adapter_that_is_not_computed_is_refused(pool, tmp_path):
     """A field of adapter_config.json that nobody reads would be silent nonsense."""
     config = json.loads((FOLDER.parent / "peft/llama/adapter_config.json").read_text())
     source = huggingface.open_weights(FOLDER / "llama", pool)
-    task = finetune.task_of(config_of(source.model, lora=finetune.Lora(rank=3, alpha=5.0, targets="w_q")))
+    task = train_any.task_of(config_of(source.model, lora=train_any.Lora(rank=3, alpha=5.0, targets="w_q")))
     named = adapters.named(task.family, task.model, task.places)
     for key, value in {"use_dora": True, "rank_pattern": {"q": 2}, "init_lora_weights": "pissa", "new": 1}.items():
         (tmp_path / "adapter_config.json").write_text(json.dumps({**config, key: value}))
         with pytest.raises(RunError, match=f"{key} = "):
             adapters.read_peft(tmp_path, named, 3, 5.0)
     fused = huggingface.open_weights(FOLDER / "gpt2", pool)
-    task = finetune.task_of(config_of(fused.model, lora=finetune.Lora(rank=3)))
+    task = train_any.task_of(config_of(fused.model, lora=train_any.Lora(rank=3)))
     with pytest.raises(RunError, match=r"part of the published transformer.*c_attn\.weight, for which PEFT has"):
         adapters.named(task.family, task.model, task.places)
 
@@ -573,9 +588,9 @@ def test_it_is_checked_and_planned_without_a_device(start, capsys, monkeypatch, 
     out = capsys.readouterr().out
     for step in ("training_step", "validation_step"):
         assert f"{step} on the mesh r=1 × d=4 × c=1 × e=1 × t=2: " in out
-    keys = ["program=finetune", "lora.rank=2", "hardware=h200", f"folder={tmp_path}"]
+    keys = ["program=train_any", "lora.rank=2", "hardware=h200", f"folder={tmp_path}"]
     monkeypatch.setattr(sys, "argv", ["plan", f"--config-dir={start.folder}", "--config-name=tiny", *keys])
-    run(plan.main, plan.plan_class(finetune))
+    run(plan.main, plan.plan_class(train_any))
     ledger = json.loads((tmp_path / "ledger.json").read_text())
     # 2 layers of (16 + 16) q, o; (16 + 8) k, v; (16 + 24) gate, up, down: what each reads and writes.
     heads, kv, d_ff, layers_ = 2 * 2 * 8, 2 * 8, 24, 2
@@ -596,7 +611,7 @@ def test_every_mutant_of_the_program_is_refused(pool, tmp_path, record_property)
     def check(path, text):
         module, proved = module_of(path, text), 0
         number, loss = jax.ShapeDtypeStruct((), jnp.uint32), jax.ShapeDtypeStruct((), jnp.float32)
-        lora, some = {"lora": finetune.Lora(rank=2, targets="w_[qo]")}, {"train": ".*norm|transformer/w_q"}
+        lora, some = {"lora": train_any.Lora(rank=2, targets="w_[qo]")}, {"train": ".*norm|transformer/w_q"}
         for model, keys in ((llama_, lora), (llama_, some), (olmoe, {"train": ".*router"})):
             config = config_of(model, 4, 2, training, **keys)
             state, batch = module.shapes(config)
@@ -605,5 +620,5 @@ def test_every_mutant_of_the_program_is_refused(pool, tmp_path, record_property)
             proved += validate.check(mesh, state.weights, loss, loss, batch)
         return proved
 
-    assert check(tmp_path / "finetune.py", Path(finetune.__file__).read_text()) > 100
-    assert refuse_all_of("finetune.py", check, tmp_path, record_property, None, GROUPS) > 20
+    assert check(tmp_path / "train_any.py", Path(train_any.__file__).read_text()) > 100
+    assert refuse_all_of("train_any.py", check, tmp_path, record_property, None, GROUPS) > 20

@@ -1,18 +1,19 @@
-"""Trains any model of models/ further: all of its weights, some of them, or adapters of low rank beside them (LoRA).
+"""Trains any model of models/, from random weights or further: all weights, some, or adapters beside them (LoRA).
 
-    python -m finetune                                      # all weights, of SmolLM2 on invented chats
-    python -m finetune lora.rank=8                          # adapters
-    python -m finetune train='transformer/w_q|.*norm'       # some weights
-    python -m finetune check_only=true                      # proves the types below on the mesh, without a device
+    python -m train_any family=qwen3                         # a small one, from random weights
+    python -m train_any --config-name=finetune_smollm2       # SmolLM2 further, on invented chats
+    python -m train_any check_only=true                      # proves the types below on the mesh, without a device
 
-What the model is, initial_weights say: a run, a checkpoint or a published folder. What is frozen has no gradient and no
-moments, and is not saved. docs/finetuning.md leads from conversations to a model that answers like them.
+What the model is, the keys of `model` say, or initial_weights: a run, a checkpoint or a published folder. What is
+frozen has no gradient and no moments, and is not saved. docs/models.md begins with random weights, docs/finetuning.md
+leads from conversations to a model that answers like them.
 Legend as in train.py, whose optimizer and losses these are; rank is that of an adapter. Types name groups of axes
 (models/mesh.py). What differs by mesh stands outside of families: attention over c in models/context.py, replicas here.
 """
 
 import dataclasses
 import functools
+import importlib
 import re
 import sys
 from collections.abc import Callable
@@ -29,7 +30,6 @@ from jax import lax
 
 import optimizers
 from jax_extra import fold_in_str
-from kernels.attention import KernelName
 from models import adapters, huggingface, layers, t5
 from models.context import Context, context_of
 from models.dropout import Dropout
@@ -40,6 +40,7 @@ from optimizers import State
 from runtime.check import batch_shapes, check_sizes, report_check
 from runtime.config.command_line import run
 from runtime.config.keys import Decay, Name, NotNegative, PairTokens, Positive, Regex, RunConfig, Steps
+from runtime.config.rebuild import as_tree, rebuild, shown
 from runtime.data.sources import tokenizer_of
 from runtime.run import Run, names, start, with_shardings
 from runtime.terminal import RunError
@@ -51,18 +52,11 @@ from shardlib.shardtypes import Array, ArrayType, f32, make_shardings, map_type,
 from shardlib.typed import typed
 from train import Metrics
 
+TRAINED = sorted(set(huggingface.FAMILIES.values()) - {'models.bert'})  # which does not predict the next token
 TokenBatch = layers.WeightedBatch  # of a data set without weights each target's is 1; T5's has more
 
 
 # == Hyperparameters ===================================================================================================
-@dataclass(frozen=True, kw_only=True)
-class Model:
-    """How the model of initial_weights is computed; all else it says itself."""
-
-    compute_dtype: Literal['bfloat16', 'float32'] = 'bfloat16'  # of activations and matrix products
-    attention: KernelName = 'auto'  # of kernels/attention.py; einsum, which is written out; auto: by device
-
-
 @dataclass(frozen=True, kw_only=True)
 class Lora:  # Hu et al. 2021
     rank: Steps = 0  # of each adapter; 0: none, and the weights themselves are trained
@@ -80,13 +74,14 @@ class Training(optimizers.Training):
 
 @dataclass(frozen=True, kw_only=True)
 class Config(RunConfig):
-    CONFIG: ClassVar[str] = 'finetune_smollm2'
+    CONFIG: ClassVar[str] = 'any_synthetic'
 
     mesh: Mesh
-    model: Model = field(default_factory=Model)
+    # `family`, a file of models/ (llama if there is none), and the keys of its Model; with initial_weights what differs
+    # from theirs: model.compute_dtype=float32.
+    model: dict[str, Any] = field(default_factory=dict)
     training: Training
     lora: Lora = field(default_factory=Lora)
-    initial_weights: Name = field()  # a run, a checkpoint, or a folder of published weights, of any family in models/
     train: Regex | None = (
         None  # a regular expression: the weights that are trained, 'transformer/w_q|.*norm'; null: all
     )
@@ -146,8 +141,8 @@ class Task:
 
 
 def resolved(config: Config) -> Config:
-    """The config with the model that its initial_weights are of. Raises RunError where it cannot be trained so."""
-    if not isinstance(config.model, Model):
+    """The config with its model, of a family's class. Raises RunError where it cannot be trained so."""
+    if not isinstance(config.model, dict):
         return config
     if config.lora.rank and config.train is not None:
         raise RunError('train and lora.rank: expected one of them, since with adapters all weights are frozen')
@@ -155,22 +150,61 @@ def resolved(config: Config) -> Config:
         raise RunError('initial_adapter: set lora.rank and lora.alpha to those of its adapter_config.json')
     if config.training.optimizer == 'muon' and config.lora.rank:
         raise RunError('training.optimizer = muon: it is for the matrices of layers; of adapters set it to adamw')
-    if config.training.dropout and config.model.attention not in ('auto', 'einsum'):
+    if config.initial_weights is None and (config.lora.rank or config.train is not None):
+        raise RunError('lora.rank, train: what is frozen would stay random: set initial_weights, or leave them out')
+    model = model_of(config)
+    check_encoder(config, has_encoder(family_of(model)))
+    if config.training.dropout and getattr(model, 'attention', 'auto') not in ('auto', 'einsum'):
         raise RunError(
-            f'model.attention = {config.model.attention}: with training.dropout attention is as written out, since its '
+            f'model.attention = {model.attention}: with training.dropout attention is as written out, since its '
             'probabilities are dropped; set it to auto'
         )
-    with ThreadPoolExecutor() as pool:
-        source = huggingface.open_weights(config.initial_weights, pool)
-    if source.family is None or hasattr(source.family, 'predict'):
-        what = 'is of no family in models/' if source.family is None else 'does not predict the next token of a text'
-        raise RunError(f'initial_weights = {config.initial_weights}: the model {what}, and cannot be fine-tuned')
-    check_encoder(config, has_encoder(source.family))
-    given = {key: value for key, value in vars(config.model).items() if hasattr(source.model, key)}
-    new = replace(config, model=replace(source.model, **given))
+    new = replace(config, model=model)
     for key, value in {'origins': config.origins, 'given': config}.items():  # given: what the run's config.yaml says
         object.__setattr__(new, key, value)  # frozen for everyone else
     return new
+
+
+def model_of(config: Config) -> Any:
+    """A family's Model: that of initial_weights with the keys of `model` in the place of its own, or of these alone."""
+    keys, path = dict(config.model), config.initial_weights
+    name, source = keys.pop('family', None), None
+    if path is not None:
+        with ThreadPoolExecutor() as pool:
+            source = huggingface.open_weights(path, pool)
+        if source.family is None or source.family.__name__ not in TRAINED:
+            what = (
+                'is of no family in models/' if source.family is None else 'does not predict the next token of a text'
+            )
+            raise RunError(f'initial_weights = {path}: the model {what}, and cannot be trained')
+        name, keys = name or name_of(source.family), {**as_tree(source.model), **keys}
+    elif not name and not keys.keys() - set(huggingface.SETTINGS):
+        raise RunError('model: expected a family and its sizes (+family=llama, say), or initial_weights')
+    said = f'{config.origins.of("model.family")}: model.family = {shown(name)}'
+    if source is not None and name != name_of(source.family):
+        raise RunError(f'{said}: initial_weights = {path} are of {name_of(source.family)}: leave it out (family=null)')
+    if (file := f'models.{name or "llama"}') not in TRAINED:
+        raise RunError(f'{said}: expected {", ".join(each.partition(".")[2] for each in TRAINED)}')
+    family = importlib.import_module(file)
+    model = rebuild(section_of(family.Model), {'model': keys}, config.origins).model
+    if source is not None:
+        huggingface.require_same(source, model)
+    return model
+
+
+@functools.cache
+def section_of(Model: type) -> type:
+    """A config of this section alone: so messages name the key, model.d_ff, and where it was set."""
+    return dataclasses.make_dataclass('Section', [('model', Model)], frozen=True, kw_only=True)
+
+
+def family_of(model: Any) -> ModuleType:
+    return sys.modules[type(model).__module__]
+
+
+def name_of(family: ModuleType) -> str:
+    """As `model.family` has it."""
+    return family.__name__.rpartition('.')[2]
 
 
 def has_encoder(family: ModuleType) -> bool:
@@ -185,16 +219,13 @@ def check_encoder(config: Config, is_there: bool) -> None:
         raise RunError(f'{key}: the model has an encoder: expected how many tokens of a row it reads')
     if not is_there and config.training.tokens.read_len:
         raise RunError(f'{key}: the model has no encoder that reads: leave it out')
-    if is_there and (config.training.dropout or config.model.attention not in ('auto', 'einsum')):
-        raise RunError(
-            'training.dropout, model.attention: a model with an encoder is computed without dropout, with attention as '
-            'written out: leave them out'
-        )
+    if is_there and config.training.dropout:
+        raise RunError('training.dropout: a model with an encoder is computed without it: leave it out')
 
 
 def task_of(config: Config) -> Task:
     """Of a resolved config; sets the types of activations and of matrices at rest."""
-    family, model, lora = sys.modules[type(config.model).__module__], config.model, config.lora
+    family, model, lora = family_of(config.model), config.model, config.lora
     act.dtype = model.compute_dtype
     stored.dtype = act.dtype if lora.rank else jnp.float32
     shapes = jax.eval_shape(functools.partial(family.init, model), np.uint32(0))
@@ -565,7 +596,7 @@ def scorer_of(config: Config, task: Task) -> InRun | None:
 
 
 def main(config: Config) -> None:
-    """Trains a model further on a flat-tokens data set, as a config in configs/ says."""
+    """Trains a model on a flat-tokens data set, as a config in configs/ says."""
     config = resolved(config)
     state, batch = shapes(config)
     if config.check_only:
@@ -574,12 +605,14 @@ def main(config: Config) -> None:
     read = reader(config, task)
     mesh = start(config)
     with ThreadPoolExecutor(config.io.max_io_threads) as pool:
-        source = huggingface.open_weights(config.initial_weights, pool)
+        source = config.initial_weights and huggingface.open_weights(config.initial_weights, pool)
         is_part = bool(jax.tree.leaves(task.State.weights.frozen))
-        about = {'family': task.family.__name__.rpartition('.')[2], 'published': source.config}
+        about = {'family': name_of(task.family), 'published': source and source.config}
         about['base'] = huggingface.fingerprint(source, pool) if is_part else None
         with jax.set_mesh(mesh), Run(config, task.Batch, about, scorer_of(config, task)) as run:
-            bos_id = source.decoder_start if has_encoder(task.family) else run.data.bos_id
+            bos_id = run.data.bos_id
+            if has_encoder(task.family):
+                bos_id = source.decoder_start if source else 0
             step, validate = mapped_steps(config, bos_id)
             state, batch = with_shardings(state, task.State), with_shardings(batch, task.Batch)
             zero, count = np.uint32(0), sum(each.size for each in jax.tree.leaves(state.weights.trained))
@@ -594,7 +627,9 @@ def main(config: Config) -> None:
             kept = run.first_state(kept, functools.partial(init_state, task), read)
             if kept.ema is not None and not run.done_steps:  # it begins at the weights that were read
                 kept = replace(kept, ema=jax.tree.map(jnp.copy, kept.weights))
-            frozen = huggingface.restored(source, config.model, state.weights.frozen, pool, is_part=True)
+            frozen = state.weights.frozen
+            if is_part:
+                frozen = huggingface.restored(source, config.model, frozen, pool, is_part=True)
             state = replace(kept, weights=Tuned(kept.weights, frozen))
             skipped_steps = np.uint32(run.attributes.get('skipped_steps', 0))
 

@@ -1,4 +1,4 @@
-"""python -m finetune with what optimizers.py adds to train.py: runs that stop and resume, and their averages."""
+"""python -m train_any with what optimizers.py adds to train.py: runs that stop and resume, and their averages."""
 
 import json
 import shutil
@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 from published import FOLDER
-from test_finetune import arrays_of, start  # noqa: F401 a fixture
+from test_train_any import arrays_of, start  # noqa: F401 a fixture
 
 from models import huggingface
 from runtime.checkpoints.checkpoint import read_leaf
@@ -181,3 +181,33 @@ def test_losses_do_not_depend_on_axes(name, mesh, start):  # noqa: F811
     for key in ["loss", "grad_norm", *(["balance_loss", "largest_load"] if name == "olmoe" else [])]:
         expected, found = metrics_of(one, key), metrics_of(several, key)
         assert len(expected) == 4 and found == pytest.approx(expected, rel=1e-5), key
+
+
+FAMILIES = {path.stem: "mesh={r: 2, c: 2, t: 2}" for path in sorted((ROOT / "configs/family").glob("*.yaml"))}
+FAMILIES |= dict.fromkeys(["mixtral", "qwen3_moe"], "mesh={r: 2, c: 2, e: 2}") | {"olmoe": "mesh={d: 2, e: 2, t: 2}"}
+SMALL = """
+    --config-name=any_synthetic model.d_model=32 model.d_head=8 model.d_ff=64 model.compute_dtype=float32
+    training.steps=5 training.steps_for_lr=5 training.warmup_steps=1 training.tokens.batch=8 training.tokens.len=32
+    log_interval=1 eval_interval=5 checkpoint_interval=5 validation_batches=1
+""".split()
+
+
+@pytest.fixture
+def small_run(tmp_path, monkeypatch):
+    """Runs a small model of random weights; gives its losses, the last of them of validation."""
+
+    def call(name, *keys, trainer=train_any):
+        monkeypatch.chdir(ROOT)
+        assert small.start_training(monkeypatch, *SMALL, *where(tmp_path / name), *keys, trainer=trainer) == 0
+        folder = tmp_path / name
+        return [*metrics_of(folder, "loss").values(), *metrics_of(folder, "validation_loss").values()]
+
+    return call
+
+
+@pytest.mark.parametrize("family", small.slow_but(FAMILIES, "gpt2", "qwen3_moe", without=["t5"]))
+def test_any_family_from_random_weights(family, small_run):
+    """Its losses begin near those of a guess and fall, and on three axes at once are those of one device."""
+    one = small_run("one", f"family={family}", "mesh={d: 1, t: 1}")
+    assert abs(one[0] - np.log(1280)) < 0.7 and one[4] < one[0] - 0.3
+    assert small_run("several", f"family={family}", FAMILIES[family]) == pytest.approx(one, rel=1e-5)
