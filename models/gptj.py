@@ -37,6 +37,10 @@ class Model:
     compute_dtype: Literal['bfloat16', 'float32'] = 'bfloat16'  # of activations and matrix products
     attention: KernelName = 'auto'  # of kernels/attention.py
 
+    def __post_init__(self) -> None:
+        if self.d_rotary % 2 or self.d_rotary > self.d_head:
+            raise ValueError(f'd_rotary: expected an even number up to d_head = {self.d_head}')
+
 
 def mask(model: Model) -> Mask:
     return Mask()

@@ -46,6 +46,10 @@ class Model:
     compute_dtype: Literal['bfloat16', 'float32'] = 'bfloat16'  # of activations and matrix products
     attention: KernelName = 'auto'  # of kernels/attention.py
 
+    def __post_init__(self) -> None:
+        if self.experts_per_token > self.experts:
+            raise ValueError(f'experts_per_token: expected at most experts = {self.experts}')
+
 
 def mask(model: Model) -> Mask:
     return Mask(model.window)

@@ -529,6 +529,11 @@ def test_what_cannot_be_trained_is_refused(start, capsys, tmp_path):
             ["initial_weights=null", "+family=llama", "lora.rank=2"],
             "lora.rank, train: what is frozen would stay random",
         ),
+        (
+            ["--config-name=any_synthetic", "family=mixtral", "model.experts=1"],
+            "configs/family/mixtral.yaml: model.experts_per_token = 2: expected at most experts = 1",
+        ),
+        (["--config-name=any_synthetic", "family=gptj", "model.d_head=8"], "model.d_rotary = 16: expected an even"),
         (["model=5"], "model = 5: expected a section, {key: value}"),
         (["model.d_model=8"], "model.d_model = 16: this run's model has 8"),
         (["model.attention=fast"], "command line: model.attention = \"fast\": expected auto or"),
