@@ -68,6 +68,8 @@ class Lora:  # Hu et al. 2021
 @dataclass(frozen=True, kw_only=True)
 class Training(optimizers.Training):
     tokens: PairTokens
+    # What a layer keeps: what says so, on the device or in the host's memory; or its input.
+    save_for_backward: Literal['everything', 'on_host', 'inputs'] = 'everything'
     balance_loss: NotNegative = 0.0  # factor of the loss that is least where all experts get as many tokens
     router_z_loss: NotNegative = 0.0  # factor of the loss that keeps the router's logits small
 
@@ -91,6 +93,7 @@ class Config(RunConfig):
     # How rows meet over mesh.c. auto: heads are dealt out, or, with more devices than heads, keys gathered; ring: keys
     # are passed on from device to device.
     context: Literal['auto', 'ring'] = 'auto'
+    fp8: bool = False  # products of layers with their matrices are of 8-bit numbers, and half as much is gathered
     initial_adapter: Name | None = None  # a folder that PEFT wrote, with adapters of this rank; null: drawn by the seed
 
 
@@ -124,6 +127,7 @@ class Task:
     State: Any  # types at rest: a State of ArrayTypes, whose weights are Tuned
     decayed: Any  # as trained: a factor of training.weight_decay
     places: list[adapters.Place]  # of adapters
+    fp8: bool
 
     @property
     def Batch(self) -> type:
@@ -152,7 +156,11 @@ def resolved(config: Config) -> Config:
         raise RunError('training.optimizer = muon: it is for the matrices of layers; of adapters set it to adamw')
     if config.initial_weights is None and (config.lora.rank or config.train is not None):
         raise RunError('lora.rank, train: what is frozen would stay random: set initial_weights, or leave them out')
+    if config.fp8 and config.lora.rank:
+        raise RunError('fp8 = true: adapters stand beside matrices as they are: leave fp8 or lora.rank out')
     model = model_of(config)
+    if config.fp8 and getattr(model, 'experts', 0):
+        raise RunError('fp8 = true: expected false in a mixture of experts, whose products have no 8-bit form')
     check_encoder(config, has_encoder(family_of(model)))
     if config.training.dropout and getattr(model, 'attention', 'auto') not in ('auto', 'einsum'):
         raise RunError(
@@ -252,7 +260,7 @@ def task_of(config: Config) -> Task:
     rest = jax.tree.map(at_rest, in_step)
     state = replace(optimizers.state_type(config.training, rest.trained), weights=rest)
     along_c = context_of(config.mesh, model.n_kv, config.context)
-    return Task(family, model, lora, along_c, in_step, state, decayed, places)
+    return Task(family, model, lora, along_c, in_step, state, decayed, places, config.fp8)
 
 
 def at_rest(array: ArrayType) -> ArrayType:
@@ -312,8 +320,8 @@ def loss_sum(
     weights: as in a step. dropout, of_adapters, z_loss: of training; without, in validation.
     """
     family, model = task.family, task.model
-    kept = ('save_for_backward',) if training.save_for_backward == 'everything' else ()
-    options = dict(reduce_dtype=training.gradient_reduce_dtype, kept=kept, unroll=training.unroll_layers)
+    reduce_dtype, kept = training.gradient_reduce_dtype, training.save_for_backward
+    options = dict(reduce_dtype=reduce_dtype, kept=kept, unroll=training.unroll_layers, fp8=task.fp8)
     if task.lora.rank:
         joined = weights.frozen
         options['adapt'] = functools.partial(adapted, task.lora, of_adapters)

@@ -294,6 +294,14 @@ def heads_of(
     return q[:, :, None], k[:, :, None], v
 
 
+# == What a layer keeps ================================================================================================
+def keeping(kept: str) -> Callable:
+    """A decorator of a layer that keeps for the backward pass what training.save_for_backward says: 'everything' that
+    says so, on the device; the same 'on_host', copied there and back; or its 'inputs' alone."""
+    names = () if kept == 'inputs' else ('save_for_backward',)
+    return functools.partial(explicit_activation_checkpointing, names=names, on_host=kept == 'on_host')
+
+
 # == From tokens to hidden states ======================================================================================
 @typed
 def inputs_of(batch: TokenBatch, bos_id: int) -> tuple[u32['B/b L'], i32['B/b L'], i32['B/b L']]:
@@ -330,7 +338,7 @@ def require_positions(model: Any, length: int) -> None:
 
 def hidden(
     family, model, weights, inputs, segment, position, adapt: Callable = lambda w, low: w, low=None, *,
-    ends=None, reduce_dtype: str = 'float32', kept: tuple[str, ...] = ('save_for_backward',), unroll: bool = False,
+    ends=None, reduce_dtype: str = 'float32', kept: str = 'everything', unroll: bool = False, fp8: bool = False,
     dropout: Dropout | None = None, along_c: Context = ALONE,
 ):  # fmt: skip
     """The hidden states before the unembedding, act['B/b L/c M'], with one layer of any family after another; and what
@@ -342,7 +350,8 @@ def hidden(
       adapt, low: `adapt(gathered layer, one layer of low)` puts adapters (`products.Adapted`) in; none by default.
       ends: of `family.gather_ends`, where the caller has them for the loss.
       reduce_dtype: in which gradients of weights travel, as training.gradient_reduce_dtype.
-      kept: names under which a layer keeps values for the backward pass; none: its input alone.
+      kept: what a layer keeps, as of `keeping`.
+      fp8: matrices of layers are gathered and multiplied as 8-bit numbers (`products.Float8`).
       dropout: in training alone; what a layer adds has its elements dropped before a bias or a norm behind it.
       along_c: how rows meet that lie on several devices.
     Raises:
@@ -352,10 +361,10 @@ def hidden(
     mask, ends = family.mask(model), ends or family.gather_ends(weights, reduce_dtype)
     rows, position = Rows(along_c, segment), along_c.part(position)
 
-    @functools.partial(explicit_activation_checkpointing, names=kept)
+    @keeping(kept)
     def layer(x, of_layer):
-        w, low, window, number = of_layer
-        w = adapt(family.gather_layer(w, reduce_dtype), low)
+        w, low, window, number, scales = of_layer
+        w = adapt(family.gather_layer(w, reduce_dtype, scales), low)
 
         drop = None if dropout is None else dropout.of_layer(number)
 
@@ -369,7 +378,8 @@ def hidden(
     with jax.named_scope('embed'):
         x = family.embed(model, ends, along_c.part(inputs), position, 'M/t')
     numbers = None if dropout is None else jnp.arange(model.layers, dtype=jnp.uint32)
-    x, routing = lax.scan(layer, x, (weights.transformer, low, mask.by_layer(), numbers), unroll=unroll)
+    scales = family.TABLE.float8_scales('transformer', weights.transformer) if fp8 else {}
+    x, routing = lax.scan(layer, x, (weights.transformer, low, mask.by_layer(), numbers, scales), unroll=unroll)
     with jax.named_scope('final_norm'):  # keeps its input, 2M/t bytes a token, and not the norm's float32 values
         return explicit_activation_checkpointing(functools.partial(family.final, model, M='M/t'))(ends, x), routing
 

@@ -221,20 +221,22 @@ def final_of_encoder(model: Model, ends: Ends, x: jax.Array, M: str) -> act['B/b
     return rms_norm(enter(x, M), ends.encoder_norm, model.norm_eps)
 
 
-def _stack(model, weights, x, attend, cross, adapt, low, reduce_dtype, kept, unroll):
+def _stack(model, name, weights, x, attend, cross, adapt, low, reduce_dtype, kept, unroll, fp8):
     """All layers of the encoder or of the decoder, as training runs them."""
+    weights = getattr(weights, name)
+    scales = TABLE.float8_scales(name, weights) if fp8 else {}
 
-    @functools.partial(explicit_activation_checkpointing, names=kept)
+    @layers.keeping(kept)
     def one(x, of_layer):
-        w, low = of_layer
-        return layer(model, x, adapt(gather_layer(w, reduce_dtype), low), attend, cross, 'M/t')[0], None
+        w, low, scales = of_layer
+        return layer(model, x, adapt(gather_layer(w, reduce_dtype, scales), low), attend, cross, 'M/t')[0], None
 
-    return lax.scan(one, x, (weights, low), unroll=unroll)[0]
+    return lax.scan(one, x, (weights, low, scales), unroll=unroll)[0]
 
 
 def encode(
     model, weights, read, segment, adapt: Callable = lambda w, low: w, low=None, *,
-    ends=None, reduce_dtype: str = 'float32', kept: tuple[str, ...] = ('save_for_backward',), unroll: bool = False,
+    ends=None, reduce_dtype: str = 'float32', kept: str = 'everything', unroll: bool = False, fp8: bool = False,
 ):  # fmt: skip
     """What the encoder writes, act['B/b S/c M'], of tokens u32['B/b S'], which see those of their own segment."""
     ends = ends or gather_ends(weights, reduce_dtype)
@@ -247,7 +249,7 @@ def encode(
         return deal_heads(whole, q, k, v), None
 
     x = embed(model, ends, ALONE.part(read), None, 'M/t')
-    x = _stack(model, weights.encoder, x, attend, None, adapt, low, reduce_dtype, kept, unroll)
+    x = _stack(model, 'encoder', weights, x, attend, None, adapt, low, reduce_dtype, kept, unroll, fp8)
     return final_of_encoder(model, ends, x, 'M/t')
 
 
@@ -264,7 +266,7 @@ def memory(weights: Weights, encoded: act['B/b S/c M']) -> act['layers 2 B/b S K
 
 def hidden(
     model, weights, read, read_segment, inputs, segment, adapt: Callable = lambda w, low: w, low=(None, None), *,
-    ends=None, reduce_dtype: str = 'float32', kept: tuple[str, ...] = ('save_for_backward',), unroll: bool = False,
+    ends=None, reduce_dtype: str = 'float32', kept: str = 'everything', unroll: bool = False, fp8: bool = False,
 ):  # fmt: skip
     """The decoder's hidden states before the unembedding, act['B/b L/c M']; options as of layers.hidden.
 
@@ -275,7 +277,7 @@ def hidden(
       low: adapters of the encoder's layers and of the decoder's.
     """
     ends = ends or gather_ends(weights, reduce_dtype)
-    options = {'reduce_dtype': reduce_dtype, 'kept': kept, 'unroll': unroll}
+    options = {'reduce_dtype': reduce_dtype, 'kept': kept, 'unroll': unroll, 'fp8': fp8}
     with jax.named_scope('encoder'):
         encoded = encode(model, weights, read, read_segment, adapt, low[0], ends=ends, **options)
     place = jnp.arange(inputs.shape[1], dtype=jnp.int32)
@@ -293,7 +295,7 @@ def hidden(
 
     with jax.named_scope('embed'):
         x = embed(model, ends, ALONE.part(inputs), None, 'M/t')
-    x = _stack(model, weights.decoder, x, attend, cross, adapt, low[1], **options)
+    x = _stack(model, 'decoder', weights, x, attend, cross, adapt, low[1], **options)
     with jax.named_scope('final_norm'):
         return explicit_activation_checkpointing(functools.partial(final, model, M='M/t'))(ends, x)
 

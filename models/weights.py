@@ -30,6 +30,7 @@ import jax.numpy as jnp
 from jax_extra import fold_in_str
 from shardlib import shardops
 from shardlib.places import users_line
+from shardlib.products import Float8, float8_scale
 from shardlib.shardtypes import Array, ArrayType, ComputeType, DType, Scope, check_tree, f32, pytree_dataclass
 from shardlib.spec import ShardingError
 from train import act
@@ -94,8 +95,11 @@ class Weight:
             return {f'{stem}_{letter}': number for number, letter in enumerate(letters)}
         return {name: None}
 
-    def gathered(self, name: str, w: jax.Array | None, reduce_dtype: str) -> dict[str, jax.Array | None]:
-        """What it is in use, by name; gradients of matrices and biases travel in reduce_dtype."""
+    def gathered(
+        self, name: str, w: jax.Array | None, reduce_dtype: str, scale: jax.Array | None = None
+    ) -> dict[str, Any]:
+        """What it is in use, by name; gradients of matrices and biases travel in reduce_dtype. With a scale it is
+        gathered as `Float8`."""
         options = {} if self.in_use is f32 else {'dtype': self.in_use, 'reduce_dtype': reduce_dtype}
         parts = self.parts(name)
         if w is None:
@@ -103,6 +107,7 @@ class Weight:
         result = {}
         for part, number in parts.items():
             string, one = (self.lies, w) if number is None else (self.lies.partition(' ')[2], w[number])
+            one = one if scale is None else Float8(one / scale, scale)
             if self.rest == self.use:
                 used = one.astype(self.in_use.dtype)
             else:
@@ -211,20 +216,32 @@ class Table:
             weights[stack] = self.Layer(**{x: draw(weight, prefix + x, count) for x, weight in table.items()})
         return self.Weights(**weights)
 
-    def gather_layer(self, w: Any, reduce_dtype: str = 'float32') -> Any:
-        """`Gathered` of a `Layer`: an all-gather of each of its weights, of matrices and biases in act's type."""
-        return self._gathered(self.layer, self.Gathered, w, reduce_dtype)
+    def gather_layer(self, w: Any, reduce_dtype: str = 'float32', scales: dict[str, jax.Array] = {}) -> Any:  # noqa: B006
+        """`Gathered` of a `Layer`: an all-gather of each of its weights, of matrices and biases in act's type; of those
+        that have one of `float8_scales`, in 8 bits."""
+        return self._gathered(self.layer, self.Gathered, w, reduce_dtype, scales)
+
+    def float8_scales(self, stack: str, layers: Any) -> dict[str, jax.Array]:
+        """Of each matrix of a stack, by name, a scale for each layer: 4 bytes, all-reduced."""
+        with Scope():
+            return {
+                name: float8_scale(f'layers {weight.rest} -> layers', getattr(layers, name))
+                for name, weight in self.stacks[stack].items()
+                if weight.at_rest is stored and getattr(layers, name) is not None
+            }
 
     def gather_ends(self, weights: Any, reduce_dtype: str = 'float32') -> Any:
         """`Ends` of `Weights`. A model without `unembed` has the embedding there."""
         return self._gathered(self.ends, self.Ends, weights, reduce_dtype)
 
-    def _gathered(self, table: dict[str, Weight], type_: type, w: Any, reduce_dtype: str) -> Any:
+    def _gathered(
+        self, table: dict[str, Weight], type_: type, w: Any, reduce_dtype: str, scales: dict[str, jax.Array] = {}  # noqa: B006
+    ) -> Any:  # fmt: skip
         used = {}
         with Scope():  # letters are the table's
             for name, weight in table.items():
                 try:
-                    used |= weight.gathered(name, getattr(w, name), reduce_dtype)
+                    used |= weight.gathered(name, getattr(w, name), reduce_dtype, scales.get(name))
                 except ShardingError as error:
                     raise error.extended(f"  for the weight {name}, '{weight.lies}'\n  at {weight.line}") from None
             if table is self.ends:

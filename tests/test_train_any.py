@@ -49,8 +49,12 @@ OF_GRADIENTS = dataclasses.replace(TRAINING, adam_b1=0.0, max_grad_norm=1e30)
 
 def config_of(model, d=1, t=1, training=TRAINING, **keys):
     """A resolved config, as far as the step reads it."""
-    mesh, given = Mesh(d=d, t=t), {"lora": train_any.Lora(), "train": None, "initial_adapter": None, **keys}
-    return types.SimpleNamespace(**{"model": model, "mesh": mesh, "training": training, "context": "auto", **given})
+    mesh, given = (
+        Mesh(d=d, t=t),
+        {"lora": train_any.Lora(), "train": None, "initial_adapter": None, **keys},
+    )
+    given = {"model": model, "mesh": mesh, "training": training, "context": "auto", "fp8": False, **given}
+    return types.SimpleNamespace(**given)
 
 
 def stepped(config, weights, batch, trained=None, bos_id=1, weight=1.0, read=None):
@@ -544,6 +548,8 @@ def test_what_cannot_be_trained_is_refused(start, capsys, tmp_path):
             [f"initial_weights={FOLDER}/t5", "training.tokens.read_len=8", "training.dropout=0.1"],
             "training.dropout: a model with an encoder is computed without it",
         ),
+        (["lora.rank=2", "fp8=true"], "fp8 = true: adapters stand beside matrices as they are: leave fp8 or"),
+        ([f"initial_weights={FOLDER}/olmoe", "fp8=true"], "fp8 = true: expected false in a mixture of experts, whose"),
         (["lora.rank=2", "train=embed"], "train and lora.rank: expected one of them"),
         (["train=w_q"], "train = 'w_q' is none of the weights: embed, unembed, transformer/ln1"),
         (["train='w_q|('"], "train = \"w_q|(\": expected a regular expression"),

@@ -213,31 +213,57 @@ def small_run(tmp_path, monkeypatch):
     return call
 
 
+def pairs_for_t5(folder):
+    """Keys of a data set of pairs, which this writes."""
+    rows = np.random.default_rng(0).integers(2, 60, (80, 48)).astype(np.uint32)
+    sequences, is_target = [part for row in rows for part in np.split(row, [16])], [[False] * 16, [True] * 32] * 80
+    for split in ("train", "validation"):
+        about = {"attributes": {"row_length": 32, "read_length": 16}, "is_target": map(np.array, is_target)}
+        write_split(f"{folder}/pairs.zarr", split, sequences, **about)
+    return [f"flat_tokens.filespec={folder}/pairs.zarr", "training.tokens.read_len=16"]
+
+
 @pytest.mark.parametrize("family", ["qwen3_moe", *small.slow(*sorted(FAMILIES.keys() - {"qwen3_moe"}))])
 def test_any_family_from_random_weights(family, small_run, tmp_path):
     """Its losses begin near those of a guess and fall, and on three axes at once are those of one device."""
     keys = [f"family={family}", *OF_FAMILY.get(family, [])]
     if family == "t5":
-        rows = np.random.default_rng(0).integers(2, 60, (80, 48)).astype(np.uint32)
-        sequences, is_target = [part for row in rows for part in np.split(row, [16])], [[False] * 16, [True] * 32] * 80
-        for split in ("train", "validation"):
-            about = {"attributes": {"row_length": 32, "read_length": 16}, "is_target": map(np.array, is_target)}
-            write_split(f"{tmp_path}/pairs.zarr", split, sequences, **about)
-        keys += [f"flat_tokens.filespec={tmp_path}/pairs.zarr", "training.tokens.read_len=16"]
+        keys += pairs_for_t5(tmp_path)
     one = small_run("one", *keys, "mesh={d: 1, t: 1}")
     assert abs(one[0] - np.log(1280)) < 0.7 and min(one[1:5]) < one[0] - 0.2
     assert small_run("several", *keys, *FAMILIES[family]) == pytest.approx(one, rel=1e-5)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["{d: 1, t: 1}", "{d: 4, t: 2}", "{d: 2, t: 2}"])
-def test_a_llama_trains_as_train_py_trains_it(mesh, small_run, tmp_path):
-    """From the same weights, with the keys of train.py's config: the same losses, but for the order of sums, since
-    train.py has keys and values in one weight."""
-    config = ["--config-name=local_test_synthetic", f"mesh={mesh}"]
+def test_a_config_of_train_py(small_run, tmp_path):
+    """From the same weights, with the keys of train.py's config: the same losses, but for the rounding of rotary
+    angles, since train.py counts positions from the row's start."""
+    config = ["--config-name=local_test_synthetic", "mesh={d: 2, t: 2}"]
     small_run("first", *config, "training.steps=1", trainer=train)
     expected, found = (
         small_run(each.__name__, *config, f"initial_weights={tmp_path}/first", trainer=each)
         for each in (train, train_any)
     )
     assert found == pytest.approx(expected, rel=3e-7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2", "gpt2", "t5"])
+def test_products_in_8_bits(family, small_run, tmp_path):
+    """Losses are those of one device, and near those of products in the type of activations but not they; matrices of
+    layers are gathered in a byte an element."""
+    keys = [f"family={family}", *(pairs_for_t5(tmp_path) if family == "t5" else [])]
+    plain = small_run("plain", *keys, "mesh={d: 2, t: 2}")
+    one, found = (small_run(f"{n}", *keys, "fp8=true", f"mesh={{d: {n}, t: {n}}}") for n in (1, 2))
+    assert found[:5] == pytest.approx(one[:5], rel=1e-5) and found != plain
+    assert found == pytest.approx(plain, rel=0.02)
+    sent = [sent_by(f"{tmp_path}/{name}") for name in ("plain", "2")]
+    assert sent
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_moe", "t5"])
+def test_what_is_kept_on_the_host(family, small_run, tmp_path):
+    """A CPU has but one memory: the same losses, bit for bit."""
+    keys = [f"family={family}", *FAMILIES[family], *(pairs_for_t5(tmp_path) if family == "t5" else [])]
+    assert small_run("device", *keys) == small_run("host", *keys, "training.save_for_backward=on_host")
