@@ -48,7 +48,7 @@ class Model:
 
     def __post_init__(self) -> None:
         if self.experts_per_token > self.experts:
-            raise ValueError(f'experts_per_token: expected at most experts = {self.experts}')
+            raise ValueError(f'experts_per_token: expected 1 to model.experts = {self.experts}')
 
 
 def mask(model: Model) -> Mask:

@@ -341,7 +341,7 @@ def test_a_run_logs_its_scores(cat_run, said, tmp_path):
         training.warmup_steps=0 training.steps_for_lr=12 eval_interval=2 validation_batches=1 training.seed=1
         eval_tasks=[{",".join(map(str, tasks))}] patience=2 best_by=score/exam.jsonl/acc
     """
-    command = [sys.executable, "-m", "train_any", *overrides.split()]
+    command = [sys.executable, "-m", "train_any", "--config-name=finetune_smollm2", *overrides.split()]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]

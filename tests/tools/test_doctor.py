@@ -62,9 +62,9 @@ def test_the_whole_table(run, tmp_path):
 
 def test_a_program_whose_model_is_in_its_files(called, tmp_path):
     """Of fine-tuning the vocabulary is that of the weights that it begins with."""
-    keys = f"initial_weights={ROOT}/tests/models/golden/llama flat_tokens.filespec=synthetic_dataset.zarr mesh.t=2"
+    keys = f"--config-name=finetune_smollm2 initial_weights={ROOT}/tests/models/golden/llama mesh.t=2"
     config = program.with_keys(program.ProgramKey, train_any)
-    keys += f" program=train_any paths.root_working_dir={tmp_path}"
+    keys += f" flat_tokens.filespec=synthetic_dataset.zarr program=train_any paths.root_working_dir={tmp_path}"
     status, text, _ = called(doctor.main, config, *keys.split())
     assert status == 1 and "ok store" in words(text)
     assert "model.vocab = 40: the data set synthetic_dataset.zarr has token ids up to 249" in words(text)
