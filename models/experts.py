@@ -40,7 +40,6 @@ Experts = tuple[act['E/e M H/t'], act['E/e M H/t'], act['E/e M H/t']]  # w_gate,
 def route(model, x: act['B/b L/c M'], router: f32['M E']) -> tuple[Choices, Routing]:
     """Of each token's chosen experts the weight and the number, and the losses of the choice. Sends E numbers of
     float32, all-reduced over r, d, c and e.
-
     """
     E = router.shape[1]
     logits = shardops.einsum_unreduced('B/b L/c M, M E -> B/b L/c E', x.astype(jnp.float32), router)
