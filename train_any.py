@@ -29,17 +29,18 @@ import numpy as np
 from jax import lax
 
 import optimizers
+import pipeline
 from jax_extra import fold_in_str
-from models import adapters, huggingface, layers, t5
+from models import adapters, huggingface, layers, mesh, t5
 from models.context import Context, context_of
 from models.dropout import Dropout
 from models.experts import Routing
 from models.layers import act, stored
-from models.mesh import Mesh, devices_along
+from models.mesh import devices_along
 from optimizers import State
 from runtime.check import batch_shapes, check_sizes, report_check
 from runtime.config.command_line import run
-from runtime.config.keys import Decay, Name, NotNegative, PairTokens, Positive, Regex, RunConfig, Steps
+from runtime.config.keys import Count, Decay, Name, NotNegative, PairTokens, Positive, Regex, RunConfig, Steps
 from runtime.config.rebuild import as_tree, rebuild, shown
 from runtime.data.sources import tokenizer_of
 from runtime.run import Run, names, start, with_shardings
@@ -48,7 +49,8 @@ from score import InRun
 from shardlib import shardops
 from shardlib.products import Adapted
 from shardlib.shard_map import typed_shard_map
-from shardlib.shardtypes import Array, ArrayType, f32, make_shardings, map_type, narrowed, pytree_dataclass, u32
+from shardlib.shardtypes import Array, ArrayType, f32, i32, make_shardings, map_type, narrowed, pytree_dataclass, u32
+from shardlib.sizes import nearest_multiples
 from shardlib.typed import typed
 from train import Metrics
 
@@ -57,6 +59,16 @@ TokenBatch = layers.WeightedBatch  # of a data set without weights each target's
 
 
 # == Hyperparameters ===================================================================================================
+@dataclass(frozen=True, kw_only=True)
+class Stages:
+    p: Count = 1  # stages of a pipeline, each with some of the layers (pipeline.py)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mesh(mesh.Mesh, Stages):  # p is the first of the axes: least crosses it
+    pass
+
+
 @dataclass(frozen=True, kw_only=True)
 class Lora:  # Hu et al. 2021
     rank: Steps = 0  # of each adapter; 0: none, and the weights themselves are trained
@@ -72,6 +84,8 @@ class Training(optimizers.Training):
     save_for_backward: Literal['everything', 'on_host', 'inputs'] = 'everything'
     balance_loss: NotNegative = 0.0  # factor of the loss that is least where all experts get as many tokens
     router_z_loss: NotNegative = 0.0  # factor of the loss that keeps the router's logits small
+    # Of each stage's layers: 1 is 1F1B; with more, interleaved, the stages wait less and send as many times more.
+    pieces: Count = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,9 +142,12 @@ class Task:
     decayed: Any  # as trained: a factor of training.weight_decay
     places: list[adapters.Place]  # of adapters
     fp8: bool
+    pieces: int  # of each stage of a pipeline; 0: there are no stages
 
     @property
     def Batch(self) -> type:
+        if self.pieces:
+            return pipeline.StagedBatch
         return t5.PairBatch if has_encoder(self.family) else TokenBatch
 
     @property
@@ -162,6 +179,7 @@ def resolved(config: Config) -> Config:
     if config.fp8 and getattr(model, 'experts', 0):
         raise RunError('fp8 = true: expected false in a mixture of experts, whose products have no 8-bit form')
     check_encoder(config, has_encoder(family_of(model)))
+    check_stages(config, has_encoder(family_of(model)))
     if config.training.dropout and getattr(model, 'attention', 'auto') not in ('auto', 'einsum'):
         raise RunError(
             f'model.attention = {model.attention}: with training.dropout attention is as written out, since its '
@@ -231,6 +249,16 @@ def check_encoder(config: Config, is_there: bool) -> None:
         raise RunError('training.dropout: a model with an encoder is computed without it: leave it out')
 
 
+def check_stages(config: Config, has_encoder: bool) -> None:
+    """Raises RunError for keys that do not go with stages, or not without."""
+    stages = f'mesh.p = {config.mesh.p}'
+    if config.mesh.p == 1 and config.training.pieces > 1:
+        raise RunError(f'training.pieces = {config.training.pieces}: of stages, and {stages}: leave it out')
+    if config.mesh.p > 1 and (config.fp8 or has_encoder):
+        what = 'a model with an encoder' if has_encoder else 'products in 8 bits'
+        raise RunError(f'{stages}: {what} cannot be dealt out to stages: set it to 1')
+
+
 def task_of(config: Config) -> Task:
     """Of a resolved config; sets the types of activations and of matrices at rest."""
     family, model, lora = family_of(config.model), config.model, config.lora
@@ -260,12 +288,13 @@ def task_of(config: Config) -> Task:
     rest = jax.tree.map(at_rest, in_step)
     state = replace(optimizers.state_type(config.training, rest.trained), weights=rest)
     along_c = context_of(config.mesh, model.n_kv, config.context)
-    return Task(family, model, lora, along_c, in_step, state, decayed, places, config.fp8)
+    pieces = config.training.pieces if config.mesh.p > 1 else 0
+    return Task(family, model, lora, along_c, in_step, state, decayed, places, config.fp8, pieces)
 
 
 def at_rest(array: ArrayType) -> ArrayType:
-    """Split over r too, along the dim that is split over d: 'M/w/r F/t'. What is split over t alone is not."""
-    return array.element[' '.join(f'{dim}/r' if 'd' in dim.axes else str(dim) for dim in array.spec.dims)]
+    """Split over r and p too, along the dim that is split over d: 'M/w/r/p F/t'. What is split over t alone is not."""
+    return array.element[' '.join(f'{dim}/r/p' if 'd' in dim.axes else str(dim) for dim in array.spec.dims)]
 
 
 def state_type(config: Config) -> Any:
@@ -311,32 +340,218 @@ def drawn_state(config: Config, seed: jax.Array) -> State:
 
 
 # == Loss ==============================================================================================================
-def loss_sum(
-    task: Task, training: Training, bos_id: int, weights: Tuned, batch: TokenBatch, dropout: Dropout | None = None,
-    of_adapters: Dropout | None = None, z_loss: float = 0.0,
-):  # fmt: skip
-    """The sum of weight · -log softmax over all targets, f32['+b +c +t'], and what routers did, None without experts.
+Drops = tuple[Dropout | None, Dropout | None]  # of the model, and of what adapters multiply
 
-    weights: as in a step. dropout, of_adapters, z_loss: of training; without, in validation.
+
+def drops_of(task: Task, training: Training, step: jax.Array | None, rows: jax.Array | None) -> Drops:
+    """Of these rows' numbers; None, in validation: no step."""
+
+    def of(name, rate):
+        return Dropout(rate, optimizers.seed_of(training, name, step), rows) if rate and step is not None else None
+
+    return of('dropout', training.dropout), of('lora.dropout', task.lora.dropout)
+
+
+def joined(task: Task, weights: Tuned) -> Any:
+    """The model's weights, without adapters."""
+    return weights.frozen if task.lora.rank else whole(task, weights)
+
+
+def loss_sum(
+    task: Task, training: Training, bos_id: int, weights: Tuned, batch: TokenBatch, drops: Drops, z_loss: float
+):  # fmt: skip
+    """The sum of weight · -log softmax over all targets, pending over all axes, and what routers did, None without
+    experts.
+
+    weights: as in a step. drops, z_loss: of training; without, in validation.
     """
-    family, model = task.family, task.model
+    family, model, (dropout, of_adapters) = task.family, task.model, drops
     reduce_dtype, kept = training.gradient_reduce_dtype, training.save_for_backward
     options = dict(reduce_dtype=reduce_dtype, kept=kept, unroll=training.unroll_layers, fp8=task.fp8)
+    all_weights = joined(task, weights)
     if task.lora.rank:
-        joined = weights.frozen
         options['adapt'] = functools.partial(adapted, task.lora, of_adapters)
         options['low'] = numbered(task, weights.trained)
-    else:
-        joined = whole(task, weights)
-    ends = family.gather_ends(joined, training.gradient_reduce_dtype)
+    ends = family.gather_ends(all_weights, reduce_dtype)
     if has_encoder(family):
-        x, routing = family.hidden(model, joined, *family.pairs_of(batch, bos_id), ends=ends, **options), None
+        x, routing = family.hidden(model, all_weights, *family.pairs_of(batch, bos_id), ends=ends, **options), None
     else:
         inputs = layers.inputs_of(batch, bos_id)
         options |= {'dropout': dropout, 'along_c': task.along_c}
-        x, routing = layers.hidden(family, model, joined, *inputs, ends=ends, **options)
+        x, routing = layers.hidden(family, model, all_weights, *inputs, ends=ends, **options)
     cap = family.mask(model).logits_cap
-    return layers.loss_sum(ends.unembed, x, batch, cap, batch.weight, z_loss, task.along_c), routing
+    unembed = over_stages(ends.unembed)
+    return layers.loss_sum(unembed, x, batch, cap, batch.weight, z_loss, task.along_c, V='V/u'), routing
+
+
+@typed
+def over_stages(unembed: Any) -> Any:
+    """Each stage's part of the vocabulary, 'V/u M' (Yeung et al. 2024); the whole, where there is one stage."""
+    strings = {2: 'V/t M -> V/u M', 1: 'V/t -> V/u'}  # of the table, and of a bias
+    return jax.tree.map(lambda w: shardops.slice(strings[w.ndim], w), unembed)
+
+
+@typed
+def loss_of_routers(training: Training, parts: int, routing: Array['layers', Routing]) -> f32['+b +c']:
+    balance = shardops.sum_unreduced('layers +b +c -> +b +c', routing.balance)
+    z = shardops.sum_unreduced('layers +b +c -> +b +c', routing.z)
+    return (training.balance_loss * balance + training.router_z_loss * z) / parts
+
+
+def no_routing(spec: str, E: int, **sizes: int) -> Routing | None:
+    """Zeros, of dims before a router's own; None without experts."""
+    if not E:
+        return None
+    scalars = [shardops.zeros(f'{spec} +b +c', f32, **sizes) for _ in range(3)]
+    return Routing(scalars[0], scalars[1], shardops.zeros(f'{spec} E', f32, E=E, **sizes), scalars[2])
+
+
+def row_numbers(batch: Any, spec: str) -> jax.Array:
+    """Of a device's rows, u32['B/b'], in the whole batch: `spec` says how they lie."""
+    count = batch.targets.shape[0] * devices_along('prde' if '/p' in spec else 'rde')
+    return shardops.slice(f'B -> {spec}', jnp.arange(count, dtype=jnp.uint32))
+
+
+def loss_and_gradient(
+    task: Task, training: Training, bos_id: int, parts: int, in_step: Tuned, batch: Any, step: jax.Array,
+    target_count: jax.Array,
+):  # fmt: skip
+    """The loss, pending over all axes; what routers did, summed over microbatches; and the gradient of what is trained,
+    pending over what each weight is the same along."""
+    experts = getattr(task.model, 'experts', 0)
+    Part = tuple[task.Batch, u32['B/b']]  # a microbatch, and its rows' numbers in the whole batch
+
+    @typed
+    def loss(trained: task.in_step.trained, weights: task.in_step, part: Part):
+        batch, rows = part
+        drops = drops_of(task, training, step, rows)
+        value, routing = loss_sum(
+            task, training, bos_id, replace(weights, trained=trained), batch, drops, training.z_loss
+        )
+        value = total = value / target_count
+        if routing is not None:
+            of_routers = loss_of_routers(training, parts, routing)
+            total = value + shardops.pending(f'+b +c -> {ALL}', of_routers)
+        return total, (value, routing)
+
+    @typed
+    def add_microbatch(sums, part: Part):
+        # Without the barrier XLA gathers what is not of a layer before the loop and holds it throughout.
+        weights, part = lax.optimization_barrier((in_step, part))
+        (_, found), gradient = shardops.value_and_grad(loss, has_aux=True)(weights.trained, weights, part)
+        return jax.tree.map(jnp.add, sums, (found, gradient)), None
+
+    def regroup(array, x):  # 'B/b L', or 'B/b S' of what an encoder reads
+        columns = array.spec.names[1]
+        return shardops.regroup(f'B/b {columns} -> parts R/b {columns}', x, parts=parts)
+
+    rows = shardops.regroup('B/b -> parts R/b', row_numbers(batch, 'B/b'), parts=parts)
+    batches = jax.tree.map(regroup, map_type(lambda array: array, task.Batch), batch), rows
+    routing = no_routing('layers', experts, layers=task.model.layers)
+    zero = (shardops.zeros(ALL, f32), routing), jax.tree.map(jnp.zeros_like, in_step.trained)
+    ((value, routing), gradient), _ = lax.scan(add_microbatch, zero, batches)
+    return value, routing, gradient
+
+
+def staged_loss_and_gradient(
+    task: Task, training: Training, bos_id: int, parts: int, in_step: Tuned, batch: Any, step: jax.Array | None,
+    target_count: jax.Array, z_loss: float, backward: bool = True,
+):  # fmt: skip
+    """The same on the stages of a pipeline; without backward no gradient.
+
+    in_step: layers as stages have them, 'p/p v n M/w F/t'. They are gathered once a step: 2 bytes for each parameter of
+    the stage / t are sent and held, and 4 for each in the gradient.
+    """
+    family, model, along_c, rank = task.family, task.model, task.along_c, task.lora.rank
+    reduce_dtype, v, p = training.gradient_reduce_dtype, task.pieces, int(shardops.axis_size('p'))
+    groups, has_dropout = parts // p, training.dropout or task.lora.dropout
+    layers.require_positions(model, batch.targets.shape[1])
+
+    rows = row_numbers(batch, 'B/p/b') if has_dropout and step is not None else None
+    own = layers.WeightedBatch(**vars(batch)), rows
+    own = jax.tree.map(functools.partial(pipeline.own_rows, groups=groups), own)
+    every = jax.tree.map(pipeline.all_rows, own)
+
+    def gathered_ends(trained):
+        return family.gather_ends(joined(task, replace(in_step, trained=trained)), reduce_dtype)
+
+    def gathered_layers(trained):
+        gather = functools.partial(family.gather_layer, reduce_dtype=reduce_dtype)
+        stack = joined(task, replace(in_step, trained=trained)).transformer
+        return shardops.each('p', functools.partial(lax.map, functools.partial(lax.map, gather)), stack)
+
+    def embed(ends):
+        @typed
+        def of_own(batch: Any):
+            batch = jax.tree.map(functools.partial(shardops.regroup, 'groups B/b L -> R/b L'), batch)
+            inputs, _, position = layers.inputs_of(batch, bos_id)
+            x = family.embed(model, ends, along_c.part(inputs), along_c.part(position), 'M/t')
+            return shardops.regroup('R/b L/c M/t -> groups B/b L/c M/t', x, groups=groups)
+
+        return shardops.each('p', of_own, own[0])
+
+    def of_head(ends):
+        # Float32, so that the gradient adds up over microbatches in float32.
+        return over_stages(ends.unembed).astype(jnp.float32), {**vars(ends), 'embed': None, 'unembed': None}
+
+    def stage(piece, fixed, x, number):
+        frozen, window, numbers = fixed
+        batch, rows = pipeline.microbatch(every, number)
+        dropout, of_adapters = drops_of(task, training, step, rows)
+        given, in_use = (piece,), lambda w: w
+        if rank:
+            given, in_use = (frozen, (piece, numbers)), functools.partial(adapted, task.lora, of_adapters)
+        stack = given, window, None if dropout is None else numbers
+        _, segment, position = layers.inputs_of(batch, bos_id)
+        options = training.save_for_backward, training.unroll_layers, dropout, along_c
+        x, routing = layers.through(family, model, x, stack, in_use, segment, position, *options)
+        if routing is None:
+            return (x, None), None
+        return (x, shardops.pending('+b +c -> +b +c +t', loss_of_routers(training, parts, routing))), routing
+
+    def head(shared, y, number):
+        unembed, others = shared or fixed_shared
+        batch, _ = pipeline.microbatch(every, number)
+        others = {name: w for name, w in others.items() if w is not None}
+        x = layers.ended(family, model, replace(ends, **others), pipeline.from_last(y))
+        cap = family.mask(model).logits_cap
+        return layers.loss_sum(unembed, x, batch, cap, batch.weight, z_loss, along_c, V='V/u') / target_count
+
+    with jax.named_scope('embed'):
+        ends, pull_ends = shardops.vjp(gathered_ends, in_step.trained)
+        stream, pull_stream = shardops.vjp(embed, ends)
+        fixed_shared, pull_shared = shardops.vjp(of_head, ends)
+    with jax.named_scope('stages'):
+        if rank:
+            frozen, pieces = gathered_layers(in_step.trained), in_step.trained.transformer
+        else:
+            frozen, (pieces, pull_layers) = None, shardops.vjp(gathered_layers, in_step.trained)
+        deal = functools.partial(pipeline.dealt_out, 'layers', v)
+        fixed = frozen, *jax.tree.map(deal, (family.mask(model).by_layer(), jnp.arange(model.layers, dtype=jnp.uint32)))
+    trains_ends = any('/' not in name for name in names(task.in_step.trained))
+    experts, n = getattr(model, 'experts', 0), model.layers // (p * v)
+    value, routing, of_pieces, of_shared, of_stream = pipeline.pipelined(
+        stage, head, pieces, fixed, fixed_shared if trains_ends else (), stream,
+        no_routing('p/p v n', experts, v=v, n=n), backward,
+    )  # fmt: skip
+    if routing is not None:
+        types = map_type(lambda array: array, Routing)
+        routing = jax.tree.map(lambda type_, x: pipeline.collected(f'layers {type_.spec}', x), types, routing)
+    if not backward:
+        return value, routing, None
+
+    def like(gradients, weights):
+        return jax.tree.map(lambda g, w: g.astype(w.dtype), gradients, weights)
+
+    with jax.named_scope('stages'):
+        of_pieces = like(of_pieces, pieces)
+        gradient = replace(in_step.trained, transformer=of_pieces) if rank else pull_layers(of_pieces)[0]
+    if trains_ends:
+        with jax.named_scope('embed'):
+            of_ends = pull_stream(of_stream)[0], pull_shared(like(of_shared, fixed_shared))[0]
+            (of_ends,) = pull_ends(jax.tree.map(jnp.add, *of_ends))
+        gradient = replace(of_ends, transformer=gradient.transformer)
+    return value, routing, gradient
 
 
 def is_none(x: Any) -> bool:
@@ -394,35 +609,48 @@ def owed(array: ArrayType) -> set[str]:
     return set(AXES) - array.spec.split
 
 
+def on_stages(task: Task, array: ArrayType) -> bool:
+    """Whether it is of layers that are dealt out to stages."""
+    return bool(task.pieces) and array.spec.names[:1] == ('layers',)
+
+
 @typed
-def gathered_over_replicas(mesh: Mesh, types: Tuned, weights: Tuned) -> Any:
-    """The weights of a step, the same along r. Matrices travel as they will be used: between hosts 2 bytes a parameter
-    of the devices' share, and 4 of norms. Held in a step: 4 bytes a parameter of the share."""
+def gathered_over_replicas(task: Task, mesh: Mesh, weights: Tuned) -> Any:
+    """The weights of a step, the same along r, and p but for stages' layers. Matrices travel as they will be used:
+    between hosts 2 bytes a parameter of the devices' share, and 4 of norms. Held in a step: 4 bytes a parameter of the
+    share."""
 
     def gather(in_step, w):
-        rest = at_rest(in_step)
-        if rest == in_step:
-            return w
-        dtype = act if mesh.r > 1 and in_step.element is stored else None  # of one replica they are not rounded
-        return shardops.all_gather(f'{rest.spec} -> {in_step.spec}', w, dtype=dtype).astype(in_step.element.dtype)
+        rest, use = str(at_rest(in_step).spec), str(in_step.spec)
+        # Of one replica they are not rounded.
+        dtype = act if mesh.p * mesh.r > 1 and in_step.element is stored else None
+        if on_stages(task, in_step):
+            w = pipeline.dealt_out(rest, task.pieces, w if dtype is None else w.astype(act.dtype))
+            rest, use = pipeline.staged(rest), pipeline.staged(use)
+        w = w if rest == use else shardops.all_gather(f'{rest} -> {use}', w, dtype=dtype)
+        return w.astype(in_step.element.dtype)
 
-    return jax.tree.map(gather, types, weights)
+    return jax.tree.map(gather, task.in_step, weights)
 
 
 @typed
-def reduced(types: Any, gradient: Any) -> Any:
+def reduced(task: Task, gradient: Any) -> Any:
     """Each gradient as its weight lies at rest, of one that is pending over what its weight is the same along: once a
-    step, 4 bytes a parameter of the share over r, and an all-reduce of what is small."""
+    step, 4 bytes a parameter of the share over r and p, and an all-reduce of what is small."""
 
     def of_one(in_step, g):
-        rest, over = at_rest(in_step), owed(in_step)
-        if rest != in_step:
-            rests = pending_over(over - {'r'})
-            g = shardops.psum_scatter(f'{in_step.spec} {pending_over(over)} -> {rest.spec} {rests}', g)
-            over = over - {'r'}
-        return shardops.psum(f'{rest.spec} {pending_over(over)} -> {rest.spec}', g) if over else g
+        rest, use, over = str(at_rest(in_step).spec), str(in_step.spec), owed(in_step)
+        scattered = {'r', 'p'} if rest != use else set()
+        if on_stages(task, in_step):
+            rest, use, over, scattered = pipeline.staged(rest), pipeline.staged(use), over - {'p'}, scattered - {'p'}
+        if scattered:
+            rests = pending_over(over - scattered)
+            g = shardops.psum_scatter(f'{use} {pending_over(over)} -> {rest} {rests}', g)
+            over = over - scattered
+        g = shardops.psum(f'{rest} {pending_over(over)} -> {rest}', g) if over else g
+        return pipeline.collected(str(at_rest(in_step).spec), g) if on_stages(task, in_step) else g
 
-    return jax.tree.map(of_one, types, gradient)
+    return jax.tree.map(of_one, task.in_step.trained, gradient)
 
 
 # == Optimizer and step ================================================================================================
@@ -490,17 +718,19 @@ def mixture_metrics(model: Any, parts: int, metrics: Metrics, routing: Array['la
 
 
 @typed
-def count_of(batch: TokenBatch) -> f32['']:
+def count_of(batch: Any) -> f32['']:
     """The sum of the targets' weights, of all devices."""
+    if isinstance(batch, pipeline.StagedBatch):
+        return shardops.psum('+p +b -> ', shardops.sum_unreduced('B/p/b L -> +p +b', batch.weight))
     return shardops.psum('+b -> ', shardops.sum_unreduced('B/b L -> +b', batch.weight))
 
 
 def mapped_steps(config: Config, bos_id: int, part: float = 1.0) -> tuple[typed_shard_map, typed_shard_map]:
     """The training step, with a part of the batch, and the validation step over the mesh, of a resolved config."""
     task, training, mesh = task_of(config), config.training, config.mesh
-    parts, experts = round(part * training.microbatches), getattr(config.model, 'experts', 0)
+    parts = round(part * training.microbatches)
     StateType, Weights, Batch = task.State, task.State.weights, task.Batch
-    AllMetrics = MixtureMetrics if experts else Metrics
+    AllMetrics = MixtureMetrics if getattr(config.model, 'experts', 0) else Metrics
 
     @typed
     def training_step(state: StateType, skipped: u32[''], step: u32[''], batch: Batch) -> tuple[StateType, AllMetrics]:
@@ -509,61 +739,28 @@ def mapped_steps(config: Config, bos_id: int, part: float = 1.0) -> tuple[typed_
             target_count = count_of(batch)
             target_count = jnp.where(target_count > 0, target_count, 1.0)
         with jax.named_scope('replicas'):
-            in_step = gathered_over_replicas(mesh, task.in_step, state.weights)
-
-        Part = tuple[Batch, u32['B/b']]  # a microbatch, and its rows' numbers in the whole batch
-
-        def loss(trained: task.in_step.trained, weights: task.in_step, part: Part):
-            batch, rows = part
-
-            def dropout(name, rate):
-                return Dropout(rate, optimizers.seed_of(training, name, step), rows) if rate else None
-
-            drops = dropout('dropout', training.dropout), dropout('lora.dropout', task.lora.dropout)
-            weights = replace(weights, trained=trained)
-            value, routing = loss_sum(task, training, bos_id, weights, batch, *drops, training.z_loss)
-            value = total = value / target_count
-            if routing is not None:
-                balance = shardops.sum_unreduced('layers +b +c -> +b +c', routing.balance)
-                z = shardops.sum_unreduced('layers +b +c -> +b +c', routing.z)
-                of_routers = (training.balance_loss * balance + training.router_z_loss * z) / parts
-                total = value + shardops.pending(f'+b +c -> {ALL}', of_routers)
-            return total, (value, routing)
-
-        def add_microbatch(sums, part: Part):
-            # Without the barrier XLA gathers what is not of a layer before the loop and holds it throughout.
-            weights, part = lax.optimization_barrier((in_step, part))
-            (_, found), gradient = shardops.value_and_grad(loss, has_aux=True)(weights.trained, weights, part)
-            return jax.tree.map(jnp.add, sums, (found, gradient)), None
-
+            in_step = gathered_over_replicas(task, mesh, state.weights)
         with jax.named_scope('gradient'):
-
-            def regroup(array, x):  # 'B/b L', or 'B/b S' of what an encoder reads
-                columns = array.spec.names[1]
-                return shardops.regroup(f'B/b {columns} -> parts R/b {columns}', x, parts=parts)
-
-            count = batch.targets.shape[0] * devices_along('rde')
-            rows = shardops.slice('B -> B/b', jnp.arange(count, dtype=jnp.uint32))
-            rows = shardops.regroup('B/b -> parts R/b', rows, parts=parts)
-            batches = jax.tree.map(regroup, map_type(lambda array: array, Batch), batch), rows
-            routing = None
-            if experts:
-                scalar = jnp.zeros((task.model.layers,), jnp.float32)
-                load = jnp.zeros((task.model.layers, experts), jnp.float32)
-                routing = Routing(balance=scalar, z=scalar, load=load, dropped=scalar)
-            zero = (shardops.zeros(ALL, f32), routing), jax.tree.map(jnp.zeros_like, in_step.trained)
-            ((value, routing), gradient), _ = lax.scan(add_microbatch, zero, batches)
+            given = task, training, bos_id, parts, in_step, batch, step, target_count
+            if task.pieces:
+                value, routing, gradient = staged_loss_and_gradient(*given, training.z_loss)
+            else:
+                value, routing, gradient = loss_and_gradient(*given)
             value: f32[''] = shardops.psum(f'{ALL} -> ', value)
         with jax.named_scope('replicas'):
-            gradient: task.trained = reduced(task.in_step.trained, gradient)
+            gradient: task.trained = reduced(task, gradient)
         new, metrics = updated(task, training, state, value, gradient, skipped, step)
-        return new, mixture_metrics(task.model, parts, metrics, routing) if experts else metrics
+        return new, metrics if routing is None else mixture_metrics(task.model, parts, metrics, routing)
 
     @typed
     def validation_step(weights: Weights, loss: f32[''], targets: f32[''], batch: Batch) -> tuple[f32[''], f32['']]:
         """Adds a batch's losses and its targets' weights to the sums so far."""
-        in_step = gathered_over_replicas(mesh, task.in_step, weights)
-        value, _ = loss_sum(task, training, bos_id, in_step, batch)
+        in_step = gathered_over_replicas(task, mesh, weights)
+        if task.pieces:
+            given = task, training, bos_id, training.microbatches, in_step, batch, None, jnp.float32(1)
+            value, _, _ = staged_loss_and_gradient(*given, 0.0, backward=False)
+        else:
+            value, _ = loss_sum(task, training, bos_id, in_step, batch, (None, None), 0.0)
         return loss + shardops.psum(f'{ALL} -> ', value), targets + count_of(batch)
 
     return typed_shard_map(training_step), typed_shard_map(validation_step)
@@ -573,8 +770,21 @@ def mapped_steps(config: Config, bos_id: int, part: float = 1.0) -> tuple[typed_
 def shapes(config: Config) -> tuple[State, Any]:
     """The global shapes of the state and of a batch, of a resolved config. Raises RunError for sizes that the mesh
     cannot split."""
+    task, mesh, tokens = task_of(config), config.mesh, config.training.tokens
+    if task.pieces:
+        of_stages = 'model.layers', config.model.layers, mesh.p * task.pieces, 'mesh.p · training.pieces'
+        parts = config.training.microbatches // 2 ** len(config.training.batch_doubles_at)
+        for key, size, count, what in of_stages, ('training.microbatches', parts, mesh.p, 'mesh.p'):
+            if size % count:
+                fix = nearest_multiples(size, count)
+                raise RunError(f'{key} = {size}: dealt out to {what} = {count}: set it to {fix}')
+        check_sizes(config, f32['V/u'], jax.ShapeDtypeStruct((config.model.vocab,), jnp.float32))
+    check_sizes(config, i32['L/c'], jax.ShapeDtypeStruct((tokens.len,), jnp.int32))
+    if task.along_c.way != 'deal':  # each device has positions from the front and from the end
+        check_sizes(config, i32['2 l/c'], jax.ShapeDtypeStruct((2, tokens.len // 2), jnp.int32))
     state = jax.eval_shape(functools.partial(drawn_state, config), np.uint32(0))
-    return check_sizes(config, state_type(config), state), batch_shapes(config, task_of(config).Batch)
+    batch = batch_shapes(config, TokenBatch if task.pieces else task.Batch)
+    return check_sizes(config, task.State, state), task.Batch(**vars(batch))
 
 
 def reader(config: Config, task: Task) -> Callable | None:

@@ -358,15 +358,36 @@ def hidden(
       RunError: the rows are longer than a table of positions.
     """
     require_positions(model, inputs.shape[1])
-    mask, ends = family.mask(model), ends or family.gather_ends(weights, reduce_dtype)
-    rows, position = Rows(along_c, segment), along_c.part(position)
+    ends = ends or family.gather_ends(weights, reduce_dtype)
+    with jax.named_scope('embed'):
+        x = family.embed(model, ends, along_c.part(inputs), along_c.part(position), 'M/t')
+
+    def in_use(w, low, scales):
+        return adapt(family.gather_layer(w, reduce_dtype, scales), low)
+
+    numbers = None if dropout is None else jnp.arange(model.layers, dtype=jnp.uint32)
+    scales = family.TABLE.float8_scales('transformer', weights.transformer) if fp8 else {}
+    stack = (weights.transformer, low, scales), family.mask(model).by_layer(), numbers
+    x, routing = through(family, model, x, stack, in_use, segment, position, kept, unroll, dropout, along_c)
+    return ended(family, model, ends, x), routing
+
+
+def through(
+    family, model, x, stack, in_use: Callable, segment, position, kept: str, unroll: bool,
+    dropout: Dropout | None, along_c: Context,
+):  # fmt: skip
+    """Takes x, 'B/b L/c M/t', through layers, one after another; and what each layer's router did.
+
+    Args:
+      stack: of each layer what `in_use` makes `family.Gathered` of, its window, and its number, which dropout needs.
+      others: as of `hidden`.
+    """
+    mask, rows, position = family.mask(model), Rows(along_c, segment), along_c.part(position)
 
     @keeping(kept)
     def layer(x, of_layer):
-        w, low, window, number, scales = of_layer
-        w = adapt(family.gather_layer(w, reduce_dtype, scales), low)
-
-        drop = None if dropout is None else dropout.of_layer(number)
+        given, window, number = of_layer
+        w, drop = in_use(*given), None if dropout is None else dropout.of_layer(number)
 
         def attend(q, k, v):
             return rows.attention(model.attention, q, k, v, mask.of_layer(window), mask.cap, drop), None
@@ -375,21 +396,24 @@ def hidden(
         x, _, routing = family.layer(model, x, w, attend, position, 'M/t' if drop is None else Residual(drop))
         return x, routing
 
-    with jax.named_scope('embed'):
-        x = family.embed(model, ends, along_c.part(inputs), position, 'M/t')
-    numbers = None if dropout is None else jnp.arange(model.layers, dtype=jnp.uint32)
-    scales = family.TABLE.float8_scales('transformer', weights.transformer) if fp8 else {}
-    x, routing = lax.scan(layer, x, (weights.transformer, low, mask.by_layer(), numbers, scales), unroll=unroll)
-    with jax.named_scope('final_norm'):  # keeps its input, 2M/t bytes a token, and not the norm's float32 values
-        return explicit_activation_checkpointing(functools.partial(family.final, model, M='M/t'))(ends, x), routing
+    return lax.scan(layer, x, stack, unroll=unroll)
+
+
+@jax.named_scope('final_norm')
+def ended(family, model, ends, x):
+    """act['B/b L/c M'], what logits are computed from, of what the last layer returns: keeps its input, 2M/t bytes a
+    token, and not the norm's float32 values."""
+    return explicit_activation_checkpointing(functools.partial(family.final, model, M='M/t'))(ends, x)
 
 
 # == Loss ==============================================================================================================
 @typed
-def logits_of(unembed: Any, x: act['B/b L/c M'], cap: float | None = None) -> f32['B/b L/c V/t']:
-    """In float32, of act['V/t M'] or `Biased`; with a cap, cap · tanh(logits / cap)."""
-    table: act['V/t M'] = unembed.table if isinstance(unembed, Biased) else unembed
-    logits = shardops.einsum_unreduced('B/b L/c M, V/t M -> B/b L/c V/t', x, table, preferred_element_type=jnp.float32)
+def logits_of(unembed: Any, x: act['B/b L/c M'], cap: float | None = None, V: str = 'V/t') -> jax.Array:
+    """In float32, 'B/b L/c V/t', of act['V/t M'] or `Biased`; with a cap, cap · tanh(logits / cap). With V the
+    vocabulary lies otherwise: 'V/u'."""
+    table = unembed.table if isinstance(unembed, Biased) else unembed
+    string = f'B/b L/c M, {V} M -> B/b L/c {V}'
+    logits = shardops.einsum_unreduced(string, x, table, preferred_element_type=jnp.float32)
     logits = logits + unembed.bias[None, None] if isinstance(unembed, Biased) else logits
     return logits if cap is None else cap * jnp.tanh(logits / cap)
 
@@ -397,33 +421,36 @@ def logits_of(unembed: Any, x: act['B/b L/c M'], cap: float | None = None) -> f3
 @typed
 def loss_sum(
     unembed: Any, x: act['B/b L/c M'], batch: TokenBatch, cap: float | None = None, weight: f32['B/b L'] | None = None,
-    z_loss: float = 0.0, along_c: Context = ALONE,
-) -> f32['+b +c +t']:  # fmt: skip
-    """The sum of -log softmax over all targets, as train.py's: a chunk of positions at a time, no logits are sent.
+    z_loss: float = 0.0, along_c: Context = ALONE, V: str = 'V/t',
+) -> jax.Array:  # fmt: skip
+    """The sum of -log softmax over all targets, as train.py's, f32['+b +c +t']: a chunk of positions at a time, no
+    logits are sent.
 
     Args:
       weight: of each target, such as WeightedBatch's; None: 1.
       z_loss: times log² Z of each target is added, Z being the sum that softmax divides by: it keeps logits from
         drifting (Chowdhery et al. 2022, section 5, with 1e-4).
       along_c: as of `hidden`.
+      V: how the vocabulary lies; the sum is pending over its axes.
     """
+    owed = f'+{V.partition("/")[2]}'
     weight: f32['B/b L'] = batch.is_target.astype(jnp.float32) if weight is None else weight
 
     @explicit_activation_checkpointing
-    def chunk_loss(unembed: Any, x: act['B/b L/c M'], others: tuple[u32['B/b L/c'], f32['B/b L/c']]) -> f32['+b +c +t']:
+    def chunk_loss(unembed: Any, x: act['B/b L/c M'], others: tuple[u32['B/b L/c'], f32['B/b L/c']]) -> jax.Array:
         targets, weight = others
-        logits = save_for_backward(logits_of(unembed.astype(act.dtype), x, cap))  # 4V/t bytes a token of one chunk
-        largest = shardops.pmax('B/b L/c V/t -> B/b L/c', lax.stop_gradient(logits))
+        logits = save_for_backward(logits_of(unembed.astype(act.dtype), x, cap, V))  # 4V/t bytes a token of one chunk
+        largest = shardops.pmax(f'B/b L/c {V} -> B/b L/c', lax.stop_gradient(logits))
         largest = save_for_backward(largest)  # 4 bytes a token of one chunk, spares the maximum over t
-        total = shardops.sum_unreduced('B/b L/c V/t -> B/b L/c +t', jnp.exp(logits - largest[..., None]))
-        total = shardops.psum('B/b L/c +t -> B/b L/c', total)
+        total = shardops.sum_unreduced(f'B/b L/c {V} -> B/b L/c {owed}', jnp.exp(logits - largest[..., None]))
+        total = shardops.psum(f'B/b L/c {owed} -> B/b L/c', total)
         total = save_for_backward(total)  # 4 bytes a token of one chunk, spares the sum over t
         log_normalizer = largest + jnp.log(total)
-        at_target = shardops.index_unreduced('B/b L/c [V/t], B/b L/c -> B/b L/c +t', logits, targets)
+        at_target = shardops.index_unreduced(f'B/b L/c [{V}], B/b L/c -> B/b L/c {owed}', logits, targets)
         if z_loss:
             log_normalizer = log_normalizer + z_loss * log_normalizer**2
-        loss = shardops.pending('B/b L/c -> B/b L/c +t', log_normalizer) - at_target
-        return shardops.sum_unreduced('B/b L/c +t -> +b +c +t', loss * weight)
+        loss = shardops.pending(f'B/b L/c -> B/b L/c {owed}', log_normalizer) - at_target
+        return shardops.sum_unreduced(f'B/b L/c {owed} -> +b +c {owed}', loss * weight)
 
     # Each device's own positions in chunks; the config's mesh says how many.
     own = batch.targets.shape[1] // along_c.devices

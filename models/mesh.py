@@ -5,6 +5,7 @@ types name.
     'M/w F/t'           weights in a step: over w = d c e beside t; at rest over r too, 'M/w/r F/t'
     'E/e M/v H/t'       experts': over e, and over v = d c beside it; 'B/g' are the rows of all devices along e
     'B/b L Q K/h D'     within attention: whole rows of some heads, over h = t c
+    'B/b L/c V/u'       logits while training: over u = t p, p being the stages of train_any.py
 
 An axis of one device sends nothing. With it absent the check could not see what is forgotten along it.
 """
@@ -16,7 +17,7 @@ from runtime.config.keys import Count
 from shardlib import shardops
 from shardlib.spec import groups
 
-groups('p r d c e t', b='r d e', w='d c e', v='d c', g='r d', h='t c')
+groups('p r d c e t', b='r d e', w='d c e', v='d c', g='r d', h='t c', u='t p')
 
 
 @dataclass(frozen=True, kw_only=True)
