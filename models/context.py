@@ -182,8 +182,10 @@ def attention(
     window = None if isinstance(window, int) and window >= segment.shape[1] else window
     if by != 'einsum' and drop is None:
         kernel = KERNELS[able(chosen(by, act.dtype, q.shape[-1]), window, cap)]
-        types = 'B/b L Q K/h D, B/b S K/h D, B/b S K/h D, B/b L -> B/b L Q K/h D'
-        return shardops.local(types, lambda *given: kernel(*given, window, cap), q, k, v, segment)
+        types, given = 'B/b L Q K/h D, B/b S K/h D, B/b S K/h D, B/b L', (q, k, v, segment)
+        if isinstance(window, jax.Array):  # of a scanned layer, which stages have others of
+            return shardops.local(f'{types},  -> B/b L Q K/h D', lambda *given: kernel(*given, cap), *given, window)
+        return shardops.local(f'{types} -> B/b L Q K/h D', lambda *given: kernel(*given, window, cap), *given)
     position = jnp.arange(segment.shape[1])
     distance = position[:, None] - position[None]
     allowed = (segment[:, :, None] == segment[:, None, :]) & (distance >= 0)[None]

@@ -70,7 +70,8 @@ RENAMED = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.b
 ROWS = 4096  # of an embedding, that are read and written at once
 # That say nothing of what a model is, and may differ between where weights come from and where they go.
 SETTINGS = ("compute_dtype", "attention", "capacity")
-TRAINERS = ("train", "train_at_scale", "train_pipeline")  # whose weights have the names of a family's
+# Whose weights have the names of a family's; those after the first are older versions of train_any.py.
+TRAINERS = ("train", "train_at_scale", "train_pipeline")
 EMBED, UNEMBED = "weights/embed", "weights/unembed"
 
 

@@ -1,7 +1,6 @@
 """Mixtral, OLMoE and Qwen3-MoE: a router sends each token to a few of E experts (models/experts.py).
 
-With the defaults the weights have the names of train_at_scale.py's mixtures: their checkpoints are read here as they
-are. Legend as in models/experts.py: F is d_ff of all shared experts together. models/layers.py says what a family's
+Legend as in models/experts.py: F is d_ff of all shared experts together. models/layers.py says what a family's
 file holds.
 """
 
@@ -33,7 +32,7 @@ class Model:
     d_ff: Count  # H, of one expert
     experts: Count  # E
     experts_per_token: Count  # X
-    shared_experts: Steps = 0  # further ones, to which every token goes (train_at_scale.py; no published model)
+    shared_experts: Steps = 0  # further ones, to which every token goes (no published model)
     weights_add_to_one: bool = True  # those of the chosen experts; else they are the softmax over all (OLMoE)
     capacity: Positive | None = None  # an expert's slots in a row, over what it gets on average; none: no limit
     rope_max_timescale: Positive  # base of the rotary angles

@@ -305,7 +305,7 @@ class _Lifetimes:
         return self.kinds[value]
 
     def describe(self, value: Value) -> Held:
-        return _held(value, self.kind(value), value.maker or value.uses[0])
+        return _held(value, self.kind(value), value.maker or next(iter(value.uses), None))
 
     def alive(self, now: int) -> list[Held]:
         return [self.describe(value) for value, birth in self.born.items() if birth <= now <= self.last[value]]

@@ -65,8 +65,8 @@ def configs_of(folder: Path, like: str = "") -> dict[str, str]:
     """The configs of a folder with the first line of each: those of the program that `like` is of."""
 
     def program_of(name: str) -> str:
-        trainers = {"any_": "train_any", "finetune_": "train_any", "pipeline_": "train_pipeline"}
-        return next((trainer for start, trainer in trainers.items() if name.startswith(start)), "train")
+        trainers = ("any_", "finetune_", "scale")
+        return "train_any" if name.startswith(trainers) else "train"
 
     files = [each for each in sorted(folder.glob("*.yaml")) if program_of(each.stem) == program_of(like)]
     return {file.stem: file.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ") for file in files}
