@@ -135,6 +135,7 @@ class Task:
 
     family: ModuleType
     model: Any
+    mesh: Mesh
     lora: Lora
     along_c: Context
     in_step: Tuned  # types within a step: the same along r
@@ -289,7 +290,7 @@ def task_of(config: Config) -> Task:
     state = replace(optimizers.state_type(config.training, rest.trained), weights=rest)
     along_c = context_of(config.mesh, model.n_kv, config.context)
     pieces = config.training.pieces if config.mesh.p > 1 else 0
-    return Task(family, model, lora, along_c, in_step, state, decayed, places, config.fp8, pieces)
+    return Task(family, model, config.mesh, lora, along_c, in_step, state, decayed, places, config.fp8, pieces)
 
 
 def at_rest(array: ArrayType) -> ArrayType:
@@ -463,7 +464,7 @@ def staged_loss_and_gradient(
     the stage / t are sent and held, and 4 for each in the gradient.
     """
     family, model, along_c, rank = task.family, task.model, task.along_c, task.lora.rank
-    reduce_dtype, v, p = training.gradient_reduce_dtype, task.pieces, int(shardops.axis_size('p'))
+    reduce_dtype, v, p = training.gradient_reduce_dtype, task.pieces, task.mesh.p
     groups, has_dropout = parts // p, training.dropout or task.lora.dropout
     layers.require_positions(model, batch.targets.shape[1])
 
@@ -615,7 +616,7 @@ def on_stages(task: Task, array: ArrayType) -> bool:
 
 
 @typed
-def gathered_over_replicas(task: Task, mesh: Mesh, weights: Tuned) -> Any:
+def gathered_over_replicas(task: Task, weights: Tuned) -> Any:
     """The weights of a step, the same along r, and p but for stages' layers. Matrices travel as they will be used:
     between hosts 2 bytes a parameter of the devices' share, and 4 of norms. Held in a step: 4 bytes a parameter of the
     share."""
@@ -623,7 +624,7 @@ def gathered_over_replicas(task: Task, mesh: Mesh, weights: Tuned) -> Any:
     def gather(in_step, w):
         rest, use = str(at_rest(in_step).spec), str(in_step.spec)
         # Of one replica they are not rounded.
-        dtype = act if mesh.p * mesh.r > 1 and in_step.element is stored else None
+        dtype = act if task.mesh.p * task.mesh.r > 1 and in_step.element is stored else None
         if on_stages(task, in_step):
             w = pipeline.dealt_out(rest, task.pieces, w if dtype is None else w.astype(act.dtype))
             rest, use = pipeline.staged(rest), pipeline.staged(use)
@@ -727,7 +728,7 @@ def count_of(batch: Any) -> f32['']:
 
 def mapped_steps(config: Config, bos_id: int, part: float = 1.0) -> tuple[typed_shard_map, typed_shard_map]:
     """The training step, with a part of the batch, and the validation step over the mesh, of a resolved config."""
-    task, training, mesh = task_of(config), config.training, config.mesh
+    task, training = task_of(config), config.training
     parts = round(part * training.microbatches)
     StateType, Weights, Batch = task.State, task.State.weights, task.Batch
     AllMetrics = MixtureMetrics if getattr(config.model, 'experts', 0) else Metrics
@@ -739,7 +740,7 @@ def mapped_steps(config: Config, bos_id: int, part: float = 1.0) -> tuple[typed_
             target_count = count_of(batch)
             target_count = jnp.where(target_count > 0, target_count, 1.0)
         with jax.named_scope('replicas'):
-            in_step = gathered_over_replicas(task, mesh, state.weights)
+            in_step = gathered_over_replicas(task, state.weights)
         with jax.named_scope('gradient'):
             given = task, training, bos_id, parts, in_step, batch, step, target_count
             if task.pieces:
@@ -755,7 +756,7 @@ def mapped_steps(config: Config, bos_id: int, part: float = 1.0) -> tuple[typed_
     @typed
     def validation_step(weights: Weights, loss: f32[''], targets: f32[''], batch: Batch) -> tuple[f32[''], f32['']]:
         """Adds a batch's losses and its targets' weights to the sums so far."""
-        in_step = gathered_over_replicas(task, mesh, weights)
+        in_step = gathered_over_replicas(task, weights)
         if task.pieces:
             given = task, training, bos_id, training.microbatches, in_step, batch, None, jnp.float32(1)
             value, _, _ = staged_loss_and_gradient(*given, 0.0, backward=False)
@@ -783,8 +784,9 @@ def shapes(config: Config) -> tuple[State, Any]:
     if task.along_c.way != 'deal':  # each device has positions from the front and from the end
         check_sizes(config, i32['2 l/c'], jax.ShapeDtypeStruct((2, tokens.len // 2), jnp.int32))
     state = jax.eval_shape(functools.partial(drawn_state, config), np.uint32(0))
-    batch = batch_shapes(config, TokenBatch if task.pieces else task.Batch)
-    return check_sizes(config, task.State, state), task.Batch(**vars(batch))
+    check_sizes(config, task.State, state)
+    batch = batch_shapes(config, TokenBatch if task.pieces else task.Batch)  # a microbatch is of all stages
+    return state, task.Batch(**vars(batch))
 
 
 def reader(config: Config, task: Task) -> Callable | None:

@@ -16,7 +16,6 @@ from safetensors.numpy import load_file
 from models import foreign, huggingface
 from models.context import ALONE
 from models.layers import TokenBatch
-from models.mesh import Mesh
 from runtime.run import with_shardings
 from shardlib import shardops
 from shardlib.mesh import make_mesh
@@ -30,8 +29,9 @@ NAMES = sorted(path.name for path in FOLDER.iterdir())
 
 @contextlib.contextmanager
 def on_mesh(d=1, t=1, dtype="float32", **others):
-    """Five axes, of one device where nothing is said."""
-    act.dtype, axes = dtype, vars(Mesh(d=d, t=t, **others))
+    """Five axes, of one device where nothing is said; with stages six."""
+    act.dtype, axes = dtype, {"d": d, "t": t, **others}
+    axes = {axis: axes.get(axis, 1) for axis in "prdcet" if axis != "p" or axis in axes}
     with jax.set_mesh(make_mesh(axes, devices=jax.devices()[: math.prod(axes.values())])):
         yield
 

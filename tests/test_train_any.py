@@ -12,12 +12,13 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import published
 import pytest
 import small
 from einops import einsum
 from mutation import GROUPS, refuse_all_of
 from pages import module_of
-from published import FOLDER, batch_of, on_mesh, on_mesh_of_train_py, oracle_of, read_of, step_of, weights_of
+from published import FOLDER, batch_of, on_mesh_of_train_py, oracle_of, read_of, step_of, weights_of
 from safetensors.numpy import load_file
 from several_hosts import where
 
@@ -26,7 +27,6 @@ import train_any
 from models import adapters, huggingface, layers, llama
 from models.dropout import Dropout
 from models.layers import stored
-from models.mesh import Mesh
 from runtime.checkpoints.checkpoint import named_leaves, open_newest, read_leaf
 from runtime.config.command_line import run
 from runtime.config.keys import Tokens
@@ -47,10 +47,13 @@ TRAINING = train_any.Training(
 OF_GRADIENTS = dataclasses.replace(TRAINING, adam_b1=0.0, max_grad_norm=1e30)
 
 
+on_mesh = functools.partial(published.on_mesh, p=1)
+
+
 def config_of(model, d=1, t=1, training=TRAINING, **keys):
     """A resolved config, as far as the step reads it."""
     mesh, given = (
-        Mesh(d=d, t=t),
+        train_any.Mesh(d=d, t=t),
         {"lora": train_any.Lora(), "train": None, "initial_adapter": None, **keys},
     )
     given = {"model": model, "mesh": mesh, "training": training, "context": "auto", "fp8": False, **given}
@@ -212,7 +215,7 @@ def test_no_gradient_of_the_base_is_computed(dtype):
     sizes = dict(d_model=24, n_q_per_kv=1, n_kv=4, d_head=10, layers=3, vocab=56, d_ff=72, rope_max_timescale=256)
     model = llama.Model(**sizes, compute_dtype=dtype)  # no product of sizes is that of a matrix
     gradients = {24 * 40, 24 * 72, 24 * 56}
-    mesh = jax.sharding.AbstractMesh((1, 1, 1, 1, 1), tuple("rdcet"))
+    mesh = jax.sharding.AbstractMesh((1,) * 6, tuple("prdcet"))
     found = {}
     for rank in (0, 2):
         config = config_of(model, training=dataclasses.replace(TRAINING, tokens=Tokens(batch=11, len=13)))
@@ -616,7 +619,7 @@ def test_every_mutant_of_the_program_is_refused(pool, tmp_path, record_property)
     """Each collective removed, doubled, with its axes exchanged or one too few, and each '+axis' dropped: with
     adapters, or else with some weights, or of a mixture."""
     llama_, olmoe = [huggingface.open_weights(FOLDER / name, pool).model for name in ("llama", "olmoe")]
-    mesh = jax.sharding.AbstractMesh((2, 2, 1, 1, 2), tuple("rdcet"))
+    mesh = jax.sharding.AbstractMesh((1, 2, 2, 1, 1, 2), tuple("prdcet"))
     training = dataclasses.replace(TRAINING, microbatches=2, tokens=Tokens(batch=16, len=32))
 
     def check(path, text):

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
 
 import pytest
+import train_pipeline
 
 import generate
 import score
 import serve
 import train
 import train_any
-import train_pipeline
 from runtime.config.command_line import load, run
 from runtime.config.help import configs_of, explanations, help_of_keys
 from runtime.config.rebuild import all_keys
