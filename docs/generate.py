@@ -24,6 +24,7 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 import jax
 
 import train
+import train_any
 from ledger.count.step import of_step
 from ledger.machines.hardware import named
 from ledger.machines.roofline import roofline
@@ -132,12 +133,11 @@ def settings(old, *machine):
 
     def row(size, devices, keys, *others):
         count = int(devices.replace(",", ""))
-        given = ["program=train_at_scale", f"size={size.strip('`')}", *machine, *keys.strip("`").split()]
+        given = ["program=train_any", f"size={size.strip('`')}", *machine, *keys.strip("`").split()]
         given = dict(key.split("=") for key in (f"training.tokens.batch={512 if count <= 512 else 2048}", *given))
-        trainer = plan.plan_class(program.load(given["program"]))
-        config = load(trainer, "scale", [f"{key}={value}" for key, value in given.items()])
+        config = load(plan.plan_class(train_any), "scale", [f"{key}={value}" for key, value in given.items()])
         figures = plan.machine_of(config)
-        config = plan.with_kernel(plan.on_mesh(config), figures)
+        config = plan.with_kernel(plan.on_mesh(program.resolved(config, train_any)), figures)
         ledger = plan_step.ledger_of(config, check=False)
         bound = roofline(ledger, figures, config.devices_per_host)
         if ledger.devices != count:

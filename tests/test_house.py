@@ -31,8 +31,7 @@ ARROWS = {
     "runtime.run": "runtime shardlib ledger models.huggingface",
     "train": "runtime ledger kernels shardlib jax_extra",
     "optimizers": "train models.dropout runtime.config.keys shardlib",
-    "train_at_scale": "train runtime ledger kernels shardlib jax_extra",
-    "train_pipeline": "train_at_scale train runtime ledger kernels shardlib jax_extra",
+    "pipeline": "train models.mesh shardlib jax_extra",
     "models": "train runtime.config.keys runtime.terminal shardlib kernels jax_extra",
     "models.foreign": "models.huggingface models.layers models.safetensors runtime.files runtime.terminal",
     "models.safetensors": "runtime.files runtime.terminal",
@@ -46,17 +45,16 @@ ROOMS = (*FOLDERS, "tests")
 
 
 def test_train_py_is_minimal():
-    """train.py has at most 500 lines, its main 60, and train_at_scale.py 900."""
+    """train.py has at most 500 lines, and its main 60."""
     lines = (ROOT / "train.py").read_text().count("\n")
     main = next(node for node in TREE.body if isinstance(node, ast.FunctionDef) and node.name == "main")
     assert lines <= 500 and main.end_lineno - main.lineno + 1 <= 60
-    assert (ROOT / "train_at_scale.py").read_text().count("\n") <= 900
 
 
 def modules():
     """All modules of the product by name, with their files."""
     files = [
-        *(ROOT / f"{name}.py" for name in ("train", "train_at_scale", "train_pipeline", "optimizers", "jax_extra")),
+        *(ROOT / f"{name}.py" for name in ("train", "train_any", "pipeline", "optimizers", "jax_extra")),
         *(p for room in FOLDERS for p in (ROOT / room).rglob("*.py")),
     ]
     names = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in files}
@@ -87,7 +85,7 @@ def test_imports_are_found_wherever_they_stand():
 
 def test_rooms_import_only_what_they_may():
     """Imports go one way: shardlib knows no language model, the ledger and runtime no trainer, the folders of runtime
-    not each other, and nothing but train_at_scale.py, train_pipeline.py, models/, tools and tests imports train.py."""
+    not each other, and nothing but train_any.py, pipeline.py, models/, tools and tests imports train.py."""
     known = modules()
     foreign = []
     for name, path in known.items():
@@ -167,7 +165,7 @@ def test_no_room_knows_the_axes():
         known |= {
             (name, text)
             for text in found
-            if name not in ("train", "train_at_scale", "train_pipeline") and not within(name, ["models"])
+            if name not in ("train", "train_any", "pipeline") and not within(name, ["models"])
         }
     assert axes == ["d", "t"] and known == {  # the top, as graphviz and plotly say it
         ("runtime.tracking.hlo_graph", "t"),
@@ -211,7 +209,7 @@ def test_no_private_jax_names_and_no_broad_excepts():
 
 def test_every_saved_activation_says_why():
     """Each save_for_backward in the trainers has a comment on its line."""
-    for name in ("train.py", "train_at_scale.py", "train_pipeline.py"):
+    for name in ("train.py", "models/layers.py", "models/context.py", "models/experts.py"):
         for number, line in enumerate((ROOT / name).read_text().splitlines(), 1):
             if "save_for_backward(" in line:
                 assert "#" in line, f"{name}:{number}"

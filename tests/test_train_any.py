@@ -125,7 +125,7 @@ def test_the_gradients_of_adapters_are_those_of_the_merged_weights(name, mesh, p
     low = drawn_adapters(train_any.task_of(config))
     task, scale = train_any.task_of(config), np.float32(lora.alpha / lora.rank)
     stored.dtype = "float32"
-    with on_mesh(1, 1):
+    with published.on_mesh(1, 1):
         weights, type_ = weights_of(source, pool)
         merged = jax.tree.map(np.array, weights)
         for place, pair in pairs_of(task, low):
@@ -601,7 +601,7 @@ def test_it_is_checked_and_planned_without_a_device(start, capsys, monkeypatch, 
     assert start("checked", "lora.rank=2", "mesh={d: 4, t: 2}", "check_only=true", *rows) == 0
     out = capsys.readouterr().out
     for step in ("training_step", "validation_step"):
-        assert f"{step} on the mesh r=1 × d=4 × c=1 × e=1 × t=2: " in out
+        assert f"{step} on the mesh p=1 × r=1 × d=4 × c=1 × e=1 × t=2: " in out
     keys = ["program=train_any", "lora.rank=2", "hardware=h200", f"folder={tmp_path}"]
     monkeypatch.setattr(sys, "argv", ["plan", f"--config-dir={start.folder}", "--config-name=tiny", *keys])
     run(plan.main, plan.plan_class(train_any))

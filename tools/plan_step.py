@@ -78,8 +78,9 @@ def with_kernel(config: Any, machine: hardware.Hardware) -> Any:
 
 def on_mesh(config: Any) -> Any:
     """The config with the mesh that `hosts` and `devices_per_host` need: its own if it is as large, else with the rest
-    of the devices along its first axis. Raises RunError if there is none."""
-    (first, size), *_ = axes = vars(config.mesh).items()
+    of the devices along its first axis but that of stages. Raises RunError if there is none."""
+    axes = vars(config.mesh).items()
+    first, size = next(each for each in axes if each[0] != "p")
     count = math.prod(vars(config.mesh).values())
     keys, sizes = (" × ".join(map(str, each)) for each in ([f"mesh.{axis}" for axis, _ in axes], dict(axes).values()))
     if config.devices_per_host < 1 or (config.hosts is not None and config.hosts < 1):

@@ -125,8 +125,11 @@ def choices(config: Any, machine: hardware.Hardware, devices: int) -> tuple[list
 
 
 def searched(config: Any) -> list[str]:
-    """The axes that devices may be along. Without experts e only repeats d."""
-    return [axis for axis in vars(config.mesh) if axis != "e" or getattr(config.model, "experts", 0)]
+    """The axes that devices may be along. Without experts e only repeats d; stages are looked for where there are some."""
+    own = vars(config.mesh)
+    left_out = {"e"} if not getattr(config.model, "experts", 0) else set()
+    left_out |= {"p"} if own.get("p") == 1 else set()
+    return [axis for axis in own if axis not in left_out]
 
 
 def filled(config: Any, axes: list[str], devices: int) -> Mesh:

@@ -10,7 +10,7 @@ import several_hosts as hosts
 import yaml
 
 import train
-import train_at_scale
+import train_any
 from runtime.config.command_line import load
 from runtime.config.rebuild import flat
 
@@ -38,7 +38,7 @@ def test_configs_and_keys_that_launch_files_name_are_there(path):
     for name in names:
         assert (hosts.ROOT / f"configs/{name}.yaml").exists()
     keys = set(re.findall(r"\b((?:paths|flat_tokens|cluster|mesh|checkpoint|training)\.\w+|num_hosts)=", text))
-    assert keys <= flat(load(train_at_scale.Config).tree()).keys()
+    assert keys <= flat(load(train_any.Config).tree()).keys()
 
 
 @pytest.mark.parametrize("name", ["train.sbatch", "tpu.sh"])
@@ -133,7 +133,7 @@ def test_the_batch_script_chooses_the_mesh(nodes, keys, tmp_path):
     """By how many nodes it got, from those that the environment has; without one, what the arguments say."""
     (tmp_path / "srun").write_text('#!/bin/sh\nshift 3; printf "%s\\n" "$@"\n')
     (tmp_path / "srun").chmod(0o755)
-    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NUM_NODES": nodes, "PROGRAM": "train_at_scale"}
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NUM_NODES": nodes, "PROGRAM": "train_any"}
     env |= {"MESH_4": "mesh.r=4", "MESH_2": "mesh.r=2 mesh.d=4"}
     ended = subprocess.run([str(LAUNCH / "train.sbatch"), "a=c d"], env=env, capture_output=True, text=True)
-    assert ended.returncode == 0 and ended.stdout.splitlines() == ["-m", "train_at_scale", "a=c d", *keys]
+    assert ended.returncode == 0 and ended.stdout.splitlines() == ["-m", "train_any", "a=c d", *keys]

@@ -60,7 +60,7 @@ def test_a_line_has_its_keys_and_they_agree(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("program, job", [
-    ("train_at_scale", f"{TINY} mesh.c=2 model.experts=2 model.experts_per_token=1"),
+    ("train_any", f"{TINY} mesh.c=2 model.family=mixtral model.experts=2 model.experts_per_token=1"),
     ("train_any", "finetune_smollm2 initial_weights=tests/models/golden/llama lora.rank=2 mesh.d=2"),
     ("train_any", "finetune_smollm2 initial_weights=tests/models/golden/t5 training.tokens.read_len=8"),
 ])  # fmt: skip

@@ -15,8 +15,7 @@ import jax
 import pytest
 
 import train
-import train_at_scale
-import train_pipeline
+import train_any
 from ledger.compiled.collectives import compiled
 from ledger.compiled.overlap import overlaps
 from ledger.machines import absent
@@ -191,9 +190,9 @@ def test_a_sweep(capsys, tmp_path):
 
 def test_a_sweep_of_a_pipeline(capsys):
     """Over stages and all other axes, each with all microbatches that there are; the best first."""
-    keys = ["program=train_pipeline", "model.layers=4", "training.tokens.batch=32", "hosts=1", "sweep=true"]
+    keys = ["program=train_any", "model.layers=4", "training.tokens.batch=32", "hosts=1", "sweep=true"]
     keys += [*tiny(10**9), "training.save_for_backward=everything"]
-    plan.main(load(plan.plan_class(train_pipeline), "pipeline_local", keys))
+    plan.main(load(plan.plan_class(train_any), "any_pipeline", keys))
     text = capsys.readouterr().out.partition("\n\n")[0]
     *rows, refused = [line.split() for line in text.splitlines()[2:]]
     assert {(row[0], row[2], *row[5:7]) for row in rows if row[1] == row[3] == "1"} == {
@@ -202,16 +201,19 @@ def test_a_sweep_of_a_pipeline(capsys):
     assert " ".join(refused).startswith("Other meshes cannot be, such as mesh p=")
 
 
+def scaled(*keys):
+    """A plan of configs/scale.yaml."""
+    return program.resolved(load(plan.plan_class(train_any), "scale", ["program=train_any", *keys]), train_any)
+
+
 def test_what_the_sweep_leaves_out():
-    """The host's memory, whose time is in no forecast; what the command line says; and of a dense model the axis of
-    experts."""
-    scale = load(plan.plan_class(train_at_scale), "scale", ["program=train_at_scale"])
+    """The host's memory, whose time is in no forecast; what the command line says; of a dense model the axis of
+    experts; and stages, where the mesh has none."""
+    scale = scaled()
     assert plan_sweep.kept(scale) == [{"save_for_backward": each} for each in ("everything", "inputs")]
-    said = load(
-        plan.plan_class(train_at_scale), "scale", ["program=train_at_scale", "training.save_for_backward=inputs"]
-    )
+    said = scaled("training.save_for_backward=inputs")
     assert plan_sweep.kept(said) == [{}]
-    mixture = load(plan.plan_class(train_at_scale), "scale", ["program=train_at_scale", "size=8x7b"])
+    mixture = scaled("size=8x7b")
     assert [plan_sweep.searched(each) for each in (scale, mixture)] == [["r", "d", "c", "t"], ["r", "d", "c", "e", "t"]]
 
 
@@ -231,9 +233,8 @@ def test_neighbours():
 def test_the_search_finds_the_best(monkeypatch):
     """Where ledgers are not asked for but a time that falls towards one mesh and what is kept there, the search ends
     there after few of the ways; what does not fit comes last, and microbatches are the fewest that fit."""
-    keys = ["program=train_at_scale", "hardware=h200", "hosts=64", "size=70b", "training.tokens.batch=512"]
-    config = load(plan.plan_class(train_at_scale), "scale", keys)
-    best = {"r": 2, "d": 32, "c": 4, "e": 1, "t": 2}
+    config = scaled("hardware=h200", "hosts=64", "size=70b", "training.tokens.batch=512")
+    best = {"p": 1, "r": 2, "d": 32, "c": 4, "e": 1, "t": 2}
 
     def counted(config, machine, mesh, keys):
         if mesh["t"] > 8:
@@ -257,10 +258,9 @@ def test_the_search_finds_the_best(monkeypatch):
 
 @pytest.mark.slow
 def test_the_best_of_many_meshes(monkeypatch):
-    """Of 16 devices and all axes of train_at_scale the best of all ledgers is the best of those that the search makes,
+    """Of 16 devices and all axes but p the best of all ledgers is the best of those that the search makes,
     or within a hundredth."""
-    keys = ["program=train_at_scale", "hardware=h200", "hosts=2", "size=8b", "training.tokens.batch=128"]
-    config = load(plan.plan_class(train_at_scale), "scale", keys)
+    config = scaled("hardware=h200", "hosts=2", "size=8b", "training.tokens.batch=128")
     machine = plan.machine_of(config)
     config = plan.with_kernel(config, machine)
     found, _ = plan_sweep.choices(config, machine, 16)
@@ -439,7 +439,7 @@ def test_nothing_stands_alone_in_the_loop_over_layers(name, machine):
 def test_many_axes_compiled_for_what_is_not_there(keys):
     """8b with dealt heads and with gathered keys, and a mixture, on 64 H200s: the forecast is within a tenth of XLA's
     memory, and what is sent is what is written."""
-    done = compiled_plan("scale", "program=train_at_scale", "hardware=h200", *keys.split())
+    done = compiled_plan("scale", "program=train_any", "hardware=h200", *keys.split())
     assert done.returncode == 0, done.stderr
     assert 1 / 1.1 < float(re.search(r"ratio (\d\.\d\d)\n", done.stdout)[1]) < 1.1
     assert re.search(r"\n[45] differences between what is written", done.stdout)

@@ -1,4 +1,4 @@
-"""train_at_scale.py and train_pipeline.py in two processes: each axis across them; and what a slow, a dead and a faulty
+"""train_any.py in two processes: each axis across them; and what a slow, a dead and a faulty
 one do."""
 
 import re
@@ -11,20 +11,19 @@ import several_hosts as hosts
 from several_hosts import nothing_is_left  # noqa: F401 a fixture
 from test_cluster import MPIRUN, needs_mpirun
 
-import train_at_scale
-import train_pipeline
+import train_any
 from runtime.cluster import processes
 from runtime.config.command_line import run
 
-AT_SCALE = [sys.executable, "-m", "train_at_scale"]
+PROGRAM = [sys.executable, "-m", "train_any"]
 STAGES = "model.layers=4 training.microbatches=4"
 ACROSS = {
     "r": "mesh.r=2 mesh.d=2 mesh.t=1",
     "d": "mesh.d=2 mesh.t=2",
     "c": "mesh.d=1 mesh.c=2 mesh.t=2",
     "c of gathered keys": "mesh.d=1 mesh.c=2 mesh.t=2 model.n_kv=2",
-    "e": "mesh.d=1 mesh.e=2 mesh.t=2 model.experts=4 model.experts_per_token=2",
-    "e with a capacity": "mesh.d=1 mesh.e=2 mesh.t=2 model.experts=4 model.experts_per_token=2 model.capacity=1.0",
+    "e": "mesh.d=1 mesh.e=2 mesh.t=2 family=mixtral model.experts=4 model.experts_per_token=2",
+    "e with a capacity": "mesh.d=1 mesh.e=2 mesh.t=2 family=mixtral model.experts=4 model.experts_per_token=2 model.capacity=1.0",
     "t": "mesh.d=1 mesh.t=4",
     "p": f"mesh.p=2 mesh.d=2 mesh.t=1 {STAGES}",
     "p with r": f"mesh.p=2 mesh.r=2 mesh.d=1 mesh.t=1 {STAGES}",
@@ -43,11 +42,10 @@ def data(tmp_path_factory):
 def test_an_axis_across_processes(axis, data, tmp_path, monkeypatch):
     """Two devices in each of two processes that mpirun starts have the losses and the validation loss of four devices
     in one, but for the order in which sums are taken."""
-    program = train_pipeline if axis[0] == "p" else train_at_scale
     keys = [*hosts.TINY, data, *ACROSS[axis].split()]
-    monkeypatch.setattr(sys, "argv", [program.__name__, *keys, *hosts.where(tmp_path / "one")])
-    run(program.main, program.Config)
-    command = [*MPIRUN, sys.executable, "-m", program.__name__, *keys, *hosts.TWO, *hosts.where(tmp_path / "two")]
+    monkeypatch.setattr(sys, "argv", ["train_any", *keys, *hosts.where(tmp_path / "one")])
+    run(train_any.main, train_any.Config)
+    command = [*MPIRUN, sys.executable, "-m", "train_any", *keys, *hosts.TWO, *hosts.where(tmp_path / "two")]
     env = hosts.environment(tmp_path / "compiled")
     ended = subprocess.run(command, cwd=hosts.ROOT, env=env, capture_output=True, text=True, timeout=400)
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -61,9 +59,9 @@ def test_an_axis_across_processes(axis, data, tmp_path, monkeypatch):
 
 # -- Faults ------------------------------------------------------------------------------------------------------------
 RUN = """
-import train_at_scale
+import train_any
 from runtime.config.command_line import run
-run(train_at_scale.main, train_at_scale.Config)
+run(train_any.main, train_any.Config)
 """
 SLOW = (
     """
@@ -132,7 +130,8 @@ def test_the_device_that_holds_a_nan_is_named(data, tmp_path):
     printed = [" ".join((tmp_path / f"log.{index}").read_text().split()) for index in range(2)]
     assert "10 steps in a row had a loss" in printed[0] and "Not finite on this host: no weight or moment" in printed[0]
     assert re.search(
-        r"Not finite on this host: weights/final_layer_norm on device \d+ \(r 1, d 0, c 0, e 0, t 1\)\. ", printed[1]
+        r"Not finite on this host: weights/final_layer_norm on device \d+ \(p 0, r 1, d 0, c 0, e 0, t 1\)\. ",
+        printed[1],
     )
 
 
@@ -146,7 +145,7 @@ def test_a_job_goes_on_on_fewer_hosts(tmp_path, monkeypatch):
         [*tiny, *ever, "mesh.r=2", *hosts.where(folder)],
         hosts.environment(tmp_path / "compiled"),
         output=tmp_path / "log",
-        program=AT_SCALE,
+        program=PROGRAM,
     )
     hosts.wait_until(lambda: (folder / "checkpoints").exists() and hosts.checkpoints(folder))
     both[1].kill()
@@ -154,7 +153,7 @@ def test_a_job_goes_on_on_fewer_hosts(tmp_path, monkeypatch):
     done = hosts.checkpoints(folder)[-1]
     for run_folder in (folder, tmp_path / "whole"):
         keys = [*tiny, f"training.steps={done + 3}", "mesh.r=1", *hosts.where(run_folder)]
-        monkeypatch.setattr(sys, "argv", ["train_at_scale", *keys])
-        run(train_at_scale.main, train_at_scale.Config)
+        monkeypatch.setattr(sys, "argv", ["train_any", *keys])
+        run(train_any.main, train_any.Config)
     losses, whole = (dict(hosts.losses(each)) for each in (folder, tmp_path / "whole"))
     assert list(losses) == list(whole) and losses[done + 3] == pytest.approx(whole[done + 3], rel=1e-5)

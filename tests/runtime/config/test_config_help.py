@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
 
 import pytest
-import train_pipeline
 
 import generate
 import score
@@ -91,9 +90,7 @@ def test_no_key_is_without_explanation(config_class):
     assert max(len(line) for text in help_of_keys(config_class) for line in text.splitlines()) <= 120
 
 
-@pytest.mark.parametrize(
-    "config_class", [train.Config, plan.plan_class(train), train_any.Config, train_pipeline.Config]
-)
+@pytest.mark.parametrize("config_class", [train.Config, plan.plan_class(train), train_any.Config])
 def test_each_program_takes_the_configs_that_it_lists(config_class):
     """None ends in `is not a key`."""
     names = configs_of(ROOT / "configs", config_class.CONFIG)
