@@ -49,7 +49,7 @@ def labelled(module, p, v, groups):
 
         seen = jnp.zeros_like(w)
         loss, seen, of_pieces, of_a, of_stream = module.pipelined(stage, head, (w, g), w, a, stream, seen)
-        alone, *_ = module.pipelined(stage, head, (w, g), w, a, stream, backward=False)
+        alone, *_ = module.pipelined(stage, head, (w, g), w, a, stream, seen, False)
         sums = [
             shardops.psum(f'{dims} +p +r +d +c +e +t -> {dims}', x)
             for dims, x in (('N', of_a), ('', loss), ('', alone))
@@ -224,8 +224,8 @@ EVERY = 4
 @pytest.mark.slow
 @pytest.mark.parametrize('first', range(EVERY))
 def test_mutants_are_refused(first, tmp_path, monkeypatch, record_property):
-    """Each collective removed, doubled, with its axes exchanged or one too few, and each '+axis' dropped: in a step of a
-    mixture on stages."""
+    """Each collective removed, doubled, with its axes exchanged or one too few, and each '+axis' dropped: in a step
+    of a mixture on stages."""
     made, any_ = mutants(SOURCE, ('p', *GROUPS))[first::EVERY], Path(train_any.__file__).read_text()
 
     def check_pipeline(path, source):

@@ -617,18 +617,21 @@ def test_it_is_checked_and_planned_without_a_device(start, capsys, monkeypatch, 
 @pytest.mark.slow
 def test_every_mutant_of_the_program_is_refused(pool, tmp_path, record_property):
     """Each collective removed, doubled, with its axes exchanged or one too few, and each '+axis' dropped: with
-    adapters, or else with some weights, or of a mixture."""
+    adapters, or else with some weights, or of a mixture; and on stages."""
     llama_, olmoe = [huggingface.open_weights(FOLDER / name, pool).model for name in ("llama", "olmoe")]
-    mesh = jax.sharding.AbstractMesh((1, 2, 2, 1, 1, 2), tuple("prdcet"))
     training = dataclasses.replace(TRAINING, microbatches=2, tokens=Tokens(batch=16, len=32))
 
     def check(path, text):
         module, proved = module_of(path, text), 0
         number, loss = jax.ShapeDtypeStruct((), jnp.uint32), jax.ShapeDtypeStruct((), jnp.float32)
         lora, some = {"lora": train_any.Lora(rank=2, targets="w_[qo]")}, {"train": ".*norm|transformer/w_q"}
-        for model, keys in ((llama_, lora), (llama_, some), (olmoe, {"train": ".*router"})):
+        on_stages = {"mesh": train_any.Mesh(p=2, r=2, d=2, t=2)}
+        cases = (llama_, lora), (llama_, some), (olmoe, {"train": ".*router"}), (llama_, on_stages), (olmoe, on_stages)
+        for model, keys in cases:
             config = config_of(model, 4, 2, training, **keys)
             state, batch = module.shapes(config)
+            sizes = (2 if keys is on_stages else 1, 2, 2, 1, 1, 2)
+            mesh = jax.sharding.AbstractMesh(sizes, tuple("prdcet"))
             step, validate = module.mapped_steps(config, 0)
             proved += step.check(mesh, state, number, number, batch)
             proved += validate.check(mesh, state.weights, loss, loss, batch)

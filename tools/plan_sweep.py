@@ -125,7 +125,7 @@ def choices(config: Any, machine: hardware.Hardware, devices: int) -> tuple[list
 
 
 def searched(config: Any) -> list[str]:
-    """The axes that devices may be along. Without experts e only repeats d; stages are looked for where there are some."""
+    """The axes that devices may be along. Without experts e only repeats d; p where the mesh has it."""
     own = vars(config.mesh)
     left_out = {"e"} if not getattr(config.model, "experts", 0) else set()
     left_out |= {"p"} if own.get("p") == 1 else set()

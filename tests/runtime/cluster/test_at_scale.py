@@ -16,14 +16,15 @@ from runtime.cluster import processes
 from runtime.config.command_line import run
 
 PROGRAM = [sys.executable, "-m", "train_any"]
+MIXTURE = "family=mixtral model.experts=4 model.experts_per_token=2"
 STAGES = "model.layers=4 training.microbatches=4"
 ACROSS = {
     "r": "mesh.r=2 mesh.d=2 mesh.t=1",
     "d": "mesh.d=2 mesh.t=2",
     "c": "mesh.d=1 mesh.c=2 mesh.t=2",
     "c of gathered keys": "mesh.d=1 mesh.c=2 mesh.t=2 model.n_kv=2",
-    "e": "mesh.d=1 mesh.e=2 mesh.t=2 family=mixtral model.experts=4 model.experts_per_token=2",
-    "e with a capacity": "mesh.d=1 mesh.e=2 mesh.t=2 family=mixtral model.experts=4 model.experts_per_token=2 model.capacity=1.0",
+    "e": f"mesh.d=1 mesh.e=2 mesh.t=2 {MIXTURE}",
+    "e with a capacity": f"mesh.d=1 mesh.e=2 mesh.t=2 {MIXTURE} model.capacity=1.0",
     "t": "mesh.d=1 mesh.t=4",
     "p": f"mesh.p=2 mesh.d=2 mesh.t=1 {STAGES}",
     "p with r": f"mesh.p=2 mesh.r=2 mesh.d=1 mesh.t=1 {STAGES}",
