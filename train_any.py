@@ -373,7 +373,7 @@ def loss_sum(
     if task.lora.rank:
         options['adapt'] = functools.partial(adapted, task.lora, of_adapters)
         options['low'] = numbered(task, weights.trained)
-    ends = family.gather_ends(all_weights, reduce_dtype)
+    ends = family.TABLE.gather_first(all_weights, reduce_dtype)
     if has_encoder(family):
         x, routing = family.hidden(model, all_weights, *family.pairs_of(batch, bos_id), ends=ends, **options), None
     else:
@@ -381,7 +381,7 @@ def loss_sum(
         options |= {'dropout': dropout, 'along_c': task.along_c}
         x, routing = layers.hidden(family, model, all_weights, *inputs, ends=ends, **options)
     cap = family.mask(model).logits_cap
-    unembed = over_stages(ends.unembed)
+    unembed = over_stages(family.TABLE.gather_unembed(all_weights, ends, reduce_dtype))
     return layers.loss_sum(unembed, x, batch, cap, batch.weight, z_loss, task.along_c, V='V/u'), routing
 
 
@@ -393,7 +393,7 @@ def over_stages(unembed: Any) -> Any:
 
 
 @typed
-def loss_of_routers(training: Training, parts: int, routing: Array['layers', Routing]) -> f32['+b +c']:
+def loss_of_routers(training: Any, parts: int, routing: Array['layers', Routing]) -> f32['+b +c']:
     balance = shardops.sum_unreduced('layers +b +c -> +b +c', routing.balance)
     z = shardops.sum_unreduced('layers +b +c -> +b +c', routing.z)
     return (training.balance_loss * balance + training.router_z_loss * z) / parts

@@ -21,7 +21,7 @@ transposed.
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -233,6 +233,20 @@ class Table:
     def gather_ends(self, weights: Any, reduce_dtype: str = 'float32') -> Any:
         """`Ends` of `Weights`. A model without `unembed` has the embedding there."""
         return self._gathered(self.ends, self.Ends, weights, reduce_dtype)
+
+    def gather_first(self, weights: Any, reduce_dtype: str) -> Any:
+        """The same with the embedding in the place of every unembedding: what the layers come after."""
+        return self.gather_ends(replace(weights, unembed=None) if 'unembed' in self.ends else weights, reduce_dtype)
+
+    def gather_unembed(self, weights: Any, ends: Any, reduce_dtype: str) -> Any:
+        """`Ends.unembed`, of those of `gather_first`. Gathered after the layers, its gradient, 4VM/t bytes, is
+        scattered before theirs are computed."""
+        own = getattr(weights, 'unembed', None)
+        if own is None:
+            return ends.unembed
+        with Scope():
+            table = self.ends['unembed'].gathered('unembed', own, reduce_dtype)['unembed']
+        return Biased(table, ends.unembed.bias) if isinstance(ends.unembed, Biased) else table
 
     def _gathered(
         self, table: dict[str, Weight], type_: type, w: Any, reduce_dtype: str, scales: dict[str, jax.Array] = {}  # noqa: B006

@@ -21,7 +21,7 @@ import train
 import train_any
 from ledger.compiled.check import differences
 from ledger.count.step import of_step
-from models import context, experts, huggingface, llama, mixtral
+from models import experts, huggingface, layers, llama, mixtral
 from optimizers import State
 from runtime.config.keys import PairTokens
 from shardlib.mesh import make_mesh
@@ -247,13 +247,13 @@ def test_it_is_train_py_bit_for_bit(attention):
 @pytest.mark.usefixtures('proved_elsewhere')
 @pytest.mark.slow
 def test_axes_of_one_device_cost_nothing():
-    """On d and t alone, in bfloat16, it has train.py's losses to rounding and its FLOPs; and no more bytes but a
-    hundredth are sent and held."""
+    """On d and t alone, in bfloat16, it has train.py's losses to rounding and its FLOPs; its bytes are sent and held: it
+    sends norms' scales, and what the last layer returns, once more."""
     config, ours, _, theirs, _ = beside_train('d4 t2', compute_dtype='bfloat16')
     assert ours[0] == theirs[0] and ours == pytest.approx(theirs, rel=3e-5)
     ours, theirs = ledger_of(config), ledger_of(as_train(config), train)
     assert (ours.model_flops, ours.hardware_flops) == (theirs.model_flops, theirs.hardware_flops)
-    assert ours.sent_bytes() <= 1.01 * theirs.sent_bytes() and ours.memory.bytes <= 1.01 * theirs.memory.bytes
+    assert ours.sent_bytes() <= 1.03 * theirs.sent_bytes() and ours.memory.bytes <= theirs.memory.bytes
 
 
 # -- What types refuse, and what they cannot see -----------------------------------------------------------------------
@@ -288,10 +288,14 @@ def test_stages_are_proved(models, tmp_path):
 # What types cannot see: which positions, whose tokens, which slot.
 UNSEEN = {
     'positions are not dealt': (
-        context, FEW_HEADS, 'self.in_order(whole))\n\n\nALONE', 'whole)\n\n\nALONE',
+        'context', (layers, 'Rows'), 'self.context.part(self.place),', "shardops.slice('L -> L/c', self.place),"
     ),
-    'results come back to other slots': (experts, CAPACITY, 'jnp.moveaxis(y, 0, 1)', 'jnp.moveaxis(y[::-1], 0, 1)'),
-    'two experts share slots': (experts, CAPACITY, 'pairs * C + place, E * C', 'pairs // 2 * C + place, E * C'),
+    'results come back to other slots': (
+        'experts', (experts, 'combine'), 'jnp.moveaxis(y, 0, 1)', 'jnp.moveaxis(y[::-1], 0, 1)'
+    ),
+    'two experts share slots': (
+        'experts', (experts, 'slots'), 'pairs * C + place, E * C', 'pairs // 2 * C + place, E * C'
+    ),
 }  # fmt: skip
 
 
@@ -299,16 +303,13 @@ UNSEEN = {
 @pytest.mark.parametrize('what', UNSEEN)
 def test_what_types_cannot_see(what, tmp_path, monkeypatch):
     """The comparison with the reference does."""
-    module, model, old, new = UNSEEN[what]
-    source = (ROOT / f'models/{module.__name__.partition(".")[2]}.py').read_text()
+    file, (module, name), old, new = UNSEEN[what]
+    source = (ROOT / f'models/{file}.py').read_text()
     assert source.count(old) == 1
-    changed = module_of(tmp_path / 'changed.py', source.replace(old, new))
-    for name in ('Context', 'slots', 'dispatch', 'combine'):
-        if hasattr(module, name):
-            monkeypatch.setattr(module, name, getattr(changed, name))
-    monkeypatch.setattr(train_any, 'context_of', lambda mesh, *_: context.Context(mesh.c, 'gather'))
+    changed = source.replace(old, new).replace('context: Context, segment', 'context: object, segment')
+    monkeypatch.setattr(module, name, getattr(module_of(tmp_path / 'changed.py', changed), name))
     with pytest.raises(AssertionError, match=r'the (loss|gradient) is another'):
-        require_truth(model, 'c2 e2 t2')
+        require_truth(FEW_HEADS if file == 'context' else CAPACITY, 'c2 e2 t2')
 
 
 # -- Runs --------------------------------------------------------------------------------------------------------------
