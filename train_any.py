@@ -454,90 +454,114 @@ def loss_and_gradient(
     return value, routing, gradient
 
 
+@dataclass(frozen=True)
+class Staged:
+    """The loss on the stages of a pipeline, in parts: what `pipeline.pipelined` takes."""
+
+    task: Task
+    training: Training
+    bos_id: int
+    parts: int
+    in_step: Tuned  # layers as stages have them, 'p/p v n M/w F/t'
+    own: Any  # a device's rows by microbatches, 'p/p groups R/b L', and their numbers, which dropout needs
+    every: Any  # those of all stages
+    step: jax.Array | None  # None: no dropout
+    target_count: jax.Array
+    z_loss: float
+
+    def weights(self, trained: Any) -> Any:
+        return joined(self.task, replace(self.in_step, trained=trained))
+
+    def ends(self, trained: Any) -> Any:
+        return self.task.family.gather_ends(self.weights(trained), self.training.gradient_reduce_dtype)
+
+    def layers(self, trained: Any) -> Any:
+        """Gathered, 'p/p v n M F/t', once a step: 2 bytes for each parameter of the stage / t are sent and held, and 4
+        for each in the gradient."""
+        gather = functools.partial(self.task.family.gather_layer, reduce_dtype=self.training.gradient_reduce_dtype)
+        of_pieces = functools.partial(lax.map, functools.partial(lax.map, gather))
+        return shardops.each('p', of_pieces, self.weights(trained).transformer)
+
+    def embed(self, ends: Any) -> Any:
+        """Each device its own rows, 'p/p groups B/b L/c M/t'."""
+        task, groups = self.task, self.parts // self.task.mesh.p
+
+        @typed
+        def of_own(batch: Any):
+            batch = jax.tree.map(functools.partial(shardops.regroup, 'groups B/b L -> R/b L'), batch)
+            inputs, _, position = map(task.along_c.part, layers.inputs_of(batch, self.bos_id))
+            x = task.family.embed(task.model, ends, inputs, position, 'M/t')
+            return shardops.regroup('R/b L/c M/t -> groups B/b L/c M/t', x, groups=groups)
+
+        return shardops.each('p', of_own, self.own[0])
+
+    def stage(self, piece: Any, fixed: Any, x: jax.Array, number: jax.Array) -> Any:
+        """As of `pipelined`; fixed: what has no gradient of each layer, its window, its number."""
+        task, training, (frozen, window, numbers) = self.task, self.training, fixed
+        batch, rows = pipeline.microbatch(self.every, number)
+        dropout, of_adapters = drops_of(task, training, self.step, rows)
+        given, in_use = (piece,), lambda w: w
+        if task.lora.rank:
+            given, in_use = (frozen, (piece, numbers)), functools.partial(adapted, task.lora, of_adapters)
+        stack = given, window, None if dropout is None else numbers
+        _, segment, position = layers.inputs_of(batch, self.bos_id)
+        options = training.save_for_backward, training.unroll_layers, dropout, task.along_c
+        x, routing = layers.through(task.family, task.model, x, stack, in_use, segment, position, *options)
+        if routing is None:
+            return (x, None), None
+        loss = loss_of_routers(training, self.parts, routing)
+        return (x, shardops.pending('+b +c -> +b +c +t', loss)), routing
+
+    def head(self, ends: Any, shared: Any, y: jax.Array, number: jax.Array) -> jax.Array:
+        (unembed, norms), family, model = shared, self.task.family, self.task.model
+        batch, _ = pipeline.microbatch(self.every, number)
+        x = layers.ended(family, model, replace(ends, **norms), pipeline.from_last(y))
+        cap, along_c = family.mask(model).logits_cap, self.task.along_c
+        value = layers.loss_sum(unembed, x, batch, cap, batch.weight, self.z_loss, along_c, V='V/u')
+        return value / self.target_count
+
+
+def of_head(ends: Any) -> Any:
+    """A stage's part of the unembedding, in float32, so that its gradient adds up over microbatches in float32; and the
+    other ends but the embedding."""
+    norms = {name: w for name, w in vars(ends).items() if name not in ('embed', 'unembed') and w is not None}
+    return over_stages(ends.unembed).astype(jnp.float32), norms
+
+
 def staged_loss_and_gradient(
     task: Task, training: Training, bos_id: int, parts: int, in_step: Tuned, batch: Any, step: jax.Array | None,
     target_count: jax.Array, z_loss: float, backward: bool = True,
 ):  # fmt: skip
-    """The same on the stages of a pipeline; without backward no gradient.
-
-    in_step: layers as stages have them, 'p/p v n M/w F/t'. They are gathered once a step: 2 bytes for each parameter of
-    the stage / t are sent and held, and 4 for each in the gradient.
-    """
-    family, model, along_c, rank = task.family, task.model, task.along_c, task.lora.rank
-    reduce_dtype, v, p = training.gradient_reduce_dtype, task.pieces, task.mesh.p
-    groups, has_dropout = parts // p, training.dropout or task.lora.dropout
+    """The same on the stages of a pipeline; without backward no gradient."""
+    family, model, p, v = task.family, task.model, task.mesh.p, task.pieces
     layers.require_positions(model, batch.targets.shape[1])
-
-    rows = row_numbers(batch, 'B/p/b') if has_dropout and step is not None else None
-    own = layers.WeightedBatch(**vars(batch)), rows
-    own = jax.tree.map(functools.partial(pipeline.own_rows, groups=groups), own)
+    has_dropout = (training.dropout or task.lora.dropout) and step is not None
+    rows = layers.WeightedBatch(**vars(batch)), row_numbers(batch, 'B/p/b') if has_dropout else None
+    own = jax.tree.map(functools.partial(pipeline.own_rows, groups=parts // p), rows)
     every = jax.tree.map(pipeline.all_rows, own)
-
-    def gathered_ends(trained):
-        return family.gather_ends(joined(task, replace(in_step, trained=trained)), reduce_dtype)
-
-    def gathered_layers(trained):
-        gather = functools.partial(family.gather_layer, reduce_dtype=reduce_dtype)
-        stack = joined(task, replace(in_step, trained=trained)).transformer
-        return shardops.each('p', functools.partial(lax.map, functools.partial(lax.map, gather)), stack)
-
-    def embed(ends):
-        @typed
-        def of_own(batch: Any):
-            batch = jax.tree.map(functools.partial(shardops.regroup, 'groups B/b L -> R/b L'), batch)
-            inputs, _, position = layers.inputs_of(batch, bos_id)
-            x = family.embed(model, ends, along_c.part(inputs), along_c.part(position), 'M/t')
-            return shardops.regroup('R/b L/c M/t -> groups B/b L/c M/t', x, groups=groups)
-
-        return shardops.each('p', of_own, own[0])
-
-    def of_head(ends):
-        # Float32, so that the gradient adds up over microbatches in float32.
-        return over_stages(ends.unembed).astype(jnp.float32), {**vars(ends), 'embed': None, 'unembed': None}
-
-    def stage(piece, fixed, x, number):
-        frozen, window, numbers = fixed
-        batch, rows = pipeline.microbatch(every, number)
-        dropout, of_adapters = drops_of(task, training, step, rows)
-        given, in_use = (piece,), lambda w: w
-        if rank:
-            given, in_use = (frozen, (piece, numbers)), functools.partial(adapted, task.lora, of_adapters)
-        stack = given, window, None if dropout is None else numbers
-        _, segment, position = layers.inputs_of(batch, bos_id)
-        options = training.save_for_backward, training.unroll_layers, dropout, along_c
-        x, routing = layers.through(family, model, x, stack, in_use, segment, position, *options)
-        if routing is None:
-            return (x, None), None
-        return (x, shardops.pending('+b +c -> +b +c +t', loss_of_routers(training, parts, routing))), routing
-
-    def head(shared, y, number):
-        unembed, others = shared or fixed_shared
-        batch, _ = pipeline.microbatch(every, number)
-        others = {name: w for name, w in others.items() if w is not None}
-        x = layers.ended(family, model, replace(ends, **others), pipeline.from_last(y))
-        cap = family.mask(model).logits_cap
-        return layers.loss_sum(unembed, x, batch, cap, batch.weight, z_loss, along_c, V='V/u') / target_count
+    staged = Staged(task, training, bos_id, parts, in_step, own, every, step, target_count, z_loss)
 
     with jax.named_scope('embed'):
-        ends, pull_ends = shardops.vjp(gathered_ends, in_step.trained)
-        stream, pull_stream = shardops.vjp(embed, ends)
-        fixed_shared, pull_shared = shardops.vjp(of_head, ends)
+        ends, pull_ends = shardops.vjp(staged.ends, in_step.trained)
+        stream, pull_stream = shardops.vjp(staged.embed, ends)
+        shared, pull_shared = shardops.vjp(of_head, ends)
     with jax.named_scope('stages'):
-        if rank:
-            frozen, pieces = gathered_layers(in_step.trained), in_step.trained.transformer
+        if task.lora.rank:
+            frozen, pieces = staged.layers(in_step.trained), in_step.trained.transformer
         else:
-            frozen, (pieces, pull_layers) = None, shardops.vjp(gathered_layers, in_step.trained)
-        deal = functools.partial(pipeline.dealt_out, 'layers', v)
-        fixed = frozen, *jax.tree.map(deal, (family.mask(model).by_layer(), jnp.arange(model.layers, dtype=jnp.uint32)))
+            frozen, (pieces, pull_layers) = None, shardops.vjp(staged.layers, in_step.trained)
+        of_layers = family.mask(model).by_layer(), jnp.arange(model.layers, dtype=jnp.uint32)
+        fixed = frozen, *jax.tree.map(functools.partial(pipeline.dealt_out, 'layers', v), of_layers)
     trains_ends = any('/' not in name for name in names(task.in_step.trained))
-    experts, n = getattr(model, 'experts', 0), model.layers // (p * v)
-    value, routing, of_pieces, of_shared, of_stream = pipeline.pipelined(
-        stage, head, pieces, fixed, fixed_shared if trains_ends else (), stream,
-        no_routing('p/p v n', experts, v=v, n=n), backward,
-    )  # fmt: skip
-    if routing is not None:
-        types = map_type(lambda array: array, Routing)
-        routing = jax.tree.map(lambda type_, x: pipeline.collected(f'layers {type_.spec}', x), types, routing)
+
+    def head(given, y, number):
+        return staged.head(ends, given or shared, y, number)
+
+    seen = no_routing('p/p v n', getattr(model, 'experts', 0), v=v, n=model.layers // (p * v))
+    given = pieces, fixed, shared if trains_ends else (), stream, seen, backward
+    value, seen, of_pieces, of_shared, of_stream = pipeline.pipelined(staged.stage, head, *given)
+    types = map_type(lambda array: array, Routing)
+    routing = seen and jax.tree.map(lambda array, x: pipeline.collected(f'layers {array.spec}', x), types, seen)
     if not backward:
         return value, routing, None
 
@@ -546,10 +570,10 @@ def staged_loss_and_gradient(
 
     with jax.named_scope('stages'):
         of_pieces = like(of_pieces, pieces)
-        gradient = replace(in_step.trained, transformer=of_pieces) if rank else pull_layers(of_pieces)[0]
+        gradient = replace(in_step.trained, transformer=of_pieces) if task.lora.rank else pull_layers(of_pieces)[0]
     if trains_ends:
         with jax.named_scope('embed'):
-            of_ends = pull_stream(of_stream)[0], pull_shared(like(of_shared, fixed_shared))[0]
+            of_ends = pull_stream(of_stream)[0], pull_shared(like(of_shared, shared))[0]
             (of_ends,) = pull_ends(jax.tree.map(jnp.add, *of_ends))
         gradient = replace(of_ends, transformer=gradient.transformer)
     return value, routing, gradient

@@ -247,8 +247,8 @@ def test_it_is_train_py_bit_for_bit(attention):
 @pytest.mark.usefixtures('proved_elsewhere')
 @pytest.mark.slow
 def test_axes_of_one_device_cost_nothing():
-    """On d and t alone, in bfloat16, it has train.py's losses to rounding and its FLOPs; its bytes are sent and held: it
-    sends norms' scales, and what the last layer returns, once more."""
+    """On d and t alone, in bfloat16, it has train.py's losses to rounding and its FLOPs; its bytes are sent and held:
+    it sends norms' scales, and what the last layer returns, once more."""
     config, ours, _, theirs, _ = beside_train('d4 t2', compute_dtype='bfloat16')
     assert ours[0] == theirs[0] and ours == pytest.approx(theirs, rel=3e-5)
     ours, theirs = ledger_of(config), ledger_of(as_train(config), train)

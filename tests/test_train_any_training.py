@@ -234,6 +234,46 @@ def test_any_family_from_random_weights(family, small_run, tmp_path):
     assert small_run("several", *keys, *FAMILIES[family]) == pytest.approx(one, rel=1e-5)
 
 
+STAGES = (
+    ["mesh={p: 2, d: 2, t: 2}"],
+    ["mesh={p: 4, d: 2, t: 1}"],
+    ["mesh={p: 2, d: 1, c: 2, t: 2}", "training.pieces=2"],
+)
+OF_STAGES = {"mixtral": ["mesh={p: 2, d: 1, e: 2, t: 2}"], "olmoe": ["mesh={p: 4, d: 1, e: 2, t: 1}"]}
+ON_STAGES = {
+    family: OF_STAGES.get(family, STAGES[number % 3]) for number, family in enumerate(FAMILIES) if family != "t5"
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ON_STAGES)
+def test_any_family_on_stages(family, small_run):
+    """Its losses are those of one device."""
+    keys = [f"family={family}", *OF_FAMILY.get(family, []), "model.layers=4", "training.microbatches=4"]
+    keys += ["training.steps=3", "eval_interval=3", "training.tokens.batch=16"]
+    one = small_run("one", *keys, "mesh={d: 1, t: 1}")
+    assert small_run("several", *keys, *ON_STAGES[family]) == pytest.approx(one, rel=1e-5)
+
+
+OTHERWISE = {
+    "adapters": ["lora.rank=2", "lora.dropout=0.1"],
+    "some": ["train=transformer/.*", "training.moment_dtype=bfloat16", "training.optimizer=muon"],
+    "all": ["training.dropout=0.1", "training.ema_decay=0.5", "training.batch_doubles_at=[1]", "training.z_loss=1e-3"],
+    "inputs": ["training.save_for_backward=inputs", "training.optimizer=adafactor"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", OTHERWISE)
+def test_whatever_is_trained_on_stages(what, small_run, tmp_path):
+    """Adapters, some weights, all of them: the losses of one device."""
+    keys = ["model.layers=4", "training.microbatches=4", "training.tokens.batch=16"]
+    small_run("first", *keys, "mesh={d: 1, t: 1}")
+    keys += [f"initial_weights={tmp_path}/first", "training.learning_rate=0.01", *OTHERWISE[what]]
+    one = small_run("one", *keys, "mesh={d: 1, t: 1}")
+    assert small_run("several", *keys, *STAGES[0]) == pytest.approx(one, rel=1e-5)
+
+
 @pytest.mark.slow
 def test_a_config_of_train_py(small_run, tmp_path):
     """From the same weights, with the keys of train.py's config: the same losses, but for the rounding of rotary
