@@ -2,13 +2,15 @@
 
     python -m train_any family=qwen3                         # a small one, from random weights
     python -m train_any --config-name=finetune_smollm2       # SmolLM2 further, on invented chats
+    python -m train_any --config-name=any_pipeline           # layers on four stages of a pipeline
     python -m train_any check_only=true                      # proves the types below on the mesh, without a device
 
 What the model is, the keys of `model` say, or initial_weights: a run, a checkpoint or a published folder. What is
 frozen has no gradient and no moments, and is not saved. docs/models.md begins with random weights, docs/finetuning.md
 leads from conversations to a model that answers like them.
 Legend as in train.py, whose optimizer and losses these are; rank is that of an adapter. Types name groups of axes
-(models/mesh.py). What differs by mesh stands outside of families: attention over c in models/context.py, replicas here.
+(models/mesh.py). What differs by mesh stands outside of families: attention over c in models/context.py, the schedule
+of stages in pipeline.py, replicas here.
 """
 
 import dataclasses
