@@ -43,7 +43,7 @@ from optimizers import State
 from runtime.check import batch_shapes, check_sizes, report_check
 from runtime.config.command_line import run
 from runtime.config.keys import Count, Decay, Name, NotNegative, PairTokens, Positive, Regex, RunConfig, Steps
-from runtime.config.rebuild import as_tree, rebuild, shown
+from runtime.config.rebuild import all_keys, as_tree, rebuild, shown
 from runtime.data.sources import tokenizer_of
 from runtime.run import Run, names, start, with_shardings
 from runtime.terminal import RunError
@@ -93,6 +93,7 @@ class Training(optimizers.Training):
 @dataclass(frozen=True, kw_only=True)
 class Config(RunConfig):
     CONFIG: ClassVar[str] = 'any_synthetic'
+    OTHER: ClassVar[str | None] = None
 
     mesh: Mesh
     # `family`, a file of models/ (llama if there is none), and the keys of its Model; with initial_weights what differs
@@ -225,6 +226,12 @@ def model_of(config: Config) -> Any:
 def section_of(Model: type) -> type:
     """A config of this section alone: so messages name the key, model.d_ff, and where it was set."""
     return dataclasses.make_dataclass('Section', [('model', Model)], frozen=True, kw_only=True)
+
+
+def has_key(key: str) -> bool:
+    """Whether it can be set here, for some family."""
+    of_models = (all_keys(importlib.import_module(file).Model, 'model.') for file in TRAINED)
+    return key == 'model.family' or any(key in keys for keys in (all_keys(Config), *of_models))
 
 
 def family_of(model: Any) -> ModuleType:

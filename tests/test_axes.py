@@ -408,6 +408,16 @@ REFUSED = [
 ]  # fmt: skip
 
 
+def test_a_key_of_this_program_is_named_by_others(monkeypatch, capsys):
+    """In the place of the nearest word."""
+    given = ['mesh.r=2', 'model.experts=4', 'lora.rank=2', 'mesh.x=2']
+    assert small.start_training(monkeypatch, *given, trainer=train) == 1
+    said = ' '.join(capsys.readouterr().err.split())
+    for key in 'mesh.r', 'model.experts', 'lora.rank':
+        assert f'command line: {key} is a key of another program: python -m train_any' in said
+    assert 'mesh.x is not a key: the keys of mesh are d, t' in said
+
+
 @pytest.mark.parametrize('keys, message', REFUSED, ids=[keys for keys, _ in REFUSED])
 def test_what_cannot_be_is_refused(keys, message, monkeypatch, capsys):
     """Before anything is compiled, with the key and what it may be."""

@@ -135,6 +135,7 @@ class RunConfig:
     # Where each key was set, for messages: the loader fills it in. Not a key, and no part of equality.
     origins: ClassVar[Origins] = Origins()
     CONFIG: ClassVar[str] = "local_test_synthetic"  # of configs/, where none is named
+    OTHER: ClassVar[str | None] = "train_any"  # a program whose keys may have been meant: its has_key(key) knows them
 
     paths: Paths
     num_hosts: Count = 1  # processes that run this job together, one a host

@@ -8,6 +8,7 @@ All problems come at once. Each names the yaml file that set the value, or `comm
 import dataclasses
 import difflib
 import functools
+import importlib.util
 import json
 import re
 import types
@@ -75,7 +76,15 @@ def rebuild(
         config = adapter.validate_json(json.dumps(content, default=str))
     except ValidationError as error:
         for each in error.errors(include_url=False, include_context=False):
-            problems.append(_message(_dotted(each["loc"]), each["type"], each["input"], each["msg"], known, origins))
+            key, program = _dotted(each["loc"]), getattr(config_class, "OTHER", None)
+            if each["type"] == "unexpected_keyword_argument" and program and importlib.util.find_spec(program):
+                found = [f"{key}.{name}" for name in flat(each["input"])] if isinstance(each["input"], dict) else [key]
+                if all(map(importlib.import_module(program).has_key, found)):
+                    problems += [
+                        f"{origins.of(x)}: {x} is a key of another program: python -m {program}" for x in found
+                    ]
+                    continue
+            problems.append(_message(key, each["type"], each["input"], each["msg"], known, origins))
     refuse(problems)
     return config
 
