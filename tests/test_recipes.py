@@ -2,7 +2,10 @@
 
 import dataclasses
 import functools
+import json
 import math
+import os
+import shutil
 import types
 
 import jax
@@ -116,12 +119,9 @@ FACTORS = {"embed_factor": 4.0, "residual_factor": 0.5, "logits_divisor": 8.0}  
 
 @pytest.fixture(scope="module")
 def granite(tmp_path_factory):
-    """models/llama.py changed as the page says, with its name in models/huggingface.py; and its source."""
-    *diffs, name = [body for language, body in blocks(TITLES[FAMILY].read_text()) if language == "diff"]
-    text = (ROOT / "models/llama.py").read_text()
-    for diff in diffs:
-        text = changed(text, diff)
-    assert '"granite": "models.granite"' in changed((ROOT / "models/huggingface.py").read_text(), name)
+    """The family of the page, and its source."""
+    text = "\n\n".join(body for language, body in blocks(TITLES[FAMILY].read_text()) if language == "python")
+    assert text.count("\n") <= 150
     path = tmp_path_factory.mktemp("family") / "granite.py"
     return module_of(path, text), text
 
@@ -172,3 +172,39 @@ def test_a_family_is_published_and_read(granite):
     with pytest.raises(RunError) as error:
         fields.finish()
     assert [str(error.value)] == [body.strip() for name, body in blocks(TITLES[FAMILY].read_text()) if name == ""]
+
+
+@pytest.mark.slow
+def test_a_family_is_trained_everywhere(granite, tmp_path):
+    """In a copy of the repository that has the file and its line: on three axes, on stages, the losses of one device;
+    published and read again the same; adapters are trained beside what was published, and it decodes."""
+    copy_of_the_repository(tmp_path)
+    os.symlink(ROOT / "synthetic_dataset.zarr", tmp_path / "synthetic_dataset.zarr")
+    (tmp_path / "models").unlink()
+    shutil.copytree(ROOT / "models", tmp_path / "models")
+    (tmp_path / "models/granite.py").write_text(granite[1])
+    (name,) = [body for language, body in blocks(TITLES[FAMILY].read_text()) if language == "diff"]
+    table = tmp_path / "models/huggingface.py"
+    table.write_text(changed(table.read_text(), name))
+
+    def program(name, *keys):
+        return run_in(tmp_path, ["python", "-m", name, *keys])
+
+    keys = """model.family=granite model.residual_factor=0.5 model.d_model=32 model.d_head=8 model.d_ff=64 model.layers=4
+        model.compute_dtype=float32 training.microbatches=4 training.steps=3 training.tokens.batch=16 log_interval=1
+        training.tokens.len=32 eval_interval=3 validation_batches=1""".split()
+    last = []
+    for number, mesh in enumerate(("{d: 1, t: 1}", "{d: 1, r: 2, c: 2, t: 2}", "{p: 2, d: 2, t: 2}")):
+        program("train_any", *keys, f"mesh={mesh}", f"paths.model_name=granite{number}")
+        lines = map(json.loads, (tmp_path / f"runs/granite{number}/metrics.jsonl").read_text().splitlines())
+        last.append([line["loss"] for line in lines if "loss" in line])
+    assert last[1] == pytest.approx(last[0], rel=1e-5) and last[2] == pytest.approx(last[0], rel=1e-5)
+    program("tools.convert", "from=runs/granite2", "to=published")
+    assert json.loads((tmp_path / "published/config.json").read_text())["residual_multiplier"] == 0.5
+    decoded = [
+        program("generate", model, "prompt_ids=[5,6,7]", "tokens=8", "temperature=0", "output=ids", "mesh.t=2")
+        for model in ("runs/granite2", "published")
+    ]
+    assert decoded[0] == decoded[1]
+    adapt = ["family=null", "initial_weights=published", "lora.rank=2", "mesh={p: 2, d: 2, t: 1}", *keys[7:]]
+    program("train_any", *adapt, "paths.model_name=adapted")
