@@ -212,7 +212,7 @@ def model_of(config: Config) -> Any:
         raise RunError('model: expected a family and its sizes (+family=llama, say), or initial_weights')
     said = f'{config.origins.of("model.family")}: model.family = {shown(name)}'
     if source is not None and name != name_of(source.family):
-        raise RunError(f'{said}: initial_weights = {path} are of {name_of(source.family)}: leave it out (family=null)')
+        raise RunError(f'{said}: initial_weights = {path} are of {name_of(source.family)}: set it to that')
     if (file := f'models.{name or "llama"}') not in TRAINED:
         raise RunError(f'{said}: expected {", ".join(each.partition(".")[2] for each in TRAINED)}')
     family = importlib.import_module(file)

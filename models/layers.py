@@ -237,9 +237,9 @@ def attention_half(
         v = product('B/b L/c M, M K/t D -> B/b L/c K/t D', normed, w.w_v)
         if getattr(w, 'b_q', None) is not None:
             q, k, v = q + w.b_q[None, None], k + w.b_kv[0][None, None, None], v + w.b_kv[1][None, None]
-        if w.q_norm is not None:
+        if getattr(w, 'q_norm', None) is not None:
             q, k = head_norm(q, w.q_norm, model.norm_eps), head_norm(k, w.k_norm, model.norm_eps)
-        if w.q_norm_all is not None:
+        if getattr(w, 'q_norm_all', None) is not None:
             q, k = heads_norm(q, w.q_norm_all, model.norm_eps), heads_norm(k, w.k_norm_all[None], model.norm_eps)
         factor = 1.0 if model.rope_scaling is None else model.rope_scaling.attention_factor
         o, kept = attend(turn(q, factor=factor * model.logits_scale), turn(k, factor=factor)[:, :, 0], v)

@@ -190,9 +190,9 @@ def test_a_family_is_trained_everywhere(granite, tmp_path):
     def program(name, *keys):
         return run_in(tmp_path, ["python", "-m", name, *keys])
 
-    keys = """model.family=granite model.residual_factor=0.5 model.d_model=32 model.d_head=8 model.d_ff=64 model.layers=4
-        model.compute_dtype=float32 training.microbatches=4 training.steps=3 training.tokens.batch=16 log_interval=1
-        training.tokens.len=32 eval_interval=3 validation_batches=1""".split()
+    keys = """model.family=granite model.residual_factor=0.5 model.d_model=32 model.d_head=8 model.d_ff=64
+        model.layers=4 model.compute_dtype=float32 training.microbatches=4 training.steps=3 training.tokens.batch=16
+        log_interval=1 training.tokens.len=32 eval_interval=3 validation_batches=1""".split()
     last = []
     for number, mesh in enumerate(("{d: 1, t: 1}", "{d: 1, r: 2, c: 2, t: 2}", "{p: 2, d: 2, t: 2}")):
         program("train_any", *keys, f"mesh={mesh}", f"paths.model_name=granite{number}")
@@ -206,5 +206,5 @@ def test_a_family_is_trained_everywhere(granite, tmp_path):
         for model in ("runs/granite2", "published")
     ]
     assert decoded[0] == decoded[1]
-    adapt = ["family=null", "initial_weights=published", "lora.rank=2", "mesh={p: 2, d: 2, t: 1}", *keys[7:]]
+    adapt = [*keys, "initial_weights=published", "lora.rank=2", "mesh={p: 2, d: 2, t: 1}"]
     program("train_any", *adapt, "paths.model_name=adapted")
