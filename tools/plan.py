@@ -27,7 +27,7 @@ from ledger.count.step import Ledger
 from ledger.machines import absent, hardware, roofline
 from ledger.pages import files
 from ledger.pages.text import summary
-from ledger.units import gigabytes
+from ledger.units import gigabytes, number
 from runtime import program
 from runtime.cluster.tuning import options
 from runtime.config import command_line
@@ -89,10 +89,40 @@ def report(config: Any, ledger: Ledger, machine: hardware.Hardware) -> list[str]
         part = ledger.memory.by_kind()[kind]
         lines.append(f"  {kind:<18}{gigabytes(part):>12}{part / most:>6.0%}  {'█' * round(60 * part / most)}".rstrip())
     estimate = roofline.roofline(ledger, machine, config.devices_per_host)
-    lines += ["", *roofline.text(estimate), "", "Assumed:", *(f"- {each}" for each in roofline.ASSUMPTIONS)]
+    lines += [
+        "",
+        *roofline.text(estimate),
+        *of_the_run(config, estimate, ledger.devices),
+        "",
+        "Assumed:",
+        *(f"- {each}" for each in roofline.ASSUMPTIONS),
+    ]
     return [
         *lines,
         f"Figures of one device: {machine.source}." if machine.source else "No hardware is given: no times.",
+    ]
+
+
+def of_the_run(config: Any, estimate: roofline.Roofline, devices: int) -> list[str]:
+    """Tokens a second, and how long the tokens of a run take and what they cost, from all overlap to none; nothing where
+    a step's time is not known."""
+    if not estimate.step_s or not estimate.step_alone_s:
+        return []
+    step = config.training.tokens.batch * config.training.tokens.len
+    total = config.total_tokens or config.training.steps * step
+    times = [each * total / step for each in (estimate.step_s, estimate.step_alone_s)]
+    scale, unit = (86400, "days") if times[1] > 2 * 86400 else (3600, "hours")
+    rates = [number(total / each) for each in reversed(times)]
+    takes, spent = [f"{each / scale:,.3g}" for each in times], [devices * each / 3600 for each in times]
+    price = (
+        ""
+        if config.price is None
+        else f", at {config.price:g} each " + " to ".join(f"{each * config.price:,.0f}" for each in spent)
+    )
+    return [
+        "",
+        f"Tokens a second: {' to '.join(rates)}. {number(total)} of them: {' to '.join(takes)} {unit}, "
+        f"{' to '.join(f'{each:,.0f}' for each in spent)} device-hours{price}.",
     ]
 
 

@@ -41,6 +41,8 @@ class PlanKeys(program.ProgramKey):
     devices_per_host: int = 8  # neighbours in the mesh's order
     folder: str | None = None  # ledger.txt, ledger.json and ledger.html are written there; of a sweep sweep.html
     compile: bool = False  # compile it ahead of time too (requirements-plan.txt)
+    total_tokens: float | None = None  # 1.0e12: how many to train on, for time and price; null: those of training.steps
+    price: float | None = None  # of one device for an hour, in any currency
     sweep: bool = False  # the best meshes of so many devices, with what is kept and the fewest microbatches that fit
 
 

@@ -74,6 +74,22 @@ def test_a_plan_of_4096_devices(capsys):
     )
 
 
+def test_how_long_and_at_which_price(capsys):
+    """Of so many tokens, or of the config's steps: tokens a second times days, and device-hours times a price."""
+    keys = ["hardware=h200", "hosts=4", "training.tokens.batch=256"]
+    text = planned(capsys, "c4_a100x8_1b", *keys, "total_tokens=1.0e+12", "price=2.5")
+    low, high, first, last, *hours = [
+        float(each.replace(",", "").replace("M", "e6"))
+        for each in re.search(
+            r"Tokens a second: (\S+) to (\S+)\. 1\.00T of them: (\S+) to (\S+) days, (\S+) to (\S+) device-hours, "
+            r"at 2\.5 each (\S+) to (\S+)\.\n", text
+        ).groups()
+    ]  # fmt: skip
+    assert first == pytest.approx(1e12 / high / 86400, rel=0.01) and last == pytest.approx(1e12 / low / 86400, rel=0.01)
+    assert hours[0] == pytest.approx(32 * 24 * first, rel=0.01) and hours[2] == pytest.approx(2.5 * hours[0], rel=0.001)
+    assert " of them: " in planned(capsys, "c4_a100x8_1b", *keys)
+
+
 def test_what_does_not_fit(capsys):
     """With the bytes by kind, and what to change."""
     text = planned(capsys, "c4_a100x8_1b", "hardware=tpu_v5e", "training.tokens.batch=256")
