@@ -104,8 +104,8 @@ def report(config: Any, ledger: Ledger, machine: hardware.Hardware) -> list[str]
 
 
 def of_the_run(config: Any, estimate: roofline.Roofline, devices: int) -> list[str]:
-    """Tokens a second, and how long the tokens of a run take and what they cost, from all overlap to none; nothing where
-    a step's time is not known."""
+    """Tokens a second, and how long the tokens of a run take and what they cost, from all overlap to none; nothing
+    where a step's time is not known."""
     if not estimate.step_s or not estimate.step_alone_s:
         return []
     step = config.training.tokens.batch * config.training.tokens.len

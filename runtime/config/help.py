@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import itertools
 import re
 import sys
 import textwrap
@@ -40,8 +41,12 @@ def help_page(main: Callable, config_class: type, default: str | None, folder: P
       folder: of configs.
     """
     spec = getattr(sys.modules["__main__"], "__spec__", None)
-    lines = [f"  {name:24} {about}" for name, about in configs_of(folder, default or "").items()]
+    lines = []
+    for name, about in configs_of(folder, default or "").items():
+        lines.append(textwrap.fill(f"{name:24} {about}", 118, initial_indent="  ", subsequent_indent=27 * " "))
     for group in sorted(path for path in folder.iterdir() if path.is_dir()):
+        if group.name in OF_FAMILIES and program_of(default or "") == "train":
+            continue
         lines.append(f"  {group.name}={'|'.join(sorted(file.stem for file in group.glob('*.yaml')))}")
     title, _, rest = (sys.modules[main.__module__].__doc__ or "").strip().partition("\n\n")
     examples = rest.partition("\n\n")[0]
@@ -61,15 +66,22 @@ def _word(name: str, kind: Any, each: dataclasses.Field) -> str:
     return f"{word} " if each.default is dataclasses.MISSING else f"[{word}] "
 
 
+OF_FAMILIES = ("experts", "family")  # groups of configs that train.py has not
+
+
+def program_of(config: str) -> str:
+    """The trainer of a config in configs/."""
+    return "train_any" if config.startswith(("any_", "finetune_", "scale")) else "train"
+
+
 def configs_of(folder: Path, like: str = "") -> dict[str, str]:
-    """The configs of a folder with the first line of each: those of the program that `like` is of."""
-
-    def program_of(name: str) -> str:
-        trainers = ("any_", "finetune_", "scale")
-        return "train_any" if name.startswith(trainers) else "train"
-
-    files = [each for each in sorted(folder.glob("*.yaml")) if program_of(each.stem) == program_of(like)]
-    return {file.stem: file.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ") for file in files}
+    """The configs of a folder with the first sentence of each: those of the program that `like` is of."""
+    found = {}
+    for file in sorted(folder.glob("*.yaml")):
+        if program_of(file.stem) == program_of(like):
+            comment = itertools.takewhile(lambda line: line.startswith("# "), file.read_text("utf-8").splitlines())
+            found[file.stem] = re.split(r"(?<=\.) ", " ".join(line[2:] for line in comment))[0]
+    return found
 
 
 def help_of_keys(config_class: type) -> list[str]:

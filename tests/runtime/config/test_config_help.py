@@ -94,7 +94,7 @@ def test_no_key_is_without_explanation(config_class):
 def test_each_program_takes_the_configs_that_it_lists(config_class):
     """None ends in `is not a key`."""
     names = configs_of(ROOT / "configs", config_class.CONFIG)
-    assert config_class.CONFIG in names
+    assert config_class.CONFIG in names and all(about.endswith(".") for about in names.values())
     for name in names:
         assert isinstance(load(config_class, name), config_class)
 
