@@ -44,8 +44,8 @@ from tools import plan
 
 # == Python ============================================================================================================
 def test_blocks_of_code_are_all_known():
-    """A block that is new has a test; that of docs/ledger.md is a form, whose scopes test_ledger_kernels runs, and those
-    of docs/recipes/family.md are a file, which test_recipes.py makes."""
+    """A block that is new has a test; that of docs/ledger.md is a form, whose scopes test_ledger_kernels runs; those of
+    docs/recipes/family.md are a file, which test_recipes.py makes."""
     for language, known in {
         "python": {
             "README.md": 1,
