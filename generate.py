@@ -4,6 +4,7 @@
     python -m generate SmolLM2-135M-Instruct chat=true prompt='Why is the sky blue?'   # without one: a conversation
     python -m generate SmolLM2-135M-Instruct input=questions.jsonl prompt_field=question to=answers.jsonl top_p=0.9
     python -m generate runs/local_shakespeare prompt_ids=[1,2,3] temperature=0 output=ids mesh.t=2
+    python -m generate bert-base-uncased prompt='The capital of France is [MASK].'     # which an encoder fills in
 
 models/decoding.py has the mathematics.
 """
@@ -14,7 +15,7 @@ import os
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar, Literal
@@ -27,6 +28,7 @@ from models.decoding import Drawing, Drawn, Generator
 from models.huggingface import Published, Source, open_weights, read_json, restored
 from models.layers import act, stored
 from models.mesh import Mesh as FamilyMesh
+from models.reading import Reader
 from runtime import program
 from runtime.check import check_sizes
 from runtime.cluster.processes import start
@@ -39,6 +41,12 @@ from runtime.files import MOST_BYTES, read_bytes, read_text
 from runtime.run import with_shardings
 from runtime.terminal import RunError, print_error, printable, run_errors
 from shardlib.shardtypes import narrowed
+
+# Keys that are of a model that fills in masked tokens, too.
+FILLING = (
+    "model", "prompt", "prompt_ids", "input", "prompt_field", "output", "to", "rows", "allow_program_change",
+    "compute_dtype", "mesh",
+)  # fmt: skip
 
 
 # == What is asked for =================================================================================================
@@ -77,7 +85,7 @@ class Generate(Drawing):
 class Served:
     """A model that is ready, with its tokenizer."""
 
-    generator: Generator
+    generator: Any  # a Generator; a Reader of an encoder, which writes nothing
     source: Source
     tokenizer: Tokenizer | None
     start: tuple[int, ...]  # ids that stand before each prompt
@@ -136,17 +144,17 @@ def start_mesh(config: Any) -> jax.sharding.Mesh:
 
 
 def opened(path: str, axes: Mapping[str, int], compute_dtype: str | None, pool: Executor) -> tuple[Source, Any, Any]:
-    """A model that can decode: where it is, what it computes, and the shapes of its weights, which a mesh can split.
+    """A model of models/: where it is, what it computes, and the shapes of its weights, which a mesh can split.
 
     Args:
       axes: the sizes of the mesh's.
       compute_dtype: None is the model's.
     Raises:
-      RunError: there is none, it cannot decode, or the mesh cannot split it.
+      RunError: there is none, it is of no family, or the mesh cannot split it.
     """
     source = open_weights(path, pool)
-    if source.family is None or hasattr(source.family, "predict"):
-        raise RunError(f"{path} is of a model that models/ cannot decode: write a family for it (docs/models.md)")
+    if source.family is None:
+        raise RunError(f"{path} is of a model that models/ does not compute: write a family for it (docs/models.md)")
     act.dtype = stored.dtype = compute_dtype or source.model.compute_dtype
     model = replace(source.model, compute_dtype=act.dtype)
     shapes = jax.eval_shape(functools.partial(source.family.init, model), np.uint32(0))
@@ -156,12 +164,17 @@ def opened(path: str, axes: Mapping[str, int], compute_dtype: str | None, pool: 
     return source, model, jax.tree.map(lambda x, of: jax.ShapeDtypeStruct(x.shape, of.element.dtype), shapes, type_)
 
 
+def require_writer(source: Source) -> None:
+    if source.family.KIND == "encoder":
+        raise RunError(f"{source.folder} is of a model that writes no text: generate fills in its masked tokens")
+
+
 def serve(
     path: str, mesh: jax.sharding.Mesh, compute_dtype: str | None = None, kept: str | None = None,
-    allow_program_change: bool = False,
+    allow_program_change: bool = False, is_read: bool = False,
 ) -> Served:  # fmt: skip
-    """Reads a model onto the current mesh. Raises RunError as `opened`, and where `check_program` or a value of the
-    published files does."""
+    """Reads a model onto the current mesh; one that may write as a `Reader` too, where `is_read` says so. Raises
+    RunError as `opened`, and where `check_program` or a value of the published files does."""
     with ThreadPoolExecutor() as pool:
         # XLA:CPU computes bfloat16 by way of float32.
         dtype = compute_dtype or ('float32' if jax.default_backend() == 'cpu' else None)
@@ -170,10 +183,9 @@ def serve(
             check_program(source)
         shapes = with_shardings(shapes, narrowed(source.family.Weights, shapes))
         weights = restored(source, model, shapes, pool)
-    tokenizer, start = _tokenizer(source)
-    end, decoder_start = (), None
-    if hasattr(source.family, "memory"):  # T5's tokenizers add nothing but an end
-        start, end = (), start
+    tokenizer, (start, end) = _tokenizer(source)
+    decoder_start = None
+    if source.family.KIND == "both":
         decoder_start = whole_number(source.decoder_start, f"{source.folder}: decoder_start_token_id", 0, model.vocab)
     if tokenizer is not None and not tokenizer.chat_template:
         tokenizer = replace(tokenizer, chat_template=CHATML)
@@ -184,8 +196,11 @@ def serve(
         length = 2**30 if length is None else length
     length = whole_number(length, f"{source.folder}: the length of a row (max_position_embeddings)", 1, 2**31)
     if hasattr(model, "positions"):  # a table of them, which ends
-        length = model.positions - model.first_position
-    generator = Generator(source.family, model, weights, _ends(source, tokenizer), decoder_start, kept)
+        length = model.positions - getattr(model, "first_position", 0)
+    if is_read or source.family.KIND == "encoder":
+        generator = Reader(source.family, model, weights, mask_of(source, tokenizer))
+    else:
+        generator = Generator(source.family, model, weights, _ends(source, tokenizer), decoder_start, kept)
     return Served(generator, source, tokenizer, start, end, length)
 
 
@@ -209,19 +224,33 @@ def whole_number(value: Any, what: str, low: int = 0, below: int = 2**32) -> int
     return value
 
 
-def _tokenizer(source: Source) -> tuple[Tokenizer | None, tuple[int, ...]]:
-    """A run's tokenizer, whose sequences all begin with bos_id; or a published one, which says what begins a text."""
+def mask_of(source: Source, tokenizer: Tokenizer | None) -> int | None:
+    """The id of a masked token: what a run's config says, or its tokenizer."""
+    of_run = {} if source.config is not None else source.checkpoint.attributes["config"].get("masking", {})
+    return of_run["token"] if of_run.get("token") is not None else tokenizer and tokenizer.id_of("mask_token")
+
+
+Around = tuple[tuple[int, ...], tuple[int, ...]]  # ids that stand before a text, and behind it
+
+
+def _tokenizer(source: Source) -> tuple[Tokenizer | None, Around]:
+    """A run's tokenizer, whose sequences all begin with bos_id but for an encoder; or a published one, which says what
+    stands around a text."""
+    kind = "encoder" if source.family is None else source.family.KIND
     tokenizer = kept_tokenizer(source.folder)
     if source.config is None:
         if tokenizer is None:  # of a run from before it was kept: its data has it
             data = source.checkpoint.attributes["config"].get("flat_tokens", {}).get("filespec")
             tokenizer = data and load_dataset_tokenizer(data)
-        return tokenizer, () if tokenizer is None else (tokenizer.bos_id,)
+        return tokenizer, (() if tokenizer is None or kind == "encoder" else (tokenizer.bos_id,), ())
     if tokenizer is None and (source.folder / "tokenizer.json").exists():
         tokenizer = load_tokenizer(str(source.folder))
     if tokenizer is None:
-        return None, ()
-    return tokenizer, tuple(tokenizer.backend.encode("", add_special_tokens=True).ids[:1])
+        return None, ((), ())
+    around = tuple(tokenizer.backend.encode("", add_special_tokens=True).ids)
+    if kind == "both":  # T5's add nothing but an end
+        return tokenizer, ((), around)
+    return tokenizer, (around[:1], around[1:] if kind == "encoder" else ())
 
 
 def _ends(source: Source, tokenizer: Tokenizer | None) -> list[int]:
@@ -229,8 +258,8 @@ def _ends(source: Source, tokenizer: Tokenizer | None) -> list[int]:
     file, ends = source.folder / "generation_config.json", (source.config or {}).get("eos_token_id")
     if source.config is not None and file.exists():
         ends = read_json(file).get("eos_token_id", ends)
-    if ends is None and tokenizer and (token := tokenizer.special_tokens.get("eos_token")):
-        ends = tokenizer.backend.token_to_id(token)
+    if ends is None and tokenizer:
+        ends = tokenizer.id_of("eos_token")
     ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
     return sorted({whole_number(each, f"{source.folder}: eos_token_id") for each in ends})
 
@@ -286,6 +315,8 @@ def write(
     """The texts after some prompts, each shown as it grows: show(number, what is new). Samples of a prompt differ by
     their seed."""
     texts = [Text(served, config.stop) for _ in prompts]
+    if isinstance(served.generator, Reader):
+        return fill(served, texts, prompts, show)
     if config.beams > 1:
         bursts = iter([served.generator.search(prompts, config.tokens, config.beams, config.length_penalty)])
     else:
@@ -299,6 +330,25 @@ def write(
     for number, text in enumerate(texts):
         show(number, text.end())
     return texts
+
+
+def fill(served: Served, texts: Sequence[Text], prompts: Sequence[list[int]], show: Callable[[int, str], None]) -> Any:
+    """The prompts with their masked tokens filled in; a text's ids are those tokens."""
+    for number, (text, ids, found) in enumerate(zip(texts, prompts, served.generator.fill(prompts))):
+        (text.ids, text.log_probs), text.has_ended, filled = found, True, iter(found[0])
+        whole = [next(filled) if each == served.generator.mask else each for each in ids]
+        text.shown = text.text(whole[len(served.start) : len(whole) - len(served.end)])
+        show(number, text.shown)
+    return texts
+
+
+def check_filling(config: Generate) -> None:
+    """Raises RunError for keys that are of models that write."""
+    for key in (each.name for each in fields(Generate)):
+        if key not in FILLING and getattr(config, key) != getattr(Generate, key):
+            raise RunError(f"{key}: {config.model} fills in masked tokens and writes nothing: leave it out")
+    if all(getattr(config, key) is None for key in ("prompt", "prompt_ids", "input")):
+        raise RunError(f"{config.model} fills in masked tokens: expected prompt, prompt_ids or input")
 
 
 def prompts_of(config: Generate) -> list[str | tuple[int, ...] | list[dict]]:
@@ -392,6 +442,9 @@ def main(config: Generate) -> None:
     mesh = start_mesh(config)
     with jax.set_mesh(mesh):
         served = serve(config.model, mesh, config.compute_dtype, config.weights, config.allow_program_change)
+        is_filled = isinstance(served.generator, Reader)
+        if is_filled:
+            check_filling(config)
         if config.chat and not keys:
             return converse(served, config)
         given = prompts_of(config)
@@ -402,7 +455,7 @@ def main(config: Generate) -> None:
                 prompts.append(served.ids_of(each))
             except (ChatError, RunError) as error:
                 raise RunError(f"{config.input}, line {number}: {error}" if config.input else str(error)) from error
-        if (longest := max(map(len, prompts)) + config.tokens) > served.length:
+        if (longest := max(map(len, prompts)) + (0 if is_filled else config.tokens)) > served.length:
             text = f"up to {longest} tokens, of a model that was trained on {served.length}"
             if hasattr(served.source.model, "positions"):
                 raise RunError(f"{text}, and knows no more positions: lower tokens")
@@ -425,7 +478,7 @@ def write_all(
         if grows:
             print(printable(new), end="", flush=True)
 
-    if grows and isinstance(config.prompt, str) and not config.chat:
+    if grows and isinstance(config.prompt, str) and not config.chat and not isinstance(served.generator, Reader):
         show(0, config.prompt)
 
     with tqdm(total=len(numbered), initial=len(done), unit="text", disable=file is None) as progress:

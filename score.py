@@ -25,28 +25,25 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from einops import rearrange
 from jax import lax
 from tqdm import tqdm
 
-import train
 from generate import Generate, Mesh, Served, serve, start_mesh, write
 from models import layers
 from models.context import ALONE, attention_where, deal_heads
-from models.decoding import SLOTS, Generator, devices_of_rows, log_normalizer
+from models.decoding import SLOTS, Generator, devices_of_rows
 from models.huggingface import Source
 from models.layers import act
+from models.reading import Reader, of_targets
 from runtime.config import command_line
 from runtime.config.keys import Count, NotEmpty, Steps
 from runtime.config.rebuild import Origins, rebuild
 from runtime.data.tokenizers import ChatError, Tokenizer
 from runtime.files import open_file, read_text
 from runtime.terminal import RunError, columns, needs_package, print_error, print_line, run_errors
-from shardlib import shardops
 from shardlib.shard_map import typed_shard_map
-from shardlib.shardtypes import Array, bool_, f32, i32, make_shardings, narrowed, pytree_dataclass, u32
+from shardlib.shardtypes import Array, f32, i32, make_shardings, narrowed, pytree_dataclass, u32
 from shardlib.typed import typed
 
 INSTALL = "pip install -r requirements-score.txt"
@@ -108,11 +105,11 @@ class Packed:
 
 
 @typed
-def log_probs(family, model, ends, stack, rows: Packed) -> tuple[f32['B/b L'], bool_['B/b L']]:
-    """Of each target its log probability, and whether it is the likeliest token: the lowest id of several.
+def log_probs(family, model, ends, stack, rows: Packed) -> tuple[f32['B/b L'], i32['B/b L']]:
+    """`of_targets` of a family without an encoder.
 
     A continuation sees its context and itself. 4 · Q · K · L² / t bytes a row are in memory. Sent over t: the sums of
-    the layers, as in decoding, and 20 bytes a token; the sums behind a log probability are in float32.
+    the layers, as in decoding, and 20 bytes a token.
 
     Args:
       family: a module of models/.
@@ -137,23 +134,9 @@ def log_probs(family, model, ends, stack, rows: Packed) -> tuple[f32['B/b L'], b
         x, _, _ = family.layer(model, x, w, attend, position, 'M')
         return x, None
 
-    @typed
-    def of_chunk(x: act['B/b L M'], targets: u32['B/b L']) -> tuple[f32['B/b L'], bool_['B/b L']]:
-        logits = layers.logits_of(ends.unembed, shardops.slice('B/b L M -> B/b L/c M', x), mask.logits_cap)
-        logits = shardops.all_gather('B/b L/c V/t -> B/b L V/t', logits)
-        at_target = shardops.index_unreduced('B/b L [V/t], B/b L -> B/b L +t', logits, targets)
-        best = shardops.argmax('B/b L V/t -> B/b L', logits)
-        normalizer = log_normalizer(rearrange(logits, 'B L V -> (B L) V')).reshape(targets.shape)
-        return shardops.psum('B/b L +t -> B/b L', at_target) - normalizer, best == targets.astype(jnp.int32)
-
     x = family.embed(model, ends, ALONE.part(rows.tokens), position, 'M')
     x, _ = lax.scan(layer, x, (stack, mask.by_layer()))
-    x = shardops.all_gather('B/b L/c M -> B/b L M', family.final(model, ends, x, 'M'))
-    # Positions whose logits are in memory at once, 4V/t bytes each.
-    chunk = max(size for size in range(1, train.LOSS_CHUNK + 1) if x.shape[1] % size == 0)
-    x, targets = [rearrange(each, 'B (chunk L) ... -> chunk B L ...', L=chunk) for each in (x, rows.targets)]
-    _, found = lax.scan(lambda _, part: (None, of_chunk(*part)), None, (x, targets))
-    return tuple(rearrange(each, 'chunk B L -> B (chunk L)') for each in found)
+    return of_targets(ends.unembed, mask.logits_cap, family.final(model, ends, x, 'M'), rows.targets)
 
 
 def mapped(family: Any, model: Any, stack: Any) -> typed_shard_map:
@@ -161,7 +144,7 @@ def mapped(family: Any, model: Any, stack: Any) -> typed_shard_map:
     Ends, Layers = family.Ends, narrowed(Array['layers', family.Gathered], stack)
 
     @typed
-    def score(ends: Ends, stack: Layers, rows: Packed) -> tuple[f32['B/b L'], bool_['B/b L']]:
+    def score(ends: Ends, stack: Layers, rows: Packed) -> tuple[f32['B/b L'], i32['B/b L']]:
         return log_probs(family, model, ends, stack, rows)
 
     return typed_shard_map(score)
@@ -170,7 +153,15 @@ def mapped(family: Any, model: Any, stack: Any) -> typed_shard_map:
 Pair = tuple[Sequence[int], Sequence[int]]  # a context's ids and a continuation's, one of each or more
 
 
-def pack(pairs: Sequence[Pair], length: int) -> tuple[np.ndarray, list[tuple[int, slice]]]:
+Places = list[list[tuple[int, slice]]]  # of each pair, the rows and where in them its continuation's targets are
+
+
+def room_of(longest: int, length: int) -> int:
+    """A row's tokens: few programs are compiled."""
+    return min(max(SLOTS, 1 << (longest - 1).bit_length()), length)
+
+
+def pack(pairs: Sequence[Pair], length: int) -> tuple[np.ndarray, Places]:
     """Rows, int64 [row, field of `Packed`, L], and of each pair the row and the places that its continuation has.
 
     Of a context all tokens but the last are read once. Each continuation begins with that last one, and is read up to
@@ -181,9 +172,10 @@ def pack(pairs: Sequence[Pair], length: int) -> tuple[np.ndarray, list[tuple[int
     for index, (context, _) in enumerate(pairs):
         of_context.setdefault(tuple(context), []).append(index)
     longest = max(len(context) + len(continuation) - 1 for context, continuation in pairs)
-    room = min(max(SLOTS, 1 << (longest - 1).bit_length()), length)
+    room = room_of(longest, length)
     rows: list[np.ndarray] = []
-    places, used = [(0, slice(0))] * len(pairs), room
+    places: Places = [[]] * len(pairs)
+    used = room
     for number, ((*before, last), indices) in enumerate(of_context.items(), 1):
         need, is_read = min(len(before) + sum(len(pairs[each][1]) for each in indices), room), False
         for nth, index in enumerate(indices, 1):
@@ -195,7 +187,32 @@ def pack(pairs: Sequence[Pair], length: int) -> tuple[np.ndarray, list[tuple[int
             for tokens, targets, of, start in [*parts, ([last, *after[:-1]], after, nth, len(before))]:
                 place, count = slice(used, used + len(tokens)), len(tokens)
                 rows[-1][:, place] = tokens, targets, [number] * count, [of] * count, range(start, start + count)
-                places[index], used, is_read = (len(rows) - 1, place), used + count, True
+                places[index], used, is_read = [(len(rows) - 1, place)], used + count, True
+    return np.stack(rows), places
+
+
+def written(pairs: Sequence[Pair], length: int, start: int) -> tuple[np.ndarray, Places]:
+    """The same for T5, in the order of `ReadRows`: a pair a row, whose context the encoder reads."""
+    room = room_of(max(len(part) for pair in pairs for part in pair), length)
+    rows = np.zeros((len(pairs), 6, room), np.int64)
+    for (tokens, targets, segment, _, read, read_segment), (context, after) in zip(rows, pairs):
+        tokens[: len(after)], targets[: len(after)], segment[: len(after)] = [start, *after[:-1]], after, 1
+        read[: len(context)], read_segment[: len(context)] = context, 1
+    return rows, [[(number, slice(len(after)))] for number, (_, after) in enumerate(pairs)]
+
+
+def masked_one_by_one(pairs: Sequence[Pair], length: int, end: Sequence[int], mask: int) -> tuple[np.ndarray, Places]:
+    """The same for BERT: a row for each token of a continuation, which is masked there (Salazar et al. 2020, 2.1)."""
+    room = room_of(max(len(context) + len(after) for context, after in pairs) + len(end), length)
+    rows, places = [], []
+    for context, after in pairs:
+        whole, first = [*context, *after, *end], len(rows)
+        for place in range(len(context), len(context) + len(after)):
+            rows.append(np.zeros((4, room), np.int64))
+            tokens, targets, segment, _ = rows[-1]
+            tokens[: len(whole)], targets[: len(whole)], segment[: len(whole)] = whole, whole, 1
+            tokens[place] = mask
+        places.append([(first + n, slice(len(context) + n, len(context) + n + 1)) for n in range(len(after))])
     return np.stack(rows), places
 
 
@@ -211,8 +228,14 @@ class Scorer:
         self.served, self.length = served, min(length, served.length)
         # At least two a device: of one row with one head JAX broadcasts in another way, which the check refuses.
         self.rows = max(-(-rows // devices_of_rows()), 2) * devices_of_rows()
-        self.weights = served.generator.weights
-        self.compiled = jax.jit(mapped(served.source.family, served.source.model, self.weights[1]))
+        family, model = served.source.family, served.source.model
+        self.kind = family.KIND
+        if self.kind == "decoder":
+            self.compiled = jax.jit(mapped(family, model, served.generator.weights[1]))
+        else:
+            self.reader = Reader(family, model, None)
+            if self.kind == "encoder" and served.generator.mask is None:
+                raise RunError(f"{served.source.folder} has no mask_token, by which an encoder is scored")
 
     def __call__(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
         """Of each pair the log probability of its continuation, in nats, and whether greedy decoding writes just that.
@@ -221,21 +244,43 @@ class Scorer:
         """
         if not pairs:
             return []
-        if cut := sum(len(context) + len(after) > self.length + 1 for context, after in pairs):
+        # What a row must hold of a context and a continuation: the last token of these is no input of a decoder.
+        room = self.length + 1 if self.kind == "decoder" else self.length - len(self.served.end)
+        if cut := sum(len(after) + (self.kind != "both") * len(context) > room for context, after in pairs):
             print_error(f"{cut} of {len(pairs)} are longer than {self.length} tokens and lose their beginning", "note")
-        packed, places = pack(
-            [(each[-max(self.length + 1 - len(after), 1) :], after[-self.length :]) for each, after in pairs],
-            self.length,
-        )
-        log_prob, is_best = np.zeros((2, -(-len(packed) // self.rows) * self.rows, packed.shape[2]))
+        if self.kind == "both":
+            packed, places = written(
+                [(each[-self.length :], after[-self.length :]) for each, after in pairs],
+                self.length, self.served.generator.start,
+            )  # fmt: skip
+        else:
+            kept = [(each[-max(room - len(after), 1) :], after[-(room - 1) :]) for each, after in pairs]
+            of_encoder = self.length, self.served.end, getattr(self.served.generator, "mask", None)
+            packed, places = pack(kept, self.length) if self.kind == "decoder" else masked_one_by_one(kept, *of_encoder)
+        log_prob, best = np.zeros((2, -(-len(packed) // self.rows) * self.rows, packed.shape[2]))
         for start in tqdm(range(0, len(packed), self.rows), unit="batch", disable=None):
             some = packed[start : start + self.rows]
             some = np.pad(some, ((0, self.rows - len(some)), (0, 0), (0, 0)))
-            kinds = (np.uint32, np.uint32, np.int32, np.int32, np.int32)
-            rows = Packed(*(some[:, number].astype(kind) for number, kind in enumerate(kinds)))
-            found = self.compiled(*self.weights, jax.device_put(rows, make_shardings(Packed)))
-            log_prob[start : start + self.rows], is_best[start : start + self.rows] = map(np.asarray, found)
-        return [(float(log_prob[place].sum()), bool(is_best[place].all())) for place in places]
+            log_prob[start : start + self.rows], best[start : start + self.rows] = self._found(some)
+        targets = packed[:, 1]
+        return [
+            (
+                float(sum(log_prob[place].sum() for place in of_pair)),
+                all((best[place] == targets[place]).all() for place in of_pair),
+            )
+            for of_pair in places
+        ]
+
+    def _found(self, some: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Of some packed rows the targets' log probabilities, and the likeliest ids."""
+        if self.kind != "decoder":
+            generator = self.served.generator
+            self.reader.take(generator.of_encoder if self.kind == "both" else generator.weights)
+            return self.reader.predict(some.swapaxes(0, 1))
+        kinds = (np.uint32, np.uint32, np.int32, np.int32, np.int32)
+        rows = Packed(*(some[:, number].astype(kind) for number, kind in enumerate(kinds)))
+        found = self.compiled(*self.served.generator.weights, jax.device_put(rows, make_shardings(Packed)))
+        return tuple(map(np.asarray, found))
 
     # ---- of texts
 
@@ -246,17 +291,20 @@ class Scorer:
         before, whole = self.served.encoded(kept), self.served.encoded(context + continuation)
         if len(whole) <= len(before):
             raise RunError(f"{continuation[:40]!r} is no token of its own after its context: begin it with a space")
-        first = self.served.start if before else (self.served.tokenizer.bos_id,)
+        if self.kind == "both":  # which reads a text of its own
+            return [*before, *self.served.end], whole[len(before) :]
+        first = self.served.start if before or self.kind == "encoder" else (self.served.tokenizer.bos_id,)
         return [*first, *before], whole[len(before) :]
 
     def windows(self, text: str) -> list[Pair]:
         """A whole text in windows of `length` tokens that do not overlap, each after one token of the window before;
         the last is filled up with context, as in lm-eval-harness."""
-        ids, pairs = self.served.encoded(text), []
-        for start in range(0, len(ids), self.length):
-            end = min(start + self.length, len(ids))
-            first = ids[max(end - self.length - 1, 0) : start] if start else [self.served.tokenizer.bos_id]
-            pairs.append((first, ids[start:end]))
+        ids, pairs, size, first = self.served.encoded(text), [], self.length, [self.served.tokenizer.bos_id]
+        if self.kind == "encoder":
+            size, first = size - len(self.served.end) - 1, self.served.start
+        for start in range(0, len(ids), size):
+            end = min(start + size, len(ids))
+            pairs.append((ids[max(end - size - 1, 0) : start] if start else first, ids[start:end]))
         return pairs
 
     def write(self, prompts: Sequence[Any], config: Generate) -> list[str]:
@@ -373,8 +421,11 @@ def summary(answers: Answers) -> Iterator[tuple[str, float, float | None]]:
         yield name, values.mean(), values.std(ddof=1) / len(values) ** 0.5 if len(values) > 1 else None
 
 
-def need_rouge(tasks: Sequence[tuple[str, Callable, Any]]) -> None:
-    if any(how is score_questions for _, how, _ in tasks):
+def check_tasks(family: Any, tasks: Sequence[tuple[str, Callable, Any]]) -> None:
+    """Raises RunError where the model cannot answer, or a package is missing that compares answers."""
+    if asked := [file for file, how, _ in tasks if how is score_questions]:
+        if family is not None and family.KIND == "encoder":
+            raise RunError(f"{asked[0]}: questions are for models that write, and this one fills in masked tokens")
         with needs_package("scoring answers", "rouge_score", INSTALL):
             importlib.import_module("rouge_score")
 
@@ -383,19 +434,20 @@ class InRun:
     """Tasks of files while train_any.py trains, with its weights as they are; on one host.
 
     whole: the family's weights, of what is trained.
+    special_id: as of train_any's `mapped_steps`.
 
     Raises:
       RunError: a task cannot be read or its package is missing, or the run cannot be scored.
     """
 
-    def __init__(self, config: Any, tokenizer: Tokenizer | None, whole: Callable[[Any], Any]):
+    def __init__(self, config: Any, tokenizer: Tokenizer | None, whole: Callable[[Any], Any], special_id: int):
         if tokenizer is None or config.num_hosts > 1:
             raise RunError("eval_tasks: expected one host, and data that name their tokenizer")
         self.tasks = [(file, *read_task(file, None)) for file in config.eval_tasks]
-        need_rouge(self.tasks)
+        self.family = sys.modules[type(config.model).__module__]
+        check_tasks(self.family, self.tasks)
         self.metrics = [f"score/{Path(file).name}/{name}" for file, how, _ in self.tasks for name in METRICS[how]]
-        self.model, self.tokenizer, self.whole = config.model, tokenizer, whole
-        self.family = sys.modules[type(self.model).__module__]
+        self.model, self.tokenizer, self.whole, self.special_id = config.model, tokenizer, whole, special_id
         length = config.training.tokens.len
         self.config = Score(model="the run", length=length, tokens=min(Score.tokens, length // 2))
         self.scorer: Scorer | None = None
@@ -405,23 +457,27 @@ class InRun:
         in the type of activations, while it lasts."""
         weights = self.whole(weights)
         if self.scorer is None:
-            end = self.tokenizer.special_tokens.get("eos_token")
-            ends = [self.tokenizer.backend.token_to_id(end)] if end else []
-            generator = Generator(self.family, self.model, weights, ends)
+            end = self.tokenizer.id_of("eos_token")
+            ends = [] if end is None else [end]
+            start = () if self.family.KIND == "encoder" else (self.tokenizer.bos_id,)
+            if self.family.KIND == "encoder":
+                generator = Reader(self.family, self.model, weights, self.special_id)
+            else:
+                decoder_start = self.special_id if self.family.KIND == "both" else None
+                generator = Generator(self.family, self.model, weights, ends, decoder_start)
             source = Source(None, self.family, self.model, Path())
-            start = (self.tokenizer.bos_id,)
             served = Served(generator, source, self.tokenizer, start, (), self.config.length)
             self.scorer = Scorer(served, self.config.rows, self.config.length)
         else:
             generator = self.scorer.served.generator
-            self.scorer.weights = generator.weights = generator.programs.compiled("gather")(weights)
+            generator.take(weights)
         metrics, samples = {}, []
         for file, how, records in self.tasks:
             answers = how(self.scorer, records, self.config)
             metrics |= {f"score/{Path(file).name}/{name}": float(value) for name, value, _ in summary(answers)}
             if how is score_questions:
                 samples += [f"{each.question}\n→ {answer['text']}\n" for each, answer in zip(records[:8], answers)]
-        self.scorer.weights = generator.weights = None
+        generator.take(None)
         return metrics, "\n".join(samples)
 
 
@@ -484,7 +540,7 @@ def main(config: Score) -> None:
     if config.to and to in files:
         raise RunError(f"to={config.to} is one of the tasks, and would be lost: give another file")
     tasks = [(file, *read_task(file, config.limit)) for file in config.tasks]
-    need_rouge(tasks)
+    check_tasks(None, tasks)
     manager, names = harness_tasks(config) if config.harness else (None, [])
     with contextlib.ExitStack() as opened:
         file = None
@@ -496,6 +552,7 @@ def main(config: Score) -> None:
         mesh = start_mesh(config)
         opened.enter_context(jax.set_mesh(mesh))
         served = serve(config.model, mesh, config.compute_dtype, None, config.allow_program_change)
+        check_tasks(served.source.family, tasks)
         scorer = Scorer(served, config.rows, config.length)
         table = [("task", "metric", "value", "±", "of")]
 

@@ -32,7 +32,7 @@ import pydantic
 import pydantic_core
 from annotated_types import Interval, MaxLen, MinLen
 
-from generate import Mesh, Served, Text, serve, start_mesh
+from generate import Mesh, Served, Text, require_writer, serve, start_mesh
 from models.decoding import Drawing, Drawn, Slots
 from runtime.config import command_line
 from runtime.config.keys import Count, NotEmpty, NotNegative, Seed
@@ -517,6 +517,7 @@ def main(config: Serve) -> None:
     mesh = start_mesh(config)
     with listens, jax.set_mesh(mesh):
         served = serve(config.model, mesh, config.compute_dtype, config.weights, config.allow_program_change)
+        require_writer(served.source)
         if served.tokenizer is None:
             raise RunError(f"{config.model} has no tokenizer, which a server needs: answers are text")
         if hasattr(served.source.model, "positions") and config.length > served.length:

@@ -33,7 +33,7 @@ from jax import lax
 import optimizers
 import pipeline
 from jax_extra import fold_in_str
-from models import adapters, huggingface, layers, mesh, t5
+from models import adapters, bert, huggingface, layers, mesh, t5
 from models.context import Context, context_of
 from models.dropout import Dropout
 from models.experts import Routing
@@ -42,7 +42,7 @@ from models.mesh import devices_along
 from optimizers import State
 from runtime.check import batch_shapes, check_sizes, report_check
 from runtime.config.command_line import run
-from runtime.config.keys import Count, Decay, Name, NotNegative, PairTokens, Positive, Regex, RunConfig, Steps
+from runtime.config.keys import Count, Decay, Fraction, Name, NotNegative, PairTokens, Positive, Regex, RunConfig, Steps
 from runtime.config.rebuild import all_keys, as_tree, rebuild, shown
 from runtime.data.sources import tokenizer_of
 from runtime.run import Run, names, start, with_shardings
@@ -56,7 +56,7 @@ from shardlib.sizes import nearest_multiples
 from shardlib.typed import typed
 from train import Metrics
 
-TRAINED = sorted(set(huggingface.FAMILIES.values()) - {'models.bert'})  # which does not predict the next token
+TRAINED = sorted(set(huggingface.FAMILIES.values()))
 TokenBatch = layers.WeightedBatch  # of a data set without weights each target's is 1; T5's has more
 
 
@@ -77,6 +77,12 @@ class Lora:  # Hu et al. 2021
     alpha: Positive = 16.0  # alpha / rank · a · b is added to a matrix
     dropout: Decay = 0.0  # of what a is multiplied with, while training
     targets: Regex = '.*'  # a regular expression: the matrices of a layer that have an adapter, 'w_q|w_v'; all
+
+
+@dataclass(frozen=True, kw_only=True)
+class Masking:  # what a family predicts that is an encoder
+    share: Fraction = 0.15  # of the tokens
+    token: Steps | None = None  # the id that stands in their place; null: the tokenizer's mask_token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +107,7 @@ class Config(RunConfig):
     model: dict[str, Any] = field(default_factory=dict)
     training: Training
     lora: Lora = field(default_factory=Lora)
+    masking: Masking = field(default_factory=Masking)
     train: Regex | None = (
         None  # a regular expression: the weights that are trained, 'transformer/w_q|.*norm'; null: all
     )
@@ -150,9 +157,12 @@ class Task:
 
     @property
     def Batch(self) -> type:
-        if self.pieces:
-            return pipeline.StagedBatch
-        return t5.PairBatch if has_encoder(self.family) else TokenBatch
+        return pipeline.StagedBatch if self.pieces else {'both': t5.PairBatch}.get(self.family.KIND, TokenBatch)
+
+    @property
+    def Part(self) -> type:
+        """A microbatch, with its rows' numbers in the whole batch."""
+        return tuple[{'encoder': bert.MaskedBatch}.get(self.family.KIND, self.Batch), u32['B/b']]
 
     @property
     def trained(self) -> Any:
@@ -182,8 +192,8 @@ def resolved(config: Config) -> Config:
     model = model_of(config)
     if config.fp8 and getattr(model, 'experts', 0):
         raise RunError('fp8 = true: expected false in a mixture of experts, whose products have no 8-bit form')
-    check_encoder(config, has_encoder(family_of(model)))
-    check_stages(config, has_encoder(family_of(model)))
+    check_encoder(config, family_of(model).KIND, model)
+    check_stages(config, family_of(model).KIND)
     if config.training.dropout and getattr(model, 'attention', 'auto') not in ('auto', 'einsum'):
         raise RunError(
             f'model.attention = {model.attention}: with training.dropout attention is as written out, since its '
@@ -202,11 +212,8 @@ def model_of(config: Config) -> Any:
     if path is not None:
         with ThreadPoolExecutor() as pool:
             source = huggingface.open_weights(path, pool)
-        if source.family is None or source.family.__name__ not in TRAINED:
-            what = (
-                'is of no family in models/' if source.family is None else 'does not predict the next token of a text'
-            )
-            raise RunError(f'initial_weights = {path}: the model {what}, and cannot be trained')
+        if source.family is None:
+            raise RunError(f'initial_weights = {path}: the model is of no family in models/, and cannot be trained')
         name, keys = name or name_of(source.family), {**as_tree(source.model), **keys}
     elif not name and not keys.keys() - set(huggingface.SETTINGS):
         raise RunError('model: expected a family and its sizes (+family=llama, say), or initial_weights')
@@ -243,29 +250,31 @@ def name_of(family: ModuleType) -> str:
     return family.__name__.rpartition('.')[2]
 
 
-def has_encoder(family: ModuleType) -> bool:
-    """Then it is trained on pairs (`t5.PairBatch`)."""
-    return hasattr(family, 'encode')
-
-
-def check_encoder(config: Config, is_there: bool) -> None:
+def check_encoder(config: Config, kind: str, model: Any) -> None:
     """Raises RunError for keys that are for models with an encoder, or for others."""
     key = f'training.tokens.read_len = {config.training.tokens.read_len}'
-    if is_there and not config.training.tokens.read_len:
+    if kind == 'both' and not config.training.tokens.read_len:
         raise RunError(f'{key}: the model has an encoder: expected how many tokens of a row it reads')
-    if not is_there and config.training.tokens.read_len:
+    if kind != 'both' and config.training.tokens.read_len:
         raise RunError(f'{key}: the model has no encoder that reads: leave it out')
-    if is_there and config.training.dropout:
-        raise RunError('training.dropout: a model with an encoder is computed without it: leave it out')
+    if kind != 'encoder' and config.masking != Masking():
+        raise RunError('masking: of models that predict masked tokens, which this does not: leave it out')
+    if kind == 'encoder' and config.masking.token is not None and config.masking.token >= model.vocab:
+        raise RunError(f'masking.token = {config.masking.token}: expected an id below model.vocab = {model.vocab}')
+    if kind == 'encoder' and context_of(config.mesh, model.n_kv, config.context).way != 'deal':
+        raise RunError(
+            f'mesh.c = {config.mesh.c}, context = {config.context}: where tokens see those behind them heads are dealt '
+            f'out: expected model.n_kv = {model.n_kv} a multiple of mesh.t · mesh.c, and auto'
+        )
 
 
-def check_stages(config: Config, has_encoder: bool) -> None:
+def check_stages(config: Config, kind: str) -> None:
     """Raises RunError for keys that do not go with stages, or not without."""
     stages = f'mesh.p = {config.mesh.p}'
     if config.mesh.p == 1 and config.training.pieces > 1:
         raise RunError(f'training.pieces = {config.training.pieces}: of stages, and {stages}: leave it out')
-    if config.mesh.p > 1 and (config.fp8 or has_encoder):
-        what = 'a model with an encoder' if has_encoder else 'products in 8 bits'
+    if config.mesh.p > 1 and (config.fp8 or kind != 'decoder'):
+        what = 'products in 8 bits' if kind == 'decoder' else 'a model with an encoder'
         raise RunError(f'{stages}: {what} cannot be dealt out to stages: set it to 1')
 
 
@@ -368,7 +377,7 @@ def joined(task: Task, weights: Tuned) -> Any:
 
 
 def loss_sum(
-    task: Task, training: Training, bos_id: int, weights: Tuned, batch: TokenBatch, drops: Drops, z_loss: float
+    task: Task, training: Training, special_id: int, weights: Tuned, batch: TokenBatch, drops: Drops, z_loss: float
 ):  # fmt: skip
     """The sum of weight · -log softmax over all targets, pending over all axes, and what routers did, None without
     experts.
@@ -383,12 +392,15 @@ def loss_sum(
         options['adapt'] = functools.partial(adapted, task.lora, of_adapters)
         options['low'] = numbered(task, weights.trained)
     ends = family.TABLE.gather_first(all_weights, reduce_dtype)
-    if has_encoder(family):
-        x, routing = family.hidden(model, all_weights, *family.pairs_of(batch, bos_id), ends=ends, **options), None
+    options['dropout'] = dropout
+    if family.KIND == 'both':
+        x, routing = family.hidden(model, all_weights, *family.pairs_of(batch, special_id), ends=ends, **options), None
     else:
-        inputs = layers.inputs_of(batch, bos_id)
-        options |= {'dropout': dropout, 'along_c': task.along_c}
-        x, routing = layers.hidden(family, model, all_weights, *inputs, ends=ends, **options)
+        inputs, *places = layers.inputs_of(batch, special_id)
+        inputs = batch.inputs if family.KIND == 'encoder' else inputs
+        x, routing = layers.hidden(
+            family, model, all_weights, inputs, *places, ends=ends, along_c=task.along_c, **options
+        )
     cap = family.mask(model).logits_cap
     unembed = over_stages(family.TABLE.gather_unembed(all_weights, ends, reduce_dtype))
     return layers.loss_sum(unembed, x, batch, cap, batch.weight, z_loss, task.along_c, V='V/u'), routing
@@ -423,20 +435,20 @@ def row_numbers(batch: Any, spec: str) -> jax.Array:
 
 
 def loss_and_gradient(
-    task: Task, training: Training, bos_id: int, parts: int, in_step: Tuned, batch: Any, step: jax.Array,
+    task: Task, training: Training, special_id: int, parts: int, in_step: Tuned, batch: Any, step: jax.Array,
     target_count: jax.Array,
 ):  # fmt: skip
     """The loss, pending over all axes; what routers did, summed over microbatches; and the gradient of what is trained,
     pending over what each weight is the same along."""
     experts = getattr(task.model, 'experts', 0)
-    Part = tuple[task.Batch, u32['B/b']]  # a microbatch, and its rows' numbers in the whole batch
+    Part = task.Part
 
     @typed
     def loss(trained: task.in_step.trained, weights: task.in_step, part: Part):
         batch, rows = part
         drops = drops_of(task, training, step, rows)
         value, routing = loss_sum(
-            task, training, bos_id, replace(weights, trained=trained), batch, drops, training.z_loss
+            task, training, special_id, replace(weights, trained=trained), batch, drops, training.z_loss
         )
         value = total = value / target_count
         if routing is not None:
@@ -451,12 +463,11 @@ def loss_and_gradient(
         (_, found), gradient = shardops.value_and_grad(loss, has_aux=True)(weights.trained, weights, part)
         return jax.tree.map(jnp.add, sums, (found, gradient)), None
 
-    def regroup(array, x):  # 'B/b L', or 'B/b S' of what an encoder reads
-        columns = array.spec.names[1]
+    def regroup(array, x):  # 'B/b', 'B/b L', or 'B/b S' of what an encoder reads
+        columns = ' '.join(array.spec.names[1:])
         return shardops.regroup(f'B/b {columns} -> parts R/b {columns}', x, parts=parts)
 
-    rows = shardops.regroup('B/b -> parts R/b', row_numbers(batch, 'B/b'), parts=parts)
-    batches = jax.tree.map(regroup, map_type(lambda array: array, task.Batch), batch), rows
+    batches = jax.tree.map(regroup, map_type(lambda array: array, Part), (batch, row_numbers(batch, 'B/b')))
     routing = no_routing('layers', experts, layers=task.model.layers)
     zero = (shardops.zeros(ALL, f32), routing), jax.tree.map(jnp.zeros_like, in_step.trained)
     ((value, routing), gradient), _ = lax.scan(add_microbatch, zero, batches)
@@ -469,7 +480,7 @@ class Staged:
 
     task: Task
     training: Training
-    bos_id: int
+    special_id: int
     parts: int
     in_step: Tuned  # layers as stages have them, 'p/p v n M/w F/t'
     own: Any  # a device's rows by microbatches, 'p/p groups R/b L', and their numbers, which dropout needs
@@ -498,7 +509,7 @@ class Staged:
         @typed
         def of_own(batch: Any):
             batch = jax.tree.map(functools.partial(shardops.regroup, 'groups B/b L -> R/b L'), batch)
-            inputs, _, position = map(task.along_c.part, layers.inputs_of(batch, self.bos_id))
+            inputs, _, position = map(task.along_c.part, layers.inputs_of(batch, self.special_id))
             x = task.family.embed(task.model, ends, inputs, position, 'M/t')
             return shardops.regroup('R/b L/c M/t -> groups B/b L/c M/t', x, groups=groups)
 
@@ -513,7 +524,7 @@ class Staged:
         if task.lora.rank:
             given, in_use = (frozen, (piece, numbers)), functools.partial(adapted, task.lora, of_adapters)
         stack = given, window, None if dropout is None else numbers
-        _, segment, position = layers.inputs_of(batch, self.bos_id)
+        _, segment, position = layers.inputs_of(batch, self.special_id)
         options = training.save_for_backward, training.unroll_layers, dropout, task.along_c
         x, routing = layers.through(task.family, task.model, x, stack, in_use, segment, position, *options)
         if routing is None:
@@ -538,7 +549,7 @@ def of_head(ends: Any) -> Any:
 
 
 def staged_loss_and_gradient(
-    task: Task, training: Training, bos_id: int, parts: int, in_step: Tuned, batch: Any, step: jax.Array | None,
+    task: Task, training: Training, special_id: int, parts: int, in_step: Tuned, batch: Any, step: jax.Array | None,
     target_count: jax.Array, z_loss: float, backward: bool = True,
 ):  # fmt: skip
     """The same on the stages of a pipeline; without backward no gradient."""
@@ -548,7 +559,7 @@ def staged_loss_and_gradient(
     rows = layers.WeightedBatch(**vars(batch)), row_numbers(batch, 'B/p/b') if has_dropout else None
     own = jax.tree.map(functools.partial(pipeline.own_rows, groups=parts // p), rows)
     every = jax.tree.map(pipeline.all_rows, own)
-    staged = Staged(task, training, bos_id, parts, in_step, own, every, step, target_count, z_loss)
+    staged = Staged(task, training, special_id, parts, in_step, own, every, step, target_count, z_loss)
 
     with jax.named_scope('embed'):
         ends, pull_ends = shardops.vjp(staged.ends, in_step.trained)
@@ -595,7 +606,7 @@ def is_none(x: Any) -> bool:
 def numbered(task: Task, trained: Any) -> Any:
     """The adapters of the layers, with the layers' numbers; of an encoder's and of its decoder's, which count on."""
     numbers = functools.partial(jnp.arange, dtype=jnp.uint32)
-    if not has_encoder(task.family):
+    if task.family.KIND != 'both':
         return trained.transformer, numbers(task.model.layers)
     first, last = task.model.encoder_layers, task.model.encoder_layers + task.model.layers
     return (trained.encoder, numbers(first)), (trained.decoder, numbers(first, last))
@@ -759,8 +770,20 @@ def count_of(batch: Any) -> f32['']:
     return shardops.psum('+b -> ', shardops.sum_unreduced('B/b L -> +b', batch.weight))
 
 
-def mapped_steps(config: Config, bos_id: int, part: float = 1.0) -> tuple[typed_shard_map, typed_shard_map]:
-    """The training step, with a part of the batch, and the validation step over the mesh, of a resolved config."""
+def read_masked(task: Task, config: Config, mask: int, batch: Any, step: jax.Array) -> Any:
+    """The batch with what an encoder reads of it; as it is for other families."""
+    if task.family.KIND != 'encoder':
+        return batch
+    seed, share = optimizers.seed_of(config.training, 'masking', step), config.masking.share
+    return bert.masked(batch, row_numbers(batch, 'B/b'), seed, share, mask, task.model.vocab)
+
+
+def mapped_steps(config: Config, special_id: int, part: float = 1.0) -> tuple[typed_shard_map, typed_shard_map]:
+    """The training step, with a part of the batch, and the validation step over the mesh, of a resolved config.
+
+    special_id: the token that stands where none is, before a sequence, or before what a decoder writes; of an encoder
+      the one that masks.
+    """
     task, training = task_of(config), config.training
     parts = round(part * training.microbatches)
     StateType, Weights, Batch = task.State, task.State.weights, task.Batch
@@ -770,12 +793,13 @@ def mapped_steps(config: Config, bos_id: int, part: float = 1.0) -> tuple[typed_
     def training_step(state: StateType, skipped: u32[''], step: u32[''], batch: Batch) -> tuple[StateType, AllMetrics]:
         """The update number `step`, from 0, and what is logged of it."""
         with jax.named_scope('count_targets'):
+            batch = read_masked(task, config, special_id, batch, step)
             target_count = count_of(batch)
             target_count = jnp.where(target_count > 0, target_count, 1.0)
         with jax.named_scope('replicas'):
             in_step = gathered_over_replicas(task, state.weights)
         with jax.named_scope('gradient'):
-            given = task, training, bos_id, parts, in_step, batch, step, target_count
+            given = task, training, special_id, parts, in_step, batch, step, target_count
             if task.pieces:
                 value, routing, gradient = staged_loss_and_gradient(*given, training.z_loss)
             else:
@@ -789,12 +813,13 @@ def mapped_steps(config: Config, bos_id: int, part: float = 1.0) -> tuple[typed_
     @typed
     def validation_step(weights: Weights, loss: f32[''], targets: f32[''], batch: Batch) -> tuple[f32[''], f32['']]:
         """Adds a batch's losses and its targets' weights to the sums so far."""
+        batch = read_masked(task, config, special_id, batch, jnp.uint32(0))
         in_step = gathered_over_replicas(task, weights)
         if task.pieces:
-            given = task, training, bos_id, training.microbatches, in_step, batch, None, jnp.float32(1)
+            given = task, training, special_id, training.microbatches, in_step, batch, None, jnp.float32(1)
             value, _, _ = staged_loss_and_gradient(*given, 0.0, backward=False)
         else:
-            value, _ = loss_sum(task, training, bos_id, in_step, batch, (None, None), 0.0)
+            value, _ = loss_sum(task, training, special_id, in_step, batch, (None, None), 0.0)
         return loss + shardops.psum(f'{ALL} -> ', value), targets + count_of(batch)
 
     return typed_shard_map(training_step), typed_shard_map(validation_step)
@@ -838,14 +863,27 @@ def reader(config: Config, task: Task) -> Callable | None:
     return read_adapters
 
 
-def scorer_of(config: Config, task: Task) -> InRun | None:
+def scorer_of(config: Config, task: Task, special_id: int) -> InRun | None:
     """What scores eval_tasks, if there are any."""
     if not config.eval_tasks:
         return None
     join = functools.partial(whole, task)
     if task.lora.rank:
         join = jax.jit(join, out_shardings=make_shardings(task.in_step.frozen))
-    return InRun(config, tokenizer_of(config), join)
+    return InRun(config, tokenizer_of(config), join, special_id)
+
+
+def special_of(config: Config, task: Task, source: huggingface.Source | None) -> int:
+    """As of `mapped_steps`, but for a decoder, whose data say it. Raises RunError where nothing says what masks."""
+    if task.family.KIND != 'encoder':
+        return source.decoder_start if source and task.family.KIND == 'both' else 0
+    tokenizer = None if config.masking.token is not None else tokenizer_of(config)
+    found = config.masking.token if tokenizer is None else tokenizer.id_of('mask_token')
+    if found is None or found >= config.model.vocab:
+        raise RunError(
+            f'masking.token = {shown(found)}: expected the id, below model.vocab, that stands for masked tokens'
+        )
+    return found
 
 
 def main(config: Config) -> None:
@@ -853,7 +891,7 @@ def main(config: Config) -> None:
     config = resolved(config)
     state, batch = shapes(config)
     if config.check_only:
-        return report_check(config, mapped_steps(config, bos_id=0), state, batch)
+        return report_check(config, mapped_steps(config, special_id=0), state, batch)
     task = task_of(config)
     read = reader(config, task)
     mesh = start(config)
@@ -862,18 +900,17 @@ def main(config: Config) -> None:
         is_part = bool(jax.tree.leaves(task.State.weights.frozen))
         about = {'family': name_of(task.family), 'published': source and source.config}
         about['base'] = huggingface.fingerprint(source, pool) if is_part else None
-        with jax.set_mesh(mesh), Run(config, task.Batch, about, scorer_of(config, task)) as run:
-            bos_id = run.data.bos_id
-            if has_encoder(task.family):
-                bos_id = source.decoder_start if source else 0
-            step, validate = mapped_steps(config, bos_id)
+        special_id = special_of(config, task, source)
+        with jax.set_mesh(mesh), Run(config, task.Batch, about, scorer_of(config, task, special_id)) as run:
+            special_id = run.data.bos_id if task.family.KIND == 'decoder' else special_id
+            step, validate = mapped_steps(config, special_id)
             state, batch = with_shardings(state, task.State), with_shardings(batch, task.Batch)
             zero, count = np.uint32(0), sum(each.size for each in jax.tree.leaves(state.weights.trained))
             of = sum(each.size for each in jax.tree.leaves(state.weights.frozen))
             run.say(f'{count:,} parameters are trained' + (f', {of:,} are frozen' if is_part else ''))
             steps = {1.0: run.compile(jax.jit(step, donate_argnums=0).trace(state, zero, zero, batch), __file__)}
             for part in (0.5**n for n, _ in enumerate(config.training.batch_doubles_at, 1)):
-                smaller, _ = mapped_steps(config, bos_id, part)
+                smaller, _ = mapped_steps(config, special_id, part)
                 steps[part] = jax.jit(smaller, donate_argnums=0, compiler_options=run.compiler_options)
             validate = jax.jit(validate, compiler_options=run.compiler_options)
             kept = replace(state, weights=state.weights.trained)

@@ -1,12 +1,12 @@
 """BERT: an encoder whose tokens all see each other, hidden states and the logits of masked tokens.
 
-    x = bert.hidden(model, weights, inputs, kinds, segment, position)       # 'B/b L/c M', of each token
-    loss = layers.loss_sum(ends.unembed, bert.predict(model, ends, x), batch)   # of batch's targets at its own places
+    batch = masked(batch, rows, seed, config.masking.share, mask, model.vocab)       # what is read: `batch.inputs`
+    x, _ = layers.hidden(bert, model, weights, batch.inputs, segment, position)      # 'B/b L/c M', of which logits are
 
-Against Llama: norms behind each half, layer norms, biases and learned positions. Nothing here decodes. `predict` stands
-between the hidden states and the unembedding; the pooler and the head for next sentences are neither read nor written.
-Legend as in train.py, with P positions and N kinds of tokens. models/layers.py says what a family's file holds; `embed`
-has the tokens' kinds besides, so that `hidden` is the family's own.
+Against Llama: norms behind each half, layer norms, biases and learned positions; a token is read itself, not the one
+before it, and some are masked. Nothing here decodes. The hidden states are `final_of_encoder`'s, `final` is the head
+that predicts; the pooler and the head for next sentences are neither read nor written. Legend as in train.py, with P
+positions and N kinds of tokens. models/layers.py says what a family's file holds.
 """
 
 import functools
@@ -16,18 +16,22 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from jax_extra import explicit_activation_checkpointing, save_for_backward
+from jax_extra import save_for_backward
 from models import layers
-from models.context import ALONE, attention_where, deal_heads
-from models.layers import Mask, act, enter, layer_norm, leave, part
+from models.dropout import mixed, random_bits
+from models.layers import Mask, WeightedBatch, act, enter, layer_norm, leave, part
 from models.weights import Table, Weight, bias, exact, matrix
 from runtime.config.keys import Count, Positive
 from shardlib import shardops
 from shardlib.products import product
-from shardlib.shardtypes import f32, i32, u32
+from shardlib.shardtypes import f32, i32, pytree_dataclass, u32
+from shardlib.spec import parse
 from shardlib.typed import typed
+
+KIND = 'encoder'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +49,34 @@ class Model:
 
 
 def mask(model: Model) -> Mask:
-    return Mask()
+    return Mask(is_causal=False)
+
+
+# == Batch =============================================================================================================
+@pytree_dataclass
+class MaskedBatch(WeightedBatch):
+    """Rows of which some tokens are masked: those alone have a weight."""
+
+    inputs: u32['B/b L']  # what is read
+
+
+@typed
+def masked(batch: WeightedBatch, rows: u32['B/b'], seed: u32[''], share: float, mask: int, vocab: int) -> MaskedBatch:
+    """So many of the tokens are targets: of those 80 % are read as `mask`, 10 % as any token, 10 % as they are (Devlin
+    et al. 2018, 3.1). Which ones is a function of the seed, the row's number and the place in the row.
+
+    Args:
+      rows: the rows' numbers in the whole batch.
+      share: of the tokens.
+    """
+    dims, shape = parse('B/b L').dims[1:], batch.targets.shape[1:]
+    is_chosen, kind, token = (random_bits(mixed(mixed(seed, jnp.uint32(n)), rows), dims, shape) for n in range(3))
+    chosen = (is_chosen < np.uint32(share * (2**32 - 1))) & batch.is_target
+    read = jnp.where(kind < np.uint32(0.9 * 2**32), token % np.uint32(vocab), batch.targets)
+    read = jnp.where(kind < np.uint32(0.8 * 2**32), jnp.uint32(mask), read)
+    weight = jnp.where(chosen, batch.weight, 0.0)
+    inputs = jnp.where(chosen, read, batch.targets)
+    return MaskedBatch(batch.targets, batch.is_seq_start, chosen, weight, inputs)
 
 
 # == Weights ===========================================================================================================
@@ -101,9 +132,15 @@ def norm(x: jax.Array, scale_and_bias: f32['2 M'], eps: float, M: str) -> jax.Ar
 
 @typed
 def embed(
-    model: Model, ends: Ends, tokens: u32['B/b L/c'], kinds: i32['B/b L/c'], position: i32['B/b L/c'], M: str
+    model: Model,
+    ends: Ends,
+    tokens: u32['B/b L/c'],
+    position: i32['B/b L/c'],
+    M: str,
+    kinds: i32['B/b L/c'] | None = None,
 ) -> jax.Array:
-    """Rows of three tables, and a norm."""
+    """Rows of three tables, and a norm; kinds: None is the first."""
+    kinds = jnp.zeros_like(position) if kinds is None else kinds
     tables = [ends.positions, ends.kinds]
     if M != 'M':
         tables = [shardops.slice('P M -> P M/t', ends.positions), shardops.slice('N M -> N M/t', ends.kinds)]
@@ -135,47 +172,18 @@ def layer(
 
 
 @typed
-def final(model: Model, ends: Ends, x: jax.Array, M: str) -> act['B/b L/c M']:
-    """The hidden states as a whole on each device."""
+def final_of_encoder(model: Model, ends: Ends, x: jax.Array, M: str) -> act['B/b L/c M']:
+    """The hidden states, as a whole on each device."""
     return enter(x, M)
 
 
 @typed
-def predict(model: Model, ends: Ends, x: act['B/b L/c M']) -> act['B/b L/c M']:
-    """What logits are computed from, with `ends.unembed`."""
-    y = product('B/b L/c M, M M2/t -> B/b L/c M2/t', x, ends.w_predict)
+def final(model: Model, ends: Ends, x: jax.Array, M: str) -> act['B/b L/c M']:
+    """What logits are computed from, with `ends.unembed`: 2M/t bytes a token are gathered over t."""
+    y = product('B/b L/c M, M M2/t -> B/b L/c M2/t', final_of_encoder(model, ends, x, M), ends.w_predict)
     y: act['B/b L/c M'] = shardops.all_gather('B/b L/c M2/t -> B/b L/c M2', y)
     y = y + ends.b_predict[None, None]
     return layer_norm(jax.nn.gelu(y, approximate=False), ends.predict_norm, model.norm_eps)
-
-
-def hidden(
-    model, weights, inputs, kinds, segment, position, adapt: Callable = lambda w, low: w, low=None, *,
-    ends=None, reduce_dtype: str = 'float32', kept: tuple[str, ...] = ('save_for_backward',), unroll: bool = False,
-):  # fmt: skip
-    """The hidden states of all tokens, act['B/b L/c M']; options as of layers.hidden.
-
-    Args:
-      inputs, kinds: the tokens themselves, u32['B/b L'], some of them masked, and the number of the kind of each.
-      segment, position: as of layers.inputs_of; a token sees all of its own segment. Padding has a number of its own.
-    """
-    layers.require_positions(model, inputs.shape[1])
-    ends = ends or gather_ends(weights, reduce_dtype)
-    inputs, kinds, position = map(ALONE.part, (inputs, kinds, position))
-    whole = functools.partial(attention_where, allowed=segment[:, :, None] == segment[:, None, :])
-
-    def attend(q, k, v):
-        return deal_heads(whole, q, k, v), None
-
-    @functools.partial(explicit_activation_checkpointing, names=kept)
-    def one(x, of_layer):
-        w, low = of_layer
-        return layer(model, x, adapt(gather_layer(w, reduce_dtype), low), attend, position, 'M/t')[0], None
-
-    with jax.named_scope('embed'):
-        x = embed(model, ends, inputs, kinds, position, 'M/t')
-    x, _ = lax.scan(one, x, (weights.transformer, low), unroll=unroll)
-    return final(model, ends, x, 'M/t')
 
 
 # == config.json =======================================================================================================

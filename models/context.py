@@ -123,6 +123,11 @@ class Rows:
             of_keys = self.context.in_order(self.place), self.context.in_order(self.segment)
             return of_gathered_keys(by, q, k, v, own, of_keys, window, cap, drop)
 
+    def both_ways(self, q, k, v, drop: Drop | None = None):
+        """The same where a query sees all of its segment, as written out; heads are dealt out."""
+        allowed = self.segment[:, :, None] == self.segment[:, None, :]
+        return deal_heads(functools.partial(attention_where, allowed=allowed, drop=drop), q, k, v)
+
 
 @typed
 def in_a_ring(

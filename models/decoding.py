@@ -459,7 +459,7 @@ def traced_step(programs: 'Programs', model: Any, weights: Any, count: int, slot
     Args:
       weights: the shapes of the model's.
     """
-    sizes = {} if not hasattr(weights, "encoder") else {"read": slots}
+    sizes = {} if programs.stack == "transformer" else {"read": slots}
     held = programs.Held(jax.eval_shape(programs.mapped("gather"), weights))
     cache = jax.eval_shape(programs.mapped("empty", count=count, slots=slots, **sizes))
     rows, ids, counts = shapes_of(tuple[Rows, i32['V/t'], i32['B/b']], B=count, V=model.vocab)
@@ -494,7 +494,7 @@ class Programs:
     """
 
     def __init__(self, family: Any, model: Any, weights: Any, kept: str | None = None):
-        name = "decoder" if hasattr(family, "memory") else "transformer"
+        self.stack = name = "decoder" if family.KIND == "both" else "transformer"
         family = Split(family) if kept == "split" else family
         Ends, Layer = family.Ends, narrowed(family.Gathered, getattr(weights, name))
         Layers = Array['layers', quantized_type(Layer) if kept == "int8" else Layer]
@@ -585,14 +585,20 @@ class Generator:
         kept: str | None = None,
     ):  # fmt: skip
         self.programs, self.vocab = Programs(family, model, weights, kept), model.vocab
-        self.start, self.of_encoder = start, None if start is None else weights
-        ends_, stack = self.programs.compiled("gather")(weights)
-        if is_tied(weights):  # of one table jit makes two
-            ends_ = with_unembed(replace(ends_, unembed=None))
-        self.weights = ends_, stack
+        self.start = start
+        self.take(weights)
         self.ids = jax.device_put(np.arange(self.vocab, dtype=np.int32), make_shardings(i32['V/t']))
         # A program needs one to compare with; a vocabulary has no such token.
         self.ends = np.asarray(list(ends) or [2**32 - 1], np.uint32)
+
+    def take(self, weights: Any) -> None:
+        """Puts other weights in the place of its own; None: it holds none until then."""
+        self.of_encoder, self.weights = None if self.start is None else weights, None
+        if weights is not None:
+            ends, stack = self.programs.compiled("gather")(weights)
+            if is_tied(weights):  # of one table jit makes two
+                ends = with_unembed(replace(ends, unembed=None))
+            self.weights = ends, stack
 
     def begun(self, prompt: Sequence[int]) -> Sequence[int]:
         """What stands before the first token that is drawn."""

@@ -27,6 +27,9 @@ from shardlib.typed import typed
 ACTIVATIONS = {'gelu_tanh': jax.nn.gelu, 'gelu': functools.partial(jax.nn.gelu, approximate=False), 'relu': jax.nn.relu}
 
 
+KIND = 'decoder'
+
+
 @dataclass(frozen=True, kw_only=True)
 class Model:
     d_model: Count  # M

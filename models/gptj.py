@@ -22,6 +22,8 @@ from shardlib.products import product
 from shardlib.shardtypes import i32, u32
 from shardlib.typed import typed
 
+KIND = 'decoder'
+
 
 @dataclass(frozen=True, kw_only=True)
 class Model:

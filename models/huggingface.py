@@ -519,7 +519,7 @@ def export_adapters(source: Source, folder: Path) -> None:
     names = adapters.named(source.family, source.model, [place for place, _, _ in found])
     config = source.checkpoint.attributes["config"]
     about = {**config["lora"], "base": config["initial_weights"]}
-    about["task"] = "SEQ_2_SEQ_LM" if hasattr(source.family, "encode") else "CAUSAL_LM"
+    about["task"] = {"both": "SEQ_2_SEQ_LM"}.get(source.family.KIND, "CAUSAL_LM")
     adapters.write_peft(folder, names, lambda place, which: pairs[place.path]["ab".index(which)], about)
 
 

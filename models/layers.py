@@ -4,8 +4,8 @@
     x, routing = layers.hidden(llama, model, weights, inputs, segment, position, ends=ends)       # 'B/b L/c M'
     loss = layers.loss_sum(ends.unembed, x, batch)                   # as train.py's, pending over all axes
 
-A family is a module with `Model`, `embed`, `layer`, `final`, `mask`, and a table of its weights (models/weights.py),
-from which `Layer`, `Weights`, `Gathered`, `Ends`, `init`, `gather_layer`, `gather_ends` and `published` follow; and
+A family is a module with `KIND`: 'decoder', 'encoder', or 'both'; `Model`, `embed`, `layer`, `final`, `mask`, and a
+table of its weights (models/weights.py), from which `Layer`, `Weights`, `Gathered`, `Ends`, `init`, `gather_layer`, `gather_ends` and `published` follow; and
 `model_of` and `config_of`, from a config.json and to one (models/huggingface.py). Its layer is written once, for
 training, for reading a prompt and for decoding: it multiplies with weights that are gathered over w, and does not know
 what attention is over, `attend(q, k, v) -> (o, kept)`, nor how the residual lies: 'B/b L/c M/t' in training, 'B/b L/c
@@ -197,11 +197,12 @@ def rotary(
 # == Attention =========================================================================================================
 @dataclass(frozen=True)
 class Mask:
-    """What attention adds to being causal; `attend` applies it. q has been multiplied by the logits' scale already."""
+    """What a query sees, and caps; `attend` applies it. q has been multiplied by the logits' scale already."""
 
     window: int | tuple[int, ...] | None = None  # positions that a query sees, its own included; or of each layer
     cap: float | None = None  # attention's logits are cap · tanh(logits / cap)
     logits_cap: float | None = None  # the same of the logits of tokens
+    is_causal: bool = True  # else a query sees all of its segment, and there is no window and no cap
 
     def by_layer(self) -> jax.Array | None:
         """The windows, to be scanned with the layers; None where all have the same."""
@@ -390,6 +391,8 @@ def through(
         w, drop = in_use(*given), None if dropout is None else dropout.of_layer(number)
 
         def attend(q, k, v):
+            if not mask.is_causal:
+                return rows.both_ways(q, k, v, drop), None
             return rows.attention(model.attention, q, k, v, mask.of_layer(window), mask.cap, drop), None
 
         attend.window = mask.of_layer(window)

@@ -20,6 +20,8 @@ from runtime.config.keys import Count, Even, Positive, Steps
 from shardlib.shardtypes import i32, u32
 from shardlib.typed import typed
 
+KIND = 'decoder'
+
 
 @dataclass(frozen=True, kw_only=True)
 class Model:

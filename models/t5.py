@@ -22,6 +22,7 @@ from jax import lax
 from jax_extra import explicit_activation_checkpointing, save_for_backward
 from models import layers
 from models.context import ALONE, attention_where, deal_heads
+from models.dropout import Dropout, Residual
 from models.layers import Mask, WeightedBatch, act, enter, leave, rms_norm
 from models.weights import Table, Weight, exact, matrix
 from runtime.config.keys import Count, Positive
@@ -29,6 +30,8 @@ from shardlib import shardops
 from shardlib.products import product
 from shardlib.shardtypes import bool_, f32, i32, pytree_dataclass, u32
 from shardlib.typed import typed
+
+KIND = 'both'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,35 +224,42 @@ def final_of_encoder(model: Model, ends: Ends, x: jax.Array, M: str) -> act['B/b
     return rms_norm(enter(x, M), ends.encoder_norm, model.norm_eps)
 
 
-def _stack(model, name, weights, x, attend, cross, adapt, low, reduce_dtype, kept, unroll, fp8):
-    """All layers of the encoder or of the decoder, as training runs them."""
+def _stack(model, name, weights, x, attend, cross, adapt, low, reduce_dtype, kept, unroll, fp8, dropout):
+    """All layers of the encoder or of the decoder, as training runs them; `attend` and `cross` take a `Drop` too."""
     weights = getattr(weights, name)
     scales = TABLE.float8_scales(name, weights) if fp8 else {}
+    first, count = (0, model.encoder_layers) if name == 'encoder' else (model.encoder_layers, model.layers)
+    numbers = None if dropout is None else jnp.arange(first, first + count, dtype=jnp.uint32)
 
     @layers.keeping(kept)
     def one(x, of_layer):
-        w, low, scales = of_layer
-        return layer(model, x, adapt(gather_layer(w, reduce_dtype, scales), low), attend, cross, 'M/t')[0], None
+        w, low, scales, number = of_layer
+        w, drop = (
+            adapt(gather_layer(w, reduce_dtype, scales), low),
+            None if dropout is None else dropout.of_layer(number),
+        )
+        calls = [each and functools.partial(each, drop=drop) for each in (attend, cross)]
+        return layer(model, x, w, *calls, 'M/t' if drop is None else Residual(drop))[0], None
 
-    return lax.scan(one, x, (weights, low, scales), unroll=unroll)[0]
+    return lax.scan(one, x, (weights, low, scales, numbers), unroll=unroll)[0]
 
 
 def encode(
     model, weights, read, segment, adapt: Callable = lambda w, low: w, low=None, *,
     ends=None, reduce_dtype: str = 'float32', kept: str = 'everything', unroll: bool = False, fp8: bool = False,
+    dropout: Dropout | None = None,
 ):  # fmt: skip
     """What the encoder writes, act['B/b S/c M'], of tokens u32['B/b S'], which see those of their own segment."""
     ends = ends or gather_ends(weights, reduce_dtype)
     place = jnp.arange(read.shape[1], dtype=jnp.int32)
     bias = relative_bias(model, ends.encoder_bias, place[:, None] - place[None], both_ways=True)
     same = segment[:, :, None] == segment[:, None, :]
-    whole = functools.partial(attention_where, allowed=same, bias=bias)
 
-    def attend(q, k, v):
-        return deal_heads(whole, q, k, v), None
+    def attend(q, k, v, drop):
+        return deal_heads(functools.partial(attention_where, allowed=same, bias=bias, drop=drop), q, k, v), None
 
     x = embed(model, ends, ALONE.part(read), None, 'M/t')
-    x = _stack(model, 'encoder', weights, x, attend, None, adapt, low, reduce_dtype, kept, unroll, fp8)
+    x = _stack(model, 'encoder', weights, x, attend, None, adapt, low, reduce_dtype, kept, unroll, fp8, dropout)
     return final_of_encoder(model, ends, x, 'M/t')
 
 
@@ -267,6 +277,7 @@ def memory(weights: Weights, encoded: act['B/b S/c M']) -> act['layers 2 B/b S K
 def hidden(
     model, weights, read, read_segment, inputs, segment, adapt: Callable = lambda w, low: w, low=(None, None), *,
     ends=None, reduce_dtype: str = 'float32', kept: str = 'everything', unroll: bool = False, fp8: bool = False,
+    dropout: Dropout | None = None,
 ):  # fmt: skip
     """The decoder's hidden states before the unembedding, act['B/b L/c M']; options as of layers.hidden.
 
@@ -277,20 +288,20 @@ def hidden(
       low: adapters of the encoder's layers and of the decoder's.
     """
     ends = ends or gather_ends(weights, reduce_dtype)
-    options = {'reduce_dtype': reduce_dtype, 'kept': kept, 'unroll': unroll, 'fp8': fp8}
+    options = {'reduce_dtype': reduce_dtype, 'kept': kept, 'unroll': unroll, 'fp8': fp8, 'dropout': dropout}
     with jax.named_scope('encoder'):
         encoded = encode(model, weights, read, read_segment, adapt, low[0], ends=ends, **options)
     place = jnp.arange(inputs.shape[1], dtype=jnp.int32)
     distance = place[:, None] - place[None]
     bias = relative_bias(model, ends.decoder_bias, distance, both_ways=False)
     allowed = (segment[:, :, None] == segment[:, None, :]) & (distance >= 0)[None]
-    whole = functools.partial(attention_where, allowed=allowed, bias=bias)
-    of_read = functools.partial(attention_where, allowed=segment[:, :, None] == read_segment[:, None, :])
+    is_read = segment[:, :, None] == read_segment[:, None, :]
 
-    def attend(q, k, v):
-        return deal_heads(whole, q, k, v), None
+    def attend(q, k, v, drop):
+        return deal_heads(functools.partial(attention_where, allowed=allowed, bias=bias, drop=drop), q, k, v), None
 
-    def cross(q, project):
+    def cross(q, project, drop):
+        of_read = functools.partial(attention_where, allowed=is_read, drop=drop)
         return deal_heads(of_read, q, *project(encoded), is_saved=False)
 
     with jax.named_scope('embed'):

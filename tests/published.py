@@ -25,6 +25,7 @@ from train import act
 
 FOLDER = Path(__file__).parent / "models/golden"
 NAMES = sorted(path.name for path in FOLDER.iterdir())
+LENGTHS, READ = (9, 15), (13, 7)  # of the two sequences in each row, and of what an encoder reads
 
 
 @contextlib.contextmanager
@@ -50,7 +51,7 @@ def oracle_of(name):
         return dict(file)
 
 
-def batch_of(oracle, lengths=(9, 15)):
+def batch_of(oracle, lengths=LENGTHS):
     """The rows of golden.py, in which two sequences follow each other."""
     targets = oracle["targets"]
     starts = np.zeros(targets.shape, bool)
@@ -82,7 +83,7 @@ class Masked:
     kinds: i32["B/b L"]
 
 
-def read_of(oracle, lengths=(13, 7)):
+def read_of(oracle, lengths=READ):
     """The rows of golden.py that the encoder reads."""
     segment = np.broadcast_to(np.repeat([1, 2], lengths).astype(np.int32), oracle["read"].shape)
     return jax.device_put(Read(oracle["read"].astype(np.uint32), segment), make_shardings(Read))
@@ -132,9 +133,15 @@ def loss_and_logits_of_masked(source, Weights):
     def step(weights: Weights, batch: TokenBatch, masked: Masked) -> tuple[f32[""], f32["B/b L/c V/t"], Weights]:
         def hidden(weights, ends):
             family, model = source.family, source.model
+            family.layers.require_positions(model, masked.tokens.shape[1])
             _, segment, position = family.layers.inputs_of(batch, 0)
-            x = family.hidden(model, weights, masked.tokens, masked.kinds, segment, position, ends=ends)
-            return family.predict(model, ends, x)
+            tokens, kinds, place = map(ALONE.part, (masked.tokens, masked.kinds, position))
+            x = family.embed(model, ends, tokens, place, "M/t", kinds)
+            given = (weights.transformer,), None, None
+            x, _ = family.layers.through(
+                family, model, x, given, family.gather_layer, segment, position, "everything", False, None, ALONE
+            )
+            return family.layers.ended(family, model, ends, x)
 
         return differentiated(source, hidden, weights, batch, Weights)
 

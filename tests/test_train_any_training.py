@@ -192,7 +192,11 @@ def test_losses_do_not_depend_on_axes(name, mesh, start):  # noqa: F811
 
 FAMILIES = {path.stem: ["mesh={r: 2, d: 1, c: 2, t: 2}"] for path in sorted((ROOT / "configs/family").glob("*.yaml"))}
 FAMILIES |= {key: ["mesh={r: 2, d: 1, c: 2, e: 2, t: 1}"] for key in ("mixtral", "qwen3_moe")}
-FAMILIES |= {"olmoe": ["mesh={d: 2, e: 2, t: 2}"], "t5": ["mesh={r: 2, d: 2, t: 2}"]}
+FAMILIES |= {
+    "olmoe": ["mesh={d: 2, e: 2, t: 2}"],
+    "t5": ["mesh={r: 2, d: 2, t: 2}"],
+    "bert": ["mesh={d: 2, c: 2, t: 2}"],
+}
 OF_FAMILY = {key: ["model.window=8"] for key in ("mistral", "gemma2", "gemma3")} | {"gptj": ["model.d_rotary=4"]}
 SMALL = """
     --config-name=any_synthetic model.d_model=32 model.d_head=8 model.d_ff=64 model.compute_dtype=float32
@@ -301,10 +305,10 @@ def test_products_in_8_bits(family, small_run, tmp_path):
     layers are gathered in a byte an element."""
     keys = [f"family={family}", *(pairs_for_t5(tmp_path) if family == "t5" else [])]
     plain = small_run("plain", *keys, "mesh={d: 2, t: 2}")
-    one, found = (small_run(f"{n}", *keys, "fp8=true", f"mesh={{d: {n}, t: {n}}}") for n in (1, 2))
+    one, found = (small_run(f"on_{n}", *keys, "fp8=true", f"mesh={{d: {n}, t: {n}}}") for n in (1, 2))
     assert found[:5] == pytest.approx(one[:5], rel=1e-5) and found != plain
     assert found == pytest.approx(plain, rel=0.02)
-    (as_f32, none), (fewer, as_bytes) = (gathered_by(tmp_path / name) for name in ("plain", "2"))
+    (as_f32, none), (fewer, as_bytes) = (gathered_by(tmp_path / name) for name in ("plain", "on_2"))
     assert none == 0 and as_f32 - fewer == 4 * as_bytes > 0
 
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 
 import jax
 
-from generate import Mesh, opened
+from generate import Mesh, opened, require_writer
 from ledger.count.step import Ledger, of_step
 from ledger.machines import hardware, roofline
 from ledger.pages import files
@@ -66,6 +66,7 @@ def ledger_of(config: PlanGenerate) -> tuple[Ledger, int]:
     abstract = jax.sharding.AbstractMesh(tuple(mesh.values()), tuple(mesh), axis_types=automatic)
     with jax.sharding.use_abstract_mesh(abstract), ThreadPoolExecutor() as pool:
         source, model, weights = opened(config.model, mesh, config.compute_dtype, pool)
+        require_writer(source)
         slots = -(-config.length // decoding.SLOTS) * decoding.SLOTS
         decoding.is_planned = True
         try:

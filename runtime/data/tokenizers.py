@@ -152,6 +152,11 @@ class Tokenizer:
         first = int(len(ids) > 0 and ids[0] == self.bos_id)
         return ids[first:], weight[first:]
 
+    def id_of(self, name: str) -> int | None:
+        """Of a special token: `eos_token`, `mask_token`; None where there is none."""
+        token = self.special_tokens.get(name)
+        return self.backend.token_to_id(token) if token else None
+
     def encode_prompt(self, messages: Sequence[dict]) -> np.ndarray:
         """The ids of a chat up to where the assistant is to answer, uint32, as transformers' apply_chat_template.
 

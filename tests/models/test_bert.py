@@ -11,7 +11,7 @@ from pages import ROOT
 from published import FOLDER, Masked, check_family, loss_and_logits_of_masked, on_mesh, oracle_of, weights_of
 from safetensors.numpy import load_file, save_file
 
-from models import bert, huggingface
+from models import huggingface
 from models.context import ALONE, attention_where, deal_heads
 from models.layers import TokenBatch
 from runtime.checkpoints.checkpoint import named_leaves
@@ -21,11 +21,28 @@ from shardlib.shardtypes import i32
 from train import act
 
 
-def whole(source, Weights):
-    """Hidden states and what predicts, by layers that take the residual as a whole on each device of t."""
+def split(source, Weights):
+    """What predicts, as `layers.through` computes it."""
     family, model = source.family, source.model
 
-    def forward(weights: Weights, batch: TokenBatch, masked: Masked) -> tuple[act["B/b L/c M"], act["B/b L/c M"]]:
+    def forward(weights: Weights, batch: TokenBatch, masked: Masked, segment: i32["B/b L"]) -> act["B/b L/c M"]:
+        ends, (_, _, position) = family.gather_ends(weights), family.layers.inputs_of(batch, 0)
+        tokens, kinds, place = map(ALONE.part, (masked.tokens, masked.kinds, position))
+        x = family.embed(model, ends, tokens, place, "M/t", kinds)
+        given = (weights.transformer,), None, None
+        x, _ = family.layers.through(
+            family, model, x, given, family.gather_layer, segment, position, "everything", False, None, ALONE
+        )
+        return family.final(model, ends, x, "M/t")
+
+    return forward
+
+
+def whole(source, Weights):
+    """What predicts, by layers that take the residual as a whole on each device of t."""
+    family, model = source.family, source.model
+
+    def forward(weights: Weights, batch: TokenBatch, masked: Masked) -> act["B/b L/c M"]:
         layers, ends = family.layers, family.gather_ends(weights)
         _, segment, position = layers.inputs_of(batch, 0)
 
@@ -37,15 +54,14 @@ def whole(source, Weights):
             return family.layer(model, x, family.gather_layer(w), attend, position, "M")[0], None
 
         tokens, kinds, position = map(ALONE.part, (masked.tokens, masked.kinds, position))
-        x = family.embed(model, ends, tokens, kinds, position, "M")
-        x = family.final(model, ends, jax.lax.scan(one, x, weights.transformer)[0], "M")
-        return x, family.predict(model, ends, x)
+        x = family.embed(model, ends, tokens, position, "M", kinds)
+        return family.final(model, ends, jax.lax.scan(one, x, weights.transformer)[0], "M")
 
     return forward
 
 
 @pytest.mark.usefixtures("proved_elsewhere")
-def test_hidden_states_do_not_depend_on_how_the_residual_lies_nor_on_padding(pool):
+def test_predictions_do_not_depend_on_how_the_residual_lies_nor_on_padding(pool):
     """Whole on each device, or split: the same to 1e-5; tokens of another segment change no bit, its own do."""
     source, oracle = huggingface.open_weights(FOLDER / "bert", pool), oracle_of("bert")
     starts = np.zeros((8, 24), bool)
@@ -58,15 +74,11 @@ def test_hidden_states_do_not_depend_on_how_the_residual_lies_nor_on_padding(poo
     with on_mesh(4, 2):
         weights, type_ = weights_of(source, pool)
 
-        def trained(weights: type_, batch: TokenBatch, masked: Masked, segment: i32["B/b L"]) -> act["B/b L/c M"]:
-            _, _, position = bert.layers.inputs_of(batch, 0)
-            return bert.hidden(source.model, weights, masked.tokens, masked.kinds, segment, position)
-
-        run, segment = jax.jit(typed_shard_map(trained)), np.cumsum(starts, axis=1).astype(np.int32)
+        run, segment = jax.jit(typed_shard_map(split(source, type_))), np.cumsum(starts, axis=1).astype(np.int32)
         expected, beside, within = [
             np.asarray(run(weights, batch, Masked(each, kinds), segment)) for each in (tokens, *changed)
         ]
-        found, _ = jax.jit(typed_shard_map(whole(source, type_)))(weights, batch, Masked(tokens, kinds))
+        found = jax.jit(typed_shard_map(whole(source, type_)))(weights, batch, Masked(tokens, kinds))
     np.testing.assert_allclose(found, expected, atol=1e-5, rtol=0)
     assert beside[:, :16].tobytes() == expected[:, :16].tobytes()
     assert (within[:, 0] != expected[:, 0]).any(axis=-1).all()  # an earlier token sees a later one

@@ -1,0 +1,106 @@
+"""A vector for each text: the hidden states of any model of models/, for search, clustering, or a classifier on top.
+
+    python -m tools.embed bert-base-uncased lines.txt to=vectors.npy              # float32 [texts, M]
+    python -m tools.embed runs/bert pairs.jsonl to=vectors.npy pool=first mesh.t=2
+
+A line is a text; in .jsonl its field `text` is one, or a list of two that BERT reads as a pair. Of an encoder these are
+what it writes, T5's too, else what logits are computed from.
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import jax
+import numpy as np
+from tqdm import tqdm
+
+from generate import Mesh, Served, serve, start_mesh
+from models.decoding import SLOTS
+from models.reading import Pool, batch_of
+from runtime.config import command_line
+from runtime.config.keys import Count
+from runtime.files import read_text
+from runtime.terminal import RunError, print_line, run_errors
+
+
+@dataclass(frozen=True, kw_only=True)
+class Embed:
+    WORDS: ClassVar = ("model", "input")
+
+    model: str  # a run, a checkpoint, or a published folder
+    input: str  # a file of texts: .txt, one a line, or .jsonl
+    to: str  # an .npy file that is not there yet
+    pool: Pool = "mean"  # of a text's hidden states: their mean, the first, or the last
+    is_unit: bool = False  # vectors of length 1, whose products are cosines
+    rows: Count = 32  # texts that are read at the same time
+    allow_program_change: bool = False  # embed with a run although its trainer's file is not the one of that name here
+    compute_dtype: Literal["bfloat16", "float32"] | None = None  # null: the model's; float32 on a CPU
+    mesh: Mesh = field(default_factory=Mesh)
+
+
+def texts_of(path: str) -> list[list[str]]:
+    """Of each line its text, or its two. Raises RunError with the line that is wrong."""
+    with run_errors(f"input={path} cannot be read", ValueError):
+        lines = read_text(os.path.expanduser(path)).removesuffix("\n").split("\n")
+    if not path.endswith(".jsonl"):
+        return [[line] for line in lines]
+    texts = []
+    for number, line in enumerate(lines, 1):
+        try:
+            content: Any = json.loads(line)["text"]
+        except (ValueError, TypeError, KeyError, RecursionError):
+            content = None
+        parts = [content] if isinstance(content, str) else content
+        if not isinstance(parts, list) or len(parts) not in (1, 2) or not all(isinstance(each, str) for each in parts):
+            raise RunError(f"{path}, line {number}: expected an object whose field text is a text, or a list of two")
+        texts.append(parts)
+    return texts
+
+
+def ids_of(served: Served, parts: Sequence[str]) -> tuple[list[int], int]:
+    """The ids of a text or a pair, and how many of them are of the first. Raises RunError where there is none, or a
+    second that the model does not know."""
+    if len(parts) > 1 and getattr(served.source.model, "kinds", 1) < 2:
+        raise RunError("two texts are for models that know pairs (BERT): expected one")
+    first = [*served.start, *served.encoded(parts[0]), *served.end]
+    ids = first + [each for part in parts[1:] for each in (*served.encoded(part), *served.end)]
+    if not 0 < len(ids) <= served.length:
+        raise RunError(f"{parts[0][:40]!r}: {len(ids)} tokens, expected 1 to {served.length}: shorten it")
+    return ids, len(first)
+
+
+def main(config: Embed) -> None:
+    """Writes a vector for each text of a file."""
+    to, texts = Path(config.to).expanduser(), texts_of(config.input)
+    if os.path.lexists(to) or to.suffix != ".npy":
+        raise RunError(f"to={config.to}: expected a file in .npy that is not there yet")
+    with run_errors(f"to={config.to} cannot be written"):
+        to.with_name(f"{to.name}.part").open("wb").close()
+    mesh = start_mesh(config)
+    with jax.set_mesh(mesh):
+        change = config.allow_program_change
+        served = serve(config.model, mesh, config.compute_dtype, allow_program_change=change, is_read=True)
+        given = [ids_of(served, parts) for parts in texts]
+        vectors = np.zeros((len(given), served.source.model.d_model), np.float32)
+        for start in tqdm(range(0, len(given), config.rows), unit="batch", disable=None):
+            some = given[start : start + config.rows]
+            room = -(-max(len(ids) for ids, _ in some) // SLOTS) * SLOTS
+            rows = batch_of([ids for ids, _ in some], min(room, served.length), config.rows)
+            for kinds, (ids, first) in zip(rows[3], some):
+                kinds[first : len(ids)] = 1
+            vectors[start : start + config.rows] = served.generator.embed(rows, config.pool)[: len(some)]
+    if config.is_unit:
+        vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    with run_errors(f"to={config.to} cannot be written"):
+        with to.with_name(f"{to.name}.part").open("wb") as file:
+            np.save(file, vectors)
+        os.replace(to.with_name(f"{to.name}.part"), to)
+    print_line(f"{len(vectors):,} vectors of {vectors.shape[1]:,} numbers: {config.to}")
+
+
+if __name__ == "__main__":
+    command_line.run(main, Embed)
