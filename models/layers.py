@@ -4,13 +4,14 @@
     x, routing = layers.hidden(llama, model, weights, inputs, segment, position, ends=ends)       # 'B/b L/c M'
     loss = layers.loss_sum(ends.unembed, x, batch)                   # as train.py's, pending over all axes
 
-A family is a module with `KIND`: 'decoder', 'encoder', or 'both'; `Model`, `embed`, `layer`, `final`, `mask`, and a
-table of its weights (models/weights.py), from which `Layer`, `Weights`, `Gathered`, `Ends`, `init`, `gather_layer`, `gather_ends` and `published` follow; and
-`model_of` and `config_of`, from a config.json and to one (models/huggingface.py). Its layer is written once, for
-training, for reading a prompt and for decoding: it multiplies with weights that are gathered over w, and does not know
-what attention is over, `attend(q, k, v) -> (o, kept)`, nor how the residual lies: 'B/b L/c M/t' in training, 'B/b L/c
-M' in decoding, which sends half as often. It returns x, what attend says is to be kept, and what a router did.
-`attend.window` is the layer's own window: Gemma 3's rotary base goes with it. Legend as in train.py and models/mesh.py.
+A family is a module with `KIND`: 'decoder', 'encoder' or 'both'; `Model`, `embed`, `layer`, `final`, `mask`, and a
+table of its weights (models/weights.py), from which `Layer`, `Weights`, `Gathered`, `Ends`, `init`, `gather_layer`,
+`gather_ends` and `published` follow; and `model_of` and `config_of`, from a config.json and to one
+(models/huggingface.py). Its layer is written once, for training, for reading a prompt and for decoding: it multiplies
+with weights that are gathered over w, and does not know what attention is over, `attend(q, k, v) -> (o, kept)`, nor how
+the residual lies: 'B/b L/c M/t' in training, 'B/b L/c M' in decoding, which sends half as often. It returns x, what
+attend says is to be kept, and what a router did. `attend.window` is the layer's own window: Gemma 3's rotary base goes
+with it. Legend as in train.py and models/mesh.py.
 """
 
 import functools

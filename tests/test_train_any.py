@@ -529,7 +529,7 @@ def test_what_cannot_be_trained_is_refused(start, capsys, tmp_path):
         (["+family=gpt2"], "model.family = \"gpt2\": initial_weights ="),
         (
             ["initial_weights=null", "model.family=qwen3"],
-            "model.family = \"qwen3\": expected gemma, gpt2, gptj, llama,",
+            "model.family = \"qwen3\": expected bert, gemma, gpt2, gptj, llama,",
         ),
         (["initial_weights=null", "+family=gpt2"], "model.d_ff is missing: expected a whole number from 1 to"),
         (
@@ -545,13 +545,19 @@ def test_what_cannot_be_trained_is_refused(start, capsys, tmp_path):
         (["model=5"], "model = 5: expected a section, {key: value}"),
         (["model.d_model=8"], "model.d_model = 16: this run's model has 8"),
         (["model.attention=fast"], "command line: model.attention = \"fast\": expected auto or"),
-        ([f"initial_weights={FOLDER}/bert"], "the model does not predict the next token of a text, and cannot be"),
+        (["masking.share=0.3"], "masking: of models that predict masked tokens, which this does not: leave it out"),
+        (
+            ["--config-name=any_synthetic", "family=bert", "masking.token=1280"],
+            "masking.token = 1280: expected an id below model.vocab = 1280",
+        ),
+        (["--config-name=any_synthetic", "family=bert", "mesh={c: 8}"], "mesh.c = 8, context = auto: where tokens see"),
+        (["--config-name=any_synthetic", "family=bert", "mesh={p: 2}"], "mesh.p = 2: a model with an encoder cannot"),
+        (
+            ["--config-name=any_synthetic", "family=bert", "masking.token=null"],
+            "masking.token = null: expected the id, below model.vocab, that stands for masked",
+        ),
         ([f"initial_weights={FOLDER}/t5"], "training.tokens.read_len = 0: the model has an encoder: expected how"),
         (["training.tokens.read_len=8"], "training.tokens.read_len = 8: the model has no encoder that reads: leave"),
-        (
-            [f"initial_weights={FOLDER}/t5", "training.tokens.read_len=8", "training.dropout=0.1"],
-            "training.dropout: a model with an encoder is computed without it",
-        ),
         (["lora.rank=2", "fp8=true"], "fp8 = true: adapters stand beside matrices as they are: leave fp8 or"),
         ([f"initial_weights={FOLDER}/olmoe", "fp8=true"], "fp8 = true: expected false in a mixture of experts, whose"),
         (["lora.rank=2", "train=embed"], "train and lora.rank: expected one of them"),
@@ -618,7 +624,9 @@ def test_it_is_checked_and_planned_without_a_device(start, capsys, monkeypatch, 
 def test_every_mutant_of_the_program_is_refused(pool, tmp_path, record_property):
     """Each collective removed, doubled, with its axes exchanged or one too few, and each '+axis' dropped: with
     adapters, or else with some weights, or of a mixture; and on stages."""
-    llama_, olmoe = [huggingface.open_weights(FOLDER / name, pool).model for name in ("llama", "olmoe")]
+    names = "llama", "olmoe", "bert", "t5"
+    llama_, olmoe, bert_, t5_ = [huggingface.open_weights(FOLDER / name, pool).model for name in names]
+    bert_ = dataclasses.replace(bert_, positions=32)
     training = dataclasses.replace(TRAINING, microbatches=2, tokens=Tokens(batch=16, len=32))
 
     def check(path, text):
@@ -626,7 +634,8 @@ def test_every_mutant_of_the_program_is_refused(pool, tmp_path, record_property)
         number, loss = jax.ShapeDtypeStruct((), jnp.uint32), jax.ShapeDtypeStruct((), jnp.float32)
         lora, some = {"lora": train_any.Lora(rank=2, targets="w_[qo]")}, {"train": ".*norm|transformer/w_q"}
         on_stages = {"mesh": train_any.Mesh(p=2, r=2, d=2, t=2)}
-        cases = (llama_, lora), (llama_, some), (olmoe, {"train": ".*router"}), (llama_, on_stages), (olmoe, on_stages)
+        cases = (llama_, lora), (llama_, some), (olmoe, {"train": ".*router"}), (bert_, {}), (t5_, {})
+        cases += (llama_, on_stages), (olmoe, on_stages)
         for model, keys in cases:
             config = config_of(model, 4, 2, training, **keys)
             state, batch = module.shapes(config)

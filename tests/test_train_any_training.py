@@ -3,18 +3,24 @@
 import json
 import shutil
 
+import jax
 import numpy as np
 import pytest
 import small
-from published import FOLDER
+from published import FOLDER, on_mesh
 from several_hosts import where
 from test_train_any import arrays_of, start  # noqa: F401 a fixture
 
 import train
 import train_any
-from models import huggingface
+from models import bert, huggingface
+from models.layers import WeightedBatch
 from runtime.checkpoints.checkpoint import read_leaf
+from runtime.data.flat_tokens import open_split
 from runtime.data.split_writer import write_split
+from shardlib.shard_map import typed_shard_map
+from shardlib.shardtypes import u32
+from shardlib.typed import typed
 
 ROOT = FOLDER.parents[2]
 
@@ -236,6 +242,68 @@ def test_any_family_from_random_weights(family, small_run, tmp_path):
     one = small_run("one", *keys, "mesh={d: 1, t: 1}")
     assert abs(one[0] - np.log(1280)) < 0.7 and min(one[1:5]) < one[0] - 0.2
     assert small_run("several", *keys, *FAMILIES[family]) == pytest.approx(one, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["bert", "t5"])
+def test_dropout_of_a_family_with_an_encoder(family, small_run, tmp_path):
+    """The losses of one device on any mesh, and others than without."""
+    keys = [f"family={family}", *(pairs_for_t5(tmp_path) if family == "t5" else [])]
+    without, one = (
+        small_run(f"rate_{rate}", *keys, f"training.dropout={rate}", "mesh={d: 1, t: 1}") for rate in (0, 0.2)
+    )
+    found = small_run("several", *keys, "training.dropout=0.2", *FAMILIES[family])
+    assert found == pytest.approx(one, rel=1e-5) and one[0] != without[0]
+    assert one[5] == pytest.approx(without[5], rel=0.1)  # of validation, which has none
+
+
+def test_masked_tokens_are_a_function_of_seed_row_and_place():
+    """On any mesh: so many are targets, which read 80 : 10 : 10 the mask, any token, themselves; others are as they
+    are."""
+    tokens = np.random.default_rng(0).integers(0, 500, (64, 128)).astype(np.uint32)
+    one = np.ones(tokens.shape)
+    batch = WeightedBatch(tokens, one == 0, one == 1, one.astype(np.float32))
+    batch.is_target[:, 7] = False
+
+    def read(d, t, c=1):
+        with on_mesh(d, t, c=c):
+
+            @typed
+            def step(batch: WeightedBatch, seed: u32[""]) -> bert.MaskedBatch:
+                return bert.masked(batch, train_any.row_numbers(batch, "B/b"), seed, 0.15, 499, 500)
+
+            return jax.tree.map(np.asarray, jax.jit(typed_shard_map(step))(batch, np.uint32(3)))
+
+    found = read(1, 1)
+    for other in (read(4, 2), read(2, 1, 2)):
+        assert all(map(np.array_equal, jax.tree.leaves(found), jax.tree.leaves(other)))
+    chosen = found.is_target
+    assert not chosen[:, 7].any() and (found.weight == chosen).all()
+    assert (found.inputs[~chosen] == tokens[~chosen]).all() and (found.targets == tokens).all()
+    count = chosen.sum()
+    assert abs(count / chosen.size - 0.15) < 0.012
+    kept = found.inputs[chosen] == tokens[chosen]
+    shares = [(found.inputs[chosen] == 499).mean(), kept.mean()]
+    np.testing.assert_allclose(shares, [0.8, 0.1], atol=0.03)
+
+
+@pytest.mark.slow
+def test_bert_predicts_masked_tokens_better_than_a_table_of_bigrams(monkeypatch, tmp_path):
+    """100 steps from random weights on the data in the repository, against the best smoothing of counted pairs."""
+    monkeypatch.chdir(ROOT)
+    keys = """family=bert training.steps=100 training.steps_for_lr=100 training.warmup_steps=20
+        training.learning_rate=3e-3 eval_interval=100 checkpoint_interval=100 log_interval=50 flat_tokens.epochs=2
+        model.compute_dtype=float32 mesh.d=2 mesh.t=1"""
+    assert small.start_training(monkeypatch, *keys.split(), *where(tmp_path / "run"), trainer=train_any) == 0
+    (loss,) = metrics_of(tmp_path / "run", "validation_loss").values()
+    train_ids, ids = (open_split("synthetic_dataset.zarr", name).tokens[:] for name in ("train", "validation"))
+    pairs, single = np.zeros((1280, 1280)), np.bincount(train_ids, minlength=1280) / len(train_ids)
+    np.add.at(pairs, (train_ids[:-1], train_ids[1:]), 1)
+    count = pairs.sum(1)
+    of_bigrams = [
+        -np.log((pairs[ids[:-1], ids[1:]] + a * single[ids[1:]]) / (count[ids[:-1]] + a)).mean() for a in (1, 3, 10, 30)
+    ]
+    assert loss < min(of_bigrams) - 0.2
 
 
 STAGES = (
