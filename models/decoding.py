@@ -50,7 +50,8 @@ from shardlib.shardtypes import (
 from shardlib.spec import expanded
 from shardlib.typed import typed
 
-CHUNK = 256  # tokens of a prompt that are read at once, at most
+CHUNK = 256  # tokens of a prompt that are read at once, at most: the power of two that holds what is left of it
+SMALLEST_CHUNK = 16  # so that few programs are compiled
 BURST = 16  # tokens that are drawn between two looks of the host
 SLOTS = 128  # caches have a multiple of it, so that few programs are compiled
 # XLA:CPU has no products of bfloat16 with results in float32 (jax 0.10.2): there attention widens what it reads, but
@@ -348,6 +349,31 @@ def extend(
 
 
 @typed
+def extend_some(
+    family, model, ends, stack, cache: Cache, tokens: u32['N/b L'], count: i32['N/b'], place: i32['N/b']
+) -> Cache:
+    """`extend` of some of each device's rows, by their different places there, of a family that has no encoder."""
+
+    def take(spec, old, axis):
+        def of_device(old, place):
+            return jnp.take(old, place, axis=axis)
+
+        return shardops.local(f'{spec}, N/b -> {spec.replace("B", "N")}', of_device, old, place)
+
+    def put(spec, old, new, axis):
+        def of_device(old, new, place):
+            return old.at[:, place].set(new) if axis else old.at[place].set(new)
+
+        return shardops.local(f'{spec}, {spec.replace("B", "N")}, N/b -> {spec}', of_device, old, new, place)
+
+    kv = 'layers B/b K/t S D'
+    some = Cache(take(kv, cache.k, 1), take(kv, cache.v, 1), take('B/b', cache.length, 0))
+    some, _ = extend(family, model, ends, stack, some, tokens, count)
+    length = put('B/b', cache.length, some.length, 0)
+    return Cache(put(kv, cache.k, some.k, 1), put(kv, cache.v, some.v, 1), length)
+
+
+@typed
 def logits_after(family, model, ends, x: act['B/b L/c M']) -> f32['B/b V/t']:
     """Of each row's first token."""
     logits = layers.logits_of(ends.unembed, family.final(model, ends, x, 'M'), family.mask(model).logits_cap)
@@ -531,6 +557,12 @@ class Programs:
         def read(ends: Ends, stack: Layers, cache: KeysValues, tokens: u32['B/b L'], count: i32['B/b']) -> KeysValues:
             return extend(family, model, ends, stack, cache, tokens, count)[0]
 
+        @typed
+        def read_some(
+            ends: Ends, stack: Layers, cache: KeysValues, tokens: u32['N/b L'], count: i32['N/b'], place: i32['N/b']
+        ) -> KeysValues:
+            return extend_some(family, model, ends, stack, cache, tokens, count, place)
+
         @pytree_dataclass
         class Held:  # by this name the ledger knows weights
             weights: tuple[Ends, Layers]
@@ -555,8 +587,8 @@ class Programs:
             return candidates(family, model, ends, stack, cache, token, parent, ids, N=N)
 
         self._functions = {
-            "gather": gather, "empty": nothing, "encode": read_source, "admit": new_rows, "read": read, "step": one,
-            "decode": draw, "search": search,
+            "gather": gather, "empty": nothing, "encode": read_source, "admit": new_rows, "read": read,
+            "read_some": read_some, "step": one, "decode": draw, "search": search,
         }  # fmt: skip
         self.Held = Held
         self.compiled = functools.cache(self._compiled)
@@ -567,7 +599,7 @@ class Programs:
 
     def _compiled(self, which: str, **settings: Any) -> Any:
         """The same, compiled; a cache is given up, and so are rows."""
-        given_up = {"encode": 1, "admit": (0, 1), "step": 1, "decode": (2, 3), "read": 2, "search": 2}
+        given_up = {"encode": 1, "admit": (0, 1), "step": 1, "decode": (2, 3), "read": 2, "read_some": 2, "search": 2}
         return jax.jit(self.mapped(which, **settings), donate_argnums=given_up.get(which, ()))
 
 
@@ -666,7 +698,7 @@ class Slots:
         sizes = {} if generator.start is None else {"read": -(-prompt // SLOTS) * SLOTS}
         prompt = prompt if generator.start is None else 1
         # A chunk is written as a whole, although a prompt may end in it.
-        self.chunk = min(CHUNK, 1 << max(prompt - 2, 0).bit_length())
+        self.chunk = min(CHUNK, max(1 << max(prompt - 2, 0).bit_length(), SMALLEST_CHUNK))
         room = -(-(prompt + max(tokens, self.chunk)) // SLOTS) * SLOTS
         require_room(jax.eval_shape(generator.programs.mapped("empty", count=count, slots=room, **sizes)))
         self.cache = generator.programs.compiled("empty", count=count, slots=room, **sizes)()
@@ -682,17 +714,33 @@ class Slots:
         self.cache, self.rows = self.generator.programs.compiled("admit")(
             self.cache, self.rows, self._rows(texts), is_new
         )
-        prompts: list[Sequence[int]] = [texts[n][0] if n in texts else [0] for n in range(len(self.left))]
         for row, (_, drawing) in texts.items():
             self.drawings[row], self.left[row] = drawing, drawing.tokens
-        lengths = np.array([len(prompt) - 1 for prompt in prompts])
-        read = self.generator.programs.compiled("read")
-        for start in range(0, lengths.max(), self.chunk):
-            tokens = np.zeros((len(prompts), self.chunk), np.uint32)
-            counts = np.clip(lengths - start, 0, self.chunk).astype(np.int32)
+        rows, places = self._read_with(texts)
+        prompts: list[Sequence[int]] = [texts[n][0] if n in texts else [0] for n in rows]
+        lengths, start = np.array([len(prompt) - 1 for prompt in prompts]), 0
+        read = self.generator.programs.compiled("read_some" if places else "read")
+        while (left := int(lengths.max()) - start) > 0:
+            size = min(self.chunk, max(1 << (left - 1).bit_length(), SMALLEST_CHUNK))
+            tokens = np.zeros((len(prompts), size), np.uint32)
+            counts = np.clip(lengths - start, 0, size).astype(np.int32)
             for row, prompt, count in zip(tokens, prompts, counts):
                 row[:count] = prompt[start : start + count]
-            self.cache = read(*self.generator.weights, self.cache, tokens, counts)
+            self.cache = read(*self.generator.weights, self.cache, tokens, counts, *places)
+            start += size
+
+    def _read_with(self, new: Collection[int]) -> tuple[Sequence[int], list[np.ndarray]]:
+        """The rows that are read together with these, as many on each device, a power of two: their numbers, and their
+        places on their devices. All rows have none."""
+        of_device = len(self.left) // devices_of_rows()
+        by_device = np.zeros((devices_of_rows(), of_device), bool)
+        by_device.reshape(-1)[list(new)] = True
+        count = 1 << (max(int(by_device.sum(axis=1).max()), 1) - 1).bit_length()
+        if count >= of_device:
+            return range(len(self.left)), []
+        places = np.argsort(~by_device, axis=1, kind="stable")[:, :count]
+        rows = places + of_device * np.arange(len(places))[:, None]
+        return rows.reshape(-1).tolist(), [places.reshape(-1).astype(np.int32)]
 
     def _encode(self, prompts: Mapping[int, Sequence[int]], is_new: jax.Array) -> None:
         """Lets the encoder read these rows' prompts."""

@@ -89,6 +89,39 @@ SMALL = {
 }
 
 
+def test_a_prompt_costs_what_it_is_long(pool):
+    """What is read of a prompt: the power of two that holds it, of as few rows a device; and the tokens, with other
+    rows under way, are those of the prompt alone."""
+    with on_mesh(2, 2):
+        generator, shapes = generator_of("llama", pool), []
+        compiled = generator.programs.compiled
+        slots = Slots(generator, 8, 600, 40)
+
+        def recorded(which, **settings):
+            def call(*given):
+                shapes.append(given[3].shape)
+                return compiled(which, **settings)(*given)
+
+            return call if which.startswith("read") else compiled(which, **settings)
+
+        generator.programs.compiled = recorded
+        rng = np.random.default_rng(0)
+        prompts = {n: rng.integers(3, 40, n).tolist() for n in (1, 33, 64, 66, 600)}
+        greedy, found = Drawing(tokens=12, temperature=0.0), {}
+        read = {1: [], 33: [32], 64: [64], 66: [128], 600: [256, 256, 128]}
+        for row, (length, prompt) in enumerate(prompts.items()):
+            shapes.clear()
+            slots.admit({row: (prompt, greedy)})
+            assert shapes == [(2, size) for size in read[length]]
+        shapes.clear()
+        slots.admit({5: (prompts[33], greedy), 6: (prompts[33], greedy), 7: (prompts[64], greedy)})
+        assert shapes == [(8, 64)]
+        found = [drawn.tokens for drawn in slots.advance()]
+        generator.programs.compiled = compiled
+        alone = [next(generator.draw([prompts[n]], [greedy]))[0].tokens for n in (*prompts, 33, 33, 64)]
+    assert found == alone
+
+
 def check_decoding(path, source, names=tuple(SMALL)):
     """Checks all programs of a models/decoding.py with a small model of each; returns the number of claims."""
     module, proved = module_of(path, source), 0
@@ -120,6 +153,9 @@ def check_decoding(path, source, names=tuple(SMALL)):
         proved += programs.mapped("empty", count=16, slots=32, **sizes).check(mesh)
         proved += programs.mapped("admit").check(mesh, cache, rows, rows, is_new)
         proved += programs.mapped("read").check(mesh, *gathered, cache, tokens, counts)
+        if name != "t5":
+            some = shape(np.uint32, 8, 4), shape(np.int32, 8), shape(np.int32, 8)
+            proved += programs.mapped("read_some").check(mesh, *gathered, cache, *some)
         if name == "t5":
             proved += programs.mapped("encode").check(mesh, weights, cache, shape(np.uint32, 16, 48), counts, is_new)
         decode = programs.mapped("decode", is_drawn=True, is_filtered=True)
