@@ -25,11 +25,10 @@ import numpy as np
 from tqdm import tqdm
 
 from models.decoding import Drawing, Drawn, Generator
-from models.huggingface import Published, Source, open_weights, read_json, restored
+from models.huggingface import Source, open_weights, read_json, require_same_program, restored
 from models.layers import act, stored
 from models.mesh import Mesh as FamilyMesh
 from models.reading import Reader
-from runtime import program
 from runtime.check import check_sizes
 from runtime.cluster.processes import start
 from runtime.config import command_line
@@ -73,7 +72,7 @@ class Generate(Drawing):
     output: Literal["text", "ids", "jsonl"] = "text"  # ids: of the new tokens alone
     to: str | None = None  # a .jsonl file that is continued, with a line for each text; none: standard output
     rows: Count = 8  # texts that are written at the same time
-    allow_program_change: bool = False  # decode a run although its trainer's file is not the one of that name here
+    allow_program_change: bool = False  # decode a run although its train.py computes another model than models/
     compute_dtype: Literal["bfloat16", "float32"] | None = None  # null: the model's; float32 on a CPU
     # Of the layers: int8, in a byte an element, which rounds them; split, over d too, and gathered for each token.
     weights: Literal["int8", "split"] | None = None
@@ -174,13 +173,14 @@ def serve(
     allow_program_change: bool = False, is_read: bool = False,
 ) -> Served:  # fmt: skip
     """Reads a model onto the current mesh; one that may write as a `Reader` too, where `is_read` says so. Raises
-    RunError as `opened`, and where `check_program` or a value of the published files does."""
+    RunError as `opened`, and where `require_same_program` or a value
+    of the published files does."""
     with ThreadPoolExecutor() as pool:
         # XLA:CPU computes bfloat16 by way of float32.
         dtype = compute_dtype or ('float32' if jax.default_backend() == 'cpu' else None)
         source, model, shapes = opened(path, mesh.shape, dtype, pool)
-        if not allow_program_change and not isinstance(source.checkpoint, Published):
-            check_program(source)
+        if not allow_program_change:
+            require_same_program(source, None, "allow_program_change=true")
         shapes = with_shardings(shapes, narrowed(source.family.Weights, shapes))
         weights = restored(source, model, shapes, pool)
     tokenizer, (start, end) = _tokenizer(source)
@@ -202,19 +202,6 @@ def serve(
     else:
         generator = Generator(source.family, model, weights, _ends(source, tokenizer), decoder_start, kept)
     return Served(generator, source, tokenizer, start, end, length)
-
-
-def check_program(source: Source) -> None:
-    """Refuses a run whose trainer has changed since: it may compute another model than the family here. Its copy in the
-    checkpoint is compared by its hash, and never run."""
-    attributes = source.checkpoint.attributes
-    if "family" in attributes or not program.is_another(attributes):  # train_any.py computes with models/ itself
-        return
-    raise RunError(
-        f"{source.checkpoint.path} was trained by another {attributes['program']['module']}.py than the one here: if "
-        f"it computes what {source.family.__name__.replace('.', '/')}.py does, add allow_program_change=true; else "
-        "write a family for it (docs/models.md)"
-    )
 
 
 def whole_number(value: Any, what: str, low: int = 0, below: int = 2**32) -> int:

@@ -69,7 +69,7 @@ class Score:
     length: Count = 2048  # tokens that are read at once, at most: contexts lose their beginning, texts are divided
     to: str | None = None  # a .jsonl file, with a line for each answer
     rows: Count = 8  # that are computed at the same time
-    allow_program_change: bool = False  # score a run although its trainer's file is not the one of that name here
+    allow_program_change: bool = False  # score a run although its train.py computes another model than models/
     compute_dtype: Literal["bfloat16", "float32"] | None = None  # null: the model's; float32 on a CPU
     mesh: Mesh = field(default_factory=Mesh)
 

@@ -60,7 +60,7 @@ class Serve:
     length: Count = 2048  # tokens of a prompt and its answer, at most
     waiting: Count = 64  # answers that wait for a row, at most; more are told to come again
     grace_s: Count = 30  # seconds that answers have to end after SIGTERM
-    allow_program_change: bool = False  # serve a run although its trainer's file is not the one of that name here
+    allow_program_change: bool = False  # serve a run although its train.py computes another model than models/
     compute_dtype: Literal["bfloat16", "float32"] | None = None  # null: the model's; float32 on a CPU
     # Of the layers: int8, in a byte an element, which rounds them; split, over d too, and gathered for each token.
     weights: Literal["int8", "split"] | None = None

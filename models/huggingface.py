@@ -29,6 +29,7 @@ from einops import rearrange
 
 from models import adapters, safetensors
 from models.safetensors import Tensor, read_json
+from runtime import program
 from runtime.checkpoints.checkpoint import Bounds, Grid, named_leaves, open_newest, read_block, restore
 from runtime.config.rebuild import Origins, as_tree, rebuild
 from runtime.terminal import RunError, needs_package
@@ -299,6 +300,32 @@ class Source:
         return config.get("decoder_start_token_id", config.get("pad_token_id") or 0)
 
 
+def require_same_program(source: Source, at_hand: str | None, key: str) -> None:
+    """Raises RunError for weights of a trainer that computes another model than the one that takes them.
+
+    Args:
+      at_hand: `program.model_hash` of the trainer that takes them; None: a family in models/ does.
+      key: what a user may set who knows better.
+    """
+    attributes = {} if isinstance(source.checkpoint, Published) else source.checkpoint.attributes
+    of_family = getattr(source.family, "TRAIN_PY", None)
+    made_by = program.model_hash(attributes)
+    is_of_family = made_by is None or "family" in attributes or attributes["program"]["module"] in TRAINERS[1:]
+    made_by = of_family if is_of_family else made_by
+    if made_by in (None, at_hand or of_family):
+        return
+    where = f"models/{source.family.__name__.rpartition('.')[2]}.py"
+    what = "forward pass and loss of the train.py of that run are not"
+    if is_of_family:
+        what = "forward pass and loss of train.py here are not"
+    elif at_hand:
+        where = "train.py here"
+    raise RunError(
+        f"{source.checkpoint.path}: {what} those of {where}: if both compute the same model, add {key}; else write a "
+        "family for it (docs/models.md)"
+    )
+
+
 def family_of(name: str, where: str) -> ModuleType:
     """The family of a model_type, or of a module's last name."""
     module = FAMILIES.get(str(name), f"models.{name}")
@@ -381,11 +408,12 @@ def fingerprint(source: Source, pool: Executor) -> str:
 
 
 def downloaded(path: str) -> Path | None:
-    """A path that is there; of a name on the Hugging Face hub the folder that it is downloaded to; None of a URL."""
+    """A path, of which the folder that it is in is there; of a name on the Hugging Face hub the folder that it is
+    downloaded to; None of a URL."""
     if "://" in path:
         return None
     folder = Path(os.path.expanduser(path))
-    if os.path.exists(folder) or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path):
+    if os.path.exists(folder) or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path) or folder.parent.is_dir():
         return folder
     with needs_package(f"downloading {path}", "huggingface_hub"):
         from huggingface_hub import snapshot_download

@@ -20,6 +20,8 @@ from shardlib.shardtypes import i32, u32
 from shardlib.typed import typed
 
 KIND = 'decoder'
+# `runtime.program.model_hash_of` the train.py whose model this is: runs of another are refused.
+TRAIN_PY = '8e4b610e28635d21'
 
 
 @dataclass(frozen=True, kw_only=True)

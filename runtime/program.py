@@ -11,9 +11,10 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
-import os
+import io
 import subprocess
 import sys
+import tokenize
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ DEFAULT = "train"
 # Of this project, what a trainer computes with; and what it imports without a change of what it computes.
 MATHEMATICS = ("train", "optimizers", "models", "shardlib", "kernels", "jax_extra")
 NO_MATHEMATICS = ("runtime", "ledger", "tools", "score")
+MODEL = ("forward", "loss_sum")  # functions of a trainer like train.py
 LONGEST_GIT_S = 10.0
 
 
@@ -125,16 +127,44 @@ def recorded(config: Any) -> dict[str, Any]:
     }
 
 
-def is_another(attributes: Mapping[str, Any]) -> bool:
-    """Whether the trainer that saved a checkpoint is known, and is another than this project's of that name. Neither
-    is run."""
+def model_hash(attributes: Mapping[str, Any]) -> str | None:
+    """Of the model that a checkpoint's trainer computes: `model_hash_of` its source, which is not run; None where the
+    attributes do not say."""
     kept = _kept(attributes)
-    if kept is None:
-        return False
-    file = ROOT / f"{kept['module'].replace('.', '/')}.py"
-    if not os.path.isfile(file):  # Path.is_file raises for a long name
-        return True
-    return kept["files"].get(kept["module"]) != _hash(ast.parse(file.read_text(encoding="utf-8")))
+    return None if kept is None else model_hash_of(kept["source"])
+
+
+def model_hash_of(source: str) -> str:
+    """Of what forward pass and loss of a trainer like train.py are made of: all that MODEL reaches by name in its file,
+    without comments, docstrings and spaces; another where the file has no such functions."""
+    tree, lines = ast.parse(source), source.splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            lines[token.start[0] - 1] = lines[token.start[0] - 1][: token.start[1]]
+    defined: dict[str, ast.stmt] = {}
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            defined[node.name] = node
+            if ast.get_docstring(node) is not None:
+                lines[node.body[0].lineno - 1 : node.body[0].end_lineno] = [""] * _height(node.body[0])
+        elif isinstance(node, ast.Assign):
+            defined |= {each.id: node for each in node.targets if isinstance(each, ast.Name)}
+    reached, left = set[str](), {name for name in MODEL if name in defined}
+    while left:
+        name = left.pop()
+        reached.add(name)
+        names = {each.id for each in ast.walk(defined[name]) if isinstance(each, ast.Name)}
+        left |= names & defined.keys() - reached - {"Training"}  # whose keys are mostly an optimizer's
+    text = [name for name in MODEL if name not in defined]
+    for name in sorted(reached):
+        node = defined[name]
+        first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))])
+        text += lines[first - 1 : node.end_lineno]
+    return hashlib.sha256("".join("".join(text).split()).encode()).hexdigest()[:16]
+
+
+def _height(node: ast.stmt) -> int:
+    return (node.end_lineno or node.lineno) - node.lineno + 1
 
 
 def differences(attributes: Mapping[str, Any], record: Mapping[str, Any]) -> list[str]:

@@ -61,6 +61,7 @@ from shardlib.shardtypes import make_shardings, narrowed
 # programs in flight, simulated devices stop for ever (jax 0.10.2: the next program waits for a place in each device's
 # queue while it already holds others').
 PROGRAMS_IN_FLIGHT = 8
+AHEAD_S = 2.0  # and by time, since a signal waits for what is in flight: of longer steps none is dispatched ahead
 
 # For a program that runs once its compilation is what takes time. XLA:CPU compiles the initialization in 2.3 s of CPU
 # time with this and in 16.2 s without, to a program that draws the same bits (2.4M parameters, two cores, jax 0.10.2,
@@ -91,6 +92,24 @@ def refuse_beyond_memory(forecast: int) -> None:
     if jax.default_backend() == "cpu" and forecast > there:
         fix = "lower training.tokens.batch, training.tokens.len or a size of the model"
         raise RunError(f"the step takes {forecast:,} bytes of host memory (forecast), there are {there:,}: {fix}")
+
+
+class InFlight:
+    """Programs that were dispatched and may not have ended."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock, self._outputs = clock, collections.deque[jax.Array]()
+        self._ended: float | None = None  # when the last one did that was waited for
+        self._step_s = math.inf
+
+    def add(self, output: jax.Array, most: int = PROGRAMS_IN_FLIGHT) -> None:
+        """Called with an output of each program: lets the device be so many programs behind, and AHEAD_S, not more."""
+        self._outputs.append(output)
+        while len(self._outputs) > min(most, AHEAD_S // max(self._step_s, 1e-9)):
+            self._outputs.popleft().block_until_ready()
+            now = self._clock()
+            self._step_s = math.inf if self._ended is None else now - self._ended
+            self._ended = now
 
 
 class Run:
@@ -159,6 +178,9 @@ class Run:
                 with self._readers() as pool:
                     self._source = huggingface.open_weights(config.initial_weights, pool)
                 huggingface.require_same(self._source, config.model)
+                if not config.allow_config_change:
+                    at_hand = None if "family" in self._about else program.model_hash({"program": self._program})
+                    huggingface.require_same_program(self._source, at_hand, "allow_config_change=true")
             self.data.begin()
             self.validation_data.begin()
             if self._is_leader:
@@ -172,7 +194,7 @@ class Run:
                 print_line(wrapped(f"validation data: {self.validation_data.summary}"))
             self._open = opened.pop_all()
         self._skipped_steps: Any = 0
-        self._in_flight: collections.deque[jax.Array] = collections.deque()
+        self._in_flight = InFlight()
         self._stopping = self._is_stopped = self._save_is_late = False
 
     def __enter__(self) -> "Run":
@@ -284,7 +306,7 @@ class Run:
                 source = self.validation_data.source_of(index)
                 before, batch = sums.get(source, (zero, zero)), self.validation_data.load(index)
                 sums[source] = add_batch(weights, *before, batch)
-                self.stay_close(sums[source][0], behind=1)  # a signal waits for these
+                self._in_flight.add(sums[source][0], most=1)  # a signal waits for these
                 self._stopping = self._signals.stop()
                 if self._stopping and not waits:
                     return self.say(f"the validation after step {step + 1} is dropped: the run was told to stop")
@@ -348,19 +370,13 @@ class Run:
             self._stop_if_bad()
         self._bad_steps.note(step + 1, metrics, weights)
         self._skipped_steps = metrics["skipped_steps"]
-        self.stay_close(metrics["loss"])
+        self._in_flight.add(metrics["loss"])
         if self._slow_hosts is not None:
             self._slow_hosts.note(own_s)
             if (step + 1) % self._config.log_interval == 0:
                 for line in self._slow_hosts.exchange(step + 1):
                     self.say(line)
         self._stopping = self._signals.stop()
-
-    def stay_close(self, output: jax.Array, behind: int = PROGRAMS_IN_FLIGHT) -> None:
-        """Called with an output of each program dispatched: lets the device be so many programs behind, not more."""
-        self._in_flight.append(output)
-        while len(self._in_flight) > behind:
-            self._in_flight.popleft().block_until_ready()
 
     def _writing(self) -> contextlib.AbstractContextManager[None]:
         """What is written at the start; later a full disk is said and training goes on, but for checkpoints."""

@@ -12,15 +12,20 @@ from types import SimpleNamespace
 
 import jax
 import pytest
+from pages import ROOT
 from published import FOLDER
+from several_hosts import where
 
 import generate
 import score
 import train
+import train_any
 from models import layers
 from models.decoding import Drawn
 from models.mesh import Mesh
+from runtime import program
 from shardlib.mesh import make_mesh
+from tools import convert, embed
 
 pytestmark = pytest.mark.usefixtures("proved_elsewhere")  # tests/models/test_decoding.py does
 SENTENCE = "the cat sat on the mat. "
@@ -179,34 +184,45 @@ def test_what_is_refused(said, arguments, message):
     assert message in said(FOLDER / "llama", *arguments, status=1)
 
 
-def test_a_run_of_another_program_is_refused(cat_run, said, monkeypatch, tmp_path):
-    """Of a trainer that was changed since, by the hash that the checkpoint has; the key says that it is the same model.
-    The copy in the checkpoint is never run, nor what it names as its module."""
+def test_a_run_of_another_program_is_refused(cat_run, called, monkeypatch, tmp_path):
+    """By all that take weights: its forward pass was another than models/ has; a key says that it is the same model.
+    The copy in the checkpoint is never run."""
     monkeypatch.setattr(generate, "serve", SERVE)
-    given = [cat_run, "prompt=the c", "tokens=2", "temperature=0"]
-    assert said(*given) == "the cat\n"
-    ran = tmp_path / "ran"
-    (tmp_path / "evil.py").write_text(f"open({str(ran)!r}, 'w')")
-    kept = generate.program._kept
-    for module in ("train", f"{tmp_path}/evil.py", "../evil", "no.such", "x" * 300):
-        other = {"module": module, "files": {module: "0" * 16}, "source": f"open({str(ran)!r}, 'w')"}
-        monkeypatch.setattr(generate.program, "_kept", lambda _, other=other: other)
-        monkeypatch.setattr(generate, "opened", functools.partial(opened_as, module))
-        refused = f"was trained by another {module}.py than the one here: if it computes what models/llama.py does, add"
-        assert refused in said(*given, status=1)
-        assert said(*given, "allow_program_change=true") == "the cat\n"
-    monkeypatch.setattr(generate.program, "_kept", kept)
+    monkeypatch.setattr(score, "serve", SERVE)
+    ran, kept, text = tmp_path / "ran", program._kept, tmp_path / "text.txt"
+    text.write_text("the cat")
+
+    def changed(attributes):
+        source = (ROOT / "train.py").read_text().replace("jax.nn.silu(gate)", "jax.nn.gelu(gate)")
+        other = {"module": "train", "files": {}, "source": f"open({str(ran)!r}, 'w')\n{source}"}
+        return other if "config" in attributes else kept(attributes)
+
+    monkeypatch.setattr(program, "_kept", changed)
+    refused = "forward pass and loss of the train.py of that run are not those of models/llama.py: if both compute the"
+    programs = [
+        (generate.main, generate.Generate, [cat_run, "prompt=the c", "tokens=2", "temperature=0"]),
+        (score.main, score.Score, [cat_run, text]),
+        (convert.main, convert.Convert, [cat_run, tmp_path / "published"]),
+        (embed.main, embed.Embed, [cat_run, text, f"to={tmp_path}/vectors.npy"]),
+    ]
+    for main, config, arguments in programs:
+        status, _, error = called(main, config, *arguments)
+        assert status == 1 and refused in error and "add allow_program_change=true" in error, main
+        assert called(main, config, *arguments, "allow_program_change=true")[0] == 0
+    data = f"flat_tokens.filespec={cat_run.parent}/text.zarr"
+    for trainer, at_hand in ((train, "train.py here"), (train_any, "models/llama.py")):
+        keys = [*where(tmp_path / trainer.__name__), data, f"initial_weights={cat_run}", "training.steps=1", *OF_CAT]
+        keys += ["--config-name=finetune_smollm2"] if trainer is train_any else OF_CAT_MODEL
+        status, _, error = called(trainer.main, trainer.Config, *keys)
+        assert status == 1 and f"are not those of {at_hand}: if both compute the same model, add allow_config" in error
+        assert called(trainer.main, trainer.Config, *keys, "allow_config_change=true")[0] == 0
     assert not ran.exists()
 
 
-OPENED = generate.opened
-
-
-def opened_as(module, *arguments):
-    """As generate.opened, of a checkpoint that names this module."""
-    source, *others = OPENED(*arguments)
-    source.checkpoint.attributes["program"]["module"] = module
-    return source, *others
+OF_CAT = """mesh.d=1 mesh.t=1 model.compute_dtype=float32 training.tokens.batch=8 training.tokens.len=32
+    validation_batches=1""".split()
+OF_CAT_MODEL = """model.d_model=32 model.n_q_per_kv=1 model.n_kv=2 model.d_head=16 model.layers=1 model.d_ff=64
+    model.vocab=257 --config-name=local_shakespeare""".split()
 
 
 @pytest.mark.parametrize("prompt, ids", [("", [0]), ([{"role": "user", "content": ""}], None), ([5, 6], [5, 6])])

@@ -38,7 +38,7 @@ ARROWS = {
     # A checkpoint in or out.
     "models.adapters": "models.safetensors runtime.checkpoints runtime.terminal shardlib",
     "models.huggingface": "models.adapters models.safetensors runtime.checkpoints runtime.config.rebuild "
-    "runtime.terminal",
+    "runtime.program runtime.terminal",
 }
 FOLDERS = ("shardlib", "kernels", "ledger", "runtime", "models", "tools")
 ROOMS = (*FOLDERS, "tests")

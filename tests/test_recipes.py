@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shutil
+import sys
 import types
 
 import jax
@@ -75,6 +76,17 @@ def test_it_trains_alike_on_every_mesh(title, tmp_path):
     one, eight = (trained(module, mesh)[0] for mesh in (dict.fromkeys(axes, 1), axes))
     assert np.allclose(one, eight, rtol=2e-5)
     assert one[1] > one[2] > one[3]
+
+
+@pytest.mark.parametrize("title", [pytest.param(title, marks=pytest.mark.slow) for title in sorted(PAGES)])
+def test_what_imports_train_py_still_does(title, tmp_path):
+    """Every program beside train.py starts with the changed one in its place, and knows that it is another."""
+    copy_of_the_repository(tmp_path)
+    (tmp_path / "train.py").write_text(recipe(title, tmp_path))
+    programs = "train_any, generate, serve, score, tools.convert, tools.embed, tools.plan"
+    is_another = "program.model_hash_of(open('train.py').read()) != llama.TRAIN_PY"
+    code = f"import {programs}; from runtime import program; from models import llama; assert {is_another}"
+    run_in(tmp_path, [sys.executable, "-c", code])
 
 
 @pytest.mark.parametrize("c", [*small.slow(1, 2), 4])

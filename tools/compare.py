@@ -11,6 +11,7 @@ steps and values, but for what a machine's speed and memory say.
 """
 
 import dataclasses
+import hashlib
 import math
 import statistics
 from collections.abc import Sequence
@@ -28,6 +29,7 @@ from runtime.tracking.report import compare_page, write_report
 # What the machine decides, and not the training; of names that end so, all.
 MEASURED = ("time", "tokens_per_s", "mfu", "hfu", "mfu_6nd")
 MEASURED_ENDS = ("_s", "_memory_bytes")
+PROGRAM = "program.py"  # stands among the keys where the trainers' files differ
 COLUMNS = ("run", "steps", "loss", "validation", "step time", "tokens/s", "MFU")
 
 
@@ -60,6 +62,8 @@ def main(config: Compare) -> None:
         print_line("\n".join(columns([("configuration", *(run.name for run in runs)), *shown(changed)])))
     elif len(runs) > 1:
         print("The configurations are equal.")
+    for run in runs[1:] if PROGRAM in changed else ():
+        print_line(f"The programs: diff -u {runs[0].folder}/program.py {run.folder}/program.py")
     for problem in damaged:
         print_error(problem, "left out")
     print_line(f"Curves: {page}")
@@ -77,7 +81,13 @@ def differences(runs: list[Recorded]) -> dict[str, list[Any]]:
     """The keys that not all configurations have the same value of, but for the run's own place; None: no such key."""
     keys = sorted({key for run in runs for key in run.config if not key.startswith("paths.")})
     values = {key: [run.config.get(key) for run in runs] for key in keys}
+    values = {PROGRAM: [hashed(run.program) for run in runs], **values}
     return {key: each for key, each in values.items() if any(value != each[0] for value in each)}
+
+
+def hashed(program: str) -> str | None:
+    """Of a trainer's file; None where the run has none."""
+    return hashlib.sha256(program.encode()).hexdigest()[:8] if program else None
 
 
 def row(run: Recorded) -> list[str]:

@@ -25,7 +25,7 @@ from typing import ClassVar, Literal
 import yaml
 
 from models.foreign import gguf_tokenizer
-from models.huggingface import Published, Source, export, export_adapters, open_weights
+from models.huggingface import Published, Source, export, export_adapters, open_weights, require_same_program
 from runtime.checkpoints.store import open_store
 from runtime.checkpoints.writing import write_copy
 from runtime.config import command_line
@@ -49,6 +49,7 @@ class Convert:
     from_: str  # what is converted: a folder, a file, or a name on the Hugging Face hub
     to: str  # a new folder
     dtype: Literal["float32", "bfloat16"] | None = None  # of what is published; null: as it was, or float32
+    allow_program_change: bool = False  # convert a run although its train.py computes another model than models/
     adapter: bool = False  # of a run with lora.rank: its adapters alone, in float32, as the package PEFT writes them
 
 
@@ -58,6 +59,8 @@ def main(config: Convert) -> None:
         raise RunError(f"to={config.to} is not empty: give a new folder")
     with ThreadPoolExecutor(THREADS) as pool:
         source = open_weights(config.from_, pool)
+        if source.family is not None and not config.allow_program_change:
+            require_same_program(source, None, "allow_program_change=true")
         if config.adapter:
             with written_whole(to) as folder:
                 export_adapters(source, folder)

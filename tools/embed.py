@@ -37,7 +37,7 @@ class Embed:
     pool: Pool = "mean"  # of a text's hidden states: their mean, the first, or the last
     is_unit: bool = False  # vectors of length 1, whose products are cosines
     rows: Count = 32  # texts that are read at the same time
-    allow_program_change: bool = False  # embed with a run although its trainer's file is not the one of that name here
+    allow_program_change: bool = False  # embed with a run although its train.py computes another model than models/
     compute_dtype: Literal["bfloat16", "float32"] | None = None  # null: the model's; float32 on a CPU
     mesh: Mesh = field(default_factory=Mesh)
 

@@ -142,5 +142,5 @@ def reached(folder: Path) -> list[str]:
         f"{done}.",
         *([f"Its page, for a browser: {page}"] if page.exists() else []),
         f"Next: python -m tools.compare {folder} OTHER_RUN lays runs over one another; python -m generate {folder} "
-        "writes text, if the data have a tokenizer.",
+        + ("writes text." if (folder / "tokenizer_record.json").exists() else "prompt_ids=[1] output=ids draws ids."),
     ]

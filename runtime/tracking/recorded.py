@@ -26,6 +26,7 @@ class Recorded:
     config: dict[str, Any]  # by key, 'training.tokens.batch'
     environment: dict[str, Any]  # see `runtime.tracking.report.environment`
     samples: str  # text that somebody put into samples.txt
+    program: str = ""  # the trainer's file
     damaged: tuple[str, ...] = ()  # what is wrong with lines of metrics.jsonl that are left out
 
 
@@ -104,6 +105,7 @@ def read_run(path: str | Path) -> Recorded:
         config=flattened(parsed("config.yaml", parse_yaml), separator="."),
         environment=parsed("environment.json", json.loads),
         samples=beside("samples.txt"),
+        program=beside("program.py"),
         damaged=tuple(
             damage(file, number, line) for number, (line, record) in enumerate(zip(lines, records), 1) if record is None
         ),

@@ -7,6 +7,7 @@ be written again at any time: python -m tools.compare runs/first. While a run go
 it. What the page says is here, how it looks in report.html and compare.html.
 """
 
+import difflib
 import os
 import platform
 import socket
@@ -100,7 +101,18 @@ def compare_page(
     rows = [
         (key, *("–" if value is None else as_yaml(value) for value in values)) for key, values in differences.items()
     ]
-    return _page("compare.html", runs, title=", ".join(run.name for run in runs), summary=summary, differences=rows)
+    first, *others = runs
+    changes = {
+        other.name: "\n".join(
+            difflib.unified_diff(
+                first.program.splitlines(), other.program.splitlines(), first.name, other.name, "", "", 3, ""
+            )
+        )
+        for other in others
+        if first.program and other.program
+    }
+    title = ", ".join(run.name for run in runs)
+    return _page("compare.html", runs, title=title, summary=summary, differences=rows, changes=changes)
 
 
 def _page(template: str, runs: list[Recorded], **values: Any) -> str:

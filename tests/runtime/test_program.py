@@ -10,6 +10,7 @@ import pytest
 import small
 from several_hosts import where
 
+from models import llama
 from runtime import program
 from runtime.checkpoints.directory import Checkpoints
 from runtime.data.sources import kept_tokenizer
@@ -179,10 +180,29 @@ def test_the_command_line_names_the_program(capsys):
 
 @pytest.mark.slow
 def test_the_program_of_a_checkpoint(monkeypatch, folder, capsys):
-    """That it is none of this project's is known by its hash."""
+    """That its model is none of this project's is known by its hash."""
     changed = copy_of(folder, "jax.nn.silu(gate)", "jax.nn.gelu(gate)")
     assert start(monkeypatch, changed, folder) == 0
-    assert program.is_another(attributes_of(folder / "run")) and not program.is_another({})
+    assert program.model_hash(attributes_of(folder / "run")) not in (None, llama.TRAIN_PY)
+    assert program.model_hash({}) is None
+
+
+@pytest.mark.parametrize("old, new, is_same", [
+    ("", "", True),
+    ("vocab: Count  #", "vocab:  Count  # or", True),  # a comment
+    ("def learning_rate(", "def rate_of_learning(", True),  # of the optimizer
+    ("jax.nn.silu(gate)", "jax.nn.gelu(gate)", False),
+    ("LOSS_CHUNK = 256", "LOSS_CHUNK = 128", False),
+    ("rms_norm", "layer_norm", False),
+    ("def loss_sum(", "def sum_of_losses(", False),
+    ("n_kv: Count", "n_kv: Steps", False),
+])  # fmt: skip
+def test_which_changes_make_another_model(old, new, is_same):
+    """models/llama.py says which train.py it computes: if this fails and both still compute the same, give it the new
+    hash; else it needs the change too."""
+    source = (ROOT / "train.py").read_text()
+    assert old in source
+    assert (program.model_hash_of(source.replace(old, new) if old else source) == llama.TRAIN_PY) is is_same
 
 
 # ---- the tokenizer

@@ -29,7 +29,7 @@ from runtime.config import resume
 from runtime.config.command_line import load
 from runtime.data.batches import Batch
 from runtime.data.sources import open_data
-from runtime.run import Run
+from runtime.run import InFlight, Run
 from runtime.terminal import RunError
 from runtime.tracking.bad_steps import BadSteps
 
@@ -184,6 +184,25 @@ with StopSignals() as signals:
     print("ready", flush=True)
     hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)  # minutes in C, during which Python runs no signal handler
 """
+
+
+@pytest.mark.parametrize("step_s, ahead", [(0.01, 8), (0.3, 6), (1.5, 1), (10.0, 0)])
+def test_a_signal_waits_for_two_seconds_of_steps_or_for_one(step_s, ahead):
+    """What is in flight once steps take so long; a program's output is waited for when it comes to that."""
+    now, waited = [0.0], []
+
+    class Output:
+        def __init__(self, number):
+            self.number = number
+
+        def block_until_ready(self):
+            now[0] = max(now[0], step_s * (self.number + 1))
+            waited.append(self.number)
+
+    in_flight = InFlight(lambda: now[0])
+    for number in range(40):
+        in_flight.add(Output(number))
+    assert waited == [*range(40 - ahead)]
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from shardlib.mesh import make_mesh
 from tools import convert
 
 GOLDEN = ROOT / "tests/models/golden"
+OF_TRAIN_PY = {"module": "train", "files": {}, "source": (ROOT / "train.py").read_text()}
 
 
 @pytest.fixture
@@ -89,7 +90,7 @@ def test_a_run_of_train_py_is_published(run, pool, tmp_path):
     with jax.set_mesh(make_mesh({"d": 1, "t": 1}, devices=jax.devices()[:1])):
         state = small.state_of(random_weights(small.MODEL, 0))
         checkpoints = Checkpoints(tmp_path / "run/checkpoints", asynchronous=False)
-        checkpoints.save(7, state, {"config": {"model": as_tree(small.MODEL)}, "program": {"module": "train"}})
+        checkpoints.save(7, state, {"config": {"model": as_tree(small.MODEL)}, "program": OF_TRAIN_PY})
         checkpoints.close()
     shutil.copy(GOLDEN.parent / "tokenizer_record.json", tmp_path / "run")
     assert run(tmp_path / "run", tmp_path / "out")[0] == 0

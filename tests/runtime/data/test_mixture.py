@@ -108,7 +108,7 @@ def test_the_validation_loss_of_each_source(sources):
     with loader(sources, "validation") as data:
         run = SimpleNamespace(
             due=lambda *_: True,
-            stay_close=lambda *_, behind: None,
+            _in_flight=SimpleNamespace(add=lambda *_, most: None),
             validation_data=data,
             _config=SimpleNamespace(eval_interval=1),
             _score=None,

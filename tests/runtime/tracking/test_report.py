@@ -317,6 +317,19 @@ def test_compare_prints_a_table_and_the_differences_and_writes_a_page(tmp_path, 
     assert "2 runs" in text and "training.seed" in text and "2.7500" in text
 
 
+def test_programs_that_differ(tmp_path, run_compare):
+    """A row says so and a command shows it; the page has the lines."""
+    folders = [write_run(tmp_path / name, [3.0]) for name in ("first", "second", "third")]
+    for folder, text in zip(folders, ("rate = 1\nsame = 2\n", "rate = 3\nsame = 2\n", "rate = 1\nsame = 2\n")):
+        (folder / "program.py").write_text(text)
+    _, output = run_compare(*folders, f"output={tmp_path}/all.html")
+    (line,) = (line.split() for line in output.splitlines() if line.startswith("program.py "))
+    assert line[1] == line[3] != line[2] and "configurations are equal" not in output
+    assert f"diff -u {folders[0]}/program.py {folders[1]}/program.py" in output
+    page = (tmp_path / "all.html").read_text()
+    assert "-rate = 1\n+rate = 3\n same = 2" in page and page.count("<h3>program.py") == 1
+
+
 def test_runs_of_the_same_name_are_told_apart(tmp_path, run_compare):
     """By their paths."""
     (tmp_path / "a").mkdir()

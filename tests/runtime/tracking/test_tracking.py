@@ -1,6 +1,5 @@
 """metrics.jsonl and the progress line."""
 
-import collections
 import dataclasses
 import fcntl
 import json
@@ -23,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from runtime.run import Run
+from runtime.run import InFlight, Run
 from runtime.tracking import metrics as tracking
 from runtime.tracking.metrics import Tracker, memory
 from runtime.tracking.recorded import flattened
@@ -315,7 +314,7 @@ def test_a_profile_that_ends_takes_no_time_from_the_step_before(monkeypatch):
         setattr(run, name, SimpleNamespace(**{method: lambda *_, name=name: called.append(name)}))
     run.data = SimpleNamespace(waited_s=0.0, metrics=lambda step: {})
     run._config, run._total = SimpleNamespace(log_interval=7), 10
-    run._in_flight, run._signals = collections.deque(), SimpleNamespace(stop=lambda: False)
+    run._in_flight, run._signals = InFlight(), SimpleNamespace(stop=lambda: False)
     run.log(1, SimpleNamespace(weights=()), {"loss": jnp.float32(1), "skipped_steps": 0})
     assert called == ["_tracker", "_profiler", "_bad_steps"]
 
