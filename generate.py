@@ -22,7 +22,6 @@ from typing import Any, ClassVar, Literal
 
 import jax
 import numpy as np
-from tqdm import tqdm
 
 from models.decoding import Drawing, Drawn, Generator
 from models.huggingface import Source, open_weights, read_json, require_same_program, restored
@@ -38,7 +37,7 @@ from runtime.data.sources import kept_tokenizer
 from runtime.data.tokenizers import CHATML, END_OF_TURN, ChatError, Tokenizer, load_dataset_tokenizer, load_tokenizer
 from runtime.files import MOST_BYTES, read_bytes, read_text
 from runtime.run import with_shardings
-from runtime.terminal import RunError, print_error, printable, run_errors
+from runtime.terminal import RunError, print_error, printable, progress, run_errors
 from shardlib.shardtypes import narrowed
 
 # Keys that are of a model that fills in masked tokens, too.
@@ -468,7 +467,7 @@ def write_all(
     if grows and isinstance(config.prompt, str) and not config.chat and not isinstance(served.generator, Reader):
         show(0, config.prompt)
 
-    with tqdm(total=len(numbered), initial=len(done), unit="text", disable=file is None) as progress:
+    with progress(total=len(numbered), initial=len(done), unit=" texts", disable=file is None) as bar:
         for start in range(0, len(left), config.rows):
             some = left[start : start + config.rows]
             given = [prompts[number] for number, _ in some]
@@ -483,7 +482,7 @@ def write_all(
                     print(*text.ids, flush=True)
                 else:
                     print("" if grows else printable(text.shown), flush=True)
-            progress.update(len(some))
+            bar.update(len(some))
 
 
 if __name__ == "__main__":

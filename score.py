@@ -27,7 +27,6 @@ from typing import Any, ClassVar, Literal
 import jax
 import numpy as np
 from jax import lax
-from tqdm import tqdm
 
 from generate import Generate, Mesh, Served, serve, start_mesh, write
 from models import layers
@@ -41,7 +40,7 @@ from runtime.config.keys import Count, NotEmpty, Steps
 from runtime.config.rebuild import Origins, rebuild
 from runtime.data.tokenizers import ChatError, Tokenizer
 from runtime.files import open_file, read_text
-from runtime.terminal import RunError, columns, needs_package, print_error, print_line, run_errors
+from runtime.terminal import RunError, columns, needs_package, print_error, print_line, progress, run_errors
 from shardlib.shard_map import typed_shard_map
 from shardlib.shardtypes import Array, f32, i32, make_shardings, narrowed, pytree_dataclass, u32
 from shardlib.typed import typed
@@ -258,7 +257,7 @@ class Scorer:
             of_encoder = self.length, self.served.end, getattr(self.served.generator, "mask", None)
             packed, places = pack(kept, self.length) if self.kind == "decoder" else masked_one_by_one(kept, *of_encoder)
         log_prob, best = np.zeros((2, -(-len(packed) // self.rows) * self.rows, packed.shape[2]))
-        for start in tqdm(range(0, len(packed), self.rows), unit="batch", disable=None):
+        for start in progress(range(0, len(packed), self.rows), unit=" batches"):
             some = packed[start : start + self.rows]
             some = np.pad(some, ((0, self.rows - len(some)), (0, 0), (0, 0)))
             log_prob[start : start + self.rows], best[start : start + self.rows] = self._found(some)
@@ -316,7 +315,7 @@ class Scorer:
         except ChatError as error:
             raise RunError(f"chat=true: {error}") from error
         texts: list[str] = []
-        for start in tqdm(range(0, len(ids), config.rows), unit="batch", disable=None):
+        for start in progress(range(0, len(ids), config.rows), unit=" batches"):
             some = ids[start : start + config.rows]
             texts += [text.shown for text in write(self.served, config, some, [0] * len(some), lambda *_: None)]
         return texts

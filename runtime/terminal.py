@@ -12,7 +12,7 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 # others. It may be the machine's fault, so that starting again helps.
 DIED = 134
 INSTALL = "pip install -r requirements-text.txt"
+SILENT_S = 60.0  # after which a file gets a line
 LEADER_LINGERS_S = 5.0  # so that others which meet the same error print theirs: they end when process 0 does
 
 _process = ""  # of several: "host gpu-07 (process 7 of 16): "
@@ -80,11 +81,22 @@ def keep_messages(folder: Path) -> None:
     _messages = folder / "messages.txt"
 
 
+def progress(given: Iterable[Any] | None = None, **options: Any) -> Any:
+    """tqdm's bar in a terminal; elsewhere a line every SILENT_S, none of what takes less."""
+    from tqdm import tqdm
+
+    if sys.stderr is not None and not sys.stderr.closed and sys.stderr.isatty():
+        return tqdm(given, **options)
+    form = "{desc}{n_fmt} of {total_fmt}{unit}, {elapsed}\n"
+    every = {"delay": SILENT_S, "mininterval": SILENT_S, "maxinterval": SILENT_S}
+    return tqdm(given, **{**options, **every, "leave": False, "bar_format": form})
+
+
 class Progress:
     """How far a run is: a bar in a terminal, elsewhere a line each time it is shown."""
 
     def __init__(self, total: int, done: int):
-        self._total, self._bar = total, None
+        self._total, self._bar, self._said_at = total, None, time.monotonic()
         if sys.stdout is not None and not sys.stdout.closed and sys.stdout.isatty():
             _on_stdout("", lambda: self._open(done))
 
@@ -96,10 +108,16 @@ class Progress:
 
     def show(self, done: int, status: str) -> None:
         text = f"step {done}/{self._total}: {status}"
+        self._said_at = time.monotonic()
         if self._bar is None:
             return print_line(text)
         self._bar.n = done
         _on_stdout(text, lambda: self._bar.set_description_str(printable(status)))
+
+    def pulse(self, done: int) -> None:
+        """A line where there was none for SILENT_S: who looks at a file wants to know whether it goes on."""
+        if self._bar is None and time.monotonic() - self._said_at >= SILENT_S:
+            self.show(done, "under way")
 
     def close(self) -> None:
         if self._bar is not None:

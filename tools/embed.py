@@ -16,7 +16,6 @@ from typing import Any, ClassVar, Literal
 
 import jax
 import numpy as np
-from tqdm import tqdm
 
 from generate import Mesh, Served, serve, start_mesh
 from models.decoding import SLOTS
@@ -24,7 +23,7 @@ from models.reading import Pool, batch_of
 from runtime.config import command_line
 from runtime.config.keys import Count
 from runtime.files import read_text
-from runtime.terminal import RunError, print_line, run_errors
+from runtime.terminal import RunError, print_line, progress, run_errors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +85,7 @@ def main(config: Embed) -> None:
         served = serve(config.model, mesh, config.compute_dtype, allow_program_change=change, is_read=True)
         given = [ids_of(served, parts) for parts in texts]
         vectors = np.zeros((len(given), served.source.model.d_model), np.float32)
-        for start in tqdm(range(0, len(given), config.rows), unit="batch", disable=None):
+        for start in progress(range(0, len(given), config.rows), unit=" batches"):
             some = given[start : start + config.rows]
             room = -(-max(len(ids) for ids, _ in some) // SLOTS) * SLOTS
             rows = batch_of([ids for ids, _ in some], min(room, served.length), config.rows)

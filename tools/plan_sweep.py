@@ -12,15 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from ledger.count.program import PHASES
 from ledger.count.step import Ledger
 from ledger.machines import hardware, roofline
 from ledger.pages.render import render
 from ledger.units import gigabytes, percent, seconds
 from runtime import program
-from runtime.terminal import RunError
+from runtime.terminal import RunError, progress
 from shardlib.shardtypes import mesh_text
 from tools.plan_step import ledger_of, shaped
 
@@ -104,7 +102,7 @@ def choices(config: Any, machine: hardware.Hardware, devices: int) -> tuple[list
     ]
     found: list[Choice] = []
     seen = set()
-    with tqdm(desc=f"{devices} devices", leave=False) as bar:
+    with progress(desc=f"{devices} devices: ", total=COUNTED, leave=False) as bar:
         while waiting and len(found) < COUNTED:
             waiting.sort(key=lambda each: each[0])
             _, mesh, keys, count = waiting.pop(0)

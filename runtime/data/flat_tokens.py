@@ -122,7 +122,8 @@ def open_split(path: str | os.PathLike, split: str, *, resident_bytes: int = RES
     """
     where = absolute_path(path)
     advice = (
-        "set flat_tokens.filespec to a flat-tokens data set, or write one (python -m tools.tokenize_text; docs/data.md)"
+        "set flat_tokens.filespec to a flat-tokens data set, or write one (python -m tools.tokenize_text of texts, "
+        "python -m tools.make_dataset of invented tasks; docs/data.md)"
     )
     try:
         return _split_of(open_checked(where), where, split, resident_bytes)

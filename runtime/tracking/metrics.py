@@ -120,6 +120,7 @@ class Tracker:
         self._latest = metrics
         if step in (self.start_step + 1, self.total_steps) or step % self.log_interval == 0:
             self._due = (step, metrics, names, data_waited_s, flattened(data_metrics or {}))
+        self._progress.pulse(step)
 
     def flush(self) -> None:
         """Reads and writes what is due, waiting for its step."""

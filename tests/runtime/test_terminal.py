@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from runtime import terminal
-from runtime.terminal import columns, print_error, print_line, printable, wrapped
+from runtime.terminal import Progress, columns, print_error, print_line, printable, progress, wrapped
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 # Says three lines, while the progress goes on, and writes a file: nothing that is opened later may stand for fd 1.
@@ -108,3 +108,21 @@ def test_columns():
         "a       1,000",
         "longer      5",
     ]
+
+
+def test_a_file_has_a_line_a_minute(monkeypatch, capsys):
+    """Of a run between its logged steps, and of what a tool counts; of what is over sooner, none."""
+    now = [0.0]
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: now[0])
+    run = Progress(1000, 0)
+    for step in range(1, 14):
+        now[0] = 10.0 * step
+        run.pulse(step)
+    assert capsys.readouterr().out == "step 6/1000: under way\nstep 12/1000: under way\n"
+    for each in progress(range(3), unit=" texts"):
+        assert each < 3
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(terminal, "SILENT_S", 0.0)
+    for each in progress(range(3), unit=" texts"):
+        assert each < 3
+    assert "2 of 3 texts, 00:00\n" in capsys.readouterr().err

@@ -171,7 +171,7 @@ def test_writer_refuses(tmp_path):
 
 
 ADVICE = (
-    "set flat_tokens.filespec to a flat-tokens data set, or write one (python -m tools.tokenize_text; docs/data.md)"
+    "set flat_tokens.filespec to a flat-tokens data set, or write one (python -m tools.tokenize_text of texts, python -m tools.make_dataset of invented tasks; docs/data.md)"
 )
 
 
