@@ -261,9 +261,9 @@ def check_encoder(config: Config, kind: str, model: Any) -> None:
         raise RunError('masking: of models that predict masked tokens, which this does not: leave it out')
     if kind == 'encoder' and config.masking.token is not None and config.masking.token >= model.vocab:
         raise RunError(f'masking.token = {config.masking.token}: expected an id below model.vocab = {model.vocab}')
-    if kind == 'encoder' and context_of(config.mesh, model.n_kv, config.context).way != 'deal':
+    if kind != 'decoder' and context_of(config.mesh, model.n_kv, config.context).way != 'deal':
         raise RunError(
-            f'mesh.c = {config.mesh.c}, context = {config.context}: where tokens see those behind them heads are dealt '
+            f'mesh.c = {config.mesh.c}, context = {config.context}: in a model with an encoder heads are dealt '
             f'out: expected model.n_kv = {model.n_kv} a multiple of mesh.t · mesh.c, and auto'
         )
 

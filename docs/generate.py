@@ -32,7 +32,7 @@ from ledger.pages.text import text as text_of_ledger
 from runtime import program
 from runtime.cluster import processes as cluster
 from runtime.config.command_line import load
-from runtime.terminal import wrapped
+from runtime.terminal import RunError, wrapped
 from shardlib.mesh import make_mesh
 from tools import plan, plan_step
 
@@ -105,6 +105,42 @@ def hosts(old):
     mesh = cluster.lay_out(gpus, {"d": 4, "t": 2})
     table = cluster.table(mesh, ["gpu-01", "gpu-02"])
     return fenced([*table, "...", *cluster.sent_over_network(ledger_on_cpu(), mesh)])
+
+
+# Of docs/training.md: what is asked for, and the keys.
+CAPABILITIES = {
+    "`r` `d`": ["mesh={r: 2, d: 2}"],
+    "`e` `t`": ["mesh={d: 1, e: 2, t: 2}"],
+    "`c`": ["mesh={d: 1, c: 2, t: 2}"],
+    "`c` = 8": ["mesh={d: 1, c: 8}"],
+    "ring": ["mesh={d: 1, c: 2}", "context=ring"],
+    "`p`": ["mesh={d: 1, p: 2}", "training.pieces=2", "model.layers=4", "training.microbatches=2"],
+    "dropout": ["training.dropout=0.1"],
+    "8 bits": ["fp8=true"],
+    "optimizers": ["training.optimizer=muon", "training.ema_decay=0.9", "training.z_loss=1e-4"],
+}
+
+
+def families(old):
+    """docs/training.md: a row for each of configs/family/, and why something is refused."""
+    reasons, rows = {}, []
+    for name in sorted(path.stem for path in (ROOT / "configs/family").glob("*.yaml")):
+        keys = [f"family={name}", *(["training.tokens.read_len=64"] if name == "t5" else [])]
+        cells = [f"`{name}`"]
+        for others in CAPABILITIES.values():
+            config = load(train_any.Config, "any_synthetic", [*keys, *others])
+            try:
+                config = train_any.resolved(config)
+                train_any.shapes(config)
+                cells.append("✓")
+            except RunError as refused:
+                said = str(refused).partition(": ")
+                reason = re.sub(r"model.n_kv = \d+", "model.n_kv", " ".join(said[2].split()))
+                cells.append(reasons.setdefault(reason, chr(ord("a") + len(reasons))))
+        rows.append(cells)
+    head = ["`family=`", *CAPABILITIES]
+    lines = [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
+    return "\n".join([*lines, "", *(f"- {letter}: {reason}" for reason, letter in reasons.items())]) + "\n"
 
 
 def ledger(old, attention, *starts):
@@ -209,7 +245,7 @@ def small_job(old):
 
 
 # == Pages =============================================================================================================
-MADE = hosts, ledger, plans, settings, refusal, floors_on_h200, letters, shapes, small_job
+MADE = families, hosts, ledger, plans, settings, refusal, floors_on_h200, letters, shapes, small_job
 FUNCTIONS = {each.__name__: each for each in MADE}
 
 

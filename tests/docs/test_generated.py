@@ -7,7 +7,7 @@ import pytest
 from docs import generate
 
 # The others take a plan, or several, each: seconds to a minute.
-QUICK = ("letters", "shapes", "small_job", "hosts", "ledger")
+QUICK = ("families", "letters", "shapes", "small_job", "hosts", "ledger")
 BLOCKS = generate.blocks()
 
 
