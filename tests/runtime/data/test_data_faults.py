@@ -142,8 +142,10 @@ def test_ids_over_the_largest(tmp_path, monkeypatch):
 
 def test_stores_that_are_not_there(object_store, monkeypatch):
     """A missing bucket, data set, split or package is one line with what to do."""
-    advice = "set flat_tokens.filespec to a flat-tokens data set, or write one (python -m tools.tokenize_text of texts, "
+    advice = (
+        "set flat_tokens.filespec to a flat-tokens data set, or write one (python -m tools.tokenize_text of texts, "
         "python -m tools.make_dataset of invented tasks; docs/data.md)"
+    )
     message = f"the data set s3://no-such-bucket/data does not exist: {advice}"
     assert_refuses(message, open_split, "s3://no-such-bucket/data", "train")
     assert_refuses(

@@ -170,8 +170,10 @@ def test_writer_refuses(tmp_path):
     assert_refuses(message, write_split, tmp_path / "old", "train", [good])
 
 
-ADVICE = "set flat_tokens.filespec to a flat-tokens data set, or write one (python -m tools.tokenize_text of texts, "
-        "python -m tools.make_dataset of invented tasks; docs/data.md)"
+ADVICE = (
+    "set flat_tokens.filespec to a flat-tokens data set, or write one (python -m tools.tokenize_text of texts, "
+    "python -m tools.make_dataset of invented tasks; docs/data.md)"
+)
 
 
 def test_missing(tmp_path, example, monkeypatch):
