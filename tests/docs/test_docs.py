@@ -248,7 +248,7 @@ def anchors(path):
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-LINKED = [*PAGES, *sorted(ROOT.glob("docs/measurements/*.md")), ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
+LINKED = [*PAGES, *sorted(ROOT.glob("log/*.md")), ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
 
 
 @pytest.mark.parametrize("path", LINKED, ids=lambda path: path.name)
