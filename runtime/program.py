@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DEFAULT = "train"
 # Of this project, what a trainer computes with; and what it imports without a change of what it computes.
 MATHEMATICS = ("train", "optimizers", "models", "shardlib", "kernels", "jax_extra")
-NO_MATHEMATICS = ("runtime", "ledger", "tools", "score")
+NO_MATHEMATICS = ("runtime", "ledger", "tools")
 MODEL = ("forward", "loss_sum")  # functions of a trainer like train.py
 LONGEST_GIT_S = 10.0
 
@@ -35,7 +35,7 @@ LONGEST_GIT_S = 10.0
 class Trainer(Protocol):
     """What a trainer's module offers. train.py is the first one; tests/abc_trainer.py the smallest.
 
-    generate.py takes its runs if they are of a family in models/.
+    tools/generate.py takes its runs if they are of a family in models/.
     """
 
     # A RunConfig with the sections `mesh`, a number of devices for each axis, in the mesh's order; `model`, which has

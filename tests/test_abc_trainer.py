@@ -8,10 +8,9 @@ import pytest
 import small
 from several_hosts import where
 
-import generate
 from runtime import program
 from runtime.terminal import RunError
-from tools import plan
+from tools import generate, plan
 
 TRAINER = program.load("tests.abc_trainer")
 CONFIG = [f"--config-dir={Path(__file__).parent}", "--config-name=abc"]

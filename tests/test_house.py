@@ -26,8 +26,7 @@ ARROWS = {
     ),
     "runtime.program": "runtime.terminal",
     "runtime.check": "runtime.config.help runtime.terminal runtime.tracking shardlib",
-    # initial_weights may be a published folder. Its family and score.py, which import train.py, are
-    # loaded by name.
+    # initial_weights may be a published folder, whose family, which imports train.py, is loaded by name.
     "runtime.run": "runtime shardlib ledger models.huggingface",
     "train": "runtime ledger kernels shardlib jax_extra",
     "optimizers": "train models.dropout runtime.config.keys shardlib",
@@ -175,7 +174,7 @@ def test_no_room_knows_the_axes():
 
 # Handlers of whatever is raised, which they hand to whom it concerns: the server's engine outlives what a row raises,
 # and a child process tells its parent.
-BROAD = {"serve.py": 2, "runtime/data/apart.py": 1}
+BROAD = {"tools/serve.py": 2, "runtime/data/apart.py": 1}
 
 
 def is_broad(handler):

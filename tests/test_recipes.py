@@ -83,7 +83,7 @@ def test_what_imports_train_py_still_does(title, tmp_path):
     """Every program beside train.py starts with the changed one in its place, and knows that it is another."""
     copy_of_the_repository(tmp_path)
     (tmp_path / "train.py").write_text(recipe(title, tmp_path))
-    programs = "train_any, generate, serve, score, tools.convert, tools.embed, tools.plan"
+    programs = "train_any, tools.generate, tools.serve, tools.score, tools.convert, tools.embed, tools.plan"
     is_another = "program.model_hash_of(open('train.py').read()) != llama.TRAIN_PY"
     code = f"import {programs}; from runtime import program; from models import llama; assert {is_another}"
     run_in(tmp_path, [sys.executable, "-c", code])
@@ -214,7 +214,7 @@ def test_a_family_is_trained_everywhere(granite, tmp_path):
     program("tools.convert", "from=runs/granite2", "to=published")
     assert json.loads((tmp_path / "published/config.json").read_text())["residual_multiplier"] == 0.5
     decoded = [
-        program("generate", model, "prompt_ids=[5,6,7]", "tokens=8", "temperature=0", "output=ids", "mesh.t=2")
+        program("tools.generate", model, "prompt_ids=[5,6,7]", "tokens=8", "temperature=0", "output=ids", "mesh.t=2")
         for model in ("runs/granite2", "published")
     ]
     assert decoded[0] == decoded[1]

@@ -5,13 +5,11 @@ import os
 import pytest
 from pages import ROOT
 
-import generate
-import score
 import train
 from runtime.config import command_line
 from runtime.config.command_line import load
 from runtime.terminal import RunError
-from tools import compare, convert, tokenize_text
+from tools import compare, convert, generate, score, tasks, tokenize_text
 
 LLAMA = ROOT / "tests/models/golden/llama"
 MAKE = {
@@ -48,8 +46,8 @@ READERS = {
     "prompts .txt": lambda path: generate.prompts_of(generate.Generate(model="m", input=str(path))),
     "prompts .jsonl": lambda path: generate.prompts_of(generate.Generate(model="m", input=str(path))),
     "answers .jsonl": lambda path: generate.finished(path),
-    "task .txt": lambda path: score.read_task(str(path), None),
-    "task .jsonl": lambda path: score.read_task(str(path), None),
+    "task .txt": lambda path: tasks.read_task(str(path), None),
+    "task .jsonl": lambda path: tasks.read_task(str(path), None),
     "scores .jsonl": scored_to,
     "text .txt": lambda path: tokenize(path, input=path),
     "text .jsonl": lambda path: tokenize(path, input=path),

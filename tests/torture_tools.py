@@ -50,8 +50,8 @@ JOBS = {
         "tools.tokenize_text", "TokenizeText", "input={inputs}/text.jsonl output={to} tokenizer=train_bpe bpe_vocab=300"
     ),
     "curves": Job("tools.compare", "Compare", "{inputs}/run {inputs}/lora output={to}"),
-    "answers": Job("generate", "Generate", "{inputs}/run input={inputs}/prompts.txt tokens=2 rows=4 to={to}"),
-    "scores": Job("score", "Score", "{inputs}/run {inputs}/tasks.jsonl to={to}"),
+    "answers": Job("tools.generate", "Generate", "{inputs}/run input={inputs}/prompts.txt tokens=2 rows=4 to={to}"),
+    "scores": Job("tools.score", "Score", "{inputs}/run {inputs}/tasks.jsonl to={to}"),
 }
 
 

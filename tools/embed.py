@@ -17,13 +17,13 @@ from typing import Any, ClassVar, Literal
 import jax
 import numpy as np
 
-from generate import Mesh, Served, serve, start_mesh
 from models.decoding import SLOTS
 from models.reading import Pool, batch_of
 from runtime.config import command_line
 from runtime.config.keys import Count
 from runtime.files import read_text
 from runtime.terminal import RunError, print_line, progress, run_errors
+from tools.ready import Mesh, ReadyModel, ready_model, start_mesh
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,15 +60,15 @@ def texts_of(path: str) -> list[list[str]]:
     return texts
 
 
-def ids_of(served: Served, parts: Sequence[str]) -> tuple[list[int], int]:
+def ids_of(ready: ReadyModel, parts: Sequence[str]) -> tuple[list[int], int]:
     """The ids of a text or a pair, and how many of them are of the first. Raises RunError where there is none, or a
     second that the model does not know."""
-    if len(parts) > 1 and getattr(served.source.model, "kinds", 1) < 2:
+    if len(parts) > 1 and getattr(ready.source.model, "kinds", 1) < 2:
         raise RunError("two texts are for models that know pairs (BERT): expected one")
-    first = [*served.start, *served.encoded(parts[0]), *served.end]
-    ids = first + [each for part in parts[1:] for each in (*served.encoded(part), *served.end)]
-    if not 0 < len(ids) <= served.length:
-        raise RunError(f"{parts[0][:40]!r}: {len(ids)} tokens, expected 1 to {served.length}: shorten it")
+    first = [*ready.start, *ready.encoded(parts[0]), *ready.end]
+    ids = first + [each for part in parts[1:] for each in (*ready.encoded(part), *ready.end)]
+    if not 0 < len(ids) <= ready.length:
+        raise RunError(f"{parts[0][:40]!r}: {len(ids)} tokens, expected 1 to {ready.length}: shorten it")
     return ids, len(first)
 
 
@@ -82,16 +82,16 @@ def main(config: Embed) -> None:
     mesh = start_mesh(config)
     with jax.set_mesh(mesh):
         change = config.allow_program_change
-        served = serve(config.model, mesh, config.compute_dtype, allow_program_change=change, is_read=True)
-        given = [ids_of(served, parts) for parts in texts]
-        vectors = np.zeros((len(given), served.source.model.d_model), np.float32)
+        ready = ready_model(config.model, mesh, config.compute_dtype, allow_program_change=change, is_read=True)
+        given = [ids_of(ready, parts) for parts in texts]
+        vectors = np.zeros((len(given), ready.source.model.d_model), np.float32)
         for start in progress(range(0, len(given), config.rows), unit=" batches"):
             some = given[start : start + config.rows]
             room = -(-max(len(ids) for ids, _ in some) // SLOTS) * SLOTS
-            rows = batch_of([ids for ids, _ in some], min(room, served.length), config.rows)
+            rows = batch_of([ids for ids, _ in some], min(room, ready.length), config.rows)
             for kinds, (ids, first) in zip(rows[3], some):
                 kinds[first : len(ids)] = 1
-            vectors[start : start + config.rows] = served.generator.embed(rows, config.pool)[: len(some)]
+            vectors[start : start + config.rows] = ready.generator.embed(rows, config.pool)[: len(some)]
     if config.is_unit:
         vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
     with run_errors(f"to={config.to} cannot be written"):

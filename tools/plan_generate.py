@@ -14,7 +14,6 @@ from typing import Any, ClassVar, Literal
 
 import jax
 
-from generate import Mesh, opened, require_writer
 from ledger.count.step import Ledger, of_step
 from ledger.machines import hardware, roofline
 from ledger.pages import files
@@ -26,6 +25,7 @@ from runtime.config.rebuild import Origins
 from runtime.terminal import RunError
 from shardlib.shardtypes import mesh_text
 from tools.plan_step import machine_of
+from tools.ready import Mesh, opened, require_writer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -141,6 +141,7 @@ def reached(folder: Path) -> list[str]:
     return [
         f"{done}.",
         *([f"Its page, for a browser: {page}"] if page.exists() else []),
-        f"Next: python -m tools.compare {folder} OTHER_RUN lays runs over one another; python -m generate {folder} "
+        f"Next: python -m tools.compare {folder} OTHER_RUN lays runs over one another; "
+        f"python -m tools.generate {folder} "
         + ("writes text." if (folder / "tokenizer_record.json").exists() else "prompt_ids=[1] output=ids draws ids."),
     ]

@@ -192,7 +192,7 @@ def test_from_conversations_to_a_model(tmp_path):
     shutil.copytree(ROOT / "docs/chats", tmp_path / "docs/chats")
     steps = "steps=2 steps_for_lr=2 warmup_steps=0 learning_rate=1e-3"
     steps = [*(f"training.{each}" for each in steps.split()), "eval_interval=1", "log_interval=1"]
-    fewer = {"train_any": steps, "generate": ["tokens=5"]}
+    fewer = {"train_any": steps, "tools.generate": ["tokens=5"]}
     chats = "input=docs/chats/train.jsonl format=chat tokenizer=train_bpe bpe_vocab=400 validation_fraction=0.2"
     run_in(tmp_path, ["python", "-m", "tools.tokenize_text", *chats.split(), "output=own.zarr"])
     small = """

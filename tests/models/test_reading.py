@@ -13,12 +13,10 @@ from published import FOLDER, LENGTHS, READ, on_mesh, oracle_of, weights_of
 from safetensors.numpy import load_file
 from scipy.special import erf, log_softmax
 
-import generate
-import score
 from models import bert, huggingface, llama, t5
 from models.decoding import Generator
 from models.reading import Reader
-from tools import embed
+from tools import embed, generate, ready, score, tasks
 
 MESHES = [(1, 1), (2, 2)]
 
@@ -71,7 +69,7 @@ def test_what_t5_writes_has_the_log_likelihoods_of_transformers(name, mesh, pool
     with on_mesh(*mesh):
         source = huggingface.open_weights(FOLDER / name, pool)
         generator = Generator(source.family, source.model, weights_of(source, pool)[0], start=1)
-        scorer = score.Scorer(generate.Served(generator, source, None, (), (), 64), rows=2, length=64)
+        scorer = tasks.Scorer(ready.ReadyModel(generator, source, None, (), (), 64), rows=2, length=64)
         found = scorer(pairs)
         best = [oracle["logits"][row, place].argmax(-1) for row, place in written]
         greedy = scorer([(context, ids[:1].tolist()) for (context, _), ids in zip(pairs, best)])
@@ -165,7 +163,7 @@ def test_masked_tokens_are_filled_in(published_bert, called, pool, tmp_path):
     expected = log_probs_alone(pool, [1, 9, 3, 12, 2], 2)
     best, run = int(expected.argmax()), functools.partial(called, generate.main, generate.Generate, published_bert)
     status, out, _ = run("prompt=w5 [MASK] w8")
-    filled = generate.load_tokenizer(str(published_bert)).decode([9, best, 12])
+    filled = ready.load_tokenizer(str(published_bert)).decode([9, best, 12])
     assert (status, out.strip()) == (0, filled)
     assert run("prompt_ids=[1,9,3,12,2]", "output=ids", "mesh.t=2")[1].strip() == str(best)
     (tmp_path / "lines.txt").write_text("w5 [MASK] w8\nw1 [MASK] w2 [MASK] w3\n")

@@ -8,9 +8,6 @@ from pathlib import Path
 
 import pytest
 
-import generate
-import score
-import serve
 import train
 import train_any
 from runtime.config.command_line import load, run
@@ -22,10 +19,13 @@ from tools import (
     benchmark,
     checkpoint,
     compare,
+    generate,
     inspect_dataset,
     ledger_diff,
     make_dataset,
     plan,
+    score,
+    serve,
     tokenize_text,
 )
 

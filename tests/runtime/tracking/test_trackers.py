@@ -340,7 +340,7 @@ def test_a_run_ends_with_what_was_reached(tmp_path, capsys):
         opened.start()
     assert " ".join(capsys.readouterr().out.split()) == (
         f"{tmp_path.name}: step 3, loss 3.0000. Its page, for a browser: {tmp_path}/report.html Next: python -m "
-        f"tools.compare {tmp_path} OTHER_RUN lays runs over one another; python -m generate {tmp_path} "
+        f"tools.compare {tmp_path} OTHER_RUN lays runs over one another; python -m tools.generate {tmp_path} "
         "prompt_ids=[1] output=ids draws ids."
     )
     with pytest.raises(ZeroDivisionError), Followers(config_of(), tmp_path, is_leader=True) as opened:

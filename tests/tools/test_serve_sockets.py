@@ -15,13 +15,12 @@ import numpy as np
 import pytest
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-import generate
-import serve
 from models.decoding import Drawn
 from models.mesh import Mesh
-from runtime import http as bounds
 from runtime.data.tokenizers import CHATML, Tokenizer
 from shardlib.mesh import make_mesh
+from tools import connection as bounds
+from tools import ready, serve
 
 FAILS = 200  # an id that no row with it can be admitted
 BREAKS = 201  # and one with which nothing is drawn
@@ -60,13 +59,13 @@ class Running:
         self.config = serve.Serve(**{"model": "fake", "rows": 2, "waiting": 4, "length": 64, **keys})
         tokenizer = Tokenizer(name="bytes_utf8", bos_id=0, chat_template=template)
         source = SimpleNamespace(model=SimpleNamespace(vocab=257), folder="fake")
-        served = generate.Served(SimpleNamespace(ends=[]), source, tokenizer, (0,), (), 64)
+        model = ready.ReadyModel(SimpleNamespace(ends=[]), source, tokenizer, (0,), (), 64)
         self.made, self.clients = [], []
         mesh = make_mesh(vars(Mesh()), devices=jax.devices()[:1])
         self.engine = serve.Engine(
             lambda: self.made.append(Slots(self.config.rows)) or self.made[-1], mesh, self.config
         )
-        self.server = serve.server_of(serve.Api(served, self.engine, self.config))
+        self.server = serve.server_of(serve.Api(model, self.engine, self.config))
         self.listens = socket.create_server(("127.0.0.1", 0))
         self.address = self.listens.getsockname()
         self.thread = threading.Thread(target=self.server.run, args=([self.listens],))
@@ -396,9 +395,9 @@ def test_a_device_that_fails(running, capfd):
 
 def test_the_engine_draws_and_does_nothing_else(running, monkeypatch):
     """Texts, templates and stops are other threads' work."""
-    threads, add, render = set(), generate.Text.add, Tokenizer.encode_prompt
+    threads, add, render = set(), ready.Text.add, Tokenizer.encode_prompt
     note = lambda: threads.add(threading.current_thread().name)  # noqa: E731
-    monkeypatch.setattr(generate.Text, "add", lambda self, drawn: (note(), add(self, drawn))[1])
+    monkeypatch.setattr(ready.Text, "add", lambda self, drawn: (note(), add(self, drawn))[1])
     monkeypatch.setattr(Tokenizer, "encode_prompt", lambda self, messages: (note(), render(self, messages))[1])
     server = running()
     messages = [{"role": "user", "content": "a"}]
@@ -430,7 +429,7 @@ def test_a_template_that_does_not_end(running, template, said):
     (["port=0"], "port = 0: expected a whole number from 1 to 65535"),
     (["api_key="], 'api_key = "": expected text, not empty'),
     (["rows=2147483647"], "rows = 2147483647: expected a whole number from 1 to 4096"),
-    (["rows=3", "mesh.d=2"], "rows = 3: expected a multiple of mesh.d = 2"),
+    (["rows=3", "mesh.d=2"], "rows = 3: expected a multiple of 2, the devices that share them"),
     (["host=no.such.host.invalid"], "host=no.such.host.invalid port=8000 cannot be listened on: "),
 ])  # fmt: skip
 def test_keys_that_are_refused(called, arguments, message):

@@ -1,4 +1,4 @@
-"""python -m score: log likelihoods against transformers and a plain model, tasks of files and of lm-eval-harness."""
+"""tools.score: log likelihoods against transformers and a plain model, tasks of files and of lm-eval-harness."""
 
 import dataclasses
 import functools
@@ -16,13 +16,12 @@ import reference
 from pages import ROOT, module_of
 from published import FOLDER, NAMES, on_mesh, weights_of
 
-import generate
-import score
-from models import huggingface
+from models import huggingface, likelihoods
 from models.decoding import Generator, Programs
 from runtime.data.sources import kept_tokenizer
 from runtime.data.tokenizers import ChatError
 from runtime.terminal import RunError
+from tools import ready, score, tasks
 
 MESHES = [(1, 1), (2, 2)]
 QUICK = (("llama", (1, 1)), ("llama", (2, 2)), ("gemma3", (2, 2)))
@@ -38,7 +37,7 @@ CASES = [
 def scorer_of(name, pool, length=64):
     source = huggingface.open_weights(FOLDER / name, pool)
     generator = Generator(source.family, source.model, weights_of(source, pool)[0])
-    return score.Scorer(generate.Served(generator, source, None, (), (), length), rows=2, length=length)
+    return tasks.Scorer(ready.ReadyModel(generator, source, None, (), (), length), rows=2, length=length)
 
 
 @pytest.mark.usefixtures("proved_elsewhere")
@@ -78,7 +77,7 @@ def test_packed_rows_have_all_that_each_continuation_needs(length):
     rng = np.random.default_rng(0)
     contexts = [rng.integers(1, 99, n).tolist() for n in rng.integers(1, 40, 12)]
     pairs = [(contexts[n], rng.integers(1, 99, rng.integers(1, 20)).tolist()) for n in rng.integers(0, 12, 50)]
-    rows, places = score.pack(pairs, length)
+    rows, places = likelihoods.pack(pairs, length)
     assert rows.shape[1:] == (5, min(length, 128))
     taken = np.zeros((len(rows), rows.shape[2]), int)
     for (context, after), ((row, place),) in zip(pairs, places):
@@ -91,12 +90,12 @@ def test_packed_rows_have_all_that_each_continuation_needs(length):
         assert targets[place].tolist() == after
     assert taken.max() == 1
     shared = [(contexts[0], [1, 2]), (contexts[1], [3]), (contexts[0], [4])]
-    (row,), _ = score.pack(shared, 128)
+    (row,), _ = likelihoods.pack(shared, 128)
     assert (row[2] > 0).sum() == len(contexts[0]) - 1 + 2 + 1 + len(contexts[1])
 
 
 def check_score(path, source):
-    """Checks the program of a score.py with a small Qwen2 on 4 x 2; returns the number of claims."""
+    """Checks the program of a likelihoods.py with a small Qwen2 on 4 x 2; returns the number of claims."""
     module = module_of(path, source)
     family = huggingface.family_of("qwen2", "here")
     model = family.Model(
@@ -112,13 +111,13 @@ def check_score(path, source):
 
 def test_scoring_is_accepted(tmp_path):
     """Its program; the collectives are models/reading.py's."""
-    assert check_score(tmp_path / "score.py", (ROOT / "score.py").read_text()) > 50
+    assert check_score(tmp_path / "likelihoods.py", (ROOT / "models/likelihoods.py").read_text()) > 50
 
 
 # == Tasks of files ====================================================================================================
 @pytest.fixture
 def said(called, proved_elsewhere):
-    """What `python -m score <arguments>` prints, or says of an error."""
+    """What `python -m tools.score <arguments>` prints, or says of an error."""
 
     def call(*arguments, status=0):
         found, out, error = called(score.main, score.Score, *arguments)
@@ -205,8 +204,8 @@ def test_normalized_accuracy_by_hand():
             return context, continuation
 
     def scored(sums, choices, answer):
-        record = score.Choices(context="", choices=choices, answer=answer)
-        (found,) = score.score_choices(Fixed(*sums), [record], score.Score(model=""))
+        record = tasks.Choices(context="", choices=choices, answer=answer)
+        (found,) = tasks.score_choices(Fixed(*sums), [record], tasks.Scoring())
         return [found[name] for name in ("acc", "acc_norm", "acc_bytes")]
 
     assert scored((-4.0, -6.0), ("ab", "abcd"), 0) == [1, 0, 0]
@@ -218,11 +217,11 @@ def test_exact_match_and_rouge_by_hand():
     """Two of three words are those of the answer, one of two pairs; of several right answers the best counts."""
     writer = SimpleNamespace(write=lambda prompts, config: ["the cat sat", " the cat ran\n"])
     right = ("no", "the cat ran")
-    records = [score.Question(question="?", answer=right) for _ in range(2)]
-    near, same = score.score_questions(writer, records, score.Score(model=""))
+    records = [tasks.Question(question="?", answer=right) for _ in range(2)]
+    near, same = tasks.score_questions(writer, records, tasks.Scoring())
     third = pytest.approx(2 / 3)
     assert [near[name] for name in ("exact_match", "rouge1", "rouge2", "rougeL")] == [0.0, third, 0.5, third]
-    assert [same[name] for name in ("exact_match", *score.ROUGE)] == [1.0] * 4
+    assert [same[name] for name in ("exact_match", *tasks.ROUGE)] == [1.0] * 4
 
 
 def test_what_cannot_be_asked_is_refused():
@@ -231,12 +230,12 @@ def test_what_cannot_be_asked_is_refused():
     def ids_of(prompt):
         raise ChatError("the tokenizer bytes_utf8 has no chat template")
 
-    scorer = SimpleNamespace(length=32, served=SimpleNamespace(ids_of=ids_of))
-    config = generate.Generate(model="", tokens=8)
+    scorer = SimpleNamespace(length=32, ready=SimpleNamespace(ids_of=ids_of))
+    config = ready.Writing(tokens=8)
     with pytest.raises(RunError, match=r"^chat=true: the tokenizer bytes_utf8 has no chat template$"):
-        score.Scorer.write(scorer, [[{"role": "user", "content": "?"}]], config)
+        tasks.Scorer.write(scorer, [[{"role": "user", "content": "?"}]], config)
     with pytest.raises(RunError, match=r"^tokens = 32: expected fewer than the 32 that are read at once$"):
-        score.Scorer.write(scorer, ["?"], dataclasses.replace(config, tokens=32))
+        tasks.Scorer.write(scorer, ["?"], dataclasses.replace(config, tokens=32))
 
 
 def test_questions_are_answered(cat_run, said, tmp_path):
@@ -301,20 +300,20 @@ def test_a_run_scores_what_its_checkpoint_scores(cat_run, said, tmp_path, pool):
     exam = jsonl(tmp_path / "exam.jsonl", *EXAM)
     (tmp_path / "text.txt").write_text(TEXT)
     source = huggingface.open_weights(cat_run, pool)
-    tasks, tokens = (str(exam), f"{tmp_path}/text.txt"), SimpleNamespace(len=32)
-    config = SimpleNamespace(model=source.model, num_hosts=1, eval_tasks=tasks, training=SimpleNamespace(tokens=tokens))
+    files, tokens = (str(exam), f"{tmp_path}/text.txt"), SimpleNamespace(len=32)
+    config = SimpleNamespace(model=source.model, num_hosts=1, eval_tasks=files, training=SimpleNamespace(tokens=tokens))
     with on_mesh(1, 1):
         weights, _ = weights_of(source, pool)
-        scorer = score.InRun(config, kept_tokenizer(cat_run), lambda trained: trained, 0)
+        scorer = tasks.InRun(config, kept_tokenizer(cat_run), lambda trained: trained, 0)
         (found, samples), again = scorer(weights), scorer(weights)
-    assert (found, samples) == again and samples == "" and scorer.scorer.served.generator.weights is None
+    assert (found, samples) == again and samples == "" and scorer.scorer.ready.generator.weights is None
     expected = values_of(said(cat_run, exam, tmp_path / "text.txt"))
     assert {name: round(value, 4) for name, value in found.items()} == {
         f"score/{task.rsplit('/')[-1]}/{metric}": value for (task, metric), value in expected.items()
     }
     assert sorted(scorer.metrics) == sorted(found)
     with pytest.raises(RunError, match=r"^eval_tasks: expected one host, and data that name their tokenizer$"):
-        score.InRun(config, None, None, 0)
+        tasks.InRun(config, None, None, 0)
 
 
 @pytest.mark.slow
@@ -323,15 +322,15 @@ def test_a_run_logs_its_scores(cat_run, said, tmp_path):
     those of the run's merged weights, the page an answer; and the first best score ends it."""
     text = tmp_path / "text.txt"
     text.write_text(TEXT)
-    tasks = [jsonl(tmp_path / "exam.jsonl", *EXAM), text]
+    files = [jsonl(tmp_path / "exam.jsonl", *EXAM), text]
     if importlib.util.find_spec("rouge_score"):
-        tasks.append(jsonl(tmp_path / "ask.jsonl", {"question": "the cat sat on the", "answer": "mat"}))
+        files.append(jsonl(tmp_path / "ask.jsonl", {"question": "the cat sat on the", "answer": "mat"}))
     overrides = f"""
         flat_tokens.filespec={cat_run.parent}/text.zarr paths.root_working_dir={tmp_path} paths.model_name=run
         mesh.d=2 initial_weights={cat_run} lora.rank=2 training.learning_rate=0.3
         model.compute_dtype=float32 training.tokens.batch=8 training.tokens.len=32 training.steps=12
         training.warmup_steps=0 training.steps_for_lr=12 eval_interval=2 validation_batches=1 training.seed=1
-        eval_tasks=[{",".join(map(str, tasks))}] patience=2 best_by=score/exam.jsonl/acc
+        eval_tasks=[{",".join(map(str, files))}] patience=2 best_by=score/exam.jsonl/acc
     """
     command = [sys.executable, "-m", "train_any", "--config-name=finetune_smollm2", *overrides.split()]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -346,7 +345,7 @@ def test_a_run_logs_its_scores(cat_run, said, tmp_path):
     bits = values_of(said(tmp_path / "run", text, "length=32", "compute_dtype=float32"))[str(text), "bits_per_byte"]
     logged = [line["score/text.txt/bits_per_byte"] for line in scored]
     assert logged[-1] == pytest.approx(bits, abs=2e-4) and abs(logged[0] - logged[-1]) > 0.01
-    if len(tasks) > 2:
+    if len(files) > 2:
         assert all(line["score/ask.jsonl/exact_match"] in (0, 1) for line in scored)
         assert (tmp_path / "run/samples.txt").read_text().startswith(f"after step {end}\n\nthe cat sat on the\n→ ")
 

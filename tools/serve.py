@@ -1,7 +1,7 @@
 """An OpenAI-compatible server for a run, a checkpoint or a published folder.
 
-    python -m serve SmolLM2-135M-Instruct                     # http://127.0.0.1:8000, with a page for a conversation
-    python -m serve runs/my_chats port=9000 rows=16 mesh.t=2
+    python -m tools.serve SmolLM2-135M-Instruct          # http://127.0.0.1:8000, with a page for a conversation
+    python -m tools.serve runs/my_chats port=9000 rows=16 mesh.t=2
     curl localhost:8000/v1/completions -d '{"prompt": "HAMLET.", "max_tokens": 50, "stream": true}'
 
 Requests share one cache: a free row takes the next one while others are drawn (continuous batching), so an answer is
@@ -25,6 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal
 
 import jax
@@ -32,14 +33,14 @@ import pydantic
 import pydantic_core
 from annotated_types import Interval, MaxLen, MinLen
 
-from generate import Mesh, Served, Text, require_writer, serve, start_mesh
-from models.decoding import Drawing, Drawn, Slots
+from models.decoding import Drawing, Drawn, Slots, devices_of_rows
 from runtime.config import command_line
 from runtime.config.keys import Count, NotEmpty, NotNegative, Seed
 from runtime.data.tokenizers import ChatError
 from runtime.terminal import RunError, needs_package, print_error, print_line, run_errors
+from tools.ready import Mesh, ReadyModel, Text, ready_model, require_writer, start_mesh
 
-PAGE = Path(__file__).parent / "runtime/chat.html"
+PAGE = Path(__file__).parent / "chat.html"
 HEADERS = 100  # of a request, at most
 OTHERS = 128  # connections besides those whose requests are answered or wait
 Port = Annotated[int, Interval(ge=1, lt=2**16), "a whole number from 1 to 65535"]
@@ -86,9 +87,11 @@ class Request(Drawing):
 
     prompt: str | list[int] | list[str] | list[list[int]] | None = None
     messages: list[dict] | None = None
-    tokens: Annotated[Count | None, _MAX_TOKENS] = None  # null: 256, or what the prompt leaves of the server's length
+    # null: 256, or what the prompt leaves of the server's length
+    tokens: Annotated[Count | None, _MAX_TOKENS] = None  # type: ignore[assignment]
     temperature: NotNegative = 1.0
-    seed: Seed | None = None  # null: another for each request; the second of n answers has the next one
+    # null: another for each request; the second of n answers has the next one
+    seed: Seed | None = None  # type: ignore[assignment]
     n: Count = 1  # answers for each prompt
     stop: Stop | Annotated[list[Stop], MaxLen(16)] = field(default_factory=list)
     logprobs: pydantic.StrictBool | Literal[0] = False  # of the tokens that are drawn; 0 asks for them too
@@ -114,7 +117,7 @@ class Answer:
 
     @property
     def reason(self) -> str:
-        ended = self.text.has_ended or (self.text.ids and self.text.ids[-1] in self.text.served.generator.ends)
+        ended = self.text.has_ended or (self.text.ids and self.text.ids[-1] in self.text.ready.generator.ends)
         return "stop" if ended else "length"
 
 
@@ -127,7 +130,8 @@ class Engine(threading.Thread):
 
     def __init__(self, new_slots: Callable[[], Slots], mesh: jax.sharding.Mesh, config: Serve):
         super().__init__(name="engine", daemon=True)
-        self.slots, self.new_slots, self.mesh, self.config = new_slots(), new_slots, mesh, config
+        self.new_slots, self.mesh, self.config = new_slots, mesh, config
+        self.slots: Any = new_slots()
         self.waiting: deque[Answer] = deque()
         self.changed, self.stopping, self.has_ended = threading.Condition(), False, False
         self.answers: list[Answer | None] = [None] * config.rows
@@ -202,7 +206,8 @@ class Engine(threading.Thread):
     def _fail(self, rows: Sequence[int], error: Exception) -> None:
         print_error("".join(traceback.format_exception(error, chain=False)), "an answer failed")
         for row in rows:
-            self.answers[row].put(self.answers[row], f"it could not be drawn ({type(error).__name__})")
+            if answer := self.answers[row]:
+                answer.put(answer, f"it could not be drawn ({type(error).__name__})")
             self.answers[row] = None
             self.counts["failed"] += 1
 
@@ -226,19 +231,19 @@ class Engine(threading.Thread):
 class Api:
     """What the server answers, as an ASGI application."""
 
-    def __init__(self, served: Served, engine: Engine, config: Serve):
+    def __init__(self, ready: ReadyModel, engine: Engine, config: Serve):
         from starlette import applications, requests, responses
         from starlette.exceptions import HTTPException
         from starlette.middleware import Middleware
         from starlette.middleware.cors import CORSMiddleware
         from starlette.routing import Route
 
-        self.served, self.engine, self.config = served, engine, config
+        self.ready, self.engine, self.config = ready, engine, config
         self.requests, self.responses = requests, responses
         self.name, self.seeds = Path(config.model).resolve().name, iter(range(2**32))
         self.most_bytes = 2**16 + 64 * config.length  # of a request: more is no prompt of that length
 
-        cors = {"allow_origins": config.origins, "allow_methods": ["*"], "allow_headers": ["*"]}
+        cors: Any = {"allow_origins": config.origins, "allow_methods": ["*"], "allow_headers": ["*"]}
         self.routed = applications.Starlette(
             routes=[
                 Route("/v1/completions", partial(self.complete, is_chat=False), methods=["POST"]),
@@ -268,15 +273,16 @@ class Api:
         if origin not in (None, *config.origins) and origin.partition("://")[2] != host:
             return self.error(403, f"pages of {origin[:100]} may not ask: they are none of origins")
         given = headers.get("authorization", "").removeprefix("Bearer ").encode("latin-1")
+        key = config.api_key or ""  # an empty one is refused when the server starts
         is_open = config.api_key is None or not scope["path"].startswith("/v1") or scope["method"] == "OPTIONS"
-        if not is_open and not hmac.compare_digest(given, config.api_key.encode()):
+        if not is_open and not hmac.compare_digest(given, key.encode()):
             return self.error(401, "expected the server's api_key as a bearer token")
         return None
 
     # ---- requests
 
     async def complete(self, request: Any, is_chat: bool) -> Any:
-        loop, drawn = asyncio.get_running_loop(), asyncio.Queue()
+        loop, drawn = asyncio.get_running_loop(), asyncio.Queue[tuple]()
 
         def put(*piece: Any) -> None:
             with suppress(RuntimeError):  # the server has stopped meanwhile
@@ -294,8 +300,8 @@ class Api:
             return self.error(400, "the client left")  # which nobody reads
         if not self.engine.submit(answers):
             is_over = self.engine.stopping or self.engine.has_ended
-            said = (503, "the server stops") if is_over else (429, "too many wait")
-            return self.error(*said, **{"Retry-After": "1"})
+            status, said = (503, "the server stops") if is_over else (429, "too many wait")
+            return self.error(status, said, {"Retry-After": "1"})
         kind = "chat.completion" if is_chat else "text_completion"
         head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": self.name}
         reply = Reply(given, answers, drawn, head)
@@ -326,20 +332,20 @@ class Api:
         """n for each prompt. Raises ValueError, ChatError or RunError with what is wrong."""
         if (given.messages is None) == is_chat or (given.prompt is None) != is_chat:
             raise ValueError(f"expected {'messages' if is_chat else 'prompt'}")
-        prompts = given.prompt if isinstance(given.prompt, list) else [given.prompt]
+        prompts: Any = given.prompt if isinstance(given.prompt, list) else [given.prompt]
         prompts = [given.prompt] if not prompts or isinstance(prompts[0], int) else prompts
         if len(prompts) * given.n > self.config.waiting:
             raise ValueError(f"{len(prompts) * given.n} answers: at most {self.config.waiting} at once")
         stop, answers = [given.stop] if isinstance(given.stop, str) else given.stop, []
-        for prompt in [[*map(with_text, given.messages)]] if is_chat else prompts:
-            ids = self.served.ids_of(prompt)
+        for prompt in [[*map(with_text, given.messages or ())]] if is_chat else prompts:
+            ids = self.ready.ids_of(prompt)
             tokens = given.tokens or max(min(256, self.config.length - len(ids)), 1)
             if len(ids) + tokens > self.config.length:
                 most = f"at most {self.config.length} together"
                 raise ValueError(f"{len(ids)} tokens and max_tokens={tokens}: {most}")
             for number in range(given.n):
                 seed = next(self.seeds) if given.seed is None else (given.seed + number) % 2**32
-                text = Text(self.served, self.served.chat_stops(stop) if is_chat else stop)
+                text = Text(self.ready, self.ready.chat_stops(stop) if is_chat else stop)
                 answers.append(Answer(ids, replace(given, tokens=tokens, seed=seed), text, put))
         return answers
 
@@ -396,7 +402,7 @@ class Api:
 
     def logprobs(self, reply: "Reply", answer: Answer, since: int) -> dict | None:
         """Of an answer's tokens from this one on, where they are asked for."""
-        tokens = [self.served.tokenizer.decode([each]) for each in answer.text.ids[since:]]
+        tokens = [self.ready.require_tokenizer().decode([each]) for each in answer.text.ids[since:]]
         if reply.given.logprobs is False or not tokens:
             return None
         values = [max(-9999.0, each) for each in answer.text.log_probs[since:]]  # JSON has no infinity
@@ -404,7 +410,7 @@ class Api:
             return {"content": [{"token": t, "logprob": v, "top_logprobs": []} for t, v in zip(tokens, values)]}
         return {"tokens": tokens, "token_logprobs": values}
 
-    def error(self, status: int, message: str, **headers: str) -> Any:
+    def error(self, status: int, message: str, headers: Mapping[str, str] = MappingProxyType({})) -> Any:
         """Ends the connection, so that a body which was not read need not be."""
         return self.responses.JSONResponse(said_of(status, message), status, {"Connection": "close", **headers})
 
@@ -492,13 +498,13 @@ def said_of(status: int, message: str) -> dict[str, Any]:
 
 # == All of it =========================================================================================================
 def server_of(api: Api) -> Any:
-    """The uvicorn.Server, within bounds of its own settings and of runtime/http.py."""
+    """The uvicorn.Server, within bounds of its own settings and of tools/connection.py."""
     import uvicorn
 
-    from runtime.http import Connection
+    from tools.connection import Connection
 
     most = api.config.rows + api.config.waiting + OTHERS
-    http = partial(Connection, most=most, grace_s=api.config.grace_s)
+    http: Any = partial(Connection, most=most, grace_s=api.config.grace_s)
     return uvicorn.Server(uvicorn.Config(api, http=http, ws="none", log_level="error", backlog=OTHERS))
 
 
@@ -506,8 +512,6 @@ def main(config: Serve) -> None:
     """Answers until it is interrupted; then finishes what it has begun."""
     with needs_package("serving", "uvicorn", "pip install starlette uvicorn"):
         importlib.import_module("uvicorn")
-    if config.rows % config.mesh.d:
-        raise RunError(f"rows = {config.rows}: expected a multiple of mesh.d = {config.mesh.d}")
     config = replace(config, api_key=config.api_key or os.environ.get("CLEARSHARD_API_KEY"))
     if config.api_key == "":
         raise RunError("the environment's CLEARSHARD_API_KEY is empty: set it to a key, or unset it")
@@ -516,20 +520,23 @@ def main(config: Serve) -> None:
         listens = socket.create_server((config.host, config.port), family=family)  # who comes now waits for the model
     mesh = start_mesh(config)
     with listens, jax.set_mesh(mesh):
-        served = serve(config.model, mesh, config.compute_dtype, config.weights, config.allow_program_change)
-        require_writer(served.source)
-        if served.tokenizer is None:
+        if config.rows % devices_of_rows():
+            text = f"a multiple of {devices_of_rows()}, the devices that share them"
+            raise RunError(f"rows = {config.rows}: expected {text}")
+        ready = ready_model(config.model, mesh, config.compute_dtype, config.weights, config.allow_program_change)
+        require_writer(ready.source)
+        if ready.tokenizer is None:
             raise RunError(f"{config.model} has no tokenizer, which a server needs: answers are text")
-        if hasattr(served.source.model, "positions") and config.length > served.length:
-            raise RunError(f"length = {config.length}: the model knows {served.length} positions, set it to that")
-        if served.is_chatml:
+        if hasattr(ready.source.model, "positions") and config.length > ready.length:
+            raise RunError(f"length = {config.length}: the model knows {ready.length} positions, set it to that")
+        if ready.is_chatml:
             print_line(f"{config.model}: chats are written as ChatML.")
-        engine = Engine(partial(Slots, served.generator, config.rows, config.length, config.length), mesh, config)
+        engine = Engine(partial(Slots, ready.generator, config.rows, config.length, config.length), mesh, config)
         engine.start()
         where = f"http://{config.host}:{config.port}"
         print_line(f"{config.model} at {where}, {config.rows} answers at a time; Ctrl-C ends it.")
         try:
-            server_of(Api(served, engine, config)).run([listens])
+            server_of(Api(ready, engine, config)).run([listens])
         finally:
             engine.stop()
             engine.join()

@@ -1,4 +1,4 @@
-"""python -m serve: an OpenAI client against it, many of them, and what it refuses."""
+"""python -m tools.serve: an OpenAI client against it, many of them, and what it refuses."""
 
 import asyncio
 import concurrent.futures
@@ -23,14 +23,13 @@ import openai
 import pytest
 from browser import ENTER, browser
 
-import generate
-import serve
+from tools import ready, serve
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Server:
-    """`python -m serve` in a process of its own."""
+    """`python -m tools.serve` in a process of its own."""
 
     def __init__(self, *arguments):
         with socket.socket() as free:
@@ -38,7 +37,7 @@ class Server:
             port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
-        command = [sys.executable, "-m", "serve", *map(str, arguments), f"port={port}"]
+        command = [sys.executable, "-m", "tools.serve", *map(str, arguments), f"port={port}"]
         self.process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "XLA_FLAGS": ""})
         end = time.monotonic() + 300
         while time.monotonic() < end and self.process.poll() is None:
@@ -297,10 +296,10 @@ def test_a_client_that_leaves_before_it_has_asked():
 def test_too_many_are_told_to_come_again():
     """Of an engine that takes nothing two requests wait and the third is refused; one that stops says so. Without the
     api_key, where one is asked for, none is taken."""
-    served = generate.Served(None, SimpleNamespace(model=SimpleNamespace(vocab=9)), None, (), (), 8)
+    model = ready.ReadyModel(None, SimpleNamespace(model=SimpleNamespace(vocab=9)), None, (), (), 8)
     config = serve.Serve(model="none", waiting=2, api_key="secret")
     engine = serve.Engine(lambda: None, None, config)
-    transport = httpx.ASGITransport(serve.Api(served, engine, config))
+    transport = httpx.ASGITransport(serve.Api(model, engine, config))
 
     async def ask():
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:

@@ -1,4 +1,4 @@
-"""python -m generate: what it writes of runs and of published folders, and what it refuses."""
+"""python -m tools.generate: what it writes of runs and of published folders, and what it refuses."""
 
 import functools
 import io
@@ -16,8 +16,6 @@ from pages import ROOT
 from published import FOLDER
 from several_hosts import where
 
-import generate
-import score
 import train
 import train_any
 from models import layers
@@ -25,29 +23,29 @@ from models.decoding import Drawn
 from models.mesh import Mesh
 from runtime import program
 from shardlib.mesh import make_mesh
-from tools import convert, embed
+from tools import convert, embed, generate, ready, score
 
 pytestmark = pytest.mark.usefixtures("proved_elsewhere")  # tests/models/test_decoding.py does
 SENTENCE = "the cat sat on the mat. "
-SERVE = generate.serve
+READY_MODEL = ready.ready_model
 
 
 @functools.cache
 def opened(*given):
-    return SERVE(*given), train.act.dtype
+    return READY_MODEL(*given), train.act.dtype
 
 
 def served_before(*given):
-    """As generate.serve; the same model each time, since compiling its programs is most of what a start takes."""
-    served, train.act.dtype = opened(*given)
+    """As `ready_model`; the same model each time, since compiling its programs is most of what a start takes."""
+    model, train.act.dtype = opened(*given)
     layers.stored.dtype = train.act.dtype
-    return served
+    return model
 
 
 @pytest.fixture
 def said(called, monkeypatch):
-    """What `python -m generate <arguments>` prints, or says of an error; `note` is what else it says."""
-    monkeypatch.setattr(generate, "serve", served_before)
+    """What `python -m tools.generate <arguments>` prints, or says of an error; `note` is what else it says."""
+    monkeypatch.setattr(generate, "ready_model", served_before)
 
     def call(*arguments, status=0):
         found, out, call.note = called(generate.main, generate.Generate, *arguments)
@@ -148,20 +146,20 @@ def test_a_chat_from_the_command_line(cat_run, said, monkeypatch, tmp_path):
     assert f"{tmp_path}/wrong.jsonl, line 1: expected messages, a list of" in refused
     monkeypatch.setattr(sys, "stdin", io.StringIO("the cat\non\n"))
     assert said(cat_run, "temperature=0", "tokens=6", "chat=true") == f"> {first['text']}\n> {second['text']}\n> \n"
-    kept = generate.kept_tokenizer
+    kept = ready.kept_tokenizer
     template = "{% for each in messages %}{{ each.content }}!{% endfor %}"
-    monkeypatch.setattr(generate, "kept_tokenizer", lambda folder: replace(kept(folder), chat_template=template))
+    monkeypatch.setattr(ready, "kept_tokenizer", lambda folder: replace(kept(folder), chat_template=template))
     mesh = make_mesh(vars(Mesh()))
     with jax.set_mesh(mesh):
-        served = SERVE(str(cat_run), mesh)
-    assert served.ids_of(messages[:1]) == bytes_of("the cat!") and not served.is_chatml
+        model = READY_MODEL(str(cat_run), mesh)
+    assert model.ids_of(messages[:1]) == bytes_of("the cat!") and not model.is_chatml
 
 
 def test_an_answer_in_chatml_ends_with_its_turn(cat_run):
     """A tokenizer that has no token for <|im_end|> writes it in several: the text ends before it."""
-    tokenizer = replace(generate.kept_tokenizer(cat_run), chat_template=generate.CHATML)
-    served = generate.Served(SimpleNamespace(ends=[]), None, tokenizer, (0,), (), 32)
-    text = generate.Text(served, served.chat_stops(["x"]))
+    tokenizer = replace(ready.kept_tokenizer(cat_run), chat_template=ready.CHATML)
+    model = ready.ReadyModel(SimpleNamespace(ends=[]), None, tokenizer, (0,), (), 32)
+    text = ready.Text(model, model.chat_stops(["x"]))
     shown = [text.add(Drawn([byte + 1], [0.0])) for byte in b"on the mat<|im_end|>\n"]
     assert "".join(shown) == "on the mat" and text.has_ended
 
@@ -187,8 +185,8 @@ def test_what_is_refused(said, arguments, message):
 def test_a_run_of_another_program_is_refused(cat_run, called, monkeypatch, tmp_path):
     """By all that take weights: its forward pass was another than models/ has; a key says that it is the same model.
     The copy in the checkpoint is never run."""
-    monkeypatch.setattr(generate, "serve", SERVE)
-    monkeypatch.setattr(score, "serve", SERVE)
+    monkeypatch.setattr(generate, "ready_model", READY_MODEL)
+    monkeypatch.setattr(score, "ready_model", READY_MODEL)
     ran, kept, text = tmp_path / "ran", program._kept, tmp_path / "text.txt"
     text.write_text("the cat")
 
@@ -230,9 +228,9 @@ def test_there_is_always_a_first_token(cat_run, prompt, ids):
     """Of a tokenizer that puts nothing before a text: an empty prompt, or a chat of which its template writes nothing,
     begins with bos."""
     template = "{% if messages[0].content %}x{% endif %}"
-    tokenizer = replace(generate.kept_tokenizer(cat_run), chat_template=template)
+    tokenizer = replace(ready.kept_tokenizer(cat_run), chat_template=template)
     source = SimpleNamespace(model=SimpleNamespace(vocab=257))
-    assert generate.Served(None, source, tokenizer, (), (), 32).ids_of(prompt) == (ids or [0])
+    assert ready.ReadyModel(None, source, tokenizer, (), (), 32).ids_of(prompt) == (ids or [0])
 
 
 @pytest.mark.parametrize("prompt", ["a\ud800", [{"role": "user", "content": "\udfff"}]])
@@ -255,7 +253,7 @@ PUBLISHED = {"max_position_embeddings": "the length of a row (max_position_embed
 ])  # fmt: skip
 def test_a_published_value_of_another_kind(said, tmp_path, monkeypatch, file, key, value):
     """One line that names the key; a value that is none is the same as none."""
-    monkeypatch.setattr(generate, "serve", SERVE)
+    monkeypatch.setattr(generate, "ready_model", READY_MODEL)
     folder = tmp_path / "llama"
     shutil.copytree(FOLDER / "llama", folder)
     content = json.loads((folder / file).read_text()) if (folder / file).exists() else {}
@@ -266,7 +264,7 @@ def test_a_published_value_of_another_kind(said, tmp_path, monkeypatch, file, ke
 
 def test_published_values_that_are_none(said, tmp_path, monkeypatch):
     """null is nothing, and an end beyond the vocabulary is never drawn."""
-    monkeypatch.setattr(generate, "serve", SERVE)
+    monkeypatch.setattr(generate, "ready_model", READY_MODEL)
     shutil.copytree(FOLDER / "llama", tmp_path / "llama")
     file = tmp_path / "llama/config.json"
     given = [tmp_path / "llama", "prompt_ids=[3]", "tokens=4", "temperature=0", "output=ids"]
@@ -294,7 +292,7 @@ def test_odd_values_in_prompts_and_records(cat_run, called, monkeypatch, tmp_pat
     shutil.copytree(cat_run, run)
     record, file = run / "tokenizer_record.json", tmp_path / "odd.jsonl"
     content = json.loads(record.read_text())
-    monkeypatch.setattr(generate, "serve", SERVE)
+    monkeypatch.setattr(generate, "ready_model", READY_MODEL)
     for _ in range(100):
         main, kind, what = generate.main, generate.Generate, rng.choice(["record", "prompts", "score"])
         changed = content | {rng.choice([*content, "more"]): rng.choice(ODD)} if what == "record" else content

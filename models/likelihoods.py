@@ -1,0 +1,143 @@
+"""Log likelihoods of continuations after contexts, with any family: rows of tokens, and what a model makes of them.
+
+Continuations of one context share a row, in which the context is read once. Legend as in train.py.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jax import lax
+
+from models import layers
+from models.context import ALONE, attention_where, deal_heads
+from models.decoding import SLOTS
+from models.layers import act
+from models.reading import of_targets
+from shardlib.shard_map import typed_shard_map
+from shardlib.shardtypes import Array, f32, i32, narrowed, pytree_dataclass, u32
+from shardlib.typed import typed
+
+
+@pytree_dataclass
+class Packed:
+    """Rows of contexts, each with its continuations behind it, as `pack` lays them."""
+
+    tokens: u32['B/b L']
+    targets: u32['B/b L']  # what comes next, where a continuation is read
+    context: i32['B/b L']  # the context's number; 0: nothing is there
+    continuation: i32['B/b L']  # the continuation's number among those of its context; 0: the context itself
+    position: i32['B/b L']  # in a context with this continuation alone
+
+
+@typed
+def log_probs(family, model, ends, stack, rows: Packed) -> tuple[f32['B/b L'], i32['B/b L']]:
+    """`of_targets` of a family without an encoder.
+
+    A continuation sees its context and itself. 4 · Q · K · L² / t bytes a row are in memory. Sent over t: the sums of
+    the layers, as in decoding, and 20 bytes a token.
+
+    Args:
+      family: a module of models/.
+      ends, stack: its `Ends` and its stacked `Gathered`.
+    """
+    mask = family.mask(model)
+    distance = rows.position[:, :, None] - rows.position[:, None]
+    same = rows.continuation[:, :, None] == rows.continuation[:, None]
+    sees = (rows.context[:, :, None] == rows.context[:, None]) & (same | (rows.continuation == 0)[:, None])
+    sees = sees & (distance >= 0)
+
+    position = ALONE.part(rows.position)
+
+    def layer(x: act['B/b L/c M'], of_layer):
+        w, window = of_layer
+
+        def attend(q, k, v):
+            near = distance < (layers.ALL if attend.window is None else attend.window)
+            return deal_heads(functools.partial(attention_where, allowed=sees & near, cap=mask.cap), q, k, v), None
+
+        attend.window = mask.of_layer(window)
+        x, _, _ = family.layer(model, x, w, attend, position, 'M')
+        return x, None
+
+    x = family.embed(model, ends, ALONE.part(rows.tokens), position, 'M')
+    x, _ = lax.scan(layer, x, (stack, mask.by_layer()))
+    return of_targets(ends.unembed, mask.logits_cap, family.final(model, ends, x, 'M'), rows.targets)
+
+
+def mapped(family: Any, model: Any, stack: Any) -> typed_shard_map:
+    """`log_probs` of one model over the mesh; stack: shapes."""
+    Ends, Layers = family.Ends, narrowed(Array['layers', family.Gathered], stack)
+
+    @typed
+    def score(ends: Ends, stack: Layers, rows: Packed) -> tuple[f32['B/b L'], i32['B/b L']]:
+        return log_probs(family, model, ends, stack, rows)
+
+    return typed_shard_map(score)
+
+
+Pair = tuple[Sequence[int], Sequence[int]]  # a context's ids and a continuation's, one of each or more
+
+
+Places = list[list[tuple[int, slice]]]  # of each pair, the rows and where in them its continuation's targets are
+
+
+def room_of(longest: int, length: int) -> int:
+    """A row's tokens: few programs are compiled."""
+    return min(max(SLOTS, 1 << (longest - 1).bit_length()), length)
+
+
+def pack(pairs: Sequence[Pair], length: int) -> tuple[np.ndarray, Places]:
+    """Rows, int64 [row, field of `Packed`, L], and of each pair the row and the places that its continuation has.
+
+    Of a context all tokens but the last are read once. Each continuation begins with that last one, and is read up to
+    its own last token but one, so that every place has one target. A context that does not fit into a row with all its
+    continuations is read again in the next.
+    """
+    of_context: dict[tuple[int, ...], list[int]] = {}
+    for index, (context, _) in enumerate(pairs):
+        of_context.setdefault(tuple(context), []).append(index)
+    longest = max(len(context) + len(continuation) - 1 for context, continuation in pairs)
+    room = room_of(longest, length)
+    rows: list[np.ndarray] = []
+    places: Places = [[]] * len(pairs)
+    used = room
+    for number, ((*before, last), indices) in enumerate(of_context.items(), 1):
+        need, is_read = min(len(before) + sum(len(pairs[each][1]) for each in indices), room), False
+        for nth, index in enumerate(indices, 1):
+            after = pairs[index][1]
+            if used + (len(after) if is_read else need) > room:
+                rows.append(np.zeros((5, room), np.int64))
+                used, is_read = 0, False
+            parts = [] if is_read else [(before, [0] * len(before), 0, 0)]
+            for tokens, targets, of, start in [*parts, ([last, *after[:-1]], after, nth, len(before))]:
+                place, count = slice(used, used + len(tokens)), len(tokens)
+                rows[-1][:, place] = tokens, targets, [number] * count, [of] * count, range(start, start + count)
+                places[index], used, is_read = [(len(rows) - 1, place)], used + count, True
+    return np.stack(rows), places
+
+
+def written(pairs: Sequence[Pair], length: int, start: int) -> tuple[np.ndarray, Places]:
+    """The same for T5, in the order of `ReadRows`: a pair a row, whose context the encoder reads."""
+    room = room_of(max(len(part) for pair in pairs for part in pair), length)
+    rows = np.zeros((len(pairs), 6, room), np.int64)
+    for (tokens, targets, segment, _, read, read_segment), (context, after) in zip(rows, pairs):
+        tokens[: len(after)], targets[: len(after)], segment[: len(after)] = [start, *after[:-1]], after, 1
+        read[: len(context)], read_segment[: len(context)] = context, 1
+    return rows, [[(number, slice(len(after)))] for number, (_, after) in enumerate(pairs)]
+
+
+def masked_one_by_one(pairs: Sequence[Pair], length: int, end: Sequence[int], mask: int) -> tuple[np.ndarray, Places]:
+    """The same for BERT: a row for each token of a continuation, which is masked there (Salazar et al. 2020, 2.1)."""
+    room = room_of(max(len(context) + len(after) for context, after in pairs) + len(end), length)
+    rows, places = [], []
+    for context, after in pairs:
+        whole, first = [*context, *after, *end], len(rows)
+        for place in range(len(context), len(context) + len(after)):
+            rows.append(np.zeros((4, room), np.int64))
+            tokens, targets, segment, _ = rows[-1]
+            tokens[: len(whole)], targets[: len(whole)], segment[: len(whole)] = whole, whole, 1
+            tokens[place] = mask
+        places.append([(first + n, slice(len(context) + n, len(context) + n + 1)) for n in range(len(after))])
+    return np.stack(rows), places

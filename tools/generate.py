@@ -1,0 +1,217 @@
+"""Text from a model: a run, a checkpoint or a published folder. The same tokens on every mesh, alone or in a batch.
+
+    python -m tools.generate runs/local_shakespeare prompt='HAMLET.' tokens=300
+    python -m tools.generate SmolLM2-135M-Instruct chat=true prompt='Why is the sky blue?'  # none: a conversation
+    python -m tools.generate SmolLM2-135M-Instruct input=questions.jsonl prompt_field=question to=answers.jsonl
+    python -m tools.generate runs/local_shakespeare prompt_ids=[1,2,3] temperature=0 output=ids mesh.t=2
+    python -m tools.generate bert-base-uncased prompt='The capital of France is [MASK].'     # which an encoder fills in
+
+models/decoding.py has the mathematics.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import jax
+
+from models.reading import Reader
+from runtime.config import command_line
+from runtime.config.keys import Count
+from runtime.data.tokenizers import ChatError
+from runtime.files import MOST_BYTES, read_bytes, read_text
+from runtime.terminal import RunError, print_error, printable, progress, run_errors
+from tools.ready import Mesh, ReadyModel, Text, Writing, ready_model, start_mesh, write
+
+# Keys that are of a model that fills in masked tokens, too.
+FILLING = (
+    "model", "prompt", "prompt_ids", "input", "prompt_field", "output", "to", "rows", "allow_program_change",
+    "compute_dtype", "mesh",
+)  # fmt: skip
+
+
+# == What is asked for =================================================================================================
+@dataclass(frozen=True, kw_only=True)
+class Generate(Writing):
+    WORDS: ClassVar = ("model",)
+
+    model: str  # a run, a checkpoint, or a published folder
+    prompt: str | None = None  # what the text begins with; with chat, the user's message
+    prompt_ids: tuple[int, ...] | None = None  # the same as ids, to which nothing is added
+    input: str | None = None  # a file of prompts: .txt, one a line, or .jsonl
+    prompt_field: str = "prompt"  # of each line of .jsonl; a list of messages is a chat
+    chat: bool = False  # through the model's chat template
+    samples: Count = 1  # texts for each prompt
+    output: Literal["text", "ids", "jsonl"] = "text"  # ids: of the new tokens alone
+    to: str | None = None  # a .jsonl file that is continued, with a line for each text; none: standard output
+    allow_program_change: bool = False  # decode a run although its train.py computes another model than models/
+    compute_dtype: Literal["bfloat16", "float32"] | None = None  # null: the model's; float32 on a CPU
+    # Of the layers: int8, in a byte an element, which rounds them; split, over d too, and gathered for each token.
+    weights: Literal["int8", "split"] | None = None
+    mesh: Mesh = field(default_factory=Mesh)
+
+
+# == Prompts =================================================================================================
+def check_filling(config: Generate) -> None:
+    """Raises RunError for keys that are of models that write."""
+    for key in (each.name for each in fields(Generate)):
+        if key not in FILLING and getattr(config, key) != getattr(Generate, key):
+            raise RunError(f"{key}: {config.model} fills in masked tokens and writes nothing: leave it out")
+    if all(getattr(config, key) is None for key in ("prompt", "prompt_ids", "input")):
+        raise RunError(f"{config.model} fills in masked tokens: expected prompt, prompt_ids or input")
+
+
+def prompts_of(config: Generate) -> list[Any]:
+    """What stands on the command line, or in the file: texts, ids, or chats."""
+    if config.prompt_ids is not None:
+        return [config.prompt_ids]
+    if config.input is None:
+        return [[{"role": "user", "content": config.prompt}] if config.chat else config.prompt or ""]
+    with run_errors(f"input={config.input} cannot be read", ValueError):
+        lines = read_text(os.path.expanduser(config.input)).removesuffix("\n").split("\n")
+    prompts: list[Any] = []
+    for number, line in enumerate(lines, 1):
+        prompt: Any = line
+        if config.input.endswith(".jsonl"):
+            try:
+                prompt = json.loads(line)[config.prompt_field]
+            except (ValueError, TypeError, KeyError, RecursionError) as error:
+                raise RunError(
+                    f"{config.input}, line {number}: expected an object with the field {config.prompt_field}: {error}"
+                ) from None
+        if not isinstance(prompt, (str, list)):
+            raise RunError(f"{config.input}, line {number}: {config.prompt_field} is no text and no list of messages")
+        prompts.append([{"role": "user", "content": prompt}] if config.chat and isinstance(prompt, str) else prompt)
+    return prompts
+
+
+def as_chat(ready: ReadyModel, config: Generate) -> Generate:
+    """The same, with what ends an answer in a chat. A line says where it is ChatML, which the model may not know."""
+    if ready.is_chatml:
+        print_error(f"{config.model}: the chat is written as ChatML", "note")
+    return replace(config, stop=ready.chat_stops(config.stop))
+
+
+def converse(ready: ReadyModel, config: Generate) -> None:
+    """A conversation: a line of standard input is a message, its end the end."""
+    config, messages = as_chat(ready, config), list[dict]()
+    while True:
+        print("> ", end="", flush=True)
+        if not (line := sys.stdin.readline()):
+            return print()
+        messages.append({"role": "user", "content": line.rstrip("\n")})
+        (text,) = write(
+            ready, config, [ready.ids_of(messages)], [0], lambda _, new: print(printable(new), end="", flush=True)
+        )
+        print()
+        messages.append({"role": "assistant", "content": text.shown})
+
+
+def finished(file: Path) -> dict[tuple[int, int], list[int]]:
+    """The prompts of the texts that stand in a file of an earlier start; a line that was cut short is taken away."""
+    beginning = b'{"prompt_number": '
+    with run_errors(f"to={file} cannot be written"):
+        *lines, cut = read_bytes(file, MOST_BYTES).split(b"\n") if os.path.lexists(file) else [b""]
+        file.open("ab").close()
+        try:
+            done = {(each["prompt_number"], each["sample"]): each["prompt_ids"] for each in map(json.loads, lines)}
+            is_ours = cut[: len(beginning)] == beginning[: len(cut)]
+        except (ValueError, TypeError, KeyError, RecursionError):
+            is_ours = False
+        if not is_ours:
+            raise RunError(f"to={file} has lines that this program did not write: give another file")
+        os.truncate(file, file.stat().st_size - len(cut))
+    return done
+
+
+def record_of(config: Generate, number: int, sample: int, ids: Sequence[int], text: Text) -> dict[str, Any]:
+    return {
+        "prompt_number": number,
+        "sample": sample,
+        "prompt_ids": list(ids),
+        "text": text.shown,
+        "ids": text.ids,
+        "log_probs": text.log_probs,
+        "ended": text.has_ended or (text.ids[-1:] != [] and text.ids[-1] in text.ready.generator.ends),
+    }
+
+
+def main(config: Generate) -> None:
+    """Writes texts with a model, to standard output or to a file."""
+    keys = [key for key in ("prompt", "prompt_ids", "input") if getattr(config, key) is not None]
+    if len(keys) > 1:
+        raise RunError(f"{' and '.join(keys)}: expected one of them")
+    if config.samples > 1 and config.beams > 1:
+        raise RunError("samples and beams: beam search finds one text, expected one of them")
+    if config.chat and not keys:
+        for key in ("to", "output", "samples"):
+            if getattr(config, key) != getattr(Generate, key):
+                raise RunError(f"{key}: a conversation is written to the terminal. Give prompt or input")
+    file = None if config.to is None else Path(config.to).expanduser()
+    done = {} if file is None else finished(file)
+    mesh = start_mesh(config)
+    with jax.set_mesh(mesh):
+        ready = ready_model(config.model, mesh, config.compute_dtype, config.weights, config.allow_program_change)
+        is_filled = isinstance(ready.generator, Reader)
+        if is_filled:
+            check_filling(config)
+        if config.chat and not keys:
+            return converse(ready, config)
+        given = prompts_of(config)
+        config = as_chat(ready, config) if any(isinstance(each, list) for each in given) else config
+        prompts = []
+        for number, each in enumerate(given, 1):
+            try:
+                prompts.append(ready.ids_of(each))
+            except (ChatError, RunError) as error:
+                raise RunError(f"{config.input}, line {number}: {error}" if config.input else str(error)) from error
+        if (longest := max(map(len, prompts)) + (0 if is_filled else config.tokens)) > ready.length:
+            text = f"up to {longest} tokens, of a model that was trained on {ready.length}"
+            if hasattr(ready.source.model, "positions"):
+                raise RunError(f"{text}, and knows no more positions: lower tokens")
+            print_error(f"{text}: expect nonsense", "note")
+        if any(prompts[number : number + 1] != [ids] for (number, _), ids in done.items()):
+            raise RunError(f"to={file} has texts of other prompts: give another file")
+        write_all(ready, config, prompts, file, done)
+
+
+def write_all(
+    ready: ReadyModel, config: Generate, prompts: list[list[int]], file: Path | None, done: Collection[tuple[int, int]]
+) -> None:
+    """The texts that are not done, a batch of rows after the other, in the order of the prompts."""
+    numbered = [(number, sample) for number in range(len(prompts)) for sample in range(config.samples)]
+    left = [each for each in numbered if each not in done]
+    # A single text is shown as it grows.
+    grows = len(numbered) == 1 and config.output == "text" and file is None
+
+    def show(_: int, new: str) -> None:
+        if grows:
+            print(printable(new), end="", flush=True)
+
+    if grows and isinstance(config.prompt, str) and not config.chat and not isinstance(ready.generator, Reader):
+        show(0, config.prompt)
+
+    with progress(total=len(numbered), initial=len(done), unit=" texts", disable=file is None) as bar:
+        for start in range(0, len(left), config.rows):
+            some = left[start : start + config.rows]
+            given = [prompts[number] for number, _ in some]
+            for each, text in zip(some, write(ready, config, given, [sample for _, sample in some], show)):
+                record = record_of(config, *each, prompts[each[0]], text)
+                if file is not None:
+                    with run_errors(f"to={file} cannot be written"), file.open("a", encoding="utf-8") as out:
+                        out.write(json.dumps(record) + "\n")
+                elif config.output == "jsonl":
+                    print(json.dumps(record), flush=True)
+                elif config.output == "ids":
+                    print(*text.ids, flush=True)
+                else:
+                    print("" if grows else printable(text.shown), flush=True)
+            bar.update(len(some))
+
+
+if __name__ == "__main__":
+    command_line.run(main, Generate)

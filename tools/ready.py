@@ -1,0 +1,310 @@
+"""A model that is ready for prompts: from a run, a checkpoint or a published folder onto a mesh, with its tokenizer.
+
+    mesh = start_mesh(config)
+    with jax.set_mesh(mesh):
+        ready = ready_model("runs/first", mesh)
+        (text,) = write(ready, Writing(tokens=20), [ready.ids_of("HAMLET.")], [0], lambda number, new: None)
+
+What tools that use a model share: generate, serve, score, embed, plan.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+
+from models.decoding import Drawing, Drawn, Generator
+from models.huggingface import Source, open_weights, read_json, require_same_program, restored
+from models.layers import act, stored
+from models.mesh import Mesh as FamilyMesh
+from models.reading import Reader
+from runtime.check import check_sizes
+from runtime.cluster.processes import start
+from runtime.config.keys import Count, NotEmpty
+from runtime.config.rebuild import Origins, shown
+from runtime.data.sources import kept_tokenizer
+from runtime.data.tokenizers import CHATML, END_OF_TURN, Tokenizer, load_dataset_tokenizer, load_tokenizer
+from runtime.run import with_shardings
+from runtime.terminal import RunError
+from shardlib.shardtypes import narrowed
+
+
+# == What is asked for =================================================================================================
+@dataclass(frozen=True, kw_only=True)
+class Mesh:
+    d: Count = 1  # devices among which the rows are divided
+    t: Count = 1  # devices among which heads, d_ff and the vocabulary are
+
+
+@dataclass(frozen=True, kw_only=True)
+class Writing(Drawing):
+    """How texts are written."""
+
+    beams: Count = 1  # above 1: beam search in place of drawing
+    length_penalty: float = 1.0  # of beam search: a text's log probability is divided by its length to this power
+    stop: tuple[NotEmpty, ...] = ()  # a text ends before any of these
+    rows: Count = 8  # texts that are written at the same time
+
+
+# == From a folder to a generator ======================================================================================
+@dataclass(frozen=True)
+class ReadyModel:
+    """A model that is ready, with its tokenizer."""
+
+    generator: Any  # a Generator; a Reader of an encoder, which writes nothing
+    source: Source
+    tokenizer: Tokenizer | None
+    start: tuple[int, ...]  # ids that stand before each prompt
+    end: tuple[int, ...]  # ids that stand behind it, where an encoder reads it
+    length: int  # tokens of a row that it was trained on
+
+    def ids_of(self, prompt: Any) -> list[int]:
+        """The ids of a text, or of a chat up to the answer's first token; ids stay as they are. There is always one.
+
+        Args:
+          prompt: a text, a list of ids, or a list of messages.
+        Raises:
+          RunError: there is no tokenizer, or an id is none of the vocabulary.
+          ChatError: the chat cannot be rendered.
+        """
+        if isinstance(prompt, str):
+            ids = [*self.start, *self.encoded(prompt), *self.end]
+        elif all(isinstance(each, int) for each in prompt):
+            return self.checked(prompt)
+        else:
+            ids = self.require_tokenizer().encode_prompt(prompt).tolist()
+            ids = ids if self.start and self.start[:1] == tuple(ids[:1]) else [*self.start, *ids, *self.end]
+        return self.checked(ids or [self.require_tokenizer().bos_id])
+
+    def encoded(self, text: str) -> list[int]:
+        """A text's ids alone. Raises RunError as `ids_of`."""
+        return self.checked(self.require_tokenizer().encode_batch([text])[0].tolist(), least=0)
+
+    def checked(self, ids: Sequence[int], least: int = 1) -> list[int]:
+        vocab = self.source.model.vocab
+        if len(ids) < least or not all(0 <= each < vocab for each in ids):
+            wrong = [each for each in ids if not 0 <= each < vocab][:5]
+            raise RunError(f"the prompt has the ids {wrong}: expected one or more, from 0 to {vocab - 1}")
+        return list(ids)
+
+    def require_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise RunError(f"{self.source.folder} has no tokenizer, which texts need; generate takes prompt_ids too")
+        return self.tokenizer
+
+    @property
+    def is_chatml(self) -> bool:
+        return self.tokenizer is not None and self.tokenizer.chat_template == CHATML
+
+    def chat_stops(self, stop: Sequence[str]) -> tuple[str, ...]:
+        """What an answer in a chat ends before: a tokenizer may have no token for the end of ChatML's turns."""
+        return (*stop, END_OF_TURN) if self.is_chatml else tuple(stop)
+
+
+def start_mesh(config: Any) -> jax.sharding.Mesh:
+    """The mesh that a config with `mesh` and `origins` asks for, of this host's devices."""
+    alone = SimpleNamespace(coordinator=None)
+    return start(
+        SimpleNamespace(
+            mesh=FamilyMesh(**vars(config.mesh)), origins=Origins(), num_hosts=1, check_only=False, cluster=alone
+        )
+    )
+
+
+def opened(path: str, axes: Mapping[str, int], compute_dtype: str | None, pool: Executor) -> tuple[Source, Any, Any]:
+    """A model of models/: where it is, what it computes, and the shapes of its weights, which a mesh can split.
+
+    Args:
+      axes: the sizes of the mesh's.
+      compute_dtype: None is the model's.
+    Raises:
+      RunError: there is none, it is of no family, or the mesh cannot split it.
+    """
+    source = open_weights(path, pool)
+    if source.family is None:
+        raise RunError(f"{path} is of a model that models/ does not compute: write a family for it (docs/models.md)")
+    act.dtype = stored.dtype = compute_dtype or source.model.compute_dtype
+    model = replace(source.model, compute_dtype=act.dtype)
+    shapes = jax.eval_shape(functools.partial(source.family.init, model), np.uint32(0))
+    type_ = narrowed(source.family.Weights, shapes)
+    mesh_of_run = SimpleNamespace(mesh=SimpleNamespace(**axes), model=model, training=(), origins=Origins())
+    check_sizes(mesh_of_run, type_, shapes)
+    return source, model, jax.tree.map(lambda x, of: jax.ShapeDtypeStruct(x.shape, of.element.dtype), shapes, type_)
+
+
+def require_writer(source: Source) -> None:
+    if source.family is not None and source.family.KIND == "encoder":
+        raise RunError(f"{source.folder} is of a model that writes no text: generate fills in its masked tokens")
+
+
+def ready_model(
+    path: str, mesh: jax.sharding.Mesh, compute_dtype: str | None = None, kept: str | None = None,
+    allow_program_change: bool = False, is_read: bool = False,
+) -> ReadyModel:  # fmt: skip
+    """Reads a model onto the current mesh; one that may write as a `Reader` too, where `is_read` says so. Raises
+    RunError as `opened`, and where `require_same_program` or a value
+    of the published files does."""
+    with ThreadPoolExecutor() as pool:
+        # XLA:CPU computes bfloat16 by way of float32.
+        dtype = compute_dtype or ('float32' if jax.default_backend() == 'cpu' else None)
+        source, model, shapes = opened(path, mesh.shape, dtype, pool)
+        family: Any = source.family
+        if not allow_program_change:
+            require_same_program(source, None, "allow_program_change=true")
+        shapes = with_shardings(shapes, narrowed(family.Weights, shapes))
+        weights = restored(source, model, shapes, pool)
+    tokenizer, (start, end) = _tokenizer(source)
+    decoder_start = None
+    if family.KIND == "both":
+        decoder_start = whole_number(source.decoder_start, f"{source.folder}: decoder_start_token_id", 0, model.vocab)
+    if tokenizer is not None and not tokenizer.chat_template:
+        tokenizer = replace(tokenizer, chat_template=CHATML)
+    if source.config is None:
+        length = source.checkpoint.attributes["config"]["training"]["tokens"]["len"]
+    else:
+        length = source.config.get("max_position_embeddings")
+        length = 2**30 if length is None else length
+    length = whole_number(length, f"{source.folder}: the length of a row (max_position_embeddings)", 1, 2**31)
+    if hasattr(model, "positions"):  # a table of them, which ends
+        length = model.positions - getattr(model, "first_position", 0)
+    if is_read or family.KIND == "encoder":
+        generator: Any = Reader(family, model, weights, mask_of(source, tokenizer))
+    else:
+        generator = Generator(family, model, weights, _ends(source, tokenizer), decoder_start, kept)
+    return ReadyModel(generator, source, tokenizer, start, end, length)
+
+
+def whole_number(value: Any, what: str, low: int = 0, below: int = 2**32) -> int:
+    """A whole number that stands in a published file. Raises RunError where it is something else."""
+    if type(value) is not int or not low <= value < below:
+        raise RunError(f"{what} = {shown(value)}: expected a whole number from {low} to {below - 1}")
+    return value
+
+
+def mask_of(source: Source, tokenizer: Tokenizer | None) -> int | None:
+    """The id of a masked token: what a run's config says, or its tokenizer."""
+    of_run = {} if source.config is not None else source.checkpoint.attributes["config"].get("masking", {})
+    if of_run.get("token") is not None:
+        return of_run["token"]
+    return None if tokenizer is None else tokenizer.id_of("mask_token")
+
+
+Around = tuple[tuple[int, ...], tuple[int, ...]]  # ids that stand before a text, and behind it
+
+
+def _tokenizer(source: Source) -> tuple[Tokenizer | None, Around]:
+    """A run's tokenizer, whose sequences all begin with bos_id but for an encoder; or a published one, which says what
+    stands around a text."""
+    kind = "encoder" if source.family is None else source.family.KIND
+    tokenizer = kept_tokenizer(source.folder)
+    if source.config is None:
+        if tokenizer is None:  # of a run from before it was kept: its data has it
+            data = source.checkpoint.attributes["config"].get("flat_tokens", {}).get("filespec")
+            tokenizer = data and load_dataset_tokenizer(data)
+        return tokenizer, (() if tokenizer is None or kind == "encoder" else (tokenizer.bos_id,), ())
+    if tokenizer is None and (source.folder / "tokenizer.json").exists():
+        tokenizer = load_tokenizer(str(source.folder))
+    if tokenizer is None:
+        return None, ((), ())
+    around = tuple(tokenizer.backend.encode("", add_special_tokens=True).ids)
+    if kind == "both":  # T5's add nothing but an end
+        return tokenizer, ((), around)
+    return tokenizer, (around[:1], around[1:] if kind == "encoder" else ())
+
+
+def _ends(source: Source, tokenizer: Tokenizer | None) -> list[int]:
+    """The tokens that end a text: as published, or the tokenizer's end token."""
+    file, ends = source.folder / "generation_config.json", (source.config or {}).get("eos_token_id")
+    if source.config is not None and file.exists():
+        ends = read_json(file).get("eos_token_id", ends)
+    if ends is None and tokenizer:
+        ends = tokenizer.id_of("eos_token")
+    ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    return sorted({whole_number(each, f"{source.folder}: eos_token_id") for each in ends})
+
+
+# == Texts ===========================================================================================================
+class Text:
+    """A text as its tokens come: what can be shown already, and whether it has ended.
+
+    Args:
+      stop: the text ends before any of these.
+    """
+
+    def __init__(self, ready: ReadyModel, stop: Sequence[str] = ()):
+        self.ready, self.stop = ready, stop
+        self.ids: list[int] = []
+        self.log_probs: list[float] = []
+        self.shown, self.has_ended = "", False
+
+    def add(self, drawn: Drawn) -> str:
+        """What is new of the text; a character of several tokens when it is whole."""
+        if self.has_ended:
+            return ""
+        self.ids, self.log_probs = self.ids + drawn.tokens, self.log_probs + drawn.log_probs
+        text = self.text()
+        if cut := [place for stop in self.stop if (place := text.find(stop)) >= 0]:
+            self.has_ended, text = True, text[: min(cut)]
+            # A burst goes on behind the stop: what it drew there is no part of the text.
+            while any(stop in self.text(self.ids[:-1]) for stop in self.stop):
+                self.ids, self.log_probs = self.ids[:-1], self.log_probs[:-1]
+        elif text.endswith("\ufffd") or any(text.endswith(stop[:n]) for stop in self.stop for n in range(1, len(stop))):
+            return ""
+        return self._show(text)
+
+    def end(self) -> str:
+        """The rest, of a text that goes on no more."""
+        return "" if self.has_ended else self._show(self.text())
+
+    def text(self, ids: Sequence[int] | None = None) -> str:
+        tokenizer, ends = self.ready.tokenizer, self.ready.generator.ends
+        ids = self.ids if ids is None else ids
+        return "" if tokenizer is None else tokenizer.decode([each for each in ids if each not in ends])
+
+    def _show(self, text: str) -> str:
+        new, self.shown = text[len(self.shown) :], text
+        return new
+
+
+def write(
+    ready: ReadyModel,
+    config: Writing,
+    prompts: Sequence[list[int]],
+    samples: Sequence[int],
+    show: Callable[[int, str], None],
+) -> list[Text]:
+    """The texts after some prompts, each shown as it grows: show(number, what is new). Samples of a prompt differ by
+    their seed."""
+    texts = [Text(ready, config.stop) for _ in prompts]
+    if isinstance(ready.generator, Reader):
+        return fill(ready, texts, prompts, show)
+    if config.beams > 1:
+        bursts = iter([ready.generator.search(prompts, config.tokens, config.beams, config.length_penalty)])
+    else:
+        drawings = [replace(config, seed=(config.seed + sample) % 2**32) for sample in samples]
+        bursts = ready.generator.draw(prompts, drawings)
+    for burst in bursts:
+        for number, (text, drawn) in enumerate(zip(texts, burst)):
+            show(number, text.add(drawn))
+        if all(text.has_ended for text in texts):
+            break
+    for number, text in enumerate(texts):
+        show(number, text.end())
+    return texts
+
+
+def fill(
+    ready: ReadyModel, texts: Sequence[Text], prompts: Sequence[list[int]], show: Callable[[int, str], None]
+) -> Any:
+    """The prompts with their masked tokens filled in; a text's ids are those tokens."""
+    for number, (text, ids, found) in enumerate(zip(texts, prompts, ready.generator.fill(prompts))):
+        (text.ids, text.log_probs), text.has_ended, filled = found, True, iter(found[0])
+        whole = [next(filled) if each == ready.generator.mask else each for each in ids]
+        text.shown = text.text(whole[len(ready.start) : len(whole) - len(ready.end)])
+        show(number, text.shown)
+    return texts

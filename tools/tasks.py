@@ -1,0 +1,332 @@
+"""Tasks that say how good a model is: files of choices, questions and texts, scored by log likelihoods and answers."""
+
+import importlib
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from models.decoding import Generator, devices_of_rows
+from models.huggingface import Source
+from models.likelihoods import Packed, Pair, mapped, masked_one_by_one, pack, written
+from models.reading import Reader
+from runtime.config.keys import Count, NotEmpty, Steps
+from runtime.config.rebuild import Origins, rebuild
+from runtime.data.tokenizers import ChatError, Tokenizer
+from runtime.files import read_text
+from runtime.terminal import RunError, needs_package, print_error, progress, run_errors
+from shardlib.shardtypes import make_shardings
+from tools.ready import ReadyModel, Writing, write
+
+INSTALL = "pip install -r requirements-score.txt"
+ROUGE = ("rouge1", "rouge2", "rougeL")
+
+
+# == What is asked for =================================================================================================
+@dataclass(frozen=True, kw_only=True)
+class Scoring:
+    """How tasks are scored."""
+
+    delimiter: str = " "  # between a context and its choices
+    chat: bool = False  # questions go through the model's chat template
+    tokens: Count = 256  # of an answer, at most, if a harness task does not say
+    stop: tuple[NotEmpty, ...] = ("\n",)  # an answer ends before any of these
+    length: Count = 2048  # tokens that are read at once, at most: contexts lose their beginning, texts are divided
+    rows: Count = 8  # that are computed at the same time
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    context: str
+    choices: tuple[NotEmpty, ...]
+    answer: Steps  # the number of the right one, from 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    question: NotEmpty
+    answer: tuple[NotEmpty, ...]  # each is right; in a file also one text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Document:
+    text: NotEmpty
+
+
+# == Log likelihoods of texts ====
+class Scorer:
+    """Log likelihoods by a model that is ready.
+
+    Args:
+      rows: that are computed at the same time; as many on each device along b, two at least.
+      length: tokens that are read at once, at most.
+    """
+
+    def __init__(self, ready: ReadyModel, rows: int, length: int):
+        self.ready, self.length = ready, min(length, ready.length)
+        # At least two a device: of one row with one head JAX broadcasts in another way, which the check refuses.
+        self.rows = max(-(-rows // devices_of_rows()), 2) * devices_of_rows()
+        family: Any = ready.source.family
+        model = ready.source.model
+        self.kind = family.KIND
+        if self.kind == "decoder":
+            self.compiled = jax.jit(mapped(family, model, ready.generator.weights[1]))
+        else:
+            self.reader = Reader(family, model, None)
+            if self.kind == "encoder" and ready.generator.mask is None:
+                raise RunError(f"{ready.source.folder} has no mask_token, by which an encoder is scored")
+
+    def __call__(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
+        """Of each pair the log probability of its continuation, in nats, and whether greedy decoding writes just that.
+
+        What is longer than `length` loses the beginning of its context, as in lm-eval-harness.
+        """
+        if not pairs:
+            return []
+        # What a row must hold of a context and a continuation: the last token of these is no input of a decoder.
+        room = self.length + 1 if self.kind == "decoder" else self.length - len(self.ready.end)
+        if cut := sum(len(after) + (self.kind != "both") * len(context) > room for context, after in pairs):
+            print_error(f"{cut} of {len(pairs)} are longer than {self.length} tokens and lose their beginning", "note")
+        if self.kind == "both":
+            packed, places = written(
+                [(each[-self.length :], after[-self.length :]) for each, after in pairs],
+                self.length, self.ready.generator.start,
+            )  # fmt: skip
+        else:
+            kept = [(each[-max(room - len(after), 1) :], after[-(room - 1) :]) for each, after in pairs]
+            if self.kind == "decoder":
+                packed, places = pack(kept, self.length)
+            else:
+                packed, places = masked_one_by_one(kept, self.length, self.ready.end, self.ready.generator.mask)
+        log_prob, best = np.zeros((2, -(-len(packed) // self.rows) * self.rows, packed.shape[2]))
+        for start in progress(range(0, len(packed), self.rows), unit=" batches"):
+            some = packed[start : start + self.rows]
+            some = np.pad(some, ((0, self.rows - len(some)), (0, 0), (0, 0)))
+            log_prob[start : start + self.rows], best[start : start + self.rows] = self._found(some)
+        targets = packed[:, 1]
+        return [
+            (
+                float(sum(log_prob[place].sum() for place in of_pair)),
+                all((best[place] == targets[place]).all() for place in of_pair),
+            )
+            for of_pair in places
+        ]
+
+    def _found(self, some: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Of some packed rows the targets' log probabilities, and the likeliest ids."""
+        if self.kind != "decoder":
+            generator = self.ready.generator
+            self.reader.take(generator.of_encoder if self.kind == "both" else generator.weights)
+            return self.reader.predict([*some.swapaxes(0, 1)])
+        kinds = (np.uint32, np.uint32, np.int32, np.int32, np.int32)
+        rows = Packed(*(some[:, number].astype(kind) for number, kind in enumerate(kinds)))
+        log_prob, best = self.compiled(*self.ready.generator.weights, jax.device_put(rows, make_shardings(Packed)))
+        return np.asarray(log_prob), np.asarray(best)
+
+    # ---- of texts
+
+    def pair(self, context: str, continuation: str) -> Pair:
+        """A context's ids and a continuation's, divided as lm-eval-harness does: spaces at the context's end go with
+        the continuation, and both are one text to the tokenizer."""
+        kept = context.rstrip()
+        before, whole = self.ready.encoded(kept), self.ready.encoded(context + continuation)
+        if len(whole) <= len(before):
+            raise RunError(f"{continuation[:40]!r} is no token of its own after its context: begin it with a space")
+        if self.kind == "both":  # which reads a text of its own
+            return [*before, *self.ready.end], whole[len(before) :]
+        first = self.ready.start if before or self.kind == "encoder" else (self.ready.require_tokenizer().bos_id,)
+        return [*first, *before], whole[len(before) :]
+
+    def windows(self, text: str) -> list[Pair]:
+        """A whole text in windows of `length` tokens that do not overlap, each after one token of the window before;
+        the last is filled up with context, as in lm-eval-harness."""
+        ids, size = self.ready.encoded(text), self.length
+        first: Sequence[int] = [self.ready.require_tokenizer().bos_id]
+        pairs: list[Pair] = []
+        if self.kind == "encoder":
+            size, first = size - len(self.ready.end) - 1, self.ready.start
+        for start in range(0, len(ids), size):
+            end = min(start + size, len(ids))
+            pairs.append((ids[max(end - size - 1, 0) : start] if start else first, ids[start:end]))
+        return pairs
+
+    def write(self, prompts: Sequence[Any], config: Writing) -> list[str]:
+        """What the model writes after texts or chats; a prompt keeps the end that leaves room for config.tokens."""
+        if (room := self.length - config.tokens) < 1:
+            raise RunError(f"tokens = {config.tokens}: expected fewer than the {self.length} that are read at once")
+        try:
+            ids = [self.ready.ids_of(prompt)[-room:] for prompt in prompts]
+        except ChatError as error:
+            raise RunError(f"chat=true: {error}") from error
+        texts: list[str] = []
+        for start in progress(range(0, len(ids), config.rows), unit=" batches"):
+            some = ids[start : start + config.rows]
+            texts += [text.shown for text in write(self.ready, config, some, [0] * len(some), lambda *_: None)]
+        return texts
+
+
+# == Tasks of files ====================================================================================================
+Answers = list[dict[str, Any]]  # what is written of each; numbers are averaged
+
+
+def score_choices(scorer: Scorer, records: Sequence[Choices], config: Scoring) -> Answers:
+    """acc: the right choice is the likeliest; acc_norm: by character; acc_bytes: by byte; as in lm-eval-harness."""
+    pairs = [scorer.pair(each.context, config.delimiter + choice) for each in records for choice in each.choices]
+    found, answers = iter(scorer(pairs)), []
+    for record in records:
+        sums = np.array([next(found)[0] for _ in record.choices])
+        sizes = {"acc": 1, "acc_norm": [*map(len, record.choices)]}
+        sizes["acc_bytes"] = [len(choice.encode()) for choice in record.choices]
+        right = {name: float(np.argmax(sums / size) == record.answer) for name, size in sizes.items()}
+        answers.append({**right, "log_likelihoods": sums.tolist()})
+    return answers
+
+
+def score_questions(scorer: Scorer, records: Sequence[Question], config: Scoring) -> Answers:
+    """exact_match, of texts without the spaces around them; ROUGE's F-measures (Lin 2004), without stemming. The best
+    of several right answers counts."""
+    from rouge_score.rouge_scorer import RougeScorer
+
+    rouge = RougeScorer(list(ROUGE))
+    writing = Writing(tokens=config.tokens, stop=config.stop, rows=config.rows, temperature=0.0)
+    prompts = [[{"role": "user", "content": each.question}] if config.chat else each.question for each in records]
+    answers = []
+    for record, text in zip(records, scorer.write(prompts, writing)):
+        scores = {"exact_match": float(text.strip() in [each.strip() for each in record.answer])}
+        scores |= {name: max(rouge.score(each, text)[name].fmeasure for each in record.answer) for name in ROUGE}
+        answers.append({**scores, "text": text})
+    return answers
+
+
+def score_documents(scorer: Scorer, records: Sequence[Document], config: Scoring) -> Answers:
+    """The log likelihood of each text, with its tokens and bytes."""
+    windows = [scorer.windows(each.text) for each in records]
+    found = iter(scorer([pair for each in windows for pair in each]))
+    return [
+        {
+            "log_likelihood": sum(next(found)[0] for _ in pairs),
+            "tokens": sum(len(after) for _, after in pairs),
+            "bytes": len(each.text.encode()),
+        }
+        for each, pairs in zip(records, windows)
+    ]
+
+
+# By the field that only they have.
+KINDS: dict[str, tuple[type, Callable]] = {
+    "choices": (Choices, score_choices),
+    "question": (Question, score_questions),
+    "text": (Document, score_documents),
+}
+METRICS: dict[Callable, tuple[str, ...]] = {  # of `summary`
+    score_choices: ("acc", "acc_norm", "acc_bytes"),
+    score_questions: ("exact_match", *ROUGE),
+    score_documents: ("bits_per_byte", "perplexity"),
+}
+
+
+def read_task(file: str, limit: int | None) -> tuple[Callable, list[Any]]:
+    """How a file is scored, and its records. Raises RunError with the line that is wrong."""
+    with run_errors(f"the task {file} cannot be read", ValueError):
+        text = read_text(os.path.expanduser(file))
+    if not text.strip():
+        raise RunError(f"the task {file} is empty")
+    if not file.endswith(".jsonl"):
+        return score_documents, [Document(text=text)]
+    kind, records = "", []
+    for number, line in enumerate(text.rstrip("\n").split("\n")[:limit], 1):
+        where = f"{file}, line {number}"
+        try:
+            content = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise RunError(f"{where}: expected an object: {error}") from None
+        kind = kind or next((each for each in KINDS if isinstance(content, dict) and each in content), "")
+        if not kind or not isinstance(content, dict):
+            raise RunError(f"{where}: expected an object with the field choices, question or text")
+        if isinstance(content.get("answer"), str):
+            content["answer"] = [content["answer"]]
+        known: Any = KINDS[kind][0]
+        record = rebuild(known, {key: content[key] for key in known.__annotations__ if key in content}, Origins(where))
+        if kind == "choices" and record.answer >= len(record.choices):
+            raise RunError(f"{where}: answer = {record.answer}: there are {len(record.choices)} choices, from 0 on")
+        records.append(record)
+    return KINDS[kind][1], records
+
+
+def summary(answers: Answers) -> Iterator[tuple[str, float, float | None]]:
+    """The metrics of a task: name, value, and standard error where it is a mean."""
+    if "log_likelihood" in answers[0]:
+        nats, tokens, size = (sum(each[key] for each in answers) for key in ("log_likelihood", "tokens", "bytes"))
+        yield "bits_per_byte", -nats / size / math.log(2), None
+        yield "perplexity", math.exp(-nats / tokens), None
+    for name in (name for name, value in answers[0].items() if isinstance(value, float) and name != "log_likelihood"):
+        values = np.array([each[name] for each in answers])
+        yield name, values.mean(), values.std(ddof=1) / len(values) ** 0.5 if len(values) > 1 else None
+
+
+def check_tasks(family: Any, tasks: Sequence[tuple[str, Callable, Any]]) -> None:
+    """Raises RunError where the model cannot answer, or a package is missing that compares answers."""
+    if asked := [file for file, how, _ in tasks if how is score_questions]:
+        if family is not None and family.KIND == "encoder":
+            raise RunError(f"{asked[0]}: questions are for models that write, and this one fills in masked tokens")
+        with needs_package("scoring answers", "rouge_score", INSTALL):
+            importlib.import_module("rouge_score")
+
+
+class InRun:
+    """Tasks of files while train_any.py trains, with its weights as they are; on one host.
+
+    whole: the family's weights, of what is trained.
+    special_id: as of train_any's `mapped_steps`.
+
+    Raises:
+      RunError: a task cannot be read or its package is missing, or the run cannot be scored.
+    """
+
+    def __init__(self, config: Any, tokenizer: Tokenizer | None, whole: Callable[[Any], Any], special_id: int):
+        if tokenizer is None or config.num_hosts > 1:
+            raise RunError("eval_tasks: expected one host, and data that name their tokenizer")
+        self.tasks = [(file, *read_task(file, None)) for file in config.eval_tasks]
+        self.family = sys.modules[type(config.model).__module__]
+        check_tasks(self.family, self.tasks)
+        self.metrics = [f"score/{Path(file).name}/{name}" for file, how, _ in self.tasks for name in METRICS[how]]
+        self.model, self.tokenizer, self.whole, self.special_id = config.model, tokenizer, whole, special_id
+        length = config.training.tokens.len
+        self.config = Scoring(length=length, tokens=min(Scoring.tokens, length // 2))
+        self.scorer: Scorer | None = None
+
+    def __call__(self, weights: Any) -> tuple[dict[str, float], str]:
+        """Metrics by their names in metrics.jsonl, and the first answers to questions. The weights are gathered over d,
+        in the type of activations, while it lasts."""
+        weights = self.whole(weights)
+        if self.scorer is None:
+            end = self.tokenizer.id_of("eos_token")
+            ends = [] if end is None else [end]
+            start = () if self.family.KIND == "encoder" else (self.tokenizer.bos_id,)
+            if self.family.KIND == "encoder":
+                generator: Any = Reader(self.family, self.model, weights, self.special_id)
+            else:
+                decoder_start = self.special_id if self.family.KIND == "both" else None
+                generator = Generator(self.family, self.model, weights, ends, decoder_start)
+            source = Source(None, self.family, self.model, Path())
+            ready = ReadyModel(generator, source, self.tokenizer, start, (), self.config.length)
+            self.scorer = Scorer(ready, self.config.rows, self.config.length)
+        else:
+            generator = self.scorer.ready.generator
+            generator.take(weights)
+        metrics: dict[str, float] = {}
+        samples: list[str] = []
+        for file, how, records in self.tasks:
+            answers = how(self.scorer, records, self.config)
+            metrics |= {f"score/{Path(file).name}/{name}": float(value) for name, value, _ in summary(answers)}
+            if how is score_questions:
+                samples += [f"{each.question}\n→ {answer['text']}\n" for each, answer in zip(records[:8], answers)]
+        generator.take(None)
+        return metrics, "\n".join(samples)
