@@ -3,6 +3,7 @@
 import dataclasses
 
 import numpy as np
+from jaxtyping import Bool, Float32, Int64, UInt32
 
 PACKED_TOKENS = 2**22  # that are put into rows together, about; the last of them have no later sequence to fill up with
 OPEN_ROWS = 64  # the newest rows, in which there may be room
@@ -10,9 +11,9 @@ OPEN_ROWS = 64  # the newest rows, in which there may be room
 
 @dataclasses.dataclass(frozen=True)
 class Sequences:
-    ids: np.ndarray  # uint32, of all sequences one after another
-    lengths: np.ndarray  # int64; of a pair two, what is read and what is written
-    weight: np.ndarray | None  # of each id in the loss, float32; or bool; None: all are targets
+    ids: UInt32[np.ndarray, "tokens"]  # all sequences one after another
+    lengths: Int64[np.ndarray, "sequences"]  # a pair has two: what is read, and what is written
+    weight: Bool[np.ndarray, "tokens"] | Float32[np.ndarray, "tokens"] | None  # in the loss; None: all are targets
 
     def cut(self, lengths: np.ndarray) -> "Sequences":
         """The sequences with so many of their first tokens; nothing remains of one with none."""

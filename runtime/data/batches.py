@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Self
 import jax
 import numpy as np
 import zarr
+from jaxtyping import Bool, Float32, Int64, UInt32
 
 from runtime.data import refusals
 from runtime.data.flat_tokens import CHUNK_TOKENS, ENCODED_PADDING, open_split
@@ -48,20 +49,25 @@ class Batch(NamedTuple):
     is_target: Any  # bool: False for context and padding
 
 
-def rows_of_host(sharding: Batch, batch: int, length: int) -> np.ndarray:
+def rows_of_host(sharding: Batch, batch: int, length: int) -> Int64[np.ndarray, "rows"]:
     """The rows of a batch that this host's devices hold, in increasing order."""
     indices = sharding.targets.addressable_devices_indices_map((batch, length)).values()
     return np.unique(np.concatenate([np.arange(batch)[rows] for rows, _ in indices]))
 
 
 def token_batch(
-    tokens: np.ndarray, weight: np.ndarray, host_rows: np.ndarray, batch: int, sharding: Batch, read_length: int = 0
+    tokens: UInt32[np.ndarray, "rows length"],
+    weight: Bool[np.ndarray, "rows length"] | Float32[np.ndarray, "rows length"],
+    host_rows: Int64[np.ndarray, "rows"],
+    batch: int,
+    sharding: Batch,
+    read_length: int = 0,
 ) -> Batch:
     """The global batch of `batch` rows, of which each host gives its own.
 
     Args:
       sharding: of each field; rows are split alike in all.
-      tokens, weight: uint32 as flat tokens are stored, and bool or float32; both [len(host_rows), length].
+      tokens: as flat tokens are stored.
       host_rows: the rows of the batch that this host's devices hold, in increasing order.
       read_length: of the row's tokens so many are the encoder's.
     """
@@ -333,7 +339,7 @@ class Loader:
 
     # ---- reading
 
-    def _is_wanted(self, source: int, ordinals: np.ndarray) -> np.ndarray:
+    def _is_wanted(self, source: int, ordinals: Int64[np.ndarray, "rows"]) -> Bool[np.ndarray, "rows"]:
         """Which of a source's rows this host reads."""
         positions = self._places.rows_of(source, ordinals)
         return self._is_host_row[self._growing_batch.places(positions)] & (ordinals < self._counts[source])

@@ -25,6 +25,7 @@ import zarr.abc.store
 import zarr.codecs
 import zarr.core.sync
 import zarr.storage
+from jaxtyping import Int64, Shaped
 
 from runtime.files import LARGEST_BYTES, open_file
 from runtime.terminal import RunError
@@ -118,7 +119,7 @@ def has_checksums(array: Any) -> bool:
     return bool(array.compressors) and isinstance(array.compressors[-1], zarr.codecs.Crc32cCodec)
 
 
-def read(array: zarr.Array | np.ndarray, start: int, stop: int, what: str) -> np.ndarray:
+def read(array: zarr.Array | Shaped[np.ndarray, "values"], start: int, stop: int, what: str) -> np.ndarray:
     """array[start:stop]; `what` names it in messages. Raises RunError where a chunk of it cannot be read."""
     try:
         return np.asarray(array[start:stop])
@@ -146,7 +147,12 @@ def read_errors(*others: type[Exception]) -> tuple[type[Exception], ...]:
 
 
 def read_ranges(
-    array: zarr.Array | np.ndarray, starts: np.ndarray, stops: np.ndarray, out: np.ndarray, what: str, pool: Executor
+    array: zarr.Array | Shaped[np.ndarray, "values"],
+    starts: Int64[np.ndarray, "rows"],
+    stops: Int64[np.ndarray, "rows"],
+    out: Shaped[np.ndarray, "rows length"],
+    what: str,
+    pool: Executor,
 ) -> None:
     """Copies array[starts[i]:stops[i]] to the front of out[i], for all i, decoding each chunk once, in the pool's
     threads, of which each holds one chunk at a time. Raises RunError where a chunk cannot be read."""

@@ -19,6 +19,7 @@ from typing import TypeVar
 import numpy as np
 import zarr
 import zarr.errors
+from jaxtyping import Bool, Float32, Int64, UInt32, UInt64
 
 from runtime.data.chunks import check_chunks, open_checked, read, read_errors, read_ranges
 from runtime.terminal import RunError
@@ -45,10 +46,10 @@ class Split:
     """An open split. The arrays are zarr's, or numpy's where they are small enough to be kept."""
 
     where: str  # for messages
-    encoded_tokens: zarr.Array | np.ndarray  # uint32[token_count]
-    seq_starts: zarr.Array | np.ndarray  # uint64[sequence_count + 1]
+    encoded_tokens: zarr.Array | UInt32[np.ndarray, "tokens"]
+    seq_starts: zarr.Array | UInt64[np.ndarray, "starts"]  # sequence_count + 1 of them
     targets: str | None  # the name of `weight`, of TARGETS
-    weight: zarr.Array | np.ndarray | None  # bool or float32[token_count]; None: all are targets
+    weight: zarr.Array | Bool[np.ndarray, "tokens"] | Float32[np.ndarray, "tokens"] | None  # None: all are targets
     max_token_id: int
     bos_id: int
     row_length: int = 0  # 0, or it was written in rows that hold sequences whole: of so many tokens,
@@ -77,14 +78,19 @@ class Split:
         return np.dtype(TARGETS[self.targets or "is_target"])
 
     def read_rows(
-        self, starts: np.ndarray, stops: np.ndarray, tokens: np.ndarray, weight: np.ndarray, pool: Executor
+        self,
+        starts: Int64[np.ndarray, "rows"],
+        stops: Int64[np.ndarray, "rows"],
+        tokens: UInt32[np.ndarray, "rows length"],
+        weight: Bool[np.ndarray, "rows length"] | Float32[np.ndarray, "rows length"],
+        pool: Executor,
     ) -> None:
         """Fills row i with the tokens from starts[i] to stops[i], as they are stored, and with their weights.
 
         What pads a row at its end is ENCODED_PADDING and no target.
 
         Args:
-          tokens, weight: to be filled: uint32 and `weight_type`, [rows, length].
+          tokens, weight: to be filled; `weight` is of `weight_type`.
         Raises:
           RunError: the tokens cannot be read, an id is larger than max_token_id, or a weight is none.
         """

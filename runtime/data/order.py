@@ -16,9 +16,11 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 import numpy as np
+from jaxtyping import Int64, Integer
 
 from runtime.terminal import RunError
 
+Rows = Int64[np.ndarray, "rows"]
 FEISTEL_ROUNDS = 8
 LONGEST_PATTERN = 2**16  # rows after which a mixture's pattern repeats, at most; 6 bytes a row are kept
 
@@ -44,7 +46,7 @@ class Order:
     def buffers(self) -> int:
         return math.ceil(self.blocks / self.blocks_per_buffer)
 
-    def rows_of(self, epoch: int, buffer: int) -> tuple[int, np.ndarray]:
+    def rows_of(self, epoch: int, buffer: int) -> tuple[int, Rows]:
         """The buffer's first position in the epoch's stream of rows, and the rows from there on."""
         first_block = buffer * self.blocks_per_buffer
         blocks = np.arange(first_block, min(first_block + self.blocks_per_buffer, self.blocks))
@@ -82,7 +84,7 @@ class Order:
         return ((self.seed or 0) % 2**64, epoch, buffer + 1)
 
 
-def permute(index: np.ndarray, size: int, key: tuple[int, ...], *, inverse: bool = False) -> np.ndarray:
+def permute(index: Rows, size: int, key: tuple[int, ...], *, inverse: bool = False) -> Rows:
     """Where a permutation of 0 … size - 1, which the key chooses, takes each index; nothing of the size is stored.
 
         permute(np.arange(5), 5, key=(0,))                        # the five numbers in some order
@@ -155,18 +157,18 @@ class MixtureOrder:
         for places in self._places:
             self._rank[places] = np.arange(len(places))
 
-    def at(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def at(self, rows: Rows) -> tuple[Integer[np.ndarray, "rows"], Rows]:
         """The source of each row, and how many rows of the same source come before it."""
         turn, place = np.divmod(rows, len(self._source))
         source = self._source[place]
         return source, turn * self.shares[source] + self._rank[place]
 
-    def rows_of(self, source: int, ordinals: np.ndarray) -> np.ndarray:
+    def rows_of(self, source: int, ordinals: Rows) -> Rows:
         """The inverse: where in the mixture a source's rows come."""
         turn, place = np.divmod(ordinals, self.shares[source])
         return turn * len(self._source) + self._places[source][place]
 
-    def counts(self, rows: int) -> np.ndarray:
+    def counts(self, rows: int) -> Int64[np.ndarray, "sources"]:
         """How many of the first rows come from each source."""
         turn, rest = divmod(rows, len(self._source))
         return turn * self.shares + np.bincount(self._source[:rest], minlength=len(self.shares))
@@ -199,7 +201,7 @@ class GrowingBatch:
         phase = int(np.searchsorted(self._starts, rows, side="right")) - 1
         return int(self._steps[phase]) + (rows - int(self._starts[phase])) // self.sizes[phase]
 
-    def places(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def places(self, rows: Rows) -> tuple[Rows, Rows]:
         """Of each row the phase that it is in, and its place in its step's batch."""
         phase = np.searchsorted(self._starts, rows, side="right") - 1
         return phase, (rows - self._starts[phase]) % np.array(self.sizes)[phase]
@@ -212,15 +214,15 @@ class SequentialOrder:
     order.at(np.array([4, 8]))  # sources [0, 1], of which these are the rows [4, 0]
     """
 
-    def __init__(self, counts: np.ndarray, batch: int):
+    def __init__(self, counts: Int64[np.ndarray, "sources"], batch: int):
         self.starts = np.concatenate([[0], np.cumsum(-(-counts // batch) * batch)])  # the last is where all end
 
-    def at(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def at(self, rows: Rows) -> tuple[Integer[np.ndarray, "rows"], Rows]:
         """The source of each row, and how many rows of the same source come before it: maybe more than it has."""
         source = np.searchsorted(self.starts, rows, side="right") - 1
         return source, rows - self.starts[source]
 
-    def rows_of(self, source: int, ordinals: np.ndarray) -> np.ndarray:
+    def rows_of(self, source: int, ordinals: Rows) -> Rows:
         """The inverse."""
         return self.starts[source] + ordinals
 

@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 
 import numpy as np
+from jaxtyping import Bool, Float32, UInt32
 
 from runtime.data.flat_tokens import Split
-from runtime.data.order import Order
+from runtime.data.order import Order, Rows
 from runtime.data.read_ahead import NO_END, ReadAhead
 from runtime.data.rows import PackedRows, SequenceRows
 
@@ -26,9 +27,9 @@ BUFFERS_AHEAD = 1  # so that a step never waits for a whole shuffle buffer; host
 class Buffer:
     """This host's rows of a shuffle buffer, in the order in which batches take them."""
 
-    ordinals: np.ndarray  # int64 [rows], increasing: of the source's rows, counted over all epochs
-    tokens: np.ndarray  # uint32 [rows, length], as stored
-    weight: np.ndarray  # bool or float32 [rows, length]
+    ordinals: Rows  # increasing: the source's rows, counted over all epochs
+    tokens: UInt32[np.ndarray, "rows length"]  # as stored
+    weight: Bool[np.ndarray, "rows length"] | Float32[np.ndarray, "rows length"]
 
 
 class RowStream:
@@ -56,7 +57,7 @@ class RowStream:
         """Of the rows that there are, whose number is known of a split that grows only when it has ended."""
         return dataclasses.replace(self._order, rows=self.rows.count)
 
-    def find(self, ordinals: np.ndarray) -> Iterator[tuple[slice, Buffer, np.ndarray]]:
+    def find(self, ordinals: Rows) -> Iterator[tuple[slice, Buffer, np.ndarray]]:
         """The buffers that hold these rows, which are increasing: which of them a buffer holds, and where in it."""
         begin = 0
         while begin < len(ordinals):
@@ -77,7 +78,7 @@ class RowStream:
         epoch, place = divmod(ordinal, order.rows)
         return epoch * order.buffers + order.buffer_of(epoch, place)
 
-    def _wanted_of(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+    def _wanted_of(self, index: int) -> tuple[Rows, Rows]:
         """The rows of a buffer that are wanted, and their ordinals."""
         order = self.order
         epoch, buffer = divmod(index, order.buffers)

@@ -14,6 +14,7 @@ import numpy as np
 
 from runtime.data.chunks import read, read_ranges
 from runtime.data.flat_tokens import Split
+from runtime.data.order import Rows
 from runtime.data.read_ahead import NO_END
 from runtime.terminal import RunError
 
@@ -48,7 +49,7 @@ class PackedRows:
         """Whether there are so many rows; of a split that grows it waits for them."""
         return self._split.reach(count * self._length)
 
-    def ranges(self, rows: np.ndarray, pool: Executor) -> tuple[np.ndarray, np.ndarray]:
+    def ranges(self, rows: Rows, pool: Executor) -> tuple[Rows, Rows]:
         """Where each row starts and ends, in tokens."""
         return rows * self._length, (rows + 1) * self._length
 
@@ -96,7 +97,7 @@ class SequenceRows:
         rows = np.add.reduceat(-(-lengths // self._length), np.arange(0, len(lengths), BLOCK))
         return rows, int((lengths > self._length).sum())
 
-    def ranges(self, rows: np.ndarray, pool: Executor) -> tuple[np.ndarray, np.ndarray]:
+    def ranges(self, rows: Rows, pool: Executor) -> tuple[Rows, Rows]:
         """Where each row starts and ends, in tokens. Raises RunError where seq_starts cannot be read."""
         blocks = np.unique(np.searchsorted(self._before, rows, side="right") - 1)
         first = blocks * BLOCK

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import zarr
+from jaxtyping import Bool, Float32, Int64, UInt32
 
 from runtime.data.chunks import open_group
 from runtime.data.flat_tokens import (
@@ -138,7 +139,12 @@ class SplitWriter:
         self._has_targets = {f"has_{targets}": True} if targets else {}
         self._appenders = [each for each in (self._tokens, self._starts, self._targets) if each is not None]
 
-    def append(self, ids: np.ndarray, lengths: np.ndarray, weight: np.ndarray | None = None) -> None:
+    def append(
+        self,
+        ids: UInt32[np.ndarray, "tokens"],
+        lengths: Int64[np.ndarray, "sequences"],
+        weight: Bool[np.ndarray, "tokens"] | Float32[np.ndarray, "tokens"] | None = None,
+    ) -> None:
         """Appends sequences: uint32 ids up to 2³¹ - 1, how many each sequence has, and their weights (or True for
         targets)."""
         starts = np.cumsum(lengths) - lengths

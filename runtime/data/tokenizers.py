@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 import zarr
 import zarr.errors
+from jaxtyping import Float32, Int64, UInt32
 
 from runtime.data.apart import Unfinished, apart
 from runtime.data.chunks import open_group, read_errors
@@ -89,8 +90,8 @@ class Tokenizer:
         # Not its number of tokens, since the ids may have holes.
         return max(self.bos_id, *self.backend.get_vocab(with_added_tokens=True).values()) + 1
 
-    def encode_flat(self, texts: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-        """The ids of all texts, each in UTF-8, one after another, uint32, and how many each text has, int64."""
+    def encode_flat(self, texts: Sequence[bytes]) -> tuple[UInt32[np.ndarray, "tokens"], Int64[np.ndarray, "texts"]]:
+        """The ids of all texts, each in UTF-8, one after another, and how many each text has."""
         if not self.json:
             ids = np.add(np.frombuffer(b"".join(texts), np.uint8), 1, dtype=np.uint32)
             return ids, np.fromiter(map(len, texts), np.int64, len(texts))
@@ -100,8 +101,8 @@ class Tokenizer:
         ids = np.fromiter(chain.from_iterable(each.ids for each in encodings), np.uint32, int(lengths.sum()))
         return ids, lengths
 
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The ids of each text, uint32, without begin or end tokens. Raises RunError where one is not UTF-8."""
+    def encode_batch(self, texts: Sequence[str]) -> list[UInt32[np.ndarray, "tokens"]]:
+        """The ids of each text, without begin or end tokens. Raises RunError where one is not UTF-8."""
         try:
             ids, lengths = self.encode_flat([text.encode() for text in texts])
         except UnicodeEncodeError as error:  # JSON may say "\ud800", and a command line any bytes
@@ -111,8 +112,8 @@ class Tokenizer:
 
     def encode_chat(
         self, messages: Sequence[dict], weights: Sequence[float] | None = None
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """A chat's ids through the chat template, uint32, and the weight of each in the loss, float32.
+    ) -> tuple[UInt32[np.ndarray, "tokens"], Float32[np.ndarray, "tokens"]]:
+        """A chat's ids through the chat template, and the weight of each in the loss.
 
             ids, weight = tokenizer.encode_chat([
                 {"role": "user", "content": "1 + 1?"},
@@ -157,8 +158,8 @@ class Tokenizer:
         token = self.special_tokens.get(name)
         return self.backend.token_to_id(token) if token else None
 
-    def encode_prompt(self, messages: Sequence[dict]) -> np.ndarray:
-        """The ids of a chat up to where the assistant is to answer, uint32, as transformers' apply_chat_template.
+    def encode_prompt(self, messages: Sequence[dict]) -> UInt32[np.ndarray, "tokens"]:
+        """The ids of a chat up to where the assistant is to answer, as transformers' apply_chat_template.
 
         Raises:
           ChatError: there is no chat template, or it cannot take the messages.

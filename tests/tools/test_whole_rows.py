@@ -29,7 +29,7 @@ def test_first_fit(room, count):
     parts = [[rng.integers(1, 99, rng.integers(1, most + 1)) for most in room] for _ in range(count)]
     flat = [ids for each in parts for ids in each]
     ids = np.concatenate(flat).astype(np.uint32)
-    found = in_rows(Sequences(ids, np.array([*map(len, flat)]), ids / np.float32(2)), room)
+    found = in_rows(Sequences(ids, np.array([*map(len, flat)]), ids.astype(np.float32) / 2), room)
     expected, lengths = [], []
     for row in rows_one_by_one(parts, room):
         for there, most in zip(row, room):
