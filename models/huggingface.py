@@ -300,19 +300,19 @@ class Source:
         return config.get("decoder_start_token_id", config.get("pad_token_id") or 0)
 
 
-def require_same_program(source: Source, at_hand: str | None, key: str) -> None:
+def require_same_program(source: Source, at_hand: dict[str, str] | None, key: str) -> None:
     """Raises RunError for weights of a trainer that computes another model than the one that takes them.
 
     Args:
-      at_hand: `program.model_hash` of the trainer that takes them; None: a family in models/ does.
+      at_hand: `program.model_parts` of the trainer that takes them; None: a family in models/ does.
       key: what a user may set who knows better.
     """
     attributes = {} if isinstance(source.checkpoint, Published) else source.checkpoint.attributes
     of_family = getattr(source.family, "TRAIN_PY", None)
-    made_by = program.model_hash(attributes)
+    made_by = program.model_parts(attributes)
     is_of_family = made_by is None or "family" in attributes or attributes["program"]["module"] in TRAINERS[1:]
-    made_by = of_family if is_of_family else made_by
-    if made_by in (None, at_hand or of_family):
+    made_by, taken_by = of_family if is_of_family else made_by, at_hand or of_family
+    if made_by in (None, taken_by):
         return
     where = f"models/{source.family.__name__.rpartition('.')[2]}.py"
     what = "forward pass and loss of the train.py of that run are not"
@@ -321,8 +321,9 @@ def require_same_program(source: Source, at_hand: str | None, key: str) -> None:
     elif at_hand:
         where = "train.py here"
     raise RunError(
-        f"{source.checkpoint.path}: {what} those of {where}: if both compute the same model, add {key}; else write a "
-        "family for it (docs/models.md)"
+        f"{source.checkpoint.path}: {what} those of {where} (different: "
+        f"{', '.join(program.changed(made_by, taken_by or {}))}): if both compute the same model, add {key}; else "
+        "write a family for it (docs/models.md)"
     )
 
 

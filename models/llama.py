@@ -20,8 +20,20 @@ from shardlib.shardtypes import i32, u32
 from shardlib.typed import typed
 
 KIND = 'decoder'
-# `runtime.program.model_hash_of` the train.py whose model this is: runs of another are refused.
-TRAIN_PY = '8e4b610e28635d21'
+# `runtime.program.model_parts_of` the train.py whose model this is: runs of another are refused.
+TRAIN_PY = {
+    'LOSS_CHUNK': '1443ea9e',
+    'Layer': '3fe581c2',
+    'Model': '55ca28cc',
+    'TokenBatch': '9a1d260e',
+    'Weights': 'f728128a',
+    'act': 'b4f570a2',
+    'attention': '9e8b571e',
+    'forward': '2f8d4d1c',
+    'loss_sum': 'ff80c0e4',
+    'rms_norm': 'a9f1c6b8',
+    'rotary': 'c633c888',
+}
 
 
 @dataclass(frozen=True, kw_only=True)

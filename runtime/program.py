@@ -127,16 +127,15 @@ def recorded(config: Any) -> dict[str, Any]:
     }
 
 
-def model_hash(attributes: Mapping[str, Any]) -> str | None:
-    """Of the model that a checkpoint's trainer computes: `model_hash_of` its source, which is not run; None where the
-    attributes do not say."""
+def model_parts(attributes: Mapping[str, Any]) -> dict[str, str] | None:
+    """`model_parts_of` the source of a checkpoint's trainer, which is not run; None where the attributes do not say."""
     kept = _kept(attributes)
-    return None if kept is None else model_hash_of(kept["source"])
+    return None if kept is None else model_parts_of(kept["source"])
 
 
-def model_hash_of(source: str) -> str:
-    """Of what forward pass and loss of a trainer like train.py are made of: all that MODEL reaches by name in its file,
-    without comments, docstrings and spaces; another where the file has no such functions."""
+def model_parts_of(source: str) -> dict[str, str]:
+    """What identifies the model that a trainer like train.py computes: a hash of each function, class and constant of
+    its file that MODEL reaches by name, without comments, docstrings and spaces."""
     tree, lines = ast.parse(source), source.splitlines()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
@@ -148,19 +147,20 @@ def model_hash_of(source: str) -> str:
             if ast.get_docstring(node) is not None:
                 lines[node.body[0].lineno - 1 : node.body[0].end_lineno] = [""] * _height(node.body[0])
         elif isinstance(node, ast.Assign):
-            defined |= {each.id: node for each in node.targets if isinstance(each, ast.Name)}
+            defined |= {target.id: node for target in node.targets if isinstance(target, ast.Name)}
     reached, left = set[str](), {name for name in MODEL if name in defined}
     while left:
         name = left.pop()
         reached.add(name)
-        names = {each.id for each in ast.walk(defined[name]) if isinstance(each, ast.Name)}
+        names = {node.id for node in ast.walk(defined[name]) if isinstance(node, ast.Name)}
         left |= names & defined.keys() - reached - {"Training"}  # whose keys are mostly an optimizer's
-    text = [name for name in MODEL if name not in defined]
+    parts = {name: "absent" for name in MODEL if name not in defined}
     for name in sorted(reached):
         node = defined[name]
-        first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))])
-        text += lines[first - 1 : node.end_lineno]
-    return hashlib.sha256("".join("".join(text).split()).encode()).hexdigest()[:16]
+        first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))])
+        text = "".join("".join(lines[first - 1 : node.end_lineno]).split())
+        parts[name] = hashlib.sha256(text.encode()).hexdigest()[:8]
+    return parts
 
 
 def _height(node: ast.stmt) -> int:
@@ -175,7 +175,7 @@ def differences(attributes: Mapping[str, Any], record: Mapping[str, Any]) -> lis
         return []
     if kept["module"] != record["module"]:
         return [f"{kept['module']} -> {record['module']}"]
-    return _changed(kept["files"], record["files"])
+    return changed(kept["files"], record["files"])
 
 
 def _kept(attributes: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -187,7 +187,7 @@ def _kept(attributes: Mapping[str, Any]) -> Mapping[str, Any] | None:
     raise RunError("the checkpoint's attribute `program` does not say which program trained it: correct or delete it")
 
 
-def _changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+def changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     return sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
 
 

@@ -179,7 +179,7 @@ class Run:
                     self._source = huggingface.open_weights(config.initial_weights, pool)
                 huggingface.require_same(self._source, config.model)
                 if not config.allow_config_change:
-                    at_hand = None if "family" in self._about else program.model_hash({"program": self._program})
+                    at_hand = None if "family" in self._about else program.model_parts({"program": self._program})
                     huggingface.require_same_program(self._source, at_hand, "allow_config_change=true")
             self.data.begin()
             self.validation_data.begin()

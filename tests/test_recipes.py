@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import several_hosts as hosts
 import small
 from pages import (
     FAMILY,
@@ -25,6 +26,7 @@ from pages import (
     module_of,
     recipe,
     run_in,
+    train_py,
     without_places,
 )
 from published import check_family, loss_and_logits, on_mesh
@@ -84,9 +86,36 @@ def test_what_imports_train_py_still_does(title, tmp_path):
     copy_of_the_repository(tmp_path)
     (tmp_path / "train.py").write_text(recipe(title, tmp_path))
     programs = "train_any, tools.generate, tools.serve, tools.score, tools.convert, tools.embed, tools.plan"
-    is_another = "program.model_hash_of(open('train.py').read()) != llama.TRAIN_PY"
+    is_another = "program.model_parts_of(open('train.py').read()) != llama.TRAIN_PY"
     code = f"import {programs}; from runtime import program; from models import llama; assert {is_another}"
     run_in(tmp_path, [sys.executable, "-c", code])
+
+
+WINDOW = """\
+-    allowed = (segment[:, :, None] == segment[:, None, :]) & (position[:, None] >= position[None])[None]
++    allowed = (segment[:, :, None] == segment[:, None, :]) & (position[:, None] >= position[None])[None]
++    allowed &= (position[:, None] - position[None] < 20)[None]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("title, different", [("LayerNorm", "forward, layer_norm, rms_norm"), (None, "attention")])
+def test_a_changed_model_is_not_taken_for_a_llama(title, different, tmp_path):
+    """As a user meets it: a run of the LayerNorm page, or with a window of 20 written into attention, is exported,
+    decoded and scored by nobody who computes another model; the refusal names the functions that differ."""
+    copy_of_the_repository(tmp_path)
+    source = recipe(title, tmp_path) if title else changed(train_py(), WINDOW)
+    (tmp_path / "train.py").write_text(source)
+    data = hosts.write_tiny(tmp_path)
+    small_run = """model.d_model=32 model.n_kv=4 model.d_head=8 model.d_ff=64 model.vocab=128 training.tokens.batch=16
+        training.tokens.len=32 training.steps=1 validation_batches=1 paths.model_name=run model.attention=einsum"""
+    run_in(tmp_path, ["python", "-m", "train", *small_run.split(), data])
+    (tmp_path / "text.txt").write_text("the cat sat")
+    for command in ("convert from=runs/run to=out", "generate runs/run prompt_ids=[1]", "score runs/run text.txt"):
+        program, *arguments = command.split()
+        error = run_in(tmp_path, ["python", "-m", f"tools.{program}", *arguments], status=1)
+        assert f"different: {different}" in " ".join(error.split()) and "allow_program_change=true" in error
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("c", [*small.slow(1, 2), 4])

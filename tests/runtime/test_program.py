@@ -99,10 +99,10 @@ def test_what_counts_as_a_change(tmp_path):
     (tmp_path / "one.py").write_text("import two\nimport jax\n\ndef f():\n    'Was.'\n    import three\n")
     (tmp_path / "two.py").write_text("x = (1, 2)\n")
     assert program._hashes("one", tmp_path / "one.py").keys() == before.keys()
-    changed = program._changed(before, program._hashes("one", tmp_path / "one.py"))
+    changed = program.changed(before, program._hashes("one", tmp_path / "one.py"))
     assert changed == []
     (tmp_path / "two.py").write_text("x = (1, 3)\n")
-    assert program._changed(before, program._hashes("one", tmp_path / "one.py")) == ["two"]
+    assert program.changed(before, program._hashes("one", tmp_path / "one.py")) == ["two"]
 
 
 # ---- what is refused
@@ -183,8 +183,8 @@ def test_the_program_of_a_checkpoint(monkeypatch, folder, capsys):
     """That its model is none of this project's is known by its hash."""
     changed = copy_of(folder, "jax.nn.silu(gate)", "jax.nn.gelu(gate)")
     assert start(monkeypatch, changed, folder) == 0
-    assert program.model_hash(attributes_of(folder / "run")) not in (None, llama.TRAIN_PY)
-    assert program.model_hash({}) is None
+    assert program.model_parts(attributes_of(folder / "run")) not in (None, llama.TRAIN_PY)
+    assert program.model_parts({}) is None
 
 
 @pytest.mark.parametrize("old, new, is_same", [
@@ -202,7 +202,7 @@ def test_which_changes_make_another_model(old, new, is_same):
     hash; else it needs the change too."""
     source = (ROOT / "train.py").read_text()
     assert old in source
-    assert (program.model_hash_of(source.replace(old, new) if old else source) == llama.TRAIN_PY) is is_same
+    assert (program.model_parts_of(source.replace(old, new) if old else source) == llama.TRAIN_PY) is is_same
 
 
 # ---- the tokenizer
