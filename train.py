@@ -17,7 +17,7 @@ To change: the model, `Layer` and `forward`; what is kept for the backward pass,
 
 import functools
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -81,6 +81,8 @@ class Training(RunTraining):  # which has seed, steps, tokens and microbatches
 
 @dataclass(frozen=True, kw_only=True)
 class Config(RunConfig):
+    OTHER: ClassVar = 'train_any'  # its keys are answered with its name
+
     mesh: Mesh
     model: Model
     training: Training
@@ -434,13 +436,15 @@ def shapes(config: Config) -> tuple[State, TokenBatch]:
     return check_sizes(config, State, state), batch_shapes(config, TokenBatch)
 
 
-def main(config: Config) -> None:
-    """Trains a language model on a flat-tokens data set, as a config in configs/ says."""
+def main(config: Config, first_weights=None) -> None:
+    """Trains a language model on a flat-tokens data set, as a config in configs/ says. `first_weights` reads
+    initial_weights, as models.huggingface.first_weights does."""
     state, batch = shapes(config)
     if config.check_only:
         return report_check(config, mapped_steps(config, bos_id=0), state, batch)
     mesh, kernel = start(config), usable(config.model.attention, config.model.compute_dtype, config.model.d_head)
-    with jax.set_mesh(mesh), Run(config, TokenBatch) as run:
+    read = first_weights and functools.partial(first_weights, config)
+    with jax.set_mesh(mesh), Run(config, TokenBatch, read) as run:
         run.say(f'attention: {kernel}')
         step, validate = mapped_steps(config, run.data.bos_id)
         state, batch, zero = with_shardings(state, State), with_shardings(batch, TokenBatch), np.uint32(0)
@@ -458,4 +462,6 @@ def main(config: Config) -> None:
 
 
 if __name__ == '__main__':
-    run(main, Config)
+    from models.huggingface import first_weights  # here, since the families there compute with this file
+
+    run(main, Config, first_weights)

@@ -99,7 +99,6 @@ class Training(optimizers.Training):
 @dataclass(frozen=True, kw_only=True)
 class Config(RunConfig):
     CONFIG: ClassVar[str] = 'any_synthetic'
-    OTHER: ClassVar[str | None] = None
 
     mesh: Mesh
     # `family`, a file of models/ (llama if there is none), and the keys of its Model; with initial_weights what differs
@@ -848,7 +847,7 @@ def shapes(config: Config) -> tuple[State, Any]:
 
 
 def reader(config: Config, task: Task) -> Callable | None:
-    """How the first weights are read, as huggingface.restored does; None: they are not, but for what is frozen."""
+    """Reads the weights that are trained, as huggingface.restored does; None: they are drawn, only others are read."""
     if not task.lora.rank:
         return functools.partial(huggingface.restored, is_part=True)
     if config.initial_adapter is None:
@@ -901,7 +900,14 @@ def main(config: Config) -> None:
         about = {'family': name_of(task.family), 'published': source and source.config}
         about['base'] = huggingface.fingerprint(source, pool) if is_part else None
         special_id = special_of(config, task, source)
-        with jax.set_mesh(mesh), Run(config, task.Batch, about, scorer_of(config, task, special_id)) as run:
+
+        def first_weights(at_hand: dict[str, str] | None) -> tuple[str, Callable | None]:
+            if not config.allow_config_change:
+                huggingface.require_same_program(source, None, 'allow_config_change=true')
+            return source.checkpoint.path, read and (lambda like: read(source, config.model, like, pool))
+
+        score = scorer_of(config, task, special_id)
+        with jax.set_mesh(mesh), Run(config, task.Batch, first_weights, about, score) as run:
             special_id = run.data.bos_id if task.family.KIND == 'decoder' else special_id
             step, validate = mapped_steps(config, special_id)
             state, batch = with_shardings(state, task.State), with_shardings(batch, task.Batch)
@@ -914,7 +920,7 @@ def main(config: Config) -> None:
                 steps[part] = jax.jit(smaller, donate_argnums=0, compiler_options=run.compiler_options)
             validate = jax.jit(validate, compiler_options=run.compiler_options)
             kept = replace(state, weights=state.weights.trained)
-            kept = run.first_state(kept, functools.partial(init_state, task), read)
+            kept = run.first_state(kept, functools.partial(init_state, task))
             if kept.ema is not None and not run.done_steps:  # it begins at the weights that were read
                 kept = replace(kept, ema=jax.tree.map(jnp.copy, kept.weights))
             frozen = state.weights.frozen

@@ -17,8 +17,8 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator
-from concurrent.futures import Executor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -499,6 +499,28 @@ def restored(source: Source, model: Any, like: Any, pool: Executor, *, is_part: 
     untied = getattr(source.model, "tied", False) and not hasattr(model, "tied")
     only = frozenset(dtypes) if is_part else None
     return restore(View(source.checkpoint, factors, dtypes, untied, only), like, pool)["weights"]
+
+
+def first_weights(config: Any, at_hand: dict[str, str] | None, threads: int = 16) -> tuple[str, Callable[[Any], Any]]:
+    """What `runtime.run.Run` takes to begin with a config's initial_weights: their path, and a function that reads them
+    as a tree of `ShapeDtypeStruct`s with shardings says.
+
+    Args:
+      at_hand: `program.model_parts` of the trainer that takes them.
+    Raises:
+      RunError: as `require_same` and `require_same_program`.
+    """
+    with ThreadPoolExecutor(threads) as pool:
+        source = open_weights(config.initial_weights, pool)
+    require_same(source, config.model)
+    if not config.allow_config_change:
+        require_same_program(source, at_hand, "allow_config_change=true")
+
+    def read(like: Any) -> Any:
+        with ThreadPoolExecutor(threads) as pool:
+            return restored(source, config.model, like, pool)
+
+    return source.checkpoint.path, read
 
 
 def rescaled(source: Source, logits_scale: float) -> dict[str, float]:

@@ -1,5 +1,6 @@
-"""What is checked before anything is compiled: sizes against the mesh, and with `check_only` the steps' types."""
+"""Checks before anything is compiled: sizes against the mesh, and with `check_only` the steps' types."""
 
+import math
 import time
 from typing import Any
 
@@ -17,8 +18,11 @@ from shardlib.spec import ShardingError
 def check_sizes(config: Any, type_: Any, shapes: Any, what: str = "") -> Any:
     """Returns the shapes of a tree of this type, if the config's mesh can split all its dims.
 
-    what: of which sizes it is, where they are no value of a key. Raises RunError with each dim that it cannot, its
-    axes, the key of its letter, else those that have its size, and the nearest sizes that fit.
+    Args:
+      what: what the sizes are, where no key has them.
+    Raises:
+      RunError: for each dim that cannot be split, with its axes, the key of its letter, or else the keys with that
+        size, and the nearest sizes that fit.
     """
     axes, problems = vars(config.mesh), []
     for error in indivisible(narrowed(type_, shapes), shapes, axes):
@@ -26,10 +30,8 @@ def check_sizes(config: Any, type_: Any, shapes: Any, what: str = "") -> Any:
         keys = [key for key, value in values.items() if value == error.size and not isinstance(value, bool)]
         letter, said = str(error).split()[1], comments_of(type(config.model))
         keys = [key for key in keys if said.get(key.removeprefix("model."), "").split(",")[0] == letter] or keys
-        where = what or f"{config.origins.of(keys[0])}: {' or '.join(keys)} = {error.size}" if what or keys else "mesh"
-        parts = 1
-        for axis in error.axes:
-            parts *= axes[axis]
+        where = what or (f"{config.origins.of(keys[0])}: {' or '.join(keys)} = {error.size}" if keys else "mesh")
+        parts = math.prod(axes[axis] for axis in error.axes)
         fix = f"set it to {nearest_multiples(error.size, parts)}"
         if len(error.axes) == 1:
             fix += f", or mesh.{error.axes[0]} to {nearest_divisors(error.size, parts)}"
@@ -41,10 +43,10 @@ def check_sizes(config: Any, type_: Any, shapes: Any, what: str = "") -> Any:
 
 
 def batch_shapes(config: Any, batch_type: Any) -> Any:
-    """The global shapes of a batch, all of whose fields have a row for each row and a column for each token; `read` and
-    `read_starts` for each that an encoder reads, of PairTokens.
+    """The global shapes of a batch: rows by tokens in every field, but by tokens that an encoder reads in `read` and
+    `read_starts` (of PairTokens).
 
-    Raises RunError: the rows cannot be divided into microbatches, or those over the mesh.
+    Raises RunError if the rows cannot be divided into microbatches, or these over the mesh.
     """
     tokens, parts = config.training.tokens, config.training.microbatches
     if tokens.batch % parts:
@@ -66,9 +68,9 @@ def batch_shapes(config: Any, batch_type: Any) -> Any:
 
 
 def report_check(config: Any, steps: tuple[typed_shard_map, typed_shard_map], state: Any, batch: Any) -> None:
-    """Proves the types of a trainer's `mapped_steps` on the config's mesh, without a device, and says so.
+    """Proves the types of a trainer's `mapped_steps` on the config's mesh, without a device, and prints the result.
 
-    state, batch: its `shapes`. Raises RunError with the first claim that is not so, and its line.
+    state, batch: the trainer's `shapes`. Raises RunError with the first claim that is wrong, and its line.
     """
     axes = vars(config.mesh)
     mesh, where = jax.sharding.AbstractMesh(tuple(axes.values()), tuple(axes)), f"on the {mesh_text(axes)}"

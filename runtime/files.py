@@ -1,11 +1,10 @@
-"""Files that others may have written or damaged, opened by one function; and files that a browser or a resumed run may
-be reading, there whole or as they were.
+"""Opens files that others may have written or damaged, and writes files that a browser or a resumed run may be reading.
 
     text = read_text(folder / "config.json")
     with open_file("corpus.txt") as file:
         first = file.read(100)
 
-Opening never waits, and what is read has a limit, so a pipe, a device or a sparse file is an error as a missing one is.
+Opening never waits and reading has a limit: a pipe, a device or a sparse file is an error, like a missing file.
 """
 
 import errno
@@ -16,19 +15,19 @@ import stat
 from pathlib import Path
 from typing import Any, BinaryIO
 
-MOST_BYTES = 2**30  # of metrics.jsonl, which grows with a run
-LARGEST_BYTES = 2**27  # of a file that is read at once; a tokenizer.json may have tens of millions
-MOST_NODES = 10**6  # of a yaml document with its aliases written out
+MOST_BYTES = 2**30  # metrics.jsonl grows with a run
+LARGEST_BYTES = 2**27  # most of what is read at once; a tokenizer.json may have tens of millions
+MOST_NODES = 10**6  # a yaml document's, with its aliases written out
 KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
 
 
 class NotPlain(OSError):
-    """There is something, but no plain file, or one that is larger than what is read at once can be."""
+    """The path is not a plain file, or the file is too large to be read at once."""
 
 
 def open_file(path: str | os.PathLike, most: float = math.inf) -> BinaryIO:
-    """Opens a file to read. Raises OSError; NotPlain for a folder, a pipe, a device, a link that leads to itself, and a
-    file of more than `most` bytes."""
+    """Opens a file to read. Raises OSError; NotPlain for a folder, a pipe, a device, a link to itself, and a file of
+    more than `most` bytes."""
 
     def opened(name: str, flags: int) -> int:
         try:
@@ -56,19 +55,19 @@ def read_bytes(path: str | os.PathLike, most: int = LARGEST_BYTES) -> bytes:
 
 
 def read_text(path: str | os.PathLike, errors: str = "strict") -> str:
-    """A file's text in UTF-8. Raises as read_bytes, and UnicodeDecodeError, a ValueError."""
+    """A file's text, which must be UTF-8. Raises as read_bytes, and UnicodeDecodeError, a ValueError."""
     return read_bytes(path).decode(errors=errors)
 
 
 def parse_yaml(text: str) -> Any:
-    """yaml.safe_load. Raises yaml.YAMLError for all that it cannot take, and where aliases make a small text a large
-    tree."""
+    """yaml.safe_load, which raises yaml.YAMLError for everything that it cannot read, and where aliases make a small
+    text a large tree."""
     import yaml
 
     sizes: dict[int, float] = {}
 
     def size(node: Any) -> float:
-        """How many nodes there are, aliases written out; infinite where one is within itself."""
+        """The number of nodes with aliases written out; infinite for a node within itself."""
         if id(node) not in sizes:
             sizes[id(node)] = math.inf
             parts = node.value if isinstance(node, yaml.CollectionNode) else ()
@@ -82,13 +81,13 @@ def parse_yaml(text: str) -> Any:
         if root is not None and size(root) > MOST_NODES:
             raise yaml.YAMLError(f"its aliases make it more than {MOST_NODES:,} values, or a value of itself")
         return None if root is None else loader.construct_document(root)
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:  # of values with a wrong tag
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:  # a wrong tag, or depth
         raise yaml.YAMLError(str(error)) from error
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a file all or nothing, also where the machine fails meanwhile. Raises OSError."""
-    if path.is_dir():  # else the part would stay behind
+    """Writes a file whole or not at all, even if the machine fails meanwhile. Raises OSError."""
+    if path.is_dir():  # else the .part file would stay
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     part = path.with_name(path.name + ".part")
     with part.open("w", encoding="utf-8") as file:

@@ -2,7 +2,7 @@
 
 trainer = load("train")                          # or tests.abc_trainer, or a file, runs/first/program.py
 record = recorded(config)                        # of the program whose Config this is
-differences(checkpoint_attributes, record)       # ["train", "shardlib.shardops"]: what is another than it was
+differences(checkpoint_attributes, record)       # ["what train is made of"]
 """
 
 import ast
@@ -113,14 +113,17 @@ def of_command_line(arguments: Sequence[str]) -> Trainer:
 
 
 def recorded(config: Any) -> dict[str, Any]:
-    """What says which program this config is of, as JSON values."""
+    """The program that this config belongs to, as JSON values: its module's name and source, a hash of that file, one
+    of everything that it is made of, and the commit."""
     module = sys.modules[type(config).__module__]
     spec, file = getattr(module, "__spec__", None), Path(inspect.getfile(module)).resolve()
     name = (spec.name if spec else file.stem) if module.__name__ == "__main__" else module.__name__
     changes = _git(file.parent, "status", "--porcelain")
+    hashes = _hashes(name, file)
     return {
         "module": name,
-        "files": _hashes(name, file),
+        "file": hashes.pop(name),
+        "made_of": hashlib.sha256(repr(hashes).encode()).hexdigest()[:16],
         "git_commit": _git(file.parent, "rev-parse", "HEAD"),
         "local_changes": None if changes is None else bool(changes),
         "source": file.read_text(encoding="utf-8"),
@@ -128,14 +131,14 @@ def recorded(config: Any) -> dict[str, Any]:
 
 
 def model_parts(attributes: Mapping[str, Any]) -> dict[str, str] | None:
-    """`model_parts_of` the source of a checkpoint's trainer, which is not run; None where the attributes do not say."""
-    kept = _kept(attributes)
-    return None if kept is None else model_parts_of(kept["source"])
+    """`model_parts_of` the source that a checkpoint keeps of its trainer, which is not run; None where it keeps none."""
+    record = _record(attributes)
+    return None if record is None else model_parts_of(record["source"])
 
 
 def model_parts_of(source: str) -> dict[str, str]:
-    """What identifies the model that a trainer like train.py computes: a hash of each function, class and constant of
-    its file that MODEL reaches by name, without comments, docstrings and spaces."""
+    """The model that a trainer like train.py computes: a hash of each function, class and constant of its file that
+    MODEL reaches by name, without comments, docstrings and spaces."""
     tree, lines = ast.parse(source), source.splitlines()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
@@ -168,22 +171,24 @@ def _height(node: ast.stmt) -> int:
 
 
 def differences(attributes: Mapping[str, Any], record: Mapping[str, Any]) -> list[str]:
-    """What is another than in the program that saved a checkpoint with these attributes: its name, and names of
-    modules. Nothing where the attributes do not say."""
-    kept = _kept(attributes)
-    if kept is None:
+    """What differs between the program that saved a checkpoint with these attributes and the one with this record: the
+    module's name, its file, or what it is made of. Empty where the attributes name no program."""
+    before, name = _record(attributes), record["module"]
+    if before is None:
         return []
-    if kept["module"] != record["module"]:
-        return [f"{kept['module']} -> {record['module']}"]
-    return changed(kept["files"], record["files"])
+    if before["module"] != name:
+        return [f"{before['module']} -> {name}"]
+    texts = {"file": name, "made_of": f"what {name} is made of"}  # earlier versions recorded neither
+    return [text for key, text in texts.items() if before.get(key) != record[key]]
 
 
-def _kept(attributes: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """What `recorded` gave. Raises RunError where it is something else, of another program's checkpoint."""
-    kept = attributes.get("program")
-    types = {"module": str, "source": str, "files": dict}
-    if kept is None or (isinstance(kept, dict) and all(isinstance(kept.get(key), types[key]) for key in types)):
-        return kept
+def _record(attributes: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """What `recorded` gave. Raises RunError for an attribute of that name with another content."""
+    record = attributes.get("program")
+    if record is None or (
+        isinstance(record, dict) and {type(record.get(key)) for key in ("module", "source")} == {str}
+    ):
+        return record
     raise RunError("the checkpoint's attribute `program` does not say which program trained it: correct or delete it")
 
 
@@ -205,23 +210,24 @@ def _of_file(path: Path) -> ModuleType:
 
 
 def _hashes(name: str, file: Path) -> dict[str, str]:
-    """Of a module and of all that it imports from its own folder and from this project, NO_MATHEMATICS left out."""
-    is_installed = "site-packages" in file.parts  # where all that stands beside it is not its own
+    """Hashes by module: of this one, and of everything it imports from its own folder and from this project, without
+    NO_MATHEMATICS."""
+    is_installed = "site-packages" in file.parts  # what stands beside it there is not its own
     folders = [ROOT] if is_installed else [file.parents[name.count(".")], ROOT]
-    found, left = {}, {name: file}
+    hashes, left = {}, {name: file}
     while left:
         module, path = left.popitem()
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        found[module] = _hash(tree)
+        hashes[module] = _hash(tree)
         for imported in _imports(tree):
             room = imported.partition(".")[0]
-            if imported in found or room in NO_MATHEMATICS or (is_installed and room not in MATHEMATICS):
+            if imported in hashes or room in NO_MATHEMATICS or (is_installed and room not in MATHEMATICS):
                 continue
             place = imported.replace(".", "/")
-            there = (folder / each for folder in folders for each in (f"{place}.py", f"{place}/__init__.py"))
-            if found_file := next(filter(Path.is_file, there), None):
-                left[imported] = found_file
-    return dict(sorted(found.items()))
+            files = (folder / path for folder in folders for path in (f"{place}.py", f"{place}/__init__.py"))
+            if source := next(filter(Path.is_file, files), None):
+                left[imported] = source
+    return dict(sorted(hashes.items()))
 
 
 def _imports(tree: ast.AST) -> Iterator[str]:
@@ -234,7 +240,7 @@ def _imports(tree: ast.AST) -> Iterator[str]:
 
 
 def _hash(tree: ast.AST) -> str:
-    """Of what is computed: comments, docstrings and line breaks do not count."""
+    """A hash of the code: comments, docstrings and line breaks do not count."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node, clean=False):
             node.body = node.body[1:] or [ast.Pass()]

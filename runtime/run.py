@@ -19,7 +19,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +32,8 @@ from ledger.machines.hardware import of_device_kind, peak_flops_per_s
 from ledger.machines.roofline import roofline
 from ledger.pages import files
 from ledger.pages.text import summary
-from models import huggingface
 from runtime import program
-from runtime.checkpoints.directory import MOST_THREADS, Checkpoints
+from runtime.checkpoints.directory import Checkpoints
 from runtime.checkpoints.lock import Ownership
 from runtime.cluster.processes import domain, host_names, sent_over_network
 from runtime.cluster.processes import start as start  # train.py's name for it
@@ -46,7 +44,7 @@ from runtime.config import resume
 from runtime.config.checks import check_dataset, check_resume
 from runtime.config.command_line import to_yaml
 from runtime.data.sources import bytes_per_token, keep_tokenizer, open_data, tokenizer_of
-from runtime.data.tokenizers import tokenizer_identity
+from runtime.data.tokenizers import Tokenizer, tokenizer_identity
 from runtime.files import write_whole
 from runtime.terminal import RunError, print_line, run_errors, wrapped
 from runtime.tracking.bad_steps import BadSteps, not_finite
@@ -61,14 +59,14 @@ from shardlib.shardtypes import make_shardings, narrowed
 # programs in flight, simulated devices stop for ever (jax 0.10.2: the next program waits for a place in each device's
 # queue while it already holds others').
 PROGRAMS_IN_FLIGHT = 8
-AHEAD_S = 2.0  # and by time, since a signal waits for what is in flight: of longer steps none is dispatched ahead
+AHEAD_S = 2.0  # of steps, at most: a signal waits for what is in flight. Of longer steps none is dispatched ahead
 
 # For a program that runs once its compilation is what takes time. XLA:CPU compiles the initialization in 2.3 s of CPU
 # time with this and in 16.2 s without, to a program that draws the same bits (2.4M parameters, two cores, jax 0.10.2,
 # 2026-11-21).
 RUNS_ONCE = {"xla_backend_optimization_level": 1}
 
-MOST_BAD_STEPS = 10  # in a row; whoever has more is not helped by going on
+MOST_BAD_STEPS = 10  # in a row; after so many, continuing does not help
 
 
 def with_shardings(shapes: Any, type_: Any) -> Any:
@@ -80,14 +78,14 @@ def with_shardings(shapes: Any, type_: Any) -> Any:
 
 
 def names(tree: Any) -> list[str]:
-    """Of a tree's leaves: 'transformer/w_q'."""
+    """The leaves' names: 'transformer/w_q'."""
     return [
         jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in jax.tree_util.tree_leaves_with_path(tree)
     ]
 
 
 def refuse_beyond_memory(forecast: int) -> None:
-    """Simulated devices share the host's memory: raises RunError before they ask for more than there is."""
+    """Raises RunError where simulated devices, which share the host's memory, would need more bytes than it has."""
     there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if jax.default_backend() == "cpu" and forecast > there:
         fix = "lower training.tokens.batch, training.tokens.len or a size of the model"
@@ -99,11 +97,11 @@ class InFlight:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock, self._outputs = clock, collections.deque[jax.Array]()
-        self._ended: float | None = None  # when the last one did that was waited for
+        self._ended: float | None = None  # when the last program ended that was waited for
         self._step_s = math.inf
 
     def add(self, output: jax.Array, most: int = PROGRAMS_IN_FLIGHT) -> None:
-        """Called with an output of each program: lets the device be so many programs behind, and AHEAD_S, not more."""
+        """Takes an output of each program, and waits until at most `most` programs, and AHEAD_S of them, are behind."""
         self._outputs.append(output)
         while len(self._outputs) > min(most, AHEAD_S // max(self._step_s, 1e-9)):
             self._outputs.popleft().block_until_ready()
@@ -113,12 +111,19 @@ class InFlight:
 
 
 class Run:
-    """One run: its folder, data, checkpoints, metrics, profile and graph, and which steps are still to do.
+    """One run, between __enter__ and __exit__: its folder, data, checkpoints, metrics, profile and graph, and which
+    steps are still to do.
 
-    The folder is owned by this run until it is closed. With a URL as root_working_dir it holds the checkpoints, and
-    what else a run leaves is in `runs` on the leader's disk. batch_type has the fields of `runtime.data.batches.Batch`.
-    about: attributes of each checkpoint besides, JSON values, with which alone the run goes on.
-    score: gives metrics of the weights and samples at each validation, and has the metrics' names (`score.InRun`).
+    The run owns its folder until it ends. With a URL as root_working_dir the checkpoints are there, and everything else
+    that a run leaves is in `runs` on the leader's disk.
+
+    Args:
+      batch_type: has the fields of `runtime.data.batches.Batch`.
+      first_weights: opens `initial_weights` for a run without a checkpoint, given the hash of the trainer's model. It
+        checks that they fit, and returns their path and a function that reads them as a tree of `ShapeDtypeStruct`s
+        with shardings says; None: they are not the first weights of this state.
+      about: more attributes of each checkpoint, JSON values; the run does not go on from a checkpoint with others.
+      score: called with the weights at each validation; returns metrics, whose names are `score.metrics`, and a text.
 
     Raises:
       RunError: the data do not fit the config, another run owns the folder, the checkpoint was trained with another
@@ -128,82 +133,101 @@ class Run:
 
     _best: Best | None = None  # with patience
     _slow_hosts: SlowHosts | None = None  # where there are several
+    _read: Callable[[Any], Any] | None = None  # of the first weights
     _step_began = 0.0
+    _stopping = _is_stopped = _save_is_late = False
+    _skipped_steps: Any = 0
 
-    def __init__(self, config: Any, batch_type: Any, about: Mapping[str, Any] | None = None, score: Any = None):
-        self._config = config
-        self._about = dict(about or {})
+    def __init__(
+        self,
+        config: Any,
+        batch_type: Any,
+        first_weights: Callable[[str | None], tuple[str, Callable | None]] | None = None,
+        about: Mapping[str, Any] | None = None,
+        score: Any = None,
+    ):
+        self._config, self._batch_type, self._first_weights = config, batch_type, first_weights
+        self._about, self._score = dict(about or {}), score
         self._total = config.training.steps
         self._is_leader = jax.process_index() == 0
-        sharding = make_shardings(batch_type)
         root, name = config.paths.root_working_dir, config.paths.model_name
         self._store = f"{root.rstrip('/')}/{name}"  # of checkpoints and owner
         self._program = program.recorded(config)
         self.folder = Path("runs" if "://" in root else root) / name
         self.compiler_options = options(jax.devices()[0])
+        self._in_flight = InFlight()
+
+    def __enter__(self) -> "Run":
         with contextlib.ExitStack() as opened:
-            # The configuration may hold a secret, and so what repeats it: checkpoints, pages, what trackers keep.
+            # The configuration may hold a secret, and so may checkpoints, pages and trackers, which repeat it.
             opened.callback(os.umask, os.umask(0o077))
-            # First, so that it ends last: waiting for a tracker holds up no checkpoint.
-            self._followers = opened.enter_context(Followers(config, self.folder, is_leader=self._is_leader))
-            self.data = open_data(config, "train", sharding)
-            opened.callback(self.data.close)
-            self.validation_data = open_data(config, "validation", sharding)
-            opened.callback(self.validation_data.close)
-            largest_id = max(self.data.max_token_id, self.validation_data.max_token_id)
-            check_dataset(config, largest_id, self.data.steps, self.data.bos_id)
-            tokenizer = tokenizer_of(config)
-            self._identity = dict(self.data.identity)
-            if tokenizer is not None:
-                self._identity["tokenizer"] = tokenizer_identity(tokenizer)
+            # First, so that it ends last: no checkpoint waits for a tracker.
+            self._followers = opened.enter_context(Followers(self._config, self.folder, is_leader=self._is_leader))
+            tokenizer = self._open_data(opened)
             self._signals = opened.enter_context(StopSignals())
-            self._score = score
-            self._owner = self._own(opened)
-            self._checkpoints = Checkpoints(
-                f"{self._store}/checkpoints",
-                keep_last=config.checkpoint.keep_last,
-                keep_every=config.checkpoint.keep_every,
-                max_io_threads=config.io.max_io_threads,
-            )
-            opened.push(self._close_checkpoints)
-            self._go_on_from(self._checkpoints.latest(last_step=self._total) or 0)
-            check_resume(config, self.done_steps)
-            if self._is_over():
-                raise RunError(
-                    f"nothing to train: {self._best_text()}: raise patience, or give the new run its own "
-                    "paths.model_name"
-                )
-            self._source = None  # of the first weights
-            if config.initial_weights is not None and not self.done_steps:
-                with self._readers() as pool:
-                    self._source = huggingface.open_weights(config.initial_weights, pool)
-                huggingface.require_same(self._source, config.model)
-                if not config.allow_config_change:
-                    at_hand = None if "family" in self._about else program.model_parts({"program": self._program})
-                    huggingface.require_same_program(self._source, at_hand, "allow_config_change=true")
+            self._open_checkpoints(opened)
+            if self._config.initial_weights is not None and not self.done_steps:
+                self._open_first_weights()
             self.data.begin()
             self.validation_data.begin()
             if self._is_leader:
-                with self._writing():
-                    self.folder.mkdir(parents=True, exist_ok=True)
-                    write_whole(self.folder / "config.yaml", to_yaml(vars(config).get("given", config)))
-                    write_whole(self.folder / "program.py", self._program["source"])
-                    if tokenizer is not None:
-                        keep_tokenizer(self.folder, tokenizer)
-                print_line(wrapped(f"training data: {self.data.summary}"))
-                print_line(wrapped(f"validation data: {self.validation_data.summary}"))
+                self._describe(tokenizer)
             self._open = opened.pop_all()
-        self._skipped_steps: Any = 0
-        self._in_flight = InFlight()
-        self._stopping = self._is_stopped = self._save_is_late = False
-
-    def __enter__(self) -> "Run":
         return self
 
     def __exit__(self, *error) -> None:
         self._open.__exit__(*error)
         if self._is_stopped and error[0] is None:
             sys.exit(STOPPED)
+
+    def _open_data(self, opened: contextlib.ExitStack) -> Tokenizer | None:
+        """Opens both splits, and returns their tokenizer, if they have one."""
+        sharding = make_shardings(self._batch_type)
+        self.data = open_data(self._config, "train", sharding)
+        opened.callback(self.data.close)
+        self.validation_data = open_data(self._config, "validation", sharding)
+        opened.callback(self.validation_data.close)
+        largest_id = max(self.data.max_token_id, self.validation_data.max_token_id)
+        check_dataset(self._config, largest_id, self.data.steps, self.data.bos_id)
+        tokenizer = tokenizer_of(self._config)
+        self._identity = dict(self.data.identity)
+        if tokenizer is not None:
+            self._identity["tokenizer"] = tokenizer_identity(tokenizer)
+        return tokenizer
+
+    def _open_checkpoints(self, opened: contextlib.ExitStack) -> None:
+        """Takes the folder and finds the step that the run goes on from. Raises RunError if it has nothing to do."""
+        self._owner = self._own(opened)
+        self._checkpoints = Checkpoints(
+            f"{self._store}/checkpoints",
+            keep_last=self._config.checkpoint.keep_last,
+            keep_every=self._config.checkpoint.keep_every,
+            max_io_threads=self._config.io.max_io_threads,
+        )
+        opened.push(self._close_checkpoints)
+        self._go_on_from(self._checkpoints.latest(last_step=self._total) or 0)
+        check_resume(self._config, self.done_steps)
+        if self._is_over():
+            fix = "raise patience, or give the new run its own paths.model_name"
+            raise RunError(f"nothing to train: {self._best_text()}: {fix}")
+
+    def _open_first_weights(self) -> None:
+        if self._first_weights is None:
+            raise RunError("initial_weights: this trainer's main was started without a function that reads them")
+        path, self._read = self._first_weights(program.model_parts({"program": self._program}))
+        if self._read is not None:
+            self.say(f"the first weights are those of {path}")
+
+    def _describe(self, tokenizer: Tokenizer | None) -> None:
+        """Writes what the run folder says of config, program and tokenizer, and prints what the data are."""
+        with self._writing():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_whole(self.folder / "config.yaml", to_yaml(vars(self._config).get("given", self._config)))
+            write_whole(self.folder / "program.py", self._program["source"])
+            if tokenizer is not None:
+                keep_tokenizer(self.folder, tokenizer)
+        self.say(f"training data: {self.data.summary}")
+        self.say(f"validation data: {self.validation_data.summary}")
 
     def say(self, text: str) -> None:
         """Prints a line, once for all hosts."""
@@ -244,31 +268,25 @@ class Run:
                     write_whole(self.folder / "step.hlo.txt", compiled.as_text())
         return compiled
 
-    def first_state(
-        self, shapes: Any, init: Callable[[jax.Array], Any], read: Callable | None = huggingface.restored
-    ) -> Any:
-        """The state of the newest checkpoint that reads whole; `done_steps` and `attributes` are then its own. Without
-        one, the state that `init` draws from the seed, with `initial_weights` in place of its weights where the config
-        names some. shapes: `ShapeDtypeStruct`s with shardings. read: how they become the state's weights, as
-        `huggingface.restored`; None: not at all."""
-        if not self.done_steps:
-            shardings = jax.tree.map(lambda each: each.sharding, shapes)
-            init = jax.jit(init, out_shardings=shardings, compiler_options=RUNS_ONCE)
-            state = init(np.uint32(self._config.training.seed))
-            if self._source is None or read is None:
-                return state
-            for each in jax.tree.leaves(state.weights):  # before the others are read
-                each.delete()
-            with self._readers() as pool:
-                weights = read(self._source, self._config.model, shapes.weights, pool)
-            self.say(f"the first weights are those of {self._source.checkpoint.path}")
-            return dataclasses.replace(state, weights=weights)
-        step, state = self._checkpoints.restore(shapes)
-        if step != self.done_steps:
-            self._go_on_from(step)
-        if self._is_leader:
-            print_line(f"going on after step {step} of {self._total}")
-        return state
+    def first_state(self, shapes: Any, init: Callable[[jax.Array], Any]) -> Any:
+        """The state of the newest checkpoint that reads whole; `done_steps` and `attributes` are then that one's.
+        Without a checkpoint, the state that `init` draws from the seed, with the first weights in place of its own
+        where the config names some. shapes: `ShapeDtypeStruct`s with shardings."""
+        if self.done_steps:
+            step, state = self._checkpoints.restore(shapes)
+            if step != self.done_steps:
+                self._go_on_from(step)
+            self.say(f"going on after step {step} of {self._total}")
+            return state
+        shardings = jax.tree.map(lambda shape: shape.sharding, shapes)
+        state = jax.jit(init, out_shardings=shardings, compiler_options=RUNS_ONCE)(
+            np.uint32(self._config.training.seed)
+        )
+        if self._read is None:
+            return state
+        for drawn in jax.tree.leaves(state.weights):  # their memory, before the others are read
+            drawn.delete()
+        return dataclasses.replace(state, weights=self._read(shapes.weights))
 
     def save_if_due(self, step: int, state: Any) -> None:
         """Saves the state after this step: by steps, by minutes, at the end, and for a signal.
@@ -383,9 +401,6 @@ class Run:
         return run_errors(f"{self.folder} cannot be written; make room there, or set paths.root_working_dir")
 
     # ---- where the run stands
-
-    def _readers(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(min(self._config.io.max_io_threads, MOST_THREADS))
 
     def _own(self, opened: contextlib.ExitStack) -> Ownership | None:
         """Owns the folder, on the leader for all hosts. Raises RunError on all of them."""

@@ -81,8 +81,8 @@ def make_state(config: Benchmark) -> dict:
 
 def measure_stall(config: Benchmark, directory: Path, state: dict, size: int) -> None:
     without_s = config.steps * config.step_s
-    for asynchronous in (True, False):
-        checkpoints = open_checkpoints(config, directory / str(asynchronous), asynchronous=asynchronous)
+    for behind in (True, False):
+        checkpoints = open_checkpoints(config, directory / str(behind))
         before, stalls_s, copies_s = resident(), [], []
         reset_peak()
         began = time.perf_counter()
@@ -90,19 +90,23 @@ def measure_stall(config: Benchmark, directory: Path, state: dict, size: int) ->
             time.sleep(config.step_s)
             checkpoints.raise_failure()
             if step % config.save_every == 0:
-                stalls_s.append(checkpoints.save(step, state, {}))
+                save_began = time.perf_counter()
+                checkpoints.save(step, state, {})
+                if not behind:
+                    checkpoints.latest()  # waits for it
+                stalls_s.append(time.perf_counter() - save_began)
                 copies_s.append(copied(state))
         lost_s = time.perf_counter() - began - without_s - sum(copies_s)
         checkpoints.close()
         grown, copy_s = peak() - before, float(np.mean(copies_s))
-        mode = "saving behind the steps" if asynchronous else "saving in the foreground"
+        mode = "saving behind the steps" if behind else "saving in the foreground"
         print(
             f"{mode}, every {config.save_every} steps of {config.step_s:g} s: a save holds the steps up for "
             f"{np.mean(stalls_s):.2f} s, {copy_s:.2f} s of it the copy ({size / 1e9 / copy_s:.1f} GB/s); "
             f"{lost_s / without_s:.1%} of the steps' time, {(lost_s - sum(copies_s)) / without_s:.1%} beyond the copy"
-            + (f"; host memory grew by {grown / 1e9:.2f} GB" if asynchronous else "")
+            + (f"; host memory grew by {grown / 1e9:.2f} GB" if behind else "")
         )
-        shutil.rmtree(directory / str(asynchronous))
+        shutil.rmtree(directory / str(behind))
 
 
 def copied(state: dict) -> float:
@@ -116,7 +120,12 @@ def measure_bandwidth(config: Benchmark, directory: Path, state: dict, size: int
     leaves = {names[0]: np.array(leaf) for names, leaf in checkpoint.named_leaves(state)}
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
     theirs, ours = directory / "zarr", directory / "ours"
-    checkpoints = open_checkpoints(config, ours, asynchronous=False)
+    checkpoints = open_checkpoints(config, ours)
+
+    def save(step):
+        checkpoints.save(step, state, {})
+        checkpoints.latest()  # waits for it
+
     best: dict[str, float] = {}
     grown = 0
 
@@ -130,7 +139,7 @@ def measure_bandwidth(config: Benchmark, directory: Path, state: dict, size: int
         os.sync()  # what was written before is no part of what is measured
         measure("save, zarr alone", save_with_zarr, theirs, leaves)
         os.sync()
-        measure("save", checkpoints.save, repeat, state, {})
+        measure("save", save, repeat)
         measure("load, zarr alone", lambda: {name: zarr.open_group(theirs, mode="r")[name][...] for name in leaves})
         reset_peak()
         before = resident()
@@ -161,8 +170,8 @@ def save_with_zarr(path: Path, leaves: dict[str, np.ndarray]) -> None:
         os.close(descriptor)
 
 
-def open_checkpoints(config: Benchmark, directory: Path, *, asynchronous: bool) -> Checkpoints:
-    return Checkpoints(directory, asynchronous=asynchronous, timeout_s=60.0, max_io_threads=config.max_io_threads)
+def open_checkpoints(config: Benchmark, directory: Path) -> Checkpoints:
+    return Checkpoints(directory, timeout_s=60.0, max_io_threads=config.max_io_threads)
 
 
 def resident() -> int:

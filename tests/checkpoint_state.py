@@ -67,15 +67,18 @@ def assert_same_bits(restored, expected):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
-def open_checkpoints(directory, *, asynchronous=False, keep_last=None, keep_every=None, timeout_s=20, threads=4):
-    return Checkpoints(
-        str(directory),
-        keep_last=keep_last,
-        keep_every=keep_every,
-        asynchronous=asynchronous,
-        timeout_s=timeout_s,
-        max_io_threads=threads,
-    )
+class Waiting(Checkpoints):
+    """A save is complete, or raises, when it returns."""
+
+    def save(self, *arguments):
+        stall_s = super().save(*arguments)
+        self._wait()
+        self.raise_failure()
+        return stall_s
+
+
+def open_checkpoints(directory, *, waits=True, timeout_s=20, threads=4, **kept):
+    return (Waiting if waits else Checkpoints)(str(directory), timeout_s=timeout_s, max_io_threads=threads, **kept)
 
 
 def save(directory, step, state=None, attributes=None, mesh=(4, 2)):

@@ -14,6 +14,7 @@ import pytest
 import reference
 
 import train
+from models.huggingface import first_weights
 from runtime.config.command_line import run
 from runtime.config.keys import Tokens
 from shardlib.mesh import make_mesh
@@ -126,9 +127,10 @@ def start_training(monkeypatch, *overrides, trainer=train):
 
 def start(monkeypatch, main, config_class, *arguments):
     """Runs as `python -m` of main's module would; returns the exit status."""
+    others = [first_weights] if main is train.main else []
     monkeypatch.setattr(sys, "argv", ["command", *map(str, arguments)])
     try:
-        run(main, config_class)
+        run(main, config_class, *others)
     except SystemExit as stop:
         return stop.code or 0
     return 0

@@ -26,8 +26,7 @@ ARROWS = {
     ),
     "runtime.program": "runtime.terminal",
     "runtime.check": "runtime.config.help runtime.terminal runtime.tracking shardlib",
-    # initial_weights may be a published folder, whose family, which imports train.py, is loaded by name.
-    "runtime.run": "runtime shardlib ledger models.huggingface",
+    "runtime.run": "runtime shardlib ledger",
     "train": "runtime ledger kernels shardlib jax_extra",
     "optimizers": "train models.dropout runtime.config.keys shardlib",
     "pipeline": "train models.mesh shardlib jax_extra",
@@ -61,8 +60,11 @@ def modules():
 
 
 def imports_of(source, known):
-    """The modules of the product that a file imports, those inside functions too."""
-    for node in ast.walk(ast.parse(source)):
+    """The modules of the product that a file imports, those inside functions too, but not those of the program that it
+    is where it is started: `__main__` is another module."""
+    tree = ast.parse(source)
+    tree.body = [node for node in tree.body if not ast.unparse(node).startswith("if __name__ == '__main__':")]
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in known)
         elif isinstance(node, ast.ImportFrom) and node.module in known:

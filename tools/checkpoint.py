@@ -4,10 +4,10 @@
     python -m tools.checkpoint verify runs/my_run                      # all of a run, or one
     python -m tools.checkpoint diff runs/a/checkpoints/0000000050 runs/b
 
-Paths are local or URLs (s3://bucket/runs/my_run). `show` prints attributes, and each leaf's type, shape, size and norm,
-the root of the sum of its squares. `verify` reads every chunk and lists each bad one; it exits with 1 when a checkpoint
-is damaged, or there is none, and names incomplete ones, which a run that was killed leaves and a run passes over.
-`diff` prints the largest difference of each leaf and how many values differ; it exits with 0 also when the two differ.
+Paths are local or URLs (s3://bucket/runs/my_run). `show` prints attributes, and each leaf's type, shape, size and norm
+(the root of the sum of squares). `verify` reads every chunk and lists the bad ones; it exits with 1 when a checkpoint
+is damaged or there is none, and names incomplete ones, which killed runs leave and runs pass over. `diff` prints each
+leaf's largest difference and how many values differ; it exits with 0 even when the two differ.
 """
 
 import json
@@ -53,8 +53,8 @@ def main(config: LookAt) -> None:
         raise RunError("diff takes two paths, show and verify one")
     with ThreadPoolExecutor(THREADS) as pool:
         if config.what == "verify":
-            found = [read_through(*each, pool) for each in find(config.path)]
-            sys.exit("damaged" in found or "whole" not in found)
+            states = [read_through(store, name, pool) for store, name in find(config.path)]
+            sys.exit("damaged" in states or "whole" not in states)
         checkpoint = open_newest(config.path, pool)
         if config.what == "show":
             show(checkpoint, pool)
@@ -72,7 +72,7 @@ def read_through(store: Store, name: str, pool: ThreadPoolExecutor) -> str:
         print(f"{name}: incomplete, it was not written to its end")
         return "incomplete"
     except Damaged as damaged:
-        print(f"{name}: DAMAGED\n  {str(damaged).partition(' is damaged: ')[2]}")
+        print(f"{name}: DAMAGED\n  {damaged.what}")
         return "damaged"
     size = sum(array.nbytes for array in opened.arrays.values())
     text = (
@@ -115,7 +115,7 @@ def diff(first: Checkpoint, second: Checkpoint, pool: ThreadPoolExecutor) -> Non
 
 
 def difference(name: str, first: Checkpoint, second: Checkpoint, pool: ThreadPoolExecutor) -> str:
-    """What differs in a leaf, in any bit; empty where nothing does."""
+    """What differs in a leaf; empty where all bits are equal."""
     if name not in first.arrays or name not in second.arrays:
         return f"only in the {'first' if name in first.arrays else 'second'}"
     a, b = read_leaf(first, name, pool), read_leaf(second, name, pool)
@@ -131,7 +131,7 @@ def difference(name: str, first: Checkpoint, second: Checkpoint, pool: ThreadPoo
 
 
 def described(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Its attributes by their paths; of its program not the source, of which they have the hash."""
+    """The attributes by their paths, without the program's source, whose hash is there."""
     return {key: value for key, value in flat(checkpoint.attributes).items() if key != "program.source"}
 
 

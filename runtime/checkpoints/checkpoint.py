@@ -6,9 +6,9 @@
     chunks, faults = verify(saved, pool)
 
 The format is docs/formats.md's "PyTree-zarr". A chunk is one file: its values and their crc32c, which its array's
-attributes hold too. Zarr itself writes and parses the metadata and decodes the chunks; all in memory, so that every
-byte that is read or written passes through the store. The root's `zarr.json` is written last, and removed first. A
-directory without it, or without its attribute `write_completed: true`, is not a checkpoint.
+attributes hold too. Zarr itself writes and parses the metadata and decodes the chunks, in memory, so every byte that is
+read or written passes through the store. The root's `zarr.json` is written last and removed first. A directory without
+it, or without its attribute `write_completed: true`, is not a checkpoint.
 """
 
 import dataclasses
@@ -35,18 +35,19 @@ from runtime.terminal import RunError, run_errors
 
 # Attributes of the root.
 COMPLETED = "write_completed"
-CHECKSUMS = "metadata_crc32c"  # of each metadata file by its path, and, by "", of all attributes but these two
-STEP = "step"  # that it was saved under
-CHUNKS = "chunk_crc32c"  # attribute of an array: of each chunk's values by its file's name
+CHECKSUMS = "metadata_crc32c"  # each metadata file's by its path; under "" that of all attributes but these two
+STEP = "step"  # the number of updates, as in the checkpoint's name
+CHUNKS = "chunk_crc32c"  # attribute of an array: its chunks' checksums by file name
+OTHER_CHECKSUM = "does not have the checksum that it was written with"
 UNBOUND = "does not say which chunk belongs where, as an earlier program's: chunks that changed places are not noticed"
 METADATA_FILES = ("zarr.json", ".zgroup", ".zarray", ".zattrs")
 MOST_CHUNK_BYTES = 2**32  # of other programs' checkpoints; ours have chunks of 32 MiB
-# Something else lies where a file was: a reason to pass the checkpoint over, as an error of the disk is none.
+# Something else lies where a file was, so the checkpoint is passed over. An error of the disk is no reason for that.
 NO_FILE = (FileNotFoundError, NotADirectoryError, NotPlain)
-# What decoders raise at bytes that they cannot read; the last is zlib's own.
+# What decoders raise at bytes that they cannot read.
 UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OSError, EOFError, zlib.error)
 
-FIND_TIMEOUT_S = 60.0  # of an object store that is looked into
+FIND_TIMEOUT_S = 60.0  # for an answer of an object store
 
 Store = LocalStore | RemoteStore
 Bounds = tuple[tuple[int, int], ...]  # (start, stop) of each dim
@@ -57,7 +58,11 @@ class Incomplete(RunError):
 
 
 class Damaged(RunError):
-    """The checkpoint was complete, and is not what was written any more."""
+    """The checkpoint was complete, and is no longer what was written. `what` says where."""
+
+    def __init__(self, path: str, what: str):
+        super().__init__(f"checkpoint {path} is damaged: {what}")
+        self.what = what
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +85,7 @@ class Grid:
 
     @property
     def file_bytes(self) -> int:
-        """Of a chunk that we write: values and crc32c."""
+        """The size of a chunk that we write: values and crc32c."""
         return math.prod(self.chunk) * self.dtype.itemsize + 4
 
 
@@ -93,10 +98,10 @@ class Checkpoint:
 
     store: Store
     name: str
-    attributes: dict[str, Any]  # without those of the format itself
+    attributes: dict[str, Any]  # without the format's own
     arrays: dict[str, zarr.Array]  # in memory, without chunks
-    files: dict[str, Any]  # what the arrays look into: contents by path
-    is_bound: bool  # whether it says which chunk belongs where; those of earlier and of other programs do not
+    files: dict[str, Any]  # the arrays' store: contents by path
+    is_bound: bool  # whether it says which chunk belongs where: earlier and other programs' checkpoints do not
 
     @property
     def path(self) -> str:
@@ -107,48 +112,41 @@ class Checkpoint:
         return Grid(array.shape, array.dtype, array.shards or array.chunks)  # a file is a shard where there are any
 
     def read_chunk(self, name: str, number: tuple[int, ...], bounds: Bounds) -> np.ndarray:
-        """The values of a chunk, all that lie in the array. Raises Damaged, naming the file."""
+        """The values of a chunk, as far as it lies in the array. Raises Damaged, naming the file."""
         array = self.arrays[name]
         key = array.metadata.encode_chunk_key(number)
         file = f"{name}/{key}"
         try:
-            # A codec may make more of values that it cannot compress.
+            # A codec may need more bytes for values that it cannot compress.
             content = self.store.read(f"{self.name}/{file}", 2 * self.grid(name).file_bytes + 2**16)
         except NO_FILE as error:  # zarr would return zeros
-            raise self.damaged(_lost(file, error)) from None
+            raise Damaged(self.path, _lost(file, error)) from None
         checksums: Any = array.attrs.get(CHUNKS)
         written = checksums.get(key) if self.is_bound and isinstance(checksums, dict) else None
         if written is not None and google_crc32c.value(content[:-4]) != written:
-            raise self.damaged(f"{file} does not have the checksum that it was written with")
+            raise Damaged(self.path, f"{file} {OTHER_CHECKSUM}")
         if any(isinstance(codec, numcodecs.Blosc) for codec in array.compressors):
-            # numcodecs 0.16 decodes a file that was cut short to garbage, when its values were not compressible.
+            # numcodecs 0.16 decodes a file of incompressible values that was cut short to garbage.
             size = int.from_bytes(content[12:16], "little")  # of the whole file, by blosc's header
             if size != len(content):
-                raise self.damaged(f"{file} has {len(content)} bytes and was written with {size}")
+                raise Damaged(self.path, f"{file} has {len(content)} bytes and was written with {size}")
         self.files[file] = zarr.buffer.cpu.Buffer.from_bytes(content)
         try:
             return np.asarray(array[tuple(slice(*part) for part in bounds)])
         except UNREADABLE as error:
-            raise self.damaged(f"{file} cannot be decoded ({type(error).__name__}: {error})") from error
+            raise Damaged(self.path, f"{file} cannot be decoded ({type(error).__name__}: {error})") from error
         finally:
             del self.files[file]
 
-    def damaged(self, what: str) -> Damaged:
-        return Damaged(f"checkpoint {self.path} is damaged: {what}")
-
 
 def read_attributes(store: Store, name: str) -> dict[str, Any]:
-    """The attributes of a complete checkpoint, by reading one file.
-
-    Raises:
-      Incomplete: it is none.
-      Damaged: the attributes are not those that were written.
-    """
+    """The attributes of a complete checkpoint, from one file. Raises Incomplete, or Damaged if they are not those that
+    were written."""
     return _without_ours(_read_root(store, name))
 
 
 def open_checkpoint(store: Store, name: str, pool: Executor) -> Checkpoint:
-    """Reads the metadata. Raises as read_attributes, and Damaged for any file of metadata."""
+    """Reads the metadata. Raises as read_attributes, and Damaged for any of the metadata's files."""
     path, root = store.path(name), _read_root(store, name)
     checksums, there = root.get(CHECKSUMS, {}), store.files(name)
 
@@ -156,34 +154,32 @@ def open_checkpoint(store: Store, name: str, pool: Executor) -> Checkpoint:
         try:
             return store.read(f"{name}/{file}")
         except NO_FILE as error:
-            raise Damaged(f"checkpoint {path} is damaged: {_lost(file, error)}") from None
+            raise Damaged(path, _lost(file, error)) from None
 
-    found = [file for file in there if file.rpartition("/")[2] in METADATA_FILES]
-    reads = {file: pool.submit(read, file) for file in found}
+    reads = {file: pool.submit(read, file) for file in there if file.rpartition("/")[2] in METADATA_FILES}
     finish({read: store.path(f"{name}/{file}") for file, read in reads.items()}, "read")
     contents = {file: read.result() for file, read in reads.items()}
     for file in filter(None, checksums):
         if google_crc32c.value(contents.get(file, b"")) != checksums[file]:
-            what = "does not have the checksum that it was written with" if file in contents else "is missing"
-            raise Damaged(f"checkpoint {path} is damaged: {file} {what}")
+            raise Damaged(path, f"{file} {OTHER_CHECKSUM if file in contents else 'is missing'}")
     memory: dict[str, Any] = {file: zarr.buffer.cpu.Buffer.from_bytes(content) for file, content in contents.items()}
     try:
         group = zarr.open_group(zarr.storage.MemoryStore(memory), mode="r", use_consolidated=False)
         arrays = {leaf: array for leaf, array in group.members(max_depth=None) if isinstance(array, zarr.Array)}
     except UNREADABLE as error:
-        raise Damaged(f"checkpoint {path} is damaged: its metadata cannot be read ({error})") from error
+        raise Damaged(path, f"its metadata cannot be read ({error})") from error
     opened = Checkpoint(store, name, _without_ours(root), arrays, memory, is_bound=bool(checksums) and STEP in root)
-    for leaf in arrays:  # before a loop goes through them, or memory for one is asked for
+    for leaf in arrays:  # before a loop goes over the chunks, or memory for one is allocated
         grid = opened.grid(leaf)
         count = math.prod(-(-size // part) for size, part in zip(grid.shape, grid.chunk))
         if count > len(there) or grid.file_bytes > MOST_CHUNK_BYTES:
-            raise opened.damaged(f"{leaf} would have {count:,} chunks of {grid.file_bytes:,} bytes")
+            raise Damaged(path, f"{leaf} would have {count:,} chunks of {grid.file_bytes:,} bytes")
     return opened
 
 
 def find(path: str) -> list[tuple[Store, str]]:
-    """The store and the name of each checkpoint at a path: itself, or all in it, oldest first. Raises RunError if there
-    is none."""
+    """The store and the name of each checkpoint at a path: the checkpoint itself, or all in this folder, oldest first.
+    Raises RunError if there is none."""
     path = path.rstrip("/")
     store = open_store(path, FIND_TIMEOUT_S)
     with run_errors(f"{path} cannot be read"):
@@ -211,13 +207,12 @@ def open_newest(path: str, pool: Executor) -> Checkpoint:
 def restore(checkpoint: Checkpoint, like: Any, pool: Executor) -> Any:
     """Reads a tree like `like`, whose leaves are jax.ShapeDtypeStructs with shardings, bit for bit as it was saved.
 
-    Each host reads the chunks that its devices need, each once, and holds one leaf at a time beside those that are on
-    its devices. A leaf's path may be spelled `weights/transformer/w_q`, `weightstransformerw_q` or
-    `.weights.transformer.w_q`.
+    A host reads every chunk that its devices need once, and holds one leaf at a time besides those on its devices. A
+    leaf's path may be spelled `weights/transformer/w_q`, `weightstransformerw_q` or `.weights.transformer.w_q`.
 
     Raises:
       RunError: the leaves are not those of `like`; with all differences.
-      Damaged: a chunk is missing or is not what was written, with its path.
+      Damaged: a chunk is missing or not what was written; with its path.
     """
     wanted = named_leaves(like)
     names = [next((name for name in names if name in checkpoint.arrays), "") for names, _ in wanted]
@@ -226,12 +221,12 @@ def restore(checkpoint: Checkpoint, like: Any, pool: Executor) -> Any:
         expected = f"expected {leaf.dtype}{list(leaf.shape)}"
         if not name:
             differences.append(f"  {spellings[0]}: missing, {expected}")
-        elif (found := checkpoint.grid(name)) and (found.shape, found.dtype) != (leaf.shape, leaf.dtype):
-            differences.append(f"  {name}: holds {found.dtype}{list(found.shape)}, {expected}")
+        elif (grid := checkpoint.grid(name)) and (grid.shape, grid.dtype) != (leaf.shape, leaf.dtype):
+            differences.append(f"  {name}: holds {grid.dtype}{list(grid.shape)}, {expected}")
     differences += [f"  {name}: in the checkpoint only" for name in sorted(checkpoint.arrays.keys() - set(names))]
     if differences:
         fix = "Restore with the model that saved it, or start a run with another name."
-        raise RunError("\n".join([f"checkpoint {checkpoint.path} is not of this state:", *differences, fix]))
+        raise RunError("\n".join([f"checkpoint {checkpoint.path} holds another state:", *differences, fix]))
     leaves = [_read_leaf(checkpoint, name, leaf, pool) for name, (_, leaf) in zip(names, wanted)]
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
@@ -247,7 +242,7 @@ def read_block(checkpoint: Checkpoint, name: str, bounds: Bounds, pool: Executor
 
 
 def verify(checkpoint: Checkpoint, pool: Executor) -> tuple[int, list[str]]:
-    """Reads a checkpoint through: the number of its chunks, and what is wrong, a line a chunk."""
+    """Reads all of a checkpoint: the number of its chunks, and a line for each that is damaged."""
     reads = []
     for name in checkpoint.arrays:
         for number, bounds in checkpoint.grid(name).all():
@@ -257,7 +252,7 @@ def verify(checkpoint: Checkpoint, pool: Executor) -> tuple[int, list[str]]:
         try:
             read.result()
         except Damaged as error:
-            faults.append(str(error).removeprefix(f"checkpoint {checkpoint.path} is damaged: "))
+            faults.append(error.what)
     return len(reads), faults
 
 
@@ -268,23 +263,23 @@ def _read_root(store: Store, name: str) -> dict[str, Any]:
             content = json.loads(store.read(f"{name}/{file}"))
             attributes = content.get("attributes", {}) if file == "zarr.json" else content
             if file == "zarr.json" and (content["zarr_format"], content["node_type"]) != (3, "group"):
-                raise ValueError("it is no group in format 3")
+                raise ValueError("it is no group of format 3")
             if attributes.get(COMPLETED) is not True:
                 break
             if CHECKSUMS not in attributes:
                 return attributes
             if attributes[CHECKSUMS][""] != attributes_checksum(attributes):
-                raise Damaged(f"checkpoint {path} is damaged: the attributes in {file} are not those that were written")
+                raise Damaged(path, f"the attributes in {file} are not those that were written")
         except (FileNotFoundError, NotADirectoryError):
             continue
         except NotPlain as error:
-            raise Damaged(f"checkpoint {path} is damaged: {_lost(file, error)}") from None
-        except OSError as error:  # it may be a complete one: to pass it over could lose a run's work
+            raise Damaged(path, _lost(file, error)) from None
+        except OSError as error:  # it may be complete: passing it over could lose a run's work
             raise RunError(f"checkpoint {path} cannot be opened: {type(error).__name__}: {error}") from error
         except UNREADABLE as error:
-            raise Damaged(f"checkpoint {path} is damaged: {file} cannot be read ({error})") from error
+            raise Damaged(path, f"{file} cannot be read ({error})") from error
         if name.isdigit() and int(name) != attributes.get(STEP, int(name)):
-            raise Damaged(f"checkpoint {path} is damaged: it was saved as that of step {attributes[STEP]}")
+            raise Damaged(path, f"it was saved as that of step {attributes[STEP]}")
         return attributes
     raise Incomplete(f"checkpoint {path} was not written to its end")
 
@@ -302,7 +297,7 @@ def _read_leaf(checkpoint: Checkpoint, name: str, leaf: jax.ShapeDtypeStruct, po
 
 
 def _read_blocks(checkpoint: Checkpoint, name: str, wanted: list[Bounds], pool: Executor) -> dict[Bounds, np.ndarray]:
-    """The values within each of these bounds; a chunk that is needed for several of them is read once."""
+    """The values by bounds. A chunk that several of them need is read once."""
     grid = checkpoint.grid(name)
     blocks = {bounds: np.empty([stop - start for start, stop in bounds], grid.dtype) for bounds in wanted}
     needed: dict[tuple, list[Bounds]] = {}
@@ -324,8 +319,8 @@ def _read_blocks(checkpoint: Checkpoint, name: str, wanted: list[Bounds], pool: 
 
 
 def finish(futures: dict[Future, str], done: str) -> None:
-    """Waits for work on files, by their paths; stops at the first failure, and raises it as a RunError that names file
-    and cause."""
+    """Waits for work on files (futures: with the path of each). Stops at the first failure, and raises it as a RunError
+    that names file and cause."""
     wait(futures, return_when=FIRST_EXCEPTION)
     for future in futures:
         future.cancel()
@@ -341,7 +336,7 @@ def finish(futures: dict[Future, str], done: str) -> None:
 
 
 def named_leaves(tree: Any) -> list[tuple[list[str], Any]]:
-    """Each leaf with the spellings of its path: ours, which is written, and the two that others have published."""
+    """Each leaf with the spellings of its path: the one that we write, and two that other programs wrote."""
     named = []
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         ours, joined, dotted = (

@@ -1,5 +1,5 @@
-"""A run's directory of checkpoints: saved behind the steps, restored from the newest that reads whole, deleted when
-newer ones are complete.
+"""A run's directory of checkpoints: saved while training goes on, restored from the newest that reads whole, deleted
+when newer ones are complete.
 
     checkpoints = Checkpoints("runs/a/checkpoints", keep_last=3, keep_every=1000)
     step, state = checkpoints.restore(shapes) if checkpoints.latest() else (0, init())
@@ -33,16 +33,17 @@ from runtime.checkpoints.hosts import Hosts
 from runtime.checkpoints.store import open_store
 from runtime.terminal import RunError, run_errors
 
-TIMEOUT_S = 600.0  # what takes longer, because a host died or the disk hangs, stops the run
-MOST_THREADS = 16  # each may hold a few chunks: at most about 2 GB of host memory beside the copy of the state
+TIMEOUT_S = 600.0  # a save that takes longer, since a host died or the disk hangs, stops the run
+MOST_THREADS = 16  # each may hold a few chunks: about 2 GB of host memory besides the copy of the state
 
 
 class Checkpoints:
-    """All hosts construct it alike and call its methods in the same order.
+    """All hosts construct it with the same arguments and call its methods in the same order.
 
-    keep_last newest checkpoints are kept, None keeps all; and those whose step is a multiple of keep_every.
-    Asynchronous, `save` returns when the state is copied. A host waits for another, and for an object store, for
-    timeout_s.
+    Args:
+      keep_last: how many of the newest checkpoints are kept; None: all.
+      keep_every: checkpoints whose step is a multiple of this are kept too.
+      timeout_s: how long a host waits for another one, and for an object store.
     """
 
     def __init__(
@@ -51,31 +52,29 @@ class Checkpoints:
         *,
         keep_last: int | None = None,
         keep_every: int | None = None,
-        asynchronous: bool = True,
         timeout_s: float = TIMEOUT_S,
         max_io_threads: int = MOST_THREADS,
     ):
         self._store = open_store(directory, timeout_s)
         with run_errors(f"{directory} cannot be used"):
             self._hosts = Hosts(self._store, timeout_s)
-        self._keep_last, self._keep_every, self._asynchronous = keep_last, keep_every, asynchronous
+        self._keep_last, self._keep_every = keep_last, keep_every
         self._pool = ThreadPoolExecutor(min(max_io_threads, MOST_THREADS), "checkpoint-io")
         self._writer = ThreadPoolExecutor(1, "checkpoint-save")
         self._saving: Future | None = None
-        self._complete: set[str] = set()  # names of those that are known to be
-        self._damaged: dict[str, str] = {}  # what was found to be wrong, by name
+        self._complete: set[str] = set()  # names of checkpoints
+        self._damaged: dict[str, str] = {}  # what is wrong, by name
         self._said: set[str] = set()
 
     def save(self, step: int, tree: Any, attributes: dict[str, Any], best: int | None = None) -> float:
-        """Saves a tree of arrays and attributes (JSON values); returns the seconds that the caller was held up. The
+        """Saves a tree of arrays and attributes (JSON values); returns for how many seconds it held up the caller. The
         checkpoint of step `best` is kept too.
 
-        It waits until the save before is complete and the arrays are computed, and copies this host's shards:
-        afterwards the arrays may be donated. An incomplete checkpoint of the same step is replaced; a damaged one is
-        moved aside.
+        Waits until the previous save is complete and the arrays are computed, and copies this host's shards; afterwards
+        the arrays may be donated. Replaces an incomplete checkpoint of the same step, and moves a damaged one aside.
 
         Raises:
-          RunError: the save before failed, or this one did if it is not asynchronous; with the path and the cause.
+          RunError: the previous save failed; with the path and the cause.
         """
         began = time.perf_counter()
         self._wait()
@@ -83,13 +82,10 @@ class Checkpoints:
         waited_s = time.perf_counter() - began
         jax.block_until_ready(tree)
         began = time.perf_counter()
-        attributes = json.loads(json.dumps(attributes))  # the caller may change his
+        attributes = json.loads(json.dumps(attributes))  # a copy
         name = _name(step)
         grids, chunks = checkpoint_writing.snapshot(tree, self._pool, self._store.path(name))
         self._saving = self._writer.submit(self._save, name, grids, chunks, attributes, best)
-        if not self._asynchronous:
-            self._wait()
-            self.raise_failure()
         return waited_s + time.perf_counter() - began
 
     def raise_failure(self) -> None:
@@ -101,8 +97,8 @@ class Checkpoints:
     def latest(self, last_step: int | None = None) -> int | None:
         """The newest complete checkpoint's step, or None; says on stderr which newer ones are passed over, and why.
 
-        Waits for a save that is under way. Whether chunks are whole is known only to `restore`, which nobody would call
-        for the last step or a later one: that checkpoint is read through here. One found to be damaged is not counted.
+        Waits for a save that is under way. Only `restore` reads chunks, and nobody restores the checkpoint of
+        `last_step` or a later one, so these are read whole here. A damaged one does not count.
 
         Raises:
           RunError: there are checkpoints, but all of them are damaged; or the store cannot be read.
@@ -116,10 +112,10 @@ class Checkpoints:
         return checkpoint.read_attributes(self._store, _name(step))
 
     def restore(self, like: Any, step: int | None = None) -> tuple[int, Any]:
-        """The newest checkpoint that reads whole, its step and its tree; or, with `step`, that one.
+        """The step and the tree of the newest checkpoint that reads whole; or of the one of `step`.
 
-        One with a chunk that is missing or damaged is passed over, on all hosts, with a line on stderr that says what
-        is wrong. `like` is a tree of jax.ShapeDtypeStructs with shardings, of any mesh.
+        A checkpoint with a missing or damaged chunk is passed over on all hosts, and a line on stderr says what is
+        wrong. `like` is a tree of jax.ShapeDtypeStructs with shardings on any mesh.
 
         Raises:
           RunError: none reads whole; the leaves are not those of `like`, with all differences; the store cannot be
@@ -137,13 +133,13 @@ class Checkpoints:
                 self._say(f"checkpoint {opened.path} {UNBOUND}")
             return None
 
-        while (found := self.latest() if step is None else step) is not None:
-            name = _name(found)
+        while (tried := self.latest() if step is None else step) is not None:
+            name = _name(tried)
             faults = self._together(
                 f"checkpoint {self._store.path(name)} could not be read", functools.partial(read, name)
             )
             if not any(faults):
-                return found, trees[0]
+                return tried, trees[0]
             trees.clear()
             said = [f"host {host}: {fault}" if len(faults) > 1 else fault for host, fault in enumerate(faults) if fault]
             self._damaged[name] = "; ".join(said)
@@ -177,7 +173,7 @@ class Checkpoints:
             self._remove_old(name, best)
 
     def _together(self, failed: str, action: Callable[[], Any]) -> list[Any]:
-        """Does something on all hosts; returns what it returned on each, and raises on all if it failed on any."""
+        """Runs the action on all hosts; returns its values on all of them, and raises on all if it failed on any."""
         value = error = None
         try:
             with run_errors(failed):
@@ -195,23 +191,19 @@ class Checkpoints:
     def _make_room(self, name: str) -> None:
         if name not in self._store.names():
             return
-        fault = self._damaged.pop(name, None)
-        try:
-            checkpoint.read_attributes(self._store, name)
-        except Incomplete:
-            return checkpoint_writing.remove(self._store, name)
-        except Damaged as damaged:
-            fault = str(damaged)
+        fault = self._fault(name)
         if fault is None:
             path = self._store.path(name)
             raise RunError(f"checkpoint {path} is already there and complete; remove it to save this step again")
+        if self._damaged.pop(name, None) is None:
+            return checkpoint_writing.remove(self._store, name)
         number = sum(other.startswith(f"{name}.damaged") for other in self._store.names())
         self._store.move(name, aside := f"{name}.damaged" + (f"-{number + 1}" if number else ""))
         self._say(f"moved aside, to {aside}: {fault}")
 
     def _remove_old(self, newest: str, best: int | None) -> None:
-        """Deletes what is not kept, and what incomplete ones are older than the newest: they cannot become complete any
-        more."""
+        """Deletes checkpoints that are not kept, and incomplete ones that are older than the newest: they will stay
+        incomplete."""
         complete: list[str] = []
         old: list[str] = []
         for name in self._names():
@@ -229,7 +221,7 @@ class Checkpoints:
     # ---- what is there
 
     def _names(self) -> list[str]:
-        """Of all checkpoints, whatever their state, newest first."""
+        """The names of all checkpoints, whatever their state, newest first."""
         with run_errors(f"{self._store.path('')} cannot be listed"):
             there = self._store.names()
         return sorted((name for name in there if re.fullmatch(r"\d{10}", name)), reverse=True)
@@ -246,7 +238,8 @@ class Checkpoints:
         return None
 
     def _fault(self, name: str, read_through: bool = False) -> str | None:
-        """Why this is not a checkpoint to go on from, as far as is known without reading its chunks, or with it."""
+        """Why a run cannot go on from this checkpoint; None if it can, as far as its attributes say, or its chunks too
+        with `read_through`."""
         if name in self._damaged or (name in self._complete and not read_through):
             return self._damaged.get(name)
         try:
@@ -254,7 +247,7 @@ class Checkpoints:
             if read_through:
                 opened = checkpoint.open_checkpoint(self._store, name, self._pool)
                 if faults := checkpoint.verify(opened, self._pool)[1]:
-                    raise opened.damaged(faults[0])
+                    raise Damaged(opened.path, faults[0])
         except Incomplete as incomplete:
             return str(incomplete)
         except Damaged as damaged:

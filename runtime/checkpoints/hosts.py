@@ -1,11 +1,11 @@
-"""How the hosts of a run agree, from any thread: by small files in the store that they share anyway.
+"""How the hosts of a run agree, from any thread: by small files in the store that they share.
 
     hosts = Hosts(store, timeout_s=600)                       # by all hosts alike
     fault, values = hosts.agree(fault, value)                 # the same on every host
 
-Not by collectives: these would run between those of the training step, in an order that differs from host to host.
-Every wait ends: who hears nothing for `timeout_s` takes the other host for dead. A shared file system may show a new
-file late (NFS: up to a minute).
+Collectives would run between those of the training step, in an order that differs from host to host. Every wait ends: a
+host that has not spoken for `timeout_s` counts as dead. A shared file system may show a new file late (NFS: up to a
+minute).
 """
 
 import json
@@ -25,8 +25,8 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
 
 
 class Hosts:
-    """The processes of this JAX program. Each calls the same methods in the same order; with one process they cost
-    nothing."""
+    """The processes of this JAX program. All call the same methods in the same order; one process alone writes no
+    file."""
 
     def __init__(self, store: LocalStore | RemoteStore, timeout_s: float):
         self._store, self._timeout_s, self._exchanges = store, timeout_s, 0
@@ -35,11 +35,11 @@ class Hosts:
         if self.count > 1:
             if self.is_leader:
                 store.remove(FOLDER)  # of an earlier run; nobody writes before the broadcast
-            # The run's own name, so that nothing of an earlier run is taken for this one's.
+            # A name of this run's own: files of an earlier run may still become visible.
             self._run = int(multihost_utils.broadcast_one_to_all(np.uint32(secrets.randbits(32))))
 
     def agree(self, fault: str | None, value: Any) -> tuple[str | None, list[Any]]:
-        """What went wrong on any host, None if nothing did, and what each called this with, JSON values."""
+        """The faults of all hosts in one text, or None, and the values (JSON) of all hosts."""
         if self.count == 1:
             return fault, [value]
         self._say(str(self.index), [fault and f"host {self.index}: {fault}", value])
@@ -58,7 +58,7 @@ class Hosts:
             if not heard:
                 raise RunError(f"nothing was heard of host 0 within {limit_s:g} s: it died or hangs")
             fault, values = heard["leader"]
-        # All have spoken in this exchange, so all have read what was said in the one before.
+        # All hosts have spoken in this exchange, so all have read the files of the previous one.
         for name in ["leader", "0"] if self.is_leader else [str(self.index)]:
             self._store.remove(self._name(name, self._exchanges - 1))
         self._exchanges += 1
@@ -68,7 +68,7 @@ class Hosts:
         self._store.write(self._name(name, self._exchanges), json.dumps(what).encode())
 
     def _hear(self, names: list[str], timeout_s: float) -> dict[str, Any]:
-        """What was said under these names; those that nothing was heard of in time are left out."""
+        """The contents by name, without names that did not appear in time."""
         heard: dict[str, Any] = {}
         deadline, pause_s = time.monotonic() + timeout_s, FIRST_PAUSE_S
         while True:

@@ -4,9 +4,9 @@
         for step in ...:
             owner.check()
 
-On a local disk, and on shared file systems that carry locks, the kernel holds a lock (flock on `owner.lock`, which
-stays) for as long as the owner lives, so a dead one is known at once. Elsewhere, in an object store for one, the owner
-rewrites `owner.json` every HEARTBEAT_S, and who wants the folder watches it first: an owner that writes lives.
+On a local disk, and on shared file systems with locks, the kernel holds a lock (flock on `owner.lock`, which stays) as
+long as the owner lives, so a dead owner is known at once. Elsewhere, such as in an object store, the owner rewrites
+`owner.json` every HEARTBEAT_S, and a second run first watches whether it changes.
 """
 
 import contextlib
@@ -26,18 +26,17 @@ from runtime.checkpoints.store import LocalStore, open_store
 from runtime.terminal import RunError, run_errors
 
 HEARTBEAT_S = 10.0
-SILENT_S = 3 * HEARTBEAT_S  # an owner of which nothing is heard for so long is dead
+SILENT_S = 3 * HEARTBEAT_S  # an owner that has not written for so long is dead
 NAME, LOCK = "owner.json", "owner.lock"
 Record = dict[str, Any]
 
 
 class Ownership:
-    """Owns the folder, a path or a URL, from __enter__ to __exit__; what a killed owner left is taken over.
+    """Owns the folder, a path or a URL, from __enter__ to __exit__. A dead owner's folder is taken over.
 
     Raises:
-        RunError: from __enter__, when another run owns the folder, with its host and process; from `check`, when
-            another has taken it since, which can happen where there are no locks and this process stood still for
-            longer than SILENT_S.
+      RunError: from __enter__ if another run owns the folder, with its host and process; from `check` if another run
+        has taken it since, which can happen where there are no locks and this process stood still for over SILENT_S.
     """
 
     def __init__(self, folder: str | Path):
@@ -74,7 +73,7 @@ class Ownership:
         self._unlock()
 
     def check(self) -> None:
-        """Raises RunError if another run has taken the folder, or it is not there any more."""
+        """Raises RunError if another run has taken the folder, or the folder is gone."""
         if self._taken_by == {}:
             gone = "the folder was moved, or the file deleted, while this run wrote there"
             raise RunError(f"{self._folder}/{NAME} is gone: {gone}. Start it again.")
@@ -83,13 +82,13 @@ class Ownership:
 
     def _take(self) -> None:
         is_locked = isinstance(self._store, LocalStore) and self._has_lock()
-        found = self._read()
-        if found is not None and not (is_locked and found.get("host", self._record["host"]) == self._record["host"]):
-            _say(f"{self._folder} was left by {_who(found)}, or is still in use: watching for {SILENT_S:g} s")
+        left = self._read()
+        if left is not None and not (is_locked and left.get("host", self._record["host"]) == self._record["host"]):
+            _say(f"{self._folder} was left by {_who(left)}, or is still in use: watching for {SILENT_S:g} s")
             end = time.monotonic() + SILENT_S
             while time.monotonic() < end:
                 time.sleep(SILENT_S / 30)
-                if (now := self._read()) is not None and now != found:
+                if (now := self._read()) is not None and now != left:
                     raise RunError(self._in_use(now))
             _say(f"nothing is heard of it: {self._folder} is taken over")
         self._write(0)
@@ -120,12 +119,12 @@ class Ownership:
         beat = 0
         while not self._closed.wait(HEARTBEAT_S):
             try:
-                found = self._read()
-                if (found or {}).get("run") != self._record["run"]:
-                    self._taken_by = found or {}
+                owner = self._read() or {}
+                if owner.get("run") != self._record["run"]:
+                    self._taken_by = owner
                     return
                 self._write(beat := beat + 1)
-            except (OSError, RunError) as error:  # whether the disk is well again is seen by the next save
+            except (OSError, RunError) as error:  # if the disk stays bad, the next save fails
                 _say(f"{self._folder}/{NAME} could not be rewritten: {error}")
 
     def _read(self) -> Record | None:

@@ -4,9 +4,8 @@
     store.write("0000000020/weights/embed/c.0.0", values, checksum)     # durable when it returns
     store.files("0000000020")                                           # {"weights/embed/c.0.0": 1028}
 
-A name is a path below the store's root. Writing is all or nothing. On an object store every verb is tried again, with
-growing pauses, until `timeout_s` is over: servers that answer 500, are slow, or cut connections are the rule there, not
-the exception.
+A name is a path below the store's root. Writing is all or nothing. On an object store every verb is retried, with
+growing pauses, until `timeout_s` is over: there, servers that answer 500, are slow or cut connections are the rule.
 """
 
 import asyncio
@@ -27,8 +26,8 @@ from runtime.files import LARGEST_BYTES, read_bytes
 from runtime.terminal import RunError
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 10.0
-ATTEMPTS_AT_LEAST = 3  # one that hangs is given up after this part of the time
-# What another attempt does not change. The second are refusals with their fix, some by name: their package is optional.
+ATTEMPTS_AT_LEAST = 3  # an attempt that hangs is given up after a third of the time
+# Errors that another attempt does not change; the second with their fix, and by name, since packages are optional.
 FINAL = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError)
 REFUSED = {
     "NoCredentialsError": "write ~/.aws/credentials, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
@@ -48,7 +47,7 @@ def open_store(directory: str | Path, timeout_s: float) -> "LocalStore | RemoteS
     if "://" not in url:
         return LocalStore(url)
     try:
-        # What was listed before is not what is there: other hosts write too.
+        # Without a cache: other hosts write too.
         files, root = fsspec.url_to_fs(url, use_listings_cache=False)
     except ImportError as error:  # fsspec's text names the package
         package = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}.get(url.split("://")[0])
@@ -75,10 +74,7 @@ class LocalStore:
         return read_bytes(self._root / name, most)
 
     def write(self, name: str, *parts: bytes | memoryview) -> None:
-        """Writes a file of these parts, one after another; it is on the disk, and then there at once.
-
-        The directories that it is in are not flushed: see `flush`.
-        """
+        """Writes a file of these parts. It appears whole, once it is on the disk; its directories: see `flush`."""
         path = self._root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_name(path.name + ".part")
@@ -90,7 +86,7 @@ class LocalStore:
         os.replace(unfinished, path)
 
     def names(self, name: str = "") -> list[str]:
-        """What is directly in a directory; nothing where there is none."""
+        """The names in a directory; none where there is no directory."""
         try:
             return os.listdir(self._root / name)
         except (FileNotFoundError, NotADirectoryError):
@@ -106,8 +102,8 @@ class LocalStore:
         return sizes
 
     def remove(self, name: str) -> None:
-        """Removes a file, or a directory with all that is in it; does nothing where there is neither. Of a link, the
-        link alone: what it leads to is not this store's."""
+        """Removes a file, or a directory with everything in it; does nothing where there is neither. A link is removed
+        alone: its target is not this store's."""
         path, top = self._root / name, self._root / name.partition("/")[0]
         if path != top and (top.is_symlink() or not top.is_dir()):
             return
@@ -121,7 +117,7 @@ class LocalStore:
         os.rename(self._root / name, self._root / new_name)
 
     def flush(self, name: str) -> None:
-        """Waits until a directory, those in it and those that it is in are on the disk: which files they hold."""
+        """Waits until the entries of a directory, of those in it and of those that it is in are on the disk."""
         top = self._root / name
         for path in [*(Path(folder) for folder, _, _ in os.walk(top)), self._root, self._root.parent]:
             descriptor = os.open(path, os.O_RDONLY)
@@ -132,11 +128,11 @@ class LocalStore:
 
 
 class RemoteStore:
-    """A path of an fsspec file system. The verbs are LocalStore's; the longest wait of each is `timeout_s`.
+    """A path of an fsspec file system. The verbs are LocalStore's; each takes at most `timeout_s`.
 
     Raises:
-      RunError: the store refuses whatever is asked: there are no credentials, the bucket's name is none.
-      TimeoutError: the verb did not succeed in time; says how often it was tried, and the last error.
+      RunError: the store refuses everything: there are no credentials, or no such bucket.
+      TimeoutError: the verb did not succeed in time; with the number of attempts and the last error.
     """
 
     def __init__(self, files: Any, url: str, root: str, timeout_s: float):
@@ -144,7 +140,7 @@ class RemoteStore:
             from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
 
             files = AsyncFileSystemWrapper(files, asynchronous=False)
-        # Of a connection that is cut aiohttp leaves tasks whose error nobody waits for: who asked has his own.
+        # When a connection is cut, aiohttp leaves tasks whose errors nobody reads; the caller gets its own error.
         logging.getLogger("asyncio").setLevel(logging.CRITICAL)
         self._files, self._url, self._root, self._timeout_s = files, url.rstrip("/"), root.rstrip("/"), timeout_s
 
@@ -152,7 +148,7 @@ class RemoteStore:
         return f"{self._url}/{name}".rstrip("/")
 
     def read(self, name: str, most: int = 0) -> bytes:
-        """`most` is of no use here: an object has the bytes that were sent."""
+        """`most` is not needed here: an object cannot be sparse."""
         return self._retried(lambda: self._files._cat_file(self._at(name)))
 
     def write(self, name: str, *parts: bytes | memoryview) -> None:

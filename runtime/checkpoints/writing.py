@@ -1,6 +1,6 @@
-"""Writes one checkpoint: a copy of the state first, then each host its chunks, then the metadata, which make it one.
+"""Writes one checkpoint: copies the state, writes each host's chunks, then the metadata, which complete it.
 
-    grids, chunks = snapshot(state, pool)                     # what follows needs no device: the state may be donated
+    grids, chunks = snapshot(state, pool)                     # afterwards the state may be donated
     checksums = write_chunks(store, "0000000020", chunks, pool)              # every host
     complete(store, "0000000020", grids, checksums, attributes, pool)        # one host, with the checksums of all
 
@@ -32,15 +32,15 @@ from runtime.checkpoints.checkpoint import (
 )
 from runtime.terminal import RunError
 
-MAX_CHUNK_BYTES = 32 * 2**20  # also what a thread holds, and one request to an object store
+MAX_CHUNK_BYTES = 32 * 2**20  # also what a thread holds, and the size of a request to an object store
 
 
 def snapshot(tree: Any, pool: Executor, path: str = "") -> tuple[dict[str, Grid], list[tuple[str, np.ndarray]]]:
-    """The leaves by name, and a copy of what this host has to write, of each shard one copy over all hosts: chunks,
-    (file name, values). When it returns, the arrays may be donated.
+    """The leaves' grids by name, and copies of the chunks that this host writes, as (file name, values); each shard is
+    written by one host. When it returns, the arrays may be donated.
 
     Raises:
-      RunError: a leaf has a type that zarr has not, such as bfloat16.
+      RunError: zarr has no such type as a leaf's, bfloat16 for one.
     """
     grids: dict[str, Grid] = {}
     shards: list[tuple[str, jax.Shard]] = []
@@ -63,8 +63,8 @@ def snapshot(tree: Any, pool: Executor, path: str = "") -> tuple[dict[str, Grid]
 
 
 def write_chunks(store: Store, name: str, chunks: list[tuple[str, np.ndarray]], pool: Executor) -> dict[str, int]:
-    """Writes a host's chunks; all are on the disk when it returns their values' crc32c, by the chunks' files. Empties
-    `chunks`: memory is free as soon as it is written.
+    """Writes a host's chunks, and returns the crc32c of their values by file once all are on the disk. Empties
+    `chunks`, which frees memory as it goes.
 
     Raises:
       RunError: a chunk could not be written; with its path and the cause.
@@ -93,7 +93,8 @@ def complete(
     attributes: dict[str, Any],
     pool: Executor,
 ) -> None:
-    """Makes a checkpoint of chunks that all hosts have written. Raises RunError: one is not there, or a write fails."""
+    """Writes the metadata over chunks that all hosts have written. Raises RunError if a chunk is missing, or a write
+    fails."""
     sizes = store.files(name)
     for leaf, grid in grids.items():
         for number, _ in grid.all():
@@ -109,10 +110,10 @@ def complete(
 
 
 def write_copy(source: Any, store: Store, name: str, attributes: dict[str, Any], pool: Executor) -> None:
-    """Writes a checkpoint of what another one holds, a chunk of it at a time.
+    """Writes a copy of a checkpoint, a chunk at a time.
 
     Args:
-      source: with `arrays`, `grid` and `read_chunk` as a Checkpoint has them; its chunks divide each leaf evenly.
+      source: has `arrays`, `grid` and `read_chunk` as a Checkpoint does; its chunks divide its leaves evenly.
     """
     grids: dict[str, Grid] = {}
     checksums: dict[str, Any] = {}
@@ -128,7 +129,7 @@ def write_copy(source: Any, store: Store, name: str, attributes: dict[str, Any],
 
 
 def remove(store: Store, name: str) -> None:
-    """Deletes a checkpoint. Safe to interrupt: from its first moment on it is none any more."""
+    """Deletes a checkpoint. Safe to interrupt: what is left is incomplete."""
     for file in ("zarr.json", ".zattrs"):
         store.remove(f"{name}/{file}")
     store.flush(name)
@@ -161,12 +162,13 @@ def _metadata(
 
 def _copy(shard: jax.Shard) -> np.ndarray:
     values = np.asarray(shard.data)
-    # Where the device's memory is the host's, numpy looks into it, and the next step overwrites it.
+    # On a CPU `values` is the device's own memory, which the next step overwrites.
     return values.copy() if shard.device.platform == "cpu" else values
 
 
 def chunk_shape(shard_shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """A shard's shape, its leading dims divided evenly until it has at most MAX_CHUNK_BYTES: a chunk has one writer."""
+    """A shard's shape, with leading dims divided evenly until it has at most MAX_CHUNK_BYTES. So a chunk has one
+    writer."""
     shape = [max(1, size) for size in shard_shape]
     while math.prod(shape) * itemsize > MAX_CHUNK_BYTES and math.prod(shape) > 1:
         dim = next(i for i, size in enumerate(shape) if size > 1)

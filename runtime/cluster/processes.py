@@ -1,11 +1,10 @@
 """Several hosts: finds the other processes, lays the mesh over their devices, and says who failed.
 
-    mesh = cluster.start(config)                     # by every process alike; with one host it finds nobody
-    cluster.crossing(mesh)                           # ('d',): the axes whose collectives use the network
+    mesh = start(config)        # in every process
+    crossing(mesh)              # ('d',): the axes whose collectives use the network
 
-Whatever starts the processes (Slurm's srun, Open MPI's mpirun, a Kubernetes Job or JobSet, Cloud TPU),
-`jax.distributed` finds by itself who they are; where nothing does, the keys `cluster.*` say it. docs/hosts.md has a
-page on each.
+`jax.distributed` finds out who the processes are where Slurm's srun, Open MPI's mpirun, a Kubernetes Job or JobSet, or
+Cloud TPU has started them; elsewhere the keys `cluster.*` say it (docs/hosts.md).
 """
 
 import math
@@ -28,40 +27,38 @@ from runtime.terminal import RunError, columns, one_of_several, print_line
 from shardlib.mesh import make_mesh
 from shardlib.shardtypes import mesh_text
 
-# For how long the processes wait for each other at the start: of a large job some are scheduled minutes later.
-START_S = 300
-WAITING_S = 30  # after which it says so
-# A process of which nothing is heard for so long is dead, and all others end. JAX's own threads send the heartbeats,
-# also while a process compiles; its default is 100 s.
+START_S = 300  # how long processes wait for each other: in a large job some are scheduled minutes later
+WAITING_S = 30  # a process that has waited so long says so
+# A process that is silent for so long is dead, and all others end. JAX's own threads send heartbeats, even while the
+# process compiles. JAX's default is 100 s.
 SILENT_S = 60
 
-# What these launchers say about a job, in the order in which JAX looks for them. Kubernetes and Cloud TPU say it only
-# when they are asked, which JAX does.
+# Where launchers say how many processes a job has, in JAX's order. JAX itself asks Kubernetes and Cloud TPU.
 LAUNCHERS = {"Open MPI": "OMPI_COMM_WORLD_SIZE", "Slurm": "SLURM_STEP_NUM_TASKS"}
-MOST_SIMULATED = 2**10  # devices, which JAX takes a second to start
-LONGEST_NAME = 64  # of a host, in Linux
+MOST_SIMULATED = 2**10  # devices; JAX starts so many in a second
+LONGEST_NAME = 64  # a Linux host's
 
 
 class NoDevice(RunError):
-    """JAX does not start: it cannot use a device that it found, or what JAX_PLATFORMS names is not there."""
+    """JAX does not start: it cannot use a device, or what JAX_PLATFORMS names is not there."""
 
 
 def start(config: Any) -> Mesh:
     """Starts JAX, on several hosts with its own discovery of the cluster, and returns the config's mesh.
 
-    Process 0 prints a table of the hosts. Error messages of a process begin with its host's name from then on.
+    Process 0 prints a table of the hosts. From then on a process's error messages begin with its host's name.
 
     Raises:
-      RunError: the hosts or the devices are not those that the config says, or not all hosts came; of one host alone
-        `NoDevice`, too.
+      RunError: the hosts or the devices are not those that the config says, or not all hosts came.
+      NoDevice: on one host.
     """
     prepare_devices(config)
     launcher, processes = _launched(config)
     if processes is not None:
-        check_num_hosts(config, processes)  # before anyone waits for anyone
-    if config.num_hosts > 1 and not jax.distributed.is_initialized():  # it is in the second job of a sweep
+        check_num_hosts(config, processes)  # before processes wait for each other
+    if config.num_hosts > 1 and not jax.distributed.is_initialized():  # it is, in a sweep's later jobs
         _join(config, launcher)
-    if config.num_hosts == 1:  # else JAX's own error, after which to start again: one host of many may be at fault
+    if config.num_hosts == 1:  # several hosts get JAX's own error: one may be at fault, so starting again helps
         find_devices()
     check_num_hosts(config, jax.process_count())
     if jax.process_count() > 1:
@@ -78,10 +75,9 @@ def start(config: Any) -> Mesh:
 
 
 def prepare_devices(config: Any) -> None:
-    """Lets JAX simulate the devices that the mesh needs, if it finds only a CPU. Call it before JAX's first operation.
+    """Lets JAX simulate the mesh's devices where there is only a CPU. Call it before JAX's first operation.
 
-    A GPU's or TPU's devices stay as they are. XLA_FLAGS=--xla_force_host_platform_device_count=N and
-    JAX_NUM_CPU_DEVICES, where set, decide instead; so does JAX once it has started.
+    XLA_FLAGS=--xla_force_host_platform_device_count=N and JAX_NUM_CPU_DEVICES take precedence.
     """
     tune()
     is_set = jax.config.jax_num_cpu_devices != -1  # type: ignore[attr-defined]  # its types lack flags
@@ -90,12 +86,12 @@ def prepare_devices(config: Any) -> None:
     try:
         wanted = math.prod(vars(config.mesh).values()) // config.num_hosts
         jax.config.update("jax_num_cpu_devices", min(max(1, wanted), MOST_SIMULATED))  # of more, check_mesh says so
-    except RuntimeError:  # JAX has started (a second job of a sweep): check_mesh says so if devices are too few
+    except RuntimeError:  # JAX has started (a sweep's later job): check_mesh refuses if devices are too few
         return
 
 
 def check_num_hosts(config: Any, process_count: int) -> None:
-    """Refuses a job whose processes are more or fewer than num_hosts says."""
+    """Raises RunError where a job has not num_hosts processes."""
     if (given := config.num_hosts) != process_count:
         has = f"this job has {process_count} process{'es' if process_count > 1 else ''}"
         start_one = f"start one {f'on each of {given} hosts' if given > 1 else 'alone'}"
@@ -104,10 +100,8 @@ def check_num_hosts(config: Any, process_count: int) -> None:
 
 
 def check_mesh(config: Any, device_count: int, platform: str) -> None:
-    """Refuses a mesh that these devices cannot form. On one host a smaller mesh is fine and leaves devices idle.
-
-    device_count: of all processes. platform: JAX's name of it, 'cpu', 'gpu' or 'tpu'.
-    """
+    """Raises RunError for a mesh that the devices of all processes cannot form. On one host a smaller mesh is fine and
+    leaves devices idle. platform: 'cpu', 'gpu' or 'tpu'."""
     axes, hosts = vars(config.mesh), config.num_hosts
     needed = math.prod(axes.values())
     if needed == device_count or (needed < device_count and hosts == 1):
@@ -127,7 +121,7 @@ def check_mesh(config: Any, device_count: int, platform: str) -> None:
 
 
 def find_devices() -> list[jax.Device]:
-    """All devices. It starts JAX. Raises `NoDevice`."""
+    """All devices; starts JAX. Raises NoDevice."""
     try:
         return jax.devices()
     except (RuntimeError, AssertionError) as error:  # the latter has no text
@@ -140,7 +134,7 @@ def find_devices() -> list[jax.Device]:
 
 
 def _launched(config: Any) -> tuple[str | None, int | None]:
-    """The launcher's name, and how many processes it says it has started; None where it does not say."""
+    """The launcher's name, and how many processes it has started; None where nothing says it."""
     if config.cluster.coordinator is not None:
         return "cluster.*", config.num_hosts
     for launcher, variable in LAUNCHERS.items():
@@ -151,7 +145,7 @@ def _launched(config: Any) -> tuple[str | None, int | None]:
 
 def _join(config: Any, launcher: str | None) -> None:
     given, host = config.cluster, socket.gethostname()
-    # JAX's own end, with status 134, does not say who is missing.
+    # JAX ends with status 134, and does not say who is missing.
     says = f"host {host}: waiting for the others of {config.num_hosts} processes for {WAITING_S} s; after {START_S} s "
     says += "this ends with status 134. Do all of them run, and do they reach process 0 and its port?\n"
     waiting = threading.Timer(WAITING_S, lambda: (sys.stderr.write(says), sys.stderr.flush()))
@@ -181,17 +175,15 @@ def _join(config: Any, launcher: str | None) -> None:
 
 
 def _local_devices() -> Sequence[int] | None:
-    """All that this process sees, where it is the only one on its host; else what JAX chooses, one GPU a process.
-
-    Under Slurm and Open MPI JAX would else take one GPU of each host alone, although one process there has all.
-    """
+    """All that this process sees, where it is alone on its host; else None: JAX chooses one GPU a process, as it would
+    under Slurm and Open MPI in any case."""
     tasks, nodes = os.environ.get("SLURM_STEP_NUM_TASKS"), os.environ.get("SLURM_STEP_NUM_NODES")
     here = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1" if tasks == nodes else "several")
     return [] if here == "1" and "JAX_LOCAL_DEVICE_IDS" not in os.environ else None
 
 
 def host_names() -> list[str]:
-    """Of each process."""
+    """The hosts' names, by process."""
     name = np.frombuffer(socket.gethostname().encode()[:LONGEST_NAME].ljust(LONGEST_NAME), np.uint8)
     return [bytes(row).decode().strip() for row in np.asarray(multihost_utils.process_allgather(name))]
 
@@ -200,30 +192,28 @@ def host_names() -> list[str]:
 
 
 def domain(device: Any) -> int:
-    """Which of the groups that fast links join a device belongs to: a TPU's slice, the GPUs of a host (of a rack, where
-    NVLink joins one), a process of simulated devices."""
-    if device.platform == "cpu":
-        return device.process_index
-    found = getattr(device, "slice_index", None)
-    return device.process_index if found is None else found
+    """The number of the device's group, which fast links join: a TPU's slice, the GPUs of a host (or of a rack that
+    NVLink joins), the simulated devices of a process."""
+    index = None if device.platform == "cpu" else getattr(device, "slice_index", None)
+    return device.process_index if index is None else index
 
 
 def lay_out(devices: Sequence[Any], axes: Mapping[str, int]) -> Mesh:
-    """The mesh over these devices. Neighbours along its last axes are within one host wherever the sizes allow it.
+    """The mesh over these devices. Neighbours along its last axes are on one host wherever the sizes allow it.
 
-    Within a TPU slice JAX places the axes along the torus. It refuses devices of several slices, as which it also
-    counts GPU hosts, so these are placed here: slice after slice, host after host, along the first axes.
+    Within a TPU slice JAX places the axes along the torus. It refuses devices of several slices, and of several GPU
+    hosts, so these are placed here: slice after slice, host after host, along the first axes.
     """
     left = domains = len({domain(device) for device in devices})
     if domains == 1:
         return make_mesh(dict(axes), devices=devices)
-    between = []  # how many slices follow each other along each axis
+    between = []  # the slices along each axis
     for size in axes.values():
         between.append(math.gcd(size, left))
         left //= between[-1]
     if devices[0].platform == "tpu" and left == 1:
         within = [size // slices for size, slices in zip(axes.values(), between, strict=True)]
-        # v5e's slices are a torus of two dims, which a mesh's axes may have to share.
+        # v5e's slices are tori of two dims, which a mesh's axes may have to share.
         placed = mesh_utils.create_hybrid_device_mesh(within, between, devices, allow_split_physical_axes=True)
     else:
         near = sorted(devices, key=lambda device: (domain(device), device.process_index, device.id))
@@ -232,15 +222,14 @@ def lay_out(devices: Sequence[Any], axes: Mapping[str, int]) -> Mesh:
 
 
 def crossing(mesh: Mesh) -> tuple[str, ...]:
-    """The axes along which a mesh's devices are of different hosts (on TPUs: slices), so that collectives use the
-    network."""
+    """The axes along which devices are on different hosts (TPUs: slices), so that collectives use the network."""
     place = np.vectorize(domain)(mesh.devices)
     names = enumerate(mesh.axis_names)
     return tuple(name for index, name in names if (place != np.take(place, [0], axis=index)).any())
 
 
 def table(mesh: Mesh, names: Sequence[str]) -> list[str]:
-    """A line for each process, with its host (`names`), devices and part of the mesh, and what crosses hosts."""
+    """Lines for processes, with host (`names`), devices and part of the mesh, and for the axes that cross hosts."""
     devices = mesh.devices
     process = np.vectorize(lambda device: device.process_index)(devices)
     rows = [("process", "host", "devices")]
@@ -262,7 +251,7 @@ def _group(devices: np.ndarray) -> str:
 
 
 def advice(mesh: Mesh) -> list[str]:
-    """What is slow about a mesh, and what to set instead: its last axis, along which most is sent, crosses hosts."""
+    """A warning, and what to set, if the last axis, along which most bytes are sent, crosses hosts."""
     (first, first_size), *_, (last, size) = mesh.shape.items()
     if first == last or last not in crossing(mesh):
         return []
@@ -277,7 +266,7 @@ def advice(mesh: Mesh) -> list[str]:
 
 
 def sent_over_network(ledger: Ledger, mesh: Mesh) -> list[str]:
-    """A line with the bytes of a step that are sent along axes that cross hosts; none where no axis does."""
+    """A line with the bytes that a step sends along axes that cross hosts; none if no axis does."""
     crossed = crossing(mesh)
     if not crossed:
         return []

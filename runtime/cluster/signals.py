@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT while training: the step in flight is finished and saved, and the run ends with its own status.
+"""SIGTERM and SIGINT while training: the steps in flight end, the state is saved, and the run ends with STOPPED.
 
     with StopSignals() as signals:
         signals.training = True
@@ -8,9 +8,9 @@
                 save(step)
                 break
 
-The status is STOPPED, 75, which sysexits.h calls EX_TEMPFAIL: started again, the run goes on. A second signal exits at
-once, with 128 and the signal's number, whatever the process is doing; so does the first, with 75, while nothing is to
-be saved yet.
+STOPPED is 75, which sysexits.h calls EX_TEMPFAIL: started again, the run goes on. A second signal ends the process at
+once, with 128 plus the signal's number, whatever it is doing; so does the first, with 75, before there is a state to
+save.
 """
 
 import os
@@ -26,11 +26,10 @@ STOPPED = 75
 
 
 class StopSignals:
-    """Takes SIGTERM and SIGINT while the context is open; outside the main thread, where Python takes none, it is idle.
+    """Takes SIGTERM and SIGINT while the context is open; does nothing outside the main thread, which alone gets them.
 
-    With several hosts a signal on any of them stops all after the same step, on which JAX's coordination service lets
-    them agree. It has a handler of SIGTERM of its own, which stays, so a second SIGTERM is not noticed there; a second
-    SIGINT is.
+    With several hosts a signal to any of them stops all after the same step: JAX's coordination service agrees on one.
+    It keeps its own handler of SIGTERM, so a second SIGTERM is not noticed there; a second SIGINT is.
     """
 
     training = False  # whether there is a state to save
@@ -44,8 +43,8 @@ class StopSignals:
 
     def __enter__(self) -> "StopSignals":
         if self._in_main_thread:
-            # Python calls a handler only between two of its own instructions: not while the main thread compiles or
-            # waits for a device. But it writes the signal's number into this socket at once, and a thread reads it.
+            # Python calls a handler between two of its own instructions, so not while the main thread compiles or
+            # waits for a device. But it writes the signal's number to this socket at once, and a thread reads it.
             self._reader, self._writer = socket.socketpair()
             self._writer.setblocking(False)
             self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno())
@@ -61,9 +60,9 @@ class StopSignals:
             self._writer.close()  # which ends the thread
 
     def stop(self) -> bool:
-        """Whether the run shall stop now, asked after each step and each batch of a validation.
+        """Whether the run stops now; called after each step and each batch of a validation.
 
-        With several hosts all of them ask equally often, and the answer is the same on all; it is yes only once.
+        Several hosts must call it equally often, and get the same answer; it is True only once.
         """
         self._asked += 1
         if self._several_hosts:

@@ -1,17 +1,17 @@
-"""Names a host for which the others wait.
+"""Names hosts that the others wait for.
 
     slow_hosts = SlowHosts(names)
     for step in range(1, 1001):
         began = time.monotonic()
         metrics = training_step(load(step))          # dispatched, not waited for
         slow_hosts.note(time.monotonic() - began)
-        if it is a step that is logged:
+        if step % log_interval == 0:
             print(slow_hosts.exchange(step))
 
-All hosts' steps take equally long, since each waits in collectives for the last. What differs is the time that a host
-needs by itself to load its rows and to start a step. Where that is most of a step, the devices run dry: there the host
-is what is slow, its disk, network or processor. A device that computes slowly keeps no host busy, and is not seen here;
-nor is a host that stands still, after which all end within `processes.SILENT_S`.
+All hosts' steps take equally long, since collectives wait for the last host. What differs is the time that a host takes
+to load its rows and to start a step. Where that is most of a step, the devices run dry: the host's disk, network or
+processor is slow. A slow device does not keep its host busy, so it is not noticed here; nor is a host that stands
+still, which ends all within `processes.SILENT_S`.
 """
 
 import statistics
@@ -22,12 +22,12 @@ from typing import Any
 import jax
 import numpy as np
 
-TIMES_THE_MEDIAN = 1.5  # of all hosts' own work; of two hosts' the smaller one
-SHARE_OF_STEP = 0.5  # less is done while the devices compute the steps before
+TIMES_THE_MEDIAN = 1.5  # over all hosts; the smaller time of two
+SHARE_OF_STEP = 0.5  # a host has time for less than that while the devices compute the steps before
 
 
 class SlowHosts:
-    """Of one process; `names` are the hosts of all processes. All call `exchange` after the same steps."""
+    """`names` are the hosts of all processes, which all call `exchange` after the same steps."""
 
     def __init__(self, names: Sequence[str]):
         self._names, self._named = names, set[int]()
@@ -42,13 +42,13 @@ class SlowHosts:
         self._own_s, self._steps, self._began = 0.0, 0, time.monotonic()
 
     def note(self, own_s: float) -> None:
-        """Takes the time in which this host loaded its rows of a step and started the step."""
+        """Takes the time that this host needed to load its rows and to start the step."""
         self._own_s += own_s
         self._steps += 1
 
     def exchange(self, step: int) -> list[str]:
-        """Sends this host's times since the last exchange, a float32 and another a device, and returns a line for each
-        host that was slow before that exchange and not named yet. No device waits for a host in here."""
+        """Sends this host's times since the last exchange, two float32 a device, and returns lines that name hosts
+        which were slow before the last exchange, once each. No device waits for a host here."""
         lines, before = [], self._due
         own = np.array([[self._own_s, time.monotonic() - self._began]], np.float32) / max(self._steps, 1)
         shape = (len(self._process_of), 2)

@@ -1,6 +1,6 @@
-"""What makes a platform fast: XLA's options for a step, the allocator, compiled programs on disk.
+"""Settings that make a platform fast: XLA's options for a step, the allocator, compiled programs on disk.
 
-What the user says by XLA_FLAGS, LIBTPU_INIT_ARGS or JAX_COMPILATION_CACHE_DIR wins.
+XLA_FLAGS, LIBTPU_INIT_ARGS and JAX_COMPILATION_CACHE_DIR take precedence.
 """
 
 import contextlib
@@ -9,34 +9,35 @@ import os
 import re
 from pathlib import Path
 
-# By JAX's word for the platform or for the kind of device, what a step is compiled with.
+# The compiler's options for a step, by JAX's name of the platform or of the kind of device.
 OPTIONS = {
-    # On NVIDIA GPUs XLA's own schedule hides what can be hidden (1b and 2b compiled for 8 and 32 H200s, 2026-11-22).
-    # None was run on them.
+    # On NVIDIA GPUs XLA's own schedule hides what can be hidden (1b and 2b compiled for 8 and 32 H200s, 2026-11-22; not
+    # run there).
     "gpu": {
-        # Gathers travel together up to so many bytes, 40 MB. With XLA's 30 MB those of w_q, w_k and w_v (16.8 MB each)
-        # of c4_a100x8x4_2b did not, and nothing ran beside w_q's; with 64 MB four do, and w_o's is not hidden any more.
+        # XLA merges gathers up to so many bytes, 40 MB. With its default of 30 MB it does not merge those of w_q, w_k
+        # and w_v (16.8 MB each) of c4_a100x8x4_2b, and nothing runs beside w_q's; with 64 MB it merges four, and w_o's
+        # is no longer hidden.
         "xla_gpu_all_gather_combine_threshold_bytes": "41943040"
     },
-    # c4_a100x8_1b and _2b compiled for 8 and 64 v5p, libtpu 0.0.42 and 0.0.48, 2026-11-22 (docs/performance.md). By
-    # default XLA:TPU sends while nothing else runs, and sums what should be scattered or gathered, twice the bytes.
-    # None of it was run on a TPU. Chips without SparseCores accept these options, too.
+    # c4_a100x8_1b and _2b compiled for 8 and 64 v5p, libtpu 0.0.42 and 0.0.48, 2026-11-22 (docs/performance.md); not
+    # run on a TPU. By default XLA:TPU sends while nothing else runs, and all-reduces where a scatter or gather would
+    # send half the bytes. Chips without SparseCores accept these options, too.
     "tpu": {
-        # The SparseCores send while the TensorCore multiplies; 2d, 3d and nd are of a torus's dims.
+        # The SparseCores send while the TensorCore multiplies; 2d, 3d and nd are the torus's dims.
         "xla_tpu_enable_sparse_core_collective_offload_all_gather": "true",
         "xla_tpu_enable_sparse_core_collective_offload_2d_all_gather": "true",
         "xla_tpu_enable_sparse_core_collective_offload_3d_all_gather": "true",
         "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": "true",
         "xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter": "true",
-        # A gather is one, not a sum of zeros and a part, and asynchronous.
+        # A gather is not computed as a sum of zeros and a part, and is asynchronous.
         "xla_tpu_prefer_async_allgather_to_allreduce": "true",
         "xla_enable_async_all_gather": "true",
-        # The scheduler counts the links that a gather takes also where it is not asynchronous yet. Else, on 64 chips,
-        # it puts the second gather of w_o before all else of a layer, alone.
+        # The scheduler counts a gather's links even before it is made asynchronous. Else, on 64 chips, it puts the
+        # second gather of w_o alone at a layer's beginning.
         "xla_track_sync_op_resource_usage_in_latency_hiding_scheduler": "true",
     },
     # v5e has no SparseCores: gathers are fused with products. On all other chips libtpu 0.0.48 refuses that, since it
-    # "might lead to many errors", wrong results among them.
+    # "might lead to many errors", including wrong results.
     "TPU v5 lite": {
         "xla_tpu_enable_async_collective_fusion": "true",
         "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true",
@@ -48,8 +49,7 @@ OPTIONS = {
 
 
 def options(device) -> dict[str, str]:
-    """The compiler's options for a step on devices like this `jax.Device`, without those that the user has set
-    himself."""
+    """The compiler's options for a step on devices like this `jax.Device`, without those that the user has set."""
     wanted = OPTIONS.get(device.platform, {}) | OPTIONS.get(device.device_kind, {})
     return {name: value for name, value in wanted.items() if not is_given(name)}
 
@@ -64,39 +64,39 @@ def is_given(flag: str) -> bool:
 
 
 def tune() -> None:
-    """Sets the rest, for this process. Call it before JAX's first operation."""
+    """Sets the other settings, for this process. Call it before JAX's first operation."""
     keep_memory()
     multiply_bfloat16()
 
 
 def keep_memory() -> None:
-    """Lets the C library keep what is freed, as XLA:CPU does after each step, for the next time.
+    """Lets the C library keep the memory that XLA:CPU frees after each step. Only glibc has these settings.
 
-    Else the kernel takes it back and has to give zeroed pages again: 0.19 and 0.28 of 1.5 and 2.0 s of CPU time a step
-    of local_test_synthetic on one and on eight simulated devices, and a step of 0.80 to 0.93 s instead of 0.74 to 0.78,
-    1.01 to 1.12 instead of 0.88 to 0.97 (two cores, jax 0.10.2, 2026-11-21). Only glibc has these settings.
+    Else the kernel takes it back and zeroes it for the next step: of local_test_synthetic's processor time a step, 0.19
+    of 1.5 s on one simulated device and 0.28 of 2.0 s on eight; steps took 0.80 to 0.93 s instead of 0.74 to 0.78, and
+    1.01 to 1.12 instead of 0.88 to 0.97 (two cores, jax 0.10.2, 2026-11-21).
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(-4, 0)  # M_MMAP_MAX: no block of its own mapping, which would be unmapped when it is freed
-        mallopt(-8, 1)  # M_ARENA_MAX: one heap for all threads; the others' may have no block above 64 MB
-        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: up to 2 GB that are free at the heap's end stay
+        mallopt(-4, 0)  # M_MMAP_MAX: no block has its own mapping, which freeing it would unmap
+        mallopt(-8, 1)  # M_ARENA_MAX: one heap for all threads; others cannot have blocks above 64 MB
+        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: up to 2 GB of free memory at the heap's end stay
 
 
 def has_bfloat16() -> bool:
-    """Whether the CPU's cores have instructions for it, as Linux says."""
+    """Whether the CPU has instructions for bfloat16, according to Linux."""
     with contextlib.suppress(OSError):
         return re.search(r"\b(amx_bf16|avx512_bf16|bf16)\b", Path("/proc/cpuinfo").read_text()) is not None
     return False
 
 
 def multiply_bfloat16() -> None:
-    """Lets XLA:CPU multiply bfloat16 as such. It does where sums are asked for in float32; else it first makes float32
-    of both operands. So it is asked for that, and rounds afterwards; no other platform's program changes.
+    """Lets XLA:CPU multiply bfloat16 as such, which it does only where the sums are to be float32; else it converts both
+    operands to float32 first. So products ask for float32 and round afterwards; other platforms' programs stay.
 
-    A step of local_test_synthetic on eight simulated devices took 606 in place of 894 ms of processor time, and on one
-    441 in place of 725 (two cores of a Xeon with AMX, measured in turn, jax 0.10.2, 2026-11-23). Cores without bfloat16
-    instructions were not measured: there nothing changes.
+    A step of local_test_synthetic on eight simulated devices took 606 instead of 894 ms of processor time, and on one
+    441 instead of 725 (two cores of a Xeon with AMX, measured in turn, jax 0.10.2, 2026-11-23). Nothing changes on
+    cores without bfloat16 instructions, which were not measured.
     """
     if not has_bfloat16():
         return
@@ -112,7 +112,7 @@ def multiply_bfloat16() -> None:
             product = lax.dot_general_p.bind(x, y, **sums)
             return product.astype(jnp.bfloat16) if all_bfloat16 else product
 
-        # By JAX's own rule, which is that for platforms that have none.
+        # By JAX's own rule, which it has for platforms without one.
         elsewhere = context.replace(platforms=("default",))
         return mlir.lower_fun(multiply, multiple_results=False)(elsewhere, x, y)
 
@@ -120,15 +120,15 @@ def multiply_bfloat16() -> None:
 
 
 def keep_programs(platform: str, devices: int) -> None:
-    """A program that was compiled before is read from a folder, of the user and not of the run.
+    """Keeps compiled programs in a folder of the user, from which later runs read them.
 
-    Not on several simulated devices: of a program from a file XLA:CPU no longer knows that its collectives take turns.
-    Two of them at a time mix their parts, or end the process (jax 0.10.2, gathers of 30 layers and an embedding on
-    eight devices, every second start).
+    Not on several simulated devices: XLA:CPU does not store that a program's collectives take turns. Two at a time mix
+    their parts or end the process (jax 0.10.2, gathers of 30 layers and an embedding on eight devices, every second
+    start).
 
     Args:
-      platform: JAX's name of it.
-      devices: of the mesh.
+      platform: 'cpu', 'gpu' or 'tpu'.
+      devices: how many the mesh has.
     """
     import jax
 
@@ -139,5 +139,5 @@ def keep_programs(platform: str, devices: int) -> None:
         home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         jax.config.update("jax_compilation_cache_dir", f"{home}/clearshard/programs")
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    # Of the same program on other lines of the source the old one would be read, and the ledger is held against lines.
+    # Else a program whose source lines have moved would be read with its old lines, which the ledger compares.
     jax.config.update("jax_compilation_cache_include_metadata_in_key", True)

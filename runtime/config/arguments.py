@@ -1,4 +1,4 @@
-"""The command line of a program that has no yaml: `key=value`, and words without a key for the fields it names first.
+"""The command line of a program without yaml: `key=value`, and words for the fields that its WORDS names.
 
     @dataclass(frozen=True, kw_only=True)
     class Compare:
@@ -9,7 +9,7 @@
 
     read(Compare, ["runs/first", "runs/second", "output=both.html"])
 
-A text is taken as it stands, whatever is in it; other values are JSON or yaml: 1e-4, true, [a, b].
+A text is taken literally; other values are JSON or yaml: 1e-4, true, [a, b].
 """
 
 import json
@@ -27,7 +27,7 @@ C = TypeVar("C")
 
 
 def read(config_class: type[C], arguments: Sequence[str]) -> C:
-    """A config_class from what a command line says. Raises RunError with everything that is wrong with it."""
+    """The config_class of a command line. Raises RunError with everything that is wrong with it."""
     known = all_keys(config_class)
     content: dict[str, Any] = {}
     words: list[str] = []
@@ -61,8 +61,8 @@ def _set(content: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _value(key: str, text: str, known: dict[str, tuple[Any, Any]]) -> Any:
-    kind, each = known.get(key, (str, None))
-    if each is not None and each.default is None and text == "null":
+    kind, field = known.get(key, (str, None))
+    if field is not None and field.default is None and text == "null":
         return None
     if getattr(kind, "__origin__", kind) is str or get_origin(kind) is Literal:
         quoted = re.fullmatch(r"""(['"])(.*)\1""", text, re.DOTALL)

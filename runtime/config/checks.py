@@ -1,7 +1,7 @@
-"""Combinations that cannot run, refused before anything is compiled: each message says what to set instead.
+"""Refuses combinations that cannot run before anything is compiled. The messages say what to set instead.
 
-check_combinations is called by the loader, check_dataset when the data set is open, check_resume when a checkpoint is
-found. What one section alone can tell stands in its dataclass.
+The loader calls check_combinations; a run calls check_dataset once the data set is open, and check_resume once it knows
+its checkpoint. What concerns one section alone is checked in its dataclass.
 """
 
 import math
@@ -16,12 +16,12 @@ from shardlib.sizes import nearest_divisors
 
 
 def check_combinations(config: Any) -> None:
-    """Raises RunError with every contradiction between keys, each with the file or `command line` that set the key."""
+    """Raises RunError with all contradictions between keys, and where they were set."""
     refuse([*_sources(config), *(_problem(config, key, text) for wrong, key, text in _contradictions(config) if wrong)])
 
 
 def _sources(config: Any) -> Iterator[str]:
-    """Exactly one of three keys says where the data come from."""
+    """Problems unless exactly one of three keys says where the data come from."""
     of = config.origins.of
     given = [key for key in ("flat_tokens.filespec", "mixture", "hf_dataset.path") if attrgetter(key)(config)]
     if not given:
@@ -43,7 +43,7 @@ def _sources(config: Any) -> Iterator[str]:
 
 
 def _contradictions(config: Any) -> Iterator[tuple[bool, str, str]]:
-    """Whether something is wrong, the key that says it, and what is expected."""
+    """Each possible contradiction: whether it is there, its key, and what is expected."""
     parts = config.paths.model_name.split("/")
     is_outside = parts[0] in ("", "~") or ".." in parts or not set(parts) - {"", "."}
     inside = "expected a folder's name under paths.root_working_dir; set that for another place"
@@ -79,10 +79,11 @@ def _contradictions(config: Any) -> Iterator[tuple[bool, str, str]]:
 
 
 def check_dataset(config: Any, max_token_id: int, steps_available: int | None, bos_id: int = 0) -> None:
-    """Refuses a vocabulary too small for the data, and more steps than flat_tokens.epochs passes over the data hold.
+    """Raises RunError for a vocabulary too small for the data, and for more steps than the data hold.
 
-    max_token_id, bos_id: of the data set. steps_available: whole steps in flat_tokens.epochs passes over `train`; None
-    where there is no end.
+    Args:
+      max_token_id, bos_id: of the data set.
+      steps_available: whole steps in flat_tokens.epochs passes over `train`; None: it has no end.
     """
     sources = config.flat_tokens.filespec, config.hf_dataset.path, ", ".join(one.filespec for one in config.mixture)
     filespec = next(filter(None, sources))
@@ -109,7 +110,7 @@ def check_dataset(config: Any, max_token_id: int, steps_available: int | None, b
 
 
 def check_resume(config: Any, checkpoint_step: int) -> None:
-    """Refuses to resume from a checkpoint that has all the steps already."""
+    """Raises RunError if the checkpoint has all the steps already."""
     if config.training.steps <= checkpoint_step:
         folder = f"{config.paths.root_working_dir}/{config.paths.model_name}"
         text = f"nothing to train: the run in {folder} has a checkpoint after {checkpoint_step} steps; raise "

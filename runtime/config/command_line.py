@@ -5,9 +5,9 @@
     python -m train --cfg job     # what hydra composes, without running it
     python -m train -m training.learning_rate=3e-3,1e-2    # a sweep: one run after the other, each in its own folder
 
-hydra composes untyped yaml, from the defaults of the program's dataclass under the name `base`: its typed mode cuts 2.9
-to 2. runtime/config/rebuild.py then checks keys and types, and runtime/config/checks.py what cannot run together.
-Importing these imports no JAX.
+hydra composes untyped yaml on the defaults of the program's dataclass, which have the name `base`; hydra's typed mode
+would cut 2.9 to 2. runtime/config/rebuild.py then checks keys and types, and runtime/config/checks.py combinations.
+Importing these does not import JAX.
 """
 
 import contextlib
@@ -47,10 +47,10 @@ from runtime.files import parse_yaml, read_text
 from runtime.terminal import RunError, leave, print_error, refusals, run_errors
 
 CONFIG_FOLDER = Path(__file__).resolve().parents[2] / "configs"
-BASE = "base"  # of each config's defaults list
+BASE = "base"  # in each config's defaults list
 TRUST = "allow_code_in_config=true"
 LONGEST_OVERRIDE = 2**14  # characters, which hydra's parser takes half a second for
-MOST_RESOLVED = 10**6  # characters of a value whose ${...} are written out
+MOST_RESOLVED = 10**6  # characters of a value with its ${...} written out
 HYDRA_SETTINGS = (  # a run has its own folder and its own log
     *("hydra.run.dir=.", "hydra.output_subdir=null", "hydra.sweep.subdir=.", "hydra/job_logging=none"),
     *("hydra/hydra_logging=none", "hydra.help.template='${help_page:}'"),
@@ -60,35 +60,36 @@ C = TypeVar("C")
 
 
 class Refused(Exception):
-    """A job of a sweep ended with an error that is printed already. hydra runs the other jobs first."""
+    """A job of a sweep ended with an error, which is printed already. hydra still runs the other jobs."""
 
 
-def run(main: Callable[[Any], None], config_class: type) -> None:
-    """Composes the config that the command line asks for and calls main with it, once, or once for each job of a sweep.
+def run(main: Callable[..., None], config_class: type, *others: Any) -> None:
+    """Composes the config that the command line asks for and calls main(config, *others), once, or once for each job of
+    a sweep.
 
-    Without a name a run starts from config_class.CONFIG. Any other program has no yaml, and no need of hydra
+    A run starts from config_class.CONFIG by default. Other programs have no yaml and do not use hydra
     (runtime/config/arguments.py).
 
         if __name__ == "__main__":
             run(main, Config)
 
-    Exits with 1 after a RunError, a refusal by shardlib's check or an error of the machine, which is printed alone;
-    with 2 after an unknown flag, 130 after an interrupt, 75 when a signal stopped a run that can go on, and 141 when
-    nobody reads its output any more (`| head`). Any other exception is a defect and passes through.
+    Exits with 1 after an exception of `refusals()`, whose message is printed alone; with 2 after an unknown flag, 130
+    after an interrupt, 75 when a signal stopped a run that can go on, and 141 when nobody reads its output any more
+    (`| head`). Any other exception is a defect and passes through.
     """
     arguments = sys.argv[1:]
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra then raises its errors for us to print, instead of printing a page
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra raises its errors instead of printing a page
     try:
         if issubclass(config_class, RunConfig):
             with _readable_errors():
-                _run(main, config_class)
+                _run(main, config_class, others)
         elif {"--help", "-h"} & set(arguments):
             print(help_page(main, config_class, None, CONFIG_FOLDER))
         else:
-            main(read(config_class, arguments))
-        sys.stdout.flush()  # here, so that a broken pipe is met here and not by Python's end
+            main(read(config_class, arguments), *others)
+        sys.stdout.flush()  # so that a broken pipe is handled here, and not at Python's exit
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be flushed
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # takes what is still in the buffer
         leave(141)
     except refusals() as error:
         is_open = isinstance(error, OSError) and error.filename is None
@@ -104,11 +105,9 @@ def run(main: Callable[[Any], None], config_class: type) -> None:
 
 
 def load(config_class: type[C], config_name: str | None = None, overrides: Sequence[str] = ()) -> C:
-    """The same config as the command line would give, for tests and tools.
+    """The config that a command line would give, for tests and tools. Raises RunError where `run` prints one.
 
-        load(Config, "local_test_synthetic", ["training.steps=5"])
-
-    Raises RunError where `run` would print one.
+    load(Config, "local_test_synthetic", ["training.steps=5"])
     """
     if not issubclass(config_class, RunConfig):
         return read(config_class, overrides)
@@ -123,15 +122,15 @@ def load(config_class: type[C], config_name: str | None = None, overrides: Seque
 
 
 def to_yaml(config: Any) -> str:
-    """The resolved config as yaml that loads again; for the run folder's config.yaml."""
+    """The config as yaml that loads again; for the run folder's config.yaml."""
     return OmegaConf.to_yaml(OmegaConf.create(as_tree(config)))
 
 
 # ---------------------------------------------------------------- to hydra
 
 
-def _run(main: Callable[[Any], None], config_class: Any) -> None:
-    gc.freeze()  # else Python looks through all of JAX, again and again, for what could be freed: 0.4 s of --help
+def _run(main: Callable[..., None], config_class: Any, others: Sequence[Any]) -> None:
+    gc.freeze()  # else Python's collector goes through all of JAX again and again: 0.4 s of --help
     parsed = get_args_parser().parse_intermixed_args(sys.argv[1:])
     overrides = [_tolerant(text) for text in parsed.overrides if text != TRUST]
     _prepare(config_class, is_trusted=TRUST in parsed.overrides)
@@ -144,7 +143,7 @@ def _run(main: Callable[[Any], None], config_class: Any) -> None:
     def job(composed: DictConfig) -> None:
         node = HydraConfig.get()
         try:
-            main(_finish(config_class, composed, node, overrides))
+            main(_finish(config_class, composed, node, overrides), *others)
         except BrokenPipeError:
             raise
         except refusals() as error:
@@ -154,24 +153,24 @@ def _run(main: Callable[[Any], None], config_class: Any) -> None:
             raise Refused from None
 
     OmegaConf.register_new_resolver("help_page", page, replace=True)
-    if not parsed.shell_completion:  # whose arguments are none of ours
+    if not parsed.shell_completion:  # its arguments are hydra's own
         flags = [text for text in sys.argv[1:] if text not in parsed.overrides]
         sys.argv[1:] = [*flags, "--", *HYDRA_SETTINGS, *overrides]
     hydra.main(version_base="1.3", config_path=str(CONFIG_FOLDER), config_name=config_class.CONFIG)(job)()
 
 
 def _prepare(config_class: type, is_trusted: bool = False) -> None:
-    """Gives hydra the defaults, and our reader of files."""
+    """Registers the defaults and FileConfigSource with hydra."""
     ConfigStore.instance().store(BASE, default_tree(config_class))
-    Plugins.instance()  # registers hydra's own source, whose place ours takes
+    Plugins.instance()  # registers hydra's own source of files, which ours replaces
     SourcesRegistry.instance().types["file"] = FileConfigSource
     FileConfigSource.is_trusted = is_trusted
 
 
 def _tolerant(override: str) -> str:
-    """An override that hydra takes whether or not the key is there: `a=1` and `+a=1` become `++a=1`.
+    """An override that hydra accepts for any key: `a=1` and `+a=1` become `++a=1`.
 
-    So a mistyped key comes to our check and its message. `~` is quoted, which hydra's grammar has no place for.
+    So `rebuild` can answer a mistyped key. `~` is quoted: hydra's grammar does not allow it.
     """
     if re.match(r"[+~]*($|[=@])", override):
         raise RunError(f"{override!r} has no key: expected key=value")
@@ -186,7 +185,7 @@ def _tolerant(override: str) -> str:
 
 
 class FileConfigSource(file_config_source.FileConfigSource):
-    """Reads yaml files, and refuses those that set anything of hydra's own: its callbacks and `_target_` run code."""
+    """Reads yaml files, and refuses those that set hydra's own keys: its callbacks and `_target_` run code."""
 
     is_trusted = False
 
@@ -195,7 +194,7 @@ class FileConfigSource(file_config_source.FileConfigSource):
         if os.path.lexists(file):
             try:
                 with run_errors(f"{from_here(file)} cannot be read", ValueError):
-                    content = parse_yaml(read_text(file))  # first, as it bounds what hydra reads then
+                    content = parse_yaml(read_text(file))  # first: it bounds what hydra reads afterwards
             except yaml.YAMLError as error:
                 raise yaml.YAMLError(f"{from_here(file)} cannot be read: {error}") from None
             if not isinstance(content, dict | None):
@@ -216,7 +215,7 @@ class FileConfigSource(file_config_source.FileConfigSource):
 
 
 def _finish(config_class: Any, composed: DictConfig, node: Any, command_line: Sequence[str] = ()) -> Any:
-    """A config_class from what hydra composed, or a RunError with everything that is wrong with it.
+    """The config_class of what hydra composed. Raises RunError with everything that is wrong with it.
 
     node: hydra's own settings. command_line: the overrides of all jobs of a sweep.
     """
@@ -239,12 +238,12 @@ def _finish(config_class: Any, composed: DictConfig, node: Any, command_line: Se
 
 
 def check_resolved_size(tree: Any) -> None:
-    """Raises RunError where references to references make a small text a large one."""
+    """Raises RunError where references to references would make a small text a large one."""
     texts, sizes = {key: str(value) for key, value in flat(tree).items()}, dict[str, int]()
 
     def size(key: str) -> int:
         if key not in sizes:
-            sizes[key] = 0  # of a reference to itself, which omegaconf refuses
+            sizes[key] = 0  # in case it refers to itself, which omegaconf refuses
             text = texts.get(key, "")
             sizes[key] = len(text) + sum(map(size, re.findall(r"\$\{([\w.]+)\}", text)))
         return sizes[key]
@@ -255,28 +254,29 @@ def check_resolved_size(tree: Any) -> None:
 
 
 def _model_name(given: Any, node: Any, command_line: Sequence[str]) -> Any:
-    """The run's name: the given one or the config's; in a sweep with what differs, so that no jobs share a folder."""
+    """The run's name: the one that was set, or the config's; in a sweep with the overrides in which jobs differ, so
+    that they have different folders."""
     name = Path(node.job.config_name).name if given == MISSING else given
     if node.mode != RunMode.MULTIRUN or not isinstance(name, str):
         return name
     parsed = OverridesParser.create().parse_overrides(list(command_line))
-    is_swept = {each.get_key_element(): each.is_sweep_override() for each in parsed}  # given twice, the last counts
+    is_swept = {override.get_key_element(): override.is_sweep_override() for override in parsed}  # the last counts
     differ = [text.lstrip("+") for text in node.overrides.task if is_swept.get(text.partition("=")[0], True)]
     return re.sub(r"[^\w.=,/-]", "-", "_".join([name, *(text for text in differ if not text.startswith("paths."))]))
 
 
 def _origins(node: Any) -> Origins:
-    """hydra forgets where each key was set while it composes, so its files are read once more, the last word last."""
-    given: Any = OmegaConf.to_container(node.overrides, resolve=False)  # as text: ${...} is part of it
+    """Where each key was set. hydra forgets it while it composes, so its files are read once more, in its order."""
+    given: Any = OmegaConf.to_container(node.overrides, resolve=False)  # with ${...} as it is
     folders = [Path(source.path) for source in node.runtime.config_sources if source.schema == "file"]
     loader, main_file = GlobalHydra.instance().config_loader(), COMMAND_LINE
     by_key: dict[str, str] = {}
     name, overrides = node.job.config_name, [*given["hydra"], *given["task"]]
-    for each in loader.compute_defaults_list(name, overrides, RunMode.RUN).defaults:
-        stem = str(each.config_path).removesuffix(".yaml")
+    for default in loader.compute_defaults_list(name, overrides, RunMode.RUN).defaults:
+        stem = str(default.config_path).removesuffix(".yaml")
         for file in [path for folder in folders if (path := folder / f"{stem}.yaml").is_file()][:1]:
             tree: Any = OmegaConf.to_container(OmegaConf.load(file))
-            by_key |= dict.fromkeys(flat({each.package: tree} if each.package else tree), from_here(file))
+            by_key |= dict.fromkeys(flat({default.package: tree} if default.package else tree), from_here(file))
             main_file = from_here(file) if stem == name.removesuffix(".yaml") else main_file
     for override in given["task"]:
         key = re.split("[=@]", override.lstrip("+~"), maxsplit=1)[0]
@@ -286,14 +286,14 @@ def _origins(node: Any) -> Origins:
 
 
 def from_here(file: Path) -> str:
-    """The path as seen from the working directory, where the file lies in it."""
+    """The path from the working directory, for a file below it; else the whole path."""
     relative = os.path.relpath(file)
     return str(file) if relative.startswith("..") else relative
 
 
 @contextlib.contextmanager
 def _readable_errors() -> Iterator[None]:
-    """Turns what hydra, omegaconf and the yaml reader raise into a RunError of one line."""
+    """Turns exceptions of hydra, omegaconf and the yaml reader into a RunError of one line."""
     try:
         yield
     except RecursionError as error:

@@ -1,4 +1,4 @@
-"""What --help prints. Each key is explained by the comment beside its field, so that no text is written twice."""
+"""What --help prints. A key's explanation is the comment beside its field, so no text is written twice."""
 
 import dataclasses
 import inspect
@@ -34,11 +34,11 @@ configs:
 
 
 def help_page(main: Callable, config_class: type, default: str | None, folder: Path) -> str:
-    """Usage, the program's configs with their first comment lines, every key explained.
+    """Usage, the program's configs with their first sentences, and every key explained.
 
     Args:
       default: the name of the default config; None: the program has no configs.
-      folder: of configs.
+      folder: where the configs are.
     """
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     lines = []
@@ -60,65 +60,65 @@ def help_page(main: Callable, config_class: type, default: str | None, folder: P
     )
 
 
-def _word(name: str, kind: Any, each: dataclasses.Field) -> str:
-    """How a usage line shows a field that is given without its name."""
+def _word(name: str, kind: Any, field: dataclasses.Field) -> str:
+    """The usage of a field that is given without its name."""
     word = name.upper() + " ..." * (item_of(kind) is not kind)
-    return f"{word} " if each.default is dataclasses.MISSING else f"[{word}] "
+    return f"{word} " if field.default is dataclasses.MISSING else f"[{word}] "
 
 
-OF_FAMILIES = ("experts", "family")  # groups of configs that train.py has not
+OF_FAMILIES = ("experts", "family")  # groups of configs that train.py does not take
 
 
 def program_of(config: str) -> str:
-    """The trainer of a config in configs/."""
+    """The trainer that a config in configs/ is for."""
     return "train_any" if config.startswith(("any_", "finetune_", "scale")) else "train"
 
 
 def configs_of(folder: Path, like: str = "") -> dict[str, str]:
-    """The configs of a folder with the first sentence of each: those of the program that `like` is of."""
-    found = {}
+    """A folder's configs with their first sentences: those for the same program as `like`."""
+    about = {}
     for file in sorted(folder.glob("*.yaml")):
         if program_of(file.stem) == program_of(like):
             comment = itertools.takewhile(lambda line: line.startswith("# "), file.read_text("utf-8").splitlines())
-            found[file.stem] = re.split(r"(?<=\.) ", " ".join(line[2:] for line in comment))[0]
-    return found
+            about[file.stem] = re.split(r"(?<=\.) ", " ".join(line[2:] for line in comment))[0]
+    return about
 
 
 def help_of_keys(config_class: type) -> list[str]:
-    """Lines for --help: each key with type and default, and below it what it means."""
+    """Lines for --help: the keys with type and default, and below each what it means."""
     lines, explained = [], explanations(config_class)
-    for key, (kind, each) in all_keys(config_class).items():
+    for key, (kind, field) in all_keys(config_class).items():
         if dataclasses.is_dataclass(kind):
             lines += ["", _wrapped(f"{key}: {explained[key]}", 2)] if explained[key] else []
             continue
         name = "list" if typing.get_origin(kind) is tuple else getattr(kind, "__origin__", kind).__name__
         if typing.get_origin(kind) is typing.Literal:
             name = " or ".join(typing.get_args(kind))
-        default = default_of(each)
+        default = default_of(field)
         default = "" if default == MISSING else f" = {shown(as_tree(default))}"
         lines += [f"  {key}: {name}{default}", _wrapped(explained[key], 6)]
     return lines
 
 
 def explanations(config_class: type) -> dict[str, str]:
-    """The explanation of every key: its field's comment, or the docstring of a section. '' where there is none."""
+    """The explanations of all keys: a field's comment, or a section's docstring; '' without either."""
     known = all_keys(config_class)
     comments = {"": comments_of(config_class)}
-    found = {}
+    explained = {}
     for key, (kind, field) in known.items():
         if dataclasses.is_dataclass(item_of(kind)):
             comments[key] = comments[f"{key}[]"] = comments_of(item_of(kind))
-        found[key] = comments[key.rpartition(".")[0]].get(field.name, "")
+        explained[key] = comments[key.rpartition(".")[0]].get(field.name, "")
         about = inspect.getdoc(kind) if dataclasses.is_dataclass(kind) else None
-        if about and not about.startswith(f"{kind.__name__}("):  # else dataclasses have written the signature there
-            found[key] = " ".join(about.split())
-    return found
+        if about and not about.startswith(f"{kind.__name__}("):  # which dataclasses write where there is no docstring
+            explained[key] = " ".join(about.split())
+    return explained
 
 
 def comments_of(section_class: Any) -> dict[str, str]:
-    """By a field's name, those of base classes too: what stands beside it, or else the whole lines right above."""
+    """The comments of all fields, those of base classes too, by name: beside the field, or in the lines above it."""
     comments: dict[str, str] = {}
-    for owner in [each for each in reversed(section_class.__mro__) if "__dataclass_fields__" in vars(each)]:
+    for owner in [cls for cls in reversed(section_class.__mro__) if "__dataclass_fields__" in vars(cls)]:
         above: list[str] = []
         for line in map(str.strip, inspect.getsource(owner).splitlines()):
             if line.startswith("# "):

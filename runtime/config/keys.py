@@ -1,6 +1,6 @@
-"""The keys that every run has, whatever it trains: a dataclass a section, a field a key, a comment for --help.
+"""The keys that every run has: each section a dataclass, each key a field, whose comment --help prints.
 
-A type beside a field says what its value may be, and its last word is what messages say was expected.
+A field's type says which values are allowed; the type's last word is what messages say was expected.
 """
 
 import re
@@ -21,9 +21,9 @@ def is_regex(text: str) -> bool:
 
 Count = Annotated[int, Interval(ge=1, lt=2**31), "a whole number from 1 to 2147483647"]
 Even = Annotated[int, Interval(ge=2, lt=2**31), MultipleOf(2), "an even number from 2 to 2147483646"]
-Steps = Annotated[int, Interval(ge=0, lt=2**31), "a whole number from 0 to 2147483647"]  # that may be none
+Steps = Annotated[int, Interval(ge=0, lt=2**31), "a whole number from 0 to 2147483647"]
 Seed = Annotated[int, Interval(ge=0, lt=2**32), "a whole number from 0 to 4294967295"]
-# Of what is computed in float32: smaller numbers are 0 there, and larger ones infinity.
+# Numbers for float32, in which smaller ones are 0 and larger ones infinite.
 Positive = Annotated[float, Interval(ge=2**-126, lt=2**128), "a number above 0 that float32 holds"]
 NotNegative = Annotated[float, Interval(ge=0, lt=2.0**128), "a number, 0 or more, that float32 holds"]
 Fraction = Annotated[float, Interval(ge=0, le=1), "a number from 0 to 1"]
@@ -37,15 +37,15 @@ Regex = Annotated[str, Predicate(is_regex), "a regular expression"]
 @dataclass(frozen=True, kw_only=True)
 class Paths:
     root_working_dir: Name = "runs"  # folder or URL that holds the run folders; `~` is expanded
-    model_name: Name  # the run's folder under root_working_dir; the config's name where none is given
+    model_name: Name  # the run's folder under root_working_dir; by default the config's name
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Who the processes of a job are, where the launcher that starts them does not say it (docs/hosts.md)."""
+    """Who the processes of a job are, for launchers that do not say it (docs/hosts.md)."""
 
     coordinator: str | None = None  # HOST:PORT, where process 0 listens and all others reach it; null: found
-    process_id: int | None = None  # of this process, from 0; null: found
+    process_id: int | None = None  # this process's number, from 0; null: found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,10 +67,10 @@ class Checkpoint:
 @dataclass(frozen=True, kw_only=True)
 class FlatTokens:
     filespec: Name | None = None  # folder or URL of a data set, with the groups `train` and `validation`
-    seed: Seed = 0  # of the order of the training data; each epoch draws a new one from it
+    seed: Seed = 0  # each epoch draws its order of the training data from it
     sequence_packing: bool = True  # rows are cut from the joined sequences; false: one sequence a row, padded
-    epochs: Count = 1  # passes over the training data that the run may make; a mixture has no such end
-    # Blocks whose rows are shuffled together. Two such buffers, of each source, are in memory: 5 bytes a token, of this
+    epochs: Count = 1  # most passes over the training data; a mixture has no such limit
+    # Blocks whose rows are shuffled together. Two such buffers a source are in memory, with 5 bytes a token of this
     # host's rows.
     read_blocks_per_shuffle_buffer: Count = 64
     # Neighbouring rows that are read at once, best a chunk's worth of tokens (docs/data.md).
@@ -90,18 +90,18 @@ class HuggingFaceDataset:
     path: Name | None = None
     name: str | None = None  # which of its configurations (en)
     tokenizer: str | None = None  # as tools.tokenize_text takes it: bytes_utf8, a tokenizer.json, a name on the hub
-    text_field: str = "text"  # of each document
-    validation_split: str = "validation"  # of which validation_batches batches are read
+    text_field: str = "text"  # the document's field that is trained on
+    validation_split: str = "validation"  # validation_batches batches of it are read
     # tokens that may be written before training wants them; each takes 1 to 4 bytes of the run folder's disk
     tokens_ahead: Count = 50_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tracking:
-    """Besides metrics.jsonl and report.html, which there always are (docs/runs.md)."""
+    """Trackers besides metrics.jsonl and report.html, which every run has (docs/runs.md)."""
 
     to: tuple[Literal["tensorboard", "wandb", "clearml", "trackio"], ...] = ()  # what else shows the run: [wandb]
-    project: Name = "clearshard"  # under which Weights & Biases, ClearML and trackio show it
+    project: Name = "clearshard"  # where Weights & Biases, ClearML and trackio put it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,60 +112,60 @@ class Tokens:
 
 @dataclass(frozen=True, kw_only=True)
 class PairTokens(Tokens):
-    """Of a program whose model may have an encoder."""
+    """For programs whose model may have an encoder."""
 
-    read_len: Steps = 0  # tokens of a row that the encoder reads, len are the decoder's; 0: there is no encoder
+    read_len: Steps = 0  # tokens a row that the encoder reads, beside the decoder's len; 0: there is no encoder
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunTraining:
-    """What every trainer's section `training` has."""
+    """The keys that every trainer's section `training` has."""
 
-    seed: Seed = 0  # of the first weights; the order of the data has its own, flat_tokens.seed
-    steps: Count  # updates of the weights, from the run's beginning
+    seed: Seed = 0  # draws the first weights; flat_tokens.seed draws the order of the data
+    steps: Count  # updates of the weights, counted from the run's beginning
     tokens: Tokens
-    microbatches: Count = 1  # parts of a step's batch that are computed one after another
+    microbatches: Count = 1  # parts of a step's batch, computed one after another
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """All of a run but what its trainer's file adds: `mesh`, a size for each axis in the mesh's order; `model`, which
-    has `vocab`; and `training`, a RunTraining."""
+    """The keys of a run. A trainer's file adds `mesh`, a size for each axis in the mesh's order; `model`, which has
+    `vocab`; and `training`, a RunTraining."""
 
-    # Where each key was set, for messages: the loader fills it in. Not a key, and no part of equality.
+    # Where keys were set, for messages: the loader fills it in. It is no key, and does not count in comparisons.
     origins: ClassVar[Origins] = Origins()
-    CONFIG: ClassVar[str] = "local_test_synthetic"  # of configs/, where none is named
-    OTHER: ClassVar[str | None] = "train_any"  # a program whose keys may have been meant: its has_key(key) knows them
+    CONFIG: ClassVar[str] = "local_test_synthetic"  # the config in configs/ that is used by default
+    OTHER: ClassVar[str | None] = None  # a program whose keys may be meant: its has_key(key) knows them
 
     paths: Paths
     num_hosts: Count = 1  # processes that run this job together, one a host
     cluster: Cluster = field(default_factory=Cluster)
     checkpoint_interval: Count = 1000  # steps from one checkpoint to the next; the last step is always saved
     eval_interval: Count = 1000  # steps from one validation loss to the next; there is always one at the end
-    # Validations in a row without a better one, after which the run ends; the best is saved, and always kept. null: no
-    # such end.
+    # The run ends after so many validations in a row that are not better than the best, whose checkpoint is kept. null:
+    # it does not.
     patience: Count | None = None
     log_interval: Count = 10  # steps from one logged line to the next: numbers are read from the device only then
     check_only: bool = False  # check the step's sharding on the configured mesh, without devices, and stop
-    allow_config_change: bool = False  # resume although the model, the data or the seed are not those of the checkpoint
+    allow_config_change: bool = False  # resume although program, model, data or seed differ from the checkpoint's
     io: IO = field(default_factory=IO)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
-    # A run or a checkpoint, or a folder of published weights (docs/models.md): the first weights; all else begins anew.
+    # The first weights: a run, a checkpoint or a folder of published weights (docs/models.md). All else begins anew.
     initial_weights: Name | None = None
-    validation_batches: Count | None = None  # the first of the split, for each validation loss; null reads all of it
+    validation_batches: Count | None = None  # batches of the split that a validation loss is the mean of; null: all
     flat_tokens: FlatTokens = field(default_factory=FlatTokens)
-    # Several data sets, read as flat_tokens says, by weight: [{filespec: a.zarr, weight: 0.7}, …]
+    # Several data sets, mixed by weight, and read as flat_tokens says: [{filespec: a.zarr, weight: 0.7}, …]
     mixture: tuple[Source, ...] = ()
     hf_dataset: HuggingFaceDataset = field(default_factory=HuggingFaceDataset)
     tracking: Tracking = field(default_factory=Tracking)
 
     def tree(self) -> dict[str, Any]:
-        """All keys as nested dicts and lists, as they stand in a yaml."""
+        """All keys as nested dicts and lists, as in a yaml."""
         return as_tree(self)
 
 
-# Keys of published configs: the value that means what always happens now, which is ignored, and why any other is
-# refused. Ignoring that too would run something else than was asked for.
+# Keys of published configs: the value that is ignored, since it asks for what always happens now; and why all others
+# are refused.
 DROPPED_KEYS = {
     "checkpoint.async": (True, "checkpoints are always written while training goes on: delete the key"),
     "training.interleave": (1, "a layer computes all its rows at once: delete the key"),

@@ -1,8 +1,8 @@
-"""From an untyped tree, as hydra composes it, to frozen dataclasses: pydantic checks them, we say what was wrong where.
+"""Rebuilds an untyped tree, as hydra composes it, as frozen dataclasses. pydantic checks; the messages are made here.
 
     rebuild(Config, {"mesh": {"d": 4, "t": 2}, ...}, origins)
 
-All problems come at once. Each names the yaml file that set the value, or `command line`.
+All problems are reported at once. Each names the yaml file that set the value, or `command line`.
 """
 
 import dataclasses
@@ -31,9 +31,9 @@ EXPECTED = {
 
 @dataclass(frozen=True)
 class Origins:
-    """Where each key was set, for messages: {'mesh.d': 'configs/x.yaml', 'training.steps': 'command line'}."""
+    """Where keys were set, for messages: {'mesh.d': 'configs/x.yaml', 'training.steps': 'command line'}."""
 
-    config_file: str = "config"  # where a key belongs that is set nowhere
+    config_file: str = "config"  # named for a key that is set nowhere
     by_key: Mapping[str, str] = field(default_factory=dict)
 
     def of(self, key: str) -> str:
@@ -55,19 +55,19 @@ def refuse(problems: Sequence[str]) -> None:
 def rebuild(
     config_class: type[C], content: Any, origins: Origins, dropped: Mapping[str, tuple[Any, str]] | None = None
 ) -> C:
-    """A config_class that holds what content says, or a RunError with everything that is wrong with it.
+    """The config_class of a content, nested dicts. Raises RunError with everything that is wrong with it.
 
-    Fields have the types of runtime/config/keys.py, and sections are dataclasses. A field `from_` is the key `from`:
-    the underscore is there only because the key is a word of Python.
-
-    Args:
-      content: nested dicts.
-      dropped: as runtime.config.keys.DROPPED_KEYS.
+    Fields have the types of runtime/config/keys.py, and sections are dataclasses. A field `from_` is the key `from`,
+    which is a word of Python. dropped: as runtime.config.keys.DROPPED_KEYS.
     """
     from pydantic import ValidationError  # here, as in _adapter: --help starts without it
 
     problems: list[str] = []
-    content, known, adapter = _given(content), all_keys(config_class), _adapter(typing.cast(Any, config_class))
+    content, known, adapter = (
+        _without_missing(content),
+        all_keys(config_class),
+        _adapter(typing.cast(Any, config_class)),
+    )
     for key, (harmless, why) in (dropped or {}).items():
         for value in take_out(content, key):
             if value != harmless:
@@ -75,18 +75,24 @@ def rebuild(
     try:
         config = adapter.validate_json(json.dumps(content, default=str))
     except ValidationError as error:
-        for each in error.errors(include_url=False, include_context=False):
-            key, program = _dotted(each["loc"]), getattr(config_class, "OTHER", None)
-            if each["type"] == "unexpected_keyword_argument" and program and importlib.util.find_spec(program):
-                found = [f"{key}.{name}" for name in flat(each["input"])] if isinstance(each["input"], dict) else [key]
-                if all(map(importlib.import_module(program).has_key, found)):
-                    problems += [
-                        f"{origins.of(x)}: {x} is a key of another program: python -m {program}" for x in found
-                    ]
-                    continue
-            problems.append(_message(key, each["type"], each["input"], each["msg"], known, origins))
+        for wrong in error.errors(include_url=False, include_context=False):
+            key, value = _dotted(wrong["loc"]), wrong["input"]
+            others = []
+            if wrong["type"] == "unexpected_keyword_argument":
+                others = _keys_of_other(getattr(config_class, "OTHER", None), key, value, origins)
+            problems += others or [_message(key, wrong["type"], value, wrong["msg"], known, origins)]
     refuse(problems)
     return config
+
+
+def _keys_of_other(program: str | None, key: str, value: Any, origins: Origins) -> list[str]:
+    """Messages for keys of another program; none if it does not know all of them, or there is no such program."""
+    if program is None or importlib.util.find_spec(program) is None:
+        return []
+    keys = [f"{key}.{name}" for name in flat(value)] if isinstance(value, dict) else [key]
+    if not all(map(importlib.import_module(program).has_key, keys)):
+        return []
+    return [f"{origins.of(key)}: {key} is a key of another program: python -m {program}" for key in keys]
 
 
 @functools.cache
@@ -109,17 +115,15 @@ def take_out(content: Any, key: str) -> list[Any]:
 
 
 def all_keys(section_class: type, prefix: str = "") -> dict[str, tuple[Any, dataclasses.Field]]:
-    """Every key of a config of this class with its type and field, sections included, of a list's items `list[].key`.
-
-    {'mesh': (Mesh, ...), 'mesh.d': (Count, ...), ...}; of `int | None` the type is int.
-    """
+    """All keys of a config class with type and field, with those of sections, and of a list's items as `list[].key`:
+    {'mesh': (Mesh, ...), 'mesh.d': (Count, ...), ...}. For `int | None` the type is int."""
     hints = typing.get_type_hints(section_class, include_extras=True)
     keys = {}
-    for each in dataclasses.fields(section_class):
-        key, kind = prefix + _key_of(each.name), hints[each.name]
+    for field_ in dataclasses.fields(section_class):
+        key, kind = prefix + _key_of(field_.name), hints[field_.name]
         if typing.get_origin(kind) in (typing.Union, types.UnionType):
             (kind,) = set(typing.get_args(kind)) - {type(None)}
-        keys[key] = (kind, each)
+        keys[key] = (kind, field_)
         if dataclasses.is_dataclass(item_of(kind)):
             keys |= all_keys(item_of(kind), f"{key}." if item_of(kind) is kind else f"{key}[].")
     return keys
@@ -131,31 +135,31 @@ def item_of(kind: Any) -> Any:
 
 
 def default_tree(config_class: type) -> dict[str, Any]:
-    """All keys as nested dicts with their defaults, `???` where there is none: what a yaml builds on."""
+    """All keys as nested dicts with their defaults, or `???`: what a yaml builds on."""
     tree: dict[str, Any] = {}
-    for key, (kind, each) in all_keys(config_class).items():
+    for key, (kind, field_) in all_keys(config_class).items():
         *sections, name = key.split(".")
         if dataclasses.is_dataclass(kind) or "[]" in key:
             continue
         section = functools.reduce(lambda outer, inner: outer.setdefault(inner, {}), sections, tree)
-        section[name] = as_tree(default_of(each))
+        section[name] = as_tree(default_of(field_))
     return tree
 
 
-def default_of(each: dataclasses.Field) -> Any:
-    """`???` where there is none."""
-    if each.default_factory is not dataclasses.MISSING:
-        return each.default_factory()
-    return MISSING if each.default is dataclasses.MISSING else each.default
+def default_of(field_: dataclasses.Field) -> Any:
+    """The field's default, or `???`."""
+    if field_.default_factory is not dataclasses.MISSING:
+        return field_.default_factory()
+    return MISSING if field_.default is dataclasses.MISSING else field_.default
 
 
 def as_tree(config: Any) -> Any:
-    """The config as nested dicts by key, and lists: what `rebuild` took."""
+    """The config as nested dicts and lists, as `rebuild` takes it."""
     if isinstance(config, tuple):
         return [as_tree(item) for item in config]
     if not dataclasses.is_dataclass(config):
         return config
-    return {_key_of(each.name): as_tree(getattr(config, each.name)) for each in dataclasses.fields(config)}
+    return {_key_of(field_.name): as_tree(getattr(config, field_.name)) for field_ in dataclasses.fields(config)}
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -167,7 +171,7 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def shown(value: Any) -> str:
-    """The value as yaml writes it, not too long: null, true, "3"."""
+    """The value as yaml writes it (null, true, "3"), shortened."""
     text = json.dumps(value, default=str)
     return text if len(text) <= 400 else f"{text[:100]}… ({len(text)} characters)"
 
@@ -179,11 +183,11 @@ def _message(key: str, error: str, value: Any, said: str, known: Mapping[str, An
     """The line for one of pydantic's errors."""
     if error == "unexpected_keyword_argument":
         return _unknown_key(key, value, known, origins)
-    if error == "value_error":  # of a section's own check, `field: what is wrong`
+    if error == "value_error":  # raised by a section's __post_init__: `field: what is wrong`
         name, _, text = said.removeprefix("Value error, ").partition(": ")
         key = f"{key}.{name}".lstrip(".")
         return f"{origins.of(key)}: {key} = {shown(value.get(name))}: {text}"
-    if error == "json_invalid":  # of half of a surrogate pair, or of nesting without end
+    if error == "json_invalid":  # half of a surrogate pair, or endless nesting
         return f"{origins.of(key)}: expected Unicode text: {said}"
     is_item = key.endswith("]")
     kind = known[re.sub(r"\[\d+\]", "" if is_item else "[]", key)][0]
@@ -196,9 +200,9 @@ def _message(key: str, error: str, value: Any, said: str, known: Mapping[str, An
 
 def _expected(kind: Any) -> str:
     if dataclasses.is_dataclass(kind):
-        return f"a section with the keys {', '.join(_key_of(each.name) for each in dataclasses.fields(kind))}"
+        return f"a section with the keys {', '.join(_key_of(field_.name) for field_ in dataclasses.fields(kind))}"
     if typing.get_origin(kind) is tuple and dataclasses.is_dataclass(item_of(kind)):
-        return f"a list, [{{{', '.join(f'{each.name}: …' for each in dataclasses.fields(item_of(kind)))}}}, …]"
+        return f"a list, [{{{', '.join(f'{field_.name}: …' for field_ in dataclasses.fields(item_of(kind)))}}}, …]"
     if typing.get_origin(kind) is tuple:
         return f"a list of {_expected(item_of(kind))}, [a, b, …]"
     if typing.get_origin(kind) is typing.Literal:
@@ -208,7 +212,7 @@ def _expected(kind: Any) -> str:
 
 def _unknown_key(key: str, value: Any, known: Mapping[str, Any], origins: Origins) -> str:
     """The message for a key that is not in the schema: the nearest one that is, or else its section's keys."""
-    while isinstance(value, dict) and value:  # the first value in an unknown section says where it was set
+    while isinstance(value, dict) and value:  # the first value in an unknown section tells where it was set
         name, value = next(iter(value.items()))
         key = f"{key}.{name}"
     section, _, name = key.rpartition(".")
@@ -235,8 +239,8 @@ def _key_of(name: str) -> str:
     return name.removesuffix("_")
 
 
-def _given(content: Any) -> Any:
-    """Without what must still be given, in new dicts."""
+def _without_missing(content: Any) -> Any:
+    """A copy without the keys whose value is `???`."""
     if not isinstance(content, dict):
         return content
-    return {key: _given(value) for key, value in content.items() if value != MISSING}
+    return {key: _without_missing(value) for key, value in content.items() if value != MISSING}

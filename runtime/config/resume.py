@@ -1,9 +1,9 @@
-"""What a checkpoint says about the run that saved it, and what may be another when a run goes on from it.
+"""What a checkpoint says about the run that saved it, and what may change when a run goes on from it.
 
-Kept in a checkpoint's attributes, so that it goes where the checkpoint goes: `config`, all keys of the run, and `data`,
-which tells one data set from another. A batch is a function of the data, their order and the step: with another batch
-size or length a step's number would stand for other rows, some trained on twice and some not at all. So these are
-refused; what may change (steps, learning rate, intervals, mesh, paths, threads) is logged.
+A checkpoint's attributes hold `config`, all keys of the run, and `data`, which identifies the data set. A batch is a
+function of the data, their order and the step: with another batch size or length a step's number would stand for other
+rows, some trained on twice and some never. So such changes are refused. What may change (steps, learning rate,
+intervals, mesh, paths, threads) is logged.
 """
 
 import copy
@@ -14,14 +14,13 @@ from runtime.config.keys import DROPPED_KEYS
 from runtime.config.rebuild import Origins, as_tree, default_tree, flat, rebuild, shown, take_out
 from runtime.terminal import RunError
 
-# The keys, or sections of keys, that say what is trained on what: shapes, vocabulary, data and their order, seeds;
-# and which moments there are.
+# Keys and sections that say what is trained on what: shapes, vocabulary, data and their order, seeds, moments.
 FIXED = (
     "model", "lora", "train", "training.seed", "training.tokens", "training.batch_doubles_at", "training.optimizer",
     "training.moment_dtype", "flat_tokens", "mixture", "hf_dataset",
 )  # fmt: skip
-# Of a section that is else fixed: how attention is computed, what has no effect on the batches, and the path, since
-# `data` knows a moved data set.
+# Keys of these sections that may change: how attention is computed, what does not change batches, and the data set's
+# path, since `data` identifies it.
 FREE = (
     "model.attention", "flat_tokens.epochs", "flat_tokens.filespec", "hf_dataset.validation_split",
     "hf_dataset.tokens_ahead",
@@ -32,16 +31,13 @@ C = TypeVar("C")
 
 
 def description(config: Any, data: Mapping[str, Any]) -> dict[str, Any]:
-    """The attributes that `compare` needs; data: what tells the data set from another, JSON values by name."""
+    """The attributes that `compare` needs. data: JSON values that identify the data set."""
     return {"config": as_tree(config), "data": dict(data)}
 
 
 def config_of(config_class: type[C], attributes: Mapping[str, Any]) -> C:
-    """The config that a checkpoint with these attributes was trained with, without keys of earlier programs.
-
-    Raises:
-      RunError: there is none, or with everything that does not fit config_class.
-    """
+    """The config of the checkpoint's run, without keys of earlier programs. Raises RunError if there is none, or with
+    everything that does not fit config_class."""
     if not isinstance(attributes.get("config"), dict):
         raise RunError("the checkpoint does not say which configuration it was trained with: another program wrote it")
     config = copy.deepcopy(attributes["config"])
@@ -54,20 +50,20 @@ def compare(
     config: Any, data: Mapping[str, Any], attributes: Mapping[str, Any], where: str, program: Sequence[str] = (),
     about: Mapping[str, Any] | None = None,
 ) -> list[str]:  # fmt: skip
-    """Lines that say what is another than in the checkpoint `where` with these attributes, `key: before -> now`.
+    """Lines for everything that differs from the checkpoint `where` with these attributes, `key: before -> now`.
 
-    program: what is another in the program, which may not change either.
-    about: attributes, by name, that may not change either.
-
+    Args:
+      program: what differs in the program, which may not change.
+      about: further attributes that may not change.
     Raises:
-      RunError: with both values of everything that may not change and did, unless allow_config_change is set.
+      RunError: with both values of everything that changed and may not, unless allow_config_change is set.
     """
     defaults = flat(default_tree(type(config))) | {key: value for key, (value, _) in DROPPED_KEYS.items()}
     before, now = flat(attributes.get("config", {})), flat(as_tree(config))
     changes: list[str] = []
     refused: list[str] = []
     for key in dict.fromkeys([*before, *now]) if before else []:
-        # A key that one of the two programs does not have has the effect of its default.
+        # A key that one of the two programs lacks has the effect of its default.
         old, new = before.get(key, defaults.get(key)), now.get(key, defaults.get(key))
         if old == new or key in UNIMPORTANT:
             continue
@@ -99,8 +95,8 @@ def compare(
 
 
 def _other_order(position: Mapping[str, Any]) -> str:
-    """How a program read text that had no rows, where that differs from how its rows are read now. It kept for each
-    number of hosts that the run had had where each host was, as (pass, file, document, token)."""
+    """How an earlier program read text, where that differs from how rows are read now. Its `positions` say for each
+    number of hosts that the run had had where each host was: (pass, file, document, token)."""
     layouts = position.get("positions", [])
     if len(layouts) > 1 or any(len(hosts) > 1 for hosts in layouts):
         return "a share of its documents for each host"

@@ -1,5 +1,6 @@
 """A run knows its program: what is recorded, what is refused, and that tools take it from the run."""
 
+import importlib
 import json
 import shutil
 import subprocess
@@ -48,10 +49,9 @@ def start(monkeypatch, trainer, folder, *overrides):
 
 
 def attributes_of(folder):
-    kept = {"keep_last": None, "keep_every": None}
-    with_one = Checkpoints(f"{folder}/checkpoints", **kept, asynchronous=False, timeout_s=60, max_io_threads=4)
-    attributes = with_one.attributes(with_one.latest())
-    with_one.close()
+    checkpoints = Checkpoints(f"{folder}/checkpoints")
+    attributes = checkpoints.attributes(checkpoints.latest())
+    checkpoints.close()
     return attributes
 
 
@@ -70,8 +70,9 @@ def test_what_a_run_records(monkeypatch, folder, capsys):
     assert (first["after_step"], second["after_step"]) == (0, 2) and first["program"] == second["program"]
     kept = attributes_of(folder / "run")["program"]
     assert kept == {**first["program"], "source": text} and kept["module"] == "my_trainer"
-    assert {"my_trainer", "jax_extra", "kernels.attention", "shardlib.shardops"} <= kept["files"].keys()
-    assert not any(name.startswith(program.NO_MATHEMATICS) for name in kept["files"])
+    hashes = program._hashes("my_trainer", folder / "my_trainer.py")
+    assert {"my_trainer", "jax_extra", "kernels.attention", "shardlib.shardops"} <= hashes.keys()
+    assert not any(name.startswith(program.NO_MATHEMATICS) for name in hashes)
     assert "does not say which program" not in capsys.readouterr().out
 
 
@@ -87,22 +88,24 @@ def test_the_commit_and_local_changes(tmp_path):
     assert program._git(tmp_path, "status", "--porcelain") == "?? new.py"
 
 
-def test_what_counts_as_a_change(tmp_path):
-    """What is imported counts, wherever it stands; comments, docstrings and line breaks do not."""
-    (tmp_path / "one.py").write_text(
-        '"""Says."""\nimport two\nimport jax\n\ndef f():\n    """Is."""\n    import three\n'
-    )
-    (tmp_path / "two.py").write_text("x = (1,\n     2)  # why\n")
-    (tmp_path / "three.py").write_text("import two\n")
-    before = program._hashes("one", tmp_path / "one.py")
-    assert before.keys() == {"one", "two", "three"}
-    (tmp_path / "one.py").write_text("import two\nimport jax\n\ndef f():\n    'Was.'\n    import three\n")
-    (tmp_path / "two.py").write_text("x = (1, 2)\n")
-    assert program._hashes("one", tmp_path / "one.py").keys() == before.keys()
-    changed = program.changed(before, program._hashes("one", tmp_path / "one.py"))
-    assert changed == []
-    (tmp_path / "two.py").write_text("x = (1, 3)\n")
-    assert program.changed(before, program._hashes("one", tmp_path / "one.py")) == ["two"]
+def test_what_counts_as_a_change(folder):
+    """The program's file and everything that it imports, wherever the import stands; comments, docstrings and line
+    breaks do not. A record of earlier versions, which hashed each module, differs in both."""
+
+    def recorded(one, two):
+        (folder / "my_trainer.py").write_text(f"{one}\nimport two\nimport jax\nclass Config:\n    pass\n")
+        (folder / "two.py").write_text(two)
+        sys.modules.pop("my_trainer", None)
+        return program.recorded(importlib.import_module("my_trainer").Config())
+
+    before = recorded('"""Says."""', "def f():\n    'Is.'\n    return (1,\n     2)  # why\n")
+    same, made_of = "def f():\n    'Was.'\n    return (1, 2)\n", "what my_trainer is made of"
+    cases = {("# why", same): [], ("x = 1", same): ["my_trainer"], ("", same.replace("2", "3")): [made_of]}
+    for sources, differences in cases.items():
+        assert program.differences({"program": before}, recorded(*sources)) == differences
+    earlier = {"module": "my_trainer", "source": before["source"], "files": {"my_trainer": before["file"]}}
+    assert program.differences({"program": earlier}, before) == ["my_trainer", made_of]
+    assert program.differences({}, before) == []
 
 
 # ---- what is refused

@@ -25,7 +25,7 @@ from shardlib.mesh import make_mesh
 from tools import convert
 
 GOLDEN = ROOT / "tests/models/golden"
-OF_TRAIN_PY = {"module": "train", "files": {}, "source": (ROOT / "train.py").read_text()}
+OF_TRAIN_PY = {"module": "train", "source": (ROOT / "train.py").read_text()}
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def test_a_run_of_train_py_is_published(run, pool, tmp_path):
     to a rounding of w_q."""
     with jax.set_mesh(make_mesh({"d": 1, "t": 1}, devices=jax.devices()[:1])):
         state = small.state_of(random_weights(small.MODEL, 0))
-        checkpoints = Checkpoints(tmp_path / "run/checkpoints", asynchronous=False)
+        checkpoints = Checkpoints(tmp_path / "run/checkpoints")
         checkpoints.save(7, state, {"config": {"model": as_tree(small.MODEL)}, "program": OF_TRAIN_PY})
         checkpoints.close()
     shutil.copy(GOLDEN.parent / "tokenizer_record.json", tmp_path / "run")

@@ -187,15 +187,15 @@ def test_a_run_of_another_program_is_refused(cat_run, called, monkeypatch, tmp_p
     The copy in the checkpoint is never run."""
     monkeypatch.setattr(generate, "ready_model", READY_MODEL)
     monkeypatch.setattr(score, "ready_model", READY_MODEL)
-    ran, kept, text = tmp_path / "ran", program._kept, tmp_path / "text.txt"
+    ran, kept, text = tmp_path / "ran", program._record, tmp_path / "text.txt"
     text.write_text("the cat")
 
     def changed(attributes):
         source = (ROOT / "train.py").read_text().replace("jax.nn.silu(gate)", "jax.nn.gelu(gate)")
-        other = {"module": "train", "files": {}, "source": f"open({str(ran)!r}, 'w')\n{source}"}
+        other = {"module": "train", "source": f"open({str(ran)!r}, 'w')\n{source}"}
         return other if "config" in attributes else kept(attributes)
 
-    monkeypatch.setattr(program, "_kept", changed)
+    monkeypatch.setattr(program, "_record", changed)
     refused = "forward pass and loss of the train.py of that run are not those of models/llama.py (different: forward)"
     programs = [
         (generate.main, generate.Generate, [cat_run, "prompt=the c", "tokens=2", "temperature=0"]),

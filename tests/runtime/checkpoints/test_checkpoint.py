@@ -179,7 +179,7 @@ def test_all_differences_at_once(saved):
     with pytest.raises(RunError) as e:
         open_checkpoints(saved).restore(wanted)
     assert str(e.value).splitlines() == [
-        f"checkpoint {saved}/0000000020 is not of this state:",
+        f"checkpoint {saved}/0000000020 holds another state:",
         "  weights/embed: holds float32[16, 24], expected float32[16, 12]",
         "  weights/transformer/w_q: holds float32[3, 16, 8], expected bfloat16[3, 16, 8]",
         "  weights/w_down: missing, expected float32[4]",

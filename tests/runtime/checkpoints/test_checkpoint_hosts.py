@@ -41,7 +41,7 @@ original_write = LocalStore.write
 """
 
 SAVE_AND_RESTORE = """
-checkpoints = states.open_checkpoints(directory, asynchronous=True, keep_last=2)
+checkpoints = states.open_checkpoints(directory, waits=False, keep_last=2)
 assert checkpoints.latest() is None
 for step in (5, 10, 20):
     checkpoints.save(step, sharded(states.numpy_state(step)), {"at": step})
@@ -78,7 +78,7 @@ print("left", sorted(os.listdir(directory)))
 
 KILLED_WHILE_SAVING = """
 import signal, time
-checkpoints = states.open_checkpoints(directory, asynchronous=True, timeout_s=6)
+checkpoints = states.open_checkpoints(directory, waits=False, timeout_s=6)
 checkpoints.save(10, sharded(states.numpy_state(10)), {})
 
 def killing_write(store, name, *parts):

@@ -61,7 +61,7 @@ def test_the_verbs_mean_the_same(tmp_path, request, kind):
 def test_a_run_of_checkpoints(object_store, capsys):  # noqa: F811
     """Saving behind, retention, plain zarr, restoring on another mesh, and falling back work on S3 as on a disk."""
     directory = f"{object_store}/runs/a/checkpoints"
-    checkpoints = open_checkpoints(directory, asynchronous=True, keep_last=2)
+    checkpoints = open_checkpoints(directory, waits=False, keep_last=2)
     assert checkpoints.latest() is None
     for step in (10, 20, 30):
         checkpoints.save(step, put(numpy_state(step), mesh_of(4, 2)), {"at": step})
@@ -129,7 +129,7 @@ def test_a_store_that_is_down(object_store, proxy, fault):  # noqa: F811
     directory = f"{object_store}/checkpoints"
     save(directory, 10)
     proxy.fault = lambda method, path, count: fault if method == "PUT" and "0000000020/weights" in path else None
-    checkpoints = open_checkpoints(directory, asynchronous=True, timeout_s=3)
+    checkpoints = open_checkpoints(directory, waits=False, timeout_s=3)
     began = time.monotonic()
     checkpoints.save(20, put(numpy_state(), mesh_of(4, 2)), {})
     cause = r"TimeoutError: \d+ attempts in \d\.\d s failed, the last with \w+: "

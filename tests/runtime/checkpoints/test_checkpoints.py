@@ -53,7 +53,7 @@ def test_saving_returns_when_the_state_is_copied(tmp_path, writes):
     step = jax.jit(lambda tree: jax.tree.map(lambda x: x * 0 - 1, tree), donate_argnums=0)
     tree = {"w": jax.device_put(jnp.arange(64.0), NamedSharding(mesh_of(4, 2), P("d")))}
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
-    checkpoints = open_checkpoints(tmp_path, asynchronous=True)
+    checkpoints = open_checkpoints(tmp_path, waits=False)
     stall_s = checkpoints.save(1, tree, {"is": "old"})
     tree = step(tree)
     jax.block_until_ready(tree)
@@ -78,7 +78,7 @@ def test_the_next_save_waits_for_the_one_before(tmp_path, writes):
         write()
 
     writes.before = slow
-    checkpoints = open_checkpoints(tmp_path, asynchronous=True)
+    checkpoints = open_checkpoints(tmp_path, waits=False)
     state = put(numpy_state(), mesh_of(4, 2))
     checkpoints.save(1, state, {})
     asked.set()
@@ -99,7 +99,7 @@ def test_a_failure_behind_stops_at_the_next_step(tmp_path, writes, failing):
         write()
 
     writes.before = fail
-    checkpoints = open_checkpoints(tmp_path, asynchronous=True)
+    checkpoints = open_checkpoints(tmp_path, waits=False)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint_writing, "MAX_CHUNK_BYTES", 64)  # many chunks are written after the one that fails
         checkpoints.save(20, put(numpy_state(), mesh_of(4, 2)), {})
@@ -121,7 +121,7 @@ def test_a_failure_is_raised_by_the_next_save_and_by_close(tmp_path, writes):
         raise OSError(5, "Input/output error")
 
     writes.before = fail
-    checkpoints = open_checkpoints(tmp_path, asynchronous=True)
+    checkpoints = open_checkpoints(tmp_path, waits=False)
     state = put(numpy_state(), mesh_of(4, 2))
     checkpoints.save(1, state, {})
     with pytest.raises(RunError, match=r"0000000001/.* could not be written: OSError"):
@@ -408,7 +408,7 @@ def test_none_reads_whole(tmp_path):
 @pytest.mark.parametrize("best", [None, 10, 40])
 def test_what_is_kept(tmp_path, keep_last, keep_every, expected, best):
     """The newest `keep_last`, every multiple of `keep_every`, and the best; all where keep_last is None."""
-    checkpoints = open_checkpoints(tmp_path, asynchronous=True, keep_last=keep_last, keep_every=keep_every)
+    checkpoints = open_checkpoints(tmp_path, waits=False, keep_last=keep_last, keep_every=keep_every)
     tree = {"w": jnp.zeros(4)}
     for step in range(10, 61, 10):
         checkpoints.save(step, tree, {}, best)
@@ -468,7 +468,7 @@ def test_a_deletion_that_fails_is_said(tmp_path, monkeypatch):
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(LocalStore, "remove", denied)
-    checkpoints = open_checkpoints(tmp_path, asynchronous=True, keep_last=1)
+    checkpoints = open_checkpoints(tmp_path, waits=False, keep_last=1)
     checkpoints.save(20, tree, {})
     with pytest.raises(RunError, match=r"0000000010 could not be deleted: PermissionError: .*Operation not permitted"):
         checkpoints.close()
@@ -511,7 +511,7 @@ def test_a_full_disk(tmp_path, monkeypatch):
     try:
         state = big_state(mesh_of(4, 2))
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
-        checkpoints = open_checkpoints(disk / "checkpoints", asynchronous=True)
+        checkpoints = open_checkpoints(disk / "checkpoints", waits=False)
         checkpoints.save(10, state, {})
         checkpoints.save(20, state, {})
         with pytest.raises(
