@@ -131,7 +131,7 @@ def recorded(config: Any) -> dict[str, Any]:
 
 
 def model_parts(attributes: Mapping[str, Any]) -> dict[str, str] | None:
-    """`model_parts_of` the source that a checkpoint keeps of its trainer, which is not run; None where it keeps none."""
+    """`model_parts_of` the trainer's source that a checkpoint keeps, without running it; None where it keeps none."""
     record = _record(attributes)
     return None if record is None else model_parts_of(record["source"])
 

@@ -119,9 +119,9 @@ class Run:
 
     Args:
       batch_type: has the fields of `runtime.data.batches.Batch`.
-      first_weights: opens `initial_weights` for a run without a checkpoint, given the hash of the trainer's model. It
-        checks that they fit, and returns their path and a function that reads them as a tree of `ShapeDtypeStruct`s
-        with shardings says; None: they are not the first weights of this state.
+      first_weights: opens `initial_weights` for a run without a checkpoint, given the `program.model_parts` of its
+        trainer. It checks that they fit, and returns their path and a function that reads them as a tree of
+        `ShapeDtypeStruct`s with shardings says; None: they are not the first weights of this state.
       about: more attributes of each checkpoint, JSON values; the run does not go on from a checkpoint with others.
       score: called with the weights at each validation; returns metrics, whose names are `score.metrics`, and a text.
 
@@ -142,7 +142,7 @@ class Run:
         self,
         config: Any,
         batch_type: Any,
-        first_weights: Callable[[str | None], tuple[str, Callable | None]] | None = None,
+        first_weights: Callable[[dict[str, str] | None], tuple[str, Callable | None]] | None = None,
         about: Mapping[str, Any] | None = None,
         score: Any = None,
     ):
