@@ -73,6 +73,8 @@ class _Output:
         self._is_failing = False
 
     def write(self, text: str) -> None:
+        if not text:  # a pipe that nobody reads takes nothing, too
+            return
         try:
             if sys.stdout is None:
                 raise ValueError("it is closed")
