@@ -14,9 +14,11 @@ in programs, where N may be T5's buckets); R tokens that an encoder reads.
 """
 
 import functools
+import inspect
 import math
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import typing
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +30,7 @@ from jax import lax
 from models import layers
 from models.context import ALONE, attention_where
 from models.layers import act
+from models.mesh import placed
 from runtime.config.keys import Count, Fraction, NotNegative, Positive, Seed, Steps
 from runtime.terminal import RunError
 from shardlib import shardops
@@ -41,7 +44,6 @@ from shardlib.shardtypes import (
     f32,
     i8,
     i32,
-    make_shardings,
     map_type,
     narrowed,
     pytree_dataclass,
@@ -52,7 +54,7 @@ from shardlib.typed import typed
 
 CHUNK = 256  # tokens of a prompt that are read at once, at most: the power of two that holds what is left of it
 SMALLEST_CHUNK = 16  # so that few programs are compiled
-BURST = 16  # tokens that are drawn between two looks of the host
+SHORTEST_BURST, BURST = 4, 32  # tokens that are drawn between two looks of the host
 SLOTS = 128  # caches have a multiple of it, so that few programs are compiled
 # XLA:CPU has no products of bfloat16 with results in float32 (jax 0.10.2): there attention widens what it reads, but
 # not in the plan of another machine, which sets this.
@@ -82,6 +84,9 @@ class Drawn:
     log_probs: list[float]
 
 
+NO_TEXT = Drawing(tokens=1, temperature=0.0)  # of a row in which nothing is
+
+
 # == Weights and cache =================================================================================================
 @pytree_dataclass
 class Cache:
@@ -94,44 +99,41 @@ class Cache:
     read: i32['B/b'] | None = None  # how many of these there are
 
 
-# What a layer multiplies with by `product`; the experts of some families do not.
-INTO_LAYER = ("w_q", "w_k", "w_v", "w_gate", "w_up", "cross_q", "cross_k", "cross_v")
-OUT_OF_LAYER = ("w_o", "w_down", "cross_o")  # whose columns are along M
+# The matrices of a layer that int8 keeps in a byte an element, and the dims that their products contract.
+CONTRACTED = {
+    **dict.fromkeys(('w_q', 'w_k', 'w_v', 'w_gate', 'w_up', 'cross_q', 'cross_k', 'cross_v'), 'M'),
+    **dict.fromkeys(('w_o', 'cross_o'), 'Q K D'),
+    'w_down': 'F', 'expert_gate': 'M', 'expert_up': 'M', 'expert_down': 'H',
+}  # fmt: skip
 
 
-def columns_of(name: str, array: ArrayType) -> str | None:
-    """The dims that a matrix of a layer keeps in its product; None of what is none."""
-    first, *others = array.spec.dims
-    if first.name != 'M' or name not in INTO_LAYER + OUT_OF_LAYER:
-        return None
-    return str(first) if name in OUT_OF_LAYER else ' '.join(map(str, others))
+def columns_of(layer: Any) -> dict[str, tuple[ArrayType, str]]:
+    """The matrices of a gathered layer, a tree of array types, that int8 rounds: type, and the dims of its columns."""
+    found = {}
+    for name, array in vars(layer).items():
+        if array is not None and name in CONTRACTED:
+            kept = [str(dim) for dim in array.spec.dims if dim.name not in CONTRACTED[name].split()]
+            found[name] = array, ' '.join(kept)
+    return found
 
 
 def quantized_type(layer: Any) -> Any:
     """The type of a gathered layer, a tree of array types, with its matrices in 8 bits."""
-    found = {
-        name: Quantized(i8[str(array.spec)], f32[columns])
-        for name, array in vars(layer).items()
-        if array is not None and (columns := columns_of(name, array))
-    }
-    return replace(layer, **found)
+    matrices = columns_of(layer).items()
+    return replace(layer, **{name: Quantized(i8[str(w.spec)], f32[columns]) for name, (w, columns) in matrices})
 
 
 def quantized(layer: Any, type_: Any) -> Any:
     """A gathered layer whose matrices have a byte an element: each column is divided by its largest magnitude / 127 and
     rounded. A column that is split over t sends 4 bytes."""
 
-    def of(w, array, columns):
+    def rounded(w, array, columns):
         largest = shardops.pmax(f"{array.spec} -> {columns}", jnp.abs(w.astype(jnp.float32)))
         scale = jnp.maximum(largest, 1e-30) / 127
         axes = [axis for axis, dim in enumerate(array.spec.dims) if str(dim) not in columns.split()]
         return Quantized(jnp.round(w.astype(jnp.float32) / jnp.expand_dims(scale, axes)).astype(jnp.int8), scale)
 
-    found = {name: (getattr(layer, name), array) for name, array in vars(type_).items() if array is not None}
-    return replace(
-        layer,
-        **{name: of(*each, columns) for name, each in found.items() if (columns := columns_of(name, each[1]))},
-    )
+    return replace(layer, **{name: rounded(getattr(layer, name), *each) for name, each in columns_of(type_).items()})
 
 
 class Split:
@@ -284,7 +286,7 @@ def part(x: act['B/b L Q K/t D']) -> act['B/b L/c Q K/t D']:
 
 # == Programs =========================================================================================================
 @typed
-def empty(model, *, count: int, slots: int, read: int | None = None) -> Cache:
+def empty(family, model, *, count: int, slots: int, read: int | None = None) -> Cache:
     """A cache in which nothing is; `read`: with room for so many tokens that an encoder reads."""
     sizes = dict(layers=model.layers, B=count, K=model.n_kv, D=model.d_head)
     k = shardops.zeros('layers B/b K/t S D', act, S=slots, **sizes)
@@ -349,10 +351,13 @@ def extend(
 
 
 @typed
-def extend_some(
-    family, model, ends, stack, cache: Cache, tokens: u32['N/b L'], count: i32['N/b'], place: i32['N/b']
+def read(
+    family, model, ends, stack, cache: Cache, tokens: u32['N/b L'], count: i32['N/b'], place: i32['N/b'] | None = None
 ) -> Cache:
-    """`extend` of some of each device's rows, by their different places there, of a family that has no encoder."""
+    """Reads tokens into the cache: of all its rows, or, where `place` has their different places on each device, of
+    some, of a family that has no encoder."""
+    if place is None:
+        return extend(family, model, ends, stack, cache, tokens, count)[0]
 
     def take(spec, old, axis):
         def of_device(old, place):
@@ -375,15 +380,15 @@ def extend_some(
 
 @typed
 def logits_after(family, model, ends, x: act['B/b L/c M']) -> f32['B/b V/t']:
-    """Of each row's first token."""
+    """The logits after each row's first token."""
     logits = layers.logits_of(ends.unembed, family.final(model, ends, x, 'M'), family.mask(model).logits_cap)
     return shardops.all_gather('B/b L/c V/t -> B/b L V/t', logits)[:, 0]
 
 
 @typed
 def step(
-    family, model, ends, stack, cache: Cache, rows: Rows, ids: i32['V/t'], count: i32['B/b'], is_drawn: bool,
-    is_filtered: bool,
+    family, model, ends, stack, cache: Cache, rows: Rows, ids: i32['V/t'], count: i32['B/b'], *,
+    is_drawn: bool, is_filtered: bool,
 ) -> tuple[Cache, u32['B/b'], f32['B/b']]:  # fmt: skip
     """Reads the last token of the rows whose count is 1; a next token for each, and its log probability."""
     cache, x = extend(family, model, ends, stack, cache, rows.token[:, None], count)
@@ -392,19 +397,22 @@ def step(
 
 @typed
 def decode(
-    family, model, ends, stack, cache: Cache, rows: Rows, ids: i32['V/t'], stops: u32['ends'], *,
+    family, model, ends, stack, cache: Cache, rows: Rows, ids: i32['V/t'], stops: u32['ends'], burst: i32[''], *,
     is_drawn: bool, is_filtered: bool,
-) -> tuple[Cache, Rows, u32['B/b N'], f32['B/b N']]:  # fmt: skip
-    """Draws BURST tokens for each row, fewer when all have ended; with their log probabilities."""
+) -> tuple[Cache, Rows, u32['B C'], f32['B C'], i32['B']]:  # fmt: skip
+    """Draws `burst` tokens for each row, at most BURST, fewer when all have ended. All devices get the tokens, their
+    log probabilities, and how many each row may still have: 8C + 4 bytes a row are sent."""
 
     def goes_on(carry):
         number, _, rows, _, _ = carry
-        return (number < BURST) & shardops.any('B/b -> ', rows.left > 0)
+        return (number < burst) & shardops.any('B/b -> ', rows.left > 0)
 
     def one(carry):
         number, cache, rows, tokens, log_probs = carry
         count = (rows.left > 0).astype(jnp.int32)
-        cache, token, log_prob = step(family, model, ends, stack, cache, rows, ids, count, is_drawn, is_filtered)
+        cache, token, log_prob = step(
+            family, model, ends, stack, cache, rows, ids, count, is_drawn=is_drawn, is_filtered=is_filtered
+        )
         tokens = lax.dynamic_update_slice_in_dim(tokens, token[:, None], number, axis=1)
         log_probs = lax.dynamic_update_slice_in_dim(log_probs, log_prob[:, None], number, axis=1)
         is_end = jnp.any(token[:, None] == stops[None], axis=1)
@@ -421,15 +429,17 @@ def decode(
     log_probs = 0.0 * tokens.astype(jnp.float32)
     carry = jnp.int32(0), cache, rows, tokens, log_probs
     _, cache, rows, tokens, log_probs = lax.while_loop(goes_on, one, carry)
-    return cache, rows, tokens, log_probs
+    tokens = shardops.all_gather('B/b C -> B C', tokens)
+    log_probs = shardops.all_gather('B/b C -> B C', log_probs)
+    return cache, rows, tokens, log_probs, shardops.all_gather('B/b -> B', rows.left)
 
 
 @typed
 def candidates(
     family, model, ends, stack, cache: Cache, token: u32['B/b'], parent: i32['B/b'], ids: i32['V/t'], *, N: int
-) -> tuple[Cache, f32['B/b N'], i32['B/b N']]:
-    """The rows' caches are replaced by those of their parents, on the same device; then the N likeliest tokens
-    after `token`, and their log probabilities."""
+) -> tuple[Cache, f32['B C'], i32['B C']]:
+    """The rows' caches are replaced by those of their parents, on the same device; then all devices get the N likeliest
+    tokens after `token` and their log probabilities, 8N bytes a row."""
 
     def of_parent(old, parent):
         return jnp.take(old, parent, axis=1)
@@ -455,17 +465,31 @@ def candidates(
         top, place = lax.top_k(values.reshape(len(values), -1), N)
         return top, jnp.take_along_axis(names.reshape(len(names), -1), place, axis=1)
 
-    return cache, *shardops.local('B/b t N, B/b t N -> B/b N, B/b N', of_all, some, names)
+    some, names = shardops.local('B/b t N, B/b t N -> B/b N, B/b N', of_all, some, names)
+    return cache, shardops.all_gather('B/b N -> B N', some), shardops.all_gather('B/b N -> B N', names)
 
 
 @typed
-def admit(cache: Cache, rows: Rows, new: Rows, is_new: bool_['B/b']) -> tuple[Cache, Rows]:
-    """New rows in the place of others, of which nothing is read any more."""
+def admit(family, model, cache: Cache, rows: Rows, new: Rows, is_new: bool_['B/b']) -> tuple[Cache, Rows]:
+    """Puts new rows in the place of others, of which nothing is read any more."""
 
     def one(new, old):
         return jnp.where(is_new.reshape(is_new.shape + (1,) * (new.ndim - 1)), new, old)
 
     return replace(cache, length=jnp.where(is_new, 0, cache.length)), jax.tree.map(one, new, rows)
+
+
+@typed
+def gather(family, model, weights, *, stack: str, kept: str | None, layer):
+    """What stands at the ends of the model, and its layers as they are kept; layer: the type of a gathered one."""
+
+    def gather_layer(_, w):
+        if kept == "split":
+            return None, w
+        gathered = family.gather_layer(w)
+        return None, quantized(gathered, layer) if kept == "int8" else gathered
+
+    return family.gather_ends(weights), lax.scan(gather_layer, None, getattr(weights, stack))[1]
 
 
 def shapes_of(type_: Any, **sizes: int) -> Any:
@@ -478,25 +502,24 @@ def shapes_of(type_: Any, **sizes: int) -> Any:
     return map_type(shape, type_)
 
 
-def traced_step(programs: 'Programs', model: Any, weights: Any, count: int, slots: int) -> jax.stages.Traced:
+def traced_step(programs: 'Programs', weights: Any, count: int, slots: int) -> jax.stages.Traced:
     """A step of `count` rows in a cache of so many slots, none of which has filters, on the current mesh, for the
-    ledger.
+    ledger, which knows weights by this name.
 
     Args:
       weights: the shapes of the model's.
     """
     sizes = {} if programs.stack == "transformer" else {"read": slots}
-    held = programs.Held(jax.eval_shape(programs.mapped("gather"), weights))
+    ends, stack = jax.eval_shape(programs.mapped("gather"), weights)
     cache = jax.eval_shape(programs.mapped("empty", count=count, slots=slots, **sizes))
-    rows, ids, counts = shapes_of(tuple[Rows, i32['V/t'], i32['B/b']], B=count, V=model.vocab)
+    rows, ids, counts = shapes_of(tuple[Rows, i32['V/t'], i32['B/b']], B=count, V=programs.model.vocab)
     program = programs.mapped("step", is_drawn=True, is_filtered=False)
 
     def step(held, *others):
-        ends, stack = held.weights
-        return program(programs.Held((with_unembed(ends), stack)), *others)
+        ends, stack = held["weights"]
+        return program(with_unembed(ends), stack, *others)
 
-    ends, stack = held.weights
-    held = programs.Held((replace(ends, unembed=None) if is_tied(weights) else ends, stack))
+    held = {"weights": (replace(ends, unembed=None) if is_tied(weights) else ends, stack)}
     return jax.jit(step, donate_argnums=1).trace(held, cache, rows, ids, counts)
 
 
@@ -510,8 +533,17 @@ def with_unembed(ends: Any) -> Any:
     return replace(ends, unembed=ends.embed) if ends.unembed is None else ends
 
 
+FUNCTIONS = {
+    each.__name__: each for each in (gather, empty, encode, admit, read, step, decode, candidates)
+}  # all begin with (family, model)
+
+
 class Programs:
-    """The functions above for one model, with the types of its weights.
+    """The functions above for one model: a type that differs between models is a value here.
+
+        programs = Programs(family, model, weights)
+        cache = programs("empty", count=8, slots=256)()
+        cache = programs("read")(ends, stack, cache, tokens, counts)
 
     Args:
       weights: the shapes of the model's.
@@ -521,86 +553,48 @@ class Programs:
 
     def __init__(self, family: Any, model: Any, weights: Any, kept: str | None = None):
         self.stack = name = "decoder" if family.KIND == "both" else "transformer"
-        family = Split(family) if kept == "split" else family
-        Ends, Layer = family.Ends, narrowed(family.Gathered, getattr(weights, name))
-        Layers = Array['layers', quantized_type(Layer) if kept == "int8" else Layer]
-        if kept == "split":
-            Layers = narrowed(Array['layers', family.Layer], getattr(weights, name))
-        Weights, of_encoder = narrowed(family.Weights, weights), (0, 0) if name == "decoder" else ()
-        KeysValues = narrowed(Cache, Cache(0, 0, 0, *of_encoder))
-
-        @typed
-        def gather(weights: Weights) -> tuple[Ends, Layers]:
-            def gather_layer(_, w):
-                if kept == "split":
-                    return None, w
-                gathered = family.gather_layer(w)
-                return None, quantized(gathered, Layer) if kept == "int8" else gathered
-
-            return family.gather_ends(weights), lax.scan(gather_layer, None, getattr(weights, name))[1]
-
-        @typed
-        def nothing(**sizes) -> KeysValues:
-            return empty(model, **sizes)
-
-        @typed
-        def read_source(
-            weights: Weights, cache: KeysValues, tokens: u32['B/b R'], count: i32['B/b'], is_new: bool_['B/b']
-        ) -> KeysValues:
-            return encode(family, model, weights, cache, tokens, count, is_new)
-
-        @typed
-        def new_rows(cache: KeysValues, rows: Rows, new: Rows, is_new: bool_['B/b']) -> tuple[KeysValues, Rows]:
-            return admit(cache, rows, new, is_new)
-
-        @typed
-        def read(ends: Ends, stack: Layers, cache: KeysValues, tokens: u32['B/b L'], count: i32['B/b']) -> KeysValues:
-            return extend(family, model, ends, stack, cache, tokens, count)[0]
-
-        @typed
-        def read_some(
-            ends: Ends, stack: Layers, cache: KeysValues, tokens: u32['N/b L'], count: i32['N/b'], place: i32['N/b']
-        ) -> KeysValues:
-            return extend_some(family, model, ends, stack, cache, tokens, count, place)
-
-        @pytree_dataclass
-        class Held:  # by this name the ledger knows weights
-            weights: tuple[Ends, Layers]
-
-        @typed
-        def one(
-            held: Held, cache: KeysValues, rows: Rows, ids: i32['V/t'], count: i32['B/b'], **settings
-        ) -> tuple[KeysValues, u32['B/b'], f32['B/b']]:
-            return step(family, model, *held.weights, cache, rows, ids, count, **settings)
-
-        @typed
-        def draw(
-            ends: Ends, stack: Layers, cache: KeysValues, rows: Rows, ids: i32['V/t'], stops: u32['ends'], **settings
-        ) -> tuple[KeysValues, Rows, u32['B/b C'], f32['B/b C']]:
-            return decode(family, model, ends, stack, cache, rows, ids, stops, **settings)
-
-        @typed
-        def search(
-            ends: Ends, stack: Layers, cache: KeysValues, token: u32['B/b'], parent: i32['B/b'], ids: i32['V/t'], *,
-            N: int,
-        ) -> tuple[KeysValues, f32['B/b C'], i32['B/b C']]:  # fmt: skip
-            return candidates(family, model, ends, stack, cache, token, parent, ids, N=N)
-
-        self._functions = {
-            "gather": gather, "empty": nothing, "encode": read_source, "admit": new_rows, "read": read,
-            "read_some": read_some, "step": one, "decode": draw, "search": search,
-        }  # fmt: skip
-        self.Held = Held
+        self.family, self.model = Split(family) if kept == "split" else family, model
+        layer = narrowed(family.Gathered, getattr(weights, name))
+        stacks = {None: layer, "int8": quantized_type(layer), "split": narrowed(family.Layer, getattr(weights, name))}
+        self.settings = {"gather": {"stack": name, "kept": kept, "layer": layer}}
+        # By an argument's name.
+        self.types = {
+            "weights": narrowed(family.Weights, weights),
+            "ends": family.Ends,
+            "stack": Array['layers', stacks[kept]],
+            "cache": narrowed(Cache, Cache(0, 0, 0, *((0, 0) if name == "decoder" else ()))),
+            "place": i32['N/b'],
+        }
         self.compiled = functools.cache(self._compiled)
 
     def mapped(self, which: str, **settings: Any) -> typed_shard_map:
         """A program over the mesh; those of other settings are others."""
-        return typed_shard_map(functools.partial(self._functions[which], **settings))
+        settings = {**self.settings.get(which, {}), **settings}
+        program = functools.partial(FUNCTIONS[which], self.family, self.model, **settings)
+        signature = inspect.signature(FUNCTIONS[which], eval_str=True)
+        _, _, *arguments = (each for each in signature.parameters.values() if each.name not in settings)
+        ends, stack, cache = (self.types[name] for name in ("ends", "stack", "cache"))
+        result = signature.return_annotation
+        if which == "gather":
+            result = tuple[ends, stack]
+        elif result is Cache:
+            result = cache
+        else:
+            result = tuple[cache, *typing.get_args(result)[1:]]
+        program.__signature__ = signature.replace(
+            parameters=[each.replace(annotation=self.types.get(each.name, each.annotation)) for each in arguments],
+            return_annotation=result,
+        )
+        return typed_shard_map(program)
 
-    def _compiled(self, which: str, **settings: Any) -> Any:
-        """The same, compiled; a cache is given up, and so are rows."""
-        given_up = {"encode": 1, "admit": (0, 1), "step": 1, "decode": (2, 3), "read": 2, "read_some": 2, "search": 2}
-        return jax.jit(self.mapped(which, **settings), donate_argnums=given_up.get(which, ()))
+    def _compiled(self, which: str, **settings: Any) -> Callable:
+        """The same, compiled. It takes host arrays too, the same on every process; a cache is given up, and so are
+        rows."""
+        mapped = self.mapped(which, **settings)
+        types = {name: each.annotation for name, each in mapped.signature.parameters.items()}
+        given_up = [place for place, name in enumerate(types) if name in ("cache", "rows")]
+        program = jax.jit(mapped, donate_argnums=given_up)
+        return lambda *given: program(*(placed(each, type_) for each, type_ in zip(given, types.values())))
 
 
 class Generator:
@@ -619,7 +613,7 @@ class Generator:
         self.programs, self.vocab = Programs(family, model, weights, kept), model.vocab
         self.start = start
         self.take(weights)
-        self.ids = jax.device_put(np.arange(self.vocab, dtype=np.int32), make_shardings(i32['V/t']))
+        self.ids = placed(np.arange(self.vocab, dtype=np.int32), i32['V/t'])
         # A program needs one to compare with; a vocabulary has no such token.
         self.ends = np.asarray(list(ends) or [2**32 - 1], np.uint32)
 
@@ -646,12 +640,11 @@ class Generator:
 
     def search(self, prompts: Sequence[Sequence[int]], tokens: int, beams: int, length_penalty: float) -> list[Drawn]:
         """The best text after each prompt that beam search finds, as transformers does."""
-        found = []
-        for start in range(0, len(prompts), devices_of_rows()):
-            some = list(prompts[start : start + devices_of_rows()])
-            found += self._search([*some, *[some[0]] * (devices_of_rows() - len(some))], tokens, beams, length_penalty)[
-                : len(some)
-            ]
+        found, at_once = [], devices_of_rows()
+        for start in range(0, len(prompts), at_once):
+            some = prompts[start : start + at_once]
+            padded = [*some, *[some[0]] * (at_once - len(some))]
+            found += self._search(padded, tokens, beams, length_penalty)[: len(some)]
         return found
 
     def _search(self, prompts: Sequence[Sequence[int]], tokens: int, beams: int, length_penalty: float) -> list[Drawn]:
@@ -660,17 +653,15 @@ class Generator:
         slots = Slots(self, len(prompts) * beams, max(map(len, prompts)), tokens)
         rows = [(prompt, Drawing(tokens=tokens)) for prompt in prompts for _ in range(beams)]
         slots.admit(dict(enumerate(rows)))
-        cache = slots.cache
-        search = self.programs.compiled(
-            "search", N=min((1 + len(self.ends)) * beams, self.vocab // current_mesh().shape['t'])
-        )
+        cache, count = slots.cache, min((1 + len(self.ends)) * beams, self.vocab // current_mesh().shape['t'])
+        candidates = self.programs.compiled("candidates", N=count)
         token = np.repeat([self.begun(prompt)[-1] for prompt in prompts], beams).astype(np.uint32)
         parent = np.tile(np.arange(beams, dtype=np.int32), len(prompts))
         while not all(each.is_over for each in texts):
-            cache, values, ids = search(*self.weights, cache, token, parent, self.ids)
+            cache, values, ids = candidates(*self.weights, cache, token, parent, self.ids)
             by_text = [np.asarray(each).reshape(len(prompts), beams, -1) for each in (values, ids)]
-            moves = [each.advance(*of_text) for each, *of_text in zip(texts, *by_text)]
-            parent, token = (np.concatenate(each) for each in zip(*moves))
+            parent, token = np.hstack([each.advance(*of_text) for each, *of_text in zip(texts, *by_text)])
+            parent, token = parent.astype(np.int32), token.astype(np.uint32)
         return [each.best() for each in texts]
 
 
@@ -694,39 +685,38 @@ class Slots:
     """
 
     def __init__(self, generator: Generator, count: int, prompt: int, tokens: int):
-        self.generator, self.left = generator, np.zeros(count, np.int32)
+        self.generator, self.left, self.burst = generator, np.zeros(count, np.int32), SHORTEST_BURST
         sizes = {} if generator.start is None else {"read": -(-prompt // SLOTS) * SLOTS}
         prompt = prompt if generator.start is None else 1
         # A chunk is written as a whole, although a prompt may end in it.
         self.chunk = min(CHUNK, max(1 << max(prompt - 2, 0).bit_length(), SMALLEST_CHUNK))
-        room = -(-(prompt + max(tokens, self.chunk)) // SLOTS) * SLOTS
-        require_room(jax.eval_shape(generator.programs.mapped("empty", count=count, slots=room, **sizes)))
-        self.cache = generator.programs.compiled("empty", count=count, slots=room, **sizes)()
-        self.drawings = [Drawing(tokens=1, temperature=0.0)] * count
-        self.rows = self._rows({})
+        sizes |= {"count": count, "slots": -(-(prompt + max(tokens, self.chunk)) // SLOTS) * SLOTS}
+        require_room(jax.eval_shape(generator.programs.mapped("empty", **sizes)))
+        self.cache = generator.programs.compiled("empty", **sizes)()
+        self.drawings = [NO_TEXT] * count
+        self.rows = placed(self._rows({}), Rows)
 
     def admit(self, texts: Mapping[int, tuple[Sequence[int], Drawing]]) -> None:
         """Puts a prompt into each of these rows, in the place of what was there."""
-        is_new = jax.device_put(np.isin(np.arange(len(self.left)), list(texts)), make_shardings(bool_['B/b']))
-        if self.generator.start is not None:
+        generator, is_new = self.generator, np.isin(np.arange(len(self.left)), list(texts))
+        if generator.start is not None:
             self._encode({row: prompt for row, (prompt, _) in texts.items()}, is_new)
-        texts = {row: (self.generator.begun(prompt), drawing) for row, (prompt, drawing) in texts.items()}
-        self.cache, self.rows = self.generator.programs.compiled("admit")(
-            self.cache, self.rows, self._rows(texts), is_new
-        )
+        texts = {row: (generator.begun(prompt), drawing) for row, (prompt, drawing) in texts.items()}
+        admit = generator.programs.compiled("admit")
+        self.cache, self.rows = admit(self.cache, self.rows, self._rows(texts), is_new)
         for row, (_, drawing) in texts.items():
             self.drawings[row], self.left[row] = drawing, drawing.tokens
+        self.burst = SHORTEST_BURST
         rows, places = self._read_with(texts)
         prompts: list[Sequence[int]] = [texts[n][0] if n in texts else [0] for n in rows]
         lengths, start = np.array([len(prompt) - 1 for prompt in prompts]), 0
-        read = self.generator.programs.compiled("read_some" if places else "read")
         while (left := int(lengths.max()) - start) > 0:
             size = min(self.chunk, max(1 << (left - 1).bit_length(), SMALLEST_CHUNK))
             tokens = np.zeros((len(prompts), size), np.uint32)
             counts = np.clip(lengths - start, 0, size).astype(np.int32)
             for row, prompt, count in zip(tokens, prompts, counts):
                 row[:count] = prompt[start : start + count]
-            self.cache = read(*self.generator.weights, self.cache, tokens, counts, *places)
+            self.cache = generator.programs.compiled("read")(*generator.weights, self.cache, tokens, counts, *places)
             start += size
 
     def _read_with(self, new: Collection[int]) -> tuple[Sequence[int], list[np.ndarray]]:
@@ -742,7 +732,7 @@ class Slots:
         rows = places + of_device * np.arange(len(places))[:, None]
         return rows.reshape(-1).tolist(), [places.reshape(-1).astype(np.int32)]
 
-    def _encode(self, prompts: Mapping[int, Sequence[int]], is_new: jax.Array) -> None:
+    def _encode(self, prompts: Mapping[int, Sequence[int]], is_new: np.ndarray) -> None:
         """Lets the encoder read these rows' prompts."""
         tokens = np.zeros((len(self.left), self.cache.memory.shape[3]), np.uint32)
         counts = np.zeros(len(self.left), np.int32)
@@ -753,24 +743,26 @@ class Slots:
 
     def drop(self, rows: Collection[int]) -> None:
         """Ends these rows."""
-        left = np.where(np.isin(np.arange(len(self.left)), list(rows)), 0, self.left).astype(np.int32)
-        self.left, self.rows = left, replace(self.rows, left=jax.device_put(left, make_shardings(i32['B/b'])))
+        self.left = np.where(np.isin(np.arange(len(self.left)), list(rows)), 0, self.left).astype(np.int32)
+        self.rows = replace(self.rows, left=placed(self.left, i32['B/b']))
 
     def advance(self) -> list[Drawn]:
-        """Up to BURST tokens more of each row that has not ended."""
-        going_on = [each for each, left in zip(self.drawings, self.left) if left]
-        decode = self.generator.programs.compiled(
+        """Some tokens more of each row that has not ended: twice as many as the time before, up to BURST, since a text
+        may end before any of them."""
+        generator, before = self.generator, self.left
+        going_on = [each for each, left in zip(self.drawings, before) if left]
+        decode = generator.programs.compiled(
             "decode",
             is_drawn=any(each.temperature > 0 for each in going_on),
             is_filtered=any(each.top_k or each.top_p < 1 or each.min_p for each in going_on),
         )
-        generator, before = self.generator, self.left
-        self.cache, self.rows, tokens, log_probs = decode(
-            *generator.weights, self.cache, self.rows, generator.ids, generator.ends
+        self.cache, self.rows, *drawn = decode(
+            *generator.weights, self.cache, self.rows, generator.ids, generator.ends, np.asarray(self.burst, np.int32)
         )
-        self.left = np.array(self.rows.left)
-        drawn = zip(before - self.left, before, self.left, np.asarray(tokens), np.asarray(log_probs))
-        return [self._new(*each) for each in drawn]
+        tokens, log_probs, self.left = map(np.array, drawn)
+        self.burst = min(2 * self.burst, BURST)
+        of_rows = zip(before - self.left, before, self.left, tokens, log_probs)
+        return [self._new(*each) for each in of_rows]
 
     def _new(self, spent: int, before: int, left: int, tokens: np.ndarray, log_probs: np.ndarray) -> Drawn:
         """What a row drew of a burst: all that it spent, unless an end came before."""
@@ -780,19 +772,19 @@ class Slots:
 
     def _rows(self, texts: Mapping[int, tuple[Sequence[int], Drawing]]) -> Rows:
         count = len(self.left)
-        given = [texts.get(n, ([0], Drawing(tokens=1, temperature=0.0))) for n in range(count)]
+        of_rows = [texts.get(n, ([0], NO_TEXT)) for n in range(count)]
+        drawings = [drawing for _, drawing in of_rows]
         seen = np.zeros((count, self.generator.vocab), bool)
-        for row, (prompt, _) in zip(seen, given):
+        for row, (prompt, _) in zip(seen, of_rows):
             row[np.asarray(prompt)] = True
-        rows = Rows(
-            token=np.array([prompt[-1] for prompt, _ in given], np.uint32),
+        return Rows(
+            token=np.array([prompt[-1] for prompt, _ in of_rows], np.uint32),
             drawn=np.zeros(count, np.int32),
-            left=np.array([drawing.tokens if n in texts else 0 for n, (_, drawing) in enumerate(given)], np.int32),
+            left=np.array([drawing.tokens if n in texts else 0 for n, drawing in enumerate(drawings)], np.int32),
             seen=seen,
-            key=np.stack([np.asarray(jax.random.key_data(jax.random.key(drawing.seed))) for _, drawing in given]),
-            **{name: np.array([getattr(drawing, name) for _, drawing in given], np.float32) for name in FILTERS},
+            key=np.array([(0, drawing.seed) for drawing in drawings], np.uint32),  # as jax.random.key(seed) has it
+            **{name: np.array([getattr(drawing, name) for drawing in drawings], np.float32) for name in FILTERS},
         )
-        return jax.device_put(rows, make_shardings(Rows))
 
 
 class Beams:
@@ -800,14 +792,17 @@ class Beams:
 
     def __init__(self, beams: int, tokens: int, length_penalty: float, ends: np.ndarray):
         self.beams, self.most, self.length_penalty, self.ends = beams, tokens, length_penalty, ends
-        self.running = [Drawn([], [])] + [Drawn([], [-1e9])] * (beams - 1)  # so that the first beam alone goes on
+        self.running: Sequence[Drawn] = [Drawn([], [])] + [Drawn([], [-1e9])] * (
+            beams - 1
+        )  # so that the first beam alone goes on
         self.finished: list[tuple[float, Drawn]] = []
         self.is_over = False
 
     def advance(self, values: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Of each beam the likeliest tokens; returns each next beam's parent and its token."""
+        stays = np.arange(self.beams), np.zeros(self.beams, int)
         if self.is_over:
-            return np.arange(self.beams, dtype=np.int32), np.zeros(self.beams, np.uint32)
+            return stays
         scores = values + np.array([[sum(each.log_probs)] for each in self.running], np.float32)
         order = np.argsort(-scores, axis=None, kind="stable")[: values.shape[1]]
         candidates = [(i // values.shape[1], int(ids.flat[i]), float(values.flat[i])) for i in order.tolist()]
@@ -822,15 +817,13 @@ class Beams:
                 self.finished.append((sum(text.log_probs) / length**self.length_penalty, text))
         self.finished = sorted(self.finished, key=lambda each: -each[0])[: self.beams]
         going_on = going_on[: self.beams]
-        if is_last or not going_on:
-            self.is_over = True
-            return np.arange(self.beams, dtype=np.int32), np.zeros(self.beams, np.uint32)
-        self.running = [text for _, text in going_on]
+        self.is_over = is_last or not going_on
+        if self.is_over:
+            return stays
+        parents, self.running = zip(*going_on)
         attainable = sum(self.running[0].log_probs) / length**self.length_penalty
         self.is_over = len(self.finished) == self.beams and attainable <= self.finished[-1][0]
-        return np.array([parent for parent, _ in going_on], np.int32), np.array(
-            [t.tokens[-1] for _, t in going_on], np.uint32
-        )
+        return np.array(parents), np.array([text.tokens[-1] for text in self.running])
 
     def best(self) -> Drawn:
         return self.finished[0][1]

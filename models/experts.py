@@ -18,6 +18,7 @@ from jax_extra import save_for_backward
 from models.layers import act, leave
 from models.mesh import devices_along
 from shardlib import shardops
+from shardlib.products import Quantized, product
 from shardlib.shardtypes import f32, i32, pytree_dataclass
 from shardlib.typed import typed
 
@@ -113,12 +114,12 @@ def experts_with_capacity(
     sent = shardops.local('B/b L/c M, B/b L/c X -> E B/b C/c M', into, x, slot, E=E, C=C)
     there = shardops.all_to_all('E B/b C/c M -> E/e B/g C/c M', sent)
     there = save_for_backward(there)  # 2·capacity·XM bytes a token, spares sending it again
-    gate = shardops.einsum_unreduced('E/e B/g C/c M, E/e M H/t -> E/e B/g C/c H/t', there, w_gate)
+    gate = product('E/e B/g C/c M, E/e M H/t -> E/e B/g C/c H/t', there, w_gate)
     gate = save_for_backward(gate)  # 2·capacity·XH/t bytes a token, spares a product with w_gate
-    up = shardops.einsum_unreduced('E/e B/g C/c M, E/e M H/t -> E/e B/g C/c H/t', there, w_up)
+    up = product('E/e B/g C/c M, E/e M H/t -> E/e B/g C/c H/t', there, w_up)
     up = save_for_backward(up)  # 2·capacity·XH/t bytes a token, spares a product with w_up
     hidden = jax.nn.silu(gate) * up
-    y = shardops.einsum_unreduced('E/e B/g C/c H/t, E/e M H/t -> E/e B/g C/c M +t', hidden, w_down)
+    y = product('E/e B/g C/c H/t, E/e M H/t -> E/e B/g C/c M +t', hidden, w_down)
     y = shardops.psum_scatter('E/e B/g C/c M +t -> E/e B/g C/c M/t', y)
     back = shardops.all_to_all('E/e B/g C/c M/t -> E B/b C/c M/t', y)
     back = save_for_backward(back)  # 2·capacity·XM/t bytes a token, spares the product with w_down, and sending it
@@ -129,10 +130,11 @@ def experts_with_capacity(
     return y, lost / choices
 
 
-def multiplied(x, weight, choice, held, w_gate, w_up, w_down):
+def multiplied(x, weight, choice, held, w_gate, w_up, w_down, *scales):
     """Part by part: the weighted results of the experts that a device holds, numbers `held`, for each token of x.
 
-    (token, choice) pairs are sorted by expert, those of other devices last; each expert multiplies its group.
+    (token, choice) pairs are sorted by expert, those of other devices last; each expert multiplies its group. The
+    matrices of `Quantized` ones come with their factors.
     """
     top, count = choice.shape[-1], held.shape[0]
     own = choice.reshape(-1) - held[0]
@@ -141,8 +143,15 @@ def multiplied(x, weight, choice, held, w_gate, w_up, w_down):
     sizes = jnp.bincount(own, length=count).astype(jnp.int32)
     is_own = (own[order] < count)[:, None]  # past the last group ragged_dot's rows are not promised to be zero
     tokens = jnp.where(is_own, x.reshape(-1, x.shape[-1])[order // top], 0)
-    hidden = jax.nn.silu(lax.ragged_dot(tokens, w_gate, sizes)) * lax.ragged_dot(tokens, w_up, sizes)
-    y = lax.ragged_dot(hidden, w_down.swapaxes(1, 2), sizes) * weight.reshape(-1)[order][:, None]
+
+    def products(x, w, number):
+        y = lax.ragged_dot(x, w.astype(x.dtype), sizes)
+        if not scales:
+            return y
+        return (y.astype(jnp.float32) * scales[number][jnp.minimum(own[order], count - 1)]).astype(y.dtype)
+
+    hidden = jax.nn.silu(products(tokens, w_gate, 0)) * products(tokens, w_up, 1)
+    y = products(hidden, w_down.swapaxes(1, 2), 2) * weight.reshape(-1)[order][:, None]
     y = jnp.where(is_own, y, 0)
     return jnp.zeros((x.shape[0] * x.shape[1], x.shape[2]), y.dtype).at[order // top].add(y).reshape(x.shape)
 
@@ -155,8 +164,11 @@ def experts_without_loss(model, x: act['B/b L/c M'], choices: Choices, experts: 
     weight = shardops.all_gather('B/b L/c X -> B/g L/c X', choices[0])
     choice = shardops.all_gather('B/b L/c X -> B/g L/c X', choices[1])
     held = shardops.slice('E -> E/e', jnp.arange(model.experts, dtype=jnp.int32))
-    types = 'B/g L/c M, B/g L/c X, B/g L/c X, E/e, E/e M H/t, E/e M H/t, E/e M H/t -> B/g L/c M +e +t'
-    y = shardops.local(types, multiplied, x, weight, choice, held, *experts)
+    types = 'B/g L/c M, B/g L/c X, B/g L/c X, E/e, E/e M H/t, E/e M H/t, E/e M H/t'
+    if isinstance(experts[0], Quantized):
+        types += ', E/e H/t, E/e H/t, E/e M'
+        experts = *(each.values for each in experts), *(each.scale for each in experts)
+    y = shardops.local(f'{types} -> B/g L/c M +e +t', multiplied, x, weight, choice, held, *experts)
     return shardops.psum_scatter('B/g L/c M +e +t -> B/b L/c M +t', y)
 
 

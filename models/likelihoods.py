@@ -14,7 +14,7 @@ from models import layers
 from models.context import ALONE, attention_where, deal_heads
 from models.decoding import SLOTS
 from models.layers import act
-from models.reading import of_targets
+from models.reading import gathered, of_targets
 from shardlib.shard_map import typed_shard_map
 from shardlib.shardtypes import Array, f32, i32, narrowed, pytree_dataclass, u32
 from shardlib.typed import typed
@@ -71,8 +71,8 @@ def mapped(family: Any, model: Any, stack: Any) -> typed_shard_map:
     Ends, Layers = family.Ends, narrowed(Array['layers', family.Gathered], stack)
 
     @typed
-    def score(ends: Ends, stack: Layers, rows: Packed) -> tuple[f32['B/b L'], i32['B/b L']]:
-        return log_probs(family, model, ends, stack, rows)
+    def score(ends: Ends, stack: Layers, rows: Packed) -> tuple[f32['B L'], i32['B L']]:
+        return gathered(*log_probs(family, model, ends, stack, rows))
 
     return typed_shard_map(score)
 

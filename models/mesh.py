@@ -12,9 +12,14 @@ An axis of one device sends nothing. With it absent the check could not see what
 
 import math
 from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
 
 from runtime.config.keys import Count
 from shardlib import shardops
+from shardlib.shardtypes import make_shardings
 from shardlib.spec import groups
 
 groups('p r d c e t', b='r d e', w='d c e', v='d c', g='r d', h='t c', u='t p')
@@ -32,3 +37,16 @@ class Mesh:  # in the order of its axes: neighbours along the last one are neare
 def devices_along(axes: str) -> int:
     """The number of devices along several axes together, 'rde'."""
     return math.prod(map(shardops.axis_size, axes))
+
+
+def placed(tree: Any, type_: Any) -> Any:
+    """Host arrays, the same on every process of the job, on the devices of the current mesh as the type says; what is
+    there already stays."""
+    leaves = jax.tree.leaves(tree)
+    if not leaves or not isinstance(leaves[0], np.ndarray):
+        return tree
+    return jax.tree.map(
+        lambda x, sharding: jax.make_array_from_callback(x.shape, sharding, lambda place: x[place]),
+        tree,
+        make_shardings(type_),
+    )

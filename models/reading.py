@@ -23,10 +23,11 @@ from models import layers
 from models.context import ALONE
 from models.decoding import devices_of_rows, log_normalizer
 from models.layers import act
+from models.mesh import placed
 from runtime.terminal import RunError
 from shardlib import shardops
 from shardlib.shard_map import typed_shard_map
-from shardlib.shardtypes import f32, i32, make_shardings, narrowed, pytree_dataclass, u32
+from shardlib.shardtypes import f32, i32, narrowed, pytree_dataclass, u32
 from shardlib.typed import typed
 
 Pool = Literal['mean', 'first', 'last']
@@ -62,6 +63,12 @@ def of_targets(unembed, cap: float | None, x: jax.Array, targets: u32['B/b L']) 
     x, targets = [rearrange(each, 'B (chunk L) ... -> chunk B L ...', L=chunk) for each in (x, targets)]
     _, found = lax.scan(lambda _, part: (None, of_chunk(*part)), None, (x, targets))
     return tuple(rearrange(each, 'chunk B L -> B (chunk L)') for each in found)
+
+
+@typed
+def gathered(log_probs: f32['B/b L'], best: i32['B/b L']) -> tuple[f32['B L'], i32['B L']]:
+    """What `of_targets` finds, on all devices, since each process reads it: 8 bytes a token are sent."""
+    return shardops.all_gather('B/b L -> B L', log_probs), shardops.all_gather('B/b L -> B L', best)
 
 
 def through(family, model, weights, ends, rows: ReadRows):
@@ -126,12 +133,12 @@ class Reader:
         Rows = self.Rows
 
         @typed
-        def predict(weights: Weights, rows: Rows) -> tuple[f32['B/b L'], i32['B/b L']]:
-            return predicted(family, model, weights, rows)
+        def predict(weights: Weights, rows: Rows) -> tuple[f32['B L'], i32['B L']]:
+            return gathered(*predicted(family, model, weights, rows))
 
         @typed
-        def embed(weights: Weights, rows: Rows, *, pool: Pool) -> f32['B/b M']:
-            return embedded(family, model, weights, rows, pool)
+        def embed(weights: Weights, rows: Rows, *, pool: Pool) -> f32['B M']:
+            return shardops.all_gather('B/b M -> B M', embedded(family, model, weights, rows, pool))
 
         self.functions = {'predict': predict, 'embed': embed}
         self.compiled = functools.cache(lambda which, **given: jax.jit(self.mapped(which, **given)))
@@ -152,8 +159,7 @@ class Reader:
 
     def _placed(self, rows: Sequence[np.ndarray]) -> Any:
         kinds = np.uint32, np.uint32, np.int32, np.int32, np.uint32, np.int32
-        placed = ReadRows(*(each.astype(kind) for each, kind in zip(rows, kinds)))
-        return jax.device_put(placed, make_shardings(self.Rows))
+        return placed(ReadRows(*(each.astype(kind) for each, kind in zip(rows, kinds))), self.Rows)
 
     def fill(self, prompts: Sequence[Sequence[int]]) -> list[tuple[list[int], list[float]]]:
         """The likeliest token at each masked place of each prompt, alone, and its log probability.

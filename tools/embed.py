@@ -10,9 +10,9 @@ what it writes, T5's too, else what logits are computed from.
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -23,22 +23,19 @@ from runtime.config import command_line
 from runtime.config.keys import Count
 from runtime.files import read_text
 from runtime.terminal import RunError, print_line, progress, run_errors
-from tools.ready import Mesh, ReadyModel, ready_model, start_mesh
+from tools.hosts import from_first, is_first
+from tools.ready import OnDevices, ReadyModel, ready_model, start_mesh
 
 
 @dataclass(frozen=True, kw_only=True)
-class Embed:
+class Embed(OnDevices):
     WORDS: ClassVar = ("model", "input")
 
-    model: str  # a run, a checkpoint, or a published folder
     input: str  # a file of texts: .txt, one a line, or .jsonl
     to: str  # an .npy file that is not there yet
     pool: Pool = "mean"  # of a text's hidden states: their mean, the first, or the last
     is_unit: bool = False  # vectors of length 1, whose products are cosines
     rows: Count = 32  # texts that are read at the same time
-    allow_program_change: bool = False  # embed with a run although its train.py computes another model than models/
-    compute_dtype: Literal["bfloat16", "float32"] | None = None  # null: the model's; float32 on a CPU
-    mesh: Mesh = field(default_factory=Mesh)
 
 
 def texts_of(path: str) -> list[list[str]]:
@@ -74,18 +71,23 @@ def ids_of(ready: ReadyModel, parts: Sequence[str]) -> tuple[list[int], int]:
 
 def main(config: Embed) -> None:
     """Writes a vector for each text of a file."""
-    to, texts = Path(config.to).expanduser(), texts_of(config.input)
-    if os.path.lexists(to) or to.suffix != ".npy":
-        raise RunError(f"to={config.to}: expected a file in .npy that is not there yet")
-    with run_errors(f"to={config.to} cannot be written"):
-        to.with_name(f"{to.name}.part").open("wb").close()
-    mesh = start_mesh(config)
-    with jax.set_mesh(mesh):
-        change = config.allow_program_change
-        ready = ready_model(config.model, mesh, config.compute_dtype, allow_program_change=change, is_read=True)
+    to = Path(config.to).expanduser()
+    part = to.with_name(f"{to.name}.part")
+
+    def begin() -> list[list[str]]:
+        texts = texts_of(config.input)
+        if os.path.lexists(to) or to.suffix != ".npy":
+            raise RunError(f"to={config.to}: expected a file in .npy that is not there yet")
+        with run_errors(f"to={config.to} cannot be written"):
+            part.open("wb").close()
+        return texts
+
+    with jax.set_mesh(start_mesh(config)):
+        texts = from_first(begin)
+        ready = ready_model(config, is_read=True)
         given = [ids_of(ready, parts) for parts in texts]
         vectors = np.zeros((len(given), ready.source.model.d_model), np.float32)
-        for start in progress(range(0, len(given), config.rows), unit=" batches"):
+        for start in progress(range(0, len(given), config.rows), unit=" batches", disable=not is_first()):
             some = given[start : start + config.rows]
             room = -(-max(len(ids) for ids, _ in some) // SLOTS) * SLOTS
             rows = batch_of([ids for ids, _ in some], min(room, ready.length), config.rows)
@@ -94,10 +96,12 @@ def main(config: Embed) -> None:
             vectors[start : start + config.rows] = ready.generator.embed(rows, config.pool)[: len(some)]
     if config.is_unit:
         vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    if not is_first():
+        return
     with run_errors(f"to={config.to} cannot be written"):
-        with to.with_name(f"{to.name}.part").open("wb") as file:
+        with part.open("wb") as file:
             np.save(file, vectors)
-        os.replace(to.with_name(f"{to.name}.part"), to)
+        os.replace(part, to)
     print_line(f"{len(vectors):,} vectors of {vectors.shape[1]:,} numbers: {config.to}")
 
 

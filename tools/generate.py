@@ -13,7 +13,7 @@ import json
 import os
 import sys
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -24,22 +24,22 @@ from runtime.config import command_line
 from runtime.config.keys import Count
 from runtime.data.tokenizers import ChatError
 from runtime.files import MOST_BYTES, read_bytes, read_text
-from runtime.terminal import RunError, print_error, printable, progress, run_errors
-from tools.ready import Mesh, ReadyModel, Text, Writing, ready_model, start_mesh, write
+from runtime.terminal import RunError, printable, progress, run_errors
+from tools.hosts import from_first, is_first, note
+from tools.ready import OnFewerBytes, ReadyModel, Text, Writing, ready_model, start_mesh, write
 
 # Keys that are of a model that fills in masked tokens, too.
 FILLING = (
     "model", "prompt", "prompt_ids", "input", "prompt_field", "output", "to", "rows", "allow_program_change",
-    "compute_dtype", "mesh",
+    "compute_dtype", "mesh", "num_hosts", "cluster",
 )  # fmt: skip
 
 
 # == What is asked for =================================================================================================
 @dataclass(frozen=True, kw_only=True)
-class Generate(Writing):
+class Generate(Writing, OnFewerBytes):
     WORDS: ClassVar = ("model",)
 
-    model: str  # a run, a checkpoint, or a published folder
     prompt: str | None = None  # what the text begins with; with chat, the user's message
     prompt_ids: tuple[int, ...] | None = None  # the same as ids, to which nothing is added
     input: str | None = None  # a file of prompts: .txt, one a line, or .jsonl
@@ -48,11 +48,6 @@ class Generate(Writing):
     samples: Count = 1  # texts for each prompt
     output: Literal["text", "ids", "jsonl"] = "text"  # ids: of the new tokens alone
     to: str | None = None  # a .jsonl file that is continued, with a line for each text; none: standard output
-    allow_program_change: bool = False  # decode a run although its train.py computes another model than models/
-    compute_dtype: Literal["bfloat16", "float32"] | None = None  # null: the model's; float32 on a CPU
-    # Of the layers: int8, in a byte an element, which rounds them; split, over d too, and gathered for each token.
-    weights: Literal["int8", "split"] | None = None
-    mesh: Mesh = field(default_factory=Mesh)
 
 
 # == Prompts =================================================================================================
@@ -89,25 +84,34 @@ def prompts_of(config: Generate) -> list[Any]:
     return prompts
 
 
+def is_chat(prompt: Any) -> bool:
+    return not isinstance(prompt, str) and any(isinstance(part, dict) for part in prompt)
+
+
 def as_chat(ready: ReadyModel, config: Generate) -> Generate:
     """The same, with what ends an answer in a chat. A line says where it is ChatML, which the model may not know."""
     if ready.is_chatml:
-        print_error(f"{config.model}: the chat is written as ChatML", "note")
+        note(f"{config.model}: the chat is written as ChatML")
     return replace(config, stop=ready.chat_stops(config.stop))
+
+
+def say(text: str = "", end: str = "\n") -> None:
+    """Prints to standard output, once for the job."""
+    if is_first():
+        print(text, end=end, flush=True)
 
 
 def converse(ready: ReadyModel, config: Generate) -> None:
     """A conversation: a line of standard input is a message, its end the end."""
     config, messages = as_chat(ready, config), list[dict]()
     while True:
-        print("> ", end="", flush=True)
+        say("> ", end="")
         if not (line := sys.stdin.readline()):
-            return print()
+            return say()
         messages.append({"role": "user", "content": line.rstrip("\n")})
-        (text,) = write(
-            ready, config, [ready.ids_of(messages)], [0], lambda _, new: print(printable(new), end="", flush=True)
-        )
-        print()
+        ids = ready.ids_of(messages)
+        (text,) = write(ready, config, [ids], [0], lambda _, new: say(printable(new), end=""))
+        say()
         messages.append({"role": "assistant", "content": text.shown})
 
 
@@ -148,21 +152,21 @@ def main(config: Generate) -> None:
     if config.samples > 1 and config.beams > 1:
         raise RunError("samples and beams: beam search finds one text, expected one of them")
     if config.chat and not keys:
-        for key in ("to", "output", "samples"):
+        for key in ("to", "output", "samples", "num_hosts"):
             if getattr(config, key) != getattr(Generate, key):
                 raise RunError(f"{key}: a conversation is written to the terminal. Give prompt or input")
-    file = None if config.to is None else Path(config.to).expanduser()
-    done = {} if file is None else finished(file)
-    mesh = start_mesh(config)
-    with jax.set_mesh(mesh):
-        ready = ready_model(config.model, mesh, config.compute_dtype, config.weights, config.allow_program_change)
+    with jax.set_mesh(start_mesh(config)):
+        file = None if config.to is None else Path(config.to).expanduser()
+        kept = from_first(lambda: [] if file is None else list(finished(file).items()))
+        done = {tuple(key): ids for key, ids in kept}
+        ready = ready_model(config)
         is_filled = isinstance(ready.generator, Reader)
         if is_filled:
             check_filling(config)
         if config.chat and not keys:
             return converse(ready, config)
-        given = prompts_of(config)
-        config = as_chat(ready, config) if any(isinstance(each, list) for each in given) else config
+        given = from_first(lambda: prompts_of(config))
+        config = as_chat(ready, config) if any(map(is_chat, given)) else config
         prompts = []
         for number, each in enumerate(given, 1):
             try:
@@ -173,10 +177,16 @@ def main(config: Generate) -> None:
             text = f"up to {longest} tokens, of a model that was trained on {ready.length}"
             if hasattr(ready.source.model, "positions"):
                 raise RunError(f"{text}, and knows no more positions: lower tokens")
-            print_error(f"{text}: expect nonsense", "note")
+            note(f"{text}: expect nonsense")
         if any(prompts[number : number + 1] != [ids] for (number, _), ids in done.items()):
             raise RunError(f"to={file} has texts of other prompts: give another file")
         write_all(ready, config, prompts, file, done)
+
+
+def append(file: Path, record: dict[str, Any]) -> None:
+    if is_first():
+        with run_errors(f"to={file} cannot be written"), file.open("a", encoding="utf-8") as out:
+            out.write(json.dumps(record) + "\n")
 
 
 def write_all(
@@ -190,26 +200,23 @@ def write_all(
 
     def show(_: int, new: str) -> None:
         if grows:
-            print(printable(new), end="", flush=True)
+            say(printable(new), end="")
 
     if grows and isinstance(config.prompt, str) and not config.chat and not isinstance(ready.generator, Reader):
         show(0, config.prompt)
 
-    with progress(total=len(numbered), initial=len(done), unit=" texts", disable=file is None) as bar:
+    with progress(total=len(numbered), initial=len(done), unit=" texts", disable=file is None or not is_first()) as bar:
         for start in range(0, len(left), config.rows):
             some = left[start : start + config.rows]
             given = [prompts[number] for number, _ in some]
             for each, text in zip(some, write(ready, config, given, [sample for _, sample in some], show)):
                 record = record_of(config, *each, prompts[each[0]], text)
                 if file is not None:
-                    with run_errors(f"to={file} cannot be written"), file.open("a", encoding="utf-8") as out:
-                        out.write(json.dumps(record) + "\n")
-                elif config.output == "jsonl":
-                    print(json.dumps(record), flush=True)
-                elif config.output == "ids":
-                    print(*text.ids, flush=True)
+                    append(file, record)
+                elif config.output == "text":
+                    say("" if grows else printable(text.shown))
                 else:
-                    print("" if grows else printable(text.shown), flush=True)
+                    say(json.dumps(record) if config.output == "jsonl" else " ".join(map(str, text.ids)))
             bar.update(len(some))
 
 

@@ -71,7 +71,7 @@ def ledger_of(config: PlanGenerate) -> tuple[Ledger, int]:
         decoding.is_planned = True
         try:
             programs = decoding.Programs(source.family, model, weights, config.weights)
-            traced = decoding.traced_step(programs, model, weights, config.rows, slots)
+            traced = decoding.traced_step(programs, weights, config.rows, slots)
         finally:
             decoding.is_planned = False
     family: Any = source.family

@@ -1,19 +1,21 @@
 """A model that is ready for prompts: from a run, a checkpoint or a published folder onto a mesh, with its tokenizer.
 
-    mesh = start_mesh(config)
-    with jax.set_mesh(mesh):
-        ready = ready_model("runs/first", mesh)
+    config = OnDevices(model="runs/first")
+    with jax.set_mesh(start_mesh(config)):
+        ready = ready_model(config)
         (text,) = write(ready, Writing(tokens=20), [ready.ids_of("HAMLET.")], [0], lambda number, new: None)
 
 What tools that use a model share: generate, serve, score, embed, plan.
 """
 
+import contextlib
 import functools
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -25,12 +27,13 @@ from models.mesh import Mesh as FamilyMesh
 from models.reading import Reader
 from runtime.check import check_sizes
 from runtime.cluster.processes import start
-from runtime.config.keys import Count, NotEmpty
+from runtime.config.keys import Cluster, Count, NotEmpty
 from runtime.config.rebuild import Origins, shown
 from runtime.data.sources import kept_tokenizer
 from runtime.data.tokenizers import CHATML, END_OF_TURN, Tokenizer, load_dataset_tokenizer, load_tokenizer
 from runtime.run import with_shardings
 from runtime.terminal import RunError
+from shardlib.mesh import current_mesh
 from shardlib.shardtypes import narrowed
 
 
@@ -39,6 +42,24 @@ from shardlib.shardtypes import narrowed
 class Mesh:
     d: Count = 1  # devices among which the rows are divided
     t: Count = 1  # devices among which heads, d_ff and the vocabulary are
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnDevices:
+    """Which model is used, and on which devices."""
+
+    model: str  # a run, a checkpoint, or a published folder
+    allow_program_change: bool = False  # take a run although its train.py computes another model than models/
+    compute_dtype: Literal["bfloat16", "float32"] | None = None  # null: the model's; float32 on a CPU
+    mesh: Mesh = field(default_factory=Mesh)
+    num_hosts: Count = 1  # processes of the job, of which the first one reads and writes
+    cluster: Cluster = field(default_factory=Cluster)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnFewerBytes(OnDevices):
+    # Of the layers: int8, in a byte an element, which rounds them; split, over d too, and gathered for each token.
+    weights: Literal["int8", "split"] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,14 +127,13 @@ class ReadyModel:
         return (*stop, END_OF_TURN) if self.is_chatml else tuple(stop)
 
 
-def start_mesh(config: Any) -> jax.sharding.Mesh:
-    """The mesh that a config with `mesh` and `origins` asks for, of this host's devices."""
-    alone = SimpleNamespace(coordinator=None)
-    return start(
-        SimpleNamespace(
-            mesh=FamilyMesh(**vars(config.mesh)), origins=Origins(), num_hosts=1, check_only=False, cluster=alone
-        )
-    )
+def start_mesh(config: OnDevices) -> jax.sharding.Mesh:
+    """The mesh that the config asks for, of the devices of all processes of the job. The hosts' table goes to standard
+    error: standard output is for texts."""
+    with contextlib.redirect_stdout(sys.stderr):
+        mesh = FamilyMesh(**vars(config.mesh))
+        hosts = {"num_hosts": config.num_hosts, "cluster": config.cluster}
+        return start(SimpleNamespace(mesh=mesh, origins=Origins(), check_only=False, **hosts))
 
 
 def opened(path: str, axes: Mapping[str, int], compute_dtype: str | None, pool: Executor) -> tuple[Source, Any, Any]:
@@ -142,19 +162,21 @@ def require_writer(source: Source) -> None:
         raise RunError(f"{source.folder} is of a model that writes no text: generate fills in its masked tokens")
 
 
-def ready_model(
-    path: str, mesh: jax.sharding.Mesh, compute_dtype: str | None = None, kept: str | None = None,
-    allow_program_change: bool = False, is_read: bool = False,
-) -> ReadyModel:  # fmt: skip
-    """Reads a model onto the current mesh; one that may write as a `Reader` too, where `is_read` says so. Raises
-    RunError as `opened`, and where `require_same_program` or a value
-    of the published files does."""
+def ready_model(config: OnDevices, *, is_read: bool = False) -> ReadyModel:
+    """Reads a model onto the current mesh.
+
+    Args:
+      is_read: a model that writes is a `Reader` too.
+    Raises:
+      RunError: as `opened` and `require_same_program`, and for a value in the published files.
+    """
+    mesh: Any = current_mesh()
     with ThreadPoolExecutor() as pool:
         # XLA:CPU computes bfloat16 by way of float32.
-        dtype = compute_dtype or ('float32' if jax.default_backend() == 'cpu' else None)
-        source, model, shapes = opened(path, mesh.shape, dtype, pool)
+        dtype = config.compute_dtype or ('float32' if jax.default_backend() == 'cpu' else None)
+        source, model, shapes = opened(config.model, mesh.shape, dtype, pool)
         family: Any = source.family
-        if not allow_program_change:
+        if not config.allow_program_change:
             require_same_program(source, None, "allow_program_change=true")
         shapes = with_shardings(shapes, narrowed(family.Weights, shapes))
         weights = restored(source, model, shapes, pool)
@@ -175,7 +197,9 @@ def ready_model(
     if is_read or family.KIND == "encoder":
         generator: Any = Reader(family, model, weights, mask_of(source, tokenizer))
     else:
-        generator = Generator(family, model, weights, _ends(source, tokenizer), decoder_start, kept)
+        generator = Generator(
+            family, model, weights, _ends(source, tokenizer), decoder_start, getattr(config, "weights", None)
+        )
     return ReadyModel(generator, source, tokenizer, start, end, length)
 
 

@@ -9,26 +9,28 @@ the one that it would be alone. `pip install starlette uvicorn`.
 """
 
 import asyncio
+import contextlib
 import hmac
 import importlib
 import json
 import os
 import re
+import signal
 import socket
 import threading
 import time
 import traceback
 import uuid
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal
 
 import jax
+import numpy as np
 import pydantic
 import pydantic_core
 from annotated_types import Interval, MaxLen, MinLen
@@ -38,20 +40,21 @@ from runtime.config import command_line
 from runtime.config.keys import Count, NotEmpty, NotNegative, Seed
 from runtime.data.tokenizers import ChatError
 from runtime.terminal import RunError, needs_package, print_error, print_line, run_errors
-from tools.ready import Mesh, ReadyModel, Text, ready_model, require_writer, start_mesh
+from tools.hosts import Calls, from_first, is_first
+from tools.ready import OnFewerBytes, ReadyModel, Text, ready_model, require_writer, start_mesh
 
 PAGE = Path(__file__).parent / "chat.html"
 HEADERS = 100  # of a request, at most
+IDLE_S = 5.0  # a process that waits for another one longer may give up
 OTHERS = 128  # connections besides those whose requests are answered or wait
 Port = Annotated[int, Interval(ge=1, lt=2**16), "a whole number from 1 to 65535"]
 Rows = Annotated[int, Interval(ge=1, le=2**12), "a whole number from 1 to 4096"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Serve:
+class Serve(OnFewerBytes):
     WORDS: ClassVar = ("model",)
 
-    model: str  # a run, a checkpoint, or a published folder
     host: str = "127.0.0.1"  # where it listens; 0.0.0.0: for other machines too, over which an api_key should watch
     port: Port = 8000  # of it
     # That clients must send as a bearer token; null: the environment's CLEARSHARD_API_KEY, as others see arguments.
@@ -61,11 +64,6 @@ class Serve:
     length: Count = 2048  # tokens of a prompt and its answer, at most
     waiting: Count = 64  # answers that wait for a row, at most; more are told to come again
     grace_s: Count = 30  # seconds that answers have to end after SIGTERM
-    allow_program_change: bool = False  # serve a run although its train.py computes another model than models/
-    compute_dtype: Literal["bfloat16", "float32"] | None = None  # null: the model's; float32 on a CPU
-    # Of the layers: int8, in a byte an element, which rounds them; split, over d too, and gathered for each token.
-    weights: Literal["int8", "split"] | None = None
-    mesh: Mesh = field(default_factory=Mesh)
 
 
 # == What clients ask for ==============================================================================================
@@ -125,12 +123,17 @@ class Answer:
 class Engine(threading.Thread):
     """Draws for all requests, on the thread that speaks with the devices; nothing else is done there.
 
-    new_slots: makes the cache, once and after each failure of a device.
+    Args:
+      new_slots: makes the cache, once and after each failure of a device.
+      idle: is called every few seconds while there is nothing to do, since other processes may wait for a call.
     """
 
-    def __init__(self, new_slots: Callable[[], Slots], mesh: jax.sharding.Mesh, config: Serve):
+    def __init__(
+        self, new_slots: Callable[[], Any], mesh: jax.sharding.Mesh, config: Serve,
+        idle: Callable[[], Any] = lambda: None,
+    ):  # fmt: skip
         super().__init__(name="engine", daemon=True)
-        self.new_slots, self.mesh, self.config = new_slots, mesh, config
+        self.new_slots, self.mesh, self.config, self.idle = new_slots, mesh, config, idle
         self.slots: Any = new_slots()
         self.waiting: deque[Answer] = deque()
         self.changed, self.stopping, self.has_ended = threading.Condition(), False, False
@@ -170,16 +173,18 @@ class Engine(threading.Thread):
                 self._admit(new)
                 if any(self.answers):
                     self._hand_out(self.slots.advance())
+                else:
+                    self.idle()
             except Exception as error:  # whatever it is: those who ask later must not suffer from it
                 self._fail([row for row, answer in enumerate(self.answers) if answer], error)
                 self.slots = None  # whose memory the next takes
             self.slots = self.slots or self.new_slots()
 
     def _next(self) -> dict[int, Answer] | None:
-        """The answers that now get a row; None after the last one."""
+        """The answers that now get a row, if there are any; None after the last one."""
         with self.changed:
-            while not self.waiting and not any(self.answers) and not self.stopping:
-                self.changed.wait()
+            if not self.waiting and not any(self.answers) and not self.stopping:
+                self.changed.wait(IDLE_S)
             if self.stopping and not self.waiting and not any(self.answers):
                 return None
             new = {}
@@ -285,7 +290,7 @@ class Api:
         loop, drawn = asyncio.get_running_loop(), asyncio.Queue[tuple]()
 
         def put(*piece: Any) -> None:
-            with suppress(RuntimeError):  # the server has stopped meanwhile
+            with contextlib.suppress(RuntimeError):  # the server has stopped meanwhile
                 loop.call_soon_threadsafe(drawn.put_nowait, piece)
 
         try:
@@ -508,6 +513,48 @@ def server_of(api: Api) -> Any:
     return uvicorn.Server(uvicorn.Config(api, http=http, ws="none", log_level="error", backlog=OTHERS))
 
 
+class SharedSlots:
+    """`Slots` on all processes of the job: the first one's engine calls them, and the others repeat its calls."""
+
+    def __init__(self, make: Callable[[], Slots]):
+        self.make = make
+        self.slots: Any = None
+        self.calls = Calls(make=self._make, admit=self._admit, drop=self._drop, advance=self._advance, idle=int)
+
+    def __call__(self) -> "SharedSlots":
+        """New ones, in the place of those that there are."""
+        self.calls.lead("make")
+        return self
+
+    def admit(self, texts: Mapping[int, tuple[list[int], Drawing]]) -> None:
+        names = [each.name for each in fields(Drawing)]  # a request has other fields besides
+        rows = [(row, ids, {name: getattr(how, name) for name in names}) for row, (ids, how) in texts.items()]
+        self.calls.lead("admit", rows)
+
+    def drop(self, rows: Iterable[int]) -> None:
+        self.calls.lead("drop", list(rows))
+
+    def advance(self) -> list[Drawn]:
+        return self.calls.lead("advance")
+
+    @property
+    def left(self) -> np.ndarray:
+        return self.slots.left
+
+    def _make(self) -> None:
+        self.slots = None  # whose memory the next ones take
+        self.slots = self.make()
+
+    def _admit(self, rows: Sequence[tuple[int, list[int], dict]]) -> None:
+        self.slots.admit({row: (ids, Drawing(**how)) for row, ids, how in rows})
+
+    def _drop(self, rows: Sequence[int]) -> None:
+        self.slots.drop(rows)
+
+    def _advance(self) -> list[Drawn]:
+        return self.slots.advance()
+
+
 def main(config: Serve) -> None:
     """Answers until it is interrupted; then finishes what it has begun."""
     with needs_package("serving", "uvicorn", "pip install starlette uvicorn"):
@@ -515,31 +562,44 @@ def main(config: Serve) -> None:
     config = replace(config, api_key=config.api_key or os.environ.get("CLEARSHARD_API_KEY"))
     if config.api_key == "":
         raise RunError("the environment's CLEARSHARD_API_KEY is empty: set it to a key, or unset it")
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    with run_errors(f"host={config.host} port={config.port} cannot be listened on"):
-        listens = socket.create_server((config.host, config.port), family=family)  # who comes now waits for the model
-    mesh = start_mesh(config)
-    with listens, jax.set_mesh(mesh):
+    with jax.set_mesh(mesh := start_mesh(config)), contextlib.ExitStack() as opened:
+        listeners: list[socket.socket] = []
+        from_first(lambda: listeners.append(opened.enter_context(listener(config))))
         if config.rows % devices_of_rows():
             text = f"a multiple of {devices_of_rows()}, the devices that share them"
             raise RunError(f"rows = {config.rows}: expected {text}")
-        ready = ready_model(config.model, mesh, config.compute_dtype, config.weights, config.allow_program_change)
+        ready = ready_model(config)
         require_writer(ready.source)
         if ready.tokenizer is None:
             raise RunError(f"{config.model} has no tokenizer, which a server needs: answers are text")
         if hasattr(ready.source.model, "positions") and config.length > ready.length:
             raise RunError(f"length = {config.length}: the model knows {ready.length} positions, set it to that")
+        size = config.rows, config.length, config.length
+        slots = SharedSlots(partial(Slots, ready.generator, *size))
+        # uvicorn raises it once more at its end, when the other processes must still hear of that.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if not is_first():
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends it
+            return slots.calls.follow(Exception)
         if ready.is_chatml:
             print_line(f"{config.model}: chats are written as ChatML.")
-        engine = Engine(partial(Slots, ready.generator, config.rows, config.length, config.length), mesh, config)
+        engine = Engine(slots, mesh, config, partial(slots.calls.lead, "idle"))
         engine.start()
         where = f"http://{config.host}:{config.port}"
         print_line(f"{config.model} at {where}, {config.rows} answers at a time; Ctrl-C ends it.")
         try:
-            server_of(Api(ready, engine, config)).run([listens])
+            server_of(Api(ready, engine, config)).run(listeners)
         finally:
             engine.stop()
             engine.join()
+            slots.calls.end()
+
+
+def listener(config: Serve) -> socket.socket:
+    """Who comes before the model is there waits for it. Raises RunError."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    with run_errors(f"host={config.host} port={config.port} cannot be listened on"):
+        return socket.create_server((config.host, config.port), family=family)
 
 
 if __name__ == "__main__":

@@ -16,13 +16,14 @@ import numpy as np
 from models.decoding import Generator, devices_of_rows
 from models.huggingface import Source
 from models.likelihoods import Packed, Pair, mapped, masked_one_by_one, pack, written
+from models.mesh import placed
 from models.reading import Reader
 from runtime.config.keys import Count, NotEmpty, Steps
 from runtime.config.rebuild import Origins, rebuild
 from runtime.data.tokenizers import ChatError, Tokenizer
 from runtime.files import read_text
-from runtime.terminal import RunError, needs_package, print_error, progress, run_errors
-from shardlib.shardtypes import make_shardings
+from runtime.terminal import RunError, needs_package, progress, run_errors
+from tools.hosts import from_first, is_first, note
 from tools.ready import ReadyModel, Writing, write
 
 INSTALL = "pip install -r requirements-score.txt"
@@ -93,7 +94,7 @@ class Scorer:
         # What a row must hold of a context and a continuation: the last token of these is no input of a decoder.
         room = self.length + 1 if self.kind == "decoder" else self.length - len(self.ready.end)
         if cut := sum(len(after) + (self.kind != "both") * len(context) > room for context, after in pairs):
-            print_error(f"{cut} of {len(pairs)} are longer than {self.length} tokens and lose their beginning", "note")
+            note(f"{cut} of {len(pairs)} are longer than {self.length} tokens and lose their beginning")
         if self.kind == "both":
             packed, places = written(
                 [(each[-self.length :], after[-self.length :]) for each, after in pairs],
@@ -106,7 +107,7 @@ class Scorer:
             else:
                 packed, places = masked_one_by_one(kept, self.length, self.ready.end, self.ready.generator.mask)
         log_prob, best = np.zeros((2, -(-len(packed) // self.rows) * self.rows, packed.shape[2]))
-        for start in progress(range(0, len(packed), self.rows), unit=" batches"):
+        for start in progress(range(0, len(packed), self.rows), unit=" batches", disable=not is_first()):
             some = packed[start : start + self.rows]
             some = np.pad(some, ((0, self.rows - len(some)), (0, 0), (0, 0)))
             log_prob[start : start + self.rows], best[start : start + self.rows] = self._found(some)
@@ -127,7 +128,7 @@ class Scorer:
             return self.reader.predict([*some.swapaxes(0, 1)])
         kinds = (np.uint32, np.uint32, np.int32, np.int32, np.int32)
         rows = Packed(*(some[:, number].astype(kind) for number, kind in enumerate(kinds)))
-        log_prob, best = self.compiled(*self.ready.generator.weights, jax.device_put(rows, make_shardings(Packed)))
+        log_prob, best = self.compiled(*self.ready.generator.weights, placed(rows, Packed))
         return np.asarray(log_prob), np.asarray(best)
 
     # ---- of texts
@@ -166,7 +167,7 @@ class Scorer:
         except ChatError as error:
             raise RunError(f"chat=true: {error}") from error
         texts: list[str] = []
-        for start in progress(range(0, len(ids), config.rows), unit=" batches"):
+        for start in progress(range(0, len(ids), config.rows), unit=" batches", disable=not is_first()):
             some = ids[start : start + config.rows]
             texts += [text.shown for text in write(self.ready, config, some, [0] * len(some), lambda *_: None)]
         return texts
@@ -234,8 +235,12 @@ METRICS: dict[Callable, tuple[str, ...]] = {  # of `summary`
 
 def read_task(file: str, limit: int | None) -> tuple[Callable, list[Any]]:
     """How a file is scored, and its records. Raises RunError with the line that is wrong."""
-    with run_errors(f"the task {file} cannot be read", ValueError):
-        text = read_text(os.path.expanduser(file))
+
+    def read() -> str:
+        with run_errors(f"the task {file} cannot be read", ValueError):
+            return read_text(os.path.expanduser(file))
+
+    text = from_first(read)
     if not text.strip():
         raise RunError(f"the task {file} is empty")
     if not file.endswith(".jsonl"):
@@ -281,7 +286,7 @@ def check_tasks(family: Any, tasks: Sequence[tuple[str, Callable, Any]]) -> None
 
 
 class InRun:
-    """Tasks of files while train_any.py trains, with its weights as they are; on one host.
+    """Tasks of files while train_any.py trains, with its weights as they are; all processes call it together.
 
     whole: the family's weights, of what is trained.
     special_id: as of train_any's `mapped_steps`.
@@ -291,8 +296,8 @@ class InRun:
     """
 
     def __init__(self, config: Any, tokenizer: Tokenizer | None, whole: Callable[[Any], Any], special_id: int):
-        if tokenizer is None or config.num_hosts > 1:
-            raise RunError("eval_tasks: expected one host, and data that name their tokenizer")
+        if tokenizer is None:
+            raise RunError("eval_tasks: expected data that name their tokenizer")
         self.tasks = [(file, *read_task(file, None)) for file in config.eval_tasks]
         self.family = sys.modules[type(config.model).__module__]
         check_tasks(self.family, self.tasks)

@@ -7,7 +7,6 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-import small
 from mutation import GROUPS, refuse_all_of
 from pages import ROOT, module_of
 from published import FOLDER, NAMES, on_mesh, weights_of
@@ -102,7 +101,7 @@ def test_a_prompt_costs_what_it_is_long(pool):
                 shapes.append(given[3].shape)
                 return compiled(which, **settings)(*given)
 
-            return call if which.startswith("read") else compiled(which, **settings)
+            return call if which == "read" else compiled(which, **settings)
 
         generator.programs.compiled = recorded
         rng = np.random.default_rng(0)
@@ -155,27 +154,37 @@ def check_decoding(path, source, names=tuple(SMALL)):
         proved += programs.mapped("read").check(mesh, *gathered, cache, tokens, counts)
         if name != "t5":
             some = shape(np.uint32, 8, 4), shape(np.int32, 8), shape(np.int32, 8)
-            proved += programs.mapped("read_some").check(mesh, *gathered, cache, *some)
+            proved += programs.mapped("read").check(mesh, *gathered, cache, *some)
         if name == "t5":
             proved += programs.mapped("encode").check(mesh, weights, cache, shape(np.uint32, 16, 48), counts, is_new)
         decode = programs.mapped("decode", is_drawn=True, is_filtered=True)
-        proved += decode.check(mesh, *gathered, cache, rows, ids, shape(np.uint32, 1))
-        search = programs.mapped("search", N=8)
+        proved += decode.check(mesh, *gathered, cache, rows, ids, shape(np.uint32, 1), shape(np.int32))
+        search = programs.mapped("candidates", N=8)
         proved += search.check(mesh, *gathered, cache, shape(np.uint32, 16), counts, ids)
     return proved
 
 
-@pytest.mark.parametrize("mesh", [(2, 2), *small.slow((8, 1))], ids=str)
-def test_int8_weights_are_rounded_once_a_column(mesh, pool):
-    """Log probabilities of a text are those of a model whose matrices numpy has rounded, on every mesh; and the layers'
-    matrices have a byte an element."""
+CONTRACTED = {
+    "w_q": (1,), "w_kv": (2,), "w_o": (2, 3, 4), "w_gate": (1,), "w_up": (1,), "w_down": (2,),
+    "expert_gate": (2,), "expert_up": (2,), "expert_down": (3,),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name, mesh", [
+    ("llama", (2, 2)), ("mixtral", (2, 2)), *(pytest.param(*case, marks=pytest.mark.slow)
+      for case in (("llama", (8, 1)), ("olmoe", (4, 2)))),
+], ids=str)  # fmt: skip
+def test_int8_weights_are_rounded_once_a_column(name, mesh, pool):
+    """Log probabilities of a text are those of a model whose matrices numpy has rounded, experts' too, on every mesh;
+    and the layers' matrices have a byte an element."""
     prompt = [3, 7, 11, 5]
     with on_mesh(*mesh):
-        source = huggingface.open_weights(FOLDER / "llama", pool)
+        source = huggingface.open_weights(FOLDER / name, pool)
         weights, _ = weights_of(source, pool)
         generator = Generator(source.family, source.model, weights, (), kept="int8")
-        matrices = jax.tree.leaves(generator.weights[1].w_down) + jax.tree.leaves(generator.weights[1].w_q)
-        assert [each.dtype for each in matrices] == ["int8", "float32"] * 2
+        stack = generator.weights[1]
+        matrices = [stack.w_q, stack.w_down if name == "llama" else stack.expert_down]
+        assert [each.dtype for each in jax.tree.leaves(matrices)] == ["int8", "float32"] * 2
         (found,) = generator.search([prompt], tokens=8, beams=1, length_penalty=1.0)
 
         def rounded(w, axes):  # over the dims of each layer that are contracted
@@ -183,10 +192,10 @@ def test_int8_weights_are_rounded_once_a_column(mesh, pool):
             scale = np.abs(w).max(axis=axes, keepdims=True) / np.float32(127)
             return np.round(w / scale).astype(np.float32) * scale
 
-        contracted = {"w_q": (1,), "w_kv": (2,), "w_o": (2, 3, 4), "w_gate": (1,), "w_up": (1,), "w_down": (2,)}
         layer = weights.transformer
-        by_hand = {name: jax.device_put(rounded(getattr(layer, name), axes), getattr(layer, name).sharding)
-                   for name, axes in contracted.items()}  # fmt: skip
+        there = {name: (getattr(layer, name, None), axes) for name, axes in CONTRACTED.items()}
+        by_hand = {name: jax.device_put(rounded(w, axes), w.sharding)
+                   for name, (w, axes) in there.items() if w is not None}  # fmt: skip
         weights = replace(weights, transformer=replace(layer, **by_hand))
         (expected,) = Generator(source.family, source.model, weights, ()).search([prompt], 8, 1, 1.0)
     assert found.tokens == expected.tokens

@@ -1,6 +1,5 @@
 """python -m tools.generate: what it writes of runs and of published folders, and what it refuses."""
 
-import functools
 import io
 import json
 import random
@@ -30,14 +29,15 @@ SENTENCE = "the cat sat on the mat. "
 READY_MODEL = ready.ready_model
 
 
-@functools.cache
-def opened(*given):
-    return READY_MODEL(*given), train.act.dtype
+MODELS = {}
 
 
-def served_before(*given):
+def served_before(config):
     """As `ready_model`; the same model each time, since compiling its programs is most of what a start takes."""
-    model, train.act.dtype = opened(*given)
+    key = config.model, str(config.mesh), config.compute_dtype, config.weights
+    if key not in MODELS:
+        MODELS[key] = READY_MODEL(config), train.act.dtype
+    model, train.act.dtype = MODELS[key]
     layers.stored.dtype = train.act.dtype
     return model
 
@@ -151,7 +151,7 @@ def test_a_chat_from_the_command_line(cat_run, said, monkeypatch, tmp_path):
     monkeypatch.setattr(ready, "kept_tokenizer", lambda folder: replace(kept(folder), chat_template=template))
     mesh = make_mesh(vars(Mesh()))
     with jax.set_mesh(mesh):
-        model = READY_MODEL(str(cat_run), mesh)
+        model = READY_MODEL(ready.OnDevices(model=str(cat_run)))
     assert model.ids_of(messages[:1]) == bytes_of("the cat!") and not model.is_chatml
 
 

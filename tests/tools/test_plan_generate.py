@@ -84,7 +84,7 @@ def test_the_compiled_step_sends_what_is_written(name, kept):
     model = family.Model(**sizes, **others, compute_dtype="float32")
     weights = jax.eval_shape(functools.partial(family.init, model), np.uint32(0))
     with on_mesh(4, 2):
-        traced = traced_step(Programs(family, model, weights, kept), model, weights, 8, 128)
+        traced = traced_step(Programs(family, model, weights, kept), weights, 8, 128)
         ledger = of_step(traced, {"d": 4, "t": 2}, source=family.__file__, tokens=8, platform="cpu")
         lines, _ = check.report(ledger, traced.lower().compile())
     assert lines[0].startswith("The compiled step sends what is written: "), "\n".join(lines)

@@ -1,0 +1,112 @@
+"""generate, score and serve in a job of two processes write what one process writes; the first reads and writes."""
+
+import contextlib
+import http.client
+import json
+import signal
+import sys
+import time
+
+import pytest
+import several_hosts as hosts
+from several_hosts import nothing_is_left  # noqa: F401 a fixture
+
+from models.decoding import Drawing
+from tools import generate, score
+from tools.hosts import Calls, from_first, shared
+
+MESH = ["mesh.d=2"]
+
+
+def program(name):
+    return [sys.executable, "-m", f"tools.{name}"]
+
+
+def printed(folder, name, arguments):
+    """What the two processes of a program print on standard output and error."""
+    both = hosts.start_two(
+        [*map(str, arguments), *MESH], hosts.environment(folder), output=folder / name, program=program(name)
+    )
+    assert [process.wait(300) for process in both] == [0, 0], (folder / f"{name}.0").read_text()
+    return [(folder / f"{name}.{number}").read_text().splitlines() for number in range(2)]
+
+
+@pytest.fixture
+def alone(called, proved_elsewhere):
+    """What one process prints."""
+
+    def call(module, config, *arguments):
+        status, out, error = called(module.main, config, *arguments)
+        assert status == 0, error
+        return out
+
+    return call
+
+
+def test_two_processes_write_and_score_as_one(cat_run, alone, tmp_path):
+    """Texts of a file, drawn and by beams; log likelihoods and answers: the same lines, printed by the first process;
+    the second needs none of the files."""
+    (tmp_path / "prompts.txt").write_text("the cat\non\nthe mat. the\n")
+    (tmp_path / "exam.jsonl").write_text(
+        json.dumps({"context": "the cat sat on the", "choices": ["mat", "cat"], "answer": 0}) + "\n"
+    )
+    (tmp_path / "ask.jsonl").write_text(json.dumps({"question": "the cat sat on the", "answer": "mat"}) + "\n")
+    for ways in (["temperature=0.7", "samples=2"], ["beams=2"]):
+        keys = [cat_run, f"input={tmp_path}/prompts.txt", "tokens=8", "output=ids", *ways]
+        first, second = printed(tmp_path, "generate", keys)
+        ids = [line for line in first if line and set(line) <= set("0123456789 ")]
+        assert ids == alone(generate, generate.Generate, *keys).splitlines()
+        assert not [line for line in second if line in ids]
+    keys = [cat_run, tmp_path / "exam.jsonl", tmp_path / "ask.jsonl", "tokens=8", f"to={tmp_path}/answers.jsonl"]
+    expected = alone(score, score.Score, *keys).splitlines()
+    answers = (tmp_path / "answers.jsonl").read_text()
+    first, second = printed(tmp_path, "score", keys)
+    assert [line for line in first if line in expected] == expected and not [
+        line for line in second if line in expected
+    ]
+    found = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    for one, other in zip(found, map(json.loads, answers.splitlines()), strict=True):
+        sums = [each.pop("log_likelihoods", [0.0]) for each in (one, other)]
+        assert one == other and sums[0] == pytest.approx(sums[1], abs=1e-4)
+
+
+def test_two_processes_serve_as_one(cat_run, alone, tmp_path):
+    """Two requests with a pause between; then SIGTERM to both ends both."""
+    port, text = hosts.free_port(), "the cat"
+    keys = [str(cat_run), f"port={port}", "rows=4", "length=64", *MESH]
+    both = hosts.start_two(keys, hosts.environment(tmp_path), output=tmp_path / "serve", program=program("serve"))
+
+    def ask(path, body=None):
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=120)) as client:
+            client.request("POST" if body else "GET", path, json.dumps(body) if body else None)
+            return client.getresponse().read()
+
+    def is_there():
+        assert all(process.poll() is None for process in both), (tmp_path / "serve.0").read_text()
+        try:
+            return ask("/health") == b"ok\n"
+        except OSError:
+            return False
+
+    hosts.wait_until(is_there)
+    body = {"prompt": text, "max_tokens": 12, "temperature": 0.7, "seed": 5}
+    found = []
+    for _ in range(2):
+        found.append(json.loads(ask("/v1/completions", body))["choices"][0]["text"])
+        time.sleep(6)  # the engine is idle, and the other process waits
+    keys = [cat_run, f"prompt={text}", "tokens=12", "temperature=0.7", "seed=5", "output=jsonl"]
+    expected = json.loads(alone(generate, generate.Generate, *keys))["text"]
+    assert found == [expected] * 2
+    for process in both:
+        process.send_signal(signal.SIGTERM)
+    assert [process.wait(60) for process in both] == [0, 0], (tmp_path / "serve.1").read_text()
+
+
+def test_one_process_sends_nothing():
+    """What is shared is what it was; calls that are led are made once."""
+    value = {"a": (1, 2), "how": Drawing()}
+    made = []
+    assert shared(value) is value and from_first(lambda: value) is value
+    calls = Calls(append=made.append)
+    assert calls.lead("append", value) is None and made == [value]
+    assert calls.end() is None

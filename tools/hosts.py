@@ -1,0 +1,84 @@
+"""One job of several processes: the first one reads and writes, all compute.
+
+    prompts = from_first(lambda: read(file))     # what the first process reads, on all; or its refusal
+    calls = Calls(draw=slots.advance)            # the first process leads, the others follow
+    burst = calls.lead("draw") if is_first() else calls.follow()
+
+What goes from process to process is JSON, so that nothing that comes is run. In a job of one process nothing is sent.
+"""
+
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from runtime.terminal import RunError, print_error
+
+
+def is_first() -> bool:
+    return jax.process_index() == 0
+
+
+def note(text: str) -> None:
+    """Prints a note, once for the job."""
+    if is_first():
+        print_error(text, "note")
+
+
+def shared(value: Any = None) -> Any:
+    """What the first process gives, on all processes, which call this together. Keys become texts, tuples lists."""
+    if jax.process_count() == 1:
+        return value
+    content = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    size = int(multihost_utils.broadcast_one_to_all(np.int32(len(content))))
+    room = np.zeros(1 << max(size - 1, 255).bit_length(), np.uint8)  # so that few programs are compiled
+    if is_first():
+        room[:size] = content
+    return json.loads(np.asarray(multihost_utils.broadcast_one_to_all(room))[:size].tobytes())
+
+
+def from_first(make: Callable[[], Any]) -> Any:
+    """What `make` returns on the first process, on all of them. Raises its RunError on all of them."""
+    refused, value = None, None
+    if is_first():
+        try:
+            value = make()
+        except RunError as error:
+            if jax.process_count() == 1:
+                raise
+            refused = str(error)
+    refused, value = shared([refused, value])
+    if refused is not None:
+        raise RunError(refused)
+    return value
+
+
+class Calls:
+    """Functions that all processes call together, with what the first one gives."""
+
+    def __init__(self, **functions: Callable):
+        self.functions = functions
+
+    def lead(self, name: str, *given: Any) -> Any:
+        """The first process's call."""
+        shared([name, *given])
+        return self.functions[name](*given)
+
+    def follow(self, *outlives: type[Exception]) -> None:
+        """Repeats the first process's calls until its `end`.
+
+        Args:
+          outlives: what a call may raise, since it raises it on the first process too, which goes on.
+        """
+        while (call := shared()) is not None:
+            name, *given = call
+            with suppress(*outlives):
+                self.functions[name](*given)
+
+    def end(self) -> None:
+        """After the first process's last call."""
+        shared(None)
