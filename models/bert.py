@@ -17,17 +17,16 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from jax_extra import save_for_backward
 from models import layers
+from models.config import BERT, ConfigJson, Key, Kind
 from models.dropout import mixed, random_bits
-from models.layers import Mask, WeightedBatch, act, enter, layer_norm, leave, part
+from models.layers import Mask, WeightedBatch, act, enter
 from models.weights import Table, Weight, bias, exact, matrix
 from runtime.config.keys import Count, Positive
 from shardlib import shardops
 from shardlib.products import product
-from shardlib.shardtypes import f32, i32, pytree_dataclass, u32
+from shardlib.shardtypes import i32, pytree_dataclass, u32
 from shardlib.spec import parse
 from shardlib.typed import typed
 
@@ -117,58 +116,26 @@ init, gather_layer, gather_ends, published = TABLE.functions
 
 # == Forward pass ======================================================================================================
 @typed
-def norm(x: jax.Array, scale_and_bias: f32['2 M'], eps: float, M: str) -> jax.Array:
-    """Layer norm of what lies as the residual: where M is split, twice 4 bytes a token are summed over t."""
-    if M == 'M':
-        return layer_norm(x, scale_and_bias, eps)
-    x: f32['B/b L/c M/t'] = x.astype(jnp.float32)
-    size, scale_and_bias = scale_and_bias.shape[1], shardops.slice('2 M -> 2 M/t', scale_and_bias)
-    mean = shardops.psum('B/b L/c +t -> B/b L/c', shardops.sum_unreduced('B/b L/c M/t -> B/b L/c +t', x)) / size
-    x = x - mean[:, :, None]
-    square = shardops.psum('B/b L/c +t -> B/b L/c', shardops.sum_unreduced('B/b L/c M/t -> B/b L/c +t', x * x))
-    inverse = lax.rsqrt(square / size + eps)[:, :, None]
-    return (x * inverse * scale_and_bias[0][None, None] + scale_and_bias[1][None, None]).astype(act.dtype)
-
-
-@typed
 def embed(
-    model: Model,
-    ends: Ends,
-    tokens: u32['B/b L/c'],
-    position: i32['B/b L/c'],
-    M: str,
+    model: Model, ends: Ends, tokens: u32['B/b L/c'], position: i32['B/b L/c'], M: str,
     kinds: i32['B/b L/c'] | None = None,
-) -> jax.Array:
+) -> jax.Array:  # fmt: skip
     """Rows of three tables, and a norm; kinds: None is the first."""
-    kinds = jnp.zeros_like(position) if kinds is None else kinds
-    tables = [ends.positions, ends.kinds]
-    if M != 'M':
-        tables = [shardops.slice('P M -> P M/t', ends.positions), shardops.slice('N M -> N M/t', ends.kinds)]
-    x = layers.embed(ends.embed, tokens, M)
-    x = x + shardops.index_unreduced(f'[P] {M}, B/b L/c -> B/b L/c {M}', tables[0], position)
-    x = x + shardops.index_unreduced(f'[N] {M}, B/b L/c -> B/b L/c {M}', tables[1], kinds)
-    return norm(x, ends.first_norm, model.norm_eps, M)
+    x = layers.embed(model, ends, tokens, position, M) + layers.rows_of_learned(ends.positions, position, M)
+    x = x + layers.rows_of_learned(ends.kinds, jnp.zeros_like(position) if kinds is None else kinds, M)
+    return layers.residual_norm(x, ends.first_norm, model.norm_eps, M)
 
 
 @typed
 def layer(
     model: Model, x: jax.Array, w: Gathered, attend: Callable, position: i32['B/b L/c'], M: str
 ) -> tuple[jax.Array, Any, None]:
-    """One layer; x lies as 'B/b L/c' with M. `attend(q, k, v)` returns o and what of k and v is to be kept, which the
-    layer hands on; the logits are q·k, no factor."""
-    x: act[f'B/b L/c {M}'] = x
-
-    with jax.named_scope('attention'):
-        gathered = save_for_backward(enter(x, M))  # 2M bytes a token, in the place of the input's 2M/t
-        q, k, v = layers.heads_of(gathered, w)
-        o, kept = attend(q * model.d_head**-0.5, k[:, :, 0], v)
-        y = leave(product('B/b L/c K/t D, M K/t D -> B/b L/c M +t', o[:, :, 0], w.w_o), M)
-        x = norm(x + y + part(w.b_o, M)[None, None], w.ln1, model.norm_eps, M)
-
-    with jax.named_scope('ffn'):
-        gathered = save_for_backward(enter(x, M))  # 2M bytes a token, spares the product with w_o, sums, the gather
-        y = leave(layers.network(gathered, w, functools.partial(jax.nn.gelu, approximate=False)), M)
-        return norm(x + y + part(w.b_down, M)[None, None], w.ln2, model.norm_eps, M), kept, None
+    """One layer; x lies as 'B/b L/c' with M. Each half's norm is of the sum of what it reads and what it adds."""
+    none = (None, None)
+    y, kept = layers.attention_half(model, x, w, attend, layers.without_rotations(model), none, M)
+    x = layers.residual_norm(x + y, w.ln1, model.norm_eps, M)
+    y = layers.feed_forward_half(model, x, w, functools.partial(jax.nn.gelu, approximate=False), none, M)
+    return layers.residual_norm(x + y, w.ln2, model.norm_eps, M), kept, None
 
 
 @typed
@@ -183,50 +150,24 @@ def final(model: Model, ends: Ends, x: jax.Array, M: str) -> act['B/b L/c M']:
     y = product('B/b L/c M, M M2/t -> B/b L/c M2/t', final_of_encoder(model, ends, x, M), ends.w_predict)
     y: act['B/b L/c M'] = shardops.all_gather('B/b L/c M2/t -> B/b L/c M2', y)
     y = y + ends.b_predict[None, None]
-    return layer_norm(jax.nn.gelu(y, approximate=False), ends.predict_norm, model.norm_eps)
+    return layers.norm(jax.nn.gelu(y, approximate=False), ends.predict_norm, model.norm_eps)
 
 
 # == config.json =======================================================================================================
-def model_of(config) -> Model:
-    """The model that a published config.json describes.
-
-    Args:
-      config: models.huggingface.Fields.
-    """
-    heads, d_model = config.take('num_attention_heads'), config.take('hidden_size')
-    config.require(
-        model_type='bert',
-        hidden_act='gelu',
-        position_embedding_type='absolute',
-        is_decoder=False,
-        add_cross_attention=False,
-        tie_word_embeddings=True,
-    )
-    return Model(
-        d_model=d_model,
-        n_kv=heads,
-        d_head=d_model // heads,
-        layers=config.take('num_hidden_layers'),
-        vocab=config.take('vocab_size'),
-        d_ff=config.take('intermediate_size'),
-        positions=config.take('max_position_embeddings'),
-        kinds=config.take('type_vocab_size', 2),
-        norm_eps=config.take('layer_norm_eps', 1e-12),
-    )
-
-
-def config_of(model: Model) -> dict[str, Any]:
-    """The other way round."""
-    return {
-        'model_type': 'bert',
-        'architectures': ['BertForMaskedLM'],
-        'hidden_size': model.d_model,
-        'num_attention_heads': model.n_kv,
-        'num_hidden_layers': model.layers,
-        'vocab_size': model.vocab,
-        'intermediate_size': model.d_ff,
-        'max_position_embeddings': model.positions,
-        'type_vocab_size': model.kinds,
-        'layer_norm_eps': model.norm_eps,
-        'hidden_act': 'gelu',
-    }
+CONFIG = ConfigJson(
+    Model,
+    {'bert': Kind('BertForMaskedLM')},
+    BERT
+    | {
+        'd_ff': Key('intermediate_size'),
+        'positions': Key('max_position_embeddings'),
+        'kinds': Key('type_vocab_size', 2),
+        'norm_eps': Key('layer_norm_eps', 1e-12),
+    },
+    hidden_act='gelu',
+    position_embedding_type='absolute',
+    is_decoder=False,
+    add_cross_attention=False,
+    tie_word_embeddings=True,
+)
+model_of, config_of = CONFIG.functions

@@ -15,9 +15,10 @@ import jax
 import jax.numpy as jnp
 
 from kernels.attention import KernelName
-from models import layers
-from models.layers import ALL, Mask, RopeScaling, act, enter, rms_norm
-from models.weights import Table, Weight, exact, matrix, q_scale, qk_norms
+from models import layers, llama
+from models.config import LLAMA, ConfigJson, Fields, Key, Keys, Kind, RopeScaling, base_and_scaling, rope_from, rope_to
+from models.layers import ALL, Mask, act
+from models.weights import Table, Weight, exact, qk_norms
 from runtime.config.keys import Count, Even, Positive
 from shardlib.shardtypes import i32, u32
 from shardlib.typed import typed
@@ -74,16 +75,11 @@ def norm(published: Any, *only_if: Callable) -> Weight:
 
 
 TABLE = Table({  # at rest -> in use; first values; the published tensor, and how it lies; which models have it
-    'embed': matrix('V/t M/w -> V/t M', 'M', 'model.embed_tokens.weight', 'V M'),
+    'embed': llama.TABLE.ends['embed'],
     'transformer': {
         'ln1': norm(f'{LAYER}.input_layernorm.weight'),
         'ln2': norm(second_norm),
-        'w_q': matrix('M/w Q K/t D -> M Q K/t D', 'M', f'{ATTENTION}.q_proj.weight', '(K Q D) M', scale=q_scale),
-        'w_kv': matrix('2 M/w K/t D -> M K/t D', 'M', tuple(f'{ATTENTION}.{x}_proj.weight' for x in 'kv'), '(K D) M'),
-        'w_o': matrix('M/w Q K/t D -> M Q K/t D', 'Q K D', f'{ATTENTION}.o_proj.weight', 'M (K Q D)'),
-        'w_gate': matrix('M/w F/t -> M F/t', 'M', f'{LAYER}.mlp.gate_proj.weight', 'F M'),
-        'w_up': matrix('M/w F/t -> M F/t', 'M', f'{LAYER}.mlp.up_proj.weight', 'F M'),
-        'w_down': matrix('M/w F/t -> M F/t', 'F', f'{LAYER}.mlp.down_proj.weight', 'M F'),
+        **{name: llama.TABLE.layer[name] for name in ('w_q', 'w_kv', 'w_o', 'w_gate', 'w_up', 'w_down')},
         'ln1_after': norm(f'{LAYER}.post_attention_layernorm.weight', norms_after),
         'ln2_after': norm(f'{LAYER}.post_feedforward_layernorm.weight', norms_after),
         **qk_norms(ATTENTION, plus=1),
@@ -95,10 +91,13 @@ init, gather_layer, gather_ends, published = TABLE.functions
 
 
 # == Forward pass ======================================================================================================
+final = layers.final
+
+
 @typed
 def embed(model: Model, ends: Ends, tokens: u32['B/b L/c'], position: i32['B/b L/c'], M: str) -> jax.Array:
     """Rows of the table times √M, which is rounded to the compute type first, as transformers does."""
-    return layers.embed(ends.embed, tokens, M) * jnp.asarray(model.d_model**0.5, act.dtype)
+    return layers.embed(model, ends, tokens, position, M) * jnp.asarray(model.d_model**0.5, act.dtype)
 
 
 @typed
@@ -110,16 +109,10 @@ def layer(
     if model.rope_local_timescale is not None and model.window is not None:
         local = layers.frequencies(model.d_head, model.rope_local_timescale, None)
         rope = jnp.where(attend.window < ALL, local, rope)
-    turn = functools.partial(layers.rotary, position=position, frequency=rope)
-    y, kept = layers.attention_half(model, x, w, attend, turn, (w.ln1, w.ln1_after), M)
+    turns = layers.rotations(model, position, rope)
+    y, kept = layers.attention_half(model, x, w, attend, turns, (w.ln1, w.ln1_after), M)
     x = x + y
     return x + layers.feed_forward_half(model, x, w, jax.nn.gelu, (w.ln2, w.ln2_after), M), kept, None
-
-
-@typed
-def final(model: Model, ends: Ends, x: jax.Array, M: str) -> act['B/b L/c M']:
-    """The hidden states that logits are computed from."""
-    return rms_norm(enter(x, M), ends.final_layer_norm, model.norm_eps)
 
 
 # == config.json =======================================================================================================
@@ -128,97 +121,71 @@ def layer_types(global_every: int, count: int) -> list[str]:
     return ['sliding_attention' if (n + 1) % global_every else 'full_attention' for n in range(count)]
 
 
-def model_of(config) -> Model:
-    """The model that a published config.json describes.
-
-    Args:
-      config: models.huggingface.Fields.
-    """
-    kind, heads, count = [config.take(key) for key in ('model_type', 'num_attention_heads', 'num_hidden_layers')]
-    n_kv, d_head = config.take('num_key_value_heads', None) or heads, config.take('head_dim', 256)
-    config.require(attention_bias=False, tie_word_embeddings=True)
-    for key in ('hidden_act', 'hidden_activation'):  # the first releases of Gemma 1 say gelu and mean its approximation
-        if config.take(key, None) not in (None, 'gelu_pytorch_tanh', *(['gelu'] if kind == 'gemma' else [])):
-            config.refuse(key, "expected 'gelu_pytorch_tanh'")
-    of_kind = {}
-    if kind != 'gemma':
-        every = config.take('_sliding_window_pattern', 6 if kind == 'gemma3_text' else 2)
-        every = config.take('sliding_window_pattern', every)
-        types = config.take('layer_types', None) or layer_types(every, count)
-        every = types.index('full_attention') + 1 if 'full_attention' in types else count + 1
-        if types != layer_types(every, count):
-            config.refuse('layer_types', f'expected full_attention at the end of each {every} layers, and nowhere else')
-        of_kind = {
-            'norm_after': True,
-            'window': config.take('sliding_window', 4096),
-            'global_every': every,
-            'logits_cap': config.take('final_logit_softcapping', 30.0 if kind == 'gemma2' else None),
-        }
-    if kind == 'gemma2':
-        of_kind['attention_cap'] = config.take('attn_logit_softcapping', 50.0)
-    if kind == 'gemma3_text':
-        base, scaling, local = ropes_from(config)
-        of_kind |= {'qk_norm': 'head', 'rope_local_timescale': local}
-    else:
-        base, scaling = layers.rope_from(config)
-    return Model(
-        d_model=config.take('hidden_size'),
-        n_q_per_kv=heads // n_kv,
-        n_kv=n_kv,
-        d_head=d_head,
-        layers=count,
-        vocab=config.take('vocab_size'),
-        d_ff=config.take('intermediate_size'),
-        rope_max_timescale=base,
-        rope_scaling=scaling,
-        norm_eps=config.take('rms_norm_eps', 1e-6),
-        logits_scale=(d_head if kind == 'gemma' else config.take('query_pre_attn_scalar', 256)) ** -0.5,
-        **of_kind,
-    )
+def windows_from(config: Fields, before: dict[str, Any], every: int) -> dict[str, Any]:
+    count = before['layers']
+    every = config.take('sliding_window_pattern', config.take('_sliding_window_pattern', every))
+    types = config.take('layer_types', None) or layer_types(every, count)
+    every = types.index('full_attention') + 1 if 'full_attention' in types else count + 1
+    if types != layer_types(every, count):
+        config.refuse('layer_types', f'expected full_attention at the end of each {every} layers, and nowhere else')
+    return {'window': config.take('sliding_window', 4096), 'global_every': every}
 
 
-def ropes_from(config) -> tuple[float, RopeScaling | None, float]:
-    """Base and scaling of layers that see all, and the base of those with a window: transformers 5 nests them."""
+def windows_to(model: Model) -> dict[str, Any]:
+    return {'sliding_window': model.window, 'layer_types': layer_types(model.global_every, model.layers)}
+
+
+def ropes_from(config: Fields, before: dict[str, Any]) -> dict[str, Any]:
+    """Of layers that see all, and the base of those with a window: transformers 5 nests them."""
     nested = config.take('rope_parameters', None) or {}
     if 'full_attention' not in nested:
-        base, scaling = layers.rope_from(config.replaced(rope_theta=config.take('rope_theta', 1e6)), ('linear',))
-        config.take('rope_scaling', None)
-        return base, scaling, config.take('rope_local_base_freq', 10000.0)
-    base, scaling = layers.rope_from(config.replaced(rope_parameters=nested['full_attention']), ('linear',))
-    local, _ = layers.rope_from(config.replaced(rope_parameters=nested['sliding_attention']), ())
-    return base, scaling, local
+        rope = rope_from(config, before, 1e6, ('linear',))
+        return rope | {'rope_local_timescale': config.take('rope_local_base_freq', 10000.0)}
+    base, scaling = base_and_scaling(config, nested['full_attention'], ('linear',))
+    local, _ = base_and_scaling(config, nested['sliding_attention'], ())
+    return {'rope_max_timescale': base, 'rope_scaling': scaling, 'rope_local_timescale': local}
 
 
-def config_of(model: Model) -> dict[str, Any]:
-    """The other way round."""
-    kind = 'gemma3_text' if model.qk_norm == 'head' else 'gemma2' if model.norm_after else 'gemma'
-    rope = layers.rope_to(model.rope_max_timescale, model.rope_scaling)
-    of_kind = (
-        {}
-        if kind == 'gemma'
-        else {
-            'query_pre_attn_scalar': round(model.logits_scale**-2),
-            'sliding_window': model.window,
-            'layer_types': layer_types(model.global_every, model.layers),
-            'final_logit_softcapping': model.logits_cap,
-            'attn_logit_softcapping': model.attention_cap,
-        }
-    )
-    if kind == 'gemma3_text':
-        rope = {'full_attention': rope, 'sliding_attention': layers.rope_to(model.rope_local_timescale, None)}
-    return {
-        'model_type': kind,
-        'architectures': [{'gemma': 'Gemma', 'gemma2': 'Gemma2', 'gemma3_text': 'Gemma3'}[kind] + 'ForCausalLM'],
-        'hidden_size': model.d_model,
-        'num_attention_heads': model.n_q_per_kv * model.n_kv,
-        'num_key_value_heads': model.n_kv,
-        'head_dim': model.d_head,
-        'num_hidden_layers': model.layers,
-        'vocab_size': model.vocab,
-        'intermediate_size': model.d_ff,
-        'hidden_act' if kind == 'gemma' else 'hidden_activation': 'gelu_pytorch_tanh',
-        'rms_norm_eps': model.norm_eps,
-        'tie_word_embeddings': True,
-        **of_kind,
-        'rope_parameters': rope,
-    }
+def ropes_to(model: Model) -> dict[str, Any]:
+    full, local = rope_to(model.rope_max_timescale, model.rope_scaling), rope_to(model.rope_local_timescale, None)
+    return {'rope_parameters': {'full_attention': full, 'sliding_attention': local}}
+
+
+def activation_from(config: Fields, before: dict[str, Any]) -> dict[str, Any]:
+    """Checked alone: the first releases of Gemma 1 say gelu and mean its approximation."""
+    old = ['gelu'] if config.content['model_type'] == 'gemma' else []
+    for key in ('hidden_act', 'hidden_activation'):
+        if config.take(key, None) not in (None, 'gelu_pytorch_tanh', *old):
+            config.refuse(key, "expected 'gelu_pytorch_tanh'")
+    return {}
+
+
+SCALE = Key('query_pre_attn_scalar', 256, lambda n, before: n**-0.5, lambda model: round(model.logits_scale**-2))
+SECOND = {
+    'logits_scale': SCALE,
+    'window': Keys(functools.partial(windows_from, every=2), windows_to),
+    'logits_cap': Key('final_logit_softcapping', 30.0),
+    'attention_cap': Key('attn_logit_softcapping', 50.0),
+}
+THIRD = {
+    'logits_scale': SCALE,
+    'window': Keys(functools.partial(windows_from, every=6), windows_to),
+    'logits_cap': Key('final_logit_softcapping', None),
+    'rope': Keys(ropes_from, ropes_to),
+}
+CONFIG = ConfigJson(
+    Model,
+    {
+        'gemma': Kind('GemmaForCausalLM'),
+        'gemma2': Kind('Gemma2ForCausalLM', {'norm_after': True}, SECOND),
+        'gemma3_text': Kind('Gemma3ForCausalLM', {'norm_after': True, 'qk_norm': 'head'}, THIRD),
+    },
+    {name: key for name, key in LLAMA.items() if name != 'tied'}
+    | {
+        'd_head': Key('head_dim', 256),
+        'activation': Keys(activation_from, lambda model: {'hidden_activation': 'gelu_pytorch_tanh'}),
+    },
+    attention_bias=False,
+    tie_word_embeddings=True,
+)
+model_of, config_of = CONFIG.functions

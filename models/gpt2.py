@@ -13,14 +13,11 @@ from typing import Any, Literal
 
 import jax
 
-from jax_extra import save_for_backward
 from kernels.attention import KernelName
 from models import layers
-from models.layers import Mask, act, enter, layer_norm, leave, part
+from models.config import BERT, GPT, ConfigJson, Fields, Key, Keys, Kind
 from models.weights import Table, Weight, bias, exact, matrix
 from runtime.config.keys import Count, Positive, Steps
-from shardlib import shardops
-from shardlib.products import product
 from shardlib.shardtypes import i32, u32
 from shardlib.typed import typed
 
@@ -44,10 +41,6 @@ class Model:
     norm_eps: Positive = 1e-5  # added to the variance in layer norms
     compute_dtype: Literal['bfloat16', 'float32'] = 'bfloat16'  # of activations and matrix products
     attention: KernelName = 'auto'  # of kernels/attention.py
-
-
-def mask(model: Model) -> Mask:
-    return Mask()
 
 
 # == Weights ===========================================================================================================
@@ -102,106 +95,73 @@ init, gather_layer, gather_ends, published = TABLE.functions
 
 
 # == Forward pass ======================================================================================================
+final, mask = layers.final, layers.causal
+
+
 @typed
 def embed(model: Model, ends: Ends, tokens: u32['B/b L/c'], position: i32['B/b L/c'], M: str) -> jax.Array:
     """Rows of both tables."""
-    table = ends.positions if M == 'M' else shardops.slice('P M -> P M/t', ends.positions)
-    of_position = shardops.index_unreduced(f'[P] {M}, B/b L/c -> B/b L/c {M}', table, position + model.first_position)
-    return layers.embed(ends.embed, tokens, M) + of_position
+    of_position = layers.rows_of_learned(ends.positions, position + model.first_position, M)
+    return layers.embed(model, ends, tokens, position, M) + of_position
 
 
 @typed
 def layer(
     model: Model, x: jax.Array, w: Gathered, attend: Callable, position: i32['B/b L/c'], M: str
 ) -> tuple[jax.Array, Any, None]:
-    """One layer; x lies as 'B/b L/c' with M. `attend(q, k, v)` returns o and what of k and v is to be kept, which the
-    layer hands on; the logits are q·k, no factor."""
-    x: act[f'B/b L/c {M}'] = x
-
-    with jax.named_scope('attention'):
-        gathered = save_for_backward(enter(x, M))  # 2M bytes a token, in the place of the input's 2M/t
-        q, k, v = layers.heads_of(layer_norm(gathered, w.ln1, model.norm_eps), w)
-        o, kept = attend(q * model.d_head**-0.5, k[:, :, 0], v)
-        y = product('B/b L/c K/t D, M K/t D -> B/b L/c M +t', o[:, :, 0], w.w_o)
-        x = x + leave(y, M) + part(w.b_o, M)[None, None]
-
-    with jax.named_scope('ffn'):
-        gathered = save_for_backward(enter(x, M))  # 2M bytes a token, spares the product with w_o, its sum, the gather
-        y = layers.network(layer_norm(gathered, w.ln2, model.norm_eps), w, ACTIVATIONS[model.activation])
-        return x + leave(y, M) + part(w.b_down, M)[None, None], kept, None
-
-
-@typed
-def final(model: Model, ends: Ends, x: jax.Array, M: str) -> act['B/b L/c M']:
-    """The hidden states that logits are computed from."""
-    return layer_norm(enter(x, M), ends.final_layer_norm, model.norm_eps)
+    """One layer; x lies as 'B/b L/c' with M."""
+    y, kept = layers.attention_half(model, x, w, attend, layers.without_rotations(model), (w.ln1, None), M)
+    x = x + y
+    return x + layers.feed_forward_half(model, x, w, ACTIVATIONS[model.activation], (w.ln2, None), M), kept, None
 
 
 # == config.json =======================================================================================================
-PUBLISHED_ACTIVATIONS = {'gelu_new': 'gelu_tanh', 'gelu_pytorch_tanh': 'gelu_tanh', 'gelu': 'gelu', 'relu': 'relu'}
+ACTIVATION = {'gelu_new': 'gelu_tanh', 'gelu_pytorch_tanh': 'gelu_tanh', 'gelu': 'gelu', 'relu': 'relu'}
 
 
-def model_of(config) -> Model:
-    """The model that a published config.json describes.
+def activation(default: str) -> Keys:
+    """By its name there."""
 
-    Args:
-      config: models.huggingface.Fields.
-    """
-    is_opt = config.take('model_type') == 'opt'
-    names = OPT_FIELDS if is_opt else GPT2_FIELDS
-    d_model, heads, count, positions = [config.take(names[ours]) for ours in ('d_model', 'n_kv', 'layers', 'positions')]
-    config.require(tie_word_embeddings=True)
-    if is_opt:
-        config.require(do_layer_norm_before=True, enable_bias=True, layer_norm_elementwise_affine=True)
-        if config.take('word_embed_proj_dim', None) not in (None, d_model):
-            config.refuse('word_embed_proj_dim', f'expected {d_model}, as hidden_size')
-    else:
-        config.require(scale_attn_weights=True)
-    activation = config.take('activation_function', 'relu' if is_opt else 'gelu_new')
-    if activation not in PUBLISHED_ACTIVATIONS:
-        config.refuse('activation_function', f'expected one of {", ".join(PUBLISHED_ACTIVATIONS)}')
-    first = 2 if is_opt else 0
-    return Model(
-        d_model=d_model,
-        n_kv=heads,
-        d_head=d_model // heads,
-        layers=count,
-        vocab=config.take('vocab_size'),
-        d_ff=config.take(names['d_ff'], None) or 4 * d_model,
-        positions=positions + first,
-        first_position=first,
-        activation=PUBLISHED_ACTIVATIONS[activation],
-        norm_eps=1e-5 if is_opt else config.take('layer_norm_epsilon', 1e-5),
-    )
+    def read(config: Fields, before: dict[str, Any]) -> dict[str, Any]:
+        name = config.take('activation_function', default)
+        if name not in ACTIVATION:
+            config.refuse('activation_function', f'expected one of {", ".join(ACTIVATION)}')
+        return {'activation': ACTIVATION[name]}
+
+    names = {ours: theirs for theirs, ours in reversed(ACTIVATION.items())}
+    return Keys(read, lambda model: {'activation_function': names[model.activation]})
 
 
-GPT2_FIELDS = {
-    'd_model': 'n_embd',
-    'n_kv': 'n_head',
-    'layers': 'n_layer',
-    'positions': 'n_positions',
-    'd_ff': 'n_inner',
+def projection_from(config: Fields, before: dict[str, Any]) -> dict[str, Any]:
+    """Checked alone: OPT 350M has embeddings of another size."""
+    if config.take('word_embed_proj_dim', None) not in (None, before['d_model']):
+        config.refuse('word_embed_proj_dim', f'expected {before["d_model"]}, as hidden_size')
+    return {}
+
+
+OF_OPT = BERT | {
+    'd_ff': Key('ffn_dim'),
+    'positions': Key('max_position_embeddings', read=lambda n, _: n + 2, write=lambda model: model.positions - 2),
+    'norm_eps': Key('', lambda *_: 1e-5),
+    'activation': activation('relu'),
+    'projection': Keys(projection_from, lambda model: {'word_embed_proj_dim': model.d_model}),
 }
-OPT_FIELDS = {
-    'd_model': 'hidden_size',
-    'n_kv': 'num_attention_heads',
-    'layers': 'num_hidden_layers',
-    'positions': 'max_position_embeddings',
-    'd_ff': 'ffn_dim',
-}
-
-
-def config_of(model: Model) -> dict[str, Any]:
-    """The other way round."""
-    names = OPT_FIELDS if model.first_position else GPT2_FIELDS
-    activations = {ours: theirs for theirs, ours in reversed(PUBLISHED_ACTIVATIONS.items())}
-    return {
-        'model_type': 'opt' if model.first_position else 'gpt2',
-        'architectures': ['OPTForCausalLM' if model.first_position else 'GPT2LMHeadModel'],
-        **{theirs: getattr(model, ours) for ours, theirs in names.items()},
-        names['positions']: model.positions - model.first_position,
-        **({'word_embed_proj_dim': model.d_model} if model.first_position else {'layer_norm_epsilon': model.norm_eps}),
-        'vocab_size': model.vocab,
-        'activation_function': activations[model.activation],
-        'tie_word_embeddings': True,
-    }
+CONFIG = ConfigJson(
+    Model,
+    {
+        'gpt2': Kind(
+            'GPT2LMHeadModel',
+            keys=GPT | {'positions': Key('n_positions'), 'activation': activation('gelu_new')},
+            only={'scale_attn_weights': True},
+        ),
+        'opt': Kind(
+            'OPTForCausalLM',
+            {'first_position': 2},
+            OF_OPT,
+            {'do_layer_norm_before': True, 'enable_bias': True, 'layer_norm_elementwise_affine': True},
+        ),
+    },
+    {},
+    tie_word_embeddings=True,
+)
+model_of, config_of = CONFIG.functions

@@ -15,11 +15,11 @@ import jax.numpy as jnp
 from jax_extra import save_for_backward
 from kernels.attention import KernelName
 from models import layers
-from models.layers import Mask, act, enter, layer_norm, leave, part
+from models.config import GPT, ConfigJson, Key, Kind
+from models.layers import act, enter, leave
 from models.weights import Table, bias, exact, matrix
 from runtime.config.keys import Count, Positive
-from shardlib.products import product
-from shardlib.shardtypes import i32, u32
+from shardlib.shardtypes import i32
 from shardlib.typed import typed
 
 KIND = 'decoder'
@@ -42,10 +42,6 @@ class Model:
     def __post_init__(self) -> None:
         if self.d_rotary % 2 or self.d_rotary > self.d_head:
             raise ValueError(f'd_rotary: expected an even number up to d_head = {self.d_head}')
-
-
-def mask(model: Model) -> Mask:
-    return Mask()
 
 
 # == Weights ===========================================================================================================
@@ -71,9 +67,7 @@ init, gather_layer, gather_ends, published = TABLE.functions
 
 
 # == Forward pass ======================================================================================================
-@typed
-def embed(model: Model, ends: Ends, tokens: u32['B/b L/c'], position: i32['B/b L/c'], M: str) -> jax.Array:
-    return layers.embed(ends.embed, tokens, M)
+embed, final, mask = layers.embed, layers.final, layers.causal
 
 
 @typed
@@ -92,66 +86,27 @@ def rotary(
 def layer(
     model: Model, x: jax.Array, w: Gathered, attend: Callable, position: i32['B/b L/c'], M: str
 ) -> tuple[jax.Array, Any, None]:
-    """One layer; x lies as 'B/b L/c' with M. `attend(q, k, v)` returns o and what of k and v is to be kept, which the
-    layer hands on; the logits are q·k, no factor."""
+    """One layer; x lies as 'B/b L/c' with M. Both halves read one norm, and what they add is summed over t once."""
     x: act[f'B/b L/c {M}'] = x
     gathered = save_for_backward(enter(x, M))  # 2M bytes a token, in the place of the input's 2M/t
-    normed = layer_norm(gathered, w.ln, model.norm_eps)
-
+    normed = layers.norm(gathered, w.ln, model.norm_eps)
     with jax.named_scope('attention'):
-        q, k, v = layers.heads_of(normed, w)
+        q, k, v = layers.projected(model, normed, w)
         o, kept = attend(rotary(model, q, position, model.d_head**-0.5), rotary(model, k, position)[:, :, 0], v)
-        of_attention = product('B/b L/c K/t D, M K/t D -> B/b L/c M +t', o[:, :, 0], w.w_o)
-
+        of_attention = layers.joined(o, w)
     with jax.named_scope('ffn'):
-        of_ffn = layers.network(normed, w, jax.nn.gelu)
-
-    return x + leave(of_attention + of_ffn, M) + part(w.b_down, M)[None, None], kept, None
-
-
-@typed
-def final(model: Model, ends: Ends, x: jax.Array, M: str) -> act['B/b L/c M']:
-    """The hidden states that logits are computed from."""
-    return layer_norm(enter(x, M), ends.final_layer_norm, model.norm_eps)
+        of_ffn = layers.feed_forward(normed, w, jax.nn.gelu)
+    return x + layers.behind(model, leave(of_attention + of_ffn, M), w.b_down, None, M), kept, None
 
 
 # == config.json =======================================================================================================
-def model_of(config) -> Model:
-    """The model that a published config.json describes.
-
-    Args:
-      config: models.huggingface.Fields.
-    """
-    config.take('model_type')
-    d_model, heads, d_rotary = [config.take(key) for key in ('n_embd', 'n_head', 'rotary_dim')]
-    config.require(tie_word_embeddings=False, activation_function='gelu_new', scale_attn_weights=True, rotary=True)
-    config.take('n_positions', None)  # the length of a table of angles, which has no weights
-    if not d_rotary or d_rotary % 2:
-        config.refuse('rotary_dim', 'expected an even number of dims')
-    return Model(
-        d_model=d_model,
-        n_kv=heads,
-        d_head=d_model // heads,
-        layers=config.take('n_layer'),
-        vocab=config.take('vocab_size'),
-        d_ff=config.take('n_inner', None) or 4 * d_model,
-        d_rotary=d_rotary,
-        norm_eps=config.take('layer_norm_epsilon', 1e-5),
-    )
-
-
-def config_of(model: Model) -> dict[str, Any]:
-    """The other way round."""
-    return {
-        'model_type': 'gptj',
-        'architectures': ['GPTJForCausalLM'],
-        'n_embd': model.d_model,
-        'n_head': model.n_kv,
-        'n_layer': model.layers,
-        'rotary_dim': model.d_rotary,
-        'vocab_size': model.vocab,
-        'n_inner': model.d_ff,
-        'activation_function': 'gelu_new',
-        'layer_norm_epsilon': model.norm_eps,
-        'tie_word_embeddings': False,
-    }
+CONFIG = ConfigJson(
+    Model,
+    {'gptj': Kind('GPTJForCausalLM')},
+    GPT | {'d_rotary': Key('rotary_dim')},
+    tie_word_embeddings=False,
+    activation_function='gelu_new',
+    scale_attn_weights=True,
+    rotary=True,
+)
+model_of, config_of = CONFIG.functions

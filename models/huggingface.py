@@ -28,6 +28,7 @@ import numpy as np
 from einops import rearrange
 
 from models import adapters, safetensors
+from models.config import SETTINGS, Fields, same
 from models.safetensors import Tensor, read_json
 from runtime import program
 from runtime.checkpoints.checkpoint import Bounds, Grid, named_leaves, open_newest, read_block, restore
@@ -44,19 +45,6 @@ FAMILIES = {
     "t5": "models.t5",
     "bert": "models.bert",
 }
-# Fields of config.json that change nothing of what a given model computes.
-WITHOUT_EFFECT = {
-    "architectures", "attention_dropout", "bos_token_id", "dtype", "eos_token_id", "initializer_range",
-    "max_position_embeddings", "pad_token_id", "torch_dtype", "transformers_version", "use_cache", "max_window_layers",
-    "attn_pdrop", "cache_implementation", "dropout", "embd_pdrop", "gradient_checkpointing", "init_std", "layerdrop",
-    "n_ctx", "prefix", "resid_pdrop", "summary_activation", "summary_first_dropout", "summary_proj_to_labels",
-    "summary_type", "summary_use_proj", "task_specific_params", "tokenizer_class",
-    "_name_or_path", "unsloth_version", "unsloth_fixed", "rope_interleaved", "is_llama_config",
-    "transformers.js_config", "classifier_dropout", "dropout_rate",
-    "initializer_factor", "n_positions", "output_past", "decoder_start_token_id",
-    "attention_probs_dropout_prob", "hidden_dropout_prob",
-    "output_router_logits", "router_aux_loss_coef",
-}  # fmt: skip
 # That have tensors of their own each.
 NUMBERED = {
     "num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers", "num_experts", "num_local_experts",
@@ -69,49 +57,9 @@ UNUSED = re.compile(
 )
 RENAMED = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}  # by BERT's old files
 ROWS = 4096  # of an embedding, that are read and written at once
-# That say nothing of what a model is, and may differ between where weights come from and where they go.
-SETTINGS = ("compute_dtype", "attention", "capacity")
 # Whose weights have the names of a family's; those after the first are older versions of train_any.py.
 TRAINERS = ("train", "train_at_scale", "train_pipeline")
 EMBED, UNEMBED = "weights/embed", "weights/unembed"
-
-
-class Fields:
-    """A published config.json, of which it is known which fields were read."""
-
-    def __init__(self, content: dict[str, Any], where: str):
-        self.content, self.where, self.read = content, where, set()
-
-    def take(self, key: str, *default: Any) -> Any:
-        """A field; without a default it must be there."""
-        self.read.add(key)
-        if key not in self.content and not default:
-            raise RunError(f"{self.where} has no field {key}, which this family needs")
-        return self.content.get(key, *default)
-
-    def require(self, **values: Any) -> None:
-        """Raises RunError where a field that is there has another value: the family computes only this one."""
-        for key, value in values.items():
-            if self.take(key, value) != value:
-                self.refuse(key, f"expected {value!r}")
-
-    def replaced(self, **content: Any) -> "Fields":
-        """The same fields but for these: where a config.json nests what elsewhere stands in it."""
-        return Fields({**self.content, **content}, self.where)
-
-    def refuse(self, key: str, why: str) -> None:
-        value = self.content[key]
-        raise RunError(f"{self.where}: {key} = {value!r} is not what models/ computes for this family: {why}")
-
-    def finish(self) -> None:
-        """Raises RunError for fields that nobody read and that may have a meaning."""
-        unread = self.content.keys() - self.read - WITHOUT_EFFECT
-        unread = {key: self.content[key] for key in sorted(unread) if self.content[key]}  # null, false, 0: not used
-        if unread:
-            fields = ", ".join(f"{key} = {json.dumps(value)[:80]}" for key, value in unread.items())
-            raise RunError(
-                f"{self.where}: this family does not compute {fields}. Delete what has no effect on the model's results"
-            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -583,12 +531,6 @@ def config_for(source: Source, dtype: str) -> dict[str, Any]:
             raise RunError(f"no published architecture computes what {source.checkpoint.path} does: {source.model}")
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
     return {**config, key: dtype}
-
-
-def same(first: Any, second: Any) -> bool:
-    """Whether two models compute the same, up to a factor that is in w_q."""
-    first, second = as_tree(first), as_tree(second)
-    return all(first[key] == second[key] for key in first if key not in (*SETTINGS, "logits_scale"))
 
 
 def values_of(checkpoint: Any, leaf: str, place: tuple[int, ...], row: Row, pool: Executor) -> Iterator[np.ndarray]:

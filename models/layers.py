@@ -18,7 +18,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,13 +26,13 @@ from jax import lax
 
 import train
 from jax_extra import explicit_activation_checkpointing, save_for_backward
+from models.config import RopeScaling
 from models.context import ALL as ALL  # by this name for families
 from models.context import ALONE, Context, Rows, TokenBatch
 from models.context import WeightedBatch as WeightedBatch
 from models.dropout import Dropout, Residual
 from models.weights import Biased
 from models.weights import stored as stored  # by this name for who sets it
-from runtime.config.keys import Count, Positive
 from runtime.terminal import RunError
 from shardlib import shardops
 from shardlib.products import product
@@ -62,11 +62,35 @@ def part(vector, M: str):
 
 # == Norms =============================================================================================================
 @typed
-def rms_norm(x: act['B/b L/c M'], scale: f32['M'], eps: float) -> act['B/b L/c M']:
-    """x / sqrt(mean(x²) + eps) · scale, in float32 (Zhang and Sennrich 2019, section 4)."""
+def norm(x: act['B/b L/c M'], scale: jax.Array, eps: float) -> act['B/b L/c M']:
+    """In float32: with f32['M'] RMSNorm, x / sqrt(mean(x²) + eps) · scale (Zhang and Sennrich 2019, section 4); with a
+    scale and a bias, f32['2 M'], layer norm, which takes the mean from x first (Ba et al. 2016)."""
     x = x.astype(jnp.float32)
+    if scale.ndim == 2:
+        x = x - (shardops.sum_unreduced('B/b L/c M -> B/b L/c', x) / x.shape[-1])[:, :, None]
     mean_square = shardops.sum_unreduced('B/b L/c M -> B/b L/c', x * x) / x.shape[-1]
-    return (x * lax.rsqrt(mean_square + eps)[:, :, None] * scale[None, None]).astype(act.dtype)
+    return scaled(x, lax.rsqrt(mean_square + eps), scale)
+
+
+def scaled(x: jax.Array, inverse: jax.Array, scale: jax.Array) -> jax.Array:
+    """The last line of a norm."""
+    if scale.ndim == 1:
+        return (x * inverse[:, :, None] * scale[None, None]).astype(act.dtype)
+    return (x * inverse[:, :, None] * scale[0][None, None] + scale[1][None, None]).astype(act.dtype)
+
+
+@typed
+def residual_norm(x: jax.Array, scale: jax.Array, eps: float, M: str) -> jax.Array:
+    """The same of what lies as the residual: where M is split, 4 bytes a token are summed over t, or twice 4."""
+    if M == 'M':
+        return norm(x, scale, eps)
+    x, size = x.astype(jnp.float32), scale.shape[-1]
+    scale = shardops.slice('M -> M/t' if scale.ndim == 1 else '2 M -> 2 M/t', scale)
+    if scale.ndim == 2:
+        mean = shardops.psum('B/b L/c +t -> B/b L/c', shardops.sum_unreduced('B/b L/c M/t -> B/b L/c +t', x)) / size
+        x = x - mean[:, :, None]
+    square = shardops.psum('B/b L/c +t -> B/b L/c', shardops.sum_unreduced('B/b L/c M/t -> B/b L/c +t', x * x))
+    return scaled(x, lax.rsqrt(square / size + eps), scale)
 
 
 @typed
@@ -86,41 +110,7 @@ def heads_norm(x: act['B/b L/c Q K/t D'], scale: f32['Q K/t D'], eps: float) -> 
     return (x * lax.rsqrt(mean_square + eps)[:, :, None, None, None] * scale[None, None]).astype(act.dtype)
 
 
-@typed
-def norm_after(y: jax.Array, scale: f32['M'], eps: float, M: str) -> jax.Array:
-    """RMSNorm of what a half of a layer adds, as the residual lies: where M is split, 4 bytes a token are summed."""
-    if M == 'M':
-        return rms_norm(y, scale, eps)
-    y = y.astype(jnp.float32)
-    square = shardops.psum('B/b L/c +t -> B/b L/c', shardops.sum_unreduced('B/b L/c M/t -> B/b L/c +t', y * y))
-    scale, inverse = shardops.slice('M -> M/t', scale), lax.rsqrt(square / scale.shape[0] + eps)
-    return (y * inverse[:, :, None] * scale[None, None]).astype(act.dtype)
-
-
-@typed
-def layer_norm(x: act['B/b L/c M'], scale_and_bias: f32['2 M'], eps: float) -> act['B/b L/c M']:
-    """(x - mean(x)) / sqrt(variance(x) + eps) · scale + bias, in float32 (Ba et al. 2016)."""
-    x = x.astype(jnp.float32)
-    x = x - (shardops.sum_unreduced('B/b L/c M -> B/b L/c', x) / x.shape[-1])[:, :, None]
-    variance = shardops.sum_unreduced('B/b L/c M -> B/b L/c', x * x) / x.shape[-1]
-    scale, bias = scale_and_bias[0][None, None], scale_and_bias[1][None, None]
-    return (x * lax.rsqrt(variance + eps)[:, :, None] * scale + bias).astype(act.dtype)
-
-
 # == Rotary ============================================================================================================
-@dataclass(frozen=True, kw_only=True)
-class RopeScaling:
-    """Slower rotations, for texts longer than those that a model was trained with. Pairs of dims that turn less than
-    `low` times within original_length are slowed by factor, those that turn more than `high` times are not."""
-
-    kind: Literal['linear', 'llama3', 'yarn']  # linear slows all; the others differ in what lies between low and high
-    factor: Positive
-    original_length: Count = 8192
-    low: Positive = 1.0
-    high: Positive = 4.0
-    attention_factor: Positive = 1.0  # times q and times k
-
-
 def frequencies(d_head: int, base: float, scaling: RopeScaling | None):
     """The angle between neighbouring positions, of each pair of dims."""
     half = d_head // 2
@@ -142,45 +132,6 @@ def frequencies(d_head: int, base: float, scaling: RopeScaling | None):
     return frequency * (unscaled + (1 - unscaled) / scaling.factor)
 
 
-def rope_from(config, kinds: tuple[str, ...] = ('linear', 'llama3', 'yarn')) -> tuple[float, RopeScaling | None]:
-    """The base and the scaling in a published config.json, as transformers 5 writes them or as earlier ones did."""
-    base = config.take('rope_theta', 10000.0)
-    rope = {**(config.take('rope_scaling', None) or {}), **(config.take('rope_parameters', None) or {})}
-    base, old_kind = rope.pop('rope_theta', base), rope.pop('type', 'default')
-    kind = rope.pop('rope_type', old_kind)
-    if kind == 'default':
-        return base, None
-    where = 'rope_scaling' if config.content.get('rope_scaling') else 'rope_parameters'
-    if kind not in kinds:
-        fix = '. Of rows up to max_position_embeddings it changes nothing: delete it' if kind == 'dynamic' else ''
-        config.refuse(where, f'the kinds are {", ".join(kinds)}{fix}')
-    length = config.take('max_position_embeddings', 8192)
-    scaling = {'kind': kind, 'factor': rope.pop('factor')}
-    if kind != 'linear':
-        slow, fast = ('low_freq_factor', 'high_freq_factor') if kind == 'llama3' else ('beta_slow', 'beta_fast')
-        scaling['original_length'] = rope.pop('original_max_position_embeddings', None) or length
-        scaling |= {
-            'low': rope.pop(slow, None) or 1.0,
-            'high': rope.pop(fast, None) or (4.0 if kind == 'llama3' else 32.0),
-        }
-    if kind == 'yarn':
-        scaling['attention_factor'] = rope.pop('attention_factor', None) or 0.1 * math.log(scaling['factor']) + 1
-    if rope := {key: value for key, value in rope.items() if (key, value) != ('truncate', True)}:
-        config.refuse(where, f'{", ".join(rope)} is not known')
-    return base, RopeScaling(**scaling)
-
-
-def rope_to(base: float, scaling: RopeScaling | None) -> dict[str, Any]:
-    """`rope_parameters` of a config.json."""
-    if scaling is None:
-        return {'rope_theta': base, 'rope_type': 'default'}
-    rope = {'rope_theta': base, 'rope_type': scaling.kind, 'factor': scaling.factor}
-    if scaling.kind != 'linear':
-        slow, fast = ('low_freq_factor', 'high_freq_factor') if scaling.kind == 'llama3' else ('beta_slow', 'beta_fast')
-        rope |= {'original_max_position_embeddings': scaling.original_length, slow: scaling.low, fast: scaling.high}
-    return rope | ({'attention_factor': scaling.attention_factor} if scaling.kind == 'yarn' else {})
-
-
 @typed
 def rotary(
     x: act['B/b L/c Q K/t D'], position: i32['B/b L/c'], frequency: f32['H'], factor: float = 1.0
@@ -193,6 +144,23 @@ def rotary(
     sin, cos = (sin, cos) if factor == 1 else (sin * factor, cos * factor)
     x1, x2 = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
     return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(act.dtype)
+
+
+Turns = tuple[Callable[[jax.Array], jax.Array], Callable[[jax.Array], jax.Array]]  # of q and of k
+
+
+def rotations(model: Any, position: jax.Array, frequency: jax.Array | None = None) -> Turns:
+    """Of q, with the logits' factor, and of k; None: the frequencies that the model says."""
+    if frequency is None:
+        frequency = frequencies(model.d_head, model.rope_max_timescale, model.rope_scaling)
+    factor = 1.0 if model.rope_scaling is None else model.rope_scaling.attention_factor
+    turn = functools.partial(rotary, position=position, frequency=frequency)
+    return functools.partial(turn, factor=factor * model.logits_scale), functools.partial(turn, factor=factor)
+
+
+def without_rotations(model: Any) -> Turns:
+    """Of a model whose positions are learned."""
+    return (lambda q: q * model.d_head**-0.5), (lambda k: k)
 
 
 # == Attention =========================================================================================================
@@ -214,86 +182,99 @@ class Mask:
         return self.window if scanned is None else scanned
 
 
+def causal(model: Any) -> Mask:
+    """The mask of a model that has no window and no cap."""
+    return Mask()
+
+
 # == Halves of a layer =================================================================================================
-# A weight that is there is used: biases, norms of q and k. `norms` are the scales before a half and behind it.
-Norms = tuple[f32['M'] | None, f32['M'] | None]
+# A weight that is there is used: biases, norms of q and k, the gate. `norms` are those before a half and behind it.
+Norms = tuple[jax.Array | None, jax.Array | None]
+
+
+def there(w: Any, name: str) -> Any:
+    """One of a layer's weights; None where the family or the model has it not."""
+    return getattr(w, name, None)
 
 
 @typed
 def attention_half(
-    model: Any, x: jax.Array, w: Any, attend: Callable, turn: Callable, norms: Norms, M: str
+    model: Any, x: jax.Array, w: Any, attend: Callable, turns: Turns, norms: Norms, M: str
 ) -> tuple[jax.Array, Any]:
-    """What attention with rotary adds to x, in families like Llama, and what is to be kept; x lies as 'B/b L/c' with M.
+    """What attention adds to x, and what is to be kept; x lies as 'B/b L/c' with M.
 
     Args:
       attend: `attend(q, k, v)` returns o and what of k and v is to be kept, and says save_for_backward of what it
         needs; no factor stands before q·k.
-      turn: `turn(x, factor=…)` is `rotary` of q, and of k with a dim of 1 in the place of Q.
+      turns: what q and k become before they meet, as of `rotations`.
     """
     x: act[f'B/b L/c {M}'] = x
     with jax.named_scope('attention'):
         gathered = save_for_backward(enter(x, M))  # 2M bytes a token, in the place of the input's 2M/t
-        normed = gathered if norms[0] is None else rms_norm(gathered, norms[0], model.norm_eps)
-        q = product('B/b L/c M, M Q K/t D -> B/b L/c Q K/t D', normed, w.w_q)
-        k = product('B/b L/c M, M K/t D -> B/b L/c K/t D', normed, w.w_k)[:, :, None]
-        v = product('B/b L/c M, M K/t D -> B/b L/c K/t D', normed, w.w_v)
-        if getattr(w, 'b_q', None) is not None:
-            q, k, v = q + w.b_q[None, None], k + w.b_kv[0][None, None, None], v + w.b_kv[1][None, None]
-        if getattr(w, 'q_norm', None) is not None:
-            q, k = head_norm(q, w.q_norm, model.norm_eps), head_norm(k, w.k_norm, model.norm_eps)
-        if getattr(w, 'q_norm_all', None) is not None:
-            q, k = heads_norm(q, w.q_norm_all, model.norm_eps), heads_norm(k, w.k_norm_all[None], model.norm_eps)
-        factor = 1.0 if model.rope_scaling is None else model.rope_scaling.attention_factor
-        o, kept = attend(turn(q, factor=factor * model.logits_scale), turn(k, factor=factor)[:, :, 0], v)
-        y = leave(product('B/b L/c Q K/t D, M Q K/t D -> B/b L/c M +t', o, w.w_o), M)
-        return behind(model, y, norms[1], M), kept
+        normed = gathered if norms[0] is None else norm(gathered, norms[0], model.norm_eps)
+        q, k, v = projected(model, normed, w)
+        o, kept = attend(turns[0](q), turns[1](k)[:, :, 0], v)
+        return behind(model, leave(joined(o, w), M), there(w, 'b_o'), norms[1], M), kept
+
+
+@typed
+def projected(
+    model: Any, x: act['B/b L/c M'], w: Any
+) -> tuple[act['B/b L/c Q K/t D'], act['B/b L/c P K/t D'], act['B/b L/c K/t D']]:
+    """q, k and v; k has a dim P of 1 in the place of Q, and so has q where each head has keys of its own."""
+    q = product(f'B/b L/c M, M {w.heads} -> B/b L/c {w.heads}', x, w.w_q)
+    k = product('B/b L/c M, M K/t D -> B/b L/c K/t D', x, w.w_k)[:, :, None]
+    v = product('B/b L/c M, M K/t D -> B/b L/c K/t D', x, w.w_v)
+    q = q[:, :, None] if w.heads == 'K/t D' else q
+    if there(w, 'b_q') is not None:
+        q, k, v = q + w.b_q[None, None], k + w.b_kv[0][None, None, None], v + w.b_kv[1][None, None]
+    if there(w, 'b_qkv') is not None:
+        q, k, v = q + w.b_qkv[0][None, None, None], k + w.b_qkv[1][None, None, None], v + w.b_qkv[2][None, None]
+    if there(w, 'q_norm') is not None:
+        q, k = head_norm(q, w.q_norm, model.norm_eps), head_norm(k, w.k_norm, model.norm_eps)
+    if there(w, 'q_norm_all') is not None:
+        q, k = heads_norm(q, w.q_norm_all, model.norm_eps), heads_norm(k, w.k_norm_all[None], model.norm_eps)
+    return q, k, v
+
+
+@typed
+def joined(o: act['B/b L/c Q K/t D'], w: Any) -> act['B/b L/c M +t']:
+    """What all heads found, times w_o."""
+    o = o[:, :, 0] if w.heads == 'K/t D' else o
+    return product(f'B/b L/c {w.heads}, M {w.heads} -> B/b L/c M +t', o, w.w_o)
 
 
 @typed
 def feed_forward_half(model: Any, x: jax.Array, w: Any, activation: Callable, norms: Norms, M: str) -> jax.Array:
-    """What a gated network adds to x, which lies as 'B/b L/c' with M."""
+    """What a feed-forward network adds to x, which lies as 'B/b L/c' with M."""
     with jax.named_scope('ffn'):
         gathered = save_for_backward(enter(x, M))  # 2M bytes a token, spares the product with w_o, its sum, the gather
-        normed = gathered if norms[0] is None else rms_norm(gathered, norms[0], model.norm_eps)
-        return behind(model, leave(gated(normed, w, activation), M), norms[1], M)
+        normed = gathered if norms[0] is None else norm(gathered, norms[0], model.norm_eps)
+        return behind(model, leave(feed_forward(normed, w, activation), M), there(w, 'b_down'), norms[1], M)
 
 
-def behind(model: Any, y: jax.Array, scale: jax.Array | None, M: str) -> jax.Array:
-    """What a half adds, with the norm behind it if there is one."""
+def behind(model: Any, y: jax.Array, bias: jax.Array | None, scale: jax.Array | None, M: str) -> jax.Array:
+    """What a half adds, with its bias and the norm behind it, if there are any."""
+    y = y if bias is None else y + part(bias, M)[None, None]
     if scale is None:
         return y
     y = save_for_backward(y)  # 2M/t bytes a token, spares the half's last product and its sum
-    return norm_after(y, scale, model.norm_eps, M)
+    return residual_norm(y, scale, model.norm_eps, M)
 
 
 @typed
-def gated(x: act['B/b L/c M'], w: Any, activation: Callable) -> act['B/b L/c M +t']:
-    """activation(x·w_gate) * (x·w_up) · w_down."""
-    gate = product('B/b L/c M, M F/t -> B/b L/c F/t', x, w.w_gate)
-    gate = save_for_backward(gate)  # 2F/t bytes a token, spares a product with w_gate
+def feed_forward(x: act['B/b L/c M'], w: Any, activation: Callable) -> act['B/b L/c M +t']:
+    """activation(x·w_up + b_up) · w_down; with a gate (activation(x·w_gate) * (x·w_up)) · w_down. b_down is the
+    caller's to add, once the sum over t is taken."""
+    gate = there(w, 'w_gate')
+    if gate is not None:
+        gate = product('B/b L/c M, M F/t -> B/b L/c F/t', x, gate)
+        gate = save_for_backward(gate)  # 2F/t bytes a token, spares a product with w_gate
     up = product('B/b L/c M, M F/t -> B/b L/c F/t', x, w.w_up)
+    up = up if there(w, 'b_up') is None else up + w.b_up[None, None]
     up = save_for_backward(up)  # 2F/t bytes a token, spares a product with w_up
-    return product('B/b L/c F/t, M F/t -> B/b L/c M +t', activation(gate) * up, w.w_down)
-
-
-@typed
-def network(x: act['B/b L/c M'], w: Any, activation: Callable) -> act['B/b L/c M +t']:
-    """activation(x·w_up + b_up) · w_down; b_down is the caller's to add, once the sum over t is taken."""
-    up = product('B/b L/c M, M F/t -> B/b L/c F/t', x, w.w_up)
-    up = up if getattr(w, 'b_up', None) is None else up + w.b_up[None, None]
-    up = save_for_backward(up)  # 2F/t bytes a token, spares a product with w_up
-    return product('B/b L/c F/t, M F/t -> B/b L/c M +t', activation(up), w.w_down)
-
-
-@typed
-def heads_of(
-    x: act['B/b L/c M'], w: Any
-) -> tuple[act['B/b L/c Q K/t D'], act['B/b L/c Q K/t D'], act['B/b L/c K/t D']]:
-    """q, k and v where each head has keys of its own: q and k with a dim of 1 in the place of Q."""
-    q, k, v = [product('B/b L/c M, M K/t D -> B/b L/c K/t D', x, matrix) for matrix in (w.w_q, w.w_k, w.w_v)]
-    if getattr(w, 'b_qkv', None) is not None:
-        q, k, v = q + w.b_qkv[0][None, None], k + w.b_qkv[1][None, None], v + w.b_qkv[2][None, None]
-    return q[:, :, None], k[:, :, None], v
+    hidden = activation(up) if gate is None else activation(gate) * up
+    return product('B/b L/c F/t, M F/t -> B/b L/c M +t', hidden, w.w_down)
 
 
 # == What a layer keeps ================================================================================================
@@ -316,7 +297,7 @@ def inputs_of(batch: TokenBatch, bos_id: int) -> tuple[u32['B/b L'], i32['B/b L'
     return inputs, jnp.cumsum(first, axis=1, dtype=jnp.int32), position
 
 
-def embed(table, tokens, M: str):
+def rows_of_tokens(table, tokens, M: str):
     """Rows of a table 'V/t M', as the residual lies."""
 
     @explicit_activation_checkpointing  # else a mask of M bytes a token
@@ -327,14 +308,36 @@ def embed(table, tokens, M: str):
     return leave(rows(table, tokens), M)
 
 
+@typed
+def rows_of_learned(table: act['P M'], numbers: i32['B/b L/c'], M: str) -> jax.Array:
+    """Rows of a table that all devices have, as the residual lies."""
+    table = table if M == 'M' else shardops.slice('P M -> P M/t', table)
+    return shardops.index_unreduced(f'[P] {M}, B/b L/c -> B/b L/c {M}', table, numbers)
+
+
+def embed(model: Any, ends: Any, tokens: u32['B/b L/c'], position: Any, M: str) -> jax.Array:
+    """What enters the first layer, of a family without positions there."""
+    return rows_of_tokens(ends.embed, tokens, M)
+
+
+@typed
+def final(model: Any, ends: Any, x: jax.Array, M: str) -> act['B/b L/c M']:
+    """What logits are computed from, of the last layer's result."""
+    return norm(enter(x, M), ends.final_layer_norm, model.norm_eps)
+
+
+def learned_positions(model: Any) -> int | None:
+    """How long a row may be; None: as long as you like."""
+    return model.positions - getattr(model, 'first_position', 0) if hasattr(model, 'positions') else None
+
+
 def require_positions(model: Any, length: int) -> None:
     """Raises RunError for rows that are longer than a family's table of positions."""
-    learned = getattr(model, 'positions', length) - getattr(model, 'first_position', 0)
-    if hasattr(model, 'positions') and length > learned:
+    learned = learned_positions(model)
+    if learned is not None and length > learned:
         raise RunError(
             f'rows of {length} tokens: this model has learned {learned} positions (model.positions'
-            f'{" - model.first_position" if hasattr(model, "first_position") else ""}): take shorter rows, '
-            'training.tokens.len'
+            f'{" - model.first_position" if learned < model.positions else ""}): take shorter rows, training.tokens.len'
         )
 
 

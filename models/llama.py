@@ -4,7 +4,6 @@ With the defaults this is train.py's model, and the weights have its names: its 
 Legend as in train.py. models/layers.py says what a family's file holds and who calls it.
 """
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,10 +12,11 @@ import jax
 
 from kernels.attention import KernelName
 from models import layers
-from models.layers import ALL, Mask, RopeScaling, act, enter, rms_norm
+from models.config import LLAMA, QWEN_WINDOW, ConfigJson, Key, Kind, RopeScaling
+from models.layers import ALL, Mask
 from models.weights import Table, Weight, bias, exact, matrix, q_scale, qk_norms
 from runtime.config.keys import Count, Even, Positive, Steps
-from shardlib.shardtypes import i32, u32
+from shardlib.shardtypes import i32
 from shardlib.typed import typed
 
 KIND = 'decoder'
@@ -104,9 +104,12 @@ init, gather_layer, gather_ends, published = TABLE.functions
 
 
 # == Forward pass ======================================================================================================
-@typed
-def embed(model: Model, ends: Ends, tokens: u32['B/b L/c'], position: i32['B/b L/c'], M: str) -> jax.Array:
-    return layers.embed(ends.embed, tokens, M)
+embed, final = layers.embed, layers.final
+
+
+def norms_of(model: Model, w: Any) -> list[layers.Norms]:
+    """Of both halves."""
+    return [(None, scale) if model.norm_after else (scale, None) for scale in (w.ln1, w.ln2)]
 
 
 @typed
@@ -114,80 +117,28 @@ def layer(
     model: Model, x: jax.Array, w: Gathered, attend: Callable, position: i32['B/b L/c'], M: str
 ) -> tuple[jax.Array, Any, None]:
     """One layer; x lies as 'B/b L/c' with M."""
-    rope = layers.frequencies(model.d_head, model.rope_max_timescale, model.rope_scaling)
-    turn = functools.partial(layers.rotary, position=position, frequency=rope)
-    norms = [(None, scale) if model.norm_after else (scale, None) for scale in (w.ln1, w.ln2)]
-    y, kept = layers.attention_half(model, x, w, attend, turn, norms[0], M)
+    norms = norms_of(model, w)
+    y, kept = layers.attention_half(model, x, w, attend, layers.rotations(model, position), norms[0], M)
     x = x + y
     return x + layers.feed_forward_half(model, x, w, jax.nn.silu, norms[1], M), kept, None
 
 
-@typed
-def final(model: Model, ends: Ends, x: jax.Array, M: str) -> act['B/b L/c M']:
-    """The hidden states that logits are computed from."""
-    return rms_norm(enter(x, M), ends.final_layer_norm, model.norm_eps)
-
-
 # == config.json =======================================================================================================
-def model_of(config) -> Model:
-    """The model that a published config.json describes.
-
-    Args:
-      config: models.huggingface.Fields.
-    """
-    kind, heads, d_model = [config.take(key) for key in ('model_type', 'num_attention_heads', 'hidden_size')]
-    count, n_kv = config.take('num_hidden_layers'), config.take('num_key_value_heads', None) or heads
-    d_head = config.take('head_dim', None) or d_model // heads
-    config.require(hidden_act='silu', attention_bias=False, mlp_bias=False, pretraining_tp=1)
-    window, first = config.take('sliding_window', None), 0
-    if kind.startswith('qwen'):
-        window = window if config.take('use_sliding_window', False) else None
-        first = config.take('max_window_layers', 0) if window else 0
-    if types := config.take('layer_types', None):
-        slides = [window is not None and n >= first for n in range(count)]
-        if types != ['sliding_attention' if each else 'full_attention' for each in slides]:
-            config.refuse('layer_types', 'the window is that of all layers, or of those from max_window_layers on')
-    base, scaling = layers.rope_from(config)
-    return Model(
-        d_model=d_model,
-        n_q_per_kv=heads // n_kv,
-        n_kv=n_kv,
-        d_head=d_head,
-        layers=count,
-        vocab=config.take('vocab_size'),
-        d_ff=config.take('intermediate_size'),
-        rope_max_timescale=base,
-        rope_scaling=scaling,
-        norm_eps=config.take('rms_norm_eps', 1e-5 if kind == 'olmo2' else 1e-6),
-        logits_scale=d_head**-0.5,
-        tied=config.take('tie_word_embeddings', False),
-        qkv_bias=kind == 'qwen2',
-        qk_norm={'qwen3': 'head', 'olmo2': 'all'}.get(kind, 'none'),
-        norm_after=kind == 'olmo2',
-        window=window,
-        window_from=first,
-    )
-
-
-def config_of(model: Model) -> dict[str, Any]:
-    """The other way round."""
-    kind = 'qwen2' if model.qkv_bias else {'head': 'qwen3', 'all': 'olmo2', 'none': 'llama'}[model.qk_norm]
-    kind = 'mistral' if kind == 'llama' and model.window else kind
-    of_qwen = {'use_sliding_window': bool(model.window), 'max_window_layers': model.window_from}
-    return {
-        'model_type': kind,
-        'architectures': [f'{ {"olmo2": "Olmo2"}.get(kind, kind.capitalize()) }ForCausalLM'],
-        'hidden_size': model.d_model,
-        'num_attention_heads': model.n_q_per_kv * model.n_kv,
-        'num_key_value_heads': model.n_kv,
-        'head_dim': model.d_head,
-        'num_hidden_layers': model.layers,
-        'vocab_size': model.vocab,
-        'intermediate_size': model.d_ff,
-        'hidden_act': 'silu',
-        'rms_norm_eps': model.norm_eps,
-        'tie_word_embeddings': model.tied,
-        **({'sliding_window': model.window} if kind in ('mistral', 'qwen2', 'qwen3') else {}),
-        **(of_qwen if kind.startswith('qwen') else {}),
-        'rope_parameters': layers.rope_to(model.rope_max_timescale, model.rope_scaling),
-    }
+CONFIG = ConfigJson(
+    Model,
+    {
+        'llama': Kind('LlamaForCausalLM'),
+        'mistral': Kind('MistralForCausalLM', keys={'window': Key('sliding_window', None)}),
+        'qwen2': Kind('Qwen2ForCausalLM', {'qkv_bias': True}, {'window': QWEN_WINDOW}),
+        'qwen3': Kind('Qwen3ForCausalLM', {'qk_norm': 'head'}, {'window': QWEN_WINDOW}),
+        'olmo2': Kind(
+            'Olmo2ForCausalLM', {'qk_norm': 'all', 'norm_after': True}, {'norm_eps': Key('rms_norm_eps', 1e-5)}
+        ),
+    },
+    LLAMA,
+    hidden_act='silu',
+    attention_bias=False,
+    mlp_bias=False,
+    pretraining_tp=1,
+)
+model_of, config_of = CONFIG.functions

@@ -21,9 +21,10 @@ from jax import lax
 
 from jax_extra import explicit_activation_checkpointing, save_for_backward
 from models import layers
+from models.config import ConfigJson, Fields, Key, Keys, Kind
 from models.context import ALONE, attention_where, deal_heads
 from models.dropout import Dropout, Residual
-from models.layers import Mask, WeightedBatch, act, enter, leave, rms_norm
+from models.layers import WeightedBatch, act, enter, leave
 from models.weights import Table, Weight, exact, matrix
 from runtime.config.keys import Count, Positive
 from shardlib import shardops
@@ -51,8 +52,7 @@ class Model:
     compute_dtype: Literal['bfloat16', 'float32'] = 'bfloat16'  # of activations and matrix products
 
 
-def mask(model: Model) -> Mask:
-    return Mask()
+mask = layers.causal
 
 
 # == Weights ===========================================================================================================
@@ -165,9 +165,7 @@ def pairs_of(batch: PairBatch, bos_id: int) -> tuple[u32['B/b S'], i32['B/b S'],
 
 
 # == Forward pass ======================================================================================================
-@typed
-def embed(model: Model, ends: Ends, tokens: u32['B/b L/c'], position: i32['B/b L/c'] | None, M: str) -> jax.Array:
-    return layers.embed(ends.embed, tokens, M)
+embed = layers.embed
 
 
 @typed
@@ -186,42 +184,33 @@ def layer(
     `attend(q, k, v)` returns o and what of k and v is to be kept; `cross(q, project)` returns o, where
     `project(encoded)` are keys and values. No factor stands before q·k.
     """
-    x: act[f'B/b L/c {M}'] = x
-
-    with jax.named_scope('attention'):
-        gathered = save_for_backward(enter(x, M))  # 2M bytes a token, in the place of the input's 2M/t
-        normed = rms_norm(gathered, w.ln1, model.norm_eps)
-        q, k, v = layers.heads_of(normed, w)
-        o, kept = attend(q, k[:, :, 0], v)
-        x = x + leave(product('B/b L/c K/t D, M K/t D -> B/b L/c M +t', o[:, :, 0], w.w_o), M)
+    y, kept = layers.attention_half(model, x, w, attend, (lambda q: q, lambda k: k), (w.ln1, None), M)
+    x: act[f'B/b L/c {M}'] = x + y
 
     if cross is not None:
         with jax.named_scope('cross'):
             gathered = save_for_backward(enter(x, M))  # 2M bytes a token, spares the product with w_o, sum, gather
-            normed = rms_norm(gathered, w.ln_cross, model.norm_eps)
+            normed = layers.norm(gathered, w.ln_cross, model.norm_eps)
             q = product('B/b L/c M, M K/t D -> B/b L/c K/t D', normed, w.cross_q)
             q = save_for_backward(q)  # 2KD/t bytes a token, spares the product with cross_q
             o = cross(q[:, :, None], functools.partial(project, w))
             x = x + leave(product('B/b L/c K/t D, M K/t D -> B/b L/c M +t', o[:, :, 0], w.cross_o), M)
 
-    with jax.named_scope('ffn'):
-        gathered = save_for_backward(enter(x, M))  # 2M bytes a token, spares the product before, its sum, the gather
-        normed = rms_norm(gathered, w.ln2, model.norm_eps)
-        of_ffn = layers.network(normed, w, jax.nn.relu) if w.w_gate is None else layers.gated(normed, w, jax.nn.gelu)
-        return x + leave(of_ffn, M), kept, None
+    activation = jax.nn.relu if w.w_gate is None else jax.nn.gelu
+    return x + layers.feed_forward_half(model, x, w, activation, (w.ln2, None), M), kept, None
 
 
 @typed
 def final(model: Model, ends: Ends, x: jax.Array, M: str) -> act['B/b L/c M']:
     """The decoder's hidden states that logits are computed from."""
     scale = ends.decoder_norm * model.d_model**-0.5 if model.tied else ends.decoder_norm
-    return rms_norm(enter(x, M), scale, model.norm_eps)
+    return layers.norm(enter(x, M), scale, model.norm_eps)
 
 
 @typed
 def final_of_encoder(model: Model, ends: Ends, x: jax.Array, M: str) -> act['B/b L/c M']:
     """What the encoder writes, after its last layer."""
-    return rms_norm(enter(x, M), ends.encoder_norm, model.norm_eps)
+    return layers.norm(enter(x, M), ends.encoder_norm, model.norm_eps)
 
 
 def _stack(model, name, weights, x, attend, cross, adapt, low, reduce_dtype, kept, unroll, fp8, dropout):
@@ -312,52 +301,38 @@ def hidden(
 
 
 # == config.json =======================================================================================================
-def model_of(config) -> Model:
-    """The model that a published config.json describes.
-
-    Args:
-      config: models.huggingface.Fields.
-    """
-    feed_forward, count = config.take('feed_forward_proj', 'relu'), config.take('num_layers')
+def ends_from(config: Fields, before: dict[str, Any]) -> dict[str, Any]:
+    """What differs between 1.0 and 1.1; transformers 5 writes tie_word_embeddings = true into all."""
+    feed_forward = config.take('feed_forward_proj', 'relu')
     if feed_forward not in ('relu', 'gated-gelu'):
         config.refuse('feed_forward_proj', 'relu is that of T5 1.0, gated-gelu that of 1.1')
     gated = feed_forward == 'gated-gelu'
-    config.require(model_type='t5', is_encoder_decoder=True, is_gated_act=gated)
-    config.require(dense_act_fn='gelu_new' if gated else 'relu')
-    tied = config.take('tie_word_embeddings', True)
-    return Model(
-        d_model=config.take('d_model'),
-        n_kv=config.take('num_heads'),
-        d_head=config.take('d_kv'),
-        encoder_layers=count,
-        layers=config.take('num_decoder_layers', None) or count,
-        vocab=config.take('vocab_size'),
-        d_ff=config.take('d_ff'),
-        buckets=config.take('relative_attention_num_buckets'),
-        max_distance=config.take('relative_attention_max_distance', 128),
-        gated=gated,
-        tied=config.take('scale_decoder_outputs', tied),  # transformers 5 writes tie_word_embeddings = true into all
-        norm_eps=config.take('layer_norm_epsilon', 1e-6),
-    )
+    config.require(is_gated_act=gated, dense_act_fn='gelu_new' if gated else 'relu')
+    return {'gated': gated, 'tied': config.take('scale_decoder_outputs', config.take('tie_word_embeddings', True))}
 
 
-def config_of(model: Model) -> dict[str, Any]:
-    """The other way round."""
-    return {
-        'model_type': 't5',
-        'architectures': ['T5ForConditionalGeneration'],
-        'is_encoder_decoder': True,
-        'd_model': model.d_model,
-        'num_heads': model.n_kv,
-        'd_kv': model.d_head,
-        'num_layers': model.encoder_layers,
-        'num_decoder_layers': model.layers,
-        'vocab_size': model.vocab,
-        'd_ff': model.d_ff,
-        'feed_forward_proj': 'gated-gelu' if model.gated else 'relu',
-        'relative_attention_num_buckets': model.buckets,
-        'relative_attention_max_distance': model.max_distance,
-        'layer_norm_epsilon': model.norm_eps,
-        'tie_word_embeddings': model.tied,
-        'scale_decoder_outputs': model.tied,
-    }
+def ends_to(model: Model) -> dict[str, Any]:
+    feed_forward = 'gated-gelu' if model.gated else 'relu'
+    tied = {'tie_word_embeddings': model.tied, 'scale_decoder_outputs': model.tied}
+    return {'feed_forward_proj': feed_forward, **tied}
+
+
+CONFIG = ConfigJson(
+    Model,
+    {'t5': Kind('T5ForConditionalGeneration')},
+    {
+        'd_model': Key('d_model'),
+        'n_kv': Key('num_heads'),
+        'd_head': Key('d_kv'),
+        'encoder_layers': Key('num_layers'),
+        'layers': Key('num_decoder_layers', lambda config, before: before['encoder_layers']),
+        'vocab': Key('vocab_size'),
+        'd_ff': Key('d_ff'),
+        'buckets': Key('relative_attention_num_buckets'),
+        'max_distance': Key('relative_attention_max_distance', 128),
+        'norm_eps': Key('layer_norm_epsilon', 1e-6),
+        'ends': Keys(ends_from, ends_to),
+    },
+    is_encoder_decoder=True,
+)
+model_of, config_of = CONFIG.functions

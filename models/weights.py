@@ -184,6 +184,8 @@ class Table:
         types = {part: weight.type_in_use for part, (weight, _) in parts.items()}
         doc = 'What a layer multiplies with; a matrix may be `Adapted`.'
         self.Gathered = tree_type('Gathered', doc, types, {x for x, (_, name) in parts.items() if name in optional})
+        # How the heads of q lie: 'Q K/t D', or 'K/t D' where each has keys of its own.
+        self.Gathered.heads = self.layer['w_o'].use.removeprefix('M ')
 
         unembed = Biased if 'unembed_bias' in self.ends else self.ends['embed'].type_in_use
         types = {name: weight.type_in_use for name, weight in self.ends.items() if name != 'unembed_bias'}

@@ -35,7 +35,7 @@ ARROWS = {
     "models.safetensors": "runtime.files runtime.terminal",
     # A checkpoint in or out.
     "models.adapters": "models.safetensors runtime.checkpoints runtime.terminal shardlib",
-    "models.huggingface": "models.adapters models.safetensors runtime.checkpoints runtime.config.rebuild "
+    "models.huggingface": "models.adapters models.config models.safetensors runtime.checkpoints runtime.config.rebuild "
     "runtime.program runtime.terminal",
 }
 FOLDERS = ("shardlib", "kernels", "ledger", "runtime", "models", "tools")

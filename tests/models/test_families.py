@@ -238,7 +238,7 @@ REFUSED = [
     ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before = False is not .*expected True"),
     ("opt", {"word_embed_proj_dim": 8}, "word_embed_proj_dim = 8 is not .*expected 16, as hidden_size"),
     ("opt", {"enable_bias": False}, "enable_bias = False is not .*expected True"),
-    ("gptj", {"rotary_dim": 3}, "rotary_dim = 3 is not .*expected an even number of dims"),
+    ("gptj", {"rotary_dim": 3}, "d_rotary: expected an even number up to d_head"),
     ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers = \[0\] is not .*expected \[\]"),
     ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2 is not .*expected 1"),
     ("olmoe", {"clip_qkv": 8.0}, "clip_qkv = 8.0 is not .*expected None"),

@@ -1,0 +1,308 @@
+"""A published config.json and a family's `Model`, in both directions by one table.
+
+    CONFIG = ConfigJson(Model, {'granite': Kind('GraniteForCausalLM')}, {
+        **LLAMA,                                                  # what most decoders have
+        'embed_factor': Key('embedding_multiplier', 1.0),         # our field: its name there, and what it is by default
+    }, hidden_act='silu', attention_bias=False)                   # the family computes these values alone
+    model_of, config_of = CONFIG.functions
+
+A field of config.json that no line names is refused where it is set, unless it is in WITHOUT_EFFECT: a model that
+computes something else in silence would be worse.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from runtime.config.keys import Count, Positive
+from runtime.terminal import RunError
+
+# Fields that change nothing of what a given model computes.
+WITHOUT_EFFECT = {
+    'architectures', 'attention_dropout', 'bos_token_id', 'dtype', 'eos_token_id', 'initializer_range',
+    'max_position_embeddings', 'pad_token_id', 'torch_dtype', 'transformers_version', 'use_cache', 'max_window_layers',
+    'attn_pdrop', 'cache_implementation', 'dropout', 'embd_pdrop', 'gradient_checkpointing', 'init_std', 'layerdrop',
+    'n_ctx', 'prefix', 'resid_pdrop', 'summary_activation', 'summary_first_dropout', 'summary_proj_to_labels',
+    'summary_type', 'summary_use_proj', 'task_specific_params', 'tokenizer_class',
+    '_name_or_path', 'unsloth_version', 'unsloth_fixed', 'rope_interleaved', 'is_llama_config',
+    'transformers.js_config', 'classifier_dropout', 'dropout_rate',
+    'initializer_factor', 'n_positions', 'output_past', 'decoder_start_token_id',
+    'attention_probs_dropout_prob', 'hidden_dropout_prob',
+    'output_router_logits', 'router_aux_loss_coef',
+}  # fmt: skip
+# Settings that are not part of the model: where weights come from and where they go they may differ.
+SETTINGS = ('compute_dtype', 'attention', 'capacity')
+
+
+class Fields:
+    """A published config.json that remembers which of its fields were read."""
+
+    def __init__(self, content: dict[str, Any], where: str):
+        self.content, self.where, self.read = content, where, set()
+
+    def take(self, key: str, *default: Any) -> Any:
+        """A field; without a default it must be there."""
+        self.read.add(key)
+        if key not in self.content and not default:
+            raise RunError(f'{self.where} has no field {key}, which this family needs')
+        return self.content.get(key, *default)
+
+    def require(self, **values: Any) -> None:
+        """Raises RunError where a field that is there has another value: the family computes only this one."""
+        for key, value in values.items():
+            if self.take(key, value) != value:
+                self.refuse(key, f'expected {value!r}')
+
+    def refuse(self, key: str, why: str) -> None:
+        value = self.content[key]
+        raise RunError(f'{self.where}: {key} = {value!r} is not what models/ computes for this family: {why}')
+
+    def unread(self) -> dict[str, Any]:
+        """The fields that nobody read and that may have a meaning; null, false and 0 have none."""
+        unread = sorted(self.content.keys() - self.read - WITHOUT_EFFECT)
+        return {key: self.content[key] for key in unread if self.content[key]}
+
+    def finish(self) -> None:
+        """Raises RunError for fields of `unread`."""
+        if unread := self.unread():
+            fields = ', '.join(f'{key} = {json.dumps(value)[:80]}' for key, value in unread.items())
+            raise RunError(
+                f"{self.where}: this family does not compute {fields}. Delete what has no effect on the model's results"
+            )
+
+
+REQUIRED = object()
+
+
+@dataclass(frozen=True)
+class Key:
+    """A field of config.json that holds one of `Model`.
+
+    Args:
+      name: its name in config.json; '': it has none there, and is its default.
+      default: where it is absent. A function, default(config, fields of Model that were read before), stands for null
+        too.
+      read, write: the value here of that in config.json and the fields that were read before; the value there of a
+        Model. By default they are the same.
+    """
+
+    name: str
+    default: Any = REQUIRED
+    read: Callable[[Any, dict], Any] = lambda value, before: value
+    write: Callable[[Any], Any] | None = None
+
+    def read_in(self, config: Fields, ours: str, before: dict[str, Any]) -> dict[str, Any]:
+        if not callable(self.default):
+            default = () if self.default is REQUIRED else (self.default,)
+            return {ours: self.read(config.take(self.name, *default), before)}
+        value = config.take(self.name, None) if self.name else None
+        return {ours: self.default(config, before) if value is None else self.read(value, before)}
+
+    def write_out(self, model: Any, ours: str) -> dict[str, Any]:
+        if not self.name:
+            return {}
+        return {self.name: getattr(model, ours) if self.write is None else self.write(model)}
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Several fields of config.json that hold several of `Model`: by read(config, fields that were read before) and
+    write(model)."""
+
+    read: Callable[[Fields, dict], dict[str, Any]]
+    write: Callable[[Any], dict[str, Any]]
+
+    def read_in(self, config: Fields, ours: str, before: dict[str, Any]) -> dict[str, Any]:
+        return self.read(config, before)
+
+    def write_out(self, model: Any, ours: str) -> dict[str, Any]:
+        return self.write(model)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What one model_type has besides its family."""
+
+    architecture: str  # 'LlamaForCausalLM'
+    model: dict[str, Any] = field(default_factory=dict)  # fields of Model that follow from the model_type
+    keys: dict[str, Any] = field(default_factory=dict)  # lines of the table besides the family's, or in their place
+    only: dict[str, Any] = field(default_factory=dict)  # values that are computed alone, besides the family's
+
+
+class ConfigJson:
+    """The table of a family.
+
+    Args:
+      kinds: by model_type; where several compute a model, the first is what it is published as.
+      keys: by field of Model a `Key`, or a `Keys` under any name. They are read in this order.
+      only: fields of config.json, and the value of each that the family computes.
+    """
+
+    def __init__(self, Model: type, kinds: dict[str, Kind], keys: dict[str, Key | Keys], **only: Any):
+        self.Model, self.kinds, self.keys, self.only = Model, kinds, keys, only
+
+    @property
+    def functions(self) -> tuple[Callable, Callable]:
+        return self.model_of, self.config_of
+
+    def model_of(self, config: Fields) -> Any:
+        """The Model that a config.json describes."""
+        kind = self.kinds[config.take('model_type')]
+        config.require(**self.only | kind.only)
+        model = dict(kind.model)
+        for ours, key in (self.keys | kind.keys).items():
+            model |= key.read_in(config, ours, model)
+        return self.Model(**model)
+
+    def config_of(self, model: Any) -> dict[str, Any]:
+        """The config.json of a Model. Raises RunError where no kind computes it."""
+        for name, kind in self.kinds.items():
+            content = {'model_type': name, 'architectures': [kind.architecture], **self.only, **kind.only}
+            for ours, key in (self.keys | kind.keys).items():
+                content |= key.write_out(model, ours)
+            if same(self.model_of(Fields(content, 'config.json')), model):
+                return content
+        raise RunError(f'no published architecture computes what this model does: {model}')
+
+
+def same(first: Any, second: Any) -> bool:
+    """Whether two models compute the same, up to a factor that is in w_q."""
+    first, second = dataclasses.asdict(first), dataclasses.asdict(second)
+    return all(first[key] == second[key] for key in first if key not in (*SETTINGS, 'logits_scale'))
+
+
+# == Rotary angles =====================================================================================================
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """Slower rotations, for texts longer than those that a model was trained with. Pairs of dims that turn less than
+    `low` times within original_length are slowed by factor, those that turn more than `high` times are not."""
+
+    kind: Literal['linear', 'llama3', 'yarn']  # linear slows all; the others differ in what lies between low and high
+    factor: Positive
+    original_length: Count = 8192
+    low: Positive = 1.0
+    high: Positive = 4.0
+    attention_factor: Positive = 1.0  # times q and times k
+
+
+def between(low: str, high: str, most: float) -> dict[str, Key]:
+    return {
+        'original_length': Key('original_max_position_embeddings', lambda config, before: before['longest']),
+        'low': Key(low, lambda *_: 1.0),
+        'high': Key(high, lambda *_: most),
+    }
+
+
+SCALINGS = {
+    'linear': {},
+    'llama3': between('low_freq_factor', 'high_freq_factor', 4.0),
+    'yarn': {
+        **between('beta_slow', 'beta_fast', 32.0),
+        'attention_factor': Key('attention_factor', lambda config, before: 0.1 * math.log(before['factor']) + 1),
+    },
+}
+
+
+def base_and_scaling(config: Fields, rope: dict[str, Any], kinds: Any) -> tuple[float, RopeScaling | None]:
+    """Of rope_parameters as transformers 5 writes them, or rope_scaling as earlier releases did."""
+    rope = {'rope_type': rope.get('type', 'default'), **rope}
+    inner = Fields(rope, config.where)
+    base, kind = inner.take('rope_theta'), inner.take('rope_type')
+    if kind == 'default':
+        return base, None
+    where = 'rope_scaling' if config.content.get('rope_scaling') else 'rope_parameters'
+    if kind not in kinds:
+        fix = '. Of rows up to max_position_embeddings it changes nothing: delete it' if kind == 'dynamic' else ''
+        config.refuse(where, f'the kinds are {", ".join(kinds)}{fix}')
+    inner.require(type=kind, truncate=True)
+    values = {'factor': inner.take('factor'), 'longest': config.take('max_position_embeddings', 8192)}
+    for ours, key in SCALINGS[kind].items():
+        values |= key.read_in(inner, ours, values)
+    if unread := inner.unread():
+        config.refuse(where, f'{", ".join(unread)} is not known')
+    del values['longest']
+    return base, RopeScaling(kind=kind, **values)
+
+
+def rope_from(config: Fields, before: dict, base: float = 10000.0, kinds: Any = tuple(SCALINGS)) -> dict[str, Any]:
+    rope = {'rope_theta': config.take('rope_theta', base)}
+    rope |= {**(config.take('rope_scaling', None) or {}), **(config.take('rope_parameters', None) or {})}
+    return dict(zip(('rope_max_timescale', 'rope_scaling'), base_and_scaling(config, rope, kinds)))
+
+
+def rope_to(base: float, scaling: RopeScaling | None) -> dict[str, Any]:
+    """`rope_parameters` of a config.json."""
+    if scaling is None:
+        return {'rope_theta': base, 'rope_type': 'default'}
+    rope = {'rope_theta': base, 'rope_type': scaling.kind, 'factor': scaling.factor}
+    for ours, key in SCALINGS[scaling.kind].items():
+        rope |= key.write_out(scaling, ours)
+    return rope
+
+
+ROPE = Keys(rope_from, lambda model: {'rope_parameters': rope_to(model.rope_max_timescale, model.rope_scaling)})
+
+
+# == What many families share ==========================================================================================
+def heads_of(model: Any) -> int:
+    return model.n_q_per_kv * model.n_kv
+
+
+def head_size(config: Fields, before: dict[str, Any]) -> int:
+    """Of a config.json that does not say it."""
+    return before['d_model'] // (before['n_kv'] * before.get('n_q_per_kv', 1))
+
+
+LLAMA: dict[str, Key | Keys] = {
+    'd_model': Key('hidden_size'),
+    'n_kv': Key('num_key_value_heads', lambda config, before: config.take('num_attention_heads')),
+    'n_q_per_kv': Key('num_attention_heads', read=lambda heads, before: heads // before['n_kv'], write=heads_of),
+    'd_head': Key('head_dim', head_size),
+    'logits_scale': Key('', lambda config, before: before['d_head'] ** -0.5),
+    'layers': Key('num_hidden_layers'),
+    'vocab': Key('vocab_size'),
+    'd_ff': Key('intermediate_size'),
+    'norm_eps': Key('rms_norm_eps', 1e-6),
+    'tied': Key('tie_word_embeddings', False),
+    'rope': ROPE,
+}
+# Where each head has keys of its own, by the names of GPT-2 and GPT-J.
+GPT = {
+    'd_model': Key('n_embd'),
+    'n_kv': Key('n_head'),
+    'd_head': Key('', head_size),
+    'layers': Key('n_layer'),
+    'vocab': Key('vocab_size'),
+    'd_ff': Key('n_inner', lambda config, before: 4 * before['d_model']),
+    'norm_eps': Key('layer_norm_epsilon', 1e-5),
+}
+# The same by the names of BERT and OPT.
+BERT = {
+    'd_model': Key('hidden_size'),
+    'n_kv': Key('num_attention_heads'),
+    'd_head': Key('', head_size),
+    'layers': Key('num_hidden_layers'),
+    'vocab': Key('vocab_size'),
+}
+
+
+def windows_from(config: Fields, before: dict[str, Any]) -> dict[str, Any]:
+    """Of all layers, or of Qwen's from max_window_layers on."""
+    window = config.take('sliding_window', None) if config.take('use_sliding_window', False) else None
+    config.take('sliding_window', None)
+    first = config.take('max_window_layers', 0) if window else 0
+    slides = ['sliding_attention' if window and n >= first else 'full_attention' for n in range(before['layers'])]
+    if config.take('layer_types', None) not in (None, slides):
+        config.refuse('layer_types', 'the window is that of all layers, or of those from max_window_layers on')
+    return {'window': window, 'window_from': first}
+
+
+def windows_to(model: Any) -> dict[str, Any]:
+    window = {'sliding_window': model.window, 'use_sliding_window': bool(model.window)}
+    return window | {'max_window_layers': model.window_from}
+
+
+QWEN_WINDOW = Keys(windows_from, windows_to)
