@@ -56,7 +56,7 @@ from shardlib.typed import typed
 from tools.tasks import InRun
 from train import Metrics
 
-TRAINED = sorted(set(huggingface.FAMILIES.values()))
+TRAINED = sorted(set(huggingface.families().values()))
 TokenBatch = layers.WeightedBatch  # of a data set without weights each target's is 1; T5's has more
 
 

@@ -210,13 +210,14 @@ def base_and_scaling(config: Fields, rope: dict[str, Any], kinds: Any) -> tuple[
     """Of rope_parameters as transformers 5 writes them, or rope_scaling as earlier releases did."""
     rope = {'rope_type': rope.get('type', 'default'), **rope}
     inner = Fields(rope, config.where)
-    base, kind = inner.take('rope_theta'), inner.take('rope_type')
+    kind = inner.take('rope_type')
     if kind == 'default':
-        return base, None
+        return inner.take('rope_theta'), None
     where = 'rope_scaling' if config.content.get('rope_scaling') else 'rope_parameters'
     if kind not in kinds:
         fix = '. Of rows up to max_position_embeddings it changes nothing: delete it' if kind == 'dynamic' else ''
         config.refuse(where, f'the kinds are {", ".join(kinds)}{fix}')
+    base = inner.take('rope_theta')
     inner.require(type=kind, truncate=True)
     values = {'factor': inner.take('factor'), 'longest': config.take('max_position_embeddings', 8192)}
     for ours, key in SCALINGS[kind].items():

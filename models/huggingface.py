@@ -35,16 +35,6 @@ from runtime.checkpoints.checkpoint import Bounds, Grid, named_leaves, open_newe
 from runtime.config.rebuild import Origins, as_tree, rebuild
 from runtime.terminal import RunError, needs_package
 
-# The module of each model_type. By name, since a family imports train.py, which imports what reads its weights.
-FAMILIES = {
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "olmo2"), "models.llama"),
-    **dict.fromkeys(("mixtral", "olmoe", "qwen3_moe"), "models.mixtral"),
-    **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), "models.gemma"),
-    **dict.fromkeys(("gpt2", "opt"), "models.gpt2"),
-    "gptj": "models.gptj",
-    "t5": "models.t5",
-    "bert": "models.bert",
-}
 # That have tensors of their own each.
 NUMBERED = {
     "num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers", "num_experts", "num_local_experts",
@@ -275,11 +265,20 @@ def require_same_program(source: Source, at_hand: dict[str, str] | None, key: st
     )
 
 
+@functools.cache
+def families() -> dict[str, str]:
+    """The module of each model_type: the files of models/ that say their KIND. They are imported when they are asked
+    for, since a family imports train.py, which imports what reads its weights."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    names = [f"models.{file.stem}" for file in files if re.search("^KIND = ", file.read_text("utf-8"), re.M)]
+    return {kind: name for name in names for kind in importlib.import_module(name).CONFIG.kinds}
+
+
 def family_of(name: str, where: str) -> ModuleType:
     """The family of a model_type, or of a module's last name."""
-    module = FAMILIES.get(str(name), f"models.{name}")
-    if module not in FAMILIES.values():
-        raise RunError(f"{where}: model_type = {name!r} is none of the families: {', '.join(sorted(FAMILIES))}")
+    module = families().get(str(name), f"models.{name}")
+    if module not in families().values():
+        raise RunError(f"{where}: model_type = {name!r} is none of the families: {', '.join(sorted(families()))}")
     return importlib.import_module(module)
 
 

@@ -315,6 +315,7 @@ def rows_of_learned(table: act['P M'], numbers: i32['B/b L/c'], M: str) -> jax.A
     return shardops.index_unreduced(f'[P] {M}, B/b L/c -> B/b L/c {M}', table, numbers)
 
 
+@typed
 def embed(model: Any, ends: Any, tokens: u32['B/b L/c'], position: Any, M: str) -> jax.Array:
     """What enters the first layer, of a family without positions there."""
     return rows_of_tokens(ends.embed, tokens, M)

@@ -86,7 +86,11 @@ def layer(
 
 
 # == config.json =======================================================================================================
-IN_EXPERTS = {'experts': Key('num_experts'), 'weights_add_to_one': Key('norm_topk_prob', False)}
+IN_EXPERTS = {
+    # transformers 5 writes it by the name that Mixtral has
+    'experts': Key('num_experts', lambda config, before: config.take('num_local_experts')),
+    'weights_add_to_one': Key('norm_topk_prob', False),
+}
 OF_QWEN = {
     'd_ff': Keys(  # intermediate_size is that of layers without experts
         lambda config, _: {'d_ff': config.take('moe_intermediate_size', config.take('intermediate_size', None))},

@@ -550,7 +550,10 @@ def test_what_cannot_be_trained_is_refused(start, capsys, tmp_path):
             ["--config-name=any_synthetic", "family=bert", "masking.token=1280"],
             "masking.token = 1280: expected an id below model.vocab = 1280",
         ),
-        (["--config-name=any_synthetic", "family=bert", "mesh={c: 8}"], "mesh.c = 8, context = auto: where tokens see"),
+        (
+            ["--config-name=any_synthetic", "family=bert", "mesh={c: 8}"],
+            "mesh.c = 8, context = auto: in a model with an encoder",
+        ),
         (["--config-name=any_synthetic", "family=bert", "mesh={p: 2}"], "mesh.p = 2: a model with an encoder cannot"),
         (
             ["--config-name=any_synthetic", "family=bert", "masking.token=null"],
