@@ -39,7 +39,7 @@ from tools import plan, plan_step
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"(?<=<!-- generated: )(\w+)(.*?)( -->\n)(.*?)(?=<!-- end -->)", re.S)
-load_plan = functools.partial(load, plan.plan_class(train))
+load_plan = functools.partial(load, plan_step.plan_class(train))
 
 
 # == What the blocks are made of =======================================================================================
@@ -65,7 +65,7 @@ def planned(*overrides):
 
 @functools.cache
 def ledger_1b(attention):
-    return plan.ledger_of(load_plan("c4_a100x8_1b", [f"model.attention={attention}"]))
+    return plan_step.ledger_of(load_plan("c4_a100x8_1b", [f"model.attention={attention}"]))
 
 
 @functools.cache
@@ -171,9 +171,9 @@ def settings(old, *machine):
         count = int(devices.replace(",", ""))
         given = ["program=train_any", f"size={size.strip('`')}", *machine, *keys.strip("`").split()]
         given = dict(key.split("=") for key in (f"training.tokens.batch={512 if count <= 512 else 2048}", *given))
-        config = load(plan.plan_class(train_any), "scale", [f"{key}={value}" for key, value in given.items()])
-        figures = plan.machine_of(config)
-        config = plan.with_kernel(plan.on_mesh(program.resolved(config, train_any)), figures)
+        config = load(plan_step.plan_class(train_any), "scale", [f"{key}={value}" for key, value in given.items()])
+        figures = plan_step.machine_of(config)
+        config = plan_step.with_kernel(plan_step.on_mesh(program.resolved(config, train_any)), figures)
         ledger = plan_step.ledger_of(config, check=False)
         bound = roofline(ledger, figures, config.devices_per_host)
         if ledger.devices != count:
@@ -197,7 +197,9 @@ def floors_on_h200(old):
         config, machine = re.fullmatch(r"`(\w+)` on (.*) H200", name).groups()
         *hosts, joined = re.findall(r"\d", machine)  # '8 ×' or '4 × 8'
         overrides = f"hardware=h200 hosts={hosts[0] if hosts else 1} devices_per_host={joined}"
-        ledger = plan.ledger_of(plan.with_kernel(plan.on_mesh(load_plan(config, overrides.split())), named("h200")))
+        ledger = plan_step.ledger_of(
+            plan_step.with_kernel(plan_step.on_mesh(load_plan(config, overrides.split())), named("h200"))
+        )
         bound = roofline(ledger, named("h200"), int(joined))
         compute, memory, sending = bound.totals.values()
         third = ledger.model_flops / ledger.devices / (compute * 989 / 790 + memory) / 989e12
@@ -235,7 +237,7 @@ def small_job(old):
     state, _ = train.shapes(load(train.Config, "local_test_synthetic"))
     count = sum(leaf.size for leaf in jax.tree.leaves(state.weights))
     kernel = types.SimpleNamespace(torus_dims=0, capability=0)
-    ledger = plan.ledger_of(plan.with_kernel(load_plan("local_test_synthetic"), kernel))
+    ledger = plan_step.ledger_of(plan_step.with_kernel(load_plan("local_test_synthetic"), kernel))
     return (
         f"| parameters | {count:,} |\n|---|---|\n| weights and moments on a device, 12 bytes each over all devices "
         f"| {12 * count / 8 / 1e6:.2f} MB |\n| a step computes | {ledger.hardware_flops / 1e9:.1f} GFLOP |\n"

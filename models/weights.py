@@ -20,6 +20,8 @@ transposed.
 
 import functools
 import math
+import pathlib
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -29,7 +31,7 @@ import jax.numpy as jnp
 
 from jax_extra import fold_in_str
 from shardlib import shardops
-from shardlib.places import users_line
+from shardlib.places import is_users, users_line
 from shardlib.products import Float8, float8_scale
 from shardlib.shardtypes import Array, ArrayType, ComputeType, DType, Scope, check_tree, f32, pytree_dataclass
 from shardlib.spec import ShardingError
@@ -39,6 +41,15 @@ from train import act
 stored = ComputeType('stored', jnp.float32)
 # The field of `Model` that is a letter's size.
 SIZES = dict(M='d_model', Q='n_q_per_kv', K='n_kv', D='d_head', V='vocab', F='d_ff', P='positions')
+
+
+def table_line() -> str:
+    """'file:line' of the entry of a family's table that is being made; inside a function, of the caller's line."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != '<module>':
+        frame = frame.f_back
+    is_table = frame is not None and is_users(frame.f_code.co_filename)
+    return f'{frame.f_code.co_filename}:{frame.f_lineno}' if is_table else users_line()
 
 
 @dataclass(frozen=True)
@@ -54,7 +65,7 @@ class Weight:
     only_if: Callable[[Any], bool] = lambda model: True
     plus: float = 0.0  # added where it is used
     scale: Callable[[Any], float] = lambda model: 1.0  # of first values that are drawn
-    line: str = field(default_factory=users_line, compare=False)  # of the table, for messages
+    line: str = field(default_factory=table_line, compare=False)  # of the table, for messages and the ledger
 
     @property
     def rest(self) -> str:
@@ -104,16 +115,15 @@ class Weight:
         parts = self.parts(name)
         if w is None:
             return dict.fromkeys(parts)
-        result = {}
-        for part, number in parts.items():
-            string, one = (self.lies, w) if number is None else (self.lies.partition(' ')[2], w[number])
-            one = one if scale is None else Float8(one / scale, scale)
-            if self.rest == self.use:
-                used = one.astype(self.in_use.dtype)
-            else:
-                used = shardops.all_gather(string, one, **options)
-            result[part] = used + self.plus if self.plus else used
-        return result
+        with jax.named_scope(f'{name}@{pathlib.Path(self.line).name}'):  # the ledger counts it at this line
+            return {part: self._in_use(w, number, options, scale) for part, number in parts.items()}
+
+    def _in_use(self, w: jax.Array, number: int | None, options: dict[str, Any], scale: jax.Array | None) -> Any:
+        """The weight, or the part of a stack with this number, gathered."""
+        string, one = (self.lies, w) if number is None else (self.lies.partition(' ')[2], w[number])
+        one = one if scale is None else Float8(one / scale, scale)
+        used = one.astype(self.in_use.dtype) if self.rest == self.use else shardops.all_gather(string, one, **options)
+        return used + self.plus if self.plus else used
 
     def drawn(self, key: str, model: Any, layers: tuple[int, ...], size: Callable[[str], int], seed) -> jax.Array:
         shape = *layers, *map(size, letters(self.rest))

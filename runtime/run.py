@@ -31,7 +31,7 @@ from ledger.count.step import of_step
 from ledger.machines.hardware import of_device_kind, peak_flops_per_s
 from ledger.machines.roofline import roofline
 from ledger.pages import files
-from ledger.pages.text import summary
+from ledger.pages.contents import summary
 from runtime import program
 from runtime.checkpoints.directory import Checkpoints
 from runtime.checkpoints.lock import Ownership

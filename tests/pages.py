@@ -120,7 +120,7 @@ def run_in(folder, command, status=0):
     command = [sys.executable if word == "python" else word for word in command]
     environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
     result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == status or "ledger_diff" in " ".join(command), result.stderr[-3000:]
+    assert result.returncode == status or "ledger.json" in " ".join(command), result.stderr[-3000:]
     return result.stderr if status else result.stdout
 
 

@@ -10,7 +10,7 @@ from several_hosts import where
 
 from runtime import program
 from runtime.terminal import RunError
-from tools import generate, plan
+from tools import generate, plan, plan_step
 
 TRAINER = program.load("tests.abc_trainer")
 CONFIG = [f"--config-dir={Path(__file__).parent}", "--config-name=abc"]
@@ -80,7 +80,7 @@ def test_its_sharding_is_checked(monkeypatch, capsys):
 
 def test_it_is_planned(monkeypatch, capsys):
     """For a machine that is not here, on its own mesh and on all ten of eight devices."""
-    given = {"main": plan.main, "config_class": plan.plan_class(TRAINER)}
+    given = {"main": plan.main, "config_class": plan_step.plan_class(TRAINER)}
     overrides = ["program=tests.abc_trainer", "hardware=h200", "devices_per_host=8"]
     assert start(monkeypatch, *overrides, **given) == 0
     assert "abc on 8 × h200: 1 host of 8, mesh a=2 × t=2 × c=2; 16 × 32 tokens a step" in capsys.readouterr().out

@@ -37,7 +37,7 @@ from shardlib.products import Adapted, product
 from shardlib.shard_map import typed_shard_map
 from shardlib.shardtypes import bool_, f32, make_shardings, u32
 from tools import convert as tools_convert
-from tools import plan
+from tools import plan, plan_step
 
 TRAINING = train_any.Training(
     **dict(seed=0, steps=4, warmup_steps=0, steps_for_lr=4, learning_rate=1e-2, weight_decay=0.1),
@@ -613,7 +613,7 @@ def test_it_is_checked_and_planned_without_a_device(start, capsys, monkeypatch, 
         assert f"{step} on the mesh p=1 × r=1 × d=4 × c=1 × e=1 × t=2: " in out
     keys = ["program=train_any", "lora.rank=2", "hardware=h200", f"folder={tmp_path}"]
     monkeypatch.setattr(sys, "argv", ["plan", f"--config-dir={start.folder}", "--config-name=tiny", *keys])
-    run(plan.main, plan.plan_class(train_any))
+    run(plan.main, plan_step.plan_class(train_any))
     ledger = json.loads((tmp_path / "ledger.json").read_text())
     # 2 layers of (16 + 16) q, o; (16 + 8) k, v; (16 + 24) gate, up, down: what each reads and writes.
     heads, kv, d_ff, layers_ = 2 * 2 * 8, 2 * 8, 24, 2

@@ -1,28 +1,32 @@
-"""Compares runs: a table, what their configurations differ in, and a page with their curves over one another.
+"""Compares runs: a table, what their configurations, programs and costs differ in, and a page with their curves.
 
     python -m tools.compare runs/first runs/second                        # writes compare.html too
     python -m tools.compare runs/first runs/second output=first_second.html
     python -m tools.compare runs/first                                    # of one: its report.html is written again
+    python -m tools.compare before/ledger.json after/ledger.json          # what a change costs, line by line
     python -m tools.compare runs/now tests/golden/cpu.jsonl assert_equal=true tolerance=0.01
 
-The page of a single run is its report: written again after samples.txt has come to the run folder, say. With
-assert_equal nothing is written. Exits with 1, and the first step and metric that differ, unless all runs have the same
-steps and values, but for what a machine's speed and memory say.
+The page of a single run is its report: written again after samples.txt has come to the run folder, say. Of two ledgers,
+and with assert_equal, nothing is written; the status is 1 where they differ. assert_equal compares all steps and values
+but what a machine's speed and memory say, and names the first that differ.
 """
 
 import dataclasses
 import hashlib
 import math
 import statistics
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ledger.units import percent, seconds
+from ledger.pages.differences import ALL, load
+from ledger.pages.differences import differences as of_ledgers
+from ledger.pages.table import Table
 from runtime.config import command_line
 from runtime.config.keys import NotNegative
 from runtime.files import write_whole
-from runtime.terminal import RunError, columns, print_error, print_line
+from runtime.terminal import RunError, print_error, print_line, run_errors
 from runtime.tracking.recorded import Recorded, as_yaml, read_run
 from runtime.tracking.report import compare_page, write_report
 
@@ -30,20 +34,25 @@ from runtime.tracking.report import compare_page, write_report
 MEASURED = ("time", "tokens_per_s", "mfu", "hfu", "mfu_6nd")
 MEASURED_ENDS = ("_s", "_memory_bytes")
 PROGRAM = "program.py"  # stands among the keys where the trainers' files differ
-COLUMNS = ("run", "steps", "loss", "validation", "step time", "tokens/s", "MFU")
+COLUMNS = {"run": "", "steps": "count", "loss": "loss", "validation": "loss"}
+COLUMNS |= {"step time": "s", "tokens/s": "rate", "MFU": "percent"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compare:
     WORDS: ClassVar = ("runs",)
 
-    runs: tuple[str, ...]  # run folders, or files of metrics
+    runs: tuple[str, ...]  # run folders, files of metrics, or files ledger.json
     output: str = "compare.html"  # the page
     assert_equal: bool = False  # only checks that the runs' metrics are equal
     tolerance: NotNegative = 0.0  # with assert_equal, a relative difference
 
 
 def main(config: Compare) -> None:
+    if all(each.endswith(".json") for each in config.runs):
+        lines = [line for other in config.runs[1:] for line in costs(config.runs[0], other)]
+        print("\n".join(lines) if lines else "The ledgers say the same.")
+        sys.exit(bool(lines))
     runs = with_short_names([read_run(path) for path in config.runs], config.runs)
     damaged = [problem for run in runs for problem in run.damaged]
     if config.assert_equal:
@@ -52,21 +61,35 @@ def main(config: Compare) -> None:
         for other in runs[1:]:
             print(equal(runs[0], other, config.tolerance))
         return
-    changed, page = differences(runs), Path(config.output)
+    summary, changed = Table("At the end", COLUMNS, list(map(row, runs))), differences(runs)
+    ledgers = [run.folder / "ledger.json" for run in runs]
+    pairs = [(run, ledger) for run, ledger in zip(runs[1:], ledgers[1:]) if ledger.exists() and ledgers[0].exists()]
+    changed_costs = {run.name: costs(ledgers[0], ledger) for run, ledger in pairs}
+    page = Path(config.output)
     if len(runs) == 1 and Path(config.runs[0]).is_dir():
         page = write_report(config.runs[0])
     else:
-        write_whole(page, compare_page(runs, changed, (list(COLUMNS), list(map(row, runs)))))
-    print_line("\n".join([*columns([COLUMNS, *map(row, runs)]), ""]))
-    if changed:
-        print_line("\n".join(columns([("configuration", *(run.name for run in runs)), *shown(changed)])))
-    elif len(runs) > 1:
-        print("The configurations are equal.")
-    for run in runs[1:] if PROGRAM in changed else ():
-        print_line(f"The programs: diff -u {runs[0].folder}/program.py {run.folder}/program.py")
+        write_whole(page, compare_page(runs, summary, changed, changed_costs))
+    lines = [*summary.text(), "", *(changed.text() if changed.rows else ["The configurations are equal."])]
+    print_line("\n".join(lines if len(runs) > 1 else summary.text()))
+    for run in runs[1:]:
+        if changed.rows and changed.rows[0][0] == PROGRAM:
+            print_line(f"The programs: diff -u {runs[0].folder}/program.py {run.folder}/program.py")
+        if found := changed_costs.get(run.name):
+            print_line(f"A step costs, {runs[0].name} -> {run.name} (the page has the lines of the source):")
+            print_line("\n".join(found[found.index(ALL) + 1 :] if ALL in found else found))
     for problem in damaged:
         print_error(problem, "left out")
     print_line(f"Curves: {page}")
+
+
+def costs(before: str | Path, after: str | Path) -> list[str]:
+    """The lines in which two ledgers differ. Raises RunError for a file that is none."""
+    ledgers = []
+    for path in (before, after):
+        with run_errors(f"{path} is no ledger: give the ledger.json of a run folder", ValueError, LookupError):
+            ledgers.append(load(path))
+    return of_ledgers(*ledgers)
 
 
 def with_short_names(runs: list[Recorded], paths: Sequence[str]) -> list[Recorded]:
@@ -77,12 +100,13 @@ def with_short_names(runs: list[Recorded], paths: Sequence[str]) -> list[Recorde
     return [dataclasses.replace(run, name=str(path)) for path, run in zip(paths, runs)]
 
 
-def differences(runs: list[Recorded]) -> dict[str, list[Any]]:
-    """The keys that not all configurations have the same value of, but for the run's own place; None: no such key."""
+def differences(runs: list[Recorded]) -> Table:
+    """The keys that not all configurations have the same value of, but for the run's own place."""
     keys = sorted({key for run in runs for key in run.config if not key.startswith("paths.")})
-    values = {key: [run.config.get(key) for run in runs] for key in keys}
-    values = {PROGRAM: [hashed(run.program) for run in runs], **values}
-    return {key: each for key, each in values.items() if any(value != each[0] for value in each)}
+    values = {PROGRAM: [hashed(run.program) for run in runs]}
+    values |= {key: [as_yaml(run.config[key]) if key in run.config else None for run in runs] for key in keys}
+    rows = [(key, *each) for key, each in values.items() if any(value != each[0] for value in each)]
+    return Table("Configuration that differs", dict.fromkeys(["key", *(run.name for run in runs)], ""), rows)
 
 
 def hashed(program: str) -> str | None:
@@ -90,23 +114,15 @@ def hashed(program: str) -> str | None:
     return hashlib.sha256(program.encode()).hexdigest()[:8] if program else None
 
 
-def row(run: Recorded) -> list[str]:
-    """A run in numbers: its last losses, and medians of its speed."""
+def row(run: Recorded) -> tuple:
+    """A run in numbers, by COLUMNS: its last losses, and medians of its speed."""
 
     def values(name: str) -> list[float]:
         return [line[name] for line in run.lines if isinstance(line.get(name), int | float)]
 
-    def median(name: str) -> float | None:
-        return statistics.median(found) if (found := values(name)) else None
-
-    losses = [f"{found[-1]:.4f}" if (found := values(name)) else "n/a" for name in ("loss", "validation_loss")]
-    steps, rate = max((line["step"] for line in run.lines), default=0), median("tokens_per_s")
-    shown_rate = "n/a" if rate is None else f"{rate:,.0f}"
-    return [run.name, f"{steps:,}", *losses, seconds(median("step_time_s")), shown_rate, percent(median("mfu"))]
-
-
-def shown(changed: dict[str, list[Any]]) -> list[list[str]]:
-    return [[key, *("–" if value is None else as_yaml(value) for value in values)] for key, values in changed.items()]
+    losses = [(values(name) or [None])[-1] for name in ("loss", "validation_loss")]
+    medians = [statistics.median(values(name)) if values(name) else None for name in ("step_time_s", *MEASURED[1:3])]
+    return run.name, max((line["step"] for line in run.lines), default=0), *losses, *medians
 
 
 def equal(one: Recorded, other: Recorded, tolerance: float) -> str:

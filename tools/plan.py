@@ -6,126 +6,136 @@
     python -m tools.plan --config-name=c4_a100x8_1b hardware=tpu_v5p hosts=2 devices_per_host=4 compile=true
     python -m tools.plan program=generate model=weights/llama hardware=h200 mesh.t=8 rows=64                # decoding
 
-Any config of training, on any mesh; nothing runs, and without `compile` nothing is compiled. Expect an answer in two
-seconds of processor time, from a sweep in half a minute. `compile` takes minutes and
-requirements-plan.txt: it prints XLA's memory beside the forecast, every difference between what is written and what is
-sent, and what runs while each collective is under way.
+Any config of training, on any mesh, or a model that decodes; nothing runs, no tensor is read, and without `compile`
+nothing is compiled. Expect an answer in two seconds of processor time, from a sweep in half a minute. `compile` takes
+minutes and requirements-plan.txt: it prints XLA's memory beside the forecast, every difference between what is written
+and what is sent, and what runs while each collective is under way.
 """
 
-import math
 import os
 import sys
 import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from ledger.compiled import check, overlap
-from ledger.count.memory import GROUPS
 from ledger.count.step import Ledger
 from ledger.machines import absent, hardware, roofline
-from ledger.pages import files
-from ledger.pages.text import summary
-from ledger.units import gigabytes, number
+from ledger.pages import contents, files
+from ledger.units import gigabytes, number, percent
 from runtime import program
 from runtime.cluster.tuning import options
 from runtime.config import command_line
 from runtime.run import with_shardings
-from runtime.terminal import RunError
+from runtime.terminal import RunError, wrapped
 from shardlib.mesh import make_mesh
 from shardlib.shardtypes import mesh_text
-from tools.plan_step import ledger_of, machine_of, on_mesh, plan_class, trace, with_kernel
+from tools.plan_step import config_class, ledger_of, machine_of, on_mesh, trace, with_kernel
 from tools.plan_sweep import sweep
 
 AGAIN = "CLEARSHARD_PLANS"  # in the environment of the process that start_again makes
 
 
 def main(config: Any) -> None:
-    """Raises RunError where nothing can be planned, or compiled."""
+    """Prints what a step costs. Raises RunError where nothing can be planned, or compiled."""
+    machine = machine_of(config)
+    if config.program == "generate":
+        from tools import plan_generate  # as config_class
+
+        ledger, cache_bytes = plan_generate.ledger_of(config)
+        title = plan_generate.title_of(config, ledger, cache_bytes)
+        return show(config, ledger, machine, title, plan_generate.FIXES)
+    trainer: Any = program.load(config.program)
+    config = with_kernel(program.resolved(config, trainer), machine)
+    if config.sweep:
+        return sweep(config, machine)
+    config = on_mesh(config)
     try:
-        plan(config)
+        if config.compile:
+            start_again(config)
+        ledger = ledger_of(config)
+        show(config, ledger, machine, title_of(config, ledger))
+        if config.compile:
+            compile_absent(config, ledger)
     except absent.CannotCompile as error:
         raise RunError(str(error)) from None
 
 
-def plan(config: Any) -> None:
-    """Prints what a step costs."""
-    machine = machine_of(config)
-    trainer: Any = program.load(config.program)
-    config = program.resolved(config, trainer)
-    config = with_kernel(config, machine)
-    if config.sweep:
-        return sweep(config, machine)
-    config = on_mesh(config)
-    if config.compile:
-        start_again(config)
-    ledger = ledger_of(config)
-    print("\n".join(report(config, ledger, machine)), flush=True)
-    if config.folder is not None:
-        Path(config.folder).mkdir(parents=True, exist_ok=True)
-        files.write(ledger, config.folder, roofline.roofline(ledger, machine, config.devices_per_host))
-        print(f"{config.folder}: ledger.txt, ledger.json, ledger.html")
-    if config.compile:
-        compile_absent(config, ledger)
-
-
-def report(config: Any, ledger: Ledger, machine: hardware.Hardware) -> list[str]:
-    """What to print: the summary, memory by kind, times, and what they assume."""
+def title_of(config: Any, ledger: Ledger) -> str:
+    """Which model on which machine, and how."""
     tokens, parts = config.training.tokens, config.training.microbatches
     kernel = getattr(config.model, "attention", None)
-    lines = [
-        f"{config.paths.model_name} on {math.prod(ledger.mesh.values()):,} × {config.hardware or 'n/a'}: "
+    return (
+        f"{config.paths.model_name} on {ledger.devices:,} × {config.hardware or 'n/a'}: "
         f"{config.hosts} host{'s' * (config.hosts > 1)} of {config.devices_per_host}, {mesh_text(ledger.mesh)}; "
         f"{tokens.batch:,} × {tokens.len:,} tokens a step in {parts} microbatch{'es' * (parts > 1)}"
-        + (f"; attention by {kernel}." if kernel else "."),
-        *summary(ledger, machine.hbm_bytes),
-        "",
-        f"Memory of one device: forecast of the peak {gigabytes(ledger.memory.bytes)} of "
-        f"{'n/a' if machine.hbm_bytes is None else gigabytes(machine.hbm_bytes)}",
-    ]
-    most = max(machine.hbm_bytes or 0, ledger.memory.bytes)
-    for kind in GROUPS:
-        part = ledger.memory.by_kind()[kind]
-        lines.append(f"  {kind:<18}{gigabytes(part):>12}{part / most:>6.0%}  {'█' * round(60 * part / most)}".rstrip())
+        + (f"; attention by {kernel}." if kernel else ".")
+    )
+
+
+def show(config: Any, ledger: Ledger, machine: hardware.Hardware, title: str, fixes: Sequence[str] = ()) -> None:
+    """Prints a plan, and writes the ledger's pages where the config names a folder."""
     estimate = roofline.roofline(ledger, machine, config.devices_per_host)
-    lines += [
+    print("\n".join(map(wrapped, [title, *report(config, ledger, estimate, fixes)])), flush=True)
+    if config.folder is not None:
+        Path(config.folder).mkdir(parents=True, exist_ok=True)
+        files.write(ledger, config.folder, estimate)
+        print(f"{config.folder}: ledger.txt, ledger.json, ledger.html")
+
+
+def report(config: Any, ledger: Ledger, estimate: roofline.Roofline, fixes: Sequence[str] = ()) -> list[str]:
+    """The summary, memory by kind, times, and what they assume. fixes: what else than `contents.advice` helps if it
+    does not fit."""
+    machine, sendings = estimate.hardware, contents.sendings(estimate)
+    return [
+        *contents.summary(ledger, machine.hbm_bytes, fixes),
         "",
-        *roofline.text(estimate),
-        *of_the_run(config, estimate, ledger.devices),
+        *contents.memory(ledger, machine.hbm_bytes).text(),
+        "",
+        *contents.times(estimate).text(),
+        f"MFU: at most {percent(estimate.mfu)}, if within each phase everything overlaps; "
+        f"{percent(estimate.mfu_alone)} if nothing does.",
+        *of_the_run(config, estimate, ledger),
+        "",
+        *(sendings.text() if sendings.rows else ["Nothing is sent."]),
         "",
         "Assumed:",
         *(f"- {each}" for each in roofline.ASSUMPTIONS),
-    ]
-    return [
-        *lines,
         f"Figures of one device: {machine.source}." if machine.source else "No hardware is given: no times.",
     ]
 
 
-def of_the_run(config: Any, estimate: roofline.Roofline, devices: int) -> list[str]:
+def of_the_run(config: Any, estimate: roofline.Roofline, ledger: Ledger) -> list[str]:
     """Tokens a second, and how long the tokens of a run take and what they cost, from all overlap to none; nothing
     where a step's time is not known."""
     if not estimate.step_s or not estimate.step_alone_s:
         return []
-    step = config.training.tokens.batch * config.training.tokens.len
-    total = config.total_tokens or config.training.steps * step
-    times = [each * total / step for each in (estimate.step_s, estimate.step_alone_s)]
-    scale, unit = (86400, "days") if times[1] > 2 * 86400 else (3600, "hours")
-    rates = [number(total / each) for each in reversed(times)]
-    takes, spent = [f"{each / scale:,.3g}" for each in times], [devices * each / 3600 for each in times]
-    price = (
-        ""
-        if config.price is None
-        else f", at {config.price:g} each " + " to ".join(f"{each * config.price:,.0f}" for each in spent)
-    )
-    return [
-        "",
-        f"Tokens a second: {' to '.join(rates)}. {number(total)} of them: {' to '.join(takes)} {unit}, "
-        f"{' to '.join(f'{each:,.0f}' for each in spent)} device-hours{price}.",
-    ]
+    lines = [f"Tokens a second: {' to '.join(number(ledger.tokens / s) for s in bounds(estimate)[::-1])}."]
+    training = getattr(config, "training", None)
+    total = config.total_tokens or (training and training.steps * ledger.tokens)
+    if total:
+        times = [s * total / ledger.tokens for s in bounds(estimate)]
+        scale, unit = (86400, "days") if times[1] > 2 * 86400 else (3600, "hours")
+        spent = [ledger.devices * s / 3600 for s in times]
+        price = "" if config.price is None else f", at {config.price:g} each {_range(x * config.price for x in spent)}"
+        takes = " to ".join(f"{s / scale:,.3g}" for s in times)
+        lines.append(f"{number(total)} tokens: {takes} {unit}, {_range(spent)} device-hours{price}.")
+    return [" ".join(lines)]
 
 
+def bounds(estimate: roofline.Roofline) -> tuple[float, float]:
+    """Seconds of a step with all overlap, and with none."""
+    return estimate.step_s or 0.0, estimate.step_alone_s or 0.0
+
+
+def _range(values: Iterable[float]) -> str:
+    return " to ".join(f"{value:,.0f}" for value in values)
+
+
+# -- Compiled ----------------------------------------------------------------------------------------------------------
 def start_again(config: Any) -> None:
     """Turns this process into one that JAX finds the absent machine in, unless it is that already: the environment that
     says so is read when JAX starts. Raises RunError if nothing can be compiled for it, or a package is missing."""
@@ -172,9 +182,4 @@ def compile_absent(config: Any, ledger: Ledger) -> None:
 
 
 if __name__ == "__main__":
-    if "program=generate" in sys.argv[1:]:
-        from tools import plan_generate  # here: it imports all models, which take time to start
-
-        command_line.run(plan_generate.main, plan_generate.PlanGenerate)
-        sys.exit()
-    command_line.run(main, plan_class(program.of_command_line(sys.argv[1:])))
+    command_line.run(main, config_class(sys.argv[1:]))

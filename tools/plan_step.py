@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,24 +32,39 @@ class OwnHardware:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanKeys(program.ProgramKey):
-    """The machine to plan a config of training for."""
+class Machine:
+    """What every plan is for."""
 
     # h200, tpu_v5p, ...: a name of ledger/machines/hardware.yaml or of own_hardware; null: no times
     hardware: str | None = None
     own_hardware: tuple[OwnHardware, ...] = ()  # [{name: mine, peak_flops_per_s: 1.0e15, ...}]
-    hosts: int | None = None  # null: as many as the mesh needs
     devices_per_host: int = 8  # neighbours in the mesh's order
     folder: str | None = None  # ledger.txt, ledger.json and ledger.html are written there; of a sweep sweep.html
-    compile: bool = False  # compile it ahead of time too (requirements-plan.txt)
-    total_tokens: float | None = None  # 1.0e12: how many to train on, for time and price; null: those of training.steps
+    total_tokens: float | None = None  # 1.0e12: for time and price; null: of training those of its steps
     price: float | None = None  # of one device for an hour, in any currency
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanKeys(Machine, program.ProgramKey):
+    """The machine to plan a config of training for."""
+
+    hosts: int | None = None  # null: as many as the mesh needs
+    compile: bool = False  # compile it ahead of time too (requirements-plan.txt)
     sweep: bool = False  # the best meshes of so many devices, with what is kept and the fewest microbatches that fit
 
 
 def plan_class(trainer: program.Trainer) -> type:
     """The class of a plan's config: a trainer's config, and the machine."""
     return program.with_keys(PlanKeys, trainer)
+
+
+def config_class(arguments: Sequence[str]) -> type:
+    """The class of a plan's config, by the program that a command line names: a trainer, or what decodes."""
+    if "program=generate" in arguments:
+        from tools.plan_generate import PlanGenerate  # imports all models, which take time to start
+
+        return PlanGenerate
+    return plan_class(program.of_command_line(arguments))
 
 
 def machine_of(config: Any) -> hardware.Hardware:
@@ -62,9 +78,8 @@ def machine_of(config: Any) -> hardware.Hardware:
     found = hardware.named(config.hardware)
     if found is None:
         raise RunError(
-            f"{config.origins.of('hardware')}: hardware = {config.hardware}: its figures are not known, and none are "
-            f"guessed: expected one of {', '.join(hardware.NAMES)}, or give yours as own_hardware=[{{name: "
-            f"{config.hardware}, peak_flops_per_s: ..., hbm_bytes: ...}}]"
+            f"{config.origins.of('hardware')}: hardware = {config.hardware}: expected one of "
+            f"{', '.join(hardware.NAMES)}; or give own_hardware=[{{name: {config.hardware}, peak_flops_per_s: ...}}]"
         )
     return found
 
@@ -138,13 +153,18 @@ def trace(
         raise RunError(f"the step cannot be split over the {mesh_text(mesh.shape)}:\n{error}") from None
 
 
+def abstract_mesh(mesh: dict[str, int]) -> jax.sharding.AbstractMesh:
+    """A mesh without devices, as runs have it; jax 0.11's default is another type of axes."""
+    return jax.sharding.AbstractMesh(
+        tuple(mesh.values()), tuple(mesh), axis_types=(jax.sharding.AxisType.Auto,) * len(mesh)
+    )
+
+
 def ledger_of(config: Any, check: bool = True) -> Ledger:
     """The ledger of the config's step on its mesh, without a device."""
     trainer: Any = program.load(config.program)
-    mesh = vars(config.mesh)
-    automatic = (jax.sharding.AxisType.Auto,) * len(mesh)  # as of the meshes of runs; jax 0.11's default is another
-    abstract = jax.sharding.AbstractMesh(tuple(mesh.values()), tuple(mesh), axis_types=automatic)
-    with jax.sharding.use_abstract_mesh(abstract):
-        traced = trace(config, abstract, trainer.shapes(config), check)
+    mesh = abstract_mesh(vars(config.mesh))
+    with jax.sharding.use_abstract_mesh(mesh):
+        traced = trace(config, mesh, trainer.shapes(config), check)
     tokens = config.training.tokens
-    return of_step(traced, mesh, source=trainer.__file__, tokens=tokens.batch * tokens.len)
+    return of_step(traced, vars(config.mesh), source=trainer.__file__, tokens=tokens.batch * tokens.len)

@@ -12,18 +12,27 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ledger.count.memory import GROUPS
 from ledger.count.program import PHASES
 from ledger.count.step import Ledger
 from ledger.machines import hardware, roofline
+from ledger.pages import contents
 from ledger.pages.render import render
-from ledger.units import gigabytes, percent, seconds
+from ledger.pages.table import Bar, Table
 from runtime import program
-from runtime.terminal import RunError, progress
+from runtime.terminal import RunError, progress, wrapped
 from shardlib.shardtypes import mesh_text
 from tools.plan_step import ledger_of, shaped
 
 COUNTED = 40  # so many ways get a ledger
 ROOM = 0.9  # of a device's memory: docs/it_does_not_fit.md says what the forecast does not know
+
+HEADINGS = {"microbatches": "parts", "save_for_backward": "keeps"}  # of keys of training
+COLUMNS = {"memory": "GB", "overlapped": "s", "MFU": "percent", "alone": "s", "MFU alone": "percent", "bound by": ""}
+NOTES = (
+    "A way that fits leaves a tenth of the memory free, with the fewest microbatches (parts) that do.",
+    "A pipeline has as many microbatches as it can have. Nothing is kept on the host.",
+)
 
 Mesh = dict[str, int]  # devices along each axis
 Keys = dict[str, Any]  # of training: microbatches, save_for_backward
@@ -45,23 +54,8 @@ class Choice:
         return self.ledger.memory.bytes
 
     @property
-    def held(self) -> dict[str, int]:
-        """Of a device at the peak, by the classes of page.css."""
-        return {kind.replace(" ", "-"): held for kind, held in self.ledger.memory.by_kind().items()}
-
-    @property
-    def overlapped(self) -> dict[str, float]:
-        """Seconds of a step by phase, with all overlap."""
-        return {phase.name: phase.overlapped_s or 0 for phase in self.estimate.phases}
-
-    @property
-    def alone(self) -> dict[str, float]:
-        """The same, with none."""
-        return {phase.name: phase.alone_s or 0 for phase in self.estimate.phases}
-
-    @property
     def order(self) -> Order:
-        """A program's time is between all overlap and none."""
+        """By the mean of the time with all overlap and with none; what does not fit last."""
         seconds = (self.estimate.step_s or 0) + (self.estimate.step_alone_s or 0)
         return not self.fits, seconds if self.fits else seconds * self.memory_bytes
 
@@ -74,14 +68,43 @@ def sweep(config: Any, machine: hardware.Hardware) -> None:
     if config.hosts is not None:
         devices = config.hosts * config.devices_per_host
     found, refusal = choices(config, machine, devices)
-    print("\n".join(table(config, devices, found, refusal)), end="\n\n", flush=True)
-    print("Assumed:", *(f"- {each}" for each in roofline.ASSUMPTIONS), sep="\n")
-    print("- A way that fits leaves a tenth of the memory free, with the fewest microbatches that do.")
-    print("- A pipeline has as many microbatches as it can have. Nothing is kept on the host.")
+    if not found:
+        raise RunError(f"no mesh of {devices} devices can be: {refusal}")
+    best, notes = table(config, devices, found), [*roofline.ASSUMPTIONS, *NOTES]
+    print("\n".join([*best.text(), *map(wrapped, [f"Refused: {refusal}."] * bool(refusal)), "", "Assumed:"]))
+    print("\n".join(wrapped(f"- {note}") for note in notes))
     if config.folder is not None:
         Path(config.folder).mkdir(parents=True, exist_ok=True)
-        (Path(config.folder) / "sweep.html").write_text(page(config, devices, found), encoding="utf-8")
+        page = render(
+            "sweep.html", title=f"The best ways on {devices:,} × {config.hardware}", best=best, phases=PHASES,
+            kinds={kind.replace(" ", "-"): kind for kind in GROUPS}, assumptions=notes,
+        )  # fmt: skip
+        (Path(config.folder) / "sweep.html").write_text(page, encoding="utf-8")
         print(f"{config.folder}: sweep.html")
+
+
+def table(config: Any, devices: int, found: list[Choice]) -> Table:
+    """A row for each choice, in order; memory and times have their parts."""
+    tokens, axes = config.training.tokens, [axis for axis in found[0].mesh if any(x.mesh[axis] > 1 for x in found)]
+    longest = max(each.estimate.step_alone_s or 0 for each in found)
+    most = max(found[0].estimate.hardware.hbm_bytes or 0, *(each.memory_bytes for each in found))
+    columns = dict.fromkeys(axes, "count") | {HEADINGS.get(key, key): "" for key in found[0].keys} | COLUMNS
+    rows = []
+    for each in found:
+        estimate = each.estimate
+        overlapped = {phase.name: phase.overlapped_s or 0 for phase in estimate.phases}
+        alone = {phase.name: phase.alone_s or 0 for phase in estimate.phases}
+        rows.append((
+            *(each.mesh[axis] for axis in axes), *map(str, each.keys.values()), contents.held(each.ledger, most),
+            Bar(estimate.step_s, overlapped, longest), estimate.mfu,
+            Bar(estimate.step_alone_s, alone, longest), estimate.mfu_alone,
+            (estimate.bound or "n/a") + ", does not fit" * (not each.fits),
+        ))  # fmt: skip
+    caption = (
+        f"{config.paths.model_name} on {devices:,} × {config.hardware}, {tokens.batch:,} × {tokens.len:,} tokens; the "
+        "best first, by the mean of both times"
+    )
+    return Table(caption, columns, rows)
 
 
 def choices(config: Any, machine: hardware.Hardware, devices: int) -> tuple[list[Choice], str]:
@@ -208,49 +231,4 @@ def counted(config: Any, machine: hardware.Hardware, mesh: Mesh, keys: Keys) -> 
         ledger=ledger,
         fits=ledger.memory.bytes <= ROOM * (machine.hbm_bytes or 0),
         estimate=roofline.roofline(ledger, machine, config.devices_per_host),
-    )
-
-
-def table(config: Any, devices: int, found: list[Choice], refusal: str) -> list[str]:
-    """One row for each choice."""
-    tokens = f"{config.training.tokens.batch:,} × {config.training.tokens.len:,} tokens a step"
-    keys = list(found[0].keys) if found else []
-    rows = [(*vars(config.mesh), *keys, "memory", "overlapped", "MFU", "alone", "MFU", "bound by")]
-    for each in found:
-        estimate = each.estimate
-        rows.append(
-            (
-                *map(str, each.mesh.values()),
-                *map(str, each.keys.values()),
-                gigabytes(each.memory_bytes),
-                seconds(estimate.step_s),
-                percent(estimate.mfu),
-                seconds(estimate.step_alone_s),
-                percent(estimate.mfu_alone),
-                (estimate.bound or "n/a") + ", does not fit" * (not each.fits),
-            )
-        )
-    widths = [5] * len(vars(config.mesh)) + [len(key) + 2 for key in keys] + [12, 13, 8, 13, 8]
-    lines = [f"{config.paths.model_name} on {devices:,} × {config.hardware}, {tokens}"]
-    lines += [f" {''.join(map(str.rjust, row, widths))}  {row[-1]}" for row in rows]
-    return [*lines, f"Other meshes cannot be, such as {refusal}"] if refusal else lines
-
-
-def page(config: Any, devices: int, found: list[Choice]) -> str:
-    """The same as bars, for a browser."""
-    tokens = config.training.tokens
-    best = found[0]
-    return render(
-        "sweep.html",
-        title=f"{config.paths.model_name} on {devices:,} × {config.hardware}",
-        what=f"{tokens.batch:,} × {tokens.len:,} tokens",
-        axes=list(best.mesh),
-        keys=list(best.keys),
-        choices=found,
-        phases=PHASES,
-        kinds={kind: kind.replace("-", " ") for kind in best.held},
-        longest=max(each.estimate.step_alone_s or 0 for each in found),
-        most=max(best.estimate.hardware.hbm_bytes or 0, *(each.memory_bytes for each in found)),
-        hbm_bytes=best.estimate.hardware.hbm_bytes,
-        assumptions=roofline.ASSUMPTIONS,
     )

@@ -1,15 +1,12 @@
 """Reads the text of an optimized HLO module: computations, instructions, and the source line of each."""
 
 import collections
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-# A frame in these says how an operation is written, not where the model does it; the caller's line is the source.
-INNER_SOURCES = (str(REPOSITORY / "shardlib") + os.sep, str(REPOSITORY / "jax_extra.py"))
+from ledger.count.program import declared_place, is_place
 
 
 @dataclass(frozen=True)
@@ -61,8 +58,9 @@ class Module:
         instruction that has them."""
         for each in (instruction, *reversed(self.inner(instruction))):
             if source := self._source(each.attributes):
-                op_name = re.search(r'op_name="([^"]*)"', each.attributes)
-                return source, op_name[1] if op_name else ""
+                match = re.search(r'op_name="([^"]*)"', each.attributes)
+                op_name = match[1] if match else ""
+                return declared_place(op_name) or source, op_name
         return "", ""
 
     def _source(self, attributes: str) -> str:
@@ -70,7 +68,7 @@ class Module:
             return f"{Path(match[1]).name}:{match[2]}"
         match = re.search(r"stack_frame_id=(\d+)", attributes)
         frame = innermost = int(match[1]) if match else 0
-        while frame in self.frames and self.frames[frame][0].startswith(INNER_SOURCES):
+        while frame in self.frames and not is_place(self.frames[frame][0]):
             frame = self.frames[frame][2]
         file, line, _ = self.frames.get(frame) or self.frames.get(innermost) or ("", 0, 0)
         return f"{Path(file).name}:{line}" if file else ""

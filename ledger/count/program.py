@@ -9,9 +9,12 @@ All other modules of the ledger go by this: what JAX has traced is read once, he
 nothing runs.
 """
 
+import functools
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
@@ -19,8 +22,26 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from shardlib.places import is_users
 
 PHASES = ("forward", "recomputed", "backward", "update")
-# A frame in here says how an operation is written, not where the model does it: the caller's line is its place.
-_INNER_SOURCE = str(Path(__file__).absolute().parents[2] / "jax_extra.py")
+# A frame in these says how an operation is written, not where the model does it: the caller's line is its place.
+_REPOSITORY = Path(__file__).absolute().parents[2]
+_INNER = tuple(str(_REPOSITORY / name) for name in ("kernels", "jax_extra.py"))
+# A scope 'w_q@llama.py:66' says that another line is the place: of a family's table, from which a gather is derived.
+_DECLARED = re.compile(r"@(\w+\.py:\d+)(?![\w.])")
+
+
+@functools.cache
+def is_place(file_name: str) -> bool:
+    """Whether what a frame of this file does counts at its line."""
+    return is_users(file_name) and not file_name.startswith(_INNER)
+
+
+def declared_place(scopes: str) -> str:
+    """The place that the innermost such scope gives; '' without one.
+
+    >>> declared_place("jvp(layers)/w_q@llama.py:66")
+    'llama.py:66'
+    """
+    return (_DECLARED.findall(scopes) or [""])[-1]
 
 
 @dataclass(eq=False)
@@ -64,6 +85,7 @@ class Block:
     inputs: list[Value]
     operations: list[Operation]
     outputs: list[Value]
+    files: dict[str, Path] = field(default_factory=dict)  # of the whole step: those that its lines are in, by name
 
     def runs(self, times: int = 1) -> Iterator[tuple[Operation, int]]:
         """Every operation, those of its loops too, with how often it runs. All branches of a cond count."""
@@ -73,18 +95,18 @@ class Block:
                 yield from block.runs(times * op.length)
 
 
-def read(jaxpr: Jaxpr | ClosedJaxpr, source: str | Path | None = None, *, widened: bool = False) -> Block:
+def read(jaxpr: Jaxpr | ClosedJaxpr, *, widened: bool = False) -> Block:
     """Reads a traced step. What no result depends on is left out, as XLA leaves it out.
+
+    An operation's place is the innermost line of the user's program that led to it, or the one that a scope declares.
+    Lines of shardlib, JAX, kernels/ and jax_extra.py are no places.
 
     Args:
       jaxpr: of the jitted step, `jax.jit(step).trace(...).jaxpr`.
-      source: the user's file. What happens in other files is placed at the line of this one that led there; without
-        it, or where no line of it did, at the innermost line of the user's program. Frames inside shardlib and JAX are
-        never a place.
       widened: each bfloat16 value that no product reads is a float32, as XLA:CPU computes.
     """
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-    reader = _Reader(None if source is None else str(Path(source).absolute()), widened)
+    reader = _Reader(widened)
     # jax 0.11 says for each argument where it is to be before the one shard_map; a step's arguments are there.
     placed = {eqn.outvars[0]: eqn.invars[0] for eqn in jaxpr.eqns if eqn.primitive.name == "reshard"}
     mapped = [eqn for eqn in jaxpr.eqns if eqn.primitive.name != "reshard"]
@@ -100,6 +122,7 @@ def read(jaxpr: Jaxpr | ClosedJaxpr, source: str | Path | None = None, *, widene
         for op in operations:
             op.phase = "forward"
     _place_hoisted(block)
+    block.files = {file.name: file for file in map(Path, reader.files)}
     return block
 
 
@@ -120,8 +143,9 @@ OPAQUE = ("pallas_call", "custom_call", "ffi_call")
 
 
 class _Reader:
-    def __init__(self, source: str | None, widened: bool):
-        self.source, self.widened = source, widened
+    def __init__(self, widened: bool):
+        self.widened = widened
+        self.files: dict[str, None] = {}  # that frames are in
 
     def block(self, jaxpr: Jaxpr | ClosedJaxpr, scopes: str, line: str) -> Block:
         jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
@@ -147,7 +171,7 @@ class _Reader:
             # A body's name stack starts anew, and the body of a custom_jvp has no frame of the user's: join the one,
             # inherit the other.
             inner_scopes = f"{scopes}/{eqn.source_info.name_stack}"
-            line = fixed_line or self.line(eqn) or outer_line
+            line = fixed_line or declared_place(inner_scopes) or self.line(eqn) or outer_line
             operands = [look_up(atom) for atom in eqn.invars]
             called = _called(eqn)
             if called is not None:
@@ -189,15 +213,11 @@ class _Reader:
         return op.outputs
 
     def line(self, eqn: JaxprEqn) -> str:
-        found, traceback = "", eqn.source_info.traceback
-        if traceback is None:
-            return found
-        for frame in traceback.frames:
-            if frame.file_name == self.source:
-                return f"{Path(frame.file_name).name}:{frame.line_num}"
-            if not found and is_users(frame.file_name) and frame.file_name != _INNER_SOURCE:
-                found = f"{Path(frame.file_name).name}:{frame.line_num}"
-        return found
+        """The innermost line that is a place; '' without one."""
+        traceback: Any = eqn.source_info.traceback
+        frames = [each for each in traceback.frames if is_place(each.file_name)] if traceback else []
+        self.files |= dict.fromkeys(each.file_name for each in frames)
+        return f"{Path(frames[0].file_name).name}:{frames[0].line_num}" if frames else ""
 
 
 def _bodies(params: dict) -> list[Jaxpr | ClosedJaxpr]:

@@ -20,13 +20,13 @@ from ledger.count.costs import Costs, Saved, count, saved
 from ledger.count.memory import BATCH, OPTIMIZER, WEIGHTS, Memory, forecast
 from ledger.count.program import PHASES, read
 
-FORMAT = 1  # of the JSON; raised when a key changes its meaning or goes
+FORMAT = 2  # of the JSON; raised when a key changes its meaning or goes
 
 
 @dataclasses.dataclass
 class Ledger:
-    source: str  # the annotated file's name
-    text: list[str]  # its lines
+    source: str  # the program's file
+    texts: dict[str, list[str]]  # the lines of all annotated files by their names, the program's first
     mesh: dict[str, int]
     tokens: int  # of a step, over all devices
     parameters: int  # of the whole model, but for frozen ones
@@ -100,7 +100,7 @@ class Ledger:
                     if moved
                 ],
             },
-            "text": self.text,
+            "texts": self.texts,
         }
 
 
@@ -114,8 +114,7 @@ def of_step(
         those in a field named `weights` are weights, in a field `frozen` of it frozen ones; the others of the same
         argument are optimizer state, and the rest counts as the batch.
       mesh_axes: name and size of each mesh axis, in the mesh's order.
-      source: the file whose lines are annotated. What happens in others counts at the line of this one that leads
-        there.
+      source: the program's file. It is annotated, and so is each other file that has a line which costs anything.
       tokens: of a step, over all devices.
       platform: JAX's word for what it will be compiled for. XLA:CPU ('cpu') computes bfloat16 as float32, but for
         products, and in another order, so the memory forecast counts it so; FLOPs, bytes sent and bytes kept are what
@@ -123,18 +122,22 @@ def of_step(
     Raises:
       ValueError: where a count is not known before the step runs; see `ledger.count.costs.count`.
     """
-    block = read(traced.jaxpr, source)
+    block = read(traced.jaxpr)
     on_cpu = platform == "cpu"
-    in_memory = read(traced.jaxpr, source, widened=True) if on_cpu else block
+    in_memory = read(traced.jaxpr, widened=True) if on_cpu else block
     paths, infos = zip(*jax.tree_util.tree_flatten_with_path(traced.args_info)[0], strict=True)
     names = [jax.tree_util.keystr(path, simple=True, separator="/").split("/") for path in paths]
     with_weights = {tuple(name[:2]) for name in names if "weights" in name[2:]}  # args or kwargs, position
     groups = [
         WEIGHTS if "weights" in name[2:] else OPTIMIZER if tuple(name[:2]) in with_weights else BATCH for name in names
     ]
+    costs, kept = count(block, mesh_axes), saved(block)
+    places = [row.line for rows in (costs.products, costs.collectives, kept) for row in rows]
+    costly = {place.rpartition(":")[0] for place in places}
+    files = {Path(source).name: Path(source)} | {name: file for name, file in block.files.items() if name in costly}
     return Ledger(
         source=Path(source).name,
-        text=Path(source).read_text(encoding="utf-8").splitlines(),
+        texts={name: file.read_text(encoding="utf-8").splitlines() for name, file in files.items() if file.exists()},
         mesh=dict(mesh_axes),
         tokens=tokens,
         parameters=sum(
@@ -142,7 +145,7 @@ def of_step(
             for info, group, name in zip(infos, groups, names, strict=True)
             if group == WEIGHTS and "frozen" not in name
         ),
-        costs=count(block, mesh_axes),
-        saved=saved(block),
+        costs=costs,
+        saved=kept,
         memory=forecast(in_memory, groups, [info.donated for info in infos], on_cpu=on_cpu),
     )

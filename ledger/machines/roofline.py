@@ -20,7 +20,6 @@ import numpy as np
 from ledger.count.program import PHASES
 from ledger.count.step import Ledger
 from ledger.machines.hardware import Hardware
-from ledger.units import amount, percent, seconds
 
 ASSUMPTIONS = (
     "Every matrix product runs at the peak bfloat16 rate, whatever its shape and type; of 8-bit floats, on NVIDIA's "
@@ -211,31 +210,3 @@ def _dims(axes: tuple[str, ...], mesh: dict[str, int], dims: int) -> int:
     largest = max(wide, key=lambda axis: mesh[axis])
     others = len([axis for axis in axes if axis != largest])
     return max(others + (dims - (len(wide) - 1) if largest in axes else 0), 1)
-
-
-# -- As text -----------------------------------------------------------------------------------------------------------
-def text(estimate: Roofline) -> list[str]:
-    """The times by phase, MFU, and how fast each kind of collective can be sent; n/a where a figure is not known."""
-    columns = "compute", "memory", "communication", "overlapped", "alone"
-    lines = [f"{'Time of a step at the least':<30}" + "".join(f"{column:>15}" for column in columns) + "  bound by"]
-    rows = [
-        (each.name, [*each.times.values(), each.overlapped_s, each.alone_s], each.bound) for each in estimate.phases
-    ]
-    rows.append(("all", [*estimate.totals.values(), estimate.step_s, estimate.step_alone_s], estimate.bound))
-    for name, times, bound in rows:
-        lines.append(f"  {name:<28}" + "".join(f"{seconds(each):>15}" for each in times) + f"  {bound or 'n/a'}")
-    over = max([9, *(len(" × ".join(each.axes)) + 1 for each in estimate.sendings)])
-    lines += [
-        f"MFU: at most {percent(estimate.mfu)}, if within each phase everything overlaps; "
-        f"{percent(estimate.mfu_alone)} if nothing does.",
-        "",
-        f"{'Sent by one device':<30}{'over':<{over}}{'phase':<12}{'bytes':>10}{'at':>14}{'takes':>12}",
-    ]
-    for each in sorted(estimate.sendings, key=lambda each: -each.sent_bytes):
-        rate = "n/a" if each.bytes_per_s is None else amount(each.bytes_per_s, "B/s")
-        where = "  between hosts" if each.crosses_hosts else ""
-        lines.append(
-            f"  {each.kind:<28}{' × '.join(each.axes):<{over}}{each.phase:<12}{each.sent_bytes:>10.3g}{rate:>14}"
-            f"{seconds(each.sent_s):>12}{where}"
-        )
-    return lines if estimate.sendings else [*lines[:-1], "Nothing is sent."]

@@ -22,14 +22,15 @@ from ledger.count.memory import GROUPS
 from ledger.count.program import PHASES
 from ledger.count.step import Ledger
 from ledger.machines.roofline import ASSUMPTIONS, Roofline
-from ledger.pages import roofs
+from ledger.pages import contents, roofs
+from ledger.pages.contents import WHY, array, name_of
 from ledger.pages.lines import Line, all_lines, axes_of, sums
 from ledger.pages.render import render
-from ledger.pages.text import WHY, advice, array, name_of, shown
+from ledger.pages.table import Table
+from ledger.pages.text import shown
 
 FOLDED = 4  # so many lines in a row that cost nothing are folded
-LISTED = 24  # rows of a table of values in memory
-# The columns of an opened line's tables, with what is below each as parts.html wants it.
+# The columns of an opened line's tables.
 TABLES = {
     "Matrix products": {"phase": "", "operands": "", "needed": "percent", "one": "FLOP"}
     | {"times": "count", "together": "FLOP", "of all": "percent"},
@@ -55,19 +56,20 @@ def page(ledger: Ledger, roofline: Roofline | None = None) -> str:
         most={what: max(lines, key=lambda place: lines[place].total(what), default="") for what in ("sent", "kept")},
         labels=labels(ledger),
         name_of=lambda place: name_of(ledger, place),
-        blocks=blocks(ledger, set(lines)),
-        elsewhere=sorted(set(lines) - {f"{ledger.source}:{number}" for number in range(1, len(ledger.text) + 1)}),
+        files={name: blocks(ledger, name, set(lines)) for name in ledger.texts},
+        elsewhere=sorted(place for place in lines if place.rpartition(":")[0] not in ledger.texts),
         details=details(ledger, all_lines(lines)),
-        columns=TABLES,
-        kinds={
-            kind.replace(" ", "-"): part for kind, part in ledger.memory.by_kind().items()
-        },  # by the class of page.css
-        values=values(ledger),
-        advice=advice(ledger),
+        kinds=contents.held(ledger, ledger.memory.bytes).parts,
+        tables=[contents.at_peak(ledger), contents.sent(ledger), *_of_time(roofline)],
+        advice=contents.advice(ledger),
         roofline=roofline,
         diagram=roofline and roofs.diagram(roofline),
         assumptions=ASSUMPTIONS,
     )
+
+
+def _of_time(roofline: Roofline | None) -> list[Table]:
+    return [contents.times(roofline), contents.sendings(roofline)] if roofline else []
 
 
 # -- What each line costs ----------------------------------------------------------------------------------------------
@@ -82,8 +84,8 @@ def labels(ledger: Ledger) -> dict[str, dict[str, str]]:
     return {"flops": {phase: phase for phase in PHASES}, "sent": over, "kept": kept, "held": held}
 
 
-def details(ledger: Ledger, whole: Line) -> dict[str, dict[str, list[tuple]]]:
-    """What each line computes, sends and keeps: the rows of its three tables, by their captions."""
+def details(ledger: Ledger, whole: Line) -> dict[str, list[Table]]:
+    """What each line computes, sends and keeps: up to three tables."""
     tables: list[dict[str, list[tuple]]] = [collections.defaultdict(list) for _ in TABLES]
     products, sent, kept = tables
     for row, times in ledger.costs.products.items():
@@ -94,20 +96,23 @@ def details(ledger: Ledger, whole: Line) -> dict[str, dict[str, list[tuple]]]:
     for value in ledger.saved:
         about = name_of(ledger, value.line), WHY.get(value.why, value.why), array(value)
         kept[value.line].append((*about, value.bytes, value.times, value.bytes * value.times))
-    found: dict[str, dict[str, list[tuple]]] = collections.defaultdict(dict)
-    for caption, what, table in zip(TABLES, ("flops", "sent", "kept"), tables):
+    found: dict[str, list[Table]] = collections.defaultdict(list)
+    for (caption, columns), what, table in zip(TABLES.items(), ("flops", "sent", "kept"), tables):
         for place, rows in table.items():
-            with_shares = [(*row, row[-1] / max(whole.total(what), 1)) for row in rows]
-            found[place][caption] = sorted(with_shares, key=lambda row: -row[-1])
+            with_shares = sorted(
+                [(*row, row[-1] / max(whole.total(what), 1)) for row in rows], key=lambda row: -row[-1]
+            )
+            title = f"{caption}, {place or 'a line that is not known'}"
+            found[place].append(Table(title, columns, with_shares))
     return found
 
 
 # -- The source --------------------------------------------------------------------------------------------------------
-def blocks(ledger: Ledger, costly: set[str]) -> list[tuple[bool, list[tuple[int, int, Markup]]]]:
-    """The lines of the file in blocks, folded where nothing costs anything: of each its number, indent and HTML."""
-    visible = {number for number, _ in shown(ledger, costly)}
+def blocks(ledger: Ledger, file: str, costly: set[str]) -> list[tuple[bool, list[tuple[int, int, Markup]]]]:
+    """The lines of a file in blocks, folded where nothing costs anything: of each its number, indent and HTML."""
+    visible = {number for number, _ in shown(ledger, file, costly)}
     found = []
-    lines = zip(itertools.count(1), ledger.text, coloured(ledger.text))
+    lines = zip(itertools.count(1), ledger.texts[file], coloured(ledger.texts[file]))
     for is_visible, group in itertools.groupby(lines, key=lambda line: line[0] in visible):
         block = [(number, len(text) - len(text.lstrip(" ")), code) for number, text, code in group]
         found.append((not is_visible and len(block) >= FOLDED, block))
@@ -128,14 +133,3 @@ def coloured(text: list[str]) -> list[Markup]:
     lexer.add_filter(three_colours())
     lines = highlight("\n".join(text), lexer, HtmlFormatter(nowrap=True)).split("\n")
     return [Markup(re.sub(r"^((?:<span[^>]*>)?) +", r"\1", line)) for line in lines[: len(text)]]
-
-
-# -- Memory ------------------------------------------------------------------------------------------------------------
-def values(ledger: Ledger) -> list[tuple]:
-    """The largest values at the peak; an argument of the step, which has no name in the source, goes by its kind."""
-    found = []
-    for each, times in collections.Counter(ledger.memory.held).items():
-        called = name_of(ledger, each.line) or each.kind
-        phase = each.phase or "argument"
-        found.append((each.bytes * times, times, called, each.kind, array(each), phase, each.line))
-    return sorted(found, key=lambda row: -row[0])[:LISTED]

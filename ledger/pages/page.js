@@ -21,7 +21,7 @@ for (const heading of document.querySelectorAll("th")) {
 
 // A link to a line unfolds and opens it.
 function open_line() {
-  const line = location.hash && document.getElementById(location.hash.slice(1));
+  const line = location.hash && document.getElementById(decodeURIComponent(location.hash.slice(1)));
   if (!line) return;
   for (let each = line; each; each = each.parentElement) if (each.tagName === "DETAILS") each.open = true;
   line.scrollIntoView({ block: line.tagName === "SECTION" ? "start" : "center" });

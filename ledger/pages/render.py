@@ -5,13 +5,12 @@ render("report.html", folder="runtime/tracking", ...)       # a template of anot
 """
 
 import functools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jinja2
 
-from ledger import units
+from ledger.pages.table import WORDS, Bar, shown
 
 FOLDER = Path(__file__).parent
 
@@ -35,12 +34,6 @@ def _environment(folder: str) -> jinja2.Environment:
         lstrip_blocks=True,
     )
     found.filters |= {"shown": shown}
+    found.tests |= {"bar": lambda value: isinstance(value, Bar)}
+    found.globals |= {"words": WORDS}
     return found
-
-
-def shown(value: float | None, kind: str) -> str:
-    """A number of a unit ('FLOP', 'B'), or of a kind ('count', 'percent', 's') as text that a browser breaks
-    nowhere."""
-    known: dict[str, Callable] = {"count": "{:,}".format, "percent": units.percent, "s": units.seconds}
-    text = known[kind](value) if kind in known else units.amount(value or 0, kind)
-    return text.replace(" ", "\N{NO-BREAK SPACE}")

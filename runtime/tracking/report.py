@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ledger.pages.render import render
+from ledger.pages.table import Table
 from ledger.units import amount, percent, seconds
 from runtime.files import write_whole
 from runtime.tracking.recorded import Recorded, as_yaml, read_run
@@ -86,33 +87,30 @@ def report_page(run: Recorded) -> str:
         cards=_cards(run),
         costs="\n".join(run.environment.get("ledger", [])),
         files={name: what for name, what in LINKS.items() if (run.folder / name).exists()},
-        config=[(key, as_yaml(value)) for key, value in run.config.items()],
-        environment=[(key, as_yaml(value)) for key, value in (rows | run.environment.get("packages", {})).items()],
+        config=_keys("Configuration", run.config),
+        environment=_keys("What it runs on", rows | run.environment.get("packages", {})),
     )
 
 
-def compare_page(
-    runs: list[Recorded], differences: dict[str, list[Any]], summary: tuple[list[str], list[list[str]]]
-) -> str:
+def compare_page(runs: list[Recorded], summary: Table, changed: Table, costs: dict[str, list[str]]) -> str:
     """Several runs over one another.
 
-    differences: of configuration: values in the order of the runs, by key. summary: headings, and a row a run.
+    changed: keys of the configuration that differ. costs: the lines in which the first run's ledger and that of each
+    other differ.
     """
-    rows = [
-        (key, *("–" if value is None else as_yaml(value) for value in values)) for key, values in differences.items()
-    ]
     first, *others = runs
-    changes = {
-        other.name: "\n".join(
-            difflib.unified_diff(
-                first.program.splitlines(), other.program.splitlines(), first.name, other.name, "", "", 3, ""
-            )
-        )
-        for other in others
-        if first.program and other.program
+    texts = {run.name: run.program.splitlines() for run in runs if run.program}
+    programs = {
+        run.name: "\n".join(difflib.unified_diff(texts[first.name], texts[run.name], first.name, run.name, lineterm=""))
+        for run in others
+        if first.name in texts and run.name in texts
     }
     title = ", ".join(run.name for run in runs)
-    return _page("compare.html", runs, title=title, summary=summary, differences=rows, changes=changes)
+    return _page("compare.html", runs, title=title, summary=summary, changed=changed, programs=programs, costs=costs)
+
+
+def _keys(caption: str, values: dict[str, Any]) -> Table:
+    return Table(caption, {"key": "", "value": ""}, [(key, as_yaml(value)) for key, value in values.items()])
 
 
 def _page(template: str, runs: list[Recorded], **values: Any) -> str:

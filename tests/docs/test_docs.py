@@ -20,7 +20,7 @@ from docs.generate import BLOCK
 from runtime import program
 from runtime.config.command_line import load
 from runtime.terminal import RunError
-from tools import plan, plan_generate
+from tools import plan_step
 
 # == Commands ==========================================================================================================
 # How many blocks of commands each page has that say `sh`: tests execute these, line by line.
@@ -104,12 +104,7 @@ def check_arguments(module, arguments):
     given = re.search(r"^    \S*\brun\(main, ([\w.]+)(\(.*)?\)\n", source, re.M)
     if given is None or "--help" in arguments:
         return  # docs/tutorial.py, and follow.py, which has two arguments
-    if "program=generate" in arguments:
-        class_ = plan_generate.PlanGenerate
-    elif given[2]:
-        class_ = plan.plan_class(program.of_command_line(arguments))
-    else:
-        class_ = getattr(importlib.import_module(module), given[1])
+    class_ = plan_step.config_class(arguments) if given[2] else getattr(importlib.import_module(module), given[1])
     name, overrides, sweeps = None, [], "-m" in arguments
     for each in arguments:
         if each.startswith("--config-name="):
@@ -235,7 +230,7 @@ def test_the_plan_on_the_way_to_a_cluster(capsys):
     """The page's commands for machines that are not here: a forecast, and the sharding proved."""
     ((_, body),) = section("docs/clone_to_cluster.md", r"4\. It will fit, and what it will cost")
     planned, checked = (shlex.split(line)[3:] for line in body.splitlines())
-    plan.main(load(plan.plan_class(train), planned[0].removeprefix("--config-name="), planned[1:]))
+    plan.main(load(plan_step.plan_class(train), planned[0].removeprefix("--config-name="), planned[1:]))
     assert "forecast of the peak " in capsys.readouterr().out
     train.main(load(train.Config, checked[0].removeprefix("--config-name="), checked[1:]))
     assert "training_step on the mesh d=32 × t=1: " in capsys.readouterr().out

@@ -39,7 +39,7 @@ from runtime.terminal import RunError
 from shardlib import shardops
 from shardlib.shard_map import typed_shard_map
 from shardlib.spec import ShardingError, Spec, parse
-from tools import plan
+from tools import plan_step
 
 
 # == Python ============================================================================================================
@@ -141,7 +141,7 @@ def test_the_mixture_of_the_data(tmp_path, monkeypatch):
 def test_the_own_hardware_of_the_plan(tmp_path, monkeypatch):
     """The plan has the figures of the block."""
     (block,) = of_language("yaml", "docs/ledger.md")
-    machine = plan.machine_of(configured(block, plan.plan_class(train), tmp_path, monkeypatch))
+    machine = plan_step.machine_of(configured(block, plan_step.plan_class(train), tmp_path, monkeypatch))
     ((own,), name) = (yaml.safe_load(block)[key] for key in ("own_hardware", "hardware"))
     assert own.pop("name") == name and own == {key: getattr(machine, key) for key in own}
 

@@ -13,8 +13,8 @@ from tools import cli
 
 def test_every_program_is_a_command():
     """The commands are the programs at the top and the tools, no more and no less."""
-    tools = "benchmark checkpoint compare convert doctor embed generate inspect_dataset ledger_diff make_dataset plan "
-    tools += "score serve tokenize_text"
+    tools = "benchmark checkpoint compare convert doctor embed generate inspect_dataset make_dataset plan score serve "
+    tools += "tokenize_text"
     assert list(cli.programs()) == ["train", "train_any", *tools.split()]
     run = [path.stem for path in (ROOT / "tools").glob("*.py") if '__name__ == "__main__"' in path.read_text()]
     assert sorted(run) == tools.split()

@@ -12,12 +12,12 @@ from safetensors.numpy import load_file
 from ledger.compiled import check
 from ledger.count.step import of_step
 from ledger.machines import hardware, roofline
-from ledger.units import gigabytes
+from ledger.units import gigabytes, number
 from models import huggingface, llama
 from models.decoding import Programs, traced_step
 from runtime.config.command_line import load
 from runtime.terminal import RunError
-from tools import plan_generate
+from tools import plan, plan_generate
 
 
 def config_of(name, *overrides):
@@ -45,11 +45,11 @@ def test_memory_and_time_are_those_by_hand():
     estimate = roofline.roofline(ledger, hardware.named("h200"), 8)
     read = (2 * (matrices - V * M) // 2 + cache) / 4.8e12  # of the embedding a row for each token
     assert read < estimate.totals["memory"] < 4 * read
-    text = "\n".join(plan_generate.report(config, ledger, cache, hardware.named("h200"), estimate))
-    assert f"At most {6 / estimate.step_s:,.0f} tokens a second of all rows" in text
-    held = f"weights {gigabytes(ledger.memory.by_kind()['weights'])}"
-    assert f"Memory of one device: {held}; cache {gigabytes(cache)}; forecast of the peak" in text
-    assert "It will not fit" not in text
+    priced = replace(config, total_tokens=1e12, price=2.0)
+    text = "\n".join(plan.report(priced, ledger, estimate))
+    assert f" to {number(6 / estimate.step_s)}. 1.00T tokens: {1e12 / 6 * estimate.step_s / 86400:,.3g} to " in text
+    assert f"; cache {gigabytes(cache)} a device." in plan_generate.title_of(config, ledger, cache)
+    assert "Memory of one device: forecast of the peak" in text and "It will not fit" not in text
 
 
 @pytest.mark.parametrize("name", ["gemma", "llama_linear_tied", "llama"])
@@ -63,16 +63,14 @@ def test_one_table_at_both_ends_counts_once(name):
 def test_the_page_and_what_does_not_fit(capsys, tmp_path):
     """With a folder there is a ledger of the family's lines; a cache beyond the device's memory is said."""
     overrides = ("hardware=h200", "rows=1000000", "length=10000", f"folder={tmp_path}/plan", "compute_dtype=float32")
-    plan_generate.main(config_of("gemma3", *overrides))
-    assert (
-        "It will not fit: change the mesh, lower rows or length, or set weights to int8 or split."
-        in capsys.readouterr().out
-    )
+    plan.main(config_of("gemma3", *overrides))
+    text = capsys.readouterr().out
+    assert "It will not fit: " in text and f"\n  {plan_generate.FIXES[0]}\n" in text and "microbatches" not in text
     page = (tmp_path / "plan/ledger.txt").read_text()
     assert page.startswith("gemma.py on the mesh r=1 × d=1 × c=1 × e=1 × t=1: one step of 1,000,000 tokens")
     assert "feed_forward_half" in page
     with pytest.raises(RunError, match=r"rows = 3 cannot be divided among mesh\.d = 2 devices"):
-        plan_generate.main(config_of("llama", "mesh.d=2", "rows=3"))
+        plan.main(config_of("llama", "mesh.d=2", "rows=3"))
 
 
 @pytest.mark.parametrize("name, kept", [("llama", "split"), ("t5", None)])

@@ -21,11 +21,13 @@ from jax_extra import explicit_activation_checkpointing, save_for_backward
 from ledger.count.costs import Collective, HostCopy, Product, Saved, count, saved
 from ledger.count.memory import GROUPS
 from ledger.count.program import PHASES, read
+from ledger.count.step import FORMAT
+from ledger.pages import contents
 from ledger.pages import text as page
+from ledger.pages.differences import differences
 from ledger.pages.files import write
-from runtime.config import command_line
 from runtime.config.command_line import load
-from tools import ledger_diff
+from tools import compare
 
 SOURCE = Path(train.__file__).read_text().splitlines()
 CASES = [
@@ -358,13 +360,13 @@ def test_the_keys_of_the_json_are_documented():
 def test_the_summary_says_what_to_change_if_it_does_not_fit():
     """Before compiling: one line if the forecast fits; else the parts and what would make them smaller."""
     ledger = ledger_of("c4_a100x8_1b")
-    (line,) = page.summary(ledger, 80 * 2**30)
+    (line,) = contents.summary(ledger, 80 * 2**30)
     assert re.fullmatch(
         r"A step: \S+ model FLOPs, \S+ with what is recomputed; each device sends [\d.]+ GB and needs [\d.]+ GB "
         r"of 85.90 GB \(forecast\).",
         line,
     )
-    lines = page.summary(ledger, 8 * 2**30)
+    lines = contents.summary(ledger, 8 * 2**30)
     assert lines[1].startswith("It will not fit: weights 0.54 GB, optimizer state 1.07 GB, ")
     assert any(text.startswith("  twice the microbatches") for text in lines)
     assert any(
@@ -377,7 +379,7 @@ def changed(tmp_path, text: str) -> list[str]:
     """What the difference to train.py's ledger says after a change, without the sums."""
     before = ledger_of("local_test_synthetic").to_json()
     after = ledger_of_changed(tmp_path, "local_test_synthetic", text).to_json()
-    lines = ledger_diff.compare(json.loads(json.dumps(before)), json.loads(json.dumps(after)))
+    lines = differences(json.loads(json.dumps(before)), json.loads(json.dumps(after)))
     return lines[: lines.index("altogether")] if "altogether" in lines else lines
 
 
@@ -416,21 +418,22 @@ def test_moved_lines_are_no_difference(tmp_path):
     assert changed(tmp_path, "\n".join(["# A comment.", *SOURCE[:200], "", *SOURCE[200:]]) + "\n") == []
 
 
-def test_the_tool_and_its_errors(tmp_path, monkeypatch, capsys):
-    """The exit status says whether two ledgers differ; a file that is no ledger is one line of error."""
-    write(ledger_of("local_test_synthetic"), tmp_path)
+def test_compared_ledgers(tmp_path, called):
+    """tools.compare: the exit status says whether two ledgers differ; a file that is no ledger is one line of error;
+    one of format 1 is read."""
+    ledger = ledger_of("local_test_synthetic")
+    write(ledger, tmp_path)
     same, other = str(tmp_path / "ledger.json"), tmp_path / "other.json"
-    none = str(tmp_path / "none.json")
-    for text, arguments, status, shown in [
-        ("", [same, same], 0, "The two ledgers say the same."),
-        ("", [same, none], 1, f"error: {none} is no ledger ([Errno 2] No such file or directory: '{none}'): give the "),
-        ("{", [str(other), same], 1, "other.json is no ledger (Expecting property name"),
-        ('{"format": 0}', [str(other), same], 1, "other.json: expected a ledger of format 1, found 0: write it again"),
+    old = {**ledger.to_json(), "format": 1, "text": SOURCE}
+    old = json.dumps({key: value for key, value in old.items() if key != "texts"})
+    fewer = old.replace('"times": 2,', '"times": 3,', 1)
+    for text, status, shown in [
+        (old, 0, "The ledgers say the same."),
+        (fewer, 1, "altogether"),
+        (None, 1, f"error: {other} is no ledger: give the ledger.json of a run folder: FileNotFoundError"),
+        ("{", 1, f"{other} is no ledger: give the ledger.json of a run folder: JSONDecodeError"),
+        ('{"format": 0}', 1, f"expected a ledger of format {FORMAT}, found 0"),
     ]:
-        other.write_text(text)
-        monkeypatch.setattr("sys.argv", ["ledger_diff", *arguments])
-        with pytest.raises(SystemExit) as stop:
-            command_line.run(ledger_diff.main, ledger_diff.LedgerDiff)
-        assert stop.value.code == status
-        printed = capsys.readouterr()
-        assert shown in printed.out + printed.err
+        other.unlink(missing_ok=True) if text is None else other.write_text(text)
+        found, out, error = called(compare.main, compare.Compare, same, str(other))
+        assert found == status and (shown in out + error or (text is fewer and ": times: " in out))

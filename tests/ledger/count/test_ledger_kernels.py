@@ -9,6 +9,7 @@ import train
 from kernels.attention import KERNELS
 from ledger.count.step import Ledger
 from ledger.pages import text as page
+from ledger.pages.contents import array
 from runtime.config.command_line import load
 
 # Two query heads for a key head, rows of three blocks, heads split over t; nothing is compiled.
@@ -79,7 +80,7 @@ def test_what_the_kernel_keeps_is_said(name, ledgers, config):
     assert [row.bytes for row in kept] == [o_bytes] and kept[0].times == model.layers
     text = page.text(ledger)
     for row in (*kept, log_sum_exp):
-        assert any(page.array(row) in line and "save_for_backward" in line for line in text.splitlines())
+        assert any(array(row) in line and "save_for_backward" in line for line in text.splitlines())
     bare = [
         {dataclasses.replace(row, line=""): times for row, times in each.costs.collectives.items()}
         for each in (ledger, ledgers["einsum"])

@@ -12,7 +12,8 @@ import train
 from ledger.count.memory import forecast
 from ledger.count.program import PHASES, read
 from ledger.machines.hardware import Hardware, named, of_device_kind
-from ledger.machines.roofline import roofline, speed, text
+from ledger.machines.roofline import roofline, speed
+from ledger.pages import contents
 
 PLAIN = Hardware(100.0, 1000, 10.0, link_bytes_per_s=8.0, network_bytes_per_s=1.0)
 
@@ -143,19 +144,17 @@ def test_what_is_not_known_is_not_guessed():
     ledger = ledger_of("c4_a100x8_1b")
     nothing = roofline(ledger, Hardware(None, None, None), 8)
     assert nothing.step_s is nothing.mfu is nothing.bound is None
-    assert "n/a" in text(nothing)[1] and "MFU: at most n/a" in "\n".join(text(nothing))
+    assert "n/a" in contents.times(nothing).text()[2]
     no_links = roofline(ledger, named("NVIDIA H100 PCIe"), 8)
     assert no_links.totals["compute"] > 0 and no_links.totals["communication"] is None and no_links.mfu is None
     assert named("gtx") is None and of_device_kind("cpu") is None
 
 
 def test_the_text():
-    """A row a phase, a row a collective, the widest 160 columns."""
-    lines = text(roofline(ledger_of("c4_a100x8_1b"), named("a100_80gb"), 4))
-    assert (
-        lines[0].split() == "Time of a step at the least compute memory communication overlapped alone bound by".split()
-    )
-    assert [line.split()[0] for line in lines[1:6]] == [*PHASES, "all"]
-    assert lines[1].split()[1:3] == ["54.6", "ms"] and lines[1].endswith("compute")
-    assert any("reduce-scatter" in line and "100 GB/s" in line and "between hosts" in line for line in lines)
-    assert max(map(len, lines)) <= 160
+    """A row a phase, a row a collective, in a terminal of 80 columns."""
+    estimate = roofline(ledger_of("c4_a100x8_1b"), named("a100_80gb"), 4)
+    times, sent = contents.times(estimate).text(), contents.sendings(estimate).text()
+    assert [line.split()[0] for line in times[2:]] == [*PHASES, "all"]
+    assert times[2].split()[1:3] == ["54.6", "ms"] and times[2].endswith("compute")
+    assert any("reduce-scatter" in line and "100 GB/s" in line and "between hosts" in line for line in sent)
+    assert max(map(len, [*times, *sent])) <= 80

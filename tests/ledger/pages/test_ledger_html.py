@@ -12,7 +12,7 @@ from ledger.machines.hardware import Hardware, named
 from ledger.machines.roofline import roofline
 from ledger.pages.files import write
 from ledger.pages.html import coloured, page
-from ledger.pages.render import shown
+from ledger.pages.table import shown
 from ledger.units import number
 
 VOID = {"meta", "br", "img", "input", "link", "hr"}
@@ -117,12 +117,12 @@ def test_the_sums_of_each_line_are_the_ledgers(name, overrides):
     ledger = ledger_of(name, *overrides)
     parser, sums = Parser(page(ledger)), by_line(ledger)
     margin = {key: text for key, text in parser.texts.items() if key[1] in (1, 2, 3)}
-    assert set(margin) == {(f"L{line.rpartition(':')[2] or 0}", column) for line, column in sums}
+    assert set(margin) == {(line or "unknown", column) for line, column in sums}
     order = sorted({row.axes for row in ledger.costs.collectives}, key=lambda axes: (len(axes), axes))
     classes = {" × ".join(axes): f"axes{place}" for place, axes in enumerate(order)} | {"": "unasked"}
     classes |= {why: why for why in ("input", "gradient")}
     for (line, column), parts in sums.items():
-        unit, key = "FLOP" if column == 1 else "B", (f"L{line.rpartition(':')[2] or 0}", column)
+        unit, key = "FLOP" if column == 1 else "B", (line or "unknown", column)
         assert margin[key].strip() == shown(sum(parts.values()), unit)
         largest = max(sum(each.values()) for (_, other), each in sums.items() if other == column)
         widths = collections.Counter()
@@ -145,12 +145,12 @@ def test_the_totals():
 def test_the_source_is_text():
     """Every line of the file stands in the page; tags in it, and the end of a script, are text there."""
     ledger = ledger_of("local_test_synthetic")
-    lines = list(ledger.text)
+    lines = list(ledger.texts["train.py"])
     lines[0] = '"""</script><script>alert(1)</script> <!-- & &amp; <b>'
-    ledger = dataclasses.replace(ledger, text=lines, source="a<b>&.py")
+    ledger = dataclasses.replace(ledger, texts={"a<b>&.py": lines}, source="a<b>&.py")
     text = page(ledger)
     parser = Parser(text)
-    assert [parser.texts[f"L{number}", "code"] for number in range(1, len(lines) + 1)] == [
+    assert [parser.texts[f"a<b>&.py:{number}", "code"] for number in range(1, len(lines) + 1)] == [
         line.strip(" ") for line in lines
     ]
     assert text.count("<script") == 1 and text.count("</script>") == 1 and "<!--" not in text

@@ -21,9 +21,8 @@ from tools import (
     compare,
     generate,
     inspect_dataset,
-    ledger_diff,
     make_dataset,
-    plan,
+    plan_step,
     score,
     serve,
     tokenize_text,
@@ -78,10 +77,10 @@ TOOLS = [
     serve.Serve,
     score.Score,
 ]
-SEVERAL_NEEDED = [compare.Compare, checkpoint.LookAt, ledger_diff.LedgerDiff]
+SEVERAL_NEEDED = [compare.Compare, checkpoint.LookAt]
 
 
-@pytest.mark.parametrize("config_class", [train.Config, plan.plan_class(train), *TOOLS, *SEVERAL_NEEDED])
+@pytest.mark.parametrize("config_class", [train.Config, plan_step.plan_class(train), *TOOLS, *SEVERAL_NEEDED])
 def test_no_key_is_without_explanation(config_class):
     """Each key of a run and of a tool says what it is."""
     explained = explanations(config_class)
@@ -90,7 +89,7 @@ def test_no_key_is_without_explanation(config_class):
     assert max(len(line) for text in help_of_keys(config_class) for line in text.splitlines()) <= 120
 
 
-@pytest.mark.parametrize("config_class", [train.Config, plan.plan_class(train), train_any.Config])
+@pytest.mark.parametrize("config_class", [train.Config, plan_step.plan_class(train), train_any.Config])
 def test_each_program_takes_the_configs_that_it_lists(config_class):
     """None ends in `is not a key`."""
     names = configs_of(ROOT / "configs", config_class.CONFIG)

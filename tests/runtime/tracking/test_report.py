@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 import zarr
 
+from ledger.pages.table import Table
 from runtime.config.keys import FlatTokens, HuggingFaceDataset, Source
 from runtime.data.sources import bytes_per_token
 from runtime.terminal import RunError
 from runtime.tracking.curves import POINTS, charts, curves
 from runtime.tracking.recorded import Recorded, read_run
-from runtime.tracking.report import environment, report_page, write_report
+from runtime.tracking.report import compare_page, environment, report_page, write_report
 from tools import compare
 
 
@@ -108,7 +109,7 @@ def test_what_others_wrote_is_text(tmp_path):
         file.write(attack + "\n")
     for page in (
         report_page(read_run(folder)),
-        compare.compare_page([read_run(folder)] * 2, {attack: [attack] * 2}, ([attack], [[attack]])),
+        compare_page([read_run(folder)] * 2, *[Table(attack, {attack: ""}, [[attack]])] * 2, {attack: [attack]}),
     ):
         assert "<img" not in page.split("<main>")[1] and page.count("</script>") == page.count("<script")
 
@@ -292,9 +293,9 @@ def run_compare(called):
 def test_the_page_can_be_written_again(tmp_path, run_compare):
     """python -m tools.compare RUN writes its report and prints its row."""
     folder = write_run(tmp_path / "first", [3.0])
-    table, row, *_, page = run_compare(folder)[1].splitlines()
+    _, table, row, page = run_compare(folder)[1].splitlines()
     assert "step 1 of 100" in (folder / "report.html").read_text()
-    assert table.startswith("run ") and row.startswith("first ") and page == f"Curves: {folder}/report.html"
+    assert table.startswith("  run ") and row.startswith("  first ") and page == f"Curves: {folder}/report.html"
 
 
 def test_compare_prints_a_table_and_the_differences_and_writes_a_page(tmp_path, run_compare):
@@ -304,13 +305,15 @@ def test_compare_prints_a_table_and_the_differences_and_writes_a_page(tmp_path, 
     second = write_run(tmp_path / "second", [3.5, 2.75], config=other, validation_loss=2.0)
     status, output = run_compare(first, second, f"output={tmp_path}/both.html")
     assert status == 0 and output.splitlines() == [
-        "run     steps  loss    validation  step time  tokens/s  MFU",
-        "first   3      2.2500  n/a         500 ms     1,001     n/a",
-        "second  2      2.7500  2.0000      500 ms     1,001     n/a",
+        "At the end",
+        "  run     steps    loss  validation  step time  tokens/s  MFU",
+        "  first       3  2.2500         n/a     500 ms     1,001  n/a",
+        "  second      2  2.7500      2.0000     500 ms     1,001  n/a",
         "",
-        "configuration  first  second",
-        "new            –      true",
-        "training.seed  0      1",
+        "Configuration that differs",
+        "  key            first  second",
+        "  new            –      true",
+        "  training.seed  0      1",
         f"Curves: {tmp_path}/both.html",
     ]
     text = Outside((tmp_path / "both.html").read_text()).text
@@ -323,11 +326,11 @@ def test_programs_that_differ(tmp_path, run_compare):
     for folder, text in zip(folders, ("rate = 1\nsame = 2\n", "rate = 3\nsame = 2\n", "rate = 1\nsame = 2\n")):
         (folder / "program.py").write_text(text)
     _, output = run_compare(*folders, f"output={tmp_path}/all.html")
-    (line,) = (line.split() for line in output.splitlines() if line.startswith("program.py "))
+    (line,) = (line.split() for line in output.splitlines() if line.startswith("  program.py "))
     assert line[1] == line[3] != line[2] and "configurations are equal" not in output
     assert f"diff -u {folders[0]}/program.py {folders[1]}/program.py" in output
     page = (tmp_path / "all.html").read_text()
-    assert "-rate = 1\n+rate = 3\n same = 2" in page and page.count("<h3>program.py") == 1
+    assert "-rate = 1\n+rate = 3\n same = 2" in page and page.count("<h2>program.py") == 1
 
 
 def test_runs_of_the_same_name_are_told_apart(tmp_path, run_compare):
@@ -336,7 +339,7 @@ def test_runs_of_the_same_name_are_told_apart(tmp_path, run_compare):
     (tmp_path / "b").mkdir()
     folders = [write_run(tmp_path / letter / "run", [3.0]) for letter in "ab"]
     _, output = run_compare(*folders, f"output={tmp_path}/both.html")
-    assert output.splitlines()[1].split()[0] == str(folders[0]) and "The configurations are equal." in output
+    assert output.splitlines()[2].split()[0] == str(folders[0]) and "The configurations are equal." in output
 
 
 def test_equal_runs(tmp_path, run_compare):
