@@ -120,7 +120,7 @@ def row(run: Recorded) -> tuple:
     def values(name: str) -> list[float]:
         return [line[name] for line in run.lines if isinstance(line.get(name), int | float)]
 
-    losses = [(values(name) or [None])[-1] for name in ("loss", "validation_loss")]
+    losses = [values(name)[-1] if values(name) else None for name in ("loss", "validation_loss")]
     medians = [statistics.median(values(name)) if values(name) else None for name in ("step_time_s", *MEASURED[1:3])]
     return run.name, max((line["step"] for line in run.lines), default=0), *losses, *medians
 

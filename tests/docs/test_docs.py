@@ -17,10 +17,9 @@ from pages import PAGES, ROOT, blocks, copy_of_the_repository, executed, of_lang
 
 import train
 from docs.generate import BLOCK
-from runtime import program
 from runtime.config.command_line import load
 from runtime.terminal import RunError
-from tools import plan_step
+from tools import plan, plan_step
 
 # == Commands ==========================================================================================================
 # How many blocks of commands each page has that say `sh`: tests execute these, line by line.
