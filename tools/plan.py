@@ -33,10 +33,19 @@ from runtime.run import with_shardings
 from runtime.terminal import RunError, wrapped
 from shardlib.mesh import make_mesh
 from shardlib.shardtypes import mesh_text
-from tools.plan_step import config_class, ledger_of, machine_of, on_mesh, trace, with_kernel
+from tools.plan_step import ledger_of, machine_of, on_mesh, plan_class, trace, with_kernel
 from tools.plan_sweep import sweep
 
 AGAIN = "CLEARSHARD_PLANS"  # in the environment of the process that start_again makes
+
+
+def config_class(arguments: Sequence[str]) -> type:
+    """The class of a plan's config, by the program that a command line names: a trainer, or what decodes."""
+    if "program=generate" in arguments:
+        from tools.plan_generate import PlanGenerate  # imports all models, which take time to start
+
+        return PlanGenerate
+    return plan_class(program.of_command_line(arguments))
 
 
 def main(config: Any) -> None:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,15 +55,6 @@ class PlanKeys(Machine, program.ProgramKey):
 def plan_class(trainer: program.Trainer) -> type:
     """The class of a plan's config: a trainer's config, and the machine."""
     return program.with_keys(PlanKeys, trainer)
-
-
-def config_class(arguments: Sequence[str]) -> type:
-    """The class of a plan's config, by the program that a command line names: a trainer, or what decodes."""
-    if "program=generate" in arguments:
-        from tools.plan_generate import PlanGenerate  # imports all models, which take time to start
-
-        return PlanGenerate
-    return plan_class(program.of_command_line(arguments))
 
 
 def machine_of(config: Any) -> hardware.Hardware:

@@ -134,7 +134,9 @@ def of_step(
     costs, kept = count(block, mesh_axes), saved(block)
     places = [row.line for rows in (costs.products, costs.collectives, kept) for row in rows]
     costly = {place.rpartition(":")[0] for place in places}
-    files = {Path(source).name: Path(source)} | {name: file for name, file in block.files.items() if name in costly}
+    # Another file of the program's name may have led to what JAX traced before, and kept.
+    others = {name: file for name, file in block.files.items() if name in costly - {Path(source).name}}
+    files = {Path(source).name: Path(source), **others}
     return Ledger(
         source=Path(source).name,
         texts={name: file.read_text(encoding="utf-8").splitlines() for name, file in files.items() if file.exists()},

@@ -103,7 +103,7 @@ def check_arguments(module, arguments):
     given = re.search(r"^    \S*\brun\(main, ([\w.]+)(\(.*)?\)\n", source, re.M)
     if given is None or "--help" in arguments:
         return  # docs/tutorial.py, and follow.py, which has two arguments
-    class_ = plan_step.config_class(arguments) if given[2] else getattr(importlib.import_module(module), given[1])
+    class_ = plan.config_class(arguments) if given[2] else getattr(importlib.import_module(module), given[1])
     name, overrides, sweeps = None, [], "-m" in arguments
     for each in arguments:
         if each.startswith("--config-name="):
