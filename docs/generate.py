@@ -187,7 +187,8 @@ def settings(old, *machine):
 
 def refusal(old, *overrides):
     """docs/it_does_not_fit.md: how the plan says it."""
-    return fenced([wrapped(re.search(r"It will not fit: .*? To need less:", planned(*overrides))[0] + " ...")])
+    text = " ".join(planned(*overrides).split())
+    return fenced([wrapped(re.search(r"It will not fit: .*? To need less:", text)[0] + " ...")])
 
 
 def floors_on_h200(old):
