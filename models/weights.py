@@ -115,7 +115,7 @@ class Weight:
         parts = self.parts(name)
         if w is None:
             return dict.fromkeys(parts)
-        with jax.named_scope(f'{name}@{pathlib.Path(self.line).name}'):  # the ledger counts it at this line
+        with jax.named_scope(f'{name}={pathlib.Path(self.line).name}'):  # the ledger counts it at this line
             return {part: self._in_use(w, number, options, scale) for part, number in parts.items()}
 
     def _in_use(self, w: jax.Array, number: int | None, options: dict[str, Any], scale: jax.Array | None) -> Any:

@@ -25,8 +25,8 @@ PHASES = ("forward", "recomputed", "backward", "update")
 # A frame in these says how an operation is written, not where the model does it: the caller's line is its place.
 _REPOSITORY = Path(__file__).absolute().parents[2]
 _INNER = tuple(str(_REPOSITORY / name) for name in ("kernels", "jax_extra.py"))
-# A scope 'w_q@llama.py:66' says that another line is the place: of a family's table, from which a gather is derived.
-_DECLARED = re.compile(r"@(\w+\.py:\d+)(?![\w.])")
+# A scope 'w_q=llama.py:66' says that another line is the place: of a family's table, from which a gather is derived.
+_DECLARED = re.compile(r"=(\w+\.py:\d+)(?![\w.])")
 
 
 @functools.cache
@@ -38,7 +38,7 @@ def is_place(file_name: str) -> bool:
 def declared_place(scopes: str) -> str:
     """The place that the innermost such scope gives; '' without one.
 
-    >>> declared_place("jvp(layers)/w_q@llama.py:66")
+    >>> declared_place("jvp(layers)/w_q=llama.py:66")
     'llama.py:66'
     """
     return (_DECLARED.findall(scopes) or [""])[-1]

@@ -7,16 +7,23 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import reference
 import small
 from jax import lax
 
 import train
+import train_any
 from ledger.compiled.collectives import axes_of_groups, compiled, dtype_of, widened
 from ledger.count.costs import Collective, count, totals
 from ledger.count.program import read
+from ledger.count.step import of_step
+from models import llama
+from runtime.config.command_line import load
+from runtime.run import with_shardings
 from shardlib import shardops
+from shardlib.mesh import make_mesh
 from shardlib.shard_map import typed_shard_map
 from shardlib.shardtypes import f32
 
@@ -53,6 +60,32 @@ def test_the_compiled_step_sends_what_is_written(mesh, microbatches):
     assert sum(ours.values()) == once * microbatches + whole
     assert sum(times for row, times in ours.items() if row.phase == "update") == whole
     assert all(row.line.startswith("train.py:") for row in ours)
+
+
+def test_the_lines_of_a_family():
+    """Of train_any on d · c · t, float32: lines of all its files are equal too; each weight is gathered at its line of
+    the family's table, and its gradient is reduced there."""
+    keys = ["mesh={d: 2, c: 2, t: 2}", "model.compute_dtype=float32", "training.tokens.batch=16"]
+    config = train_any.resolved(load(train_any.Config, "any_synthetic", keys))
+    axes, zero = vars(config.mesh), np.uint32(0)
+    step, _ = train_any.mapped_steps(config, 0)
+    with jax.set_mesh(make_mesh(axes)):
+        state, batch = train_any.shapes(config)
+        shapes = with_shardings(state, train_any.state_type(config)), with_shardings(batch, type(batch))
+        traced = jax.jit(step).trace(shapes[0], zero, zero, shapes[1])
+        ours, theirs = both_tables(traced, axes)
+        ledger = of_step(traced, axes, source=train_any.__file__, tokens=1)
+    # XLA merges two gathers of the residual, of equal lines: one is left.
+    assert set(ours) == set(theirs) and sum((ours - theirs).values()) <= 1 and not theirs - ours
+    assert next(iter(ledger.texts)) == "train_any.py" and {"llama.py", "layers.py"} < set(ledger.texts)
+    assert {row.line.partition(":")[0] for row in ours} <= set(ledger.texts)
+    for name, weight in llama.TABLE.layer.items():
+        if getattr(state.weights.trained.transformer, name) is not None:
+            place = Path(weight.line).name
+            file, _, number = place.partition(":")
+            assert f"'{name}': " in ledger.texts[file][int(number) - 1]
+            sent = {row.phase: row.kind for row in ours if row.line == place}
+            assert sent == {"forward": "all-gather", "recomputed": "all-gather", "backward": "reduce-scatter"}
 
 
 @pytest.mark.parametrize("mesh", [(4, 2), *small.slow((8, 1))], ids=["4x2", "8x1"])
