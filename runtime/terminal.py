@@ -94,6 +94,15 @@ class _Output:
     def flush(self) -> None:
         """Nothing is left to write."""
 
+    @property
+    def encoding(self) -> str | None:
+        """By which tqdm chooses what bars are drawn with."""
+        return getattr(sys.stdout, "encoding", None)
+
+    def fileno(self) -> int:
+        """By which tqdm asks for the terminal's width."""
+        return sys.stdout.fileno()
+
     def isatty(self) -> bool:
         return sys.stdout is not None and not sys.stdout.closed and sys.stdout.isatty()
 
