@@ -77,7 +77,7 @@ def main(config: Compare) -> None:
             print_line(f"The programs: diff -u {runs[0].folder}/program.py {run.folder}/program.py")
         if found := changed_costs.get(run.name):
             print_line(f"A step costs, {runs[0].name} -> {run.name} (the page has the lines of the source):")
-            print_line("\n".join(found[found.index(ALL) + 1 :] if ALL in found else found))
+            print_line("\n".join(found[found.index(ALL) + 1 :] if ALL in found else ["    in all the same"]))
     for problem in damaged:
         print_error(problem, "left out")
     print_line(f"Curves: {page}")

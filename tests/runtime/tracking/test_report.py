@@ -1,5 +1,6 @@
 """report.html, and tools.compare on run folders that are made by hand."""
 
+import html
 import html.parser
 import json
 import math
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import zarr
 
+from ledger.count.step import FORMAT
 from ledger.pages.table import Table
 from runtime.config.keys import FlatTokens, HuggingFaceDataset, Source
 from runtime.data.sources import bytes_per_token
@@ -331,6 +333,21 @@ def test_programs_that_differ(tmp_path, run_compare):
     assert f"diff -u {folders[0]}/program.py {folders[1]}/program.py" in output
     page = (tmp_path / "all.html").read_text()
     assert "-rate = 1\n+rate = 3\n same = 2" in page and page.count("<h2>program.py") == 1
+
+
+def test_steps_that_cost_something_else(tmp_path, run_compare):
+    """Of runs that have ledgers the sums are printed, and the page has the lines of the source."""
+    folders = [write_run(tmp_path / name, [3.0]) for name in ("first", "second")]
+    nothing = {"collectives": [], "saved": [], "loops": [], "mesh": {}, "source": "a.py", "sent_bytes_per_device": {}}
+    for folder, flops in zip(folders, (100, 300)):
+        products = [{"line": "a.py:1", "phase": "forward", "flops": flops, "times": 1}]
+        sums = {"model_flops": flops, "hardware_flops": flops, "memory": {"bytes": 1, "by_kind": {}}}
+        ledger = {**nothing, **sums, "format": FORMAT, "texts": {"a.py": ["y = x @ w"]}, "products": products}
+        (folder / "ledger.json").write_text(json.dumps(ledger))
+    _, output = run_compare(*folders, f"output={tmp_path}/both.html")
+    assert "    model FLOPs: 100 -> 300\n" in output and "y = x @ w" not in output
+    page = html.unescape((tmp_path / "both.html").read_text())
+    assert "a.py:1  y = x @ w\n    FLOPs, forward: 100 -> 300" in page
 
 
 def test_runs_of_the_same_name_are_told_apart(tmp_path, run_compare):
