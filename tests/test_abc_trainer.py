@@ -86,7 +86,7 @@ def test_it_is_planned(monkeypatch, capsys):
     assert "abc on 8 × h200: 1 host of 8, mesh a=2 × t=2 × c=2; 16 × 32 tokens a step" in capsys.readouterr().out
     assert start(monkeypatch, *overrides, "hosts=1", "sweep=true", **given) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1].split()[:4] == ["a", "t", "c", "save_for_backward"]
+    assert lines[1].split()[:4] == ["a", "t", "c", "keeps"]
     assert {tuple(line.split()[:3]) for line in lines if " everything " in line} == {
         ("8", "1", "1"), ("4", "2", "1"), ("4", "1", "2"), ("2", "4", "1"), ("2", "2", "2"), ("2", "1", "4"),
         ("1", "8", "1"), ("1", "4", "2"), ("1", "2", "4"), ("1", "1", "8"),
