@@ -34,7 +34,7 @@ WITHOUT_EFFECT = {
     'output_router_logits', 'router_aux_loss_coef',
 }  # fmt: skip
 # Settings that are not part of the model: where weights come from and where they go they may differ.
-SETTINGS = ('compute_dtype', 'attention', 'capacity')
+SETTINGS = ('compute_dtype', 'attention', 'capacity', 'capacity_parts')
 
 
 class Fields:

@@ -2,8 +2,8 @@
 
     y, routing = mixture(model, x, router, (w_gate, w_up, w_down), M)         # act['B/b L/c M/t']
 
-No token is dropped, or each expert has `capacity` slots in a row: then what it computes has a fixed size. Legend: E
-experts, X of them chosen by a token, C an expert's slots in a row, H d_ff of one expert.
+No token is dropped, or each expert has slots for some tokens of a row: then what it computes has a fixed size. Legend:
+E experts, X of them chosen by a token, C an expert's slots in a row, H d_ff of one expert.
 """
 
 import functools
@@ -63,16 +63,18 @@ def route(model, x: act['B/b L/c M'], router: f32['M E']) -> tuple[Choices, Rout
     return (weight.astype(act.dtype), choice), routing
 
 
-def slots(choice, E, C):
+def slots(choice, E, C, parts):
     """Part by part: of each (token, choice) its slot, of E·C, or the one past the last where its expert has none left;
     and whether it has none.
 
-    A row's earlier tokens come first, so that no token is dropped for one that follows it.
+    Each of the row's parts has C / parts slots of an expert. Its earlier tokens come first, so that no token is dropped
+    for one that follows it.
     """
-    pairs = choice.reshape(choice.shape[0], -1)
+    pairs, per_part = choice.reshape(choice.shape[0], parts, -1), C // parts
     one_hot = jax.nn.one_hot(pairs, E, dtype=jnp.int32)
-    place = jnp.sum(jnp.cumsum(one_hot, axis=1) * one_hot, axis=-1) - 1
-    slot, lost = jnp.where(place < C, pairs * C + place, E * C), place >= C
+    place = jnp.sum(jnp.cumsum(one_hot, axis=2) * one_hot, axis=-1) - 1
+    slot = pairs * C + jnp.arange(parts)[None, :, None] * per_part + place
+    slot, lost = jnp.where(place < per_part, slot, E * C), place >= per_part
     return slot.reshape(choice.shape), lost.astype(jnp.float32).reshape(choice.shape)
 
 
@@ -99,16 +101,17 @@ def experts_with_capacity(
 ) -> tuple[act['B/b L/c M/t'], f32['+b +c']]:
     """The chosen experts' results, weighted; and the share of choices that were dropped (Lepikhin et al. 2020, 2.2).
 
-    Each row has C slots of each expert, the same number on every mesh; of a row on c devices each fills its C/c. Sends
-    all-to-all over e, of the tokens' M there, 2·capacity·X·M bytes a token, and of M/t back; as much backward.
+    Each of a row's capacity_parts has as many slots of each expert, on every mesh: a device has whole parts, which are
+    as many as divide the row. Sends all-to-all over e, of the tokens' M there, 2·capacity·X·M bytes a token, and of M/t
+    back; as much backward.
     """
     (weight, choice), (w_gate, w_up, w_down) = choices, experts
-    E, length = model.experts, x.shape[1] * shardops.axis_size('c')
-    average = length * model.experts_per_token / E
-    C = math.ceil(min(model.capacity * average, length))
-    C = -(-C // 8) * 8  # so that 2, 4 or 8 devices can share a row
-    own = C // int(shardops.axis_size('c'))
-    into = functools.partial(slots, E=E, C=own)
+    E, length, devices = model.experts, x.shape[1] * shardops.axis_size('c'), int(shardops.axis_size('c'))
+    parts = math.gcd(model.capacity_parts, length)
+    average = length // parts * model.experts_per_token / E
+    C = parts * math.ceil(min(model.capacity * average, length // parts))
+    own = C // devices
+    into = functools.partial(slots, E=E, C=own, parts=parts // devices)
     slot, lost = shardops.local('B/b L/c X -> B/b L/c X, B/b L/c X', into, choice)
     into = functools.partial(dispatch, E=E, C=own)
     sent = shardops.local('B/b L/c M, B/b L/c X -> E B/b C/c M', into, x, slot, E=E, C=C)

@@ -28,7 +28,8 @@ class Model(llama.Model):  # d_ff is H, of one expert
     experts_per_token: Count  # X
     shared_experts: Steps = 0  # further ones, to which every token goes (no published model)
     weights_add_to_one: bool = True  # those of the chosen experts; else they are the softmax over all (OLMoE)
-    capacity: Positive | None = None  # an expert's slots in a row, over what it gets on average; none: no limit
+    capacity: Positive | None = None  # an expert's slots, over the tokens that it gets on average; none: no limit
+    capacity_parts: Count = 1  # of a row, each with slots of its own; a multiple of 2 · mesh.c where c is more than 1
 
     def __post_init__(self) -> None:
         if self.experts_per_token > self.experts:

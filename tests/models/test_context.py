@@ -48,6 +48,7 @@ def check_experts(path, source):
 
     def program(capacity, M):
         model = types.SimpleNamespace(experts=8, experts_per_token=2, weights_add_to_one=True, capacity=capacity)
+        model.capacity_parts = 4
 
         def step(
             x: act["B/b L/c M"], router: f32["M E"], a: E, b: E, c: E

@@ -32,7 +32,9 @@ Expert = act["E/e M H/t"]
 
 # -- Capacity ----------------------------------------------------------------------------------------------------------
 def reference(x, weight, choice, w_gate, w_up, w_down, C):
-    """Expert by expert and token by token; an expert takes a row's first C tokens that chose it."""
+    """Expert by expert and token by token; an expert takes the first C tokens that chose it, of each of six parts of a
+    row."""
+    x, weight, choice = (each.reshape(48, 4, -1) for each in (x, weight, choice))
     y = np.zeros_like(x)
     for row in range(x.shape[0]):
         taken = [0] * len(w_gate)
@@ -43,20 +45,21 @@ def reference(x, weight, choice, w_gate, w_up, w_down, C):
                     gate, up = x[row, token] @ w_gate[expert], x[row, token] @ w_up[expert]
                     hidden = gate / (1 + np.exp(-gate)) * up
                     y[row, token] += weight[row, token, which] * (hidden @ w_down[expert].T)
-    return y
+    return y.reshape(8, 24, 8)
 
 
 @pytest.mark.usefixtures("proved_elsewhere")
-@pytest.mark.parametrize(("capacity", "C"), [(None, 16), (2.0, 16), (0.75, 8), (0.01, 8)])
-@pytest.mark.parametrize("mesh", [(2, 2), *small.slow((1, 1), (1, 4), (8, 1))], ids=str)
+@pytest.mark.parametrize(("capacity", "C"), [(None, 4), (2.0, 4), (0.75, 2), (0.01, 1)])
+@pytest.mark.parametrize("mesh", [(2, 1, 3), *small.slow((1, 1, 1), (2, 2, 1), (8, 1, 1))], ids=str)
 def test_experts_take_as_many_tokens_of_a_row_as_they_have_slots(mesh, capacity, C):
-    """Against numpy, on every mesh: without a capacity, or with one of E/X, none is dropped; else a row's last are."""
+    """Against numpy, on every mesh, three devices along c among them: without a capacity, or with one of E/X, none is
+    dropped; else the last of each part of a row are."""
     model = mixtral.Model(
         **dict.fromkeys(("d_model", "n_q_per_kv", "n_kv", "d_head", "layers", "vocab"), 8), d_ff=12, experts=8,
-        experts_per_token=4, capacity=capacity, rope_max_timescale=100.0,
+        experts_per_token=4, capacity=capacity, capacity_parts=6, rope_max_timescale=100.0,
     )  # fmt: skip
     rng = np.random.default_rng(0)
-    x, router = rng.normal(size=(8, 16, 8)).astype(np.float32), rng.normal(size=(8, 8)).astype(np.float32)
+    x, router = rng.normal(size=(8, 24, 8)).astype(np.float32), rng.normal(size=(8, 8)).astype(np.float32)
     matrices = rng.normal(size=(3, 8, 8, 12)).astype(np.float32) / 3
 
     def forward(
@@ -65,13 +68,13 @@ def test_experts_take_as_many_tokens_of_a_row_as_they_have_slots(mesh, capacity,
         (weight, choice), _ = experts.route(model, x, router)
         return experts.mixture(model, x, router, (w_gate, w_up, w_down), "M")[0], weight, choice
 
-    with on_mesh(*mesh):
+    with on_mesh(*mesh[:2], c=mesh[2]):
         y, weight, choice = jax.jit(typed_shard_map(forward))(x, router, *matrices)
     weight, choice = np.asarray(weight), np.asarray(choice)
     np.testing.assert_allclose(weight.sum(axis=-1), 1, atol=1e-6)
     np.testing.assert_allclose(y, reference(x, weight, choice, *matrices, C), atol=1e-5, rtol=0)
-    dropped = np.abs(reference(x, weight, choice, *matrices, 16) - y).max() > 0.1
-    assert dropped == (C < 16)
+    dropped = np.abs(reference(x, weight, choice, *matrices, 4) - y).max() > 0.1
+    assert dropped == (C < 4)
 
 
 @pytest.mark.usefixtures("proved_elsewhere")
