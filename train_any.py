@@ -33,7 +33,7 @@ from jax import lax
 import optimizers
 import pipeline
 from jax_extra import fold_in_str
-from models import adapters, bert, huggingface, layers, mesh, t5
+from models import adapters, bert, context, experts, huggingface, layers, mesh, t5
 from models.context import Context, context_of
 from models.dropout import Dropout
 from models.experts import Routing
@@ -439,7 +439,6 @@ def loss_and_gradient(
 ):  # fmt: skip
     """The loss, pending over all axes; what routers did, summed over microbatches; and the gradient of what is trained,
     pending over what each weight is the same along."""
-    experts = getattr(task.model, 'experts', 0)
     Part = task.Part
 
     @typed
@@ -467,7 +466,7 @@ def loss_and_gradient(
         return shardops.regroup(f'B/b {columns} -> parts R/b {columns}', x, parts=parts)
 
     batches = jax.tree.map(regroup, map_type(lambda array: array, Part), (batch, row_numbers(batch, 'B/b')))
-    routing = no_routing('layers', experts, layers=task.model.layers)
+    routing = no_routing('layers', getattr(task.model, 'experts', 0), layers=task.model.layers)
     zero = (shardops.zeros(ALL, f32), routing), jax.tree.map(jnp.zeros_like, in_step.trained)
     ((value, routing), gradient), _ = lax.scan(add_microbatch, zero, batches)
     return value, routing, gradient
@@ -837,6 +836,12 @@ def shapes(config: Config) -> tuple[State, Any]:
                 fix = nearest_multiples(size, count)
                 raise RunError(f'{key} = {size}: dealt out to {what} = {count}: set it to {fix}')
         check_sizes(config, f32['V/u'], jax.ShapeDtypeStruct((config.model.vocab,), jnp.float32))
+    if getattr(config.model, 'capacity', None):
+        key, parts = 'model.capacity_parts', config.model.capacity_parts
+        if tokens.len % parts:
+            raise RunError(f'{key} = {parts}: of rows of training.tokens.len = {tokens.len}: set it to a divisor')
+        if mesh.c > 1 and parts % (2 * mesh.c):
+            raise RunError(f'{key} = {parts}: on mesh.c = {mesh.c} expected {nearest_multiples(parts, 2 * mesh.c)}')
     check_sizes(config, i32['L/c'], jax.ShapeDtypeStruct((tokens.len,), jnp.int32))
     if task.along_c.way != 'deal':  # each device has positions from the front and from the end
         check_sizes(config, i32['2 l/c'], jax.ShapeDtypeStruct((2, tokens.len // 2), jnp.int32))
@@ -844,6 +849,13 @@ def shapes(config: Config) -> tuple[State, Any]:
     check_sizes(config, task.State, state)
     batch = batch_shapes(config, TokenBatch if task.pieces else task.Batch)  # a microbatch is of all stages
     return state, task.Batch(**vars(batch))
+
+
+def sources(config: Config) -> list[str]:
+    """The files that a ledger annotates: this one, the family's, and what they share."""
+    shared = [layers, context, *([experts] if getattr(config.model, 'experts', 0) else [])]
+    shared += [pipeline] if config.mesh.p > 1 else []
+    return [__file__, *(str(module.__file__) for module in (family_of(config.model), *shared))]
 
 
 def reader(config: Config, task: Task) -> Callable | None:
@@ -914,7 +926,7 @@ def main(config: Config) -> None:
             zero, count = np.uint32(0), sum(each.size for each in jax.tree.leaves(state.weights.trained))
             of = sum(each.size for each in jax.tree.leaves(state.weights.frozen))
             run.say(f'{count:,} parameters are trained' + (f', {of:,} are frozen' if is_part else ''))
-            steps = {1.0: run.compile(jax.jit(step, donate_argnums=0).trace(state, zero, zero, batch), __file__)}
+            steps = {1.0: run.compile(jax.jit(step, donate_argnums=0).trace(state, zero, zero, batch), sources(config))}
             for part in (0.5**n for n, _ in enumerate(config.training.batch_doubles_at, 1)):
                 smaller, _ = mapped_steps(config, special_id, part)
                 steps[part] = jax.jit(smaller, donate_argnums=0, compiler_options=run.compiler_options)

@@ -368,12 +368,12 @@ def hidden(
     with jax.named_scope('embed'):
         x = family.embed(model, ends, along_c.part(inputs), along_c.part(position), 'M/t')
 
-    def in_use(w, low, scales):
-        return adapt(family.gather_layer(w, reduce_dtype, scales), low)
+    def in_use(w, ready, low):
+        return adapt(family.gather_layer(w, reduce_dtype, ready), low)
 
     numbers = None if dropout is None else jnp.arange(model.layers, dtype=jnp.uint32)
-    scales = family.TABLE.float8_scales('transformer', weights.transformer) if fp8 else {}
-    stack = (weights.transformer, low, scales), family.mask(model).by_layer(), numbers
+    of_layers = family.TABLE.of_all_layers('transformer', weights.transformer, reduce_dtype, fp8)
+    stack = (*of_layers, low), family.mask(model).by_layer(), numbers
     x, routing = through(family, model, x, stack, in_use, segment, position, kept, unroll, dropout, along_c)
     return ended(family, model, ends, x), routing
 
@@ -409,9 +409,9 @@ def through(
 
 @jax.named_scope('final_norm')
 def ended(family, model, ends, x):
-    """act['B/b L/c M'], what logits are computed from, of what the last layer returns: keeps its input, 2M/t bytes a
+    """act['B/b L/c M'], what logits are computed from, of what the last layer returns: keeps it gathered, 2M bytes a
     token, and not the norm's float32 values."""
-    return explicit_activation_checkpointing(functools.partial(family.final, model, M='M/t'))(ends, x)
+    return explicit_activation_checkpointing(functools.partial(family.final, model, M='M'))(ends, enter(x, 'M/t'))
 
 
 # == Loss ==============================================================================================================

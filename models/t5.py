@@ -215,22 +215,19 @@ def final_of_encoder(model: Model, ends: Ends, x: jax.Array, M: str) -> act['B/b
 
 def _stack(model, name, weights, x, attend, cross, adapt, low, reduce_dtype, kept, unroll, fp8, dropout):
     """All layers of the encoder or of the decoder, as training runs them; `attend` and `cross` take a `Drop` too."""
-    weights = getattr(weights, name)
-    scales = TABLE.float8_scales(name, weights) if fp8 else {}
+    of_layers = TABLE.of_all_layers(name, getattr(weights, name), reduce_dtype, fp8)
     first, count = (0, model.encoder_layers) if name == 'encoder' else (model.encoder_layers, model.layers)
     numbers = None if dropout is None else jnp.arange(first, first + count, dtype=jnp.uint32)
 
     @layers.keeping(kept)
     def one(x, of_layer):
-        w, low, scales, number = of_layer
-        w, drop = (
-            adapt(gather_layer(w, reduce_dtype, scales), low),
-            None if dropout is None else dropout.of_layer(number),
-        )
+        w, ready, low, number = of_layer
+        w = adapt(gather_layer(w, reduce_dtype, ready), low)
+        drop = None if dropout is None else dropout.of_layer(number)
         calls = [each and functools.partial(each, drop=drop) for each in (attend, cross)]
         return layer(model, x, w, *calls, 'M/t' if drop is None else Residual(drop))[0], None
 
-    return lax.scan(one, x, (weights, low, scales, numbers), unroll=unroll)[0]
+    return lax.scan(one, x, (*of_layers, low, numbers), unroll=unroll)[0]
 
 
 def encode(
@@ -297,7 +294,7 @@ def hidden(
         x = embed(model, ends, ALONE.part(inputs), None, 'M/t')
     x = _stack(model, 'decoder', weights, x, attend, cross, adapt, low[1], **options)
     with jax.named_scope('final_norm'):
-        return explicit_activation_checkpointing(functools.partial(final, model, M='M/t'))(ends, x)
+        return explicit_activation_checkpointing(functools.partial(final, model, M='M'))(ends, enter(x, 'M/t'))
 
 
 # == config.json =======================================================================================================

@@ -107,16 +107,18 @@ class Weight:
         return {name: None}
 
     def gathered(
-        self, name: str, w: jax.Array | None, reduce_dtype: str, scale: jax.Array | None = None
+        self, name: str, w: jax.Array | None, reduce_dtype: str, ready: jax.Array | None = None
     ) -> dict[str, Any]:
-        """What it is in use, by name; gradients of matrices and biases travel in reduce_dtype. With a scale it is
-        gathered as `Float8`."""
+        """The weight in use, by name; gradients of matrices and biases travel in reduce_dtype.
+
+        ready: what `Table.of_all_layers` has of it: itself, where w is None; of a matrix the scale of `Float8`.
+        """
         options = {} if self.in_use is f32 else {'dtype': self.in_use, 'reduce_dtype': reduce_dtype}
         parts = self.parts(name)
         if w is None:
-            return dict.fromkeys(parts)
+            return dict.fromkeys(parts, ready)
         with jax.named_scope(f'{name}={pathlib.Path(self.line).name}'):  # the ledger counts it at this line
-            return {part: self._in_use(w, number, options, scale) for part, number in parts.items()}
+            return {part: self._in_use(w, number, options, ready) for part, number in parts.items()}
 
     def _in_use(self, w: jax.Array, number: int | None, options: dict[str, Any], scale: jax.Array | None) -> Any:
         """The weight, or the part of a stack with this number, gathered."""
@@ -228,19 +230,27 @@ class Table:
             weights[stack] = self.Layer(**{x: draw(weight, prefix + x, count) for x, weight in table.items()})
         return self.Weights(**weights)
 
-    def gather_layer(self, w: Any, reduce_dtype: str = 'float32', scales: dict[str, jax.Array] = {}) -> Any:  # noqa: B006
-        """`Gathered` of a `Layer`: an all-gather of each of its weights, of matrices and biases in act's type; of those
-        that have one of `float8_scales`, in 8 bits."""
-        return self._gathered(self.layer, self.Gathered, w, reduce_dtype, scales)
+    def gather_layer(self, w: Any, reduce_dtype: str = 'float32', ready: dict[str, jax.Array] = {}) -> Any:  # noqa: B006
+        """`Gathered` of a `Layer`: an all-gather of each of its weights, of matrices and biases in act's type. ready:
+        the layer's part of `of_all_layers`."""
+        return self._gathered(self.layer, self.Gathered, w, reduce_dtype, ready)
 
-    def float8_scales(self, stack: str, layers: Any) -> dict[str, jax.Array]:
-        """Of each matrix of a stack, by name, a scale for each layer: 4 bytes, all-reduced."""
+    def of_all_layers(self, stack: str, layers: Any, reduce_dtype: str, fp8: bool) -> tuple[Any, dict[str, jax.Array]]:
+        """A stack without the norms and biases of d_model; and these by name, gathered: they are small, and those of
+        all layers travel together. With fp8 also of each matrix a scale for each layer: 4 bytes, all-reduced."""
+        ready: dict[str, jax.Array] = {}
         with Scope():
-            return {
-                name: float8_scale(f'layers {weight.rest} -> layers', getattr(layers, name))
-                for name, weight in self.stacks[stack].items()
-                if weight.at_rest is stored and getattr(layers, name) is not None
-            }
+            for name, weight in self.stacks[stack].items():
+                w = getattr(layers, name)
+                if w is None:
+                    continue
+                if weight.rest.endswith('M/w/t'):
+                    of_stack = replace(weight, lies=f'layers {weight.rest} -> layers {weight.use}')
+                    ready |= of_stack.gathered(name, w, reduce_dtype)
+                    layers = replace(layers, **{name: None})
+                elif fp8 and weight.at_rest is stored:
+                    ready[name] = float8_scale(f'layers {weight.rest} -> layers', w)
+        return layers, ready
 
     def gather_ends(self, weights: Any, reduce_dtype: str = 'float32') -> Any:
         """`Ends` of `Weights`. A model without `unembed` has the embedding there."""
@@ -261,13 +271,13 @@ class Table:
         return Biased(table, ends.unembed.bias) if isinstance(ends.unembed, Biased) else table
 
     def _gathered(
-        self, table: dict[str, Weight], type_: type, w: Any, reduce_dtype: str, scales: dict[str, jax.Array] = {}  # noqa: B006
+        self, table: dict[str, Weight], type_: type, w: Any, reduce_dtype: str, ready: dict[str, jax.Array] = {}  # noqa: B006
     ) -> Any:  # fmt: skip
         used = {}
         with Scope():  # letters are the table's
             for name, weight in table.items():
                 try:
-                    used |= weight.gathered(name, getattr(w, name), reduce_dtype, scales.get(name))
+                    used |= weight.gathered(name, getattr(w, name), reduce_dtype, ready.get(name))
                 except ShardingError as error:
                     raise error.extended(f"  for the weight {name}, '{weight.lies}'\n  at {weight.line}") from None
             if table is self.ends:

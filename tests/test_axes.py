@@ -21,6 +21,7 @@ import train
 import train_any
 from ledger.compiled.check import differences
 from ledger.count.step import of_step
+from ledger.pages import html, text
 from models import experts, huggingface, layers, llama, mixtral
 from optimizers import State
 from runtime.config.keys import PairTokens
@@ -33,7 +34,7 @@ DEEP = dataclasses.replace(DENSE, layers=8)
 # c = t = 2 has more devices than heads: keys are gathered, or go round.
 FEW_HEADS = dataclasses.replace(DENSE, n_kv=2, attention='blockwise')
 DROPLESS = mixtral.Model(**SIZES, compute_dtype='float32', attention='einsum', experts=4, experts_per_token=2)
-CAPACITY = dataclasses.replace(DROPLESS, capacity=0.75, shared_experts=1)  # 16 slots, and 16 tokens on average
+CAPACITY = dataclasses.replace(DROPLESS, capacity=0.75, capacity_parts=8, shared_experts=1)  # 2 slots for 4 tokens
 DEEP_MIXTURE = dataclasses.replace(DROPLESS, layers=4)
 SCHEDULE = dict(steps=10, warmup_steps=2, steps_for_lr=10, learning_rate=1e-2, adam_b1=0.0, max_grad_norm=1e30)
 ROUTERS = dict(balance_loss=0.1, router_z_loss=0.05)
@@ -87,7 +88,8 @@ def ledger_of(config, module=train_any):
     automatic = (jax.sharding.AxisType.Auto,) * len(sizes)
     mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=automatic)
     with jax.sharding.use_abstract_mesh(mesh):
-        return of_step(traced(config, module), sizes, source=module.__file__, tokens=tokens.batch * tokens.len)
+        source = train_any.sources(config) if module is train_any else module.__file__
+        return of_step(traced(config, module), sizes, source=source, tokens=tokens.batch * tokens.len)
 
 
 def stepped(config, tree, batch=BATCH, steps=1, module=train_any):
@@ -118,19 +120,19 @@ def stepped(config, tree, batch=BATCH, steps=1, module=train_any):
 
 
 @functools.cache
-def truth_of(model, parts):
-    """The reference's loss and gradient in float64, for rows in so many parts."""
+def truth_of(model):
+    """The reference's loss and gradient in float64."""
     known = dict(experts=0, capacity=None) | vars(model)
     factors = (TRAINING.balance_loss, TRAINING.router_z_loss) if known['experts'] else (0.0, 0.0)
-    slots = None if known['capacity'] is None else 16 // parts
-    plain = types.SimpleNamespace(**known, router_losses=factors, slots=slots, parts=parts)
+    slots = None if known['capacity'] is None else 2
+    plain = types.SimpleNamespace(**known, router_losses=factors, slots=slots, parts=8)
     return reference.loss_and_grad(weights_of(model), BATCH, plain)
 
 
 def require_truth(model, mesh, training=TRAINING, way='auto', module=train_any):
     is_mixture, mesh = isinstance(model, mixtral.Model), mesh_of(mesh)
     state, (metrics,) = stepped(config_of(model, mesh, training, way), weights_of(model), module=module)
-    loss, expected = truth_of(model, mesh.c if getattr(model, 'capacity', None) else 1)
+    loss, expected = truth_of(model)
     if is_mixture:
         of_routers = TRAINING.balance_loss * metrics.balance_loss + TRAINING.router_z_loss * metrics.router_z_loss
         assert model.capacity is None or 0.05 < metrics.dropped < 0.5
@@ -189,7 +191,7 @@ def test_a_mixture_of_equal_experts_is_the_dense_model(capacity):
         layer[f'expert_{name}'] = np.stack([layer.pop(f'w_{name}')] * model.experts, axis=1)
     layer['router'] = weights_of(DROPLESS)['transformer']['router']
     state, (metrics,) = stepped(config_of(model, mesh_of('e4 t2'), training), {**tree, 'transformer': layer})
-    loss, expected = truth_of(DENSE, 1)
+    loss, expected = truth_of(DENSE)
     assert metrics.dropped == 0 and float(metrics.loss) == pytest.approx(float(loss), rel=2e-6)
     summed = state.adam_mu.transformer.expert_up.sum(axis=1)
     np.testing.assert_allclose(summed, expected['transformer']['w_up'], atol=1e-5 * abs(summed).max())
@@ -256,6 +258,22 @@ def test_axes_of_one_device_cost_nothing():
     assert ours.sent_bytes() <= 1.03 * theirs.sent_bytes() and ours.memory.bytes <= theirs.memory.bytes
 
 
+def test_the_ledger_annotates_the_family():
+    """A weight's line in its family's table has its gathers and the scatter of its gradient; what families share has
+    lines of its own; and the pages have these files."""
+    config = config_of(DENSE, mesh_of('d4 t2'))
+    ledger = ledger_of(config)
+    lines = (ROOT / 'models/llama.py').read_text().splitlines()
+    number = next(number for number, line in enumerate(lines, 1) if "'w_gate':" in line)
+    place = f'llama.py:{number}'
+    sent = [(row.kind, row.phase) for row in ledger.costs.collectives if row.line == place]
+    again, backward = ('all-gather', 'recomputed'), ('reduce-scatter', 'backward')
+    assert sorted(sent) == [('all-gather', 'forward'), again, backward]
+    assert all(name in ledger.files for row in ledger.costs.products for name in [row.line.partition(':')[0]])
+    page, pages = text.text(ledger), html.page(ledger)
+    assert "'w_gate': matrix(" in page and all(f'<h3>{name}</h3>' in pages for name in ledger.files)
+
+
 # -- What types refuse, and what they cannot see -----------------------------------------------------------------------
 CHECKED_ON = mesh_of('p2 r2 d2 c2 e2 t2')  # for which no devices are needed
 
@@ -294,7 +312,7 @@ UNSEEN = {
         'experts', (experts, 'combine'), 'jnp.moveaxis(y, 0, 1)', 'jnp.moveaxis(y[::-1], 0, 1)'
     ),
     'two experts share slots': (
-        'experts', (experts, 'slots'), 'pairs * C + place, E * C', 'pairs // 2 * C + place, E * C'
+        'experts', (experts, 'slots'), 'slot = pairs * C +', 'slot = pairs // 2 * C +'
     ),
 }  # fmt: skip
 
@@ -397,6 +415,11 @@ REFUSED = [
     ('mesh.c=3', 'training.tokens.len = 64: dim L has size 64, which axis c=3 cannot divide: set it to 63 or 66'),
     ('mesh.c=64 mesh.d=1', 'dim l has size 32, which axis c=64 cannot divide'),
     ('family=mixtral mesh.e=3', 'dim E has size 8, which axis e=3 cannot divide'),
+    (
+        '+experts=small mesh.c=2 mesh.d=1 model.capacity_parts=2',
+        'model.capacity_parts = 2: on mesh.c = 2 expected 4',
+    ),
+    ('+experts=small model.capacity_parts=3', 'of rows of training.tokens.len = 64: set it to a divisor'),
     ('mesh.r=128', 'dim M has size 256, which axes d=4 × r=128 cannot divide: set it to 512'),
     ('training.pieces=2', 'training.pieces = 2: of stages, and mesh.p = 1'),
     ('fp8=true mesh.p=2', 'mesh.p = 2: products in 8 bits cannot be dealt out to stages'),

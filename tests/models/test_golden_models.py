@@ -55,7 +55,7 @@ WAYS = [("deal", dict(r=2, d=2, c=2)), ("gather", dict(d=2, c=4)), ("ring", dict
 
 @pytest.mark.parametrize("way, mesh", WAYS, ids=[way for way, _ in WAYS])
 @pytest.mark.parametrize("name", [*QUICK, *small.slow(*(name for name in NAMES if name not in QUICK))])
-def test_loss_and_gradients_do_not_depend_on_axes(name, way, mesh, pool):
+def test_logits_loss_and_gradients_do_not_depend_on_axes(name, way, mesh, pool):
     """The same with replicas, with experts on two devices, and with each row on several, in each way that these meet:
     with windows and caps. A family that reads, or masks, has its heads dealt out."""
     source, oracle = huggingface.open_weights(FOLDER / name, pool), oracle_of(name)
@@ -64,7 +64,9 @@ def test_loss_and_gradients_do_not_depend_on_axes(name, way, mesh, pool):
     with on_mesh(**mesh):
         weights, type_ = weights_of(source, pool)
         step, arguments = step_of(source, type_, oracle, Context(mesh["c"], way))
-        loss, _, gradient = jax.tree.map(np.asarray, jax.jit(typed_shard_map(step))(weights, *arguments))
+        loss, logits, gradient = jax.tree.map(np.asarray, jax.jit(typed_shard_map(step))(weights, *arguments))
+    expected = Context(mesh["c"], way).in_order(np.moveaxis(oracle["logits"], 1, 2)).swapaxes(1, 2)
+    np.testing.assert_allclose(logits[: len(expected)], expected, atol=1e-4, rtol=0)
     assert_same_loss_and_gradient(source, oracle, loss, gradient)
 
 
