@@ -29,7 +29,7 @@ from models.dropout import Dropout
 from models.layers import stored
 from runtime.checkpoints.checkpoint import named_leaves, open_newest, read_leaf
 from runtime.config.command_line import run
-from runtime.config.keys import Tokens
+from runtime.config.keys import PairTokens, Tokens
 from runtime.data.split_writer import write_split
 from runtime.terminal import RunError
 from shardlib import shardops
@@ -57,6 +57,7 @@ def config_of(model, d=1, t=1, training=TRAINING, **keys):
         {"lora": train_any.Lora(), "train": None, "initial_adapter": None, **keys},
     )
     given = {"model": model, "mesh": mesh, "training": training, "context": "auto", "fp8": False, **given}
+    given |= {"masking": train_any.Masking()}
     return types.SimpleNamespace(**given)
 
 
@@ -630,7 +631,8 @@ def test_every_mutant_of_the_program_is_refused(pool, tmp_path, record_property)
     names = "llama", "olmoe", "bert", "t5"
     llama_, olmoe, bert_, t5_ = [huggingface.open_weights(FOLDER / name, pool).model for name in names]
     bert_ = dataclasses.replace(bert_, positions=32)
-    training = dataclasses.replace(TRAINING, microbatches=2, tokens=Tokens(batch=16, len=32))
+    rows = PairTokens(batch=16, len=32, read_len=24)
+    training = dataclasses.replace(TRAINING, microbatches=2, tokens=rows)
 
     def check(path, text):
         module, proved = module_of(path, text), 0
