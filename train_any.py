@@ -33,7 +33,7 @@ from jax import lax
 import optimizers
 import pipeline
 from jax_extra import fold_in_str
-from models import adapters, bert, context, experts, huggingface, layers, mesh, t5
+from models import adapters, bert, huggingface, layers, mesh, t5
 from models.context import Context, context_of
 from models.dropout import Dropout
 from models.experts import Routing
@@ -851,13 +851,6 @@ def shapes(config: Config) -> tuple[State, Any]:
     return state, task.Batch(**vars(batch))
 
 
-def sources(config: Config) -> list[str]:
-    """The files that a ledger annotates: this one, the family's, and what they share."""
-    shared = [layers, context, *([experts] if getattr(config.model, 'experts', 0) else [])]
-    shared += [pipeline] if config.mesh.p > 1 else []
-    return [__file__, *(str(module.__file__) for module in (family_of(config.model), *shared))]
-
-
 def reader(config: Config, task: Task) -> Callable | None:
     """Reads the weights that are trained, as huggingface.restored does; None: they are drawn, only others are read."""
     if not task.lora.rank:
@@ -926,7 +919,7 @@ def main(config: Config) -> None:
             zero, count = np.uint32(0), sum(each.size for each in jax.tree.leaves(state.weights.trained))
             of = sum(each.size for each in jax.tree.leaves(state.weights.frozen))
             run.say(f'{count:,} parameters are trained' + (f', {of:,} are frozen' if is_part else ''))
-            steps = {1.0: run.compile(jax.jit(step, donate_argnums=0).trace(state, zero, zero, batch), sources(config))}
+            steps = {1.0: run.compile(jax.jit(step, donate_argnums=0).trace(state, zero, zero, batch), __file__)}
             for part in (0.5**n for n, _ in enumerate(config.training.batch_doubles_at, 1)):
                 smaller, _ = mapped_steps(config, special_id, part)
                 steps[part] = jax.jit(smaller, donate_argnums=0, compiler_options=run.compiler_options)

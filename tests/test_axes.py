@@ -21,7 +21,6 @@ import train
 import train_any
 from ledger.compiled.check import differences
 from ledger.count.step import of_step
-from ledger.pages import html, text
 from models import experts, huggingface, layers, llama, mixtral
 from optimizers import State
 from runtime.config.keys import PairTokens
@@ -88,8 +87,7 @@ def ledger_of(config, module=train_any):
     automatic = (jax.sharding.AxisType.Auto,) * len(sizes)
     mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=automatic)
     with jax.sharding.use_abstract_mesh(mesh):
-        source = train_any.sources(config) if module is train_any else module.__file__
-        return of_step(traced(config, module), sizes, source=source, tokens=tokens.batch * tokens.len)
+        return of_step(traced(config, module), sizes, source=module.__file__, tokens=tokens.batch * tokens.len)
 
 
 def stepped(config, tree, batch=BATCH, steps=1, module=train_any):
@@ -258,22 +256,6 @@ def test_axes_of_one_device_cost_nothing():
     assert ours.sent_bytes() == theirs.sent_bytes()
     of_targets = 4 * BATCH.targets.size // 4
     assert ours.memory.bytes <= theirs.memory.bytes + 2 * of_targets
-
-
-def test_the_ledger_annotates_the_family():
-    """A weight's line in its family's table has its gathers and the scatter of its gradient; what families share has
-    lines of its own; and the pages have these files."""
-    config = config_of(DENSE, mesh_of('d4 t2'))
-    ledger = ledger_of(config)
-    lines = (ROOT / 'models/llama.py').read_text().splitlines()
-    number = next(number for number, line in enumerate(lines, 1) if "'w_gate':" in line)
-    place = f'llama.py:{number}'
-    sent = [(row.kind, row.phase) for row in ledger.costs.collectives if row.line == place]
-    again, backward = ('all-gather', 'recomputed'), ('reduce-scatter', 'backward')
-    assert sorted(sent) == [('all-gather', 'forward'), again, backward]
-    assert all(name in ledger.files for row in ledger.costs.products for name in [row.line.partition(':')[0]])
-    page, pages = text.text(ledger), html.page(ledger)
-    assert "'w_gate': matrix(" in page and all(f'<h3>{name}</h3>' in pages for name in ledger.files)
 
 
 # -- What types refuse, and what they cannot see -----------------------------------------------------------------------
