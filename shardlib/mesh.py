@@ -81,7 +81,8 @@ def scan_counts(params: dict) -> tuple[int, int]:
 
 
 def function_of(eqn, jaxpr):
-    """One equation of a jaxpr as a function, of its operands that are no literals to the list of its results."""
+    """One equation, which calls this jaxpr, as a function of its operands that are no literals to the list of its
+    results."""
     operands = [atom for atom in eqn.invars if not hasattr(atom, "val")]
     alone = jaxpr.replace(constvars=[], invars=operands, outvars=list(eqn.outvars), eqns=[eqn])
     return jaxpr_as_fun(ClosedJaxpr(alone, ()))

@@ -70,6 +70,10 @@ def spoken_name(eqn) -> str | None:
         name = frame.function_name.rpartition(".")[2]
         if name.startswith("_") or name in _TAKE_FUNCTIONS:
             continue
-        if any(callable(getattr(module, name, None)) for module in _WRITTEN):
+        if _is_jaxs(name):
             return name
-    return None
+    return eqn.params["name"] if _is_jaxs(eqn.params.get("name")) else None  # jitted, as jnp.median is
+
+
+def _is_jaxs(name) -> bool:
+    return isinstance(name, str) and any(callable(getattr(module, name, None)) for module in _WRITTEN)

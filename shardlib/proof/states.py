@@ -24,12 +24,10 @@ class State:
     without_dim: frozenset[str] = frozenset()  # the split ones whose dim, one element a device, was dropped: w[0]
     zero: bool = False  # the constant 0, which lies in any way: adding it to a term of a sum changes nothing
     sized: bool = False  # a number that depends on how many devices there are, as x.shape[0] of a split dim does
-    # For `cache.at[arange(B), position]`. The value is its own index along this dim; each coordinate (last dim) is its
-    # own index along that dim, or None.
-    position_along: int | None = None
-    positions_along: tuple[int | None, ...] | None = None
+    # For `cache.at[arange(B), position]`: the dim along which the value, or each coordinate in its last dim, is its own
+    # index; None for another one.
+    positions: tuple[int | None, ...] = ()
     local_iota: bool = False  # counted by each device from 0: good for indexing alone
-    never: bool = False  # a comparison that is never true: JAX asks whether an index is negative
 
     @classmethod
     def of(cls, spec: Spec) -> "State":
@@ -49,8 +47,9 @@ class State:
 
 
 LOCAL_IOTA = (
-    "positions that each device counts from 0 (arange, argsort or x[::2] of a split dim)\n"
-    "  fix: the device's part of the whole's positions is shardops.slice('L -> L/t', jnp.arange(L))"
+    "positions that each device counts from 0 (jnp.arange of its part's size, which x[::2] makes too)\n"
+    "  fix: shardops.slice('L -> L/t', jnp.arange(L)) are its positions in the whole; for x[::2] write "
+    "x.reshape(-1, 2, ...)[:, 0]"
 )
 _WHY = {
     ("the same", "split"): "the value differs along {axis}: a reduction over {axis} or a gather was forgotten, or "

@@ -5,8 +5,19 @@ import numpy as np
 
 from shardlib.proof.marks import mark_of
 
-_CALLS = "jit pjit closed_call core_call remat remat2 checkpoint custom_jvp_call custom_vjp_call".split()
+CALLS = "jit pjit closed_call core_call remat remat2 checkpoint custom_jvp_call custom_vjp_call composite".split()
 _IDENTITIES = {"name", "copy", "copy_p", "reshard", "optimization_barrier"}
+
+
+def same_values(eqn, traced, operands: list[int], given: list[int]) -> bool:
+    """Whether a function with rules for gradients has the values that `traced` computes first, from these operands
+    and then others: at the results with these places."""
+    terms = Terms()
+    arguments = [terms.constant(atom.val) if is_literal(atom) else terms.argument(id(atom)) for atom in eqn.invars]
+    of_function = terms.of(inner_jaxprs(eqn)[0], arguments)
+    others = [terms.argument(index) for index in range(len(traced.jaxpr.invars) - len(operands))]
+    of_rule = terms.of(traced, [*(arguments[index] for index in operands), *others])
+    return all(of_rule[place] == of_function[index] for place, index in enumerate(given))
 
 
 class Terms:
@@ -47,7 +58,7 @@ class Terms:
         name = eqn.primitive.name
         if (mark := mark_of(eqn)) is not None:
             key = "mark", mark.said
-        elif name in _CALLS:
+        elif name in CALLS:
             return self.of(inner_jaxprs(eqn)[0], operands)
         elif name in _IDENTITIES:
             return operands

@@ -12,17 +12,18 @@ from shardlib.proof.marks import Check, Mark, during, mark_of
 from shardlib.proof.parts import is_part, shown
 from shardlib.proof.rules import Equation, apply
 from shardlib.proof.states import State, dual, join, merged, require_dual
-from shardlib.proof.terms import Terms, inner_jaxprs, is_literal
+from shardlib.proof.terms import CALLS, inner_jaxprs, is_literal, same_values
 from shardlib.spec import ShardingError
 
 GRAD = (
-    "a jax.grad, jax.vjp or jax.jvp inside typed_shard_map: the type of its result cannot be known\n"
+    "a jax.grad, vjp, jvp or linear_transpose inside typed_shard_map: the type of its result cannot be known\n"
     "  fix: use shardops.value_and_grad, shardops.grad or shardops.vjp, which give each gradient its type"
 )
-_CALLS = "jit pjit closed_call core_call remat remat2 checkpoint custom_jvp_call custom_vjp_call composite".split()
 # Operations with a function that goes from scalars to a scalar.
 _WITH_FUNCTION = {"reduce", "scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max", "scatter-sub"}
-_REFS = {"new_ref", "get", "swap", "addupdate", "freeze"}
+# Parameters that may be the size of a part: their rules look at them.
+_ASKED_FOR = {("scan", "length"), ("conv_general_dilated", "feature_group_count")}
+_TANGENTS = "its tangents"
 
 
 class Walk:
@@ -43,7 +44,6 @@ class Walk:
         self.divergent: frozenset[str] = frozenset()  # axes along which devices may take different branches here
         self.rule = ""  # 'jax.custom_vjp' inside one
         self.backward = False  # in its backward rule
-        self.within = None  # the jaxpr that is being walked
 
     def __call__(self, jaxpr, states: list[State]):
         with during(self.check):
@@ -66,7 +66,6 @@ class Walk:
             if eqn.primitive.name in ("jit", "pjit"):
                 self.line, self.spoken = line, self.spoken or eqn
             try:
-                self.within = jaxpr
                 results = self.equation(eqn, list(map(read, eqn.invars)))
             except ShardingError as error:
                 text = str(error)
@@ -107,39 +106,46 @@ class Walk:
         if name == "dim_as_value":
             return [State((), sized=True)]
         for key, value in params.items():
-            if is_part(value) and name != "scan" and key != "feature_group_count":
+            if is_part(value) and (name, key) not in _ASKED_FOR:
                 raise ShardingError(f"'{name}' with {key}={shown(value)}, which depends on how many devices there are")
         stack = str(eqn.source_info.name_stack)
         if not self.backward and ("jvp(" in stack or "transpose(" in stack):
             raise ShardingError(GRAD)
         if (mark := mark_of(eqn)) is not None:
             return self.mark(mark, states)
-        if name == "scan":
-            return self.scan(eqn, states)
-        if name == "while":
-            return self.while_loop(params, states)
-        if name == "cond":
-            return self.cond(params, states)
-        if name in _CALLS:
-            return self.call(eqn, states)
-        if name in _REFS:
-            return self.ref(eqn, states)
+        if name in _WALKED:
+            return _WALKED[name](self, eqn, states)
         inner = inner_jaxprs(eqn)
         if name in _WITH_FUNCTION:
             for function in inner:
                 numbers = [State(())] * len(getattr(function, "jaxpr", function).invars)
                 if any(state.sized for state in self.jaxpr(function, numbers)):
                     raise ShardingError(f"the function of '{name}' depends on how many devices there are")
-        elif inner or name in ("pallas_call", "custom_call", "ffi_call", "shard_map") or "callback" in name:
-            if eqn.outvars or not name.startswith("debug_"):
-                raise ShardingError(
-                    f"'{name}': what it does cannot be seen\n"
-                    "  fix: call it through shardops.local, with a declared type"
-                )
-        if not eqn.outvars and name.startswith("debug_"):  # jax.debug.print
+        elif not eqn.outvars and name.startswith("debug_"):  # jax.debug.print
             return []
+        elif inner or name in ("pallas_call", "custom_call", "ffi_call", "shard_map") or "callback" in name:
+            raise ShardingError(
+                f"'{name}': what it does cannot be seen\n  fix: call it through shardops.local, with a declared type"
+            )
         return apply(Equation(eqn, states, self.check.parts, unreduced=self.backward))
 
+    def linear_solve(self, eqn, states):
+        """jnp.linalg.solve: the result is what `solve` makes; its transpose is walked with the gradient's states."""
+        jaxprs, counts, consts = eqn.params["jaxprs"], eqn.params["const_lengths"], {}
+        for field, count in zip(counts._fields, counts):
+            consts[field], states = states[:count], states[count:]
+        results = self.jaxpr(jaxprs.solve, [*consts["solve"], *states])
+        if jaxprs.transpose_solve is not None:
+            outer = self.backward, self.check.proved
+            self.backward = True
+            try:
+                duals = [dual(state, self.check.axes) for state in results]
+                self.jaxpr(jaxprs.transpose_solve, [*consts["transpose_solve"], *duals])
+            finally:
+                self.backward, self.check.proved = outer
+        return results
+
+    # -- Rules for gradients that the program brings along -------------------------------------------------------------
     def call(self, eqn, states):
         name, (inner, *_) = eqn.primitive.name, inner_jaxprs(eqn)
         if not name.startswith("custom_"):
@@ -149,68 +155,82 @@ class Walk:
                 "rules with symbolic_zeros: what they compute depends on what is differentiated, which is not known"
             )
         outer, self.rule = self.rule, f"jax.{name.removesuffix('_call')}"
-        jaxpr = self.within
         try:
             # A gradient may be injected into what is zero: it is no constant.
             results = [replace(state, zero=False) for state in self.jaxpr(inner, states)]
             if not self.backward:
-                self.check_rules(eqn, jaxpr, states, results)
+                self.check_rules(eqn, states, results)
             return results
         finally:
             self.rule = outer
 
-    def check_rules(self, eqn, jaxpr, states, results):
-        """Walks the rules for gradients that the program brings along. The value of the forward rule is the function's,
-        by the same program; from cotangents of the dual types the backward rule makes gradients of the dual types, and
-        it sends nothing."""
+    def check_rules(self, eqn, states, results):
+        """Walks the rules. The value of the forward rule is the function's, by the same program; from cotangents of the
+        dual types the backward rule makes gradients of the dual types, and it sends nothing. A rule of a custom_jvp is
+        linear in its tangents."""
         axes = self.check.axes
         operands, moved, given = _differentiated(eqn)
         if not moved or not given:
             return
-        duals = [dual(results[index], axes) for index in given]
+        values, duals = [states[index] for index in operands], [dual(results[index], axes) for index in given]
         outer = self.backward, self.check.proved
         self.backward = True
         try:
-            traced = self.trace_rules(eqn, jaxpr)
-            found = self.jaxpr(traced, [*(states[index] for index in operands), *duals])
+            if self.rule == "jax.custom_jvp":
+                self.require_linear(eqn, values, [states[index] for index in moved])
+            traced = self.trace_rules(eqn)
+            found = self.jaxpr(traced, [*values, *duals])
             for index, state in zip(moved, found[len(given) :], strict=True):
                 require_dual(state, states[index], axes, f"the gradient that {self.rule} gives operand {index}")
-            terms = Terms()
-            function, *_ = inner_jaxprs(eqn)
-            arguments = [
-                terms.constant(atom.val) if is_literal(atom) else terms.argument(id(atom)) for atom in eqn.invars
-            ]
-            of_function = terms.of(function, arguments)
-            of_rule = terms.of(traced, [*(arguments[index] for index in operands), *map(terms.argument, duals)])
-            for index, term in zip(given, of_rule):
-                if term != of_function[index]:
-                    raise ShardingError(
-                        f"the forward rule of a {self.rule} has another value than its function: with a gradient and "
-                        "without one the program would compute different numbers\n"
-                        "  fix: let both call one function for the value"
-                    )
+            if not same_values(eqn, traced, operands, given):
+                raise ShardingError(
+                    f"the forward rule of a {self.rule} has another value than its function: with a gradient and "
+                    "without one the program would compute different numbers\n"
+                    "  fix: let both call one function for the value; call one of JAX's, as jnp.linalg.det, through "
+                    "shardops.local"
+                )
         finally:
             self.backward, self.check.proved = outer
 
-    def trace_rules(self, eqn, jaxpr):
-        """The forward and the backward rule: operands and cotangents to the values and to gradients."""
+    def require_linear(self, eqn, values, moved):
+        """Walks a rule with tangents that are pending, as if over an axis: only what is linear keeps that."""
+        tangents = [replace(state, pending=state.pending | {_TANGENTS}, zero=False) for state in moved]
+        why = "it gives a tangent that its tangents are not in"
+        try:
+            results = self.jaxpr(self.trace_rules(eqn, forward=True), [*values, *tangents])
+            if all(state.zero or _TANGENTS in state.pending for state in results):
+                return
+        except ShardingError as error:
+            if f"over {_TANGENTS}" not in str(error):
+                raise
+            why = str(error).replace(f" of a value that is pending over {_TANGENTS}", " of them").partition(":")[0]
+            why = why.partition("\n")[0]
+        raise ShardingError(f"the rule of a jax.custom_jvp is not linear in its tangents: {why}")
+
+    def trace_rules(self, eqn, forward=False):
+        """The forward and the backward rule: operands and cotangents to the values and to gradients. Or, forward,
+        operands and tangents to tangents."""
         operands, moved, given = _differentiated(eqn)
-        function, positions = function_of(eqn, jaxpr), [operands.index(index) for index in moved]
+        function, positions = function_of(eqn, inner_jaxprs(eqn)[0].jaxpr), [operands.index(index) for index in moved]
 
-        def pull(*values):
-            values, cotangents = list(values[: len(operands)]), list(values[len(operands) :])
+        def rules(*values):
+            values, others = list(values[: len(operands)]), list(values[len(operands) :])
 
-            def forward(*floats):
+            def of_floats(*floats):
                 for position, value in zip(positions, floats, strict=True):
                     values[position] = value
                 outs = function(*values)
                 return [outs[index] for index in given]
 
-            outs, backward = jax.vjp(forward, *(values[position] for position in positions))
-            return *outs, *backward(cotangents)
+            floats = [values[position] for position in positions]
+            if forward:
+                return jax.jvp(of_floats, floats, others)[1]
+            outs, backward = jax.vjp(of_floats, *floats)
+            return *outs, *backward(others)
 
-        atoms = (*(eqn.invars[index] for index in operands), *(eqn.outvars[index] for index in given))
-        return self.trace(pull, self.check, [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in atoms])
+        others = [eqn.invars[index] for index in moved] if forward else [eqn.outvars[index] for index in given]
+        atoms = (*(eqn.invars[index] for index in operands), *others)
+        return self.trace(rules, self.check, [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in atoms])
 
     def require_sealed(self, jaxpr):
         """Raises `ShardingError` for a function that is local to a device and takes the size of a part from outside, or
@@ -225,13 +245,13 @@ class Walk:
             for inner in inner_jaxprs(eqn):
                 self.require_sealed(inner)
             if eqn.primitive.name.startswith("custom_") and all(_differentiated(eqn)):
-                self.trace_rules(eqn, jaxpr)
+                self.trace_rules(eqn)
 
     def ref(self, eqn, states) -> list[State]:
         """A mutable array keeps the type that it was made with."""
         name, held = eqn.primitive.name, states[0]
         if name == "new_ref":
-            return [replace(held, zero=False, position_along=None, positions_along=None, never=False)]
+            return [replace(held, zero=False, positions=())]
         if name == "freeze":
             return [held]
         moved = eqn.outvars[0] if name == "get" else eqn.invars[1]
@@ -256,39 +276,37 @@ class Walk:
         return [held] * len(eqn.outvars)
 
     def mark(self, mark: Mark, states):
-        operands, closed_over = states[: mark.operands], states[mark.operands :]
-        error = None
-        if mark.moves & self.divergent:
-            error = (
-                f"a transfer over {', '.join(sorted(mark.moves & self.divergent))} under a branch that depends on a "
-                "value that differs along it: some devices would wait for ever"
+        try:
+            self.require_may_stand_here(mark, states[mark.operands :])
+            results = mark.rule(states[: mark.operands])
+        except ShardingError as error:
+            raise ShardingError(f"{error}" if "\n  at " in str(error) else f"{error}\n  at {mark.line}") from None
+        self.check.proved += 1
+        return results
+
+    def require_may_stand_here(self, mark: Mark, closed_over: list[State]):
+        if stuck := mark.moves & self.divergent:
+            raise ShardingError(
+                f"a transfer over {', '.join(sorted(stuck))} under a branch that depends on a value that differs along "
+                "it: some devices would wait for ever"
             )
-        elif mark.moves and self.rule:
-            error = (
+        if mark.moves and self.rule:
+            raise ShardingError(
                 f"a transfer over {', '.join(sorted(mark.moves))} inside a {self.rule}: the types of its gradients "
                 "cannot be known\n  fix: put it around what is local to a device, transfers outside of it; the "
                 "operations of shardops have their own backward passes"
             )
-        elif any(state.split or state.pending or state.sized or state.local_iota for state in closed_over):
-            error = (
+        if any(state.split or state.pending or state.sized or state.local_iota for state in closed_over):
+            raise ShardingError(
                 "a function that is local to a device takes a value from outside that is not the same everywhere\n"
                 "  fix: pass it as an operand, with its type"
             )
-        if error is None:
-            try:
-                if mark.sealed is not None:
-                    self.require_sealed(mark.sealed)
-                results = mark.rule(operands)
-                self.check.proved += 1
-                return results
-            except ShardingError as refused:
-                error = refused
-        raise ShardingError(f"{error}" if "\n  at " in str(error) else f"{error}\n  at {mark.line}") from None
+        if mark.sealed is not None:
+            self.require_sealed(mark.sealed)
 
     # -- Control flow: carries reach a fixed point; branches join ------------------------------------------------------
     def scan(self, eqn, states):
-        params = eqn.params
-        consts, carry = scan_counts(params)
+        consts, carry = scan_counts(eqn.params)
         fixed, start, rows = states[:consts], states[consts : consts + carry], states[consts + carry :]
         for row in rows:
             if row.dims[0]:
@@ -296,17 +314,18 @@ class Walk:
                     f"a scan over a dim that is {row.along(row.dims[0])}: each device would go through its own part "
                     "alone\n  fix: all_gather it first, scan another dim, or map what is done row by row with jax.vmap"
                 )
-        if is_part(params["length"]):
-            raise ShardingError(f"a scan of {shown(params['length'])} turns, as many as a device's part has elements")
+        if is_part(length := eqn.params["length"]):
+            raise ShardingError(f"a scan of {shown(length)} turns, as many as a device's part has elements")
         rows = [row.with_dims(row.dims[1:]) for row in rows]
 
         def body(now):
-            return self.jaxpr(params["jaxpr"], [*fixed, *now, *rows])
+            return self.jaxpr(eqn.params["jaxpr"], [*fixed, *now, *rows])
 
         carried, out = self.fixed_point(body, start)
         return [*carried, *(state.with_dims(((), *state.dims)) for state in out[carry:])]
 
-    def while_loop(self, params, states):
+    def while_loop(self, eqn, states):
+        params = eqn.params
         conds, consts = params["cond_nconsts"], params["body_nconsts"]
         start, outer = states[conds + consts :], self.divergent
 
@@ -324,12 +343,12 @@ class Walk:
         finally:
             self.divergent = outer
 
-    def cond(self, params, states):
+    def cond(self, eqn, states):
         index, *operands = states
         self.can_decide(index, "the index of a branch")
         outer, self.divergent = self.divergent, self.divergent | index.split
         try:
-            branches = [self.jaxpr(branch, operands) for branch in params["branches"]]
+            branches = [self.jaxpr(branch, operands) for branch in eqn.params["branches"]]
         finally:
             self.divergent = outer
         return [self.under(index, join(*results)) for results in zip(*branches, strict=True)]
@@ -361,6 +380,16 @@ class Walk:
             raise ShardingError(f"{what} is pending over {', '.join(sorted(state.pending))}: reduce it first")
         if state.sized:
             raise ShardingError(f"{what} depends on how many devices there are, like the size of a device's part")
+
+
+_WALKED = {
+    **dict.fromkeys(CALLS, Walk.call),
+    **dict.fromkeys(("new_ref", "get", "swap", "addupdate", "freeze"), Walk.ref),
+    "scan": Walk.scan,
+    "while": Walk.while_loop,
+    "cond": Walk.cond,
+    "custom_linear_solve": Walk.linear_solve,
+}
 
 
 def _differentiated(eqn) -> tuple[list[int], list[int], list[int]]:
