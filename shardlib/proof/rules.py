@@ -37,6 +37,8 @@ class Equation:
 
     def __post_init__(self):
         self.name, self.params = self.eqn.primitive.name, self.eqn.params
+        if self.name == "call_hi_primitive":  # jax 0.12 wraps SearchSorted
+            self.name = type(self.params["_prim"]).__name__
         self.rows = [state.dims for state in self.states]
         self.shapes, self.outs = _shapes(self.eqn.invars), _shapes(self.eqn.outvars)
 
@@ -486,6 +488,7 @@ ALONG = {
     **dict.fromkeys(("reduce_window_sum", "reduce_window_max", "reduce_window_min"), _window),
     **dict.fromkeys(_FACTORIZATIONS, _matrices),
     "triangular_solve": _triangular,
+    "SearchSorted": lambda equation: [(0, range(len(equation.shapes[0])), "runs along")],
     "lu_pivots_to_permutation": lambda equation: [(0, [len(equation.shapes[0]) - 1], "runs along")],
     "broadcast_in_dim": _broadcast,
     "tile": _tiled,

@@ -35,6 +35,10 @@ from shardlib.proof.walk import GRAD, Walk
 from shardlib.spec import ShardingError, Spec
 
 _serial = itertools.count()
+_OUTSIDE = (
+    "a transfer, an index or a number of devices over {0} outside of shardops: each is written as an operation with a "
+    "string, the number as shardops.axis_size('{0}')"
+)
 # What an error of JAX's means here.
 _MEANT = (
     (
@@ -43,13 +47,11 @@ _MEANT = (
         "  fix: write the dim in the string, or use jax.lax.scan or map",
     ),
     ("rule.* for 'shardlib_mark'", GRAD),
-    (
-        "Transpose rule|ValAccum|UndefinedPrimal",
-        "a rule of a jax.custom_jvp that is not linear in its tangents: it has no backward pass",
-    ),
     ("Pallas", "'pallas_call': what it does cannot be seen\n  fix: call it through shardops.local"),
     (
-        "_DimExpr|interpreted as an integer|sequence of integers|shape polymorphism|dim_as_value|non-constant size",
+        # The last: jax 0.11 and later, where a size is computed with outside of a trace.
+        "_DimExpr|interpreted as an integer|sequence of integers|shape polymorphism|dim_as_value|non-constant size|"
+        "process_primitive",
         "the size of a device's part is asked for as a number, which is another one on each mesh\n"
         "  fix: jnp.ones(x.shape), not np.ones; a number of the whole is x.shape[0] * shardops.axis_size('d')",
     ),
@@ -113,12 +115,11 @@ def traced(function, check: Check, arguments: list, axes: dict[str, int] | None 
             f"what is computed must not depend on the size of a device's part: {first}\n  at {line_of(error)}"
         ) from error
     except NameError as error:
-        raise ShardingError(
-            f"a transfer, an index or a number of devices over {unbound(error, check.axes)} outside of shardops: each "
-            f"is written as an operation with a string\n  at {line_of(error)}"
-        ) from error
+        raise ShardingError(f"{_OUTSIDE.format(unbound(error, check.axes))}\n  at {line_of(error)}") from error
     # JAX's own, shapes that do not fit, and what a program raises that does not expect these sizes.
     except (TypeError, ValueError, RuntimeError, ArithmeticError, LookupError, AttributeError, AssertionError) as error:
         own = f"{type(error).__name__}: {error}" if isinstance(error, LookupError) else shown(error)
         text = next((text for said, text in _MEANT if re.search(said, own)), own)
+        if isinstance(error, KeyError) and error.args[0] in check.axes:  # get_abstract_mesh().shape['d']
+            text = _OUTSIDE.format(error.args[0])
         raise ShardingError(f"{text or type(error).__name__}\n  at {line_of(error)}") from error
