@@ -128,6 +128,11 @@ B/d M, i32 B/d -> B/d | jnp.take_along_axis(x, y[:, None] % 64, axis=1)[:, 0]
 B/d M, i32 B/d M -> B/d 4 | jax.vmap(lambda x, i: jax.ops.segment_sum(x, i % 4, num_segments=4))(x, y)
 B/d M -> B/d 8 8 | jnp.linalg.cholesky(matrices(x))
 B/d M -> B/d 8 8 | jnp.linalg.qr(matrices(x)).R
+B/d M -> B/d 8 8 | jnp.linalg.inv(matrices(x))
+B/d M -> B/d | jnp.linalg.slogdet(matrices(x))[1]
+B/d M, B/d 8 -> B/d 8 | jnp.linalg.solve(matrices(x), y[..., None])[..., 0]
+B/d M, B/d 8 4 -> B/d 8 4 | lax.linalg.triangular_solve(matrices(x), y, left_side=True, lower=True)
+8 8, B/d 8 -> B/d 8 | jnp.linalg.solve(x @ x.T + 8 * jnp.eye(8), y.T).T
 B M, 4 M F/t -> B F/t | lax.ragged_dot(x, y, jnp.array([4, 0, 2, 2]))
 B/d M | ref_adds(x)
 L/d M | shardops.regroup('P R/d M -> L/d M', 2 * shardops.regroup('L/d M -> P R/d M', x, P=4))
@@ -140,6 +145,7 @@ B/d M | own_vjp(jnp.round, lambda r, g: (g,))(x)
 B/d M, M -> B/d M | own_vjp(lambda x, s: x * s[None], lambda r, g: (g * r[1][None], jnp.sum(g * r[0], axis=0)))(x, y)
 B/d M | own_jvp(jnp.sin, lambda x, t: (jnp.sin(x[0]), jnp.cos(x[0]) * t[0]))(x)
 B/d M | lax.composite(lambda x: x * 2, name='own.double')(x)
+M | jax.nn.log_sigmoid(x) + jnp.sinc(x)
 B/d M | jax.nn.relu(x) + jax.nn.softmax(x, axis=1) * jax.nn.logsumexp(x, axis=1, keepdims=True)
 # Control flow
 B/d M | lax.while_loop(lambda c: shardops.any('B/d M -> ', jnp.abs(c) > 1), lambda c: c * 0.5, x)
@@ -175,6 +181,7 @@ B L M/t | jnp.fft.fft(x, axis=1).real
 B/d L M -> B/d 16 M | jax.image.resize(x, (x.shape[0], 16, x.shape[2]), 'linear')
 B/d M | jnp.where(x > jnp.median(x, axis=1, keepdims=True), x, 0.0)
 B/d M | x[jnp.arange(x.shape[0])]
+B/d M -> Z/d M | x.reshape(-1, 2, 64)[:, 0]
 B/d M | jax.random.permutation(jax.random.key(0), x, axis=1)
 M/d | x + shardops.slice('M -> M/d', jax.random.normal(jax.random.key(0), (64,)))
 M/d | jnp.interp(x, jnp.arange(64.0), jnp.arange(64.0) ** 2)
@@ -190,6 +197,9 @@ B/d M | x - (shardops.psum('M +d -> M', shardops.sum_unreduced('B/d M -> M +d', 
 M, B/d M -> M | reduced(lambda w: squares(y * w[None]) + shardops.pending(' -> +d +t', jnp.sum(w * w)), x)
 M, B/d M -> M
     | reduced(lambda w: shardops.pending(' -> +d +t', jnp.sqrt(shardops.psum('+d +t -> ', squares(y * w[None])))), x)
+M, B/d M -> M | reduced(lambda w: squares(jnp.linalg.solve(jnp.diag(2 + jnp.cos(w)), y.T).T), x)
+M, B/d M -> M | reduced(lambda b: shardops.pending(' -> +d +t', jnp.sum((shardops.psum('M +d -> M',
+    shardops.sum_unreduced('B/d M -> M +d', y + b[None])) / 16) ** 2)), x)
 M, B/d M -> M | reduced(lambda w: jnp.sum(shardops.grad(lambda v: squares(jnp.tanh(y * v[None])))(w) * x), x)
 M, B/d M -> M | reduced(lambda w: squares(y * (w - 0.1 * reduced(lambda v: squares(y * v[None]), w))[None]), x)
 M, B/d M -> M | reduced(lambda w: squares(jax.checkpoint(lambda w: jnp.tanh(y * w[None]),

@@ -215,113 +215,91 @@ def kernel(x):
 # H1 to H12 are the classes of holes that an attack on the check found.
 REFUSED = table(r"""
 # A split dim is treated as whole
-B/d M | x - jnp.mean(x, axis=0, keepdims=True)
-    | 'mean' (reduce_sum) reduces a dim that is split over d: each device would take its own part for the whole fix:
-      a split dim is reduced only by an operation with a string
+B/d M | x - jnp.mean(x, axis=0, keepdims=True) | 'mean' (reduce_sum) reduces a dim that is split over d: each device
+    would take its own part for the whole fix: a split dim is reduced only by an operation with a string
 B/d M | x - jnp.mean(x.reshape(-1)) | 'mean' (reduce_sum) reduces a dim that is split over d
-B/d M/t | x / jnp.linalg.norm(x, axis=1, keepdims=True) | 'reduce_sum' reduces a dim that is split over t
+B/d M/t | x / jnp.linalg.norm(x, axis=1, keepdims=True) | 'norm' (reduce_sum) reduces a dim that is split over t
 B/d M/t | (lambda y: (y / jnp.sum(y, axis=(1, 2), keepdims=True)).reshape(x.shape))(x.reshape(x.shape[0], -1, 4))
     | 'sum' (reduce_sum) reduces a dim that is split over t
 B/d V/t | jax.nn.softmax(x, axis=-1) | 'softmax' (reduce_max) reduces a dim that is split over t
 B/d V/t | x * jnp.argmax(x, axis=1)[:, None].astype(jnp.float32) | 'argmax' reduces a dim that is split over t
-B/d L | jnp.cumsum(x, axis=0)
-    | 'cumsum' runs along a dim that is split over d: each device would take its own part for the whole fix:
-      all_gather it first
+B/d L | jnp.cumsum(x, axis=0) | 'cumsum' runs along a dim that is split over d: each device would take its own part for
+    the whole fix: all_gather it first
 B/d L | jnp.sort(x, axis=0) | 'sort' runs along a dim that is split over d
 B/d V/t | x + lax.top_k(x, 1)[0] | 'top_k' runs along a dim that is split over t
 B L/t | jnp.roll(x, 1, axis=1) | takes a part of a dim that is split over t
+L/d M -> Z/d M | x[::2] | of positions that each device counts from 0 (jnp.arange of its part's size, which x[::2] makes
+    too) fix: shardops.slice('L -> L/t', jnp.arange(L)) are its positions in the whole; for x[::2] write
+    x.reshape(-1, 2, ...)[:, 0]
+L/d M -> M | jnp.median(x, axis=0) | 'median' (reduce_or) reduces a dim that is split over d
+B/d M | lax.map(jnp.tanh, x) | a scan over a dim that is split over d: each device would go through its own part alone fix:
+    all_gather it first, scan another dim, or map what is done row by row with jax.vmap
+M/d 8, 8 8 -> M/d 8 | jnp.linalg.solve(x.T @ x + y, x.T).T | 'dot_general' contracts a dim that is split over d
+B/d M, i32 B/d -> V M | shardops.psum('V M +d -> V M', jax.ops.segment_sum(x, y, num_segments=80)) | fix: all_gather
+    indices and values first; a sum by index is an einsum_unreduced with jax.nn.one_hot(indices, n)
 B L/t | jnp.flip(x, axis=1) | 'flip' (rev) reverses a dim that is split over t
 B/d M | x - x[0][None] | 'dynamic_slice' takes a part of a dim that is split over d
 B L/t | jnp.pad(x, ((0, 0), (1, 0)))[:, :-1] | 'pad' lengthens a dim that is split over t
 B L/t | jnp.concatenate([x, x], axis=1)[:, :x.shape[1]] | 'concatenate' lengthens a dim that is split over t
 B L/t | x + jnp.unstack(x, axis=1)[0][:, None]
     | the size of a device's part is asked for as a number, which is another one on each mesh
-V/t M | x + x[jnp.zeros((1,), jnp.int32)]
-    | 'gather' indexes a dim that is split over t: each device would take its own part for the whole fix: all_gather
-      it first; index_unreduced
+V/t M | x + x[jnp.zeros((1,), jnp.int32)] | 'gather' indexes a dim that is split over t: each device would take its own
+    part for the whole fix: all_gather it first; index_unreduced
 B/d V/t | x - jnp.take_along_axis(x, jnp.zeros((x.shape[0], 1), jnp.int32), axis=1)
-    | 'gather' indexes a dim that is split over t
+    | 'take_along_axis' (gather) indexes a dim that is split over t
 B/d M | x.at[0].set(1.0) | a dim that is split over d
 B/d M/t | x @ x.T @ x | 'dot_general' contracts a dim that is split over t
-B/d M | jnp.max(x @ x.T, axis=1, keepdims=True) * x
-    | 'dot_general' makes two dims that are split over d: each device has only the parts of its own index fix:
-      all_gather one operand first
+B/d M | jnp.max(x @ x.T, axis=1, keepdims=True) * x | 'dot_general' makes two dims that are split over d: each device
+    has only the parts of its own index fix: all_gather one operand first
 L/d | jnp.max((x[:, None] > x[None]).astype(jnp.float32), axis=1) * x | makes two dims that are split over d
-B L/t | x + jnp.arange(x.shape[1], dtype=jnp.float32)[None]
-    | 'add' of positions that each device counts from 0
-L/t M | lax.scan(lambda c, r: (c + r, c), jnp.zeros(x.shape[1]), x)[1]
-    | a scan over a dim that is split over t: each device would go through its own part alone
+B L/t | x + jnp.arange(x.shape[1], dtype=jnp.float32)[None] | 'add' of positions that each device counts from 0
+L/t M | lax.scan(lambda c, r: (c + r, c), jnp.zeros(x.shape[1]), x)[1] | a scan over a dim that is split over t
 B L/t | lax.associative_scan(jnp.add, x, axis=1)
     | the size of a device's part is asked for as a number, which is another one on each mesh
-i32 B/d L | x + jnp.zeros(8, jnp.int32).at[x].add(1)[0]
-    | 'add' (scatter-add) writes at indices of a dim that is split over d: each device would take its own part for the
-      whole fix: all_gather indices and values first
-i32 B/d -> u32
-    | jax.random.bits(jax.vmap(lambda seed: jax.random.fold_in(jax.random.key(0), seed))(x)[0], dtype=jnp.uint32)
-    | that is split
+i32 B/d L | x + jnp.zeros(8, jnp.int32).at[x].add(1)[0] | 'add' (scatter-add) writes at indices of a dim that is split
+    over d: each device would take its own part for the whole fix: all_gather indices and values first
+i32 B/d -> u32 | jax.random.bits(jax.vmap(lambda seed: jax.random.fold_in(jax.random.key(0), seed))(x)[0],
+    dtype=jnp.uint32) | that is split
 B/d L | x - jnp.mean(x.reshape(2, -1, 32), axis=(0, 1))[None]
     | 'reshape' makes a minor dim of a dim that is split over d
 B/d L | x - lax.scan(lambda c, r: (c + r, None), jnp.zeros(32), x)[0][None] | a scan over a dim that is split over d
 B/d M | x @ (x.T @ jnp.zeros((x.shape[0], x.shape[1]))) | 'dot_general' contracts a dim that is split over d
-M/d | jnp.fft.fft(x).real
-    | 'fft' goes along a dim that is split over d
+M/d | jnp.fft.fft(x).real | 'fft' runs along a dim that is split over d
 B/d M | jax.pure_callback(lambda a: a, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
     | 'pure_callback': what it does cannot be seen fix: call it through shardops.local
-B/d M | kernel(x)
-    | 'pallas_call': what it does cannot be seen
-M | jax.grad(lambda y: jnp.sum(y * y))(x) | a jax.grad, jax.vjp or jax.jvp inside typed_shard_map
+B/d M | kernel(x) | 'pallas_call': what it does cannot be seen
+M | jax.grad(lambda y: jnp.sum(y * y))(x) | a jax.grad, vjp, jvp or linear_transpose inside typed_shard_map
 M | jax.grad(lambda y: jnp.sum(y))(x) | fix: use shardops.value_and_grad, shardops.grad or shardops.vjp
-M/d | jax.grad(lambda y: jnp.sum(shardops.all_gather('M/d -> M', y)))(x) | a jax.grad, jax.vjp or jax.jvp
-M | jax.vjp(jnp.sin, x)[1](x)[0] | a jax.grad, jax.vjp or jax.jvp
-M | jax.jvp(jnp.sin, (x,), (x,))[1] | a jax.grad, jax.vjp or jax.jvp
-M/d | x / lax.psum(x, 'd')
-    | a transfer, an index or a number of devices over d outside of shardops: each is written as an operation with a
-      string
-M/d | lax.pmean(x, 'd')
-    | a transfer, an index or a number of devices over d outside of shardops: each is written as an operation with a
-      string
-M/d | lax.pmax(x, 'd')
-    | a transfer, an index or a number of devices over d outside of shardops: each is written as an operation with a
-      string
-M/d | lax.all_gather(x, 'd', tiled=True)[:x.shape[0]]
-    | a transfer, an index or a number of devices over d outside of shardops: each is written as an operation with a
-      string
-M | x * jnp.sum(lax.psum_scatter(x, ('d', 't'), tiled=True))
-    | a transfer, an index or a number of devices over d outside of shardops: each is written as an operation with a
-      string
-M/t | lax.ppermute(x, 't', [(0, 0)])
-    | a transfer, an index or a number of devices over t outside of shardops: each is written as an operation with a
-      string
-M/t | lax.all_to_all(x, 't', 0, 0, tiled=True)
-    | a transfer, an index or a number of devices over t outside of shardops: each is written as an operation with a
-      string
-M/t | x * lax.axis_index('t').astype(jnp.float32)
-    | a transfer, an index or a number of devices over t outside of shardops: each is written as an operation with a
-      string
-M/d | lax.scan(lambda c, _: (lax.psum(c, 'd'), None), x, None, length=2)[0]
-    | a transfer, an index or a number of devices over d outside of shardops: each is written as an operation with a
-      string
-B M/d -> B M | jax.vmap(lambda row: shardops.all_gather('M/d -> M', row))(x)
-    | an operation or an annotation under jax.vmap: its string does not name the mapped dim fix: write the dim in
-      the string
+M | jax.linear_transpose(lambda y: 2 * y, x)(x)[0] | a jax.grad, vjp, jvp or linear_transpose
+M/d | jax.grad(lambda y: jnp.sum(shardops.all_gather('M/d -> M', y)))(x) | a jax.grad, vjp, jvp or linear_transpose
+M | jax.vjp(jnp.sin, x)[1](x)[0] | a jax.grad, vjp, jvp or linear_transpose
+M | jax.jvp(jnp.sin, (x,), (x,))[1] | a jax.grad, vjp, jvp or linear_transpose
+M/d | x / lax.psum(x, 'd') | a transfer, an index or a number of devices over d outside of shardops: each is written as an
+    operation with a string
+M/d | lax.pmean(x, 'd') | over d outside of shardops
+M/d | lax.pmax(x, 'd') | over d outside of shardops
+M/d | lax.all_gather(x, 'd', tiled=True)[:x.shape[0]] | over d outside of shardops
+M | x * jnp.sum(lax.psum_scatter(x, ('d', 't'), tiled=True)) | over d outside of shardops
+M/t | lax.ppermute(x, 't', [(0, 0)]) | over t outside of shardops
+M/t | lax.all_to_all(x, 't', 0, 0, tiled=True) | over t outside of shardops
+M/t | x * lax.axis_index('t').astype(jnp.float32) | over t outside of shardops
+M/d | lax.scan(lambda c, _: (lax.psum(c, 'd'), None), x, None, length=2)[0] | over d outside of shardops
+B M/d -> B M | jax.vmap(lambda row: shardops.all_gather('M/d -> M', row))(x) | an operation or an annotation under
+    jax.vmap: its string does not name the mapped dim fix: write the dim in the string
 # A whole dim that is called split, on one device too
-M -> M/t | x
-    | 'M/t' says M/t, but that dim is whole in the value: write M
+M -> M/t | x | 'M/t' says M/t, but that dim is whole in the value: write M
 M -> M/t | lax.scan(lambda c, _: (shardops.slice('M -> M/t', c), None), x, None, length=1)[0]
-    | scan body function carry input and carry output must have equal types, but they differ: The input carry c has
-      type float32[64] but the corresponding output carry component has type float32[64/t], so the shapes do
-      not match. Revise the function so that all output types match the corresponding input types.
+    | so the shapes do not match
 # A transfer that not all devices reach, inside of rules for gradients, or hidden
 B/d M | lax.while_loop(lambda c: jnp.any(c < 3), lambda c: 2 * c, x)
     | 'any' (reduce_or) reduces a dim that is split over d
-M/d -> M | own_vjp(lambda x: shardops.all_gather('M/d -> M', x), lambda _, g: (g,))(x)
-    | a transfer over d inside a jax.custom_vjp: the types of its gradients cannot be known fix: put it around what is
-      local to a device, transfers outside of it
+M/d -> M | own_vjp(lambda x: shardops.all_gather('M/d -> M', x), lambda _, g: (g,))(x) | a transfer over d inside a
+    jax.custom_vjp: the types of its gradients cannot be known fix: put it around what is local to a device, transfers
+    outside of it
 M/d | shardops.local('M/d -> M/d', lambda x: jax.jit(lambda x: x / lax.psum(x, 'd'))(x), x)
-    | a function that is local to a device sends over d: write the transfer as an operation with a string
+    | a function that is local to a device sends over d
 # What is local to a device closes over what is not the same everywhere; full of what differs
-M/d, M/d -> M/d | shardops.local('M/d -> M/d', lambda x: x * y, x)
-    | mul got incompatible shapes for broadcasting: (16,), (64/d,).
+M/d, M/d -> M/d | shardops.local('M/d -> M/d', lambda x: x * y, x) | mul got incompatible shapes for broadcasting
 M, M/t -> '' | shardops.local('M -> ', lambda x: jnp.sum(x) * jnp.sum(y), x)
     | takes a value from outside that is not the same everywhere
 B/d -> M | shardops.full('M', shardops.sum_unreduced('B/d -> +d', x), f32, M=64)
@@ -339,22 +317,18 @@ B/d M, M H/t -> B/d 4 Z/t 2 | shardops.einsum_unreduced('B/d M, M H/t -> B/d H/t
     | 'reshape' makes a minor dim of a dim that is split over t
 B/d 4 Q/t, F/t -> B/d 4 Q/t | x + jnp.max(y.reshape(1, 4, -1), axis=2, keepdims=True)
     | 'reshape' makes a minor dim of a dim that is split over t
-B/d 4 F/t, H/t M -> B/d M
-    | shardops.einsum_unreduced('B/d H/t, H/t M -> B/d M +t', x.reshape(x.shape[0], -1), y)
+B/d 4 F/t, H/t M -> B/d M | shardops.einsum_unreduced('B/d H/t, H/t M -> B/d M +t', x.reshape(x.shape[0], -1), y)
     | 'reshape' merges into the one before it a dim that is split over t
 M F/t -> M E/t | check(f32, 'M 2 E/t', x.reshape(x.shape[0], 2, -1))[:, 0]
     | 'reshape' makes a minor dim of a dim that is split over t
 B/d H/t M, B/d/t M H -> B/d/t M H | x.reshape(y.shape) | 'reshape' reshapes a dim that is split over d
 M/d F/t -> N/d/t | x.reshape(-1) | a size, 3072/d*t, that depends on how many devices there are
-L/t M -> M
-    | lax.scan(lambda c, r: (c + jnp.max(r, axis=0), None), jnp.zeros(x.shape[1]), x.reshape(4, -1, x.shape[1]))[0]
-    | 'reshape' makes a minor dim of a dim that is split over t
-B/d M/t -> B/d 2 Z/t | x.reshape(x.shape[0], 2, -1)
-    | 'reshape' makes a minor dim of a dim that is split over t
+L/t M -> M | lax.scan(lambda c, r: (c + jnp.max(r, axis=0), None), jnp.zeros(x.shape[1]), x.reshape(4, -1,
+    x.shape[1]))[0] | 'reshape' makes a minor dim of a dim that is split over t
+B/d M/t -> B/d 2 Z/t | x.reshape(x.shape[0], 2, -1) | 'reshape' makes a minor dim of a dim that is split over t
 B/d 2 F/t -> B/d Z/t | x.reshape(x.shape[0], -1)
     | fix: shardops.regroup with a string, as in 'B/d L -> parts R/d L', where another order is meant
-B/d M -> P/d M | jnp.max(x.reshape(4, -1, x.shape[1]), axis=1)
-    | 'P/d M' says P/d, but that dim is whole in the value: write P
+B/d M -> P/d M | jnp.max(x.reshape(4, -1, x.shape[1]), axis=1) | 'P/d M' says P/d, but that dim is whole in the value
 B/d M | shardops.each('d', jnp.tanh, x) | the first dim is one element a device, 'd/d ...', not
 d M | shardops.each('d', jnp.tanh, x[:1]) | dim d of 'd M' is 1, but d is 4 in the mesh, whose axis has that name
 d/d M -> d/d M | shardops.each('d', lambda y: shardops.psum('M +d -> M', y), x)
@@ -364,20 +338,17 @@ d/d M -> d/d | shardops.each('d', lambda y: shardops.sum_unreduced('X M -> ', x)
 d/d M/t | shardops.each('d', lambda y: jnp.exp(shardops.sum_unreduced('M/t -> +t', y)) * y, x)
     | 'exp', which is not linear, of a value that is pending over t
 d/d M/t | shardops.each('d', lambda y: (y[None] + x)[0], x) | a value that is one device's own along d
-B/d -> d/d R | shardops.ppermute('[d/d] R -> [d/d] R', shardops.regroup('B/d -> d/d R',
-    lax.fori_loop(0, x.shape[0], lambda i, c: c * 0.9, x)), 1)
-    | the condition of a while loop depends on how many devices there are, like the size of a device's part
-B/d -> d/d R | shardops.ppermute('[d/d] R -> [d/d] R', shardops.regroup('B/d -> d/d R',
-    x * jnp.sum(jnp.arange(99.0)[: x.shape[0]])), 1)
-    | 'gather' makes a dim of a size, min(99, 16/d), that depends on how many devices there are
-B/d -> d/d R | shardops.ppermute('[d/d] R -> [d/d] R', shardops.regroup('B/d -> d/d R',
-    x * jnp.int32(x.shape[0]).astype(x.dtype)), 1)
-    | depends on how many devices there are, like the size of a split dim
-B/d -> d/d R | shardops.ppermute('[d/d] R -> [d/d] R', shardops.regroup('B/d -> d/d R',
-    x * jnp.arange(9.0)[jnp.int32(x.shape[0]) % 9]), 1)
-    | depends on how many devices there are, like the size of a split dim
-B/d -> d/d R | shardops.ppermute('[d/d] R -> [d/d] R', shardops.regroup('B/d -> d/d R',
-    x ** x.shape[0]), 1)
+B/d -> d/d R | shardops.ppermute('[d/d] R -> [d/d] R', shardops.regroup('B/d -> d/d R', lax.fori_loop(0, x.shape[0],
+    lambda i, c: c * 0.9, x)), 1) | the condition of a while loop depends on how many devices there are, like the size
+    of a device's part
+B/d -> d/d R | shardops.ppermute('[d/d] R -> [d/d] R', shardops.regroup('B/d -> d/d R', x * jnp.sum(jnp.arange(99.0)[:
+    x.shape[0]])), 1) | 'gather' makes a dim of a size, min(99, 16/d), that depends on how many devices there are
+B/d -> d/d R | shardops.ppermute('[d/d] R -> [d/d] R', shardops.regroup('B/d -> d/d R', x *
+    jnp.int32(x.shape[0]).astype(x.dtype)), 1) | depends on how many devices there are, like the size of a split dim
+B/d -> d/d R | shardops.ppermute('[d/d] R -> [d/d] R', shardops.regroup('B/d -> d/d R', x *
+    jnp.arange(9.0)[jnp.int32(x.shape[0]) % 9]), 1) | depends on how many devices there are, like the size of a split
+    dim
+B/d -> d/d R | shardops.ppermute('[d/d] R -> [d/d] R', shardops.regroup('B/d -> d/d R', x ** x.shape[0]), 1)
     | 'B/d' is said of a number that depends on how many devices there are, like the size of a split dim on one of them
 # H3: Two dims that are split over one axis
 L/d M -> L/d | jnp.max(lax.map(lambda rows: rows @ x.T, x.reshape(4, -1, x.shape[1])), axis=-1).reshape(-1)
@@ -385,8 +356,7 @@ L/d M -> L/d | jnp.max(lax.map(lambda rows: rows @ x.T, x.reshape(4, -1, x.shape
 # H4: Positions in what was made to a split dim's size
 B L/t | x * jnp.zeros(x.shape).at[:, 0].set(1.0)
     | 'scatter' writes at an index of a dim that is made to the size of a device's part
-B L/t | x + jnp.cumsum(jnp.ones_like(x), axis=1)
-    | 'cumsum' runs along a dim that is made to the size of a device's part
+B L/t | x + jnp.cumsum(jnp.ones_like(x), axis=1) | 'cumsum' runs along a dim that is made to the size of a device's part
 B L/t | jnp.zeros(x.shape).at[:, 0].set(1.0)
     | 'scatter' writes at an index of a dim that is made to the size of a device's part
 B L/t | jnp.cumsum(jnp.ones_like(x), axis=1) | 'cumsum' runs along a dim that is made to the size of a device's part
@@ -394,33 +364,33 @@ B L/t | jnp.cumsum(jnp.ones_like(x), axis=1) | 'cumsum' runs along a dim that is
 V M/d, i32 B/d -> V M/d | x.at[y].set(0.0) | 'scatter' writes at indices of a dim that is split over d
 V M/d, i32 B/d -> V M/d | x.at[y].add(1.0) | writes at indices of a dim that is split over d
 # H6: Rules for gradients that the program brings along
-B/d M/t | gradient(inverse, x)
-    | a transfer, an index or a number of devices over t outside of shardops: each is written as an operation with a
-      string
-B/d M/t | inverse(x)
-    | a transfer, an index or a number of devices over t outside of shardops: each is written as an operation with a
-      string
-M/t | own_jvp(jnp.sin, lambda x, t: (jnp.sin(x[0]), lax.pmean(t[0], 't')))(x)
-    | a transfer, an index or a number of devices over t outside of shardops: each is written as an operation with a
-      string
-M | own_jvp(jnp.sin, lambda x, t: (jnp.sin(x[0]), jnp.sin(t[0])))(x) | that is not linear in its tangents
-M | own_jvp(jnp.sin, lambda x, t: (jnp.sin(x[0]), t[0] * t[0]))(x) | that is not linear in its tangents
-M | x * jax.sharding.get_abstract_mesh().shape['d'] | KeyError: 'd'
+B/d M/t | gradient(inverse, x) | over t outside of shardops
+B/d M/t | inverse(x) | over t outside of shardops
+M/t | own_jvp(jnp.sin, lambda x, t: (jnp.sin(x[0]), lax.pmean(t[0], 't')))(x) | over t outside of shardops
+M | own_jvp(jnp.sin, lambda x, t: (jnp.sin(x[0]), jnp.sin(t[0])))(x)
+    | is not linear in its tangents: 'sin', which is not linear, of them
+M | own_jvp(jnp.sin, lambda x, t: (jnp.sin(x[0]), t[0] + 1))(x)
+    | the rule of a jax.custom_jvp is not linear in its tangents: 'add' of them and one that is not
+M | own_jvp(jnp.sin, lambda x, t: (jnp.sin(x[0]), x[0]))(x) | is not linear in its tangents
+B/d 8 8 -> B/d | jnp.linalg.det(x) | the forward rule of a jax.custom_jvp has another value than its function: with a
+    gradient and without one the program would compute different numbers fix: let both call one function for the value;
+    call one of JAX's, as jnp.linalg.det, through shardops.local
+M | lax.custom_linear_solve(lambda v: v * 2, x, lambda _, b: b / 2, lambda _, b: jnp.tanh(b))
+    | 'tanh', which is not linear
+M | own_jvp(jnp.sin, lambda x, t: (jnp.sin(x[0]), t[0] * t[0]))(x) | is not linear in its tangents: 'mul' of two values
+M | x * jax.sharding.get_abstract_mesh().shape['d'] | the number as shardops.axis_size('d')
 M | own_vjp(jnp.sin, lambda r, g: (jnp.clip(g, -1.0, 1.0),))(x) | which is not linear, of a value that is pending over d
-B/d M, M -> B/d M
-    | own_vjp(lambda x, s: x * s[None], lambda r, g: (g * r[1][None], jnp.sum(g * r[0], axis=0) / r[0].shape[0]))(x, y)
-    | depends on how many devices there are
+B/d M, M -> B/d M | own_vjp(lambda x, s: x * s[None], lambda r, g: (g * r[1][None], jnp.sum(g * r[0], axis=0) /
+    r[0].shape[0]))(x, y) | depends on how many devices there are
 M | own_vjp(jnp.sin, lambda r, g: (jnp.cos(r[0]),))(x)
     | the gradient that jax.custom_vjp gives operand 0 is the same along d, but must be pending
 # H7: Whole numbers and fill values of a sum that is owed
 i32 B/d M/t -> i32 B/d | shardops.psum('B/d +t -> B/d', shardops.sum_unreduced('B/d M/t -> B/d +t', x) // 2)
     | which is not linear, of a value that is pending over t
-i32 B/d M/t -> i32 B/d
-    | shardops.psum('B/d +t -> B/d', lax.div(shardops.sum_unreduced('B/d M/t -> B/d +t', x), jnp.int32(2)))
-    | 'div', which is not linear
-B M/t, i32 L -> L
-    | shardops.psum('L +t -> L', jnp.take(shardops.sum_unreduced('B M/t -> B +t', x), y, mode='fill', fill_value=1.0))
-    | 'take' .gather., which is not linear
+i32 B/d M/t -> i32 B/d | shardops.psum('B/d +t -> B/d', lax.div(shardops.sum_unreduced('B/d M/t -> B/d +t', x),
+    jnp.int32(2))) | 'div', which is not linear
+B M/t, i32 L -> L | shardops.psum('L +t -> L', jnp.take(shardops.sum_unreduced('B M/t -> B +t', x), y, mode='fill',
+    fill_value=1.0)) | 'take' .gather., which is not linear
 # H8: What the check cannot see
 B/d M/t -> B/d | ref_forgets(x)
     | writes into a ref what does not lie as the ref was made fix: make it of the type that is written
@@ -428,8 +398,7 @@ M/t | lax.composite(lambda x: x / jnp.sum(x), name='own.norm')(x)
     | 'sum' .reduce_sum. reduces a dim that is split over t
 M/t | lax.composite(lambda x: lax.pmean(x, 't'), name='own.mean')(x) | over t outside of shardops
 M/t | lax.custom_linear_solve(lambda y: y * (1.0 + lax.axis_index('t').astype(jnp.float32)), x, lambda mv, b: b)
-    | a transfer, an index or a number of devices over t outside of shardops: each is written as an operation with a
-      string
+    | over t outside of shardops
 # H9: Counts of what was made to a split dim's size
 B/d M -> '' | jnp.sum(jnp.ones_like(x)) | 'sum' .reduce_sum. reduces a dim that is made to the size of a device's part
 B/d M -> '' | shardops.psum('+d -> ', shardops.sum_unreduced('B/d M -> +d', x)) / jnp.sum(jnp.ones(x.shape[0]))
@@ -437,28 +406,23 @@ B/d M -> '' | shardops.psum('+d -> ', shardops.sum_unreduced('B/d M -> +d', x)) 
 B/d M | x / x.shape[0] | 'f32|'B/d M' is said of a number that depends on how many devices there are
 B/d M -> '' | lax.fori_loop(0, x.shape[0], lambda i, c: c + 1.0, jnp.float32(0))
     | the condition of a while loop depends on how many devices there are, like the size of a device's part
-B/d M | x ** x.shape[0]
-    | 'B/d M' is said of a number that depends on how many devices there are, like the size of a split dim on one of
-      them
+B/d M | x ** x.shape[0] | 'B/d M' is said of a number that depends on how many devices there are, like the size of a
+    split dim on one of them
 # H10: A turn of blocks
-L/d M | shardops.ppermute('L/d M -> L/d M', x, 1)
-    | ppermute rolls one dim that counts an axis' devices, as 'd/d' does: of a longer dim it would move blocks
+L/d M | shardops.ppermute('L/d M -> L/d M', x, 1) | ppermute rolls one dim that counts an axis' devices, as 'd/d' does
 # A dim that counts an axis' devices
 d/d M -> M | x[0] | 'M' says the same along d, but the value differs along d
 d/d M, B/d M -> B/d M | x[0][None] * y | its dim 'd/d' was dropped
 # H11: What depends on how many elements a device has
-B/d M | x - jnp.max(x[:4], axis=0, keepdims=True)
-    | 'gather' indexes a dim that is split over d
-B/d M | x[:4] | 'B/d M' says B/d, but that dim is whole in the value: write B
+B/d M | x - jnp.max(x[:4], axis=0, keepdims=True) | 'gather' indexes a dim that is split over d
+B/d M | x[:4] | 'B/d M' says B/d, but that dim is whole in the value
 B/d M | x - x[:1] | 'gather' indexes a dim that is split over d
-i32 B/d M -> i32 B/d
-    | jnp.max(jnp.concatenate([jnp.arange(x.shape[0])[:, None], x[:, :1]], axis=1), axis=1)
-    | positions that each device counts from 0 (arange, argsort or x[::2] of a split dim) fix:
-      the device's part of the whole's positions is shardops.slice
+i32 B/d M -> i32 B/d | jnp.max(jnp.concatenate([jnp.arange(x.shape[0])[:, None], x[:, :1]], axis=1), axis=1) | positions
+    that each device counts from 0 (jnp.arange of its part's size, which x[::2] makes too) fix: shardops.slice('L ->
+    L/t', jnp.arange(L)) are its positions in the whole
 # H12: Annotations that nobody would read
 B/d M | helper(x)
-    | nobody reads the annotations of helper: what they say of its arrays is not checked fix: @typed above
-      `def helper`
+    | nobody reads the annotations of helper: what they say of its arrays is not checked fix: @typed above `def helper`
 B/d M/t -> B/d | variadic(shardops.zeros('B/d', f32), forgotten(x)) | argument sums of variadic
 B/d M/t -> B/d | keywords(a=forgotten(x)) | argument sums of keywords
 B/d M/t -> B/d | optional(forgotten(x)) | argument total of optional
@@ -471,14 +435,12 @@ B/d M -> B/d | (lambda r: r[0] / r[1])(jax.jit(lambda x: (jnp.sum(x, axis=1), jn
 B/d M, L -> L | lax.scan(lambda c, r: (c, float(x.shape[0])), 0.0, y)[1]
     | the size of a device's part is asked for as a number, which is another one on each mesh
 B/d M -> '' | shardops.full('', 1.0 / x.shape[0], f32) | a number that depends on how many devices there are
-B/d M -> d/d b M
-    | shardops.ppermute('d/d b M -> d/d b M', shardops.regroup('B/d M -> d/d b M', x), x.shape[0] + 1)
+B/d M -> d/d b M | shardops.ppermute('d/d b M -> d/d b M', shardops.regroup('B/d M -> d/d b M', x), x.shape[0] + 1)
     | a number that depends on how many devices there are
 B/d L/t, L M -> L/t M | jax.vmap(lambda i: lax.dynamic_index_in_dim(y, i, keepdims=False))(jnp.arange(x.shape[1]))
     | positions that each device counts from 0|'L/t M' says L/t, but that dim is whole in the value
 L M, i32 B/d -> B/d | x[jnp.arange(y.shape[0]), y] | positions that each device counts from 0
-B/d M, N M -> B/d
-    | diagonal(x @ jnp.concatenate([shardops.all_gather('B/d M -> B M', x), y]).T)
+B/d M, N M -> B/d | diagonal(x @ jnp.concatenate([shardops.all_gather('B/d M -> B M', x), y]).T)
     | positions that each device counts from 0|two dims that are split over d|lie differently
 B/d M | lax.cond(shardops.index('d')[0] == 0, lambda: x * 2, lambda: x) | each device would pair them by its own index
 B/d M | lax.fori_loop(0, shardops.index('d')[0], lambda i, c: c * 2, x) | each device would pair them by its own index
@@ -489,44 +451,37 @@ B/d M, M -> M B/d | jnp.broadcast_to(y[None], x.shape).reshape(x.shape[1], x.sha
 B/d M/t | gradient(lambda x: x / x.shape[0], x) | depends on how many devices there are
 B/d M, M -> M | shardops.local('M -> M', lambda y: y / x.shape[0], y)
     | a function that is local to a device takes a number that depends on how many devices there are
-i32 B/d -> i32 B/d 2
-    | lax.scan(lambda k, _: (k, coordinates(x)), 0, None, length=2)[1][0]
+i32 B/d -> i32 B/d 2 | lax.scan(lambda k, _: (k, coordinates(x)), 0, None, length=2)[1][0]
     | positions that each device counts from 0
 M/d | shardops.local('M/d -> M/d', own_vjp(lambda x: 2 * x, lambda r, g: (2 * lax.psum(g, 't'),)), x)
-    | a transfer, an index or a number of devices over t outside of shardops: each is written as an operation with a
-      string
+    | over t outside of shardops
 B/d M, B/d -> B/d M | own_vjp(lambda x: x * 2, lambda r, g: (g * y[:, None],))(x)
     | a jax.custom_vjp closes over a value of the program
 # argmax, any, index, regroup and local with an axis lost, moved or doubled
-B/d V/t -> i32 B/d | shardops.argmax('B/d V -> B/d', x)
-    | 'B/d V' says V, but that dim is split over t in the value: write V/t, or a gather was forgotten
-B/d V/t -> i32 B | shardops.argmax('B V/t -> B', x)
-    | 'B V/t' says B, but that dim is split over d in the value: write B/d, or a gather was forgotten
+B/d V/t -> i32 B/d | shardops.argmax('B/d V -> B/d', x) | 'B/d V' says V, but that dim is split over t in the value
+B/d V/t -> i32 B | shardops.argmax('B V/t -> B', x) | 'B V/t' says B, but that dim is split over d in the value
 B/d V/t M -> i32 M | shardops.argmax('V/t M -> M', shardops.sum_unreduced('B/d V/t M -> V/t M +d', x))
     | is still a sum over d that nobody has taken
 B/d M/t -> bool_ | shardops.any('M/t -> ', shardops.any('B/d M/t -> M/t', x > 0) & (x[0] > 0))
     | 'gather' indexes a dim that is split over d
-B/d M/t -> bool_ | shardops.any('B/d M -> ', x > 0)
-    | 'B/d M' says M, but that dim is split over t in the value: write M/t, or a gather was forgotten
+B/d M/t -> bool_ | shardops.any('B/d M -> ', x > 0) | 'B/d M' says M, but that dim is split over t in the value
 M -> i32 | shardops.index('d')[0] | '' says the same along d, but the value differs along d
 B/d M -> i32 t/t | shardops.index('d') | 't/t' says the same along d, but the value differs along d
 B/d M -> P R M | shardops.regroup('B/d M -> P R M', x, P=2) | regroup moves nothing between devices
 B/d M -> P/d R M | check(f32, 'P R/d M', shardops.regroup('B/d M -> P/d R M', x, R=1))
-    | 'P R/d M' says P, but that dim is split over d in the value: write P/d
-B M -> P R/d M | shardops.regroup('B/d M -> P R/d M', x, P=2)
-    | 'B/d M' says B/d, but that dim is whole in the value: write B
+    | 'P R/d M' says P, but that dim is split over d in the value
+B M -> P R/d M | shardops.regroup('B/d M -> P R/d M', x, P=2) | 'B/d M' says B/d, but that dim is whole in the value
 B/d M/t -> P R/d | shardops.regroup('B/d -> P R/d', shardops.sum_unreduced('B/d M/t -> B/d +t', x), P=2)
     | is still a sum over t that nobody has taken
 B/d M -> X | shardops.local('B/d M -> B/d X, X', lambda x: (x[:, :2], x[0, :2]), x, X=2)[1]
-    | an operand differs along d, the result says it is the same: nothing is sent inside a local function
+    | an operand differs along d, the result says it is the same
 d/d M/t | shardops.ppermute('d/d M/t -> d/d M', x, 1) | ppermute keeps the type: write 'd/d M/t -> d/d M/t'
 # Python that asks for the size of a part
 B/d M -> B/d | x[jnp.arange(x.shape[0]) + x.shape[0], 3] | positions that each device counts from 0
 B/d M, M -> M | shardops.local('M -> M', lambda y: y / jnp.sum(jnp.ones(x.shape)), y)
     | takes a number that depends on how many devices there are
 B/d M | x * functools.reduce(max, (x.shape[0], 4)) | 16/d, compared, divided, counted or looked up
-B/d M | jnp.tanh(x) if x.shape[0] > 4 else jnp.sin(x) + 1
-    | 16/d, compared, divided, counted or looked up
+B/d M | jnp.tanh(x) if x.shape[0] > 4 else jnp.sin(x) + 1 | 16/d, compared, divided, counted or looked up
 B/d M | x if x.shape[0] == 4 else 2 * x | 16/d, compared, divided, counted or looked up
 B/d M | x if x.shape == (4, 64) else 2 * x | 16/d, compared, divided, counted or looked up
 B/d M | x if x.shape[0] in (1, 2, 4) else 2 * x | 16/d, compared, divided, counted or looked up
@@ -575,44 +530,38 @@ M | x * lax.axis_size('d') | over d outside of shardops
 M | x * lax.psum(1, 'd') | over d outside of shardops
 # What hides from the walk
 M | jax.vmap(lambda row: shardops.psum('M +d -> M', shardops.pending('M -> M +d', x)) * row, axis_name='d')(
-    jnp.ones(3))[0]
-    | a jax.vmap(axis_name='d') around it has the name of a mesh axis
+    jnp.ones(3))[0] | a jax.vmap(axis_name='d') around it has the name of a mesh axis
 B/d M -> B/d | lax.reduce(x, 0.0, lambda a, b: a + b * x.shape[0], (1,)) | depends on how many devices there are
 B/d M/t -> B/d | lax.reduce(forgotten(x)[:, None], 0.0, lambda a, b: jnp.maximum(a, b), (1,)) | which is not linear
 B/d M | x.at[:, 3].apply(lambda row: row * x.shape[0]) | depends on how many devices there are
 i32 B/d -> i32 B/d | ref_of_positions(x) | positions that each device counts from 0
 M -> d/d M | x[None] | 'd/d M' says d/d, but that dim is whole in the value
-M -> M
-    | (lambda y: shardops.psum('M +d -> M', shardops.sum_unreduced('d/d M -> M +d', y)))(check(f32, 'd/d M', x[None]))
-    | 'd/d M' says d/d, but that dim is whole in the value
+M -> M | (lambda y: shardops.psum('M +d -> M', shardops.sum_unreduced('d/d M -> M +d', y)))(check(f32, 'd/d M',
+    x[None])) | 'd/d M' says d/d, but that dim is whole in the value
 # Rules for gradients: the value of the forward rule
 M | own_rule(lambda x: jnp.sin(x), lambda x: (jnp.cos(x), x), lambda r, g: (g * jnp.cos(r),))(x)
     | the forward rule of a jax.custom_vjp has another value than its function
 B/d M | own_rule(lambda x: x * 2, lambda x: (x * x.shape[0], None), lambda r, g: (g * 2,))(x)
     | depends on how many devices there are|has another value than its function
-B/d M/t -> B/d
-    | own_rule(lambda x: jnp.max(x, axis=1), lambda x: (jnp.sum(x, axis=1), x), lambda r, g: (r * g[:, None],))(x)
-    | reduces a dim that is split over t
+B/d M/t -> B/d | own_rule(lambda x: jnp.max(x, axis=1), lambda x: (jnp.sum(x, axis=1), x), lambda r, g: (r * g[:,
+    None],))(x) | reduces a dim that is split over t
 M | own_jvp(jnp.sin, lambda x, t: (2 * jnp.sin(x[0]), jnp.cos(x[0]) * t[0]))(x)
     | the forward rule of a jax.custom_jvp has another value than its function
-M | by_perturbed(x) | rules with symbolic_zeros: what they compute depends on what is differentiated
+M | by_perturbed(x) | rules with symbolic_zeros
 # Gradients of what has no type
 M/d/t -> M/d/t | shardops.grad(lambda z: shardops.sum_unreduced('M/d/t -> +d +t', x + z))(jnp.zeros_like(x))
     | a constant zero, which has no type, is differentiated
-B/d M/t, M -> M
-    | shardops.psum('M +d +t -> M', shardops.grad(lambda w: inject(w)
-      + shardops.sum_unreduced('B/d M/t -> +d +t', x))(y))
-    | 'add' of a value that is pending over d and one that is not
+B/d M/t, M -> M | shardops.psum('M +d +t -> M', shardops.grad(lambda w: inject(w) + shardops.sum_unreduced('B/d M/t ->
+    +d +t', x))(y)) | 'add' of a value that is pending over d and one that is not
 # Transfers that not all devices reach
 d/d M, M -> d/d M | lax.cond(shardops.index('d')[0] == 0, lambda: x * pulled(y)[None], lambda: x)
-    | a transfer over d under a branch that depends on a value that differs along it: some devices would wait for ever
+    | a transfer over d under a branch that depends on a value that differs along it
 # Options that round each term of a sum
-M/d F/t, F/t -> M | shardops.psum('M +t -> M', shardops.all_gather('M/d +t -> M +t',
-      shardops.einsum_unreduced('M/d F/t, F/t -> M/d +t', x, y), dtype=jnp.int32)).astype(jnp.float32)
-    | each term of a sum would be rounded to int32: reduce first
-B/d F/t, F/t -> B/d | shardops.psum('B/d +t -> B/d',
-      shardops.einsum_unreduced('B/d F/t, F/t -> B/d +t', x, y, preferred_element_type=jnp.int32).astype(jnp.float32))
-    | each term of a sum would be rounded to int32: reduce first
+M/d F/t, F/t -> M | shardops.psum('M +t -> M', shardops.all_gather('M/d +t -> M +t', shardops.einsum_unreduced('M/d F/t,
+    F/t -> M/d +t', x, y), dtype=jnp.int32)).astype(jnp.float32) | each term of a sum would be rounded to int32: reduce
+    first
+B/d F/t, F/t -> B/d | shardops.psum('B/d +t -> B/d', shardops.einsum_unreduced('B/d F/t, F/t -> B/d +t', x, y,
+    preferred_element_type=jnp.int32).astype(jnp.float32)) | each term of a sum would be rounded to int32: reduce first
 # A function that is local to a device and asks for the mesh; a roll that differs
 M | shardops.local('M -> M', lambda v: v * shardops.index('d')[0].astype(jnp.float32), x)
     | a function that is local to a device asks for the number of devices along d, or the index there
@@ -629,10 +578,8 @@ M | lax.while_loop(lambda c: c[0] < at('d'), lambda c: (c[0] + 1, c[1] * 2), (0,
     | 'M' says the same along d, but the value differs along d
 M -> '' | lax.fori_loop(0, 4, lambda i, c: (c[0] + c[1], c[1] + c[2], c[2]), (0.0, 1.0, at('d', jnp.float32)))[0]
     | '' says the same along d, but the value differs along d
-M -> ''
-    | lax.scan(lambda c, _: ((c[0] + c[1], c[1] + c[2], c[2]), None), (0.0, 1.0, at('d', jnp.float32)), None,
-      length=4)[0][0]
-    | '' says the same along d, but the value differs along d
+M -> '' | lax.scan(lambda c, _: ((c[0] + c[1], c[1] + c[2], c[2]), None), (0.0, 1.0, at('d', jnp.float32)), None,
+    length=4)[0][0] | '' says the same along d, but the value differs along d
 M -> '' | lax.fori_loop(0, 3, lambda i, c: (c[1], c[0]), (1.0, at('d', jnp.float32)))[0]
     | '' says the same along d, but the value differs along d
 M | lax.fori_loop(0, 3, lambda i, c: lax.cond(i > 1, lambda e: e * at('d', jnp.float32), lambda e: e, c), x)
@@ -650,9 +597,9 @@ B/d M/t -> B/d | shardops.psum('B/d +t -> B/d', lax.cond(at('t') > 0, lambda u: 
 B/d M/t -> B/d | shardops.psum('B/d +t -> B/d', lax.fori_loop(0, at('t'), lambda i, c: 2 * c, forgotten(x)))
     | a result that is pending over t under a branch that depends on a value that is split over it
 B/d M/t -> B/d | shardops.psum('B/d +t -> B/d', jnp.where(at('t') > 0, forgotten(x), -forgotten(x)))
-    | 'where' (select_n) of a value that is pending over t and one that is split over t: the sum over t would mix them
+    | 'where' (select_n) of a value that is pending over t and one that is split over t
 B/d M/t -> B/d | shardops.psum('B/d +t -> B/d', forgotten(x) * at('t', jnp.float32))
-    | 'mul' of a value that is pending over t and one that is split over t: the sum over t would mix them
+    | 'mul' of a value that is pending over t and one that is split over t
 B/d M/t -> B/d | lax.scan(lambda c, _: (shardops.psum('B/d +t -> B/d', c), None), forgotten(x), None, length=2)[0]
     | a carry or a branch is pending over t on one path and not on the other
 # Keys, rows and places that differ from device to device
@@ -681,8 +628,7 @@ M | shardops.all_gather('M/d -> M', x) | 'M/d' says M/d, but that dim is whole i
 M/d -> M | shardops.all_gather('M/d -> M', shardops.all_gather('M/d -> M', x))
     | 'M/d' says M/d, but that dim is whole in the value
 M | shardops.psum('M +d -> M', shardops.slice('M -> M/d', x)) | 'M +d' says M, but that dim is split over d in the value
-M/d | shardops.psum('M/d +d -> M/d', x)
-    | 'M/d +d' uses mesh axis d twice: an axis is split over one dim, or pending, or not mentioned
+M/d | shardops.psum('M/d +d -> M/d', x) | 'M/d +d' uses mesh axis d twice
 M -> M/d | shardops.psum_scatter('M +d -> M/d', x)
     | 'M +d' says pending along d, but the value is already the same along d
 M/d F/t -> M F/d/t | shardops.all_to_all('M/d F/t -> M F/d/t', x)
@@ -698,10 +644,9 @@ t/t M -> d/d M | shardops.ppermute('d/d M -> d/d M', x, 1)
     | 'd/d M' says split along d, but the value is the same along d
 d/d M -> M | shardops.psum('M +d -> M', x[0]) | 'M +d' says pending along d, but the value is split over d
 d/d M -> M | x.reshape(-1) | 'M' says the same along d, but the value differs along d
-d/d M, t/t M -> d/d M | x + y | 'add' of values that lie differently: dim 0 is split over d in one, over t in another
-B M/d/t, F M/d/t -> B F
-    | shardops.psum('B F +d -> B F', shardops.einsum_unreduced('B M/d/t, F M/d/t -> B F +d +t', x, y))
-    | 'B F +d' says the same along t, but the value is still a sum over t that nobody has taken
+d/d M, t/t M -> d/d M | x + y | 'add' of values that lie differently
+B M/d/t, F M/d/t -> B F | shardops.psum('B F +d -> B F', shardops.einsum_unreduced('B M/d/t, F M/d/t -> B F +d +t', x,
+    y)) | 'B F +d' says the same along t, but the value is still a sum over t that nobody has taken
 B M/d/t, F M/t/d -> B F | shardops.einsum_unreduced('B M/d/t, F M/t/d -> B F +d +t', x, y) | M/d/t in one operand, M/t/d
 B/d M/t, F M/d -> B F | shardops.einsum_unreduced('B/d M/t, F M/d -> B F +t', x, y) | M/t in one operand, M/d
 B/d M/t, B/d F/t -> M/t F | shardops.einsum_unreduced('B/d M/t, B/d F/t -> M/t F +d', x, y)
@@ -715,18 +660,18 @@ B M/t -> B 8/t 8 | jnp.swapaxes(x.reshape(16, 8, -1), 1, 2) | 'reshape' makes a 
 N B/d M -> Z/d M | x.reshape(-1, 64) | 'reshape' merges into the one before it a dim that is split over d
 B/d M | x.T.reshape(x.shape) | 'reshape' merges into the one before it a dim that is split over d
 B/d M | jnp.tril(x) | positions that each device counts from 0
-B M/t -> B F/t | jax.nn.glu(x) | 'split' takes parts of a dim that is split over t
+B M/t -> B F/t | jax.nn.glu(x) | 'glu' (split) takes a part of a dim that is split over t
 B M/t -> B F/t | x[:, : x.shape[1] // 2] | 'gather' indexes a dim that is split over t
 B/d M -> 32/d M | jnp.tile(x, (2, 1)) | 'tile' repeats a dim that is split over d
 B/d M | jax.random.permutation(jax.random.key(0), x) | the size of a device's part is asked for as a number
-B/d M | x[jnp.argsort(x[:, 0])] | positions that each device counts from 0
+B/d M | x[jnp.argsort(x[:, 0])] | 'argsort' (sort) runs along a dim that is split over d
 B/d M | x[jnp.arange(x.shape[0])[::-1]] | positions that each device counts from 0
 B L/t M, 3 M F -> B L/t F | lax.conv_general_dilated(x, y, (1,), 'SAME', dimension_numbers=('NWC', 'WIO', 'NWC'))
-    | 'conv_general_dilated' goes along a dim that is split over t
+    | 'conv_general_dilated' runs along a dim that is split over t
 B L M/t, 3 M/t F -> B L F | lax.conv_general_dilated(x, y, (1,), 'SAME', dimension_numbers=('NWC', 'WIO', 'NWC'))
-    | 'conv_general_dilated' goes along a dim that is split over t
+    | 'conv_general_dilated' runs along a dim that is split over t
 B L/t M | lax.reduce_window(x, 0.0, lax.add, (1, 2, 1), (1, 1, 1), 'SAME')
-    | 'reduce_window' (reduce_window_sum) goes along a dim that is split over t
+    | 'reduce_window' (reduce_window_sum) runs along a dim that is split over t
 i32 B/d -> i32 8 | jnp.bincount(x, length=8) | 'bincount' (scatter-add) writes at indices of a dim that is split over d
 B/d M, i32 B/d -> 8 M | jax.ops.segment_sum(x, y, num_segments=8)
     | 'scatter_add' (scatter-add) writes at indices of a dim that is split over d
@@ -752,11 +697,10 @@ M, B/d M -> M | reduced(lambda w: squares(y * w[None]) + jnp.sum(w), x)
 M, B/d M -> M | reduced(lambda w: squares(y * w[None]) ** 2, x)
     | 'power' (integer_pow), which is not linear, of a value that is pending over d
 M, B/d M -> M | reduced(lambda w: squares(y * w[None]) * at('d', jnp.float32), x)
-    | 'mul' of a value that is pending over d and one that is split over d: the sum over d would mix them
+    | 'mul' of a value that is pending over d and one that is split over d
 M, B/d M -> M | reduced(lambda w: shardops.sum_unreduced('B/d M -> +d', y * w[None]), x) | the loss is the same along t
-M, B/d M -> M
-    | reduced(lambda w: lax.scan(lambda c, s: (c * s + 1.0, None), squares(y * w[None]), jnp.arange(3.0))[0], x)
-    | 'add' of a value that is pending over d and one that is not
+M, B/d M -> M | reduced(lambda w: lax.scan(lambda c, s: (c * s + 1.0, None), squares(y * w[None]), jnp.arange(3.0))[0],
+    x) | 'add' of a value that is pending over d and one that is not
 M, B/d M -> M | lax.cond(at('d') > 0, lambda: reduced(lambda w: squares(y * w[None]), x), lambda: x)
     | a transfer over d under a branch that depends on a value that differs along it
 M, B/d M -> '' | shardops.grad(lambda w: (squares(y * w[None]), squares(y)), has_aux=True)(x)[1]
@@ -769,10 +713,8 @@ M, N B/d M -> M | reduced(lambda w: shardops.sum_over_chunks(lambda w, x, _: squ
     | 'power' (integer_pow), which is not linear, of a value that is pending over d
 M, N B/d M -> M | reduced(lambda w: shardops.sum_over_chunks(lambda w, x, _: squares(x * w[None]), w, y, y) ** 2, x)
     | 'power' (integer_pow), which is not linear, of a value that is pending over d
-M, N B/d M -> M
-    | reduced(lambda w: shardops.sum_over_chunks(lambda w, x, _: squares(x * w[None]), w, y, y) * at('d', jnp.float32),
-      x)
-    | 'mul' of a value that is pending over d and one that is split over d: the sum over d would mix them
+M, N B/d M -> M | reduced(lambda w: shardops.sum_over_chunks(lambda w, x, _: squares(x * w[None]), w, y, y) * at('d',
+    jnp.float32), x) | 'mul' of a value that is pending over d and one that is split over d
 M, B/d M -> M | shardops.vjp(lambda w: jnp.tanh(w[None] * y), x)[1](y)[0]
     | the cotangent of result 0 is the same along t
 M, B/d M -> M | shardops.vjp(lambda w: shardops.sum_unreduced('B/d M -> M +d', w[None] * y), x)[1](x)[0]
@@ -781,13 +723,14 @@ M, B/d M -> M | shardops.vjp(lambda w: shardops.sum_unreduced('B/d M -> M +d', w
 M | own_vjp(jnp.sin, lambda r, g: (jnp.sign(g),))(x) | 'sign', which is not linear, of a value that is pending over d
 M | own_vjp(jnp.sin, lambda r, g: (g * g,))(x) | 'mul' of two values that are both pending over d
 M | own_vjp(jnp.sin, lambda r, g: (g + r[0],))(x) | 'add' of a value that is pending over d and one that is not
-M | own_vjp(jnp.sin, lambda r, g: (g / jnp.linalg.norm(g),))(x) | 'mul' of two values that are both pending over d
+M | own_vjp(jnp.sin, lambda r, g: (g / jnp.linalg.norm(g),))(x)
+    | 'norm' (mul) of two values that are both pending over d
 M, B/d M -> B/d M | own_vjp(lambda w, x: x * w[None], lambda r, g: (r[0], g * r[0][None]))(x, y)
     | the gradient that jax.custom_vjp gives operand 0 is the same along d
 M, B/d M -> B/d M | own_vjp(lambda w, x: x * w[None], lambda r, g: (jnp.max(g * r[1], axis=0), g * r[0][None]))(x, y)
     | 'reduce_max' reduces a dim that is split over d
 M | own_jvp(jnp.sin, lambda x, t: (jnp.sin(x[0]), t[0] * at('d', jnp.float32)))(x)
-    | 'mul' of a value that is pending over d and one that is split over d: the sum over d would mix them
+    | 'mul' of a value that is pending over d and one that is split over d
 M/d, M -> M | shardops.local('M -> M', functools.partial(lambda o, v: v * o.sum(), x), y)
     | a function that is local to a device takes a value from outside that is not the same everywhere
 """)
@@ -804,16 +747,15 @@ def test_what_is_wrong_on_some_mesh_is_refused(row):
 
 # What is done to u, a sum over t that is owed: 'B/d M +t'.
 NOT_LINEAR = table(r"""
-jax.nn.silu(u) | 'logistic', which is not linear, of a value that is pending over t
-jax.nn.relu(u) | 'max', which is not linear
+jax.nn.silu(u) | 'silu' \(logistic\), which is not linear, of a value that is pending over t
+jax.nn.relu(u) | 'relu' \(max\), which is not linear
 u ** 2 | 'power' \(integer_pow\), which is not linear
 u ** 3 | 'power' \(integer_pow\), which is not linear
-u * u | 'mul' of two values that are both pending over t: the product of sums is not the sum of products
+u * u | 'mul' of two values that are both pending over t
 u @ u.T @ u | 'dot_general' of two values that are both pending over t
 1 / u | 'div', which is not linear
-u + jnp.ones_like(u)
-    | 'add' of a value that is pending over t and one that is not: each device would add it again fix: reduce the
-      pending one first
+u + jnp.ones_like(u) | 'add' of a value that is pending over t and one that is not: each device would add it again fix:
+    reduce the pending one first
 u + 1 | 'add' of a value that is pending over t and one that is not
 1 - u | 'sub' of a value that is pending over t and one that is not
 u - jnp.max(u, axis=1, keepdims=True) | 'max' \(reduce_max\), which is not linear
@@ -857,7 +799,7 @@ jnp.abs(jnp.fft.fft(u, axis=1)) | 'abs', which is not linear
 lax.bitcast_convert_type(u, jnp.int32) | the element type is int32
 u.astype(bool) | a sum of truth values is none: any, or numbers
 u % 2.0 | 'mod' .rem., which is not linear
-jnp.diff(u, axis=1, prepend=1.0) | 'concatenate' of a value that is pending over t and one that is not
+jnp.diff(u, axis=1, prepend=1.0) | 'diff' \(concatenate\) of a value that is pending over t and one that is not
 jax.checkpoint(jnp.tanh, policy=jax.checkpoint_policies.dots_saveable)(u) | 'tanh', which is not linear
 jax.jit(jnp.tanh)(u) | 'tanh', which is not linear
 jax.vmap(jnp.tanh)(u) | 'tanh', which is not linear

@@ -162,7 +162,7 @@ def test_nothing_of_a_turn_is_kept():
 
 # -- Types -------------------------------------------------------------------------------------------------------------
 def test_a_ring_is_proved():
-    """With the gradients' types, which have to be claimed; and the second witness agrees."""
+    """With the gradients' types, which have to be claimed."""
     assert prove(labels(ring), dict(c=4), SIZES | dict(X=4)) > 8
 
 
