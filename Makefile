@@ -1,9 +1,12 @@
 # `make train` and `make test` set up all they need in .venv; afterwards neither needs a network.
 PYTHON ?= python3
+# For the newer releases of JAX; pyenv's python3.12 runs only where pyenv is told the version.
+PYTHON312 ?= $(shell PYENV_VERSION=$$(pyenv latest 3.12 2>/dev/null) python3.12 -c 'import sys; print(sys.executable)' 2>/dev/null)
+NEWER_JAX := 0.11.2 0.12.0.1
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train shakespeare shakespeare_smollm2 test test-model test-slow torture golden golden-oracle docs lint format clean
+.PHONY: train shakespeare shakespeare_smollm2 test test-model test-newer-jax test-slow torture golden golden-oracle docs lint format clean
 .DEFAULT_GOAL := train
 
 train: $(VENV)/runtime  ## the small job on simulated devices
@@ -40,6 +43,23 @@ test: $(VENV)/tests  ## all tests but the slow ones
 test-model: $(VENV)/tests  ## what proves the model: the step against its reference, by every mesh; under a minute
 	$(BIN)/python -m pytest tests/test_model.py tests/test_reference.py tests/test_step.py -m "not slow" -n 2 --dist worksteal
 
+NEWER_TESTS := tests/test_refused.py tests/test_check.py tests/test_spec.py tests/test_typed.py tests/test_shardtypes.py \
+  tests/test_differential.py::test_right_programs_are_accepted tests/test_shardops.py
+
+test-newer-jax: $(if $(PYTHON312),$(NEWER_JAX:%=$(VENV)-jax-%/tests))  ## shardlib and its proof on newer releases of JAX
+ifeq ($(PYTHON312),)
+	@echo "skipped: shardlib on jax $(NEWER_JAX), which need Python 3.12: no python3.12 runs here (make test-newer-jax PYTHON312=...)"
+else
+	for jax in $(NEWER_JAX); do $(VENV)-jax-$$jax/bin/python -m pytest $(NEWER_TESTS) -m "not slow" -n 2 --dist worksteal || exit 1; done
+endif
+
+$(VENV)-jax-%/tests: requirements-cpu.txt requirements-test.txt
+	$(PYTHON312) -m venv $(@D)
+	grep -vE '^(jax|jaxlib)==' requirements-cpu.txt > $(@D)/requirements.txt
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check jax==$* -r $(@D)/requirements.txt \
+	  -c requirements-test.txt pytest pytest-xdist hypothesis ipython
+	touch $@
+
 test-slow: $(VENV)/tests
 	$(BIN)/python -m pytest -m slow -n 2 --dist worksteal -rs
 
@@ -70,7 +90,7 @@ format: $(VENV)/tests
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(VENV)-oracle runs
+	rm -rf $(VENV) $(VENV)-oracle $(VENV)-jax-* runs
 
 $(VENV)/runtime: requirements-cpu.txt
 	$(PYTHON) -m venv $(VENV)

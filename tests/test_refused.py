@@ -232,8 +232,8 @@ L/d M -> Z/d M | x[::2] | of positions that each device counts from 0 (jnp.arang
     too) fix: shardops.slice('L -> L/t', jnp.arange(L)) are its positions in the whole; for x[::2] write
     x.reshape(-1, 2, ...)[:, 0]
 L/d M -> M | jnp.median(x, axis=0) | 'median' (reduce_or) reduces a dim that is split over d
-B/d M | lax.map(jnp.tanh, x) | a scan over a dim that is split over d: each device would go through its own part alone fix:
-    all_gather it first, scan another dim, or map what is done row by row with jax.vmap
+B/d M | lax.map(jnp.tanh, x)
+    | fix: all_gather it first, scan another dim, or map what is done row by row with jax.vmap
 M/d 8, 8 8 -> M/d 8 | jnp.linalg.solve(x.T @ x + y, x.T).T | 'dot_general' contracts a dim that is split over d
 B/d M, i32 B/d -> V M | shardops.psum('V M +d -> V M', jax.ops.segment_sum(x, y, num_segments=80)) | fix: all_gather
     indices and values first; a sum by index is an einsum_unreduced with jax.nn.one_hot(indices, n)
@@ -274,8 +274,9 @@ M | jax.linear_transpose(lambda y: 2 * y, x)(x)[0] | a jax.grad, vjp, jvp or lin
 M/d | jax.grad(lambda y: jnp.sum(shardops.all_gather('M/d -> M', y)))(x) | a jax.grad, vjp, jvp or linear_transpose
 M | jax.vjp(jnp.sin, x)[1](x)[0] | a jax.grad, vjp, jvp or linear_transpose
 M | jax.jvp(jnp.sin, (x,), (x,))[1] | a jax.grad, vjp, jvp or linear_transpose
-M/d | x / lax.psum(x, 'd') | a transfer, an index or a number of devices over d outside of shardops: each is written as an
-    operation with a string
+M/d | x / lax.psum(x, 'd')
+    | a transfer, an index or a number of devices over d outside of shardops: each is written as an operation with a
+    string
 M/d | lax.pmean(x, 'd') | over d outside of shardops
 M/d | lax.pmax(x, 'd') | over d outside of shardops
 M/d | lax.all_gather(x, 'd', tiled=True)[:x.shape[0]] | over d outside of shardops
