@@ -98,14 +98,16 @@ def refusal(function, mesh=MESHES[0], sizes=SIZES) -> str:
     return str(caught.value)
 
 
+def refused(function, mesh=MESHES[0], sizes=SIZES) -> str:
+    """The text of a refusal that has a line of the program, or of what it calls in its test."""
+    text = refusal(function, mesh, sizes)
+    assert re.search(r"(/program/\d+|/tests/test_\w+)\.py:\d+", text), (mesh, text)
+    return text
+
+
 def refused_everywhere(function) -> str:
-    """Refused on every mesh, with a line of the program or of what it calls in its test, also where a device holds one
-    row; returns the text of the first."""
-    texts = []
-    for sizes in (SIZES, SINGLE):
-        for mesh in OF_EIGHT if sizes is SINGLE else MESHES:
-            texts.append(refusal(function, mesh, sizes))
-            assert re.search(r"(/program/\d+|/tests/test_\w+)\.py:\d+", texts[-1]), (mesh, texts[-1])
+    """Refused on every mesh, also where a device holds one row; returns the text of the first refusal."""
+    texts = [refused(function, mesh) for mesh in MESHES] + [refused(function, mesh, SINGLE) for mesh in OF_EIGHT]
     return texts[0]
 
 

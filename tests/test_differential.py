@@ -15,7 +15,7 @@ import right_programs
 import small
 from grammar import Whole, programs
 from hypothesis import Phase, find, settings
-from prove import each_row, program, prove_everywhere, table
+from prove import each_row, program, table
 
 from shardlib.mesh import make_mesh
 from shardlib.shard_map import typed_shard_map
@@ -219,8 +219,8 @@ WRITTEN = written()
 
 @pytest.mark.parametrize("program", WRITTEN, ids=str)
 def test_right_programs_are_accepted(program):
-    """Each program by hand is accepted on every mesh."""
-    prove_everywhere(program.function, prove.OF_D_AND_T, program.sizes)
+    """Each program by hand is accepted; tests/test_verdict.py has the other meshes."""
+    assert prove.prove(program.function, sizes=program.sizes[0]) > 0
 
 
 @pytest.mark.parametrize("meshes", [[(4, 2)], *small.slow(MESHES)], ids=len)
@@ -232,4 +232,4 @@ def test_right_programs_are_right(meshes):
 @each_row(table(right_programs.OF_DEVICES))
 def test_right_programs_of_devices_are_accepted(row):
     """So is what has another meaning for another number of devices, by its type or because random numbers are drawn."""
-    prove_everywhere(program(*row))
+    assert prove.prove(program(*row)) > 0

@@ -8,7 +8,7 @@ import pytest
 from jax import lax
 from jax.experimental import pallas as pl
 from pages import module_of
-from prove import MESHES, OF_D_AND_T, each_row, program, refusal, refused_everywhere, says, table
+from prove import MESHES, each_row, program, refusal, refused, says, table
 
 from shardlib import shardops
 from shardlib.shard_map import typed_shard_map
@@ -720,6 +720,11 @@ M, B/d M -> M | shardops.vjp(lambda w: jnp.tanh(w[None] * y), x)[1](y)[0]
     | the cotangent of result 0 is the same along t
 M, B/d M -> M | shardops.vjp(lambda w: shardops.sum_unreduced('B/d M -> M +d', w[None] * y), x)[1](x)[0]
     | the cotangent of result 0 is the same along t
+# What has no gradient is refused by the check already, not by the run
+B/d M/t | gradient(lambda x: x - shardops.pmax('B/d M/t -> B/d', x)[:, None], x)
+    | pmax has no gradient: pass it lax.stop_gradient(x) in shardops.pmax('B/d M/t -> B/d') at /
+B/d M/t | gradient(lambda x: lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, 2 * c[1]), (0, x))[1], x)
+    | Reverse-mode differentiation does not work for lax.while_loop
 # Rules for gradients that are not linear, or send
 M | own_vjp(jnp.sin, lambda r, g: (jnp.sign(g),))(x) | 'sign', which is not linear, of a value that is pending over d
 M | own_vjp(jnp.sin, lambda r, g: (g * g,))(x) | 'mul' of two values that are both pending over d
@@ -735,15 +740,6 @@ M | own_jvp(jnp.sin, lambda x, t: (jnp.sin(x[0]), t[0] * at('d', jnp.float32)))(
 M/d, M -> M | shardops.local('M -> M', functools.partial(lambda o, v: v * o.sum(), x), y)
     | a function that is local to a device takes a value from outside that is not the same everywhere
 """)
-
-
-@each_row(REFUSED)
-def test_what_is_wrong_on_some_mesh_is_refused(row):
-    """A split dim that is treated as whole, a sum that is forgotten, a collective or a gradient outside of shardops,
-    what depends on how many devices there are: refused with its text and line on every mesh."""
-    types, body, message = row
-    text = refused_everywhere(program(types, body, globals()))
-    assert says(message, text), text
 
 
 # What is done to u, a sum over t that is owed: 'B/d M +t'.
@@ -822,15 +818,6 @@ def owed(x: f32['B/d F/t'], w: f32['M F/t']) -> f32['B/d M +t']:
     return shardops.einsum_unreduced('B/d F/t, M F/t -> B/d M +t', x, w)
 
 
-@each_row(NOT_LINEAR)
-def test_what_is_not_linear_refuses_a_sum(row):
-    """A non-linear function of a pending value, pending + same, and the like are refused by name, on every mesh."""
-    expression, message = row
-    body = f"shardops.psum('B/d M +t -> B/d M', (lambda u: {expression})(owed(x, y)))"
-    text = refused_everywhere(program("B/d F/t, M F/t -> B/d M", body, globals()))
-    assert says(message, text), text
-
-
 # Functions along the dim of x, 'M/t', that is split.
 ALONG_A_SPLIT_DIM = """
 jnp.max jnp.min jnp.mean jnp.std jnp.median jnp.ptp jnp.nanmax jnp.prod jnp.any jnp.all jnp.count_nonzero jnp.cumprod
@@ -848,24 +835,43 @@ jnp.exp jnp.cos jax.nn.sigmoid jax.nn.softmax jnp.ones_like jax.nn.softplus jnp.
 """.split()
 
 
-@pytest.mark.parametrize("name", ALONG_A_SPLIT_DIM)
-def test_functions_along_a_split_dim_are_refused(name):
-    text = refused_everywhere(program("M/t -> ''", f"jnp.sum(jnp.real({name}(x))).astype(jnp.float32)"))
-    assert says("a dim that is split over t|positions that each device counts from 0", text), text
+def of_owed(expression):
+    """The types and the body of a program that takes the sum u, of which the expression is made."""
+    return "B/d F/t, M F/t -> B/d M", f"shardops.psum('B/d M +t -> B/d M', (lambda u: {expression})(owed(x, y)))"
 
 
-@pytest.mark.parametrize("name", NOT_LINEAR_FUNCTIONS)
-def test_functions_that_are_not_linear_refuse_a_sum(name):
-    body = f"shardops.psum('B/d M +t -> B/d M', {name}(owed(x, y)).astype(jnp.float32))"
-    text = refused_everywhere(program("B/d F/t, M F/t -> B/d M", body, globals()))
-    assert says("which is not linear, of a value that is pending over t|both pending over t", text), text
+ROWS = [
+    *REFUSED,
+    *((*of_owed(expression), message) for expression, message in NOT_LINEAR),
+    *(
+        ("M/t -> ''", f"jnp.sum(jnp.real({name}(x))).astype(jnp.float32)", "a dim that is split over t")
+        for name in ALONG_A_SPLIT_DIM
+    ),
+    *(
+        (
+            *of_owed(f"{name}(u).astype(jnp.float32)"),
+            "which is not linear, of a value that is pending over t|both pending",
+        )
+        for name in NOT_LINEAR_FUNCTIONS
+    ),
+    *(
+        (
+            *of_owed(f"u + {name}(jnp.zeros((1, 64))).astype(jnp.float32)"),
+            "'add' of a value that is pending over t and one",
+        )
+        for name in NOT_ZERO_OF_ZERO
+    ),
+]
 
 
-@pytest.mark.parametrize("name", NOT_ZERO_OF_ZERO)
-def test_what_is_made_of_zeros_is_not_owed(name):
-    body = f"shardops.psum('B/d M +t -> B/d M', owed(x, y) + {name}(jnp.zeros((1, 64))).astype(jnp.float32))"
-    text = refused_everywhere(program("B/d F/t, M F/t -> B/d M", body, globals()))
-    assert says("'add' of a value that is pending over t and one that is not", text), text
+@each_row(ROWS)
+def test_what_is_wrong_on_some_mesh_is_refused(row):
+    """A split dim that is treated as whole, a sum that is forgotten, a function of a pending value that is not linear,
+    a collective or a gradient outside of shardops, what has no gradient, what depends on how many devices there are:
+    refused with its text and line. tests/test_verdict.py has the other meshes."""
+    types, body, message = row
+    text = refused(program(types, body, globals()))
+    assert says(message, text), text
 
 
 def test_a_dim_that_counts_devices_has_their_number():
@@ -925,20 +931,3 @@ def test_postponed_annotations(tmp_path):
     module = module_of(tmp_path / "postponed.py", POSTPONED)
     for function, said in ((module.wrong, "argument totals of inner"), (module.local, "local y: f32['B/d']")):
         assert all(said in refusal(function, mesh) for mesh in MESHES)
-
-
-# -- Losses and gradients ----------------------------------------------------------------------------------------------
-# Of a loss in which a weight w meets x, 'B/d M/t'.
-NO_GRADIENT = table(r"""
-lambda x: x - shardops.pmax('B/d M/t -> B/d', x)[:, None]
-    | pmax has no gradient: pass it lax.stop_gradient(x) in shardops.pmax('B/d M/t -> B/d') at /
-lambda x: lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, 2 * c[1]), (0, x))[1]
-    | Reverse-mode differentiation does not work for lax.while_loop
-""")
-
-
-@each_row(NO_GRADIENT)
-def test_what_cannot_be_differentiated_is_refused(row):
-    """What has no gradient is refused by the check already, not by the run."""
-    for mesh in OF_D_AND_T:
-        assert says(row[1], refusal(program("B/d M/t", f"gradient({row[0]}, x)", globals()), mesh))

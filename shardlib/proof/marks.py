@@ -104,13 +104,17 @@ def mark_of(eqn) -> Mark | None:
 
 
 @contextlib.contextmanager
-def during(check: Check):
-    """What is traced inside is traced for this check."""
-    token = _current.set(check)
+def _inside(variable: contextvars.ContextVar, value):
+    token = variable.set(value)
     try:
         yield
     finally:
-        _current.reset(token)
+        variable.reset(token)
+
+
+def during(check: Check):
+    """What is traced inside is traced for this check."""
+    return _inside(_current, check)
 
 
 def axes_of_each() -> frozenset[str]:
@@ -118,14 +122,9 @@ def axes_of_each() -> frozenset[str]:
     return _axes_of_each.get()
 
 
-@contextlib.contextmanager
 def on_each(axis: str):
     """What is traced inside runs on each device along an axis by itself."""
-    token = _axes_of_each.set(_axes_of_each.get() | {axis})
-    try:
-        yield
-    finally:
-        _axes_of_each.reset(token)
+    return _inside(_axes_of_each, _axes_of_each.get() | {axis})
 
 
 def _by_itself(rule, axes, states):

@@ -9,7 +9,6 @@ The names are those of jax 0.10 to 0.12.
 """
 
 import itertools
-import math
 import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -189,7 +188,8 @@ _INDICES = {"gather": 1, "scatter": 1, "scatter-add": 1, "scatter-mul": 1, "scat
 def _indices(equation: Equation) -> dict | None:
     """What is known of the result as indices, where anything is. JAX makes those of `table[arange(B), i]` of an iota, a
     comparison with zero, the addition of the size, a broadcast, and a concatenation of the coordinates."""
-    name, params, states, (before, after) = equation.name, equation.params, equation.states, _first_shapes(equation)
+    name, params, states = equation.name, equation.params, equation.states
+    before, after = (equation.shapes or [()])[0], (equation.outs or [()])[0]
     if name == "iota":
         dim = params["dimension"]
         return dict(positions=(dim,), local_iota=is_part(after[dim]))
@@ -215,10 +215,6 @@ def _indices(equation: Equation) -> dict | None:
     elif name == "broadcast_in_dim" and before[along] == after[params["broadcast_dimensions"][along]]:
         to = params["broadcast_dimensions"][along]
     return None if to is None else dict(positions=(to,), local_iota=local)
-
-
-def _first_shapes(equation) -> tuple:
-    return equation.shapes[0] if equation.shapes else (), equation.outs[0] if equation.outs else ()
 
 
 def _rows_of_their_own(equation, dimensions: Iterable[int], batching: dict[int, int]) -> dict[int, int]:
@@ -469,6 +465,10 @@ ELEMENTWISE = set(
     sign sin sinh sqrt square stop_gradient sub tan tanh threefry2x32 xor zeta
     """.split()
 )
+# The dims stay where they are.
+_IN_PLACE = """
+    slice dynamic_slice dynamic_update_slice pad concatenate rev sort cumsum cumprod cummax cummin cumlogsumexp
+    """.split()
 _REDUCTIONS = """
     reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin reduce
     """.split()
@@ -528,25 +528,16 @@ def _dims(equation: Equation, out: int) -> tuple[Dims, frozenset[str]]:
 
 
 def _moved(equation: Equation, operand: int, dim: int, after: tuple) -> int | None:
-    """Where a dim of one element a device stands in the result; None where it is dropped."""
+    """Where a dim of one element a device stands in the result; None where it is dropped, or not known to be there: the
+    value is one device's own all the same, and a type can put the dim back."""
     name, params, before = equation.name, equation.params, equation.shapes[operand]
     if name == "broadcast_in_dim":
         return params["broadcast_dimensions"][dim]
     if name == "transpose":
         return params["permutation"].index(dim)
-    if name == "stack":
-        return dim + (params["axis"] <= dim)
-    if name in _REDUCTIONS or name in ("squeeze", "unstack"):
-        gone = (params["axis"],) if name == "unstack" else _reduced_dims(equation)
+    if name in _REDUCTIONS or name == "squeeze":
+        gone = _reduced_dims(equation)
         return None if dim in gone else dim - sum(other < dim for other in gone)
     if name == "reshape":
-        # The one that stands behind as many elements, in the same place if there is one; of several, in their order.
-        have = math.prod(before[:dim])
-        alike = [at for at, size in enumerate(after) if size == 1 and math.prod(after[:at]) == have]
-        if dim in alike and before[:dim] == after[:dim]:
-            return dim
-        among = [at for at, axes in enumerate(equation.rows[0]) if axes and before[at] == 1]
-        place = [at for at in among if math.prod(before[:at]) == have].index(dim)
-        return alike[place] if place < len(alike) else None
-    if name in ELEMENTWISE or (name in ALONG and len(before) == len(after)):
-        return dim
+        return dim if before[:dim] == after[:dim] and after[dim : dim + 1] == (1,) else None
+    return dim if name in ELEMENTWISE or name in _IN_PLACE else None

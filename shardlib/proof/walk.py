@@ -1,6 +1,7 @@
 """The walk through a traced program: from the states of its arguments to those of its results, mark by mark, with
 ordinary JAX between them (`rules.py`), or a refusal."""
 
+import contextlib
 from dataclasses import replace
 
 import jax
@@ -136,14 +137,19 @@ class Walk:
             consts[field], states = states[:count], states[count:]
         results = self.jaxpr(jaxprs.solve, [*consts["solve"], *states])
         if jaxprs.transpose_solve is not None:
-            outer = self.backward, self.check.proved
-            self.backward = True
-            try:
+            with self.backwards():
                 duals = [dual(state, self.check.axes) for state in results]
                 self.jaxpr(jaxprs.transpose_solve, [*consts["transpose_solve"], *duals])
-            finally:
-                self.backward, self.check.proved = outer
         return results
+
+    @contextlib.contextmanager
+    def backwards(self):
+        """Inside, a backward pass is walked; what is proved there is no claim of the program's."""
+        outer, self.backward = (self.backward, self.check.proved), True
+        try:
+            yield
+        finally:
+            self.backward, self.check.proved = outer
 
     # -- Rules for gradients that the program brings along -------------------------------------------------------------
     def call(self, eqn, states):
@@ -173,29 +179,24 @@ class Walk:
         if not moved or not given:
             return
         values, duals = [states[index] for index in operands], [dual(results[index], axes) for index in given]
-        outer = self.backward, self.check.proved
-        self.backward = True
-        try:
+        with self.backwards():
             if self.rule == "jax.custom_jvp":
                 self.require_linear(eqn, values, [states[index] for index in moved])
             traced = self.trace_rules(eqn)
-            found = self.jaxpr(traced, [*values, *duals])
-            for index, state in zip(moved, found[len(given) :], strict=True):
-                require_dual(state, states[index], axes, f"the gradient that {self.rule} gives operand {index}")
-            if not same_values(eqn, traced, operands, given):
-                raise ShardingError(
-                    f"the forward rule of a {self.rule} has another value than its function: with a gradient and "
-                    "without one the program would compute different numbers\n"
-                    "  fix: let both call one function for the value; call one of JAX's, as jnp.linalg.det, through "
-                    "shardops.local"
-                )
-        finally:
-            self.backward, self.check.proved = outer
+            gradients = self.jaxpr(traced, [*values, *duals])[len(given) :]
+        for index, state in zip(moved, gradients, strict=True):
+            require_dual(state, states[index], axes, f"the gradient that {self.rule} gives operand {index}")
+        if not same_values(eqn, traced, operands, given):
+            raise ShardingError(
+                f"the forward rule of a {self.rule} has another value than its function: with a gradient and without "
+                "one the program would compute different numbers\n  fix: let both call one function for the value; "
+                "call one of JAX's, as jnp.linalg.det, through shardops.local"
+            )
 
     def require_linear(self, eqn, values, moved):
         """Walks a rule with tangents that are pending, as if over an axis: only what is linear keeps that."""
         tangents = [replace(state, pending=state.pending | {_TANGENTS}, zero=False) for state in moved]
-        why = "it gives a tangent that its tangents are not in"
+        why = "one that it gives has none in it"
         try:
             results = self.jaxpr(self.trace_rules(eqn, forward=True), [*values, *tangents])
             if all(state.zero or _TANGENTS in state.pending for state in results):
@@ -203,8 +204,7 @@ class Walk:
         except ShardingError as error:
             if f"over {_TANGENTS}" not in str(error):
                 raise
-            why = str(error).replace(f" of a value that is pending over {_TANGENTS}", " of them").partition(":")[0]
-            why = why.partition("\n")[0]
+            why = str(error).replace(f"a value that is pending over {_TANGENTS}", "them").partition(":")[0]
         raise ShardingError(f"the rule of a jax.custom_jvp is not linear in its tangents: {why}")
 
     def trace_rules(self, eqn, forward=False):
