@@ -77,7 +77,7 @@ def marking() -> Check | None:
 
 _mark = Primitive("shardlib_mark")
 _mark.multiple_results = True
-_mark.def_abstract_eval(lambda *_, mark, results: [jax.core.ShapedArray(*each) for each in results])
+_mark.def_abstract_eval(lambda *_, mark, results: [jax.core.ShapedArray(*result) for result in results])
 
 
 def mark(said, rule, results, *operands, moves=(), sealed=None, closed_over=()):
@@ -93,7 +93,7 @@ def mark(said, rule, results, *operands, moves=(), sealed=None, closed_over=()):
         rule = functools.partial(_by_itself, rule, _axes_of_each.get())
     check.moves |= frozenset(moves)
     made, tree = jax.tree.flatten(results)
-    shapes = tuple((tuple(each.shape), jnp.dtype(each.dtype)) for each in made)
+    shapes = tuple((tuple(leaf.shape), jnp.dtype(leaf.dtype)) for leaf in made)
     known = Mark(said, rule, frozenset(moves), len(leaves), sealed, users_line())
     return jax.tree.unflatten(tree, _mark.bind(*leaves, *closed_over, mark=known, results=shapes))
 
@@ -129,6 +129,6 @@ def on_each(axis: str):
 
 def _by_itself(rule, axes, states):
     """What a rule that does not know these axes says: of one device's own values, one device's own results."""
-    own = frozenset().union(*(state.without_dim & axes for state in states))
-    known = [replace(state, split=state.split - own, without_dim=state.without_dim - own) for state in states]
-    return [replace(state, split=state.split | own, without_dim=state.without_dim | own) for state in rule(known)]
+    apart = frozenset().union(*(state.without_dim & axes for state in states))
+    inside = [replace(state, split=state.split - apart, without_dim=state.without_dim - apart) for state in states]
+    return [replace(state, split=state.split | apart, without_dim=state.without_dim | apart) for state in rule(inside)]

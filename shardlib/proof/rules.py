@@ -217,17 +217,17 @@ def _indices(equation: Equation) -> dict | None:
     return None if to is None else dict(positions=(to,), local_iota=local)
 
 
-def _rows_of_their_own(equation, dimensions: Iterable[int], batching: dict[int, int]) -> dict[int, int]:
+def _read_by_row(equation, dimensions: Iterable[int], batching: dict[int, int]) -> dict[int, int]:
     """Operand dims that are read or written element by element, with the dim of the indices that says which: the
     batching ones, and those indexed by their own positions, as in `cache.at[arange(B), i]`."""
     (table, indices), state = equation.shapes[:2], equation.states[1]
-    own, positions = dict(batching), state.positions
+    by_row, positions = dict(batching), state.positions
     for place, axis in zip(positions or (None,), dimensions):
         if place is not None and place < len(indices) - 1 and indices[place] == table[axis]:
-            own[axis] = place
+            by_row[axis] = place
         elif state.local_iota and (place is not None or not positions):
             raise ShardingError(f"'{equation.name}' at {LOCAL_IOTA}")
-    return own
+    return by_row
 
 
 # -- Dims that must be whole -------------------------------------------------------------------------------------------
@@ -397,21 +397,21 @@ def _updated(equation) -> Whole:
 def _gather(equation) -> Whole:
     numbers, table = equation.params["dimension_numbers"], equation.shapes[0]
     batching = dict(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims))
-    own = _rows_of_their_own(equation, numbers.start_index_map, batching)
+    by_row = _read_by_row(equation, numbers.start_index_map, batching)
     for axis, part in enumerate(equation.params["slice_sizes"]):
         gone = axis in numbers.collapsed_slice_dims or axis in batching
-        if (gone or part != table[axis]) and not (axis in own and part == 1 and gone):
+        if (gone or part != table[axis]) and not (axis in by_row and part == 1 and gone):
             yield 0, (axis,), "indexes"
 
 
 def _scatter(equation) -> Whole:
     numbers, table, updates = equation.params["dimension_numbers"], equation.shapes[0], equation.shapes[2]
     batching = dict(zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims))
-    own = _rows_of_their_own(equation, numbers.scatter_dims_to_operand_dims, batching)
-    own = {axis: place for axis, place in own.items() if axis in (*numbers.inserted_window_dims, *batching)}
+    by_row = _read_by_row(equation, numbers.scatter_dims_to_operand_dims, batching)
+    by_row = {axis: place for axis, place in by_row.items() if axis in (*numbers.inserted_window_dims, *batching)}
     window = iter(numbers.update_window_dims)
     for axis, size in enumerate(table):
-        if axis in own:
+        if axis in by_row:
             continue
         if axis in numbers.inserted_window_dims:
             yield 0, (axis,), "writes at an index of"
@@ -420,7 +420,7 @@ def _scatter(equation) -> Whole:
             yield 2, (place,), "writes a part of"
     scattered = [dim for dim in range(len(updates)) if dim not in numbers.update_window_dims]
     for place, dim in enumerate(scattered):
-        if place not in own.values():
+        if place not in by_row.values():
             yield 1, (place,), "writes at indices of"
             yield 2, (dim,), "writes at indices of"
 

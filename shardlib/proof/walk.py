@@ -38,10 +38,10 @@ class Walk:
 
     def __init__(self, check: Check, trace, functions: set):
         self.check, self.trace, self.functions = check, trace, functions
-        # Of the jitted function that is being walked: inner lines may come from a cached trace.
+        # The call of the jitted function that is being walked, and its line: inner lines may come from a cached trace.
         self.line: str | None = None
-        self.spoken = None  # its equation
-        self.near = "unknown line"  # of the equation around the one that is walked: JAX's own functions have none
+        self.call_of_line = None
+        self.around = "unknown line"  # the line of the equation around: those in JAX's functions have none
         self.divergent: frozenset[str] = frozenset()  # axes along which devices may take different branches here
         self.rule = ""  # 'jax.custom_vjp' inside one
         self.backward = False  # in its backward rule
@@ -62,10 +62,10 @@ class Walk:
             return known[atom] if atom in known else State(((),) * atom.aval.ndim)
 
         for eqn in jaxpr.eqns:
-            outer = self.line, self.near, self.spoken
-            line = self.near = self.line or self.where(eqn) or self.near
+            outer = self.line, self.around, self.call_of_line
+            line = self.around = self.line or self.where(eqn) or self.around
             if eqn.primitive.name in ("jit", "pjit"):
-                self.line, self.spoken = line, self.spoken or eqn
+                self.line, self.call_of_line = line, self.call_of_line or eqn
             try:
                 results = self.equation(eqn, list(map(read, eqn.invars)))
             except ShardingError as error:
@@ -78,7 +78,7 @@ class Walk:
                     text = text.replace(f"'{name}'", f"'{spoken}' ({name})", 1)
                 raise ShardingError(f"{text}\n  at {line}") from None
             finally:
-                self.line, self.near, self.spoken = outer
+                self.line, self.around, self.call_of_line = outer
             known.update(zip(eqn.outvars, results, strict=True))
         return list(map(read, jaxpr.outvars))
 
@@ -93,14 +93,14 @@ class Walk:
 
     def where(self, eqn) -> str | None:
         """The user's line of an equation; notes the functions that it was reached through."""
-        traceback, found = eqn.source_info.traceback, None
+        traceback, line = eqn.source_info.traceback, None
         for frame in traceback.frames if traceback is not None else ():
             if frame.function_name == trace_with_axes.__name__:
                 break
             if is_users(frame.file_name):
-                found = found or f"{frame.file_name}:{frame.line_num}"
+                line = line or f"{frame.file_name}:{frame.line_num}"
                 self.functions.add((frame.file_name, frame.function_start_line))
-        return found
+        return line
 
     def equation(self, eqn, states: list[State]) -> list[State]:
         name, params = eqn.primitive.name, eqn.params
@@ -175,27 +175,27 @@ class Walk:
         dual types the backward rule makes gradients of the dual types, and it sends nothing. A rule of a custom_jvp is
         linear in its tangents."""
         axes = self.check.axes
-        operands, moved, given = _differentiated(eqn)
-        if not moved or not given:
+        operands, trained, floats = _differentiated(eqn)
+        if not trained or not floats:
             return
-        values, duals = [states[index] for index in operands], [dual(results[index], axes) for index in given]
+        values, duals = [states[index] for index in operands], [dual(results[index], axes) for index in floats]
         with self.backwards():
             if self.rule == "jax.custom_jvp":
-                self.require_linear(eqn, values, [states[index] for index in moved])
+                self.require_linear(eqn, values, [states[index] for index in trained])
             traced = self.trace_rules(eqn)
-            gradients = self.jaxpr(traced, [*values, *duals])[len(given) :]
-        for index, state in zip(moved, gradients, strict=True):
+            gradients = self.jaxpr(traced, [*values, *duals])[len(floats) :]
+        for index, state in zip(trained, gradients, strict=True):
             require_dual(state, states[index], axes, f"the gradient that {self.rule} gives operand {index}")
-        if not same_values(eqn, traced, operands, given):
+        if not same_values(eqn, traced, operands, floats):
             raise ShardingError(
                 f"the forward rule of a {self.rule} has another value than its function: with a gradient and without "
                 "one the program would compute different numbers\n  fix: let both call one function for the value; "
                 "call one of JAX's, as jnp.linalg.det, through shardops.local"
             )
 
-    def require_linear(self, eqn, values, moved):
+    def require_linear(self, eqn, values, trained):
         """Walks a rule with tangents that are pending, as if over an axis: only what is linear keeps that."""
-        tangents = [replace(state, pending=state.pending | {_TANGENTS}, zero=False) for state in moved]
+        tangents = [replace(state, pending=state.pending | {_TANGENTS}, zero=False) for state in trained]
         why = "one that it gives has none in it"
         try:
             results = self.jaxpr(self.trace_rules(eqn, forward=True), [*values, *tangents])
@@ -210,25 +210,25 @@ class Walk:
     def trace_rules(self, eqn, forward=False):
         """The forward and the backward rule: operands and cotangents to the values and to gradients. Or, forward,
         operands and tangents to tangents."""
-        operands, moved, given = _differentiated(eqn)
-        function, positions = function_of(eqn, inner_jaxprs(eqn)[0].jaxpr), [operands.index(index) for index in moved]
+        operands, trained, floats = _differentiated(eqn)
+        function, positions = function_of(eqn, inner_jaxprs(eqn)[0].jaxpr), [operands.index(index) for index in trained]
 
         def rules(*values):
             values, others = list(values[: len(operands)]), list(values[len(operands) :])
 
-            def of_floats(*floats):
-                for position, value in zip(positions, floats, strict=True):
+            def of_trained(*arguments):
+                for position, value in zip(positions, arguments, strict=True):
                     values[position] = value
                 outs = function(*values)
-                return [outs[index] for index in given]
+                return [outs[index] for index in floats]
 
-            floats = [values[position] for position in positions]
+            arguments = [values[position] for position in positions]
             if forward:
-                return jax.jvp(of_floats, floats, others)[1]
-            outs, backward = jax.vjp(of_floats, *floats)
+                return jax.jvp(of_trained, arguments, others)[1]
+            outs, backward = jax.vjp(of_trained, *arguments)
             return *outs, *backward(others)
 
-        others = [eqn.invars[index] for index in moved] if forward else [eqn.outvars[index] for index in given]
+        others = [eqn.invars[index] for index in trained] if forward else [eqn.outvars[index] for index in floats]
         atoms = (*(eqn.invars[index] for index in operands), *others)
         return self.trace(rules, self.check, [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in atoms])
 
@@ -397,6 +397,6 @@ def _differentiated(eqn) -> tuple[list[int], list[int], list[int]]:
     what it closes over has not; the results that have a cotangent."""
     operands = [index for index, atom in enumerate(eqn.invars) if not is_literal(atom)]
     proper = [index for index in operands if index >= eqn.params.get("num_consts", 0)]
-    moved = [index for index in proper if jnp.issubdtype(eqn.invars[index].aval.dtype, jnp.inexact)]
-    given = [index for index, out in enumerate(eqn.outvars) if jnp.issubdtype(out.aval.dtype, jnp.inexact)]
-    return operands, moved, given
+    trained = [index for index in proper if jnp.issubdtype(eqn.invars[index].aval.dtype, jnp.inexact)]
+    floats = [index for index, out in enumerate(eqn.outvars) if jnp.issubdtype(out.aval.dtype, jnp.inexact)]
+    return operands, trained, floats
