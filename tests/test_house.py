@@ -176,7 +176,7 @@ def test_no_room_knows_the_axes():
 
 # Handlers of whatever is raised, which they hand to whom it concerns: the server's engine outlives what a row raises,
 # and a child process tells its parent.
-BROAD = {"tools/serve.py": 2, "runtime/data/apart.py": 1}
+BROAD = {"tools/engine.py": 2, "runtime/data/apart.py": 1}
 
 
 def is_broad(handler):

@@ -17,35 +17,31 @@ import os
 import re
 import signal
 import socket
-import threading
 import time
-import traceback
 import uuid
-from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal
 
 import jax
-import numpy as np
 import pydantic
 import pydantic_core
 from annotated_types import Interval, MaxLen, MinLen
 
-from models.decoding import Drawing, Drawn, Slots, devices_of_rows
+from models.decoding import Drawing, Slots, devices_of_rows
 from runtime.config import command_line
 from runtime.config.keys import Count, NotEmpty, NotNegative, Seed
 from runtime.data.tokenizers import ChatError
-from runtime.terminal import RunError, needs_package, print_error, print_line, run_errors
-from tools.hosts import Calls, from_first, is_first
+from runtime.terminal import RunError, needs_package, print_line, run_errors
+from tools.engine import Answer, Engine, SharedSlots
+from tools.hosts import from_first, is_first
 from tools.ready import OnFewerBytes, ReadyModel, Text, ready_model, require_writer, start_mesh
 
 PAGE = Path(__file__).parent / "chat.html"
 HEADERS = 100  # of a request, at most
-IDLE_S = 5.0  # a process that waits for another one longer may give up
 OTHERS = 128  # connections besides those whose requests are answered or wait
 Port = Annotated[int, Interval(ge=1, lt=2**16), "a whole number from 1 to 65535"]
 Rows = Annotated[int, Interval(ge=1, le=2**12), "a whole number from 1 to 4096"]
@@ -100,136 +96,6 @@ class Request(Drawing):
 
 
 REQUEST = pydantic.TypeAdapter(Request)
-
-
-@dataclass(eq=False)
-class Answer:
-    """A text on its way: the engine draws it, and its request reads it on the server's thread."""
-
-    ids: list[int]
-    drawing: Drawing
-    text: Text
-    # Takes the answer and what was drawn of it; None: that was all; a str: what went wrong.
-    put: Callable[["Answer", Drawn | str | None], None]
-    is_left: bool = False  # its client does not read it: the row is free, if it has one
-
-    @property
-    def reason(self) -> str:
-        ended = self.text.has_ended or (self.text.ids and self.text.ids[-1] in self.text.ready.generator.ends)
-        return "stop" if ended else "length"
-
-
-# == The thread that draws =============================================================================================
-class Engine(threading.Thread):
-    """Draws for all requests, on the thread that speaks with the devices; nothing else is done there.
-
-    Args:
-      new_slots: makes the cache, once and after each failure of a device.
-      idle: is called every few seconds while there is nothing to do, since other processes may wait for a call.
-    """
-
-    def __init__(
-        self, new_slots: Callable[[], Any], mesh: jax.sharding.Mesh, config: Serve,
-        idle: Callable[[], Any] = lambda: None,
-    ):  # fmt: skip
-        super().__init__(name="engine", daemon=True)
-        self.new_slots, self.mesh, self.config, self.idle = new_slots, mesh, config, idle
-        self.slots: Any = new_slots()
-        self.waiting: deque[Answer] = deque()
-        self.changed, self.stopping, self.has_ended = threading.Condition(), False, False
-        self.answers: list[Answer | None] = [None] * config.rows
-        self.counts: Counter[str] = Counter()
-
-    def submit(self, answers: Sequence[Answer]) -> bool:
-        """All or none: False where too many wait already, or the server stops."""
-        with self.changed:
-            if self.stopping or self.has_ended or len(self.waiting) + len(answers) > self.config.waiting:
-                self.counts["refused"] += 1
-                return False
-            self.waiting.extend(answers)
-            self.counts["requests"] += len(answers)
-            self.changed.notify()
-            return True
-
-    def stop(self) -> None:
-        """Ends after what waits and what is drawn."""
-        with self.changed:
-            self.stopping = True
-            self.changed.notify()
-
-    def run(self) -> None:
-        try:
-            with jax.set_mesh(self.mesh):
-                self._run()
-        finally:  # of a failure, whose traceback Python prints, clients and /health must learn
-            with self.changed:
-                self.has_ended = True
-            for answer in [*self.waiting, *filter(None, self.answers)]:
-                answer.put(answer, "the engine has ended")
-
-    def _run(self) -> None:
-        while (new := self._next()) is not None:
-            try:
-                self._admit(new)
-                if any(self.answers):
-                    self._hand_out(self.slots.advance())
-                else:
-                    self.idle()
-            except Exception as error:  # whatever it is: those who ask later must not suffer from it
-                self._fail([row for row, answer in enumerate(self.answers) if answer], error)
-                self.slots = None  # whose memory the next takes
-            self.slots = self.slots or self.new_slots()
-
-    def _next(self) -> dict[int, Answer] | None:
-        """The answers that now get a row, if there are any; None after the last one."""
-        with self.changed:
-            if not self.waiting and not any(self.answers) and not self.stopping:
-                self.changed.wait(IDLE_S)
-            if self.stopping and not self.waiting and not any(self.answers):
-                return None
-            new = {}
-            for row in [row for row, answer in enumerate(self.answers) if answer is None]:
-                while self.waiting and self.waiting[0].is_left:
-                    answer = self.waiting.popleft()
-                    answer.put(answer, None)
-                    self.counts["left"] += 1
-                if self.waiting:
-                    new[row] = self.answers[row] = self.waiting.popleft()
-            return new
-
-    def _admit(self, new: Mapping[int, Answer]) -> None:
-        try:
-            if new:
-                self.slots.admit({row: (answer.ids, answer.drawing) for row, answer in new.items()})
-        except Exception as error:  # as above; of several, each has its chance
-            self.slots.drop(new)
-            if len(new) == 1:
-                return self._fail(list(new), error)
-            for row, answer in new.items():
-                self._admit({row: answer})
-
-    def _fail(self, rows: Sequence[int], error: Exception) -> None:
-        print_error("".join(traceback.format_exception(error, chain=False)), "an answer failed")
-        for row in rows:
-            if answer := self.answers[row]:
-                answer.put(answer, f"it could not be drawn ({type(error).__name__})")
-            self.answers[row] = None
-            self.counts["failed"] += 1
-
-    def _hand_out(self, burst: Sequence[Drawn]) -> None:
-        gone = []
-        for row, (answer, drawn) in enumerate(zip(self.answers, burst)):
-            if answer is None:
-                continue
-            self.counts["tokens"] += len(drawn.tokens)
-            answer.put(answer, drawn)
-            if answer.is_left or answer.text.has_ended or not self.slots.left[row]:
-                answer.put(answer, None)
-                self.answers[row] = None
-                gone.append(row)
-                self.counts["left" if answer.is_left and not answer.text.has_ended else "answered"] += 1
-        if any(self.slots.left[row] for row in gone):
-            self.slots.drop(gone)
 
 
 # == The server ========================================================================================================
@@ -513,48 +379,6 @@ def server_of(api: Api) -> Any:
     return uvicorn.Server(uvicorn.Config(api, http=http, ws="none", log_level="error", backlog=OTHERS))
 
 
-class SharedSlots:
-    """`Slots` on all processes of the job: the first one's engine calls them, and the others repeat its calls."""
-
-    def __init__(self, make: Callable[[], Slots]):
-        self.make = make
-        self.slots: Any = None
-        self.calls = Calls(make=self._make, admit=self._admit, drop=self._drop, advance=self._advance, idle=int)
-
-    def __call__(self) -> "SharedSlots":
-        """New ones, in the place of those that there are."""
-        self.calls.lead("make")
-        return self
-
-    def admit(self, texts: Mapping[int, tuple[list[int], Drawing]]) -> None:
-        names = [each.name for each in fields(Drawing)]  # a request has other fields besides
-        rows = [(row, ids, {name: getattr(how, name) for name in names}) for row, (ids, how) in texts.items()]
-        self.calls.lead("admit", rows)
-
-    def drop(self, rows: Iterable[int]) -> None:
-        self.calls.lead("drop", list(rows))
-
-    def advance(self) -> list[Drawn]:
-        return self.calls.lead("advance")
-
-    @property
-    def left(self) -> np.ndarray:
-        return self.slots.left
-
-    def _make(self) -> None:
-        self.slots = None  # whose memory the next ones take
-        self.slots = self.make()
-
-    def _admit(self, rows: Sequence[tuple[int, list[int], dict]]) -> None:
-        self.slots.admit({row: (ids, Drawing(**how)) for row, ids, how in rows})
-
-    def _drop(self, rows: Sequence[int]) -> None:
-        self.slots.drop(rows)
-
-    def _advance(self) -> list[Drawn]:
-        return self.slots.advance()
-
-
 def main(config: Serve) -> None:
     """Answers until it is interrupted; then finishes what it has begun."""
     with needs_package("serving", "uvicorn", "pip install starlette uvicorn"):
@@ -583,7 +407,7 @@ def main(config: Serve) -> None:
             return slots.calls.follow(Exception)
         if ready.is_chatml:
             print_line(f"{config.model}: chats are written as ChatML.")
-        engine = Engine(slots, mesh, config, partial(slots.calls.lead, "idle"))
+        engine = Engine(slots, mesh, config.rows, config.waiting, slots.idle)
         engine.start()
         where = f"http://{config.host}:{config.port}"
         print_line(f"{config.model} at {where}, {config.rows} answers at a time; Ctrl-C ends it.")

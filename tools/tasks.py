@@ -160,6 +160,8 @@ class Scorer:
 
     def write(self, prompts: Sequence[Any], config: Writing) -> list[str]:
         """What the model writes after texts or chats; a prompt keeps the end that leaves room for config.tokens."""
+        if self.kind == "encoder":
+            raise RunError(f"{self.ready.source.folder} fills in masked tokens: it answers no questions")
         if (room := self.length - config.tokens) < 1:
             raise RunError(f"tokens = {config.tokens}: expected fewer than the {self.length} that are read at once")
         try:

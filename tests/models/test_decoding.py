@@ -117,6 +117,13 @@ def test_a_prompt_costs_what_it_is_long(pool):
         assert shapes == [(8, 64)]
         found = [drawn.tokens for drawn in slots.advance()]
         generator.programs.compiled = compiled
+
+        def flops(size):
+            given = np.zeros((2, size), np.uint32), np.zeros(2, np.int32), np.zeros(2, np.int32)
+            program = jax.jit(generator.programs.mapped("read")).lower(*generator.weights, slots.cache, *given)
+            return program.cost_analysis()["flops"]
+
+        assert flops(sum(read[33])) < 0.6 * flops(sum(read[64]))
         alone = [next(generator.draw([prompts[n]], [greedy]))[0].tokens for n in (*prompts, 33, 33, 64)]
     assert found == alone
 

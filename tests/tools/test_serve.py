@@ -23,7 +23,7 @@ import openai
 import pytest
 from browser import ENTER, browser
 
-from tools import ready, serve
+from tools import engine, ready, serve
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -298,8 +298,8 @@ def test_too_many_are_told_to_come_again():
     api_key, where one is asked for, none is taken."""
     model = ready.ReadyModel(None, SimpleNamespace(model=SimpleNamespace(vocab=9)), None, (), (), 8)
     config = serve.Serve(model="none", waiting=2, api_key="secret")
-    engine = serve.Engine(lambda: None, None, config)
-    transport = httpx.ASGITransport(serve.Api(model, engine, config))
+    drawing = engine.Engine(lambda: None, None, config.rows, config.waiting)
+    transport = httpx.ASGITransport(serve.Api(model, drawing, config))
 
     async def ask():
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
@@ -307,10 +307,10 @@ def test_too_many_are_told_to_come_again():
             refused = [(await post(headers=each)).status_code for each in ({}, {"Authorization": "Bearer other"})]
             post = functools.partial(post, headers={"Authorization": "Bearer secret"})
             waiting = [asyncio.create_task(post()) for _ in range(2)]
-            while len(engine.waiting) < 2:
+            while len(drawing.waiting) < 2:
                 await asyncio.sleep(0.01)
             many = await post()
-            engine.stop()
+            drawing.stop()
             stops = await post()
             for each in waiting:
                 each.cancel()

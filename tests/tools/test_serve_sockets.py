@@ -20,7 +20,7 @@ from models.mesh import Mesh
 from runtime.data.tokenizers import CHATML, Tokenizer
 from shardlib.mesh import make_mesh
 from tools import connection as bounds
-from tools import ready, serve
+from tools import engine, ready, serve
 
 FAILS = 200  # an id that no row with it can be admitted
 BREAKS = 201  # and one with which nothing is drawn
@@ -62,9 +62,8 @@ class Running:
         model = ready.ReadyModel(SimpleNamespace(ends=[]), source, tokenizer, (0,), (), 64)
         self.made, self.clients = [], []
         mesh = make_mesh(vars(Mesh()), devices=jax.devices()[:1])
-        self.engine = serve.Engine(
-            lambda: self.made.append(Slots(self.config.rows)) or self.made[-1], mesh, self.config
-        )
+        rows, waiting = self.config.rows, self.config.waiting
+        self.engine = engine.Engine(lambda: self.made.append(Slots(rows)) or self.made[-1], mesh, rows, waiting)
         self.server = serve.server_of(serve.Api(model, self.engine, self.config))
         self.listens = socket.create_server(("127.0.0.1", 0))
         self.address = self.listens.getsockname()

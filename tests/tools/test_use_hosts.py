@@ -4,6 +4,7 @@ import contextlib
 import http.client
 import json
 import signal
+import subprocess
 import sys
 import time
 
@@ -15,6 +16,7 @@ from models.decoding import Drawing
 from tools import generate, score
 from tools.hosts import Calls, from_first, shared
 
+EXAM = {"context": "the cat sat on the", "choices": ["mat", "cat"], "answer": 0}
 MESH = ["mesh.d=2"]
 
 
@@ -47,9 +49,7 @@ def test_two_processes_write_and_score_as_one(cat_run, alone, tmp_path):
     """Texts of a file, drawn and by beams; log likelihoods and answers: the same lines, printed by the first process;
     the second needs none of the files."""
     (tmp_path / "prompts.txt").write_text("the cat\non\nthe mat. the\n")
-    (tmp_path / "exam.jsonl").write_text(
-        json.dumps({"context": "the cat sat on the", "choices": ["mat", "cat"], "answer": 0}) + "\n"
-    )
+    (tmp_path / "exam.jsonl").write_text(json.dumps(EXAM) + "\n")
     (tmp_path / "ask.jsonl").write_text(json.dumps({"question": "the cat sat on the", "answer": "mat"}) + "\n")
     for ways in (["temperature=0.7", "samples=2"], ["beams=2"]):
         keys = [cat_run, f"input={tmp_path}/prompts.txt", "tokens=8", "output=ids", *ways]
@@ -100,6 +100,34 @@ def test_two_processes_serve_as_one(cat_run, alone, tmp_path):
     for process in both:
         process.send_signal(signal.SIGTERM)
     assert [process.wait(60) for process in both] == [0, 0], (tmp_path / "serve.1").read_text()
+
+
+@pytest.mark.slow
+def test_two_processes_score_while_they_train(cat_run, tmp_path):
+    """Numbers and answers of a run's tasks are those of one process."""
+    (tmp_path / "exam.jsonl").write_text(json.dumps(EXAM) + "\n")
+    (tmp_path / "ask.jsonl").write_text(json.dumps({"question": "the cat sat on the", "answer": "mat"}) + "\n")
+    keys = f"""--config-name=finetune_smollm2 flat_tokens.filespec={cat_run.parent}/text.zarr initial_weights={cat_run}
+        model.compute_dtype=float32 training.tokens.batch=8 training.tokens.len=32 training.steps=2 mesh.d=2
+        training.warmup_steps=0 training.steps_for_lr=2 eval_interval=1 validation_batches=1 train=.*
+        eval_tasks=[{tmp_path}/exam.jsonl,{tmp_path}/ask.jsonl]""".split()
+    both = hosts.start_two(
+        [*keys, *hosts.where(tmp_path / "two")], hosts.environment(tmp_path), output=tmp_path / "log",
+        program=[sys.executable, "-m", "train_any"],
+    )  # fmt: skip
+    assert [process.wait(600) for process in both] == [0, 0], (tmp_path / "log.0").read_text()
+    one = [sys.executable, "-m", "train_any", *keys, *hosts.where(tmp_path / "one")]
+    subprocess.run(one, cwd=hosts.ROOT, env=hosts.environment(tmp_path), check=True, capture_output=True)
+    of_two, of_one = [
+        [
+            {key: value for key, value in record.items() if key.startswith("score/")}
+            for record in hosts.records(tmp_path / name)
+            if "score/exam.jsonl/acc" in record
+        ]
+        for name in ("two", "one")
+    ]
+    assert len(of_one) == 2 and of_two == of_one
+    assert (tmp_path / "two/samples.txt").read_text() == (tmp_path / "one/samples.txt").read_text()
 
 
 def test_one_process_sends_nothing():
