@@ -15,6 +15,7 @@ in programs, where N may be T5's buckets); R tokens that an encoder reads.
 
 import functools
 import inspect
+import itertools
 import math
 import os
 import typing
@@ -350,32 +351,57 @@ def extend(
     return replace(cache, k=k, v=v, length=cache.length + count), x
 
 
+def first_slots(cache: Cache, used: int | None) -> Cache:
+    """The cache with so many slots, since products over empty ones cost as much; None: all."""
+    if used is None:
+        return cache
+
+    def of_device(old):
+        return old[:, :, :, :used]
+
+    spec = 'layers B/b K/t S D -> layers B/b K/t P D'
+    return replace(cache, **{name: shardops.local(spec, of_device, getattr(cache, name), P=used) for name in 'kv'})
+
+
+def with_first_slots(cache: Cache, first: Cache) -> Cache:
+    """`first`, with the cache's other slots behind its own."""
+    if first.k.shape == cache.k.shape:
+        return first
+
+    def of_device(old, new):
+        return lax.dynamic_update_slice(old, new, (0,) * 5)
+
+    spec = 'layers B/b K/t S D, layers B/b K/t P D -> layers B/b K/t S D'
+    both = {name: (getattr(cache, name), getattr(first, name)) for name in 'kv'}
+    return replace(first, **{name: shardops.local(spec, of_device, *each) for name, each in both.items()})
+
+
 @typed
 def read(
-    family, model, ends, stack, cache: Cache, tokens: u32['N/b L'], count: i32['N/b'], place: i32['N/b'] | None = None
-) -> Cache:
+    family, model, ends, stack, cache: Cache, tokens: u32['N/b L'], count: i32['N/b'],
+    place: i32['N/b'] | None = None, *, used: int | None = None,
+) -> Cache:  # fmt: skip
     """Reads tokens into the cache: of all its rows, or, where `place` has their different places on each device, of
-    some, of a family that has no encoder."""
+    some, of a family that has no encoder. `used`: as of `first_slots`."""
     if place is None:
-        return extend(family, model, ends, stack, cache, tokens, count)[0]
+        first, _ = extend(family, model, ends, stack, first_slots(cache, used), tokens, count)
+        return with_first_slots(cache, first)
 
-    def take(spec, old, axis):
-        def of_device(old, place):
-            return jnp.take(old, place, axis=axis)
+    def take(old, place):
+        return old[:, place, :, :used]
 
-        return shardops.local(f'{spec}, N/b -> {spec.replace("B", "N")}', of_device, old, place)
+    def put(old, new, place):
+        return old.at[:, place, :, :used].set(new)
 
-    def put(spec, old, new, axis):
-        def of_device(old, new, place):
-            return old.at[:, place].set(new) if axis else old.at[place].set(new)
-
-        return shardops.local(f'{spec}, {spec.replace("B", "N")}, N/b -> {spec}', of_device, old, new, place)
-
-    kv = 'layers B/b K/t S D'
-    some = Cache(take(kv, cache.k, 1), take(kv, cache.v, 1), take('B/b', cache.length, 0))
-    some, _ = extend(family, model, ends, stack, some, tokens, count)
-    length = put('B/b', cache.length, some.length, 0)
-    return Cache(put(kv, cache.k, some.k, 1), put(kv, cache.v, some.v, 1), length)
+    spec = 'layers B/b K/t S D, N/b -> layers N/b K/t P D'
+    k, v = [shardops.local(spec, take, each, place, P=used or each.shape[3]) for each in (cache.k, cache.v)]
+    length = shardops.local('B/b, N/b -> N/b', lambda old, place: old[place], cache.length, place)
+    some, _ = extend(family, model, ends, stack, Cache(k, v, length), tokens, count)
+    spec = 'layers B/b K/t S D, layers N/b K/t P D, N/b -> layers B/b K/t S D'
+    k, v = [shardops.local(spec, put, *each, place) for each in ((cache.k, some.k), (cache.v, some.v))]
+    into = 'B/b, N/b, N/b -> B/b'
+    length = shardops.local(into, lambda old, new, place: old.at[place].set(new), cache.length, some.length, place)
+    return Cache(k, v, length)
 
 
 @typed
@@ -398,10 +424,15 @@ def step(
 @typed
 def decode(
     family, model, ends, stack, cache: Cache, rows: Rows, ids: i32['V/t'], stops: u32['ends'], burst: i32[''], *,
-    is_drawn: bool, is_filtered: bool,
+    is_drawn: bool, is_filtered: bool, used: int | None = None,
 ) -> tuple[Cache, Rows, u32['B C'], f32['B C'], i32['B']]:  # fmt: skip
     """Draws `burst` tokens for each row, at most BURST, fewer when all have ended. All devices get the tokens, their
-    log probabilities, and how many each row may still have: 8C + 4 bytes a row are sent."""
+    log probabilities, and how many each row may still have: 8C + 4 bytes a row are sent.
+
+    Args:
+      used: as of `first_slots`.
+    """
+    whole, cache = cache, first_slots(cache, used)
 
     def goes_on(carry):
         number, _, rows, _, _ = carry
@@ -431,7 +462,8 @@ def decode(
     _, cache, rows, tokens, log_probs = lax.while_loop(goes_on, one, carry)
     tokens = shardops.all_gather('B/b C -> B C', tokens)
     log_probs = shardops.all_gather('B/b C -> B C', log_probs)
-    return cache, rows, tokens, log_probs, shardops.all_gather('B/b -> B', rows.left)
+    left = shardops.all_gather('B/b -> B', rows.left)
+    return with_first_slots(whole, cache), rows, tokens, log_probs, left
 
 
 @typed
@@ -633,7 +665,8 @@ class Generator:
     def draw(self, prompts: Sequence[Sequence[int]], drawings: Sequence[Drawing]) -> Iterator[list[Drawn]]:
         """Yields what is new of each row, until all have ended: tokens and their log probabilities."""
         count = -(-len(prompts) // devices_of_rows()) * devices_of_rows()
-        slots = Slots(self, count, max(map(len, prompts)), max(each.tokens for each in drawings))
+        length = max(len(self.begun(prompt)) + each.tokens for prompt, each in zip(prompts, drawings))
+        slots = Slots(self, count, max(map(len, prompts)), length)
         slots.admit(dict(enumerate(zip(prompts, drawings))))
         while slots.left.any():
             yield slots.advance()[: len(prompts)]
@@ -650,7 +683,8 @@ class Generator:
     def _search(self, prompts: Sequence[Sequence[int]], tokens: int, beams: int, length_penalty: float) -> list[Drawn]:
         """One prompt for each device along b, whose beams are its rows."""
         texts = [Beams(beams, tokens, length_penalty, self.ends) for _ in prompts]
-        slots = Slots(self, len(prompts) * beams, max(map(len, prompts)), tokens)
+        longest = max(map(len, prompts))
+        slots = Slots(self, len(prompts) * beams, longest, len(self.begun([0] * longest)) + tokens)
         rows = [(prompt, Drawing(tokens=tokens)) for prompt in prompts for _ in range(beams)]
         slots.admit(dict(enumerate(rows)))
         cache, count = slots.cache, min((1 + len(self.ends)) * beams, self.vocab // current_mesh().shape['t'])
@@ -681,16 +715,18 @@ class Slots:
 
     Args:
       count: of the rows, a multiple of the devices along b.
-      prompt, tokens: the longest prompt, and the most tokens after it.
+      prompt: tokens of the longest one.
+      length: the most tokens of a prompt and its text together; of a model with an encoder, of what its decoder reads.
     """
 
-    def __init__(self, generator: Generator, count: int, prompt: int, tokens: int):
+    def __init__(self, generator: Generator, count: int, prompt: int, length: int):
         self.generator, self.left, self.burst = generator, np.zeros(count, np.int32), SHORTEST_BURST
+        self.filled = np.zeros(count, np.int32)  # slots of each row, at most
         sizes = {} if generator.start is None else {"read": -(-prompt // SLOTS) * SLOTS}
         prompt = prompt if generator.start is None else 1
-        # A chunk is written as a whole, although a prompt may end in it.
+        # A chunk is written as a whole, behind each row, although a prompt may end in it.
         self.chunk = min(CHUNK, max(1 << max(prompt - 2, 0).bit_length(), SMALLEST_CHUNK))
-        sizes |= {"count": count, "slots": -(-(prompt + max(tokens, self.chunk)) // SLOTS) * SLOTS}
+        sizes |= {"count": count, "slots": -(-(length + self.chunk) // SLOTS) * SLOTS}
         require_room(jax.eval_shape(generator.programs.mapped("empty", **sizes)))
         self.cache = generator.programs.compiled("empty", **sizes)()
         self.drawings = [NO_TEXT] * count
@@ -705,7 +741,7 @@ class Slots:
         admit = generator.programs.compiled("admit")
         self.cache, self.rows = admit(self.cache, self.rows, self._rows(texts), is_new)
         for row, (_, drawing) in texts.items():
-            self.drawings[row], self.left[row] = drawing, drawing.tokens
+            self.drawings[row], self.left[row], self.filled[row] = drawing, drawing.tokens, 0
         self.burst = SHORTEST_BURST
         rows, places = self._read_with(texts)
         prompts: list[Sequence[int]] = [texts[n][0] if n in texts else [0] for n in rows]
@@ -716,8 +752,19 @@ class Slots:
             counts = np.clip(lengths - start, 0, size).astype(np.int32)
             for row, prompt, count in zip(tokens, prompts, counts):
                 row[:count] = prompt[start : start + count]
-            self.cache = generator.programs.compiled("read")(*generator.weights, self.cache, tokens, counts, *places)
+            read = generator.programs.compiled("read", used=self._used(size))
+            self.cache = read(*generator.weights, self.cache, tokens, counts, *places)
+            self.filled[list(texts)] += size
             start += size
+        for row, (prompt, _) in texts.items():
+            self.filled[row] = len(prompt) - 1
+
+    def _used(self, more: int) -> int | None:
+        """The slots that rows which go on need for so many tokens more: few sizes, so that few programs are compiled;
+        None: all."""
+        need, room = int(self.filled[self.left > 0].max(initial=0)) + more, self.cache.k.shape[3]
+        sizes = itertools.takewhile(lambda size: size < room, (4**n * SLOTS for n in itertools.count(1)))
+        return next((size for size in sizes if size >= need), None)
 
     def _read_with(self, new: Collection[int]) -> tuple[Sequence[int], list[np.ndarray]]:
         """The rows that are read together with these, as many on each device, a power of two: their numbers, and their
@@ -755,11 +802,13 @@ class Slots:
             "decode",
             is_drawn=any(each.temperature > 0 for each in going_on),
             is_filtered=any(each.top_k or each.top_p < 1 or each.min_p for each in going_on),
+            used=self._used(self.burst),
         )
         self.cache, self.rows, *drawn = decode(
             *generator.weights, self.cache, self.rows, generator.ids, generator.ends, np.asarray(self.burst, np.int32)
         )
         tokens, log_probs, self.left = map(np.array, drawn)
+        self.filled += self.burst
         self.burst = min(2 * self.burst, BURST)
         of_rows = zip(before - self.left, before, self.left, tokens, log_probs)
         return [self._new(*each) for each in of_rows]

@@ -398,8 +398,7 @@ def main(config: Serve) -> None:
             raise RunError(f"{config.model} has no tokenizer, which a server needs: answers are text")
         if hasattr(ready.source.model, "positions") and config.length > ready.length:
             raise RunError(f"length = {config.length}: the model knows {ready.length} positions, set it to that")
-        size = config.rows, config.length, config.length
-        slots = SharedSlots(partial(Slots, ready.generator, *size))
+        slots = SharedSlots(partial(Slots, ready.generator, config.rows, config.length, config.length + 1))
         # uvicorn raises it once more at its end, when the other processes must still hear of that.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if not is_first():

@@ -73,7 +73,7 @@ def test_a_row_that_comes_later_reads_its_own_prompt(pool):
     first, second, *_ = json.loads((FOLDER / "t5_gated/texts.json").read_text())
     greedy = Drawing(tokens=20, temperature=0.0)
     with on_mesh(1, 1):
-        slots = Slots(generator_of("t5_gated", pool), 2, prompt=20, tokens=20)
+        slots = Slots(generator_of("t5_gated", pool), 2, prompt=20, length=21)
         slots.admit({0: (first["prompt"], greedy)})
         texts = [slots.advance()[0].tokens, []]
         slots.admit({1: (second["prompt"], greedy)})
@@ -94,7 +94,7 @@ def test_a_prompt_costs_what_it_is_long(pool):
     with on_mesh(2, 2):
         generator, shapes = generator_of("llama", pool), []
         compiled = generator.programs.compiled
-        slots = Slots(generator, 8, 600, 40)
+        slots = Slots(generator, 8, 600, 640)
 
         def recorded(which, **settings):
             def call(*given):
@@ -154,17 +154,17 @@ def check_decoding(path, source, names=tuple(SMALL)):
         cache = given(narrowed(module.Cache, module.Cache(0, 0, 0, *of_encoder)))
         with jax.sharding.use_abstract_mesh(mesh):
             gathered = jax.eval_shape(programs.mapped("gather"), weights)
-        sizes = {"read": 48} if name == "t5" else {}
+        sizes, some_slots = ({"read": 48}, {}) if name == "t5" else ({}, {"used": 16})
         proved += programs.mapped("gather").check(mesh, weights)
         proved += programs.mapped("empty", count=16, slots=32, **sizes).check(mesh)
         proved += programs.mapped("admit").check(mesh, cache, rows, rows, is_new)
-        proved += programs.mapped("read").check(mesh, *gathered, cache, tokens, counts)
+        proved += programs.mapped("read", **some_slots).check(mesh, *gathered, cache, tokens, counts)
         if name != "t5":
             some = shape(np.uint32, 8, 4), shape(np.int32, 8), shape(np.int32, 8)
-            proved += programs.mapped("read").check(mesh, *gathered, cache, *some)
+            proved += programs.mapped("read", **some_slots).check(mesh, *gathered, cache, *some)
         if name == "t5":
             proved += programs.mapped("encode").check(mesh, weights, cache, shape(np.uint32, 16, 48), counts, is_new)
-        decode = programs.mapped("decode", is_drawn=True, is_filtered=True)
+        decode = programs.mapped("decode", is_drawn=True, is_filtered=True, **some_slots)
         proved += decode.check(mesh, *gathered, cache, rows, ids, shape(np.uint32, 1), shape(np.int32))
         search = programs.mapped("candidates", N=8)
         proved += search.check(mesh, *gathered, cache, shape(np.uint32, 16), counts, ids)
