@@ -175,7 +175,7 @@ def test_an_answer_in_chatml_ends_with_its_turn(cat_run):
     (["chat=true", "samples=2"], "samples: a conversation is written to the terminal. Give prompt or input"),
     (["prompt_ids=[1]", "stop=['']"], "stop[0] = \"\": expected text, not empty"),
     (["input=nowhere.txt"], "input=nowhere.txt cannot be read: "),
-    (["prompt_ids=[1]", "tokens=2147483647"], "1 rows of 2147483648 tokens take 550 GB, and there are "),
+    (["prompt_ids=[1]", "tokens=2147483647"], "1 rows of 2147483776 tokens take 550 GB, and there are "),
 ])  # fmt: skip
 def test_what_is_refused(said, arguments, message):
     """One line that names the key."""

@@ -230,7 +230,7 @@ def test_what_cannot_be_asked_is_refused():
     def ids_of(prompt):
         raise ChatError("the tokenizer bytes_utf8 has no chat template")
 
-    scorer = SimpleNamespace(length=32, ready=SimpleNamespace(ids_of=ids_of))
+    scorer = SimpleNamespace(length=32, kind="decoder", ready=SimpleNamespace(ids_of=ids_of))
     config = ready.Writing(tokens=8)
     with pytest.raises(RunError, match=r"^chat=true: the tokenizer bytes_utf8 has no chat template$"):
         tasks.Scorer.write(scorer, [[{"role": "user", "content": "?"}]], config)
