@@ -6,8 +6,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from shardlib import places
-from shardlib.shardops import SAVED, corrected, operate, plan_local
-from shardlib.spec import Dim, ShardingError, Spec, as_text
+from shardlib.shardops import SAVED, Plan, operate, require_local, require_result, require_same_parts
+from shardlib.spec import ShardingError
 
 places.defines_operations(__file__)
 
@@ -31,13 +31,16 @@ def ring(spec: str | bytes, forward, backward, *operands):
     Proved: as of `local`. Sends: of what goes round, x bytes, (n - 1) x; backward that again, and n times the gradients
     of its floats in float32, each while a block is multiplied.
     """
-    text = as_text(spec)
-    floats = [jnp.issubdtype(jnp.result_type(operand), jnp.inexact) for operand in operands]
+    return operate(_ring, spec, operands, dict(forward=forward, backward=backward))
 
-    def execute(planned, axes, *operands):
-        (axis,), goes = planned["moves"], planned["goes"]
-        turns = axes[axis]
-        of_floats = [each for each, is_float in zip(goes, floats) if is_float]
+
+def _ring(recipe, axes):
+    goes, axis = _going_round(recipe)
+    turns = axes[axis]
+
+    def run(*operands, forward, backward):
+        floats = [jnp.issubdtype(operand.dtype, jnp.inexact) for operand in operands]
+        of_floats = [moves for moves, is_float in zip(goes, floats) if is_float]
 
         def parted(values, goes):
             return [[value for value, each in zip(values, goes) if each is wanted] for wanted in (False, True)]
@@ -99,10 +102,12 @@ def ring(spec: str | bytes, forward, backward, *operands):
         attend.defvjp(keep, give_back)
         return attend(*operands)
 
-    return operate("ring", text, operands, _plan_ring, execute)
+    require_local(recipe, axes)
+    return Plan(run, moves=(axis,), calls=True)
 
 
-def _plan_ring(recipe, mesh_axes):
+def _going_round(recipe) -> tuple[list[bool], str]:
+    """Which operands go round, and along which axis; raises where that is no attention to blocks."""
     first, *_ = recipe.operands
     marked = [[dim for dim in operand.dims if dim.indexed] for operand in recipe.operands]
     dims = {dim for each in marked for dim in each}
@@ -111,15 +116,10 @@ def _plan_ring(recipe, mesh_axes):
             "what goes round has one dim in [ ], the same in all of it, split over one axis: 'B/d [S/c] K/t D'"
         )
     (axis,) = next(dim for each in marked for dim in each).axes
-    if marked[0] or axis not in first.split or recipe.result != first:
-        raise ShardingError(
-            f"the first operand stays, is split over {axis}, and the result lies as it does: "
-            f"{corrected(recipe, Spec(tuple(Dim(dim.name, dim.axes) for dim in first.dims), first.pending))}"
-        )
-    lies: dict[str, Dim] = {}
-    for dim in (dim for operand in recipe.operands for dim in operand.dims):
-        if lies.setdefault(dim.name, dim).axes != dim.axes:
-            raise ShardingError(f"{lies[dim.name]} in one operand, {dim} in the other: the devices' parts do not match")
+    if marked[0] or axis not in first.split:
+        raise ShardingError(f"the first operand stays, is split over {axis}, and the result lies as it does")
+    require_result(recipe, first.dims, first.pending)
+    require_same_parts(recipe)
     if any(operand.pending for operand in recipe.operands):
         raise ShardingError("an operand is pending, and a softmax is not linear: reduce it first")
-    return {**plan_local(recipe, mesh_axes), "goes": [bool(each) for each in marked], "moves": (axis,)}
+    return [bool(dims) for dims in marked], axis

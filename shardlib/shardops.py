@@ -4,23 +4,27 @@
     y = shardops.einsum_unreduced('B/d L F/t, M F/t -> B/d L M +t', x, w)        # sends nothing: still a sum over t
     y = shardops.psum_scatter('B/d L M +t -> B/d L M/t', y)                      # takes the sum, keeps a part
 
-All are called inside `typed_shard_map` (or `jax.shard_map(..., check_vma=False)`). A dim that is named like a mesh axis
-counts that axis' devices: 'c/c' has one element on each. Each raises `ShardingError`, with
-the operation, its string, local and global shapes, the mesh and, where one is likely, the corrected string, if the
-string is not one for the operation or contradicts the operands' sizes; and, in the check, if an operand does not lie as
-the string says.
+Call them inside `typed_shard_map` (or `jax.shard_map(..., check_vma=False)`). A dim that is named like a mesh axis
+counts that axis' devices: 'c/c' has one element on each. Each operation raises `ShardingError` if its string is not one
+for it or contradicts the operands' sizes and, in the check, if an operand does not lie as the string says. The message
+has the corrected string where one is likely, the line, the string, local and global shapes and the mesh.
 
 The gradient's type is the value's with *same* and *pending* exchanged, so the backward pass sends, line by line:
 all_gather <-> reduce-scatter, psum <-> psum, all_to_all and ppermute their reverses, the others nothing.
 
 "Bytes" below are those that leave one device, for an axis of n devices and x bytes on each device before the operation.
+
+Each operation is a public function, which says what it does, and a plan of the same name with an underscore, which
+reads the string: it refuses one that is not for the operation, and returns what runs on a device.
 """
 
 import builtins
+import contextlib
 import dataclasses
 import functools
 import math
 import string as _strings
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +40,7 @@ from shardlib.shardtypes import (
     StandIn,
     all_mapped_axes,
     bind,
-    devices_of,
+    known_size,
     letters_of_scope,
     mapped_axes,
     mesh_text,
@@ -50,212 +54,289 @@ from shardlib.spec import Dim, Recipe, ShardingError, Spec, as_text, parse, pars
 SAVED = "save_for_backward"  # the name under which jax_extra.save_for_backward keeps a value
 
 
-# -- What all operations share -----------------------------------------------------------------------------------------
-def operate(name, text, operands, plan, execute, rule=None, new_sizes=None, several=False, with_=(), dtype=None):
-    """Checks the string and the sizes, then runs the operation; or, in the check, marks it.
+# -- From the string to what runs --------------------------------------------------------------------------------------
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What an operation with a certain string does on a certain mesh.
 
-    `plan(recipe, mesh_axes)` raises if the string is not one for the operation; else it returns what `execute(planned,
-    axes, *operands)` needs, which is cached by string. `planned['moves']` are the axes over which data are sent.
-    `new_sizes` are sizes of dims that no operand has; `several` says that the string may have several results; `with_`
-    are numbers that are no operands; `dtype` is the result's, where it is not the first operand's. A function of the
-    user's that `execute` runs (`planned['runs']`) says it itself.
+    Attributes:
+      run: `run(*operands, **options)` is what one device computes from what it holds of the operands.
+      moves: the axes over which it sends.
+      sizes: where it makes new dims, a function from the known dims' sizes to the new ones'; `run` then gets the
+        result's `shape` on a device as well.
+      rule: for the check, a function from the operands' states to the results', where the string does not say them.
+      calls: `run` calls a function of the user's, which is local to a device.
     """
-    text = as_text(text)
-    axes = mapped_axes()
+
+    run: Callable
+    moves: tuple[str, ...] = ()
+    sizes: Callable | None = None
+    rule: Callable | None = None
+    calls: bool = False
+
+
+def operate(plan, text, operands, options=None, *, sizes=None, results: int | None = 1, dtype=None):
+    """Checks the string and the sizes, then runs the operation; in the check, marks it instead.
+
+    Args:
+      plan: `plan(recipe, axes) -> Plan` raises if the string is not one for the operation. It has the operation's name,
+        or that with an underscore in front.
+      options: keyword arguments of `Plan.run`.
+      sizes: of dims that no operand has, in the whole array.
+      results: how many the string must have; None, any number.
+      dtype: the result's, where it is not the first operand's.
+    """
+    text, axes, options = as_text(text), mapped_axes(), dict(options or {})
+    where = functools.partial(_where, plan.__name__.lstrip("_"), text, operands)
     try:
-        if not axes:
-            raise ShardingError(
-                "called outside of shard_map: there are no mesh axes here\n"
-                "  fix: call it inside a function under typed_shard_map"
-            )
-        recipe, planned = _planned(name, plan, text, len(operands), None if several else 1, tuple(axes))
-        letters = letters_of_scope()
-        shapes = [bind(spec, jnp.shape(operand), axes, letters) for spec, operand in zip(recipe.operands, operands)]
-        sizes = {dim.name: size for spec, shape in zip(recipe.operands, shapes) for dim, size in zip(spec.dims, shape)}
-        sizes |= new_sizes or {}
-        if planned["infers"]:
-            planned = {**planned, "sizes": planned["infers"](sizes, axes)}
-            sizes |= planned["sizes"]
-        results = []
-        for spec in recipe.results:
-            shape = []
-            for dim in spec.dims:
-                size = sizes[dim.name] if dim.name in sizes else _size_of(dim, letters, axes)
-                require_divisible(dim, size, axes)
-                remember(dim, size, axes, letters, text)
-                shape.append(part_of(size, dim, axes))
-            results.append(tuple(shape))
+        recipe, planned = _planned(plan, text, len(operands), results, tuple(axes.items()))
+        shapes = _result_shapes(recipe, planned, operands, sizes or {}, axes, text)
     except ShardingError as error:
-        raise error.extended(f"{_context(name, text, operands)}\n  at {users_line()}") from None
-
-    def run(sizes, *operands):
-        function = functools.partial(execute, planned, sizes)
-        return (
-            _as_declared(function, name, text, recipe, several, axes, operands)
-            if planned["runs"]
-            else function(*operands)
-        )
-
+        raise error.extended(where()) from None
+    if planned.sizes:
+        options["shape"] = shapes[0]
     if (check := marks.marking()) is None:
-        return run(axes, *operands)
-    context = _context(name, text, operands)  # now: the walk comes when the trace is over
-    _require_own_axes(axes, context)
-    given_as, made_of = jnp.result_type(operands[0]), jnp.dtype(dtype or jnp.result_type(operands[0]))
+        run = _declared(recipe, planned.run, where) if planned.calls else planned.run
+        return run(*operands, **options)
 
-    def refuse(why):
-        raise ShardingError(f"{why}\n{context}\n  at {users_line()}")
+    line, sealed = where(), None  # now: the walk comes when the trace is over
+    dtypes = [jnp.dtype(dtype or jnp.result_type(operands[0]))]
+    try:
+        _require_meaning(recipe, planned, operands, options, dtypes[0])
+        if planned.calls:
+            of_one_device = _planned(plan, text, len(operands), results, tuple(dict.fromkeys(axes, 1).items()))[1]
+            run = functools.partial(of_one_device.run, **options)
+            sealed = _sealed(_declared(recipe, run, lambda: ""), operands, check.axes)
+            dtypes = [aval.dtype for aval in sealed.out_avals]
+    except ShardingError as error:
+        raise error.extended(line) from None
 
-    if planned["moves"] and recipe.operands[0].pending and given_as == jnp.bool_:
-        refuse("a sum of truth values is none: any, or numbers")
-    rounds = jnp.issubdtype(given_as, jnp.inexact) and not jnp.issubdtype(made_of, jnp.inexact)
-    if rounds and builtins.any(spec.pending for spec in recipe.results):
-        refuse(f"each term of a sum would be rounded to {made_of}: reduce first")
-    if builtins.any(is_part(number) or isinstance(number, Count) for number in with_):
-        refuse("a number that depends on how many devices there are")
-
-    def checked(states):
+    def rule(states):
         try:
-            if rule is not None:
-                return rule(recipe, states)
+            if planned.rule is not None:
+                return planned.rule(states)
             for spec, state in zip(recipe.operands, states):
                 require(spec, state, strict=True)
             return list(map(State.of, recipe.results))
         except ShardingError as error:
-            raise error.extended(context) from None
+            raise error.extended(line) from None
 
-    sealed, closed_over, dtypes = None, [], [made_of]
-    if planned["runs"]:
-        given = [jax.ShapeDtypeStruct(tuple(on_this_mesh(jnp.shape(x))), jnp.result_type(x)) for x in operands]
-        try:
-            with marks.during(marks.Check(check.axes, None, is_local=True)):
-                # By itself: a ring looks like one of one device.
-                sealed = jax.make_jaxpr(functools.partial(run, dict.fromkeys(axes, 1)))(*given)
-        except NameError as error:
-            raise ShardingError(
-                f"a function that is local to a device sends over {unbound(error, axes)}: write the transfer as an "
-                f"operation with a string\n{context}\n  at {users_line()}"
-            ) from error
-        closed_over = [each for each in sealed.consts if isinstance(each, jax.core.Tracer)]
-        dtypes = [aval.dtype for aval in sealed.out_avals]
-    said = name, text, *map(str, with_), str(sealed)
-
-    made = tuple(map(jax.ShapeDtypeStruct, results, dtypes))
-    given = dict(moves=planned["moves"], sealed=sealed, closed_over=closed_over)
-    return marks.mark(said, checked, made if len(made) > 1 else made[0], *operands, **given)
+    said = plan.__name__, text, str(sealed), *(str(value) for value in options.values() if not callable(value))
+    closed_over = [value for value in sealed.consts if isinstance(value, jax.core.Tracer)] if sealed else []
+    made = tuple(map(jax.ShapeDtypeStruct, shapes, dtypes))
+    made = made if len(made) > 1 else made[0]
+    return marks.mark(said, rule, made, *operands, moves=planned.moves, sealed=sealed, closed_over=closed_over)
 
 
-def _as_declared(function, name, text, recipe, several, axes, operands):
-    """The results of a function of the user's that is local to a device. Raises where they are not of the types that
-    the string says."""
-    found = function(*operands)
-    given = found if several else (found,)
-    try:
-        if not isinstance(given, (tuple, list)) or len(given) != len(recipe.results):
-            count = f"{len(given)}" if isinstance(given, (tuple, list)) else type(given).__name__
-            raise ShardingError(f"the string has {len(recipe.results)} results, the function returned {count}")
-        for result, value in zip(recipe.results, given):
-            bind(result, jnp.shape(value), axes, letters_of_scope())
-    except ShardingError as error:
-        shapes = ", ".join(str(list(jnp.shape(value))) for value in jax.tree.leaves(given))
-        raise error.extended(f"{_context(name, text, operands)}, result {shapes}\n  at {users_line()}") from None
-    return found
+def operation(plan):
+    """The operation that a plan describes: a function of the string and the operands."""
 
+    def operation(spec: str | bytes, *operands):
+        return operate(plan, spec, operands)
 
-def _require_own_axes(axes, context):
-    """Raises `ShardingError` under a jax.vmap that has given a mesh axis' name to a dim of its own: the operation would
-    go along that. In the check the mesh's axes are not bound."""
-    for axis in axes:
-        try:
-            lax.axis_size(axis)
-        except NameError:
-            continue
-        raise ShardingError(
-            f"a jax.vmap(axis_name='{axis}') around it has the name of a mesh axis\n{context}\n  at {users_line()}"
-        )
+    operation.__name__, operation.__doc__ = plan.__name__, plan.__doc__
+    return operation
 
 
 @functools.cache
-def _planned(name, plan, text, operands, results, mesh_axes) -> tuple[Recipe, dict]:
-    recipe = parse_operation(text, operands, results)
+def _planned(plan, text, operands, results, axes) -> tuple[Recipe, Plan]:
+    name, axes = plan.__name__.lstrip("_"), dict(axes)
+    if not axes:
+        raise ShardingError(
+            "called outside of shard_map: there are no mesh axes here\n"
+            "  fix: call it inside a function under typed_shard_map"
+        )
+    recipe = parse_operation(text, operands, results) if operands else Recipe((), (parse(text),))
     for spec in (*recipe.operands, *recipe.results):
+        spec.require_mesh_order(tuple(axes))
         for dim in spec.dims:
             if dim.indexed and name not in ("index_unreduced", "ppermute", "ring"):
                 raise ShardingError(f"[{dim.name}]: only index_unreduced, ppermute and ring mark a dim with [ ]")
             if dim.name == "..." and name != "sum_unreduced":
                 raise ShardingError("'...' is for sum_unreduced alone: name the dims")
-    legal = [[str(spec.in_mesh_order(mesh_axes)) for spec in specs] for specs in (recipe.operands, recipe.results)]
-    if legal != [[str(spec) for spec in specs] for specs in (recipe.operands, recipe.results)]:
-        raise ShardingError(
-            f"pending axes are written in the order of the mesh's axes ({', '.join(mesh_axes)}): "
-            f"write '{', '.join(legal[0])} -> {', '.join(legal[1])}'"
-        )
-    return recipe, {"moves": (), "infers": None, "runs": False, **plan(recipe, mesh_axes)}
+    return recipe, plan(recipe, axes)
 
 
-def _context(name, text, operands) -> str:
-    """The second level of an error: operation, string, shapes on a device and of the whole, mesh."""
+def _result_shapes(recipe, planned, operands, sizes, axes, text) -> list[tuple]:
+    """What a device holds of the results; raises where the operands' sizes contradict the string or the scope's
+    letters."""
+    letters, known = letters_of_scope(), {}
+    for spec, operand in zip(recipe.operands, operands):
+        known |= zip(spec.names, bind(spec, jnp.shape(operand), axes, letters))
+    known |= sizes
+    if planned.sizes:
+        known |= planned.sizes(known)
+
+    def held(dim: Dim):
+        size = known[dim.name] if dim.name in known else known_size(dim, axes, letters)[0]
+        if size is None:
+            raise ShardingError(
+                f"the size of {dim.name} is not known here: no operand and no annotation of this scope has it\n"
+                f"  fix: where the operation makes {dim.name} (zeros, local, regroup), say {dim.name}=..."
+            )
+        require_divisible(dim, size, axes)
+        remember(dim, size, axes, letters, text)
+        return part_of(size, dim, axes)
+
+    return [tuple(map(held, spec.dims)) for spec in recipe.results]
+
+
+def _where(name, text, operands) -> str:
+    """The last line of an error: the user's line, the operation, what a device and the whole have, the mesh."""
     axes = all_mapped_axes()
     shapes = [on_this_mesh(jnp.shape(operand)) for operand in operands]
-    local = ", ".join(f"{jnp.result_type(operand)}{shape}" for operand, shape in zip(operands, shapes))
+    sizes = [f"{jnp.result_type(operand)}{shape}" for operand, shape in zip(operands, shapes)]
+    held = f", local {', '.join(sizes)}" if sizes else ""
     try:
         specs = parse_operation(text, len(operands), None).operands
-        whole = ", global " + ", ".join(str(_global_shape(*each, axes)) for each in zip(specs, shapes, strict=True))
+        pairs = [zip(spec.dims, shape, strict=True) for spec, shape in zip(specs, shapes)]
+        held += ", global " + ", ".join(str([size * parts(dim, axes) for dim, size in pair]) for pair in pairs)
     except (ShardingError, KeyError, ValueError):
-        whole = ""  # the string cannot be read, or names an axis that the mesh lacks: that is the error
-    return f"  in shardops.{name}('{text}'), local {local}{whole}, {mesh_text(axes)}"
+        pass  # the string cannot be read, or names an axis that the mesh lacks: that is the error
+    return f"  at {users_line()} in shardops.{name}('{text}'){held}, {mesh_text(axes)}"
 
 
-def _global_shape(spec: Spec, shape, axes) -> list[int]:
-    return [size * parts(dim, axes) for dim, size in zip(spec.dims, shape, strict=True)]
+def _declared(recipe, run, where):
+    """`run`, which calls a function of the user's and must return what the string says."""
+    specs = recipe.results
+
+    def declared(*operands, **options):
+        returned = run(*operands, **options)
+        values = (returned,) if len(specs) == 1 else returned
+        try:
+            if not isinstance(values, (tuple, list)) or len(values) != len(specs):
+                count = len(values) if isinstance(values, (tuple, list)) else type(values).__name__
+                raise ShardingError(f"the string has {len(specs)} results, the function returned {count}")
+            for spec, value in zip(specs, values):
+                bind(spec, jnp.shape(value), mapped_axes(), letters_of_scope())
+        except ShardingError as error:
+            raise error.extended(where()) from None
+        return returned
+
+    return declared
 
 
-def _size_of(dim: Dim, letters, axes) -> int:
-    if dim.name.isdigit():
-        return int(dim.name)
-    if dim.name in axes:
-        return devices_of(dim, axes)
-    if dim.name not in letters:
+# -- What the check asks of an operation -------------------------------------------------------------------------------
+def _require_meaning(recipe, planned, operands, options, dtype):
+    """Raises `ShardingError` for an operation whose result would depend on how many devices there are, or would be no
+    sum."""
+    for axis in mapped_axes():  # in the check the mesh's axes are not bound
+        with contextlib.suppress(NameError):
+            lax.axis_size(axis)
+            raise ShardingError(f"a jax.vmap(axis_name='{axis}') around it has the name of a mesh axis")
+    if not operands:
+        return
+    given = jnp.result_type(operands[0])
+    if planned.moves and recipe.operands[0].pending and given == jnp.bool_:
+        raise ShardingError("a sum of truth values is none: any, or numbers")
+    rounds = jnp.issubdtype(given, jnp.inexact) and not jnp.issubdtype(dtype, jnp.inexact)
+    if rounds and builtins.any(spec.pending for spec in recipe.results):
+        raise ShardingError(f"each term of a sum would be rounded to {dtype}: reduce first")
+    if builtins.any(is_part(value) or isinstance(value, Count) for value in options.values()):
+        raise ShardingError("a number that depends on how many devices there are")
+
+
+def _sealed(run, operands, axes):
+    """The jaxpr of a function of the user's, traced by itself on one device's part: no mesh axis is bound, so it cannot
+    send."""
+    held = [jax.ShapeDtypeStruct(tuple(on_this_mesh(jnp.shape(x))), jnp.result_type(x)) for x in operands]
+    try:
+        with marks.during(marks.Check(axes, None, is_local=True)):
+            return jax.make_jaxpr(run)(*held)
+    except NameError as error:
         raise ShardingError(
-            f"the size of {dim.name} is not known here: no operand and no annotation of this scope has it\n"
-            f"  fix: where the operation makes {dim.name} (zeros, full, local, regroup), say {dim.name}=..."
+            f"a function that is local to a device sends over {unbound(error, axes)}: write the transfer as an "
+            "operation with a string"
+        ) from error
+
+
+# -- What the plans share ----------------------------------------------------------------------------------------------
+def require_result(recipe: Recipe, dims, pending=(), why: str = ""):
+    """Raises `ShardingError`, with the corrected string, if the result is of another type."""
+    expected = Spec(tuple(dims), tuple(pending))
+    if recipe.result != expected:
+        operands = ", ".join(map(str, recipe.operands))
+        raise ShardingError(
+            f"the result is '{expected}', not '{recipe.result}'{why}\n  fix: write '{operands} -> {expected}'"
         )
-    return letters[dim.name][0]
 
 
-def corrected(recipe: Recipe, result: Spec) -> str:
-    return f"write '{', '.join(map(str, recipe.operands))} -> {result}'"
+# Operations that keep the dims: what each does to a value, and nothing else.
+_CHANGES = {
+    "all_gather": ({"gathers"}, "gathers dims, as in 'M/d F/t -> M F/t'"),
+    "psum_scatter": (
+        {"takes the sum", "splits"},
+        "takes a sum and splits a dim over the same axes, as in 'B M +t -> B M/t'",
+    ),
+    "psum": ({"takes the sum"}, "takes a sum, as in 'B/d L +t -> B/d L'"),
+    "all_to_all": ({"gathers", "splits"}, "moves axes from one dim to one other, as in 'E/t C M -> E C/t M'"),
+    "slice": ({"splits"}, "splits dims, as in 'M -> M/t'"),
+    "pending": ({"leaves a sum"}, "makes one term of a sum, as in 'M -> M +t'"),
+}
 
 
-def _same_dims(recipe: Recipe) -> list[tuple[int, Dim, Dim]]:
-    """Pairs operand and result dims of an operation that keeps the dims."""
+class _Change:
+    """How a string of an operation that keeps the dims changes what they lie as. Raises `ShardingError` if that is not
+    what the operation does.
+
+    Attributes:
+      gathers, splits: the positions of dims that lose or gain minor axes, with these axes.
+      sums: the axes that the operand is pending over and the result is not.
+    """
+
+    def __init__(self, name: str, recipe: Recipe):
+        (operand,), result = recipe.operands, recipe.result
+        if operand.names != result.names:
+            raise ShardingError(
+                f"{name} keeps the dims, {' '.join(operand.names) or 'none'}, but the result has "
+                f"{' '.join(result.names) or 'none'}"
+            )
+        self.name, self.recipe, self.gathers, self.splits = name, recipe, [], []
+        for position, (before, after) in enumerate(zip(operand.dims, result.dims)):
+            fewer, more = sorted((before, after), key=lambda dim: len(dim.axes))
+            if more.axes[: len(fewer.axes)] != fewer.axes:
+                raise ShardingError(
+                    f"{before} and {after}: {name} changes a dim's last axes only, since the parts "
+                    "over a major axis alone are not neighbours"
+                )
+            if axes := more.axes[len(fewer.axes) :]:
+                (self.gathers if more is before else self.splits).append((position, axes))
+        self.sums = tuple(axis for axis in operand.pending if axis not in result.pending)
+        self.done = {
+            "gathers": [axis for _, axes in self.gathers for axis in axes],
+            "splits": [axis for _, axes in self.splits for axis in axes],
+            "takes the sum": self.sums,
+            "leaves a sum": [axis for axis in result.pending if axis not in operand.pending],
+        }
+        self.require({word for word, axes in self.done.items() if axes} == _CHANGES[name][0])
+
+    def require(self, holds: bool):
+        """Raises `ShardingError`, which says what the string does, if something that the operation needs is not so."""
+        if holds:
+            return
+        (operand,), result, (does, text) = self.recipe.operands, self.recipe.result, _CHANGES[self.name]
+        said = [f"{word} over {', '.join(axes)}" for word, axes in self.done.items() if axes]
+        dims = result.dims if does & {"gathers", "splits"} else operand.dims
+        right = Spec(dims, result.pending if does & {"takes the sum", "leaves a sum"} else operand.pending)
+        fix = f"\n  fix: write '{operand} -> {right}'" if right not in (operand, result) else ""
+        raise ShardingError(
+            f"{self.name} {text}; '{operand} -> {result}' {' and '.join(said) or 'changes nothing'}{fix}"
+        )
+
+
+def _reduced(recipe: Recipe, what: str) -> tuple[list[Dim], tuple[int, ...], tuple[str, ...]]:
+    """The dims that the result of a reduction keeps, the positions of the others, and the axes that split those."""
     (operand,), result = recipe.operands, recipe.result
-    if operand.names != result.names:
-        raise ShardingError(
-            f"the operation keeps the dims, {' '.join(operand.names) or 'none'}, but the result has "
-            f"{' '.join(result.names) or 'none'}"
-        )
-    return [(position, before, after) for position, (before, after) in enumerate(zip(operand.dims, result.dims))]
+    kept = [dim for dim in operand.dims if dim.name in result.names]
+    dropped = [position for position, dim in enumerate(operand.dims) if dim.name not in result.names]
+    if not dropped:
+        raise ShardingError(f"the result lacks no dim: the {what} over what?")
+    return kept, tuple(dropped), tuple(axis for position in dropped for axis in operand.dims[position].axes)
 
 
-def _suffix(longer: Dim, shorter: Dim, doing: str) -> tuple[str, ...]:
-    """The minor axes that `longer` has and `shorter` has not: only those can be gathered or scattered, else the parts
-    would not be neighbours."""
-    if longer.axes[: len(shorter.axes)] != shorter.axes:
-        raise ShardingError(
-            f"{shorter} and {longer}: {doing} a dim's minor axes only, the last ones, since the parts over a major "
-            "axis alone are not neighbours"
-        )
-    return longer.axes[len(shorter.axes) :]
-
-
-def _gaining(recipe: Recipe, doing: str) -> list[tuple[int, tuple[str, ...]]]:
-    """Positions of the dims that the result splits over more axes, with these axes."""
-    found = [(position, _suffix(after, before, doing)) for position, before, after in _same_dims(recipe)]
-    return [(position, names) for position, names in found if names]
-
-
-def _ordered(axes, mesh_axes) -> tuple[str, ...]:
-    return tuple(axis for axis in mesh_axes if axis in axes)
+def _ordered(names, axes) -> tuple[str, ...]:
+    """Axes in the mesh's order."""
+    return tuple(axis for axis in axes if axis in names)
 
 
 def _wide(names, axes) -> tuple[str, ...]:
@@ -266,7 +347,7 @@ def _wide(names, axes) -> tuple[str, ...]:
 
 def _sent(dims, axes) -> list[tuple[int, tuple[str, ...]]]:
     """Positions of dims with the axes over which they are sent."""
-    return [(position, names) for position, each in dims if (names := _wide(each, axes))]
+    return [(position, names) for position, split in dims if (names := _wide(split, axes))]
 
 
 def _gather(x, names, position: int):
@@ -291,21 +372,20 @@ def _element(dtype):
 def axis_size(name: str) -> int:
     """The number of devices along a mesh axis. Raises `ShardingError` for an axis that the mesh lacks, or outside of
     shard_map."""
-    axes = mapped_axes()
+    axes, check = mapped_axes(), marks.current()
     if name not in axes:
         mesh = mesh_text(all_mapped_axes())
         raise ShardingError(f"axis_size('{name}'): the {mesh} has no such axis here\n  at {users_line()}")
-    check = marks.marking()
-    if marks.current() is not None and marks.current().is_local:
+    if check is not None and check.is_local:
         raise ShardingError(
             f"a function that is local to a device asks for the number of devices along {name}, or the index there\n"
             f"  fix: pass it as an operand\n  at {users_line()}"
         )
-    return axes[name] if check is None else Count(check.parts, axes[name], (name,), _divided)
+    return axes[name] if marks.marking() is None else Count(check.parts, axes[name], (name,), _divided)
 
 
 def _divided(x, count: Count):
-    """A term of a sum over these axes, of what is the same along them: x over the number of devices."""
+    """x over a number of devices, where x is the same along these axes: a term of a sum over them."""
     line, axes = users_line(), frozenset(count.axes)
 
     def rule(states):
@@ -341,63 +421,47 @@ def all_gather(spec: str | bytes, x, *, dtype=None, reduce_dtype=None, sent_as=N
         before the gather, the gradient's reduction would run in the gathered type.
       sent_as: rounded to this on the way, and only there.
     Sends: (n - 1) x bytes in `sent_as` or `dtype`; in the backward pass a reduce-scatter of (n - 1) x bytes in
-    `reduce_dtype`. Of what stands for a matrix (see `products`) its typed field is; of `Float8` in 1 byte an element.
+    `reduce_dtype`. Where x stands for a matrix (`products`), its typed field is sent; of `Float8`, 1 byte an element.
     """
+    options = dict(dtype=dtype, reduce_dtype=reduce_dtype, sent_as=sent_as)
     if isinstance(x, StandIn):
-        given = dict(dtype=dtype, reduce_dtype=reduce_dtype, sent_as=sent_as or x.sent_as)
-        return x.map(lambda values: all_gather(spec, values, **given))
+        return x.map(lambda values: all_gather(spec, values, **{**options, "sent_as": sent_as or x.sent_as}))
+    return operate(_all_gather, spec, (x,), options, dtype=_element(dtype or jnp.result_type(x)))
 
-    def execute(planned, axes, x):
-        out = _element(dtype or x.dtype)
+
+def _all_gather(recipe, axes):
+    gathered = _Change("all_gather", recipe).gathers
+    sent = _sent(gathered, axes)
+
+    def run(x, dtype, reduce_dtype, sent_as):
+        held, out = x.dtype, _element(dtype or x.dtype)
         wire, reduced = _element(sent_as or out), _element(reduce_dtype or out)
 
         def gather(x):
             x = x.astype(wire)
             if sent_as is not None:  # as bits: XLA:CPU would send 8-bit floats as 16-bit ones
                 x = lax.bitcast_convert_type(x, f"uint{8 * wire.itemsize}")
-            for position, names in _sent(planned["gathered"], axes):
+            for position, names in sent:
                 x = _gather(x, names, position)
             return (x if sent_as is None else lax.bitcast_convert_type(x, wire)).astype(out)
 
-        if wire == out == reduced == x.dtype:
-            return gather(x)  # JAX's own transpose is the reduce-scatter
-        gather_cast = jax.custom_vjp(gather)
-
         def backward(_, cotangent):
             cotangent = cotangent.astype(reduced)
-            for position, names in reversed(_sent(planned["gathered"], axes)):
+            for position, names in reversed(sent):
                 cotangent = _scatter(cotangent, names, position)
-            return (cotangent.astype(operand_dtype),)
+            return (cotangent.astype(held),)
 
-        operand_dtype = x.dtype
+        if wire == out == reduced == held:
+            return gather(x)  # JAX's own transpose is the reduce-scatter
+        gather_cast = jax.custom_vjp(gather)
         gather_cast.defvjp(lambda x: (gather(x), None), backward)
         return gather_cast(x)
 
-    return operate(
-        "all_gather",
-        spec,
-        (x,),
-        _plan_gather,
-        execute,
-        with_=(dtype, reduce_dtype, sent_as),
-        dtype=_element(dtype or jnp.result_type(x)),
-    )
+    return Plan(run, moves=tuple(axis for _, names in gathered for axis in names))
 
 
-def _plan_gather(recipe, mesh_axes):
-    (operand,), result = recipe.operands, recipe.result
-    gathered = []
-    for position, before, after in _same_dims(recipe):
-        if names := _suffix(before, after, "all_gather gathers"):
-            gathered.append((position, names))
-    if operand.pending != result.pending:
-        raise ShardingError(f"all_gather takes no sum: {corrected(recipe, Spec(result.dims, operand.pending))}")
-    if not gathered:
-        raise ShardingError(f"gathers nothing: '{operand}' and '{result}' are split alike")
-    return {"gathered": gathered, "moves": tuple(axis for _, names in gathered for axis in names)}
-
-
-def pmax(spec: str | bytes, x):
+@operation
+def pmax(recipe, axes):
     """The largest over the dims that the result lacks, over all devices: split -> same. No gradient: stop it first.
 
         pmax('B/d L V/t -> B/d L', lax.stop_gradient(logits))
@@ -405,46 +469,37 @@ def pmax(spec: str | bytes, x):
     NaN: XLA's all-reduce may lose one (seen on the CPU, jaxlib 0.10.2); any('... -> ', jnp.isnan(x)) finds it.
     Sends: an all-reduce of the result, about 2 (n - 1) / n of its bytes.
     """
+    largest = _largest(recipe, axes, jnp.max)
 
-    line = users_line()
+    def run(x):
+        return largest.run(_undifferentiated(f"{recipe.operands[0]} -> {recipe.result}", users_line(), x))
 
-    @jax.custom_jvp
-    def undifferentiated(x):
-        return x
-
-    @undifferentiated.defjvp
-    def _refuse(primals, tangents):
-        raise ShardingError(
-            f"pmax has no gradient: pass it lax.stop_gradient(x)\n  in shardops.pmax('{as_text(spec)}')\n  at {line}"
-        )
-
-    def execute(planned, axes, x):
-        return _largest(jnp.max(undifferentiated(x), axis=planned["dropped"]), planned, axes)
-
-    return operate("pmax", spec, (x,), _plan_pmax, execute)
+    return Plan(run, largest.moves)
 
 
-def _largest(local, planned, axes):
-    names = _wide(planned["moves"], axes)
-    return lax.pmax(local, names) if names else local
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _undifferentiated(spec, line, x):
+    return x
 
 
-def _dropped(recipe):
-    (operand,), result = recipe.operands, recipe.result
-    kept = [dim for dim in operand.dims if dim.name in result.names]
-    dropped = [position for position, dim in enumerate(operand.dims) if dim.name not in result.names]
-    return kept, tuple(dropped), frozenset(axis for position in dropped for axis in operand.dims[position].axes)
+@_undifferentiated.defjvp
+def _refuse_gradient(spec, line, primals, tangents):
+    raise ShardingError(f"pmax has no gradient: pass it lax.stop_gradient(x)\n  at {line} in shardops.pmax('{spec}')")
 
 
-def _plan_pmax(recipe, mesh_axes):
-    kept, dropped, axes = _dropped(recipe)
+def _largest(recipe, axes, largest):
+    kept, dropped, split = _reduced(recipe, "largest")
     if recipe.operands[0].pending:
         raise ShardingError("the largest of a sum is not the largest of its terms: reduce the pending axes first")
-    if not dropped:
-        raise ShardingError("the result lacks no dim: the largest over what?")
-    if recipe.result != Spec(tuple(kept)):
-        raise ShardingError(f"the other dims stay as they are: {corrected(recipe, Spec(tuple(kept)))}")
-    return {"dropped": dropped, "moves": _ordered(axes, mesh_axes)}
+    require_result(recipe, kept)
+    moves = _ordered(split, axes)
+    names = _wide(moves, axes)
+
+    def run(x):
+        x = largest(x, axis=dropped)
+        return lax.pmax(x, names) if names else x
+
+    return Plan(run, moves)
 
 
 def argmax(spec: str | bytes, x):
@@ -455,26 +510,27 @@ def argmax(spec: str | bytes, x):
 
     Sends: two all-reduces of the result, 4 bytes an element: the largest, and the smallest index that has it.
     """
+    return operate(_argmax, spec, (x,), dtype=jnp.int32)
 
-    def execute(planned, axes, x):
-        (dim,), names = planned["dropped"], _wide(planned["major_first"], axes)
+
+def _argmax(recipe, axes):
+    moves = _largest(recipe, axes, jnp.max).moves
+    _, (dim, *others), split = _reduced(recipe, "largest")
+    if others:
+        raise ShardingError("argmax goes along one dim, as in 'B/d L V/t -> B/d L'")
+    names = _wide(split, axes)
+
+    def run(x):
         x, size = lax.stop_gradient(x), x.shape[dim]
         x = jnp.where(jnp.isnan(x), jnp.inf, x) if jnp.issubdtype(x.dtype, jnp.floating) else x
         first = lax.axis_index(names) * size if names else 0
         largest, place = jnp.max(x, axis=dim), jnp.argmax(x, axis=dim).astype(jnp.int32) + first
         if not names:
             return place
-        ours = largest == lax.pmax(largest, names)
-        return lax.pmin(jnp.where(ours, place, jnp.iinfo(jnp.int32).max), names)
+        is_here = largest == lax.pmax(largest, names)
+        return lax.pmin(jnp.where(is_here, place, jnp.iinfo(jnp.int32).max), names)
 
-    return operate("argmax", spec, (x,), _plan_argmax, execute, dtype=jnp.int32)
-
-
-def _plan_argmax(recipe, mesh_axes):
-    planned = _plan_pmax(recipe, mesh_axes)
-    if len(planned["dropped"]) != 1:
-        raise ShardingError("argmax goes along one dim, as in 'B/d L V/t -> B/d L'")
-    return {**planned, "major_first": recipe.operands[0].dims[planned["dropped"][0]].axes}
+    return Plan(run, moves)
 
 
 def any(spec: str | bytes, x):
@@ -484,102 +540,65 @@ def any(spec: str | bytes, x):
 
     Sends: an all-reduce of the result, 4 bytes an element.
     """
+    return operate(_any, spec, (x,), dtype=jnp.bool_)
 
-    def execute(planned, axes, x):
-        return _largest(jnp.any(x, axis=planned["dropped"]).astype(jnp.int32), planned, axes).astype(bool)
 
-    return operate("any", spec, (x,), _plan_pmax, execute, dtype=jnp.bool_)
+def _any(recipe, axes):
+    largest = _largest(recipe, axes, lambda x, axis: jnp.any(x, axis=axis).astype(jnp.int32))
+    return Plan(lambda x: largest.run(x).astype(bool), largest.moves)
 
 
 # -- pending -> split, pending -> same ---------------------------------------------------------------------------------
-def psum_scatter(spec: str | bytes, x):
+@operation
+def psum_scatter(recipe, axes):
     """Takes the sum over the pending axes and leaves each device its part: pending -> split.
 
         psum_scatter('B/d L M +t -> B/d L M/t', y)
 
     Sends: (n - 1) / n of x bytes; in the backward pass an all-gather of as much.
     """
+    change = _Change("psum_scatter", recipe)
+    change.require({axis for _, names in change.splits for axis in names} == set(change.sums))
 
-    def execute(planned, axes, x):
-        for position, names in _sent(planned["scattered"], axes):
+    def run(x):
+        for position, names in _sent(change.splits, axes):
             x = _scatter(x, names, position)
         return x
 
-    return operate("psum_scatter", spec, (x,), _plan_scatter, execute)
+    return Plan(run, change.sums)
 
 
-def _plan_scatter(recipe, mesh_axes):
-    (operand,), result = recipe.operands, recipe.result
-    scattered = _gaining(recipe, "psum_scatter splits")
-    gained = {axis for _, names in scattered for axis in names}
-    taken = set(operand.pending) - set(result.pending)
-    if new := set(result.pending) - set(operand.pending):
-        raise ShardingError(f"the result is pending over {', '.join(sorted(new))}, the operand is not")
-    if not taken or gained != taken:
-        raise ShardingError(
-            f"psum_scatter takes the sum over axes that some dim is then split over: '{operand}' to '{result}' takes "
-            f"the sum over {', '.join(sorted(taken)) or 'none'} and splits over {', '.join(sorted(gained)) or 'none'}"
-        )
-    return {"scattered": scattered, "moves": _ordered(gained, mesh_axes)}
-
-
-def psum(spec: str | bytes, x):
+@operation
+def psum(recipe, axes):
     """Takes the sum over the pending axes that the result lacks: pending -> same.
 
         psum('B/d L +t -> B/d L', total)
 
     Sends: 2 (n - 1) / n of x bytes; as much in the backward pass.
     """
-
-    def execute(planned, axes, x):
-        names = _wide(planned["moves"], axes)
-        return lax.psum(x, names) if names else x
-
-    return operate("psum", spec, (x,), _plan_psum, execute)
-
-
-def _plan_psum(recipe, mesh_axes):
-    (operand,), result = recipe.operands, recipe.result
-    if operand.dims != result.dims:
-        raise ShardingError(f"psum keeps the dims: {corrected(recipe, Spec(operand.dims, result.pending))}")
-    taken = set(operand.pending) - set(result.pending)
-    if not taken or set(result.pending) - set(operand.pending):
-        raise ShardingError(
-            "takes no sum: the operand must be pending over more axes than the result, as in "
-            f"'{Spec(operand.dims, ('t',))} -> {Spec(operand.dims)}'"
-        )
-    return {"moves": _ordered(taken, mesh_axes)}
+    sums = _Change("psum", recipe).sums
+    names = _wide(sums, axes)
+    return Plan(lambda x: lax.psum(x, names) if names else x, sums)
 
 
 # -- split -> split ----------------------------------------------------------------------------------------------------
-def all_to_all(spec: str | bytes, x):
+@operation
+def all_to_all(recipe, axes):
     """Moves a split from one dim to another.
 
         all_to_all('E/t C M -> E C/t M', x)
 
     Sends: (n - 1) / n of x bytes; as much in the backward pass.
     """
+    change = _Change("all_to_all", recipe)
+    change.require(len(change.gathers) == len(change.splits) == 1 and change.gathers[0][1] == change.splits[0][1])
+    (loses, moves), (gains, _) = change.gathers[0], change.splits[0]
+    names = _wide(moves, axes)
 
-    def execute(planned, axes, x):
-        names = _wide(planned["moves"], axes)
-        if not names:
-            return x
-        return lax.all_to_all(x, names, split_axis=planned["gains"], concat_axis=planned["loses"], tiled=True)
+    def run(x):
+        return lax.all_to_all(x, names, split_axis=gains, concat_axis=loses, tiled=True) if names else x
 
-    return operate("all_to_all", spec, (x,), _plan_all_to_all, execute)
-
-
-def _plan_all_to_all(recipe, mesh_axes):
-    loses, gains = [], []
-    for position, before, after in _same_dims(recipe):
-        if len(before.axes) > len(after.axes):
-            loses.append((position, _suffix(before, after, "all_to_all moves")))
-        elif before.axes != after.axes:
-            gains.append((position, _suffix(after, before, "all_to_all moves")))
-    moved = [[axes for _, axes in each] for each in (loses, gains)]
-    if moved[0] != moved[1] or len(loses) != 1 or recipe.operands[0].pending != recipe.result.pending:
-        raise ShardingError("all_to_all moves the same axes from one dim to one other, as in 'E/t C M -> E C/t M'")
-    return {"loses": loses[0][0], "gains": gains[0][0], "moves": loses[0][1]}
+    return Plan(run, moves)
 
 
 def ppermute(spec: str | bytes, x, shift: int):
@@ -591,32 +610,29 @@ def ppermute(spec: str | bytes, x, shift: int):
     `regroup('B/d L/c -> B/d c/c l', x)` makes such a dim of each device's part.
     Sends: x bytes; as much in the backward pass.
     """
-
     if isinstance(shift, jax.Array):
         raise ShardingError(f"ppermute: shift is a plain int, not {shift!r}\n  at {users_line()}")
-
-    def execute(planned, axes, x):
-        (axis,) = planned["moves"]
-        if axes[axis] == 1:
-            return x
-        return lax.ppermute(x, axis, [(index, (index + shift) % axes[axis]) for index in range(axes[axis])])
-
-    return operate("ppermute", spec, (x,), _plan_ppermute, execute, with_=(shift,))
+    return operate(_ppermute, spec, (x,), dict(shift=shift))
 
 
-def _plan_ppermute(recipe, mesh_axes):
-    (operand,), result = recipe.operands, recipe.result
-    if operand != result:
-        raise ShardingError(f"ppermute keeps the type: {corrected(recipe, operand)}")
+def _ppermute(recipe, axes):
+    (operand,) = recipe.operands
+    require_result(recipe, operand.dims, operand.pending)
     moving = [dim for dim in operand.dims if dim.indexed] or [dim for dim in operand.dims if dim.axes == (dim.name,)]
     if len(moving) != 1 or moving[0].axes != (moving[0].name,):
-        split = next((axis for dim in operand.dims for axis in dim.axes), mesh_axes[0])
+        split = next((axis for dim in operand.dims for axis in dim.axes), next(iter(axes)))
         raise ShardingError(
             f"ppermute rolls one dim that counts an axis' devices, as '{split}/{split}' does: of a longer dim it would "
             f"move blocks, of another size on each mesh\n  fix: shardops.regroup('L/{split} -> {split}/{split} l', x) "
             "makes such a dim; where there are several, mark the one that moves with [ ]"
         )
-    return {"moves": moving[0].axes}
+    (axis,) = moves = moving[0].axes
+    count = axes[axis]
+
+    def run(x, shift):
+        return lax.ppermute(x, axis, [(at, (at + shift) % count) for at in range(count)]) if count > 1 else x
+
+    return Plan(run, moves)
 
 
 # -- Nothing is sent ---------------------------------------------------------------------------------------------------
@@ -634,88 +650,95 @@ def einsum_unreduced(spec: str | bytes, x, y, *, rounded_to=None, x_is_thin: boo
         rate of that). An operand that is not differentiated costs no product.
     Sends: nothing.
     """
+    options = dict(rounded_to=rounded_to, x_is_thin=x_is_thin, **jnp_kwargs)
+    dtype = jnp_kwargs.get("preferred_element_type") or jnp.result_type(x, y)
+    return operate(_einsum_unreduced, spec, (x, y), options, dtype=dtype)
 
-    def execute(planned, axes, x, y):
+
+def _einsum_unreduced(recipe, axes):
+    equation = _equation(recipe, axes)
+    words, result = equation.split("->")[0].split(","), equation.split("->")[1]
+
+    def run(x, y, rounded_to, x_is_thin, **jnp_kwargs):
         def product(x, y):
             if rounded_to is not None:
                 x, y = x.astype(rounded_to), y.astype(rounded_to)
-            return jnp.einsum(planned["equation"], x, y, **jnp_kwargs)
+            return jnp.einsum(equation, x, y, **jnp_kwargs)
 
         as_they_are = rounded_to is None and jnp_kwargs.get("preferred_element_type", x.dtype) == x.dtype
         if (x.dtype != y.dtype or as_they_are) and not x_is_thin:
             return product(x, y)
+
+        def transposed(multiply, like, cotangent):
+            return jax.linear_transpose(multiply, jax.ShapeDtypeStruct(like.shape, cotangent.dtype))(cotangent)[0]
 
         # The gradient of a frozen operand is not computed, and what only it would need is not kept.
         def forward(x, y):
             return product(x.value, y.value), (x.value if y.perturbed else None, y.value if x.perturbed else None)
 
         def backward(kept, cotangent):
-            of_y, of_x = kept
-            cotangent, like = cotangent.astype(x.dtype), [jax.ShapeDtypeStruct(each.shape, x.dtype) for each in (x, y)]
-
-            def pulled(multiply, like):
-                return jax.linear_transpose(multiply, like)(cotangent)[0]
-
-            by_x = None if of_x is None else pulled(lambda x: jnp.einsum(planned["equation"], x, of_x), like[0])
-            if of_y is None or not x_is_thin:
-                by_y = None if of_y is None else pulled(lambda y: jnp.einsum(planned["equation"], of_y, y), like[1])
-            else:
-                operands, result = planned["equation"].split("->")
-                first, second = operands.split(",")
-                by_y = jnp.einsum(f"{first},{result}->{second}", of_y, cotangent)
+            (kept_x, kept_y), cotangent, by_x, by_y = kept, cotangent.astype(x.dtype), None, None
+            if kept_y is not None:
+                by_x = transposed(lambda x: jnp.einsum(equation, x, kept_y), x, cotangent)
+            if kept_x is not None and x_is_thin:
+                by_y = jnp.einsum(f"{words[0]},{result}->{words[1]}", kept_x, cotangent)
+            elif kept_x is not None:
+                by_y = transposed(lambda y: jnp.einsum(equation, kept_x, y), y, cotangent)
             return by_x, by_y
 
-        widened = jax.custom_vjp(product)
-        widened.defvjp(forward, backward, symbolic_zeros=True)
-        return widened(x, y)
+        differentiated = jax.custom_vjp(product)
+        differentiated.defvjp(forward, backward, symbolic_zeros=True)
+        return differentiated(x, y)
 
-    given = (rounded_to, sorted(jnp_kwargs.items()))
-    dtype = jnp.dtype(jnp_kwargs.get("preferred_element_type") or jnp.result_type(x, y))
-    return operate("einsum_unreduced", spec, (x, y), _plan_einsum, execute, with_=given, dtype=dtype)
+    return Plan(run)
 
 
-def _plan_einsum(recipe, mesh_axes):
-    lies: dict[str, Dim] = {}
-    for operand in recipe.operands:
-        for dim in operand.dims:
-            if operand.names.count(dim.name) > 1:
-                raise ShardingError(f"dim {dim.name} stands twice in '{operand}'")
-            if lies.setdefault(dim.name, dim).axes != dim.axes:
-                raise ShardingError(
-                    f"{lies[dim.name]} in one operand, {dim} in the other: the devices' parts do not match"
-                )
+def _equation(recipe, axes) -> str:
+    """The equation of a product for `jnp.einsum`; raises where the devices' products are not parts, or terms, of the
+    whole."""
     first, second = recipe.operands
-    for a, b in ((first, second), (second, first)):
-        for axis in a.pending:
-            if axis in b.split or axis in b.pending:
+    for operand in recipe.operands:
+        for name in operand.names:
+            if operand.names.count(name) > 1:
+                raise ShardingError(f"dim {name} stands twice in '{operand}'")
+    lies = require_same_parts(recipe)
+    for one, other in ((first, second), (second, first)):
+        for axis in one.pending:
+            if axis in other.split or axis in other.pending:
                 raise ShardingError(
-                    f"'{a}' is pending over {axis}, and '{b}' is not the same along it: reduce it first"
+                    f"'{one}' is pending over {axis}, and '{other}' is not the same along it: reduce it first"
                 )
-    for name in recipe.result.names:
-        if name not in lies:
-            raise ShardingError(f"dim {name} of the result is in no operand")
-    contracted = {axis for name, dim in lies.items() if name not in recipe.result.names for axis in dim.axes}
+    if unknown := [name for name in recipe.result.names if name not in lies]:
+        raise ShardingError(f"dim {unknown[0]} of the result is in no operand")
     dims = tuple(lies[name] for name in recipe.result.names)
-    expected = Spec(dims, _ordered(contracted | set(first.pending) | set(second.pending), mesh_axes))
-    used = [*(axis for dim in dims for axis in dim.axes), *expected.pending]
+    contracted = {axis for name, dim in lies.items() if name not in recipe.result.names for axis in dim.axes}
+    pending = _ordered({*contracted, *first.pending, *second.pending}, axes)
+    used = [*(axis for dim in dims for axis in dim.axes), *pending]
     for axis in used:
         if used.count(axis) > 1:
             raise ShardingError(
-                f"two dims that are split over {axis} meet in the result '{expected}': each device has only the parts "
-                "of its own index, gather one of them first"
+                f"two dims that are split over {axis} meet in the result '{Spec(dims, pending)}': each device has only "
+                "the parts of its own index, gather one of them first"
             )
-    if recipe.result != expected:
-        forgotten = contracted - set(recipe.result.pending)
-        owed = f": the contraction leaves a sum over {', '.join(sorted(contracted))}" if forgotten else ""
-        raise ShardingError(
-            f"the result is '{expected}', not '{recipe.result}'{owed}\n  fix: {corrected(recipe, expected)}"
-        )
+    is_forgotten = contracted - set(recipe.result.pending)
+    sums = f": the contraction leaves a sum over {', '.join(sorted(contracted))}" if is_forgotten else ""
+    require_result(recipe, dims, pending, sums)
     letter = dict(zip(lies, _strings.ascii_letters))
-    words = ["".join(letter[name] for name in each.names) for each in (first, second, recipe.result)]
-    return {"equation": f"{words[0]},{words[1]}->{words[2]}"}
+    x, y, out = ("".join(letter[name] for name in spec.names) for spec in (first, second, recipe.result))
+    return f"{x},{y}->{out}"
 
 
-def sum_unreduced(spec: str | bytes, x):
+def require_same_parts(recipe: Recipe) -> dict[str, Dim]:
+    """All operands' dims by name; raises where two operands are split over different axes along one."""
+    lies: dict[str, Dim] = {}
+    for dim in (dim for operand in recipe.operands for dim in operand.dims):
+        if lies.setdefault(dim.name, dim).axes != dim.axes:
+            raise ShardingError(f"{lies[dim.name]} in one operand, {dim} in the other: the devices' parts do not match")
+    return lies
+
+
+@operation
+def sum_unreduced(recipe, axes):
     """Sums over the dims that the result lacks; a split one leaves its axes pending.
 
         sum_unreduced('B/d L V/t -> B/d L +t', e)
@@ -723,50 +746,36 @@ def sum_unreduced(spec: str | bytes, x):
 
     Sends: nothing.
     """
+    (operand,), result = recipe.operands, recipe.result
+    if "..." not in operand.names:
+        kept, dropped, split = _reduced(recipe, "sum")
+        require_result(recipe, kept, _ordered({*split, *operand.pending}, axes))
+        return Plan(lambda x: jnp.sum(x, axis=dropped))
+    if operand.names != ("...",) or result.dims:
+        raise ShardingError("'...' stands for all dims, and all are summed: '... -> +d +t'")
 
-    def rule(recipe, states):
-        (operand,), result = recipe.operands, recipe.result
-        if "..." not in operand.names:
-            require(operand, states[0], strict=True)
-            return [State.of(result)]
+    def rule(states):
         (state,) = states
-        made = builtins.any(not state.split >= frozenset(axes) for axes in state.dims)
-        if made or state.sized or state.local_iota:
+        is_made = builtins.any(not state.split >= frozenset(axes) for axes in state.dims)
+        if is_made or state.sized or state.local_iota:
             raise ShardingError(
                 "'...' was made to the size of a device's part: its elements are no elements of the whole"
             )
-        for axis in sorted(states[0].split | states[0].pending | set(result.pending)):
-            true = states[0].word(axis)
+        for axis in sorted({*state.split, *state.pending, *result.pending}):
+            lies = state.word(axis)
             if axis not in result.pending:
-                raise ShardingError(f"'...' is {true} along {axis}: the result is pending over it, write '+{axis}'")
-            if true != ("pending" if axis in operand.pending else "split"):
+                raise ShardingError(f"'...' is {lies} along {axis}: the result is pending over it, write '+{axis}'")
+            if lies != ("pending" if axis in operand.pending else "split"):
                 raise ShardingError(
-                    f"'...' is {true} along {axis}: the sum of what is the same would count it once for each device"
+                    f"'...' is {lies} along {axis}: the sum of what is the same would count it once for each device"
                 )
         return [State.of(result)]
 
-    def execute(planned, axes, x):
-        return jnp.sum(x, axis=planned["dropped"])
-
-    return operate("sum_unreduced", spec, (x,), _plan_sum, execute, rule)
+    return Plan(jnp.sum, rule=rule)
 
 
-def _plan_sum(recipe, mesh_axes):
-    (operand,), result = recipe.operands, recipe.result
-    if "..." in operand.names:
-        if operand.names != ("...",) or result.dims:
-            raise ShardingError("'...' stands for all dims, and all are summed: '... -> +d +t'")
-        return {"dropped": None}
-    kept, dropped, axes = _dropped(recipe)
-    expected = Spec(tuple(kept), _ordered(axes | set(operand.pending), mesh_axes))
-    if not dropped:
-        raise ShardingError("the result lacks no dim: the sum over what?")
-    if result != expected:
-        raise ShardingError(f"the result is '{expected}', not '{result}'\n  fix: {corrected(recipe, expected)}")
-    return {"dropped": dropped}
-
-
-def index_unreduced(spec: str | bytes, table, indices):
+@operation
+def index_unreduced(recipe, axes):
     """Looks rows up in a table whose indexed dim, in [ ], may be split: a device gives zero for the rows that it does
     not hold.
 
@@ -774,26 +783,48 @@ def index_unreduced(spec: str | bytes, table, indices):
         index_unreduced('B/d L [V/t], B/d L -> B/d L +t', logits, targets)      a table for each index: its dims
 
     Indices outside of the dim give zero. The gradient of a table whose rows are looked up adds up in float32 and then
-    takes the table's type: of the terms of a row that is looked up thousands of times, bfloat16 would add but the first
-    hundreds.
+    takes the table's type: of a row that is looked up thousands of times, bfloat16 would add only the first hundreds of
+    terms.
     Sends: nothing.
     """
+    table, indices = recipe.operands
+    marked = [position for position, dim in enumerate(table.dims) if dim.indexed]
+    if len(marked) != 1 or builtins.any(dim.indexed for dim in (*indices.dims, *recipe.result.dims)):
+        raise ShardingError(
+            "the table's indexed dim, and no other, stands in [ ], as in '[V/t] M, B/d L -> B/d L M +t'"
+        )
+    if table.pending or indices.pending:
+        raise ShardingError("a pending table or index: reduce it first")
+    (position,) = marked
+    names = table.dims[position].axes
+    others = (*table.dims[:position], *table.dims[position + 1 :])
+    is_table_each = others == indices.dims  # a table for each index
+    if not is_table_each and (clash := set(indices.split) & table.split):
+        raise ShardingError(
+            f"table and indices are both split over {', '.join(sorted(clash))}: a device looks up only its own "
+            "indices in its own rows, gather one of them first"
+        )
+    if not is_table_each and (both := set(indices.names) & set(table.names)):
+        raise ShardingError(
+            f"table and indices share {', '.join(sorted(both))}: either all dims but the indexed one are the indices' "
+            "dims, or none"
+        )
+    require_result(recipe, indices.dims if is_table_each else (*indices.dims, *others), _ordered(names, axes))
 
-    def execute(planned, axes, table, indices):
-        position, names = planned["position"], planned["names"]
-        rows = table.shape[position]
-        first = lax.axis_index(names) * rows if names else 0
+    def run(table, indices):
+        count = table.shape[position]
+        first = lax.axis_index(names) * count if names else 0
         local = indices.astype(jnp.int32) - first
-        held = (local >= 0) & (local < rows)
-        if planned["own"]:
+        if is_table_each:
             # A sum over one-hot rows: its transpose is a product, where a gather's would be a slow scatter.
             one_hot = lax.broadcasted_iota(jnp.int32, table.shape, position) == jnp.expand_dims(local, position)
             return jnp.sum(jnp.where(one_hot, table, jnp.zeros((), table.dtype)), axis=position)
-        found = _rows(jnp.moveaxis(table, position, 0), jnp.where(held, local, 0))
-        held = held.reshape(held.shape + (1,) * (found.ndim - held.ndim))
-        return jnp.where(held, found, jnp.zeros((), found.dtype))
+        is_held = (local >= 0) & (local < count)
+        rows = _rows(jnp.moveaxis(table, position, 0), jnp.where(is_held, local, 0))
+        is_held = is_held.reshape(is_held.shape + (1,) * (rows.ndim - is_held.ndim))
+        return jnp.where(is_held, rows, jnp.zeros((), rows.dtype))
 
-    return operate("index_unreduced", spec, (table, indices), _plan_index, execute)
+    return Plan(run)
 
 
 def _rows(table, indices):
@@ -811,57 +842,23 @@ def _rows(table, indices):
     return rows(table, indices)
 
 
-def _plan_index(recipe, mesh_axes):
-    table, indices = recipe.operands
-    marked = [position for position, dim in enumerate(table.dims) if dim.indexed]
-    if len(marked) != 1 or builtins.any(dim.indexed for dim in (*indices.dims, *recipe.result.dims)):
-        raise ShardingError(
-            "the table's indexed dim, and no other, stands in [ ], as in '[V/t] M, B/d L -> B/d L M +t'"
-        )
-    if table.pending or indices.pending:
-        raise ShardingError("a pending table or index: reduce it first")
-    position = marked[0]
-    names = table.dims[position].axes
-    own = (*table.dims[:position], *table.dims[position + 1 :]) == indices.dims
-    if not own and (clash := set(indices.split) & table.split):
-        raise ShardingError(
-            f"table and indices are both split over {', '.join(sorted(clash))}: a device looks up only its own "
-            "indices in its own rows, gather one of them first"
-        )
-    if not own and (both := set(indices.names) & set(table.names)):
-        raise ShardingError(
-            f"table and indices share {', '.join(sorted(both))}: either all dims but the indexed one are the indices' "
-            "dims, or none"
-        )
-    dims = indices.dims if own else (*indices.dims, *table.dims[:position], *table.dims[position + 1 :])
-    expected = Spec(dims, _ordered(names, mesh_axes))
-    if recipe.result != expected:
-        raise ShardingError(f"the result is '{expected}', not '{recipe.result}'\n  fix: {corrected(recipe, expected)}")
-    return {"position": position, "names": names, "own": own}
-
-
-def slice(spec: str | bytes, x):
+@operation
+def slice(recipe, axes):
     """Each device keeps its part: same -> split.
 
         slice('M -> M/t', scale)
 
     Sends: nothing.
     """
+    splits = _Change("slice", recipe).splits
 
-    def execute(planned, axes, x):
-        for position, names in _sent(planned["sliced"], axes):
+    def run(x):
+        for position, names in _sent(splits, axes):
             size = x.shape[position] // math.prod(axes[name] for name in names)
             x = lax.dynamic_slice_in_dim(x, lax.axis_index(names) * size, size, position)
         return x
 
-    return operate("slice", spec, (x,), _plan_slice, execute)
-
-
-def _plan_slice(recipe, mesh_axes):
-    sliced = _gaining(recipe, "slice splits")
-    if not sliced or recipe.operands[0].pending != recipe.result.pending:
-        raise ShardingError("slice splits dims and changes nothing else, as in 'M -> M/t'")
-    return {"sliced": sliced}
+    return Plan(run)
 
 
 def regroup(spec: str | bytes, x, **sizes: int):
@@ -875,142 +872,90 @@ def regroup(spec: str | bytes, x, **sizes: int):
     Dims of the same name stay; between them, dims are divided and merged, and are split over the same axes before and
     after. One size may be left out. Sends: nothing; its transpose is the inverse.
     """
-
-    def execute(planned, axes, x):
-        shape = [planned["sizes"][dim.name] // parts(dim, axes) for dim in planned["result"].dims]
-        return x.reshape(shape)
-
-    sizes = {name: int(size) for name, size in sizes.items()}
-    return operate("regroup", spec, (x,), _plan_regroup, execute, new_sizes=sizes)
+    return operate(_regroup, spec, (x,), sizes={name: int(size) for name, size in sizes.items()})
 
 
-def _plan_regroup(recipe, mesh_axes):
+def _regroup(recipe, axes):
     (operand,), result = recipe.operands, recipe.result
-    stay = [name for name in operand.names if name in result.names]
-    if stay != [name for name in result.names if name in stay]:
-        raise ShardingError("regroup keeps the order of the dims that stay: transpose before or after")
-    if operand.pending != result.pending or operand.names == result.names:
-        fix = corrected(recipe, Spec(result.dims, operand.pending))
-        raise ShardingError(f"regroup divides and merges dims, and changes nothing else: {fix}")
-    runs, before, after = [], list(operand.dims), list(result.dims)
-    for name in (*stay, None):
-        run = [], []
-        for dims, found in zip((before, after), run):
-            while dims and dims[0].name != name:
-                found.append(dims.pop(0))
-        runs.append(run)
-        for one, other in zip(before[:1], after[:1]):
-            if one != other:
-                raise ShardingError(f"{one} and {other}: a dim that stays is split as before")
-        del before[:1], after[:1]
-    for one, other in runs:
-        lost = sorted({axis for dim in one for axis in dim.axes} ^ {axis for dim in other for axis in dim.axes})
-        if lost:
+    if operand.names == result.names:
+        raise ShardingError("regroup divides and merges dims, as in 'B/d L -> parts R/d L': these stay as they are")
+    require_result(recipe, result.dims, operand.pending)
+    stay = set(operand.names) & set(result.names)
+    before, after = ([dim for dim in spec.dims if dim.name in stay] for spec in (operand, result))
+    if before != after:
+        raise ShardingError(
+            f"{' '.join(map(str, before))} and {' '.join(map(str, after))}: dims that stay keep their order, and are "
+            "split as before"
+        )
+
+    def between(dims) -> list[list[Dim]]:
+        """The dims between those that stay."""
+        runs: list[list[Dim]] = [[]]
+        for dim in dims:
+            runs.append([]) if dim.name in stay else runs[-1].append(dim)
+        return runs
+
+    runs = list(zip(between(operand.dims), between(result.dims)))
+    for old, new in runs:
+        if lost := {axis for dim in old for axis in dim.axes} ^ {axis for dim in new for axis in dim.axes}:
             raise ShardingError(
-                f"{' '.join(map(str, one)) or 'nothing'} and {' '.join(map(str, other)) or 'nothing'} are split over "
-                f"different axes ({', '.join(lost)}): regroup moves nothing between devices"
+                f"{_said(old)} and {_said(new)} are split over different axes ({', '.join(sorted(lost))}): regroup "
+                "moves nothing between devices"
             )
 
-    def infers(sizes, axes):
-        """Sizes of all dims; of each run one that was left out follows from the others."""
-        sizes = dict(sizes)
-        for one, other in runs:
-            for dim in (*one, *other):
-                if dim.name.isdigit():
-                    sizes[dim.name] = int(dim.name)
-                elif dim.name in axes:
-                    sizes[dim.name] = devices_of(dim, axes)
-            known, unknown = ([dim for dim in other if (dim.name in sizes) is wanted] for wanted in (True, False))
-            for dim in known:
-                require_divisible(dim, sizes[dim.name], axes)
-            have, rest = (math.prod(sizes[dim.name] // parts(dim, axes) for dim in each) for each in (one, known))
-            if len(unknown) > 1:
-                raise ShardingError(
-                    f"say all sizes of {' '.join(map(str, other))} but one, as in {unknown[0].name}=..."
-                )
-            if have % rest or (not unknown and have != rest):
-                text = f"{' '.join(map(str, one))} to {' '.join(map(str, other))}: a device's {have} elements are not "
-                text += f"{'a multiple of ' * bool(unknown)}{rest}"
+    def sizes(known):
+        """The sizes of the new dims: one that was left out follows from the others."""
+        made = {}
+        for old, new in runs:
+            for dim in new:
+                size = known.get(dim.name, known_size(dim, axes, {})[0])
+                if size is not None:
+                    require_divisible(dim, size, axes)
+                    made[dim.name] = size
+            left_out = [dim for dim in new if dim.name not in made]
+            if len(left_out) > 1:
+                raise ShardingError(f"say all sizes of {_said(new)} but one, as in {left_out[0].name}=...")
+            have = math.prod(known[dim.name] // parts(dim, axes) for dim in old)
+            rest = math.prod(made[dim.name] // parts(dim, axes) for dim in new if dim not in left_out)
+            if have % rest or (not left_out and have != rest):
+                multiple = "a multiple of " if left_out else ""
+                text = f"{_said(old)} to {_said(new)}: a device's {have} elements are not {multiple}{rest}"
                 raise ShardingError(text)
-            for dim in unknown:
-                sizes[dim.name] = have // rest * parts(dim, axes)
-        return sizes
+            made |= {dim.name: have // rest * parts(dim, axes) for dim in left_out}
+        return made
 
-    return {"result": result, "infers": infers}
+    return Plan(lambda x, shape: x.reshape(shape), sizes=sizes)
 
 
-def pending(spec: str | bytes, x):
+def _said(dims) -> str:
+    return " ".join(map(str, dims)) or "nothing"
+
+
+@operation
+def pending(recipe, axes):
     """Makes one term of a sum of what is the same: the first device along the axes keeps it, the others hold zero.
 
         pending('X -> X +t', x)
 
     Sends: nothing.
     """
+    names = _wide(_Change("pending", recipe).done["leaves a sum"], axes)
 
-    def execute(planned, axes, x):
-        several = [name for name in planned["new"] if axes[name] > 1]
-        return jnp.where(lax.axis_index(several) == 0, x, jnp.zeros((), x.dtype)) if several else x
+    def run(x):
+        return jnp.where(lax.axis_index(names) == 0, x, jnp.zeros((), x.dtype)) if names else x
 
-    return operate("pending", spec, (x,), _plan_pending, execute)
-
-
-def _plan_pending(recipe, mesh_axes):
-    (operand,), result = recipe.operands, recipe.result
-    new = set(result.pending) - set(operand.pending)
-    if operand.dims != result.dims or not new or set(operand.pending) - set(result.pending):
-        raise ShardingError(
-            f"pending adds pending axes and changes nothing else, as in '{Spec(operand.dims)} -> "
-            f"{Spec(operand.dims, ('t',))}'"
-        )
-    return {"new": _ordered(new, mesh_axes)}
+    return Plan(run)
 
 
 def zeros(spec: str | bytes, dtype, **sizes: int):
     """Zeros of that type, pending ones too (a scan's first carry). Sizes are the scope's letters, or given, of the
     whole: zeros('M/d', f32, M=512)."""
-    return _make("zeros", spec, dtype, 0, sizes)
+    sizes = {name: int(size) for name, size in sizes.items()}
+    return operate(_zeros, spec, (), dict(dtype=_element(dtype)), sizes=sizes, dtype=_element(dtype))
 
 
-def full(spec: str | bytes, value, dtype, **sizes: int):
-    """An array of that type that holds `value` everywhere. Raises `ShardingError` for a pending type: write
-    pending(spec, full(...))."""
-    return _make("full", spec, dtype, value, sizes)
-
-
-def _make(name, text, dtype, value, sizes):
-    text, axes = as_text(text), mapped_axes()
-    where = f"  in shardops.{name}('{text}'), {mesh_text(all_mapped_axes())}"
-    try:
-        spec = parse(text)
-        if not axes:
-            raise ShardingError("called outside of shard_map: there are no mesh axes here")
-        spec.require_mesh_order(axes)
-        if spec.pending and name == "full":
-            raise ShardingError(
-                "a pending value is a sum of the devices' terms\n  fix: shardops.pending("
-                f"'{Spec(spec.dims)} -> {spec}', shardops.full('{Spec(spec.dims)}', ...))"
-            )
-        letters = letters_of_scope() | {letter: (int(size), "the arguments") for letter, size in sizes.items()}
-        shape = []
-        for dim in spec.dims:
-            size = _size_of(dim, letters, axes)
-            require_divisible(dim, size, axes)
-            shape.append(part_of(size, dim, axes))
-    except ShardingError as error:
-        raise error.extended(f"{where}\n  at {users_line()}") from None
-
-    value, element = jnp.asarray(value, _element(dtype)), _element(dtype)
-    if marks.marking() is None:
-        return jnp.full(shape, value, element)
-
-    def rule(states):
-        try:
-            require(Spec(()), states[0], strict=True)
-        except ShardingError as error:
-            raise error.extended(where) from None
-        return [State.of(spec)]
-
-    return marks.mark((name, text, str(shape)), rule, jax.ShapeDtypeStruct(tuple(shape), element), value)
+def _zeros(recipe, axes):
+    return Plan(jnp.zeros, sizes=lambda known: {})
 
 
 def local(spec: str | bytes, function, *operands, **sizes: int):
@@ -1025,35 +970,35 @@ def local(spec: str | bytes, function, *operands, **sizes: int):
     nothing and takes no other value that is split. Not proved: that it treats split dims part by part, and is linear in
     what is pending.
     """
-    several = "," in as_text(spec).partition("->")[2]
     sizes = {name: int(size) for name, size in sizes.items()}
-
-    def execute(planned, axes, *operands):
-        return function(*operands)
-
-    return operate("local", spec, operands, plan_local, execute, new_sizes=sizes, several=several)
+    return operate(_local, spec, operands, dict(function=function), sizes=sizes, results=None)
 
 
-def plan_local(recipe, mesh_axes):
-    for axis in mesh_axes:
+def _local(recipe, axes):
+    require_local(recipe, axes)
+    return Plan(lambda *operands, function: function(*operands), calls=True)
+
+
+def require_local(recipe: Recipe, axes):
+    """Raises `ShardingError` for a string that no function can satisfy which is local to a device."""
+    for axis in axes:
         split = builtins.any(axis in operand.split for operand in recipe.operands)
-        owed = builtins.any(axis in operand.pending for operand in recipe.operands)
+        is_pending = builtins.any(axis in operand.pending for operand in recipe.operands)
         for result in recipe.results:
-            claimed = axis in result.split or axis in result.pending
-            if owed and (split or axis not in result.pending):
+            differs = axis in result.split or axis in result.pending
+            if is_pending and (split or axis not in result.pending):
                 other = "another is split over it" if split else "the result is not"
                 raise ShardingError(f"an operand is pending over {axis} and {other}: reduce it first")
-            if split and not claimed:
+            if split and not differs:
                 raise ShardingError(
                     f"an operand differs along {axis}, the result says it is the same: nothing is sent inside a local "
                     "function"
                 )
-            if claimed and not split and not owed:
+            if differs and not split and not is_pending:
                 raise ShardingError(
                     f"the operands are the same along {axis}, and so is the result: a local function does not know "
                     "which device it runs on"
                 )
-    return {"runs": True}
 
 
 def each(axis: str, function, *trees):
@@ -1069,21 +1014,23 @@ def each(axis: str, function, *trees):
         pending over the axis.
     """
     axis_size(axis)
-    where = f"  in shardops.each('{axis}'), {mesh_text(all_mapped_axes())}\n  at {users_line()}"
+    where = f"  at {users_line()} in shardops.each('{axis}'), {mesh_text(all_mapped_axes())}"
 
-    def of_one(states):
+    def without_dim(states):
         (state,) = states
-        if state.dims[0] != (axis,) and not state.zero:
+        if state.zero:
+            return [dataclasses.replace(state, dims=state.dims[1:])]
+        if state.dims[0] != (axis,):
             raise ShardingError(f"the first dim is {state.along(state.dims[0])}: write '{axis}/{axis} ...'\n{where}")
-        axes = {} if state.zero else dict(split=state.split | {axis}, without_dim=state.without_dim | {axis})
-        return [dataclasses.replace(state, dims=state.dims[1:], **axes)]
+        own = dict(split=state.split | {axis}, without_dim=state.without_dim | {axis})
+        return [dataclasses.replace(state, dims=state.dims[1:], **own)]
 
-    def of_all(states):
+    def with_dim(states):
         (state,) = states
         if axis in state.pending:
             raise ShardingError(f"a result is pending over {axis}: reduce it first\n{where}")
-        dims, without_dim = ((axis,), *state.dims), state.without_dim - {axis}
-        return [dataclasses.replace(state, dims=dims, split=state.split | {axis}, without_dim=without_dim)]
+        own = dict(split=state.split | {axis}, without_dim=state.without_dim - {axis})
+        return [dataclasses.replace(state, dims=((axis,), *state.dims), **own)]
 
     def marked(rule, function, x):
         if marks.marking() is None:
@@ -1094,12 +1041,12 @@ def each(axis: str, function, *trees):
         if jnp.ndim(x) == 0 or jnp.shape(x)[0] != 1:
             shape = on_this_mesh(jnp.shape(x))
             raise ShardingError(f"the first dim is one element a device, '{axis}/{axis} ...', not {shape}\n{where}")
-        return marked(of_one, functools.partial(jnp.squeeze, axis=0), x)
+        return marked(without_dim, functools.partial(jnp.squeeze, axis=0), x)
 
-    given = jax.tree.map(enter, trees)
+    operands = jax.tree.map(enter, trees)
     with marks.on_each(axis):
-        results = function(*given)
-    return jax.tree.map(functools.partial(marked, of_all, lambda y: y[None]), results)
+        results = function(*operands)
+    return jax.tree.map(functools.partial(marked, with_dim, lambda y: y[None]), results)
 
 
 # -- Gradients ---------------------------------------------------------------------------------------------------------
@@ -1109,7 +1056,7 @@ def vjp(function, *args):
     of its argument: of 'B/d M' on axes d, t it is 'B/d M +t'.
 
         y, pull = shardops.vjp(stage, w, x)
-        of_w, of_x = pull(of_y)
+        gradient_of_w, gradient_of_x = pull(gradient_of_y)
 
     Raises:
       ShardingError: in the check, for a cotangent of another type.
@@ -1117,49 +1064,48 @@ def vjp(function, *args):
     return _vjp("vjp", function, args)
 
 
-def _vjp(name, function, args, has_aux=False, loss=False):
+def _vjp(name, function, args, has_aux=False):
     if (check := marks.marking()) is None:
         return jax.vjp(function, *args, has_aux=has_aux)
     # The backward pass need not be traced: the theory of the types gives the gradients' (see shardlib/proof/verify.py).
     check.gradients = True
     result, *aux = function(*args) if has_aux else (function(*args),)
-    results, given = jax.tree.leaves(result), jax.tree.leaves(args)
-    axes, line = frozenset(mapped_axes()), users_line()
+    results, leaves, axes = jax.tree.leaves(result), jax.tree.leaves(args), frozenset(mapped_axes())
+    where = f"  at {users_line()} in shardops.{name}"
+
+    def rule(states):
+        count = len(results)
+        of_results, cotangents, of_args = states[:count], states[count : 2 * count], states[2 * count :]
+        try:
+            for index, (state, cotangent) in enumerate(zip(of_results, cotangents)):
+                if name == "value_and_grad":
+                    _require_pending(state, axes)
+                require_dual(cotangent, state, axes, f"the cotangent of result {index}")
+            if builtins.any(state.zero for state in of_args):
+                raise ShardingError(
+                    "a constant zero, which has no type, is differentiated: its gradient would have none either\n"
+                    "  fix: make it with shardops.zeros, which gives it one"
+                )
+        except ShardingError as error:
+            raise error.extended(where) from None
+        return [dual(state, axes) for state in of_args]
 
     def pull(cotangent):
         if jax.tree.structure(cotangent) != jax.tree.structure(result):
-            raise ShardingError(f"the cotangent is no tree like the result\n  in shardops.{name}\n  at {users_line()}")
-
-        def rule(states):
-            of_results, cotangents = states[: len(results)], states[len(results) : 2 * len(results)]
-            of_given = states[2 * len(results) :]
-            for index, (of, state) in enumerate(zip(of_results, cotangents)):
-                if loss:
-                    _require_pending(of, axes, name)
-                try:
-                    require_dual(state, of, axes, f"the cotangent of result {index}")
-                except ShardingError as error:
-                    raise error.extended(f"  in shardops.{name}\n  at {line}") from None
-            if builtins.any(state.zero for state in of_given):
-                raise ShardingError(
-                    "a constant zero, which has no type, is differentiated: its gradient would have none either\n"
-                    f"  fix: make it with shardops.zeros, which gives it one\n  in shardops.{name}\n  at {line}"
-                )
-            return [dual(state, axes) for state in of_given]
-
-        operands = *results, *jax.tree.leaves(cotangent), *given
+            raise ShardingError(f"the cotangent is no tree like the result\n  at {users_line()} in shardops.{name}")
+        operands = *results, *jax.tree.leaves(cotangent), *leaves
         # What is pulled back may send wherever something has been sent.
         return marks.mark((name,), rule, jax.tree.map(jnp.asarray, args), *operands, moves=check.moves)
 
     return result, pull, *aux
 
 
-def _require_pending(loss: State, axes: frozenset[str], name: str):
+def _require_pending(loss: State, axes: frozenset[str]):
     for axis in sorted(axes - loss.pending):
         raise ShardingError(
             f"the loss is {loss.word(axis)} along {axis}: what is differentiated is the sum over all devices, so it "
             f"would count once for each device along {axis}\n  fix: return it pending, "
-            f"'{Spec((), tuple(mapped_axes()))}', before any psum\n  in shardops.{name}"
+            f"'{Spec((), tuple(mapped_axes()))}', before any psum"
         )
 
 
@@ -1179,16 +1125,15 @@ def value_and_grad(function, argnums: int | tuple[int, ...] = 0, has_aux: bool =
     def differentiate(*args):
         chosen = [index % len(args) for index in ((argnums,) if isinstance(argnums, int) else argnums)]
 
-        def of_chosen(*weights):
-            given = dict(zip(chosen, weights))
-            return function(*(given.get(index, arg) for index, arg in enumerate(args)))
+        def of_weights(*weights):
+            weights = dict(zip(chosen, weights))
+            return function(*(weights.get(index, arg) for index, arg in enumerate(args)))
 
-        weights = [args[index] for index in chosen]
-        loss, pull, *aux = _vjp("value_and_grad", of_chosen, weights, has_aux, loss=True)
+        loss, pull, *aux = _vjp("value_and_grad", of_weights, [args[index] for index in chosen], has_aux)
         if jnp.shape(loss) != () or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
             raise ShardingError(
                 f"the loss must be a scalar of a float type, it is {jnp.result_type(loss)}{list(jnp.shape(loss))}\n"
-                f"  in shardops.value_and_grad\n  at {users_line()}"
+                f"  at {users_line()} in shardops.value_and_grad"
             )
         gradients = pull(jnp.ones_like(loss))
         return ((loss, *aux) if has_aux else loss), (gradients[0] if isinstance(argnums, int) else gradients)
@@ -1196,9 +1141,19 @@ def value_and_grad(function, argnums: int | tuple[int, ...] = 0, has_aux: bool =
     return differentiate
 
 
+def grad(function, argnums: int | tuple[int, ...] = 0, has_aux: bool = False):
+    """`jax.grad` of such a loss; see `value_and_grad`."""
+
+    def differentiate(*args):
+        value, gradients = value_and_grad(function, argnums, has_aux)(*args)
+        return (gradients, value[1]) if has_aux else gradients
+
+    return differentiate
+
+
 def sum_over_chunks(function, shared, x, others):
-    """The sum of `function(shared, x[i], others[i])`, scalar losses '+d +t', over the leading dim; in a gradient, the
-    losses' own are computed in the same scan, right after each loss.
+    """The sum of `function(shared, x[i], others[i])`, scalar losses '+d +t', over the leading dim; each chunk's
+    gradient is computed in the same scan, right after its loss.
 
         total = sum_over_chunks(chunk_loss, unembed, hidden, batch)
 
@@ -1211,7 +1166,6 @@ def sum_over_chunks(function, shared, x, others):
       others: tree of arrays with the same leading dim; not differentiated.
     Sends: what `function` sends.
     """
-
     line = users_line()
 
     def total(shared, x, others):
@@ -1222,46 +1176,34 @@ def sum_over_chunks(function, shared, x, others):
         return total(shared, x, others)
 
     def with_gradient(shared, x, others):
-        leaves, structure = jax.tree.flatten(shared)
-        if builtins.any(each.perturbed for each in jax.tree.leaves(others)):
+        if builtins.any(leaf.perturbed for leaf in jax.tree.leaves(others)):
             raise ShardingError(
                 "what stands in `others` is differentiated: its gradient would be zero\n"
-                f"  fix: pass it in `shared` or `x`\n  in shardops.sum_over_chunks\n  at {line}"
+                f"  fix: pass it in `shared` or `x`\n  at {line} in shardops.sum_over_chunks"
             )
-        values, x, others = [each.value for each in leaves], x.value, jax.tree.map(lambda each: each.value, others)
-        trained = [index for index, each in enumerate(leaves) if each.perturbed]
+        leaves, structure = jax.tree.flatten(shared)
+        trained = {index: leaf.value for index, leaf in enumerate(leaves) if leaf.perturbed}
 
-        def of_trained(some, x, others):
-            given = dict(zip(trained, some))
-            all_ = [given.get(index, value) for index, value in enumerate(values)]
-            return function(jax.tree.unflatten(structure, all_), x, others)
+        def loss(trained, x, others):
+            values = [trained.get(index, leaf.value) for index, leaf in enumerate(leaves)]
+            return function(jax.tree.unflatten(structure, values), x, others)
 
         def add(sums, chunk):
-            value, (by_shared, by_x) = jax.value_and_grad(of_trained, (0, 1))([values[i] for i in trained], *chunk)
+            value, (by_shared, by_x) = jax.value_and_grad(loss, (0, 1))(trained, *chunk)
             return jax.tree.map(jnp.add, sums, (value, by_shared)), by_x
 
-        start = jnp.float32(0), [jnp.zeros_like(values[index]) for index in trained]
-        (value, by_shared), by_x = lax.scan(add, start, (x, others))
-        found = dict(zip(trained, by_shared))
-        return value, (jax.tree.unflatten(structure, [found.get(index) for index in range(len(leaves))]), by_x)
+        start = jnp.float32(0), jax.tree.map(jnp.zeros_like, trained)
+        chunks = x.value, jax.tree.map(lambda leaf: leaf.value, others)
+        (value, by_shared), by_x = lax.scan(add, start, chunks)
+        return value, (jax.tree.unflatten(structure, map(by_shared.get, range(len(leaves)))), by_x)
 
     def backward(kept, gradient):
-        return *jax.tree.map(lambda each: (gradient * each.astype(jnp.float32)).astype(each.dtype), kept), None
+        return *jax.tree.map(lambda leaf: (gradient * leaf.astype(jnp.float32)).astype(leaf.dtype), kept), None
 
-    # What is differentiated and closed over is shared.
-    first = jax.tree.map(lambda leaf: leaf[0], (x, others))
-    own, closed_over = jax.closure_convert(function, shared, *first)
-    shared, function = (shared, closed_over), lambda both, x, others: own(both[0], x, others, *both[1])
+    # What the function closes over is differentiated too: it joins what is shared.
+    first_chunk = jax.tree.map(lambda leaf: leaf[0], (x, others))
+    converted, closed_over = jax.closure_convert(function, shared, *first_chunk)
+    function = lambda both, x, others: converted(both[0], x, others, *both[1])  # noqa: E731
     differentiated = jax.custom_vjp(total)
     differentiated.defvjp(with_gradient, backward, symbolic_zeros=True)
-    return differentiated(shared, x, others)
-
-
-def grad(function, argnums: int | tuple[int, ...] = 0, has_aux: bool = False):
-    """`jax.grad` of such a loss; see `value_and_grad`."""
-
-    def differentiate(*args):
-        value, gradients = value_and_grad(function, argnums, has_aux)(*args)
-        return (gradients, value[1]) if has_aux else gradients
-
-    return differentiate
+    return differentiated((shared, closed_over), x, others)

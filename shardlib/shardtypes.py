@@ -134,23 +134,24 @@ def _lies_otherwise(spec: Spec, dim: Dim, lies: tuple[str, ...]) -> str:
 
 def remember(dim: Dim, size: int, axes: dict[str, int], letters: dict, text: str):
     """Binds a dim's letter to its size in the whole array; raises `ShardingError` if it has another size already."""
-    if dim.name.isdigit():
-        known, origin = int(dim.name), "the string"
-    elif dim.name in axes:
-        known, origin = devices_of(dim, axes), "the mesh, whose axis has that name"
-    else:
-        known, origin = letters.setdefault(dim.name, (size, f"'{text}'"))
-    if known != size:
+    known, origin = known_size(dim, axes, letters)
+    if known is None:
+        letters[dim.name] = size, f"'{text}'"
+    elif known != size:
         raise ShardingError(f"dim {dim} of '{text}' is {size}, but {dim.name} is {known} in {origin}")
 
 
-def devices_of(dim: Dim, axes: dict[str, int]) -> int:
-    """The size of a dim that is named like a mesh axis: it counts the devices along it."""
+def known_size(dim: Dim, axes: dict[str, int], letters: dict) -> tuple[int | None, str]:
+    """The size of a dim in the whole array, and what says it; None if nothing does."""
+    if dim.name.isdigit():
+        return int(dim.name), "the string"
+    if dim.name not in axes:
+        return letters.get(dim.name, (None, ""))
     if dim.axes not in ((), (dim.name,)):
         raise ShardingError(
             f"dim {dim}: a dim that is named like an axis counts its devices, and is split over no other"
         )
-    return axes[dim.name]
+    return axes[dim.name], "the mesh, whose axis has that name"
 
 
 def require_divisible(dim: Dim, size: int, axes: dict[str, int]):
@@ -242,7 +243,7 @@ class _Annotation:
         return typing.Union[other, self]  # noqa: UP007
 
     def __call__(self, *_):  # typing accepts only callables
-        raise TypeError(f"{self!r} is a type for annotations, it makes no arrays: use shardops.zeros or shardops.full")
+        raise TypeError(f"{self!r} is a type for annotations, it makes no arrays: use shardops.zeros")
 
 
 @dataclasses.dataclass(frozen=True)

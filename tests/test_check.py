@@ -249,7 +249,7 @@ def test_vjp_gives_each_gradient_its_type():
                 np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
     text = refused_everywhere(wrong)
     assert "the cotangent of result 0 is the same along t, but must be pending" in text
-    assert "in shardops.vjp\n  at " in text
+    assert "  at " in text and text.endswith(" in shardops.vjp")
 
 
 # -- Meshes ------------------------------------------------------------------------------------------------------------

@@ -303,8 +303,6 @@ M/d | shardops.local('M/d -> M/d', lambda x: jax.jit(lambda x: x / lax.psum(x, '
 M/d, M/d -> M/d | shardops.local('M/d -> M/d', lambda x: x * y, x) | mul got incompatible shapes for broadcasting
 M, M/t -> '' | shardops.local('M -> ', lambda x: jnp.sum(x) * jnp.sum(y), x)
     | takes a value from outside that is not the same everywhere
-B/d -> M | shardops.full('M', shardops.sum_unreduced('B/d -> +d', x), f32, M=64)
-    | '' says the same along d, but the value is still a sum over d that nobody has taken
 # H1: Containers of sharded arrays
 B/d M/t -> Pair | Pair((forgotten(x), forgotten(x))) | still a sum over t that nobody has taken
 B/d M/t -> Pair | Pair((shardops.psum('B/d +t -> B/d', forgotten(x)), forgotten(x)))
@@ -435,8 +433,14 @@ B/d M -> B/d | (lambda r: r[0] / r[1])(jax.jit(lambda x: (jnp.sum(x, axis=1), jn
     | a number that depends on how many devices there are
 B/d M, L -> L | lax.scan(lambda c, r: (c, float(x.shape[0])), 0.0, y)[1]
     | the size of a device's part is asked for as a number, which is another one on each mesh
+<<<<<<< HEAD
 B/d M -> '' | shardops.full('', 1.0 / x.shape[0], f32) | a number that depends on how many devices there are
 B/d M -> d/d b M | shardops.ppermute('d/d b M -> d/d b M', shardops.regroup('B/d M -> d/d b M', x), x.shape[0] + 1)
+=======
+B/d M -> '' | shardops.zeros('', f32) + 1.0 / x.shape[0] | a number that depends on how many devices there are
+B/d M -> d/d b M
+    | shardops.ppermute('d/d b M -> d/d b M', shardops.regroup('B/d M -> d/d b M', x), x.shape[0] + 1)
+>>>>>>> 412d5c5 (Operations: plan, execute and rule in one description)
     | a number that depends on how many devices there are
 B/d L/t, L M -> L/t M | jax.vmap(lambda i: lax.dynamic_index_in_dim(y, i, keepdims=False))(jnp.arange(x.shape[1]))
     | positions that each device counts from 0|'L/t M' says L/t, but that dim is whole in the value
@@ -475,8 +479,13 @@ B M -> P R/d M | shardops.regroup('B/d M -> P R/d M', x, P=2) | 'B/d M' says B/d
 B/d M/t -> P R/d | shardops.regroup('B/d -> P R/d', shardops.sum_unreduced('B/d M/t -> B/d +t', x), P=2)
     | is still a sum over t that nobody has taken
 B/d M -> X | shardops.local('B/d M -> B/d X, X', lambda x: (x[:, :2], x[0, :2]), x, X=2)[1]
+<<<<<<< HEAD
     | an operand differs along d, the result says it is the same
 d/d M/t | shardops.ppermute('d/d M/t -> d/d M', x, 1) | ppermute keeps the type: write 'd/d M/t -> d/d M/t'
+=======
+    | an operand differs along d, the result says it is the same: nothing is sent inside a local function
+d/d M/t | shardops.ppermute('d/d M/t -> d/d M', x, 1) | fix: write 'd/d M/t -> d/d M/t'
+>>>>>>> 412d5c5 (Operations: plan, execute and rule in one description)
 # Python that asks for the size of a part
 B/d M -> B/d | x[jnp.arange(x.shape[0]) + x.shape[0], 3] | positions that each device counts from 0
 B/d M, M -> M | shardops.local('M -> M', lambda y: y / jnp.sum(jnp.ones(x.shape)), y)
@@ -614,7 +623,6 @@ M | lax.dynamic_update_slice(x, x[:1], (at('d'),)) | 'M' says the same along d, 
 M | jnp.zeros_like(x).at[at('d')].add(x[at('d')]) | 'M' says the same along d, but the value differs along d
 M | shardops.psum('M +d -> M', jnp.zeros_like(x).at[at('d')].add(x[at('d')]))
     | 'M +d' says pending along d, but the value is split over d
-M | x + shardops.full('M', at('d', jnp.float32), f32) | '' says the same along d, but the value differs along d
 M -> M/d | lax.dynamic_slice(x, (at('d') * 8,), (16,)) | 'M/d' says M/d, but that dim is whole in the value
 M/d -> M | jax.random.uniform(jax.random.key(x.shape[0]), (64,))
     | 'M' is said of a number that depends on how many devices there are
@@ -622,9 +630,9 @@ M/d -> M | jax.random.uniform(jax.random.key(x.shape[0]), (64,))
 M/t/d -> M/d/t | x | 'M/d/t' says M/d/t, but that dim is split over t/d in the value
 M -> M/t/d | shardops.slice('M -> M/d/t', x) | 'M/t/d' says M/t/d, but that dim is split over d/t in the value
 M -> M/d/t | shardops.slice('M/t -> M/d/t', shardops.slice('M -> M/t', x))
-    | M/t and M/d/t: slice splits a dim's minor axes only
+    | M/t and M/d/t: slice changes a dim's last axes only
 M/d/t -> M | shardops.all_gather('M/t/d -> M', x) | 'M/t/d' says M/t/d, but that dim is split over d/t in the value
-M/d/t -> M/t | shardops.all_gather('M/d/t -> M/t', x) | M/t and M/d/t: all_gather gathers a dim's minor axes only
+M/d/t -> M/t | shardops.all_gather('M/d/t -> M/t', x) | M/d/t and M/t: all_gather changes a dim's last axes only
 M | shardops.all_gather('M/d -> M', x) | 'M/d' says M/d, but that dim is whole in the value
 M/d -> M | shardops.all_gather('M/d -> M', shardops.all_gather('M/d -> M', x))
     | 'M/d' says M/d, but that dim is whole in the value
@@ -633,14 +641,14 @@ M/d | shardops.psum('M/d +d -> M/d', x) | 'M/d +d' uses mesh axis d twice
 M -> M/d | shardops.psum_scatter('M +d -> M/d', x)
     | 'M +d' says pending along d, but the value is already the same along d
 M/d F/t -> M F/d/t | shardops.all_to_all('M/d F/t -> M F/d/t', x)
-    | F/t and F/d/t: all_to_all moves a dim's minor axes only
+    | F/t and F/d/t: all_to_all changes a dim's last axes only
 M/d F -> M F/d | shardops.all_to_all('M/d F -> M F/t', x)
-    | all_to_all moves the same axes from one dim to one other, as in 'E/t C M -> E C/t M'
+    | all_to_all moves axes from one dim to one other, as in 'E/t C M -> E C/t M'
 M/d F -> M F/d | shardops.all_to_all('M F/d -> M/d F', x) | 'M F/d' says M, but that dim is split over d in the value
 M/d/t F -> M/t F/d | shardops.all_to_all('M/d/t F -> M/t F/d', x)
-    | M/t and M/d/t: all_to_all moves a dim's minor axes only
+    | M/d/t and M/t: all_to_all changes a dim's last axes only
 M/d/t F -> M F/t/d | shardops.all_to_all('M/d/t F -> M F/t/d', x)
-    | all_to_all moves the same axes from one dim to one other, as in 'E/t C M -> E C/t M'
+    | all_to_all moves axes from one dim to one other, as in 'E/t C M -> E C/t M'
 t/t M -> d/d M | shardops.ppermute('d/d M -> d/d M', x, 1)
     | 'd/d M' says split along d, but the value is the same along d
 d/d M -> M | shardops.psum('M +d -> M', x[0]) | 'M +d' says pending along d, but the value is split over d
@@ -931,3 +939,23 @@ def test_postponed_annotations(tmp_path):
     module = module_of(tmp_path / "postponed.py", POSTPONED)
     for function, said in ((module.wrong, "argument totals of inner"), (module.local, "local y: f32['B/d']")):
         assert all(said in refusal(function, mesh) for mesh in MESHES)
+<<<<<<< HEAD
+=======
+
+
+# -- Losses and gradients ----------------------------------------------------------------------------------------------
+# Of a loss in which a weight w meets x, 'B/d M/t'.
+NO_GRADIENT = table(r"""
+lambda x: x - shardops.pmax('B/d M/t -> B/d', x)[:, None]
+    | pmax has no gradient: pass it lax.stop_gradient(x) at /
+lambda x: lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, 2 * c[1]), (0, x))[1]
+    | Reverse-mode differentiation does not work for lax.while_loop
+""")
+
+
+@each_row(NO_GRADIENT)
+def test_what_cannot_be_differentiated_is_refused(row):
+    """What has no gradient is refused by the check already, not by the run."""
+    for mesh in OF_D_AND_T:
+        assert says(row[1], refusal(program("B/d M/t", f"gradient({row[0]}, x)", globals()), mesh))
+>>>>>>> 412d5c5 (Operations: plan, execute and rule in one description)

@@ -58,8 +58,7 @@ _WHY = {
     "'+{axis}'",
     ("split", "pending"): "the value is still a sum over {axis} that nobody has taken (psum_scatter makes '/{axis}' "
     "of '+{axis}')",
-    ("split", "the same"): "the value is the same along {axis} (slice makes '/{axis}' of it; zeros and full make new "
-    "ones)",
+    ("split", "the same"): "the value is the same along {axis} (slice makes '/{axis}' of it; zeros makes a new one)",
     ("pending", "the same"): "the value is already the same along {axis}: a sum over {axis} would count it once for "
     "each device",
     ("pending", "split"): "the value is split over {axis}, it is no term of a sum over {axis}",
