@@ -114,10 +114,10 @@ LOSSES = [
     (
         lambda loss: shardops.psum('+d +t -> +t', loss),
         "the loss is the same along d: what is differentiated is the sum over all devices, so it would count once for "
-        "each device along d\n  fix: return it pending, '+d +t', before any psum\n  in shardops.value_and_grad",
+        "each device along d\n  fix: return it pending, '+d +t', before any psum\n  at ",
     ),
     (lambda loss: shardops.psum('+d +t -> ', loss), "the loss is the same along d"),
-    (lambda loss: loss[None], "a scalar of a float type, it is float32[1]\n  in shardops.value_and_grad"),
+    (lambda loss: loss[None], "a scalar of a float type, it is float32[1]\n  at "),
     (lambda loss: jnp.float32(1), "the loss is the same along d"),
 ]
 

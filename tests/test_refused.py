@@ -433,14 +433,8 @@ B/d M -> B/d | (lambda r: r[0] / r[1])(jax.jit(lambda x: (jnp.sum(x, axis=1), jn
     | a number that depends on how many devices there are
 B/d M, L -> L | lax.scan(lambda c, r: (c, float(x.shape[0])), 0.0, y)[1]
     | the size of a device's part is asked for as a number, which is another one on each mesh
-<<<<<<< HEAD
-B/d M -> '' | shardops.full('', 1.0 / x.shape[0], f32) | a number that depends on how many devices there are
-B/d M -> d/d b M | shardops.ppermute('d/d b M -> d/d b M', shardops.regroup('B/d M -> d/d b M', x), x.shape[0] + 1)
-=======
 B/d M -> '' | shardops.zeros('', f32) + 1.0 / x.shape[0] | a number that depends on how many devices there are
-B/d M -> d/d b M
-    | shardops.ppermute('d/d b M -> d/d b M', shardops.regroup('B/d M -> d/d b M', x), x.shape[0] + 1)
->>>>>>> 412d5c5 (Operations: plan, execute and rule in one description)
+B/d M -> d/d b M | shardops.ppermute('d/d b M -> d/d b M', shardops.regroup('B/d M -> d/d b M', x), x.shape[0] + 1)
     | a number that depends on how many devices there are
 B/d L/t, L M -> L/t M | jax.vmap(lambda i: lax.dynamic_index_in_dim(y, i, keepdims=False))(jnp.arange(x.shape[1]))
     | positions that each device counts from 0|'L/t M' says L/t, but that dim is whole in the value
@@ -479,13 +473,8 @@ B M -> P R/d M | shardops.regroup('B/d M -> P R/d M', x, P=2) | 'B/d M' says B/d
 B/d M/t -> P R/d | shardops.regroup('B/d -> P R/d', shardops.sum_unreduced('B/d M/t -> B/d +t', x), P=2)
     | is still a sum over t that nobody has taken
 B/d M -> X | shardops.local('B/d M -> B/d X, X', lambda x: (x[:, :2], x[0, :2]), x, X=2)[1]
-<<<<<<< HEAD
     | an operand differs along d, the result says it is the same
-d/d M/t | shardops.ppermute('d/d M/t -> d/d M', x, 1) | ppermute keeps the type: write 'd/d M/t -> d/d M/t'
-=======
-    | an operand differs along d, the result says it is the same: nothing is sent inside a local function
 d/d M/t | shardops.ppermute('d/d M/t -> d/d M', x, 1) | fix: write 'd/d M/t -> d/d M/t'
->>>>>>> 412d5c5 (Operations: plan, execute and rule in one description)
 # Python that asks for the size of a part
 B/d M -> B/d | x[jnp.arange(x.shape[0]) + x.shape[0], 3] | positions that each device counts from 0
 B/d M, M -> M | shardops.local('M -> M', lambda y: y / jnp.sum(jnp.ones(x.shape)), y)
@@ -730,7 +719,7 @@ M, B/d M -> M | shardops.vjp(lambda w: shardops.sum_unreduced('B/d M -> M +d', w
     | the cotangent of result 0 is the same along t
 # What has no gradient is refused by the check already, not by the run
 B/d M/t | gradient(lambda x: x - shardops.pmax('B/d M/t -> B/d', x)[:, None], x)
-    | pmax has no gradient: pass it lax.stop_gradient(x) in shardops.pmax('B/d M/t -> B/d') at /
+    | pmax has no gradient: pass it lax.stop_gradient(x)
 B/d M/t | gradient(lambda x: lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, 2 * c[1]), (0, x))[1], x)
     | Reverse-mode differentiation does not work for lax.while_loop
 # Rules for gradients that are not linear, or send
@@ -939,23 +928,3 @@ def test_postponed_annotations(tmp_path):
     module = module_of(tmp_path / "postponed.py", POSTPONED)
     for function, said in ((module.wrong, "argument totals of inner"), (module.local, "local y: f32['B/d']")):
         assert all(said in refusal(function, mesh) for mesh in MESHES)
-<<<<<<< HEAD
-=======
-
-
-# -- Losses and gradients ----------------------------------------------------------------------------------------------
-# Of a loss in which a weight w meets x, 'B/d M/t'.
-NO_GRADIENT = table(r"""
-lambda x: x - shardops.pmax('B/d M/t -> B/d', x)[:, None]
-    | pmax has no gradient: pass it lax.stop_gradient(x) at /
-lambda x: lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, 2 * c[1]), (0, x))[1]
-    | Reverse-mode differentiation does not work for lax.while_loop
-""")
-
-
-@each_row(NO_GRADIENT)
-def test_what_cannot_be_differentiated_is_refused(row):
-    """What has no gradient is refused by the check already, not by the run."""
-    for mesh in OF_D_AND_T:
-        assert says(row[1], refusal(program("B/d M/t", f"gradient({row[0]}, x)", globals()), mesh))
->>>>>>> 412d5c5 (Operations: plan, execute and rule in one description)
