@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -10,9 +11,9 @@ from runtime.config.help import comments_of
 from runtime.terminal import RunError, print_line
 from runtime.tracking.metrics import flattened
 from shardlib.shard_map import typed_shard_map
-from shardlib.shardtypes import fields, indivisible, mesh_text, narrowed
+from shardlib.shardtypes import fields, map_type, mesh_text, narrowed, require_divisible
 from shardlib.sizes import nearest_divisors, nearest_multiples
-from shardlib.spec import ShardingError
+from shardlib.spec import Dim, ShardingError
 
 
 def check_sizes(config: Any, type_: Any, shapes: Any, what: str = "") -> Any:
@@ -25,21 +26,38 @@ def check_sizes(config: Any, type_: Any, shapes: Any, what: str = "") -> Any:
         size, and the nearest sizes that fit.
     """
     axes, problems = vars(config.mesh), []
-    for error in indivisible(narrowed(type_, shapes), shapes, axes):
+    for dim, size, text, place in _undivided(narrowed(type_, shapes), shapes, axes):
         values = flattened({"model": config.model, "training": config.training}, separator=".")
-        keys = [key for key, value in values.items() if value == error.size and not isinstance(value, bool)]
-        letter, said = str(error).split()[1], comments_of(type(config.model))
-        keys = [key for key in keys if said.get(key.removeprefix("model."), "").split(",")[0] == letter] or keys
-        where = what or (f"{config.origins.of(keys[0])}: {' or '.join(keys)} = {error.size}" if keys else "mesh")
-        parts = math.prod(axes[axis] for axis in error.axes)
-        fix = f"set it to {nearest_multiples(error.size, parts)}"
-        if len(error.axes) == 1:
-            fix += f", or mesh.{error.axes[0]} to {nearest_divisors(error.size, parts)}"
-        text, _, leaf = str(error).partition("\n")
-        problems.append(f"{where}: {text}: {fix}\n{leaf}")
+        keys = [key for key, value in values.items() if value == size and not isinstance(value, bool)]
+        said = comments_of(type(config.model))
+        keys = [key for key in keys if said.get(key.removeprefix("model."), "").split(",")[0] == dim.name] or keys
+        where = what or (f"{config.origins.of(keys[0])}: {' or '.join(keys)} = {size}" if keys else "mesh")
+        split = [axis for axis in dim.axes if axes[axis] > 1]
+        parts = math.prod(axes[axis] for axis in split)
+        fix = f"set it to {nearest_multiples(size, parts)}"
+        if len(split) == 1:
+            fix += f", or mesh.{split[0]} to {nearest_divisors(size, parts)}"
+        problems.append(f"{where}: {text}: {fix}\n  in {place}")
     if problems:
         raise RunError("\n".join(problems))
     return shapes
+
+
+def _undivided(type_: Any, shapes: Any, axes: dict[str, int]) -> Iterator[tuple[Dim, int, str, str]]:
+    """Each dim of a tree that the mesh cannot divide, once: with its size, what is said of it, and the first leaf that
+    has it."""
+    seen = set()
+    specs = jax.tree.leaves(map_type(lambda array: array.spec, type_))
+    for spec, (path, leaf) in zip(specs, jax.tree_util.tree_leaves_with_path(shapes), strict=True):
+        spec.require_mesh_order(axes)
+        for dim, size in zip(spec.dims, leaf.shape, strict=True):
+            if dim.name in axes or (dim.axes, size) in seen:  # it counts devices, or was said already
+                continue
+            try:
+                require_divisible(dim, size, axes)
+            except ShardingError as error:
+                seen.add((dim.axes, size))
+                yield dim, size, str(error), f"{jax.tree_util.keystr(path, simple=True, separator='/')}: {spec}"
 
 
 def batch_shapes(config: Any, batch_type: Any) -> Any:

@@ -8,7 +8,7 @@ import jax
 from shardlib.mesh import current_mesh, shard_map
 from shardlib.places import users_line
 from shardlib.proof.verify import trace_as_it_runs, verify
-from shardlib.shardtypes import Scope, bind, check_tree, make_partition_specs, map_type, mesh_text
+from shardlib.shardtypes import Scope, check_tree, make_partition_specs, map_type, mesh_text
 from shardlib.spec import ShardingError, Spec
 from shardlib.typed import refuse_unread, typed
 
@@ -71,41 +71,16 @@ class typed_shard_map:
     def _global(self, mesh, names, types, values) -> list[Spec]:
         """Checks the arguments' global shapes and the spelling of all types; returns the types of the arguments'
         leaves."""
-        axes, letters, specs = dict(mesh.shape), {}, []
-
-        def check_leaf(array, leaf, name):
-            specs.append(array.spec)
-            try:
-                if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-                    raise ShardingError(f"expected an array, got {type(leaf).__name__}")
-                if leaf.dtype != array.element.dtype:
-                    raise ShardingError(f"the element type is {leaf.dtype}")
-                make_partition_specs(array)  # refuses pending types
-                bind(array.spec, leaf.shape, axes, letters, local=False)
-            except ShardingError as error:
-                got = f"{leaf.dtype}{list(leaf.shape)} globally" if hasattr(leaf, "dtype") else type(leaf).__name__
-                raise error.extended(
-                    f"  in argument {name} of {self.name}: {array!r}, value {got}, {mesh_text(axes)}\n"
-                    f"  at {users_line()}"
-                ) from None
-
-        for name, type_, value in zip(names, types, values):
-            wanted = map_type(lambda array: array, type_)
-            if jax.tree.structure(wanted) != jax.tree.structure(value):
-                got = type(value).__name__ if jax.tree.structure(value).num_nodes == 1 else jax.tree.structure(value)
-                raise ShardingError(f"argument {name} of {self.name} is no {type_!r} but {got}\n  at {users_line()}")
-            paths = jax.tree_util.tree_leaves_with_path(wanted)
-            for (path, array), leaf in zip(paths, jax.tree.leaves(value), strict=True):
-                inner = jax.tree_util.keystr(path, simple=True, separator="/")
-                check_leaf(array, leaf, f"{name}/{inner}" if inner else name)
+        axes = dict(mesh.shape)
+        with Scope():
+            for name, type_, value in zip(names, types, values):
+                check_tree(type_, value, what=f"argument {name} of {self.name}", whole_on=axes)
         try:
-            for spec in jax.tree.leaves(
-                map_type(lambda array: array.spec, self._result_type), is_leaf=lambda x: isinstance(x, Spec)
-            ):
+            for spec in jax.tree.leaves(map_type(lambda array: array.spec, self._result_type)):
                 spec.partition_spec, spec.require_mesh_order(axes)
         except ShardingError as error:
             raise error.extended(f"  in the result of {self.name}, {mesh_text(axes)}\n  at {users_line()}") from None
-        return specs
+        return jax.tree.leaves([map_type(lambda array: array.spec, type_) for type_ in types])
 
     @property
     def name(self) -> str:

@@ -12,16 +12,18 @@ has the corrected string where one is likely, the line, the string, local and gl
 The gradient's type is the value's with *same* and *pending* exchanged, so the backward pass sends, line by line:
 all_gather <-> reduce-scatter, psum <-> psum, all_to_all and ppermute their reverses, the others nothing.
 
-"Bytes" below are those that leave one device, for an axis of n devices and x bytes on each device before the operation.
+"Sends" below says how many bytes leave one device, for an axis of n devices and x bytes on each device before the
+operation. An operation without that line sends nothing.
 
-Each operation is a public function, which says what it does, and a plan of the same name with an underscore, which
-reads the string: it refuses one that is not for the operation, and returns what runs on a device.
+Each operation is a function of its plan: the plan reads the string, refuses one that is not for the operation, and
+returns what runs on a device.
 """
 
 import builtins
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 import string as _strings
 from collections.abc import Callable
@@ -66,6 +68,7 @@ class Plan:
         result's `shape` on a device as well.
       rule: for the check, a function from the operands' states to the results', where the string does not say them.
       calls: `run` calls a function of the user's, which is local to a device.
+      dtype: the result's, where it is neither the first operand's nor the caller's choice.
     """
 
     run: Callable
@@ -73,6 +76,7 @@ class Plan:
     sizes: Callable | None = None
     rule: Callable | None = None
     calls: bool = False
+    dtype: object = None
 
 
 def operate(plan, text, operands, options=None, *, sizes=None, results: int | None = 1, dtype=None):
@@ -84,13 +88,14 @@ def operate(plan, text, operands, options=None, *, sizes=None, results: int | No
       options: keyword arguments of `Plan.run`.
       sizes: of dims that no operand has, in the whole array.
       results: how many the string must have; None, any number.
-      dtype: the result's, where it is not the first operand's.
+      dtype: the result's, where the caller chooses it.
     """
     text, axes, options = as_text(text), mapped_axes(), dict(options or {})
+    sizes = {name: int(size) for name, size in (sizes or {}).items()}
     where = functools.partial(_where, plan.__name__.lstrip("_"), text, operands)
     try:
         recipe, planned = _planned(plan, text, len(operands), results, tuple(axes.items()))
-        shapes = _result_shapes(recipe, planned, operands, sizes or {}, axes, text)
+        shapes = _result_shapes(recipe, planned, operands, sizes, axes, text)
     except ShardingError as error:
         raise error.extended(where()) from None
     if planned.sizes:
@@ -100,7 +105,7 @@ def operate(plan, text, operands, options=None, *, sizes=None, results: int | No
         return run(*operands, **options)
 
     line, sealed = where(), None  # now: the walk comes when the trace is over
-    dtypes = [jnp.dtype(dtype or jnp.result_type(operands[0]))]
+    dtypes = [jnp.dtype(dtype or planned.dtype or jnp.result_type(operands[0]))]
     try:
         _require_meaning(recipe, planned, operands, options, dtypes[0])
         if planned.calls:
@@ -502,7 +507,8 @@ def _largest(recipe, axes, largest):
     return Plan(run, moves)
 
 
-def argmax(spec: str | bytes, x):
+@operation
+def argmax(recipe, axes):
     """The index, in the whole array, of the largest along the one dim that the result lacks, over all devices: split ->
     same. Of equal ones the first; NaN counts as infinity. No gradient.
 
@@ -510,10 +516,6 @@ def argmax(spec: str | bytes, x):
 
     Sends: two all-reduces of the result, 4 bytes an element: the largest, and the smallest index that has it.
     """
-    return operate(_argmax, spec, (x,), dtype=jnp.int32)
-
-
-def _argmax(recipe, axes):
     moves = _largest(recipe, axes, jnp.max).moves
     _, (dim, *others), split = _reduced(recipe, "largest")
     if others:
@@ -530,22 +532,19 @@ def _argmax(recipe, axes):
         is_here = largest == lax.pmax(largest, names)
         return lax.pmin(jnp.where(is_here, place, jnp.iinfo(jnp.int32).max), names)
 
-    return Plan(run, moves)
+    return Plan(run, moves, dtype=jnp.int32)
 
 
-def any(spec: str | bytes, x):
+@operation
+def any(recipe, axes):
     """Whether any element is true, over the dims that the result lacks and over all devices: split -> same.
 
         any('B/d L -> ', ~jnp.isfinite(x))
 
     Sends: an all-reduce of the result, 4 bytes an element.
     """
-    return operate(_any, spec, (x,), dtype=jnp.bool_)
-
-
-def _any(recipe, axes):
     largest = _largest(recipe, axes, lambda x, axis: jnp.any(x, axis=axis).astype(jnp.int32))
-    return Plan(lambda x: largest.run(x).astype(bool), largest.moves)
+    return Plan(lambda x: largest.run(x).astype(bool), largest.moves, dtype=jnp.bool_)
 
 
 # -- pending -> split, pending -> same ---------------------------------------------------------------------------------
@@ -648,7 +647,6 @@ def einsum_unreduced(spec: str | bytes, x, y, *, rounded_to=None, x_is_thin: boo
       jnp_kwargs: passed on. With preferred_element_type=float32 of bfloat16 operands the sums stay in float32; the
         gradient's products are in bfloat16 too (JAX would take the result's gradient in float32, and multiply at the
         rate of that). An operand that is not differentiated costs no product.
-    Sends: nothing.
     """
     options = dict(rounded_to=rounded_to, x_is_thin=x_is_thin, **jnp_kwargs)
     dtype = jnp_kwargs.get("preferred_element_type") or jnp.result_type(x, y)
@@ -741,10 +739,8 @@ def require_same_parts(recipe: Recipe) -> dict[str, Dim]:
 def sum_unreduced(recipe, axes):
     """Sums over the dims that the result lacks; a split one leaves its axes pending.
 
-        sum_unreduced('B/d L V/t -> B/d L +t', e)
-        sum_unreduced('... -> +d +t', g * g)            any dims, which must be split over just d and t
-
-    Sends: nothing.
+    sum_unreduced('B/d L V/t -> B/d L +t', e)
+    sum_unreduced('... -> +d +t', g * g)            any dims, which must be split over just d and t
     """
     (operand,), result = recipe.operands, recipe.result
     if "..." not in operand.names:
@@ -756,19 +752,9 @@ def sum_unreduced(recipe, axes):
 
     def rule(states):
         (state,) = states
-        is_made = builtins.any(not state.split >= frozenset(axes) for axes in state.dims)
-        if is_made or state.sized or state.local_iota:
-            raise ShardingError(
-                "'...' was made to the size of a device's part: its elements are no elements of the whole"
-            )
-        for axis in sorted({*state.split, *state.pending, *result.pending}):
-            lies = state.word(axis)
-            if axis not in result.pending:
-                raise ShardingError(f"'...' is {lies} along {axis}: the result is pending over it, write '+{axis}'")
-            if lies != ("pending" if axis in operand.pending else "split"):
-                raise ShardingError(
-                    f"'...' is {lies} along {axis}: the sum of what is the same would count it once for each device"
-                )
+        lies = Spec(tuple(Dim("_", split) for split in state.dims), operand.pending)
+        require(lies, state, strict=True)
+        require_result(recipe, (), _ordered({*lies.split, *lies.pending}, axes), f": '...' lies as '{lies}'")
         return [State.of(result)]
 
     return Plan(jnp.sum, rule=rule)
@@ -785,7 +771,6 @@ def index_unreduced(recipe, axes):
     Indices outside of the dim give zero. The gradient of a table whose rows are looked up adds up in float32 and then
     takes the table's type: of a row that is looked up thousands of times, bfloat16 would add only the first hundreds of
     terms.
-    Sends: nothing.
     """
     table, indices = recipe.operands
     marked = [position for position, dim in enumerate(table.dims) if dim.indexed]
@@ -846,9 +831,7 @@ def _rows(table, indices):
 def slice(recipe, axes):
     """Each device keeps its part: same -> split.
 
-        slice('M -> M/t', scale)
-
-    Sends: nothing.
+    slice('M -> M/t', scale)
     """
     splits = _Change("slice", recipe).splits
 
@@ -869,75 +852,60 @@ def regroup(spec: str | bytes, x, **sizes: int):
         regroup('parts R/d L -> B/d L', x)               its inverse
         regroup('B/d L/c -> B/d c/c l', x)               one block a device
 
-    Dims of the same name stay; between them, dims are divided and merged, and are split over the same axes before and
-    after. One size may be left out. Sends: nothing; its transpose is the inverse.
+    Neighbouring dims become others, split over the same axes; the dims before and after them stay. One size may be left
+    out. The transpose is the inverse.
     """
-    return operate(_regroup, spec, (x,), sizes={name: int(size) for name, size in sizes.items()})
+    return operate(_regroup, spec, (x,), sizes=sizes)
 
 
 def _regroup(recipe, axes):
     (operand,), result = recipe.operands, recipe.result
-    if operand.names == result.names:
-        raise ShardingError("regroup divides and merges dims, as in 'B/d L -> parts R/d L': these stay as they are")
     require_result(recipe, result.dims, operand.pending)
-    stay = set(operand.names) & set(result.names)
-    before, after = ([dim for dim in spec.dims if dim.name in stay] for spec in (operand, result))
-    if before != after:
+    front = _in_common(operand.dims, result.dims)
+    old, new = operand.dims[front:], result.dims[front:]
+    if end := _in_common(old[::-1], new[::-1]):
+        old, new = old[:-end], new[:-end]
+    were, are = " ".join(map(str, old)) or "nothing", " ".join(map(str, new)) or "nothing"
+    if not (old or new) or {dim.name for dim in old} & {dim.name for dim in new}:
         raise ShardingError(
-            f"{' '.join(map(str, before))} and {' '.join(map(str, after))}: dims that stay keep their order, and are "
-            "split as before"
+            f"regroup makes other dims of neighbours, as in 'B/d L -> parts R/d L', not '{result}' of '{operand}'"
+        )
+    if lost := {axis for dim in old for axis in dim.axes} ^ {axis for dim in new for axis in dim.axes}:
+        raise ShardingError(
+            f"{were} and {are} are split over different axes ({', '.join(sorted(lost))}): regroup moves nothing between"
+            " devices"
         )
 
-    def between(dims) -> list[list[Dim]]:
-        """The dims between those that stay."""
-        runs: list[list[Dim]] = [[]]
-        for dim in dims:
-            runs.append([]) if dim.name in stay else runs[-1].append(dim)
-        return runs
-
-    runs = list(zip(between(operand.dims), between(result.dims)))
-    for old, new in runs:
-        if lost := {axis for dim in old for axis in dim.axes} ^ {axis for dim in new for axis in dim.axes}:
-            raise ShardingError(
-                f"{_said(old)} and {_said(new)} are split over different axes ({', '.join(sorted(lost))}): regroup "
-                "moves nothing between devices"
-            )
-
     def sizes(known):
-        """The sizes of the new dims: one that was left out follows from the others."""
-        made = {}
-        for old, new in runs:
-            for dim in new:
-                size = known.get(dim.name, known_size(dim, axes, {})[0])
-                if size is not None:
-                    require_divisible(dim, size, axes)
-                    made[dim.name] = size
-            left_out = [dim for dim in new if dim.name not in made]
-            if len(left_out) > 1:
-                raise ShardingError(f"say all sizes of {_said(new)} but one, as in {left_out[0].name}=...")
-            have = math.prod(known[dim.name] // parts(dim, axes) for dim in old)
-            rest = math.prod(made[dim.name] // parts(dim, axes) for dim in new if dim not in left_out)
-            if have % rest or (not left_out and have != rest):
-                multiple = "a multiple of " if left_out else ""
-                text = f"{_said(old)} to {_said(new)}: a device's {have} elements are not {multiple}{rest}"
-                raise ShardingError(text)
-            made |= {dim.name: have // rest * parts(dim, axes) for dim in left_out}
-        return made
+        known = {dim.name: known.get(dim.name, known_size(dim, axes, {})[0]) for dim in (*old, *new)}
+        left_out = [dim for dim in new if known[dim.name] is None]
+
+        def elements(dims):
+            for dim in dims:
+                require_divisible(dim, known[dim.name], axes)
+            return math.prod(known[dim.name] // parts(dim, axes) for dim in dims)
+
+        if len(left_out) > 1:
+            raise ShardingError(f"say all sizes of {are} but one, as in {left_out[0].name}=...")
+        have, rest = elements(old), elements([dim for dim in new if dim not in left_out])
+        if have % rest or (not left_out and have != rest):
+            multiple = "a multiple of " if left_out else ""
+            raise ShardingError(f"{were} to {are}: a device's {have} elements are not {multiple}{rest}")
+        return {dim.name: have // rest * parts(dim, axes) for dim in left_out}
 
     return Plan(lambda x, shape: x.reshape(shape), sizes=sizes)
 
 
-def _said(dims) -> str:
-    return " ".join(map(str, dims)) or "nothing"
+def _in_common(dims, others) -> int:
+    """How many dims two types have in common at the front."""
+    return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(dims, others))))
 
 
 @operation
 def pending(recipe, axes):
     """Makes one term of a sum of what is the same: the first device along the axes keeps it, the others hold zero.
 
-        pending('X -> X +t', x)
-
-    Sends: nothing.
+    pending('X -> X +t', x)
     """
     names = _wide(_Change("pending", recipe).done["leaves a sum"], axes)
 
@@ -950,7 +918,6 @@ def pending(recipe, axes):
 def zeros(spec: str | bytes, dtype, **sizes: int):
     """Zeros of that type, pending ones too (a scan's first carry). Sizes are the scope's letters, or given, of the
     whole: zeros('M/d', f32, M=512)."""
-    sizes = {name: int(size) for name, size in sizes.items()}
     return operate(_zeros, spec, (), dict(dtype=_element(dtype)), sizes=sizes, dtype=_element(dtype))
 
 
@@ -970,7 +937,6 @@ def local(spec: str | bytes, function, *operands, **sizes: int):
     nothing and takes no other value that is split. Not proved: that it treats split dims part by part, and is linear in
     what is pending.
     """
-    sizes = {name: int(size) for name, size in sizes.items()}
     return operate(_local, spec, operands, dict(function=function), sizes=sizes, results=None)
 
 

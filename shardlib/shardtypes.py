@@ -31,7 +31,7 @@ from shardlib.mesh import current_mesh, manual_axes, place
 from shardlib.places import users_line
 from shardlib.proof import marks
 from shardlib.proof.states import State, require
-from shardlib.spec import Dim, Indivisible, ShardingError, Spec, as_text, parse, parts
+from shardlib.spec import Dim, ShardingError, Spec, as_text, parse, parts
 
 # -- Letters -----------------------------------------------------------------------------------------------------------
 _letters: contextvars.ContextVar[dict[str, tuple[int, str]] | None] = contextvars.ContextVar("letters", default=None)
@@ -155,38 +155,11 @@ def known_size(dim: Dim, axes: dict[str, int], letters: dict) -> tuple[int | Non
 
 
 def require_divisible(dim: Dim, size: int, axes: dict[str, int]):
-    """Raises `Indivisible` for a dim of the whole array that its axes cannot divide."""
+    """Raises `ShardingError` for a dim of the whole array that its axes cannot divide."""
     if size % parts(dim, axes):
-        split = tuple(axis for axis in dim.axes if axes[axis] > 1)
-        sizes = " × ".join(f"{axis}={axes[axis]}" for axis in split)
+        split = [f"{axis}={axes[axis]}" for axis in dim.axes if axes[axis] > 1]
         noun = "axis" if len(split) == 1 else "axes"
-        text = f"dim {dim.name} has size {size}, which {noun} {sizes} cannot divide"
-        raise Indivisible(text, size, split)
-
-
-def indivisible(type_, shapes, axes: dict[str, int]) -> list[Indivisible]:
-    """Each dim of a tree's leaves that a mesh cannot split, once, with the leaf that is first to have it.
-
-    Args:
-      type_: the tree's type.
-      shapes: the tree, of arrays or `ShapeDtypeStruct` of global shapes.
-      axes: the mesh's axes and their sizes.
-    Raises:
-      ShardingError: a type names an axis that the mesh lacks.
-    """
-    found = {}
-    specs = jax.tree.leaves(map_type(lambda array: array.spec, type_), is_leaf=lambda each: isinstance(each, Spec))
-    for spec, (path, leaf) in zip(specs, jax.tree_util.tree_leaves_with_path(shapes), strict=True):
-        spec.require_mesh_order(axes)
-        for dim, size in zip(spec.dims, leaf.shape, strict=True):
-            if dim.name in axes:  # it counts devices
-                continue
-            try:
-                require_divisible(dim, size, axes)
-            except Indivisible as error:
-                name = jax.tree_util.keystr(path, simple=True, separator="/")
-                found.setdefault((dim.axes, size), error.extended(f"  in {name}: {spec}"))
-    return list(found.values())
+        raise ShardingError(f"dim {dim.name} has size {size}, which {noun} {' × '.join(split)} cannot divide")
 
 
 def letters_of_scope() -> dict:
@@ -313,38 +286,13 @@ def fields(cls) -> dict[str, typing.Any]:
     return {field.name: said[field.name] for field in dataclasses.fields(cls)}
 
 
-_NOTHING, _ALL = object(), object()  # in the place of a tree: nothing says which optional fields are there; all are
+_NOTHING, _ALL = object(), object()  # in the place of a value: nothing says which optional fields are there; all are
 
 
-def map_type(function, type_, leading: tuple[Dim, ...] = (), like=_NOTHING):
+def map_type(function, type_, like=_NOTHING):
     """The tree of `function(ArrayType)` for a type that is made of pytree dataclasses, `Array[...]`, tuples and array
     types. Of `X | None` the tree `like` says whether the value is there."""
-    if isinstance(type_, ArrayType):
-        return function(type_.with_leading(leading))
-    if isinstance(type_, Stacked):
-        return map_type(function, type_.cls, leading + type_.dims, like)
-    if is_tree_of_types(type_):
-        return jax.tree.map(lambda array: function(array.with_leading(leading)), type_)
-    if dataclasses.is_dataclass(type_):
-        items = fields(type_).items()
-        return type_(**{key: map_type(function, inner, leading, getattr(like, key, like)) for key, inner in items})
-    if typing.get_origin(type_) is tuple:
-        inner = typing.get_args(type_)
-        likes = like if isinstance(like, tuple) else (like,) * len(inner)
-        return tuple(map_type(function, item, leading, each) for item, each in zip(inner, likes, strict=True))
-    if (inner := inner_of_optional(type_)) is not None:
-        if like is _NOTHING:
-            raise ShardingError(
-                f"{type_}: nothing says here whether the value is there\n"
-                "  fix: shardtypes.narrowed(Weights, shapes) is the type with the fields that `shapes` has"
-            )
-        return None if like is None else map_type(function, inner, leading, like)
-    if typing.get_origin(type_) is dict or type_ in (None, type(None)):
-        raise ShardingError(f"{type_}: name the leaves in a pytree_dataclass")
-    raise ShardingError(
-        f"{type_!r} is no type of sharded arrays: "
-        "use f32['...'], Array['...', cls], tuple[...] or a pytree_dataclass of them"
-    )
+    return _walk(lambda array, value, path: function(array), type_, like)
 
 
 def narrowed(type_, like):
@@ -354,7 +302,70 @@ def narrowed(type_, like):
         shapes = jax.eval_shape(init, np.uint32(0))
         make_shardings(narrowed(Weights, shapes))
     """
-    return map_type(lambda array: array, type_, like=like)
+    return map_type(lambda array: array, type_, like)
+
+
+def _walk(leaf, type_, value, what: str = "", leading: tuple[Dim, ...] = (), path: tuple = ()):
+    """The tree of `leaf(ArrayType, value, path)`: of a type, and of the value that stands in each place of it.
+
+    `what`, the value's name in messages: it is checked too, and may be a list or a dict. Else it only says which
+    optional fields are there.
+    """
+
+    def wrong(text):
+        return ShardingError(f"{text}\n  against {_place(what, path)}\n  at {users_line()}" if what else text)
+
+    def inside(inner, item, key):
+        return _walk(leaf, inner, item, what, leading, (*path, key))
+
+    if isinstance(type_, ArrayType):
+        try:
+            array = type_.with_leading(leading)
+        except ShardingError as error:
+            raise wrong(str(error)) from None
+        return leaf(array, value, path)
+    if isinstance(type_, Stacked):
+        return _walk(leaf, type_.cls, value, what, leading + type_.dims, path)
+    if (inner := inner_of_optional(type_)) is not None:
+        if value is _NOTHING:
+            raise wrong(
+                f"{type_}: nothing says here whether the value is there\n"
+                "  fix: shardtypes.narrowed(Weights, shapes) is the type with the fields that `shapes` has"
+            )
+        return None if value is None else _walk(leaf, inner, value, what, leading, path)
+    if dataclasses.is_dataclass(type_):
+        cls, parts = (type_, fields(type_)) if isinstance(type_, type) else (type(type_), vars(type_))
+        if what and not isinstance(value, cls):
+            raise wrong(f"expected {cls.__name__}, got {type(value).__name__}")
+        return cls(**{name: inside(inner, getattr(value, name, value), name) for name, inner in parts.items()})
+    container, items = typing.get_origin(type_), typing.get_args(type_)
+    if what and container in (tuple, list, dict) and not isinstance(value, container):
+        raise wrong(f"expected a {container.__name__}, got {type(value).__name__}")
+    if container is tuple and items[-1:] != (Ellipsis,):
+        values = value if isinstance(value, tuple) else (value,) * len(items)
+        if len(values) != len(items):
+            raise wrong(f"expected a tuple of {len(items)} items, got {len(values)} items")
+        return tuple(inside(inner, item, index) for index, (inner, item) in enumerate(zip(items, values)))
+    if type_ is None and (value is None or not what):  # a field that this model's type lacks
+        return None
+    if not what:
+        raise ShardingError(
+            f"{_name_of(type_)} is no type of sharded arrays: use f32['...'], Array['...', cls], tuple[...] or a "
+            "pytree_dataclass of them"
+        )
+    if container is dict:
+        return {key: inside(items[1], item, key) for key, item in value.items()}
+    if container in (tuple, list):
+        return container(inside(items[0], item, index) for index, item in enumerate(value))
+    if not holds_arrays(type_) and not any(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(value)):
+        return value  # a setting beside the arrays
+    raise wrong(f"{_name_of(type_)} says nothing of how its arrays lie, or is a container that cannot be checked")
+
+
+def _place(what: str, path: tuple) -> str:
+    if len(path) == 1 and isinstance(path[0], int):
+        return f"item {path[0]} of {what}"
+    return f"{what}, {'/'.join(map(str, path))}" if path else what
 
 
 def inner_of_optional(type_):
@@ -422,14 +433,12 @@ def make_shardings(cls):
 
 
 # -- Checking values ---------------------------------------------------------------------------------------------------
-def check(dtype, shape_spec: str | bytes | Spec, value, *, what: str = "the annotation"):
-    """Checks that an array is of the type `dtype[shape_spec]`; returns it.
+def check(dtype, shape_spec: str | bytes | Spec, value, *, what: str = "the annotation", whole_on=None):
+    """Checks that an array is of the type `dtype[shape_spec]`; returns it, or raises `ShardingError`.
 
     Inside `shard_map`: element type, sizes against the scope's letters, and, while a function is being checked, how it
-    lies on the mesh. Outside: the actual sharding of arrays that are on devices.
-
-    Raises:
-      ShardingError: where it is not so.
+    lies on the mesh. Outside: the actual sharding of arrays that are on devices. Of a whole array that `shard_map` will
+    split, the sizes on the mesh whose axes and sizes are `whole_on`.
     """
     spec = shape_spec if isinstance(shape_spec, Spec) else _parse_type(shape_spec)
     try:
@@ -438,17 +447,18 @@ def check(dtype, shape_spec: str | bytes | Spec, value, *, what: str = "the anno
         wanted = dtype.dtype if isinstance(dtype, DType) else jnp.dtype(dtype)
         if value.dtype != wanted:
             raise ShardingError(f"the element type is {value.dtype}")
-        axes = mapped_axes()
-        if axes:
+        if whole_on is not None:
+            _check_whole(spec, value, whole_on)
+        elif axes := mapped_axes():
             bind(spec, value.shape, axes, letters_of_scope())
         else:
             _check_outside(spec, value)
     except ShardingError as error:
-        raise error.extended(f"  {_against(dtype, spec, value, what)}\n  at {users_line()}") from None
-    if marks.marking() is None:
+        raise error.extended(f"  {_against(dtype, spec, value, what, whole_on)}\n  at {users_line()}") from None
+    if whole_on is not None or marks.marking() is None:
         return value
 
-    context = _against(dtype, spec, value, what)  # now: the walk comes when the trace is over
+    context = _against(dtype, spec, value, what, None)  # now: the walk comes when the trace is over
 
     def rule(states):
         try:
@@ -460,18 +470,21 @@ def check(dtype, shape_spec: str | bytes | Spec, value, *, what: str = "the anno
     return marks.mark((what, repr(dtype), str(spec)), rule, value, value)
 
 
-def _against(dtype, spec, value, what) -> str:
-    axes = all_mapped_axes()
+def _against(dtype, spec, value, what, whole_on) -> str:
     shape = f"{value.dtype}{on_this_mesh(value.shape)}" if hasattr(value, "dtype") else type(value).__name__
-    where = "on each device" if axes else "globally"
-    if not axes and (mesh := current_mesh()) is not None:
-        axes = dict(mesh.shape)
+    axes, where = (all_mapped_axes(), "on each device") if whole_on is None else (whole_on, "globally")
+    if not axes:
+        mesh, where = current_mesh(), "globally"
+        axes = {} if mesh is None else dict(mesh.shape)
     return f"against {what}: {dtype}['{spec}'], value {shape} {where}, {mesh_text(axes)}"
 
 
+def _check_whole(spec: Spec, value, axes: dict[str, int]):
+    _ = spec.partition_spec  # refuses a pending type
+    bind(spec, value.shape, axes, letters_of_scope(), local=False)
+
+
 def _check_outside(spec: Spec, value):
-    if spec.pending:
-        raise ShardingError(f"'{spec}' is pending, which has a meaning only inside shard_map")
     mesh = current_mesh()
     if mesh is None:
         mesh = getattr(getattr(value, "sharding", None), "mesh", None)
@@ -479,7 +492,7 @@ def _check_outside(spec: Spec, value):
         axes = dict(mesh.shape)
     else:  # no mesh to compare with: any order of axes will do
         axes = {axis: 1 for dim in spec.dims for axis in dim.axes}
-    bind(spec, value.shape, axes, letters_of_scope(), local=False)
+    _check_whole(spec, value, axes)
     if (
         isinstance(value, jax.core.Tracer)
         or not isinstance(value, jax.Array)
@@ -496,59 +509,19 @@ def _check_outside(spec: Spec, value):
         )
 
 
-def check_tree(type_, value, leading: tuple[Dim, ...] = (), *, what: str = "the annotation", path: tuple = ()):
-    """Checks a value against a type made of array types; returns it.
+def check_tree(type_, value, *, what: str = "the annotation", whole_on=None):
+    """Checks a value against a type made of array types, in pytree dataclasses, `Array[...]`, tuple, list, dict and
+    `... | None`; returns it, or raises `ShardingError`. `what` is its name in messages; `whole_on` as of `check`."""
 
-    Args:
-      type_: array types, in pytree dataclasses, `Array[...]`, tuple, list, dict and `... | None`.
-      what: the value's name in messages, with the `path` of the leaf in it.
-    Raises:
-      ShardingError: where it is not so, and for a container that cannot be checked.
-    """
-    place = f"{what}, {'/'.join(map(str, path))}" if path else what
-    if len(path) == 1 and isinstance(path[0], int):
-        place = f"item {path[0]} of {what}"
+    def leaf(array, value, path):
+        def checked(element, value):
+            return check(element, array.spec, value, what=_place(what, path), whole_on=whole_on)
 
-    def wrong(text):
-        return ShardingError(f"{text}\n  against {place}\n  at {users_line()}")
-
-    def inside(inner, item, key):
-        return check_tree(inner, item, leading, what=what, path=(*path, key))
-
-    if isinstance(type_, ArrayType):
-        try:
-            array = type_.with_leading(leading)
-        except ShardingError as error:
-            raise wrong(str(error)) from None
         if isinstance(value, StandIn):
-            return value.map(lambda field: check(value.element or array.element, array.spec, field, what=place))
-        return check(array.element, array.spec, value, what=place)
-    if isinstance(type_, Stacked):
-        return check_tree(type_.cls, value, leading + type_.dims, what=what, path=path)
-    if (inner := inner_of_optional(type_)) is not None:
-        return None if value is None else check_tree(inner, value, leading, what=what, path=path)
-    container, items = typing.get_origin(type_), typing.get_args(type_)
-    if container is tuple and items[-1:] != (Ellipsis,):
-        if not isinstance(value, tuple) or len(value) != len(items):
-            got = f"{len(value)} items" if isinstance(value, tuple) else type(value).__name__
-            raise wrong(f"expected a tuple of {len(items)} items, got {got}")
-        return tuple(inside(inner, item, index) for index, (inner, item) in enumerate(zip(items, value)))
-    if container in (tuple, list, dict):
-        if not isinstance(value, container):
-            raise wrong(f"expected a {container.__name__}, got {type(value).__name__}")
-        if container is dict:
-            return {key: inside(items[1], item, key) for key, item in value.items()}
-        return container(inside(items[0], item, index) for index, item in enumerate(value))
-    if dataclasses.is_dataclass(type_):
-        cls, parts = (type_, fields(type_)) if isinstance(type_, type) else (type(type_), vars(type_))
-        if not isinstance(value, cls):
-            raise wrong(f"expected {cls.__name__}, got {type(value).__name__}")
-        return cls(**{name: inside(inner, getattr(value, name), name) for name, inner in parts.items()})
-    if type_ is None and value is None:  # a field that this model's type lacks
-        return None
-    if not holds_arrays(type_) and not any(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(value)):
-        return value  # a setting beside the arrays
-    raise wrong(f"{_name_of(type_)} says nothing of how its arrays lie, or is a container that cannot be checked")
+            return value.map(functools.partial(checked, value.element or array.element))
+        return checked(array.element, value)
+
+    return _walk(leaf, type_, value, what)
 
 
 def holds_arrays(type_) -> bool:

@@ -29,17 +29,6 @@ class ShardingError(TypeError):
         return type(self)(f"{self}\n{more}")
 
 
-class Indivisible(ShardingError):
-    """A dim whose size the mesh axes that split it do not divide."""
-
-    def __init__(self, text: str, size: int, axes: tuple[str, ...]):
-        super().__init__(text)
-        self.size, self.axes = size, axes
-
-    def extended(self, more: str) -> "Indivisible":
-        return Indivisible(f"{self}\n{more}", self.size, self.axes)
-
-
 # -- Groups of axes ----------------------------------------------------------------------------------------------------
 _GROUPS: dict[str, tuple[str, ...]] = {}
 _ORDER: list[str] = []  # of the axes that stand in groups

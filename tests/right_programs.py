@@ -38,13 +38,6 @@ def total(row):
     return shardops.sum_unreduced('B/d -> +d', row)
 
 
-def ref_adds(x):
-    ref = jax.new_ref(shardops.zeros('B/d M', f32))
-    ref[...] += x
-    ref[...] = ref[...] * 2
-    return ref[...]
-
-
 def squares(y):
     """A loss of 'B/d M'."""
     return shardops.pending('+d -> +d +t', shardops.sum_unreduced('B/d M -> +d', y * y))
@@ -134,7 +127,6 @@ B/d M, B/d 8 -> B/d 8 | jnp.linalg.solve(matrices(x), y[..., None])[..., 0]
 B/d M, B/d 8 4 -> B/d 8 4 | lax.linalg.triangular_solve(matrices(x), y, left_side=True, lower=True)
 8 8, B/d 8 -> B/d 8 | jnp.linalg.solve(x @ x.T + 8 * jnp.eye(8), y.T).T
 B M, 4 M F/t -> B F/t | lax.ragged_dot(x, y, jnp.array([4, 0, 2, 2]))
-B/d M | ref_adds(x)
 L/d M | shardops.regroup('P R/d M -> L/d M', 2 * shardops.regroup('L/d M -> P R/d M', x, P=4))
 B L/t | x + shardops.slice('L -> L/t', jnp.arange(32.0))[None]
 B/d V/t -> i32 B/d | shardops.argmax('B/d V/t -> B/d', x)

@@ -291,9 +291,10 @@ B, B/t | shardops.einsum_unreduced('B +t, M/t -> B M/t', x, y)
 B/d F/t, M F/t | shardops.einsum_unreduced('B/d F/t -> B/d', x, y) | the string has 1 operand, the operation takes 2
 B/d M/t | shardops.sum_unreduced('B/d M/t -> B/d', x) | the result is 'B/d +t', not 'B/d' fix: write 'B/d M/t -> B/d +t'
 B/d M/t | shardops.sum_unreduced('B/d M/t -> B/d M/t', x) | the result lacks no dim: the sum over what?
-B/d M/t | shardops.sum_unreduced('... -> +d', x) | '...' is split along t: the result is pending over it, write '+t'
+B/d M/t | shardops.sum_unreduced('... -> +d', x)
+    | the result is '+d +t', not '+d': '...' lies as '_/d _/t' fix: write '... -> +d +t'
 M/d | shardops.sum_unreduced('... -> +d +t', x)
-    | '...' is the same along t: the sum of what is the same would count it once for each device
+    | the result is '+d', not '+d +t': '...' lies as '_/d' fix: write '... -> +d'
 B/d M/t | shardops.sum_unreduced('B/d ... -> B/d +t', x) | '...' stands for all dims, and all are summed: '... -> +d +t'
 V/t M, i32 B/d L | shardops.index_unreduced('V/t M, B/d L -> B/d L M +t', x, y)
     | the table's indexed dim, and no other, stands in [ ], as in '[V/t] M, B/d L -> B/d L M +t'
@@ -333,9 +334,9 @@ B/d M/t | shardops.zeros('Z', f32)
       makes Z (zeros, local, regroup), say Z=...
 B/d M/t | shardops.zeros('Z/d', f32, Z=6) | dim Z has size 6, which axis d=4 cannot divide
 B/d M/t | shardops.regroup('B/d M/t -> M/t B/d', x)
-    | B/d M/t and M/t B/d: dims that stay keep their order, and are split as before
+    | regroup makes other dims of neighbours, as in 'B/d L -> parts R/d L', not 'M/t B/d' of 'B/d M/t'
 B/d M/t | shardops.regroup('B/d M/t -> B/d M/t', x)
-    | regroup divides and merges dims, as in 'B/d L -> parts R/d L': these stay as they are
+    | regroup makes other dims of neighbours, as in 'B/d L -> parts R/d L', not 'B/d M/t' of
 B/d M/t | shardops.regroup('B/d M/t -> B/d 2 Z +t', x)
     | the result is 'B/d 2 Z', not 'B/d 2 Z +t' fix: write 'B/d M/t -> B/d 2 Z'
 B/d M/t | shardops.regroup('B/d M/t -> B/d P Z', x)
@@ -344,7 +345,7 @@ B/d M/t | shardops.regroup('B/d M/t -> B/d P Z/t', x) | say all sizes of P Z/t b
 B/d M/t | shardops.regroup('B/d M/t -> B/d 5 Z/t', x) | M/t to 5 Z/t: a device's 32 elements are not a multiple of 5
 B/d M/t | shardops.regroup('B/d M/t -> B/d P Z/t', x, P=4, Z=32) | M/t to P Z/t: a device's 32 elements are not 64
 B/d M/t | shardops.regroup('B/d M/t -> B/t P Z/d', x)
-    | B/d and B/t: dims that stay keep their order, and are split as before
+    | regroup makes other dims of neighbours, as in 'B/d L -> parts R/d L', not 'B/t P Z/d' of
 B/d M/t | shardops.argmax('B/d M/t -> ', x) | argmax goes along one dim, as in 'B/d L V/t -> B/d L'
 B/d M/t | shardops.any('B/d M/t -> B', x) | the result is 'B/d', not 'B' fix: write 'B/d M/t -> B/d'
 B/d M/t | shardops.local('B/d M/t -> B/d M/t, B/d M/t', lambda x: x, x)

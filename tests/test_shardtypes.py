@@ -143,7 +143,7 @@ def test_a_field_that_may_be_absent(b):
     with jax.set_mesh(make_mesh(MESH)):
         assert make_shardings(Type).w.spec == P(None, 'd', 't')
         twice, total = jax.jit(typed_shard_map(doubled))(jax.device_put(tree, make_shardings(Type)))
-        with pytest.raises(ShardingError, match="argument tree of doubled is no "):
+        with pytest.raises(ShardingError, match="against argument tree of doubled"):
             typed_shard_map(doubled)(other)
     assert jax.tree.structure(twice) == jax.tree.structure(tree) and (twice.w == 2).all()
     assert (total == (2 if b is None else 4)).all()
@@ -269,32 +269,32 @@ CALLS = [
     (
         ("M/x", "x"),
         (W,),
-        "'M/x' names mesh axis x, but the mesh has d, t in argument x of program: f32['M/x'], value float32[16] "
+        "'M/x' names mesh axis x, but the mesh has d, t against argument x of program: f32['M/x'], value float32[16] "
         "globally, mesh d=4 × t=2 at ",
     ),
     (
         ("M +t -> M", "x"),
         (W,),
-        "'M +t' is pending over t: a pending value has no meaning outside of shard_map in argument x of program",
+        "'M +t' is pending over t: a pending value has no meaning outside of shard_map against argument x of program",
     ),
     (("M -> M +t", "x"), (W,), "has no meaning outside of shard_map in the result of program, mesh d=4 × t=2 at "),
     (
         ("B/d M, M/d/t", "x"),
         (X[:6], W),
-        "dim B has size 6, which axis d=4 cannot divide in argument x of program: f32['B/d M'], value float32[6, 16] "
-        "globally, mesh d=4 × t=2",
+        "dim B has size 6, which axis d=4 cannot divide against argument x of program: f32['B/d M'], value "
+        "float32[6, 16] globally, mesh d=4 × t=2",
     ),
-    (("B/d M, M/d/t", "x"), (X[:, :12], W[:12]), "dim M has size 12, which axes d=4 × t=2 cannot divide in argument y"),
-    (("B/d M, M/d/t", "x"), (X, W[:8]), "dim M/d/t of 'M/d/t' is 8, but M is 16 in 'B/d M' in argument y of program"),
-    (("B/d M, M/d/t", "x"), (X[0], W), "'B/d M' has 2 dims, the value has 1 in argument x of program"),
-    (("B/d M, M/d/t", "x"), (X.astype(np.int32), W), "the element type is int32 in argument x of program"),
+    (("B/d M, M/d/t", "x"), (X[:, :12], W[:12]), "dim M has size 12, which axes d=4 × t=2 cannot divide against "),
+    (("B/d M, M/d/t", "x"), (X, W[:8]), "dim M/d/t of 'M/d/t' is 8, but M is 16 in 'B/d M' against argument y of"),
+    (("B/d M, M/d/t", "x"), (X[0], W), "'B/d M' has 2 dims, the value has 1 against argument x of program"),
+    (("B/d M, M/d/t", "x"), (X.astype(np.int32), W), "the element type is int32 against argument x of program"),
     (
         ("B/d M, M/d/t", "x"),
         (X, 3.0),
-        "expected an array, got float in argument y of program: f32['M/d/t'], value float",
+        "expected an array, got float against argument y of program: f32['M/d/t'], value float",
     ),
-    (("Layer -> ''", "shardops.zeros('', f32)"), (W,), "argument x of program is no <class"),
-    (("M -> Two", "x"), (W,), "expected a tuple of 2 items, got"),
+    (("Layer -> ''", "shardops.zeros('', f32)"), (W,), "expected Layer, got ndarray against argument x of program at "),
+    (("M -> Two", "x"), (W,), "expected a tuple, got "),
     (("M", "x.astype(jnp.bfloat16)"), (W,), "the element type is bfloat16 against the result of program ("),
     (("M", "x[1:]"), (W,), "dim M of 'M' is 15, but M is 16 in 'M' against the result of program ("),
 ]
@@ -363,7 +363,7 @@ def test_outside_annotations_check_the_actual_sharding():
             shardtypes.check_tree(tuple[f32['B M'], f32['B M']], (x, x))
         with pytest.raises(ShardingError, match=r"dim B has size 6, which axis d=4 cannot divide"):
             check(f32, 'B/d', np.zeros(6, np.float32))
-        with pytest.raises(ShardingError, match=r"'B \+d' is pending, which has a meaning only inside shard_map"):
+        with pytest.raises(ShardingError, match=r"'B \+d' is pending over d: a pending value has no meaning outside"):
             check(f32, 'B +d', np.zeros(8, np.float32))
         check(f32, 'B/d M', np.zeros((8, 16), np.float32))
         jax.jit(lambda x: check(f32, 'B/d M', x))(x)

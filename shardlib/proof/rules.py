@@ -235,9 +235,11 @@ _REDUCED = "a split dim is reduced only by an operation with a string (sum_unred
 _COUNTED = "count in the whole array: x.shape[0] * shardops.axis_size('d') elements, shardops.slice for positions"
 _FIXES = {
     _REDUCED: ["reduces", "contracts"],
-    "all_gather it first, or all_to_all the split to another dim": ["runs along", "repeats", "lengthens", "reverses"],
+    "all_gather it first, or all_to_all the split to another dim": ["runs along"],
     "all_gather it first; index_unreduced looks up rows of a split dim": [
-        *("indexes", "takes a part of", "writes a part of", "writes at an index of")
+        "indexes",
+        "changes the length of",
+        "writes to",
     ],
     "all_gather indices and values first; a sum by index is an einsum_unreduced with jax.nn.one_hot(indices, n)": [
         "writes at indices of"
@@ -256,8 +258,8 @@ def _require_whole(equation: Equation) -> frozenset[str]:
     """Raises `ShardingError` where a device would take its part of a split dim for all of it. Returns the axes over
     which the result is a sum, in a backward rule."""
     name, summed = equation.name, frozenset()
-    is_elementwise = name in ELEMENTWISE or name.startswith(("random_", "rng_"))
-    for operand, dims, does in ALONG.get(name, _repeated if is_elementwise else _not_known)(equation):
+    is_local = name in ELEMENTWISE or name in _KEPT or name.startswith(("random_", "rng_"))
+    for operand, dims, does in ALONG.get(name, _kept if is_local else _not_known)(equation):
         state = equation.states[operand]
         for axes in (equation.rows[operand][dim] for dim in dims):
             if not axes:
@@ -278,12 +280,14 @@ def _not_known(equation) -> Whole:
         yield operand, range(len(row)), "does what is not known here to"
 
 
-def _repeated(equation) -> Whole:
-    """An operand of an elementwise operation is a scalar, or its dims are the result's or of size one. Of random
-    numbers a key's dims come first, then those of what is drawn with it."""
-    out = equation.outs[0]
+def _kept(equation) -> Whole:
+    """A dim of an operand that is split is a dim of each result, of the same size."""
     for operand, shape in enumerate(equation.shapes):
-        yield operand, [k for k, size in enumerate(shape) if k >= len(out) or size != out[k]], "repeats"
+        for dim, size in enumerate(shape):
+            for out in equation.outs:
+                to = None if is_part(size) else _moved(equation, operand, dim, out)
+                if size not in out if is_part(size) else to is not None and out[to] != size:
+                    yield operand, [dim], "changes the length of"
 
 
 def _reduced_dims(equation) -> Iterable[int]:
@@ -295,14 +299,14 @@ def _reduced(equation) -> Whole:
         yield operand, _reduced_dims(equation), "reduces"
 
 
-def _along(key: str, does: str = "runs along"):
+def _along(key: str):
     """The rule of an operation that goes along the dims that this parameter names."""
 
     def rule(equation) -> Whole:
         value = equation.params[key]
         for operand, row in enumerate(equation.rows):
             dims = value if isinstance(value, (tuple, list)) else (value,)
-            yield operand, [dim for dim in dims if dim < len(row)], does
+            yield operand, [dim for dim in dims if dim < len(row)], "runs along"
 
     return rule
 
@@ -367,31 +371,15 @@ def _triangular(equation) -> Whole:
     yield 1, [sides - 2 if equation.params["left_side"] else sides - 1], "runs along"
 
 
-def _broadcast(equation) -> Whole:
-    sizes = zip(equation.shapes[0], equation.params["broadcast_dimensions"])
-    yield 0, [dim for dim, (size, to) in enumerate(sizes) if size != equation.outs[0][to]], "repeats"
-
-
-def _tiled(equation) -> Whole:
-    yield 0, [dim for dim, times in enumerate(equation.params["reps"]) if times != 1], "repeats"
-
-
-def _part(equation) -> Whole:
-    yield 0, _unlike(equation.shapes[0], equation.outs[0]), "takes a part of"
-
-
-def _unlike(one, other) -> list[int]:
-    return [dim for dim, sizes in enumerate(zip(one, other)) if sizes[0] != sizes[1]]
-
-
 def _padded(equation) -> Whole:
     amounts = enumerate(equation.params["padding_config"])
-    yield 0, [dim for dim, each in amounts if any(is_part(amount) or amount for amount in each)], "lengthens"
+    yield 0, [dim for dim, each in amounts if any(is_part(amount) or amount for amount in each)], "runs along"
 
 
 def _updated(equation) -> Whole:
     for operand in (0, 1):
-        yield operand, _unlike(*equation.shapes[:2]), "writes a part of"
+        sizes = enumerate(zip(*equation.shapes[:2]))
+        yield operand, [dim for dim, (whole, part) in sizes if whole != part], "writes to"
 
 
 def _gather(equation) -> Whole:
@@ -414,20 +402,15 @@ def _scatter(equation) -> Whole:
         if axis in by_row:
             continue
         if axis in numbers.inserted_window_dims:
-            yield 0, (axis,), "writes at an index of"
+            yield 0, (axis,), "writes to"
         elif updates[place := next(window)] != size:
-            yield 0, (axis,), "writes a part of"
-            yield 2, (place,), "writes a part of"
+            yield 0, (axis,), "writes to"
+            yield 2, (place,), "writes to"
     scattered = [dim for dim in range(len(updates)) if dim not in numbers.update_window_dims]
     for place, dim in enumerate(scattered):
         if place not in by_row.values():
             yield 1, (place,), "writes at indices of"
             yield 2, (dim,), "writes at indices of"
-
-
-def _unstacked(equation) -> Whole:
-    axis = equation.params["axis"]
-    yield 0, [axis] if is_part(size := equation.shapes[0][axis]) or size != 1 else (), "takes a part of"
 
 
 def _reshape(equation) -> Whole:
@@ -467,20 +450,18 @@ ELEMENTWISE = set(
 )
 # The dims stay where they are.
 _IN_PLACE = """
-    slice dynamic_slice dynamic_update_slice pad concatenate rev sort cumsum cumprod cummax cummin cumlogsumexp
+    slice dynamic_slice dynamic_update_slice pad concatenate tile rev sort cumsum cumprod cummax cummin cumlogsumexp
     """.split()
+_KEPT = "iota transpose squeeze stack unstack broadcast_in_dim tile slice dynamic_slice split concatenate".split()
 _REDUCTIONS = """
     reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin reduce
     """.split()
 _FACTORIZATIONS = "cholesky qr lu eigh eig svd householder_product".split()
 ALONG = {
-    **dict.fromkeys(("iota", "transpose", "squeeze", "stack"), lambda equation: ()),
     **dict.fromkeys(_REDUCTIONS, _reduced),
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "top_k"), _along("axis")),
     "sort": _along("dimension"),
-    "concatenate": _along("dimension", "lengthens"),
-    "rev": _along("dimensions", "reverses"),
-    "split": _along("axis", "takes a part of"),
+    "rev": _along("dimensions"),
     "dot_general": _contracted,
     "ragged_dot_general": _ragged_dot,
     "conv_general_dilated": _convolution,
@@ -490,14 +471,10 @@ ALONG = {
     "triangular_solve": _triangular,
     "SearchSorted": lambda equation: [(0, range(len(equation.shapes[0])), "runs along")],
     "lu_pivots_to_permutation": lambda equation: [(0, [len(equation.shapes[0]) - 1], "runs along")],
-    "broadcast_in_dim": _broadcast,
-    "tile": _tiled,
-    **dict.fromkeys(("slice", "dynamic_slice"), _part),
     "pad": _padded,
     "dynamic_update_slice": _updated,
     **dict.fromkeys((*_INDICES, "scatter-sub"), _scatter),
     "gather": _gather,
-    "unstack": _unstacked,
     "reshape": _reshape,
 }
 

@@ -24,6 +24,7 @@ GRAD = (
 _WITH_FUNCTION = {"reduce", "scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max", "scatter-sub"}
 # Parameters that may be the size of a part: their rules look at them.
 _ASKED_FOR = {("scan", "length"), ("conv_general_dilated", "feature_group_count")}
+_NOT_SEEN = {"pallas_call", "custom_call", "ffi_call", "shard_map", "new_ref"}
 _TANGENTS = "its tangents"
 
 
@@ -124,7 +125,7 @@ class Walk:
                     raise ShardingError(f"the function of '{name}' depends on how many devices there are")
         elif not eqn.outvars and name.startswith("debug_"):  # jax.debug.print
             return []
-        elif inner or name in ("pallas_call", "custom_call", "ffi_call", "shard_map") or "callback" in name:
+        elif inner or name in _NOT_SEEN or "callback" in name:
             raise ShardingError(
                 f"'{name}': what it does cannot be seen\n  fix: call it through shardops.local, with a declared type"
             )
@@ -247,34 +248,6 @@ class Walk:
             if eqn.primitive.name.startswith("custom_") and all(_differentiated(eqn)):
                 self.trace_rules(eqn)
 
-    def ref(self, eqn, states) -> list[State]:
-        """A mutable array keeps the type that it was made with."""
-        name, held = eqn.primitive.name, states[0]
-        if name == "new_ref":
-            return [replace(held, zero=False, positions=())]
-        if name == "freeze":
-            return [held]
-        moved = eqn.outvars[0] if name == "get" else eqn.invars[1]
-        if len(states) > 1 + (name != "get") or moved.aval.shape != eqn.invars[0].aval.shape:
-            raise ShardingError(f"'{name}' of a part of a ref: read and write it whole, as ref[...]")
-        if name == "get":
-            return [held]
-        value = states[1]
-        kept = replace(held, pending=frozenset())
-        if join(kept, replace(value.with_dims(value.dims), pending=frozenset())) != kept or (
-            value.pending != held.pending and not value.zero
-        ):
-            raise ShardingError(
-                f"'{name}' writes into a ref what does not lie as the ref was made\n"
-                "  fix: make it of the type that is written, as jax.new_ref(shardops.zeros('B/d M', f32))"
-            )
-        if self.divergent - held.without_dim:
-            raise ShardingError(
-                f"'{name}' under a branch that depends on a value that differs along "
-                f"{min(self.divergent - held.without_dim)}: the ref would not stay as it lies along it"
-            )
-        return [held] * len(eqn.outvars)
-
     def mark(self, mark: Mark, states):
         try:
             self.require_may_stand_here(mark, states[mark.operands :])
@@ -384,7 +357,6 @@ class Walk:
 
 _WALKED = {
     **dict.fromkeys(CALLS, Walk.call),
-    **dict.fromkeys(("new_ref", "get", "swap", "addupdate", "freeze"), Walk.ref),
     "scan": Walk.scan,
     "while": Walk.while_loop,
     "cond": Walk.cond,
