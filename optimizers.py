@@ -1,13 +1,12 @@
-"""What training may take besides train.py's AdamW and cosine, over the weights of any model: other schedules, Muon and
-Adafactor, moments in bfloat16, an average of the weights.
+"""Optimizers and schedules beside train.py's AdamW and cosine, for the weights of any model: Muon, Adafactor, moments
+in bfloat16, an average of the weights.
 
-    types = state_type(training, narrowed(Weights, shapes))         # of the state: weights, moments, average
+    types = state_type(training, narrowed(Weights, shapes))         # the state's types: weights, moments, average
     state = first_state(types, weights)
-    state = step(training, types, decayed(types), state, gradient, number)           # within a training step
+    state = step(training, types, decayed, state, gradient, number)                 # within a training step
 
-Weights are arrays of any types, in which M, d_model, tells matrices from what is none (`row_of`). All mathematics and
-communication of the optimizers is in this file; the loss's part of `Training`, z_loss and dropout, is in models/.
-Legend as in train.py.
+Weights may have any types; the dim M, d_model, tells which are matrices (`row_of`). All mathematics and communication
+of the optimizers is in this file; z_loss and dropout, which belong to the loss, are in models/. Legend as in train.py.
 
 To change: an optimizer, its function and `state_type`; which weights Muon takes, `row_of`; a schedule, `learning_rate`.
 """
@@ -39,20 +38,20 @@ FACTORED_DECAY, FACTORED_EPS, LEAST_SCALE, MOST_CHANGE = 0.8, 1e-30, 1e-3, 1.0  
 # == Hyperparameters ===================================================================================================
 @dataclass(frozen=True, kw_only=True)
 class Training(train.Training):
-    # After the warmup: cosine and linear are at their floor at steps_for_lr; the others have no end of their own.
+    # After the warmup, cosine and linear fall to their floor at steps_for_lr; the others do not end by themselves.
     schedule: Literal['cosine', 'linear', 'constant', 'inverse_sqrt'] = 'cosine'
-    # constant and inverse_sqrt: from this step on it falls linearly to the floor, at steps_for_lr (warmup, stable,
-    # decay); null: it does not. A run that did not may be resumed with it.
+    # constant and inverse_sqrt: from this step on the rate falls linearly to its floor at steps_for_lr (warmup, stable,
+    # decay); null: it does not fall. A run without it may be resumed with it.
     decay_from: Steps | None = None
-    # Steps from which on a step has twice the rows of those before; from the last on, tokens.batch. Steps of fewer rows
-    # have fewer microbatches.
+    # At each of these steps the batch doubles; after the last it has tokens.batch rows. Smaller batches have fewer
+    # microbatches.
     batch_doubles_at: tuple[Count, ...] = ()
-    # muon: of matrices, adamw of all else; adafactor: learning_rate is relative to a weight's root mean square.
+    # muon: for matrices, with adamw for all else; adafactor: learning_rate is relative to a weight's root mean square.
     optimizer: Literal['adamw', 'muon', 'adafactor'] = 'adamw'
-    moment_dtype: Literal['float32', 'bfloat16'] = 'float32'  # of moments at rest; bfloat16: rounded stochastically
-    ema_decay: Momentum = 0.0  # of an average of the weights, which is validated and exported; 0: none
+    moment_dtype: Literal['float32', 'bfloat16'] = 'float32'  # of moments at rest; bfloat16 rounds stochastically
+    ema_decay: Momentum = 0.0  # of the weights' average, which is validated and exported; 0: no average
     z_loss: NotNegative = 0.0  # times log² of the softmax's denominator, in the training loss
-    dropout: Decay = 0.0  # part of what layers add, and of attention's probabilities, that is dropped
+    dropout: Decay = 0.0  # share of layers' outputs and of attention's probabilities that is dropped
 
     def __post_init__(self) -> None:
         own_end = self.schedule in ('cosine', 'linear')
@@ -67,11 +66,11 @@ class Training(train.Training):
             raise ValueError('batch_doubles_at: expected steps in increasing order')
         if self.microbatches % (least := 2 ** len(self.batch_doubles_at)):
             raise ValueError(
-                f'batch_doubles_at: training.microbatches = {self.microbatches} are halved for each of these steps: '
+                f'batch_doubles_at: training.microbatches = {self.microbatches} is halved for each of these steps: '
                 f'set it to {least} or another multiple of {least}'
             )
         if self.optimizer == 'adafactor' and self.moment_dtype != 'float32':
-            raise ValueError('moment_dtype: adafactor has rows and columns, which are small: set it to float32')
+            raise ValueError('moment_dtype: adafactor keeps only rows and columns, which are small: set it to float32')
 
 
 def learning_rate(training: Training, step: jax.Array) -> jax.Array:
@@ -96,9 +95,9 @@ BITS = DType('u16', jnp.uint16)
 
 # == State =============================================================================================================
 def row_of(spec: Spec) -> int | None:
-    """Which dim counts a matrix' rows: dims before it count matrices, those after it are its columns together.
+    """The dim that counts a matrix' rows: dims before it count matrices, dims after it are the columns.
 
-    It is M where something follows it, or the vocabulary: 'layers 2 M/d K/t D' is 2·layers matrices M × KD, 'V/t M/d'
+    It is M if a dim follows it, or the vocabulary: 'layers 2 M/d K/t D' is 2·layers matrices M × KD, 'V/t M/d'
     one V × M. None for norms and biases.
     """
     if 'M' in spec.names[:-1]:
@@ -107,14 +106,14 @@ def row_of(spec: Spec) -> int | None:
 
 
 def is_matrix(spec: Spec) -> bool:
-    """Of those that Muon takes, and weight decay: no embedding."""
+    """Whether Muon takes it: a matrix of a layer, no embedding."""
     row = row_of(spec)
     return row is not None and spec.names[row] == 'M'
 
 
 @pytree_dataclass
 class Factored:
-    """Second moments of a matrix: the means of its rows and of its columns, each split as its dims are."""
+    """A matrix' second moments: the means of its rows and of its columns, split as its dims are."""
 
     rows: Any
     columns: Any
@@ -122,17 +121,17 @@ class Factored:
 
 @pytree_dataclass
 class State:
-    """Bytes a parameter in float32, divided over the devices that split it: 4, with adamw's moments 12, with muon's 8,
-    with adafactor's 4; an average is 4 more. In bfloat16 a moment is 2."""
+    """Bytes a parameter, divided over the devices that split it: 12 with adamw, 8 with muon, 4 with adafactor; an
+    average adds 4. A moment in bfloat16 takes 2 in place of 4."""
 
     weights: Any
-    adam_mu: Any  # first moments, a tree like the weights; None for each of them under adafactor
+    adam_mu: Any  # first moments, a tree like the weights; None under adafactor
     adam_nu: Any  # second moments; None for Muon's matrices, `Factored` for Adafactor's
-    ema: Any = None  # the average of the weights, if there is one
+    ema: Any = None  # the weights' average, if there is one
 
 
 def state_type(training: Training, weights: Any) -> State:
-    """The type of the state of weights of this type: a tree of array types, as of `narrowed`."""
+    """The state's types for weights of these types, a tree of array types as `narrowed` returns."""
     weights = map_type(lambda array: array, weights)
     moment = BITS if training.moment_dtype == 'bfloat16' else f32
 
@@ -153,7 +152,7 @@ def state_type(training: Training, weights: Any) -> State:
 
 
 def first_state(types: State, weights: Any) -> State:
-    """Zero moments, and the average where it begins: at the weights. Of whole arrays, outside of the mapped step."""
+    """Zero moments, and an average that begins at the weights. Takes global arrays, outside of the mapped step."""
 
     def zeros(type_, weights):
         def of(array, weight):
@@ -169,12 +168,6 @@ def first_state(types: State, weights: Any) -> State:
     return State(weights, zeros(types.adam_mu, weights), zeros(types.adam_nu, weights), ema)
 
 
-def decayed(types: State) -> Any:
-    """A factor of weight_decay for each of the weights, train.py's DECAYED of any model: 1 for matrices, 0 for norms,
-    biases and embeddings."""
-    return jax.tree.map(lambda array: float(is_matrix(array.spec)), types.weights)
-
-
 def averaged(state: State) -> Any:
     """The weights that are validated and exported."""
     return state.weights if state.ema is None else state.ema
@@ -182,7 +175,7 @@ def averaged(state: State) -> Any:
 
 # == AdamW =============================================================================================================
 def adamw(training: Training, m, n, g, count):
-    """The direction and both moments, with train.py's arithmetic (Loshchilov and Hutter 2019, algorithm 2)."""
+    """The direction and both moments, by train.py's arithmetic (Loshchilov and Hutter 2019, algorithm 2)."""
     b1, b2 = training.adam_b1, training.adam_b2
     m, n = b1 * m + (1 - b1) * g, b2 * n + (1 - b2) * g**2
     return (m / (1 - b1**count)) / (jnp.sqrt(n / (1 - b2**count)) + training.adam_eps), m, n
@@ -190,7 +183,7 @@ def adamw(training: Training, m, n, g, count):
 
 # == Muon ==============================================================================================================
 def muon(spec: Spec, m, g):
-    """The direction and the momentum (Jordan et al. 2024, with Nesterov's), of the size that AdamW's has: times
+    """The direction and the momentum (Jordan et al. 2024, with Nesterov's). The direction is scaled to AdamW's size by
     0.2 · sqrt(max(rows, columns)) (Liu et al. 2025, 2.2), so that AdamW's learning rate and weight decay serve."""
     m = MUON_MOMENTUM * m + g
     row = row_of(spec)
@@ -201,24 +194,25 @@ def muon(spec: Spec, m, g):
 
 @scope
 def orthogonalized(spec: Spec, x):
-    """Each matrix with singular values near 1 in the place of its own: five steps of Newton and Schulz.
+    """Moves the singular values of each matrix to about 1, by five steps of Newton and Schulz.
 
-    Whole matrices are dealt out over all devices that split them, each computes on its own, and gets its parts back:
+    Whole matrices are dealt out over all devices that split them; each device computes on its own ones, and the parts
+    go back:
 
         'stack M/d K/t D'           all matrices in one dim: 'layers 2 M/d K/t D'
-        'turns d t M/d K/t D'       for each device the same number of them; zeros where the devices do not divide it
+        'turns d t M/d K/t D'       equally many for each device, padded with zero matrices
         'turns d/d t M K/t D'       one all-to-all for each axis
         'turns d/d t/t M K D'       whole
 
-    Here d and t count devices; that `turns` fits them is not proved (docs/notation.md, What is not proved).
-    Sends: its part of the matrices, in the type of activations, once for each axis that splits them, and back. Where
-    there are more devices than matrices, some orthogonalize zeros.
+    The dims d and t count devices; that `turns` fits them is not proved (docs/notation.md, What is not proved).
+    Sends: a device's part of the matrices, in the type of activations, once for each axis that splits them, and back.
+    With more devices than matrices some orthogonalize zeros.
     """
     row, shape, element = row_of(spec), x.shape, x.dtype
     stacked = next(place for place, dim in enumerate(spec.dims) if place == row or dim.axes)  # experts may be split
     stack, dims = math.prod(shape[:stacked]), spec.dims[stacked:]
     matrix = dims[row - stacked :]
-    axes = [axis for dim in matrix for axis in dim.axes]  # of each dim the major one first
+    axes = [axis for dim in matrix for axis in dim.axes]  # a dim's major axis first
     devices = [int(shardops.axis_size(axis)) for axis in axes]
     turns = -(-stack // math.prod(devices))
 
@@ -234,7 +228,7 @@ def orthogonalized(spec: Spec, x):
     rest, counts = ' '.join(map(str, dims)), ' '.join(('turns', *axes))
     x = shardops.local(f'stack {rest} -> {counts} {rest}', padded, x, turns=turns)
     path = [Spec((Dim('turns'), *map(Dim, axes), *dims))]
-    for axis in reversed(axes):  # the minor one of a dim first
+    for axis in reversed(axes):  # a dim's minor axis first
         after = [
             Dim(axis, (axis,))
             if dim.name == axis
@@ -258,7 +252,7 @@ def orthogonalized(spec: Spec, x):
 
 @scope
 def newton_schulz(spec: Spec, x):
-    """x = a·x + (b·A + c·A²)·x with A = x·xᵀ, five times, from x over its norm (Jordan et al. 2024). `spec` is of the
+    """x = a·x + (b·A + c·A²)·x with A = x·xᵀ, five times, starting at x over its norm (Jordan et al. 2024). `spec`: the
     dims that count matrices."""
     (a, b, c), wide = NEWTON_SCHULZ, x.astype(jnp.float32)
     squares = shardops.sum_unreduced(f'{spec} R C -> {spec}', wide**2)
@@ -275,8 +269,8 @@ def newton_schulz(spec: Spec, x):
 # == Adafactor =========================================================================================================
 @scope
 def mean(spec: Spec, kept: Sequence[int], x):
-    """Over the dims that are not kept, the same on all devices that they are split over: 4 bytes an element of the
-    result are summed."""
+    """The mean over the dims that are not kept, the same on all devices that split them. Sends 4 bytes an element of
+    the result."""
     gone = [place for place in range(x.ndim) if place not in kept]
     axes = [axis for place in gone for axis in spec.dims[place].axes]
     count = math.prod(x.shape[place] for place in gone) * math.prod(map(shardops.axis_size, axes))
@@ -288,10 +282,10 @@ def mean(spec: Spec, kept: Sequence[int], x):
 
 @scope
 def adafactor(spec: Spec, w, n, g, count):
-    """The direction and the second moments (Shazeer and Stern 2018, algorithm 4, without momentum): those of a matrix
-    are its rows' times its columns', each matrix of a stack by itself."""
+    """The direction and the second moments (Shazeer and Stern 2018, algorithm 4, without momentum). A matrix' moments
+    are the product of its rows' and its columns' means; each matrix of a stack has its own."""
     row, every = row_of(spec), range(g.ndim)
-    kept = 1 - count**-FACTORED_DECAY  # of the moments; of the first step nothing
+    kept = 1 - count**-FACTORED_DECAY  # the moments' decay, 0 in the first step
 
     def moving(old, new):
         return kept * old + (1 - kept) * new
@@ -319,8 +313,8 @@ def adafactor(spec: Spec, w, n, g, count):
 # == Step ==============================================================================================================
 @scope
 def rounded(x, like, spec: Spec, seed):
-    """float32 as it is, or as bfloat16's bits: up or down, by chance such that the mean is x (Gupta et al. 2015, 3.1).
-    Rounded to the nearest, a moment would not feel changes below 1/512 of it."""
+    """x in `like`'s type: float32, or bfloat16's bits, rounded up or down at random so that the mean is x (Gupta et al.
+    2015, 3.1). Rounding to nearest would lose every change below 1/512 of a moment."""
     if like.dtype == jnp.float32:
         return x
     bits = lax.bitcast_convert_type(x, jnp.uint32) + (random_bits(seed, spec.dims, x.shape) >> np.uint32(16))
@@ -328,21 +322,21 @@ def rounded(x, like, spec: Spec, seed):
 
 
 def wide(x):
-    """What was rounded, in float32."""
+    """What `rounded` returned, in float32."""
     if x.dtype == jnp.float32:
         return x
     return lax.bitcast_convert_type(x.astype(jnp.uint32) << np.uint32(16), jnp.float32)
 
 
 def seed_of(training: Training, name: str, number: jax.Array) -> jax.Array:
-    """u32[''], of what is drawn under this name in this step."""
+    """A seed, u32[''], for what is drawn under this name in this step."""
     return mixed(mixed(jnp.uint32(training.seed), jnp.uint32(zlib.crc32(name.encode()))), number)
 
 
 @typed
 def step(training: Training, types: State, decayed: Any, state: Any, gradient: Any, number: u32['']):
-    """The state after the update `number`, from 0. `types` is `state_type`, `decayed` has a factor of weight_decay for
-    each of the weights."""
+    """The state after the update `number`, from 0. `types` is `state_type`'s; `decayed` has each weight's factor of
+    weight_decay."""
     rate, count = learning_rate(training, number), number.astype(jnp.float32) + 1
 
     def updated(path, array, decayed, w, g, m, n):
@@ -358,10 +352,10 @@ def step(training: Training, types: State, decayed: Any, state: Any, gradient: A
             n = rounded(new[1], n, spec, seed_of(training, f'nu{name}', number))
         return w - rate * (direction + training.weight_decay * decayed * w), m, n
 
-    found = jax.tree_util.tree_map_with_path(
+    triples = jax.tree_util.tree_map_with_path(
         updated, types.weights, decayed, state.weights, gradient, state.adam_mu, state.adam_nu
     )
-    weights, mu, nu = [jax.tree.map(lambda _, each, item=item: each[item], types.weights, found) for item in range(3)]
+    weights, mu, nu = [jax.tree.map(lambda _, each, item=item: each[item], types.weights, triples) for item in range(3)]
     b = training.ema_decay
     ema = None if state.ema is None else jax.tree.map(lambda a, w: b * a + (1 - b) * w, state.ema, weights)
     return State(weights, mu, nu, ema)

@@ -59,7 +59,7 @@ class Model:
     rope_max_timescale: Count  # base of the rotary angles
     norm_eps: Positive = 1e-6  # added to the mean square in RMSNorm
     compute_dtype: Literal['bfloat16', 'float32'] = 'bfloat16'  # of activations and matrix products
-    attention: KernelName = 'auto'  # of kernels/attention.py; einsum, which is written out; auto: by device
+    attention: KernelName = 'auto'  # a kernel of kernels/attention.py; einsum: as written below; auto: by device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ class Training(RunTraining):  # which has seed, steps, tokens and microbatches
     adam_eps: Positive = 1e-8  # added to the root of the second moment
     weight_decay: NotNegative = 0.1  # w loses learning_rate · weight_decay · w; matrices only, see DECAYED
     max_grad_norm: Positive = 1.0  # a gradient whose global norm is larger is scaled down to it
-    save_for_backward: Literal['everything', 'inputs'] = 'everything'  # what a layer keeps: what says so, or its input
+    save_for_backward: Literal['everything', 'inputs'] = 'everything'  # a layer keeps what it names, or its input
     unroll_layers: bool = False  # no loop over layers: longer to compile, without copies into stacks of what is kept
     # Of the reduce-scatter of weights' gradients: float32 sends 4 bytes an element; bfloat16 2, and rounds on the way.
     gradient_reduce_dtype: Literal['float32', 'bfloat16'] = 'float32'
@@ -81,7 +81,7 @@ class Training(RunTraining):  # which has seed, steps, tokens and microbatches
 
 @dataclass(frozen=True, kw_only=True)
 class Config(RunConfig):
-    OTHER: ClassVar = 'train_any'  # its keys are answered with its name
+    OTHER: ClassVar = 'train_any'  # the program that a key unknown here may belong to
 
     mesh: Mesh
     model: Model
@@ -141,7 +141,7 @@ class Metrics:
 
 
 def init_state(model: Model, seed: jax.Array) -> State:
-    """The first state. Jitted with sharded outputs each device draws its shard alone, the same values on any mesh."""
+    """The first state. Jitted with sharded outputs, each device draws only its shard; the values fit any mesh."""
     layers, M, F, V = model.layers, model.d_model, model.d_ff, model.vocab
     Q, K, D = model.n_q_per_kv, model.n_kv, model.d_head
 
@@ -231,8 +231,8 @@ def forward(model: Model, training: Training, bos_id: int, weights: Weights, bat
     ln1 = shardops.all_gather('layers M/d/t -> layers M', weights.transformer.ln1)
     ln2 = shardops.all_gather('layers M/d/t -> layers M', weights.transformer.ln2)
 
-    # The bytes that its lines say are of one layer and one token of the device's rows, in bfloat16; with its input they
-    # are 4M + (4QKD + 4KD + 4F)/t. The input alone is 2M/t, and costs a fifth to a quarter more FLOPs.
+    # Bytes in the comments below are for one layer and one token of the device's rows, in bfloat16; with the input they
+    # add up to 4M + (4QKD + 4KD + 4F)/t. Keeping the input alone takes 2M/t, and a fifth to a quarter more FLOPs.
     kept = ('save_for_backward',) if training.save_for_backward == 'everything' else ()
 
     @functools.partial(explicit_activation_checkpointing, names=kept)
@@ -283,8 +283,8 @@ def forward(model: Model, training: Training, bos_id: int, weights: Weights, bat
 
 
 # == Loss ==============================================================================================================
-# Positions of a row whose logits are in memory at once, at most. All of them in float32, with their gradient, would be
-# 6 B L V / (d t) bytes, 1.6 GB a device for c4_a100x8_1b; a chunk takes LOSS_CHUNK / L of it.
+# At most this many positions of a row have their logits in memory at once. All logits in float32, with their gradient,
+# would be 6 B L V / (d t) bytes, 1.6 GB a device for c4_a100x8_1b; a chunk takes LOSS_CHUNK / L of it.
 LOSS_CHUNK = 256
 
 
@@ -314,7 +314,7 @@ def loss_sum(model: Model, training: Training, bos_id: int, weights: Weights, ba
 
     chunk = max(size for size in range(1, LOSS_CHUNK + 1) if x.shape[1] % size == 0)
     x, batch = jax.tree.map(lambda a: rearrange(a, 'B (chunk L) ... -> chunk B L ...', L=chunk), (x, batch))
-    # Each chunk's gradient is computed right after its loss: of x 2M bytes a token are kept, in the place of x.
+    # Each chunk's gradient is computed right after its loss: it is kept in the place of x, 2M bytes a token.
     return shardops.sum_over_chunks(chunk_loss, unembed, x, batch)
 
 
@@ -333,7 +333,7 @@ def learning_rate(training: Training, step: jax.Array) -> jax.Array:
 
 @typed
 def squared_norms(tree: Weights) -> f32['weights']:
-    """Of each of the weights, of their gradients or changes, all layers together; one sum over all devices."""
+    """The squared norm of each weight, gradient or change, all layers together; one sum over all devices."""
     squares = jnp.stack([shardops.sum_unreduced('... -> +d +t', w * w) for w in jax.tree.leaves(tree)])
     return shardops.psum('weights +d +t -> weights', squares)
 
@@ -359,7 +359,7 @@ def adamw_step(training: Training, decayed, state, gradient, step: u32['']):
 def training_step(
     model: Model, training: Training, bos_id: int, state: State, skipped: u32[''], step: u32[''], batch: TokenBatch
 ) -> tuple[State, Metrics]:
-    """The update number `step`, from 0, and what is logged of it."""
+    """The state after update number `step`, from 0, and its metrics."""
     with jax.named_scope('count_targets'):
         target_count = shardops.sum_unreduced('B/d L -> +d', batch.is_target.astype(jnp.float32))
         target_count: f32[''] = jnp.maximum(shardops.psum('+d -> ', target_count), 1)
@@ -377,7 +377,7 @@ def training_step(
         return jax.tree.map(jnp.add, sums, (value, gradient)), None
 
     with jax.named_scope('gradient'):
-        # Each part has rows of every device.
+        # Each microbatch has rows of every device.
         regroup = functools.partial(shardops.regroup, 'B/d L -> parts R/d L', parts=training.microbatches)
         rows = jax.tree.map(regroup, batch)
         zero = shardops.zeros('+d +t', f32), jax.tree.map(jnp.zeros_like, state.weights)
@@ -393,7 +393,7 @@ def training_step(
 
     with jax.named_scope('adamw'):
         updated: State = adamw_step(training, DECAYED, state, clipped, step)
-        finite = jnp.isfinite(value) & jnp.isfinite(grad_norm)  # a step that is not changes nothing
+        finite = jnp.isfinite(value) & jnp.isfinite(grad_norm)  # else the step changes nothing
         new_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, state)
 
     with jax.named_scope('metrics'):

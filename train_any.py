@@ -1,16 +1,15 @@
-"""Trains any model of models/, from random weights or further: all weights, some, or adapters beside them (LoRA).
+"""Trains any family of models/, from random or given weights: all of them, some, or adapters beside them (LoRA).
 
     python -m train_any family=qwen3                         # a small one, from random weights
-    python -m train_any --config-name=finetune_smollm2       # SmolLM2 further, on invented chats
+    python -m train_any --config-name=finetune_smollm2       # fine-tunes SmolLM2 on invented chats
     python -m train_any --config-name=any_pipeline           # layers on four stages of a pipeline
     python -m train_any check_only=true                      # proves the types below on the mesh, without a device
 
-What the model is, the keys of `model` say, or initial_weights: a run, a checkpoint or a published folder. What is
-frozen has no gradient and no moments, and is not saved. docs/models.md begins with random weights, docs/finetuning.md
-leads from conversations to a model that answers like them.
-Legend as in train.py, whose optimizer and losses these are; rank is that of an adapter. Types name groups of axes
-(models/mesh.py). What differs by mesh stands outside of families: attention over c in models/context.py, the schedule
-of stages in pipeline.py, replicas here.
+The keys of `model`, or initial_weights (a run, a checkpoint or a published folder), say what the model is. Frozen
+weights have no gradient and no moments, and are not saved. docs/models.md begins with random weights;
+docs/finetuning.md leads from conversations to a model that answers like them.
+The legend is train.py's; rank is an adapter's. Types name groups of axes (models/mesh.py). Families do not know the
+mesh: attention over c is in models/context.py, the schedule of stages in pipeline.py, replicas are here.
 """
 
 import dataclasses
@@ -57,42 +56,42 @@ from tools.tasks import InRun
 from train import Metrics
 
 TRAINED = sorted(set(huggingface.families().values()))
-TokenBatch = layers.WeightedBatch  # of a data set without weights each target's is 1; T5's has more
+TokenBatch = layers.WeightedBatch  # weights are 1 where the data have none; T5's batch has more
 
 
 # == Hyperparameters ===================================================================================================
 @dataclass(frozen=True, kw_only=True)
 class Stages:
-    p: Count = 1  # stages of a pipeline, each with some of the layers (pipeline.py)
+    p: Count = 1  # stages of a pipeline; each holds some of the layers (pipeline.py)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mesh(mesh.Mesh, Stages):  # p is the first of the axes: least crosses it
+class Mesh(mesh.Mesh, Stages):  # p is the outermost axis: the least is sent along it
     pass
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lora:  # Hu et al. 2021
-    rank: Steps = 0  # of each adapter; 0: none, and the weights themselves are trained
-    alpha: Positive = 16.0  # alpha / rank · a · b is added to a matrix
-    dropout: Decay = 0.0  # of what a is multiplied with, while training
-    targets: Regex = '.*'  # a regular expression: the matrices of a layer that have an adapter, 'w_q|w_v'; all
+    rank: Steps = 0  # 0: no adapters; the weights themselves are trained
+    alpha: Positive = 16.0  # a matrix W becomes W + alpha / rank · a · b
+    dropout: Decay = 0.0  # drops elements of a's input, in training
+    targets: Regex = '.*'  # a regular expression of the layer's matrices that get an adapter: 'w_q|w_v'
 
 
 @dataclass(frozen=True, kw_only=True)
-class Masking:  # what a family predicts that is an encoder
-    share: Fraction = 0.15  # of the tokens
-    token: Steps | None = None  # the id that stands in their place; null: the tokenizer's mask_token
+class Masking:  # the objective of encoders
+    share: Fraction = 0.15  # of the tokens that are predicted
+    token: Steps | None = None  # the id that replaces them; null: the tokenizer's mask_token
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training(optimizers.Training):
     tokens: PairTokens
-    # What a layer keeps: what says so, on the device or in the host's memory; or its input.
+    # What a layer keeps for the backward pass: what it names, on the device or in the host's memory; or its input.
     save_for_backward: Literal['everything', 'on_host', 'inputs'] = 'everything'
-    balance_loss: NotNegative = 0.0  # factor of the loss that is least where all experts get as many tokens
+    balance_loss: NotNegative = 0.0  # factor of the loss that is least where all experts get equally many tokens
     router_z_loss: NotNegative = 0.0  # factor of the loss that keeps the router's logits small
-    # Of each stage's layers: 1 is 1F1B; with more, interleaved, the stages wait less and send as many times more.
+    # Of a stage's layers. 1: 1F1B; more: interleaved, stages wait less and send as many times more.
     pieces: Count = 1
 
 
@@ -101,23 +100,22 @@ class Config(RunConfig):
     CONFIG: ClassVar[str] = 'any_synthetic'
 
     mesh: Mesh
-    # `family`, a file of models/ (llama if there is none), and the keys of its Model; with initial_weights what differs
+    # `family`, a file of models/ (llama by default), and the keys of its Model. With initial_weights, only what differs
     # from theirs: model.compute_dtype=float32.
     model: dict[str, Any] = field(default_factory=dict)
     training: Training
     lora: Lora = field(default_factory=Lora)
     masking: Masking = field(default_factory=Masking)
-    train: Regex | None = (
-        None  # a regular expression: the weights that are trained, 'transformer/w_q|.*norm'; null: all
-    )
-    # Files of tasks that are scored with each validation loss (docs/evaluation.md): [exam.jsonl, questions.jsonl]
+    # A regular expression of the weights that are trained, 'transformer/w_q|.*norm'; null: all.
+    train: Regex | None = None
+    # Files of tasks to score at each validation (docs/evaluation.md): [exam.jsonl, questions.jsonl]
     eval_tasks: tuple[str, ...] = ()
-    best_by: Name = 'validation_loss'  # with patience, what tells the best: or score/exam.jsonl/acc
-    # How rows meet over mesh.c. auto: heads are dealt out, or, with more devices than heads, keys gathered; ring: keys
-    # are passed on from device to device.
+    best_by: Name = 'validation_loss'  # the metric that patience watches; or score/exam.jsonl/acc
+    # How attention crosses mesh.c. auto: by heads or, with more devices than heads, by gathered keys; ring: keys rotate
+    # from device to device.
     context: Literal['auto', 'ring'] = 'auto'
-    fp8: bool = False  # products of layers with their matrices are of 8-bit numbers, and half as much is gathered
-    initial_adapter: Name | None = None  # a folder that PEFT wrote, with adapters of this rank; null: drawn by the seed
+    fp8: bool = False  # layers multiply by their matrices in 8 bits, and gather half as many bytes
+    initial_adapter: Name | None = None  # a folder that PEFT wrote, of this rank; null: drawn by the seed
 
 
 @pytree_dataclass
@@ -125,14 +123,15 @@ class MixtureMetrics(Metrics):
     balance_loss: f32['']  # mean over layers, without its factor; 1 where all experts get as many tokens
     router_z_loss: f32['']  # mean over layers, without its factor
     dropped: f32['']  # share of the tokens' choices that found no slot
-    largest_load: f32['']  # of all experts of all layers, over the even share
+    largest_load: f32['']  # the largest share of any expert in any layer, over the even share
     load: f32['E']  # each expert's share of the choices over the even share, mean over layers
 
 
 # == What is trained ===================================================================================================
 @pytree_dataclass
 class Tuned:
-    """The weights in two trees: a family's `Weights` with None for what is in the other; or of adapters, and all."""
+    """The weights in two trees: a family's `Weights` twice, each with None for what the other holds; or adapters, and
+    all weights."""
 
     trained: Any  # float32
     frozen: Any
@@ -140,7 +139,7 @@ class Tuned:
 
 @dataclass(frozen=True)
 class Task:
-    """What a config trains: types and shapes."""
+    """What a config trains: the model, types and shapes."""
 
     family: ModuleType
     model: Any
@@ -149,8 +148,8 @@ class Task:
     along_c: Context
     in_step: Tuned  # types within a step: the same along r
     State: Any  # types at rest: a State of ArrayTypes, whose weights are Tuned
-    decayed: Any  # as trained: a factor of training.weight_decay
-    places: list[adapters.Place]  # of adapters
+    decayed: Any  # like `trained`: a factor of training.weight_decay
+    places: list[adapters.Place]  # where adapters are
     fp8: bool
     pieces: int  # of each stage of a pipeline; 0: there are no stages
 
@@ -160,22 +159,22 @@ class Task:
 
     @property
     def Part(self) -> type:
-        """A microbatch, with its rows' numbers in the whole batch."""
+        """The type of a microbatch and of its rows' numbers in the whole batch."""
         return tuple[{'encoder': bert.MaskedBatch}.get(self.family.KIND, self.Batch), u32['B/b']]
 
     @property
     def trained(self) -> Any:
-        """Types at rest."""
+        """Types at rest of what is trained."""
         return self.State.weights.trained
 
     @property
     def saved(self) -> Any:
-        """Types of the state without what is frozen."""
+        """Types of the state that checkpoints hold: nothing frozen."""
         return replace(self.State, weights=self.trained)
 
 
 def resolved(config: Config) -> Config:
-    """The config with its model, of a family's class. Raises RunError where it cannot be trained so."""
+    """The config whose `model` is its family's Model. Raises RunError for keys that do not go together."""
     if not isinstance(config.model, dict):
         return config
     if config.lora.rank and config.train is not None:
@@ -187,16 +186,16 @@ def resolved(config: Config) -> Config:
     if config.initial_weights is None and (config.lora.rank or config.train is not None):
         raise RunError('lora.rank, train: what is frozen would stay random: set initial_weights, or leave them out')
     if config.fp8 and config.lora.rank:
-        raise RunError('fp8 = true: adapters stand beside matrices as they are: leave fp8 or lora.rank out')
+        raise RunError('fp8 = true: adapters have no 8-bit form: leave fp8 or lora.rank out')
     model = model_of(config)
     if config.fp8 and getattr(model, 'experts', 0):
-        raise RunError('fp8 = true: expected false in a mixture of experts, whose products have no 8-bit form')
+        raise RunError('fp8 = true: experts have no 8-bit form: set it to false')
     check_encoder(config, family_of(model).KIND, model)
     check_stages(config, family_of(model).KIND)
     if config.training.dropout and getattr(model, 'attention', 'auto') not in ('auto', 'einsum'):
         raise RunError(
-            f'model.attention = {model.attention}: with training.dropout attention is as written out, since its '
-            'probabilities are dropped; set it to auto'
+            f'model.attention = {model.attention}: its kernel holds no probabilities for training.dropout to drop: set '
+            'it to auto'
         )
     new = replace(config, model=model)
     for key, value in {'origins': config.origins, 'given': config}.items():  # given: what the run's config.yaml says
@@ -205,14 +204,14 @@ def resolved(config: Config) -> Config:
 
 
 def model_of(config: Config) -> Any:
-    """A family's Model: that of initial_weights with the keys of `model` in the place of its own, or of these alone."""
+    """The Model that the keys of `model` describe; with initial_weights, theirs with these keys replaced."""
     keys, path = dict(config.model), config.initial_weights
     name, source = keys.pop('family', None), None
     if path is not None:
         with ThreadPoolExecutor() as pool:
             source = huggingface.open_weights(path, pool)
         if source.family is None:
-            raise RunError(f'initial_weights = {path}: the model is of no family in models/, and cannot be trained')
+            raise RunError(f'initial_weights = {path}: no family of models/ computes this model')
         name, keys = name or name_of(source.family), {**as_tree(source.model), **keys}
     elif not name and not keys.keys() - set(huggingface.SETTINGS):
         raise RunError('model: expected a family and its sizes (+family=llama, say), or initial_weights')
@@ -230,12 +229,12 @@ def model_of(config: Config) -> Any:
 
 @functools.cache
 def section_of(Model: type) -> type:
-    """A config of this section alone: so messages name the key, model.d_ff, and where it was set."""
+    """A config of this section alone, so that messages name the key, model.d_ff, and where it was set."""
     return dataclasses.make_dataclass('Section', [('model', Model)], frozen=True, kw_only=True)
 
 
 def has_key(key: str) -> bool:
-    """Whether it can be set here, for some family."""
+    """Whether the key can be set here, for some family."""
     of_models = (all_keys(importlib.import_module(file).Model, 'model.') for file in TRAINED)
     return key == 'model.family' or any(key in keys for keys in (all_keys(Config), *of_models))
 
@@ -245,19 +244,19 @@ def family_of(model: Any) -> ModuleType:
 
 
 def name_of(family: ModuleType) -> str:
-    """As `model.family` has it."""
+    """The name that `model.family` gives it."""
     return family.__name__.rpartition('.')[2]
 
 
 def check_encoder(config: Config, kind: str, model: Any) -> None:
-    """Raises RunError for keys that are for models with an encoder, or for others."""
+    """Raises RunError for keys that are only for models with an encoder, or only for others."""
     key = f'training.tokens.read_len = {config.training.tokens.read_len}'
     if kind == 'both' and not config.training.tokens.read_len:
-        raise RunError(f'{key}: the model has an encoder: expected how many tokens of a row it reads')
+        raise RunError(f'{key}: expected how many tokens of a row the encoder reads')
     if kind != 'both' and config.training.tokens.read_len:
-        raise RunError(f'{key}: the model has no encoder that reads: leave it out')
+        raise RunError(f'{key}: only models with an encoder and a decoder read a row apart: leave it out')
     if kind != 'encoder' and config.masking != Masking():
-        raise RunError('masking: of models that predict masked tokens, which this does not: leave it out')
+        raise RunError('masking: only encoders predict masked tokens: leave it out')
     if kind == 'encoder' and config.masking.token is not None and config.masking.token >= model.vocab:
         raise RunError(f'masking.token = {config.masking.token}: expected an id below model.vocab = {model.vocab}')
     if kind != 'decoder' and context_of(config.mesh, model.n_kv, config.context).way != 'deal':
@@ -268,17 +267,17 @@ def check_encoder(config: Config, kind: str, model: Any) -> None:
 
 
 def check_stages(config: Config, kind: str) -> None:
-    """Raises RunError for keys that do not go with stages, or not without."""
+    """Raises RunError for keys that do not go with stages, or only with them."""
     stages = f'mesh.p = {config.mesh.p}'
     if config.mesh.p == 1 and config.training.pieces > 1:
-        raise RunError(f'training.pieces = {config.training.pieces}: of stages, and {stages}: leave it out')
+        raise RunError(f'training.pieces = {config.training.pieces}: {stages} has no stages to cut: leave it out')
     if config.mesh.p > 1 and (config.fp8 or kind != 'decoder'):
         what = 'products in 8 bits' if kind == 'decoder' else 'a model with an encoder'
         raise RunError(f'{stages}: {what} cannot be dealt out to stages: set it to 1')
 
 
 def task_of(config: Config) -> Task:
-    """Of a resolved config; sets the types of activations and of matrices at rest."""
+    """The task of a resolved config. Also sets the types of activations (`act`) and of matrices at rest (`stored`)."""
     family, model, lora = family_of(config.model), config.model, config.lora
     act.dtype = model.compute_dtype
     stored.dtype = act.dtype if lora.rank else jnp.float32
@@ -291,7 +290,7 @@ def task_of(config: Config) -> Task:
     else:
         is_trained = [re.fullmatch('.*' if config.train is None else config.train, each) for each in names(types)]
         if not any(is_trained):
-            raise RunError(f'train = {config.train!r} is none of the weights: {", ".join(names(types))}')
+            raise RunError(f'train = {config.train!r} matches no weight: {", ".join(names(types))}')
         trained, frozen = [
             jax.tree.unflatten(
                 jax.tree.structure(types),
@@ -311,12 +310,12 @@ def task_of(config: Config) -> Task:
 
 
 def at_rest(array: ArrayType) -> ArrayType:
-    """Split over r and p too, along the dim that is split over d: 'M/w/r/p F/t'. What is split over t alone is not."""
+    """The type at rest: the dim that is split over d is split over r and p too, 'M/w/r/p F/t'."""
     return array.element[' '.join(f'{dim}/r/p' if 'd' in dim.axes else str(dim) for dim in array.spec.dims)]
 
 
 def state_type(config: Config) -> Any:
-    """Of a resolved config; State alone does not say what is trained."""
+    """The state's types, for a resolved config."""
     return task_of(config).State
 
 
@@ -325,8 +324,8 @@ def leaves(types: Any) -> list[ArrayType]:
 
 
 def first_weights(task: Task, seed: jax.Array) -> Any:
-    """What is trained, at first: all of b is zero, so that adapters change nothing; or any weights of the model, in
-    whose place those of initial_weights come."""
+    """What is trained, as drawn: adapters whose b is zero, so that they change nothing; or the model's weights, which
+    initial_weights then replace."""
     if not task.lora.rank:
         drawn = task.family.init(task.model, seed)
         return jax.tree.map(lambda type_, w: w if type_ else None, task.trained, drawn, is_leaf=lambda x: x is None)
@@ -343,12 +342,12 @@ def first_weights(task: Task, seed: jax.Array) -> Any:
 
 
 def init_state(task: Task, seed: jax.Array) -> State:
-    """The first state, without what is frozen."""
+    """The first state of what is trained."""
     return optimizers.first_state(task.saved, first_weights(task, seed))
 
 
 def drawn_state(config: Config, seed: jax.Array) -> State:
-    """The whole first state of a resolved config, with weights that are drawn, not read."""
+    """The whole first state of a resolved config, frozen weights included, with weights drawn, not read."""
     task = task_of(config)
     state, drawn = init_state(task, seed), task.family.init(task.model, seed)
     frozen = jax.tree.map(
@@ -358,11 +357,11 @@ def drawn_state(config: Config, seed: jax.Array) -> State:
 
 
 # == Loss ==============================================================================================================
-Drops = tuple[Dropout | None, Dropout | None]  # of the model, and of what adapters multiply
+Drops = tuple[Dropout | None, Dropout | None]  # the model's, and that of adapters' inputs
 
 
 def drops_of(task: Task, training: Training, step: jax.Array | None, rows: jax.Array | None) -> Drops:
-    """Of these rows' numbers; None, in validation: no step."""
+    """The dropouts of these rows in this step; None in validation, which has no step."""
 
     def of(name, rate):
         return Dropout(rate, optimizers.seed_of(training, name, step), rows) if rate and step is not None else None
@@ -371,17 +370,17 @@ def drops_of(task: Task, training: Training, step: jax.Array | None, rows: jax.A
 
 
 def joined(task: Task, weights: Tuned) -> Any:
-    """The model's weights, without adapters."""
+    """The model's weights in one tree; adapters stay apart."""
     return weights.frozen if task.lora.rank else whole(task, weights)
 
 
 def loss_sum(
     task: Task, training: Training, special_id: int, weights: Tuned, batch: TokenBatch, drops: Drops, z_loss: float
 ):  # fmt: skip
-    """The sum of weight · -log softmax over all targets, pending over all axes, and what routers did, None without
-    experts.
+    """The sum of weight · -log softmax over all targets, pending over all axes, and what routers did (None without
+    experts).
 
-    weights: as in a step. drops, z_loss: of training; without, in validation.
+    weights: as in a step. drops, z_loss: (None, None) and 0 in validation.
     """
     family, model, (dropout, of_adapters) = task.family, task.model, drops
     reduce_dtype, kept = training.gradient_reduce_dtype, training.save_for_backward
@@ -407,7 +406,7 @@ def loss_sum(
 
 @typed
 def over_stages(unembed: Any) -> Any:
-    """Each stage's part of the vocabulary, 'V/u M' (Yeung et al. 2024); the whole, where there is one stage."""
+    """Each stage's part of the vocabulary, 'V/u M' (Yeung et al. 2024); with one stage, all of it."""
     strings = {2: 'V/t M -> V/u M', 1: 'V/t -> V/u'}  # of the table, and of a bias
     return jax.tree.map(lambda w: shardops.slice(strings[w.ndim], w), unembed)
 
@@ -420,7 +419,7 @@ def loss_of_routers(training: Any, parts: int, routing: Array['layers', Routing]
 
 
 def no_routing(spec: str, E: int, **sizes: int) -> Routing | None:
-    """Zeros, of dims before a router's own; None without experts."""
+    """Zeros to add routers' reports to; `spec`: the dims before a router's own. None without experts."""
     if not E:
         return None
     scalars = [shardops.zeros(f'{spec} +b +c', f32, **sizes) for _ in range(3)]
@@ -428,7 +427,7 @@ def no_routing(spec: str, E: int, **sizes: int) -> Routing | None:
 
 
 def row_numbers(batch: Any, spec: str) -> jax.Array:
-    """Of a device's rows, u32['B/b'], in the whole batch: `spec` says how they lie."""
+    """The numbers in the whole batch of a device's rows, u32['B/b']; `spec` says how the rows are split."""
     count = batch.targets.shape[0] * devices_along('prde' if '/p' in spec else 'rde')
     return shardops.slice(f'B -> {spec}', jnp.arange(count, dtype=jnp.uint32))
 
@@ -438,7 +437,7 @@ def loss_and_gradient(
     target_count: jax.Array,
 ):  # fmt: skip
     """The loss, pending over all axes; what routers did, summed over microbatches; and the gradient of what is trained,
-    pending over what each weight is the same along."""
+    pending over the axes along which its weight is the same."""
     Part = task.Part
 
     @typed
@@ -456,12 +455,12 @@ def loss_and_gradient(
 
     @typed
     def add_microbatch(sums, part: Part):
-        # Without the barrier XLA gathers what is not of a layer before the loop and holds it throughout.
+        # Without the barrier XLA gathers what no layer owns before the loop, and holds it throughout.
         weights, part = lax.optimization_barrier((in_step, part))
-        (_, found), gradient = shardops.value_and_grad(loss, has_aux=True)(weights.trained, weights, part)
-        return jax.tree.map(jnp.add, sums, (found, gradient)), None
+        (_, reports), gradient = shardops.value_and_grad(loss, has_aux=True)(weights.trained, weights, part)
+        return jax.tree.map(jnp.add, sums, (reports, gradient)), None
 
-    def regroup(array, x):  # 'B/b', 'B/b L', or 'B/b S' of what an encoder reads
+    def regroup(array, x):  # 'B/b', 'B/b L', or an encoder's 'B/b S'
         columns = ' '.join(array.spec.names[1:])
         return shardops.regroup(f'B/b {columns} -> parts R/b {columns}', x, parts=parts)
 
@@ -474,15 +473,15 @@ def loss_and_gradient(
 
 @dataclass(frozen=True)
 class Staged:
-    """The loss on the stages of a pipeline, in parts: what `pipeline.pipelined` takes."""
+    """The parts of the loss that `pipeline.pipelined` runs on stages."""
 
     task: Task
     training: Training
     special_id: int
     parts: int
-    in_step: Tuned  # layers as stages have them, 'p/p v n M/w F/t'
+    in_step: Tuned  # layers lie as stages have them, 'p/p v n M/w F/t'
     own: Any  # a device's rows by microbatches, 'p/p groups R/b L', and their numbers, which dropout needs
-    every: Any  # those of all stages
+    every: Any  # the rows of all stages
     step: jax.Array | None  # None: no dropout
     target_count: jax.Array
     z_loss: float
@@ -494,14 +493,14 @@ class Staged:
         return self.task.family.gather_ends(self.weights(trained), self.training.gradient_reduce_dtype)
 
     def layers(self, trained: Any) -> Any:
-        """Gathered, 'p/p v n M F/t', once a step: 2 bytes for each parameter of the stage / t are sent and held, and 4
-        for each in the gradient."""
+        """The layers, gathered once a step, 'p/p v n M F/t': 2 bytes for each of the stage's parameters / t are sent
+        and held, and 4 for each in the gradient."""
         gather = functools.partial(self.task.family.gather_layer, reduce_dtype=self.training.gradient_reduce_dtype)
         of_pieces = functools.partial(lax.map, functools.partial(lax.map, gather))
         return shardops.each('p', of_pieces, self.weights(trained).transformer)
 
     def embed(self, ends: Any) -> Any:
-        """Each device its own rows, 'p/p groups B/b L/c M/t'."""
+        """Each device embeds its own rows, 'p/p groups B/b L/c M/t'."""
         task, groups = self.task, self.parts // self.task.mesh.p
 
         @typed
@@ -514,14 +513,14 @@ class Staged:
         return shardops.each('p', of_own, self.own[0])
 
     def stage(self, piece: Any, fixed: Any, x: jax.Array, number: jax.Array) -> Any:
-        """As of `pipelined`; fixed: what has no gradient of each layer, its window, its number."""
+        """The stage of `pipelined`. fixed, by layer: frozen weights, the window, the layer's number."""
         task, training, (frozen, window, numbers) = self.task, self.training, fixed
         batch, rows = pipeline.microbatch(self.every, number)
         dropout, of_adapters = drops_of(task, training, self.step, rows)
-        given, in_use = (piece,), lambda w: w
+        weights, in_use = (piece,), lambda w: w
         if task.lora.rank:
-            given, in_use = (frozen, (piece, numbers)), functools.partial(adapted, task.lora, of_adapters)
-        stack = given, window, None if dropout is None else numbers
+            weights, in_use = (frozen, (piece, numbers)), functools.partial(adapted, task.lora, of_adapters)
+        stack = weights, window, None if dropout is None else numbers
         _, segment, position = layers.inputs_of(batch, self.special_id)
         options = training.save_for_backward, training.unroll_layers, dropout, task.along_c
         x, routing = layers.through(task.family, task.model, x, stack, in_use, segment, position, *options)
@@ -540,8 +539,8 @@ class Staged:
 
 
 def of_head(ends: Any) -> Any:
-    """A stage's part of the unembedding, in float32, so that its gradient adds up over microbatches in float32; and the
-    other ends but the embedding."""
+    """A stage's part of the unembedding, in float32 so that its gradient adds up in float32 over microbatches; and the
+    other ends, without the embedding."""
     norms = {name: w for name, w in vars(ends).items() if name not in ('embed', 'unembed') and w is not None}
     return over_stages(ends.unembed).astype(jnp.float32), norms
 
@@ -550,7 +549,7 @@ def staged_loss_and_gradient(
     task: Task, training: Training, special_id: int, parts: int, in_step: Tuned, batch: Any, step: jax.Array | None,
     target_count: jax.Array, z_loss: float, backward: bool = True,
 ):  # fmt: skip
-    """The same on the stages of a pipeline; without backward no gradient."""
+    """`loss_and_gradient` on the stages of a pipeline. backward=False: no gradient."""
     family, model, p, v = task.family, task.model, task.mesh.p, task.pieces
     layers.require_positions(model, batch.targets.shape[1])
     has_dropout = (training.dropout or task.lora.dropout) and step is not None
@@ -572,8 +571,8 @@ def staged_loss_and_gradient(
         fixed = frozen, *jax.tree.map(functools.partial(pipeline.dealt_out, 'layers', v), of_layers)
     trains_ends = any('/' not in name for name in names(task.in_step.trained))
 
-    def head(given, y, number):
-        return staged.head(ends, given or shared, y, number)
+    def head(trained_ends, y, number):
+        return staged.head(ends, trained_ends or shared, y, number)
 
     seen = no_routing('p/p v n', getattr(model, 'experts', 0), v=v, n=model.layers // (p * v))
     given = pieces, fixed, shared if trains_ends else (), stream, seen, backward
@@ -602,7 +601,7 @@ def is_none(x: Any) -> bool:
 
 
 def numbered(task: Task, trained: Any) -> Any:
-    """The adapters of the layers, with the layers' numbers; of an encoder's and of its decoder's, which count on."""
+    """The layers' adapters with the layers' numbers; a decoder's numbers go on where its encoder's end."""
     numbers = functools.partial(jnp.arange, dtype=jnp.uint32)
     if task.family.KIND != 'both':
         return trained.transformer, numbers(task.model.layers)
@@ -611,24 +610,25 @@ def numbered(task: Task, trained: Any) -> Any:
 
 
 def whole(task: Task, weights: Tuned) -> Any:
-    """The model's weights, with the adapters' products in them; that of whole arrays, outside of the mapped step."""
+    """The model's weights with the adapters' products added; of global arrays, outside of the mapped step."""
     if not task.lora.rank:
         return jax.tree.map(
             lambda w, other: other if w is None else w, weights.trained, weights.frozen, is_leaf=is_none
         )
-    found = weights.frozen
+    merged = weights.frozen
     for place in task.places:
-        pair, stack = getattr(getattr(weights.trained, place.stack), place.name), getattr(found, place.stack)
+        pair, stack = getattr(getattr(weights.trained, place.stack), place.name), getattr(merged, place.stack)
         one, other, all_ = adapters.letters(place.a, place.b, place.whole)
         change = task.lora.alpha / task.lora.rank * jnp.einsum(f'{one},{other}->{all_}', pair.a, pair.b)
         w, part = getattr(stack, place.leaf), (slice(None), *place.part)
         w = w.at[part].set((w[part] + change).astype(w.dtype))
-        found = replace(found, **{place.stack: replace(stack, **{place.leaf: w})})
-    return found
+        merged = replace(merged, **{place.stack: replace(stack, **{place.leaf: w})})
+    return merged
 
 
 def adapted(lora: Lora, dropout: Dropout | None, w: Any, low: tuple[Any, jax.Array]) -> Any:
-    """A gathered layer with its adapters, which join its products' sums: no more is sent (`products.product`)."""
+    """A gathered layer with its adapters, whose products join the layer's sums, so that no transfer is added
+    (`products.product`)."""
     (pairs, layer), matrices = low, {}
     drop = None if dropout is None else dropout.of_layer(layer)
     for name, pair in vars(pairs).items() if pairs else ():
@@ -648,24 +648,24 @@ def pending_over(axes: Any) -> str:
 
 
 def owed(array: ArrayType) -> set[str]:
-    """The axes along which all devices hold the same: over them a gradient is a sum."""
+    """The axes along which all devices hold the same: the gradient is a sum over them."""
     return set(AXES) - array.spec.split
 
 
 def on_stages(task: Task, array: ArrayType) -> bool:
-    """Whether it is of layers that are dealt out to stages."""
+    """Whether the array belongs to layers that are dealt out to stages."""
     return bool(task.pieces) and array.spec.names[:1] == ('layers',)
 
 
 @typed
 def gathered_over_replicas(task: Task, weights: Tuned) -> Any:
-    """The weights of a step, the same along r, and p but for stages' layers. Matrices travel as they will be used:
-    between hosts 2 bytes a parameter of the devices' share, and 4 of norms. Held in a step: 4 bytes a parameter of the
-    share."""
+    """The weights of a step, the same along r, and along p but for stages' layers. Matrices travel in the type in which
+    they are used: between hosts 2 bytes a parameter of the devices' share, 4 for norms. A step holds 4 bytes a
+    parameter of the share."""
 
     def gather(in_step, w):
         rest, use = str(at_rest(in_step).spec), str(in_step.spec)
-        # Of one replica they are not rounded.
+        # With one replica nothing is sent, so nothing is rounded.
         dtype = act if task.mesh.p * task.mesh.r > 1 and in_step.element is stored else None
         if on_stages(task, in_step):
             w = pipeline.dealt_out(rest, task.pieces, w if dtype is None else w.astype(act.dtype))
@@ -678,8 +678,8 @@ def gathered_over_replicas(task: Task, weights: Tuned) -> Any:
 
 @typed
 def reduced(task: Task, gradient: Any) -> Any:
-    """Each gradient as its weight lies at rest, of one that is pending over what its weight is the same along: once a
-    step, 4 bytes a parameter of the share over r and p, and an all-reduce of what is small."""
+    """Sums each gradient over the axes that it is pending over, and splits it as its weight at rest. Once a step: 4
+    bytes a parameter of the share over r and p, and an all-reduce for what is small."""
 
     def of_one(in_step, g):
         rest, use, over = str(at_rest(in_step).spec), str(in_step.spec), owed(in_step)
@@ -699,7 +699,7 @@ def reduced(task: Task, gradient: Any) -> Any:
 # == Optimizer and step ================================================================================================
 @typed
 def squared_norms(types: Any, tree: Any) -> f32['weights']:
-    """Of each of the weights, of gradients or changes, all layers together; one sum over all devices."""
+    """The squared norm of each weight, gradient or change, all layers together; one sum over all devices."""
     squares = []
     for array, w in zip(leaves(types), jax.tree.leaves(tree), strict=True):
         split = pending_over(array.spec.split)
@@ -712,7 +712,7 @@ def squared_norms(types: Any, tree: Any) -> f32['weights']:
 def updated(
     task: Task, training: optimizers.Training, state: State, value: f32[''], gradient, skipped: u32[''], step: u32['']
 ):
-    """The state after an update, and what is logged of it; as train.py's, of what is trained."""
+    """The state after an update, and its metrics, as in train.py."""
     Trained = task.trained
     with jax.named_scope('clip'):
         grad_squares: f32['weights'] = squared_norms(Trained, gradient)
@@ -723,7 +723,7 @@ def updated(
     with jax.named_scope('optimizer'):
         before = replace(state, weights=state.weights.trained)
         moved = optimizers.step(training, task.saved, task.decayed, before, clipped, step)
-        finite = jnp.isfinite(value) & jnp.isfinite(grad_norm)  # a step that is not changes nothing
+        finite = jnp.isfinite(value) & jnp.isfinite(grad_norm)  # else the step changes nothing
         new = jax.tree.map(lambda new, old: jnp.where(finite, new, old), moved, before)
 
     with jax.named_scope('metrics'):
@@ -745,7 +745,7 @@ def updated(
 @jax.named_scope('metrics')
 @typed
 def mixture_metrics(model: Any, parts: int, metrics: Metrics, routing: Array['layers', Routing]) -> MixtureMetrics:
-    """The metrics of a mixture, of what its routers did, summed over microbatches."""
+    """A mixture's metrics. routing: what its routers did, summed over microbatches."""
     scalars = jnp.stack([routing.balance, routing.z, routing.dropped])
     scalars = shardops.psum('metrics layers +b +c -> metrics layers', scalars) / parts
     balance, z, dropped = shardops.sum_unreduced('metrics layers -> metrics', scalars) / model.layers
@@ -762,14 +762,14 @@ def mixture_metrics(model: Any, parts: int, metrics: Metrics, routing: Array['la
 
 @typed
 def count_of(batch: Any) -> f32['']:
-    """The sum of the targets' weights, of all devices."""
+    """The sum of the targets' weights over all devices."""
     if isinstance(batch, pipeline.StagedBatch):
         return shardops.psum('+p +b -> ', shardops.sum_unreduced('B/p/b L -> +p +b', batch.weight))
     return shardops.psum('+b -> ', shardops.sum_unreduced('B/b L -> +b', batch.weight))
 
 
 def read_masked(task: Task, config: Config, mask: int, batch: Any, step: jax.Array) -> Any:
-    """The batch with what an encoder reads of it; as it is for other families."""
+    """The batch with masked inputs for an encoder; unchanged for other families."""
     if task.family.KIND != 'encoder':
         return batch
     seed, share = optimizers.seed_of(config.training, 'masking', step), config.masking.share
@@ -777,10 +777,10 @@ def read_masked(task: Task, config: Config, mask: int, batch: Any, step: jax.Arr
 
 
 def mapped_steps(config: Config, special_id: int, part: float = 1.0) -> tuple[typed_shard_map, typed_shard_map]:
-    """The training step, with a part of the batch, and the validation step over the mesh, of a resolved config.
+    """The training step, on a part of the batch, and the validation step over the mesh, for a resolved config.
 
-    special_id: the token that stands where none is, before a sequence, or before what a decoder writes; of an encoder
-      the one that masks.
+    special_id: a decoder's input where no token comes before: at the start of a sequence, or of what T5 writes; for an
+      encoder, the token that masks.
     """
     task, training = task_of(config), config.training
     parts = round(part * training.microbatches)
@@ -789,7 +789,7 @@ def mapped_steps(config: Config, special_id: int, part: float = 1.0) -> tuple[ty
 
     @typed
     def training_step(state: StateType, skipped: u32[''], step: u32[''], batch: Batch) -> tuple[StateType, AllMetrics]:
-        """The update number `step`, from 0, and what is logged of it."""
+        """The state after update number `step`, from 0, and its metrics."""
         with jax.named_scope('count_targets'):
             batch = read_masked(task, config, special_id, batch, step)
             target_count = count_of(batch)
@@ -797,11 +797,11 @@ def mapped_steps(config: Config, special_id: int, part: float = 1.0) -> tuple[ty
         with jax.named_scope('replicas'):
             in_step = gathered_over_replicas(task, state.weights)
         with jax.named_scope('gradient'):
-            given = task, training, special_id, parts, in_step, batch, step, target_count
+            args = task, training, special_id, parts, in_step, batch, step, target_count
             if task.pieces:
-                value, routing, gradient = staged_loss_and_gradient(*given, training.z_loss)
+                value, routing, gradient = staged_loss_and_gradient(*args, training.z_loss)
             else:
-                value, routing, gradient = loss_and_gradient(*given)
+                value, routing, gradient = loss_and_gradient(*args)
             value: f32[''] = shardops.psum(f'{ALL} -> ', value)
         with jax.named_scope('replicas'):
             gradient: task.trained = reduced(task, gradient)
@@ -814,8 +814,8 @@ def mapped_steps(config: Config, special_id: int, part: float = 1.0) -> tuple[ty
         batch = read_masked(task, config, special_id, batch, jnp.uint32(0))
         in_step = gathered_over_replicas(task, weights)
         if task.pieces:
-            given = task, training, special_id, training.microbatches, in_step, batch, None, jnp.float32(1)
-            value, _, _ = staged_loss_and_gradient(*given, 0.0, backward=False)
+            args = task, training, special_id, training.microbatches, in_step, batch, None, jnp.float32(1)
+            value, _, _ = staged_loss_and_gradient(*args, 0.0, backward=False)
         else:
             value, _ = loss_sum(task, training, special_id, in_step, batch, (None, None), 0.0)
         return loss + shardops.psum(f'{ALL} -> ', value), targets + count_of(batch)
@@ -825,7 +825,7 @@ def mapped_steps(config: Config, special_id: int, part: float = 1.0) -> tuple[ty
 
 # == Main loop =========================================================================================================
 def shapes(config: Config) -> tuple[State, Any]:
-    """The global shapes of the state and of a batch, of a resolved config. Raises RunError for sizes that the mesh
+    """The global shapes of the state and of a batch, for a resolved config. Raises RunError for sizes that the mesh
     cannot split."""
     task, mesh, tokens = task_of(config), config.mesh, config.training.tokens
     if task.pieces:
@@ -847,12 +847,12 @@ def shapes(config: Config) -> tuple[State, Any]:
         check_sizes(config, i32['2 l/c'], jax.ShapeDtypeStruct((2, tokens.len // 2), jnp.int32))
     state = jax.eval_shape(functools.partial(drawn_state, config), np.uint32(0))
     check_sizes(config, task.State, state)
-    batch = batch_shapes(config, TokenBatch if task.pieces else task.Batch)  # a microbatch is of all stages
+    batch = batch_shapes(config, TokenBatch if task.pieces else task.Batch)  # a microbatch passes all stages
     return state, task.Batch(**vars(batch))
 
 
 def reader(config: Config, task: Task) -> Callable | None:
-    """Reads the weights that are trained, as huggingface.restored does; None: they are drawn, only others are read."""
+    """What reads the trained weights, with huggingface.restored's arguments; None: they are drawn."""
     if not task.lora.rank:
         return functools.partial(huggingface.restored, is_part=True)
     if config.initial_adapter is None:
@@ -868,7 +868,7 @@ def reader(config: Config, task: Task) -> Callable | None:
 
 
 def scorer_of(config: Config, task: Task, special_id: int) -> InRun | None:
-    """What scores eval_tasks, if there are any."""
+    """What scores eval_tasks; None: there are none."""
     if not config.eval_tasks:
         return None
     join = functools.partial(whole, task)
@@ -878,16 +878,15 @@ def scorer_of(config: Config, task: Task, special_id: int) -> InRun | None:
 
 
 def special_of(config: Config, task: Task, source: huggingface.Source | None) -> int:
-    """As of `mapped_steps`, but for a decoder, whose data say it. Raises RunError where nothing says what masks."""
+    """The special_id of `mapped_steps`; a decoder's comes from its data, later. Raises RunError where nothing says
+    which token masks."""
     if task.family.KIND != 'encoder':
         return source.decoder_start if source and task.family.KIND == 'both' else 0
     tokenizer = None if config.masking.token is not None else tokenizer_of(config)
-    found = config.masking.token if tokenizer is None else tokenizer.id_of('mask_token')
-    if found is None or found >= config.model.vocab:
-        raise RunError(
-            f'masking.token = {shown(found)}: expected the id, below model.vocab, that stands for masked tokens'
-        )
-    return found
+    mask = config.masking.token if tokenizer is None else tokenizer.id_of('mask_token')
+    if mask is None or mask >= config.model.vocab:
+        raise RunError(f'masking.token = {shown(mask)}: expected the id, below model.vocab, of the token that masks')
+    return mask
 
 
 def main(config: Config) -> None:
@@ -926,7 +925,7 @@ def main(config: Config) -> None:
             validate = jax.jit(validate, compiler_options=run.compiler_options)
             kept = replace(state, weights=state.weights.trained)
             kept = run.first_state(kept, functools.partial(init_state, task))
-            if kept.ema is not None and not run.done_steps:  # it begins at the weights that were read
+            if kept.ema is not None and not run.done_steps:  # the average begins at the weights that were read
                 kept = replace(kept, ema=jax.tree.map(jnp.copy, kept.weights))
             frozen = state.weights.frozen
             if is_part:

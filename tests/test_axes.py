@@ -405,7 +405,7 @@ REFUSED = [
     ),
     ('+experts=small model.capacity_parts=3', 'of rows of training.tokens.len = 64: set it to a divisor'),
     ('mesh.r=128', 'dim M has size 256, which axes d=4 × r=128 cannot divide: set it to 512'),
-    ('training.pieces=2', 'training.pieces = 2: of stages, and mesh.p = 1'),
+    ('training.pieces=2', 'training.pieces = 2: mesh.p = 1 has no stages to cut'),
     ('fp8=true mesh.p=2', 'mesh.p = 2: products in 8 bits cannot be dealt out to stages'),
     ('--config-name=any_pipeline training.pieces=3', 'model.layers = 8: dealt out to mesh.p · training.pieces = 12'),
     ('--config-name=any_pipeline training.microbatches=2', 'training.microbatches = 2: dealt out to mesh.p = 4: set'),

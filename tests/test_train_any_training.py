@@ -161,12 +161,12 @@ def test_what_does_not_fit_is_refused(start, capsys):  # noqa: F811
         (["lora.rank=2", "training.optimizer=muon"], "training.optimizer = muon: it is for the matrices of layers; of"),
         (
             ["training.dropout=0.1", "model.attention=blockwise"],
-            "model.attention = blockwise: with training.dropout attention",
+            "model.attention = blockwise: its kernel holds no probabilities",
         ),
         (["training.decay_from=2"], "training.decay_from = 2: schedule cosine falls from the warmup on"),
         (
             ["training.batch_doubles_at=[1,2]", "training.microbatches=2"],
-            "training.batch_doubles_at = [1, 2]: training.microbatches = 2 are halved for each of these steps",
+            "training.batch_doubles_at = [1, 2]: training.microbatches = 2 is halved for each of these steps",
         ),
         (["training.batch_doubles_at=[2,1]"], "training.batch_doubles_at = [2, 1]: expected steps in increasing order"),
     ]:
