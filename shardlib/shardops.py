@@ -26,6 +26,7 @@ import functools
 import itertools
 import math
 import string as _strings
+import typing
 from collections.abc import Callable
 
 import jax
@@ -266,67 +267,50 @@ def require_result(recipe: Recipe, dims, pending=(), why: str = ""):
         )
 
 
-# Operations that keep the dims: what each does to a value, and nothing else.
-_CHANGES = {
-    "all_gather": ({"gathers"}, "gathers dims, as in 'M/d F/t -> M F/t'"),
-    "psum_scatter": (
-        {"takes the sum", "splits"},
-        "takes a sum and splits a dim over the same axes, as in 'B M +t -> B M/t'",
-    ),
-    "psum": ({"takes the sum"}, "takes a sum, as in 'B/d L +t -> B/d L'"),
-    "all_to_all": ({"gathers", "splits"}, "moves axes from one dim to one other, as in 'E/t C M -> E C/t M'"),
-    "slice": ({"splits"}, "splits dims, as in 'M -> M/t'"),
-    "pending": ({"leaves a sum"}, "makes one term of a sum, as in 'M -> M +t'"),
-}
+class _Change(typing.NamedTuple):
+    """What an operation does that keeps the dims: (position, axes) of those that lose minor axes, or get some; the axes
+    of sums that it takes, or leaves."""
+
+    gathers: list[tuple[int, tuple[str, ...]]]
+    splits: list[tuple[int, tuple[str, ...]]]
+    sums: list[str]
+    terms: list[str]
 
 
-class _Change:
-    """How a string of an operation that keeps the dims changes what they lie as. Raises `ShardingError` if that is not
-    what the operation does.
-
-    Attributes:
-      gathers, splits: the positions of dims that lose or gain minor axes, with these axes.
-      sums: the axes that the operand is pending over and the result is not.
-    """
-
-    def __init__(self, name: str, recipe: Recipe):
-        (operand,), result = recipe.operands, recipe.result
-        if operand.names != result.names:
-            raise ShardingError(
-                f"{name} keeps the dims, {' '.join(operand.names) or 'none'}, but the result has "
-                f"{' '.join(result.names) or 'none'}"
-            )
-        self.name, self.recipe, self.gathers, self.splits = name, recipe, [], []
-        for position, (before, after) in enumerate(zip(operand.dims, result.dims)):
-            fewer, more = sorted((before, after), key=lambda dim: len(dim.axes))
-            if more.axes[: len(fewer.axes)] != fewer.axes:
-                raise ShardingError(
-                    f"{before} and {after}: {name} changes a dim's last axes only, since the parts "
-                    "over a major axis alone are not neighbours"
-                )
-            if axes := more.axes[len(fewer.axes) :]:
-                (self.gathers if more is before else self.splits).append((position, axes))
-        self.sums = tuple(axis for axis in operand.pending if axis not in result.pending)
-        self.done = {
-            "gathers": [axis for _, axes in self.gathers for axis in axes],
-            "splits": [axis for _, axes in self.splits for axis in axes],
-            "takes the sum": self.sums,
-            "leaves a sum": [axis for axis in result.pending if axis not in operand.pending],
-        }
-        self.require({word for word, axes in self.done.items() if axes} == _CHANGES[name][0])
-
-    def require(self, holds: bool):
-        """Raises `ShardingError`, which says what the string does, if something that the operation needs is not so."""
-        if holds:
-            return
-        (operand,), result, (does, text) = self.recipe.operands, self.recipe.result, _CHANGES[self.name]
-        said = [f"{word} over {', '.join(axes)}" for word, axes in self.done.items() if axes]
-        dims = result.dims if does & {"gathers", "splits"} else operand.dims
-        right = Spec(dims, result.pending if does & {"takes the sum", "leaves a sum"} else operand.pending)
-        fix = f"\n  fix: write '{operand} -> {right}'" if right not in (operand, result) else ""
+def _change(recipe: Recipe, text: str, *does: str) -> _Change:
+    """Raises `ShardingError` unless the string does what the operation `does`, of `_Change`, and nothing else; `text`
+    says that of the operation."""
+    (operand,), result, name = recipe.operands, recipe.result, text.split()[0]
+    if operand.names != result.names:
         raise ShardingError(
-            f"{self.name} {text}; '{operand} -> {result}' {' and '.join(said) or 'changes nothing'}{fix}"
+            f"{name} keeps the dims, {' '.join(operand.names) or 'none'}, but the result has "
+            f"{' '.join(result.names) or 'none'}"
         )
+    gathers, splits = [], []
+    for position, (before, after) in enumerate(zip(operand.dims, result.dims)):
+        fewer, more = sorted((before, after), key=lambda dim: len(dim.axes))
+        if more.axes[: len(fewer.axes)] != fewer.axes:
+            raise ShardingError(
+                f"{before} and {after}: {name} changes a dim's last axes only, since the parts "
+                "over a major axis alone are not neighbours"
+            )
+        if axes := more.axes[len(fewer.axes) :]:
+            (gathers if more is before else splits).append((position, axes))
+    sums = [axis for axis in operand.pending if axis not in result.pending]
+    terms = [axis for axis in result.pending if axis not in operand.pending]
+    change = _Change(gathers, splits, sums, terms)
+    if len(does) == 1:
+        fits = True
+    elif gathers:  # one dim loses what one other gets
+        fits = len(splits) == 1 and [axes for _, axes in gathers] == [axes for _, axes in splits]
+    else:
+        fits = sorted(sums) == sorted(axis for _, axes in splits for axis in axes)
+    if not fits or {word for word, axes in change._asdict().items() if axes} != set(does):
+        dims = result.dims if {"gathers", "splits"} & set(does) else operand.dims
+        right = Spec(dims, result.pending if {"sums", "terms"} & set(does) else operand.pending)
+        fix = f"\n  fix: write '{operand} -> {right}'" if right not in (operand, result) else ""
+        raise ShardingError(f"{text}: not '{operand} -> {result}'{fix}")
+    return change
 
 
 def _reduced(recipe: Recipe, what: str) -> tuple[list[Dim], tuple[int, ...], tuple[str, ...]]:
@@ -435,7 +419,7 @@ def all_gather(spec: str | bytes, x, *, dtype=None, reduce_dtype=None, sent_as=N
 
 
 def _all_gather(recipe, axes):
-    gathered = _Change("all_gather", recipe).gathers
+    gathered = _change(recipe, "all_gather gathers dims, as in 'M/d F/t -> M F/t'", "gathers").gathers
     sent = _sent(gathered, axes)
 
     def run(x, dtype, reduce_dtype, sent_as):
@@ -556,8 +540,9 @@ def psum_scatter(recipe, axes):
 
     Sends: (n - 1) / n of x bytes; in the backward pass an all-gather of as much.
     """
-    change = _Change("psum_scatter", recipe)
-    change.require({axis for _, names in change.splits for axis in names} == set(change.sums))
+    change = _change(
+        recipe, "psum_scatter takes a sum and splits a dim over its axes, as in 'B M +t -> B M/t'", "sums", "splits"
+    )
 
     def run(x):
         for position, names in _sent(change.splits, axes):
@@ -575,7 +560,7 @@ def psum(recipe, axes):
 
     Sends: 2 (n - 1) / n of x bytes; as much in the backward pass.
     """
-    sums = _Change("psum", recipe).sums
+    sums = _change(recipe, "psum takes a sum, as in 'B/d L +t -> B/d L'", "sums").sums
     names = _wide(sums, axes)
     return Plan(lambda x: lax.psum(x, names) if names else x, sums)
 
@@ -589,9 +574,10 @@ def all_to_all(recipe, axes):
 
     Sends: (n - 1) / n of x bytes; as much in the backward pass.
     """
-    change = _Change("all_to_all", recipe)
-    change.require(len(change.gathers) == len(change.splits) == 1 and change.gathers[0][1] == change.splits[0][1])
-    (loses, moves), (gains, _) = change.gathers[0], change.splits[0]
+    change = _change(
+        recipe, "all_to_all moves axes from one dim to one other, as in 'E/t C M -> E C/t M'", "gathers", "splits"
+    )
+    ((loses, moves),), ((gains, _),) = change.gathers, change.splits
     names = _wide(moves, axes)
 
     def run(x):
@@ -833,7 +819,7 @@ def slice(recipe, axes):
 
     slice('M -> M/t', scale)
     """
-    splits = _Change("slice", recipe).splits
+    splits = _change(recipe, "slice splits dims, as in 'M -> M/t'", "splits").splits
 
     def run(x):
         for position, names in _sent(splits, axes):
@@ -907,7 +893,7 @@ def pending(recipe, axes):
 
     pending('X -> X +t', x)
     """
-    names = _wide(_Change("pending", recipe).done["leaves a sum"], axes)
+    names = _wide(_change(recipe, "pending makes one term of a sum, as in 'M -> M +t'", "terms").terms, axes)
 
     def run(x):
         return jnp.where(lax.axis_index(names) == 0, x, jnp.zeros((), x.dtype)) if names else x

@@ -230,12 +230,11 @@ def test_dtypes_of_a_gather():
 # -- Errors of the strings ---------------------------------------------------------------------------------------------
 INVALID = table(r"""
 B/d M/t | shardops.all_gather('B/d M/t -> B/d M/t', x)
-    | all_gather gathers dims, as in 'M/d F/t -> M F/t'; 'B/d M/t -> B/d M/t' changes nothing
+    | all_gather gathers dims, as in 'M/d F/t -> M F/t': not 'B/d M/t -> B/d M/t'
 B/d M/t | shardops.all_gather('B/d M/t -> M B/d', x) | all_gather keeps the dims, B M, but the result has M B
 M/d/t | shardops.all_gather('M/d/t -> M/t', x) | M/d/t and M/t: all_gather changes a dim's last axes only
 M/d | shardops.all_gather('M/d +t -> M', x)
-    | all_gather gathers dims, as in 'M/d F/t -> M F/t'; 'M/d +t -> M' gathers over d and takes the sum over t fix:
-      write 'M/d +t -> M +t'
+    | all_gather gathers dims, as in 'M/d F/t -> M F/t': not 'M/d +t -> M' fix: write 'M/d +t -> M +t'
 B/d M/t | shardops.all_gather('Z/t E/d -> Z/t E', x)
     | 'Z/t E/d' says Z/t, but that dim is split over d in the value: write Z/d
 M/d/t | shardops.all_gather('Z/t/d -> Z', x)
@@ -246,28 +245,25 @@ M | shardops.pending('M -> M +t +d', x)
 M | shardops.all_gather('Z/d -> Z', x)
     | 'Z/d' says Z/d, but that dim is whole in the value: write Z (slice makes Z/d of it)
 B/d F/t | shardops.psum_scatter('B/d F/t -> B/d F/t', x)
-    | psum_scatter takes a sum and splits a dim over the same axes, as in 'B M +t -> B M/t'; 'B/d F/t -> B/d F/t'
-      changes nothing
+    | psum_scatter takes a sum and splits a dim over its axes, as in 'B M +t -> B M/t': not 'B/d F/t -> B/d F/t'
 B/d M/t | shardops.psum_scatter('B/d M +t -> B/d M', x)
-    | psum_scatter takes a sum and splits a dim over the same axes, as in 'B M +t -> B M/t'; 'B/d M +t -> B/d M' takes
-      the sum over t
+    | psum_scatter takes a sum and splits a dim over its axes, as in 'B M +t -> B M/t': not 'B/d M +t -> B/d M'
 B/d M/t | shardops.psum_scatter('B/d M/t -> B/d M/t +t', x) | uses mesh axis t twice
 M/t | shardops.psum_scatter('M/t +d -> M/d/t', x) | M/t and M/d/t: psum_scatter changes a dim's last axes only
 M | shardops.psum_scatter('M +t -> M/t', x)
-    | 'M +t' says pending along t, but the value is already the same along t: a sum over t would count it once for
-      each device
+    | 'M +t' says pending along t, but the value is already the same along t: a sum over t would count it once for each
+      device
 M/t | shardops.psum_scatter('Z +t -> Z/t', x) | 'Z +t' says Z, but that dim is split over t in the value: write Z/t
-M | shardops.psum('M -> M', x) | psum takes a sum, as in 'B/d L +t -> B/d L'; 'M -> M' changes nothing
+M | shardops.psum('M -> M', x) | psum takes a sum, as in 'B/d L +t -> B/d L': not 'M -> M'
 M | shardops.psum('M +t -> M/t', x)
-    | psum takes a sum, as in 'B/d L +t -> B/d L'; 'M +t -> M/t' splits over t and takes the sum over t fix: write 'M
-      +t -> M'
+    | psum takes a sum, as in 'B/d L +t -> B/d L': not 'M +t -> M/t' fix: write 'M +t -> M'
 M | shardops.psum('M +t -> M', x) | 'M +t' says pending along t, but the value is already the same along t
-M | shardops.psum('M -> M +t', x) | psum takes a sum, as in 'B/d L +t -> B/d L'; 'M -> M +t' leaves a sum over t
+M | shardops.psum('M -> M +t', x) | psum takes a sum, as in 'B/d L +t -> B/d L': not 'M -> M +t'
 B/d M/t | shardops.pmax('B/d M/t -> B/d M/t', x) | the result lacks no dim: the largest over what?
 B/d M/t | shardops.pmax('B/d M/t -> B', x) | the result is 'B/d', not 'B' fix: write 'B/d M/t -> B/d'
 M | shardops.pmax('M +t -> ', x) | the largest of a sum is not the largest of its terms: reduce the pending axes first
 B/d M/t | shardops.all_to_all('B/d M/t -> B/d M', x)
-    | all_to_all moves axes from one dim to one other, as in 'E/t C M -> E C/t M'; 'B/d M/t -> B/d M' gathers over t
+    | all_to_all moves axes from one dim to one other, as in 'E/t C M -> E C/t M': not 'B/d M/t -> B/d M'
 B/d M/t | shardops.all_to_all('B/d M/t -> B/t M/d', x) | B/d and B/t: all_to_all changes a dim's last axes only
 B/d M/t | shardops.ppermute('B/d M/t -> B/d M/t', x, 1)
     | ppermute rolls one dim that counts an axis' devices, as 'd/d' does: of a longer dim it would move blocks, of
@@ -275,8 +271,7 @@ B/d M/t | shardops.ppermute('B/d M/t -> B/d M/t', x, 1)
 M | shardops.ppermute('M -> M', x, 1) | ppermute rolls one dim that counts an axis' devices
 M/d | shardops.ppermute('M/d -> M', x, 1) | the result is 'M/d', not 'M' fix: write 'M/d -> M/d'
 B/d F/t, M F/t | shardops.einsum_unreduced('B/d F/t, M F/t -> B/d M', x, y)
-    | the result is 'B/d M +t', not 'B/d M': the contraction leaves a sum over t fix: write 'B/d F/t, M F/t -> B/d M
-      +t'
+    | the result is 'B/d M +t', not 'B/d M': the contraction leaves a sum over t fix: write 'B/d F/t, M F/t -> B/d M +t'
 B/d F/t, M F/t | shardops.einsum_unreduced('B/d F/t, M F -> B/d M +t', x, y)
     | F/t in one operand, F in the other: the devices' parts do not match
 B/d F/t, M F/t | shardops.einsum_unreduced('B/d F/t, M F/t -> B M +t', x, y)
@@ -307,13 +302,11 @@ V/d M, i32 B/d L | shardops.index_unreduced('[V/d] M, B/d L -> B/d L M', x, y)
       them first
 V/t L, i32 B/d L | shardops.index_unreduced('[V/t] L, B/d L -> B/d L +t', x, y)
     | table and indices share L: either all dims but the indexed one are the indices' dims, or none
-B/d M/t | shardops.slice('B/d M/t -> B/d M/t', x)
-    | slice splits dims, as in 'M -> M/t'; 'B/d M/t -> B/d M/t' changes nothing
+B/d M/t | shardops.slice('B/d M/t -> B/d M/t', x) | slice splits dims, as in 'M -> M/t': not 'B/d M/t -> B/d M/t'
 M/t | shardops.slice('M/t -> M/d/t', x) | M/t and M/d/t: slice changes a dim's last axes only
-M | shardops.pending('M -> M', x) | pending makes one term of a sum, as in 'M -> M +t'; 'M -> M' changes nothing
+M | shardops.pending('M -> M', x) | pending makes one term of a sum, as in 'M -> M +t': not 'M -> M'
 M | shardops.pending('M -> M/t +d', x)
-    | pending makes one term of a sum, as in 'M -> M +t'; 'M -> M/t +d' splits over t and leaves a sum over d fix:
-      write 'M -> M +d'
+    | pending makes one term of a sum, as in 'M -> M +t': not 'M -> M/t +d' fix: write 'M -> M +d'
 B/d M/t | shardops.local('B/d M/t -> B/d', lambda x: x[:, 0], x)
     | an operand differs along t, the result says it is the same: nothing is sent inside a local function
 M | shardops.local('M -> M/t', lambda x: x, x)
@@ -330,8 +323,8 @@ B/d M/t | shardops.all_gather('B/d M/x -> B/d M', x) | 'B/d M/x' names mesh axis
 B/d M/t | shardops.all_gather('M/t -> M', x) | 'M/t' has 1 dims, the value has 2
 B/d M/t | shardops.all_gather('B/d B/t -> B/d B', x) | dim B/t of 'B/d B/t' is 64, but B is 16 in
 B/d M/t | shardops.zeros('Z', f32)
-    | the size of Z is not known here: no operand and no annotation of this scope has it fix: where the operation
-      makes Z (zeros, local, regroup), say Z=...
+    | the size of Z is not known here: no operand and no annotation of this scope has it fix: where the operation makes
+      Z (zeros, local, regroup), say Z=...
 B/d M/t | shardops.zeros('Z/d', f32, Z=6) | dim Z has size 6, which axis d=4 cannot divide
 B/d M/t | shardops.regroup('B/d M/t -> M/t B/d', x)
     | regroup makes other dims of neighbours, as in 'B/d L -> parts R/d L', not 'M/t B/d' of 'B/d M/t'
