@@ -204,7 +204,7 @@ def orthogonalized(spec: Spec, x):
         'turns d/d t M K/t D'       one all-to-all for each axis
         'turns d/d t/t M K D'       whole
 
-    The dims d and t count devices; that `turns` fits them is not proved (docs/notation.md, What is not proved).
+    The dims d and t count devices; that `turns` fits them is not proved (docs/notation.md).
     Sends: a device's part of the matrices, in the type of activations, once for each axis that splits them, and back.
     With more devices than matrices some orthogonalize zeros.
     """
