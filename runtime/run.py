@@ -20,13 +20,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from ledger.compiled.check import report
+from ledger.compiled.check import peak_bytes, report
 from ledger.count.step import of_step
 from ledger.machines.hardware import of_device_kind, peak_flops_per_s
 from ledger.machines.roofline import roofline
@@ -132,6 +133,7 @@ class Run:
     """
 
     _best: Best | None = None  # with patience
+    _compiled: Mapping[str, float | None] = MappingProxyType({})  # of the step, what `compile` has seen
     _slow_hosts: SlowHosts | None = None  # where there are several
     _read: Callable[[Any], Any] | None = None  # of the first weights
     _step_began = 0.0
@@ -248,16 +250,20 @@ class Run:
             devices = jax.sharding.get_mesh().devices.ravel()
             joined = [domain(each) for each in devices].count(domain(devices[0]))
             machine = of_device_kind(devices[0].device_kind)  # None: its figures are not known
+            bound = roofline(ledger, machine, joined) if machine else None
             refuse_beyond_memory(ledger.memory.bytes * len(jax.local_devices()))
             lines = summary(ledger, machine.hbm_bytes if machine else None)
             lines += sent_over_network(ledger, jax.sharding.get_mesh())
             with self._writing():
-                files.write(ledger, self.folder, roofline(ledger, machine, joined) if machine else None)
+                files.write(ledger, self.folder, bound)
                 about = json.dumps({**environment(), "ledger": lines}, indent=1)
                 write_whole(self.folder / "environment.json", about)
             print_line("\n".join(map(wrapped, lines)))
+        began = time.perf_counter()
         compiled = traced.lower().compile(compiler_options=self.compiler_options)
         if self._is_leader:
+            seen = {"compile_s": time.perf_counter() - began, "peak_memory_bytes": peak_bytes(compiled)}
+            self._compiled = {**seen, "predicted_step_time_s": bound.step_s if bound else None}
             lines, rows = report(ledger, compiled)
             print_line("\n".join(map(wrapped, lines)))
             with self._writing():
@@ -366,12 +372,14 @@ class Run:
                 "no trained model. Start a new run with other data or a lower training.learning_rate."
             )
 
-    def due(self, step: int, interval: int) -> bool:
-        """Whether something that is done every `interval` steps, and at the end, is due after this step.
+    def due(self, step: int, interval: int | None) -> bool:
+        """Whether something that is done every `interval` steps, and at the end, is due after this step; None: never.
 
         Nothing is after the step at which a signal stops the run: who stops it may not wait for long.
         """
-        return not self._stopping and ((step + 1) % interval == 0 or step + 1 == self._total)
+        if interval is None or self._stopping:
+            return False
+        return (step + 1) % interval == 0 or step + 1 == self._total
 
     def log(self, step: int, state: Any, metrics: Any) -> None:
         """Takes what a step that was just dispatched returns; its numbers are read later, when they are due.
@@ -439,7 +447,8 @@ class Run:
         if self._is_leader:
             about = {name: value for name, value in self._program.items() if name != "source"}
             with self._writing(), (self.folder / "starts.jsonl").open("a", encoding="utf-8") as file:
-                print(json.dumps({"after_step": self.done_steps, **environment(), "program": about}), file=file)
+                start = {"after_step": self.done_steps, **environment(), "program": about, "compiled": self._compiled}
+                print(json.dumps(start), file=file)
         with self._writing():
             self._tracker = Tracker(
                 self.folder,
@@ -467,6 +476,8 @@ class Run:
         """By steps and minutes it waits for a step that is not bad. The state is that of the last good one, but it may
         be what makes steps bad, and then the checkpoint before is the better one and shall not be deleted for it.
         """
+        if self._config.checkpoint_interval is None:
+            return False
         is_best = self._best is not None and self._best.step == step + 1
         if step + 1 == self._total or self._stopping or is_best or self._is_over():
             self._stop_if_bad()

@@ -1,31 +1,23 @@
-"""How fast a training step is, on whatever devices there are: a JSON line each, and a table.
+"""How fast a training step is, on whatever devices there are: a JSON line for each job, and a table.
 
     python -m tools.benchmark device=cpu                                            # three jobs for a CPU
     python -m tools.benchmark configs=[c4_h200x1_84m,c4_h200x1_1b]                  # on the devices at hand
     python -m tools.benchmark 'configs=["c4_h200x1_1b training.microbatches=2"]'    # any key of training can be set
-    python -m tools.benchmark program=train_any 'configs=["finetune_smollm2 lora.rank=8"]'   # weights drawn, not read
+    python -m tools.benchmark program=train_any 'configs=["finetune_smollm2 lora.rank=8"]'
 
-Each job is a process of its own: train.py's step on random tokens, compiled anew, on one host. On an accelerator the
-mesh becomes that of all devices there are, with the config's `t` as far as it divides them.
-
-Steps are dispatched as in training, up to PROGRAMS_IN_FLIGHT ahead, WARM_UP_STEPS and then `steps` of them; a step's
-time is that between its end and the end of the one before. `step_cpu_s` is the processor time of all threads, which
-says more than time where a CPU computes and other jobs run beside.
+A job is a run in a process of its own, on one host and compiled anew: random tokens in place of the data, nothing
+validated, nothing saved. It trains WARM_UP_STEPS and then `steps`, which are timed, in a temporary folder. On an
+accelerator the mesh becomes that of all devices there are, with the config's `t` as far as it divides them.
 
 Expect four minutes on two cores for the CPU jobs. docs/performance.md explains the figures.
 """
 
-import collections
 import json
 import math
 import multiprocessing
-import platform
-import re
 import statistics
-import sys
-import time
+import tempfile
 import typing
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,23 +27,29 @@ import jax
 import numpy as np
 from annotated_types import Ge
 
-from ledger.compiled.check import peak_bytes
-from ledger.count.step import of_step
-from ledger.machines.hardware import of_device_kind
-from ledger.machines.roofline import roofline
-from ledger.units import gigabytes, percent, seconds
-from runtime.cluster.processes import find_devices, prepare_devices, start
-from runtime.cluster.tuning import options
+from ledger.pages.table import Table
+from runtime.cluster.processes import find_devices, prepare_devices
 from runtime.config import command_line
+from runtime.data.split_writer import write_split
 from runtime.program import ProgramKey, Trainer, load, resolved
-from runtime.run import PROGRAMS_IN_FLIGHT, RUNS_ONCE, with_shardings
-from runtime.terminal import RunError, columns, print_error, refusals, run_errors
-from runtime.tracking.metrics import memory
-from runtime.tracking.report import environment
+from runtime.terminal import RunError, print_error, refusals, run_errors
 from tools.plan_step import changed
 
 WARM_UP_STEPS = 3
 DOCUMENT = 427  # tokens on average: C4 has 156 billion in 365 million documents (Dodge et al. 2021, table 1)
+STEPS_OF_DATA = 2  # that are written; a run reads them again and again
+KEYS = (  # of a run that is only timed
+    *("num_hosts=1", "log_interval=1", "checkpoint_interval=null", "eval_interval=null", "patience=null"),
+    *(
+        "tracking.to=[]",
+        "mixture=[]",
+        "hf_dataset.path=null",
+        "flat_tokens.epochs=1000000",
+        "flat_tokens.sequence_packing=true",
+    ),
+)
+COLUMNS = {"config": "", "mesh": "", "tokens/s": "rate", "step": "s", "spread": "s", "CPU": "s", "compile": "s"}
+COLUMNS |= {"predicted": "s", "MFU": "percent", "6ND": "percent", "memory": "GB"}
 Line = dict[str, Any]
 
 
@@ -69,7 +67,8 @@ def main(config: Benchmark) -> None:
     if not jobs:
         raise RunError("nothing to measure: set configs=[NAME,...], or device=cpu")
     lines = measure_all(config, jobs)
-    print("\n".join(["", *table(lines)]), flush=True)
+    if lines:
+        print("\n".join(["", *table(lines).text()]), flush=True)
     if len(lines) < len(jobs):
         raise RunError(f"{len(jobs) - len(lines)} of {len(jobs)} jobs were not measured, for the reasons above")
 
@@ -82,7 +81,7 @@ def cpu_jobs(trainer: Trainer) -> tuple[str, ...]:
 
 
 def measure_all(config: Benchmark, jobs: tuple[str, ...]) -> list[Line]:
-    """Measures the jobs one after another; each line goes to the file and to stdout as soon as it is known."""
+    """Measures the jobs one after another; each line goes to the file as soon as it is known."""
     for job in jobs:
         config_of(config, job)  # a mistake in the last one is said before the first one has run
     path, lines = Path(config.file).expanduser(), []
@@ -95,14 +94,16 @@ def measure_all(config: Benchmark, jobs: tuple[str, ...]) -> list[Line]:
                 line = process.submit(measure, config, job).result()
             if line is not None:
                 lines.append(line)
-                for each in (file, sys.stdout):
-                    print(json.dumps(line), file=each, flush=True)
+                print(json.dumps(line), file=file, flush=True)
     return lines
 
 
-def config_of(benchmark: Benchmark, job: str) -> Any:
+def config_of(benchmark: Benchmark, job: str, folder: str = "random") -> Any:
+    """The config of the job's run in this folder."""
     name, *overrides = job.split()
-    return command_line.load(load(benchmark.program).Config, name, ["num_hosts=1", *overrides])
+    where = [f"paths.root_working_dir={folder}", "paths.model_name=run", f"flat_tokens.filespec={folder}/data"]
+    steps = f"training.steps={WARM_UP_STEPS + benchmark.steps}"
+    return command_line.load(load(benchmark.program).Config, name, [*overrides, *KEYS, *where, steps])
 
 
 def measure(benchmark: Benchmark, job: str) -> Line | None:
@@ -110,14 +111,15 @@ def measure(benchmark: Benchmark, job: str) -> Line | None:
     try:
         if benchmark.device == "cpu":
             jax.config.update("jax_platforms", "cpu")
-        config = config_of(benchmark, job)
-        prepare_devices(config)
-        jax.config.update("jax_enable_compilation_cache", False)  # else compile_s would be that of reading a file
-        config = on_devices(config, len(find_devices()), jax.default_backend())
-        config = resolved(config, load(benchmark.program))
-        mesh = start(config)
-        with jax.set_mesh(mesh):
-            return figures(benchmark, job, config, mesh)
+        with tempfile.TemporaryDirectory() as folder:
+            config = config_of(benchmark, job, folder)
+            prepare_devices(config)
+            jax.config.update("jax_enable_compilation_cache", False)  # else compile_s would be that of reading a file
+            config = on_devices(config, len(find_devices()), jax.default_backend())
+            write_random_data(config, benchmark.program)
+            Path(folder, "run/profile").mkdir(parents=True)  # where there is one, no step is profiled
+            load(benchmark.program).main(config)
+            return line_of(job, Path(folder, "run"))
     except (*refusals(), jax.errors.JaxRuntimeError) as error:  # out of memory, perhaps
         print_error(f"{job} was not measured: {error}")
         return None
@@ -136,104 +138,51 @@ def on_devices(config: Any, devices: int, backend: str) -> Any:
     return changed(config, mesh=replace(config.mesh, **sizes, **{first: devices}))
 
 
-def figures(benchmark: Benchmark, job: str, config: Any, mesh: jax.sharding.Mesh) -> Line:
-    """The job's line."""
-    trainer: Any = load(benchmark.program)
-    zero, tokens = np.uint32(0), config.training.tokens.batch * config.training.tokens.len
-    type_ = getattr(trainer, "state_type", lambda _: trainer.State)(config)
-    shapes, batch = trainer.shapes(config)
-    shapes, batch = with_shardings(shapes, type_), with_shardings(batch, type(batch))
-    step, _ = trainer.mapped_steps(config, bos_id=0)
-    traced = jax.jit(step, donate_argnums=0).trace(shapes, zero, zero, batch)
-    backend = jax.default_backend()
-    ledger = of_step(traced, dict(mesh.shape), source=trainer.__file__, tokens=tokens, platform=backend)
-    began = time.perf_counter()
-    compiled = traced.lower().compile(compiler_options=options(jax.devices()[0]))
-    compile_s = time.perf_counter() - began
+def write_random_data(config: Any, program: str) -> None:
+    """A data set of random tokens: in documents as long as C4's, or in pairs for a model with an encoder."""
+    rng, tokens = np.random.default_rng(0), config.training.tokens
+    read, rows = getattr(tokens, "read_len", 0), STEPS_OF_DATA * tokens.batch
+    ids = rng.integers(0, resolved(config, load(program)).model.vocab, rows * (read + tokens.len))
+    starts = np.flatnonzero(rng.random(len(ids)) < 1 / DOCUMENT)
+    if read:
+        starts = (np.arange(rows)[:, None] * (read + tokens.len) + [0, read]).ravel()
+    about = {"row_length": tokens.len, "read_length": read} if read else {}
+    for split in ("train", "validation"):
+        write_split(config.flat_tokens.filespec, split, np.split(ids, starts), attributes=about)
 
-    draw = getattr(trainer, "drawn_state", lambda config, seed: trainer.init_state(config.model, seed))
-    shardings = jax.tree.map(lambda each: each.sharding, shapes)
-    init = jax.jit(lambda seed: draw(config, seed), out_shardings=shardings, compiler_options=RUNS_ONCE)
-    state = init(np.uint32(config.training.seed))
-    times, cpu_s = timed(compiled, state, random_batch(config.model.vocab, batch), benchmark.steps)
 
-    kind, about, peak_memory = mesh.devices.flat[0].device_kind, environment(), memory()["device_peak_memory_bytes"]
-    first, step_s, third = statistics.quantiles(times, n=4, method="inclusive")
-    machine = of_device_kind(kind)
-    bound = machine and roofline(ledger, machine, devices_per_host=mesh.size)
-    peak = machine and machine.peak_flops_per_s and machine.peak_flops_per_s * mesh.size
+def line_of(job: str, run: Path) -> Line:
+    """The job's line, from the files of its run."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][WARM_UP_STEPS:]
+    start, ledger = (json.loads((run / name).read_text()) for name in ("starts.jsonl", "ledger.json"))
+    kind, compiled = jax.devices()[0].device_kind, start["compiled"]
+    first, step_s, third = statistics.quantiles([line["step_time_s"] for line in lines], n=4, method="inclusive")
     return {
         "config": job,
-        "devices": mesh.size,
-        "mesh": dict(mesh.shape),
-        "tokens_per_s": tokens / step_s,
+        "devices": math.prod(ledger["mesh"].values()),
+        "mesh": ledger["mesh"],
+        "tokens_per_s": ledger["tokens"] / step_s,
         "step_time_s": step_s,
         "step_time_spread_s": third - first,
-        "step_cpu_s": cpu_s,
-        "mfu": peak and ledger.model_flops / step_s / peak,
-        "hfu": peak and ledger.hardware_flops / step_s / peak,
-        "mfu_6nd": peak and ledger.flops_6nd / step_s / peak,
-        "gflops_6nd": ledger.flops_6nd / step_s / 1e9,
-        # Of one device: what its allocator counted; where there is none, what XLA says that the program needs.
-        "peak_memory_bytes": peak_bytes(compiled) if peak_memory is None else peak_memory,
-        "compile_s": compile_s,
-        "predicted_step_time_s": bound and bound.step_s,
-        "hardware": {"device": kind, "cpu": processor(), "cpu_cores": about["cpu_cores"]},
-        "versions": {"python": about["python"], **about["packages"], "XLA_FLAGS": about["XLA_FLAGS"]},
+        "step_cpu_s": statistics.mean(line["step_cpu_s"] for line in lines),
+        **{key: lines[0][key] and statistics.median(line[key] for line in lines) for key in ("mfu", "hfu", "mfu_6nd")},
+        "gflops_6nd": ledger["flops_6nd"] / step_s / 1e9,
+        # Of one device: its allocator's peak, or, where JAX does not say that, what XLA says the program needs.
+        "peak_memory_bytes": lines[-1]["device_peak_memory_bytes"] or compiled["peak_memory_bytes"],
+        "compile_s": compiled["compile_s"],
+        "predicted_step_time_s": compiled["predicted_step_time_s"],
+        "hardware": {"device": kind, "cpu": start["cpu"], "cpu_cores": start["cpu_cores"]},
+        "versions": {"python": start["python"], **start["packages"], "XLA_FLAGS": start["XLA_FLAGS"]},
     }
 
 
-def random_batch(vocab: int, like: Any) -> Any:
-    """Tokens of no data set, in documents as long as C4's, for a batch of these shapes and shardings."""
-    rng = np.random.default_rng(0)
-
-    def values(path, leaf):
-        if leaf.dtype == np.uint32:
-            return rng.integers(0, vocab, leaf.shape).astype(np.uint32)
-        return rng.random(leaf.shape) < 1 / DOCUMENT if "start" in path[-1].name else np.ones(leaf.shape, leaf.dtype)
-
-    placed = jax.tree.map(lambda leaf: leaf.sharding, like)
-    return jax.device_put(jax.tree_util.tree_map_with_path(values, like), placed)
-
-
-def timed(step: Callable, state: Any, batch: Any, steps: int) -> tuple[list[float], float]:
-    """Seconds of each step, and processor time of one. The device always has the next steps at hand, so that the host
-    does not hold it up."""
-    skipped_steps = np.uint32(0)
-    in_flight: collections.deque[jax.Array] = collections.deque()
-    ends, cpu = [], []
-    for number in range(WARM_UP_STEPS + steps + PROGRAMS_IN_FLIGHT):
-        if number < WARM_UP_STEPS + steps:
-            state, metrics = step(state, skipped_steps, np.uint32(number), batch)
-            skipped_steps = metrics.skipped_steps
-            in_flight.append(metrics.loss)
-        if number >= PROGRAMS_IN_FLIGHT:
-            in_flight.popleft().block_until_ready()
-            ends.append(time.perf_counter())
-            cpu.append(time.process_time())
-    return np.diff(ends[WARM_UP_STEPS - 1 :]).tolist(), (cpu[-1] - cpu[WARM_UP_STEPS - 1]) / steps
-
-
-def processor() -> str:
-    """The CPU's name, where Linux or Python knows it."""
-    path = Path("/proc/cpuinfo")
-    names = re.findall(r"^model name\s*: (.*)$", path.read_text(), re.MULTILINE) if path.exists() else []
-    return names[0] if names else platform.processor() or platform.machine()
-
-
-# ---------------------------------------------------------------- lines
-
-
-def table(lines: list[Line]) -> list[str]:
-    """The lines for a reader; n/a where a figure is not known."""
-    timed = {"step": "step_time_s", "spread": "step_time_spread_s", "CPU": "step_cpu_s"}
-    timed |= {"compile": "compile_s", "predicted": "predicted_step_time_s"}
-    rows = [["", "mesh", "tokens/s", *timed, "MFU", "6ND", "memory"]]
-    for line in lines:
-        row = [line["config"], "×".join(map(str, line["mesh"].values())), f"{line['tokens_per_s']:,.0f}"]
-        row += [seconds(line[key]) for key in timed.values()]
-        rows.append([*row, percent(line["mfu"]), percent(line["mfu_6nd"]), gigabytes(line["peak_memory_bytes"])])
-    return columns(rows, range(1, len(rows[0]))) if lines else []
+def table(lines: list[Line]) -> Table:
+    keys = (
+        *("tokens_per_s", "step_time_s", "step_time_spread_s", "step_cpu_s", "compile_s", "predicted_step_time_s"),
+        *("mfu", "mfu_6nd", "peak_memory_bytes"),
+    )
+    rows = [(each["config"], "×".join(map(str, each["mesh"].values())), *map(each.get, keys)) for each in lines]
+    return Table("A step, the median of those that were timed", COLUMNS, rows)
 
 
 if __name__ == "__main__":

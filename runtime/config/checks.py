@@ -49,6 +49,9 @@ def _contradictions(config: Any) -> Iterator[tuple[bool, str, str]]:
     inside = "expected a folder's name under paths.root_working_dir; set that for another place"
     yield is_outside, "paths.model_name", inside
 
+    no_eval = config.patience is not None and config.eval_interval is None
+    yield no_eval, "patience", "it counts validations: set eval_interval, or patience=null"
+
     warmup, decay = (getattr(config.training, key, 0) for key in ("warmup_steps", "steps_for_lr"))
     yield decay < warmup, "training.steps_for_lr", f"the warmup is longer, training.warmup_steps = {warmup}"
 

@@ -140,8 +140,10 @@ class RunConfig:
     paths: Paths
     num_hosts: Count = 1  # processes that run this job together, one a host
     cluster: Cluster = field(default_factory=Cluster)
-    checkpoint_interval: Count = 1000  # steps from one checkpoint to the next; the last step is always saved
-    eval_interval: Count = 1000  # steps from one validation loss to the next; there is always one at the end
+    # steps from one checkpoint to the next; the last step is always saved. null: nothing is, which times a step
+    checkpoint_interval: Count | None = 1000
+    # steps from one validation loss to the next; there is always one at the end. null: there is none
+    eval_interval: Count | None = 1000
     # The run ends after so many validations in a row that are not better than the best, whose checkpoint is kept. null:
     # it does not.
     patience: Count | None = None

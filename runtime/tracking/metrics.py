@@ -82,10 +82,10 @@ class Tracker:
         self._due: tuple[int, Mapping[str, jax.Array], Sequence[str], float, dict[str, Any]] | None = None
         self._latest: Mapping[str, jax.Array] | None = None  # metrics of the last step dispatched
         self._first_reading: tuple[int, float] | None = None  # step, and when it was known to be finished
-        # The last three: the step, when it was known to be finished, without pauses, the time waited for data, and
-        # whether the step was finished before anybody looked.
-        self._readings: collections.deque[tuple[int, float, float, bool]] = collections.deque(maxlen=3)
-        self._paused_s = 0.0
+        # The last three: the step, whether it was finished before anybody looked, and what had been spent by then,
+        # without pauses.
+        self._readings: collections.deque[tuple[int, bool, dict[str, float]]] = collections.deque(maxlen=3)
+        self._paused_s = self._paused_cpu_s = 0.0
         if self.is_leader:
             path = Path(self.run_folder) / "metrics.jsonl"
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -120,7 +120,6 @@ class Tracker:
         self._latest = metrics
         if step in (self.start_step + 1, self.total_steps) or step % self.log_interval == 0:
             self._due = (step, metrics, names, data_waited_s, flattened(data_metrics or {}))
-        self._progress.pulse(step)
 
     def flush(self) -> None:
         """Reads and writes what is due, waiting for its step."""
@@ -133,30 +132,27 @@ class Tracker:
         is_late = metrics["loss"].is_ready()  # type: ignore[attr-defined]  # since jax 0.2, not in its types
         values = scalars(metrics, names)
         now = time.perf_counter()
-        busy_s = now - self._paused_s
+        spent = {"step_time_s": now - self._paused_s, "data_wait_s": waited_s}
+        spent["step_cpu_s"] = time.process_time() - self._paused_cpu_s
 
-        step_time_s = tokens_per_s = device_s = None
-        data_wait_s = waited_s / (step - self.start_step)
-        utilization = dict.fromkeys(self.flops_per_step)
+        timings: dict[str, float | None] = dict.fromkeys(
+            ("step_time_s", "device_s", "tokens_per_s", *self.flops_per_step, "step_cpu_s")
+        )
+        timings["data_wait_s"] = waited_s / (step - self.start_step)
         if self._readings:
-            on_time = [reading for reading in self._readings if not reading[3]]
-            last_step, last_busy_s, last_waited_s, _ = on_time[-1] if on_time else self._readings[0]
-            step_time_s = (busy_s - last_busy_s) / (step - last_step)
-            data_wait_s = (waited_s - last_waited_s) / (step - last_step)
-            device_s = step_time_s - data_wait_s
-            steps_per_s = self.part_of_batch(step - 1) / step_time_s
-            tokens_per_s = self.tokens_per_step * steps_per_s
+            on_time = [reading for reading in self._readings if not reading[1]]
+            last_step, _, before = on_time[-1] if on_time else self._readings[0]
+            a_step = {name: (value - before[name]) / (step - last_step) for name, value in spent.items()}
+            steps_per_s = self.part_of_batch(step - 1) / a_step["step_time_s"]
+            timings |= {**a_step, "device_s": a_step["step_time_s"] - a_step["data_wait_s"]}
+            timings["tokens_per_s"] = self.tokens_per_step * steps_per_s
             if self.peak_flops_per_s is not None:
                 for name, flops in self.flops_per_step.items():
-                    utilization[name] = flops * steps_per_s / self.peak_flops_per_s
-        self._readings.append((step, busy_s, waited_s, is_late))
+                    timings[name] = flops * steps_per_s / self.peak_flops_per_s
+        self._readings.append((step, is_late, spent))
         self._first_reading = self._first_reading or (step, now)
-        timings = {"step_time_s": step_time_s, "device_s": device_s, "tokens_per_s": tokens_per_s, **utilization}
-        self._write(
-            step,
-            {**values, **self._of_loss(values["loss"]), **timings, "data_wait_s": data_wait_s, **of_data, **memory()},
-        )
-        self._progress.show(step, self._status(step, now, values["loss"], tokens_per_s, utilization["mfu"]))
+        self._write(step, {**values, **self._of_loss(values["loss"]), **timings, **of_data, **memory()})
+        self._progress.show(step, self._status(step, now, values["loss"], timings["tokens_per_s"], timings["mfu"]))
 
     def log_validation(self, step: int, loss: jax.Array | float, of_sources: Mapping[str, float] | None = None) -> None:
         """Writes and prints the loss on the validation split after `step` updates, of a mixture also that of each
@@ -192,11 +188,12 @@ class Tracker:
         if self.is_leader:
             self.flush()
             jax.block_until_ready(self._latest)
-        start = time.perf_counter()
+        start, start_cpu = time.perf_counter(), time.process_time()
         try:
             yield
         finally:
             self._paused_s += time.perf_counter() - start
+            self._paused_cpu_s += time.process_time() - start_cpu
 
     def __exit__(self, error_type: type[BaseException] | None, *_) -> None:
         try:

@@ -10,6 +10,7 @@ it. What the page says is here, how it looks in report.html and compare.html.
 import difflib
 import os
 import platform
+import re
 import socket
 import sys
 import time
@@ -46,6 +47,7 @@ def environment() -> dict[str, Any]:
         "host": socket.gethostname(),
         "hosts": jax.process_count(),
         "devices": f"{len(devices)} × {', '.join(kinds)} ({jax.default_backend()})",
+        "cpu": processor(),
         "cpu_cores": os.cpu_count(),
         "system": platform.platform(),
         "python": platform.python_version(),
@@ -53,6 +55,13 @@ def environment() -> dict[str, Any]:
         "command": " ".join(sys.orig_argv),
         "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
     }
+
+
+def processor() -> str:
+    """The CPU's name, where Linux or Python knows it."""
+    path = Path("/proc/cpuinfo")
+    names = re.findall(r"^model name\s*: (.*)$", path.read_text(), re.MULTILINE) if path.exists() else []
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def _version(package: str) -> str | None:

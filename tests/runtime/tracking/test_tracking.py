@@ -93,7 +93,7 @@ def test_lines_at_the_first_step_every_interval_and_the_last(tmp_path):
     lines = records(tmp_path)
     assert [line["step"] for line in lines] == [1, 4, 8, 10]
     names = """step time loss learning_rate grad_norm skipped_steps perplexity bits_per_byte step_time_s device_s
-        tokens_per_s mfu hfu data_wait_s device_peak_memory_bytes host_peak_memory_bytes""".split()
+        tokens_per_s mfu hfu step_cpu_s data_wait_s device_peak_memory_bytes host_peak_memory_bytes""".split()
     assert all(list(line) == names for line in lines)
     assert lines[1]["skipped_steps"] == 0 and isinstance(lines[1]["skipped_steps"], int)
     assert abs(lines[0]["time"] - time.time()) < 60
