@@ -9,10 +9,12 @@ import contextlib
 import os
 import re
 import shutil
+import stat
 import sys
 import textwrap
+import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -134,11 +136,41 @@ def progress(items: Iterable[Any] | None = None, **options: Any) -> Any:
     return tqdm(items, **{**options, **every, "leave": False, "bar_format": form})
 
 
+@contextlib.contextmanager
+def heartbeat(
+    descriptor: int, say: Callable[[str], None], wait: Callable[[float], bool] | None = None
+) -> Iterator[None]:
+    """Meanwhile a file that is standard output (1) or standard error (2) gets a line at least every SILENT_S.
+
+    A thread looks at its size twice in that time. A terminal or a pipe is left alone.
+
+    Args:
+      wait: for so many seconds; whether it is over. Another one is for tests.
+    """
+    over = threading.Event()
+    wait = wait or over.wait
+
+    def watch() -> None:
+        size, turns = os.fstat(descriptor).st_size, 0
+        while not wait(SILENT_S / 2):
+            turns += 1
+            if size == os.fstat(descriptor).st_size:
+                say(f"still running after {turns * SILENT_S / 120:g} min")
+            size = os.fstat(descriptor).st_size
+
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        threading.Thread(target=watch, name="heartbeat", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
 class Progress:
     """How far a run is: a bar in a terminal, elsewhere a line each time it is shown."""
 
     def __init__(self, total: int, done: int):
-        self._total, self._bar, self._said_at = total, None, time.monotonic()
+        self._total, self._bar = total, None
         if _OUTPUT.isatty():
             from tqdm import tqdm
 
@@ -146,16 +178,10 @@ class Progress:
             self._bar = tqdm(total=total, initial=done, file=_OUTPUT, dynamic_ncols=True, bar_format=form)
 
     def show(self, done: int, status: str) -> None:
-        self._said_at = time.monotonic()
         if self._bar is None:
             return print_line(f"step {done}/{self._total}: {status}")
         self._bar.n = done
         self._bar.set_description_str(printable(status))
-
-    def pulse(self, done: int) -> None:
-        """Prints a line after SILENT_S without one: whoever looks at the file sees that the run goes on."""
-        if self._bar is None and time.monotonic() - self._said_at >= SILENT_S:
-            self.show(done, "under way")
 
     def close(self) -> None:
         if self._bar is not None:

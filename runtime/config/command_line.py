@@ -44,7 +44,7 @@ from runtime.config.help import configs_of, help_page
 from runtime.config.keys import DROPPED_KEYS, RunConfig
 from runtime.config.rebuild import COMMAND_LINE, MISSING, Origins, as_tree, default_tree, flat, rebuild
 from runtime.files import parse_yaml, read_text
-from runtime.terminal import RunError, leave, print_error, refusals, run_errors
+from runtime.terminal import RunError, heartbeat, leave, print_error, print_line, refusals, run_errors
 
 CONFIG_FOLDER = Path(__file__).resolve().parents[2] / "configs"
 BASE = "base"  # in each config's defaults list
@@ -81,12 +81,13 @@ def run(main: Callable[..., None], config_class: type, *others: Any) -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra raises its errors instead of printing a page
     try:
         if issubclass(config_class, RunConfig):
-            with _readable_errors():
+            with _readable_errors(), heartbeat(1, print_line):
                 _run(main, config_class, others)
         elif {"--help", "-h"} & set(arguments):
             print(help_page(main, config_class, None, CONFIG_FOLDER))
         else:
-            main(read(config_class, arguments), *others)
+            with heartbeat(2, lambda text: print_error(text, "note")):  # a tool's standard output may be its result
+                main(read(config_class, arguments), *others)
         sys.stdout.flush()  # so that a broken pipe is handled here, and not at Python's exit
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # takes what is still in the buffer

@@ -4,12 +4,13 @@ import io
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from runtime import terminal
-from runtime.terminal import Progress, columns, print_error, print_line, printable, progress, wrapped
+from runtime.terminal import columns, print_error, print_line, printable, progress, wrapped
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 # Says three lines, while the progress goes on, and writes a file: nothing that is opened later may stand for fd 1.
@@ -110,15 +111,27 @@ def test_columns():
     ]
 
 
-def test_a_file_has_a_line_a_minute(monkeypatch, capsys):
-    """Of a run between its logged steps, and of what a tool counts; of what is over sooner, none."""
-    now = [0.0]
-    monkeypatch.setattr(terminal.time, "monotonic", lambda: now[0])
-    run = Progress(1000, 0)
-    for step in range(1, 14):
-        now[0] = 10.0 * step
-        run.pulse(step)
-    assert capsys.readouterr().out == "step 6/1000: under way\nstep 12/1000: under way\n"
+def test_a_file_has_a_line_a_minute(monkeypatch, capsys, tmp_path):
+    """A program that is silent for half of SILENT_S says that it runs, whatever it does; one that writes does not, nor
+    one with a pipe. What a tool counts has a line a minute."""
+    said, over = [], threading.Event()
+    with (tmp_path / "log").open("w", buffering=1) as file:
+        turns = iter(["", "a step\n", "", None])
+
+        def wait(seconds):
+            assert seconds == terminal.SILENT_S / 2
+            if (text := next(turns)) is None:
+                over.set()
+                return True
+            return bool(file.write(text) and False)
+
+        with terminal.heartbeat(file.fileno(), said.append, wait):
+            assert over.wait(60)
+    assert said == ["still running after 0.5 min", "still running after 1.5 min"]
+    read, write = os.pipe()
+    with terminal.heartbeat(write, said.append, lambda _: pytest.fail("a pipe is watched")):
+        os.close(read)
+    os.close(write)
     for each in progress(range(3), unit=" texts"):
         assert each < 3
     assert capsys.readouterr().err == ""
