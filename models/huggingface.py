@@ -9,6 +9,7 @@ tensor that no row names, one that is not there, and a field of config.json that
 """
 
 import dataclasses
+import difflib
 import functools
 import hashlib
 import importlib
@@ -356,13 +357,20 @@ def fingerprint(source: Source, pool: Executor) -> str:
 
 
 def downloaded(path: str) -> Path | None:
-    """A path, of which the folder that it is in is there; of a name on the Hugging Face hub the folder that it is
-    downloaded to; None of a URL."""
+    """A path that is there; for a name on the Hugging Face hub the folder that it is downloaded to; for a URL None.
+
+    Raises RunError where there is none: a name whose first part is a folder here, or `runs`, is none of the hub's."""
     if "://" in path:
         return None
     folder = Path(os.path.expanduser(path))
-    if os.path.exists(folder) or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path) or folder.parent.is_dir():
+    if os.path.exists(folder):
         return folder
+    is_hub_name = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path) and not path.startswith("runs/")
+    if not is_hub_name or folder.parent.is_dir():
+        there = os.listdir(folder.parent) if os.path.isdir(folder.parent) else []
+        near = difflib.get_close_matches(folder.name, there, n=1)
+        fix = "".join(f"; the nearest is {folder.parent / name}" for name in near)
+        raise RunError(f"there is no run, checkpoint or folder {path}{fix}")
     with needs_package(f"downloading {path}", "huggingface_hub"):
         from huggingface_hub import snapshot_download
     wanted = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.pth"]

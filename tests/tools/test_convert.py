@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 import types
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -161,6 +162,20 @@ def test_files_that_cannot_be_read_are_named(run, tmp_path):
     assert status == 1 and "there is no folder nobody/nothing, and it cannot be downloaded" in printed
     status, printed = run(GOLDEN / "llama", folder)
     assert status == 1 and "is not empty: give a new folder" in printed
+
+
+@pytest.mark.parametrize("path", ["runs/frist", "runs/first/checkpoints/0000000010", "frist", "./no/where"])
+def test_a_run_that_is_not_there(run, tmp_path, monkeypatch, path):
+    """It is no name on the hub, where nothing is looked for, whether the folder that it should be in is there or not;
+    a run with a name that is near is said."""
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    monkeypatch.chdir(tmp_path)
+    status, printed = run(path, "out")
+    assert (status, " ".join(printed.split())) == (1, f"error: there is no run, checkpoint or folder {path}")
+    Path("runs/first").mkdir(parents=True)
+    Path("first").mkdir()
+    _, printed = run(path, "out")
+    assert (f"{path}; the nearest is {path.replace('frist', 'first')}" in printed) == ("frist" in path)
 
 
 def test_old_fields_are_read(run, pool, tmp_path):
