@@ -12,6 +12,7 @@ from runtime.terminal import print_line
 
 SETTLING_STEPS = 3  # not profiled: the first compiles, the next ones fill caches and the queue
 PROFILED_STEPS = 3
+TRACE = "perfetto_trace.json.gz"
 LONGEST_WAIT_S = 60.0  # at the end of a run, for a profile that is still being written
 
 
@@ -60,6 +61,8 @@ class Profiler:
         if self._is_wanted and step == self._last_step:
             jax.block_until_ready(outputs)
             self._tracing.pop_all()
+            steps = f"profile of steps {self._first_step} to {self._last_step}"
+            print_line(f"{steps}: being written to {self._folder / TRACE} (https://ui.perfetto.dev)")
             self._writer = threading.Thread(target=self._write, name="profile", daemon=True)
             self._writer.start()
 
@@ -77,11 +80,8 @@ class Profiler:
     def _write(self) -> None:
         try:
             jax.profiler.stop_trace()
-            (trace,) = self._part.glob("plugins/profile/*/perfetto_trace.json.gz")
-            trace.rename(self._part / trace.name)  # to the top, where it is found
+            (trace,) = self._part.glob(f"plugins/profile/*/{TRACE}")
+            trace.rename(self._part / TRACE)  # to the top, where it is found
             self._part.rename(self._folder)
         except (OSError, ValueError, RuntimeError) as error:
             print_line(f"{self._folder} is not written: {type(error).__name__}: {error}. Training goes on.")
-            return
-        steps = f"profile of steps {self._first_step} to {self._last_step}"
-        print_line(f"{steps}: {self._folder / trace.name} (https://ui.perfetto.dev)")
