@@ -27,7 +27,7 @@ from jax import lax
 
 from jax_extra import explicit_activation_checkpointing, fold_in_str, save_for_backward
 from kernels.attention import KERNELS, KernelName, chosen, usable
-from runtime.check import batch_shapes, check_sizes, report_check
+from runtime.check import batch_shapes, by_name, check_sizes, report_check
 from runtime.config.command_line import run
 from runtime.config.keys import Count, Even, Fraction, Momentum, NotNegative, Positive, RunConfig, RunTraining, Steps
 from runtime.run import Run, start, with_shardings
@@ -117,8 +117,8 @@ class Weights:
 
 
 # Weight decay pulls matrices to zero, not norms (neutral at one) nor embeddings (whose rare rows would vanish).
-_LAYER_DECAYED = Layer(ln1=0.0, ln2=0.0, w_q=1.0, w_kv=1.0, w_o=1.0, w_gate=1.0, w_up=1.0, w_down=1.0)
-DECAYED = Weights(embed=0.0, unembed=0.0, transformer=_LAYER_DECAYED, final_layer_norm=0.0)
+DECAYED = {'w_q': 1.0, 'w_kv': 1.0, 'w_o': 1.0, 'w_gate': 1.0, 'w_up': 1.0, 'w_down': 1.0}
+DECAYED |= {'embed': 0.0, 'unembed': 0.0, 'ln1': 0.0, 'ln2': 0.0, 'final_layer_norm': 0.0}
 
 
 @pytree_dataclass
@@ -392,7 +392,7 @@ def training_step(
         clipped: Weights = jax.tree.map(lambda g: clip * g, gradient)
 
     with jax.named_scope('adamw'):
-        updated: State = adamw_step(training, DECAYED, state, clipped, step)
+        updated: State = adamw_step(training, by_name('DECAYED', DECAYED, clipped), state, clipped, step)
         finite = jnp.isfinite(value) & jnp.isfinite(grad_norm)  # else the step changes nothing
         new_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, state)
 

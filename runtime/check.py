@@ -85,6 +85,16 @@ def batch_shapes(config: Any, batch_type: Any) -> Any:
     return of_rows(tokens.batch)
 
 
+def by_name(table: str, values: dict[str, float], tree: Any) -> Any:
+    """The tree with the table's value at each leaf, by the last part of its path. Raises RunError for a leaf without an
+    entry and for an entry without a leaf."""
+    names = {path[-1].name for path, _ in jax.tree_util.tree_leaves_with_path(tree)}
+    if wrong := names ^ values.keys():
+        what = ", ".join(f"'{name}' {'is missing' if name in names else 'is no weight'}" for name in sorted(wrong))
+        raise RunError(f"{table}: {what}: expected an entry for each weight: {sorted(names)}")
+    return jax.tree_util.tree_map_with_path(lambda path, _: values[path[-1].name], tree)
+
+
 def report_check(config: Any, steps: tuple[typed_shard_map, typed_shard_map], state: Any, batch: Any) -> None:
     """Proves the types of a trainer's `mapped_steps` on the config's mesh, without a device, and prints the result.
 

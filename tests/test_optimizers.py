@@ -21,6 +21,7 @@ from models import gpt2, layers, llama
 from models.dropout import Dropout, random_bits
 from models.layers import TokenBatch
 from models.mesh import devices_along
+from runtime.check import by_name
 from runtime.config.rebuild import Origins, rebuild
 from runtime.terminal import RunError
 from shardlib import shardops
@@ -164,6 +165,19 @@ def test_adamw_is_that_of_train_py():
         for number, gradient in enumerate(gradients):
             state = step(state, jax.device_put(gradient, make_shardings(TYPES)), jnp.uint32(number))
     assert same_bits(found, state)
+
+
+OF_TRAIN_PY = jax.eval_shape(functools.partial(train.init_state, small.MODEL), np.uint32(0)).weights
+
+
+def test_a_weight_without_an_entry_is_named():
+    """One that DECAYED lacks, or that is no weight, is a message of one line with what is expected."""
+    for table, what in (({"w_q": 1.0}, "'embed' is missing"), ({**train.DECAYED, "bias": 0.0}, "'bias' is no weight")):
+        with pytest.raises(
+            RunError, match=f"^DECAYED: .*{what}.*: expected an entry for each weight: .*'w_up'"
+        ) as caught:
+            by_name("DECAYED", table, OF_TRAIN_PY)
+        assert "\n" not in str(caught.value)
 
 
 def test_moments_in_bfloat16_are_the_same_on_any_mesh():
