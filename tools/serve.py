@@ -11,6 +11,7 @@ the one that it would be alone. `pip install starlette uvicorn`.
 import asyncio
 import contextlib
 import hmac
+import html
 import importlib
 import json
 import os
@@ -309,7 +310,7 @@ class Api:
         return self.responses.PlainTextResponse("".join(f"clearshard_{key} {value}\n" for key, value in now.items()))
 
     async def page(self, _: Any) -> Any:
-        return self.responses.HTMLResponse(PAGE.read_text(encoding="utf-8"))
+        return self.responses.HTMLResponse(PAGE.read_text(encoding="utf-8").replace("MODEL", html.escape(self.name)))
 
 
 @dataclass(eq=False)

@@ -8,6 +8,7 @@ Colours are middle ones, which can be read on light and dark ground; page.css gi
 
 import dataclasses
 import math
+import textwrap
 from html import escape
 from typing import Any
 
@@ -48,6 +49,7 @@ MEAN_OVER = 0.04
 COLOURS = ("#2b83c6", "#d97a00", "#009080", "#9a63d8", "#c94080", "#988000", "#6b9a20", "#c85030", "#5f86a8", "#888888")
 # Pixels: the drawing itself never gets smaller, whatever is written around it.
 DRAWN, ABOVE, BELOW, LEGEND_ROW = 220, 42, 42, 19
+LEGEND_WIDTH = 34  # characters of its row: a screen of 390 pixels has room for them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,15 +124,17 @@ def _figure(series: list[tuple[str, int, Curve]], unit: str, *, of_several: bool
     traces: list[go.Scatter] = []
     steps: list[list[int]] = []
     hours: list[list[float]] = []
+    rows: list[list[str]] = []  # of the legend, for each line
     for run, index, curve in series:
         metric = metrics.index(curve.name)
         short = curve.name.partition("/")[2] or curve.name
         name = f"{run}: {short}" if of_several and several_metrics else run if of_several else short
         colour, dash = (index, metric) if of_several else (metric, metric // len(COLOURS))
+        rows.append(textwrap.wrap(name, LEGEND_WIDTH))
         # Colours and dashes come again, but the two together for no other line of a chart.
         dash += (index // len(COLOURS)) * len(metrics) if of_several else 0
         line = {"color": COLOURS[colour % len(COLOURS)], "dash": _dash(dash), "width": 1.8}
-        shown = {"x": curve.step, "y": curve.value, "name": escape(name), "line": line}
+        shown = {"x": curve.step, "y": curve.value, "name": "<br>".join(map(escape, rows[-1])), "line": line}
         shown["mode"] = "lines+markers" if len(curve.step) < 3 else "lines"
         if curve.name.partition("/")[0] in NOISY and MEAN_OVER * len(curve.step) >= 4:
             if len(series) <= 4:
@@ -139,7 +143,7 @@ def _figure(series: list[tuple[str, int, Curve]], unit: str, *, of_several: bool
         traces.append(go.Scatter(**shown))
         steps += [curve.step] * (len(traces) - len(steps))
         hours += [curve.hours] * (len(traces) - len(hours))
-    legend = 10 + LEGEND_ROW * len(series) if len(series) > 1 else 0
+    legend = 10 + LEGEND_ROW * sum(map(len, rows)) if len(series) > 1 else 0
     figure = go.Figure(traces)
     figure.update_layout(
         template=go.layout.Template(),

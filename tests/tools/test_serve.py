@@ -464,6 +464,11 @@ def test_the_page_converses_in_a_browser(server, tmp_path):
     narrow window."""
     with browser(tmp_path) as chromium:
         chromium.open(server.url)
+        assert chromium.script("return [document.title, document.querySelector('h1').textContent]") == [
+            "cat · clearshard",
+            "cat",
+        ]
+        assert chromium.script("return document.querySelector('link[rel=icon]').href").startswith("data:image/svg")
         chromium.script("""
             const ask = window.fetch;
             window.fetch = (url, given) => ask(url, {...given, body: given.body.replace("0.7", '0, "max_tokens": 48')});
