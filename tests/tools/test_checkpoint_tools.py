@@ -1,9 +1,6 @@
 """The tools that people look at checkpoints with: what they print, and their exit status."""
 
-import os
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -134,33 +131,3 @@ def test_compare_other_models(run, saved, tmp_path):
     )
     lines = run("diff", saved / "0000000010", tmp_path / "b")[1]
     assert "weights/embed  float32[16, 24] -> float32[16, 16]" in lines
-
-
-@pytest.mark.slow
-def test_the_benchmark(tmp_path):
-    """A small run of the benchmark compares itself with zarr alone and removes what it wrote."""
-    keys = ["layers=2", "d_model=64", "d_ff=128", "vocab=256", "steps=4", "save_every=2", "step_s=0.05", "repeats=1"]
-    command = [sys.executable, "-m", "tests.benchmark_checkpoint", f"directory={tmp_path / 'x'}", *keys]
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    output = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
-    lines = output.splitlines()
-    for line, expected in zip(
-        lines,
-        [
-            r"state: 0.1M parameters, 0.00 GB, over 8 devices; \d+ CPUs",
-            r"saving behind the steps, every 2 steps of 0.05 s: a save holds the steps up for .*% beyond the copy; .*",
-            r"saving in the foreground, every 2 steps of 0.05 s: .*",
-            r"save: \d+ MB/s; zarr alone \d+ MB/s; \d+% of it",
-            r"load: \d+ MB/s; zarr alone \d+ MB/s; \d+% of it",
-            r"load: host memory grew by -?\d.\d\d GB at most, of which 0.00 GB is the state \(largest leaf 0.00 GB\)",
-        ],
-        strict=True,
-    ):
-        assert re.fullmatch(expected, line), line
-    assert not (tmp_path / "x").exists()
-
-
-def test_help(run):
-    """The tool explains itself."""
-    status, lines, _ = run("--help")
-    assert status == 0 and any(line.startswith("    python -m tools.checkpoint verify runs/my_run") for line in lines)

@@ -92,12 +92,6 @@ def test_how_long_and_at_which_price(capsys):
     assert re.search(r"\. \S+ tokens: ", planned(capsys, "c4_a100x8_1b", *keys))
 
 
-def test_what_does_not_fit(capsys):
-    """With the bytes by kind, and what to change."""
-    text = planned(capsys, "c4_a100x8_1b", "hardware=tpu_v5e", "training.tokens.batch=256")
-    assert "It will not fit: weights 0.54 GB, " in text and "twice the microbatches, or half the batch: about " in text
-
-
 def test_own_hardware(capsys):
     """A device that a config describes; what it leaves out is n/a, and so is all that needs it."""
     mine = "own_hardware=[{name: mine, peak_flops_per_s: 1.0e+15, hbm_bytes: 100000000000, hbm_bytes_per_s: 3.0e+12}]"

@@ -10,7 +10,6 @@ from ledgers import ledger_of
 
 from ledger.machines.hardware import Hardware, named
 from ledger.machines.roofline import roofline
-from ledger.pages.files import write
 from ledger.pages.html import coloured, page
 from ledger.pages.table import shown
 from ledger.units import number
@@ -207,11 +206,3 @@ def test_numbers(kind, values):
     """Amounts, times and parts for people, which a browser breaks nowhere."""
     assert {value: shown(value, kind).replace("\N{NO-BREAK SPACE}", " ") for value in values} == values
     assert not any(" " in shown(value, kind) for value in values) and number(0) == ""
-
-
-def test_write(tmp_path):
-    """The page stands beside ledger.txt and ledger.json."""
-    ledger = ledger_of("local_test_synthetic")
-    write(ledger, tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["ledger.html", "ledger.json", "ledger.txt"]
-    assert (tmp_path / "ledger.html").read_text(encoding="utf-8") == page(ledger)

@@ -14,7 +14,7 @@ from runtime.config.command_line import load, run
 from runtime.config.help import configs_of, explanations, help_of_keys
 from runtime.config.rebuild import all_keys
 from runtime.terminal import RunError
-from tests import benchmark_attention, benchmark_checkpoint, benchmark_loader, torture
+from tests import benchmark_attention, benchmark_loader, torture
 from tools import (
     benchmark,
     checkpoint,
@@ -66,7 +66,6 @@ def test_where_explanations_are_found():
 
 TOOLS = [
     benchmark.Benchmark,
-    benchmark_checkpoint.Benchmark,
     benchmark_loader.Benchmark,
     tokenize_text.TokenizeText,
     torture.Torture,
