@@ -30,7 +30,7 @@ from runtime.terminal import RunError, print_error, print_line, run_errors
 from runtime.tracking.recorded import Recorded, as_yaml, read_run
 from runtime.tracking.report import compare_page, write_report
 
-# What the machine decides, and not the training; of names that end so, all.
+# Metrics that the machine decides, not the training; and those whose names end so.
 MEASURED = ("time", "tokens_per_s", "mfu", "hfu", "mfu_6nd")
 MEASURED_ENDS = ("_s", "_memory_bytes")
 PROGRAM = "program.py"  # stands among the keys where the trainers' files differ
@@ -110,7 +110,7 @@ def differences(runs: list[Recorded]) -> Table:
 
 
 def hashed(program: str) -> str | None:
-    """Of a trainer's file; None where the run has none."""
+    """A short hash of a trainer's file; None where the run has none."""
     return hashlib.sha256(program.encode()).hexdigest()[:8] if program else None
 
 
@@ -158,7 +158,7 @@ def is_measured(name: str) -> bool:
 
 
 def _table(run: Recorded) -> dict[int, dict[str, Any]]:
-    """What the training alone decides, by step and name."""
+    """The metrics that the training alone decides, by step and name."""
     table: dict[int, dict[str, Any]] = {}
     for line in run.lines:
         values = {name: value for name, value in line.items() if name != "step" and not is_measured(name)}

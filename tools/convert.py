@@ -94,7 +94,7 @@ def written_whole(to: Path) -> Iterator[Path]:
 
 
 def name_of(source: Source) -> str:
-    """Of the family."""
+    """The family's name."""
     return "of no family" if source.family is None else source.family.__name__.rpartition(".")[2]
 
 
@@ -142,7 +142,7 @@ def ends_of(source: Source) -> dict[str, int | None]:
 
 
 def count(source: Source) -> int:
-    """Of the weights."""
+    """How many parameters the weights have."""
     return sum(
         math.prod(each.shape) for name, each in source.checkpoint.arrays.items() if "weights" in name.partition("/")[0]
     )

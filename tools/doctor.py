@@ -146,7 +146,7 @@ def all_reduces(mesh: Mesh) -> Iterator[Row]:
 
 
 def _seconds(run: Callable[[], jax.Array]) -> float:
-    """Of the median run, after one that compiles and one that warms up."""
+    """The median run's time, after one that compiles and one that warms up."""
     times = []
     for _ in range(2 + REPEATS):
         begin = time.perf_counter()

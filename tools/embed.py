@@ -39,7 +39,7 @@ class Embed(OnDevices):
 
 
 def texts_of(path: str) -> list[list[str]]:
-    """Of each line its text, or its two. Raises RunError with the line that is wrong."""
+    """The text of each line, or its pair of texts. Raises RunError with the line that is wrong."""
     with run_errors(f"input={path} cannot be read", ValueError):
         lines = read_text(os.path.expanduser(path)).removesuffix("\n").split("\n")
     if not path.endswith(".jsonl"):

@@ -28,7 +28,7 @@ from runtime.terminal import RunError, printable, progress, run_errors
 from tools.hosts import from_first, is_first, note
 from tools.ready import OnFewerBytes, ReadyModel, Text, Writing, ready_model, start_mesh, write
 
-# Keys that are of a model that fills in masked tokens, too.
+# The keys that a model which fills in masked tokens takes.
 FILLING = (
     "model", "prompt", "prompt_ids", "input", "prompt_field", "output", "to", "rows", "allow_program_change",
     "compute_dtype", "mesh", "num_hosts", "cluster",
@@ -52,7 +52,7 @@ class Generate(Writing, OnFewerBytes):
 
 # == Prompts =================================================================================================
 def check_filling(config: Generate) -> None:
-    """Raises RunError for keys that are of models that write."""
+    """Raises RunError for a key that only models that write text have."""
     for key in (each.name for each in fields(Generate)):
         if key not in FILLING and getattr(config, key) != getattr(Generate, key):
             raise RunError(f"{key}: {config.model} fills in masked tokens and writes nothing: leave it out")
@@ -61,7 +61,7 @@ def check_filling(config: Generate) -> None:
 
 
 def prompts_of(config: Generate) -> list[Any]:
-    """What stands on the command line, or in the file: texts, ids, or chats."""
+    """The prompts of the command line or of the file: texts, ids, or chats."""
     if config.prompt_ids is not None:
         return [config.prompt_ids]
     if config.input is None:
@@ -116,7 +116,7 @@ def converse(ready: ReadyModel, config: Generate) -> None:
 
 
 def finished(file: Path) -> dict[tuple[int, int], list[int]]:
-    """The prompts of the texts that stand in a file of an earlier start; a line that was cut short is taken away."""
+    """Prompts whose texts are already in the file. Drops a last line that was cut short."""
     beginning = b'{"prompt_number": '
     with run_errors(f"to={file} cannot be written"):
         *lines, cut = read_bytes(file, MOST_BYTES).split(b"\n") if os.path.lexists(file) else [b""]

@@ -30,7 +30,7 @@ def note(text: str) -> None:
 
 
 def shared(value: Any = None) -> Any:
-    """What the first process gives, on all processes, which call this together. Keys become texts, tuples lists."""
+    """Broadcasts the first process's value; all processes call it together. Keys become texts, tuples lists."""
     if jax.process_count() == 1:
         return value
     content = np.frombuffer(json.dumps(value).encode(), np.uint8)
@@ -42,7 +42,7 @@ def shared(value: Any = None) -> Any:
 
 
 def from_first(make: Callable[[], Any]) -> Any:
-    """What `make` returns on the first process, on all of them. Raises its RunError on all of them."""
+    """Calls `make` on the first process and returns its value on all; a RunError is raised on all, too."""
     refused, value = None, None
     if is_first():
         try:

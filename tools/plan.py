@@ -74,7 +74,7 @@ def main(config: Any) -> None:
 
 
 def title_of(config: Any, ledger: Ledger) -> str:
-    """Which model on which machine, and how."""
+    """The plan's first line: the model, the machine, the mesh and the batch."""
     tokens, parts = config.training.tokens, config.training.microbatches
     kernel = getattr(config.model, "attention", None)
     return (

@@ -34,7 +34,7 @@ class PlanGenerate(Machine):
 
 
 def title_of(config: PlanGenerate, ledger: Ledger, cache_bytes: int) -> str:
-    """Which model on which machine, and how."""
+    """The plan's first line: the model, the machine, the mesh, rows and cache."""
     return (
         f"{config.model} on {ledger.devices:,} × {config.hardware or 'n/a'}: {mesh_text(vars(config.mesh))}; "
         f"{config.rows:,} rows of up to {config.length:,} tokens; cache {gigabytes(cache_bytes)} a device."

@@ -55,7 +55,7 @@ class Choice:
 
     @property
     def order(self) -> Order:
-        """By the mean of the time with all overlap and with none; what does not fit last."""
+        """Sorts by the mean of the times with all overlap and with none; what does not fit comes last."""
         seconds = (self.estimate.step_s or 0) + (self.estimate.step_alone_s or 0)
         return not self.fits, seconds if self.fits else seconds * self.memory_bytes
 
@@ -176,8 +176,8 @@ def neighbours(mesh: Mesh, axes: list[str]) -> Iterator[Mesh]:
 
 
 def kept(config: Any) -> list[dict[str, str]]:
-    """What may be kept for the backward pass, where the trainer has that key and the command line does not set it. Not
-    on the host: how long the way there takes is in no forecast, so that it would always be the best."""
+    """The values of save_for_backward to try, where the trainer has that key and the command line does not set it. Not
+    on_host: no forecast has the time that copying takes, so it would always be the best."""
     type_ = typing.get_type_hints(type(config.training)).get("save_for_backward")
     if config.origins.of("training.save_for_backward") == "command line":
         return [{}]
@@ -222,7 +222,7 @@ def is_possible(config: Any, mesh: Mesh, count: int) -> bool:
 
 
 def counted(config: Any, machine: hardware.Hardware, mesh: Mesh, keys: Keys) -> Choice:
-    """By its ledger."""
+    """A way to run a step, by its ledger."""
     config = shaped(config, mesh, **keys)
     ledger = ledger_of(config, check=False)
     return Choice(

@@ -123,7 +123,7 @@ class ReadyModel:
         return self.tokenizer is not None and self.tokenizer.chat_template == CHATML
 
     def chat_stops(self, stop: Sequence[str]) -> tuple[str, ...]:
-        """What an answer in a chat ends before: a tokenizer may have no token for the end of ChatML's turns."""
+        """The stops of an answer in a chat: a tokenizer may have no token for the end of ChatML's turns."""
         return (*stop, END_OF_TURN) if self.is_chatml else tuple(stop)
 
 
@@ -267,7 +267,7 @@ class Text:
         self.shown, self.has_ended = "", False
 
     def add(self, drawn: Drawn) -> str:
-        """What is new of the text; a character of several tokens when it is whole."""
+        """Adds tokens and returns the text that is new; a character of several tokens comes when it is whole."""
         if self.has_ended:
             return ""
         self.ids, self.log_probs = self.ids + drawn.tokens, self.log_probs + drawn.log_probs

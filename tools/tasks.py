@@ -85,13 +85,13 @@ class Scorer:
                 raise RunError(f"{ready.source.folder} has no mask_token, by which an encoder is scored")
 
     def __call__(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
-        """Of each pair the log probability of its continuation, in nats, and whether greedy decoding writes just that.
+        """The log probability of each pair's continuation, in nats, and whether greedy decoding writes just that.
 
-        What is longer than `length` loses the beginning of its context, as in lm-eval-harness.
+        A pair longer than `length` loses the beginning of its context, as in lm-eval-harness.
         """
         if not pairs:
             return []
-        # What a row must hold of a context and a continuation: the last token of these is no input of a decoder.
+        # A row's tokens of context and continuation: the last one is no input of a decoder.
         room = self.length + 1 if self.kind == "decoder" else self.length - len(self.ready.end)
         if cut := sum(len(after) + (self.kind != "both") * len(context) > room for context, after in pairs):
             note(f"{cut} of {len(pairs)} are longer than {self.length} tokens and lose their beginning")
@@ -121,7 +121,7 @@ class Scorer:
         ]
 
     def _found(self, some: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Of some packed rows the targets' log probabilities, and the likeliest ids."""
+        """The targets' log probabilities, and the likeliest ids, in some packed rows."""
         if self.kind != "decoder":
             generator = self.ready.generator
             self.reader.take(generator.of_encoder if self.kind == "both" else generator.weights)
@@ -159,7 +159,7 @@ class Scorer:
         return pairs
 
     def write(self, prompts: Sequence[Any], config: Writing) -> list[str]:
-        """What the model writes after texts or chats; a prompt keeps the end that leaves room for config.tokens."""
+        """The answers to texts or chats; of a long prompt the end stays that leaves room for config.tokens."""
         if self.kind == "encoder":
             raise RunError(f"{self.ready.source.folder} fills in masked tokens: it answers no questions")
         if (room := self.length - config.tokens) < 1:
@@ -222,7 +222,7 @@ def score_documents(scorer: Scorer, records: Sequence[Document], config: Scoring
     ]
 
 
-# By the field that only they have.
+# By the field that only this kind has.
 KINDS: dict[str, tuple[type, Callable]] = {
     "choices": (Choices, score_choices),
     "question": (Question, score_questions),

@@ -107,7 +107,7 @@ class TokenizeText:
 
     @property
     def drawn_fraction(self) -> float:
-        """Of the documents, that becomes the validation split by their hash."""
+        """The part of the documents that their hash puts into the validation split."""
         return 0.0 if self.validation or self.hf_dataset.validation_split else self.validation_fraction
 
     @property
@@ -139,7 +139,7 @@ def start_worker(tokenizer: Tokenizer, config: TokenizeText) -> None:
     _worker[:] = tokenizer, config
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are parallel already
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
-    # Of itself a pool's worker would wait forever for a parent that was killed.
+    # Without this a worker would wait forever for a parent that was killed.
     parent: Any = multiprocessing.parent_process()
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
@@ -277,7 +277,7 @@ def document_of(number: int, record: dict, tokenizer: Tokenizer, config: Tokeniz
 
 
 def weights_of(parts: Any, config: TokenizeText) -> list[float]:
-    """Of messages or segments; where they are not as expected, others say so."""
+    """The weights of messages or segments; what is neither is refused elsewhere."""
     (field,), known = config.names, parts if isinstance(parts, list) else []
     weights = [
         weight_of(part, f"{field}[{number}].weight") for number, part in enumerate(known) if isinstance(part, dict)

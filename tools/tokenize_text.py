@@ -230,7 +230,7 @@ def read_all(files: list[File], config: TokenizeText, position: Sequence[int]) -
 def tokenized(
     blocks: Iterator[Block], tokenizer: Tokenizer, config: TokenizeText, processes: int
 ) -> Iterator[Iterator[tuple[Block, Tokenized]]]:
-    """What becomes of the blocks, in their order, by so many processes; a few blocks for each are under way at once."""
+    """The tokenized blocks in their order, made by so many processes; each has a few blocks under way at once."""
     if processes == 1:
         yield ((block, tokenize(block, tokenizer, config)) for block in blocks)
         return
@@ -263,7 +263,7 @@ def tokenized(
 
 
 def find_all(config: TokenizeText) -> list[File]:
-    """What is read, in this order. A file that `validation` names too is none of the training split's."""
+    """The files to read, in this order. One that `validation` names too is not part of the training split."""
     rest = "" if config.drawn_fraction else "train"
     if path := config.hf_dataset.path:
         splits = find_splits(path, config.hf_dataset.name)
@@ -292,7 +292,7 @@ def find_all(config: TokenizeText) -> list[File]:
 
 
 def total_bytes(files: list[File]) -> int:
-    """As stored; 0 where none is known."""
+    """The files' stored size; 0 where none is known."""
     return sum(file.size for file in files)
 
 
@@ -338,7 +338,7 @@ def trained_tokenizer(config: TokenizeText, files: list[File], template: str | N
 
 
 def process_count(config: TokenizeText, files: list[File]) -> int:
-    """As configured; else one for each core, where it pays to start them."""
+    """The configured number; else one process for each core, where starting them pays."""
     small = 0 < total_bytes(files) < 8 * 2**20
     cores = len(os.sched_getaffinity(0))
     if config.tokens_ahead is not None:  # the others are the run's

@@ -103,7 +103,7 @@ def _bare(row: Collective) -> Collective:
 
 
 def _times_of_places(sites: Sites, change=lambda row: row) -> dict[Collective, collections.Counter[int]]:
-    """By collective, how often each of its places runs in a step."""
+    """How often each place of a collective runs in a step, by collective."""
     places: dict[Collective, collections.Counter[int]] = collections.defaultdict(collections.Counter)
     for (row, times), count in sites.items():
         places[_bare(change(row))][times] += count
@@ -132,7 +132,7 @@ def _reason(written: collections.Counter[int], compiled: collections.Counter[int
 
 
 def peak_bytes(compiled: jax.stages.Compiled) -> int:
-    """What XLA says that one device needs to run a program, its arguments included."""
+    """The bytes that one device needs to run a program, its arguments included, by XLA."""
     analysis: Any = compiled.memory_analysis()
     (device, *_) = jax.tree.leaves(compiled.input_shardings)[0].device_set
     if device.platform != "cpu":  # there XLA's peak leaves out what it calls temporary (jax 0.10.2)

@@ -33,7 +33,7 @@ def dtype_of(word: str) -> str:
 
 
 def widened(row: Collective) -> Collective:
-    """What XLA:CPU, which has no bfloat16 collectives, makes of one: float32, twice the bytes."""
+    """A collective as XLA:CPU, which has none in bfloat16, runs it: in float32, twice the bytes."""
     return dataclasses.replace(row, dtype="float32", bytes=2 * row.bytes) if row.dtype == "bfloat16" else row
 
 
@@ -63,8 +63,8 @@ def compiled_sites(text: str, mesh_axes: dict[str, int]) -> Sites:
 
 
 def chain(instruction: Instruction) -> str:
-    """Of a collective that XLA:TPU has cut into several fusions, to compute in them meanwhile, what it calls all of
-    these; '' for another."""
+    """The name of all parts of a collective that XLA:TPU has cut into several fusions, to compute in them meanwhile; ''
+    for any other."""
     found = re.search(r'chain_id="(\d+)"', instruction.attributes)
     return found[1] if found else ""
 
@@ -101,8 +101,7 @@ def operands(module: Module, computation: Computation, instruction: Instruction)
         sizes = [(sizes[0][0], sum(size for _, size in sizes))]
     if len(sizes) == 1:
         return [(*sizes[0], module.metadata(instruction))]
-    # Of a combined collective the items of the result (of its done, if it is asynchronous) still say where they are
-    # from.
+    # In a combined collective the items of the result (of its done, if it is asynchronous) still have their lines.
     others = computation.instructions.values()
     results = {instruction.name, *(each.name for each in others if each.is_done and instruction.name in each.operands)}
     items = [each for each in others if each.opcode == "get-tuple-element" and each.operands[0] in results]

@@ -47,7 +47,7 @@ class Module:
                     yield self.computations[name]
 
     def inner(self, instruction: Instruction) -> list[Instruction]:
-        """What a fusion, or another instruction with a body, does inside; itself alone where it has no body."""
+        """The instructions in a fusion, or in another one with a body; the instruction itself where it has no body."""
         bodies = list(self.callees(instruction, "calls"))
         if not bodies:
             return [instruction]

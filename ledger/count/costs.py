@@ -54,7 +54,7 @@ class Collective:
 
 
 def turns(kind: str, devices: int) -> float:
-    """What leaves a device over the bytes of the operand, when n devices pass parts around a ring.
+    """The bytes that leave a device per byte of the operand, when n devices pass parts around a ring.
 
     all-gather of a part: n - 1; reduce-scatter and all-to-all: (n - 1) / n; all-reduce, a reduce-scatter and an
     all-gather: 2 (n - 1) / n; collective-permute: 1.
@@ -83,7 +83,7 @@ class Loop:
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Saved:
-    """What JAX keeps of the forward pass for the backward pass."""
+    """A value of the forward pass that JAX keeps for the backward pass."""
 
     line: str
     # The name it is saved under, such as save_for_backward; "input" of a checkpoint; "gradient", computed ahead; ""
@@ -107,7 +107,7 @@ class HostCopy:
 
 
 Table = collections.Counter[Collective]  # times a step
-# By a collective and how often a place of the program runs it in a step, through the loops around it: such places.
+# The number of places in the program, by collective and by how often a place runs it in a step, loops included.
 Sites = collections.Counter[tuple[Collective, int]]
 
 
@@ -132,7 +132,7 @@ class Costs:
         add_sites(self.sites, other.sites, times)
 
     def flops(self, *phases: str) -> int:
-        """Of all products that run in these phases; without phases, in any."""
+        """The FLOPs of all products that run in these phases; without phases, in any."""
         return sum(row.flops * times for row, times in self.products.items() if not phases or row.phase in phases)
 
     def host_bytes(self, to_host: bool) -> int:
@@ -140,13 +140,13 @@ class Costs:
         return sum(row.bytes * times for row, times in self.host_copies.items() if row.to_host is to_host)
 
     def float8_flops(self, phase: str) -> int:
-        """Of the products of 8-bit floats in a phase."""
+        """The FLOPs of products of 8-bit floats in a phase."""
         rows = ((row, times) for row, times in self.products.items() if row.phase == phase)
         return sum(row.flops * times for row, times in rows if row.dtype.startswith("float8"))
 
     def model_flops(self) -> float:
-        """Of the products of the forward and the backward pass, nothing recomputed, of masked ones what the model
-        needs."""
+        """The FLOPs of products of the forward and the backward pass, nothing recomputed; of masked products the part
+        that the model needs."""
         rows = [(row, times) for row, times in self.products.items() if row.phase in ("forward", "backward")]
         return sum(row.flops * times * row.needed for row, times in rows)
 
@@ -277,8 +277,8 @@ def _kernel_flops(op: Operation) -> tuple[int | None, float]:
 
 # -- What is kept for the backward pass --------------------------------------------------------------------------------
 def saved(block: Block) -> list[Saved]:
-    """What is made in the forward pass and read in the backward pass, of a line that is met more than once the equal
-    ones as one row; weights, batch and other arguments are not made."""
+    """Values that the forward pass makes and the backward pass reads; equal ones of one line are one row. Arguments,
+    such as weights and the batch, are not made."""
     rows: collections.Counter[Saved] = collections.Counter()  # how often, of rows whose own `times` is 1
     for op in block.operations:
         for value in op.outputs:

@@ -180,7 +180,7 @@ class _Lifetimes:
         return sum(each.bytes for each in self.held)
 
     def body(self, op: Operation, block: Block) -> "_Lifetimes":
-        """What the body of a loop holds besides what the loop holds."""
+        """The values that the body of a loop holds besides those of the loop."""
         if op.name != "scan":
             return _Lifetimes(block, [OTHER] * len(block.inputs), self.weights, self.on_cpu)
         consts, carry = scan_counts(op.params)
@@ -292,7 +292,7 @@ class _Lifetimes:
             self.heirs.append((value, before - {value}))
 
     def kind(self, value: Value) -> str:
-        """What a value counts as."""
+        """The group, of GROUPS, that a value counts as."""
         if value not in self.kinds:
             op, kind = value.maker, OTHER
             if op is not None and op.name in ("all_gather", "convert_element_type", "slice", "dynamic_slice"):
@@ -312,7 +312,7 @@ class _Lifetimes:
 
 
 def _passed_on(op: Operation, value: Value) -> Value:
-    """What one of `_CONVERTS` makes of an operand; those that have several give each back."""
+    """The result that one of `_CONVERTS` makes of an operand; an operation with several operands returns each."""
     return op.outputs[op.inputs.index(value) if len(op.outputs) > 1 else 0]
 
 

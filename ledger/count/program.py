@@ -127,8 +127,8 @@ def read(jaxpr: Jaxpr | ClosedJaxpr, *, widened: bool = False) -> Block:
 
 
 def _place_hoisted(block: Block) -> None:
-    """What JAX takes out of a loop of the forward pass loses its mark: an operation that only the forward pass reads
-    is of it."""
+    """Gives operations that JAX takes out of a loop of the forward pass their phase back: it is forward where only the
+    forward pass reads them."""
     results = set(block.outputs)
     for op in reversed(block.operations):
         readers = [reader for value in op.outputs for reader in value.uses]

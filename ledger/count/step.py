@@ -40,13 +40,13 @@ class Ledger:
 
     @property
     def model_flops(self) -> float:
-        """Of a step on all devices: forward and backward, nothing recomputed, causal products as half. MFU counts
+        """FLOPs of a step on all devices: forward and backward, nothing recomputed, causal products as half. MFU counts
         these."""
         return self.costs.model_flops() * self.devices
 
     @property
     def hardware_flops(self) -> int:
-        """Of a step on all devices: every product that runs, recomputed and masked ones too. HFU counts these."""
+        """FLOPs of a step on all devices: every product that runs, recomputed and masked too. HFU counts these."""
         return self.costs.flops() * self.devices
 
     @property
@@ -55,7 +55,7 @@ class Ledger:
         return 6 * self.parameters * self.tokens
 
     def sent_bytes(self, *phases: str) -> float:
-        """What leaves one device in a step, in these phases or in all."""
+        """The bytes that leave one device in a step, in these phases or in all."""
         rows = self.costs.collectives.items()
         return sum(row.sent_bytes(self.mesh) * times for row, times in rows if not phases or row.phase in phases)
 

@@ -115,7 +115,7 @@ def compile(traced: jax.stages.Traced, options: dict[str, str]) -> jax.stages.Co
 
 
 def _bytes_line(text: str) -> str:
-    """Of XLA's pages about too large a program, the sentence with the bytes."""
+    """The sentence with the bytes, out of XLA's pages about a program that is too large."""
     found = re.search(r"[^.\n]*(?:[Uu]sed|[Nn]eeds?|allocat)\w*[^\n]*?\d[\d.]*\s*[KMG]?i?B?\b[^\n]*", text)
     return (found[0] if found else text.splitlines()[0]).strip().removeprefix("RESOURCE_EXHAUSTED: ")
 

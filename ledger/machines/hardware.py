@@ -41,7 +41,7 @@ class Hardware:
 
     @property
     def float8_spares(self) -> float:
-        """Of the time of a product in bfloat16, what one of 8-bit floats spares: half, where NVIDIA's data sheets of
+        """The part of a bfloat16 product's time that one of 8-bit floats spares: half, where NVIDIA's data sheets of
         H100, H200 and B200 give FP8 twice the rate; nothing where they are not known to be faster."""
         return 0.5 if self.capability >= 9 else 0.0
 

@@ -113,7 +113,7 @@ class Roofline:
 
     @property
     def mfu(self) -> float | None:
-        """That perfect overlap implies: no program of these phases can have a higher one."""
+        """MFU with perfect overlap: no program of these phases can have a higher one."""
         return self._mfu(self.step_s)
 
     @property

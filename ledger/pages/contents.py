@@ -80,7 +80,7 @@ def held(ledger: Ledger, full: float) -> Bar:
 
 
 def advice(ledger: Ledger) -> list[str]:
-    """What would make it fit, with the bytes that each would save, roughly."""
+    """Changes that would make it fit, with the bytes that each would save, roughly."""
     kinds = ledger.memory.by_kind()
     of_rows = kinds["saved activations"] + kinds["other values"]
     fixed = kinds["weights"] + kinds["optimizer state"] + kinds["gradients"]
@@ -132,7 +132,7 @@ def times(estimate: Roofline) -> Table:
 
 
 def sendings(estimate: Roofline) -> Table:
-    """What each kind of collective sends, and how fast it can."""
+    """The bytes of each kind of collective, and how fast they can be sent."""
     rows = []
     for each in sorted(estimate.sendings, key=lambda each: -each.sent_bytes):
         where = "between hosts" if each.crosses_hosts else ""
@@ -149,7 +149,7 @@ def array(row: Held | Saved) -> str:
 
 
 def name_of(ledger: Ledger, place: str) -> str:
-    """What the source calls the value that a line makes: the name that is assigned to, else the line's text."""
+    """The source's name for the value that a line makes: the assigned name, else the line's text."""
     file, _, line = place.rpartition(":")
     if file not in ledger.texts:
         return ""

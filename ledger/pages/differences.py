@@ -47,7 +47,7 @@ def entries(ledger: dict[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def titles(before: dict[str, Any], after: dict[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
-    """What each line of the two sources is called, 'train.py:197  text': a line that is in both as it is in `after`."""
+    """Titles of the lines of both sources, 'train.py:197  text': a line that is in both has that of `after`."""
     ours: dict[str, str] = {}
     theirs: dict[str, str] = {}
     for file in dict.fromkeys([*after["texts"], *before["texts"]]):
@@ -63,7 +63,7 @@ def titles(before: dict[str, Any], after: dict[str, Any]) -> tuple[dict[str, str
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """What has changed, line by line, sums last; empty where nothing has."""
+    """The changes line by line, sums last; empty where nothing has changed."""
     ours, theirs = titles(before, after)
     left = {ours.get(line, line): costs for line, costs in entries(before).items()}
     right = {theirs.get(line, line): costs for line, costs in entries(after).items()}

@@ -28,7 +28,7 @@ class Line:
 
 
 def sums(ledger: Ledger) -> dict[str, Line]:
-    """Of each line that costs anything, by its place, 'train.py:197'."""
+    """The costs of each line that has any, by its place, 'train.py:197'."""
     axes = axes_of(ledger)
     lines: dict[str, Line] = collections.defaultdict(Line)
     for row, times in ledger.costs.products.items():
