@@ -13,6 +13,7 @@ from ledger.count.step import Ledger, of_step
 from ledger.machines import hardware
 from runtime import program
 from runtime.config.checks import check_combinations
+from runtime.config.keys import Count
 from runtime.terminal import RunError
 from shardlib.shardtypes import mesh_text
 from shardlib.spec import ShardingError
@@ -37,7 +38,7 @@ class Machine:
     # h200, tpu_v5p, ...: a name of ledger/machines/hardware.yaml or of own_hardware; null: no times
     hardware: str | None = None
     own_hardware: tuple[OwnHardware, ...] = ()  # [{name: mine, peak_flops_per_s: 1.0e15, ...}]
-    devices_per_host: int = 8  # neighbours in the mesh's order
+    devices_per_host: Count = 8  # neighbours in the mesh's order
     folder: str | None = None  # ledger.txt, ledger.json and ledger.html are written there; of a sweep sweep.html
     total_tokens: float | None = None  # 1.0e12: for time and price; null: of training those of its steps
     price: float | None = None  # of one device for an hour, in any currency
@@ -47,7 +48,7 @@ class Machine:
 class PlanKeys(Machine, program.ProgramKey):
     """The machine to plan a config of training for."""
 
-    hosts: int | None = None  # null: as many as the mesh needs
+    hosts: Count | None = None  # null: as many as the mesh needs
     compile: bool = False  # compile it ahead of time too (requirements-plan.txt)
     sweep: bool = False  # the best meshes of so many devices, with what is kept and the fewest microbatches that fit
 
@@ -86,30 +87,22 @@ def with_kernel(config: Any, machine: hardware.Hardware) -> Any:
 def on_mesh(config: Any) -> Any:
     """The config with the mesh that `hosts` and `devices_per_host` need: its own if it is as large, else with the rest
     of the devices along its first axis but that of stages. Raises RunError if there is none."""
-    axes = vars(config.mesh).items()
-    first, size = next(each for each in axes if each[0] != "p")
-    count = math.prod(vars(config.mesh).values())
-    keys, sizes = (" × ".join(map(str, each)) for each in ([f"mesh.{axis}" for axis, _ in axes], dict(axes).values()))
-    if config.devices_per_host < 1 or (config.hosts is not None and config.hosts < 1):
-        raise RunError("hosts and devices_per_host: expected 1 or more")
+    axes, per_host = vars(config.mesh), config.devices_per_host
+    keys, sizes = " × ".join(f"mesh.{axis}" for axis in axes), " × ".join(map(str, axes.values()))
+    count = math.prod(axes.values())
+    said = f"{keys} = {sizes} = {count} devices"
     if config.hosts is None:
-        hosts = max(count // config.devices_per_host, 1)
-        if count > config.devices_per_host and count % config.devices_per_host:
-            raise RunError(
-                f"{keys} = {sizes} = {count} devices are no whole number of hosts of devices_per_host = "
-                f"{config.devices_per_host}: set devices_per_host"
-            )
-        return changed(config, hosts=hosts, devices_per_host=min(config.devices_per_host, count))
-    devices = config.hosts * config.devices_per_host
+        if count > per_host and count % per_host:
+            raise RunError(f"{said} are no whole number of hosts of devices_per_host = {per_host}: set that")
+        return changed(config, hosts=max(count // per_host, 1), devices_per_host=min(per_host, count))
+    devices, first = config.hosts * per_host, next(axis for axis in axes if axis != "p")
     if count == devices:
         return config
-    if config.origins.of(f"mesh.{first}") == "command line" or devices % (count // size):
-        raise RunError(
-            f"{keys} = {sizes} = {count} devices, but hosts × devices_per_host = {config.hosts} × "
-            f"{config.devices_per_host} = {devices}: set {keys.replace(' ×', ' and', 1)} so that their product is "
-            f"{devices}"
-        )
-    return changed(config, mesh=dataclasses.replace(config.mesh, **{first: devices // (count // size)}))
+    others = count // axes[first]
+    if config.origins.of(f"mesh.{first}") == "command line" or devices % others:
+        hosts = f"hosts × devices_per_host = {config.hosts} × {per_host} = {devices}"
+        raise RunError(f"{said}, but {hosts}: set {keys} to that")
+    return changed(config, mesh=dataclasses.replace(config.mesh, **{first: devices // others}))
 
 
 def changed(config: Any, **keys) -> Any:

@@ -143,7 +143,7 @@ def test_unknown_hardware():
             ["hosts=4", "mesh.d=8"],
             "mesh.d × mesh.t = 8 × 1 = 8 devices, but hosts × devices_per_host = 4 × 8 = 32: set mesh.d",
         ),
-        (["hosts=0"], "hosts and devices_per_host: expected 1 or more"),
+        (["hosts=0"], "hosts = 0: expected a whole number from 1 to 2147483647"),
         (["mesh.d=16", "devices_per_host=6"], "16 devices are no whole number of hosts of devices_per_host = 6"),
         (["sweep=true"], "a sweep is sorted by time: give hardware="),
         (["compile=true"], "for no hardware nothing can be compiled; there are a100_40gb"),
