@@ -13,7 +13,6 @@ _not_users = [
     os.path.dirname(os.path.abspath(__file__)) + os.sep,
     os.path.dirname(os.path.abspath(jax.__file__)) + os.sep,
     sysconfig.get_paths()["stdlib"] + os.sep,
-    sysconfig.get_paths()["purelib"] + os.sep,
     "<",
 ]
 
@@ -26,9 +25,10 @@ def defines_operations(file_name: str):
 
 @functools.cache
 def is_users(file_name: str) -> bool:
-    """Whether a frame is of the user's program: not of shardlib, JAX, Python's or an installed package's own files. A
-    cell of IPython's is."""
-    return file_name.startswith("<ipython-input") or not file_name.startswith(tuple(_not_users))
+    """Whether a frame is of the user's program: not of shardlib, JAX, Python's or an installed package's own files,
+    wherever packages are (a user's own, Debian's). A cell of IPython's is."""
+    is_package = re.search(r"[/\\](site|dist)-packages[/\\]", file_name)
+    return file_name.startswith("<ipython-input") or not (is_package or file_name.startswith(tuple(_not_users)))
 
 
 def users_line() -> str:

@@ -14,6 +14,7 @@ import typeguard
 from jax import lax
 from prove import each_row, refusal, says, table
 
+from shardlib.places import is_users
 from shardlib.shardtypes import Array, Scope, bf16, bool_, f32, i32, pytree_dataclass, scope
 from shardlib.spec import ShardingError
 from shardlib.typed import typed
@@ -307,3 +308,13 @@ def test_in_a_notebook():
     told = subprocess.run([sys.executable, "-c", run], capture_output=True, text=True, check=True).stdout
     assert "7 claims" in told
     assert re.search(r"ShardingError what is computed must not .*\n  at <ipython-input-\S+>:16", told), told
+
+
+@pytest.mark.parametrize("file, is_ones", [
+    ("/home/me/my_trainer.py", True), ("<ipython-input-1>", True), ("/tmp/ipykernel_7/1.py", True), ("<string>", False),
+    ("/home/me/.local/lib/python3.11/site-packages/einops/einops.py", False), (jax.__file__, False),
+    ("/usr/lib/python3/dist-packages/numpy/__init__.py", False), (functools.__file__, False),
+])  # fmt: skip
+def test_whose_a_frame_is(file, is_ones):
+    """The user's own file, or a cell; no installed package's, wherever packages are installed."""
+    assert is_users(file) is is_ones
