@@ -69,7 +69,7 @@ class Plan:
         result's `shape` on a device as well.
       rule: for the check, a function from the operands' states to the results', where the string does not say them.
       calls: `run` calls a function of the user's, which is local to a device.
-      dtype: the result's, where it is neither the first operand's nor the caller's choice.
+      dtype: from the first operand's to the result's, where the caller does not choose that.
     """
 
     run: Callable
@@ -77,7 +77,7 @@ class Plan:
     sizes: Callable | None = None
     rule: Callable | None = None
     calls: bool = False
-    dtype: object = None
+    dtype: Callable = lambda dtype: dtype
 
 
 def operate(plan, text, operands, options=None, *, sizes=None, results: int | None = 1, dtype=None):
@@ -106,7 +106,7 @@ def operate(plan, text, operands, options=None, *, sizes=None, results: int | No
         return run(*operands, **options)
 
     line, sealed = where(), None  # now: the walk comes when the trace is over
-    dtypes = [jnp.dtype(dtype or planned.dtype or jnp.result_type(operands[0]))]
+    dtypes = [jnp.dtype(dtype or planned.dtype(jnp.result_type(operands[0])))]
     try:
         _require_meaning(recipe, planned, operands, options, dtypes[0])
         if planned.calls:
@@ -122,7 +122,7 @@ def operate(plan, text, operands, options=None, *, sizes=None, results: int | No
             if planned.rule is not None:
                 return planned.rule(states)
             for spec, state in zip(recipe.operands, states):
-                require(spec, state, strict=True)
+                require(spec, state)
             return list(map(State.of, recipe.results))
         except ShardingError as error:
             raise error.extended(line) from None
@@ -392,8 +392,8 @@ def _divided(x, count: Count):
 
 def index(name: str):
     """Each device's index along a mesh axis, i32['d/d']: on the whole, jnp.arange(axis_size('d')). Sends nothing."""
-    count = int(axis_size(name))
-    return slice(f"{name} -> {name}/{name}", jnp.arange(count, dtype=jnp.int32))
+    axis_size(name)
+    return slice(f"{name} -> {name}/{name}", jnp.arange(mapped_axes()[name], dtype=jnp.int32))
 
 
 # -- split -> same -----------------------------------------------------------------------------------------------------
@@ -516,7 +516,7 @@ def argmax(recipe, axes):
         is_here = largest == lax.pmax(largest, names)
         return lax.pmin(jnp.where(is_here, place, jnp.iinfo(jnp.int32).max), names)
 
-    return Plan(run, moves, dtype=jnp.int32)
+    return Plan(run, moves, dtype=lambda dtype: jnp.int32)
 
 
 @operation
@@ -528,7 +528,7 @@ def any(recipe, axes):
     Sends: an all-reduce of the result, 4 bytes an element.
     """
     largest = _largest(recipe, axes, lambda x, axis: jnp.any(x, axis=axis).astype(jnp.int32))
-    return Plan(lambda x: largest.run(x).astype(bool), largest.moves, dtype=jnp.bool_)
+    return Plan(lambda x: largest.run(x).astype(bool), largest.moves, dtype=lambda dtype: jnp.bool_)
 
 
 # -- pending -> split, pending -> same ---------------------------------------------------------------------------------
@@ -725,25 +725,32 @@ def require_same_parts(recipe: Recipe) -> dict[str, Dim]:
 def sum_unreduced(recipe, axes):
     """Sums over the dims that the result lacks; a split one leaves its axes pending.
 
-    sum_unreduced('B/d L V/t -> B/d L +t', e)
-    sum_unreduced('... -> +d +t', g * g)            any dims, which must be split over just d and t
+        sum_unreduced('B/d L V/t -> B/d L +t', e)
+        sum_unreduced('... -> +d +t', g * g)
+
+    '...' stands for any dims, which must be split over just d and t.
     """
     (operand,), result = recipe.operands, recipe.result
     if "..." not in operand.names:
         kept, dropped, split = _reduced(recipe, "sum")
         require_result(recipe, kept, _ordered({*split, *operand.pending}, axes))
-        return Plan(lambda x: jnp.sum(x, axis=dropped))
+        return Plan(lambda x: jnp.sum(x, axis=dropped), dtype=_dtype_of_sum)
     if operand.names != ("...",) or result.dims:
         raise ShardingError("'...' stands for all dims, and all are summed: '... -> +d +t'")
 
     def rule(states):
         (state,) = states
         lies = Spec(tuple(Dim("_", split) for split in state.dims), operand.pending)
-        require(lies, state, strict=True)
+        require(lies, state)
         require_result(recipe, (), _ordered({*lies.split, *lies.pending}, axes), f": '...' lies as '{lies}'")
         return [State.of(result)]
 
-    return Plan(jnp.sum, rule=rule)
+    return Plan(jnp.sum, rule=rule, dtype=_dtype_of_sum)
+
+
+def _dtype_of_sum(dtype):
+    """JAX sums truth values and small integers in 32 bits."""
+    return jax.eval_shape(jnp.sum, jax.ShapeDtypeStruct((), dtype)).dtype
 
 
 @operation
@@ -815,10 +822,7 @@ def _rows(table, indices):
 
 @operation
 def slice(recipe, axes):
-    """Each device keeps its part: same -> split.
-
-    slice('M -> M/t', scale)
-    """
+    """Each device keeps its part: same -> split, as in slice('M -> M/t', scale)."""
     splits = _change(recipe, "slice splits dims, as in 'M -> M/t'", "splits").splits
 
     def run(x):
@@ -889,10 +893,8 @@ def _in_common(dims, others) -> int:
 
 @operation
 def pending(recipe, axes):
-    """Makes one term of a sum of what is the same: the first device along the axes keeps it, the others hold zero.
-
-    pending('X -> X +t', x)
-    """
+    """Makes one term of a sum of what is the same: the first device along the axes keeps it, the others hold zero, as
+    in pending('X -> X +t', x)."""
     names = _wide(_change(recipe, "pending makes one term of a sum, as in 'M -> M +t'", "terms").terms, axes)
 
     def run(x):

@@ -462,7 +462,7 @@ def check(dtype, shape_spec: str | bytes | Spec, value, *, what: str = "the anno
 
     def rule(states):
         try:
-            require(spec, states[0], strict=False)
+            require(spec, states[0])
         except ShardingError as error:
             raise error.extended(f"  {context}") from None
         return [State.of(spec)]

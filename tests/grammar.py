@@ -98,11 +98,8 @@ class Whole:
     def regroup(self, text, x, **sizes):
         return x.reshape(self.shape(self.names(text)[1][0], sizes))
 
-    def full(self, text, value, dtype, **sizes):
-        return jnp.full(self.shape(self.names(text)[0][0], sizes), value, dtype.dtype)
-
     def zeros(self, text, dtype, **sizes):
-        return self.full(text, 0, dtype, **sizes)
+        return jnp.zeros(self.shape(self.names(text)[0][0], sizes), dtype.dtype)
 
     def index(self, axis):
         return jnp.arange(1)
@@ -476,11 +473,11 @@ class Author:
         self.lines.append(f"{value.name}{annotation} = {expression}")
         self.values.append(value)
 
-    def made(self, dims, pending="", what="zeros"):
-        """The source of zeros, or of threes."""
+    def made(self, dims, pending=""):
+        """The source of zeros."""
         known = {letter for parameter in self.parameters for letter, _ in parameter.dims}
         sizes = "".join(f", {letter}={self.sizes[letter]}" for letter, _ in dims if letter not in known)
-        return f"shardops.{what}('{spec(dims, pending)}', {'3, ' * (what == 'full')}f32{sizes})"
+        return f"shardops.zeros('{spec(dims, pending)}', f32{sizes})"
 
     def term(self, value, weighted=True):
         """The source of a term of a loss: the sum of a value, of which each element has a weight of its own."""
@@ -648,7 +645,7 @@ class Places(dict):
         return " * ".join(f"shardops.axis_size('{axis}')" for axis in self.axes) or "1"
 
     def zeros(self):
-        return self.a.made(self.v.dims, self.a.choose([self.v.pending, ""]), self.a.choose(["zeros", "full"]))
+        return self.a.made(self.v.dims, self.a.choose([self.v.pending, ""]))
 
     def start(self):
         dims, text = self.v.dims[1:], f"jnp.zeros({self.v.name}.shape[1:])"

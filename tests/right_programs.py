@@ -139,6 +139,7 @@ B/d M | own_jvp(jnp.sin, lambda x, t: (jnp.sin(x[0]), jnp.cos(x[0]) * t[0]))(x)
 B/d M | lax.composite(lambda x: x * 2, name='own.double')(x)
 M | jax.nn.log_sigmoid(x) + jnp.sinc(x)
 B/d M | jax.nn.relu(x) + jax.nn.softmax(x, axis=1) * jax.nn.logsumexp(x, axis=1, keepdims=True)
+B/d -> '' | shardops.psum('+d -> ', shardops.sum_unreduced('B/d -> +d', jnp.ones_like(x)))
 # Control flow
 B/d M | lax.while_loop(lambda c: shardops.any('B/d M -> ', jnp.abs(c) > 1), lambda c: c * 0.5, x)
 B/d M | jax.vmap(lambda r: lax.while_loop(lambda c: jnp.any(jnp.abs(c) > 1), lambda c: c * 0.5, r))(x)

@@ -60,7 +60,9 @@ make a NumPy array of it | M/d | x * np.ones(x.shape, np.float32) | fix: jnp.one
 gets no type | M/d | x / x.shape[0] | is said of a number that depends on how many devices there are
 is the size of the whole | M/d | x / (x.shape[0] * shardops.axis_size('d')) | accepted
 a term of a sum over t | M -> M | shardops.psum('M +t -> M', x / shardops.axis_size('t')) | accepted
+Any other use of it is an error | M | x * shardops.axis_size('d') | the number of devices along d is another one on each
 # Not proved
+of a block that `regroup` makes | B/d | x * shardops.regroup('B/d -> d/d R', x).shape[1] | accepted
 **Plain numbers of the mesh** | M | x * int(shardops.axis_size('d')) * jax.device_count() | accepted
 the length of a dim that counts devices | M
     | x * shardops.all_gather('d/d -> d', shardops.index('d')).shape[0] | accepted

@@ -336,7 +336,7 @@ B/d -> d/d R | shardops.ppermute('[d/d] R -> [d/d] R', shardops.regroup('B/d -> 
     lambda i, c: c * 0.9, x)), 1) | the condition of a while loop depends on how many devices there are, like the size
     of a device's part
 B/d -> d/d R | shardops.ppermute('[d/d] R -> [d/d] R', shardops.regroup('B/d -> d/d R', x * jnp.sum(jnp.arange(99.0)[:
-    x.shape[0]])), 1) | 'gather' makes a dim of a size, min(99, 16/d), that depends on how many devices there are
+    x.shape[0]])), 1) | 'gather' makes a dim of the size of a device's part
 B/d -> d/d R | shardops.ppermute('[d/d] R -> [d/d] R', shardops.regroup('B/d -> d/d R', x *
     jnp.int32(x.shape[0]).astype(x.dtype)), 1) | depends on how many devices there are, like the size of a split dim
 B/d -> d/d R | shardops.ppermute('[d/d] R -> [d/d] R', shardops.regroup('B/d -> d/d R', x *
@@ -407,9 +407,9 @@ L/d M | shardops.ppermute('L/d M -> L/d M', x, 1) | ppermute rolls one dim that 
 d/d M -> M | x[0] | 'M' says the same along d, but the value differs along d
 d/d M, B/d M -> B/d M | x[0][None] * y | its dim 'd/d' was dropped
 # H11: What depends on how many elements a device has
-B/d M | x - jnp.max(x[:4], axis=0, keepdims=True) | 'gather' indexes a dim that is split over d
-B/d M | x[:4] | 'B/d M' says B/d, but that dim is whole in the value
-B/d M | x - x[:1] | 'gather' indexes a dim that is split over d
+B/d M | x - jnp.max(x[:4], axis=0, keepdims=True) | 16/d compared with 4
+B/d M | x[:4] | 16/d compared with 4
+B/d M | x - x[:1] | 16/d compared with 1
 i32 B/d M -> i32 B/d | jnp.max(jnp.concatenate([jnp.arange(x.shape[0])[:, None], x[:, :1]], axis=1), axis=1) | positions
     that each device counts from 0 (jnp.arange of its part's size, which x[::2] makes too) fix: shardops.slice('L ->
     L/t', jnp.arange(L)) are its positions in the whole
@@ -493,11 +493,12 @@ B/d M | x * (1.0 / x.shape[0]) | said of a number that depends on how many devic
 B/d M -> M | (np.ones(x.shape[0]) / x.shape[0]) @ x
     | asked for as a number, which is another one on each mesh fix: jnp.ones
 B/d M | x * np.ones(x.shape, np.float32) | asked for as a number
-B/d M, M -> B/d M | x * jnp.max(y[: x.shape[0]]) | depends on how many devices there are
-B/d M, M -> B/d | y[: x.shape[0]] | depends on how many devices there are
+B/d M, M -> B/d M | x * jnp.max(y[: x.shape[0]]) | makes a dim of the size of a device's part
+B/d M, M -> B/d | y[: x.shape[0]] | makes a dim of the size of a device's part
 B/d M, M -> B/d M | x * jnp.max(lax.dynamic_slice(y, (0,), (x.shape[0],)))
-    | must not depend on the size of a device's part
-B/d M, M -> B/d M | x * jnp.max(lax.top_k(y, x.shape[0])[0]) | must not depend on the size of a device's part
+    | makes a dim of the size of a device's part
+B/d M, M -> B/d M | x * jnp.max(lax.top_k(y, x.shape[0])[0])
+    | 'top_k' with k=16/d
 B/d M | x * (2.0 if x.shape[0] - 4 else 1.0) | is another number on each mesh
 B/d M | x * {16: 1.0, 4: 2.0}.get(x.shape[0], 3.0) | 16/d, compared, divided, counted or looked up
 B/d M | x * (hash(x.shape) % 7) | 16/d, compared, divided, counted or looked up
@@ -530,6 +531,30 @@ B/d M | x.at[:, 3].apply(lambda row: row * x.shape[0]) | depends on how many dev
 M -> d/d M | x[None] | 'd/d M' says d/d, but that dim is whole in the value
 M -> M | (lambda y: shardops.psum('M +d -> M', shardops.sum_unreduced('d/d M -> M +d', y)))(check(f32, 'd/d M',
     x[None])) | 'd/d M' says d/d, but that dim is whole in the value
+# What is the same everywhere, cut or padded to the size of a device's part
+B/d M, B M -> M | jnp.sum(y[:x.shape[0]], axis=0)
+    | makes a dim of the size of a device's part, 16/d, alike on each device
+B L/t M, L M -> B L/t M | x + jnp.mean(y[:x.shape[1]], axis=0)[None, None]
+    | makes a dim of the size of a device's part
+B/d M, B M -> B M | y.at[:x.shape[0]].set(0.0) | made to the size of a device's part
+B/d M, B -> '' | jnp.sum(jnp.sort(y)[:x.shape[0]]) | makes a dim of the size of a device's part
+B/d M, B -> '' | jnp.sum(y[x.shape[0]:]) | 16/d
+B/d M, B -> '' | jnp.sum(y[-x.shape[0]:]) | 16/d
+B/d M, B M -> B M | jnp.concatenate([y[x.shape[0]:], y[:x.shape[0]]]) | 16/d
+B L/t M, M -> B L/t M | x + jnp.pad(y[None], ((0, x.shape[1] - 1), (0, 0)))[None]
+    | makes a dim of the size of a device's part
+B/d M | x * (1 - jnp.pad(jnp.ones(1), (x.shape[0] - 1, 0)))[:, None] | makes a dim of the size of a device's part
+M, B/d M -> M | own_vjp(jnp.sin, lambda r, g: (g * jnp.sum(x[:y.shape[0]]),))(x) | closes over a value|16/d
+# A number of devices that is squared, counted with, or asked for by a library
+M | shardops.psum('M +d -> M', x / (shardops.axis_size('d') * shardops.axis_size('d')))
+    | the number of devices along d is another one on each mesh
+M | lax.scan(lambda c, _: (2 * c, None), x, None, length=shardops.axis_size('d'))[0]
+    | the number of devices along d is another one on each mesh
+B M | sum(jnp.split(x, shardops.axis_size('d'))) | the number of devices along d is another one on each mesh
+B/d | x * caught(lambda: len(range(x.shape[0]))) | the size of a device's part is asked for as a number
+# Terms that are whole numbers wrap around where their sum does not
+i32 B/d M -> M | shardops.psum('M +d -> M', shardops.sum_unreduced('B/d M -> M +d', x).astype(jnp.float32))
+    | 'astype' (convert_element_type), which is not linear, of a value that is pending over d
 # Rules for gradients: the value of the forward rule
 M | own_rule(lambda x: jnp.sin(x), lambda x: (jnp.cos(x), x), lambda r, g: (g * jnp.cos(r),))(x)
     | the forward rule of a jax.custom_vjp has another value than its function
@@ -561,7 +586,7 @@ M | shardops.local('M -> M', lambda v: v * shardops.axis_size('d'), x)
     | a function that is local to a device asks for the number of devices along d, or the index there
 d/d M | shardops.ppermute('d/d M -> d/d M', x, shardops.index('d')[0]) | shift is a plain int
 # Truth values
-bool_ B/d -> bool_ | shardops.psum('+d -> ', shardops.sum_unreduced('B/d -> +d', x)) | a sum of truth values
+bool_ B/d -> bool_ | shardops.psum('+d -> ', shardops.sum_unreduced('B/d -> +d', x)) | the element type is int32
 # Decisions and loops that differ from device to device
 M | lax.cond(at('d') > 0, lambda: x, lambda: 2 * x) | 'M' says the same along d, but the value differs along d
 M | lax.switch(at('d') % 3, [lambda x: x, lambda x: 2 * x, lambda x: 3 * x], x)
@@ -631,8 +656,7 @@ M/d/t F -> M/t F/d | shardops.all_to_all('M/d/t F -> M/t F/d', x)
     | M/d/t and M/t: all_to_all changes a dim's last axes only
 M/d/t F -> M F/t/d | shardops.all_to_all('M/d/t F -> M F/t/d', x)
     | all_to_all moves axes from one dim to one other, as in 'E/t C M -> E C/t M'
-t/t M -> d/d M | shardops.ppermute('d/d M -> d/d M', x, 1)
-    | 'd/d M' says split along d, but the value is the same along d
+t/t M -> d/d M | shardops.ppermute('d/d M -> d/d M', x, 1) | but the value differs along t
 d/d M -> M | shardops.psum('M +d -> M', x[0]) | 'M +d' says pending along d, but the value is split over d
 d/d M -> M | x.reshape(-1) | 'M' says the same along d, but the value differs along d
 d/d M, t/t M -> d/d M | x + y | 'add' of values that lie differently
@@ -834,7 +858,7 @@ ROWS = [
     *REFUSED,
     *((*of_owed(expression), message) for expression, message in NOT_LINEAR),
     *(
-        ("M/t -> ''", f"jnp.sum(jnp.real({name}(x))).astype(jnp.float32)", "a dim that is split over t")
+        ("M/t -> ''", f"jnp.sum(jnp.real({name}(x))).astype(jnp.float32)", "a dim that is split")
         for name in ALONG_A_SPLIT_DIM
     ),
     *(

@@ -18,6 +18,7 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import export
+from jax.errors import InconclusiveDimensionOperation
 
 from shardlib.places import is_users, users_line
 from shardlib.spec import ShardingError
@@ -96,20 +97,26 @@ def shown(text) -> str:
 
 # -- What a program may ask of a size ----------------------------------------------------------------------------------
 _COMPARISONS = {f"__{name}__": getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
-_QUESTIONS = (*_COMPARISONS, "__mod__", "__divmod__", "__bool__", "__hash__", "__int__")
+_QUESTIONS = (*_COMPARISONS, "__mod__", "__divmod__", "__bool__", "__hash__", "__int__", "__index__")
 _refused: list[ShardingError] = []  # in the trace that is under way
+NUMBER = (
+    "the size of a device's part is asked for as a number, which is another one on each mesh\n"
+    "  fix: jnp.ones(x.shape), not np.ones; a number of the whole is x.shape[0] * shardops.axis_size('d')"
+)
 
 
 @contextlib.contextmanager
 def guarded():
-    """Inside, a program gets no answer that would not be the same on every mesh; it is refused also where it catches
-    that. JAX, einops and other packages get one: that 16*split_over_d is no less than 16, and that two sizes differ
+    """Inside, nobody gets an answer that would not be the same on every mesh: a program is refused where it asks, also
+    where it catches that, and JAX, einops and other packages are told that it is not known. To these, sizes differ
     until it is proved that they are the same."""
-    before = {name: getattr(_Size, name, None) for name in (*_QUESTIONS, "__mul__")}
+    before = {name: getattr(_Size, name, None) for name in (*_QUESTIONS, "__mul__", "min", "max", "rmin", "rmax")}
     for name in _QUESTIONS:
         setattr(_Size, name, _asked(name, before[name] or (lambda size: True)))
     times = before["__mul__"]
     _Size.__mul__ = lambda size, other: other * size if isinstance(other, Count) else times(size, other)
+    _Size.min = _Size.rmin = lambda size, other: size if _compared(operator.le, size, other) else other
+    _Size.max = _Size.rmax = lambda size, other: size if _compared(operator.ge, size, other) else other
     _refused.clear()
     try:
         yield
@@ -127,18 +134,53 @@ def _asked(name: str, method: Callable):
     compare = _COMPARISONS.get(name)
 
     def ask(size, *other):
-        if not is_users(sys._getframe(1).f_code.co_filename):
+        by_user = is_users(sys._getframe(1).f_code.co_filename)
+        if compare is not None and isinstance(other[0], (int, _Size)) and (by_user or name not in ("__eq__", "__ne__")):
+            if not by_user and "mod(" in f"{size} {other[0]}":
+                return method(size, *other)  # JAX knows that a remainder is no less than 0 and less than the divisor
+            try:
+                return _compared(compare, size, other[0])
+            except InconclusiveDimensionOperation:
+                if not by_user:
+                    raise
+        if name == "__index__":
+            raise refused(f"{NUMBER}\n  at {users_line()}") if by_user else TypeError(NUMBER)
+        if not by_user:
             return method(size, *other)
-        if compare is not None and isinstance(other[0], (int, _Size)):
-            difference = size - other[0]
-            if not is_part(difference):
-                return compare(difference, 0)
         raise refused(
             f"what is computed must not depend on the size of a device's part: {shown(size)}, compared, divided, "
             f"counted or looked up here, is another number on each mesh\n  at {users_line()}"
         )
 
     return ask
+
+
+def _compared(compare: Callable, size, other) -> bool:
+    """Compares a size with another, if the answer is the same on every mesh."""
+    low, high = _bounds(size - other)
+    if compare in (operator.eq, operator.ne) and low < 0 < high:
+        low = 0
+    if compare(low, 0) != compare(high, 0):
+        raise InconclusiveDimensionOperation(
+            f"{shown(size)} compared with {shown(other)}, as by a slice or an index along a dim that is split"
+        )
+    return compare(low, 0)
+
+
+def _bounds(size) -> tuple[float, float]:
+    """The least and the largest that a sum of sizes is on any mesh: a device's part has one element or more, and at
+    most all of the whole's."""
+    low = high = 0
+    for sign, term in re.findall(r"([+-]?)([^+-]+)", str(size).replace(" ", "")):
+        whole, least = 1, 1
+        for factor in term.split("*"):
+            if factor.isdigit():
+                whole *= int(factor)
+            elif not _SYMBOL.fullmatch(factor):
+                return -math.inf, math.inf
+        least = whole if term.isdigit() else 1
+        low, high = (low - whole, high - least) if sign == "-" else (low + least, high + whole)
+    return low, high
 
 
 def refused(text: str) -> ShardingError:
@@ -161,7 +203,7 @@ class Count:
         given = self.parts, self.number, self.axes, self.divide
         if isinstance(other, int):
             return Count(*given, self.factor * other)
-        if isinstance(other, Count):
+        if isinstance(other, Count) and not set(self.axes) & set(other.axes):
             return Count(
                 self.parts, self.number * other.number, self.axes + other.axes, self.divide, self.factor * other.factor
             )
@@ -173,12 +215,13 @@ class Count:
         return self._refuse() if is_part(other) else self.divide(jnp.asarray(other), self)
 
     def __int__(self) -> int:
-        return self.number * self.factor
+        by_user = is_users(sys._getframe(1).f_code.co_filename)
+        return self.number * self.factor if by_user else self._refuse()
 
     def __str__(self) -> str:
-        return str(int(self))
+        return str(self.number * self.factor)
 
-    def _refuse(self, *_):
+    def _refuse(self, *_, **__):
         axes = ", ".join(self.axes)
         raise refused(
             f"the number of devices along {axes} is another one on each mesh, and so is what is computed with it\n"

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 
-from shardlib.proof.parts import Parts, is_part
+from shardlib.proof.parts import Parts, is_part, shown
 from shardlib.proof.states import LOCAL_IOTA, Dims, State, agree, merged
 from shardlib.spec import ShardingError
 
@@ -99,11 +99,9 @@ def _require_one_dim(name: str, axis: str, times: int, is_without: bool):
 
 # -- What is linear, and in which operands -----------------------------------------------------------------------------
 def _cast(equation) -> tuple:
-    """A sum may become one in floats. Small and unsigned whole numbers wrap around: their sums are none of numbers."""
-    (operand,) = equation.eqn.invars
-    dtype = operand.aval.dtype
-    holds_sums = equation.is_inexact(operand) or (jnp.issubdtype(dtype, jnp.signedinteger) and dtype.itemsize >= 4)
-    return (0,) if holds_sums and jnp.issubdtype(equation.params["new_dtype"], jnp.inexact) else ()
+    """Terms that are whole numbers may wrap around where their sum does not, and the other way round."""
+    is_inexact = equation.is_inexact(equation.eqn.invars[0])
+    return (0,) if is_inexact and jnp.issubdtype(equation.params["new_dtype"], jnp.inexact) else ()
 
 
 def _quotient(equation) -> tuple:
@@ -129,7 +127,7 @@ def _looked_up(equation) -> tuple:
 # Linear in the operands at these positions together, with the others the same along the pending axis; None: in all.
 _LINEAR_IN_ALL = """
     neg reshape transpose broadcast_in_dim squeeze tile reduce_sum cumsum slice rev copy copy_p reduce_precision name
-    concatenate split stop_gradient stack unstack add sub add_any reshard reduce_window_sum fft real imag complex
+    concatenate split stop_gradient stack unstack add sub add_any reshard reduce_window_sum fft real imag complex conj
     """
 LINEAR = {
     **dict.fromkeys(_LINEAR_IN_ALL.split()),
@@ -452,6 +450,7 @@ ELEMENTWISE = set(
 _IN_PLACE = """
     slice dynamic_slice dynamic_update_slice pad concatenate tile rev sort cumsum cumprod cummax cummin cumlogsumexp
     """.split()
+_MAKES = {"broadcast_in_dim", "iota", "reshape"}  # a dim whose elements are alike, or are marked
 _KEPT = "iota transpose squeeze stack unstack broadcast_in_dim tile slice dynamic_slice split concatenate".split()
 _REDUCTIONS = """
     reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin reduce
@@ -501,6 +500,12 @@ def _dims(equation: Equation, out: int) -> tuple[Dims, frozenset[str]]:
                 dims[dim] = equation.parts.axes(size)
             except ShardingError as error:
                 raise ShardingError(f"'{equation.name}' makes a dim of {error}\n  fix: {_FIX['reshapes']}") from None
+            is_made = equation.name in _MAKES or equation.name.startswith(("random_", "rng_"))
+            if not is_made and not any(size in shape for shape in equation.shapes):
+                raise ShardingError(
+                    f"'{equation.name}' makes a dim of the size of a device's part, {shown(size)}, alike on each device"
+                    "\n  fix: shardops.slice('L -> L/t', x) is each device's own part of the whole"
+                )
     return tuple(dims), dropped
 
 

@@ -58,19 +58,17 @@ _WHY = {
     "'+{axis}'",
     ("split", "pending"): "the value is still a sum over {axis} that nobody has taken (psum_scatter makes '/{axis}' "
     "of '+{axis}')",
-    ("split", "the same"): "the value is the same along {axis} (slice makes '/{axis}' of it; zeros makes a new one)",
     ("pending", "the same"): "the value is already the same along {axis}: a sum over {axis} would count it once for "
     "each device",
     ("pending", "split"): "the value is split over {axis}, it is no term of a sum over {axis}",
 }
 
 
-def require(spec: Spec, state: State, *, strict: bool):
-    """Raises `ShardingError` if a value's state contradicts its type; `strict` (operations) also refuses 'split' said
-    of what is the same.
+def require(spec: Spec, state: State):
+    """Raises `ShardingError` if a value's state contradicts its type.
 
-    An annotation may call a value split that was made to the size of a part (zeros, random numbers): each device's
-    part is as good. Zeros may be called pending too.
+    A value that was made to the size of a part, jnp.ones(x.shape), may be called split: each device's part is as good.
+    Zeros may be called pending too.
     """
     if state.sized:
         raise ShardingError(
@@ -83,7 +81,7 @@ def require(spec: Spec, state: State, *, strict: bool):
         return
     for axis in sorted(state.split | state.pending | spec.split | frozenset(spec.pending)):
         said, true = State.of(spec).word(axis), state.word(axis)
-        if said == true or ((said, true) == ("split", "the same") and not strict):
+        if said == true or (said, true) == ("split", "the same"):  # then the dims must be split too
             continue
         raise ShardingError(
             f"'{spec}' says {said} along {axis}, but {_WHY[said, true].format(axis=axis)}{_as_it_lies(spec, state)}"

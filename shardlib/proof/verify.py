@@ -29,7 +29,7 @@ from jax.errors import InconclusiveDimensionOperation
 from shardlib.mesh import trace_with_axes
 from shardlib.places import line_of, unbound
 from shardlib.proof.marks import Check, during
-from shardlib.proof.parts import Parts, guarded, shown
+from shardlib.proof.parts import NUMBER, Parts, guarded, shown
 from shardlib.proof.states import State
 from shardlib.proof.walk import GRAD, Walk
 from shardlib.spec import ShardingError, Spec
@@ -44,16 +44,20 @@ _MEANT = (
     (
         "Batching rule for 'shardlib_mark'",
         "an operation or an annotation under jax.vmap: its string does not name the mapped dim\n"
-        "  fix: write the dim in the string, or use jax.lax.scan or map",
+        "  fix: write the dim in the string, outside of jax.vmap",
     ),
     ("rule.* for 'shardlib_mark'", GRAD),
+    (
+        "proof.parts.Count",
+        "a number of devices is given to a function: x / shardops.axis_size('d') is written with /, a plain number is "
+        "int(shardops.axis_size('d'))",
+    ),
     ("Pallas", "'pallas_call': what it does cannot be seen\n  fix: call it through shardops.local"),
     (
         # The last: jax 0.11 and later, where a size is computed with outside of a trace.
         "_DimExpr|interpreted as an integer|sequence of integers|shape polymorphism|dim_as_value|non-constant size|"
         "process_primitive",
-        "the size of a device's part is asked for as a number, which is another one on each mesh\n"
-        "  fix: jnp.ones(x.shape), not np.ones; a number of the whole is x.shape[0] * shardops.axis_size('d')",
+        NUMBER,
     ),
 )
 
