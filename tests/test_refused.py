@@ -545,6 +545,7 @@ B L/t M, M -> B L/t M | x + jnp.pad(y[None], ((0, x.shape[1] - 1), (0, 0)))[None
     | makes a dim of the size of a device's part
 B/d M | x * (1 - jnp.pad(jnp.ones(1), (x.shape[0] - 1, 0)))[:, None] | makes a dim of the size of a device's part
 M, B/d M -> M | own_vjp(jnp.sin, lambda r, g: (g * jnp.sum(x[:y.shape[0]]),))(x) | closes over a value|16/d
+B M, B M/d | x.reshape(y.shape)[:, :1] * x | a device's part
 # A number of devices that is squared, counted with, or asked for by a library
 M | shardops.psum('M +d -> M', x / (shardops.axis_size('d') * shardops.axis_size('d')))
     | the number of devices along d is another one on each mesh

@@ -450,7 +450,7 @@ ELEMENTWISE = set(
 _IN_PLACE = """
     slice dynamic_slice dynamic_update_slice pad concatenate tile rev sort cumsum cumprod cummax cummin cumlogsumexp
     """.split()
-_MAKES = {"broadcast_in_dim", "iota", "reshape"}  # a dim whose elements are alike, or are marked
+_MAKES = {"broadcast_in_dim", "iota"}  # a dim whose elements are alike, or are marked
 _KEPT = "iota transpose squeeze stack unstack broadcast_in_dim tile slice dynamic_slice split concatenate".split()
 _REDUCTIONS = """
     reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin reduce
@@ -501,6 +501,7 @@ def _dims(equation: Equation, out: int) -> tuple[Dims, frozenset[str]]:
             except ShardingError as error:
                 raise ShardingError(f"'{equation.name}' makes a dim of {error}\n  fix: {_FIX['reshapes']}") from None
             is_made = equation.name in _MAKES or equation.name.startswith(("random_", "rng_"))
+            is_made |= equation.name == "reshape" and any(map(is_part, equation.shapes[0]))
             if not is_made and not any(size in shape for shape in equation.shapes):
                 raise ShardingError(
                     f"'{equation.name}' makes a dim of the size of a device's part, {shown(size)}, alike on each device"
