@@ -17,14 +17,8 @@ from shardlib.spec import Dim, ShardingError
 
 
 def check_sizes(config: Any, type_: Any, shapes: Any, what: str = "") -> Any:
-    """Returns the shapes of a tree of this type, if the config's mesh can split all its dims.
-
-    Args:
-      what: what the sizes are, where no key has them.
-    Raises:
-      RunError: for each dim that cannot be split, with its axes, the key of its letter, or else the keys with that
-        size, and the nearest sizes that fit.
-    """
+    """Returns the shapes of a tree of this type, if the config's mesh can split all its dims. what: where sizes come
+    from, if no key has them. Raises RunError: each dim that cannot be split, with axes, keys and sizes that fit."""
     axes, problems = vars(config.mesh), []
     for dim, size, text, place in _undivided(narrowed(type_, shapes), shapes, axes):
         values = flattened({"model": config.model, "training": config.training}, separator=".")
@@ -61,17 +55,13 @@ def _undivided(type_: Any, shapes: Any, axes: dict[str, int]) -> Iterator[tuple[
 
 
 def batch_shapes(config: Any, batch_type: Any) -> Any:
-    """The global shapes of a batch: rows by tokens in every field, but by tokens that an encoder reads in `read` and
-    `read_starts` (of PairTokens).
-
-    Raises RunError if the rows cannot be divided into microbatches, or these over the mesh.
-    """
+    """The global shapes of a batch: rows by tokens; in `read` and `read_starts` by the encoder's tokens. Raises
+    RunError: the rows cannot be divided into microbatches, or these over the mesh."""
     tokens, parts = config.training.tokens, config.training.microbatches
     if tokens.batch % parts:
-        raise RunError(
-            f"{config.origins.of('training.tokens.batch')}: training.tokens.batch = {tokens.batch}: it is divided into "
-            f"training.microbatches = {parts} parts: set it to {nearest_multiples(tokens.batch, parts)}"
-        )
+        what = f"{config.origins.of('training.tokens.batch')}: training.tokens.batch = {tokens.batch}"
+        fix = f"set it to {nearest_multiples(tokens.batch, parts)}"
+        raise RunError(f"{what}: it is divided into training.microbatches = {parts} parts: {fix}")
 
     def of_rows(rows: int) -> Any:
         def shape(name: str, array: Any) -> jax.ShapeDtypeStruct:
@@ -97,9 +87,7 @@ def by_name(table: str, values: dict[str, float], tree: Any) -> Any:
 
 def report_check(config: Any, steps: tuple[typed_shard_map, typed_shard_map], state: Any, batch: Any) -> None:
     """Proves the types of a trainer's `mapped_steps` on the config's mesh, without a device, and prints the result.
-
-    state, batch: the trainer's `shapes`. Raises RunError with the first claim that is wrong, and its line.
-    """
+    state, batch: the trainer's `shapes`. Raises RunError: the first wrong claim, with its line."""
     axes = vars(config.mesh)
     mesh, where = jax.sharding.AbstractMesh(tuple(axes.values()), tuple(axes)), f"on the {mesh_text(axes)}"
     integer, number = (jax.ShapeDtypeStruct((), dtype) for dtype in ("uint32", "float32"))

@@ -1,4 +1,4 @@
-"""Which program a run is: the trainer's module, loaded by its name, recorded with a run, and compared when it resumes.
+"""A run's program: the trainer's module, loaded by its name, recorded with a run, and compared when it resumes.
 
 trainer = load("train")                          # or tests.abc_trainer, or a file, runs/first/program.py
 record = recorded(config)                        # of the program whose Config this is
@@ -25,7 +25,7 @@ from runtime.terminal import RunError
 
 ROOT = Path(__file__).resolve().parents[1]
 DEFAULT = "train"
-# Of this project, what a trainer computes with; and what it imports without a change of what it computes.
+# Rooms that a trainer computes with; and those that do not change what it computes.
 MATHEMATICS = ("train", "optimizers", "models", "shardlib", "kernels", "jax_extra")
 NO_MATHEMATICS = ("runtime", "ledger", "tools")
 MODEL = ("forward", "loss_sum")  # functions of a trainer like train.py
@@ -70,7 +70,7 @@ class ProgramKey:
 
 
 def with_keys(keys: type, trainer: Trainer) -> type:
-    """The class of a config with a tool's keys besides a trainer's."""
+    """A class of configs with a tool's keys besides a trainer's."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(keys, trainer.Config):  # type: ignore[misc, valid-type, name-defined]  # bases that are values
@@ -81,11 +81,8 @@ def with_keys(keys: type, trainer: Trainer) -> type:
 
 @functools.cache
 def load(name: str) -> Trainer:
-    """The trainer of this name: a module as after `python -m`, or a path that ends in .py.
-
-    Raises:
-      RunError: there is none, or it offers less than a Trainer.
-    """
+    """The trainer of this name: a module as after `python -m`, or a path that ends in .py. Raises RunError: there is
+    none, or it offers less than a Trainer."""
     try:
         module = _of_file(Path(name)) if name.endswith(".py") else importlib.import_module(name)
     except (ModuleNotFoundError, FileNotFoundError) as error:
@@ -131,7 +128,7 @@ def recorded(config: Any) -> dict[str, Any]:
 
 
 def model_parts(attributes: Mapping[str, Any]) -> dict[str, str] | None:
-    """`model_parts_of` the trainer's source that a checkpoint keeps, without running it; None where it keeps none."""
+    """`model_parts_of` the trainer's source that a checkpoint keeps, which is not run; None: it keeps none."""
     record = _record(attributes)
     return None if record is None else model_parts_of(record["source"])
 
@@ -139,40 +136,37 @@ def model_parts(attributes: Mapping[str, Any]) -> dict[str, str] | None:
 def model_parts_of(source: str) -> dict[str, str]:
     """The model that a trainer like train.py computes: a hash of each function, class and constant of its file that
     MODEL reaches by name, without comments, docstrings and spaces."""
-    tree, lines = ast.parse(source), source.splitlines()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            lines[token.start[0] - 1] = lines[token.start[0] - 1][: token.start[1]]
-    defined: dict[str, ast.stmt] = {}
+    tree, defined = ast.parse(source), dict[str, ast.stmt]()
+    docstrings: set[int] = set()  # their lines
     for node in tree.body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
             defined[node.name] = node
             if ast.get_docstring(node) is not None:
-                lines[node.body[0].lineno - 1 : node.body[0].end_lineno] = [""] * _height(node.body[0])
+                docstrings |= {*range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1)}
         elif isinstance(node, ast.Assign):
             defined |= {target.id: node for target in node.targets if isinstance(target, ast.Name)}
-    reached, left = set[str](), {name for name in MODEL if name in defined}
+    tokens = [token for token in tokenize.generate_tokens(io.StringIO(source).readline)]
+    comments = {token.start[0]: token.start[1] for token in tokens if token.type == tokenize.COMMENT}
+    lines = [
+        "" if number in docstrings else line[: comments.get(number)]
+        for number, line in enumerate(source.splitlines(), 1)
+    ]
+    parts = {name: "absent" for name in MODEL if name not in defined}
+    left = {name for name in MODEL if name in defined}
     while left:
         name = left.pop()
-        reached.add(name)
-        names = {node.id for node in ast.walk(defined[name]) if isinstance(node, ast.Name)}
-        left |= names & defined.keys() - reached - {"Training"}  # whose keys are mostly an optimizer's
-    parts = {name: "absent" for name in MODEL if name not in defined}
-    for name in sorted(reached):
         node = defined[name]
+        names = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
         first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))])
         text = "".join("".join(lines[first - 1 : node.end_lineno]).split())
         parts[name] = hashlib.sha256(text.encode()).hexdigest()[:8]
-    return parts
-
-
-def _height(node: ast.stmt) -> int:
-    return (node.end_lineno or node.lineno) - node.lineno + 1
+        left |= names & defined.keys() - parts.keys() - {"Training"}  # whose keys are mostly an optimizer's
+    return dict(sorted(parts.items()))
 
 
 def differences(attributes: Mapping[str, Any], record: Mapping[str, Any]) -> list[str]:
-    """What differs between the program that saved a checkpoint with these attributes and the one with this record: the
-    module's name, its file, or what it is made of. Empty where the attributes name no program."""
+    """What differs between the program that saved a checkpoint with these attributes and the one with this record:
+    module, file, or what it is made of. Empty where the attributes name no program."""
     before, name = _record(attributes), record["module"]
     if before is None:
         return []
@@ -183,7 +177,7 @@ def differences(attributes: Mapping[str, Any], record: Mapping[str, Any]) -> lis
 
 
 def _record(attributes: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """What `recorded` gave. Raises RunError for an attribute of that name with another content."""
+    """What `recorded` gave. Raises RunError: the attribute has another content."""
     record = attributes.get("program")
     if record is None or (
         isinstance(record, dict) and {type(record.get(key)) for key in ("module", "source")} == {str}
@@ -210,8 +204,7 @@ def _of_file(path: Path) -> ModuleType:
 
 
 def _hashes(name: str, file: Path) -> dict[str, str]:
-    """Hashes by module: of this one, and of everything it imports from its own folder and from this project, without
-    NO_MATHEMATICS."""
+    """Hashes by module: this one, and all that it imports from its folder and this project, but NO_MATHEMATICS."""
     is_installed = "site-packages" in file.parts  # what stands beside it there is not its own
     folders = [ROOT] if is_installed else [file.parents[name.count(".")], ROOT]
     hashes, left = {}, {name: file}
@@ -240,7 +233,7 @@ def _imports(tree: ast.AST) -> Iterator[str]:
 
 
 def _hash(tree: ast.AST) -> str:
-    """A hash of the code: comments, docstrings and line breaks do not count."""
+    """A hash of the code without comments, docstrings and line breaks."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node, clean=False):
             node.body = node.body[1:] or [ast.Pass()]
@@ -248,7 +241,7 @@ def _hash(tree: ast.AST) -> str:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    """What git says of a folder; None where there is no git, or no repository."""
+    """What git says of a folder; None without git or repository."""
     try:
         done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=LONGEST_GIT_S)
     except (OSError, subprocess.TimeoutExpired):

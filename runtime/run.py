@@ -56,22 +56,20 @@ from runtime.tracking.profiling import Profiler
 from runtime.tracking.report import environment
 from shardlib.shardtypes import make_shardings, narrowed
 
-# How far the host may be ahead. The device never runs dry of work, and the host does not run away from it: with 32
-# programs in flight, simulated devices stop for ever (jax 0.10.2: the next program waits for a place in each device's
-# queue while it already holds others').
+# How far the host may be ahead: the device never runs dry of work. With 32 programs in flight simulated devices stop
+# for ever (jax 0.10.2: the next program waits for a place in each device's queue while it already holds others').
 PROGRAMS_IN_FLIGHT = 8
-AHEAD_S = 2.0  # of steps, at most: a signal waits for what is in flight. Of longer steps none is dispatched ahead
+AHEAD_S = 2.0  # of steps, at most, since a signal waits for what is in flight; longer steps are not dispatched ahead
 
-# For a program that runs once its compilation is what takes time. XLA:CPU compiles the initialization in 2.3 s of CPU
-# time with this and in 16.2 s without, to a program that draws the same bits (2.4M parameters, two cores, jax 0.10.2,
-# 2026-11-21).
+# XLA:CPU compiles the initialization, which runs once, in 2.3 s of CPU time with this and in 16.2 s without; the
+# program draws the same bits (2.4M parameters, two cores, jax 0.10.2, 2026-11-21).
 RUNS_ONCE = {"xla_backend_optimization_level": 1}
 
 MOST_BAD_STEPS = 10  # in a row; after so many, continuing does not help
 
 
 def with_shardings(shapes: Any, type_: Any) -> Any:
-    """The tree of `ShapeDtypeStruct` with the shardings that its type has on the current mesh."""
+    """The tree of `ShapeDtypeStruct` with its type's shardings on the current mesh."""
     shardings = make_shardings(narrowed(type_, shapes))
     return jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes, shardings
@@ -86,7 +84,7 @@ def names(tree: Any) -> list[str]:
 
 
 def refuse_beyond_memory(forecast: int) -> None:
-    """Raises RunError where simulated devices, which share the host's memory, would need more bytes than it has."""
+    """Raises RunError: simulated devices, which share the host's memory, would need more bytes than it has."""
     there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if jax.default_backend() == "cpu" and forecast > there:
         fix = "lower training.tokens.batch, training.tokens.len or a size of the model"
@@ -94,15 +92,15 @@ def refuse_beyond_memory(forecast: int) -> None:
 
 
 class InFlight:
-    """Programs that were dispatched and may not have ended."""
+    """Programs that are dispatched and have perhaps not ended."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock, self._outputs = clock, collections.deque[jax.Array]()
-        self._ended: float | None = None  # when the last program ended that was waited for
+        self._ended: float | None = None  # when the last awaited program ended
         self._step_s = math.inf
 
     def add(self, output: jax.Array, most: int = PROGRAMS_IN_FLIGHT) -> None:
-        """Takes an output of each program, and waits until at most `most` programs, and AHEAD_S of them, are behind."""
+        """Takes a program's output, and waits until at most `most` programs, and AHEAD_S of them, are in flight."""
         self._outputs.append(output)
         while len(self._outputs) > min(most, AHEAD_S // max(self._step_s, 1e-9)):
             self._outputs.popleft().block_until_ready()
@@ -112,24 +110,24 @@ class InFlight:
 
 
 class Run:
-    """One run, between __enter__ and __exit__: its folder, data, checkpoints, metrics, profile and graph, and which
-    steps are still to do.
+    """One run, between __enter__ and __exit__: its folder, data, checkpoints, metrics, profile and graph, and the steps
+    that are left to do.
 
-    The run owns its folder until it ends. With a URL as root_working_dir the checkpoints are there, and everything else
-    that a run leaves is in `runs` on the leader's disk.
+    The run owns its folder. With a URL as root_working_dir the checkpoints are there, and all else that a run leaves is
+    in `runs` on the leader's disk.
 
     Args:
       batch_type: has the fields of `runtime.data.batches.Batch`.
       first_weights: opens `initial_weights` for a run without a checkpoint, given the `program.model_parts` of its
-        trainer. It checks that they fit, and returns their path and a function that reads them as a tree of
-        `ShapeDtypeStruct`s with shardings says; None: they are not the first weights of this state.
+        trainer. It checks that they fit, and returns their path and a function that reads them into a tree of
+        `ShapeDtypeStruct`s with shardings; None: they are not the first weights of this state.
       about: more attributes of each checkpoint, JSON values; the run does not go on from a checkpoint with others.
       score: called with the weights at each validation; returns metrics, whose names are `score.metrics`, and a text.
 
     Raises:
       RunError: the data do not fit the config, another run owns the folder, the checkpoint was trained with another
         configuration, or the run has all its steps already. Nothing is written then.
-      SystemExit: at the end, with the status STOPPED, when a signal stopped the run before its last step.
+      SystemExit: at the end, with the status STOPPED, if a signal stopped the run before its last step.
     """
 
     _best: Best | None = None  # with patience
@@ -161,7 +159,7 @@ class Run:
 
     def __enter__(self) -> "Run":
         with contextlib.ExitStack() as opened:
-            # The configuration may hold a secret, and so may checkpoints, pages and trackers, which repeat it.
+            # The configuration, and checkpoints, pages and trackers, which repeat it, may hold a secret.
             opened.callback(os.umask, os.umask(0o077))
             # First, so that it ends last: no checkpoint waits for a tracker.
             self._followers = opened.enter_context(Followers(self._config, self.folder, is_leader=self._is_leader))
@@ -183,7 +181,7 @@ class Run:
             sys.exit(STOPPED)
 
     def _open_data(self, opened: contextlib.ExitStack) -> Tokenizer | None:
-        """Opens both splits, and returns their tokenizer, if they have one."""
+        """Opens both splits; returns their tokenizer, if they have one."""
         sharding = make_shardings(self._batch_type)
         self.data = open_data(self._config, "train", sharding)
         opened.callback(self.data.close)
@@ -198,7 +196,7 @@ class Run:
         return tokenizer
 
     def _open_checkpoints(self, opened: contextlib.ExitStack) -> None:
-        """Takes the folder and finds the step that the run goes on from. Raises RunError if it has nothing to do."""
+        """Takes the folder and finds the step that the run goes on from. Raises RunError: it has nothing to do."""
         self._owner = self._own(opened)
         self._checkpoints = Checkpoints(
             f"{self._store}/checkpoints",
@@ -221,7 +219,7 @@ class Run:
             self.say(f"the first weights are those of {path}")
 
     def _describe(self, tokenizer: Tokenizer | None) -> None:
-        """Writes what the run folder says of config, program and tokenizer, and prints what the data are."""
+        """Writes config, program and tokenizer into the run folder, and prints what the data are."""
         with self._writing():
             self.folder.mkdir(parents=True, exist_ok=True)
             write_whole(self.folder / "config.yaml", to_yaml(vars(self._config).get("given", self._config)))
@@ -237,10 +235,8 @@ class Run:
             print_line(wrapped(text))
 
     def compile(self, traced: jax.stages.Traced, source: str) -> jax.stages.Compiled:
-        """Compiles the step, and says what it costs: by its ledger before, and held against XLA's program after.
-
-        Writes the ledger, which annotates the file `source`, and the program as text; a follower draws the graph.
-        """
+        """Compiles the step and prints its costs: by its ledger before, and compared with XLA's program after. Writes
+        the ledger, which annotates the file `source`, and the program as text; a follower draws the graph."""
         tokens = self._config.training.tokens
         mesh = vars(self._config.mesh)
         count, platform = tokens.batch * tokens.len, jax.default_backend()
@@ -275,9 +271,8 @@ class Run:
         return compiled
 
     def first_state(self, shapes: Any, init: Callable[[jax.Array], Any]) -> Any:
-        """The state of the newest checkpoint that reads whole; `done_steps` and `attributes` are then that one's.
-        Without a checkpoint, the state that `init` draws from the seed, with the first weights in place of its own
-        where the config names some. shapes: `ShapeDtypeStruct`s with shardings."""
+        """The state of the newest checkpoint that reads whole, with `done_steps` and `attributes`; else what `init`
+        draws from the seed, with the config's first weights. shapes: `ShapeDtypeStruct`s with shardings."""
         if self.done_steps:
             step, state = self._checkpoints.restore(shapes)
             if step != self.done_steps:
@@ -295,10 +290,8 @@ class Run:
         return dataclasses.replace(state, weights=self._read(shapes.weights))
 
     def save_if_due(self, step: int, state: Any) -> None:
-        """Saves the state after this step: by steps, by minutes, at the end, and for a signal.
-
-        It returns when the state is copied. The time does not count as a step's.
-        """
+        """Saves the state after this step: by steps, by minutes, at the end, and for a signal. Returns when the state
+        is copied; the time does not count as a step's."""
         if not self._save_is_due(step):
             return
         attributes = {
@@ -316,10 +309,11 @@ class Run:
         self._saved_at = time.monotonic()
 
     def validate_if_due(self, step: int, add_batch: Callable, weights: Any) -> None:
-        """Logs the mean of the validation split's losses after this step, every eval_interval steps and at the end, and
-        the scores of eval_tasks. add_batch: a trainer's compiled validation step.
+        """Logs the validation split's mean loss and the scores of eval_tasks, every eval_interval steps and at the end.
 
-        A signal drops it; with `patience` it waits, so that the run ends where one that was left alone does."""
+        add_batch: a trainer's compiled validation step. A signal drops a validation; with `patience` it waits, so that
+        the run ends where one that was left alone does.
+        """
         waits = self._best is not None
         if not (self.due(step, self._config.eval_interval) or (waits and (step + 1) % self._config.eval_interval == 0)):
             return
@@ -367,16 +361,13 @@ class Run:
                 return
         self._stop_if_bad()
         if 2 * (skipped := int(self._skipped_steps)) > self._total:
-            raise RunError(
-                f"{skipped} of {self._total} steps were skipped, since their loss or gradient was not finite: this is "
-                "no trained model. Start a new run with other data or a lower training.learning_rate."
-            )
+            why = "since their loss or gradient was not finite: this is no trained model"
+            fix = "Start a new run with other data or a lower training.learning_rate."
+            raise RunError(f"{skipped} of {self._total} steps were skipped, {why}. {fix}")
 
     def due(self, step: int, interval: int | None) -> bool:
-        """Whether something that is done every `interval` steps, and at the end, is due after this step; None: never.
-
-        Nothing is after the step at which a signal stops the run: who stops it may not wait for long.
-        """
+        """Whether what is done every `interval` steps, and at the end, is due after this step; None: never. Nothing is
+        when a signal stops the run, since whoever stops it may not wait long."""
         if interval is None or self._stopping:
             return False
         return (step + 1) % interval == 0 or step + 1 == self._total
@@ -384,8 +375,8 @@ class Run:
     def log(self, step: int, state: Any, metrics: Any) -> None:
         """Takes what a step that was just dispatched returns; its numbers are read later, when they are due.
 
-        metrics: scalars, `loss`, `grad_norm` and `skipped_steps` among them, and vectors: those whose names end
-        with '_of' have a number for each of the weights, under whose names they are logged.
+        metrics: scalars, `loss`, `grad_norm` and `skipped_steps` among them, and vectors: if its name ends with '_of',
+        one has a number for each of the weights, and is logged under their names.
         """
         own_s, self._state = time.monotonic() - self._step_began, state
         outputs, metrics, weights = (state, metrics), flattened(metrics), names(state.weights)
@@ -405,13 +396,13 @@ class Run:
         self._stopping = self._signals.stop()
 
     def _writing(self) -> contextlib.AbstractContextManager[None]:
-        """What is written at the start; later a full disk is said and training goes on, but for checkpoints."""
+        """Turns errors of writing at the start into a RunError; later a full disk stops checkpoints alone."""
         return run_errors(f"{self.folder} cannot be written; make room there, or set paths.root_working_dir")
 
     # ---- where the run stands
 
     def _own(self, opened: contextlib.ExitStack) -> Ownership | None:
-        """Owns the folder, on the leader for all hosts. Raises RunError on all of them."""
+        """Owns the folder, on the leader for all hosts. Raises RunError on all."""
         owner, refusal = None, None
         if self._is_leader:
             try:
@@ -425,7 +416,7 @@ class Run:
         return owner
 
     def _go_on_from(self, step: int) -> None:
-        """Takes over where the checkpoint after `step` steps stands; from 0, nothing."""
+        """Takes over from the checkpoint after `step` steps; 0: from none."""
         self.done_steps = step
         self.attributes = self._checkpoints.attributes(step) if step else {}
         if self._config.patience:
@@ -436,11 +427,11 @@ class Run:
         changes = resume.compare(self._config, self._identity, self.attributes, where, others, self._about)
         if changes and self._is_leader:
             print_line("\n".join([f"the configuration is another than that of {where}:", *changes]))
-        if step and "program" not in self.attributes and self._is_leader:
-            print_line(wrapped(f"{where} does not say which program saved it: nothing tells whether this is the same"))
+        if step and "program" not in self.attributes:
+            self.say(f"{where} does not say which program saved it: nothing tells whether this is the same")
 
     def _begin(self) -> None:
-        """Opens what depends on the step that the run goes on from, which is known only when the state is restored."""
+        """Opens what depends on the step that the run goes on from: known only when the state is restored."""
         config, tokens = self._config, self._config.training.tokens
         steps = {"start_step": self.done_steps, "total_steps": self._total, "is_leader": self._is_leader}
         peak = peak_flops_per_s(jax.devices()[0].device_kind)
@@ -473,9 +464,8 @@ class Run:
     # ---- what is due, and what can end it early
 
     def _save_is_due(self, step: int) -> bool:
-        """By steps and minutes it waits for a step that is not bad. The state is that of the last good one, but it may
-        be what makes steps bad, and then the checkpoint before is the better one and shall not be deleted for it.
-        """
+        """What is due by steps and minutes waits for a step that is not bad: the state may be what makes steps bad, and
+        then the checkpoint before is better and must not be deleted for it."""
         if self._config.checkpoint_interval is None:
             return False
         is_best = self._best is not None and self._best.step == step + 1
@@ -489,7 +479,7 @@ class Run:
         return False
 
     def _is_over(self) -> bool:
-        """Whether no validation was better for as many as `patience`."""
+        """Whether `patience` validations in a row were not better."""
         return self._best is not None and self._best.since >= self._config.patience
 
     def _best_text(self) -> str:
@@ -498,7 +488,7 @@ class Run:
         return f"the best {best.by}, {best.value:.4f}, is that of {where}; none was better in {best.since} after it"
 
     def _minutes_are_over(self, step: int) -> bool:
-        """By the leader's clock, which the other hosts ask for at the steps that are logged."""
+        """Goes by the leader's clock; other hosts ask for it at the logged steps."""
         minutes = self._config.checkpoint.interval_minutes
         if not minutes:
             return False
@@ -509,7 +499,7 @@ class Run:
         return is_logged and bool(multihost_utils.broadcast_one_to_all(np.array(are_over)))
 
     def _stop_if_bad(self) -> None:
-        """Reads the steps so far, which were waited for already; raises RunError when too many in a row were bad."""
+        """Reads the steps so far, which have ended. Raises RunError: too many in a row were bad."""
         bad = self._bad_steps.read()
         if not bad:
             return
@@ -518,14 +508,14 @@ class Run:
         if self._is_leader:
             write_whole(file, json.dumps([{**step, "rows": each} for step, each in zip(bad, rows_of)], indent=1))
         saved, holds = self._checkpoints.latest(), not_finite(self._state)
+        number, last = int(first["step"]), f"the last checkpoint is that after step {saved}"
         raise RunError(
-            f"{len(bad)} steps in a row had a loss or a gradient that is not finite, the first of them step "
-            f"{first['step']}: loss {first['loss']}, gradient norm {first['grad_norm']}. None changed the weights; "
-            + ("no checkpoint was saved yet" if saved is None else f"the last checkpoint is that after step {saved}")
-            + f".\nNot finite on this host: {'; '.join(holds[:8]) or 'no weight or moment'}"
-            + f".\nThe {len(rows)} rows of step {first['step']} are {', '.join(rows[:4])}"
-            f"{', …' if len(rows) > 4 else ''}: {file} has all rows of all these steps. Look at them; then start "
-            "again with other data or a lower training.learning_rate."
+            f"{len(bad)} steps in a row had a loss or a gradient that is not finite, the first of them step {number}: "
+            f"loss {first['loss']}, gradient norm {first['grad_norm']}. None changed the weights; "
+            f"{'no checkpoint was saved yet' if saved is None else last}.\n"
+            f"Not finite on this host: {'; '.join(holds[:8]) or 'no weight or moment'}.\n"
+            f"The {len(rows)} rows of step {number} are {', '.join(rows[:4])}{', …' * (len(rows) > 4)}: {file} has all "
+            "rows of all these steps. Look at them; then start again with other data or a lower training.learning_rate."
         )
 
     def _close_checkpoints(self, error_type: type[BaseException] | None, *_) -> None:

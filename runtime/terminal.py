@@ -1,7 +1,7 @@
-"""What a person reads in a terminal: the exception that is meant for them, lines, bars, and how a process ends.
+"""What a person reads in a terminal: errors, lines, bars, and how a process ends.
 
-Printing never ends a run. What standard output does not take (its disk is full, its pipe closed) goes to standard error
-and to `messages.txt` of the run folder.
+Printing never ends a run. What standard output does not take (a full disk, a closed pipe) goes to standard error and to
+`messages.txt` of the run folder.
 """
 
 import atexit
@@ -19,12 +19,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
-# The status of one of several processes after an exception other than a RunError. JAX ends the others with it, too; it
-# may be the machine's fault, so starting again may help.
+# The status of one of several processes after an exception other than a RunError, by which JAX ends the others, too:
+# starting again may help.
 DIED = 134
 INSTALL = "pip install -r requirements-text.txt"
 SILENT_S = 60.0  # the longest time without a line in a file
-LEADER_LINGERS_S = 5.0  # the others end when process 0 does: so they have time to print the same error
+LEADER_LINGERS_S = 5.0  # the others end when process 0 does, but first print the same error
 
 _process = ""  # of several: "host gpu-07 (process 7 of 16): "
 _lingers_s = 0.0
@@ -32,14 +32,12 @@ _messages: Path | None = None  # takes what standard output does not
 
 
 class RunError(Exception):
-    """What is wrong, where, what was expected and the fix. The entry point prints it alone, without a traceback, and
-    exits with 1."""
+    """What is wrong, where, what was expected and the fix. The entry point prints it without a traceback: status 1."""
 
 
 @contextlib.contextmanager
 def run_errors(what: str, *others: type[Exception]) -> Iterator[None]:
-    """Turns errors of a disk or a store (it is full, a server is down) into a RunError, and so `others`, which say that
-    content cannot be read. All other exceptions pass."""
+    """Turns errors of a disk or a store, and `others`, into a RunError."""
     errors: tuple[type[Exception], ...] = (OSError, *others)
     try:
         yield
@@ -49,7 +47,7 @@ def run_errors(what: str, *others: type[Exception]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def needs_package(what: str, package: str, install: str = INSTALL) -> Iterator[None]:
-    """For imports of packages that not every run needs: turns a missing one into a RunError."""
+    """For imports that not every run needs: turns a missing package into a RunError."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -58,10 +56,8 @@ def needs_package(what: str, package: str, install: str = INSTALL) -> Iterator[N
 
 def refusals() -> tuple[type[Exception], ...]:
     """The exceptions that end a program with their message alone: RunError, the refusals of shardlib's check and of
-    kernels, and in a run of one process the machine's errors (a full disk, too many open files, no memory). Processes
-    of several hosts are started again after these.
-
-    What is not loaded cannot have refused anything; importing it here would take a second.
+    kernels, and in a run of one process the machine's errors (a full disk, no memory), after which processes of several
+    hosts are started again. What is not loaded has refused nothing; importing it here would take a second.
     """
     others = {"shardlib.spec": "ShardingError", "typeguard": "TypeCheckError", "kernels.attention": "KernelError"}
     loaded = [getattr(sys.modules[module], name) for module, name in others.items() if module in sys.modules]
@@ -69,7 +65,7 @@ def refusals() -> tuple[type[Exception], ...]:
 
 
 class _Output:
-    """Standard output, as a file that takes everything: lines that cannot be written there go elsewhere."""
+    """Standard output, as a file that takes everything: what cannot be written there goes elsewhere."""
 
     def __init__(self):
         self._is_failing = False
@@ -98,11 +94,11 @@ class _Output:
 
     @property
     def encoding(self) -> str | None:
-        """By which tqdm chooses what bars are drawn with."""
+        """For tqdm, which draws bars by it."""
         return getattr(sys.stdout, "encoding", None)
 
     def fileno(self) -> int:
-        """By which tqdm asks for the terminal's width."""
+        """For tqdm, which asks for the terminal's width."""
         return sys.stdout.fileno()
 
     def isatty(self) -> bool:
@@ -113,7 +109,7 @@ _OUTPUT: Any = _Output()
 
 
 def print_line(text: str) -> None:
-    """Prints a line on standard output, above the progress bar where there is one; may be called from any thread."""
+    """Prints a line on standard output, above the progress bar; may be called from any thread."""
     from tqdm import tqdm  # a program that prints nothing starts without it
 
     tqdm.write(f"{printable(text)}\n", file=_OUTPUT, end="")
@@ -126,7 +122,7 @@ def keep_messages(folder: Path) -> None:
 
 
 def progress(items: Iterable[Any] | None = None, **options: Any) -> Any:
-    """tqdm's bar in a terminal; elsewhere a line every SILENT_S, and none for what takes less."""
+    """tqdm's bar in a terminal; elsewhere a line every SILENT_S."""
     from tqdm import tqdm
 
     if sys.stderr is not None and not sys.stderr.closed and sys.stderr.isatty():
@@ -195,12 +191,8 @@ def _write_error(text: str) -> None:
 
 
 def printable(text: Any) -> str:
-    """The text without passwords of URLs, and with control characters spelled out: with them a name could write
-    anywhere in a terminal.
-
-    >>> printable("a\x1b[2Jb s3://me:secret@host/x")
-    'a\\\\x1b[2Jb s3://me:***@host/x'
-    """
+    """The text without passwords of URLs, and with control characters spelled out, by which a name could write anywhere
+    in a terminal."""
     text = re.sub(r"(\w://+[^/\s:@]*:)[^/\s@]+@", r"\1***@", str(text))
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda match: f"\\x{ord(match[0]):02x}", text)
 
@@ -212,7 +204,7 @@ def wrapped(line: str) -> str:
 
 
 def columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
-    """One line a row, with a column's cells below one another; columns in `right` are flush right."""
+    """One line a row, its cells below one another; columns in `right` are flush right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
@@ -224,7 +216,7 @@ def columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[
 
 
 def one_of_several(host: str, index: int, count: int) -> None:
-    """Makes this process one of several: its error messages begin with its name, and it ends without waiting."""
+    """From now on this process's error messages begin with its name, and it ends without waiting."""
     global _process, _lingers_s
     _process = f"host {host} (process {index} of {count}): "
     _lingers_s = LEADER_LINGERS_S if index == 0 else 0.0
@@ -232,7 +224,7 @@ def one_of_several(host: str, index: int, count: int) -> None:
 
 
 def print_error(error: BaseException | str, kind: str = "error") -> None:
-    """Prints a message on stderr, at once, so that those of several processes do not run into each other."""
+    """Prints a message on stderr, at once: those of several processes do not run into each other."""
     _write_error(f"{_process}{kind}: {printable(str(error) or type(error).__name__)}\n")
 
 

@@ -32,6 +32,7 @@ import train
 from models import layers
 from runtime.cluster.tuning import multiply_bfloat16
 from runtime.config.command_line import load
+from runtime.tracking.followers import Followers
 from tools import tokenize_text
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -45,6 +46,27 @@ def pytest_collection_finish():
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_runs():
+    """Runs within a process of tests share the programs of equal steps, and no process writes their reports: these take
+    most of a small run's time. `small.followed` is for what looks at reports."""
+    programs, compile = {}, jax.stages.Lowered.compile
+
+    def compile_once(lowered, *given, **options):
+        mesh = jax.sharding.get_mesh()
+        if mesh.empty:  # its devices are not known here
+            return compile(lowered, *given, **options)
+        key = mesh, lowered.as_text(), lowered.in_tree, lowered.out_tree, repr((given, options))
+        if key not in programs:
+            programs[key] = compile(lowered, *given, **options)
+        return programs[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax.stages.Lowered, "compile", compile_once)
+        patch.setattr(Followers, "start", lambda followers: None)
+        yield
 
 
 @pytest.fixture(autouse=True)

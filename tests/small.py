@@ -17,6 +17,7 @@ import train
 from models.huggingface import first_weights
 from runtime.config.command_line import run
 from runtime.config.keys import Tokens
+from runtime.tracking.followers import Followers
 from shardlib.mesh import make_mesh
 from shardlib.shard_map import typed_shard_map
 from shardlib.shardtypes import make_shardings
@@ -40,6 +41,16 @@ def slow(*cases):
 def proved_elsewhere():
     """Leaves out the check, half of what it takes to compile a step: of programs whose types another test proves."""
     with mock.patch.object(typed_shard_map, "check"):
+        yield
+
+
+START_FOLLOWERS = Followers.start
+
+
+@contextlib.contextmanager
+def followed():
+    """Runs have their followers, which conftest.py leaves out."""
+    with mock.patch.object(Followers, "start", START_FOLLOWERS):
         yield
 
 

@@ -23,6 +23,7 @@ DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "runs.md"
 
 @pytest.fixture(scope="module")
 @small.proved_elsewhere()
+@small.followed()
 def folder(tmp_path_factory):
     """The run that golden losses are of."""
     root = tmp_path_factory.mktemp("golden")

@@ -77,29 +77,18 @@ def test_refused(reader, kind, tmp_path, capsys):
     assert not (tmp_path / "out").exists() and not (tmp_path / "out.partial").exists()
 
 
-BOMB = "k0: &k0 [" + ", ".join("x" * 10) + "]\n"
-BOMB += "".join(f"k{n}: &k{n} [{', '.join([f'*k{n - 1}'] * 10)}]\n" for n in range(1, 9))
-REFERENCES = "defaults: [base, _self_]\nk0: xxxxxxxxxx\n" + "".join(
-    f"k{n}: '{f'${{k{n - 1}}}' * 2}'\n" for n in range(1, 40)
-)
-SELF, DEEP = "defaults: [strange, base]\n", "nested too deeply"
-
-
 @pytest.mark.parametrize(
     "text, message",
     [
-        (BOMB, "its aliases make it more than 1,000,000 values"),
-        (REFERENCES, "would have over 1,000,000 characters"),
         ("defaults: [base, _self_]\npaths: {model_name: '${paths.model_name}'}", "Recursive interpolation"),
         ("a: " + "[" * 10**4, "recursion"),
         ("- a", "holds list, expected keys with values"),
-        (SELF, DEEP),
+        ("defaults: [strange, base]\n", "nested too deeply"),
         (None, "it has 8,589,934,592 bytes"),
     ],
 )
 def test_configs(text, message, tmp_path, monkeypatch):
-    """Aliases and references that multiply, depth, what names itself, an enormous file: refused before they are
-    composed."""
+    """A reference to itself, depth, a list, a config that names itself, an enormous file: refused before composing."""
     monkeypatch.setattr(command_line, "CONFIG_FOLDER", tmp_path)
     file = tmp_path / "strange.yaml"
     MAKE["sparse"](file) if text is None else file.write_text(text)
@@ -107,10 +96,7 @@ def test_configs(text, message, tmp_path, monkeypatch):
         load(train.Config, "strange")
 
 
-@pytest.mark.parametrize(
-    "override, message", [("a=" + "[" * 10**5, "100,002 characters"), ("a=" + "[" * 900 + "]" * 900, DEEP)]
-)
-def test_overrides(override, message):
-    """Length and depth of what stands on the command line."""
-    with pytest.raises(RunError, match=message):
-        load(train.Config, None, [override])
+def test_overrides():
+    """Depth of what stands on the command line."""
+    with pytest.raises(RunError, match="nested too deeply"):
+        load(train.Config, None, ["a=" + "[" * 900 + "]" * 900])

@@ -6,9 +6,9 @@
     chunks, faults = verify(saved, pool)
 
 The format is docs/formats.md's "PyTree-zarr". A chunk is one file: its values and their crc32c, which its array's
-attributes hold too. Zarr itself writes and parses the metadata and decodes the chunks, in memory, so every byte that is
-read or written passes through the store. The root's `zarr.json` is written last and removed first. A directory without
-it, or without its attribute `write_completed: true`, is not a checkpoint.
+attributes hold too. Zarr parses the metadata and decodes the chunks in memory; the store reads and writes all bytes.
+The root's `zarr.json` is written last and removed first. A directory without it, or without its attribute
+`write_completed: true`, is not a checkpoint.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ from runtime.terminal import RunError, run_errors
 
 # Attributes of the root.
 COMPLETED = "write_completed"
-CHECKSUMS = "metadata_crc32c"  # each metadata file's by its path; under "" that of all attributes but these two
+CHECKSUMS = "metadata_crc32c"  # of each metadata file, by path; under "" of all attributes but these two
 STEP = "step"  # the number of updates, as in the checkpoint's name
 CHUNKS = "chunk_crc32c"  # attribute of an array: its chunks' checksums by file name
 OTHER_CHECKSUM = "does not have the checksum that it was written with"
@@ -44,7 +44,7 @@ METADATA_FILES = ("zarr.json", ".zgroup", ".zarray", ".zattrs")
 MOST_CHUNK_BYTES = 2**32  # of other programs' checkpoints; ours have chunks of 32 MiB
 # Something else lies where a file was, so the checkpoint is passed over. An error of the disk is no reason for that.
 NO_FILE = (FileNotFoundError, NotADirectoryError, NotPlain)
-# What decoders raise at bytes that they cannot read.
+# Decoders raise these at bytes that they cannot read.
 UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OSError, EOFError, zlib.error)
 
 FIND_TIMEOUT_S = 60.0  # for an answer of an object store
@@ -74,7 +74,7 @@ class Grid:
     chunk: tuple[int, ...]  # a chunk's shape
 
     def within(self, bounds: Bounds) -> Iterator[tuple[tuple[int, ...], Bounds]]:
-        """The numbers and the bounds of each chunk that has a part within bounds."""
+        """The numbers and the bounds of each chunk with a part within bounds."""
         numbers = [range(start // size, -(-stop // size)) for (start, stop), size in zip(bounds, self.chunk)]
         for number in itertools.product(*numbers):
             edges = zip(number, self.chunk, self.shape)
@@ -94,14 +94,14 @@ class Grid:
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint whose metadata have been read, in zarr format 2 or 3."""
+    """A complete checkpoint, in zarr format 2 or 3, whose metadata have been read."""
 
     store: Store
     name: str
     attributes: dict[str, Any]  # without the format's own
     arrays: dict[str, zarr.Array]  # in memory, without chunks
     files: dict[str, Any]  # the arrays' store: contents by path
-    is_bound: bool  # whether it says which chunk belongs where: earlier and other programs' checkpoints do not
+    is_bound: bool  # whether it says which chunk belongs where; earlier and other programs' do not
 
     @property
     def path(self) -> str:
@@ -112,7 +112,7 @@ class Checkpoint:
         return Grid(array.shape, array.dtype, array.shards or array.chunks)  # a file is a shard where there are any
 
     def read_chunk(self, name: str, number: tuple[int, ...], bounds: Bounds) -> np.ndarray:
-        """The values of a chunk, as far as it lies in the array. Raises Damaged, naming the file."""
+        """The values of a chunk's part within the array. Raises Damaged, naming the file."""
         array = self.arrays[name]
         key = array.metadata.encode_chunk_key(number)
         file = f"{name}/{key}"
@@ -140,13 +140,12 @@ class Checkpoint:
 
 
 def read_attributes(store: Store, name: str) -> dict[str, Any]:
-    """The attributes of a complete checkpoint, from one file. Raises Incomplete, or Damaged if they are not those that
-    were written."""
+    """The attributes of a complete checkpoint, from one file. Raises Incomplete or Damaged."""
     return _without_ours(_read_root(store, name))
 
 
 def open_checkpoint(store: Store, name: str, pool: Executor) -> Checkpoint:
-    """Reads the metadata. Raises as read_attributes, and Damaged for any of the metadata's files."""
+    """Reads the metadata. Raises as read_attributes."""
     path, root = store.path(name), _read_root(store, name)
     checksums, there = root.get(CHECKSUMS, {}), store.files(name)
 
@@ -178,8 +177,8 @@ def open_checkpoint(store: Store, name: str, pool: Executor) -> Checkpoint:
 
 
 def find(path: str) -> list[tuple[Store, str]]:
-    """The store and the name of each checkpoint at a path: the checkpoint itself, or all in this folder, oldest first.
-    Raises RunError if there is none."""
+    """The store and the name of a checkpoint at a path, or of all in this folder, oldest first. Raises RunError: there
+    is none."""
     path = path.rstrip("/")
     store = open_store(path, FIND_TIMEOUT_S)
     with run_errors(f"{path} cannot be read"):
@@ -207,12 +206,8 @@ def open_newest(path: str, pool: Executor) -> Checkpoint:
 def restore(checkpoint: Checkpoint, like: Any, pool: Executor) -> Any:
     """Reads a tree like `like`, whose leaves are jax.ShapeDtypeStructs with shardings, bit for bit as it was saved.
 
-    A host reads every chunk that its devices need once, and holds one leaf at a time besides those on its devices. A
-    leaf's path may be spelled `weights/transformer/w_q`, `weightstransformerw_q` or `.weights.transformer.w_q`.
-
-    Raises:
-      RunError: the leaves are not those of `like`; with all differences.
-      Damaged: a chunk is missing or not what was written; with its path.
+    A host reads each chunk that its devices need once, and holds one leaf at a time besides those on its devices.
+    Raises RunError: the leaves are not those of `like`, with all differences; Damaged: a chunk is lost or changed.
     """
     wanted = named_leaves(like)
     names = [next((name for name in names if name in checkpoint.arrays), "") for names, _ in wanted]
@@ -242,7 +237,7 @@ def read_block(checkpoint: Checkpoint, name: str, bounds: Bounds, pool: Executor
 
 
 def verify(checkpoint: Checkpoint, pool: Executor) -> tuple[int, list[str]]:
-    """Reads all of a checkpoint: the number of its chunks, and a line for each that is damaged."""
+    """Reads all of a checkpoint: the number of its chunks, and a line for each damaged one."""
     reads = []
     for name in checkpoint.arrays:
         for number, bounds in checkpoint.grid(name).all():
@@ -297,7 +292,7 @@ def _read_leaf(checkpoint: Checkpoint, name: str, leaf: jax.ShapeDtypeStruct, po
 
 
 def _read_blocks(checkpoint: Checkpoint, name: str, wanted: list[Bounds], pool: Executor) -> dict[Bounds, np.ndarray]:
-    """The values by bounds. A chunk that several of them need is read once."""
+    """The values by bounds. A chunk that several need is read once."""
     grid = checkpoint.grid(name)
     blocks = {bounds: np.empty([stop - start for start, stop in bounds], grid.dtype) for bounds in wanted}
     needed: dict[tuple, list[Bounds]] = {}
@@ -319,8 +314,7 @@ def _read_blocks(checkpoint: Checkpoint, name: str, wanted: list[Bounds], pool: 
 
 
 def finish(futures: dict[Future, str], done: str) -> None:
-    """Waits for work on files (futures: with the path of each). Stops at the first failure, and raises it as a RunError
-    that names file and cause."""
+    """Waits for work on files (futures: the path of each), up to the first failure: a RunError with path and cause."""
     wait(futures, return_when=FIRST_EXCEPTION)
     for future in futures:
         future.cancel()
@@ -336,7 +330,7 @@ def finish(futures: dict[Future, str], done: str) -> None:
 
 
 def named_leaves(tree: Any) -> list[tuple[list[str], Any]]:
-    """Each leaf with the spellings of its path: the one that we write, and two that other programs wrote."""
+    """Each leaf with the spellings of its path: ours, `weightstransformerw_q` and `.weights.transformer.w_q`."""
     named = []
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         ours, joined, dotted = (

@@ -1,5 +1,4 @@
-"""A run's directory of checkpoints: saved while training goes on, restored from the newest that reads whole, deleted
-when newer ones are complete.
+"""A run's directory of checkpoints: saved while training goes on, restored from the newest that reads whole.
 
     checkpoints = Checkpoints("runs/a/checkpoints", keep_last=3, keep_every=1000)
     step, state = checkpoints.restore(shapes) if checkpoints.latest() else (0, init())
@@ -10,8 +9,7 @@ when newer ones are complete.
             stall_s = checkpoints.save(step, state, {"skipped_steps": 0})
     checkpoints.close()
 
-A checkpoint is the group `<step, ten digits>`. The directory is local, on a file system that all hosts share, or a URL
-that fsspec opens.
+A checkpoint is the group `<step, ten digits>`. All hosts share the directory, a path or a URL that fsspec opens.
 """
 
 import functools
@@ -41,8 +39,7 @@ class Checkpoints:
     """All hosts construct it with the same arguments and call its methods in the same order.
 
     Args:
-      keep_last: how many of the newest checkpoints are kept; None: all.
-      keep_every: checkpoints whose step is a multiple of this are kept too.
+      keep_last: how many of the newest checkpoints are kept, and every multiple of keep_every; None: all.
       timeout_s: how long a host waits for another one, and for an object store.
     """
 
@@ -67,14 +64,11 @@ class Checkpoints:
         self._said: set[str] = set()
 
     def save(self, step: int, tree: Any, attributes: dict[str, Any], best: int | None = None) -> float:
-        """Saves a tree of arrays and attributes (JSON values); returns for how many seconds it held up the caller. The
-        checkpoint of step `best` is kept too.
+        """Saves a tree of arrays and attributes (JSON values); returns for how many seconds it held up the caller.
 
         Waits until the previous save is complete and the arrays are computed, and copies this host's shards; afterwards
         the arrays may be donated. Replaces an incomplete checkpoint of the same step, and moves a damaged one aside.
-
-        Raises:
-          RunError: the previous save failed; with the path and the cause.
+        The checkpoint of step `best` is kept too. Raises RunError: the previous save failed; with path and cause.
         """
         began = time.perf_counter()
         self._wait()
@@ -89,7 +83,7 @@ class Checkpoints:
         return waited_s + time.perf_counter() - began
 
     def raise_failure(self) -> None:
-        """Raises RunError if saving or deleting failed in the background, once; returns at once if not."""
+        """Raises RunError, once, if saving or deleting failed in the background; does not wait."""
         if self._saving is not None and self._saving.done():
             saving, self._saving = self._saving, None
             saving.result()
@@ -97,29 +91,23 @@ class Checkpoints:
     def latest(self, last_step: int | None = None) -> int | None:
         """The newest complete checkpoint's step, or None; says on stderr which newer ones are passed over, and why.
 
-        Waits for a save that is under way. Only `restore` reads chunks, and nobody restores the checkpoint of
-        `last_step` or a later one, so these are read whole here. A damaged one does not count.
-
-        Raises:
-          RunError: there are checkpoints, but all of them are damaged; or the store cannot be read.
+        Waits for a save that is under way. Checkpoints from `last_step` on, which nobody restores, are read whole here.
+        Raises RunError: all checkpoints are damaged, or the store cannot be read.
         """
         self._wait()
         failed = f"{self._store.path('')} cannot be read"
         return self._together(failed, lambda: self._newest(last_step) if self._hosts.is_leader else None)[0]
 
     def attributes(self, step: int) -> dict[str, Any]:
-        """The attributes that a checkpoint was saved with. Raises RunError: it is not there, incomplete, or damaged."""
+        """The attributes that a checkpoint was saved with. Raises RunError: it is incomplete or damaged."""
         return checkpoint.read_attributes(self._store, _name(step))
 
     def restore(self, like: Any, step: int | None = None) -> tuple[int, Any]:
         """The step and the tree of the newest checkpoint that reads whole; or of the one of `step`.
 
-        A checkpoint with a missing or damaged chunk is passed over on all hosts, and a line on stderr says what is
-        wrong. `like` is a tree of jax.ShapeDtypeStructs with shardings on any mesh.
-
-        Raises:
-          RunError: none reads whole; the leaves are not those of `like`, with all differences; the store cannot be
-          read.
+        All hosts pass over a checkpoint with a lost or damaged chunk, and a line on stderr says so. `like` is a tree of
+        jax.ShapeDtypeStructs with shardings on any mesh. Raises RunError: none reads whole; the leaves are not those of
+        `like`, with all differences; the store cannot be read.
         """
         trees = []
 
@@ -148,7 +136,7 @@ class Checkpoints:
         raise RunError(f"there is no complete checkpoint in {self._store.path('')}")
 
     def close(self) -> None:
-        """Waits for the save that is under way, and for what is being deleted. Raises RunError if it failed."""
+        """Waits for the save that is under way. Raises RunError: it failed."""
         try:
             self._wait()
             self.raise_failure()
@@ -173,7 +161,7 @@ class Checkpoints:
             self._remove_old(name, best)
 
     def _together(self, failed: str, action: Callable[[], Any]) -> list[Any]:
-        """Runs the action on all hosts; returns its values on all of them, and raises on all if it failed on any."""
+        """Runs the action on all hosts; returns the values of all, and raises on all if it failed on any."""
         value = error = None
         try:
             with run_errors(failed):
@@ -202,8 +190,7 @@ class Checkpoints:
         self._say(f"moved aside, to {aside}: {fault}")
 
     def _remove_old(self, newest: str, best: int | None) -> None:
-        """Deletes checkpoints that are not kept, and incomplete ones that are older than the newest: they will stay
-        incomplete."""
+        """Deletes checkpoints that are not kept, and incomplete ones older than the newest."""
         complete: list[str] = []
         old: list[str] = []
         for name in self._names():
@@ -238,8 +225,8 @@ class Checkpoints:
         return None
 
     def _fault(self, name: str, read_through: bool = False) -> str | None:
-        """Why a run cannot go on from this checkpoint; None if it can, as far as its attributes say, or its chunks too
-        with `read_through`."""
+        """Why a run cannot go on from this checkpoint, by its attributes and, with `read_through`, its chunks; or
+        None."""
         if name in self._damaged or (name in self._complete and not read_through):
             return self._damaged.get(name)
         try:

@@ -3,9 +3,8 @@
     hosts = Hosts(store, timeout_s=600)                       # by all hosts alike
     fault, values = hosts.agree(fault, value)                 # the same on every host
 
-Collectives would run between those of the training step, in an order that differs from host to host. Every wait ends: a
-host that has not spoken for `timeout_s` counts as dead. A shared file system may show a new file late (NFS: up to a
-minute).
+Collectives would run between those of the training step, in another order on each host. A host that has not spoken for
+`timeout_s` counts as dead. A shared file system may show a new file late (NFS: up to a minute).
 """
 
 import json
@@ -25,8 +24,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
 
 
 class Hosts:
-    """The processes of this JAX program. All call the same methods in the same order; one process alone writes no
-    file."""
+    """The processes of this JAX program, which all call the same methods in the same order; one alone has no files."""
 
     def __init__(self, store: LocalStore | RemoteStore, timeout_s: float):
         self._store, self._timeout_s, self._exchanges = store, timeout_s, 0

@@ -4,9 +4,9 @@
         for step in ...:
             owner.check()
 
-On a local disk, and on shared file systems with locks, the kernel holds a lock (flock on `owner.lock`, which stays) as
-long as the owner lives, so a dead owner is known at once. Elsewhere, such as in an object store, the owner rewrites
-`owner.json` every HEARTBEAT_S, and a second run first watches whether it changes.
+Where the file system has locks (flock on `owner.lock`, which stays) the kernel holds one as long as the owner lives, so
+a dead owner is known at once. Elsewhere, such as in an object store, the owner rewrites `owner.json` every HEARTBEAT_S,
+and a second run first watches whether it changes.
 """
 
 import contextlib
@@ -35,8 +35,8 @@ class Ownership:
     """Owns the folder, a path or a URL, from __enter__ to __exit__. A dead owner's folder is taken over.
 
     Raises:
-      RunError: from __enter__ if another run owns the folder, with its host and process; from `check` if another run
-        has taken it since, which can happen where there are no locks and this process stood still for over SILENT_S.
+      RunError: from __enter__: another run owns the folder, with its host and process; from `check`: another run has
+        taken it since, because there are no locks and this process stood still for over SILENT_S.
     """
 
     def __init__(self, folder: str | Path):

@@ -4,8 +4,8 @@
     store.write("0000000020/weights/embed/c.0.0", values, checksum)     # durable when it returns
     store.files("0000000020")                                           # {"weights/embed/c.0.0": 1028}
 
-A name is a path below the store's root. Writing is all or nothing. On an object store every verb is retried, with
-growing pauses, until `timeout_s` is over: there, servers that answer 500, are slow or cut connections are the rule.
+A name is a path below the store's root. Writing is all or nothing. On an object store, where servers answer 500, are
+slow or cut connections, every verb is retried, with growing pauses, until `timeout_s` is over.
 """
 
 import asyncio
@@ -38,11 +38,8 @@ REFUSED = {
 
 
 def open_store(directory: str | Path, timeout_s: float) -> "LocalStore | RemoteStore":
-    """The store at a directory, which need not be there yet, or at a URL.
-
-    Raises:
-      RunError: the URL's protocol is not known, its package is not installed, or it leads to no folder.
-    """
+    """The store at a directory, which need not be there yet, or at a URL. Raises RunError: the URL's protocol is not
+    known, its package is not installed, or it leads to no folder."""
     url = str(directory)
     if "://" not in url:
         return LocalStore(url)
@@ -66,15 +63,15 @@ class LocalStore:
         self._root = Path(root)
 
     def path(self, name: str) -> str:
-        """As a person would write it."""
+        """The path or URL of a name, for messages."""
         return str(self._root / name)
 
     def read(self, name: str, most: int = LARGEST_BYTES) -> bytes:
-        """A file's content. Raises OSError: FileNotFoundError; NotPlain, of more than `most` bytes too."""
+        """A file's content. Raises OSError: FileNotFoundError; NotPlain, also for more than `most` bytes."""
         return read_bytes(self._root / name, most)
 
     def write(self, name: str, *parts: bytes | memoryview) -> None:
-        """Writes a file of these parts. It appears whole, once it is on the disk; its directories: see `flush`."""
+        """Writes a file, which appears whole once it is on the disk; for its directories see `flush`."""
         path = self._root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_name(path.name + ".part")
@@ -102,8 +99,7 @@ class LocalStore:
         return sizes
 
     def remove(self, name: str) -> None:
-        """Removes a file, or a directory with everything in it; does nothing where there is neither. A link is removed
-        alone: its target is not this store's."""
+        """Removes a file or a directory, if it is there. A link's target, which is not this store's, stays."""
         path, top = self._root / name, self._root / name.partition("/")[0]
         if path != top and (top.is_symlink() or not top.is_dir()):
             return
@@ -117,7 +113,7 @@ class LocalStore:
         os.rename(self._root / name, self._root / new_name)
 
     def flush(self, name: str) -> None:
-        """Waits until the entries of a directory, of those in it and of those that it is in are on the disk."""
+        """Waits until the entries of a directory, and of those in it and above it, are on the disk."""
         top = self._root / name
         for path in [*(Path(folder) for folder, _, _ in os.walk(top)), self._root, self._root.parent]:
             descriptor = os.open(path, os.O_RDONLY)
@@ -128,12 +124,8 @@ class LocalStore:
 
 
 class RemoteStore:
-    """A path of an fsspec file system. The verbs are LocalStore's; each takes at most `timeout_s`.
-
-    Raises:
-      RunError: the store refuses everything: there are no credentials, or no such bucket.
-      TimeoutError: the verb did not succeed in time; with the number of attempts and the last error.
-    """
+    """A path of an fsspec file system, with LocalStore's verbs. Raises RunError: the store refuses everything, without
+    credentials or bucket; TimeoutError: no success within `timeout_s`, with the attempts and the last error."""
 
     def __init__(self, files: Any, url: str, root: str, timeout_s: float):
         if not files.async_impl:

@@ -17,31 +17,16 @@ import numpy as np
 import zarr
 import zarr.codecs
 
-from runtime.checkpoints.checkpoint import (
-    CHECKSUMS,
-    CHUNKS,
-    COMPLETED,
-    STEP,
-    Grid,
-    Store,
-    attributes_checksum,
-    bounds_of,
-    finish,
-    named_leaves,
-    relative,
-)
+from runtime.checkpoints import checkpoint as form
+from runtime.checkpoints.checkpoint import Grid, Store, bounds_of, finish, named_leaves, relative
 from runtime.terminal import RunError
 
 MAX_CHUNK_BYTES = 32 * 2**20  # also what a thread holds, and the size of a request to an object store
 
 
 def snapshot(tree: Any, pool: Executor, path: str = "") -> tuple[dict[str, Grid], list[tuple[str, np.ndarray]]]:
-    """The leaves' grids by name, and copies of the chunks that this host writes, as (file name, values); each shard is
-    written by one host. When it returns, the arrays may be donated.
-
-    Raises:
-      RunError: zarr has no such type as a leaf's, bfloat16 for one.
-    """
+    """The leaves' grids by name, and copies of the chunks that this host writes: (file name, values). One host writes
+    each shard. The arrays may be donated afterwards. Raises RunError: zarr has no type for a leaf's bfloat16."""
     grids: dict[str, Grid] = {}
     shards: list[tuple[str, jax.Shard]] = []
     for (name, *_), leaf in named_leaves(tree):
@@ -63,12 +48,8 @@ def snapshot(tree: Any, pool: Executor, path: str = "") -> tuple[dict[str, Grid]
 
 
 def write_chunks(store: Store, name: str, chunks: list[tuple[str, np.ndarray]], pool: Executor) -> dict[str, int]:
-    """Writes a host's chunks, and returns the crc32c of their values by file once all are on the disk. Empties
-    `chunks`, which frees memory as it goes.
-
-    Raises:
-      RunError: a chunk could not be written; with its path and the cause.
-    """
+    """Writes a host's chunks to the disk and returns the crc32c of their values by file. Empties `chunks`, which frees
+    memory as it goes. Raises RunError: a chunk could not be written; with path and cause."""
     checksums: dict[str, int] = {}
 
     def write(file: str, values: np.ndarray) -> None:
@@ -93,7 +74,7 @@ def complete(
     attributes: dict[str, Any],
     pool: Executor,
 ) -> None:
-    """Writes the metadata over chunks that all hosts have written. Raises RunError if a chunk is missing, or a write
+    """Writes the metadata, once all hosts have written their chunks. Raises RunError: a chunk is missing, or a write
     fails."""
     sizes = store.files(name)
     for leaf, grid in grids.items():
@@ -110,11 +91,8 @@ def complete(
 
 
 def write_copy(source: Any, store: Store, name: str, attributes: dict[str, Any], pool: Executor) -> None:
-    """Writes a copy of a checkpoint, a chunk at a time.
-
-    Args:
-      source: has `arrays`, `grid` and `read_chunk` as a Checkpoint does; its chunks divide its leaves evenly.
-    """
+    """Writes a copy of a checkpoint, a chunk at a time. source: has `arrays`, `grid` and `read_chunk` as a Checkpoint
+    does; its chunks divide its leaves evenly."""
     grids: dict[str, Grid] = {}
     checksums: dict[str, Any] = {}
     for leaf in source.arrays:
@@ -129,7 +107,7 @@ def write_copy(source: Any, store: Store, name: str, attributes: dict[str, Any],
 
 
 def remove(store: Store, name: str) -> None:
-    """Deletes a checkpoint. Safe to interrupt: what is left is incomplete."""
+    """Deletes a checkpoint; interrupted, it leaves an incomplete one."""
     for file in ("zarr.json", ".zattrs"):
         store.remove(f"{name}/{file}")
     store.flush(name)
@@ -150,25 +128,24 @@ def _metadata(
             compressors=zarr.codecs.Crc32cCodec(),  # a checksum alone: compression saves 7 % of float32 weights
             chunk_key_encoding={"name": "default", "separator": "."},  # a leaf's chunks in one directory
             attributes={
-                CHUNKS: {_file(number): chunk_checksums[f"{leaf}/{_file(number)}"] for number, _ in grid.all()}
+                form.CHUNKS: {_file(number): chunk_checksums[f"{leaf}/{_file(number)}"] for number, _ in grid.all()}
             },
         )
-    attributes = {**attributes, STEP: int(name)}
+    attributes = {**attributes, form.STEP: int(name)}
     checksums = {file: google_crc32c.value(each.to_bytes()) for file, each in files.items() if file != "zarr.json"}
-    checksums[""] = attributes_checksum(attributes)
-    group.attrs.update({**attributes, CHECKSUMS: checksums, COMPLETED: True})
+    checksums[""] = form.attributes_checksum(attributes)
+    group.attrs.update({**attributes, form.CHECKSUMS: checksums, form.COMPLETED: True})
     return {file: content.to_bytes() for file, content in files.items()}
 
 
 def _copy(shard: jax.Shard) -> np.ndarray:
     values = np.asarray(shard.data)
-    # On a CPU `values` is the device's own memory, which the next step overwrites.
+    # A CPU's `values` are the device's own memory, which the next step overwrites.
     return values.copy() if shard.device.platform == "cpu" else values
 
 
 def chunk_shape(shard_shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """A shard's shape, with leading dims divided evenly until it has at most MAX_CHUNK_BYTES. So a chunk has one
-    writer."""
+    """A shard's shape, leading dims divided evenly down to MAX_CHUNK_BYTES. So a chunk has one writer."""
     shape = [max(1, size) for size in shard_shape]
     while math.prod(shape) * itemsize > MAX_CHUNK_BYTES and math.prod(shape) > 1:
         dim = next(i for i, size in enumerate(shape) if size > 1)

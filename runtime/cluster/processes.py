@@ -3,8 +3,8 @@
     mesh = start(config)        # in every process
     crossing(mesh)              # ('d',): the axes whose collectives use the network
 
-`jax.distributed` finds out who the processes are where Slurm's srun, Open MPI's mpirun, a Kubernetes Job or JobSet, or
-Cloud TPU has started them; elsewhere the keys `cluster.*` say it (docs/hosts.md).
+`jax.distributed` finds the processes that Slurm's srun, Open MPI's mpirun, a Kubernetes Job or JobSet, or Cloud TPU has
+started; elsewhere the keys `cluster.*` name them (docs/hosts.md).
 """
 
 import math
@@ -27,11 +27,9 @@ from runtime.terminal import RunError, columns, one_of_several, print_line
 from shardlib.mesh import make_mesh
 from shardlib.shardtypes import mesh_text
 
-START_S = 300  # how long processes wait for each other: in a large job some are scheduled minutes later
+START_S = 300  # processes wait so long for each other: in a large job some are scheduled minutes later
 WAITING_S = 30  # a process that has waited so long says so
-# A process that is silent for so long is dead, and all others end. JAX's own threads send heartbeats, even while the
-# process compiles. JAX's default is 100 s.
-SILENT_S = 60
+SILENT_S = 60  # all others end when a process sends no heartbeat for so long; JAX's default is 100
 
 # Where launchers say how many processes a job has, in JAX's order. JAX itself asks Kubernetes and Cloud TPU.
 LAUNCHERS = {"Open MPI": "OMPI_COMM_WORLD_SIZE", "Slurm": "SLURM_STEP_NUM_TASKS"}
@@ -40,18 +38,12 @@ LONGEST_NAME = 64  # a Linux host's
 
 
 class NoDevice(RunError):
-    """JAX does not start: it cannot use a device, or what JAX_PLATFORMS names is not there."""
+    """JAX does not start: it cannot use a device, or JAX_PLATFORMS names what is not there."""
 
 
 def start(config: Any) -> Mesh:
-    """Starts JAX, on several hosts with its own discovery of the cluster, and returns the config's mesh.
-
-    Process 0 prints a table of the hosts. From then on a process's error messages begin with its host's name.
-
-    Raises:
-      RunError: the hosts or the devices are not those that the config says, or not all hosts came.
-      NoDevice: on one host.
-    """
+    """Starts JAX and returns the config's mesh. On several hosts process 0 prints a table of them, and error messages
+    begin with the host's name. Raises RunError: hosts or devices are not those of the config; NoDevice."""
     prepare_devices(config)
     launcher, processes = _launched(config)
     if processes is not None:
@@ -75,10 +67,8 @@ def start(config: Any) -> Mesh:
 
 
 def prepare_devices(config: Any) -> None:
-    """Lets JAX simulate the mesh's devices where there is only a CPU. Call it before JAX's first operation.
-
-    XLA_FLAGS=--xla_force_host_platform_device_count=N and JAX_NUM_CPU_DEVICES take precedence.
-    """
+    """Lets a CPU simulate the mesh's devices, before JAX's first operation, unless XLA_FLAGS or JAX_NUM_CPU_DEVICES
+    says how many."""
     tune()
     is_set = jax.config.jax_num_cpu_devices != -1  # type: ignore[attr-defined]  # its types lack flags
     if config.check_only or is_set or is_given("xla_force_host_platform_device_count"):
@@ -91,7 +81,7 @@ def prepare_devices(config: Any) -> None:
 
 
 def check_num_hosts(config: Any, process_count: int) -> None:
-    """Raises RunError where a job has not num_hosts processes."""
+    """Raises RunError: the job does not have num_hosts processes."""
     if (given := config.num_hosts) != process_count:
         has = f"this job has {process_count} process{'es' if process_count > 1 else ''}"
         start_one = f"start one {f'on each of {given} hosts' if given > 1 else 'alone'}"
@@ -100,8 +90,8 @@ def check_num_hosts(config: Any, process_count: int) -> None:
 
 
 def check_mesh(config: Any, device_count: int, platform: str) -> None:
-    """Raises RunError for a mesh that the devices of all processes cannot form. On one host a smaller mesh is fine and
-    leaves devices idle. platform: 'cpu', 'gpu' or 'tpu'."""
+    """Raises RunError: the devices of all processes cannot form the mesh. On one host a smaller mesh leaves devices
+    idle. platform: 'cpu', 'gpu' or 'tpu'."""
     axes, hosts = vars(config.mesh), config.num_hosts
     needed = math.prod(axes.values())
     if needed == device_count or (needed < device_count and hosts == 1):
@@ -114,10 +104,8 @@ def check_mesh(config: Any, device_count: int, platform: str) -> None:
     elif needed > device_count:
         fix += ", or run on more devices; check_only=true checks the step without any"
     asked = f"{config.origins.of(keys[0])}: {' × '.join(keys)} = {' × '.join(map(str, axes.values()))}"
-    there = (
-        f"expected {device_count} devices{' or fewer' * (hosts == 1)}, since this job has {device_count} ({platform})"
-    )
-    raise RunError(f"{asked}: {there}, not {needed}: {fix}")
+    expected = f"expected {device_count} devices{' or fewer' * (hosts == 1)}"
+    raise RunError(f"{asked}: {expected}, since this job has {device_count} ({platform}), not {needed}: {fix}")
 
 
 def find_devices() -> list[jax.Device]:
@@ -134,7 +122,7 @@ def find_devices() -> list[jax.Device]:
 
 
 def _launched(config: Any) -> tuple[str | None, int | None]:
-    """The launcher's name, and how many processes it has started; None where nothing says it."""
+    """The launcher's name, and how many processes it has started; None: not known."""
     if config.cluster.coordinator is not None:
         return "cluster.*", config.num_hosts
     for launcher, variable in LAUNCHERS.items():
@@ -161,12 +149,10 @@ def _join(config: Any, launcher: str | None) -> None:
             heartbeat_timeout_seconds=SILENT_S,
         )
     except ValueError as error:  # nothing that JAX knows has started this process
-        raise RunError(
-            f"num_hosts = {config.num_hosts}, but nothing says who the other processes are "
-            f"({str(error).rstrip('.')}): expected a start by Slurm's srun, Open MPI's mpirun, a Kubernetes Job or "
-            "JobSet with completionMode: Indexed, or on Cloud TPU; else set cluster.coordinator=HOST:PORT and "
-            "cluster.process_id; or num_hosts=1"
-        ) from error
+        why = f"nothing says who the other processes are ({str(error).rstrip('.')})"
+        launchers = "srun, mpirun, a Kubernetes Job or JobSet with completionMode: Indexed, or Cloud TPU"
+        fix = f"start it by {launchers}, or set cluster.coordinator=HOST:PORT and cluster.process_id"
+        raise RunError(f"num_hosts = {config.num_hosts}, but {why}: {fix}") from error
     except RuntimeError as error:  # JaxRuntimeError is one
         found = launcher or "as JAX found the processes"
         raise RunError(f"host {host}: jax.distributed did not start ({found}): {error}") from error
@@ -175,8 +161,8 @@ def _join(config: Any, launcher: str | None) -> None:
 
 
 def _local_devices() -> Sequence[int] | None:
-    """All that this process sees, where it is alone on its host; else None: JAX chooses one GPU a process, as it would
-    under Slurm and Open MPI in any case."""
+    """[]: a process that is alone on its host has all that it sees. None: JAX chooses one GPU a process, as it would in
+    any case under Slurm and Open MPI."""
     tasks, nodes = os.environ.get("SLURM_STEP_NUM_TASKS"), os.environ.get("SLURM_STEP_NUM_NODES")
     here = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1" if tasks == nodes else "several")
     return [] if here == "1" and "JAX_LOCAL_DEVICE_IDS" not in os.environ else None
@@ -192,17 +178,17 @@ def host_names() -> list[str]:
 
 
 def domain(device: Any) -> int:
-    """The number of the device's group, which fast links join: a TPU's slice, the GPUs of a host (or of a rack that
-    NVLink joins), the simulated devices of a process."""
+    """The number of the device's group, which fast links join: a TPU's slice, the GPUs of a host, the simulated devices
+    of a process."""
     index = None if device.platform == "cpu" else getattr(device, "slice_index", None)
     return device.process_index if index is None else index
 
 
 def lay_out(devices: Sequence[Any], axes: Mapping[str, int]) -> Mesh:
-    """The mesh over these devices. Neighbours along its last axes are on one host wherever the sizes allow it.
+    """The mesh over these devices. Neighbours along its last axes are on one host if the sizes allow it.
 
-    Within a TPU slice JAX places the axes along the torus. It refuses devices of several slices, and of several GPU
-    hosts, so these are placed here: slice after slice, host after host, along the first axes.
+    JAX places the axes along a TPU slice's torus. It refuses several slices or GPU hosts; these follow one another here
+    along the first axes.
     """
     left = domains = len({domain(device) for device in devices})
     if domains == 1:
@@ -222,14 +208,14 @@ def lay_out(devices: Sequence[Any], axes: Mapping[str, int]) -> Mesh:
 
 
 def crossing(mesh: Mesh) -> tuple[str, ...]:
-    """The axes along which devices are on different hosts (TPUs: slices), so that collectives use the network."""
+    """The axes along which devices are on different hosts (TPUs: slices), so collectives use the network."""
     place = np.vectorize(domain)(mesh.devices)
     names = enumerate(mesh.axis_names)
     return tuple(name for index, name in names if (place != np.take(place, [0], axis=index)).any())
 
 
 def table(mesh: Mesh, names: Sequence[str]) -> list[str]:
-    """Lines for processes, with host (`names`), devices and part of the mesh, and for the axes that cross hosts."""
+    """Lines with each process's host (`names`), devices and part of the mesh, and with the axes that cross hosts."""
     devices = mesh.devices
     process = np.vectorize(lambda device: device.process_index)(devices)
     rows = [("process", "host", "devices")]
@@ -251,22 +237,20 @@ def _group(devices: np.ndarray) -> str:
 
 
 def advice(mesh: Mesh) -> list[str]:
-    """A warning, and what to set, if the last axis, along which most bytes are sent, crosses hosts."""
+    """A warning with its fix, if the last axis, along which most bytes are sent, crosses hosts."""
     (first, first_size), *_, (last, size) = mesh.shape.items()
     if first == last or last not in crossing(mesh):
         return []
     group = _group(mesh.devices)
     _, counts = np.unique(np.vectorize(domain)(mesh.devices), return_counts=True)
     fits = max(part for part in range(1, size) if size % part == 0 and (counts % part == 0).all())
-    return [
-        f"warning: axis {last} (mesh.{last} = {size}) crosses {group}s, which have {counts.min()} devices each: every "
-        f"layer waits for its collectives over {last}, several times, at the network's speed; set mesh.{last}={fits} "
-        f"mesh.{first}={first_size * size // fits}"
-    ]
+    what = f"axis {last} (mesh.{last} = {size}) crosses {group}s, which have {counts.min()} devices each"
+    why = f"every layer waits for its collectives over {last}, several times, at the network's speed"
+    return [f"warning: {what}: {why}; set mesh.{last}={fits} mesh.{first}={first_size * size // fits}"]
 
 
 def sent_over_network(ledger: Ledger, mesh: Mesh) -> list[str]:
-    """A line with the bytes that a step sends along axes that cross hosts; none if no axis does."""
+    """A line with the bytes that a step sends along axes that cross hosts, if one does."""
     crossed = crossing(mesh)
     if not crossed:
         return []

@@ -1,16 +1,7 @@
 """SIGTERM and SIGINT while training: the steps in flight end, the state is saved, and the run ends with STOPPED.
 
-    with StopSignals() as signals:
-        signals.training = True
-        for step in range(steps):
-            ...
-            if signals.stop():
-                save(step)
-                break
-
-STOPPED is 75, which sysexits.h calls EX_TEMPFAIL: started again, the run goes on. A second signal ends the process at
-once, with 128 plus the signal's number, whatever it is doing; so does the first, with 75, before there is a state to
-save.
+STOPPED is 75, EX_TEMPFAIL of sysexits.h: started again, the run goes on. A second signal ends the process at once, with
+128 plus the signal's number, whatever it is doing; so does the first, with 75, before there is a state to save.
 """
 
 import os
@@ -28,8 +19,8 @@ STOPPED = 75
 class StopSignals:
     """Takes SIGTERM and SIGINT while the context is open; does nothing outside the main thread, which alone gets them.
 
-    With several hosts a signal to any of them stops all after the same step: JAX's coordination service agrees on one.
-    It keeps its own handler of SIGTERM, so a second SIGTERM is not noticed there; a second SIGINT is.
+    A signal to one of several hosts stops all after the same step, by JAX's coordination service. It keeps its own
+    handler of SIGTERM, so a second SIGTERM is not noticed there; a second SIGINT is.
     """
 
     training = False  # whether there is a state to save
@@ -43,8 +34,8 @@ class StopSignals:
 
     def __enter__(self) -> "StopSignals":
         if self._in_main_thread:
-            # Python calls a handler between two of its own instructions, so not while the main thread compiles or
-            # waits for a device. But it writes the signal's number to this socket at once, and a thread reads it.
+            # Python runs no handler while the main thread compiles or waits for a device. But it writes the signal's
+            # number to this socket at once, and a thread reads it.
             self._reader, self._writer = socket.socketpair()
             self._writer.setblocking(False)
             self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno())
@@ -60,10 +51,8 @@ class StopSignals:
             self._writer.close()  # which ends the thread
 
     def stop(self) -> bool:
-        """Whether the run stops now; called after each step and each batch of a validation.
-
-        Several hosts must call it equally often, and get the same answer; it is True only once.
-        """
+        """Whether the run stops now; called after each step and each batch of a validation. Several hosts must call it
+        equally often, and get the same answer; it is True only once."""
         self._asked += 1
         if self._several_hosts:
             return multihost_utils.reached_preemption_sync_point(self._asked)

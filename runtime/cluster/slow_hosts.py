@@ -1,17 +1,8 @@
 """Names hosts that the others wait for.
 
-    slow_hosts = SlowHosts(names)
-    for step in range(1, 1001):
-        began = time.monotonic()
-        metrics = training_step(load(step))          # dispatched, not waited for
-        slow_hosts.note(time.monotonic() - began)
-        if step % log_interval == 0:
-            print(slow_hosts.exchange(step))
-
 All hosts' steps take equally long, since collectives wait for the last host. What differs is the time that a host takes
-to load its rows and to start a step. Where that is most of a step, the devices run dry: the host's disk, network or
-processor is slow. A slow device does not keep its host busy, so it is not noticed here; nor is a host that stands
-still, which ends all within `processes.SILENT_S`.
+to load its rows and to start a step. If that is most of a step, the host's disk, network or processor is slow. A slow
+device is not noticed, since its host is not busy; a host that stands still ends all within `processes.SILENT_S`.
 """
 
 import statistics
@@ -47,8 +38,8 @@ class SlowHosts:
         self._steps += 1
 
     def exchange(self, step: int) -> list[str]:
-        """Sends this host's times since the last exchange, two float32 a device, and returns lines that name hosts
-        which were slow before the last exchange, once each. No device waits for a host here."""
+        """Sends this host's times since the last exchange, two float32 a device. Returns lines that name, once each,
+        the hosts that were slow before the last exchange. No device waits for a host here."""
         lines, before = [], self._due
         own = np.array([[self._own_s, time.monotonic() - self._began]], np.float32) / max(self._steps, 1)
         shape = (len(self._process_of), 2)

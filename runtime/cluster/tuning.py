@@ -49,7 +49,7 @@ OPTIONS = {
 
 
 def options(device) -> dict[str, str]:
-    """The compiler's options for a step on devices like this `jax.Device`, without those that the user has set."""
+    """The compiler's options for a step on this kind of `jax.Device`, without those that the user has set."""
     wanted = OPTIONS.get(device.platform, {}) | OPTIONS.get(device.device_kind, {})
     return {name: value for name, value in wanted.items() if not is_given(name)}
 
@@ -64,17 +64,16 @@ def is_given(flag: str) -> bool:
 
 
 def tune() -> None:
-    """Sets the other settings, for this process. Call it before JAX's first operation."""
+    """Sets the other settings, before JAX's first operation."""
     keep_memory()
     multiply_bfloat16()
 
 
 def keep_memory() -> None:
-    """Lets the C library keep the memory that XLA:CPU frees after each step. Only glibc has these settings.
+    """Lets the C library (glibc) keep the memory that XLA:CPU frees after each step.
 
-    Else the kernel takes it back and zeroes it for the next step: of local_test_synthetic's processor time a step, 0.19
-    of 1.5 s on one simulated device and 0.28 of 2.0 s on eight; steps took 0.80 to 0.93 s instead of 0.74 to 0.78, and
-    1.01 to 1.12 instead of 0.88 to 0.97 (two cores, jax 0.10.2, 2026-11-21).
+    Else the kernel takes it back and zeroes it for the next step: 0.19 of 1.5 s of local_test_synthetic's processor
+    time a step on one simulated device, 0.28 of 2.0 s on eight (two cores, jax 0.10.2, 2026-11-21).
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -91,12 +90,12 @@ def has_bfloat16() -> bool:
 
 
 def multiply_bfloat16() -> None:
-    """Lets XLA:CPU multiply bfloat16 as such, which it does only for float32 sums; else it converts both
-    operands to float32 first. So products ask for float32 and round afterwards; other platforms' programs stay.
+    """Lets XLA:CPU multiply bfloat16 as such, which it does only for float32 sums; else it converts both operands
+    first. So products ask for float32 and round afterwards; other platforms' programs stay.
 
     A step of local_test_synthetic on eight simulated devices took 606 instead of 894 ms of processor time, and on one
-    441 instead of 725 (two cores of a Xeon with AMX, measured in turn, jax 0.10.2, 2026-11-23). Nothing changes on
-    cores without bfloat16 instructions, which were not measured.
+    441 instead of 725 (two cores of a Xeon with AMX, measured in turn, jax 0.10.2, 2026-11-23). Cores without bfloat16
+    instructions were not measured, and nothing changes there.
     """
     if not has_bfloat16():
         return
@@ -120,15 +119,11 @@ def multiply_bfloat16() -> None:
 
 
 def keep_programs(platform: str, devices: int) -> None:
-    """Keeps compiled programs in a folder of the user, from which later runs read them.
+    """Keeps compiled programs in a folder of the user, from which later runs read them; not of several simulated
+    devices.
 
-    Not on several simulated devices: XLA:CPU does not store that a program's collectives take turns. Two at a time mix
-    their parts or end the process (jax 0.10.2, gathers of 30 layers and an embedding on eight devices, every second
-    start).
-
-    Args:
-      platform: 'cpu', 'gpu' or 'tpu'.
-      devices: how many the mesh has.
+    XLA:CPU does not store that a program's collectives take turns: two at a time mix their parts or end the process
+    (jax 0.10.2, gathers of 30 layers and an embedding on eight devices, every second start).
     """
     import jax
 

@@ -27,7 +27,7 @@ C = TypeVar("C")
 
 
 def read(config_class: type[C], arguments: Sequence[str]) -> C:
-    """The config_class of a command line. Raises RunError with everything that is wrong with it."""
+    """The config_class of a command line. Raises RunError: all that is wrong with it."""
     known = all_keys(config_class)
     content: dict[str, Any] = {}
     words: list[str] = []

@@ -1,7 +1,7 @@
 """Refuses combinations that cannot run before anything is compiled. The messages say what to set instead.
 
-The loader calls check_combinations; a run calls check_dataset once the data set is open, and check_resume once it knows
-its checkpoint. What concerns one section alone is checked in its dataclass.
+The loader of configs calls check_combinations; a run calls check_dataset once the data set is open, and check_resume
+once it knows its checkpoint. A section's dataclass checks what concerns the section alone.
 """
 
 import math
@@ -16,7 +16,7 @@ from shardlib.sizes import nearest_divisors
 
 
 def check_combinations(config: Any) -> None:
-    """Raises RunError with all contradictions between keys, and where they were set."""
+    """Raises RunError: all contradictions between keys, and where these were set."""
     refuse([*_sources(config), *(_problem(config, key, text) for wrong, key, text in _contradictions(config) if wrong)])
 
 
@@ -25,21 +25,17 @@ def _sources(config: Any) -> Iterator[str]:
     of = config.origins.of
     given = [key for key in ("flat_tokens.filespec", "mixture", "hf_dataset.path") if attrgetter(key)(config)]
     if not given:
-        yield (
-            f"{config.origins.config_file}: flat_tokens.filespec is missing: expected the data set to train on; add "
-            "it there, or flat_tokens.filespec=... to the command line (or `mixture`, or hf_dataset.path)"
-        )
+        fix = "expected the data set to train on, or `mixture`, or hf_dataset.path; add flat_tokens.filespec=..."
+        yield f"{config.origins.config_file}: flat_tokens.filespec is missing: {fix}"
     for other in given[1:]:
         empty = "[]" if given[0] == "mixture" else "null"
-        yield (
-            f"{of(other)}: {other} is set, and so is {given[0]} ({of(given[0])}): expected one of them, since each "
-            f"says where the data come from; delete the other, on the command line by {given[0]}={empty}"
-        )
+        fix = f"expected one of them; delete the other, on the command line by {given[0]}={empty}"
+        yield f"{of(other)}: {other} is set, and so is {given[0]} ({of(given[0])}): {fix}"
     names = [source.filespec for source in config.mixture]
     for index, name in enumerate(names):
         if name in names[:index]:
-            where = f"{of('mixture')}: mixture[{index}].filespec = {shown(name)}"
-            yield f"{where}: it is in the mixture already: add up the weights"
+            what = f"{of('mixture')}: mixture[{index}].filespec = {shown(name)}"
+            yield f"{what}: it is in the mixture already: add up the weights"
 
 
 def _contradictions(config: Any) -> Iterator[tuple[bool, str, str]]:
@@ -75,36 +71,26 @@ def _contradictions(config: Any) -> Iterator[tuple[bool, str, str]]:
     axes = vars(config.mesh)
     devices = math.prod(axes.values())
     keys, sizes = (" × ".join(map(str, each)) for each in ([f"mesh.{axis}" for axis in axes], axes.values()))
-    shared = (
-        f"the mesh's {devices} devices ({keys} = {sizes}) cannot be shared evenly by {hosts} hosts: set num_hosts to "
-    )
-    yield devices % hosts > 0, "num_hosts", shared + nearest_divisors(devices, hosts)
+    shared = f"the mesh's {devices} devices ({keys} = {sizes}) cannot be shared evenly by {hosts} hosts"
+    yield devices % hosts > 0, "num_hosts", f"{shared}: set num_hosts to {nearest_divisors(devices, hosts)}"
 
 
 def check_dataset(config: Any, max_token_id: int, steps_available: int | None, bos_id: int = 0) -> None:
-    """Raises RunError for a vocabulary too small for the data, and for more steps than the data hold.
-
-    Args:
-      max_token_id, bos_id: of the data set.
-      steps_available: whole steps in flat_tokens.epochs passes over `train`; None: it has no end.
-    """
+    """Raises RunError: the vocabulary is too small for the data's ids, or they hold fewer steps (None: without end)."""
     sources = config.flat_tokens.filespec, config.hf_dataset.path, ", ".join(one.filespec for one in config.mixture)
     filespec = next(filter(None, sources))
     steps, epochs, rows = config.training.steps, config.flat_tokens.epochs, config.training.tokens
     problems = []
     if config.model.vocab <= max(max_token_id, bos_id):
-        source = (
-            f"the tokenizer {config.hf_dataset.tokenizer}" if config.hf_dataset.path else f"the data set {filespec}"
-        )
+        source = f"the data set {filespec}"
+        source = f"the tokenizer {config.hf_dataset.tokenizer}" if config.hf_dataset.path else source
         what = f"token ids up to {max_token_id}" if max_token_id >= bos_id else f"the bos_id {bos_id}"
         needed = max(max_token_id, bos_id) + 1
         problems.append(_problem(config, "model.vocab", f"{source} has {what}: set model.vocab to {needed} or more"))
     if steps_available == 0:
-        small = (
-            f"the data set {filespec} is too small for one step of {rows.batch} × {rows.len} tokens (batch × len) in"
-        )
-        fix = "set training.tokens.batch or training.tokens.len lower, or name a larger data set"
-        problems.append(_problem(config, "training.tokens.batch", f"{small} flat_tokens.epochs = {epochs}: {fix}"))
+        small = f"the data set {filespec} is too small for one step of {rows.batch} × {rows.len} tokens (batch × len)"
+        fix = f"in flat_tokens.epochs = {epochs}: lower training.tokens.batch or training.tokens.len, or use more data"
+        problems.append(_problem(config, "training.tokens.batch", f"{small} {fix}"))
     elif steps_available is not None and steps > steps_available:
         holds = f"the data set {filespec} holds {steps_available} steps in flat_tokens.epochs = {epochs}"
         fix = f"set flat_tokens.epochs={-(-steps * epochs // steps_available)}, or training.steps={steps_available}"
@@ -113,12 +99,12 @@ def check_dataset(config: Any, max_token_id: int, steps_available: int | None, b
 
 
 def check_resume(config: Any, checkpoint_step: int) -> None:
-    """Raises RunError if the checkpoint has all the steps already."""
+    """Raises RunError: the checkpoint has all the steps already."""
     if config.training.steps <= checkpoint_step:
         folder = f"{config.paths.root_working_dir}/{config.paths.model_name}"
-        text = f"nothing to train: the run in {folder} has a checkpoint after {checkpoint_step} steps; raise "
-        fix = "training.steps, or give the new run its own paths.model_name"
-        raise RunError(_problem(config, "training.steps", text + fix))
+        text = f"nothing to train: the run in {folder} has a checkpoint after {checkpoint_step} steps"
+        fix = "raise training.steps, or give the new run its own paths.model_name"
+        raise RunError(_problem(config, "training.steps", f"{text}; {fix}"))
 
 
 def _problem(config: Any, key: str, text: str) -> str:

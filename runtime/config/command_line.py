@@ -5,10 +5,9 @@
     python -m train --cfg job     # what hydra composes, without running it
     python -m train -m training.learning_rate=3e-3,1e-2    # a sweep: one run after the other, each in its own folder
 
-hydra composes untyped yaml on the defaults of the program's dataclass, which have the name `base`; hydra's typed mode
+hydra composes untyped yaml on the defaults of the program's dataclass, which are the config `base`; its typed mode
 would cut 2.9 to 2. runtime/config/rebuild.py then checks keys and types, and runtime/config/checks.py combinations.
-Importing these does not import JAX.
-"""
+Importing these does not import JAX."""
 
 import contextlib
 import dataclasses
@@ -49,8 +48,6 @@ from runtime.terminal import RunError, heartbeat, leave, print_error, print_line
 CONFIG_FOLDER = Path(__file__).resolve().parents[2] / "configs"
 BASE = "base"  # in each config's defaults list
 TRUST = "allow_code_in_config=true"
-LONGEST_OVERRIDE = 2**14  # characters, which hydra's parser takes half a second for
-MOST_RESOLVED = 10**6  # characters of a value with its ${...} written out
 HYDRA_SETTINGS = (  # a run has its own folder and its own log
     *("hydra.run.dir=.", "hydra.output_subdir=null", "hydra.sweep.subdir=.", "hydra/job_logging=none"),
     *("hydra/hydra_logging=none", "hydra.help.template='${help_page:}'"),
@@ -64,11 +61,9 @@ class Refused(Exception):
 
 
 def run(main: Callable[..., None], config_class: type, *others: Any) -> None:
-    """Composes the config that the command line asks for and calls main(config, *others), once, or once for each job of
-    a sweep.
+    """Composes the config of the command line and calls main(config, *others), for each job of a sweep.
 
-    A run starts from config_class.CONFIG by default. Other programs have no yaml and do not use hydra
-    (runtime/config/arguments.py).
+    A run starts from config_class.CONFIG by default; other programs have no yaml (runtime/config/arguments.py).
 
         if __name__ == "__main__":
             run(main, Config)
@@ -106,10 +101,8 @@ def run(main: Callable[..., None], config_class: type, *others: Any) -> None:
 
 
 def load(config_class: type[C], config_name: str | None = None, overrides: Sequence[str] = ()) -> C:
-    """The config that a command line would give, for tests and tools. Raises RunError where `run` prints one.
-
-    load(Config, "local_test_synthetic", ["training.steps=5"])
-    """
+    """The config of a command line, for tests and tools: load(Config, "local_test_synthetic", ["training.steps=5"]).
+    Raises RunError, as `run` prints it."""
     if not issubclass(config_class, RunConfig):
         return read(config_class, overrides)
     name, overrides, folder = config_name or config_class.CONFIG, list(map(_tolerant, overrides)), str(CONFIG_FOLDER)
@@ -123,7 +116,7 @@ def load(config_class: type[C], config_name: str | None = None, overrides: Seque
 
 
 def to_yaml(config: Any) -> str:
-    """The config as yaml that loads again; for the run folder's config.yaml."""
+    """The config as yaml, which loads again."""
     return OmegaConf.to_yaml(OmegaConf.create(as_tree(config)))
 
 
@@ -169,14 +162,10 @@ def _prepare(config_class: type, is_trusted: bool = False) -> None:
 
 
 def _tolerant(override: str) -> str:
-    """An override that hydra accepts for any key: `a=1` and `+a=1` become `++a=1`.
-
-    So `rebuild` can answer a mistyped key. `~` is quoted: hydra's grammar does not allow it.
-    """
+    """An override that hydra accepts for any key, so that `rebuild` can answer a mistyped one: `a=1` and `+a=1` become
+    `++a=1`. `~` is quoted, since hydra's grammar does not allow it."""
     if re.match(r"[+~]*($|[=@])", override):
         raise RunError(f"{override!r} has no key: expected key=value")
-    if len(override) > LONGEST_OVERRIDE:
-        raise RunError(f"{override[:60]}… has {len(override):,} characters: expected {LONGEST_OVERRIDE:,} at most")
     key = re.match(r"\+{0,2}([A-Za-z_][\w.]*)=", override)
     if not key or key[1].startswith("hydra.") or (CONFIG_FOLDER / key[1]).is_dir():
         return override
@@ -195,7 +184,7 @@ class FileConfigSource(file_config_source.FileConfigSource):
         if os.path.lexists(file):
             try:
                 with run_errors(f"{from_here(file)} cannot be read", ValueError):
-                    content = parse_yaml(read_text(file))  # first: it bounds what hydra reads afterwards
+                    content = parse_yaml(read_text(file))  # first, since hydra's own messages do not name the file
             except yaml.YAMLError as error:
                 raise yaml.YAMLError(f"{from_here(file)} cannot be read: {error}") from None
             if not isinstance(content, dict | None):
@@ -216,12 +205,9 @@ class FileConfigSource(file_config_source.FileConfigSource):
 
 
 def _finish(config_class: Any, composed: DictConfig, node: Any, command_line: Sequence[str] = ()) -> Any:
-    """The config_class of what hydra composed. Raises RunError with everything that is wrong with it.
-
-    node: hydra's own settings. command_line: the overrides of all jobs of a sweep.
-    """
+    """The config_class of what hydra composed. Raises RunError: all that is wrong with it. node: hydra's own settings.
+    command_line: the overrides of all jobs of a sweep."""
     with _readable_errors():
-        check_resolved_size(OmegaConf.to_container(composed, resolve=False))
         content: Any = OmegaConf.to_container(composed, resolve=True)
         origins = _origins(node)
     if isinstance(content.setdefault("paths", {}), dict):
@@ -238,25 +224,9 @@ def _finish(config_class: Any, composed: DictConfig, node: Any, command_line: Se
     return config
 
 
-def check_resolved_size(tree: Any) -> None:
-    """Raises RunError where references to references would make a small text a large one."""
-    texts, sizes = {key: str(value) for key, value in flat(tree).items()}, dict[str, int]()
-
-    def size(key: str) -> int:
-        if key not in sizes:
-            sizes[key] = 0  # in case it refers to itself, which omegaconf refuses
-            text = texts.get(key, "")
-            sizes[key] = len(text) + sum(map(size, re.findall(r"\$\{([\w.]+)\}", text)))
-        return sizes[key]
-
-    for key in texts:
-        if size(key) > MOST_RESOLVED:
-            raise RunError(f"{key} would have over {MOST_RESOLVED:,} characters with its ${{...}} written out")
-
-
 def _model_name(given: Any, node: Any, command_line: Sequence[str]) -> Any:
-    """The run's name: the one that was set, or the config's; in a sweep with the overrides in which jobs differ, so
-    that they have different folders."""
+    """The run's name: as set, or the config's; in a sweep with the overrides in which jobs differ, so their folders
+    differ."""
     name = Path(node.job.config_name).name if given == MISSING else given
     if node.mode != RunMode.MULTIRUN or not isinstance(name, str):
         return name
@@ -267,7 +237,7 @@ def _model_name(given: Any, node: Any, command_line: Sequence[str]) -> Any:
 
 
 def _origins(node: Any) -> Origins:
-    """Where each key was set. hydra forgets it while it composes, so its files are read once more, in its order."""
+    """Where each key was set. hydra forgets it, so its files are read once more, in its order."""
     given: Any = OmegaConf.to_container(node.overrides, resolve=False)  # with ${...} as it is
     folders = [Path(source.path) for source in node.runtime.config_sources if source.schema == "file"]
     loader, main_file = GlobalHydra.instance().config_loader(), COMMAND_LINE
@@ -287,14 +257,14 @@ def _origins(node: Any) -> Origins:
 
 
 def from_here(file: Path) -> str:
-    """The path from the working directory, for a file below it; else the whole path."""
+    """The path from the working directory of a file below it; else the whole path."""
     relative = os.path.relpath(file)
     return str(file) if relative.startswith("..") else relative
 
 
 @contextlib.contextmanager
 def _readable_errors() -> Iterator[None]:
-    """Turns exceptions of hydra, omegaconf and the yaml reader into a RunError of one line."""
+    """Turns exceptions of hydra, omegaconf and yaml into a RunError of one line."""
     try:
         yield
     except RecursionError as error:

@@ -34,12 +34,8 @@ configs:
 
 
 def help_page(main: Callable, config_class: type, default: str | None, folder: Path) -> str:
-    """Usage, the program's configs with their first sentences, and every key explained.
-
-    Args:
-      default: the name of the default config; None: the program has no configs.
-      folder: where the configs are.
-    """
+    """Usage, the configs in a folder with their first sentences, and every key explained. default: the name of the
+    default config; None: the program has no configs."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     lines = []
     for name, about in configs_of(folder, default or "").items():
@@ -61,7 +57,7 @@ def help_page(main: Callable, config_class: type, default: str | None, folder: P
 
 
 def _word(name: str, kind: Any, field: dataclasses.Field) -> str:
-    """The usage of a field that is given without its name."""
+    """The usage of a field that is a word."""
     word = name.upper() + " ..." * (item_of(kind) is not kind)
     return f"{word} " if field.default is dataclasses.MISSING else f"[{word}] "
 

@@ -42,7 +42,7 @@ class Paths:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Who the processes of a job are, for launchers that do not say it (docs/hosts.md)."""
+    """The processes of a job, for launchers that do not name them (docs/hosts.md)."""
 
     coordinator: str | None = None  # HOST:PORT, where process 0 listens and all others reach it; null: found
     process_id: int | None = None  # this process's number, from 0; null: found
@@ -112,7 +112,7 @@ class Tokens:
 
 @dataclass(frozen=True, kw_only=True)
 class PairTokens(Tokens):
-    """For programs whose model may have an encoder."""
+    """Rows of a model that may have an encoder."""
 
     read_len: Steps = 0  # tokens a row that the encoder reads, beside the decoder's len; 0: there is no encoder
 

@@ -55,25 +55,21 @@ def refuse(problems: Sequence[str]) -> None:
 def rebuild(
     config_class: type[C], content: Any, origins: Origins, dropped: Mapping[str, tuple[Any, str]] | None = None
 ) -> C:
-    """The config_class of a content, nested dicts. Raises RunError with everything that is wrong with it.
+    """The config_class of a content, nested dicts. Raises RunError: all that is wrong with it.
 
-    Fields have the types of runtime/config/keys.py, and sections are dataclasses. A field `from_` is the key `from`,
-    which is a word of Python. dropped: as runtime.config.keys.DROPPED_KEYS.
+    Sections are dataclasses, fields have the types of runtime/config/keys.py; a field `from_` is the key `from`.
+    dropped: as runtime.config.keys.DROPPED_KEYS.
     """
     from pydantic import ValidationError  # here, as in _adapter: --help starts without it
 
     problems: list[str] = []
-    content, known, adapter = (
-        _without_missing(content),
-        all_keys(config_class),
-        _adapter(typing.cast(Any, config_class)),
-    )
+    content, known = _without_missing(content), all_keys(config_class)
     for key, (harmless, why) in (dropped or {}).items():
         for value in take_out(content, key):
             if value != harmless:
                 problems.append(f"{origins.of(key)}: {key} is refused: {why}")
     try:
-        config = adapter.validate_json(json.dumps(content, default=str))
+        config = _adapter(typing.cast(Any, config_class)).validate_json(json.dumps(content, default=str))
     except ValidationError as error:
         for wrong in error.errors(include_url=False, include_context=False):
             key, value = _dotted(wrong["loc"]), wrong["input"]
@@ -115,8 +111,8 @@ def take_out(content: Any, key: str) -> list[Any]:
 
 
 def all_keys(section_class: type, prefix: str = "") -> dict[str, tuple[Any, dataclasses.Field]]:
-    """All keys of a config class with type and field, with those of sections, and of a list's items as `list[].key`:
-    {'mesh': (Mesh, ...), 'mesh.d': (Count, ...), ...}. For `int | None` the type is int."""
+    """All keys of a config class with type and field, also those of sections, 'mesh.d': (Count, ...), and of a list's
+    items, 'mixture[].weight'. For `int | None` the type is int."""
     hints = typing.get_type_hints(section_class, include_extras=True)
     keys = {}
     for field_ in dataclasses.fields(section_class):
@@ -211,7 +207,7 @@ def _expected(kind: Any) -> str:
 
 
 def _unknown_key(key: str, value: Any, known: Mapping[str, Any], origins: Origins) -> str:
-    """The message for a key that is not in the schema: the nearest one that is, or else its section's keys."""
+    """The message for an unknown key: the nearest known one, or else its section's keys."""
     while isinstance(value, dict) and value:  # the first value in an unknown section tells where it was set
         name, value = next(iter(value.items()))
         key = f"{key}.{name}"
@@ -224,9 +220,8 @@ def _unknown_key(key: str, value: Any, known: Mapping[str, Any], origins: Origin
     elif name in by_name:  # in another section
         hint = f"the nearest is {by_name[name]}"
     else:
-        hint = (
-            f"the keys {f'of {section} ' * bool(section)}are {', '.join(siblings)}" if siblings else "--help lists all"
-        )
+        all_ = f"the keys {f'of {section} ' * bool(section)}are {', '.join(siblings)}"
+        hint = all_ if siblings else "--help lists all"
     return f"{origins.of(key)}: {key} is not a key: {hint}; correct it or delete it"
 
 

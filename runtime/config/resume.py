@@ -1,9 +1,8 @@
 """What a checkpoint says about the run that saved it, and what may change when a run goes on from it.
 
-A checkpoint's attributes hold `config`, all keys of the run, and `data`, which identifies the data set. A batch is a
-function of the data, their order and the step: with another batch size or length a step's number would stand for other
-rows, some trained on twice and some never. So such changes are refused. What may change (steps, learning rate,
-intervals, mesh, paths, threads) is logged.
+A checkpoint's attributes hold `config`, all keys of the run, and `data`, which identifies the data set. With another
+batch size or length a step's number would stand for other rows, some trained on twice and some never: such changes are
+refused. What may change (steps, learning rate, intervals, mesh, paths, threads) is logged.
 """
 
 import copy
@@ -14,13 +13,13 @@ from runtime.config.keys import DROPPED_KEYS
 from runtime.config.rebuild import Origins, as_tree, default_tree, flat, rebuild, shown, take_out
 from runtime.terminal import RunError
 
-# Keys and sections that say what is trained on what: shapes, vocabulary, data and their order, seeds, moments.
+# Keys and sections that may not change: shapes, vocabulary, data and their order, seeds, moments.
 FIXED = (
     "model", "lora", "train", "training.seed", "training.tokens", "training.batch_doubles_at", "training.optimizer",
     "training.moment_dtype", "flat_tokens", "mixture", "hf_dataset",
 )  # fmt: skip
-# Keys of these sections that may change: how attention is computed, what does not change batches, and the data set's
-# path, since `data` identifies it.
+# Keys of these that may change: how attention is computed, what changes no batch, and paths, since `data` tells sets
+# apart.
 FREE = (
     "model.attention", "flat_tokens.epochs", "flat_tokens.filespec", "hf_dataset.validation_split",
     "hf_dataset.tokens_ahead",
@@ -36,8 +35,8 @@ def description(config: Any, data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def config_of(config_class: type[C], attributes: Mapping[str, Any]) -> C:
-    """The config of the checkpoint's run, without keys of earlier programs. Raises RunError if there is none, or with
-    everything that does not fit config_class."""
+    """The config of the checkpoint's run, without keys of earlier programs. Raises RunError: there is none, or what
+    does not fit config_class."""
     if not isinstance(attributes.get("config"), dict):
         raise RunError("the checkpoint does not say which configuration it was trained with: another program wrote it")
     config = copy.deepcopy(attributes["config"])
@@ -50,13 +49,13 @@ def compare(
     config: Any, data: Mapping[str, Any], attributes: Mapping[str, Any], where: str, program: Sequence[str] = (),
     about: Mapping[str, Any] | None = None,
 ) -> list[str]:  # fmt: skip
-    """Lines for everything that differs from the checkpoint `where` with these attributes, `key: before -> now`.
+    """Lines `key: before -> now` for what differs from the checkpoint `where` with these attributes.
 
     Args:
       program: what differs in the program, which may not change.
-      about: further attributes that may not change.
+      about: more attributes that may not change.
     Raises:
-      RunError: with both values of everything that changed and may not, unless allow_config_change is set.
+      RunError: what changed and may not, with both values, unless allow_config_change is set.
     """
     defaults = flat(default_tree(type(config))) | {key: value for key, (value, _) in DROPPED_KEYS.items()}
     before, now = flat(attributes.get("config", {})), flat(as_tree(config))
@@ -75,28 +74,23 @@ def compare(
     if known and known != data:
         refused.append(f"  the data: {shown(known)} -> {shown(data)}")
     if other := _other_order(attributes.get("data_position") or {}):
-        refused.append(
-            f"  the order of hf_dataset.path: {other} -> one row after another; "
-            "a new run may take its initial_weights from this one"
-        )
+        fix = "a new run may take its initial_weights from this one"
+        refused.append(f"  the order of hf_dataset.path: {other} -> one row after another; {fix}")
     for name, value in (about or {}).items() if before else ():
         if attributes.get(name) != value:
             refused.append(f"  {name}: {shown(attributes.get(name))} -> {shown(value)}")
     if program:
         refused.append(f"  the program: {', '.join(program)}")
     if refused and not config.allow_config_change:
-        raise RunError(
-            f"{where} was trained with another {'program or ' if program else ''}configuration:\n"
-            + "\n".join(refused)
-            + "\nSet these as they were, give the new run its own paths.model_name, or go on with the change by "
-            "allow_config_change=true."
-        )
+        what = f"{where} was trained with another {'program or ' if program else ''}configuration:"
+        fix = "Set these as they were, give the new run its own paths.model_name, or go on with the change by "
+        raise RunError("\n".join([what, *refused, f"{fix}allow_config_change=true."]))
     return changes + refused
 
 
 def _other_order(position: Mapping[str, Any]) -> str:
-    """How an earlier program read text, where that differs from how rows are read now. Its `positions` say for each
-    number of hosts that the run had had where each host was: (pass, file, document, token)."""
+    """How an earlier program read text, if not as rows are read now. Its `positions` have, for each number of hosts
+    that the run had had, where each host was: (pass, file, document, token)."""
     layouts = position.get("positions", [])
     if len(layouts) > 1 or any(len(hosts) > 1 for hosts in layouts):
         return "a share of its documents for each host"

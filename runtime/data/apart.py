@@ -1,5 +1,5 @@
-"""What others wrote and nobody has tried, a chat template or a tokenizer, in a process of its own: where it never ends,
-fills the memory or aborts, that costs a message.
+"""Runs others' chat templates and tokenizers in a process of its own: one that never ends, fills the memory or aborts
+costs no more than a message.
 
     apart("render", template, messages, {"add_generation_prompt": True})     # ["<|im_start|>user…", []]
     apart("load", "google/gemma-3-1b-pt")      # the text of its tokenizer.json, its template, its special tokens
@@ -20,20 +20,19 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-SECONDS = 3  # of the processor, that a call may take
-BYTES = 2**27  # that it may take
-LOADED, LOADED_SECONDS = 2**32, 120  # the same of importing packages, and reading the files of a tokenizer
+SECONDS, BYTES = 3, 2**27  # of the processor and of memory, at most, for a call
+LOADED, LOADED_SECONDS = 2**32, 120  # for importing packages and reading the files of a tokenizer
 RENDERED = 2**22  # characters that a template may write
 NO_MEMORY = 3  # the status of the process
 ROOT = Path(__file__).parents[2]
 
 
 class Unfinished(ValueError):
-    """What a call raised, or how its process ended."""
+    """The call raised an exception, or its process ended."""
 
 
 class Apart:
-    """Calls a function of this file, with JSON for its arguments and result, in one process. Raises Unfinished."""
+    """Calls a function of this file in its process; arguments and result are JSON. Raises Unfinished."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -78,13 +77,13 @@ def render(template: str, messages: list[dict], others: dict[str, Any]) -> Any:
 
 
 def load(where: str) -> tuple[str, str, dict[str, str]]:
-    """Of a folder or a name on the hub the text of the tokenizer.json, the chat template, the special tokens."""
+    """The text of the tokenizer.json, the chat template and the special tokens, of a folder or a name on the hub."""
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it advises to install PyTorch
     import transformers
     from transformers.utils import cached_file
 
     file = cached_file(where, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
-    # Of a tokenizer.json the ids are meant that it says itself, not those of the class that stands beside it.
+    # A tokenizer.json says its ids itself; the class that is named beside it may have others.
     loader = transformers.PreTrainedTokenizerFast if file else transformers.AutoTokenizer
     loaded = loader.from_pretrained(where)
     if not loaded.is_fast:
@@ -107,7 +106,7 @@ def build(text: str) -> None:
 
 
 def limit(size: int, seconds: int) -> None:
-    """Of what this process takes from now on."""
+    """Limits what this process takes from now on."""
     limits = {resource.RLIMIT_CPU: int(time.process_time()) + seconds}
     if (statm := Path("/proc/self/statm")).exists():  # of Linux
         limits[resource.RLIMIT_AS] = int(statm.read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE") + size

@@ -4,10 +4,9 @@
     with Loader(config.flat_tokens, "train", batch=64, length=1024, sharding=sharding) as loader:
         batch = loader.load(step)           # a TokenBatch of global arrays
 
-A batch is a function of the config and the step and of nothing else: no state is kept, so a run that resumes at step k,
-on whatever mesh and hosts, sees what an uninterrupted one would. What makes that cheap is an order that is computed
-rather than stored (runtime/data/order.py): a permutation of blocks of neighbouring rows, and of the rows in groups of
-such blocks (shuffle buffers); and, of several data sets, a pattern that says whose row comes next.
+A batch is a function of the config and the step alone, so a run that resumes at step k, on whatever mesh and hosts,
+sees what an uninterrupted one would. The order is computed, not stored (runtime/data/order.py): a permutation of blocks
+of neighbouring rows, and of the rows in groups of such blocks (shuffle buffers).
 """
 
 import contextlib
@@ -38,10 +37,10 @@ CHUNKS_A_THREAD = 3  # while it reads one: compressed, decoded, and copied
 
 
 class Batch(NamedTuple):
-    """A batch, or how it lies; or a trainer's own pytree with the same fields, each of rows of tokens.
+    """A batch, or its shardings; or a trainer's own pytree with these fields, each of rows of tokens.
 
-    It may also have `weight` (f32: each target's in the loss, 0 for what is none); and `read` (u32) and `read_starts`
-    (bool: it starts a sequence), of the tokens that an encoder reads before a row's others (training.tokens.read_len).
+    More fields may be there: `weight` (f32: each target's in the loss, 0 for what is no target); and, for an encoder,
+    `read` (u32) and `read_starts` (bool: it starts a sequence), of a row's first training.tokens.read_len tokens.
     """
 
     targets: Any  # u32: what is to be predicted
@@ -63,13 +62,12 @@ def token_batch(
     sharding: Batch,
     read_length: int = 0,
 ) -> Batch:
-    """The global batch of `batch` rows, of which each host gives its own.
+    """The global batch of `batch` rows; each host gives its own.
 
     Args:
+      tokens: as flat tokens are stored, the first read_length of each row for the encoder.
+      host_rows: `rows_of_host`.
       sharding: of each field; rows are split alike in all.
-      tokens: as flat tokens are stored.
-      host_rows: the rows of the batch that this host's devices hold, in increasing order.
-      read_length: of the row's tokens so many are the encoder's.
     """
 
     def place(values: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
@@ -96,31 +94,24 @@ def token_batch(
 class Loader:
     """Loads the batches of one split of a data set, or of a mixture of several.
 
-    A row is, packed, `length` tokens in the order they are stored in, whatever sequences they belong to; not packed,
-    tokens of one sequence, padded at its end, a longer one being split into several rows. Padding is no target, and
-    each position of it is a segment of its own. Of a data set that was written in rows, packed, they are its rows.
+    A packed row is `length` tokens in the order in which they are stored, whatever sequences they belong to. Without
+    packing it has tokens of one sequence and padding; a longer sequence makes several rows. Padding is no target, and
+    each position of it is a segment of its own.
 
-    Rows come epoch after epoch, without a gap: a batch may hold an epoch's last rows and the next one's first. In a
-    mixture each source goes through its own epochs, and of any number of rows has its share, by weight, to within one
-    row. Data that another process is still writing are read in the order they are stored in, and waited for.
+    Epochs follow one another without a gap: a batch may hold an epoch's last rows and the next one's first. In a
+    mixture each source goes through its own epochs, and has its share of any number of rows, to within one row. A split
+    that is still being written is read in the order in which it is stored, and waited for.
 
     Args:
-      flat_tokens: the section of the config.
-      split: `train` or `validation`.
-      batch: rows of a batch, over all hosts; with doubles_at of the largest (`GrowingBatch`).
-      length: tokens of a row.
-      read_length: tokens before those that an encoder reads.
-      sharding: of a batch; each host reads only those rows that its own devices need.
-      mixture: the sources, if there are several, instead of flat_tokens.filespec.
-      growing: the split, if it is still being written, instead of flat_tokens.filespec. The loader closes it.
-      shuffle: False, for validation, gives the rows in the order they are stored in, each once; the last batch is
-        filled up with rows that are no target. A mixture ends where the first of its sources does; up to there each
-        source's rows have batches of their own.
-      batches: no more than so many of an unshuffled split; None: all.
-      io_threads: threads that read at the same time.
+      batch: rows over all hosts; with doubles_at those of the largest batch (`GrowingBatch`).
+      length, read_length: tokens of a row; before these, tokens that an encoder reads.
+      mixture, growing: several sources, or a split that is still being written, in place of flat_tokens.filespec. The
+        loader closes `growing`.
+      shuffle: False gives each row once, in the order in which it is stored; what is missing in the last batch is no
+        target. A mixture ends where its first source does, and each source's rows have batches of their own.
+      batches: at most so many of an unshuffled split; None: all.
     Raises:
-      RunError: a data set cannot be opened, has rows of another length or weights that a batch does not take, there is
-        less than a batch, memory would not be enough, or sources do not go together.
+      RunError: a data set cannot be opened, does not fit the batch or the other sources, or needs too much memory.
     """
 
     max_token_id: int  # no token id is larger
@@ -202,7 +193,7 @@ class Loader:
         self.close()
 
     def begin(self) -> None:
-        """Waits, where the split is still being written, for its first rows; of an unshuffled pass for all."""
+        """Waits for the first rows of a split that is still being written; for all that an unshuffled pass reads."""
         if self._is_growing:
             self._sources[0].rows.reach(1 if self._shuffle else self._end)
             self._set_end()
@@ -212,18 +203,13 @@ class Loader:
         self._opened.close()
 
     def load(self, step: int) -> Batch:
-        """The batch of a step, the first being 0; in any order, though reading on from the last one is fastest.
-
-        Raises:
-          RunError: the data hold fewer steps, or cannot be read.
-        """
+        """The batch of a step, from 0; in any order, though the next one is fastest. Raises RunError: there is none, or
+        the data cannot be read."""
         if step < 0 or (self.steps is not None and step >= self.steps):
-            epochs = math.ceil(self._growing_batch.start(step + 1) / self.rows)
-            fix = (
-                f"set flat_tokens.epochs to {epochs} or more, or lower training.steps"
-                if self._shuffle
-                else "an unshuffled pass reads each row once"
-            )
+            fix = "an unshuffled pass reads each row once"
+            if self._shuffle:
+                epochs = math.ceil(self._growing_batch.start(step + 1) / self.rows)
+                fix = f"set flat_tokens.epochs to {epochs} or more, or lower training.steps"
             raise RunError(
                 f"there is no batch for step {step}: {'; '.join(source.rows.text for source in self._sources)}, "
                 f"{self.steps} batches of {self._batch} in flat_tokens.epochs = {self._epochs}: {fix}"
@@ -232,7 +218,7 @@ class Loader:
 
     @property
     def waited_s(self) -> float:
-        """For how long load() has waited, in all."""
+        """How long load() has waited, in all."""
         return self._batches.waited_s
 
     @property
@@ -241,24 +227,19 @@ class Loader:
         if self.steps is None:
             end = "without end"
         elif self._shuffle:
-            left = self._end - self._growing_batch.start(self.steps)
-            end = (
-                f"{self.steps:,} steps in {self._epochs} {'epoch' if self._epochs == 1 else 'epochs'}, {left:,} rows "
-                "left over at the end"
-            )
+            left, epochs = self._end - self._growing_batch.start(self.steps), "epoch" + "s" * (self._epochs != 1)
+            end = f"{self.steps:,} steps in {self._epochs} {epochs}, {left:,} rows left over at the end"
         else:
             end = f"{self.steps:,} batches of {self._batch} are read"
-        shares = self._mixture.shares / self._mixture.shares.sum()
-        texts = [
-            (f"{share:.2%} from " if len(shares) > 1 else "") + source.rows.text
-            for share, source in zip(shares, self._sources)
-        ]
+        texts = [source.rows.text for source in self._sources]
+        if len(texts) > 1:
+            shares = self._mixture.shares / self._mixture.shares.sum()
+            texts = [f"{share:.2%} from {text}" for share, text in zip(shares, texts)]
         return f"{'; '.join(texts)}; {end}; at most {self.memory_bytes / 1e6:,.0f} MB of host memory"
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What tells this split from another, as JSON values: a checkpoint keeps it, so that no run goes on with other
-        data."""
+        """JSON values that tell this split from another: a checkpoint keeps them, so no run goes on with other data."""
         if isinstance(split := self._sources[0].split, GrowingSplit):  # how many rows it will have is not known
             return {"files": split.files, "max_token_id": self.max_token_id, "bos_id": self.bos_id}
         identity = {name: getattr(self, name) for name in ("rows", "dropped_tokens", "max_token_id", "bos_id")}
@@ -268,19 +249,18 @@ class Loader:
         return {**identity, "rows": rows, "shares": self._mixture.shares.tolist()}
 
     def metrics(self, step: int) -> dict[str, Any]:
-        """Of a mixture, tokens read from each source up to a step, padding included."""
+        """For a mixture, tokens read from each source up to a step, padding included."""
         if len(self._sources) == 1:
             return {}
         counts = self._mixture.counts(self._growing_batch.start(step + 1)) * self._length
         return {"tokens_per_source": {source.name: count for source, count in zip(self._sources, counts.tolist())}}
 
     def part_of_batch(self, step: int) -> float:
-        """How many rows a step has, in the largest step's."""
+        """The share of the largest batch's rows that a step has."""
         return self._growing_batch.rows(step) / self._batch
 
     def rows_of(self, step: int) -> list[str]:
-        """Where each row of a step's batch, on all hosts, comes from; for a person who looks at what made a step
-        bad."""
+        """Where each row of a step's batch, on all hosts, comes from: for a person who looks at a bad step."""
         first, after = (self._growing_batch.start(each) for each in (step, step + 1))
         sources, ordinals = self._places.at(np.arange(first, after))
         there = ordinals < self._counts[sources]
@@ -288,7 +268,7 @@ class Loader:
         return [self._sources[source].place_of(ordinal) for source, ordinal in pairs]
 
     def source_of(self, step: int) -> str:
-        """Whose rows a batch of an unshuffled pass has."""
+        """The source of a batch of an unshuffled pass."""
         (source,), _ = self._places.at(np.array([step * self._batch]))
         return self._sources[source].name
 

@@ -1,11 +1,10 @@
-"""Chunks of one-dimensional zarr arrays: each is decoded once when parts are read, and one that is lost or damaged is
-an error.
+"""Chunks of one-dimensional zarr arrays: each is decoded once, and a lost or damaged one is an error.
 
     group = open_checked("my.zarr")
     read_ranges(group["train/encoded_tokens"], starts, stops, out, "encoded_tokens of my.zarr/train", pool)
 
-zarr reads a chunk that is not there as its fill value, and numcodecs (0.16) decodes a blosc file that was cut short to
-garbage where its values were not compressible. `open_checked` gives a group of arrays that do neither.
+zarr reads a missing chunk as its fill value, and numcodecs (0.16) decodes a blosc file that was cut short to garbage if
+its values were not compressible. Arrays of `open_checked` do neither.
 """
 
 import atexit
@@ -36,8 +35,7 @@ BLOSC_HEADER = struct.Struct("<4B3I")  # last are the sizes of the content, of i
 
 
 class CheckedStore(zarr.storage.WrapperStore):
-    """A store to read from, in which every chunk that is asked for must be there, and whole where it is compressed by
-    blosc."""
+    """A store to read from: a chunk that is not there, or not whole, is an OSError."""
 
     def __init__(self, store: zarr.abc.store.Store):
         super().__init__(store)
@@ -65,7 +63,7 @@ class CheckedStore(zarr.storage.WrapperStore):
 
 
 def check_frame(key: str, frame: bytes, checksum_bytes: int) -> None:
-    """Raises OSError for a frame of blosc that was cut short, or that is not what was written."""
+    """Raises OSError: the frame of blosc was cut short, or is not what was written."""
     size = BLOSC_HEADER.unpack_from(frame)[-1] if len(frame) >= BLOSC_HEADER.size else -1
     if size + checksum_bytes != len(frame):
         raise OSError(f"the file {key} has {len(frame)} bytes and was written with another number")
@@ -74,8 +72,8 @@ def check_frame(key: str, frame: bytes, checksum_bytes: int) -> None:
 
 
 def open_group(path: str, mode: Literal["r", "r+", "a"]) -> zarr.Group:
-    """zarr.open_group, whose connections to an object store are closed when the program ends; nothing else closes them,
-    and aiohttp may then print "Unclosed client session"."""
+    """zarr.open_group. Its connections to an object store are closed when the program ends: nothing else does that, and
+    aiohttp may print "Unclosed client session"."""
     for name in METADATA:
         if "://" not in path and os.path.lexists(file := os.path.join(path, name)):
             open_file(file, LARGEST_BYTES).close()
@@ -97,13 +95,13 @@ def _close_at_the_end(file_system: Any) -> None:
 
 
 def open_checked(path: str) -> zarr.Group:
-    """The group at a path or URL, to be read through a CheckedStore; raises what zarr does."""
+    """The group at a path or URL, through a CheckedStore. Raises as zarr.open_group."""
     group = open_group(path, mode="r")
     return zarr.open_group(CheckedStore(group.store), path=group.path, mode="r")
 
 
 def check_chunks(array: zarr.Array) -> None:
-    """Lets the array's CheckedStore check its files, if they are compressed by blosc or gzip."""
+    """Lets the array's CheckedStore check files that blosc or gzip has compressed."""
     if array.shards is not None or not array.compressors or not isinstance(array.store, CheckedStore):
         return
     checksum_bytes = 4 * has_checksums(array)
@@ -120,19 +118,17 @@ def has_checksums(array: Any) -> bool:
 
 
 def read(array: zarr.Array | Shaped[np.ndarray, "values"], start: int, stop: int, what: str) -> np.ndarray:
-    """array[start:stop]; `what` names it in messages. Raises RunError where a chunk of it cannot be read."""
+    """array[start:stop]; `what` names it in messages. Raises RunError: a chunk cannot be read."""
     try:
         return np.asarray(array[start:stop])
     except read_errors() as error:
         text = str(error) or type(error).__name__
-        raise RunError(
-            f"cannot read {what} from {start} to {stop} ({text}): the data set is damaged or out of reach; write or "
-            "copy it again"
-        ) from error
+        fix = "the data set is damaged or out of reach; write or copy it again"
+        raise RunError(f"cannot read {what} from {start} to {stop} ({text}): {fix}") from error
 
 
 def read_errors(*others: type[Exception]) -> tuple[type[Exception], ...]:
-    """What a store or a codec may raise for data that are not as they should be, or not to be had; and others."""
+    """What a store or a codec may raise where data are damaged or out of reach; and others."""
     errors: list[type[Exception]] = [OSError, ValueError, RuntimeError, EOFError, zlib.error, *others]
     # Packages of object stores have errors of their own, which are none of the above.
     if "botocore" in sys.modules:
@@ -154,8 +150,8 @@ def read_ranges(
     what: str,
     pool: Executor,
 ) -> None:
-    """Copies array[starts[i]:stops[i]] to the front of out[i], for all i, decoding each chunk once, in the pool's
-    threads, of which each holds one chunk at a time. Raises RunError where a chunk cannot be read."""
+    """Copies array[starts[i]:stops[i]] to the front of out[i], for all i. Each chunk is decoded once, by a thread that
+    holds one at a time. Raises RunError: a chunk cannot be read."""
     chunk = array.chunks[0] if isinstance(array, zarr.Array) else max(1, array.shape[0])
     # A range is cut where chunks end: into pieces, each with its row, its chunk, and from where to where it goes.
     there = np.flatnonzero(stops > starts)

@@ -1,5 +1,4 @@
-"""Documents out of files and Hugging Face data sets, in blocks of about a megabyte: what training streams and what
-tools.tokenize_text reads.
+"""Documents out of files and Hugging Face data sets, in blocks of about a megabyte, for tools.tokenize_text.
 
     files = find_files("corpus/*.jsonl.zst")            # a path, a glob, a URL
     files = find_splits("allenai/c4", "en")["train"]    # a name on the hub, or a folder
@@ -8,8 +7,8 @@ tools.tokenize_text reads.
             (text,) = values(record, ["text"])          # BadRecord: why it has none
     read_blocks(files, block.position)                  # continues after that block
 
-Text and lines of JSON are read here, so that a bad record is one line with a number and can be left out: `datasets`
-parses ten megabytes at once, with one type for all. It finds the files of a data set and reads all other kinds.
+Text and lines of JSON are read here, so that a bad record has a line's number and can be left out: `datasets` parses
+ten megabytes at once. It finds the files of a data set and reads all other kinds.
 """
 
 import bz2
@@ -52,20 +51,19 @@ class File:
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """Whole records of a file; nothing of an empty one. Blocks after a position hold the same records wherever reading
-    began."""
+    """Whole records of a file. Blocks after a position hold the same records wherever reading began."""
 
     file: File
     content: bytes  # of text and lines
     rows: list[dict]  # of a table
     first: int  # number of its first line, from 1, or row, from 0
-    # What follows it: of which file, a byte or a row, and how many lines come before that (1 after an empty file).
+    # Where the next block begins: the file, its byte or row, and the lines before that (1 after an empty file).
     position: tuple[int, int, int]
     done: int  # bytes of all files as stored
 
 
 class BadRecord(ValueError):
-    """Why a record cannot be taken; lines: how many of its own come before the place."""
+    """Why a record cannot be taken; lines: how many of its lines come before the place."""
 
     def __init__(self, reason: str, lines: int = 0):
         super().__init__(reason)
@@ -76,8 +74,8 @@ class BadRecord(ValueError):
 
 
 def find_files(pattern: str) -> list[File]:
-    """The files of a path, glob or URL, by name. What has no suffix that is known is text. Raises RunError where
-    nothing matches, or the file system cannot be asked."""
+    """The files of a path, glob or URL, by name. A file without a known suffix is text. Raises RunError: nothing
+    matches, or the file system cannot be asked."""
     with reading(pattern):
         file_system, path = fsspec.core.url_to_fs(os.path.expanduser(pattern))
         paths = sorted(file_system.glob(path)) if any(mark in path for mark in "*?[") else [path]
@@ -100,8 +98,8 @@ def find_files(pattern: str) -> list[File]:
 
 
 def find_splits(path: str, name: str) -> dict[str, list[File]]:
-    """The files of each split of a Hugging Face data set, by its name on the hub or its folder; `name` is its
-    configuration, if it has several. Raises RunError where a package or the data set is missing."""
+    """The files of each split of a Hugging Face data set: a name on the hub or a folder; `name`: which configuration.
+    Raises RunError: a package or the data set is missing."""
     with needs_package("hf_dataset.path", "datasets"):
         import datasets
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it logs, besides, what it raises
@@ -141,7 +139,7 @@ def _plain(name: str) -> str | None:
 
 
 def _suffix(name: str) -> str:
-    """What says how a file is read, under the suffix of its compression."""
+    """The suffix that says how a file is read, without that of its compression."""
     stem, suffix = os.path.splitext(name.partition("::")[0])
     return os.path.splitext(stem)[1] if suffix in (".gz", ".bz2", ".xz", ".zst") else suffix
 
@@ -201,7 +199,7 @@ def _read_bytes(file: File, offset: int, line: int, whole: Callable[[bytes], int
 
 
 def _read_rows(file: File, row: int) -> Iterator[tuple]:
-    """What comes before the row is read once more, and passed over."""
+    """Reads what comes before the row once more, and passes over it."""
     with needs_package(file.name, "datasets"):
         import datasets
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
@@ -219,7 +217,7 @@ def _read_rows(file: File, row: int) -> Iterator[tuple]:
 
 @contextlib.contextmanager
 def _open(name: str) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """A file's content, and the file as it is stored."""
+    """A file's content, and the file as stored."""
     with fsspec.open(name, "rb") if "://" in name else open_file(name) as raw:
         if name.endswith(".zst"):
             with needs_package(name, "zstandard"):
@@ -233,7 +231,7 @@ def _open(name: str) -> Iterator[tuple[BinaryIO, BinaryIO]]:
 
 @contextlib.contextmanager
 def reading(name: str) -> Iterator[None]:
-    """Turns what opening or reading raises when the network or the data are at fault into a RunError of one line."""
+    """Turns what opening or reading raises, if the network or the data are at fault, into a RunError of one line."""
     try:
         yield
     except read_errors(TypeError, ImportError, lzma.LZMAError, *_of_packages()) as error:
@@ -250,7 +248,7 @@ def _of_packages() -> list[type[Exception]]:
 
 
 def records(block: Block) -> list[tuple[int, bytes | dict]]:
-    """A block's records, each with the number of its line or row; a line of text is one too."""
+    """A block's records, with the numbers of their lines or rows; a line of text is a record."""
     if block.file.kind == "rows":
         return [*enumerate(block.rows, block.first)]
     if block.file.kind == "text":
@@ -264,7 +262,7 @@ def place(block: Block, number: int) -> str:
 
 
 def decoded(data: bytes) -> str:
-    """Raises BadRecord for what is not UTF-8, or holds a zero byte, as what a sparse file or no text has."""
+    """The text. Raises BadRecord: it is not UTF-8, or has a zero byte, as a sparse or binary file."""
     if (zero := data.find(b"\0")) >= 0:
         raise BadRecord("byte 0x00, which is in no text", data.count(b"\n", 0, zero))
     try:
@@ -276,7 +274,7 @@ def decoded(data: bytes) -> str:
 
 
 def parsed(record: bytes | dict) -> dict[str, Any]:
-    """A record, a line of JSON or a row, as a mapping. Raises BadRecord for one that is none."""
+    """A record, a line of JSON or a row, as a mapping. Raises BadRecord: it is none."""
     if isinstance(record, bytes):
         try:
             record = json.loads(decoded(record))
@@ -293,7 +291,7 @@ def parsed(record: bytes | dict) -> dict[str, Any]:
 
 
 def values(record: bytes | dict, fields: Sequence[str], kind: type = str) -> list[Any]:
-    """The fields of a record. Raises BadRecord for one that is not there or no `kind`."""
+    """The fields of a record. Raises BadRecord: one is missing or is no `kind`."""
     record = parsed(record)
     for field in fields:
         if field not in record:

@@ -6,8 +6,7 @@
     split.seq_starts[:]         # [0, 2, 5]: the last is the number of tokens
     split.max_token_id          # 5
 
-A data set is a zarr group of such groups, `train` and `validation`. Format 2 and format 3 of zarr are read, 3 is
-written.
+A data set is a zarr group of such groups, `train` and `validation`. zarr's formats 2 and 3 are read, 3 is written.
 """
 
 import dataclasses
@@ -28,22 +27,24 @@ LARGEST_ID = 2**31 - 1  # one bit of 32 tells where a sequence starts
 CHUNK_TOKENS = 2**18  # 1 MiB of tokens is one file: a quarter of that on disk, decoded in about a millisecond
 # An array that is no larger is read once and kept: small rows out of many chunks would decode each often.
 RESIDENT_BYTES = 64 * 2**20
-# What says how much each token counts in the loss: a split has one of these arrays, or none, if all are targets.
+# How much each token counts in the loss: a split has one of these arrays, or none, if all are targets.
 TARGETS = {"is_target": np.bool_, "weight": np.float32}
 WEIGHT = "a finite number, 0 or more"
-ENCODED_PADDING = np.uint32(1)  # id 0 that starts a sequence: what pads is a segment of its own, so no token can see it
+ENCODED_PADDING = np.uint32(1)  # id 0 that starts a sequence: padding is a segment of its own, so no token sees it
+
+AGAIN = "the data set is damaged or only partly written, write or copy it again"
 
 M = TypeVar("M", zarr.Array, zarr.Group)
 
 
 def is_weight(values: np.ndarray) -> np.ndarray:
-    """Which of them may be weights, or are targets or not."""
+    """Which of these are weights, or booleans."""
     return (values >= 0) & (values < np.inf)
 
 
 @dataclasses.dataclass
 class Split:
-    """An open split. The arrays are zarr's, or numpy's where they are small enough to be kept."""
+    """An open split. Its arrays are zarr's, or numpy's if they are small enough to be kept in memory."""
 
     where: str  # for messages
     encoded_tokens: zarr.Array | UInt32[np.ndarray, "tokens"]
@@ -85,24 +86,16 @@ class Split:
         weight: Bool[np.ndarray, "rows length"] | Float32[np.ndarray, "rows length"],
         pool: Executor,
     ) -> None:
-        """Fills row i with the tokens from starts[i] to stops[i], as they are stored, and with their weights.
-
-        What pads a row at its end is ENCODED_PADDING and no target.
-
-        Args:
-          tokens, weight: to be filled; `weight` is of `weight_type`.
-        Raises:
-          RunError: the tokens cannot be read, an id is larger than max_token_id, or a weight is none.
-        """
+        """Fills row i of tokens and weight with what is stored from starts[i] to stops[i], and pads it at its end.
+        Raises RunError: it cannot be read, an id is larger than max_token_id, or a weight is none."""
         tokens.fill(ENCODED_PADDING)
         read_ranges(self.encoded_tokens, starts, stops, tokens, f"encoded_tokens of {self.where}", pool)
         if tokens.size and int(tokens.max()) >> 1 > self.max_token_id:
             row, place = np.argwhere(tokens >> np.uint32(1) > self.max_token_id)[0]
+            what = f"the token id {tokens[row, place] >> 1} at {starts[row] + place}"
             raise RunError(
-                f"encoded_tokens of {self.where} holds the token id {tokens[row, place] >> 1} at "
-                f"{starts[row] + place}, which is larger than its "
-                f"max_token_id {self.max_token_id}: a chunk was damaged, or the writer was wrong; write or copy the "
-                "data set again"
+                f"encoded_tokens of {self.where} holds {what}, which is larger than its max_token_id "
+                f"{self.max_token_id}: a chunk or the writer was wrong; write or copy the data set again"
             )
         if self.weight is None:
             np.less(np.arange(tokens.shape[1]), (stops - starts)[:, None], out=weight)
@@ -111,26 +104,20 @@ class Split:
         read_ranges(self.weight, starts, stops, weight, f"{self.targets} of {self.where}", pool)
         if self.targets == "weight" and not is_weight(weight).all():
             row, place = np.argwhere(~is_weight(weight))[0]
-            raise RunError(
-                f"weight of {self.where} holds {weight[row, place]} at {starts[row] + place}, expected {WEIGHT}: write "
-                "the data set again"
-            )
+            what = f"{weight[row, place]} at {starts[row] + place}"
+            raise RunError(f"weight of {self.where} holds {what}, expected {WEIGHT}: write the data set again")
 
 
 def open_split(path: str | os.PathLike, split: str, *, resident_bytes: int = RESIDENT_BYTES) -> Split:
-    """Opens one split of a data set, and checks what can be checked without reading the tokens.
+    """Opens one split of a data set, a folder or a URL, and checks all but the tokens.
 
     Args:
-      path: a folder (`~` is expanded) or a URL that zarr can open.
       resident_bytes: an array that is no larger is read at once and kept in memory.
     Raises:
       RunError: the data set, the split, an array or an attribute is missing, or is not as the format says.
     """
     where = absolute_path(path)
-    advice = (
-        "set flat_tokens.filespec to a flat-tokens data set, or write one (python -m tools.tokenize_text of texts, "
-        "python -m tools.make_dataset of invented tasks; docs/data.md)"
-    )
+    advice = "set flat_tokens.filespec to a flat-tokens data set, or write one by tools.tokenize_text (docs/data.md)"
     try:
         return _split_of(open_checked(where), where, split, resident_bytes)
     except (FileNotFoundError, zarr.errors.GroupNotFoundError) as error:
@@ -162,20 +149,16 @@ def _split_of(dataset: zarr.Group, where: str, split: str, resident_bytes: int) 
     if stored is not None and stored.shape != encoded_tokens.shape:
         raise RunError(f"{targets} of {where} has {stored.shape[0]} entries, expected one a token, {token_count}")
     row_length, read_length = (_attribute(group, where, name, 0) for name in ("row_length", "read_length"))
-    if row_length and token_count % (row_length + read_length):
+    if row_length and token_count % (row := row_length + read_length):
         raise RunError(
-            f"{where} has {token_count} tokens, expected whole rows of {row_length + read_length} as its row_length "
-            "says: the data set is damaged, write or copy it again"
+            f"{where} has {token_count} tokens, expected whole rows of {row} as its row_length says: {AGAIN}"
         )
     max_token_id, bos_id = _attribute(group, where, "max_token_id", None), _attribute(group, where, "bos_id", 0)
     what, count = f"seq_starts of {where}", seq_starts.shape[0]
     ends = [int(read(seq_starts, at, at + 1, what)[0]) for at in ((0, count - 1) if count else ())]
     if ends != [0, token_count]:
         held = f"goes from {ends[0]} to {ends[1]}" if ends else "is empty"
-        raise RunError(
-            f"{what} {held}, expected from 0 to {token_count}, the length of encoded_tokens: the data set is damaged "
-            "or only partly written, write or copy it again"
-        )
+        raise RunError(f"{what} {held}, expected from 0 to {token_count}, the length of encoded_tokens: {AGAIN}")
 
     def resident(array: zarr.Array, name: str) -> zarr.Array | np.ndarray:
         small = array.shape[0] * array.dtype.itemsize <= resident_bytes
@@ -187,7 +170,7 @@ def _split_of(dataset: zarr.Group, where: str, split: str, resident_bytes: int) 
 
 
 def absolute_path(path: str | os.PathLike) -> str:
-    """The path that is opened and that messages name: absolute, `~` expanded; a URL as it is."""
+    """An absolute path with `~` expanded; a URL as it is."""
     path = os.fspath(path)
     return path if "://" in path else os.path.abspath(os.path.expanduser(path))
 
@@ -204,13 +187,11 @@ def _checked_array(group: zarr.Group, where: str, name: str, dtype: type) -> zar
     try:
         array = open_member(group, name, zarr.Array)
     except KeyError:
-        raise RunError(
-            f"{where} has no array '{name}', so it is no flat-tokens split; it holds {_listed(group)}"
-        ) from None
+        held = f"it holds {_listed(group)}"
+        raise RunError(f"{where} has no array '{name}', so it is no flat-tokens split; {held}") from None
     if np.dtype(array.dtype).newbyteorder("=") != np.dtype(dtype) or array.ndim != 1:
-        raise RunError(
-            f"{name} of {where} is {array.dtype}{list(array.shape)}, expected {np.dtype(dtype)} of one dimension"
-        )
+        held = f"{array.dtype}{list(array.shape)}"
+        raise RunError(f"{name} of {where} is {held}, expected {np.dtype(dtype)} of one dimension")
     check_chunks(array)
     return array
 
@@ -218,9 +199,7 @@ def _checked_array(group: zarr.Group, where: str, name: str, dtype: type) -> zar
 def _attribute(group: zarr.Group, where: str, name: str, default: int | None) -> int:
     value = group.attrs.get(name, default)
     if value is None:
-        raise RunError(
-            f"{where} has no attribute '{name}': the writer did not finish, or is none of flat-tokens; write it again"
-        )
+        raise RunError(f"{where} has no attribute '{name}': its writer did not finish; write it again")
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= LARGEST_ID:
         raise RunError(f"attribute '{name}' of {where} is {value!r}, expected a number from 0 to {LARGEST_ID}")
     return value

@@ -4,20 +4,16 @@
     split.reach(10**6)      # waits until a million tokens are there; False: the data end before
     split.token_count       # NO_END until the end is reached
 
-The process is tools.tokenize_text, which says in the data set how far it is and, killed, goes on from there. It is
-started by the first host, when less is there than is wanted, and told on its standard input how much that is. All hosts
-read the data set, so the run folder must be one that all reach, as for checkpoints.
+The process is tools.tokenize_text, which records in the data set how far it is and, killed, goes on from there. The
+first host starts it when it wants more than is there, and tells it on its standard input how much. All hosts read the
+data set, so they must share the run folder, as for checkpoints.
 """
 
 import contextlib
-import os
-import signal
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -25,6 +21,7 @@ import numpy as np
 import zarr
 import zarr.errors
 
+from runtime import beside
 from runtime.data.chunks import check_chunks, open_checked, open_group
 from runtime.data.flat_tokens import Split, open_split
 from runtime.data.read_ahead import NO_END
@@ -33,17 +30,16 @@ from runtime.terminal import RunError, print_line, wrapped
 
 POLL_S = 0.1  # from one look at the data set to the next, while waiting
 LONGEST_WAIT_S = 20.0  # for the process to record how far it is, at the end of the run
-REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 class GrowingSplit(Split):
-    """A split of which a data set holds the beginning, and more when more is asked for.
+    """A data set holds the beginning of the split, and more when more is asked for.
 
     Args:
-      where: what messages call it.
-      files: of how many files the text is.
+      where: its name in messages.
+      files: the number of the text's files.
       path: the data set, a folder or a URL, whose split `train` is written.
-      keys: what else the process is told: keys of tools.tokenize_text, and their values.
+      keys: other keys of tools.tokenize_text, with their values.
       tokens_ahead: how many tokens may be written beyond those that were asked for.
       most_tokens: how many the run will ask for, and those ahead.
     """
@@ -133,11 +129,10 @@ class GrowingSplit(Split):
 
 
 class Tokenizing:
-    """`python -m tools.tokenize_text` beside the run. It ends when its standard input does, however the run ends."""
+    """`python -m tools.tokenize_text` beside the run."""
 
     def __init__(self, where: str, keys: Mapping[str, str]):
-        self._where = where
-        self._arguments = [f"{key}={value}" for key, value in keys.items()]
+        self._where, self._arguments = where, [f"{key}={value}" for key, value in keys.items()]
         self._process: subprocess.Popen | None = None
         self._asked = -1
 
@@ -145,17 +140,7 @@ class Tokenizing:
         """Lets it write so many tokens, and those that it may write ahead."""
         if self._process is None:
             self._output = tempfile.TemporaryFile()
-            path = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
-            self._process = subprocess.Popen(
-                # -P: packages are not looked for where the run was started.
-                [sys.executable, "-P", "-m", "tools.tokenize_text", *self._arguments],
-                bufsize=0,
-                stdin=subprocess.PIPE,
-                stdout=self._output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "PYTHONPATH": path},
-                start_new_session=True,  # an interrupt from the keyboard ends the run, and that ends this
-            )
+            self._process = beside.start("tools.tokenize_text", self._arguments, self._output)
         if tokens > self._asked:
             self._asked = tokens
             assert self._process.stdin is not None
@@ -163,7 +148,7 @@ class Tokenizing:
                 self._process.stdin.write(b"%d\n" % tokens)
 
     def failure(self) -> str:
-        """Why it has ended; empty while it works. Where it ended with its work done, the data set says so."""
+        """Why it has ended; empty while it works. When its work is done, the data set says so."""
         if self._process is None or (status := self._process.poll()) is None:
             return ""
         self._output.seek(0)
@@ -172,15 +157,8 @@ class Tokenizing:
         return f"{self._where} cannot be tokenized: {reason}"
 
     def close(self) -> None:
-        """Ends it, until more is asked for."""
-        if self._process is None:
-            return
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(LONGEST_WAIT_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)  # what it recorded stays
-            self._process.wait()
-        self._output.close()
-        self._process, self._asked = None, -1
+        """Ends it, until more is asked for. What it has recorded stays."""
+        if self._process is not None:
+            beside.end(self._process, LONGEST_WAIT_S)
+            self._output.close()
+            self._process, self._asked = None, -1

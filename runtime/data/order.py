@@ -1,12 +1,8 @@
-"""The order in which rows are read: permutations and mixtures that are computed, not stored, so that any place is
-reached at once.
+"""The order in which rows are read: computed, not stored, so any place in it is reached at once.
 
-    Order(rows=10**9, rows_per_block=128, blocks_per_buffer=64, seed=0).rows_of(epoch=2, buffer=7)
-    MixtureOrder([0.7, 0.3]).at(np.arange(10**12, 10**12 + 4))  # each row's source, and which of the source's rows
-    GrowingBatch(64, (10, 30)).start(1000)                      # how many rows the first 1000 steps have
-
-`Order` permutes one source's rows; `MixtureOrder` says which source each row of a mixture comes from;
-`GrowingBatch`, which rows a step has.
+Order(rows=10**9, rows_per_block=128, blocks_per_buffer=64, seed=0).rows_of(epoch=2, buffer=7)
+MixtureOrder([0.7, 0.3]).at(np.arange(10**12, 10**12 + 4))  # each row's source, and which of the source's rows
+GrowingBatch(64, (10, 30)).start(1000)                      # how many rows the first 1000 steps have
 """
 
 import dataclasses
@@ -27,10 +23,10 @@ LONGEST_PATTERN = 2**16  # rows after which a mixture's pattern repeats, at most
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """The order of the rows of an epoch: a permutation that is computed, so that any place in it is reached at once.
+    """The order of one source's rows in an epoch.
 
-    Blocks of neighbouring rows (the last may be shorter) are permuted; the rows of `blocks_per_buffer` blocks that then
-    follow one another are permuted among themselves. A seed of None leaves all as it is.
+    Blocks of neighbouring rows (the last may be shorter) are permuted, then the rows of each `blocks_per_buffer` blocks
+    among themselves. A seed of None leaves all as it is.
     """
 
     rows: int
@@ -67,7 +63,7 @@ class Order:
         return buffer + (position >= self._first_position(epoch, (buffer + 1) * self.blocks_per_buffer))
 
     def _first_position(self, epoch: int, block: int) -> int:
-        """Where the block that comes at this place of the order begins."""
+        """Where the block at this place of the order begins."""
         block = min(block, self.blocks)
         missing = self.blocks * self.rows_per_block - self.rows
         return block * self.rows_per_block - (missing if missing and block > self._short_block(epoch) else 0)
@@ -85,13 +81,10 @@ class Order:
 
 
 def permute(index: Rows, size: int, key: tuple[int, ...], *, inverse: bool = False) -> Rows:
-    """Where a permutation of 0 … size - 1, which the key chooses, takes each index; nothing of the size is stored.
-
-        permute(np.arange(5), 5, key=(0,))                        # the five numbers in some order
-        permute(np.array([10**12]), 10**13, key=(0, 3))           # costs the same
+    """Where the key's permutation of 0 … size - 1 takes each index; nothing of that size is stored.
 
     A Feistel network on pairs (left, right) of a grid with at least `size` places: each round adds to one half a hash
-    of the other, which can be undone. What lands outside is sent on until it is inside (cycle walking).
+    of the other, which can be undone. A place outside is permuted again until it is inside (cycle walking).
     """
     left_size = math.isqrt(size - 1) + 1 if size else 1
     right_size = -(-size // left_size) if size else 1
@@ -122,19 +115,15 @@ def _hash(values: np.ndarray, key: np.uint64, size: int) -> np.ndarray:
 
 
 class MixtureOrder:
-    """Which source each row of a mixture comes from, by weights: among the first n rows, whatever n, n times its share
-    of each, to within one.
+    """Which source each row of a mixture comes from: of the first n rows each source has its share, to within one.
 
         mixture = MixtureOrder([0.7, 0.3])
         mixture.at(np.array([0, 1, 2]))          # sources [0, 1, 0], of which these are the rows [0, 0, 1]
         mixture.counts(1000)                     # [700, 300]: rows of each source among the first 1000
 
-    Weights are taken as the decimals that they are written as. In lowest terms their ratio is that of whole numbers,
-    and the order a pattern of as many rows as these add up to, over and over, so the shares are exact. Where that is
-    more than LONGEST_PATTERN, weights are first rounded to multiples of 1 / LONGEST_PATTERN of their sum.
-
-    Raises:
-      RunError: a weight is too small a part of the sum.
+    Weights are the decimals as written. A pattern repeats after as many rows as their ratio has in lowest terms, so the
+    shares are exact; where that is over LONGEST_PATTERN, weights are rounded to multiples of 1 / LONGEST_PATTERN of
+    their sum. Raises RunError: a weight is too small a part of the sum.
     """
 
     def __init__(self, weights: Sequence[float]):
@@ -146,10 +135,8 @@ class MixtureOrder:
             shares[index] += 1
         if 0 in shares:
             small = shares.index(0)
-            raise RunError(
-                f"mixture[{small}].weight = {weights[small]} is too small: expected at least 1/{LONGEST_PATTERN} of "
-                "the sum of all weights"
-            )
+            expected = f"expected at least 1/{LONGEST_PATTERN} of the sum of all weights"
+            raise RunError(f"mixture[{small}].weight = {weights[small]} is too small: {expected}")
         self.shares = np.array(shares)
         self._source = np.array(_pattern(shares), np.uint16)
         self._places = [np.flatnonzero(self._source == index) for index in range(len(shares))]
@@ -164,7 +151,7 @@ class MixtureOrder:
         return source, turn * self.shares[source] + self._rank[place]
 
     def rows_of(self, source: int, ordinals: Rows) -> Rows:
-        """The inverse: where in the mixture a source's rows come."""
+        """The inverse: where a source's rows come in the mixture."""
         turn, place = np.divmod(ordinals, self.shares[source])
         return turn * len(self._source) + self._places[source][place]
 
@@ -175,12 +162,10 @@ class MixtureOrder:
 
 
 class GrowingBatch:
-    """How many rows each step has: twice as many from each of some steps on, at the last as many as a batch.
+    """How many rows each step has: twice as many from each step of doubles_at on, up to a whole batch.
 
-        batch = GrowingBatch(64, doubles_at=(10, 30))   # 16 rows a step, from step 10 on 32, from step 30 on 64
-        batch.rows(10), batch.start(11)                 # 32, 10 · 16 + 32
-
-    Each row belongs to one step, whatever the mesh.
+    batch = GrowingBatch(64, doubles_at=(10, 30))   # 16 rows a step, from step 10 on 32, from step 30 on 64
+    batch.rows(10), batch.start(11)                 # 32, 10 · 16 + 32
     """
 
     def __init__(self, batch: int, doubles_at: Sequence[int] = ()):
@@ -202,17 +187,13 @@ class GrowingBatch:
         return int(self._steps[phase]) + (rows - int(self._starts[phase])) // self.sizes[phase]
 
     def places(self, rows: Rows) -> tuple[Rows, Rows]:
-        """Of each row the phase that it is in, and its place in its step's batch."""
+        """Each row's phase, and its place in its step's batch."""
         phase = np.searchsorted(self._starts, rows, side="right") - 1
         return phase, (rows - self._starts[phase]) % np.array(self.sizes)[phase]
 
 
 class SequentialOrder:
-    """One source after another, each from a batch's first row on, so that a batch is of one source.
-
-    order = SequentialOrder(np.array([5, 3]), batch=4)  # of 5 and 3 rows
-    order.at(np.array([4, 8]))  # sources [0, 1], of which these are the rows [4, 0]
-    """
+    """One source after another, each from a batch's first row on, so that a batch is of one source."""
 
     def __init__(self, counts: Int64[np.ndarray, "sources"], batch: int):
         self.starts = np.concatenate([[0], np.cumsum(-(-counts // batch) * batch)])  # the last is where all end
@@ -228,12 +209,10 @@ class SequentialOrder:
 
 
 def _pattern(shares: Sequence[int]) -> list[int]:
-    """An order in which source s comes shares[s] times, and among the first n never a whole row more or less than n of
-    its share.
+    """Source s comes shares[s] times, and among the first n rows less than one row more or less than its share of n.
 
-    The source's j-th row, counted from 0, may come once j / share rows are over and must before (j + 1) / share are; of
-    those that may, the one that must soonest comes. That meets all deadlines (Baruah et al. 1996, proportionate
-    progress; earliest deadline first on one resource).
+    The source's j-th row, counted from 0, may come once j / share rows are over and must before (j + 1) / share are.
+    Earliest deadline first meets all deadlines (Baruah et al. 1996, proportionate progress).
     """
     period, taken = sum(shares), [0] * len(shares)
     pattern = []

@@ -1,4 +1,4 @@
-"""Reading ahead: a function's next results are computed by a thread while the last one is used."""
+"""Reading ahead: a thread computes a function's next results while the last one is used."""
 
 import time
 from collections.abc import Callable
@@ -11,14 +11,14 @@ NO_END = 2**62  # as a count: more than will ever be asked for
 
 
 class ReadAhead(Generic[T]):
-    """The results of a function of 0, 1, … count - 1, computed by one thread, the next few before they are asked for.
+    """The results of a function of 0, 1, … count - 1; one thread computes the next few before they are asked for.
 
         read = ReadAhead(slow, count=100, ahead=3, name="slow")
         read(0), read(1)    # the second is there already, and 2, 3, 4 are on their way
         read(50)            # goes on from there
-        read.waited_s       # for how long those who asked had to wait, in all
+        read.waited_s       # how long callers have waited, in all
 
-    An exception of the function is raised to whoever asks for that result; asking again computes it again.
+    The function's exception is raised to whoever asks for that result; asking again computes it again.
     """
 
     def __init__(self, function: Callable[[int], T], count: int, ahead: int, name: str):

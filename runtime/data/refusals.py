@@ -12,34 +12,30 @@ MAX_BYTES = 4 * 2**30  # of host memory that one split may take
 
 def check_rows(split: Split, length: int, read_length: int, is_packed: bool, batch: Any) -> None:
     """Refuses a split that was written in other rows, or with more, than the run's batch holds. batch: its sharding."""
+    where = split.where
     if bool(read_length) != bool(split.read_length):
         pairs, encoder = "pairs" if split.read_length else "no pairs", "an" if read_length else "no"
         raise RunError(
-            f"{split.where} holds {pairs}, of what an encoder reads and what is written, and this program has "
-            f"{encoder} encoder"
+            f"{where} holds {pairs}, of what an encoder reads and what is written, and this program has {encoder} "
+            "encoder"
         )
     is_other = (split.row_length, split.read_length) != (length, read_length)
     if split.row_length and (is_other or not is_packed):
-        read = f" and training.tokens.read_len={split.read_length}" if split.read_length else ""
-        raise RunError(
-            f"{split.where} was written in rows of {split.row_length} tokens, which hold sequences whole: set "
-            f"training.tokens.len={split.row_length}{read}, with flat_tokens.sequence_packing=true"
-        )
+        keys = f"training.tokens.len={split.row_length}"
+        keys += f" and training.tokens.read_len={split.read_length}" if split.read_length else ""
+        rows = f"rows of {split.row_length} tokens, which hold sequences whole"
+        raise RunError(f"{where} was written in {rows}: set {keys}, with flat_tokens.sequence_packing=true")
     if split.targets == "weight" and not hasattr(batch, "weight"):
-        raise RunError(
-            f"{split.where} holds weights of targets, which this program's loss does not take: write the data set "
-            "without them, or train with a program whose batch has the field `weight`"
-        )
+        fix = "write the data set without them, or train with a program whose batch has the field `weight`"
+        raise RunError(f"{where} holds weights of targets, which this program's loss does not take: {fix}")
 
 
 def check_same_bos_id(splits: Sequence[Split]) -> int:
     """The bos_id of all sources."""
     if len({split.bos_id for split in splits}) > 1:
         texts = ", ".join(f"{split.bos_id} in {split.where}" for split in splits)
-        raise RunError(
-            f"the sources of the mixture differ in bos_id, the input before a sequence's first token: {texts}; "
-            "expected the same in all: write them with one tokenizer"
-        )
+        what = "the input before a sequence's first token"
+        raise RunError(f"the sources of the mixture differ in bos_id, {what}: {texts}: write them with one tokenizer")
     return splits[0].bos_id
 
 
@@ -55,18 +51,14 @@ def check_enough(sources: Sequence[PackedRows | SequenceRows], steps: int | None
 
 
 def check_batch(rows: int, length: int) -> None:
-    """Of a host's rows, before anything is allocated: each token is 5 bytes."""
-    if 5 * rows * length > MAX_BYTES:
-        raise RunError(
-            f"a batch of {rows} rows of {length} tokens on each host takes {5 * rows * length:,} bytes of host memory, "
-            f"more than {MAX_BYTES:,}: lower training.tokens.batch or training.tokens.len"
-        )
+    """Checks a host's rows before anything is allocated: a token takes 5 bytes."""
+    if (size := 5 * rows * length) > MAX_BYTES:
+        what = f"a batch of {rows} rows of {length} tokens on each host takes {size:,} bytes of host memory"
+        raise RunError(f"{what}, more than {MAX_BYTES:,}: lower training.tokens.batch or training.tokens.len")
 
 
 def check_memory(most_bytes: int, names: Sequence[str]) -> None:
     if most_bytes > MAX_BYTES:
-        raise RunError(
-            f"reading {', '.join(names)} takes up to {most_bytes:,} bytes of host memory, more than {MAX_BYTES:,}: "
-            "lower flat_tokens.read_blocks_per_shuffle_buffer, flat_tokens.sequences_per_read_block or "
-            "io.max_io_threads"
-        )
+        keys = "flat_tokens.read_blocks_per_shuffle_buffer, flat_tokens.sequences_per_read_block or io.max_io_threads"
+        what = f"reading {', '.join(names)} takes up to {most_bytes:,} bytes of host memory"
+        raise RunError(f"{what}, more than {MAX_BYTES:,}: lower {keys}")

@@ -5,7 +5,7 @@
     for at, buffer, place in stream.find(np.array([0, 2, 4])):
         rows[at] = buffer.tokens[place]
 
-A row's ordinal counts the rows before it over all epochs.
+A row's ordinal is the number of rows before it, over all epochs.
 """
 
 import dataclasses
@@ -27,14 +27,12 @@ BUFFERS_AHEAD = 1  # so that a step never waits for a whole shuffle buffer; host
 class Buffer:
     """This host's rows of a shuffle buffer, in the order in which batches take them."""
 
-    ordinals: Rows  # increasing: the source's rows, counted over all epochs
+    ordinals: Rows  # increasing
     tokens: UInt32[np.ndarray, "rows length"]  # as stored
     weight: Bool[np.ndarray, "rows length"] | Float32[np.ndarray, "rows length"]
 
 
 class RowStream:
-    """The rows of one data set, as far as they are wanted, in the order of its epochs, read by shuffle buffers."""
-
     def __init__(
         self,
         name: str,
@@ -54,11 +52,11 @@ class RowStream:
 
     @property
     def order(self) -> Order:
-        """Of the rows that there are, whose number is known of a split that grows only when it has ended."""
+        """A growing split's number of rows is known only when it has ended."""
         return dataclasses.replace(self._order, rows=self.rows.count)
 
     def find(self, ordinals: Rows) -> Iterator[tuple[slice, Buffer, np.ndarray]]:
-        """The buffers that hold these rows, which are increasing: which of them a buffer holds, and where in it."""
+        """The buffers of these rows, whose ordinals increase: which of the rows a buffer has, the buffer, and where."""
         begin = 0
         while begin < len(ordinals):
             buffer = self._buffers(self._buffer_of(int(ordinals[begin])))

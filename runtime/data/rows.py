@@ -1,11 +1,8 @@
-"""Rows of a flat-tokens split: which tokens each holds. Two ways to make them, behind the same few names.
+"""Rows of a flat-tokens split: which tokens each holds, packed or sequence by sequence, behind the same names.
 
-    rows = PackedRows(split, length=1024)
-    rows.count, rows.dropped_tokens             # how many, and how many tokens at the end fill none
-    starts, stops = rows.ranges(np.array([0, 7, 3]), pool)
-
-`PackedRows` needs nothing but the number of tokens, which is NO_END while the split grows. `SequenceRows` reads where
-each sequence starts, once, when it is made.
+rows = PackedRows(split, length=1024)
+rows.count, rows.dropped_tokens             # how many, and how many tokens at the end fill none
+starts, stops = rows.ranges(np.array([0, 7, 3]), pool)
 """
 
 from concurrent.futures import Executor
@@ -46,7 +43,7 @@ class PackedRows:
         )
 
     def reach(self, count: int) -> bool:
-        """Whether there are so many rows; of a split that grows it waits for them."""
+        """Whether there are so many rows; waits for those of a split that grows."""
         return self._split.reach(count * self._length)
 
     def ranges(self, rows: Rows, pool: Executor) -> tuple[Rows, Rows]:
@@ -57,12 +54,11 @@ class PackedRows:
 class SequenceRows:
     """A row holds tokens of one sequence, `length` at most. Empty sequences have no row.
 
-    To know which sequence a row is of, the rows of all sequences before it must be counted. So seq_starts is read once,
-    8 bytes a sequence, and a number is kept for each BLOCK sequences: 8 MB for 10⁹ sequences. A row is then found by a
-    binary search among these and reading one block's starts.
+    seq_starts is read once, 8 bytes a sequence, and the number of rows before each BLOCK sequences is kept: 8 MB for
+    10⁹ sequences. A binary search among these, and reading one block's starts, finds a row.
 
     Raises:
-      RunError: seq_starts cannot be read or is not in increasing order.
+      RunError: seq_starts cannot be read or does not increase.
     """
 
     dropped_tokens = 0
@@ -82,23 +78,23 @@ class SequenceRows:
         return count <= self.count
 
     def _count(self, first: int) -> tuple[np.ndarray, int]:
-        """Of READ_AT_ONCE sequences: the rows of each block, and how many are longer than a row."""
+        """The rows of each block of READ_AT_ONCE sequences, and how many sequences are longer than a row."""
         stop = min(first + READ_AT_ONCE, self._split.sequence_count)
         starts = read(self._split.seq_starts, first, stop + 1, f"seq_starts of {self._split.where}")
         wrong = (starts[1:] < starts[:-1]) | (starts[1:] > self._split.token_count)
         if wrong.any():
             one = int(np.argmax(wrong))
+            expected = f"expected increasing numbers up to {self._split.token_count}"
             raise RunError(
                 f"seq_starts of {self._split.where} says that sequence {first + one} goes from {starts[one]} to "
-                f"{starts[one + 1]}, expected increasing numbers up to {self._split.token_count}: the data set is "
-                "damaged, write it again"
+                f"{starts[one + 1]}, {expected}: the data set is damaged, write it again"
             )
         lengths = np.diff(starts.astype(np.int64))
         rows = np.add.reduceat(-(-lengths // self._length), np.arange(0, len(lengths), BLOCK))
         return rows, int((lengths > self._length).sum())
 
     def ranges(self, rows: Rows, pool: Executor) -> tuple[Rows, Rows]:
-        """Where each row starts and ends, in tokens. Raises RunError where seq_starts cannot be read."""
+        """Where each row starts and ends, in tokens. Raises RunError: seq_starts cannot be read."""
         blocks = np.unique(np.searchsorted(self._before, rows, side="right") - 1)
         first = blocks * BLOCK
         last = np.minimum(first + BLOCK, self._split.sequence_count)

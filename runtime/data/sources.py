@@ -1,5 +1,4 @@
-"""Where a run's batches come from: the config says it by one of `flat_tokens.filespec`, `mixture` and
-`hf_dataset.path`."""
+"""Where a run's batches come from: one of the keys `flat_tokens.filespec`, `mixture` and `hf_dataset.path`."""
 
 import dataclasses
 import hashlib
@@ -22,14 +21,9 @@ from runtime.terminal import RunError, run_errors
 
 
 def open_data(config: Any, split: str, sharding: Batch) -> Loader:
-    """The loader of one split: `train`, or `validation`, which is read in order, once, and no further than
-    validation_batches.
+    """The loader of one split: `train`, or `validation`, read in order, once, up to validation_batches.
 
-    With hf_dataset.path it begins to tokenize into the run folder, which this run must own.
-
-    Raises:
-      RunError: the data cannot be opened.
-    """
+    With hf_dataset.path it tokenizes into the run folder, which this run must own. Raises RunError: no data to open."""
     tokens, is_training = config.training.tokens, split == "train"
     options: dict[str, Any] = {
         "batch": tokens.batch,
@@ -47,8 +41,7 @@ def open_data(config: Any, split: str, sharding: Batch) -> Loader:
 
 
 def growing_split(config: Any, split: str) -> GrowingSplit:
-    """The tokens of hf_dataset.path, not begun yet. Raises RunError where a package, the data set or its split is
-    missing."""
+    """The tokens of hf_dataset.path, not begun yet. Raises RunError: a package, data set or split is missing."""
     stream, rows = config.hf_dataset, config.training.tokens
     where = f"the data set {os.path.expanduser(stream.path)}" + (f" ({stream.name})" if stream.name else "")
     name = "train" if split == "train" else stream.validation_split
@@ -83,10 +76,10 @@ def growing_split(config: Any, split: str) -> GrowingSplit:
 
 
 def bytes_per_token(config: Any) -> float | None:
-    """How many bytes of text a token of the data stands for, the mean; None where the data do not say.
+    """The mean number of bytes of text a token; None where the data do not say.
 
-    Of bytes_utf8 that is 1. Of another tokenizer it is known where tools.tokenize_text read plain text, of which it
-    recorded the size. Of a mixture it is the mean by weight, if all sources say it.
+    bytes_utf8 has 1. For another tokenizer it is known if tools.tokenize_text read plain text and recorded its size;
+    for a mixture it is the mean by weight, if all sources say it.
     """
     if config.hf_dataset.path:
         return 1.0 if config.hf_dataset.tokenizer == BYTES else None
@@ -114,7 +107,7 @@ RECORD = "tokenizer_record.json"  # in the run folder; not the form of the packa
 
 
 def tokenizer_of(config: Any) -> Tokenizer | None:
-    """The tokenizer that made the run's ids; of a mixture its first source's; None where the data name none."""
+    """The tokenizer that made the run's ids, for a mixture its first source's; None where the data name none."""
     if config.hf_dataset.path:
         return load_tokenizer(config.hf_dataset.tokenizer)
     return load_dataset_tokenizer(config.mixture[0].filespec if config.mixture else config.flat_tokens.filespec)
@@ -126,7 +119,7 @@ def keep_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
 
 
 def kept_tokenizer(folder: Path) -> Tokenizer | None:
-    """The one that `keep_tokenizer` has copied. Raises RunError where it is damaged."""
+    """The tokenizer that `keep_tokenizer` has copied. Raises RunError: it is damaged."""
     file = folder / RECORD
     with run_errors(f"{file} cannot be read", ValueError, TypeError, RecursionError):
         return Tokenizer(**json.loads(read_text(file))) if os.path.lexists(file) else None

@@ -12,21 +12,12 @@ import zarr
 from jaxtyping import Bool, Float32, Int64, UInt32
 
 from runtime.data.chunks import open_group
-from runtime.data.flat_tokens import (
-    CHUNK_TOKENS,
-    LARGEST_ID,
-    TARGETS,
-    WEIGHT,
-    absolute_path,
-    is_weight,
-    open_member,
-)
+from runtime.data.flat_tokens import CHUNK_TOKENS, LARGEST_ID, TARGETS, WEIGHT, absolute_path, is_weight, open_member
 from runtime.terminal import RunError, run_errors
 
 CHUNKS_AT_ONCE = 8  # that are written together: 140 M tokens a second of one core, one by one half of that
 
-# zarr reads a chunk file that is lost as the fill value. These are impossible values, so a lost chunk is found when it
-# is read.
+# zarr reads a lost chunk as the fill value. These values are impossible, so a lost chunk is found when it is read.
 _LOST_TOKENS, _LOST_STARTS = 2**32 - 1, 2**64 - 1
 
 
@@ -42,16 +33,12 @@ def write_split(
     overwrite: bool = False,
     chunk_tokens: int = CHUNK_TOKENS,
 ) -> None:
-    """Writes one split of a data set, holding no more than some chunks and a sequence in memory.
-
-        write_split("my.zarr", "train", (tokenize(text) for text in texts), attributes={"tokenizer": "gpt2"})
+    """Writes one split of a data set, which is made if it is not there, with a few chunks in memory.
 
     Args:
-      path: the data set; made where there is none. Other splits in it stay.
       sequences: one-dimensional integer arrays of token ids from 0 to 2³¹ - 1; an empty one is a sequence too.
       is_target: a boolean array for each sequence, False where a token is only context; None: every token is a target.
       weight: or a float32 array for each, the weights of its tokens in the loss, 0 where a token is only context.
-      attributes: further ones, such as the tokenizer's name.
       overwrite: replaces a split that is there already.
     Raises:
       RunError: the split is there already, the data set is of zarr format 2, or a sequence is not as above.
@@ -65,29 +52,24 @@ def write_split(
         writer = SplitWriter(dataset, split, targets=None if given is None else targets, chunk_tokens=chunk_tokens)
         masks = None if given is None else iter(given)
         for index, sequence in enumerate(sequences):
-            ids = np.asarray(sequence)
+            ids, what = np.asarray(sequence), f"sequence {index} for {where}"
             whole = ids.ndim == 1 and (not ids.size or ids.dtype.kind in "iu")
             if not whole or (ids.size and not 0 <= int(ids.min()) <= int(ids.max()) <= LARGEST_ID):
-                held = f" from {ids.min()} to {ids.max()}" if whole else ""
-                raise RunError(
-                    f"sequence {index} for {where} is {ids.dtype}{list(ids.shape)}{held}, expected whole numbers "
-                    f"from 0 to {LARGEST_ID} in one dimension"
-                )
+                held = f"{ids.dtype}{list(ids.shape)}" + (f" from {ids.min()} to {ids.max()}" if whole else "")
+                expected = f"expected whole numbers from 0 to {LARGEST_ID} in one dimension"
+                raise RunError(f"{what} is {held}, {expected}")
             mask = None if masks is None else np.asarray(next(masks, None))
             if mask is not None and (mask.dtype != dtype or mask.shape != ids.shape):
-                raise RunError(
-                    f"{targets} of sequence {index} for {where} is {mask.dtype}{list(mask.shape)}, expected "
-                    f"{dtype}{list(ids.shape)}"
-                )
+                held, expected = f"{mask.dtype}{list(mask.shape)}", f"{dtype}{list(ids.shape)}"
+                raise RunError(f"{targets} of {what} is {held}, expected {expected}")
             if mask is not None and not is_weight(mask).all():
-                wrong = mask[~is_weight(mask)][0]
-                raise RunError(f"weight of sequence {index} for {where} holds {wrong}, expected {WEIGHT}")
+                raise RunError(f"weight of {what} holds {mask[~is_weight(mask)][0]}, expected {WEIGHT}")
             writer.append(ids.astype(np.uint32), np.array([ids.size]), mask)
         writer.finish(bos_id, attributes)
 
 
 def open_for_writing(path: str | os.PathLike) -> zarr.Group:
-    """The group of a data set that is there or is made now. Raises RunError if it is of zarr format 2, or cannot be."""
+    """The group of a data set, made if it is not there. Raises RunError: it is of zarr format 2, or cannot be made."""
     where = absolute_path(path)
     with run_errors(f"cannot write a data set at {where}", ValueError, ImportError):
         dataset = open_group(where, mode="a")
@@ -97,7 +79,7 @@ def open_for_writing(path: str | os.PathLike) -> zarr.Group:
 
 
 class SplitWriter:
-    """Appends sequences to a split, holding no more than CHUNKS_AT_ONCE chunks; can resume from a recorded state.
+    """Appends sequences to a split, with CHUNKS_AT_ONCE chunks in memory; can resume from a recorded state.
 
         writer = SplitWriter(dataset, "train")
         writer.append(ids, lengths)      # all ids of some sequences one after another, and how many each has
@@ -105,13 +87,11 @@ class SplitWriter:
         writer = SplitWriter(dataset, "train", resume=state)    # after a crash: as if nothing had come after flush()
         writer.finish(bos_id=0)          # the split opens from now on
 
-    What is stored does not depend on how the sequences were grouped, nor on flush() and resume.
+    The bytes do not depend on how sequences were grouped, nor on flush() and resume.
 
     Args:
-      dataset: the open group, of zarr format 3, that the split is or shall be in.
       targets: the array, of TARGETS, that every append gives.
-      resume: what flush() returned; the split must be there. Without it the split is made, in place of one that is
-        there.
+      resume: what flush() returned for this split; without it the split is made anew.
     """
 
     def __init__(
@@ -145,8 +125,7 @@ class SplitWriter:
         lengths: Int64[np.ndarray, "sequences"],
         weight: Bool[np.ndarray, "tokens"] | Float32[np.ndarray, "tokens"] | None = None,
     ) -> None:
-        """Appends sequences: uint32 ids up to 2³¹ - 1, how many each sequence has, and their weights (or True for
-        targets)."""
+        """Appends sequences: ids up to 2³¹ - 1, how many each sequence has, and their weights (or True for targets)."""
         starts = np.cumsum(lengths) - lengths
         encoded = ids << np.uint32(1)
         encoded[starts[lengths > 0]] |= np.uint32(1)
@@ -159,8 +138,7 @@ class SplitWriter:
         self.max_token_id = max(self.max_token_id, int(ids.max(initial=0)))
 
     def flush(self) -> dict[str, int]:
-        """Stores all that was appended, in a local folder also through the system's caches; returns what `resume`
-        takes."""
+        """Stores all that was appended, on a local disk past the system's caches; returns what `resume` takes."""
         for appender in self._appenders:
             appender.flush()
         return {"tokens": self.token_count, "sequences": self.sequence_count, "max_token_id": self.max_token_id}
@@ -169,8 +147,7 @@ class SplitWriter:
         """Completes the split. Nothing can be appended any more."""
         self._starts.append(np.array([self.token_count], np.uint64))
         self.flush()
-        # Last, since a split without max_token_id does not open: one that was only half written is never taken for
-        # whole.
+        # Last, since a split without max_token_id does not open: a half-written one is never taken for whole.
         about = {"bos_id": int(bos_id), "max_token_id": self.max_token_id}
         self.group.attrs.update({**self._has_targets, **(attributes or {}), **about})
 
@@ -181,8 +158,7 @@ def _create_array(group: zarr.Group, name: str, dtype: Any, chunk: int, fill_val
         shape=(0,),
         dtype=dtype,
         chunks=(chunk,),
-        # At level 9, the slowest of lz4, still twice as fast to write and five times as fast to read as zstd at
-        # level 1, for a seventh to a third more space.
+        # lz4 at level 9 writes twice and reads five times as fast as zstd at level 1, and takes 1/7 to 1/3 more space.
         compressors=[zarr.codecs.BloscCodec(cname="lz4", clevel=9, shuffle="shuffle"), zarr.codecs.Crc32cCodec()],
         fill_value=fill_value,
         config={"write_empty_chunks": True},
@@ -190,7 +166,7 @@ def _create_array(group: zarr.Group, name: str, dtype: Any, chunk: int, fill_val
 
 
 class _Appender:
-    """Gathers values of a zarr array, of which it keeps the first `length`, and writes some whole chunks at a time."""
+    """Keeps the first `length` values of a zarr array, gathers more, and writes some whole chunks at a time."""
 
     def __init__(self, group: zarr.Group, name: str, length: int):
         self.array = open_member(group, name, zarr.Array)
@@ -211,7 +187,7 @@ class _Appender:
                 self.first, self.count = self.first + self.count, 0
 
     def flush(self) -> None:
-        """Writes what is left too, which stays in memory, since its chunks are written again when they are full."""
+        """Writes the rest too. It stays in memory, since its chunks are written again when they are full."""
         self._write()
         if isinstance(self.array.store, zarr.storage.LocalStore):
             chunk = self.array.chunks[0]

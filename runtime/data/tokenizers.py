@@ -1,5 +1,4 @@
-"""Tokenizers: bytes, and whatever the packages `transformers` and `tokenizers` read; by name, from a file, or out of a
-data set that holds its own.
+"""Tokenizers: bytes, and what the packages `transformers` and `tokenizers` read.
 
     tokenizer = load_tokenizer("bytes_utf8")                  # id = byte + 1
     tokenizer = load_tokenizer("my/tokenizer.json")           # or a folder that holds one
@@ -9,9 +8,8 @@ data set that holds its own.
     tokenizer.encode_batch(["Hi!", ""])    # [array([73, 106, 34], dtype=uint32), array([], dtype=uint32)]
     tokenizer.decode([73, 106, 34])        # "Hi!"
 
-Ids are the tokenizer's own. No begin or end token is added: `bos_id` is the input that stands before a sequence. A data
-set holds its tokenizer as the attribute `tokenizer` of its group and, but for bytes, the array `tokenizer_json` beside
-its splits.
+Ids are the tokenizer's own. No begin or end token is added: `bos_id` is the input before a sequence. A data set holds
+its tokenizer as the attribute `tokenizer` and, but for bytes, the array `tokenizer_json` beside its splits.
 """
 
 import dataclasses
@@ -40,7 +38,7 @@ from runtime.terminal import RunError, needs_package
 BYTES = "bytes_utf8"
 END_OF_TEXT = "<|endoftext|>"
 START_OF_TURN, END_OF_TURN = "<|im_start|>", "<|im_end|>"
-# For tokenizers without a template. The end of the assistant's turn is its part, the new line after it is not.
+# The template of tokenizers without one. The assistant's turn includes its end, but not the new line after it.
 CHATML = """\
 {% for message in messages %}
 {% if message.tool_calls %}{{ raise_exception('ChatML has no form for tool_calls') }}{% endif %}
@@ -52,26 +50,24 @@ CHATML = """\
 {% if add_generation_prompt %}
 <|im_start|>assistant
 {% endif %}"""
-EXPECTED = (
-    f"expected {BYTES}, a tokenizer.json, a folder that holds a tokenizer, or the name of one on the Hugging Face hub"
-)
+EXPECTED = f"expected {BYTES}, a tokenizer.json, a folder that holds one, or the name of one on the Hugging Face hub"
 TOKENIZER_SUFFIXES = (".json", ".jinja", ".model", ".txt")
 
 
 class ChatError(ValueError):
-    """What keeps a chat from being rendered."""
+    """A chat cannot be rendered."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tokenizer:
     name: str
-    bos_id: int  # the input that stands before a sequence
+    bos_id: int  # the input before a sequence
     json: str = ""  # what the package `tokenizers` builds it from; empty for bytes
     chat_template: str = ""  # jinja
     special_tokens: dict[str, str] = dataclasses.field(default_factory=dict)  # bos_token and such, for the template
 
     def __post_init__(self) -> None:
-        """Raises RunError where a field that a file says is of another type."""
+        """Raises RunError: a field, which a file may say, is of another type."""
         special = self.special_tokens.items() if isinstance(self.special_tokens, dict) else [(None,)]
         texts = [self.name, self.json, self.chat_template, *chain(*special)]
         if not all(isinstance(each, str) for each in texts) or type(self.bos_id) is not int or self.bos_id < 0:
@@ -79,7 +75,7 @@ class Tokenizer:
 
     @cached_property
     def backend(self) -> Any:
-        """The `tokenizers.Tokenizer`; not there for bytes. Raises RunError where there is none."""
+        """The `tokenizers.Tokenizer`; not for bytes. Raises RunError: it cannot be built."""
         return _backend(self.name, self.json)
 
     @cached_property
@@ -91,7 +87,7 @@ class Tokenizer:
         return max(self.bos_id, *self.backend.get_vocab(with_added_tokens=True).values()) + 1
 
     def encode_flat(self, texts: Sequence[bytes]) -> tuple[UInt32[np.ndarray, "tokens"], Int64[np.ndarray, "texts"]]:
-        """The ids of all texts, each in UTF-8, one after another, and how many each text has."""
+        """The ids of all texts (UTF-8), one after another, and how many each text has."""
         if not self.json:
             ids = np.add(np.frombuffer(b"".join(texts), np.uint8), 1, dtype=np.uint32)
             return ids, np.fromiter(map(len, texts), np.int64, len(texts))
@@ -102,7 +98,7 @@ class Tokenizer:
         return ids, lengths
 
     def encode_batch(self, texts: Sequence[str]) -> list[UInt32[np.ndarray, "tokens"]]:
-        """The ids of each text, without begin or end tokens. Raises RunError where one is not UTF-8."""
+        """The ids of each text, without begin or end tokens. Raises RunError: one is no Unicode text."""
         try:
             ids, lengths = self.encode_flat([text.encode() for text in texts])
         except UnicodeEncodeError as error:  # JSON may say "\ud800", and a command line any bytes
@@ -120,14 +116,10 @@ class Tokenizer:
                 {"role": "assistant", "content": "2"},
             ])
 
-        The ids are those of transformers' apply_chat_template, but for a leading bos_id, which stands before every
-        sequence anyway. A token has the weight of a message of the assistant, by default 1, if any of its characters is
-        the message's, what ends its turn included; all others have 0.
-
-        Args:
-          weights: of each message; the assistant's count.
-        Raises:
-          ChatError: the messages are not as above, none is the assistant's, or the template cannot take them.
+        The ids are those of transformers' apply_chat_template, without a leading bos_id. A token has its assistant
+        message's weight (`weights`, by default 1), also if only some of its characters belong to the message, and in
+        what ends the turn; all others have 0. Raises ChatError: the messages are not as above, none is the assistant's,
+        or the template cannot take them.
         """
         text, turns = render_chat(self, messages)
         if not self.json:
@@ -143,10 +135,8 @@ class Tokenizer:
         if weights is not None:
             of_turns = [weight for message, weight in zip(messages, weights) if message["role"] == "assistant"]
         if len(of_turns) != len(turns):
-            raise ChatError(
-                f"the chat template marks {len(turns)} parts as the assistant's, expected one for each of its "
-                f"{len(of_turns)} messages, to give it the message's weight"
-            )
+            expected = f"expected one for each of its {len(of_turns)} messages, to give it the message's weight"
+            raise ChatError(f"the chat template marks {len(turns)} parts as the assistant's, {expected}")
         weight = np.zeros(len(ids), np.float32)
         for (start, stop), of_turn in zip(turns, of_turns):
             weight[(starts < stop) & (stops > start)] = of_turn
@@ -154,21 +144,18 @@ class Tokenizer:
         return ids[first:], weight[first:]
 
     def id_of(self, name: str) -> int | None:
-        """Of a special token: `eos_token`, `mask_token`; None where there is none."""
+        """The id of a special token, `eos_token` or `mask_token`; None where there is none."""
         token = self.special_tokens.get(name)
         return self.backend.token_to_id(token) if token else None
 
     def encode_prompt(self, messages: Sequence[dict]) -> UInt32[np.ndarray, "tokens"]:
-        """The ids of a chat up to where the assistant is to answer, as transformers' apply_chat_template.
-
-        Raises:
-          ChatError: there is no chat template, or it cannot take the messages.
-        """
+        """The ids of a chat up to where the assistant is to answer, as transformers' apply_chat_template. Raises
+        ChatError: there is no chat template, or it cannot take the messages."""
         text, _ = _render(self, _checked_messages(messages), add_generation_prompt=True)
         return self.encode_batch([text])[0]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text of ids, special tokens as they are written; what is no id of a text is nothing."""
+        """The text of ids, special tokens as written; what is no id is left out."""
         ids = np.asarray(ids, np.int64)
         if not self.json:
             return (ids[(ids >= 1) & (ids <= 256)] - 1).astype(np.uint8).tobytes().decode(errors="replace")
@@ -177,7 +164,7 @@ class Tokenizer:
 
 
 def tokenizer_identity(tokenizer: Tokenizer) -> str:
-    """What tells it from another: of its content, not its name."""
+    """A hash of its content, without its name."""
     content = {**dataclasses.asdict(tokenizer), "name": ""}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -186,13 +173,9 @@ def tokenizer_identity(tokenizer: Tokenizer) -> str:
 
 
 def load_tokenizer(name: str, *, bos_id: int | None = None, chat_template: str | None = None) -> Tokenizer:
-    """A tokenizer by name, from a tokenizer.json, or from a folder that holds one; with another bos_id or chat_template
-    (jinja) than its own where they are given.
-
-    Raises:
-      RunError: there is no such tokenizer, it cannot be read, it names no token to begin with, an id is larger than
-        2³¹ - 1, or a package is missing.
-    """
+    """A tokenizer by name, from a tokenizer.json, or from a folder that holds one; bos_id and chat_template (jinja)
+    replace its own. Raises RunError: there is none, it cannot be read, names no token to begin with, has an id above
+    2³¹ - 1, or a package is missing."""
     tokenizer = Tokenizer(name=name, bos_id=0)
     if name != BYTES:
         text, template, special = _loaded(name)
@@ -203,10 +186,8 @@ def load_tokenizer(name: str, *, bos_id: int | None = None, chat_template: str |
     if chat_template is not None:
         tokenizer = dataclasses.replace(tokenizer, chat_template=chat_template)
     if tokenizer.vocab > LARGEST_ID + 1:
-        raise RunError(
-            f"the tokenizer {name} has the id {tokenizer.vocab - 1}, expected ids up to {LARGEST_ID}: flat-tokens "
-            "data sets keep one bit of 32 to tell where a sequence starts"
-        )
+        why = "flat-tokens data sets keep one bit of 32 to tell where a sequence starts"
+        raise RunError(f"the tokenizer {name} has the id {tokenizer.vocab - 1}, expected ids up to {LARGEST_ID}: {why}")
     return tokenizer
 
 
@@ -237,21 +218,19 @@ def _loaded(name: str) -> tuple[str, str, dict[str, str]]:
 
 
 def _bos_id(name: str, backend: Any, special: dict[str, str]) -> int:
-    """What stands before a sequence: the bos token; else what the tokenizer puts before a text itself; else, as some
-    separate documents without having a bos, <|endoftext|>; else the end token."""
+    """The input before a sequence: the bos token; else what the tokenizer itself puts before a text; else
+    <|endoftext|>, by which some separate documents; else the end token."""
     before = backend.encode("", add_special_tokens=True).tokens[:1]
     for token in (special.get("bos_token"), *before, END_OF_TEXT, special.get("eos_token")):
         if token and backend.token_to_id(token) is not None:
             return backend.token_to_id(token)
-    raise RunError(
-        f"the tokenizer {name} names no token that stands before a text: say bos_id=..., an id that is no part of texts"
-    )
+    fix = "say bos_id=..., an id that is no part of texts"
+    raise RunError(f"the tokenizer {name} names no token that stands before a text: {fix}")
 
 
 @functools.lru_cache(maxsize=4)
 def tried(name: str, text: str) -> None:
-    """Builds a tokenizer in another process, since the package `tokenizers` may abort. Raises RunError where it
-    does."""
+    """Builds a tokenizer in another process, since the package may abort. Raises RunError: it does, or raises."""
     try:
         apart("build", text)
     except Unfinished as error:
@@ -269,8 +248,7 @@ def _backend(name: str, text: str) -> Any:
 
 
 class PlainExceptions:
-    """Turns what the package `tokenizers` raises, a bare Exception of no narrower kind, or Rust's panic, into a
-    RunError; `{}` is its reason."""
+    """Turns what the package `tokenizers` raises, a bare Exception or Rust's panic, into a RunError; `{}`: why."""
 
     def __init__(self, message: str):
         self.message = message
@@ -287,10 +265,9 @@ class PlainExceptions:
 
 
 def train_bpe(texts: Iterable[str], vocab: int) -> Tokenizer:
-    """A byte-level BPE of at most `vocab` ids, trained on texts: any text can be encoded, and comes back as it was.
+    """A byte-level BPE of at most `vocab` ids, trained on texts; the same texts give the same one.
 
-    Its id 0 is <|endoftext|>, its bos_id; 1 is <|im_start|>, 2 is <|im_end|>, its eos_token; 3 to 258 are bytes. The
-    same texts give the same tokenizer.
+    Id 0 is <|endoftext|>, its bos_id; 1 is <|im_start|>, 2 is <|im_end|>, its eos_token; 3 to 258 are bytes.
     """
     with needs_package("training a tokenizer", "tokenizers"):
         import tokenizers
@@ -314,8 +291,7 @@ def train_bpe(texts: Iterable[str], vocab: int) -> Tokenizer:
 
 
 def save_dataset_tokenizer(path: str | os.PathLike | zarr.Group, tokenizer: Tokenizer) -> None:
-    """Puts the tokenizer into a data set that is there, in place of the one it had, so that the data set is enough to
-    decode it."""
+    """Puts the tokenizer into a data set, in place of the one that it had."""
     dataset = path if isinstance(path, zarr.Group) else open_group(absolute_path(path), mode="r+")
     about = {**dataclasses.asdict(tokenizer), "vocab": tokenizer.vocab}
     content = about.pop("json").encode()
@@ -327,11 +303,8 @@ def save_dataset_tokenizer(path: str | os.PathLike | zarr.Group, tokenizer: Toke
 
 
 def load_dataset_tokenizer(path: str | os.PathLike) -> Tokenizer | None:
-    """The tokenizer that a data set was written with; None where it names none, as the synthetic one.
-
-    Raises:
-      RunError: the data set is not there, or what it holds of its tokenizer is damaged.
-    """
+    """The tokenizer that a data set was written with; None where it names none, as the synthetic one. Raises RunError:
+    the data set is not there, or its tokenizer is damaged."""
     where = absolute_path(path)
     try:
         dataset = open_group(where, mode="r")
@@ -342,9 +315,8 @@ def load_dataset_tokenizer(path: str | os.PathLike) -> Tokenizer | None:
         if "sha256" in about:
             content = np.asarray(open_member(dataset, "tokenizer_json", zarr.Array)[:]).tobytes()
         if content and hashlib.sha256(content).hexdigest() != about["sha256"]:
-            raise RunError(
-                f"tokenizer_json of {where} is not what was written (its sha256 differs): copy the data set again"
-            )
+            why = "is not what was written (its sha256 differs)"
+            raise RunError(f"tokenizer_json of {where} {why}: copy the data set again")
         fields = {field.name: about[field.name] for field in dataclasses.fields(Tokenizer) if field.name != "json"}
         return Tokenizer(**fields, json=content.decode())
     except read_errors(KeyError, TypeError, AttributeError, ImportError) as error:
@@ -356,7 +328,7 @@ def load_dataset_tokenizer(path: str | os.PathLike) -> Tokenizer | None:
 
 
 def _render(tokenizer: Tokenizer, messages: list[dict], **options: bool) -> tuple[str, list[tuple[int, int]]]:
-    """The chat as the template writes it, and the turns that the template marks, in characters."""
+    """The chat as the template writes it, and where the turns that it marks start and end, in characters."""
     for package in ("transformers", "jinja2"):
         with needs_package(f"the chat template of {tokenizer.name}", package):
             if importlib.util.find_spec(package) is None:
@@ -372,10 +344,10 @@ def _render(tokenizer: Tokenizer, messages: list[dict], **options: bool) -> tupl
 
 
 def render_chat(tokenizer: Tokenizer, messages: Sequence[dict]) -> tuple[str, list[tuple[int, int]]]:
-    """The chat as the template writes it, and from where to where each of the assistant's turns goes, in characters.
+    """The chat as the template writes it, and where each of the assistant's turns starts and ends, in characters.
 
-    A template may mark the turns itself, with `{% generation %}`. Else a turn is what the chat up to and with it adds
-    to the chat before it with the header of an answer, which must stay the same as the chat goes on.
+    A template may mark the turns by `{% generation %}`. Else a turn is what it adds to the chat before it, which ends
+    with the header of an answer and must stay the same as the chat goes on.
     """
     messages = _checked_messages(messages)
     if not any(message["role"] == "assistant" for message in messages):
@@ -394,10 +366,9 @@ def render_chat(tokenizer: Tokenizer, messages: Sequence[dict]) -> tuple[str, li
             else:  # few templates take an empty chat
                 before = after[: max(0, after.find((message.get("content") or "").strip()))]
             if not (after.startswith(before) and text.startswith(after)):
-                raise ChatError(
-                    f"the chat template writes the chat up to message {turn} differently from the same part of the "
-                    "whole chat: give a chat_template that marks what the assistant wrote with {% generation %}"
-                )
+                what = f"the chat up to message {turn} differently from the same part of the whole chat"
+                fix = "give a chat_template that marks what the assistant wrote with {% generation %}"
+                raise ChatError(f"the chat template writes {what}: {fix}")
             turns.append((len(before), len(after)))
     return text, turns
 

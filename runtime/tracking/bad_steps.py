@@ -1,14 +1,7 @@
 """Steps whose loss or gradient is not finite: the update was skipped on the device; too many in a row stop the run.
 
-    bad_steps = BadSteps(10, skipped_steps=0)
-    for step in range(1, 1001):
-        metrics = training_step(...)
-        if a number is read anyway and bad_steps.read():
-            break
-        bad_steps.note(step, metrics)
-
-The device counts what it skips, so that one number tells whether any step since the last reading was bad. Only if one
-was are the others fetched, to say which.
+The device counts what it skips, so one number tells whether any step since the last reading was bad. Only then are the
+others fetched, to say which.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +14,7 @@ from runtime.tracking.metrics import scalars
 
 
 class BadSteps:
-    """Counts bad steps in a row: `limit` are too many; skipped_steps is what the device's count begins with."""
+    """Counts bad steps in a row: `limit` are too many. skipped_steps: where the device's count begins."""
 
     def __init__(self, limit: int, skipped_steps: int):
         self._limit, self._skipped = limit, skipped_steps
@@ -33,8 +26,7 @@ class BadSteps:
         return len(self._row)
 
     def note(self, step: int, metrics: Mapping[str, jax.Array], names: Sequence[str] = ()) -> None:
-        """Takes a step that was just dispatched, whose `skipped_steps` counts all so far; names: of vectors'
-        elements."""
+        """Takes a step that was just dispatched, whose `skipped_steps` counts all so far. names: see `scalars`."""
         self._unread.append((step, metrics, names))
 
     def read(self) -> list[dict[str, float]]:
@@ -52,8 +44,7 @@ class BadSteps:
 
 
 def not_finite(state: Any) -> list[str]:
-    """Which of this process's devices hold numbers of a state that are not finite: 'weights/embed on device 3 (d 1, t
-    1)'. What is the same on several devices is looked at on each."""
+    """Where this process's devices hold numbers that are not finite: 'weights/embed on device 3 (d 1, t 1)'."""
     devices, found = jax.sharding.get_mesh().devices, []
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         for shard in leaf.addressable_shards:

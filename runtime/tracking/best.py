@@ -12,7 +12,7 @@ SMALLER_IS_BETTER = re.compile("loss|perplexity|bits_per_byte")
 
 @dataclasses.dataclass
 class Best:
-    """Of one metric. A checkpoint keeps it, so that a run that resumes ends where one that was left alone would."""
+    """The best value of one metric. A checkpoint keeps it, so a run that resumes ends where one left alone would."""
 
     by: str  # as metrics.jsonl has it: validation_loss
     step: int = 0  # updates of the weights; 0: there was none yet
@@ -21,11 +21,7 @@ class Best:
 
     @classmethod
     def of(cls, by: str, known: Iterable[str], attributes: Mapping[str, Any]) -> Self:
-        """As a checkpoint with these attributes has it, if that is of the same metric.
-
-        Raises:
-          RunError: the metric is none of those known.
-        """
+        """The best in a checkpoint with these attributes, if it is of this metric. Raises RunError: no known metric."""
         if by not in (known := list(known)):
             raise RunError(f"best_by = {by}: a validation of this run gives {', '.join(known)}")
         kept = attributes.get("best") or {}

@@ -3,7 +3,7 @@
     for chart in charts([read_run("runs/first")]):
         chart.title, chart.html                      # a <div> with its data; the page holds plotly's JavaScript once
 
-Colours are middle ones, which can be read on light and dark ground; page.css gives texts and grids those of the page.
+The colours can be read on light and dark ground; page.css gives texts and grids those of the page.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ import plotly.graph_objects as go
 from runtime.tracking.recorded import Recorded, numbers
 
 POINTS = 1000  # of a curve; of a longer one every second is shown, or every third, …
-# What is drawn together: title, unit, and the metrics by name.
+# Charts: title, unit, and the metrics by name.
 CHARTS = (
     ("Loss", "nats a token", ("loss", "validation_loss")),
     ("Bits per byte", "", ("bits_per_byte", "validation_bits_per_byte")),
@@ -41,8 +41,7 @@ FAMILIES = {
     "validation_loss_of": ("Validation loss of each source", "nats a token"),
 }
 FORMATS = {"B": "~s", "share": ".2~%", "tokens/s": "~s", "tokens": "~s"}
-# Those that jump from step to step have their mean drawn, over about so much of the curve; below it they are pale
-# themselves, where a chart has few.
+# Curves that jump from step to step: their mean over this share of the curve is drawn, above the pale curve.
 NOISY = {"loss", "bits_per_byte", "perplexity", "grad_norm", "tokens_per_s", "step_time_s", "device_s", "data_wait_s"}
 NOISY |= {"grad_norm_of", "update_ratio_of"}
 MEAN_OVER = 0.04
@@ -63,7 +62,7 @@ class Chart:
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """A metric of a run: equally many steps, hours since the run began, and values."""
+    """A metric of a run, by steps and by hours since the run began."""
 
     name: str
     step: list[int]
@@ -92,11 +91,8 @@ def _thinned(curve: Curve) -> Curve:
 
 
 def charts(runs: list[Recorded]) -> list[Chart]:
-    """The charts that these runs have curves for.
-
-    One run's weights are together in a chart for each norm. Of several runs each weight has a chart of its own: a line
-    is a run, in the same colour everywhere.
-    """
+    """The charts that these runs have curves for. One run's weights share a chart for each norm; with several runs each
+    weight has a chart of its own, and a run the same colour everywhere."""
     of_runs = [curves(run) for run in runs]
     names = list(dict.fromkeys(name for each in of_runs for name in each))
     wanted = [(title, unit, "", [name for name in given if name in names]) for title, unit, given in CHARTS]
@@ -164,7 +160,7 @@ def _figure(series: list[tuple[str, int, Curve]], unit: str, *, of_several: bool
 
 
 def _buttons(steps: list[list[int]], hours: list[list[float]]) -> dict[str, Any]:
-    """Two above a chart, each of which is undone by pressing it again: a logarithmic axis, and hours below."""
+    """Two above a chart, which a second press undoes: a logarithmic axis, and hours in place of steps."""
     to_log = {"label": "log", "method": "relayout", "args": [{"yaxis.type": "log"}]}
     to_hours = {"label": "hours", "method": "update", "args": [{"x": hours}, {"xaxis.title.text": "hours"}]}
     return {
@@ -184,7 +180,7 @@ def _dash(number: int) -> str:
 
 
 def _mean(values: list[float]) -> list[float]:
-    """Of each value and its neighbours, as many before as after where there are so many."""
+    """The mean of each value and its neighbours, as many before as after where there are so many."""
     reach = round(MEAN_OVER * len(values) / 2)
     parts = (values[max(0, place - reach) : place + reach + 1] for place in range(len(values)))
     return [float(f"{sum(part) / len(part):.5g}") for part in parts]

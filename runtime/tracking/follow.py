@@ -4,10 +4,9 @@
     python -m runtime.tracking.follow runs/first to=wandb once=true    # what is there now
     python -m runtime.tracking.follow runs/first to=report             # report.html every minute, and step.svg
 
-A run starts one of these for its report and one for each tracker of its config (runtime/tracking/followers.py). The
-same can be started by hand, later or on another machine that sees the folder: where the machine of the run has no
-network, say, or after a tracker failed. The time of the last line that was sent is in <run folder>/<tracker>/sent, so
-that nothing is left out, and nothing is sent twice but for what was sent just before this process was killed.
+A run starts one for its report and one for each tracker of its config (runtime/tracking/followers.py). They can also be
+started by hand, later or on another machine that sees the folder. <run folder>/<tracker>/sent has the time of the last
+line that was sent: no line is left out, and only what was sent just before this process was killed is sent twice.
 """
 
 import contextlib
@@ -30,8 +29,7 @@ from runtime.tracking.trackers import TRACKERS, Tracked
 
 POLL_S = 1.0  # from one look at metrics.jsonl to the next
 INTERVAL_S = 60.0  # from one report to the next, at least
-# Of the time, that goes into writing reports: that of a long run takes longer, and comes less often.
-LARGEST_SHARE = 0.01
+LARGEST_SHARE = 0.01  # of the time, for writing reports: a long run's takes longer, and comes less often
 USAGE = "python -m runtime.tracking.follow RUN_FOLDER to=TRACKER [once=true], where TRACKER is one of "
 
 IsOver = Callable[[float], bool]  # waits so many seconds, less when it becomes true
@@ -74,7 +72,7 @@ def _send(folder: Path, to: str, is_over: IsOver) -> bool:
 
 
 def tracked(folder: Path, to: str, first_step: int, is_repeated: bool) -> Tracked:
-    """What a tracker is told of the run, from its config.yaml."""
+    """What a tracker needs to know about the run, from its config.yaml."""
     config = parse_yaml(read_text(folder / "config.yaml"))
     tracking, name = config["tracking"], config["paths"]["model_name"]
     about = {"project": tracking["project"], "config": config}
@@ -115,8 +113,7 @@ def main(arguments: list[str]) -> None:
     if not folders[0].is_dir():
         raise RunError(f"{folders[0]} is no folder: expected that of a run, runs/NAME")
     if given.get("run") == "true":
-        # The run that started this process holds the other end of its standard input, and is over when that is closed,
-        # however it ended. No package shall find it on file descriptor 0.
+        # The run holds the other end of standard input, which is closed however it ends. No package shall read it.
         ends = os.dup(0)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         targets[to](folders[0], to, lambda seconds: bool(select.select([ends], [], [], seconds)[0]))

@@ -1,32 +1,29 @@
-"""What follows a run: a process for its report and one for each tracker of its config, each by itself.
+"""A run's followers: a process for its report, and one for each tracker of its config.
 
     with Followers(config, run_folder, is_leader=True) as followers:     # refuses what is not installed
         followers.start()
-        followers.check()                        # now and then: says once which of them has failed
+        followers.check()                        # now and then: names each one that has failed, once
 
-They read metrics.jsonl (runtime/tracking/follow.py), so that none can stop or slow the training, or lose a line of it.
+They read metrics.jsonl (runtime/tracking/follow.py), so none can stop or slow the training, or lose a line of it.
 """
 
 import importlib.util
-import os
-import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from runtime import beside
 from runtime.files import read_text
 from runtime.terminal import RunError, print_line, wrapped
 from runtime.tracking.recorded import read_run
 from runtime.tracking.trackers import PACKAGES
 
-LONGEST_WAIT_S = 60.0  # at the end of a run, for all of them together
-REPOSITORY = Path(__file__).resolve().parents[2]
+LONGEST_WAIT_S = 60.0  # at the end of a run, for all followers together
 
 
 class Followers:
-    """The followers of a run. What one prints is in `<run folder>/<follower>.log`; only the leader starts some.
+    """Only the leader starts some. What one prints is in `<run folder>/<follower>.log`.
 
     Raises:
       RunError: a tracker's package is not installed.
@@ -34,8 +31,7 @@ class Followers:
 
     def __init__(self, config: Any, run_folder: Path, *, is_leader: bool):
         names = config.tracking.to
-        missing = [name for name in names if importlib.util.find_spec(PACKAGES[name][0]) is None]
-        if missing:
+        if missing := [name for name in names if importlib.util.find_spec(PACKAGES[name][0]) is None]:
             packages = " ".join(PACKAGES[name][1] for name in missing)
             raise RunError(
                 f"tracking.to: {' and '.join(missing)} cannot be used, since the package is not installed: pip install "
@@ -46,83 +42,58 @@ class Followers:
 
     def start(self) -> None:
         """Starts them. A tracker's curves go on where they ended; steps that the run repeats are repeated."""
-        path = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
         for name in self._names:
-            # -P: packages are not looked for where the run was started.
-            command = [
-                sys.executable,
-                "-P",
-                "-m",
-                "runtime.tracking.follow",
-                str(self._folder),
-                f"to={name}",
-                "run=true",
-            ]
+            arguments = [str(self._folder), f"to={name}", "run=true"]
             try:
                 with self._log(name).open("ab") as log:
-                    self._running[name] = subprocess.Popen(
-                        command,
-                        stdin=subprocess.PIPE,
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                        env={**os.environ, "PYTHONPATH": path},
-                        start_new_session=True,  # an interrupt from the keyboard ends the training, and that ends these
-                    )
+                    self._running[name] = beside.start("runtime.tracking.follow", arguments, log)
             except OSError as error:
                 self._leave_out(name, f"cannot be started ({error})")
 
     def check(self) -> None:
-        """Says which have failed since the last time."""
+        """Names those that have failed since the last time."""
         for name, process in list(self._running.items()):
             if process.poll() is not None:
-                _hang_up(process)
-                del self._running[name]
-                self._leave_out(name, f"failed ({self._last_words(name) or f'status {process.returncode}'})")
+                beside.hang_up(self._running.pop(name))
+                self._leave_out(name, self._failure(name, process.returncode))
 
     def __enter__(self) -> "Followers":
         return self
 
     def __exit__(self, error_type: type[BaseException] | None, *_) -> None:
-        """Lets them send what is left, and says what the run has reached."""
+        """Lets them send what is left, and prints what the run has reached."""
         if not self._running:
             return
         self.check()
         deadline = time.monotonic() + LONGEST_WAIT_S
         for process in self._running.values():
-            _hang_up(process)
+            beside.hang_up(process)
         for name, process in self._running.items():
-            try:
-                if status := process.wait(max(0.0, deadline - time.monotonic())):
-                    self._leave_out(name, f"failed ({self._last_words(name) or f'status {status}'})")
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            status = beside.end(process, max(0.0, deadline - time.monotonic()))
+            if status is None:
                 self._leave_out(name, f"was not done {LONGEST_WAIT_S:g} s after the end of the run")
+            elif status:
+                self._leave_out(name, self._failure(name, status))
         if error_type is None:
             print_line("\n".join(map(wrapped, reached(self._folder))))
 
     def _log(self, name: str) -> Path:
         return self._folder / f"{name}.log"
 
-    def _last_words(self, name: str) -> str:
-        """The last line of what it printed."""
+    def _failure(self, name: str, status: int) -> str:
+        """Its failure, with the last line that it printed."""
         try:
             lines = read_text(self._log(name), errors="replace").split("\n")
         except OSError:
-            return ""
-        return next((line.strip()[:200] for line in reversed(lines) if line.strip()), "")
+            lines = []
+        said = (line.strip()[:200] for line in reversed(lines) if line.strip())
+        return f"failed ({next(said, f'status {status}')})"
 
     def _leave_out(self, name: str, why: str) -> None:
         print_line(
             f"warning: {name} {why}. Training goes on; metrics.jsonl has all lines, {self._log(name)} what {name} says."
             f"\n  To send what is missing: python -m runtime.tracking.follow {self._folder} to={name} once=true"
         )
-
-
-def _hang_up(process: subprocess.Popen) -> None:
-    """Tells a follower that the run is over."""
-    if process.stdin is not None:
-        process.stdin.close()
 
 
 def reached(folder: Path) -> list[str]:

@@ -1,8 +1,7 @@
 """The compiled step as a picture: `step.svg` in the run folder, drawn from `step.hlo.txt`, which the run writes.
 
-The text is the optimized HLO, what the devices really run. The picture shows what of it multiplies and what it sends:
-matrix products, collectives and custom calls; loops and branches are frames. Those of the same kind at the same line of
-the source, in the same pass, are one node. All else is left out, and what it connects is connected directly.
+The text is the optimized HLO, which the devices run. The picture shows matrix products, collectives and custom calls;
+loops and branches are frames. Those of one kind, source line and pass are one node. What is left out connects directly.
 """
 
 import os
@@ -48,8 +47,7 @@ class _Graph:
         )
         self.dot.attr(fontname="Helvetica", ranksep="0.3", nodesep="0.25", bgcolor="white")
         self.dot.attr("node", fontname="Helvetica", height="0.3")
-        # A framed computation -> where it is run, by what, and which operand is its parameter (None: that of its
-        # number).
+        # A framed computation -> where it is run, by what, and which operand is its parameter (None: by its number).
         self.runners: dict[str, tuple[Computation, Instruction, int | None]] = {}
         self.nodes: dict[tuple[str, str], str] = {}  # computation and instruction -> the node that it belongs to
         with self.dot.subgraph(name="cluster_legend", graph_attr={"label": "", "color": "#ffffff"}) as legend:
@@ -197,7 +195,7 @@ def _without_shortcuts(edges: set[tuple[str, str]]) -> set[tuple[str, str]]:
 
 
 def draw(folder: Path) -> None:
-    """Draws step.svg, where it is not drawn yet; where it cannot, one line on stderr says why."""
+    """Draws step.svg, if it is not drawn yet; one line on stderr says why it cannot."""
     text, svg, part = folder / "step.hlo.txt", folder / "step.svg", folder / "step.svg.part"
     if svg.exists() or not text.exists():
         return
@@ -217,8 +215,7 @@ def draw(folder: Path) -> None:
 
 
 def find_dot() -> str | None:
-    """The path of graphviz' `dot`, or of the same in the wheel graphviz-pure, whose environment may not be
-    activated."""
+    """The path of `dot`, of graphviz or of the wheel graphviz-pure, whose environment may not be activated."""
     beside = str(Path(sys.executable).parent)
     names = ("dot", "graphviz-pure")
     return next(filter(None, (shutil.which(name, path=where) for name in names for where in (None, beside))), None)

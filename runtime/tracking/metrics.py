@@ -1,7 +1,6 @@
 """What a run says while it goes: `metrics.jsonl` in the run folder and one line on the terminal.
 
-The device is never waited for while it has nothing else to do: a step's numbers are read when the next step is already
-dispatched, so that reading them costs no idle time.
+A step's numbers are read when the next step is already dispatched, so reading them leaves no device idle.
 """
 
 import collections
@@ -26,12 +25,8 @@ from runtime.tracking.recorded import damage, flattened, record_of
 
 
 def scalars(metrics: Mapping[str, jax.Array], names: Sequence[str]) -> dict[str, Any]:
-    """Each number of a step's metrics, read from the device.
-
-    Args:
-      names: of the elements of a vector whose own name ends with '_of': that of 'embed' in 'grad_norm_of' is
-        'grad_norm_of/embed'. Those of another have numbers: 'load/0'.
-    """
+    """Each number of a step's metrics, read from the device. names: of the elements of vectors like 'grad_norm_of', as
+    in 'grad_norm_of/embed'; those of other vectors have numbers, 'load/0'."""
     fetched = jax.device_get(dict(metrics))  # all copies at once; its keys come out sorted
     values: dict[str, Any] = {}
     for name in metrics:
@@ -54,13 +49,11 @@ class Tracker:
                     with tracker.paused():
                         tracker.log_validation(step, validation_loss(state))
 
-    docs/runs.md says what each number is. Floats have all their digits, so that losses can be compared bit for bit; one
-    that is not finite is the string "NaN", "Infinity" or "-Infinity", which JSON cannot write as a number. Timings are
-    means a step since the line before; a process's first line has none, since its step is mostly compilation.
+    docs/runs.md says what each number is. Floats have all their digits, so losses can be compared bit for bit; "NaN",
+    "Infinity" and "-Infinity" are strings, since JSON has no such numbers. Timings are means a step since the line
+    before; a process's first line has none, since its step is mostly compilation.
 
-    Nothing about the file stops a run. A damaged line is named and set aside in `metrics.damaged.jsonl`; a half-written
-    last one is dropped. That it cannot be written (a full disk) is said once, and the lines are written when they can
-    be.
+    Nothing about the file stops a run: damaged lines are named and set aside, and lines wait while a disk is full.
     """
 
     run_folder: str | Path  # where `metrics.jsonl` is appended to; created if missing
@@ -77,8 +70,7 @@ class Tracker:
     on_line: Callable[[], None] = lambda: None  # called after each line that is written; returns at once
 
     def __post_init__(self) -> None:
-        # A step whose metrics are still to be read, with names; the time waited for data up to it; what is known
-        # already.
+        # A step whose metrics are still to be read, their names, the time waited for data up to it, what is known.
         self._due: tuple[int, Mapping[str, jax.Array], Sequence[str], float, dict[str, Any]] | None = None
         self._latest: Mapping[str, jax.Array] | None = None  # metrics of the last step dispatched
         self._first_reading: tuple[int, float] | None = None  # step, and when it was known to be finished
@@ -90,8 +82,7 @@ class Tracker:
             path = Path(self.run_folder) / "metrics.jsonl"
             path.parent.mkdir(parents=True, exist_ok=True)
             keep_messages(path.parent)
-            # Of the last line that ever was: whoever follows the file goes by times, which only increase, whatever a
-            # machine's clock says.
+            # Followers of the file go by times, so these only increase, whatever a machine's clock says.
             self._latest_time = _drop_steps_after(path, self.start_step)
             self._path, self._unwritten, self._is_failing = path, b"", False
             self._file = path.open("ab", buffering=0)  # a killed run loses no finished line
@@ -110,8 +101,8 @@ class Tracker:
         Args:
             step: finished updates once this step is done, 1 to `total_steps`, increasing.
             metrics: scalars, `loss` among them, and vectors, as `scalars` takes them; a mapping or dataclass.
-            data_waited_s: for how long all steps so far waited for their data.
-            data_metrics: further values of the line, on the host already.
+            data_waited_s: how long all steps so far waited for their data.
+            data_metrics: more values of the line, on the host already.
         """
         if not self.is_leader:
             return
@@ -127,8 +118,8 @@ class Tracker:
             return
         step, metrics, names, waited_s, of_data = self._due
         self._due = None
-        # A step that is finished already is seen late, as while a profile is written, and the next one may have run
-        # meanwhile: timed from there, it would seem fast. So times are taken since the last reading that was on time.
+        # A step that is finished already is seen late, as while a profile is written, and timed from there the next one
+        # would seem fast. So times are taken since the last reading that was on time.
         is_late = metrics["loss"].is_ready()  # type: ignore[attr-defined]  # since jax 0.2, not in its types
         values = scalars(metrics, names)
         now = time.perf_counter()
@@ -155,8 +146,8 @@ class Tracker:
         self._progress.show(step, self._status(step, now, values["loss"], timings["tokens_per_s"], timings["mfu"]))
 
     def log_validation(self, step: int, loss: jax.Array | float, of_sources: Mapping[str, float] | None = None) -> None:
-        """Writes and prints the loss on the validation split after `step` updates, of a mixture also that of each
-        source; waits for it."""
+        """Writes and prints the validation loss after `step` updates, for a mixture also each source's; waits for
+        it."""
         if not self.is_leader:
             return
         self.flush()
@@ -174,17 +165,15 @@ class Tracker:
             print_line(wrapped(f"step {step}/{self.total_steps}: {'; '.join(texts)}"))
 
     def log_checkpoint(self, step: int, stall_s: float) -> None:
-        """Writes for how long saving the state after `step` updates held the training up."""
+        """Writes how long saving the state after `step` updates held the training up."""
         if self.is_leader:
             self.flush()
             self._write(step, {"checkpoint_stall_s": stall_s})
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Excludes what is done inside (validation, saving) from `step_time_s`.
-
-        Waits first for the steps that are under way: they would else be finished inside, and not be counted.
-        """
+        """Excludes what is done inside (validation, saving) from `step_time_s`. Waits first for the steps under way,
+        which would else be finished inside and not be counted."""
         if self.is_leader:
             self.flush()
             jax.block_until_ready(self._latest)
@@ -217,21 +206,19 @@ class Tracker:
         self.on_line()
 
     def _write_lines(self) -> None:
-        """Writes what is not written yet. Where it cannot, as on a full disk, training goes on."""
+        """Writes what is not written yet; training goes on if it cannot, as on a full disk."""
         try:
             while self._unwritten:
                 self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
             self._is_failing = False
         except OSError as error:
             if not self._is_failing:
-                print_line(
-                    f"warning: {self._path} cannot be written ({error.strerror}). Training goes on; lines wait in "
-                    "memory."
-                )
+                what = f"{self._path} cannot be written ({error.strerror})"
+                print_line(f"warning: {what}. Training goes on; lines wait in memory.")
             self._is_failing = True
 
     def _of_loss(self, loss: float) -> dict[str, float | None]:
-        """What else a mean loss, in nats a token, can be given as."""
+        """Other forms of a mean loss in nats a token."""
         nats_per_byte = None if self.bytes_per_token is None else loss / self.bytes_per_token
         return {
             "perplexity": math.exp(loss) if not loss > 700 else math.inf,  # beyond, float64 ends
@@ -242,15 +229,15 @@ class Tracker:
         if tokens_per_s is None or self._first_reading is None:
             return f"loss {loss:.4f} (first step, not timed)"
         first_step, first_time = self._first_reading
-        # With the pauses: the person who waits waits for them too.
+        # Pauses count: the person who waits waits for them too.
         left_s = (now - first_time) / (step - first_step) * (self.total_steps - step)
         left = tqdm.format_interval(left_s)
         return f"loss {loss:.4f}, {tokens_per_s:,.0f} tokens/s, mfu {percent(mfu)}, {left} left"
 
 
 def memory() -> dict[str, int | None]:
-    """The most that was in use so far, in bytes: of the fullest of this process's devices (None where JAX does not say,
-    as on a CPU), and of the process itself (its resident set, in which the arrays of simulated devices are too)."""
+    """The most bytes so far: of the fullest of this process's devices (None where JAX does not say, as on a CPU), and
+    of the process (its resident set, with the arrays of simulated devices)."""
     devices = [device.memory_stats() or {} for device in jax.local_devices()]
     peaks = [stats["peak_bytes_in_use"] for stats in devices if "peak_bytes_in_use" in stats]
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -264,8 +251,8 @@ def _to_json(value: Any) -> Any:
 
 
 def _drop_steps_after(path: Path, step: int) -> float:
-    """Rewrites the file, all or nothing, without the lines of later steps, damaged ones and a half-written last one,
-    which a process left that died while writing it. Returns the latest time of a line."""
+    """Rewrites the file, all or nothing, without lines of later steps, damaged ones and a half-written last one.
+    Returns the latest time of a line."""
     if not path.exists():
         return 0.0
     *lines, half = read_bytes(path, MOST_BYTES).split(b"\n")

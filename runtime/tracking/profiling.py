@@ -25,10 +25,10 @@ class Profiler:
                 state, metrics = training_step(state, batch)
                 profiler.after_step(step, (state, metrics))
 
-    `profile/perfetto_trace.json.gz` opens at https://ui.perfetto.dev; `profile/plugins` is what TensorBoard reads.
-    Nothing is profiled where fewer steps than needed are left, where the folder has a profile, or on other processes
-    than the leader. Training waits once, for the last profiled step: its outputs are donated to the next one, so nobody
-    could wait for them later. A thread writes the files. An exception leaves no folder: the next start profiles again.
+    `profile/perfetto_trace.json.gz` opens at https://ui.perfetto.dev; `profile/plugins` is what TensorBoard reads. Only
+    the leader profiles, if enough steps are left and the folder has no profile. Training waits once, for the last
+    profiled step, whose outputs are donated to the next one. A thread writes the files. After an exception no folder
+    is left, and the next start profiles again.
     """
 
     def __init__(self, run_folder: str | Path, *, start_step: int, total_steps: int, is_leader: bool):
@@ -48,7 +48,7 @@ class Profiler:
         if step == self._first_step:
             shutil.rmtree(self._part, ignore_errors=True)
             options = jax.profiler.ProfileOptions()
-            # It would slow all Python down, data threads too, and say little of the device.
+            # It would slow all Python down, data threads too.
             options.python_tracer_level = 0
             jax.profiler.start_trace(self._part, create_perfetto_trace=True, profiler_options=options)
             self._tracing.callback(shutil.rmtree, self._part, ignore_errors=True)
@@ -56,7 +56,7 @@ class Profiler:
         self._annotation.enter_context(jax.profiler.StepTraceAnnotation("step", step_num=step))
 
     def after_step(self, step: int, outputs: Any) -> None:
-        """Called when a step is dispatched, with all that it returns: waited for at the last profiled step alone."""
+        """Called when a step is dispatched, with all that it returns: awaited at the last profiled step alone."""
         self._annotation.close()
         if self._is_wanted and step == self._last_step:
             jax.block_until_ready(outputs)

@@ -1,4 +1,4 @@
-"""What a run left in its folder, read again."""
+"""Reads what a run left in its folder."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 @dataclasses.dataclass(frozen=True)
 class Recorded:
-    """What a run left."""
+    """The content of a run folder."""
 
     name: str
     folder: Path
@@ -31,10 +31,7 @@ class Recorded:
 
 
 def flattened(metrics: Any, name: str = "", separator: str = "/") -> dict[str, Any]:
-    """What is in nested mappings and dataclasses, by its path.
-
-    flattened({"loss": 1.5, "grad_norm": {"embed": 0.5}})      # {"loss": 1.5, "grad_norm/embed": 0.5}
-    """
+    """Nested mappings and dataclasses by path: {"loss": 1.5, "grad_norm": {"embed": 0.5}} has "grad_norm/embed"."""
     if dataclasses.is_dataclass(metrics):
         metrics = vars(metrics)
     if not isinstance(metrics, Mapping):
@@ -55,7 +52,7 @@ def record_of(line: bytes) -> dict[str, Any] | None:
 
 
 def numbers(record: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics of a line that are known, those that are not finite included."""
+    """The numbers of a line, those that are not finite included."""
     values = {name: NOT_FINITE.get(value, value) if isinstance(value, str) else value for name, value in record.items()}
     return {
         name: float(value)
@@ -65,21 +62,18 @@ def numbers(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def damage(file: Path, number: int, line: bytes) -> str:
-    """What is wrong with a line for which `record_of` has nothing."""
+    """What is wrong with a line that `record_of` refuses."""
     text = line.strip()[:80].decode(errors="replace")
     return f"{file}, line {number}: expected a JSON object with `step` and `time`, which are numbers, but got {text!r}"
 
 
 def read_run(path: str | Path) -> Recorded:
-    """Reads a run folder, or a file of metrics alone. Damaged lines are left out, and `damaged` says so.
-
-    Raises:
-      RunError: there are no metrics, or the configuration or the environment beside them is damaged.
-    """
+    """Reads a run folder, or a file of metrics alone. Damaged lines are left out, and `damaged` says so. Raises
+    RunError: there are no metrics, or the configuration or the environment beside them is damaged."""
     path = Path(path)
     file = path / "metrics.jsonl" if path.is_dir() else path
     try:
-        # What follows the last line's end is being written.
+        # A last line without an end is being written.
         lines = read_bytes(file, MOST_BYTES).split(b"\n")[:-1]
     except OSError as error:
         raise RunError(f"{file}: {error.strerror}: give a run folder, runs/NAME, or a file of metrics") from error

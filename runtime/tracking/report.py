@@ -1,10 +1,9 @@
 """The pages that show runs: report.html in a run folder, and tools.compare's page of several.
 
-    write_report("runs/first")                     # from the files of the run folder, and from nothing else
+    write_report("runs/first")                     # from the files of the run folder alone
 
-A page is built from what the folder holds (metrics.jsonl, config.yaml, environment.json, samples.txt), so that it can
-be written again at any time: python -m tools.compare runs/first. While a run goes on, runtime/tracking/follow.py renews
-it. What the page says is here, how it looks in report.html and compare.html.
+So it can be written again at any time: python -m tools.compare runs/first. While a run goes on,
+runtime/tracking/follow.py renews it. What a page says is here, how it looks in report.html and compare.html.
 """
 
 import difflib
@@ -36,7 +35,7 @@ LINKS = {
 
 
 def environment() -> dict[str, Any]:
-    """What the run runs on, as JSON values."""
+    """What this process runs on, as JSON values."""
     import jax  # what reads run folders starts without it
 
     devices = jax.devices()
@@ -72,18 +71,14 @@ def _version(package: str) -> str | None:
 
 
 def write_report(folder: str | Path) -> Path:
-    """Writes report.html into a run folder, all or nothing; returns its path.
-
-    Raises:
-      RunError: the folder has no metrics.
-    """
+    """Writes report.html into a run folder, all or nothing; returns its path. Raises RunError: it has no metrics."""
     page = Path(folder) / "report.html"
     write_whole(page, report_page(read_run(folder)))
     return page
 
 
 def report_page(run: Recorded) -> str:
-    """One run."""
+    """The page of one run."""
     steps = run.config.get("training.steps")
     done = max((line["step"] for line in run.lines), default=0)
     rows = {name: value for name, value in run.environment.items() if name not in ("packages", "ledger")}
@@ -102,11 +97,8 @@ def report_page(run: Recorded) -> str:
 
 
 def compare_page(runs: list[Recorded], summary: Table, changed: Table, costs: dict[str, list[str]]) -> str:
-    """Several runs over one another.
-
-    changed: keys of the configuration that differ. costs: the lines in which the first run's ledger and that of each
-    other differ.
-    """
+    """Several runs over one another. changed: keys of the configuration that differ. costs: the lines in which each
+    other run's ledger differs from the first one's."""
     first, *others = runs
     texts = {run.name: run.program.splitlines() for run in runs if run.program}
     programs = {
@@ -135,7 +127,7 @@ def _page(template: str, runs: list[Recorded], **values: Any) -> str:
 
 
 def _cards(run: Recorded) -> list[tuple[str, str, str]]:
-    """Title, number and note of each."""
+    """Titles, numbers and notes."""
 
     def latest(name: str) -> float | None:
         values = (line[name] for line in reversed(run.lines) if isinstance(line.get(name), int | float))

@@ -1,4 +1,4 @@
-"""Trackers besides metrics.jsonl: TensorBoard, Weights & Biases, ClearML, trackio; those that the config asks for.
+"""Trackers besides metrics.jsonl: TensorBoard, Weights & Biases, ClearML, trackio.
 
 with TRACKERS["wandb"](run) as log:          # in a process of its own: see runtime/tracking/follow.py
     log(step, time, {"loss": 7.59})
@@ -16,7 +16,7 @@ from typing import Any
 
 from runtime.files import read_text
 
-# By the key of the config: the package, and what pip calls it.
+# The config's key -> the package, and pip's requirement.
 PACKAGES = {
     "tensorboard": ("tensorboardX", "tensorboardX==2.6.5"),
     "wandb": ("wandb", "wandb==0.31.0"),
@@ -28,7 +28,7 @@ Log = Callable[[int, float, dict[str, float]], None]  # of a step, its time (s s
 
 @dataclass(frozen=True)
 class Tracked:
-    """What a tracker is told of a run."""
+    """What a tracker needs to know about a run."""
 
     folder: Path  # the tracker's own, in the run folder
     name: str
@@ -38,7 +38,7 @@ class Tracked:
     is_repeated: bool  # whether that step, and later ones, were sent before: the run was resumed
 
     def remembered(self, new: Callable[[], str] | None = None) -> str | None:
-        """What the tracker calls the run, kept in a file for when it is resumed; `new` names it the first time."""
+        """The tracker's name for the run, kept in a file for a resumed run; `new` gives it the first time."""
         file = self.folder / "id"
         if not file.exists() and new is not None:
             file.write_text(new(), encoding="utf-8")

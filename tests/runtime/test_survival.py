@@ -27,6 +27,7 @@ from runtime.checkpoints.lock import Ownership
 from runtime.checkpoints.store import open_store
 from runtime.config import resume
 from runtime.config.command_line import load
+from runtime.config.rebuild import flat
 from runtime.data.batches import Batch
 from runtime.data.sources import open_data
 from runtime.run import InFlight, Run
@@ -55,6 +56,7 @@ def start(tiny, monkeypatch, tmp_path):
 
 @pytest.fixture(scope="module")
 @small.proved_elsewhere()
+@small.followed()
 def whole(tiny, tmp_path_factory):
     """The folder of a run that was never disturbed."""
     folder = tmp_path_factory.mktemp("whole") / "run"
@@ -104,49 +106,30 @@ def test_a_signal_saves_and_ends_with_a_status_of_its_own(whole, start, tmp_path
     assert losses(tmp_path / "run") == losses(whole)
 
 
-def stopped_in_validation(monkeypatch, batch=2):
-    """Validations of 1,000 batches, in which SIGTERM comes after so many; returns the batches that are loaded."""
+def test_a_signal_during_a_validation(start, tmp_path, capfd, monkeypatch):
+    """SIGTERM stops it after the batch in flight. It is dropped, the state saved, the status 75."""
     loaded = []
 
-    class Slow:
-        steps, max_token_id, summary = 1000, 127, ""
-
-        def __init__(self, opened):
-            self.opened = opened
-
-        def __getattr__(self, name):
-            return getattr(self.opened, name)
-
-        def __enter__(self):
-            self.opened.__enter__()
-            return self
-
-        def __exit__(self, *error):
-            self.opened.__exit__(*error)
-
-        def load(self, index):
-            loaded.append(index)
-            if index == batch:
-                os.kill(os.getpid(), signal.SIGTERM)
-                time.sleep(0.5)
-            return self.opened.load(0)
-
     def opened(config, split, sharding):
-        return Slow(open_data(config, split, sharding)) if split == "validation" else open_data(config, split, sharding)
+        loader = open_data(config, split, sharding)
+        if split == "validation":
+            load, loader.steps, loader.source_of = loader.load, 1000, lambda index: ""
+
+            def slow(index):
+                loaded.append(index)
+                if index == 2:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    time.sleep(0.5)
+                return load(0)
+
+            loader.load = slow
+        return loader
 
     monkeypatch.setattr(runtime_run, "open_data", opened)
-    return loaded
-
-
-@pytest.mark.parametrize("due, status, saved", [(5, 75, 5), pytest.param(12, 0, 12, marks=pytest.mark.slow)])
-def test_a_signal_during_a_validation(start, tmp_path, capfd, monkeypatch, due, status, saved):
-    """SIGTERM stops it after the batch in flight. It is dropped, the state saved, the status 75; after the last step,
-    from which there is nothing to go on, 0."""
-    loaded = stopped_in_validation(monkeypatch)
-    assert start("checkpoint_interval=100", f"eval_interval={due}") == status
-    assert loaded == [0, 1, 2] and checkpoints(tmp_path / "run") == [saved]
+    assert start("checkpoint_interval=100", "eval_interval=5") == 75
+    assert loaded == [0, 1, 2] and checkpoints(tmp_path / "run") == [5]
     assert not [line for line in records(tmp_path / "run") if "validation_loss" in line]
-    assert f"the validation after step {due} is dropped: the run was told to stop\n" in capfd.readouterr().out
+    assert "the validation after step 5 is dropped: the run was told to stop\n" in capfd.readouterr().out
 
 
 def test_what_a_run_writes_is_its_owner_s_alone(whole):
@@ -163,13 +146,10 @@ def test_what_a_run_writes_is_its_owner_s_alone(whole):
     assert mask != 0o077
 
 
-@pytest.mark.parametrize(
-    "name", ["config.yaml", "ledger.txt", *small.slow("environment.json", "program.py", "starts.jsonl")]
-)
+@pytest.mark.parametrize("name", ["config.yaml", "ledger.txt"])
 def test_a_disk_that_is_full_at_the_start(start, tmp_path, capfd, name):
     """One line with the folder, the cause and the fix, status 1, no traceback, whichever file it is."""
-    whole = name in ("config.yaml", "program.py", "environment.json")
-    (tmp_path / "run" / (f"{name}.part" if whole else name)).symlink_to("/dev/full")
+    (tmp_path / "run" / (f"{name}.part" if name == "config.yaml" else name)).symlink_to("/dev/full")
     assert start() == 1
     said = capfd.readouterr().err
     assert f"error: {tmp_path}/run cannot be written; make room there, or set paths.root_working_dir: OSError: " in said
@@ -294,19 +274,10 @@ def test_a_second_run_is_refused(start, tmp_path, capsys):
     """A run in whose folder another one writes ends with status 1, names host and process, and changes nothing."""
     with Ownership(tmp_path / "run"):
         assert start() == 1
-        assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
-            lock.NAME,
-            lock.LOCK,
-            "profile",
-            "step.svg",
-        ]
-    printed = capsys.readouterr().err
-    assert re.search(
-        rf"error: {tmp_path}/run is in use: process {os.getpid()} on host {re.escape(os.uname().nodename)}, started "
-        r"[-\d]{10} [:\d]{8} [+-]\d{4}, writes there\. Wait until it has ended, or give this run its own "
-        r"paths\.model_name\.",
-        printed,
-    )
+        there = {path.name for path in (tmp_path / "run").iterdir()}
+        assert there == {lock.NAME, lock.LOCK, "profile", "step.svg"}
+    who = rf"process {os.getpid()} on host {re.escape(os.uname().nodename)}, started [-\d]{{10}} [:\d]{{8}} [+-]\d{{4}}"
+    assert re.search(rf"error: {tmp_path}/run is in use: {who}, writes there\. Wait ", capsys.readouterr().err)
     assert not (tmp_path / "run" / lock.NAME).exists()
 
 
@@ -372,7 +343,8 @@ def test_an_owner_on_another_host_is_watched(where, fast_heart, tmp_path, capsys
 
 
 def test_a_linked_owner_file_is_not_written_through(tmp_path):
-    """What owner.json leads to, where it is a link, stays as it is; a link in the place of the lock is refused."""
+    """What owner.json leads to, where it is a link, stays as it is; a link in the place of the lock is refused, and a
+    folder that cannot be."""
     (tmp_path / "mine").write_text("mine")
     folder = tmp_path / "run"
     folder.mkdir()
@@ -388,14 +360,9 @@ def test_a_linked_owner_file_is_not_written_through(tmp_path):
     ):
         pass
     assert not (tmp_path / "not there").exists()
-
-
-@pytest.mark.parametrize("name, error", [("file/run", "NotADirectoryError: "), ("x" * 256, "OSError: .* too long")])
-def test_a_folder_that_cannot_be_written(tmp_path, name, error):
-    """One message with the file and the cause."""
     (tmp_path / "file").touch()
-    with pytest.raises(RunError, match=rf"{tmp_path}/{name}/owner\.json cannot be written: {error}"):
-        Ownership(tmp_path / name).__enter__()
+    with pytest.raises(RunError, match=rf"{tmp_path}/file/run/owner\.json cannot be written: NotADirectoryError: "):
+        Ownership(tmp_path / "file/run").__enter__()
 
 
 @pytest.mark.parametrize(
@@ -431,17 +398,14 @@ def test_a_changed_seed_is_refused_with_both_values(whole, start, tmp_path, caps
     compiled."""
     shutil.copytree(whole, tmp_path / "run", dirs_exist_ok=True)
     assert start("training.steps=20", "training.seed=7", "model.vocab=256", "training.tokens.batch=8") == 1
-    assert (
+    assert capsys.readouterr().err.endswith(
         f"error: checkpoint {tmp_path}/run/checkpoints/0000000012 was trained with another configuration:\n"
         "  model.vocab: 128 -> 256 (command line)\n"
         "  training.seed: 0 -> 7 (command line)\n"
         "  training.tokens.batch: 16 -> 8 (command line)\n"
-        "  the data: "
-    ) not in (printed := capsys.readouterr().err)  # the data are the same
-    assert (
-        "  training.tokens.batch: 16 -> 8 (command line)\nSet these as they were, give the new run its own" in printed
+        "Set these as they were, give the new run its own paths.model_name, or go on with the change by "
+        "allow_config_change=true.\n"
     )
-    assert "or go on with the change by allow_config_change=true." in printed
     assert (tmp_path / "run/config.yaml").read_text() == (whole / "config.yaml").read_text()
 
 
@@ -456,29 +420,18 @@ DATA = {"rows": 300, "max_token_id": 127}
 def test_what_may_change_is_said(tiny):
     """Steps, learning rate, intervals, mesh, paths and a data set that was moved are listed with old and new value;
     nothing else is."""
-    before, now = configs(
-        tiny,
-        "training.steps=20",
-        "training.learning_rate=0.02",
-        "checkpoint_interval=5",
-        "mesh.d=4",
-        "paths.model_name=b",
-        "flat_tokens.filespec=moved.zarr",
-        "check_only=true",
-        "allow_config_change=true",
-    )
+    changes = {"training.steps": 20, "training.learning_rate": 0.02, "checkpoint_interval": 5, "mesh.d": 4}
+    names = {"paths.model_name": "b", "flat_tokens.filespec": "moved.zarr"}
+    overrides = [f"{key}={value}" for key, value in (changes | names).items()]
+    before, now = configs(tiny, *overrides, "check_only=true", "allow_config_change=true")
     attributes = json.loads(json.dumps(resume.description(before, DATA)))
     assert resume.compare(before, DATA, attributes, "x") == []
-    assert sorted(resume.compare(now, DATA, attributes, "x")) == sorted(
-        [
-            '  paths.model_name: "local_test_synthetic" -> "b" (command line)',
-            "  mesh.d: 2 -> 4 (command line)",
-            "  checkpoint_interval: 4 -> 5 (command line)",
-            f'  flat_tokens.filespec: "{before.flat_tokens.filespec}" -> "moved.zarr" (command line)',
-            "  training.steps: 12 -> 20 (command line)",
-            "  training.learning_rate: 0.01 -> 0.02 (command line)",
-        ]
-    )
+    old = flat(before.tree())
+    expected = [
+        f"  {key}: {json.dumps(old[key])} -> {json.dumps(value)} (command line)"
+        for key, value in (changes | names).items()
+    ]
+    assert sorted(resume.compare(now, DATA, attributes, "x")) == sorted(expected)
 
 
 def test_other_data_under_the_same_name_are_refused(tiny):
@@ -492,28 +445,21 @@ def test_other_data_under_the_same_name_are_refused(tiny):
     assert resume.compare(allowed, {**DATA, "rows": 301}, attributes, "x") == [change]
 
 
-def test_keys_that_an_older_program_did_not_have(tiny):
-    """A key that the checkpoint does not know counts as its default; one that is no longer a key is said; no config, no
-    complaint."""
+def test_keys_of_an_older_program(tiny):
+    """A key that the checkpoint does not know counts as its default; one that is no longer a key is said, a published
+    key that is ignored now is not, and the config is read, as tools do; a key that nobody knows is refused there. No
+    config, no complaint."""
     (before, _) = configs(tiny)
     attributes = json.loads(json.dumps(resume.description(before, DATA)))
     del attributes["config"]["checkpoint"], attributes["config"]["model"]["norm_eps"]
-    attributes["config"]["training"]["momentum"] = 0.5
-    assert resume.compare(before, DATA, attributes, "x") == ["  training.momentum: 0.5 -> null"]
-    assert resume.compare(before, DATA, {"seed": 0}, "x") == []
-
-
-def test_keys_that_an_older_program_had(tiny):
-    """A checkpoint with a published key that is ignored now resumes without a word of it, and its config is read, as
-    tools do; a key that nobody knows is refused there."""
-    (before, _) = configs(tiny)
-    attributes = json.loads(json.dumps(resume.description(before, DATA)))
     attributes["config"]["training"]["adam_eps_root"] = 0.0
     assert resume.compare(before, DATA, attributes, "x") == []
     assert resume.config_of(train.Config, attributes) == before and "adam_eps_root" in attributes["config"]["training"]
     attributes["config"]["training"]["momentum"] = 0.5
+    assert resume.compare(before, DATA, attributes, "x") == ["  training.momentum: 0.5 -> null"]
     with pytest.raises(RunError, match=r"training\.momentum is not a key"):
         resume.config_of(train.Config, attributes)
+    assert resume.compare(before, DATA, {"seed": 0}, "x") == []
 
 
 # ---- bad steps -------------------------------------------------------------------------------------------------------

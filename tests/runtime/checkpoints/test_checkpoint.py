@@ -4,7 +4,6 @@ import json
 import math
 import os
 import shutil
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import google_crc32c
@@ -31,18 +30,30 @@ def saved(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("small_chunks", [False, True])
-@pytest.mark.parametrize("d, t", [(4, 2), (8, 1), (2, 4), (1, 1), (2, 2)])
+@pytest.mark.parametrize(
+    "d, t, small_chunks", [(4, 2, False), (8, 1, True), (2, 4, False), (1, 1, False), (2, 2, True)]
+)
 def test_restores_the_same_bits_on_any_mesh(tmp_path, monkeypatch, d, t, small_chunks):
-    """Saved on 4 × 2, every leaf has the same bits and the asked sharding on five meshes, chunked by shard or finer."""
+    """Saved on 4 × 2, every leaf has the same bits and the asked sharding on five meshes, chunked by shard or finer. No
+    chunk has two writers, replicated leaves included, and each is read once, however many devices need a part."""
     if small_chunks:
         monkeypatch.setattr(checkpoint_writing, "MAX_CHUNK_BYTES", 24)
+    read, written = [], []
+    originals = LocalStore.read, LocalStore.write
+    recording = lambda store, name, *most: (read.append(name), originals[0](store, name, *most))[1]  # noqa: E731
+    monkeypatch.setattr(LocalStore, "read", recording)
+    monkeypatch.setattr(LocalStore, "write", lambda *given: (written.append(given[1]), originals[1](*given)))
     state, mesh = numpy_state(), mesh_of(d, t)
     save(tmp_path, 20, state)
     step, restored = restore(tmp_path, (d, t))
     assert step == 20
     assert_same_bits(restored, state)
     assert restored.weights.transformer.w_q.sharding == NamedSharding(mesh, P(None, 'd', 't'))
+    files = [str(file.relative_to(tmp_path)) for file in tmp_path.rglob("*") if file.is_file()]
+    chunks = sorted(file for file in files if not file.endswith("zarr.json"))
+    assert len(chunks) == CHUNKS or small_chunks
+    for names in (read, written):
+        assert sorted(name for name in names if not name.endswith("zarr.json")) == chunks
 
 
 def test_is_plain_zarr(saved):
@@ -60,70 +71,15 @@ def test_is_plain_zarr(saved):
     assert array.attrs["chunk_crc32c"][file.name] == int.from_bytes(file.read_bytes()[-4:], "little")
 
 
-@pytest.mark.parametrize(
-    "shard, limit, expected",
-    [
-        ((4, 6), 96, (4, 6)),
-        ((4, 6), 95, (2, 6)),
-        ((4, 6), 20, (1, 3)),
-        ((7, 6), 96, (1, 6)),
-        ((3, 4), 1, (1, 1)),
-        ((), 1, ()),
-    ],
-)
+@pytest.mark.parametrize("shard, limit, expected", [
+    ((4, 6), 96, (4, 6)), ((4, 6), 95, (2, 6)), ((4, 6), 20, (1, 3)), ((7, 6), 96, (1, 6)), ((3, 4), 1, (1, 1)),
+    ((), 1, ()),
+])  # fmt: skip
 def test_a_shard_is_a_whole_number_of_chunks(monkeypatch, shard, limit, expected):
     """Chunks are a shard's shape, evenly divided from the first dim on, at most MAX_CHUNK_BYTES where one value
     fits."""
     monkeypatch.setattr(checkpoint_writing, "MAX_CHUNK_BYTES", limit)
     assert checkpoint_writing.chunk_shape(shard, 4) == expected
-
-
-@pytest.fixture
-def traffic(monkeypatch):
-    """The names of the chunks that stores read and write, in order."""
-    read, written = [], []
-    originals = LocalStore.read, LocalStore.write
-
-    def recording_read(store, name, *most):
-        read.append(name)
-        return originals[0](store, name, *most)
-
-    def recording_write(store, name, *parts):
-        written.append(name)
-        originals[1](store, name, *parts)
-
-    monkeypatch.setattr(LocalStore, "read", recording_read)
-    monkeypatch.setattr(LocalStore, "write", recording_write)
-    return lambda: [[name for name in names if not name.endswith("zarr.json")] for names in (read, written)]
-
-
-def test_each_chunk_is_written_once(tmp_path, traffic):
-    """No chunk has two writers, replicated leaves included, and together they are all chunks."""
-    save(tmp_path, 1)
-    files = [str(file.relative_to(tmp_path)) for file in tmp_path.rglob("*") if file.is_file()]
-    chunks = [file for file in files if not file.endswith("zarr.json")]
-    assert sorted(traffic()[1]) == sorted(chunks) and len(chunks) == CHUNKS
-
-
-@pytest.mark.parametrize("d, t", [(4, 2), (8, 1), (1, 1), (2, 4)])
-def test_each_chunk_is_read_once(saved, traffic, d, t):
-    """Restoring reads every chunk once, on the mesh it was saved on and on any other, however many devices need a part
-    of it."""
-    restore(saved, (d, t))
-    read = traffic()[0]
-    assert len(read) == len(set(read)) == CHUNKS
-
-
-def test_the_copy_is_the_hosts_own(tmp_path):
-    """After `snapshot` the state may be donated and overwritten, as the next step does: the copies do not change."""
-    state = numpy_state()
-    arrays = put(state, mesh_of(4, 2))
-    with ThreadPoolExecutor(2) as pool:
-        _, chunks = checkpoint_writing.snapshot(arrays, pool)
-    for _, values in chunks:
-        for leaf in jax.tree.leaves(arrays):
-            for shard in leaf.addressable_shards:
-                assert not np.shares_memory(values, np.asarray(shard.data))
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="needs Linux's count of the most memory used")
@@ -190,37 +146,6 @@ def test_all_differences_at_once(saved):
 
 
 # ---- damage ----------------------------------------------------------------------------------------------------------
-
-
-def test_any_flipped_bit_of_the_metadata(saved, record_property):
-    """A flip of any byte of any metadata file is found, or changes nothing that is read: no shape, type or attribute.
-
-    Without effect are flips in the name of the attribute that holds the checksums, which is then one more attribute.
-    """
-    found = harmless = 0
-    expected = numpy_state()
-    with ThreadPoolExecutor(2) as pool:
-        for file in sorted((saved / "0000000020").rglob("zarr.json")):
-            content = file.read_bytes()
-            for position in range(0, len(content), 11):
-                flipped = bytearray(content)
-                flipped[position] ^= 1
-                file.write_bytes(flipped)
-                try:
-                    opened = checkpoint.open_checkpoint(LocalStore(str(saved)), "0000000020", pool)
-                except RunError:
-                    found += 1
-                    continue
-                harmless += 1
-                # Without the checksums a flip in the step's name goes unseen too, and it is nothing that is read.
-                read = {key: value for key, value in opened.attributes.items() if key in ("bad_steps", "seeds")}
-                assert read == {"bad_steps": 3, "seeds": [1, 2]}, (file, position)
-                for names, leaf in checkpoint.named_leaves(expected):
-                    grid = opened.grid(names[0])
-                    assert (grid.shape, grid.dtype) == (leaf.shape, leaf.dtype), (file, position)
-            file.write_bytes(content)
-    assert found > 20 * harmless
-    record_property("summary", f"flipped bytes of metadata: {found} found, {harmless} without effect")
 
 
 @pytest.mark.parametrize(
@@ -297,15 +222,12 @@ def write_published(directory, state, separator, prefix, **settings):
 
 
 @pytest.mark.parametrize("separator, prefix, name", [("", "", "weightsembed"), (".", ".", ".weights.embed")])
-@pytest.mark.parametrize("d, t", [(4, 2), (1, 1)])
-def test_published_spellings(tmp_path, separator, prefix, name, d, t):
+def test_published_spellings(tmp_path, separator, prefix, name):
     """`weightstransformerw_q` and `.weights.transformer.w_q` in zarr format 2 with blosc restore bit for bit."""
     state = numpy_state()
     write_published(tmp_path, state, separator, prefix)
     assert (tmp_path / "0000000020" / name / ".zarray").is_file()
-    step, restored = restore(tmp_path, (d, t))
-    assert step == 20
-    assert_same_bits(restored, state)
+    assert_same_bits(restore(tmp_path, (4, 2))[1], state)
 
 
 def test_published_with_a_missing_or_damaged_chunk(tmp_path):

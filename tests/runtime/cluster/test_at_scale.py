@@ -64,8 +64,7 @@ import train_any
 from runtime.config.command_line import run
 run(train_any.main, train_any.Config)
 """
-SLOW = (
-    """
+SLOW = """
 import time
 import jax
 import runtime.run as at
@@ -73,17 +72,11 @@ opened = at.open_data
 def slow(*given):
     data = opened(*given)
     load = data.load
-    def late(step):
-        time.sleep(2 * jax.process_index())
-        return load(step)
-    data.load = late
+    data.load = lambda step: (time.sleep(2 * jax.process_index()), load(step))[1]
     return data
 at.open_data = slow
 """
-    + RUN
-)
-NAN = (
-    """
+NAN = """
 import dataclasses
 import jax
 import numpy as np
@@ -98,42 +91,39 @@ def poisoned(run, *given):
     return dataclasses.replace(state, weights=dataclasses.replace(state.weights, final_layer_norm=norm))
 at.Run.first_state = poisoned
 """
-    + RUN
-)
+
+
+def run_two(program, data, folder, *keys):
+    """Two replicas, each in a process that runs this program first; their statuses and what each printed."""
+    both = hosts.start_two(
+        [*hosts.TINY, data, "mesh.r=2", "mesh.d=1", *keys, *hosts.where(folder / "run")],
+        hosts.environment(folder / "compiled"),
+        output=folder / "log",
+        program=[sys.executable, "-c", program + RUN],
+    )
+    statuses = [process.wait(400) for process in both]
+    return statuses, [" ".join((folder / f"log.{index}").read_text().split()) for index in range(2)]
 
 
 @pytest.mark.slow
 def test_a_slow_host_is_named(data, tmp_path):
     """Process 1 takes two seconds longer to load its rows: it is named, once, and process 0, which waits for it, is
     not."""
-    both = hosts.start_two(
-        [*hosts.TINY, data, "mesh.r=2", "mesh.d=1", "training.steps=8", *hosts.where(tmp_path / "run")],
-        hosts.environment(tmp_path / "compiled"),
-        output=tmp_path / "log",
-        program=[sys.executable, "-c", SLOW],
-    )
-    assert [process.wait(400) for process in both] == [0, 0], (tmp_path / "log.0").read_text()
-    (named,) = re.findall(r"warning: host \S+ \(process (\d) of 2\) is slow: .*", (tmp_path / "log.0").read_text())
-    assert named == "1" and "is slow" not in (tmp_path / "log.1").read_text()
+    statuses, printed = run_two(SLOW, data, tmp_path, "training.steps=8")
+    assert statuses == [0, 0], printed
+    assert re.findall(r"warning: host \S+ \(process (\d) of 2\) is slow: ", printed[0]) == ["1"]
+    assert "is slow" not in printed[1]
 
 
 @pytest.mark.slow
 def test_the_device_that_holds_a_nan_is_named(data, tmp_path):
     """A number that went bad in one device's part of a norm: both processes end with status 1, and that which has the
     device says where it is in the mesh, and what it holds."""
-    both = hosts.start_two(
-        [*hosts.TINY, data, "mesh.r=2", "mesh.d=1", "training.steps=20", *hosts.where(tmp_path / "run")],
-        hosts.environment(tmp_path / "compiled"),
-        output=tmp_path / "log",
-        program=[sys.executable, "-c", NAN],
-    )
-    assert [process.wait(400) for process in both] == [1, 1]
-    printed = [" ".join((tmp_path / f"log.{index}").read_text().split()) for index in range(2)]
+    statuses, printed = run_two(NAN, data, tmp_path, "training.steps=20")
+    assert statuses == [1, 1]
     assert "10 steps in a row had a loss" in printed[0] and "Not finite on this host: no weight or moment" in printed[0]
-    assert re.search(
-        r"Not finite on this host: weights/final_layer_norm on device \d+ \(p 0, r 1, d 0, c 0, e 0, t 1\)\. ",
-        printed[1],
-    )
+    holds = r"Not finite on this host: weights/final_layer_norm on device \d+ \(p 0, r 1, d 0, c 0, e 0, t 1\)\. "
+    assert re.search(holds, printed[1])
 
 
 @pytest.mark.slow

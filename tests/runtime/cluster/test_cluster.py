@@ -128,15 +128,13 @@ def test_the_table_and_the_warning():
     ]
     assert cluster.advice(mesh) == []
     mesh = cluster.lay_out(gpus(2, 8), {"d": 1, "t": 16})
-    assert cluster.table(mesh, ["a", "b"])[2:] == [
-        "        0  a     8 × NVIDIA H200: d 0, t 0-7",
+    assert cluster.table(mesh, ["a", "b"])[3:] == [
         "        1  b     8 × NVIDIA H200: d 0, t 8-15",
         "axis t crosses hosts",
     ]
-    assert cluster.advice(mesh) == [
-        "warning: axis t (mesh.t = 16) crosses hosts, which have 8 devices each: every layer waits for its collectives "
-        "over t, several times, at the network's speed; set mesh.t=8 mesh.d=2"
-    ]
+    (text,) = cluster.advice(mesh)
+    assert text.startswith("warning: axis t (mesh.t = 16) crosses hosts, which have 8 devices each: every layer waits ")
+    assert text.endswith(" at the network's speed; set mesh.t=8 mesh.d=2")
     assert cluster.advice(cluster.lay_out(gpus(2, 6), {"d": 3, "t": 4}))[0].endswith("set mesh.t=2 mesh.d=6")
 
 
@@ -158,13 +156,14 @@ def test_num_hosts_that_disagrees_with_the_launcher(variable, monkeypatch):
 
 def test_keys_that_cannot_be():
     """The keys cluster.* are checked against num_hosts when the config is loaded."""
-    wrong = ["num_hosts=2", "cluster.coordinator=gpu-01", "cluster.process_id=2"]
-    with pytest.raises(RunError) as error:
-        load(train.Config, "local_test_synthetic", wrong)
-    assert 'cluster.coordinator = "gpu-01": expected HOST:PORT, of the host that runs process 0' in str(error.value)
-    assert "cluster.process_id = 2: expected 0 to 1, since num_hosts = 2" in str(error.value)
-    with pytest.raises(RunError, match=r"num_hosts = 1: cluster\.coordinator is set: expected how many processes it"):
-        load(train.Config, "local_test_synthetic", ["cluster.coordinator=gpu-01:8476"])
+    for keys, *texts in (
+        ("num_hosts=2 cluster.coordinator=gpu-01 cluster.process_id=2",
+         'cluster.coordinator = "gpu-01": expected HOST:PORT', "cluster.process_id = 2: expected 0 to 1, since"),
+        ("cluster.coordinator=gpu-01:8476", "num_hosts = 1: cluster.coordinator is set: expected how many processes"),
+    ):  # fmt: skip
+        with pytest.raises(RunError) as error:
+            load(train.Config, "local_test_synthetic", keys.split())
+        assert all(text in str(error.value) for text in texts)
 
 
 def test_a_platform_that_is_not_there(monkeypatch):
@@ -179,31 +178,21 @@ def test_a_platform_that_is_not_there(monkeypatch):
 
 def test_nobody_says_who_the_others_are(monkeypatch):
     """num_hosts=2 without a launcher is an error that lists what can say it."""
-
-    def initialize(*_, **__):
-        raise ValueError("coordinator_address should be defined.")
-
-    monkeypatch.setattr(jax.distributed, "initialize", initialize)
-    text = (
-        "num_hosts = 2, but nothing says who the other processes are (coordinator_address should be defined): expected "
-        "a start by Slurm's srun, Open MPI's mpirun, a Kubernetes Job or JobSet with completionMode: Indexed, or on "
-        "Cloud TPU; else set cluster.coordinator=HOST:PORT and cluster.process_id; or num_hosts=1"
-    )
-    with pytest.raises(RunError, match=re.escape(text)):
+    error = ValueError("coordinator_address should be defined.")
+    monkeypatch.setattr(jax.distributed, "initialize", mock.Mock(side_effect=error))
+    text = "num_hosts = 2, but nothing says who the other processes are (coordinator_address should be defined):"
+    with pytest.raises(RunError, match=rf"{re.escape(text)} .*srun.*mpirun.*cluster\.coordinator=HOST:PORT"):
         cluster.start(load(train.Config, "local_test_synthetic", ["num_hosts=2"]))
 
 
-@pytest.mark.parametrize(
-    "environment, expected",
-    [
-        ({}, []),
-        ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "4"}, []),
-        ({"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "4"}, None),
-        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, []),
-        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "8"}, None),
-        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "JAX_LOCAL_DEVICE_IDS": "0,1"}, None),
-    ],
-)
+@pytest.mark.parametrize("environment, expected", [
+    ({}, []),
+    ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "4"}, []),
+    ({"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "4"}, None),
+    ({"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, []),
+    ({"OMPI_COMM_WORLD_LOCAL_SIZE": "8"}, None),
+    ({"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "JAX_LOCAL_DEVICE_IDS": "0,1"}, None),
+])  # fmt: skip
 def test_a_process_alone_on_its_host_has_all_devices(environment, expected, monkeypatch):
     """JAX is told to leave all of them visible ([]), where it would take the first alone; several share as JAX does
     it."""

@@ -61,23 +61,19 @@ def test_what_arguments_mean(arguments, expected):
     assert read(Tool, arguments) == Tool(**expected)
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (["--text", "x"], "command line: --text is no flag: keys are given as text=VALUE, and --help lists them"),
-        (["txt=1"], "command line: txt is not a key: the nearest is text; correct it or delete it"),
-        (["sections.path=1"], "command line: sections.path is not a key: the nearest is section.path; "),
-        (["section=1"], "command line: section = 1: expected a section with the keys path"),
-        (["number=0"], "command line: number = 0: expected a whole number from 1 to 2147483647"),
-        (["number=x"], 'command line: number = "x": expected a whole number from 1 to 2147483647'),
-        (["names=[1]"], "command line: names[0] = 1: expected text"),
-        (["names=[a"], "command line: names=[a cannot be read: while parsing a flow sequence"),
-        (["number=" + "9" * 5000], "command line: number=" + "9" * 100 + " cannot be read: Exceeds the limit"),
-        (["show", "a", "what=diff"], "command line: what is given twice, as what=... and as the word show"),
-        (["drop"], 'command line: what = "drop": expected show or diff'),
-        (["yes=1", "number=1.5"], "2 problems in the configuration\n  command line: number = 1.5: expected "),
-    ],
-)
+@pytest.mark.parametrize("arguments, message", [
+    (["--text", "x"], "command line: --text is no flag: keys are given as text=VALUE, and --help lists them"),
+    (["txt=1"], "command line: txt is not a key: the nearest is text; correct it or delete it"),
+    (["sections.path=1"], "command line: sections.path is not a key: the nearest is section.path; "),
+    (["section=1"], "command line: section = 1: expected a section with the keys path"),
+    (["number=0"], "command line: number = 0: expected a whole number from 1 to 2147483647"),
+    (["names=[1]"], "command line: names[0] = 1: expected text"),
+    (["names=[a"], "command line: names=[a cannot be read: while parsing a flow sequence"),
+    (["number=" + "9" * 5000], "command line: number=" + "9" * 100 + " cannot be read: Exceeds the limit"),
+    (["show", "a", "what=diff"], "command line: what is given twice, as what=... and as the word show"),
+    (["drop"], 'command line: what = "drop": expected show or diff'),
+    (["yes=1", "number=1.5"], "2 problems in the configuration\n  command line: number = 1.5: expected "),
+])  # fmt: skip
 def test_mistakes_are_refused(arguments, message):
     """Before anything is done, with what was expected."""
     with pytest.raises(RunError) as caught:

@@ -45,62 +45,48 @@ def test_run_calls_main_with_the_config(monkeypatch, tmp_path):
     assert {folder for _, folder in seen} == {str(tmp_path)} and list(tmp_path.iterdir()) == []
 
 
-def failing(config):
-    raise RunError("the disk is full")
+def raising(error):
+    def main(config):
+        raise error
+
+    return main
+
+
+REFUSED = ShardingError("'M/d' names mesh axis d\n  at model.py:7")
 
 
 @pytest.mark.parametrize(
-    "arguments, text",
+    "arguments, error, text",
     [
-        (["+paths.mistyped=x"], "error: command line: paths.mistyped is not a key: the keys of paths are "),
-        (["training.steps=[1"], "error: no viable alternative at input '[1'"),
-        (["training.steps=5,10"], "error: Ambiguous value for argument 'training.steps=5,10'"),
-        (["--config-name=nope"], "error: there is no config nope in configs; there are "),
-        (["--cfg", "job", "--config-name=nope"], "error: there is no config nope in configs; there are "),
-        (["--config-dir=/nowhere"], "error: Additional config directory '/nowhere' not found"),
-        (["training.steps=" + "9" * 5000], "error: the configuration cannot be read: "),
-        (["+="], "error: '+=' has no key: expected key=value\n"),
-        ([], "error: the disk is full\n"),
+        (["+paths.mistyped=x"], None, "command line: paths.mistyped is not a key: the keys of paths are "),
+        (["training.steps=[1"], None, "no viable alternative at input '[1'"),
+        (["--config-name=nope"], None, "there is no config nope in configs; there are "),
+        (["--cfg", "job", "--config-name=nope"], None, "there is no config nope in configs; there are "),
+        (["--config-dir=/nowhere"], None, "Additional config directory '/nowhere' not found"),
+        (["+="], None, "'+=' has no key: expected key=value\n"),
+        ([], RunError("the disk is full"), "the disk is full\n"),
+        ([], REFUSED, f"{REFUSED}\n"),
     ],
     ids=lambda value: " ".join(value)[:30] if isinstance(value, list) else "",
 )
-def test_an_error_is_one_line_without_traceback(monkeypatch, capsys, arguments, text):
-    """Status 1 and one line on stderr, for a bad config, a bad override, an unknown config and main's own RunError."""
-    assert run(monkeypatch, *arguments, main=failing) == 1
+def test_an_error_is_said_without_traceback(monkeypatch, capsys, arguments, error, text):
+    """Status 1 and a message on stderr, for a bad config, a bad override, an unknown config, main's own RunError and a
+    refusal by shardlib."""
+    assert run(monkeypatch, *arguments, main=raising(error)) == 1
     stderr = capsys.readouterr().err
-    assert stderr.startswith(text) and stderr.count("\n") == 1
+    assert stderr.startswith(f"error: {text}") and stderr.count("\n") == str(error).count("\n") + 1
 
 
-@pytest.mark.parametrize("flag", ["--confg-name=x", "--steps=3"])
-def test_an_unknown_flag_is_argparse_s_to_refuse(monkeypatch, capsys, flag):
-    """Status 2, the flags that there are, and the one that is not."""
-    assert run(monkeypatch, flag, main=pytest.fail) == 2
-    assert capsys.readouterr().err.endswith(f"error: unrecognized arguments: {flag}\n")
-
-
-def test_what_the_check_refuses_is_printed_alone(monkeypatch, capsys):
-    """A refusal by shardlib, and by a kernel that cannot run on this device, is a message on stderr and status 1."""
-
-    def refused(config):
-        raise ShardingError("'M/d' names mesh axis d\n  at model.py:7")
-
-    assert run(monkeypatch, main=refused) == 1
-    assert capsys.readouterr().err == "error: 'M/d' names mesh axis d\n  at model.py:7\n"
-
-
-def test_defects_and_interrupts_pass_through(monkeypatch, capsys):
-    """Nothing else is printed alone: a defect keeps its traceback, an interrupt is status 130."""
-
-    def defect(config):
-        raise KeyError("a defect")
-
-    def interrupt(config):
-        raise KeyboardInterrupt
-
+def test_defects_interrupts_and_flags_pass_through(monkeypatch, capsys):
+    """Nothing else is printed alone: a defect keeps its traceback, an interrupt is status 130; an unknown flag is
+    argparse's to refuse, with status 2."""
     with pytest.raises(KeyError, match="a defect"):
-        run(monkeypatch, main=defect)
-    assert run(monkeypatch, main=interrupt) == 130
+        run(monkeypatch, main=raising(KeyError("a defect")))
+    assert run(monkeypatch, main=raising(KeyboardInterrupt)) == 130
     assert capsys.readouterr().err.endswith("interrupted\n")
+    for flag in ("--confg-name=x", "--steps=3"):
+        assert run(monkeypatch, flag, main=pytest.fail) == 2
+        assert capsys.readouterr().err.endswith(f"error: unrecognized arguments: {flag}\n")
 
 
 @pytest.mark.parametrize("attention", ["cudnn_masked", "splash"])
@@ -195,13 +181,11 @@ def test_a_launcher_plugin_runs_the_jobs(monkeypatch, capsys, tmp_path):
 # ---- what a yaml may not do
 
 CODE = "callbacks: {x: {_target_: builtins.open, file: ran, mode: w}}\n"
+OPENS = "_target_: builtins.open, file: ran, mode: w"
 TEXTS = {
     "a key": ("evil", f"defaults: [local_test_synthetic, _self_]\nhydra:\n  {CODE}"),
     "a header": ("size/evil", f"# @package hydra\n{CODE}"),
-    "a header with a dot": (
-        "size/evil",
-        "# @package hydra.callbacks\nx: {_target_: builtins.open, file: ran, mode: w}\n",
-    ),
+    "a header with a dot": ("size/evil", f"# @package hydra.callbacks\nx: {{{OPENS}}}\n"),
     "a folder": ("hydra/job_logging/evil", "handlers: {x: {(): builtins.open, file: ran, mode: w}}\n"),
     "a defaults list": ("evil", "defaults: [local_test_synthetic, size@hydra.callbacks.x: harmless, _self_]\n"),
 }
@@ -271,14 +255,10 @@ def test_cfg_and_info(monkeypatch, capsys):
     assert "| size/1b " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "line, choices",
-    [
-        ("python train.py training.st", "training.steps= training.steps_for_lr="),
-        ("python train.py --config-name=c4 size=2", "size=270m size=2b"),
-        ("python train.py machine=h", "machine=h200x1"),
-    ],
-)
+@pytest.mark.parametrize("line, choices", [
+    ("python train.py training.st", "training.steps= training.steps_for_lr="),
+    ("python train.py --config-name=c4 size=2", "size=270m size=2b"),
+])  # fmt: skip
 def test_the_shell_completes_keys(monkeypatch, capsys, line, choices):
     """As the script asks that `-sc install=bash` prints: keys of the config, those with a default too, and groups."""
     monkeypatch.setenv("COMP_LINE", line)
@@ -320,16 +300,15 @@ def program(folder, *arguments, flags=(), environment=(), output=subprocess.PIPE
     return done.returncode, done.stdout, done.stderr
 
 
-@pytest.mark.parametrize(
-    "environment, arguments, devices",
-    [
-        ({}, ["num_hosts=2"], 4),
-        ({"XLA_FLAGS": "--xla_force_host_platform_device_count=3"}, [], 3),
-        pytest.param({}, [], 8, marks=pytest.mark.slow),
-        pytest.param({}, ["check_only=true"], 1, marks=pytest.mark.slow),
-        pytest.param({"JAX_NUM_CPU_DEVICES": "2"}, [], 2, marks=pytest.mark.slow),
-    ],
-)
+FLAG = "--xla_force_host_platform_device_count=3"
+
+
+@pytest.mark.parametrize("environment, arguments, devices", [
+    ({}, ["num_hosts=2"], 4),
+    pytest.param({"XLA_FLAGS": FLAG}, [], 3, marks=pytest.mark.slow),
+    pytest.param({}, ["check_only=true"], 1, marks=pytest.mark.slow),
+    pytest.param({"JAX_NUM_CPU_DEVICES": "2"}, [], 2, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_devices_are_simulated_where_nothing_else_says_so(tmp_path, environment, arguments, devices):
     """In a fresh process: the mesh's devices without flags, and the person's own flags where they are given."""
     assert program(tmp_path, *arguments, environment=environment) == (0, f"devices {devices}\n", "")
@@ -341,15 +320,10 @@ def test_an_error_as_a_program(tmp_path):
     assert program(tmp_path, "training.steps=2.9") == (1, "", error)
 
 
-@pytest.mark.parametrize(
-    "flags, arguments, last",
-    [
-        ((), ["--help"], ""),
-        pytest.param((), ["--cfg", "job"], "", marks=pytest.mark.slow),
-        pytest.param(("-u",), [], "Error executing job with overrides: []\n", marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("flags, arguments, last", [
+    ((), ["--help"], ""),
+    pytest.param(("-u",), [], "Error executing job with overrides: []\n", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_output_that_nobody_reads(tmp_path, flags, arguments, last):
     """`python -m train --help | head -3`: status 141, as a shell's own programs have it, and no traceback."""
     reader, writer = os.pipe()

@@ -97,23 +97,20 @@ def test_each_program_takes_the_configs_that_it_lists(config_class):
         assert isinstance(load(config_class, name), config_class)
 
 
+NEEDED = {tokenize_text.TokenizeText: "output", inspect_dataset.InspectDataset: "path"}
+NEEDED |= dict.fromkeys([generate.Generate, serve.Serve, score.Score], "model")
+
+
 @pytest.mark.parametrize("config_class", TOOLS)
 def test_a_tool_has_the_defaults_of_its_dataclass(config_class):
     """Without any yaml; a key is given as in a run, an unknown one is refused, and one without a default is asked
     for."""
-    key = {
-        tokenize_text.TokenizeText: "output",
-        inspect_dataset.InspectDataset: "path",
-        generate.Generate: "model",
-        serve.Serve: "model",
-        score.Score: "model",
-    }.get(config_class)
-    needed = [f"{key}=x"] if key else []
-    config = load(config_class, overrides=needed)
-    assert config == config_class(**({key: "x"} if key else {}))
+    needed = {key: "x" for key in [NEEDED.get(config_class)] if key}
+    given = [f"{key}=x" for key in needed]
+    assert load(config_class, overrides=given) == config_class(**needed)
     with pytest.raises(RunError, match=r"^command line: not_there is not a key: the (keys are|nearest is) "):
-        load(config_class, overrides=[*needed, "not_there=1"])
-    if needed:
+        load(config_class, overrides=[*given, "not_there=1"])
+    for key in needed:
         with pytest.raises(RunError, match=rf"^command line: {key} is missing: expected text; add {key}=\.\.\.$"):
             load(config_class)
 

@@ -63,13 +63,7 @@ SEQUENCES = st.lists(st.lists(st.integers(0, 2**31 - 1) | st.integers(0, 9), max
 
 
 @pytest.mark.parametrize("packing", [True, False])
-@given(
-    sequences=SEQUENCES,
-    length=st.integers(1, 12),
-    chunk=st.integers(8, 50),
-    masked=st.booleans(),
-    seed=st.integers(0, 9),
-)
+@given(SEQUENCES, st.integers(1, 12), st.integers(8, 50), st.booleans(), st.integers(0, 9))
 @settings(max_examples=20, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_what_is_written_is_read(tmp_path_factory, packing, sequences, length, chunk, masked, seed):
     """Random ragged sequences, written and read shuffled, are the same sequences again when their rows are put back in
@@ -145,16 +139,6 @@ def test_each_row_once_an_epoch(tmp_path, packing, blocks, rows_per_block):
             assert loader.steps == 36
             orders += map(tuple, read_all(loader)[0][:, 0].reshape(3, 60).tolist())
     assert all(sorted(order) == list(range(60)) for order in orders) and len(set(orders)) == 7
-
-
-def test_epochs_follow_one_another(data):
-    """A batch that an epoch's last rows do not fill is filled by the next epoch's; what is left after the last is no
-    batch."""
-    with Loader(FlatTokens(str(data), epochs=3), "train", batch=7, length=16, sharding=sharding()) as loader:
-        assert loader.rows % 7 and loader.steps == 3 * loader.rows // 7
-        rows = read_all(loader)[0]
-    epochs = [sorted(map(tuple, rows[epoch * loader.rows : (epoch + 1) * loader.rows].tolist())) for epoch in range(2)]
-    assert epochs[0] == epochs[1] and len(rows) < 3 * loader.rows
 
 
 def test_many_sequences_are_found(tmp_path, monkeypatch):
@@ -322,9 +306,10 @@ def test_each_chunk_is_decoded_once_a_buffer(data, monkeypatch):
     assert len(decoded) == len(set(decoded)) > 20
 
 
-def test_thread_reads_ahead():
+def test_thread_reads_ahead(data):
     """The next results are computed while nobody asks, a bounded number of them, each once; what the thread raises is
-    raised to whoever asks for that result, and asking again computes it again; closed, no thread is left."""
+    raised to whoever asks for that result, and asking again computes it again; closed, no thread is left, and none of
+    a loader."""
     computed, third, fails = [], threading.Event(), {3}
 
     def function(index):
@@ -345,20 +330,12 @@ def test_thread_reads_ahead():
     assert [read(index) for index in (3, 4, 0, 5)] == [30, 40, 0, 50]
     read.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("test")]
-
-
-def reading(before):
-    """The names of the loaders' threads that are new."""
-    return [thread.name for thread in set(threading.enumerate()) - before if thread.name.startswith("read_")]
-
-
-def test_no_thread_is_left(data):
-    """A closed loader has no threads."""
     before = set(threading.enumerate())
+    left = lambda: {each.name.rpartition("_")[0] for each in set(threading.enumerate()) - before}  # noqa: E731
     with Loader(FlatTokens(str(data)), "train", batch=4, length=8, sharding=sharding()) as loader:
         loader.load(0)
-        assert {name.split("_")[1] for name in reading(before)} >= {"buffers", "batches"}
-    assert not reading(before)
+        assert left() >= {"read_buffers", "read_batches"}
+    assert not [name for name in left() if name.startswith("read_")]
 
 
 # ---------------------------------------------------------------- what is said and refused

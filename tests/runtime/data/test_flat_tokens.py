@@ -110,8 +110,7 @@ def test_a_writer_goes_on(tmp_path):
     assert whole == stopped
 
 
-@pytest.mark.parametrize("shuffle", ["bitshuffle", "shuffle"])
-@pytest.mark.parametrize("byteorder", ["<", ">"])
+@pytest.mark.parametrize("shuffle, byteorder", [("bitshuffle", "<"), ("shuffle", ">")])
 def test_zarr_format_2_opens(tmp_path, shuffle, byteorder):
     """What others wrote in zarr format 2 opens and reads the same."""
     import numcodecs
@@ -119,14 +118,10 @@ def test_zarr_format_2_opens(tmp_path, shuffle, byteorder):
     sequences = ragged(4)
     group = zarr.open_group(tmp_path / "old", mode="w", zarr_format=2).create_group("train")
     compressor = numcodecs.Blosc(cname="lz4", clevel=5, shuffle=getattr(numcodecs.Blosc, shuffle.upper()))
-    for name, values in [
-        ("encoded_tokens", encoded(sequences)),
-        ("seq_starts", np.cumsum([0, *map(len, sequences)]).astype(np.uint64)),
-    ]:
-        stored = group.create_array(
-            name, shape=values.shape, dtype=values.dtype.newbyteorder(byteorder), chunks=(100,), compressors=compressor
-        )
-        stored[:] = values
+    starts = np.cumsum([0, *map(len, sequences)]).astype(np.uint64)
+    for name, values in (("encoded_tokens", encoded(sequences)), ("seq_starts", starts)):
+        kind = {"dtype": values.dtype.newbyteorder(byteorder), "compressors": compressor}
+        group.create_array(name, shape=values.shape, chunks=(100,), **kind)[:] = values
     group.attrs["max_token_id"] = 1000
     write_split(tmp_path / "new", "train", sequences)
     shape = {"batch": 5, "length": 16, "sharding": sharding()}
@@ -141,28 +136,24 @@ def test_zarr_format_2_opens(tmp_path, shuffle, byteorder):
 
 
 def test_writer_refuses(tmp_path):
-    """What is no sequence of token ids is refused with its number, and a split that is there is not replaced
-    unasked."""
+    """What is no sequence of token ids, no target and no weight is refused with its number, a split that is there is
+    not replaced unasked, and one that was half written does not open."""
     path, good = tmp_path / "data", np.array([1, 2])
     ids = "expected whole numbers from 0 to 2147483647 in one dimension"
-    for sequences, masks, message in (
-        ([good, np.array([-1])], None, f"sequence 1 for {path}/train is int64[1] from -1 to -1, {ids}"),
-        ([np.array([5, 2**31])], None, f"sequence 0 for {path}/train is int64[2] from 5 to 2147483648, {ids}"),
-        ([good, np.ones(2)], None, f"sequence 1 for {path}/train is float64[2], {ids}"),
-        ([good[None]], None, f"sequence 0 for {path}/train is int64[1, 2], {ids}"),
-        ([good], [np.ones(1, bool)], f"is_target of sequence 0 for {path}/train is bool[1], expected bool[2]"),
-        ([good] * 2, [good > 0], f"is_target of sequence 1 for {path}/train is object[], expected bool[2]"),
+    weights = "expected a finite number, 0 or more"
+    for sequences, others, message in (
+        ([good, np.array([-1])], {}, f"sequence 1 for {path}/train is int64[1] from -1 to -1, {ids}"),
+        ([np.array([5, 2**31])], {}, f"sequence 0 for {path}/train is int64[2] from 5 to 2147483648, {ids}"),
+        ([good, np.ones(2)], {}, f"sequence 1 for {path}/train is float64[2], {ids}"),
+        ([good[None]], {}, f"sequence 0 for {path}/train is int64[1, 2], {ids}"),
+        ([good], {"is_target": [np.ones(1, bool)]}, "is_target of sequence 0 for … is bool[1], expected bool[2]"),
+        ([good] * 2, {"is_target": [good > 0]}, "is_target of sequence 1 for … is object[], expected bool[2]"),
+        ([good], {"weight": [np.ones(2)]}, "weight of sequence 0 for … is float64[2], expected float32[2]"),
+        ([good], {"weight": [np.float32([1, -1])]}, f"weight of sequence 0 for … holds -1.0, {weights}"),
+        ([good], {"weight": [np.float32([np.nan, 1])]}, f"weight of sequence 0 for … holds nan, {weights}"),
     ):
-        assert_refuses(message, write_split, path, "train", sequences, is_target=masks, overwrite=True)
-    for weight, message in (
-        (np.ones(2), f"weight of sequence 0 for {path}/train is float64[2], expected float32[2]"),
-        (np.float32([1, -1]), f"weight of sequence 0 for {path}/train holds -1.0, expected a finite number, 0 or more"),
-        (
-            np.float32([np.nan, 1]),
-            f"weight of sequence 0 for {path}/train holds nan, expected a finite number, 0 or more",
-        ),
-    ):
-        assert_refuses(message, write_split, path, "train", [good], weight=[weight], overwrite=True)
+        assert_refuses(message, write_split, path, "train", sequences, overwrite=True, **others)
+    assert_refuses("…/data/train has no attribute 'max_token_id'…", open_split, path, "train")
     message = f"{path}/train is there already: write to a new path, or say overwrite=true to replace it"
     assert_refuses(message, write_split, path, "train", [good])
     zarr.open_group(tmp_path / "old", mode="w", zarr_format=2)
@@ -170,10 +161,7 @@ def test_writer_refuses(tmp_path):
     assert_refuses(message, write_split, tmp_path / "old", "train", [good])
 
 
-ADVICE = (
-    "set flat_tokens.filespec to a flat-tokens data set, or write one (python -m tools.tokenize_text of texts, "
-    "python -m tools.make_dataset of invented tasks; docs/data.md)"
-)
+ADVICE = "set flat_tokens.filespec to a flat-tokens data set, or write one by tools.tokenize_text (docs/data.md)"
 
 
 def test_missing(tmp_path, example, monkeypatch):
@@ -209,14 +197,10 @@ def replace_array(group, name, values):
         group.create_array(name, shape=values.shape, dtype=values.dtype, chunks=values.shape)[...] = values
 
 
-WRITTEN = "the length of encoded_tokens: the data set is damaged or only partly written, write or copy it again"
 IDS = "expected a number from 0 to 2147483647"
 DAMAGE = {
     "DATA/train has no array 'encoded_tokens', so it is no flat-tokens split; it holds 'seq_starts'": (
         lambda group: replace_array(group, "encoded_tokens", None)
-    ),
-    "DATA/train has no array 'seq_starts', so it is no flat-tokens split; it holds 'encoded_tokens'": (
-        lambda group: replace_array(group, "seq_starts", None)
     ),
     "encoded_tokens of DATA/train is int32[8], expected uint32 of one dimension": (
         lambda group: replace_array(group, "encoded_tokens", np.zeros(8, np.int32))
@@ -224,26 +208,21 @@ DAMAGE = {
     "encoded_tokens of DATA/train is uint32[2, 4], expected uint32 of one dimension": (
         lambda group: replace_array(group, "encoded_tokens", np.zeros((2, 4), np.uint32))
     ),
-    f"seq_starts of DATA/train goes from 0 to 7, expected from 0 to 8, {WRITTEN}": (
+    "seq_starts of DATA/train goes from 0 to 7, expected from 0 to 8, …": (
         lambda group: replace_array(group, "seq_starts", np.array([0, 7], np.uint64))
     ),
-    f"seq_starts of DATA/train goes from 2 to 8, expected from 0 to 8, {WRITTEN}": (
+    "seq_starts of DATA/train goes from 2 to 8, expected from 0 to 8, …": (
         lambda group: replace_array(group, "seq_starts", np.array([2, 8], np.uint64))
     ),
-    f"seq_starts of DATA/train is empty, expected from 0 to 8, {WRITTEN}": lambda group: group["seq_starts"].resize(
-        (0,)
-    ),
+    "seq_starts of DATA/train is empty, expected from 0 to 8, …": lambda group: group["seq_starts"].resize((0,)),
     "is_target of DATA/train has 7 entries, expected one a token, 8": (
         lambda group: group.create_array("is_target", shape=(7,), dtype=bool)
     ),
-    "DATA/train has both is_target and weight, expected one of them: weights say what is a target": (
+    "DATA/train has both is_target and weight, expected one of them…": (
         lambda group: group.attrs.update(has_is_target=True, has_weight=True)
     ),
-    "DATA/train has 8 tokens, expected whole rows of 5 as its row_length says: the data set is damaged, write or …": (
+    "DATA/train has 8 tokens, expected whole rows of 5 as its row_length says: …": (
         lambda group: group.attrs.update(row_length=3, read_length=2)
-    ),
-    "DATA/train has no attribute 'max_token_id': the writer did not finish, or is none of flat-tokens; …": (
-        lambda group: group.attrs.put({"bos_id": 0})
     ),
     f"attribute 'max_token_id' of DATA/train is 'eight', {IDS}": lambda group: group.attrs.update(max_token_id="eight"),
     f"attribute 'bos_id' of DATA/train is -1, {IDS}": lambda group: group.attrs.update(bos_id=-1),
@@ -260,18 +239,6 @@ def test_damaged(example, message):
     assert_refuses(message.replace("DATA", str(example)), open_split, example, "train")
 
 
-def test_half_written_does_not_open(tmp_path):
-    """A writer that was stopped leaves nothing that can be taken for a whole split."""
-
-    def stopped():
-        yield np.arange(1000)
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        write_split(tmp_path / "data", "train", stopped(), chunk_tokens=16)
-    assert_refuses("…/data/train has no attribute 'max_token_id'…", open_split, tmp_path / "data", "train")
-
-
 # ---------------------------------------------------------------- weights and rows
 
 
@@ -282,37 +249,31 @@ def shardings_of(batch_type):
 
 @pytest.mark.parametrize("packing", [True, False])
 def test_weights_are_read(tmp_path, packing, monkeypatch):
-    """A batch has the weights that were written, beside data without weights 1 for each target; padding has 0."""
+    """A batch has the weights that were written, beside data without weights 1 for each target, in a mixture too;
+    padding has 0. One that is none, which a writer or a damaged disk left, is named with its place."""
     read_from_chunks(monkeypatch)
     sequences = [ids[:40] for ids in ragged(7, longest=39)]
     written = [np.float32((ids % 5) / 2) for ids in sequences]
     write_split(tmp_path / "a", "train", sequences, weight=written, chunk_tokens=64)
     write_split(tmp_path / "b", "train", sequences, is_target=[each > 0 for each in written], chunk_tokens=64)
-    found = {}
-    for name in "ab":
-        shape = {"batch": 4, "length": 40, "sharding": shardings_of(WeightedBatch)}
-        with Loader(FlatTokens(str(tmp_path / name), 0, packing), "train", **shape) as loader:
-            batches = [jax.tree.map(np.asarray, loader.load(step)) for step in range(loader.steps)]
-            found[name] = jax.tree.map(lambda *parts: np.concatenate(parts), *batches)
-    one, two = found["a"], found["b"]
+    shape = {"batch": 4, "length": 40, "sharding": shardings_of(WeightedBatch)}
+
+    def batches_of(name, mixture=()):
+        with Loader(FlatTokens(name and str(tmp_path / name), 0, packing), "train", **shape, mixture=mixture) as loader:
+            batches = [jax.tree.map(np.asarray, loader.load(step)) for step in range(loader.steps or 9)]
+        return jax.tree.map(lambda *parts: np.concatenate(parts), *batches)
+
+    one, two = batches_of("a"), batches_of("b")
     for name in ("targets", "is_seq_start", "is_target"):
         np.testing.assert_array_equal(getattr(one, name), getattr(two, name))
     np.testing.assert_array_equal(one.weight, one.is_target * (one.targets % 5) / 2)
     np.testing.assert_array_equal(two.weight, two.is_target)
     assert one.weight.dtype == np.float32 and one.is_target.any() and one.weight.max() == 2
-
-
-def test_weights_in_a_mixture(tmp_path):
-    """A source without weights has 1 for each target beside one that has them."""
-    write_split(tmp_path / "a", "train", [np.full(400, 1)], weight=[np.full(400, 0.5, np.float32)])
-    write_split(tmp_path / "b", "train", [np.full(400, 2)], is_target=[np.arange(400) % 2 > 0])
-    mixture = [SimpleNamespace(filespec=str(tmp_path / name), weight=1) for name in "ab"]
-    shape = {"batch": 4, "length": 10, "sharding": shardings_of(WeightedBatch), "mixture": mixture}
-    with Loader(FlatTokens(None), "train", **shape) as loader:
-        batch = jax.tree.map(np.asarray, loader.load(0))
-    assert set(batch.weight[batch.targets == 1]) == {0.5}
-    np.testing.assert_array_equal(batch.weight[batch.targets == 2], batch.is_target[batch.targets == 2])
-    assert set(batch.weight[batch.targets == 2]) == {0, 1}
+    mixed = batches_of(None, [SimpleNamespace(filespec=str(tmp_path / name), weight=1) for name in "ab"])
+    assert set(mixed.weight.ravel()) == {0, 0.5, 1, 1.5, 2}
+    np.testing.assert_array_equal(mixed.weight[1::2], mixed.is_target[1::2])  # every second row is of b
+    zarr.open_group(tmp_path / "a", mode="r+")["train/weight"][5] = np.nan
+    assert_refuses(f"weight of {tmp_path}/a/train holds nan at 5, expected a finite number, 0 or …", batches_of, "a")
 
 
 def test_what_a_batch_cannot_hold_is_refused(tmp_path):
@@ -323,22 +284,13 @@ def test_what_a_batch_cannot_hold_is_refused(tmp_path):
     write_split(tmp_path / "rows", "train", one, attributes={"row_length": 4})
     write_split(tmp_path / "pairs", "train", one, attributes={"row_length": 1, "read_length": 3})
     write_split(tmp_path / "plain", "train", one)
-    rows = "train was written in rows of {} tokens, which hold sequences whole: set training.tokens.len={}"
-    packed = ", with flat_tokens.sequence_packing=true"
+    rows = "train was written in rows of 4 tokens, which hold sequences whole: set training.tokens.len=4, with …"
     for name, options, message in (
-        (
-            "weights",
-            {},
-            "train holds weights of targets, which this program's loss does not take: write the data set …",
-        ),
-        ("rows", {"length": 8}, rows.format(4, 4) + packed),
-        ("rows", {"packing": False}, rows.format(4, 4) + packed),
-        (
-            "pairs",
-            {},
-            "train holds pairs, of what an encoder reads and what is written, and this program has no encoder",
-        ),
-        ("pairs", {"read_length": 2}, rows.format(1, 1) + " and training.tokens.read_len=3" + packed),
+        ("weights", {}, "train holds weights of targets, which this program's loss does not take: …"),
+        ("rows", {"length": 8}, rows),
+        ("rows", {"packing": False}, rows),
+        ("pairs", {}, "train holds pairs, of what an encoder reads and what …, and this program has no encoder"),
+        ("pairs", {"read_length": 2}, "…set training.tokens.len=1 and training.tokens.read_len=3, with …"),
         ("plain", {"read_length": 3}, "train holds no pairs, of what … is written, and this program has an encoder"),
     ):
         config = FlatTokens(str(tmp_path / name), 0, options.pop("packing", True))
@@ -346,15 +298,3 @@ def test_what_a_batch_cannot_hold_is_refused(tmp_path):
         assert_refuses(f"{tmp_path}/{name}/{message}", Loader, config, "train", **options)
     with Loader(FlatTokens(str(tmp_path / "rows")), "train", batch=1, length=4, sharding=sharding()) as loader:
         assert loader.rows == 2 and loader.dropped_tokens == 0
-
-
-def test_weights_that_are_none_end_a_run(tmp_path):
-    """One that a writer, or a damaged disk, left in the data is named with its place."""
-    write_split(tmp_path / "data", "train", [np.arange(8)], weight=[np.ones(8, np.float32)])
-    zarr.open_group(tmp_path / "data", mode="r+")["train/weight"][5] = np.nan
-    shape = {"batch": 2, "length": 4, "sharding": shardings_of(WeightedBatch)}
-    with Loader(FlatTokens(str(tmp_path / "data")), "train", **shape) as loader:
-        message = (
-            f"weight of {tmp_path}/data/train holds nan at 5, expected a finite number, 0 or more: write the data …"
-        )
-        assert_refuses(message, loader.load, 0)

@@ -147,7 +147,7 @@ def test_what_does_not_go_together(sources, tmp_path):
     other = Source(str(tmp_path / "bos"), 1.0)
     message = (
         "the sources of the mixture differ in bos_id, the input before a sequence's first token: 0 in "
-        f"{sources[0].filespec}/train, 7 in {other.filespec}/train; expected the same in all: …"
+        f"{sources[0].filespec}/train, 7 in {other.filespec}/train: write them with one tokenizer"
     )
     assert_refuses(message, loader, [sources[0], other])
     write_split(tmp_path / "short", "train", [np.arange(5)])

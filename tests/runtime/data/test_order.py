@@ -64,53 +64,16 @@ def epoch_of(order, epoch=0):
     return np.concatenate([order.rows_of(epoch, buffer)[1] for buffer in range(order.buffers)])
 
 
-def distances(stream):
-    """How far apart in the stream rows end up that are neighbours in the data."""
-    place = np.empty(len(stream), np.int64)
-    place[stream] = np.arange(len(stream))
-    return np.abs(np.diff(place))
-
-
 def test_neighbours_end_up_apart():
-    """With the default sizes, rows that follow one another in the data end up thousands of rows apart, unlike
-    unshuffled (1), and in
-    another buffer only across a block's edge; a full shuffle puts them a third of the whole apart. Whole blocks go
-    anywhere."""
+    """With the default sizes, rows that follow one another in the data end up thousands of rows apart, and within a
+    batch of 64 once in 64 rows, where a full shuffle has them a third of the whole apart. Whole blocks go anywhere."""
     rows = 2**20
-    order = Order(rows, 128, 64, seed=0)
-    stream = epoch_of(order)
-    apart, full = distances(stream), distances(np.random.default_rng(0).permutation(rows))
-    assert (
-        2300 < np.median(apart) < 2500
-    )  # of the buffer's 8192 rows, the median distance of two drawn at random is 2399
-    assert 0.28 * rows < np.median(full) < 0.31 * rows
-    # Within 64 rows of its neighbour, the size of a batch: once in 64 rows, and of a full shuffle never to speak of.
-    assert np.mean(apart <= 64) < 1 / 60 and np.mean(full <= 64) < 1 / 5000
-    # The first rows of neighbouring blocks are as far apart as in a full shuffle.
     place = np.empty(rows, np.int64)
-    place[stream] = np.arange(rows)
-    blocks = np.abs(np.diff(place[::128]))
-    assert 0.26 * rows < np.median(blocks) < 0.33 * rows
-
-
-def test_batches_mix_the_whole_data():
-    """A batch of 64 rows comes from about 41 of its buffer's 64 blocks, which lie anywhere: the mean row of batches
-    spreads as a full shuffle's would with 41 rows."""
-    rows, batch = 2**20, 64
-    batches = epoch_of(Order(rows, 128, 64, seed=1)).reshape(-1, batch)
-    blocks = np.mean([len(set((one // 128).tolist())) for one in batches[::64]])
-    assert 40 < blocks < 41.5  # 64 · (1 - (1 - 1/64)^64) = 40.6
-    within = batches.std(axis=1).mean() / rows
-    assert abs(within - 12**-0.5) < 0.01  # the spread of numbers drawn at random from all rows
-
-
-def test_epochs_are_independent():
-    """What follows a row in one epoch does not in the next, more often than chance would have it."""
-    order = Order(2**14, 16, 8, seed=3)
-    first, second = epoch_of(order, 0), epoch_of(order, 1)
-    followers = dict(zip(first[:-1].tolist(), first[1:].tolist()))
-    same = sum(followers.get(a) == b for a, b in zip(second[:-1].tolist(), second[1:].tolist()))
-    assert same < 2**14 / 128 * 3  # within a block and buffer a follower is one of 128 rows' chance
+    place[epoch_of(Order(rows, 128, 64, seed=0))] = np.arange(rows)
+    apart = np.abs(np.diff(place))
+    assert 2300 < np.median(apart) < 2500  # of 8192 rows the median distance of two drawn at random is 2399
+    assert np.mean(apart <= 64) < 1 / 60
+    assert 0.26 * rows < np.median(np.abs(np.diff(place[::128]))) < 0.33 * rows
 
 
 # ---------------------------------------------------------------- mixtures

@@ -3,10 +3,8 @@ and what is refused."""
 
 import dataclasses
 import json
-import random
 import re
 import resource
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -191,8 +189,6 @@ def test_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     large = json.dumps({"type": "WordLevel", "vocab": {"a": 0, "b": 2**31}, "unk_token": "a"})
     large = f'{{"version": "1.0", "added_tokens": [], "model": {large}}}'.encode()
-    bits = "expected ids up to 2147483647: flat-tokens data sets keep one bit of 32 to tell where a sequence starts"
-    no_bos = "names no token that stands before a text: say bos_id=..., an id that is no part of texts"
     for name, content, bos_id, message in (
         ("./nowhere", b"", None, f"there is no tokenizer ./nowhere: {EXPECTED}"),
         ("x.json", b"", None, f"there is no tokenizer x.json: {EXPECTED}"),
@@ -200,8 +196,8 @@ def test_refused(tmp_path):
         (path, b"\xff", None, f"the tokenizer {path} cannot be loaded (…): {EXPECTED}"),
         (tmp_path / "other.json", b"", None, f"the tokenizer {tmp_path}/other.json cannot be read (…): {EXPECTED}"),
         (tmp_path / "empty", b"", None, f"the tokenizer {tmp_path}/empty cannot be loaded (…): {EXPECTED}"),
-        (path, large, None, f"the tokenizer {path} {no_bos}"),
-        (path, large, 0, f"the tokenizer {path} has the id 2147483648, {bits}"),
+        (path, large, None, f"the tokenizer {path} names no token that stands before a text: say bos_id=…"),
+        (path, large, 0, f"the tokenizer {path} has the id 2147483648, expected ids up to 2147483647: …"),
     ):
         path.write_bytes(content)
         assert_refuses(message, load_tokenizer, str(name), bos_id=bos_id)
@@ -228,53 +224,6 @@ def test_a_tokenizer_that_aborts(tmp_path, bpe, changed, message):
         Tokenizer(name="x", bos_id=0, json=text).encode_batch(["a"])
     (tmp_path / "mine.json").write_text(bpe.json)
     assert load_tokenizer(f"{tmp_path}/mine.json").vocab == bpe.vocab
-
-
-ODD = {
-    int: [0, 1, 299, 10**6, 2**31, 2**32 - 1, 2**32, -1],
-    float: [0.0, -1e308, 1e308],
-    str: ["", "\0", "(((", "(a+)+$", "(?<!a)b", "x" * 10_000, "##", "▁", "AAAA", "/////wAAAAA=", "BAAAAAAAAAA="],
-    bool: [True, False],
-    list: [[]],
-    dict: [{}, NORMALIZER, {"type": "Replace", "pattern": {"String": ""}, "content": "ab"}],
-    type(None): [{"type": "FixedLength", "length": 0}, NORMALIZER, {"type": "Sequence", "normalizers": []}],
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
-def test_odd_values_in_a_tokenizer(tmp_path, bpe, seed, record_property):
-    """500 of a BPE, a Unigram and a WordPiece, with one to three values replaced by others of their kind: each
-    loads and encodes, or is refused with a line."""
-    package, rng, counts = pytest.importorskip("tokenizers"), random.Random(seed), Counter()
-    unigram = package.Tokenizer(package.models.Unigram([("<unk>", 0.0), ("a", -1.0), ("▁the", -1.5)], 0))
-    unigram.pre_tokenizer, unigram.normalizer = package.pre_tokenizers.Metaspace(), package.normalizers.NFKC()
-    words = package.Tokenizer(package.models.WordPiece({"[UNK]": 0, "a": 1, "##b": 2, "the": 3}, unk_token="[UNK]"))
-    words.pre_tokenizer = package.pre_tokenizers.Split(package.Regex(r"\s+"), "removed")
-    words.post_processor = package.processors.BertProcessing(("a", 1), ("the", 3))
-    words.decoder = package.decoders.WordPiece()
-
-    def places(tree):
-        for key in [*tree][:12] if isinstance(tree, dict) else range(min(len(tree), 3)):
-            yield tree, key
-            if isinstance(tree[key], (dict, list)):
-                yield from places(tree[key])
-
-    for _ in range(500):
-        content = json.loads(rng.choice([bpe.json, unigram.to_str(), words.to_str()]))
-        for _ in range(rng.randint(1, 3)):
-            tree, key = rng.choice(list(places(content)))
-            tree[key] = json.loads(json.dumps(rng.choice(ODD[type(tree[key])])))
-        (tmp_path / "odd.json").write_text(json.dumps(content))
-        try:
-            tokenizer = load_tokenizer(f"{tmp_path}/odd.json", bos_id=0)
-            for ids in tokenizer.encode_batch(TEXTS):
-                tokenizer.decode(ids)
-            counts["loaded"] += 1
-        except RunError as error:
-            counts["aborted" if "ends its process" in str(error) else "refused"] += 1
-    record_property("summary", f"odd tokenizers, seed {seed}: {dict(counts)}")
-    assert counts["loaded"] > 50 < counts["refused"]
 
 
 def test_a_text_that_a_tokenizer_panics_at(bpe):
@@ -468,9 +417,5 @@ def test_weights_of_messages(bpe):
     parts = [tokenizer.decode(ids[weight == each]) for each in (0.5, 2)]
     assert parts == ["2 – 二 <|im_end|>", "Yes.<|im_end|>"]
     once = dataclasses.replace(bpe, chat_template="{% generation %}{{ messages[2].content }}{% endgeneration %}")
-    message = (
-        "the chat template marks 1 parts as the assistant's, expected one for each of its 2 messages, to give it …"
-    )
-    with pytest.raises(ChatError) as error:
+    with pytest.raises(ChatError, match=r"^the chat template marks 1 parts as the assistant's, expected one for each"):
         once.encode_chat(CHAT, [1, 1, 0.5, 7, 2])
-    assert str(error.value).startswith(message[:-1])

@@ -34,25 +34,27 @@ def edges_of(source: str) -> set[tuple[str, str]]:
 
 
 def test_nodes_are_what_multiplies_and_what_is_sent():
-    """Its shape without layout, and the model's own line: not shardlib's; a fusion shows its matrix product and that
-    line."""
-    assert set(nodes_of(graph_of(parse(SMALL)).source).values()) == {
+    """Its shape without layout, and the model's own line, not shardlib's; a fusion shows its matrix product and that
+    line. Edges go through bitcasts, tuples, elementwise operations and asynchronous halves, into a loop and out of it,
+    item by item; not beside a longer way. A loop is a frame with the number of turns; a condition has none."""
+    source = graph_of(parse(SMALL)).source
+    nodes = nodes_of(source)
+    assert set(nodes.values()) == {
         (r"dot\nf32[8,8]\ntrain.py:10 backward", "matrix product"),
         (r"all-gather\nf32[8,16]\ntrain.py:20 recomputed", "collective"),
         (r"__cublas$gemm\nf32[8,8]\nstyle.py:7", "matrix product"),
         (r"all-reduce\nf32[8,8]\ntrain.py:20", "collective"),
     }
-
-
-def test_edges_go_through_what_is_not_drawn():
-    """Through bitcasts, tuples, elementwise operations and asynchronous halves, into a loop and out of it, item by
-    item; not beside a longer way."""
-    labels = {name: label.split(r"\n")[0] for name, (label, _) in nodes_of(graph_of(parse(SMALL)).source).items()}
-    assert {(labels[a], labels[b]) for a, b in edges_of(graph_of(parse(SMALL)).source)} == {
+    labels = {name: label.split(r"\n")[0] for name, (label, _) in nodes.items()}
+    assert {(labels[a], labels[b]) for a, b in edges_of(source)} == {
         ("dot", "__cublas$gemm"),  # bitcast, tuple, the loop's parameter
         ("all-gather", "__cublas$gemm"),  # all-gather-done
         ("__cublas$gemm", "all-reduce"),  # the loop's result
     }
+    frame = source[source.index("cluster_body") : source.index("\t}", source.index("cluster_body"))]
+    assert 'label="loop, 3 times, train.py:20"' in frame
+    assert "__cublas$gemm" in frame and "all-gather" in frame and "all-reduce" not in frame
+    assert "cluster_condition" not in source
 
 
 def test_what_repeats_is_one_node():
@@ -67,15 +69,6 @@ def test_what_repeats_is_one_node():
     nodes = nodes_of(source)
     assert [label for label, _ in nodes.values()] == [r"dot ×99\nf32[8,8]\ntrain.py:3", r"dot\nf32[8,8]\ntrain.py:4"]
     assert edges_of(source) == {tuple(nodes)}
-
-
-def test_a_loop_is_a_frame():
-    """With the number of turns and its line; its nodes stand inside; a condition that only counts has no frame."""
-    source = graph_of(parse(SMALL)).source
-    frame = source[source.index("cluster_body") : source.index("\t}", source.index("cluster_body"))]
-    assert 'label="loop, 3 times, train.py:20"' in frame
-    assert "__cublas$gemm" in frame and "all-gather" in frame and "all-reduce" not in frame
-    assert "cluster_condition" not in source
 
 
 def test_branches_and_calls():
@@ -124,23 +117,20 @@ def compiled_step() -> jax.stages.Compiled:
 
     def loss(weights, x):
         def layer(x, w):
-            gathered = lax.all_gather(w, "d", axis=0, tiled=True)
-            return jnp.tanh(lax.psum(x @ gathered, "t")), None
+            return jnp.tanh(lax.psum(x @ lax.all_gather(w, "d", axis=0, tiled=True), "t")), None
 
         x, _ = lax.scan(jax.checkpoint(layer), x, weights)
         return lax.psum(jnp.sum(x * x), ("d", "t"))
 
     def step(weights, x):
-        value, gradient = jax.value_and_grad(loss)(weights, x)
-        return value, weights - 0.1 * gradient
+        return weights - 0.1 * jax.grad(loss)(weights, x)
 
-    specs = {"in_specs": (P(None, "d"), P("d")), "out_specs": (P(), P(None, "d"))}
-    sharded = jax.shard_map(step, mesh=mesh, check_vma=False, **specs)
+    specs = {"in_specs": (P(None, "d"), P("d")), "out_specs": P(None, "d")}
     arguments = [
         jax.ShapeDtypeStruct(shape, jnp.float32, sharding=jax.NamedSharding(mesh, spec))
         for shape, spec in zip([(3, 64, 64), (32, 64)], specs["in_specs"])
     ]
-    return jax.jit(sharded).lower(*arguments).compile()
+    return jax.jit(jax.shard_map(step, mesh=mesh, check_vma=False, **specs)).lower(*arguments).compile()
 
 
 def without_dot(folder, monkeypatch):

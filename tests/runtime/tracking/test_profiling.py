@@ -62,37 +62,22 @@ def run(folder, start_step: int, total_steps: int, trace: Trace | None = None, i
     return seen
 
 
-@pytest.mark.parametrize("start_step", [0, 20])
-def test_three_steps_a_little_after_the_start(tmp_path, monkeypatch, start_step):
-    """Steps 4 to 6 of this process; only the last of them is waited for; the trace stands at the top of `profile`."""
+@pytest.mark.parametrize("start_step, total_steps, is_profiled", [
+    (0, 50, True), (20, 50, True), (0, 5, False), (0, 6, True), (44, 50, True), (45, 50, False), (50, 50, False),
+])  # fmt: skip
+def test_three_steps_a_little_after_the_start(tmp_path, monkeypatch, start_step, total_steps, is_profiled):
+    """Steps 4 to 6 of this process; only the last of them is waited for; the trace stands at the top of `profile`. None
+    starts that could not end, where fewer steps are left; another process never profiles, a resumed run not again."""
     trace = Trace(monkeypatch)
-    seen = run(tmp_path, start_step, 50, trace)
-    assert seen["traced"][:3] == [start_step + 4, start_step + 5, start_step + 6]
-    assert seen["waited"] == [start_step + 6]
-    assert (trace.starts, trace.stops) == (1, 1)
-    assert (tmp_path / "profile" / "perfetto_trace.json.gz").exists()
-    assert [path.name for path in tmp_path.iterdir()] == ["profile"]
-
-
-@pytest.mark.parametrize(
-    "start_step, total_steps, is_profiled",
-    [(0, 0, False), (0, 5, False), (0, 6, True), (44, 50, True), (45, 50, False), (48, 50, False), (50, 50, False)],
-)
-def test_no_profile_starts_that_could_not_end(tmp_path, monkeypatch, start_step, total_steps, is_profiled):
-    """A short run, or one resumed near its end, with fewer steps left than a profile needs."""
-    trace = Trace(monkeypatch)
-    run(tmp_path, start_step, total_steps, trace)
-    assert (trace.starts, trace.stops) == (is_profiled, is_profiled)
-
-
-def test_once_per_run_folder_and_only_by_the_leader(tmp_path, monkeypatch):
-    """A resumed run does not profile again; another process never does."""
-    trace = Trace(monkeypatch)
-    run(tmp_path, 0, 50, trace, is_leader=False)
+    run(tmp_path, start_step, total_steps, trace, is_leader=False)
     assert trace.starts == 0
-    run(tmp_path, 0, 20, trace)
-    run(tmp_path, 20, 50, trace)
-    assert (trace.starts, trace.stops) == (1, 1)
+    seen = run(tmp_path, start_step, total_steps, trace)
+    if is_profiled:
+        assert seen["traced"][:3] == [start_step + 4, start_step + 5, start_step + 6]
+        assert seen["waited"] == [start_step + 6] and (tmp_path / "profile" / "perfetto_trace.json.gz").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["profile"] * is_profiled
+    run(tmp_path, total_steps, total_steps + 50 * is_profiled, trace)
+    assert (trace.starts, trace.stops) == (is_profiled, is_profiled)
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])

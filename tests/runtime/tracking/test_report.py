@@ -5,8 +5,6 @@ import html.parser
 import json
 import math
 import re
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -86,7 +84,6 @@ def test_the_page_holds_all_and_loads_nothing(tmp_path):
     (folder / "step.svg").write_text("<svg/>")
     (folder / "samples.txt").write_text("To be, or <not>")
     page = write_report(folder).read_text()
-    assert not (folder / "report.html.part").exists()
     outside = Outside(page)
     for text in ("step 3 of 100", "A step: 5 FLOPs <all>.", "To be, or <not>", "training.steps", "jaxlib", "2.2500"):
         assert text in outside.text, text
@@ -99,6 +96,9 @@ def test_the_page_holds_all_and_loads_nothing(tmp_path):
     assert len(max(scripts, key=len)) > 4e6 and not re.search(r"https?:|fetch|import\(", own)  # plotly's, and ours
     styles = "".join(re.findall(r"<style>.*?</style>", page, re.DOTALL))
     assert "prefers-color-scheme: dark" in styles and not re.search(r"@import|url\(", styles)
+    (folder / "metrics.jsonl").write_text('{"step": 1, "ti')  # no line yet: one is being written
+    page = report_page(read_run(folder))
+    assert "step 0 of 100; as of the start" in page and "newPlot(" not in page.split("<main>")[1]
 
 
 def test_what_others_wrote_is_text(tmp_path):
@@ -116,14 +116,6 @@ def test_what_others_wrote_is_text(tmp_path):
         assert "<img" not in page.split("<main>")[1] and page.count("</script>") == page.count("<script")
 
 
-def test_a_page_of_a_run_that_has_no_line_yet(tmp_path):
-    """It says so and draws nothing; a line that is being written is left for the next page."""
-    folder = write_run(tmp_path / "first", [])
-    (folder / "metrics.jsonl").write_text('{"step": 1, "ti')
-    page = report_page(read_run(folder))
-    assert "step 0 of 100; as of the start" in page and "newPlot(" not in page.split("<main>")[1]
-
-
 # ---- curves
 
 
@@ -132,6 +124,7 @@ def test_a_chart_has_what_belongs_together():
     own."""
     found = charts_of(recorded(loss=3.0, validation_loss=2.5, mfu=None, skipped_steps=0, other=1.0))
     assert list(found) == ["Loss", "other"] and found["Loss"].unit == "nats a token"
+    assert "Steps skipped" in charts_of(recorded(skipped_steps=2))  # a chart of zeros says nothing
     traces, layout = figure_of(found["Loss"])
     assert [(trace["name"], trace["x"], trace["y"]) for trace in traces] == [
         ("loss", [1, 2, 3], [3.0] * 3),
@@ -141,11 +134,6 @@ def test_a_chart_has_what_belongs_together():
     assert log["args"] == [{"yaxis.type": "log"}] and log["args2"] == [{"yaxis.type": "linear"}]
     assert hours["args"][0] == {"x": [[0.0, 0.01, 0.02]] * 2} and hours["args2"][0] == {"x": [[1, 2, 3]] * 2}
     assert layout["hoverlabel"]["namelength"] == -1  # tooltips have whole names
-
-
-def test_steps_skipped_are_drawn_where_there_are_some():
-    """A chart of zeros says nothing."""
-    assert "Steps skipped" in charts_of(recorded(skipped_steps=2))
 
 
 def test_only_noisy_curves_have_a_mean():
@@ -239,43 +227,30 @@ def test_a_damaged_file_beside_the_metrics_is_one_line(tmp_path, name, text, run
 
 
 BYTES = {"tokenizer": {"name": "bytes_utf8"}}
-WRITTEN = {"tool": "tools/tokenize_text.py", "input_size": 4200}
-BPE = {
-    "tokenizer": {"name": "bpe_512"},
-    "counts": {"tokens": 1000},
-    "made_by": {**WRITTEN, "config": {"input": "*.txt", "validation": ""}},
-}
-LINES = {**BPE, "made_by": {**WRITTEN, "config": {"input": "*.jsonl", "validation": ""}}}
-HUB = {**BPE, "made_by": {**WRITTEN, "config": {"input": "", "validation": ""}}}
 
 
-@pytest.mark.parametrize(
-    "attributes, expected",
-    [
-        ([BYTES], 1.0),
-        ([BPE], 4.2),
-        ([LINES], None),
-        ([HUB], None),
-        ([{}], None),
-        ([BYTES, BPE], 1.8),
-        ([BYTES, {}], None),
-    ],
-)
+def bpe(*inputs) -> dict:
+    """The attributes of a data set of 1,000 tokens that tools.tokenize_text made of these inputs."""
+    made_by = {"input_size": 4200, "config": dict(zip(("input", "validation"), inputs))}
+    return {"tokenizer": {"name": "bpe_512"}, "counts": {"tokens": 1000}, "made_by": made_by}
+
+
+@pytest.mark.parametrize("attributes, expected", [
+    ([BYTES], 1.0), ([bpe("*.txt", "")], 4.2), ([bpe("*.jsonl", "")], None), ([bpe("", "")], None), ([{}], None),
+    ([BYTES, bpe("*.txt", "")], 1.8), ([BYTES, {}], None), ("bytes_utf8", 1.0), ("gpt2", None),
+])  # fmt: skip
 def test_bytes_per_token(tmp_path, attributes, expected):
-    """One of bytes; what plain text gave; else not known; of a mixture, 3 to 1, the mean by weight if all are known."""
+    """One of bytes; what plain text gave; else not known; of a mixture, 3 to 1, the mean by weight if all are known; of
+    a stream by the tokenizer that the config names."""
+    stream = HuggingFaceDataset(path="x", tokenizer=attributes) if isinstance(attributes, str) else HuggingFaceDataset()
+    attributes = [BYTES] if stream.path else attributes
     for index, each in enumerate(attributes):
         zarr.open_group(tmp_path / str(index), mode="w", attributes=each)
     sources = [Source(filespec=str(tmp_path / str(index)), weight=3 - 2 * index) for index in range(len(attributes))]
     mixture = tuple(sources) if len(sources) > 1 else ()
     flat_tokens = FlatTokens(filespec=None if mixture else sources[0].filespec)
-    config = SimpleNamespace(flat_tokens=flat_tokens, mixture=mixture, hf_dataset=HuggingFaceDataset())
+    config = SimpleNamespace(flat_tokens=flat_tokens, mixture=mixture, hf_dataset=stream)
     assert bytes_per_token(config) == pytest.approx(expected)
-
-
-def test_bytes_per_token_of_a_stream():
-    """By the tokenizer that the config names."""
-    streams = [HuggingFaceDataset(path="x", tokenizer=name) for name in ("bytes_utf8", "gpt2")]
-    assert [bytes_per_token(SimpleNamespace(hf_dataset=each)) for each in streams] == [1.0, None]
 
 
 # ---- tools.compare
@@ -292,17 +267,13 @@ def run_compare(called):
     return call
 
 
-def test_the_page_can_be_written_again(tmp_path, run_compare):
-    """python -m tools.compare RUN writes its report and prints its row."""
-    folder = write_run(tmp_path / "first", [3.0])
-    _, table, row, page = run_compare(folder)[1].splitlines()
-    assert "step 1 of 100" in (folder / "report.html").read_text()
-    assert table.startswith("  run ") and row.startswith("  first ") and page == f"Curves: {folder}/report.html"
-
-
 def test_compare_prints_a_table_and_the_differences_and_writes_a_page(tmp_path, run_compare):
-    """Of two runs: steps, last losses, medians of speed; keys of the configuration that differ; curves of both."""
+    """Of one run its row, and its report anew. Of two: steps, last losses, medians of speed; keys of the configuration
+    that differ; curves of both. Where programs differ a row says so, a command shows it, and the page has the lines."""
     first = write_run(tmp_path / "first", [3.0, 2.5, 2.25])
+    _, table, row, page = run_compare(first)[1].splitlines()
+    assert "step 3 of 100" in (first / "report.html").read_text()
+    assert table.startswith("  run ") and row.startswith("  first ") and page == f"Curves: {first}/report.html"
     other = "training: {steps: 100, seed: 1}\nmodel: {d_model: 64}\nnew: true\npaths: {model_name: second}\n"
     second = write_run(tmp_path / "second", [3.5, 2.75], config=other, validation_loss=2.0)
     status, output = run_compare(first, second, f"output={tmp_path}/both.html")
@@ -320,17 +291,14 @@ def test_compare_prints_a_table_and_the_differences_and_writes_a_page(tmp_path, 
     ]
     text = Outside((tmp_path / "both.html").read_text()).text
     assert "2 runs" in text and "training.seed" in text and "2.7500" in text
-
-
-def test_programs_that_differ(tmp_path, run_compare):
-    """A row says so and a command shows it; the page has the lines."""
-    folders = [write_run(tmp_path / name, [3.0]) for name in ("first", "second", "third")]
-    for folder, text in zip(folders, ("rate = 1\nsame = 2\n", "rate = 3\nsame = 2\n", "rate = 1\nsame = 2\n")):
-        (folder / "program.py").write_text(text)
+    (tmp_path / "other").mkdir()  # names that are the same are told apart by their paths
+    folders = [first, second, write_run(tmp_path / "other" / "first", [3.0])]
+    for folder, program in zip(folders, ("rate = 1\nsame = 2\n", "rate = 3\nsame = 2\n", "rate = 1\nsame = 2\n")):
+        (folder / "program.py").write_text(program)
     _, output = run_compare(*folders, f"output={tmp_path}/all.html")
+    assert f"\n  {first} " in output and "configurations are equal" not in output
     (line,) = (line.split() for line in output.splitlines() if line.startswith("  program.py "))
-    assert line[1] == line[3] != line[2] and "configurations are equal" not in output
-    assert f"diff -u {folders[0]}/program.py {folders[1]}/program.py" in output
+    assert line[1] == line[3] != line[2] and f"diff -u {first}/program.py {second}/program.py" in output
     page = (tmp_path / "all.html").read_text()
     assert "-rate = 1\n+rate = 3\n same = 2" in page and page.count("<h2>program.py") == 1
 
@@ -350,69 +318,43 @@ def test_steps_that_cost_something_else(tmp_path, run_compare):
     assert "a.py:1  y = x @ w\n    FLOPs, forward: 100 -> 300" in page
 
 
-def test_runs_of_the_same_name_are_told_apart(tmp_path, run_compare):
-    """By their paths."""
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    folders = [write_run(tmp_path / letter / "run", [3.0]) for letter in "ab"]
-    _, output = run_compare(*folders, f"output={tmp_path}/both.html")
-    assert output.splitlines()[2].split()[0] == str(folders[0]) and "The configurations are equal." in output
+@pytest.mark.parametrize(
+    "losses, tolerance, text",
+    [
+        ([3.0, np.nextafter(0.1, 1)], 0, "step 2, loss: 0.1 in first, 0.10000000000000002 in second, a relative "
+         "difference of 1.4e-16; expected equality"),
+        ([3.3, 0.1], 0.01, "step 1, loss: 3.0 in first, 3.3 in second, a relative difference of 0.091; expected 0.01 "
+         "at most"),
+        ([3.0], 0, "step 2, loss: 0.1 in first, 'nothing' in second; expected equality"),
+        ([3.0, 0.1, 0.05], 0, "step 3, loss: 'nothing' in first, 0.05 in second; expected equality"),
+        ([3.0, "NaN"], 9, "step 2, loss: 0.1 in first, 'NaN' in second; expected 9 at most"),
+        ([], 0, "first and second have no value in common to compare"),  # two empty files prove nothing
+    ],
+)  # fmt: skip
+def test_the_first_difference_is_named(tmp_path, losses, tolerance, text, run_compare):
+    """Step, metric, both values, by how much, and what was expected (status 1)."""
+    first = write_run(tmp_path / "first", [3.0, 0.1] if losses else [])
+    second = write_run(tmp_path / "second", losses)
+    assert run_compare(first, second, "assert_equal=true", f"tolerance={tolerance}") == (1, f"error: {text}\n")
+    assert not (tmp_path / "compare.html").exists()
 
 
 def test_equal_runs(tmp_path, run_compare):
-    """Bit for bit, but for what the machine decides; and a file of metrics in the place of a folder."""
+    """Bit for bit, but for what the machine decides; a file of metrics in the place of a folder; within a tolerance the
+    largest difference is said."""
     first = write_run(tmp_path / "first", [3.0, 0.1], host_peak_memory_bytes=1)
     second = write_run(tmp_path / "second", [3.0, 0.1], host_peak_memory_bytes=2, data_wait_s=7.0)
     said = "first and metrics.jsonl: 2 values of 2 steps are equal.\n"
     assert run_compare(first, second / "metrics.jsonl", "assert_equal=true") == (0, said)
+    near = write_run(tmp_path / "near", [3.0, 0.1001])
+    said = "first and near: 2 values of 2 steps are equal to a relative difference of 0.001.\n"
+    assert run_compare(first, near, "assert_equal=true", "tolerance=0.01") == (0, said)
 
 
-@pytest.mark.parametrize(
-    "losses, tolerance, text",
-    [
-        (
-            [3.0, np.nextafter(0.1, 1)],
-            0,
-            "step 2, loss: 0.1 in first, 0.10000000000000002 in second, a relative difference of 1.4e-16; expected "
-            "equality",
-        ),
-        (
-            [3.3, 0.1],
-            0.01,
-            "step 1, loss: 3.0 in first, 3.3 in second, a relative difference of 0.091; expected 0.01 at most",
-        ),
-        ([3.0], 0, "step 2, loss: 0.1 in first, 'nothing' in second; expected equality"),
-        ([3.0, 0.1, 0.05], 0, "step 3, loss: 'nothing' in first, 0.05 in second; expected equality"),
-        ([3.0, "NaN"], 9, "step 2, loss: 0.1 in first, 'NaN' in second; expected 9 at most"),
-        ([3.0, 0.1001], 0.01, None),
-    ],
-)
-def test_the_first_difference_is_named(tmp_path, losses, tolerance, text, run_compare):
-    """Step, metric, both values, by how much, and what was expected (status 1); within a tolerance, the largest is
-    said."""
-    first, second = write_run(tmp_path / "first", [3.0, 0.1]), write_run(tmp_path / "second", losses)
-    status, said = run_compare(first, second, "assert_equal=true", f"tolerance={tolerance}")
-    assert status == bool(text) and not (tmp_path / "compare.html").exists()
-    assert (
-        said == f"error: {text}\n"
-        if text
-        else said == "first and second: 2 values of 2 steps are equal to a relative difference of 0.001.\n"
-    )
-
-
-def test_runs_with_nothing_in_common_are_not_equal(tmp_path, run_compare):
-    """Two empty files prove nothing."""
-    folders = [write_run(tmp_path / name, []) for name in ("first", "second")]
-    text = "error: first and second have no value in common to compare\n"
-    assert run_compare(*folders, "assert_equal=true") == (1, text)
-
-
-def test_a_run_that_is_not_there(tmp_path):
-    """Exit status 1, in a process of its own; the same is raised for whoever asks."""
+def test_a_run_that_is_not_there(tmp_path, run_compare):
+    """Exit status 1 and one line; the same is raised for whoever asks."""
     text = f"{tmp_path}/x: No such file or directory: give a run folder, runs/NAME, or a file of metrics"
-    command = [sys.executable, "-m", "tools.compare", tmp_path / "x", tmp_path / "y"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (1, f"error: {text}\n")
+    assert run_compare(tmp_path / "x", tmp_path / "y") == (1, f"error: {text}\n")
     with pytest.raises(RunError, match=re.escape(text)):
         read_run(tmp_path / "x")
 
@@ -421,12 +363,5 @@ def test_what_the_machine_decides():
     """Names of speed and memory; none that the training decides."""
     timings = ("time", "step_time_s", "data_wait_s", "device_s", "checkpoint_stall_s", "tokens_per_s", "mfu", "mfu_6nd")
     assert all(map(compare.is_measured, (*timings, "host_peak_memory_bytes", "device_peak_memory_bytes")))
-    decided = (
-        "loss",
-        "validation_loss",
-        "skipped_steps",
-        "tokens_per_source/a.zarr",
-        "grad_norm_of/embed",
-        "bits_per_byte",
-    )
+    decided = ("loss", "validation_loss", "skipped_steps", "tokens_per_source/a.zarr", "grad_norm_of/embed")
     assert not any(map(compare.is_measured, decided)) and math.isclose(compare._difference(1.0, 1.1), 0.1 / 1.1)

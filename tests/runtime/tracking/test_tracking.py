@@ -1,5 +1,6 @@
 """metrics.jsonl and the progress line."""
 
+import contextlib
 import dataclasses
 import fcntl
 import json
@@ -8,14 +9,12 @@ import os
 import pty
 import re
 import resource
-import select
 import struct
-import subprocess
 import sys
 import termios
 import time
-from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -23,11 +22,10 @@ import numpy as np
 import pytest
 
 from runtime.run import InFlight, Run
+from runtime.terminal import print_line
 from runtime.tracking import metrics as tracking
 from runtime.tracking.metrics import Tracker, memory
 from runtime.tracking.recorded import flattened
-
-REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 def open_tracker(folder, **changed) -> Tracker:
@@ -99,15 +97,6 @@ def test_lines_at_the_first_step_every_interval_and_the_last(tmp_path):
     assert abs(lines[0]["time"] - time.time()) < 60
 
 
-def test_losses_can_be_compared_bit_for_bit(tmp_path):
-    """A float32 comes back from the file as the same float32."""
-    losses = np.random.default_rng(0).normal(size=10).astype(np.float32)
-    with open_tracker(tmp_path, log_interval=1) as tracker:
-        for step, loss in enumerate(losses, 1):
-            tracker.log(step, {"loss": jnp.asarray(loss)})
-    assert [np.float32(line["loss"]) for line in records(tmp_path)] == list(losses)
-
-
 def test_a_step_is_read_only_when_the_next_is_dispatched(tmp_path):
     """`log` never waits for the step that it is given, and reads nothing of a step that is not due."""
     scalars = {step: DeviceScalar(step) for step in range(1, 11)}
@@ -121,11 +110,13 @@ def test_a_step_is_read_only_when_the_next_is_dispatched(tmp_path):
     assert [line["step"] for line in records(tmp_path)] == [1, 4, 8, 10]
 
 
-def test_rates_are_the_mean_since_the_line_before(tmp_path, monkeypatch):
+@pytest.mark.parametrize("peak", [1e12, None])
+def test_rates_are_the_mean_since_the_line_before(tmp_path, monkeypatch, capsys, peak):
     """The first line has no timing (it compiled); then wall time over steps, tokens over time, and FLOPs over time and
-    peak. Of steps of 2 s in which data were waited for 0.5 s, the rest is the devices'."""
+    peak. Of steps of 2 s in which data were waited for 0.5 s, the rest is the devices'. Where the peak is not known the
+    MFU is null in the file and n/a on the terminal."""
     clock = Clock(monkeypatch)
-    with open_tracker(tmp_path) as tracker:
+    with open_tracker(tmp_path, peak_flops_per_s=peak) as tracker:
         for step in range(1, 11):
             tracker.log(step, metrics_of(1), data_waited_s=0.5 * step)
             clock.now += 30 if step == 1 else 2
@@ -134,7 +125,8 @@ def test_rates_are_the_mean_since_the_line_before(tmp_path, monkeypatch):
     assert [first[name] for name in timings] == [None] * 4 and first["data_wait_s"] == 0.5
     for line in others:
         assert (line["step_time_s"], line["data_wait_s"], line["device_s"]) == (2, 0.5, 1.5)
-        assert (line["tokens_per_s"], line["mfu"], line["hfu"]) == (2048, 1e9 / 2 / 1e12, 2e9 / 2 / 1e12)
+        assert (line["tokens_per_s"], line["mfu"], line["hfu"]) == (2048, peak and 5e-4, peak and 1e-3)
+    assert ("mfu < 0.1%" if peak else "mfu n/a") in capsys.readouterr().out
 
 
 def test_pauses_do_not_count(tmp_path, monkeypatch):
@@ -177,52 +169,47 @@ def test_a_pause_begins_when_the_steps_under_way_are_finished(tmp_path):
             assert waited == [scalar]
 
 
-@pytest.mark.parametrize("peak, mfu", [(None, None), (1e12, 0.001)])
-def test_mfu_of_unknown_hardware_is_null(tmp_path, monkeypatch, capsys, peak, mfu):
-    """Null in the file and n/a on the terminal; never a guess."""
-    clock = Clock(monkeypatch)
-    with open_tracker(tmp_path, peak_flops_per_s=peak, log_interval=1, total_steps=2) as tracker:
-        for step in (1, 2):
-            tracker.log(step, metrics_of(1))
-            clock.now += 1
-    assert records(tmp_path)[1]["mfu"] == mfu
-    assert ("mfu n/a" if mfu is None else "mfu 0.1%") in capsys.readouterr().out
-
-
-def test_losses_that_are_not_finite_are_valid_json(tmp_path):
-    """NaN and the infinities are strings, so that every JSON reader takes the line and null keeps its meaning."""
-
-    def refuse(name):
-        raise AssertionError(f"{name} is no JSON")
-
-    with open_tracker(tmp_path, log_interval=1, total_steps=3) as tracker:
-        for step, loss in enumerate([float("nan"), float("inf"), float("-inf")], 1):
+def test_numbers_come_back_as_they_were(tmp_path):
+    """A float32 comes back from the file as the same float32. NaN and the infinities are strings, so that every JSON
+    reader takes the line and null keeps its meaning."""
+    losses = np.random.default_rng(0).normal(size=10).astype(np.float32)
+    with open_tracker(tmp_path, log_interval=1, total_steps=13) as tracker:
+        for step, loss in enumerate([*losses, np.nan, np.inf, -np.inf], 1):
             tracker.log(step, metrics_of(loss))
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    losses = [json.loads(line, parse_constant=refuse)["loss"] for line in lines]
-    assert losses == ["NaN", "Infinity", "-Infinity"]
+    found = [json.loads(line, parse_constant=pytest.fail)["loss"] for line in lines]
+    assert [np.float32(loss) for loss in found[:10]] == list(losses) and found[10:] == ["NaN", "Infinity", "-Infinity"]
 
 
-def test_a_resumed_run_has_every_step_once(tmp_path):
+def test_a_resumed_run_has_every_step_once(tmp_path, capsys, monkeypatch):
     """Stopped after step 7 with a checkpoint at 4: lines of later steps, validations too, and a half-written line are
-    dropped."""
+    dropped, all or nothing; a damaged line is named and set aside, and the others stay as they were."""
     tracker = open_tracker(tmp_path, log_interval=1)
     for step in range(1, 8):
         tracker.log(step, metrics_of(step))
         if step in (4, 6):
             tracker.log_validation(step, 9.0)
     tracker.__exit__(None, None, None)
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 8, "lo')
+    path = tmp_path / "metrics.jsonl"
+    lines = path.read_bytes().split(b"\n")
+    path.write_bytes(before := b"\n".join([*lines[:2], b"not json", *lines[2:]]) + b'{"step": 8, "lo')
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(os, "replace", mock.Mock(side_effect=KeyboardInterrupt))
+        open_tracker(tmp_path, start_step=4)
+    assert path.read_bytes() == before
+    (tmp_path / "metrics.damaged.jsonl").unlink()
+    capsys.readouterr()
     with open_tracker(tmp_path, start_step=4, log_interval=1) as tracker:
-        kept = records(tmp_path)
+        assert path.read_bytes() == b"".join(line + b"\n" for line in lines[:5])
         for step in range(5, 11):
             tracker.log(step, metrics_of(10 * step))
-    assert [line["step"] for line in kept] == [1, 2, 3, 4, 4]
     lines = records(tmp_path)
     assert [line["step"] for line in lines if "loss" in line] == list(range(1, 11))
     assert [line["loss"] for line in lines if line["step"] > 4] == [50, 60, 70, 80, 90, 100]
-    assert os.listdir(tmp_path) == ["metrics.jsonl"]
+    assert (tmp_path / "metrics.damaged.jsonl").read_bytes() == b"not json\n"
+    said = " ".join(capsys.readouterr().out.split())
+    where = f"warning: {path}, line 3: expected a JSON object with `step` and `time`, which are numbers, but got "
+    assert said.startswith(f"{where}'not json'. It is set aside in {tmp_path}/metrics.damaged.jsonl.")
 
 
 def test_times_only_increase(tmp_path, monkeypatch):
@@ -238,40 +225,6 @@ def test_times_only_increase(tmp_path, monkeypatch):
             tracker.log(step, metrics_of(step))
     times = [line["time"] for line in records(tmp_path)]
     assert times == sorted(set(times)) and before < times[4] < before + 1
-
-
-def test_dropping_lines_is_all_or_nothing(tmp_path, monkeypatch):
-    """A run that is killed while it drops them leaves the file as it was."""
-    with open_tracker(tmp_path, log_interval=1) as tracker:
-        for step in range(1, 8):
-            tracker.log(step, metrics_of(step))
-    before = (tmp_path / "metrics.jsonl").read_text()
-
-    def killed(*paths):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "replace", killed)
-    with pytest.raises(KeyboardInterrupt):
-        open_tracker(tmp_path, start_step=4)
-    assert (tmp_path / "metrics.jsonl").read_text() == before
-
-
-@pytest.mark.parametrize("bad", [b"not json", b'{"loss": 1}', b'{"step": "two"}', b"[]", b"\xff\r{", b"[" * 100_000])
-def test_a_damaged_line_is_set_aside(tmp_path, capsys, bad):
-    """A flipped bit stops no start: the line is named and kept in a file beside, and the others stay as they were."""
-    with open_tracker(tmp_path, log_interval=1) as tracker:
-        for step in range(1, 8):
-            tracker.log(step, metrics_of(step))
-    path = tmp_path / "metrics.jsonl"
-    lines = path.read_bytes().split(b"\n")
-    path.write_bytes(b"\n".join([*lines[:2], bad, *lines[2:]]))
-    capsys.readouterr()
-    open_tracker(tmp_path, start_step=4).__exit__(None, None, None)
-    assert path.read_bytes() == b"".join(line + b"\n" for line in lines[:4])
-    assert (tmp_path / "metrics.damaged.jsonl").read_bytes() == bad + b"\n"
-    said = " ".join(capsys.readouterr().out.split())
-    where = f"warning: {path}, line 3: expected a JSON object with `step` and `time`, which are numbers, but got "
-    assert said.startswith(where) and said.endswith(f"It is set aside in {tmp_path}/metrics.damaged.jsonl.")
 
 
 def test_a_step_that_was_seen_late_does_not_make_the_next_one_fast(tmp_path, monkeypatch):
@@ -319,22 +272,13 @@ def test_a_profile_that_ends_takes_no_time_from_the_step_before(monkeypatch):
     assert called == ["_tracker", "_profiler", "_bad_steps"]
 
 
-@dataclasses.dataclass
-class Nested:
-    """As train.py's metrics may be."""
-
-    loss: float
-    grad_norm: dict
-
-
 def test_nested_metrics_have_flat_names():
     """Mappings and dataclasses, however deep; the order stays; as keys of a configuration too, where a list is a
     value."""
     by_key = {"a.b": 1, "a.c.d": None, "e": [{"f": 2}]}
     assert flattened({"a": {"b": 1, "c": {"d": None}}, "e": [{"f": 2}]}, separator=".") == by_key
-    nested = {"loss": 1.0, "b": Nested(2.0, {"embed": 3.0, "layer": {"w_q": 4.0}}), "a": 5}
-    names = ["loss", "b/loss", "b/grad_norm/embed", "b/grad_norm/layer/w_q", "a"]
-    assert list(flattened(nested).items()) == list(zip(names, [1.0, 2.0, 3.0, 4.0, 5]))
+    nested = {"loss": 1.0, "b": dataclasses.make_dataclass("Metrics", ["loss", "norm"])(2.0, {"w_q": 4.0}), "a": 5}
+    assert list(flattened(nested).items()) == [("loss", 1.0), ("b/loss", 2.0), ("b/norm/w_q", 4.0), ("a", 5)]
 
 
 def test_perplexity_and_bits_per_byte(tmp_path):
@@ -408,64 +352,48 @@ def test_an_error_in_a_step_is_not_hidden(tmp_path):
     assert records(tmp_path) == []
 
 
-RUN = """
-import sys, time
-import jax.numpy as jnp
-from runtime.tracking.metrics import Tracker
-from runtime.terminal import print_line
-with Tracker(sys.argv[1], start_step=0, total_steps=6, tokens_per_step=4096, flops_per_step={"mfu": 1e9},
-             peak_flops_per_s=None, log_interval=2, is_leader=True) as tracker:
-    for step in range(1, 7):
-        tracker.log(step, {'loss': jnp.float32(7.25)})
-        time.sleep(0.05)
-        if step == 4:
-            with tracker.paused():
-                tracker.log_validation(step, 3.5)
-            print_line('a line from elsewhere')
-"""
+def log_six_steps(folder) -> None:
+    """A run of six steps that logs every second one, validates after step 4 and says a line of its own."""
+    with open_tracker(folder, total_steps=6, log_interval=2, peak_flops_per_s=None) as tracker:
+        for step in range(1, 7):
+            tracker.log(step, metrics_of(7.25))
+            if step == 4:
+                with tracker.paused():
+                    tracker.log_validation(step, 3.5)
+                print_line("a line from elsewhere")
 
 
-def test_in_a_file_the_progress_is_plain_lines(tmp_path):
+RATE = r"loss 7\.2500, [\d,]+ tokens/s, mfu n/a, 00:00 left"
+
+
+def test_in_a_file_the_progress_is_plain_lines(tmp_path, capsys):
     """A line each logged step, no carriage returns, no control characters."""
-    done = subprocess.run(
-        [sys.executable, "-c", RUN, tmp_path], cwd=REPOSITORY, capture_output=True, text=True, check=True
-    )
-    assert done.stderr == ""
-    lines = done.stdout.split("\n")
-    rate = r"loss 7\.2500, [\d,]+ tokens/s, mfu n/a, 00:0\d left"
+    log_six_steps(tmp_path)
     expected = [
         r"step 1/6: loss 7\.2500 \(first step, not timed\)",
-        rf"step 2/6: {rate}",
-        rf"step 4/6: {rate}",
+        *(f"step {step}/6: {RATE}" for step in (2, 4)),
         r"step 4/6: validation loss 3\.5000",
         r"a line from elsewhere",
-        r"step 6/6: loss 7\.2500, [\d,]+ tokens/s, mfu n/a, 00:00 left",
-        "",
+        f"step 6/6: {RATE}",
     ]
-    assert len(lines) == len(expected) and all(re.fullmatch(*pair) for pair in zip(expected, lines)), done.stdout
+    printed = capsys.readouterr()
+    assert re.fullmatch("\n".join(expected) + "\n", printed.out) and not printed.err, printed
 
 
-def test_on_a_terminal_the_progress_is_one_line(tmp_path):
+def test_on_a_terminal_the_progress_is_one_line(tmp_path, monkeypatch):
     """A bar that is drawn over itself; other lines stand above it, whole; 100 columns wide, 100 are never passed."""
+    monkeypatch.setenv("COLUMNS", "100")
     main, worker = pty.openpty()
-    environment = {**os.environ, "COLUMNS": "100", "LINES": "24"}
     fcntl.ioctl(worker, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
-    process = subprocess.Popen(
-        [sys.executable, "-c", RUN, tmp_path], cwd=REPOSITORY, stdout=worker, stderr=worker, env=environment
-    )
-    os.close(worker)
+    os.set_blocking(main, False)
     output = b""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and select.select([main], [], [], deadline - time.monotonic())[0]:
-        try:
-            piece = os.read(main, 65536)
-        except OSError:  # Linux: the other end is closed
-            break
-        if not piece:
-            break
-        output += piece
+    with open(worker, "w", encoding="utf-8") as terminal, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", terminal)
+        log_six_steps(tmp_path)
+        with contextlib.suppress(BlockingIOError):
+            while piece := os.read(main, 65536):
+                output += piece
     os.close(main)
-    assert process.wait(timeout=60) == 0
     # What a terminal would show: within a line, what follows a carriage return is written over what stood there.
     shown = []
     for line in output.decode().replace("\x1b[A", "").split("\n"):
@@ -473,8 +401,5 @@ def test_on_a_terminal_the_progress_is_one_line(tmp_path):
         for piece in line.rstrip("\r").split("\r"):
             cells[: len(piece)] = piece
         shown.append("".join(cells).rstrip())
-    assert shown[0] == "step 4/6: validation loss 3.5000"
-    assert shown[1] == "a line from elsewhere"
-    assert re.fullmatch(r"step 6/6 \|█+\| loss 7\.2500, [\d,]+ tokens/s, mfu n/a, 00:00 left", shown[2]), shown
-    assert shown[3:] == [""]
-    assert all(len(line) <= 100 for line in shown)
+    assert shown[:2] == ["step 4/6: validation loss 3.5000", "a line from elsewhere"] and shown[3:] == [""]
+    assert re.fullmatch(rf"step 6/6 \|█+\| {RATE}", shown[2]) and all(len(line) <= 100 for line in shown), shown
