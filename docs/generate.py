@@ -1,11 +1,12 @@
 """Writes the generated blocks of README.md and docs/: the figures that a ledger, a plan or a config gives.
 
-    python -m docs.generate               # all, three minutes on a core: `make docs`
-    python -m docs.generate plans letters   # those of these names
+    python -m docs.generate                  # all, three minutes on a core: `make docs`
+    python -m docs.generate plans notebook   # those of these names
 
 A block stands between `<!-- generated: NAME arguments -->` and `<!-- end -->`. Its function below gets the text that is
 there and the arguments, and returns what should be there. To add a row to a table of plans, write its first cell, and
 generate. tests/docs/test_generated.py holds that generating changes nothing but line numbers.
+`notebook` executes docs/learn_sharding.ipynb.
 """
 
 import contextlib
@@ -17,7 +18,6 @@ import pathlib
 import re
 import shlex
 import sys
-import types
 
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
@@ -26,7 +26,6 @@ import jax
 import train
 import train_any
 from ledger.count.step import of_step
-from ledger.machines.hardware import named
 from ledger.machines.roofline import roofline
 from ledger.pages.text import text as text_of_ledger
 from runtime import program
@@ -38,6 +37,7 @@ from tools import plan, plan_step
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+NOTEBOOK = ROOT / "docs/learn_sharding.ipynb"
 BLOCK = re.compile(r"(?<=<!-- generated: )(\w+)(.*?)( -->\n)(.*?)(?=<!-- end -->)", re.S)
 load_plan = functools.partial(load, plan_step.plan_class(train))
 
@@ -79,14 +79,6 @@ def ledger_on_cpu(name="local_test_synthetic", *overrides):
     return of_step(traced, dict(mesh.shape), source=train.__file__, tokens=tokens, platform="cpu")
 
 
-def sizes():
-    """Of each letter in the small job, and its mesh."""
-    config = load(train.Config, "local_test_synthetic")
-    model, tokens = config.model, config.training.tokens
-    letters = dict(B=tokens.batch, L=tokens.len, S=tokens.len, M=model.d_model, K=model.n_kv, Q=model.n_q_per_kv)
-    return letters | dict(D=model.d_head, F=model.d_ff, V=model.vocab, layers=model.layers), vars(config.mesh)
-
-
 # == The blocks ========================================================================================================
 @dataclasses.dataclass(frozen=True)
 class Gpu:
@@ -107,40 +99,38 @@ def hosts(old):
     return fenced([*table, "...", *cluster.sent_over_network(ledger_on_cpu(), mesh)])
 
 
-# Of docs/training.md: what is asked for, and the keys.
+# Of docs/at_scale.md: what is tried with each family, and the keys.
 CAPABILITIES = {
-    "`r` `d`": ["mesh={r: 2, d: 2}"],
-    "`e` `t`": ["mesh={d: 1, e: 2, t: 2}"],
+    "`r` and `d`": ["mesh={r: 2, d: 2}"],
+    "`e` and `t`": ["mesh={d: 1, e: 2, t: 2}"],
     "`c`": ["mesh={d: 1, c: 2, t: 2}"],
-    "`c` = 8": ["mesh={d: 1, c: 8}"],
-    "ring": ["mesh={d: 1, c: 2}", "context=ring"],
+    "`c` beyond the heads": ["mesh={d: 1, c: 8}"],
+    "`context=ring`": ["mesh={d: 1, c: 2}", "context=ring"],
     "`p`": ["mesh={d: 1, p: 2}", "training.pieces=2", "model.layers=4", "training.microbatches=2"],
     "dropout": ["training.dropout=0.1"],
-    "8 bits": ["fp8=true"],
+    "`fp8=true`": ["fp8=true"],
     "optimizers": ["training.optimizer=muon", "training.ema_decay=0.9", "training.z_loss=1e-4"],
 }
 
 
 def families(old):
-    """docs/training.md: a row for each of configs/family/, and why something is refused."""
-    reasons, rows = {}, []
+    """docs/at_scale.md: what families of configs/family/ refuse, and why."""
+    refused = {}
     for name in sorted(path.stem for path in (ROOT / "configs/family").glob("*.yaml")):
         keys = [f"family={name}", *(["training.tokens.read_len=64"] if name == "t5" else [])]
-        cells = [f"`{name}`"]
-        for others in CAPABILITIES.values():
+        for what, others in CAPABILITIES.items():
             config = load(train_any.Config, "any_synthetic", [*keys, *others])
             try:
                 config = train_any.resolved(config)
                 train_any.shapes(config)
-                cells.append("✓")
-            except RunError as refused:
-                said = str(refused).partition(": ")
+            except RunError as error:
+                said = str(error).partition(": ")
                 reason = re.sub(r"model.n_kv = \d+", "model.n_kv", " ".join(said[2].split()))
-                cells.append(reasons.setdefault(reason, chr(ord("a") + len(reasons))))
-        rows.append(cells)
-    head = ["`family=`", *CAPABILITIES]
-    lines = [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
-    return "\n".join([*lines, "", *(f"- {letter}: {reason}" for reason, letter in reasons.items())]) + "\n"
+                names, whats = refused.setdefault(reason, ({}, {}))
+                names[f"`{name}`"] = whats[what] = None  # a set in the order of insertion
+    return "".join(
+        f"- {', '.join(names)}, {', '.join(whats)}: {reason}\n" for reason, (names, whats) in refused.items()
+    )
 
 
 def ledger(old, attention, *starts):
@@ -178,8 +168,7 @@ def settings(old, *machine):
         bound = roofline(ledger, figures, config.devices_per_host)
         if ledger.devices != count:
             raise ValueError(f"{keys} are {ledger.devices} devices, not {devices}")
-        (update,) = (phase for phase in bound.phases if phase.name == "update")
-        shares = [f"{each:.0%}" for each in (bound.mfu, bound.mfu_alone, update.sent_s / bound.step_s)]
+        shares = [f"{each:.0%}" for each in (bound.mfu, bound.mfu_alone)]
         return size, devices, keys, f"{ledger.memory.bytes / 1e9:.1f} GB", *shares
 
     return table(old, row)
@@ -191,64 +180,8 @@ def refusal(old, *overrides):
     return fenced([wrapped(re.search(r"It will not fit: .*? To need less:", text)[0] + " ...")])
 
 
-def floors_on_h200(old):
-    """docs/performance.md: the plan's times in ms, and MFU; third: products at 790 TFLOP/s, memory beside them."""
-
-    def row(name, *others):
-        config, machine = re.fullmatch(r"`(\w+)` on (.*) H200", name).groups()
-        *hosts, joined = re.findall(r"\d", machine)  # '8 ×' or '4 × 8'
-        overrides = f"hardware=h200 hosts={hosts[0] if hosts else 1} devices_per_host={joined}"
-        ledger = plan_step.ledger_of(
-            plan_step.with_kernel(plan_step.on_mesh(load_plan(config, overrides.split())), named("h200"))
-        )
-        bound = roofline(ledger, named("h200"), int(joined))
-        compute, memory, sending = bound.totals.values()
-        third = ledger.model_flops / ledger.devices / (compute * 989 / 790 + memory) / 989e12
-        times = [f"{1e3 * each:.1f}" for each in (compute, memory, sending, bound.step_s, bound.step_alone_s)]
-        shares = [f"{bound.mfu:.1%}", f"{bound.mfu_alone:.1%}", f"{third:.0%}", f"{ledger.memory.bytes / 1e9:.2f} GB"]
-        return name, *times, *shares
-
-    return table(old, row)
-
-
-def letters(old):
-    """docs/reading.md: the small job's size of each letter."""
-    return table(old, lambda letter, what, size: (letter, what, str(sizes()[0][letter.strip("`").split(",")[0]])))
-
-
-def shapes(old):
-    """docs/reading.md: each type's shape, whole and on a device."""
-    (lengths, axes), code = sizes(), (ROOT / "train.py").read_text()
-
-    def row(name, type_, *others):
-        if (bare := type_.strip("`")) not in code:
-            raise ValueError(f"{name} is of no type that train.py has: {bare}")
-        whole, device = [], []
-        for dim, *over in (each.split("/") for each in bare.split() if each[0] != "+"):
-            size = lengths[dim] if dim in lengths else int(dim)
-            whole.append(size)
-            device.append(functools.reduce(lambda left, axis: left // axes[axis], over, size))
-        return name, type_, *(" × ".join(map(str, each)) for each in (whole, device))
-
-    return table(old, row)
-
-
-def small_job(old):
-    """docs/reading.md: parameters of the small job, and a step's totals on devices that compute in bfloat16."""
-    state, _ = train.shapes(load(train.Config, "local_test_synthetic"))
-    count = sum(leaf.size for leaf in jax.tree.leaves(state.weights))
-    kernel = types.SimpleNamespace(torus_dims=0, capability=0)
-    ledger = plan_step.ledger_of(plan_step.with_kernel(load_plan("local_test_synthetic"), kernel))
-    return (
-        f"| parameters | {count:,} |\n|---|---|\n| weights and moments on a device, 12 bytes each over all devices "
-        f"| {12 * count / 8 / 1e6:.2f} MB |\n| a step computes | {ledger.hardware_flops / 1e9:.1f} GFLOP |\n"
-        f"| each device sends | {ledger.sent_bytes() / 1e6:.2f} MB |\n"
-        f"| each device needs | {ledger.memory.bytes / 1e6:.1f} MB |\n"
-    )
-
-
 # == Pages =============================================================================================================
-MADE = families, hosts, ledger, plans, settings, refusal, floors_on_h200, letters, shapes, small_job
+MADE = families, hosts, ledger, plans, settings, refusal
 FUNCTIONS = {each.__name__: each for each in MADE}
 
 
@@ -262,7 +195,19 @@ def made(name, arguments, old):
     return FUNCTIONS[name](old, *shlex.split(arguments))
 
 
+def executed_notebook():
+    """docs/learn_sharding.ipynb with what its cells print, by Jupyter."""
+    import nbclient
+    import nbformat
+
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    where = {"metadata": {"path": str(NOTEBOOK.parent)}}
+    return nbformat.writes(nbclient.NotebookClient(notebook, resources=where, record_timing=False).execute())
+
+
 def main(names):
+    if "notebook" in names:
+        NOTEBOOK.write_text(executed_notebook() + "\n")
     for page in PAGES:
         text = page.read_text()
 
@@ -275,4 +220,4 @@ def main(names):
 
 if __name__ == "__main__":
     os.environ["COLUMNS"] = "80"  # what a terminal has
-    main(sys.argv[1:] or FUNCTIONS)
+    main(sys.argv[1:] or [*FUNCTIONS, "notebook"])

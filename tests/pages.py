@@ -1,14 +1,13 @@
 """README.md and docs/*.md, taken apart for the tests that do what they say; and copies of the repository to try it."""
 
-import builtins
 import importlib.util
+import json
 import os
 import pathlib
 import re
 import shutil
 import subprocess
 import sys
-from unittest import mock
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs/recipes").glob("*.md"))]
@@ -61,19 +60,14 @@ def module_of(path, text):
     return module
 
 
-def steps_of_the_tutorial(path, text=None):
-    """[(step, its arguments, mesh)] of docs/tutorial.py, or of a changed copy, which is executed from a path.
-
-    Its fourth part, a mistake, is left out, and `show` gives us a step in the place of running it.
-    """
-    text = text or text_of("tutorial.py")
-    text, _, _ = text.partition("# == 4. A mistake")
-    assert text.count("\ndef show(") == 1
-    shown = []
-    with mock.patch.object(builtins, "show", lambda *given: shown.append(given), create=True):
-        module = module_of(path, text.replace("\ndef show(", "\ndef run_and_show("))
-    given = module.x, module.target
-    return [(step, (type_(w_in=module.w_in, w_out=module.w_out), *given), mesh) for _, type_, step, mesh in shown]
+def cells_of_the_notebook(tag=None):
+    """[(code, what it prints)] of docs/learn_sharding.ipynb; with a tag, of the cells that have it."""
+    cells = [cell for cell in json.loads(text_of("learn_sharding.ipynb"))["cells"] if cell["cell_type"] == "code"]
+    return [
+        ("".join(cell["source"]), "".join("".join(output["text"]) for output in cell["outputs"]))
+        for cell in cells
+        if tag is None or tag in cell["metadata"].get("tags", ())
+    ]
 
 
 def _recipes():
@@ -89,7 +83,6 @@ FAMILY = "A family"  # a page that changes models/llama.py
 RECIPES = _recipes()
 MESH_OF_RECIPE = {
     "Another axis of the mesh": {"r": 2, "d": 4, "t": 2},
-    "A context axis": {"d": 2, "c": 2, "t": 2},
 }
 
 

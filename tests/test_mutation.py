@@ -1,4 +1,4 @@
-"""Every wrong communication program made by mutation is refused, with its line: of train.py, of the tutorial, and of
+"""Every wrong communication program made by mutation is refused, with its line: of train.py, of the notebook, and of
 the copies of train.py that docs/changing.md makes.
 
 No mutant means the same as the original: even a maximum taken twice is refused, since its dim is gone after the first.
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 import small
 from mutation import mutants, refuse_all
-from pages import MESH_OF_RECIPE, RECIPES, module_of, recipe, steps_of_the_tutorial, text_of, train_py
+from pages import MESH_OF_RECIPE, RECIPES, cells_of_the_notebook, module_of, recipe, train_py
 
 from shardlib.shard_map import typed_shard_map
 
@@ -61,22 +61,37 @@ def test_every_mutant_is_refused(mesh, tmp_path, record_property):
     assert count > 100
 
 
-# -- docs/tutorial.py --------------------------------------------------------------------------------------------------
-def check_tutorial(path, source):
-    """Checks its steps; returns the number of claims of each."""
-    steps = steps_of_the_tutorial(path, source)
-    return [typed_shard_map(step).check(abstract(mesh), *given) for step, given, mesh in steps]
+# -- docs/learn_sharding.ipynb -----------------------------------------------------------------------------------------
+def check_notebook(path, source):
+    """Checks its programs; returns the number of claims of each."""
+    module = module_of(path, source)
+    x, w, stream = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((16, 32), (32, 64), (8, 4, 32)))
+    types = module.SplitOverD, module.SplitOverT, module.SplitOverBoth
+    over_d, over_t, over_both = (type_(w_in=w, w_out=w) for type_ in types)
+    programs = {
+        "rows_apart": (D_T, x, w),
+        "matrix_apart": (D_T, x, w),
+        "contraction_apart": (D_T, x, w),
+        "sum_apart": (D_T, x, w),
+        "fsdp_step": ({"d": 8}, over_d, x, x),
+        "tensor_parallel_step": ({"t": 8}, over_t, x, x),
+        "step": (D_T, over_both, x, x),
+        "feed_forward": (D_T, stream, w, w, w),
+    }
+    return [
+        typed_shard_map(getattr(module, name)).check(abstract(mesh), *given)
+        for name, (mesh, *given) in programs.items()
+    ]
 
 
 @pytest.mark.parametrize("every", [4, *small.slow(1)])
-def test_mutants_of_the_tutorial_are_refused(every, tmp_path, record_property):
-    """Its three steps are accepted as they are, and none of their mutants is; quickly, none of every fourth."""
-    source, _, _ = text_of("tutorial.py").partition("# == 4. A mistake")
-    proved = check_tutorial(tmp_path / "tutorial.py", source)
-    assert len(proved) == 3 and min(proved) > 10
-    count = refuse_all(mutants(source)[::every], check_tutorial, tmp_path, "tutorial.py")
-    record_property("summary", f"{count} mutants of docs/tutorial.py: none accepted")
-    assert count > 40 / every
+def test_mutants_of_the_notebook_are_refused(every, tmp_path, record_property):
+    """Its programs are accepted as they are, and none of their mutants is; quickly, none of every fourth."""
+    source = "\n\n\n".join(code for code, _ in cells_of_the_notebook("step"))
+    assert min(check_notebook(tmp_path / "notebook.py", source)) > 2
+    count = refuse_all(mutants(source)[::every], check_notebook, tmp_path, "notebook.py")
+    record_property("summary", f"{count} mutants of docs/learn_sharding.ipynb: none accepted")
+    assert count > 60 / every
 
 
 # -- docs/changing.md --------------------------------------------------------------------------------------------------

@@ -7,29 +7,26 @@ import itertools
 import json
 import pathlib
 import re
-import runpy
 import shlex
 import shutil
 
 import numpy as np
 import pytest
-from pages import PAGES, ROOT, blocks, copy_of_the_repository, executed, of_language, run_in, section, text_of
+from pages import PAGES, ROOT, blocks, copy_of_the_repository, executed, of_language, run_in
 
 import train
 from docs.generate import BLOCK
 from runtime.config.command_line import load
 from runtime.terminal import RunError
-from tools import plan, plan_step
+from tools import plan
 
 # == Commands ==========================================================================================================
 # How many blocks of commands each page has that say `sh`: tests execute these, line by line.
 EXECUTED = {
     "changing.md": 2,  # test_changes_of_another_axis, test_what_a_change_costs
-    "clone_to_cluster.md": 2,  # test_the_data_on_the_way_to_a_cluster, test_the_plan_on_the_way_to_a_cluster
     "data.md": 1,  # test_your_own_text_in_five_commands
     "finetuning.md": 2,  # test_from_conversations_to_a_model
-    "context.md": 1,  # these two: tests/test_recipes.py
-    "layer_norm.md": 1,
+    "layer_norm.md": 1,  # tests/test_recipes.py
     "models.md": 5,  # tests/tools/test_convert.py, test_initial_weights.py, test_reading.py, with other folders
 }
 # How a command begins, in blocks that say nothing and in sentences.
@@ -102,7 +99,7 @@ def check_arguments(module, arguments):
     source = pathlib.Path(importlib.util.find_spec(module).origin).read_text()
     given = re.search(r"^    \S*\brun\(main, ([\w.]+)(\(.*)?\)\n", source, re.M)
     if given is None or "--help" in arguments:
-        return  # docs/tutorial.py, and follow.py, which has two arguments
+        return  # follow.py, which has two arguments
     class_ = plan.config_class(arguments) if given[2] else getattr(importlib.import_module(module), given[1])
     name, overrides, sweeps = None, [], "-m" in arguments
     for each in arguments:
@@ -137,22 +134,6 @@ def test_the_check_of_the_readme(capsys):
     (command,) = [each for each in commands(ROOT / "README.md") if "check_only=true mesh.d=512" in each]
     train.main(load(train.Config, "local_test_synthetic", shlex.split(command)[3:]))
     assert "training_step on the mesh d=512 × t=2: " in capsys.readouterr().out
-
-
-def test_the_tutorial(capsys):
-    """It runs, each part agrees with numpy, and its program sends what the comments say; the mistake is refused."""
-    runpy.run_module("docs.tutorial")
-    text = capsys.readouterr().out
-    parts = dict(re.findall(r"^(FSDP|Tensor parallelism|Both), mesh [^\n]*\n(.*?numpy's)$", text, re.M | re.S))
-    sent = {name: re.findall(r"1 × ([\w-]+) over ([\w ]+), ([\d,]+) bytes, \w+", part) for name, part in parts.items()}
-    gathers, scatters = [("all-gather", "d", "1,024")] * 2, [("reduce-scatter", "d", "8,192")] * 2
-    assert sent["FSDP"] == [*gathers, ("all-reduce", "d", "4"), *scatters]
-    terms = [("all-gather", "t", "256"), ("all-reduce", "t", "4"), ("reduce-scatter", "t", "2,048")]
-    assert sent["Tensor parallelism"] == terms
-    both = [("all-gather", "d")] * 2 + [("all-gather", "t"), ("all-reduce", "d and t")]
-    assert [row[:2] for row in sent["Both"]] == [*both, *[("reduce-scatter", "d")] * 2, ("reduce-scatter", "t")]
-    assert text.count("loss and new weights are numpy's") == 3
-    assert "A forgotten sum:\nthe result is 'B/d M +t', not 'B/d M': the contraction leaves a sum over t" in text
 
 
 def random_lines(count, words):
@@ -205,34 +186,6 @@ def test_from_conversations_to_a_model(tmp_path):
         of_steps = (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()
         before, after = (each["validation_loss"] for each in map(json.loads, of_steps) if "validation_loss" in each)
         assert after < before
-
-
-@pytest.mark.slow
-def test_the_data_on_the_way_to_a_cluster(tmp_path):
-    """The page's commands for the data, with 2 steps: the loss begins at what the page says."""
-    copy_of_the_repository(tmp_path)
-    (tmp_path / "text").mkdir()
-    documents = random_lines(5000, words=200)
-    (tmp_path / "text" / "a.jsonl").write_text("".join(json.dumps({"text": each}) + "\n" for each in documents))
-    ((_, body),) = section("docs/clone_to_cluster.md", r"3\. Your data")
-    install, *lines = body.replace("/shared", str(tmp_path)).splitlines()
-    assert install.startswith("pip install ") and len(lines) == 3
-    for line in lines:
-        fewer = ["training.steps=2", "training.warmup_steps=1", "log_interval=1"]
-        run_in(tmp_path, [*shlex.split(line), *(fewer if "-m train " in line else [])])
-    first = json.loads((tmp_path / "runs" / "rehearsal" / "metrics.jsonl").read_text().splitlines()[0])
-    said = " ".join(text_of("clone_to_cluster.md").split())
-    assert "falls from about 10.9, " in said and abs(first["loss"] - 10.9) < 0.1
-
-
-def test_the_plan_on_the_way_to_a_cluster(capsys):
-    """The page's commands for machines that are not here: a forecast, and the sharding proved."""
-    ((_, body),) = section("docs/clone_to_cluster.md", r"4\. It will fit, and what it will cost")
-    planned, checked = (shlex.split(line)[3:] for line in body.splitlines())
-    plan.main(load(plan_step.plan_class(train), planned[0].removeprefix("--config-name="), planned[1:]))
-    assert "forecast of the peak " in capsys.readouterr().out
-    train.main(load(train.Config, checked[0].removeprefix("--config-name="), checked[1:]))
-    assert "training_step on the mesh d=32 × t=1: " in capsys.readouterr().out
 
 
 # == Links =============================================================================================================

@@ -14,6 +14,7 @@ import pytest
 import yaml
 import zarr
 from jax.sharding import PartitionSpec as P
+from mutation import mutants
 from pages import (
     PAGES,
     ROOT,
@@ -44,14 +45,12 @@ from tools import plan_step
 
 # == Python ============================================================================================================
 def test_blocks_of_code_are_all_known():
-    """A block that is new has a test; that of docs/ledger.md is a form, whose scopes test_ledger_kernels runs; those of
-    docs/recipes/family.md are a file, which test_recipes.py makes."""
+    """A block that is new has a test; those of docs/recipes/family.md are a file, which test_recipes.py makes."""
     for language, known in {
         "python": {
             "README.md": 1,
             "notation.md": 2,
             "formats.md": 1,
-            "ledger.md": 1,
             "data.md": 1,
             "family.md": 4,
         },
@@ -65,6 +64,14 @@ def test_the_excerpt_of_the_readme_is_train_py():
     """What README.md shows stands in train.py."""
     (code,) = of_language("python", "README.md")
     assert code in train_py()
+
+
+def test_the_numbers_of_the_readme():
+    """It says how many lines train.py has, and how many mutations of it the tests try."""
+    readme = (ROOT / "README.md").read_text()
+    lines = train_py().count("\n")
+    assert f"(train.py) is {lines} lines" in " ".join(readme.split()) and f"| lines to read | {lines}, " in readme
+    assert f"get past: 0 of {len(mutants(train_py()))} |" in readme
 
 
 IMPORTS = """import jax
