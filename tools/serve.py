@@ -52,7 +52,7 @@ Rows = Annotated[int, Interval(ge=1, le=2**12), "a whole number from 1 to 4096"]
 class Serve(OnFewerBytes):
     WORDS: ClassVar = ("model",)
 
-    host: str = "127.0.0.1"  # where it listens; 0.0.0.0: for other machines too, over which an api_key should watch
+    host: NotEmpty = "127.0.0.1"  # where it listens; 0.0.0.0: for other machines too, with an api_key best
     port: Port = 8000  # of it
     # That clients must send as a bearer token; null: the environment's CLEARSHARD_API_KEY, as others see arguments.
     api_key: NotEmpty | None = None

@@ -269,6 +269,15 @@ def test_without_the_key_no_body_is_read(running, fed):
     assert server.ask(path="/health")[0] == 200 and server.ask(path="/v1/models")[0] == 401
 
 
+@pytest.mark.parametrize("line", ["Authorization: Bearer secret", "Authorization: Bearer other"])
+def test_a_body_that_is_no_http(running, line, capfd):
+    """A chunk without a size, while its request is answered or refused: one answer, and no traceback in the log."""
+    server = running(api_key="secret")
+    client = server.connect(head("Transfer-Encoding: chunked", line) + b"no size\r\n")
+    said = b"".join(iter(lambda: client.recv(65536), b""))
+    assert said.count(b"HTTP/1.1 4") == 1 and "Traceback" not in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("is_chunked", [False, True])
 def test_a_body_that_is_too_long(running, is_chunked):
     """30 MB: its sender is told, and none of it is kept."""
@@ -426,6 +435,7 @@ def test_a_template_that_does_not_end(running, template, said):
 @pytest.mark.parametrize("arguments, message", [
     (["port=70000"], "port = 70000: expected a whole number from 1 to 65535"),
     (["port=0"], "port = 0: expected a whole number from 1 to 65535"),
+    (["host="], 'host = "": expected text, not empty'),
     (["api_key="], 'api_key = "": expected text, not empty'),
     (["rows=2147483647"], "rows = 2147483647: expected a whole number from 1 to 4096"),
     (["rows=3", "mesh.d=2"], "rows = 3: expected a multiple of 2, the devices that share them"),
