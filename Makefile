@@ -63,9 +63,10 @@ $(VENV)-jax-%/tests: requirements-cpu.txt requirements-test.txt
 test-slow: $(VENV)/tests
 	$(BIN)/python -m pytest -m slow -n 2 --dist worksteal -rs
 
-torture: $(VENV)/tests  ## 900 signals at random moments, then full disks and failing stores; an hour
+torture: $(VENV)/tests  ## 900 signals at random moments, full disks and failing stores, attacks on a server; two hours
 	$(BIN)/python -m tests.torture
 	$(BIN)/python -m tests.torture_tools
+	$(BIN)/python -m tests.torture_server
 
 golden: $(VENV)/runtime  ## the losses that tests/test_golden.py expects, written anew
 	$(BIN)/python -m tests.renew_golden

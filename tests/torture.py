@@ -45,8 +45,9 @@ SMALL = (
     "checkpoint_interval=5", "checkpoint.keep_last=2", "training.steps=60", "training.steps_for_lr=60",
 )  # fmt: skip
 FINETUNE = (
-    "flat_tokens.filespec=synthetic_dataset.zarr", "flat_tokens.sequence_packing=true", "lora.rank=2",
-    "lora.dropout=0.1", "training.ema_decay=0.9", "training.microbatches=2", "training.batch_doubles_at=[20]",
+    "--config-name=finetune_smollm2", "flat_tokens.filespec=synthetic_dataset.zarr", "lora.rank=2", "lora.dropout=0.1",
+    "flat_tokens.sequence_packing=true", "training.ema_decay=0.9", "training.microbatches=2",
+    "training.batch_doubles_at=[20]",
 )  # fmt: skip
 STEPS, LONGEST_S = 60, 600
 MOMENTS = {"starting": 3, "stepping": 3, "saving": 4, "saved": 2, "validating": 1, "ending": 2}

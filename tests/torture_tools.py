@@ -22,7 +22,7 @@ from pathlib import Path
 
 from runtime.config import command_line
 from runtime.terminal import RunError
-from tests.torture import STATUSES, Life, Run
+from tests.torture import FINETUNE, STATUSES, Life, Run
 
 GOLDEN = Path(__file__).parent / "models/golden/llama"
 ENDS = {0}.union(*STATUSES.values())
@@ -37,7 +37,7 @@ class Job:
     module: str
     config: str
     arguments: str
-    is_whole: bool = False  # the folder is there with all that belongs to it, or not at all
+    is_whole: bool = False  # all of it is there, or nothing
 
 
 JOBS = {
@@ -51,6 +51,7 @@ JOBS = {
     ),
     "curves": Job("tools.compare", "Compare", "{inputs}/run {inputs}/lora output={to}"),
     "answers": Job("tools.generate", "Generate", "{inputs}/run input={inputs}/prompts.txt tokens=2 rows=4 to={to}"),
+    "vectors.npy": Job("tools.embed", "Embed", "{inputs}/run {inputs}/words.txt to={to} rows=4", is_whole=True),
     "scores": Job("tools.score", "Score", "{inputs}/run {inputs}/tasks.jsonl to={to}"),
 }
 
@@ -86,6 +87,7 @@ def make_inputs(folder: Path, draw: random.Random) -> None:
     (folder / "text.txt").write_text("\n".join(lines))
     (folder / "text.jsonl").write_text("".join(f'{{"text": "{line}"}}\n' for line in lines))
     (folder / "prompts.txt").write_text("\n".join(lines[:24]))
+    (folder / "words.txt").write_text("\n".join(words[:24]))
     (folder / "tasks.jsonl").write_text("".join(f'{{"text": "{line}"}}\n' for line in lines[:24]))
     data = f"flat_tokens.filespec={folder}/data.zarr"
     job = Job("tools.tokenize_text", "TokenizeText", f"input={folder}/text.txt output={folder}/data.zarr")
@@ -94,7 +96,7 @@ def make_inputs(folder: Path, draw: random.Random) -> None:
     short.append(f"paths.root_working_dir={folder}")  # the last one says where a Run looks
     Run.keys = (*Run.keys, "model.vocab=264")
     Run(folder, "run", *short).live().end()
-    Run.program, Run.keys = "train_any", ("lora.rank=2", f"initial_weights={folder}/run")
+    Run.program, Run.keys = "train_any", (FINETUNE[0], "lora.rank=2", f"initial_weights={folder}/run")
     Run(folder, "lora", *short).live().end()
 
 
@@ -106,14 +108,14 @@ def live(job: Job, arguments: list[str], log: Path) -> Life:
 def torture(name: str, job: Job, folder: Path, draw: random.Random, kills: int, counts: Counter) -> None:
     """Ends the job so many times, in as many outputs as it takes."""
     named, number, killed = name.replace(" ", "_"), 0, 0
-    whole, began = folder / f"{named}-whole", time.monotonic()
+    whole, began = folder / f"whole-{named}", time.monotonic()
     live(job, written_to(job, folder, whole), folder / f"{named}.log").end()
     whole_s, expected = time.monotonic() - began, digest(whole)
     while killed < kills:
-        to, lives = folder / f"{named}-{number}", 0
+        to, lives = folder / f"{number}-{named}", 0
         number += 1
         while True:
-            log, lives = folder / f"{named}-{number}.{lives}.log", lives + 1
+            log, lives = folder / f"{number}-{named}.{lives}.log", lives + 1
             life = live(job, written_to(job, folder, to), log)
             if killed < kills and lives < 8:
                 # Those after the first one may be ended sooner, since part of the work is done.

@@ -1,7 +1,6 @@
 """python -m tools.serve: an OpenAI client against it, many of them, and what it refuses."""
 
 import asyncio
-import concurrent.futures
 import contextlib
 import functools
 import json
@@ -399,57 +398,6 @@ def test_two_minutes_of_load(cat_run, record_property):
     assert [first + more for first, more in zip(begun, rest)] == [text] * 8
     assert server.process.wait(60) in (0, -signal.SIGTERM)
     server.client.close()
-
-
-def attack(server, rng):
-    """One of the ways in which a socket can be bad. Returns bytes that were sent."""
-    port = int(server.url.rpartition(":")[2])
-    body = json.dumps({"prompt": "the cat", "max_tokens": rng.randint(1, 200), "stream": rng.random() < 0.5}).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
-    data = rng.choice(
-        [
-            lambda: (head % len(body) + body)[: rng.randint(0, 120)],
-            lambda: head % len(body) + body,
-            lambda: head % 10**9 + b"x" * rng.randint(0, 2 * 10**6),
-            lambda: b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * rng.randint(0, 3 * 10**5),
-            lambda: b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * rng.randint(1, 3000),
-            lambda: rng.randbytes(rng.randint(0, 10**5)),
-            lambda: head % 80_000 + (b'{"prompt":' + b"[" * 80_000)[:80_000],
-            lambda: head % 80_000 + (b'{"prompt": ["a"' + b', "a"' * 20_000)[:80_000],
-        ]
-    )()
-    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=0.2) as client:
-        client.sendall(data)
-        if rng.random() < 0.7:
-            client.recv(1000)
-    return len(data)
-
-
-@pytest.mark.slow
-def test_four_thousand_attacks(cat_run, record_property):
-    """From sockets, by eight at once: the server answers as before, and has no more memory than 200 MB over what it had
-    when it had answered each kind of request; the second half takes none."""
-    server = Server(cat_run, "rows=4", "length=256", "waiting=8")
-    expected = answers_alone(server)
-
-    def some(seed):
-        rng = random.Random(seed)
-        return sum(attack(server, rng) for _ in range(250))
-
-    memory, sent = [server.resident_bytes()], 0
-    for half in range(2):
-        with concurrent.futures.ThreadPoolExecutor(8) as pool:
-            sent += sum(pool.map(some, range(8 * half, 8 * half + 8)))
-        counted = server.idle()
-        memory.append(server.resident_bytes())
-    assert counted["answered"] + counted["left"] == counted["requests"] and "failed" not in counted
-    assert [server.client.completions.create(**given).choices[0].text for given, _ in expected] == [
-        text for _, text in expected
-    ]
-    sizes = [round(each / 1e6) for each in memory]
-    record_property("summary", f"4,000 attacks, {sent / 1e6:.0f} MB sent, {counted['requests']} answers, {sizes} MB")
-    assert max(memory) - memory[0] < 200e6 and memory[2] < 1.1 * memory[1], sizes
-    server.stop()
 
 
 def test_a_model_without_a_tokenizer_is_not_served(called):
