@@ -285,6 +285,8 @@ def task_of(config: Config) -> Task:
     types, places = narrowed(family.Weights, shapes), []
     if lora.rank:
         places = adapters.chosen(adapters.places(family, shapes), lora.targets)
+        if lora.dropout and any(place.is_of_experts for place in places):
+            raise RunError("lora.dropout: expected 0 for adapters of experts, as PEFT does")
         trained = adapters.tree(family, places, lambda place, which: f32[str(getattr(place, which))])
         frozen, decayed = types, jax.tree.map(lambda _: 1.0, trained)
     else:
@@ -334,9 +336,8 @@ def first_weights(task: Task, seed: jax.Array) -> Any:
         shape = place.shape(which, task.lora.rank)
         if which == 'b':
             return jnp.zeros(shape, jnp.float32)
-        fan_in = np.prod(shape[1:-1])
         key = fold_in_str(jax.random.key(seed), place.path)
-        return jax.random.uniform(key, shape, jnp.float32, -1, 1) / np.float32(fan_in**0.5)
+        return jax.random.uniform(key, shape, jnp.float32, -1, 1) / np.float32(place.fan_in**0.5)
 
     return adapters.tree(task.family, task.places, draw)
 
@@ -374,6 +375,16 @@ def joined(task: Task, weights: Tuned) -> Any:
     return weights.frozen if task.lora.rank else whole(task, weights)
 
 
+def options_of(training: Training, dropout: Dropout | None, fp8: bool = False) -> layers.Options:
+    return layers.Options(
+        reduce_dtype=training.gradient_reduce_dtype,
+        kept=training.save_for_backward,
+        unroll=training.unroll_layers,
+        fp8=fp8,
+        dropout=dropout,
+    )
+
+
 def loss_sum(
     task: Task, training: Training, special_id: int, weights: Tuned, batch: TokenBatch, drops: Drops, z_loss: float
 ):  # fmt: skip
@@ -383,21 +394,20 @@ def loss_sum(
     weights: as in a step. drops, z_loss: (None, None) and 0 in validation.
     """
     family, model, (dropout, of_adapters) = task.family, task.model, drops
-    reduce_dtype, kept = training.gradient_reduce_dtype, training.save_for_backward
-    options = dict(reduce_dtype=reduce_dtype, kept=kept, unroll=training.unroll_layers, fp8=task.fp8)
+    reduce_dtype = training.gradient_reduce_dtype
+    how = options_of(training, dropout, fp8=task.fp8)
     all_weights = joined(task, weights)
     if task.lora.rank:
-        options['adapt'] = functools.partial(adapted, task.lora, of_adapters)
-        options['low'] = numbered(task, weights.trained)
+        adapt = functools.partial(adapted, task.lora, of_adapters)
+        how = replace(how, adapt=adapt, low=numbered(task, weights.trained))
     ends = family.TABLE.gather_first(all_weights, reduce_dtype)
-    options['dropout'] = dropout
     if family.KIND == 'both':
-        x, routing = family.hidden(model, all_weights, *family.pairs_of(batch, special_id), ends=ends, **options), None
+        x, routing = family.hidden(model, all_weights, *family.pairs_of(batch, special_id), ends=ends, how=how), None
     else:
         inputs, *places = layers.inputs_of(batch, special_id)
         inputs = batch.inputs if family.KIND == 'encoder' else inputs
         x, routing = layers.hidden(
-            family, model, all_weights, inputs, *places, ends=ends, along_c=task.along_c, **options
+            family, model, all_weights, inputs, *places, ends=ends, along_c=task.along_c, how=how
         )
     cap = family.mask(model).logits_cap
     unembed = over_stages(family.TABLE.gather_unembed(all_weights, ends, reduce_dtype))
@@ -522,8 +532,8 @@ class Staged:
             weights, in_use = (frozen, (piece, numbers)), functools.partial(adapted, task.lora, of_adapters)
         stack = weights, window, None if dropout is None else numbers
         _, segment, position = layers.inputs_of(batch, self.special_id)
-        options = training.save_for_backward, training.unroll_layers, dropout, task.along_c
-        x, routing = layers.through(task.family, task.model, x, stack, in_use, segment, position, *options)
+        how = options_of(training, dropout)
+        x, routing = layers.through(task.family, task.model, x, stack, in_use, segment, position, how, task.along_c)
         if routing is None:
             return (x, None), None
         loss = loss_of_routers(training, self.parts, routing)

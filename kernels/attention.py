@@ -14,7 +14,8 @@ Each is a function (q, k, v, segment, window=None, cap=None) -> o, with a gradie
 
     q        'B L Q K D'; query head (Q, K) reads key head K. The logits are q·k: no factor.
     k, v     'B L K D'
-    segment  int32 'B L': a position sees those before it, and itself, that are next to each other with its number
+    segment  int32 'B L': a position sees those before it, and itself, that are next to each other with its number;
+             blockwise also takes a part of a row, as `places` of blockwise.forward
     window   positions that a query sees, its own included: an int, or a scalar array, as `able` says
     cap      logits are cap · tanh(logits / cap)
     o        'B L Q K D' in q's type
@@ -38,52 +39,26 @@ _SAVED = "save_for_backward"  # as jax_extra.save_for_backward
 def _with_gradient(forward, backward):
     """A kernel of its two halves; the name under which it keeps what lies between them is the policy's."""
 
+    def result(q, k, v, segment, window, cap):
+        o, log_sum_exp = forward(q, k, v, segment, window, cap)
+        return o.astype(q.dtype), log_sum_exp
+
     @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
     def attention(q, k, v, segment, window=None, cap=None):
-        return forward(q, k, v, segment, window, cap)[0]
+        return result(q, k, v, segment, window, cap)[0]
 
     def keep(q, k, v, segment, window, cap):
-        o, log_sum_exp = (checkpoint_name(x, _SAVED) for x in forward(q, k, v, segment, window, cap))
+        o, log_sum_exp = (checkpoint_name(x, _SAVED) for x in result(q, k, v, segment, window, cap))
         return o, (q, k, v, segment, o, log_sum_exp, window)
 
     def give_back(cap, kept, gradient):
         *operands, window = kept
-        return *backward(*operands, gradient, window, cap), None, None
+        found = backward(*operands, gradient, window, cap)
+        return *(change.astype(operand.dtype) for change, operand in zip(found, operands)), None, None
 
     attention.defvjp(keep, give_back)
     return attention
 
-
-@functools.cache
-def part_kernel(cap: float | None = None):
-    """`blockwise` for the queries of one device's part of rows whose positions are `blockwise.dealt`, with all keys: a
-    function of
-
-    q 'B l Q K D', k and v 'B L K D', position int32 'l', key_position int32 'L', segment int32 'B l', key_segment
-    int32 'B L', and a window, which may be left out.
-    """
-
-    def keep(q, k, v, *others):
-        o, log_sum_exp = blockwise.forward_of_part(q, k, v, *others, cap=cap)
-        o, log_sum_exp = (checkpoint_name(x, _SAVED) for x in (o.astype(q.dtype), log_sum_exp))
-        return o, (q, k, v, others, o, log_sum_exp)
-
-    def give_back(kept, gradient):
-        *operands, (position, key_position, segment, key_segment, *window), o, log_sum_exp = kept
-        places = position, key_position, segment, key_segment
-        found = blockwise.backward_of_part(*operands, *places, o, log_sum_exp, gradient, *window, cap=cap)
-        changes = [each.astype(operand.dtype) for each, operand in zip(found, operands)]
-        return *changes, *[None] * (4 + len(window))
-
-    @jax.custom_vjp
-    def of_part(q, k, v, *others):
-        return blockwise.forward_of_part(q, k, v, *others, cap=cap)[0].astype(q.dtype)
-
-    of_part.defvjp(keep, give_back)
-    return of_part
-
-
-of_part = part_kernel()
 
 KERNELS = {
     "blockwise": _with_gradient(blockwise.forward, blockwise.backward),

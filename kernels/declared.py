@@ -1,4 +1,4 @@
-"""What the ledger cannot see in a kernel's products, said to it by the names of the scopes around them.
+"""Tells the ledger what it cannot see in a kernel's products, by the names of scopes around them.
 
     with declared.share(9, 16): ...               # of the products in here the model needs 9 of 16 FLOPs
     with declared.kernel_flops(my_kernel=(5, 4)): # one run of `my_kernel` computes 5 FLOPs, of which the model needs 4
@@ -12,7 +12,7 @@ import jax
 
 
 def share(needed: int, run: int):
-    """Of the FLOPs of the matrix products in this scope the model needs `needed` of `run`."""
+    """The model needs `needed` of `run` FLOPs of the matrix products in this scope."""
     return jax.named_scope(f"needed={needed}:{run}")
 
 
@@ -25,5 +25,5 @@ def kernel_flops(**kernels: tuple[int, int]):
 
 
 def recomputed():
-    """Products that the forward pass has computed too. The name is the one under which JAX's own checkpoints do so."""
+    """Products that the forward pass has computed before; JAX's own checkpoints use the same name."""
     return jax.named_scope("rematted_computation")

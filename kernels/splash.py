@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from kernels import declared
 
-LANES = 128  # a row is filled up to a multiple of these
+LANES = 128  # rows are padded to a multiple
 BLOCK = 512
 
 
@@ -50,6 +50,6 @@ def attention(q, k, v, segment, window: int | None = None, cap=None, *, save_as:
 
 
 def _by_head(x, length: int):
-    """'B L Q K D' -> 'B (K Q) L D', filled up to `length`."""
+    """'B L Q K D' -> 'B (K Q) L D', padded to `length`."""
     x = jnp.pad(x, ((0, 0), (0, length - x.shape[1]), *(((0, 0),) * 3)))
     return x.transpose(0, 3, 2, 1, 4).reshape(x.shape[0], -1, length, x.shape[-1])

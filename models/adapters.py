@@ -1,17 +1,19 @@
-"""Adapters of low rank (LoRA, Hu et al. 2021): which matrices of a family can have one, and their sums.
+"""Adapters of low rank (LoRA, Hu et al. 2021): which matrices of a family can have one, and how they are merged.
 
-    found = places(family, shapes)                     # of all matrices that can have one
+    found = places(family, shapes)                     # every matrix that can have one
     low = tree(family, found, make)                    # a family's Weights with make(place, 'a') and 'b' in its layers
-    merged = Merged(base, saved, found, scale, pool)   # base + scale · a · b, as a checkpoint
+    arrays = merged(arrays, saved_in(checkpoint, found, pool), scale)     # base + scale · a · b, read when asked for
 
 The model multiplies with base + alpha / rank · a · b (`products.Adapted`, `products.product`). Folders of the package
 PEFT are read and written here too: adapter_config.json and adapter_model.safetensors.
 """
 
 import dataclasses
+import functools
 import json
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,29 +21,30 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-from einops import rearrange
+from einops import EinopsError, rearrange
 
 from models import safetensors
-from runtime.checkpoints.checkpoint import Bounds, Grid, read_leaf
-from runtime.terminal import RunError
+from models.safetensors import Tensor
+from runtime.checkpoints.checkpoint import Bounds, Checkpoint, LazyArray, read_leaf
+from runtime.terminal import RunError, run_errors
 from shardlib.products import low_rank
 from shardlib.shardtypes import Stacked, fields, inner_of_optional, pytree_dataclass
 from shardlib.spec import Dim, Spec
 
-# Of a layer's matrices those that lead back to the residual: products with them take the sum over all dims but M.
-INWARD = ("w_o", "w_down", "cross_o")
-PREFIX = "base_model.model."  # of PEFT's names
-# Of an adapter_config.json: what changes nothing of what it computes. Any other field that is set is refused.
+# Matrices that lead back to the residual: products with them sum over all dims but M (and E).
+INWARD = ("w_o", "w_down", "cross_o", "expert_down")
+PREFIX = "base_model.model."  # PEFT's names begin with it
+# Fields of adapter_config.json that do not change the result. Any other field that is set is refused.
 WITHOUT_EFFECT = {
     "auto_mapping", "base_model_name_or_path", "fan_in_fan_out", "inference_mode", "lora_dropout", "megatron_core",
     "peft_version", "qalora_group_size", "revision", "target_modules", "task_type", "exclude_modules",
-    "layers_pattern", "ensure_weight_tying",
+    "layers_pattern", "ensure_weight_tying", "target_parameters",
 }  # fmt: skip
 
 
 @pytree_dataclass
 class LowRank:
-    """An adapter, or what is said of one."""
+    """An adapter, or the types of its two matrices."""
 
     a: Any
     b: Any
@@ -49,15 +52,15 @@ class LowRank:
 
 @dataclass(frozen=True)
 class Place:
-    """A matrix that an adapter can stand beside."""
+    """A matrix that can have an adapter."""
 
     stack: str  # the field of Weights with its layers: transformer
-    name: str  # once it is gathered: w_k
-    leaf: str  # of the weights: w_kv
-    part: tuple[int, ...]  # which one of the leaf, behind the dim of layers: (0,)
-    sizes: dict[str, int]  # of its dims, and of that of the layers
-    whole: Spec  # of the matrices of all layers: 'layers M K/t D'
-    a: Spec  # 'layers M rank'
+    name: str  # its name once gathered: w_k
+    leaf: str  # the weight that holds it: w_kv
+    part: tuple[int, ...]  # its index in the leaf, after the dim of layers: (0,)
+    sizes: dict[str, int]  # by dim, 'layers' among them
+    whole: Spec  # the matrices of all layers: 'layers M K/t D'
+    a: Spec  # 'layers M rank'; for experts 'layers E/e M rank'
     b: Spec  # 'layers rank K/t D'
 
     @property
@@ -65,17 +68,20 @@ class Place:
         return f"{self.stack}/{self.name}"
 
     @property
-    def count(self) -> int:
-        """Of layers."""
-        return self.sizes[self.whole.names[0]]
+    def is_of_experts(self) -> bool:
+        return "E" in self.whole.names
+
+    @property
+    def fan_in(self) -> int:
+        """The number of values that a product with a sums over."""
+        return math.prod(self.sizes[name] for name in self.a.names[1:-1] if name != "E")
 
     def shape(self, which: str, rank: int) -> tuple[int, ...]:
         return tuple({**self.sizes, "rank": rank}[name] for name in getattr(self, which).names)
 
 
 def places(family: ModuleType, weights: Any) -> list[Place]:
-    """All of them, of a family's weights or their shapes: the matrices with a dim M that its layers multiply with by
-    `product`, not experts."""
+    """Every matrix with a dim M that the layers multiply by; weights: a family's, or their shapes."""
     gathered, found = fields(family.Gathered), []
     for stack, stacked in fields(family.Weights).items():
         if not isinstance(stacked, Stacked):
@@ -86,12 +92,13 @@ def places(family: ModuleType, weights: Any) -> list[Place]:
             for name, part in parts.items() if array is not None else ():
                 type_ = gathered.get(name)
                 spec = getattr(inner_of_optional(type_) or type_, "spec", Spec(()))
-                if type_ is None or "M" not in spec.names or len(spec.names) < 2 or "E" in spec.names:
+                if type_ is None or "M" not in spec.names or len(spec.names) < 2:
                     continue
                 if (inner_of_optional(type_) or type_).element.name != "act":
                     continue
                 is_inward = name in INWARD
-                a, b = low_rank(spec, [dim for dim in spec.names if (dim != "M") == is_inward])
+                summed = [dim for dim in spec.names if dim != "E" and (dim != "M") == is_inward]
+                a, b = low_rank(spec, summed, of_x=["E"])
                 whole = Spec((*stacked.dims, *spec.dims))
                 sizes = dict(zip(whole.names, (array.shape[0], *array.shape[1 + len(part) :])))
                 # The rank has a name of its own: in T5's weights N is a number of buckets.
@@ -102,8 +109,13 @@ def places(family: ModuleType, weights: Any) -> list[Place]:
 
 
 def chosen(found: list[Place], targets: str) -> list[Place]:
-    """Those whose name, 'w_q', is what the regular expression says. Raises RunError for one that says none."""
-    some = [place for place in found if re.fullmatch(targets, place.name)]
+    """The places whose name, 'w_q', matches the regular expression; experts' only if it contains 'expert'. Raises
+    RunError if none does."""
+    some = [
+        place
+        for place in found
+        if re.fullmatch(targets, place.name) and ("expert" in targets or not place.is_of_experts)
+    ]
     if not some:
         names = ", ".join(dict.fromkeys(place.name for place in found))
         raise RunError(f"lora.targets = {targets!r} is none of the matrices that can have an adapter: {names}")
@@ -111,7 +123,7 @@ def chosen(found: list[Place], targets: str) -> list[Place]:
 
 
 def tree(family: ModuleType, some: list[Place], make: Callable[[Place, str], Any]) -> Any:
-    """A family's Weights, with adapters in the place of its layers, and nothing else."""
+    """A family's Weights with adapters in place of its layers, and nothing else."""
 
     def nothing(cls):
         return dict.fromkeys(field.name for field in dataclasses.fields(cls))
@@ -127,69 +139,45 @@ def tree(family: ModuleType, some: list[Place], make: Callable[[Place, str], Any
 
 
 def letters(*specs: Spec) -> list[str]:
-    """For einsum: a letter a dim."""
+    """The dims of each spec as letters, for einsum."""
     known: dict[str, str] = {}
     return ["".join(known.setdefault(name, chr(97 + len(known))) for name in spec.names) for spec in specs]
 
 
-@dataclass(frozen=True)
-class Overlaid:
-    """Stands for a checkpoint: a base, some of whose arrays another one replaces, or adds adapters to."""
+Adapter = tuple[Place, np.ndarray, np.ndarray]  # a and b of all layers, float32
 
-    base: Any
-    over: Any
-    adapters: dict[str, list[tuple[Place, np.ndarray, np.ndarray]]]  # by the name of the array that they add to
-    scale: float
 
-    @property
-    def path(self) -> str:
-        return self.over.path
+def saved_in(checkpoint: Checkpoint, some: list[Place], pool: Executor) -> tuple[Adapter, ...]:
+    """The adapters in a checkpoint. They are a few percent of the base, so they are read now."""
+    there = [place for place in some if f"weights/{place.path}/a" in checkpoint.arrays]
+    return tuple(
+        (place, *(read_leaf(checkpoint, f"weights/{place.path}/{which}", pool) for which in "ab")) for place in there
+    )
 
-    @property
-    def attributes(self) -> dict[str, Any]:
-        return self.over.attributes
 
-    @property
-    def arrays(self) -> dict[str, Any]:
-        return {name: each for name, each in self.base.arrays.items() if name.startswith("weights")}
+def merged(arrays: dict[str, LazyArray], found: Sequence[Adapter], scale: float) -> dict[str, LazyArray]:
+    """The arrays of a base, with a · b added to those that have adapters."""
+    arrays = dict(arrays)
+    for place, a, b in found:
+        name = f"weights/{place.stack}/{place.leaf}"
+        arrays[name] = arrays[name].changed(functools.partial(_added, place, scale * a, b), np.float32)
+    return arrays
 
-    def of(self, name: str) -> Any:
-        return self.over if name in self.over.arrays else self.base
 
-    def grid(self, name: str) -> Grid:
-        return self.of(name).grid(name)
-
-    def read_chunk(self, name: str, number: tuple[int, ...], bounds: Bounds) -> np.ndarray:
-        values = self.of(name).read_chunk(name, number, bounds)
-        for place, a, b in self.adapters.get(name, ()):
-            values = self.added(values, bounds, place, a, b)
+def _added(place: Place, a: np.ndarray, b: np.ndarray, values: np.ndarray, bounds: Bounds) -> np.ndarray:
+    """A chunk of an array, plus its part of a · b."""
+    start = len(place.part)
+    edges = bounds[1 : 1 + start]
+    if any(not low <= part < high for part, (low, high) in zip(place.part, edges)):
         return values
-
-    def added(self, values: np.ndarray, bounds: Bounds, place: Place, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        """Of a chunk of an array, with the part of an adapter's product that lies in it."""
-        start = len(place.part)
-        edges = bounds[1 : 1 + start]
-        if any(not low <= part < high for part, (low, high) in zip(place.part, edges)):
-            return values
-        own = (bounds[0], *bounds[1 + start :])
-        cut = {name: slice(*each) for name, each in zip(place.whole.names, own)} | {"rank": slice(None)}
-        a, b = (each[tuple(cut[name] for name in spec.names)] for each, spec in ((a, place.a), (b, place.b)))
-        one, other, whole = letters(place.a, place.b, place.whole)
-        change = np.float32(self.scale) * np.einsum(f"{one},{other}->{whole}", a, b, optimize=True)
-        values = values.astype(np.float32)  # a copy
-        values[(slice(None), *(part - low for part, (low, _) in zip(place.part, edges)))] += change
-        return values
-
-
-def overlaid(base: Any, family: ModuleType, shapes: Any, saved: Any, scale: float, pool: Executor) -> Overlaid:
-    """The weights of a fine-tuning run. The adapters, a few percent of the base, are read at once."""
-    adapters: dict[str, list] = {}
-    for place in places(family, shapes):
-        name = f"weights/{place.path}"
-        if f"{name}/a" in saved.arrays:
-            a, b = (read_leaf(saved, f"{name}/{which}", pool) for which in "ab")
-            adapters.setdefault(f"weights/{place.stack}/{place.leaf}", []).append((place, a, b))
-    return Overlaid(base, saved, adapters, scale)
+    own = (bounds[0], *bounds[1 + start :])
+    cut = {name: slice(*each) for name, each in zip(place.whole.names, own)} | {"rank": slice(None)}
+    a, b = (each[tuple(cut[name] for name in spec.names)] for each, spec in ((a, place.a), (b, place.b)))
+    one, other, whole = letters(place.a, place.b, place.whole)
+    values = values.astype(np.float32)  # a copy
+    change = np.einsum(f"{one},{other}->{whole}", a, b, optimize=True)
+    values[(slice(None), *(part - low for part, (low, _) in zip(place.part, edges)))] += change
+    return values
 
 
 # ---- PEFT ------------------------------------------------------------------------------------------------------------
@@ -197,35 +185,43 @@ def overlaid(base: Any, family: ModuleType, shapes: Any, saved: Any, scale: floa
 
 @dataclass(frozen=True)
 class Named:
-    """How PEFT names an adapter, and how it lies there."""
+    """PEFT's name and layout of an adapter."""
 
     place: Place
-    name: str  # of the module, with {} for the layer: model.layers.{}.self_attn.q_proj
-    read: str  # the published dims that products take the sum over: '(K Q D)'
+    name: str  # of the module, with {} for the layer, and for the expert: model.layers.{}.self_attn.q_proj
+    read: str  # the published dims that products sum over: '(K Q D)'
     written: str
 
-    def out(self, which: str, values: np.ndarray) -> np.ndarray:
-        """One layer's a or b, as PEFT has it."""
-        ours = " ".join(getattr(self.place, which).names[1:])
-        return rearrange(values, f"{ours} -> {self.theirs(which)}")
+    @property
+    def numbered(self) -> tuple[int, ...]:
+        """The number of layers, and of experts in each."""
+        return tuple(self.place.sizes[name] for name in self.place.whole.names[: self.name.count("{}")])
+
+    def tensor(self, which: str, index: tuple[int, ...]) -> str:
+        return f"{PREFIX}{self.name.format(*index)}.lora_{which.upper()}.weight"
+
+    def ours(self, which: str) -> tuple[str, ...]:
+        """The dims of one layer's (one expert's) a or b."""
+        return getattr(self.place, which).names[len(self.numbered) :]
 
     def theirs(self, which: str) -> str:
         return f"rank {self.read}" if which == "a" else f"{self.written} rank"
 
+    def out(self, which: str, values: np.ndarray) -> np.ndarray:
+        """One a or b in PEFT's layout."""
+        return rearrange(values, f"{' '.join(self.ours(which))} -> {self.theirs(which)}")
+
     def in_(self, which: str, values: np.ndarray) -> np.ndarray:
-        ours = " ".join(getattr(self.place, which).names[1:])
-        return rearrange(values, f"{self.theirs(which)} -> {ours}", **self.dims(which))
+        sizes = {name: self.place.sizes[name] for name in self.ours(which) if name != "rank"}
+        return rearrange(values, f"{self.theirs(which)} -> {' '.join(self.ours(which))}", **sizes)
 
-    def dims(self, which: str) -> dict[str, int]:
-        return {name: self.place.sizes[name] for name in getattr(self.place, which).names[1:] if name != "rank"}
-
-    def shape(self, which: str, rank: int) -> list[int]:
-        size = int(np.prod(list(self.dims(which).values())))
-        return [rank, size] if which == "a" else [size, rank]
+    def shape(self, which: str, rank: int) -> tuple[int, ...]:
+        size = math.prod(self.place.sizes[name] for name in self.ours(which) if name != "rank")
+        return (rank, size) if which == "a" else (size, rank)
 
 
 def named(family: ModuleType, model: Any, some: list[Place]) -> list[Named]:
-    """Raises RunError for a matrix that is published as a part of another: PEFT has one adapter for both."""
+    """Raises RunError for a matrix that is published as part of a larger one: PEFT has one adapter for all of that."""
     table, found = family.published(model), []
     for place in some:
         rows = table[f"{place.stack}/{place.leaf}"]
@@ -248,16 +244,17 @@ def write_peft(folder: Path, names: list[Named], read: Callable[[Place, str], np
     """Writes a folder that PEFT loads.
 
     Args:
-      read: a or b of all layers, float32.
-      about: rank, alpha, dropout, base, what the adapters belong to, and task, PEFT's task_type.
+      read: returns a or b of all layers, float32.
+      about: rank, alpha, dropout, base (the model that they were trained on) and task (PEFT's task_type).
     """
+    if len({"expert_gate", "expert_up"} & {each.place.name for each in names}) == 1:
+        raise RunError("PEFT has adapters of experts' gate and up together: set lora.targets to both, or merge them")
     folder.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, np.ndarray] = {}
     for each in names:
         for which in "ab":
-            for layer, values in enumerate(read(each.place, which)):
-                name = f"{PREFIX}{each.name.format(layer)}.lora_{which.upper()}.weight"
-                tensors[name] = each.out(which, values)
+            values = read(each.place, which)
+            tensors |= {each.tensor(which, at): each.out(which, values[at]) for at in np.ndindex(each.numbered)}
     shapes = {name: values.shape for name, values in sorted(tensors.items())}
     safetensors.write(folder, shapes, "float32", lambda name: iter([tensors[name]]), "adapter_model.safetensors")
     config = {
@@ -268,11 +265,37 @@ def write_peft(folder: Path, names: list[Named], read: Callable[[Place, str], np
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
+def _of_each_expert(tensors: dict[str, Tensor], names: list[Named], targets: list[str]) -> dict[str, Tensor]:
+    """Adapters of `target_parameters`, arrays in which transformers 5 keeps all experts, by the names of one expert's
+    matrices. In gate_up_proj gate and up share a."""
+    own, fused = {}, set()
+    for each in names:
+        if not each.place.is_of_experts:
+            continue
+        is_down, (layers, experts) = each.place.name == "expert_down", each.numbered
+        # PEFT wraps a module's second array, down_proj, around the first.
+        inner = "base_layer." if not is_down and any(target.endswith("down_proj") for target in targets) else ""
+        for layer in range(layers):
+            module = each.name.format(layer, 0).rpartition(".0.")[0].replace("block_sparse_moe", "mlp")
+            parts = [f"{PREFIX}{module}.{inner}lora_{which}.weight" for which in "AB"]
+            if not tensors.keys() >= set(parts):
+                continue
+            a, b = (tensors[part].read(slice(None)) for part in parts)
+            a = rearrange(a, "(E rank) read -> E rank read", E=experts)
+            b = rearrange(b, "written (rank E) -> E written rank", E=experts)
+            b = b if is_down else np.split(b, 2, axis=1)[each.place.name == "expert_up"]
+            fused |= set(parts)
+            for expert in range(experts):
+                for which, values in (("a", a[expert]), ("b", b[expert])):
+                    own[each.tensor(which, (layer, expert))] = Tensor(values.shape, values.__getitem__)
+    return own | {name: tensor for name, tensor in tensors.items() if name not in fused}
+
+
 def read_peft(folder: Path, names: list[Named], rank: int, alpha: float) -> Callable[[Place, str], np.ndarray]:
-    """Of a place its a or b of all layers, from a folder that PEFT wrote.
+    """A function that returns a or b of all layers of a place, from a folder that PEFT wrote.
 
     Raises:
-      RunError: they are adapters of another rank or scale, of other matrices, or of a kind that is not computed.
+      RunError: the adapters have another rank or scale, belong to other matrices, or are of a kind not computed here.
     """
     file = folder / "adapter_config.json"
     config = safetensors.read_json(file)
@@ -287,14 +310,17 @@ def read_peft(folder: Path, names: list[Named], rank: int, alpha: float) -> Call
     if problems:
         raise RunError("\n  ".join([f"the adapters in {folder} cannot be taken:", *problems]))
     tensors = safetensors.read(folder)
+    if config.get("target_parameters"):
+        with run_errors(f"{folder} cannot be read", ValueError, TypeError, AttributeError, EinopsError):
+            tensors = _of_each_expert(tensors, names, config["target_parameters"])
     wanted = {
-        f"{PREFIX}{each.name.format(layer)}.lora_{which.upper()}.weight": each.shape(which, rank)
+        each.tensor(which, at): each.shape(which, rank)
         for each in names
-        for layer in range(each.place.count)
         for which in "ab"
+        for at in np.ndindex(each.numbered)
     }
-    wrong = sorted(name for name in wanted if name not in tensors or list(tensors[name].shape) != wanted[name])
-    problems = [f"{name}: expected {wanted[name]}" for name in wrong]
+    wrong = sorted(name for name in wanted if name not in tensors or tensors[name].shape != wanted[name])
+    problems = [f"{name}: expected {list(wanted[name])}" for name in wrong]
     problems += [f"{name}: lora.targets leaves it out" for name in sorted(tensors.keys() - wanted.keys())]
     if problems:
         more = [f"and {len(problems) - 10} more"] if len(problems) > 10 else []
@@ -303,8 +329,8 @@ def read_peft(folder: Path, names: list[Named], rank: int, alpha: float) -> Call
 
     def read(place: Place, which: str) -> np.ndarray:
         each = by_place[place.path]
-        stem = f"{PREFIX}{each.name}.lora_{which.upper()}.weight"
-        found = [tensors[stem.format(layer)].read(slice(None)) for layer in range(place.count)]
-        return np.stack([each.in_(which, values.astype(np.float32)) for values in found])
+        found = [tensors[each.tensor(which, at)].read(slice(None)) for at in np.ndindex(each.numbered)]
+        found = [each.in_(which, values.astype(np.float32)) for values in found]
+        return np.stack(found).reshape(place.shape(which, rank))
 
     return read

@@ -1,10 +1,10 @@
 """BERT: an encoder whose tokens all see each other, hidden states and the logits of masked tokens.
 
-    batch = masked(batch, rows, seed, config.masking.share, mask, model.vocab)       # what is read: `batch.inputs`
-    x, _ = layers.hidden(bert, model, weights, batch.inputs, segment, position)      # 'B/b L/c M', of which logits are
+    batch = masked(batch, rows, seed, config.masking.share, mask, model.vocab)       # the model reads `batch.inputs`
+    x, _ = layers.hidden(bert, model, weights, batch.inputs, segment, position)      # 'B/b L/c M', for the unembedding
 
 Against Llama: norms behind each half, layer norms, biases and learned positions; a token is read itself, not the one
-before it, and some are masked. Nothing here decodes. The hidden states are `final_of_encoder`'s, `final` is the head
+before it, and some are masked. Nothing here decodes. The hidden states are the last layer's result, `final` is the head
 that predicts; the pooler and the head for next sentences are neither read nor written. Legend as in train.py, with P
 positions and N kinds of tokens. models/layers.py says what a family's file holds.
 """
@@ -12,14 +12,14 @@ positions and N kinds of tokens. models/layers.py says what a family's file hold
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from models import layers
-from models.config import BERT, ConfigJson, Key, Kind
+from models.config import BERT, ConfigJson, Key, Kind, Sizes
 from models.dropout import mixed, random_bits
 from models.layers import Mask, WeightedBatch, act, enter
 from models.weights import Table, Weight, bias, exact, matrix
@@ -34,17 +34,10 @@ KIND = 'encoder'
 
 
 @dataclass(frozen=True, kw_only=True)
-class Model:
-    d_model: Count  # M
-    n_kv: Count  # K, heads
-    d_head: Count  # D
-    layers: Count
-    vocab: Count  # V
-    d_ff: Count  # F
+class Model(Sizes):
     positions: Count  # P, rows of the table of positions; no row of tokens may be longer
     kinds: Count = 2  # N, of tokens: those of a first text, and of a second
     norm_eps: Positive = 1e-12  # added to the variance in layer norms
-    compute_dtype: Literal['bfloat16', 'float32'] = 'bfloat16'  # of activations and matrix products
 
 
 def mask(model: Model) -> Mask:
@@ -54,19 +47,19 @@ def mask(model: Model) -> Mask:
 # == Batch =============================================================================================================
 @pytree_dataclass
 class MaskedBatch(WeightedBatch):
-    """Rows of which some tokens are masked: those alone have a weight."""
+    """Rows with masked tokens, which alone have a weight."""
 
-    inputs: u32['B/b L']  # what is read
+    inputs: u32['B/b L']  # what the model reads
 
 
 @typed
 def masked(batch: WeightedBatch, rows: u32['B/b'], seed: u32[''], share: float, mask: int, vocab: int) -> MaskedBatch:
-    """So many of the tokens are targets: of those 80 % are read as `mask`, 10 % as any token, 10 % as they are (Devlin
-    et al. 2018, 3.1). Which ones is a function of the seed, the row's number and the place in the row.
+    """Chooses targets: 80 % of them are read as `mask`, 10 % as a random token, 10 % unchanged (Devlin et al. 2018,
+    3.1). The choice depends on the seed, the row's number and the place in the row alone.
 
     Args:
       rows: the rows' numbers in the whole batch.
-      share: of the tokens.
+      share: the share of tokens that become targets.
     """
     dims, shape = parse('B/b L').dims[1:], batch.targets.shape[1:]
     is_chosen, kind, token = (random_bits(mixed(mixed(seed, jnp.uint32(n)), rows), dims, shape) for n in range(3))
@@ -120,10 +113,10 @@ def embed(
     model: Model, ends: Ends, tokens: u32['B/b L/c'], position: i32['B/b L/c'], M: str,
     kinds: i32['B/b L/c'] | None = None,
 ) -> jax.Array:  # fmt: skip
-    """Rows of three tables, and a norm; kinds: None is the first."""
+    """The sum of rows of three tables, normalized. kinds: None stands for zeros."""
     x = layers.embed(model, ends, tokens, position, M) + layers.rows_of_learned(ends.positions, position, M)
     x = x + layers.rows_of_learned(ends.kinds, jnp.zeros_like(position) if kinds is None else kinds, M)
-    return layers.residual_norm(x, ends.first_norm, model.norm_eps, M)
+    return layers.norm(x, ends.first_norm, model.norm_eps, M)
 
 
 @typed
@@ -133,21 +126,15 @@ def layer(
     """One layer; x lies as 'B/b L/c' with M. Each half's norm is of the sum of what it reads and what it adds."""
     none = (None, None)
     y, kept = layers.attention_half(model, x, w, attend, layers.without_rotations(model), none, M)
-    x = layers.residual_norm(x + y, w.ln1, model.norm_eps, M)
+    x = layers.norm(x + y, w.ln1, model.norm_eps, M)
     y = layers.feed_forward_half(model, x, w, functools.partial(jax.nn.gelu, approximate=False), none, M)
-    return layers.residual_norm(x + y, w.ln2, model.norm_eps, M), kept, None
-
-
-@typed
-def final_of_encoder(model: Model, ends: Ends, x: jax.Array, M: str) -> act['B/b L/c M']:
-    """The hidden states, as a whole on each device."""
-    return enter(x, M)
+    return layers.norm(x + y, w.ln2, model.norm_eps, M), kept, None
 
 
 @typed
 def final(model: Model, ends: Ends, x: jax.Array, M: str) -> act['B/b L/c M']:
-    """What logits are computed from, with `ends.unembed`: 2M/t bytes a token are gathered over t."""
-    y = product('B/b L/c M, M M2/t -> B/b L/c M2/t', final_of_encoder(model, ends, x, M), ends.w_predict)
+    """The input of the unembedding. 2M/t bytes a token are gathered over t."""
+    y = product('B/b L/c M, M M2/t -> B/b L/c M2/t', enter(x, M), ends.w_predict)
     y: act['B/b L/c M'] = shardops.all_gather('B/b L/c M2/t -> B/b L/c M2', y)
     y = y + ends.b_predict[None, None]
     return layers.norm(jax.nn.gelu(y, approximate=False), ends.predict_norm, model.norm_eps)

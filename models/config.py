@@ -1,13 +1,13 @@
-"""A published config.json and a family's `Model`, in both directions by one table.
+"""A table that reads a family's `Model` from a published config.json, and writes it.
 
     CONFIG = ConfigJson(Model, {'granite': Kind('GraniteForCausalLM')}, {
-        **LLAMA,                                                  # what most decoders have
-        'embed_factor': Key('embedding_multiplier', 1.0),         # our field: its name there, and what it is by default
-    }, hidden_act='silu', attention_bias=False)                   # the family computes these values alone
+        **LLAMA,                                                  # the lines that most decoders share
+        'embed_factor': Key('embedding_multiplier', 1.0),         # our field: its name there, and its default
+    }, hidden_act='silu', attention_bias=False)                   # the only values that the family computes
     model_of, config_of = CONFIG.functions
 
-A field of config.json that no line names is refused where it is set, unless it is in WITHOUT_EFFECT: a model that
-computes something else in silence would be worse.
+A field of config.json that is set and that no line names is refused, unless it is in WITHOUT_EFFECT: the model might
+compute something else.
 """
 
 import dataclasses
@@ -17,10 +17,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from kernels.attention import KernelName
 from runtime.config.keys import Count, Positive
 from runtime.terminal import RunError
 
-# Fields that change nothing of what a given model computes.
+# Fields that do not change what a trained model computes.
 WITHOUT_EFFECT = {
     'architectures', 'attention_dropout', 'bos_token_id', 'dtype', 'eos_token_id', 'initializer_range',
     'max_position_embeddings', 'pad_token_id', 'torch_dtype', 'transformers_version', 'use_cache', 'max_window_layers',
@@ -38,20 +39,20 @@ SETTINGS = ('compute_dtype', 'attention', 'capacity', 'capacity_parts')
 
 
 class Fields:
-    """A published config.json that remembers which of its fields were read."""
+    """A published config.json, which records the fields that were read."""
 
     def __init__(self, content: dict[str, Any], where: str):
         self.content, self.where, self.read = content, where, set()
 
     def take(self, key: str, *default: Any) -> Any:
-        """A field; without a default it must be there."""
+        """The value of a field, which must be there if there is no default."""
         self.read.add(key)
         if key not in self.content and not default:
             raise RunError(f'{self.where} has no field {key}, which this family needs')
         return self.content.get(key, *default)
 
     def require(self, **values: Any) -> None:
-        """Raises RunError where a field that is there has another value: the family computes only this one."""
+        """Raises RunError if a field has another value than this, the only one that the family computes."""
         for key, value in values.items():
             if self.take(key, value) != value:
                 self.refuse(key, f'expected {value!r}')
@@ -61,7 +62,7 @@ class Fields:
         raise RunError(f'{self.where}: {key} = {value!r} is not what models/ computes for this family: {why}')
 
     def unread(self) -> dict[str, Any]:
-        """The fields that nobody read and that may have a meaning; null, false and 0 have none."""
+        """The fields that nobody read and that may matter; null, false and 0 do not."""
         unread = sorted(self.content.keys() - self.read - WITHOUT_EFFECT)
         return {key: self.content[key] for key in unread if self.content[key]}
 
@@ -74,19 +75,36 @@ class Fields:
             )
 
 
+# == What every model has ==============================================================================================
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    d_model: Count  # M
+    n_kv: Count  # K, heads of keys
+    d_head: Count  # D
+    layers: Count
+    vocab: Count  # V
+    d_ff: Count  # F
+    compute_dtype: Literal['bfloat16', 'float32'] = 'bfloat16'  # of activations and matrix products
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderSizes(Sizes):
+    attention: KernelName = 'auto'  # of kernels/attention.py
+
+
+# == A table of fields =================================================================================================
 REQUIRED = object()
 
 
 @dataclass(frozen=True)
 class Key:
-    """A field of config.json that holds one of `Model`.
+    """A field of config.json that holds one field of `Model`.
 
     Args:
-      name: its name in config.json; '': it has none there, and is its default.
-      default: where it is absent. A function, default(config, fields of Model that were read before), stands for null
-        too.
-      read, write: the value here of that in config.json and the fields that were read before; the value there of a
-        Model. By default they are the same.
+      name: its name in config.json; '': it is not there, and has its default.
+      default: its value if absent. A function, default(config, fields of Model read before), also replaces null.
+      read: read(value in config.json, fields read before) -> our value; the same by default.
+      write: write(Model) -> the value in config.json; the same by default.
     """
 
     name: str
@@ -109,8 +127,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Keys:
-    """Several fields of config.json that hold several of `Model`: by read(config, fields that were read before) and
-    write(model)."""
+    """Several fields of config.json that hold several of `Model`: read(config, fields read before), write(model)."""
 
     read: Callable[[Fields, dict], dict[str, Any]]
     write: Callable[[Any], dict[str, Any]]
@@ -124,19 +141,19 @@ class Keys:
 
 @dataclass(frozen=True)
 class Kind:
-    """What one model_type has besides its family."""
+    """What a model_type adds to its family's table."""
 
     architecture: str  # 'LlamaForCausalLM'
     model: dict[str, Any] = field(default_factory=dict)  # fields of Model that follow from the model_type
-    keys: dict[str, Any] = field(default_factory=dict)  # lines of the table besides the family's, or in their place
-    only: dict[str, Any] = field(default_factory=dict)  # values that are computed alone, besides the family's
+    keys: dict[str, Any] = field(default_factory=dict)  # lines that are added to the table, or replace its own
+    only: dict[str, Any] = field(default_factory=dict)  # further values that must be as they are here
 
 
 class ConfigJson:
     """The table of a family.
 
     Args:
-      kinds: by model_type; where several compute a model, the first is what it is published as.
+      kinds: by model_type; a model is published as the first one that computes it.
       keys: by field of Model a `Key`, or a `Keys` under any name. They are read in this order.
       only: fields of config.json, and the value of each that the family computes.
     """
@@ -169,7 +186,7 @@ class ConfigJson:
 
 
 def same(first: Any, second: Any) -> bool:
-    """Whether two models compute the same, up to a factor that is in w_q."""
+    """Whether two models compute the same, up to a factor in w_q."""
     first, second = dataclasses.asdict(first), dataclasses.asdict(second)
     return all(first[key] == second[key] for key in first if key not in (*SETTINGS, 'logits_scale'))
 
@@ -177,10 +194,10 @@ def same(first: Any, second: Any) -> bool:
 # == Rotary angles =====================================================================================================
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """Slower rotations, for texts longer than those that a model was trained with. Pairs of dims that turn less than
-    `low` times within original_length are slowed by factor, those that turn more than `high` times are not."""
+    """Slower rotations, for texts longer than those of training. Pairs of dims that turn less than `low` times within
+    original_length are slowed by factor; those that turn more than `high` times are not."""
 
-    kind: Literal['linear', 'llama3', 'yarn']  # linear slows all; the others differ in what lies between low and high
+    kind: Literal['linear', 'llama3', 'yarn']  # linear slows all; the others differ between low and high
     factor: Positive
     original_length: Count = 8192
     low: Positive = 1.0
@@ -207,7 +224,7 @@ SCALINGS = {
 
 
 def base_and_scaling(config: Fields, rope: dict[str, Any], kinds: Any) -> tuple[float, RopeScaling | None]:
-    """Of rope_parameters as transformers 5 writes them, or rope_scaling as earlier releases did."""
+    """From rope_parameters, as transformers 5 writes them, or rope_scaling, as earlier releases did."""
     rope = {'rope_type': rope.get('type', 'default'), **rope}
     inner = Fields(rope, config.where)
     kind = inner.take('rope_type')
@@ -235,7 +252,7 @@ def rope_from(config: Fields, before: dict, base: float = 10000.0, kinds: Any = 
 
 
 def rope_to(base: float, scaling: RopeScaling | None) -> dict[str, Any]:
-    """`rope_parameters` of a config.json."""
+    """The `rope_parameters` of a config.json."""
     if scaling is None:
         return {'rope_theta': base, 'rope_type': 'default'}
     rope = {'rope_theta': base, 'rope_type': scaling.kind, 'factor': scaling.factor}
@@ -253,7 +270,7 @@ def heads_of(model: Any) -> int:
 
 
 def head_size(config: Fields, before: dict[str, Any]) -> int:
-    """Of a config.json that does not say it."""
+    """For a config.json that does not say it."""
     return before['d_model'] // (before['n_kv'] * before.get('n_q_per_kv', 1))
 
 
@@ -270,7 +287,7 @@ LLAMA: dict[str, Key | Keys] = {
     'tied': Key('tie_word_embeddings', False),
     'rope': ROPE,
 }
-# Where each head has keys of its own, by the names of GPT-2 and GPT-J.
+# One head of keys for each head of queries, with the names of GPT-2 and GPT-J.
 GPT = {
     'd_model': Key('n_embd'),
     'n_kv': Key('n_head'),
@@ -280,7 +297,7 @@ GPT = {
     'd_ff': Key('n_inner', lambda config, before: 4 * before['d_model']),
     'norm_eps': Key('layer_norm_epsilon', 1e-5),
 }
-# The same by the names of BERT and OPT.
+# The same with the names of BERT and OPT.
 BERT = {
     'd_model': Key('hidden_size'),
     'n_kv': Key('num_attention_heads'),
@@ -291,7 +308,7 @@ BERT = {
 
 
 def windows_from(config: Fields, before: dict[str, Any]) -> dict[str, Any]:
-    """Of all layers, or of Qwen's from max_window_layers on."""
+    """The window of all layers, or as in Qwen of those from max_window_layers on."""
     window = config.take('sliding_window', None) if config.take('use_sliding_window', False) else None
     config.take('sliding_window', None)
     first = config.take('max_window_layers', 0) if window else 0

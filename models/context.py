@@ -19,7 +19,7 @@ from jax import lax
 
 from jax_extra import save_for_backward
 from kernels import blockwise
-from kernels.attention import KERNELS, able, chosen, part_kernel
+from kernels.attention import KERNELS, able, chosen
 from kernels.ring import ring
 from models.dropout import Drop
 from models.mesh import Mesh
@@ -41,14 +41,14 @@ class TokenBatch:
 
 @pytree_dataclass
 class WeightedBatch(TokenBatch):
-    """A batch for a loss that divides by the sum of weights. A data set without weights gives 1 for each target."""
+    """A batch whose loss divides by the sum of weights. A data set without weights gives 1 for each target."""
 
-    weight: f32['B/b L']  # of each target; 0 where is_target is False
+    weight: f32['B/b L']  # 0 where is_target is False
 
 
 @dataclass(frozen=True)
 class Context:
-    """The mesh decides which way is taken."""
+    """How a row's positions on several devices attend to each other; the mesh decides which way."""
 
     devices: int = 1  # along c
     way: Literal['deal', 'gather', 'ring'] = 'deal'
@@ -60,15 +60,15 @@ class Context:
 
     @typed
     def part(self, whole: jax.Array) -> jax.Array:
-        """Each device's positions of rows that all devices along c have."""
+        """Each device's positions, from rows that all devices along c hold."""
         return shardops.slice('L -> L/c' if whole.ndim == 1 else 'B/b L -> B/b L/c', self.in_order(whole))
 
 
-ALONE = Context()  # of rows that lie on one device each
+ALONE = Context()  # each row lies on one device
 
 
 def context_of(mesh: Mesh, n_kv: int, asked: Literal['auto', 'ring'] = 'auto') -> Context:
-    """Heads are dealt out where there are enough of them; else keys come, or go round if that is asked for."""
+    """Deals out heads if there are enough of them; else gathers keys, or passes them on if asked to."""
     if mesh.c == 1 or (asked == 'auto' and n_kv % (mesh.t * mesh.c) == 0):
         return Context(mesh.c, 'deal')
     return Context(mesh.c, 'ring' if asked == 'ring' else 'gather')
@@ -94,7 +94,7 @@ def deal_heads(
 
 
 class Rows:
-    """The rows of a batch, of which each device along c has some positions."""
+    """The rows of a batch; each device along c holds some of their positions."""
 
     @typed
     def __init__(self, context: Context, segment: i32['B/b L']):
@@ -124,7 +124,7 @@ class Rows:
             return of_gathered_keys(by, q, k, v, own, of_keys, window, cap, drop)
 
     def both_ways(self, q, k, v, drop: Drop | None = None):
-        """The same where a query sees all of its segment, as written out; heads are dealt out."""
+        """The same with queries that see all of their segment, without a kernel; heads are dealt out."""
         allowed = self.segment[:, :, None] == self.segment[:, None, :]
         return deal_heads(functools.partial(attention_where, allowed=allowed, drop=drop), q, k, v)
 
@@ -134,7 +134,7 @@ def in_a_ring(
     q: act['B/b L/c Q K/t D'], k: act['B/b S/c K/t D'], v: act['B/b S/c K/t D'], position: i32['L/c'],
     segment: i32['B/b L/c'], window, cap: float | None, drop: Drop | None,
 ) -> act['B/b L/c Q K/t D']:  # fmt: skip
-    """Of a device's positions, with keys that are passed on from device to device (Liu et al. 2023), in blocks: two
+    """Attention of a device's positions to keys that are passed from device to device (Liu et al. 2023), in blocks: two
     parts of the keys are in memory at a time, and nothing of a turn is kept.
 
     Sends in each of c - 1 turns 4KD/t bytes a token of a part; backward that again, and in c turns 8KD/t of gradients.
@@ -143,11 +143,14 @@ def in_a_ring(
         raise RunError('context = ring: attention has no dropout there: set training.dropout=0, or context=auto')
     kept, passed = 'B/b L/c Q K/t D', 'B/b [S/c] K/t D'
     types = f'{kept}, {passed}, {passed}, L/c, [S/c], B/b L/c, B/b [S/c],  -> {kept}'
-    forward = functools.partial(blockwise.forward_of_part, cap=cap)
 
-    def backward(*operands):
-        *given, window, o, log_sum_exp, gradient = operands
-        return blockwise.backward_of_part(*given, o, log_sum_exp, gradient, window, cap)
+    def forward(q, k, v, *others):
+        *places, window = others
+        return blockwise.forward(q, k, v, tuple(places), window, cap)
+
+    def backward(q, k, v, *others):
+        *places, window, o, log_sum_exp, gradient = others
+        return blockwise.backward(q, k, v, tuple(places), o, log_sum_exp, gradient, window, cap)
 
     window = jnp.int32(ALL if window is None else window)
     return ring(types, forward, backward, q, k, v, position, position, segment, segment, window)
@@ -159,8 +162,8 @@ def of_gathered_keys(
     own: tuple[i32['L/c'], i32['B/b L/c']], of_keys: tuple[i32['S'], i32['B/b S']], window, cap: float | None,
     drop: Drop | None,
 ) -> act['B/b L/c Q K/t D']:  # fmt: skip
-    """Of a device's positions, with all keys of its rows (Llama Team 2024, 3.3.2), which backward gathers again. By
-    'einsum', or in blocks, whichever kernel is asked for: the others count positions by themselves.
+    """Attention of a device's positions to all keys of its rows (Llama Team 2024, 3.3.2), which backward gathers again.
+    By 'einsum', else in blocks, whichever kernel is asked for: the others assume consecutive positions.
 
     Sends 4KD/t bytes for each position of other devices; backward the same and a reduce-scatter.
     """
@@ -168,8 +171,14 @@ def of_gathered_keys(
     v = shardops.all_gather('B/b S/c K/t D -> B/b S K/t D', v)
     if by != 'einsum' and drop is None:
         types = 'B/b L/c Q K/t D, B/b S K/t D, B/b S K/t D, L/c, S, B/b L/c, B/b S, '
-        places = own[0], of_keys[0], own[1], of_keys[1], jnp.int32(ALL if window is None else window)
-        return shardops.local(f'{types} -> B/b L/c Q K/t D', part_kernel(cap), q, k, v, *places)
+        places = own[0], of_keys[0], own[1], of_keys[1]
+
+        def by_blocks(q, k, v, *others):
+            *places, window = others
+            return KERNELS['blockwise'](q, k, v, tuple(places), window, cap)
+
+        window = jnp.int32(ALL if window is None else window)
+        return shardops.local(f'{types} -> B/b L/c Q K/t D', by_blocks, q, k, v, *places, window)
     distance = own[0][:, None] - of_keys[0][None]
     allowed = (own[1][:, :, None] == of_keys[1][:, None, :]) & (distance >= 0)[None]
     allowed = allowed if window is None else allowed & (distance < window)[None]
@@ -188,7 +197,7 @@ def attention(
     if by != 'einsum' and drop is None:
         kernel = KERNELS[able(chosen(by, act.dtype, q.shape[-1]), window, cap)]
         types, given = 'B/b L Q K/h D, B/b S K/h D, B/b S K/h D, B/b L', (q, k, v, segment)
-        if isinstance(window, jax.Array):  # of a scanned layer, which stages have others of
+        if isinstance(window, jax.Array):  # a scanned layer's, which differs between stages
             return shardops.local(f'{types},  -> B/b L Q K/h D', lambda *given: kernel(*given, cap), *given, window)
         return shardops.local(f'{types} -> B/b L Q K/h D', lambda *given: kernel(*given, window, cap), *given)
     position = jnp.arange(segment.shape[1])

@@ -1,11 +1,11 @@
-"""Decoding with any family of models/: prompts into a cache, then tokens after tokens, on any mesh the same ones.
+"""Decoding with any family of models/: prompts into a cache, then one token after another, the same on any mesh.
 
     generator = Generator(family, model, weights, ends=[2])        # under `with jax.set_mesh(mesh):`
     for burst in generator.draw([[1, 5, 7]], [Drawing(tokens=100, temperature=0.8, seed=3)]):
         print(burst[0].tokens)
     generator.search([[1, 5, 7]], tokens=100, beams=4, length_penalty=1.0)
 
-A prompt is read into a cache of keys and values, a chunk of tokens at a time; then each token is drawn and read in its
+A prompt is read into a cache of keys and values, a chunk of tokens at a time; then each token is drawn and read in
 turn. The layers are those of training, with weights that are gathered over d once. What is drawn depends on the row's
 seed, its tokens and the place of the draw, and not on the mesh or on other rows.
 
@@ -21,6 +21,7 @@ import os
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -53,10 +54,10 @@ from shardlib.shardtypes import (
 from shardlib.spec import expanded
 from shardlib.typed import typed
 
-CHUNK = 256  # tokens of a prompt that are read at once, at most: the power of two that holds what is left of it
+CHUNK = 256  # most tokens of a prompt that are read at once, else the power of two that holds the rest of it
 SMALLEST_CHUNK = 16  # so that few programs are compiled
-SHORTEST_BURST, BURST = 4, 32  # tokens that are drawn between two looks of the host
-SLOTS = 128  # caches have a multiple of it, so that few programs are compiled
+SHORTEST_BURST, BURST = 4, 32  # tokens that are drawn before the host looks at them
+SLOTS = 128  # a cache has a multiple of it, so that few programs are compiled
 # XLA:CPU has no products of bfloat16 with results in float32 (jax 0.10.2): there attention widens what it reads, but
 # not in the plan of another machine, which sets this.
 is_planned = False
@@ -66,10 +67,10 @@ FILTERS = ('repetition_penalty', 'temperature', 'top_k', 'top_p', 'min_p')
 # == What is asked for, and what comes =================================================================================
 @dataclass(frozen=True, kw_only=True)
 class Drawing:
-    """How the tokens of a row are drawn. Filters apply in this order, as in transformers."""
+    """How a row's tokens are drawn. Filters apply in this order, as in transformers."""
 
-    tokens: Count = 256  # that are drawn at most
-    seed: Seed = 0  # of what is drawn
+    tokens: Count = 256  # how many at most
+    seed: Seed = 0  # the same seed draws the same tokens
     repetition_penalty: Positive = 1.0  # divides the logits above 0 of tokens that are there already; multiplies others
     temperature: NotNegative = 0.8  # 0: always the likeliest token
     top_k: Steps = 0  # only the k likeliest; 0: all
@@ -85,7 +86,7 @@ class Drawn:
     log_probs: list[float]
 
 
-NO_TEXT = Drawing(tokens=1, temperature=0.0)  # of a row in which nothing is
+NO_TEXT = Drawing(tokens=1, temperature=0.0)  # for an empty row
 
 
 # == Weights and cache =================================================================================================
@@ -95,9 +96,9 @@ class Cache:
 
     k: act['layers B/b K/t S D']
     v: act['layers B/b K/t S D']
-    length: i32['B/b']  # slots that are filled
-    memory: act['layers 2 B/b R K/t D'] | None = None  # keys and values of what an encoder wrote of R tokens
-    read: i32['B/b'] | None = None  # how many of these there are
+    length: i32['B/b']  # filled slots
+    memory: act['layers 2 B/b R K/t D'] | None = None  # keys and values of the encoder's R results
+    read: i32['B/b'] | None = None  # how many of the R there are
 
 
 # The matrices of a layer that int8 keeps in a byte an element, and the dims that their products contract.
@@ -125,7 +126,7 @@ def quantized_type(layer: Any) -> Any:
 
 
 def quantized(layer: Any, type_: Any) -> Any:
-    """A gathered layer whose matrices have a byte an element: each column is divided by its largest magnitude / 127 and
+    """A gathered layer with matrices of a byte an element: each column is divided by its largest magnitude / 127 and
     rounded. A column that is split over t sends 4 bytes."""
 
     def rounded(w, array, columns):
@@ -137,27 +138,23 @@ def quantized(layer: Any, type_: Any) -> Any:
     return replace(layer, **{name: rounded(getattr(layer, name), *each) for name, each in columns_of(type_).items()})
 
 
-class Split:
-    """A family whose layers' weights stay divided over w: each is gathered when its turn comes."""
+def split(family: Any) -> SimpleNamespace:
+    """The family with layers whose weights stay divided over w: each is gathered when its turn comes."""
 
-    def __init__(self, family: Any):
-        self.family = family
+    def layer(model: Any, x: Any, w: Any, *others: Any) -> Any:
+        return family.layer(model, x, family.gather_layer(w), *others)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.family, name)
-
-    def layer(self, model: Any, x: Any, w: Any, *others: Any) -> Any:
-        return self.family.layer(model, x, self.family.gather_layer(w), *others)
+    return SimpleNamespace(**vars(family) | {"layer": layer})
 
 
 @pytree_dataclass
 class Rows:
-    """Where each row is, and how its tokens are drawn."""
+    """The state of each row, and how its tokens are drawn."""
 
-    token: u32['B/b']  # the last one, which is not in the cache yet
-    drawn: i32['B/b']  # tokens that were drawn
-    left: i32['B/b']  # that may still be; 0: the row has ended
-    seen: bool_['B/b V/t']  # the tokens that are in the row
+    token: u32['B/b']  # the last one, not in the cache yet
+    drawn: i32['B/b']  # tokens drawn so far
+    left: i32['B/b']  # tokens that may still be drawn; 0: the row has ended
+    seen: bool_['B/b V/t']  # tokens that occur in the row
     key: u32['B/b 2']
     repetition_penalty: f32['B/b']
     temperature: f32['B/b']
@@ -288,7 +285,7 @@ def part(x: act['B/b L Q K/t D']) -> act['B/b L/c Q K/t D']:
 # == Programs =========================================================================================================
 @typed
 def empty(family, model, *, count: int, slots: int, read: int | None = None) -> Cache:
-    """A cache in which nothing is; `read`: with room for so many tokens that an encoder reads."""
+    """An empty cache. read: room for so many tokens of an encoder."""
     sizes = dict(layers=model.layers, B=count, K=model.n_kv, D=model.d_head)
     k = shardops.zeros('layers B/b K/t S D', act, S=slots, **sizes)
     length = shardops.zeros('B/b', i32, B=count)
@@ -301,7 +298,7 @@ def empty(family, model, *, count: int, slots: int, read: int | None = None) -> 
 def encode(
     family, model, weights, cache: Cache, tokens: u32['B/b R'], count: i32['B/b'], is_new: bool_['B/b']
 ) -> Cache:
-    """The encoder reads the first `count` tokens of the new rows; what the decoder's layers make of it is kept."""
+    """Lets the encoder read the first `count` tokens of the new rows, and keeps the decoder's keys and values of it."""
     segment = (jnp.arange(tokens.shape[1])[None] < count[:, None]).astype(jnp.int32)
     memory = family.memory(weights, family.encode(model, weights, tokens, segment))
     memory = jnp.where(is_new[None, None, :, None, None, None], memory, cache.memory)
@@ -322,7 +319,7 @@ def extend(
     position = cache.length[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     own = ALONE.part(position)
     x, bias = family.embed(model, ends, ALONE.part(tokens), own, 'M'), None
-    if cache.memory is not None:  # of a family whose layers know distances, and attend to what an encoder wrote
+    if cache.memory is not None:  # T5: layers know distances, and attend to the encoder's results
         slot, here = jnp.arange(cache.k.shape[3], dtype=jnp.int32), position[:, :, None]
         bias = tuple(
             family.decoding_bias(model, ends, distance)
@@ -351,29 +348,40 @@ def extend(
     return replace(cache, k=k, v=v, length=cache.length + count), x
 
 
-def first_slots(cache: Cache, used: int | None) -> Cache:
-    """The cache with so many slots, since products over empty ones cost as much; None: all."""
-    if used is None:
+def taken(cache: Cache, used: int | None, place: jax.Array | None = None) -> Cache:
+    """The cache's first `used` slots, since products over empty ones cost as much; None: all. place: of these rows on
+    each device."""
+    if used is None and place is None:
         return cache
+    rows, of_place, place = ('B/b', '', ()) if place is None else ('N/b', ', N/b', (place,))
 
-    def of_device(old):
-        return old[:, :, :, :used]
+    def of_device(old, *place):
+        return old[:, place[0] if place else slice(None), :, :used]
 
-    spec = 'layers B/b K/t S D -> layers B/b K/t P D'
-    return replace(cache, **{name: shardops.local(spec, of_device, getattr(cache, name), P=used) for name in 'kv'})
+    spec = f'layers B/b K/t S D{of_place} -> layers {rows} K/t P D'
+    k, v = [shardops.local(spec, of_device, each, *place, P=used or each.shape[3]) for each in (cache.k, cache.v)]
+    if not place:
+        return replace(cache, k=k, v=v)
+    return Cache(k, v, shardops.local('B/b, N/b -> N/b', lambda old, place: old[place], cache.length, *place))
 
 
-def with_first_slots(cache: Cache, first: Cache) -> Cache:
-    """`first`, with the cache's other slots behind its own."""
-    if first.k.shape == cache.k.shape:
-        return first
+def put_back(cache: Cache, some: Cache, place: jax.Array | None = None) -> Cache:
+    """The cache with what `taken` took from it."""
+    if place is None:
+        if some.k.shape == cache.k.shape:
+            return some
+        spec = 'layers B/b K/t S D, layers B/b K/t P D -> layers B/b K/t S D'
+        into = functools.partial(shardops.local, spec, lambda old, new: lax.dynamic_update_slice(old, new, (0,) * 5))
+        return replace(some, k=into(cache.k, some.k), v=into(cache.v, some.v))
 
-    def of_device(old, new):
-        return lax.dynamic_update_slice(old, new, (0,) * 5)
+    def of_device(old, new, place):
+        return old.at[:, place, :, : new.shape[3]].set(new)
 
-    spec = 'layers B/b K/t S D, layers B/b K/t P D -> layers B/b K/t S D'
-    both = {name: (getattr(cache, name), getattr(first, name)) for name in 'kv'}
-    return replace(first, **{name: shardops.local(spec, of_device, *each) for name, each in both.items()})
+    spec = 'layers B/b K/t S D, layers N/b K/t P D, N/b -> layers B/b K/t S D'
+    k, v = [shardops.local(spec, of_device, *each, place) for each in ((cache.k, some.k), (cache.v, some.v))]
+    spec = 'B/b, N/b, N/b -> B/b'
+    length = shardops.local(spec, lambda old, new, place: old.at[place].set(new), cache.length, some.length, place)
+    return Cache(k, v, length)
 
 
 @typed
@@ -382,26 +390,9 @@ def read(
     place: i32['N/b'] | None = None, *, used: int | None = None,
 ) -> Cache:  # fmt: skip
     """Reads tokens into the cache: of all its rows, or, where `place` has their different places on each device, of
-    some, of a family that has no encoder. `used`: as of `first_slots`."""
-    if place is None:
-        first, _ = extend(family, model, ends, stack, first_slots(cache, used), tokens, count)
-        return with_first_slots(cache, first)
-
-    def take(old, place):
-        return old[:, place, :, :used]
-
-    def put(old, new, place):
-        return old.at[:, place, :, :used].set(new)
-
-    spec = 'layers B/b K/t S D, N/b -> layers N/b K/t P D'
-    k, v = [shardops.local(spec, take, each, place, P=used or each.shape[3]) for each in (cache.k, cache.v)]
-    length = shardops.local('B/b, N/b -> N/b', lambda old, place: old[place], cache.length, place)
-    some, _ = extend(family, model, ends, stack, Cache(k, v, length), tokens, count)
-    spec = 'layers B/b K/t S D, layers N/b K/t P D, N/b -> layers B/b K/t S D'
-    k, v = [shardops.local(spec, put, *each, place) for each in ((cache.k, some.k), (cache.v, some.v))]
-    into = 'B/b, N/b, N/b -> B/b'
-    length = shardops.local(into, lambda old, new, place: old.at[place].set(new), cache.length, some.length, place)
-    return Cache(k, v, length)
+    some, of a family that has no encoder. `used`: as of `taken`."""
+    some, _ = extend(family, model, ends, stack, taken(cache, used, place), tokens, count)
+    return put_back(cache, some, place)
 
 
 @typed
@@ -430,9 +421,9 @@ def decode(
     log probabilities, and how many each row may still have: 8C + 4 bytes a row are sent.
 
     Args:
-      used: as of `first_slots`.
+      used: as of `taken`.
     """
-    whole, cache = cache, first_slots(cache, used)
+    whole, cache = cache, taken(cache, used)
 
     def goes_on(carry):
         number, _, rows, _, _ = carry
@@ -463,7 +454,7 @@ def decode(
     tokens = shardops.all_gather('B/b C -> B C', tokens)
     log_probs = shardops.all_gather('B/b C -> B C', log_probs)
     left = shardops.all_gather('B/b -> B', rows.left)
-    return with_first_slots(whole, cache), rows, tokens, log_probs, left
+    return put_back(whole, cache), rows, tokens, log_probs, left
 
 
 @typed
@@ -513,7 +504,7 @@ def admit(family, model, cache: Cache, rows: Rows, new: Rows, is_new: bool_['B/b
 
 @typed
 def gather(family, model, weights, *, stack: str, kept: str | None, layer):
-    """What stands at the ends of the model, and its layers as they are kept; layer: the type of a gathered one."""
+    """The ends of the model, and its layers as `kept` says. layer: the type of a gathered layer."""
 
     def gather_layer(_, w):
         if kept == "split":
@@ -561,7 +552,7 @@ def is_tied(weights: Any) -> bool:
 
 
 def with_unembed(ends: Any) -> Any:
-    """With the embedding as the unembedding, where there is none."""
+    """With the embedding as the unembedding if there is none."""
     return replace(ends, unembed=ends.embed) if ends.unembed is None else ends
 
 
@@ -580,12 +571,12 @@ class Programs:
     Args:
       weights: the shapes of the model's.
       kept: how the layers' weights are: gathered over w; 'int8', gathered, as `quantized` makes them; or 'split', as
-        `Split`.
+        `split`.
     """
 
     def __init__(self, family: Any, model: Any, weights: Any, kept: str | None = None):
         self.stack = name = "decoder" if family.KIND == "both" else "transformer"
-        self.family, self.model = Split(family) if kept == "split" else family, model
+        self.family, self.model = split(family) if kept == "split" else family, model
         layer = narrowed(family.Gathered, getattr(weights, name))
         stacks = {None: layer, "int8": quantized_type(layer), "split": narrowed(family.Layer, getattr(weights, name))}
         self.settings = {"gather": {"stack": name, "kept": kept, "layer": layer}}
@@ -600,7 +591,7 @@ class Programs:
         self.compiled = functools.cache(self._compiled)
 
     def mapped(self, which: str, **settings: Any) -> typed_shard_map:
-        """A program over the mesh; those of other settings are others."""
+        """A program over the mesh with these settings."""
         settings = {**self.settings.get(which, {}), **settings}
         program = functools.partial(FUNCTIONS[which], self.family, self.model, **settings)
         signature = inspect.signature(FUNCTIONS[which], eval_str=True)
@@ -620,8 +611,7 @@ class Programs:
         return typed_shard_map(program)
 
     def _compiled(self, which: str, **settings: Any) -> Callable:
-        """The same, compiled. It takes host arrays too, the same on every process; a cache is given up, and so are
-        rows."""
+        """The same, compiled. It also takes host arrays, equal on every process; the caller gives up cache and rows."""
         mapped = self.mapped(which, **settings)
         types = {name: each.annotation for name, each in mapped.signature.parameters.items()}
         given_up = [place for place, name in enumerate(types) if name in ("cache", "rows")]
@@ -650,7 +640,7 @@ class Generator:
         self.ends = np.asarray(list(ends) or [2**32 - 1], np.uint32)
 
     def take(self, weights: Any) -> None:
-        """Puts other weights in the place of its own; None: it holds none until then."""
+        """Replaces the weights; None: holds none until the next call."""
         self.of_encoder, self.weights = None if self.start is None else weights, None
         if weights is not None:
             ends, stack = self.programs.compiled("gather")(weights)
@@ -659,11 +649,11 @@ class Generator:
             self.weights = ends, stack
 
     def begun(self, prompt: Sequence[int]) -> Sequence[int]:
-        """What stands before the first token that is drawn."""
+        """The tokens before the first one that is drawn."""
         return prompt if self.start is None else [self.start]
 
     def draw(self, prompts: Sequence[Sequence[int]], drawings: Sequence[Drawing]) -> Iterator[list[Drawn]]:
-        """Yields what is new of each row, until all have ended: tokens and their log probabilities."""
+        """Yields each row's new tokens and their log probabilities, until all rows have ended."""
         count = -(-len(prompts) // devices_of_rows()) * devices_of_rows()
         length = max(len(self.begun(prompt)) + each.tokens for prompt, each in zip(prompts, drawings))
         slots = Slots(self, count, max(map(len, prompts)), length)
@@ -700,7 +690,7 @@ class Generator:
 
 
 def require_room(cache: Cache) -> None:
-    """Raises RunError where a cache of these shapes is larger than the memory, which the devices of a CPU share."""
+    """Raises RunError if a cache of these shapes is larger than the memory, which the devices of a CPU share."""
     size = sum(each.size * each.dtype.itemsize for each in jax.tree.leaves(cache))
     of_device = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     has = of_device * current_mesh().size if of_device else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -711,7 +701,7 @@ def require_room(cache: Cache) -> None:
 
 
 class Slots:
-    """Rows of one cache, into which texts come and from which they go while others are drawn.
+    """Rows of one cache; texts come and go while others are drawn.
 
     Args:
       count: of the rows, a multiple of the devices along b.
@@ -733,7 +723,7 @@ class Slots:
         self.rows = placed(self._rows({}), Rows)
 
     def admit(self, texts: Mapping[int, tuple[Sequence[int], Drawing]]) -> None:
-        """Puts a prompt into each of these rows, in the place of what was there."""
+        """Puts a prompt into each of these rows, replacing what was there."""
         generator, is_new = self.generator, np.isin(np.arange(len(self.left)), list(texts))
         if generator.start is not None:
             self._encode({row: prompt for row, (prompt, _) in texts.items()}, is_new)
@@ -794,8 +784,8 @@ class Slots:
         self.rows = replace(self.rows, left=placed(self.left, i32['B/b']))
 
     def advance(self) -> list[Drawn]:
-        """Some tokens more of each row that has not ended: twice as many as the time before, up to BURST, since a text
-        may end before any of them."""
+        """Draws more tokens for each row that has not ended: twice as many as last time, up to BURST, since a text may
+        end before any of them."""
         generator, before = self.generator, self.left
         going_on = [each for each, left in zip(self.drawings, before) if left]
         decode = generator.programs.compiled(
@@ -814,7 +804,7 @@ class Slots:
         return [self._new(*each) for each in of_rows]
 
     def _new(self, spent: int, before: int, left: int, tokens: np.ndarray, log_probs: np.ndarray) -> Drawn:
-        """What a row drew of a burst: all that it spent, unless an end came before."""
+        """A row's tokens of a burst, up to its end."""
         ended = np.flatnonzero(np.isin(tokens[:before], self.generator.ends)) if before and not left else []
         count = ended[0] + 1 if len(ended) else spent
         return Drawn(tokens[:count].tolist(), log_probs[:count].tolist())
@@ -848,7 +838,7 @@ class Beams:
         self.is_over = False
 
     def advance(self, values: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Of each beam the likeliest tokens; returns each next beam's parent and its token."""
+        """Takes each beam's likeliest tokens; returns each next beam's parent and its token."""
         stays = np.arange(self.beams), np.zeros(self.beams, int)
         if self.is_over:
             return stays

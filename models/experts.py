@@ -18,14 +18,14 @@ from jax_extra import save_for_backward
 from models.layers import act, leave
 from models.mesh import devices_along
 from shardlib import shardops
-from shardlib.products import Quantized, product
+from shardlib.products import Adapted, Quantized, product
 from shardlib.shardtypes import f32, i32, pytree_dataclass
 from shardlib.typed import typed
 
 
 @pytree_dataclass
 class Routing:
-    """What a layer's router did with a microbatch."""
+    """A layer's router losses and loads on a microbatch."""
 
     balance: f32['+b +c']  # 1 where all experts get as many tokens
     z: f32['+b +c']  # the mean square of log sum exp of a token's logits
@@ -33,13 +33,13 @@ class Routing:
     dropped: f32['+b +c']  # the share of choices without a slot
 
 
-Choices = tuple[act['B/b L/c X'], i32['B/b L/c X']]  # of each token its experts' weights and their numbers
+Choices = tuple[act['B/b L/c X'], i32['B/b L/c X']]  # each token's experts: their weights and numbers
 Experts = tuple[act['E/e M H/t'], act['E/e M H/t'], act['E/e M H/t']]  # w_gate, w_up and w_down of each
 
 
 @typed
 def route(model, x: act['B/b L/c M'], router: f32['M E']) -> tuple[Choices, Routing]:
-    """Of each token's chosen experts the weight and the number, and the losses of the choice. Sends E numbers of
+    """Chooses each token's experts: their weights, their numbers, and the losses of the choice. Sends E numbers of
     float32, all-reduced over r, d, c and e.
     """
     E = router.shape[1]
@@ -133,12 +133,15 @@ def experts_with_capacity(
     return y, lost / choices
 
 
-def multiplied(x, weight, choice, held, w_gate, w_up, w_down, *scales):
+def multiplied(matrices, x, weight, choice, held, *parts):
     """Part by part: the weighted results of the experts that a device holds, numbers `held`, for each token of x.
 
-    (token, choice) pairs are sorted by expert, those of other devices last; each expert multiplies its group. The
-    matrices of `Quantized` ones come with their factors.
+    (token, choice) pairs are sorted by expert, those of other devices last; each expert multiplies its group.
+
+    Args:
+      matrices: makes w_gate, w_up and w_down of `parts`.
     """
+    w_gate, w_up, w_down = matrices(parts)
     top, count = choice.shape[-1], held.shape[0]
     own = choice.reshape(-1) - held[0]
     own = jnp.where((own >= 0) & (own < count), own, count)
@@ -147,14 +150,20 @@ def multiplied(x, weight, choice, held, w_gate, w_up, w_down, *scales):
     is_own = (own[order] < count)[:, None]  # past the last group ragged_dot's rows are not promised to be zero
     tokens = jnp.where(is_own, x.reshape(-1, x.shape[-1])[order // top], 0)
 
-    def products(x, w, number):
-        y = lax.ragged_dot(x, w.astype(x.dtype), sizes)
-        if not scales:
-            return y
-        return (y.astype(jnp.float32) * scales[number][jnp.minimum(own[order], count - 1)]).astype(y.dtype)
+    def products(x, w, is_turned=False):
+        def dot(x, w):
+            return lax.ragged_dot(x, w.astype(x.dtype), sizes)
 
-    hidden = jax.nn.silu(products(tokens, w_gate, 0)) * products(tokens, w_up, 1)
-    y = products(hidden, w_down.swapaxes(1, 2), 2) * weight.reshape(-1)[order][:, None]
+        base = w.base if isinstance(w, Adapted) else w.values if isinstance(w, Quantized) else w
+        y = dot(x, base.swapaxes(1, 2) if is_turned else base)
+        if isinstance(w, Adapted):
+            y = y + w.scale * dot(dot(x, w.a), w.b)
+        if isinstance(w, Quantized):
+            y = (y.astype(jnp.float32) * w.scale[jnp.minimum(own[order], count - 1)]).astype(y.dtype)
+        return y
+
+    hidden = jax.nn.silu(products(tokens, w_gate)) * products(tokens, w_up)
+    y = products(hidden, w_down, is_turned=True) * weight.reshape(-1)[order][:, None]
     y = jnp.where(is_own, y, 0)
     return jnp.zeros((x.shape[0] * x.shape[1], x.shape[2]), y.dtype).at[order // top].add(y).reshape(x.shape)
 
@@ -167,16 +176,19 @@ def experts_without_loss(model, x: act['B/b L/c M'], choices: Choices, experts: 
     weight = shardops.all_gather('B/b L/c X -> B/g L/c X', choices[0])
     choice = shardops.all_gather('B/b L/c X -> B/g L/c X', choices[1])
     held = shardops.slice('E -> E/e', jnp.arange(model.experts, dtype=jnp.int32))
-    types = 'B/g L/c M, B/g L/c X, B/g L/c X, E/e, E/e M H/t, E/e M H/t, E/e M H/t'
-    if isinstance(experts[0], Quantized):
-        types += ', E/e H/t, E/e H/t, E/e M'
-        experts = *(each.values for each in experts), *(each.scale for each in experts)
-    y = shardops.local(f'{types} -> B/g L/c M +e +t', multiplied, x, weight, choice, held, *experts)
+    types = 'B/g L/c M, B/g L/c X, B/g L/c X, E/e'
+    for w, (summed, kept) in zip(experts, (('M', 'H/t'), ('M', 'H/t'), ('H/t', 'M'))):
+        types += ', E/e M H/t'
+        types += f', E/e {summed} N, E/e N {kept}' if isinstance(w, Adapted) else ''
+        types += f', E/e {kept}' if isinstance(w, Quantized) else ''
+    parts, structure = jax.tree.flatten(experts)
+    own = functools.partial(multiplied, functools.partial(jax.tree.unflatten, structure))
+    y = shardops.local(f'{types} -> B/g L/c M +e +t', own, x, weight, choice, held, *parts)
     return shardops.psum_scatter('B/g L/c M +e +t -> B/b L/c M +t', y)
 
 
 def mixture(model, x, router, experts: tuple, M: str):
-    """What a layer's experts make of the tokens, as the residual lies; and what its router did."""
+    """The result of a layer's experts, which lies as the residual, and what its router did."""
     choices, routing = route(model, x, router)
     if model.capacity is None:
         return leave(experts_without_loss(model, x, choices, experts), M), routing

@@ -1,6 +1,6 @@
-"""Weights in files of llama.cpp (GGUF) and of Meta (consolidated.*.pth): read as if they were a published folder.
+"""Reads weights in files of llama.cpp (GGUF) and of Meta (consolidated.*.pth) like a published folder.
 
-Both name and lay out a Llama in their own way: rotary turns neighbouring dims there, and dims i and i + D/2 here.
+Both have names and a layout of their own: rotary turns neighbouring dims there, and dims i and i + D/2 here.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from models.safetensors import Tensor, read_json
 from runtime.files import open_file
 from runtime.terminal import RunError, needs_package, run_errors
 
-# What gguf and torch raise of a damaged file: mostly what its content happens to make their next line do.
+# What gguf and torch raise for a damaged file: they check little, so nearly anything.
 WRONG = (
     ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RuntimeError, EOFError, PickleError,
 )  # fmt: skip
@@ -61,7 +61,7 @@ GGUF_NO_EFFECT = {"rope.dimension_count", "attention.value_length", "rope.scalin
 
 
 def open_gguf(file: Path) -> Source:
-    """A GGUF file of the architectures llama (which Mistral is too), qwen2 and qwen3, whatever its quantization."""
+    """A GGUF file of the architectures llama (Mistral too), qwen2 and qwen3, in any quantization."""
     with needs_package(f"{file.name} is in GGUF, and reading it", "gguf"):
         import gguf
     with _readable(file):
@@ -70,7 +70,7 @@ def open_gguf(file: Path) -> Source:
 
 
 def _gguf_parts(gguf: Any, file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What a config.json would hold, and the tensors by their published names."""
+    """The content of a config.json, and the tensors by their published names."""
     reader = gguf.GGUFReader(file)
     about = {key: _plain(field.contents()) for key, field in reader.fields.items() if not key.startswith("tokenizer.")}
     kind = about["general.architecture"]
@@ -106,7 +106,7 @@ def _gguf_parts(gguf: Any, file: Path) -> tuple[dict[str, Any], dict[str, Tensor
 
 
 def _llama3_scaling(factors: np.ndarray, base: float, file: Path) -> dict[str, Any]:
-    """The scaling of Llama 3.1 to 3.3, of which a GGUF file holds what each pair's angle is divided by."""
+    """The scaling of Llama 3.1 to 3.3; a GGUF file holds each pair's divisor."""
     about = {"factor": float(factors.max()), "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     scaling = RopeScaling(kind="llama3", factor=about["factor"])
     expected = np.divide(*(frequencies(2 * factors.size, base, each) for each in (None, scaling)))
@@ -117,14 +117,14 @@ def _llama3_scaling(factors: np.ndarray, base: float, file: Path) -> dict[str, A
 
 @contextlib.contextmanager
 def _readable(file: Path) -> Iterator[None]:
-    """Around what reads a file, or a folder with files: a RunError of what WRONG says."""
+    """Turns what WRONG lists into a RunError while a file, or a folder of files, is read."""
     with run_errors(f"{file} cannot be read", *WRONG):
         for each in [file] if not file.is_dir() else file.glob("consolidated.*.pth"):
             open_file(each).close()
         yield
 
 
-# How texts are cut before byte pairs are merged, by llama.cpp's name for it.
+# How texts are split before byte pairs are merged, by llama.cpp's name.
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -132,8 +132,8 @@ GGUF_WORDS = {"gpt-2": None, "smollm": None, "llama-bpe": _WORDS % "{1,3}", "qwe
 
 
 def gguf_tokenizer(file: Path) -> tuple[str, dict[str, Any]] | None:
-    """The texts of a tokenizer.json, and what stands in tokenizer_config.json, of a file that open_gguf has read; None
-    where it holds a tokenizer that is no BPE of bytes. Raises RunError where it is damaged."""
+    """The content of tokenizer.json and of tokenizer_config.json, from a file that open_gguf has read; None if its
+    tokenizer is no BPE of bytes. Raises RunError if it is damaged."""
     with _readable(file):
         return _byte_bpe(file)
 
@@ -169,7 +169,7 @@ def _byte_bpe(file: Path) -> tuple[str, dict[str, Any]] | None:
 
 
 def _plain(value: Any) -> Any:
-    """A float as it was written, 1e-05, and not as float32 has it."""
+    """A float as it was written, 1e-05, not the nearest float32."""
     return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
@@ -203,11 +203,11 @@ META_FIELDS = {
     "dim", "n_layers", "n_heads", "n_kv_heads", "multiple_of", "ffn_dim_multiplier", "norm_eps", "rope_theta",
     "vocab_size", "use_scaled_rope", "rope_scaling_factor",
 }  # fmt: skip
-COLUMNS = ("attention.wo", "feed_forward.w2")  # their parts stand beside each other, those of the others below
+COLUMNS = ("attention.wo", "feed_forward.w2")  # split by columns; others by rows
 
 
 def open_meta(folder: Path) -> Source:
-    """The folder of a Llama as Meta publishes it: params.json, and a consolidated.NN.pth for each part."""
+    """A Llama as Meta publishes it: params.json, and a consolidated.NN.pth for each part."""
     with needs_package(f"{folder} holds *.pth, and reading them", "torch", "pip install torch"):
         import torch
     with _readable(folder):
@@ -235,7 +235,7 @@ def _meta_parts(torch: Any, folder: Path) -> tuple[dict[str, Any], dict[str, Ten
         "rope_theta": params.get("rope_theta", 10000.0),
     }
     if params.get("use_scaled_rope"):
-        # Their code knows the factor by the model's size: 32 for those of 1 and 3 billion, 8 for the larger ones.
+        # Meta's code takes the factor from the model's size: 32 for 1 and 3 billion, 8 for the larger ones.
         factor = params.get("rope_scaling_factor") or (32.0 if params["dim"] < 4096 else 8.0)
         scaling = {"rope_type": "llama3", "factor": float(factor), "low_freq_factor": 1.0, "high_freq_factor": 4.0}
         config["rope_scaling"] = scaling | {"original_max_position_embeddings": 8192}
@@ -248,7 +248,7 @@ def _meta_parts(torch: Any, folder: Path) -> tuple[dict[str, Any], dict[str, Ten
         name = META.get(inner)
         name = f"{LAYER.format(layer[1])}.{name}.weight" if layer and name else f"{name}.weight" if name else key
         shape = list(parts[0][key].shape)
-        # Of the embedding Llama 1 and 2 split the columns, Llama 3 the rows.
+        # Llama 1 and 2 split the columns of the embedding, Llama 3 its rows.
         axis = int(inner in COLUMNS or (inner == "tok_embeddings" and shape[1] != params["dim"]))
         if len(shape) > 1:
             shape[axis] *= len(parts)

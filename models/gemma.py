@@ -14,9 +14,20 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from kernels.attention import KernelName
 from models import layers, llama
-from models.config import LLAMA, ConfigJson, Fields, Key, Keys, Kind, RopeScaling, base_and_scaling, rope_from, rope_to
+from models.config import (
+    LLAMA,
+    ConfigJson,
+    DecoderSizes,
+    Fields,
+    Key,
+    Keys,
+    Kind,
+    RopeScaling,
+    base_and_scaling,
+    rope_from,
+    rope_to,
+)
 from models.layers import ALL, Mask, act
 from models.weights import Table, Weight, exact, qk_norms
 from runtime.config.keys import Count, Even, Positive
@@ -27,14 +38,9 @@ KIND = 'decoder'
 
 
 @dataclass(frozen=True, kw_only=True)
-class Model:
-    d_model: Count  # M
+class Model(DecoderSizes):
     n_q_per_kv: Count  # Q
-    n_kv: Count  # K
     d_head: Even  # D
-    layers: Count
-    vocab: Count  # V
-    d_ff: Count  # F
     rope_max_timescale: Positive = 10000.0  # base of the rotary angles
     rope_scaling: RopeScaling | None = None  # not of layers with a window, where those have a base of their own
     rope_local_timescale: Positive | None = None  # base of the rotary angles in layers with a window (Gemma 3)
@@ -46,8 +52,6 @@ class Model:
     logits_cap: Positive | None = None  # the same of the logits of tokens (Gemma 2)
     window: Count | None = None  # positions that a query sees, its own included (Gemma 2 and 3)
     global_every: Count = 1  # with a window, every so many-th layer sees all
-    compute_dtype: Literal['bfloat16', 'float32'] = 'bfloat16'  # of activations and matrix products
-    attention: KernelName = 'auto'  # of kernels/attention.py
 
 
 def mask(model: Model) -> Mask:
@@ -117,7 +121,7 @@ def layer(
 
 # == config.json =======================================================================================================
 def layer_types(global_every: int, count: int) -> list[str]:
-    """What each layer sees, in the words of a config.json."""
+    """The layer_types of a config.json."""
     return ['sliding_attention' if (n + 1) % global_every else 'full_attention' for n in range(count)]
 
 
@@ -136,7 +140,7 @@ def windows_to(model: Model) -> dict[str, Any]:
 
 
 def ropes_from(config: Fields, before: dict[str, Any]) -> dict[str, Any]:
-    """Of layers that see all, and the base of those with a window: transformers 5 nests them."""
+    """The angles of layers that see all, and the base of those with a window, which transformers 5 nests."""
     nested = config.take('rope_parameters', None) or {}
     if 'full_attention' not in nested:
         rope = rope_from(config, before, 1e6, ('linear',))
@@ -152,7 +156,7 @@ def ropes_to(model: Model) -> dict[str, Any]:
 
 
 def activation_from(config: Fields, before: dict[str, Any]) -> dict[str, Any]:
-    """Checked alone: the first releases of Gemma 1 say gelu and mean its approximation."""
+    """Only checked: the first releases of Gemma 1 say gelu and mean its approximation."""
     old = ['gelu'] if config.content['model_type'] == 'gemma' else []
     for key in ('hidden_act', 'hidden_activation'):
         if config.take(key, None) not in (None, 'gelu_pytorch_tanh', *old):

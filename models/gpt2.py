@@ -13,9 +13,8 @@ from typing import Any, Literal
 
 import jax
 
-from kernels.attention import KernelName
 from models import layers
-from models.config import BERT, GPT, ConfigJson, Fields, Key, Keys, Kind
+from models.config import BERT, GPT, ConfigJson, DecoderSizes, Fields, Key, Keys, Kind
 from models.weights import Table, Weight, bias, exact, matrix
 from runtime.config.keys import Count, Positive, Steps
 from shardlib.shardtypes import i32, u32
@@ -28,19 +27,11 @@ KIND = 'decoder'
 
 
 @dataclass(frozen=True, kw_only=True)
-class Model:
-    d_model: Count  # M
-    n_kv: Count  # K, heads
-    d_head: Count  # D
-    layers: Count
-    vocab: Count  # V
-    d_ff: Count  # F
+class Model(DecoderSizes):
     positions: Count  # P, rows of the table of positions; no row of tokens may be longer
     first_position: Steps = 0  # the row of the table that the first token takes (OPT: 2)
     activation: Literal['gelu_tanh', 'gelu', 'relu'] = 'gelu_tanh'
     norm_eps: Positive = 1e-5  # added to the variance in layer norms
-    compute_dtype: Literal['bfloat16', 'float32'] = 'bfloat16'  # of activations and matrix products
-    attention: KernelName = 'auto'  # of kernels/attention.py
 
 
 # == Weights ===========================================================================================================
@@ -49,7 +40,7 @@ OPT_ATTENTION = f'{OPT}.self_attn'
 
 
 def either(gpt2: Any, opt: Any) -> Callable:
-    """What GPT-2 has, or OPT."""
+    """One value for GPT-2, another for OPT."""
     return lambda model: opt if model.first_position else gpt2
 
 
@@ -120,7 +111,7 @@ ACTIVATION = {'gelu_new': 'gelu_tanh', 'gelu_pytorch_tanh': 'gelu_tanh', 'gelu':
 
 
 def activation(default: str) -> Keys:
-    """By its name there."""
+    """The activation, by its name in config.json."""
 
     def read(config: Fields, before: dict[str, Any]) -> dict[str, Any]:
         name = config.take('activation_function', default)

@@ -7,15 +7,14 @@ of its own, so Q is 1. models/layers.py says what a family's file holds and who 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jax_extra import save_for_backward
-from kernels.attention import KernelName
 from models import layers
-from models.config import GPT, ConfigJson, Key, Kind
+from models.config import GPT, ConfigJson, DecoderSizes, Key, Kind
 from models.layers import act, enter, leave
 from models.weights import Table, bias, exact, matrix
 from runtime.config.keys import Count, Positive
@@ -26,18 +25,10 @@ KIND = 'decoder'
 
 
 @dataclass(frozen=True, kw_only=True)
-class Model:
-    d_model: Count  # M
-    n_kv: Count  # K, heads
-    d_head: Count  # D
-    layers: Count
-    vocab: Count  # V
-    d_ff: Count  # F
+class Model(DecoderSizes):
     d_rotary: Count  # dims of each head that turn, an even number
     rope_max_timescale: Positive = 10000.0  # base of the rotary angles
     norm_eps: Positive = 1e-5  # added to the variance in layer norms
-    compute_dtype: Literal['bfloat16', 'float32'] = 'bfloat16'  # of activations and matrix products
-    attention: KernelName = 'auto'  # of kernels/attention.py
 
     def __post_init__(self) -> None:
         if self.d_rotary % 2 or self.d_rotary > self.d_head:

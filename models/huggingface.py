@@ -1,11 +1,11 @@
-"""Published weights as a checkpoint that `restore` reads, and back: a folder of safetensors with config.json.
+"""Reads published weights as a checkpoint, and writes them: a folder of safetensors with config.json.
 
     source = open_weights("meta-llama/Llama-3.2-1B", pool)     # a published folder, a run, or a checkpoint
-    weights = restored(source, config.model, shapes, pool)     # onto any mesh, each host what it needs
+    weights = restored(source, config.model, shapes, pool)     # onto any mesh; each host reads what it needs
     export(source, Path("out"), "bfloat16", pool)              # a tensor at a time
 
-A family's table (`published`) has a row for each tensor, which einops reads from left to right here and back there. A
-tensor that no row names, one that is not there, and a field of config.json that the family does not compute are errors.
+A family's table (`published`) has an einops pattern for each tensor, published layout -> ours. A tensor that no row
+names, a missing one, and a field of config.json that the family does not compute are errors.
 """
 
 import dataclasses
@@ -29,33 +29,55 @@ import numpy as np
 from einops import rearrange
 
 from models import adapters, safetensors
+from models.adapters import Adapter
 from models.config import SETTINGS, Fields, same
 from models.safetensors import Tensor, read_json
 from runtime import program
-from runtime.checkpoints.checkpoint import Bounds, Grid, named_leaves, open_newest, read_block, restore
+from runtime.checkpoints.checkpoint import (
+    Bounds,
+    Checkpoint,
+    LazyArray,
+    named_leaves,
+    open_newest,
+    read_block,
+    restore,
+)
 from runtime.config.rebuild import Origins, as_tree, rebuild
 from runtime.terminal import RunError, needs_package
 
-# That have tensors of their own each.
+# Fields of config.json that count what has tensors of its own.
 NUMBERED = {
     "num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers", "num_experts", "num_local_experts",
 }  # fmt: skip
-# Buffers that old files have, T5's copies of the embedding and a bias that it does not add, BERT's other heads.
+# Buffers in old files, T5's copies of the embedding and a bias that it does not add, BERT's other heads.
 UNUSED = re.compile(
     r".*\.rotary_emb\.inv_freq|.*\.attn\.(masked_)?bias|(en|de)coder\.embed_tokens\.weight"
     r"|decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight"
     r"|bert\.(pooler|embeddings\.position_ids).*|cls\.(seq_relationship|predictions\.decoder)\..*"
 )
-RENAMED = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}  # by BERT's old files
-ROWS = 4096  # of an embedding, that are read and written at once
-# Whose weights have the names of a family's; those after the first are older versions of train_any.py.
+RENAMED = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}  # in BERT's old files
+# `runtime.program.model_parts_of` the train.py whose model is that of models/llama.py: runs of another are refused.
+TRAIN_PY = {
+    "LOSS_CHUNK": "1443ea9e",
+    "Layer": "3fe581c2",
+    "Model": "55ca28cc",
+    "TokenBatch": "9a1d260e",
+    "Weights": "f728128a",
+    "act": "b4f570a2",
+    "attention": "9e8b571e",
+    "forward": "2f8d4d1c",
+    "loss_sum": "ff80c0e4",
+    "rms_norm": "a9f1c6b8",
+    "rotary": "c633c888",
+}
+ROWS = 4096  # rows of an embedding that are read and written at once
+# Programs whose weights have a family's names; those after the first are older versions of train_any.py.
 TRAINERS = ("train", "train_at_scale", "train_pipeline")
-EMBED, UNEMBED = "weights/embed", "weights/unembed"
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A part of one of our weights: the published tensor, how its dims lie there -> here, and their sizes."""
+    """A published tensor: its name, its layout -> ours, and the sizes of its dims."""
 
     name: str
     pattern: str
@@ -63,7 +85,7 @@ class Row:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As it is published."""
+        """The published shape."""
         dims = re.findall(r"\([^)]*\)|\S+", self.pattern.partition(" -> ")[0])
         return tuple(math.prod(self.sizes[letter] for letter in dim.strip("()").split()) for dim in dims)
 
@@ -81,8 +103,8 @@ class Row:
 
 
 def rows_of(family: ModuleType, model: Any) -> dict[str, dict[tuple[int, ...], Row]]:
-    """The rows of the family's table for each of the weights, by their place in its first dims: a dim for each `{}`,
-    numbered, and where there are several tensors one for them."""
+    """For each weight its published tensors, by their index in its first dims: one dim for each `{}`, and one more if
+    the weight is a stack of several tensors."""
     shapes = jax.eval_shape(functools.partial(family.init, model), np.uint32(0))
     shapes = {names[0]: leaf.shape for names, leaf in named_leaves(shapes)}
     table, rows = family.published(model), {}
@@ -98,156 +120,96 @@ def rows_of(family: ModuleType, model: Any) -> dict[str, dict[tuple[int, ...], R
     return rows
 
 
-@dataclasses.dataclass(frozen=True)
-class Published:
-    """Stands for a `Checkpoint`, whose chunks are the published tensors."""
-
-    path: str
-    tensors: dict[str, Tensor]
-    rows: dict[str, dict[tuple[int, ...], Row]]
-
-    def __post_init__(self):
-        """Raises RunError with all tensors that are missing, are of another shape, or are named by no row."""
-        named = {row.name: row for rows in self.rows.values() for row in rows.values()}
-        problems = [
-            f"{name}: missing, expected {list(row.shape)}" for name, row in named.items() if name not in self.tensors
-        ]
-        for name in named.keys() & self.tensors.keys():
-            found, expected = self.tensors[name].shape, named[name].shape
-            if found != expected:
-                problems.append(f"{name}: is {list(found)}, config.json says {list(expected)}")
-        tied = {"lm_head.weight"} if "unembed" not in self.rows else set()  # a copy of the embedding, or unused
-        for name in self.tensors.keys() - named.keys() - tied:
-            if not UNUSED.fullmatch(name):
-                problems.append(f"{name}: belongs to none of the weights of this family")
-        if problems:
-            more = [f"and {len(problems) - 10} more"] if len(problems) > 10 else []
-            raise RunError(
-                "\n  ".join(
-                    [f"the tensors in {self.path} are not those of its config.json:", *sorted(problems)[:10], *more]
-                )
-            )
-
-    @functools.cached_property
-    def arrays(self) -> dict[str, Grid]:
-        return {f"weights/{leaf}": self._grid(rows) for leaf, rows in self.rows.items()}
-
-    def grid(self, name: str) -> Grid:
-        return self.arrays[name]
-
-    def _grid(self, rows: dict[tuple[int, ...], Row]) -> Grid:
-        leading = [max(each) + 1 for each in zip(*rows)]
-        row = next(iter(rows.values()))
-        inner = list(row.sizes.values())
-        chunk = [1] * len(leading) + inner
-        if row.is_plain and len(inner) > 1 and not leading:  # a divisor, but for a vocabulary that has no good one
-            rows = max(n for n in range(1, min(ROWS, inner[0]) + 1) if inner[0] % n == 0)
-            chunk[0] = rows if rows >= ROWS // 64 else inner[0]
-        return Grid((*leading, *inner), np.dtype(np.float32), tuple(chunk))
-
-    def read_chunk(self, name: str, number: tuple[int, ...], bounds: Bounds) -> np.ndarray:
-        rows = self.rows[name.removeprefix("weights/")]
-        place = number[: len(next(iter(rows)))]
-        row, tensor = rows[place], self.tensors[rows[place].name]
-        taken = slice(*bounds[0]) if row.is_plain and not place else slice(None)
-        return row.read_in(tensor.read(taken)).astype(np.float32).reshape([stop - start for start, stop in bounds])
+def require_tensors(path: str, tensors: dict[str, Tensor], rows: dict[str, dict[tuple[int, ...], Row]]) -> None:
+    """Raises RunError, listing the tensors that are missing, have another shape, or belong to no weight."""
+    expected = {row.name: row.shape for places in rows.values() for row in places.values()}
+    problems = [f"{name}: missing, expected {list(expected[name])}" for name in expected.keys() - tensors.keys()]
+    for name in expected.keys() & tensors.keys():
+        if tensors[name].shape != expected[name]:
+            problems.append(f"{name}: is {list(tensors[name].shape)}, config.json says {list(expected[name])}")
+    tied = {"lm_head.weight"} if "unembed" not in rows else set()  # a copy of the embedding, or unused
+    unknown = [name for name in tensors.keys() - expected.keys() - tied if not UNUSED.fullmatch(name)]
+    problems += [f"{name}: belongs to none of the weights of this family" for name in unknown]
+    if problems:
+        more = [f"and {len(problems) - 10} more"] if len(problems) > 10 else []
+        title = f"the tensors in {path} are not those of its config.json:"
+        raise RunError("\n  ".join([title, *sorted(problems)[:10], *more]))
 
 
-@dataclasses.dataclass(frozen=True)
-class View:
-    """Of a checkpoint the weights alone, some of them multiplied, in the types that are asked for.
+def array_of(rows: dict[tuple[int, ...], Row], tensors: dict[str, Tensor]) -> LazyArray:
+    """A weight, in float32; its chunks are published tensors, or rows of one."""
+    leading = [max(each) + 1 for each in zip(*rows)]
+    row = next(iter(rows.values()))
+    inner = list(row.sizes.values())
+    chunk = [1] * len(leading) + inner
+    is_cut = row.is_plain and not leading
+    if is_cut and len(inner) > 1:  # into equal chunks, unless the size has no good divisor
+        count = max(n for n in range(1, min(ROWS, inner[0]) + 1) if inner[0] % n == 0)
+        chunk[0] = count if count >= ROWS // 64 else inner[0]
 
-    An untied model's `unembed` is a copy of the embedding where the weights have none of their own.
-    """
+    def read(bounds: Bounds) -> np.ndarray:
+        row = rows[tuple(start for start, _ in bounds[: len(leading)])]
+        values = tensors[row.name].read(slice(*bounds[0]) if is_cut else slice(None))
+        return row.read_in(values).astype(np.float32).reshape([stop - start for start, stop in bounds])
 
-    source: Any
-    factors: dict[str, float]
-    dtypes: dict[str, np.dtype]
-    untied: bool = False
-    only: frozenset[str] | None = None  # of these names; None: all
-
-    @property
-    def path(self) -> str:
-        return self.source.path
-
-    @property
-    def arrays(self) -> dict[str, Any]:
-        found = {name: each for name, each in self.source.arrays.items() if name.lstrip(".").startswith("weights")}
-        found |= {UNEMBED: found[EMBED]} if self.untied else {}
-        return {name: each for name, each in found.items() if self.only is None or name in self.only}
-
-    def grid(self, name: str) -> Grid:
-        grid = self.source.grid(self._stored(name))
-        return dataclasses.replace(grid, dtype=self.dtypes.get(name, grid.dtype))
-
-    def _stored(self, name: str) -> str:
-        return EMBED if self.untied and name == UNEMBED else name
-
-    def read_chunk(self, name: str, number: tuple[int, ...], bounds: Bounds) -> np.ndarray:
-        values = self.source.read_chunk(self._stored(name), number, bounds)
-        if name in self.factors:
-            values = values * np.float32(self.factors[name])
-        return values.astype(self.dtypes.get(name, values.dtype))
+    return LazyArray((*leading, *inner), np.dtype(np.float32), tuple(chunk), read)
 
 
-@dataclasses.dataclass(frozen=True)
-class Averaged:
-    """Stands for a checkpoint: where it has an average of weights, that in their place."""
-
-    source: Any
-
-    @property
-    def path(self) -> str:
-        return self.source.path
-
-    @property
-    def attributes(self) -> dict[str, Any]:
-        return self.source.attributes
-
-    @property
-    def arrays(self) -> dict[str, Any]:
-        return {name: self.source.arrays[self.named(name)] for name in self.source.arrays}
-
-    def named(self, name: str) -> str:
-        average = re.sub("^weights", "ema", name)
-        return average if average in self.source.arrays else name
-
-    def grid(self, name: str) -> Grid:
-        return self.source.grid(self.named(name))
-
-    def read_chunk(self, name: str, number: tuple[int, ...], bounds: Bounds) -> np.ndarray:
-        return self.source.read_chunk(self.named(name), number, bounds)
+def weights_in(checkpoint: Checkpoint) -> dict[str, LazyArray]:
+    return {name: each for name, each in checkpoint.arrays.items() if name.lstrip(".").startswith("weights")}
 
 
-# ---- what weights are of ---------------------------------------------------------------------------------------------
+def scaled(arrays: dict[str, LazyArray], factors: dict[str, float]) -> dict[str, LazyArray]:
+    """These arrays, times their factors."""
+
+    def product(array: LazyArray, factor: float) -> LazyArray:
+        return array.changed(lambda values, _: values * np.float32(factor))
+
+    return {name: product(each, factors[name]) if name in factors else each for name, each in arrays.items()}
+
+
+def averaged(checkpoint: Checkpoint) -> Checkpoint:
+    """A checkpoint with the average of its weights in their place, if it has one."""
+    arrays = checkpoint.arrays
+    averages = {name: arrays.get(re.sub("^weights", "ema", name), each) for name, each in arrays.items()}
+    return dataclasses.replace(checkpoint, arrays=averages)
+
+
+# ---- weights and their model -----------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Weights, wherever they come from, and what they are the weights of."""
+    """Weights, wherever they come from, and their model."""
 
-    checkpoint: Any  # a Checkpoint or Published
-    family: ModuleType | None  # of models/; None: they are another trainer's
-    model: Any  # the family's Model, or the keys of another trainer's
-    folder: Path  # where the tokenizer's files are
-    config: dict[str, Any] | None = None  # the published config.json, where they come from one
+    checkpoint: Any  # a Checkpoint; None: the weights are on the devices already
+    family: ModuleType | None  # in models/; None: another trainer's weights
+    model: Any  # the family's Model, or another trainer's keys
+    folder: Path  # with the tokenizer's files
+    config: dict[str, Any] | None = None  # the published config.json, if they come with one
+    adapters: tuple[Adapter, ...] = ()  # already merged in `checkpoint`
+
+    @property
+    def is_published(self) -> bool:
+        """Whether they come from a published folder or file, which has no attributes as a checkpoint has."""
+        return not self.checkpoint.attributes
 
     @property
     def decoder_start(self) -> int:
-        """The token that stands before what is written, of a model with an encoder."""
+        """The first token that the decoder reads, in a model with an encoder."""
         config = self.config or {}
         return config.get("decoder_start_token_id", config.get("pad_token_id") or 0)
 
 
 def require_same_program(source: Source, at_hand: dict[str, str] | None, key: str) -> None:
-    """Raises RunError for weights of a trainer that computes another model than the one that takes them.
+    """Raises RunError if the weights' trainer computes another model than the program that takes them.
 
     Args:
-      at_hand: `program.model_parts` of the trainer that takes them; None: a family in models/ does.
-      key: what a user may set who knows better.
+      at_hand: `program.model_parts` of the trainer that takes them; None: a family in models/ takes them.
+      key: what a user may set to take them anyway.
     """
-    attributes = {} if isinstance(source.checkpoint, Published) else source.checkpoint.attributes
-    of_family = getattr(source.family, "TRAIN_PY", None)
+    attributes = source.checkpoint.attributes
+    of_family = TRAIN_PY if source.family is not None and source.family.__name__ == "models.llama" else None
     made_by = program.model_parts(attributes)
     is_of_family = made_by is None or "family" in attributes or attributes["program"]["module"] in TRAINERS[1:]
     made_by, taken_by = of_family if is_of_family else made_by, at_hand or of_family
@@ -268,15 +230,15 @@ def require_same_program(source: Source, at_hand: dict[str, str] | None, key: st
 
 @functools.cache
 def families() -> dict[str, str]:
-    """The module of each model_type: the files of models/ that say their KIND. They are imported when they are asked
-    for, since a family imports train.py, which imports what reads its weights."""
+    """The module of each model_type: the files of models/ that say their KIND. They are imported late, since a family
+    imports train.py, which imports this module."""
     files = sorted(Path(__file__).parent.glob("*.py"))
     names = [f"models.{file.stem}" for file in files if re.search("^KIND = ", file.read_text("utf-8"), re.M)]
     return {kind: name for name in names for kind in importlib.import_module(name).CONFIG.kinds}
 
 
 def family_of(name: str, where: str) -> ModuleType:
-    """The family of a model_type, or of a module's last name."""
+    """The family with this model_type or module name."""
     module = families().get(str(name), f"models.{name}")
     if module not in families().values():
         raise RunError(f"{where}: model_type = {name!r} is none of the families: {', '.join(sorted(families()))}")
@@ -284,8 +246,8 @@ def family_of(name: str, where: str) -> ModuleType:
 
 
 def as_family(keys: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The family that computes the model of one of TRAINERS, and its keys there, without those that say only how it is
-    computed."""
+    """The family that computes the model of one of TRAINERS, and the family's keys; keys that only say how it is
+    computed are left out."""
     model = {key: value for key, value in keys.items() if key not in ("context", "fp8")}
     if model.get("experts"):
         # The weight of a single expert is its probability.
@@ -295,11 +257,11 @@ def as_family(keys: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def open_weights(path: str, pool: Executor) -> Source:
-    """The weights of a published folder, of a run (its newest checkpoint), or of a checkpoint; their average, where it
-    has one.
+    """The weights of a published folder, of a run (its newest checkpoint), or of a checkpoint; their average if it has
+    one.
 
     Raises:
-      RunError: there are none, or the tensors or fields are not those of a family in models/.
+      RunError: there are none, or no family in models/ has these tensors and fields.
     """
     folder = downloaded(str(path))
     if folder is not None and folder.suffix == ".gguf":
@@ -309,7 +271,7 @@ def open_weights(path: str, pool: Executor) -> Source:
             return described(read_json(folder / "config.json"), safetensors.read(folder, UNUSED), folder)
         if os.path.exists(folder / "params.json"):
             return importlib.import_module("models.foreign").open_meta(folder)
-    checkpoint = Averaged(open_newest(str(path), pool))
+    checkpoint = averaged(open_newest(str(path), pool))
     attributes = checkpoint.attributes
     config, program = attributes.get("config") or {}, attributes.get("program") or {}
     if not isinstance(config.get("model"), dict):
@@ -322,15 +284,14 @@ def open_weights(path: str, pool: Executor) -> Source:
         return Source(checkpoint, None, model, folder)
     family = family_of(name, checkpoint.path)
     model = rebuild(family.Model, model, Origins(checkpoint.path))
-    if attributes.get("base"):
-        checkpoint = with_base(checkpoint, family, model, pool)
-    return Source(checkpoint, family, model, folder, attributes.get("published"))
+    source = Source(checkpoint, family, model, folder, attributes.get("published"))
+    return with_base(source, pool) if attributes.get("base") else source
 
 
-def with_base(saved: Averaged, family: ModuleType, model: Any, pool: Executor) -> adapters.Overlaid:
-    """The weights of a run of train_any.py that saves only what it trains. Raises RunError if the others are gone."""
-    config, lora = saved.attributes["config"], saved.attributes["config"]["lora"]
-    path = config["initial_weights"]
+def with_base(source: Source, pool: Executor) -> Source:
+    """The weights of a train_any.py run that saves only what it trains. Raises RunError if the rest is gone."""
+    saved, lora = source.checkpoint, source.checkpoint.attributes["config"]["lora"]
+    path = saved.attributes["config"]["initial_weights"]
     try:
         base = open_weights(path, pool)
     except RunError as error:
@@ -339,19 +300,23 @@ def with_base(saved: Averaged, family: ModuleType, model: Any, pool: Executor) -
     if fingerprint(base, pool) != saved.attributes["base"]:
         raise RunError(f"{saved.path} was trained from other weights than those that are now in {path}")
     scale = lora["alpha"] / lora["rank"] if lora["rank"] else 0.0
-    shapes = jax.eval_shape(functools.partial(family.init, model), np.uint32(0))
-    return adapters.overlaid(base.checkpoint, family, shapes, saved, scale, pool)
+    shapes = jax.eval_shape(functools.partial(source.family.init, source.model), np.uint32(0))
+    found = adapters.saved_in(saved, adapters.places(source.family, shapes), pool)
+    arrays = weights_in(base.checkpoint) | {
+        name: each for name, each in saved.arrays.items() if name in base.checkpoint.arrays
+    }
+    arrays = adapters.merged(arrays, found, scale)
+    return dataclasses.replace(source, checkpoint=dataclasses.replace(saved, arrays=arrays), adapters=found)
 
 
 def fingerprint(source: Source, pool: Executor) -> str:
-    """A hash of the first and of the last values of each of the weights: two chunks of each are read. The same for a
-    published folder and its checkpoint."""
+    """A hash of the first and last values of each weight, the same for a published folder and its checkpoint. Two
+    chunks of each weight are read."""
     digest = hashlib.sha256()
-    view = View(source.checkpoint, {}, {})
-    for name in sorted(view.arrays):
-        *sizes, last = view.grid(name).shape
+    for name, array in sorted(weights_in(source.checkpoint).items()):
+        *sizes, last = array.shape
         for at in ([0] * len(sizes), [size - 1 for size in sizes]):
-            values = read_block(view, name, (*((n, n + 1) for n in at), (0, last)), pool)
+            values = read_block(source.checkpoint, name, (*((n, n + 1) for n in at), (0, last)), pool)
             digest.update(name.encode() + np.ascontiguousarray(values, np.float32).tobytes())
     return digest.hexdigest()[:16]
 
@@ -382,11 +347,11 @@ def downloaded(path: str) -> Path | None:
 
 
 def described(content: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -> Source:
-    """What a config.json says, and the tensors beside it, as weights. Raises RunError where they do not fit."""
+    """Weights from the content of a config.json and its tensors. Raises RunError if they do not fit."""
     fields = Fields(content, str(folder / "config.json"))
     family = family_of(fields.take("model_type"), fields.where)
     for key in NUMBERED & content.keys():
-        if isinstance(content[key], int) and content[key] > len(tensors):  # before as many rows of the table are made
+        if isinstance(content[key], int) and content[key] > len(tensors):  # before that many rows are made
             raise RunError(f"{fields.where}: {key} = {content[key]}, and {folder} has {len(tensors)} tensors")
     for key in {"dtype", "torch_dtype"} & content.keys():
         if content[key] not in (None, *safetensors.CODES):
@@ -394,11 +359,14 @@ def described(content: dict[str, Any], tensors: dict[str, Tensor], folder: Path)
     model = model_of(family, fields)
     fields.finish()
     rows = rows_of(family, model)
-    return Source(Published(str(folder), as_published(tensors, rows), rows), family, model, folder, content)
+    tensors = as_published(tensors, rows)
+    require_tensors(str(folder), tensors, rows)
+    arrays = {f"weights/{leaf}": array_of(places, tensors) for leaf, places in rows.items()}
+    return Source(Checkpoint(str(folder), {}, arrays), family, model, folder, content)
 
 
 def model_of(family: ModuleType, fields: Fields) -> Any:
-    """The family's Model that a config.json describes. Raises RunError where a value is not of its kind."""
+    """The family's Model that a config.json describes. Raises RunError if a value is of another type."""
     try:
         model = family.model_of(fields)
     except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
@@ -407,8 +375,8 @@ def model_of(family: ModuleType, fields: Fields) -> Any:
 
 
 def as_published(tensors: dict[str, Tensor], rows: dict[str, dict[tuple[int, ...], Row]]) -> dict[str, Tensor]:
-    """The tensors by the names of today, and with the first part, `transformer.`, which a file of the model without its
-    head (of gpt2, opt-6.7b) leaves out."""
+    """The tensors under today's names, with the prefix `transformer.` that files of a model without its head (gpt2,
+    opt-6.7b) leave out."""
     tensors = {
         functools.reduce(lambda name, old: name.replace(old, RENAMED[old]), RENAMED, name): tensor
         for name, tensor in tensors.items()
@@ -420,7 +388,7 @@ def as_published(tensors: dict[str, Tensor], rows: dict[str, dict[tuple[int, ...
 
 
 def require_same(source: Source, model: Any) -> None:
-    """Raises RunError where the weights are not those of a trainer's model, train.py's or a family's; with the keys."""
+    """Raises RunError, with the keys, if the weights belong to another model than this, train.py's or a family's."""
     theirs, ours = as_tree(source.model), as_tree(model)
     ours |= as_family(ours)[1]
     is_family = dataclasses.is_dataclass(source.model)
@@ -428,8 +396,8 @@ def require_same(source: Source, model: Any) -> None:
     problems = []
     for key, value in theirs.items():
         if key in (*SETTINGS, "logits_scale") or (key == "tied" and key not in ours):
-            continue  # train.py's model has two tables: both begin as the one
-        expected = ours.get(key, defaults.get(key))  # what a model has no key for it computes as by default
+            continue  # train.py's model has two tables, which begin equal
+        expected = ours.get(key, defaults.get(key))  # without a key the model computes the default
         if value != expected or (key not in ours and key not in defaults):
             is_ours = f"has {json.dumps(expected)}" if key in ours else "has no such key"
             problems.append(f"  model.{key} = {json.dumps(value)}: this run's model {is_ours}")
@@ -440,25 +408,27 @@ def require_same(source: Source, model: Any) -> None:
 
 
 def restored(source: Source, model: Any, like: Any, pool: Executor, *, is_part: bool = False) -> Any:
-    """The weights as `like` says, a tree of `ShapeDtypeStruct`s with shardings, for a trainer's model.
+    """The weights of a trainer's model, as `like` says, a tree of `ShapeDtypeStruct`s with shardings.
 
     Args:
-      is_part: `like` may have some of them alone.
+      is_part: `like` may have only some of the weights.
     Raises:
       RunError: as `require_same` and `restore`.
     """
     require_same(source, model)
     like = {"weights": like}
-    factors = rescaled(source, getattr(model, "logits_scale", 1.0))
     dtypes = {name: leaf.dtype for names, leaf in named_leaves(like) for name in names}
-    untied = getattr(source.model, "tied", False) and not hasattr(model, "tied")
-    only = frozenset(dtypes) if is_part else None
-    return restore(View(source.checkpoint, factors, dtypes, untied, only), like, pool)["weights"]
+    arrays = scaled(weights_in(source.checkpoint), rescaled(source, getattr(model, "logits_scale", 1.0)))
+    if getattr(source.model, "tied", False) and not hasattr(model, "tied"):
+        arrays["weights/unembed"] = arrays["weights/embed"]
+    arrays = {name: each for name, each in arrays.items() if name in dtypes or not is_part}
+    arrays = {name: each.changed(lambda w, _: w, dtypes.get(name)) for name, each in arrays.items()}
+    return restore(dataclasses.replace(source.checkpoint, arrays=arrays), like, pool)["weights"]
 
 
 def first_weights(config: Any, at_hand: dict[str, str] | None, threads: int = 16) -> tuple[str, Callable[[Any], Any]]:
-    """What `runtime.run.Run` takes to begin with a config's initial_weights: their path, and a function that reads them
-    as a tree of `ShapeDtypeStruct`s with shardings says.
+    """What `runtime.run.Run` needs to begin with a config's initial_weights: their path, and a function that reads them
+    into a tree of `ShapeDtypeStruct`s with shardings.
 
     Args:
       at_hand: `program.model_parts` of the trainer that takes them.
@@ -479,7 +449,7 @@ def first_weights(config: Any, at_hand: dict[str, str] | None, threads: int = 16
 
 
 def rescaled(source: Source, logits_scale: float) -> dict[str, float]:
-    """What weights are multiplied with, by name, for a model whose attention logits have this factor."""
+    """Factors of weights, by name, for a model whose attention logits have this scale."""
     theirs = getattr(source.model, "logits_scale", 1.0)
     if source.family is None or theirs == logits_scale:
         return {}
@@ -494,35 +464,37 @@ def rescaled(source: Source, logits_scale: float) -> dict[str, float]:
 
 
 def export(source: Source, folder: Path, dtype: str, pool: Executor, fields: dict[str, Any] | None = None) -> None:
-    """Writes a folder that transformers loads: config.json, and weights in this type, a tensor at a time.
+    """Writes a folder that transformers loads: config.json, and the weights, a tensor at a time.
 
     Args:
       dtype: float32, bfloat16 or float16.
-      fields: of config.json besides, for weights that have never been published.
+      fields: more of config.json, for weights that have never been published.
     """
     family, model = source.family, source.model
     if family is None:
         raise RunError(f"{source.checkpoint.path} is of no family in models/: it cannot be published")
     config = config_for(source, dtype) | (fields or {})
     target = family.model_of(Fields(config, "config.json"))
-    view = View(source.checkpoint, rescaled(source, getattr(target, "logits_scale", 1.0)), {})
+    arrays = scaled(source.checkpoint.arrays, rescaled(source, getattr(target, "logits_scale", 1.0)))
+    checkpoint = dataclasses.replace(source.checkpoint, arrays=arrays)
     rows = rows_of(family, model).items()
     named = {row.name: (leaf, place, row) for leaf, places in rows for place, row in places.items()}
     folder.mkdir(parents=True, exist_ok=True)
     shapes = {name: row.shape for name, (_, _, row) in sorted(named.items())}
-    safetensors.write(folder, shapes, dtype, lambda name: values_of(view, *named[name], pool))
+    safetensors.write(folder, shapes, dtype, lambda name: values_of(checkpoint, *named[name], pool))
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def export_adapters(source: Source, folder: Path) -> None:
-    """Writes the adapters of a run as PEFT's two files, for the base as it is published. Raises RunError without."""
-    found = [each for some in getattr(source.checkpoint, "adapters", {}).values() for each in some]
-    if not found:
+    """Writes the adapters of a run as PEFT's two files, for the published base. Raises RunError if it has none."""
+    if not source.adapters:
         raise RunError(f"adapter=true: {source.checkpoint.path} has no adapters, it is no run with lora.rank")
     target = source.family.model_of(Fields(config_for(source, "float32"), "config.json"))
     factors = rescaled(source, getattr(target, "logits_scale", 1.0))
-    pairs = {place.path: (a, b * np.float32(factors.get(f"weights/{place.path}", 1.0))) for place, a, b in found}
-    names = adapters.named(source.family, source.model, [place for place, _, _ in found])
+    pairs = {
+        place.path: (a, b * np.float32(factors.get(f"weights/{place.path}", 1.0))) for place, a, b in source.adapters
+    }
+    names = adapters.named(source.family, source.model, [place for place, _, _ in source.adapters])
     config = source.checkpoint.attributes["config"]
     about = {**config["lora"], "base": config["initial_weights"]}
     about["task"] = {"both": "SEQ_2_SEQ_LM"}.get(source.family.KIND, "CAUSAL_LM")
@@ -530,7 +502,7 @@ def export_adapters(source: Source, folder: Path) -> None:
 
 
 def config_for(source: Source, dtype: str) -> dict[str, Any]:
-    """The config.json of an export: the one that the weights came with, if it still says what the model is."""
+    """The config.json of an export: the one that the weights came with, if it still describes the model."""
     family, config = source.family, source.config
     if config is None or not same(family.model_of(Fields(config, "config.json")), source.model):
         config = {**(config or {}), **family.config_of(source.model)}
@@ -540,8 +512,10 @@ def config_for(source: Source, dtype: str) -> dict[str, Any]:
     return {**config, key: dtype}
 
 
-def values_of(checkpoint: Any, leaf: str, place: tuple[int, ...], row: Row, pool: Executor) -> Iterator[np.ndarray]:
-    """A published tensor, in pieces if rows can be cut from it."""
+def values_of(
+    checkpoint: Checkpoint, leaf: str, place: tuple[int, ...], row: Row, pool: Executor
+) -> Iterator[np.ndarray]:
+    """The values of a published tensor, in pieces if it can be cut into rows."""
     sizes, at = list(row.sizes.values()), tuple((n, n + 1) for n in place)
     step = ROWS if row.is_plain and not place else sizes[0]
     for start in range(0, sizes[0], step):

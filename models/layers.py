@@ -1,4 +1,4 @@
-"""What the families in models/ share: norms, rotary, attention with its mask, halves of a layer, embedding, loss.
+"""Shared by the families in models/: norms, rotary, attention with its mask, halves of a layer, embedding, loss.
 
     ends = llama.gather_ends(weights)
     x, routing = layers.hidden(llama, model, weights, inputs, segment, position, ends=ends)       # 'B/b L/c M'
@@ -56,41 +56,32 @@ def leave(y, M: str):
 
 
 def part(vector, M: str):
-    """Of a vector 'M', what a device has of it where the residual lies so: a bias that is added after a sum."""
+    """A device's part of a vector 'M', such as a bias, where the residual lies so."""
     return vector if M == 'M' else shardops.slice('M -> M/t', vector)
 
 
 # == Norms =============================================================================================================
 @typed
-def norm(x: act['B/b L/c M'], scale: jax.Array, eps: float) -> act['B/b L/c M']:
+def norm(x: jax.Array, scale: jax.Array, eps: float, M: str = 'M') -> jax.Array:
     """In float32: with f32['M'] RMSNorm, x / sqrt(mean(x²) + eps) · scale (Zhang and Sennrich 2019, section 4); with a
-    scale and a bias, f32['2 M'], layer norm, which takes the mean from x first (Ba et al. 2016)."""
-    x = x.astype(jnp.float32)
+    scale and a bias, f32['2 M'], layer norm, which subtracts the mean from x first (Ba et al. 2016). x lies as
+    'B/b L/c' with M: where M is split, each mean is summed over t, 4 bytes a token."""
+    whole: act[f'B/b L/c {M}'] = x
+    x, size = whole.astype(jnp.float32), scale.shape[-1]
+
+    def mean(values):
+        if M == 'M':
+            return shardops.sum_unreduced('B/b L/c M -> B/b L/c', values) / size
+        return (
+            shardops.psum('B/b L/c +t -> B/b L/c', shardops.sum_unreduced('B/b L/c M/t -> B/b L/c +t', values)) / size
+        )
+
     if scale.ndim == 2:
-        x = x - (shardops.sum_unreduced('B/b L/c M -> B/b L/c', x) / x.shape[-1])[:, :, None]
-    mean_square = shardops.sum_unreduced('B/b L/c M -> B/b L/c', x * x) / x.shape[-1]
-    return scaled(x, lax.rsqrt(mean_square + eps), scale)
-
-
-def scaled(x: jax.Array, inverse: jax.Array, scale: jax.Array) -> jax.Array:
-    """The last line of a norm."""
+        x = x - mean(x)[:, :, None]
+    x = x * lax.rsqrt(mean(x * x) + eps)[:, :, None]
     if scale.ndim == 1:
-        return (x * inverse[:, :, None] * scale[None, None]).astype(act.dtype)
-    return (x * inverse[:, :, None] * scale[0][None, None] + scale[1][None, None]).astype(act.dtype)
-
-
-@typed
-def residual_norm(x: jax.Array, scale: jax.Array, eps: float, M: str) -> jax.Array:
-    """The same of what lies as the residual: where M is split, 4 bytes a token are summed over t, or twice 4."""
-    if M == 'M':
-        return norm(x, scale, eps)
-    x, size = x.astype(jnp.float32), scale.shape[-1]
-    scale = shardops.slice('M -> M/t' if scale.ndim == 1 else '2 M -> 2 M/t', scale)
-    if scale.ndim == 2:
-        mean = shardops.psum('B/b L/c +t -> B/b L/c', shardops.sum_unreduced('B/b L/c M/t -> B/b L/c +t', x)) / size
-        x = x - mean[:, :, None]
-    square = shardops.psum('B/b L/c +t -> B/b L/c', shardops.sum_unreduced('B/b L/c M/t -> B/b L/c +t', x * x))
-    return scaled(x, lax.rsqrt(square / size + eps), scale)
+        return (x * part(scale, M)[None, None]).astype(act.dtype)
+    return (x * part(scale[0], M)[None, None] + part(scale[1], M)[None, None]).astype(act.dtype)
 
 
 @typed
@@ -146,11 +137,11 @@ def rotary(
     return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(act.dtype)
 
 
-Turns = tuple[Callable[[jax.Array], jax.Array], Callable[[jax.Array], jax.Array]]  # of q and of k
+Turns = tuple[Callable[[jax.Array], jax.Array], Callable[[jax.Array], jax.Array]]  # what q and k become
 
 
 def rotations(model: Any, position: jax.Array, frequency: jax.Array | None = None) -> Turns:
-    """Of q, with the logits' factor, and of k; None: the frequencies that the model says."""
+    """The rotations of q, times the logits' scale, and of k. frequency: None stands for the model's."""
     if frequency is None:
         frequency = frequencies(model.d_head, model.rope_max_timescale, model.rope_scaling)
     factor = 1.0 if model.rope_scaling is None else model.rope_scaling.attention_factor
@@ -159,26 +150,28 @@ def rotations(model: Any, position: jax.Array, frequency: jax.Array | None = Non
 
 
 def without_rotations(model: Any) -> Turns:
-    """Of a model whose positions are learned."""
+    """For a model whose positions are learned."""
     return (lambda q: q * model.d_head**-0.5), (lambda k: k)
 
 
 # == Attention =========================================================================================================
 @dataclass(frozen=True)
 class Mask:
-    """What a query sees, and caps; `attend` applies it. q has been multiplied by the logits' scale already."""
+    """Which keys a query sees, and caps of logits; `attend` applies them to q that is already scaled."""
 
-    window: int | tuple[int, ...] | None = None  # positions that a query sees, its own included; or of each layer
+    window: int | tuple[int, ...] | None = (
+        None  # positions that a query sees, its own included; one for each layer if a tuple
+    )
     cap: float | None = None  # attention's logits are cap · tanh(logits / cap)
-    logits_cap: float | None = None  # the same of the logits of tokens
-    is_causal: bool = True  # else a query sees all of its segment, and there is no window and no cap
+    logits_cap: float | None = None  # the same for the logits of tokens
+    is_causal: bool = True  # else a query sees all of its segment, without window or cap
 
     def by_layer(self) -> jax.Array | None:
-        """The windows, to be scanned with the layers; None where all have the same."""
+        """The windows, to be scanned with the layers; None if all layers have the same."""
         return jnp.asarray(self.window, jnp.int32) if isinstance(self.window, tuple) else None
 
     def of_layer(self, scanned: jax.Array | None) -> int | jax.Array | None:
-        """A layer's window, of what the scan gives it of `by_layer`."""
+        """A layer's window, given its part of `by_layer`."""
         return self.window if scanned is None else scanned
 
 
@@ -188,12 +181,13 @@ def causal(model: Any) -> Mask:
 
 
 # == Halves of a layer =================================================================================================
-# A weight that is there is used: biases, norms of q and k, the gate. `norms` are those before a half and behind it.
+# An optional weight is used if it is there: biases, norms of q and k, the gate. `norms` are the scales of the norms
+# before a half and behind it.
 Norms = tuple[jax.Array | None, jax.Array | None]
 
 
 def there(w: Any, name: str) -> Any:
-    """One of a layer's weights; None where the family or the model has it not."""
+    """One of a layer's weights; None if the family or the model does not have it."""
     return getattr(w, name, None)
 
 
@@ -201,12 +195,12 @@ def there(w: Any, name: str) -> Any:
 def attention_half(
     model: Any, x: jax.Array, w: Any, attend: Callable, turns: Turns, norms: Norms, M: str
 ) -> tuple[jax.Array, Any]:
-    """What attention adds to x, and what is to be kept; x lies as 'B/b L/c' with M.
+    """What attention adds to x, and what `attend` returns besides; x lies as 'B/b L/c' with M.
 
     Args:
-      attend: `attend(q, k, v)` returns o and what of k and v is to be kept, and says save_for_backward of what it
-        needs; no factor stands before q·k.
-      turns: what q and k become before they meet, as of `rotations`.
+      attend: `attend(q, k, v)` returns o and what a cache keeps of k and v. It saves what backward needs. q is scaled
+        already.
+      turns: functions of q and of k before attention, such as `rotations`.
     """
     x: act[f'B/b L/c {M}'] = x
     with jax.named_scope('attention'):
@@ -221,7 +215,7 @@ def attention_half(
 def projected(
     model: Any, x: act['B/b L/c M'], w: Any
 ) -> tuple[act['B/b L/c Q K/t D'], act['B/b L/c P K/t D'], act['B/b L/c K/t D']]:
-    """q, k and v; k has a dim P of 1 in the place of Q, and so has q where each head has keys of its own."""
+    """q, k and v. k has a dim P of 1 in place of Q, and so has q if each head has keys of its own."""
     q = product(f'B/b L/c M, M {w.heads} -> B/b L/c {w.heads}', x, w.w_q)
     k = product('B/b L/c M, M K/t D -> B/b L/c K/t D', x, w.w_k)[:, :, None]
     v = product('B/b L/c M, M K/t D -> B/b L/c K/t D', x, w.w_v)
@@ -239,7 +233,7 @@ def projected(
 
 @typed
 def joined(o: act['B/b L/c Q K/t D'], w: Any) -> act['B/b L/c M +t']:
-    """What all heads found, times w_o."""
+    """The results of all heads, times w_o."""
     o = o[:, :, 0] if w.heads == 'K/t D' else o
     return product(f'B/b L/c {w.heads}, M {w.heads} -> B/b L/c M +t', o, w.w_o)
 
@@ -254,12 +248,12 @@ def feed_forward_half(model: Any, x: jax.Array, w: Any, activation: Callable, no
 
 
 def behind(model: Any, y: jax.Array, bias: jax.Array | None, scale: jax.Array | None, M: str) -> jax.Array:
-    """What a half adds, with its bias and the norm behind it, if there are any."""
+    """What a half adds, with its bias and the norm behind it, if any."""
     y = y if bias is None else y + part(bias, M)[None, None]
     if scale is None:
         return y
     y = save_for_backward(y)  # 2M/t bytes a token, spares the half's last product and its sum
-    return residual_norm(y, scale, model.norm_eps, M)
+    return norm(y, scale, model.norm_eps, M)
 
 
 @typed
@@ -277,18 +271,59 @@ def feed_forward(x: act['B/b L/c M'], w: Any, activation: Callable) -> act['B/b 
     return product('B/b L/c F/t, M F/t -> B/b L/c M +t', hidden, w.w_down)
 
 
-# == What a layer keeps ================================================================================================
-def keeping(kept: str) -> Callable:
-    """A decorator of a layer that keeps for the backward pass what training.save_for_backward says: 'everything' that
-    says so, on the device; the same 'on_host', copied there and back; or its 'inputs' alone."""
-    names = () if kept == 'inputs' else ('save_for_backward',)
-    return functools.partial(explicit_activation_checkpointing, names=names, on_host=kept == 'on_host')
+# == How a step runs the layers ========================================================================================
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The defaults are those of a forward pass alone, FORWARD."""
+
+    reduce_dtype: str = 'float32'  # type in which gradients are sent: training.gradient_reduce_dtype
+    # What a layer keeps for the backward pass, as training.save_for_backward: 'everything' that says so, on the device;
+    # the same 'on_host', copied there and back; or its 'inputs' alone.
+    kept: str = 'everything'
+    unroll: bool = False
+    fp8: bool = False  # matrices are gathered and multiplied as 8-bit numbers (`products.Float8`)
+    dropout: Dropout | None = None  # on what a layer adds, before a bias or a norm behind it; in training alone
+    adapt: Callable = lambda w, low: w  # adapt(gathered layer, one layer of `low`) puts adapters (`Adapted`) in
+    low: Any = None  # adapters of the layers; for T5 a pair, the encoder's and the decoder's
+
+    def in_use(self, family: Any) -> Callable:
+        """Gathers a layer, and puts its adapters in."""
+        return lambda w, ready, low: self.adapt(family.gather_layer(w, self.reduce_dtype, ready), low)
+
+    def numbers(self, first: int, count: int) -> jax.Array | None:
+        """The numbers of layers, which dropout needs."""
+        return None if self.dropout is None else jnp.arange(first, first + count, dtype=jnp.uint32)
+
+
+FORWARD = Options()
+
+
+def scanned(layer: Callable, model: Any, x: jax.Array, stack: Any, in_use: Callable, calls: Callable, how: Options):
+    """x, 'B/b L/c M/t', after all layers, and what each layer's router did.
+
+    Args:
+      layer: a family's.
+      stack: for each layer the arguments of `in_use`, its window, and its number, which dropout needs.
+      in_use: returns the layer's `Gathered`.
+      calls: `calls(window, drop)` returns a layer's arguments after its weights.
+    """
+    names = () if how.kept == 'inputs' else ('save_for_backward',)
+
+    @functools.partial(explicit_activation_checkpointing, names=names, on_host=how.kept == 'on_host')
+    def one(x, of_layer):
+        given, window, number = of_layer
+        drop = None if number is None else how.dropout.of_layer(number)
+        M = 'M/t' if drop is None else Residual(drop)
+        x, _, routing = layer(model, x, in_use(*given), *calls(window, drop), M)
+        return x, routing
+
+    return lax.scan(one, x, stack, unroll=how.unroll)
 
 
 # == From tokens to hidden states ======================================================================================
 @typed
 def inputs_of(batch: TokenBatch, bos_id: int) -> tuple[u32['B/b L'], i32['B/b L'], i32['B/b L']]:
-    """Of each target the token before it, the number of its segment, and its position there."""
+    """For each target the token before it, the number of its segment, and its position there."""
     first = batch.is_seq_start.at[:, 0].set(True)
     inputs = jnp.where(first, jnp.uint32(bos_id), jnp.roll(batch.targets, 1, axis=1))
     # Not by jnp.broadcast_to, which does nothing where a device holds one row: another program, to the check.
@@ -298,7 +333,7 @@ def inputs_of(batch: TokenBatch, bos_id: int) -> tuple[u32['B/b L'], i32['B/b L'
 
 
 def rows_of_tokens(table, tokens, M: str):
-    """Rows of a table 'V/t M', as the residual lies."""
+    """Rows of a table 'V/t M', which lie as the residual."""
 
     @explicit_activation_checkpointing  # else a mask of M bytes a token
     @typed
@@ -310,30 +345,30 @@ def rows_of_tokens(table, tokens, M: str):
 
 @typed
 def rows_of_learned(table: act['P M'], numbers: i32['B/b L/c'], M: str) -> jax.Array:
-    """Rows of a table that all devices have, as the residual lies."""
+    """Rows of a table that all devices hold, which lie as the residual."""
     table = table if M == 'M' else shardops.slice('P M -> P M/t', table)
     return shardops.index_unreduced(f'[P] {M}, B/b L/c -> B/b L/c {M}', table, numbers)
 
 
 @typed
 def embed(model: Any, ends: Any, tokens: u32['B/b L/c'], position: Any, M: str) -> jax.Array:
-    """What enters the first layer, of a family without positions there."""
+    """The input of the first layer, in a family without positions there."""
     return rows_of_tokens(ends.embed, tokens, M)
 
 
 @typed
 def final(model: Any, ends: Any, x: jax.Array, M: str) -> act['B/b L/c M']:
-    """What logits are computed from, of the last layer's result."""
+    """The input of the unembedding, from the last layer's result."""
     return norm(enter(x, M), ends.final_layer_norm, model.norm_eps)
 
 
 def learned_positions(model: Any) -> int | None:
-    """How long a row may be; None: as long as you like."""
+    """The longest row that the model has positions for; None: any length."""
     return model.positions - getattr(model, 'first_position', 0) if hasattr(model, 'positions') else None
 
 
 def require_positions(model: Any, length: int) -> None:
-    """Raises RunError for rows that are longer than a family's table of positions."""
+    """Raises RunError for rows that are longer than the table of positions."""
     learned = learned_positions(model)
     if learned is not None and length > learned:
         raise RunError(
@@ -343,68 +378,44 @@ def require_positions(model: Any, length: int) -> None:
 
 
 def hidden(
-    family, model, weights, inputs, segment, position, adapt: Callable = lambda w, low: w, low=None, *,
-    ends=None, reduce_dtype: str = 'float32', kept: str = 'everything', unroll: bool = False, fp8: bool = False,
-    dropout: Dropout | None = None, along_c: Context = ALONE,
+    family: Any, model: Any, weights: Any, inputs: jax.Array, segment: jax.Array, position: jax.Array, *,
+    ends: Any = None, how: Options = FORWARD, along_c: Context = ALONE,
 ):  # fmt: skip
-    """The hidden states before the unembedding, act['B/b L/c M'], with one layer of any family after another; and what
-    each layer's router did (models/experts.py), None of a family without experts.
+    """The hidden states before the unembedding, act['B/b L/c M'], of any family; and what each layer's router did
+    (models/experts.py), None without experts.
 
     Args:
       family: a module of models/.
       inputs, segment, position: as of `inputs_of`.
-      adapt, low: `adapt(gathered layer, one layer of low)` puts adapters (`products.Adapted`) in; none by default.
-      ends: of `family.gather_ends`, where the caller has them for the loss.
-      reduce_dtype: in which gradients of weights travel, as training.gradient_reduce_dtype.
-      kept: what a layer keeps, as of `keeping`.
-      fp8: matrices of layers are gathered and multiplied as 8-bit numbers (`products.Float8`).
-      dropout: in training alone; what a layer adds has its elements dropped before a bias or a norm behind it.
-      along_c: how rows meet that lie on several devices.
+      ends: `family.gather_ends`, if the caller has it already.
+      along_c: how positions on several devices attend to each other.
     Raises:
       RunError: the rows are longer than a table of positions.
     """
     require_positions(model, inputs.shape[1])
-    ends = ends or family.gather_ends(weights, reduce_dtype)
+    ends = ends or family.gather_ends(weights, how.reduce_dtype)
     with jax.named_scope('embed'):
         x = family.embed(model, ends, along_c.part(inputs), along_c.part(position), 'M/t')
-
-    def in_use(w, ready, low):
-        return adapt(family.gather_layer(w, reduce_dtype, ready), low)
-
-    numbers = None if dropout is None else jnp.arange(model.layers, dtype=jnp.uint32)
-    of_layers = family.TABLE.of_all_layers('transformer', weights.transformer, reduce_dtype, fp8)
-    stack = (*of_layers, low), family.mask(model).by_layer(), numbers
-    x, routing = through(family, model, x, stack, in_use, segment, position, kept, unroll, dropout, along_c)
+    of_layers = family.TABLE.of_all_layers('transformer', weights.transformer, how.reduce_dtype, how.fp8)
+    stack = (*of_layers, how.low), family.mask(model).by_layer(), how.numbers(0, model.layers)
+    x, routing = through(family, model, x, stack, how.in_use(family), segment, position, how, along_c)
     return ended(family, model, ends, x), routing
 
 
-def through(
-    family, model, x, stack, in_use: Callable, segment, position, kept: str, unroll: bool,
-    dropout: Dropout | None, along_c: Context,
-):  # fmt: skip
-    """Takes x, 'B/b L/c M/t', through layers, one after another; and what each layer's router did.
-
-    Args:
-      stack: of each layer what `in_use` makes `family.Gathered` of, its window, and its number, which dropout needs.
-      others: as of `hidden`.
-    """
+def through(family, model, x, stack, in_use: Callable, segment, position, how: Options, along_c: Context):
+    """`scanned` with the attention that the family's mask describes; arguments as of `scanned` and `hidden`."""
     mask, rows, position = family.mask(model), Rows(along_c, segment), along_c.part(position)
 
-    @keeping(kept)
-    def layer(x, of_layer):
-        given, window, number = of_layer
-        w, drop = in_use(*given), None if dropout is None else dropout.of_layer(number)
-
+    def calls(window, drop):
         def attend(q, k, v):
             if not mask.is_causal:
                 return rows.both_ways(q, k, v, drop), None
-            return rows.attention(model.attention, q, k, v, mask.of_layer(window), mask.cap, drop), None
+            return rows.attention(model.attention, q, k, v, attend.window, mask.cap, drop), None
 
         attend.window = mask.of_layer(window)
-        x, _, routing = family.layer(model, x, w, attend, position, 'M/t' if drop is None else Residual(drop))
-        return x, routing
+        return attend, position
 
-    return lax.scan(layer, x, stack, unroll=unroll)
+    return scanned(family.layer, model, x, stack, in_use, calls, how)
 
 
 @jax.named_scope('final_norm')

@@ -1,4 +1,4 @@
-"""Log likelihoods of continuations after contexts, with any family: rows of tokens, and what a model makes of them.
+"""Log likelihoods of continuations after contexts, with any family.
 
 Continuations of one context share a row, in which the context is read once. Legend as in train.py.
 """
@@ -25,10 +25,10 @@ class Packed:
     """Rows of contexts, each with its continuations behind it, as `pack` lays them."""
 
     tokens: u32['B/b L']
-    targets: u32['B/b L']  # what comes next, where a continuation is read
-    context: i32['B/b L']  # the context's number; 0: nothing is there
-    continuation: i32['B/b L']  # the continuation's number among those of its context; 0: the context itself
-    position: i32['B/b L']  # in a context with this continuation alone
+    targets: u32['B/b L']  # the next token, within continuations
+    context: i32['B/b L']  # the context's number; 0: padding
+    continuation: i32['B/b L']  # its number among those of the context; 0: the context itself
+    position: i32['B/b L']  # as if this continuation were the only one
 
 
 @typed
@@ -77,23 +77,23 @@ def mapped(family: Any, model: Any, stack: Any) -> typed_shard_map:
     return typed_shard_map(score)
 
 
-Pair = tuple[Sequence[int], Sequence[int]]  # a context's ids and a continuation's, one of each or more
+Pair = tuple[Sequence[int], Sequence[int]]  # ids of a context and of a continuation, neither empty
 
 
-Places = list[list[tuple[int, slice]]]  # of each pair, the rows and where in them its continuation's targets are
+Places = list[list[tuple[int, slice]]]  # for each pair, the rows and slices of its continuation's targets
 
 
 def room_of(longest: int, length: int) -> int:
-    """A row's tokens: few programs are compiled."""
+    """The length of a row: one of few, so that few programs are compiled."""
     return min(max(SLOTS, 1 << (longest - 1).bit_length()), length)
 
 
 def pack(pairs: Sequence[Pair], length: int) -> tuple[np.ndarray, Places]:
-    """Rows, int64 [row, field of `Packed`, L], and of each pair the row and the places that its continuation has.
+    """Rows, int64 [row, field of `Packed`, L], and for each pair the row and the slice of its continuation.
 
-    Of a context all tokens but the last are read once. Each continuation begins with that last one, and is read up to
-    its own last token but one, so that every place has one target. A context that does not fit into a row with all its
-    continuations is read again in the next.
+    All tokens of a context but the last are read once. Each continuation begins with that last token and ends before
+    its own last one, so that every position has one target. If a context does not fit into a row with all its
+    continuations, the next row reads it again.
     """
     of_context: dict[tuple[int, ...], list[int]] = {}
     for index, (context, _) in enumerate(pairs):
@@ -119,7 +119,7 @@ def pack(pairs: Sequence[Pair], length: int) -> tuple[np.ndarray, Places]:
 
 
 def written(pairs: Sequence[Pair], length: int, start: int) -> tuple[np.ndarray, Places]:
-    """The same for T5, in the order of `ReadRows`: a pair a row, whose context the encoder reads."""
+    """The same for T5, in the order of `ReadRows`: one pair a row; the encoder reads the context."""
     room = room_of(max(len(part) for pair in pairs for part in pair), length)
     rows = np.zeros((len(pairs), 6, room), np.int64)
     for (tokens, targets, segment, _, read, read_segment), (context, after) in zip(rows, pairs):

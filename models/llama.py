@@ -10,9 +10,8 @@ from typing import Any, Literal
 
 import jax
 
-from kernels.attention import KernelName
 from models import layers
-from models.config import LLAMA, QWEN_WINDOW, ConfigJson, Key, Kind, RopeScaling
+from models.config import LLAMA, QWEN_WINDOW, ConfigJson, DecoderSizes, Key, Kind, RopeScaling
 from models.layers import ALL, Mask
 from models.weights import Table, Weight, bias, exact, matrix, q_scale, qk_norms
 from runtime.config.keys import Count, Even, Positive, Steps
@@ -20,31 +19,12 @@ from shardlib.shardtypes import i32
 from shardlib.typed import typed
 
 KIND = 'decoder'
-# `runtime.program.model_parts_of` the train.py whose model this is: runs of another are refused.
-TRAIN_PY = {
-    'LOSS_CHUNK': '1443ea9e',
-    'Layer': '3fe581c2',
-    'Model': '55ca28cc',
-    'TokenBatch': '9a1d260e',
-    'Weights': 'f728128a',
-    'act': 'b4f570a2',
-    'attention': '9e8b571e',
-    'forward': '2f8d4d1c',
-    'loss_sum': 'ff80c0e4',
-    'rms_norm': 'a9f1c6b8',
-    'rotary': 'c633c888',
-}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Model:
-    d_model: Count  # M
+class Model(DecoderSizes):
     n_q_per_kv: Count  # Q
-    n_kv: Count  # K
     d_head: Even  # D
-    layers: Count
-    vocab: Count  # V
-    d_ff: Count  # F
     rope_max_timescale: Positive  # base of the rotary angles
     rope_scaling: RopeScaling | None = None
     norm_eps: Positive = 1e-6  # added to the mean square in RMSNorm
@@ -55,8 +35,6 @@ class Model:
     norm_after: bool = False  # norms stand behind attention and feed-forward, not before (OLMo 2)
     window: Count | None = None  # positions that a query sees, its own included (Mistral 7B v0.1)
     window_from: Steps = 0  # the first layer that has the window (Qwen2)
-    compute_dtype: Literal['bfloat16', 'float32'] = 'bfloat16'  # of activations and matrix products
-    attention: KernelName = 'auto'  # of kernels/attention.py
 
 
 def mask(model: Model) -> Mask:
@@ -70,7 +48,7 @@ LAYER, ATTENTION = 'model.layers.{}', 'model.layers.{}.self_attn'
 
 
 def norm(before: str, after: str) -> Weight:
-    """The published names differ by where it stands."""
+    """Its published name depends on where it stands."""
     return exact(
         'M/w/t -> M', 1, lambda model: f'{LAYER}.{after if model.norm_after else before}_layernorm.weight', 'M'
     )
@@ -108,7 +86,7 @@ embed, final = layers.embed, layers.final
 
 
 def norms_of(model: Model, w: Any) -> list[layers.Norms]:
-    """Of both halves."""
+    """The norms of both halves."""
     return [(None, scale) if model.norm_after else (scale, None) for scale in (w.ln1, w.ln2)]
 
 

@@ -1,11 +1,11 @@
-"""Reading whole rows with any family: hidden states of texts, and what each token of a row is taken for.
+"""Whole rows through any family: hidden states of texts, and predictions at each position.
 
     reader = Reader(bert, model, weights, mask=103)             # under `with jax.set_mesh(mesh):`
-    log_probs, best = reader.predict(rows)                      # of each of rows.targets; the likeliest id at its place
+    log_probs, best = reader.predict(rows)                      # log probability of each target, and the likeliest id
     vectors = reader.embed(rows, 'mean')                        # float32 [B, M]
 
-A BERT predicts what stands at a place itself, T5 the target of each input of its decoder after what its encoder reads.
-models/decoding.py has the models that write. Legend as in train.py, with S tokens that T5's encoder reads.
+BERT predicts the token at a position itself, T5 the target of each decoder input. models/decoding.py generates text.
+Legend as in train.py, with S tokens that T5's encoder reads.
 """
 
 import functools
@@ -35,18 +35,18 @@ Pool = Literal['mean', 'first', 'last']
 
 @pytree_dataclass
 class ReadRows:
-    tokens: u32['B/b L']  # what is read; of T5's decoder, which begins with decoder_start_token_id
+    tokens: u32['B/b L']  # inputs; T5's decoder's begin with decoder_start_token_id
     targets: u32['B/b L']
-    segment: i32['B/b L']  # 1; 0 where nothing is
-    kinds: i32['B/b L']  # BERT's: 0 in a first text, 1 in a second
+    segment: i32['B/b L']  # 1; 0: padding
+    kinds: i32['B/b L']  # for BERT: 0 in a first text, 1 in a second
     read: u32['B/b S'] | None = None  # by T5's encoder
     read_segment: i32['B/b S'] | None = None
 
 
 @typed
 def of_targets(unembed, cap: float | None, x: jax.Array, targets: u32['B/b L']) -> tuple[f32['B/b L'], i32['B/b L']]:
-    """Of each target its log probability, in float32, and the likeliest id, the lowest of several; of hidden states
-    act['B/b L/c M'], which are gathered. 20 bytes a token are sent over t."""
+    """The log probability of each target, in float32, and the likeliest id (the lowest of several), from hidden states
+    x, act['B/b L/c M'], which are gathered. 20 bytes a token are sent over t."""
 
     @typed
     def of_chunk(x: act['B/b L M'], targets: u32['B/b L']) -> tuple[f32['B/b L'], i32['B/b L']]:
@@ -67,26 +67,26 @@ def of_targets(unembed, cap: float | None, x: jax.Array, targets: u32['B/b L']) 
 
 @typed
 def gathered(log_probs: f32['B/b L'], best: i32['B/b L']) -> tuple[f32['B L'], i32['B L']]:
-    """What `of_targets` finds, on all devices, since each process reads it: 8 bytes a token are sent."""
+    """The results of `of_targets` on all devices, since each process reads them: 8 bytes a token are sent."""
     return shardops.all_gather('B/b L -> B L', log_probs), shardops.all_gather('B/b L -> B L', best)
 
 
 def through(family, model, weights, ends, rows: ReadRows):
-    """The residual after the last layer of a family with one stack, 'B/b L/c M/t'."""
+    """The residual after the last layer, 'B/b L/c M/t', in a family with one stack."""
     layers.require_positions(model, rows.tokens.shape[1])
     position = jnp.cumsum(rows.segment > 0, axis=1, dtype=jnp.int32) - 1
-    position = jnp.maximum(position, 0)  # of a row in which nothing is
+    position = jnp.maximum(position, 0)  # in a row of padding
     tokens, kinds, places = map(ALONE.part, (rows.tokens, rows.kinds, position))
     given = (kinds,) if family.KIND == 'encoder' else ()
     x = family.embed(model, ends, tokens, places, 'M/t', *given)
     stack = (weights.transformer,), family.mask(model).by_layer(), None
-    given = rows.segment, position, 'everything', False, None, ALONE
+    given = rows.segment, position, layers.FORWARD, ALONE
     return layers.through(family, model, x, stack, family.gather_layer, *given)[0]
 
 
 @typed
 def predicted(family, model, weights, rows: ReadRows) -> tuple[f32['B/b L'], i32['B/b L']]:
-    """`of_targets` of a family with an encoder."""
+    """`of_targets` for a family with an encoder."""
     ends = family.gather_ends(weights)
     if family.KIND == 'both':
         given = rows.read, rows.read_segment, rows.tokens, rows.segment
@@ -98,17 +98,16 @@ def predicted(family, model, weights, rows: ReadRows) -> tuple[f32['B/b L'], i32
 
 @typed
 def embedded(family, model, weights, rows: ReadRows, pool: Pool) -> f32['B/b M']:
-    """One vector a row, in float32: the mean of its hidden states, the first, or the last; an encoder's, of T5 too,
-    else what logits are computed from."""
+    """One vector a row, in float32: the mean of its hidden states, the first, or the last; those of the encoder, if
+    there is one, else the input of the unembedding."""
     ends = family.gather_ends(weights)
     if family.KIND == 'both':
         x = family.encode(model, weights, rows.tokens, rows.segment, ends=ends)
         x = shardops.all_gather('B/b S/c M -> B/b S M', x)
     else:
-        end = getattr(family, 'final_of_encoder', family.final)
-        x = shardops.all_gather(
-            'B/b L/c M -> B/b L M', end(model, ends, through(family, model, weights, ends, rows), 'M/t')
-        )
+        x = through(family, model, weights, ends, rows)
+        x = layers.enter(x, 'M/t') if family.KIND == 'encoder' else family.final(model, ends, x, 'M/t')
+        x = shardops.all_gather('B/b L/c M -> B/b L M', x)
     is_there = (rows.segment > 0).astype(jnp.float32)
     if pool != 'mean':
         place, count = jnp.arange(rows.segment.shape[1], dtype=jnp.int32), jnp.sum(rows.segment > 0, axis=1)
@@ -118,10 +117,10 @@ def embedded(family, model, weights, rows: ReadRows, pool: Pool) -> f32['B/b M']
 
 
 class Reader:
-    """A model that reads, with its weights as they lie at rest.
+    """A model with its weights at rest.
 
     Args:
-      mask: the id that stands for a masked token; None: there is none.
+      mask: the id of a masked token; None: there is none.
     """
 
     ends: Sequence[int] = ()
@@ -144,14 +143,14 @@ class Reader:
         self.compiled = functools.cache(lambda which, **given: jax.jit(self.mapped(which, **given)))
 
     def take(self, weights: Any) -> None:
-        """Puts other weights in the place of its own; None: it holds none until then."""
+        """Replaces the weights; None: holds none until the next call."""
         self.weights = weights
 
     def mapped(self, which: str, **given: Any) -> typed_shard_map:
         return typed_shard_map(functools.partial(self.functions[which], **given))
 
     def predict(self, rows: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """Of rows in the order of `ReadRows`, as many as devices share."""
+        """rows: the fields of `ReadRows` in order; their number is a multiple of the devices that share them."""
         return tuple(map(np.asarray, self.compiled('predict')(self.weights, self._placed(rows))))
 
     def embed(self, rows: Sequence[np.ndarray], pool: Pool) -> np.ndarray:
@@ -162,9 +161,9 @@ class Reader:
         return placed(ReadRows(*(each.astype(kind) for each, kind in zip(rows, kinds))), self.Rows)
 
     def fill(self, prompts: Sequence[Sequence[int]]) -> list[tuple[list[int], list[float]]]:
-        """The likeliest token at each masked place of each prompt, alone, and its log probability.
+        """The likeliest token at each masked position of each prompt, and its log probability.
 
-        Raises RunError for a prompt that has none."""
+        Raises RunError for a prompt without masked positions."""
         for ids in prompts:
             if self.mask is None or self.mask not in ids:
                 raise RunError(
@@ -180,8 +179,8 @@ class Reader:
 
 
 def batch_of(prompts: Sequence[Sequence[int]], longest: int, least: int = 1) -> list[np.ndarray]:
-    """tokens, targets, segment and kinds of rows that are one prompt each; as many as devices share, two at least each:
-    of one row with one head JAX broadcasts in another way, which the check refuses."""
+    """tokens, targets, segment and kinds of rows with one prompt each, at least two rows a device: JAX broadcasts one
+    row with one head in another way, which the check refuses."""
     share = devices_of_rows()
     count = max(-(-max(len(prompts), least) // share), 2) * share
     tokens, segment = np.zeros((2, count, longest), np.int64)

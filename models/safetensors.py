@@ -1,10 +1,12 @@
-"""Files of safetensors: their headers are read, and a tensor's rows when they are asked for; written in one stream.
+"""Files of safetensors: a tensor's rows are read when they are asked for; files are written in one stream, since the
+package would hold all of a file in memory.
 
 tensors = read(Path("folder"))                     # by name, none of them in memory
 tensors["lm_head.weight"].read(slice(0, 4096))
 write(Path("out"), {"lm_head.weight": (49152, 576)}, "bfloat16", values)
 """
 
+import contextlib
 import functools
 import json
 import math
@@ -16,16 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
+import ml_dtypes  # noqa: F401 bfloat16 becomes a type of numpy
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
 from runtime.files import open_file, read_text
 from runtime.terminal import RunError, run_errors
 
 CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}  # numpy's name: that in a file
-TYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
-LONGEST_HEADER = 10**8  # bytes, as in the format's own reader
-SHARD_BYTES = 5 * 10**9  # of a file that is written, at most
+SHARD_BYTES = 5 * 10**9  # most bytes of a file that is written
 INDEX = "model.safetensors.index.json"
 
 
@@ -34,7 +35,7 @@ class Tensor:
     """A published tensor that has not been read."""
 
     shape: tuple[int, ...]
-    read: Callable[[slice], np.ndarray]  # of its rows
+    read: Callable[[slice], np.ndarray]  # its rows
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -46,12 +47,12 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def read(folder: Path, unused: re.Pattern | None = None) -> dict[str, Tensor]:
-    """The tensors of all files in a folder; where there is an index, of those that it names.
+    """The tensors of all files in a folder, or of those that its index names.
 
     Args:
-      unused: names of tensors that may be of another type than TYPES: those are left out.
+      unused: names of tensors that may be of another type than CODES: those are left out.
     Raises:
-      RunError: there are none, one cannot be read, or a tensor is of another type than TYPES.
+      RunError: there are none, one cannot be read, or a tensor is of another type than CODES.
     """
     index, whole = folder / INDEX, folder / "model.safetensors"
     if os.path.lexists(index):
@@ -62,65 +63,37 @@ def read(folder: Path, unused: re.Pattern | None = None) -> dict[str, Tensor]:
         raise RunError(f"there are no *.safetensors in {folder}, and no checkpoints")
     tensors: dict[str, Tensor] = {}
     for file in files:
-        start, about = _header(file)
-        for name, each in about.items():
-            if each["dtype"] not in TYPES:
+        with _readable(file):
+            open_file(file).close()  # the package waits for a pipe
+            opened = safe_open(file, framework="numpy", backend="pread")  # not mapped: a file may be cut short later
+        for name in opened.keys():
+            about = opened.get_slice(name)
+            if about.get_dtype() not in CODES.values():
                 if unused is not None and unused.fullmatch(name):
                     continue
-                raise RunError(f"{name} in {file} is {each['dtype']}: expected one of {', '.join(TYPES)}")
+                raise RunError(f"{name} in {file} is {about.get_dtype()}: expected one of {', '.join(CODES.values())}")
             if name in tensors:
                 raise RunError(f"{name} is in {file}, and in another file of {folder}: delete what is no part of them")
-            shape, offset = tuple(each["shape"]), start + each["data_offsets"][0]
-            tensors[name] = Tensor(shape, functools.partial(_rows, file, offset, TYPES[each["dtype"]], shape))
+            tensors[name] = Tensor(tuple(about.get_shape()), functools.partial(_rows, file, about))
     return tensors
 
 
+def _readable(file: Path) -> contextlib.AbstractContextManager:
+    return run_errors(f"{file} cannot be read (is it whole?)", SafetensorError)
+
+
+def _rows(file: Path, about: Any, rows: slice) -> np.ndarray:
+    with _readable(file):
+        return about[rows]
+
+
 def _named_in(index: Path) -> list[str]:
-    """The files that an index names, which lie beside it."""
+    """The files that an index names; they lie beside it."""
     named = read_json(index).get("weight_map")
     names = set(named.values()) if isinstance(named, dict) and all(isinstance(n, str) for n in named.values()) else ()
     if not names or any(Path(name).name != name for name in names):
         raise RunError(f"{index}: weight_map is not the name of a file beside it for each tensor")
     return sorted(names)
-
-
-def _header(file: Path) -> tuple[int, dict[str, Any]]:
-    """Where the tensors begin, and what is said of each. Raises RunError where they are not what the format has: one
-    after another, from there to the end of the file."""
-    wrong = ValueError, TypeError, LookupError, AttributeError, RecursionError, struct.error
-    with run_errors(f"{file} cannot be read", *wrong):
-        with open_file(file) as opened:
-            (length,) = struct.unpack("<Q", opened.read(8))
-            size = file.stat().st_size - 8 - length
-            if size < 0 or length > LONGEST_HEADER:
-                raise ValueError(f"its header would have {length:,} bytes")
-            about = json.loads(opened.read(length))
-        about.pop("__metadata__", None)
-        end = 0
-        for each in sorted(about.values(), key=lambda each: each["data_offsets"]):
-            start, stop = each["data_offsets"]
-            shape, dtype = each["shape"], TYPES.get(each["dtype"])
-            if start != end or stop < start or any(type(n) is not int or n < 0 for n in (*shape, start, stop)):
-                raise ValueError("its tensors do not follow one another")
-            if dtype is not None and stop - start != math.prod(shape) * dtype.itemsize:
-                raise ValueError(f"a tensor of shape {shape} cannot have {stop - start} bytes")
-            end = stop
-    if end != size:
-        is_short = "is cut short: it ends before what its header says" if end > size else "holds more than it says"
-        raise RunError(f"{file} {is_short}")
-    return 8 + length, about
-
-
-def _rows(file: Path, offset: int, dtype: np.dtype, shape: tuple[int, ...], rows: slice) -> np.ndarray:
-    """Read, not mapped: what is in memory is what was asked for."""
-    start, stop, _ = rows.indices(shape[0])
-    size = math.prod(shape[1:]) * dtype.itemsize
-    with open_file(file) as opened:
-        opened.seek(offset + start * size)
-        content = opened.read((stop - start) * size)
-    if len(content) != (stop - start) * size:
-        raise RunError(f"{file} is cut short: it ends before what its header says")
-    return np.frombuffer(content, dtype).reshape(stop - start, *shape[1:])
 
 
 def write(
@@ -130,10 +103,10 @@ def write(
     """Writes tensors, several files with an index above SHARD_BYTES.
 
     Args:
-      values: of a name the tensor, in pieces that follow each other.
-      only: the file's name where it is the only one.
+      values: returns the tensor of a name, in consecutive pieces.
+      only: the file's name if it is the only one.
     """
-    code, kind = CODES[dtype], TYPES[CODES[dtype]]
+    code, kind = CODES[dtype], np.dtype(dtype)
     sizes = {name: math.prod(shape) * kind.itemsize for name, shape in shapes.items()}
     files = list(_in_files(sizes))
     index = {}

@@ -1,10 +1,10 @@
-"""T5 1.0 and 1.1 (and Flan-T5, which are 1.1): an encoder, and a decoder that also attends to what it wrote.
+"""T5 1.0 and 1.1 (Flan-T5 is 1.1): an encoder, and a decoder that also attends to the encoder's results.
 
     x = t5.hidden(model, weights, read, read_segment, inputs, segment)      # 'B/b L/c M', of the decoder's tokens
 
-Decoding encodes once: `encoded = encode(...)`, then `memory(...)` makes of it each decoder layer's keys and values; a
-layer's `cross(q, project)` attends to those and does not call `project`, its `attend` to the tokens that were written.
-Distances are between places in a row, so that no token needs its position. Legend as in train.py, with S tokens read
+Decoding encodes once: `encoded = encode(...)`, then `memory(...)` computes each decoder layer's keys and values of it.
+A layer's `cross(q, project)` attends to those without calling `project`, its `attend` to the tokens written so far.
+Distances are between places in a row, so no token needs its position. Legend as in train.py, with S tokens read
 and N buckets of distances. models/layers.py says what a family's file holds; here a layer has `cross`, not positions.
 """
 
@@ -12,7 +12,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +21,8 @@ from jax import lax
 
 from jax_extra import explicit_activation_checkpointing, save_for_backward
 from models import layers
-from models.config import ConfigJson, Fields, Key, Keys, Kind
+from models.config import ConfigJson, Fields, Key, Keys, Kind, Sizes
 from models.context import ALONE, attention_where, deal_heads
-from models.dropout import Dropout, Residual
 from models.layers import WeightedBatch, act, enter, leave
 from models.weights import Table, Weight, exact, matrix
 from runtime.config.keys import Count, Positive
@@ -36,20 +35,14 @@ KIND = 'both'
 
 
 @dataclass(frozen=True, kw_only=True)
-class Model:
-    d_model: Count  # M
-    n_kv: Count  # K, heads
-    d_head: Count  # D
+class Model(Sizes):
     encoder_layers: Count
     layers: Count  # of the decoder
-    vocab: Count  # V
-    d_ff: Count  # F
     buckets: Count = 32  # N; an encoder's are half for keys before the query, half for those after it
-    max_distance: Count = 128  # from which on all distances are in one bucket
+    max_distance: Count = 128  # longer ones share one bucket
     gated: bool = True  # gelu(gate) · up (1.1); else relu(up) (1.0)
     tied: bool = False  # the embedding / sqrt(M) is the unembedding (1.0)
     norm_eps: Positive = 1e-6  # added to the mean square in RMSNorm
-    compute_dtype: Literal['bfloat16', 'float32'] = 'bfloat16'  # of activations and matrix products
 
 
 mask = layers.causal
@@ -61,7 +54,7 @@ def is_gated(model: Model) -> bool:
 
 
 def stack(name: str, ffn: int) -> dict[str, Weight]:
-    """The layers of the encoder or of the decoder, whose feed-forward is the part of this number of a published one."""
+    """The layers of the encoder or of the decoder; ffn: the feed-forward's number in a published block."""
     block = f'{name}.block.{{}}.layer'
     attention, dense = f'{block}.0.SelfAttention', f'{block}.{ffn}.DenseReluDense'
     kv = tuple(f'{attention}.{x}.weight' for x in 'kv')
@@ -78,7 +71,7 @@ def stack(name: str, ffn: int) -> dict[str, Weight]:
 
 
 def small_scale(model: Model) -> float:
-    """No factor stands before q·k."""
+    """Logits are not scaled."""
     return model.d_head**-0.5
 
 
@@ -114,7 +107,7 @@ init, gather_layer, gather_ends, published = TABLE.functions
 
 # == Distances =========================================================================================================
 def first_distances(buckets: int, max_distance: int) -> list[int]:
-    """The least distance of each bucket but the first: one by one up to half of them, then by a constant factor."""
+    """The least distance of each bucket but the first: exact up to half of them, then growing by a constant factor."""
     exact = buckets // 2
     distance = np.arange(exact, max_distance + 1, dtype=np.float32)
     number = np.log(distance / np.float32(exact)) / np.float32(math.log(max_distance / exact))
@@ -123,7 +116,7 @@ def first_distances(buckets: int, max_distance: int) -> list[int]:
 
 
 def bucket_of(model: Model, distance: jax.Array, both_ways: bool) -> jax.Array:
-    """The bucket of each distance, which is the query's place less the key's."""
+    """The bucket of each distance, the query's place minus the key's."""
     buckets = model.buckets // 2 if both_ways else model.buckets
     far = jnp.abs(distance) if both_ways else jnp.maximum(distance, 0)
     bucket = buckets * (distance < 0).astype(jnp.int32) if both_ways else jnp.zeros_like(far)
@@ -134,7 +127,7 @@ def bucket_of(model: Model, distance: jax.Array, both_ways: bool) -> jax.Array:
 
 @typed
 def relative_bias(model: Model, table: f32['N K/t'], distance: i32['L S'], both_ways: bool) -> f32['K/h L S']:
-    """What is added to attention's logits."""
+    """The term added to attention's logits."""
     bucket = bucket_of(model, distance, both_ways)
     bias = shardops.index_unreduced('[N] K/t, L S -> L S K/t', table, bucket)
     return shardops.slice('K/t L S -> K/h L S', jnp.moveaxis(bias, -1, 0))
@@ -142,7 +135,7 @@ def relative_bias(model: Model, table: f32['N K/t'], distance: i32['L S'], both_
 
 @typed
 def decoding_bias(model: Model, ends: Ends, distance: i32['B/b L S']) -> f32['B/b K/t L S']:
-    """The same for the decoder, of rows that are at places of their own."""
+    """The same for the decoder, whose rows are at different places."""
     bucket = bucket_of(model, distance, both_ways=False)
     return jnp.moveaxis(shardops.index_unreduced('[N] K/t, B/b L S -> B/b L S K/t', ends.decoder_bias, bucket), -1, 1)
 
@@ -170,7 +163,7 @@ embed = layers.embed
 
 @typed
 def project(w: Gathered, encoded: act['B/b S/c M']) -> tuple[act['B/b S/c K/t D'], act['B/b S/c K/t D']]:
-    """The keys and values that a layer of the decoder makes of what the encoder wrote."""
+    """A decoder layer's keys and values of the encoder's results."""
     k = product('B/b S/c M, M K/t D -> B/b S/c K/t D', encoded, w.cross_k)
     return k, product('B/b S/c M, M K/t D -> B/b S/c K/t D', encoded, w.cross_v)
 
@@ -202,41 +195,32 @@ def layer(
 
 @typed
 def final(model: Model, ends: Ends, x: jax.Array, M: str) -> act['B/b L/c M']:
-    """The decoder's hidden states that logits are computed from."""
+    """The input of the unembedding."""
     scale = ends.decoder_norm * model.d_model**-0.5 if model.tied else ends.decoder_norm
     return layers.norm(enter(x, M), scale, model.norm_eps)
 
 
 @typed
-def final_of_encoder(model: Model, ends: Ends, x: jax.Array, M: str) -> act['B/b L/c M']:
-    """What the encoder writes, after its last layer."""
-    return layers.norm(enter(x, M), ends.encoder_norm, model.norm_eps)
+def encoder_end(model: Model, ends: Ends, x: act['B/b L/c M/t']) -> act['B/b L/c M']:
+    """The encoder's results, from its last layer's."""
+    return layers.norm(enter(x, 'M/t'), ends.encoder_norm, model.norm_eps)
 
 
-def _stack(model, name, weights, x, attend, cross, adapt, low, reduce_dtype, kept, unroll, fp8, dropout):
-    """All layers of the encoder or of the decoder, as training runs them; `attend` and `cross` take a `Drop` too."""
-    of_layers = TABLE.of_all_layers(name, getattr(weights, name), reduce_dtype, fp8)
-    first, count = (0, model.encoder_layers) if name == 'encoder' else (model.encoder_layers, model.layers)
-    numbers = None if dropout is None else jnp.arange(first, first + count, dtype=jnp.uint32)
+def _stack(model, name, weights, x, attend, cross, low, how: layers.Options):
+    """All layers of the encoder or of the decoder; `attend` and `cross` also take a `Drop`."""
+    of_layers = TABLE.of_all_layers(name, getattr(weights, name), how.reduce_dtype, how.fp8)
+    numbers = (0, model.encoder_layers) if name == 'encoder' else (model.encoder_layers, model.layers)
+    stack = (*of_layers, low), None, how.numbers(*numbers)
 
-    @layers.keeping(kept)
-    def one(x, of_layer):
-        w, ready, low, number = of_layer
-        w = adapt(gather_layer(w, reduce_dtype, ready), low)
-        drop = None if dropout is None else dropout.of_layer(number)
-        calls = [each and functools.partial(each, drop=drop) for each in (attend, cross)]
-        return layer(model, x, w, *calls, 'M/t' if drop is None else Residual(drop))[0], None
+    def calls(_, drop):
+        return [each and functools.partial(each, drop=drop) for each in (attend, cross)]
 
-    return lax.scan(one, x, (*of_layers, low, numbers), unroll=unroll)[0]
+    return layers.scanned(layer, model, x, stack, how.in_use(TABLE), calls, how)[0]
 
 
-def encode(
-    model, weights, read, segment, adapt: Callable = lambda w, low: w, low=None, *,
-    ends=None, reduce_dtype: str = 'float32', kept: str = 'everything', unroll: bool = False, fp8: bool = False,
-    dropout: Dropout | None = None,
-):  # fmt: skip
-    """What the encoder writes, act['B/b S/c M'], of tokens u32['B/b S'], which see those of their own segment."""
-    ends = ends or gather_ends(weights, reduce_dtype)
+def encode(model, weights, read, segment, *, ends=None, how: layers.Options = layers.FORWARD):
+    """The encoder's results, act['B/b S/c M'], for tokens u32['B/b S']; they see their own segment."""
+    ends = ends or gather_ends(weights, how.reduce_dtype)
     place = jnp.arange(read.shape[1], dtype=jnp.int32)
     bias = relative_bias(model, ends.encoder_bias, place[:, None] - place[None], both_ways=True)
     same = segment[:, :, None] == segment[:, None, :]
@@ -245,8 +229,8 @@ def encode(
         return deal_heads(functools.partial(attention_where, allowed=same, bias=bias, drop=drop), q, k, v), None
 
     x = embed(model, ends, ALONE.part(read), None, 'M/t')
-    x = _stack(model, 'encoder', weights, x, attend, None, adapt, low, reduce_dtype, kept, unroll, fp8, dropout)
-    return final_of_encoder(model, ends, x, 'M/t')
+    x = _stack(model, 'encoder', weights, x, attend, None, how.low and how.low[0], how)
+    return encoder_end(model, ends, x)
 
 
 @typed
@@ -260,23 +244,17 @@ def memory(weights: Weights, encoded: act['B/b S/c M']) -> act['layers 2 B/b S K
     return lax.scan(of_layer, None, weights.decoder)[1]
 
 
-def hidden(
-    model, weights, read, read_segment, inputs, segment, adapt: Callable = lambda w, low: w, low=(None, None), *,
-    ends=None, reduce_dtype: str = 'float32', kept: str = 'everything', unroll: bool = False, fp8: bool = False,
-    dropout: Dropout | None = None,
-):  # fmt: skip
-    """The decoder's hidden states before the unembedding, act['B/b L/c M']; options as of layers.hidden.
+def hidden(model, weights, read, read_segment, inputs, segment, *, ends=None, how: layers.Options = layers.FORWARD):
+    """The decoder's hidden states before the unembedding, act['B/b L/c M'].
 
     Args:
       read, read_segment: the encoder's tokens, u32['B/b S'], and the numbers of their segments, i32['B/b S']; a token
         of the decoder sees those of its own segment. Padding has a number of its own, such as 0.
       inputs, segment: the decoder's, as of layers.inputs_of; a sequence begins with decoder_start_token_id.
-      low: adapters of the encoder's layers and of the decoder's.
     """
-    ends = ends or gather_ends(weights, reduce_dtype)
-    options = {'reduce_dtype': reduce_dtype, 'kept': kept, 'unroll': unroll, 'fp8': fp8, 'dropout': dropout}
+    ends = ends or gather_ends(weights, how.reduce_dtype)
     with jax.named_scope('encoder'):
-        encoded = encode(model, weights, read, read_segment, adapt, low[0], ends=ends, **options)
+        encoded = encode(model, weights, read, read_segment, ends=ends, how=how)
     place = jnp.arange(inputs.shape[1], dtype=jnp.int32)
     distance = place[:, None] - place[None]
     bias = relative_bias(model, ends.decoder_bias, distance, both_ways=False)
@@ -292,14 +270,14 @@ def hidden(
 
     with jax.named_scope('embed'):
         x = embed(model, ends, ALONE.part(inputs), None, 'M/t')
-    x = _stack(model, 'decoder', weights, x, attend, cross, adapt, low[1], **options)
+    x = _stack(model, 'decoder', weights, x, attend, cross, how.low and how.low[1], how)
     with jax.named_scope('final_norm'):
         return explicit_activation_checkpointing(functools.partial(final, model, M='M'))(ends, enter(x, 'M/t'))
 
 
 # == config.json =======================================================================================================
 def ends_from(config: Fields, before: dict[str, Any]) -> dict[str, Any]:
-    """What differs between 1.0 and 1.1; transformers 5 writes tie_word_embeddings = true into all."""
+    """The difference between 1.0 and 1.1; transformers 5 writes tie_word_embeddings = true for both."""
     feed_forward = config.take('feed_forward_proj', 'relu')
     if feed_forward not in ('relu', 'gated-gelu'):
         config.refuse('feed_forward_proj', 'relu is that of T5 1.0, gated-gelu that of 1.1')

@@ -1,4 +1,4 @@
-"""A family's weights as a table, a line a weight: their types, first values, gathers and published names follow.
+"""A family's weights as a table, one line each; types, first values, gathers and published names follow from it.
 
     TABLE = Table({
         'embed': matrix('V/t M/w -> V/t M', 'M', 'model.embed_tokens.weight', 'V M'),

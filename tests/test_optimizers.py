@@ -361,7 +361,8 @@ def losses_and_gradients(family, model, mesh, rate, seeds):
 
         def loss(weights: Weights, batch: TokenBatch) -> f32["+b +c +t"]:
             ends, inputs = family.gather_ends(weights), layers.inputs_of(batch, 0)
-            x = layers.hidden(family, model, weights, *inputs, ends=ends, dropout=Dropout(rate, seed, rows))[0]
+            how = layers.Options(dropout=Dropout(rate, seed, rows))
+            x = layers.hidden(family, model, weights, *inputs, ends=ends, how=how)[0]
             return layers.loss_sum(ends.unembed, x, batch) / 64
 
         value, gradient = shardops.value_and_grad(loss)(weights, batch)

@@ -50,10 +50,10 @@ OF_GRADIENTS = dataclasses.replace(TRAINING, adam_b1=0.0, max_grad_norm=1e30)
 on_mesh = functools.partial(published.on_mesh, p=1)
 
 
-def config_of(model, d=1, t=1, training=TRAINING, **keys):
+def config_of(model, d=1, t=1, training=TRAINING, e=1, **keys):
     """A resolved config, as far as the step reads it."""
     mesh, given = (
-        train_any.Mesh(d=d, t=t),
+        train_any.Mesh(d=d, t=t, e=e),
         {"lora": train_any.Lora(), "train": None, "initial_adapter": None, **keys},
     )
     given = {"model": model, "mesh": mesh, "training": training, "context": "auto", "fp8": False, **given}
@@ -107,22 +107,29 @@ def part_of(place, weights):
 
 
 # -- The step ----------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name, mesh", [
-    ("llama", (2, 2)), ("gpt2", (2, 2)), ("t5_gated", (2, 2)),
-    *(pytest.param(each, (1, 1), marks=pytest.mark.slow) for each in "llama gpt2 t5".split()),
-    *(pytest.param(each, (2, 2), marks=pytest.mark.slow) for each in "qwen3 olmo2 gemma2 gemma3 gptj olmoe t5".split()),
+EXPERTS = {"targets": "expert_.*|w_q"}
+
+
+@pytest.mark.parametrize("name, mesh, lora, changes", [
+    ("llama", (2, 2), {}, {}), ("gpt2", (2, 2), {}, {}), ("t5_gated", (2, 2), {}, {}),
+    ("olmoe", (2, 2, 2), EXPERTS, {}),
+    *(pytest.param(each, (1, 1), {}, {}, marks=pytest.mark.slow) for each in "llama gpt2 t5".split()),
+    *(pytest.param(each, (2, 2), {}, {}, marks=pytest.mark.slow)
+      for each in "qwen3 olmo2 gemma2 gemma3 gptj olmoe t5".split()),
+    pytest.param("mixtral", (1, 2, 4), EXPERTS, {}, marks=pytest.mark.slow),
+    pytest.param("olmoe", (2, 1, 2), EXPERTS, {"capacity": 4.0}, marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_the_gradients_of_adapters_are_those_of_the_merged_weights(name, mesh, pool):
+def test_the_gradients_of_adapters_are_those_of_the_merged_weights(name, mesh, lora, changes, pool):
     """With W = base + s·A·B, of dL/dW on one device: dL/dA = s·dL/dW·Bᵀ and dL/dB = s·Aᵀ·dL/dW, and the same loss.
 
     To 2e-5 of the largest, and what one more rounding of W changes, twice: for T5, whose scores are not divided by the
     root of d_head, that is up to 3e-5 of the largest."""
     oracle = oracle_of(name)
     source = huggingface.open_weights(FOLDER / name, pool)
-    model = dataclasses.replace(source.model, compute_dtype="float32")
+    model = dataclasses.replace(source.model, compute_dtype="float32", **changes)
     source = dataclasses.replace(source, model=model)
-    lora = train_any.Lora(rank=3, alpha=1.5)
-    config = config_of(model, *mesh, training=OF_GRADIENTS, lora=lora)
+    lora = train_any.Lora(rank=3, alpha=1.5, **lora)
+    config = config_of(model, **dict(zip("dte", mesh)), training=OF_GRADIENTS, lora=lora)
     low = drawn_adapters(train_any.task_of(config))
     task, scale = train_any.task_of(config), np.float32(lora.alpha / lora.rank)
     stored.dtype = "float32"
@@ -139,7 +146,7 @@ def test_the_gradients_of_adapters_are_those_of_the_merged_weights(name, mesh, p
             step(jax.device_put(each, make_shardings(type_)), *given) for each in (merged, rounded)
         )
         by_w, by_rounded, weights = jax.tree.map(np.asarray, (by_w, by_rounded, weights))
-    with on_mesh(*mesh):
+    with on_mesh(**dict(zip("dte", mesh))):
         read = read_of(oracle) if "read" in oracle else None
         new, metrics = stepped(config, weights, batch_of(oracle), low, read=read)
     assert abs(metrics.loss - loss) < 2e-6 * abs(loss)
@@ -360,7 +367,7 @@ def test_merged_they_are_the_base_and_their_product(lora_run, pool, tmp_path):
     merged = huggingface.open_weights(lora_run, pool)
     base = huggingface.open_weights(FOLDER / "llama", pool)
     arrays = arrays_of(lora_run, pool)
-    assert isinstance(merged.checkpoint, adapters.Overlaid) and merged.config == base.config
+    assert merged.adapters and merged.config == base.config
     for name in merged.checkpoint.arrays:
         found, expected = (read_leaf(source.checkpoint, name, pool) for source in (merged, base))
         leaf = name.rpartition("/")[2]
@@ -396,9 +403,17 @@ def test_merged_they_are_the_base_and_their_product(lora_run, pool, tmp_path):
         assert np.asarray(leaf).tobytes() == arrays[f"weights/{names[0]}"].tobytes()
 
 
-@pytest.mark.parametrize("name, targets", [("llama", "w_(q|v|o|down|up)"), ("gptj", "w_(k|o|up)")])
-def test_adapters_of_peft_are_taken(name, targets, pool, tmp_path):
-    """Of files that PEFT wrote: with them the logits are PEFT's, and written again they are the same tensors."""
+OF_PEFT = {
+    "llama": ("w_(q|v|o|down|up)", 0.1), "gptj": ("w_(k|o|up)", 0.1), "olmoe": ("expert_.*", 0.0),
+    "mixtral": ("expert_.*|w_q", None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OF_PEFT)
+def test_adapters_of_peft_are_taken(name, pool, tmp_path):
+    """Of files that PEFT wrote or reads: with them the logits are PEFT's, and written again they are the same tensors.
+    Arrays of all experts are written as those of each, in which gate and up have an a of their own."""
+    targets, dropout = OF_PEFT[name]
     folder = FOLDER.parent / "peft" / name
     with np.load(folder / "oracle.npz") as file:
         oracle = dict(file)
@@ -422,7 +437,8 @@ def test_adapters_of_peft_are_taken(name, targets, pool, tmp_path):
             adapt = functools.partial(train_any.adapted, config.lora, None)
             low = weights.trained.transformer, jnp.arange(model.layers, dtype=jnp.uint32)
             given = (tokens, segment, position + 0 * segment)
-            x = layers.hidden(task.family, model, weights.frozen, *given, adapt, low, ends=ends)[0]
+            how = layers.Options(adapt=adapt, low=low)
+            x = layers.hidden(task.family, model, weights.frozen, *given, ends=ends, how=how)[0]
             return layers.logits_of(ends.unembed, x)
 
         first = np.zeros(tokens.shape, bool)
@@ -430,8 +446,14 @@ def test_adapters_of_peft_are_taken(name, targets, pool, tmp_path):
         np.testing.assert_allclose(np.asarray(found), oracle["logits"], atol=1e-4, rtol=0)
     values = {place.path: pair for place, pair in pairs_of(task, jax.tree.map(np.asarray, low))}
     named = adapters.named(task.family, model, task.places)
-    about = {"base": name, "rank": 3, "alpha": 5.0, "dropout": 0.1, "task": "CAUSAL_LM"}
+    if dropout is None:
+        return
+    about = {"base": name, "rank": 3, "alpha": 5.0, "dropout": dropout, "task": "CAUSAL_LM"}
     adapters.write_peft(tmp_path, named, lambda place, which: getattr(values[place.path], which), about)
+    if name == "olmoe":
+        gate = [each for each in named if each.place.name == "expert_gate"]
+        with pytest.raises(RunError, match="PEFT has adapters of experts' gate and up together"):
+            adapters.write_peft(tmp_path / "gate", gate, None, about)
     written, expected = (load_file(each / "adapter_model.safetensors") for each in (tmp_path, folder))
     assert written.keys() == expected.keys()
     for key, tensor in expected.items():
@@ -566,6 +588,10 @@ def test_what_cannot_be_trained_is_refused(start, capsys, tmp_path):
         ),
         (["training.tokens.read_len=8"], "training.tokens.read_len = 8: only models with an encoder and a decoder"),
         (["lora.rank=2", "fp8=true"], "fp8 = true: adapters have no 8-bit form: leave fp8 or"),
+        (
+            [f"initial_weights={FOLDER}/olmoe", "lora.rank=2", "lora.targets=expert_up", "lora.dropout=0.1"],
+            "lora.dropout: expected 0 for adapters of experts",
+        ),
         ([f"initial_weights={FOLDER}/olmoe", "fp8=true"], "fp8 = true: experts have no 8-bit form"),
         (["lora.rank=2", "train=embed"], "train and lora.rank: expected one of them"),
         (["train=w_q"], "train = 'w_q' matches no weight: embed, unembed, transformer/ln1"),

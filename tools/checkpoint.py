@@ -11,6 +11,7 @@ leaf's largest difference and how many values differ; it exits with 0 even when 
 """
 
 import json
+import math
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -74,7 +75,7 @@ def read_through(store: Store, name: str, pool: ThreadPoolExecutor) -> str:
     except Damaged as damaged:
         print(f"{name}: DAMAGED\n  {damaged.what}")
         return "damaged"
-    size = sum(array.nbytes for array in opened.arrays.values())
+    size = sum(math.prod(array.shape) * array.dtype.itemsize for array in opened.arrays.values())
     text = (
         f"{chunks} chunks of {len(opened.arrays)} leaves, {amount(size, 'B')}, read in "
         f"{time.perf_counter() - began:.1f} s"

@@ -25,7 +25,7 @@ from typing import ClassVar, Literal
 import yaml
 
 from models.foreign import gguf_tokenizer
-from models.huggingface import Published, Source, export, export_adapters, open_weights, require_same_program
+from models.huggingface import Source, export, export_adapters, open_weights, require_same_program
 from runtime.checkpoints.store import open_store
 from runtime.checkpoints.writing import write_copy
 from runtime.config import command_line
@@ -65,7 +65,7 @@ def main(config: Convert) -> None:
             with written_whole(to) as folder:
                 export_adapters(source, folder)
             return print(f"{source.checkpoint.path} -> {to}: adapters of {name_of(source)}")
-        if isinstance(source.checkpoint, Published):
+        if source.is_published:
             if config.dtype is not None:
                 raise RunError("dtype is that of published weights: a checkpoint is in float32. Leave it out")
             with written_whole(to) as folder:
@@ -102,7 +102,7 @@ def bring_in(source: Source, to: Path, pool: ThreadPoolExecutor) -> None:
     """Writes a folder that initial_weights, tools and this program take."""
     described = {"family": name_of(source), "model": as_tree(source.model)}
     attributes = {"skipped_steps": 0, "config": described, "published": source.config}
-    write_copy(source.checkpoint, open_store(to / "checkpoints", 600), "0000000000", attributes, pool)
+    write_copy(source.checkpoint.arrays, open_store(to / "checkpoints", 600), "0000000000", attributes, pool)
     (to / "config.yaml").write_text(yaml.safe_dump(described, sort_keys=False), encoding="utf-8")
     copy_tokenizer(source.folder, to)
     if (to / "tokenizer.json").exists():

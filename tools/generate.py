@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Literal
 
 import jax
 
+from models.layers import learned_positions
 from models.reading import Reader
 from runtime.config import command_line
 from runtime.config.keys import Count
@@ -175,7 +176,7 @@ def main(config: Generate) -> None:
                 raise RunError(f"{config.input}, line {number}: {error}" if config.input else str(error)) from error
         if (longest := max(map(len, prompts)) + (0 if is_filled else config.tokens)) > ready.length:
             text = f"up to {longest} tokens, of a model that was trained on {ready.length}"
-            if hasattr(ready.source.model, "positions"):
+            if learned_positions(ready.source.model) is not None:
                 raise RunError(f"{text}, and knows no more positions: lower tokens")
             note(f"{text}: expect nonsense")
         if any(prompts[number : number + 1] != [ids] for (number, _), ids in done.items()):

@@ -22,7 +22,7 @@ import numpy as np
 
 from models.decoding import Drawing, Drawn, Generator
 from models.huggingface import Source, open_weights, read_json, require_same_program, restored
-from models.layers import act, stored
+from models.layers import act, learned_positions, stored
 from models.mesh import Mesh as FamilyMesh
 from models.reading import Reader
 from runtime.check import check_sizes
@@ -192,8 +192,8 @@ def ready_model(config: OnDevices, *, is_read: bool = False) -> ReadyModel:
         length = source.config.get("max_position_embeddings")
         length = 2**30 if length is None else length
     length = whole_number(length, f"{source.folder}: the length of a row (max_position_embeddings)", 1, 2**31)
-    if hasattr(model, "positions"):  # a table of them, which ends
-        length = model.positions - getattr(model, "first_position", 0)
+    learned = learned_positions(model)
+    length = length if learned is None else learned
     if is_read or family.KIND == "encoder":
         generator: Any = Reader(family, model, weights, mask_of(source, tokenizer))
     else:

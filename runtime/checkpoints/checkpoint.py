@@ -4,6 +4,8 @@
     state = restore(saved, shapes, pool)                      # jax.ShapeDtypeStructs with shardings
     w_q = read_leaf(saved, "weights/transformer/w_q", pool)   # numpy
     chunks, faults = verify(saved, pool)
+    halved = {name: array.changed(lambda w, bounds: w / 2) for name, array in saved.arrays.items()}
+    state = restore(replace(saved, arrays=halved), shapes, pool)
 
 The format is docs/formats.md's "PyTree-zarr". A chunk is one file: its values and their crc32c, which its array's
 attributes hold too. Zarr parses the metadata and decodes the chunks in memory; the store reads and writes all bytes.
@@ -12,13 +14,14 @@ The root's `zarr.json` is written last and removed first. A directory without it
 """
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
 import re
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Executor, Future, wait
 from typing import Any
 
@@ -93,50 +96,69 @@ class Grid:
 
 
 @dataclasses.dataclass(frozen=True)
+class LazyArray(Grid):
+    """An array whose chunks are read when they are asked for."""
+
+    read: Callable[[Bounds], np.ndarray]  # the values of a chunk, as far as it lies in the array
+
+    def changed(self, change: Callable[[np.ndarray, Bounds], np.ndarray], dtype: Any = None) -> "LazyArray":
+        """What `change` makes of each chunk's values and bounds, in this type; None: the array's own."""
+        dtype = self.dtype if dtype is None else np.dtype(dtype)
+
+        def read(bounds: Bounds) -> np.ndarray:
+            return change(self.read(bounds), bounds).astype(dtype, copy=False)
+
+        return dataclasses.replace(self, dtype=dtype, read=read)
+
+
+@dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint, in zarr format 2 or 3, whose metadata have been read."""
+    """A complete checkpoint whose metadata have been read; or arrays from elsewhere that are read as one."""
+
+    path: str
+    attributes: dict[str, Any]  # without the format's own
+    arrays: dict[str, LazyArray]
+    is_bound: bool = True  # whether it says which chunk belongs where: earlier and other programs' checkpoints do not
+
+
+@dataclasses.dataclass(frozen=True)
+class _Files:
+    """The chunks of a checkpoint in zarr format 2 or 3."""
 
     store: Store
     name: str
-    attributes: dict[str, Any]  # without the format's own
-    arrays: dict[str, zarr.Array]  # in memory, without chunks
-    files: dict[str, Any]  # the arrays' store: contents by path
-    is_bound: bool  # whether it says which chunk belongs where; earlier and other programs' do not
+    memory: dict[str, Any]  # the store of the zarr arrays: contents by path
+    is_bound: bool
 
-    @property
-    def path(self) -> str:
-        return self.store.path(self.name)
+    def array(self, leaf: str, array: zarr.Array) -> LazyArray:
+        chunk = array.shards or array.chunks  # a file is a shard where there are any
+        return LazyArray(array.shape, array.dtype, chunk, functools.partial(self.read, leaf, array, chunk))
 
-    def grid(self, name: str) -> Grid:
-        array = self.arrays[name]
-        return Grid(array.shape, array.dtype, array.shards or array.chunks)  # a file is a shard where there are any
-
-    def read_chunk(self, name: str, number: tuple[int, ...], bounds: Bounds) -> np.ndarray:
-        """The values of a chunk's part within the array. Raises Damaged, naming the file."""
-        array = self.arrays[name]
-        key = array.metadata.encode_chunk_key(number)
-        file = f"{name}/{key}"
+    def read(self, leaf: str, array: zarr.Array, chunk: tuple[int, ...], bounds: Bounds) -> np.ndarray:
+        """The values of a chunk. Raises Damaged, naming the file."""
+        key = array.metadata.encode_chunk_key(tuple(start // size for (start, _), size in zip(bounds, chunk)))
+        file, path = f"{leaf}/{key}", self.store.path(self.name)
         try:
             # A codec may need more bytes for values that it cannot compress.
-            content = self.store.read(f"{self.name}/{file}", 2 * self.grid(name).file_bytes + 2**16)
+            content = self.store.read(f"{self.name}/{file}", 2 * math.prod(chunk) * array.dtype.itemsize + 2**16)
         except NO_FILE as error:  # zarr would return zeros
-            raise Damaged(self.path, _lost(file, error)) from None
+            raise Damaged(path, _lost(file, error)) from None
         checksums: Any = array.attrs.get(CHUNKS)
         written = checksums.get(key) if self.is_bound and isinstance(checksums, dict) else None
         if written is not None and google_crc32c.value(content[:-4]) != written:
-            raise Damaged(self.path, f"{file} {OTHER_CHECKSUM}")
+            raise Damaged(path, f"{file} {OTHER_CHECKSUM}")
         if any(isinstance(codec, numcodecs.Blosc) for codec in array.compressors):
             # numcodecs 0.16 decodes a file of incompressible values that was cut short to garbage.
             size = int.from_bytes(content[12:16], "little")  # of the whole file, by blosc's header
             if size != len(content):
-                raise Damaged(self.path, f"{file} has {len(content)} bytes and was written with {size}")
-        self.files[file] = zarr.buffer.cpu.Buffer.from_bytes(content)
+                raise Damaged(path, f"{file} has {len(content)} bytes and was written with {size}")
+        self.memory[file] = zarr.buffer.cpu.Buffer.from_bytes(content)
         try:
             return np.asarray(array[tuple(slice(*part) for part in bounds)])
         except UNREADABLE as error:
-            raise Damaged(self.path, f"{file} cannot be decoded ({type(error).__name__}: {error})") from error
+            raise Damaged(path, f"{file} cannot be decoded ({type(error).__name__}: {error})") from error
         finally:
-            del self.files[file]
+            del self.memory[file]
 
 
 def read_attributes(store: Store, name: str) -> dict[str, Any]:
@@ -167,13 +189,13 @@ def open_checkpoint(store: Store, name: str, pool: Executor) -> Checkpoint:
         arrays = {leaf: array for leaf, array in group.members(max_depth=None) if isinstance(array, zarr.Array)}
     except UNREADABLE as error:
         raise Damaged(path, f"its metadata cannot be read ({error})") from error
-    opened = Checkpoint(store, name, _without_ours(root), arrays, memory, is_bound=bool(checksums) and STEP in root)
-    for leaf in arrays:  # before a loop goes over the chunks, or memory for one is allocated
-        grid = opened.grid(leaf)
-        count = math.prod(-(-size // part) for size, part in zip(grid.shape, grid.chunk))
-        if count > len(there) or grid.file_bytes > MOST_CHUNK_BYTES:
-            raise Damaged(path, f"{leaf} would have {count:,} chunks of {grid.file_bytes:,} bytes")
-    return opened
+    files = _Files(store, name, memory, is_bound=bool(checksums) and STEP in root)
+    lazy = {leaf: files.array(leaf, array) for leaf, array in arrays.items()}
+    for leaf, array in lazy.items():  # before a loop goes over the chunks, or memory for one is allocated
+        count = math.prod(-(-size // part) for size, part in zip(array.shape, array.chunk))
+        if count > len(there) or array.file_bytes > MOST_CHUNK_BYTES:
+            raise Damaged(path, f"{leaf} would have {count:,} chunks of {array.file_bytes:,} bytes")
+    return Checkpoint(path, _without_ours(root), lazy, files.is_bound)
 
 
 def find(path: str) -> list[tuple[Store, str]]:
@@ -216,8 +238,8 @@ def restore(checkpoint: Checkpoint, like: Any, pool: Executor) -> Any:
         expected = f"expected {leaf.dtype}{list(leaf.shape)}"
         if not name:
             differences.append(f"  {spellings[0]}: missing, {expected}")
-        elif (grid := checkpoint.grid(name)) and (grid.shape, grid.dtype) != (leaf.shape, leaf.dtype):
-            differences.append(f"  {name}: holds {grid.dtype}{list(grid.shape)}, {expected}")
+        elif (array := checkpoint.arrays[name]) and (array.shape, array.dtype) != (leaf.shape, leaf.dtype):
+            differences.append(f"  {name}: holds {array.dtype}{list(array.shape)}, {expected}")
     differences += [f"  {name}: in the checkpoint only" for name in sorted(checkpoint.arrays.keys() - set(names))]
     if differences:
         fix = "Restore with the model that saved it, or start a run with another name."
@@ -228,7 +250,7 @@ def restore(checkpoint: Checkpoint, like: Any, pool: Executor) -> Any:
 
 def read_leaf(checkpoint: Checkpoint, name: str, pool: Executor) -> np.ndarray:
     """A whole leaf, on the host."""
-    return read_block(checkpoint, name, tuple((0, size) for size in checkpoint.grid(name).shape), pool)
+    return read_block(checkpoint, name, tuple((0, size) for size in checkpoint.arrays[name].shape), pool)
 
 
 def read_block(checkpoint: Checkpoint, name: str, bounds: Bounds, pool: Executor) -> np.ndarray:
@@ -239,9 +261,8 @@ def read_block(checkpoint: Checkpoint, name: str, bounds: Bounds, pool: Executor
 def verify(checkpoint: Checkpoint, pool: Executor) -> tuple[int, list[str]]:
     """Reads all of a checkpoint: the number of its chunks, and a line for each damaged one."""
     reads = []
-    for name in checkpoint.arrays:
-        for number, bounds in checkpoint.grid(name).all():
-            reads.append(pool.submit(lambda *chunk: checkpoint.read_chunk(*chunk) is None, name, number, bounds))
+    for array in checkpoint.arrays.values():
+        reads += [pool.submit(lambda array, part: array.read(part) is None, array, part) for _, part in array.all()]
     faults = []
     for read in reads:
         try:
@@ -293,20 +314,20 @@ def _read_leaf(checkpoint: Checkpoint, name: str, leaf: jax.ShapeDtypeStruct, po
 
 def _read_blocks(checkpoint: Checkpoint, name: str, wanted: list[Bounds], pool: Executor) -> dict[Bounds, np.ndarray]:
     """The values by bounds. A chunk that several need is read once."""
-    grid = checkpoint.grid(name)
-    blocks = {bounds: np.empty([stop - start for start, stop in bounds], grid.dtype) for bounds in wanted}
-    needed: dict[tuple, list[Bounds]] = {}
+    array = checkpoint.arrays[name]
+    blocks = {bounds: np.empty([stop - start for start, stop in bounds], array.dtype) for bounds in wanted}
+    needed: dict[Bounds, list[Bounds]] = {}
     for bounds in blocks:
-        for chunk in grid.within(bounds):
-            needed.setdefault(chunk, []).append(bounds)
+        for _, part in array.within(bounds):
+            needed.setdefault(part, []).append(bounds)
 
-    def read(number: tuple[int, ...], part: Bounds) -> None:
-        values = checkpoint.read_chunk(name, number, part)
-        for bounds in needed[number, part]:
+    def read(part: Bounds) -> None:
+        values = array.read(part)
+        for bounds in needed[part]:
             both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(part, bounds))
             blocks[bounds][relative(both, bounds)] = values[relative(both, part)]
 
-    finish({pool.submit(read, *chunk): f"{checkpoint.path}/{name}" for chunk in needed}, "read")
+    finish({pool.submit(read, part): f"{checkpoint.path}/{name}" for part in needed}, "read")
     return blocks
 
 

@@ -18,7 +18,7 @@ import zarr
 import zarr.codecs
 
 from runtime.checkpoints import checkpoint as form
-from runtime.checkpoints.checkpoint import Grid, Store, bounds_of, finish, named_leaves, relative
+from runtime.checkpoints.checkpoint import Grid, LazyArray, Store, bounds_of, finish, named_leaves, relative
 from runtime.terminal import RunError
 
 MAX_CHUNK_BYTES = 32 * 2**20  # also what a thread holds, and the size of a request to an object store
@@ -90,16 +90,16 @@ def complete(
         store.flush(name)
 
 
-def write_copy(source: Any, store: Store, name: str, attributes: dict[str, Any], pool: Executor) -> None:
-    """Writes a copy of a checkpoint, a chunk at a time. source: has `arrays`, `grid` and `read_chunk` as a Checkpoint
-    does; its chunks divide its leaves evenly."""
+def write_copy(
+    arrays: dict[str, LazyArray], store: Store, name: str, attributes: dict[str, Any], pool: Executor
+) -> None:
+    """Writes a checkpoint of these arrays, a chunk at a time; their chunks divide them evenly."""
     grids: dict[str, Grid] = {}
     checksums: dict[str, Any] = {}
-    for leaf in source.arrays:
-        grid = source.grid(leaf)
-        grids[leaf] = Grid(grid.shape, grid.dtype, chunk_shape(grid.chunk, grid.dtype.itemsize))
-        for number, bounds in grid.all():
-            values = source.read_chunk(leaf, number, bounds)
+    for leaf, array in arrays.items():
+        grids[leaf] = Grid(array.shape, array.dtype, chunk_shape(array.chunk, array.dtype.itemsize))
+        for _, bounds in array.all():
+            values = array.read(bounds)
             parts = grids[leaf].within(bounds)
             chunks = [(f"{leaf}/{_file(part)}", values[relative(edges, bounds)]) for part, edges in parts]
             checksums |= write_chunks(store, name, chunks, pool)

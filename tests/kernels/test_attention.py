@@ -15,7 +15,7 @@ import small
 
 from jax_extra import explicit_activation_checkpointing
 from kernels import blockwise, splash
-from kernels.attention import KERNELS, able, of_part, suited
+from kernels.attention import KERNELS, able, suited
 from ledger.count.program import read
 
 RUNNABLE = {
@@ -289,7 +289,9 @@ def test_parts_of_a_row_with_all_its_keys(parts, monkeypatch):
 
     @jax.jit
     def both(q, k, v, part, segment, key_segment, gradient):
-        o, backward = jax.vjp(lambda q, k, v: of_part(q, k, v, part, order, segment, key_segment), q, k, v)
+        o, backward = jax.vjp(
+            lambda q, k, v: KERNELS["blockwise"](q, k, v, (part, order, segment, key_segment)), q, k, v
+        )
         return o, *backward(gradient)
 
     for part in np.split(order, devices):

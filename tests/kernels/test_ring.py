@@ -105,8 +105,15 @@ def test_another_schedule_has_other_labels(what, tmp_path):
 # -- Attention ---------------------------------------------------------------------------------------------------------
 def attend(q, k, v, position, segment):
     types = 'B/d L/c Q K/t D, B/d [S/c] K/t D, B/d [S/c] K/t D, L/c, [S/c], B/d L/c, B/d [S/c] -> B/d L/c Q K/t D'
-    functions = blockwise.forward_of_part, blockwise.backward_of_part
-    return ring(types, *functions, q, k, v, position, position, segment, segment)
+
+    def forward(q, k, v, *places):
+        return blockwise.forward(q, k, v, places)
+
+    def backward(q, k, v, *others):
+        *places, o, log_sum_exp, gradient = others
+        return blockwise.backward(q, k, v, tuple(places), o, log_sum_exp, gradient)
+
+    return ring(types, forward, backward, q, k, v, position, position, segment, segment)
 
 
 def attention(

@@ -31,7 +31,7 @@ def split(source, Weights):
         x = family.embed(model, ends, tokens, place, "M/t", kinds)
         given = (weights.transformer,), None, None
         x, _ = family.layers.through(
-            family, model, x, given, family.gather_layer, segment, position, "everything", False, None, ALONE
+            family, model, x, given, family.gather_layer, segment, position, family.layers.FORWARD, ALONE
         )
         return family.final(model, ends, x, "M/t")
 

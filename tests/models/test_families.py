@@ -99,7 +99,8 @@ def test_adapters_compute_what_merged_weights_do(name, pool):
         weights, type_ = weights_of(source, pool)
 
         def hidden(adapt, weights: type_, low: Array['layers', LowRank], batch: TokenBatch) -> act["B/b L/c M"]:
-            return layers.hidden(source.family, source.model, weights, *layers.inputs_of(batch, 1), adapt, low)[0]
+            how = layers.Options(adapt=adapt, low=low)
+            return layers.hidden(source.family, source.model, weights, *layers.inputs_of(batch, 1), how=how)[0]
 
         found, expected, unchanged = [
             np.asarray(

@@ -170,7 +170,8 @@ def test_adapters_compute_what_merged_weights_do(mesh, pool):
         weights, type_ = weights_of(source, pool)
 
         def adapted(weights: type_, low: Array['layers', LowRank], batch: TokenBatch) -> act["B/b L/c M"]:
-            return layers.hidden(llama, model, weights, *layers.inputs_of(batch, 1), adapt, low)[0]
+            how = layers.Options(adapt=adapt, low=low)
+            return layers.hidden(llama, model, weights, *layers.inputs_of(batch, 1), how=how)[0]
 
         def merged(weights: type_, batch: TokenBatch) -> act["B/b L/c M"]:
             return layers.hidden(llama, model, weights, *layers.inputs_of(batch, 1))[0]

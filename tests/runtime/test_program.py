@@ -10,7 +10,7 @@ import pytest
 import small
 from several_hosts import where
 
-from models import llama
+from models import huggingface
 from runtime import program
 from runtime.checkpoints.directory import Checkpoints
 from runtime.data.sources import keep_tokenizer, kept_tokenizer
@@ -76,7 +76,7 @@ def test_a_run_knows_its_program(monkeypatch, folder, capsys):
     assert start(monkeypatch, changed, folder, "training.steps=4", "allow_config_change=true") == 0
     printed = capsys.readouterr().out
     assert "  the program: my_trainer\n" in printed and "does not say which program" not in printed
-    assert program.model_parts(attributes_of(folder / "run")) not in (None, llama.TRAIN_PY)
+    assert program.model_parts(attributes_of(folder / "run")) not in (None, huggingface.TRAIN_PY)
     assert program.model_parts({}) is None
     assert start(monkeypatch, program.load("train"), folder, "training.steps=6") == 1
     assert "the program: my_trainer -> train\n" in capsys.readouterr().err
@@ -154,11 +154,11 @@ def test_the_command_line_names_the_program():
     ("n_kv: Count", "n_kv: Steps", False),
 ])  # fmt: skip
 def test_which_changes_make_another_model(old, new, is_same):
-    """models/llama.py says which train.py it computes: if this fails and both still compute the same, give it the new
-    hash; else it needs the change too."""
+    """models/huggingface.py says which train.py's model models/llama.py computes: if this fails and both still compute
+    the same, give it the new hash; else it needs the change too."""
     source = (ROOT / "train.py").read_text()
     assert old in source
-    assert (program.model_parts_of(source.replace(old, new) if old else source) == llama.TRAIN_PY) is is_same
+    assert (program.model_parts_of(source.replace(old, new) if old else source) == huggingface.TRAIN_PY) is is_same
 
 
 # ---- the tokenizer
