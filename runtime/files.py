@@ -10,12 +10,16 @@ Opening never waits and reading has a limit: a pipe, a device or a sparse file i
 import errno
 import math
 import os
+import re
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 MOST_BYTES = 2**30  # metrics.jsonl grows with a run
 LARGEST_BYTES = 2**27  # most of what is read at once; a tokenizer.json may have tens of millions
+LARGEST_YAML = 2**16  # characters, which take a second to parse
+MOST_REPEATED = 1000  # times that a value may stand in what its references make of it
 KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
 
 
@@ -57,13 +61,26 @@ def read_text(path: str | os.PathLike, errors: str = "strict") -> str:
 
 
 def parse_yaml(text: str) -> Any:
-    """yaml.safe_load, which raises yaml.YAMLError for everything that it cannot read."""
+    """yaml.safe_load, which raises yaml.YAMLError for everything that it cannot read, or that would grow too large."""
     import yaml
 
     try:
+        if len(text) > LARGEST_YAML:
+            raise yaml.YAMLError(f"it has {len(text):,} characters, expected at most {LARGEST_YAML:,}")
+        if multiply(re.findall(r"[\s\[{,:?-]\*([\w-]+)", text)):  # or what looks like an alias
+            raise yaml.YAMLError(f"its aliases may repeat a value more than {MOST_REPEATED:,} times")
         return yaml.safe_load(text)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:  # a wrong tag, or depth
         raise yaml.YAMLError(str(error)) from error
+
+
+def multiply(references: Sequence[str]) -> bool:
+    """Whether references, which may refer to values with references, may repeat a value too often.
+
+    The most: each of the n names is referred to equally often, by the values of the name before.
+    """
+    names = len(set(references))
+    return names > 0 and names * math.log(len(references) / names) > math.log(MOST_REPEATED)
 
 
 def write_whole(path: Path, text: str) -> None:

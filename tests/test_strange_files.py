@@ -77,9 +77,15 @@ def test_refused(reader, kind, tmp_path, capsys):
     assert not (tmp_path / "out").exists() and not (tmp_path / "out.partial").exists()
 
 
+REFERENCES = "defaults: [base, _self_]\nk0: xxxxxxxxxx\n" + "".join(
+    f"k{n}: '{f'${{k{n - 1}}}' * 2}'\n" for n in range(1, 40)
+)
+
+
 @pytest.mark.parametrize(
     "text, message",
     [
+        (REFERENCES, "refer to one another"),
         ("defaults: [base, _self_]\npaths: {model_name: '${paths.model_name}'}", "Recursive interpolation"),
         ("a: " + "[" * 10**4, "recursion"),
         ("- a", "holds list, expected keys with values"),
@@ -88,7 +94,7 @@ def test_refused(reader, kind, tmp_path, capsys):
     ],
 )
 def test_configs(text, message, tmp_path, monkeypatch):
-    """A reference to itself, depth, a list, a config that names itself, an enormous file: refused before composing."""
+    """References that multiply or go round, depth, a list, a config that names itself, an enormous file: refused before composing."""
     monkeypatch.setattr(command_line, "CONFIG_FOLDER", tmp_path)
     file = tmp_path / "strange.yaml"
     MAKE["sparse"](file) if text is None else file.write_text(text)
@@ -97,6 +103,7 @@ def test_configs(text, message, tmp_path, monkeypatch):
 
 
 def test_overrides():
-    """Depth of what stands on the command line."""
-    with pytest.raises(RunError, match="nested too deeply"):
-        load(train.Config, None, ["a=" + "[" * 900 + "]" * 900])
+    """Depth and length of what stands on the command line."""
+    for override, message in (("a=" + "[" * 900 + "]" * 900, "nested too deeply"), ("a=" + "[" * 20000, "characters")):
+        with pytest.raises(RunError, match=message):
+            load(train.Config, None, [override])

@@ -42,12 +42,13 @@ from runtime.config.checks import check_combinations
 from runtime.config.help import configs_of, help_page
 from runtime.config.keys import DROPPED_KEYS, RunConfig
 from runtime.config.rebuild import COMMAND_LINE, MISSING, Origins, as_tree, default_tree, flat, rebuild
-from runtime.files import parse_yaml, read_text
+from runtime.files import multiply, parse_yaml, read_text
 from runtime.terminal import RunError, heartbeat, leave, print_error, print_line, refusals, run_errors
 
 CONFIG_FOLDER = Path(__file__).resolve().parents[2] / "configs"
 BASE = "base"  # in each config's defaults list
 TRUST = "allow_code_in_config=true"
+LONGEST_OVERRIDE = 2**14  # characters, which hydra's parser takes half a second for
 HYDRA_SETTINGS = (  # a run has its own folder and its own log
     *("hydra.run.dir=.", "hydra.output_subdir=null", "hydra.sweep.subdir=.", "hydra/job_logging=none"),
     *("hydra/hydra_logging=none", "hydra.help.template='${help_page:}'"),
@@ -166,6 +167,8 @@ def _tolerant(override: str) -> str:
     `++a=1`. `~` is quoted, since hydra's grammar does not allow it."""
     if re.match(r"[+~]*($|[=@])", override):
         raise RunError(f"{override!r} has no key: expected key=value")
+    if len(override) > LONGEST_OVERRIDE:
+        raise RunError(f"{override[:60]}… has {len(override):,} characters: expected {LONGEST_OVERRIDE:,} at most")
     key = re.match(r"\+{0,2}([A-Za-z_][\w.]*)=", override)
     if not key or key[1].startswith("hydra.") or (CONFIG_FOLDER / key[1]).is_dir():
         return override
@@ -208,6 +211,8 @@ def _finish(config_class: Any, composed: DictConfig, node: Any, command_line: Se
     """The config_class of what hydra composed. Raises RunError: all that is wrong with it. node: hydra's own settings.
     command_line: the overrides of all jobs of a sweep."""
     with _readable_errors():
+        if multiply(re.findall(r"\$\{[^}]*", str(OmegaConf.to_container(composed, resolve=False)))):
+            raise RunError("the configuration's ${...} refer to one another: together they may become too large")
         content: Any = OmegaConf.to_container(composed, resolve=True)
         origins = _origins(node)
     if isinstance(content.setdefault("paths", {}), dict):

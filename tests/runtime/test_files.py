@@ -38,10 +38,25 @@ def test_a_folder_is_not_written_over(tmp_path, name):
     assert not [*tmp_path.iterdir(), *tmp_path.parent.glob("*.part")]
 
 
-@pytest.mark.parametrize(
-    "text", ["[" * 10**5, "!!timestamp x", "!!bool x", "2001-99-99", "{[a]: 1}", "\x00", "a: [", "&a [*b]"]
-)
+TEN, TWO = ("[" + ", ".join([f"{mark}{{}}"] * n) + "]" for mark, n in (("*", 10), ("*", 2)))
+
+
+def chain(values: str, length: int) -> str:
+    """A text whose values each refer to the one before."""
+    return "k0: &k0 x\n" + "".join(f"k{n}: &k{n} {values.replace('{}', f'k{n - 1}')}\n" for n in range(1, length))
+
+
+@pytest.mark.parametrize("text", [
+    "[" * 10**5, "[" * 10**4, "!!timestamp x", "!!bool x", "2001-99-99", "{[a]: 1}", "\x00", "a: [", "&a [*b]",
+    chain(TEN, 9), chain(TWO, 40), chain("{<<: [*{}, *{}]}", 40), "a: " + "x" * 2**16,
+])  # fmt: skip
 def test_yaml_that_is_refused(text):
-    """Depth, tags that do not fit, and what is no yaml: one kind of error."""
+    """Length, depth, aliases that multiply, tags that do not fit, and what is no yaml: one kind of error."""
     with pytest.raises(yaml.YAMLError):
         parse_yaml(text)
+
+
+@pytest.mark.parametrize("text", ["", "a: 1", "a: &a {b: 2}\nc: {<<: *a, d: [*a, *a]}", chain("[*{}]", 60)])
+def test_yaml_that_is_read(text):
+    """As the package reads it, with aliases too."""
+    assert parse_yaml(text) == yaml.safe_load(text)
