@@ -15,7 +15,7 @@ import io
 import subprocess
 import sys
 import tokenize
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -210,9 +210,8 @@ def _hashes(name: str, file: Path) -> dict[str, str]:
     hashes, left = {}, {name: file}
     while left:
         module, path = left.popitem()
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        hashes[module] = _hash(tree)
-        for imported in _imports(tree):
+        hashes[module], names = _hash_and_imports(path.read_text(encoding="utf-8"))
+        for imported in names:
             room = imported.partition(".")[0]
             if imported in hashes or room in NO_MATHEMATICS or (is_installed and room not in MATHEMATICS):
                 continue
@@ -223,21 +222,19 @@ def _hashes(name: str, file: Path) -> dict[str, str]:
     return dict(sorted(hashes.items()))
 
 
-def _imports(tree: ast.AST) -> Iterator[str]:
+@functools.cache  # for processes that make several runs, as tests do: a trainer has some forty files
+def _hash_and_imports(source: str) -> tuple[str, list[str]]:
+    """A hash of the code without comments, docstrings and line breaks; and the modules, or names in them, that it
+    imports."""
+    tree, names = ast.parse(source), list[str]()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-
-
-def _hash(tree: ast.AST) -> str:
-    """A hash of the code without comments, docstrings and line breaks."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node, clean=False):
+            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node, clean=False):
             node.body = node.body[1:] or [ast.Pass()]
-    return hashlib.sha256(ast.unparse(tree).encode()).hexdigest()[:16]
+    return hashlib.sha256(ast.unparse(tree).encode()).hexdigest()[:16], names
 
 
 def _git(folder: Path, *arguments: str) -> str | None:

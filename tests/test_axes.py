@@ -152,10 +152,10 @@ def with_parts(microbatches, pieces=1):
 # Each two axes meet on some mesh.
 CASES = [
     (DENSE, 'r2 d2 c2', with_parts(2), 'auto'), (CAPACITY, 'r2 e2 t2', TRAINING, 'auto'),
-    (DROPLESS, 'd2 c2 e2', TRAINING, 'auto'), (FEW_HEADS, 'd2 c2 t2', TRAINING, 'auto'),
-    (FEW_HEADS, 'c4 t2', TRAINING, 'ring'), (DEEP, 'p2 d2', with_parts(4), 'auto'),
+    (DROPLESS, 'd2 c2 e2', TRAINING, 'auto'), (FEW_HEADS, 'c4 t2', TRAINING, 'ring'),
 ]  # fmt: skip
 LARGER = [
+    (FEW_HEADS, 'd2 c2 t2', TRAINING, 'auto'), (DEEP, 'p2 d2', with_parts(4), 'auto'),
     *((DENSE, mesh, TRAINING, 'auto') for mesh in ('r8', 'r2 c4', 'r4 e2')),
     (FEW_HEADS, 'c8', TRAINING, 'auto'), (FEW_HEADS, 'r2 c4', with_parts(2), 'auto'),
     *((FEW_HEADS, mesh, TRAINING, 'ring') for mesh in ('d2 c2 t2', 'd2 c4', 'c8')),

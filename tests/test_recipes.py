@@ -41,6 +41,7 @@ from shardlib.spec import ShardingError
 
 TITLES = {path.read_text().partition("\n")[0].removeprefix("# "): path for path in (ROOT / "docs/recipes").glob("*.md")}
 PAGES = {title: path for title, path in TITLES.items() if title in RECIPES}
+TIED = "Tied embeddings"
 D_T = {"d": 4, "t": 2}
 
 
@@ -62,9 +63,7 @@ def trained(module, axes):
     return [float(metrics[0].grad_norm), *(float(each.loss) for each in metrics)]
 
 
-@pytest.mark.parametrize(
-    "title", [pytest.param(title, marks=pytest.mark.slow if title == "LayerNorm" else []) for title in sorted(PAGES)]
-)
+@pytest.mark.parametrize("title", [TIED, *small.slow(*sorted(PAGES.keys() - {TIED}))])
 def test_it_trains_alike_on_every_mesh(title, tmp_path):
     """Its losses and its gradient on eight devices are those on one, and the losses fall."""
     module, axes = module_of(tmp_path / "train.py", recipe(title, tmp_path)), MESH_OF_RECIPE.get(title, D_T)

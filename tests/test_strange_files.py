@@ -94,7 +94,8 @@ REFERENCES = "defaults: [base, _self_]\nk0: xxxxxxxxxx\n" + "".join(
     ],
 )
 def test_configs(text, message, tmp_path, monkeypatch):
-    """References that multiply or go round, depth, a list, a config that names itself, an enormous file: refused before composing."""
+    """References that multiply or go round, depth, a list, a config that names itself, an enormous file: refused before
+    composing."""
     monkeypatch.setattr(command_line, "CONFIG_FOLDER", tmp_path)
     file = tmp_path / "strange.yaml"
     MAKE["sparse"](file) if text is None else file.write_text(text)

@@ -8,6 +8,7 @@ colour-blind can tell them apart too. The page can be read without JavaScript, w
 """
 
 import collections
+import functools
 import itertools
 import re
 
@@ -112,7 +113,7 @@ def blocks(ledger: Ledger, file: str, costly: set[str]) -> list[tuple[bool, list
     """The lines of a file in blocks, folded where nothing costs anything: of each its number, indent and HTML."""
     visible = {number for number, _ in shown(ledger, file, costly)}
     found = []
-    lines = zip(itertools.count(1), ledger.texts[file], coloured(ledger.texts[file]))
+    lines = zip(itertools.count(1), ledger.texts[file], coloured(tuple(ledger.texts[file])))
     for is_visible, group in itertools.groupby(lines, key=lambda line: line[0] in visible):
         block = [(number, len(text) - len(text.lstrip(" ")), code) for number, text, code in group]
         found.append((not is_visible and len(block) >= FOLDED, block))
@@ -127,7 +128,8 @@ def three_colours(self, lexer, stream, options):
         yield next((each for each in (Comment, String, Keyword) if kind in each), Text), text
 
 
-def coloured(text: list[str]) -> list[Markup]:
+@functools.cache  # for processes that write several pages
+def coloured(text: tuple[str, ...]) -> list[Markup]:
     """The lines of a Python file as HTML without their indents, which the page makes of blanks itself."""
     lexer = PythonLexer(stripnl=False)
     lexer.add_filter(three_colours())

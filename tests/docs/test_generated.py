@@ -10,7 +10,7 @@ from pages import cells_of_the_notebook, module_of
 from docs import generate
 
 # The others take a plan, or several, each: seconds to a minute.
-QUICK = ("families", "hosts", "ledger")
+QUICK = ("hosts", "ledger")
 BLOCKS = generate.blocks()
 
 

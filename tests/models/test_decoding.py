@@ -88,6 +88,7 @@ SMALL = {
 }
 
 
+@pytest.mark.slow
 def test_a_prompt_costs_what_it_is_long(pool):
     """What is read of a prompt: the power of two that holds it, of as few rows a device; and the tokens, with other
     rows under way, are those of the prompt alone."""

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import small
 from mutation import GROUPS, PLACE, refuse_all_of
 from pages import ROOT
 from published import FOLDER, NAMES, batch_of, check_family, loss_and_logits, on_mesh, oracle_of, weights_of
@@ -285,7 +286,7 @@ def check(path, source, name):
     return check_family(path, source, [SIZES | each for each in VARIANTS[name]], [loss_and_logits, decoded])
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", [*small.slow("gemma", "gpt2"), "gptj"])
 def test_the_family_is_accepted(name, tmp_path):
     """As it is, in training and in decoding: the mutants are refused for their mutation."""
     assert check(tmp_path / f"{name}.py", (ROOT / f"models/{name}.py").read_text(), name) > 100

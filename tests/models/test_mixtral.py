@@ -112,6 +112,7 @@ def check_mixtral(path, source):
     return check_family(path, source, VARIANTS, [loss_and_logits, decoded])
 
 
+@pytest.mark.slow
 def test_the_family_is_accepted(tmp_path):
     """As it is, in training and in decoding: the mutants are refused for their mutation."""
     assert check_mixtral(tmp_path / "mixtral.py", (ROOT / "models/mixtral.py").read_text()) > 300

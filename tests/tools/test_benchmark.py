@@ -30,6 +30,7 @@ def run(called, monkeypatch):
     return functools.partial(called, benchmark.main, benchmark.Benchmark)
 
 
+@pytest.mark.slow
 def test_a_line_has_its_keys_and_they_agree(tmp_path):
     """A job adds one line of exactly the stated keys to the file; its figures follow from each other, and its run
     leaves nothing in the working directory."""

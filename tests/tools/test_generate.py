@@ -182,6 +182,7 @@ def test_what_is_refused(said, arguments, message):
     assert message in said(FOLDER / "llama", *arguments, status=1)
 
 
+@pytest.mark.slow
 def test_a_run_of_another_program_is_refused(cat_run, called, monkeypatch, tmp_path):
     """By all that take weights: its forward pass was another than models/ has; a key says that it is the same model.
     The copy in the checkpoint is never run."""

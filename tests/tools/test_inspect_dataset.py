@@ -226,6 +226,7 @@ run(tools.inspect_dataset.main, tools.inspect_dataset.InspectDataset)
 """
 
 
+@pytest.mark.slow
 def test_in_an_object_store(data, object_store, capsys):
     """A data set in an object store is shown and verified, its damage is found, and its connections are closed at the
     end."""

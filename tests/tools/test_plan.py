@@ -203,6 +203,7 @@ def test_a_sweep(capsys, tmp_path):
     assert page.count('class="bar"') == 3 * len(rows)
 
 
+@pytest.mark.slow
 def test_a_sweep_of_a_pipeline(capsys):
     """Over stages and all other axes, each with all microbatches that there are; the best first."""
     keys = ["program=train_any", "model.layers=4", "training.tokens.batch=32", "hosts=1", "sweep=true"]
@@ -311,6 +312,7 @@ def test_missing_packages_are_one_line(monkeypatch):
     assert "jax_cuda13_plugin" in refused("c4_a100x8_1b", "hardware=h200", "compile=true")
 
 
+@pytest.mark.slow
 def test_compiling(capsys, monkeypatch):
     """With the simulated devices in the place of absent ones: XLA's memory beside the forecast, differences,
     overlap."""

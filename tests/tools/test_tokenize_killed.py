@@ -74,6 +74,7 @@ def corpus(tmp_path_factory):
     ]
 
 
+@pytest.mark.slow
 def test_killed_ten_times(tmp_path, corpus):
     """Killed ten times at random moments and started again each time: the bytes of every file are those of an
     uninterrupted run."""

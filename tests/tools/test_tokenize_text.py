@@ -196,6 +196,7 @@ for size in (24, 96):
 """
 
 
+@pytest.mark.slow
 def test_memory_is_bounded(tmp_path):
     """Four times the text takes at most 30 MB more of memory: 96 MB of it, whose ids alone would be 384. What is under
     way at a time is so already in 24 MB."""

@@ -70,6 +70,7 @@ def test_two_processes_write_and_score_as_one(cat_run, alone, tmp_path):
         assert one == other and sums[0] == pytest.approx(sums[1], abs=1e-4)
 
 
+@pytest.mark.slow
 def test_two_processes_serve_as_one(cat_run, alone, tmp_path):
     """Two requests with a pause between; then SIGTERM to both ends both."""
     port, text = hosts.free_port(), "the cat"

@@ -159,7 +159,7 @@ def test_the_source_is_text():
 def test_coloured_source():
     """Comments, docstrings, strings and keywords have spans, over several lines too; blanks in front are the page's."""
     lines = ['"""One', 'two."""', "def f(x):  # <c>", "    return g(", "        'B/d L', x)"]
-    assert coloured(lines) == [
+    assert coloured(tuple(lines)) == [
         '<span class="c">"""One</span>',
         '<span class="c">two."""</span>',
         '<span class="k">def</span> f(x):  <span class="c"># &lt;c&gt;</span>',

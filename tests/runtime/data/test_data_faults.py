@@ -154,6 +154,7 @@ def test_stores_that_are_not_there(object_store, monkeypatch):
     assert_refuses(message, open_split, "gs://a/b", "train")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("proved_elsewhere")
 def test_a_run_stops_where_its_data_are_damaged(tmp_path, monkeypatch, capfd):
     """A chunk of one source of a mixture that is lost ends a run with one line and status 1, after the steps that did

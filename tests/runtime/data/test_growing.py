@@ -195,6 +195,7 @@ def tokens_of(texts):
     return [2 * (byte + 1) + (place == 0) for text in texts for place, byte in enumerate(text.encode())]
 
 
+@pytest.mark.slow
 def test_killed_and_a_bad_record(tmp_path):
     """The process writes no further than it may, in blocks of a megabyte. Killed, it is said to have died; the next one
     goes on, and no token is lost or comes twice. A bad record is named by file and number when the tokens before its

@@ -282,6 +282,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.slow
 def test_a_killed_training_leaves_followers_that_have_all(tmp_path):
     """SIGKILL: they send what was written and end. The training itself imports no tracker's package."""
     environment = {**os.environ, "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{REPOSITORY / 'tests'}"}
