@@ -218,7 +218,8 @@ def drawn(document: Document, config: TokenizeText) -> bool:
 def read_documents(block: Block, tokenizer: Tokenizer, config: TokenizeText) -> tuple[list[Document], list[str]]:
     """A block's documents, and of its other records where they are and what is wrong.
 
-    Texts are in UTF-8, as they are in a file, so that bytes become ids without being decoded and encoded.
+    Texts are in UTF-8, as they are in a file, so that bytes become ids without being decoded and encoded. Where a bad
+    record is refused, nothing behind it is read.
     """
     if not block.content and not block.rows:
         return [], [f"{block.file.name}: the file is empty"]
@@ -245,6 +246,8 @@ def read_documents(block: Block, tokenizer: Tokenizer, config: TokenizeText) -> 
             bad.append(f"{place(block, number)}: half of a surrogate pair ({error.reason}), expected Unicode text")
         except (BadRecord, ChatError) as error:
             bad.append(f"{place(block, number)}: {error}")
+        if bad and config.on_bad_record == "fail":  # a template may take seconds for each of the others
+            break
     return documents, bad
 
 

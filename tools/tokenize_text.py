@@ -31,7 +31,6 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 import zarr
-from tqdm import tqdm
 
 from runtime.cluster.tuning import keep_memory
 from runtime.config import command_line
@@ -50,7 +49,7 @@ from runtime.data.tokenizers import (
     train_bpe,
 )
 from runtime.files import read_text
-from runtime.terminal import RunError, print_line, printable, run_errors
+from runtime.terminal import RunError, print_line, printable, progress, run_errors
 from tools.text_records import (
     Tokenized,
     TokenizeText,
@@ -175,7 +174,8 @@ def write(config: TokenizeText, files: list[File], dataset: zarr.Group, tokenize
     record_s = RECORD_S if reader is None else READ_RECORD_S
     recorded, bad_before, read = time.monotonic(), counts["bad"], position
     total, blocks = total_bytes(files), read_all(files, config, position or (0, 0, 0))
-    with progress_bar(total) as bar, tokenized(blocks, tokenizer, config, process_count(config, files)) as results:
+    bar = progress(total=total or None, unit=" bytes", unit_scale=True)
+    with bar, tokenized(blocks, tokenizer, config, process_count(config, files)) as results:
         start, tokens_before = time.monotonic(), counts["tokens"]
         for block, result in results:
             if result.bad and config.on_bad_record == "fail":
@@ -193,7 +193,7 @@ def write(config: TokenizeText, files: list[File], dataset: zarr.Group, tokenize
                 counts[name] += number
             read = block.position
             rate = (counts["tokens"] - tokens_before) / (time.monotonic() - start)
-            bar.set_description_str(f"{counted(counts)}, {rate:,.0f} tokens/s", False)
+            bar.set_description(f"{counted(counts)}, {rate:,.0f} tokens/s", False)
             bar.update(min(block.done, total or block.done) - bar.n)
             # Many are put into rows at once, and the same ones however often a run was killed.
             if not config.room or sum(len(each.ids) for some in waiting.values() for each in some) >= PACKED_TOKENS:
@@ -406,15 +406,6 @@ def remove_partial_files(path: str) -> None:
 
 
 # ---------------------------------------------------------------- what is said
-
-
-def progress_bar(total: int) -> tqdm:
-    return tqdm(
-        total=total or None,
-        file=sys.stderr,
-        mininterval=0.5 if sys.stderr.isatty() else 30.0,
-        bar_format="{percentage:3.0f}%|{bar:20}| {desc} [{elapsed}<{remaining}]" if total else "{desc} [{elapsed}]",
-    )
 
 
 def counted(counts: dict) -> str:

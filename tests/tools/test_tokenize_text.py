@@ -32,6 +32,7 @@ from runtime.data.tokenizers import CHATML, load_dataset_tokenizer, train_bpe
 from runtime.terminal import RunError
 from shardlib.mesh import make_mesh
 from shardlib.shardtypes import make_shardings
+from tools import text_records
 from tools.text_records import text_ends
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -405,11 +406,11 @@ def test_rows_of_pairs(tmp_path):
 def test_rows_of_an_interrupted_run(tmp_path, monkeypatch):
     """A run that is stopped at any block continues to the same bytes, by any number of processes, with rows that hold
     whole chats."""
-    chats = [[{"role": "assistant", "content": text}] for text in texts(600)]
+    chats = [[{"role": "assistant", "content": text}] for text in texts(200)]
     source = write_lines(tmp_path / "a.jsonl", [{"messages": chat} for chat in chats])
     options = ["format=chat", "row_length=256", "too_long=drop", "validation_fraction=0.1"]
-    monkeypatch.setattr(documents, "BLOCK_BYTES", 3000)
-    monkeypatch.setattr(tools.tokenize_text, "PACKED_TOKENS", 8000)
+    monkeypatch.setattr(documents, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(tools.tokenize_text, "PACKED_TOKENS", 2700)
     monkeypatch.setattr(tools.tokenize_text, "RECORD_S", 0.0)
     tokenize(f"input={source}", f"output={tmp_path}/whole.zarr", *options)
     read = tools.tokenize_text.read_blocks
@@ -428,7 +429,7 @@ def test_rows_of_an_interrupted_run(tmp_path, monkeypatch):
         data = open_split(tmp_path / "x.zarr", split)
         assert data.row_length == 256 and set(range(0, data.token_count, 256)) <= set(data.seq_starts[:].tolist())
     found = [text for split in ("train", "validation") for text in sequences(tmp_path / "x.zarr", split)[0] if text]
-    assert len(found) == 600
+    assert len(found) == 200
 
 
 # ---------------------------------------------------------------- faults of the input
@@ -489,13 +490,26 @@ def test_bad_records(tmp_path, capsys, message):
     assert sequences(tmp_path / "x.zarr")[0][-1] == ("[user]g[assistant]ood" if format == "chat" else "good")
 
 
-def test_many_bad_records(tmp_path, capsys):
-    """Only the first ten are shown, all are counted, and empty documents are counted apart."""
+def test_many_bad_records(tmp_path, capsys, monkeypatch):
+    """Nothing is read behind the first one that is refused. Of those that are left out only ten are shown, all are
+    counted, and empty documents are counted apart."""
     write_lines(tmp_path / "a.jsonl", [{"text": "x"}, {"text": ""}] + [{}] * 30)
-    tokenize(f"input={tmp_path}/a.jsonl", f"output={tmp_path}/x.zarr", "on_bad_record=skip")
+    command, numbers = [f"input={tmp_path}/a.jsonl", f"output={tmp_path}/x.zarr"], []
+    document_of = text_records.document_of
+    monkeypatch.setattr(text_records, "document_of", lambda *of: numbers.append(of[0]) or document_of(*of))
+    assert_refuses("…a.jsonl:3: no field 'text'; …", tokenize, *command)
+    assert numbers == [1, 2, 3]
+    tokenize(*command, "on_bad_record=skip")
     captured = capsys.readouterr()
     assert captured.err.count("left out: ") == 10
     assert "1 documents, 1 tokens; 1 empty documents left out; 30 bad records left out" in captured.out
+
+
+def test_a_record_without_an_end(tmp_path):
+    """40 MB of a line, 40 kB as they are stored: refused before they are read whole."""
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "' + b"a" * 40 * 10**6))
+    message = f"{tmp_path}/a.jsonl.gz: after byte 0 a record has over 16,777,216 bytes, or no text"
+    assert_refuses(message, tokenize, f"input={tmp_path}/a.jsonl.gz", f"output={tmp_path}/x.zarr")
 
 
 def test_bad_rows(tmp_path):
