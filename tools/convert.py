@@ -55,6 +55,8 @@ class Convert:
 
 def main(config: Convert) -> None:
     to = Path(os.path.expanduser(config.to))
+    if "://" in config.to:
+        raise RunError(f"to={config.to} is a URL: give a new folder of this machine")
     if os.path.lexists(to) and (not os.path.isdir(to) or os.listdir(to)):
         raise RunError(f"to={config.to} is not empty: give a new folder")
     with ThreadPoolExecutor(THREADS) as pool:

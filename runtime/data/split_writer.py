@@ -69,9 +69,15 @@ def write_split(
 
 
 def open_for_writing(path: str | os.PathLike) -> zarr.Group:
-    """The group of a data set, made if it is not there. Raises RunError: it is of zarr format 2, or cannot be made."""
+    """The group of a data set, made if it is not there. Raises RunError: it is of zarr format 2, or cannot be made, or
+    the folder holds something else, among which a data set's files would be written, and old ones removed."""
     where = absolute_path(path)
     with run_errors(f"cannot write a data set at {where}", ValueError, ImportError):
+        names = set(os.listdir(where)) if os.path.isdir(where) else set()
+        # A process that was killed may have left the first file half-written.
+        others = {name for name in names if not name.endswith(".partial")}
+        if others and not names & {"zarr.json", ".zgroup"}:
+            raise RunError(f"{where} holds {min(others)}, which is no data set: write to a new folder")
         dataset = open_group(where, mode="a")
     if dataset.metadata.zarr_format != 3:
         raise RunError(f"{where} is of zarr format 2, and only format 3 is written: write to a new path")

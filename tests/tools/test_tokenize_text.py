@@ -629,6 +629,12 @@ def test_output_that_is_there(tmp_path, capsys):
     zarr.open_group(tmp_path / "old", mode="w", zarr_format=2)
     message = f"{tmp_path}/old is of zarr format 2, and only format 3 is written: write to a new path"
     assert_refuses(message, tokenize, command[0], f"output={tmp_path}/old")
+    (tmp_path / "others").mkdir()
+    for name in ("their.partial", "work"):
+        (tmp_path / "others" / name).touch()
+    message = f"{tmp_path}/others holds work, which is no data set: write to a new folder"
+    assert_refuses(message, tokenize, command[0], f"output={tmp_path}/others", "overwrite=true")
+    assert {each.name for each in (tmp_path / "others").iterdir()} == {"their.partial", "work"}
 
 
 @pytest.mark.parametrize("changed", ["tokenizer.json", "template.jinja"])
