@@ -23,6 +23,7 @@ from typing import Any
 SECONDS, BYTES = 3, 2**27  # of the processor and of memory, at most, for a call
 LOADED, LOADED_SECONDS = 2**32, 120  # for importing packages and reading the files of a tokenizer
 RENDERED = 2**22  # characters that a template may write
+MOST_IDS = 1000  # of three characters and what stands around them
 NO_MEMORY = 3  # the status of the process
 ROOT = Path(__file__).parents[2]
 
@@ -102,7 +103,10 @@ def build(text: str) -> None:
     backend = tokenizers.Tokenizer.from_str(text)
     backend.no_padding()
     for each in ("", "a b"):
-        backend.decode(backend.encode(each, add_special_tokens=True).ids)
+        ids = backend.encode(each, add_special_tokens=True).ids
+        if len(ids) > MOST_IDS:
+            raise ValueError(f"it makes {len(ids)} ids of {len(each)} characters")
+        backend.decode(ids)
 
 
 def limit(size: int, seconds: int) -> None:

@@ -211,10 +211,11 @@ NORMALIZER = {"type": "Precompiled", "precompiled_charsmap": "/////wAAAAA="}
     ({"pre_tokenizer": {"type": "FixedLength", "length": 0}}, "PanicException: chunk size must be non-zero"),
     ({"decoder": {"type": "Strip", "content": "a", "start": 3, "stop": 5}}, "PanicException: index out of bounds"),
     ({"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [["a", "b"]]}}, "Exception: Token `b` out of vocabulary"),
+    ({"normalizer": {"type": "Replace", "pattern": {"Regex": "[ab]"}, "content": "xq" * 999}}, "ValueError: it makes "),
 ])  # fmt: skip
 def test_a_tokenizer_that_aborts(tmp_path, bpe, changed, message):
-    """The package's Rust ends its process, or panics: a message costs no more; of a record in a run folder too, whose
-    tokenizer is built when it is used."""
+    """The package's Rust ends its process, or panics, or a letter becomes a thousand ids: a message costs no more; of a
+    record in a run folder too, whose tokenizer is built when it is used."""
     text = json.dumps(json.loads(bpe.json) | changed)
     (tmp_path / "mine.json").write_text(text)
     refused = re.escape(f"the tokenizer {tmp_path}/mine.json cannot be read ({message}")
