@@ -43,12 +43,13 @@ class Connection(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """Of a body that is no HTTP any more: the request's own answer is not sent, and one that has begun is cut."""
-        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
-            return self.transport.abort()
         if self.cycle:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        super().send_400_response(msg)
+        try:
+            super().send_400_response(msg)
+        except h11.LocalProtocolError:  # an answer has begun, or it has no body, as to HEAD
+            self.transport.abort()
 
     def look(self) -> None:
         """Ends a connection whose client has been sending the same request, or not reading the same answer, since the

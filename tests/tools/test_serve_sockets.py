@@ -278,6 +278,13 @@ def test_a_body_that_is_no_http(running, line, capfd):
     assert said.count(b"HTTP/1.1 4") == 1 and "Traceback" not in capfd.readouterr().err
 
 
+def test_what_follows_a_last_request(running, capfd):
+    """Data behind HEAD, whose answer has no body, on a connection that it closes: ended without a traceback."""
+    server = running()
+    assert is_closed(server.connect(b"HEAD / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\nmore"))
+    assert server.ask()[0] == 200 and "Traceback" not in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("is_chunked", [False, True])
 def test_a_body_that_is_too_long(running, is_chunked):
     """30 MB: its sender is told, and none of it is kept."""
