@@ -41,8 +41,8 @@ multiply_bfloat16()  # as in every run
 
 
 def pytest_collection_finish():
-    """What was imported lives to the end: Python need not look for garbage there, nor so often. A quarter of the time
-    that JAX takes to trace a step went into that."""
+    """Modules live to the end, so the garbage collector need not look at them, nor run so often. It took a quarter of
+    the time in which JAX traces a step."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
@@ -82,7 +82,7 @@ def own_logging():
 
 @pytest.fixture
 def called(monkeypatch, capsys):
-    """Runs as `python -m` of a module would: its exit status, what it prints, and what it says of an error."""
+    """Runs a module as `python -m` would: the exit status, what it prints, and its error message."""
 
     def call(main, config_class, *arguments):
         status = small.start(monkeypatch, main, config_class, *arguments)
@@ -110,7 +110,7 @@ def own_compute_dtype():
 
 @pytest.fixture
 def proved_elsewhere():
-    """The test's programs are not checked: another test does that."""
+    """Leaves out the check of the test's programs, which another test proves."""
     with small.proved_elsewhere():
         yield
 
@@ -118,7 +118,7 @@ def proved_elsewhere():
 @pytest.fixture(scope="session")
 @small.proved_elsewhere()
 def cat_run(tmp_path_factory):
-    """The folder of a run on one sentence, over and over, that knows it by heart."""
+    """The folder of a run that has learnt one repeated sentence by heart."""
     folder = tmp_path_factory.mktemp("cat")
     (folder / "text.txt").write_text("the cat sat on the mat. " * 3000)
     keys = [f"input={folder}/text.txt", f"output={folder}/text.zarr", "validation_fraction=0.5", "document_bytes=100"]

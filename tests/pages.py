@@ -51,7 +51,7 @@ def changed(text, diff):
 
 
 def module_of(path, text):
-    """The module that a text is, from a file, since `@typed` reads its source."""
+    """Writes a text to a file, since `@typed` reads its source, and imports it as a module."""
     path.write_text(text)
     spec = importlib.util.spec_from_file_location(f"docs_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
@@ -81,9 +81,7 @@ def _recipes():
 
 FAMILY = "A family"  # a page that changes models/llama.py
 RECIPES = _recipes()
-MESH_OF_RECIPE = {
-    "Another axis of the mesh": {"r": 2, "d": 4, "t": 2},
-}
+MESH_OF_RECIPE = {"Another axis of the mesh": {"r": 2, "d": 4, "t": 2}}
 
 
 def recipe(title, folder):
@@ -109,7 +107,7 @@ def copy_of_the_repository(folder):
 
 
 def run_in(folder, command, status=0):
-    """Runs a command there; `python` is this one. Returns what it prints, of one that fails on stderr."""
+    """Runs a command there, in which `python` is this one. Returns what it prints, on stderr if it should fail."""
     command = [sys.executable if word == "python" else word for word in command]
     environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
     result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)

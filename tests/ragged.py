@@ -28,7 +28,7 @@ class FlatTokens:
 
 
 def sharding(d=1, t=1):
-    """Of a batch whose rows are split over d."""
+    """The sharding of a batch whose rows are split over d."""
     return Batch(*[NamedSharding(make_mesh({"d": d, "t": t}, jax.devices()[: d * t]), PartitionSpec("d", None))] * 3)
 
 
@@ -59,7 +59,7 @@ def assert_equal(left, right):
 
 
 def assert_refuses(message, function, *args, **kwargs):
-    """The whole message, in which … stands for anything."""
+    """Asserts the whole message, in which … stands for anything."""
     with pytest.raises(RunError) as error:
         function(*args, **kwargs)
     assert re.fullmatch(re.escape(message).replace("…", ".*"), str(error.value), re.DOTALL), str(error.value)

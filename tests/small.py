@@ -39,7 +39,7 @@ def slow(*cases):
 
 @contextlib.contextmanager
 def proved_elsewhere():
-    """Leaves out the check, half of what it takes to compile a step: of programs whose types another test proves."""
+    """Leaves out the check, which is half of the time to compile a step, for programs that another test proves."""
     with mock.patch.object(typed_shard_map, "check"):
         yield
 
@@ -49,7 +49,7 @@ START_FOLLOWERS = Followers.start
 
 @contextlib.contextmanager
 def followed():
-    """Runs have their followers, which conftest.py leaves out."""
+    """Runs have their followers, which conftest.py otherwise leaves out."""
     with mock.patch.object(Followers, "start", START_FOLLOWERS):
         yield
 

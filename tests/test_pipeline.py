@@ -106,10 +106,8 @@ WRONG = {
     'gradients are passed forward': ('move(dx, -1)', 'move(dx, 1)'),
     'gradients are not passed on': ('dy, back_belt = move(dx, -1)', 'dy, back_belt = dx'),
     'the belt goes the other way': ('column, belt), -1)', 'column, belt), 1)'),
-    'the belt stands still': (
-        'move(jnp.where(i % turn == 0, column, belt), -1)',
-        'jnp.where(i % turn == 0, column, belt)',
-    ),
+    'the belt stands still': ('move(jnp.where(i % turn == 0, column, belt), -1)',
+     'jnp.where(i % turn == 0, column, belt)'),
     'the belt is loaded late': ('i % turn == 0, column', 'i % turn == 1, column'),
     'the belt back goes the other way': ('move(back_belt, -1)', 'move(back_belt, 1)'),
     'the belt back stands still': ('move(back_belt, -1)', 'back_belt'),
@@ -129,38 +127,28 @@ WRONG = {
     'idle stages count in the loss': ('is_item.astype(jnp.float32)', 'jnp.float32(1)'),
     'idle stages are seen': ('jnp.where(is_item, each, 0)', 'each'),
     'the head has the microbatch before': ('place(i - (p - 1))', 'place(i - p)'),
-    'the gradient of the head is for all': (
-        '(index == p - 1)[:, None, None, None]',
-        '(index >= 0)[:, None, None, None]',
-    ),
-    'the gradient of the head is for the first': (
-        '(index == p - 1)[:, None, None, None]',
-        '(index == 0)[:, None, None, None]',
-    ),
+    'the gradient of the head is for all': ('(index == p - 1)[:, None, None, None]',
+     '(index >= 0)[:, None, None, None]'),
+    'the gradient of the head is for the first': ('(index == p - 1)[:, None, None, None]',
+     '(index == 0)[:, None, None, None]'),
     'backward in the order of forward': ('piece = v - 1 - turned', 'piece = turned'),
     'one number in a group': ('item % turn // p, item % p', 'item % turn // p, 0 * item'),
     'groups go round once more': ('item % turn // p, item % p', 'item % turn // v, item % p'),
     'all gradients are of the first piece': ('add(total, piece, g)', 'add(total, 0, g)'),
     'all that is seen is of the first piece': ('add(total, piece, jnp.where', 'add(total, 0, jnp.where'),
-    'gradients replace each other': (
-        'keepdims=False) + x.astype(jnp.float32)',
-        'keepdims=False) * 0 + x.astype(jnp.float32)',
-    ),
-    'the head is a tick early in a turn': (
-        'ticks(carry, first, turn - p, *both)',
-        'ticks(carry, first, turn - p - 1, *both)',
-    ),
-    'the last group comes first': (
-        '(of_stream, back_belt, group, axis=1)',
-        '(of_stream, back_belt, groups - 1 - group, axis=1)',
-    ),
-}  # fmt: skip
+    'gradients replace each other': ('keepdims=False) + x.astype(jnp.float32)',
+     'keepdims=False) * 0 + x.astype(jnp.float32)'),
+    'the head is a tick early in a turn': ('ticks(carry, first, turn - p, *both)',
+     'ticks(carry, first, turn - p - 1, *both)'),
+    'the last group comes first': ('(of_stream, back_belt, group, axis=1)',
+     '(of_stream, back_belt, groups - 1 - group, axis=1)'),
+}  # fmt: skip  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('what', WRONG)
 def test_wrong_schedules_fail(what, tmp_path):
-    """Their types are right, as far as types go; labels are not."""
+    """The check cannot see these errors; the labels show them."""
     old, new = WRONG[what]
     assert SOURCE.count(old) == 1
     module = module_of(tmp_path / 'pipeline.py', SOURCE.replace(old, new))
@@ -210,7 +198,7 @@ def test_what_is_kept_and_the_bubble(p, pieces, microbatches):
 
 @pytest.mark.parametrize('pieces', [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_ledger_counts_the_models_products_once(pieces):
-    """As many as without stages, whatever they compute again, or while they are idle."""
+    """Stages have as many as one stage has, whatever they compute again or while they are idle."""
     ours, theirs = (
         ledger_of(config_of(DEEP, mesh_of(mesh), with_parts(4, v))) for mesh, v in (('p2', pieces), ('d2', 1))
     )

@@ -112,7 +112,7 @@ def check_arguments(module, arguments):
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_keys_configs_flags_and_files_of_commands_are_there(path):
-    """Of each command that starts a program of ours: what it names exists and has values that are allowed."""
+    """What a command of ours names exists and has values that are allowed."""
     for command in commands(path):
         if "..." in command:
             continue

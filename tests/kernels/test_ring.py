@@ -34,7 +34,8 @@ def forward(own, k, v, at):
 
 
 def backward(own, k, v, at, o, log_sum_exp, gradient):
-    """Of the device the blocks that it met; of a block its number + 1 times a digit for each device that it met."""
+    """A device's gradient says which blocks it met; a block's is its number + 1 times a digit for each device it
+    met."""
     device = 2 ** own[:, 0]
     return forward(own, k, v, at)[0], device * (k + 1), device * (v + 1)
 
@@ -69,27 +70,23 @@ def require_labels(ring, devices):
 
 @pytest.mark.parametrize('devices', [1, 2, 3, 4])
 def test_each_device_meets_each_block_once(devices):
-    """By labels: forward each block counts once, backward too, and each block's gradient comes home from all."""
+    """Each block counts once forward and once backward, and its gradient comes home with a part from every device."""
     require_labels(ring, devices)
 
 
 TURNED = 'return [lax.ppermute(value, axis, pairs) for value in values]'
 SCHEDULES = {
-    'v is not passed on': (
-        TURNED,
-        'return [value if n == 1 else lax.ppermute(value, axis, pairs) for n, value in enumerate(values)]',
-    ),
-    'positions go the other way': (
-        TURNED,
-        'return [lax.ppermute(value, axis, pairs if n < 2 else [(b, a) for a, b in pairs]) '
-        'for n, value in enumerate(values)]',
-    ),
+    'v is not passed on': (TURNED,
+     'return [value if n == 1 else lax.ppermute(value, axis, pairs) for n, value in enumerate(values)]'),
+    'positions go the other way': (TURNED,
+     'return [lax.ppermute(value, axis, pairs if n < 2 else [(b, a) for a, b in pairs]) '
+      'for n, value in enumerate(values)]'),
     'a turn too few': ('length=turns - 1', 'length=turns - 2'),
     'a turn too few backward': ('length=turns - 2', 'length=turns - 3'),
     'a turn too many': ('length=turns - 1', 'length=turns'),
     'gradients do not come home': ('sums = of_stay, turned(of_moving)', 'sums = of_stay, of_moving'),
     'gradients stay where they are': ('turned(moving), turned(of_moving)', 'turned(moving), of_moving'),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize('what', SCHEDULES)
@@ -134,8 +131,8 @@ MESHES = [dict(d=1, c=2, t=1), dict(d=2, c=2, t=2), dict(d=1, c=4, t=2), dict(d=
 @pytest.mark.slow
 @pytest.mark.parametrize('sizes', MESHES, ids=str)
 def test_attention_in_a_ring(sizes, monkeypatch):
-    """On rows with segments, dealt out in zigzag, o and the gradients of q, k and v are those of float64 to 2e-6; and
-    what is compiled sends what the ledger has: k, v, positions and segments, and float32 gradients."""
+    """Rows with segments lie in zigzag order: o and the gradients are float64's to 2e-6, and the compiled program sends
+    what the ledger counts."""
     monkeypatch.setattr(blockwise, 'BLOCK', 4)
     q, k, v, segment, gradient = (np.asarray(each) for each in operands(32))
     order = blockwise.dealt(32, sizes['c'])
@@ -156,7 +153,7 @@ def test_attention_in_a_ring(sizes, monkeypatch):
 
 
 def test_nothing_of_a_turn_is_kept():
-    """For the backward pass: o and the log-sum-exp, once; the operands are arguments here."""
+    """The backward pass keeps o and the log-sum-exp, once each; the operands are arguments here."""
     sizes = dict(d=2, c=4, t=2)
     mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(jax.sharding.AxisType.Auto,) * 3)
     q, k, v, segment, gradient = (jax.ShapeDtypeStruct(each.shape, each.dtype) for each in operands(64))
@@ -169,7 +166,7 @@ def test_nothing_of_a_turn_is_kept():
 
 # -- Types -------------------------------------------------------------------------------------------------------------
 def test_a_ring_is_proved():
-    """With the gradients' types, which have to be claimed."""
+    """The check accepts a ring whose gradients' types are claimed."""
     assert prove(labels(ring), dict(c=4), SIZES | dict(X=4)) > 8
 
 
@@ -196,7 +193,7 @@ def sends(own, k, *_):
 
 @pytest.mark.parametrize('row', REFUSED, ids=[row[1] for row in REFUSED])
 def test_refused(row):
-    """Wrong strings, and functions that send."""
+    """The check refuses wrong strings, and functions that send."""
 
     def ring(spec, *given, forward=lambda own, *_: (own, own[:, 0]), backward=lambda own, k, *_: (own, k)):
         return kernels.ring.ring(spec, forward, backward, *given)

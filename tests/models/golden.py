@@ -26,15 +26,9 @@ SMALL = {
     "pad_token_id": None,
 }  # fmt: skip
 OLD = {
-    "vocab_size": 40,
-    "n_positions": 64,
-    "n_embd": 16,
-    "n_layer": 2,
-    "n_head": 2,
-    "n_inner": 24,
-    "bos_token_id": 1,
+    "vocab_size": 40, "n_positions": 64, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_inner": 24, "bos_token_id": 1,
     "eos_token_id": 2,
-}
+}  # fmt: skip
 OF_T5 = {
     "vocab_size": 40, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_decoder_layers": 2, "num_heads": 2,
     "relative_attention_num_buckets": 8, "relative_attention_max_distance": 10,
@@ -58,10 +52,7 @@ VARIANTS = {
     "qwen3": ("Qwen3", {"rope_parameters": {**YARN, "original_max_position_embeddings": 8}}),
     "olmo2": ("Olmo2", {"num_key_value_heads": 4, "rms_norm_eps": 1e-5}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "intermediate_size": 8, "sliding_window": 5}),
-    "olmoe": (
-        "Olmoe",
-        {"num_attention_heads": 2, "num_experts": 4, "num_experts_per_tok": 3, "intermediate_size": 8},
-    ),
+    "olmoe": ("Olmoe", {"num_attention_heads": 2, "num_experts": 4, "num_experts_per_tok": 3, "intermediate_size": 8}),
     "qwen3_moe": (
         "Qwen3Moe",
         {

@@ -8,18 +8,15 @@ import yaml
 from runtime.files import NotPlain, open_file, parse_yaml, read_text, write_whole
 
 
-@pytest.mark.parametrize(
-    "make, kind",
-    [
-        (os.mkdir, "a folder"),
-        (os.mkfifo, "a pipe"),
-        (lambda path: path.symlink_to("/dev/zero"), "a device"),
-        (lambda path: path.symlink_to(path.name), "a link to itself"),
-        (lambda path: (path.touch(), os.truncate(path, 2**40)), "1,099,511,627,776 bytes"),
-    ],
-)
+@pytest.mark.parametrize("make, kind", [
+    (os.mkdir, "a folder"),
+    (os.mkfifo, "a pipe"),
+    (lambda path: path.symlink_to("/dev/zero"), "a device"),
+    (lambda path: path.symlink_to(path.name), "a link to itself"),
+    (lambda path: (path.touch(), os.truncate(path, 2**40)), "1,099,511,627,776 bytes"),
+])  # fmt: skip
 def test_what_is_refused(tmp_path, make, kind):
-    """Each with its path and what it is; a link to a plain file is opened."""
+    """The message has the path and what it is; a link to a plain file is opened."""
     make(tmp_path / "there")
     with pytest.raises(NotPlain, match=f"it (is|has) {kind}.*'{tmp_path}/there'$"):
         read_text(tmp_path / "there")
@@ -32,7 +29,7 @@ def test_what_is_refused(tmp_path, make, kind):
 
 @pytest.mark.parametrize("name", ["/", ".", ""])
 def test_a_folder_is_not_written_over(tmp_path, name):
-    """It is named, and nothing is left in it or beside it."""
+    """The message names it, and nothing is left in it or beside it."""
     with pytest.raises(IsADirectoryError, match="Is a directory"):
         write_whole(tmp_path / name, "text")
     assert not [*tmp_path.iterdir(), *tmp_path.parent.glob("*.part")]
@@ -58,5 +55,5 @@ def test_yaml_that_is_refused(text):
 
 @pytest.mark.parametrize("text", ["", "a: 1", "a: &a {b: 2}\nc: {<<: *a, d: [*a, *a]}", chain("[*{}]", 60)])
 def test_yaml_that_is_read(text):
-    """As the package reads it, with aliases too."""
+    """The result is the package's, with aliases too."""
     assert parse_yaml(text) == yaml.safe_load(text)

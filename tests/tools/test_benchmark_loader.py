@@ -28,11 +28,8 @@ def test_steps_do_not_wait_for_data(tmp_path):
     """The small job, as users run it: over all its lines but the first, a step waits for data less than 1 % of its
     time."""
     where = [
-        f"paths.root_working_dir={tmp_path}",
-        "paths.model_name=run",
-        "checkpoint_interval=1000",
-        "eval_interval=1000",
-    ]
+        f"paths.root_working_dir={tmp_path}", "paths.model_name=run", "checkpoint_interval=1000", "eval_interval=1000",
+    ]  # fmt: skip
     root = Path(__file__).parents[2]
     subprocess.run([sys.executable, "-m", "train", *where], check=True, cwd=root, timeout=600)
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]

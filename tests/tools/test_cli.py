@@ -12,7 +12,7 @@ from tools import cli
 
 
 def test_every_program_is_a_command():
-    """The commands are the programs at the top and the tools, no more and no less."""
+    """The commands are the programs at the top and the tools, and no others."""
     tools = "benchmark checkpoint compare convert doctor embed generate inspect_dataset make_dataset plan score serve "
     tools += "tokenize_text"
     assert list(cli.programs()) == ["train", "train_any", *tools.split()]
@@ -20,15 +20,12 @@ def test_every_program_is_a_command():
     assert sorted(run) == tools.split()
 
 
-@pytest.mark.parametrize(
-    "arguments, says",
-    [
-        ([], "usage: clearshard {train,"),
-        (["plant"], "error: clearshard has no command plant: expected one of train, "),
-    ],
-)
+@pytest.mark.parametrize("arguments, says", [
+    ([], "usage: clearshard {train,"),
+    (["plant"], "error: clearshard has no command plant: expected one of train, "),
+])  # fmt: skip
 def test_it_says_what_there_is(arguments, says, monkeypatch, capsys):
-    """Without a command, and with one that is not there."""
+    """It lists the commands where none is given, or an unknown one."""
     monkeypatch.setattr(sys, "argv", ["clearshard", *arguments])
     try:
         cli.main()

@@ -27,7 +27,8 @@ def config_of(name, *overrides):
 
 
 def test_memory_and_time_are_those_by_hand():
-    """Of the llama of tests/models/golden on 2 × 2 H200s in bfloat16: weights, cache, what moves, and tokens/s."""
+    """Weights, cache, bytes moved and tokens a second of the golden llama on 2 × 2 H200s are what one counts by
+    hand."""
     config = config_of("llama", "hardware=h200", "mesh.d=2", "mesh.t=2", "rows=6", "length=200")
     ledger, cache = plan_generate.ledger_of(config)
     V, M, F, K, Q, D, layers, slots = 40, 16, 24, 2, 2, 8, 2, 256
@@ -55,14 +56,14 @@ def test_memory_and_time_are_those_by_hand():
 
 @pytest.mark.parametrize("name", ["gemma", "llama_linear_tied", "llama"])
 def test_one_table_at_both_ends_counts_once(name):
-    """As many parameters as the published file has."""
+    """The ledger has as many parameters as the published file."""
     ledger, _ = plan_generate.ledger_of(config_of(name))
     tensors = load_file(FOLDER / name / "model.safetensors")
     assert ledger.parameters == sum(tensor.size for tensor in tensors.values())
 
 
 def test_the_page_and_what_does_not_fit(capsys, tmp_path):
-    """With a folder there is a ledger of the family's lines; a cache beyond the device's memory is said."""
+    """A folder gets a ledger of the family's lines; a cache beyond the device's memory is said."""
     overrides = ("hardware=h200", "rows=1000000", "length=10000", f"folder={tmp_path}/plan", "compute_dtype=float32")
     plan.main(config_of("gemma3", *overrides))
     text = capsys.readouterr().out
@@ -77,7 +78,8 @@ def test_the_page_and_what_does_not_fit(capsys, tmp_path):
 
 @pytest.mark.parametrize("name, kept", [("llama", "split"), ("t5", None)])
 def test_the_compiled_step_sends_what_is_written(name, kept):
-    """On 4 × 2, collective by collective, of a Llama whose layers are gathered each time, and of a T5."""
+    """Compiled and written collectives are equal on 4 × 2, for a Llama whose layers are gathered each time and for a
+    T5."""
     family = huggingface.family_of(name, "here")
     sizes = dict(d_model=64, n_kv=8, d_head=8, layers=3, vocab=128, d_ff=96)
     others = dict(n_q_per_kv=2, rope_max_timescale=256) if family is llama else dict(encoder_layers=1)

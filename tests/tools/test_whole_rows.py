@@ -43,7 +43,7 @@ def test_first_fit(room, count):
 
 
 def test_little_padding():
-    """Of chats with lengths about 200, widely spread, less than 2% of rows of 1024 is padding."""
+    """Rows of 1024 with chats of about 200 tokens, widely spread, have less than 2% padding."""
     lengths = np.minimum(np.random.default_rng(0).lognormal(5.3, 0.8, 5000).astype(int) + 1, 1024)
     ids = np.ones(lengths.sum(), np.uint32)
     found = in_rows(Sequences(ids, lengths, ids > 0), (1024,))

@@ -52,8 +52,8 @@ SENT = {(4, 2): (75, 5), (8, 1): (52, 5), (1, 1): (0, 0), (2, 4): (75, 5), (1, 8
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("mesh", [(4, 2), *small.slow(*list(SENT)[1:])], ids=str)
 def test_the_compiled_step_sends_what_is_written(mesh, microbatches):
-    """In float32, kinds, axes, counts, bytes, phases and even lines are equal exactly; microbatches repeat all but the
-    sums of the whole step. On a single device nothing is sent; axes of one device are left out on both sides."""
+    """Kinds, axes, counts, bytes, phases and lines are equal exactly in float32; microbatches repeat all but the sums
+    of the whole step. A single device sends nothing; axes of one device are left out on both sides."""
     ours, theirs = tables(*mesh, microbatches)
     assert ours == theirs
     once, whole = SENT[mesh]
@@ -63,8 +63,8 @@ def test_the_compiled_step_sends_what_is_written(mesh, microbatches):
 
 
 def test_the_lines_of_a_family():
-    """Of train_any on d · c · t, float32: lines of all its files are equal too; each weight is gathered at its line of
-    the family's table, and its gradient is reduced there."""
+    """train_any's lines on d · c · t are equal too, in all its files; each weight is gathered, and its gradient
+    reduced, at its line of the family's table."""
     keys = ["mesh={d: 2, c: 2, t: 2}", "model.compute_dtype=float32", "training.tokens.batch=16"]
     config = train_any.resolved(load(train_any.Config, "any_synthetic", keys))
     axes, zero = vars(config.mesh), np.uint32(0)
@@ -91,8 +91,7 @@ def test_the_lines_of_a_family():
 
 @pytest.mark.parametrize("mesh", [(4, 2), *small.slow((8, 1))], ids=["4x2", "8x1"])
 def test_bfloat16_is_widened_and_nothing_else(mesh):
-    """In bfloat16 the CPU sends the bfloat16 collectives as float32, twice the bytes, and that is the only
-    difference."""
+    """The only difference in bfloat16 is that the CPU sends those collectives as float32, twice the bytes."""
     ours, theirs = tables(*mesh, microbatches=2, dtype="bfloat16")
     assert {row.dtype for row in ours} == {"bfloat16", "float32"} and {row.dtype for row in theirs} == {"float32"}
     wide = collections.Counter()
@@ -102,7 +101,7 @@ def test_bfloat16_is_widened_and_nothing_else(mesh):
 
 
 def test_chunks_of_the_loss_are_counted(monkeypatch):
-    """With the loss in four chunks, each of its sums runs four times, as written and as compiled."""
+    """The sums of a loss in four chunks run four times, as written and as compiled."""
     monkeypatch.setattr(train, "LOSS_CHUNK", 8)
     ours, theirs = tables(4, 2, microbatches=2)
     assert ours == theirs
@@ -111,7 +110,7 @@ def test_chunks_of_the_loss_are_counted(monkeypatch):
 
 
 def test_a_gather_that_is_hoisted_is_seen(monkeypatch):
-    """Without the barrier XLA gathers embed, unembed and the norms once for both microbatches."""
+    """XLA gathers embed, unembed and the norms once for both microbatches if the barrier is missing."""
     monkeypatch.setattr(lax, "optimization_barrier", lambda x: x)
     ours, theirs = tables(4, 2, microbatches=2)
     hoisted = {(row.axes, row.bytes): times for row, times in totals(ours - theirs).items()}
@@ -175,24 +174,21 @@ def test_what_cannot_be_counted_is_refused():
             count(read(traced.jaxpr), AXES)
 
 
-@pytest.mark.parametrize(
-    "attributes, axes",
-    [
-        ("replica_groups={{0,1},{2,3},{4,5},{6,7}}, dimensions={0}", ("t",)),
-        ("replica_groups={{0,2,4,6},{1,3,5,7}}, dimensions={0}", ("d",)),
-        ("replica_groups={{6,4,2,0},{7,5,3,1}}, dimensions={0}", ("d",)),
-        ("replica_groups={}, to_apply=%add", ("d", "t")),
-        ("replica_groups={{0},{1},{2},{3},{4},{5},{6},{7}}", ()),
-        ("replica_groups={{0,1,2,3},{4,5,6,7}}", ("{{0,1,2,3},{4,5,6,7}}",)),
-        ("replica_groups=[4,2]<=[8], dimensions={0}", ("t",)),
-        ("replica_groups=[1,8]<=[8], to_apply=%add", ("d", "t")),
-        ("replica_groups=[2,4]<=[4,2]T(1,0), use_global_device_ids=true", ("d",)),
-        ("replica_groups=[2,4]<=[8]", ("[2,4]<=[8]",)),
-        ("source_target_pairs={{0,2},{2,4},{4,6},{6,0},{1,3},{3,5},{5,7},{7,1}}", ("d",)),
-        ("source_target_pairs={{0,1},{1,0}}", ("t",)),
-        ("source_target_pairs={{0,3}}", ("d", "t")),
-    ],
-)
+@pytest.mark.parametrize("attributes, axes", [
+    ("replica_groups={{0,1},{2,3},{4,5},{6,7}}, dimensions={0}", ("t",)),
+    ("replica_groups={{0,2,4,6},{1,3,5,7}}, dimensions={0}", ("d",)),
+    ("replica_groups={{6,4,2,0},{7,5,3,1}}, dimensions={0}", ("d",)),
+    ("replica_groups={}, to_apply=%add", ("d", "t")),
+    ("replica_groups={{0},{1},{2},{3},{4},{5},{6},{7}}", ()),
+    ("replica_groups={{0,1,2,3},{4,5,6,7}}", ("{{0,1,2,3},{4,5,6,7}}",)),
+    ("replica_groups=[4,2]<=[8], dimensions={0}", ("t",)),
+    ("replica_groups=[1,8]<=[8], to_apply=%add", ("d", "t")),
+    ("replica_groups=[2,4]<=[4,2]T(1,0), use_global_device_ids=true", ("d",)),
+    ("replica_groups=[2,4]<=[8]", ("[2,4]<=[8]",)),
+    ("source_target_pairs={{0,2},{2,4},{4,6},{6,0},{1,3},{3,5},{5,7},{7,1}}", ("d",)),
+    ("source_target_pairs={{0,1},{1,0}}", ("t",)),
+    ("source_target_pairs={{0,3}}", ("d", "t")),
+])  # fmt: skip
 def test_groups_are_mesh_axes(attributes, axes):
     """Every spelling of a collective's groups on a 4 x 2 mesh is read; groups of no mesh axes are shown as they are."""
     assert axes_of_groups(", channel_id=1, " + attributes, AXES) == axes

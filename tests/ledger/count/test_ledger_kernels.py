@@ -21,16 +21,13 @@ BLOCKS = 3
 # What runs, in products of length²: two forward and four backward, the logits once more, of half of the pairs of
 # positions or, in blocks, of 2/3; on TPUs the logits and the probabilities' gradient in both of two kernels.
 RUNS = {
-    "einsum": 7,
-    "blockwise": 7 * (BLOCKS + 1) / (2 * BLOCKS),
-    "cudnn_masked": 7 / 2,
-    "splash": 9 / 2,
-}
+    "einsum": 7, "blockwise": 7 * (BLOCKS + 1) / (2 * BLOCKS), "cudnn_masked": 7 / 2, "splash": 9 / 2,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def ledgers() -> dict[str, Ledger]:
-    """By the kernel's name; 'einsum' is what train.py writes out."""
+    """The ledger with each kernel, by its name; 'einsum' is what train.py writes out."""
     return {name: ledger_of(NAME, *OVERRIDES, f"model.attention={name}") for name in RUNS}
 
 
@@ -46,14 +43,14 @@ def test_all_kernels_are_here():
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_model_flops_do_not_depend_on_the_kernel(name, ledgers):
-    """MFU is defined by the model: the same with each, and nothing is left uncounted."""
+    """The model defines MFU: its FLOPs are the same with each kernel, and nothing is left uncounted."""
     assert ledgers[name].model_flops == pytest.approx(ledgers["einsum"].model_flops, rel=1e-12)
     assert not ledgers[name].costs.kernels
 
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_hardware_flops_are_what_the_kernel_runs(name, ledgers, config):
-    """HFU: besides attention the same, and of attention what RUNS says, times layers."""
+    """Attention runs what RUNS says, times layers; everything else runs the same."""
     model, tokens = config.model, config.training.tokens
     product = 2 * tokens.batch * model.n_q_per_kv * model.n_kv * tokens.len**2 * model.d_head * model.layers
     besides = ledgers["einsum"].hardware_flops - RUNS["einsum"] * product
@@ -90,7 +87,7 @@ def test_what_the_kernel_keeps_is_said(name, ledgers, config):
 
 @pytest.mark.parametrize("name", ["blockwise", "splash"])
 def test_the_forecast_has_no_scores(name, ledgers, config):
-    """Of the einsum's values some have the length in two dims; of these kernels' none."""
+    """Some of the einsum's values have the length in two dims; none of these kernels' values has."""
     length = config.training.tokens.len
     scores = {
         each: [value.shape for value in ledgers[each].memory.largest if value.shape.count(length) > 1]

@@ -45,7 +45,7 @@ def test_figures_are_of_a_plausible_size():
 
 
 def test_every_figure_has_its_source():
-    """In the file each is a pair of a number and a text that names a document; a page prints the texts."""
+    """Each figure of the file is a number and a text that names a document; a page prints the texts."""
     entries = yaml.safe_load(FILE.read_text())
     assert NAMES.keys() < entries.keys()
     for name, entry in entries.items():

@@ -41,25 +41,22 @@ X, W, V = f32(8, 16), f32(16, 32), f32(32, 4)
 MOVED = {
     "a product moves its operands and its result once": (lambda x, w: x @ w, (X, W), 8 * 16 + 16 * 32 + 8 * 32),
     "an operand that is there twice once": (lambda x: x @ x, (f32(8, 8),), 2 * 8 * 8),
-    "a chain between two products is read and written once": (
-        lambda x, w, v: jnp.sin(2 * (x @ w) + 1) @ v,
-        (X, W, V),
-        (8 * 16 + 16 * 32 + 8 * 32) + 2 * 8 * 32 + (8 * 32 + 32 * 4 + 8 * 4),
-    ),
+    "a chain between two products is read and written once": (lambda x, w, v: jnp.sin(2 * (x @ w) + 1) @ v, (X, W, V),
+     (8 * 16 + 16 * 32 + 8 * 32) + 2 * 8 * 32 + (8 * 32 + 32 * 4 + 8 * 4)),
     "before a sum it is read alone": (lambda x: jnp.sum(jnp.sin(x)), (f32(64),), 64 + 1),
     "Adam's results are computed together: 4 read, 3 written": (adam, (f32(64),) * 4, 7 * 64),
     "a loop moves what its body does each time": (layers, (X, f32(5, 16, 16)), 5 * (8 * 16 + 16 * 16 + 8 * 16)),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("function, shapes, elements", MOVED.values(), ids=MOVED)
 def test_bytes_moved(function, shapes, elements):
-    """By hand, for small programs."""
+    """Bytes moved by small programs are what one counts by hand."""
     assert moved(function, *shapes) == 4 * elements
 
 
 def test_gathers_and_scatters_touch_rows():
-    """Of a table they read or add to as many rows as they are given."""
+    """A gather reads, and a scatter adds to, as many rows of a table as it is given."""
     rows = jax.ShapeDtypeStruct((5,), jnp.int32)
     table, read_rows = f32(1000, 16), 4 * 5 * 16
     assert moved(lambda table, rows: jnp.sum(table[rows]), table, rows) < 2 * read_rows
@@ -68,7 +65,7 @@ def test_gathers_and_scatters_touch_rows():
 
 
 def test_the_update_of_the_model_moves_28_bytes_a_parameter():
-    """In c4_a100x8_1b the line that writes the state reads weights, gradient and two moments and writes three."""
+    """The line of c4_a100x8_1b that writes the state reads weights, gradient and two moments and writes three."""
     ledger = ledger_of("c4_a100x8_1b")
     source = Path(train.__file__).read_text().splitlines()
     (number,) = [number for number, text in enumerate(source, 1) if "jnp.where(finite, new, old)" in text]
@@ -90,20 +87,15 @@ def test_the_update_of_the_model_moves_28_bytes_a_parameter():
     ],
 )
 def test_speed_of_a_collective(axes, mesh, joined, crosses, rate):
-    """Within a host a link's speed; between hosts the host's adapters, divided over the rings that leave it."""
+    """A link's speed bounds it within a host; between hosts the host's adapters do, divided over the rings that leave
+    it."""
     assert speed(axes, mesh, PLAIN, joined) == (crosses, rate)
 
 
-@pytest.mark.parametrize(
-    "axes, mesh, share",
-    [
-        (("d",), {"d": 64, "t": 1}, 3),
-        (("d",), {"d": 16, "t": 4}, 2),
-        (("t",), {"d": 16, "t": 4}, 1),
-        (("d", "t"), {"d": 16, "t": 4}, 3),
-        (("t",), {"d": 4, "t": 16}, 2),
-    ],
-)
+@pytest.mark.parametrize("axes, mesh, share", [
+    (("d",), {"d": 64, "t": 1}, 3), (("d",), {"d": 16, "t": 4}, 2), (("t",), {"d": 16, "t": 4}, 1),
+    (("d", "t"), {"d": 16, "t": 4}, 3), (("t",), {"d": 4, "t": 16}, 2),
+])  # fmt: skip
 def test_speed_on_a_torus(axes, mesh, share):
     """A collective has the links of its axes' dims: all three of a 3D torus for the only axis, one for the smaller of
     two."""
@@ -112,7 +104,7 @@ def test_speed_on_a_torus(axes, mesh, share):
 
 
 def test_times_of_a_ledger():
-    """Of c4_a100x8_1b on eight A100s each phase takes what its counts say, and MFU is that of the longest times."""
+    """Each phase of c4_a100x8_1b on eight A100s takes what its counts say; MFU uses the longest times."""
     ledger, a100 = ledger_of("c4_a100x8_1b"), named("a100_80gb")
     estimate = roofline(ledger, a100, devices_per_host=8)
     assert [phase.name for phase in estimate.phases] == list(PHASES)
@@ -140,7 +132,7 @@ def test_a_slice_joins_hosts():
 
 
 def test_what_is_not_known_is_not_guessed():
-    """Without a figure, what needs it is None and printed n/a; the rest is there."""
+    """A time that needs a missing figure is None and printed n/a; the rest is there."""
     ledger = ledger_of("c4_a100x8_1b")
     nothing = roofline(ledger, Hardware(None, None, None), 8)
     assert nothing.step_s is nothing.mfu is nothing.bound is None

@@ -23,12 +23,9 @@ CASES = [
 ]
 cases = pytest.mark.parametrize("name, overrides", CASES)
 MACHINES = {
-    "unknown": None,
-    "h200": named("h200"),
-    "tpu_v5e": named("tpu_v5e"),
-    "no links": Hardware(312e12, 80 * 2**30, 1935e9),
-    "no figures": Hardware(None, None, None),
-}
+    "unknown": None, "h200": named("h200"), "tpu_v5e": named("tpu_v5e"),
+    "no links": Hardware(312e12, 80 * 2**30, 1935e9), "no figures": Hardware(None, None, None),
+}  # fmt: skip
 
 
 class Parser(html.parser.HTMLParser):
@@ -85,7 +82,7 @@ def by_line(ledger):
 
 @cases
 def test_a_page(name, overrides):
-    """Well-formed, each id once, every link to one of them, small."""
+    """The page is well-formed and small, has each id once, and each link leads to one of them."""
     ledger = ledger_of(name, *overrides)
     text = page(ledger)
     parser = Parser(text)
@@ -112,7 +109,8 @@ def test_nothing_is_loaded(machine):
 
 @cases
 def test_the_sums_of_each_line_are_the_ledgers(name, overrides):
-    """The numbers in the margin, and the bars' widths by phase, axes and reason: parts of the largest line's sum."""
+    """The margin has the ledger's sums; the bars' widths by phase, axes and reason are parts of the largest line's
+    sum."""
     ledger = ledger_of(name, *overrides)
     parser, sums = Parser(page(ledger)), by_line(ledger)
     margin = {key: text for key, text in parser.texts.items() if key[1] in (1, 2, 3)}
@@ -187,21 +185,18 @@ def test_the_roofline(machine):
 
 
 def test_what_does_not_fit():
-    """A device with less memory than forecast."""
+    """The page says so for a device with less memory than the forecast."""
     ledger = ledger_of("c4_a100x8_1b")
     for machine, fits in ((named("h200"), True), (dataclasses.replace(named("h200"), hbm_bytes=8 * 10**9), False)):
         assert ("<b>It will not fit.</b>" in page(ledger, roofline(ledger, machine, 8))) is not fits
 
 
-@pytest.mark.parametrize(
-    "kind, values",
-    [
-        ("B", {0: "0 B", 7: "7 B", 999.9: "1.00 kB", 4096: "4.10 kB", 2.15e9: "2.15 GB"}),
-        ("s", {None: "n/a", 0: "0 s", 4e-11: "under 1 µs", 4.2e-5: "42.0 µs", 0.114: "114 ms", 1: "1.00 s"}),
-        ("percent", {None: "n/a", 0: "0.0%", 0.0004: "< 0.1%", 0.5: "50.0%"}),
-        ("count", {1234: "1,234"}),
-    ],
-)
+@pytest.mark.parametrize("kind, values", [
+    ("B", {0: "0 B", 7: "7 B", 999.9: "1.00 kB", 4096: "4.10 kB", 2.15e9: "2.15 GB"}),
+    ("s", {None: "n/a", 0: "0 s", 4e-11: "under 1 µs", 4.2e-5: "42.0 µs", 0.114: "114 ms", 1: "1.00 s"}),
+    ("percent", {None: "n/a", 0: "0.0%", 0.0004: "< 0.1%", 0.5: "50.0%"}),
+    ("count", {1234: "1,234"}),
+])  # fmt: skip
 def test_numbers(kind, values):
     """Amounts, times and parts for people, which a browser breaks nowhere."""
     assert {value: shown(value, kind).replace("\N{NO-BREAK SPACE}", " ") for value in values} == values

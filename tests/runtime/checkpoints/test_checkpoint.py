@@ -148,17 +148,13 @@ def test_all_differences_at_once(saved):
 # ---- damage ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "place, taken_from, named",
-    [
-        ("0000000020/weights/embed/c.1.2", "0000000020/weights/embed/c.0.2", "weights/embed/c.1.2 does not"),
-        ("0000000020/weights/embed/c.1.2", "0000000010/weights/embed/c.1.2", "weights/embed/c.1.2 does not"),
-        ("0000000020/a/c.0", "0000000020/b/c.0", "a/c.0 does not have the checksum"),
-        ("0000000020/a", "0000000020/b", "a/zarr.json does not have the checksum"),
-        ("0000000020", "0000000010", "it was saved as that of step 10"),
-    ],
-    ids=["number", "chunk of another step", "array", "whole array", "whole checkpoint"],
-)
+@pytest.mark.parametrize("place, taken_from, named", [
+    ("0000000020/weights/embed/c.1.2", "0000000020/weights/embed/c.0.2", "weights/embed/c.1.2 does not"),
+    ("0000000020/weights/embed/c.1.2", "0000000010/weights/embed/c.1.2", "weights/embed/c.1.2 does not"),
+    ("0000000020/a/c.0", "0000000020/b/c.0", "a/c.0 does not have the checksum"),
+    ("0000000020/a", "0000000020/b", "a/zarr.json does not have the checksum"),
+    ("0000000020", "0000000010", "it was saved as that of step 10"),
+], ids=["number", "chunk of another step", "array", "whole array", "whole checkpoint"])  # fmt: skip
 def test_what_changed_places_is_found(tmp_path, place, taken_from, named):
     """A chunk or an array put where another of equal shape and with a checksum of its own was, or a checkpoint under
     another step's name, is damage that verify and restore name."""
@@ -178,8 +174,8 @@ def test_what_changed_places_is_found(tmp_path, place, taken_from, named):
 
 
 def test_checkpoints_of_earlier_programs(saved, capsys):
-    """Without checksums in the arrays' attributes and without a step, as it was, a checkpoint restores bit for bit, a
-    line says what is not noticed, and a damaged chunk is found still."""
+    """A checkpoint without checksums in the arrays' attributes, and without a step, restores bit for bit; a line says
+    what is not noticed, and a damaged chunk is still found."""
     folder = saved / "0000000020"
     root = json.loads((folder / "zarr.json").read_text())
     for file in folder.rglob("*/zarr.json"):
@@ -231,7 +227,7 @@ def test_published_spellings(tmp_path, separator, prefix, name):
 
 
 def test_published_with_a_missing_or_damaged_chunk(tmp_path):
-    """In format 2 as well a missing chunk is an error, and one that is cut short or cannot be decoded too."""
+    """A chunk of format 2 that is missing, cut short or cannot be decoded is an error."""
     write_published(tmp_path, numpy_state(), "", "")
     file = tmp_path / "0000000020" / "weightsembed" / "2.1"
     content = file.read_bytes()

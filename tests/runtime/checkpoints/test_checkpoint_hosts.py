@@ -124,7 +124,7 @@ def outputs_of(hosts, timeout_s):
 
 
 def test_two_hosts(tmp_path):
-    """Two hosts save behind the steps, restore on another mesh reading each its own chunks, fall back together, and
+    """Two hosts save behind the steps, restore on another mesh by reading each its own chunks, fall back together, and
     both raise when one's write fails."""
     outputs = outputs_of(start_hosts(tmp_path, SAVE_AND_RESTORE), 400)
     path = re.escape(str(tmp_path / "checkpoints"))

@@ -117,8 +117,8 @@ def test_a_slow_host_is_named(data, tmp_path):
 
 @pytest.mark.slow
 def test_the_device_that_holds_a_nan_is_named(data, tmp_path):
-    """A number that went bad in one device's part of a norm: both processes end with status 1, and that which has the
-    device says where it is in the mesh, and what it holds."""
+    """A number goes bad in one device's part of a norm: both processes end with status 1, and the one that has the
+    device names its place in the mesh and what it holds."""
     statuses, printed = run_two(NAN, data, tmp_path, "training.steps=20")
     assert statuses == [1, 1]
     assert "10 steps in a row had a loss" in printed[0] and "Not finite on this host: no weight or moment" in printed[0]
@@ -128,8 +128,8 @@ def test_the_device_that_holds_a_nan_is_named(data, tmp_path):
 
 @pytest.mark.slow
 def test_a_job_goes_on_on_fewer_hosts(tmp_path, monkeypatch):
-    """Process 1 of two replicas is killed: process 0 ends within a minute. One process alone, without r, goes on from
-    the last checkpoint, and has the losses of a run of one process that nothing disturbed."""
+    """Process 1 of two replicas is killed, and process 0 ends within a minute. One process, without r, goes on from the
+    last checkpoint with the losses of an undisturbed run."""
     tiny = [*hosts.TINY, hosts.write_mixture(tmp_path), "mesh.d=1", "checkpoint_interval=3"]
     ever, folder = [key for key in hosts.FOR_EVER if "checkpoint" not in key], tmp_path / "parts"
     both = hosts.start_two(

@@ -104,8 +104,8 @@ def test_what_the_user_sets_wins(monkeypatch, tmp_path):
 @pytest.mark.skipif(not has_bfloat16(), reason="the CPU has no bfloat16 instructions")
 @pytest.mark.parametrize("dtype, on_cpu", [("bfloat16", "f32"), ("float32", "f32")])
 def test_a_cpu_sums_products_in_float32(dtype, on_cpu):
-    """Of bfloat16 numbers, too, and rounds the sums once; its result is that of float32. For a TPU or a GPU the program
-    is as it was, and so is what is asked of a product besides."""
+    """A CPU sums bfloat16 products in float32 too and rounds once, as float32 does. The program for a TPU or a GPU does
+    not change, nor does the precision that was asked for."""
     rng = np.random.default_rng(0)
     x, y = (jnp.asarray(rng.standard_normal(shape), dtype) for shape in ((3, 8, 64), (64, 16)))
     traced = jax.jit(lambda x, y: jnp.einsum("blm,mf->blf", x, y, precision="highest")).trace(x, y)

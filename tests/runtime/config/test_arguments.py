@@ -38,24 +38,21 @@ class One:
     name: str
 
 
-@pytest.mark.parametrize(
-    "arguments, expected",
-    [
-        ([], {}),
-        (["diff", "runs/a", "runs/b_training.seed=1"], {"what": "diff", "runs": ("runs/a", "runs/b_training.seed=1")}),
-        (["yes=true", "diff", "number=3", "a"], {"what": "diff", "runs": ("a",), "yes": True, "number": 3}),
-        (["text=To be, or not: {1} = [?]"], {"text": "To be, or not: {1} = [?]"}),
-        (["text=5", "no_text=null"], {"text": "5"}),
-        (["text='a b'"], {"text": "a b"}),
-        (["text='a' or 'b'"], {"text": "'a' or 'b'"}),
-        (["text=~\n$x"], {"text": "~\n$x"}),
-        (["+share=1e-4"], {"share": 1e-4}),
-        (["share=2"], {"share": 2.0}),
-        (["names=[a b=1,c]"], {"names": ("a b=1", "c")}),
-        (['names=["a, b","1"]'], {"names": ("a, b", "1")}),
-        (["section.path=x=y", "number=1", "number=2"], {"section": Section(path="x=y"), "number": 2}),
-    ],
-)
+@pytest.mark.parametrize("arguments, expected", [
+    ([], {}),
+    (["diff", "runs/a", "runs/b_training.seed=1"], {"what": "diff", "runs": ("runs/a", "runs/b_training.seed=1")}),
+    (["yes=true", "diff", "number=3", "a"], {"what": "diff", "runs": ("a",), "yes": True, "number": 3}),
+    (["text=To be, or not: {1} = [?]"], {"text": "To be, or not: {1} = [?]"}),
+    (["text=5", "no_text=null"], {"text": "5"}),
+    (["text='a b'"], {"text": "a b"}),
+    (["text='a' or 'b'"], {"text": "'a' or 'b'"}),
+    (["text=~\n$x"], {"text": "~\n$x"}),
+    (["+share=1e-4"], {"share": 1e-4}),
+    (["share=2"], {"share": 2.0}),
+    (["names=[a b=1,c]"], {"names": ("a b=1", "c")}),
+    (['names=["a, b","1"]'], {"names": ("a, b", "1")}),
+    (["section.path=x=y", "number=1", "number=2"], {"section": Section(path="x=y"), "number": 2}),
+])  # fmt: skip
 def test_what_arguments_mean(arguments, expected):
     """Texts as they stand; numbers, truth and lists as JSON or yaml; the last of a key counts; paths may hold a =."""
     assert read(Tool, arguments) == Tool(**expected)
@@ -75,13 +72,13 @@ def test_what_arguments_mean(arguments, expected):
     (["yes=1", "number=1.5"], "2 problems in the configuration\n  command line: number = 1.5: expected "),
 ])  # fmt: skip
 def test_mistakes_are_refused(arguments, message):
-    """Before anything is done, with what was expected."""
+    """The message says what was expected."""
     with pytest.raises(RunError) as caught:
         read(Tool, arguments)
     assert str(caught.value).startswith(message)
 
 
 def test_words_that_no_key_takes():
-    """One that is too much is refused."""
+    """A word too many is refused."""
     with pytest.raises(RunError, match=r"^command line: b is too much: expected key=value, and --help lists the keys$"):
         read(One, ["a", "b"])

@@ -46,7 +46,7 @@ def data(tmp_path_factory):
 
 @pytest.fixture
 def starts_read(monkeypatch):
-    """Where the rows that are read from the data begin."""
+    """The places at which the rows that are read begin."""
     found, read_rows = [], flat_tokens.Split.read_rows
 
     def watched(self, starts, *rest):
@@ -222,9 +222,8 @@ class HostSharding:
 
 
 def rows_of_hosts(monkeypatch, starts_read, config, mesh, hosts, batch, length, doubles_at):
-    """The rows that each of several hosts places on its devices: for each step the whole batch, put together from all
-    of
-    them; and how many rows each host read."""
+    """The rows that several hosts place on their devices: the whole batch of each step, put together from all hosts,
+    and how many rows each host read."""
     whole, parts, of_hosts, counts = sharding(*mesh).targets, [], [], []
 
     def place(shape, host, part):
@@ -265,8 +264,8 @@ def rows_of_hosts(monkeypatch, starts_read, config, mesh, hosts, batch, length, 
 def test_every_token_is_a_target_once(
     tmp_path, monkeypatch, starts_read, packing, batch, length, mesh, hosts, hosts_of_a_row, doubles_at
 ):
-    """In two epochs, each token but those that are reported as left out is a target twice, on any mesh and hosts, whose
-    rows are together those of one loader; each host reads the rows of its own devices and no others."""
+    """Two epochs make each token, but those reported as left out, a target twice, on any mesh and hosts, whose rows
+    together are those of one loader; each host reads the rows of its own devices only."""
     sequences = ragged(0, count=80)
     joined = np.concatenate(sequences)
     numbered = np.split(np.arange(len(joined)), np.cumsum([len(ids) for ids in sequences])[:-1])  # ids are places
@@ -367,9 +366,8 @@ def test_too_little(tmp_path):
 
 @pytest.mark.parametrize("packing", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_memory_is_bounded(tmp_path, monkeypatch, packing):
-    """What a loader says it takes at most is more than it takes, and not much more; more than 4 GiB is refused with
-    what
-    to lower."""
+    """A loader takes less memory than it says, and not much less; one that says more than 4 GiB is refused with the
+    keys to lower."""
     read_from_chunks(monkeypatch)
     rng = np.random.default_rng(0)
     sequences = [rng.integers(0, 1000, rng.integers(200, 400)) for _ in range(4000)]  # 5 MB
@@ -415,7 +413,7 @@ def test_what_is_left_out_is_said(data):
 
 
 def test_validation_batches(data, monkeypatch, starts_read):
-    """So many batches are the first of all, and no more than these are read."""
+    """The first batches are read, and no more than these."""
     read_from_chunks(monkeypatch)
     rows = {"batch": 8, "length": 16, "sharding": sharding(), "shuffle": False}
     with Loader(FlatTokens(str(data)), "validation", **rows) as whole:

@@ -52,8 +52,8 @@ def read(blocks):
 @pytest.mark.parametrize("by_name", [False, *small.slow(True)], ids=["files", "data set"])
 @pytest.mark.parametrize("kind", ["txt", *small.slow("jsonl"), "jsonl.gz", "jsonl.zst", "parquet"])
 def test_reading_continues_at_each_place(tmp_path, monkeypatch, kind, by_name):
-    """From the position after each block on come the records that follow it, in the same blocks; an empty file is one
-    block."""
+    """Reading from the position after a block gives the records that follow it, in the same blocks; an empty file is
+    one block."""
     monkeypatch.setattr(documents, "BLOCK_BYTES", 2000)
     monkeypatch.setattr(documents, "BLOCK_ROWS", 64)
     expected = write(tmp_path / "in", kind)

@@ -180,12 +180,9 @@ def test_missing(tmp_path, example, monkeypatch):
         ("file", "train", f"{tmp_path}/file {no_group}: {ADVICE}"),
         (example, "validation", f"the data set {example} has no split 'validation'; it holds 'train'"),
         ("none", "train", f"the data set {tmp_path}/none has no split 'train'; it holds nothing"),
-        (
-            example / "train",
-            "train",
-            "…it holds 'encoded_tokens', 'seq_starts'; it is a split itself: give the folder above",
-        ),
-    ):
+        (example / "train", "train",
+         "…it holds 'encoded_tokens', 'seq_starts'; it is a split itself: give the folder above"),
+    ):  # fmt: skip
         assert_refuses(message, open_split, path, split)
     assert open_split("~/data", "train").token_count == 8
 

@@ -48,8 +48,7 @@ def rows_of(data, steps):
 @pytest.mark.parametrize("packing", [True, False])
 def test_shares_and_epochs(sources, packing):
     """Each source has its share of any first steps to within a row, which the metrics count in tokens; each goes
-    through
-    all its rows before any comes again, each time in another order."""
+    through all its rows before any comes again, in another order each time."""
     with loader(sources, packing=packing) as data:
         assert data.steps is None
         source, row = rows_of(data, range(60))
@@ -82,8 +81,8 @@ def test_what_is_said_of_a_mixture(sources):
 
 
 def test_validation_ends_with_the_first_source(sources):
-    """The validation splits, by the same weights, each in the order it is stored in and in batches of its own, until
-    one has no more; or the first batches of that."""
+    """Validation splits are mixed by the same weights, each in its stored order and in batches of its own, until one
+    has no more rows; or only their first batches."""
     with loader(sources, "validation") as data:
         assert data.steps == 3  # 8 of 40 rows, 5 of 25, 40 of 200: the first ends at row 16
         assert [data.source_of(step) for step in range(3)] == [each.filespec for each in sources]
@@ -103,7 +102,7 @@ def test_validation_ends_with_the_first_source(sources):
 
 
 def test_the_validation_loss_of_each_source(sources):
-    """Of batches of three sources: the loss of each is its own mean, that of all the mean over all targets."""
+    """Each source's loss is its own mean; the loss of all is the mean over all targets."""
     logged = []
     with loader(sources, "validation") as data:
         run = SimpleNamespace(
@@ -130,7 +129,7 @@ def test_the_validation_loss_of_each_source(sources):
 
 
 def test_a_function_of_the_step(sources, monkeypatch):
-    """Fresh at a step, jumping about, on any mesh, from chunks: the same batches as one loader that walks."""
+    """A fresh loader, one that jumps about, any mesh and chunks give the same batches as one loader that walks."""
     with loader(sources) as data:
         walked = [data.load(step) for step in range(40)]
     read_from_chunks(monkeypatch)

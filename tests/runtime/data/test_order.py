@@ -48,7 +48,7 @@ def test_permute(size):
 
 
 def test_permute_is_fair():
-    """Over many keys, each index goes to each place about equally often."""
+    """Each index goes to each place about equally often, over many keys."""
     counts = np.zeros((17, 17))
     for key in range(1700):
         counts[np.arange(17), permute(np.arange(17), 17, (key,))] += 1
@@ -65,8 +65,8 @@ def epoch_of(order, epoch=0):
 
 
 def test_neighbours_end_up_apart():
-    """With the default sizes, rows that follow one another in the data end up thousands of rows apart, and within a
-    batch of 64 once in 64 rows, where a full shuffle has them a third of the whole apart. Whole blocks go anywhere."""
+    """Adjacent rows end up thousands of rows apart with the default sizes, and within a batch of 64 once in 64 rows,
+    where a full shuffle has them a third of the whole apart. Whole blocks go anywhere."""
     rows = 2**20
     place = np.empty(rows, np.int64)
     place[epoch_of(Order(rows, 128, 64, seed=0))] = np.arange(rows)

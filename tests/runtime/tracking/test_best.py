@@ -10,7 +10,7 @@ from runtime.tracking.best import Best
 
 
 def test_the_best_and_how_long_ago_it_was():
-    """Of a loss the smallest, of a score the largest; nan is never it; as a checkpoint has it, it goes on."""
+    """The best is the smallest loss or the largest score, never nan; a checkpoint keeps it."""
     best = Best.of("validation_loss", ["validation_loss"], {})
     for step, loss in enumerate([math.nan, 3.0, 2.0, math.nan, 2.0, 2.5], 1):
         best.note(step, {"validation_loss": loss, "other": -step})

@@ -124,7 +124,7 @@ def test_training_does_not_wait_for_the_writing(tmp_path, monkeypatch, capsys):
 
 
 def test_a_real_profile_shows_the_steps_and_their_collectives(tmp_path, capsys):
-    """On 8 simulated devices the trace is JSON that Perfetto takes, with steps 4 to 6 and the all-reduce by name."""
+    """The trace of 8 simulated devices is JSON that Perfetto reads, with steps 4 to 6 and the all-reduce by name."""
     mesh = jax.make_mesh((8,), ("d",))
 
     @jax.jit

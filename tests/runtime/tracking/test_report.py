@@ -78,8 +78,8 @@ class Outside(html.parser.HTMLParser):
 
 
 def test_the_page_holds_all_and_loads_nothing(tmp_path):
-    """Curves, the ledger's summary, configuration, environment, links to the files that are there, samples; plotly's
-    own script is inside, and no tag has an address that a browser would fetch from."""
+    """The page has curves, the ledger's summary, configuration, environment, links to existing files and samples.
+    plotly's script is inside, and no tag has an address that a browser would fetch from."""
     folder = write_run(tmp_path / "first", [3.0, 2.5, 2.25], validation_loss=2.75, bits_per_byte=3.2)
     (folder / "step.svg").write_text("<svg/>")
     (folder / "samples.txt").write_text("To be, or <not>")
@@ -120,8 +120,8 @@ def test_what_others_wrote_is_text(tmp_path):
 
 
 def test_a_chart_has_what_belongs_together():
-    """Values over steps, or over hours at a button; what is null has no curve, and what no chart is made for has its
-    own."""
+    """A chart shows values over steps, or over hours at a button; null has no curve, and a metric that no chart is made
+    for has its own."""
     found = charts_of(recorded(loss=3.0, validation_loss=2.5, mfu=None, skipped_steps=0, other=1.0))
     assert list(found) == ["Loss", "other"] and found["Loss"].unit == "nats a token"
     assert "Steps skipped" in charts_of(recorded(skipped_steps=2))  # a chart of zeros says nothing
@@ -137,8 +137,7 @@ def test_a_chart_has_what_belongs_together():
 
 
 def test_only_noisy_curves_have_a_mean():
-    """Of a long run the loss is pale below its mean, which lags behind nothing; the learning rate is drawn as it
-    was."""
+    """A long run's loss is pale below its mean, which does not lag; the learning rate is drawn as it was."""
     lines = [{"step": s, "time": float(s), "loss": 1000.0 - s, "learning_rate": s / 1000} for s in range(1, 501)]
     found = charts_of(Recorded("long", None, lines, {}, {}, ""))
     (rate,), _ = figure_of(found["Learning rate"])
@@ -150,8 +149,8 @@ def test_only_noisy_curves_have_a_mean():
 
 @pytest.mark.parametrize("weights", [1, 2, 12, 60])
 def test_norms_of_any_number_of_weights_can_be_told_apart(weights):
-    """In one chart of a run no two lines have the same colour and dashes, the drawing keeps its size below a legend of
-    any length, which stands under the axis' title."""
+    """No two lines of a chart have the same colour and dashes; the drawing keeps its size below a legend of any length,
+    which stands under the axis' title."""
     run = recorded(**{f"grad_norm_of/layers/weight_{number}": 1.0 + number for number in range(weights)})
     (chart,) = charts([run])
     traces, layout = figure_of(chart)
@@ -177,7 +176,7 @@ def test_of_several_runs_each_weight_has_a_chart():
 
 
 def test_long_curves_are_thinned_and_what_is_not_finite_is_left_out():
-    """Of 100,001 points at most POINTS, the last among them; NaN, infinities and null have none."""
+    """A curve of 100,001 points keeps at most POINTS, the last among them; NaN, infinities and null have no point."""
     lines = [{"step": step, "time": float(step), "loss": 1 / step} for step in range(1, 100_002)]
     for line, value in zip(lines, ("NaN", "Infinity", None, 1)):
         line["grad_norm"] = value
@@ -190,21 +189,12 @@ def test_long_curves_are_thinned_and_what_is_not_finite_is_left_out():
 # ---- what a run left
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        b"not json",
-        b'{"loss": 1}',
-        b'{"step": "two", "time": 1}',
-        b"[]",
-        b"\xff",
-        b"[" * 100_000,
-        b'{"step": 1, "time": Infinity}',
-        b'{"step": 1, "time": 1, "x": 1' + b"0" * 400 + b"}",
-    ],
-)
+@pytest.mark.parametrize("bad", [
+    b"not json", b'{"loss": 1}', b'{"step": "two", "time": 1}', b"[]", b"\xff", b"[" * 100_000,
+    b'{"step": 1, "time": Infinity}', b'{"step": 1, "time": 1, "x": 1' + b"0" * 400 + b"}",
+])  # fmt: skip
 def test_a_damaged_line_is_left_out_and_named(tmp_path, bad, run_compare):
-    """By the report and tools.compare; two runs of which one is damaged are not said to be equal."""
+    """The report and tools.compare name it; a run with a damaged line is not said to be equal."""
     folder = write_run(tmp_path / "first", [3.0, 2.0])
     with (folder / "metrics.jsonl").open("ab") as file:
         file.write(bad + b"\n")
@@ -219,7 +209,7 @@ def test_a_damaged_line_is_left_out_and_named(tmp_path, bad, run_compare):
 @pytest.mark.parametrize("name", ["config.yaml", "environment.json"])
 @pytest.mark.parametrize("text", ["{a: [", "[1]", "\x00"])
 def test_a_damaged_file_beside_the_metrics_is_one_line(tmp_path, name, text, run_compare):
-    """With the way out."""
+    """The message says what to do."""
     folder = write_run(tmp_path / "first", [3.0])
     (folder / name).write_text(text)
     status, said = run_compare(folder)
@@ -268,8 +258,8 @@ def run_compare(called):
 
 
 def test_compare_prints_a_table_and_the_differences_and_writes_a_page(tmp_path, run_compare):
-    """Of one run its row, and its report anew. Of two: steps, last losses, medians of speed; keys of the configuration
-    that differ; curves of both. Where programs differ a row says so, a command shows it, and the page has the lines."""
+    """One run gives its row and a new report. Several give steps, last losses, median speeds, the keys that differ, and
+    a page of curves; programs that differ have a row, a diff command and their lines on the page."""
     first = write_run(tmp_path / "first", [3.0, 2.5, 2.25])
     _, table, row, page = run_compare(first)[1].splitlines()
     assert "step 3 of 100" in (first / "report.html").read_text()
@@ -278,17 +268,12 @@ def test_compare_prints_a_table_and_the_differences_and_writes_a_page(tmp_path, 
     second = write_run(tmp_path / "second", [3.5, 2.75], config=other, validation_loss=2.0)
     status, output = run_compare(first, second, f"output={tmp_path}/both.html")
     assert status == 0 and output.splitlines() == [
-        "At the end",
-        "  run     steps    loss  validation  step time  tokens/s  MFU",
+        "At the end", "  run     steps    loss  validation  step time  tokens/s  MFU",
         "  first       3  2.2500         n/a     500 ms     1,001  n/a",
-        "  second      2  2.7500      2.0000     500 ms     1,001  n/a",
-        "",
-        "Configuration that differs",
-        "  key            first  second",
-        "  new            –      true",
-        "  training.seed  0      1",
+        "  second      2  2.7500      2.0000     500 ms     1,001  n/a", "", "Configuration that differs",
+        "  key            first  second", "  new            –      true", "  training.seed  0      1",
         f"Curves: {tmp_path}/both.html",
-    ]
+    ]  # fmt: skip
     text = Outside((tmp_path / "both.html").read_text()).text
     assert "2 runs" in text and "training.seed" in text and "2.7500" in text
     (tmp_path / "other").mkdir()  # names that are the same are told apart by their paths
@@ -304,7 +289,7 @@ def test_compare_prints_a_table_and_the_differences_and_writes_a_page(tmp_path, 
 
 
 def test_steps_that_cost_something_else(tmp_path, run_compare):
-    """Of runs that have ledgers the sums are printed, and the page has the lines of the source."""
+    """The command prints the sums of the runs' ledgers, and the page has the lines of the source."""
     folders = [write_run(tmp_path / name, [3.0]) for name in ("first", "second")]
     nothing = {"collectives": [], "saved": [], "loops": [], "mesh": {}, "source": "a.py", "sent_bytes_per_device": {}}
     for folder, flops in zip(folders, (100, 300)):
@@ -340,8 +325,8 @@ def test_the_first_difference_is_named(tmp_path, losses, tolerance, text, run_co
 
 
 def test_equal_runs(tmp_path, run_compare):
-    """Bit for bit, but for what the machine decides; a file of metrics in the place of a folder; within a tolerance the
-    largest difference is said."""
+    """Equal means bit for bit, except what the machine decides; a file of metrics may stand for a folder; within a
+    tolerance the largest difference is said."""
     first = write_run(tmp_path / "first", [3.0, 0.1], host_peak_memory_bytes=1)
     second = write_run(tmp_path / "second", [3.0, 0.1], host_peak_memory_bytes=2, data_wait_s=7.0)
     said = "first and metrics.jsonl: 2 values of 2 steps are equal.\n"
@@ -360,7 +345,7 @@ def test_a_run_that_is_not_there(tmp_path, run_compare):
 
 
 def test_what_the_machine_decides():
-    """Names of speed and memory; none that the training decides."""
+    """Speed and memory are measured; nothing that training decides is."""
     timings = ("time", "step_time_s", "data_wait_s", "device_s", "checkpoint_stall_s", "tokens_per_s", "mfu", "mfu_6nd")
     assert all(map(compare.is_measured, (*timings, "host_peak_memory_bytes", "device_peak_memory_bytes")))
     decided = ("loss", "validation_loss", "skipped_steps", "tokens_per_source/a.zarr", "grad_norm_of/embed")

@@ -84,7 +84,7 @@ class DeviceScalar:
 
 
 def test_lines_at_the_first_step_every_interval_and_the_last(tmp_path):
-    """Of 10 steps with log_interval 4: steps 1, 4, 8 and 10, each once, with all that was given and measured."""
+    """Ten steps with log_interval 4 log steps 1, 4, 8 and 10, each once, with all that was given and measured."""
     with open_tracker(tmp_path) as tracker:
         for step in range(1, 11):
             tracker.log(step, metrics_of(step / 3))
@@ -112,9 +112,9 @@ def test_a_step_is_read_only_when_the_next_is_dispatched(tmp_path):
 
 @pytest.mark.parametrize("peak", [1e12, None])
 def test_rates_are_the_mean_since_the_line_before(tmp_path, monkeypatch, capsys, peak):
-    """The first line has no timing (it compiled); then wall time over steps, tokens over time, and FLOPs over time and
-    peak. Of steps of 2 s in which data were waited for 0.5 s, the rest is the devices'. Where the peak is not known the
-    MFU is null in the file and n/a on the terminal."""
+    """The first line has no timing, since it compiled; later lines have wall time over steps, tokens over time, and
+    FLOPs over time and peak. A step of 2 s that waited 0.5 s for data has 1.5 s of the devices. Without a known peak
+    the MFU is null in the file and n/a on the terminal."""
     clock = Clock(monkeypatch)
     with open_tracker(tmp_path, peak_flops_per_s=peak) as tracker:
         for step in range(1, 11):
@@ -152,7 +152,7 @@ def test_pauses_do_not_count(tmp_path, monkeypatch):
 
 
 def test_a_pause_begins_when_the_steps_under_way_are_finished(tmp_path):
-    """Else their time would fall into the pause, and step_time_s come out too short."""
+    """Their time would otherwise fall into the pause and make step_time_s too short."""
 
     class Slow(DeviceScalar):
         def block_until_ready(self):
@@ -182,8 +182,8 @@ def test_numbers_come_back_as_they_were(tmp_path):
 
 
 def test_a_resumed_run_has_every_step_once(tmp_path, capsys, monkeypatch):
-    """Stopped after step 7 with a checkpoint at 4: lines of later steps, validations too, and a half-written line are
-    dropped, all or nothing; a damaged line is named and set aside, and the others stay as they were."""
+    """A run stopped after step 7 with a checkpoint at 4 drops the later steps' lines, validations and a half-written
+    line, all or nothing. It names a damaged line and sets it aside; the other lines stay as they were."""
     tracker = open_tracker(tmp_path, log_interval=1)
     for step in range(1, 8):
         tracker.log(step, metrics_of(step))
@@ -228,9 +228,8 @@ def test_times_only_increase(tmp_path, monkeypatch):
 
 
 def test_a_step_that_was_seen_late_does_not_make_the_next_one_fast(tmp_path, monkeypatch):
-    """Steps of 2 s; after step 6 was dispatched the host is held up for 7 s, as while a profile is written, in which
-    both 5 and 6 are finished, and once more while 7 runs, of which 0.2 s are left. What they took is the mean since
-    step 4, and none is said to have taken no time."""
+    """The host is held up for 7 s while steps 5 and 6 of 2 s finish, and again while 7 runs. Their times are means
+    since step 4, and none is said to have taken no time."""
     clock, ends = Clock(monkeypatch), [0.0]
 
     class Device(DeviceScalar):
@@ -282,8 +281,8 @@ def test_nested_metrics_have_flat_names():
 
 
 def test_perplexity_and_bits_per_byte(tmp_path):
-    """Of a loss of 3 nats a token, 4 bytes each: e³, and 3 / 4 / ln 2; validation likewise. Beyond float64, infinity;
-    of NaN, NaN."""
+    """A loss of 3 nats a token of 4 bytes gives e³, and 3 / 4 / ln 2; validation likewise. An overflow is Infinity, NaN
+    stays NaN."""
     with open_tracker(tmp_path, log_interval=1, bytes_per_token=4.0) as tracker:
         for step, loss in enumerate((3.0, 1e30, float("nan")), 1):
             tracker.log(step, metrics_of(loss))
@@ -334,7 +333,7 @@ def test_a_full_disk_stops_nothing(tmp_path, capsys):
 
 
 def test_other_processes_do_nothing(tmp_path, capsys):
-    """No file, no output, no wait."""
+    """They write no file, print nothing and never wait."""
     with open_tracker(tmp_path / "run", is_leader=False) as tracker:
         for step in range(1, 11):
             tracker.log(step, {"loss": DeviceScalar(step)})
@@ -370,12 +369,9 @@ def test_in_a_file_the_progress_is_plain_lines(tmp_path, capsys):
     """A line each logged step, no carriage returns, no control characters."""
     log_six_steps(tmp_path)
     expected = [
-        r"step 1/6: loss 7\.2500 \(first step, not timed\)",
-        *(f"step {step}/6: {RATE}" for step in (2, 4)),
-        r"step 4/6: validation loss 3\.5000",
-        r"a line from elsewhere",
-        f"step 6/6: {RATE}",
-    ]
+        r"step 1/6: loss 7\.2500 \(first step, not timed\)", *(f"step {step}/6: {RATE}" for step in (2, 4)),
+        r"step 4/6: validation loss 3\.5000", r"a line from elsewhere", f"step 6/6: {RATE}",
+    ]  # fmt: skip
     printed = capsys.readouterr()
     assert re.fullmatch("\n".join(expected) + "\n", printed.out) and not printed.err, printed
 
