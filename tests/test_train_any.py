@@ -24,6 +24,8 @@ from several_hosts import where
 
 import train
 import train_any
+from ledger.compiled.check import peak_bytes
+from ledger.count.step import of_step
 from models import adapters, huggingface, layers, llama
 from models.dropout import Dropout
 from models.layers import stored
@@ -31,6 +33,7 @@ from runtime.checkpoints.checkpoint import named_leaves, open_newest, read_leaf
 from runtime.config.command_line import run
 from runtime.config.keys import PairTokens, Tokens
 from runtime.data.split_writer import write_split
+from runtime.run import with_shardings
 from runtime.terminal import RunError
 from shardlib import shardops
 from shardlib.products import Adapted, product
@@ -235,6 +238,23 @@ def test_no_gradient_of_the_base_is_computed(dtype):
             traced = jax.jit(step).trace(state, np.uint32(0), np.uint32(0), batch)
         found[rank] = {int(np.prod(shape)) for shape in products_of(traced.jaxpr.jaxpr)}
     assert gradients <= found[0] and not gradients & found[2]
+
+
+def test_the_forecast_of_adapters_under_a_large_vocabulary_is_xlas():
+    """Within a tenth on a CPU, where the logits and their copies are most of a step's memory."""
+    sizes = dict(d_model=64, n_q_per_kv=1, n_kv=2, d_head=32, layers=1, vocab=49152, d_ff=128, rope_max_timescale=256)
+    training = dataclasses.replace(TRAINING, tokens=Tokens(batch=8, len=64))
+    config = config_of(llama.Model(**sizes, compute_dtype="float32"), training=training, lora=train_any.Lora(rank=8))
+    config.origins, zero = None, np.uint32(0)
+    with on_mesh():
+        task, shapes = train_any.task_of(config), train_any.shapes(config)
+        state, batch = map(with_shardings, shapes, (task.State, task.Batch))
+        step, _ = train_any.mapped_steps(config, 0)
+        traced = jax.jit(step, donate_argnums=0).trace(state, zero, zero, batch)
+        xlas = peak_bytes(traced.lower().compile())
+    mesh = vars(config.mesh)
+    ledger = of_step(traced, mesh, source=train_any.__file__, tokens=batch.targets.size, platform="cpu")
+    assert 1 / 1.1 < ledger.memory.bytes / xlas < 1.1
 
 
 @pytest.mark.parametrize("is_split", [False, True])

@@ -46,6 +46,8 @@ _READ = set("dot_general conv_general_dilated sort top_k cumsum cumlogsumexp cum
 _READ |= {*KINDS, *_LOOPS, *OPAQUE}
 # Operations that read as much of their first operand as their result has.
 _PARTS = {"gather", "slice", "dynamic_slice"}
+# Operations that XLA:CPU does not compute together with a reduction of their result.
+_APART_ON_CPU = {"select_n", "reduce_precision"}
 # Operations whose result may take the place of an operand that ends there.
 _IN_PLACE = {"psum", "pmax", "pmin", "dynamic_update_slice"}
 
@@ -127,6 +129,7 @@ class _Lifetimes:
         self.results = set(block.outputs)
         self.born: dict[Value, int] = {}
         self.last: dict[Value, int] = {}
+        self.copies: dict[Value, tuple[int, int]] = {}  # from when to when, of what is made for a reduction
         self.heirs: list[tuple[Value, set[Value]]] = []  # values with those whose place they may take
         self.moved: collections.Counter[tuple[str, str]] = collections.Counter()
         self.held: list[Held]
@@ -139,6 +142,8 @@ class _Lifetimes:
                     self.lay_down(value, now)
             elif op.name.startswith(("reduce_", "arg")) and op.name not in _SAME:
                 self.read(op.inputs, now)
+                if on_cpu:
+                    self.copy(op.inputs, now)
             else:
                 continue  # computed where it is needed
             self.moved[op.line, op.phase] += self.touched(op)
@@ -291,6 +296,20 @@ class _Lifetimes:
             self.born[value] = self.last[value] = now
             self.heirs.append((value, before - {value}))
 
+    def copy(self, values: list[Value], now: int) -> None:
+        """Lays down what a reduction of XLA:CPU reads that is not computed together with it."""
+        ahead, met = list(values), set()
+        while ahead:
+            value = ahead.pop()
+            if value in met or value in self.born or value.maker is None:
+                continue
+            met.add(value)
+            if value.maker.name in _APART_ON_CPU:
+                sources = [self.born[source] for source in self.sources(value) if source in self.born]
+                self.copies[value] = max(sources, default=now), now
+            else:
+                ahead += value.maker.inputs
+
     def kind(self, value: Value) -> str:
         """The group, of GROUPS, that a value counts as."""
         if value not in self.kinds:
@@ -308,7 +327,9 @@ class _Lifetimes:
         return _held(value, self.kind(value), value.maker or next(iter(value.uses), None))
 
     def alive(self, now: int) -> list[Held]:
-        return [self.describe(value) for value, birth in self.born.items() if birth <= now <= self.last[value]]
+        copies = [value for value, (birth, last) in self.copies.items() if birth <= now <= last]
+        held = [self.describe(value) for value, birth in self.born.items() if birth <= now <= self.last[value]]
+        return held + [_held(value, OTHER, value.maker) for value in copies]
 
 
 def _passed_on(op: Operation, value: Value) -> Value:

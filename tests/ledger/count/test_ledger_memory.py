@@ -102,6 +102,22 @@ def test_a_product_is_written_in_the_type_that_is_needed():
     assert two == [8 * 32 * 2, 4]
 
 
+def test_a_reduction_of_a_cpu_reads_what_is_selected_from_memory():
+    """There logits have two copies, one rounded for the maximum, one selected for the targets' sum, though not for
+    arithmetic; on an accelerator reductions read the logits themselves."""
+
+    def loss(x, w, targets):
+        logits = x @ w
+        largest = jnp.max(lax.reduce_precision(logits, 8, 23), axis=1)
+        selected = jnp.where(jnp.arange(32)[None] == targets[:, None], logits, 0)
+        return jnp.sum(largest), jnp.sum(selected), jnp.sum(jnp.exp(logits)), logits
+
+    block = read(jax.make_jaxpr(loss)(X, W, jax.ShapeDtypeStruct((8,), jnp.int32)))
+    for on_cpu, count in ((False, 1), (True, 3)):
+        held = forecast(block, ["batch"] * 3, [False] * 3, on_cpu=on_cpu).held
+        assert [each.shape for each in held].count((8, 32)) == count
+
+
 def test_a_barrier_of_several_hands_each_on():
     """A product that goes through a barrier together with others is followed to its own result: written in the wider
     type where that alone is read, put off where that goes into a reduce-scatter; the others' results do not matter."""
