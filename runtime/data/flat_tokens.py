@@ -24,6 +24,7 @@ from runtime.data.chunks import check_chunks, open_checked, read, read_errors, r
 from runtime.terminal import RunError
 
 LARGEST_ID = 2**31 - 1  # one bit of 32 tells where a sequence starts
+SYNTHETIC = "synthetic_dataset.zarr"  # in the repository, and the one that configs name
 CHUNK_TOKENS = 2**18  # 1 MiB of tokens is one file: a quarter of that on disk, decoded in about a millisecond
 # An array that is no larger is read once and kept: small rows out of many chunks would decode each often.
 RESIDENT_BYTES = 64 * 2**20
@@ -122,6 +123,8 @@ def open_split(path: str | os.PathLike, split: str, *, resident_bytes: int = RES
         return _split_of(open_checked(where), where, split, resident_bytes)
     except (FileNotFoundError, zarr.errors.GroupNotFoundError) as error:
         if "://" in where or not os.path.exists(where):
+            if os.path.basename(where) == SYNTHETIC:
+                advice = "it comes with the repository; elsewhere `clearshard make_dataset` writes it"
             raise RunError(f"the data set {where} does not exist: {advice}") from error
         raise RunError(f"{where} exists but is no zarr group, so it is no data set: {advice}") from error
     except ImportError as error:  # fsspec's text names the package last: "Install s3fs to access S3"

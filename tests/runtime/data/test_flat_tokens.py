@@ -176,6 +176,7 @@ def test_missing(tmp_path, example, monkeypatch):
         (tmp_path / "nowhere", "train", f"the data set {tmp_path}/nowhere does not exist: {ADVICE}"),
         ("nowhere", "train", f"the data set {tmp_path}/nowhere does not exist: {ADVICE}"),
         ("~/nowhere", "train", f"the data set {tmp_path}/nowhere does not exist: {ADVICE}"),
+        ("synthetic_dataset.zarr", "train", "….zarr does not exist: …; elsewhere `clearshard make_dataset` writes it"),
         ("empty", "train", f"{tmp_path}/empty {no_group}: {ADVICE}"),
         ("file", "train", f"{tmp_path}/file {no_group}: {ADVICE}"),
         (example, "validation", f"the data set {example} has no split 'validation'; it holds 'train'"),
