@@ -22,8 +22,9 @@ import functools
 import math
 import pathlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -41,6 +42,8 @@ from train import act
 stored = ComputeType('stored', jnp.float32)
 # The field of `Model` that is a letter's size.
 SIZES = dict(M='d_model', Q='n_q_per_kv', K='n_kv', D='d_head', V='vocab', F='d_ff', P='positions')
+Ready = Mapping[str, jax.Array]  # what `Table.of_all_layers` has gathered of a layer
+NOTHING: Ready = MappingProxyType({})
 
 
 def table_line() -> str:
@@ -230,7 +233,7 @@ class Table:
             weights[stack] = self.Layer(**{x: draw(weight, prefix + x, count) for x, weight in table.items()})
         return self.Weights(**weights)
 
-    def gather_layer(self, w: Any, reduce_dtype: str = 'float32', ready: dict[str, jax.Array] = {}) -> Any:  # noqa: B006
+    def gather_layer(self, w: Any, reduce_dtype: str = 'float32', ready: Ready = NOTHING) -> Any:
         """`Gathered` of a `Layer`: an all-gather of each of its weights, of matrices and biases in act's type. ready:
         the layer's part of `of_all_layers`."""
         return self._gathered(self.layer, self.Gathered, w, reduce_dtype, ready)
@@ -271,8 +274,8 @@ class Table:
         return Biased(table, ends.unembed.bias) if isinstance(ends.unembed, Biased) else table
 
     def _gathered(
-        self, table: dict[str, Weight], type_: type, w: Any, reduce_dtype: str, ready: dict[str, jax.Array] = {}  # noqa: B006
-    ) -> Any:  # fmt: skip
+        self, table: dict[str, Weight], type_: type, w: Any, reduce_dtype: str, ready: Ready = NOTHING
+    ) -> Any:
         used = {}
         with Scope():  # letters are the table's
             for name, weight in table.items():
