@@ -787,11 +787,12 @@ class Slots:
         """Draws more tokens for each row that has not ended: twice as many as last time, up to BURST, since a text may
         end before any of them."""
         generator, before = self.generator, self.left
-        going_on = [each for each, left in zip(self.drawings, before) if left]
+        # The likeliest token passes all filters, so rows that take it need no program with them.
+        random = [each for each, left in zip(self.drawings, before) if left and each.temperature > 0]
         decode = generator.programs.compiled(
             "decode",
-            is_drawn=any(each.temperature > 0 for each in going_on),
-            is_filtered=any(each.top_k or each.top_p < 1 or each.min_p for each in going_on),
+            is_drawn=bool(random),
+            is_filtered=any(each.top_k or each.top_p < 1 or each.min_p for each in random),
             used=self._used(self.burst),
         )
         self.cache, self.rows, *drawn = decode(

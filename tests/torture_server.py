@@ -35,6 +35,7 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 QUESTIONS = [
     (CHAT, {"messages": [{"role": "user", "content": "fade bed"}], "temperature": 0, "max_tokens": 16}),
     *((TEXT, {"prompt": "ab" * n, "seed": n, "max_tokens": 40, "logprobs": True}) for n in (0, 1, 8)),
+    (TEXT, {"prompt": "bead", "seed": 3, "max_tokens": 9, "top_p": 0.9}),  # another program: compiling takes 80 MB
     (TEXT, {"prompt": ["cafe", "dead"], "n": 2, "seed": 5, "max_tokens": 9, "stop": "a"}),
 ]
 KEYS = [*(each["name"] for each in REQUEST.core_schema["schema"]["fields"]), "max_tokens", "unknown", *WITHOUT_EFFECT]
