@@ -9,7 +9,7 @@ from shardlib.mesh import current_mesh, shard_map
 from shardlib.places import users_line
 from shardlib.proof.verify import trace_as_it_runs, verify
 from shardlib.shardtypes import Scope, check_tree, make_partition_specs, map_type, mesh_text
-from shardlib.spec import ShardingError, Spec
+from shardlib.spec import ShardingError, Spec, located
 from shardlib.typed import refuse_unread, typed
 
 
@@ -75,11 +75,9 @@ class typed_shard_map:
         with Scope():
             for name, type_, value in zip(names, types, values):
                 check_tree(type_, value, what=f"argument {name} of {self.name}", whole_on=axes)
-        try:
+        with located(lambda: f"  in the result of {self.name}, {mesh_text(axes)}\n  at {users_line()}"):
             for spec in jax.tree.leaves(map_type(lambda array: array.spec, self._result_type)):
                 spec.partition_spec, spec.require_mesh_order(axes)
-        except ShardingError as error:
-            raise error.extended(f"  in the result of {self.name}, {mesh_text(axes)}\n  at {users_line()}") from None
         return jax.tree.leaves([map_type(lambda array: array.spec, type_) for type_ in types])
 
     @property

@@ -37,6 +37,7 @@ from shardlib.mesh import row_major
 from shardlib.places import unbound, users_line
 from shardlib.proof import marks
 from shardlib.proof.parts import Count, is_part
+from shardlib.proof.rules import sums_stay_sums
 from shardlib.proof.states import State, dual, require, require_dual
 from shardlib.shardtypes import (
     DType,
@@ -52,7 +53,7 @@ from shardlib.shardtypes import (
     remember,
     require_divisible,
 )
-from shardlib.spec import Dim, Recipe, ShardingError, Spec, as_text, parse, parse_operation, parts
+from shardlib.spec import Dim, Recipe, ShardingError, Spec, as_text, located, parse, parse_operation, parts
 
 SAVED = "save_for_backward"  # the name under which jax_extra.save_for_backward keeps a value
 
@@ -94,44 +95,37 @@ def operate(plan, text, operands, options=None, *, sizes=None, results: int | No
     text, axes, options = as_text(text), mapped_axes(), dict(options or {})
     sizes = {name: int(size) for name, size in (sizes or {}).items()}
     where = functools.partial(_where, plan.__name__.lstrip("_"), text, operands)
-    try:
+    with located(where):
         recipe, planned = _planned(plan, text, len(operands), results, tuple(axes.items()))
         shapes = _result_shapes(recipe, planned, operands, sizes, axes, text)
-    except ShardingError as error:
-        raise error.extended(where()) from None
     if planned.sizes:
         options["shape"] = shapes[0]
     if (check := marks.marking()) is None:
         run = _declared(recipe, planned.run, where) if planned.calls else planned.run
         return run(*operands, **options)
 
-    line, sealed = where(), None  # now: the walk comes when the trace is over
-    dtypes = [jnp.dtype(dtype or planned.dtype(jnp.result_type(operands[0])))]
-    try:
+    dtypes, sealed = [jnp.dtype(dtype or planned.dtype(jnp.result_type(operands[0])))], None
+    with located(where):
         _require_meaning(recipe, planned, operands, options, dtypes[0])
         if planned.calls:
             of_one_device = _planned(plan, text, len(operands), results, tuple(dict.fromkeys(axes, 1).items()))[1]
             run = functools.partial(of_one_device.run, **options)
             sealed = _sealed(_declared(recipe, run, lambda: ""), operands, check.axes)
             dtypes = [aval.dtype for aval in sealed.out_avals]
-    except ShardingError as error:
-        raise error.extended(line) from None
 
     def rule(states):
-        try:
-            if planned.rule is not None:
-                return planned.rule(states)
-            for spec, state in zip(recipe.operands, states):
-                require(spec, state)
-            return list(map(State.of, recipe.results))
-        except ShardingError as error:
-            raise error.extended(line) from None
+        if planned.rule is not None:
+            return planned.rule(states)
+        for spec, state in zip(recipe.operands, states):
+            require(spec, state)
+        return list(map(State.of, recipe.results))
 
     said = plan.__name__, text, str(sealed), *(str(value) for value in options.values() if not callable(value))
     closed_over = [value for value in sealed.consts if isinstance(value, jax.core.Tracer)] if sealed else []
     made = tuple(map(jax.ShapeDtypeStruct, shapes, dtypes))
     made = made if len(made) > 1 else made[0]
-    return marks.mark(said, rule, made, *operands, moves=planned.moves, sealed=sealed, closed_over=closed_over)
+    known = dict(where=where(), moves=planned.moves, sealed=sealed, closed_over=closed_over)
+    return marks.mark(said, rule, made, *operands, **known)
 
 
 def operation(plan):
@@ -196,7 +190,7 @@ def _where(name, text, operands) -> str:
     try:
         specs = parse_operation(text, len(operands), None).operands
         pairs = [zip(spec.dims, shape, strict=True) for spec, shape in zip(specs, shapes)]
-        held += ", global " + ", ".join(str([size * parts(dim, axes) for dim, size in pair]) for pair in pairs)
+        held += ", global " + ", ".join(str([int(size) * parts(dim, axes) for dim, size in pair]) for pair in pairs)
     except (ShardingError, KeyError, ValueError):
         pass  # the string cannot be read, or names an axis that the mesh lacks: that is the error
     return f"  at {users_line()} in shardops.{name}('{text}'){held}, {mesh_text(axes)}"
@@ -209,20 +203,21 @@ def _declared(recipe, run, where):
     def declared(*operands, **options):
         returned = run(*operands, **options)
         values = (returned,) if len(specs) == 1 else returned
-        try:
+        with located(where):
             if not isinstance(values, (tuple, list)) or len(values) != len(specs):
                 count = len(values) if isinstance(values, (tuple, list)) else type(values).__name__
                 raise ShardingError(f"the string has {len(specs)} results, the function returned {count}")
             for spec, value in zip(specs, values):
                 bind(spec, jnp.shape(value), mapped_axes(), letters_of_scope())
-        except ShardingError as error:
-            raise error.extended(where()) from None
         return returned
 
     return declared
 
 
 # -- What the check asks of an operation -------------------------------------------------------------------------------
+_ON_THE_WAY = ("sent_as", "reduce_dtype", "rounded_to")  # options that are element types
+
+
 def _require_meaning(recipe, planned, operands, options, dtype):
     """Raises `ShardingError` for an operation whose result would depend on how many devices there are, or would be no
     sum."""
@@ -230,14 +225,19 @@ def _require_meaning(recipe, planned, operands, options, dtype):
         with contextlib.suppress(NameError):
             lax.axis_size(axis)
             raise ShardingError(f"a jax.vmap(axis_name='{axis}') around it has the name of a mesh axis")
-    if not operands:
-        return
-    given = jnp.result_type(operands[0])
-    if planned.moves and recipe.operands[0].pending and given == jnp.bool_:
+    given, is_sum = list(map(jnp.result_type, operands)), builtins.any(spec.pending for spec in recipe.results)
+    pending = [before for spec, before in zip(recipe.operands, given) if spec.pending] + [dtype] * is_sum
+    if jnp.bool_ in pending and not planned.calls:
         raise ShardingError("a sum of truth values is none: any, or numbers")
-    rounds = jnp.issubdtype(given, jnp.inexact) and not jnp.issubdtype(dtype, jnp.inexact)
-    if rounds and builtins.any(spec.pending for spec in recipe.results):
-        raise ShardingError(f"each term of a sum would be rounded to {dtype}: reduce first")
+    on_the_way = {name: _element(options[name]) for name in _ON_THE_WAY if options.get(name) is not None}
+    for name, other in on_the_way.items():
+        if not jnp.issubdtype(other, jnp.inexact):
+            raise ShardingError(f"{name} is a float type, not {other}")
+    for spec, before in zip(recipe.operands, given):
+        is_term = spec.pending or (is_sum and jnp.issubdtype(before, jnp.inexact))
+        for after in (*on_the_way.values(), dtype) if is_term and not planned.calls else ():
+            if not sums_stay_sums(before, after):
+                raise ShardingError(f"each term of a sum, {before}, would be rounded to {after}, or wrap: reduce first")
     if builtins.any(is_part(value) or isinstance(value, Count) for value in options.values()):
         raise ShardingError("a number that depends on how many devices there are")
 
@@ -370,20 +370,21 @@ def axis_size(name: str) -> int:
             f"a function that is local to a device asks for the number of devices along {name}, or the index there\n"
             f"  fix: pass it as an operand\n  at {users_line()}"
         )
-    return axes[name] if marks.marking() is None else Count(check.parts, axes[name], (name,), _divided)
+    return axes[name] if marks.marking() is None else Count(check.parts, (name,), _divided)
 
 
 def _divided(x, count: Count):
     """x over a number of devices, where x is the same along these axes: a term of a sum over them."""
-    line, axes = users_line(), frozenset(count.axes)
+    axes = frozenset(count.axes)
 
     def rule(states):
         (state,) = states
         for axis in sorted(axes):
             if state.word(axis) != "the same" or state.sized:
+                word = "counted on one device" if state.sized else f"{state.word(axis)} along {axis}"
                 raise ShardingError(
-                    f"a value that is {state.word(axis)} along {axis} over the number of devices along {axis} is "
-                    f"another value on each mesh\n  at {line}"
+                    f"what is {word} over the number of devices along {axis} is another value on each mesh\n  fix: "
+                    f"divide by the whole's size, (x.shape[0] * shardops.axis_size('{axis}')), of a dim '/{axis}'"
                 )
         return [dataclasses.replace(state, pending=state.pending | axes, zero=False)]
 
@@ -635,7 +636,7 @@ def einsum_unreduced(spec: str | bytes, x, y, *, rounded_to=None, x_is_thin: boo
         rate of that). An operand that is not differentiated costs no product.
     """
     options = dict(rounded_to=rounded_to, x_is_thin=x_is_thin, **jnp_kwargs)
-    dtype = jnp_kwargs.get("preferred_element_type") or jnp.result_type(x, y)
+    dtype = jnp_kwargs.get("preferred_element_type") or rounded_to or jnp.result_type(x, y)
     return operate(_einsum_unreduced, spec, (x, y), options, dtype=dtype)
 
 
@@ -796,7 +797,7 @@ def index_unreduced(recipe, axes):
         if is_table_each:
             # A sum over one-hot rows: its transpose is a product, where a gather's would be a slow scatter.
             one_hot = lax.broadcasted_iota(jnp.int32, table.shape, position) == jnp.expand_dims(local, position)
-            return jnp.sum(jnp.where(one_hot, table, jnp.zeros((), table.dtype)), axis=position)
+            return jnp.sum(jnp.where(one_hot, table, jnp.zeros((), table.dtype)), axis=position, dtype=table.dtype)
         is_held = (local >= 0) & (local < count)
         rows = _rows(jnp.moveaxis(table, position, 0), jnp.where(is_held, local, 0))
         is_held = is_held.reshape(is_held.shape + (1,) * (rows.ndim - is_held.ndim))
@@ -975,21 +976,21 @@ def each(axis: str, function, *trees):
         if state.zero:
             return [dataclasses.replace(state, dims=state.dims[1:])]
         if state.dims[0] != (axis,):
-            raise ShardingError(f"the first dim is {state.along(state.dims[0])}: write '{axis}/{axis} ...'\n{where}")
+            raise ShardingError(f"the first dim is {state.along(state.dims[0])}: write '{axis}/{axis} ...'")
         own = dict(split=state.split | {axis}, without_dim=state.without_dim | {axis})
         return [dataclasses.replace(state, dims=state.dims[1:], **own)]
 
     def with_dim(states):
         (state,) = states
         if axis in state.pending:
-            raise ShardingError(f"a result is pending over {axis}: reduce it first\n{where}")
+            raise ShardingError(f"a result is pending over {axis}: reduce it first")
         own = dict(split=state.split | {axis}, without_dim=state.without_dim - {axis})
         return [dataclasses.replace(state, dims=((axis,), *state.dims), **own)]
 
     def marked(rule, function, x):
         if marks.marking() is None:
             return function(x)
-        return marks.mark(("each", axis), rule, jax.eval_shape(function, x), x)
+        return marks.mark(("each", axis), rule, jax.eval_shape(function, x), x, where=where)
 
     def enter(x):
         if jnp.ndim(x) == 0 or jnp.shape(x)[0] != 1:
@@ -1030,26 +1031,23 @@ def _vjp(name, function, args, has_aux=False):
     def rule(states):
         count = len(results)
         of_results, cotangents, of_args = states[:count], states[count : 2 * count], states[2 * count :]
-        try:
-            for index, (state, cotangent) in enumerate(zip(of_results, cotangents)):
-                if name == "value_and_grad":
-                    _require_pending(state, axes)
-                require_dual(cotangent, state, axes, f"the cotangent of result {index}")
-            if builtins.any(state.zero for state in of_args):
-                raise ShardingError(
-                    "a constant zero, which has no type, is differentiated: its gradient would have none either\n"
-                    "  fix: make it with shardops.zeros, which gives it one"
-                )
-        except ShardingError as error:
-            raise error.extended(where) from None
+        for index, (state, cotangent) in enumerate(zip(of_results, cotangents)):
+            if name == "value_and_grad":
+                _require_pending(state, axes)
+            require_dual(cotangent, state, axes, f"the cotangent of result {index}")
+        if builtins.any(state.zero for state in of_args):
+            raise ShardingError(
+                "a constant zero, which has no type, is differentiated: its gradient would have none either\n"
+                "  fix: make it with shardops.zeros, which gives it one"
+            )
         return [dual(state, axes) for state in of_args]
 
     def pull(cotangent):
         if jax.tree.structure(cotangent) != jax.tree.structure(result):
-            raise ShardingError(f"the cotangent is no tree like the result\n  at {users_line()} in shardops.{name}")
+            raise ShardingError(f"the cotangent is no tree like the result\n{where}")
         operands = *results, *jax.tree.leaves(cotangent), *leaves
         # What is pulled back may send wherever something has been sent.
-        return marks.mark((name,), rule, jax.tree.map(jnp.asarray, args), *operands, moves=check.moves)
+        return marks.mark((name,), rule, jax.tree.map(jnp.asarray, args), *operands, where=where, moves=check.moves)
 
     return result, pull, *aux
 
@@ -1083,7 +1081,7 @@ def value_and_grad(function, argnums: int | tuple[int, ...] = 0, has_aux: bool =
             weights = dict(zip(chosen, weights))
             return function(*(weights.get(index, arg) for index, arg in enumerate(args)))
 
-        loss, pull, *aux = _vjp("value_and_grad", of_weights, [args[index] for index in chosen], has_aux)
+        loss, pull, *aux = _vjp("value_and_grad", of_weights, tuple(args[index] for index in chosen), has_aux)
         if jnp.shape(loss) != () or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
             raise ShardingError(
                 f"the loss must be a scalar of a float type, it is {jnp.result_type(loss)}{list(jnp.shape(loss))}\n"

@@ -31,7 +31,7 @@ from shardlib.mesh import current_mesh, manual_axes, place
 from shardlib.places import users_line
 from shardlib.proof import marks
 from shardlib.proof.states import State, require
-from shardlib.spec import Dim, ShardingError, Spec, as_text, parse, parts
+from shardlib.spec import Dim, ShardingError, Spec, as_text, located, parse, parts
 
 # -- Letters -----------------------------------------------------------------------------------------------------------
 _letters: contextvars.ContextVar[dict[str, tuple[int, str]] | None] = contextvars.ContextVar("letters", default=None)
@@ -80,7 +80,7 @@ def on_this_mesh(shape) -> list[int]:
     """What a device of the user's mesh holds of a value with this shape: in the check sizes are symbols."""
     if (check := marks.marking()) is None:
         return list(shape)
-    return [check.parts.on_mesh(size, check.axes) for size in shape]
+    return list(map(check.parts.on_mesh, shape))
 
 
 def mesh_text(axes: dict[str, int]) -> str:
@@ -441,7 +441,7 @@ def check(dtype, shape_spec: str | bytes | Spec, value, *, what: str = "the anno
     split, the sizes on the mesh whose axes and sizes are `whole_on`.
     """
     spec = shape_spec if isinstance(shape_spec, Spec) else _parse_type(shape_spec)
-    try:
+    with located(lambda: f"  {_against(dtype, spec, value, what, whole_on)}\n  at {users_line()}"):
         if not hasattr(value, "dtype") or not hasattr(value, "shape"):
             raise ShardingError(f"expected an array, got {type(value).__name__}")
         wanted = dtype.dtype if isinstance(dtype, DType) else jnp.dtype(dtype)
@@ -453,21 +453,15 @@ def check(dtype, shape_spec: str | bytes | Spec, value, *, what: str = "the anno
             bind(spec, value.shape, axes, letters_of_scope())
         else:
             _check_outside(spec, value)
-    except ShardingError as error:
-        raise error.extended(f"  {_against(dtype, spec, value, what, whole_on)}\n  at {users_line()}") from None
     if whole_on is not None or marks.marking() is None:
         return value
 
-    context = _against(dtype, spec, value, what, None)  # now: the walk comes when the trace is over
-
     def rule(states):
-        try:
-            require(spec, states[0])
-        except ShardingError as error:
-            raise error.extended(f"  {context}") from None
+        require(spec, states[0])
         return [State.of(spec)]
 
-    return marks.mark((what, repr(dtype), str(spec)), rule, value, value)
+    where = f"  {_against(dtype, spec, value, what, None)}\n  at {users_line()}"
+    return marks.mark((what, repr(dtype), str(spec)), rule, value, value, where=where)
 
 
 def _against(dtype, spec, value, what, whole_on) -> str:

@@ -9,6 +9,7 @@
 'B/b L +w'       b and w are groups, `groups('r d c e t', b='r d e', w='d c e')`: 'B/r/d/e L +d +c +e'
 """
 
+import contextlib
 import functools
 import math
 import re
@@ -27,6 +28,15 @@ class ShardingError(TypeError):
     def extended(self, more: str) -> "ShardingError":
         """The same error, with more lines."""
         return type(self)(f"{self}\n{more}")
+
+
+@contextlib.contextmanager
+def located(where):
+    """An error that is raised inside gets more lines: `where()`, what it is said against and its place."""
+    try:
+        yield
+    except ShardingError as error:
+        raise error.extended(where()) from None
 
 
 # -- Groups of axes ----------------------------------------------------------------------------------------------------

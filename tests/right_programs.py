@@ -112,6 +112,7 @@ i32 B/d -> B/d 8 | jnp.zeros((x.shape[0], 8)).at[jnp.arange(x.shape[0]), x % 8].
 B/d F/t, M F/t, M -> B/d M | shardops.psum('B/d M +t -> B/d M',
     shardops.einsum_unreduced('B/d F/t, M F/t -> B/d M +t', x, y) + (z / shardops.axis_size('t'))[None])
 B/d M | x + jnp.ones(x.shape)
+B/d M | own_vjp(lambda x, s: x * s, lambda r, g: (g * r[1], g * r[0]))(x, jnp.ones(x.shape))
 M | own_vjp(lambda x, s: x * s, lambda r, g: (g * r[1], g * r[0]))(x, x)
 B/d M, bool_ B/d -> B/d M | jnp.where(y[:, None], x, 0.0)
 i32 B/d -> B/d | jax.vmap(lambda n: jax.random.uniform(jax.random.fold_in(jax.random.key(0), n)))(x)
@@ -149,6 +150,7 @@ M/d -> M
     | lax.fori_loop(0, 3, lambda i, c: lax.cond(i > 1, lambda e: e + shardops.all_gather('M/d -> M', x),
       lambda e: e, c), jnp.ones(64))
 M, B/d M -> M | lax.cond(x[0] > 0, lambda: reduced(lambda w: squares(y * w[None]), x), lambda: x)
+B/d M | jax.vmap(lambda r: r * lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] + 1.0), (r[0], 1.0))[1])(x)
 # Dims on their way
 M/d/t -> M/d | shardops.all_gather('M/d/t -> M/d', x)
 M/t/d -> M | shardops.all_gather('M/t/d -> M', x)
@@ -179,6 +181,8 @@ B/d M | jax.random.permutation(jax.random.key(0), x, axis=1)
 M/d | x + shardops.slice('M -> M/d', jax.random.normal(jax.random.key(0), (64,)))
 M/d | jnp.interp(x, jnp.arange(64.0), jnp.arange(64.0) ** 2)
 L M -> L | jax.vmap(lambda r: jnp.sum(r) - lax.pmean(jnp.sum(r), 'i'), axis_name='i')(x)
+B/d M | jax.vmap(lambda r: r - lax.pmean(r, 'i'), 1, 1, axis_name='i')(x)
+M | x * jnp.ldexp(jnp.ones(64), jnp.zeros(64, int))
 V M, i32 B/d -> B/d M | x[y]
 B/d M, i32 B/d -> 8 M
     | shardops.psum('8 M +d -> 8 M', shardops.einsum_unreduced('B/d 8, B/d M -> 8 M +d', jax.nn.one_hot(y, 8), x))
@@ -202,6 +206,8 @@ M, B/d M -> M | reduced(lambda w: squares(own_vjp(jnp.sin, lambda r, g: (g * jnp
 M, B/d M -> M | reduced(lambda w: lax.scan(lambda c, s: (c + squares(y * w[None] * s), None),
     shardops.zeros('+d +t', f32), jnp.arange(3.0))[0], x)
 M, B/d M -> B/d M | shardops.grad(lambda w: (squares(y * w[None]), y * w[None]), has_aux=True)(x)[1]
+M, M, B/d M -> M | sum(jax.tree.map(lambda w, g: w + shardops.psum('M +d +t -> M', g), (x, y),
+    shardops.grad(lambda a, b: squares(z * (a * b)[None]), (0, 1))(x, y)))
 M, 3 B/d M -> M
     | reduced(lambda w: 2 * shardops.sum_over_chunks(lambda w, x, _: squares(x * w[None]), w, y * w[None, None], y), x)
 """

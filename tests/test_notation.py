@@ -13,9 +13,13 @@ SENTENCES = [text for text in re.split(r"(?<=\.) |- (?=\*\*)", SECTION) if text 
 # Words of a sentence; a program (tests/prove.py says how it is written); what its refusal says, or 'accepted'.
 ROWS = table(r"""
 # Proved
+every mesh that divides the sizes, `x.shape[0] // 4` | 8/d | x * ((x.shape[0] // 4) * shardops.axis_size('d'))
+    | 8/d // 4 makes a size, 2/d, which d=4 cannot divide
 with one verdict | B/d | x if x.shape[0] > 4 else -x | must not depend on the size of a device's part
 as its annotation says | M -> M/t | x | 'M/t' says M/t, but that dim is whole in the value: write M
 as its string says | M | shardops.all_gather('Z/d -> Z', x) | 'Z/d' says Z/d, but that dim is whole in the value
+An operation under `jax.vmap` | B M/d | jax.vmap(lambda row: shardops.all_gather('M/d -> M', row))(x)
+    | an operation or an annotation under jax.vmap
 any function that is linear | B/d M/t -> B/d
     | shardops.psum('B/d +t -> B/d', 2 * forgotten(x) + forgotten(-x)) | accepted
 `silu` of it is an error | B/d M/t -> B/d | jax.nn.silu(forgotten(x))
@@ -39,7 +43,8 @@ depends on what differs, also one of a gradient | M | lax.cond(at('d') > 0, pull
 A loss is pending over every axis | M -> M | shardops.grad(lambda w: jnp.sum(w * w))(x) | the loss is the same along d
 a gradient has the type of the table | M, B/d M -> M | shardops.grad(lambda w: squares(y * w[None]))(x)
     | the value is still a sum over d that nobody has taken
-`jax.grad` is an error | M | jax.grad(lambda y: jnp.sum(y))(x) | a jax.grad, vjp, jvp or linear_transpose
+`jax.grad`, `jax.vjp` and | M | jax.grad(lambda y: jnp.sum(y))(x) | a jax.grad, vjp, jvp or linear_transpose
+`jax.vjp` and `jax.jvp` are errors | M | jax.jvp(jnp.sin, (x,), (x,))[1] | may stand in shardops.local alone
 the gradient of a constant zero | M, B/d M -> M | reduced(lambda z: squares(y + z[None]), jnp.zeros(64))
     | a constant zero, which has no type, is differentiated
 `shardops.zeros` has a type | M, B/d M -> M | x + reduced(lambda z: squares(y + z[None]), shardops.zeros('M', f32))
@@ -66,11 +71,17 @@ of a block that `regroup` makes | B/d | x * shardops.regroup('B/d -> d/d R', x).
 **Plain numbers of the mesh** | M | x * int(shardops.axis_size('d')) * jax.device_count() | accepted
 the length of a dim that counts devices | M
     | x * shardops.all_gather('d/d -> d', shardops.index('d')).shape[0] | accepted
+`index`, the length | M -> '' | shardops.psum('+d -> ', shardops.sum_unreduced('d/d -> +d',
+    shardops.index('d') * 1.0)) | accepted
+as a sum over such a dim | M | shardops.psum('M +d -> M', shardops.sum_unreduced('d/d M -> M +d',
+    shardops.zeros('d/d M', f32) + x)) | accepted
 is proved for them alone | M | x if int(shardops.axis_size('d')) > 1 else forgotten(x)
     | accepted
 **What a size is** | M/d | x if isinstance(x.shape[0], int) else 2 * x | accepted
 `f"{x.shape}"` | M/d | x * len(f'{x.shape}') | accepted
+`str(axis_size)` | M | x * float(str(shardops.axis_size('d'))) | accepted
 **Branches of Python** | M | x if jax.default_backend() == 'cpu' else forgotten(x) | accepted
+by a caught error too | M | x * attempt(lambda: lax.axis_size('d')) | accepted
 *when* a device does something | d/d M | shardops.ppermute('d/d M -> d/d M', x, 0) | accepted
 A ring with a turn too few | d/d M | shardops.ppermute('d/d M -> d/d M', x, 2) | accepted
 which rows are in a part depends on the mesh | B/d -> 2 R/d | shardops.regroup('B/d -> 2 R/d', x) | accepted
@@ -79,7 +90,8 @@ A sum over all of them does not | B/d -> 2 | shardops.psum('2 +d -> 2', shardops
     shardops.regroup('B/d -> 2 R/d', x))) | accepted
 **Random numbers** | M/d | x * jax.random.normal(jax.random.key(0), x.shape) | accepted
 **What stands inside `local`** | M/d | shardops.local('M/d -> M/d', lambda x: x / jnp.sum(x), x) | accepted
-rounding, and the mathematics | M/d | x.astype(jnp.bfloat16).astype(jnp.float32) | accepted
+what is not finite | M | shardops.psum('M +t -> M', shardops.pending('M -> M +t', x) / jnp.zeros(64)) | accepted
+and the mathematics | M/d | x.astype(jnp.bfloat16).astype(jnp.float32) | accepted
 """)
 
 

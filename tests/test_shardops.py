@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import small
 from grammar import Whole
 from prove import abstract, each_row, program, prove, refusal, says, table
 
@@ -120,7 +121,11 @@ def with_gradients(row, axes):
     return both, types, floats
 
 
-@pytest.mark.parametrize("mesh", [dict(d=4, t=2), dict(d=8, t=1), dict(d=2, e=2, t=2)], ids=["4x2", "8x1", "2x2x2"])
+def shown(mesh):
+    return "x".join(map(str, mesh.values()))
+
+
+@pytest.mark.parametrize("mesh", [dict(d=4, t=2), dict(d=2, e=2, t=2), *small.slow(dict(d=8, t=1))], ids=shown)
 def test_values_and_gradients(mesh):
     """Each operation's value and gradient, on meshes of two and three axes, are those on whole arrays exactly."""
     rows = [(with_gradients(row, tuple(mesh)), program(*row, (), Whole(SIZES))) for row in OPERATIONS]

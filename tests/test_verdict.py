@@ -6,6 +6,7 @@ import random
 import prove
 import pytest
 import small
+import test_notation
 import test_refused
 from prove import MESHES, OF_D_AND_T, OF_EIGHT, SINGLE, SIZES, program, table
 from right_programs import OF_DEVICES
@@ -16,6 +17,11 @@ from shardlib.spec import ShardingError
 # Function, whether it is accepted, and sizes of its letters.
 PROGRAMS = [
     *((program(types, body, vars(test_refused)), False, (SIZES, SINGLE)) for types, body, _ in test_refused.ROWS),
+    *(
+        (program(types, body, vars(test_refused)), False, (SIZES, SINGLE))
+        for words, types, body, verdict in test_notation.ROWS
+        if verdict != "accepted" and "mesh that divides" not in words
+    ),
     *((program(*row), True, (SIZES, SINGLE)) for row in table(OF_DEVICES)),
     *((each.function, True, each.sizes) for each in WRITTEN),
 ]

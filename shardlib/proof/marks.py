@@ -27,7 +27,7 @@ class Mark:
       moves: the axes over which it sends.
       operands: how many there are. What follows them in the trace, a function of the user's has closed over.
       sealed: the jaxpr of a function of the user's that it runs, which must not send.
-      line: the user's.
+      where: the last lines of its errors.
     """
 
     said: tuple
@@ -35,7 +35,7 @@ class Mark:
     moves: frozenset[str]
     operands: int
     sealed: object
-    line: str
+    where: str
 
 
 @dataclass
@@ -80,13 +80,13 @@ _mark.multiple_results = True
 _mark.def_abstract_eval(lambda *_, mark, results: [jax.core.ShapedArray(*result) for result in results])
 
 
-def mark(said, rule, results, *operands, moves=(), sealed=None, closed_over=()):
+def mark(said, rule, results, *operands, where="", moves=(), sealed=None, closed_over=()):
     """In a check, marks what the source `said`: the `results`, a tree with shapes and dtypes, are of `operands` what
     `rule(states of the operands' leaves) -> states of the results' leaves` says.
 
-    `moves` are the axes over which devices exchange data: all of them must get there, so a mark under a branch that
-    depends on them is refused. `sealed` is the jaxpr of a function of the user's, which must not send, and which has
-    `closed_over` these values.
+    `where` are the last lines of an error. `moves` are the axes over which devices exchange data: all of them must get
+    there, so a mark under a branch that depends on them is refused. `sealed` is the jaxpr of a function of the user's,
+    which must not send, and which has `closed_over` these values.
     """
     check, leaves = _current.get(), list(map(jnp.asarray, jax.tree.leaves(operands)))
     if _axes_of_each.get():
@@ -94,7 +94,7 @@ def mark(said, rule, results, *operands, moves=(), sealed=None, closed_over=()):
     check.moves |= frozenset(moves)
     made, tree = jax.tree.flatten(results)
     shapes = tuple((tuple(leaf.shape), jnp.dtype(leaf.dtype)) for leaf in made)
-    known = Mark(said, rule, frozenset(moves), len(leaves), sealed, users_line())
+    known = Mark(said, rule, frozenset(moves), len(leaves), sealed, where or f"  at {users_line()}")
     return jax.tree.unflatten(tree, _mark.bind(*leaves, *closed_over, mark=known, results=shapes))
 
 

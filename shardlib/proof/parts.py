@@ -1,6 +1,6 @@
 """Sizes under the check: a device's part of a dim has a symbol in place of a number.
 
-    parts = Parts()
+    parts = Parts(dict(d=4, t=2))
     n = parts.size(4096, ("d",))        # 4096*split_over_d: for any number of devices
     parts.axes(n), parts.whole(n)       # ("d",), 4096
 
@@ -9,6 +9,7 @@ asks for the number, `x.shape[0] > 4`, is refused where it asks; one that comput
 """
 
 import contextlib
+import dataclasses
 import functools
 import math
 import operator
@@ -29,10 +30,14 @@ _Size = type(export.symbolic_shape("n")[0])  # JAX has no public name for it
 
 
 class Parts:
-    """The sizes of one trace."""
+    """The sizes of one trace, for the axes and sizes of a mesh, which must divide them."""
 
-    def __init__(self):
-        self._scope = export.SymbolicScope()
+    def __init__(self, mesh: dict[str, int]):
+        self.mesh, self._scope = mesh, export.SymbolicScope()
+
+    def devices(self, axes: tuple[str, ...]) -> int:
+        """The number of devices along axes."""
+        return math.prod(self.mesh[axis] for axis in axes)
 
     def size(self, whole: int, axes: tuple[str, ...]):
         """A device's part of a dim; of one that is not split, all of it."""
@@ -40,17 +45,21 @@ class Parts:
 
     def axes(self, size) -> tuple[str, ...]:
         """The axes that a size is split over, major first. Raises `ShardingError` for a size that is no device's part
-        of a dim, such as the sum of a part and a number."""
-        return _read(size)[1]
+        of a dim, such as the sum of a part and a number, and for one that the mesh does not divide."""
+        whole, axes = _read(size)
+        if whole % self.devices(axes):
+            devices = " × ".join(f"{axis}={self.mesh[axis]}" for axis in axes)
+            raise ShardingError(f"a size, {shown(size)}, which {devices} cannot divide")
+        return axes
 
     def whole(self, size) -> int:
         """The size in the whole array."""
         return _read(size)[0]
 
-    def on_mesh(self, size, mesh: dict[str, int]):
-        """The number that it is on a mesh, or, of a size that is no part of a dim, its text."""
+    def on_mesh(self, size):
+        """The number that it is on the mesh, or, of a size that is no part of a dim, its text."""
         try:
-            return self.whole(size) // math.prod(mesh[axis] for axis in self.axes(size))
+            return self.whole(size) // self.devices(self.axes(size))
         except ShardingError:
             return shown(size)
 
@@ -106,15 +115,26 @@ NUMBER = (
 
 
 @contextlib.contextmanager
-def guarded():
+def guarded(parts: Parts):
     """Inside, nobody gets an answer that would not be the same on every mesh: a program is refused where it asks, also
     where it catches that, and JAX, einops and other packages are told that it is not known. To these, sizes differ
     until it is proved that they are the same."""
-    before = {name: getattr(_Size, name, None) for name in (*_QUESTIONS, "__mul__", "min", "max", "rmin", "rmax")}
+    others = "__mul__", "__floordiv__", "min", "max", "rmin", "rmax"
+    before = {name: getattr(_Size, name, None) for name in (*_QUESTIONS, *others)}
     for name in _QUESTIONS:
         setattr(_Size, name, _asked(name, before[name] or (lambda size: True)))
-    times = before["__mul__"]
+    times, over = before["__mul__"], before["__floordiv__"]
+
+    def divide(size, other):
+        if is_part(result := over(size, other)) and _asked_by_user():
+            try:
+                parts.axes(result)
+            except ShardingError as error:
+                raise refused(f"{shown(size)} // {shown(other)} makes {error}\n  at {users_line()}") from None
+        return result
+
     _Size.__mul__ = lambda size, other: other * size if isinstance(other, Count) else times(size, other)
+    _Size.__floordiv__ = divide
     _Size.min = _Size.rmin = lambda size, other: size if _compared(operator.le, size, other) else other
     _Size.max = _Size.rmax = lambda size, other: size if _compared(operator.ge, size, other) else other
     _refused.clear()
@@ -130,11 +150,16 @@ def guarded():
                 setattr(_Size, name, method)
 
 
+def _asked_by_user() -> bool:
+    """Whether the program itself called the caller, not a package that it called."""
+    return is_users(sys._getframe(2).f_code.co_filename)
+
+
 def _asked(name: str, method: Callable):
     compare = _COMPARISONS.get(name)
 
     def ask(size, *other):
-        by_user = is_users(sys._getframe(1).f_code.co_filename)
+        by_user = _asked_by_user()
         if compare is not None and isinstance(other[0], (int, _Size)) and (by_user or name not in ("__eq__", "__ne__")):
             if not by_user and "mod(" in f"{size} {other[0]}":
                 return method(size, *other)  # JAX knows that a remainder is no less than 0 and less than the divisor
@@ -189,6 +214,7 @@ def refused(text: str) -> ShardingError:
     return _refused[-1]
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class Count:
     """The number of devices along mesh axes, in the check: a number that is another one on each mesh.
 
@@ -196,17 +222,16 @@ class Count:
     these axes; and `int(...)` is the number itself, with which what is computed is not proved.
     """
 
-    def __init__(self, parts: Parts, number: int, axes: tuple[str, ...], divide: Callable, factor: int = 1):
-        self.parts, self.number, self.axes, self.divide, self.factor = parts, number, axes, divide, factor
+    parts: Parts
+    axes: tuple[str, ...]
+    divide: Callable
+    factor: int = 1
 
     def __mul__(self, other):
-        given = self.parts, self.number, self.axes, self.divide
         if isinstance(other, int):
-            return Count(*given, self.factor * other)
+            return dataclasses.replace(self, factor=self.factor * other)
         if isinstance(other, Count) and not set(self.axes) & set(other.axes):
-            return Count(
-                self.parts, self.number * other.number, self.axes + other.axes, self.divide, self.factor * other.factor
-            )
+            return dataclasses.replace(self, axes=self.axes + other.axes, factor=self.factor * other.factor)
         return self.parts.times(other, self) if is_part(other) else self._refuse(other)
 
     __rmul__ = __mul__
@@ -215,11 +240,10 @@ class Count:
         return self._refuse() if is_part(other) else self.divide(jnp.asarray(other), self)
 
     def __int__(self) -> int:
-        by_user = is_users(sys._getframe(1).f_code.co_filename)
-        return self.number * self.factor if by_user else self._refuse()
+        return self.factor * self.parts.devices(self.axes) if _asked_by_user() else self._refuse()
 
     def __str__(self) -> str:
-        return str(self.number * self.factor)
+        return str(self.factor * self.parts.devices(self.axes))
 
     def _refuse(self, *_, **__):
         axes = ", ".join(self.axes)

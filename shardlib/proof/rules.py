@@ -98,10 +98,14 @@ def _require_one_dim(name: str, axis: str, times: int, is_without: bool):
 
 
 # -- What is linear, and in which operands -----------------------------------------------------------------------------
+def sums_stay_sums(before, after) -> bool:
+    """Whether the sum of terms that become of another type is still the sum: terms that are whole numbers may wrap
+    around where their sum does not, and what is rounded to whole numbers is not added first."""
+    return before == after or (jnp.issubdtype(before, jnp.inexact) and jnp.issubdtype(after, jnp.inexact))
+
+
 def _cast(equation) -> tuple:
-    """Terms that are whole numbers may wrap around where their sum does not, and the other way round."""
-    is_inexact = equation.is_inexact(equation.eqn.invars[0])
-    return (0,) if is_inexact and jnp.issubdtype(equation.params["new_dtype"], jnp.inexact) else ()
+    return (0,) if sums_stay_sums(equation.eqn.invars[0].aval.dtype, equation.params["new_dtype"]) else ()
 
 
 def _quotient(equation) -> tuple:
@@ -126,8 +130,9 @@ def _looked_up(equation) -> tuple:
 
 # Linear in the operands at these positions together, with the others the same along the pending axis; None: in all.
 _LINEAR_IN_ALL = """
-    neg reshape transpose broadcast_in_dim squeeze tile reduce_sum cumsum slice rev copy copy_p reduce_precision name
-    concatenate split stop_gradient stack unstack add sub add_any reshard reduce_window_sum fft real imag complex conj
+    neg reshape transpose broadcast_in_dim squeeze tile reduce_sum psum cumsum slice rev copy copy_p name split
+    reduce_precision concatenate stop_gradient stack unstack add sub add_any reshard reduce_window_sum fft real imag
+    complex conj
     """
 LINEAR = {
     **dict.fromkeys(_LINEAR_IN_ALL.split()),
@@ -155,6 +160,12 @@ def _pending(equation: Equation) -> frozenset[str]:
     for axis in sorted(axes):
         holding = {index for index, state in enumerate(states) if axis in state.pending}
         if name in BILINEAR:
+            dtypes = [variable.aval.dtype for variable in (equation.eqn.invars[min(holding)], *equation.eqn.outvars)]
+            if not sums_stay_sums(*dtypes):
+                raise ShardingError(
+                    f"'{name}' makes {dtypes[1]} of a value that is pending over {axis}, {dtypes[0]}: terms that are "
+                    "whole numbers may wrap around where their sum does not\n  fix: reduce it first"
+                )
             if len(holding) == 1 and (name != "ragged_dot_general" or holding <= {0, 1}):
                 continue
             raise ShardingError(
@@ -208,7 +219,7 @@ def _indices(equation: Equation) -> dict | None:
         to = along
     elif name == "convert_element_type" and jnp.issubdtype(params["new_dtype"], jnp.integer):
         to = along if jnp.iinfo(params["new_dtype"]).max >= 2**31 - 1 else None
-    elif name == "reshape" and after[: along + 1] == before[: along + 1]:
+    elif name == "reshape" and params["dimensions"] is None and after[: along + 1] == before[: along + 1]:
         to = along
     elif name == "broadcast_in_dim" and before[along] == after[params["broadcast_dimensions"][along]]:
         to = params["broadcast_dimensions"][along]
@@ -415,7 +426,8 @@ def _reshape(equation) -> Whole:
     """Runs of dims with the same product correspond. In a run the dim that is split must be the major one, before and
     after: only that is the same permutation of the whole array on every mesh."""
     before, after = equation.shapes[0], equation.outs[0]
-    runs = [] if 0 in before else list(_runs(before, after))
+    is_by_rows = equation.params.get("dimensions") is None  # jnp.ravel(x, order="F") is not
+    runs = list(_runs(before, after)) if is_by_rows and 0 not in before else []
     if {dim for dims, _ in runs for dim in dims} != {dim for dim, size in enumerate(before) if size != 1}:
         yield 0, range(len(before)), "reshapes"
     for dims, sizes in runs:
@@ -453,7 +465,7 @@ _IN_PLACE = """
 _MAKES = {"broadcast_in_dim", "iota"}  # a dim whose elements are alike, or are marked
 _KEPT = "iota transpose squeeze stack unstack broadcast_in_dim tile slice dynamic_slice split concatenate".split()
 _REDUCTIONS = """
-    reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin reduce
+    reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin reduce psum pmax pmin
     """.split()
 _FACTORIZATIONS = "cholesky qr lu eigh eig svd householder_product".split()
 ALONG = {

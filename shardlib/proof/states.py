@@ -157,8 +157,10 @@ def merged(states: Sequence[State]) -> State:
 
 
 def dual(state: State, axes: Collection[str]) -> State:
-    """The state of a value's gradient: same and pending exchanged."""
-    return State(state.dims, state.split, frozenset(axes) - state.split - state.pending, state.without_dim)
+    """The state of a value's gradient: same and pending exchanged. What was made to the size of a part counts as split,
+    as in `require`."""
+    split = state.split.union(*state.dims)
+    return State(state.dims, split, frozenset(axes) - split - state.pending, state.without_dim)
 
 
 def require_dual(state: State, of: State, axes: Collection[str], what: str):

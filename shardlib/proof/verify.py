@@ -1,15 +1,9 @@
 """The check: that each value lies on the mesh as its type says, proved on the program's jaxpr before a device is used.
 
-The function is traced abstractly, once, for what one device holds. In that trace each operation of shardops and each
-annotation is a *mark*: a call whose rule says, from the types of what goes in, what comes out, or refuses. A walk over
-the jaxpr then carries, for every value and mesh axis, one of three states:
-
-    split      each device holds its own part (and which dim is split)
-    same       all devices hold the same
-    pending    the devices hold the terms of a sum
-
-Between marks stands ordinary JAX, device by device (`rules.py`): it keeps *same* if every operand is the same, makes
-*split* of split, and *pending* of pending where it is linear.
+The function is traced abstractly, once, for what one device holds; docs/notation.md says what is proved. In that trace
+each operation of shardops and each annotation is a *mark*, whose rule says, from the types of what goes in, what comes
+out, or refuses. A walk over the jaxpr carries each value's state (`states.py`), through marks and, between them,
+ordinary JAX (`rules.py`).
 
 The verdict does not depend on the mesh: what a device holds of a split dim has no number for its size but a symbol
 (`parts.py`), and the mesh's axes are not bound, so that nothing but a mark sends, or knows how many devices there are.
@@ -48,7 +42,7 @@ _MEANT = (
     ),
     ("rule.* for 'shardlib_mark'", GRAD),
     (
-        "proof.parts.Count",
+        r"proof.parts.Count|Cannot determine dtype of \d",
         "a number of devices is given to a function: x / shardops.axis_size('d') is written with /, a plain number is "
         "int(shardops.axis_size('d'))",
     ),
@@ -74,8 +68,8 @@ def verify(function, axes: dict[str, int], arguments: list, in_specs: list[Spec]
     Raises:
       ShardingError: at the first claim that is not so, with its line.
     """
-    check, functions = Check(axes, Parts()), set()
-    with guarded():
+    check, functions = Check(axes, Parts(axes)), set()
+    with guarded(check.parts):
         jaxpr = traced(function, check, _on_a_device(arguments, in_specs, axes, check.parts.size))
         Walk(check, traced, functions)(jaxpr, [State.of(spec) for spec in in_specs])
     return check.proved, functions, check.gradients

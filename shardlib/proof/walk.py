@@ -18,7 +18,8 @@ from shardlib.spec import ShardingError
 
 GRAD = (
     "a jax.grad, vjp, jvp or linear_transpose inside typed_shard_map: the type of its result cannot be known\n"
-    "  fix: use shardops.value_and_grad, shardops.grad or shardops.vjp, which give each gradient its type"
+    "  fix: use shardops.value_and_grad, shardops.grad or shardops.vjp, which give each gradient its type; jax.jvp "
+    "and linearize may stand in shardops.local alone"
 )
 # Operations with a function that goes from scalars to a scalar.
 _WITH_FUNCTION = {"reduce", "scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max", "scatter-sub"}
@@ -90,7 +91,8 @@ class Walk:
                 f"a {self.rule or 'function'} closes over a value of the program: its state is not known in the "
                 "backward rule\n  fix: make it an argument, and a residual"
             )
-        return State(((),) * jnp.ndim(value), zero=jnp.shape(value) == () and bool(value == 0))
+        is_zero = jnp.result_type(value) == jax.dtypes.float0 or (jnp.shape(value) == () and bool(value == 0))
+        return State(((),) * jnp.ndim(value), zero=is_zero)
 
     def where(self, eqn) -> str | None:
         """The user's line of an equation; notes the functions that it was reached through."""
@@ -140,7 +142,15 @@ class Walk:
         if jaxprs.transpose_solve is not None:
             with self.backwards():
                 duals = [dual(state, self.check.axes) for state in results]
-                self.jaxpr(jaxprs.transpose_solve, [*consts["transpose_solve"], *duals])
+                try:
+                    gradients = self.jaxpr(jaxprs.transpose_solve, [*consts["transpose_solve"], *duals])
+                    for gradient, state in zip(gradients, states):
+                        require_dual(gradient, state, self.check.axes, "the right side's gradient")
+                except ShardingError as error:
+                    raise ShardingError(
+                        f"in the backward pass of a linear solve, {str(error).splitlines()[0]}\n"
+                        "  fix: solve through shardops.local, with a declared type"
+                    ) from None
         return results
 
     @contextlib.contextmanager
@@ -253,7 +263,7 @@ class Walk:
             self.require_may_stand_here(mark, states[mark.operands :])
             results = mark.rule(states[: mark.operands])
         except ShardingError as error:
-            raise ShardingError(f"{error}" if "\n  at " in str(error) else f"{error}\n  at {mark.line}") from None
+            raise error if "\n  at " in str(error) else error.extended(mark.where) from None
         self.check.proved += 1
         return results
 
@@ -285,7 +295,8 @@ class Walk:
             if row.dims[0]:
                 raise ShardingError(
                     f"a scan over a dim that is {row.along(row.dims[0])}: each device would go through its own part "
-                    "alone\n  fix: all_gather it first, scan another dim, or map what is done row by row with jax.vmap"
+                    "alone\n  fix: all_gather it first, or scan another dim; what plain JAX does row by row jax.vmap "
+                    "maps; an operation takes all rows at once, with the dim in its string"
                 )
         if is_part(length := eqn.params["length"]):
             raise ShardingError(f"a scan of {shown(length)} turns, as many as a device's part has elements")
@@ -336,7 +347,8 @@ class Walk:
             )
         if not decides.split:
             return state
-        split, without_dim = state.split | decides.split, state.without_dim | (decides.split - state.split)
+        split, dims = state.split | decides.split, {axis for axes in state.dims for axis in axes}
+        without_dim = state.without_dim | (decides.split - state.split - dims)
         return State(state.dims, split, state.pending, without_dim, sized=state.sized, local_iota=state.local_iota)
 
     def fixed_point(self, body, start):
