@@ -5,14 +5,16 @@ import itertools
 import re
 from pathlib import Path
 
+import pytest
 from pages import ROOT
 
 from shardlib.spec import ShardingError
 
+SLOW = pytest.mark.slow
 COLLECTIVES = {"all_gather", "gather", "psum_scatter", "psum", "pmax", "all_to_all", "ppermute"}
 WEIGHTS = {"matrix", "bias", "exact"}  # lines of a table of weights (models/weights.py)
-# What a weight's line or a shared function of models/ says wrong is met where it is used.
-PLACE = r"(weights|layers|context|experts|llama|mixtral|gemma|gpt2|gptj|bert|t5|published|test_llama)\.py"
+# An error in a weight's line, or in a shared function of models/, is found where that is used.
+PLACE = r"(weights|layers|context|experts|llama|mixtral|gemma|gpt2|gptj|bert|t5|published)\.py"
 
 
 def mutants(source, axes=("d", "t")):
@@ -73,10 +75,34 @@ GROUPS = ("b", "w", "c", "t")  # as the programs on models/ name them
 
 
 def refuse_all_of(file, check, folder, record_property, place=None, axes=("d", "t")):
-    """The same of all mutants of a file of the repository; says how many there were, and returns that."""
+    """Asserts the same of all mutants of a file of the repository; reports and returns how many there were."""
     count = refuse_all(mutants((ROOT / file).read_text(), axes), check, folder, Path(file).name, place)
     record_property("summary", f"{count} mutants of {file}: none accepted")
     return count
+
+
+def proofs(programs, quick=(), axes=GROUPS, place=PLACE):
+    """Two tests of the files of `programs`, {file: (check, how many claims at least, how many mutants at least)}.
+
+    Args:
+      quick: the files whose acceptance is not slow.
+    """
+
+    @pytest.mark.parametrize("file", [each if each in quick else pytest.param(each, marks=SLOW) for each in programs])
+    def accepted(file, tmp_path):
+        """The check accepts the program as it is, so its mutants are refused for their mutation."""
+        check, claims, _ = programs[file]
+        assert check(tmp_path / Path(file).name, (ROOT / file).read_text()) > claims
+
+    @SLOW
+    @pytest.mark.parametrize("file", programs)
+    def refused(file, tmp_path, record_property):
+        """The check refuses every mutant: each collective removed, doubled, with two axes exchanged or one too few,
+        and each '+axis' dropped."""
+        check, _, count = programs[file]
+        assert refuse_all_of(file, check, tmp_path, record_property, place, axes) > count
+
+    return accepted, refused
 
 
 def is_string(node):

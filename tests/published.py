@@ -14,7 +14,7 @@ from pages import module_of
 from safetensors.numpy import load_file
 
 from models import foreign, huggingface
-from models.context import ALONE
+from models.context import ALONE, attention, deal_heads
 from models.layers import TokenBatch
 from runtime.run import with_shardings
 from shardlib import shardops
@@ -90,7 +90,7 @@ def read_of(oracle, lengths=READ):
 
 
 def step_of(source, Weights, oracle, along_c=ALONE):
-    """As `loss_and_logits`, or for a family that reads, and the arguments but for the weights."""
+    """A function like `loss_and_logits`, for families that read too, and its arguments after the weights."""
     if "read" in oracle:
         return loss_and_logits_of_read(source, Weights), (batch_of(oracle), read_of(oracle))
     if "kinds" in oracle:
@@ -148,6 +148,33 @@ def loss_and_logits_of_masked(source, Weights):
     return step
 
 
+def decoded(source, Weights):
+    """Hidden states by the layer as decoding calls it: the residual is whole, keys and values are kept."""
+    family, model, layers = source.family, source.model, source.family.layers
+
+    def forward(weights: Weights, batch: TokenBatch) -> tuple[act["B/b L/c M"], act["layers B/b S/c K/t D"]]:
+        inputs, segment, position = layers.inputs_of(batch, 1)
+        inputs, position = ALONE.part(inputs), ALONE.part(position)
+        mask, ends = family.mask(model), family.gather_ends(weights)
+
+        def layer(x, of_layer):
+            w, window = of_layer
+
+            def attend(q, k, v):
+                whole = functools.partial(attention, "einsum", segment=segment, window=attend.window, cap=mask.cap)
+                return deal_heads(whole, q, k, v), k
+
+            attend.window = mask.of_layer(window)
+            return family.layer(model, x, family.gather_layer(w), attend, position, "M")[:2]
+
+        x, keys = jax.lax.scan(
+            layer, family.embed(model, ends, inputs, position, "M"), (weights.transformer, mask.by_layer())
+        )
+        return family.final(model, ends, x, "M"), keys
+
+    return forward
+
+
 def differentiated(source, hidden, weights, batch, weights_type, along_c=ALONE):
     """The mean loss of hidden states, all logits, and the loss's gradient."""
     layers, cap = source.family.layers, source.family.mask(source.model).logits_cap
@@ -174,7 +201,7 @@ def reduced(types, gradient):
 
 
 def check_family(path, source, *given):
-    """As `claims_of`, of a family's file that was changed."""
+    """Returns what `claims_of` does, for a changed text of a family's file."""
     return claims_of(module_of(path, source), *given)
 
 

@@ -6,8 +6,7 @@ import json
 import jax
 import numpy as np
 import pytest
-from mutation import GROUPS, PLACE, refuse_all_of
-from pages import ROOT
+from mutation import proofs
 from published import FOLDER, Masked, check_family, loss_and_logits_of_masked, on_mesh, oracle_of, weights_of
 from safetensors.numpy import load_file, save_file
 
@@ -15,7 +14,6 @@ from models import huggingface
 from models.context import ALONE, attention_where, deal_heads
 from models.layers import TokenBatch
 from runtime.checkpoints.checkpoint import named_leaves
-from runtime.terminal import RunError
 from shardlib.shard_map import typed_shard_map
 from shardlib.shardtypes import i32
 from train import act
@@ -85,7 +83,8 @@ def test_predictions_do_not_depend_on_how_the_residual_lies_nor_on_padding(pool)
 
 
 def test_old_files_are_read(pool, tmp_path):
-    """As google-bert/bert-base-uncased: gamma and beta of norms, positions' numbers, heads that are not computed."""
+    """A file like google-bert/bert-base-uncased is read: norms' gamma and beta, position numbers, heads that are not
+    computed."""
     tensors, old = load_file(FOLDER / "bert/model.safetensors"), {}
     for name, value in tensors.items():
         name = name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
@@ -114,21 +113,5 @@ def check_bert(path, source):
     return check_family(path, source, [SMALL], [loss_and_logits_of_masked, whole], SHAPES)
 
 
-def test_rows_longer_than_the_learned_positions_are_refused(tmp_path):
-    """BERT has no row in its table for later positions."""
-    shorter = {**SMALL, "positions": 31}
-    with pytest.raises(RunError, match=r"rows of 32 tokens: this model has learned 31 positions \(model\.positions\)"):
-        check_family(
-            tmp_path / "bert.py", (ROOT / "models/bert.py").read_text(), [shorter], [loss_and_logits_of_masked], SHAPES
-        )
-
-
-def test_the_family_is_accepted(tmp_path):
-    """As it is, split and whole: the mutants are refused for their mutation."""
-    assert check_bert(tmp_path / "bert.py", (ROOT / "models/bert.py").read_text()) > 100
-
-
-@pytest.mark.slow
-def test_every_mutant_of_the_family_is_refused(tmp_path, record_property):
-    """Each collective removed, doubled, with its axes exchanged or one too few, and each '+axis' dropped."""
-    assert refuse_all_of("models/bert.py", check_bert, tmp_path, record_property, PLACE, GROUPS) > 40
+FILE = "models/bert.py"
+test_it_is_accepted, test_every_mutant_is_refused = proofs({FILE: (check_bert, 100, 40)}, quick=[FILE])

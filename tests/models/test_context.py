@@ -4,9 +4,8 @@ import types
 
 import jax
 import jax.numpy as jnp
-import pytest
-from mutation import refuse_all_of
-from pages import ROOT, module_of
+from mutation import proofs
+from pages import module_of
 
 from shardlib import shardops
 from shardlib.shard_map import typed_shard_map
@@ -40,7 +39,7 @@ def check_context(path, source):
 
 
 def check_experts(path, source):
-    """Both ways of a mixture and their gradients, as the residual lies in training and in decoding."""
+    """Checks both ways of a mixture and their gradients, with the residual as in training and as in decoding."""
     experts, act.dtype = module_of(path, source), jnp.bfloat16
     x, router = jax.ShapeDtypeStruct((8, 32, 16), act.dtype), jax.ShapeDtypeStruct((16, 8), jnp.float32)
     matrix = jax.ShapeDtypeStruct((8, 16, 24), act.dtype)
@@ -71,22 +70,10 @@ def check_experts(path, source):
     return sum(typed_shard_map(program(*each)).check(MESH, x, router, *[matrix] * 3) for each in cases)
 
 
-CASES = {
-    "context": (check_context, ("b", "c", "h", "t"), 25),
-    "experts": (check_experts, ("b", "g", "c", "e", "t"), 40),
-}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_it_is_accepted(name, tmp_path):
-    """As it is: the mutants are refused for their mutation."""
-    assert CASES[name][0](tmp_path / f"{name}.py", (ROOT / f"models/{name}.py").read_text()) > 100
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
-def test_every_mutant_is_refused(name, tmp_path, record_property):
-    """Each collective removed, doubled, with its axes exchanged or one too few, and each '+axis' dropped."""
-    check, axes, least = CASES[name]
-    place = rf"({name}|test_context)\.py"
-    assert refuse_all_of(f"models/{name}.py", check, tmp_path, record_property, place, axes) > least
+CONTEXT, EXPERTS = "models/context.py", "models/experts.py"
+test_context_is_accepted, test_every_mutant_of_context_is_refused = proofs(
+    {CONTEXT: (check_context, 100, 25)}, [CONTEXT], ("b", "c", "h", "t"), r"(context|test_context)\.py"
+)
+test_experts_are_accepted, test_every_mutant_of_experts_is_refused = proofs(
+    {EXPERTS: (check_experts, 100, 40)}, [EXPERTS], ("b", "g", "c", "e", "t"), r"(experts|test_context)\.py"
+)

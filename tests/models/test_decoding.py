@@ -7,8 +7,8 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-from mutation import GROUPS, refuse_all_of
-from pages import ROOT, module_of
+from mutation import proofs
+from pages import module_of
 from published import FOLDER, NAMES, on_mesh, weights_of
 
 from models import huggingface
@@ -58,7 +58,7 @@ def test_tokens_are_those_of_transformers(name, mesh, pool):
 
 @pytest.mark.usefixtures("proved_elsewhere")
 def test_weights_that_stay_split_write_the_same(pool):
-    """Gathered over d layer by layer, for each token anew: transformers' tokens."""
+    """Weights that are gathered over d, layer by layer and anew for each token, give transformers' tokens."""
     expected = json.loads((FOLDER / "qwen2/texts.json").read_text())
     with on_mesh(4, 2):
         generator = generator_of("qwen2", pool, kept="split")
@@ -70,7 +70,7 @@ def test_weights_that_stay_split_write_the_same(pool):
 
 @pytest.mark.usefixtures("proved_elsewhere")
 def test_a_row_that_comes_later_reads_its_own_prompt(pool):
-    """With an encoder: a second text joins while the first is written, and both are transformers'."""
+    """A second text joins a model with an encoder while the first is written: both are transformers'."""
     first, second, *_ = json.loads((FOLDER / "t5_gated/texts.json").read_text())
     greedy = Drawing(tokens=20, temperature=0.0)
     with on_mesh(1, 1):
@@ -179,9 +179,10 @@ CONTRACTED = {
 }  # fmt: skip
 
 
+@pytest.mark.usefixtures("proved_elsewhere")
 @pytest.mark.parametrize("name, mesh", [
-    ("llama", (2, 2)), ("mixtral", (2, 2)), *(pytest.param(*case, marks=pytest.mark.slow)
-      for case in (("llama", (8, 1)), ("olmoe", (4, 2)))),
+    ("mixtral", (2, 2)), *(pytest.param(*case, marks=pytest.mark.slow)
+      for case in (("llama", (2, 2)), ("llama", (8, 1)), ("olmoe", (4, 2)))),
 ], ids=str)  # fmt: skip
 def test_int8_weights_are_rounded_once_a_column(name, mesh, pool):
     """Log probabilities of a text are those of a model whose matrices numpy has rounded, experts' too, on every mesh;
@@ -211,30 +212,20 @@ def test_int8_weights_are_rounded_once_a_column(name, mesh, pool):
     np.testing.assert_allclose(found.log_probs, expected.log_probs, atol=2e-6)
 
 
-def test_decoding_is_accepted(tmp_path):
-    """All programs, as they are: the mutants are refused for their mutation."""
-    assert check_decoding(tmp_path / "decoding.py", (ROOT / "models/decoding.py").read_text()) > 600
-
-
-@pytest.mark.slow
-def test_every_mutant_of_decoding_is_refused(tmp_path, record_property):
-    """Each collective removed, doubled, with its axes exchanged or one too few, and each '+axis' dropped."""
-    place = r"(decoding|llama|t5|layers)\.py"
-    assert refuse_all_of("models/decoding.py", check_decoding, tmp_path, record_property, place, GROUPS) > 30
+test_it_is_accepted, test_every_mutant_is_refused = proofs(
+    {"models/decoding.py": (check_decoding, 600, 30)}, ["models/decoding.py"], place=r"(decoding|llama|t5|layers)\.py"
+)
 
 
 FIVE = [(1, 1), (2, 2), (4, 2), (8, 1), (1, 2)]
 
 
-@pytest.mark.parametrize(
-    "dtype, meshes",
-    [
-        pytest.param("float32", FIVE, marks=pytest.mark.slow),
-        pytest.param("bfloat16", FIVE, marks=pytest.mark.slow),
-        ("bfloat16", FIVE[:1]),
-    ],
-    ids=str,
-)
+@pytest.mark.usefixtures("proved_elsewhere")
+@pytest.mark.parametrize("dtype, meshes", [
+    pytest.param("float32", FIVE, marks=pytest.mark.slow),
+    pytest.param("bfloat16", FIVE, marks=pytest.mark.slow),
+    ("bfloat16", FIVE[:1]),
+], ids=str)  # fmt: skip
 def test_drawn_tokens_are_the_same_on_every_mesh_and_alone(dtype, meshes, pool):
     """What is drawn is a function of the row: on some meshes, in a batch and alone, with filters and without."""
     rng = np.random.default_rng(0)

@@ -6,10 +6,8 @@ import jax
 import numpy as np
 import pytest
 import small
-from mutation import GROUPS, PLACE, refuse_all_of
-from pages import ROOT
-from published import FOLDER, batch_of, check_family, loss_and_logits, on_mesh, oracle_of, weights_of
-from test_llama import decoded
+from mutation import proofs
+from published import FOLDER, batch_of, check_family, decoded, loss_and_logits, on_mesh, oracle_of, weights_of
 
 from models import experts, huggingface, layers, mixtral
 from models.layers import TokenBatch
@@ -52,8 +50,8 @@ def reference(x, weight, choice, w_gate, w_up, w_down, C):
 @pytest.mark.parametrize(("capacity", "C"), [(None, 4), (2.0, 4), (0.75, 2), (0.01, 1)])
 @pytest.mark.parametrize("mesh", [(2, 1, 3), *small.slow((1, 1, 1), (2, 2, 1), (8, 1, 1))], ids=str)
 def test_experts_take_as_many_tokens_of_a_row_as_they_have_slots(mesh, capacity, C):
-    """Against numpy, on every mesh, three devices along c among them: without a capacity, or with one of E/X, none is
-    dropped; else the last of each part of a row are."""
+    """Results are numpy's on every mesh, with c = 3 too: without a capacity, or with one of E/X, no token is dropped;
+    else the last of each part of a row are."""
     model = mixtral.Model(
         **dict.fromkeys(("d_model", "n_q_per_kv", "n_kv", "d_head", "layers", "vocab"), 8), d_ff=12, experts=8,
         experts_per_token=4, capacity=capacity, capacity_parts=6, rope_max_timescale=100.0,
@@ -94,7 +92,7 @@ def test_no_token_depends_on_what_follows_it(capacity, pool):
 
 
 def test_more_experts_than_there_are_cannot_be_chosen():
-    """Refused by the keys."""
+    """The message names both keys."""
     with pytest.raises(ValueError, match=r"experts_per_token: expected 1 to model\.experts = 2"):
         mixtral.Model(**{**OF_EXPERTS, "experts": 2, "experts_per_token": 3})
 
@@ -112,13 +110,4 @@ def check_mixtral(path, source):
     return check_family(path, source, VARIANTS, [loss_and_logits, decoded])
 
 
-@pytest.mark.slow
-def test_the_family_is_accepted(tmp_path):
-    """As it is, in training and in decoding: the mutants are refused for their mutation."""
-    assert check_mixtral(tmp_path / "mixtral.py", (ROOT / "models/mixtral.py").read_text()) > 300
-
-
-@pytest.mark.slow
-def test_every_mutant_of_the_family_is_refused(tmp_path, record_property):
-    """Each collective removed, doubled, with its axes exchanged or one too few, and each '+axis' dropped."""
-    assert refuse_all_of("models/mixtral.py", check_mixtral, tmp_path, record_property, PLACE, GROUPS) > 40
+test_it_is_accepted, test_every_mutant_is_refused = proofs({"models/mixtral.py": (check_mixtral, 300, 40)})

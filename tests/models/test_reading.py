@@ -7,8 +7,9 @@ import json
 import jax
 import numpy as np
 import pytest
-from mutation import GROUPS, refuse_all_of
-from pages import ROOT, module_of
+import small
+from mutation import proofs
+from pages import module_of
 from published import FOLDER, LENGTHS, READ, on_mesh, oracle_of, weights_of
 from safetensors.numpy import load_file
 from scipy.special import erf, log_softmax
@@ -18,7 +19,7 @@ from models.decoding import Generator
 from models.reading import Reader
 from tools import embed, generate, ready, score, tasks
 
-MESHES = [(1, 1), (2, 2)]
+MESHES = [*small.slow((1, 1)), (2, 2)]
 
 
 def reader_of(name, pool, mask=3):
@@ -40,7 +41,8 @@ def padded(rows, length=20):
 @pytest.mark.usefixtures("proved_elsewhere")
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_masked_tokens_have_the_log_probabilities_of_transformers(mesh, pool):
-    """Of each sequence in a row of its own, padded, with kinds: to 1e-4 nats at all places, and the likeliest ids."""
+    """Each sequence stands in a padded row of its own: log probabilities agree to 1e-4 nats at all places, and the
+    likeliest ids are equal."""
     oracle = oracle_of("bert")
     some = sequences_of(oracle)
     logits = [oracle["logits"][row, place] for row, place in some]
@@ -56,7 +58,7 @@ def test_masked_tokens_have_the_log_probabilities_of_transformers(mesh, pool):
 
 
 @pytest.mark.usefixtures("proved_elsewhere")
-@pytest.mark.parametrize("name", ["t5", "t5_gated"])
+@pytest.mark.parametrize("name", [*small.slow("t5"), "t5_gated"])
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_what_t5_writes_has_the_log_likelihoods_of_transformers(name, mesh, pool):
     """`Scorer` of pairs, of which the first is read: sums to 1e-4 nats, and whether greedy decoding writes them."""
@@ -199,7 +201,7 @@ def test_bert_is_scored_by_masking_one_token_after_the_other(published_bert, cal
 
 @pytest.mark.usefixtures("proved_elsewhere")
 def test_vectors_of_a_file(published_bert, called, pool, tmp_path):
-    """Of texts and of a pair: those of `Reader`, on any mesh; nothing that is there is written over."""
+    """The vectors of texts and of a pair are those of `Reader`, on any mesh; an existing file is not overwritten."""
     lines = tmp_path / "texts.jsonl"
     lines.write_text('{"text": "w5 w8 w9"}\n{"text": ["w5", "w6 w7"]}\n{"text": "w1"}\n')
     run = functools.partial(called, embed.main, embed.Embed, published_bert, lines)
@@ -242,13 +244,5 @@ def check_reading(path, source):
     return proved
 
 
-def test_reading_is_accepted(tmp_path):
-    """As it is: the mutants are refused for their mutation."""
-    assert check_reading(tmp_path / "reading.py", (ROOT / "models/reading.py").read_text()) > 300
-
-
-@pytest.mark.slow
-def test_every_mutant_of_reading_is_refused(tmp_path, record_property):
-    """Each collective removed, doubled, with its axes exchanged or one too few, and each '+axis' dropped."""
-    place = r"(reading|bert|t5|llama|layers|decoding|weights)\.py"
-    assert refuse_all_of("models/reading.py", check_reading, tmp_path, record_property, place, GROUPS) >= 10
+FILE, PLACE = "models/reading.py", r"(reading|bert|t5|llama|layers|decoding|weights)\.py"
+test_it_is_accepted, test_every_mutant_is_refused = proofs({FILE: (check_reading, 300, 9)}, [FILE], place=PLACE)

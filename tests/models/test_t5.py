@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import small
-from mutation import GROUPS, PLACE, refuse_all_of
-from pages import ROOT
+from mutation import proofs
 from published import FOLDER, Read, check_family, loss_and_logits_of_read, on_mesh, oracle_of, weights_of
 from safetensors.numpy import load_file, save_file
 
@@ -97,16 +96,13 @@ def test_decoding_computes_what_training_does(name, pool):
     assert np.asarray(padded).tobytes() == np.asarray(expected).tobytes()
 
 
-@pytest.mark.parametrize(
-    ("buckets", "max_distance", "firsts"),
-    [
-        (16, 128, [1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 23, 32, 46, 64, 91]),
-        (32, 128, [*range(1, 17), 19, 21, 24, 27, 31, 35, 40, 46, 52, 59, 67, 77, 87, 99, 113]),
-        (16, 1000, [1, 2, 3, 4, 5, 6, 7, 8, 15, 27, 49, 90, 164, 300, 547]),
-    ],
-)
+@pytest.mark.parametrize(("buckets", "max_distance", "firsts"), [
+    (16, 128, [1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 23, 32, 46, 64, 91]),
+    (32, 128, [*range(1, 17), 19, 21, 24, 27, 31, 35, 40, 46, 52, 59, 67, 77, 87, 99, 113]),
+    (16, 1000, [1, 2, 3, 4, 5, 6, 7, 8, 15, 27, 49, 90, 164, 300, 547]),
+])  # fmt: skip
 def test_buckets_begin_where_those_of_transformers_do(buckets, max_distance, firsts):
-    """Of T5Attention._relative_position_bucket (transformers 5.23.0): the distances at which the bucket changes."""
+    """The bucket changes at the same distances as in T5Attention._relative_position_bucket (transformers 5.23.0)."""
     assert t5.first_distances(buckets, max_distance) == firsts
 
 
@@ -144,12 +140,5 @@ def check_t5(path, source):
     return check_family(path, source, VARIANTS, [loss_and_logits_of_read, decoded_in([32])], SHAPES)
 
 
-def test_the_family_is_accepted(tmp_path):
-    """As it is, in training and in decoding: the mutants are refused for their mutation."""
-    assert check_t5(tmp_path / "t5.py", (ROOT / "models/t5.py").read_text()) > 300
-
-
-@pytest.mark.slow
-def test_every_mutant_of_the_family_is_refused(tmp_path, record_property):
-    """Each collective removed, doubled, with its axes exchanged or one too few, and each '+axis' dropped."""
-    assert refuse_all_of("models/t5.py", check_t5, tmp_path, record_property, PLACE, GROUPS) > 40
+FILE = "models/t5.py"
+test_it_is_accepted, test_every_mutant_is_refused = proofs({FILE: (check_t5, 300, 40)}, quick=[FILE])
