@@ -73,9 +73,11 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
         was, now = left.get(title, {}), right.get(title, {})
         changed = [what for what in dict.fromkeys((*was, *now)) if was.get(what, 0) != now.get(what, 0)]
         lines += [title] if changed else []
-        lines += [f"    {what}: {_shown(was.get(what, 0))} -> {_shown(now.get(what, 0))}" for what in changed]
+        lines += [f"    {what}: {_shown(was.get(what, 0), now.get(what, 0))}" for what in changed]
     return lines
 
 
-def _shown(value: float) -> str:
-    return f"{value:,.0f}" if value < 1e5 else number(value)
+def _shown(was: float, now: float) -> str:
+    """Two values, short unless they would look the same."""
+    short = [f"{value:,.0f}" if value < 1e5 else number(value) for value in (was, now)]
+    return " -> ".join(short if short[0] != short[1] else [f"{value:,.0f}" for value in (was, now)])

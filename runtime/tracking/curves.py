@@ -27,6 +27,7 @@ CHARTS = (
     ("Weight norm", "", ("weight_norm",)),
     ("Throughput", "tokens/s", ("tokens_per_s",)),
     ("Time of a step", "s", ("step_time_s", "device_s", "data_wait_s", "checkpoint_stall_s")),
+    ("Processor time of a step", "s", ("step_cpu_s",)),
     ("Share of the devices' peak", "share", ("mfu", "hfu", "mfu_6nd")),
     ("Memory, the most so far", "B", ("device_peak_memory_bytes", "host_peak_memory_bytes")),
     ("Steps skipped", "", ("skipped_steps",)),

@@ -410,15 +410,17 @@ def test_moved_lines_are_no_difference(tmp_path):
 
 
 def test_compared_ledgers(tmp_path, called):
-    """tools.compare: the exit status says whether two ledgers differ; a file that is no ledger is one line of error;
-    one of format 1 is read."""
+    """tools.compare: the exit status says whether two ledgers differ, in digits that differ too; a file that is no
+    ledger is one line of error; one of format 1 is read."""
     ledger = ledger_of("local_test_synthetic")
     write(ledger, tmp_path)
     same, other = str(tmp_path / "ledger.json"), tmp_path / "other.json"
     old = {**ledger.to_json(), "format": 1, "text": SOURCE}
     old = json.dumps({key: value for key, value in old.items() if key != "texts"})
     fewer = old.replace('"model_flops": ', '"model_flops": 1', 1)
+    flops = ledger.model_flops
     for text, status, shown in [
+        (old.replace(str(flops), str(flops + 1)), 1, f"model FLOPs: {flops:,.0f} -> {flops + 1:,.0f}"),
         (old, 0, "The ledgers say the same."),
         (fewer, 1, "altogether"),
         (None, 1, f"error: {other} is no ledger: give the ledger.json of a run folder: FileNotFoundError"),

@@ -125,6 +125,7 @@ def test_a_chart_has_what_belongs_together():
     found = charts_of(recorded(loss=3.0, validation_loss=2.5, mfu=None, skipped_steps=0, other=1.0))
     assert list(found) == ["Loss", "other"] and found["Loss"].unit == "nats a token"
     assert "Steps skipped" in charts_of(recorded(skipped_steps=2))  # a chart of zeros says nothing
+    assert list(charts_of(recorded(step_cpu_s=1.0))) == ["Processor time of a step"]
     traces, layout = figure_of(found["Loss"])
     assert [(trace["name"], trace["x"], trace["y"]) for trace in traces] == [
         ("loss", [1, 2, 3], [3.0] * 3),
