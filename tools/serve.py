@@ -195,8 +195,11 @@ class Api:
                 content = {key: value for key, value in given.items() if WITHOUT_EFFECT.get(key, ...) != value}
             return REQUEST.validate_python(content)
         except pydantic.ValidationError as wrong:
-            first = wrong.errors()[0]
-            raise ValueError(f"{'.'.join(map(str, first['loc'])) or 'body'}: {first['msg']}") from None
+            first, *others = wrong.errors()
+            where, kinds = first["loc"], [first["msg"]]
+            if of_kind := [each["msg"] for each in others if where[1:] and each["loc"][:-1] == where[:-1]]:
+                where, kinds = where[:-1], [*kinds, *of_kind]  # it may be of several kinds, and is of none
+            raise ValueError(f"{'.'.join(map(str, where)) or 'body'}: {', or: '.join(dict.fromkeys(kinds))}") from None
         except ValueError as wrong:
             raise ValueError(f"body: {wrong}") from None
 
