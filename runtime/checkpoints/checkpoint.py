@@ -188,6 +188,8 @@ def open_checkpoint(store: Store, name: str, pool: Executor) -> Checkpoint:
         group = zarr.open_group(zarr.storage.MemoryStore(memory), mode="r", use_consolidated=False)
         arrays = {leaf: array for leaf, array in group.members(max_depth=None) if isinstance(array, zarr.Array)}
     except UNREADABLE as error:
+        if isinstance(error, OSError) and error.errno:  # of memory none fails: this process has too few open files
+            raise RunError(f"checkpoint {path} cannot be opened: {type(error).__name__}: {error}") from error
         raise Damaged(path, f"its metadata cannot be read ({error})") from error
     files = _Files(store, name, memory, is_bound=bool(checksums) and STEP in root)
     lazy = {leaf: files.array(leaf, array) for leaf, array in arrays.items()}

@@ -16,6 +16,7 @@ import functools
 import gc
 import os
 import re
+import resource
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -48,6 +49,7 @@ from runtime.terminal import RunError, heartbeat, leave, print_error, print_line
 CONFIG_FOLDER = Path(__file__).resolve().parents[2] / "configs"
 BASE = "base"  # in each config's defaults list
 TRUST = "allow_code_in_config=true"
+LEAST_FILES = 16  # with fewer, packages that begin an event loop print tracebacks
 LONGEST_OVERRIDE = 2**14  # characters, which hydra's parser takes half a second for
 HYDRA_SETTINGS = (  # a run has its own folder and its own log
     *("hydra.run.dir=.", "hydra.output_subdir=null", "hydra.sweep.subdir=.", "hydra/job_logging=none"),
@@ -73,6 +75,9 @@ def run(main: Callable[..., None], config_class: type, *others: Any) -> None:
     after an interrupt, 75 when a signal stopped a run that can go on, and 141 when nobody reads its output any more
     (`| head`). Any other exception is a defect and passes through.
     """
+    if (files := resource.getrlimit(resource.RLIMIT_NOFILE)[0]) < LEAST_FILES:
+        print_error(f"this process may have {files} files open: allow it more, as by ulimit -n 1024")
+        leave(1)
     arguments = sys.argv[1:]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra raises its errors instead of printing a page
     try:

@@ -169,20 +169,23 @@ def test_a_linked_checkpoint(tmp_path):
     assert {path: path.read_bytes() for path in theirs.rglob("*") if path.is_file()} == before
 
 
-@pytest.mark.parametrize("verb, what", [("read", "/0000000020 cannot be opened"), ("names", " cannot be listed")])
-def test_a_store_that_denies_is_an_error(tmp_path, monkeypatch, verb, what):
-    """An error of the file system (here: permission) stops the run: passing over a good checkpoint, or taking it for
-    none, could lose work."""
+@pytest.mark.parametrize("owner, verb, what", [
+    (LocalStore, "read", "/0000000020 cannot be opened"), (LocalStore, "names", " cannot be listed"),
+    (zarr, "open_group", "/0000000020 cannot be opened"),
+])  # fmt: skip
+def test_a_store_that_denies_is_an_error(tmp_path, monkeypatch, owner, verb, what):
+    """An error of the machine (a permission; too few open files for zarr) stops the run: passing over a good
+    checkpoint, or taking it for none, could lose work."""
     save(tmp_path, 20)
 
-    def denied(*_):
+    def denied(*_, **__):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(LocalStore, verb, denied)
+    monkeypatch.setattr(owner, verb, denied)
     with pytest.raises(
         RunError, match=rf"^(checkpoint )?{tmp_path}{what}: PermissionError: \[Errno 13\] Permission denied"
     ):
-        open_checkpoints(tmp_path).latest()
+        restore(tmp_path, (1, 1))
 
 
 def test_incomplete_is_replaced_and_complete_is_not(tmp_path):
