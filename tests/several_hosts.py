@@ -45,15 +45,15 @@ def write_mixture(folder: Path) -> str:
 
 
 def where(folder: Path) -> list[str]:
-    """The overrides of a run in this folder, which looks as if it had its profile and picture: they take half its
-    time."""
+    """The overrides of a run in this folder. The run finds a profile and a picture, which would take half its time."""
     (folder / "profile").mkdir(parents=True, exist_ok=True)
     (folder / "step.svg").touch()
     return [f"paths.root_working_dir={folder.parent}", f"paths.model_name={folder.name}"]
 
 
 def environment(cache: Path) -> dict[str, str]:
-    """That of a process which is started by no launcher yet and simulates as many devices as its mesh needs."""
+    """The environment of a process that no launcher has started and that simulates as many devices as its mesh
+    needs."""
     launchers = re.compile(r"(OMPI|PMIX|SLURM|JAX_COORDINATOR)_")
     given = {name: value for name, value in os.environ.items() if not launchers.match(name)}
     given["XLA_FLAGS"] = re.sub(r"--xla_force_host_platform_device_count=\d+", "", given["XLA_FLAGS"])
@@ -66,8 +66,8 @@ def free_port() -> int:
 
 
 def without_gloo(output: str) -> list[str]:
-    """The lines of a process, without those in which Gloo says how many are connected. It says so from several
-    threads, so that a line may begin in the middle of another."""
+    """The lines of a process without Gloo's count of connections, which several threads print, also in the middle of
+    another line."""
     words = set("[Gloo] Rank is connected to peer ranks. Expected number of connected peer ranks is :".split())
     return [line for line in output.splitlines() if set(re.sub(r"\d", " ", line).split()) - words]
 
@@ -103,7 +103,13 @@ def records(folder: Path) -> list[dict]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
+def logged(folder: Path, name: str) -> dict[int, float]:
+    """A metric, by step."""
+    return {record["step"]: record[name] for record in records(folder) if name in record}
+
+
 def losses(folder: Path) -> list[tuple[int, float]]:
+    """Step and loss of each line: a step that was logged twice stands here twice."""
     return [(record["step"], record["loss"]) for record in records(folder) if "loss" in record]
 
 

@@ -5,14 +5,13 @@ import os
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
+from pages import ROOT
 
 from runtime import terminal
 from runtime.terminal import columns, print_error, print_line, printable, progress, wrapped
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 # Says three lines, while the progress goes on, and writes a file: nothing that is opened later may stand for fd 1.
 PROGRAM = """
 import pathlib, sys
@@ -35,9 +34,8 @@ def test_printing_never_ends_a_run(tmp_path, redirection):
     standard error (which may be closed too) and in the run folder."""
     program = f"'{sys.executable}' -c \"$PROGRAM\" '{tmp_path}'"
     command = f"trap '' PIPE; {{ {program}; echo $? >'{tmp_path}/status'; }} {redirection}"
-    done = subprocess.run(
-        ["sh", "-c", command], cwd=REPOSITORY, env={**os.environ, "PROGRAM": PROGRAM}, capture_output=True, text=True
-    )
+    env = {**os.environ, "PROGRAM": PROGRAM}
+    done = subprocess.run(["sh", "-c", command], cwd=ROOT, env=env, capture_output=True, text=True)
     assert (tmp_path / "status").read_text() == "0\n", done.stderr
     assert (tmp_path / "data").read_text() == "mine" and "Traceback" not in done.stderr
     said = ["step 1/3: loss 7.25", "line 1 ", "step 2/3: loss 7.25", "line 2 ", "step 3/3: loss 7.25", "line 3 "]
@@ -71,17 +69,14 @@ def test_a_disk_that_has_room_again(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "messages.txt").read_text() == "one\ntwo\n" * 2
 
 
-@pytest.mark.parametrize(
-    "text, shown",
-    [
-        ("a\tb\nc", "a\tb\nc"),
-        ("\x1b]0;title\x07\x1b[2Jgone", r"\x1b]0;title\x07\x1b[2Jgone"),
-        ("over\rwritten\x08\x9b2J\x7f", r"over\x0dwritten\x08\x9b2J\x7f"),
-        ("größer ×8 …", "größer ×8 …"),
-        ("s3://me:secret@host/x, memory:///me:secret@x", "s3://me:***@host/x, memory:///me:***@x"),
-        ("http://host:80/a@b and gs://bucket/y", "http://host:80/a@b and gs://bucket/y"),
-    ],
-)
+@pytest.mark.parametrize("text, shown", [
+    ("a\tb\nc", "a\tb\nc"),
+    ("\x1b]0;title\x07\x1b[2Jgone", r"\x1b]0;title\x07\x1b[2Jgone"),
+    ("over\rwritten\x08\x9b2J\x7f", r"over\x0dwritten\x08\x9b2J\x7f"),
+    ("größer ×8 …", "größer ×8 …"),
+    ("s3://me:secret@host/x, memory:///me:secret@x", "s3://me:***@host/x, memory:///me:***@x"),
+    ("http://host:80/a@b and gs://bucket/y", "http://host:80/a@b and gs://bucket/y"),
+])  # fmt: skip
 def test_control_characters_are_spelled_out(capsys, text, shown):
     """A name or a text of others cannot clear the screen, write elsewhere or name the window; no password is
     printed."""
@@ -93,7 +88,7 @@ def test_control_characters_are_spelled_out(capsys, text, shown):
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_long_lines_are_broken(monkeypatch, width):
-    """At blanks, at the terminal's width, indented; a path stays whole."""
+    """Lines break at blanks, at the terminal's width, indented; a path stays whole."""
     monkeypatch.setenv("COLUMNS", str(width))
     line = "a line of words " * 12 + "/" + "x" * 150
     lines = wrapped(line).split("\n")

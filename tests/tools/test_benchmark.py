@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from pages import ROOT
 
 import train
 from runtime.terminal import RunError
 from tools import benchmark
 
-ROOT = Path(__file__).parents[2]
 TINY = (
     "local_test_synthetic mesh.d=2 mesh.t=2 model.d_model=32 model.d_head=8 model.layers=1 model.vocab=64 "
     "model.d_ff=64 training.tokens.batch=4 training.tokens.len=16"
@@ -76,8 +76,8 @@ def test_other_programs(tmp_path, program, job):
 
 
 def test_the_mesh_is_that_of_the_devices_there_are(monkeypatch):
-    """On an accelerator d takes all devices that t leaves; t shrinks to what divides them. A CPU simulates the config's
-    own."""
+    """d takes all devices of an accelerator that t leaves; t shrinks to what divides them. A CPU simulates the config's
+    own mesh."""
     monkeypatch.chdir(ROOT)
     shape = benchmark.config_of(benchmark.Benchmark(), "local_test_synthetic")
     for devices, expected in ((1, (1, 1)), (2, (1, 2)), (8, (4, 2)), (32, (16, 2))):

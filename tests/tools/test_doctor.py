@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from pages import ROOT
 
 import train
 import train_any
@@ -17,7 +18,6 @@ from runtime.data import refusals
 from tools import doctor
 from tools.doctor import all_reduces, data, packages, storage
 
-ROOT = Path(__file__).parents[2]
 CONFIG = program.with_keys(program.ProgramKey, train)
 
 
@@ -61,7 +61,7 @@ def test_the_whole_table(run, tmp_path):
 
 
 def test_a_program_whose_model_is_in_its_files(called, tmp_path):
-    """Of fine-tuning the vocabulary is that of the weights that it begins with."""
+    """Fine-tuning takes its vocabulary from its initial weights."""
     keys = f"--config-name=finetune_smollm2 initial_weights={ROOT}/tests/models/golden/llama mesh.t=2"
     config = program.with_keys(program.ProgramKey, train_any)
     keys += f" flat_tokens.filespec=synthetic_dataset.zarr program=train_any paths.root_working_dir={tmp_path}"
@@ -100,14 +100,13 @@ def test_devices_that_jax_cannot_start(monkeypatch, run):
     monkeypatch.setattr(jax, "devices", devices)
     status, text, error = run()
     assert status == 1 and error.startswith("error: missing or broken: devices; ")
-    assert "WRONG devices JAX does not start: Unable to initialize backend 'cuda': no driver fix: nvidia-smi" in words(
-        text
-    )
+    said = "WRONG devices JAX does not start: Unable to initialize backend 'cuda': no driver fix: nvidia-smi"
+    assert said in words(text)
 
 
 def test_versions_against_the_tested_ones(monkeypatch):
-    """Another version than the pinned one is said and breaks nothing; a missing package, or tracker that the run writes
-    to, does, with the command that installs it; of other trackers nothing is said."""
+    """Another version than the pinned one is said and breaks nothing. A missing package, or tracker that the run writes
+    to, is wrong, with the command that installs it; other trackers are not mentioned."""
     version, others = metadata.version, {"zarr": None, "numpy": "2.0.0", "wandb": None, "clearml": None}
 
     def changed(name):
@@ -142,8 +141,8 @@ def test_data_that_the_run_refuses(keys, text):
 
 
 def test_data_of_a_mixture_and_of_a_stream(monkeypatch, tmp_path):
-    """What each holds where all is well; without the package for it a stream is wrong as the run would say it; so are
-    data that take too much memory."""
+    """A row says what each source holds. Without its package a stream is wrong in the run's words; so are data that
+    take too much memory."""
     (tmp_path / "other.zarr").symlink_to(ROOT / "synthetic_dataset.zarr")
     sources = "{filespec: synthetic_dataset.zarr, weight: 1}, {filespec: " + f"{tmp_path}/other.zarr, weight: 3" + "}"
     ((_, found, fix),) = data(load(CONFIG, overrides=["flat_tokens.filespec=null", f"mixture=[{sources}]"]), mesh(4, 2))
@@ -167,7 +166,7 @@ def test_data_of_a_mixture_and_of_a_stream(monkeypatch, tmp_path):
 
 
 def test_other_hosts_say_what_is_wrong_with_them(monkeypatch, capsys):
-    """Of several processes one prints what is well, and each what is missing on its own host."""
+    """One process prints what is well, and each process what is missing on its own host."""
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     monkeypatch.setattr(doctor, "rows", lambda _: [("packages", "all", ""), ("data", "none", "copy")])
     with pytest.raises(doctor.RunError, match="missing or broken: data; "):
@@ -176,7 +175,7 @@ def test_other_hosts_say_what_is_wrong_with_them(monkeypatch, capsys):
 
 
 def test_bandwidth_counts_the_bytes_that_leave_a_device(monkeypatch):
-    """As the ledger does: of 4 MiB on each of 4 devices twice three quarters, for the sum's two halves."""
+    """4 MiB on each of 4 devices count twice three quarters, for the sum's two halves, as in the ledger."""
     monkeypatch.setattr(doctor, "ALL_REDUCE_BYTES", {"cpu": 4 * 2**20})
     monkeypatch.setattr(doctor, "_seconds", lambda run: 1e-3)
     assert list(all_reduces(mesh(4, 1))) == [("all-reduce d", "6.29 GB/s leave each device", "")]

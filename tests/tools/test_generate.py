@@ -33,7 +33,7 @@ MODELS = {}
 
 
 def served_before(config):
-    """As `ready_model`; the same model each time, since compiling its programs is most of what a start takes."""
+    """Stands in for `ready_model`; it keeps each model, since compiling its programs is most of what a start takes."""
     key = config.model, str(config.mesh), config.compute_dtype, config.weights
     if key not in MODELS:
         MODELS[key] = READY_MODEL(config), train.act.dtype
@@ -56,7 +56,7 @@ def said(called, monkeypatch):
 
 
 def test_it_goes_on_with_what_it_has_learnt(cat_run, said):
-    """At temperature 0 a model that has seen one sentence only goes on with it; the prompt comes first."""
+    """A model that has seen one sentence goes on with it at temperature 0; the prompt comes first."""
     text = said(cat_run, "prompt=on the mat. the c", "tokens=14", "temperature=0")
     assert text == ("on the mat. " + SENTENCE)[: len("on the mat. the c") + 14] + "\n"
 
@@ -115,7 +115,7 @@ def test_ids_and_log_probabilities(said):
 
 
 def test_an_encoder_reads_the_prompt(said):
-    """Of T5 the same: the prompt is what the encoder reads, the text what the decoder writes."""
+    """T5's encoder reads the prompt, and its decoder writes the text."""
     prompt = "prompt_ids=[5,36,30,28,30,16,34,12,21,26,27,36,18,28,19,18,16]"
     ids = said(FOLDER / "t5_gated", prompt, "tokens=8", "temperature=0", "output=ids")
     (expected,) = [each["greedy"] for each in json.loads((FOLDER / "t5_gated/texts.json").read_text())[1:2]]
@@ -131,8 +131,8 @@ def bytes_of(text):
 
 
 def test_a_chat_from_the_command_line(cat_run, said, monkeypatch, tmp_path):
-    """chat=true, a line of messages, and a conversation through standard input are the same prompts: of a tokenizer
-    without a template in ChatML, which a line says; else in its own."""
+    """chat=true, a line of messages, and a conversation through standard input make the same prompts: in the
+    tokenizer's template, or else in ChatML, which a line says."""
     given = [cat_run, "temperature=0", "tokens=6", "output=jsonl"]
     first = json.loads(said(*given, "chat=true", "prompt=the cat"))
     assert f"note: {cat_run}: the chat is written as ChatML" in " ".join(said.note.split())
@@ -184,8 +184,8 @@ def test_what_is_refused(said, arguments, message):
 
 @pytest.mark.slow
 def test_a_run_of_another_program_is_refused(cat_run, called, monkeypatch, tmp_path):
-    """By all that take weights: its forward pass was another than models/ has; a key says that it is the same model.
-    The copy in the checkpoint is never run."""
+    """All programs that take weights refuse a run with another forward pass; a key says that it is the same model. The
+    checkpoint's copy of the program is never run."""
     monkeypatch.setattr(generate, "ready_model", READY_MODEL)
     monkeypatch.setattr(score, "ready_model", READY_MODEL)
     ran, kept, text = tmp_path / "ran", program._record, tmp_path / "text.txt"
@@ -226,8 +226,8 @@ OF_CAT_MODEL = """model.d_model=32 model.n_q_per_kv=1 model.n_kv=2 model.d_head=
 
 @pytest.mark.parametrize("prompt, ids", [("", [0]), ([{"role": "user", "content": ""}], None), ([5, 6], [5, 6])])
 def test_there_is_always_a_first_token(cat_run, prompt, ids):
-    """Of a tokenizer that puts nothing before a text: an empty prompt, or a chat of which its template writes nothing,
-    begins with bos."""
+    """An empty prompt, or a chat of which the template writes nothing, begins with bos, although the tokenizer puts
+    nothing first."""
     template = "{% if messages[0].content %}x{% endif %}"
     tokenizer = replace(ready.kept_tokenizer(cat_run), chat_template=template)
     source = SimpleNamespace(model=SimpleNamespace(vocab=257))
@@ -270,9 +270,8 @@ def test_published_values_that_are_none(said, tmp_path, monkeypatch):
     file = tmp_path / "llama/config.json"
     given = [tmp_path / "llama", "prompt_ids=[3]", "tokens=4", "temperature=0", "output=ids"]
     expected = said(*given)
-    file.write_text(
-        json.dumps(json.loads(file.read_text()) | {"max_position_embeddings": None, "eos_token_id": [10**9]})
-    )
+    changed = json.loads(file.read_text()) | {"max_position_embeddings": None, "eos_token_id": [10**9]}
+    file.write_text(json.dumps(changed))
     assert len(said(*given).split()) == 4 >= len(expected.split())
 
 

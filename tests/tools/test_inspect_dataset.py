@@ -2,11 +2,11 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import zarr
+from pages import ROOT
 
 from runtime.config.command_line import load
 from runtime.data.split_writer import write_split
@@ -14,7 +14,6 @@ from runtime.data.tokenizers import load_tokenizer, save_dataset_tokenizer
 from runtime.terminal import RunError, print_error
 from tools import inspect_dataset as tool
 
-ROOT = Path(__file__).resolve().parents[2]
 TEXTS = ["To be, or not to be:\n   that is the question.", "", "Ay,\x1bthere's the rub.", "é€" * 40, "x" * 300]
 
 
@@ -66,7 +65,7 @@ def test_what_a_data_set_holds(data, capsys):
 
 
 def test_ids_where_there_is_no_tokenizer(data, capsys):
-    """Without a tokenizer the ids themselves are shown, of one split if it is asked for."""
+    """The ids themselves are shown if there is no tokenizer, of one split if it is asked for."""
     del zarr.open_group(data).attrs["tokenizer"]
     status, lines, _ = inspect(capsys, data, "split=validation", "samples=1")
     assert status == 0 and lines[1] == "tokenizer: not named" and "train" not in lines
@@ -118,63 +117,40 @@ PARTLY = "the length of encoded_tokens: the data set is damaged or only partly w
 NOT_COMPARED = "since seq_starts is damaged, it is not compared with the tokens that are marked as first"
 # What is damaged, how many violations that is, and what is said; seq_starts is 0, 45, 45, 65, 265, 565.
 VIOLATIONS = {
-    "id too large": (
-        change("encoded_tokens", 100, 2 * 300), 1,
-        "encoded_tokens[100] is the id 300, expected no id above max_token_id, 227",
-    ),
-    "many": (
-        lambda path: (attribute(max_token_id=226)(path), change("encoded_tokens", slice(0, 64), 3)(path)), 102,
-        "encoded_tokens[67] is the id 227, expected no id above max_token_id, 226; so are 39 more",
-        f"encoded_tokens[1] {NO_START}; so are 61 more",
-    ),
+    "id too large": (change("encoded_tokens", 100, 2 * 300), 1,
+     "encoded_tokens[100] is the id 300, expected no id above max_token_id, 227"),
+    "many": (lambda path: (attribute(max_token_id=226)(path), change("encoded_tokens", slice(0, 64), 3)(path)), 102,
+     "encoded_tokens[67] is the id 227, expected no id above max_token_id, 226; so are 39 more",
+     f"encoded_tokens[1] {NO_START}; so are 61 more"),
     "marked first": (change("encoded_tokens", 70, 2 * 5 + 1), 1, f"encoded_tokens[70] {NO_START}"),
-    "another start": (
-        change("seq_starts", 3, 66), 2, f"encoded_tokens[65] {NO_START}",
-        "encoded_tokens[66] is not marked as a sequence's first token, and a sequence starts there in seq_starts",
-    ),
-    "starts that decrease": (
-        change("seq_starts", 3, 20), 1, NOT_COMPARED,
-        "sequence 2 goes from 45 to 20 in seq_starts, expected increasing numbers up to the number of tokens, 565",
-    ),
+    "another start": (change("seq_starts", 3, 66), 2, f"encoded_tokens[65] {NO_START}",
+     "encoded_tokens[66] is not marked as a sequence's first token, and a sequence starts there in seq_starts"),
+    "starts that decrease": (change("seq_starts", 3, 20), 1, NOT_COMPARED,
+     "sequence 2 goes from 45 to 20 in seq_starts, expected increasing numbers up to the number of tokens, 565"),
     "starts beyond": (change("seq_starts", 4, 2**63 + 5000), 2, "sequence 3 goes from 65 to 9223372036854780808 in"),
-    "last start": (
-        change("seq_starts", 5, 564), 1,
-        f"seq_starts of DATA/train goes from 0 to 564, expected from 0 to 565, {PARTLY}",
-    ),
-    "lost chunk of tokens": (
-        chunk("encoded_tokens", 2, None), 1,
-        f"from 128 to 192 (the file train/encoded_tokens/c/2 is missing): {UNREADABLE}",
-    ),
-    "damaged chunk of targets": (
-        chunk("is_target", 8, lambda content: b"x" * 30), 1,
-        "from 512 to 565 (the file train/is_target/c/8 has 30 bytes and was written with another number)",
-    ),
-    "flipped bit": (
-        chunk("seq_starts", 0, lambda content: content[:-6] + bytes([content[-6] ^ 4]) + content[-5:]), 1,
-        f"(the file train/seq_starts/c/0 is not what was written (its crc32c differs)): {UNREADABLE}",
-    ),
+    "last start": (change("seq_starts", 5, 564), 1,
+     f"seq_starts of DATA/train goes from 0 to 564, expected from 0 to 565, {PARTLY}"),
+    "lost chunk of tokens": (chunk("encoded_tokens", 2, None), 1,
+     f"from 128 to 192 (the file train/encoded_tokens/c/2 is missing): {UNREADABLE}"),
+    "damaged chunk of targets": (chunk("is_target", 8, lambda content: b"x" * 30), 1,
+     "from 512 to 565 (the file train/is_target/c/8 has 30 bytes and was written with another number)"),
+    "flipped bit": (chunk("seq_starts", 0, lambda content: content[:-6] + bytes([content[-6] ^ 4]) + content[-5:]), 1,
+     f"(the file train/seq_starts/c/0 is not what was written (its crc32c differs)): {UNREADABLE}"),
     "bos_id": (attribute(bos_id=-1), 1, "attribute 'bos_id' of DATA/train is -1, expected a number from 0 to"),
-    "ids of the tokenizer": (
-        attribute(max_token_id=300, bos_id=257), 2,
-        "max_token_id is 300, expected an id of the tokenizer bytes_utf8, below 257",
-        "bos_id is 257, expected an id of the tokenizer bytes_utf8, below 257",
-    ),
-    "no array": (
-        lambda path: zarr.open_group(path)["train"].__delitem__("seq_starts"), 1,
-        "DATA/train has no array 'seq_starts', so it is no flat-tokens split; it holds 'encoded_tokens', 'is_target'",
-    ),
-    "no split": (
-        lambda path: zarr.open_group(path).__delitem__("train"), 1,
-        "the data set DATA has no split 'train'; it holds 'validation'",
-    ),
-}  # fmt: skip
+    "ids of the tokenizer": (attribute(max_token_id=300, bos_id=257), 2,
+     "max_token_id is 300, expected an id of the tokenizer bytes_utf8, below 257",
+     "bos_id is 257, expected an id of the tokenizer bytes_utf8, below 257"),
+    "no array": (lambda path: zarr.open_group(path)["train"].__delitem__("seq_starts"), 1,
+     "DATA/train has no array 'seq_starts', so it is no flat-tokens split; it holds 'encoded_tokens', 'is_target'"),
+    "no split": (lambda path: zarr.open_group(path).__delitem__("train"), 1,
+     "the data set DATA has no split 'train'; it holds 'validation'"),
+}  # fmt: skip  # fmt: skip
 
 
 @pytest.mark.parametrize("name", VIOLATIONS)
 def test_a_violation_is_found(data, capsys, name):
-    """Each kind is printed with the index of its first, counted, and ends with status 1; the other split is read all
-    the
-    same."""
+    """Each kind is printed with the index of its first and a count, and ends with status 1; the other split is still
+    read."""
     damage, count, *expected = VIOLATIONS[name]
     damage(data)
     status, lines, printed = inspect(capsys, data, "verify=true", "samples=0")
@@ -187,7 +163,7 @@ def test_a_violation_is_found(data, capsys, name):
 
 
 def test_damage_that_is_seen_at_once(data, capsys):
-    """Without verify, lengths that cannot be are refused rather than shown."""
+    """Impossible lengths are refused, not shown, without verify too."""
     change("seq_starts", 3, 20)(data)
     status, lines, _ = inspect(capsys, data)
     assert status == 1 and lines[-1] == f"error: seq_starts of {data}/train is damaged: verify=true says where"
@@ -204,9 +180,8 @@ def test_what_is_no_data_set(data, tmp_path, capsys):
     assert lines[-1] == f"error: the data set {data} has no split 'test'; it holds 'train', 'validation'"
     zarr.open_group(data).attrs.update(tokenizer={"name": "bytes_utf8"})
     status, lines, _ = inspect(capsys, data, "verify=true")
-    assert (
-        status == 1 and lines[-1] == f"error: the tokenizer of the data set {data} cannot be read (KeyError: 'bos_id')"
-    )
+    refused = f"error: the tokenizer of the data set {data} cannot be read (KeyError: 'bos_id')"
+    assert (status, lines[-1]) == (1, refused)
 
 
 # ---------------------------------------------------------------- an object store

@@ -4,18 +4,17 @@ so."""
 import functools
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import zarr
+from pages import ROOT
 from ragged import encoded
 
 from runtime.config import command_line
 from runtime.data.flat_tokens import open_split
 from tools import make_dataset as tool
 
-ROOT = Path(__file__).resolve().parents[2]
 CHECKED_IN = ROOT / "synthetic_dataset.zarr"
 SPLITS = ("train", "validation")
 

@@ -76,6 +76,7 @@ def test_the_page_and_what_does_not_fit(capsys, tmp_path):
         plan.main(config_of("llama", "mesh.d=2", "rows=3"))
 
 
+@pytest.mark.usefixtures("proved_elsewhere")
 @pytest.mark.parametrize("name, kept", [("llama", "split"), ("t5", None)])
 def test_the_compiled_step_sends_what_is_written(name, kept):
     """Compiled and written collectives are equal on 4 × 2, for a Llama whose layers are gathered each time and for a

@@ -8,11 +8,9 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
+from pages import ROOT
 
 # Imports once and forks for each life, so that what is killed is the work and not the imports. No thread runs when it
 # forks.
@@ -65,13 +63,9 @@ def corpus(tmp_path_factory):
     (folder / "b.txt").write_text("\n".join(text() for _ in range(200)))
     (folder / "c.jsonl").write_text("".join(json.dumps({"text": text()}) + "\n" for _ in range(300)))
     return [
-        f"input='{folder}/*'",
-        "tokenizer=train_bpe",
-        "bpe_vocab=300",
-        "validation_fraction=0.1",
-        "document_bytes=500",
+        f"input='{folder}/*'", "tokenizer=train_bpe", "bpe_vocab=300", "validation_fraction=0.1", "document_bytes=500",
         "on_bad_record=skip",
-    ]
+    ]  # fmt: skip
 
 
 @pytest.mark.slow

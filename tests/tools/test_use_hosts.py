@@ -45,9 +45,10 @@ def alone(called, proved_elsewhere):
     return call
 
 
+@pytest.mark.slow
 def test_two_processes_write_and_score_as_one(cat_run, alone, tmp_path):
-    """Texts of a file, drawn and by beams; log likelihoods and answers: the same lines, printed by the first process;
-    the second needs none of the files."""
+    """The first process prints the lines that one process prints: texts of a file, drawn and by beams, log likelihoods
+    and answers. The second needs none of the files."""
     (tmp_path / "prompts.txt").write_text("the cat\non\nthe mat. the\n")
     (tmp_path / "exam.jsonl").write_text(json.dumps(EXAM) + "\n")
     (tmp_path / "ask.jsonl").write_text(json.dumps({"question": "the cat sat on the", "answer": "mat"}) + "\n")

@@ -87,7 +87,7 @@ def test_a_run_of_checkpoints(object_store, capsys):  # noqa: F811
 
 @pytest.mark.parametrize("fault", [*small.slow("500", "503", "cut"), "cut answer"])
 def test_a_store_that_fails_now_and_then(object_store, proxy, fault, record_property):  # noqa: F811
-    """When 30 % of the requests fail, at random, saving, restoring and deleting succeed, with the same bits."""
+    """Saving, restoring and deleting succeed, with the same bits, although 30 % of the requests fail at random."""
     rng = random.Random(1)
     proxy.fault = lambda method, path, count: fault if rng.random() < 0.3 else None
     directory = f"{object_store}/checkpoints"
@@ -100,10 +100,8 @@ def test_a_store_that_fails_now_and_then(object_store, proxy, fault, record_prop
     assert_same_bits(state, numpy_state(20))
     assert open_store(directory, 20).names() == ["0000000020"]
     assert proxy.faults[fault] > 20
-    record_property(
-        "summary",
-        f"object store, {fault}: {proxy.faults[fault]} of {proxy.requests} requests failed, none of the operations",
-    )
+    said = f"{proxy.faults[fault]} of {proxy.requests} requests failed, none of the operations"
+    record_property("summary", f"object store, {fault}: {said}")
 
 
 def test_a_request_that_hangs(object_store, proxy):  # noqa: F811
@@ -124,8 +122,8 @@ def test_a_request_that_hangs(object_store, proxy):  # noqa: F811
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["503", "cut"])
 def test_a_store_that_is_down(object_store, proxy, fault):  # noqa: F811
-    """When the store does not come back within the bound, the next step raises the object's path, the attempts and the
-    cause; the checkpoint before stays."""
+    """A store that does not come back in time stops the next step with the object's path, the attempts and the cause;
+    the checkpoint before stays."""
     directory = f"{object_store}/checkpoints"
     save(directory, 10)
     proxy.fault = lambda method, path, count: fault if method == "PUT" and "0000000020/weights" in path else None
@@ -154,17 +152,11 @@ def test_what_is_refused_is_not_tried_again(object_store):  # noqa: F811
     assert time.monotonic() - began < 300  # of the 600 that it has
 
 
-@pytest.mark.parametrize(
-    "url, what",
-    [
-        ("s3://some-bucket/a", "Unable to locate credentials. Fix: write ~/.aws/credentials, or set AWS_ACCESS_KEY_ID"),
-        (
-            "s3://Bad_Bucket!/a",
-            'Parameter validation failed: Invalid bucket name "Bad_Bucket!": .* Fix: write the URL as',
-        ),
-        ("data://a", "it cannot do that. Fix: take a directory, or an object store that can be written"),
-    ],
-)
+@pytest.mark.parametrize("url, what", [
+    ("s3://some-bucket/a", "Unable to locate credentials. Fix: write ~/.aws/credentials, or set AWS_ACCESS_KEY_ID"),
+    ("s3://Bad_Bucket!/a", 'Parameter validation failed: Invalid bucket name "Bad_Bucket!": .* Fix: write the URL as'),
+    ("data://a", "it cannot do that. Fix: take a directory, or an object store that can be written"),
+])  # fmt: skip
 def test_what_a_store_refuses(tmp_path, monkeypatch, url, what):
     """Missing credentials, a bucket's name that is none, and a protocol without folders are one line each, at once,
     wherever the store is touched first."""

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import small
 import zarr
 from checkpoint_state import CHUNKS, assert_same_bits, like, mesh_of, numpy_state, open_checkpoints, put, restore, save
 from jax.sharding import NamedSharding
@@ -67,7 +68,7 @@ def test_saving_returns_when_the_state_is_copied(tmp_path, writes):
 
 
 def test_the_next_save_waits_for_the_one_before(tmp_path, writes):
-    """Never are two copies of the state in memory: the second save begins when the first is complete, and its stall
+    """Memory never holds two copies of the state: the second save begins when the first is complete, and its stall
     includes the wait."""
     began, asked = [], threading.Event()
 
@@ -95,8 +96,8 @@ def fail(store, name, write):
 
 @pytest.mark.parametrize("failing", ["w_q/c.2.3.1", "embed/zarr.json", "0000000020/zarr.json"])
 def test_a_failure_behind_stops_at_the_next_step(tmp_path, writes, failing, monkeypatch):
-    """Whichever write fails, the next step raises path and cause, once, and the checkpoint before stays the latest. Who
-    does not ask gets it from the next save, and at the end from `close`: none is lost."""
+    """Any failing write raises path and cause at the next step, once, and the checkpoint before stays the latest. A run
+    that does not ask gets it from the next save, or at the end from `close`."""
     monkeypatch.setattr(checkpoint_writing, "MAX_CHUNK_BYTES", 64)  # many chunks are written after the one that fails
     save(tmp_path, 10)
     state = put(numpy_state(), mesh_of(4, 2))
@@ -242,13 +243,14 @@ def test_everything_is_on_the_disk_before_the_marker(tmp_path, monkeypatch):
 # ---- falling back ----------------------------------------------------------------------------------------------------
 
 
-def test_every_file_in_turn_is_damaged(tmp_path, capsys, record_property):
-    """Each chunk and each metadata file is truncated, has a byte flipped, or is removed: each is found and named, and
-    the one before is restored.
+DAMAGES = ("truncated", "flipped", "removed")
 
-    The damaged checkpoint is left as it is, the attributes are the older one's, and when all is as it was the newest is
-    restored.
-    """
+
+@pytest.mark.parametrize("ways", [1, *small.slow(3)])
+def test_every_file_in_turn_is_damaged(ways, tmp_path, capsys, record_property):
+    """Each chunk and each metadata file is truncated, has a byte flipped, or is removed (quickly: one of these): it is
+    found and named, and the older checkpoint is restored with its attributes. The damaged checkpoint is left as it is;
+    when all is as it was, the newest is restored."""
     older, newer = numpy_state(1), numpy_state(2)
     save(tmp_path, 10, older, {"skipped_steps": 1})
     save(tmp_path, 20, newer, {"skipped_steps": 2})
@@ -259,7 +261,7 @@ def test_every_file_in_turn_is_damaged(tmp_path, capsys, record_property):
     shapes, found = like(numpy_state(), mesh_of(2, 2)), 0
     for number, file in enumerate(files):
         content = file.read_bytes()
-        for damage in ("truncated", "flipped", "removed"):
+        for damage in [DAMAGES[(number + way) % 3] for way in range(ways)]:
             flipped = bytearray(content)
             flipped[(7919 * number) % len(content)] ^= 1 << number % 8
             if damage == "removed":
@@ -280,11 +282,9 @@ def test_every_file_in_turn_is_damaged(tmp_path, capsys, record_property):
             file.write_bytes(content)
             found += 1
     assert_same_bits(restore(tmp_path, (4, 2))[1], newer)
-    record_property(
-        "summary",
-        f"checkpoint files damaged: {len(chunks)} chunks and {len(files) - len(chunks)} of metadata, three ways each: "
-        f"{found} of {3 * len(files)} found, each with a fallback",
-    )
+    of_metadata = len(files) - len(chunks)
+    said = f"{len(chunks)} chunks and {of_metadata} of metadata: {found} of {ways * len(files)} damages found"
+    record_property("summary", f"checkpoint files damaged: {said}, each with a fallback")
 
 
 NO_FILES = {
@@ -311,8 +311,8 @@ def test_what_is_no_file_is_damage(tmp_path, capsys, kind, name):
 
 
 def test_the_one_that_was_passed_over_is_never_deleted(tmp_path, capsys):
-    """After falling back from 20 and 30 the run comes to both again: the damaged ones are moved aside, and retention
-    leaves them alone."""
+    """A run that fell back from 20 and 30 saves both again: the damaged ones are moved aside, and retention leaves them
+    alone."""
     for step in (10, 20, 30):
         save(tmp_path, step, numpy_state(step))
     for step in (20, 30):
@@ -334,7 +334,7 @@ def test_the_one_that_was_passed_over_is_never_deleted(tmp_path, capsys):
 
 
 def test_none_reads_whole(tmp_path):
-    """When every checkpoint is damaged all faults are listed, and nothing is restored or begun anew."""
+    """All faults are listed, and nothing is restored or begun anew."""
     for step in (10, 20):
         save(tmp_path, step)
     (tmp_path / "0000000020" / "counts" / "step" / "c").unlink()
@@ -371,7 +371,7 @@ def test_what_is_kept(tmp_path, keep_last, keep_every, best, expected):
 
 @pytest.mark.parametrize("stop_at", [1, 2, 3, 5, 8])
 def test_deletion_that_is_interrupted(tmp_path, monkeypatch, stop_at):
-    """Killed at any moment of deleting, what is left is never taken for a checkpoint, the newest is complete, and the
+    """A deletion may be killed at any moment: its rest is never taken for a checkpoint, the newest is complete, and the
     next save deletes the rest."""
     tree = {"w": jnp.zeros(4), "x": jnp.zeros(4)}
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
@@ -418,8 +418,8 @@ def test_a_deletion_that_fails_is_said(tmp_path, monkeypatch):
 
 
 def test_a_full_disk(tmp_path, monkeypatch):
-    """Where no file can have over 100 kB (RLIMIT_FSIZE, a write that really fails) saving says so, and the checkpoint
-    before is left as it is. When there is room the run goes on: the same step is saved."""
+    """A disk that takes no file over 100 kB (RLIMIT_FSIZE, a write that really fails) is an error, and the checkpoint
+    before stays as it is. When there is room the same step is saved."""
     monkeypatch.setattr(checkpoint_writing, "MAX_CHUNK_BYTES", 2**17)
     tree = {"w": jax.device_put(np.ones((1024, 1024), np.float32), NamedSharding(mesh_of(4, 2), P('d', 't')))}
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)

@@ -50,8 +50,8 @@ def gpus(hosts, per_host):
     [(8, 4, 4, "d"), (8, 2, 8, "d"), (8, 16, 1, "d"), (8, 1, 16, "t"), (4, 1, 8, "t"), (6, 3, 4, "dt")],
 )
 def test_axis_t_stays_within_a_host_where_it_fits(per_host, d, t, crossed):
-    """Two GPU hosts, whose devices come in any order: along t they are of one host, unless t is larger or no
-    divisor."""
+    """The devices of two GPU hosts come in any order: those along t are of one host, unless t is larger than a host or
+    does not divide it."""
     devices = gpus(2, per_host)
     np.random.default_rng(0).shuffle(devices)
     mesh = cluster.lay_out(devices, {"d": d, "t": t})
@@ -61,7 +61,7 @@ def test_axis_t_stays_within_a_host_where_it_fits(per_host, d, t, crossed):
 
 
 def test_three_axes_over_hosts():
-    """Four hosts of four: they follow each other along the first axes, and the last stays within one."""
+    """Four hosts of four follow each other along the first axes, and the last axis stays within one."""
     mesh = cluster.lay_out(gpus(4, 4), {"a": 2, "b": 2, "c": 4})
     assert mesh.axis_names == ("a", "b", "c") and cluster.crossing(mesh) == ("a", "b") and cluster.advice(mesh) == []
     *_, row, last = cluster.table(mesh, ["one", "two", "three", "four"])
@@ -116,8 +116,8 @@ def test_slices_are_joined_along_d():
 
 
 def test_the_table_and_the_warning():
-    """Each process with its host, devices and part of the mesh; a mesh whose t crosses hosts is said to be slow, with
-    the fix."""
+    """The table has each process with its host, devices and part of the mesh; a warning says that a mesh whose t
+    crosses hosts is slow, and the fix."""
     mesh = cluster.lay_out(gpus(2, 8), {"d": 4, "t": 4})
     assert cluster.table(mesh, ["gpu-01", "gpu-02"]) == [
         "2 hosts, 16 devices: mesh d=4 × t=4",
@@ -257,8 +257,8 @@ def assert_losses_equal_to_rounding(folder, expected):
 @pytest.mark.slow
 @needs_mpirun
 def test_mpirun(mixture, alone, cache, tmp_path):
-    """Two processes that mpirun starts find each other; process 0 prints the table and tracks; the losses of the
-    mixture, and its validation loss, are those of one process, but for the order in which sums are taken."""
+    """Two processes that mpirun starts find each other; process 0 prints the table and tracks. The losses of the
+    mixture, validation too, are those of one process, but for the order of sums."""
     folder = tmp_path / "run"
     command = [*MPIRUN, *hosts.TRAIN, *mixture, *hosts.TWO, *hosts.where(folder)]
     ended = subprocess.run(
@@ -280,7 +280,8 @@ def test_mpirun(mixture, alone, cache, tmp_path):
 
 @pytest.mark.slow
 def test_resumed_by_one_and_by_two(mixture, alone, cache, tmp_path):
-    """Half a run by two processes, the other half by one, and the other way about: the losses of the whole run."""
+    """Two processes train half a run and one the other half, and the other way about: the losses are those of the whole
+    run."""
     env, half = hosts.environment(cache), "training.steps=3"
 
     def by_one(folder, *overrides):
@@ -305,8 +306,8 @@ def test_resumed_by_one_and_by_two(mixture, alone, cache, tmp_path):
 
 @pytest.mark.slow
 def test_sums_of_two_terms_are_equal_bit_for_bit(mixture, cache, tmp_path):
-    """With one device a process each sum over the mesh has two terms, whose order does not matter: the very same
-    losses."""
+    """One device a process gives the very same losses, since each sum over the mesh has two terms, whose order does not
+    matter."""
     small, env = ["mesh.d=2", "mesh.t=1"], hosts.environment(cache)
     one = [*hosts.TRAIN, *mixture, *small, *hosts.where(tmp_path / "one")]
     assert subprocess.run(one, cwd=hosts.ROOT, env=env).returncode == 0
@@ -371,13 +372,11 @@ run(train.main, train.Config)
 
 @pytest.mark.slow
 def test_a_process_that_never_comes(mixture, cache, tmp_path):
-    """Who waits at the start says for whom, and that it will end; it does so after START_S, by JAX, with status 134."""
+    """The process that waits says for whom, and that it will end; JAX ends it after START_S, with status 134."""
     who = [f"cluster.coordinator=localhost:{hosts.free_port()}", "cluster.process_id=0"]
     arguments = [*mixture, *hosts.TWO, *hosts.where(tmp_path / "run"), *who]
     program = [sys.executable, "-c", MISSING, *arguments]
     ended = subprocess.run(program, cwd=hosts.ROOT, env=hosts.environment(cache), capture_output=True, text=True)
     assert ended.returncode == -signal.SIGABRT
-    assert re.search(
-        r"host \S+: waiting for the others of 2 processes for 1 s; after 5 s this ends with status 134\. Do",
-        ended.stderr,
-    )
+    said = r"host \S+: waiting for the others of 2 processes for 1 s; after 5 s this ends with status 134\. Do"
+    assert re.search(said, ended.stderr)

@@ -4,7 +4,6 @@ import os
 import pickle
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import small
@@ -13,13 +12,13 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus, run_job
 from hydra.plugins.launcher import Launcher
+from pages import ROOT
 
 import train
 from runtime.config.command_line import load
 from runtime.terminal import RunError
 from shardlib.spec import ShardingError
 
-ROOT = Path(__file__).parents[3]
 FILE = "configs/local_test_synthetic.yaml"
 
 
@@ -55,20 +54,16 @@ def raising(error):
 REFUSED = ShardingError("'M/d' names mesh axis d\n  at model.py:7")
 
 
-@pytest.mark.parametrize(
-    "arguments, error, text",
-    [
-        (["+paths.mistyped=x"], None, "command line: paths.mistyped is not a key: the keys of paths are "),
-        (["training.steps=[1"], None, "no viable alternative at input '[1'"),
-        (["--config-name=nope"], None, "there is no config nope in configs; there are "),
-        (["--cfg", "job", "--config-name=nope"], None, "there is no config nope in configs; there are "),
-        (["--config-dir=/nowhere"], None, "Additional config directory '/nowhere' not found"),
-        (["+="], None, "'+=' has no key: expected key=value\n"),
-        ([], RunError("the disk is full"), "the disk is full\n"),
-        ([], REFUSED, f"{REFUSED}\n"),
-    ],
-    ids=lambda value: " ".join(value)[:30] if isinstance(value, list) else "",
-)
+@pytest.mark.parametrize("arguments, error, text", [
+    (["+paths.mistyped=x"], None, "command line: paths.mistyped is not a key: the keys of paths are "),
+    (["training.steps=[1"], None, "no viable alternative at input '[1'"),
+    (["--config-name=nope"], None, "there is no config nope in configs; there are "),
+    (["--cfg", "job", "--config-name=nope"], None, "there is no config nope in configs; there are "),
+    (["--config-dir=/nowhere"], None, "Additional config directory '/nowhere' not found"),
+    (["+="], None, "'+=' has no key: expected key=value\n"),
+    ([], RunError("the disk is full"), "the disk is full\n"),
+    ([], REFUSED, f"{REFUSED}\n"),
+], ids=lambda value: " ".join(value)[:30] if isinstance(value, list) else "")  # fmt: skip
 def test_an_error_is_said_without_traceback(monkeypatch, capsys, arguments, error, text):
     """Status 1 and a message on stderr, for a bad config, a bad override, an unknown config, main's own RunError and a
     refusal by shardlib."""
@@ -98,13 +93,12 @@ def test_defects_interrupts_and_flags_pass_through(monkeypatch, capsys):
 
 @pytest.mark.parametrize("attention", ["cudnn_masked", "splash"])
 def test_a_kernel_that_cannot_run_here_is_refused(monkeypatch, capsys, tmp_path, attention):
-    """Before anything is compiled or written: what it needs, and what would do."""
+    """The message says what it needs and what would do; nothing is compiled or written."""
     arguments = [f"model.attention={attention}", f"paths.root_working_dir={tmp_path}"]
     assert run(monkeypatch, *arguments, main=train.main) == 1
     message = capsys.readouterr().err
-    assert message.startswith(
-        f"error: model.attention = {attention} cannot run on cpu with bfloat16 and model.d_head = 32: it needs "
-    )
+    refused = f"error: model.attention = {attention} cannot run on cpu with bfloat16 and model.d_head = 32: it"
+    assert message.startswith(refused)
     assert message.endswith(". Set model.attention=auto, which is blockwise here\n") and list(tmp_path.iterdir()) == []
 
 
@@ -158,9 +152,8 @@ class Elsewhere(Launcher):
             config.hydra.job.id, config.hydra.job.num = f"{self.name}{index}", index
             done = run_job(self.task, config, "hydra.sweep.dir", "hydra.sweep.subdir", self.context)
             if done.status == JobStatus.FAILED:  # as it comes back from another machine
-                done = JobReturn(
-                    done.overrides, status=done.status, _return_value=pickle.loads(pickle.dumps(done._return_value))
-                )
+                value = pickle.loads(pickle.dumps(done._return_value))
+                done = JobReturn(done.overrides, status=done.status, _return_value=value)
             results.append(done)
         return results
 
@@ -219,7 +212,7 @@ def test_a_yaml_may_not_run_code(monkeypatch, capsys, tmp_path, name, text):
 
 
 def test_a_yaml_that_is_trusted_sets_what_it_wants(monkeypatch, tmp_path):
-    """With allow_code_in_config=true, which is no key and reaches no config; here a sweep that a file describes."""
+    """allow_code_in_config=true, which is no key of a config, lets a file describe a sweep."""
     text = "defaults: [local_test_synthetic, _self_]\n"
     text += "hydra: {mode: MULTIRUN, sweeper: {params: {training.steps: '5,6'}}}\n"
     (tmp_path / "mine.yaml").write_text(text)
@@ -267,7 +260,7 @@ def test_cfg_and_info(monkeypatch, capsys):
     ("python train.py --config-name=c4 size=2", "size=270m size=2b"),
 ])  # fmt: skip
 def test_the_shell_completes_keys(monkeypatch, capsys, line, choices):
-    """As the script asks that `-sc install=bash` prints: keys of the config, those with a default too, and groups."""
+    """The script that `-sc install=bash` prints completes groups and all keys, those with a default too."""
     monkeypatch.setenv("COMP_LINE", line)
     assert run(monkeypatch, "-sc", "query=bash", main=pytest.fail) == 0
     assert capsys.readouterr().out.split() == choices.split()
@@ -317,7 +310,7 @@ FLAG = "--xla_force_host_platform_device_count=3"
     pytest.param({"JAX_NUM_CPU_DEVICES": "2"}, [], 2, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_devices_are_simulated_where_nothing_else_says_so(tmp_path, environment, arguments, devices):
-    """In a fresh process: the mesh's devices without flags, and the person's own flags where they are given."""
+    """A fresh process has the mesh's devices without flags, and the person's own flags where they are given."""
     assert program(tmp_path, *arguments, environment=environment) == (0, f"devices {devices}\n", "")
 
 

@@ -1,13 +1,14 @@
 """Configs: composed by hydra, rebuilt strictly, refused with one clear message each. Texts are asserted."""
 
 import dataclasses
+import functools
 import json
 import os
 import re
-from pathlib import Path
 
 import pytest
 import yaml
+from pages import ROOT
 
 import train
 from runtime.cluster import processes
@@ -19,7 +20,6 @@ from runtime.config.rebuild import flat
 from runtime.config.resume import config_of
 from runtime.terminal import RunError
 
-ROOT = Path(__file__).parents[3]
 CONFIGS = sorted(file.stem for file in (ROOT / "configs").glob("[cl]*_*.yaml"))
 FILE = "configs/local_test_synthetic.yaml"
 COUNT = "expected a whole number from 1 to 2147483647"
@@ -38,6 +38,9 @@ def config_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(command_line, "CONFIG_FOLDER", tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+loaded = functools.cache(functools.partial(load, train.Config))
 
 
 def message(*overrides, name="local_test_synthetic"):
@@ -66,7 +69,7 @@ def test_the_synthetic_config_is_the_published_one():
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_header_tells_the_truth(name):
     """The file starts with what it trains and its command; its numbers of parameters, steps and tokens are right."""
-    config = load(train.Config, name)
+    config = loaded(name)
     model, tokens = config.model, config.training.tokens.batch * config.training.tokens.len
     attention = 2 * model.d_model * model.n_kv * (model.n_q_per_kv + 1) * model.d_head
     layer = attention + 3 * model.d_model * model.d_ff + 2 * model.d_model
@@ -82,7 +85,7 @@ def test_a_header_tells_the_truth(name):
         assert f": {count:,}, of them {layers + model.d_model:,} in the" in size or name == "c4_a100x8x4_540m"
 
 
-# Of the published files before they were composed from groups: d_model, heads, layers, d_ff, steps, learning rate.
+# d_model, heads, layers, d_ff, steps and learning rate of the published files before they were composed from groups.
 FAMILY = {
     "a100x8_84m": (512, 8, 8, 4096, 20000, 1e-3),
     "a100x8_270m": (1024, 16, 8, 8192, 82000, 6e-4),
@@ -106,7 +109,7 @@ def test_the_published_family_is_complete():
         sizes = {"d_model": d_model, "n_q_per_kv": 1, "n_kv": heads, "d_head": 128, "layers": layers, "d_ff": d_ff}
         steps = {"steps": steps, "steps_for_lr": steps, "warmup_steps": 1000, "learning_rate": rate}
         how = {"unroll_layers": is_unrolled, "microbatches": 2 if name == "h200x1_2b" else 1}
-        assert load(train.Config, f"c4_{name}") == train.Config(
+        assert loaded(f"c4_{name}") == train.Config(
             paths=Paths(model_name=f"c4_{name}"),
             mesh=train.Mesh(d=d, t=1),
             num_hosts=hosts,
@@ -115,7 +118,7 @@ def test_the_published_family_is_complete():
             training=train.Training(**steps, **how, tokens=Tokens(batch=batch, len=1024)),
         )
     chosen = load(train.Config, "c4", ["size=2b", "machine=a100x8"])
-    assert dataclasses.replace(chosen, paths=Paths(model_name="c4_a100x8_2b")) == load(train.Config, "c4_a100x8_2b")
+    assert dataclasses.replace(chosen, paths=Paths(model_name="c4_a100x8_2b")) == loaded("c4_a100x8_2b")
 
 
 def test_a_run_has_at_most_62_keys():
@@ -252,23 +255,20 @@ def test_a_wrong_mixture_is_refused():
         assert message("flat_tokens.filespec=null", *overrides).startswith(f"command line: {text}")
 
 
-@pytest.mark.parametrize(
-    "replaced, by, text",
-    [
-        ("steps: 50", "steps: 2.9", f"two.yaml: training.steps = 2.9: {COUNT}"),
-        ("steps: 50", "stebs: 50", "two.yaml: training.stebs is not a key: the nearest is training.steps"),
-        ("batch: 64", "batch:", f"two.yaml: training.tokens.batch = null: {COUNT}"),
-        ("mesh: {d: 4, t: 2}", "mesh:", "two.yaml: mesh = null: expected a section with the keys d, t"),
-        ("mesh: {d: 4, t: 2}", "mesh: {d: 4}", f"two.yaml: mesh.t is missing: {COUNT}"),
-        ("filespec:", "sequence_packing: 'no'\n  filespec:", 'two.yaml: flat_tokens.sequence_packing = "no"'),
-        ("d_head: 32", "d_head: 33", "two.yaml: model.d_head = 33: expected an even number"),
-        ("n_kv: 2", "n_kv: 2\n  n_kv: 2", "found duplicate key n_kv"),
-        ("mesh: {d: 4, t: 2}", "mesh: {d: 4, t", "while parsing a flow mapping"),
-        ("[base, _self_]", "[bsae, _self_]", "In 'two': Could not load 'bsae'."),
-        ("mesh: {d: 4, t: 2}", "mash: {d: 4, t: 2}", "two.yaml: mash.d is not a key: the nearest is mesh.d"),
-        ("[base, _self_]", "[one, _self_, size: big]", "size/big.yaml: model.d_ff = 1.5: expected a whole number"),
-    ],
-)
+@pytest.mark.parametrize("replaced, by, text", [
+    ("steps: 50", "steps: 2.9", f"two.yaml: training.steps = 2.9: {COUNT}"),
+    ("steps: 50", "stebs: 50", "two.yaml: training.stebs is not a key: the nearest is training.steps"),
+    ("batch: 64", "batch:", f"two.yaml: training.tokens.batch = null: {COUNT}"),
+    ("mesh: {d: 4, t: 2}", "mesh:", "two.yaml: mesh = null: expected a section with the keys d, t"),
+    ("mesh: {d: 4, t: 2}", "mesh: {d: 4}", f"two.yaml: mesh.t is missing: {COUNT}"),
+    ("filespec:", "sequence_packing: 'no'\n  filespec:", 'two.yaml: flat_tokens.sequence_packing = "no"'),
+    ("d_head: 32", "d_head: 33", "two.yaml: model.d_head = 33: expected an even number"),
+    ("n_kv: 2", "n_kv: 2\n  n_kv: 2", "found duplicate key n_kv"),
+    ("mesh: {d: 4, t: 2}", "mesh: {d: 4, t", "while parsing a flow mapping"),
+    ("[base, _self_]", "[bsae, _self_]", "In 'two': Could not load 'bsae'."),
+    ("mesh: {d: 4, t: 2}", "mash: {d: 4, t: 2}", "two.yaml: mash.d is not a key: the nearest is mesh.d"),
+    ("[base, _self_]", "[one, _self_, size: big]", "size/big.yaml: model.d_ff = 1.5: expected a whole number"),
+])  # fmt: skip
 def test_a_wrong_file_is_named(config_folder, replaced, by, text):
     """A value in a yaml is blamed on that yaml, also on one that a defaults list names, and YAML's own typing
     counts."""
@@ -369,8 +369,6 @@ def test_dataset_and_checkpoint_against_the_config():
         with pytest.raises(RunError, match=re.escape(text)):
             config_checks.check_dataset(config, *arguments)
     config_checks.check_resume(config, 49)
-    text = (
-        f"{FILE}: training.steps = 50: nothing to train: the run in runs/local_test_synthetic has a checkpoint after "
-    )
-    with pytest.raises(RunError, match=re.escape(f"{text}50 steps; raise ")):
+    text = f"{FILE}: training.steps = 50: nothing to train: the run in runs/local_test_synthetic has a checkpoint"
+    with pytest.raises(RunError, match=re.escape(f"{text} after 50 steps; raise ")):
         config_checks.check_resume(config, 50)

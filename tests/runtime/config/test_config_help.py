@@ -4,9 +4,10 @@ import contextlib
 import subprocess
 import sys
 from dataclasses import dataclass, field, is_dataclass
-from pathlib import Path
 
 import pytest
+import small
+from pages import ROOT
 
 import train
 import train_any
@@ -28,8 +29,6 @@ from tools import (
     tokenize_text,
 )
 
-ROOT = Path(__file__).parents[3]
-
 
 @dataclass(frozen=True)
 class Section:
@@ -49,33 +48,22 @@ class Some:
 
 
 def test_where_explanations_are_found():
-    """Beside the field, above it, in the class's docstring; with type and default in --help."""
+    """They stand beside the field, above it, or in the class's docstring; --help adds type and default."""
     assert explanations(Some) == {
-        "section": "What belongs together.",
-        "section.size": "bytes of it",
-        "section.name": "Lines above, where there is none beside.",
-        "items": "several",
-        "items[].size": "bytes of it",
-        "items[].name": "Lines above, where there is none beside.",
-        "bare": "",
-    }
+        "section": "What belongs together.", "section.size": "bytes of it",
+        "section.name": "Lines above, where there is none beside.", "items": "several", "items[].size": "bytes of it",
+        "items[].name": "Lines above, where there is none beside.", "bare": "",
+    }  # fmt: skip
     lines = help_of_keys(Some)
     assert lines[:4] == ["", "  section: What belongs together.", "  section.size: int", "      bytes of it"]
     assert '  section.name: str = "x"' in lines and "  items: list = []" in lines and "  items[].size: int" in lines
 
 
 TOOLS = [
-    benchmark.Benchmark,
-    benchmark_loader.Benchmark,
-    tokenize_text.TokenizeText,
-    torture.Torture,
-    make_dataset.MakeDataset,
-    inspect_dataset.InspectDataset,
-    benchmark_attention.Benchmark,
-    generate.Generate,
-    serve.Serve,
-    score.Score,
-]
+    benchmark.Benchmark, benchmark_loader.Benchmark, tokenize_text.TokenizeText, torture.Torture,
+    make_dataset.MakeDataset, inspect_dataset.InspectDataset, benchmark_attention.Benchmark, generate.Generate,
+    serve.Serve, score.Score,
+]  # fmt: skip
 SEVERAL_NEEDED = [compare.Compare, checkpoint.LookAt]
 
 
@@ -88,9 +76,9 @@ def test_no_key_is_without_explanation(config_class):
     assert max(len(line) for text in help_of_keys(config_class) for line in text.splitlines()) <= 120
 
 
-@pytest.mark.parametrize("config_class", [train.Config, plan_step.plan_class(train), train_any.Config])
+@pytest.mark.parametrize("config_class", [train.Config, train_any.Config, *small.slow(plan_step.plan_class(train))])
 def test_each_program_takes_the_configs_that_it_lists(config_class):
-    """None ends in `is not a key`."""
+    """Each config that it lists loads."""
     names = configs_of(ROOT / "configs", config_class.CONFIG)
     assert config_class.CONFIG in names and all(about.endswith(".") for about in names.values())
     for name in names:
@@ -103,7 +91,7 @@ NEEDED |= dict.fromkeys([generate.Generate, serve.Serve, score.Score], "model")
 
 @pytest.mark.parametrize("config_class", TOOLS)
 def test_a_tool_has_the_defaults_of_its_dataclass(config_class):
-    """Without any yaml; a key is given as in a run, an unknown one is refused, and one without a default is asked
+    """A tool needs no yaml; a key is given as in a run, an unknown key is refused, and one without a default is asked
     for."""
     needed = {key: "x" for key in [NEEDED.get(config_class)] if key}
     given = [f"{key}=x" for key in needed]
@@ -143,7 +131,7 @@ def test_help_of_a_tool(monkeypatch, capsys):
 
 
 def test_help_imports_nothing_that_is_slow():
-    """Beside JAX: no package that writes pages, reads text, tracks or serves."""
+    """--help imports JAX, but no package that writes pages, reads text, tracks or serves."""
     help = [sys.executable, "-X", "importtime", "-m", "train", "--help"]
     done = subprocess.run(help, capture_output=True, text=True, cwd=ROOT, check=True)
     imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}

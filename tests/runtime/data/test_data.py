@@ -178,7 +178,7 @@ def test_many_sequences_are_found(tmp_path, monkeypatch):
 @pytest.mark.parametrize("packing", [True, False])
 def test_load_is_a_function_of_the_step(data, packing):
     """A fresh loader at step k, one that walked there and one that jumps about give the same batch."""
-    config = FlatTokens(str(data), sequence_packing=packing, epochs=3)
+    config = FlatTokens(str(data), sequence_packing=packing, epochs=2)
     make = lambda: Loader(config, "train", batch=6, length=20, sharding=sharding())  # noqa: E731
     with make() as walker, make() as jumper:
         walked = [walker.load(step) for step in range(walker.steps)]

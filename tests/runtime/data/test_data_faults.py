@@ -2,7 +2,6 @@
 never a hang or a zero."""
 
 import gzip
-import json
 import os
 import sys
 
@@ -12,7 +11,7 @@ import pytest
 import small
 import zarr
 from ragged import FlatTokens, assert_equal, assert_refuses, ragged, read_from_chunks, sharding
-from several_hosts import TINY, where
+from several_hosts import TINY, records, where
 
 from runtime.data.batches import Loader
 from runtime.data.flat_tokens import open_split
@@ -35,7 +34,7 @@ def write(path):
 
 
 def test_the_same_from_an_object_store(object_store, tmp_path, monkeypatch):
-    """From an object store come the batches that come from a disk, whatever the chunks."""
+    """An object store gives the batches that a disk gives, whatever the chunks."""
     path = write(f"{object_store}/data")
     read_from_chunks(monkeypatch)
     sequences = ragged(0)
@@ -116,8 +115,7 @@ def other_compressor(path, codec):
 
 @pytest.mark.parametrize("codec", [zarr.codecs.ZstdCodec(), None, zarr.codecs.Crc32cCodec(), zarr.codecs.BloscCodec()])
 def test_other_compressors(tmp_path, codec, monkeypatch):
-    """Also where others wrote with another compressor or none, or before there were checksums, a chunk that was cut
-    short is an error."""
+    """A chunk that was cut short is an error with other compressors too, with none, and without checksums."""
     read_from_chunks(monkeypatch)
     path = write(tmp_path / "data")
     other_compressor(path, codec)
@@ -132,20 +130,15 @@ def test_ids_over_the_largest(tmp_path, monkeypatch):
     read_from_chunks(monkeypatch)
     zarr.open_group(path, mode="r+")["train/encoded_tokens"][333] = 2 * 5000
     what = "holds the token id 5000 at 333, which is larger than its max_token_id 1000"
-    message = (
-        f"encoded_tokens of {path}/train {what}: a chunk or the writer was wrong; write or copy the data set again"
-    )
+    message = f"encoded_tokens of {path}/train {what}: a chunk or the writer was wrong; write or copy …"
     assert_refuses(message, load_all, path)
 
 
 def test_stores_that_are_not_there(object_store, monkeypatch):
     """A missing bucket, data set, split or package is one line with what to do."""
     advice = "set flat_tokens.filespec to a flat-tokens data set, or write one by tools.tokenize_text (docs/data.md)"
-    message = f"the data set s3://no-such-bucket/data does not exist: {advice}"
-    assert_refuses(message, open_split, "s3://no-such-bucket/data", "train")
-    assert_refuses(
-        f"the data set {object_store}/no does not exist: {advice}", open_split, f"{object_store}/no", "train"
-    )
+    for path in ("s3://no-such-bucket/data", f"{object_store}/no"):
+        assert_refuses(f"the data set {path} does not exist: {advice}", open_split, path, "train")
     write_split(f"{object_store}/data", "train", ragged(0))
     message = f"the data set {object_store}/data has no split 'validation'; it holds 'train'"
     assert_refuses(message, open_split, f"{object_store}/data", "validation")
@@ -157,9 +150,8 @@ def test_stores_that_are_not_there(object_store, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.usefixtures("proved_elsewhere")
 def test_a_run_stops_where_its_data_are_damaged(tmp_path, monkeypatch, capfd):
-    """A chunk of one source of a mixture that is lost ends a run with one line and status 1, after the steps that did
-    not
-    need it, whose metrics say how long they waited for data and how many tokens came from each source."""
+    """A lost chunk of one source ends a run with one line and status 1, after the steps that did not need it; metrics
+    say how long they waited for data and how many tokens came from each source."""
     rng = np.random.default_rng(0)
     a, b = (str(tmp_path / name) for name in "ab")
     for path in (a, b):
@@ -167,28 +159,18 @@ def test_a_run_stops_where_its_data_are_damaged(tmp_path, monkeypatch, capfd):
             write_split(path, split, [rng.integers(1, 128, 100) for _ in range(count)], chunk_tokens=1024)
     read_from_chunks(monkeypatch)
     (tmp_path / "a/train/encoded_tokens/c/20").unlink()
-    overrides = [
-        *TINY,
-        "mesh.d=2",
-        "mesh.t=1",
-        "validation_batches=1",
-        "log_interval=2",
-        "training.steps=120",
-        "training.steps_for_lr=120",
-    ]
-    overrides += ["flat_tokens.read_blocks_per_shuffle_buffer=4", "flat_tokens.sequences_per_read_block=32"]
-    overrides += ["flat_tokens.seed=1", f"mixture=[{{filespec:'{a}',weight:3}},{{filespec:'{b}',weight:1}}]"]
-    overrides += ["eval_interval=1000", "checkpoint_interval=1000", *where(tmp_path / "run")]
-    assert small.start_training(monkeypatch, *overrides) == 1
+    keys = f"""mesh.d=2 mesh.t=1 validation_batches=1 log_interval=2 training.steps=120 training.steps_for_lr=120
+        eval_interval=1000 checkpoint_interval=1000 flat_tokens.read_blocks_per_shuffle_buffer=4 flat_tokens.seed=1
+        flat_tokens.sequences_per_read_block=32 mixture=[{{filespec:'{a}',weight:3}},{{filespec:'{b}',weight:1}}]"""
+    assert small.start_training(monkeypatch, *TINY, *keys.split(), *where(tmp_path / "run")) == 1
     said = capfd.readouterr()
     printed = said.out.replace("\n  ", " ")  # long lines are broken
     (error,) = [line for line in said.err.splitlines() if line.startswith("error:")]
-    assert (
-        f"read encoded_tokens of {a}/train from 20480 to 21504 (the file train/encoded_tokens/c/20 is missing)" in error
-    )
+    place = f"encoded_tokens of {a}/train from 20480 to 21504 (the file train/encoded_tokens/c/20 is missing)"
+    assert place in error
     assert f"training data: 75.00% from 40,000 tokens of {a}/train in 1,250 rows of 32, 0 at its end" in printed
     assert f"of {b}/validation in 62 rows of 32, 16 at its end being too few for a row; 2 batches of 16" in printed
-    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    lines = records(tmp_path / "run")
     assert 4 < max(line["step"] for line in lines) < 120
     for line in lines:
         expected = {f"tokens_per_source/{a}": line["step"] * 12 * 32, f"tokens_per_source/{b}": line["step"] * 4 * 32}

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import small
 from ragged import FlatTokens, as_numpy, assert_equal, assert_refuses, encoded, ragged, read_all, sharding
+from several_hosts import logged
 
 from runtime.config import resume
 from runtime.config.command_line import load
@@ -34,7 +35,7 @@ TOKENS = encoded(SEQUENCES)
 
 
 class Writer:
-    """In place of the process: writes, when it is asked, sequences until there are as many tokens as it may write."""
+    """Stands in for the process: when asked, it writes sequences until there are as many tokens as it may write."""
 
     def __init__(self, where, keys):
         self.path, self.ahead = keys["output"], int(keys["tokens_ahead"])
@@ -108,14 +109,13 @@ def test_rows_are_the_sequences_one_after_another(written, d, t, ahead):
 
 
 def test_no_more_is_asked_for_than_is_read(written):
-    """A row is asked for, and waited for, when the loader comes near it; the writer is let go when nothing more will
-    be. The summary says what disk it takes."""
+    """The loader asks and waits for a row when it comes near it, and lets the writer go when it needs no more. The
+    summary says what disk it takes."""
     split = split_at(written, ahead=64, most=2000)
     with loader(split) as data:
         assert split.token_count == NO_END
-        assert data.summary.startswith(
-            f"the text (3 files), tokenized beside the run into {written}, 1 to 4 bytes a token: at most 0.0 MB of disk"
-        )
+        said = f"the text (3 files), tokenized beside the run into {written}, 1 to 4 bytes a token: at most 0.0 MB"
+        assert data.summary.startswith(said)
         data.load(0)
         writer = split._process
         assert 4 * 32 <= writer.asked <= 2 * 8 * 4 * 32 + 3 * 4 * 32 < len(TOKENS)  # two buffers, and batches ahead
@@ -125,7 +125,8 @@ def test_no_more_is_asked_for_than_is_read(written):
 
 
 def test_validation_is_a_bounded_pass_that_repeats(written):
-    """The first batches, the same each time; where there are fewer, all, the last filled up with what is no target."""
+    """It reads the first batches, the same each time; if there are fewer, all of them, the last filled up with no
+    targets."""
     whole = len(TOKENS) // 32
     shape = {"shuffle": False}
     with loader(split_at(written), batches=2, **shape) as few:
@@ -197,9 +198,9 @@ def tokens_of(texts):
 
 @pytest.mark.slow
 def test_killed_and_a_bad_record(tmp_path):
-    """The process writes no further than it may, in blocks of a megabyte. Killed, it is said to have died; the next one
-    goes on, and no token is lost or comes twice. A bad record is named by file and number when the tokens before its
-    block have been read, and the next run meets it again."""
+    """The process writes no further than it may, in blocks of a megabyte. A killed process is reported, and the next
+    goes on without losing or repeating a token. A bad record is named by file and number when the tokens before its
+    block have been read, in each run."""
     rng = random.Random(0)
     texts = ["".join(rng.choices("ab é€𝄞", k=rng.randint(0, 9000))) for _ in range(1000)]
     write(tmp_path / "in/train-0.jsonl", texts)
@@ -294,12 +295,10 @@ def test_missing(tmp_path, monkeypatch):
 
 # ---------------------------------------------------------------- in a run
 
-TINY = [
-    "model.d_model=32", "model.n_kv=4", "model.d_head=8", "model.d_ff=64", "model.vocab=258", "validation_batches=2",
-    "training.tokens.batch=16", "training.tokens.len=32", "training.steps=6", "training.warmup_steps=2",
-    "training.steps_for_lr=12", "checkpoint_interval=3", "eval_interval=3", "log_interval=1",
-    "flat_tokens.filespec=null", "hf_dataset.tokenizer=bytes_utf8",
-]  # fmt: skip
+TINY = """model.d_model=32 model.n_kv=4 model.d_head=8 model.d_ff=64 model.vocab=258 validation_batches=2
+    training.tokens.batch=16 training.tokens.len=32 training.steps=6 training.warmup_steps=2 training.steps_for_lr=12
+    checkpoint_interval=3 eval_interval=3 log_interval=1 flat_tokens.filespec=null
+    hf_dataset.tokenizer=bytes_utf8""".split()
 
 
 @pytest.fixture(scope="module")
@@ -315,11 +314,6 @@ def start(monkeypatch, *overrides):
     return small.start_training(monkeypatch, *TINY, *overrides)
 
 
-def losses(folder):
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [[line[key] for line in lines if key in line] for key in ("loss", "validation_loss")]
-
-
 @pytest.mark.slow
 def test_a_run_goes_on_bit_for_bit(folder, monkeypatch, tmp_path):
     """Trained straight from a folder, past its end, stopped after 3 of 20 steps and started again, the losses are those
@@ -328,9 +322,9 @@ def test_a_run_goes_on_bit_for_bit(folder, monkeypatch, tmp_path):
     assert start(monkeypatch, *where, "paths.model_name=whole") == 0
     assert start(monkeypatch, *where, "paths.model_name=halves", "training.steps=3") == 0
     assert start(monkeypatch, *where, "paths.model_name=halves") == 0
-    training, validation = losses(tmp_path / "whole")
-    assert len(training) == 20 and np.isfinite(training).all() and training[-1] < training[0]
-    assert losses(tmp_path / "halves") == [training, validation]
+    training, *validation = (logged(tmp_path / "whole", name) for name in ("loss", "validation_loss"))
+    assert len(training) == 20 and np.isfinite([*training.values()]).all() and training[20] < training[1]
+    assert [logged(tmp_path / "halves", name) for name in ("loss", "validation_loss")] == [training, *validation]
 
 
 WRONG = {
@@ -353,15 +347,12 @@ def test_a_run_that_cannot_be(folder, override, monkeypatch, capsys, tmp_path):
     assert (tmp_path / "runs").exists() == ("text_field" in override)
 
 
-@pytest.mark.parametrize(
-    "positions, text",
-    [
-        ([[[0, 1, 0, 3]]], ""),
-        ([[[0, 1, 0, 3], [0, 0, 1, 0]]], "a share of its documents for each host"),
-        ([[[0, 1, 0, 3]], [[0, 2, 0, 0]]], "a share of its documents for each host"),
-        ([[[1, 0, 0, 3]]], "a pass that begins within a row"),
-    ],
-)
+@pytest.mark.parametrize("positions, text", [
+    ([[[0, 1, 0, 3]]], ""),
+    ([[[0, 1, 0, 3], [0, 0, 1, 0]]], "a share of its documents for each host"),
+    ([[[0, 1, 0, 3]], [[0, 2, 0, 0]]], "a share of its documents for each host"),
+    ([[[1, 0, 0, 3]]], "a pass that begins within a row"),
+])  # fmt: skip
 def test_runs_of_an_earlier_program(positions, text):
     """A checkpoint that says where in the text its run was is gone on from where its rows were these; where they were
     others it is refused, with what to do."""

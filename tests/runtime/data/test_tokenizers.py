@@ -103,8 +103,8 @@ def test_trained_bpe(bpe):
 
 
 def test_loaded_from_files(stored, bpe):
-    """A tokenizer.json, and a folder that holds one, with what stands beside it; ids may have holes, truncation is
-    off."""
+    """A tokenizer.json, or a folder that holds one, is read with what stands beside it; ids may have holes, and
+    truncation is off."""
     content = json.loads((stored / "tokenizer.json").read_text())
     content["truncation"] = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
     (stored / "tokenizer.json").write_text(json.dumps(content))
@@ -155,15 +155,12 @@ def test_loaded_by_name(tmp_path, stored, monkeypatch, request):
     assert_refuses(f"the tokenizer no where cannot be loaded (…): {EXPECTED}", load_tokenizer, "no where")
 
 
-@pytest.mark.parametrize(
-    "settings, post_processor, bos",
-    [
-        ({"bos_token": "Hi"}, ["!", "i"], "Hi"),
-        ({"eos_token": "Hi"}, ["!", "i"], "!"),
-        ({"eos_token": "Hi"}, [], "<|endoftext|>"),
-        ({"eos_token": "Hi", "no": "<|endoftext|>"}, [], "Hi"),
-    ],
-)
+@pytest.mark.parametrize("settings, post_processor, bos", [
+    ({"bos_token": "Hi"}, ["!", "i"], "Hi"),
+    ({"eos_token": "Hi"}, ["!", "i"], "!"),
+    ({"eos_token": "Hi"}, [], "<|endoftext|>"),
+    ({"eos_token": "Hi", "no": "<|endoftext|>"}, [], "Hi"),
+])  # fmt: skip
 def test_what_stands_before(tmp_path, settings, post_processor, bos):
     """The bos token; else what the tokenizer puts first itself; else <|endoftext|>; else the end token."""
     import tokenizers
@@ -228,7 +225,7 @@ def test_a_tokenizer_that_aborts(tmp_path, bpe, changed, message):
 
 
 def test_a_text_that_a_tokenizer_panics_at(bpe):
-    """Others are encoded."""
+    """Other texts are still encoded."""
     normalizer = {"type": "Replace", "pattern": {"Regex": "(?=x)"}, "content": "ab"}
     tokenizer = dataclasses.replace(bpe, json=json.dumps(json.loads(bpe.json) | {"normalizer": normalizer}))
     with pytest.raises(RunError, match=r"^the tokenizer bpe_\d+ does not encode a text \(.*out of bounds"):
@@ -247,8 +244,8 @@ def test_a_record_of_another_kind(field, value):
 
 
 def test_a_template_and_its_process():
-    """Where it takes too much, its process ends, and the next has one of its own; limits are of that process and of a
-    call. What is imported for a call does not count."""
+    """A call that takes too much ends its process, and the next call starts a new one. Limits hold in that process, for
+    each call; imports do not count."""
     apart = Apart()
     for _ in range(3):
         apart("build", '{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}')
@@ -286,9 +283,8 @@ def test_missing_packages(monkeypatch, bpe, stored):
 
 @pytest.mark.parametrize("url", [False, True])
 def test_kept_in_a_data_set(tmp_path, bpe, stored, url):
-    """A data set gives back the tokenizer that was put in, by a folder or by a URL, and None if it has none; one that
-    was
-    changed or lost is refused."""
+    """A data set, by folder or URL, gives back the tokenizer that was stored, and None if it has none; a tokenizer that
+    was changed or lost is refused."""
     path = "memory://kept.zarr" if url else str(tmp_path / "kept.zarr")
     cannot = f"the tokenizer of the data set {path} cannot be read"
     if not url:
@@ -321,7 +317,7 @@ def theirs(stored, template, **options):
 
 
 def test_chat_with_marks_equals_transformers(stored):
-    """Where the template marks the assistant's turns, ids and targets are those of transformers, token by token."""
+    """Ids and targets of a template that marks the assistant's turns are those of transformers, token by token."""
     expected = theirs(stored, MARKED, return_assistant_tokens_mask=True)
     ids, is_target = load_tokenizer(str(stored), chat_template=MARKED).encode_chat(CHAT)
     assert (ids.tolist(), [*map(int, is_target)]) == (expected["input_ids"], expected["assistant_masks"])
@@ -329,9 +325,8 @@ def test_chat_with_marks_equals_transformers(stored):
 
 @pytest.mark.parametrize("name", ["bytes_utf8", "stored"])
 def test_chat_without_marks(stored, name):
-    """Where it marks nothing, the targets are exactly what follows the header of an answer, of a first one too; a
-    leading
-    bos is not kept."""
+    """A template without marks makes targets of exactly what follows an answer's header, the first answer's too; a
+    leading bos is dropped."""
     tokenizer = load_tokenizer(name if name == "bytes_utf8" else str(stored), chat_template=UNMARKED)
 
     def turns_of(chat):
@@ -368,7 +363,7 @@ NO_MESSAGES = 'expected messages, a list of {"role": ..., "content": ...}, both 
      "chat: give a chat_template that marks what the assistant wrote with {% generation %}"),
 ])  # fmt: skip
 def test_chats_that_are_refused(messages, template, message):
-    """What is no chat, and a template that cannot tell whose words are whose."""
+    """The message says what is no chat, and which template cannot tell whose words are whose."""
     tokenizer = Tokenizer(name="bytes_utf8", bos_id=0, chat_template=template)
     with pytest.raises(ChatError) as error:
         tokenizer.encode_chat(messages)

@@ -11,15 +11,14 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from pages import ROOT
 
 from ledger.compiled import hlo_text
 from ledger.compiled.hlo_text import parse
 from runtime.tracking import hlo_graph
 from runtime.tracking.hlo_graph import draw, find_dot, graph_of
 
-REPOSITORY = Path(__file__).resolve().parents[3]
-
-SMALL = Path(__file__).with_name("small_step.hlo.txt").read_text().replace("SHARDLIB", str(REPOSITORY / "shardlib"))
+SMALL = Path(__file__).with_name("small_step.hlo.txt").read_text().replace("SHARDLIB", str(ROOT / "shardlib"))
 
 
 def nodes_of(source: str) -> dict[str, tuple[str, str]]:
@@ -34,9 +33,10 @@ def edges_of(source: str) -> set[tuple[str, str]]:
 
 
 def test_nodes_are_what_multiplies_and_what_is_sent():
-    """Its shape without layout, and the model's own line, not shardlib's; a fusion shows its matrix product and that
-    line. Edges go through bitcasts, tuples, elementwise operations and asynchronous halves, into a loop and out of it,
-    item by item; not beside a longer way. A loop is a frame with the number of turns; a condition has none."""
+    """Nodes are products and collectives, with the shape without layout and the model's own line, not shardlib's; a
+    fusion shows its product. Edges go through bitcasts, tuples, elementwise operations and asynchronous halves, into a
+    loop and out of it, item by item, and not beside a longer way. A loop is a frame with its number of turns; its
+    condition has no frame."""
     source = graph_of(parse(SMALL)).source
     nodes = nodes_of(source)
     assert set(nodes.values()) == {
@@ -58,8 +58,8 @@ def test_nodes_are_what_multiplies_and_what_is_sent():
 
 
 def test_what_repeats_is_one_node():
-    """A hundred products of the same line and pass, chained by additions: one node, which says how many, and no edge to
-    itself; another line's is another node."""
+    """A hundred chained products of one line and pass are one node, which says how many, without an edge to itself;
+    another line's product is another node."""
     lines = ["  %x0 = f32[8,8] parameter(0)"]
     for i in range(100):
         place = f'metadata={{op_name="f" source_file="/a/train.py" source_line={3 if i < 99 else 4}}}'
@@ -103,11 +103,8 @@ ENTRY %main (x: f32[2], which: pred[]) -> f32[2] {
 """
     source = graph_of(parse(text)).source
     assert {tuple(name.split()[3] for name in edge) for edge in edges_of(source)} == {
-        ("exp", "twice"),
-        ("log", "kept"),
-        ("twice", "sum"),
-        ("kept", "sum"),
-    }
+        ("exp", "twice"), ("log", "kept"), ("twice", "sum"), ("kept", "sum"),
+    }  # fmt: skip
     assert 'label="branch 0"' in source and 'label="branch 1"' in source and "cluster_called" not in source
 
 
@@ -151,18 +148,15 @@ def fake_dot(script):
     return put
 
 
-@pytest.mark.parametrize(
-    "text, trouble, message",
-    [
-        (SMALL, without_dot, "the program `dot` is missing: pip install graphviz-pure, or apt-get install graphviz"),
-        (SMALL, lambda _, patch: patch.setitem(sys.modules, "graphviz", None), "import of graphviz halted"),
-        ("no HLO", None, "ValueError: HLO text without an ENTRY computation"),
-        (SMALL, fake_dot("echo 'syntax error in line 1' >&2; exit 3"), "exit status 3.: syntax error in line 1"),
-        (SMALL, fake_dot("exec sleep 60"), "timed out after 0.2 seconds"),
-    ],
-)
+@pytest.mark.parametrize("text, trouble, message", [
+    (SMALL, without_dot, "the program `dot` is missing: pip install graphviz-pure, or apt-get install graphviz"),
+    (SMALL, lambda _, patch: patch.setitem(sys.modules, "graphviz", None), "import of graphviz halted"),
+    ("no HLO", None, "ValueError: HLO text without an ENTRY computation"),
+    (SMALL, fake_dot("echo 'syntax error in line 1' >&2; exit 3"), "exit status 3.: syntax error in line 1"),
+    (SMALL, fake_dot("exec sleep 60"), "timed out after 0.2 seconds"),
+])  # fmt: skip
 def test_what_keeps_it_from_being_drawn_is_one_line(tmp_path, monkeypatch, capsys, text, trouble, message):
-    """On stderr, with the way out; no half picture is left, and another start tries again."""
+    """The line on stderr says what to do; no half picture is left, and another start tries again."""
     (tmp_path / "step.hlo.txt").write_text(text)
     monkeypatch.setattr(hlo_graph, "LIMIT_S", 0.2 if "timed out" in message else 60)
     if trouble:
