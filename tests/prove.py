@@ -84,13 +84,6 @@ def prove(function, mesh=MESHES[0], sizes=SIZES) -> int:
     return typed_shard_map(function).check(abstract_mesh, *arguments)
 
 
-def prove_everywhere(function, meshes=MESHES, several=(SIZES, SINGLE)):
-    """Accepted on every mesh, one device included, also where a device holds one row."""
-    for sizes in several:
-        for mesh in OF_EIGHT if sizes is SINGLE else meshes:
-            assert prove(function, mesh, sizes) > 0, mesh
-
-
 def refusal(function, mesh=MESHES[0], sizes=SIZES) -> str:
     """The text of the refusal."""
     with pytest.raises(ShardingError) as caught:
@@ -103,12 +96,6 @@ def refused(function, mesh=MESHES[0], sizes=SIZES) -> str:
     text = refusal(function, mesh, sizes)
     assert re.search(r"(/program/\d+|/tests/test_\w+)\.py:\d+", text), (mesh, text)
     return text
-
-
-def refused_everywhere(function) -> str:
-    """Refused on every mesh, also where a device holds one row; returns the text of the first refusal."""
-    texts = [refused(function, mesh) for mesh in MESHES] + [refused(function, mesh, SINGLE) for mesh in OF_EIGHT]
-    return texts[0]
 
 
 def says(message, text) -> bool:

@@ -191,6 +191,9 @@ B/d -> '' | shardops.psum('+d -> ', total(x) / (x.shape[0] * shardops.axis_size(
 B/d, B/d -> '' | shardops.psum('+d -> ', total(x) / shardops.psum('+d -> ', total(jnp.abs(y))))
 B/d M | x - (shardops.psum('M +d -> M', shardops.sum_unreduced('B/d M -> M +d', x))
     / (x.shape[0] * shardops.axis_size('d')))[None]
+'', B/d M -> '' | shardops.psum('+d +t -> ', shardops.grad(lambda w: squares(jnp.sin(y * w)))(x))
+M/t, B/d M/t -> M/t | shardops.psum('M/t +d -> M/t', shardops.grad(
+    lambda w: shardops.sum_unreduced('B/d M/t -> +d +t', jnp.sin(y * w[None])))(x))
 M, B/d M -> M | reduced(lambda w: squares(y * w[None]) + shardops.pending(' -> +d +t', jnp.sum(w * w)), x)
 M, B/d M -> M
     | reduced(lambda w: shardops.pending(' -> +d +t', jnp.sqrt(shardops.psum('+d +t -> ', squares(y * w[None])))), x)
@@ -523,13 +526,19 @@ def gradient_of_an_embedding(table: f32['V/t M/d'], ids: i32['B/d'], w: f32['B/d
 
 
 @right
-def gradient_over_chunks(w: f32['M V/t'], x: f32['3 B/d M'], y: i32['3 B/d']) -> f32['M V/t']:
+def gradients_over_chunks(
+    w: f32['M V/t'], x: f32['3 B/d M'], y: i32['3 B/d']
+) -> tuple[f32[''], f32['M V/t'], f32['3 B/d M']]:
     def loss(w, x, y):
         each = loss_of_split_logits(shardops.einsum_unreduced('B/d M, M V/t -> B/d V/t', x, w), y)
         return shardops.pending('+d -> +d +t', shardops.sum_unreduced('B/d -> +d', each))
 
-    gradient = shardops.grad(lambda w: shardops.sum_over_chunks(loss, w, x, y))(w)
-    return shardops.psum('M V/t +d -> M V/t', gradient)
+    def total(w, x):
+        return 3 * shardops.sum_over_chunks(loss, w, x, y)
+
+    value, (of_w, of_x) = shardops.value_and_grad(total, (0, 1))(w, x)
+    of_w = shardops.psum('M V/t +d -> M V/t', of_w)
+    return shardops.psum('+d +t -> ', value), of_w, shardops.psum('3 B/d M +t -> 3 B/d M', of_x)
 
 
 @right

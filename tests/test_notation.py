@@ -72,9 +72,9 @@ of a block that `regroup` makes | B/d | x * shardops.regroup('B/d -> d/d R', x).
 the length of a dim that counts devices | M
     | x * shardops.all_gather('d/d -> d', shardops.index('d')).shape[0] | accepted
 `index`, the length | M -> '' | shardops.psum('+d -> ', shardops.sum_unreduced('d/d -> +d',
-    shardops.index('d') * 1.0)) | accepted
+    shardops.index('d').astype(jnp.float32))) | accepted
 as a sum over such a dim | M | shardops.psum('M +d -> M', shardops.sum_unreduced('d/d M -> M +d',
-    shardops.zeros('d/d M', f32) + x)) | accepted
+    shardops.zeros('d/d M', f32) + x[None])) | accepted
 is proved for them alone | M | x if int(shardops.axis_size('d')) > 1 else forgotten(x)
     | accepted
 **What a size is** | M/d | x if isinstance(x.shape[0], int) else 2 * x | accepted
