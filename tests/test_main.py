@@ -76,14 +76,6 @@ def test_a_run_goes_on_on_another_mesh(uninterrupted, monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-def test_sequences_that_are_not_packed(monkeypatch, tmp_path):
-    """A row a sequence, padded: the run trains, and its losses are finite."""
-    where = hosts.where(tmp_path / "run")
-    assert start(monkeypatch, *where, "flat_tokens.sequence_packing=false", "training.steps=2") == 0
-    assert np.isfinite(list(losses(tmp_path / "run").values())).all()
-
-
-@pytest.mark.slow
 def test_the_small_job_goes_on_bit_for_bit(tmp_path):
     """local_test_synthetic as users run it, stopped at step 20: the losses of steps 21 to 50 are bit for bit those of
     an uninterrupted run, and it has learnt more than frequencies."""
@@ -99,26 +91,18 @@ def test_the_small_job_goes_on_bit_for_bit(tmp_path):
     assert validation["validation_loss"] < tool.unigram_entropy(tokens)
 
 
-@pytest.mark.parametrize(
-    "overrides, message",
-    [
-        (["flat_tokens.filespec=nowhere.zarr"], r"nowhere\.zarr.*does not exist"),
-        (["model.vocab=64"], r"model\.vocab = 64: the data set .*tiny\.zarr has token ids up to 127: set"),
-        (
-            ["training.steps=100000"],
-            r"training\.steps = 100000: the data set .*tiny\.zarr holds \d+ steps in flat_tokens\.epochs = 1: set",
-        ),
-        (
-            ["mesh.d=16"],
-            r"mesh\.d × mesh\.t = 16 × 2: expected 8 devices.*XLA_FLAGS=--xla_force_host_platform_device_count=32",
-        ),
-        (["num_hosts=1", "training.tokens.batch=62"], r"training\.tokens\.batch = 62"),
-        (["checkpoint_interval=0"], r"checkpoint_interval = 0"),
-        (["training.steps=-5"], r"training\.steps = -5"),
-        (["+paths.mistyped=x"], r"paths\.mistyped is not a key"),
-    ],
-    ids=lambda value: value[0] if isinstance(value, list) else "",
-)
+@pytest.mark.parametrize("overrides, message", [
+    (["flat_tokens.filespec=nowhere.zarr"], r"nowhere\.zarr.*does not exist"),
+    (["model.vocab=64"], r"model\.vocab = 64: the data set .*tiny\.zarr has token ids up to 127: set"),
+    (["training.steps=100000"],
+     r"training\.steps = 100000: the data set .*tiny\.zarr holds \d+ steps in flat_tokens\.epochs = 1: set"),
+    (["mesh.d=16"],
+     r"mesh\.d × mesh\.t = 16 × 2: expected 8 devices.*XLA_FLAGS=--xla_force_host_platform_device_count=32"),
+    (["num_hosts=1", "training.tokens.batch=62"], r"training\.tokens\.batch = 62"),
+    (["checkpoint_interval=0"], r"checkpoint_interval = 0"),
+    (["training.steps=-5"], r"training\.steps = -5"),
+    (["+paths.mistyped=x"], r"paths\.mistyped is not a key"),
+], ids=lambda value: value[0] if isinstance(value, list) else "")  # fmt: skip
 def test_bad_input_is_one_message_and_no_traceback(overrides, message, monkeypatch, capsys, tmp_path):
     """What cannot run ends with status 1 and a message that names the key and the fix, before anything is compiled or
     written."""
@@ -148,17 +132,15 @@ def forgotten_reduction(monkeypatch):
     monkeypatch.setattr(train.shardops, "psum_scatter", forgotten)
 
 
-def test_check_only_refuses_a_wrong_program(forgotten_reduction, monkeypatch, capsys):
-    """A forgotten reduction ends check_only with status 1 and names the line; no traceback."""
-    assert start(monkeypatch, "check_only=true") == 1
-    printed = capsys.readouterr().err
-    assert printed.startswith("error: training_step is refused on the mesh d=4 × t=2:")
-    assert re.search(r"train\.py:\d+", printed) and "Traceback" not in printed
-
-
-def test_a_run_of_a_wrong_program_ends_like_one_on_bad_input(forgotten_reduction, monkeypatch, capsys, tmp_path):
-    """Without check_only too: status 1, the check's message with the line, no traceback."""
-    assert start(monkeypatch, f"paths.root_working_dir={tmp_path}") == 1
-    printed = capsys.readouterr().err
-    assert printed.startswith("error: 'B/d L M/t' says M/t, but that dim is whole") and "Traceback" not in printed
-    assert re.search(r"\n  at .*train\.py:\d+\n", printed) and printed.count("\n") < 10
+def test_a_wrong_program_is_refused(forgotten_reduction, monkeypatch, capsys, tmp_path):
+    """A run, and check_only, of a program with a forgotten reduction ends with status 1 and a message that names the
+    line; no traceback."""
+    where = f"paths.root_working_dir={tmp_path}"
+    for keys, message in [
+        (["check_only=true"], "error: training_step is refused on the mesh d=4 × t=2:"),
+        ([where], "error: 'B/d L M/t' says M/t, but that dim is whole"),
+    ]:
+        assert start(monkeypatch, *keys) == 1
+        printed = capsys.readouterr().err
+        assert printed.startswith(message) and "Traceback" not in printed
+        assert re.search(r"\n  at .*train\.py:\d+\n", printed) and printed.count("\n") < 10

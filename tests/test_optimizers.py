@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import small
-from mutation import refuse_all_of
-from pages import ROOT, module_of
+from mutation import proofs
+from pages import module_of
 from published import on_mesh, reduced
 from test_mutation import abstract
 
@@ -40,8 +40,8 @@ def training(**keys):
 
 @pytree_dataclass
 class Weights:
-    """Of each kind one: a stack of wide matrices and one of tall ones, neither number divided by the devices; experts,
-    which are split; a matrix that is in no stack; and what is none."""
+    """One weight of each kind: stacks of wide and of tall matrices, whose numbers the devices do not divide; experts,
+    which are split; a matrix in no stack; and two that are no matrices."""
 
     wide: f32["3 M/d K/t D"]
     tall: f32["3 2 M/d K/t"]
@@ -69,13 +69,13 @@ def decayed(types):
     return jax.tree.map(lambda array: float(optimizers.is_matrix(array.spec)), types.weights)
 
 
-def steps(training, mesh, weights, gradients, types=None, check=False):
+def steps(training, mesh, weights, gradients, types=None, check=False, update=optimizers.step):
     """The state after a step with each of the gradients, as numpy arrays."""
     types = optimizers.state_type(training, TYPES if types is None else types)
     Gradient = types.weights
 
     def step(state: types, gradient: Gradient, number: u32[""]) -> types:
-        return optimizers.step(training, types, decayed(types), state, gradient, number)
+        return update(training, types, decayed(types), state, gradient, number)
 
     with small.on_mesh(*mesh):
         step = jax.jit(typed_shard_map(step, check=check))
@@ -103,6 +103,7 @@ def test_schedules():
               for n in range(24)]  # fmt: skip
     assert rates() == cosine
     assert rates(schedule="constant") == [*warm, *[1.0] * 20]
+    assert rates(schedule="constant", decay_from=12)[:13] == rates(schedule="constant")[:13]  # a run resumes with it
     line = [1 - 0.9 * n / 16 for n in range(16)]
     np.testing.assert_allclose(rates(schedule="linear"), [*warm, *line, *[0.1] * 4], rtol=1e-6)
     root = [math.sqrt(4 / (n + 1)) for n in range(4, 24)]
@@ -113,27 +114,15 @@ def test_schedules():
     np.testing.assert_allclose(rates(schedule="inverse_sqrt", decay_from=12), [*warm, *both], rtol=1e-6)
 
 
-def test_a_constant_run_can_be_resumed_with_its_decay():
-    """Up to the step where the decay begins, the rates are the same bits as without one."""
-    assert rates(schedule="constant", decay_from=12)[:13] == rates(schedule="constant")[:13]
-
-
-@pytest.mark.parametrize(
-    "keys, message",
-    [
-        (dict(decay_from=5), "training.decay_from = 5: schedule cosine falls from the warmup on: set it to constant"),
-        (
-            dict(schedule="constant", decay_from=10, steps_for_lr=10),
-            "training.decay_from = 10: expected a step from warmup_steps = 0 to below steps_for_lr = 10, where",
-        ),
-        (
-            dict(optimizer="adafactor", moment_dtype="bfloat16"),
-            "training.moment_dtype = \"bfloat16\": adafactor keeps only rows",
-        ),
-        (dict(schedule="wsd"), "training.schedule"),
-        (dict(dropout=1.0), "training.dropout"),
-    ],
-)
+@pytest.mark.parametrize("keys, message", [
+    (dict(decay_from=5), "training.decay_from = 5: schedule cosine falls from the warmup on: set it to constant"),
+    (dict(schedule="constant", decay_from=10, steps_for_lr=10),
+     "training.decay_from = 10: expected a step from warmup_steps = 0 to below steps_for_lr = 10, where"),
+    (dict(optimizer="adafactor", moment_dtype="bfloat16"),
+     "training.moment_dtype = \"bfloat16\": adafactor keeps only rows"),
+    (dict(schedule="wsd"), "training.schedule"),
+    (dict(dropout=1.0), "training.dropout"),
+])  # fmt: skip
 def test_refusals(keys, message):
     """Settings that contradict each other are refused by name, when the config is read."""
     given = {**vars(small.TRAINING), "warmup_steps": 0, "tokens": {"batch": 8, "len": 8}, **keys}
@@ -149,22 +138,15 @@ def test_refusals(keys, message):
 
 # -- AdamW, and moments in bfloat16 ------------------------------------------------------------------------------------
 def test_adamw_is_that_of_train_py():
-    """Over two steps, weights and moments have train.py's bits."""
-    settings, weights, gradients = training(), draw(0), [draw(1), draw(2)]
-    types = optimizers.state_type(settings, TYPES)
+    """Weights and moments have train.py's bits after two steps."""
+    given = training(), (4, 2), draw(0), [draw(1), draw(2)]
 
-    def theirs(state: types, gradient: TYPES, number: u32[""]) -> types:
-        as_theirs = train.State(state.weights, state.adam_mu, state.adam_nu)
-        new = train.adamw_step(settings, decayed(types), as_theirs, gradient, number)
+    def theirs(settings, types, decayed, state, gradient, number):
+        state = train.State(state.weights, state.adam_mu, state.adam_nu)
+        new = train.adamw_step(settings, decayed, state, gradient, number)
         return optimizers.State(new.weights, new.adam_mu, new.adam_nu, None)
 
-    found = steps(settings, (4, 2), weights, gradients, check=True)
-    with small.on_mesh(4, 2):
-        step = jax.jit(typed_shard_map(theirs, check=False))
-        state = jax.device_put(optimizers.first_state(types, weights), make_shardings(types))
-        for number, gradient in enumerate(gradients):
-            state = step(state, jax.device_put(gradient, make_shardings(TYPES)), jnp.uint32(number))
-    assert same_bits(found, state)
+    assert same_bits(steps(*given, check=True), steps(*given, update=theirs))
 
 
 OF_TRAIN_PY = jax.eval_shape(functools.partial(train.init_state, small.MODEL), np.uint32(0)).weights
@@ -181,8 +163,8 @@ def test_a_weight_without_an_entry_is_named():
 
 
 def test_moments_in_bfloat16_are_the_same_on_any_mesh():
-    """What is drawn to round them is a function of the place in the whole weight. The gradients are such that the
-    moments have no rounding of their own that a compiler may order otherwise."""
+    """The numbers that round them depend on the place in the whole weight. The gradients are such that the moments need
+    no rounding that a compiler may order otherwise."""
     settings, weights = training(moment_dtype="bfloat16", adam_b1=0.5, adam_b2=0.5), draw(0)
     whole = jax.tree.map(lambda w: np.round(w * 64) / 64, draw(1))
     one, other = (steps(settings, mesh, weights, [whole, whole]) for mesh in ((1, 1), (4, 2)))
@@ -313,7 +295,7 @@ def mixed(seed, number):
 
 @pytest.mark.parametrize("mesh", [(1, 1), (2, 4)], ids=str)
 def test_random_bits_are_a_function_of_the_place(mesh):
-    """On any mesh the number at i, j is that which plain Python computes of seed, i and j."""
+    """The number at i, j is the one that plain Python computes from seed, i and j, on any mesh."""
 
     def bits(seed: u32[""], like: f32["M/d F/t"]) -> u32["M/d F/t"]:
         return random_bits(seed, parse("M/d F/t").dims, like.shape)
@@ -324,7 +306,7 @@ def test_random_bits_are_a_function_of_the_place(mesh):
 
 
 def test_random_bits_look_random():
-    """Over 2^18 numbers each bit is set half of the time, alone and with each neighbour, within five deviations."""
+    """Each bit of 2^18 numbers is set half of the time, alone and beside each neighbour, within five deviations."""
 
     def bits(seed: u32["B"], like: f32["L M"]) -> u32["B L M"]:
         return random_bits(seed, parse("L M").dims, like.shape)
@@ -346,7 +328,7 @@ GPT2 = gpt2.Model(d_model=16, n_kv=4, d_head=4, layers=1, vocab=16, d_ff=32, pos
 
 
 def losses_and_gradients(family, model, mesh, rate, seeds):
-    """Of a random model of a family, with dropout: for each of the seeds the mean loss, and its gradient."""
+    """The mean loss and its gradient of a random model with dropout, for each of the seeds."""
     weights = family.init(model, np.uint32(0))
     Weights = narrowed(family.Weights, weights)
     rng = np.random.default_rng(0)
@@ -391,8 +373,8 @@ def test_dropout_is_the_same_on_any_mesh(family, model, meshes):
 
 
 def test_dropout_keeps_the_mean():
-    """Of 2,000 masks the mean of what is left is the value, within five deviations; as many elements are zero as the
-    rate says, of each row, position and feature; and each call, layer and seed has a mask of its own."""
+    """The mean over 2,000 masks is the value, within five deviations; zeros are as frequent as the rate says, in each
+    row, position and feature; each call, layer and seed has its own mask."""
 
     def drops(x: f32["B/b L M/t"], seeds: u32["V"], rows: u32["B/b"]) -> f32["V B/b L M/t"]:
         def one(seed):
@@ -475,12 +457,8 @@ def check_optimizers(path, source):
     return count
 
 
-def test_the_optimizers_pass_the_check(tmp_path):
-    assert check_optimizers(tmp_path / "optimizers.py", (ROOT / "optimizers.py").read_text()) > 20
-
-
 def test_muon_of_a_single_layer():
-    """There is one matrix to deal out, so that dims of one stand beside those that count devices."""
+    """The check accepts one matrix to deal out, so that dims of size one stand beside those that count devices."""
     matrix = f32["layers M/d K/t D"]
 
     def whole(x: matrix) -> matrix:
@@ -490,7 +468,7 @@ def test_muon_of_a_single_layer():
         assert typed_shard_map(whole).check(abstract(mesh), jax.ShapeDtypeStruct((1, 16, 4, 4), jnp.float32)) > 5
 
 
-@pytest.mark.slow
-def test_every_mutant_is_refused(tmp_path, record_property):
-    """Each collective of optimizers.py removed or doubled."""
-    assert refuse_all_of("optimizers.py", check_optimizers, tmp_path, record_property) >= 6
+OPTIMIZERS = "optimizers.py"
+test_they_are_accepted, test_every_mutant_is_refused = proofs(
+    {OPTIMIZERS: (check_optimizers, 20, 5)}, [OPTIMIZERS], ("d", "t"), place=None
+)

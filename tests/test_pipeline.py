@@ -212,8 +212,7 @@ EVERY = 4
 @pytest.mark.slow
 @pytest.mark.parametrize('first', range(EVERY))
 def test_mutants_are_refused(first, tmp_path, monkeypatch, record_property):
-    """Each collective removed, doubled, with its axes exchanged or one too few, and each '+axis' dropped: in a step
-    of a mixture on stages."""
+    """The check refuses each mutant (mutation.py) in a step of a mixture on stages."""
     made, any_ = mutants(SOURCE, ('p', *GROUPS))[first::EVERY], Path(train_any.__file__).read_text()
 
     def check_pipeline(path, source):

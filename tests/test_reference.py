@@ -137,7 +137,7 @@ def test_lower_precision_is_near_but_not_the_same():
     [(0, 0.125), (1, 0.25), (3, 0.5), (4, 0.5), (8, 0.5 * (0.1 + 0.9 / 2)), (12, 0.05), (13, 0.05), (1000, 0.05)],
 )
 def test_learning_rate(step, expected):
-    """Linear from lr/warmup_steps to lr, half a cosine to a tenth of it at steps_for_lr, and flat ever after."""
+    """It rises to lr over warmup_steps, falls by half a cosine to a tenth at steps_for_lr, and stays."""
     assert reference.learning_rate(step, TRAINING) == pytest.approx(expected, rel=1e-12)
 
 
@@ -149,7 +149,7 @@ def test_learning_rate_at_the_corners():
 
 
 def test_adamw_by_hand():
-    """Two steps from zero moments: decay on matrices alone, clipping by the norm of all leaves, bias corrected."""
+    """Two steps from zero moments decay matrices alone, clip by the norm of all leaves, and correct the bias."""
     weights = jax.tree.map(np.float64, reference.random_weights(MODEL, 0))
     zeros = jax.tree.map(np.zeros_like, weights)
     count = sum(leaf.size for leaf in jax.tree.leaves(weights))

@@ -145,7 +145,8 @@ def random_lines(count, words):
 
 @pytest.mark.slow
 def test_your_own_text_in_five_commands(tmp_path):
-    """The five commands of docs/data.md, but for the first, in a folder of their own, 10 steps; then its Python."""
+    """The commands of docs/data.md, but for the first, run in a folder of their own, for 10 steps; then its Python
+    does."""
     copy_of_the_repository(tmp_path)
     (tmp_path / "my.txt").write_text("".join(f"{line}.\n" for line in random_lines(20000, words=12)))
     install, *lines = of_language("sh", "docs/data.md")[0].splitlines()
@@ -161,8 +162,8 @@ def test_your_own_text_in_five_commands(tmp_path):
 
 @pytest.mark.slow
 def test_from_conversations_to_a_model(tmp_path):
-    """The commands of docs/finetuning.md, for all weights and for adapters, with a small model in SmolLM2's place and
-    two steps: both runs learn, and the first one answers."""
+    """The commands of docs/finetuning.md, with a small model in SmolLM2's place and two steps, train all weights and
+    adapters: both losses fall, and the first run answers."""
     copy_of_the_repository(tmp_path)
     shutil.copytree(ROOT / "docs/chats", tmp_path / "docs/chats")
     steps = "steps=2 steps_for_lr=2 warmup_steps=0 learning_rate=1e-3"

@@ -186,7 +186,7 @@ def lowered(name, platform, **given) -> str:
 
 
 def test_splash_lowers_for_tpus():
-    """Forward, gradient of q, gradient of k and v: three kernels; with a window and a cap too."""
+    """Forward, gradient of q, and gradient of k and v are three kernels, with a window and a cap too."""
     assert lowered("splash", "tpu", window=100, cap=30.0).count("stablehlo.custom_call @tpu_custom_call") == 3
     assert lowered("splash", "tpu").count("stablehlo.custom_call @tpu_custom_call") == 3
 

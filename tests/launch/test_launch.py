@@ -89,8 +89,8 @@ def test_the_skypilot_task_starts_the_processes_as_told(tmp_path):
 
 @pytest.mark.parametrize("statuses, ends, tries", [("75 134 0", 0, 3), ("1", 1, 1), ("75 " * 9, 75, 3)])
 def test_tpu_sh_starts_again_what_can_go_on(statuses, ends, tries, tmp_path):
-    """Stopped or died: again, MOST_RESTARTS times; not after an error that would come again. Arguments arrive as they
-    are."""
+    """A run that was stopped or died is started again, MOST_RESTARTS times; one with an error that would come again is
+    not. Arguments arrive unchanged."""
     (tmp_path / "statuses").write_text("\n".join(statuses.split()))
     (tmp_path / "gcloud").write_text(
         f'#!/bin/bash\ncd {tmp_path}\necho "${{!#}}" >> commands\n'

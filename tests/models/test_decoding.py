@@ -257,7 +257,7 @@ def filtered(p, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
 
 @pytest.mark.slow
 def test_the_distribution_is_the_models(pool, record_property):
-    """20,000 draws after one prompt, each with a seed of its own, by each filter: chi² against the model's softmax."""
+    """By each filter, 20,000 draws after one prompt, each with its own seed, have the model's softmax by chi²."""
     prompt, rows, batches = [5, 9, 11], 1000, 20
     with on_mesh(2, 2):
         generator = generator_of("llama", pool, ends=())

@@ -160,8 +160,8 @@ def log_probs_alone(pool, ids, mask_at):
 
 @pytest.mark.usefixtures("proved_elsewhere")
 def test_masked_tokens_are_filled_in(published_bert, called, pool, tmp_path):
-    """The likeliest word, as text, as ids, and as records of a file, on one device and on two; what is of models that
-    write is refused."""
+    """The likeliest word is printed as text, as ids and as records of a file, on one device and on two; keys of models
+    that write are refused."""
     expected = log_probs_alone(pool, [1, 9, 3, 12, 2], 2)
     best, run = int(expected.argmax()), functools.partial(called, generate.main, generate.Generate, published_bert)
     status, out, _ = run("prompt=w5 [MASK] w8")
@@ -180,7 +180,8 @@ def test_masked_tokens_are_filled_in(published_bert, called, pool, tmp_path):
 
 @pytest.mark.usefixtures("proved_elsewhere")
 def test_bert_is_scored_by_masking_one_token_after_the_other(published_bert, called, pool, tmp_path):
-    """Choices and texts: sums of the log probabilities of each token, all others being there; questions are refused."""
+    """A choice's or text's score is the sum of its tokens' log probabilities, each with all others in place; questions
+    are refused."""
     exam, text = tmp_path / "exam.jsonl", tmp_path / "text.txt"
     exam.write_text(json.dumps({"context": "w5", "choices": ["w8 w9", "w1"], "answer": 0}) + "\n")
     text.write_text("w5 w8")

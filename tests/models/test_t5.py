@@ -74,7 +74,8 @@ def decoded_in(chunks):
 @pytest.mark.usefixtures("proved_elsewhere")
 @pytest.mark.parametrize("name", [*small.slow("t5"), "t5_gated"])
 def test_decoding_computes_what_training_does(name, pool):
-    """Encoded once, then five tokens, one, and six: hidden states to 1e-5, and padding that is read changes no bit."""
+    """A text that is encoded once and decoded five tokens, one, and six at a time has training's hidden states to 1e-5;
+    padding that is read changes no bit."""
     source, oracle = huggingface.open_weights(FOLDER / name, pool), oracle_of(name)
     starts = np.zeros((8, 12), bool)
     batch = TokenBatch(oracle["targets"][:, :12], starts, np.ones_like(starts))

@@ -47,7 +47,7 @@ def test_sizes_that_the_mesh_cannot_split(overrides, text):
 
 
 def test_sizes_that_it_can():
-    """The global shapes of all weights and of a batch."""
+    """The shapes of all weights and of a batch are global."""
     state, batch = train.shapes(load(train.Config, "local_test_synthetic", ["training.microbatches=4"]))
     assert state.weights.transformer.w_q.shape == (2, 256, 2, 2, 32) and batch.targets.shape == (64, 64)
 

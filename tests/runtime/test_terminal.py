@@ -98,7 +98,7 @@ def test_long_lines_are_broken(monkeypatch, width):
 
 
 def test_columns():
-    """Cells below one another, those of numbers at the right."""
+    """Cells stand below one another, those of numbers at the right."""
     assert columns([("run", "steps"), ("a", "1,000"), ("longer", "5")], right={1}) == [
         "run     steps",
         "a       1,000",

@@ -63,7 +63,7 @@ def test_a_line_has_its_keys_and_they_agree(tmp_path):
     ("train_any", "finetune_smollm2 initial_weights=tests/models/golden/t5 training.tokens.read_len=8"),
 ])  # fmt: skip
 def test_other_programs(tmp_path, program, job):
-    """A step of a mixture of experts, and of adapters, and of pairs: as many parameters as are trained."""
+    """A step of a mixture, of adapters and of pairs counts as many parameters as it trains."""
     command = [sys.executable, "-m", "tools.benchmark", f"program={program}", "device=cpu", "steps=2"]
     command += [f"file={tmp_path}/new.jsonl", f'configs=["{job}"]']
     run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=600)
@@ -101,7 +101,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("arguments", MISTAKES)
 def test_mistakes_are_said_before_anything_runs(run, arguments):
-    """One line each, and status 1."""
+    """Each is one line, with status 1."""
     status, _, message = run(*arguments.split())
     assert status == 1 and message.startswith(f"error: {MISTAKES[arguments]}") and message.count("\n") == 1
 

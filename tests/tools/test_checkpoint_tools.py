@@ -80,7 +80,8 @@ def test_paths_that_do_not_go_with_what_is_asked(run, saved):
 
 
 def test_inspect_one(run, saved):
-    """Path, attributes, and each leaf's type, shape, size and norm; values that are not finite are counted."""
+    """It prints path, attributes, and each leaf's type, shape, size and norm; values that are not finite are
+    counted."""
     status, lines, errors = run("show", saved)
     assert (status, errors) == (0, [])
     assert lines[:5] == [

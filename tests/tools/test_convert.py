@@ -168,7 +168,7 @@ def test_a_run_that_is_not_there(run, tmp_path, monkeypatch, path):
 
 
 def test_old_fields_are_read(run, pool, tmp_path):
-    """rope_theta and rope_scaling as they stood before transformers 5; buffers of old files are passed over."""
+    """rope_theta and rope_scaling are read as before transformers 5; buffers of old files are passed over."""
     old = {"rope_parameters": None, "rope_theta": 50.0, "rope_scaling": {"type": "linear", "factor": 2.0}}
     buffer = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(4, np.float32)}
     model = huggingface.open_weights(changed(tmp_path, tensors=buffer, **old), pool).model

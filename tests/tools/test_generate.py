@@ -74,7 +74,7 @@ def test_a_text_ends_before_a_stop(cat_run, said):
 
 
 def test_a_file_of_prompts_is_continued_where_it_was_left(cat_run, said, tmp_path):
-    """A line for each prompt and sample; after a kill in the middle of a line the rest is written, the same texts."""
+    """Each prompt and sample has a line; a run killed in the middle of a line is continued with the same texts."""
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     texts = "the cat", "on the mat", "sat\u2028"  # a line separator, which ends no line
     prompts.write_text("".join(json.dumps({"q": text}, ensure_ascii=False) + "\n" for text in texts))

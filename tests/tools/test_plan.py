@@ -47,8 +47,7 @@ def refused(name, *overrides):
 
 
 def test_a_plan(capsys):
-    """Four hosts of eight H200s for the 1b model: the mesh's d takes them, and what is printed has the ledger's
-    figures."""
+    """Four hosts of eight H200s plan the 1b model: the mesh's d takes them, and the text has the ledger's figures."""
     text = planned(capsys, "c4_a100x8_1b", "hardware=h200", "hosts=4", "devices_per_host=8")
     lines = text.splitlines()
     assert lines[0] == (
@@ -90,7 +89,7 @@ def test_how_long_and_at_which_price(capsys):
 
 
 def test_own_hardware(capsys):
-    """A device that a config describes; what it leaves out is n/a, and so is all that needs it."""
+    """A config may describe a device; what it leaves out is n/a, and so is all that needs it."""
     mine = "own_hardware=[{name: mine, peak_flops_per_s: 1.0e+15, hbm_bytes: 100000000000, hbm_bytes_per_s: 3.0e+12}]"
     text = planned(capsys, "local_test_synthetic", "hardware=mine", mine, *SMALL)
     assert "of 100.00 GB" in text and "Figures of one device: own_hardware mine." in text
@@ -398,7 +397,7 @@ KINDS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_the_very_step_compiled_for_what_is_not_there(name):
-    """The small model for eight H200s and for eight TPUs of each kind: memory, differences and the schedule are
+    """The small model is compiled for eight H200s and eight TPUs of each kind: memory, differences and the schedule are
     printed."""
     done = compiled_plan("local_test_synthetic", *SMALL, f"hardware={name}", "hosts=1")
     assert done.returncode == 0, done.stderr
@@ -432,7 +431,7 @@ def test_nothing_stands_alone_in_the_loop_over_layers(name, machine):
     "mesh.r=8 mesh.d=1 mesh.e=8 size=30b_a3b training.microbatches=8",
 ])  # fmt: skip
 def test_many_axes_compiled_for_what_is_not_there(keys):
-    """8b with dealt heads and with gathered keys, and a mixture, on 64 H200s: the forecast is within a tenth of XLA's
+    """The forecast of 8b with dealt heads or gathered keys, and of a mixture, on 64 H200s is within a tenth of XLA's
     memory, and what is sent is what is written."""
     done = compiled_plan("scale", "program=train_any", "hardware=h200", *keys.split())
     assert done.returncode == 0, done.stderr

@@ -110,7 +110,7 @@ def check_score(path, source):
 
 
 def test_scoring_is_accepted(tmp_path):
-    """Its program; the collectives are models/reading.py's."""
+    """The check accepts the program; its collectives are models/reading.py's."""
     assert check_score(tmp_path / "likelihoods.py", (ROOT / "models/likelihoods.py").read_text()) > 50
 
 
@@ -191,7 +191,7 @@ def test_choices_and_a_file_of_answers(cat_run, said, tmp_path):
 
 
 def test_normalized_accuracy_by_hand():
-    """Log likelihoods of -4 and -6: by token sums the first is best, by character and by byte the longer one."""
+    """Of log likelihoods -4 and -6 the first is best by sum, and the longer one by character and by byte."""
 
     class Fixed:
         def __init__(self, *sums):

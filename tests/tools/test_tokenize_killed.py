@@ -70,8 +70,8 @@ def corpus(tmp_path_factory):
 
 @pytest.mark.slow
 def test_killed_ten_times(tmp_path, corpus):
-    """Killed ten times at random moments and started again each time: the bytes of every file are those of an
-    uninterrupted run."""
+    """A program that is killed ten times at random moments and started again writes the bytes of an uninterrupted
+    run."""
     done = subprocess.run(
         [sys.executable, "-c", KILLER, json.dumps([corpus, str(tmp_path), 10])],
         cwd=ROOT, capture_output=True, text=True, timeout=120,

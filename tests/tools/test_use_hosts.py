@@ -73,7 +73,7 @@ def test_two_processes_write_and_score_as_one(cat_run, alone, tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_serve_as_one(cat_run, alone, tmp_path):
-    """Two requests with a pause between; then SIGTERM to both ends both."""
+    """Two requests with a pause between get one process' answers; SIGTERM to both ends both."""
     port, text = hosts.free_port(), "the cat"
     keys = [str(cat_run), f"port={port}", "rows=4", "length=64", *MESH]
     both = hosts.start_two(keys, hosts.environment(tmp_path), output=tmp_path / "serve", program=program("serve"))

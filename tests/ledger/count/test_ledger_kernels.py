@@ -63,8 +63,8 @@ def test_hardware_flops_are_what_the_kernel_runs(name, ledgers, config):
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_what_the_kernel_keeps_is_said(name, ledgers, config):
-    """o and the logits' log-sum-exp, at the line that calls the kernel, under save_for_backward, times layers. Nothing
-    is kept that nobody asked for, both are in ledger.txt, and what is sent is the same."""
+    """The kernel's line keeps o and the logits' log-sum-exp under save_for_backward, times layers, and ledger.txt has
+    both. Nothing else is kept, and what is sent is the same."""
     ledger, tokens, model = ledgers[name], config.training.tokens, config.model
     assert all(row.why for row in ledger.saved)
     o_bytes = 2 * tokens.batch // 4 * tokens.len * model.n_q_per_kv * model.n_kv // 2 * model.d_head

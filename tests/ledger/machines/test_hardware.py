@@ -27,7 +27,8 @@ UNKNOWN = ["", "cpu", "NVIDIA GeForce RTX 4090", "NVIDIA H200 prototype", "TPU v
 
 
 def test_peaks():
-    """The data sheets' dense figures; of an unknown device, a CPU's too, none is guessed from a similar name."""
+    """Known devices have the data sheets' dense figures; none is guessed for an unknown device or a CPU from a similar
+    name."""
     assert {kind: peak_flops_per_s(kind) for kind in PEAKS} == {kind: peak * 1e12 for kind, peak in PEAKS.items()}
     assert not any(peak_flops_per_s(kind) for kind in (*UNKNOWN, jax.devices()[0].device_kind))
 

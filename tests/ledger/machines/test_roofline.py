@@ -143,7 +143,7 @@ def test_what_is_not_known_is_not_guessed():
 
 
 def test_the_text():
-    """A row a phase, a row a collective, in a terminal of 80 columns."""
+    """Each phase and each collective has a row, in a terminal of 80 columns."""
     estimate = roofline(ledger_of("c4_a100x8_1b"), named("a100_80gb"), 4)
     times, sent = contents.times(estimate).text(), contents.sendings(estimate).text()
     assert [line.split()[0] for line in times[2:]] == [*PHASES, "all"]

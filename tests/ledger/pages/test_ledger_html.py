@@ -129,7 +129,7 @@ def test_the_sums_of_each_line_are_the_ledgers(name, overrides):
 
 
 def test_the_totals():
-    """The four totals of the first screen."""
+    """The first screen shows the ledger's four totals."""
     ledger = ledger_of("c4_a100x8_1b", "mesh.d=32", "mesh.t=8")
     big = re.findall(r'<b class="big">(.*?)</b>', page(ledger))
     kept = sum(row.bytes * row.times for row in ledger.saved)

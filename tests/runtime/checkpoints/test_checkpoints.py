@@ -360,7 +360,8 @@ def test_none_reads_whole(tmp_path):
     (1, 20, 10, [10, 20, 40, 60]), (2, 30, None, [30, 50, 60]), (9, 30, 40, [10, 20, 30, 40, 50, 60]),
 ])  # fmt: skip
 def test_what_is_kept(tmp_path, keep_last, keep_every, best, expected):
-    """The newest `keep_last`, every multiple of `keep_every`, and the best; all where keep_last is None."""
+    """The newest `keep_last`, every multiple of `keep_every`, and the best are kept; all are where keep_last is
+    None."""
     checkpoints = open_checkpoints(tmp_path, waits=False, keep_last=keep_last, keep_every=keep_every)
     tree = {"w": jnp.zeros(4)}
     for step in range(10, 61, 10):

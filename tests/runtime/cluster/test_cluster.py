@@ -97,8 +97,7 @@ def test_axes_share_a_dim_of_a_torus():
 
 
 def test_slices_are_joined_along_d():
-    """TPUs of two slices, two hosts each: hosts of a slice are as near as one host, and slices follow each other along
-    d."""
+    """Two hosts of a TPU slice are as near as one host, and slices follow each other along d."""
     devices = [
         Tpu(8 * s + 2 * y + x, 2 * s + y // 2, s, "tpu", "TPU v5 lite", (x, y, 0))
         for s in range(2)
@@ -342,8 +341,8 @@ def test_preempted_saved_by_minutes_and_in_use(mixture, cache, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("ends, how", [(1, signal.SIGKILL), (0, signal.SIGKILL), (1, signal.SIGSTOP)])
 def test_a_process_that_dies_ends_the_other(ends, how, mixture, cache, tmp_path):
-    """Killed, or silent: the other ends with status 134, by its own message or JAX's, not later than SILENT_S and a
-    little."""
+    """A process that is killed or silent ends the other with status 134, by its own message or JAX's, soon after
+    SILENT_S."""
     folder = tmp_path / "run"
     both = hosts.start_two(
         [*mixture, *hosts.where(folder), *hosts.FOR_EVER], hosts.environment(cache), output=tmp_path / "log"

@@ -33,7 +33,8 @@ def run(monkeypatch, *arguments, main=lambda config: None):
 
 
 def test_run_calls_main_with_the_config(monkeypatch, tmp_path):
-    """The published command's arguments, in any order; hydra leaves no folder, moves nowhere, restores argv."""
+    """The published command's arguments work in any order; hydra leaves no folder, changes no directory and restores
+    argv."""
     monkeypatch.chdir(tmp_path)
     seen = []
     flags = ["--config-name=local_test_synthetic", "+paths.model_name=synthetic_000"]
@@ -65,8 +66,8 @@ REFUSED = ShardingError("'M/d' names mesh axis d\n  at model.py:7")
     ([], REFUSED, f"{REFUSED}\n"),
 ], ids=lambda value: " ".join(value)[:30] if isinstance(value, list) else "")  # fmt: skip
 def test_an_error_is_said_without_traceback(monkeypatch, capsys, arguments, error, text):
-    """Status 1 and a message on stderr, for a bad config, a bad override, an unknown config, main's own RunError and a
-    refusal by shardlib."""
+    """Status is 1 and stderr has the message, for a bad config or override, an unknown config, main's own RunError and
+    shardlib's refusal."""
     assert run(monkeypatch, *arguments, main=raising(error)) == 1
     stderr = capsys.readouterr().err
     assert stderr.startswith(f"error: {text}") and stderr.count("\n") == str(error).count("\n") + 1
@@ -315,7 +316,7 @@ def test_devices_are_simulated_where_nothing_else_says_so(tmp_path, environment,
 
 
 def test_an_error_as_a_program(tmp_path):
-    """The whole program: status 1, one line on stderr, no traceback, nothing on stdout."""
+    """The whole program ends with status 1 and one line on stderr, without traceback or output."""
     error = "error: command line: training.steps = 2.9: expected a whole number from 1 to 2147483647\n"
     assert program(tmp_path, "training.steps=2.9") == (1, "", error)
 

@@ -235,7 +235,7 @@ OF_HYDRA = ("no viable", "Error parsing", "Ambiguous", "Could not", "Interpolati
 
 @pytest.mark.parametrize("override, text", CASES, ids=[override[:60] for override, _ in CASES])
 def test_a_wrong_override_is_refused(override, text):
-    """One line: where, the key, what it was, what is expected, the fix."""
+    """One line says where it is, the key, its value, what is expected, and the fix."""
     expected = text if text.startswith(OF_HYDRA) else f"command line: {text}"
     found = message(override)
     if expected.endswith(" …"):

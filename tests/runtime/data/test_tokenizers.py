@@ -162,7 +162,7 @@ def test_loaded_by_name(tmp_path, stored, monkeypatch, request):
     ({"eos_token": "Hi", "no": "<|endoftext|>"}, [], "Hi"),
 ])  # fmt: skip
 def test_what_stands_before(tmp_path, settings, post_processor, bos):
-    """The bos token; else what the tokenizer puts first itself; else <|endoftext|>; else the end token."""
+    """It is the bos token; else what the tokenizer puts first; else <|endoftext|>; else the end token."""
     import tokenizers
 
     tokens = [token for token in ["!", "i", "Hi", "<|endoftext|>"] if token != settings.get("no")]

@@ -66,8 +66,8 @@ def run(folder, start_step: int, total_steps: int, trace: Trace | None = None, i
     (0, 50, True), (20, 50, True), (0, 5, False), (0, 6, True), (44, 50, True), (45, 50, False), (50, 50, False),
 ])  # fmt: skip
 def test_three_steps_a_little_after_the_start(tmp_path, monkeypatch, start_step, total_steps, is_profiled):
-    """Steps 4 to 6 of this process; only the last of them is waited for; the trace stands at the top of `profile`. None
-    starts that could not end, where fewer steps are left; another process never profiles, a resumed run not again."""
+    """Steps 4 to 6 of this process are profiled, and only the last is waited for; the trace stands at the top of
+    `profile`. No profile starts that could not end; other processes and a resumed run make none."""
     trace = Trace(monkeypatch)
     run(tmp_path, start_step, total_steps, trace, is_leader=False)
     assert trace.starts == 0

@@ -231,8 +231,8 @@ def bpe(*inputs) -> dict:
     ([BYTES, bpe("*.txt", "")], 1.8), ([BYTES, {}], None), ("bytes_utf8", 1.0), ("gpt2", None),
 ])  # fmt: skip
 def test_bytes_per_token(tmp_path, attributes, expected):
-    """One of bytes; what plain text gave; else not known; of a mixture, 3 to 1, the mean by weight if all are known; of
-    a stream by the tokenizer that the config names."""
+    """A token of bytes is one byte; plain text says its average, other data nothing. A mixture, 3 to 1, has the mean by
+    weight if all are known; a stream goes by the config's tokenizer."""
     stream = HuggingFaceDataset(path="x", tokenizer=attributes) if isinstance(attributes, str) else HuggingFaceDataset()
     attributes = [BYTES] if stream.path else attributes
     for index, each in enumerate(attributes):
@@ -338,7 +338,7 @@ def test_equal_runs(tmp_path, run_compare):
 
 
 def test_a_run_that_is_not_there(tmp_path, run_compare):
-    """Exit status 1 and one line; the same is raised for whoever asks."""
+    """tools.compare ends with status 1 and one line, which read_run raises too."""
     text = f"{tmp_path}/x: No such file or directory: give a run folder, runs/NAME, or a file of metrics"
     assert run_compare(tmp_path / "x", tmp_path / "y") == (1, f"error: {text}\n")
     with pytest.raises(RunError, match=re.escape(text)):

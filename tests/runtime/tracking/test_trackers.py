@@ -212,7 +212,7 @@ def test_arguments_that_are_refused(tmp_path):
 
 
 def test_a_package_that_is_missing_is_refused_before_anything_starts(tmp_path, monkeypatch):
-    """One line with the command that installs the pinned version, the config's keys, and no folder."""
+    """One line has the command that installs the pinned version, and no folder is made."""
     find_spec = followers.importlib.util.find_spec
     absent = ("wandb", "clearml")
     monkeypatch.setattr(followers.importlib.util, "find_spec", lambda name: None if name in absent else find_spec(name))
@@ -288,7 +288,7 @@ time.sleep(600)
 
 @pytest.mark.slow
 def test_a_killed_training_leaves_followers_that_have_all(tmp_path):
-    """SIGKILL: they send what was written and end. The training itself imports no tracker's package."""
+    """After SIGKILL they send what was written and end. The training itself imports no tracker's package."""
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
     command = [sys.executable, "-c", KILLED, tmp_path]
     process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)

@@ -272,7 +272,7 @@ def test_a_profile_that_ends_takes_no_time_from_the_step_before(monkeypatch):
 
 
 def test_nested_metrics_have_flat_names():
-    """Mappings and dataclasses, however deep; the order stays; as keys of a configuration too, where a list is a
+    """Mappings and dataclasses are flattened at any depth, in order; keys of a configuration too, where a list is a
     value."""
     by_key = {"a.b": 1, "a.c.d": None, "e": [{"f": 2}]}
     assert flattened({"a": {"b": 1, "c": {"d": None}}, "e": [{"f": 2}]}, separator=".") == by_key
@@ -311,7 +311,7 @@ def test_memory():
 
 
 def test_a_full_disk_stops_nothing(tmp_path, capsys):
-    """Said once; what could not be written then is written later, in order; others are told of each line at once."""
+    """It is said once; what could not be written is written later, in order; others are told of each line at once."""
     said = []
     with open_tracker(tmp_path, log_interval=1, on_line=lambda: said.append(None)) as tracker:
         tracker.log(1, metrics_of(1))
