@@ -22,7 +22,7 @@ from typing import Any
 
 SECONDS, BYTES = 3, 2**27  # of the processor and of memory, at most, for a call
 LOADED, LOADED_SECONDS = 2**32, 120  # for importing packages and reading the files of a tokenizer
-RENDERED = 2**22  # characters that a template may write
+RENDERED, TIMES = 2**14, 16  # characters that a template may write, and how often those of the messages
 MOST_IDS = 1000  # of three characters and what stands around them
 NO_MEMORY = 3  # the status of the process
 ROOT = Path(__file__).parents[2]
@@ -72,8 +72,9 @@ def render(template: str, messages: list[dict], others: dict[str, Any]) -> Any:
     limit(BYTES, SECONDS)
     rendered: Any = render_jinja_template([messages], chat_template=template, **others)
     (text,), turns = rendered
-    if len(text) > RENDERED:
-        raise ValueError(f"it writes {len(text)} characters, at most {RENDERED} are allowed")
+    most = RENDERED + TIMES * len(json.dumps(messages))
+    if len(text) > most:
+        raise ValueError(f"it writes {len(text)} characters, at most {most} are allowed")
     return text, turns[0] if turns else []
 
 
