@@ -40,7 +40,7 @@ from runtime.cluster.processes import domain, host_names, sent_over_network
 from runtime.cluster.processes import start as start  # train.py's name for it
 from runtime.cluster.signals import STOPPED, StopSignals
 from runtime.cluster.slow_hosts import SlowHosts
-from runtime.cluster.tuning import options
+from runtime.cluster.tuning import has_bfloat16, options
 from runtime.config import resume
 from runtime.config.checks import check_dataset, check_resume
 from runtime.config.command_line import to_yaml
@@ -240,7 +240,7 @@ class Run:
         tokens = self._config.training.tokens
         mesh = vars(self._config.mesh)
         count, platform = tokens.batch * tokens.len, jax.default_backend()
-        ledger = of_step(traced, mesh, source=source, tokens=count, platform=platform)
+        ledger = of_step(traced, mesh, source=source, tokens=count, platform=platform, has_bfloat16=has_bfloat16())
         self._flops = {"mfu": ledger.model_flops, "hfu": ledger.hardware_flops, "mfu_6nd": ledger.flops_6nd}
         if self._is_leader:
             devices = jax.sharding.get_mesh().devices.ravel()

@@ -95,7 +95,7 @@ class Block:
                 yield from block.runs(times * op.length)
 
 
-def read(jaxpr: Jaxpr | ClosedJaxpr, *, widened: bool = False) -> Block:
+def read(jaxpr: Jaxpr | ClosedJaxpr, *, widened: bool = False, has_bfloat16: bool = True) -> Block:
     """Reads a traced step. What no result depends on is left out, as XLA leaves it out.
 
     An operation's place is the innermost line of the user's program that led to it, or the one that a scope declares.
@@ -104,9 +104,10 @@ def read(jaxpr: Jaxpr | ClosedJaxpr, *, widened: bool = False) -> Block:
     Args:
       jaxpr: of the jitted step, `jax.jit(step).trace(...).jaxpr`.
       widened: each bfloat16 value that no product reads is a float32, as XLA:CPU computes.
+      has_bfloat16: the cores have instructions for bfloat16; without them `widened` is of operands of products too.
     """
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-    reader = _Reader(widened)
+    reader = _Reader(widened, has_bfloat16)
     # jax 0.11 says for each argument where it is to be before the one shard_map; a step's arguments are there.
     placed = {eqn.outvars[0]: eqn.invars[0] for eqn in jaxpr.eqns if eqn.primitive.name == "reshard"}
     mapped = [eqn for eqn in jaxpr.eqns if eqn.primitive.name != "reshard"]
@@ -143,8 +144,8 @@ OPAQUE = ("pallas_call", "custom_call", "ffi_call")
 
 
 class _Reader:
-    def __init__(self, widened: bool):
-        self.widened = widened
+    def __init__(self, widened: bool, has_bfloat16: bool):
+        self.widened, self.keeps_operands = widened, widened and has_bfloat16
         self.files: dict[str, None] = {}  # that frames are in
 
     def block(self, jaxpr: Jaxpr | ClosedJaxpr, scopes: str, line: str) -> Block:
@@ -190,7 +191,7 @@ class _Reader:
                 bodies = [] if name in OPAQUE else _bodies(params)
                 op.blocks = [self.block(inner, inner_scopes, line) for inner in bodies]
                 for operand, atom in zip(operands, eqn.invars):
-                    if self.widened and name == "dot_general" and atom.aval.dtype == jnp.bfloat16:
+                    if self.keeps_operands and name == "dot_general" and atom.aval.dtype == jnp.bfloat16:
                         operand.dtype, operand.bytes = "bfloat16", 2 * atom.aval.size
                 results = self.results(op, eqn.outvars, operations)
             known.update(zip(eqn.outvars, results, strict=True))

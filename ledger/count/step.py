@@ -105,8 +105,9 @@ class Ledger:
 
 
 def of_step(
-    traced: jax.stages.Traced, mesh_axes: dict[str, int], *, source: str | Path, tokens: int, platform: str = ""
-) -> Ledger:
+    traced: jax.stages.Traced, mesh_axes: dict[str, int], *, source: str | Path, tokens: int, platform: str = "",
+    has_bfloat16: bool = True,
+) -> Ledger:  # fmt: skip
     """The ledger of a traced step, in less than a second for a transformer.
 
     Args:
@@ -119,12 +120,13 @@ def of_step(
       platform: JAX's word for what it will be compiled for. XLA:CPU ('cpu') computes bfloat16 as float32, but for
         products, and in another order, so the memory forecast counts it so; FLOPs, bytes sent and bytes kept are what
         the source says, as everywhere else.
+      has_bfloat16: whether a CPU's cores have instructions for bfloat16; without them products read float32 too.
     Raises:
       ValueError: where a count is not known before the step runs; see `ledger.count.costs.count`.
     """
     block = read(traced.jaxpr)
     on_cpu = platform == "cpu"
-    in_memory = read(traced.jaxpr, widened=True) if on_cpu else block
+    in_memory = read(traced.jaxpr, widened=True, has_bfloat16=has_bfloat16) if on_cpu else block
     paths, infos = zip(*jax.tree_util.tree_flatten_with_path(traced.args_info)[0], strict=True)
     names = [jax.tree_util.keystr(path, simple=True, separator="/").split("/") for path in paths]
     with_weights = {tuple(name[:2]) for name in names if "weights" in name[2:]}  # args or kwargs, position

@@ -32,6 +32,7 @@ from ledger.count.memory import GROUPS, forecast
 from ledger.count.memory import _is_reduced as is_reduced
 from ledger.count.program import read
 from ledger.count.step import of_step
+from runtime.cluster.tuning import has_bfloat16
 from runtime.run import with_shardings
 from shardlib.mesh import make_mesh
 from shardlib.shard_map import typed_shard_map
@@ -219,14 +220,16 @@ def traced_step(microbatches, dtype, layers=2):
 
 
 def test_a_cpu_holds_bfloat16_as_float32():
-    """For a CPU the bfloat16 step is forecast to need more memory than bfloat16 does, and less than the float32 step,
-    since operands of products stay; what is computed, sent and kept stays bfloat16's."""
+    """For a CPU the bfloat16 step is forecast to need more memory than bfloat16 does, and less than the float32 step
+    where operands of products stay, but as much where the cores have no instructions for bfloat16; what is computed,
+    sent and kept stays bfloat16's."""
     narrow, _ = traced_step(2, "bfloat16")
-    on_cpu, wide = (
-        of_step(traced_step(2, dtype)[1], {"d": 4, "t": 2}, source=train.__file__, tokens=16 * 32, platform="cpu")
-        for dtype in ("bfloat16", "float32")
+    given = {"source": train.__file__, "tokens": 16 * 32, "platform": "cpu"}
+    on_cpu, without, wide = (
+        of_step(traced_step(2, dtype)[1], {"d": 4, "t": 2}, has_bfloat16=has_bfloat16, **given)
+        for dtype, has_bfloat16 in (("bfloat16", True), ("bfloat16", False), ("float32", False))
     )
-    assert narrow.memory.bytes < on_cpu.memory.bytes < wide.memory.bytes
+    assert narrow.memory.bytes < on_cpu.memory.bytes < without.memory.bytes == wide.memory.bytes
     assert (on_cpu.costs, on_cpu.saved) == (narrow.costs, narrow.saved)
 
 
@@ -243,7 +246,8 @@ def test_the_forecast_of_a_cpu_job_is_xlas(job, record_property):
         zero = np.uint32(0)
         traced = jax.jit(step, donate_argnums=0).trace(state, zero, zero, batch)
         xlas = peak_bytes(traced.lower().compile())
-    ledger = of_step(traced, mesh, source=train.__file__, tokens=batch.targets.size, platform="cpu")
+    given = {"platform": "cpu", "has_bfloat16": has_bfloat16()}
+    ledger = of_step(traced, mesh, source=train.__file__, tokens=batch.targets.size, **given)
     record_property("summary", f"memory of {job}: forecast {ledger.memory.bytes / 1e6:.1f} MB, XLA {xlas / 1e6:.1f} MB")
     assert 1 / 1.1 < xlas / ledger.memory.bytes < 1.1
 
