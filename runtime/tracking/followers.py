@@ -91,8 +91,9 @@ class Followers:
 
     def _leave_out(self, name: str, why: str) -> None:
         print_line(
-            f"warning: {name} {why}. Training goes on; metrics.jsonl has all lines, {self._log(name)} what {name} says."
-            f"\n  To send what is missing: python -m runtime.tracking.follow {self._folder} to={name} once=true"
+            f"warning: {name} {why}. The run is not affected: metrics.jsonl has all lines, "
+            f"{self._log(name)} what {name} says.\n"
+            f"  To catch up: python -m runtime.tracking.follow {self._folder} to={name} once=true"
         )
 
 

@@ -266,8 +266,8 @@ def test_a_follower_that_fails_or_hangs_is_named_once(tmp_path, capsys, monkeypa
     assert longest < 0.05
     output = capsys.readouterr().out
     assert output.startswith(
-        f"warning: wandb {why}. Training goes on; metrics.jsonl has all lines, {tmp_path}/wandb.log what wandb says.\n"
-        f"  To send what is missing: python -m runtime.tracking.follow {tmp_path} to=wandb once=true\n"
+        f"warning: wandb {why}. The run is not affected: metrics.jsonl has all lines, {tmp_path}/wandb.log what wandb "
+        f"says.\n  To catch up: python -m runtime.tracking.follow {tmp_path} to=wandb once=true\n"
     )
     assert output.count("warning") == 1
 
