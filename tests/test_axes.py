@@ -3,7 +3,6 @@ ledger says; with one device along all but d and t what train.py does, bit for b
 
 import dataclasses
 import functools
-import json
 import math
 import tarfile
 import types
@@ -15,7 +14,7 @@ import pytest
 import reference
 import small
 from pages import ROOT, module_of
-from several_hosts import TINY, where, write_tiny
+from several_hosts import TINY, logged, where, write_tiny
 
 import train
 import train_any
@@ -173,15 +172,15 @@ LARGER = [
     'model, mesh, training, way', [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in LARGER)]
 )
 def test_loss_and_gradient_equal_the_reference(model, mesh, training, way):
-    """In float32 the loss is within 2e-6 of float64's, and each leaf of the gradient within 1e-5 of its norm; and what
-    XLA compiled sends what the ledger says."""
+    """The float32 loss is within 2e-6 of float64's, each leaf of the gradient within 1e-5 of its norm, and XLA's
+    program sends what the ledger says."""
     require_truth(model, mesh, training, way)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('capacity', [None, 4.0], ids=['dropless', 'capacity'])
 def test_a_mixture_of_equal_experts_is_the_dense_model(capacity):
-    """Whatever the router says: each token's weights add up to one, and with slots enough none is dropped."""
+    """The router does not matter: each token's weights add up to one, and with enough slots no token is dropped."""
     tree, training = weights_of(DENSE), dataclasses.replace(TRAINING, balance_loss=0.0, router_z_loss=0.0)
     model = dataclasses.replace(DROPLESS, capacity=capacity)
     layer = dict(tree['transformer'])
@@ -237,7 +236,7 @@ def beside_train(mesh, **changes):
 @pytest.mark.usefixtures('proved_elsewhere')
 @pytest.mark.parametrize('attention', ['einsum', pytest.param('blockwise', marks=pytest.mark.slow)])
 def test_it_is_train_py_bit_for_bit(attention):
-    """On one device, in float32; on more, what XLA fuses rounds otherwise."""
+    """One device has train.py's bits in float32; on several XLA fuses, and rounds, otherwise."""
     _, ours, of_ours, theirs, of_theirs = beside_train('', attention=attention)
     assert ours == theirs
     for path, own in jax.tree_util.tree_leaves_with_path(of_ours):
@@ -247,8 +246,8 @@ def test_it_is_train_py_bit_for_bit(attention):
 @pytest.mark.usefixtures('proved_elsewhere')
 @pytest.mark.slow
 def test_axes_of_one_device_cost_nothing():
-    """On d and t alone, in bfloat16, it has train.py's losses to rounding, its FLOPs and the bytes that it sends; it
-    holds besides the weight of each target in the batch, and of each token its position in its segment."""
+    """On d and t alone, in bfloat16, it has train.py's losses to rounding, its FLOPs and its bytes sent. Its memory
+    also holds each target's weight and each token's position in its segment."""
     config, ours, _, theirs, _ = beside_train('d4 t2', compute_dtype='bfloat16')
     assert ours[0] == theirs[0] and ours == pytest.approx(theirs, rel=3e-5)
     ours, theirs = ledger_of(config), ledger_of(as_train(config), train)
@@ -282,29 +281,25 @@ SOURCE = (ROOT / 'train_any.py').read_text()
 
 @pytest.mark.parametrize('models', [(DEEP,), *small.slow((DEEP_MIXTURE,), (FEW_HEADS,))], ids=str)
 def test_stages_are_proved(models, tmp_path):
-    """Both steps, interleaved, on axes of two."""
+    """The check accepts both steps, interleaved, on axes of two."""
     models = [dataclasses.replace(model, layers=8) for model in models]
     assert check(tmp_path / 'train_any.py', SOURCE, models) > 300
 
 
 # What types cannot see: which positions, whose tokens, which slot.
 UNSEEN = {
-    'positions are not dealt': (
-        'context', (layers, 'Rows'), 'self.context.part(self.place),', "shardops.slice('L -> L/c', self.place),"
-    ),
-    'results come back to other slots': (
-        'experts', (experts, 'combine'), 'jnp.moveaxis(y, 0, 1)', 'jnp.moveaxis(y[::-1], 0, 1)'
-    ),
-    'two experts share slots': (
-        'experts', (experts, 'slots'), 'slot = pairs * C +', 'slot = pairs // 2 * C +'
-    ),
-}  # fmt: skip
+    'positions are not dealt': ('context', (layers, 'Rows'), 'self.context.part(self.place),',
+     "shardops.slice('L -> L/c', self.place),"),
+    'results come back to other slots': ('experts', (experts, 'combine'), 'jnp.moveaxis(y, 0, 1)',
+     'jnp.moveaxis(y[::-1], 0, 1)'),
+    'two experts share slots': ('experts', (experts, 'slots'), 'slot = pairs * C +', 'slot = pairs // 2 * C +'),
+}  # fmt: skip  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('what', UNSEEN)
 def test_what_types_cannot_see(what, tmp_path, monkeypatch):
-    """The comparison with the reference does."""
+    """The check accepts these errors; the comparison with the reference finds them."""
     file, (module, name), old, new = UNSEEN[what]
     source = (ROOT / f'models/{file}.py').read_text()
     assert source.count(old) == 1
@@ -315,23 +310,21 @@ def test_what_types_cannot_see(what, tmp_path, monkeypatch):
 
 
 # -- Runs --------------------------------------------------------------------------------------------------------------
-def losses_of(folder):
-    lines = map(json.loads, (folder / 'metrics.jsonl').read_text().splitlines())
-    return {(line['step'], name): line[name] for line in lines for name in ('loss', 'validation_loss') if name in line}
-
-
 KEYS = [*TINY, 'model.n_q_per_kv=1', 'checkpoint_interval=2', 'eval_interval=2']
 
 
 @pytest.fixture
-def ran(tmp_path, monkeypatch):
+def ran(tmp_path, monkeypatch, proved_elsewhere):
     """Trains in a folder, from its last checkpoint on; gives its losses, or None where it is refused."""
     monkeypatch.chdir(ROOT)
     data = write_tiny(tmp_path)
 
     def call(name, steps, *keys, trainer=train_any):
         given = [*KEYS, data, f'training.steps={steps}', *where(tmp_path / name), *keys]
-        return None if small.start_training(monkeypatch, *given, trainer=trainer) else losses_of(tmp_path / name)
+        if small.start_training(monkeypatch, *given, trainer=trainer):
+            return None
+        both = ((metric, logged(tmp_path / name, metric)) for metric in ('loss', 'validation_loss'))
+        return {(step, metric): value for metric, values in both for step, value in sorted(values.items())}
 
     return call
 
@@ -341,7 +334,7 @@ ALLOW = 'allow_config_change=true'
 
 @pytest.mark.slow
 def test_a_run_goes_on_on_any_mesh_and_by_either_trainer(ran, capsys):
-    """Two steps of train.py, two on replicas and rows on two devices, two on stages, and of train.py again, have the
+    """Two steps of train.py, two on replicas with rows on two devices, two on stages, and two of train.py have the
     losses of eight steps of train.py; without allow_config_change another trainer is refused."""
     deep = ['model.layers=4', 'training.microbatches=2', 'training.steps_for_lr=50', 'model.rope_max_timescale=256']
     whole = ran('whole', 8, *deep, trainer=train)
@@ -358,7 +351,7 @@ def test_a_run_goes_on_on_any_mesh_and_by_either_trainer(ran, capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize('capacity', ['null', '1.0'])
 def test_a_mixture_goes_on_on_any_mesh(capacity, ran):
-    """Its losses are those of an uninterrupted run, with dropped tokens too: slots are counted in a row."""
+    """Its losses are those of an uninterrupted run, dropped tokens included: slots are counted within a row."""
     mixture = ['family=mixtral', 'model.experts=4', 'model.shared_experts=1', f'model.capacity={capacity}']
     whole = ran('whole', 4, *mixture, 'mesh={d: 1, t: 1}')
     ran('parts', 2, *mixture, 'mesh={r: 2, d: 1, e: 2, t: 2}')
@@ -366,24 +359,20 @@ def test_a_mixture_goes_on_on_any_mesh(capacity, ran):
     assert parts == pytest.approx(whole, rel=2e-5) and len(parts) == 6
 
 
-# By the trainers that train_any.py replaced: their third and fourth step, and the validation loss after it.
+# The third and fourth loss, and the validation loss, of the trainers that train_any.py replaced.
 OLDER = {
     'train_at_scale': (
-        ['family=mixtral', 'model.experts=2', 'model.experts_per_token=1', 'model.weights_add_to_one=false',
-         'model.shared_experts=1', 'model.capacity=2.0', 'training.balance_loss=0.01', 'training.router_z_loss=0.001',
-         'mesh={r: 2, d: 1, e: 2, t: 2}'],
-        [5.275275707244873, 5.21381950378418, 5.263882637023926],
-    ),
-    'train_pipeline': (
-        ['model.layers=2', 'training.microbatches=2', 'mesh={p: 2, d: 1, c: 2, t: 1}'],
-        [5.308307647705078, 5.20671272277832, 5.191897869110107],
-    ),
-}  # fmt: skip
+     ['family=mixtral', 'model.experts=2', 'model.experts_per_token=1', 'model.weights_add_to_one=false',
+      'model.shared_experts=1', 'model.capacity=2.0', 'training.balance_loss=0.01', 'training.router_z_loss=0.001',
+      'mesh={r: 2, d: 1, e: 2, t: 2}'], [5.275275707244873, 5.21381950378418, 5.263882637023926]),
+    'train_pipeline': (['model.layers=2', 'training.microbatches=2', 'mesh={p: 2, d: 1, c: 2, t: 1}'],
+     [5.308307647705078, 5.20671272277832, 5.191897869110107]),
+}  # fmt: skip  # fmt: skip
 
 
 @pytest.mark.parametrize('trainer', [*small.slow('train_at_scale'), 'train_pipeline'])
 def test_runs_of_older_trainers_go_on(trainer, ran, tmp_path, pool):
-    """With their losses, on another mesh; and they are read as initial weights of the family that computes them."""
+    """They keep their losses on another mesh, and are read as initial weights of the family that computes them."""
     with tarfile.open(ROOT / 'tests/golden/older_runs.tar.gz') as packed:
         packed.extractall(tmp_path, filter='data')
     keys, expected = OLDER[trainer]
@@ -399,10 +388,7 @@ REFUSED = [
     ('mesh.c=3', 'training.tokens.len = 64: dim L has size 64, which axis c=3 cannot divide: set it to 63 or 66'),
     ('mesh.c=64 mesh.d=1', 'dim l has size 32, which axis c=64 cannot divide'),
     ('family=mixtral mesh.e=3', 'dim E has size 8, which axis e=3 cannot divide'),
-    (
-        '+experts=small mesh.c=2 mesh.d=1 model.capacity_parts=2',
-        'model.capacity_parts = 2: on mesh.c = 2 expected 4',
-    ),
+    ('+experts=small mesh.c=2 mesh.d=1 model.capacity_parts=2', 'model.capacity_parts = 2: on mesh.c = 2 expected 4'),
     ('+experts=small model.capacity_parts=3', 'of rows of training.tokens.len = 64: set it to a divisor'),
     ('mesh.r=128', 'dim M has size 256, which axes d=4 × r=128 cannot divide: set it to 512'),
     ('training.pieces=2', 'training.pieces = 2: mesh.p = 1 has no stages to cut'),
@@ -412,11 +398,11 @@ REFUSED = [
     ('--config-name=any_pipeline model.vocab=1281', 'dim V has size 1281, which axis p=4 cannot divide'),
     ('--config-name=any_pipeline mesh.d=16', 'training.microbatches = 64 / 8: dim B has size 8, which axis d=16'),
     ('family=t5 mesh.p=2 training.tokens.read_len=16', 'mesh.p = 2: a model with an encoder cannot be dealt out to'),
-]  # fmt: skip
+]  # fmt: skip  # fmt: skip
 
 
 def test_a_key_of_this_program_is_named_by_others(monkeypatch, capsys):
-    """In the place of the nearest word."""
+    """The message of train.py names this program, not the nearest word."""
     given = ['mesh.r=2', 'model.experts=4', 'lora.rank=2', 'mesh.x=2']
     assert small.start_training(monkeypatch, *given, trainer=train) == 1
     said = ' '.join(capsys.readouterr().err.split())
@@ -427,6 +413,6 @@ def test_a_key_of_this_program_is_named_by_others(monkeypatch, capsys):
 
 @pytest.mark.parametrize('keys, message', REFUSED, ids=[keys for keys, _ in REFUSED])
 def test_what_cannot_be_is_refused(keys, message, monkeypatch, capsys):
-    """Before anything is compiled, with the key and what it may be."""
+    """The message has the key and what it may be; nothing is compiled."""
     assert small.start_training(monkeypatch, 'check_only=true', *keys.split(), trainer=train_any) == 1
     assert message in ' '.join(capsys.readouterr().err.split())

@@ -47,13 +47,7 @@ from tools import plan_step
 def test_blocks_of_code_are_all_known():
     """A block that is new has a test; those of docs/recipes/family.md are a file, which test_recipes.py makes."""
     for language, known in {
-        "python": {
-            "README.md": 1,
-            "notation.md": 2,
-            "formats.md": 1,
-            "data.md": 1,
-            "family.md": 4,
-        },
+        "python": {"README.md": 1, "notation.md": 2, "formats.md": 1, "data.md": 1, "family.md": 4},
         "yaml": {"data.md": 1, "ledger.md": 1},
     }.items():
         found = {path.name: len(of_language(language, path)) for path in PAGES}
@@ -136,7 +130,7 @@ def configured(block, class_, tmp_path, monkeypatch):
 
 
 def test_the_mixture_of_the_data(tmp_path, monkeypatch):
-    """In a config it means what the page's sentence writes on the command line."""
+    """The block means in a config what the page's sentence writes on the command line."""
     (block,) = of_language("yaml", "docs/data.md")
     config = configured(block, train.Config, tmp_path, monkeypatch)
     line = re.search(r"`(flat_tokens\.filespec=null 'mixture=[^`]*)`", text_of("data.md"))[1]
@@ -201,7 +195,7 @@ def table_of_operations():
 
 
 def examples():
-    """Of each row of the table as many as it has."""
+    """The examples of each row of the table."""
     found = []
     for names, shown, *cells in re.findall(r"^\| (`.*?) \|(.*?)\|(.*?)\|(.*?)\|(.*?)\|$", table_of_operations(), re.M):
         names, shown = re.findall(r"`(\w+)`", names), re.findall(r"`([^`]+)`", shown)
@@ -246,7 +240,7 @@ def test_examples_of_the_notation(example, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("example", [each for each in examples() if each.arrow], ids=str)
 def test_what_the_examples_of_the_notation_send(example, tmp_path, monkeypatch):
-    """Forward and backward, the collectives of the row and no others."""
+    """Each example sends, forward and backward, the collectives of its row and no others."""
     monkeypatch.setitem(prove.SIZES, "C", 160)
     module = example.module(tmp_path, example.result)
     sizes = prove.SIZES | dict.fromkeys(AXES, 1)
@@ -321,14 +315,13 @@ def test_errors_of_the_notation(sentence, tmp_path):
     (_, message), *_ = blocks(after)
     (tmp_path / "train").mkdir()
     refused = said(tmp_path / "train" / "train.py", train_py().replace(old, new))
-    assert found and without_places(refused) == without_places(
-        f"training_step is refused on the mesh d=4 × t=2:\n{message}"
-    )
+    message = f"training_step is refused on the mesh d=4 × t=2:\n{message}"
+    assert found and without_places(refused) == without_places(message)
 
 
 @pytest.mark.slow
 def test_changes_of_another_axis(tmp_path):
-    """The commands and diffs of the section, in a copy: refused as it says, then proved on a mesh of 2 × 4 × 2, and run
+    """The section's commands and diffs, in a copy, are refused as it says, then proved on a mesh of 2 × 4 × 2 and run
     on 2 × 2 × 2."""
     copy_of_the_repository(tmp_path)
     file = tmp_path / "train.py"

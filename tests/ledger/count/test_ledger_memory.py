@@ -65,7 +65,7 @@ HELD = {
 
 @pytest.mark.parametrize("function, shapes, elements", HELD.values(), ids=HELD)
 def test_what_small_programs_hold(function, shapes, elements):
-    """By hand, at the peak."""
+    """The forecast's peak of small programs is what one counts by hand."""
     assert besides_arguments(function, *shapes) == [4 * each for each in elements]
 
 
@@ -168,8 +168,8 @@ def test_constants_and_placed_arguments_of_the_step():
 
 
 def test_gradients_that_are_sent_are_computed_last():
-    """What a product reads whose result goes into a reduce-scatter is still there when what follows it holds most; on a
-    CPU what any product of the backward pass reads."""
+    """The operands of a product whose result goes into a reduce-scatter are still held when what follows holds most; on
+    a CPU so are those of any product of the backward pass."""
 
     def held(sent, on_cpu=False):
         def loss(w, x):
@@ -259,7 +259,7 @@ def ledger_and_compiled(microbatches, dtype):
 
 
 def test_the_report_of_a_step_that_sends_what_is_written(record_property):
-    """In float32 there is no difference: one line says so, another the forecast's ratio to XLA's."""
+    """The float32 step has no difference: one line says so, another the forecast's ratio to XLA's."""
     ledger, compiled = ledger_and_compiled(2, "float32")
     assert differences(ledger, compiled.as_text()) == []
     lines, rows = report(ledger, compiled)
@@ -271,8 +271,8 @@ def test_the_report_of_a_step_that_sends_what_is_written(record_property):
 
 
 def test_what_is_widened_is_no_warning():
-    """The bfloat16 step as XLA:CPU compiles it, which is the float32 step's collectives: a row for each that is
-    widened, and one line in the report."""
+    """XLA:CPU compiles the bfloat16 step with the float32 step's collectives: each widened one has a row, and the
+    report one line."""
     ledger, (_, compiled) = traced_step(2, "bfloat16")[0], ledger_and_compiled(2, "float32")
     rows = differences(ledger, compiled.as_text())
     assert {(row.dtype, row.compiled, row.reason) for row in rows} == {("bfloat16", 0, WIDENED)} and len(rows) == 5
@@ -286,8 +286,8 @@ def test_what_is_widened_is_no_warning():
 
 @pytest.mark.slow
 def test_every_difference_has_its_reason(monkeypatch):
-    """In bfloat16 and without the barrier XLA widens collectives and takes gathers out of the microbatch loop: rows
-    with lines and reasons."""
+    """XLA widens bfloat16 collectives and, without the barrier, takes gathers out of the microbatch loop: each row has
+    its line and reason."""
     monkeypatch.setattr(lax, "optimization_barrier", lambda x: x)
     ledger, traced = traced_step.__wrapped__(2, "bfloat16")
     compiled = traced.lower().compile()
@@ -306,18 +306,17 @@ def test_every_difference_has_its_reason(monkeypatch):
     assert "written 2, compiled 1 times a step: taken out of the loop at" in str(norm)
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("microbatches", [*small.slow(1), 2])
 def test_a_gather_that_is_merged_with_an_equal_one_is_no_warning(microbatches):
-    """With one layer its weights are gathered twice right after each other, forward and backward, and XLA merges one
-    such pair in each microbatch: one line says how many, and the rows have the reason and the line."""
+    """One layer's weights are gathered twice in a row, forward and backward, and XLA merges one such pair a microbatch:
+    one line says how many, and the row has the reason and the line."""
     ledger, traced = traced_step(microbatches, "float32", layers=1)
     lines, rows = report(ledger, traced.lower().compile())
     (row,) = rows
     assert row.reason == MERGED and row.written - row.compiled == microbatches and row.lines[0].startswith("train.py:")
     written = sum(ledger.costs.collectives.values())
-    assert len(lines) == 2 and lines[0].endswith(
-        f": {written} collectives, {microbatches} of them merged with an equal one."
-    )
+    merged = f": {written} collectives, {microbatches} of them merged with an equal one."
+    assert len(lines) == 2 and lines[0].endswith(merged)
 
 
 def test_a_merge_is_told_from_what_leaves_a_loop():
@@ -358,7 +357,8 @@ def program(*instructions):
 
 
 def test_what_is_done_in_another_way_has_its_reason():
-    """All-reduces of a step joined into one of as many bytes; a reduce-scatter and an all-gather run as all-reduces."""
+    """The reasons name all-reduces that are joined into one of as many bytes, and a reduce-scatter and an all-gather
+    that run as all-reduces."""
     ledger, _ = ledger_and_compiled(2, "float32")
     over_all = "{{0,1,2,3,4,5,6,7}}"
 
@@ -383,7 +383,7 @@ def test_what_is_done_in_another_way_has_its_reason():
 
 
 def test_a_collective_cut_into_several_counts_once():
-    """XLA:TPU marks the parts of one collective by a chain."""
+    """XLA:TPU's parts of one collective, which a chain marks, count once."""
     ledger, _ = ledger_and_compiled(2, "float32")
     text = program(*[("all-gather", 2, "{{0,1,2,3,4,5,6,7}}, frontend_attributes={chain_id=\"3\"}")] * 4)
     assert sum(compiled_collectives(text, ledger.mesh).values()) == 1
