@@ -290,9 +290,12 @@ def _change(recipe: Recipe, text: str, *does: str) -> _Change:
     for position, (before, after) in enumerate(zip(operand.dims, result.dims)):
         fewer, more = sorted((before, after), key=lambda dim: len(dim.axes))
         if more.axes[: len(fewer.axes)] != fewer.axes:
+            fix, last = "", [axis for axis in more.axes if axis not in fewer.axes]
+            if len(last) + len(fewer.axes) == len(more.axes):
+                fix = f"\n  fix: split it as {'/'.join((more.name, *fewer.axes, *last))} where it is declared"
             raise ShardingError(
                 f"{before} and {after}: {name} changes a dim's last axes only, since the parts "
-                "over a major axis alone are not neighbours"
+                f"over a major axis alone are not neighbours{fix}"
             )
         if axes := more.axes[len(fewer.axes) :]:
             (gathers if more is before else splits).append((position, axes))

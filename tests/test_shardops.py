@@ -237,7 +237,7 @@ INVALID = table(r"""
 B/d M/t | shardops.all_gather('B/d M/t -> B/d M/t', x)
     | all_gather gathers dims, as in 'M/d F/t -> M F/t': not 'B/d M/t -> B/d M/t'
 B/d M/t | shardops.all_gather('B/d M/t -> M B/d', x) | all_gather keeps the dims, B M, but the result has M B
-M/d/t | shardops.all_gather('M/d/t -> M/t', x) | M/d/t and M/t: all_gather changes a dim's last axes only
+M/d/t | shardops.all_gather('M/d/t -> M/t', x) | fix: split it as M/t/d where it is declared
 M/d | shardops.all_gather('M/d +t -> M', x)
     | all_gather gathers dims, as in 'M/d F/t -> M F/t': not 'M/d +t -> M' fix: write 'M/d +t -> M +t'
 B/d M/t | shardops.all_gather('Z/t E/d -> Z/t E', x)
