@@ -37,14 +37,6 @@ def on_mesh(d=1, t=1, dtype="float32", **others):
         yield
 
 
-@contextlib.contextmanager
-def on_mesh_of_train_py(d, t, dtype="float32"):
-    """Its two axes."""
-    act.dtype = dtype
-    with jax.set_mesh(make_mesh({"d": d, "t": t}, devices=jax.devices()[: d * t])):
-        yield
-
-
 def oracle_of(name):
     """What transformers computed: `targets`, `logits` of the first rows, `loss`, and `gradient/` of each tensor."""
     with np.load(FOLDER / name / "oracle.npz") as file:

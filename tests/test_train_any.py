@@ -1,5 +1,6 @@
 """python -m train_any: all weights, some or adapters, against dense references, train.py, and PEFT's own files."""
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -18,9 +19,9 @@ import small
 from einops import einsum
 from mutation import GROUPS, refuse_all_of
 from pages import module_of
-from published import FOLDER, batch_of, on_mesh_of_train_py, oracle_of, read_of, step_of, weights_of
+from published import FOLDER, batch_of, oracle_of, read_of, step_of, weights_of
 from safetensors.numpy import load_file
-from several_hosts import where
+from several_hosts import logged, where
 
 import train
 import train_any
@@ -55,13 +56,9 @@ on_mesh = functools.partial(published.on_mesh, p=1)
 
 def config_of(model, d=1, t=1, training=TRAINING, e=1, **keys):
     """A resolved config, as far as the step reads it."""
-    mesh, given = (
-        train_any.Mesh(d=d, t=t, e=e),
-        {"lora": train_any.Lora(), "train": None, "initial_adapter": None, **keys},
-    )
-    given = {"model": model, "mesh": mesh, "training": training, "context": "auto", "fp8": False, **given}
-    given |= {"masking": train_any.Masking()}
-    return types.SimpleNamespace(**given)
+    given = {"lora": train_any.Lora(), "train": None, "initial_adapter": None, "context": "auto", "fp8": False, **keys}
+    given |= {"mesh": train_any.Mesh(d=d, t=t, e=e), "masking": train_any.Masking()}
+    return types.SimpleNamespace(model=model, training=training, **given)
 
 
 def stepped(config, weights, batch, trained=None, bos_id=1, weight=1.0, read=None):
@@ -89,7 +86,7 @@ def stepped(config, weights, batch, trained=None, bos_id=1, weight=1.0, read=Non
 
 
 def drawn_adapters(task, seed=0):
-    """With a b that is not zero, unlike at the start of training."""
+    """Adapters whose b is not zero, unlike at the start of training."""
     draws = np.random.default_rng(seed)
 
     def draw(place, which):
@@ -113,6 +110,7 @@ def part_of(place, weights):
 EXPERTS = {"targets": "expert_.*|w_q"}
 
 
+@pytest.mark.usefixtures("proved_elsewhere")
 @pytest.mark.parametrize("name, mesh, lora, changes", [
     ("llama", (2, 2), {}, {}),
     pytest.param("olmoe", (2, 2, 2), EXPERTS, {}, marks=pytest.mark.slow),
@@ -123,10 +121,9 @@ EXPERTS = {"targets": "expert_.*|w_q"}
     pytest.param("olmoe", (2, 1, 2), EXPERTS, {"capacity": 4.0}, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_the_gradients_of_adapters_are_those_of_the_merged_weights(name, mesh, lora, changes, pool):
-    """With W = base + s·A·B, of dL/dW on one device: dL/dA = s·dL/dW·Bᵀ and dL/dB = s·Aᵀ·dL/dW, and the same loss.
-
-    To 2e-5 of the largest, and what one more rounding of W changes, twice: for T5, whose scores are not divided by the
-    root of d_head, that is up to 3e-5 of the largest."""
+    """With W = base + s·A·B, dL/dA = s·dL/dW·Bᵀ and dL/dB = s·Aᵀ·dL/dW, where dL/dW is that of the merged weights on
+    one device, and the loss is the same. The tolerance is 2e-5 of the largest entry, and twice what one more rounding
+    of W changes: up to 3e-5 for T5, whose scores are not divided by the root of d_head."""
     oracle = oracle_of(name)
     source = huggingface.open_weights(FOLDER / name, pool)
     model = dataclasses.replace(source.model, compute_dtype="float32", **changes)
@@ -166,13 +163,15 @@ def test_the_gradients_of_adapters_are_those_of_the_merged_weights(name, mesh, l
     assert len(jax.tree.leaves(new.adam_mu)) == 2 * len(task.places)
 
 
-@pytest.mark.parametrize("mesh", [pytest.param((1, 1), marks=pytest.mark.slow), (2, 2)])
+@pytest.mark.usefixtures("proved_elsewhere")
+@pytest.mark.parametrize("mesh", [*small.slow((1, 1)), (2, 2)])
 def test_training_all_weights_is_training_them_with_train_py(mesh):
-    """Of a Llama, bit for bit: weights, moments and metrics after a step of two microbatches in bfloat16, of rows with
-    one sequence each: train.py counts positions from the row's start, and rounds rotary angles accordingly."""
+    """A Llama's weights, moments and metrics after a step of two microbatches in bfloat16 have train.py's bits. Rows
+    have one sequence each, since train.py counts positions from the row's start and rounds rotary angles
+    accordingly."""
     training = dataclasses.replace(TRAINING, microbatches=2, tokens=Tokens(batch=16, len=32))
     sizes = {key: value for key, value in vars(small.MODEL).items() if key != "attention"}
-    with on_mesh_of_train_py(*mesh, "bfloat16"):
+    with small.on_mesh(*mesh, "bfloat16"):
         init = jax.jit(train.init_state, static_argnums=0, out_shardings=make_shardings(train.State))
         rows = dataclasses.replace(small.BATCH, is_seq_start=np.zeros_like(small.BATCH.is_seq_start))
         state, batch = init(small.MODEL, np.uint32(3)), small.batch_of(rows)
@@ -188,8 +187,9 @@ def test_training_all_weights_is_training_them_with_train_py(mesh):
         assert one.dtype == other.dtype and one.tobytes() == other.tobytes()
 
 
+@pytest.mark.usefixtures("proved_elsewhere")
 def test_only_the_named_weights_change(pool):
-    """What train leaves out is frozen, has no moments, and the named ones change as in training of all."""
+    """Weights that train leaves out are frozen and have no moments; the named ones change as if all were trained."""
     source = huggingface.open_weights(FOLDER / "qwen3", pool)
     model = dataclasses.replace(source.model, compute_dtype="float32")
     with on_mesh(2, 2):
@@ -220,7 +220,8 @@ def products_of(jaxpr):
                     yield from products_of(inner)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
+@pytest.mark.usefixtures("proved_elsewhere")
+@pytest.mark.parametrize("dtype", ["bfloat16", *small.slow("float32")])
 def test_no_gradient_of_the_base_is_computed(dtype):
     """No product of the step with adapters has the size of a matrix's gradient, and all of the step without have."""
     sizes = dict(d_model=24, n_q_per_kv=1, n_kv=4, d_head=10, layers=3, vocab=56, d_ff=72, rope_max_timescale=256)
@@ -257,10 +258,10 @@ def test_the_forecast_of_adapters_under_a_large_vocabulary_is_xlas():
     assert 1 / 1.1 < ledger.memory.bytes / xlas < 1.1
 
 
-@pytest.mark.parametrize("is_split", [False, True])
+@pytest.mark.parametrize("is_split", [*small.slow(False), True])
 def test_dropout_is_of_what_the_adapter_reads(is_split):
-    """Of ones, through adapters that are the identity, a quarter is zero and the rest 4/3: the same elements on any
-    mesh, others for another seed, and others in each matrix."""
+    """Identity adapters turn ones into a quarter zeros and 4/3 elsewhere: the same elements on any mesh, others for
+    another seed and in each matrix."""
     X, M = ("B/b L/c M/t", "M/t") if is_split else ("B/b L/c M", "M")
     identity = np.eye(16, dtype=np.float32)
 
@@ -300,7 +301,8 @@ def start(tmp_path_factory):
 
     def call(name, *overrides):
         given = [f"--config-dir={folder}", "--config-name=tiny", *where(folder / name), *overrides]
-        with pytest.MonkeyPatch.context() as patch:
+        proved = contextlib.nullcontext() if "check_only=true" in overrides else small.proved_elsewhere()
+        with pytest.MonkeyPatch.context() as patch, proved:
             return small.start_training(patch, *given, trainer=train_any)
 
     call.folder = folder
@@ -324,7 +326,7 @@ def arrays_of(run_folder, pool):
 
 
 def test_a_run_saves_its_adapters_alone(lora_run, pool):
-    """Adapters and their moments, float32; and what they belong to."""
+    """It saves adapters and their moments in float32, and what they belong to."""
     arrays = arrays_of(lora_run, pool)
     names = {f"transformer/w_{x}/{which}" for x in "qvo" for which in "ab"}
     assert arrays.keys() == {f"{tree}/{name}" for tree in ("weights", "adam_mu", "adam_nu") for name in names}
@@ -332,58 +334,25 @@ def test_a_run_saves_its_adapters_alone(lora_run, pool):
     attributes = open_newest(str(lora_run), pool).attributes
     source = huggingface.open_weights(FOLDER / "llama", pool)
     assert attributes["base"] == huggingface.fingerprint(source, pool) and attributes["family"] == "llama"
-    metrics = [json.loads(line) for line in (lora_run / "metrics.jsonl").read_text().splitlines()]
-    assert metrics[-1]["step"] == 4 and "validation_loss" in json.dumps(metrics)
-    assert "grad_norm_of/transformer/w_q/a" in json.dumps(metrics)
+    for name in ("validation_loss", "grad_norm_of/transformer/w_q/a"):
+        assert max(logged(lora_run, name)) == 4
 
 
-@pytest.mark.slow
-def test_it_resumes_bit_for_bit(lora_run, start, pool):
-    """After two of four steps, with dropout, and with the base read anew: the same checkpoint as without a stop."""
-    assert start("half", *KEYS, "training.steps=2") == 0 and start("half", *KEYS) == 0
-    expected = arrays_of(lora_run, pool)
-    for name, found in arrays_of(start.folder / "half", pool).items():
-        assert found.tobytes() == expected[name].tobytes(), name
-
-
-def test_another_base_or_other_adapters_are_refused(lora_run, start, capsys, tmp_path, monkeypatch):
-    """When a run resumes, and when its weights are read, by a hash of the base."""
-    assert (
-        start(
-            "lora",
-            "lora.rank=2",
-            "lora.alpha=7",
-            "lora.targets=w_.*",
-            "lora.dropout=0.2",
-            "mesh.d=2",
-            "training.steps=5",
-        )
-        == 1
-    )
+def test_another_base_or_other_adapters_are_refused(lora_run, start, capsys, monkeypatch):
+    """A run that resumes, and a reader of its weights, compare a hash of the base."""
+    keys = ["lora.targets=w_.*", "lora.dropout=0.2", "mesh.d=2", "training.steps=5"]
+    assert start("lora", "lora.rank=2", "lora.alpha=7", *keys) == 1
     assert "lora.alpha: 6.0 -> 7.0 (command line)" in capsys.readouterr().err
-    other = start.folder / "other"
     monkeypatch.setattr(huggingface, "fingerprint", lambda *_: "0123456789abcdef")
-    assert (
-        start(
-            "lora",
-            "lora.rank=2",
-            "lora.alpha=6",
-            "lora.targets=w_.*",
-            "lora.dropout=0.2",
-            "mesh.d=2",
-            "training.steps=5",
-        )
-        == 1
-    )
+    assert start("lora", "lora.rank=2", "lora.alpha=6", *keys) == 1
     assert '-> "0123456789abcdef"' in capsys.readouterr().err
     assert start("next", f"initial_weights={lora_run}") == 1
     assert f"was trained from other weights than those that are now in {FOLDER}/llama" in capsys.readouterr().err
-    assert not other.exists()
 
 
 def test_merged_they_are_the_base_and_their_product(lora_run, pool, tmp_path):
-    """Of a run with adapters `open_weights` reads base + alpha / rank · A · B; tools.convert writes that, or the
-    adapters as PEFT names them, from which the same are read."""
+    """`open_weights` reads base + alpha / rank · A · B from a run with adapters; tools.convert writes that, or the
+    adapters as PEFT names them, which read back the same."""
     merged = huggingface.open_weights(lora_run, pool)
     base = huggingface.open_weights(FOLDER / "llama", pool)
     arrays = arrays_of(lora_run, pool)
@@ -429,19 +398,19 @@ OF_PEFT = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", OF_PEFT)
+@pytest.mark.usefixtures("proved_elsewhere")
+@pytest.mark.parametrize("name", ["llama", "olmoe", *small.slow("gptj", "mixtral")])
 def test_adapters_of_peft_are_taken(name, pool, tmp_path):
-    """Of files that PEFT wrote or reads: with them the logits are PEFT's, and written again they are the same tensors.
-    Arrays of all experts are written as those of each, in which gate and up have an a of their own."""
+    """Files that PEFT wrote or reads give PEFT's logits, and the same tensors when written again. Arrays of all experts
+    are written as those of each, in which gate and up have an a of their own."""
     targets, dropout = OF_PEFT[name]
     folder = FOLDER.parent / "peft" / name
     with np.load(folder / "oracle.npz") as file:
         oracle = dict(file)
     source = huggingface.open_weights(FOLDER / name, pool)
     model = dataclasses.replace(source.model, compute_dtype="float32")
-    config = config_of(
-        model, 2, 2, lora=train_any.Lora(rank=3, alpha=5.0, targets=targets), initial_adapter=str(folder)
-    )
+    lora = train_any.Lora(rank=3, alpha=5.0, targets=targets)
+    config = config_of(model, 2, 2, lora=lora, initial_adapter=str(folder))
     task = train_any.task_of(config)
     tokens = oracle["tokens"]
     with on_mesh(2, 2):
@@ -485,7 +454,8 @@ def test_adapters_of_peft_are_taken(name, pool, tmp_path):
 
 
 def test_some_weights_are_saved_alone_and_read_with_the_rest(start, pool):
-    """Of a run that trains some weights, the others come from its initial weights; named as its family names them."""
+    """A run that trains some weights saves only those, by the family's names; the others come from its initial
+    weights."""
     assert start("some", "train=transformer/w_q|final_layer_norm", "mesh.t=2") == 0
     arrays = arrays_of(start.folder / "some", pool)
     assert {name for name in arrays if name.startswith("weights")} == {
@@ -519,13 +489,12 @@ def pairs(start):
 
 @pytest.mark.parametrize("train", ["decoder/.*|encoder_bias", pytest.param(".*", marks=pytest.mark.slow)])
 def test_a_model_with_an_encoder_is_trained_on_pairs(train, start, pairs, pool):
-    """All weights or some: the first loss, and the gradients, are those of transformers."""
+    """The first loss and the gradients of all weights, or of some, are those of transformers."""
     name = f"t5_{len(train)}"
     once = ["training.adam_b1=0", "training.max_grad_norm=1e30", "training.steps=1", "log_interval=1"]
     assert start(name, *pairs, *once, f"train='{train}'") == 0
     oracle, source = oracle_of("t5_gated"), huggingface.open_weights(FOLDER / "t5_gated", pool)
-    metrics = [json.loads(line) for line in (start.folder / name / "metrics.jsonl").read_text().splitlines()]
-    assert next(each["loss"] for each in metrics if "loss" in each) == pytest.approx(float(oracle["loss"]), rel=1e-5)
+    assert logged(start.folder / name, "loss")[1] == pytest.approx(float(oracle["loss"]), rel=1e-5)
     arrays, compared = arrays_of(start.folder / name, pool), 0
     for leaf, rows in huggingface.rows_of(source.family, source.model).items():
         assert (f"adam_mu/{leaf}" in arrays) == bool(re.fullmatch(train, leaf)), leaf
@@ -546,19 +515,14 @@ def test_adapters_of_an_encoder_and_its_decoder(start, pairs, pool, tmp_path):
     assert {"weights/encoder/w_q/a", "weights/decoder/cross_v/b"} <= expected.keys()
     for name, found in arrays_of(start.folder / "t5_half", pool).items():
         assert found.tobytes() == expected[name].tobytes(), name
-    tools_convert.main(
-        tools_convert.Convert(from_=str(start.folder / "t5_lora"), to=str(tmp_path / "out"), adapter=True)
-    )
+    adapter = {"to": str(tmp_path / "out"), "adapter": True}
+    tools_convert.main(tools_convert.Convert(from_=str(start.folder / "t5_lora"), **adapter))
     config = json.loads((tmp_path / "out/adapter_config.json").read_text())
     assert config["task_type"] == "SEQ_2_SEQ_LM"
     assert config["target_modules"] == ["k", "o", "q", "v", "wi_0", "wi_1", "wo"]
     again = [
-        *pairs,
-        "lora.rank=2",
-        f"initial_adapter={tmp_path}/out",
-        "training.steps=1",
-        "training.learning_rate=1e-30",
-    ]
+        *pairs, "lora.rank=2", f"initial_adapter={tmp_path}/out", "training.steps=1", "training.learning_rate=1e-30",
+    ]  # fmt: skip
     assert start("t5_again", *again) == 0
     for name, found in arrays_of(start.folder / "t5_again", pool).items():
         if name.startswith("weights"):
@@ -566,71 +530,59 @@ def test_adapters_of_an_encoder_and_its_decoder(start, pairs, pool, tmp_path):
 
 
 def test_what_cannot_be_trained_is_refused(start, capsys, tmp_path):
-    """Before anything is compiled, with what to set."""
+    """The message says what to set; nothing is compiled."""
     refused = [
         (["initial_weights=null"], "model: expected a family and its sizes (+family=llama, say), or initial_weights"),
         (["+family=gpt2"], "model.family = \"gpt2\": initial_weights ="),
-        (
-            ["initial_weights=null", "model.family=qwen3"],
-            "model.family = \"qwen3\": expected bert, gemma, gpt2, gptj, llama,",
-        ),
+        (["initial_weights=null", "model.family=qwen3"],
+         "model.family = \"qwen3\": expected bert, gemma, gpt2, gptj, llama,"),
         (["initial_weights=null", "+family=gpt2"], "model.d_ff is missing: expected a whole number from 1 to"),
-        (
-            ["initial_weights=null", "+family=llama", "lora.rank=2"],
-            "lora.rank, train: what is frozen would stay random",
-        ),
-        (
-            ["--config-name=any_synthetic", "family=mixtral", "model.experts=1"],
-            "model.experts_per_token = 2: expected 1 to model.experts = 1",
-        ),
+        (["initial_weights=null", "+family=llama", "lora.rank=2"],
+         "lora.rank, train: what is frozen would stay random"),
+        (["--config-name=any_synthetic", "family=mixtral", "model.experts=1"],
+         "model.experts_per_token = 2: expected 1 to model.experts = 1"),
         (["--config-name=any_synthetic", "family=gptj", "model.d_head=8"], "model.d_rotary = 16: expected an even"),
         (["model.d_modl=8"], "command line: model.d_modl is not a key: the nearest is model.d_model"),
         (["model=5"], "model = 5: expected a section, {key: value}"),
         (["model.d_model=8"], "model.d_model = 16: this run's model has 8"),
         (["model.attention=fast"], "command line: model.attention = \"fast\": expected auto or"),
         (["masking.share=0.3"], "masking: only encoders predict masked tokens: leave it out"),
-        (
-            ["--config-name=any_synthetic", "family=bert", "masking.token=1280"],
-            "masking.token = 1280: expected an id below model.vocab = 1280",
-        ),
-        (
-            ["--config-name=any_synthetic", "family=bert", "mesh={c: 8}"],
-            "mesh.c = 8, context = auto: in a model with an encoder",
-        ),
+        (["--config-name=any_synthetic", "family=bert", "masking.token=1280"],
+         "masking.token = 1280: expected an id below model.vocab = 1280"),
+        (["--config-name=any_synthetic", "family=bert", "mesh={c: 8}"],
+         "mesh.c = 8, context = auto: in a model with an encoder"),
         (["--config-name=any_synthetic", "family=bert", "mesh={p: 2}"], "mesh.p = 2: a model with an encoder cannot"),
-        (
-            ["--config-name=any_synthetic", "family=bert", "masking.token=null"],
-            "masking.token = null: expected the id, below model.vocab, of the token that masks",
-        ),
-        (
-            [f"initial_weights={FOLDER}/t5"],
-            "training.tokens.read_len = 0: expected how many tokens of a row the encoder",
-        ),
+        (["--config-name=any_synthetic", "family=bert", "masking.token=null"],
+         "masking.token = null: expected the id, below model.vocab, of the token that masks"),
+        ([f"initial_weights={FOLDER}/t5"],
+         "training.tokens.read_len = 0: expected how many tokens of a row the encoder"),
         (["training.tokens.read_len=8"], "training.tokens.read_len = 8: only models with an encoder and a decoder"),
         (["lora.rank=2", "fp8=true"], "fp8 = true: adapters have no 8-bit form: leave fp8 or"),
-        (
-            [f"initial_weights={FOLDER}/olmoe", "lora.rank=2", "lora.targets=expert_up", "lora.dropout=0.1"],
-            "lora.dropout: expected 0 for adapters of experts",
-        ),
+        ([f"initial_weights={FOLDER}/olmoe", "lora.rank=2", "lora.targets=expert_up", "lora.dropout=0.1"],
+         "lora.dropout: expected 0 for adapters of experts"),
         ([f"initial_weights={FOLDER}/olmoe", "fp8=true"], "fp8 = true: experts have no 8-bit form"),
         (["lora.rank=2", "train=embed"], "train and lora.rank: expected one of them"),
+        (["lora.rank=2", "training.optimizer=muon"], "training.optimizer = muon: it is for the matrices of layers; of"),
+        (["training.dropout=0.1", "model.attention=blockwise"],
+         "model.attention = blockwise: its kernel holds no probabilities"),
+        (["training.decay_from=2"], "training.decay_from = 2: schedule cosine falls from the warmup on"),
+        (["training.batch_doubles_at=[1,2]", "training.microbatches=2"],
+         "training.batch_doubles_at = [1, 2]: training.microbatches = 2 is halved for each of these steps"),
+        (["training.batch_doubles_at=[2,1]"], "training.batch_doubles_at = [2, 1]: expected steps in increasing order"),
         (["train=w_q"], "train = 'w_q' matches no weight: embed, unembed, transformer/ln1"),
         (["train='w_q|('"], "train = \"w_q|(\": expected a regular expression"),
         (["lora.rank=2", "lora.targets='*'"], "lora.targets = \"*\": expected a regular expression"),
         (["lora.rank=2", "lora.targets=q_proj"], "lora.targets = 'q_proj' is none of the matrices that can have an"),
         (["initial_adapter=x"], "initial_adapter: set lora.rank and lora.alpha to those of its adapter_config.json"),
         (["mesh.t=16"], "which axis t=16 cannot divide"),
-    ]
+    ]  # fmt: skip
     peft = f"initial_adapter={FOLDER.parent}/peft/llama"
     refused += [
         (["lora.rank=2", peft], "r = 3, expected 2: set lora.rank=3"),
         (["lora.rank=3", "lora.alpha=5", peft], "lora_A.weight: expected [3, 16]"),
-        (
-            ["lora.rank=3", "lora.alpha=5", "lora.targets=w_q", peft],
-            "up_proj.lora_A.weight: lora.targets leaves it",
-        ),
+        (["lora.rank=3", "lora.alpha=5", "lora.targets=w_q", peft], "up_proj.lora_A.weight: lora.targets leaves it"),
         (["lora.rank=3", "lora.alpha=5", f"initial_adapter={tmp_path}"], "adapter_config.json cannot be read"),
-    ]
+    ]  # fmt: skip
     for keys, message in refused:
         assert start("cannot_be", *keys) == 1
         assert message in capsys.readouterr().err, keys
@@ -638,7 +590,7 @@ def test_what_cannot_be_trained_is_refused(start, capsys, tmp_path):
 
 
 def test_a_kind_of_adapter_that_is_not_computed_is_refused(pool, tmp_path):
-    """A field of adapter_config.json that nobody reads would be silent nonsense."""
+    """A field of adapter_config.json that the program does not read is refused, not ignored."""
     config = json.loads((FOLDER.parent / "peft/llama/adapter_config.json").read_text())
     source = huggingface.open_weights(FOLDER / "llama", pool)
     task = train_any.task_of(config_of(source.model, lora=train_any.Lora(rank=3, alpha=5.0, targets="w_q")))
@@ -675,8 +627,7 @@ def test_it_is_checked_and_planned_without_a_device(start, capsys, monkeypatch, 
 
 @pytest.mark.slow
 def test_every_mutant_of_the_program_is_refused(pool, tmp_path, record_property):
-    """Each collective removed, doubled, with its axes exchanged or one too few, and each '+axis' dropped: with
-    adapters, or else with some weights, or of a mixture; and on stages."""
+    """The check refuses each mutant (mutation.py) with adapters, with some weights, in a mixture, or on stages."""
     names = "llama", "olmoe", "bert", "t5"
     llama_, olmoe, bert_, t5_ = [huggingface.open_weights(FOLDER / name, pool).model for name in names]
     bert_ = dataclasses.replace(bert_, positions=32)

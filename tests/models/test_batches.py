@@ -13,6 +13,8 @@ from shardlib.shard_map import typed_shard_map
 from shardlib.shardtypes import f32, make_shardings
 from train import act
 
+pytestmark = pytest.mark.usefixtures("proved_elsewhere")
+
 
 @pytest.fixture
 def drawn():
