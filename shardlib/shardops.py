@@ -410,9 +410,9 @@ def all_gather(spec: str | bytes, x, *, dtype=None, reduce_dtype=None, sent_as=N
 
     Args:
       dtype: cast to this before sending; the result has it.
-      reduce_dtype: the gradient is cast to this before its reduction, then to the operand's type. With a cast by hand
-        before the gather, the gradient's reduction would run in the gathered type.
-      sent_as: rounded to this on the way, and only there.
+      reduce_dtype: the gradient is cast to this float type before its reduction, then to the operand's. With a cast by
+        hand before the gather, the gradient's reduction would run in the gathered type.
+      sent_as: rounded to this float type on the way, and only there.
     Sends: (n - 1) x bytes in `sent_as` or `dtype`; in the backward pass a reduce-scatter of (n - 1) x bytes in
     `reduce_dtype`. Where x stands for a matrix (`products`), its typed field is sent; of `Float8`, 1 byte an element.
     """
@@ -631,7 +631,8 @@ def einsum_unreduced(spec: str | bytes, x, y, *, rounded_to=None, x_is_thin: boo
         einsum_unreduced('B/d L F/t, M F/t -> B/d L M +t', h, w_down)
 
     Args:
-      rounded_to: both operands are, for the product alone; the gradient's products are of the operands as they are.
+      rounded_to: both operands are, to floats, for the product alone; the gradient's products are of the operands as
+        they are.
       x_is_thin: y's gradient is computed as x · gradient, not, as JAX does, as gradient · x: of the two XLA:CPU
         transposes the first, and computes anew what was fused into it.
       jnp_kwargs: passed on. With preferred_element_type=float32 of bfloat16 operands the sums stay in float32; the

@@ -100,7 +100,8 @@ def is_part(size) -> bool:
 
 def shown(text) -> str:
     """A size, or a text that has sizes in it, as a type writes them: '4096/d' for 4096*split_over_d."""
-    text = re.sub(r"(\d+)\*split_over_(\w+)", r"\1/split_over_\2", str(text))
+    text = re.sub(r"(?<![*\w])split_over_", "1*split_over_", str(text))
+    text = re.sub(r"(\d+)\*split_over_(\w+)", r"\1/split_over_\2", text)
     return _SYMBOL.sub(lambda match: match[1].replace("__", "/"), text)
 
 
