@@ -1,5 +1,7 @@
 """Numbers near a given one that divide, or are divided: what an error proposes. Imports no JAX."""
 
+import math
+
 
 def nearest_multiples(size: int, factor: int) -> str:
     """The multiples of `factor` next to a size.
@@ -14,9 +16,11 @@ def nearest_multiples(size: int, factor: int) -> str:
 def nearest_divisors(size: int, near: int) -> str:
     """The divisors of a size next to `near`.
 
-    >>> nearest_divisors(3, 2)
-    '1 or 3'
+    >>> nearest_divisors(3, 2), nearest_divisors(64, 2**31 - 1)
+    ('1 or 3', '64')
     """
-    below = next((n for n in range(near - 1, 0, -1) if size % n == 0), None)
-    above = next((n for n in range(near + 1, min(size, 64 * near) + 1) if size % n == 0), None)
+    small = [n for n in range(1, min(math.isqrt(size), 2**20) + 1) if size % n == 0]  # sizes may be absurd
+    divisors = [*small, *(size // n for n in reversed(small))]
+    below = max((n for n in divisors if n < near), default=None)
+    above = min((n for n in divisors if near < n <= 64 * near), default=None)
     return " or ".join(str(n) for n in (below, above) if n)

@@ -23,6 +23,9 @@ training.microbatches=3
 training.microbatches=32
     training.tokens.batch / training.microbatches = 64 / 32: dim B has size 2, which axis d=4 cannot divide: set it to
     4, or mesh.d to 2 | in targets: B/d L
+mesh.d=2147483647
+    configs/local_test_synthetic.yaml: model.d_model = 256: dim M has size 256, which axis d=2147483647 cannot divide:
+    set it to 2147483647, or mesh.d to 256 |
 model.n_kv=3
     command line: model.n_kv = 3: dim K has size 3, which axis t=2 cannot divide: set it to 2 or 4, or mesh.t to 1 or 3
     | in weights/transformer/w_q: layers M/d Q K/t D
