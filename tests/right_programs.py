@@ -176,7 +176,7 @@ B L M/t | jnp.fft.fft(x, axis=1).real
 B/d L M -> B/d 16 M | jax.image.resize(x, (x.shape[0], 16, x.shape[2]), 'linear')
 B/d M | jnp.where(x > jnp.median(x, axis=1, keepdims=True), x, 0.0)
 B/d M | x[jnp.arange(x.shape[0])]
-B/d M -> Z/d M | x.reshape(-1, 2, 64)[:, 0]
+L/d M -> Z/d M | x.reshape(-1, 2, 64)[:, 0]
 B/d M | jax.random.permutation(jax.random.key(0), x, axis=1)
 M/d | x + shardops.slice('M -> M/d', jax.random.normal(jax.random.key(0), (64,)))
 M/d | jnp.interp(x, jnp.arange(64.0), jnp.arange(64.0) ** 2)
