@@ -6,7 +6,7 @@ NEWER_JAX := 0.11.2 0.12.0.1
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train shakespeare shakespeare_smollm2 test test-model test-newer-jax test-slow torture golden golden-oracle docs lint format clean
+.PHONY: train shakespeare shakespeare_smollm2 test test-model test-newer-jax environments test-slow torture golden golden-oracle docs lint format clean
 .DEFAULT_GOAL := train
 
 train: $(VENV)/runtime  ## the small job on simulated devices
@@ -46,7 +46,11 @@ test-model: $(VENV)/tests  ## what proves the model: the step against its refere
 NEWER_TESTS := tests/test_refused.py tests/test_check.py tests/test_spec.py tests/test_typed.py tests/test_shardtypes.py \
   tests/test_differential.py::test_right_programs_are_accepted tests/test_shardops.py
 
-test-newer-jax: $(if $(PYTHON312),$(NEWER_JAX:%=$(VENV)-jax-%/tests))  ## shardlib and its proof on newer releases of JAX
+NEWER := $(if $(PYTHON312),$(NEWER_JAX:%=$(VENV)-jax-%/tests))
+
+environments: $(VENV)/tests $(NEWER)  ## all that the tests run in; with -j2 they are made side by side
+
+test-newer-jax: $(NEWER)  ## shardlib and its proof on newer releases of JAX
 ifeq ($(PYTHON312),)
 	@echo "skipped: shardlib on jax $(NEWER_JAX), which need Python 3.12: no python3.12 runs here (make test-newer-jax PYTHON312=...)"
 else

@@ -370,7 +370,7 @@ OLDER = {
 }  # fmt: skip  # fmt: skip
 
 
-@pytest.mark.parametrize('trainer', [*small.slow('train_at_scale'), 'train_pipeline'])
+@pytest.mark.parametrize('trainer', small.slow('train_at_scale', 'train_pipeline'))
 def test_runs_of_older_trainers_go_on(trainer, ran, tmp_path, pool):
     """They keep their losses on another mesh, and are read as initial weights of the family that computes them."""
     with tarfile.open(ROOT / 'tests/golden/older_runs.tar.gz') as packed:

@@ -146,6 +146,7 @@ def test_a_family_is_accepted(granite, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_a_family_computes_what_its_factors_say(granite):
     """Logits, bit for bit, of a Llama whose embedding, last matrices of each half and unembedding are scaled."""
     model = granite[0].Model(**vars(small.MODEL), **FACTORS)

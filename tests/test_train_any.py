@@ -187,6 +187,7 @@ def test_training_all_weights_is_training_them_with_train_py(mesh):
         assert one.dtype == other.dtype and one.tobytes() == other.tobytes()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("proved_elsewhere")
 def test_only_the_named_weights_change(pool):
     """Weights that train leaves out are frozen and have no moments; the named ones change as if all were trained."""

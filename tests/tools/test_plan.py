@@ -148,6 +148,7 @@ def tiny(hbm_bytes):
     return [f"own_hardware=[{{name: tiny, {figures}, network_bytes_per_s: 1.0e+9}}]", "hardware=tiny"]
 
 
+@pytest.mark.slow
 def test_a_sweep(capsys, tmp_path):
     """The sweep has all meshes of 4 devices, with microbatches until they fit, the fastest first, and why there are no
     others, in text and on a page. Memory and times are those of a plan of that mesh."""

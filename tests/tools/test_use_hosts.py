@@ -46,6 +46,7 @@ def alone(called, proved_elsewhere):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_two_processes_write_and_score_as_one(cat_run, alone, tmp_path):
     """The first process prints the lines that one process prints: texts of a file, drawn and by beams, log likelihoods
     and answers. The second needs none of the files."""

@@ -227,6 +227,7 @@ def test_killed_and_a_bad_record(tmp_path):
         split.close()
 
 
+@pytest.mark.slow
 def test_files(tmp_path):
     """Each line of a .txt is a document; .parquet, .json and another field are read too; other keys, and another split,
     are another data set of the run."""

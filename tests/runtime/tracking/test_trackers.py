@@ -179,6 +179,7 @@ def wait_for(is_done, folder):
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_what_a_dead_tracker_missed_is_sent_by_hand(tmp_path):
     """A tracker killed after step 3 loses no line and sends none twice. Values that are not finite arrive, damaged
     lines do not stop it, and the run's own config need not name the tracker. The folder is one of a sweep."""
