@@ -454,6 +454,7 @@ def test_adapters_of_peft_are_taken(name, pool, tmp_path):
     assert sorted(ours["target_modules"]) == sorted(theirs["target_modules"])
 
 
+@pytest.mark.slow
 def test_some_weights_are_saved_alone_and_read_with_the_rest(start, pool):
     """A run that trains some weights saves only those, by the family's names; the others come from its initial
     weights."""
@@ -488,7 +489,7 @@ def pairs(start):
     return [f"initial_weights={folder}", data, "training.tokens={batch: 8, len: 24, read_len: 20}", "mesh={d: 2, t: 2}"]
 
 
-@pytest.mark.parametrize("train", ["decoder/.*|encoder_bias", pytest.param(".*", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("train", small.slow("decoder/.*|encoder_bias", ".*"))
 def test_a_model_with_an_encoder_is_trained_on_pairs(train, start, pairs, pool):
     """The first loss and the gradients of all weights, or of some, are those of transformers."""
     name = f"t5_{len(train)}"

@@ -194,7 +194,7 @@ def pairs_for_t5(folder):
     return [f"flat_tokens.filespec={folder}/pairs.zarr", "training.tokens.read_len=16"]
 
 
-@pytest.mark.parametrize("family", ["gpt2", *small.slow(*sorted(FAMILIES.keys() - {"gpt2"}))])
+@pytest.mark.parametrize("family", small.slow(*sorted(FAMILIES)))
 def test_any_family_from_random_weights(family, small_run, tmp_path):
     """Its losses begin near those of a guess and fall, and on three axes at once are those of one device."""
     keys = [f"family={family}", *OF_FAMILY.get(family, [])]

@@ -38,6 +38,7 @@ def start(monkeypatch, folder, *overrides):
     return small.start_training(monkeypatch, *RUN, *where(folder), *overrides)
 
 
+@pytest.mark.slow
 def test_a_run_starts_from_the_weights_of_another(data, monkeypatch, tmp_path, capsys):
     """A run that changes nothing, on another mesh, has the source's last validation loss; steps and learning rate begin
     anew. When it resumes it reads its own checkpoint, not the source."""

@@ -88,6 +88,7 @@ def test_how_long_and_at_which_price(capsys):
     assert re.search(r"\. \S+ tokens: ", planned(capsys, "c4_a100x8_1b", *keys))
 
 
+@pytest.mark.slow
 def test_own_hardware(capsys):
     """A config may describe a device; what it leaves out is n/a, and so is all that needs it."""
     mine = "own_hardware=[{name: mine, peak_flops_per_s: 1.0e+15, hbm_bytes: 100000000000, hbm_bytes_per_s: 3.0e+12}]"

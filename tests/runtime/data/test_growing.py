@@ -256,6 +256,7 @@ def test_files(tmp_path):
     assert len(list((tmp_path / "run/tokens").iterdir())) == 4
 
 
+@pytest.mark.slow
 def test_other_text_is_refused(tmp_path):
     """Text that has changed since its beginning was tokenized is refused, with what to do. The process ends when the
     run does, without being told."""
