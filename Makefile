@@ -54,7 +54,7 @@ test-newer-jax: $(NEWER)  ## shardlib and its proof on newer releases of JAX
 ifeq ($(PYTHON312),)
 	@echo "skipped: shardlib on jax $(NEWER_JAX), which need Python 3.12: no python3.12 runs here (make test-newer-jax PYTHON312=...)"
 else
-	for jax in $(NEWER_JAX); do $(VENV)-jax-$$jax/bin/python -m pytest $(NEWER_TESTS) -m "not slow" -n 2 --dist worksteal || exit 1; done
+	for jax in $(NEWER_JAX); do $(VENV)-jax-$$jax/bin/python -m pytest $(NEWER_TESTS) -m "not slow" -k "not notebook" -n 2 --dist worksteal || exit 1; done
 endif
 
 $(VENV)-jax-%/tests: requirements-cpu.txt requirements-test.txt
