@@ -83,8 +83,7 @@ def groups(tokens):
 @pytest.mark.parametrize("split", SPLITS)
 def test_tasks(split):
     """Each group but a sequence's last, which is cut, is as its marker says, by a second way to make its letters; a
-    sequence
-    has one task and one alphabet; and frequencies alone leave over 4.5 nats a token."""
+    sequence has one task and one alphabet; and frequencies alone leave over 4.5 nats a token."""
     expected = {
         "copy": lambda fresh: fresh + fresh,
         "reverse": lambda fresh: fresh + fresh[::-1],
